@@ -59,6 +59,8 @@ EXPLORED = 8
 EVERY = 16
 """Interval, in compared batches, at which hypotheses are computed from then on even if nothing is unusual."""
 
+UNCLEAR_STEPS = 20
+"""Optimizer steps after which the log names hypotheses that cannot be told from the policy."""
 UNCHECKED = "the logits processors of `generate` are not checked"
 """Beginning of a sentence that ends with the reason."""
 
@@ -101,6 +103,7 @@ class GenerationCheck:
         self.is_16bit = False
         """True if the generator turned out to compute in 16 bits while the policy is float32."""
         self.unclear: tuple[str, ...] | None = None
+        self._logged_unclear = False
         """Hypotheses that the last computation could not tell from the policy, or None before the first computation."""
         self._pending: list[Evidence] | None = None
         self._announcer = Announcer(logger.warning)
@@ -334,16 +337,19 @@ class GenerationCheck:
         self._log_unclear(conclusions)
 
     def _log_unclear(self, conclusions: list[Conclusion]) -> None:
-        """Log the first time that hypotheses cannot be told from the policy, and the first time that they can."""
+        """Log if hypotheses still cannot be told from the policy after some steps, and the first time that they can."""
         unclear = tuple(dict.fromkeys(name for conclusion in conclusions for name in conclusion.unclear))
-        if unclear and self.unclear is None:
-            # No warning: before its first update every new adapter adds nothing, on or off.
+        step = self.trainer.state.global_step
+        if unclear and step >= UNCLEAR_STEPS and not self._logged_unclear:
+            # Not before: until its first updates, every new adapter adds too little to be told from none.
             names = " or ".join(OTHER_WEIGHTS[name] for name in unclear)
             logger.info(
-                f"can't tell yet whether the generator is the policy or {names}: their log-probabilities are alike"
+                f"step {step}: can't tell yet whether the generator is the policy or {names}: their log-probabilities "
+                "are alike"
             )
+            self._logged_unclear = True
         elif not unclear and self.unclear:
-            logger.info(f"step {self.trainer.state.global_step}: the generator is the policy")
+            logger.info(f"step {step}: the generator is the policy")
         self.unclear = unclear
 
     def _score_by(self, name: str, ranks: Sequence[Evidence]) -> None:

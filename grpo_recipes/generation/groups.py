@@ -95,7 +95,7 @@ class Turn:
             return stock(*args, **kwargs)
         recorder = Recorder(self.recorded_rows(len(prompts)), self.temperature, self.comparison)
         criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or ()), recorder])
-        with recorder.reading(model):
+        with each_built(model, recorder.observed):
             output = stock(*args, stopping_criteria=criteria, **kwargs)
         self.log_probs = recorder.log_probs if self.record_every else None
         return output
@@ -252,14 +252,9 @@ class Batch:
         prompts = self.ids[:, : self.width]
         # The mask is part of the key: pad and end may be the same token, and then the IDs do not show what is padding.
         keys = prompts if self.mask is None else torch.cat([prompts, self.mask[:, : self.width]], 1)
-        number: dict[bytes, int] = {}  # number of each distinct prompt
-        distinct: list[int] = []  # first row of each prompt
-        copied = []  # number of each row's prompt
-        for row, key in enumerate(keys.cpu().numpy()):
-            if key.tobytes() not in number:
-                number[key.tobytes()] = len(distinct)
-                distinct.append(row)
-            copied.append(number[key.tobytes()])
+        numbers: dict[bytes, int] = {}  # number of each distinct prompt
+        copied = [numbers.setdefault(key.tobytes(), len(numbers)) for key in keys.cpu().numpy()]
+        distinct = [copied.index(number) for number in range(len(numbers))]  # first row of each prompt
         logits = decode_step(
             self.model,
             prompts[distinct],

@@ -107,18 +107,22 @@ def _rotary_tables(config: Any) -> list[Mapping[str, Any]]:
     return [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
 
 
-def has_dropout(model: nn.Module) -> bool:
-    """Return True if a module drops activations: an `nn.Dropout`, or a layer that holds its rate as a number.
+def dropout_rates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield (path, module, attribute) of each dropout rate above 0: of an `nn.Dropout`, or a number of another layer.
 
     Transformers' attention layers call the rate `attention_dropout` or, as OPT's, `dropout`.
     """
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, value in vars(module).items():
             # By name: families spell the rate in many ways, and one that is missed makes two forwards differ without
             # error.
             if isinstance(value, float) and value > 0 and "drop" in f"{type(module).__name__}.{name}".lower():
-                return True
-    return False
+                yield path, module, name
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Return True if a module drops activations in training."""
+    return next(dropout_rates(model), None) is not None
 
 
 def unfit(policy: nn.Module) -> str:
@@ -136,17 +140,17 @@ def unfit(policy: nn.Module) -> str:
 
 
 @contextmanager
-def method_replaced(model: nn.Module, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one model object, and not of its class, inside this block."""
-    stock, own = getattr(model, name), name in vars(model)
-    setattr(model, name, replacement)
+def method_replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method of one object, and not of its class, inside this block."""
+    stock, own = getattr(owner, name), name in vars(owner)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
         if own:
-            setattr(model, name, stock)
+            setattr(owner, name, stock)
         else:
-            delattr(model, name)  # a bound method left on the object would be pickled and copied with it
+            delattr(owner, name)  # a bound method left on the object would be pickled and copied with it
 
 
 def run_folder(args: TrainingArguments) -> Path:
@@ -156,17 +160,23 @@ def run_folder(args: TrainingArguments) -> Path:
 
 
 @contextmanager
-def eval_no_grad(model: nn.Module) -> Iterator[None]:
-    """Run `model` inside this block without gradients and without dropout, and restore the modes afterwards."""
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put the model into training or evaluation mode inside this block, and restore the mode of each module."""
     # `model.train()` at the end would also switch modules that the user has frozen in evaluation mode.
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    model.train(training)
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, before in modes:
+            module.training = before
+
+
+@contextmanager
+def eval_no_grad(model: nn.Module) -> Iterator[None]:
+    """Run `model` inside this block without gradients and without dropout, and restore the modes afterwards."""
+    with in_mode(model, training=False), torch.no_grad():
+        yield
 
 
 @contextmanager

@@ -45,10 +45,6 @@ CONSTANT = {"filter_value", "min_tokens_to_keep", "prepared_bias_variables"}
 LONGEST_VALUE, LONGEST_PHRASE = 60, 80
 """Number of characters that a message shows of a published value, and of a setting or a processor."""
 
-LOOK_FOR_ENDS = 32
-"""Interval in tokens at which finished rows are looked for in transformers' own loop. Each look waits for the
-device."""
-
 Change = Callable[["CausalLM", LogitsProcessorList, GenerationConfig, dict[str, Any]], LogitsProcessorList]
 """Function that may replace the processors of a call, from the model, the processors, the complete configuration, and
 the other arguments that the processors are built from."""
@@ -152,9 +148,6 @@ class ProcessorComparison:
         self._processors: dict[int, LogitsProcessorList] = {}  # processors of the settings, by row
         self._columns: dict[int, list[Tensor]] = {}  # one for each token, by row
         self._call: tuple[CausalLM, GenerationConfig, dict[str, Any]]
-        self._unfinished: list[int] = []
-        self._width = 0  # number of columns of the prompts
-        self._ends = torch.zeros(0, dtype=torch.long)
 
     def start(
         self, model: CausalLM, found: LogitsProcessorList, config: GenerationConfig, inputs: dict[str, Any]
@@ -162,11 +155,7 @@ class ProcessorComparison:
         """Build the settings' processors for a call of `generate`, and return its own, which are `found`."""
         self._call, self._samples = (model, config, inputs), bool(config.do_sample)
         self._processors = {row: self._built(self.settings, slice(row, row + 1)) for row in self.rows}
-        self._columns, self._unfinished = {row: [] for row in self.rows}, list(self.rows)
-        self._width = inputs["input_ids_seq_length"]
-        # Padding follows the end of a row, whatever has ended it: an end token, a stop string or a criterion.
-        ends = [config._eos_token_tensor, config._pad_token_tensor]
-        self._ends = torch.cat([token.flatten() for token in ends if token is not None])
+        self._columns = {row: [] for row in self.rows}
         # Built for all rows, as those of the call: some processors hold padding and prompts.
         expected, of_loss = _described(self._built(self.settings)), _described(self._built(self.loss_settings))
         self._filters = expected != of_loss or not self.settings.do_sample
@@ -195,13 +184,6 @@ class ProcessorComparison:
             device=inputs["device"],
             model_kwargs={"attention_mask": None if mask is None else mask[rows]},
         )
-
-    def unfinished(self, ids: Tensor) -> list[int]:
-        """Return the compared rows that may still go on after `ids`, (rows, columns), in transformers' own loop."""
-        if self._unfinished and (ids.shape[1] - self._width) % LOOK_FOR_ENDS == 0:
-            ended = torch.isin(ids[self._unfinished, self._width :], self._ends).any(1).tolist()
-            self._unfinished = [row for row, end in zip(self._unfinished, ended, strict=True) if not end]
-        return self._unfinished
 
     def compare(self, rows: Sequence[int], ids: Tensor, logits: Tensor, scores: Tensor, tokens: Tensor) -> None:
         """Compare the distributions of one token of each of `rows`.
@@ -236,7 +218,7 @@ class ProcessorComparison:
         loss's because of the settings.
         """
         columns: list[Tensor] = []
-        for row, found in self._columns.items():
+        for row, found in self._columns.items():  # transformers' own loop runs finished rows on
             columns += found[: len(completions[row])]
         return torch.stack(columns, 1) if columns else torch.zeros(2, 0)
 

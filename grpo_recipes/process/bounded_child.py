@@ -15,10 +15,12 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo_rewards.errors import UserError, one_line, shortened
-from grpo_rewards.math.symbolic import limit_cpu, limit_memory, readable
+from grpo_rewards.math.symbolic import limit_cpu, limit_memory
 
 Announce = Callable[[str], None]
 """Function that announces the stage a bounded call begins. The error of a stopped call names it."""
@@ -59,71 +61,66 @@ def bounded_call(function: Callable[[Announce], Any], limits: Limits) -> Any:
         CallStopped: The function raised, reached a limit, or its process ended.
         UserError: No process can be started.
     """
-    answers, answering = os.pipe()
+    receiving, sending = Pipe(duplex=False)
     try:
         # Python 3.12 warns about a fork beside other threads. The head of this file tells what the function must not
         # use.
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             pid = os.fork()
     except OSError as error:
-        os.close(answers)
-        os.close(answering)
+        receiving.close()
+        sending.close()
         raise UserError(f"no process can be started ({error.strerror}): end some, or free memory") from error
     if pid == 0:
-        os.close(answers)
-        _run_child(function, limits, answering)
-    is_over = False
+        receiving.close()
+        _run_child(function, limits, sending)
+    sending.close()
     try:
-        os.close(answering)
-        content, is_over = _read_until_closed(answers, time.monotonic() + limits.wall_seconds)
+        stage, kind, content = _answer(receiving, time.monotonic() + limits.wall_seconds)
     finally:  # Ctrl-C must not leave a child behind
-        os.close(answers)
-        if not is_over:
-            os.kill(pid, signal.SIGKILL)
+        receiving.close()
+        os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    return _answer(content, status, limits, is_over=is_over)
+    if kind == "value":
+        return content
+    if kind == "late":
+        content = f"takes more than {limits.wall_seconds:g} s"
+    elif kind == "ended":
+        content = _reason_of_end(status, limits)
+    raise CallStopped(stage, content)
 
 
-def _read_until_closed(descriptor: int, end: float) -> tuple[bytes, bool]:
-    """Return all bytes written into a pipe until `end` (monotonic seconds), and True if the pipe was closed by then."""
-    content = bytearray()
-    while readable(descriptor, end - time.monotonic()):
-        piece = os.read(descriptor, 1 << 16)
-        if not piece:
-            return bytes(content), True
-        content += piece
-    return bytes(content), False
+def _answer(receiving: Connection, end: float) -> tuple[str, str, Any]:
+    """Return the last stage of a child, and kind and content of its last message.
 
-
-def _answer(content: bytes, status: int, limits: Limits, *, is_over: bool) -> Any:
-    """Return the value among the child's lines, or raise `CallStopped` if there is none."""
+    The kind is "value", "failure", "late" for no answer until `end` (monotonic seconds), or "ended" for none at all.
+    """
     stage = ""
-    for line in content.decode(errors="replace").splitlines(keepends=True):
-        if not line.endswith("\n"):  # cut off when the child was killed
-            break
-        kind, value = json.loads(line)
-        if kind == "stage":
-            stage = value
-        elif kind == "value":
-            return value
-        else:
-            raise CallStopped(stage, value)
+    try:
+        while receiving.poll(max(0.0, end - time.monotonic())):
+            kind, content = json.loads(receiving.recv_bytes())
+            if kind != "stage":
+                return stage, kind, content
+            stage = content
+    except EOFError:
+        return stage, "ended", None
+    return stage, "late", None
+
+
+def _reason_of_end(status: int, limits: Limits) -> str:
+    """Return why a child ended without an answer, from its exit status."""
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    if not is_over:
-        raise CallStopped(stage, f"takes more than {limits.wall_seconds:g} s")
     if ended_by == signal.SIGXCPU:
-        raise CallStopped(stage, f"takes more than {limits.cpu_seconds:g} s")
+        return f"takes more than {limits.cpu_seconds:g} s"
     how = signal.Signals(ended_by).name if ended_by is not None else f"code {os.waitstatus_to_exitcode(status)}"
-    raise CallStopped(stage, f"ends its process ({how}), as for want of memory")
+    return f"ends its process ({how}), as for want of memory"
 
 
-def _run_child(function: Callable[[Announce], Any], limits: Limits, answering: int) -> None:
+def _run_child(function: Callable[[Announce], Any], limits: Limits, sending: Connection) -> None:
     """Call the function, write its stages and its value, and end the process."""
 
     def write(kind: str, value: Any) -> None:
-        rest = memoryview(json.dumps([kind, value]).encode() + b"\n")
-        while rest:
-            rest = rest[os.write(answering, rest) :]
+        sending.send_bytes(json.dumps([kind, value]).encode())  # no pickle, which a child could abuse
 
     try:
         _detach()

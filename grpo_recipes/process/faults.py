@@ -18,9 +18,11 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from grpo_rewards.errors import one_line
+from grpo_rewards.errors import one_line, shortened
 from grpo_rewards.files import UnreadableFile, read_json, write_atomically
 from grpo_rewards.redaction import scrubbed
 from grpo_rewards.terminal import say, visible
@@ -44,12 +46,48 @@ FULL_ENTRIES = 32
 LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|nccl)\b", re.IGNORECASE)
 
 
+RECORDED_CHARS = 20_000
+"""Largest number of characters of a completion in a fault file."""
+
+
 class RunFault(RuntimeError):
     """Error of a run whose message needs no class name in front."""
 
 
+@dataclass(frozen=True)
+class FaultyRow:
+    """Completion for which a reward raised, or did not return a finite number or None.
+
+    Attributes:
+        reward: Name of the reward.
+        row: Place in this rank's generation, counted from 0.
+        prompt: Last message of the prompt, or the prompt itself if it is a text.
+        completion: Text of the completion.
+        step: Number of optimizer steps made before, or None outside of a training.
+    """
+
+    reward: str
+    row: int
+    prompt: str
+    completion: str
+    step: int | None = None
+
+    def as_dict(self, secrets: Iterable[str]) -> dict[str, Any]:
+        """Return the entry of a fault file, with long texts cut and without the secrets."""
+        entry: dict[str, Any] = asdict(self)
+        for key in ("reward", "prompt", "completion"):
+            # A secret that the cut would divide could not be found any more.
+            entry[key] = shortened(scrubbed(entry[key], secrets), RECORDED_CHARS)
+        return entry
+
+
 class RewardFault(RunFault):
     """Error of a reward that raised, or did not return a finite number or None for each completion."""
+
+    def __init__(self, message: str, row: FaultyRow | None = None) -> None:
+        super().__init__(message)
+        self.row = row
+        """Completion that the reward could not score, or None if it is unknown."""
 
 
 class NothingTrained(RunFault):
@@ -84,8 +122,15 @@ def report(
             if is_full(folder):  # torch and safetensors report a failed write without its reason
                 message += f"; the disk of {folder} is full: make room first"
         with suppress(OSError):
-            _write_fault_file(message, trace.splitlines(keepends=True), error, folder, rank)
+            _write_fault_file(message, trace.splitlines(keepends=True), error, folder, rank, secrets)
     end_with_error(message)
+
+
+def record_stop(message: str, folder: Path) -> None:
+    """Write why a run was stopped, by a signal for example, where `report` looks for the cause of a failure."""
+    with suppress(OSError):  # the message is printed too
+        content = {"sentence": message, "rank": 0, "time": time.time()}
+        write_atomically(_fault_file(folder, 0), json.dumps(content, indent=2) + "\n")
 
 
 def end_with_error(message: str) -> int:
@@ -153,7 +198,8 @@ def print_last_line(line: str, code: int) -> int:
     """
     if path := os.environ.get(LAST_LINE_VARIABLE):
         with suppress(OSError):  # on a full disk, for example, the line is printed here instead
-            _write_once(Path(path), json.dumps({"line": line, "code": code}))
+            with suppress(FileExistsError), Path(path).open("x", encoding="utf-8") as file:
+                json.dump({"line": line, "code": code}, file)
             return code
     say(visible(line), to_stderr=True)
     return code
@@ -166,15 +212,6 @@ def read_last_line(path: Path) -> tuple[str, int] | None:
     except (FileNotFoundError, UnreadableFile):
         return None
     return content["line"], content["code"]
-
-
-def _write_once(path: Path, text: str) -> None:
-    """Write a file, unless another process has already written it."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    with suppress(FileExistsError):  # a link never replaces a file, where renaming would
-        os.link(part, path)
-    part.unlink()
 
 
 def _has_several_ranks() -> bool:
@@ -195,11 +232,15 @@ def _fault_file(folder: Path, rank: int) -> Path:
     return folder / f"fault-rank{rank}.json"
 
 
-def _write_fault_file(message: str, trace: list[str], error: Exception, folder: Path, rank: int) -> None:
+def _write_fault_file(
+    message: str, trace: list[str], error: Exception, folder: Path, rank: int, secrets: Iterable[str]
+) -> None:
     """Write this rank's message where the other ranks look for it, unless it only tells that another rank is lost."""
     if _is_lost_contact(error):
         return
-    record = {"sentence": message, "rank": rank, "traceback": trace, "time": time.time()}
+    record: dict[str, Any] = {"sentence": message, "rank": rank, "traceback": trace, "time": time.time()}
+    if isinstance(error, RewardFault) and error.row is not None:
+        record["row"] = error.row.as_dict(secrets)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(_fault_file(folder, rank), json.dumps(record, indent=2) + "\n")
 

@@ -15,7 +15,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -144,7 +145,7 @@ class LiveLine(TrainerCallback):
         done = step - self._start_step
         if done > 0 and steps > step:
             seconds_per_step = (self._clock() - self._start_time) / done
-            parts.append(f"{_duration(seconds_per_step * (steps - step))} left")
+            parts.append(f"{timedelta(seconds=round(seconds_per_step * (steps - step)))} left")
         return "  ".join(parts)
 
     def _reward_parts(self) -> str:
@@ -169,24 +170,24 @@ class Line:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, replaced: Sequence[logging.Logger] = ()) -> None:
         self._clock, self._printed = clock, clock()
-        self._levels: list[tuple[logging.Logger, int]] = []
         self._live: Any = None
-        self._handlers: list[tuple[logging.StreamHandler, TextIO | None]] = []
+        self._until_closed = ExitStack()
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
 
             console = Console(stderr=True, highlight=False)
             redirects = sys.stdout.isatty()  # output that goes into a pipe stays there
-            self._live = Live(console=console, transient=True, redirect_stdout=redirects, refresh_per_second=4)
-            self._live.start()
+            live = Live(console=console, transient=True, redirect_stdout=redirects, refresh_per_second=4)
+            self._live = self._until_closed.enter_context(live)
             for replaced_logger in replaced:
-                self._levels.append((replaced_logger, replaced_logger.level))
+                self._until_closed.callback(replaced_logger.setLevel, replaced_logger.level)
                 replaced_logger.setLevel(logging.WARNING)
             # Existing handlers hold the stream from before, and would write over the line.
             for handler in logging.getLogger().handlers:
                 if type(handler) is logging.StreamHandler:
-                    self._handlers.append((handler, handler.setStream(sys.stderr)))
+                    stream = handler.setStream(sys.stderr)
+                    self._until_closed.callback(handler.setStream, stream or sys.__stderr__)
 
     def show(self, text: str, *, prints: bool = False) -> None:
         """Redraw the line. Without a terminal, print it if `prints` is True and the last one is a minute old."""
@@ -200,20 +201,5 @@ class Line:
 
     def close(self) -> None:
         """Remove the line from the terminal, and restore the handlers and levels of the loggers."""
-        if self._live is not None:
-            for handler, stream in self._handlers:
-                handler.setStream(stream or sys.__stderr__)
-            for replaced_logger, level in self._levels:
-                replaced_logger.setLevel(level)
-            self._live.stop()
-            self._live = None
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02d} min"
-    if minutes:
-        return f"{minutes} min {seconds:02d} s"
-    return f"{seconds} s"
+        self._live = None
+        self._until_closed.close()

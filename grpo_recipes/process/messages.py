@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from tqdm.auto import tqdm
+
 if TYPE_CHECKING:
     from torch import nn
+
+progress = logging.getLogger("grpo_recipes.progress")
+"""Logger of the lines of `log_progress`."""
 
 # transformers renamed these; TRL 1.16 and PEFT still read and set the old names, whatever a recipe contains.
 _RENAMED = r"`(is_)?gradient_checkpointing(_\w+)?` is deprecated"
@@ -36,6 +41,17 @@ class Announcer:
         if key not in self.keys:
             self.keys.add(key)
             self._warn(sentence)
+
+
+def log_progress(line: str) -> None:
+    """Log a line at level INFO, or print it in a program that has not set up logging.
+
+    Such a program still prints the Trainer's metrics, and the line belongs beside them.
+    """
+    if progress.hasHandlers():
+        progress.info(line)
+    else:
+        tqdm.write(line)
 
 
 @contextmanager

@@ -44,17 +44,8 @@ def on_first_rank(function: Callable[[], Value]) -> Value:
     Raises:
         UserError: on every rank, if `function` raises one. Raised on the first rank alone, the others would wait.
     """
-    result: Value | None = None
-    failure: UserError | None = None
-    if rank() == 0:
-        try:
-            result = function()
-        except UserError as error:
-            failure = error
-    result, failure = gather((result, failure))[0]
-    if failure is not None:
-        raise failure
-    return cast(Value, result)
+    result = raise_alike(lambda: function() if rank() == 0 else None)
+    return cast(Value, gather(result)[0])
 
 
 def raise_alike(function: Callable[[], Value]) -> Value:

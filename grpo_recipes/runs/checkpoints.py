@@ -29,13 +29,11 @@ from grpo_rewards.files import SMALL_JSON, UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3_128"
-BRANCH_SHAPE: Shape = [{"id": TEXT, "number": INTEGER, "after": INTEGER}]
 SHAPE: Shape = {
     "step": INTEGER,
     "num_processes": INTEGER,
     "model_only": files.FLAG,
     "files": {"*?": {"bytes": INTEGER, CHECKSUM: TEXT}},
-    "branch": BRANCH_SHAPE,
     "identity?": {
         "rows": INTEGER_OR_NULL,
         "columns": {"*?": TEXT},
@@ -54,27 +52,6 @@ Listing = tuple[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One launch of a run, as it stands in the manifests of the checkpoints that descend from it."""
-
-    id: str
-    """Random identifier. Launches into two folders may have the same number."""
-    number: int
-    """Position among the launches into one folder, counted from 1."""
-    after: int
-    """Optimizer step after which the launch began."""
-
-
-Branch = tuple[Launch, ...]
-"""Launches that made the steps of a checkpoint, oldest first."""
-
-
-def as_branch(content: Sequence[Mapping[str, Any]]) -> Branch:
-    """Return a branch from its JSON, which has the shape `BRANCH_SHAPE`."""
-    return tuple(Launch(one["id"], one["number"], one["after"]) for one in content)
-
-
-@dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint."""
 
@@ -84,15 +61,12 @@ class Manifest:
     """True if saved with `save_only_model`: without optimizer and random state, so that no run can resume from it."""
     files: Mapping[str, Mapping[str, Any]]
     """Size and checksum of each file, by its path inside the checkpoint."""
-    branch: Branch = ()
-    """Launches that made the checkpoint's steps."""
     identity: Mapping[str, Any] | None = None
     """Data, weights and rewards that the steps read (`identity.identify`), or None if they are not identified."""
 
     def text(self) -> str:
         """Return the text of the file, which ends with a checksum of itself, so that damage to it is noticed too."""
         content = {**vars(self), "files": dict(sorted(self.files.items()))}
-        content["branch"] = [vars(launch) for launch in self.branch]
         if self.identity is None:
             del content["identity"]
         content[CHECKSUM] = xxhash.xxh3_128(json.dumps(content).encode()).hexdigest()
@@ -143,7 +117,6 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
             num_processes=content["num_processes"],
             model_only=content["model_only"],
             files=content["files"],
-            branch=as_branch(content["branch"]),
             identity=content.get("identity"),
         )
         # The text ends with its checksum, so equal texts mean an undamaged manifest.
@@ -244,8 +217,11 @@ class Rejected:
 
     @property
     def aside(self) -> Path:
-        """Path to rename the checkpoint to, so that neither a resume nor the rotation counts it."""
-        return self.path.with_name(f"{'incomplete' if self.cut_off else 'damaged'}-{self.path.name}")
+        """Path to rename the checkpoint to, so that neither a resume nor the rotation counts it.
+
+        transformers pushes no folder whose name begins with `checkpoint-`.
+        """
+        return self.path.with_name(f"{self.path.name}-{'incomplete' if self.cut_off else 'damaged'}")
 
 
 def rejection(checkpoint: Path, num_processes: int) -> Rejected | None:
@@ -264,7 +240,7 @@ def rejection(checkpoint: Path, num_processes: int) -> Rejected | None:
 
 
 def is_of_ours(folder: Path) -> bool:
-    """Return True if the checkpoints in a folder are written with manifests."""
+    """Return True if the checkpoints in a folder, renamed ones included, are written with manifests."""
     return (folder / RECORD).is_file() or any(folder.glob(f"checkpoint-*/{MANIFEST}"))
 
 
@@ -344,23 +320,18 @@ def checkpoint_damage(checkpoint: Path) -> str | None:
     return None
 
 
-def numbered(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints of a run's folder, complete or not, in no order."""
+def numbered(folder: Path, suffix: str = "") -> Iterator[Path]:
+    """Yield the checkpoints of a run's folder with a suffix to their names, complete or not, in no order."""
     for path in folder.glob("checkpoint-*"):
-        if re.fullmatch(r"checkpoint-\d+", path.name):
+        if re.fullmatch(rf"checkpoint-\d+{suffix}", path.name):
             yield path
+
+
+def step_in_name(checkpoint: Path) -> int:
+    """Return the optimizer step in the name of one of the `numbered` checkpoints."""
+    return int(checkpoint.name.split("-")[1])
 
 
 def step_of(checkpoint: Path) -> int:
     """Return the optimizer step of a checkpoint: that in its name, or in its state if it was renamed."""
-    numbers = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
-    return int(numbers[1]) if numbers else steps_done(checkpoint)
-
-
-def branch_of(checkpoint: Path) -> Branch:
-    """Return the branch in a checkpoint's manifest. It is empty if there is no manifest, or a damaged one."""
-    try:
-        manifest = read_manifest(checkpoint)
-    except RunError:  # `rejection` reports the damage to a user who resumes from the checkpoint
-        return ()
-    return manifest.branch if manifest is not None else ()
+    return step_in_name(checkpoint) if re.fullmatch(r"checkpoint-\d+", checkpoint.name) else steps_done(checkpoint)

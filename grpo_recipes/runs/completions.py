@@ -36,8 +36,6 @@ STEPS = 1000
 """Largest number of steps in a compacted file."""
 BYTES = files.FILE_BYTES // 4
 """Largest size of a compacted file in memory. A reader accepts four times as much."""
-SCHEMAS = 8
-"""Largest number of compacted files that 1,000 step files with different columns are merged into. The others stay."""
 SECONDS = 60.0
 """Time after which no further compacted file is begun at a save, because the other ranks wait in a collective call."""
 
@@ -115,7 +113,7 @@ def drop_after(folder: Path, step: int) -> int:
     try:
         for part in folder.glob(".*completions.part"):
             part.unlink()
-        return _cut_compacted(folder, step) + _remove_step_files(folder, step)
+        return _drop_after(folder, step)
     except (OSError, pa.ArrowException) as error:
         raise files.RunError(
             f"{folder}: the completions after step {step} can't be removed ({one_line(error)}); free space on the "
@@ -123,37 +121,22 @@ def drop_after(folder: Path, step: int) -> int:
         ) from error
 
 
-def _cut_compacted(folder: Path, step: int) -> int:
-    """Remove the rows after a step from all compacted files, and return the number of steps removed."""
+def _drop_after(folder: Path, step: int) -> int:
     dropped = 0
+    compacted: dict[str, set[int]] = defaultdict(set)
     for path in _compacted_files(folder):
-        if _span(path)[1] <= step:
-            continue
         try:
             steps = _row_groups(path)
         except files.RunError as error:
             logger.warning("%s", error)
             continue
         kept = [one for one in steps if one.step <= step]
+        compacted[_kind(path)].update(one.step for one in kept)
         dropped += len(steps) - len(kept)
-        _keep_only(path, kept, len(steps))
-    return dropped
-
-
-def _remove_step_files(folder: Path, step: int) -> int:
-    """Remove step files after a step, and return their number. Step files whose rows are compacted are removed too."""
-    single = _step_files(folder)
-    compacted: dict[str, set[int]] = defaultdict(set)
-    for path in _compacted_files(folder):
-        kind, (first, last) = _kind(path), _span(path)
-        if any(first <= one.step <= last for one in single.get(kind, [])):
-            try:
-                compacted[kind].update(one.step for one in _row_groups(path))
-            except files.RunError as error:
-                logger.warning("%s", error)
-    dropped = 0
-    for kind, steps in single.items():
-        for one in steps:
+        if _span(path)[1] > step:
+            _keep_only(path, kept, len(steps))
+    for kind, single in _step_files(folder).items():
+        for one in single:
             if one.step > step or one.step in compacted[kind]:
                 one.path.unlink()
             dropped += one.step > step
@@ -180,7 +163,7 @@ class Compaction:
         try:
             for kind, single in _step_files(self.folder).items():
                 waiting = [one for one in single if 0 < one.step < before and one.path not in self._kept]
-                while len(waiting) >= (2 if rest else STEPS) and time.monotonic() < deadline:
+                while len(waiting) >= (2 if rest else STEPS):
                     self._merge(kind, waiting[:STEPS], deadline)
                     waiting = waiting[STEPS:]
         except (OSError, pa.ArrowException) as error:
@@ -193,14 +176,18 @@ class Compaction:
     def _merge(self, kind: str, steps: Sequence[Logged], deadline: float) -> None:
         """Merge step files into as many compacted files as their columns and sizes require."""
         kept: dict[Path, str] = {}
-        for schema, waiting in _by_schema(steps, kept):
-            while len(waiting) > 1 and time.monotonic() < deadline:
-                merged, seen = _write(self.folder, kind, schema, waiting, kept)
-                waiting = waiting[seen:]
-                self._kept.update(merged)  # if one of them can't be removed, it is not merged again
-                for path in merged:
-                    path.unlink()
-                    self._kept.discard(path)
+        while len(steps) > 1 and time.monotonic() < deadline:
+            schema, alike = _first_alike(steps, kept)
+            if len(alike) < 2:
+                break
+            merged = _write(self.folder, kind, schema, alike, kept)
+            if not merged:
+                break
+            steps = [one for one in steps if one.step > merged[-1].step]
+            self._kept.update(one.path for one in merged)  # if one of them can't be removed, it is not merged again
+            for one in merged:
+                one.path.unlink()
+                self._kept.discard(one.path)
         self._kept.update(kept)
         if kept:
             path, reason = next(iter(kept.items()))
@@ -208,29 +195,29 @@ class Compaction:
             logger.warning("%s is not compacted and stays as it is (%s)%s", path, reason, more)
 
 
-def _by_schema(steps: Sequence[Logged], kept: dict[Path, str]) -> list[tuple[pa.Schema, list[Logged]]]:
-    """Divide step files into groups whose columns fit one schema. Add the others to `kept`, with the reason."""
-    schemas: list[pa.Schema] = []
-    members: list[list[Logged]] = []
+def _first_alike(steps: Sequence[Logged], kept: dict[Path, str]) -> tuple[pa.Schema, list[Logged]]:
+    """Return the first step files that follow one another and whose columns fit one schema, and the schema.
+
+    Files that can't be merged, or that fit neither the file before nor the one behind, are added to `kept` with the
+    reason.
+    """
+    schema, alike = pa.schema([]), list[Logged]()
     for one in steps:
         try:
-            schema = _schema(one)
+            own = _schema(one)
         except (OSError, ValueError, pa.ArrowException) as error:
             kept[one.path] = one_line(error)
             continue
-        for place, known in enumerate(schemas):
-            if (both := _common(known, schema)) is not None:
-                schemas[place] = both
-                members[place].append(one)
-                break
+        common = _common(schema, own) if alike else own
+        if common is not None:
+            schema = common
+            alike.append(one)
+        elif len(alike) > 1:
+            break
         else:
-            schemas.append(schema)
-            members.append([one])
-    groups = sorted(zip(schemas, members, strict=True), key=lambda group: len(group[1]), reverse=True)
-    for place, (_, group) in enumerate(groups):
-        if len(group) == 1 or place >= SCHEMAS:
-            kept.update((one.path, "its columns have other types than those of other steps") for one in group)
-    return groups[:SCHEMAS]
+            kept[alike[0].path] = "its columns have other types than those of other steps"
+            schema, alike = own, [one]
+    return schema, alike
 
 
 def _schema(one: Logged) -> pa.Schema:
@@ -251,42 +238,24 @@ def _schema(one: Logged) -> pa.Schema:
 
 def _common(one: pa.Schema, other: pa.Schema) -> pa.Schema | None:
     """Return a schema that holds the values of both schemas, or None."""
-    if one == other:
-        return one
     try:
         both = pa.unify_schemas([one, other], promote_options="permissive")
     except pa.ArrowException:
         return None
     # The permissive option also turns text into bytes.
-    holds = all(_holds(both.field(field.name).type, field.type) for schema in (one, other) for field in schema)
-    return both if holds else None
+    return None if "binary" in str(both.types) and not one.equals(other) else both
 
 
-def _holds(wide: pa.DataType, narrow: pa.DataType) -> bool:
-    """Return True if `wide` holds every value of `narrow`. A later cast raises for integers that are too large."""
-    if wide == narrow or pa.types.is_null(narrow):
-        return True
-    if pa.types.is_list(narrow) and pa.types.is_list(wide):
-        return _holds(wide.value_type, narrow.value_type)
-    if pa.types.is_struct(narrow) and pa.types.is_struct(wide):
-        return all(_holds(wide.field(field.name).type, field.type) for field in narrow)
-    if pa.types.is_integer(narrow):
-        return pa.types.is_integer(wide) or pa.types.is_floating(wide)
-    return pa.types.is_floating(narrow) and pa.types.is_floating(wide)
-
-
-def _write(
-    folder: Path, kind: str, schema: pa.Schema, steps: Sequence[Logged], kept: dict[Path, str]
-) -> tuple[list[Path], int]:
+def _write(folder: Path, kind: str, schema: pa.Schema, steps: Sequence[Logged], kept: dict[Path, str]) -> list[Logged]:
     """Write the rows of the first step files to one compacted file, with one step in memory at a time.
 
     Files that can't be read are added to `kept`, with the reason.
 
     Returns:
-        The step files whose rows are in the compacted file, and the number of step files read.
+        The step files whose rows are in the compacted file.
     """
     merged: list[Logged] = []
-    seen = size = 0
+    size = 0
     with _unfinished(folder / f".{kind}.part") as part:
         with _writer(part, schema) as writer:
             for one in steps:
@@ -294,21 +263,19 @@ def _write(
                     table = _table(one, schema)
                 except (OSError, ValueError, pa.ArrowException) as error:
                     kept[one.path] = one_line(error)
-                    seen += 1
                     continue
-                if merged and size + table.nbytes > BYTES:
+                size += table.nbytes
+                if merged and size > BYTES:
                     break
                 writer.write_table(table, row_group_size=len(table))
                 merged.append(one)
-                seen += 1
-                size += table.nbytes
         if merged:
             path = folder / _name(kind, merged[0].step, merged[-1].step)
             if path.exists():
                 raise FileExistsError(f"{path} exists already")
             os.replace(part, path)
             files.flush(folder)
-    return [one.path for one in merged], seen
+    return merged
 
 
 def _table(one: Logged, schema: pa.Schema) -> pa.Table:

@@ -39,6 +39,9 @@ FILE_ROWS = 10_000_000
 FILE_BYTES = 1 << 30
 """Largest size of a table, decoded. It holds about 100,000 long completions."""
 
+MAX_LABELS = 20
+"""Largest number of labels of a confusion matrix."""
+
 STATE_BYTES = 1 << 31
 """Largest `trainer_state.json` that a resume reads. That of a million steps has 1.3 GB."""
 
@@ -103,6 +106,8 @@ NUMBER_OR_NULL = Kind("a number", lambda value: value is None or NUMBER.holds(va
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
 ESTIMATE = Kind("a number with an interval (low <= value <= high)", lambda value: _is_estimate(value))
 
+CONFUSION = Kind("a confusion matrix", lambda value: _is_confusion(value))
+
 # Kinds of columns. A column without any value has no type of its own.
 INTEGERS = Kind("integers", lambda column: column.dtype.kind in "iu")
 NUMBERS = Kind("numbers", lambda column: column.dtype.kind in "biuf" or column.isna().all())
@@ -124,6 +129,7 @@ EVALUATION: Shape = {
     "lenient?": SHARE,
     "majority?": SHARE,
     "pass_at?": {"*?": SHARE},
+    "labels?": CONFUSION,
     "settings": {"samples": INTEGER, "strict?": [{"name": TEXT}]},
     "made_with?": {},
     "sampling?": {},
@@ -132,6 +138,14 @@ EVALUATION: Shape = {
     },
 }
 """Shape of `evaluation.json`."""
+
+FAULT: Shape = {
+    "sentence": TEXT,
+    "time": NUMBER,
+    # Present if a reward could not score a completion.
+    "row?": {"reward": TEXT, "row": INTEGER, "prompt": TEXT, "completion": TEXT, "step": INTEGER_OR_NULL},
+}
+"""Shape of `fault-rank*.json`."""
 
 ADAPTER: Shape = {"base_model_name_or_path": TEXT_OR_NULL}
 """Shape of `adapter_config.json`."""
@@ -347,6 +361,16 @@ def _is_estimate(value: Any) -> bool:
     if not all(NUMBER.holds(value.get(key)) for key in ("low", "value", "high")):
         return False
     return -math.inf < value["low"] <= value["value"] <= value["high"] < math.inf  # False for NaN
+
+
+def _is_confusion(value: Any) -> bool:
+    """Return True for the entry `labels` that `estimates.confusion` makes."""
+    shape: Shape = {"names": [TEXT], "problems": [STEP], "answers": [[STEP]], "accuracy": [SHARE]}
+    if mismatch(value, shape) is not None:
+        return False
+    names, rows = len(value["names"]), [value["problems"], *value["answers"], value["accuracy"]]
+    lengths = [names, *[names + 1] * names, names]
+    return 1 < names <= MAX_LABELS and [len(row) for row in rows] == lengths
 
 
 def _is_conversation(value: Any) -> bool:

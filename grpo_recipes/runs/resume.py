@@ -4,10 +4,10 @@
 checkpoint with its manifest. `recipe_changes` and `layout_change` compare the recipes of both launches, and
 `runs/identity.py` compares data, weights and rewards.
 
-A launch that resumes from an earlier checkpoint begins a branch. The later checkpoints of the launch before are then
-abandoned, although their steps are higher. The manifest of a checkpoint holds its branch, and `_launch.json` in the
-run's folder holds the branch of the last launch, which may have been stopped before it saved anything. Launches are
-ordered by number, because clocks differ between machines and modification times change when a folder is copied.
+A launch that resumes from an earlier checkpoint abandons the later ones: it renames them before its first step. The
+checkpoints under their own names therefore always lead to the last launch, and the highest step is the newest. The file
+`_launch.json` names the checkpoint that the last launch resumed from, because that launch may have been stopped before
+it saved anything, and the checkpoint may lie in another folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import filecmp
 import fnmatch
 import json
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,18 +23,14 @@ from typing import Any, Literal
 
 from grpo_recipes.process.ranks import gather
 from grpo_recipes.runs.checkpoints import (
-    BRANCH_SHAPE,
-    Branch,
-    Launch,
     Rejected,
-    as_branch,
-    branch_of,
     content_damage,
     has_state,
     is_of_ours,
     numbered,
     read_manifest,
     rejection,
+    step_in_name,
     step_of,
 )
 from grpo_recipes.runs.files import RECORD, TEXT_OR_NULL, RunError, read_object, write_atomically
@@ -43,7 +38,10 @@ from grpo_recipes.runs.record import read_record
 
 LAUNCH = "_launch.json"  # transformers pushes no file whose name begins with `_`
 
-LAYOUT_KEYS = ("geometry", "train_prompts", "train_prompts_sha256", "seed", "shuffle_dataset")
+ABANDONED = "-abandoned"
+"""End of the name of an abandoned checkpoint."""
+
+LAYOUT_KEYS = ("geometry", "train_prompts", "seed", "shuffle_dataset")
 """Entries of `run.json` that determine which prompts an optimizer step reads."""
 
 UNLOGGED_CHANGES = ("resume_from_checkpoint", "output_dir", "hub_token")
@@ -55,79 +53,50 @@ IN_GEOMETRY = ("generation_batch_size", "steps_per_generation")
 NOT_SET = "not set"
 
 
-@dataclass(frozen=True)
-class LastLaunch:
-    """The last launch that wrote to a run's folder."""
+def last_source(folder: Path) -> Path | None:
+    """Return the checkpoint that the last launch into a run's folder resumed from, or None without one.
 
-    branch: Branch = ()
-    """Branch of the launch, the launch itself last. Empty if no checkpoint in the folder says which launch wrote it."""
-    source: Path | None = None
-    """Checkpoint that the launch resumed from, or None if it began anew or the folder does not say."""
-
-    def holds(self, branch: Branch, step: int) -> bool:
-        """Return True if the launch wrote, or descends from, the checkpoint of this branch and step."""
-        if not self.branch:
-            return True
-        if not branch:  # written by another trainer
-            return step <= self.branch[0].after
-        for launch, following in zip(self.branch, [*self.branch[1:], None], strict=True):
-            if launch.id == branch[-1].id:
-                return following is None or step <= following.after
-        return False
-
-
-def last_launch(folder: Path) -> LastLaunch:
-    """Return the last launch that wrote to a run's folder. Raises `RunError` if `_launch.json` is damaged."""
-    found = LastLaunch()
-    for checkpoint in numbered(folder):
-        branch = branch_of(checkpoint)
-        if _number(branch) > _number(found.branch):
-            found = LastLaunch(branch)
+    Raises:
+        RunError: `_launch.json` is damaged.
+    """
     try:
-        content = read_object(folder / LAUNCH, {"branch": BRANCH_SHAPE, "resumed_from": TEXT_OR_NULL})
+        name = read_object(folder / LAUNCH, {"resumed_from": TEXT_OR_NULL})["resumed_from"]
     except FileNotFoundError:
-        return found
-    recorded = as_branch(content["branch"])
-    if _number(recorded) < _number(found.branch):
-        return found
-    source = content["resumed_from"]
-    return LastLaunch(recorded, None if source is None else folder / source)
+        return None
+    return None if name is None else folder / name
 
 
-def new_branch(folder: Path, source: Path | None) -> Branch:
-    """Return the branch of a launch into `folder` that resumes from the checkpoint `source`, or begins anew."""
-    before = branch_of(source) if source is not None else ()
-    after = step_of(source) if source is not None else 0
-    number = 1 + max(_number(before), _number(last_launch(folder).branch))
-    return (*before, Launch(uuid.uuid4().hex[:12], number, after))
+def begin_launch(folder: Path, source: Path | None) -> list[Path]:
+    """Write `_launch.json`, and rename the checkpoints that a launch from `source` abandons.
 
+    An abandoned checkpoint of the same step that was renamed earlier is replaced.
 
-def write_launch(folder: Path, launch: LastLaunch) -> None:
-    """Write `_launch.json`, unless no other launch has left anything in the folder."""
-    if launch.source is None and not any(numbered(folder)) and not (folder / LAUNCH).exists():
-        return
-    source = None
-    if launch.source is not None:
+    Args:
+        folder: folder of the run.
+        source: checkpoint that the launch resumes from, or None if it begins anew.
+
+    Returns:
+        The abandoned checkpoints under their former names, lowest step first.
+    """
+    checkpoints = sorted(numbered(folder), key=step_in_name)
+    if source is None and not checkpoints and not (folder / LAUNCH).exists():
+        return []
+    name, step = None, 0
+    if source is not None:
         # A name, so that the folder can be moved together with its checkpoints.
-        is_inside = launch.source.resolve().parent == folder.resolve()
-        source = launch.source.name if is_inside else str(launch.source.resolve())
-    content = {"branch": [vars(one) for one in launch.branch], "resumed_from": source}
-    write_atomically(folder / LAUNCH, json.dumps(content, indent=1) + "\n")
+        is_inside = source.resolve().parent == folder.resolve()
+        name, step = source.name if is_inside else str(source.resolve()), step_of(source)
+    write_atomically(folder / LAUNCH, json.dumps({"resumed_from": name}) + "\n")
+    abandoned = [path for path in checkpoints if step_in_name(path) > step]
+    for path in abandoned:
+        _rename(path, path.with_name(f"{path.name}{ABANDONED}"))
+    return abandoned
 
 
-def oldest_first(folder: Path, launch: LastLaunch) -> list[Path]:
+def oldest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a run's folder in the order in which rotation removes them, abandoned ones first."""
-
-    def age(checkpoint: Path) -> tuple[bool, int, int]:
-        branch, step = branch_of(checkpoint), int(checkpoint.name.rpartition("-")[2])
-        is_held = launch.holds(branch, step)
-        return is_held, 0 if is_held else _number(branch), step
-
-    return sorted(numbered(folder), key=age)
-
-
-def _number(branch: Branch) -> int:
-    return branch[-1].number if branch else 0
+    abandoned = sorted(numbered(folder, ABANDONED), key=step_in_name)
+    return [*abandoned, *sorted(numbered(folder), key=step_in_name)]
 
 
 @dataclass(frozen=True)
@@ -141,8 +110,6 @@ class Resume:
     checkpoints: Sequence[Path] = ()
     """Checkpoints to resume from, newest first. Names and sizes say that they are complete."""
     rejected: Sequence[Rejected] = ()
-    abandoned: Sequence[Path] = ()
-    """Checkpoints of higher steps that the last launch does not descend from."""
 
     @property
     def newest(self) -> Path | None:
@@ -210,61 +177,37 @@ def decide(folder: Path, requested: str | Literal[True], processes: int, *, trus
             return Resume(folder, processes, named, [named])
         found = rejection(named, processes)
         return Resume(folder, processes, named, [] if found else [named], [found] if found else [])
-    complete, rejected, abandoned = _survey(folder, processes)
-    if not complete and abandoned and all(one.cut_off for one in rejected):
-        raise RunError(_no_branch_point(folder, abandoned))
-    later = [path for path in abandoned if not complete or step_of(path) > step_of(complete[0])]
-    return Resume(folder, processes, None, complete, rejected, later)
+    complete, rejected = _survey(folder, processes)
+    source = last_source(folder)
+    if source is not None and not complete and all(one.cut_off for one in rejected):
+        raise RunError(
+            f"the last launch into {folder} resumed from {source} and saved nothing, and that checkpoint is gone: "
+            "name the checkpoint to resume from"
+        )
+    return Resume(folder, processes, None, complete, rejected)
 
 
 def newest_checkpoint(folder: Path, processes: int) -> Path | None:
     """Return the newest complete checkpoint of the last launch in a run's folder, as far as names and sizes tell."""
-    complete, _, _ = _survey(folder, processes)
+    complete, _ = _survey(folder, processes)
     return complete[0] if complete else None
 
 
-def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected], list[Path]]:
-    """Return the complete checkpoints of the last launch of a run, the rejected ones, and the abandoned ones.
-
-    The first two lists begin with the newest checkpoint, the last one with the oldest.
-    """
-    last = last_launch(folder)
-    checkpoints = set(numbered(folder))
-    if last.source is not None and has_state(last.source):  # it may lie in the folder of another run
-        checkpoints.add(last.source)
+def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected]]:
+    """Return the complete checkpoints of a run and the rejected ones, newest first."""
+    checkpoints = list(numbered(folder))
+    source = last_source(folder)
+    # It may lie in the folder of another run, or be an abandoned one.
+    if source is not None and source not in checkpoints and has_state(source):
+        checkpoints.insert(0, source)
     complete: list[Path] = []
     rejected: list[Rejected] = []
-    abandoned: list[Path] = []
     for checkpoint in sorted(checkpoints, key=step_of, reverse=True):
-        branch = branch_of(checkpoint)
-        is_held = last.holds(branch, step_of(checkpoint))
-        if branch and not is_held:
-            # An abandoned checkpoint that was cut off is not worth naming to the user.
-            if (checkpoint / "trainer_state.json").is_file():
-                abandoned.insert(0, checkpoint)
-        elif (one := rejection(checkpoint, processes)) is not None:
+        if (one := rejection(checkpoint, processes)) is not None:
             rejected.append(one)
-        elif is_held:
-            complete.append(checkpoint)
         else:
-            abandoned.insert(0, checkpoint)
-    return complete, rejected, abandoned
-
-
-def _no_branch_point(folder: Path, left: Sequence[Path]) -> str:
-    """Return the error message for a folder whose only checkpoints are abandoned."""
-    source = last_launch(folder).source
-    if source is None:
-        begun = f"the last launch into {folder} began anew and saved nothing"
-    else:
-        place = source.name if source.parent == folder else str(source)
-        begun = f"the last launch into {folder} resumed from {place} and saved nothing, and that checkpoint is gone"
-    return f"{begun}; an earlier launch saved {names_of(left)}: name the checkpoint to resume from"
-
-
-def names_of(checkpoints: Sequence[Path]) -> str:
-    """Return the names of some checkpoints for a sentence."""
-    return " and ".join(path.name for path in checkpoints)
+            complete.append(checkpoint)
+    return complete, rejected
 
 
 def confirmed(point: Resume, *, each_node: bool) -> Resume:
@@ -309,8 +252,12 @@ def unfit(checkpoint: Path, processes: int) -> str | None:
 def set_aside(rejected: Sequence[Rejected]) -> None:
     """Rename checkpoints that no run can resume from. A checkpoint of the same step renamed earlier is replaced."""
     for one in rejected:
-        shutil.rmtree(one.aside, ignore_errors=True)
-        one.path.rename(one.aside)
+        _rename(one.path, one.aside)
+
+
+def _rename(checkpoint: Path, aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
 
 
 def earlier_launch(folder: Path, checkpoint: Path | None) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """Weight files of a model or an adapter on disk: which files they are, whether they are complete, and their identity.
 
 No tensor is loaded. safetensors compares the size of a file with the offsets in its header. `torch.save` writes a zip
-file, which has its directory at the end, so a file that was cut off has no directory.
+file, which has its directory at the end with a checksum of each tensor, so a file that was cut off has no directory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ LFS_POINTER = b"version https://git-lfs"
 PICKLE = b"\x80"
 """First byte of a file that torch saved before it wrote zip files."""
 
-HEAD_BYTES = 1 << 20
-"""Bytes at the start of a weight file that are a part of its identity."""
+END_BYTES = 1 << 20
+"""Bytes at either end of a weight file that are a part of its identity."""
 TENSOR_BYTES = 1 << 12
 """Bytes at the start of each tensor in a safetensors file that are a part of the file's identity."""
-
-DIRECTORY_BYTES = 1 << 24
-"""Largest directory of a zip file that is read. torch writes about 100 bytes per tensor."""
 
 SHARD = Kind("the name of a file in the same folder", lambda value: isinstance(value, str) and _is_name(value))
 
@@ -86,13 +83,14 @@ def check_weight_file(file: Path) -> None:
     """Raise `RunError` if a file of weights, or of another state that torch saved, is missing or incomplete."""
     with _opened(file) as opened:
         start = opened.read(len(LFS_POINTER))
+        is_zip = zipfile.is_zipfile(opened)
     if not start:
         raise RunError(f"{file} is empty")
     if start == LFS_POINTER:
         raise RunError(f"{file} is a git-lfs pointer, not the weights: run `git lfs pull` there")
     if file.suffix == ".safetensors":
         _check_safetensors(file)
-    elif _zip_entries(file) is None and not start.startswith(PICKLE):
+    elif not is_zip and not start.startswith(PICKLE):
         raise RunError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes)")
 
 
@@ -139,56 +137,25 @@ def _opened(file: Path) -> BinaryIO:
         raise RunError(str(error)) from error
 
 
-def _zip_entries(file: Path) -> list[tuple[str, int]] | None:
-    """Return name and checksum of each entry in the directory of a zip file, or None if `file` is no zip file.
-
-    Raises:
-        RunError: the directory is damaged, or larger than `DIRECTORY_BYTES`.
-    """
-    with _opened(file) as opened:
-        if not zipfile.is_zipfile(opened):
-            return None
-        try:
-            with zipfile.ZipFile(_BoundedReads(opened)) as archive:
-                return [(entry.filename, entry.CRC) for entry in archive.infolist()]
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-            raise RunError(f"{file} is damaged: its directory can't be read ({error})") from error
-
-
-class _BoundedReads:
-    """A file that reads at most `DIRECTORY_BYTES` at once: the end of a zip file claims the size of its directory."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
-
-    def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes, or all bytes to the end. Raises ValueError if that is too many."""
-        content = self._file.read(min(size, DIRECTORY_BYTES + 1) if size >= 0 else DIRECTORY_BYTES + 1)
-        if len(content) > DIRECTORY_BYTES:
-            raise ValueError(f"more than {DIRECTORY_BYTES:,} bytes")
-        return content
-
-
 def identify_weights(file: Path) -> str:
-    """Return a SHA-256 of a weight file's size, first MiB and header, which avoids reading the entire file.
+    """Return a SHA-256 of a weight file's size and of parts of it, which avoids reading the entire file.
 
-    The first MiB is often a part of an embedding, which training may leave unchanged. The start of each tensor in a
-    safetensors file, or the directory of a zip file with a checksum per tensor, is therefore hashed too.
+    The first MiB is often a part of an embedding, which training may leave unchanged. The header and the start of each
+    tensor of a safetensors file are therefore hashed too, and the last MiB of a zip file with its directory.
 
     Raises:
         RunError: the file is missing or damaged.
     """
-    is_safetensors = file.suffix == ".safetensors"
     with _opened(file) as opened:
-        if is_safetensors:
+        size = os.fstat(opened.fileno()).st_size
+        digest = hashlib.sha256(str(size).encode())
+        digest.update(opened.read(END_BYTES))
+        if file.suffix == ".safetensors":
             _check_safetensors(file)  # the offsets below are inside the file
-        digest = hashlib.sha256(str(os.fstat(opened.fileno()).st_size).encode())
-        digest.update(opened.read(HEAD_BYTES))
-        if is_safetensors:
             _hash_tensors(file, opened, digest)
-    if not is_safetensors and (entries := _zip_entries(file)) is not None:
-        digest.update(str(entries).encode())
+        else:
+            opened.seek(max(0, size - END_BYTES))
+            digest.update(opened.read(END_BYTES))
     return digest.hexdigest()
 
 

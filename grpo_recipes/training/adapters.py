@@ -53,7 +53,9 @@ def gathered(tensors: Sequence[torch.Tensor | None], *, write: bool = False) -> 
         yield
 
 
-def load_adapter(name: str, config: PeftConfig, args: GRPOConfig, key: str, **init: Any) -> PeftModel:
+def load_adapter(
+    name: str, config: PeftConfig, args: GRPOConfig, key: str, *, revision: str | None = None, **init: Any
+) -> PeftModel:
     """Load an adapter on the base model that it was trained on, trainable, and set `args.model_init_kwargs` to None.
 
     Args:
@@ -61,12 +63,12 @@ def load_adapter(name: str, config: PeftConfig, args: GRPOConfig, key: str, **in
         config: the adapter's configuration.
         args: arguments whose `model_init_kwargs` apply to the base.
         key: recipe key that names the adapter, for the error message.
-        **init: further arguments of the base, and `adapter_revision`.
+        revision: revision of the adapter.
+        **init: further arguments of the base.
 
     Raises:
         UserError: the base cannot be loaded.
     """
-    adapter_revision = init.pop("adapter_revision", None)
     # `GRPOConfig.__post_init__` has parsed JSON, and PEFT writes the base's name with each adapter.
     base_init = dict(cast("dict[str, Any] | None", args.model_init_kwargs) or {})
     base_name = cast(str, config.base_model_name_or_path)
@@ -84,9 +86,7 @@ def load_adapter(name: str, config: PeftConfig, args: GRPOConfig, key: str, **in
         ) from error
     # PEFT would cast the adapter to float32, and ZeRO-3 needs one dtype (huggingface/trl#6089).
     autocast = not is_deepspeed_zero3_enabled()
-    return PeftModel.from_pretrained(
-        base, name, is_trainable=True, revision=adapter_revision, autocast_adapter_dtype=autocast
-    )
+    return PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision, autocast_adapter_dtype=autocast)
 
 
 def with_its_base(

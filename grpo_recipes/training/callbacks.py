@@ -65,9 +65,7 @@ class StopOnSignal(TrainerCallback):
         """Name of the signal that stopped the run."""
         return "Ctrl-C" if self.requested == signal.SIGINT else signal.Signals(self.requested).name
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Handle the signals from now on."""
         self.began = True
         numbers = [signal.SIGTERM, signal.SIGINT]
@@ -83,9 +81,7 @@ class StopOnSignal(TrainerCallback):
             self.stopped = state.global_step < state.max_steps
             control.should_save = control.should_training_stop = True
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Restore the earlier signal handlers."""
         self.restore_handlers()
 
@@ -122,9 +118,7 @@ class CompactCompletions(TrainerCallback):
         self._compaction: completions.Compaction | None = None
         self._is_due = False
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Remove the completions after the step that the training continues from, because it logs these steps again."""
         # A script may call `train` twice: nothing is left of the first training.
         self._compaction, self._is_due = None, False
@@ -147,21 +141,17 @@ class CompactCompletions(TrainerCallback):
         else:
             self._compaction = completions.Compaction(folder)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Compact at the next step: the checkpoint, which is more urgent, has its manifest by then."""
         self._is_due = True
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Merge full thousands of files after a save."""
         if self._is_due:
             self._is_due = False
             self._compact(state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Merge the remaining files."""
         self._compact(state.global_step, rest=True)
 
@@ -191,9 +181,7 @@ class RecipeInTrackers(TrainerCallback):
         self.recipe = dict(recipe)
         self.handler = handler
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Write the recipe, on the process that the trackers run on."""
         if not state.is_world_process_zero:
             return
@@ -238,6 +226,4 @@ def identity_of(trainer: Any, sources: Mapping[str, Source]) -> Identity:
     for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
         rewards.append(BuiltReward(function, 1.0, name))
     sources = {**sources, **reward_models(rewards, hub_commit)}
-    # A rollout function or an environment may read any column.
-    reads_rows = trainer.rollout_func is not None or bool(getattr(trainer, "environment_factories", None))
-    return identify(trainer.train_dataset, rewards, sources, all_columns=reads_rows)
+    return identify(trainer.train_dataset, rewards, sources)

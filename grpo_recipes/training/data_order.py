@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from trl.trainer.utils import RepeatSampler
 
 from grpo_rewards.errors import UserError
 
 
 class EpochSampler(RepeatSampler):
-    """TRL's `RepeatSampler`, which draws TRL's own order but can start at any epoch.
+    """TRL's `RepeatSampler`, which draws TRL's own order but can start at any epoch. Made from TRL's.
 
     TRL's sampler draws a new permutation in each epoch. A resumed process begins with a fresh generator, so TRL's
     sampler would draw the permutation of the first epoch again, which repeats some prompts and skips others.
@@ -29,17 +29,9 @@ class EpochSampler(RepeatSampler):
     epoch = 0
     """Epoch that the next iteration yields, counted from 0."""
 
-    @classmethod
-    def like(cls, sampler: RepeatSampler) -> EpochSampler:
-        """Return a sampler with the settings of `sampler`."""
-        return cls(
-            sampler.data_source,
-            sampler.mini_repeat_count,
-            sampler.batch_size,
-            sampler.repeat_count,
-            sampler.shuffle,
-            sampler.seed,
-        )
+    def __init__(self, stock: RepeatSampler) -> None:
+        settings = (stock.mini_repeat_count, stock.batch_size, stock.repeat_count, stock.shuffle, stock.seed)
+        super().__init__(stock.data_source, *settings)
 
     def __iter__(self) -> Iterator[int]:
         """Yield the row indices of the epoch."""
@@ -62,9 +54,7 @@ class SetSamplerEpoch(TrainerCallback):
     def __init__(self, sampler: EpochSampler) -> None:
         self.sampler = sampler
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Set the sampler's epoch from the trainer's state, which a checkpoint restores."""
         self.sampler.epoch = int(state.epoch or 0)
 
@@ -77,9 +67,7 @@ class ContinueSchedule(TrainerCallback):
     to the bit.
     """
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Compute the rate of the next step again, after the checkpoint has been loaded.
 
         Raises:

@@ -17,7 +17,7 @@ from grpo_recipes.generation.models import base_model, has_dropout, unfit
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.process.messages import Announcer
-from grpo_recipes.training.trl_patches import ContinuousBatching, refuse_cast, send_settings
+from grpo_recipes.training.trl_patches import continuous_batching, refuse_cast, send_settings
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer
@@ -60,7 +60,6 @@ class Generation:
             send_settings(trainer, self.published)
         if trainer.use_transformers_continuous_batching:
             refuse_cast(trainer.model, trainer.args)
-            self.continuous_batching = ContinuousBatching(trainer.continuous_batching_config)
 
     def __call__(self, turn: TRLTurn, prompts: Sequence[Sequence[int]]) -> tuple[Completions, Any, Difference]:
         """Generate one turn and compare it with the policy.
@@ -80,7 +79,8 @@ class Generation:
         policy = trainer.accelerator.unwrap_model(trainer.model)
         if trainer.use_transformers_continuous_batching:
             published = self.published.aside(policy, trainer.generation_config)
-            with published, self.continuous_batching.around(policy, prompts, trainer.max_completion_length):
+            config, limit = trainer.continuous_batching_config, trainer.max_completion_length
+            with published, continuous_batching(config, policy, prompts, limit):
                 completions, _ = turn()
             # TRL discards the log-probabilities of `generate_batch`: the check announces that nothing is compared.
             return completions, None, self.check(prompts, completions, None)

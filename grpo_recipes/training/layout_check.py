@@ -18,7 +18,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
@@ -39,6 +39,7 @@ from grpo_recipes.generation.models import (
     eval_no_grad,
     has_dropout,
     in_float32,
+    in_mode,
     is_float32,
     rotary_of_the_longest,
     scaled_by_position,
@@ -68,6 +69,9 @@ COMPARED_WEIGHTS = 2**26
 Gradients = Sequence[Tensor | None]
 """Gradient of each compared parameter, None where the result does not depend on the parameter."""
 
+Results = tuple[Tensor, Gradients]
+"""Log-probabilities, (B, T), and gradients of a model call."""
+
 Choice = tuple[Layout, str]
 """A layout, and the reason for which no more preferred layout was chosen, or ""."""
 
@@ -78,15 +82,21 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class _Trial:
-    """The short rows of the third check, and the way in which a layout is computed on them."""
+    """Rows on which layouts are compared, and the way in which a layout is computed on them."""
 
     rows: Rows
     padded: ModelCall
     """Call of TRL's layout with additional padding."""
     model: nn.Module
     """Model that is called."""
+    bare: nn.Module
+    """The model inside accelerate's wrappers."""
     is_float32: bool
-    parameters: Sequence[nn.Parameter]
+    where: str
+    """Name of the rows in a message."""
+    when: str = ""
+    """Condition under which the results hold, for a message."""
+    parameters: Sequence[nn.Parameter] = ()
     """Parameters whose gradients are compared."""
 
 
@@ -189,42 +199,8 @@ class LayoutCheck:
                 Layout.PADDED,
                 "its positions are learned, and the rows leave no room to check whether padding matters",
             )
-        expected = self.run(padded, model, False)[0][:, : rows.logits_to_keep]
-        got, _ = self.run(ModelCall(Layout.TRIMMED, rows, *rows.trimmed()), model, False)
-        doubt = self._disagreement(got, expected, rows, bare)
-        if self._any_rank(bool(doubt)):
-            return Layout.PADDED, f"the log-probabilities of this model depend on padding ({doubt or _ANOTHER_RANK})"
-        if wanted is not Layout.PACKED:
-            return Layout.TRIMMED, ""
-        packable = self._packable(bare, rows)
-        if not self._any_rank(len(packable) > 0):
-            return Layout.TRIMMED, "no row of the first micro-batch can be packed"
-        packing_attention(bare)
-        doubt = self._doubt_of_packing(model, bare, rows, packable, expected)
-        if self._any_rank(bool(doubt)):
-            return Layout.TRIMMED, doubt or f"packed rows give other log-probabilities ({_ANOTHER_RANK})"
-        return Layout.PACKED, ""
-
-    def _doubt_of_packing(
-        self, model: nn.Module, bare: nn.Module, rows: Rows, packable: Tensor, expected: Tensor
-    ) -> str:
-        """Return how the rows at `packable` differ from `expected`, (B, T), when packed, or "" within the tolerance."""
-        if len(packable):
-            index = _with_a_shared_prompt(rows, packable)
-            some = rows.select(index)
-        else:  # this rank has nothing to compare, but must make the call that the others make
-            index = packable.new_zeros(1)
-            some = rows.select(index).unlabelled()
-        try:
-            got, _ = self.run(ModelCall(Layout.PACKED, some, some, index), model, False)
-        except SpansIgnored as error:  # raised after the model call, so the ranks are still in step
-            return str(error)
-        doubt = self._disagreement(got, expected[index], some, bare)
-        return doubt and f"packed rows give other log-probabilities ({doubt})"
-
-    def _packable(self, bare: nn.Module, rows: Rows) -> Tensor:
-        """Return the indices of the rows that can be packed and have a label."""
-        return (self.fits(bare, rows) & rows.completion_mask.any(1)).nonzero().flatten()
+        trial = _Trial(rows, padded, model, bare, self._computes_in_float32(bare), "the first micro-batch")
+        return self._best(trial, wanted, self._compute(trial, padded))
 
     # ---- Check 3: a few short rows, in training mode, with gradients
 
@@ -240,29 +216,31 @@ class LayoutCheck:
                 self._warn_once(
                     "layouts are compared in 16-bit precision: the weights are quantized, or have no room in float32"
                 )
-        usable = rows.completion_mask.any(1).nonzero().flatten()
+        usable = rows.completion_mask.any(1)
         if found is Layout.PACKED:
-            usable = self._packable(bare, rows)
-        few = sample(rows, usable)
+            usable &= self.fits(bare, rows)
+        few = sample(rows, usable.nonzero().flatten())
         computes_in_float32 = widen or self._computes_in_float32(bare)
         with in_float32(bare, self.accelerator) if widen else nullcontext(), perturbed(bare):
             # A sharded model must be called through the wrappers that gather its weights, and no rank has its full
             # gradient. Any other is called without wrappers, because DDP's would wait for a backward pass.
-            trial = _Trial(few, _padded_call(few, bare), bare, computes_in_float32, compared(bare))
-            if sharded:
-                trial = replace(trial, model=model, parameters=[])
+            called, parameters = (model, []) if sharded else (bare, compared(bare))
+            padded = _padded_call(few, bare)
+            trial = _Trial(
+                few, padded, called, bare, computes_in_float32, "a few short rows", " once it has trained", parameters
+            )
             with in_training(bare, device):
                 expected = self._compute(trial, trial.padded)
                 if not self._any_rank(self._is_random(trial, expected)):
                     return self._best(trial, found, expected)
             # Results with random numbers cannot be compared, so the comparison is repeated in evaluation mode. Such a
             # model is never packed: the completions of a packed row would share the random numbers of their prompt.
-            layout, doubt = self._best(trial, min(found, Layout.TRIMMED), self._compute(trial, trial.padded))
+            layout, doubt = self._best(trial, Layout.TRIMMED, self._compute(trial, trial.padded))
         if not doubt and found is Layout.PACKED:
             doubt = "in training the model draws random numbers, which a packed prompt would share"
         return layout, doubt
 
-    def _is_random(self, trial: _Trial, expected: tuple[Tensor, Gradients]) -> bool:
+    def _is_random(self, trial: _Trial, expected: Results) -> bool:
         """Return True if a second computation of the padded rows differs from `expected`."""
         before = random_state(self.accelerator.device)
         again = self._compute(trial, trial.padded)
@@ -271,39 +249,46 @@ class LayoutCheck:
             noisy = bool(gap > REPEATED)
         else:  # two 16-bit results may differ by rounding, unless random numbers were drawn
             noisy = bool(gap > 0) and not torch.equal(before, random_state(self.accelerator.device))
-        return noisy or bool(self._doubt(trial, again, expected))
+        return noisy or bool(_difference(trial, trial.rows, again, expected))
 
-    def _best(self, trial: _Trial, most: Layout, expected: tuple[Tensor, Gradients]) -> Choice:
+    def _best(self, trial: _Trial, most: Layout, expected: Results) -> Choice:
         """Return the most preferred layout up to `most` whose results agree with `expected` on every rank."""
-        for layout in (Layout.TRIMMED, Layout.PACKED):
-            if layout > most:
-                break
-            got = self._compute(trial, ModelCall(layout, trial.rows, *trial.rows.trimmed()))
-            doubt = self._doubt(trial, got, expected)
-            if self._any_rank(bool(doubt)):
-                doubt = f"once it has trained ({doubt or _ANOTHER_RANK})"
-                if layout is Layout.PACKED:
-                    return Layout.TRIMMED, f"packed rows give other results {doubt}"
-                return Layout.PADDED, f"the results of this model depend on padding {doubt}"
-        return most, ""
+        rows = trial.rows
+        doubt = self._doubt(trial, ModelCall(Layout.TRIMMED, rows, *rows.trimmed()), expected)
+        if doubt:
+            return Layout.PADDED, f"the results of this model depend on padding{trial.when} ({doubt})"
+        if most is not Layout.PACKED:
+            return most, ""
+        index = (self.fits(trial.bare, rows) & rows.completion_mask.any(1)).nonzero().flatten()
+        if not self._any_rank(len(index) > 0):
+            return Layout.TRIMMED, "no row of the first micro-batch can be packed"
+        if len(index):
+            index = _with_a_shared_prompt(rows, index)
+            some = rows.select(index)
+        else:  # this rank has nothing to compare, but must make the call that the others make
+            index = index.new_zeros(1)
+            some = rows.select(index).unlabelled()
+        packing_attention(trial.bare)
+        doubt = self._doubt(trial, ModelCall(Layout.PACKED, some, some, index), (expected[0][index], expected[1]))
+        if doubt:
+            return Layout.TRIMMED, f"packed rows give other results{trial.when} ({doubt})"
+        return Layout.PACKED, ""
 
-    def _compute(self, trial: _Trial, call: ModelCall) -> tuple[Tensor, Gradients]:
+    def _doubt(self, trial: _Trial, call: ModelCall, expected: Results) -> str:
+        """Return how the results of a call differ from `expected` on any rank, or "" within the tolerances."""
+        try:
+            doubt = _difference(trial, call.rows, self._compute(trial, call), expected)
+        except SpansIgnored as error:  # raised after the model call, so the ranks are still in step
+            doubt = str(error)
+        return doubt or _ANOTHER_RANK if self._any_rank(bool(doubt)) else ""
+
+    def _compute(self, trial: _Trial, call: ModelCall) -> Results:
         """Return the log-probabilities, (B, T), and gradients of a model call."""
         with torch.set_grad_enabled(bool(trial.parameters)):
             log_probs = self.run(call, trial.model, False)[0][:, : trial.rows.logits_to_keep]
             return log_probs.detach(), gradients(log_probs, trial.parameters)
 
-    def _doubt(self, trial: _Trial, got: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients]) -> str:
-        """Return how two results differ, or "" within the tolerances."""
-        doubt = _log_prob_disagreement(got[0], expected[0], trial.rows, trial.is_float32, "a few short rows")
-        if doubt:
-            return f"log-probabilities {doubt}"
-        return gradient_disagreement(got[1], expected[1], is_float32=trial.is_float32)
-
     # ---- What the checks share
-
-    def _disagreement(self, got: Tensor, expected: Tensor, rows: Rows, bare: nn.Module) -> str:
-        return _log_prob_disagreement(got, expected, rows, self._computes_in_float32(bare), "the first micro-batch")
 
     def _computes_in_float32(self, bare: nn.Module) -> bool:
         return is_float32(bare) and self.accelerator.mixed_precision == "no"
@@ -315,12 +300,15 @@ class LayoutCheck:
         self.announcer.once(sentence, sentence)
 
 
-def _log_prob_disagreement(got: Tensor, expected: Tensor, rows: Rows, is_float32: bool, where: str) -> str:
-    """Return how two results, (B, T), differ where there are labels, or "" within the tolerance."""
-    gap = (got - expected).abs()[rows.completion_mask.bool()].float()
-    if not gap.numel():
-        return ""
-    return disagreement(float(gap.mean()), float(gap.max()), is_float32=is_float32, where=where)
+def _difference(trial: _Trial, rows: Rows, got: Results, expected: Results) -> str:
+    """Return how two results for `rows` differ, or "" within the tolerances."""
+    gap = (got[0] - expected[0]).abs()[rows.completion_mask.bool()].float()
+    if gap.numel():
+        mean, largest = float(gap.mean()), float(gap.max())
+        doubt = disagreement(mean, largest, is_float32=trial.is_float32, where=trial.where)
+        if doubt:
+            return f"log-probabilities {doubt}"
+    return gradient_disagreement(got[1], expected[1], is_float32=trial.is_float32)
 
 
 # ---- Rows to compare
@@ -507,19 +495,15 @@ def fits_in_float32(model: nn.Module, device: torch.device) -> bool:
 @contextmanager
 def in_training(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model into training mode, and restore modes, buffers and the random state afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
     # Some models change buffers in training mode, such as the load statistics of a router.
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    model.train()
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with in_mode(model, training=True), torch.random.fork_rng([device] if device.type == "cuda" else []):
             yield
     finally:
         for buffer, values in buffers:
             if not torch.equal(buffer, values):
                 buffer.copy_(values)
-        for module, training in modes:
-            module.training = training
 
 
 def random_state(device: torch.device) -> Tensor:

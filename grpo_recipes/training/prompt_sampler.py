@@ -36,7 +36,7 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.generation.models import run_folder
 from grpo_recipes.recipe.specs import SamplingSpec
-from grpo_recipes.runs.files import RunError, read_object, write_atomically
+from grpo_recipes.runs.files import STEP, RunError, read_object, write_atomically
 from grpo_recipes.training.data_order import EpochSampler
 from grpo_rewards.errors import UserError
 
@@ -151,8 +151,7 @@ class InformativeSampler(EpochSampler):
     """
 
     def __init__(self, stock: RepeatSampler, spec: SamplingSpec, quantum: int, processes: int) -> None:
-        settings = (stock.mini_repeat_count, stock.batch_size, stock.repeat_count, stock.shuffle, stock.seed)
-        super().__init__(stock.data_source, *settings)
+        super().__init__(stock)
         self.spec = spec
         self.quantum = quantum
         self.processes = processes
@@ -165,7 +164,7 @@ class InformativeSampler(EpochSampler):
         """Yield the row indices of epoch `epoch`."""
         # Drawn lazily: the probabilities of a generation depend on the groups of the epoch before, which are known only
         # then.
-        once = EpochSampler(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
+        once = EpochSampler(RepeatSampler(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed))
         once.epoch = self.epoch
         self.draws = []
         order = np.array(list(once), np.int64).reshape(-1, self.batch_size)
@@ -335,13 +334,10 @@ def read_memory(path: Path, prompts: int) -> np.ndarray:
     Raises:
         RunError: the file cannot be read or has another number of prompts.
     """
-    try:
-        content = read_object(path, {"groups_without_variance": []})
-        counts = np.array(content["groups_without_variance"], np.int64)
-    except (OSError, ValueError, TypeError, OverflowError) as error:
-        raise RunError(f"{path} is damaged: it can't be read: resume from another checkpoint") from error
-    if counts.shape != (prompts,) or (counts < 0).any():
-        raise RunError(f"{path} is of {counts.size} prompts, and the dataset has {prompts}: train on the same rows")
+    content = read_object(path, {"groups_without_variance": [STEP]}, "resume from another checkpoint")
+    counts = np.array(content["groups_without_variance"], np.int64)
+    if len(counts) != prompts:
+        raise RunError(f"{path} is of {len(counts)} prompts, and the dataset has {prompts}: train on the same rows")
     return counts
 
 

@@ -40,7 +40,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
-from grpo_recipes.generation.models import base_model, run_folder
+from grpo_recipes.generation.models import base_model, dropout_rates, run_folder
 from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs.files import replacing
 from grpo_recipes.runs.weights import adapter_config, adapter_kind
@@ -127,7 +127,9 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
             how = "replaced by the policy" if alpha == 1 else f"moved {alpha:g} of the way to the policy"
             sentence += f"; {how} every {args.ref_model_sync_steps} optimizer steps"
     if args.disable_dropout:
-        _disable_dropout(model)
+        # TRL's own `disable_dropout` misses a rate that is an attribute of another layer, as of attention.
+        for _, module, name in list(dropout_rates(model)):
+            setattr(module, name, 0.0)
         configs = getattr(model, "peft_config", {}).values()
         rate = max((getattr(config, "lora_dropout", 0.0) for config in configs), default=0.0)
         if rate:  # TRL's command line sets it to 0.05 by default
@@ -236,17 +238,13 @@ def _forget_earlier(trainer: TRLTrainer) -> None:
 
 def _check_trains(model: torch.nn.Module) -> None:
     """Raise if no parameter of the policy is trainable. TRL would train "ref" instead, without an error."""
-    if not isinstance(model, PeftModel):
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UserError(
-                "no parameter of the model would train: after `merge_and_unload`, call `model.requires_grad_(True)`"
-            )
-        return
-    name = _policy_adapter(model)
-    if not any(tensor.requires_grad for tensor in adapter_tensors(model, name).values()):
+    tensors: Iterable[torch.Tensor] = model.parameters()
+    if isinstance(model, PeftModel):
+        tensors = adapter_tensors(model, _policy_adapter(model)).values()
+    if not any(tensor.requires_grad for tensor in tensors):
         raise UserError(
-            f"no parameter of the policy's adapter `{name}` would train: load it with "
-            "`PeftModel.from_pretrained(model, folder, is_trainable=True)`"
+            "no parameter of the policy would train: load an adapter with `PeftModel.from_pretrained(model, folder, "
+            "is_trainable=True)`, and call `model.requires_grad_(True)` after `merge_and_unload`"
         )
 
 
@@ -312,19 +310,13 @@ def _check_policy_adapter(model: PeftModel, policy: str) -> None:
     """Raise if switching off or copying the policy's adapter would not restore the initial policy."""
     if policy == REF:
         raise UserError(f"the policy's adapter is named `{REF}`, TRL's name for the reference: rename it")
-    bias = getattr(model.peft_config[policy], "bias", "none")
-    if bias != "none":
-        raise UserError(
-            f"the adapter trains the base's biases (`bias: {bias}`), which switching it off or copying it leaves "
-            "trained: set `bias: none`, or `beta: 0`"
-        )
     # Such parameters would move the reference together with the policy, and the KL would stay small for no reason.
     own = {id(tensor) for tensor in adapter_tensors(model, policy).values()}
     beside = [name for name, tensor in model.named_parameters() if tensor.requires_grad and id(tensor) not in own]
     if beside:
         raise UserError(
             f"{len(beside)} parameters beside the adapter `{policy}` would train ({beside[0]} is the first), which "
-            "switching it off or copying it leaves trained: name their modules in the adapter's `modules_to_save`, "
+            "switching it off or copying it leaves trained: set `bias: none`, name their modules in `modules_to_save`, "
             "freeze them, or set `beta: 0`"
         )
 
@@ -394,16 +386,11 @@ def _load_reference(model: PeftModel, where: str) -> str | None:
     config = adapter_config(where)
     if config is None:
         raise UserError(f"`reference.adapter`: there is no adapter in {where}")
-    if _changes_the_base(config):
+    if _changes_the_base(config) or getattr(config, "layer_replication", None):
         raise UserError(
-            f"`reference.adapter`: {where} was initialized with {config.init_lora_weights!r}, which changes the base's "
-            "weights: convert it to plain LoRA first (`path_initial_model_for_weight_conversion` of PEFT's "
-            "`save_pretrained`)"
-        )
-    if getattr(config, "layer_replication", None):
-        raise UserError(
-            f"`reference.adapter`: {where} has `layer_replication`, and PEFT would replicate the policy's layers with "
-            "it: use `reference: initial` or `base`"
+            f"`reference.adapter`: {where} changes the base's weights or layers (`init_lora_weights` or "
+            "`layer_replication`), and PEFT would change the policy's with it: use `reference: initial`, or convert it "
+            "to plain LoRA (`path_initial_model_for_weight_conversion` of PEFT's `save_pretrained`)"
         )
     training = model.training
     mismatch = ""
@@ -488,27 +475,12 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     return reference.requires_grad_(False).eval()
 
 
-def _disable_dropout(model: torch.nn.Module) -> None:
-    """Set all dropout to 0. TRL's `disable_dropout` misses attention dropout, which is an attribute and no module."""
-    disable_dropout_in_model(model)
-    for module in model.modules():
-        if _attention_dropout(module):
-            vars(module)["attention_dropout"] = 0.0
-
-
-def _attention_dropout(module: torch.nn.Module) -> float:
-    probability = getattr(module, "attention_dropout", 0.0)
-    return probability if isinstance(probability, float) else 0.0
-
-
 def _dropout(model: torch.nn.Module) -> dict[str, float]:
     """Return the dropout probabilities above 0 in `model`, by kind."""
     found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and module.p > 0:
-            found["lora_dropout" if "lora_dropout" in name else name.rpartition(".")[2]] = module.p
-        elif probability := _attention_dropout(module):
-            found["attention_dropout"] = probability
+    for path, module, name in dropout_rates(model):
+        kind = path.rpartition(".")[2] if isinstance(module, torch.nn.Dropout) else name
+        found["lora_dropout" if "lora_dropout" in path else kind] = getattr(module, name)
     return found
 
 

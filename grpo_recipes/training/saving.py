@@ -22,17 +22,7 @@ from grpo_recipes.runs.checkpoints import Manifest, read_manifest, rejection, wr
 from grpo_recipes.runs.files import LIVE, NUMBER, NUMBER_OR_NULL, STEP, RunError, Shape, read_object, write_atomically
 from grpo_recipes.runs.identity import Identity, compare
 from grpo_recipes.runs.lock import FolderLost, Held
-from grpo_recipes.runs.resume import (
-    LastLaunch,
-    Resume,
-    confirmed,
-    decide,
-    names_of,
-    new_branch,
-    oldest_first,
-    unfit,
-    write_launch,
-)
+from grpo_recipes.runs.resume import ABANDONED, Resume, begin_launch, confirmed, decide, oldest_first, unfit
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer
@@ -68,8 +58,6 @@ class CompleteCheckpoints(TrainerCallback):
         self.decision: Resume | None = None
         """Confirmed decision of `train.py`, which has compared everything already, or None for a script."""
         self.resumed_from: Path | None = None
-        self.launch = LastLaunch()
-        """This launch, and the earlier ones that its checkpoints descend from."""
         self.first_step = 0
         """Optimizer step after which this launch began."""
         self.held: Held | None = None
@@ -110,10 +98,6 @@ class CompleteCheckpoints(TrainerCallback):
         newest = point.newest
         if newest is None:
             raise RunError(f"{point.rejected[0].reason}: name another checkpoint to resume from")
-        if point.abandoned and rank() == 0:
-            logger.warning(
-                "resuming from %s: the last launch did not resume from %s", newest, names_of(point.abandoned)
-            )
         manifest = read_manifest(newest)
         if manifest is not None and (reason := unfit(newest, args.world_size)):
             if manifest.model_only:
@@ -128,18 +112,17 @@ class CompleteCheckpoints(TrainerCallback):
         """Record the launch, so that a later `true` follows it even if it saves nothing. Collective."""
         args, source = self.trainer.args, self.resumed_from
         folder = run_folder(args)
-        # Every rank has read the folder when the first rank's answer arrives, and only then is it written to.
-        self.launch = LastLaunch(on_first_rank(lambda: new_branch(folder, source)), source)
+        gather(None)  # every rank has read the folder before it is written to
         if self.held is not None:
             check_held(self.held, "before its first step", source)
         if args.should_save:
-            write_launch(folder, self.launch)
+            if abandoned := begin_launch(folder, source):
+                names = " and ".join(f"{path.name} is renamed to {path.name}{ABANDONED}" for path in abandoned)
+                logger.warning("%s, because this launch begins at an earlier step", names)
             # The log of an earlier launch: a recipe writes it anew, and a script writes none.
             (folder / LIVE).unlink(missing_ok=True)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Become the last callback, so that a manifest lists what the others add. Take over rotation and pushing."""
         self.check_folder()  # other callbacks begin their files now, and loading the checkpoint may have taken minutes
         # Callbacks run in the order in which they were added, and a script adds its own after this one.
@@ -154,9 +137,7 @@ class CompleteCheckpoints(TrainerCallback):
             args.eval_on_start = False  # evaluated when the run began
             _restore_logged(self.trainer, self.resumed_from / LOGGED)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Restore the arguments."""
         args.save_total_limit, args.push_to_hub = self.limit, self.pushes
 
@@ -176,11 +157,11 @@ class CompleteCheckpoints(TrainerCallback):
         if control.should_save:
             self.check_folder()
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Check the folder again, because an evaluation takes long and a save may follow."""
         self.check_folder()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Complete the checkpoint. Then push it, and remove older checkpoints but the best."""
         self.check_folder()
         checkpoint = run_folder(args) / f"checkpoint-{state.global_step}"
@@ -191,7 +172,6 @@ class CompleteCheckpoints(TrainerCallback):
             num_processes=args.world_size,
             model_only=args.save_only_model,
             files={},
-            branch=self.launch.branch,
             identity=self.identity.content,
         )
         write_manifest(checkpoint, manifest, each_node=args.save_on_each_node, writes=args.should_save)
@@ -204,7 +184,7 @@ class CompleteCheckpoints(TrainerCallback):
         if args.should_save:
             # Never this checkpoint, even if the limit is 1 and another one is the best: a resume needs it.
             best = Path(state.best_model_checkpoint or checkpoint)
-            _rotate(oldest_first(run_folder(args), self.launch), self.limit, {checkpoint, best})
+            _rotate(oldest_first(run_folder(args)), self.limit, {checkpoint, best})
 
     def check_folder(self) -> None:
         """Raise `FolderLost` on every rank if the launch no longer holds the run's folder. Collective.
@@ -259,8 +239,7 @@ def check_held(held: Held, when: str, last_saved: Path | None) -> None:
 def _rotate(checkpoints: Sequence[Path], limit: int, kept: Set[Path]) -> None:
     """Remove the first of `checkpoints` until `limit` are left, but none in `kept`.
 
-    transformers' own `rotate_checkpoints` orders by modification time or by step. Either may remove the only checkpoint
-    of a branch and keep an abandoned one.
+    transformers' own `rotate_checkpoints` may order by modification time, and does not count abandoned checkpoints.
     """
     removable = [path for path in checkpoints if path not in kept]
     for checkpoint in removable[: max(0, len(checkpoints) - max(limit, len(kept)))]:

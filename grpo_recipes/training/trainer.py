@@ -5,7 +5,6 @@ Replacements inside TRL are in `trl_patches.py`. What an override calls is in th
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,7 @@ from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.models import base_model
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.generation.stop_strings import StopStrings
-from grpo_recipes.process.messages import tied_weights
+from grpo_recipes.process.messages import log_progress, tied_weights
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import (
     AdvantageRule,
@@ -65,8 +64,6 @@ if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer as TRLGRPOTrainer
 else:
     from trl import GRPOTrainer as TRLGRPOTrainer
-
-logger = logging.getLogger(__name__)
 
 
 class GRPOTrainer(TRLGRPOTrainer):
@@ -329,7 +326,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Return TRL's order of prompts, also after a resume past the first epoch. `sampling` marks some as skipped."""
         stock = cast(RepeatSampler, super()._get_train_sampler(dataset))  # TRL declares any sampler
         recorded = offline.with_baseline(stock, self.rollout_func)
-        sampler = EpochSampler.like(recorded) if self._prompts is None else self._prompts.sampler_like(recorded)
+        sampler = EpochSampler(recorded) if self._prompts is None else self._prompts.sampler_like(recorded)
         # A second training has another sampler, and the epoch is set on one of them only.
         self.remove_callback(SetSamplerEpoch)
         self.add_callback(SetSamplerEpoch(sampler))
@@ -346,7 +343,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Log as TRL does, and one line on the tokens computed for the generation batches since the last log."""
         if self._efficiency is not None and self.model.training:
             if self.accelerator.is_main_process:
-                logger.info("step %d: %s", self.state.global_step, self._efficiency)
+                log_progress(f"step {self.state.global_step}: {self._efficiency}")
             self._efficiency = None
         # A run resumed at its end logs without new completions: TRL would overwrite its last table by an empty one.
         log_completions = self.log_completions

@@ -172,33 +172,30 @@ def refuse_cast(model: torch.nn.Module, args: GRPOConfig) -> None:
         )
 
 
-class ContinuousBatching:
-    """Context of TRL's call of `generate_batch`, which supports neither packed attention nor a CPU's memory limits."""
+@contextmanager
+def continuous_batching(
+    config: ContinuousBatchingConfig, model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> Iterator[None]:
+    """Give the model stock attention inside this block and, on a CPU, the cache the size that it needs.
 
-    def __init__(self, config: ContinuousBatchingConfig) -> None:
-        self.config = config
-        self.is_cache_sized = config.num_blocks is not None
-        """True if the user has sized the cache."""
-        self.is_batch_sized = config.max_batch_tokens is not None
-        """True if the user has sized a forward."""
-
-    @contextmanager
-    def around(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Iterator[None]:
-        """Give the model stock attention inside this block and, on a CPU, the cache the size that it needs."""
-        # Left alone, transformers takes a share of all free memory. It also reserves a mask of 8,192 tokens by the full
-        # cache: gigabytes, for which it refuses a cache that is large enough.
-        packs = has_packing_attention(model)
-        stock_attention(model)
-        if not self.is_cache_sized and model.device.type == "cpu":
-            page = self.config.page_size
-            self.config.num_blocks = sum(-(-(len(prompt) + max_new_tokens) // page) for prompt in prompts)
-        if not self.is_batch_sized and model.device.type == "cpu":
-            self.config.max_batch_tokens = max(CPU_BATCH_TOKENS, len(prompts))
-        try:
-            yield
-        finally:
-            if packs:
-                packing_attention(model)
+    TRL's call of `generate_batch` supports neither packed attention nor a CPU's memory limits.
+    """
+    packs = has_packing_attention(model)
+    stock_attention(model)
+    blocks, tokens = config.num_blocks, config.max_batch_tokens
+    # Left alone, transformers takes a share of all free memory. It also reserves a mask of 8,192 tokens by the full
+    # cache: gigabytes, for which it refuses a cache that is large enough.
+    on_cpu = model.device.type == "cpu"
+    if on_cpu and blocks is None:
+        config.num_blocks = sum(-(-(len(prompt) + max_new_tokens) // config.page_size) for prompt in prompts)
+    if on_cpu and tokens is None:
+        config.max_batch_tokens = max(CPU_BATCH_TOKENS, len(prompts))
+    try:
+        yield
+    finally:
+        config.num_blocks, config.max_batch_tokens = blocks, tokens
+        if packs:
+            packing_attention(model)
 
 
 # ---- stop strings: TRL knows one end of a completion, a token, and counts others as cut off at `max_completion_length`
@@ -226,8 +223,7 @@ def correct_counts(
     """
     prompt_ids, completion_ids, tool_mask, *rest = output
     masks = tool_mask or [[1] * len(ids) for ids in completion_ids]
-    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
-    truncated = [ids[-1] not in ends and not stop.end(ids) for ids in completion_ids]
+    truncated = are_truncated(trainer, completion_ids, stop)
     local = torch.tensor([truncated, [sum(mask) for mask in masks]], device=trainer.accelerator.device)
     cut, lengths = trainer.accelerator.gather(local.T.contiguous()).T
     ended = lengths[cut == 0].float() if not cut.all() else torch.zeros(1)
@@ -243,6 +239,12 @@ def correct_counts(
         for mask, is_truncated in zip(masks, truncated, strict=True):
             tool_mask.append([0] * len(mask) if is_truncated else mask)
     return prompt_ids, completion_ids, tool_mask, *rest
+
+
+def are_truncated(trainer: TRLTrainer, completion_ids: Sequence[Sequence[int]], stop: StopStrings | None) -> list[bool]:
+    """Return, for each completion, True if neither an end token nor a stop string ends it."""
+    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
+    return [ids[-1] not in ends and not (stop and stop.end(ids)) for ids in completion_ids]
 
 
 # ---- completions of an evaluation during training
@@ -329,34 +331,17 @@ def _hiding(original: Any) -> Any:
     return type(original.__name__, (_HidesSecrets, original), names)
 
 
-def without_secrets(value: Any) -> Any:
-    """Return `value` with a placeholder for each secret in it, or `value` itself if it holds none.
+def without_secrets(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of an object with a placeholder for each secret.
 
-    Types stay: unlike `redacted`, this keeps tuples and enumerations, and looks into DeepSpeed's configuration, which
-    may name trackers.
+    DeepSpeed's configuration is an object with attributes of its own, which may name trackers and their keys.
     """
-    if isinstance(value, (HfDeepSpeedConfig, DeepSpeedPlugin)):
-        inside = without_secrets(vars(value))
-        if inside is vars(value):
-            return value
-        duplicate = object.__new__(type(value))
-        vars(duplicate).update(inside)
-        return duplicate
-    if isinstance(value, Mapping):
-        return _mapping_without_secrets(value)
-    if type(value) in (list, tuple):
-        items = [without_secrets(item) for item in value]
-        has_changed = any(new is not old for new, old in zip(items, value, strict=True))
-        return type(value)(items) if has_changed else value
-    return redacted(value) if type(value) is str else value
-
-
-def _mapping_without_secrets(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return the mapping with placeholders for its secrets, or `value` itself if it holds none."""
-    entries, has_changed = {}, False
-    for key, inner in value.items():
-        shown_key = without_secrets(key)
-        shown = HIDDEN if is_secret(key, inner) else without_secrets(inner)
-        entries[shown_key] = shown
-        has_changed |= shown is not inner or shown_key != key
-    return entries if has_changed else value
+    shown: dict[str, Any] = {}
+    for name, value in attributes.items():
+        if isinstance(value, (HfDeepSpeedConfig, DeepSpeedPlugin)):
+            duplicate = object.__new__(type(value))
+            vars(duplicate).update(without_secrets(vars(value)))
+            shown[name] = duplicate
+        else:
+            shown[name] = HIDDEN if is_secret(name, value) else redacted(value)
+    return shown

@@ -99,7 +99,10 @@ def test_the_file_and_the_command_line_name_the_estimator(recipe_with) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"beta": 0.0}, r"mine.yaml: `kl_estimator: full` needs a reference policy: set `beta` above 0"),
+        (
+            {"beta": 0.0},
+            r"mine.yaml: `beta` is 0.0, and `kl_estimator: full` needs a reference policy: set a number",
+        ),
         ({"kl_estimator": "k3"}, r"mine.yaml: `kl_estimator` can't be `k3`: choose sampled or full"),
         ({"kl_estimator": "ful"}, r"mine.yaml: `kl_estimator` can't be `ful`: did you mean `full`"),
         ({"kl_estimator": {"estimator": "full"}}, r"mine.yaml: `kl_estimator` can't be "),

@@ -448,8 +448,9 @@ def test_a_loop_that_draws_without_processors_is_announced_as_unchecked(
     monkeypatch.setattr(GenerationMixin, "_sample", without)
     run = trainer(tmp_path, generation="off", max_steps=2)
     run.train()
-    (sentence,) = said()
-    assert sentence.startswith("the logits processors of `generate` are not checked: ")
+    first, second = said()
+    assert first.startswith("whether completions are the policy's is not checked: ")
+    assert second.startswith("the logits processors of `generate` are not checked: ")
 
 
 def test_processors_are_compared_on_the_batches_that_are_due(tmp_path: Path) -> None:
@@ -542,15 +543,24 @@ def test_unprocessed_log_probabilities_of_a_server_are_the_policys(
     assert run._generation_check.scorer.processing is None
 
 
-def test_a_new_adapter_is_unclear_before_its_first_update(
+def test_a_new_adapter_is_reported_once_the_check_can_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:
     serve(monkeypatch)
     run = trainer(tmp_path, **SETTINGS, **NEW)
     run.train()
-    first, second = said()
-    assert first.endswith(f"is the policy or {OFF_} or {TWICE_}: their log-probabilities are alike")
-    assert second == "step 1: the generator is the policy"
+    assert said() == ["step 1: the generator is the policy"]
+
+
+def test_an_adapter_that_stays_unclear_is_named_after_some_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    serve(monkeypatch)
+    monkeypatch.setattr("grpo_recipes.generation.generator_check.UNCLEAR_STEPS", 2)
+    run = trainer(tmp_path, **{**SETTINGS, **NEW, "learning_rate": 0.0, "max_steps": 4})
+    run.train()
+    (sentence,) = said()
+    assert sentence.startswith(f"step 2: can't tell yet whether the generator is the policy or {OFF_} or {TWICE_}")
 
 
 def test_scoring_an_earlier_adapter_leaves_the_adapter_unchanged(tmp_path: Path) -> None:

@@ -26,8 +26,18 @@ def test_the_error_line_names_the_reward_that_raised(capsys: pytest.CaptureFixtu
     faults.report(fault.value, tmp_path, None)
     printed = capsys.readouterr().err.splitlines()
     again = "no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
-    assert printed[-1] == f"error: reward `judge` raised KeyError: 'gold'; {again}"
+    place = "for row 0 of this rank's generation (completion 'two')"
+    assert printed[-1] == f"error: reward `judge` raised KeyError: 'gold', {place}; {again}"
     assert any("Traceback" in line for line in printed)
+
+
+def test_the_fault_file_holds_the_completion_without_secrets(tmp_path: Path) -> None:
+    row = faults.FaultyRow("judge", 2, "the prompt", "hunter2 " * 9999, 11)
+    faults.report(faults.RewardFault("reward `judge` raised", row), tmp_path, None, secrets=["hunter2"])
+    written = json.loads((tmp_path / "fault-rank0.json").read_text())["row"]
+    assert (written["reward"], written["row"], written["prompt"], written["step"]) == ("judge", 2, "the prompt", 11)
+    assert len(written["completion"]) == faults.RECORDED_CHARS
+    assert "hunter2" not in written["completion"]
 
 
 @pytest.mark.parametrize("folder", ["/proc/run", "/dev/null/run"])

@@ -43,7 +43,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--lerning_rate", "1e-5"], "did you mean `learning_rate`?"),
         (["--accelerate_confg", "cpu"], "did you mean `--accelerate_config`?"),
         (["--accelerate_config", "nowhere"], "nowhere: there is no such file"),
-        (["--num_processes", "0"], "--num_processes is 0"),
+        (["--num_processes", "0"], "`num_processes` is 0"),
         (["--num_processes", "3", "--num_generations", "16"], "num_generations"),
         (["--dataset.path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--bf16", "true", "--use_cpu", "false"], "`bf16` needs a GPU"),
@@ -95,7 +95,7 @@ def test_accelerate_parses_the_command() -> None:
 
 def test_a_file_that_is_no_accelerate_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: 1\n")
-    with pytest.raises(RecipeError, match="is this an accelerate configuration"):
+    with pytest.raises(RecipeError, match="as an accelerate configuration: `num_processes` must be a whole number"):
         choose_layout(str(tmp_path / "x.yaml"), None, use_cpu=True)
 
 

@@ -194,7 +194,7 @@ def test_the_line_shows_the_progress_of_the_training(capsys: pytest.CaptureFixtu
     assert line.text(0, 40) == "step 0/40"
     trained(line, clock, 4)
     assert line.text(4, 40) == (
-        "step 4/40  reward 1.5 (right 1, tags 0.5)  KL 0.012  length 87  truncated 2%  2,000 tokens/s  18 min 00 s left"
+        "step 4/40  reward 1.5 (right 1, tags 0.5)  KL 0.012  length 87  truncated 2%  2,000 tokens/s  0:18:00 left"
     )
     line.on_train_end(None, state(4), None)
     clock.now += 600
@@ -213,9 +213,9 @@ def test_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) 
     clock.now = 10
     line.on_log(None, state(31), None, {"reward": 0.5, "rewards/right/mean": 0.5})
     line.on_log(None, state(31), None)
-    assert line.text(31, 40) == "step 31/40  reward 0.5  1 min 30 s left"
+    assert line.text(31, 40) == "step 31/40  reward 0.5  0:01:30 left"
     assert line.text(40, 40) == "step 40/40  reward 0.5"
-    for clock.now, left in ((45, "45 s"), (59.7, "1 min 00 s"), (3540, "59 min 00 s"), (3660, "1 h 01 min")):
+    for clock.now, left in ((45, "0:00:45"), (59.7, "0:01:00"), (3660, "1:01:00"), (90_000, "1 day, 1:00:00")):
         assert line.text(31, 32).endswith(f"  {left} left")
     clock.now = 10
     line.on_train_end(None, state(31), None)

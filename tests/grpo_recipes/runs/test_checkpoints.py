@@ -50,8 +50,7 @@ def test_a_manifest_stays_readable(tmp_path: Path) -> None:
    "xxh3_128": "0000000000000000"
   }
  },
- "branch": [],
- "xxh3_128": "8bd7cfa8f28216bdc54ef79c33325c79"
+ "xxh3_128": "3d7ac07821029a414072e16494036b3d"
 }
 """
     assert WHOLE.text() == text
@@ -235,7 +234,7 @@ def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, proc
 def test_a_step_that_was_cut_off_twice_is_set_aside_twice(tmp_path: Path) -> None:
     for _ in range(2):
         set_aside([Rejected(checkpoint(tmp_path, 3, 1), "checkpoint-3 was cut off", cut_off=True)])
-    assert [path.name for path in tmp_path.iterdir()] == ["incomplete-checkpoint-3"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3-incomplete"]
 
 
 def test_a_folder_without_a_complete_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from datasets import Dataset
 from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.reports.run import Run, Sampled
+from grpo_recipes.reports import run as run_module
+from grpo_recipes.reports.run import Run
 from grpo_recipes.runs import completions, files
 from grpo_recipes.runs.completions import EVALUATION, TRAINING, Compaction, drop_after, logged
 from grpo_recipes.runs.lock import FolderLost
@@ -115,13 +116,15 @@ def test_columns_that_differ_between_steps_are_kept(folder: Path, caplog: pytest
     write(folder, 4, level=[0.5, None], extra=["eight", "nine"])
     write(folder, 5, 6, extra=[1, 2])  # no text: another compacted file
     write(folder, 7, extra=[b"a", b"b"])  # neither: stays
+    write(folder, 8, extra=["ten", "eleven"])  # text, which bytes must not swallow: waits for the next step
     before = pd.concat(map(pd.read_parquet, sorted(folder.iterdir())), ignore_index=True)
     with caplog.at_level(logging.WARNING):
-        Compaction(folder).compact(8, rest=True)
+        Compaction(folder).compact(9, rest=True)
     assert names(folder) == [
         "completions_00001-00004.parquet",
         "completions_00005-00006.parquet",
         "completions_00007.parquet",
+        "completions_00008.parquet",
     ]
     assert [record.message.partition(" is not")[0] for record in caplog.records] == [
         str(folder / "completions_00007.parquet")
@@ -423,7 +426,7 @@ def test_a_run_reads_the_same_before_and_after_compaction(tmp_path: Path, monkey
     chosen = run.rows.iloc[[20, 3, 31]]
     assert run.texts(chosen)["question"].tolist() == ["question 30.1", "question 10.0", "question 40.1"]
     # Steps are drawn, not files.
-    monkeypatch.setattr(Sampled, "MOST", 2)
+    monkeypatch.setattr(run_module, "MAX_STEPS", 2)
     run = Run.read(folder)
     assert (run.completion_files.read, run.completion_files.count) == (2, 4)
     assert sorted(set(run.rows["step"])) == [10, 40]

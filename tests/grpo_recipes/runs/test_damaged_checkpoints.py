@@ -128,8 +128,8 @@ def test_a_run_resumes_before_a_damaged_checkpoint_and_ends_as_before(
     assert train.main(["--config", str(finished), "--resume_from_checkpoint", "true"]) == 0
     said = capsys.readouterr().out
     assert f"{restored / 'checkpoint-3' / name} is damaged" in said
-    assert f"set aside as damaged-checkpoint-3: resuming from {restored / 'checkpoint-2'}" in said
-    assert (restored / "damaged-checkpoint-3").is_dir()
+    assert f"set aside as checkpoint-3-damaged: resuming from {restored / 'checkpoint-2'}" in said
+    assert (restored / "checkpoint-3-damaged").is_dir()
     actual = launching.parameters(restored)
     assert all(expected[key].equal(actual[key]) for key in expected)
     assert launching.log_history(restored) == history
@@ -140,7 +140,7 @@ def test_several_damaged_checkpoints_are_passed_over_but_not_all(finished: Path,
     (restored / "checkpoint-2" / "scheduler.pt").unlink()
     point = resumed(finished)
     assert point.newest == restored / "checkpoint-1"
-    assert [one.aside.name for one in point.passed_over] == ["damaged-checkpoint-2", "damaged-checkpoint-3"]
+    assert [one.aside.name for one in point.passed_over] == ["checkpoint-2-damaged", "checkpoint-3-damaged"]
     _flip(restored / "checkpoint-1" / "rng_state.pth")
     with pytest.raises(UserError, match=r"no other checkpoint is left.*remove the folder.*checkpoint-1"):
         resumed(finished)

@@ -29,16 +29,13 @@ from grpo_recipes.runs.identity import (
     Identity,
     Source,
     column_digests,
-    columns_read,
     differences,
     source_digest,
     weights_of,
 )
 from grpo_recipes.training.callbacks import identity_of
 from grpo_rewards.errors import UserError
-from grpo_rewards.format_tags import TagCount
 from grpo_rewards.math.correctness import GSM8KCorrectness
-from grpo_rewards.registry import build_rewards
 from tests.support import launching, short_runs, tiny
 
 REWARD = """
@@ -257,7 +254,7 @@ def test_a_checkpoint_without_an_identity_is_not_compared_with_a_line_that_says_
     checkpoint = place / "run" / "checkpoint-1"
     manifest = read_manifest(checkpoint)
     assert manifest is not None
-    older = replace(manifest, identity=None, branch=()).text()
+    older = replace(manifest, identity=None).text()
     (checkpoint / MANIFEST).write_text(older)
     capsys.readouterr()
     assert train.main([*command, "--resume_from_checkpoint=true"]) == 0
@@ -287,7 +284,7 @@ def table(**columns: Any) -> datasets.Dataset:
 
 
 def digest(dataset: datasets.Dataset, name: str) -> str:
-    return column_digests(dataset, [name])[name]
+    return column_digests(dataset)[name]
 
 
 def test_a_digest_is_of_the_values_in_row_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,26 +325,14 @@ def test_a_digest_of_images_reads_both_ends_of_each() -> None:
     assert digest(images(noise, noise + b"\0"), "image") != expected
 
 
-def test_only_columns_that_are_read_are_identified() -> None:
-    built = build_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "gold"}}, "tag_count"])
-    rows = table(gold=["1"] * 3, answer=["1"] * 3, note=["n"] * 3)
-    assert set(identity.identify(rows, built, {}).content["columns"]) == {"prompt", "gold"}
-    own = [*built, build_rewards(["tests.support.launching.variety"])[0]]
-    assert set(identity.identify(rows, own, {}).content["columns"]) == {"prompt", "gold", "answer", "note"}
-    assert columns_read(lambda prompts, completions, note: []) == {"note"}
-    assert (columns_read(GSM8KCorrectness()), columns_read(TagCount())) == ({"answer"}, set())
-
-
-def test_a_rollout_or_an_environment_may_read_every_column(place: Path) -> None:
-    rows = table(note=["n"] * 3)
+def test_every_column_is_identified(place: Path) -> None:
+    rows = table(gold=["1"] * 3, note=["n"] * 3)
     built = SimpleNamespace(reward_funcs=[], reward_func_names=[], train_dataset=rows, rollout_func=None)
-    assert set(identity_of(built, {}).content["columns"]) == {"prompt"}
-    built.rollout_func = print
-    assert set(identity_of(built, {}).content["columns"]) == {"prompt", "note"}
+    assert set(identity_of(built, {}).content["columns"]) == {"prompt", "gold", "note"}
     recorded = recipe(place, rewards=["recorded"], dataset={"name": "scored", "path": "rows.jsonl"}, offline="group")
     checked = SimpleNamespace(train_dataset=rows, rewards=[])
     identity = train.identity_of(parse_recipe(recorded), checked)  # type: ignore[arg-type]
-    assert set(identity.content["columns"]) == {"prompt", "note"}
+    assert set(identity.content["columns"]) == {"prompt", "gold", "note"}
 
 
 def test_rewards_without_a_source_file_are_not_identified() -> None:
@@ -369,15 +354,15 @@ def test_rewards_without_a_source_file_are_not_identified() -> None:
 
 
 def test_other_columns_are_refused_unless_the_code_of_a_reward_has_changed() -> None:
-    before = identity.identify(table(gold=["1"] * 3), [], {"reward model `a`": Source("")}, all_columns=True).content
-    now = identity.identify(table(gold=["1"] * 3), [], {})
-    assert differences(before, now).refused == ["the column `gold` of the dataset is no longer read"]
+    before = identity.identify(table(gold=["1"] * 3), [], {"reward model `a`": Source("")}).content
+    now = identity.identify(table(), [], {})
+    assert differences(before, now).refused == ["the column `gold` of the dataset is missing"]
     assert differences(before, now).logged == ["the weights of the reward model `a` are no longer read"]
     found = differences({**before, "rewards": {"f": "1"}}, now)
     assert found.refused == []
     assert found.logged[:2] == [
         "the rewards from source files were `f` and are none",
-        "the column `gold` of the dataset is no longer read",
+        "the column `gold` of the dataset is missing",
     ]
     found = differences(before, identity.identify(table().select([0, 1]), [], {}))
     assert found.refused == ["the dataset had 3 rows and has 2"]

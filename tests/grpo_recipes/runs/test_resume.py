@@ -1,11 +1,10 @@
-"""Decision from which checkpoint a run resumes: branches of a run, and the comparison of recipes."""
+"""Decision from which checkpoint a run resumes: abandoned checkpoints, and the comparison of recipes."""
 
 import fnmatch
 import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.recipe.recipe import resolved
 from grpo_recipes.recipe.trl_keys import RESUME_MAY_CHANGE
 from grpo_recipes.reports.run import Run
-from grpo_recipes.runs.checkpoints import MANIFEST, read_manifest
 from grpo_recipes.runs.files import LIVE, RunError
 from grpo_recipes.runs.resume import IN_GEOMETRY, LAUNCH, confirmed, decide, layout_change, recipe_changes
 from grpo_rewards.errors import UserError
@@ -65,18 +63,21 @@ def script(policy: str, folder: Path, *stops: StopAfter, **changes: Any) -> GRPO
     return trainer
 
 
-def steps_saved(folder: Path) -> list[int]:
-    return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
+def steps_saved(folder: Path, suffix: str = "") -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in folder.glob(f"checkpoint-*[0-9]{suffix}"))
+
+
+def steps_abandoned(folder: Path) -> list[int]:
+    return steps_saved(folder, "-abandoned")
 
 
 def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy: str) -> None:
     branch = script(policy, run, StopAfter(3, saves=True), max_steps=8)
     branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert steps_saved(run) == [2, 3, 4, 6]
+    assert (steps_saved(run), steps_abandoned(run)) == ([2, 3], [4, 6])
     again = script(policy, run, max_steps=8)
     again.train(resume_from_checkpoint=True)
     assert again.checkpoints.resumed_from == run / "checkpoint-3"
-    # Its checkpoints 4 and 6 have replaced the abandoned ones.
     last = script(policy, run, max_steps=10)
     last.train(resume_from_checkpoint=True)
     assert last.checkpoints.resumed_from == run / "checkpoint-8"
@@ -84,20 +85,27 @@ def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy
 
 def test_a_branch_that_saved_nothing_resumes_at_its_branch_point(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
-    assert steps_saved(run) == [2, 4, 6]
+    assert (steps_saved(run), steps_abandoned(run)) == ([2], [4, 6])
     again = script(policy, run, StopAfter(3, saves=False), max_steps=8)
     again.train(resume_from_checkpoint=True)
     assert again.checkpoints.resumed_from == run / "checkpoint-2"
+
+
+def test_an_abandoned_checkpoint_can_be_named(run: Path, policy: str) -> None:
+    script(policy, run, StopAfter(3, saves=True), max_steps=8).train(str(run / "checkpoint-2"))
+    script(policy, run, StopAfter(5, saves=False), max_steps=8).train(str(run / "checkpoint-4-abandoned"))
+    assert (steps_saved(run), steps_abandoned(run)) == ([2, 3], [4, 6])
+    again = script(policy, run, StopAfter(5, saves=True), max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert again.checkpoints.resumed_from == run / "checkpoint-4-abandoned"
+    assert decide(run, True, 1).newest == run / "checkpoint-5"
 
 
 def test_the_last_of_two_branches_is_followed_in_a_moved_folder_too(run: Path, policy: str, tmp_path: Path) -> None:
     for step in (5, 3):
         branch = script(policy, run, StopAfter(step, saves=True), max_steps=8, save_steps=100)
         branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    record = (run / LAUNCH).read_text()
-    (run / LAUNCH).unlink()  # it only matters until a branch has a checkpoint of its own
     assert decide(run, True, 1).newest == run / "checkpoint-3"
-    (run / LAUNCH).write_text(record)
     shutil.rmtree(run / "checkpoint-3")
     moved = run.rename(tmp_path / "moved")
     assert decide(moved, True, 1).newest == moved / "checkpoint-2"
@@ -106,13 +114,15 @@ def test_the_last_of_two_branches_is_followed_in_a_moved_folder_too(run: Path, p
 def test_a_branch_whose_branch_point_is_gone_is_not_replaced_by_another(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     shutil.rmtree(run / "checkpoint-2")
-    with pytest.raises(RunError, match=r"resumed from checkpoint-2 and saved nothing.*checkpoint-6.*name the"):
+    with pytest.raises(RunError, match=r"resumed from .*checkpoint-2 and saved nothing.*name the"):
         script(policy, run, max_steps=8).train(resume_from_checkpoint=True)
 
 
 def test_a_script_that_began_anew_does_not_resume_from_an_earlier_run(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(1, saves=False)).train()
-    with pytest.raises(RunError, match=r"began anew and saved nothing; an earlier launch saved checkpoint-2 and"):
+    assert (steps_saved(run), steps_abandoned(run)) == ([], [2, 4, 6])
+    assert decide(run, True, 1).newest is None
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
         script(policy, run).train(resume_from_checkpoint=True)
     script(policy, run, StopAfter(1, saves=True)).train()
     again = script(policy, run)
@@ -150,49 +160,40 @@ def test_a_branch_in_another_folder_continues_there(run: Path, policy: str, tmp_
     assert left.checkpoints.resumed_from == run / "checkpoint-6"
 
 
-@pytest.mark.parametrize(("limit", "left"), [(1, [3]), (2, [2, 3]), (3, [2, 3, 6])])
-def test_rotation_removes_abandoned_checkpoints_first(run: Path, policy: str, limit: int, left: list[int]) -> None:
+@pytest.mark.parametrize(("limit", "left"), [(1, ([3], [])), (2, ([2, 3], [])), (3, ([2, 3], [6]))])
+def test_rotation_removes_abandoned_checkpoints_first(
+    run: Path, policy: str, limit: int, left: tuple[list[int], list[int]]
+) -> None:
     branch = script(policy, run, StopAfter(3, saves=True), max_steps=8, save_total_limit=limit)
     branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert steps_saved(run) == left
-
-
-def test_checkpoints_without_a_branch_are_followed_by_step(run: Path, policy: str) -> None:
-    """Another trainer writes no branch."""
-    for checkpoint in run.glob("checkpoint-*"):
-        manifest = read_manifest(checkpoint)
-        assert manifest is not None
-        (checkpoint / MANIFEST).write_text(replace(manifest, branch=()).text())
-    assert decide(run, True, 1).newest == run / "checkpoint-6"
-    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
-    point = decide(run, True, 1)
-    assert (point.newest, point.abandoned) == (run / "checkpoint-2", [run / "checkpoint-4", run / "checkpoint-6"])
+    assert (steps_saved(run), steps_abandoned(run)) == left
 
 
 def test_a_launch_that_saved_only_a_part_resumes_before_it(run: Path, policy: str) -> None:
-    """The new branch was killed in its first save, at a step of its own and at one that was saved before."""
+    """The launch was killed in its first save."""
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     (run / "checkpoint-3").mkdir()
-    (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"another launch's")
     point = decide(run, True, 1)
     assert [one.path.name for one in point.rejected] == ["checkpoint-3"]
     with pytest.raises(RunError, match=r"checkpoint-3 was cut off .*: name another checkpoint"):
         script(policy, run).train(resume_from_checkpoint=str(run / "checkpoint-3"))
     assert confirmed(point, each_node=False).newest == run / "checkpoint-2"
     shutil.rmtree(run / "checkpoint-2")
-    with pytest.raises(RunError, match=r"resumed from checkpoint-2 and saved nothing"):
+    with pytest.raises(RunError, match=r"resumed from .*checkpoint-2 and saved nothing"):
         decide(run, True, 1)
 
 
 def test_a_damaged_record_of_the_last_launch_is_named(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
-    for content in ("{", '{"branch": [{"id": 1}], "resumed_from": null}', "[]"):
+    for content in ("{", '{"resumed_from": 1}', "[]"):
         (run / LAUNCH).write_text(content)
         with pytest.raises(UserError, match=r"_launch.json: .*remove the file"):
             decide(run, True, 1)
 
 
-def test_true_follows_the_last_launch_of_a_recipe_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_true_follows_the_last_launch_of_a_recipe_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)
     recipe = launching.write_recipe(
         tmp_path / "mine.yaml", policy, rows, tmp_path / "run", save_steps=2, max_completion_length=4, report_to="none"
@@ -204,12 +205,9 @@ def test_true_follows_the_last_launch_of_a_recipe_too(tmp_path: Path, capsys: py
     branch = ["--resume_from_checkpoint", str(output / "checkpoint-2")]
     assert train.main([*command, *branch, "--max_steps=3", "--save_steps=1"]) == 0
     assert list(Run.read(output).series("reward").steps) == [1, 2, 3]  # not the six of the launch before
-    capsys.readouterr()
+    assert "checkpoint-4 is renamed to checkpoint-4-abandoned and checkpoint-6 is renamed" in caplog.text
     assert train.main([*command, "--resume_from_checkpoint=true", "--max_steps=4"]) == 0
-    said = capsys.readouterr().out
-    assert (
-        f"did not resume from checkpoint-4 and checkpoint-6, which an earlier one saved: resuming from {output}" in said
-    )
+    assert f"resuming from {output / 'checkpoint-3'}" in capsys.readouterr().out
     record = json.loads((output / "run.json").read_text())
     assert [Path(launch["resumed_from"] or "none").name for launch in record["launches"]] == [
         "none",
@@ -249,20 +247,16 @@ def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
 
     said("6", "none")
     said("3", str(tmp_path / "run" / "checkpoint-2"))
-    assert steps_saved(tmp_path / "run") == [2, 3, 4, 6]
+    assert (steps_saved(tmp_path / "run"), steps_abandoned(tmp_path / "run")) == ([2, 3], [4, 6])
     resumed = said("4", "true")
     assert resumed.count(f"went on from {tmp_path / 'run' / 'checkpoint-3'}") == 2
-    assert resumed.count("the last launch did not resume from checkpoint-4 and checkpoint-6") == 1
-    checkpoints = (tmp_path / "run").glob("checkpoint-[34]")
-    branches = {read_manifest(path).branch for path in checkpoints}  # type: ignore[union-attr]
-    assert sorted(map(len, branches)) == [2, 3]
     (tmp_path / "golds.txt").write_text(" ".join(map(str, range(1, 17))))
     refused = said("8", "true")
     for rank in range(2):
         assert f"rank {rank} refused: since " in refused
     assert refused.count("the column `answer` of the dataset has changed") == 2
     (tmp_path / "run" / LAUNCH).write_text("{")
-    refused = said("8", "none")
+    refused = said("8", "true")
     for rank in range(2):
         assert f"rank {rank} refused: {tmp_path / 'run' / LAUNCH}: can't be read as JSON" in refused
 

@@ -73,7 +73,7 @@ def test_a_training_uses_and_logs_the_advantages_of_the_rule(make_trainer: Any) 
 
 
 def test_a_script_gets_the_same_error_as_a_recipe(make_trainer: Any) -> None:
-    with pytest.raises(UserError, match="set `scale_rewards: none`"):
+    with pytest.raises(UserError, match="no standard deviation: set `scale_rewards` to none"):
         make_trainer(by_tokens, advantages="max_rl")
     with pytest.raises(UserError, match="advantages"):
         make_trainer(by_tokens, advantages="maxrl", scale_rewards="none")

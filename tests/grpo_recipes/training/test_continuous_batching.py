@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.training.packing import ATTENTION, Layout
+from grpo_recipes.training.trl_patches import continuous_batching
 from tests.support.architectures import trainer
 
 CB = {"use_transformers_continuous_batching": True}
@@ -35,12 +36,12 @@ def test_continuous_batching_runs_beside_packed_rows_in_a_bounded_cache(
 
 def test_a_cache_that_the_user_sizes_stays_that_large(tmp_path: Path) -> None:
     run = trainer(tmp_path, **CB, transformers_continuous_batching_config={"num_blocks": 7, "max_batch_tokens": 9})
-    with run._generation.continuous_batching.around(run.model, [[5, 6]] * 12, 8):
+    with continuous_batching(run.continuous_batching_config, run.model, [[5, 6]] * 12, 8):
         assert run.continuous_batching_config.num_blocks == 7
         assert run.continuous_batching_config.max_batch_tokens == 9
 
 
 def test_a_forward_has_room_for_every_row(tmp_path: Path) -> None:
     run = trainer(tmp_path, **CB)
-    with run._generation.continuous_batching.around(run.model, [[5, 6]] * 1000, 8):
+    with continuous_batching(run.continuous_batching_config, run.model, [[5, 6]] * 1000, 8):
         assert run.continuous_batching_config.max_batch_tokens == 1000

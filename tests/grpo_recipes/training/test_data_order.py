@@ -36,7 +36,7 @@ def test_any_epoch_can_be_the_first(prompts: int, epochs: int, seed: int, shuffl
     plain = repeat_sampler(prompts, seed=seed, shuffle=shuffle)
     expected = [list(plain) for _ in range(epochs)]  # one process that is never interrupted
     for epoch in range(epochs):
-        resumed = EpochSampler.like(repeat_sampler(prompts, seed=seed, shuffle=shuffle))
+        resumed = EpochSampler(repeat_sampler(prompts, seed=seed, shuffle=shuffle))
         resumed.epoch = epoch
         assert list(resumed) == expected[epoch]
         assert len(resumed) == len(expected[epoch])
@@ -47,7 +47,7 @@ def test_a_resumed_epoch_on_two_ranks_continues_where_it_stopped(epoch: float) -
     plain = repeat_sampler(12)
     list(plain)
     second_epoch = list(plain)
-    sampler = EpochSampler.like(repeat_sampler(12))
+    sampler = EpochSampler(repeat_sampler(12))
     state = TrainerState(epoch=epoch)
     SetSamplerEpoch(sampler).on_epoch_begin(SimpleNamespace(), state, TrainerControl())
     seen = []

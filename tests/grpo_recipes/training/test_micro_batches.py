@@ -425,8 +425,6 @@ def test_off_is_the_padded_layout_without_skipping(raw: Any) -> None:
         ({"layuot": "packed"}, "unknown key `micro_batching.layuot`: did you mean `layout`"),
         ({"layout": "dense"}, "`micro_batching.layout` can.t be `dense`: choose packed or trimmed or padded"),
         ({"skip_zero_advantage": "yes"}, "`micro_batching.skip_zero_advantage` must be true or false"),
-        ({"pack": False}, "`micro_batching.pack` is gone: write `layout: packed` or `layout: trimmed`"),
-        ({"trim": False}, "`micro_batching.trim` is gone: write `layout: trimmed` or `layout: padded`"),
         (3, "must be auto, off, or a mapping"),
         (True, "must be auto, off, or a mapping"),
     ],

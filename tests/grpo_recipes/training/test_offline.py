@@ -73,11 +73,15 @@ def test_triples_and_lists_are_grouped_by_prompt(tmp_path: Path) -> None:
 
 
 def test_log_probabilities_are_read(tmp_path: Path) -> None:
-    rows = [
+    single = [
         {"prompt": "a", "response": "1", "reward": 1, "logprobs": [-0.5, 0]},
-        {"prompt": "a", "responses": ["2", "3"], "rewards": [0, 0], "logprobs": [[-1.0], [-2.0, -3.0]]},
+        {"prompt": "a", "response": "2", "reward": 0, "logprobs": [-1.0]},
     ]
-    assert scored(write(tmp_path / "rows.jsonl", rows))["logprobs"] == [[[-0.5, 0.0], [-1.0], [-2.0, -3.0]]]
+    several = [{"prompt": "a", "responses": ["1", "2"], "rewards": [1, 0], "logprobs": [[-0.5, 0], [-1.0]]}]
+    for rows in (single, several):
+        assert scored(write(tmp_path / "rows.jsonl", rows))["logprobs"] == [[[-0.5, 0.0], [-1.0]]]
+    with pytest.raises(UserError, match=r"line 3: the column 'logprobs' has values of several types"):
+        scored(write(tmp_path / "rows.jsonl", [*single, *several]))
 
 
 def test_a_slice_of_the_file_counts_prompts(tmp_path: Path) -> None:
@@ -169,7 +173,10 @@ def test_the_dataset_scored_needs_the_key_offline(tmp_path: Path) -> None:
     recipe.write_text(
         f"model_name_or_path: x\nrewards: [well_formed]\ndataset: {{name: scored, path: {tmp_path}/a.jsonl}}\n"
     )
-    with pytest.raises(RecipeError, match="add `offline: group`"):
+    with pytest.raises(
+        RecipeError,
+        match="`offline: group` trains on them: set both, or neither",
+    ):
         check(parse_recipe(["--config", str(recipe), "--use_cpu", "--bf16=false"]), HERE)
 
 

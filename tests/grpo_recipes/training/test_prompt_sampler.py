@@ -134,7 +134,7 @@ def sampler(prompts: int = 12, processes: int = 1, **changes: Any) -> Informativ
 @given(prompts=st.integers(4, 30), epoch=st.integers(0, 4), shuffle=st.booleans(), processes=st.sampled_from([1, 2]))
 def test_the_order_is_stock_if_every_prompt_is_drawn(prompts: int, epoch: int, shuffle: bool, processes: int) -> None:
     ours = sampler(prompts, processes, shuffle=shuffle)
-    plain = EpochSampler.like(ours)
+    plain = EpochSampler(ours)
     ours.epoch = plain.epoch = epoch
     assert list(ours) == list(plain)
     assert len(ours) == len(plain)
@@ -147,7 +147,7 @@ def test_all_ranks_make_the_same_draw_and_get_its_rows_first(processes: int) -> 
         ours = sampler(processes=processes)
         ours.epoch = 2
         ours.unvaried[1:] = 9
-        plain = EpochSampler.like(ours)
+        plain = EpochSampler(ours)
         plain.epoch = 2
         batches = list(BatchSamplerShard(BatchSampler(ours, 8 // processes, drop_last=False), processes, rank))
         seen.append((ours.draws, batches))
@@ -251,7 +251,7 @@ def test_losses_with_a_divisor_that_depends_on_the_draw_are_refused(tmp_path: Pa
     if loss_type in ("grpo", "dr_grpo", "luspo", "sapo"):
         recipe_with(tmp_path, **given_)
         return
-    with pytest.raises(RecipeError, match=r"counts their tokens: choose grpo or dr_grpo or sapo or luspo"):
+    with pytest.raises(RecipeError, match=r"`loss_type: .* set `loss_type` to grpo or dr_grpo or sapo or luspo"):
         recipe_with(tmp_path, **given_)
     recipe_with(tmp_path, **{**given_, "sampling": "informative"})
 
@@ -259,11 +259,14 @@ def test_losses_with_a_divisor_that_depends_on_the_draw_are_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"beta": 0.04}, "set `beta: 0`"),
-        ({"scale_rewards": "batch"}, "set `scale_rewards: group` or `none`"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "set `sum_then_normalize`"),
-        ({"top_entropy_quantile": 0.2}, "`top_entropy_quantile`"),
-        ({"entropy_coef": 0.1}, "`entropy_coef`"),
+        ({"beta": 0.04}, "`beta: 0.04` does not go with .*: set `beta` to 0"),
+        ({"scale_rewards": "batch"}, "`scale_rewards: batch` .*: set `scale_rewards` to group or none"),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            "set `multi_objective_aggregation` to sum_then_normalize",
+        ),
+        ({"top_entropy_quantile": 0.2}, "`top_entropy_quantile: 0.2`"),
+        ({"entropy_coef": 0.1}, "`entropy_coef: 0.1`"),
         ({"sampling": {"informative": "unbiased", "floor": 0}}, "`sampling.floor` is 0.0"),
         ({"sampling": {"exploration": 1.5}}, "`sampling.exploration` is 1.5"),
         ({"sampling": "informativ"}, "`sampling` must be informative"),
@@ -350,7 +353,7 @@ def test_a_run_that_ends_within_its_first_epoch_gets_a_note(tmp_path: Path, step
 def test_sampling_is_refused_with_recorded_responses(tmp_path: Path) -> None:
     path = tmp_path / "offline.yaml"
     recipe = parse_recipe(["--config", "offline-scored-gpt2", "--sampling", "informative", "--output_dir", str(path)])
-    with pytest.raises(RecipeError, match="`sampling` saves generation, and `offline` generates nothing"):
+    with pytest.raises(RecipeError, match="`sampling` generates completions, and `offline` trains on recorded"):
         check(recipe, Machine(1, bf16=True))
 
 

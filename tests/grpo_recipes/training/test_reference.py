@@ -126,7 +126,7 @@ def test_an_adapter_that_would_not_train_is_refused(policy: Path, tmp_path: Path
     plain.train()
     assert equal(before, tensors(plain.model, "default"))
     for beta in (0.04, 0.0):
-        with pytest.raises(UserError, match="`default` would train.*is_trainable=True"):
+        with pytest.raises(UserError, match="no parameter of the policy would train.*is_trainable=True"):
             trainer(GRPOTrainer, model(), arguments(tmp_path, beta=beta))
 
 
@@ -497,13 +497,14 @@ def test_impossible_references_raise_one_line(policy: Path, tmp_path: Path) -> N
     assert "no adapter in" in message(new(), {"adapter": tmp_path / "nothing"})
     assert "changes the base's weights" in message(new(), {"adapter": tmp_path / "pissa"})
     assert "does not fit this policy" in message(new(), {"adapter": tmp_path / "wide-adapter"})
-    assert "the base's biases" in message(adapted(policy, lora(bias="all"), continued=False), "initial")
+    biased = tiny.save_policy(tmp_path / "biased", attention_bias=True)
+    assert "set `bias: none`" in message(adapted(biased, lora(bias="all"), continued=False), "initial")
     refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2}
     assert "can't be refreshed" in message(new(), "base", **refresh)
-    assert "`beta: 0` has none" in message(new(), "initial", beta=0.0, **refresh)
+    assert "`beta` is 0.0, which needs no reference" in message(new(), "initial", beta=0.0, **refresh)
     assert "other tensors than the policy" in message(new(), {"adapter": tmp_path / "q"}, **refresh)
     assert "above 0 and at most 1" in message(new(), "initial", **refresh, ref_model_mixup_alpha=1.5)
-    assert "no effect without" in message(new(), {"reset_optimizer_on_sync": True})
+    assert "gives `reference.reset_optimizer_on_sync` no effect" in message(new(), {"reset_optimizer_on_sync": True})
 
 
 class Snapshots(TrainerCallback):

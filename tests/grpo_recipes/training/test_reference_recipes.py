@@ -156,7 +156,12 @@ def test_an_impossible_reference_raises_before_a_model_is_loaded(
     full = [f"--model_name_or_path={tiny_model}", "--use_peft=false"]
     assert "remove `use_peft`" in message(f"--model_name_or_path={lora_run}")
     assert "needs a policy with an adapter" in message("--reference", "base", *full)
-    assert "no adapter_config.json" in message("--reference.adapter", str(tmp_path))
-    assert "`beta: 0` has none" in message("--sync_ref_model=true", "--beta=0")
+    assert "no such folder with an adapter_config.json" in message("--reference.adapter", str(tmp_path))
+    assert "`beta` is 0.0, which needs no reference for `sync_ref_model`" in message(
+        "--sync_ref_model=true", "--beta=0"
+    )
     assert "`ref_model_sync_steps` is 0" in message("--sync_ref_model=true", "--ref_model_sync_steps=0")
-    assert "no effect without `sync_ref_model" in message("--reference.reset_optimizer_on_sync", "true")
+    assert (
+        "`sync_ref_model: False` gives `reference.reset_optimizer_on_sync` no effect: set `sync_ref_model` to True"
+        in message("--reference.reset_optimizer_on_sync", "true")
+    )

@@ -238,7 +238,7 @@ def test_the_recipe_trains_on_one_process(converted, tmp_path, capsys):
         parts = [entry[f"rewards/minimind/{name}"] for name in ("tag_structure", "tag_count", "reward_model")]
         assert entry["reward"] == pytest.approx(sum(parts), abs=1e-5)
         assert abs(entry["rewards/minimind/reward_model"]) <= 3
-        assert entry["reward_model/unscored_rows"] == 0
+        assert entry["rewards/reward_model/unscored_rows"] == 0
     rates = [entry["learning_rate"] for entry in logged(tmp_path)]
     assert rates == sorted(rates, reverse=True)
     assert rates[0] == pytest.approx(8e-8)

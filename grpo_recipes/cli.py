@@ -1,13 +1,16 @@
-"""The command line: `grpo-recipes init | plan | train | evaluate | compare | diagnose | report | merge`.
+"""The command line `grpo-recipes COMMAND`, and its commands.
 
 - `init` writes a first recipe for a table.
 - `plan` prints what a recipe does on a machine, without loading a model.
+- `preview` samples the untrained policy, and says what its rewards make of it.
 - `train` checks a recipe and starts its processes.
 - `evaluate` measures accuracy on held-out problems.
 - `compare` compares two evaluations.
 - `diagnose` prints what looks wrong in a run.
 - `report` writes a page on one or more runs.
 - `merge` merges an adapter into its base.
+- `chat` answers prompts, as in training.
+- `export` writes a folder for vLLM, transformers and llama.cpp.
 
 Each command has a function that declares its options (`_add_plan`) and a function that runs it (`plan_recipe`). The
 latter imports what the command needs, because torch and transformers take seconds.
@@ -19,6 +22,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +44,10 @@ On several machines, start training with accelerate's own launcher on each machi
   accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE
 """
 
-PRINTS_ONLY = ("plan", "compare", "diagnose")
+TASKS = (*("code", "numbers", "boxed", "extraction", "classification", "words", "text", "multiple_choice", "judged"),)
+"""Tasks of `init`: `plan.init.TASKS`, whose import takes seconds."""
+
+PRINTS_ONLY = ("plan", "preview", "compare", "diagnose", "chat")
 """Commands whose only result is what they print. They have failed if printing failed."""
 
 
@@ -70,13 +77,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for add in (_add_init, _add_plan, _add_train, _add_evaluate, _add_compare, _add_diagnose, _add_report, _add_merge):
+    first = (_add_init, _add_plan, _add_preview, _add_train)
+    for add in (*first, _add_evaluate, _add_compare, _add_diagnose, _add_report, _add_merge, _add_chat, _add_export):
         add(commands)
     parser.check_command(arguments, commands.choices)
     options, rest = parser.parse_known_args(arguments)
     options.known = commands.choices[options.command].long_options
     options.overrides = rest
-    if rest and options.command not in ("plan", "train"):
+    if rest and options.command not in ("plan", "preview", "train"):
         parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0].partition('=')[0], options.known)}")
     return options
 
@@ -102,19 +110,25 @@ def _add_init(commands: Commands) -> None:
     init.add_argument(
         "--output", metavar="FILE", type=Path, help="file of the recipe (default: the table's name, .yaml)"
     )
+    init.add_argument("--task", choices=TASKS, help="what the answers are (default: judged by their form)")
+    init.add_argument("--question", metavar="COLUMN", help="column with the question, or with the text to work on")
+    init.add_argument("--answer", metavar="COLUMN", help="column with the answer, label, object or tests")
+    init.add_argument("--choices", metavar="COLUMN", help="column with the choices of each question")
+    init.add_argument("--decimal", choices=("point", "comma"), help="decimal mark of the answers, if it is ambiguous")
 
 
 @fewer_library_messages()
 def first_recipe(options: argparse.Namespace) -> int:
     """Write a first recipe for a table and check it. Raises `UserError` for a table that can't be used."""
-    from grpo_recipes.checks.checks import Machine, check
+    from grpo_recipes.checks.checks import Machine
     from grpo_recipes.plan import init as first
-    from grpo_recipes.recipe.recipe import parse_recipe
 
-    file, machine = options.output or first.default_output(options.path), Machine.here()
-    guess = first.write_first_recipe(options.path, file, options.model or first.MODEL, has_gpu=machine.bf16)
-    say(f"wrote {file}: {guess.describe()}")
-    check(parse_recipe(["--config", str(file)]), machine)
+    file = options.output or first.default_output(options.path)
+    wishes = first.Wishes(options.question, options.answer, options.choices, options.task, options.decimal)
+    guess = first.write_first_recipe(
+        options.path, file, options.model or first.MODEL, machine=Machine.here(), wishes=wishes
+    )
+    say("\n".join([f"wrote {file}: {guess.describe()}", *guess.describe_columns()]))
     say(f"next: grpo-recipes plan {file}, then grpo-recipes train {file}")
     return 0
 
@@ -170,6 +184,48 @@ def plan_recipe(options: argparse.Namespace) -> int:
         say(json.dumps(planned.as_dict(), indent=2))
     else:
         show(*planned.describe())
+    return 0
+
+
+def _add_preview(commands: Commands) -> None:
+    preview = commands.add_parser(
+        "preview",
+        help="sample the untrained policy: completions, rewards, cost of a step",
+        epilog="Further --key value pairs override the recipe, as in training. Nothing is trained or written.",
+    )
+    preview.set_defaults(function=preview_recipe)
+    preview.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
+    preview.add_argument("--prompts", metavar="N", type=int, default=8, help="number of prompts (default: 8)")
+    preview.add_argument(
+        "--seed",
+        metavar="N",
+        type=int,
+        help="random seed of prompts and sampling (default: the recipe's)",
+    )
+    preview.add_argument("--json", action="store_true", help="print the preview as JSON, with every completion")
+
+
+@fewer_library_messages()
+def preview_recipe(options: argparse.Namespace) -> int:
+    """Print a sample of a recipe's untrained policy. Returns 1 if the policy or a reward failed on it.
+
+    Raises:
+        UserError: the recipe can't run as written.
+    """
+    from grpo_recipes.preview import preview
+    from grpo_recipes.process.faults import RunFault
+
+    arguments = ["--config", options.recipe, *options.overrides]
+    try:
+        with redirect_stdout(sys.stderr):  # messages of the preparation
+            found = preview(arguments, prompts=options.prompts, seed=options.seed, options=options.known)
+    except RunFault as error:
+        say_error(error)
+        return 1
+    if options.json:
+        say(json.dumps(found.as_dict(), indent=2))
+    else:
+        show(*found.describe())
     return 0
 
 
@@ -386,6 +442,53 @@ def merge_adapter(options: argparse.Namespace) -> int:
     from grpo_recipes.evaluation.merge import merge
 
     say(merge(options.run, options.output))
+    return 0
+
+
+def _add_chat(commands: Commands) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a trained model, prompted and sampled as in training",
+        epilog="Each line of standard input is a message. Ctrl-C stops an answer; Ctrl-C twice, or Ctrl-D, leaves.",
+    )
+    chat.set_defaults(function=chat_with_model)
+    option = chat.add_argument
+    option("model", help="a model or adapter: a folder, a run, or a hub id")
+    option("--recipe", metavar="RECIPE", help="recipe with system prompt, template and length (default: the run's)")
+    option("--prompt", metavar="TEXT", help="answer this message and end")
+    option("--system_prompt", metavar="TEXT", help="name of a system prompt, or its text (default: the recipe's)")
+    option("--prompt_format", metavar="FORMAT", help="conversational or text (default: the recipe's)")
+    option("--temperature", metavar="T", type=float, help="0 for greedy decoding (default: the recipe's, or 1)")
+    option("--max_new_tokens", metavar="N", type=int, help="default: the recipe's max_completion_length, or 512")
+    option("--seed", metavar="N", type=int, default=0, help="random seed for sampling answers (default: 0)")
+
+
+@fewer_library_messages()
+def chat_with_model(options: argparse.Namespace) -> int:
+    """Answer a prompt, or the lines of standard input. Raises `UserError` if the model or an option is wrong."""
+    from grpo_recipes.evaluation.chat import Request, chat
+
+    own = ("command", "function", "known", "overrides")
+    chat(Request(**{key: value for key, value in vars(options).items() if key not in own}))
+    return 0
+
+
+def _add_export(commands: Commands) -> None:
+    export = commands.add_parser("export", help="write a model for vLLM, transformers and llama.cpp, adapter merged")
+    export.set_defaults(function=export_model)
+    export.add_argument("run", type=Path, help="a run, one of its checkpoints, or the folder of a model or adapter")
+    export.add_argument(
+        "--to", metavar="FOLDER", type=Path, required=True, help="folder to write, which is new or empty"
+    )
+
+
+@fewer_library_messages()
+def export_model(options: argparse.Namespace) -> int:
+    """Write a model as other programs read it, and print how. Raises `UserError` if it can't be written."""
+    from grpo_recipes.evaluation.export import export
+
+    exported = export(options.run, options.to)
+    say("\n".join([*exported.describe(), "", *exported.serving_commands()]))
     return 0
 
 

@@ -4,12 +4,11 @@
 
 A policy of 0.4 million parameters first learns from worked solutions, some of which use the tags that the prompt asks
 for. It is evaluated on held-out problems with `grpo-recipes evaluate`, trained with `recipes/quickstart.yaml` through
-`grpo_recipes.train` like any other model, and evaluated again. `evaluation.json` in the output folder holds both
+`grpo_recipes.train` like any other model, and evaluated again. `evaluation.json` in the output folder compares both
 results, and the run's own folder holds every completion.
 """
 
 import argparse
-import hashlib
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +34,14 @@ from trl import SFTConfig, SFTTrainer
 from grpo_recipes import cli
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import arithmetic_problems, final_answer
+from grpo_recipes.evaluation.estimates import describe_comparison
+from grpo_recipes.evaluation.evaluate import compare
 from grpo_recipes.process import faults
-from grpo_recipes.process.messages import fewer_library_messages
+from grpo_recipes.process.messages import fewer_library_messages, progress
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATION, EVALUATIONS, read_object, write_atomically
-from grpo_rewards.files import read_text
-from grpo_rewards.terminal import lasting_output, say
+from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS, write_atomically
+from grpo_rewards.terminal import lasting_output, say, show
 
 HELD_OUT_PROBLEMS = 400
 EVALUATION_BATCH_SIZE = 200
@@ -63,7 +63,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Settings of the tiny policy and of its supervised fine-tuning. Equal settings reuse an existing policy."""
+    """Settings of the tiny policy and of its supervised fine-tuning."""
 
     seed: int = 0
     demonstrations: int = 20_000
@@ -107,18 +107,21 @@ def _main(options: argparse.Namespace) -> int:
         say(f"\nreplacing the earlier run in {run_dir}")
         shutil.rmtree(run_dir)
     with _phase(f"2. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, before GRPO"):
-        before = evaluate(policy_dir, run_dir / EVALUATIONS / BEFORE, recipe)
+        evaluate(policy_dir, run_dir / EVALUATIONS / BEFORE, recipe)
     with _phase(f"3. GRPO: python -m grpo_recipes.train {' '.join(arguments)}"):
         status = train(arguments)
     if status != 0:
         return status
     with _phase(f"4. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, after GRPO"):
-        after = evaluate(run_dir, run_dir / EVALUATIONS / AFTER, recipe)
+        evaluate(run_dir, run_dir / EVALUATIONS / AFTER, recipe)
 
-    result = {"before": before, "after": after, "seconds": round(time.monotonic() - started, 1)}
+    result = compare(run_dir / EVALUATIONS / BEFORE, run_dir / EVALUATIONS / AFTER)
+    seconds = round(time.monotonic() - started, 1)
     file = output_dir / "evaluation.json"
-    write_atomically(file, json.dumps(result, indent=2) + "\n")
-    say(f"\n{table(before, after)}\n{result['seconds']:.0f} s in all; these numbers are in {file}")
+    write_atomically(file, json.dumps({**result, "seconds": seconds}, indent=2) + "\n")
+    say("\nA is the policy before GRPO, and B the policy after it. Strict: right and in the requested format.")
+    show(*describe_comparison(result))
+    say(f"{seconds:.0f} s in all; these numbers are in {file}")
     say("\nA report on the run, its diagnosis, and the plan for a real model:")
     say("\n".join(next_commands(run_dir)))
     return 0
@@ -138,9 +141,7 @@ def next_commands(run_dir: Path) -> list[str]:
 
 
 def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
-    """Fine-tune a new policy and save it in `folder`, unless the folder holds a policy of equal settings.
-
-    The policy is built under another name, so that an interrupted warm start does not change the folder.
+    """Fine-tune a new policy and save it in `folder`, which replaces an earlier one.
 
     Args:
         settings: settings of the policy.
@@ -148,36 +149,14 @@ def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
         folder: folder for the policy.
     """
     conversations = demonstrations(settings, prompts)
-    digest = hashlib.sha256(json.dumps(conversations).encode()).hexdigest()
-    record = json.dumps({**asdict(settings), "demonstrations_sha256": digest}, indent=2)
-    record_file = folder / "warm_start.json"
-    if record_file.is_file() and read_text(record_file) == record:
-        say(f"{folder} was made by the same settings: using it again")
-        return
     set_seed(settings.seed)
     tokenizer = build_tokenizer(conversations, settings.vocab_size)
     policy = build_policy(tokenizer, settings)
     say(f"a Qwen2 of {policy.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    with _replaced_folder(folder) as unfinished:
-        fine_tune(policy, tokenizer, conversations, settings, unfinished)
-        policy.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        write_atomically(unfinished / record_file.name, record)
-
-
-@contextmanager
-def _replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` if the block succeeds, and is removed if the block fails."""
-    unfinished = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(unfinished, ignore_errors=True)  # left by a launch that was killed
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        if folder.is_dir():
-            shutil.rmtree(folder)
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    fine_tune(policy, tokenizer, conversations, settings, folder)
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def demonstrations(settings: WarmStart, prompts: DatasetSpec) -> list[dict[str, list[dict[str, str]]]]:
@@ -278,50 +257,22 @@ def train(arguments: Sequence[str]) -> int:
     """Run `grpo_recipes.train` like its command line, but without its lines on efficiency. Returns its exit code."""
     from grpo_recipes import train as training
 
-    efficiency = logging.getLogger("grpo_recipes.training.trainer")
-    level = efficiency.level
-    efficiency.setLevel(logging.WARNING)
+    level = progress.level
+    progress.setLevel(logging.WARNING)
     try:
         return training.main(list(arguments))
     finally:
-        efficiency.setLevel(level)
+        progress.setLevel(level)
 
 
-def evaluate(model: Path, output: Path, recipe: Recipe) -> dict[str, float]:
-    """Run `grpo-recipes evaluate` on held-out problems, with the recipe's sampling.
-
-    Returns:
-        The strict `accuracy`, the ends `low` and `high` of its 95 % interval, the number of problems `n`, and the
-        `lenient` accuracy.
-    """
+def evaluate(model: Path, output: Path, recipe: Recipe) -> None:
+    """Run `grpo-recipes evaluate` on held-out problems, with the recipe's sampling."""
     arguments = ["evaluate", str(model), "--recipe", "quickstart", "--limit", str(HELD_OUT_PROBLEMS)]
     arguments += ["--temperature", str(recipe.config.temperature)]
     arguments += ["--batch_size", str(EVALUATION_BATCH_SIZE), "--output", str(output)]
     say(f"grpo-recipes {' '.join(arguments)}")
     if status := cli.main(arguments):
         raise SystemExit(status)
-    result = read_object(output / "evaluation.json", EVALUATION)
-    strict = result["strict"]
-    return {
-        "accuracy": strict["value"],
-        "low": strict["low"],
-        "high": strict["high"],
-        "n": result["problems"],
-        "lenient": result["lenient"]["value"],
-    }
-
-
-def table(before: dict[str, float], after: dict[str, float]) -> str:
-    """Return a table of both results, with an explanation of its columns."""
-    lines = [f"{'':12} {'strict':>6}   {'95 % interval':13}   {'lenient':>7}"]
-    for name, result in (("before GRPO", before), ("after GRPO", after)):
-        interval = f"{result['low']:.3f} - {result['high']:.3f}"
-        lines.append(f"{name:12} {result['accuracy']:6.3f}   {interval}   {result['lenient']:7.3f}")
-    lines.append(
-        f"strict: right and in the requested format; lenient: right in any format; {after['n']} held-out problems, "
-        "one sampled completion each"
-    )
-    return "\n".join(lines)
 
 
 @contextmanager

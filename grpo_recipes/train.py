@@ -49,7 +49,7 @@ from grpo_recipes.plan.memory import check_adapter
 from grpo_recipes.process import faults
 from grpo_recipes.process.faults import print_last_line
 from grpo_recipes.process.live_line import LiveLine, LiveLog
-from grpo_recipes.process.messages import fewer_library_messages
+from grpo_recipes.process.messages import fewer_library_messages, progress
 from grpo_recipes.recipe.recipe import (
     OUR_KEYS,
     Recipe,
@@ -57,7 +57,7 @@ from grpo_recipes.recipe.recipe import (
     model_config,
     parse_recipe,
     resolved,
-    shipped_names,
+    shipped_files,
 )
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16, DEFAULTS, RESUME_MAY_CHANGE, cautions
 from grpo_recipes.reports.diagnostics import describe, diagnose
@@ -68,7 +68,7 @@ from grpo_recipes.runs.checkpoints import read_manifest, steps_done
 from grpo_recipes.runs.files import LIVE, RECORD
 from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
 from grpo_recipes.runs.lock import FolderLost, Held, only_launch
-from grpo_recipes.runs.record import add_launch, data_order, describe_launch
+from grpo_recipes.runs.record import add_launch, describe_launch
 from grpo_recipes.runs.resume import Resume
 from grpo_recipes.training.adamw_bf16 import adamw_bf16, draw_sample, stored_values
 from grpo_recipes.training.adapters import load_adapter
@@ -78,7 +78,6 @@ from grpo_recipes.training.offline import RecordedRollout
 from grpo_recipes.training.reference import REF
 from grpo_recipes.training.saving import check_held
 from grpo_recipes.training.trainer import GRPOTrainer
-from grpo_recipes.training.trainer import logger as efficiency
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
@@ -127,7 +126,7 @@ Exit codes: 0 trained, 1 failed while training, 2 refused before a model was loa
 def help_text() -> str:
     """Return the text of `--help`."""
     names = textwrap.fill(
-        ", ".join(shipped_names("recipes")), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        ", ".join(shipped_files("recipes")), 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
     )
     changed = ", ".join(f"{key} {str(value).lower()}" for key, value in DEFAULTS.items())
     ours = "\n".join(f"  {key:<15} {meaning}" for key, meaning in OUR_KEYS.items())
@@ -242,19 +241,7 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     point = checks.resume_point(recipe, machine)
     checkpoint = point.newest if point is not None else None
     before = earlier_launch(recipe, checkpoint) if point is not None else {}
-    check_weights(recipe)
-    checked = checks.check(recipe, machine)
-    check_adapter(recipe)
-    tokenizer = load_tokenizer(recipe, checked.train_dataset)
-    check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
-    with recipe.naming_this_file():
-        StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
-        checked = limit_prompts(recipe, checked, tokenizer)
-        packages.check_vllm_prompts(recipe.config, [checked.train_dataset, checked.eval_dataset], tokenizer)
-        rollout = None
-        if recipe.offline is not None:
-            limit = recipe.config.max_completion_length
-            rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
+    checked, tokenizer, rollout = build_inputs(recipe, machine)
     identity = identity_of(recipe, checked)
     if checkpoint is not None:
         if change := resume.layout_change(before, order_of(recipe, checked)):
@@ -268,6 +255,28 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
     num_prompts = len(checked.train_dataset)
     interruption = StopOnSignal(lambda step: checked.geometry.ends_generation(step, num_prompts))
     return Prepared(recipe, machine, checked, tokenizer, training_args, rollout, identity, point, interruption)
+
+
+def build_inputs(recipe: Recipe, machine: Machine) -> tuple[Checked, PreTrainedTokenizerBase, RecordedRollout | None]:
+    """Check the recipe, and return the inputs of its trainer: rows and rewards, the tokenizer, recorded responses.
+
+    Raises:
+        UserError: the recipe can't run as written. The folder of the run is not looked at.
+    """
+    check_weights(recipe)
+    checked = checks.check(recipe, machine)
+    check_adapter(recipe)
+    tokenizer = load_tokenizer(recipe, checked.train_dataset)
+    check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
+    with recipe.naming_this_file():
+        StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
+        checked = limit_prompts(recipe, checked, tokenizer)
+        packages.check_vllm_prompts(recipe.config, [checked.train_dataset, checked.eval_dataset], tokenizer)
+        rollout = None
+        if recipe.offline is not None:
+            limit = recipe.config.max_completion_length
+            rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
+    return checked, tokenizer, rollout
 
 
 def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
@@ -331,7 +340,7 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     if (quantization := get_quantization_config(model_args)) is not None:
         init["quantization_config"] = quantization
     revision = model_args.model_revision
-    return load_adapter(name, config, training_args, "model_name_or_path", adapter_revision=revision, **init)
+    return load_adapter(name, config, training_args, "model_name_or_path", revision=revision, **init)
 
 
 def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
@@ -405,8 +414,6 @@ def known_secrets(recipe: Recipe) -> set[str]:
 def describe_resumption(prepared: Prepared, point: Resume) -> str:
     """Return one line on the checkpoint that a run resumes from, and on those that it passes over."""
     line = "".join(f"{one.reason}, and is set aside as {one.aside.name}: " for one in point.passed_over)
-    if point.abandoned:
-        line += f"the last launch did not resume from {resume.names_of(point.abandoned)}, which an earlier one saved: "
     if point.newest is None:
         return f"{line}{prepared.recipe.output_dir} has no checkpoint to resume from: starting at the beginning"
     return f"{line}resuming from {point.newest}"
@@ -438,8 +445,16 @@ def earlier_launch(recipe: Recipe, checkpoint: Path | None) -> Mapping[str, Any]
 
 
 def order_of(recipe: Recipe, checked: Checked) -> dict[str, Any]:
-    """Return the entries of `run.json` that determine which prompts an optimizer step reads."""
-    return data_order(checked.geometry.as_dict(), checked.train_dataset["prompt"], vars(recipe.config))
+    """Return the entries of `run.json` that determine which prompts an optimizer step reads.
+
+    The prompts themselves are a part of the identity in the manifest of each checkpoint.
+    """
+    return {
+        "geometry": checked.geometry.as_dict(),
+        "train_prompts": len(checked.train_dataset),
+        "seed": recipe.config.seed,
+        "shuffle_dataset": recipe.config.shuffle_dataset,
+    }
 
 
 def identity_of(recipe: Recipe, checked: Checked) -> Identity:
@@ -452,8 +467,7 @@ def identity_of(recipe: Recipe, checked: Checked) -> Identity:
     if (reference := recipe.reference.adapter) is not None:
         sources["reference"] = Source(reference, hub_commit(reference))
     sources |= reward_models(checked.rewards, hub_commit)
-    # Recorded responses and their rewards are columns too.
-    return identify(checked.train_dataset, checked.rewards, sources, all_columns=recipe.offline is not None)
+    return identify(checked.train_dataset, checked.rewards, sources)
 
 
 def check_same_content(recipe: Recipe, checkpoint: Path, identity: Identity) -> None:
@@ -553,12 +567,13 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     precision, surviving = measured_precision(prepared, trainer)
     _say(precision.describe(surviving))
     _say(checked.geometry.describe())
-    _say(checked.geometry.describe_epoch(len(checked.train_dataset)))
-    notes = list(cautions(recipe.config))
+    _say(checked.geometry.describe_epoch(len(checked.train_dataset), recipe.config.max_completion_length))
+    notes = cautions(recipe.config, recipe.model)
     if warning := precision.warning(surviving):
         notes.append(warning)
     if checked.golds:
         notes.append(checked.golds.describe())
+    notes += checked.gold_notes
     notes += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     for note in notes:
         _say(f"  note            {note}")
@@ -593,23 +608,37 @@ def train(prepared: Prepared, trainer: GRPOTrainer) -> None:
 
 def build_trainer(prepared: Prepared) -> GRPOTrainer:
     """Load the policy and its reference, and return the trainer of the run."""
-    recipe, checked, training_args = prepared.recipe, prepared.checked, prepared.training_args
+    recipe, training_args = prepared.recipe, prepared.training_args
+    inputs = (prepared.checked, prepared.tokenizer, prepared.rollout)
+    trainer = bare_trainer(recipe, prepared.machine, training_args, *inputs)
+    trainer.checkpoints.decision, trainer.checkpoints.held = prepared.point, prepared.held
+    trainer.checkpoints.identify = lambda: prepared.identity
+    add_callbacks(prepared, trainer)
+    return trainer
+
+
+def bare_trainer(
+    recipe: Recipe,
+    machine: Machine,
+    training_args: GRPOConfig,
+    checked: Checked,
+    tokenizer: PreTrainedTokenizerBase,
+    rollout: RecordedRollout | None = None,
+) -> GRPOTrainer:
+    """Load the policy and its reference, and return a trainer without the callbacks and the checkpoint of a run."""
     training_args.reward_weights = [reward.weight for reward in checked.rewards]
     model_args = model_config(recipe)
-    train_dataset = checked.train_dataset
-    if prepared.rollout:
-        train_dataset = train_dataset.select_columns(["prompt"])
-    optimizer = checks.optimizer_name(recipe, prepared.machine)
-    trainer = GRPOTrainer(
+    optimizer = checks.optimizer_name(recipe, machine)
+    return GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[checked_reward(reward.function) for reward in checked.rewards],
         args=training_args,
-        train_dataset=train_dataset,
+        train_dataset=checked.train_dataset.select_columns(["prompt"]) if rollout else checked.train_dataset,
         eval_dataset=checked.eval_dataset,
-        processing_class=prepared.tokenizer,
+        processing_class=tokenizer,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
-        rollout_func=prepared.rollout,
+        rollout_func=rollout,
         kl_estimator=recipe.kl_estimator,
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
@@ -619,10 +648,6 @@ def build_trainer(prepared: Prepared) -> GRPOTrainer:
         reference=recipe.reference,
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimizer == ADAMW_BF16 else None,
     )
-    trainer.checkpoints.decision, trainer.checkpoints.held = prepared.point, prepared.held
-    trainer.checkpoints.identify = lambda: prepared.identity
-    add_callbacks(prepared, trainer)
-    return trainer
 
 
 def add_callbacks(prepared: Prepared, trainer: GRPOTrainer) -> None:
@@ -642,7 +667,7 @@ def add_callbacks(prepared: Prepared, trainer: GRPOTrainer) -> None:
     if not training_args.disable_tqdm:
         # The bar for notebooks in transformers 5.23 raises when a run ends after its first step.
         trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
-        trainer.add_callback(LiveLine([reward.name for reward in prepared.checked.rewards], replaced=[efficiency]))
+        trainer.add_callback(LiveLine([reward.name for reward in prepared.checked.rewards], replaced=[progress]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
     if training_args.report_to:
@@ -698,9 +723,9 @@ def _end_stopped_run(prepared: Prepared, trainer: GRPOTrainer) -> int:
     by, state = prepared.interruption.name, trainer.state
     trainer.end()
     if _is_first_rank():
-        print_last_line(
-            f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}", code
-        )
+        message = f"stopped by {by} after step {state.global_step} of {state.max_steps}, which is saved: {rest}"
+        faults.record_stop(message, prepared.recipe.output_dir)
+        print_last_line(message, code)
     return code
 
 
@@ -708,9 +733,12 @@ def _end_interrupted_run(prepared: Prepared | None) -> int:
     """Print what is saved of a run that Ctrl-C ended at once, and return the exit code."""
     if prepared is None or not prepared.recipe.output_dir.exists():
         return _print_interruption(NOTHING_DONE)
+    rest = "nothing is saved yet: `--resume_from_checkpoint true` starts again"
     if (last := prepared.last_checkpoint()) is not None:
-        return _print_interruption(f"{last} is saved: `--resume_from_checkpoint true` goes on from there")
-    return _print_interruption("nothing is saved yet: `--resume_from_checkpoint true` starts again")
+        rest = f"{last} is saved: `--resume_from_checkpoint true` goes on from there"
+    if _is_first_rank():
+        faults.record_stop(f"stopped by Ctrl-C: {rest}", prepared.recipe.output_dir)
+    return _print_interruption(rest)
 
 
 def _print_interruption(rest: str) -> int:

@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -24,8 +24,9 @@ from grpo_recipes.runs.files import Kind as ColumnKind
 from grpo_rewards.completions import listed_scores
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.format_tags import WellFormed
-from grpo_rewards.math.answers import answer_extractor
+from grpo_rewards.math.answers import extract_answer
 from grpo_rewards.math.correctness import GSM8KCorrectness
+from grpo_rewards.math.decimals import Decimal
 from grpo_rewards.registry import (
     TRL_REWARDS,
     BuiltReward,
@@ -47,7 +48,7 @@ THINK_FORMAT = "trl.rewards.think_format_reward"
 
 Tags = tuple[str, str]
 Prompt = str | Sequence[Mapping[str, Any]]
-Columns = Mapping[str, Sequence[Any]]
+Columns = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,11 @@ def gold_column(rewards: Sequence[BaseReward]) -> str:
     return _correctness(rewards).gold_column or "answer"
 
 
+def decimal(rewards: Sequence[BaseReward]) -> Decimal:
+    """Return the decimal mark that the first correctness reward reads, a point if it declares none."""
+    return getattr(_correctness(rewards), "decimal", None) or "point"
+
+
 def stated_answers(
     rewards: Sequence[BaseReward], completions: Sequence[str], columns: Columns, tags: Tags
 ) -> list[str | None]:
@@ -180,10 +186,9 @@ def stated_answers(
     logged: dict[str, list[str | None]] = {}
     _correctness(rewards)(completions=completions, **columns, log_extra=logged.__setitem__)
     answers = logged.get("extracted", [None] * len(completions))
-    extract = answer_extractor("auto", tags)
     for place, completion in enumerate(completions):
         if answers[place] is None:
-            answers[place] = extract(completion)
+            answers[place] = extract_answer(completion, "auto", tags=tags)
     return answers
 
 
@@ -211,20 +216,15 @@ class MeasuredReward:
     function: Callable[..., Any]
     passing: BaseReward | None
     """Reward that a passing completion earns in full, or None if the reward does not judge correctness."""
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """Spec of the recipe without the weight, which does not matter."""
 
     def scores(self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns) -> list[float | None]:
         """Return the score of each completion, or None for one that the reward can't score.
 
         Raises:
-            UserError: The reward raises an error, or does not return one finite number per completion.
+            Exception: The reward raises it, or does not return one finite number per completion.
         """
-        try:
-            return self.call(prompts, completions, columns)
-        except Exception as error:  # a user's function may fail in any way
-            raise UserError(f"reward `{self.name}` can't score the held-out rows ({_reason(error)})") from error
-
-    def call(self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns) -> list[float | None]:
-        """Return the scores like `scores`, but raise the reward's own errors."""
         messages: list[Any] = []
         for prompt, text in zip(prompts, completions, strict=True):
             # TRL gives rewards the completion of a conversation as a message.
@@ -242,7 +242,7 @@ class MeasuredReward:
         """Return why the reward can't score a held-out row with empty completions, or None if it can."""
         columns = {name: [value] * samples for name, value in row.items() if name != "prompt"}
         try:
-            self.call([row["prompt"]] * samples, [""] * samples, columns)
+            self.scores([row["prompt"]] * samples, [""] * samples, columns)
         except Exception as error:  # such as a missing column, or an argument that only a trainer gives
             return _reason(error)
         return None
@@ -278,7 +278,8 @@ def measurable_rewards(
         (built,) = build_rewards([spec], num_generations=samples)
         judge = judging_reward(mapping)
         passing = judge.with_unit_pay() if judge is not None and judge.kind == "correctness" else None
-        reward = MeasuredReward(built.name, built.function, passing)
+        unweighted = {key: value for key, value in mapping.items() if key != "weight"}
+        reward = MeasuredReward(built.name, built.function, passing, unweighted)
         reason = _obstacle(built, samples, is_trusted=is_trusted) or reward.fails_on(row, samples)
         if reason is None:
             measured.append(reward)
@@ -326,11 +327,19 @@ def reward_columns(rewards: Iterable[MeasuredReward]) -> dict[str, ColumnKind]:
 def reward_values(
     rewards: Iterable[MeasuredReward], prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns
 ) -> dict[str, Any]:
-    """Return the values of these columns for a batch of completions."""
+    """Return the values of the columns in `reward_columns` for a batch of completions.
+
+    Raises:
+        UserError: A reward can't score a completion.
+    """
     values: dict[str, Any] = {}
     for reward in rewards:
+        try:
+            scores = reward.scores(prompts, completions, columns)
+        except Exception as error:  # a user's function may fail in any way
+            raise UserError(f"reward `{reward.name}` can't score the held-out rows ({_reason(error)})") from error
         # In pandas None becomes NaN only with the type given.
-        values[PAY.format(reward.name)] = pd.Series(reward.scores(prompts, completions, columns), dtype="float64")
+        values[PAY.format(reward.name)] = pd.Series(scores, dtype="float64")
         if reward.passing is not None:
             values[PASSED.format(reward.name)] = is_right((reward.passing,), completions, columns)
     return values

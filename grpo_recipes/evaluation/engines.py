@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,15 +17,24 @@ from transformers import BatchEncoding, GenerationConfig, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.tokenizer import load_after_trial
-from grpo_recipes.data.hub import hub_answers
+from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.models import base_model, is_float32, unfit
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
-from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, tokenizer_source
-from grpo_rewards.errors import UserError, one_line
+from grpo_recipes.recipe.trl_keys import check_numbers, generation_mapping
+from grpo_recipes.runs import files
+from grpo_recipes.runs.weights import (
+    ADAPTER_CONFIG,
+    adapter_config,
+    check_descriptions,
+    check_weight_files,
+    tokenizer_source,
+)
+from grpo_rewards.errors import UserError, one_line, shortened
+from grpo_rewards.files import relative_to
 
 CHECKED = 32
 """Number of rows of the first batch whose log-probabilities are compared with the model's."""
@@ -46,20 +55,74 @@ class Engine(Protocol):
         """Return the sampling settings in force, for JSON, under the engine's own names."""
 
 
-def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
-    """Return the engine of a model or adapter.
+def check_model(name: str) -> None:
+    """Raise `UserError` if `name` is the path of no folder, or of a folder that `check_model_folder` refuses."""
+    if is_missing(name):
+        raise UserError(f"{name}: the model can't be loaded: there is no such folder{relative_to(name)}")
+    if Path(name).is_dir():
+        check_model_folder(Path(name))
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raise an error if a local folder holds no model or adapter that can be loaded.
+
+    No model is loaded: only headers of weight files and JSON files are read, also those of an adapter's local base.
+
+    Raises:
+        UserError: The folder holds no model, or one of its files is missing or damaged.
+    """
+    adapter = folder / ADAPTER_CONFIG
+    check_descriptions(folder)
+    if not adapter.is_file() and not (folder / "config.json").is_file():
+        from transformers.trainer_utils import get_last_checkpoint  # takes seconds
+
+        newest = get_last_checkpoint(folder)  # an unfinished run has models only in its checkpoints
+        hint = f": its newest checkpoint is {newest}" if newest else ""
+        raise UserError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
+    restore = "copy or download the folder again"
+    try:
+        check_weight_files(folder)
+    except files.RunError as error:
+        raise UserError(f"{error}: {restore}, or name another checkpoint") from error
+    check_model_sizes(str(folder))  # compares with the weights, which are checked now
+    if not adapter.is_file():
+        return
+    base = files.read_object(adapter, files.ADAPTER, restore)["base_model_name_or_path"]
+    if base and Path(base).is_dir():
+        check_model_folder(Path(base))
+    elif base and Path(base).is_absolute():
+        raise UserError(
+            f"{folder} is an adapter, and its base {base} is missing: set "
+            "`base_model_name_or_path` in its adapter_config.json"
+        )
+
+
+def load_engine(
+    name: str, prompts: Sequence[Any] = (), template_kwargs: Mapping[str, Any] | None = None
+) -> Transformers:
+    """Return the engine of a model or adapter, on the GPU if there is one.
 
     Args:
         name: Folder, or name on the hub.
         prompts: Prompts on which the tokenizer is tried first.
+        template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
 
     Raises:
         UserError: The model can't be loaded, its weights are incomplete, or its tokenizer is refused.
     """
+    tokenizer = load_tokenizer(name, prompts, template_kwargs)  # before the model takes its memory
+    return Transformers(load_model(name).to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+
+
+def load_model(name: str) -> Any:
+    """Return a model, or an adapter on its base, in the dtype of its files and in main memory.
+
+    Raises:
+        UserError: The model can't be loaded, or its weights are incomplete.
+    """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    tokenizer = load_tokenizer(name, prompts)
     missing: list[str] = []
     try:
         if (Path(name) / ADAPTER_CONFIG).is_file():
@@ -83,19 +146,36 @@ def load_engine(name: str, prompts: Sequence[Any] = ()) -> Engine:
             f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download "
             f"it again"
         )
-    return Transformers(model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
+    return model
 
 
 def _reason(error: Exception) -> str:
     return one_line(error) or type(error).__name__
 
 
-def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
-    """Return the tokenizer of a model or adapter. It pads with its end token if it has no padding token.
+def load_tokenizer(name: str, prompts: Sequence[Any] = (), template_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return the tokenizer of a model or adapter like `saved_tokenizer`, with the end token to pad with if need be.
+
+    Raises:
+        UserError: See `saved_tokenizer`, or the tokenizer has neither token.
+    """
+    tokenizer = saved_tokenizer(name, prompts, template_kwargs)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise UserError(
+            f"{name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def saved_tokenizer(name: str, prompts: Sequence[Any] = (), template_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Return the tokenizer of a model or adapter as it was saved.
 
     Args:
         name: Folder, or name on the hub.
         prompts: Prompts on which a bounded child process tries the tokenizer first.
+        template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
 
     Raises:
         UserError: The tokenizer can't be loaded, is too slow or too large, or fails on a prompt.
@@ -111,14 +191,7 @@ def load_tokenizer(name: str, prompts: Sequence[Any] = ()) -> Any:
             raise UserError(f"{name}: its tokenizer can't be loaded: {_reason(error)}") from error
 
     check_model_sizes(source, local_only=False)  # transformers reads the sizes to find the tokenizer's class
-    tokenizer = load_after_trial(source, load, prompts)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise UserError(
-            f"{name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its tokenizer_config.json"
-        )
-    return tokenizer
+    return load_after_trial(source, load, prompts, template_kwargs)
 
 
 def checkpoint_dtype(name: str) -> str | None:
@@ -157,29 +230,9 @@ class Transformers:
 
     Continuous batching starts a prompt as soon as another one ends, so two runs with sampling may draw differently. It
     does not support stop strings.
-    """
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.padded = Padded(model, tokenizer)
-
-    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
-        """Complete each prompt once, in order."""
-        if self.model.device.type == "cuda" and not settings.stop:
-            return complete_continuously(self.model, self.tokenizer, prompts, settings, self.padded.published)
-        return self.padded(prompts, settings)
-
-    def sampling(self, settings: Settings) -> dict[str, Any]:
-        """Return the fields of `GenerationConfig` in force. All others are neutral."""
-        options = _options(self.model, self.tokenizer, settings)
-        return {**{name: value for name, value in options.items() if value is not None}, "stop": list(settings.stop)}
-
-
-class Padded:
-    """Completions by transformers' `generate` in padded batches, decoded in groups as in training.
-
-    Some rows of the first batch are compared with the model's own log-probabilities. If they differ, transformers' own
-    loop generates everything.
+    Padded batches are decoded in groups as in training. Some rows of the first batch are compared with the model's own
+    log-probabilities. If they differ, transformers' own loop generates everything.
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
@@ -188,9 +241,20 @@ class Padded:
         self.stock_because = ""
         """Reason why transformers' own loop generates, or an empty text."""
 
-    @torch.no_grad()
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
+        if self.model.device.type == "cuda" and not settings.stop:
+            return complete_continuously(self.model, self.tokenizer, prompts, settings, self.published)
+        return self.complete_padded(prompts, settings)
+
+    def sampling(self, settings: Settings) -> dict[str, Any]:
+        """Return the fields of `GenerationConfig` in force. All others are neutral."""
+        options = sampling_options(self.model, self.tokenizer, settings)
+        return {**{name: value for name, value in options.items() if value is not None}, "stop": list(settings.stop)}
+
+    @torch.no_grad()
+    def complete_padded(self, prompts: list[Any], settings: Settings) -> list[str]:
+        """Complete each prompt once, in order, by transformers' `generate` in padded batches."""
         was_training = self.model.training
         self.model.eval()
         if not self.stock_because and (reason := unfit(self.model)):
@@ -198,7 +262,7 @@ class Padded:
         completions: list[str] = []
         stop = StopStrings(settings.stop, self.tokenizer) if settings.stop else None
         try:
-            with _seeded(self.model, settings.seed):
+            with seeded(self.model, settings.seed):
                 for start in range(0, len(prompts), settings.batch_size):
                     batch = prompts[start : start + settings.batch_size]
                     tokens, mismatch = self._complete(batch, settings, stop)
@@ -220,7 +284,7 @@ class Padded:
             record_every = 0 if self.is_checked else max(1, len(prompts) // CHECKED)
             turn = Turn(record_every=record_every, temperature=settings.temperature or 1.0)
         ends = [] if stop is None else [Ends(stop)]
-        options = _options(self.model, self.tokenizer, settings)
+        options = sampling_options(self.model, self.tokenizer, settings)
         published = self.published.aside(self.model, GenerationConfig(**options))
         with published, decoding(base_model(self.model), turn, ends):
             tokens = self.model.generate(**inputs, **options)
@@ -262,8 +326,8 @@ def complete_continuously(
     Raises:
         UserError: A completion failed or is missing.
     """
-    config = GenerationConfig(**_options(model, tokenizer, settings))
-    with _seeded(model, settings.seed), published.aside(model, config):
+    config = GenerationConfig(**sampling_options(model, tokenizer, settings))
+    with seeded(model, settings.seed), published.aside(model, config):
         outputs = list(model.generate_batch(inputs=token_ids(prompts, tokenizer), generation_config=config).values())
     errors = [output.error for output in outputs if output.error is not None]
     failed = len(prompts) - len(outputs) + len(errors)
@@ -277,14 +341,14 @@ def complete_continuously(
 
 
 @contextmanager
-def _seeded(model: Any, seed: int) -> Iterator[None]:
+def seeded(model: Any, seed: int) -> Iterator[None]:
     """Seed torch for a block, and restore its random state afterwards."""
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
 
 
-def _options(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
+def sampling_options(model: Any, tokenizer: Any, settings: Settings) -> dict[str, Any]:
     """Return the arguments of `generate`. `PublishedSettings` keeps the model's own config from filling the others."""
     return generation_options(settings, end_tokens(model.generation_config, tokenizer), tokenizer.pad_token_id)
 
@@ -300,6 +364,29 @@ def generation_options(settings: Settings, ends: list[int], pad: int | None) -> 
         "eos_token_id": ends,
         "pad_token_id": pad,
     }
+
+
+def training_sampling(recipe: Mapping[str, Any]) -> dict[str, float]:
+    """Return how a recipe's training samples, by the names of `GenerationConfig`: temperature, filters, penalty.
+
+    Args:
+        recipe: Keys of the recipe, or of the record of its run. TRL's defaults stand for missing keys.
+
+    Raises:
+        UserError: A value is no number, or is out of range.
+    """
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    given = {**recipe, **generation_mapping(recipe.get("generation_kwargs"))}  # TRL lets the latter win
+    for name in (*sampling, "min_p"):
+        value = given.get(name)
+        if value is None:
+            continue
+        if not files.NUMBER.holds(value):
+            raise UserError(f"`{name}` is {shortened(repr(value))}: set a number")
+        sampling[name] = value
+    check_numbers(sampling)
+    sampling["top_k"] = max(sampling["top_k"], 0)  # vLLM writes -1 for "off"
+    return sampling
 
 
 def end_tokens(generation: Any, tokenizer: Any) -> list[int]:

@@ -9,17 +9,26 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 import pandas as pd
 
 from grpo_recipes.evaluation import accuracy
 from grpo_recipes.evaluation.accuracy import PASSED, PAY
+from grpo_recipes.runs.files import MAX_LABELS
 from grpo_rewards.math.answers import answer_number
 from grpo_rewards.terminal import Cell, Part, Table
 
+LABEL_CHARS = 60
+"""Largest number of characters of a label."""
+LABEL_PROBLEMS = 5
+"""Smallest number of problems per label for which golds count as labels."""
+NO_LABEL = "no label"
+"""Name of the column for answers that are no label."""
+
 CONFIDENCE = 0.95
+_LABEL_KEYS = ("names", "problems", "answers", "accuracy")
 Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 
 
@@ -57,9 +66,7 @@ def mean_share(shares: Sequence[float]) -> Estimate:
     Raises:
         ValueError: There is no problem.
     """
-    if not shares:
-        raise ValueError("no interval without a problem")
-    value = math.fsum(shares) / len(shares)
+    value = fmean(shares)
     variance = math.fsum((share - value) ** 2 for share in shares) / len(shares) ** 2
     trials = value * (1 - value) / variance if variance > 1e-15 else float(len(shares))
     return Estimate(value, *_score_interval(min(1.0, max(0.0, value)), trials))
@@ -71,12 +78,8 @@ def mean_value(values: Sequence[float]) -> Estimate:
     Raises:
         ValueError: There are fewer than two problems, so their spread is unknown.
     """
-    if len(values) < 2:
-        raise ValueError(f"no interval of a mean from {len(values)} problems")
-    n = len(values)
-    value = math.fsum(values) / n
-    error = math.sqrt(math.fsum((one - value) ** 2 for one in values) / (n - 1) / n)
-    half_width = _student_quantile(n - 1) * error
+    value, error = fmean(values), stdev(values) / math.sqrt(len(values))
+    half_width = _student_quantile(len(values) - 1) * error
     return Estimate(value, value - half_width, value + half_width)
 
 
@@ -134,13 +137,11 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estima
         ValueError: There is no problem, or the lengths differ.
     """
     differences = [after - before for before, after in zip(first, second, strict=True)]
-    if not differences:
-        raise ValueError("no difference without a problem")
+    value = fmean(differences)
     n = len(differences) + 2
     centre = math.fsum(differences) / n
     variance = ((math.fsum(value**2 for value in differences) + 1) / n - centre**2) / n
     half_width = Z * math.sqrt(variance)
-    value = math.fsum(differences) / len(differences)
     return Estimate(value, max(-1.0, centre - half_width), min(1.0, centre + half_width))
 
 
@@ -173,9 +174,10 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
 
     Returns:
         `strict` and `lenient`, mean shares over problems; `pass_at`, the probability that one of k completions is
-        strictly right; `majority`, the share of problems whose most frequent answer is right. These need golds. Under
-        `rewards`, for each reward of the recipe: `mean` score, share of completions that `passed` with its own
-        `pass_at` and `majority`, and number of `unscored` completions. Each estimate has its 95 % interval.
+        strictly right; `majority`, the share of problems whose most frequent answer is right; `labels`, the confusion
+        matrix if the golds are labels. These need golds. Under `rewards`, for each reward of the recipe: `mean` score,
+        share of completions that `passed` with its own `pass_at` and `majority`, and number of `unscored` completions.
+        Each estimate has its 95 % interval.
     """
     groups = [rows for _, rows in table.groupby("problem", sort=True)]
     summary: dict[str, Any] = {}
@@ -183,6 +185,8 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
         for name in ("strict", "lenient"):
             summary[name] = mean_share([rows[name].mean() for rows in groups]).as_dict()
         summary |= _several_samples(groups, "strict", "lenient")
+        if (labels := confusion(table)) is not None:
+            summary["labels"] = labels
     rewards: dict[str, Any] = {}
     for name in reward_names(table):
         pay, passed = PAY.format(name), PASSED.format(name)
@@ -222,12 +226,64 @@ def majority(answers: Iterable[Any], right: Iterable[Any]) -> bool:
     stated = []
     for answer, is_right in zip(answers, right, strict=True):
         if answer is not None and not pd.isna(answer):
-            number = answer_number(answer)
-            stated.append((answer.strip().casefold() if number is None else number, bool(is_right)))
+            stated.append((_comparable(answer), bool(is_right)))
     if not stated:
         return False
     winner = Counter(answer for answer, _ in stated).most_common(1)[0][0]
     return any(is_right for answer, is_right in stated if answer == winner)
+
+
+def _comparable(answer: str) -> Any:
+    """Return a key that is equal for the same number in any form, and for the same text in any case."""
+    number = answer_number(answer)
+    return answer.strip().casefold() if number is None else number
+
+
+def confusion(table: pd.DataFrame) -> dict[str, Any] | None:
+    """Return a confusion matrix if the golds are labels: from 2 to `MAX_LABELS` texts, each of several problems.
+
+    The golds are no labels if a text is longer than `LABEL_CHARS`, or if there are fewer than `LABEL_PROBLEMS` problems
+    per label. An answer names the label that it equals, where numbers are equal in any form and letters in either case.
+    If it equals none, as a letter where the golds are numbers of choices, it names the label for which it was right.
+
+    Returns:
+        `names` of the labels in order, number of `problems` of each, number of completions by gold and answer in
+        `answers` (the last column counts answers that are no label, and missing ones), and `accuracy`, the share of
+        the completions of each label that name it. None if the golds are no labels.
+    """
+    golds = {_comparable(gold): gold for gold in table["gold"].drop_duplicates()[::-1]}
+    problems = table["problem"].nunique()
+    if not 2 <= len(golds) <= MAX_LABELS or problems < LABEL_PROBLEMS * len(golds):
+        return None
+    if any(len(gold) > LABEL_CHARS for gold in golds.values()):
+        return None
+    labels = sorted(golds, key=lambda label: (isinstance(label, str), label))
+    place = {label: number for number, label in enumerate(labels)}
+    gold_places = [place[_comparable(gold)] for gold in table["gold"]]
+    answer_places = _answer_places(table, place, gold_places)
+    answers = [[0] * (len(labels) + 1) for _ in labels]
+    for gold, answer in zip(gold_places, answer_places, strict=True):
+        answers[gold][answer] += 1
+    named = table[["problem"]].assign(label=gold_places)
+    named["right"] = named["label"] == answer_places
+    shares = named.groupby(["label", "problem"])["right"].mean().groupby("label").agg(list)
+    return {
+        "names": [golds[label] for label in labels],
+        "problems": [len(shares[number]) for number in range(len(labels))],
+        "answers": answers,
+        "accuracy": [mean_share(shares[number]).as_dict() for number in range(len(labels))],
+    }
+
+
+def _answer_places(table: pd.DataFrame, place: Mapping[Any, int], gold_places: Sequence[int]) -> list[int]:
+    """Return the number of the label that each answer names, or the number of labels if it names none."""
+    keys = [None if pd.isna(answer) else _comparable(answer) for answer in table["answer"]]
+    right_for: dict[Any, set[int]] = {}
+    for key, gold, is_right in zip(keys, gold_places, table["lenient"], strict=True):
+        if is_right and key is not None and key not in place:
+            right_for.setdefault(key, set()).add(gold)
+    places = {**{key: min(golds) for key, golds in right_for.items() if len(golds) == 1}, **place}
+    return [places.get(key, len(place)) for key in keys]
 
 
 def reward_names(table: pd.DataFrame) -> list[str]:
@@ -312,9 +368,27 @@ def describe(summary: Mapping[str, Any]) -> list[Part]:
         parts.append(Cell(f"  sampling: {', '.join(f'{key} {value}' for key, value in sampling.items())}", "dim"))
     if "strict" in summary:
         parts.append(Cell(f"  strict: {accuracy.describe(settings['strict'])}", "dim"))
+    if labels := summary.get("labels"):
+        parts += ["", *_label_tables(labels)]
     if rewards := summary.get("rewards"):
         parts += ["", _reward_table(rewards)]
     return parts
+
+
+def _label_tables(labels: Mapping[str, Any]) -> list[Part]:
+    """Return the confusion matrix, and the accuracy of each label."""
+    names = labels["names"]
+    counts, shares = [], []
+    for name, problems, answers, share in zip(*(labels[key] for key in _LABEL_KEYS), strict=True):
+        counts.append((name, *answers))
+        shares.append((name, problems, Estimate.from_dict(share)))
+    numbers = frozenset(range(1, len(names) + 2))
+    return [
+        Table(counts, ("gold", *names, NO_LABEL), numbers),
+        Cell("  rows: label of the gold; columns: label of the answer, in completions", "dim"),
+        "",
+        Table(shares, ("label", "problems", "accuracy"), frozenset({1})),
+    ]
 
 
 def _reward_table(rewards: Mapping[str, Any]) -> Table:

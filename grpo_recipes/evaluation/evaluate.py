@@ -11,55 +11,49 @@ so that an interrupted evaluation can continue.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.tokenizer import trial_prompts
-from grpo_recipes.data.hub import hub_commit, is_missing
-from grpo_recipes.data.load import load
-from grpo_recipes.data.sources import has_one_split
+from grpo_recipes.data.hub import hub_commit
+from grpo_recipes.data.load import load_prompts
+from grpo_recipes.data.places import Places, row_numbers
+from grpo_recipes.data.prompts import Prompts
+from grpo_recipes.data.sources import has_one_split, unread_notation
 from grpo_recipes.evaluation import accuracy, vllm_engine
 from grpo_recipes.evaluation.accuracy import PASSED, PAY, MeasuredReward
-from grpo_recipes.evaluation.engines import Complete, Engine, checkpoint_dtype, load_engine
+from grpo_recipes.evaluation.engines import Complete, Engine, check_model, checkpoint_dtype, load_engine
 from grpo_recipes.evaluation.estimates import compare_tables, summarise
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.recipe.trl_keys import stop_strings
 from grpo_recipes.runs import files
+from grpo_recipes.runs.identity import Source, column_digests, weights_of
 from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import read_record
-from grpo_recipes.runs.weights import (
-    ADAPTER_CONFIG,
-    adapter_config,
-    check_descriptions,
-    check_weight_files,
-    identify_weights,
-    weight_files,
-)
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
-from grpo_rewards.files import read_text
-from grpo_rewards.math.answers import Judge, read_gold
+from grpo_rewards.math.answers import RIGHT_VERDICTS, Judge, accepted_golds, read_golds
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
 
 DEFAULT_NEW_TOKENS = 512
 REQUEST, RESULT, COMPLETIONS = "request.json", "evaluation.json", "completions.parquet"
 DATASET_OPTIONS = ("path", "split", "system_prompt", "prompt_format")
-RIGHT_VERDICTS = frozenset({"exact", "equal", "symbolic"})
 
 logger = logging.getLogger(__name__)
 
@@ -145,15 +139,13 @@ def evaluate_request(options: Request) -> dict[str, Any]:
         UserError: An option, the recipe, the dataset or a file of the model is wrong.
         KeyboardInterrupt: Ctrl-C was pressed. The message says what is saved and how to continue.
     """
-    if is_missing(options.model):
-        raise UserError(f"{options.model}: the model can't be loaded: there is no such folder")
-    if Path(options.model).is_dir():
-        check_model_folder(Path(options.model))
+    check_model(options.model)
     vllm = options.engine()
-    recipe = _recipe(options)
+    recipe = recipe_of(options.model, options.recipe)
     specs = recipe.get("rewards") or []
     spec = held_out_spec(recipe.get("dataset", {}), options)
-    dataset = _problems(spec, options.limit)
+    problems = _problems(spec, options.limit)
+    dataset = problems.dataset
     try:
         settings = _settings(recipe, spec, options, dataset)
         rewards, skipped = accuracy.measurable_rewards(
@@ -170,53 +162,30 @@ def evaluate_request(options: Request) -> dict[str, Any]:
         )
     described: dict[str, Any] = {"model": options.model, "dataset": spec.as_dict()}
     described["engine"] = "transformers" if vllm is None else vllm.name
-    weights = weights_fingerprint(options.model)
-    if weights is not None:
+    if weights := weights_fingerprint(options.model):
         described["weights"] = weights
     if rewards:
-        described["paid_by"] = _measured_specs(specs, rewards)
+        described["paid_by"] = [reward.spec for reward in rewards]
     folder = options.folder()
     engine = LazyEngine(options.model, vllm, dataset)
     try:
-        return evaluate_into(folder, engine, dataset, settings, described, rewards, engine.record)
+        return evaluate_into(folder, engine, dataset, settings, described, rewards, engine.record, problems.places)
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(_saved_so_far(folder)) from error
+        raise KeyboardInterrupt(
+            f"stopped by Ctrl-C: the finished batches are in {folder / 'parts'}; the same command continues from there"
+        ) from error
     except OSError as error:
         raise UserError(f"{folder}: the result can't be written there ({error}): give another --output") from error
     except ValueError as error:  # a reward needs a column that the rows lack
         raise UserError(str(error)) from error
 
 
-def _problems(spec: DatasetSpec, limit: int | None) -> Dataset:
+def _problems(spec: DatasetSpec, limit: int | None) -> Prompts:
     """Return the rows of a dataset, or the first `limit` rows."""
     if limit is not None and limit < 1:
         raise UserError(f"--limit is {limit}: set it to at least 1, or leave it out for all problems")
-    dataset = load(spec, evaluation=spec.eval_share is not None)
-    return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
-
-
-def _measured_specs(specs: Sequence[Any], rewards: Sequence[MeasuredReward]) -> list[dict[str, Any]]:
-    """Return the specs of the measured rewards without their weights, which do not matter."""
-    names = {reward.name for reward in rewards}
-    measured = []
-    for spec in specs:
-        mapping = {"name": spec} if isinstance(spec, str) else spec
-        if _reward_name(mapping) in names:
-            measured.append({key: value for key, value in mapping.items() if key != "weight"})
-    return measured
-
-
-def _reward_name(spec: Mapping[str, Any]) -> str:
-    return str(spec.get("alias") or str(spec.get("name")).rpartition(".")[2])
-
-
-def _saved_so_far(folder: Path) -> str:
-    """Return the message of an interrupted evaluation."""
-    parts = len(list((folder / "parts").glob("[0-9]*.parquet")))
-    if not parts:
-        return "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
-    batches = "1 batch is" if parts == 1 else f"{parts} batches are"
-    return f"stopped by Ctrl-C: {batches} saved in {folder / 'parts'}; the same command continues from there"
+    prompts = load_prompts(spec, evaluation=spec.eval_share is not None)
+    return prompts if limit is None else prompts.select(np.arange(min(limit, len(prompts.dataset))))
 
 
 class LazyEngine:
@@ -224,20 +193,15 @@ class LazyEngine:
 
     def __init__(self, model: str, vllm: VLLM | None, dataset: Dataset) -> None:
         self.model, self.vllm, self.dataset = model, vllm, dataset
-        self._engine: Engine | None = None
 
+    @cached_property
     def _loaded(self) -> Engine:
-        if self._engine is None:
-            tried = trial_prompts(self.dataset)
-            if self.vllm is None:
-                self._engine = load_engine(self.model, tried)
-            else:
-                self._engine = load_vllm(self.model, self.vllm, tried)
-        return self._engine
+        tried = trial_prompts(self.dataset)
+        return load_engine(self.model, tried) if self.vllm is None else load_vllm(self.model, self.vllm, tried)
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
-        return self._loaded()(prompts, settings)
+        return self._loaded(prompts, settings)
 
     def record(self, settings: Settings) -> dict[str, Any]:
         """Return version, dtype and sampling settings for `evaluation.json`. They do not identify the evaluation."""
@@ -245,66 +209,19 @@ class LazyEngine:
             made_with = vllm_engine.made_with(self.model, self.vllm)
         else:
             made_with = {"version": version("transformers"), "dtype": checkpoint_dtype(self.model)}
-        return {"made_with": made_with, "sampling": self._loaded().sampling(settings)}
+        return {"made_with": made_with, "sampling": self._loaded.sampling(settings)}
 
 
 # Models
 
 
-def check_model_folder(folder: Path) -> None:
-    """Raise an error if a local folder holds no model or adapter that can be loaded.
-
-    No model is loaded: only headers of weight files and JSON files are read, also those of an adapter's local base.
-
-    Raises:
-        UserError: The folder holds no model, or one of its files is missing or damaged.
-    """
-    adapter = folder / ADAPTER_CONFIG
-    check_descriptions(folder)
-    if not adapter.is_file() and not (folder / "config.json").is_file():
-        from transformers.trainer_utils import get_last_checkpoint  # takes seconds
-
-        newest = get_last_checkpoint(folder)  # an unfinished run has models only in its checkpoints
-        hint = f": its newest checkpoint is {newest}" if newest else ""
-        raise UserError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
-    restore = "copy or download the folder again"
-    try:
-        check_weight_files(folder)
-    except files.RunError as error:
-        raise UserError(f"{error}: {restore}, or name another checkpoint") from error
-    check_model_sizes(str(folder))  # compares with the weights, which are checked now
-    if not adapter.is_file():
-        return
-    base = files.read_object(adapter, files.ADAPTER, restore)["base_model_name_or_path"]
-    if base and Path(base).is_dir():
-        check_model_folder(Path(base))
-    elif base and Path(base).is_absolute():
-        raise UserError(
-            f"{folder} is an adapter, and its base {base} is missing: set "
-            "`base_model_name_or_path` in its adapter_config.json"
-        )
-
-
-def weights_fingerprint(model: str) -> str | None:
-    """Return a fingerprint of a model's weights, equal for copies of the model, or None if it is unknown.
-
-    For a folder it is a hash over the names and contents of the weight files, and over an adapter's configuration and
-    base. For a name on the hub it is the revision that will be loaded.
-    """
-    folder = Path(model)
-    if not folder.is_dir():
-        commit = hub_commit(model)
-        return None if commit is None else f"revision {commit}"
-    try:
-        lines = [f"{file.name} {identify_weights(file)}" for file in weight_files(folder)]
-    except files.RunError:
-        return None
-    if (folder / ADAPTER_CONFIG).is_file():
-        lines.append(read_text(folder / ADAPTER_CONFIG))  # its scale changes what the policy computes
-        config = adapter_config(folder)
-        base = config.base_model_name_or_path if config is not None else None
-        lines.append(f"base {weights_fingerprint(base) if base else None}")
-    return "sha256 " + hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def weights_fingerprint(model: str) -> dict[str, Any]:
+    """Return checksums of a model's files and of an adapter's base, or the commit on the hub, or {} if unknown."""
+    found: dict[str, Any] = {**weights_of(Source(model, hub_commit(model)))}
+    config = adapter_config(model) if (Path(model) / ADAPTER_CONFIG).is_file() else None
+    if found and config is not None and config.base_model_name_or_path:
+        found["base"] = weights_fingerprint(config.base_model_name_or_path)
+    return found
 
 
 # Problems and settings
@@ -333,6 +250,8 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
     if options.path is not None:
         held_out = {}
+        for key in unread_notation(options.path):  # the keys describe the recipe's own files
+            raw.pop(key, None)
     trained_path = raw.get("path")
     is_known = options.split or any(held_out.values()) or options.path not in (None, trained_path)
     if not is_known and trained_path is not None and (isinstance(trained_path, list) or has_one_split(trained_path)):
@@ -347,14 +266,14 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     return DatasetSpec.parse({key: value for key, value in keys.items() if key in known})
 
 
-def _recipe(options: Request) -> dict[str, Any]:
+def recipe_of(model: str, named: str | None = None) -> dict[str, Any]:
     """Return the keys of the named recipe, or of the run that made the model or checkpoint, or {}."""
-    if options.recipe is not None:
+    if named is not None:
         from grpo_recipes.recipe.recipe import parse_recipe
 
-        recipe = parse_recipe(["--config", options.recipe])
+        recipe = parse_recipe(["--config", named])
         return {**vars(recipe.config), **recipe.as_dict()}
-    for folder in (Path(options.model), Path(options.model).parent):
+    for folder in (Path(model), Path(model).parent):
         if record := read_record(folder):
             return {**record.get("config", {}), **record["recipe"]}
     return {}
@@ -408,6 +327,7 @@ def evaluate_into(
     described: dict[str, Any],
     rewards: Sequence[MeasuredReward] = (),
     record: Callable[[Settings], dict[str, Any]] = lambda settings: {},
+    places: Places = row_numbers,
 ) -> dict[str, Any]:
     """Evaluate into a folder, or continue the same evaluation there. A finished evaluation is only read.
 
@@ -419,6 +339,7 @@ def evaluate_into(
         described: Other facts that identify the evaluation (model, weights, dataset, rewards), for JSON.
         rewards: Rewards of the recipe to measure.
         record: Function that returns facts for `evaluation.json` that do not identify the evaluation.
+        places: Positions of the rows in the user's files.
 
     Returns:
         Contents of `evaluation.json`.
@@ -429,7 +350,7 @@ def evaluate_into(
         UserError: Another process evaluates into the folder.
         RunError: A file of the folder is damaged.
     """
-    golds = _golds(dataset, settings)
+    golds = _golds(dataset, settings, places)
     identity = _identity(dataset, settings, described)
     files.inside(folder, "parts")  # raises if a link leads out of the folder
     # Before the lock is taken: reading a finished evaluation needs no permission to write.
@@ -477,20 +398,15 @@ def _identity(dataset: Dataset, settings: Settings, described: Mapping[str, Any]
     return redacted(json.loads(json.dumps({**described, **rows, "settings": chosen_settings})))
 
 
-def _rows_fingerprint(dataset: Dataset, settings: Settings) -> str:
-    """Return a hash of the rows' columns that matter. Path and split do not identify the rows, which may change."""
+def _rows_fingerprint(dataset: Dataset, settings: Settings) -> dict[str, str]:
+    """Return a checksum of each column that matters. Path and split do not identify the rows, which may change."""
     needed = {"prompt", "answer"}
     for reward in settings.strict or ():
         needed |= {*reward.columns_read, *reward.optional_columns}
-    ordered = ("prompt", "answer", *sorted(needed - {"prompt", "answer"}))
-    columns = [name for name in ordered if name in dataset.column_names]
-    digest = hashlib.sha256()
-    for row in dataset.select_columns(columns):
-        digest.update(json.dumps([row[name] for name in columns], sort_keys=True, default=str).encode() + b"\n")
-    return f"sha256 {digest.hexdigest()}"
+    return column_digests(dataset.select_columns(sorted(needed & set(dataset.column_names))))
 
 
-def _golds(dataset: Dataset, settings: Settings) -> list[str] | None:
+def _golds(dataset: Dataset, settings: Settings, places: Places) -> list[str] | None:
     """Return the golds as text, or None if no accuracy is measured. Raises `UserError` for one that can't be read."""
     if len(dataset) == 0:
         raise UserError("nothing to evaluate on: the dataset is empty")
@@ -500,9 +416,10 @@ def _golds(dataset: Dataset, settings: Settings) -> list[str] | None:
     valid = accuracy.can_score(settings.strict, len(dataset), columns)
     if not all(valid):
         required = accuracy.describe([vars(reward) for reward in settings.strict])
-        raise UserError(f"row {valid.index(False) + 1} can't be scored by the rewards of strict accuracy, {required}")
+        (first,) = places([valid.index(False)])
+        raise UserError(f"{first} can't be scored by the rewards of strict accuracy, {required}")
     golds = columns.get(accuracy.gold_column(settings.strict), [None] * len(dataset))
-    return ["" if gold is None else str(gold) for gold in golds]
+    return [" or ".join(str(entry) for entry in accepted_golds(gold) if entry is not None) for gold in golds]
 
 
 def _completed(
@@ -531,10 +448,13 @@ def _completed(
     table["gold"] = [golds[place] for place in places]
     table["answer"] = accuracy.stated_answers(settings.strict, completions, columns, settings.tags)
     table["strict"] = accuracy.is_right(settings.strict, completions, columns)
-    judge = Judge()
+    decimal = accuracy.decimal(settings.strict)
+    judge = Judge(decimal=decimal)
     table["lenient"] = []
-    for gold, answer, is_strict in zip(table["gold"], table["answer"], table["strict"], strict=True):
-        verdict = judge.verdict(read_gold(gold), answer)
+    # The golds as the rows have them: a number has a point, whatever the mark of the text.
+    written = columns.get(accuracy.gold_column(settings.strict), table["gold"])
+    for gold, answer, is_strict in zip(written, table["answer"], table["strict"], strict=True):
+        verdict, _ = judge.best_verdict(read_golds(gold, decimal), answer)
         table["lenient"].append(is_strict or verdict in RIGHT_VERDICTS)
     return pd.DataFrame(table).astype({"answer": "string"})
 
@@ -563,7 +483,7 @@ def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
 
 
 CHANGED = {
-    "weights": "the model's weights have changed since",
+    "weights": "the model's weights or its tokenizer have changed since",
     "rows": "the problems have changed since",
     "strict": "the rewards of strict accuracy (`settings.strict`) have changed since",
     "paid_by": "the rewards of the recipe have changed since",
@@ -580,7 +500,7 @@ def _difference(found: dict[str, Any], identity: dict[str, Any], prefix: str = "
             continue  # a copy of the model
         if other is None and not prefix:
             return f"it does not record `{key}`"
-        if isinstance(value, dict) and isinstance(other, dict):
+        if key not in CHANGED and isinstance(value, dict) and isinstance(other, dict):
             # A key that only the folder's evaluation has is a difference too.
             return _difference(other, {**dict.fromkeys(other), **value}, f"{prefix}{key}.")
         return CHANGED.get(key, f"{prefix}{key} was {other!r} and is now {value!r}")
@@ -651,7 +571,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataFrame:
     """Return the completions of an evaluation, with the scores of the rewards that some specs describe."""
     columns: dict[str, files.Kind] = dict(files.EVALUATED)
-    for name in map(_reward_name, specs):
+    for spec in specs:
+        name = str(spec.get("alias") or str(spec.get("name")).rpartition(".")[2])
         columns[f"{PAY.format(name)}?"] = files.NUMBERS
         columns[f"{PASSED.format(name)}?"] = files.BOOLEANS
     table = files.read_table(folder / COMPLETIONS, columns, "evaluate anew, into another --output")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,27 +12,39 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
-from grpo_recipes.checks.tokenizer import load_after_trial
-from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.weights import (
-    adapter_config,
-    adapter_kind,
-    check_descriptions,
-    check_weight_files,
-    tokenizer_source,
-)
+from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer
+from grpo_recipes.runs.weights import adapter_config, adapter_kind
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import UnreadableFile, read_text
 
 PROBE_TOKENS = 64
+CARD = "README.md"
 
 # Largest change of a logit as a share of the largest logit. Rounding merged weights to 16 bits changes logits visibly,
 # a lost adapter changes them far more.
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 5e-2
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Adapter and base as one model.
+
+    Attributes:
+        model: The merged model.
+        tokenizer: The adapter's tokenizer, or the base's.
+        card: Model card of the adapter's run, changed for the merged model, or None.
+        report: Sentence on how far the merged model's logits differ.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    card: str | None
+    report: str
 
 
 def merge(folder: Path, output: Path) -> str:
@@ -46,65 +60,57 @@ def merge(folder: Path, output: Path) -> str:
     Raises:
         UserError: The adapter can't be merged. Nothing is written then.
     """
+    if output.exists():
+        raise UserError(f"--output {output} exists: name a folder that does not")
+    merged = merged_adapter(folder)
+    write_model(output, merged.model, merged.tokenizer, {} if merged.card is None else {CARD: merged.card})
+    return f"{output}: {merged.report}"
+
+
+def merged_adapter(folder: Path) -> Merged:
+    """Return an adapter and its base as one model, whose logits were compared with theirs.
+
+    Raises:
+        UserError: The adapter can't be merged, or a file of its or of its base is damaged.
+    """
     config = adapter_config(folder) if folder.is_dir() else None
     if config is None:
         raise UserError(f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging")
     if config.is_prompt_learning:
         raise UserError(f"{folder} holds an adapter of kind {adapter_kind(config)}, whose tokens no weight can hold")
-    if output.exists():
-        raise UserError(f"--output {output} exists: name a folder that does not")
     base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
-    for part in (folder, Path(base_name)):
-        if part.is_dir():
-            _check_files(part)
+    check_model_folder(folder)
     check_model_sizes(base_name, revision, local_only=False)
     card = _card(folder)
-    tokenizer = _tokenizer(folder, base_name)  # before the base takes its memory
+    tokenizer = saved_tokenizer(str(folder))  # before the base takes its memory
     try:
         base = AutoModelForCausalLM.from_pretrained(base_name, revision=revision, dtype="auto", trust_remote_code=False)
     except Exception as error:  # a stranger's files can make transformers raise anything
-        raise _base_error(folder, base_name, error) from error
-    merged, report = _merged(base, folder)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent) as parts:
-        model = Path(parts) / "model"
-        merged.save_pretrained(model)
-        tokenizer.save_pretrained(model)
-        if card is not None:
-            card.save(model / "README.md")
-        model.rename(output)
-    return f"{output}: {folder} merged into {base_name}, {report}"
-
-
-def _tokenizer(folder: Path, base_name: str) -> Any:
-    source = tokenizer_source(str(folder))
-    try:
-        return load_after_trial(source, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False), ())
-    except UserError:
-        raise
-    except Exception as error:  # the tokenizers library raises this class itself
-        if source == base_name:
-            raise _base_error(folder, base_name, error) from error
-        reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(
-            f"{source}: its tokenizer can't be loaded ({reason}): copy the tokenizer's files again"
+            f"{folder}: its base {base_name} can't be loaded: set `base_model_name_or_path` in its adapter_config.json "
+            f"({one_line(error) or type(error).__name__})"
         ) from error
+    merged, report = _merged(base, folder)
+    return Merged(merged, tokenizer, card, f"{folder} merged into {base_name}, {report}")
 
 
-def _base_error(folder: Path, base: str, error: Exception) -> UserError:
-    return UserError(
-        f"{folder}: its base {base} can't be loaded: set `base_model_name_or_path` in its adapter_config.json "
-        f"({one_line(error) or type(error).__name__})"
-    )
+def write_model(output: Path, model: Any, tokenizer: Any, texts: Mapping[str, str]) -> None:
+    """Save a model, its tokenizer and some texts, by file name, into a new folder: all of them or nothing.
 
-
-def _check_files(folder: Path) -> None:
-    """Raise `UserError` if a file of a model or adapter is damaged. Loading would name no file, or never end."""
-    check_descriptions(folder)
+    Raises:
+        UserError: The folder can't be written.
+    """
     try:
-        check_weight_files(folder)
-    except RunError as error:
-        raise UserError(f"{error}: copy or download the folder again") from error
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output.parent) as parts:
+            place = Path(parts) / "model"
+            model.save_pretrained(place)
+            tokenizer.save_pretrained(place)
+            for name, text in texts.items():
+                (place / name).write_text(text, encoding="utf-8")
+            place.rename(output)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{output} can't be written ({one_line(error)}): free space, or name another folder") from error
 
 
 def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
@@ -142,19 +148,17 @@ def _logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
     return model(input_ids=row[None].to(model.device)).logits[0].float()
 
 
-def _card(folder: Path) -> ModelCard | None:
+def _card(folder: Path) -> str | None:
     """Return the run's model card, changed for the merged model, or None. Raises `UserError` if it can't be read."""
-    file = folder / "README.md"
+    file = folder / CARD
     try:
         card: Any = ModelCard(read_text(file))
         card.data.library_name = "transformers"
         card.text = f"{card.text.rstrip()}\n\nThe adapter is merged into its base here.\n"
     except FileNotFoundError:
         return None
-    except UnreadableFile as error:
-        raise UserError(f"{error}; correct or remove the file") from error
-    except (ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    except (UnreadableFile, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(
             f"{file}: it can't be read as a model card ({one_line(error)}); correct or remove it"
         ) from error
-    return card
+    return str(card)

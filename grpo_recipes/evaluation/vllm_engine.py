@@ -11,7 +11,6 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from grpo_recipes.evaluation.merge import merge
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.runs.record import VLLM as DISTRIBUTIONS
+from grpo_recipes.runs.record import versions
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
 from grpo_rewards.errors import UserError, one_line
 
@@ -134,12 +134,9 @@ def made_with(name: str, options: VLLM) -> dict[str, Any]:
 
 
 def _version() -> str | None:
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    """Return the version of vLLM, or None if it is not installed."""
+    installed = versions()
+    return next((installed[name] for name in DISTRIBUTIONS if name in installed), None)
 
 
 def _dtype(name: str) -> str:

@@ -58,16 +58,32 @@ class Changed:
 
 
 def cards(run: Run) -> list[Card]:
-    """Return cards of a run's first, middle and last completion, the best and the worst, and the most surprising."""
+    """Return cards of a run's first, middle and last completion, the best and the worst, and the most surprising.
+
+    The first card of a run that a reward stopped is the completion that the reward could not score.
+    """
+    made = [_stopping(run, run.fault["row"])] if run.fault and "row" in run.fault else []
     chosen = _chosen(run.rows)
     if not chosen:
-        return []
+        return made
     table = run.texts(run.rows.loc[[index for _, _, index in chosen]])
     tags = tags_of(run)
-    made = []
     for (title, why, _), (_, row) in zip(chosen, table.iterrows(), strict=True):
         made.append(_card(run, title, why, row, tags))
     return made
+
+
+def _stopping(run: Run, row: Mapping[str, Any]) -> Card:
+    """Return the card of the completion that a reward could not score, from the entry of a fault file."""
+    text = row["completion"]
+    return Card(
+        "Stopped the run",
+        f"{row['reward']} could not score it",
+        row["step"] or 0,
+        shortened(row["prompt"]),
+        pieces(shortened(text), tags_of(run)),
+        len(text),
+    )
 
 
 def _chosen(rows: pd.DataFrame) -> list[tuple[str, str, int]]:

@@ -6,7 +6,6 @@ colours. `standalone` adds a title, a legend and colours, light and dark, for a 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,8 @@ MARKED = 25
 SMOOTHED = 60
 """Number of points above which a line is drawn thin, with its moving mean."""
 MAX_POINTS = 600
-VERTICAL_TICKS = 4
+TICKS = 4
+"""Number of ticks of an axis, about."""
 LARGEST_DRAWN = 1e100
 HUES = 6
 
@@ -145,7 +145,7 @@ class Chart:
     range: tuple[float, float] | None = None
     """Smallest range of the vertical axis."""
     legend: Sequence[tuple[str, str, str]] = ()
-    """CSS classes, label and value as text of each line."""
+    """CSS classes, label and text of each line. The text has the means of the first and the last quarter."""
     steps: tuple[int, int] = (0, 1)
     """Range of the horizontal axis."""
 
@@ -207,11 +207,12 @@ class Chart:
     def _axes_and_lines(self) -> Iterable[Markup]:
         low, high = self._vertical()
         across, up = _scale(*self.steps, LEFT + 4, WIDTH - RIGHT - 4), _scale(low, high, HEIGHT - BOTTOM, TOP)
-        marks = ticks(low, high, VERTICAL_TICKS)
-        for tick, label in zip(marks, self._tick_labels(marks), strict=True):
+        for tick in ticks(low, high):
             yield _rule(LEFT, up(tick), WIDTH - RIGHT, up(tick), "grid")
+            # `percent` rounds more coarsely than the distance of ticks below 0.1 %.
+            label = f"{number(100 * tick)} %" if self.is_share else number(tick)
             yield _text(LEFT - 6, up(tick) + 4, label, "end")
-        for tick in ticks(*self.steps, 4):
+        for tick in ticks(*self.steps):
             if abs(tick - round(tick)) < 1e-9:  # there are no fractions of a step
                 yield _text(across(tick), HEIGHT - 8, f"{tick:,.0f}", "middle" if tick > self.steps[0] else "start")
         yield _text(LEFT - 6, HEIGHT - 8, "step", "end")
@@ -228,14 +229,6 @@ class Chart:
             yield _dot(x, up(share.value), 3.5, f"step {step}: {share}") + Markup("</g>")
         for limit in self.limits:
             yield from self._limit(limit, low, high, up)
-
-    def _tick_labels(self, marks: Sequence[float]) -> list[str]:
-        """Return the numbers of the vertical axis. Shares have as many decimals as are needed to tell them apart."""
-        if not self.is_share or max(map(abs, marks)) > 100:
-            return [number(tick) for tick in marks]
-        distance = 100 * min((after - before for before, after in itertools.pairwise(marks)), default=1.0)
-        decimals = max(0, math.ceil(-math.log10(distance) - 1e-9)) if distance > 0 else 0
-        return [f"{100 * tick:.{min(decimals, 6)}f} %" for tick in marks]
 
     def _limit(self, limit: Limit, low: float, high: float, up: Callable[[float], float]) -> Iterable[Markup]:
         """Yield a threshold as a line, or as a note at the edge beyond which it lies."""
@@ -301,7 +294,7 @@ class Chart:
         if high - low < 1e-12 * max(1e-300, abs(high)):
             high = low + (abs(low) or 1.0)
         # Outwards to the next ticks.
-        step = _step(low, high, VERTICAL_TICKS)
+        step = _step(low, high)
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
         return low, min(high, 1.0) if self.is_share and max(values) <= 1 else high
 
@@ -333,15 +326,15 @@ def drawable(values: np.ndarray) -> np.ndarray:
     return np.clip(values, -LARGEST_DRAWN, LARGEST_DRAWN)
 
 
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Return about `about` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
-    step = _step(low, high, about)
+def ticks(low: float, high: float) -> list[float]:
+    """Return about `TICKS` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    step = _step(low, high)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [place * step for place in range(first, last + 1)]
 
 
-def _step(low: float, high: float, about: int) -> float:
-    rough = max(high - low, 1e-300) / about
+def _step(low: float, high: float) -> float:
+    rough = max(high - low, 1e-300) / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 

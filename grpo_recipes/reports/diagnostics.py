@@ -1,19 +1,21 @@
 """Checks for what looks wrong in a run, made from its own files: `diagnose(Run.read(folder))`.
 
-Each check looks for one problem and reports it in a sentence with the figure and the step. A check whose metrics the
-run did not log reports that instead, so that "nothing looks wrong" counts only the checks that had data. The thresholds
-are rules of thumb. The report draws the constant thresholds into its charts.
+Each check looks for one problem. It reports the problem in a sentence with the figure and the step, or the figure that
+is fine. A check whose metrics the run did not log raises `NoData`, and a check that means nothing for the run raises
+`DoesNotApply`, so that "nothing looks wrong" counts only the checks that had data. The thresholds are rules of thumb.
+The report draws the constant thresholds into its charts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
 
+from grpo_recipes.data.places import NAMED_ROWS
 from grpo_recipes.evaluation.accuracy import judging_reward, single_specs
 from grpo_recipes.reports.run import Run, RunReward, Series
 from grpo_recipes.runs.files import AFTER, BEFORE
@@ -27,6 +29,8 @@ KL_LIMIT = 1.0
 """Largest KL to the reference, in nats per token."""
 TRUNCATED_LIMIT = 0.25
 """Largest share of truncated completions."""
+IDENTICAL_LIMIT = 0.5
+"""Largest share of groups that repeat one completion, among those that could earn more."""
 FLAT_GROUPS_LIMIT = 0.5
 """Largest share of zero-variance groups."""
 LENGTH_LIMIT = 0.8
@@ -35,9 +39,16 @@ ENTROPY_LIMIT = 0.1
 """Smallest entropy as a share of the entropy at the start."""
 UPDATES_LIMIT = 0.6
 """Smallest share of changed weights among those that would change if no update were lost."""
+VARIANCE_LIMIT = 0.95
+"""Largest share of the rewards' variance that a format or length reward may have."""
+
+PROBLEM, FINE, NOT_CHECKED, NOT_APPLICABLE = "problem", "fine", "not checked", "does not apply"
+"""Results of a check, in the order in which they are listed."""
 
 Found = tuple[int, str]
 """Optimizer step and sentence of a problem."""
+Check = Callable[[Run], Found | str]
+"""Function that returns a problem, or a clause with the figure that is fine."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +64,34 @@ class NoData(Exception):
     """Reason why a check could not be made."""
 
 
+class DoesNotApply(Exception):
+    """Reason why a check means nothing for a run, whatever the run logs."""
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """Result of all checks of a run."""
 
     findings: list[Finding]
     """Problems, in the order of `CHECKS`."""
+    fine: dict[str, str]
+    """Names of the checks that found no problem, with the figures."""
     unchecked: dict[str, str]
     """Names of the checks that could not be made, with the reasons."""
+    not_applicable: dict[str, str]
+    """Names of the checks that do not apply to the run, with the reasons. They are not counted."""
     reading: str = ""
     """Clause on logged completions that were not read because there are too many."""
 
     @property
+    def applicable(self) -> int:
+        """Number of checks that apply to the run."""
+        return len(CHECKS) - len(self.not_applicable)
+
+    @property
     def checked(self) -> int:
         """Number of checks that had data."""
-        return len(CHECKS) - len(self.unchecked)
+        return self.applicable - len(self.unchecked)
 
     @property
     def looks_fine(self) -> bool:
@@ -79,54 +103,56 @@ class Diagnosis:
         """Clause on the checks that had data."""
         if not self.checked:
             return "nothing could be checked: the run logged none of the metrics that the checks read"
-        clauses = [f"{self.checked} of {len(CHECKS)} checks had data"]
-        if self.unchecked:
-            missing = [f"{name} ({reason})" for name, reason in self.unchecked.items()]
-            clauses.append(f"not checked: {', '.join(missing)}")
+        clauses = [f"{self.checked} of {self.applicable} checks had data"]
         if self.reading:
             clauses.append(self.reading)
         return "; ".join(clauses)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return state, name and text of every check: `found` first, then `no data`, then `fine`."""
-        rows = [("found", finding.check, finding.sentence) for finding in self.findings]
-        rows += [("no data", name, reason) for name, reason in self.unchecked.items()]
-        done = {name for _, name, _ in rows}
-        rows += [("fine", check.__name__, looks_for(check)) for check in CHECKS if check.__name__ not in done]
+        """Return result, name and text of every check: problems first, and checks that do not apply last."""
+        rows = [(PROBLEM, finding.check, finding.sentence) for finding in self.findings]
+        results = ((FINE, self.fine), (NOT_CHECKED, self.unchecked), (NOT_APPLICABLE, self.not_applicable))
+        for result, texts in results:
+            rows += [(result, name, text) for name, text in texts.items()]
         return rows
 
 
 def diagnose(run: Run) -> Diagnosis:
     """Make every check on a run."""
-    diagnosis = Diagnosis([], {})
+    sampled, reading = run.completion_files, ""
+    if sampled.read < sampled.count:
+        reading = f"of the completions, {sampled.read:,} of {sampled.count:,} steps were read, evenly spread"
+    diagnosis = Diagnosis([], {}, {}, {}, reading)
     for check in CHECKS:
         run.check_time()
+        name = check.__name__
         try:
-            if found := check(run):
-                diagnosis.findings.append(Finding(check.__name__, *found))
+            result = check(run)
         except NoData as reason:
-            diagnosis.unchecked[check.__name__] = str(reason)
-    if golds := unscorable_golds(run):
-        diagnosis.findings.append(golds)
-    sampled = run.completion_files
-    if sampled.read == sampled.count:
-        return diagnosis
-    reading = f"of the completions, {sampled.read:,} of {sampled.count:,} steps were read, evenly spread"
-    return replace(diagnosis, reading=reading)
+            diagnosis.unchecked[name] = str(reason)
+        except DoesNotApply as reason:
+            diagnosis.not_applicable[name] = str(reason)
+        else:
+            if isinstance(result, str):
+                diagnosis.fine[name] = result
+            else:
+                diagnosis.findings.append(Finding(name, *result))
+    diagnosis.findings.extend(filter(None, (unscorable_golds(run), stopped(run))))
+    return diagnosis
 
 
-def looks_for(check: Callable[[Run], Found | None]) -> str:
+def looks_for(check: Check) -> str:
     """Return what a check looks for, as a clause: the first line of its docstring without "Look for"."""
     return (check.__doc__ or "").partition("\n")[0].removeprefix("Look for ").rstrip(".")
 
 
 def as_table(diagnosis: Diagnosis) -> list[Part]:
     """Return every check for the terminal as a table, with a summary."""
-    styles = {"found": ("bad", ""), "no data": ("dim", "dim"), "fine": ("good", "dim")}
+    styles = {PROBLEM: ("bad", ""), FINE: ("good", "dim"), NOT_CHECKED: ("dim", "dim"), NOT_APPLICABLE: ("dim", "dim")}
     rows = []
-    for state, name, text in diagnosis.rows():
-        style, text_style = styles[state]
-        rows.append((Cell(state, style), name, Cell(f"not found: {text}" if state == "fine" else text, text_style)))
+    for result, name, text in diagnosis.rows():
+        style, text_style = styles[result]
+        rows.append((Cell(result, style), name, Cell(text, text_style)))
     head = Cell("diagnosis: nothing looks wrong", "good") if diagnosis.looks_fine else Cell("diagnosis:", "head")
     return [head, Table(rows), f"  {diagnosis.coverage}"]
 
@@ -138,16 +164,20 @@ def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def describe(diagnosis: Diagnosis) -> str:
-    """Return the findings, and which checks had data, as lines of text."""
+    """Return the findings, and how many checks had data, as lines of text."""
     head = "diagnosis: nothing looks wrong" if diagnosis.looks_fine else "diagnosis:"
     findings = [f"  - {visible(finding.sentence)}" for finding in diagnosis.findings]
-    return "\n".join([head, *findings, f"  {visible(diagnosis.coverage)}"])
+    coverage = diagnosis.coverage
+    if diagnosis.checked and diagnosis.unchecked:
+        # A short run has data for few checks, and a reason for each of the others would be a paragraph.
+        coverage += f"; `grpo-recipes diagnose` says why {len(diagnosis.unchecked)} had none"
+    return "\n".join([head, *findings, f"  {visible(coverage)}"])
 
 
 # Checks
 
 
-def format_without_correctness(run: Run) -> Found | None:
+def format_without_correctness(run: Run) -> Found | str:
     """Look for a format reward that rises while correctness does not: the policy may be learning a layout only.
 
     If no reward is known to judge correctness, any reward that does not judge format or length may do so.
@@ -156,34 +186,46 @@ def format_without_correctness(run: Run) -> Found | None:
     formats = [(reward, means) for reward, means in parts if reward.kind == "format"]
     if not any(len(means) for _, means in parts):
         raise NoData("no reward was logged")
-    if formats and not any(means.has_trend for _, means in formats):
+    if not formats:
+        raise DoesNotApply("no reward judges the format alone")
+    if not any(means.has_trend for _, means in formats):
         raise _too_few(formats[0][0].name)
     rising = [(reward, means) for reward, means in formats if means.trend > 0]
+    if not rising:
+        reward, means = next((reward, means) for reward, means in formats if means.has_trend)
+        return f"no format reward rises: `{reward.name}` goes from {means.start:.2f} to {means.end:.2f}"
+    reward, means = rising[0]
+    rises = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f}"
     others = [(reward, means) for reward, means in parts if reward.kind != "format"]
     correctness = [(reward, means) for reward, means in others if reward.kind == "correctness"]
     judges = correctness or [(reward, means) for reward, means in others if reward.kind != "length"] or others
-    if not rising or any(means.trend > 0 for _, means in judges):
-        return None
+    for judge, risen in judges:
+        if risen.trend > 0:
+            return f"{rises}, and so does `{judge.name}`, from {risen.start:.2f} to {risen.end:.2f}"
     if not correctness and _strict_accuracy_rises(run):
-        return None
-    reward, means = rising[0]
-    step = _last_step(means)
-    sentence = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f} by step {step}, while "
+        return f"{rises}, and so does strict accuracy"
+    return _last_step(means), f"{rises} by step {_last_step(means)}, while {_flat(judges)}"
+
+
+def _flat(judges: Sequence[tuple[RunReward, Series]]) -> str:
+    """Return a clause on the first reward with a trend, none of which rises. Raises `NoData` if none has a trend."""
     if not judges:
-        return step, sentence + "no reward pays a correct answer: the format can be earned without solving anything"
-    for judge, flat in judges:
-        if flat.has_trend:
-            return step, sentence + f"`{judge.name}` goes from {flat.start:.2f} to {flat.end:.2f}"
+        return "no reward pays a correct answer: the format can be earned without solving anything"
+    for judge, means in judges:
+        if means.has_trend:
+            return f"`{judge.name}` goes from {means.start:.2f} to {means.end:.2f}"
     raise _too_few(judges[0][0].name)
 
 
-def length_into_cap(run: Run) -> Found | None:
+def length_into_cap(run: Run) -> Found | str:
     """Look for completions that grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
     lengths, cap = _trending(run, "completions/mean_length"), run.config.get("max_completion_length")
     if not run.config:
         raise NoData("no `run.json` holds `max_completion_length`")
-    if cap is None or lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < LENGTH_LIMIT * cap:
-        return None
+    if cap is None:
+        raise DoesNotApply("`max_completion_length` is not set")
+    if lengths.trend <= 0 or lengths.end < 1.25 * lengths.start or lengths.end < LENGTH_LIMIT * cap:
+        return f"completions go from {lengths.start:.0f} to {lengths.end:.0f} tokens on average, where the cap is {cap}"
     step = _first_step(lengths, lambda value: value >= LENGTH_LIMIT * cap)
     return step, (
         f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, into the cap of {cap} "
@@ -191,11 +233,11 @@ def length_into_cap(run: Run) -> Found | None:
     )
 
 
-def truncated(run: Run) -> Found | None:
+def truncated(run: Run) -> Found | str:
     """Look for more than a quarter of the completions cut off at the cap at the end of the run."""
     share = _logged(run, "completions/clipped_ratio")
     if share.end <= TRUNCATED_LIMIT:
-        return None
+        return f"{share.end:.0%} of the completions are cut off at the end of the run (limit {TRUNCATED_LIMIT:.0%})"
     step = _last_step(share)
     return step, (
         f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}, and an answer "
@@ -203,27 +245,29 @@ def truncated(run: Run) -> Found | None:
     )
 
 
-def identical_completions(run: Run) -> Found | None:
+def identical_completions(run: Run) -> Found | str:
     """Look for groups that repeat one text, in more than half of the groups that could still earn more."""
     groups = _groups(run)
     scored = groups[groups["reward"].notna() & (groups["size"] > 1)] if len(groups) else groups
     if len(scored) < 4:
         raise NoData("fewer than four groups of completions were logged")
     improvable = scored[scored["reward"] < run.rows["total"].max() - 1e-6]
-    if len(improvable) < 4 or improvable["identical"].mean() <= 0.5:
-        return None
-    step = int(improvable.loc[improvable["identical"], "step"].min())
-    return step, (
-        f"{improvable['identical'].mean():.0%} of the groups that don't earn the best reward repeat one completion "
-        f"throughout, from step {step}: there is nothing to compare; raise `temperature`"
+    if len(improvable) < 4:
+        return f"{len(scored) - len(improvable):,} of {len(scored):,} groups earn the best reward"
+    repeats = (
+        f"{improvable['identical'].mean():.0%} of the groups that don't earn the best reward repeat one completion"
     )
+    if improvable["identical"].mean() <= IDENTICAL_LIMIT:
+        return f"{repeats} (limit {IDENTICAL_LIMIT:.0%})"
+    step = int(improvable.loc[improvable["identical"], "step"].min())
+    return step, f"{repeats} throughout, from step {step}: there is nothing to compare; raise `temperature`"
 
 
-def entropy_collapse(run: Run) -> Found | None:
+def entropy_collapse(run: Run) -> Found | str:
     """Look for a policy whose entropy falls below a tenth of its start."""
     entropy = _trending(run, "entropy")
     if entropy.trend >= 0 or entropy.end >= ENTROPY_LIMIT * entropy.start:
-        return None
+        return f"entropy goes from {entropy.start:.3f} to {entropy.end:.3f} nats per token"
     step = _first_step(entropy, lambda value: value < ENTROPY_LIMIT * entropy.start)
     return step, (
         f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats per token, below a tenth from step {step}: "
@@ -231,11 +275,11 @@ def entropy_collapse(run: Run) -> Found | None:
     )
 
 
-def zero_variance(run: Run) -> Found | None:
+def zero_variance(run: Run) -> Found | str:
     """Look for zero-variance groups, whose completions all have one reward, in more than half of the groups."""
     share = _logged(run, "frac_reward_zero_std")
     if share.mean <= FLAT_GROUPS_LIMIT:
-        return None
+        return f"{share.mean:.0%} of the groups have no variance in their rewards (limit {FLAT_GROUPS_LIMIT:.0%})"
     step = _first_step(share, lambda value: value > FLAT_GROUPS_LIMIT)
     advice = "" if run.recipe.get("sampling") else "; `sampling: informative` generates fewer such prompts"
     return step, (
@@ -244,11 +288,13 @@ def zero_variance(run: Run) -> Found | None:
     )
 
 
-def kl_blow_up(run: Run) -> Found | None:
+def kl_blow_up(run: Run) -> Found | str:
     """Look for a KL to the reference above 1 nat per token."""
-    kl = _logged(run, "kl", ", as `beta` is 0" if run.config.get("beta") == 0 else "")
+    if run.config.get("beta") == 0 and not len(run.series("kl")):
+        raise DoesNotApply("`beta` is 0, so that no KL is computed")
+    kl = _logged(run, "kl")
     if max(kl.values) <= KL_LIMIT:
-        return None
+        return f"KL to the reference is at most {max(kl.values):.2g} nats per token (limit {KL_LIMIT:g})"
     step = _first_step(kl, lambda value: value > KL_LIMIT)
     return step, (
         f"KL to the reference reaches {max(kl.values):.1f} nats per token, above 1 from step {step}: lower "
@@ -256,19 +302,19 @@ def kl_blow_up(run: Run) -> Found | None:
     )
 
 
-def dominant_reward(run: Run) -> Found | None:
+def dominant_reward(run: Run) -> Found | str:
     """Look for a format or length reward with more than 95 % of the variance of the weighted rewards."""
-    if not run.knows_weights:
+    if not run.record.get("rewards"):
         raise NoData("no `run.json` holds the rewards' weights")
-    if not run.rewards:
-        raise NoData("`run.json` names no reward")
+    if len(run.rewards) < 2 or not any(reward.kind in ("format", "length") for reward in run.rewards):
+        raise DoesNotApply("no format or length reward is beside another reward")
     variances = {reward: _weighted_variance(run, reward) for reward in run.rewards}
     total = sum(variances.values())
-    if len(variances) < 2 or not total > 0:  # also if it is NaN
-        return None
+    if not total > 0:  # also if it is NaN
+        return "the rewards have no variance"
     reward = max(variances, key=lambda one: variances[one])
-    if reward.kind not in ("format", "length") or variances[reward] <= 0.95 * total:
-        return None
+    if reward.kind not in ("format", "length") or variances[reward] <= VARIANCE_LIMIT * total:
+        return f"the largest part of the rewards' variance is {variances[reward] / total:.0%}, that of `{reward.name}`"
     step = _last_step(run.series(f"rewards/{reward.name}/std"))
     return step, (
         f"`{reward.name}` carries {variances[reward] / total:.0%} of the rewards' variance up to step {step}: the "
@@ -276,13 +322,13 @@ def dominant_reward(run: Run) -> Found | None:
     )
 
 
-def overfitting(run: Run) -> Found | None:
+def overfitting(run: Run) -> Found | str:
     """Look for a training reward that rises while the held-out reward or strict accuracy falls."""
     trained, held_out, strict = _trending(run, "reward"), run.series("eval_reward"), _strict_shares(run)
     if not held_out.has_trend and len(strict) < 2:
         raise NoData("neither four evaluations during training nor one before and one after")
     if trained.trend <= 0:
-        return None
+        return f"the training reward does not rise: it goes from {trained.start:.2f} to {trained.end:.2f}"
     sentence = f"the training reward rises from {trained.start:.2f} to {trained.end:.2f}, while "
     if held_out.trend < 0:
         best = held_out.steps[held_out.values.index(max(held_out.values))]
@@ -293,16 +339,21 @@ def overfitting(run: Run) -> Found | None:
         step = _last_step(trained)
         fall = f"strict accuracy on held-out problems falls from {strict[0]['value']:.3f} to {strict[1]['value']:.3f}"
         return step, f"{sentence}{fall} by step {step}"
-    return None
+    if held_out.has_trend:
+        return f"{sentence}the held-out reward goes from {held_out.start:.2f} to {held_out.end:.2f}"
+    change = f"from {strict[0]['value']:.3f} to {strict[1]['value']:.3f}"
+    return f"{sentence}strict accuracy on held-out problems goes {change}"
 
 
-def no_answer_found(run: Run) -> Found | None:
+def no_answer_found(run: Run) -> Found | str:
     """Look for a correctness reward that finds no answer in any completion of the run, so that it can't pay."""
     found = {}
     for key in run.logged("rewards/"):
         if key.endswith("/parsed") and len(shares := run.series(key)):
             found[key.removeprefix("rewards/").removesuffix("/parsed")] = shares
     if not found:
+        if run.rewards and not any(reward.kind == "correctness" for reward in _leaves(run.rewards)):
+            raise DoesNotApply("no reward compares answers")
         raise NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
     for name, shares in found.items():
         if max(shares.values) == 0:
@@ -311,29 +362,34 @@ def no_answer_found(run: Run) -> Found | None:
                 f"`{name}` has paid nothing up to step {step}: {_where_answers_are(run, name)}: ask for one in the "
                 "prompt, or set another `extract`"
             )
-    return None
+    name, shares = min(found.items(), key=lambda item: item[1].mean)
+    return f"`{name}` finds an answer in {shares.mean:.0%} of the completions"
 
 
-def lost_updates(run: Run) -> Found | None:
+def lost_updates(run: Run) -> Found | str:
     """Look for updates lost to rounding: after 20 steps, fewer than 60 % of the expected weights change.
 
     In simulations with weights of N(0, 0.02) and learning rates from 1e-6 to 2e-5, plain AdamW on bfloat16 changes 20
     to 50 % of them. Weights that keep the rounded-off part change 80 % and more. In the first steps they have kept
     little.
     """
-    changed, expected = (_after(_logged(run, key), 20) for key in ("updates/changed", "updates/expected"))
+    logged = _logged(run, "updates/changed")
+    if not len(run.series("updates/expected")):
+        raise DoesNotApply("`updates/expected` is logged only for optimizers with the moments of AdamW")
+    changed, expected = _after(logged, 20), _after(run.series("updates/expected"), 20)
     if not len(changed) or not len(expected):
         raise NoData("the run has no more than 20 steps")
-    if changed.mean >= UPDATES_LIMIT * expected.mean:
-        return None
     step = _last_step(changed)
-    return step, (
+    shares = (
         f"a step changes {changed.mean:.1%} of the trained weights up to step {step}, where {expected.mean:.1%} would "
-        "change if no update were lost to rounding: set `dtype: float32` or `optim: adamw_bf16` (docs/precision.md)"
+        "change if no update were lost to rounding"
     )
+    if changed.mean >= UPDATES_LIMIT * expected.mean:
+        return shares
+    return step, f"{shares}: set `dtype: float32` or `optim: adamw_bf16` (docs/precision.md)"
 
 
-CHECKS: tuple[Callable[[Run], Found | None], ...] = (
+CHECKS: tuple[Check, ...] = (
     format_without_correctness,
     length_into_cap,
     truncated,
@@ -356,22 +412,38 @@ def unscorable_golds(run: Run) -> Finding | None:
     golds = run.record.get("unscorable_golds")
     if not golds:
         return None
-    rows = ", ".join(map(str, golds["rows"]))
-    if golds["count"] > len(golds["rows"]):
-        rows += ", …"
+    rows = "; ".join(map(str, golds["rows"]))
+    if golds["count"] > NAMED_ROWS:
+        rows += "; …"
     return Finding(
         "unscorable_golds",
         0,
-        f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward (rows {rows} of the "
-        "dataset, counted from 1): correct or remove them",
+        f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward ({rows}): correct "
+        "or remove them",
     )
 
 
-def _logged(run: Run, key: str, why_not: str = "") -> Series:
+def stopped(run: Run) -> Finding | None:
+    """Return a finding with the cause for which the run stopped before its last step, if it was recorded."""
+    if run.fault is None:
+        return None
+    return Finding("stopped", run.log.last_step, f"the run stopped: {run.fault['sentence'].rstrip('.')}")
+
+
+def _leaves(rewards: Iterable[RunReward]) -> Iterator[RunReward]:
+    """Yield the rewards, with the parts of each reward that has some in its place."""
+    for reward in rewards:
+        if reward.parts:
+            yield from _leaves(reward.parts)
+        else:
+            yield reward
+
+
+def _logged(run: Run, key: str) -> Series:
     """Return a logged metric, or raise `NoData`."""
     series = run.series(key)
     if not len(series):
-        raise NoData(f"`{key}` was not logged{why_not}")
+        raise NoData(f"`{key}` was not logged")
     return series
 
 

@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from grpo_recipes.data.presets import PRESETS
+from grpo_recipes.evaluation.estimates import Estimate
 from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.files import ADAPTER, read_object, write_atomically
 from grpo_recipes.runs.record import read_record
@@ -75,16 +76,12 @@ def _accuracy(folder: Path) -> str:
     rows = []
     for label, result in run.evaluations.items():
         if "strict" in result:
-            shares = f"{_estimate(result['strict'])} | {_estimate(result['lenient'])}"
-            rows.append(f"`evaluate`, {label} | {result['problems']} | {shares}")
+            strict, lenient = Estimate.from_dict(result["strict"]), Estimate.from_dict(result["lenient"])
+            rows.append(f"`evaluate`, {label} | {result['problems']} | {strict} | {lenient}")
     for step, estimate in run.held_out_accuracy():
-        rows.append(f"in training, step {step} | | {_estimate(vars(estimate))} | ")
+        rows.append(f"in training, step {step} | | {estimate} | ")
     head = "held-out accuracy | problems | strict (95 % interval) | lenient (95 % interval)"
     return _table("Accuracy", head, rows) if rows else ""
-
-
-def _estimate(result: Mapping[str, Any]) -> str:
-    return f"{result['value']:.3f} ({result['low']:.3f} to {result['high']:.3f})"
 
 
 def _recipe(record: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from grpo_recipes.evaluation.estimates import Estimate
 from grpo_recipes.reports import charts, diagnostics
-from grpo_recipes.reports.charts import Band, Chart, Interval, Limit, Line, number, percent
+from grpo_recipes.reports.charts import Band, Chart, Interval, Limit, Line, number
 from grpo_recipes.reports.run import Run, RunReward, Series
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.errors import shortened
@@ -37,11 +37,6 @@ class Metric:
     note: str = ""
     limits: Callable[[Run], Iterable[Limit]] = lambda run: ()
     """Function that returns the thresholds to draw."""
-
-    @property
-    def write(self) -> Callable[[float], str]:
-        """Function that writes a value as text."""
-        return percent if self.unit.startswith("share") else number
 
 
 def _length_limits(run: Run) -> Iterator[Limit]:
@@ -187,21 +182,18 @@ def _metrics(runs: Sequence[Run], metrics: Iterable[Metric]) -> Iterator[Chart |
                     series.append(found)
         if not lines:
             continue
-        if all(map(_is_flat, series)):
-            yield _flat_text(metric.title, metric.unit, series, metric.write)
-            continue
         is_labelled = len({line.dash for line in lines}) > 1
         lines = [replace(line, label=_label(runs, line.hue, line.label if is_labelled else "")) for line in lines]
         limits = dict.fromkeys(limit for run in runs for limit in metric.limits(run))
-        yield Chart(
+        chart = Chart(
             _file_name(metric.title),
             metric.title,
             metric.unit,
             metric.note,
             lines,
             limits=list(limits)[:MAX_LIMITS],
-            legend=_legend(lines, series, metric.write),
         )
+        yield _with_legend(chart, series)
 
 
 def _rewards(runs: Sequence[Run]) -> Iterator[Chart | str]:
@@ -212,10 +204,6 @@ def _rewards(runs: Sequence[Run]) -> Iterator[Chart | str]:
             if len(means):
                 by_name.setdefault(reward.name, []).append((hue, reward, means))
     for name, logged in by_name.items():
-        title, series = f"Reward {name}", [means for _, _, means in logged]
-        if all(map(_is_flat, series)):
-            yield _flat_text(title, "", series, number)
-            continue
         lines, bands, highest = [], [], []
         for hue, reward, means in logged:
             lines.append(Line(means.steps, means.values, _label(runs, hue), hue))
@@ -224,16 +212,16 @@ def _rewards(runs: Sequence[Run]) -> Iterator[Chart | str]:
             band = _band(runs[hue], reward, hue) if len(runs) <= 2 else None
             if band is not None:
                 bands.append(band)
-        yield Chart(
+        chart = Chart(
             _file_name(f"reward {name}"),
-            title,
+            f"Reward {name}",
             f"of at most {number(max(highest))}" if highest else "",
             "Shaded: the middle half of the completions." if bands else "",
             lines,
             bands,
             range=(0.0, max(highest)) if highest else None,
-            legend=_legend(lines, series, number),
         )
+        yield _with_legend(chart, [means for _, _, means in logged])
 
 
 def _band(run: Run, reward: RunReward, hue: int) -> Band | None:
@@ -270,28 +258,25 @@ def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
         yield Chart("evaluation", "Accuracy on held-out problems", "share right", note, bars=bars)
 
 
-def _held_out(runs: Sequence[Run]) -> Iterator[Chart]:
+def _held_out(runs: Sequence[Run]) -> Iterator[Chart | str]:
     """Yield a chart of the accuracy in evaluations during training, if there were any."""
-    lines, points, legend = [], [], []
+    series, lines, points = [], [], []
     for hue, run in enumerate(runs):
-        accuracy = run.held_out_accuracy()
-        if not accuracy:
-            continue
-        values = [share.value for _, share in accuracy]
-        line = Line([step for step, _ in accuracy], values, _label(runs, hue), hue)
-        lines.append(line)
-        points += [(hue, step, share) for step, share in accuracy]
-        legend.append((line.style, line.label, f"{percent(values[0])} → {percent(values[-1])}"))
+        if accuracy := run.held_out_accuracy():
+            shares = Series([step for step, _ in accuracy], [share.value for _, share in accuracy])
+            series.append(shares)
+            lines.append(Line(shares.steps, shares.values, _label(runs, hue), hue))
+            points += [(hue, step, share) for step, share in accuracy]
     if lines:
-        yield Chart(
+        chart = Chart(
             "held-out-accuracy",
             "Accuracy on the held-out split while training",
             "share right",
             "Completions with a positive correctness reward. Whiskers: 95 % intervals.",
             lines,
             points=points,
-            legend=legend,
         )
+        yield _with_legend(chart, series)
 
 
 def labelled(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
@@ -322,20 +307,16 @@ def _is_flat(series: Series) -> bool:
     return max(series.values) / 2 - min(series.values) / 2 <= FLAT * largest / 2
 
 
-def _flat_text(title: str, unit: str, series: Sequence[Series], write: Callable[[float], str]) -> str:
-    values = ", ".join(dict.fromkeys(write(one.values[0]) for one in series))
-    return f"{title} {values} {unit}" if unit and not unit.startswith("share") else f"{title} {values}"
-
-
-def _legend(
-    lines: Sequence[Line], series: Sequence[Series], write: Callable[[float], str]
-) -> list[tuple[str, str, str]]:
-    """Return style, label and text of each line. The text has the means of the first and the last quarter."""
+def _with_legend(chart: Chart, series: Sequence[Series]) -> Chart | str:
+    """Return a chart with the values at the start and the end of each line, or a text if no line ever changes."""
+    if all(map(_is_flat, series)):
+        values = ", ".join(dict.fromkeys(chart.format(one.values[0]) for one in series))
+        return f"{chart.title} {values}" if chart.is_share else f"{chart.title} {values} {chart.unit}".rstrip()
     legend = []
-    for line, one in zip(lines, series, strict=True):
-        ends = write(one.end) if len(one) == 1 else f"{write(one.start)} → {write(one.end)}"
-        legend.append((line.style, line.label, ends))
-    return legend
+    for line, one in zip(chart.lines, series, strict=True):
+        first, last = chart.format(one.start), chart.format(one.end)
+        legend.append((line.style, line.label, last if len(one) == 1 else f"{first} → {last}"))
+    return replace(chart, legend=legend)
 
 
 def _label(runs: Sequence[Run], hue: int, label: str = "") -> str:

@@ -2,7 +2,8 @@
 
 The page begins with the answer: is the policy better, did the checks find a problem, and what was run. It holds its
 charts inline, loads nothing and runs no script, so that it can be mailed, archived and read on a phone. The charts are
-also written as SVG files into the same folder. The page's text is in `templates/`.
+also written as SVG files into the same folder, and all completions as a page of their own (`completions_page`). The
+page's text is in `templates/`.
 """
 
 from __future__ import annotations
@@ -26,21 +27,24 @@ from grpo_recipes.evaluation import accuracy
 from grpo_recipes.evaluation.estimates import Estimate, mcnemar, paired_difference
 from grpo_recipes.reports import cards, charts
 from grpo_recipes.reports.charts import number, percent
-from grpo_recipes.reports.diagnostics import CHECKS, Diagnosis, diagnose, looks_for
+from grpo_recipes.reports.completions_page import TEMPLATES, policy, write_completions_page
+from grpo_recipes.reports.diagnostics import CHECKS, NOT_CHECKED, Diagnosis, diagnose, looks_for
 from grpo_recipes.reports.pictures import Group, groups, labelled
 from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATED, EVALUATIONS, read_table, write_atomically
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.terminal import visible_lines
 
-TEMPLATES = Path(__file__).parent / "templates"
-
 
 def write_report(runs: Sequence[Run], folder: Path) -> Path:
-    """Write `report.html` and an SVG file for each chart into a folder, and return the page's path."""
+    """Write `report.html`, the completions and an SVG file for each chart into a folder. Return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = groups(runs)
-    text = page(runs, drawn)  # before anything is written, because it reads all files of the runs
+    described = [_described(run, hue) for hue, run in enumerate(runs)]  # reads all files, before anything is written
+    for place, (run, values) in enumerate(zip(runs, described, strict=True), start=1):
+        name = "completions.html" if place == 1 else f"completions-{place}.html"
+        values["all_completions"] = write_completions_page(run, folder, name, _environment(), _style())
+    text = page(runs, drawn, described)
     for group in drawn:
         for chart in group.charts:
             write_atomically(folder / f"{chart.name}.svg", chart.standalone())
@@ -49,33 +53,46 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
     return path
 
 
-def page(runs: Sequence[Run], drawn: Sequence[Group]) -> str:
+def page(runs: Sequence[Run], drawn: Sequence[Group], described: Sequence[Mapping[str, Any]]) -> str:
     """Return the HTML of the page.
 
     Args:
         runs: One or more runs.
         drawn: Their charts.
+        described: Values of the template for each run.
     """
-    style = charts.palette() + charts.MARKS + (TEMPLATES / "report.css").read_text(encoding="utf-8")
-    described = [_described(run, hue) for hue, run in enumerate(runs)]
-    required = {one["requirement"] for run in described for one in run["evaluations"] if one["requirement"]}
+    style = _style()
+    evaluations = [evaluation for run in runs for evaluation in run.evaluations.values()]
+    strict = [evaluation["settings"].get("strict") for evaluation in evaluations]
+    required = {accuracy.describe(rewards) for rewards in strict if rewards}
     bars = [chart for group in drawn for chart in group.charts if chart.bars]
-    return _template().render(
-        style=Markup(style),
-        title=" and ".join(run.name for run in runs),
-        named=len(runs) > 1,
-        runs=described,
-        groups=[group for group in drawn if group],
-        first=bars[0] if bars and len(runs) == 1 else None,  # the chart beside the answer
-        many=any(run.evaluations[label].get("pass_at") for run in runs for label in run.evaluations),
-        requirements="; ".join(sorted(required)),
-        made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    return (
+        _environment()
+        .get_template("report.html")
+        .render(
+            style=Markup(style),
+            policy=policy(style),
+            title=" and ".join(run.name for run in runs),
+            named=len(runs) > 1,
+            runs=described,
+            groups=[group for group in drawn if group],
+            first=bars[0] if bars and len(runs) == 1 else None,  # the chart beside the answer
+            many=any(evaluation.get("pass_at") for evaluation in evaluations),
+            has_rewards=any(evaluation.get("rewards") for evaluation in evaluations),
+            requirements="; ".join(sorted(required)),
+            made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        )
     )
 
 
+def _style() -> str:
+    """Return the CSS of every page."""
+    return charts.palette() + charts.MARKS + (TEMPLATES / "report.css").read_text(encoding="utf-8")
+
+
 @cache
-def _template() -> jinja2.Template:
-    """Return the page's template. It escapes every value, and makes characters visible that show nothing."""
+def _environment() -> jinja2.Environment:
+    """Return the templates. They escape every value, and make characters visible that show nothing."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -85,7 +102,8 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters["coded"] = _coded
-    return environment.get_template("report.html")
+    environment.filters["estimate"] = _estimate
+    return environment
 
 
 def _coded(text: str) -> Markup:
@@ -93,25 +111,26 @@ def _coded(text: str) -> Markup:
     return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", str(escape(visible_lines(text)))))
 
 
+def _estimate(found: Mapping[str, float] | None) -> str:
+    """Return a share or a mean with its interval, or a dash if it was not measured."""
+    return "–" if found is None else str(Estimate.from_dict(found))
+
+
 def _described(run: Run, hue: int) -> dict[str, Any]:
     """Return the template's values for a run."""
     diagnosis, pairs = diagnose(run), paired_completions(run)
     counts, changes = cards.changes(pairs, cards.tags_of(run))
-    evaluations = labelled(run)
     return {
         "name": run.name,
         "hue": hue % charts.HUES,
         "verdict": verdict(run, pairs),
         "checked": _checked(diagnosis),
-        "coverage": diagnosis.coverage,
-        "looks_fine": diagnosis.looks_fine,
-        "has_checks": diagnosis.checked > 0,
+        "diagnosis": diagnosis,
         "checks": _checks(diagnosis),
         "facts": _facts(run),
         "made_with": _made_with(run.record),
         "state": _state(run),
-        "evaluations": [_evaluation(label, evaluation) for label, evaluation in evaluations],
-        "rewards": [row for label, evaluation in evaluations for row in _reward_rows(label, evaluation)],
+        "evaluations": labelled(run),
         "cards": cards.cards(run),
         "counts": counts,
         "changes": changes,
@@ -228,16 +247,17 @@ def _checked(diagnosis: Diagnosis) -> str:
         return diagnosis.coverage
     found = len({finding.check for finding in diagnosis.findings})
     result = f"{found} found something" if found else "none found anything"
-    return f"{diagnosis.checked} of {len(CHECKS)} checks had data, {result}"
+    return f"{diagnosis.checked} of {diagnosis.applicable} checks had data, {result}"
 
 
 def _checks(diagnosis: Diagnosis) -> list[dict[str, str]]:
-    """Return every check with its state, what it looks for, and its sentence or reason."""
+    """Return every check with its result, its sentence, and what a check without data looks for."""
     clauses = {check.__name__: looks_for(check) for check in CHECKS}
     checks = []
-    for state, name, text in diagnosis.rows():
-        clause = clauses.get(name, "")
-        checks.append({"name": name, "state": state, "looks_for": clause[:1].upper() + clause[1:], "text": text})
+    for result, name, text in diagnosis.rows():
+        if result == NOT_CHECKED:
+            text = f"{text}. It looks for {clauses[name]}"
+        checks.append({"name": name, "result": result, "text": text[:1].upper() + text[1:]})
     return checks
 
 
@@ -250,9 +270,6 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         data.append(_last_part(spec.get("name") or spec.get("path") or ""))
     if isinstance(record.get("train_prompts"), int):
         data.append(f"{record['train_prompts']:,} prompts")
-    steps, planned = f"{run.log.last_step:,}", run.config.get("max_steps")
-    if run.is_running and isinstance(planned, int) and planned > run.log.last_step:
-        steps = f"{steps} of {planned:,}"
     tokens, processes = run.series("num_tokens"), record.get("world_size")
     hardware = record.get("hardware") or ""
     if not hardware and processes is not None:
@@ -260,7 +277,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     facts = {
         "Model": _last_part(run.recipe.get("model_name_or_path", "")),
         "Data": ", ".join(filter(None, data)),
-        "Optimizer steps": steps,
+        "Optimizer steps": f"{run.log.last_step:,}",
         "Time in steps": duration(seconds(run)),
         "Tokens": f"{number(tokens.values[-1])} in prompts and completions" if len(tokens) else "",
         "Hardware": str(hardware),
@@ -289,7 +306,10 @@ def _state(run: Run) -> str:
         took = seconds(run)
         left = f", about {duration(took / done * (planned - done))} left" if took and done and planned > done else ""
         return f"This run is still in progress: {progress}{left}."
-    return f"This run was stopped at {progress}." if planned > done else ""
+    if run.fault is not None or planned > done:
+        unknown = "" if run.fault or run.log.has_ended else " No cause was recorded: its process was probably killed."
+        return f"This run was stopped at {progress}.{unknown}"
+    return ""
 
 
 def seconds(run: Run) -> float | None:
@@ -320,35 +340,6 @@ def _last_part(path: Any) -> str:
         return f"{len(path)} sources mixed"
     text = str(path)
     return text if text.count("/") == 1 and not text.startswith(("/", ".", "~")) else Path(text).name
-
-
-# Evaluations and command
-
-
-def _evaluation(label: str, evaluation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an evaluation's shares as text, and what its strict accuracy requires."""
-    strict = evaluation["settings"].get("strict")
-    described = {
-        "label": label,
-        "problems": f"{evaluation['problems']:,}",
-        "passes": ", ".join(f"@{k} {Estimate.from_dict(share)}" for k, share in evaluation.get("pass_at", {}).items()),
-        "requirement": accuracy.describe(strict) if strict else "",
-    }
-    for name in ("strict", "lenient", "majority"):
-        described[name] = _share(evaluation, name)
-    return described
-
-
-def _reward_rows(label: str, evaluation: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return mean and pass rate of each reward in an evaluation, as text."""
-    rows = []
-    for name, entry in evaluation.get("rewards", {}).items():
-        rows.append({"label": label, "name": name, "mean": _share(entry, "mean"), "passed": _share(entry, "passed")})
-    return rows
-
-
-def _share(entry: Mapping[str, Any], name: str) -> str:
-    return str(Estimate.from_dict(entry[name])) if name in entry else ""
 
 
 def _command(record: Mapping[str, Any]) -> str:

@@ -11,24 +11,25 @@ import math
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from grpo_recipes.evaluation.estimates import Estimate, mean_share
+from grpo_recipes.process.faults import FAULT_FILES
 from grpo_recipes.runs import completions, files
-from grpo_recipes.runs.checkpoints import branch_of, numbered
+from grpo_recipes.runs.checkpoints import numbered, step_in_name
 from grpo_recipes.runs.lock import is_held
 from grpo_recipes.runs.record import read_record
-from grpo_recipes.runs.resume import last_launch
 from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import one_line
-from grpo_rewards.files import UnreadableFile, open_ordinary
+from grpo_rewards.files import UnreadableFile, open_ordinary, relative_to
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import REGISTERED, TRL_REWARDS, resolve
 
@@ -41,13 +42,21 @@ LINE_BYTES = 1 << 23
 MAX_METRICS = 20_000
 """Largest number of metrics. Each one has a column, so many names would take many times the size of the file."""
 
+MAX_STEPS = 1000
+"""Largest number of steps whose completions are read."""
+
 _HEAD_BYTES = 1 << 16
+Item = TypeVar("Item")
 _ENTRY: files.Shape = {"step": files.STEP}
 _FIX = "restore or remove the file"
 
 
-class OutOfTime(files.RunError):
-    """Raised when a run is too large to be read before the deadline."""
+class NothingLogged(files.RunError):
+    """Error for a folder without a log, or with an empty one."""
+
+
+class OutOfTime(Exception):
+    """Raised when a run is too large to be read before the deadline that the caller has set."""
 
 
 @dataclass
@@ -58,11 +67,15 @@ class Log:
         metrics: Steps and values of each metric, in order of appearance.
         last_step: Highest step of an entry, or 0 if there is none.
         max_steps: Planned number of steps, or 0 if it is unknown.
+        began: Step after which the last launch began, or None if the file does not hold it.
+        has_ended: True if a `_log.jsonl` says that its last launch has ended.
     """
 
     metrics: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
     last_step: int = 0
     max_steps: int = 0
+    began: int | None = None
+    has_ended: bool = False
 
     def add(self, entry: Mapping[str, Any], path: Path) -> None:
         """Add an entry of a file. Raises `RunError` if the file has more than `MAX_METRICS` metrics."""
@@ -78,22 +91,11 @@ class Log:
                 values.append(value)
 
 
-@dataclass
-class _LiveLog:
-    """Contents of a `_log.jsonl`."""
-
-    log: Log
-    began: int | None = None
-    """Step after which the last launch began, or None if the file does not hold it."""
-    has_ended: bool = False
-
-
 def read_log(folder: Path, tick: Callable[[], None] = lambda: None, *, is_running: bool = False) -> Log:
     """Return the log of the run in `folder`.
 
     `_log.jsonl` takes little memory, because each line becomes numbers before the next one is read. It is used if it
-    reaches the last step that the last launch saved. Otherwise the newest `trainer_state.json` is read; one that is
-    damaged is skipped if a checkpoint has an older one.
+    reaches the last step that the last launch saved. Otherwise the newest `trainer_state.json` is read.
 
     Args:
         folder: Folder of the run.
@@ -104,48 +106,31 @@ def read_log(folder: Path, tick: Callable[[], None] = lambda: None, *, is_runnin
         RunError: There is no log, or its files are damaged.
     """
     live = _read_live(folder / files.LIVE, tick)
-    states, damaged = _states(folder, live)
-    for step, path in states:
-        if live is not None and live.log.last_step >= step:
-            return live.log
-        try:
+    for step, path in _states(folder, live):
+        if live is not None and live.last_step >= step:
+            return live
+        with suppress(FileNotFoundError):  # rotation has just removed the checkpoint
             return _read_state(path, tick)
-        except FileNotFoundError:  # rotation has just removed the checkpoint
-            continue
-        except OutOfTime:
-            raise
-        except files.RunError as error:
-            damaged = error
-    if damaged is not None:
-        raise damaged
     if live is None:
-        raise files.RunError(f"{folder}: no `{STATE}` here or in a checkpoint; name the `output_dir` of a run")
-    if not live.log.last_step:
+        raise NothingLogged(f"{folder}: no `{STATE}` here or in a checkpoint; name the `output_dir` of a run")
+    if not live.last_step:
         found = "has logged nothing yet: ask again after its first step" if is_running else "logged nothing"
-        raise files.RunError(f"{folder}: the run {found}")
-    return live.log
+        raise NothingLogged(f"{folder}: the run {found}")
+    return live
 
 
-def _states(folder: Path, live: _LiveLog | None) -> tuple[list[tuple[int, Path]], files.RunError | None]:
-    """Return the saved states of the last launch with their steps, newest first, and an error for a damaged one."""
+def _states(folder: Path, live: Log | None) -> list[tuple[int, Path]]:
+    """Return the saved states of the last launch with their steps, newest first."""
     states: list[tuple[int, Path]] = []
-    damaged: files.RunError | None = None
-    launch = last_launch(folder)
     for checkpoint in numbered(folder):
-        step = int(checkpoint.name.rpartition("-")[2])
-        # A later checkpoint of an earlier launch belongs to an abandoned branch.
-        if (checkpoint / STATE).exists() and launch.holds(branch_of(checkpoint), step):
-            states.append((step, checkpoint / STATE))
-    try:
+        if (checkpoint / STATE).exists():
+            states.append((step_in_name(checkpoint), checkpoint / STATE))
+    with suppress(FileNotFoundError):
         step = _last_step(folder / STATE)
         # A launch writes its own state at its end. Before, the file is from an earlier launch, perhaps abandoned.
         if live is None or live.began is None or live.has_ended or step <= live.began:
             states.append((step, folder / STATE))
-    except FileNotFoundError:
-        pass
-    except files.RunError as error:
-        damaged = error
-    return sorted(states, key=lambda state: state[0], reverse=True), damaged
+    return sorted(states, key=lambda state: state[0], reverse=True)
 
 
 def _last_step(path: Path) -> int:
@@ -174,17 +159,17 @@ def _read_state(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
     return log
 
 
-def _read_live(path: Path, tick: Callable[[], None]) -> _LiveLog | None:
+def _read_live(path: Path, tick: Callable[[], None]) -> Log | None:
     """Return the contents of a `_log.jsonl`, or None if there is no such file. Raises `RunError` if it is damaged."""
-    live = _LiveLog(Log())
+    live = Log()
     try:
         for entry in _lines(path):
             if files.STEP.holds(entry.get("max_steps")):
-                live.began, live.log.max_steps = entry["step"], entry["max_steps"]
+                live.began, live.max_steps = entry["step"], entry["max_steps"]
             elif entry.get("ended") is True:
                 live.has_ended = True
             else:
-                live.log.add(entry, path)
+                live.add(entry, path)
             tick()
     except FileNotFoundError:
         return None
@@ -310,13 +295,18 @@ class Run:
             within: Seconds from now after which reading, here or later, raises `OutOfTime`.
 
         Raises:
-            RunError: The folder holds no log, or a file is damaged.
+            RunError: The folder holds neither a log nor the cause of a failure, or a file is damaged.
         """
         if not folder.is_dir():
-            raise files.RunError(f"{folder}: there is no such folder; name the `output_dir` of a run")
-        run = cls.read_evaluations(folder, within)
-        is_running = is_held(folder)
-        return replace(run, log=read_log(folder, run.check_time, is_running=is_running), is_running=is_running)
+            place = f"there is no such folder{relative_to(folder)}"
+            raise files.RunError(f"{folder}: {place}; name the `output_dir` of a run")
+        run = replace(cls.read_evaluations(folder, within), is_running=is_held(folder))
+        try:
+            return replace(run, log=read_log(folder, run.check_time, is_running=run.is_running))
+        except NothingLogged:
+            if run.fault is None:
+                raise
+            return run  # the run failed in its first step, and its cause can be shown
 
     @classmethod
     def read_evaluations(cls, folder: Path, within: float = math.inf) -> Run:
@@ -346,6 +336,19 @@ class Run:
         """Plain values of TRL's configuration, defaults included, or {}."""
         return self.record.get("config", {})
 
+    @cached_property
+    def fault(self) -> Mapping[str, Any] | None:
+        """Contents of the file in which the rank that failed first wrote the cause, or None.
+
+        A run that reached its last step has none: the file is then that of an earlier launch with more ranks.
+        """
+        if self.is_running or 0 < self.log.max_steps <= self.log.last_step:
+            return None
+        found = []
+        for path in sorted(self.folder.glob(FAULT_FILES)):
+            found.append(redacted(files.read_object(path, files.FAULT)))
+        return min(found, key=lambda fault: fault["time"], default=None)
+
     def series(self, key: str) -> Series:
         """Return the values logged under a key, or an empty series."""
         self.check_time()
@@ -356,15 +359,10 @@ class Run:
         """Return the logged keys that start with `prefix`, in order of appearance."""
         return [key for key in self.log.metrics if key.startswith(prefix)]
 
-    @property
-    def knows_weights(self) -> bool:
-        """True if `run.json` holds the rewards' weights. A run of TRL alone has none."""
-        return "rewards" in self.record
-
     @cached_property
     def rewards(self) -> list[RunReward]:
         """Rewards of the run, from `run.json`, or else from the keys of the log with weight 1."""
-        if self.knows_weights:
+        if "rewards" in self.record:
             return [RunReward.from_dict(entry) for entry in self.record["rewards"]]
         keys = [key for key in self.logged("rewards/") if key.endswith("/mean")]
         names = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
@@ -393,7 +391,8 @@ class Run:
         """Table of the logged completions without their texts, one row each, in order of steps.
 
         Columns: `file` and `row`, the place of the completion; `step`; `prompt` and `completion`, hashes of the texts;
-        `total`, the weighted sum of the rewards; `pay/NAME`, the value of each reward. A missing value is NaN.
+        `characters`, the length of completion and prompt; `total`, the weighted sum of the rewards; `pay/NAME`, the
+        value of each reward. A missing value is NaN.
         """
         parts = []
         for number, source in enumerate(self.completion_files.kept):
@@ -404,6 +403,7 @@ class Run:
                     "step": batch["step"].astype("int64"),
                     "prompt": [hash(text) for text in batch["prompt"]],
                     "completion": [hash(text) for text in batch["completion"]],
+                    "characters": batch["completion"].str.len() + batch["question"].str.len(),
                     "total": batch["total"].astype(float),
                 }
                 for reward in self.rewards:
@@ -411,7 +411,8 @@ class Run:
                         part[f"pay/{reward.name}"] = batch[reward.name].astype(float)
                 parts.append(pd.DataFrame(part))
         if not parts:
-            return pd.DataFrame({name: [] for name in ("file", "row", "step", "prompt", "completion", "total")})
+            names = ("file", "row", "step", "prompt", "completion", "characters", "total")
+            return pd.DataFrame({name: [] for name in names})
         # The steps of compacted files with different columns may alternate.
         return pd.concat(parts).sort_values("step", kind="stable", ignore_index=True)
 
@@ -421,17 +422,27 @@ class Run:
         Columns: `prompt` and `completion` as text; `question`, the last message of the prompt; the rewards; `total`;
         and `advantage`, `gold` and `verdict` if the file has them.
         """
-        found: dict[tuple[int, int], pd.Series] = {}
+        batches = list(self.batches(rows))
+        if not batches:
+            return pd.DataFrame()
+        places = pd.MultiIndex.from_frame(rows[["file", "row"]].astype("int64"))
+        return pd.concat(batches).loc[places].reset_index(drop=True)
+
+    def batches(self, rows: pd.DataFrame) -> Iterator[pd.DataFrame]:
+        """Yield the completions at some of `rows` as `texts` returns them, in order of files, a batch at a time.
+
+        The index of a batch has the place of each completion: `file` and `row`.
+        """
         for number, places in rows.groupby("file")["row"]:
             source = self.completion_files.kept[int(number)]
             for start, batch in self._completions(source, ("advantage", "gold", "verdict")):
                 end = start + len(batch)
-                for place in places[(places >= start) & (places < end)]:
-                    found[int(number), int(place)] = batch.iloc[place - start]
+                wanted = places[(places >= start) & (places < end)].astype("int64").tolist()
+                if wanted:
+                    places_here = pd.MultiIndex.from_product([[int(number)], wanted], names=["file", "row"])
+                    yield batch.iloc[[place - start for place in wanted]].set_axis(places_here)
                 if places.max() < end:
                     break
-        order = zip(rows["file"].astype(int), rows["row"].astype(int), strict=True)
-        return pd.DataFrame([found[place] for place in order])
 
     def _completions(self, source: completions.Source, more: Iterable[str] = ()) -> Iterator[tuple[int, pd.DataFrame]]:
         """Yield the completions of a file in batches, each with the number of its first row.
@@ -482,16 +493,16 @@ class Run:
         return [(step, mean_share([_mean(right) for right in shares[step].values()])) for step in sorted(shares)]
 
     def _sampled(self, kind: str) -> Sampled:
+        """Return all logged steps, or `MAX_STEPS` of them, evenly spread, the last included."""
         logged = completions.logged(self.folder / completions.FOLDER, kind)
         self.check_time()
-        return Sampled.of(logged)
+        read = spread(logged, MAX_STEPS)
+        return Sampled(completions.sources(read), len(read), len(logged))
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Logged steps of one kind of completions, of which at most `MOST` are read, evenly spread, the last included."""
-
-    MOST: ClassVar[int] = 1000
+    """Logged steps of one kind of completions, of which at most `MAX_STEPS` are read."""
 
     kept: list[completions.Source]
     """Files of the steps that are read."""
@@ -500,14 +511,13 @@ class Sampled:
     count: int
     """Number of steps that were logged."""
 
-    @classmethod
-    def of(cls, steps: list[completions.Logged]) -> Sampled:
-        """Return all steps, or `MOST` of them."""
-        read = steps
-        if len(steps) > cls.MOST:
-            last = len(steps) - 1
-            read = [steps[number * last // (cls.MOST - 1)] for number in range(cls.MOST)]
-        return cls(completions.sources(read), len(read), len(steps))
+
+def spread(items: Sequence[Item], count: int) -> list[Item]:
+    """Return at most `count` items, evenly spread, the first and the last included if there is room for two."""
+    last = len(items) - 1
+    if last < count:
+        return list(items)
+    return [items[number * last // max(1, count - 1)] for number in range(count)]
 
 
 def _kind_by_name(name: str) -> str:

@@ -76,7 +76,7 @@ def test_training_stops_early_and_ends_with_the_best_checkpoint(recipe: Path, tm
     [
         ({"load_best_model_at_end": False}, "`load_best_model_at_end: true`"),
         ({"eval_strategy": "no", "load_best_model_at_end": False}, "set `eval_strategy`"),
-        ({"early_stopping_patience": 0}, "is 0: set it to at least 1"),
+        ({"early_stopping_patience": 0}, "is 0: set a number of at least 1"),
     ],
 )
 def test_stopping_early_needs_evaluations_to_compare(recipe: Path, changes: dict, says: str) -> None:

@@ -102,6 +102,8 @@ HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.m
         ("grpo-recipes", ["plan", "--help"], ["--gpu_memory SIZE", "override the recipe"]),
         ("grpo-recipes", ["evaluate", "--help"], ["--samples N"]),
         ("grpo-recipes", ["diagnose", "--help"], ["output_dir"]),
+        ("grpo-recipes", ["chat", "--help"], ["--prompt TEXT", "Ctrl-D"]),
+        ("grpo-recipes", ["export", "--help"], ["--to FOLDER"]),
         ("grpo-recipes", ["report", "--help"], ["report.html"]),
         ("grpo-recipes", ["--version"], [f"grpo-recipes {__version__}"]),
         ("grpo-rewards", ["--help"], ["list", "score", "check", "convert-internlm2"]),

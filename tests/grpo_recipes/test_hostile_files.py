@@ -293,6 +293,18 @@ VERBS: dict[str, Verb] = {
         lambda scene: cli.main(["merge", str(scene.adapter), "--output", str(scene.folder / "merged")]),
         [*_in("adapter", (*ADAPTER, "README.md")), *_in("policy", (*MODEL, *WEIGHTS))],
     ),
+    "chat": Verb(
+        lambda scene: cli.main(["chat", str(scene.policy), "--prompt", "1", "--max_new_tokens", "2"]),
+        _in("policy", (*MODEL, *WEIGHTS, "run.json")),
+    ),
+    "export": Verb(
+        lambda scene: cli.main(["export", str(scene.policy), "--to", str(scene.folder / "exported")]),
+        _in("policy", (*MODEL, *WEIGHTS, "run.json")),
+    ),
+    "export, an adapter": Verb(
+        lambda scene: cli.main(["export", str(scene.adapter), "--to", str(scene.folder / "exported")]),
+        [*_in("adapter", (*ADAPTER, "README.md", "LICENSE")), *_in("policy", (*MODEL, *WEIGHTS))],
+    ),
 }
 
 
@@ -339,7 +351,7 @@ def _is_harmless(file: str, fault: str) -> bool:
         return True
     if fault == "a byte order mark" and name.startswith("rows"):
         return True
-    if name in ("README.md", "prompt.txt"):
+    if name in ("README.md", "LICENSE", "prompt.txt"):
         return fault not in (
             "a pipe",
             "a folder",

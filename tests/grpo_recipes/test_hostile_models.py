@@ -78,13 +78,12 @@ def command(verb: str, folder: Path, model: Path) -> list[str]:
         case "evaluate":
             return [*cli_module, "evaluate", str(model), "--dataset", "gsm8k", "--path", str(rows), "--limit", "4"]
         case "merge":
-            return [
-                *cli_module,
-                "merge",
-                str(adapter_of(model, folder / "adapter")),
-                "--output",
-                str(folder / "merged"),
-            ]
+            adapter = adapter_of(model, folder / "adapter")
+            return [*cli_module, "merge", str(adapter), "--output", str(folder / "merged")]
+        case "export":
+            return [*cli_module, "export", str(model), "--to", str(folder / "exported")]
+        case "chat":
+            return [*cli_module, "chat", str(model), "--prompt", question]
         case _:
             return [*cli_module, verb, str(recipe)]
 
@@ -118,8 +117,8 @@ def memory_of(pid: int) -> Iterator[int]:
 
 
 CASES = [
-    *((verb, kind) for verb in ("plan", "train", "evaluate") for kind in (*TEMPLATES, *SIZES, *TOKENIZERS)),
-    *(("merge", kind) for kind in SIZES),
+    *((verb, kind) for verb in ("plan", "train", "evaluate", "chat") for kind in (*TEMPLATES, *SIZES, *TOKENIZERS)),
+    *((verb, kind) for verb in ("merge", "export") for kind in SIZES),
 ]
 QUICK = {("plan", "large")}
 
@@ -169,7 +168,7 @@ def test_ctrl_c_ends_a_command_with_one_line(
         raise KeyboardInterrupt
 
     line = command(verb, tmp_path, hostile_model(tmp_path / "model", ""))
-    monkeypatch.setattr("grpo_recipes.process.bounded_child.readable", interrupted)
+    monkeypatch.setattr("grpo_recipes.process.bounded_child._answer", interrupted)
     before = set(psutil.Process().children())  # children of other tests in this process
     assert cli.main(line[3:]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "stopped by Ctrl-C"

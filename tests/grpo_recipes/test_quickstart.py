@@ -83,57 +83,17 @@ def test_the_shipped_recipe_passes_its_checks(tmp_path):
     assert [reward.name for reward in checked.rewards] == ["gsm8k_correctness", "well_formed"]
 
 
-@pytest.fixture
-def counted_fine_tuning(monkeypatch):
-    calls = []
-    monkeypatch.setattr(quickstart, "fine_tune", lambda *args: calls.append(args))
-    return calls
-
-
-def test_a_policy_made_by_equal_settings_is_used_again(counted_fine_tuning, tmp_path, capsys):
-    warm_start(SMALL, PROMPTS, tmp_path / "policy")
-    weights = (tmp_path / "policy" / "model.safetensors").read_bytes()
-    warm_start(SMALL, PROMPTS, tmp_path / "policy")
-    assert len(counted_fine_tuning) == 1
-    assert "using it again" in capsys.readouterr().out
-    assert (tmp_path / "policy" / "model.safetensors").read_bytes() == weights
-
-
-@pytest.mark.parametrize(
-    ("settings", "prompts"),
-    [
-        (WarmStart(demonstrations=300, seed=1), PROMPTS),
-        (WarmStart(demonstrations=300, learning_rate=1e-3), PROMPTS),
-        (SMALL, DatasetSpec("arithmetic", system_prompt="none")),
-    ],
-)
-def test_other_settings_or_prompts_make_another_policy(counted_fine_tuning, tmp_path, settings, prompts):
-    warm_start(SMALL, PROMPTS, tmp_path / "policy")
-    warm_start(settings, prompts, tmp_path / "policy")
-    assert len(counted_fine_tuning) == 2
-
-
-def test_an_interrupted_warm_start_is_made_again(monkeypatch, tmp_path):
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(quickstart, "fine_tune", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        warm_start(SMALL, PROMPTS, tmp_path / "policy")
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "policy").mkdir()  # left by an interrupted launch of an earlier version
+def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_path):
+    (tmp_path / "policy" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "policy" / "model.safetensors").write_bytes(b"half")
-    (tmp_path / ".policy.part").mkdir()  # left by a killed launch
-    (tmp_path / ".policy.part" / "checkpoint-1").write_bytes(b"half")
     monkeypatch.setattr(quickstart, "fine_tune", lambda *args: None)
     warm_start(SMALL, PROMPTS, tmp_path / "policy")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() < 1_000_000
-    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
     assert not (tmp_path / "policy" / "checkpoint-1").exists()
 
 
 def test_ctrl_c_in_the_warm_start_prints_one_line(monkeypatch, tmp_path, capsys):
-    """A signal while TRL trains prints no traceback and leaves no file for the next start."""
+    """A signal while TRL trains prints no traceback."""
 
     class Interrupts(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -145,7 +105,6 @@ def test_ctrl_c_in_the_warm_start_prints_one_line(monkeypatch, tmp_path, capsys)
     assert quickstart.main(["--output_dir", str(tmp_path)]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "stopped by Ctrl-C in the warm start: the same command starts again"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_between_the_phases_prints_one_line(monkeypatch, tmp_path, capsys):
@@ -157,17 +116,21 @@ def test_ctrl_c_between_the_phases_prints_one_line(monkeypatch, tmp_path, capsys
     assert capsys.readouterr().err.startswith("stopped by Ctrl-C: ")
 
 
-BEFORE = {"accuracy": 0.25, "low": 0.2, "high": 0.3, "n": 400, "lenient": 0.75}
-AFTER = {"accuracy": 0.875, "low": 0.84, "high": 0.91, "n": 400, "lenient": 0.88}
+def share(value: float) -> dict[str, float]:
+    return {"value": value, "low": value - 0.05, "high": value + 0.05}
+
+
+STRICT = {"first": share(0.25), "second": share(0.875), "difference": share(0.625)}
+COMPARED = {"problems": 400, "warnings": [], "strict": STRICT, "lenient": STRICT}
 
 
 @pytest.fixture
 def staged(monkeypatch):
-    """Replace the three slow phases. Returns the arguments of training, and a list with its exit code, to set."""
-    results = iter([BEFORE, AFTER])
-    asked, status = [], [0]
+    """Replace the slow phases. Returns the arguments of training, and a list with its exit code, to set."""
+    asked, status, evaluated = [], [0], []
     monkeypatch.setattr(quickstart, "warm_start", lambda settings, prompts, folder: folder.mkdir(parents=True))
-    monkeypatch.setattr(quickstart, "evaluate", lambda model, output, recipe: next(results))
+    monkeypatch.setattr(quickstart, "evaluate", lambda model, output, recipe: evaluated.append(output))
+    monkeypatch.setattr(quickstart, "compare", lambda *folders: COMPARED if list(folders) == evaluated else {})
     monkeypatch.setattr(quickstart, "train", lambda arguments: asked.append(arguments) or status[0])
     return asked, status
 
@@ -176,12 +139,10 @@ def test_the_result_is_a_file_and_a_table(staged, tmp_path, capsys):
     asked, _ = staged
     assert quickstart.main(["--seed", "2", "--output_dir", str(tmp_path)]) == 0
     written = json.loads((tmp_path / "evaluation.json").read_text())
-    assert (written["before"], written["after"]) == (BEFORE, AFTER)
-    assert list(written) == ["before", "after", "seconds"]
-    assert written["seconds"] >= 0
+    assert written.pop("seconds") >= 0
+    assert written == COMPARED
     said = capsys.readouterr().out
-    assert "before GRPO   0.250   0.200 - 0.300     0.750" in said
-    assert "after GRPO    0.875   0.840 - 0.910     0.880" in said
+    assert "strict   0.250 [0.200, 0.300]  0.875 [0.825, 0.925]  0.625 [0.575, 0.675]" in said
     recipe = parse_recipe(asked[0])
     assert recipe.training["seed"] == 2
     assert recipe.model["model_name_or_path"] == str(tmp_path / "policy-seed2")
@@ -203,7 +164,7 @@ def test_a_failure_after_the_training_does_not_prevent_the_second_evaluation(sta
     shortened = ["--max_steps", "1", "--max_completion_length", "8"]
     monkeypatch.setattr(quickstart, "train", lambda arguments: train.main([*arguments, *shortened]))
     assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "evaluation.json").read_text())["after"] == AFTER
+    assert json.loads((tmp_path / "evaluation.json").read_text())["strict"] == STRICT
 
 
 @pytest.mark.slow
@@ -216,14 +177,13 @@ def test_it_runs_from_end_to_end_twice(monkeypatch, tmp_path, capsys):
     for _ in range(2):
         assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
         written = json.loads((tmp_path / "evaluation.json").read_text())
-        for label, result in (("before", written["before"]), ("after", written["after"])):
+        for label, side in (("before", "first"), ("after", "second")):
             folder = tmp_path / "grpo-seed0" / "evaluations" / label
             completions = pd.read_parquet(folder / "completions.parquet")
-            assert len(completions) == result["n"] == 8
-            assert completions["strict"].mean() == result["accuracy"]
-            assert completions["lenient"].mean() == result["lenient"]
+            assert len(completions) == written["problems"] == 8
+            assert completions["strict"].mean() == written["strict"][side]["value"]
+            assert completions["lenient"].mean() == written["lenient"][side]["value"]
     assert cli.main(["report", str(tmp_path / "grpo-seed0")]) == 0
     assert (tmp_path / "grpo-seed0" / "report" / "evaluation.svg").is_file()
     said = capsys.readouterr().out
-    assert said.count("using it again") == 1
     assert said.count("replacing the earlier run") == 1

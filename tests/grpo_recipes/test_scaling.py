@@ -137,10 +137,10 @@ def test_a_zero3_run_resumes_before_checkpoints_that_are_cut_off_or_damaged(
     recipe = whole.parent / f"{whole.name}.yaml"
     more = ["--output_dir", str(stopped), "--resume_from_checkpoint", "true"]
     said = launching.launch("zero3_cpu", recipe, *more, TORCH_EXTENSIONS_DIR=extensions)
-    assert "checkpoint-4 was cut off while it was being saved, and is set aside as incomplete-checkpoint-4" in said
-    assert f"{shard} is damaged: its checksum is not the manifest's, and is set aside as damaged-checkpoint-5" in said
+    assert "checkpoint-4 was cut off while it was being saved, and is set aside as checkpoint-4-incomplete" in said
+    assert f"{shard} is damaged: its checksum is not the manifest's, and is set aside as checkpoint-5-damaged" in said
     assert f"resuming from {stopped / 'checkpoint-2'}" in said
-    assert (stopped / "incomplete-checkpoint-4").is_dir()
+    assert (stopped / "checkpoint-4-incomplete").is_dir()
     launching.assert_same_run(whole, stopped)
 
 

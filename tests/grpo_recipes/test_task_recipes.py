@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def trained(folder: Path, words: list[str], rows: list[dict[str, Any]], rewards: list[Any], tokens: int) -> list[float]:
+def trained(
+    folder: Path, words: list[str], rows: list[dict[str, Any]], rewards: list[Any], tokens: int, **dataset: Any
+) -> list[float]:
     """Train a policy with the vocabulary `words`, and return the mean reward of each step."""
     vocabulary = ["<pad>", "<eos>", *words]
     policy = folder / "policy"
@@ -44,7 +47,7 @@ def trained(folder: Path, words: list[str], rows: list[dict[str, Any]], rewards:
     recipe = {
         **RECIPE,
         "model_name_or_path": str(policy),
-        "dataset": {"path": str(data), "prompt_format": "text", "prompt_template": "{{ question }}"},
+        "dataset": {"path": str(data), "prompt_format": "text", "prompt_template": "{{ question }}", **dataset},
         "rewards": rewards,
         "max_completion_length": tokens,
         "output_dir": str(folder / "run"),
@@ -84,6 +87,60 @@ def test_json_objects_are_learnt(tmp_path: Path) -> None:
     words = ['{"age": 7, "name": "x"}', '{"age": "7", "name": "x"}', '{"age": 7}', "{}", "Sure:", "no", "yes"]
     rows = [{"question": f"{n} Sure:", "schema": json.dumps(schema)} for n in range(64)]
     assert rises(trained(tmp_path, words, rows, ["json_schema"], 1), by=0.2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+def test_programs_are_learnt(tmp_path: Path) -> None:
+    # Each program is a single token. Only the first passes both tests.
+    bodies = ["return x + 1", "return 2 * x", "return x", "raise KeyError", "while True: pass", "exit(0)"]
+    words = [f"```python\ndef f(x): {body}\n```" for body in bodies]
+    rows = [{"question": f"{n} Sure:", "tests": ["assert f(1) == 2", "assert f(4) == 5"]} for n in range(64)]
+    reward = {"name": "unit_tests", "kwargs": {"seconds": 1}}
+    assert rises(trained(tmp_path, [*words, "Sure:"], rows, [reward], 1), by=0.2)
+
+
+GOLD = '{"age": 7, "name": "x"}'
+SCHEMA = {"type": "object", "required": ["age", "name"]}
+RIGHT, WRONG = ("```python\ndef f(n): return n + 1\n```", "```python\ndef f(n): return n\n```")
+
+# Words of the policy, columns of every row, reward, keys of the dataset. Each text is a single token.
+TASKS: dict[str, tuple[list[str], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "numbers": (
+        *(["#### 7", "#### 8", "#### 70", "####", "7 7"], {"answer": "7"}),
+        *({"name": "gsm8k_correctness", "kwargs": {"extract": "hashes"}}, {}),
+    ),
+    "boxed": (
+        *([r"\boxed{\frac12}", r"\boxed{\frac13}", r"\boxed{2}", "1/2"], {"answer": r"\frac{2}{4}"}),
+        *({"name": "math_correctness", "kwargs": {"extract": "boxed"}}, {}),
+    ),
+    "classification": (
+        *(["spam", "ham", "spam or ham", "eggs"], {"label": "Spam"}),
+        {"name": "string_match", "kwargs": {"match": "casefold", "extract": "whole"}},
+        {"name": "classification", "labels": ["ham", "spam"], "system_prompt": "none"},
+    ),
+    "extraction": (
+        *([GOLD, '{"age": 8, "name": "x"}', '{"age": 7}', "{}"], {"object": GOLD}),
+        {"name": "json_schema", "kwargs": {"schema": SCHEMA, "gold_column": "answer"}},
+        {"name": "extraction"},
+    ),
+    "code": (
+        *([RIGHT, WRONG, "def f(n): return n + 1", "f"], {"tests": ["assert f(1) == 2", "assert f(-1) == 0"]}),
+        *({"name": "unit_tests", "kwargs": {"rule": "all"}}, {}),
+    ),
+    "text": (
+        *(["trees are planted", "the city plants trees", "no", "news"], {"answer": "The city plants trees."}),
+        *({"name": "string_match", "kwargs": {"match": "f1", "extract": "whole"}}, {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_is_learnt(task: str, tmp_path: Path) -> None:
+    words, columns, reward, dataset = TASKS[task]
+    # The question has words of the vocabulary, because padding alone teaches nothing.
+    rows = [{"question": f"{number} one two", **columns} for number in range(64)]
+    steps = trained(tmp_path, [*words, "one", "two", "so", "well"], rows, [reward], 1, **dataset)
+    assert rises(steps, by=0.2)
 
 
 def polite(request: dict[str, Any], handler: Any) -> tuple[int, Any]:

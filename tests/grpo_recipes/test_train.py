@@ -1,6 +1,7 @@
 """Runs of a tiny policy through the entry point that users launch."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes import GRPOTrainer, train
+from grpo_recipes import GRPOTrainer, cli, train
 from grpo_recipes.data import load as data
 from grpo_recipes.recipe.recipe import shipped
 from grpo_recipes.recipe.specs import DatasetSpec
@@ -95,6 +96,22 @@ def test_a_run_leaves_all_documented_files(tiny_model: Path, gsm8k_file: Path, t
     assert str(tmp_path.parent) not in card
     assert (output / "checkpoint-2").is_dir()
     assert generates(AutoModelForCausalLM.from_pretrained(output), output)
+
+
+@pytest.mark.slow
+def test_a_run_that_a_reward_stops_has_a_report_with_the_completion(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--max_steps=3", "--rewards=tests.support.probe_rewards.broken_later")
+    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", *more)) == 1
+    says = r"`broken_later` raised ValueError: no answer, for each of \d+ rows of this rank's generation after step 1 "
+    assert re.search(says, capsys.readouterr().err.splitlines()[-1])
+    fault = Run.read(tmp_path / "run").fault
+    assert (fault["row"]["reward"], fault["row"]["row"], fault["row"]["step"]) == ("broken_later", 0, 1)
+    assert cli.main(["report", str(tmp_path / "run")]) in (0, 2)
+    page = (tmp_path / "run" / "report" / "report.html").read_text()
+    assert "This run was stopped at step 1 of 3." in page
+    assert "broken_later could not score it" in page
 
 
 def test_a_lora_run_saves_an_adapter_that_peft_loads(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
@@ -295,7 +312,7 @@ def test_other_prompts_are_not_resumed(tiny_model: Path, gsm8k_file: Path, tmp_p
     assert "`dataset.split` was train[:20] and is train[20:]" in capsys.readouterr().err.splitlines()[-1]
     rows.write_text(rows.read_text().replace("Ann", "Ben"))
     assert train.main([*given, "--dataset.split=train[:20]", "--resume_from_checkpoint=true"]) == 2
-    assert "train_prompts_sha256 was" in capsys.readouterr().err.splitlines()[-1]
+    assert "the column `prompt` of the dataset has changed" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_refused_recipe_leaves_nothing_and_prints_one_line(
@@ -391,7 +408,9 @@ def test_a_run_without_a_terminal_prints_little_and_can_be_read_under_way(
     logged = Run.read(folder).log
     (folder / "_log.jsonl").unlink()
     (tmp_path / "trainer_state.json").rename(folder / "trainer_state.json")
-    assert Run.read(folder).log == logged == finished.log
+    state = Run.read(folder).log
+    assert state.metrics == logged.metrics == finished.log.metrics
+    assert (state.last_step, state.max_steps) == (logged.last_step, logged.max_steps) == (2, 2)
 
 
 def test_a_run_without_a_step_has_failed(
@@ -421,7 +440,9 @@ def test_ctrl_c_saves_and_a_resume_ends_like_an_uninterrupted_run(
     assert "Traceback" not in said.out + said.err
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
     assert not (output / "model.safetensors").exists()
+    assert Run.read(output).fault["sentence"].startswith("stopped by Ctrl-C after step 2 of 4")
     assert train.main([*given(output, "interrupted_once"), "--resume_from_checkpoint=true"]) == 0
+    assert Run.read(output).fault is None
     assert train.main(given(tmp_path / "alone", "distinct_characters")) == 0
     one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("run", "alone"))
     for name, value in one.items():
@@ -443,6 +464,7 @@ def test_a_second_ctrl_c_stops_at_once(
         said = capsys.readouterr().err
         assert said.splitlines()[-1].startswith("stopped by Ctrl-C: ")
         assert rest in said.splitlines()[-1]
+        assert rest in json.loads((output / "fault-rank0.json").read_text())["sentence"]
         assert "Traceback" not in said
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

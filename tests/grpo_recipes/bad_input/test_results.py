@@ -30,13 +30,13 @@ RESULTS: list[Case] = [
     Case("grpo-recipes report run other", ("report.html",), 0, {**stored.run_files(), **stored.run_files("other")}),
     Case(
         "grpo-recipes diagnose run",
-        ("nothing looks wrong", "8 of 11 checks had data", "length_into_cap (no `run.json` holds"),
+        ("nothing looks wrong", "8 of 11 checks had data", "no `run.json` holds `max_completion_length`"),
         0,
         stored.run_files(record=None),
     ),
     Case(
         "grpo-recipes diagnose run",
-        ("nothing looks wrong", "identical_completions (fewer than four groups"),
+        ("nothing looks wrong", "fewer than four groups of completions"),
         0,
         stored.run_files(completions=None),
     ),
@@ -49,14 +49,14 @@ RESULTS: list[Case] = [
     Case("grpo-recipes diagnose run", ("nothing looks wrong",), 0, stored.run_files(evaluation=None)),
     Case(
         "grpo-recipes diagnose run",
-        ("kl_blow_up (`kl` was not logged",),
+        ("kl_blow_up", "`kl` was not logged"),
         0,
         stored.run_files(state={"log_history": [{**entry, "kl": None} for entry in stored.HISTORY]}),
     ),
     Case(
         "grpo-recipes diagnose run",
-        ("nothing looks wrong",),
-        0,
+        ("run/trainer_state.json", "can't be read as JSON"),
+        2,
         {
             **stored.run_files(state=CUT_STATE),
             "run/checkpoint-40/trainer_state.json": json.dumps({"log_history": stored.HISTORY}),

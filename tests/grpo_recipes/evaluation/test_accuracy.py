@@ -175,7 +175,7 @@ def test_our_own_rewards_of_a_strangers_run_are_measured_in_a_sum_and_a_gate_too
 def test_a_reward_that_returns_no_scores_is_named(value: Any) -> None:
     reward = accuracy.MeasuredReward("mine", lambda **_: value, None)
     with pytest.raises(UserError, match="reward `mine` can't score the held-out rows"):
-        reward.scores(["p", "q"], ["a", "b"], {})
+        accuracy.reward_values([reward], ["p", "q"], ["a", "b"], {})
 
 
 def test_compared_rewards_are_paired() -> None:
@@ -214,5 +214,5 @@ def test_the_interval_of_a_mean_is_students_interval(n: int, quantile: float) ->
 
 
 def test_one_problem_has_no_interval() -> None:
-    with pytest.raises(ValueError, match="no interval of a mean from 1 problems"):
+    with pytest.raises(ValueError, match="requires at least two data points"):
         mean_value([1.0])

@@ -48,9 +48,9 @@ def same_stream() -> Iterator[None]:
 def stock(model: Any, prompts: list[str], settings: Settings, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the completions of transformers' own loop."""
     with monkeypatch.context() as patched:
-        patched.setattr(engines.Padded, "_use_stock_loop", lambda *_: None)
+        patched.setattr(Transformers, "_use_stock_loop", lambda *_: None)
         patched.setattr(engines, "unfit", lambda _: "in a test")
-        engine = engines.Padded(model, byte_tokenizer())
+        engine = Transformers(model, byte_tokenizer())
         engine.stock_because = "in a test"
         return engine(prompts, settings)
 
@@ -139,7 +139,7 @@ def test_padded_batches_are_used_for_stop_strings_on_a_gpu(monkeypatch: pytest.M
     """Continuous batching in transformers does not support stop strings."""
     calls: list[str] = []
     monkeypatch.setattr(engines, "complete_continuously", lambda *_: calls.append("continuously"))
-    monkeypatch.setattr(engines.Padded, "__call__", lambda *_: calls.append("padded"))
+    monkeypatch.setattr(Transformers, "complete_padded", lambda *_: calls.append("padded"))
     engine = Transformers(SimpleNamespace(device=torch.device("cuda")), byte_tokenizer())
     engine(["1"], Settings())
     engine(["1"], Settings(stop=("b",)))
@@ -162,8 +162,8 @@ def test_an_evaluation_uses_the_stop_strings_of_its_recipe(tmp_path: Path, monke
     )
     from grpo_recipes import cli
 
-    monkeypatch.setattr(evaluate, "is_missing", lambda _: False)
-    monkeypatch.setattr(evaluate, "weights_fingerprint", lambda _: None)
+    monkeypatch.setattr(engines, "is_missing", lambda _: False)
+    monkeypatch.setattr(evaluate, "weights_fingerprint", lambda _: {})
     command = ["evaluate", "owner/m", "--recipe", str(recipe), "--limit", "2", "--output", str(tmp_path / "e")]
     assert cli.main(command) == 0
     assert seen[0].stop == ("</answer>",)

@@ -3,11 +3,22 @@
 import itertools
 import math
 
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_recipes.evaluation.estimates import Estimate, mcnemar, mean_share, paired_difference, pass_at_k
+from grpo_recipes.evaluation.estimates import (
+    Estimate,
+    confusion,
+    describe,
+    mcnemar,
+    mean_share,
+    paired_difference,
+    pass_at_k,
+)
+from grpo_recipes.runs.files import CONFUSION
+from grpo_rewards.terminal import rendered
 
 # The two-sided 95 % point of the standard normal distribution, from tables.
 Z = 1.959963984540054
@@ -47,7 +58,7 @@ def test_the_interval_of_a_share_of_0_or_1_is_one_sided() -> None:
 
 
 def test_an_interval_needs_a_problem() -> None:
-    with pytest.raises(ValueError, match="without a problem"):
+    with pytest.raises(ValueError, match="at least one data point"):
         mean_share([])
 
 
@@ -132,3 +143,86 @@ def test_a_difference_is_second_minus_first() -> None:
     difference = paired_difference([0.0] * 50 + [1.0] * 50, [1.0] * 100)
     assert difference.value == 0.5
     assert 0.38 < difference.low < 0.5 < difference.high < 0.62
+
+
+# Labels
+
+
+def answered(*rows: tuple[str, str | None], samples: int = 1) -> pd.DataFrame:
+    """Return the table of an evaluation with these golds and answers."""
+    golds, answers = zip(*rows, strict=True)
+    problems = [place // samples for place in range(len(rows))]
+    right = [gold.casefold() == (answer or "").casefold() for gold, answer in rows]
+    return pd.DataFrame({"problem": problems, "gold": golds, "answer": answers, "lenient": right})
+
+
+def test_a_confusion_matrix_counts_answers_by_gold() -> None:
+    spam = [("spam", "spam")] * 3 + [("spam", "ham"), ("spam", "no idea")]
+    ham = [("ham", "HAM "), ("ham", "ham"), ("ham", "spam"), ("ham", None), ("ham", "ham")]
+    labels = confusion(answered(*spam, *ham))
+    assert labels is not None
+    assert CONFUSION.holds(labels)
+    assert (labels["names"], labels["problems"]) == (["ham", "spam"], [5, 5])
+    assert labels["answers"] == [[3, 1, 1], [1, 3, 1]], "rows: gold, columns: ham, spam, no label"
+    assert labels["accuracy"] == [share(3, 5).as_dict()] * 2
+
+
+def test_the_accuracy_of_a_label_is_clustered_by_problem() -> None:
+    rows = [("a", "a"), ("a", "b")] * 5 + [("b", "b")] * 10
+    labels = confusion(answered(*rows, samples=2))
+    assert labels["problems"] == [5, 5]
+    assert labels["accuracy"] == [mean_share([0.5] * 5).as_dict(), mean_share([1.0] * 5).as_dict()]
+
+
+def test_numbers_are_labels_in_any_form_and_in_order() -> None:
+    labels = confusion(answered(*[("10", "10.0")] * 5, *[("2", "2")] * 5))
+    assert labels["names"] == ["2", "10"]
+    assert labels["answers"] == [[5, 0, 0], [0, 5, 0]]
+
+
+def test_a_letter_names_the_number_of_the_choice_for_which_it_was_right() -> None:
+    rows = [("0", "A"), ("0", "B"), ("0", "A"), ("0", "C"), ("0", "A"), ("1", "B"), ("1", "A"), ("1", "B")]
+    table = answered(*rows, ("1", "B"), ("1", "B"))
+    table["lenient"] = [gold == str("AB".find(answer)) for gold, answer in zip(table.gold, table.answer, strict=True)]
+    assert confusion(table)["answers"] == [[3, 1, 1], [1, 4, 0]]
+
+
+@pytest.mark.parametrize(
+    "golds",
+    [
+        ["a"] * 20,  # one label
+        [f"{place}" for place in range(100)],  # as many golds as problems
+        [f"label {place}" for place in range(21)] * 10,
+        ["a", "b" * 61] * 10,
+        ["a"] * 5 + ["b"] * 4,  # fewer than five problems per label
+    ],
+)
+def test_golds_that_are_no_labels_have_no_confusion_matrix(golds: list[str]) -> None:
+    assert confusion(answered(*[(gold, gold) for gold in golds])) is None
+
+
+def test_the_terminal_shows_the_matrix_and_each_label() -> None:
+    labels = confusion(answered(*[("yes", "no")] * 5, *[("no", "no")] * 5))
+    parts = describe({"problems": 10, "settings": {"samples": 1}, "labels": labels})
+    lines = [line.split() for line in rendered(parts).splitlines()]
+    assert ["gold", "no", "yes", "no", "label"] in lines
+    assert ["yes", "5", "0", "0"] in lines
+    assert ["no", "5", "1.000", "[0.566,", "1.000]"] in lines, "Wilson's interval of 5 of 5"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"names": ["a"] * 21},
+        {"names": ["a", 3]},
+        {"answers": [[1, 2, 3]]},
+        {"answers": [[1, 2], [3, 4]]},
+        {"answers": [[1, 2, -3], [1, 2, 3]]},
+        {"accuracy": []},
+        {"problems": None},
+    ],
+)
+def test_a_damaged_confusion_matrix_is_refused(change: dict) -> None:
+    labels = confusion(answered(*[("yes", "no")] * 5, *[("no", "no")] * 5))
+    assert CONFUSION.holds(labels)
+    assert not CONFUSION.holds({**labels, **change})

@@ -156,6 +156,7 @@ def test_strict_accuracy_requires_what_the_recipe_requires(
 CITIES = {"choices": ["Rome", "Paris"], "answer": "B"}
 AGE = {"schema": '{"required": ["age"], "properties": {"age": {"type": "integer"}}}'}
 QUIET = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, {}]}
+TESTS = {"tests": ["assert x == 1", "assert x < 3"]}
 DECLARED = [  # rewards of a recipe; columns of a row; strictly right completions; others
     (["choice_correctness"], CITIES, ["The answer is B.", "<answer>Paris</answer>"], ["A", "A or B", ""]),
     (["choice_correctness", "well_formed"], CITIES, ["<think>a</think><answer>B</answer>"], ["B"]),
@@ -167,6 +168,7 @@ DECLARED = [  # rewards of a recipe; columns of a row; strictly right completion
      ["<answer>red cats</answer>", "<answer>the red big cat</answer>"]),
     ([{"name": "json_schema", "kwargs": {"pay": 3}}], AGE, ['{"age": 3}'], ['{"age": "3"}', "{}", "3"]),
     (["instructions", "repetition"], QUIET, ['"a"'], ['"a, b"', "a"]),
+    (["unit_tests"], TESTS, ["```python\nx = 1\n```", "```\nx = 1.0\n```"], ["x = 1", "```python\nx = 2\n```"]),
     ([{"name": "gate", "reward": "choice_correctness", "only_if": "tag_count"}], CITIES,
      ["<think>a</think><answer>B</answer>"], ["B", "<think>a</think><answer>A</answer>"]),
 ]  # fmt: skip
@@ -193,6 +195,21 @@ def test_golds_may_be_in_another_column(tokenizer, tmp_path: Path):
     assert table[["strict", "lenient"]].values.tolist() == [[True, True], [False, True], [False, False]]
     with pytest.raises(ValueError, match="needs the dataset column `solution`"):
         scripted_run(tokenizer, ["p0"], output, tmp_path / "f", strict=strict)
+
+
+def test_every_accepted_gold_is_right(tokenizer, tmp_path: Path):
+    output = {
+        "p0": TAGGED,
+        "p1": "The answer is eighteen.",
+        "p2": "<think>x</think><answer>eighteen</answer>",
+        "p3": "17",
+    }
+    columns = {"answer": [["18", "eighteen"]] * 4}
+    summary, _ = scripted_run(tokenizer, list(output), output, tmp_path / "e", columns)
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert table[["strict", "lenient"]].values.tolist() == [[1, 1], [0, 1], [1, 1], [0, 0]]
+    assert table["gold"].tolist() == ["18 or eighteen"] * 4
+    assert summary["strict"]["value"] == 0.5
 
 
 def test_the_named_choice_is_the_stated_answer(tokenizer, tmp_path: Path):

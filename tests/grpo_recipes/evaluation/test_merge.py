@@ -78,6 +78,6 @@ def test_models_that_cannot_be_merged_are_refused(policy: Path, tmp_path: Path) 
         merge.merge(run, policy)
     config = run / "adapter_config.json"
     config.write_text(config.read_text().replace(str(policy), "/nowhere/base"))
-    with pytest.raises(UserError, match="/nowhere/base can't be loaded"):
+    with pytest.raises(UserError, match="its base /nowhere/base is missing: set `base_model_name_or_path`"):
         merge.merge(run, tmp_path / "model")
     assert not (tmp_path / "model").exists()

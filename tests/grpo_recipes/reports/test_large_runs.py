@@ -86,7 +86,7 @@ def test_completions_of_too_many_steps_are_sampled_evenly_and_reported(
     table = pd.DataFrame(healthy_completions()).query("step == 10")
     for step in range(41, 70):
         table.assign(step=step).to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
-    monkeypatch.setattr(run_module.Sampled, "MOST", 5)
+    monkeypatch.setattr(run_module, "MAX_STEPS", 5)
     run = Run.read(folder)
     assert sorted(run.rows["step"].unique()) == [10, 45, 53, 61, 69]
     assert diagnostics.diagnose(run).coverage.endswith("of the completions, 5 of 33 steps were read, evenly spread")

@@ -116,6 +116,11 @@ RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
         {"record": {**RECORD, "unscorable_golds": {"count": 3, "total": 4, "rows": [{}, None]}}},
         1, "",
     ),
+    "a fault without a time": ({"fault": {"sentence": "no"}}, 2, "has no `time`"),
+    "a fault of a completion that is a number": (
+        {"fault": {"sentence": "no", "time": 1, "row": {"reward": "x", "row": 0, "prompt": "", "completion": 7}}},
+        2, "`row` has no `step`",
+    ),
     "a cap that is text": ({"record": {**RECORD, "config": {"max_completion_length": "256"}}}, 2, "not an integer"),
 }  # fmt: skip
 
@@ -153,7 +158,13 @@ def test_a_malformed_run_gets_a_sentence(
 
 def test_charts_with_equal_file_names_are_all_kept(tmp_path: Path) -> None:
     entries = [
-        {"step": step, "rewards/a b/mean": 1.0 * step, "rewards/a-b/mean": 2.0 * step, "rewards/A/b/mean": 3.0 * step}
+        {
+            "step": step,
+            "kl": 0.1,
+            "rewards/a b/mean": 1.0 * step,
+            "rewards/a-b/mean": 2.0 * step,
+            "rewards/A/b/mean": 3.0 * step,
+        }
         for step in (1, 2)
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps(state(*entries)))

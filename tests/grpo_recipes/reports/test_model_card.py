@@ -124,4 +124,4 @@ def test_measured_accuracy_is_shown_with_its_intervals(tmp_path: Path) -> None:
     }
     (folder / "evaluation.json").write_text(json.dumps({"problems": 400, "settings": {"samples": 1}, **shares}))
     text = card(tmp_path / "run").text
-    assert "| `evaluate`, after | 400 | 0.750 (0.705 to 0.790) | 0.800 (0.760 to 0.840) |" in text
+    assert "| `evaluate`, after | 400 | 0.750 [0.705, 0.790] | 0.800 [0.760, 0.840] |" in text

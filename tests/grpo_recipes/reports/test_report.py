@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import tarfile
@@ -20,7 +21,7 @@ from grpo_recipes.reports import cards as examples
 from grpo_recipes.reports.pictures import groups
 from grpo_recipes.reports.report import paired_completions, verdict, write_report
 from grpo_recipes.reports.run import Run
-from tests.support.browser import Browser, chromium
+from tests.support.browser import CONTRAST, OUTSIDE, Browser, chromium
 from tests.support.synthetic import healthy_completions, ramp, write_run
 
 SHARE = {"value": 0.4, "low": 0.35, "high": 0.45}
@@ -75,7 +76,7 @@ def report(*arguments: Path | str, code: int = 0) -> Page:
 
 def test_the_page_is_self_contained_and_has_all_facts(run_folder: Path) -> None:
     page = report(run_folder)
-    assert all(tag == "a" and value.startswith("#") for tag, value in page.loads)
+    assert all(tag == "a" and (value.startswith("#") or value == "completions.html") for tag, value in page.loads)
     assert not {"script", "link", "iframe"} & set(page.tags)
     for words in (
         "KL to the reference reaches 3",
@@ -198,6 +199,18 @@ def test_the_verdict_names_what_was_not_measured(tmp_path: Path) -> None:
     assert "accuracy before training was not measured" in page
 
 
+def test_the_labels_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    evaluation(folder, "after", BETTER, [True, True, True, False])
+    path = folder / "evaluations" / "after" / "evaluation.json"
+    labels = {"names": ["<b>ham", "spam"], "problems": [2, 2], "answers": [[41, 2, 3], [4, 52, 6]]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "labels": {**labels, "accuracy": [SHARE, BETTER]}}))
+    page = report(folder)
+    rows = re.sub(r"\s+", " ", page.text)
+    assert "Labels of the evaluation after: number of completions" in rows
+    assert "gold<b>hamspamno labelproblemsaccuracy <b>ham412320.400 [0.350, 0.450] spam452620.800" in rows
+
+
 def test_constant_metrics_are_a_line_of_text(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     state = json.loads((folder / "trainer_state.json").read_text())
@@ -244,7 +257,8 @@ def test_two_runs_share_their_charts(run_folder: Path, tmp_path: Path) -> None:
     assert page.pictures == alone
     assert "run-a and run-b" in page.text
     assert "run-b: nothing looks wrong" in page.text
-    assert "run-b: 9 of 11 checks had data; not checked: kl_blow_up (`kl` was not logged)" in page.text
+    assert "run-b: 9 of 11 checks had data." in page.text
+    assert "kl was not logged. It looks for a KL to the reference above 1 nat per token." in page.text
 
 
 def test_a_run_with_hardly_any_metric_has_a_report(tmp_path: Path) -> None:
@@ -253,6 +267,56 @@ def test_a_run_with_hardly_any_metric_has_a_report(tmp_path: Path) -> None:
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.0, "reward": None}]}))
     assert "nothing could be checked" in report(folder, code=2).text
     assert cli.main(["report", str(tmp_path / "missing")]) == 2
+
+
+def stopped(folder: Path, **row: object) -> Path:
+    """Let the run in a folder stop at step 40 of 100, on a completion with these values."""
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "max_steps": 100}))
+    entry = {"reward": "judge", "row": 3, "prompt": "What is it?", "completion": "no number", "step": 40, **row}
+    fault = {"sentence": "reward `judge` raised ValueError: no.", "rank": 0, "time": 5.0, "row": entry}
+    (folder / "fault-rank0.json").write_text(json.dumps(fault))
+    later = {"sentence": "lost contact", "rank": 1, "time": 6.0}
+    (folder / "fault-rank1.json").write_text(json.dumps(later))
+    return folder
+
+
+def test_a_stopped_run_shows_its_cause_and_the_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = stopped(write_run(tmp_path / "run"), completion="<answer>no</answer> number")
+    page = report(folder)
+    assert "This run was stopped at step 40 of 100." in page.text
+    assert "No cause was recorded" not in page.text
+    assert "The run stopped: reward judge raised ValueError: no." in page.text
+    card = examples.cards(Run.read(folder))[0]
+    assert (card.title, card.prompt, card.step) == ("Stopped the run", "What is it?", 40)
+    assert "".join(piece.text for piece in card.pieces) == "<answer>no</answer> number"
+    assert "judge could not score it" in page.text
+    capsys.readouterr()
+    assert cli.main(["diagnose", str(folder)]) == 1
+    assert re.search("problem +stopped +the run stopped: reward `judge` raised", capsys.readouterr().out)
+
+
+def test_a_run_that_failed_in_its_first_step_has_a_report(tmp_path: Path) -> None:
+    folder = stopped(write_run(tmp_path / "run"))
+    shutil.rmtree(folder / "completions")
+    (folder / "trainer_state.json").unlink()
+    page = report(folder, code=2)
+    assert "no number" in page.text
+    assert "reward judge raised ValueError" in page.text
+
+
+def test_the_cause_of_an_earlier_launch_is_not_shown(tmp_path: Path) -> None:
+    folder = stopped(write_run(tmp_path / "run"))
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "max_steps": 40}))
+    assert Run.read(folder).fault is None
+
+
+def test_a_run_that_was_killed_has_no_cause(tmp_path: Path) -> None:
+    folder = stopped(write_run(tmp_path / "run"))
+    for path in folder.glob("fault-*.json"):
+        path.unlink()
+    assert "No cause was recorded: its process was probably killed." in report(folder).text
 
 
 # In a browser
@@ -266,39 +330,6 @@ VIEWS: dict[str, dict[str, Any]] = {
     "print": ON_PAPER,
     "print from a dark screen": {**ON_PAPER, "dark": True},
 }
-
-# Lowest contrast between a text and its background, as WCAG 2 defines it, and that text.
-CONTRAST = """(() => {
-  const rgb = colour => colour.match(/[\\d.]+/g).map(Number);
-  const channel = v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const behind = element => {
-    for (let at = element; at; at = at.parentElement) {
-      const paint = rgb(getComputedStyle(at).backgroundColor);
-      if (paint.length === 3 || paint[3] === 1) return paint;
-    }
-    return [255, 255, 255];
-  };
-  let worst = [99, ""];
-  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (texts.nextNode()) {
-    const element = texts.currentNode.parentElement, style = getComputedStyle(element);
-    if (!texts.currentNode.data.trim() || !element.getClientRects().length) continue;
-    const paint = rgb(element.closest("svg") ? style.fill : style.color);
-    const pair = [light(paint), light(behind(element))].sort((a, b) => b - a);
-    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
-    if (ratio < worst[0]) worst = [ratio, texts.currentNode.data.trim().slice(0, 40)];
-  }
-  return worst;
-})()"""
-
-# Elements outside the window, and elements cut off inside a box that does not scroll.
-OUTSIDE = """[...document.querySelectorAll("body *")].filter(element => {
-  const box = element.getBoundingClientRect(), style = getComputedStyle(element);
-  if (element.closest(".skip") || element.closest("thead") || element.closest("svg") || !box.width) return false;
-  const cut = element.scrollWidth > element.clientWidth + 1 && style.overflowX === "hidden";
-  return box.right > innerWidth + 1 || box.left < -1 || cut;
-}).map(element => element.tagName + "." + element.className + ": " + element.textContent.slice(0, 40))"""
 
 
 @pytest.fixture(scope="module")
@@ -404,7 +435,9 @@ def test_headings_links_and_charts_are_accessible(run_folder: Path, browser: Bro
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert tab.evaluate("[...document.querySelectorAll('a')].every(a => document.getElementById(a.hash.slice(1)))")
+    assert tab.evaluate(
+        "[...document.querySelectorAll('a[href^=\"#\"]')].every(a => document.getElementById(a.hash.slice(1)))"
+    )
     order = tab.evaluate(
         "[...document.querySelectorAll('svg.chart')].every(s => s.getAttribute('aria-label').length > 20)"
     )

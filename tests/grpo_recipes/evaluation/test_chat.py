@@ -1,0 +1,259 @@
+"""`grpo-recipes chat`: prompts as in training, answers as they are generated, and what Ctrl-C leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from grpo_recipes import cli
+from grpo_recipes.evaluation import chat
+from grpo_recipes.evaluation.chat import Chat, Prompting, converse
+from grpo_recipes.evaluation.engines import Transformers
+from grpo_recipes.evaluation.settings import Settings
+from grpo_rewards.errors import UserError
+from grpo_rewards.terminal import visible_lines
+from tests.support.tiny import byte_tokenizer, chat_tokenizer, policy
+
+QUESTION = "Ann has 3 pens and buys 4 more. How many pens does Ann have now?"
+SYSTEM = (
+    "Solve the math problem step-by-step, providing reasoning in <think> tags and the final answer in <answer> tags."
+)
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\u202e ok\n"
+
+
+def greedy(folder: Path, prompt: str, count: int) -> str:
+    """Return the greedy completion of a rendered prompt, by one forward pass over all tokens per token."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    start = ids.shape[1]
+    with torch.no_grad():
+        while ids.shape[1] < start + count:
+            token = model(input_ids=ids).logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, token], 1)
+            if token.item() == tokenizer.eos_token_id:
+                break
+    return tokenizer.decode(ids[0, start:], skip_special_tokens=True)
+
+
+def test_one_prompt_is_answered_as_the_recipe_prompts(tiny_model: Path, capsys: Any) -> None:
+    options = ["--recipe", "quickstart", "--temperature", "0", "--max_new_tokens", "12"]
+    assert cli.main(["chat", str(tiny_model), *options, "--prompt", QUESTION]) == 0
+    prompt = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    expected = greedy(tiny_model, prompt, 12)
+    assert expected.strip()
+    captured = capsys.readouterr()
+    assert captured.out == visible_lines(expected) + "\n"
+    assert "(cut at 12 tokens" in captured.err
+
+
+def test_filters_of_the_training_apply_and_published_settings_do_not(
+    tiny_model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model, run)
+    published = json.loads((run / "generation_config.json").read_text())
+    (run / "generation_config.json").write_text(json.dumps({**published, "suppress_tokens": [*range(3, 400)]}))
+    config = {"temperature": 0.7, "top_k": 1, "max_completion_length": 12}
+    dataset = {"name": "arithmetic", "system_prompt": "none"}
+    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": dataset}, "config": config}))
+    assert cli.main(["chat", str(run), "--prompt", QUESTION]) == 0
+    expected = greedy(tiny_model, f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n", 12)
+    assert capsys.readouterr().out == visible_lines(expected) + "\n"
+
+
+def test_the_run_decides_prompt_temperature_and_length(tiny_model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model, run)
+    dataset = {"name": "gsm8k", "path": "rows.jsonl", "system_prompt": "none", "prompt_template": "Q: {{ question }}"}
+    config: dict[str, Any] = {"temperature": 0.5, "top_k": -1, "top_p": 0.9, "max_completion_length": 7}
+    config["chat_template_kwargs"] = {"enable_thinking": False}
+    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": dataset}, "config": config}))
+    (run / "checkpoint-3").mkdir()
+    for folder in (run, run / "checkpoint-3"):
+        talk = begun(chat.Request(model=str(folder)))
+        assert (talk.settings.temperature, talk.settings.max_new_tokens) == (0.5, 7)
+        assert talk.sampling == {"temperature": 0.5, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.0}
+        assert talk.prompting.template_kwargs == {"enable_thinking": False}
+        assert talk.prompting.prompt([talk.prompting.message("2 + 2?")]) == [{"role": "user", "content": "Q: 2 + 2?"}]
+
+
+def begun(request: chat.Request) -> Chat:
+    """Return the conversation of a request, without a model."""
+    recipe = chat.recipe_of(request.model, request.recipe)
+    sampling = chat.training_sampling(recipe)
+    settings = chat._settings(request, recipe, sampling["temperature"])
+    return Chat(Transformers(policy(), byte_tokenizer()), chat._prompting(request, recipe), settings, sampling)
+
+
+def test_a_seed_repeats_the_answers(tiny_model: Path, capsys: Any) -> None:
+    answers = []
+    for seed in ("0", "0", "1"):
+        assert cli.main(["chat", str(tiny_model), "--prompt", "1", "--seed", seed, "--max_new_tokens", "8"]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_control_characters_of_an_answer_are_escaped(talk: Scripted, capsys: Any) -> None:
+    talk.script = [HOSTILE]
+    assert talk.chat.answer("hello") == HOSTILE
+    assert capsys.readouterr().out == r"\x1b[2J\x1b]0;owned\x07\u202e ok" + "\n\n"
+
+
+class Scripted:
+    """A conversation whose model streams scripted answers. A None in the script is Ctrl-C after the text before it.
+
+    Attributes:
+        prompts: Rendered prompts, one for each answer.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, prompting: Prompting) -> None:
+        tokenizer = chat_tokenizer()
+        model = policy(eos_token_id=257, pad_token_id=257)
+        self.script: list[str | None] = []
+        self.prompts: list[str] = []
+        self.chat = Chat(
+            Transformers(model, tokenizer), prompting, Settings(max_new_tokens=100, strict=None), {"top_p": 1.0}
+        )
+
+        def generate(input_ids: torch.Tensor, streamer: Any, **options: Any) -> torch.Tensor:
+            self.prompts.append(tokenizer.decode(input_ids[0]))
+            streamer.put(input_ids)
+            text = self.script.pop(0)
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+            for token in tokens:
+                streamer.put(torch.tensor([token]))
+            if self.script and self.script[0] is None:
+                del self.script[0]
+                raise KeyboardInterrupt
+            streamer.put(torch.tensor([257]))
+            streamer.end()
+            return torch.cat([input_ids, torch.tensor([[*tokens, 257]])], 1)
+
+        monkeypatch.setattr(model, "generate", generate)
+
+
+@pytest.fixture
+def talk(monkeypatch: pytest.MonkeyPatch) -> Scripted:
+    return Scripted(monkeypatch, Prompting(system="Be brief.", is_text=False))
+
+
+def asked(*lines: str | type[BaseException]) -> Callable[[], str]:
+    """Return a function that returns one line after another, raises the exceptions among them, and then EOFError."""
+    left: Iterator[Any] = iter([*lines, EOFError])
+
+    def ask() -> str:
+        line = next(left)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return ask
+
+
+def turns(*contents: str) -> str:
+    """Return the rendered prompt of a conversation, by the template of `chat_tokenizer`."""
+    roles = ["system", *["user", "assistant"] * len(contents)]
+    messages = [f"<|im_start|>{role}\n{text}<|im_end|>" for role, text in zip(roles, contents, strict=False)]
+    return "".join(messages) + "<|im_start|>assistant\n"
+
+
+def test_a_conversation_continues_until_an_empty_line(talk: Scripted, capsys: Any) -> None:
+    talk.script = ["one", "two", "three"]
+    converse(talk.chat, asked("a", "b", "", "c"))
+    assert talk.prompts == [
+        turns("Be brief.", "a"),
+        turns("Be brief.", "a", "one", "b"),
+        turns("Be brief.", "c"),
+    ]
+    captured = capsys.readouterr()
+    assert captured.out == "one\ntwo\nthree\n"
+    assert "a new conversation" in captured.err
+
+
+def test_each_line_is_one_prompt_for_a_model_of_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Scripted(monkeypatch, Prompting(system="Be brief.", is_text=True))
+    talk.script = ["one", "two"]
+    converse(talk.chat, asked("a", "b"))
+    assert talk.prompts == ["Be brief.\na", "Be brief.\nb"]
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_printed(talk: Scripted, capsys: Any) -> None:
+    talk.script = ["half of", None, "two"]
+    converse(talk.chat, asked("a", "b"))
+    assert talk.prompts[1] == turns("Be brief.", "a", "half of", "b")
+    captured = capsys.readouterr()
+    assert captured.out == "half of\ntwo\n"
+    assert captured.err.count("Ctrl-C again") == 1
+
+
+def test_ctrl_c_twice_leaves(talk: Scripted) -> None:
+    talk.script = ["half", None, "never"]
+    converse(talk.chat, asked("a", KeyboardInterrupt, "b"))
+    assert talk.script == ["never"]
+    talk.script = ["said"]
+    converse(talk.chat, asked(KeyboardInterrupt, "a", KeyboardInterrupt, KeyboardInterrupt, "b"))
+    assert talk.script == [], "a line between two interruptions"
+    assert len(talk.prompts) == 2
+
+
+def test_a_refused_message_is_not_in_the_conversation(talk: Scripted, capsys: Any) -> None:
+    talk.script = ["one", "two"]
+    converse(talk.chat, asked("a", "x" * 200, "b\ud800", "c"))
+    assert talk.prompts[1] == turns("Be brief.", "a", "one", "c")
+    said = capsys.readouterr().err
+    assert "the model's context has 128: begin a new conversation with an empty line" in said
+    assert "the message is not UTF-8" in said
+
+
+def test_an_answer_fits_into_the_context(talk: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    generate = talk.chat.model.generate
+
+    def spy(**options: Any) -> torch.Tensor:
+        seen.append(options["max_new_tokens"] + options["input_ids"].shape[1])
+        return generate(**options)
+
+    monkeypatch.setattr(talk.chat.model, "generate", spy)
+    talk.script = ["one"]
+    talk.chat.answer("x" * 50)
+    assert seen == [128]
+
+
+def test_an_answer_ends_at_a_stop_string_of_the_recipe(capsys: Any) -> None:
+    """A random model of bytes draws each of these letters often."""
+    settings = Settings(temperature=1.0, max_new_tokens=100, strict=None, stop=("e", "a", "1", "W", "b"))
+    talk = Chat(Transformers(policy(), byte_tokenizer()), Prompting(is_text=True), settings, {"top_p": 1.0})
+    torch.manual_seed(0)
+    answers = [talk.answer("1 + 1 =") for _ in range(5)]
+    assert any(answer.endswith(settings.stop) and talk.cut_at is None for answer in answers)
+    assert not any(stop in answer[:-1] for answer in answers for stop in settings.stop)
+
+
+def test_the_form_of_prompts_without_a_key_is_that_of_the_rows(tmp_path: Path, tiny_model: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model, run)
+    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": {"path": str(rows)}}}))
+    request = chat.Request(model=str(run))
+    assert chat._prompting(request, chat.recipe_of(str(run))).is_text is True
+    rows.unlink()
+    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": {"path": str(tmp_path / "gone.jsonl")}}}))
+    with pytest.raises(UserError, match="give --prompt_format conversational or text"):
+        chat._prompting(request, chat.recipe_of(str(run)))
+
+
+@pytest.mark.parametrize("config", [{"temperature": "x"}, {"top_p": 2}, {"temperature": float("nan")}])
+def test_a_damaged_record_is_refused(config: dict[str, Any], tmp_path: Path, tiny_model: Path, capsys: Any) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model, run)
+    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": {"name": "gsm8k"}}, "config": config}))
+    assert cli.main(["chat", str(run), "--prompt", "1"]) == 2
+    assert f"`{next(iter(config))}` is" in capsys.readouterr().err

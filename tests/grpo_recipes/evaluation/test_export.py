@@ -1,0 +1,153 @@
+"""`grpo-recipes export`: the folder computes, ends and samples as the run does, is complete, and stays where it is."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from grpo_recipes import cli
+from grpo_recipes.evaluation.engines import load_engine
+from grpo_recipes.evaluation.export import export
+from grpo_recipes.evaluation.settings import Settings
+from grpo_rewards.errors import UserError
+from tests.support import tiny
+from tests.support.short_runs import moved
+
+PROMPTS = ["1 + 1 =", "33 + 4 =", "b", "a longer prompt", "x"]
+CONFIG = {"temperature": 0.7, "top_k": -1, "generation_kwargs": {"min_p": 0.1, "stop": ["</answer>"]}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a run whose base publishes a penalty and an end token of its own."""
+    folder = tiny.save_policy(tmp_path_factory.mktemp("export") / "run")
+    published = {"repetition_penalty": 1.5, "top_k": 3, "do_sample": True, "eos_token_id": 60, "pad_token_id": 0}
+    (folder / "generation_config.json").write_text(json.dumps(published))
+    (folder / "run.json").write_text(json.dumps({"recipe": {"dataset": {"name": "gsm8k"}}, "config": CONFIG}))
+    (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n\n# the run\n")
+    (folder / "LICENSE").write_text("Apache-2.0\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(run: Path) -> Path:
+    folder = run.with_name("adapter")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    moved(get_peft_model(AutoModelForCausalLM.from_pretrained(run), config)).save_pretrained(folder)
+    return folder
+
+
+def greedy(folder: Path) -> list[str]:
+    """Return the greedy completions that transformers generates from the folder's own files, without any setting."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    found = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt")
+        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=30)
+        found.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["run", "adapter"])
+def test_the_folder_gives_the_greedy_tokens_of_the_run(kind: str, tmp_path: Path, request: Any) -> None:
+    source = request.getfixturevalue(kind)
+    expected = load_engine(str(source))(PROMPTS, Settings(max_new_tokens=30, strict=None))
+    assert len(set(map(len, expected))) > 1, "some end at an end token"
+    export(source, tmp_path / "out")
+    assert greedy(tmp_path / "out") == expected
+    if kind == "run":
+        assert greedy(source) != expected, "by the published settings"
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_generation_config_samples_and_ends_as_training_did(run: Path, tmp_path: Path, capsys: Any) -> None:
+    assert cli.main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    config = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (config.do_sample, config.temperature, config.top_k, config.top_p) == (True, 0.7, 0, 1.0)
+    assert (config.min_p, config.repetition_penalty) == (0.1, 1.0)
+    assert config.eos_token_id == [1, 60]
+    said = capsys.readouterr().out
+    assert "not taken from the model's own generation_config.json: repetition_penalty 1.5, top_k 3" in said
+    assert "'</answer>' in training: send `stop`" in said
+
+
+def test_template_card_and_license_are_in_the_folder(run: Path, tmp_path: Path) -> None:
+    source = tmp_path / "run"
+    shutil.copytree(run, source)
+    tiny.chat_tokenizer().save_pretrained(source)
+    export(source, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.chat_template == tiny.CHATML
+    for name in ("README.md", "LICENSE"):
+        assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
+
+
+def test_the_commands_that_serve_the_folder(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my model"
+    vllm, transformers, llama_cpp = map(shlex.split, export(run, folder).serving_commands())
+    assert vllm == ["vllm", "serve", str(folder), "--dtype", "float32"]
+    assert transformers == ["transformers", "serve", str(folder)]
+    assert llama_cpp[:3] == ["python", "convert_hf_to_gguf.py", str(folder)]
+    assert llama_cpp[3:] == ["--outfile", f"{folder}.gguf", "--outtype", "f32"]
+    serve = pytest.importorskip("transformers.cli.serve", reason="needs typer, which transformers' command brings")
+    assert next(iter(list(inspect.signature(serve.Serve).parameters))) == "force_model", "its first argument"
+
+
+def test_16_bit_weights_keep_their_dtype(tmp_path: Path) -> None:
+    source = tmp_path / "run"
+    tiny.policy().to(torch.bfloat16).save_pretrained(source)
+    tiny.byte_tokenizer().save_pretrained(source)
+    commands = export(source, tmp_path / "out").serving_commands()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
+    assert "--dtype" not in commands[0]
+    assert commands[2].endswith("--outtype bf16")
+
+
+def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = PreTrainedModel.save_pretrained
+
+    def fails(model: Any, place: Path, **options: Any) -> None:
+        save(model, place, **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", fails)
+    target = tmp_path / "folder" / "out"
+    with pytest.raises(UserError, match="out can't be written .*No space left"):
+        export(run, target)
+    assert os.listdir(target.parent) == []
+
+
+def test_an_empty_folder_is_filled_and_others_are_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    export(run, tmp_path / "empty")
+    with pytest.raises(UserError, match="is not empty"):
+        export(run, tmp_path / "empty")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        export(run, tmp_path / "file")
+
+
+def test_no_link_is_followed(run: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    source = tmp_path / "run"
+    shutil.copytree(run, source)
+    (source / "linked").symlink_to(outside)
+    (tmp_path / "dangling").symlink_to(tmp_path / "elsewhere")
+    for target in (source / "linked", source / "linked" / "out", tmp_path / "dangling"):
+        with pytest.raises(UserError, match="link"):
+            export(source, target)
+    assert os.listdir(outside) == []
+    assert not (tmp_path / "elsewhere").exists()

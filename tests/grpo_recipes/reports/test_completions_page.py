@@ -1,0 +1,201 @@
+"""Page with all completions of a run, filtered and searched in a browser, from a file and without a server."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.reports import completions_page
+from grpo_recipes.reports.report import write_report
+from grpo_recipes.reports.run import Run
+from tests.support.browser import CONTRAST, OUTSIDE, Browser, Tab, chromium
+from tests.support.synthetic import healthy_completions, write_run
+
+EVIL = "</script><script>document.title = 1</script><img src=x onerror=document.title=1>\x1b[2J\u202e"
+
+
+def judged() -> list[dict[str, Any]]:
+    """Return the healthy completions with golds and verdicts."""
+    rows = healthy_completions()
+    for row in rows:
+        row |= {"gold": "0", "verdict": "exact" if row["gsm8k_correctness"] else "wrong"}
+    return rows
+
+
+def written(folder: Path, **replaced: Any) -> Path:
+    """Write a run and its report, and return the page with the completions."""
+    run = write_run(folder / "run", **replaced)
+    write_report([Run.read(run)], run / "report")
+    return run / "report" / "completions.html"
+
+
+def data(page: Path) -> tuple[dict[str, Any], list[str], list[list[Any]]]:
+    """Return the names, prompts and completions that a page holds."""
+    packed = re.search('id="data">([A-Za-z0-9+/=]*)</script>', page.read_text(encoding="utf-8"))
+    assert packed is not None
+    names, *items = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    return names, [one for one in items if isinstance(one, str)], [one for one in items if isinstance(one, list)]
+
+
+def test_the_page_holds_every_completion(tmp_path: Path) -> None:
+    page = written(tmp_path, completions=judged())
+    names, prompts, rows = data(page)
+    assert names == {"rewards": ["gsm8k_correctness", "tag_presence"], "tags": ["think", "answer"]}
+    assert prompts == [f"question {step}.{prompt}" for step in (10, 20, 30, 40) for prompt in range(2)]
+    assert len(rows) == 32
+    # Step, prompt, text, gold, verdict, advantage, total, rewards.
+    assert rows[0] == [10, 0, "<answer>0</answer> <b>10</b>", "0", "exact", 1.5, 2.8, 2.0, 0.8]
+    assert rows[-1] == [40, 7, "<answer>3</answer> <b>40</b>", "0", "wrong", -0.5, 0.8, 0.0, 0.8]
+    report = (page.parent / "report.html").read_text()
+    assert '<a href="completions.html">All 32 completions' in report
+    assert "The page holds 32 completions of 4 of 4 logged steps." in report
+    assert "100 million characters of at most 1,000 steps" in report
+
+
+def test_a_page_that_would_be_too_large_keeps_some_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A step has 8 completions of 28 characters, each after a prompt of 13.
+    monkeypatch.setattr(completions_page, "LIMIT", 2 * 8 * (28 + 13))
+    page = written(tmp_path, completions=judged())
+    _, _, rows = data(page)
+    assert sorted({row[0] for row in rows}) == [10, 40]
+    text = page.read_text()
+    assert "The page holds 16 completions of 2 of 4 logged steps." in text
+    assert "The other steps are left out, evenly spread." in text
+
+
+def test_one_step_that_is_too_large_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions_page, "LIMIT", 3 * (28 + 13))
+    page = written(tmp_path, completions=judged())
+    _, _, rows = data(page)
+    assert [row[0] for row in rows] == [40] * 3
+    assert "The page holds 3 completions of 1 of 4 logged steps." in page.read_text()
+
+
+def test_a_run_without_completions_has_no_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for path in (run / "completions").iterdir():
+        path.unlink()
+    write_report([Run.read(run)], run / "report")
+    assert not (run / "report" / "completions.html").exists()
+    assert "completions.html" not in (run / "report" / "report.html").read_text()
+
+
+def test_each_of_several_runs_has_a_page(tmp_path: Path) -> None:
+    runs = [Run.read(write_run(tmp_path / name, completions=judged())) for name in ("a", "b")]
+    report = write_report(runs, tmp_path / "report")
+    assert re.findall(r'href="(completions[^"]*)"', report.read_text()) == ["completions.html", "completions-2.html"]
+    assert "Completions of the run <strong>b</strong>" in (tmp_path / "report" / "completions-2.html").read_text()
+
+
+def evil(place: int) -> dict[str, Any]:
+    row = judged()[place]
+    texts = dict.fromkeys(("prompt", "completion", "gold", "verdict"), f"{EVIL}{place}")
+    return {**row, **texts, EVIL: 1.0}
+
+
+def evil_page(folder: Path) -> Path:
+    rewards = [{"name": EVIL, "source": "x", "weight": 1.0, "kind": "other"}]
+    return written(folder, completions=[evil(place) for place in range(32)], rewards=rewards)
+
+
+def test_no_text_of_a_run_is_in_the_page_but_as_data(tmp_path: Path) -> None:
+    page = evil_page(tmp_path)
+    text = page.read_text()
+    assert "document.title" not in text
+    assert "default-src 'none'; style-src 'sha256-" in html.unescape(text)
+    names, prompts, rows = data(page)
+    for shown in (names["rewards"][0], prompts[0], *rows[0][2:5]):
+        assert shown.startswith("</script><script>document.title")
+        assert shown.isprintable()
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if chromium() is None:
+        pytest.skip("needs Chromium to open the page: apt-get install chromium")
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+# Resolves once the page has shown what it read, or the reason why it can't.
+READ = """new Promise(resolve => {
+  const count = document.getElementById("count");
+  const ask = () => count.textContent.startsWith("Reading") ? setTimeout(ask, 20) : resolve(count.textContent);
+  ask();
+})"""
+SHOWN = "[...document.querySelectorAll('.card')].map(card => card.querySelector('.completion').textContent)"
+
+
+def filtered(tab: Tab, **values: str) -> list[str]:
+    """Set some filters and clear the others, and return the texts of the completions that are shown."""
+    for name in ("search", "verdict", "reward", "reward-from", "reward-to", "step-from", "step-to", "order"):
+        standard = {"reward": "6", "order": "step"}.get(name, "")
+        value = values.get(name.replace("-", "_"), standard)
+        tab.evaluate(f"document.getElementById('{name}').value = {json.dumps(value)}; 0")
+    tab.evaluate("filter(); 0")
+    return tab.evaluate(SHOWN)
+
+
+@pytest.mark.slow
+def test_completions_are_filtered_and_searched(tmp_path: Path, browser: Browser) -> None:
+    page = written(tmp_path, completions=judged())
+    tab = browser.open(page)
+    assert tab.evaluate(READ) == "32 of 32 completions, 1 to 24 shown"
+    assert tab.requests == [page.as_uri()], "nothing is loaded"
+    assert len(filtered(tab)) == 24
+    right = [f"<answer>0</answer> <b>{step}</b>" for step in (10, 10, 20, 20, 30, 30, 40, 40)]
+    assert filtered(tab, verdict="exact") == right
+    assert filtered(tab, reward="7", reward_from="1") == right, "gsm8k_correctness"
+    assert (
+        filtered(tab, reward_to="1", step_from="40", step_to="40")
+        == [f"<answer>{member}</answer> <b>40</b>" for member in (1, 2, 3)] * 2
+    )
+    assert filtered(tab, search="ANSWER>2", step_to="10") == ["<answer>2</answer> <b>10</b>"] * 2
+    assert len(filtered(tab, search="question 30.1")) == 4
+    assert filtered(tab, order="highest")[:8] == right
+    assert filtered(tab, order="lowest")[0] == "<answer>1</answer> <b>10</b>"
+    assert filtered(tab, search="nothing like it") == []
+    filtered(tab)
+    tab.evaluate("document.getElementById('next').click()")
+    assert tab.evaluate("document.getElementById('count').textContent") == "32 of 32 completions, 25 to 32 shown"
+    kinds = "[...document.querySelector('.completion').children].map(part => part.className)"
+    assert tab.evaluate(kinds) == ["tag", "answer", "tag"]
+
+
+@pytest.mark.slow
+def test_texts_of_a_run_do_not_run_in_the_browser(tmp_path: Path, browser: Browser) -> None:
+    page = evil_page(tmp_path)
+    tab = browser.open(page)
+    assert tab.evaluate(READ).startswith("32 of 32 completions")
+    assert tab.evaluate("document.title") == "Completions of run"
+    assert tab.evaluate("document.querySelectorAll('img').length") == 0
+    assert "onerror=document.title" in tab.evaluate(SHOWN)[0]
+    inserted = (
+        "const s = document.createElement('script'); s.textContent = 'document.title = 2'; document.body.append(s)"
+    )
+    assert tab.evaluate(f"{{ {inserted} }} document.title") == "Completions of run", "the policy allows one script"
+    assert tab.requests == [page.as_uri()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_its_screen_and_can_be_read(tmp_path: Path, browser: Browser, width: int, is_dark: bool) -> None:
+    rows = [{**row, "completion": "<think>" + "w" * 900 + "</think>\n" + "word " * 900} for row in judged()]
+    tab = browser.open(written(tmp_path, completions=rows), width=width, dark=is_dark)
+    tab.evaluate(READ)
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    assert tab.evaluate(OUTSIDE) == []
+    ratio, text = tab.evaluate(CONTRAST)
+    assert ratio >= 4.5, text

@@ -1,0 +1,184 @@
+"""Conclusions of a preview, from samples written by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from grpo_recipes.checks.geometry import Geometry
+from grpo_recipes.reports.preview import Completion, Cost, Group, Preview
+from grpo_rewards.registry import BuiltReward, build_rewards
+from grpo_rewards.terminal import rendered
+
+CORRECT, FORMAT = "gsm8k_correctness", "well_formed"
+RIGHT = "<think>1</think>\n<answer>2</answer>"
+GEOMETRY = Geometry(
+    num_processes=2,
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=3,
+    steps_per_generation=3,
+    num_generations=4,
+    num_iterations=1,
+)
+
+
+def sampled(correct: float | None, form: float | None = 1.0, text: str = RIGHT, *, is_cut: bool = False) -> Completion:
+    """Return a completion of 10 tokens with two scores, which weigh 1 and 0.5."""
+    terms = [weight * score for weight, score in ((1.0, correct), (0.5, form)) if score is not None]
+    total = math.fsum(terms) if terms else None
+    return Completion(text, 10, is_cut, {CORRECT: correct, FORMAT: form}, {CORRECT: {}, FORMAT: {}}, total)
+
+
+def preview_of(*groups: Sequence[Completion], rewards: Sequence[BuiltReward] = (), by_reward: bool = False) -> Preview:
+    specs = [CORRECT, {"name": FORMAT, "weight": 0.5}]
+    return Preview(
+        source="mine.yaml",
+        model="a model",
+        generator="group decoding",
+        max_completion_length=10,
+        temperature=1.0,
+        by_reward=by_reward,
+        rewards=rewards or build_rewards(specs, num_generations=4),
+        groups=[Group("a prompt", 5, list(group)) for group in groups],
+        cost=Cost(GEOMETRY, "a GPU", 100, completions=8, tokens=80, generation=4.0, scoring=2.0, training=1.0),
+    )
+
+
+MIXED = [sampled(2.0), sampled(0.0, text="no"), sampled(2.0, text="2"), sampled(0.0, 0.0, "")]
+SOLVED = [sampled(2.0, text=f"{RIGHT}{number}") for number in range(4)]
+FAILED = [sampled(0.0, text=f"{RIGHT}{number}") for number in range(4)]
+
+
+def only_finding(preview: Preview) -> str:
+    (sentence,) = preview.findings()
+    return sentence
+
+
+def test_groups_that_differ_leave_nothing_to_suggest() -> None:
+    assert only_finding(preview_of(MIXED, MIXED, SOLVED)) == "nothing stands in the way: 2 of 3 groups have a gradient"
+
+
+@pytest.mark.parametrize(("flat", "says"), [(SOLVED, "too easy: in 2 of 3"), (FAILED, "too hard: in 2 of 3")])
+def test_problems_that_teach_nothing_are_too_hard_or_too_easy(flat: list[Completion], says: str) -> None:
+    sentence = only_finding(preview_of(flat, MIXED, flat))
+    assert sentence.startswith(says)
+    assert "`dataset.pass_rate`" in sentence
+
+
+def test_a_policy_that_solves_everything_is_not_told_that_the_problems_are_too_hard() -> None:
+    """Where all completions earn the same, what the rewards can pay decides."""
+    assert only_finding(preview_of(SOLVED, SOLVED)).startswith("too easy: in 2 of 2")
+
+
+def test_a_policy_that_solves_nothing_is_told_so() -> None:
+    first, second = preview_of(FAILED, FAILED).findings()
+    assert first == f"`{CORRECT}` pays for none of 8 completions"
+    assert second.startswith("too hard: in 2 of 2")
+
+
+def test_a_reward_without_a_known_maximum_is_judged_by_what_was_paid() -> None:
+    unknown = [replace(reward, highest_pay=None) for reward in build_rewards([CORRECT, FORMAT])]
+    flat = preview_of(SOLVED, SOLVED, rewards=unknown)
+    assert "too easy" in only_finding(flat)
+    zero = [sampled(0.0, 0.0, text=str(number)) for number in range(4)]
+    assert any("all completions earn the same" in sentence for sentence in preview_of(zero, rewards=unknown).findings())
+
+
+def test_a_format_that_is_never_met_is_named_with_the_keys_that_help() -> None:
+    group = [sampled(2.0, 0.0), sampled(0.0, 0.0), sampled(2.0, 0.0, "2"), sampled(0.0, 0.0, "")]
+    sentence = only_finding(preview_of(group))
+    assert f"no completion has the format of `{FORMAT}`" in sentence
+    assert all(key in sentence for key in ("`dataset.system_prompt`", "`tag_presence`", "`model_name_or_path`"))
+    assert "nothing stands in the way" in only_finding(preview_of([*group[:3], sampled(0.0, 1.0)]))
+
+
+def test_an_answer_elsewhere_is_found_by_the_extractor_that_the_suggestion_names() -> None:
+    group = [sampled(0.0, form, f"so #### {form}") for form in (0.0, 1.0, 0.0, 1.0)]
+    sentence = only_finding(preview_of(group))
+    assert "`extract: hashes` finds one in 4 of 4" in sentence
+
+
+def test_completions_at_the_cap_are_counted() -> None:
+    cut = [replace(one, is_cut=True) for one in MIXED[:2]]
+    sentence = only_finding(preview_of([*cut, *MIXED[2:]]))
+    assert sentence.startswith("2 of 4 completions are cut at 10 tokens")
+    assert "`max_completion_length`" in sentence
+    assert "nothing stands in the way" in only_finding(preview_of([cut[0], *MIXED[1:]]))
+
+
+def test_groups_that_repeat_one_text_need_a_higher_temperature() -> None:
+    same = [replace(one, text=RIGHT) for one in MIXED]
+    assert "raise `temperature` above 1" in only_finding(preview_of(same, same, MIXED))
+
+
+def test_a_reward_that_scores_nothing_is_named() -> None:
+    group = [replace(one, scores={CORRECT: None, FORMAT: 1.0}) for one in MIXED]
+    assert only_finding(preview_of(group)).startswith(f"`{CORRECT}` scores none of 4 completions")
+
+
+def test_a_group_is_flat_by_its_total_or_by_every_reward() -> None:
+    """Half a point of format makes up for half a point of correctness, but not where each reward is normalized."""
+    group = [sampled(0.5, 0.0), sampled(0.0, 1.0), sampled(0.5, 0.0), sampled(0.0, 1.0)]
+    assert preview_of(group).as_dict()["zero_variance"]["groups"] == 1
+    assert preview_of(group, by_reward=True).as_dict()["zero_variance"]["groups"] == 0
+
+
+def test_rows_without_a_score_have_no_part_in_a_groups_variance() -> None:
+    group = [sampled(None, None), sampled(2.0), sampled(2.0), sampled(2.0)]
+    assert preview_of(group).as_dict()["zero_variance"]["groups"] == 1
+
+
+def test_the_table_of_rewards_counts_completions_and_groups() -> None:
+    found = preview_of(MIXED, [*SOLVED[:3], sampled(None)]).as_dict()["rewards"]
+    assert found[CORRECT]["mean"] == pytest.approx(10 / 7)
+    assert found[CORRECT]["full"] == pytest.approx(5 / 8)
+    assert (found[CORRECT]["unscored"], found[CORRECT]["varies"]) == (1, 1)
+    assert found[FORMAT]["full"] == pytest.approx(7 / 8)
+
+
+def test_the_cost_of_a_step_is_that_of_one_process() -> None:
+    """A step has 2 × 8 × 3 completions. Each of the 2 processes generates 24, at half a second each."""
+    preview = preview_of(MIXED)
+    cost = preview.as_dict()["cost"]
+    assert cost["tokens_per_second"] == 20
+    assert cost["tokens_per_step"] == 480
+    assert cost["step"] == pytest.approx({"generation": 12, "scoring": 6, "training": 3})
+    again = replace(preview.cost, geometry=replace(GEOMETRY, num_iterations=2))
+    assert again.step() == pytest.approx({"generation": 6, "scoring": 3, "training": 3})
+
+
+def test_a_gradient_without_memory_leaves_the_sample_and_a_suggestion() -> None:
+    preview = preview_of(MIXED)
+    small = replace(preview, cost=replace(preview.cost, training=None))
+    assert only_finding(small).startswith("the loss and its gradient need more memory")
+    assert small.cost.step() == pytest.approx({"generation": 12, "scoring": 6})
+
+
+def test_text_of_the_policy_cannot_control_the_terminal() -> None:
+    hostile = [replace(one, text="\x1b[2J\x1b]0;title\x07\r\u202ehidden") for one in MIXED]
+    said = rendered(preview_of(hostile).describe())
+    assert "\\x1b[2J" in said
+    assert all(letter.isprintable() or letter == "\n" for letter in said)
+
+
+def test_long_texts_are_shown_without_their_middle() -> None:
+    long = [replace(one, text=f"begin {'x' * 10_000} end") for one in MIXED]
+    lines = [replace(one, text="\n".join(f"line {number}." for number in range(1_000))) for one in MIXED]
+    said = rendered(preview_of(long, lines).describe())
+    assert len(said) < 20_000
+    assert "begin x" in said
+    assert "x end" in said
+    assert "line 0." in said
+    assert "line 999." in said
+
+
+def test_only_the_first_prompts_are_shown_and_json_has_all() -> None:
+    preview = preview_of(*[MIXED] * 6)
+    said = rendered(preview.describe())
+    assert said.count("a prompt") == 4
+    assert "4 of 6 prompts are shown" in said
+    assert len(json.loads(json.dumps(preview.as_dict()))["groups"]) == 6

@@ -1,0 +1,234 @@
+"""`grpo-recipes preview` as a user types it, on the quickstart's recipe and its untrained policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+from trl.trainer.utils import RepeatSampler
+
+from grpo_recipes import train
+from grpo_recipes.cli import main
+from grpo_recipes.data.load import load
+from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_rewards import gsm8k_correctness, well_formed
+from tests.support import launching
+
+SHORT = ["--max_completion_length", "8"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in an empty folder, which a preview must leave empty."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def previewed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """Return the preview that `--json` prints, which must be all that it prints to standard output."""
+    assert main(["preview", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_prompts_and_scores_are_those_of_the_recipe(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, empty_folder: Path
+) -> None:
+    found = previewed(capsys, "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "3", *SHORT)
+    spec = parse_recipe(["--config", "quickstart"]).dataset
+    rows = load(spec)
+    order = list(RepeatSampler(rows, mini_repeat_count=8, batch_size=8, shuffle=True, seed=0))[: 3 * 8 : 8]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    assert len(found["groups"]) == 3
+    for index, group in zip(order, found["groups"], strict=True):
+        prompt = rows[index]["prompt"]
+        assert group["prompt"] == tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        assert group["tokens"] == len(tokenizer(group["prompt"])["input_ids"])
+        texts = [one["text"] for one in group["completions"]]
+        golds = [rows[index]["answer"]] * len(texts)
+        pay = {
+            "gsm8k_correctness": gsm8k_correctness(completions=texts, answer=golds),
+            "well_formed": well_formed(completions=texts),
+        }
+        assert len(texts) == 8
+        for place, one in enumerate(group["completions"]):
+            assert one["pay"] == {name: scores[place] for name, scores in pay.items()}
+            assert one["total"] == sum(one["pay"].values())
+            assert one["said"]["gsm8k_correctness"]["gold"] == golds[0]
+            assert 1 <= one["tokens"] <= 8
+            assert one["cut"] or one["tokens"] < 8 or one["text"] == ""
+    assert list(empty_folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_the_completions_are_those_of_the_first_training_step(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path, stop: bool
+) -> None:
+    arguments = ["--model_name_or_path", str(tiny_model), *SHORT, "--temperature", "0.7", "--top_k", "9"]
+    arguments += ["--per_device_train_batch_size", "16", "--rewards", f"{__name__}.letters"]
+    if stop:
+        arguments += ["--generation_kwargs.stop", "[a]"]
+    found = previewed(capsys, "quickstart", *arguments, "--prompts", "2")
+    run = ["--max_steps", "1", "--logging_steps", "1", "--log_completions", "true", "--output_dir", str(tmp_path)]
+    assert train.main(["--config", "quickstart", *arguments, *run]) == 0
+    trained = launching.completions(tmp_path)
+    sampled = [one for group in found["groups"] for one in group["completions"]]
+    assert [one["text"] for one in sampled] == [turns[0]["content"] for turns in trained["completion"]]
+    assert [one["total"] for one in sampled] == pytest.approx(list(trained["letters"]))
+    (logged,) = [entry for entry in launching.log_history(tmp_path) if "frac_reward_zero_std" in entry]
+    assert sum(one["cut"] for one in sampled) / 16 == pytest.approx(logged["completions/clipped_ratio"])
+    assert found["mean_length"] == pytest.approx(logged["completions/mean_length"])
+    assert found["zero_variance"]["value"] == pytest.approx(logged["frac_reward_zero_std"])
+
+
+def test_the_terminal_shows_prompts_scores_and_what_follows(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    assert main(["preview", "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "1", *SHORT]) == 0
+    said = capsys.readouterr().out
+    assert "exactly as the model sees it" in said
+    assert "  | <|im_start|>user\n" in said
+    assert "well_formed 0: reason `does not start with <think>`" in said
+    assert "1 of 1 groups" in said
+    assert "what follows" in said
+    assert "no completion has the format of `well_formed`" in " ".join(said.split())
+    assert all(letter.isprintable() or letter == "\n" for letter in said.replace("�", ""))
+
+
+def test_a_limit_of_the_dataset_is_announced_beside_the_json(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    limit = ["--dataset.max_prompt_tokens", "90", "--dataset.size", "200"]
+    found = previewed(capsys, "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "8", *limit, *SHORT)
+    assert max(group["tokens"] for group in found["groups"]) <= 90
+
+
+def test_another_seed_gives_other_prompts_and_the_same_seed_the_same(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    arguments = ["quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "2", *SHORT]
+    first, again, other = (previewed(capsys, *arguments, "--seed", seed) for seed in ("1", "1", "2"))
+    assert first["groups"] == again["groups"]
+    assert first["groups"] != other["groups"]
+
+
+def test_a_reward_that_raises_ends_in_one_line(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    arguments = ["--model_name_or_path", str(tiny_model), "--rewards", f"{__name__}.raises", *SHORT]
+    assert main(["preview", "quickstart", "--prompts", "1", *arguments]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: reward `raises` raised ZeroDivisionError: no such luck")
+
+
+def letters(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(set(turns[-1]["content"]))) for turns in completions]
+
+
+def raises(completions: list[Any], **columns: Any) -> list[float]:
+    raise ZeroDivisionError("no such luck")
+
+
+async def slow_variety(completions: list[Any], **columns: Any) -> list[float | None]:
+    """Pay nothing for the first completion of a batch, as a reward that can't score it."""
+    return [None, *map(float, range(1, len(completions)))]
+
+
+def test_a_reward_may_be_a_coroutine_and_score_nothing(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    arguments = ["--model_name_or_path", str(tiny_model), "--rewards", f"{__name__}.slow_variety", *SHORT]
+    found = previewed(capsys, "quickstart", "--prompts", "1", *arguments)
+    paid = [one["pay"]["slow_variety"] for one in found["groups"][0]["completions"]]
+    assert paid == [None, *map(float, range(1, 8))]
+    assert found["rewards"]["slow_variety"]["unscored"] == 1
+    assert found["groups"][0]["completions"][0]["total"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["quickstart", "--prompts", "0"], "--prompts is 0: set it to at least 1"),
+        (["quickstart", "--lerning_rate", "1"], "did you mean `learning_rate`"),
+        (["quickstart"], "runs/quickstart/policy-seed0: there is no such folder (relative to "),
+        (["offline-scored-gpt2"], "`offline` trains on recorded responses"),
+        (["quickstart", "--num_generations", "7"], "must be a multiple of `num_generations`"),
+    ],
+)
+def test_what_training_refuses_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    assert main(["preview", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_ctrl_c_ends_in_one_line(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch, empty_folder: Path
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grpo_recipes.training.trainer.GRPOTrainer._generate", interrupt)
+    assert main(["preview", "quickstart", "--model_name_or_path", str(tiny_model), *SHORT]) == 130
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "stopped by Ctrl-C\n")
+    assert list(empty_folder.iterdir()) == []
+
+
+def test_an_adapter_on_a_base_is_sampled(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
+    """A new adapter changes nothing, so its completions are those of the base."""
+    arguments = ["quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "2", *SHORT]
+    base = previewed(capsys, *arguments)
+    adapted = previewed(capsys, *arguments, "--use_peft", "true", "--lora_target_modules", ".*q_proj", "--beta", "0.1")
+    texts = [[one["text"] for group in found["groups"] for one in group["completions"]] for found in (base, adapted)]
+    assert texts[0] == texts[1]
+
+
+def test_more_prompts_than_a_generation_batch_holds_are_sampled_in_several(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path
+) -> None:
+    """A generation batch has 4 prompts in micro-batches of half a group. The prompts are those of one large batch."""
+    model = ["quickstart", "--model_name_or_path", str(tiny_model), *SHORT]
+    small = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8"]
+    found = previewed(capsys, *model, *small, "--prompts", "6", "--gradient_checkpointing", "true", "--beta", "0.1")
+    at_once = previewed(capsys, *model, "--prompts", "6")
+    assert [group["prompt"] for group in found["groups"]] == [group["prompt"] for group in at_once["groups"]]
+    assert found["cost"]["completions"] == 32
+    assert found["cost"]["step"].keys() == {"generation", "scoring", "training"}
+    assert min(found["cost"]["step"].values()) > 0
+
+
+def test_a_gradient_that_does_not_fit_leaves_the_sample(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("grpo_recipes.training.trainer.GRPOTrainer.compute_loss", fails)
+    found = previewed(capsys, "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "2", *SHORT)
+    assert len(found["groups"]) == 2
+    assert found["cost"]["training"] is None
+    assert any("`per_device_train_batch_size`" in sentence for sentence in found["findings"])
+
+
+def test_a_generation_that_does_not_fit_ends_in_one_line(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("grpo_recipes.training.trainer.GRPOTrainer._generate_single_turn", fails)
+    assert main(["preview", "quickstart", "--model_name_or_path", str(tiny_model), *SHORT]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "(CUDA out of memory): lower `per_device_train_batch_size`" in last
+
+
+def test_no_update_is_made(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args, **kwargs: steps.append(args))
+    arguments = ["quickstart", "--model_name_or_path", str(tiny_model), "--learning_rate", "1.0", *SHORT]
+    previewed(capsys, *arguments, "--per_device_train_batch_size", "8", "--prompts", "2")
+    assert steps == []

@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_ROWS ?= slow or not slow
 
-.PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants lint docs bench \
+.PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants notebook lint docs bench \
 	real-model gpu-bundle dist test-oldest next-trl clean
 
 help:  ## this list
@@ -51,6 +51,9 @@ models: $(INSTALLED)  ## every causal language model of transformers and adapter
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
 	$(BIN)/python docs/tutorial.py
+
+notebook: $(INSTALLED)  ## the outputs of notebooks/one_gpu.ipynb, on a CPU with a tiny model
+	$(BIN)/python -m tests.tools.notebook
 
 pictures: $(INSTALLED)  ## the screenshots of README and the documentation, in Chromium
 	$(BIN)/python -m docs.pictures

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 import error_pages
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE_URL = "https://github.com/grpo-recipes/grpo-recipes/blob/main"
@@ -38,7 +39,9 @@ ELSEWHERE = {
 }
 """Pages of the repository that lie outside docs/, by the place that each has in the site."""
 
-ASSETS = ("*.png", "*.svg", "*.js")
+ASSETS = ("*.png", "*.svg", "*.js", "*.css")
+HOW_TO = frozenset({"Start", "Train"})
+"""Sections of the navigation whose pages the search ranks first."""
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]+)?(?=\))")
 
 
@@ -61,12 +64,25 @@ def build(texts: Mapping[str, str], folder: Path) -> int:
     files = {path.relative_to(ROOT / "docs"): path for pattern in ASSETS for path in (ROOT / "docs").rglob(pattern)}
     for place in [*texts, *files]:
         (target / place).parent.mkdir(parents=True, exist_ok=True)
+    first = how_to_pages()
     for place, text in texts.items():
-        (target / place).write_text(text, encoding="utf-8")
+        boost = "---\nsearch: {boost: 4}\n---\n\n" if place in first else ""
+        (target / place).write_text(boost + text, encoding="utf-8")
     for place, path in files.items():
         shutil.copy(path, target / place)
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]  # not --quiet, which hides what --strict counts
     return subprocess.run(command, cwd=folder, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode
+
+
+def how_to_pages() -> set[str]:
+    """Return the pages of the sections `HOW_TO` in mkdocs.yml."""
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    found: set[str] = set()
+    for section in navigation:
+        for title, entries in section.items():
+            if title in HOW_TO:
+                found.update(place for entry in entries for place in entry.values())
+    return found
 
 
 def pages() -> dict[str, str]:

@@ -16,14 +16,48 @@ BASES = frozenset({"UserError", "ValueError"})  # a ValueError about a reward's 
 GAP = "…"
 """Placeholder for each value that a message names."""
 
+VALIDATORS = {
+    "check_number": "`…` is …{}: set a number …",
+    "check_setting": "`…: …` {}: set it to …",
+    "_check_unset": "`dataset.…` {}: remove it",
+    "_check_multiple": "{}, and … is no multiple of …: set `…` to …",
+}
+"""Functions that raise for many keys, with the message around the reason that a caller gives as the last argument."""
+
 HEAD = """# What an error says
 
-Every error message with which a command, a training run or a reward refuses something, grouped by the module that
-raises it. `…` stands for your own values. Each message names what to change. Search for a few words of your message.
+Every error message with which a command, a training run or a reward refuses something, grouped by what you were doing.
+`…` stands for your own values. Each message names what to change. Search for a few words of your message.
 The mark beside a message links to it.
 
 This page is generated from the code that raises the errors.
 """
+
+ACTIVITIES: Mapping[str, tuple[str, ...]] = {
+    "Writing a recipe": ("grpo_recipes/recipe/", "grpo_recipes/plan/init"),
+    "Reading a dataset": ("grpo_recipes/data/",),
+    "Naming rewards and giving them arguments": ("grpo_rewards/",),
+    "Using a judge, a reward model or a schema": (
+        *("grpo_rewards/judge", "grpo_rewards/chat_endpoint", "grpo_rewards/reward_model", "grpo_rewards/internlm2"),
+        "grpo_rewards/schema",
+    ),
+    "Scoring and checking with `grpo-rewards`": ("grpo_rewards/cli",),
+    "Planning, and the checks before a model is loaded": (
+        "grpo_recipes/checks/",
+        "grpo_recipes/plan/",
+        "grpo_recipes/preview",
+    ),
+    "Training": (
+        *("grpo_recipes/train", "grpo_recipes/training/", "grpo_recipes/generation/", "grpo_recipes/process/"),
+        *("grpo_recipes/tools/", "grpo_recipes/quickstart"),
+    ),
+    "Saving and resuming": ("grpo_recipes/runs/", "grpo_recipes/training/saving", "grpo_recipes/training/data_order"),
+    "Evaluating and comparing": ("grpo_recipes/evaluation/",),
+    "Merging and exporting": ("grpo_recipes/evaluation/merge",),
+    "Reading reports and diagnoses": ("grpo_recipes/reports/",),
+    "Any command": ("grpo_recipes/cli", "grpo_rewards/terminal", "grpo_rewards/files"),
+}
+"""Parts of the paths of the modules that raise errors, by what their user was doing, in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -83,23 +117,22 @@ def anchors(found: Iterable[Refusal]) -> dict[str, Refusal]:
 
 def page(source_url: str) -> str:
     """Return the page as Markdown, with links to the files of the repository under `source_url`."""
-    sections: dict[str, list[str]] = defaultdict(list)
+    sections: dict[str, list[str]] = {activity: [] for activity in ACTIVITIES}
     for anchor, one in anchors(refusals()).items():
         where = f"{source_url}/{one.file}#L{one.line}"
-        sections[_title(one.file)].append(
+        sections[activity_of(one.file)].append(
             f'- <a id="{anchor}" href="#{anchor}">¶</a> {_marked_up(one.sentence)} ([code]({where}))'
         )
-    parts = [HEAD, *(f"\n## {title}\n\n" + "\n".join(lines) + "\n" for title, lines in sorted(sections.items()))]
+    parts = [HEAD, *(f"\n## {title}\n\n" + "\n".join(lines) + "\n" for title, lines in sections.items())]
     return "".join(parts)
 
 
-def _title(file: str) -> str:
-    """Return the heading for the messages of a module."""
-    parts = Path(file).with_suffix("").parts
-    name = parts[-1].replace("_", " ")
-    if parts[0] == "rewards":
-        return f"Rewards: {name}"
-    return f"{'Commands' if len(parts) == 2 else parts[1].capitalize()}: {name}"
+def activity_of(file: str) -> str:
+    """Return the heading for the messages of a module. The longest path in `ACTIVITIES` decides."""
+    matches = [(len(path), activity) for activity, paths in ACTIVITIES.items() for path in paths if path in file]
+    if not matches:
+        raise ValueError(f"{file} has messages and no heading: add its folder to ACTIVITIES in docs/error_pages.py")
+    return max(matches)[1]
 
 
 def _marked_up(sentence: str) -> str:
@@ -147,6 +180,9 @@ class Reader:
         """Yield the line and the text of each message in a module."""
         for scope, call in _calls(tree):
             name = ast.unparse(call.func).rpartition(".")[2]
+            if name in VALIDATORS:
+                for reason in self._texts(call.args[-1], scope, 0):
+                    yield call.lineno, VALIDATORS[name].format(reason)
             if not call.args or not (name in self.errors or name == "error"):
                 continue
             texts = self._texts(call.args[0], scope, 0)

@@ -20,6 +20,13 @@ RUN = Path("runs/quickstart/grpo-seed0")
 OF_THE_REPORT = ("evaluation", "reward-gsm8k-correctness", "entropy", "groups-without-variance")
 
 
+# Resolves once the page of completions has unpacked them, which it does after its load.
+IS_READ = """new Promise(resolve => {
+  const ask = () => document.querySelector("#cards:empty") ? setTimeout(ask, 20) : resolve(0);
+  ask();
+})"""
+
+
 @dataclass(frozen=True)
 class Shot:
     """Screenshot of a page: width of the window and height of the part, in pixels, and True for a dark screen."""
@@ -37,6 +44,7 @@ def shots(run: Path) -> dict[str, Shot]:
         "report": Shot(report),
         "report-dark": Shot(report, dark=True),
         "report-phone": Shot(report, width=390, height=1200),
+        "completions": Shot(report.with_name("completions.html")),
     }
 
 
@@ -48,6 +56,7 @@ def take(shots: Mapping[str, Shot], folder: Path) -> list[Path]:
         taken = []
         for name, shot in shots.items():
             tab = browser.open(shot.page.resolve(), shot.width, dark=shot.dark)
+            tab.evaluate(IS_READ)
             taken.append(tab.screenshot(folder / f"{name}.png", shot.height))
         return taken
 

@@ -29,7 +29,7 @@ train.jsonl`), and with numbers inside a list (`--rewards.0.weight 2`). An unkno
 the nearest valid key. `grpo-recipes plan RECIPE --resolved` prints a recipe with every default.
 
 A recipe names Python functions that will be called, so a recipe is code, like a Makefile. [docs/data.md](data.md) has
-worked examples: boxed maths from a CSV, multiple choice, and a task without golds.
+a worked example for each task.
 """
 
 REWARDS = """

@@ -19,6 +19,7 @@ PACKAGES = {"grpo_recipes": ROOT / "grpo_recipes", "grpo_rewards": ROOT / "rewar
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("quickstart",),
     ("cli",),
+    ("preview",),
     ("train",),
     ("reports",),
     ("evaluation", "training"),

@@ -121,6 +121,31 @@ def test_anchors_are_unique_and_stay_put(refusals: list) -> None:
     assert not [anchor for anchor in linked if re.search(r"-\d$", anchor)]
 
 
+def test_errors_are_ordered_by_what_a_user_was_doing(refusals: list) -> None:
+    page = error_pages.page("https://example.org")
+    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert headings == list(error_pages.ACTIVITIES)
+    assert headings.index("Writing a recipe") < headings.index("Training") < headings.index("Evaluating and comparing")
+    activity = {
+        "could each be the answer": "Writing a recipe",
+        "api_key_env must be the name": "Using a judge, a reward model or a schema",
+        "already holds files": "Planning, and the checks before a model is loaded",
+    }
+    for words, heading in activity.items():
+        found = [one for one in refusals if words in one.sentence]
+        assert [error_pages.activity_of(one.file) for one in found[:1]] == [heading], words
+    with pytest.raises(ValueError, match="has messages and no heading"):
+        error_pages.activity_of("grpo_recipes/elsewhere.py")
+
+
+def test_the_search_ranks_how_to_pages_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_site.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    build_site.build({"rewards.md": "# Rewards\n", "errors.md": "# Errors\n"}, tmp_path)
+    written = tmp_path / "build" / "docs"
+    assert (written / "rewards.md").read_text() == "---\nsearch: {boost: 4}\n---\n\n# Rewards\n"
+    assert (written / "errors.md").read_text() == "# Errors\n"
+
+
 # The site
 
 CONFIG = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -171,7 +196,8 @@ def test_the_site_is_whole_and_asks_for_nothing(site: Path) -> None:
         loaded += re.findall(r'<link[^>]*rel="(?:stylesheet|icon|preconnect)"[^>]*href="([^"]+)"', text)
         assert not [address for address in loaded if "//" in address], page
     commands = (site / "commands.html").read_text(encoding="utf-8")
-    for command in ("init", "plan", "train", "evaluate", "compare", "diagnose", "report", "merge", "score", "check"):
+    recipes = ("init", "plan", "train", "evaluate", "compare", "diagnose", "report", "merge", "chat", "export")
+    for command in (*recipes, "score", "check"):
         assert re.search(rf'id="grpo-re\w+-{command}"', commands), command
     python = (site / "python.html").read_text(encoding="utf-8")
     for name in ("grpotrainer", "recipe", "run_recipe", "evaluate_model", "gsm8k_correctness"):

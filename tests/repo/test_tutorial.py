@@ -46,7 +46,7 @@ def test_findings_of_diagnose_do_not_stop_the_tutorial(
 
     monkeypatch.setattr(tutorial, "PROGRAMS", dict.fromkeys(tutorial.PROGRAMS, run))
     assert tutorial.main() == (0 if goes_on else answer)
-    assert called[:3] == ["evaluate", "evaluate", "compare"]
+    assert called[:4] == ["preview", "evaluate", "evaluate", "compare"]
     assert ("report" in called) == goes_on
     assert Path("pictures").is_dir() == goes_on
 

@@ -20,6 +20,39 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 SECONDS = 60.0
 
+# Lowest contrast between a text and its background, as WCAG 2 defines it, and that text.
+CONTRAST = """(() => {
+  const rgb = colour => colour.match(/[\\d.]+/g).map(Number);
+  const channel = v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const behind = element => {
+    for (let at = element; at; at = at.parentElement) {
+      const paint = rgb(getComputedStyle(at).backgroundColor);
+      if (paint.length === 3 || paint[3] === 1) return paint;
+    }
+    return [255, 255, 255];
+  };
+  let worst = [99, ""];
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, style = getComputedStyle(element);
+    if (!texts.currentNode.data.trim() || !element.getClientRects().length) continue;
+    const paint = rgb(element.closest("svg") ? style.fill : style.color);
+    const pair = [light(paint), light(behind(element))].sort((a, b) => b - a);
+    const ratio = (pair[0] + 0.05) / (pair[1] + 0.05);
+    if (ratio < worst[0]) worst = [ratio, texts.currentNode.data.trim().slice(0, 40)];
+  }
+  return worst;
+})()"""
+
+# Elements outside the window, and elements cut off inside a box that does not scroll.
+OUTSIDE = """[...document.querySelectorAll("body *")].filter(element => {
+  const box = element.getBoundingClientRect(), style = getComputedStyle(element);
+  if (element.closest(".skip") || element.closest("thead") || element.closest("svg") || !box.width) return false;
+  const cut = element.scrollWidth > element.clientWidth + 1 && style.overflowX === "hidden";
+  return box.right > innerWidth + 1 || box.left < -1 || cut;
+}).map(element => element.tagName + "." + element.className + ": " + element.textContent.slice(0, 40))"""
+
 
 def chromium() -> str | None:
     """Return the path of the browser, or None if none is installed."""

@@ -46,7 +46,8 @@ COMPLETIONS = parquet(healthy_completions())
 def run_files(folder: str = "run", **replaced: Any) -> Files:
     """Return the files of a healthy run.
 
-    `state`, `record`, `completions` and `evaluation` replace a file's content, or remove the file if None.
+    `state`, `record`, `completions` and `evaluation` replace a file's content, or remove the file if None. `fault` adds
+    the file with the cause of a failure.
     """
     contents = {"state": {"log_history": HISTORY, "global_step": 40}, "record": RECORD, "completions": COMPLETIONS}
     contents |= {"evaluation": EVALUATION, **replaced}
@@ -55,6 +56,7 @@ def run_files(folder: str = "run", **replaced: Any) -> Files:
         "record": "run.json",
         "completions": "completions/completions_00040.parquet",
         "evaluation": "evaluations/before/evaluation.json",
+        "fault": "fault-rank0.json",
     }
     return {f"{folder}/{names[key]}": _content(value) for key, value in contents.items() if value is not None}
 

@@ -503,8 +503,10 @@ TEXT_SUFFIXES = tuple(_READERS)
 
 # Guesses
 
-# Characters that no text file has, although cp1252 decodes them.
+# Characters that no text file has, although the encoding decodes them. UTF-8 is itself evidence of text, except for
+# zeros: a sparse file of gigabytes must not be decoded to its end.
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+_ZERO = re.compile("\x00")
 _GUESSED_ENCODINGS = ("utf-8", "cp1252")
 
 
@@ -542,11 +544,12 @@ def guess_encoding(path: Path) -> str | None:
 
 
 def _decodes(path: Path, encoding: str) -> bool:
-    """Return True if `encoding` decodes all of a file. Except for UTF-8, the text must have no control characters."""
+    """Return True if `encoding` decodes all of a file to a text without control characters (for UTF-8: zeros)."""
+    foreign = _ZERO if encoding == "utf-8" else _CONTROL
     try:
         with _opened(path) as file, io.TextIOWrapper(file, encoding, newline="") as text:
             while chunk := text.read(_CHUNK):
-                if encoding != "utf-8" and _CONTROL.search(chunk):
+                if foreign.search(chunk):
                     return False
     except UnicodeError:
         return False

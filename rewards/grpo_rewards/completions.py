@@ -6,7 +6,7 @@ No reward is defined here, so there is no pay table.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 from grpo_rewards.errors import shortened
@@ -115,14 +115,23 @@ def outside_thinking(text: str, tag: str = "think", prefilled: bool = False) -> 
         tag: name of the reasoning tag.
         prefilled: True if the prompt already opens the block, so that the completion starts inside it.
     """
+    return thinking_remover(tag, prefilled)(text)
+
+
+def thinking_remover(tag: str, prefilled: bool) -> Callable[[str], str]:
+    """Return `outside_thinking` for one tag, for many texts. Building the tags costs more than finding them."""
     opening, closing = f"<{tag}>", f"</{tag}>"
-    # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
-    end = text.rfind(closing)
-    if end >= 0:
-        text = text[end + len(closing) :]
-    elif prefilled:
-        return ""
-    return text.partition(opening)[0]
+
+    def outside(text: str) -> str:
+        # From the right, so that a long chain of thought costs nothing: it is neither read nor copied.
+        end = text.rfind(closing)
+        if end >= 0:
+            text = text[end + len(closing) :]
+        elif prefilled:
+            return ""
+        return text[: text.index(opening)] if opening in text else text
+
+    return outside
 
 
 _FENCE = re.compile(r"( {0,3})(`{3,})[ \t]*([^\s`]*)[^`]*\Z")

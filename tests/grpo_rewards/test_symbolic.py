@@ -451,7 +451,7 @@ def test_each_distinct_answer_is_compared_once_and_each_gold_read_once(monkeypat
     )
     texts = ["\\boxed{x+2}", "\\boxed{x+3}", "\\boxed{x+2}", "\\boxed{x+2}"]
     MathCorrectness()(completions=texts * 2, answer=["x+1"] * 4 + ["y+1"] * 4)
-    assert read == [("x+1",), ("y+1",)]
+    assert read == ["x+1", "y+1"]
     assert asked == [("x+1", "x+2"), ("x+1", "x+3"), ("y+1", "x+2"), ("y+1", "x+3")]
 
 

@@ -27,7 +27,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
-from grpo_rewards.completions import outside_thinking
+from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.decimals import Decimal, with_point
 from grpo_rewards.math.prose import (
     CJK_NUMERALS,
@@ -134,18 +134,29 @@ def extract_answer(
     Raises:
         ValueError: `layout` is not one of LAYOUTS.
     """
+    return answer_extractor(layout, tags, prefilled)(text)
+
+
+@lru_cache(maxsize=64)
+def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False) -> Callable[[str], str | None]:
+    """Return `extract_answer` for one layout and its tags. Checking and building them costs as much as an answer."""
     check_choice(layout, "extract", LAYOUTS)
-    text = outside_thinking(text, tags[0], prefilled)
     opening, closing = f"<{tags[1]}>", f"</{tags[1]}>"
-    start = text.rfind(opening) if layout in ("answer_tag", "auto") else -1
-    if start >= 0:
-        content, end, _ = text[start + len(opening) :].partition(closing)
-        answer = content.strip() if end else None
-    elif layout == "auto":
-        answer = _first_layout(text)
-    else:
-        answer = _LAYOUTS[layout](text) if layout in _LAYOUTS else None
-    return answer or None
+    outside = thinking_remover(tags[0], prefilled)
+    uses_tag = layout in ("answer_tag", "auto")
+    find_otherwise = _first_layout if layout == "auto" else _LAYOUTS.get(layout)
+
+    def extract(text: str) -> str | None:
+        text = outside(text)
+        answer = None
+        if uses_tag and (start := text.rfind(opening)) >= 0:
+            end = text.find(closing, start)
+            answer = text[start + len(opening) : end].strip() if end >= 0 else None
+        elif find_otherwise is not None:
+            answer = find_otherwise(text)
+        return answer or None
+
+    return extract
 
 
 def _first_layout(text: str) -> str | None:
@@ -431,6 +442,8 @@ def read_gold(gold: object, decimal: Decimal = "point") -> Gold | None:
 
 def accepted_golds(value: object) -> list[Any]:
     """Return the accepted answers of a row: of a list, an array or SQuAD's `{"text": [...]}`, or the one value."""
+    if isinstance(value, str):  # the usual case first: asking for a mapping costs as much as reading an answer
+        return [value]
     if isinstance(value, Mapping):
         value = value.get("text")
     if hasattr(value, "tolist"):  # an array of numpy or pyarrow
@@ -492,6 +505,8 @@ class Judge:
 
     def best_verdict(self, golds: Sequence[Gold], answer: str | None) -> tuple[str, Gold | None]:
         """Return the best verdict on an answer among the golds that its row accepts, and the gold of that verdict."""
+        if len(golds) == 1:
+            return self.verdict(golds[0], answer), golds[0]
         if not golds:
             return "no gold", None
         for gold in golds:

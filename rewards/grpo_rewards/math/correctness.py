@@ -17,7 +17,7 @@ from grpo_rewards.math.answers import (
     Gold,
     Judge,
     accepted_golds,
-    extract_answer,
+    answer_extractor,
     gold_answer,
     read_golds,
 )
@@ -54,21 +54,20 @@ class GoldReward(TaggedReward):
 
     def _with_columns(self, judged: Sequence[Judgement], metrics: Mapping[str, float] | None = None) -> Scored:
         """Return the scores of a batch with the columns and metrics that every such reward logs."""
-        extracted = [answer for answer, *_ in judged]
+        extracted = [answer for answer, _, _, _ in judged]
         logged: dict[str, list[Any]] = {
             "extracted": extracted,
-            "gold": [gold for _, gold, *_ in judged],
-            "verdict": [verdict for *_, verdict, _ in judged],
+            "gold": [gold for _, gold, _, _ in judged],
+            "verdict": [verdict for _, _, verdict, _ in judged],
         }
         parsed = (len(judged) - extracted.count(None)) / max(len(judged), 1)
-        return Scored([pay for *_, pay in judged], logged, {"parsed": parsed, **(metrics or {})})
+        return Scored([pay for _, _, _, pay in judged], logged, {"parsed": parsed, **(metrics or {})})
 
     def _answers(self, texts: Sequence[str], layout: str) -> list[str | None]:
         """Return the answer that each completion states in a layout, as written, or None."""
         if layout == "whole":
             return [self._outside_thinking(text).strip() or None for text in texts]
-        is_prefilled = self.prefilled is not None
-        return [extract_answer(text, layout, tags=self.tags, prefilled=is_prefilled) for text in texts]
+        return list(map(answer_extractor(layout, self.tags, self.prefilled is not None), texts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +142,14 @@ class GSM8KCorrectness(GoldReward):
         answers = self._answers(list(map(completion_text, completions)), self.extract)
         judge = Judge(self.deadline, decimal)
         pays = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
-        judged: list[Judgement] = []
-        timeouts = 0
-        for answer, accepted in zip(answers, golds, strict=True):
-            verdict, gold = judge.best_verdict(accepted, answer)
-            timeouts += verdict == "timeout"
-            judged.append((answer, gold and gold.text, verdict, pays.get(verdict, self.pay_wrong)))
+        wrong = self.pay_wrong
+        best = list(map(judge.best_verdict, golds, answers))
+        judged: list[Judgement] = [
+            (answer, gold and gold.text, verdict, pays.get(verdict, wrong))
+            for answer, (verdict, gold) in zip(answers, best, strict=True)
+        ]
         symbolic = judge.symbolic_rows / max(len(judged), 1)
+        timeouts = [verdict for verdict, _ in best].count("timeout")
         return self._with_columns(judged, {"symbolic": symbolic, "timeouts": float(timeouts)})
 
     def with_unit_pay(self) -> BaseReward | None:
@@ -179,7 +179,7 @@ class GSM8KCorrectness(GoldReward):
         note = f"no completion states an answer {self.looks_at}"
         best, most = "", 0
         for layout in LAYOUTS:  # `auto` is the last, so that a single layout that finds as many is named instead
-            found = sum(extract_answer(text, layout, tags=self.tags) is not None for text in texts)
+            found = sum(map(bool, map(answer_extractor(layout, self.tags), texts)))
             if layout != self.extract and found > most:
                 best, most = layout, found
         return f"{note}; `extract: {best}` finds one in {most} of {len(texts)}" if most else note
@@ -187,14 +187,9 @@ class GSM8KCorrectness(GoldReward):
 
 def _read_golds(golds: Sequence[Any], decimal: Decimal) -> list[tuple[Gold, ...]]:
     """Read the accepted golds of every row, each distinct row once."""
-    known: dict[tuple[Any, ...], tuple[Gold, ...]] = {}
-    read = []
-    for row in golds:
-        accepted = tuple(map(_hashable, accepted_golds(row)))
-        if accepted not in known:
-            known[accepted] = read_golds(accepted, decimal)
-        read.append(known[accepted])
-    return read
+    keys = [row if isinstance(row, str) else tuple(map(_hashable, accepted_golds(row))) for row in golds]
+    known = {key: read_golds(key, decimal) for key in dict.fromkeys(keys)}
+    return list(map(known.__getitem__, keys))
 
 
 def _hashable(gold: Any) -> Any:

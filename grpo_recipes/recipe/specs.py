@@ -547,6 +547,25 @@ class SamplingSpec(Spec):
             check_setting(config, key, values, reason)
 
 
+@dataclass(frozen=True)
+class ToolLimits(Spec):
+    """Limits on the calls of tools and of the methods of an environment."""
+
+    KEY = "tool_limits"
+    NUMBERS: ClassVar[Mapping[str, Range]] = {
+        "seconds": Range(0, 24 * 60 * 60, above=True),
+        "result_tokens": COUNT,
+        "failures": Range(0, 1),
+    }
+
+    seconds: float = 30.0
+    """Time limit of one call in seconds."""
+    result_tokens: int = 512
+    """Largest length of the result of one call in tokens. A longer result is cut."""
+    failures: float = 0.5
+    """Share of the last 200 calls that may fail. Above it, the run stops."""
+
+
 # Types of keys
 
 

@@ -26,6 +26,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("generation",),
     ("plan",),
     ("checks",),
+    ("tools",),
     ("data",),
     ("recipe",),
     ("runs",),

@@ -1,0 +1,721 @@
+"""Calls of tools that misbehave: each becomes a result, within its time limit, and no other call is harmed."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_recipes.recipe.specs import ToolLimits
+from grpo_recipes.tools import bounded
+from grpo_recipes.tools.bounded import CALLS_PER_TURN, Call, FailureWindow, Result, ToolRunner
+
+SECONDS = 0.4
+TOKENS = 20
+
+
+def cut(text: str) -> str:
+    """Cut to words, as a tokenizer would to tokens."""
+    return " ".join(text.split(" ")[:TOKENS])
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def runner(said: list[str]) -> Iterator[ToolRunner]:
+    made = ToolRunner(ToolLimits(seconds=SECONDS, result_tokens=TOKENS), cut, said.append)
+    yield made
+    made.close()
+
+
+def call(function: Callable[..., Any], **arguments: Any) -> Call:
+    return Call(getattr(function, "__name__", "tool"), arguments, function)
+
+
+def only(results: list[list[Result]]) -> Result:
+    ((result,),) = results
+    return result
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def add_later(a: int, b: int) -> int:
+    await asyncio.sleep(0)
+    return a + b
+
+
+def fail(text: str) -> str:
+    raise ValueError(text)
+
+
+def hang() -> None:
+    time.sleep(30)
+
+
+async def hang_async() -> None:
+    await asyncio.sleep(30)
+
+
+async def swallow_cancellation() -> None:
+    for _ in range(100):
+        try:
+            await asyncio.sleep(0.1)
+        except asyncio.CancelledError:
+            continue
+
+
+async def block_the_loop() -> None:
+    time.sleep(3)
+
+
+def trl_results(calls: list[Call]) -> list[tuple[str, Any]]:
+    """Run one row's calls as `GRPOTrainer._tool_call_loop` of TRL 1.16 does (lines 1980 to 2027)."""
+    results: list[tuple[str, Any]] = []
+    coroutines = []
+    for one in calls:
+        try:
+            if one.function is None:
+                raise ValueError(f"Tool {one.name} not found.")
+            if asyncio.iscoroutinefunction(one.function):
+                coroutines.append((one.name, one.function(**one.arguments)))  # type: ignore[arg-type]
+            else:
+                results.append((one.name, one.function(**one.arguments)))  # type: ignore[arg-type]
+        except Exception as error:
+            results.append((one.name, {"error": str(error)}))
+
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*(coroutine for _, coroutine in coroutines), return_exceptions=True)
+
+    for (name, _), value in zip(coroutines, asyncio.run(gather()), strict=True):
+        results.append((name, {"error": str(value)} if isinstance(value, Exception) else value))
+    return [(name, value if isinstance(value, list) else str(value)) for name, value in results]
+
+
+# Results that TRL would show too
+
+
+def test_results_and_their_order_are_trls(runner: ToolRunner) -> None:
+    async def fail_later(text: str) -> str:
+        raise KeyError(text)
+
+    def give(value: Any) -> Any:
+        return value
+
+    class Environment:
+        def guess(self, number: int) -> str:
+            return f"{number} is wrong"
+
+    environment = Environment()
+    calls = [
+        call(add_later, a=1, b=2),
+        call(add, a=1, b=2),
+        Call("nothing", {}, None),
+        call(add, a=1),
+        call(add_later, a=1, c=2),
+        call(add, a="x", b=1),
+        call(fail, text="no\nluck"),
+        call(fail_later, text="k"),
+        call(environment.guess, number=4),
+        call(environment.guess),
+        Call("add", [1, 2], add),
+        Call("add", None, add),
+        call(give, value="two\n\tlines"),
+        call(give, value={"a": [1.5, None, True, ("x",), set(), b"y"], 2: {3: "'"}}),
+        call(give, value=(1, {2}, frozenset({3}), frozenset(), (), {})),
+        call(give, value=[{"type": "text", "text": "block"}, {"type": "image", "image": "i.png"}]),
+        call(give, value=None),
+        call(add_later, a=3, b=4),
+    ]
+    ours = runner.run([calls])[0]
+    assert [(result.name, result.content) for result in ours] == trl_results(calls)
+    refused = [index for index, result in enumerate(ours) if result.refused]
+    assert refused == [1, 2, 3, 7, 8, 9]
+    faults = [result.fault for result in ours if result.fault]
+    assert faults[1] == "ValueError: no\nluck"
+    assert [fault.partition(":")[0] for fault in faults] == ["TypeError", "ValueError", "KeyError"]
+
+
+def test_random_values_are_rendered_as_python_does() -> None:
+    draw = random.Random(0)
+
+    def value(depth: int) -> Any:
+        kind = draw.randrange(9 if depth else 4)
+        size = draw.randrange(4)
+        if kind < 4:
+            return draw.choice([draw.random(), draw.randrange(-9, 10**30), "a'\"\n" * size, None, b"\x00'", True])
+        if kind in (4, 5):
+            return [value(depth - 1) for _ in range(size)]
+        if kind == 6:
+            return tuple(value(depth - 1) for _ in range(size))
+        if kind == 7:
+            return {draw.choice([1, "k", (2, 3)]): value(depth - 1) for _ in range(size)}
+        return draw.choice([set(), {1, 2}, frozenset({"x"}), bytearray(b"z"), 1j, range(3), SimpleNamespace(a=1)])
+
+    for _ in range(2000):
+        one = value(4)
+        assert bounded._text(one, 100_000) == str(one)
+        assert len(bounded._text([one], 20)) <= 20
+
+
+def test_a_value_that_contains_itself_is_rendered() -> None:
+    loop: list[Any] = [1]
+    loop.append({"again": loop, "same": {}, "and": {}})
+    assert bounded._text(loop, 1000) == str(loop)
+
+
+def test_rows_run_at_the_same_time_and_calls_of_a_row_one_after_the_other(runner: ToolRunner) -> None:
+    order: list[str] = []
+    meeting = threading.Barrier(3, timeout=10)
+
+    def step(row: str, number: int) -> str:
+        if number == 0:
+            meeting.wait()  # passes only if all rows are here
+        order.append(f"{row}{number}")
+        return f"{row}{number}"
+
+    calls = [[call(step, row=row, number=number) for number in range(3)] for row in "abc"]
+    results = runner.run(calls)
+    assert [[result.content for result in row] for row in results] == [[f"{r}{n}" for n in range(3)] for r in "abc"]
+    for row in "abc":
+        assert [entry for entry in order if entry[0] == row] == [f"{row}{n}" for n in range(3)]
+
+
+def test_more_rows_than_threads_all_run(runner: ToolRunner) -> None:
+    before = threading.active_count()
+    rows = [[call(add, a=n, b=0), call(add_later, a=n, b=1)] for n in range(200)] + [[]]
+    results = runner.run(rows)
+    assert [[result.content for result in row] for row in results[:-1]] == [[str(n), str(n + 1)] for n in range(200)]
+    assert results[-1] == []
+    assert threading.active_count() - before <= bounded.ROWS_AT_ONCE + 3
+
+
+# Tools that do not return
+
+
+@pytest.mark.parametrize("tool", [hang, hang_async, swallow_cancellation])
+def test_a_call_that_does_not_return_is_abandoned(
+    runner: ToolRunner, said: list[str], tool: Callable[..., Any]
+) -> None:
+    begun = time.monotonic()
+    results = runner.run([[call(tool)], [call(add, a=1, b=2)], [call(tool), call(add, a=1, b=1)]])
+    assert time.monotonic() - begun < 10 * SECONDS
+    stuck, fine, mixed = results
+    for result in (stuck[0], mixed[0] if tool is hang else mixed[1]):
+        assert result.content == "{'error': 'no result within 0.4 s'}"
+        assert result.fault == "no result within 0.4 s"
+        assert result.timed_out
+        assert result.seconds == pytest.approx(SECONDS, abs=2 * SECONDS)
+    assert fine[0].content == "3"
+    if tool is hang:  # its environment may still change
+        assert (mixed[1].content, mixed[1].refused, mixed[1].fault) == (
+            "{'error': 'Not called: an earlier call of this turn passed its time limit.'}",
+            True,
+            "",
+        )
+    if tool is not hang_async:
+        assert runner.abandoned == 2
+    assert len(said) == 1
+    assert said[0].startswith(f"tool `{tool.__name__}` did not return within 0.4 s (`tool_limits.seconds`)")
+    assert only(runner.run([[call(tool)]])).timed_out
+    assert len(said) == 1  # reported once
+    assert only(runner.run([[call(add, a=1, b=2)]])).content == "3"
+
+
+def test_an_abandoned_call_that_ends_is_no_longer_counted_and_its_result_is_dropped(runner: ToolRunner) -> None:
+    go_on = threading.Event()
+
+    def late() -> str:
+        go_on.wait(20)
+        return "late"
+
+    assert only(runner.run([[call(late)]])).timed_out
+    assert runner.abandoned == 1
+    go_on.set()
+    deadline = time.monotonic() + 10
+    while runner.abandoned and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert runner.abandoned == 0
+    assert only(runner.run([[call(add, a=1, b=2)]])).content == "3"
+
+
+def test_an_async_tool_that_blocks_its_loop_harms_no_later_call(runner: ToolRunner) -> None:
+    assert only(runner.run([[call(block_the_loop)]])).timed_out
+    assert only(runner.run([[call(add_later, a=1, b=2)]])).content == "3"
+
+
+def test_many_abandoned_calls_stop_further_ones(runner: ToolRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded, "ABANDONED_CALLS", 2)
+    runner.run([[call(hang)], [call(hang)]])
+    result = only(runner.run([[call(add, a=1, b=2)]]))
+    assert result.fault == "not called, because 2 earlier calls passed their time limit and still run"
+    assert not result.refused
+
+
+def test_async_tools_may_run_on_a_loop_of_the_caller(said: list[str]) -> None:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    seen = []
+
+    async def where() -> str:
+        seen.append(asyncio.get_running_loop())
+        return "here"
+
+    runner = ToolRunner(ToolLimits(seconds=5), cut, said.append, loop=loop)
+    assert only(runner.run([[call(where)]])).content == "here"
+    runner.close()
+    assert seen == [loop]
+    assert loop.is_running()  # it is the caller's
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+
+
+# Tools that raise
+
+
+class _Unreadable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(5)
+
+
+@pytest.mark.parametrize(
+    ("error", "content", "fault"),
+    [
+        (ValueError("no"), "{'error': 'no'}", "ValueError: no"),
+        (ValueError(), "{'error': ''}", "ValueError"),
+        (SystemExit(3), "{'error': 'SystemExit: 3'}", "SystemExit: 3"),
+        (SystemExit(), "{'error': 'SystemExit'}", "SystemExit"),
+        (GeneratorExit(), "{'error': 'GeneratorExit'}", "GeneratorExit"),
+        (KeyboardInterrupt(), "{'error': 'KeyboardInterrupt'}", "KeyboardInterrupt"),
+        (asyncio.CancelledError(), "{'error': 'CancelledError'}", "CancelledError"),
+        (_Unreadable(), "{'error': ''}", "_Unreadable"),
+        (ValueError("x" * 10**6), "{'error': '" + "x" * (TOKENS * 32 - 11), "ValueError: " + "x" * 197 + "..."),
+        (ValueError("\x1b[2J\ud800"), "{'error': '\\x1b[2J\\ud800'}", "ValueError: \\x1b[2J\\ud800"),
+    ],
+)
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_exception_is_a_result(
+    runner: ToolRunner, error: BaseException, content: str, fault: str, is_async: bool
+) -> None:
+    def raising() -> None:
+        raise error
+
+    async def raising_async() -> None:
+        raise error
+
+    row = runner.run([[call(raising_async if is_async else raising)], [call(add, a=1, b=2), call(add_later, a=1, b=1)]])
+    assert (row[0][0].content, row[0][0].fault, row[0][0].refused) == (content, fault, False)
+    assert [result.content for result in row[1]] == ["3", "2"]
+    assert only(runner.run([[call(add_later, a=1, b=2)]])).content == "3"
+
+
+def test_a_tool_that_ends_its_thread(runner: ToolRunner) -> None:
+    def end_later() -> str:
+        # Delivered to the thread at some later instruction, perhaps after the tool has returned.
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(SystemExit))
+        return "done"
+
+    for _ in range(50):
+        results = runner.run([[call(end_later)], [call(add, a=1, b=2)], [call(add, a=3, b=4)]])
+        assert [row[0].content for row in results[1:]] == ["3", "7"]
+        assert results[0][0].content == "done" or results[0][0].fault
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_without_an_answer_is_noticed(runner: ToolRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(attempt: bounded._Attempt) -> None:
+        attempt.has_begun = True
+        raise SystemExit
+
+    monkeypatch.setattr(bounded._Attempt, "run", die)
+    begun = time.monotonic()
+    result = only(ToolRunner(ToolLimits(seconds=60), cut, print).run([[call(add, a=1, b=2)]]))
+    assert result.fault == "the tool ended the thread that it ran in"
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_subtask_that_exits_ends_the_loop_and_the_next_call_has_another(runner: ToolRunner) -> None:
+    async def leave() -> None:
+        raise SystemExit(1)
+
+    async def spawn() -> str:
+        task = asyncio.ensure_future(leave())
+        await asyncio.sleep(5)
+        return str(task)
+
+    assert only(runner.run([[call(spawn)]])).fault
+    assert only(runner.run([[call(add_later, a=1, b=2)]])).content == "3"
+
+
+def test_a_system_without_threads_gives_faults(runner: ToolRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert only(runner.run([[call(add, a=1, b=2)]])).fault == "RuntimeError: can't start new thread"
+
+
+# Results of every kind and size
+
+
+class _Silent:
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class _Endless:
+    def __repr__(self) -> str:
+        while True:
+            time.sleep(0.01)
+
+
+class _Number(int):
+    def __str__(self) -> Any:
+        return 3  # TypeError
+
+
+class _Text(str):
+    def __getitem__(self, key: Any) -> Any:
+        raise RuntimeError("sliced")
+
+    def __len__(self) -> int:
+        raise RuntimeError("measured")
+
+
+VALUES: list[tuple[Any, str]] = [
+    ("a b", "a b"),
+    (_Text("text"), "text"),
+    (3.0, "3.0"),
+    (None, "None"),
+    ([], "[]"),
+    ([1, "2"], "[1, '2']"),
+    ([{"type": "text", "text": 3}], "[{'type': 'text', 'text': 3}]"),
+    ([{"type": "video", "video": "v"}], "[{'type': 'video', 'video': 'v'}]"),
+    (_Silent(), "{'error': 'no text'}"),
+    ([_Endless()], "{'error': 'no result within 0.4 s'}"),
+    (_Number(3), "{'error': '__str__ returned non-string (type int)'}"),
+    ("\x1b]0;title\x07 a\tb\r\nc\x00", "\\x1b]0;title\\x07 a\tb\nc\\x00"),
+    ("\ud83d lone \u202e turned", "\\ud83d lone \\u202e turned"),
+    ("é 漢字 \U0001f600", "é 漢字 \U0001f600"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(VALUES)))  # pytest would call methods of a value in its name
+@pytest.mark.parametrize("is_async", [False, True])
+def test_any_value_becomes_text(runner: ToolRunner, number: int, is_async: bool) -> None:
+    value, content = VALUES[number]
+
+    def give() -> Any:
+        return value
+
+    async def give_async() -> Any:
+        return value
+
+    result = only(runner.run([[call(give_async if is_async else give)]]))
+    assert result.content == content
+    result.content.encode("utf-8")
+    assert bool(result.fault) == content.startswith("{'error'")
+
+
+def test_another_type_each_time(runner: ToolRunner) -> None:
+    values = iter(["text", 3, None, {"a": 1}, [1], b"x", ValueError("not raised")])
+
+    def vary() -> Any:
+        return next(values)
+
+    results = runner.run([[call(vary) for _ in range(7)]])[0]
+    assert [result.content for result in results] == ["text", "3", "None", "{'a': 1}", "[1]", "b'x'", "not raised"]
+
+
+HUGE: dict[str, Callable[[], Any]] = {
+    "text": lambda: "word " * (20 << 20),
+    "one word": lambda: "x" * (100 << 20),
+    "bytes": lambda: b"x" * (100 << 20),
+    "list": lambda: [1] * (10 << 20),
+    "list of texts": lambda: ["x" * (100 << 20)] * 3,
+    "mapping": lambda: dict.fromkeys(range(1 << 20), "v"),
+    "block": lambda: [{"type": "text", "text": "word " * (20 << 20)}],
+    "escapes": lambda: "\x00" * (100 << 20),
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_a_huge_result_is_cut_before_it_is_tokenized(kind: str) -> None:
+    lengths = []
+
+    def counted_cut(text: str) -> str:
+        lengths.append(len(text))
+        return cut(text)
+
+    value = HUGE[kind]()
+
+    def give() -> Any:
+        return value
+
+    runner = ToolRunner(ToolLimits(seconds=30, result_tokens=TOKENS), counted_cut, print)
+    result = only(runner.run([[call(give)]]))
+    runner.close()
+    text = result.content if isinstance(result.content, str) else result.content[0]["text"]
+    assert text
+    assert len(text) <= max(lengths) <= TOKENS * bounded.CHARACTERS_PER_TOKEN
+    assert len(text.split(" ")) <= TOKENS
+    assert result.seconds < 1
+
+
+def test_texts_of_blocks_are_cut_together_and_images_stay(runner: ToolRunner) -> None:
+    image = object()
+    words = {"type": "text", "text": "word " * 15}
+
+    def give() -> Any:
+        return [{"type": "image", "image": image}, words, {"type": "image", "image": image}, words]
+
+    first, text, last = only(runner.run([[call(give)]])).content
+    assert first["image"] is last["image"] is image
+    assert len(text["text"].split(" ")) == TOKENS
+
+
+def test_a_number_with_more_digits_than_python_writes_is_a_fault(runner: ToolRunner) -> None:
+    def power() -> int:
+        return 10**5000
+
+    assert only(runner.run([[call(power)]])).fault.startswith("ValueError: Exceeds the limit")
+
+
+# Calls that a policy may write
+
+
+def test_500_calls_in_a_turn(runner: ToolRunner) -> None:
+    made = []
+
+    def count() -> int:
+        made.append(1)
+        return len(made)
+
+    results = runner.run([[call(count)] * 500])[0]
+    assert len(results) == 500
+    assert len(made) == CALLS_PER_TURN
+    assert [result.refused for result in results] == [False] * CALLS_PER_TURN + [True] * (500 - CALLS_PER_TURN)
+    assert results[-1].content == "{'error': 'Not called: a turn may make 32 calls.'}"
+    assert not any(result.fault for result in results)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("text", "must be a mapping, not str"),
+        ([1, 2], "must be a mapping, not list"),
+        (None, "must be a mapping, not NoneType"),
+        (7, "must be a mapping, not int"),
+        ({"a": 1}, "missing 1 required positional argument: 'b'"),
+        ({"a": 1, "b": 2, "c": 3}, "got an unexpected keyword argument 'c'"),
+        ({1: 2}, "keywords must be strings"),
+        ({"a": 1, "b": 2, "\ud800": 3}, "got an unexpected keyword argument '\\ud800'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(runner: ToolRunner, arguments: Any, reason: str) -> None:
+    result = only(runner.run([[Call("add", arguments, add)]]))
+    assert result.refused
+    assert not result.fault
+    assert reason in str(result.content)
+
+
+def test_the_body_of_a_decorated_tool_does_not_run_with_unfit_arguments(runner: ToolRunner) -> None:
+    ran = []
+
+    @functools.wraps(add)
+    def decorated(*args: Any, **kwargs: Any) -> int:
+        ran.append(kwargs)
+        return add(*args, **kwargs)
+
+    result = only(runner.run([[call(decorated, a=1)]]))
+    assert result.refused
+    assert result.content == str({"error": "missing a required argument: 'b'"})
+    assert not ran
+    assert only(runner.run([[call(decorated, a=1, b=2)]])).content == "3"
+
+
+@pytest.mark.parametrize("function", [print, dict, SimpleNamespace, functools.partial(add, b=1), str.upper])
+def test_callables_of_other_kinds(runner: ToolRunner, function: Callable[..., Any]) -> None:
+    result = only(runner.run([[Call("x", {"a": 1}, function)]]))
+    assert isinstance(result.content, str)
+
+
+def test_names_are_bounded_and_harmless(runner: ToolRunner) -> None:
+    results = runner.run([[Call("\x1b[2J", {}, None), Call("x" * 10**6, {}, None), Call({}, {}, None)]])[0]  # type: ignore[arg-type]
+    assert [result.name for result in results] == ["\\x1b[2J", "x" * 197 + "...", "unknown"]
+    assert all(len(str(result.content)) <= TOKENS * bounded.CHARACTERS_PER_TOKEN for result in results)
+
+
+def test_a_call_that_the_loop_refuses_keeps_its_place(runner: ToolRunner) -> None:
+    bad = Call("add", {}, None, refusal="Unsupported tool call type: code")
+    results = runner.run([[call(add, a=1, b=2), bad, call(add, a=3, b=4)]])[0]
+    assert [result.content for result in results] == ["3", "{'error': 'Unsupported tool call type: code'}", "7"]
+    assert results[1].refused
+
+
+def test_arguments_nested_deeply_are_refused(runner: ToolRunner) -> None:
+    def take(value: Any) -> str:
+        return "taken"
+
+    deep = json.loads("[" * 900 + "]" * 900)
+    result = only(runner.run([[call(take, value=deep)]]))
+    assert result.refused
+    assert result.content == "{'error': 'The arguments are nested too deeply.'}"
+
+
+def test_a_tool_that_changes_its_arguments_changes_no_other_call(
+    runner: ToolRunner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def empty(numbers: list[int], options: dict[str, Any]) -> int:
+        print("emptying", numbers)
+        count = len(numbers)
+        numbers.clear()
+        options["inner"].append(count)
+        options["own"] = numbers
+        return count
+
+    shared = {"numbers": [1, 2, 3], "options": {"inner": []}}
+    calls = [[Call("empty", shared, empty), Call("empty", shared, empty)] for _ in range(8)]
+    results = runner.run(calls)
+    assert {result.content for row in results for result in row} == {"3"}
+    assert shared == {"numbers": [1, 2, 3], "options": {"inner": []}}
+    assert capsys.readouterr().out.count("emptying [1, 2, 3]") == 16
+
+
+def test_a_tool_that_returns_the_same_list_each_time_changes_no_earlier_result(runner: ToolRunner) -> None:
+    blocks: list[Any] = []
+
+    def grow() -> Any:
+        blocks.append({"type": "text", "text": str(len(blocks))})
+        return blocks
+
+    results = runner.run([[call(grow)] * 3])[0]
+    assert [len(result.content) for result in results] == [1, 2, 3]
+
+
+# The share of faults
+
+
+def test_the_run_goes_on_until_enough_calls_are_judged() -> None:
+    window = FailureWindow(0.5)
+    window.add([[("search", "TimeoutError: x")] * (bounded.ENOUGH_CALLS - 1)])
+    assert window.reason_to_stop() == ""
+    window.add([[("search", "ValueError: last")]])
+    assert window.reason_to_stop() == (
+        "100.0% of the last 50 calls of tools failed, most of them of `search` (last error: ValueError: last): correct "
+        "the tool, or raise `tool_limits.failures`, which is 0.5"
+    )
+
+
+def test_half_the_calls_may_fail_and_old_calls_are_forgotten() -> None:
+    window = FailureWindow(0.5)
+    window.add([[("a", "bad")] * 100 + [("a", "")] * 100])
+    assert window.reason_to_stop() == ""
+    window.add([[("b", "worse")]])  # the oldest call failed too, so that the share stays
+    assert window.reason_to_stop() == ""
+    window.add([[("a", "")] * 100 + [("b", "worse")] * 101])
+    assert window.reason_to_stop().startswith("50.5% of the last 200 calls of tools failed, most of them of `b`")
+    window.add([[("a", "")] * 200])
+    assert window.share == 0
+
+
+def test_all_faults_are_allowed_with_a_share_of_1_and_none_with_0() -> None:
+    everything, nothing = FailureWindow(1.0), FailureWindow(0.0)
+    for window in (everything, nothing):
+        window.add([[("a", "bad")] + [("a", "")] * 60])
+    assert everything.reason_to_stop() == ""
+    assert nothing.reason_to_stop().startswith("1.6% of the last 61 calls")
+
+
+def test_every_rank_has_its_last_calls_in_the_window() -> None:
+    window = FailureWindow(1.0)
+    window.add([[("a", "bad")] * 200, [], [("b", "")] * 200, [("c", "")] * 10])
+    names = [name for name, _ in window._calls]
+    assert (names.count("a"), names.count("b"), names.count("c")) == (95, 95, 10)
+    assert names[-3:] == ["a", "b", "c"]
+
+
+def test_refused_calls_are_not_gathered() -> None:
+    results = [Result("a", "x"), Result("b", "x", refused=True), Result("c", "x", fault="E:\n" + "y" * 1000)]
+    assert FailureWindow.of_rank(results) == [("a", ""), ("c", "E: " + "y" * 194 + "...")]
+    assert len(FailureWindow.of_rank(results * 500)) == bounded.WINDOW
+
+
+# Signals of the user
+
+CHILD = """
+import signal, sys, threading, time
+from grpo_recipes.recipe.specs import ToolLimits
+from grpo_recipes.tools.bounded import Call, ToolRunner
+import asyncio
+
+def swallow() -> None:
+    while True:
+        try:
+            print("begun", flush=True)
+            time.sleep(600)
+        except BaseException:
+            continue
+
+async def swallow_async() -> None:
+    await asyncio.to_thread(swallow)
+
+if sys.argv[2] == "stop":
+    def stop(*_):
+        print("handled", flush=True)
+        raise SystemExit(7)
+    signal.signal(signal.SIGTERM, stop)
+tool = {"sync": swallow, "async": swallow_async}[sys.argv[1]]
+runner = ToolRunner(ToolLimits(seconds=600), lambda text: text, print)
+try:
+    runner.run([[Call("swallow", {}, tool)]])
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+    raise SystemExit(130)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("number", "handler", "code", "last"),
+    [
+        (signal.SIGINT, "", 130, "stopped"),
+        (signal.SIGTERM, "stop", 7, "handled"),
+        (signal.SIGTERM, "", -signal.SIGTERM, "begun"),
+    ],
+)
+def test_a_signal_stops_the_program_during_a_tool(kind: str, number: int, handler: str, code: int, last: str) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, kind, handler], stdout=subprocess.PIPE, text=True, env={**os.environ, "RANK": "0"}
+    )
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "begun\n"
+        begun = time.monotonic()
+        child.send_signal(number)
+        rest = child.stdout.read()
+        assert child.wait(timeout=30) == code
+        assert time.monotonic() - begun < 5
+    finally:
+        child.kill()
+    assert (["begun", *rest.split()])[-1] == last

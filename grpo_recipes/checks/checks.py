@@ -444,7 +444,8 @@ def _check_offline(recipe: Recipe) -> None:
     generating = {"sampling": recipe.sampling, "use_vllm": recipe.config.use_vllm, "eval_strategy": recipe.evaluates}
     for key, generates in generating.items():
         if generates:
-            raise recipe.error(f"`{key}` generates completions, and `offline` trains on recorded responses: remove it")
+            fix = "remove it, and run `grpo-recipes evaluate` afterwards" if key == "eval_strategy" else "remove it"
+            raise recipe.error(f"`{key}` generates completions, and `offline` trains on recorded responses: {fix}")
     if recipe.compares_whole_batch and "num_generations" in recipe.training:
         raise recipe.error("`offline.baseline: batch` takes one response a prompt: remove `num_generations`")
 

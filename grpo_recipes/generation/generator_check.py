@@ -103,8 +103,8 @@ class GenerationCheck:
         self.is_16bit = False
         """True if the generator turned out to compute in 16 bits while the policy is float32."""
         self.unclear: tuple[str, ...] | None = None
-        self._logged_unclear = False
         """Hypotheses that the last computation could not tell from the policy, or None before the first computation."""
+        self._logged_unclear = False
         self._pending: list[Evidence] | None = None
         self._announcer = Announcer(logger.warning)
 

@@ -95,7 +95,7 @@ class Turn:
             return stock(*args, **kwargs)
         recorder = Recorder(self.recorded_rows(len(prompts)), self.temperature, self.comparison)
         criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or ()), recorder])
-        with each_built(model, recorder.observed):
+        with recorder.reading(model):
             output = stock(*args, stopping_criteria=criteria, **kwargs)
         self.log_probs = recorder.log_probs if self.record_every else None
         return output

@@ -45,6 +45,10 @@ CONSTANT = {"filter_value", "min_tokens_to_keep", "prepared_bias_variables"}
 LONGEST_VALUE, LONGEST_PHRASE = 60, 80
 """Number of characters that a message shows of a published value, and of a setting or a processor."""
 
+LOOK_FOR_ENDS = 32
+"""Interval in tokens at which finished rows are looked for in transformers' own loop. Each look waits for the
+device."""
+
 Change = Callable[["CausalLM", LogitsProcessorList, GenerationConfig, dict[str, Any]], LogitsProcessorList]
 """Function that may replace the processors of a call, from the model, the processors, the complete configuration, and
 the other arguments that the processors are built from."""
@@ -184,6 +188,17 @@ class ProcessorComparison:
             device=inputs["device"],
             model_kwargs={"attention_mask": None if mask is None else mask[rows]},
         )
+
+    def unfinished(self, rows: list[int], ids: Tensor) -> list[int]:
+        """Return those of `rows` that may still go on after `ids`, (rows of the batch, columns)."""
+        _, config, inputs = self._call
+        width = inputs["input_ids_seq_length"]
+        if not rows or (ids.shape[1] - width) % LOOK_FOR_ENDS:
+            return rows
+        # Padding follows the end of a row, whatever has ended it: an end token, a stop string or a criterion.
+        ends = [token for token in (config._eos_token_tensor, config._pad_token_tensor) if token is not None]
+        ended = [any(torch.isin(ids[row, width:], token).any() for token in ends) for row in rows]
+        return [row for row, end in zip(rows, ended, strict=True) if not end]
 
     def compare(self, rows: Sequence[int], ids: Tensor, logits: Tensor, scores: Tensor, tokens: Tensor) -> None:
         """Compare the distributions of one token of each of `rows`.

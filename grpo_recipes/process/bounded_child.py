@@ -102,7 +102,7 @@ def _answer(receiving: Connection, end: float) -> tuple[str, str, Any]:
             if kind != "stage":
                 return stage, kind, content
             stage = content
-    except EOFError:
+    except (EOFError, OSError):  # the latter if the child was killed inside a message
         return stage, "ended", None
     return stage, "late", None
 

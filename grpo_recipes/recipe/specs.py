@@ -190,7 +190,6 @@ class SourceSpec(Spec):
     """
 
     KEY = "dataset.path"
-    NUMBERS: ClassVar[Mapping[str, Range]] = {"fraction": SHARE}
 
     path: str
     name: str | None = None
@@ -205,6 +204,8 @@ class SourceSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.fraction is not None and self.fraction not in SHARE:  # a mixture has several sources: name this one
+            raise UserError(f"`dataset.path.fraction` of {self.path} is {self.fraction}: set a number {SHARE}")
         _check_columns(self.columns)
         _check_notation(self)
 

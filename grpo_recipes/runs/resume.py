@@ -168,8 +168,8 @@ def decide(folder: Path, requested: str | Literal[True], processes: int, *, trus
         trusts_others: True if a named checkpoint of another trainer is accepted unchecked. transformers then checks it.
 
     Raises:
-        RunError: `_launch.json` is damaged, or the last launch saved nothing and the checkpoint that it resumed from
-            is gone.
+        RunError: `_launch.json` is damaged, or the last launch saved nothing, and it began anew in a folder of an
+            earlier run or the checkpoint that it resumed from is gone.
     """
     if requested is not True:
         named = Path(requested)
@@ -178,12 +178,13 @@ def decide(folder: Path, requested: str | Literal[True], processes: int, *, trus
         found = rejection(named, processes)
         return Resume(folder, processes, named, [] if found else [named], [found] if found else [])
     complete, rejected = _survey(folder, processes)
-    source = last_source(folder)
-    if source is not None and not complete and all(one.cut_off for one in rejected):
-        raise RunError(
-            f"the last launch into {folder} resumed from {source} and saved nothing, and that checkpoint is gone: "
-            "name the checkpoint to resume from"
-        )
+    source, left = last_source(folder), sorted(numbered(folder, ABANDONED), key=step_in_name)
+    if (source is not None or left) and not complete and all(one.cut_off for one in rejected):
+        begun = "began anew and saved nothing"
+        if source is not None:
+            begun = f"resumed from {source} and saved nothing, and that checkpoint is gone"
+        saved = f"; an earlier launch saved {' and '.join(path.name for path in left)}" if left else ""
+        raise RunError(f"the last launch into {folder} {begun}{saved}: name the checkpoint to resume from")
     return Resume(folder, processes, None, complete, rejected)
 
 

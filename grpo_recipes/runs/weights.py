@@ -39,6 +39,9 @@ END_BYTES = 1 << 20
 TENSOR_BYTES = 1 << 12
 """Bytes at the start of each tensor in a safetensors file that are a part of the file's identity."""
 
+DIRECTORY_BYTES = 1 << 24
+"""Largest directory of a zip file that is read. torch writes about 100 bytes per tensor."""
+
 SHARD = Kind("the name of a file in the same folder", lambda value: isinstance(value, str) and _is_name(value))
 
 
@@ -90,7 +93,9 @@ def check_weight_file(file: Path) -> None:
         raise RunError(f"{file} is a git-lfs pointer, not the weights: run `git lfs pull` there")
     if file.suffix == ".safetensors":
         _check_safetensors(file)
-    elif not is_zip and not start.startswith(PICKLE):
+    elif is_zip:
+        _check_directory(file)
+    elif not start.startswith(PICKLE):
         raise RunError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes)")
 
 
@@ -135,6 +140,30 @@ def _opened(file: Path) -> BinaryIO:
         raise RunError(f"{file} is missing") from error
     except UnreadableFile as error:
         raise RunError(str(error)) from error
+
+
+def _check_directory(file: Path) -> None:
+    """Raise `RunError` if the directory of a zip file is damaged, or larger than `DIRECTORY_BYTES`."""
+    try:
+        with _opened(file) as opened, zipfile.ZipFile(_BoundedReads(opened)):
+            pass
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise RunError(f"{file} is damaged: its directory can't be read ({error})") from error
+
+
+class _BoundedReads:
+    """A file that reads at most `DIRECTORY_BYTES` at once: the end of a zip file claims the size of its directory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next `size` bytes, or all bytes to the end. Raises ValueError if that is too many."""
+        content = self._file.read(min(size, DIRECTORY_BYTES + 1) if size >= 0 else DIRECTORY_BYTES + 1)
+        if len(content) > DIRECTORY_BYTES:
+            raise ValueError(f"more than {DIRECTORY_BYTES:,} bytes")
+        return content
 
 
 def identify_weights(file: Path) -> str:

@@ -239,11 +239,13 @@ def _forget_earlier(trainer: TRLTrainer) -> None:
 def _check_trains(model: torch.nn.Module) -> None:
     """Raise if no parameter of the policy is trainable. TRL would train "ref" instead, without an error."""
     tensors: Iterable[torch.Tensor] = model.parameters()
+    owner = "the policy"
     if isinstance(model, PeftModel):
-        tensors = adapter_tensors(model, _policy_adapter(model)).values()
+        name = _policy_adapter(model)
+        tensors, owner = adapter_tensors(model, name).values(), f"the policy's adapter `{name}`"
     if not any(tensor.requires_grad for tensor in tensors):
         raise UserError(
-            "no parameter of the policy would train: load an adapter with `PeftModel.from_pretrained(model, folder, "
+            f"no parameter of {owner} would train: load an adapter with `PeftModel.from_pretrained(model, folder, "
             "is_trainable=True)`, and call `model.requires_grad_(True)` after `merge_and_unload`"
         )
 
@@ -386,12 +388,14 @@ def _load_reference(model: PeftModel, where: str) -> str | None:
     config = adapter_config(where)
     if config is None:
         raise UserError(f"`reference.adapter`: there is no adapter in {where}")
-    if _changes_the_base(config) or getattr(config, "layer_replication", None):
-        raise UserError(
-            f"`reference.adapter`: {where} changes the base's weights or layers (`init_lora_weights` or "
-            "`layer_replication`), and PEFT would change the policy's with it: use `reference: initial`, or convert it "
-            "to plain LoRA (`path_initial_model_for_weight_conversion` of PEFT's `save_pretrained`)"
-        )
+    replicated = getattr(config, "layer_replication", None)
+    for key, changes in (("init_lora_weights", _changes_the_base(config)), ("layer_replication", replicated)):
+        if changes:
+            raise UserError(
+                f"`reference.adapter`: {where} has `{key}: {getattr(config, key)}`, which changes the base's weights "
+                "or layers, and PEFT would change the policy's with it: use `reference: initial`, or convert it to "
+                "plain LoRA (`path_initial_model_for_weight_conversion` of PEFT's `save_pretrained`)"
+            )
     training = model.training
     mismatch = ""
     try:

@@ -33,7 +33,7 @@ from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.training.packing import has_packing_attention, packing_attention, stock_attention
 from grpo_rewards.errors import UserError
-from grpo_rewards.redaction import HIDDEN, is_secret, redacted
+from grpo_rewards.redaction import HIDDEN, hidden_places, is_secret, redacted
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer
@@ -343,5 +343,7 @@ def without_secrets(attributes: Mapping[str, Any]) -> dict[str, Any]:
             vars(duplicate).update(without_secrets(vars(value)))
             shown[name] = duplicate
         else:
-            shown[name] = HIDDEN if is_secret(name, value) else redacted(value)
+            hidden = HIDDEN if is_secret(name, value) else redacted(value)
+            # Types stay where nothing is hidden: `redacted` makes lists of tuples and dictionaries of other mappings.
+            shown[name] = value if next(hidden_places(hidden), None) is None else hidden
     return shown

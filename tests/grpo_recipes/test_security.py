@@ -353,11 +353,14 @@ def test_the_configuration_of_deepspeed_is_saved_without_secrets() -> None:
         "zero_optimization": {"stage": 2},
     }
     kept = HfTrainerDeepSpeedConfig(config)
-    hidden = without_secrets({"hf_deepspeed_config": kept, "deepspeed": config})
+    harmless = {"zero_optimization": {"stage": 2}}
+    hidden = without_secrets({"hf_deepspeed_config": kept, "deepspeed": config, "pair": ("a", 1), "harmless": harmless})
     assert kept.config["comet"]["api_key"] == "canary-of-comet"
     assert hidden["hf_deepspeed_config"].config["comet"]["api_key"] == hidden["deepspeed"]["comet"]["api_key"] == HIDDEN
     assert type(hidden["hf_deepspeed_config"]) is HfTrainerDeepSpeedConfig
     assert hidden["deepspeed"]["zero_optimization"] == {"stage": 2}
+    assert hidden["pair"] == ("a", 1)
+    assert hidden["harmless"] is harmless
 
 
 def test_an_evaluation_holds_no_secret(tiny_model: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ DATA: list[Case] = [
         ),
         "path: no-*.csv": ("`dataset.path`: no file matches no-*.csv",),
         "path: [{path: rows.csv, fraction: 2}]": (
-            "`dataset.path.fraction` is 2.0: set a number above 0 and at most 1",
+            "`dataset.path.fraction` of rows.csv is 2.0: set a number above 0 and at most 1",
         ),
         "path: [rows.csv, train.jsonl]": ("rows.csv, line 2 has the question None",),
     }.items()

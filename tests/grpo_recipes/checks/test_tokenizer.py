@@ -9,6 +9,7 @@ import json
 import os
 import time
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 
 from grpo_recipes.checks import tokenizer as tokenizer_checks
 from grpo_recipes.checks.tokenizer import CHARACTERS, load_after_trial, trial_prompts
+from grpo_recipes.process import bounded_child
 from grpo_recipes.process.bounded_child import CallStopped, Limits, bounded_call
 from grpo_rewards.errors import UserError
 from tests.support import tiny
@@ -193,6 +195,13 @@ def test_ctrl_c_ends_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_that_waits_is_stopped_by_the_clock() -> None:
     with pytest.raises(CallStopped, match="waiting takes more than 0.2 s"):
         bounded_call(lambda announce: (announce("waiting"), time.sleep(60)), replace(LIMITS, wall_seconds=0.2))
+
+
+def test_an_answer_that_is_cut_off_is_none() -> None:
+    receiving, sending = Pipe(duplex=False)
+    os.write(sending.fileno(), (100).to_bytes(4, "big") + b"of 100 bytes")
+    sending.close()
+    assert bounded_child._answer(receiving, time.monotonic() + 9) == ("", "ended", None)
 
 
 def test_a_long_value_is_returned_and_the_child_is_gone() -> None:

@@ -475,11 +475,11 @@ def test_a_number_becomes_text_that_no_decimal_mark_misreads(tmp_path: Path, num
         ({"path": [{"pth": "x"}]}, r"unknown key `dataset\.path\.pth`: did you mean `path`"),
         (
             {"path": [{"path": "{folder}/rows.jsonl", "fraction": 1.5}]},
-            r"`dataset\.path\.fraction` is 1\.5: set",
+            r"`dataset\.path\.fraction` of .*rows\.jsonl is 1\.5: set",
         ),
         (
             {"path": [{"path": "{folder}/rows.jsonl", "fraction": 0}]},
-            r"`dataset\.path\.fraction` is 0\.0: set",
+            r"`dataset\.path\.fraction` of .*rows\.jsonl is 0\.0: set",
         ),
         (
             {"path": [{"path": "{folder}/rows.jsonl", "fraction": 0.5}, "{folder}/rows.csv"]},

@@ -448,9 +448,8 @@ def test_a_loop_that_draws_without_processors_is_announced_as_unchecked(
     monkeypatch.setattr(GenerationMixin, "_sample", without)
     run = trainer(tmp_path, generation="off", max_steps=2)
     run.train()
-    first, second = said()
-    assert first.startswith("whether completions are the policy's is not checked: ")
-    assert second.startswith("the logits processors of `generate` are not checked: ")
+    (sentence,) = said()
+    assert sentence.startswith("the logits processors of `generate` are not checked: ")
 
 
 def test_processors_are_compared_on_the_batches_that_are_due(tmp_path: Path) -> None:

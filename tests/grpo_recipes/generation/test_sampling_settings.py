@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, TopPLogitsWarper
 from transformers.generation import SuppressTokensLogitsProcessor
 
+from grpo_recipes.generation import sampling_settings
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.sampling_settings import ProcessorComparison
 from tests.support.architectures import SAMPLED, SETTINGS, batch, config, tiny
@@ -143,12 +144,19 @@ class Sharp(TopPLogitsWarper):
         return super().__call__(input_ids, scores) * 3
 
 
-def test_finished_rows_of_the_stock_loop_are_not_counted() -> None:
+def test_finished_rows_are_not_compared_in_the_stock_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_settings, "LOOK_FOR_ENDS", 2)
+    sizes: list[int] = []
+    stock = ProcessorComparison.compare
+    monkeypatch.setattr(
+        ProcessorComparison, "compare", lambda self, rows, *rest: sizes.append(len(rows)) or stock(self, rows, *rest)
+    )
     settings = config()
     _, found, completions = compared(tiny("Qwen2Config"), settings, settings, False)
     lengths = sorted(len(completions[row]) for row in ROWS)
     assert lengths[0] < lengths[-1]
     assert found.shape[1] == sum(lengths)
+    assert sum(lengths) <= sum(sizes) <= sum(lengths) + len(ROWS)
 
 
 def test_beam_search_is_another_generation_mode() -> None:

@@ -114,15 +114,18 @@ def test_the_last_of_two_branches_is_followed_in_a_moved_folder_too(run: Path, p
 def test_a_branch_whose_branch_point_is_gone_is_not_replaced_by_another(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     shutil.rmtree(run / "checkpoint-2")
-    with pytest.raises(RunError, match=r"resumed from .*checkpoint-2 and saved nothing.*name the"):
+    with pytest.raises(
+        RunError,
+        match=r"checkpoint-2 and saved nothing.*saved checkpoint-4-abandoned and checkpoint-6-abandoned: name the",
+    ):
         script(policy, run, max_steps=8).train(resume_from_checkpoint=True)
 
 
 def test_a_script_that_began_anew_does_not_resume_from_an_earlier_run(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(1, saves=False)).train()
     assert (steps_saved(run), steps_abandoned(run)) == ([], [2, 4, 6])
-    assert decide(run, True, 1).newest is None
-    with pytest.raises(ValueError, match="No valid checkpoint found"):
+    says = "began anew and saved nothing; an earlier launch saved checkpoint-2-abandoned and"
+    with pytest.raises(RunError, match=says):
         script(policy, run).train(resume_from_checkpoint=True)
     script(policy, run, StopAfter(1, saves=True)).train()
     again = script(policy, run)
@@ -246,7 +249,8 @@ def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
         return launching.launch_module("ddp_cpu", module, str(tmp_path), *arguments)
 
     said("6", "none")
-    said("3", str(tmp_path / "run" / "checkpoint-2"))
+    begun = said("3", str(tmp_path / "run" / "checkpoint-2"))
+    assert begun.count("checkpoint-4 is renamed to checkpoint-4-abandoned and checkpoint-6 is renamed") == 1
     assert (steps_saved(tmp_path / "run"), steps_abandoned(tmp_path / "run")) == ([2, 3], [4, 6])
     resumed = said("4", "true")
     assert resumed.count(f"went on from {tmp_path / 'run' / 'checkpoint-3'}") == 2

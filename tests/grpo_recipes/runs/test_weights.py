@@ -164,6 +164,17 @@ def test_a_tensor_outside_of_its_file_is_refused(tmp_path: Path, span: object) -
             read(tmp_path / "model.safetensors")
 
 
+def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
+    """The last 22 bytes claim a directory of 4 GB, which is a hole in the file."""
+    file, size = tmp_path / "optimizer.bin", 0xFFFFFF00
+    with file.open("wb") as opened:
+        opened.truncate(size)
+        opened.seek(size)
+        opened.write(b"PK\5\6" + bytes(8) + size.to_bytes(4, "little") + bytes(4) + bytes(2))
+    with pytest.raises(RunError, match="its directory can't be read .more than 16,777,216 bytes"):
+        check_weight_file(file)
+
+
 @pytest.mark.parametrize("content", ["[1, 2]", '"done"', "{"])
 def test_json_of_a_script_in_a_checkpoint_is_ignored(tmp_path: Path, content: str) -> None:
     (tmp_path / "scores.json").write_text(content)

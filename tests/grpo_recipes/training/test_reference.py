@@ -126,7 +126,7 @@ def test_an_adapter_that_would_not_train_is_refused(policy: Path, tmp_path: Path
     plain.train()
     assert equal(before, tensors(plain.model, "default"))
     for beta in (0.04, 0.0):
-        with pytest.raises(UserError, match="no parameter of the policy would train.*is_trainable=True"):
+        with pytest.raises(UserError, match="the policy's adapter `default` would train.*is_trainable=True"):
             trainer(GRPOTrainer, model(), arguments(tmp_path, beta=beta))
 
 
@@ -482,6 +482,8 @@ def test_impossible_references_raise_one_line(policy: Path, tmp_path: Path) -> N
         return str(caught.value)
 
     adapted(policy, lora(init_lora_weights="pissa"), continued=True).save_pretrained(tmp_path / "pissa")
+    replication = lora(layer_replication=[(0, 2), (1, 2)])
+    adapted(policy, replication, continued=True).save_pretrained(tmp_path / "replicated")
     adapted(policy, lora(target_modules=["q_proj"]), continued=True).save_pretrained(tmp_path / "q")
     hidden = tiny.save_policy(tmp_path / "wide", hidden_size=64)
     adapted(hidden, lora(), continued=True).save_pretrained(tmp_path / "wide-adapter")
@@ -495,7 +497,10 @@ def test_impossible_references_raise_one_line(policy: Path, tmp_path: Path) -> N
     assert "did you mean `adapter`" in message(new(), {"adaptor": "x"})
     assert "keep one" in message(new(), {"name": "base", "adapter": "x"})
     assert "no adapter in" in message(new(), {"adapter": tmp_path / "nothing"})
-    assert "changes the base's weights" in message(new(), {"adapter": tmp_path / "pissa"})
+    changes = "which changes the base's weights"
+    assert f"pissa has `init_lora_weights: pissa`, {changes}" in message(new(), {"adapter": tmp_path / "pissa"})
+    replicated = message(new(), {"adapter": tmp_path / "replicated"})
+    assert f"replicated has `layer_replication: [[0, 2], [1, 2]]`, {changes}" in replicated
     assert "does not fit this policy" in message(new(), {"adapter": tmp_path / "wide-adapter"})
     biased = tiny.save_policy(tmp_path / "biased", attention_bias=True)
     assert "set `bias: none`" in message(adapted(biased, lora(bias="all"), continued=False), "initial")

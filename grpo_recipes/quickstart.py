@@ -120,7 +120,8 @@ def _main(options: argparse.Namespace) -> int:
     file = output_dir / "evaluation.json"
     write_atomically(file, json.dumps({**result, "seconds": seconds}, indent=2) + "\n")
     say("\nA is the policy before GRPO, and B the policy after it. Strict: right and in the requested format.")
-    show(*describe_comparison(result))
+    # Each evaluation has shown its rewards, and the file holds their comparison too.
+    show(*describe_comparison({key: result[key] for key in ("problems", "warnings", "strict", "lenient")}))
     say(f"{seconds:.0f} s in all; these numbers are in {file}")
     say("\nA report on the run, its diagnosis, and the plan for a real model:")
     say("\n".join(next_commands(run_dir)))
@@ -215,6 +216,13 @@ def build_policy(tokenizer: Qwen2Tokenizer, settings: WarmStart) -> Qwen2ForCaus
     return Qwen2ForCausalLM(config)
 
 
+class QuietTrainer(SFTTrainer):
+    """Trainer of the warm start, whose loss and speed tell a newcomer nothing."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Skip the line of metrics at the end."""
+
+
 def fine_tune(
     policy: Qwen2ForCausalLM,
     tokenizer: Qwen2Tokenizer,
@@ -243,7 +251,7 @@ def fine_tune(
     )
     had_bars = not are_progress_bars_disabled()
     disable_progress_bars()  # tokenization would draw four bars in eight seconds
-    trainer = SFTTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
+    trainer = QuietTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
     if had_bars:
         enable_progress_bars()
     try:

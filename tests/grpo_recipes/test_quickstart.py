@@ -99,8 +99,8 @@ def test_ctrl_c_in_the_warm_start_prints_one_line(monkeypatch, tmp_path, capsys)
         def on_step_end(self, args, state, control, **kwargs):
             os.kill(os.getpid(), signal.SIGINT)
 
-    trainer = partial(quickstart.SFTTrainer, callbacks=[Interrupts()])
-    monkeypatch.setattr(quickstart, "SFTTrainer", trainer)
+    trainer = partial(quickstart.QuietTrainer, callbacks=[Interrupts()])
+    monkeypatch.setattr(quickstart, "QuietTrainer", trainer)
     monkeypatch.setattr(quickstart, "WarmStart", partial(WarmStart, demonstrations=64))
     assert quickstart.main(["--output_dir", str(tmp_path)]) == 130
     last = capsys.readouterr().err.splitlines()[-1]

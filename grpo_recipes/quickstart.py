@@ -41,6 +41,7 @@ from grpo_recipes.process.messages import fewer_library_messages, progress
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS, write_atomically
+from grpo_rewards.files import give_default_mode
 from grpo_rewards.terminal import lasting_output, say, show
 
 HELD_OUT_PROBLEMS = 400
@@ -158,6 +159,7 @@ def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
     fine_tune(policy, tokenizer, conversations, settings, folder)
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    give_default_mode(folder)
 
 
 def demonstrations(settings: WarmStart, prompts: DatasetSpec) -> list[dict[str, list[dict[str, str]]]]:

@@ -79,6 +79,7 @@ from grpo_recipes.training.reference import REF
 from grpo_recipes.training.saving import check_held
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_rewards.errors import UserError, one_line
+from grpo_rewards.files import give_default_mode
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.registry import leaves
 from grpo_rewards.terminal import lasting_output, say, say_error, visible_messages
@@ -686,6 +687,9 @@ def _report_failure(prepared: Prepared, error: Exception) -> int:
 def finish(prepared: Prepared, trainer: GRPOTrainer, seconds: float) -> None:
     """Write logs, model card and summary after the model is saved. A failure is only a warning: the run is finished."""
     recipe = prepared.recipe
+    if prepared.training_args.should_save:
+        loss = "its weights may be unreadable for other users"
+        attempt(recipe, loss, give_default_mode, recipe.output_dir, "*.safetensors")
     attempt(recipe, "its trainer_state.json was not written", save_state, trainer)
     trainer.create_model_card()
     attempt(recipe, "its summary was not made", lambda: _say(summary(trainer, seconds)))

@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,7 @@ from grpo_recipes.runs.files import LIVE, NUMBER, NUMBER_OR_NULL, STEP, RunError
 from grpo_recipes.runs.identity import Identity, compare
 from grpo_recipes.runs.lock import FolderLost, Held
 from grpo_recipes.runs.resume import ABANDONED, Resume, begin_launch, confirmed, decide, oldest_first, unfit
+from grpo_rewards.files import give_default_mode
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer
@@ -167,6 +169,9 @@ class CompleteCheckpoints(TrainerCallback):
         checkpoint = run_folder(args) / f"checkpoint-{state.global_step}"
         # Before the manifest, which would not list the file otherwise.
         _write_logged(self.trainer, checkpoint / LOGGED)
+        if args.should_save:
+            with suppress(OSError):  # a mode is no reason to end a run
+                give_default_mode(checkpoint, "**/*.safetensors")
         manifest = Manifest(
             step=state.global_step,
             num_processes=args.world_size,

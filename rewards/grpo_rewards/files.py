@@ -249,18 +249,47 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file to write. It replaces `path` if the block succeeds and is removed if the block fails.
 
     A symbolic link at `path` is replaced, not followed. A link at the temporary file's name is removed first. The
-    caller is responsible for the folder.
+    caller is responsible for the folder. The file gets the mode of a new file, also if the block replaces it by one
+    that only its owner may read, as safetensors does.
     """
     part = path.with_name(f".{path.name}.part")
     part.unlink(missing_ok=True)
     try:
-        # O_EXCL fails if something appeared at this name meanwhile. A plain open for writing would follow a dangling
-        # link to a file of somebody else's choice.
-        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        mode = _create(part)
         yield part
+        if stat.S_IMODE(part.stat().st_mode) != mode:
+            part.chmod(mode)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _create(path: Path) -> int:
+    """Create an empty file, and return the mode that umask and folder give it. Raises `FileExistsError`."""
+    # O_EXCL fails if something appeared at this name meanwhile. A plain open for writing would follow a dangling link
+    # to a file of somebody else's choice.
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(descriptor).st_mode)
+    finally:
+        os.close(descriptor)
+
+
+def give_default_mode(folder: Path, pattern: str = "*") -> None:
+    """Give the files in a folder whose names match `pattern` the mode of a new file.
+
+    safetensors 0.8 and `tempfile` make files that only their owner may read. The umask is taken from a new file,
+    because reading it from the process would change it for all threads.
+    """
+    probe = folder / f".{os.getpid()}.mode"
+    try:
+        mode = _create(probe)
+    finally:
+        probe.unlink(missing_ok=True)
+    for file in folder.glob(pattern):
+        if file.is_file() and not file.is_symlink():
+            with suppress(PermissionError):  # a file of another user
+                file.chmod(mode)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -11,7 +11,6 @@ under transformers 5, or runs and returns wrong scores. Nothing here executes co
 import importlib
 import os
 import pickle
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.files import UnreadableFile, check_model_files, read_json
+from grpo_rewards.files import UnreadableFile, check_model_files, give_default_mode, read_json
 
 ARCHITECTURE = "InternLM2ForRewardModel"
 
@@ -363,12 +362,10 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, allow_p
         raise UserError(f"{target} exists already: give convert-internlm2 a folder that does not exist yet")
     model, tokenizer = load(src, allow_pickle=allow_pickle)
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        unfinished.chmod(0o755)
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as parts:
+        place = Path(parts) / "model"  # the folder around it is its owner's alone
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+        give_default_mode(place)
+        place.rename(target)
     return target

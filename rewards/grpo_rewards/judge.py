@@ -434,10 +434,12 @@ class _Session:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # A temporary file with a name of its own: several processes may write one reply at the same time.
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-                json.dump(reply._asdict(), file)
-            os.replace(file.name, path)
+            # A temporary folder, because several processes may write one reply at the same time. `NamedTemporaryFile`
+            # would make a file that the other users of the cache can't read.
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                part = Path(folder) / path.name
+                part.write_text(json.dumps(reply._asdict()), encoding="utf-8")
+                part.replace(path)
         except OSError as error:
             folder = str(path.parent)
             _warn_once(

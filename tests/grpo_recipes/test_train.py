@@ -255,6 +255,8 @@ def test_a_runs_record_runs_it_again(
     assert "already holds files" in said
     assert "--output_dir" in said
     assert train.main([*config, f"--output_dir={again}"]) == 0
+    modes = {(again / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1, "the weights can be read by all who can read the configuration"
     one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (first, again))
     for name, value in one.items():
         assert torch.equal(value, other[name]), name

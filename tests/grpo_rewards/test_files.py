@@ -129,3 +129,19 @@ def test_the_existing_files_of_a_model_are_checked(tmp_path: Path) -> None:
         with pytest.raises(UnreadableFile, match=rf"{name}: it is no ordinary file"):
             check_model_files(tmp_path)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_files_of_libraries_get_the_mode_of_a_new_file(umask: int, mode: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        for name in ("a.safetensors", "b.json"):
+            os.close(os.open(tmp_path / name, os.O_CREAT, 0o600))
+        files.give_default_mode(tmp_path, "*.safetensors")
+        with files.replacing(tmp_path / "c.safetensors") as part:
+            part.unlink()
+            os.close(os.open(part, os.O_CREAT, 0o600))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"a.safetensors": mode, "b.json": 0o600, "c.safetensors": mode}

@@ -258,6 +258,7 @@ def test_a_converted_folder_needs_transformers_only(source, request, tmp_path, m
         expected_ids, expected_scores = found["token_ids"], found["checkpoints"][0]["get_scores"]
     native = convert(folder, tmp_path / "native")
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
+    assert len({path.stat().st_mode for path in native.iterdir()}) == 1, "weights as readable as the configuration"
     assert "auto_map" not in (native / "tokenizer_config.json").read_text() + (native / "config.json").read_text()
     for package in ("sentencepiece", "google.protobuf"):
         monkeypatch.setitem(sys.modules, package, None)

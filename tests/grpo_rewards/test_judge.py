@@ -495,6 +495,9 @@ def test_the_cache_keeps_verdicts_only_across_rewards(tmp_path, monkeypatch):
             assert len(server.requests) == before + 1
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert len(files) == 4
+    (tmp_path / "new").write_text("")
+    ordinary = (tmp_path / "new").stat().st_mode
+    assert {path.stat().st_mode for path in files} == {ordinary}, "other users may share the cache"
     for path in files:
         assert "sk-very-secret" not in path.read_text() + str(path)
     with serving(lambda request, handler: graded(9)) as server:  # another endpoint

@@ -66,3 +66,6 @@ def test_a_refreshed_reference_is_read_from_the_checkpoint_that_is_resumed(polic
     with pytest.raises(Killed):
         resumed.train(resume_from_checkpoint=str(elsewhere))
     assert equal(stored["first"], tensors(resumed.model, REF))
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "first" / "checkpoint-1").rglob("*.*")}
+    assert {"reference.safetensors", "adapter_model.safetensors"} <= set(modes)
+    assert len(set(modes.values())) == 1, "weights as readable as the configuration"

@@ -23,10 +23,9 @@ from grpo_recipes.evaluation.engines import (
     training_sampling,
 )
 from grpo_recipes.evaluation.evaluate import recipe_of
-from grpo_recipes.evaluation.merge import CARD, merged_adapter, write_model
+from grpo_recipes.evaluation.merge import CARD, check_output, merged_adapter, write_model
 from grpo_recipes.generation.sampling_settings import ignored_fields
 from grpo_recipes.recipe.trl_keys import stop_strings
-from grpo_recipes.runs import files
 from grpo_recipes.runs.weights import ADAPTER_CONFIG
 from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.files import UnreadableFile, read_text, relative_to
@@ -96,7 +95,7 @@ def export(source: Path, output: Path) -> Exported:
         raise UserError(
             f"{source}: there is no such folder{relative_to(source)}: name a run, a checkpoint, a model or an adapter"
         )
-    _check_output(source, output)
+    check_output("--to", output, source, may_exist=True)
     check_model_folder(source)
     recipe = recipe_of(str(source))
     sampling, stop = training_sampling(recipe), stop_strings(recipe.get("generation_kwargs"))
@@ -115,18 +114,6 @@ def export(source: Path, output: Path) -> Exported:
     dropped = ignored_fields(published, model.generation_config)
     write_model(output, model, tokenizer, texts)
     return Exported(output, origin, _dtype_of(model), sampling, dropped, stop)
-
-
-def _check_output(source: Path, output: Path) -> None:
-    """Raise `UserError` unless `output` is an empty folder, or a new one that no link leads out of `source`."""
-    if output.is_symlink():
-        raise UserError(f"--to {output} is a link: name a folder")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--to {output} is a file: name a folder")
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"--to {output} is not empty: name another folder")
-    if output.absolute().is_relative_to(source.absolute()):
-        files.inside(source, *output.absolute().relative_to(source.absolute()).parts)
 
 
 def _texts(source: Path) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer
+from grpo_recipes.runs import files
 from grpo_recipes.runs.weights import adapter_config, adapter_kind
 from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.files import UnreadableFile, read_text
+from grpo_rewards.files import UnreadableFile, give_default_mode, read_text, relative_to
 
 PROBE_TOKENS = 64
 CARD = "README.md"
@@ -60,8 +63,7 @@ def merge(folder: Path, output: Path) -> str:
     Raises:
         UserError: The adapter can't be merged. Nothing is written then.
     """
-    if output.exists():
-        raise UserError(f"--output {output} exists: name a folder that does not")
+    check_output("--output", output, folder, may_exist=False)
     merged = merged_adapter(folder)
     write_model(output, merged.model, merged.tokenizer, {} if merged.card is None else {CARD: merged.card})
     return f"{output}: {merged.report}"
@@ -73,13 +75,23 @@ def merged_adapter(folder: Path) -> Merged:
     Raises:
         UserError: The adapter can't be merged, or a file of its or of its base is damaged.
     """
-    config = adapter_config(folder) if folder.is_dir() else None
-    if config is None:
-        raise UserError(f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging")
-    if config.is_prompt_learning:
-        raise UserError(f"{folder} holds an adapter of kind {adapter_kind(config)}, whose tokens no weight can hold")
-    base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} holds no adapter, because there is no such folder{relative_to(folder)}: name a run or one of "
+            "its checkpoints"
+        )
     check_model_folder(folder)
+    config = adapter_config(folder)
+    if config is None:
+        raise UserError(
+            f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging, use it as it is"
+        )
+    if config.is_prompt_learning:
+        raise UserError(
+            f"{folder} holds an adapter of kind {adapter_kind(config)}, whose tokens no weight can hold: use it "
+            "as it is"
+        )
+    base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
     check_model_sizes(base_name, revision, local_only=False)
     card = _card(folder)
     tokenizer = saved_tokenizer(str(folder))  # before the base takes its memory
@@ -92,6 +104,49 @@ def merged_adapter(folder: Path) -> Merged:
         ) from error
     merged, report = _merged(base, folder)
     return Merged(merged, tokenizer, card, f"{folder} merged into {base_name}, {report}")
+
+
+def check_output(option: str, output: Path, source: Path, *, may_exist: bool) -> None:
+    """Raise an error unless a folder can be written at `output`.
+
+    Args:
+        option: Option that names the folder, for messages.
+        output: Folder to write.
+        source: Folder of the model to read. No link may lead out of it to `output`.
+        may_exist: True if an empty folder may be there.
+
+    Raises:
+        UserError: Something else is at `output`, a file is above it, or the user may not write there.
+        RunError: A link leads out of `source`.
+    """
+    try:
+        _check_place(f"{option} {output}", output, may_exist)
+    except OSError as error:  # a name that is too long, or a folder that can't be read
+        raise UserError(f"{option} {output} can't be written ({error.strerror}): name another folder") from error
+    if output.absolute().is_relative_to(source.absolute()):
+        files.inside(source, *output.absolute().relative_to(source.absolute()).parts)
+
+
+def _check_place(named: str, output: Path, may_exist: bool) -> None:
+    """Raise `UserError` as `check_output` does. `named` is the subject of its message."""
+    if output.is_symlink():
+        raise UserError(f"{named} is a link: name a folder")
+    if output.exists() and not output.is_dir():
+        raise UserError(f"{named} is a file: name a folder")
+    if output.exists() and not may_exist:
+        raise UserError(f"{named} exists: name a folder that does not")
+    if output.exists() and any(output.iterdir()):
+        raise UserError(f"{named} is not empty: name another folder")
+    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise UserError(f"{named} can't be made, because {above} is no folder: name another folder")
+    try:
+        with tempfile.TemporaryDirectory(dir=above):  # permissions do not tell of a file system that takes no folder
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{named} can't be made, because {above} can't be written ({error.strerror}): name another folder"
+        ) from error
 
 
 def write_model(output: Path, model: Any, tokenizer: Any, texts: Mapping[str, str]) -> None:
@@ -108,9 +163,12 @@ def write_model(output: Path, model: Any, tokenizer: Any, texts: Mapping[str, st
             tokenizer.save_pretrained(place)
             for name, text in texts.items():
                 (place / name).write_text(text, encoding="utf-8")
+            give_default_mode(place)
             place.rename(output)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{output} can't be written ({one_line(error)}): free space, or name another folder") from error
+        is_other = isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
+        fix = "name another folder" if is_other else "free space, or name another folder"
+        raise UserError(f"{output} can't be written ({one_line(error)}): {fix}") from error
 
 
 def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:

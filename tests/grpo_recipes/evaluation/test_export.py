@@ -151,3 +151,41 @@ def test_no_link_is_followed(run: Path, tmp_path: Path) -> None:
             export(source, target)
     assert os.listdir(outside) == []
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("kind", ["run", "adapter"])
+def test_other_users_can_read_the_folder_as_the_umask_lets_them(kind: str, tmp_path: Path, request: Any) -> None:
+    export(request.getfixturevalue(kind), tmp_path / "out")
+    (tmp_path / "new").write_text("")
+    ordinary = (tmp_path / "new").stat().st_mode
+    assert {path.name: oct(path.stat().st_mode) for path in (tmp_path / "out").iterdir()} == {
+        path.name: oct(ordinary) for path in (tmp_path / "out").iterdir()
+    }
+
+
+def test_ctrl_c_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    save = PreTrainedModel.save_pretrained
+
+    def interrupted(model: Any, place: Path, **options: Any) -> None:
+        save(model, place, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", interrupted)
+    (tmp_path / "out").mkdir()
+    assert cli.main(["export", str(run), "--to", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err.endswith("stopped by Ctrl-C\n")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
+
+
+@pytest.mark.parametrize("kind", ["run", "adapter"])
+def test_a_checkpoint_is_exported_with_the_sampling_of_its_run(kind: str, tmp_path: Path, request: Any) -> None:
+    source = request.getfixturevalue(kind)
+    checkpoint = tmp_path / "trained" / "checkpoint-2"
+    shutil.copytree(source, checkpoint, ignore=shutil.ignore_patterns("run.json"))
+    (checkpoint / "optimizer.pt").write_bytes(b"state")
+    record = {"recipe": {"dataset": {"name": "gsm8k"}}, "config": CONFIG}
+    (checkpoint.parent / "run.json").write_text(json.dumps(record))
+    export(checkpoint, tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
+    assert greedy(tmp_path / "out") == load_engine(str(source))(PROMPTS, Settings(max_new_tokens=30, strict=None))
+    assert not (tmp_path / "out" / "optimizer.pt").exists()

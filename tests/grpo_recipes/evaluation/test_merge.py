@@ -81,3 +81,11 @@ def test_models_that_cannot_be_merged_are_refused(policy: Path, tmp_path: Path) 
     with pytest.raises(UserError, match="its base /nowhere/base is missing: set `base_model_name_or_path`"):
         merge.merge(run, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_model_loads(policy: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, words in (("file/model", "file is no folder"), ("file", "is a file"), ("link", "is a link")):
+        with pytest.raises(UserError, match=f"--output {tmp_path / name} .*{words}.*: name a"):
+            merge.merge(policy, tmp_path / name)  # a full model, which would be refused otherwise

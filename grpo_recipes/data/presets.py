@@ -165,8 +165,12 @@ def _labelled(labels: Sequence[str], row: Mapping[str, Any], where: str) -> tupl
         raise UserError(
             f"`dataset`: {where} has the label {shown(label)}, and `dataset.labels` has {listed(labels)}: correct one"
         )
-    question = f"{text}\n\nAnswer with one of these labels: {', '.join(labels)}."
-    return user_turn(question), {"answer": known[folded(label)]}
+    return user_turn(with_labels(text, labels)), {"answer": known[folded(label)]}
+
+
+def with_labels(text: str, labels: Sequence[str]) -> str:
+    """Return a text to classify and the labels to choose from, as a prompt."""
+    return f"{text}\n\nAnswer with one of these labels: {', '.join(labels)}."
 
 
 def label_text(value: Any) -> str:

@@ -17,7 +17,17 @@ from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes.data.places import Place, Places, selected
-from grpo_recipes.data.presets import Preset, Read, Turns, is_missing, message, preset_of, text_of, user_turn
+from grpo_recipes.data.presets import (
+    Preset,
+    Read,
+    Turns,
+    is_missing,
+    message,
+    preset_of,
+    text_of,
+    user_turn,
+    with_labels,
+)
 from grpo_recipes.data.sources import Rows
 from grpo_recipes.data.tables import BATCH, fingerprint, listed, reason_of, shown, stored
 from grpo_recipes.recipe.specs import DatasetSpec
@@ -364,17 +374,34 @@ def _template_columns(template: str) -> tuple[str, ...]:
         ) from error
 
 
-def in_template(template: str, text: str) -> str | None:
-    """Return a text in the words of a `prompt_template`, or None unless the template names exactly one column.
+def columns_of_prompt(spec: DatasetSpec) -> tuple[str, ...] | None:
+    """Return the columns that a dataset's prompts are made from, or None if its keys do not name them.
+
+    Raises:
+        UserError: The template is invalid.
+    """
+    if spec.prompt_template is not None:
+        return _template_columns(spec.prompt_template)
+    preset = preset_of(spec)
+    return None if preset is None else tuple(part for part in preset.columns if part in ("question", "text", "choices"))
+
+
+def phrased_text(spec: DatasetSpec, text: str) -> str:
+    """Return the user's message of a row with a text in the one column that the prompt is made from.
+
+    The text itself is returned if the prompt is made from other columns too, or from an unknown one.
 
     Raises:
         UserError: The template is invalid, or fails on the text.
     """
-    columns = _template_columns(template)
-    if len(columns) != 1:
-        return None
+    columns = columns_of_prompt(spec)
+    if columns is None or len(columns) != 1:
+        return text
+    if spec.prompt_template is None:
+        text = text.strip()  # as `text_of` does with the columns of presets
+        return text if spec.labels is None else with_labels(text, spec.labels)
     try:
-        return _environment().from_string(template).render({columns[0]: text})
+        return _environment().from_string(spec.prompt_template).render({columns[0]: text})
     except TEMPLATE_ERRORS as error:
         raise UserError(
             f"`dataset.prompt_template` fails on this text ({reason_of(error)}): write another text"

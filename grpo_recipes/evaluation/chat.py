@@ -20,13 +20,15 @@ from transformers import GenerationConfig, TextStreamer
 from grpo_recipes.checks.tokenizer import CHARACTERS
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import Message, Turns, user_turn
-from grpo_recipes.data.prompts import in_template, prompt_of, rendered, system_text
+from grpo_recipes.data.prompts import columns_of_prompt, phrased_text, prompt_of, rendered, system_text
+from grpo_recipes.data.tables import listed
 from grpo_recipes.evaluation.engines import (
     Transformers,
     check_model,
     load_engine,
     sampling_options,
     seeded,
+    template_kwargs_of,
     training_sampling,
 )
 from grpo_recipes.evaluation.evaluate import DEFAULT_NEW_TOKENS, recipe_of
@@ -67,19 +69,18 @@ class Prompting:
     Attributes:
         system: System prompt, or None.
         is_text: True if a prompt is plain text, False if it is messages, and None if the tokenizer decides.
-        template: The dataset's `prompt_template`, or None.
+        dataset: Dataset of the recipe, whose prompts have one wording, or None.
         template_kwargs: TRL's `chat_template_kwargs`.
     """
 
     system: str | None = None
     is_text: bool | None = None
-    template: str | None = None
+    dataset: DatasetSpec | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def message(self, text: str) -> Message:
-        """Return the user's message with a text, in the words of the template if it has exactly one column."""
-        worded = None if self.template is None else in_template(self.template, text)
-        return user_turn(text if worded is None else worded)[0]
+        """Return the user's message with a text, worded as the dataset words its rows."""
+        return user_turn(text if self.dataset is None else phrased_text(self.dataset, text))[0]
 
     def prompt(self, turns: list[Message]) -> Turns:
         """Return the prompt of a conversation, after the system prompt."""
@@ -187,6 +188,8 @@ def chat(request: Request) -> None:
     sampling = training_sampling(recipe)
     settings = _settings(request, recipe, sampling["temperature"])
     prompting = _prompting(request, recipe)
+    if prompting.dataset is not None:
+        _note_columns(prompting.dataset)
     tried = prompting.prompt([prompting.message((request.prompt or TRIAL)[:CHARACTERS])])
     engine = load_engine(request.model, [tried], prompting.template_kwargs)
     prompting = _with_format(prompting, engine.tokenizer, request.model)
@@ -230,9 +233,15 @@ def converse(talk: Chat, ask: Callable[[], str]) -> None:
 
 def _line() -> str:
     """Return the next line of standard input, with a prompt on a terminal. Raises EOFError at its end."""
+    if sys.stdin is None:  # closed by the shell (`<&-`)
+        raise EOFError
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     try:
         return input("> " if is_terminal else "")
+    except (EOFError, KeyboardInterrupt):
+        if is_terminal:
+            say(to_stderr=True)  # what follows does not belong behind the prompt
+        raise
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not {error.encoding}: write it in this encoding") from error
 
@@ -262,6 +271,18 @@ def _introduce(model: str, talk: Chat) -> None:
     )
     with suppress(ImportError):  # not everywhere, and only for the editing of lines
         import readline  # noqa: F401
+
+
+def _note_columns(dataset: DatasetSpec) -> None:
+    """Print a sentence if a message can't fill the columns that the recipe's prompts are made from."""
+    columns = columns_of_prompt(dataset)
+    if not columns or len(columns) == 1:
+        return
+    way = "in the words of `dataset.prompt_template`" if dataset.prompt_template else "as in training"
+    _note(
+        f"the recipe's prompts are made from the columns {listed(columns)}, and a message is one text, which is sent "
+        f"as it is: write all of them into it, {way}"
+    )
 
 
 def _check_text(text: str, name: str) -> None:
@@ -299,10 +320,7 @@ def _prompting(request: Request, recipe: Mapping[str, Any]) -> Prompting:
     is_text = None if spec.prompt_format is None else spec.prompt_format == "text"
     if is_text is None and trained:
         is_text = _has_text_prompts(spec)
-    template_kwargs = recipe.get("chat_template_kwargs") or {}
-    if not isinstance(template_kwargs, Mapping):
-        raise UserError(f"`chat_template_kwargs` is {shortened(repr(template_kwargs))}: write a mapping")
-    return Prompting(system_text(spec), is_text, spec.prompt_template, template_kwargs)
+    return Prompting(system_text(spec), is_text, spec, template_kwargs_of(recipe) or {})
 
 
 def _has_text_prompts(spec: DatasetSpec) -> bool:

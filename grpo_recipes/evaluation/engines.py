@@ -18,6 +18,7 @@ from transformers import BatchEncoding, GenerationConfig, PreTrainedModel
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.tokenizer import load_after_trial
 from grpo_recipes.data.hub import hub_answers, is_missing
+from grpo_recipes.data.prompts import rendered
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement
 from grpo_recipes.generation.groups import Turn, decoding
@@ -77,8 +78,10 @@ def check_model_folder(folder: Path) -> None:
         from transformers.trainer_utils import get_last_checkpoint  # takes seconds
 
         newest = get_last_checkpoint(folder)  # an unfinished run has models only in its checkpoints
-        hint = f": its newest checkpoint is {newest}" if newest else ""
-        raise UserError(f"{folder} holds no model (no config.json, no adapter_config.json){hint}")
+        fix = "name the folder of a model, an adapter or a finished run"
+        if newest:
+            fix = f"its newest checkpoint is {newest}; name that folder"
+        raise UserError(f"{folder} holds no model (no config.json, no adapter_config.json): {fix}")
     restore = "copy or download the folder again"
     try:
         check_weight_files(folder)
@@ -278,7 +281,7 @@ class Transformers:
         self, prompts: list[Any], settings: Settings, stop: StopStrings | None
     ) -> tuple[list[list[int]], str]:
         """Return the padded tokens of each completion, and why they are not the model's, or an empty text."""
-        inputs = _padded_inputs(prompts, self.tokenizer).to(self.model.device)
+        inputs = _padded_inputs(prompts, self.tokenizer, settings).to(self.model.device)
         turn = None
         if not self.stock_because:
             record_every = 0 if self.is_checked else max(1, len(prompts) // CHECKED)
@@ -328,7 +331,8 @@ def complete_continuously(
     """
     config = GenerationConfig(**sampling_options(model, tokenizer, settings))
     with seeded(model, settings.seed), published.aside(model, config):
-        outputs = list(model.generate_batch(inputs=token_ids(prompts, tokenizer), generation_config=config).values())
+        inputs = token_ids(prompts, tokenizer, settings)
+        outputs = list(model.generate_batch(inputs=inputs, generation_config=config).values())
     errors = [output.error for output in outputs if output.error is not None]
     failed = len(prompts) - len(outputs) + len(errors)
     if failed:
@@ -389,6 +393,14 @@ def training_sampling(recipe: Mapping[str, Any]) -> dict[str, float]:
     return sampling
 
 
+def template_kwargs_of(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return TRL's `chat_template_kwargs` of a recipe, or None if it has none. Raises `UserError` for other values."""
+    given = recipe.get("chat_template_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise UserError(f"`chat_template_kwargs` is {shortened(repr(given))}: write a mapping")
+    return dict(given) or None
+
+
 def end_tokens(generation: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end a completion in TRL's training, from tokenizer and generation config."""
     declared = generation.eos_token_id
@@ -404,20 +416,21 @@ def _without_padding(tokens: list[int], ends: set[int]) -> list[int]:
     return tokens
 
 
-def _padded_inputs(prompts: list[Any], tokenizer: Any) -> BatchEncoding:
+def _padded_inputs(prompts: list[Any], tokenizer: Any, settings: Settings) -> BatchEncoding:
     """Return prompts as tensors, padded on the left."""
-    texts, is_text = _texts(prompts, tokenizer)
+    texts, is_text = _texts(prompts, tokenizer, settings)
     return tokenizer(texts, add_special_tokens=is_text, padding=True, padding_side="left", return_tensors="pt")
 
 
-def token_ids(prompts: list[Any], tokenizer: Any) -> list[list[int]]:
+def token_ids(prompts: list[Any], tokenizer: Any, settings: Settings) -> list[list[int]]:
     """Return the tokens of each prompt, as the policy gets them in training."""
-    texts, is_text = _texts(prompts, tokenizer)
+    texts, is_text = _texts(prompts, tokenizer, settings)
     return tokenizer(texts, add_special_tokens=is_text)["input_ids"]
 
 
-def _texts(prompts: list[Any], tokenizer: Any) -> tuple[list[str], bool]:
+def _texts(prompts: list[Any], tokenizer: Any, settings: Settings) -> tuple[list[str], bool]:
     """Return prompts as text, and False if a chat template has already added the special tokens."""
     if isinstance(prompts[0], str):
         return prompts, True
-    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False), False
+    given = settings.chat_template_kwargs or {}
+    return [rendered(prompt, tokenizer, given) for prompt in prompts], False

@@ -35,7 +35,14 @@ from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.data.sources import has_one_split, unread_notation
 from grpo_recipes.evaluation import accuracy, vllm_engine
 from grpo_recipes.evaluation.accuracy import PASSED, PAY, MeasuredReward
-from grpo_recipes.evaluation.engines import Complete, Engine, check_model, checkpoint_dtype, load_engine
+from grpo_recipes.evaluation.engines import (
+    Complete,
+    Engine,
+    check_model,
+    checkpoint_dtype,
+    load_engine,
+    template_kwargs_of,
+)
 from grpo_recipes.evaluation.estimates import compare_tables, summarise
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm
@@ -167,7 +174,7 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     if rewards:
         described["paid_by"] = [reward.spec for reward in rewards]
     folder = options.folder()
-    engine = LazyEngine(options.model, vllm, dataset)
+    engine = LazyEngine(options.model, vllm, dataset, settings.chat_template_kwargs)
     try:
         return evaluate_into(folder, engine, dataset, settings, described, rewards, engine.record, problems.places)
     except KeyboardInterrupt as error:
@@ -194,13 +201,17 @@ def _problems(spec: DatasetSpec, limit: int | None) -> Prompts:
 class LazyEngine:
     """Engine that loads its model for the first batch, because a finished evaluation needs none."""
 
-    def __init__(self, model: str, vllm: VLLM | None, dataset: Dataset) -> None:
-        self.model, self.vllm, self.dataset = model, vllm, dataset
+    def __init__(
+        self, model: str, vllm: VLLM | None, dataset: Dataset, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.model, self.vllm, self.dataset, self.template_kwargs = model, vllm, dataset, template_kwargs
 
     @cached_property
     def _loaded(self) -> Engine:
         tried = trial_prompts(self.dataset)
-        return load_engine(self.model, tried) if self.vllm is None else load_vllm(self.model, self.vllm, tried)
+        if self.vllm is None:
+            return load_engine(self.model, tried, self.template_kwargs)
+        return load_vllm(self.model, self.vllm, tried, self.template_kwargs)
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
@@ -276,7 +287,7 @@ def recipe_of(model: str, named: str | None = None) -> dict[str, Any]:
 
         recipe = parse_recipe(["--config", named])
         return {**vars(recipe.config), **recipe.as_dict()}
-    for folder in (Path(model), Path(model).parent):
+    for folder in (Path(model), Path(model).absolute().parent):  # the parent of "." is "."
         if record := read_record(folder):
             return {**record.get("config", {}), **record["recipe"]}
     return {}
@@ -308,6 +319,7 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: Request, datas
         seed=options.seed,
         strict=strict if has_golds else None,
         stop=stop_strings(recipe.get("generation_kwargs")),
+        chat_template_kwargs=template_kwargs_of(recipe),
     )
 
 
@@ -398,7 +410,8 @@ def _identity(dataset: Dataset, settings: Settings, described: Mapping[str, Any]
     """Return what identifies an evaluation, as JSON gives it back. Secrets are hidden."""
     chosen_settings = {key: value for key, value in asdict(settings).items() if value is not None}
     rows = {"problems": len(dataset), "rows": _rows_fingerprint(dataset, settings)}
-    return redacted(json.loads(json.dumps({**described, **rows, "settings": chosen_settings})))
+    identity = {**described, **rows, "settings": chosen_settings}
+    return redacted(json.loads(json.dumps(identity, default=str)))  # YAML has dates
 
 
 def _rows_fingerprint(dataset: Dataset, settings: Settings) -> dict[str, str]:

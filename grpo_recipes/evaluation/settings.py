@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_recipes.evaluation import accuracy
 from grpo_rewards.errors import UserError
@@ -24,6 +26,7 @@ class Settings:
         strict: Rewards that a strictly right completion must earn in full. Empty for the default with `tags`, or None
             if the rows have no golds, so that no accuracy is measured.
         stop: Strings that end a completion, as in training (`generation_kwargs.stop` of the recipe).
+        chat_template_kwargs: TRL's, with which prompts of messages are rendered, or None.
 
     Raises:
         UserError: A number is below 1, the temperature is below 0, or several greedy samples are requested.
@@ -37,6 +40,7 @@ class Settings:
     seed: int = 0
     strict: tuple[BaseReward, ...] | None = ()
     stop: tuple[str, ...] = ()
+    chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.strict == ():

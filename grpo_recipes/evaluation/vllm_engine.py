@@ -101,18 +101,21 @@ class VLLM:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def load_vllm(name: str, options: VLLM, prompts: Sequence[Any] = ()) -> Engine:
+def load_vllm(
+    name: str, options: VLLM, prompts: Sequence[Any] = (), template_kwargs: Mapping[str, Any] | None = None
+) -> Engine:
     """Return the vLLM engine of a model or adapter.
 
     Args:
         name: Folder, or name on the hub.
         options: Options of vLLM.
         prompts: Prompts on which the tokenizer is tried first.
+        template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
 
     Raises:
         UserError: The model can't be loaded, or the server does not serve it.
     """
-    tokenizer = load_tokenizer(name, prompts)
+    tokenizer = load_tokenizer(name, prompts, template_kwargs)
     if options.vllm_server_base_url is not None:
         return Server(options.vllm_server_base_url, name, tokenizer)
     return Local(name, options, tokenizer)
@@ -245,7 +248,7 @@ class Local:
         """Complete each prompt once, in order."""
         from vllm import SamplingParams
 
-        inputs = token_ids(prompts, self.tokenizer)
+        inputs = token_ids(prompts, self.tokenizer, settings)
         check_lengths(inputs, settings.max_new_tokens, self.llm.llm_engine.model_config.max_model_len)
         fixed = self.sampling(settings)
         sampling = [SamplingParams(seed=seed, **fixed) for seed in _seeds(settings.seed, len(prompts))]
@@ -276,7 +279,7 @@ class Server:
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
-        inputs = token_ids(prompts, self.tokenizer)
+        inputs = token_ids(prompts, self.tokenizer, settings)
         if self.limit is not None:
             check_lengths(inputs, settings.max_new_tokens, self.limit)
         fixed = {"model": self.model, **self.sampling(settings), "return_token_ids": True}

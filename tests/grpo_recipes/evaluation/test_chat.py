@@ -13,10 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import cli
+from grpo_recipes.data.load import load
 from grpo_recipes.evaluation import chat
 from grpo_recipes.evaluation.chat import Chat, Prompting, converse
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import visible_lines
 from tests.support.tiny import byte_tokenizer, chat_tokenizer, policy
@@ -257,3 +259,76 @@ def test_a_damaged_record_is_refused(config: dict[str, Any], tmp_path: Path, tin
     (run / "run.json").write_text(json.dumps({"recipe": {"dataset": {"name": "gsm8k"}}, "config": config}))
     assert cli.main(["chat", str(run), "--prompt", "1"]) == 2
     assert f"`{next(iter(config))}` is" in capsys.readouterr().err
+
+
+WORDINGS: list[dict[str, Any]] = [
+    {"name": "classification", "labels": ["good", "bad"], "prompt_format": "text"},
+    {"name": "classification", "labels": ["good", "bad"], "prompt_template": "Judge: {{ text }}"},
+    {"name": "gsm8k", "system_prompt": "Be brief."},
+    {"name": "extraction"},
+    {"prompt_template": "Q: {{ text }}\nA:", "prompt_format": "text", "system_prompt": "Be brief."},
+]
+
+
+@pytest.mark.parametrize("keys", WORDINGS)
+def test_a_message_is_worded_as_the_rows_of_training(keys: dict[str, Any], tmp_path: Path) -> None:
+    text = " A fine film. \n"
+    row = {"text": text, "question": text, "label": "good", "object": '{"a": 1}', "answer": "1"}
+    names = {"gsm8k": ("question", "answer"), "extraction": ("text", "object")}.get(keys.get("name", ""))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({name: row[name] for name in names or ("text", "label")}) + "\n")
+    dataset = {**keys, "path": str(tmp_path / "rows.jsonl")}
+    expected = load(DatasetSpec.parse(dataset))[0]["prompt"]
+    prompting = chat._prompting(chat.Request(model="m"), {"dataset": dataset})
+    assert prompting.prompt([prompting.message(text)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"prompt_template": "{{ text }} {{ hint }}", "prompt_format": "text"}, "columns hint, text, and"),
+        ({"name": "multiple_choice"}, "columns question, choices, and"),
+        ({"prompt_template": "{{ text }}", "prompt_format": "text"}, None),
+        ({"name": "classification", "labels": ["a", "b"]}, None),
+    ],
+)
+def test_columns_that_a_message_lacks_are_named(
+    keys: dict[str, Any], words: str | None, tiny_model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_model, run)
+    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": {**keys, "path": "rows.jsonl"}}}))
+    assert cli.main(["chat", str(run), "--prompt", "1", "--max_new_tokens", "1"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("the recipe's prompts are made from the columns") == (words is not None)
+    assert (words or "") in said
+
+
+def test_a_closed_standard_input_ends_the_conversation(talk: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    converse(talk.chat, chat._line)
+    assert talk.prompts == []
+
+
+@pytest.mark.parametrize("ends", [EOFError, KeyboardInterrupt])
+def test_what_follows_a_terminals_prompt_is_on_a_line_of_its_own(
+    ends: type[BaseException], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def ask(prompt: str) -> str:
+        assert prompt == "> "
+        raise ends
+
+    monkeypatch.setattr("builtins.input", ask)
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
+    with pytest.raises(ends):
+        chat._line()
+    assert capsys.readouterr().err == "\n"
+
+
+def test_a_checkpoint_that_is_the_working_folder_has_its_runs_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "run.json").write_text(json.dumps({"recipe": {}, "config": {"temperature": 0.25}}))
+    monkeypatch.chdir(tmp_path / "checkpoint-2")
+    assert chat.recipe_of(".")["temperature"] == 0.25

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
+from grpo_recipes import cli
 from grpo_recipes.evaluation import engines, evaluate
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation import groups, kv_cache
 from tests.support.exact_generation import exact_generation
-from tests.support.tiny import byte_tokenizer, policy
+from tests.support.tiny import CHATML, byte_tokenizer, chat_tokenizer, policy, save_policy
 
 PROMPTS = [prompt for prompt in ("1 =", "33 + 4 =", "b", "a longer prompt") for _ in range(6)]
 STOP = ("b", "W", "zz", "=7")
@@ -160,11 +162,49 @@ def test_an_evaluation_uses_the_stop_strings_of_its_recipe(tmp_path: Path, monke
         "model_name_or_path: m\ndataset: {name: arithmetic}\nrewards: gsm8k_correctness\n"
         "generation_kwargs: {stop: ['</answer>']}\n"
     )
-    from grpo_recipes import cli
-
     monkeypatch.setattr(engines, "is_missing", lambda _: False)
     monkeypatch.setattr(evaluate, "weights_fingerprint", lambda _: {})
     command = ["evaluate", "owner/m", "--recipe", str(recipe), "--limit", "2", "--output", str(tmp_path / "e")]
     assert cli.main(command) == 0
     assert seen[0].stop == ("</answer>",)
     assert '"</answer>"' in (tmp_path / "e" / "evaluation.json").read_text()
+
+
+THINKING = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+def test_prompts_are_rendered_with_the_arguments_of_the_recipe() -> None:
+    tokenizer = chat_tokenizer(THINKING)
+    prompts = [[{"role": "user", "content": text}] for text in ("1 + 1", "2")]
+    settings = Settings(chat_template_kwargs={"enable_thinking": False})
+    for ids, prompt in zip(engines.token_ids(prompts, tokenizer, settings), prompts, strict=True):
+        rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(ids) == f"{rendered}<think></think>"
+    padded = engines._padded_inputs(prompts, tokenizer, settings)
+    kept = padded["input_ids"][0][padded["attention_mask"][0].bool()]
+    assert tokenizer.decode(kept).endswith("<think></think>")
+
+
+def test_an_evaluation_renders_prompts_as_its_recipe_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    model = save_policy(tmp_path / "m")
+    chat_tokenizer(THINKING).save_pretrained(model)
+    seen: list[str] = []
+    generate = LlamaForCausalLM.generate
+
+    def spy(model: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+        seen.append(chat_tokenizer().decode(input_ids[0]))
+        return generate(model, input_ids, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", spy)
+    text = "model_name_or_path: m\ndataset: {name: arithmetic, system_prompt: none}\nrewards: gsm8k_correctness\n"
+    recipe = tmp_path / "r.yaml"
+    options = ["--limit", "1", "--max_new_tokens", "4", "--output", str(tmp_path / "e"), "--recipe", str(recipe)]
+    recipe.write_text(text + "chat_template_kwargs: {enable_thinking: false}\n")
+    assert cli.main(["evaluate", str(model), *options]) == 0
+    assert seen
+    assert all(prompt.endswith("<|im_start|>assistant\n<think></think>") for prompt in seen)
+    recipe.write_text(text)
+    assert cli.main(["evaluate", str(model), *options]) == 2
+    assert "holds another evaluation: settings.chat_template_kwargs was" in capsys.readouterr().err

@@ -240,7 +240,7 @@ def _line() -> str:
         return input("> " if is_terminal else "")
     except (EOFError, KeyboardInterrupt):
         if is_terminal:
-            say(to_stderr=True)  # what follows does not belong behind the prompt
+            say(to_stderr=True)  # the next line of the terminal begins after the prompt
         raise
     except UnicodeDecodeError as error:
         raise UserError(f"standard input is not {error.encoding}: write it in this encoding") from error

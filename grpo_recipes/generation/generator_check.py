@@ -87,8 +87,7 @@ class GenerationCheck:
         self.policy = self.accelerator.unwrap_model(trainer.model)
         self.scorer = Scorer(trainer, self.policy, trl_log_probs, processing or None)
         # Rows that are scored here hold token IDs only.
-        self.reason = reason or ("prompts may hold images" if trainer._is_vlm else unfit_layout(trainer))
-        """Reason why nothing is compared, or ""."""
+        self._reason = reason or ("prompts may hold images" if trainer._is_vlm else "")
         self.adapters = Adapters(self.policy, trainer._dist.is_zero3 or trainer.is_fsdp_enabled)
         own_loops = not trainer.use_vllm and not trainer.use_transformers_continuous_batching
         # A copy: transformers and a model's class may fill the trainer's own configuration later.
@@ -107,6 +106,12 @@ class GenerationCheck:
         self._logged_unclear = False
         self._pending: list[Evidence] | None = None
         self._announcer = Announcer(logger.warning)
+
+    @property
+    def reason(self) -> str:
+        """Reason why nothing is compared, or ""."""
+        # A script may set `rollout_func` on a trainer that was made without one.
+        return self._reason or unfit_layout(self.trainer)
 
     # ---- what is recorded and compared: the same on every rank, because each comparison is a collective
 
@@ -487,8 +492,9 @@ def unfit_layout(trainer: TRLTrainer) -> str:
     """Return why the ranks of a run neither decode groups nor compare what generated, or "" if nothing prevents it."""
     if trainer.is_fsdp_enabled:
         return "FSDP shards the weights"
-    if trainer.tools and trainer.accelerator.num_processes > 1:
-        return "ranks take different numbers of turns with tools, and the check of each turn is a collective"
+    # The ranks of our own tool loop take equally many turns.
+    if trainer.rollout_func is not None and trainer.accelerator.num_processes > 1:
+        return "ranks may take different numbers of turns in a `rollout_func`, and the check of each is a collective"
     return ""
 
 

@@ -50,9 +50,9 @@ class Generation:
         self.trainer, self.check, self.stop, self.mode = trainer, check, stop, mode
         self.published = PublishedSettings(logger.warning)
         """Settings of the policy's generation_config, which are put aside while it generates."""
-        # Known before the first batch, and the same on every rank: a rank alone must not change its number of forwards.
-        self.stock_because = unfit_for_groups(trainer)
-        """Reason why transformers' own loop generates, or ""."""
+        # The same on every rank: a rank alone must not change its number of forwards.
+        self.stock_because = ""
+        """Difference of the first batch of groups from the policy, as a sentence, or ""."""
         self.is_verified = False
         """True once the first batch of groups has passed the check."""
         self._announcer = Announcer(logger.warning)
@@ -104,7 +104,7 @@ class Generation:
 
         If the first batch of groups differs from the policy, transformers' own loop generates it again.
         """
-        reason = self.stock_because or unfit(policy)
+        reason = self.stock_because or unfit_for_groups(self.trainer) or unfit(policy)
         grouped = self.mode == "auto" and not reason
         # All rows of the first batch of groups are recorded, also without the check: they decide whether it stays.
         every = 1 if grouped and not self.is_verified else self.check.record_every(len(prompts))

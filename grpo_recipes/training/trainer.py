@@ -34,6 +34,7 @@ from grpo_recipes.recipe.specs import (
     MicroBatching,
     ReferenceSpec,
     SamplingSpec,
+    ToolLimits,
     typed,
 )
 from grpo_recipes.recipe.trl_keys import check_advantages, check_generation
@@ -51,6 +52,7 @@ from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.saving import CompleteCheckpoints
+from grpo_recipes.training.tool_turns import ToolTurns
 from grpo_recipes.training.trl_patches import (
     correct_counts,
     hide_secrets,
@@ -81,6 +83,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         advantages: "max_rl" or None, the rule that computes the advantages in place of TRL. See docs/algorithms.md.
         generation_check: True to compare completions with the policy, and stop a run whose policy did not generate
             them. See docs/generation-check.md.
+        tool_limits: limits on each call of a tool, a mapping of `seconds`, `result_tokens` and `failures`, or None for
+            the defaults of `ToolLimits`.
         optimizer_cls_and_kwargs: class and arguments of the optimizer, an argument of transformers' trainer that TRL's
             does not pass on.
     """
@@ -101,6 +105,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         sampling: str | Mapping[str, Any] | SamplingSpec | None = None,
         advantages: AdvantageRule | None = None,
         generation_check: bool = True,
+        tool_limits: str | Mapping[str, Any] | ToolLimits | None = None,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -110,6 +115,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         generation = typed("generation", generation, GenerationMode)
         typed("advantages", advantages, AdvantageRule | None)
         self._advantage_rule = advantages
+        limits = ToolLimits() if tool_limits is None else ToolLimits.parse(tool_limits)
         if args is not None:
             check_generation(args)
             check_advantages(advantages, args)
@@ -131,6 +137,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._masks_truncated = self._stop is not None and take_over_mask(self)
         self._generation_check = GenerationCheck(self, self._trl_log_probs, generation_check)
         self._generation = Generation(self, self._generation_check, self._stop, generation)
+        self._tool_turns = ToolTurns(self, limits)
         self._prompts = PromptSampling.added_to(self, sampling)
         self._sources = starting_weights(model, self.model, reference)
         self.checkpoints = CompleteCheckpoints(self, lambda: identity_of(self, self._sources))
@@ -331,6 +338,24 @@ class GRPOTrainer(TRLGRPOTrainer):
         self.remove_callback(SetSamplerEpoch)
         self.add_callback(SetSamplerEpoch(sampler))
         return sampler
+
+    # ---- Seam 7: the turns after a tool call
+
+    def _tool_call_loop(
+        self,
+        prompts: list[Any],
+        prompt_ids: list[list[int]],
+        completion_ids: list[list[int]],
+        completions: list[list[dict[str, Any]]],
+        logprobs: list[list[float]] | None,
+        images: Any,
+        multimodal_fields: dict[str, Any],
+    ) -> tuple[Any, ...]:
+        """Return TRL's seven values, of calls within `tool_limits` and equally many generations on every rank."""
+        if self._tool_turns.are_trls(multimodal_fields):
+            inputs = (prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields)
+            return super()._tool_call_loop(*inputs)
+        return self._tool_turns(prompt_ids, completion_ids, completions, logprobs)
 
     # ---- Public methods: the checkpoint that is resumed, and what TRL writes of the completions
 

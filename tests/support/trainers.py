@@ -32,8 +32,12 @@ OUR_OPTIONS = (
     "optimizer_cls_and_kwargs",
     "reference",
     "sampling",
+    "tool_limits",
 )
 """Parameters that our trainer adds to TRL's."""
+
+TRL_PARAMETERS = ("environment_factory", "rollout_func", "tools")
+"""Parameters of TRL's trainer that few tests need."""
 
 
 def arguments(folder: Path | str, **settings: Any) -> GRPOConfig:
@@ -64,10 +68,11 @@ def make_trainer(
         tokenizer: Tokenizer, or None if the trainer loads the one of `model`.
         peft_config: Configuration of a new adapter.
         eval_dataset: Dataset of the evaluations.
-        settings: TRL arguments, and options that only our trainer has. TRL's trainer gets the former alone, so that one
-            call can build both sides of a comparison.
+        settings: TRL arguments and parameters, and options that only our trainer has. TRL's trainer gets the former, so
+            that one call can build both sides of a comparison.
     """
     ours = {key: settings.pop(key) for key in OUR_OPTIONS if key in settings}
+    theirs = {key: settings.pop(key) for key in TRL_PARAMETERS if key in settings}
     if not isinstance(args, GRPOConfig):
         args = arguments(args, **settings)
     elif settings:
@@ -80,5 +85,6 @@ def make_trainer(
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         peft_config=peft_config,
+        **theirs,
         **(ours if not isinstance(cls, type) or issubclass(cls, GRPOTrainer) else {}),
     )

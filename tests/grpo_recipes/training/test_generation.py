@@ -275,7 +275,9 @@ def test_an_activated_adapter_is_declined_before_the_prefill(tmp_path: Path, sai
         ({"is_zero3": True}, ""),
         ({"is_zero3": True, "ds3_gather_for_generation": False}, "ds3_gather_for_generation"),
         ({"tools": [print]}, ""),
-        ({"tools": [print], "num_processes": 2}, "tools"),
+        ({"tools": [print], "num_processes": 2}, ""),
+        ({"rollout_func": print}, ""),
+        ({"rollout_func": print, "num_processes": 2}, "rollout_func"),
     ],
 )
 def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason: str) -> None:
@@ -284,6 +286,7 @@ def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason:
         "is_zero3": False,
         "ds3_gather_for_generation": True,
         "tools": [],
+        "rollout_func": None,
         "num_processes": 1,
     }
     known |= changes
@@ -293,6 +296,7 @@ def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason:
             _dist=SimpleNamespace(is_zero3=known["is_zero3"]),
             args=SimpleNamespace(ds3_gather_for_generation=known["ds3_gather_for_generation"]),
             tools=known["tools"],
+            rollout_func=known["rollout_func"],
             accelerator=SimpleNamespace(num_processes=known["num_processes"]),
         )
     )

@@ -1,0 +1,320 @@
+"""The turns of a generation batch whose completions call tools: call, append the results, generate, parse, repeat.
+
+This is TRL's `_tool_call_loop` as a plain function. Training and evaluation call it with their own generator. Token IDs
+are only ever appended: the prompt of a later turn is the row's prompt, its completion so far, and the template's
+rendering of the results. The values are TRL's wherever TRL's results fit in `max_completion_length`. It differs where
+they don't fit, and with several ranks:
+
+- TRL runs the calls first, and drops the results if they don't fit. The environment has then counted a call that the
+  policy never saw. Here the calls of a turn run only if the template and one token of each result fit. Longer results
+  are cut to the room that is left. Such a row ends behind its results, without another turn, so no token is ever
+  sampled after a result that was cut for lack of room. Reserving room for the longest allowed result would be simpler,
+  but would refuse most calls whose results are short.
+- Results are dropped after their calls only if they can't be cut to fit, as with a list of content blocks.
+- Before each generation all ranks agree on the largest number of rows. Ranks with fewer rows pad with a prompt of one
+  token, whose completion is discarded. So every rank makes the same calls with the same number of rows: TRL's client of
+  a vLLM server slices the completions of all ranks by `process_index * len(prompts)`, and the comparison of completions
+  with the policy, ZeRO-3 and tensor parallelism are collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+
+from grpo_recipes.tools.bounded import Call, Result
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHARACTERS = 16
+"""Number of characters per token that are tokenized at first to find the beginning of a long text."""
+
+Ids = list[int]
+Message = dict[str, Any]
+
+Generate = Callable[[list[Ids]], tuple[list[Ids], list[list[float]] | None]]
+"""Function from the token IDs of prompts to those of one completion each, and their log-probabilities or None."""
+Parse = Callable[[Ids, Ids, Sequence[Any]], Message]
+"""Function from the token IDs of a turn, those before it and the row's tools to the assistant's message."""
+Render = Callable[[Sequence[Message]], Ids]
+"""Function from the tool messages of a turn to the token IDs between the end of that turn and the next one."""
+Shorten = Callable[[str, int], str]
+"""Function from a text to its beginning of at most a number of tokens."""
+Ending = Literal["answered", "iterations", "no room", "full", "dropped"]
+
+
+def own_number(number: int) -> int:
+    """Return `number`, the largest of a single rank's."""
+    return number
+
+
+class Runner(Protocol):
+    """Part of `ToolRunner` that the loop needs."""
+
+    def run(self, calls: Sequence[Sequence[Call]]) -> list[list[Result]]:
+        """Run the calls of each row, and return the results of each row."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on the turns of a row."""
+
+    iterations: int
+    """TRL's `max_tool_calling_iterations`: number of turns after which calls are no longer run."""
+    completion: int
+    """TRL's `max_completion_length`: number of tokens of all turns and tool results of a row."""
+    positions: float
+    """Number of tokens that the generator can read. A prompt must be shorter."""
+
+
+@dataclass(frozen=True)
+class RowTools:
+    """Tools of a row."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    """Functions by name."""
+    schemas: Sequence[Any] = ()
+    """Tools as `parse` takes them, which types the arguments of a call by them."""
+
+
+@dataclass
+class Row:
+    """A completion that grows turn by turn."""
+
+    prompt: Ids
+    completion: Ids
+    messages: list[Message]
+    tools: RowTools
+    log_probs: list[float] | None = None
+    mask: list[int] = field(default_factory=list)
+    """1 for each token of the policy, 0 for each token of a tool result and its template."""
+    turns: list[list[Result]] = field(default_factory=list)
+    """Results of each turn whose calls were run."""
+    ending: Ending = "answered"
+    """Reason why the row ended: "answered" if its last turn calls no tool, "iterations" if it has no turns left,
+    "no room" if its last calls were not run because no result would fit, "full" if its results take all room that was
+    left, "dropped" if its last calls were run and the policy never saw their results."""
+
+    def __post_init__(self) -> None:
+        if not self.mask:
+            self.mask = [1] * len(self.completion)
+
+    @property
+    def calls(self) -> list[Call]:
+        """Calls of the last message, which have not been run."""
+        calls = self.messages[-1].get("tool_calls") if self.messages else None
+        return [as_call(call, self.tools.functions) for call in calls or ()]
+
+    def context(self) -> Ids:
+        """Return the token IDs that the next turn is generated from."""
+        return self.prompt + self.completion
+
+    def room(self, limits: Limits) -> float:
+        """Return the number of tokens that the results of a turn may take."""
+        positions = limits.positions - 1 - len(self.prompt)
+        return min(limits.completion, positions) - len(self.completion)
+
+    def append_results(self, messages: Sequence[Message], ids: Ids) -> None:
+        """Append the results of a turn and their rendering."""
+        self.messages.extend(messages)
+        self._append(ids, 0, [0.0] * len(ids))
+
+    def append_turn(self, ids: Ids, log_probs: Sequence[float] | None) -> None:
+        """Append the tokens of the policy's next turn."""
+        if self.log_probs is not None and log_probs is None:
+            raise ValueError(
+                "the first turn has log-probabilities and the turn after a tool call has none: let the `rollout_func` "
+                "return None as its log-probabilities"
+            )
+        self._append(ids, 1, log_probs or ())
+
+    def _append(self, ids: Ids, mask: int, log_probs: Sequence[float]) -> None:
+        self.completion = self.completion + ids  # a new list: a generator may keep those it was given
+        self.mask += [mask] * len(ids)
+        if self.log_probs is not None:
+            self.log_probs += log_probs
+
+
+class Values(NamedTuple):
+    """The seven values of TRL's `_tool_call_loop`."""
+
+    tool_mask: list[list[int]]
+    completions: list[list[Message]]
+    completion_ids: list[Ids]
+    logprobs: list[list[float]] | None
+    tool_call_count: int
+    tool_failure_count: int
+    tool_images: list[list[Any]]
+    """Empty lists: policies that read images keep TRL's own loop."""
+
+
+@dataclass(frozen=True)
+class ToolLoop:
+    """The functions and limits of a tool loop.
+
+    Args:
+        generate: generator of a turn.
+        parse: parser of a turn.
+        render: renderer of tool results.
+        shorten: function that cuts a text to a number of tokens.
+        runner: runner of calls. It cuts each result to the limit of the recipe.
+        limits: limits on the turns of a row.
+        largest: function that returns the largest of all ranks' numbers. Collective. The default is for one rank.
+        padding: token of the prompts that pad the rows of a rank.
+    """
+
+    generate: Generate
+    parse: Parse
+    render: Render
+    shorten: Shorten
+    runner: Runner
+    limits: Limits
+    largest: Callable[[int], int] = own_number
+    padding: int = 0
+
+    def __call__(self, rows: Sequence[Row]) -> Values:
+        """Run tools and generate until no row calls one, and return TRL's values. Collective."""
+        calling = [row for row in rows if row.calls]
+        iterations = 0
+        # Every rank goes through this loop equally often: it ends for all by the same number, or by the same limit.
+        while iterations < self.limits.iterations:
+            continuing = self._answer(calling)
+            count = self.largest(len(continuing))
+            if count == 0:
+                return values(rows)
+            self._next_turn(continuing, count)
+            calling = [row for row in continuing if row.calls]
+            iterations += 1
+        for row in calling:
+            row.ending = "iterations"
+        return values(rows)
+
+    def _answer(self, rows: Sequence[Row]) -> list[Row]:
+        """Run the calls of `rows`, append their results, and return the rows that have another turn."""
+        running = []
+        for row in rows:
+            if self._has_room(row):
+                running.append(row)
+            else:
+                row.ending = "no room"
+        found = self.runner.run([row.calls for row in running]) if running else []
+        for row, results in zip(running, found, strict=True):
+            self._append_results(row, results)
+        return [row for row in running if row.ending == "answered"]
+
+    def _has_room(self, row: Row) -> bool:
+        """Return True if one token of the result of each call fits."""
+        # A digit, because the line breaks around an empty result may merge into one token.
+        least = [tool_message(call.name, "0") for call in row.calls]
+        return len(self.render(least)) <= row.room(self.limits)
+
+    def _append_results(self, row: Row, results: Sequence[Result]) -> None:
+        """Append the results to a row, or end the row if they have to be cut or do not fit."""
+        row.turns.append(list(results))
+        messages = [tool_message(result.name, result.content) for result in results]
+        ids = self.render(messages)
+        room = row.room(self.limits)
+        if len(ids) > room:
+            row.ending = "full"
+            messages, ids = self._cut(messages, int(room))
+            if len(ids) > room:
+                row.ending = "dropped"
+                return
+        elif len(row.completion) + len(ids) == self.limits.completion:
+            row.ending = "full"  # TRL generates one more turn, and discards all of it
+        row.append_results(messages, ids)
+
+    def _cut(self, messages: Sequence[Message], room: int) -> tuple[list[Message], Ids]:
+        """Cut the texts to the largest common number of tokens whose rendering fits, or to nothing if none fits."""
+        # Found by bisection: the tokens of a text depend on the template around it, so they can't be added up.
+        best = self._cut_to(0, messages)
+        low, high = 0, room
+        while low < high:
+            middle = (low + high + 1) // 2
+            tried = self._cut_to(middle, messages)
+            if len(tried[1]) <= room:
+                low, best = middle, tried
+            else:
+                high = middle - 1
+        return best
+
+    def _cut_to(self, tokens: int, messages: Sequence[Message]) -> tuple[list[Message], Ids]:
+        """Return `messages` with texts of at most `tokens` tokens, and their rendering."""
+        cut = []
+        for message in messages:
+            content = message["content"]
+            cut.append({**message, "content": self.shorten(content, tokens) if isinstance(content, str) else content})
+        return cut, self.render(cut)
+
+    def _next_turn(self, rows: Sequence[Row], count: int) -> None:
+        """Generate the next turn of `rows`, with as many prompts as the rank with most rows. Collective."""
+        contexts = [row.context() for row in rows]
+        prompts = contexts + [[self.padding] for _ in range(count - len(rows))]
+        completions, log_probs = self.generate(prompts)
+        for number, row in enumerate(rows):  # the padding's completions are discarded
+            left = self.limits.completion - len(row.completion)
+            ids = list(completions[number])[:left]
+            row.append_turn(ids, None if log_probs is None else log_probs[number][:left])
+            if ids:
+                row.messages.append(self.parse(ids, contexts[number], row.tools.schemas))
+
+
+def values(rows: Sequence[Row]) -> Values:
+    """Return TRL's values of rows that have ended."""
+    results = [result for row in rows for turn in row.turns for result in turn]
+    log_probs: list[list[float]] | None = []
+    for row in rows:
+        if row.log_probs is None or log_probs is None:
+            log_probs = None
+        else:
+            log_probs.append(row.log_probs)
+    return Values(
+        [row.mask for row in rows],
+        [row.messages for row in rows],
+        [row.completion for row in rows],
+        log_probs,
+        len(results),
+        sum(bool(result.fault or result.refused) for result in results),
+        [[] for _ in rows],
+    )
+
+
+def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Call:
+    """Return a call as the policy wrote it, in TRL's form or without the key "function"."""
+    function = call.get("function", call)
+    name = str(function.get("name", "unknown"))
+    kind = call.get("type", "function")
+    refusal = "" if kind == "function" else f"Unsupported tool call type: {kind}"
+    return Call(name, function.get("arguments"), functions.get(name), refusal)
+
+
+def tool_message(name: str, content: Any) -> Message:
+    """Return the message of a result."""
+    return {"role": "tool", "name": name, "content": content}
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> str:
+    """Return the beginning of `text` of at most `tokens` tokens, or `text` if it is not longer."""
+    # A tool may return 100 MB, and tokenizing all of it would take minutes.
+    size = CHARACTERS * tokens
+    ids = _tokenized(tokenizer, text[:size])
+    while len(ids) <= tokens and 0 < size < len(text):
+        size *= 2
+        ids = _tokenized(tokenizer, text[:size])
+    if len(ids) <= tokens:
+        return text[:size]
+    # The decoded tokens may be encoded by other tokens, and by more of them.
+    for count in range(tokens, 0, -1):
+        # transformers declares a list of texts too, which it returns for a list of rows. Half of a character decodes to
+        # the replacement character.
+        decoded = cast(str, tokenizer.decode(ids[:count], clean_up_tokenization_spaces=False))
+        cut = decoded.rstrip("\N{REPLACEMENT CHARACTER}")
+        if len(_tokenized(tokenizer, cut)) <= tokens:
+            return cut
+    return ""
+
+
+def _tokenized(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

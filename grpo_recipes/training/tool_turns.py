@@ -1,0 +1,154 @@
+"""The tool loop of a trainer: `tools/loop.py` with the trainer's generator, parser, template, tools and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.logging import get_logger
+from trl.chat_template_utils import parse_response
+
+from grpo_recipes.process.faults import RunFault
+from grpo_recipes.process.messages import Announcer
+from grpo_recipes.process.ranks import gather, largest_of_ranks
+from grpo_recipes.recipe.specs import ToolLimits
+from grpo_recipes.tools.bounded import FailureWindow, ToolRunner
+from grpo_recipes.tools.loop import Ending, Ids, Limits, Message, Row, RowTools, ToolLoop, Values, beginning
+from grpo_rewards.errors import UserError
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer
+
+IMAGES = (
+    "tools of a policy that reads images need one process, because ranks with different numbers of turns would wait "
+    "for each other: use one process, or a policy of text"
+)
+
+LOGGED: dict[str, tuple[Ending, ...]] = {
+    "tools/at_limit": ("iterations",),
+    "tools/out_of_budget": ("no room", "full"),
+    "tools/results_dropped": ("dropped",),
+}
+"""Names of the logged shares of rows, and how these rows ended."""
+
+logger = get_logger(__name__)
+
+
+class ToolTurns:
+    """Tool loop of a trainer.
+
+    Args:
+        trainer: the trainer.
+        limits: limits on each call.
+
+    Raises:
+        UserError: the policy reads images, and there are several ranks.
+    """
+
+    def __init__(self, trainer: TRLTrainer, limits: ToolLimits) -> None:
+        self.trainer = trainer
+        self.rows: list[Row] = []
+        """Rows of the last generation batch."""
+        cut = partial(beginning, trainer._tokenizer, tokens=limits.result_tokens)
+        # Async tools and async rewards share TRL's event loop.
+        self.runner = ToolRunner(limits, cut, logger.warning, loop=getattr(trainer, "async_loop", None))
+        self._failures = FailureWindow(limits.failures)
+        self._announcer = Announcer(logger.warning)
+        if trainer.tools and trainer._is_vlm:
+            self._check_one_process()
+
+    def are_trls(self, multimodal_fields: dict[str, Any]) -> bool:
+        """Return True if TRL's own loop has to run, because prompts hold more than token IDs.
+
+        Raises:
+            UserError: there are several ranks.
+        """
+        if not (self.trainer._is_vlm or multimodal_fields):
+            return False
+        self._check_one_process()
+        self._announcer.once(
+            "images",
+            "the tools of a policy that reads images are called by TRL's own loop, without `tool_limits`",
+        )
+        return True
+
+    def __call__(
+        self,
+        prompt_ids: Sequence[Ids],
+        completion_ids: Sequence[Ids],
+        completions: Sequence[list[Message]],
+        log_probs: Sequence[list[float]] | None,
+    ) -> Values:
+        """Run the turns of a generation batch after its first, and return TRL's values. Collective.
+
+        Raises:
+            RunFault: on every rank, if the share of calls that failed is above the limit.
+        """
+        trainer = self.trainer
+        loop = ToolLoop(
+            generate=self._generate,
+            parse=self._parse,
+            render=trainer._get_tool_suffix_ids,
+            shorten=partial(beginning, trainer._tokenizer),
+            runner=self.runner,
+            limits=Limits(trainer.max_tool_calling_iterations, trainer.max_completion_length, positions(trainer)),
+            largest=partial(largest_of_ranks, device=trainer.accelerator.device),
+            padding=trainer._tokenizer.pad_token_id,
+        )
+        self.rows = []
+        for number, tools in enumerate(tools_of_rows(trainer)):
+            row_log_probs = None if log_probs is None else log_probs[number]
+            row = Row(prompt_ids[number], completion_ids[number], completions[number], tools, row_log_probs)
+            self.rows.append(row)
+        values = loop(self.rows)
+        self._log_endings()
+        self._check_failures()
+        return values
+
+    def _generate(self, prompts: list[Ids]) -> tuple[list[Ids], list[list[float]] | None]:
+        # Each row has a history of its own, so there is one completion per prompt.
+        return self.trainer._generate_single_turn(prompts, None, {}, num_generations=1)
+
+    def _parse(self, ids: Ids, prefix: Ids, tools: Sequence[Any]) -> Message:
+        return parse_response(self.trainer._tokenizer, ids, prefix=prefix, tools=list(tools))
+
+    def _log_endings(self) -> None:
+        """Log the shares of all ranks' rows that were stopped by a limit."""
+        counts = [len(self.rows)]
+        counts += [sum(row.ending in endings for row in self.rows) for endings in LOGGED.values()]
+        accelerator = self.trainer.accelerator
+        total, *stopped = accelerator.reduce(torch.tensor(counts, device=accelerator.device)).tolist()
+        metrics = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
+        for name, count in zip(LOGGED, stopped, strict=True):
+            metrics[name].append(count / max(total, 1))
+
+    def _check_failures(self) -> None:
+        results = [result for row in self.rows for turn in row.turns for result in turn]
+        self._failures.add(gather(FailureWindow.of_rank(results)))
+        if reason := self._failures.reason_to_stop():
+            raise RunFault(reason)
+
+    def _check_one_process(self) -> None:
+        if self.trainer.accelerator.num_processes > 1:
+            raise UserError(IMAGES)
+
+
+def tools_of_rows(trainer: TRLTrainer) -> list[RowTools]:
+    """Return the tools of each row of a generation batch, which TRL has collected."""
+    found = []
+    for number, (sync, later) in enumerate(zip(trainer._sync_tool_dicts, trainer._async_tool_dicts, strict=True)):
+        schemas: Sequence[Any] = trainer.tools
+        if trainer.environment_factories is not None:
+            schemas = trainer._env_tools[trainer._batch_environments[number]]
+        found.append(RowTools({**later, **sync}, schemas))  # TRL looks a name up among the sync tools first
+    return found
+
+
+def positions(trainer: TRLTrainer) -> float:
+    """Return the number of tokens that the generator of a trainer can read."""
+    if trainer.use_vllm and trainer.vllm_mode == "colocate":
+        return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    # Some architectures have no such limit, as Bloom.
+    return getattr(trainer.model.config, "max_position_embeddings", None) or float("inf")

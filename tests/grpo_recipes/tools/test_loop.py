@@ -1,0 +1,368 @@
+"""The tool loop: TRL's values where its results fit, the rules where they do not, and ranks in lock-step."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.tools.bounded import Call, Result
+from grpo_recipes.tools.loop import Limits, Row, RowTools, ToolLoop, Values, beginning
+from grpo_rewards.errors import UserError
+from tests.support import launching
+from tests.support.grids import covering
+from tests.support.tool_rollouts import ADD, SCRIPTS, tool_tokenizer, tool_trainer
+
+TRL_SOURCES = {
+    "_tool_call_loop": "1c501f7f3b469f7e",
+    "_get_tool_suffix_ids": "e62362aef61aa88c",
+}
+"""Digests of the methods that the loop replaces or calls."""
+
+
+@pytest.mark.parametrize("name", TRL_SOURCES)
+def test_contract_with_trl(name: str) -> None:
+    source = inspect.getsource(getattr(TRLGRPOTrainer, name))
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    assert digest == TRL_SOURCES[name], f"read TRL's {name} again, and change tools/loop.py"
+
+
+def test_contract_with_trls_callers() -> None:
+    """`_generate` passes the loop's seven values on, and reads no prompt that the loop has extended."""
+    source = inspect.getsource(TRLGRPOTrainer._generate)
+    called = source.index("self._tool_call_loop(")
+    assert source.count("self._tool_call_loop(") == 1
+    assert "prompts, prompt_ids, completion_ids, completions, logprobs, images, multimodal_fields" in source[called:]
+    assert "prompts[" not in source[called:]
+    server = inspect.getsource(sys.modules["trl.generation.vllm_generation"].VLLMGeneration.generate)
+    assert "accelerator.process_index * len(prompts)" in server, "if this fails, ranks may not need equal rows"
+
+
+# ---- TRL's values
+
+
+def both(folder: Path, script: str | None, **settings: Any) -> tuple[Any, Any]:
+    """Train TRL's trainer and ours on the same turns."""
+    torch.manual_seed(0)
+    trained = []
+    for cls in (TRLGRPOTrainer, GRPOTrainer):
+        made = tool_trainer(cls, folder / cls.__module__, None if script is None else SCRIPTS[script], **settings)
+        made.train()
+        trained.append(made)
+    return trained[0], trained[1]
+
+
+def assert_equal(theirs: Any, ours: Any, tolerance: float = 1e-6) -> None:
+    """Compare the seven values of each loop, the metrics of tools and lengths, and the weights."""
+    assert len(theirs.loops) == len(ours.loops) > 0
+    for expected, values in zip(theirs.loops, ours.loops, strict=True):
+        for name, one, other in zip(Values._fields, expected, values, strict=True):
+            assert one == other, name
+    for one, other in zip(theirs.state.log_history, ours.state.log_history, strict=False):
+        for name, value in one.items():
+            if name.startswith(("tools/", "completions/", "reward", "num_tokens")):
+                assert other[name] == pytest.approx(value), name
+    expected_state = theirs.model.state_dict()
+    for name, weight in ours.model.state_dict().items():
+        torch.testing.assert_close(weight, expected_state[name], atol=tolerance, rtol=0, msg=name)
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("ragged", {}),
+    ("deep", {"max_completion_length": 800}),
+    ("none", {}),
+    ("all", {}),
+    ("deep", {"max_tool_calling_iterations": 2}),
+    ("errors", {}),
+    ("async", {}),
+    ("ragged", {"max_tool_calling_iterations": 1, "mask_truncated_completions": True}),
+]
+
+
+@pytest.mark.parametrize(("script", "settings"), CASES)
+def test_scripted_turns_are_trls(script: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    assert_equal(*both(tmp_path, script, micro_batching="off", **settings))
+
+
+def test_sampled_turns_are_trls(tmp_path: Path) -> None:
+    theirs, ours = both(
+        tmp_path, None, max_completion_length=1500, max_tool_calling_iterations=3, max_steps=2, micro_batching="off"
+    )
+    assert sum(values[4] for values in ours.loops) > 8, "calls were sampled"
+    assert_equal(theirs, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    ("layout", "loss_type", "beta", "script"),
+    covering(
+        ["packed", "trimmed", "padded"],
+        ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "luspo"],
+        [0.0, 0.1],
+        ["ragged", "deep", "none", "all", "errors", "async", None],
+        strength=2,
+        rest=pytest.mark.nightly,
+    ),
+)
+def test_training_on_tools_is_trls(
+    layout: str, loss_type: str, beta: float, script: str | None, tmp_path: Path
+) -> None:
+    theirs, ours = both(
+        tmp_path,
+        script,
+        micro_batching={"layout": layout},
+        loss_type=loss_type,
+        beta=beta,
+        num_iterations=2 if beta else 1,
+        max_completion_length=1500,
+        max_tool_calling_iterations=2 if script in ("deep", None) else 8,
+        mask_truncated_completions=layout == "packed",
+        max_steps=3,
+    )
+    assert_equal(theirs, ours, tolerance=2e-6)
+
+
+# ---- results that do not fit
+
+
+class Recorder:
+    """Runner that answers each call by a text, and records what was run."""
+
+    def __init__(self, content: Any = "3") -> None:
+        self.content, self.ran = content, []
+
+    def run(self, calls: Sequence[Sequence[Call]]) -> list[list[Result]]:
+        self.ran += [one.name for row in calls for one in row]
+        return [[Result(one.name, self.content) for one in row] for row in calls]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tool_tokenizer()
+
+
+def rendered(tokenizer: PreTrainedTokenizerFast, messages: Sequence[dict[str, Any]]) -> list[int]:
+    text = "".join(f"<r>{message['content']}</r>" for message in messages)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def message(calls: int) -> dict[str, Any]:
+    called = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    return {"role": "assistant", "content": "", "tool_calls": [called] * calls}
+
+
+def run(
+    tokenizer: PreTrainedTokenizerFast, calls: Sequence[int], completion: int, *, content: Any = "3", **settings: Any
+) -> tuple[list[Row], Recorder, Values]:
+    """Run rows of 5 prompt and 10 completion tokens that make `calls` calls each, then end after 4 tokens."""
+    rows = [
+        Row([7] * 5, [8] * 10, [message(count) if count else {"role": "assistant", "content": "x"}], RowTools({}))
+        for count in calls
+    ]
+    runner = Recorder(content)
+    limits = Limits(settings.pop("iterations", 3), completion, settings.pop("positions", 1000))
+    loop = ToolLoop(
+        generate=lambda prompts: ([[9] * 4 for _ in prompts], None),
+        parse=lambda ids, prefix, tools: {"role": "assistant", "content": "end"},
+        render=lambda messages: rendered(tokenizer, messages),
+        shorten=lambda text, tokens: beginning(tokenizer, text, tokens),
+        runner=runner,
+        limits=limits,
+        **settings,
+    )
+    return rows, runner, loop(rows)
+
+
+def check_values(rows: Sequence[Row], values: Values, completion: int) -> None:
+    for row, mask, ids in zip(rows, values.tool_mask, values.completion_ids, strict=True):
+        assert len(mask) == len(ids) <= completion
+        assert row.completion == ids
+
+
+def test_a_call_without_room_for_a_result_is_not_run(tokenizer: PreTrainedTokenizerFast) -> None:
+    least = len(rendered(tokenizer, [{"content": "0"}]))
+    rows, runner, values = run(tokenizer, [1, 2], 10 + least)
+    assert runner.ran == ["add"], "the environment counts no call that the policy does not see"
+    assert [row.ending for row in rows] == ["full", "no room"]
+    assert [len(messages) for messages in values.completions] == [2, 1]
+    assert values.tool_call_count == 1
+    check_values(rows, values, 10 + least)
+
+
+@pytest.mark.parametrize("content", ["ab " * 400, "é" * 400, "\N{GRINNING FACE}" * 400, "x\n\n" * 300])
+def test_a_long_result_is_cut_to_the_room_that_is_left(tokenizer: PreTrainedTokenizerFast, content: str) -> None:
+    rows, runner, values = run(tokenizer, [1, 3, 0], 60, content=content)
+    assert runner.ran == ["add"] * 4
+    assert [row.ending for row in rows] == ["full", "full", "answered"]
+    check_values(rows, values, 60)
+    for messages in values.completions[:2]:
+        seen = [one["content"] for one in messages if one["role"] == "tool"]
+        assert all(text and content.startswith(text) for text in seen), "each result is seen"
+    assert values.tool_mask[0][:10] == [1] * 10
+    assert set(values.tool_mask[0][10:]) == {0}, "no turn follows a result that was cut"
+    assert len(values.completion_ids[0]) >= 50
+
+
+def test_a_result_that_cannot_be_cut_is_dropped_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
+    blocks = [{"type": "text", "text": "ab " * 100}]
+    rows, runner, values = run(tokenizer, [1], 60, content=blocks)
+    assert runner.ran == ["add"]
+    assert rows[0].ending == "dropped"
+    assert values.completions == [[message(1)]]
+    assert values.completion_ids == [[8] * 10]
+    assert values.tool_call_count == 1
+
+
+def test_a_context_of_all_positions_is_not_prolonged(tokenizer: PreTrainedTokenizerFast) -> None:
+    least = len(rendered(tokenizer, [{"content": "0"}]))
+    rows, runner, _ = run(tokenizer, [1], 1000, positions=15 + least)
+    assert rows[0].ending == "no room"
+    assert runner.ran == []
+    rows, runner, _ = run(tokenizer, [1], 1000, positions=16 + least)
+    assert rows[0].ending == "answered"
+
+
+def test_calls_of_the_last_turn_are_not_run(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows, runner, values = run(tokenizer, [1, 0], 100, iterations=0)
+    assert [row.ending for row in rows] == ["iterations", "answered"]
+    assert runner.ran == []
+    assert values.tool_mask == [[1] * 10] * 2
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 50])
+@pytest.mark.parametrize("text", ["", "ab", "word " * 3000, " " * 10_000, "é€\N{GRINNING FACE}" * 100, ADD * 40])
+def test_the_beginning_of_a_text(tokenizer: PreTrainedTokenizerFast, text: str, tokens: int) -> None:
+    cut = beginning(tokenizer, text, tokens)
+    assert text.startswith(cut)
+    assert len(tokenizer(cut)["input_ids"]) <= tokens
+    if len(tokenizer(text)["input_ids"]) <= tokens:
+        assert cut == text
+
+
+def test_log_probabilities_follow_the_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = Row([7] * 5, [8] * 3, [message(1)], RowTools({}), [-1.0, -2.0, -3.0])
+    loop = ToolLoop(
+        generate=lambda prompts: ([[9] * 4 for _ in prompts], [[-4.0] * 4 for _ in prompts]),
+        parse=lambda ids, prefix, tools: {"role": "assistant", "content": "end"},
+        render=lambda messages: rendered(tokenizer, messages),
+        shorten=lambda text, tokens: text,
+        runner=Recorder(),
+        limits=Limits(3, 100, 1000),
+    )
+    values = loop([row])
+    assert values.logprobs is not None
+    results = len(values.completion_ids[0]) - 7
+    assert values.logprobs[0] == [-1.0, -2.0, -3.0] + [0.0] * results + [-4.0] * 4
+    assert values.tool_mask[0] == [1] * 3 + [0] * results + [1] * 4
+
+
+# ---- ranks
+
+
+def test_ranks_pad_to_the_largest_number_of_rows(tokenizer: PreTrainedTokenizerFast) -> None:
+    asked: list[list[list[int]]] = []
+    counts: list[int] = []
+
+    def largest(count: int) -> int:
+        counts.append(count)
+        return [3, 2, 0][len(counts) - 1]
+
+    def generate(prompts: list[list[int]]) -> tuple[list[list[int]], None]:
+        asked.append(prompts)
+        return [[9] * 4 for _ in prompts], None
+
+    row = Row([7] * 5, [8] * 10, [message(1)], RowTools({}))
+    loop = ToolLoop(
+        generate=generate,
+        parse=lambda ids, prefix, tools: {"role": "assistant", "content": "end"},
+        render=lambda messages: rendered(tokenizer, messages),
+        shorten=lambda text, tokens: text,
+        runner=Recorder(),
+        limits=Limits(8, 100, 1000),
+        largest=largest,
+        padding=2,
+    )
+    values = loop([row])
+    assert counts == [1, 0, 0], "asked before each generation, also without rows"
+    assert [len(prompts) for prompts in asked] == [3, 2], "as many rows as the rank with most"
+    assert asked[0][1:] == [[2], [2]]
+    assert asked[1] == [[2], [2]]
+    assert values.completion_ids[0][-4:] == [9] * 4
+    assert len(values.completion_ids) == 1
+
+
+def test_images_on_several_ranks_are_refused(tmp_path: Path) -> None:
+    made = tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["ragged"])
+    made._is_vlm = True
+    assert made._tool_turns.are_trls({}), "one process: TRL's own loop"
+    made.accelerator.state._shared_state["num_processes"] = 2
+    try:
+        with pytest.raises(UserError, match="need one process"):
+            made._tool_turns.are_trls({})
+    finally:
+        made.accelerator.state._shared_state["num_processes"] = 1
+
+
+def launched(kind: str, folder: Path, *options: str, layout: str = "ddp_cpu", **env: str) -> list[dict[str, Any]]:
+    """Run `tests.support.train_tools` on two ranks, and return what each recorded."""
+    launching.launch_module(layout, "tests.support.train_tools", kind, str(folder), *options, **env)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["ragged", "first", "second", "one rank"])
+def test_ragged_turns_on_two_ranks_train_as_trl(script: str, tmp_path: Path) -> None:
+    """TRL's ranks do not need to agree on scripted turns, so that it can be compared."""
+    theirs, ours = launched("trl", tmp_path / "trl", script), launched("ours", tmp_path / "ours", script)
+    for expected, found in zip(theirs, ours, strict=True):
+        assert expected["loops"] == found["loops"]
+    counts = [found["rows"] for found in ours]
+    assert counts[0] == counts[1], "both ranks generate for the same numbers of rows"
+    expected_state, state = (launching.parameters(tmp_path / name) for name in ("trl", "ours"))
+    for name, weight in state.items():
+        torch.testing.assert_close(weight, expected_state[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("layout", ["ddp_cpu", "zero3_cpu"])
+def test_sampled_turns_on_two_ranks_are_checked(layout: str, tmp_path: Path, extensions: str) -> None:
+    """Group decoding, and the comparison of completions with the policy, in every turn."""
+    found = launched("sampled", tmp_path, layout=layout, TORCH_EXTENSIONS_DIR=extensions)
+    assert found[0]["rows"] == found[1]["rows"]
+    assert found[0]["loops"] != found[1]["loops"]
+    for one in found:
+        assert one["unfit"] == ""
+        assert one["compared"] > 2
+        assert max(one["differences"]) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["ragged", "first", "second", "one rank"])
+def test_a_servers_completions_reach_the_ranks_that_asked(script: str, tmp_path: Path) -> None:
+    """TRL 1.16 slices the completions of all ranks by the number of a rank's own prompts."""
+    for rank, found in enumerate(launched("server", tmp_path, script)):
+        for values in found["loops"]:
+            for member, messages in enumerate(values[1]):
+                turns = [one["content"] for one in messages if one["role"] == "assistant"]
+                tags = [content.split("]")[0] for content in turns]
+                assert tags == [f"[{rank}.{member}.{turn}" for turn in range(len(turns))]
+                assert len(turns) == len(SCRIPTS[script][rank][member]) + 1
+
+
+@pytest.mark.slow
+def test_ranks_may_take_different_numbers_of_turns_in_a_rollout_function(tmp_path: Path) -> None:
+    found = launched("rollout", tmp_path)
+    assert [one["calls"] for one in found] == [1, 3]
+    assert "rollout_func" in found[0]["unfit"]

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -138,14 +139,47 @@ def _scene(folder: Path) -> Scene:
     return Scene(folder, *(folder / name for name in names))
 
 
+Found = dict[Path, tuple[int, ...]]
+
+
+def _found(folder: Path) -> Found:
+    """Return the kind of each file and folder below a folder, and size and time of change (in ns) of the files."""
+    found = {}
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        kind = stat.S_IFMT(status.st_mode)
+        is_folder = stat.S_ISDIR(kind)
+        found[path.relative_to(folder)] = (kind,) if is_folder else (kind, status.st_size, status.st_mtime_ns)
+    return found
+
+
+@pytest.fixture(scope="module")
+def intact(built: Path) -> tuple[Path, Found]:
+    """Return a copy of the built files, and what it holds."""
+    copy = built.with_name("copy")
+    shutil.copytree(built, copy, symlinks=True)
+    return copy, _found(copy)
+
+
 @pytest.fixture
-def scene(built: Path) -> Iterator[Scene]:
-    """Yield the scene, and restore it afterwards."""
+def scene(built: Path, intact: tuple[Path, Found]) -> Iterator[Scene]:
+    """Yield the scene, and restore what has changed afterwards: to copy all files takes longer than most commands."""
     reward_model._load.cache_clear()
-    shutil.copytree(built, built.with_name("copy"), symlinks=True)
     yield _scene(built)
-    shutil.rmtree(built)
-    built.with_name("copy").rename(built)
+    copy, before = intact
+    now = _found(built)
+    changed = {path for path in now.keys() | before.keys() if now.get(path) != before.get(path)}
+    for path in sorted(changed & now.keys(), reverse=True):  # files before their folders
+        place = built / path
+        if stat.S_ISDIR(now[path][0]):
+            place.rmdir()
+        else:
+            place.unlink()
+    for path in sorted(changed & before.keys()):
+        if stat.S_ISDIR(before[path][0]):
+            (built / path).mkdir()
+        else:
+            shutil.copy2(copy / path, built / path, follow_symlinks=False)
 
 
 # Calls of the commands, each of which returns an exit code.

@@ -120,13 +120,10 @@ CASES = [
     *((verb, kind) for verb in ("plan", "train", "evaluate", "chat") for kind in (*TEMPLATES, *SIZES, *TOKENIZERS)),
     *((verb, kind) for verb in ("merge", "export") for kind in SIZES),
 ]
-QUICK = {("plan", "large")}
 
 
-@pytest.mark.parametrize(
-    ("verb", "kind"),
-    [pytest.param(*case, id=" ".join(case), marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow  # `checks/test_tokenizer.py` and `checks/test_model_sizes.py` have quick ones
+@pytest.mark.parametrize(("verb", "kind"), [pytest.param(*case, id=" ".join(case)) for case in CASES])
 def test_a_harmful_model_ends_in_one_error_line_in_time(verb: str, kind: str, tmp_path: Path) -> None:
     model = hostile_model(tmp_path / "model", kind)
     code, printed, seconds, most = measured(command(verb, tmp_path, model))

@@ -28,7 +28,8 @@ def train_in(terminal: str, recipe: str, ignores: bool) -> None:
     sys.exit(train.main(["--config", recipe]))
 
 
-@pytest.mark.parametrize("ignores", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # `training/test_callbacks.py` has a quick one, without a terminal
+@pytest.mark.parametrize("ignores", [False, True])
 def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, ignores: bool) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 64)
     steps = 40 if ignores else 4000

@@ -417,6 +417,7 @@ def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, logged: Any, m
     assert "on the first micro-batch" in sentence
 
 
+@pytest.mark.slow
 def test_a_layer_that_ignores_the_spans_is_noticed(
     tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_rewards import cli, terminal
 from grpo_rewards.terminal import Cell, Labelled, Table, lasting_output, rendered, say, show
+from tests.support.grids import only
 
 TABLE = Table([["strict", 0.5, "right by the answer tag and in full pay of another reward"],
                ["x", 12.25, Cell("no", "bad")]],
@@ -119,7 +120,10 @@ def test_a_command_fails_if_its_output_is_lost(
     assert "can't be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["list", "--help", "--version", "score {rows} --reward tag_count", "check {rows}"])
+PIPED = ["list", "--help", "--version", "score {rows} --reward tag_count", "check {rows}"]
+
+
+@pytest.mark.parametrize("verb", only(["list", "--help"], PIPED))
 def test_a_pipe_closed_by_its_reader_is_no_error(tmp_path: Path, verb: str) -> None:
     """The pipe is closed before the command prints, as under `| head`. The interpreter's own last flush counts too."""
     rows = tmp_path / "rows.jsonl"

@@ -57,7 +57,7 @@ def try_folder(folder: Path, prompts: list[Any] = PROMPTS) -> Any:
         (LOOPS, "takes more than 1 s"),
         (LARGE, "needs more than 0.25 GiB of memory"),
         (RECURSION, "fails (RecursionError: "),
-        (SLOW, "takes"),
+        pytest.param(SLOW, "takes", marks=pytest.mark.slow),
         ("{{ raise_exception('no users here') }}", "fails (TemplateError: no users here)"),
         ("{{ 1 / 0 }}", "fails (ZeroDivisionError: "),
     ],

@@ -13,6 +13,7 @@ from grpo_recipes.cli import main
 from grpo_recipes.data import hub
 from grpo_recipes.recipe.recipe import find_file, parse_recipe
 from tests.support import launching, qwen
+from tests.support.grids import covering
 
 RECIPES = sorted(path.stem for path in find_file("recipes", "quickstart").parent.glob("*.yaml"))
 LAYOUTS = sorted(path.stem for path in find_file("accelerate_configs", "cpu").parent.glob("*.yaml"))
@@ -26,8 +27,7 @@ def nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("grpo_recipes.plan.memory.hub_answers", lambda: False)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("recipe", "layout"), covering(RECIPES, LAYOUTS))
 def test_each_recipe_is_planned_or_refused_with_the_fix(
     recipe: str, layout: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

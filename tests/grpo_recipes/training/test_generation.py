@@ -89,6 +89,7 @@ def test_the_completions_of_stock_trl(tmp_path: Path) -> None:
     assert list(ours._logs["completion"]) == list(stock._logs["completion"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     """The random stream is that of users. The check of the first batch after the resume must not disturb it."""
     runs = []
@@ -207,6 +208,7 @@ def test_evaluation_logs_the_difference_too(tmp_path: Path) -> None:
     assert 0 < entry[f"eval_{MEAN}"] < entry[f"eval_{LARGEST}"] < 1e-5
 
 
+@pytest.mark.slow
 def test_bfloat16_passes_the_check(tmp_path: Path, said: Any) -> None:
     run = trainer(tmp_path, policy=model().bfloat16())
     run.train()

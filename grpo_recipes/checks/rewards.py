@@ -15,7 +15,8 @@ from datasets import Dataset
 from trl.trainer.utils import is_async_callable
 
 from grpo_recipes.data.places import NAMED_ROWS, Place, Places, RowName, by_table, listed_places, row_numbers
-from grpo_recipes.data.prompts import sample_of_rows
+from grpo_recipes.data.presets import is_missing
+from grpo_recipes.data.prompts import GOLDS, sample_of_rows
 from grpo_recipes.process.faults import FaultyRow, RewardFault
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError, one_line, shortened
@@ -46,6 +47,7 @@ class GoldCheck:
         places: Positions of the first `NAMED_ROWS` of their rows.
         rewards: Names of the correctness rewards.
         forms: Clause that describes a valid gold of the first of them, or "".
+        missing: Number of golds that are empty cells, which `drop_missing` leaves out with their rows.
         dataset_rows: Number of rows if only a random sample of them was checked (`prompts.sample_of_rows`), or None.
     """
 
@@ -54,6 +56,7 @@ class GoldCheck:
     places: tuple[Place, ...]
     rewards: tuple[str, ...]
     forms: str = ""
+    missing: int = 0
     dataset_rows: int | None = None
 
     def describe(self) -> str:
@@ -61,10 +64,14 @@ class GoldCheck:
         rows = listed_places(self.places, self.count - len(self.places))
         sampled = "" if self.dataset_rows is None else f" (a random sample of {self.dataset_rows:,} rows)"
         total = f"{self.total:,}" if sampled else str(self.total)
+        fix = ""
+        if self.missing:
+            what = "they are" if self.missing == self.count else f"{self.missing} of them are"
+            fix = f"; {what} empty: set `dataset.drop_missing: true` to leave these rows out"
         return (
             f"{self.count} of {total} golds{sampled} can't be scored by {' or '.join(self.rewards)}: no completion "
             f"earns anything from it on {rows}"
-            f"{f': {self.forms}' if self.forms else ''}"
+            f"{f': {self.forms}' if self.forms else ''}{fix}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -326,7 +333,10 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places
         )
     dataset_rows = all_rows if len(dataset) < all_rows else None
     named = tuple(places(rows[:NAMED_ROWS].tolist()))
-    return GoldCheck(len(rows), len(dataset), named, names, judge.gold_forms, dataset_rows)
+    missing = 0
+    if (column := judge.columns_read[0]) in GOLDS:
+        missing = sum(map(is_missing, dataset.select(np.flatnonzero(~is_scorable))[column]))
+    return GoldCheck(len(rows), len(dataset), named, names, judge.gold_forms, missing, dataset_rows)
 
 
 def gold_notes(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places = row_numbers) -> list[str]:

@@ -6,21 +6,23 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import random
+import string
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from grpo_recipes.data.tables import listed, shown
 from grpo_recipes.recipe.specs import DatasetName, DatasetSpec
-from grpo_rewards.choices import read_choices, read_gold
+from grpo_rewards.choices import Choices, read_choices, read_gold
 from grpo_rewards.errors import UserError
-from grpo_rewards.math.answers import extract_answer
-from grpo_rewards.math.decimals import decimal_of
+from grpo_rewards.math.answers import extract_answer, number_text
 from grpo_rewards.strict import parse_json
 from grpo_rewards.strings import folded
 
@@ -32,7 +34,10 @@ Turns = list[Message] | str
 """Turns that lead to the completion, or the text of a prompt that is no conversation."""
 Read = Callable[[Mapping[str, Any], str], tuple[Turns, dict[str, Any]]]
 """Function from a row's parts and its position (for errors) to the turns and the columns made of the row. A made column
-holds texts, or lists of texts if the row accepts several answers."""
+holds texts or floats, lists of them if the row accepts several answers, or choices with their labels."""
+
+ONE_CHOICE = "choices/"
+"""Beginning of the names of parts that are one choice each, as in `choices/A`."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,10 @@ def text_of(row: Mapping[str, Any], part: str, where: str) -> str:
     return value.strip()
 
 
-def _gold(row: Mapping[str, Any], where: str, read: Callable[[str], str]) -> str | list[str]:
+def _gold(row: Mapping[str, Any], where: str, read: Callable[[str], str]) -> Any:
     """Return what `read` makes of the answer: one gold, or the list of all that a row accepts.
+
+    A float stays a float. As text, 1.234 would be 1234 for a reward with `decimal: comma`.
 
     Raises:
         UserError: an answer is neither a number nor text, or is empty.
@@ -74,7 +81,7 @@ def _gold(row: Mapping[str, Any], where: str, read: Callable[[str], str]) -> str
         gold = read(_answer_text(answer))
         if not gold:
             raise _not_text("answer", value, where)
-        golds.append(gold)
+        golds.append(answer if isinstance(answer, float) else gold)
     if not golds:
         raise _not_text("answer", value, where)
     return golds if isinstance(value, list) else golds[0]
@@ -86,9 +93,7 @@ def _answer_text(value: Any) -> str:
         return value.strip()
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         return ""
-    text = str(int(value) if value == int(value) else value)
-    # A reward with `decimal: comma` would read 1.234 as 1234. No reward reads 1.2340 so.
-    return f"{text}0" if decimal_of(text) == "ambiguous" else text
+    return number_text(value)
 
 
 def _not_text(part: str, value: Any, where: str) -> UserError:
@@ -108,12 +113,24 @@ def user_turn(content: str) -> list[Message]:
     return [{"role": "user", "content": content}]
 
 
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+# ShareGPT's names of the roles.
+
+
+def role_and_content(turn: Any) -> tuple[Any, Any]:
+    """Return the role and the content of a turn, which may be written as in ShareGPT, with `from` and `value`."""
+    if not isinstance(turn, Mapping):
+        return None, None
+    if turn.get("role") is None and isinstance(turn.get("from"), str):
+        return _ROLES.get(turn["from"], turn["from"]), turn.get("value")
+    return turn.get("role"), turn.get("content")
+
+
 def message(turn: Any, where: str) -> Message:
     """Return a turn as a message. Raise `UserError` unless the turn has a role and text."""
-    if isinstance(turn, Mapping):
-        role, content = turn.get("role"), turn.get("content")
-        if role in ("system", "user", "assistant") and isinstance(content, str):
-            return {"role": role, "content": content}
+    role, content = role_and_content(turn)
+    if role in ("system", "user", "assistant") and isinstance(content, str):
+        return {"role": role, "content": content}
     raise UserError(
         f"`dataset`: {where} has the turn {shown(turn)}: it needs a role (system, user or assistant) and text"
     )
@@ -141,13 +158,61 @@ def _boxed(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
 
 def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     """Read a question, its choices, and the label of the right choice, which becomes a letter."""
-    question, choices = text_of(row, "question", where), read_choices(row["choices"])
-    if choices is None or row["choices"] is None:
+    question, answer = text_of(row, "question", where), row["answer"]
+    own = {part.removeprefix(ONE_CHOICE): value for part, value in row.items() if part.startswith(ONE_CHOICE)}
+    given = single_choices(own) if own else choices_of(row["choices"])
+    choices = None if given is None else read_choices(given)
+    if choices is None:
         raise UserError(
-            f"`dataset`: {where} has the choices {shown(row['choices'])}: give a list of texts, or texts and labels"
+            f"`dataset`: {where} has the choices {shown(own or row['choices'])}: give a list of texts (also as JSON), "
+            "parts between `|`, or texts and labels"
         )
     lines = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]
-    return user_turn("\n".join([question, *lines])), {"answer": read_gold(row["answer"], choices)}
+    made = {"text": list(choices.texts), "label": list(choices.labels)}
+    gold = read_gold(label_text(answer) if is_label(answer, choices) else answer, choices)
+    return user_turn("\n".join([question, *lines])), {"answer": gold, "choices": made}
+
+
+def choices_of(value: Any) -> Any:
+    """Return choices in a form that `read_choices` takes, or None.
+
+    Text is read as JSON, as a list in Python's notation, which pandas writes into CSV files, or as parts between `|`.
+    """
+    if not isinstance(value, str):
+        return value
+    found: Any = None
+    for read in (parse_json, ast.literal_eval):
+        if found is None and value.lstrip().startswith(("[", "{", "(")) and len(value) < _CHOICES_CHARACTERS:
+            try:
+                found = read(value)
+            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                continue
+    if found is None:
+        found = [part.strip() for part in value.split("|")]
+        found = found if all(found) else None
+    # One choice alone is no list: `['a' 'b']`, as numpy writes it, is one text for Python.
+    return found if isinstance(found, (list, tuple, dict)) and len(found) > 1 else None
+
+
+def single_choices(own: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Return the choices of a row by label, without the empty ones. Return None if there are fewer than two."""
+    texts = {label: label_text(value) for label, value in own.items() if not is_missing(value)}
+    return texts if len(texts) > 1 else None
+
+
+def is_label(answer: Any, choices: Choices) -> bool:
+    """Return True for a number that is the label of a choice, and thus not its position from 0."""
+    is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
+    return is_number and label_text(answer) in choices.labels
+
+
+def choice_columns(names: Collection[str]) -> list[str]:
+    """Return the columns that hold one choice each: `A`, `B`, ..., or `0`, `1`, ..., or `1`, `2`, ...."""
+    for labels in (string.ascii_uppercase, string.digits, string.digits[1:]):
+        found = list(takewhile(names.__contains__, labels))
+        if len(found) > 1:
+            return found
+    return []
 
 
 def _program(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
@@ -177,8 +242,8 @@ def label_text(value: Any) -> str:
     """Return a label as text: a number as it is written, `true` or `false` for a boolean."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
+    if isinstance(value, float) and math.isfinite(value):
+        return number_text(value)
     return "" if is_missing(value) else str(value).strip()
 
 
@@ -221,6 +286,7 @@ def _conversation(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, 
 
 
 _WORKED = {"question": ("question",), "answer": ("answer",)}
+_CHOICES_CHARACTERS = 100_000
 
 # `scored` has no entry: its responses are read in `load`.
 PRESETS: Mapping[DatasetName, Preset] = {

@@ -18,12 +18,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes.data.places import Place, Places, selected
 from grpo_recipes.data.presets import (
+    ONE_CHOICE,
     Preset,
     Read,
     Turns,
+    choice_columns,
     is_missing,
     message,
     preset_of,
+    role_and_content,
     text_of,
     user_turn,
     with_labels,
@@ -64,14 +67,19 @@ RESERVED = (
 SAMPLE = 20_000
 """Number of rows above which golds and lengths are checked on a sample of this size."""
 
-_VERSION = 2
+_VERSION = 3
 """Part of a cached table's name. It must be raised when the same rows give other prompts."""
 
 GOLDS = ("answer", "tests")
 """Columns with the gold of a row, which rewards read by default."""
 
 _IDENTITY = "identity"
+_TEXT = pa.string()
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+_CHOICES = pa.struct([("text", pa.list_(pa.string())), ("label", pa.list_(pa.string()))])
+
+CONVERSATIONS = ("messages", "conversations")
+"""Columns that are the prompt if there is neither a column `prompt` nor `question`."""
 
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
 """Errors that rendering a `prompt_template` raises."""
@@ -111,7 +119,7 @@ class _Reading:
     keeps: tuple[str, ...] = ()
     template: str | None = None
     template_columns: tuple[str, ...] = ()
-    has_gold_lists: bool = False
+    gold_kind: pa.DataType = _TEXT
 
     @property
     def used_up(self) -> set[str]:
@@ -135,7 +143,9 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
         return Prompts(table, np.empty(0, np.uint64), rows.places)
     reading = _reading(rows, spec)
     if spec.drop_missing:
-        rows = _complete(rows, [*reading.columns.values(), *GOLDS])
+        # A question may have fewer choices than others.
+        needed = [column for part, column in reading.columns.items() if not part.startswith(ONE_CHOICE)]
+        rows = _complete(rows, [*needed, *GOLDS])
         table = rows.table
     _check_names(rows, reading)
     has_text = reading.is_prompt_column and isinstance(table.features["prompt"], datasets.Value)
@@ -147,6 +157,7 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
         )
     is_text = has_text if spec.prompt_format is None else spec.prompt_format == "text"
     is_unchanged = reading.is_prompt_column and system is None and is_text == has_text
+    is_unchanged = is_unchanged and (has_text or _has_roles(table))
     inputs = table.select_columns(list(dict.fromkeys(reading.columns.values())))
     phrasing = _Phrasing(reading, system, is_text, is_unchanged, rows.place)
     settings = (spec.name, system, reading.template, is_text, is_unchanged, spec.labels)
@@ -229,8 +240,8 @@ class _Phrasing:
         if not self.is_unchanged:
             prompts = [prompt_of(turns, self.system, self.is_text) for turns, _, _ in rows]
             columns["prompt"] = pa.array(prompts, pa.string() if self.is_text else _MESSAGES)
-        kind = pa.list_(pa.string()) if self.reading.has_gold_lists else pa.string()
         for name in self.reading.made:
+            kind = _CHOICES if name == "choices" else self.reading.gold_kind
             columns[name] = pa.array([made[name] for _, made, _ in rows], kind)
         columns[_IDENTITY] = pa.array([identity for _, _, identity in rows], pa.uint64())
         return pa.table(columns)
@@ -275,17 +286,35 @@ def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
     columns = {}
     for part, names in preset.columns.items():
         found = [name for name in names if name in rows.table.column_names]
-        if not found:
+        single = choice_columns(rows.table.column_names) if part == "choices" and not found else []
+        columns |= {f"{ONE_CHOICE}{name}": name for name in single}
+        if found:
+            columns[part] = found[0]
+        elif not single:
+            also = ", or one for each choice with `columns: {A: ..., B: ...}`" if part == "choices" else ""
             raise UserError(
                 f"`dataset`: {_has(rows)}, and none is {' or '.join(map(repr, names))}: map one with "
-                f"`columns: {{{names[0]}: ...}}`"
+                f"`columns: {{{names[0]}: ...}}`{also}"
             )
-        columns[part] = found[0]
-    has_lists = False
-    if "answer" in columns:
-        kind = rows.table.features.arrow_schema.field(columns["answer"]).type
-        has_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return _Reading(columns, preset.read, ("answer",), preset.keeps, has_gold_lists=has_lists)
+    schema = rows.table.features.arrow_schema
+    made, keeps = ("answer",), preset.keeps
+    if "choices" in preset.columns and ("choices" not in columns or _is_text(schema.field(columns["choices"]).type)):
+        made, keeps = ("answer", "choices"), ()  # rewards read lists, with their labels
+    gold_kind = _TEXT
+    if "answer" in columns and "choices" not in preset.columns:
+        gold_kind = _gold_kind(schema.field(columns["answer"]).type)
+    return _Reading(columns, preset.read, made, keeps, gold_kind=gold_kind)
+
+
+def _gold_kind(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the golds that a preset makes of answers of type `kind`: floats or text, or lists of them."""
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(_gold_kind(kind.value_type))
+    return pa.float64() if pa.types.is_floating(kind) else _TEXT
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _own_reading(rows: Rows, spec: DatasetSpec) -> _Reading:
@@ -293,16 +322,17 @@ def _own_reading(rows: Rows, spec: DatasetSpec) -> _Reading:
     names = rows.table.column_names
     if spec.prompt_template is not None:
         return _Reading({"prompt": "prompt"} if "prompt" in names else {}, _no_turns)
-    has_gold = _ends_with_gold(rows.table, "prompt" if "prompt" in names else "messages")
+    conversation = next((name for name in CONVERSATIONS if name in names), "")
+    has_gold = _ends_with_gold(rows.table, "prompt" if "prompt" in names else conversation)
     made = ("answer",) if has_gold and "answer" not in names else ()
     if "prompt" in names:
         return _Reading({"prompt": "prompt"}, _answered_prompt if has_gold else _given_prompt, made)
     if "question" in names:
         return _Reading({"question": "question"}, _question)
-    if "messages" in names:
-        return _Reading({"prompt": "messages"}, _answered_prompt, made)
+    if conversation:
+        return _Reading({"prompt": conversation}, _answered_prompt, made)
     raise UserError(
-        f"`dataset`: {_has(rows)}, and none is 'prompt', 'question' or 'messages': map one with "
+        f"`dataset`: {_has(rows)}, and none is 'prompt', 'question', 'messages' or 'conversations': map one with "
         "`columns: {question: ...}`, or write a `prompt_template`"
     )
 
@@ -313,7 +343,14 @@ def _ends_with_gold(table: datasets.Dataset, column: str) -> bool:
         return False
     turns = table.select_columns([column])[0][column]  # other columns may hold images, which would be decoded
     last = turns[-1] if isinstance(turns, list) and turns else None
-    return isinstance(last, Mapping) and last.get("role") == "assistant"
+    return role_and_content(last)[0] == "assistant"
+
+
+def _has_roles(table: datasets.Dataset) -> bool:
+    """Return True if the messages of the column `prompt` have the key `role`, which ShareGPT's turns lack."""
+    kind = table.features.arrow_schema.field("prompt").type
+    is_turns = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
+    return not is_turns or kind.value_type.get_field_index("role") >= 0
 
 
 def _no_turns(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:

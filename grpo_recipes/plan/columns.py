@@ -17,7 +17,15 @@ from typing import Any
 
 import datasets
 
-from grpo_recipes.data.presets import gold_object, is_missing, label_text
+from grpo_recipes.data.presets import (
+    choices_of,
+    gold_object,
+    is_label,
+    is_missing,
+    label_text,
+    role_and_content,
+    single_choices,
+)
 from grpo_recipes.data.tables import listed
 from grpo_rewards.choices import read_choices, read_gold
 from grpo_rewards.errors import UserError
@@ -100,8 +108,24 @@ ABOUT_ROWS = (
 )
 """Names of columns that describe a row and answer nothing."""
 
+CHOICES = (
+    "choices",
+    "options",
+    "choice",
+    "option",
+    "opciones",
+    "optionen",
+    "alternatives",
+    "antworten",
+    "选项",
+    "candidates",
+)
+"""Names of columns with the choices of each row."""
+
+_SINGLE = re.compile(r"(?P<stem>.*?)[ _.-]?(?P<label>[a-z]|\d)")
 _IDENTIFIER = re.compile(r"\S*\d\S*")
 _DIGIT = re.compile(r"-?[0-5]")
+_TURN_KEYS = ({"role", "content"}, {"from", "value"})  # of messages, and of ShareGPT's turns
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?([T ].*)?|\d\d?[./]\d\d?[./]\d{2,4}")
 _WITHOUT_SPACES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 
@@ -181,6 +205,11 @@ class Column:
         return self.share(_is_conversation) >= ENOUGH
 
     @property
+    def parts(self) -> tuple[Column, ...]:
+        """Columns of the table in which the values are."""
+        return (self,)
+
+    @property
     def is_about_rows(self) -> bool:
         """True if the values describe a row and answer nothing: counters, identifiers, dates, constants."""
         filled = self.filled
@@ -221,15 +250,57 @@ def last_turns(conversations: Column) -> LastTurns | None:
     return LastTurns(conversations.path, list(map(_last_answer, conversations.values)))
 
 
+@dataclass(frozen=True)
+class SingleChoices(Column):
+    """Columns that hold one choice each, as one column of mappings from labels to texts.
+
+    Attributes:
+        by_label: Column by the label of its choice.
+    """
+
+    by_label: Mapping[str, Column]
+
+    @property
+    def name(self) -> str:
+        """Names of the columns, for messages."""
+        return listed(column.name for column in self.by_label.values())
+
+    @property
+    def parts(self) -> tuple[Column, ...]:
+        """Columns of the single choices."""
+        return tuple(self.by_label.values())
+
+
+def find_single_choices(columns: Sequence[Column]) -> list[SingleChoices]:
+    """Return the groups of columns that hold one choice each: `A`, `B`, ..., `option_a`, ..., or `option1`, ...."""
+    groups: dict[tuple[Any, ...], dict[str, Column]] = {}
+    for column in columns:
+        match = _SINGLE.fullmatch(column.key)
+        if match is not None and column.filled and len(column.texts) == len(column.filled):
+            label = match["label"].upper()
+            groups.setdefault((column.path[:-1], match["stem"], label.isdigit()), {})[label] = column
+    found = []
+    for group in groups.values():
+        labels = sorted(group)
+        first = "A" if "A" in group else labels[0]
+        following = [chr(ord(first) + place) for place in range(len(labels))]
+        if len(labels) > 1 and labels == following and first in ("A", "0", "1"):
+            rows = zip(*(group[label].values for label in labels), strict=True)
+            values = [single_choices(dict(zip(labels, row, strict=True))) for row in rows]
+            found.append(SingleChoices(group[first].path, values, {label: group[label] for label in labels}))
+    return found
+
+
 def brings_system_prompts(column: Column) -> bool:
     """Return True if one of the values is a text, or a conversation that begins with a system prompt."""
-    return any(not _is_conversation(value) or value[0]["role"] == "system" for value in column.filled)
+    return any(not _is_conversation(value) or role_and_content(value[0])[0] == "system" for value in column.filled)
 
 
 def _last_answer(conversation: Any) -> Any:
-    if not _is_conversation(conversation) or conversation[-1]["role"] != "assistant":
+    if not _is_conversation(conversation):
         return None
-    return conversation[-1]["content"]
+    role, content = role_and_content(conversation[-1])
+    return content if role == "assistant" else None
 
 
 def columns_of(head: datasets.Dataset) -> list[Column]:
@@ -262,7 +333,7 @@ def _with_keys(path: tuple[str, ...], values: Sequence[Any], depth: int) -> Iter
 def _is_conversation(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(turn, Mapping) and {"role", "content"} <= set(turn) for turn in value)
+    return all(isinstance(turn, Mapping) and any(keys <= set(turn) for keys in _TURN_KEYS) for turn in value)
 
 
 def is_assertions(value: Any) -> bool:
@@ -398,28 +469,48 @@ def find_question(columns: Sequence[Column]) -> tuple[Column, str]:
 
 
 def find_choices(columns: Sequence[Column]) -> list[Column]:
-    """Return the columns with lists of choices."""
-    found = []
+    """Return the columns with lists of choices, and the groups of columns with one choice each."""
+    found: list[Column] = []
     for column in columns:
         if column.share(_are_choices) >= ENOUGH and not column.is_messages:
             found.append(column)
-    return found
+    return [*found, *find_single_choices(columns)]
 
 
 def _are_choices(value: Any) -> bool:
-    if isinstance(value, str) or (isinstance(value, Mapping) and set(value) != {"text", "label"}):
+    if isinstance(value, Mapping) and set(value) != {"text", "label"}:
         return False
-    known = read_choices(value)
+    read = choices_of(value)
+    known = None if read is None else read_choices(read)
     return known is not None and len(known.texts) >= 2
 
 
 def is_gold(choices: Any, gold: Any) -> bool:
     """Return True if a gold names one of the choices."""
-    known = read_choices(choices)
-    return known is not None and bool(known.texts) and read_gold(gold, known) is not None
+    read = choices_of(choices)
+    known = None if read is None else read_choices(read)
+    if known is None or not known.texts:
+        return False
+    return is_label(gold, known) or read_gold(gold, known) is not None
 
 
 def golds_among(choices: Column, gold: Column) -> int:
     """Return the number of rows whose gold names one of their choices."""
     pairs = zip(choices.values, gold.values, strict=True)
-    return sum(not is_missing(one) and is_gold(listed_choices, one) for listed_choices, one in pairs)
+    return sum(not is_missing(one) and is_gold(given, one) for given, one in pairs)
+
+
+def are_positions_certain(choices: Column, gold: Column) -> bool:
+    """Return False for golds that are numbers, and in most rows both the position and the text of a choice."""
+    texts = 0
+    for given, one in zip(choices.values, gold.values, strict=True):
+        if isinstance(one, (int, float)) and is_gold(given, one):
+            known = read_choices(choices_of(given))
+            texts += known is not None and not is_label(one, known) and label_text(one) in known.texts
+    return texts * 2 < len(gold.filled)
+
+
+def are_choices_weak(choices: Column, gold: Column) -> bool:
+    """Return True for text with `|` and golds that are numbers, which may be anything else than choices."""
+    is_text = not isinstance(choices, SingleChoices) and choices.share(lambda value: isinstance(value, str)) > 0
+    return is_text and choices.key not in CHOICES and gold.share(is_number) >= ENOUGH

@@ -22,7 +22,7 @@ from grpo_recipes.data.sources import Keys, guess_source, read
 from grpo_recipes.data.tables import BATCH, listed, shown
 from grpo_recipes.data.text_files import has_cells
 from grpo_recipes.plan import columns as found
-from grpo_recipes.plan.columns import Column, LastTurns
+from grpo_recipes.plan.columns import Column, LastTurns, SingleChoices
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.recipe.specs import DatasetName, DatasetSpec, SourceSpec
 from grpo_rewards.errors import UserError
@@ -235,14 +235,18 @@ def guessed(table: datasets.Dataset, wishes: Wishes = Wishes()) -> Guess:
         parts["answer" if brings_prompts and form is not CODE else form.parts[1]] = answer
         roles[answer.name] = f"answer ({reason})"
     if choices is not None:
-        parts["choices"], roles[choices.name] = choices, "choices (lists of texts)"
+        by_label = choices.by_label if isinstance(choices, SingleChoices) else {"choices": choices}
+        parts |= by_label
+        kind = "one choice each" if isinstance(choices, SingleChoices) else "lists of texts"
+        roles[choices.name] = f"choices ({kind})"
     # A bare answer in a conversation is right only in a layout, which its own system prompt would not request.
     adds_layout = form in (LABEL, NUMBER, WORDS) and not found.brings_system_prompts(question)
     renamed, others = _names(table.column_names, parts, form)
     guess = Guess(
         *(form, count, 0 if answer is None else len(answer.filled), roles, renamed, others, brings_prompts),
         requests_layout=not brings_prompts or adds_layout,
-        missing=_missing(table, parts.values()),
+        # A question may have fewer choices than others.
+        missing=_missing(table, [part for part in parts.values() if choices is None or part not in choices.parts]),
         texts=[column.name for column in _unrelated(rest, *parts.values()) if column.is_text],
     )
     return guess if answer is None else _with_golds(guess, _sampled(table, answer), wishes)
@@ -306,12 +310,14 @@ def _choice(columns: Sequence[Column], wishes: Wishes) -> _Found | None:
     if wishes.choices is not None:
         lists = [found.find(columns, wishes.choices, "--choices")]
     for choices in lists:
-        golds = _unrelated(columns, choices)
+        golds = _unrelated(columns, *choices.parts)
         if wishes.answer is not None:
             golds = [found.find(golds, wishes.answer, "--answer")]
         fitting = []
         for gold in golds:
             count = found.golds_among(choices, gold)
+            if wishes.choices is None and found.are_choices_weak(choices, gold):
+                continue
             if gold.filled and count >= found.ENOUGH * len(gold.filled):
                 fitting.append(gold)
             elif gold.filled and count * 2 >= len(gold.filled) and gold.key in found.ANSWERS and wishes.task is None:
@@ -321,6 +327,11 @@ def _choice(columns: Sequence[Column], wishes: Wishes) -> _Found | None:
                 )
         if fitting:
             gold, reason = _one_of(fitting, "names one of the choices")
+            if not found.are_positions_certain(choices, gold):
+                raise UserError(
+                    f"the numbers in {gold.name!r} may be positions of the choices in {choices.name}, or the choices "
+                    "themselves: write the letters of the choices (A, B, ...)"
+                )
             return CHOICE, gold, reason, choices
     if wishes.task == CHOICE.task or wishes.choices is not None:
         raise UserError(
@@ -405,7 +416,7 @@ def _check_no_names(answer: Column, columns: Sequence[Column]) -> None:
     if answer.texts and set(answer.texts) <= names:
         raise UserError(
             f"the answers in {answer.name!r} are names of columns ({listed(sorted(set(answer.texts)))}), which hold "
-            "the choices: write the choices of a row as a list in one column `choices`"
+            "the choices: name these columns A, B, C, ..., and write the letters as answers"
         )
 
 

@@ -407,11 +407,18 @@ def _check(options: argparse.Namespace) -> int:
             say(f"{len(listed)} {title}:")
         for line in _first_lines(listed):
             say(f"  {line}")
+    if missing := sum(_is_empty(row.columns.get(gold_column)) for row in rows):
+        have = "row has" if missing == 1 else "rows have"
+        say(f"{missing} {have} no gold: remove them, or set `dataset.drop_missing: true` in a recipe")
     if note := reward.declared.gold_note((f"row {row.number}", row.columns.get(gold_column)) for row in rows):
         say(note)
     if len(unscorable) == len(rows):
         complaints.append(f"none of {len(rows)} golds in `{gold_column}` can be read")
     return max(_complain(options.file, complaints), int(bool(unscorable or below)))
+
+
+def _is_empty(gold: Any) -> bool:
+    return gold is None or gold == [] or (isinstance(gold, str) and not gold.strip())
 
 
 def _tried_golds(

@@ -103,7 +103,8 @@ class JsonSchema(TaggedReward):
     kind: ClassVar[Kind] = "correctness"
     payments: ClassVar[tuple[str, ...]] = ("pay", "pay_partial")
     gold_forms: ClassVar[str] = (
-        "a row holds a JSON Schema, best as a string of JSON, and with `gold_column` a JSON object"
+        "a row holds a JSON Schema, best as a string of JSON, and with `gold_column` a JSON object, or at most "
+        f"{MAX_GOLDS} of them"
     )
 
     schema: Mapping[str, Any] | str | None = None
@@ -210,8 +211,6 @@ class JsonSchema(TaggedReward):
 def _gold_objects(value: Any) -> list[Mapping[str, Any]]:
     """Return the gold objects that a row accepts: of a list, or the one value. Entries that are none are skipped."""
     entries = [value] if isinstance(value, Mapping) else accepted_golds(value)
-    if len(entries) > MAX_GOLDS:
-        return []
     golds = []
     for entry in entries:
         if (gold := _gold_object(_json_text(entry))) is not None:

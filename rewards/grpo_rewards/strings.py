@@ -20,7 +20,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import completion_text, needed_column
-from grpo_rewards.math.answers import accepted_golds
+from grpo_rewards.math.answers import MAX_GOLDS, accepted_golds, number_text
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.reward import Scored, check_choice
 from grpo_rewards.strict import linear_search
@@ -110,12 +110,14 @@ class StringMatch(AgainstGold):
         tags: names of the reasoning tag and the answer tag.
         prefilled: name of the reasoning tag if the prompt already opens it.
         gold_column: name of the dataset column with the gold: a string, a list of strings, or SQuAD's
-            `{"text": [...]}`.
+            `{"text": [...]}`. A row with more than 64 golds (`MAX_GOLDS`) can't be scored.
         prefix: prefix of the logged columns `extracted`, `gold` and `verdict`, for runs in which two rewards log them.
         name: name of the reward in logs.
     """
 
-    gold_forms: ClassVar[str] = "a gold is a string or a list of strings; with `match: pattern` one that RE2 takes"
+    gold_forms: ClassVar[str] = (
+        f"a gold is a string or a list of at most {MAX_GOLDS} strings; with `match: pattern` one that RE2 takes"
+    )
 
     match: str = "squad"
     pattern: str | None = None
@@ -163,8 +165,9 @@ class StringMatch(AgainstGold):
         """Return the golds of a row, stripped: of a string, a number, a list of them, or SQuAD's `{"text": [...]}`."""
         golds = []
         for item in accepted_golds(row):
-            is_text = isinstance(item, (str, Real)) and not isinstance(item, bool) and item == item  # not NaN
-            gold = str(item).strip() if is_text else ""
+            gold = item.strip() if isinstance(item, str) else ""
+            if isinstance(item, Real) and not isinstance(item, bool) and item == item:  # not NaN
+                gold = number_text(item)
             if gold and (self.match != "pattern" or _is_pattern(gold)):
                 golds.append(gold)
         return golds

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from grpo_recipes import cli
+from grpo_recipes import cli, run_recipe
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.data.load import load
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
@@ -48,6 +48,8 @@ EXPECTED: dict[str, Expected] = {
     "choices_missing.jsonl": Expected(
         "choice", "choice_correctness", {"drop_missing": True}, answer("B"), answer("A, B, C, D")
     ),
+    "choices_columns.csv": Expected("choice", "choice_correctness", {}, answer("iron"), answer("b")),
+    "choices_text.csv": Expected("choice", "choice_correctness", {}, answer("1 km"), answer("B")),
     "code.jsonl": Expected(
         *("tests", "unit_tests", {}),
         *(program("def add(a, b):\n    return a + b"), program("def add(a, b):\n    return 3")),
@@ -76,6 +78,7 @@ EXPECTED: dict[str, Expected] = {
     "letters.csv": Expected("judge", "judge", {}, "", ""),
     "nested.jsonl": Expected("numbers", "gsm8k_correctness", {}, answer("20"), answer("21")),
     "numbers.tsv": Expected("numbers", "gsm8k_correctness", {}, answer("5628"), answer("5.628")),
+    "sharegpt.json": Expected("numbers", "gsm8k_correctness", {}, answer("7"), answer("5 + 2")),
     "summaries.jsonl": Expected(
         *("texts", "string_match", {}),
         "The council of Lyon will plant 72 trees along the river in spring, with schools taking part in the work.",
@@ -125,7 +128,7 @@ def right_completion(name: str, row: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_init_finds_the_task_and_the_rewards_pay_its_golds(
+def test_init_finds_the_task_and_the_rewards_pay_its_golds_and_no_wrong_answer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -146,18 +149,9 @@ def test_init_finds_the_task_and_the_rewards_pay_its_golds(
         score = paid(reward, row, right_completion(name, row))
         assert score is not None
         assert score >= 1, row
-
-
-@pytest.mark.parametrize("name", sorted(set(EXPECTED) - {"letters.csv"}))
-def test_the_first_row_pays_a_right_answer_and_no_wrong_one(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    _, recipe = init(name)
-    row = load(replace(recipe.dataset, eval_share=None))[0]
-    reward = recipe.build_rewards()[0]
-    assert (paid(reward, row, EXPECTED[name].right) or 0) >= 1
-    wrong = paid(reward, row, EXPECTED[name].wrong)
+    first = load(replace(recipe.dataset, eval_share=None))[0]
+    assert (paid(reward, first, expected.right) or 0) >= 1
+    wrong = paid(reward, first, expected.wrong)
     assert wrong is not None
     assert wrong <= 0.5
 
@@ -165,6 +159,10 @@ def test_the_first_row_pays_a_right_answer_and_no_wrong_one(
 def kind(request: dict[str, Any], handler: Any) -> tuple[int, Any]:
     """Answer as a judge that gives every completion seven points."""
     return 200, completion(json.dumps({"reason": "fine", "score": 7}))
+
+
+LAUNCHED = "choices_missing.jsonl"
+"""Table whose training runs in processes of its own. A launch imports everything anew, which takes most of its time."""
 
 
 @pytest.mark.slow
@@ -180,7 +178,10 @@ def test_every_command_runs_on_the_table_without_an_edit(
         if name == "letters.csv":  # the judge of the recipe is to be served by its user
             steps += ["--rewards.0.kwargs.base_url", server.url]
         assert cli.main(["plan", recipe, *steps]) == 0
-        assert cli.main(["train", recipe, *steps]) == 0
+        if name == LAUNCHED:
+            assert cli.main(["train", recipe, *steps]) == 0
+        else:
+            assert run_recipe(parse_recipe(["--config", recipe, *steps])) == 0
         evaluated = ["--recipe", str(run / "run.json"), "--max_new_tokens", "8"]
         assert cli.main(["evaluate", str(run), *evaluated]) == 0
     capsys.readouterr()

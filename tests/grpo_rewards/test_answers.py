@@ -279,7 +279,8 @@ def test_an_answer_in_a_prefilled_block_is_not_extracted():
 @pytest.mark.parametrize(
     ("gold", "answer"),
     [
-        ("She has 5.\n#### 65,960", "65,960"), ("18", "18"), (" 18 ", "18"), (18, "18"), (2.5, "2.5"),
+        ("She has 5.\n#### 65,960", "65,960"), ("18", "18"), (" 18 ", "18"), (18, "18"), (2.5, "2.5"), (18.0, "18"),
+        (1.234, "1.234"), (0.1, "0.1"), (-3.0, "-3"), (1e-05, "0.00001"), (1e15, "1000000000000000"), (1e16, "1e+16"),
         ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("Steps.\nA: 18", "18"),
         ("no solution", "no solution"), ("a red house near the hill", "a red house near the hill"),
         ("a red house near the old hill", None),

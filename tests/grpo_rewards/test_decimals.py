@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_rewards import gsm8k_correctness
 from grpo_rewards.cli import main
-from grpo_rewards.math.answers import parse_number
+from grpo_rewards.math.answers import parse_number, read_golds
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.math.decimals import decimal_marks, decimal_of, with_point
 
@@ -56,6 +56,22 @@ def test_a_gold_that_is_a_number_has_a_point_whatever_the_mark_of_the_text():
 def test_a_formula_may_hold_a_decimal_comma():
     reward = MathCorrectness(decimal="comma")
     assert reward(completions=["\\boxed{2,5x}", "\\boxed{25x}"], answer=["\\frac{5}{2}x"] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("gold", ["(1,2)", "[1,2]", "]1,2[", "[-1,2)", "\\{1,2\\}", "\\left(1,2\\right)", "$(1,2)$"])
+def test_a_pair_or_an_interval_is_no_number(gold):
+    assert decimal_of(gold) is None
+    reward = MathCorrectness(decimal="comma")
+    (read,) = read_golds(gold, "comma")
+    assert read.number is None
+    stated = [f"\\boxed{{{answer}}}" for answer in ("1,2", "1.2", "-1,2", gold)]
+    assert reward(completions=stated, answer=[gold] * 4) == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_numbers_in_brackets_keep_their_decimal_comma():
+    reward = MathCorrectness(decimal="comma")
+    assert reward(completions=["\\boxed{(1,5; 2,5)}"], answer=["(1.5; 2.5)"]) == [1.0]
+    assert reward(completions=["\\boxed{\\frac{1,5}{2}}"], answer=["0,75"]) == [1.0]
 
 
 def test_without_the_key_a_point_is_read():

@@ -30,6 +30,10 @@ FIRST = {
         "The council met for three hours. It will plant 72 trees in spring.",
         {"answer": "The city plants 72 trees."},
     ),
+    "quiz.yaml": (
+        "Which is the capital of Italy?\nA. Paris\nB. Rome\nC. Oslo",
+        {"answer": "B", "choices": {"text": ["Paris", "Rome", "Oslo"], "label": ["A", "B", "C"]}},
+    ),
     "stories.yaml": ("Write a story of about 40 words about the sea.", {"topic": "the sea", "words": 40}),
     "rechnungen.yaml": ("Wie viel sind 1.000 + 200?", {"answer": 1200.0}),
     "mixture.yaml": (None, {"source": "problems.csv", "origin": "school"}),

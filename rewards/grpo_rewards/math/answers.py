@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal as PlainDecimal
 from fractions import Fraction
 from functools import lru_cache
 from numbers import Real
@@ -49,7 +50,8 @@ MAX_ANSWER_CHARS = 1000
 """Number of characters of the longest answer that is parsed. A longer one can only equal the gold as a string."""
 
 MAX_GOLDS = 64
-"""Largest number of accepted answers of a row, each of which may need a symbolic comparison."""
+"""Largest number of accepted answers of a row, each of which may need a symbolic comparison. A row with more can't be
+scored, whatever the reward."""
 
 RIGHT_VERDICTS = frozenset({"exact", "equal", "symbolic"})
 """Verdicts of a `Judge` on a right answer."""
@@ -178,7 +180,7 @@ def gold_answer(gold: object) -> str | None:
     answer. Prose of more than five words without such a mark has no final answer.
     """
     if isinstance(gold, Real) and not isinstance(gold, bool) and gold == gold:  # not NaN
-        gold = str(gold)
+        gold = number_text(gold)
     if not isinstance(gold, str):
         return None
     if gold.isdecimal():
@@ -191,6 +193,16 @@ def gold_answer(gold: object) -> str | None:
     if not bare or len(_WORD.findall(bare)) > 5:
         return None
     return bare
+
+
+def number_text(number: Real) -> str:
+    """Return the shortest usual text of a number: 18 for 18.0, and 0.00001 for 1e-05."""
+    text = str(number)
+    if not isinstance(number, float) or not 1e-9 <= abs(number) < 1e16:
+        return "0" if number == 0 else text
+    if number.is_integer():
+        return str(int(number))
+    return format(PlainDecimal(text), "f") if "e" in text else text
 
 
 _WORD = re.compile(r"(?<![^\W\d_\\])[^\W\d_]{2,}")
@@ -441,14 +453,19 @@ def read_gold(gold: object, decimal: Decimal = "point") -> Gold | None:
 
 
 def accepted_golds(value: object) -> list[Any]:
-    """Return the accepted answers of a row: of a list, an array or SQuAD's `{"text": [...]}`, or the one value."""
+    """Return the accepted answers of a row: of a list, an array or SQuAD's `{"text": [...]}`, or the one value.
+
+    A row with more than `MAX_GOLDS` has none, because it can't be scored.
+    """
     if isinstance(value, str):  # the usual case first: asking for a mapping costs as much as reading an answer
         return [value]
     if isinstance(value, Mapping):
         value = value.get("text")
     if hasattr(value, "tolist"):  # an array of numpy or pyarrow
         value = value.tolist()
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    return list(value) if len(value) <= MAX_GOLDS else []
 
 
 def read_golds(value: object, decimal: Decimal = "point") -> tuple[Gold, ...]:
@@ -457,10 +474,7 @@ def read_golds(value: object, decimal: Decimal = "point") -> tuple[Gold, ...]:
     Returns:
         The golds, or () if no gold can be read, or if the row has more than `MAX_GOLDS`.
     """
-    accepted = accepted_golds(value)
-    if len(accepted) > MAX_GOLDS:
-        return ()
-    return tuple(gold for entry in accepted if (gold := read_gold(entry, decimal)) is not None)
+    return tuple(gold for entry in accepted_golds(value) if (gold := read_gold(entry, decimal)) is not None)
 
 
 class Judge:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.math.answers import (
     LAYOUTS,
+    MAX_GOLDS,
     Gold,
     Judge,
     accepted_golds,
@@ -120,7 +121,7 @@ class GSM8KCorrectness(GoldReward):
     payments: ClassVar[tuple[str, ...]] = ("pay_exact", "pay_equal", "pay_wrong")
     gold_forms: ClassVar[str] = (
         "a gold is a number, a formula or a few words, or a solution that marks its final answer by `####`, "
-        "`\\boxed{}` or a line `A:`"
+        f"`\\boxed{{}}` or a line `A:`, and a row has at most {MAX_GOLDS} golds"
     )
 
     pay_exact: float = 2.0

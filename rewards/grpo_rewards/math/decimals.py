@@ -24,6 +24,8 @@ _NUMBER = re.compile(r"(?<![\d.,])\d+(?:[.,]\d+)+", re.ASCII)
 _GROUPED_BY_POINTS = re.compile(r"[1-9]\d{0,2}(?:\.\d{3})+(?:,\d+)?", re.ASCII)
 _GROUPED_BY_COMMAS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _AMBIGUOUS = re.compile(r"[1-9]\d{0,2}[.,]\d{3}", re.ASCII)
+# A pair or an interval: (1,2), [1,2], ]1,2[, \{1,2\}, or the beginning of a longer one, (1,2,x).
+_PAIRED = re.compile(r"(?:[(\[\]]|\\\{)\s*[-+−]?(?P<numbers>\d+,\d+)(?=\s*(?:\\right\s*)?(?:[)\[\],]|\\\}))", re.ASCII)
 _ONE_COMMA = re.compile(r"\d+,\d+", re.ASCII)
 _ONE_POINT = re.compile(r"\d+\.\d+", re.ASCII)
 
@@ -31,9 +33,16 @@ _ONE_POINT = re.compile(r"\d+\.\d+", re.ASCII)
 def with_point(text: str) -> str:
     """Return `text` with its decimal commas as points, and without points between groups of thousands.
 
-    A number that cannot have a decimal comma (`3.5`, `1,234.50`) stays as it is.
+    A number that cannot have a decimal comma (`3.5`, `1,234.50`) stays as it is, and so does a pair or an interval
+    (`(1,2)`), which is no number.
     """
-    return _NUMBER.sub(lambda match: _number_with_point(match.group()), _without_latex(text))
+    text = _without_latex(text)
+    pairs = {match.start("numbers") for match in _PAIRED.finditer(text)}
+
+    def rewritten(match: re.Match[str]) -> str:
+        return match.group() if match.start() in pairs else _number_with_point(match.group())
+
+    return _NUMBER.sub(rewritten, text)
 
 
 def _without_latex(text: str) -> str:
@@ -55,10 +64,12 @@ def _number_with_point(number: str) -> str:
 def decimal_of(text: str) -> Decimal | Literal["ambiguous"] | None:
     """Return the decimal mark of a text with one number, "ambiguous" for forms such as `1.200`, or None.
 
-    None means that the text has no number with a mark, several of them, or a list of numbers (`1,2,3`).
+    None means that the text has no number with a mark, several of them, a list of numbers (`1,2,3`), or a pair or an
+    interval (`(1,2)`).
     """
-    numbers = _NUMBER.findall(_without_latex(text))
-    if len(numbers) != 1:
+    text = _without_latex(text)
+    numbers = _NUMBER.findall(text)
+    if len(numbers) != 1 or _PAIRED.search(text):
         return None
     number = numbers[0]
     if _AMBIGUOUS.fullmatch(number):

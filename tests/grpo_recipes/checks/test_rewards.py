@@ -64,6 +64,27 @@ def test_rows_without_a_scorable_gold_are_counted_from_1() -> None:
     assert "rows 2, 4, 5 (counted from 1)" in found.describe()
 
 
+def test_drop_missing_is_offered_for_empty_golds() -> None:
+    found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", PROSE, "", "", PROSE))
+    assert found is not None
+    assert found.describe().endswith("; 2 of them are empty: set `dataset.drop_missing: true` to leave these rows out")
+    found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", ""))
+    assert found is not None
+    assert found.describe().endswith("; they are empty: set `dataset.drop_missing: true` to leave these rows out")
+    found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", PROSE))
+    assert found is not None
+    assert "drop_missing" not in found.describe()
+
+
+@pytest.mark.parametrize("reward", ["gsm8k_correctness", "math_correctness", "string_match"])
+def test_a_row_with_more_than_64_golds_is_reported_by_every_reward(reward: str) -> None:
+    dataset = datasets.Dataset.from_dict({"prompt": ["q"] * 2, "answer": [["18"] * 64, ["18"] * 65]})
+    found = check_golds(build_rewards([reward]), dataset)
+    assert found is not None
+    assert rows_of(found) == [2]
+    assert "at most 64" in found.describe()
+
+
 def test_of_many_unscorable_rows_the_first_are_named() -> None:
     found = check_golds(build_rewards(["math_correctness"]), golds("18", *[PROSE] * 30))
     assert found is not None

@@ -16,6 +16,7 @@ from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 from grpo_recipes.data import prompts, tables
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards import choice_correctness, gsm8k_correctness
 from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import read_gold
 
@@ -206,6 +207,79 @@ def test_multiple_choice_reads_the_forms_of_mmlu_and_arc(tmp_path: Path) -> None
         assert made["prompt"][1]["content"] == "The capital of Italy?\nA. Paris\nB. Rome"
         assert made["answer"] == "B"
         assert made["choices"] == row["choices"]
+
+
+ROME = {"question": "The capital of Italy?", "answer": "B"}
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"A": "Paris", "B": "Rome", "C": None},
+        {"choices": '["Paris", "Rome"]'},
+        {"choices": "['Paris', 'Rome']"},
+        {"choices": "Paris | Rome"},
+        {"choices": '{"A": "Paris", "B": "Rome"}'},
+    ],
+)
+def test_choices_may_be_columns_or_text(tmp_path: Path, choices: dict[str, Any]) -> None:
+    full = dict.fromkeys("ABC", "x") if "A" in choices else choices  # the column C exists
+    path = write(tmp_path / "rows.jsonl", [{**ROME, **choices}, {**ROME, **full, "question": "And of Spain?"}])
+    made = load(DatasetSpec.parse({"name": "multiple_choice", "path": path}))[0]
+    assert made["prompt"][1]["content"] == "The capital of Italy?\nA. Paris\nB. Rome"
+    assert made["choices"] == {"text": ["Paris", "Rome"], "label": ["A", "B"]}
+    columns = {name: [made[name]] * 3 for name in ("answer", "choices")}
+    answers = ["<answer>B</answer>", "<answer>Rome</answer>", "<answer>Paris</answer>"]
+    assert choice_correctness(completions=answers, **columns) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("first", "gold", "letter"), [("0", 1, "1"), ("1", 2, "2"), ("1", "2", "2"), ("A", 1, "B"), ("A", "b", "B")]
+)
+def test_a_number_is_the_name_of_a_choice_if_it_is_one(tmp_path: Path, first: str, gold: Any, letter: str) -> None:
+    names = [first, chr(ord(first) + 1)]
+    row = {"question": "The capital of Italy?", **dict(zip(names, ("Paris", "Rome"), strict=True)), "answer": gold}
+    spec = DatasetSpec.parse({"name": "multiple_choice", "path": write(tmp_path / "rows.jsonl", [row])})
+    assert load(spec)["answer"][:] == [letter]
+
+
+@pytest.mark.parametrize("choices", ["['Paris' 'Rome']", "Paris", '["Paris"]', "[" * 5_000])
+def test_text_that_is_no_list_of_choices_is_refused(tmp_path: Path, choices: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{**ROME, "choices": choices}])
+    with pytest.raises(UserError, match="line 1 has the choices .* give a list of texts"):
+        load(DatasetSpec.parse({"name": "multiple_choice", "path": path}))
+
+
+def test_rows_with_fewer_choices_than_others_are_not_dropped(tmp_path: Path) -> None:
+    rows = [{**ROME, "A": "Paris", "B": "Rome", "C": "Oslo"}, {"question": "Which?", "answer": "A", "A": "x", "B": "y"}]
+    path = write(tmp_path / "rows.jsonl", [*rows, {**rows[0], "answer": None}])
+    made = load(DatasetSpec.parse({"name": "multiple_choice", "path": path, "drop_missing": True}))
+    assert made["answer"][:] == ["B", "A"]
+
+
+# Conversations in ShareGPT's notation
+
+
+def shared(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"from": speaker, "value": text} for speaker, text in turns]
+
+
+@pytest.mark.parametrize("column", ["conversations", "messages", "prompt"])
+@pytest.mark.parametrize("with_answer", [True, False])
+def test_turns_in_the_notation_of_sharegpt_are_messages(tmp_path: Path, column: str, with_answer: bool) -> None:
+    turns = shared(("system", "Be brief."), ("human", "2+2?"), ("gpt", "4"), ("human", "And 3+3?"))
+    answer = shared(("gpt", "6")) if with_answer else []
+    path = write(tmp_path / "rows.jsonl", [{column: [*turns, *answer]}])
+    (row,) = load(DatasetSpec.parse({"path": path})).to_list()
+    roles = [(turn["role"], turn["content"]) for turn in row["prompt"]]
+    assert roles == [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4"), ("user", "And 3+3?")]
+    assert row.get("answer") == ("6" if with_answer else None)
+
+
+def test_an_unknown_speaker_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"conversations": shared(("human", "q"), ("observation", "x"))}])
+    with pytest.raises(UserError, match=r"line 1 has the turn .*it needs a role \(system, user or assis"):
+        load(DatasetSpec.parse({"path": path}))
 
 
 # Mixtures
@@ -416,9 +490,12 @@ def test_a_preset_keeps_a_list_of_accepted_golds(
 
 
 @pytest.mark.parametrize("number", [1.234, -12.125, 999.001, 0.125, 1234.567, 2.5, 18.0])
-def test_a_number_becomes_text_that_no_decimal_mark_misreads(tmp_path: Path, number: float) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": number}])
+@pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet"])
+def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, number: float, file: str) -> None:
+    path = write(tmp_path / file, [{"question": "q", "answer": number}])
     (gold,) = load(DatasetSpec.parse({"name": "gsm8k", "path": path}))["answer"][:]
+    exact = f"<answer>{number:g}</answer>"
+    assert gsm8k_correctness(completions=[exact], answer=[gold]) == [2.0]
     for decimal in ("point", "comma"):
         read = read_gold(gold, decimal)
         assert read is not None

@@ -219,10 +219,79 @@ def test_golds_that_count_the_choices_from_one_are_refused() -> None:
         guessed(table)
 
 
-def test_choices_in_columns_of_their_own_are_refused() -> None:
-    letters = {letter: [f"{letter}{n}" for n in range(20)] for letter in "AB"}
-    with pytest.raises(UserError, match=r"answers in 'answer' are names of columns \(A, B\), which hold the choices"):
-        guessed(golds("answer", ["A", "B"] * 10, **letters))
+def single(names: list[str]) -> dict[str, list[Any]]:
+    return {name: [f"{name} text {n}" for n in range(20)] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "answers", "labels"),
+    [
+        (["A", "B", "C", "D"], ["A", "B", "C", "D"] * 5, "ABCD"),
+        (["option_a", "option_b", "option_c"], ["a", "b", "c", "b"] * 5, "ABC"),
+        (["Opción A", "Opción B"], [0, 1, 1, 0] * 5, "AB"),
+        (["option1", "option2"], [1, 2, 2, 1] * 5, "12"),
+        (["ending0", "ending1", "ending2", "ending3"], [0, 1, 2, 3] * 5, "0123"),
+        (["choice_A", "choice_B"], [f"choice_{'AB'[n % 2]} text {n}" for n in range(20)], "AB"),
+    ],
+)
+def test_choices_in_columns_of_their_own_are_found(
+    names: list[str], answers: list[Any], labels: str, tmp_path: Path
+) -> None:
+    table = golds("answer", answers, **single(names))
+    guess, checked = written(table, tmp_path)
+    assert guess.form is CHOICE
+    renamed = {label: name for label, name in zip(labels, names, strict=True) if label != name}
+    assert guess.columns == {**renamed, "label": "answer"}
+    assert checked.golds is None
+    rows = [*checked.train_dataset, *(checked.eval_dataset or [])]
+    for row in rows:
+        assert row["choices"]["label"] == list(labels)
+    assert sorted({row["answer"] for row in rows}) == sorted({row["answer"] for row in rows} & set(labels))
+
+
+def test_a_row_may_have_fewer_choices() -> None:
+    columns = single(["A", "B", "C", "D"])
+    columns["D"][3] = None
+    guess = guessed(golds("answer", ["A", "B"] * 10, **columns))
+    assert guess.form is CHOICE
+    assert guess.missing == []
+
+
+@pytest.mark.parametrize("form", ['["x {n}", "y {n}"]', "['x {n}', 'y {n}']", "x {n} | y {n}"])
+def test_choices_may_be_text(form: str, tmp_path: Path) -> None:
+    table = golds("answer", ["A", "B"] * 10, options=[form.replace("{n}", str(n)) for n in range(20)])
+    guess, checked = written(table, tmp_path)
+    assert guess.form is CHOICE
+    assert checked.golds is None
+
+
+def test_text_with_bars_and_numbers_is_no_multiple_choice() -> None:
+    tables = [f"| a | {n} |" for n in range(20)]
+    assert guessed(golds("answer", [0, 1, 3, 1] * 5, table=[text.strip("| ") for text in tables])).form is NUMBER
+
+
+def test_numbers_that_are_positions_and_choices_are_asked_for() -> None:
+    columns = {"choices": [["0", "1", "2", "3"]] * 20}
+    with pytest.raises(UserError, match="the numbers in 'answer' may be positions of the choices in choices, or the"):
+        guessed(golds("answer", [0, 1, 2, 3] * 5, **columns))
+
+
+def test_answers_that_are_names_of_columns_are_refused() -> None:
+    with pytest.raises(UserError, match=r"answers in 'answer' are names of columns \(left, right\), which hold"):
+        guessed(golds("answer", ["left", "right"] * 10, **single(["left", "right"])))
+
+
+def test_turns_in_the_notation_of_sharegpt_are_a_prompt(tmp_path: Path) -> None:
+    rows = []
+    for n in range(20):
+        turns = [{"from": "human", "value": f"What is {n} + {n}?"}, {"from": "gpt", "value": str(2 * n)}]
+        rows.append({"id": f"row-{n}", "conversations": turns})
+    guess, checked = written(datasets.Dataset.from_list(rows), tmp_path)
+    assert guess.form is NUMBER
+    assert guess.brings_prompts
+    for row in checked.train_dataset:
+        assert [turn["role"] for turn in row["prompt"]] == ["system", "user"]
+        assert row["prompt"][1]["content"] == f"What is {int(row['answer']) // 2} + {int(row['answer']) // 2}?"
 
 
 def test_the_answers_of_squad_are_words_and_its_context_is_named() -> None:

@@ -169,8 +169,7 @@ def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
         )
     lines = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]
     made = {"text": list(choices.texts), "label": list(choices.labels)}
-    gold = read_gold(label_text(answer) if is_label(answer, choices) else answer, choices)
-    return user_turn("\n".join([question, *lines])), {"answer": gold, "choices": made}
+    return user_turn("\n".join([question, *lines])), {"answer": gold_label(answer, choices), "choices": made}
 
 
 def choices_of(value: Any) -> Any:
@@ -200,10 +199,12 @@ def single_choices(own: Mapping[str, Any]) -> Mapping[str, str] | None:
     return texts if len(texts) > 1 else None
 
 
-def is_label(answer: Any, choices: Choices) -> bool:
-    """Return True for a number that is the label of a choice, and thus not its position from 0."""
-    is_number = isinstance(answer, (int, float)) and not isinstance(answer, bool)
-    return is_number and label_text(answer) in choices.labels
+def gold_label(answer: Any, choices: Choices) -> str | None:
+    """Return the label of the right choice, or None. A number is a position from 0 only if the labels are letters."""
+    text = "" if isinstance(answer, (bool, list, dict)) else label_text(answer)
+    if text.isdecimal() and all(label.isdecimal() for label in choices.labels):
+        return read_gold(text, choices, "letter") or read_gold(text, choices, "text")
+    return read_gold(answer, choices)
 
 
 def choice_columns(names: Collection[str]) -> list[str]:

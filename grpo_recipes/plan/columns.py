@@ -19,15 +19,15 @@ import datasets
 
 from grpo_recipes.data.presets import (
     choices_of,
+    gold_label,
     gold_object,
-    is_label,
     is_missing,
     label_text,
     role_and_content,
     single_choices,
 )
 from grpo_recipes.data.tables import listed
-from grpo_rewards.choices import read_choices, read_gold
+from grpo_rewards.choices import read_choices
 from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import extract_answer, parse_number
 from grpo_rewards.math.decimals import with_point
@@ -491,7 +491,7 @@ def is_gold(choices: Any, gold: Any) -> bool:
     known = None if read is None else read_choices(read)
     if known is None or not known.texts:
         return False
-    return is_label(gold, known) or read_gold(gold, known) is not None
+    return gold_label(gold, known) is not None
 
 
 def golds_among(choices: Column, gold: Column) -> int:
@@ -506,7 +506,8 @@ def are_positions_certain(choices: Column, gold: Column) -> bool:
     for given, one in zip(choices.values, gold.values, strict=True):
         if isinstance(one, (int, float)) and is_gold(given, one):
             known = read_choices(choices_of(given))
-            texts += known is not None and not is_label(one, known) and label_text(one) in known.texts
+            if known is not None and not known.labels[0].isdecimal():
+                texts += label_text(one) in known.texts
     return texts * 2 < len(gold.filled)
 
 

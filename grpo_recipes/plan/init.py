@@ -234,9 +234,12 @@ def guessed(table: datasets.Dataset, wishes: Wishes = Wishes()) -> Guess:
     if answer is not None:
         parts["answer" if brings_prompts and form is not CODE else form.parts[1]] = answer
         roles[answer.name] = f"answer ({reason})"
+    optional: set[str] = set()
     if choices is not None:
         by_label = choices.by_label if isinstance(choices, SingleChoices) else {"choices": choices}
         parts |= by_label
+        # A question may have fewer choices than others.
+        optional = set(by_label) if isinstance(choices, SingleChoices) else set()
         kind = "one choice each" if isinstance(choices, SingleChoices) else "lists of texts"
         roles[choices.name] = f"choices ({kind})"
     # A bare answer in a conversation is right only in a layout, which its own system prompt would not request.
@@ -245,8 +248,7 @@ def guessed(table: datasets.Dataset, wishes: Wishes = Wishes()) -> Guess:
     guess = Guess(
         *(form, count, 0 if answer is None else len(answer.filled), roles, renamed, others, brings_prompts),
         requests_layout=not brings_prompts or adds_layout,
-        # A question may have fewer choices than others.
-        missing=_missing(table, [part for part in parts.values() if choices is None or part not in choices.parts]),
+        missing=_missing(table, [part for name, part in parts.items() if name not in optional]),
         texts=[column.name for column in _unrelated(rest, *parts.values()) if column.is_text],
     )
     return guess if answer is None else _with_golds(guess, _sampled(table, answer), wishes)
@@ -263,7 +265,12 @@ def _question(columns: Sequence[Column], wishes: Wishes) -> tuple[Column, str]:
     certain = [column for column, form in _candidates(columns, wishes.task) if form in CERTAIN]
     if not taken and len(certain) == 1 and certain[0].key not in found.QUESTIONS:
         taken = certain
-    return found.find_question(_unrelated(columns, *taken))
+    rest = _unrelated(columns, *taken)
+    for group in found.find_single_choices(rest):
+        without = _unrelated(rest, *group.parts)
+        if len(group.parts) > 2 and any(column.is_text for column in without):
+            rest = without
+    return found.find_question(rest)
 
 
 def _unrelated(columns: Sequence[Column], *taken: Column) -> list[Column]:
@@ -320,7 +327,12 @@ def _choice(columns: Sequence[Column], wishes: Wishes) -> _Found | None:
                 continue
             if gold.filled and count >= found.ENOUGH * len(gold.filled):
                 fitting.append(gold)
-            elif gold.filled and count * 2 >= len(gold.filled) and gold.key in found.ANSWERS and wishes.task is None:
+            elif (
+                count * 2 >= len(gold.filled) > 0
+                and gold.key in found.ANSWERS
+                and wishes.task is None
+                and not isinstance(choices, SingleChoices)
+            ):
                 raise UserError(
                     f"{count} of {len(gold.filled)} answers in {gold.name!r} name one of the choices in "
                     f"{choices.name!r} (positions count from 0): correct the others, or choose with `--task`"

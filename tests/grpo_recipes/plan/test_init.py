@@ -249,6 +249,12 @@ def test_choices_in_columns_of_their_own_are_found(
     assert sorted({row["answer"] for row in rows}) == sorted({row["answer"] for row in rows} & set(labels))
 
 
+@pytest.mark.parametrize("names", [["sentence1", "sentence2"], ["x1", "x2"]])
+def test_numbered_columns_and_labels_from_0_are_no_multiple_choice(names: list[str]) -> None:
+    table = golds("label", [0, 1, 1, 0] * 5, **single(names))
+    assert guessed(table, Wishes(question="Frage")).form is not CHOICE
+
+
 def test_a_row_may_have_fewer_choices() -> None:
     columns = single(["A", "B", "C", "D"])
     columns["D"][3] = None

@@ -283,7 +283,7 @@ def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
 
 
 def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
-    columns = {}
+    columns: dict[str, str] = {}
     for part, names in preset.columns.items():
         found = [name for name in names if name in rows.table.column_names]
         single = choice_columns(rows.table.column_names) if part == "choices" and not found else []
@@ -297,7 +297,8 @@ def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
                 f"`columns: {{{names[0]}: ...}}`{also}"
             )
     schema = rows.table.features.arrow_schema
-    made, keeps = ("answer",), preset.keeps
+    made: tuple[str, ...] = ("answer",)
+    keeps = preset.keeps
     if "choices" in preset.columns and ("choices" not in columns or _is_text(schema.field(columns["choices"]).type)):
         made, keeps = ("answer", "choices"), ()  # rewards read lists, with their labels
     gold_kind = _TEXT

@@ -15,6 +15,8 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from grpo_recipes.data import tables
 from grpo_recipes.data.hub import cache_only_if_hub_is_silent, is_missing
@@ -80,7 +82,7 @@ def read(source: SourceSpec, keys: Keys) -> Rows:
     if source.data_files is None and source.data_dir is None:
         splits = local_splits(source, keys)
     rows = _hub_rows(source, keys) if splits is None else sliced(splits, source.split, keys)
-    rows = _with_columns(rows, source)
+    rows = _with_columns(Rows(_in_double_precision(rows.table), rows.places), source)
     tables.check_columns(len(rows.table.column_names), source.path)
     tables.check_fields(rows.table.features.arrow_schema.types, source.path)
     return rows
@@ -278,6 +280,19 @@ def _joined(parts: Sequence[Rows]) -> Rows:
 
 
 # Columns and mixtures
+
+
+def _in_double_precision(table: datasets.Dataset) -> datasets.Dataset:
+    """Return the table with columns of 32-bit floats as the 64-bit floats of the same text: 0.1, not 0.10000000149."""
+    names = [name for name, kind in table.features.items() if kind == datasets.Value("float32")]
+    if not names or len(table) == 0:
+        return table
+    read = table.select_columns(names).with_format("arrow")[:]
+    columns = {name: pc.cast(pc.cast(read[name], pa.string()), pa.float64()) for name in names}
+    others = table.select_columns([name for name in table.column_names if name not in names])
+    double = datasets.Dataset(pa.table(columns), fingerprint=f"{table._fingerprint}-double")
+    parts = [others, double] if others.column_names else [double]
+    return datasets.concatenate_datasets(parts, axis=1).select_columns(table.column_names)
 
 
 def _with_columns(rows: Rows, source: SourceSpec) -> Rows:

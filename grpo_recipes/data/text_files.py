@@ -449,7 +449,7 @@ def _csv_rows(path: Path, key: str, notation: TextFormat) -> _NumberedRows:
         delimiter = notation.delimiter or _DELIMITERS[suffix_of(path)]
         reader = csv.reader(_bounded_lines(text, path, key), delimiter=delimiter, strict=True)
         try:
-            names = next(reader, [])
+            names = _without_empty_end(next(reader, []))
             _check_header(names, path, notation)
             line = 1
             for cells in reader:
@@ -457,6 +457,8 @@ def _csv_rows(path: Path, key: str, notation: TextFormat) -> _NumberedRows:
                 first, line = line + 1, reader.line_num
                 if not cells:
                     continue
+                if len(cells) > len(names) and not any(cells[len(names) :]):
+                    cells = cells[: len(names)]
                 if len(cells) != len(names):
                     raise _wrong_width(cells, names, path, first, notation)
                 yield first, {name: cell or None for name, cell in zip(names, cells, strict=True)}
@@ -464,12 +466,21 @@ def _csv_rows(path: Path, key: str, notation: TextFormat) -> _NumberedRows:
             raise UserError(f"`dataset`: {path}, line {line + 1} is not CSV ({error}): correct its quotes") from error
 
 
+def _without_empty_end(names: list[str]) -> list[str]:
+    """Return the names without the empty ones at the end, which spreadsheets write for columns that hold nothing."""
+    count = len(names)
+    while count and not names[count - 1]:
+        count -= 1
+    return names[:count]
+
+
 def _check_header(names: Sequence[str], path: Path, notation: TextFormat) -> None:
     """Raise `UserError` unless the first line names every column once."""
     check_columns(len(names), path)
     if "" in names or len(set(names)) < len(names):
         raise UserError(
-            f"`dataset`: {path}, line 1 must name every column once, and it has {listed(names) or 'nothing'}"
+            f"`dataset`: {path}, line 1 must name every column once, and it has {listed(names) or 'nothing'}: rename "
+            "or remove columns"
         )
     if len(names) == 1 and notation.delimiter is None:
         delimiter = guess_format(path).delimiter

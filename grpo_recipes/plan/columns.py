@@ -124,6 +124,7 @@ CHOICES = (
 
 _SINGLE = re.compile(r"(?P<stem>.*?)[ _.-]?(?P<label>[a-z]|\d)")
 _IDENTIFIER = re.compile(r"\S*\d\S*")
+_MARK = re.compile(r"\d[^\w\s]+ *\d")
 _DIGIT = re.compile(r"-?[0-5]")
 _TURN_KEYS = ({"role", "content"}, {"from", "value"})  # of messages, and of ShareGPT's turns
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?([T ].*)?|\d\d?[./]\d\d?[./]\d{2,4}")
@@ -389,6 +390,13 @@ def is_short(value: Any) -> bool:
     if isinstance(value, list):
         return bool(value) and all(map(is_short, value))
     return isinstance(value, (str, int, float)) and 0 < len(str(value).split()) <= SHORT_WORDS
+
+
+def has_marks(value: Any) -> bool:
+    """Return True for a text, or a list with one, that has punctuation between digits (`(1,2)`, `2024-01-02`)."""
+    if isinstance(value, list):
+        return any(map(has_marks, value))
+    return isinstance(value, str) and _MARK.search(value) is not None
 
 
 def is_prose(value: Any) -> bool:

@@ -172,6 +172,7 @@ class Guess:
         decimal: Decimal mark of the answers if they are text with marks, else None.
         texts: Names of other columns with text.
         noun: Name of the column with the answers, for the prompt of a task with texts.
+        has_marks: True if marks between digits decide about short answers, as in `(1,12)` and `(11,2)`.
     """
 
     form: Form
@@ -188,6 +189,7 @@ class Guess:
     decimal: Decimal | None = None
     texts: Sequence[str] = ()
     noun: str = ""
+    has_marks: bool = False
 
     def describe(self) -> str:
         """Return a sentence with the form of the answers and the number of rows that have it."""
@@ -245,11 +247,18 @@ def guessed(table: datasets.Dataset, wishes: Wishes = Wishes()) -> Guess:
     # A bare answer in a conversation is right only in a layout, which its own system prompt would not request.
     adds_layout = form in (LABEL, NUMBER, WORDS) and not found.brings_system_prompts(question)
     renamed, others = _names(table.column_names, parts, form)
+    texts = [column for column in _unrelated(rest, *parts.values()) if column.is_text]
+    if question.distinct == 1 and any(column.distinct > 1 for column in texts) and wishes.question is None:
+        names = " and ".join(repr(column.name) for column in texts[:3])
+        raise UserError(
+            f"{question.name!r} has the same text in all rows, and {names} differ: name the question with `--question "
+            "COLUMN`, and add the other text with `dataset.prompt_template`"
+        )
     guess = Guess(
         *(form, count, 0 if answer is None else len(answer.filled), roles, renamed, others, brings_prompts),
         requests_layout=not brings_prompts or adds_layout,
         missing=_missing(table, [part for name, part in parts.items() if name not in optional]),
-        texts=[column.name for column in _unrelated(rest, *parts.values()) if column.is_text],
+        texts=[column.name for column in texts],
     )
     return guess if answer is None else _with_golds(guess, _sampled(table, answer), wishes)
 
@@ -318,6 +327,8 @@ def _choice(columns: Sequence[Column], wishes: Wishes) -> _Found | None:
         lists = [found.find(columns, wishes.choices, "--choices")]
     for choices in lists:
         golds = _unrelated(columns, *choices.parts)
+        if wishes.answer is not None and any(part.name == wishes.answer for part in choices.parts):
+            continue  # columns with neighbouring names that hold something else
         if wishes.answer is not None:
             golds = [found.find(golds, wishes.answer, "--answer")]
         fitting = []
@@ -480,6 +491,8 @@ def _with_golds(guess: Guess, golds: Column, wishes: Wishes) -> Guess:
         return replace(guess, labels=labels)
     if guess.form is OBJECT:
         return replace(guess, schema=schema_of([gold_object(value) for value in golds.filled]))
+    if guess.form is WORDS:
+        return replace(guess, has_marks=any(found.has_marks(value) for value in golds.filled))
     if guess.form in (NUMBER, WORKED, BOXED):
         return replace(guess, decimal=_decimal(golds, wishes))
     return guess
@@ -586,6 +599,8 @@ def write_first_recipe(
         count = "no rows" if len(rows.table) == 0 else "only one row"
         raise UserError(f"{path} has {count}: name another table")
     guess = guessed(rows.table, wishes)
+    if source.decimal == "comma" and guess.form in (NUMBER, WORKED, BOXED):
+        guess = replace(guess, decimal="comma")  # a completion is written as the table is
     if wishes.decimal is None:
         _check_number_cells(source, guess)
     dataset = dataset_keys(source, guess)
@@ -727,6 +742,8 @@ def _rewards(guess: Guess) -> list[Any]:
     rewards = []
     for reward in form.rewards if guess.requests_layout else form.rewards_for_prompts:
         kwargs = dict(reward.get("kwargs", {}))
+        if guess.has_marks and reward["name"] == "string_match":
+            kwargs["match"] = "casefold"
         if guess.decimal is not None and reward["name"] in ("gsm8k_correctness", "math_correctness"):
             kwargs["decimal"] = guess.decimal
         if form is OBJECT:

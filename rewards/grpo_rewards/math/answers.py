@@ -195,7 +195,7 @@ def gold_answer(gold: object) -> str | None:
     return bare
 
 
-def number_text(number: Real) -> str:
+def number_text(number: Real | float) -> str:
     """Return the shortest usual text of a number: 18 for 18.0, and 0.00001 for 1e-05."""
     text = str(number)
     if not isinstance(number, float) or not 1e-9 <= abs(number) < 1e16:

@@ -36,6 +36,18 @@ def compressed(path: Path, content: bytes) -> Path:
 # Notations
 
 
+@pytest.mark.parametrize("header", ["question,answer,,", "question,answer"])
+def test_empty_columns_at_the_end_are_ignored(tmp_path: Path, header: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"{header}\n1+1?,2,,\n2+2?,4,,\n")
+    rows = load(dataset(path))
+    assert rows["answer"][:] == [2, 4]
+    assert rows.column_names == ["prompt", "answer"]
+    path.write_text(f"{header}\n1+1?,2,,\n2+2?,4,,x\n")
+    with pytest.raises(UserError, match="line 3 has 4 cells, and the first line names 2 columns"):
+        load(dataset(path))
+
+
 def test_a_semicolon_table_with_decimal_commas_is_read(tmp_path: Path) -> None:
     path = tmp_path / "preise.csv"
     path.write_text("question;answer;menge;code\nA, B?;6403,64;1.200;1.2.3\nC?;-0,5;1.234.567;7\nD?;3;;8\n")

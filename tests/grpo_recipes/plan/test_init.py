@@ -241,7 +241,7 @@ def test_choices_in_columns_of_their_own_are_found(
     guess, checked = written(table, tmp_path)
     assert guess.form is CHOICE
     renamed = {label: name for label, name in zip(labels, names, strict=True) if label != name}
-    assert guess.columns == {**renamed, "label": "answer"}
+    assert guess.columns == {"question": "Frage", **renamed, "label": "answer"}
     assert checked.golds is None
     rows = [*checked.train_dataset, *(checked.eval_dataset or [])]
     for row in rows:
@@ -285,6 +285,36 @@ def test_numbers_that_are_positions_and_choices_are_asked_for() -> None:
 def test_answers_that_are_names_of_columns_are_refused() -> None:
     with pytest.raises(UserError, match=r"answers in 'answer' are names of columns \(left, right\), which hold"):
         guessed(golds("answer", ["left", "right"] * 10, **single(["left", "right"])))
+
+
+def test_a_question_that_is_the_same_in_all_rows_is_refused() -> None:
+    columns = {"instruction": ["Add the two numbers."] * 20, "input": [f"{n} and {n + 1}" for n in range(20)]}
+    table = datasets.Dataset.from_dict({**columns, "output": [2 * n + 1 for n in range(20)]})
+    with pytest.raises(UserError, match="'instruction' has the same text in all rows, and 'input' differ"):
+        guessed(table)
+    assert guessed(table, Wishes(question="input")).columns["question"] == "input"
+
+
+def test_marks_between_digits_decide_about_words(tmp_path: Path) -> None:
+    pairs = [f"({n},{n % 3}2)" for n in range(20)]
+    _, checked = written(golds("answer", pairs), tmp_path)
+    reward = checked.rewards[0].function
+    answers = [f"<answer>{text}</answer>" for text in ("(1,12)", "(11,2)")]
+    assert reward(
+        completions=[[{"role": "assistant", "content": text}] for text in answers], answer=["(1,12)"] * 2
+    ) == [
+        1.0,
+        0.0,
+    ]
+
+
+def test_answers_are_read_with_the_decimal_mark_of_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "preise.csv"
+    lines = [f"Wie viel kosten {n} Stück?;{n}.234,50\n" for n in range(1, 21)]
+    file.write_text("Frage;Ergebnis\n" + "".join(lines), encoding="utf-8")
+    guess = write_first_recipe(str(file), tmp_path / "r.yaml", "some/model", machine=CPU)
+    assert guess.decimal == "comma"
+    assert "decimal: comma" in (tmp_path / "r.yaml").read_text().partition("rewards:")[2]
 
 
 def test_turns_in_the_notation_of_sharegpt_are_a_prompt(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ _SINGLE = re.compile(r"(?P<stem>.*?)[ _.-]?(?P<label>[a-z]|\d)")
 _IDENTIFIER = re.compile(r"\S*\d\S*")
 _MARK = re.compile(r"\d[^\w\s]+ *\d")
 _DIGIT = re.compile(r"-?[0-5]")
-_TURN_KEYS = ({"role", "content"}, {"from", "value"})  # of messages, and of ShareGPT's turns
+_TURN_KEYS = ({"role", "content"}, {"from", "value"})  # keys of messages, and of ShareGPT's turns
 _DATE = re.compile(r"\d{4}-\d\d?-\d\d?([T ].*)?|\d\d?[./]\d\d?[./]\d{2,4}")
 _WITHOUT_SPACES = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 

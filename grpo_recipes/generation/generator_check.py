@@ -162,7 +162,13 @@ class GenerationCheck:
 
     # ---- the comparisons
 
-    def verify(self, prompts: Completions, completions: Completions, recorded: Mapping[int, Tensor]) -> str:
+    def verify(
+        self,
+        prompts: Completions,
+        completions: Completions,
+        recorded: Mapping[int, Tensor],
+        where: str = "the first batch",
+    ) -> str:
         """Return by how much recorded rows differ from the policy, as a phrase, or "" within the tolerance.
 
         If another computation with the same weights explains the difference, the policy is scored by that computation
@@ -171,7 +177,7 @@ class GenerationCheck:
         while True:
             found = self._measure(*self._rows(prompts, completions, recorded))
             mean, largest = max(rank.mean for rank in found), max(rank.largest for rank in found)
-            difference = disagreement(mean, largest, is_float32=self.is_float32, where="the first batch")
+            difference = disagreement(mean, largest, is_float32=self.is_float32, where=where)
             if not difference:
                 return ""
             found = self._explore(*self._rows(prompts, completions, recorded), only=OTHER_COMPUTATIONS)

@@ -10,7 +10,7 @@ If that is not certain, this loop declines before the first forward, and `genera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -22,7 +22,8 @@ from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
 
-from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer
+from grpo_recipes.generation.kept_cache import KeptCache, Prefix, aligned, split_by_width
+from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer, FullBuffer
 from grpo_recipes.generation.models import method_replaced, rotary_of_the_longest
 from grpo_recipes.generation.recorder import Recorder
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
@@ -69,6 +70,12 @@ class Turn:
     """True to run as many forwards as the rank with the longest completion: under ZeRO-3 each is a collective."""
     comparison: ProcessorComparison | None = None
     """Comparison of the processors with those of the user's settings, or None."""
+    kept: KeptCache | None = None
+    """Keys and values of earlier turns, or None to keep none."""
+    reused: bool = False
+    """True if kept keys and values were used."""
+    not_kept: str = ""
+    """Reason why the keys and values of this turn are not kept, or ""."""
     declined: str = ""
     """Reason why transformers' own loop ran, or ""."""
     log_probs: Tensor | None = None
@@ -248,29 +255,70 @@ class Batch:
         return self.ids[:, : self.end]
 
     def prefill(self) -> Tensor:
-        """Run each distinct prompt once, and give every row a copy of its keys, values and logits."""
+        """Run the new tokens of each distinct prompt, and give every row a copy of its keys, values and logits."""
         prompts = self.ids[:, : self.width]
         # The mask is part of the key: pad and end may be the same token, and then the IDs do not show what is padding.
         keys = prompts if self.mask is None else torch.cat([prompts, self.mask[:, : self.width]], 1)
         numbers: dict[bytes, int] = {}  # number of each distinct prompt
         copied = [numbers.setdefault(key.tobytes(), len(numbers)) for key in keys.cpu().numpy()]
         distinct = [copied.index(number) for number in range(len(numbers))]  # first row of each prompt
-        logits = decode_step(
-            self.model,
-            prompts[distinct],
-            self.cache,
-            attention_mask=None if self.mask is None else self.mask[distinct, : self.width],
-            position_ids=None if self.positions is None else self.positions[distinct],
-            is_first_iteration=True,
-            **self.keep,
-        )
-        rows = torch.tensor(copied, device=logits.device)
+        kept = self.take_kept(distinct)
+        # Each forward is a collective under ZeRO-3, and ranks may keep different rows.
+        rectangles = [distinct] if self.turn.together or not kept else split_by_width(self.new_tokens(distinct, kept))
+        caches = [self.cache, *(DynamicCache(config=self.model.config) for _ in rectangles[1:])]
+        pairs = zip(rectangles, caches, strict=True)
+        logits = torch.cat([self.run_prompts(rectangle, kept, cache) for rectangle, cache in pairs])
+        order = [row for rectangle in rectangles for row in rectangle]
+        rows = torch.tensor([order.index(distinct[number]) for number in copied], device=logits.device)
         for index, layer in enumerate(self.cache.layers):
             if layer.is_initialized:  # a layer that uses another's keys and values has none
+                for cache in caches[1:]:
+                    layer.keys = torch.cat([layer.keys, cache.layers[index].keys])
+                    layer.values = torch.cat([layer.values, cache.layers[index].values])
                 room = min(self.ids.shape[1] - self.width, ROOM)
                 self.cache.layers[index] = LAYERS[type(layer)](layer, rows, room)
         self.buffers = [layer for layer in self.cache.layers if isinstance(layer, Buffer)]
+        self.turn.not_kept = self.reason_not_to_keep()
         return logits[rows]
+
+    def take_kept(self, rows: list[int]) -> dict[int, Prefix]:
+        """Return what is kept of the prompts of `rows`, by row."""
+        if self.turn.kept is None:
+            return {}
+        return self.turn.kept.take({row: self.ids[row, self.starts[row] : self.width].tolist() for row in rows})
+
+    def new_tokens(self, rows: list[int], kept: Mapping[int, Prefix]) -> dict[int, int]:
+        """Return the number of tokens of each prompt that have to run, by row."""
+        new = {}
+        for row in rows:
+            new[row] = self.width - self.starts[row] - (kept[row].tokens if row in kept else 0)
+        return new
+
+    def run_prompts(self, rows: list[int], kept: dict[int, Prefix], cache: DynamicCache) -> Tensor:
+        """Run the new tokens of the prompts of `rows`, and fill `cache`. Return the last logits (rows, vocabulary)."""
+        # Rows with fewer new tokens than the others run some of their kept tokens again.
+        columns = self.width - max(self.new_tokens(rows, kept).values())
+        if kept.keys().isdisjoint(rows):
+            columns = 0  # padding of all rows
+        if columns:
+            self.fill(cache, columns, rows, kept)
+        return decode_step(
+            self.model,
+            self.ids[rows, columns : self.width],
+            cache,
+            attention_mask=None if self.mask is None else self.mask[rows, : self.width],
+            position_ids=None if self.positions is None else self.positions[rows, columns:],
+            is_first_iteration=True,
+            **self.keep,
+        )
+
+    def fill(self, cache: DynamicCache, columns: int, rows: list[int], kept: dict[int, Prefix]) -> None:
+        """Move kept keys and values of `rows` to the first columns of an empty cache."""
+        prefixes = [kept.pop(row, None) for row in rows]  # freed before the forward
+        found = aligned(prefixes, [self.starts[row] for row in rows], columns)
+        for index, (keys, values) in enumerate(found):
+            cache.update(keys, values, index)
+        self.turn.reused = True
 
     def choose(self, logits: Tensor) -> Tensor:
         """Return the next token of each row that is still generating, (rows,), and record its log-probability."""
@@ -312,9 +360,31 @@ class Batch:
         self.end += 1
         self.unfinished &= ~self.criteria(self.ids[:, : self.end], None)
         going = self.unfinished[self.index].tolist()  # waits for the device, as the stock loop does here
+        if self.turn.kept is not None and not self.turn.not_kept:
+            self.keep_finished(going, self.turn.kept)
         if any(going) and not all(going):
             self.remove_finished(going)
         return any(going)
+
+    def keep_finished(self, going: list[bool], kept: KeptCache) -> None:
+        """Keep the keys and values of the finished rows that a later turn may begin with."""
+        for place, row in enumerate(self.generating):
+            if going[place]:
+                continue
+            tokens, length = self.ids[row, self.starts[row] : self.end].tolist(), self.width - self.starts[row]
+            if not kept.may_go_on(tokens[:length], tokens[length:]):
+                continue
+            padding = self.starts[row] - self.first
+            layers = [(layer.keys[place, :, padding:], layer.values[place, :, padding:]) for layer in self.buffers]
+            kept.keep(tokens[:-1], layers)  # the last token has not run
+
+    def reason_not_to_keep(self) -> str:
+        """Return why the keys and values of a finished row are not those of a prefix, as a phrase, or ""."""
+        if self.positions is None:
+            return "the model is not given the positions of its tokens"
+        if not all(type(layer) is FullBuffer for layer in self.cache.layers):
+            return "the model has layers with a sliding window, or layers without keys and values of their own"
+        return ""
 
     def remove_finished(self, going: list[bool]) -> None:
         """Remove finished rows. The last rows move to their places, so that little is copied."""

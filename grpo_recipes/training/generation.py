@@ -1,18 +1,23 @@
 """Generation for a trainer, by whichever generator it has, in the context and with the check that this generator needs.
 
-With transformers' `generate`, groups are decoded if that is exact, which the first batch decides.
+With transformers' `generate`, groups are decoded if that is exact, which the first batch decides. Keys and values are
+kept between the turns of a generation batch if that is exact, which the first turn that uses them decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from trl.chat_template_utils import parse_response
 
 from grpo_recipes.generation.generator_check import GenerationCheck, unfit_layout
 from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.kept_cache import KeptCache, memory_limit
 from grpo_recipes.generation.models import base_model, has_dropout, unfit
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
@@ -55,6 +60,11 @@ class Generation:
         """Difference of the first batch of groups from the policy, as a sentence, or ""."""
         self.is_verified = False
         """True once the first batch of groups has passed the check."""
+        self.keeps_cache = mode == "auto"
+        """True to keep keys and values between turns, until they fail the check or turn out to be of no use."""
+        self.is_reuse_verified = False
+        """True once the first turn that used kept keys and values has passed the check."""
+        self._kept: KeptCache | None = None
         self._announcer = Announcer(logger.warning)
         if trainer.use_vllm:
             send_settings(trainer, self.published)
@@ -92,6 +102,27 @@ class Generation:
         self.check.compare_processors(completions, comparison)
         return completions, None, difference
 
+    @contextmanager
+    def one_batch(self) -> Iterator[None]:
+        """Keep keys and values between the turns that are generated inside this block."""
+        if self.keeps_cache and (self.trainer.tools or self.trainer.rollout_func is not None):
+            self._kept = KeptCache(self._may_go_on, memory_limit(self.trainer.accelerator.device))
+        try:
+            yield
+        finally:
+            self._kept = None  # the weights change next, and training needs the memory
+
+    def _may_go_on(self, prompt: list[int], completion: list[int]) -> bool:
+        """Return True if another turn may follow a completion."""
+        if self.trainer.rollout_func is not None:
+            return True
+        return bool(parse_response(self.trainer._tokenizer, completion, prefix=prompt).get("tool_calls"))
+
+    def _on_any_rank(self, value: bool) -> bool:
+        """Return True if `value` is true on any rank."""
+        accelerator = self.trainer.accelerator
+        return bool(accelerator.gather(torch.tensor([value], device=accelerator.device)).any())
+
     def _generate(
         self,
         turn: TRLTurn,
@@ -102,18 +133,26 @@ class Generation:
     ) -> tuple[Completions, Mapping[int, Tensor] | None]:
         """Return completions of transformers' `generate`, and recorded log-probabilities of some rows, by row.
 
-        If the first batch of groups differs from the policy, transformers' own loop generates it again.
+        If the first batch of groups differs from the policy, transformers' own loop generates it again. If the first
+        turn with kept keys and values differs, it is generated again without them.
         """
         reason = self.stock_because or unfit_for_groups(self.trainer) or unfit(policy)
         grouped = self.mode == "auto" and not reason
-        # All rows of the first batch of groups are recorded, also without the check: they decide whether it stays.
-        every = 1 if grouped and not self.is_verified else self.check.record_every(len(prompts))
+        # All rows of the first batch of groups, and of the first turn that may use kept keys and values, are recorded,
+        # also without the check: they decide whether this stays.
+        kept = self._kept if grouped else None
+        may_reuse = False
+        if kept is not None and not self.is_reuse_verified:
+            may_reuse = self._on_any_rank(kept.holds_start_of(prompts))
+        records_all = may_reuse or (grouped and not self.is_verified)
+        every = 1 if records_all else self.check.record_every(len(prompts))
         request = Turn(
             grouped=grouped,
             record_every=0 if drops else every,
             temperature=self.trainer.temperature,
             together=self.trainer._dist.is_zero3,
             comparison=comparison,
+            kept=kept,
         )
         completions = self._run(turn, policy, request)
         recorded = None
@@ -131,7 +170,19 @@ class Generation:
                 # Nothing has been trained on these tokens yet, so they can be thrown away.
                 return self._generate(turn, policy, prompts, drops, comparison)
             self.is_verified = True
+        elif may_reuse and self._on_any_rank(request.reused):
+            assert recorded is not None
+            if difference := self.check.verify(prompts, completions, recorded, "the first turn that uses them"):
+                self._stop_keeping(f"tokens are picked under other log-probabilities than the policy's ({difference})")
+                return self._generate(turn, policy, prompts, drops, comparison)
+            self.is_reuse_verified = True
+        if kept is not None and request.not_kept:  # a property of the model: the same on every rank
+            self._stop_keeping(request.not_kept)
         return completions, recorded
+
+    def _stop_keeping(self, reason: str) -> None:
+        self.keeps_cache, self._kept = False, None
+        self._announcer.once("kept", f"keys and values are not kept between turns: {reason}")
 
     def _run(self, turn: TRLTurn, policy: nn.Module, request: Turn) -> Completions:
         """Return the completions of TRL's call of `generate`, cut at their stop strings."""

@@ -324,7 +324,8 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Return TRL's completions, with its metrics and mask corrected for those that end with a stop string."""
-        output = super()._generate(prompts)
+        with self._generation.one_batch():
+            output = super()._generate(prompts)
         return output if self._stop is None else correct_counts(self, output, self._stop, self._masks_truncated)
 
     # ---- Seam 6: the order of the prompts

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.exact_generation import exact_generation
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -81,3 +83,21 @@ def test_whole_steps_of_all_contestants(step: ModuleType) -> None:
         assert memory >= 0
         gap, moved = (float(figure) for figure in row[11].split(" of "))
         assert gap < 1e-4 * moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampled", [True, False], ids=["sampled", "greedy"])
+def test_turns_with_tools_give_the_tokens_of_trl(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import tool_turns
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    with exact_generation():
+        rows = [row.split("|")[3:-1] for row in tool_turns.rows(3, 60, sampled, 1, **sizes)]
+    decoding, names, _, fewer, _, _, same = zip(*[[cell.strip() for cell in row] for row in rows], strict=True)
+    assert names == ("TRL", "ours, nothing kept", "ours")
+    assert set(decoding) == {"sampled" if sampled else "greedy"}
+    assert set(same) == {"yes"}
+    stock, grouped, kept = map(float, fewer)
+    assert stock == 1 < grouped < kept
+    assert kept > 2.5

@@ -1,0 +1,434 @@
+"""Keys and values kept between turns: the same tokens, fewer of them through the model, and faults that are found."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, PreTrainedModel
+
+from grpo_recipes.generation import kept_cache
+from grpo_recipes.generation.groups import Batch, Turn, decoding
+from grpo_recipes.generation.kept_cache import KeptCache, Prefix, split_by_width
+from grpo_recipes.process.faults import NotThePolicy
+from tests.support.architectures import ARCHITECTURES, ENDS, batch, config, tiny, trainer
+from tests.support.exact_generation import exact_generation
+from tests.support.recorded import model
+
+Rows = list[list[int]]
+
+LARGEST = "sampling/sampling_logp_difference/max"
+UNKEPT = {"MistralConfig", "Gemma2Config", "Gemma3TextConfig", "BloomConfig"}
+"""Architectures with sliding windows, and one whose `forward` takes no positions."""
+
+
+def everything(limit: int = 10**9) -> KeptCache:
+    return KeptCache(lambda prompt, completion: True, limit)
+
+
+def prompts(lengths: tuple[int, ...] = (3, 11, 1, 7)) -> Rows:
+    """Four copies of prompts of these lengths."""
+    inputs = batch(lengths)
+    pairs = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+    return [ids[mask.bool()].tolist() for ids, mask in pairs]
+
+
+def until_end(tokens: list[int]) -> list[int]:
+    for index, token in enumerate(tokens):
+        if token in ENDS:
+            return tokens[: index + 1]
+    return tokens
+
+
+def generated(policy: PreTrainedModel, rows: Rows, turn: Turn | None, **how: Any) -> Rows:
+    width = max(map(len, rows))
+    inputs = {
+        "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
+        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+    }
+    torch.manual_seed(len(rows))
+    with exact_generation(), decoding(policy, turn):
+        tokens = policy.generate(**inputs, generation_config=config(**how))
+    return [until_end(row) for row in tokens[:, width:].tolist()]
+
+
+def result(row: int, turn: int) -> list[int]:
+    """Tokens of a tool's result, whose lengths differ."""
+    return [4 + (7 * row + turn) % 30] * (1 + (3 * row + turn) % 5)
+
+
+def ragged(contexts: Rows, completions: Rows, turn: int) -> Rows:
+    """Return the prompts of the next turn. A fifth of the rows leaves, so that the others change their numbers."""
+    rows = enumerate(zip(contexts, completions, strict=True))
+    return [context + text + result(row, turn) for row, (context, text) in rows if (row + turn) % 5]
+
+
+def conversation(
+    policy: PreTrainedModel,
+    kept: KeptCache | None,
+    rows: Rows,
+    following: Callable[[Rows, Rows, int], Rows] = ragged,
+    turns: int = 3,
+    **how: Any,
+) -> tuple[list[Rows], list[Turn]]:
+    """Return the completions of each turn, by transformers' own loop without a cache, and what each turn did."""
+    found, done = [], []
+    for number in range(turns):
+        turn = Turn(kept=kept)
+        completions = generated(policy, rows, None if kept is None else turn, **how)
+        found.append(completions)
+        done.append(turn)
+        rows = following(rows, completions, number)
+    return found, done
+
+
+@contextmanager
+def forwards(policy: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
+    """Collect the shapes of the tokens that run through a model."""
+    seen: list[tuple[int, int]] = []
+    handle = policy.register_forward_pre_hook(
+        lambda _, args, given: seen.append(tuple(given["input_ids"].shape)), with_kwargs=True
+    )
+    yield seen
+    handle.remove()
+
+
+# ---- the same tokens
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_tokens(architecture: str, do_sample: bool) -> None:
+    """Turns with results of uneven lengths, after which rows leave."""
+    policy = tiny(architecture)
+    expected, _ = conversation(policy, None, prompts(), do_sample=do_sample)
+    found, turns = conversation(policy, everything(), prompts(), do_sample=do_sample)
+    assert found == expected
+    assert [bool(turn.not_kept) for turn in turns] == [architecture in UNKEPT] * 3
+    assert [turn.reused for turn in turns] == [False, *[architecture not in UNKEPT] * 2]
+
+
+def one_long_result(contexts: Rows, completions: Rows, turn: int) -> Rows:
+    following = ragged(contexts, completions, turn)
+    following[3] += [9] * 40
+    return following
+
+
+def shortened(contexts: Rows, completions: Rows, turn: int) -> Rows:
+    """Return prompts without the last tokens of some completions: they are not what is kept."""
+    cut = [text[:-2] if row % 2 else text for row, text in enumerate(completions)]
+    return ragged(contexts, cut, turn)
+
+
+def padded(contexts: Rows, completions: Rows, turn: int) -> Rows:
+    """Return prompts with one-token prompts behind, by which a rank gets as many rows as the others."""
+    return [*ragged(contexts, completions, turn), [0], [0]]
+
+
+def with_new_rows(contexts: Rows, completions: Rows, turn: int) -> Rows:
+    return [*prompts((9, 2)), *ragged(contexts, completions, turn)]
+
+
+def branched(contexts: Rows, completions: Rows, turn: int) -> Rows:
+    """Return prompts of which pairs begin with one row of the turn before, or are equal to one."""
+    following = [contexts[row] + completions[row] + result(row, turn + half) for row in range(4) for half in range(2)]
+    return [*following, contexts[0] + completions[0], contexts[0] + completions[0][:-1]]
+
+
+@pytest.mark.parametrize("following", [one_long_result, shortened, padded, with_new_rows, branched])
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+def test_the_same_tokens_of_other_turns(following: Callable[..., Rows], do_sample: bool) -> None:
+    policy = tiny("LlamaConfig")
+    expected, _ = conversation(policy, None, prompts(), following, do_sample=do_sample)
+    found, turns = conversation(policy, everything(), prompts(), following, do_sample=do_sample)
+    assert found == expected
+    assert [turn.reused for turn in turns] == [False, True, True]
+
+
+def test_the_same_tokens_from_prompts_without_padding() -> None:
+    policy, rows = tiny("LlamaConfig"), prompts((5, 5))
+    found, turns = conversation(policy, everything(), rows)
+    assert found == conversation(policy, None, rows)[0]
+    assert turns[-1].reused
+
+
+def test_calls_for_some_rows_at_a_time() -> None:
+    """A `rollout_func` may generate for one prompt after the other. What the others left is kept meanwhile."""
+    policy, kept = tiny("LlamaConfig"), everything()
+    halves = [prompts((3, 11)), prompts((1, 7))]
+    expected = [conversation(policy, None, rows, turns=2)[0] for rows in halves]
+    first = [generated(policy, rows, Turn(kept=kept)) for rows in halves]
+    for rows, completions, (before, after) in zip(halves, first, expected, strict=True):
+        turn = Turn(kept=kept)
+        assert completions == before
+        assert generated(policy, ragged(rows, completions, 0), turn) == after
+        assert turn.reused
+
+
+# ---- less work
+
+
+def test_a_later_turn_runs_its_new_tokens_only() -> None:
+    policy = tiny("LlamaConfig")
+    rows = prompts()
+    kept = everything()
+    completions = generated(policy, rows, Turn(kept=kept))
+    following = ragged(rows, completions, 0)
+    with forwards(policy) as seen:
+        generated(policy, following, Turn(kept=kept))
+    assert seen[0] == (len(following), 6)  # results of at most five tokens, and the end of the turn before
+
+
+def test_one_long_result_does_not_make_the_others_run_again() -> None:
+    policy = tiny("LlamaConfig")
+    rows = prompts()
+    kept = everything()
+    following = one_long_result(rows, generated(policy, rows, Turn(kept=kept)), 0)
+    with forwards(policy) as seen:
+        generated(policy, following, Turn(kept=kept))
+    assert [shape for shape in seen if shape[1] > 1] == [(len(following) - 1, 6), (1, 44)]
+
+
+def test_equal_histories_run_once() -> None:
+    policy = tiny("LlamaConfig")
+    rows = prompts()
+    kept = everything()
+    completions = generated(policy, rows, Turn(kept=kept), do_sample=False)
+    following = [row + text + [5] for row, text in zip(rows, completions, strict=True)]
+    with forwards(policy) as seen:
+        generated(policy, following, Turn(kept=kept), do_sample=False)
+    assert seen[0] == (4, 2)
+
+
+def test_the_head_runs_on_one_token_of_a_prompt() -> None:
+    policy = tiny("LlamaConfig")
+    shapes: list[tuple[int, ...]] = []
+    policy.lm_head.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    conversation(policy, everything(), prompts())
+    assert {length for _, length, _ in shapes} == {1}
+
+
+@pytest.mark.parametrize(
+    ("widths", "rectangles"),
+    [
+        ({3: 5}, [[3]]),
+        ({0: 5, 1: 6, 2: 5}, [[0, 2, 1]]),
+        ({0: 5, 1: 60, 2: 5, 4: 50}, [[0, 2], [4, 1]]),
+    ],
+)
+def test_two_rectangles_where_they_save_tokens(widths: dict[int, int], rectangles: list[list[int]]) -> None:
+    assert split_by_width(widths) == rectangles
+
+
+def test_ranks_that_share_their_forwards_run_one_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each forward is a collective under ZeRO-3, and another rank may have no long result."""
+    policy = tiny("LlamaConfig")
+    monkeypatch.setattr(policy, "_has_unfinished_sequences", lambda finished, together, device: not finished)
+    expected, _ = conversation(policy, None, prompts(), one_long_result, turns=2)
+    kept = everything()
+    rows, found = prompts(), []
+    for _ in range(2):
+        with forwards(policy) as seen:
+            found.append(generated(policy, rows, Turn(kept=kept, together=True)))
+        assert len([shape for shape in seen if shape[1] > 1]) == 1
+        rows = one_long_result(rows, found[-1], 0)
+    assert found == expected
+
+
+# ---- what is kept
+
+
+def test_rows_that_can_not_go_on_are_not_kept() -> None:
+    policy, seen = tiny("LlamaConfig"), []
+
+    def ends_with_two(prompt: list[int], completion: list[int]) -> bool:
+        seen.append((prompt, completion))
+        return completion[-1] == 2
+
+    kept, rows = KeptCache(ends_with_two, 10**9), prompts()
+    completions = generated(policy, rows, Turn(kept=kept))
+    assert sorted(seen) == sorted(zip(rows, completions, strict=True))
+    going = [row + text for row, text in zip(rows, completions, strict=True) if text[-1] == 2]
+    assert 0 < len(going) < 16
+    assert len(kept.take(dict(enumerate(going)))) == len(going)
+    assert kept.size == 0
+    assert not kept.holds_start_of(row + text for row, text in zip(rows, completions, strict=True))
+
+
+def test_what_is_kept_is_bounded() -> None:
+    policy, rows, row_size = tiny("LlamaConfig"), prompts(), 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size
+    largest: list[int] = []
+    kept = everything(limit=100 * row_size)
+    stock = kept.keep
+
+    def keep(tokens: Sequence[int], layers: Any) -> None:
+        stock(tokens, layers)
+        largest.append(kept.size)
+
+    kept.keep = keep  # type: ignore[method-assign]
+    found, turns = conversation(policy, kept, rows)
+    assert found == conversation(policy, None, rows)[0]
+    assert any(turn.reused for turn in turns)
+    assert 50 * row_size < max(largest) <= kept.limit
+    tiny_limit = everything(limit=row_size)
+    assert conversation(policy, tiny_limit, rows)[0] == found
+    assert tiny_limit.size <= row_size
+
+
+def test_the_last_rows_are_kept_where_not_all_fit() -> None:
+    layers = [(torch.ones(1, 2, 1), torch.ones(1, 2, 1))]
+    kept = everything(limit=32)
+    for row in range(3):
+        kept.keep([row, 7], layers)
+    assert [kept.holds_start_of([[row, 7, 7]]) for row in range(3)] == [False, True, True]
+    assert kept.size == 32
+
+
+def test_the_limit_is_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = kept_cache.memory_limit(torch.device("cpu"))
+    monkeypatch.setattr(kept_cache, "MEMORY_SHARE", 2 * kept_cache.MEMORY_SHARE)
+    assert kept_cache.memory_limit(torch.device("cpu")) == pytest.approx(2 * limit, abs=2)
+    assert limit > 2**20
+
+
+# ---- training
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Any:
+    """Return the sentences that generation has logged."""
+    caplog.set_level(logging.WARNING)
+    name = "grpo_recipes.training.generation"
+    return lambda: [record.getMessage().removeprefix("[RANK 0] ") for record in caplog.records if record.name == name]
+
+
+def rollout(texts: list[str], run: Any) -> dict[str, Any]:
+    """Return completions of three turns, each with another number of rows."""
+    rows = [run.processing_class(text)["input_ids"] for text in texts]
+    contexts, masks = list(rows), [[] for _ in rows]
+    going = list(range(len(rows)))
+    for turn in range(3):
+        completions, _ = run._generate_single_turn([contexts[row] for row in going], None, {}, run.num_generations)
+        for row, completion in zip(going, completions, strict=True):
+            contexts[row] = contexts[row] + completion
+            masks[row] += [1] * len(completion)
+        going = [row for row in going if (row + turn) % 4]
+        for row in going if turn < 2 else ():
+            contexts[row] = contexts[row] + result(row, turn)
+            masks[row] += [0] * len(result(row, turn))
+    completions = [context[len(row) :] for row, context in zip(rows, contexts, strict=True)]
+    return {"prompt_ids": rows, "completion_ids": completions, "logprobs": None, "env_mask": masks}
+
+
+def multi_turn(folder: Path, **settings: Any) -> Any:
+    run = trainer(folder, **settings)
+    run.rollout_func = rollout
+    return run
+
+
+def count_reuse(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collect the number of columns of each reuse."""
+    columns: list[int] = []
+    stock = Batch.fill
+
+    def fill(self: Any, cache: Any, count: int, *rest: Any) -> None:
+        columns.append(count)
+        stock(self, cache, count, *rest)
+
+    monkeypatch.setattr(Batch, "fill", fill)
+    return columns
+
+
+@pytest.mark.slow
+def test_the_run_of_transformers_own_loop(tmp_path: Path, said: Any) -> None:
+    ours = multi_turn(tmp_path / "auto", learning_rate=0.1)
+    ours.train()
+    assert said() == []
+    assert ours._generation.is_reuse_verified
+    stock = multi_turn(tmp_path / "off", learning_rate=0.1, generation="off")
+    stock.train()
+    assert list(ours._logs["completion"]) == list(stock._logs["completion"])
+    for mine, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_nothing_is_kept_when_the_weights_change(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each generation batch has a cache of its own, which is empty at its first turn."""
+    turns: list[tuple[int, KeptCache]] = []
+    stock = KeptCache.take
+
+    def take(self: KeptCache, prompts: Any) -> dict[int, Prefix]:
+        turns.append((self.size, self))
+        return stock(self, prompts)
+
+    monkeypatch.setattr(KeptCache, "take", take)
+    run = multi_turn(tmp_path, max_steps=2)
+    run.train()
+    assert [size > 0 for size, _ in turns] == [False, True, True] * 2
+    assert turns[0][1] is turns[2][1]
+    assert turns[2][1] is not turns[3][1]
+    assert run._generation._kept is None
+    assert said() == []
+
+
+def test_a_run_of_one_turn_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeptCache, "keep", None)
+    trainer(tmp_path, max_steps=1).train()  # `keep` would raise
+
+
+def plant_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give all prompts the keys and values of one row."""
+    stock = KeptCache.take
+
+    def take(self: KeptCache, prompts: Any) -> dict[int, Prefix]:
+        found = stock(self, prompts)
+        longest = max(found.values(), key=lambda prefix: prefix.tokens, default=None)
+        return {row: Prefix(prefix.tokens, longest.layers) for row, prefix in found.items() if longest is not None}
+
+    monkeypatch.setattr(KeptCache, "take", take)
+
+
+def test_a_wrong_row_is_found_at_the_first_reuse(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant_fault(monkeypatch)
+    reused = count_reuse(monkeypatch)
+    run = multi_turn(tmp_path, max_steps=1)
+    run.train()
+    (sentence,) = said()
+    assert sentence.startswith("keys and values are not kept between turns: tokens are picked under other log-prob")
+    assert sentence.endswith("on the first turn that uses them, 1e-04 allowed)")
+    assert len(reused) == 1
+    assert not run._generation.is_reuse_verified
+    assert run._generation.is_verified
+    logged = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
+    assert max(logged) < 1e-5  # the turn was generated again
+
+
+@pytest.mark.slow
+def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = multi_turn(tmp_path)
+    original = run._generate_and_score_completions
+
+    def with_a_fault(inputs: Any) -> Any:
+        if run.state.global_step == 1:
+            plant_fault(monkeypatch)
+        return original(inputs)
+
+    run._generate_and_score_completions = with_a_fault
+    with pytest.raises(NotThePolicy, match=r"at step [12] .* no hypothesis that can be computed here explains it"):
+        run.train()
+    assert run._generation.is_reuse_verified
+
+
+def test_a_sliding_window_is_announced_once(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reused = count_reuse(monkeypatch)
+    run = multi_turn(tmp_path, policy=model(MistralConfig, sliding_window=6), max_steps=2)
+    run.train()
+    (sentence,) = said()
+    assert sentence.startswith("keys and values are not kept between turns: the model has layers with a sliding window")
+    assert reused == []
+    assert run._generation.is_verified

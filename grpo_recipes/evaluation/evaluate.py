@@ -149,6 +149,7 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     check_model(options.model)
     vllm = options.engine()
     recipe = recipe_of(options.model, options.recipe)
+    check_no_tools(recipe, "evaluate")
     specs = recipe.get("rewards") or []
     spec = held_out_spec(recipe.get("dataset", {}), options)
     problems = _problems(spec, options.limit)
@@ -291,6 +292,13 @@ def recipe_of(model: str, named: str | None = None) -> dict[str, Any]:
         if record := read_record(folder):
             return {**record.get("config", {}), **record["recipe"]}
     return {}
+
+
+def check_no_tools(recipe: Mapping[str, Any], verb: str) -> None:
+    """Raise `UserError` if a recipe has tools, without which its policy would be another one."""
+    for key in ("tools", "environment_factory"):
+        if recipe.get(key):
+            raise UserError(f"`{key}`: {verb} can't run the tools of a recipe yet: name a recipe without tools")
 
 
 def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: Request, dataset: Dataset) -> Settings:

@@ -35,6 +35,7 @@ from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.explain import Reasons
 from grpo_rewards.redaction import scrubbed
+from grpo_rewards.registry import BuiltReward
 from grpo_rewards.terminal import say
 
 WARM_UP_SECONDS = 10.0
@@ -109,7 +110,7 @@ def preview(arguments: Sequence[str], *, prompts: int, seed: int | None = None, 
         # Only the first GPU is used. transformers would otherwise split a batch over all of them.
         training_args._n_gpu = min(training_args.n_gpu, 1)
         trainer = train.bare_trainer(sampling, machine, training_args, explained, tokenizer)
-        watch = Watch(trainer, listeners, batches)
+        watch = Watch(trainer, listeners, batches, checked.all_rewards)
         watch.run()
     groups = [group for batch in watch.batches for group in batch.groups]
     return Preview(
@@ -119,7 +120,7 @@ def preview(arguments: Sequence[str], *, prompts: int, seed: int | None = None, 
         max_completion_length=recipe.config.max_completion_length,
         temperature=recipe.config.temperature,
         by_reward=recipe.config.multi_objective_aggregation == "normalize_then_sum",
-        rewards=checked.rewards,
+        rewards=checked.all_rewards,
         groups=groups[:prompts],
         cost=cost_of(recipe, checked, train.hardware(training_args), watch.batches[-1]),
     )
@@ -169,10 +170,14 @@ class Watch(TrainerCallback):
         trainer: Trainer of the preview.
         listeners: Listeners to what the rewards log, one per reward.
         needed: Number of generation batches to record.
+        rewards: Rewards of the listeners, then those of environments.
     """
 
-    def __init__(self, trainer: GRPOTrainer, listeners: Sequence[Reasons], needed: int) -> None:
+    def __init__(
+        self, trainer: GRPOTrainer, listeners: Sequence[Reasons], needed: int, rewards: Sequence[BuiltReward]
+    ) -> None:
         self.trainer, self.listeners, self.needed = trainer, listeners, needed
+        self.weights = {reward.name: reward.weight for reward in rewards}
         self.batches: list[Batch] = []
         self._generate, self._calculate_rewards = trainer._generate, trainer._calculate_rewards
         self._started = 0.0
@@ -239,11 +244,12 @@ class Watch(TrainerCallback):
     def _sampled(self, completions: list[Any], completion_ids: list[Any], table: list[list[float]]) -> list[Completion]:
         """Return completions with their scores, (completions, rewards), and with what the rewards logged."""
         cut = are_truncated(self.trainer, completion_ids, self.trainer._stop)
-        weights = {listener.reward.name: listener.reward.weight for listener in self.listeners}
+        weights = self.weights
         sampled = []
         for row, values in enumerate(table):
             pay = {name: _score(value) for name, value in zip(weights, values, strict=True)}
-            logged = {listener.reward.name: listener.rows[row] for listener in self.listeners}
+            logged: dict[str, Any] = {name: {} for name in weights}
+            logged |= {listener.reward.name: listener.rows[row] for listener in self.listeners}
             text, tokens = completion_text(completions[row]), len(completion_ids[row])
             sampled.append(Completion(text, tokens, cut[row], pay, logged, _total(pay, weights)))
         return sampled

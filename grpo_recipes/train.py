@@ -42,8 +42,10 @@ from grpo_recipes.checks.checks import Checked, Machine
 from grpo_recipes.checks.precision import Precision
 from grpo_recipes.checks.rewards import checked_reward, describe_rewards
 from grpo_recipes.checks.tokenizer import check_chat_template, load_tokenizer
+from grpo_recipes.checks.tools import check_template
 from grpo_recipes.data import prompts
 from grpo_recipes.data.hub import hub_commit
+from grpo_recipes.data.prompts import PromptTools
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.plan.memory import check_adapter
 from grpo_recipes.process import faults
@@ -267,12 +269,16 @@ def build_inputs(recipe: Recipe, machine: Machine) -> tuple[Checked, PreTrainedT
     check_weights(recipe)
     checked = checks.check(recipe, machine)
     check_adapter(recipe)
-    tokenizer = load_tokenizer(recipe, checked.train_dataset)
+    toolset = checked.toolset
+    tokenizer = load_tokenizer(recipe, checked.train_dataset, toolset=toolset)
     check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
+    tools = None
+    if toolset is not None:
+        tools = toolset.in_prompts(check_template(recipe, toolset, tokenizer).chat_template)
     with recipe.naming_this_file():
         StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
-        checked = limit_prompts(recipe, checked, tokenizer)
-        packages.check_vllm_prompts(recipe.config, [checked.train_dataset, checked.eval_dataset], tokenizer)
+        checked = limit_prompts(recipe, checked, tokenizer, tools)
+        packages.check_vllm_prompts(recipe.config, [checked.train_dataset, checked.eval_dataset], tokenizer, tools)
         rollout = None
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length
@@ -344,17 +350,19 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     return load_adapter(name, config, training_args, "model_name_or_path", revision=revision, **init)
 
 
-def limit_prompts(recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase) -> Checked:
+def limit_prompts(
+    recipe: Recipe, checked: Checked, tokenizer: PreTrainedTokenizerBase, tools: PromptTools | None = None
+) -> Checked:
     """Apply `dataset.max_prompt_tokens`, print how many prompts are affected, and check that enough are left."""
     spec, given, eval_dataset = recipe.dataset, checked.train_dataset, checked.eval_dataset
     template_kwargs = recipe.config.chat_template_kwargs
-    train_dataset, affected = prompts.limit_prompts(given, spec, tokenizer, template_kwargs)
+    train_dataset, affected = prompts.limit_prompts(given, spec, tokenizer, template_kwargs, tools)
     if affected:
         done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
         _say(f"{affected} of {len(given)} prompts over {spec.max_prompt_tokens} tokens were {done}")
     checked.geometry.check_dataset(len(train_dataset))
     if eval_dataset is not None:
-        eval_dataset, _ = prompts.limit_prompts(eval_dataset, spec, tokenizer, template_kwargs)
+        eval_dataset, _ = prompts.limit_prompts(eval_dataset, spec, tokenizer, template_kwargs, tools)
     return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 
@@ -468,7 +476,8 @@ def identity_of(recipe: Recipe, checked: Checked) -> Identity:
     if (reference := recipe.reference.adapter) is not None:
         sources["reference"] = Source(reference, hub_commit(reference))
     sources |= reward_models(checked.rewards, hub_commit)
-    return identify(checked.train_dataset, checked.rewards, sources)
+    tools = checked.toolset.sources if checked.toolset is not None else {}
+    return identify(checked.train_dataset, checked.rewards, sources, tools)
 
 
 def check_same_content(recipe: Recipe, checkpoint: Path, identity: Identity) -> None:
@@ -487,7 +496,7 @@ def launch_entry(prepared: Prepared) -> dict[str, Any]:
     return describe_launch(
         recipe.as_dict(),
         vars(recipe.config),
-        checked.rewards,
+        checked.all_rewards,
         recipe.arguments,
         source=recipe.source,
         hardware=hardware(prepared.training_args),
@@ -563,7 +572,9 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     recipe, checked = prepared.recipe, prepared.checked
     size = sum(parameter.numel() for parameter in trainer.model.parameters())
     trained = f"{size:,} parameters, {trainer.get_num_trainable_parameters():,} trained"
-    _say(f"{recipe.source}: {trained}, rewards {describe_rewards(checked.rewards)}")
+    _say(f"{recipe.source}: {trained}, rewards {describe_rewards(checked.all_rewards)}")
+    if checked.toolset is not None:
+        _say(f"  tools           {checked.toolset.describe(recipe.config.max_tool_calling_iterations)}")
     _say(f"  reference       {describe_reference(recipe, trainer)}")
     precision, surviving = measured_precision(prepared, trainer)
     _say(precision.describe(surviving))
@@ -630,6 +641,7 @@ def bare_trainer(
     training_args.reward_weights = [reward.weight for reward in checked.rewards]
     model_args = model_config(recipe)
     optimizer = checks.optimizer_name(recipe, machine)
+    toolset = checked.toolset
     return GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[checked_reward(reward.function) for reward in checked.rewards],
@@ -640,6 +652,8 @@ def bare_trainer(
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
         rollout_func=rollout,
+        tools=toolset.functions if toolset is not None else None,
+        environment_factory=toolset.factory if toolset is not None else None,
         kl_estimator=recipe.kl_estimator,
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
@@ -668,7 +682,7 @@ def add_callbacks(prepared: Prepared, trainer: GRPOTrainer) -> None:
     if not training_args.disable_tqdm:
         # The bar for notebooks in transformers 5.23 raises when a run ends after its first step.
         trainer.remove_callback(DEFAULT_PROGRESS_CALLBACK)
-        trainer.add_callback(LiveLine([reward.name for reward in prepared.checked.rewards], replaced=[progress]))
+        trainer.add_callback(LiveLine([reward.name for reward in prepared.checked.all_rewards], replaced=[progress]))
     if recipe.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(recipe.early_stopping_patience))
     if training_args.report_to:

@@ -59,6 +59,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tool_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a tiny policy whose chat template renders tools, calls and results."""
+    from tests.support.tiny import save_tool_policy
+
+    return save_tool_policy(tmp_path_factory.mktemp("tool-model"))
+
+
+@pytest.fixture(scope="session")
 def gsm8k_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty rows in GSM8K's schema."""
     path = tmp_path_factory.mktemp("gsm8k") / "train.jsonl"

@@ -21,6 +21,8 @@ from grpo_recipes.checks import rewards as reward_checks
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, quantises, uses_bf16
 from grpo_recipes.checks.rewards import GoldCheck
+from grpo_recipes.checks.tools import Toolset, check_rows, load_toolset
+from grpo_recipes.checks.tools import check_rewards as check_environment_rewards
 from grpo_recipes.data import load as data
 from grpo_recipes.data.hub import is_missing
 from grpo_recipes.process.faults import FAULT_FILES
@@ -113,6 +115,7 @@ class Checked:
         eval_dataset: Held-out rows, or None if the run evaluates nothing.
         golds: Training rows whose gold no correctness reward can score, or None if there are none.
         gold_notes: Sentences about golds that may mean something else than a reward reads.
+        toolset: Tools and environments, or None without any.
     """
 
     geometry: Geometry
@@ -121,6 +124,12 @@ class Checked:
     eval_dataset: Dataset | None
     golds: GoldCheck | None = None
     gold_notes: Sequence[str] = ()
+    toolset: Toolset | None = None
+
+    @property
+    def all_rewards(self) -> list[BuiltReward]:
+        """Rewards of the recipe, then those of its environments, in the order in which TRL logs them."""
+        return [*self.rewards, *(self.toolset.rewards() if self.toolset is not None else [])]
 
 
 def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> Checked:
@@ -138,7 +147,10 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     geometry = geometry_of(recipe, machine.num_processes)
     rewards = recipe.build_rewards(call_factories=call_factories)
     with recipe.naming_this_file():
-        reward_checks.check_weights(rewards)
+        toolset = load_toolset(recipe, call_factories=call_factories)
+        check_environment_rewards(toolset, rewards)
+        if rewards:
+            reward_checks.check_weights(rewards)
         reward_checks.check_punished_lengths(rewards, recipe.config.max_completion_length)
         _check_groups(recipe, geometry, rewards)
         check_reference(recipe)
@@ -160,14 +172,17 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
             held_out = data.recipe_prompts(recipe, evaluation=True)
             data.check_disjoint(trained, held_out, recipe.dataset)
             eval_dataset = held_out.dataset
+        check_rows(toolset, (train_dataset, eval_dataset))
         for dataset in (train_dataset, eval_dataset):
             if dataset is not None:
                 # With recorded responses, a reward receives only the recorded scores.
                 columns = dataset.column_names if recipe.offline is None else [RECORDED_REWARD]
+                if toolset is not None and toolset.environments:
+                    columns = [*columns, "environments"]
                 reward_checks.check_columns(rewards, columns)
         golds = reward_checks.check_golds(rewards, train_dataset, trained.places)
         gold_notes = reward_checks.gold_notes(rewards, train_dataset, trained.places)
-    return Checked(geometry, rewards, train_dataset, eval_dataset, golds, gold_notes)
+    return Checked(geometry, rewards, train_dataset, eval_dataset, golds, gold_notes, toolset)
 
 
 def check_launch(recipe: Recipe, machine: Machine) -> None:

@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers.integrations import integration_utils as trackers
 from trl.import_utils import is_vllm_available
 
-from grpo_recipes.data.prompts import token_lengths
+from grpo_recipes.data.prompts import PromptTools, token_lengths
 from grpo_recipes.recipe.specs import not_a_choice
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
 from grpo_rewards.errors import UserError
@@ -132,14 +132,17 @@ def check_vllm(config: Any, num_processes: int, model: Mapping[str, Any]) -> Non
         )
 
 
-def check_vllm_prompts(config: Any, tables: Iterable[Dataset | None], tokenizer: Any) -> None:
+def check_vllm_prompts(
+    config: Any, tables: Iterable[Dataset | None], tokenizer: Any, tools: PromptTools | None = None
+) -> None:
     """Raise `UserError` if a prompt of `tables` is too long for vLLM's context. Without a limit nothing is measured."""
     if _vllm_context(config) is None:
         return
     longest = 0
     for table in tables:
         if table is not None:
-            longest = max(longest, int(token_lengths(table, tokenizer, config.chat_template_kwargs or {}).max()))
+            lengths = token_lengths(table, tokenizer, config.chat_template_kwargs or {}, tools)
+            longest = max(longest, int(lengths.max()))
     check_vllm_lengths(config, longest)
 
 

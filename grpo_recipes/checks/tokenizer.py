@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ import pyarrow.compute as pc
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
+from grpo_recipes.checks.tools import Toolset
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.data.prompts import rendered
 from grpo_recipes.data.tables import BATCH
@@ -47,13 +49,25 @@ CHARACTERS_PER_SECOND = 20_000
 
 _MARK = "grpo-recipes"
 
+_CALL = {"type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
+_TOOL_TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": _MARK},
+    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "tool", "name": _MARK, "content": _MARK},
+]
+"""Conversation with a call and its result, which a template for tools renders by other statements."""
+
 
 class TokenizerUnavailable(RecipeError):
     """Error for a tokenizer that is missing or can't be read."""
 
 
 def load_tokenizer(
-    recipe: Recipe, dataset: datasets.Dataset | None = None, *, local_only: bool = False
+    recipe: Recipe,
+    dataset: datasets.Dataset | None = None,
+    *,
+    local_only: bool = False,
+    toolset: Toolset | None = None,
 ) -> PreTrainedTokenizerBase:
     """Return the policy's tokenizer, which pads on the left, after a trial on prompts of `dataset`.
 
@@ -61,6 +75,7 @@ def load_tokenizer(
         recipe: Recipe that names the model.
         dataset: Dataset with the column `prompt`, or None to skip the trial.
         local_only: True to use only files on this machine.
+        toolset: Tools that the prompts describe.
 
     Raises:
         TokenizerUnavailable: The tokenizer can't be loaded.
@@ -92,7 +107,10 @@ def load_tokenizer(
         if dataset is None:
             tokenizer = load()
         else:
-            tokenizer = load_after_trial(name, load, trial_prompts(dataset), recipe.config.chat_template_kwargs)
+            template_kwargs = dict(recipe.config.chat_template_kwargs or {})
+            if toolset is not None:
+                template_kwargs["tools"] = [tool.schema for tool in toolset.all_tools]
+            tokenizer = load_after_trial(name, load, trial_prompts(dataset), template_kwargs)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise recipe.error(
             f"`model_name_or_path` {name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its "
@@ -253,6 +271,9 @@ def _try(
         template = next((path for path in templates if path.is_file()), name)
         announce(f"rendering {len(prompts)} prompts with its chat template ({template})")
         end_of_turn(tokenizer, template_kwargs)  # called again without a limit
+        if template_kwargs.get("tools"):
+            with suppress(Exception):  # `tools.check_template` reports what it raises
+                rendered(_TOOL_TURNS, tokenizer, template_kwargs)
         texts = _results(lambda prompt: rendered(prompt, tokenizer, template_kwargs), prompts)
     announce(f"encoding {len(prompts)} prompts with its tokenizer ({file})")
     lengths = _results(lambda text: len(tokenizer(text, add_special_tokens=is_text)["input_ids"]), texts)

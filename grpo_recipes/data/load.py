@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import numpy as np
 
+from grpo_recipes.data.arithmetic import MADE
 from grpo_recipes.data.places import numbered, selected
 from grpo_recipes.data.presets import DEFAULT_ARITHMETIC_SIZE, PRESETS, arithmetic_problems
 from grpo_recipes.data.programs import programming_tasks
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do
 
 logger = logging.getLogger(__name__)
 
+_MADE = {"arithmetic": arithmetic_problems, **MADE}
 _TRAINED = Keys("path", "split")
 _OTHER_SPLIT = Keys("path", "eval_split")  # held-out rows under the same path as the training rows
 
@@ -149,8 +151,8 @@ def _held_out_sources(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
 
 
 def _rows(spec: DatasetSpec, sources: list[SourceSpec], keys: Keys) -> Rows:
-    if spec.name == "arithmetic":
-        return _arithmetic(spec, sources[0], keys)
+    if spec.name in _MADE:
+        return _made(spec, sources[0], keys)
     if spec.name == "programs":
         return _programs(sources[0], keys)
     if isinstance(getattr(spec, keys.path), list):
@@ -174,12 +176,14 @@ def _check_shared(spec: DatasetSpec, source: SourceSpec, length: int) -> None:
         )
 
 
-def _arithmetic(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
+def _made(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
+    """Return the rows of a preset that makes its problems."""
+    make = _MADE[str(spec.name)]
     size = DEFAULT_ARITHMETIC_SIZE if spec.size is None else spec.size
     problems = []
     for split, start, stop in slices({"train": size, "test": size}, source.split, keys):
-        problems += arithmetic_problems(split, stop, spec.seed)[start:]
-    return Rows(datasets.Dataset.from_list(problems), numbered("arithmetic"))
+        problems += make(split, stop, spec.seed)[start:]
+    return Rows(datasets.Dataset.from_list(problems), numbered(str(spec.name)))
 
 
 def _programs(source: SourceSpec, keys: Keys) -> Rows:

@@ -306,7 +306,7 @@ PRESETS: Mapping[DatasetName, Preset] = {
     "classification": Preset({"text": ("text", "question"), "label": ("label", "answer")}, partial(_labelled, ())),
     "extraction": Preset({"text": ("text", "question"), "object": ("object", "answer")}, _extracted),
     "rlaif": Preset({"conversations": ("conversations",)}, _conversation),
-    "arithmetic": Preset(_WORKED, _worked),
+    **dict.fromkeys(("arithmetic", "products", "secret_number"), Preset(_WORKED, _worked)),
     "programs": Preset({"question": ("question",), "answer": ("solution",)}, _program, keeps=("solution",)),
 }
 

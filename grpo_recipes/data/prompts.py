@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import datasets
@@ -60,9 +61,12 @@ SYSTEM_PROMPTS: Mapping[str, str | None] = {
 
 RESERVED = (
     *("prompts", "completion", "completions", "completion_ids"),
-    *("trainer_state", "log_extra", "log_metric", "environment", "environments", "image", "images"),
+    *("trainer_state", "log_extra", "log_metric", "environments", "image", "images"),
 )
 """Names that columns of a row can't have, because TRL fills them or gives them a meaning of its own."""
+
+ENVIRONMENT = "environment"
+"""Column that selects the environment of a row, if the recipe has several (`checks.tools.check_rows`)."""
 
 SAMPLE = 20_000
 """Number of rows above which golds and lengths are checked on a sample of this size."""
@@ -456,20 +460,65 @@ def sample_of_rows(count: int) -> np.ndarray:
     return np.sort(np.random.default_rng(0).choice(count, SAMPLE, replace=False))
 
 
+@dataclass(frozen=True)
+class PromptTools:
+    """Tools that the chat template describes in each prompt, as TRL renders it.
+
+    Attributes:
+        schemas: JSON schemas of the tools of every row under None, or those of the rows of each environment by its
+            name.
+        chat_template: TRL's variant of the tokenizer's chat template for training, or None for the tokenizer's own.
+    """
+
+    schemas: Mapping[str | None, Sequence[Mapping[str, Any]]]
+    chat_template: str | None = None
+
+    def template_kwargs(self, environment: str | None = None) -> dict[str, Any]:
+        """Return the arguments of the chat template for the rows of an environment, or for all rows."""
+        schemas = self.schemas[None] if None in self.schemas else self.schemas[environment]
+        given = {} if self.chat_template is None else {"chat_template": self.chat_template}
+        return {"tools": list(schemas) or None, **given}
+
+
 def token_lengths(
-    dataset: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+    dataset: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    tools: PromptTools | None = None,
 ) -> np.ndarray:
     """Return the length (N,) in tokens of every prompt, as the trainer feeds it to the model.
 
-    Messages go through the chat template with the generation prompt, and text gets the tokenizer's special tokens.
+    Messages go through the chat template with the generation prompt and the tools, and text gets the tokenizer's
+    special tokens. The text that an environment's `reset` adds to a prompt is not counted, because it is not known.
 
     Raises:
         UserError: the prompts are messages, and the tokenizer has no chat template.
     """
+    if tools is not None and None not in tools.schemas:
+        return _lengths_by_environment(dataset, tokenizer, template_kwargs, tools)
+    if tools is not None:
+        template_kwargs = {**template_kwargs, **tools.template_kwargs()}
     lengths: list[int] = []
     for batch in dataset.select_columns(["prompt"]).iter(1_000):
         lengths += map(len, _token_ids(batch["prompt"], tokenizer, template_kwargs))
     return np.asarray(lengths, np.int64)
+
+
+def _lengths_by_environment(
+    dataset: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    tools: PromptTools,
+) -> np.ndarray:
+    """Return the length (N,) of every prompt, each with the tools of its row's environment."""
+    names = np.asarray(dataset[ENVIRONMENT], object)
+    lengths = np.zeros(len(dataset), np.int64)
+    for name in tools.schemas:
+        rows = np.flatnonzero(names == name)
+        if len(rows):
+            given = {**template_kwargs, **tools.template_kwargs(name)}
+            lengths[rows] = token_lengths(dataset.select(rows), tokenizer, given)
+    return lengths
 
 
 def _token_ids(
@@ -502,6 +551,7 @@ def limit_prompts(
     spec: DatasetSpec,
     tokenizer: PreTrainedTokenizerBase,
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: PromptTools | None = None,
 ) -> tuple[datasets.Dataset, int]:
     """Apply `max_prompt_tokens`, which TRL 1.16 does not have, and count the prompts that are dropped or cut.
 
@@ -513,6 +563,7 @@ def limit_prompts(
         spec: dataset with the limit and the treatment of longer prompts.
         tokenizer: tokenizer of the policy.
         template_kwargs: TRL's `chat_template_kwargs`.
+        tools: tools that the prompts describe.
 
     Returns:
         The dataset and the number of prompts that were dropped or cut. Without a limit the dataset is the same object.
@@ -523,13 +574,13 @@ def limit_prompts(
     limit, given = spec.max_prompt_tokens, template_kwargs or {}
     if limit is None:
         return dataset, 0
-    lengths = token_lengths(dataset, tokenizer, given)
+    lengths = token_lengths(dataset, tokenizer, given, tools)
     is_overlong = lengths > limit
     count = int(is_overlong.sum())
     if count == 0:
         return dataset, 0
     if spec.overlong_prompts == "cut_left":
-        return _replaced(dataset, is_overlong, lambda prompt: _cut_left(prompt, limit, tokenizer, given)), count
+        return _replaced(dataset, is_overlong, partial(_cut_row, limit, tokenizer, given, tools)), count
     if count == len(lengths):
         raise UserError(
             f"`dataset.max_prompt_tokens`: all {count} prompts are longer than {limit} tokens (the shortest has "
@@ -539,21 +590,43 @@ def limit_prompts(
 
 
 def _replaced(
-    dataset: datasets.Dataset, is_replaced: np.ndarray, replacement: Callable[[Turns], Turns]
+    dataset: datasets.Dataset, is_replaced: np.ndarray, replacement: Callable[[Turns, str | None], Turns]
 ) -> datasets.Dataset:
-    """Return the dataset with the prompts at `is_replaced` (N,) replaced."""
+    """Return the dataset with the prompts at `is_replaced` (N,) replaced.
+
+    Args:
+        dataset: table with the column `prompt`.
+        is_replaced: True for each prompt to replace.
+        replacement: function of a prompt and its row's environment (None without that column) that returns a prompt.
+    """
     chunks, index = [], 0
     kind = dataset.features.arrow_schema.field("prompt").type
-    for batch in dataset.select_columns(["prompt"]).iter(BATCH):
+    columns = [name for name in ("prompt", ENVIRONMENT) if name in dataset.column_names]
+    for batch in dataset.select_columns(columns).iter(BATCH):
         prompts = []
-        for prompt in batch["prompt"]:
-            prompts.append(replacement(prompt) if is_replaced[index] else prompt)
+        environments = batch.get(ENVIRONMENT, [None] * len(batch["prompt"]))
+        for prompt, environment in zip(batch["prompt"], environments, strict=True):
+            prompts.append(replacement(prompt, environment) if is_replaced[index] else prompt)
             index += 1
         chunks.append(pa.array(prompts, kind))
     features = datasets.Features({"prompt": dataset.features["prompt"]})
     column = datasets.Dataset(pa.table({"prompt": pa.chunked_array(chunks)}), fingerprint=None).cast(features)
     others = dataset.select_columns([name for name in dataset.column_names if name != "prompt"])
     return datasets.concatenate_datasets([column, others], axis=1).select_columns(dataset.column_names)
+
+
+def _cut_row(
+    limit: int,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    tools: PromptTools | None,
+    prompt: Turns,
+    environment: str | None,
+) -> Turns:
+    """Return the prompt of a row, cut as `_cut_left` does, with the tools of the row's environment."""
+    if tools is not None:
+        template_kwargs = {**template_kwargs, **tools.template_kwargs(environment)}
+    return _cut_left(prompt, limit, tokenizer, template_kwargs)
 
 
 def _cut_left(

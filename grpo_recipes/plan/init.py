@@ -17,7 +17,7 @@ import yaml
 from grpo_recipes.checks.checks import Machine, check, check_model_exists
 from grpo_recipes.data.load import load_prompts
 from grpo_recipes.data.presets import PRESETS, gold_object, is_missing
-from grpo_recipes.data.prompts import RESERVED, sample_of_rows
+from grpo_recipes.data.prompts import ENVIRONMENT, RESERVED, sample_of_rows
 from grpo_recipes.data.sources import Keys, guess_source, read
 from grpo_recipes.data.tables import BATCH, listed, shown
 from grpo_recipes.data.text_files import has_cells
@@ -447,7 +447,7 @@ def _names(names: Sequence[str], parts: Mapping[str, Column], form: Form) -> tup
     """Return the old names of renamed columns by new name, and the new names of all columns without a part."""
     columns = {part: column.name for part, column in parts.items() if not isinstance(column, LastTurns)}
     # A preset makes the column `answer`. A column of another meaning with such a name, or a reserved one, is renamed.
-    taken = {*RESERVED, *columns, found.PROMPT}
+    taken = {*RESERVED, ENVIRONMENT, *columns, found.PROMPT}
     if form.preset and found.PROMPT not in parts:
         taken |= {"answer"}.union(*PRESETS[form.preset].columns.values())
     others = []

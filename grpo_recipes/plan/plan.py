@@ -26,6 +26,7 @@ from grpo_recipes.checks.checks import (
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.checks.rewards import describe_rewards
+from grpo_recipes.checks.tools import Toolset, load_toolset
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.plan import memory
 from grpo_recipes.plan.prompts import PromptReport, prompt_report
@@ -61,6 +62,7 @@ class Plan:
         surviving: Share of an update that survives rounding, in [0, 1], or None if it is not known.
         notes: Sentences on probable mistakes and on what was assumed.
         shown: First prompt and the lengths of all, or None if the dataset can't be reached.
+        toolset: Tools and environments, or None without any.
     """
 
     recipe: Recipe
@@ -72,6 +74,7 @@ class Plan:
     surviving: float | None
     notes: Sequence[str]
     shown: PromptReport | None
+    toolset: Toolset | None = None
 
     def describe(self) -> list[Part]:
         """Return the plan for the terminal."""
@@ -82,6 +85,11 @@ class Plan:
             epoch = f"  epoch           unknown: {self.prompts}"
         rewards = f"  rewards         {describe_rewards(self.rewards)}"
         precision = self.precision.describe(self.surviving)
+        tools = []
+        if self.toolset is not None:
+            tools.append(f"  tools           {self.toolset.describe(config.max_tool_calling_iterations)}")
+            if self.shown is not None and self.shown.tools is not None:
+                tools.append(f"  turns           {self.shown.tools.describe(config.max_completion_length)}")
         head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
         heading = [Cell("  memory of one GPU", "head")]
         need: list[Part] = []
@@ -91,7 +99,7 @@ class Plan:
             need = [*heading, Labelled("memory", f"unknown: {self.memory}")]
         return [
             Cell(self.recipe.source, "head"),
-            *_labelled([rewards, precision, self.geometry.describe()]),
+            *_labelled([rewards, *tools, precision, self.geometry.describe()]),
             "",
             self.geometry.picture(),
             "",
@@ -108,6 +116,7 @@ class Plan:
         return {
             "recipe": self.recipe.source,
             "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
+            **({"tools": [tool.name for tool in self.toolset.all_tools]} if self.toolset else {}),
             "epoch": self.geometry.epoch(self.prompts, longest) if isinstance(self.prompts, int) else None,
             "prompts": self.shown.as_dict() if self.shown else None,
             "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
@@ -160,6 +169,10 @@ def plan(
     geometry = geometry_of(recipe, machine.num_processes)
     dry_config(recipe, machine)
     rewards = recipe.build_rewards(call_factories=build)
+    with recipe.naming_this_file():
+        toolset = load_toolset(recipe, call_factories=build)
+    if toolset is not None:
+        rewards = [*rewards, *toolset.rewards()]
     notes = [*_notes(recipe), *_unbuilt(rewards)]
     prompts: int | str
     try:
@@ -182,7 +195,7 @@ def plan(
     notes += _precision_notes(precision, surviving, estimate)
     if recipe.config.use_cpu and gpu_memory is None:
         estimate = None
-    return Plan(recipe, geometry, rewards, prompts, estimate, precision, surviving, notes, shown)
+    return Plan(recipe, geometry, rewards, prompts, estimate, precision, surviving, notes, shown, toolset)
 
 
 def _model_is_made_elsewhere(recipe: Recipe) -> bool:
@@ -193,7 +206,7 @@ def _model_is_made_elsewhere(recipe: Recipe) -> bool:
 
 def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> PromptReport:
     """Return the report on the prompts. Add what is to be known of golds and sampling to `notes`."""
-    shown = prompt_report(recipe, checked.train_dataset)
+    shown = prompt_report(recipe, checked.train_dataset, checked.toolset)
     # A sample may miss the longest prompt: training measures all of them again.
     longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
     if longest is not None:

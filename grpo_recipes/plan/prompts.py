@@ -10,8 +10,9 @@ import datasets
 import numpy as np
 
 from grpo_recipes.checks.tokenizer import TokenizerUnavailable, check_chat_template, load_tokenizer
+from grpo_recipes.checks.tools import Toolset, TurnTokens, check_template
 from grpo_recipes.data.hub import hub_answers
-from grpo_recipes.data.prompts import rendered, sample_of_rows, token_lengths
+from grpo_recipes.data.prompts import ENVIRONMENT, rendered, sample_of_rows, token_lengths
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.weights import tokenizer_source
@@ -70,6 +71,35 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class ToolTokens:
+    """Tokens that tools take of prompts and completions.
+
+    Attributes:
+        schemas: Number of tokens by which the schemas lengthen the first prompt.
+        call: Number of tokens of the shortest turn with a call.
+        result: Number of tokens around one result, without its text.
+        turns: Largest number of turns with calls.
+        limit: Largest number of tokens of one result (`tool_limits.result_tokens`).
+    """
+
+    schemas: int
+    call: int
+    result: int
+    turns: int
+    limit: int
+
+    def describe(self, max_completion_length: int) -> str:
+        """Return the tokens as one sentence."""
+        least = self.turns * (self.call + self.result)
+        most = self.turns * (self.call + self.result + self.limit)
+        return (
+            f"schemas {self.schemas:,} tokens of each prompt; a turn takes at least {self.call} for its call and "
+            f"{self.result} around each result, which has at most {self.limit}; {self.turns} such turns take "
+            f"{least:,} to {most:,} of `max_completion_length` {max_completion_length:,}"
+        )
+
+
+@dataclass(frozen=True)
 class PromptReport:
     """First prompt and lengths of all.
 
@@ -78,12 +108,14 @@ class PromptReport:
         tokens: Number of tokens of the first prompt, or None without a tokenizer.
         lengths: Lengths of all prompts, or None without a tokenizer.
         unknown: Reason why there is no tokenizer, or None.
+        tools: Tokens of tools and turns, or None without tools or without a tokenizer.
     """
 
     text: str
     tokens: int | None
     lengths: Lengths | None
     unknown: str | None
+    tools: ToolTokens | None = None
 
     def describe(self, spec: DatasetSpec) -> tuple[list[str], list[str]]:
         """Return the labelled lines, which may be wrapped, and the lines of the prompt, which must not be."""
@@ -102,25 +134,43 @@ class PromptReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for `plan --json`."""
         lengths = asdict(self.lengths) if self.lengths else None
-        return {"text": self.text, "tokens": self.tokens, "lengths": lengths, "unknown": self.unknown}
+        tools = asdict(self.tools) if self.tools else None
+        return {
+            **{"text": self.text, "tokens": self.tokens, "lengths": lengths, "unknown": self.unknown},
+            **({"tools": tools} if tools else {}),
+        }
 
 
-def prompt_report(recipe: Recipe, dataset: datasets.Dataset) -> PromptReport:
+def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | None = None) -> PromptReport:
     """Return the report on a dataset. Raise `RecipeError` if the tokenizer or its chat template can't be used."""
     first, template_kwargs = dataset[0]["prompt"], recipe.config.chat_template_kwargs or {}
     name = tokenizer_source(recipe.model["model_name_or_path"])
     try:
-        tokenizer = load_tokenizer(recipe, dataset, local_only=Path(name).exists() or not hub_answers())
+        local_only = Path(name).exists() or not hub_answers()
+        tokenizer = load_tokenizer(recipe, dataset, local_only=local_only, toolset=toolset)
     except TokenizerUnavailable as error:
         return PromptReport(_as_messages(first), None, None, str(error).removeprefix(f"{recipe.source}: "))
     check_chat_template(recipe, tokenizer, first)
+    turns = check_template(recipe, toolset, tokenizer) if toolset is not None else None
+    tools = toolset.in_prompts(turns.chat_template) if toolset is not None and turns is not None else None
     with recipe.naming_this_file():
         sample = sample_of_rows(len(dataset))
         measured = dataset.select(sample) if len(sample) < len(dataset) else dataset
-        lengths = token_lengths(measured, tokenizer, template_kwargs)
-        tokens = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs)[0])
+        lengths = token_lengths(measured, tokenizer, template_kwargs, tools)
+        tokens = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs, tools)[0])
+        bare = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs)[0])
     summary = Lengths.of(lengths, len(dataset), recipe.dataset.max_prompt_tokens)
-    return PromptReport(rendered(first, tokenizer, template_kwargs), tokens, summary, None)
+    if tools is not None:
+        template_kwargs = {**template_kwargs, **tools.template_kwargs(dataset[0].get(ENVIRONMENT))}
+    text = rendered(first, tokenizer, template_kwargs)
+    return PromptReport(text, tokens, summary, None, _tool_tokens(recipe, turns, tokens - bare))
+
+
+def _tool_tokens(recipe: Recipe, turns: TurnTokens | None, schemas: int) -> ToolTokens | None:
+    if turns is None or recipe.tool_limits is None:
+        return None
+    most = recipe.config.max_tool_calling_iterations
+    return ToolTokens(schemas, turns.call, turns.result, most, recipe.tool_limits.result_tokens)
 
 
 def _as_messages(prompt: Any) -> str:

@@ -86,6 +86,16 @@ class Recipe:
     offline: Annotated[
         specs.OfflineSpec | None, "recorded, scored responses in place of generation: group or batch"
     ] = None
+    tools: Annotated[
+        list[str] | None, "functions that the policy may call: my_tools.calculator, or my_tools.py:calculator"
+    ] = None
+    environment_factory: Annotated[
+        str | dict[str, Any] | None,
+        "environment of each completion: a class, or {name: class} selected by the column `environment`",
+    ] = None
+    tool_limits: Annotated[
+        specs.ToolLimits | None, "limits on each call of a tool: {seconds: 30, result_tokens: 512, failures: 0.5}"
+    ] = None
 
     source: str
     """File of the recipe, as error messages name it."""
@@ -132,6 +142,11 @@ class Recipe:
     def compares_whole_batch(self) -> bool:
         """True if recorded responses are compared with the generation batch, which has one response per prompt."""
         return self.offline is not None and self.offline.compares_whole_batch
+
+    @property
+    def uses_tools(self) -> bool:
+        """True if the policy may call tools, those of an environment included."""
+        return bool(self.tools or self.environment_factory)
 
     def build_rewards(self, *, call_factories: bool = True) -> list[BuiltReward]:
         """Return the rewards. Raise `RecipeError` for an invalid name or keyword argument.
@@ -195,13 +210,18 @@ def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
 
 def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Sequence[str]) -> Recipe:
     """Return the recipe of our keys in `raw` and of TRL's keys in `values`."""
+    if raw.get("environment_factory"):  # an environment may score its completion itself
+        raw["rewards"] = raw.get("rewards") or []
     for key in ("model_name_or_path", "dataset", "rewards"):
-        if not (values.get(key) or raw.get(key)):
+        is_optional = key == "rewards" and raw.get("environment_factory")
+        if not (values.get(key) or raw.get(key) or is_optional):
             raise UserError(f"`{key}` is missing: add it to the recipe or pass `--{key}`")
     if values.get("reward_weights") is not None:
         raise UserError("`reward_weights` has no effect here: write `weight` inside each entry of `rewards`")
     if not isinstance(raw["rewards"], list):
         raw["rewards"] = [raw["rewards"]]
+    if (raw.get("tools") or raw.get("environment_factory")) and raw.get("tool_limits") is None:
+        raw["tool_limits"] = {}
     training = {key: value for key, value in values.items() if key in hints(GRPOConfig)}
     recipe = Recipe(
         **{key: specs.typed(key, value, hints(Recipe)[key]) for key, value in raw.items() if key in OUR_KEYS},
@@ -218,9 +238,26 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         recipe.sampling.check(config)
     trl_keys.check_objective(recipe.training, config, sampled_kl=recipe.kl_estimator == "sampled")
     trl_keys.check_advantages(recipe.advantages, config)
+    _check_tool_keys(recipe)
     if recipe.kl_estimator == "full":
         specs.check_number("beta", config.beta, specs.POSITIVE, ", and `kl_estimator: full` needs a reference policy")
     return recipe
+
+
+def _check_tool_keys(recipe: Recipe) -> None:
+    """Raise `UserError` for keys of tools that are missing, or have no effect."""
+    config = recipe.config
+    if not recipe.uses_tools:
+        for key, value in (
+            ("tool_limits", recipe.tool_limits),
+            ("max_tool_calling_iterations", config.max_tool_calling_iterations),
+        ):
+            if value is not None:
+                raise UserError(f"`{key}` has no effect without `tools` or `environment_factory`: remove it")
+        return
+    trl_keys.check_tools(config, "tools" if recipe.tools else "environment_factory")
+    if recipe.offline is not None:
+        raise UserError("`offline` trains on recorded responses, in which no tool is called: remove it, or the tools")
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,17 @@ GenerationMode = Literal["auto", "off"]
 """Mode of transformers' `generate`: each prompt once and without finished rows where this is exact, or as in TRL."""
 
 DatasetName = Literal[
-    "gsm8k", "math", "multiple_choice", "classification", "extraction", "rlaif", "arithmetic", "programs", "scored"
+    "gsm8k",
+    "math",
+    "multiple_choice",
+    "classification",
+    "extraction",
+    "rlaif",
+    "arithmetic",
+    "products",
+    "secret_number",
+    "programs",
+    "scored",
 ]
 SYSTEM_PROMPT_NAMES = ("reasoning", "think", "boxed", "program", "minimind", "none")
 
@@ -265,7 +275,8 @@ class DatasetSpec(Spec):
 
     Attributes:
         name: preset for tables of a known form: `gsm8k`, `math`, `multiple_choice`, `classification`, `extraction`,
-            `rlaif`, `arithmetic`, `programs`, `scored`.
+            `rlaif`, `arithmetic`, `products` (of three-digit numbers), `secret_number` (to guess), `programs`,
+            `scored`.
         path: hub id, `save_to_disk` folder, JSONL, JSON, CSV or Parquet file, glob of such files, or list of sources
             (`SourceSpec`). A preset with a home on the hub needs no path.
         config: configuration on the hub.
@@ -294,8 +305,8 @@ class DatasetSpec(Spec):
         labels: labels of `classification`, which the prompt names. Upper and lower case are not distinguished.
         drop_missing: true to leave out the rows that have no prompt or no gold. Default: such a row is an error, or is
             named if the reward alone needs the gold.
-        size: number of problems in each split of `arithmetic`. Default: 2,000.
-        seed: random seed of the problems of `arithmetic`.
+        size: number of problems in each split of `arithmetic`, `products` or `secret_number`. Default: 2,000.
+        seed: random seed of these problems.
     """
 
     KEY = "dataset"
@@ -305,7 +316,10 @@ class DatasetSpec(Spec):
         "eval_share": Range(0, 1, above=True, below=True),
     }
     FOREIGN: ClassVar[Mapping[str | None, tuple[str, ...]]] = {
-        "arithmetic": ("path", "eval_path", "config", "columns", "labels", "drop_missing", *_NOTATION),
+        **dict.fromkeys(
+            ("arithmetic", "products", "secret_number"),
+            ("path", "eval_path", "config", "columns", "labels", "drop_missing", *_NOTATION),
+        ),
         "programs": ("path", "eval_path", "config", "columns", "size", "seed", "labels", "drop_missing", *_NOTATION),
         "scored": (
             *("config", "size", "seed", "pass_rate", "system_prompt", "prompt_template", "eval_share"),
@@ -315,9 +329,15 @@ class DatasetSpec(Spec):
     }
     """Keys that a dataset does not use. All datasets that are not listed do not use `size`, `seed` and `labels`."""
 
+    WITHOUT_PATH: ClassVar[tuple[DatasetName, ...]] = (
+        *("gsm8k", "math"),
+        *("arithmetic", "products", "secret_number", "programs"),
+    )
+    """Presets that need no path: those with a home on the hub, and those whose rows this project makes."""
+
     SYSTEM_PROMPTS: ClassVar[Mapping[DatasetName, str]] = {
         **dict.fromkeys(("gsm8k", "multiple_choice", "classification", "rlaif", "arithmetic"), "reasoning"),
-        "math": "boxed",
+        **dict.fromkeys(("math", "products"), "boxed"),
         "programs": "program",
     }
     """Default system prompt of each preset."""
@@ -346,7 +366,7 @@ class DatasetSpec(Spec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.path is None and self.name not in ("gsm8k", "math", "arithmetic", "programs"):
+        if self.path is None and self.name not in self.WITHOUT_PATH:
             what = f"that `{self.name}` is to read" if self.name else "to read, or a preset with `dataset.name`"
             raise UserError(f"`dataset.path` is missing: name the file, folder or hub id {what}")
         unread = self.FOREIGN.get(self.name, ("size", "seed", "labels"))

@@ -71,6 +71,7 @@ TRL_KEYS: Mapping[str, Key] = {
     "min_p": Key(Range(0, 1)),
     "repetition_penalty": Key(POSITIVE),
     "max_completion_length": Key(COUNT),
+    "max_tool_calling_iterations": Key(COUNT),
     # Batches. A group of one completion has nothing to compare.
     "num_generations": Key(Range(2)),
     "num_iterations": Key(COUNT),
@@ -144,7 +145,10 @@ DEFAULTS: Mapping[str, Any] = {name: key.default for name, key in TRL_KEYS.items
 OBJECTIVE_KEYS = tuple(name for name, key in TRL_KEYS.items() if key.read_by != tuple(LOSS_TYPES))
 """Keys that some loss types read and others ignore."""
 
-OURS_MAY_CHANGE = ("dataset.eval_*", "early_stopping_patience", "generation_check", "micro_batching.*")
+OURS_MAY_CHANGE = (
+    *("dataset.eval_*", "early_stopping_patience", "generation_check", "micro_batching.*"),
+    *("tool_limits.seconds", "tool_limits.failures"),
+)
 """Keys of this project, as patterns, that a resumed run may change like the rows with `may_change`."""
 
 RESUME_MAY_CHANGE = (*(name for name, key in TRL_KEYS.items() if key.may_change), *OURS_MAY_CHANGE)
@@ -240,6 +244,25 @@ def check_advantages(rule: str | None, config: TrainingConfig) -> None:
     check_setting(config, "multi_objective_aggregation", ("sum_then_normalize",), sums)
     divides = f"has no effect with `advantages: {rule}`, which divides by no standard deviation"
     check_setting(config, "scale_rewards", ("none",), divides)
+
+
+def check_tools(config: TrainingConfig, key: str) -> None:
+    """Raise `UserError` for options of generation that do not go with tools.
+
+    Args:
+        config: TRL's training arguments, or the recipe's values under the same names.
+        key: the recipe's key of the tools, for the message.
+    """
+    if config.max_tool_calling_iterations is None:
+        raise UserError(
+            f"`max_tool_calling_iterations` is missing, and `{key}` without it lets a completion call tools without "
+            "end: set the largest number of turns with calls, as in `max_tool_calling_iterations: 4`"
+        )
+    if stop := stop_strings(config.generation_kwargs):
+        raise UserError(
+            f"`generation_kwargs.stop`: {stop[0]!r} may cut a turn before its end token, after which the result of "
+            f"a tool would follow a turn that never ended: remove `stop`, which does not go with `{key}`"
+        )
 
 
 # Generation

@@ -39,6 +39,7 @@ SHAPE: Shape = {
         "columns": {"*?": TEXT},
         "weights": {"*?": {"*?": TEXT}},
         "rewards": {"*?": TEXT},
+        "tools?": {"*?": TEXT},
         "versions": {"*?": TEXT},
     },
     CHECKSUM: TEXT,

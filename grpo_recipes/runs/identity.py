@@ -7,12 +7,13 @@ A resume compares identities, so that it notices what has changed behind an unch
 | dataset | a checksum of each column, in row order |
 | weights | `identify_weights` of each file in a folder, or the commit on the hub |
 | configuration, tokenizer | a checksum of each file beside those weights, as far as a step reads it |
-| rewards of the user | a checksum of the source file that defines the reward |
+| rewards, tools and environments of the user | a checksum of the source file that defines each |
 | packages | their versions |
 
 Not compared are: streamed rows; files that a column names by their path; transforms made with `set_transform`; bytes
 such as images, except for their length and both ends; a change of weights behind the first 4 KiB of a tensor that keeps
-the size of its file; a tokenizer from another folder than the model; modules that the source file of a reward imports.
+the size of its file; a tokenizer from another folder than the model; modules that the source file of a reward or a tool
+imports.
 
 A resume with changed data or weights is refused. Changed code and versions are logged.
 """
@@ -98,24 +99,36 @@ class Comparison:
     logged: list[str] = field(default_factory=list)
 
 
-def identify(dataset: Any, rewards: Sequence[BuiltReward], sources: Mapping[str, Source]) -> Identity:
+def identify(
+    dataset: Any,
+    rewards: Sequence[BuiltReward],
+    sources: Mapping[str, Source],
+    tools: Mapping[str, Callable[..., Any]] | None = None,
+) -> Identity:
     """Return the identity of a launch.
 
     Args:
         dataset: training rows, as the trainer reads them.
         rewards: rewards of the run, composed ones included.
         sources: origin of the weights of the policy, its base, its reference and the reward models, by role.
+        tools: tools and environments of the run, by name.
     """
     is_table = _is_table(dataset)
-    code = {name: source_digest(one.unbound) for name, one in _named(rewards)}
     content = {
         "rows": len(dataset) if is_table else None,
         "columns": column_digests(dataset) if is_table else {},
         "weights": {role: weights_of(source) for role, source in sources.items()},
-        "rewards": {name: digest for name, digest in code.items() if digest is not None},
+        "rewards": _digests((name, one.unbound) for name, one in _named(rewards)),
+        "tools": _digests((tools or {}).items()),
         "versions": versions(),
     }
     return Identity(content, {role: source.name for role, source in sources.items()})
+
+
+def _digests(code: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """Return the checksum of the source file of each function or class that its package's version does not identify."""
+    digests = {name: source_digest(one) for name, one in code}
+    return {name: digest for name, digest in digests.items() if digest is not None}
 
 
 def compare(checkpoint: Path, launch: Identity) -> str | None:
@@ -143,7 +156,8 @@ def differences(before: Mapping[str, Any] | None, launch: Identity) -> Compariso
         sentence = "data, weights and rewards are not compared, because the checkpoint does not identify them"
         return Comparison(logged=[sentence])
     now, found = launch.content, Comparison()
-    _compare_rewards(before["rewards"], now["rewards"], found)
+    _compare_code("reward", before["rewards"], now["rewards"], found)
+    _compare_code("tool", before.get("tools", {}), now.get("tools", {}), found)
     _compare_data(before, now, found)
     _compare_weights(before["weights"], launch, found)
     for name, version in now["versions"].items():
@@ -152,15 +166,16 @@ def differences(before: Mapping[str, Any] | None, launch: Identity) -> Compariso
     return found
 
 
-def _compare_rewards(before: Mapping[str, str], now: Mapping[str, str], found: Comparison) -> None:
+def _compare_code(kind: str, before: Mapping[str, str], now: Mapping[str, str], found: Comparison) -> None:
+    """Compare the source files of the rewards, or of the tools, of two launches."""
     if before.keys() != now.keys():
-        found.logged.append(f"the rewards from source files were {_quoted(before)} and are {_quoted(now)}")
+        found.logged.append(f"the {kind}s from source files were {_quoted(before)} and are {_quoted(now)}")
     unknown = []
     for name, digest in now.items():
         if NOT_IDENTIFIED in (before.get(name), digest):
             unknown.append(name)
         elif before.get(name, digest) != digest:
-            found.logged.append(f"the source file of the reward `{name}` has changed")
+            found.logged.append(f"the source file of the {kind} `{name}` has changed")
     if unknown:
         found.logged.append(f"the code of {_quoted(unknown)} is not compared, because it has no source file")
 

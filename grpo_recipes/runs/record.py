@@ -87,14 +87,15 @@ def describe_launch(
     Args:
         recipe: recipe as resolved from its file and the command line.
         config: every value of `GRPOConfig`, TRL's defaults included, so that no reader needs to know them.
-        rewards: rewards of the recipe, in the recipe's order.
+        rewards: rewards of the recipe, in the recipe's order, then those of its environments.
         arguments: arguments of the command line.
         more: further entries.
     """
+    environments = [reward.name for reward in rewards[len(recipe["rewards"]) :]]
     return {
         "recipe": redacted(recipe),
         "config": redacted(config),
-        "rewards": _described(recipe["rewards"], rewards),
+        "rewards": _described([*recipe["rewards"], *environments], rewards),
         "arguments": redacted_arguments(arguments),
         "directory": os.getcwd(),
         **more,

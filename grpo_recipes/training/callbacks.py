@@ -27,6 +27,7 @@ from grpo_recipes.runs import completions
 from grpo_recipes.runs.identity import Identity, Source, identify, loaded_source, reward_models
 from grpo_recipes.runs.weights import ADAPTER_CONFIG
 from grpo_rewards.registry import BuiltReward
+from grpo_rewards.reward import callable_name
 
 ECHO_SECONDS = 2.0
 """Time after Ctrl-C within which a second one is a copy: the launcher passes on what all processes got already."""
@@ -226,4 +227,7 @@ def identity_of(trainer: Any, sources: Mapping[str, Source]) -> Identity:
     for function, name in zip(trainer.reward_funcs, trainer.reward_func_names, strict=True):
         rewards.append(BuiltReward(function, 1.0, name))
     sources = {**sources, **reward_models(rewards, hub_commit)}
-    return identify(trainer.train_dataset, rewards, sources)
+    tools = {tool.__name__: tool for tool in getattr(trainer, "_standalone_tools", [])}
+    for name, factory in (getattr(trainer, "environment_factories", None) or {}).items():
+        tools[name or callable_name(factory)] = factory
+    return identify(trainer.train_dataset, rewards, sources, tools)

@@ -18,13 +18,14 @@ from grpo_recipes.recipe.specs import (
     ReferenceSpec,
     SamplingSpec,
     SourceSpec,
+    ToolLimits,
     hints,
     spec_of,
 )
 from grpo_recipes.recipe.trl_keys import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-SPECS = (DatasetSpec, SourceSpec, PassRateSpec, ReferenceSpec, MicroBatching, OfflineSpec, SamplingSpec)
+SPECS = (DatasetSpec, SourceSpec, PassRateSpec, ReferenceSpec, MicroBatching, OfflineSpec, SamplingSpec, ToolLimits)
 
 
 def test_the_page_is_up_to_date() -> None:

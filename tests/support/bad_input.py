@@ -85,7 +85,8 @@ def check(case: Case, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Monk
     recipe = fine_recipe(tmp_path, tiny_model)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "levels", raising=False)
+    for module in ("levels", "my_tools", "my_envs"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", _no_model_yet)
     if case.run is not None:
         _lay_a_run(tmp_path / "run", {**recipe, **case.run})

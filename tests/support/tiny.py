@@ -75,6 +75,16 @@ def save_policy(folder: Path, **config: Any) -> Path:
     return folder
 
 
+def save_tool_policy(folder: Path, template: str | None = None) -> Path:
+    """Save a new policy over bytes whose chat template has tools: that of Qwen2.5 if none is given."""
+    from trl.chat_template_utils import qwen2_5_chat_template
+
+    config = {"eos_token_id": 257, "pad_token_id": 257, "max_position_embeddings": 4096}
+    policy(**config).save_pretrained(folder)
+    chat_tokenizer(qwen2_5_chat_template if template is None else template).save_pretrained(folder)
+    return folder
+
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 258,
     "hidden_size": 32,

@@ -15,6 +15,7 @@ from grpo_recipes import train
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml"))
+TOOL_RECIPES = sorted(path for path in (ROOT / "recipes" / "tools").glob("*.yaml"))
 
 
 def triples(folder: Path) -> Path:
@@ -33,6 +34,7 @@ def stand_ins(recipe: Path, model: Path, gsm8k: Path, folder: Path) -> list[str]
         "scored": f"--dataset.path={triples(folder)}",
         "arithmetic": "--dataset.size=64",
         "programs": "--dataset.split=train",
+        **dict.fromkeys(("products", "secret_number"), "--dataset.size=64"),
     }
     spec = raw["dataset"] if isinstance(raw["dataset"], dict) else {"name": raw["dataset"]}
     given = [f"--model_name_or_path={model}", data[spec["name"]], f"--output_dir={folder / 'run'}"]
@@ -40,6 +42,9 @@ def stand_ins(recipe: Path, model: Path, gsm8k: Path, folder: Path) -> list[str]
         given.append("--dataset.split=train")  # a slice of 40 rows would be too few for one generation
     given += ["--use_cpu=true", "--bf16=false", "--dtype=float32", "--use_vllm=false", "--report_to=none"]
     given += ["--max_steps=2", "--max_completion_length=8", "--logging_steps=1", "--save_strategy=no"]
+    if "tool_limits" in raw:  # a token is a byte, so that a call of the template alone takes a hundred
+        given += ["--max_tool_calling_iterations=1", "--max_completion_length=260", "--num_generations=4"]
+        given += ["--per_device_train_batch_size=4", "--gradient_accumulation_steps=1"]
     return given
 
 
@@ -79,6 +84,21 @@ def test_two_steps(recipe: Path, tiny_model: Path, gsm8k_file: Path, tmp_path: P
     assert train.main(["--config", str(recipe), *arguments]) == 0
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", TOOL_RECIPES, ids=lambda path: path.stem)
+def test_two_steps_with_tools(recipe: Path, tool_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+    assert train.main(["--config", str(recipe), *stand_ins(recipe, tool_model, gsm8k_file, tmp_path)]) == 0
+    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    assert "tools/call_frequency" in state["log_history"][0]
+
+
+@pytest.mark.parametrize("recipe", TOOL_RECIPES, ids=lambda path: path.stem)
+def test_the_table_of_tools_has_a_row(recipe: Path) -> None:
+    table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+    assert f"| [{recipe.stem}](tools/{recipe.name}) |" in table
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -33,6 +33,7 @@ from grpo_recipes.runs.identity import (
     source_digest,
     weights_of,
 )
+from grpo_recipes.tools.examples import calculator
 from grpo_recipes.training.callbacks import identity_of
 from grpo_rewards.errors import UserError
 from grpo_rewards.math.correctness import GSM8KCorrectness
@@ -331,7 +332,7 @@ def test_every_column_is_identified(place: Path) -> None:
     built = SimpleNamespace(reward_funcs=[], reward_func_names=[], train_dataset=rows, rollout_func=None)
     assert set(identity_of(built, {}).content["columns"]) == {"prompt", "gold", "note"}
     recorded = recipe(place, rewards=["recorded"], dataset={"name": "scored", "path": "rows.jsonl"}, offline="group")
-    checked = SimpleNamespace(train_dataset=rows, rewards=[])
+    checked = SimpleNamespace(train_dataset=rows, rewards=[], toolset=None)
     identity = train.identity_of(parse_recipe(recorded), checked)  # type: ignore[arg-type]
     assert set(identity.content["columns"]) == {"prompt", "gold", "note"}
 
@@ -352,6 +353,17 @@ def test_rewards_without_a_source_file_are_not_identified() -> None:
         "the dataset is not compared, because it is streamed",
         f"trl was {content['versions']['trl']} and is 0.1",
     ]
+
+
+def test_changed_tools_are_logged_as_changed_rewards_are(tmp_path: Path) -> None:
+    tools = {"variety": launching.variety, "shipped": calculator}
+    now = identity.identify(table(), [], {}, tools)
+    assert list(now.content["tools"]) == ["variety"], "the version of the package says which the other is"
+    assert differences(now.content, now).logged == []
+    before = {**now.content, "tools": {"variety": "0"}}
+    assert differences(before, now).logged == ["the source file of the tool `variety` has changed"]
+    of_earlier_version = {key: value for key, value in now.content.items() if key != "tools"}
+    assert differences(of_earlier_version, now).logged == ["the tools from source files were none and are `variety`"]
 
 
 def test_other_columns_are_refused_unless_the_code_of_a_reward_has_changed() -> None:

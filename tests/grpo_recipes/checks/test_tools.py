@@ -1,0 +1,455 @@
+"""Tools and environments are refused with one sentence before a model is loaded, or described as TRL describes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import get_json_schema
+from trl import chat_template_utils as trl_templates
+
+from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.checks.tools import check_template, load_toolset
+from grpo_recipes.data.prompts import PromptTools, limit_prompts, token_lengths
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.tools.examples import GuessNumber, calculator
+from grpo_rewards.errors import UserError
+from tests.support.bad_input import ROWS_JSONL, Case
+from tests.support.bad_input import check as check_case
+from tests.support.tiny import chat_tokenizer, save_tool_policy
+
+TOOLS_PY = '''
+import functools
+from typing import Any
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+
+def untyped(a) -> int:
+    """Count.
+
+    Args:
+        a: Anything.
+    """
+
+
+def silent(a: int) -> int:
+    return a
+
+
+def undescribed(a: int) -> int:
+    """Count."""
+
+
+def only_a_result() -> int:
+    """
+    Returns:
+        A number.
+    """
+
+
+def custom(a: object) -> int:
+    """Count.
+
+    Args:
+        a: Anything.
+    """
+
+
+def variadic(**values: int) -> int:
+    """Count.
+
+    Args:
+        values: Numbers.
+    """
+
+
+def by_position(a: int, /) -> int:
+    """Count.
+
+    Args:
+        a: The first.
+    """
+
+
+nameless = functools.partial(add, b=2)
+number = 3
+
+
+class Other:
+    pass
+
+'''
+
+ENVS_PY = '''
+class Game:
+    def reset(self, **columns):
+        pass
+
+    def look(self, at: str) -> str:
+        """Look at something.
+
+        Args:
+            at: What to look at.
+        """
+        return at
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Plain(Game):
+    get_reward = None
+
+
+class NoReset:
+    def look(self) -> str:
+        """Look."""
+
+
+class AsyncReset(Game):
+    async def reset(self, **columns):
+        pass
+
+
+class NeedsArgument(Game):
+    def __init__(self, size):
+        pass
+
+
+class Untyped(Game):
+    def look(self, at) -> str:
+        """Look at something.
+
+        Args:
+            at: What to look at.
+        """
+
+
+class NoTool:
+    def reset(self, **columns):
+        pass
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class OneColumn(Game):
+    def reset(self, answer):
+        pass
+
+
+class Adds(Game):
+    def add(self, a: int) -> int:
+        """Add one.
+
+        Args:
+            a: The first.
+        """
+
+
+def made():
+    return Game()
+
+
+def fails():
+    raise OSError("no display")
+'''
+
+FILES: Mapping[str, str] = {
+    "my_tools.py": TOOLS_PY,
+    "my_envs.py": ENVS_PY,
+    "broken.py": "import nothing_of_this_name\n",
+}
+FINE: Mapping[str, Any] = {"max_tool_calling_iterations": 2, "max_completion_length": 900}
+PLAN, TRAIN = "grpo-recipes plan {recipe}", "train --config {recipe} --model_name_or_path {model}"
+
+
+def with_environment(*names: str) -> str:
+    rows = ROWS_JSONL.splitlines()
+    return "".join(
+        json.dumps({**json.loads(row), "environment": names[n % len(names)]}) + "\n" for n, row in enumerate(rows)
+    )
+
+
+def refused(words: str, line: str = PLAN, files: Mapping[str, str] | None = None, **changes: Any) -> Case:
+    return Case(line, (words,), files={**FILES, **(files or {})}, changes={**FINE, **changes})
+
+
+ROUTED = {"game": "my_envs.Game"}
+
+CASES: list[Case] = [
+    # Keys.
+    refused("`max_tool_calling_iterations` is missing", tools=["my_tools.add"], max_tool_calling_iterations=None),
+    refused(
+        "`max_tool_calling_iterations` is missing, and `environment_factory` without it",
+        environment_factory="my_envs.Game",
+        max_tool_calling_iterations=None,
+    ),
+    refused("`max_tool_calling_iterations` is 0", tools=["my_tools.add"], max_tool_calling_iterations=0),
+    refused("`max_tool_calling_iterations` has no effect without `tools`"),
+    refused("`tool_limits` has no effect without", max_tool_calling_iterations=None, tool_limits={"seconds": 3}),
+    refused("unknown key `tool_limits.second`", tools=["my_tools.add"], tool_limits={"second": 3}),
+    refused("`tool_limits.seconds` is 0.0", tools=["my_tools.add"], tool_limits={"seconds": 0}),
+    refused("`tools` must be a list", tools={"add": 1}),
+    refused(
+        "`generation_kwargs.stop`: '</tool_call>' may cut a turn before its end token",
+        tools=["my_tools.add"],
+        generation_kwargs={"stop": ["</tool_call>"]},
+    ),
+    # Paths.
+    refused("`tools`: 'add' is no path: write module and name", tools=["add"]),
+    refused("`tools`: my_tool.add can't be imported (No module named 'my_tool')", tools=["my_tool.add"]),
+    refused("`tools`: my_tools has no `ad`: did you mean `add`?", tools=["my_tools.ad"]),
+    refused("`tools`: broken.x can't be imported (No module named 'nothing_of_this_name')", tools=["broken.x"]),
+    refused("`tools`: broken.py:x can't be imported (No module named", tools=["broken.py:x"]),
+    refused("`tools`: nowhere.py:add: there is no such file (relative to", tools=["nowhere.py:add"]),
+    refused("`tools`: train.jsonl:add: train.jsonl is no Python file", tools=["train.jsonl:add"]),
+    refused("`tools`: my_tools.py has no `ad`: did you mean `add`?", tools=["my_tools.py:ad"]),
+    # Functions.
+    refused("my_tools.untyped has no type for `a`", tools=["my_tools.untyped"]),
+    refused("my_tools.silent has no docstring", tools=["my_tools.silent"]),
+    refused("my_tools.undescribed has no schema that a prompt could show", tools=["my_tools.undescribed"]),
+    refused("my_tools.only_a_result has no description", tools=["my_tools.only_a_result"]),
+    refused("my_tools.custom has no schema that a prompt could show", tools=["my_tools.custom"]),
+    refused("my_tools.variadic takes `**values: int`, which no schema describes", tools=["my_tools.variadic"]),
+    refused("my_tools.by_position takes `a` by position only", tools=["my_tools.by_position"]),
+    refused("my_tools.nameless has no `__name__`", tools=["my_tools.nameless"]),
+    refused("my_tools.number is a int, which can't be called", tools=["my_tools.number"]),
+    refused("my_tools.Other is a class: name it as `environment_factory`", tools=["my_tools.Other"]),
+    refused("two tools are named `add`", tools=["my_tools.add", "my_tools.py:add"]),
+    refused("two tools are named `add`", tools=["my_tools.add"], environment_factory="my_envs.Adds"),
+    # Environments.
+    refused("my_envs.NoReset has no method `reset`", environment_factory="my_envs.NoReset"),
+    refused("my_envs.AsyncReset: `reset` is asynchronous", environment_factory="my_envs.AsyncReset"),
+    refused(
+        "my_envs.NeedsArgument makes no environment (TypeError", TRAIN, environment_factory="my_envs.NeedsArgument"
+    ),
+    refused("my_envs.fails makes no environment (OSError: no display)", TRAIN, environment_factory="my_envs.fails"),
+    refused("my_envs.Untyped.look has no type for `at`", environment_factory="my_envs.Untyped"),
+    refused("my_envs.NoTool has no public method", environment_factory="my_envs.NoTool"),
+    refused("my_envs.OneColumn.reset can't take the columns", environment_factory="my_envs.OneColumn"),
+    refused("no environment has a method `get_reward`", environment_factory="my_envs.Plain", rewards=[]),
+    refused("`environment_factory` must map names to paths", environment_factory={"game": 3}),
+    refused("`environment_factory` must be text or a mapping", environment_factory=["my_envs.Game"]),
+    refused(
+        "the reward of Game has the name of one in `rewards`",
+        environment_factory="my_envs.Game",
+        rewards=[{"name": "gsm8k_correctness", "alias": "Game"}],
+    ),
+    # Rows.
+    refused(
+        "`tools` needs messages, to which calls and results are added, and the prompts are text: set "
+        "`dataset.prompt_format: conversational`",
+        tools=["my_tools.add"],
+        dataset={"name": "gsm8k", "path": "train.jsonl", "prompt_format": "text"},
+    ),
+    refused("the dataset has no column 'environment'", environment_factory=ROUTED),
+    refused(
+        "the column 'environment' has 'gaem', which `environment_factory` does not name: did you mean `game`?",
+        environment_factory=ROUTED,
+        files={"train.jsonl": with_environment("game", "gaem")},
+    ),
+    refused(
+        "the column 'environment' selects one of several environments, and the recipe has no mapping",
+        files={"train.jsonl": with_environment("game")},
+        max_tool_calling_iterations=None,
+    ),
+    # Chat template.
+    refused("its chat template renders no tool calls and results", tools=["my_tools.add"]),
+    refused(
+        "`max_tool_calling_iterations` 9 takes at least",
+        PLAN + " --model_name_or_path {model}",
+        tools=["my_tools.add"],
+        max_tool_calling_iterations=9,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.words[0][:70])
+def test_bad_tools_end_with_one_message(
+    case: Case, tmp_path: Path, tiny_model: Path, tool_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_tools = "{model}" in case.line
+    check_case(case, tmp_path, tool_model if needs_tools else tiny_model, monkeypatch)
+
+
+FINE_CASES = [
+    Case(
+        PLAN + " --model_name_or_path {model}",
+        ("tools  ", "add, in at most 2 turns", "turns  ", "around each result, which has at most 512", '"name": "add"'),
+        0,
+        FILES,
+        {**FINE, "tools": [path]},
+    )
+    for path in ("my_tools.add", "my_tools.py:add")
+] + [
+    Case(
+        PLAN + " --model_name_or_path {model}",
+        ("GuessNumber × 1", "grpo_recipes.tools.examples.GuessNumber (guess)"),
+        0,
+        FILES,
+        {**FINE, "environment_factory": "grpo_recipes.tools.examples.GuessNumber", "rewards": None},
+    ),
+    Case(
+        PLAN + " --model_name_or_path {model} --build",
+        ("game: my_envs.Game (look), sum: my_envs.made (look)", "Game × 1"),
+        0,
+        {**FILES, "train.jsonl": with_environment("game", "sum")},
+        {**FINE, "environment_factory": {"game": "my_envs.Game", "sum": "my_envs.made"}},
+    ),
+]
+
+
+@pytest.mark.parametrize("case", FINE_CASES, ids=lambda case: case.words[0][:70])
+def test_a_plan_names_the_tools(case: Case, tmp_path: Path, tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_case(case, tmp_path, tool_model, monkeypatch)
+
+
+def recipe_with(model: Path, *arguments: str) -> Recipe:
+    given = [f"--model_name_or_path={model}", "--dataset=products", "--dataset.size=8", "--rewards=math_correctness"]
+    given += ["--tools=[grpo_recipes.tools.examples.calculator]", "--max_tool_calling_iterations=2"]
+    given += ["--max_completion_length=900", "--use_cpu=true", "--bf16=false", "--num_generations=4"]
+    return parse_recipe([*given, *arguments])
+
+
+def known_templates() -> list[str]:
+    """Return the names of TRL's templates whose calls TRL can read."""
+    folder, names = Path(trl_templates.__file__).parent / "chat_templates", []
+    for file in sorted(folder.glob("*.jinja")):
+        tokenizer = chat_tokenizer(file.read_text())
+        try:
+            trl_templates.add_response_schema(tokenizer)
+        except ValueError:
+            continue
+        if trl_templates.supports_tool_calling(tokenizer):
+            names.append(file.stem)
+    return names
+
+
+def test_every_template_that_trl_reads_passes(tmp_path: Path) -> None:
+    names = known_templates()
+    assert len(names) > 15
+    for name in names:
+        text = (Path(trl_templates.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+        recipe = recipe_with(tmp_path, "--max_completion_length=4000")
+        toolset = load_toolset(recipe)
+        assert toolset is not None
+        tokens = check_template(recipe, toolset, chat_tokenizer(text))
+        assert tokens.call > 10, name
+        assert (tokens.chat_template is not None) == (name == "qwen3"), name
+
+
+def broken(template: str, before: str, after: str) -> str:
+    assert before in template
+    return template.replace(before, after)
+
+
+def test_a_template_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
+    qwen = trl_templates.qwen2_5_chat_template
+    recipe = recipe_with(tmp_path)
+    toolset = load_toolset(recipe)
+    assert toolset is not None
+
+    def sentence(tokenizer: PreTrainedTokenizerBase) -> str:
+        with pytest.raises(RecipeError) as caught:
+            check_template(recipe, toolset, tokenizer)
+        return str(caught.value)
+
+    changed = broken(qwen, "<tool_call>", "<call>")
+    assert "TRL does not know how its chat template writes a call: set `response_template`" in sentence(
+        chat_tokenizer(changed)
+    )
+    mismatched = chat_tokenizer(changed)
+    mismatched.response_template = trl_templates.qwen3_template
+    assert "is not read back as one: correct `response_template`" in sentence(mismatched)
+    forgetful = chat_tokenizer("{% if messages[-1].role == 'tool' %}short {% endif %}" + qwen)
+    forgetful.response_template = trl_templates.qwen3_template
+    assert "writes earlier turns otherwise once a tool has answered" in sentence(forgetful)
+    assert "renders no tool calls and results" in sentence(chat_tokenizer())
+
+
+def test_the_limit_of_turns_must_fit_into_a_completion(tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path)
+    toolset = load_toolset(recipe)
+    assert toolset is not None
+    tokens = check_template(recipe, toolset, chat_tokenizer(trl_templates.qwen2_5_chat_template))
+    needed = tokens.least(2)
+    fits = recipe_with(tmp_path, f"--max_completion_length={needed + 1}")
+    assert check_template(fits, toolset, chat_tokenizer(trl_templates.qwen2_5_chat_template)) == tokens
+    short = recipe_with(tmp_path, f"--max_completion_length={needed}")
+    with pytest.raises(RecipeError, match=f"takes at least {needed} tokens.*lower it to 1, or raise"):
+        check_template(short, toolset, chat_tokenizer(trl_templates.qwen2_5_chat_template))
+
+
+def test_lengths_count_the_schemas_of_each_row() -> None:
+    tokenizer = chat_tokenizer(trl_templates.qwen2_5_chat_template)
+    turns = [{"role": "user", "content": "hi"}]
+    rows = Dataset.from_list([{"prompt": turns, "environment": name} for name in ("a", "b", "a")])
+    one, two = get_json_schema(calculator), get_json_schema(GuessNumber().guess)
+
+    def length(*tools: dict[str, Any]) -> int:
+        given = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return len(tokenizer.apply_chat_template(turns, **given))
+
+    routed = PromptTools({"a": [one, two], "b": []})
+    assert token_lengths(rows, tokenizer, {}, routed).tolist() == [length(one, two), length(), length(one, two)]
+    assert token_lengths(rows, tokenizer, {}, PromptTools({None: [one]})).tolist() == [length(one)] * 3
+    spec = DatasetSpec(path="x.jsonl", max_prompt_tokens=length() + 1)
+    left, dropped = limit_prompts(rows, spec, tokenizer, {}, routed)
+    assert (left["environment"], dropped) == (["b"], 2)
+    cutting = DatasetSpec(path="x.jsonl", max_prompt_tokens=length(one, two) - 1, overlong_prompts="cut_left")
+    left, cut = limit_prompts(rows, cutting, tokenizer, {}, routed)
+    assert cut == 2
+    assert np.array_equal(
+        token_lengths(left, tokenizer, {}, routed), [length(one, two) - 1, length(), length(one, two) - 1]
+    )
+
+
+def test_what_a_trainer_gets(tool_model: Path) -> None:
+    recipe = recipe_with(tool_model, "--environment_factory={game: grpo_recipes.tools.examples.GuessNumber}")
+    toolset = load_toolset(recipe)
+    assert toolset is not None
+    assert toolset.functions == [calculator]
+    assert toolset.factory == {"game": GuessNumber}
+    assert [tool.name for tool in toolset.by_environment["game"]] == ["calculator", "guess"]
+    assert [tool.schema for tool in toolset.all_tools] == [
+        get_json_schema(calculator),
+        get_json_schema(GuessNumber().guess),
+    ]
+    assert [(reward.name, reward.weight) for reward in toolset.rewards()] == [("GuessNumber", 1.0)]
+    with pytest.raises(UserError, match="no column 'environment'"):
+        check(recipe, Machine(1, False))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path, tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    values = []
+    for value in ("1", "2"):
+        Path("own.py").write_text(f'def one() -> int:\n    """Return a number."""\n    return {value}\n')
+        toolset = load_toolset(recipe_with(tool_model, "--tools=own.py:one"))
+        assert toolset is not None
+        values.append(toolset.tools[0].function())
+    assert values == [1, 2]
+
+
+def test_a_saved_tool_policy_has_its_template(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(save_tool_policy(tmp_path / "m"))
+    assert trl_templates.supports_tool_calling(tokenizer)

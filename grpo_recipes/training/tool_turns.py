@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from accelerate.logging import get_logger
 from trl.chat_template_utils import parse_response
 
@@ -15,7 +14,8 @@ from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather, largest_of_ranks
 from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.tools.bounded import FailureWindow, ToolRunner
-from grpo_recipes.tools.loop import Ending, Ids, Limits, Message, Row, RowTools, ToolLoop, Values, beginning
+from grpo_recipes.tools.loop import Ids, Limits, Message, Row, RowTools, ToolLoop, Values, beginning
+from grpo_recipes.tools.metrics import Counts, metrics
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ IMAGES = (
     "tools of a policy that reads images need one process, because ranks with different numbers of turns would wait "
     "for each other: use one process, or a policy of text"
 )
-
-LOGGED: dict[str, tuple[Ending, ...]] = {
-    "tools/at_limit": ("iterations",),
-    "tools/out_of_budget": ("no room", "full"),
-    "tools/results_dropped": ("dropped",),
-}
-"""Names of the logged shares of rows, and how these rows ended."""
 
 logger = get_logger(__name__)
 
@@ -103,8 +96,7 @@ class ToolTurns:
             row = Row(prompt_ids[number], completion_ids[number], completions[number], tools, row_log_probs)
             self.rows.append(row)
         values = loop(self.rows)
-        self._log_endings()
-        self._check_failures()
+        self._finish()
         return values
 
     def _generate(self, prompts: list[Ids]) -> tuple[list[Ids], list[list[float]] | None]:
@@ -114,19 +106,15 @@ class ToolTurns:
     def _parse(self, ids: Ids, prefix: Ids, tools: Sequence[Any]) -> Message:
         return parse_response(self.trainer._tokenizer, ids, prefix=prefix, tools=list(tools))
 
-    def _log_endings(self) -> None:
-        """Log the shares of all ranks' rows that were stopped by a limit."""
-        counts = [len(self.rows)]
-        counts += [sum(row.ending in endings for row in self.rows) for endings in LOGGED.values()]
-        accelerator = self.trainer.accelerator
-        total, *stopped = accelerator.reduce(torch.tensor(counts, device=accelerator.device)).tolist()
-        metrics = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
-        for name, count in zip(LOGGED, stopped, strict=True):
-            metrics[name].append(count / max(total, 1))
-
-    def _check_failures(self) -> None:
+    def _finish(self) -> None:
+        """Log the metrics of all ranks' rows, and stop the run if too many of their calls failed. Collective."""
         results = [result for row in self.rows for turn in row.turns for result in turn]
-        self._failures.add(gather(FailureWindow.of_rank(results)))
+        # One gather, because ranks wait for each other in each.
+        ranks = gather((Counts.of(self.rows), FailureWindow.of_rank(results)))
+        logged = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
+        for name, value in metrics([counts for counts, _ in ranks]).items():
+            logged[name].append(value)
+        self._failures.add([calls for _, calls in ranks])
         if reason := self._failures.reason_to_stop():
             raise RunFault(reason)
 

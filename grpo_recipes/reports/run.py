@@ -531,7 +531,7 @@ def prompt_text(prompt: Any) -> str:
     """Return a logged prompt as text: the contents of its messages, or the text itself."""
     prompt = _listed(prompt)
     if isinstance(prompt, list):
-        return "\n".join(str(message.get("content") or "") for message in prompt)
+        return "\n".join(_content(message) for message in prompt)
     return str(prompt)
 
 
@@ -542,8 +542,20 @@ def last_message(prompt: Any) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Return a conversation as a list, because parquet gives arrays of messages."""
-    return value if isinstance(value, str) else list(value)
+    """Return a conversation as a list of messages, because parquet gives arrays: of messages, and of content blocks."""
+    if isinstance(value, str):
+        return value
+    messages = []
+    for message in value:
+        content = message.get("content")
+        messages.append({**message, "content": content.tolist()} if isinstance(content, np.ndarray) else message)
+    return messages
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, or the texts of its content blocks."""
+    content = message.get("content")
+    return completion_text([{"content": content}]) if isinstance(content, list) else str(content or "")
 
 
 def _mean(values: list[float]) -> float:

@@ -8,19 +8,24 @@
 Step files are removed only after the compacted file is on the disk under its name. A run that is killed therefore
 leaves a step in the step file, in the compacted file, or in both. `logged` lists every step once. Nothing here imports
 torch.
+
+A column of Arrow has one type, and a policy may call a tool with a number once and with a text the next time.
+`storable` therefore writes the arguments of calls as JSON text. Tables of TRL itself hold them as structs.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
@@ -38,6 +43,14 @@ BYTES = files.FILE_BYTES // 4
 """Largest size of a compacted file in memory. A reader accepts four times as much."""
 SECONDS = 60.0
 """Time after which no further compacted file is begun at a save, because the other ranks wait in a collective call."""
+
+NO_MAPPING = ""
+"""Key under which arguments that are no mapping are stored. TRL prints only mappings."""
+MOST_LEVELS = 100
+"""Depth of nested arguments that is stored. Python's JSON reader and writer fail at about 1,000."""
+
+# Keys of a call and of its function. A policy may write any others, and each would be a column.
+_CALL_KEYS = frozenset({"type", "id", "index", "name", "arguments", "function"})
 
 _STEP_FILE = re.compile(r"(.*completions)_(\d+)\.parquet")
 _COMPACTED = re.compile(r"(.*completions)_(\d+)-(\d+)\.parquet")
@@ -141,6 +154,138 @@ def _drop_after(folder: Path, step: int) -> int:
                 one.path.unlink()
             dropped += one.step > step
     return dropped
+
+
+def storable(conversations: Iterable[Any]) -> list[Any]:
+    """Return the conversations of one column with messages that fit one Arrow type, whatever the policy has written.
+
+    The messages themselves are not changed. Texts, and messages of texts, are returned as they are.
+
+    - Arguments of a call are JSON text of a mapping, which is what TRL prints. Arguments that are no mapping stand
+      under the key "".
+    - If one message consists of content blocks, all do.
+    - Lone surrogates, which UTF-8 does not have, are escaped.
+    """
+    listed = list(conversations)
+    messages = [message for conversation in listed if isinstance(conversation, list) for message in conversation]
+    has_blocks = any(isinstance(message.get("content"), list) for message in messages)
+    stored = []
+    for conversation in listed:
+        if isinstance(conversation, list):
+            conversation = [_storable_message(message, has_blocks) for message in conversation]
+        stored.append(_encodable(conversation) if isinstance(conversation, str) else conversation)
+    return stored
+
+
+def arguments_of(stored: Any) -> Any:
+    """Return the arguments of a logged call, from JSON text or from the struct of a table that TRL wrote.
+
+    Arrow gives every struct of a column the fields of all: a field without a value counts as absent.
+    """
+    if isinstance(stored, str):
+        try:
+            value = json.loads(stored)
+        except (ValueError, RecursionError):
+            return stored
+        return value[NO_MAPPING] if isinstance(value, dict) and set(value) == {NO_MAPPING} else value
+    if isinstance(stored, Mapping):
+        return {key: value for key, value in stored.items() if value is not None}
+    return {} if stored is None else stored
+
+
+def _storable_message(message: Mapping[str, Any], has_blocks: bool) -> dict[str, Any]:
+    stored: dict[str, Any] = {}
+    for key, value in message.items():
+        if key == "tool_calls":
+            if value is not None:  # TRL's print loops over the calls
+                stored[key] = [_storable_call(call) for call in (value if isinstance(value, list) else [value])]
+        elif key == "content" and has_blocks:
+            stored[key] = None if value is None else [_block(one) for one in _as_blocks(value)]
+        else:
+            stored[_encodable(key)] = _storable_value(value)
+    # Parquet has no struct without fields.
+    return stored or {"role": "assistant", "content": [] if has_blocks else ""}
+
+
+def _storable_call(call: Any) -> dict[str, Any]:
+    """Return a call, or the function in it, with the keys of a call only. The others are stored in `other`."""
+    if not isinstance(call, Mapping):
+        return {"other": _json(call)}
+    stored: dict[str, Any] = {}
+    for key, value in call.items():
+        if key == "arguments":
+            stored[key] = _json_arguments(value)
+        elif key == "function" and isinstance(value, Mapping):
+            stored[key] = _storable_call(value)
+        elif key in _CALL_KEYS and key != "function":
+            stored[key] = _storable_value(value)
+    other = {key: value for key, value in call.items() if key not in stored}
+    if other or not stored:  # parquet has no struct without fields
+        stored["other"] = _json(other)
+    return stored
+
+
+def _json_arguments(arguments: Any) -> str:
+    """Return arguments as JSON text of a mapping."""
+    if isinstance(arguments, str):  # some templates write the arguments as JSON text
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    # TRL prints the names as they are: a lone surrogate would raise, an escape sequence control the terminal.
+    is_plain = isinstance(arguments, Mapping) and all(isinstance(key, str) and key.isprintable() for key in arguments)
+    if not is_plain or set(arguments) == {NO_MAPPING}:  # a policy may write that key too
+        arguments = {NO_MAPPING: arguments}
+    return _json(arguments)
+
+
+def _json(value: Any) -> str:
+    try:
+        if _levels(value) > MOST_LEVELS:
+            raise RecursionError
+        return json.dumps(value, default=str)
+    except (ValueError, TypeError, RecursionError):
+        return json.dumps(
+            {NO_MAPPING: f"a {type(value).__name__} that is nested too deeply or that JSON does not have"}
+        )
+
+
+def _levels(value: Any) -> int:
+    """Return the depth of a nested value, or one more than `MOST_LEVELS` if it is deeper."""
+    level, depth = [value], 0
+    while level and depth <= MOST_LEVELS:
+        depth += 1
+        below: list[Any] = []
+        for one in level:
+            if isinstance(one, Mapping):
+                below.extend(one.values())
+            elif isinstance(one, (list, tuple)):
+                below.extend(one)
+        level = below
+    return depth
+
+
+def _storable_value(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return None if value is None else _encodable(value)
+    return _json(value)
+
+
+def _as_blocks(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _block(block: Any) -> dict[str, Any]:
+    """Return a content block as TRL prints and strips it: a text, or an image with its object."""
+    match block:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": _encodable(text)}
+        case {"type": "image"}:
+            return dict(block)
+        case _:
+            return {"type": "text", "text": _json(block)}
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class Compaction:

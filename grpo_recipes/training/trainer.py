@@ -59,6 +59,7 @@ from grpo_recipes.training.trl_patches import (
     neutral_engine,
     sampling_by_seed,
     separate_eval_completions,
+    storable_logs,
     take_over_mask,
 )
 
@@ -375,7 +376,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         log_completions = self.log_completions
         self.log_completions = log_completions and bool(self._logs["prompt"])
         self.checkpoints.correct_rates(logs)
-        super().log(logs, start_time)
+        with storable_logs(self):
+            super().log(logs, start_time)
         self.log_completions = log_completions
 
     def evaluate(

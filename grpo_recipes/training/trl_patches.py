@@ -1,7 +1,7 @@
 """Replacements inside TRL and transformers at run time. Overrides of the trainer's methods are in `trainer.py`.
 
 In this order: weights, seed and settings of vLLM; continuous batching; counts of completions that end with a stop
-string; files of an evaluation's completions; training arguments that hide their secrets.
+string; files of an evaluation's completions; tables of completions; training arguments that hide their secrets.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from trl.generation import vllm_generation
 from grpo_recipes.generation.models import run_folder
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import StopStrings
+from grpo_recipes.runs.completions import storable
 from grpo_recipes.training.packing import has_packing_attention, packing_attention, stock_attention
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import HIDDEN, hidden_places, is_secret, redacted
@@ -284,6 +285,24 @@ def separate_eval_completions(trainer: TRLTrainer, dataset: Any, prefix: str) ->
             table.rename(table.with_name(f"{safe}_{table.name}"))
         if writes and aside.is_file():
             aside.rename(table)
+
+
+@contextmanager
+def storable_logs(trainer: TRLTrainer) -> Iterator[None]:
+    """Log inside this block with conversations that fit a table, whatever the policy has written.
+
+    TRL 1.16 writes the messages as structs of Arrow, so that two calls with different types of an argument, or calls
+    without arguments, end the run.
+    """
+    if not (trainer.log_completions and trainer.accelerator.is_main_process):
+        yield
+        return
+    logs = trainer._logs
+    trainer._logs = {**logs, **{name: storable(logs[name]) for name in ("prompt", "completion")}}
+    try:
+        yield
+    finally:
+        trainer._logs = logs
 
 
 def _unbounded(logs: Mapping[str, Any]) -> dict[str, Any]:

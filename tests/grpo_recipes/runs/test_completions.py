@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import logging
 import os
 import shutil
@@ -15,13 +16,24 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from trl import GRPOConfig
+from trl.trainer.utils import print_prompt_completions_sample
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.reports import run as run_module
 from grpo_recipes.reports.run import Run
 from grpo_recipes.runs import completions, files
-from grpo_recipes.runs.completions import EVALUATION, TRAINING, Compaction, drop_after, logged
+from grpo_recipes.runs.completions import (
+    EVALUATION,
+    TRAINING,
+    Compaction,
+    arguments_of,
+    drop_after,
+    logged,
+    storable,
+)
 from grpo_recipes.runs.lock import FolderLost
 from grpo_recipes.training import callbacks
 from grpo_recipes.training.callbacks import CompactCompletions
@@ -585,3 +597,108 @@ def test_a_script_that_resumes_an_earlier_checkpoint_logs_every_step_once(
     for kind in (TRAINING, EVALUATION):
         assert [one.step for one in logged(folder, kind)] == list(range(1, 9))
         assert read_with_pandas(folder, f"{kind}_*") == read_with_pandas(alone, f"{kind}_*")
+
+
+# Calls of tools
+
+# Lone surrogates included: JSON has escapes for them.
+TEXTS = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(["x" * 1000, "\x1b[2J", ""])
+NUMBERS = st.integers() | st.just(10**4000) | st.floats() | st.booleans() | st.none()
+VALUES = st.recursive(
+    NUMBERS | TEXTS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3), max_leaves=8
+)
+FUNCTIONS = st.fixed_dictionaries(
+    {"name": TEXTS, "arguments": st.dictionaries(st.sampled_from("abc") | TEXTS, VALUES, max_size=3) | VALUES},
+    optional={"id": VALUES, "": VALUES, "parameters": VALUES},
+)
+CALLS = FUNCTIONS.map(lambda function: {"type": "function", "function": function}) | FUNCTIONS | VALUES
+BLOCKS = st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}) | st.just({"type": "image"}) | VALUES
+MESSAGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["assistant", "tool"]),
+        "content": TEXTS | st.none() | st.lists(BLOCKS, max_size=3),
+        "tool_calls": st.lists(CALLS, max_size=3) | st.none(),
+        "name": TEXTS,
+        "reasoning_content": TEXTS | st.none(),
+    },
+)
+
+
+ROWS = st.lists(st.lists(MESSAGES, max_size=3), min_size=1, max_size=3)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(rows=ROWS)
+def test_calls_are_stored_printed_and_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    check_stored(tmp_path_factory, rows)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=1000)
+@given(rows=ROWS)
+def test_any_call_is_stored_printed_and_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    check_stored(tmp_path_factory, rows)
+
+
+def check_stored(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    """Check that TRL can print messages and write them to a table, that we can read them, and what is in them."""
+    before = repr(rows)
+    stored = storable(rows)
+    assert repr(rows) == before
+    folder = tmp_path_factory.mktemp("table")
+    path = folder / "completions_00001.parquet"
+    pd.DataFrame({"step": [1] * len(stored), "completion": stored}).to_parquet(path)
+    (batch,) = files.read_batches(path, {"completion": files.CONVERSATIONS})
+    assert [len(messages) for messages in batch["completion"]] == list(map(len, rows))
+    print_prompt_completions_sample(["p"] * len(rows), stored, {"r": [0.0] * len(rows)}, None, 1)
+    for messages, read_messages in zip(rows, batch["completion"], strict=True):
+        for message, read_message in zip(messages, read_messages, strict=True):
+            for call, read_call in zip(message.get("tool_calls") or [], _calls(read_message), strict=True):
+                match call:
+                    case {"function": {"arguments": dict(arguments)}}:
+                        assert json.dumps(arguments_of(read_call["function"]["arguments"])) == json.dumps(arguments)
+
+
+def _calls(message: Any) -> list[Any]:
+    calls = message.get("tool_calls")
+    return [] if calls is None else list(calls)
+
+
+@pytest.mark.parametrize(
+    ("stored", "arguments"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ({"a": 1.0, "b": None}, {"a": 1.0}),  # TRL's table: another call has the argument `b`
+        ('{"": [1, 2]}', [1, 2]),
+        ("{}", {}),
+        (None, {}),
+        ("no json", "no json"),
+    ],
+)
+def test_arguments_are_read_from_our_tables_and_trls(stored: Any, arguments: Any) -> None:
+    assert arguments_of(stored) == arguments
+
+
+def test_texts_and_messages_of_texts_are_stored_as_trl_stores_them() -> None:
+    rows = [[{"role": "user", "content": "x"}], [{"role": "assistant", "content": "y", "reasoning_content": "z"}]]
+    assert storable(rows) == rows
+    assert storable(["text", "é"]) == ["text", "é"]
+
+
+def test_steps_with_and_without_calls_are_compacted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def calls(*arguments: Any) -> list[Any]:
+        functions = [{"name": "add", "arguments": one} for one in arguments]
+        return [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": functions[0]}]}]
+
+    write(folder, 1, completion=storable([[{"role": "assistant", "content": "x"}]] * 2))
+    write(folder, 2, completion=storable([calls({"a": 1}), calls({})]))
+    write(folder, 3, completion=storable([calls({"a": "x"}), calls([1])]))
+    with caplog.at_level(logging.WARNING):
+        Compaction(folder).compact(4, rest=True)
+    assert names(folder) == ["completions_00001-00003.parquet"]
+    assert not caplog.records
+    table = pd.read_parquet(folder / "completions_00001-00003.parquet")
+    found = [messages[0]["tool_calls"] for messages in table["completion"]]
+    assert found[:2] == [None, None]
+    assert [arguments_of(one[0]["function"]["arguments"]) for one in found[2:]] == [{"a": 1}, {}, {"a": "x"}, [1]]

@@ -642,7 +642,7 @@ def bare_trainer(
     model_args = model_config(recipe)
     optimizer = checks.optimizer_name(recipe, machine)
     toolset = checked.toolset
-    return GRPOTrainer(
+    trainer = GRPOTrainer(
         model=load_policy(recipe, training_args),
         reward_funcs=[checked_reward(reward.function) for reward in checked.rewards],
         args=training_args,
@@ -654,6 +654,7 @@ def bare_trainer(
         rollout_func=rollout,
         tools=toolset.functions if toolset is not None else None,
         environment_factory=toolset.factory if toolset is not None else None,
+        tool_limits=recipe.tool_limits,
         kl_estimator=recipe.kl_estimator,
         micro_batching=recipe.micro_batching,
         generation=recipe.generation,
@@ -663,6 +664,12 @@ def bare_trainer(
         reference=recipe.reference,
         optimizer_cls_and_kwargs=adamw_bf16(training_args) if optimizer == ADAMW_BF16 else None,
     )
+    # TRL adds the rewards of environments to those of the recipe.
+    for place in range(len(checked.rewards), len(trainer.reward_funcs)):
+        reward: Any = trainer.reward_funcs[place]
+        reward.__name__ = trainer.reward_func_names[place]
+        trainer.reward_funcs[place] = checked_reward(reward)
+    return trainer
 
 
 def add_callbacks(prepared: Prepared, trainer: GRPOTrainer) -> None:

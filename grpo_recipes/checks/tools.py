@@ -12,7 +12,9 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -24,6 +26,7 @@ from transformers.utils import get_json_schema
 from trl import chat_template_utils as trl_templates
 
 from grpo_recipes.data.prompts import ENVIRONMENT, PromptTools
+from grpo_recipes.process.faults import RunFault
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.runs.weights import tokenizer_source
 from grpo_rewards.errors import UserError, did_you_mean, one_line, shortened
@@ -81,6 +84,45 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class CheckedFactory:
+    """Factory of environments whose `reset` raises `RunFault` if it fails, with the name of the environment.
+
+    Attributes:
+        path: Path of the factory in the recipe.
+        factory: Class, or function that returns an instance.
+    """
+
+    path: str
+    factory: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        """Return a new instance."""
+        instance = self.factory()
+        with suppress(AttributeError, TypeError):  # an instance with slots keeps its own method
+            instance.reset = partial(self._reset, instance.reset)
+        return instance
+
+    def _reset(self, reset: Callable[..., Any], **columns: Any) -> Any:
+        place = f"{self.path}.reset"
+        try:
+            observation = reset(**columns)
+        except Exception as error:  # the user's own method may raise any error
+            raise RunFault(f"{place} raised {_described(error)}, for the row {_excerpt(columns)}") from error
+        if observation is not None and not isinstance(observation, (str, list)):
+            kind = type(observation).__name__
+            raise RunFault(f"{place} returned the type {kind}, for the row {_excerpt(columns)}: return a text or None")
+        return observation
+
+
+def _excerpt(columns: Mapping[str, Any]) -> str:
+    """Return the beginning of the question of a row, and of its other columns."""
+    shown = dict(columns)
+    if isinstance(prompt := shown.pop("prompt", None), list) and prompt:
+        shown = {"prompt": prompt[-1].get("content"), **shown}
+    return shortened(one_line(repr(shown)), ERROR_CHARS)
+
+
+@dataclass(frozen=True)
 class Toolset:
     """Tools and environments of a recipe.
 
@@ -102,9 +144,10 @@ class Toolset:
         """TRL's argument `environment_factory`."""
         if not self.environments:
             return None
-        if not self.is_routed:
-            return self.environments[0].factory
-        return {str(environment.name): environment.factory for environment in self.environments}
+        checked = {
+            environment.name: CheckedFactory(environment.path, environment.factory) for environment in self.environments
+        }
+        return cast(Any, checked) if self.is_routed else checked[None]
 
     @property
     def is_routed(self) -> bool:
@@ -264,7 +307,7 @@ def _tool(path: str, function: Any, key: str = TOOLS, *, is_method: bool = False
     if inspect.isclass(function):
         raise UserError(f"{place} is a class: name it as `{FACTORY}`, or name a function")
     if not callable(function):
-        raise UserError(f"{place} is a {type(function).__name__}, which can't be called: name a function")
+        raise UserError(f"{place} is of the type {type(function).__name__}, which can't be called: name a function")
     if not isinstance(getattr(function, "__name__", None), str):
         raise UserError(f"{place} has no `__name__`, by which the policy would call it: write a function with `def`")
     _check_parameters(place, function, is_method=is_method)
@@ -302,7 +345,7 @@ def _environment(name: str | None, path: str, call: bool) -> Environment:
     place = f"`{FACTORY}`: {path}"
     factory = imported(path, FACTORY)
     if not callable(factory):
-        raise UserError(f"{place} is a {type(factory).__name__}, which makes no environments: name a class")
+        raise UserError(f"{place} is of the type {type(factory).__name__}, which makes no environments: name a class")
     kind = factory if inspect.isclass(factory) else None
     if call:
         try:

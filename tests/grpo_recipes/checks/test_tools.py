@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import chat_template_utils as trl_templates
 
+from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.checks.tools import check_template, load_toolset
 from grpo_recipes.data.prompts import PromptTools, limit_prompts, token_lengths
@@ -230,7 +231,7 @@ CASES: list[Case] = [
     refused("my_tools.variadic takes `**values: int`, which no schema describes", tools=["my_tools.variadic"]),
     refused("my_tools.by_position takes `a` by position only", tools=["my_tools.by_position"]),
     refused("my_tools.nameless has no `__name__`", tools=["my_tools.nameless"]),
-    refused("my_tools.number is a int, which can't be called", tools=["my_tools.number"]),
+    refused("my_tools.number is of the type int, which can't be called", tools=["my_tools.number"]),
     refused("my_tools.Other is a class: name it as `environment_factory`", tools=["my_tools.Other"]),
     refused("two tools are named `add`", tools=["my_tools.add", "my_tools.py:add"]),
     refused("two tools are named `add`", tools=["my_tools.add"], environment_factory="my_envs.Adds"),
@@ -426,7 +427,8 @@ def test_what_a_trainer_gets(tool_model: Path) -> None:
     toolset = load_toolset(recipe)
     assert toolset is not None
     assert toolset.functions == [calculator]
-    assert toolset.factory == {"game": GuessNumber}
+    assert isinstance(toolset.factory, dict)
+    assert type(toolset.factory["game"]()) is GuessNumber
     assert [tool.name for tool in toolset.by_environment["game"]] == ["calculator", "guess"]
     assert [tool.schema for tool in toolset.all_tools] == [
         get_json_schema(calculator),
@@ -453,3 +455,52 @@ def test_a_saved_tool_policy_has_its_template(tmp_path: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(save_tool_policy(tmp_path / "m"))
     assert trl_templates.supports_tool_calling(tokenizer)
+
+
+ENVS = """
+from grpo_recipes.tools.examples import GuessNumber
+
+
+class Scores(GuessNumber):
+    def get_reward(self):
+        return float("nan")
+
+
+class Fails(GuessNumber):
+    def reset(self, answer, **columns):
+        raise OSError(f"no display for {answer}")
+
+
+class Returns(GuessNumber):
+    def reset(self, answer, **columns):
+        super().reset(answer)
+        return 7
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Scores", "reward `Scores` returned nan for row 0 of this rank's generation"),
+        ("Fails", "my_envs.py:Fails.reset raised OSError: no display for"),
+        ("Returns", "my_envs.py:Returns.reset returned the type int, for the row {'prompt': "),
+    ],
+)
+def test_a_fault_of_an_environment_ends_the_run_with_its_name(
+    name: str,
+    words: str,
+    tool_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my_envs.py").write_text(ENVS)
+    given = [f"--model_name_or_path={tool_model}", "--output_dir=run", f"--environment_factory=my_envs.py:{name}"]
+    given += ["--max_tool_calling_iterations=1", "--max_completion_length=200", "--use_cpu=true", "--bf16=false"]
+    given += ["--num_generations=4", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1"]
+    given += ["--dtype=float32", "--report_to=none", "--max_steps=1", "--dataset.size=8"]
+    Path("recipe.yaml").write_text("dataset: {name: secret_number}\n")
+    assert train.main(["--config", "recipe.yaml", *given]) == 1
+    assert words in capsys.readouterr().err.rstrip().splitlines()[-1]

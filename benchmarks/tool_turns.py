@@ -97,6 +97,7 @@ class Script(LogitsProcessor):
 
     def __init__(self, turn: int, turns: int, tokenizer: PreTrainedTokenizerFast) -> None:
         self.turn, self.turns, self.tokenizer = turn, turns, tokenizer
+        self.endings = [self.ending(row) for row in range(PROMPTS * GROUP)]
         self.letters = torch.tensor(tokenizer.convert_tokens_to_ids(list(string.ascii_lowercase)))
         self.width = 0
         """Number of columns of the prompts, known from the first call on."""
@@ -113,7 +114,7 @@ class Script(LogitsProcessor):
         allowed = torch.full_like(scores, -torch.inf)
         for row in range(len(scores)):
             place = input_ids.shape[1] - self.width - (8 + (11 * row + 7 * self.turn) % 33)
-            ending = self.ending(row)
+            ending = self.endings[row]
             if place < 0:
                 allowed[row, self.letters] = 0.0
             else:

@@ -16,7 +16,7 @@ from grpo_recipes.generation import kept_cache
 from grpo_recipes.generation.groups import Batch, Turn, decoding
 from grpo_recipes.generation.kept_cache import KeptCache, Prefix, split_by_width
 from grpo_recipes.process.faults import NotThePolicy
-from tests.support.architectures import ARCHITECTURES, ENDS, batch, config, tiny, trainer
+from tests.support.architectures import ARCHITECTURES, ENDS, adapter, batch, config, tiny, trainer
 from tests.support.exact_generation import exact_generation
 from tests.support.recorded import model
 
@@ -345,12 +345,13 @@ def count_reuse(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_run_of_transformers_own_loop(tmp_path: Path, said: Any) -> None:
-    ours = multi_turn(tmp_path / "auto", learning_rate=0.1)
+@pytest.mark.parametrize("changes", [{}, {"peft_config": adapter(), "beta": 0.04}], ids=["full", "lora"])
+def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Path, said: Any) -> None:
+    ours = multi_turn(tmp_path / "auto", learning_rate=0.1, **changes)
     ours.train()
     assert said() == []
     assert ours._generation.is_reuse_verified
-    stock = multi_turn(tmp_path / "off", learning_rate=0.1, generation="off")
+    stock = multi_turn(tmp_path / "off", learning_rate=0.1, generation="off", **changes)
     stock.train()
     assert list(ours._logs["completion"]) == list(stock._logs["completion"])
     for mine, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):

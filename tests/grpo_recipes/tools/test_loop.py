@@ -99,6 +99,7 @@ def test_sampled_turns_are_trls(tmp_path: Path) -> None:
         tmp_path, None, max_completion_length=1500, max_tool_calling_iterations=3, max_steps=2, micro_batching="off"
     )
     assert sum(values[4] for values in ours.loops) > 8, "calls were sampled"
+    assert ours._generation.is_reuse_verified
     assert_equal(theirs, ours)
 
 
@@ -338,13 +339,14 @@ def test_ragged_turns_on_two_ranks_train_as_trl(script: str, tmp_path: Path) -> 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("layout", ["ddp_cpu", "zero3_cpu"])
 def test_sampled_turns_on_two_ranks_are_checked(layout: str, tmp_path: Path, extensions: str) -> None:
-    """Group decoding, and the comparison of completions with the policy, in every turn."""
+    """Group decoding with keys and values of earlier turns, and the comparison of completions with the policy."""
     found = launched("sampled", tmp_path, layout=layout, TORCH_EXTENSIONS_DIR=extensions)
     assert found[0]["rows"] == found[1]["rows"]
     assert found[0]["loops"] != found[1]["loops"]
     for one in found:
         assert one["unfit"] == ""
         assert one["compared"] > 2
+        assert one["kept"]
         assert max(one["differences"]) < 1e-3
 
 

@@ -1,0 +1,39 @@
+"""A run whose tools mostly fail stops with one sentence, and mistakes of the policy do not count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.process.faults import RunFault
+from grpo_recipes.tools import bounded
+from tests.support.tool_rollouts import ADD, BROKEN, GROUP, UNFIT, UNKNOWN, tool_trainer
+
+
+@pytest.fixture(autouse=True)
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge after 16 calls: a generation batch of the tests has few."""
+    monkeypatch.setattr(bounded, "ENOUGH_CALLS", 16)
+
+
+def test_a_tool_that_mostly_fails_stops_the_run(tmp_path: Path) -> None:
+    trainer = tool_trainer(GRPOTrainer, tmp_path, [[[BROKEN, BROKEN + ADD]] * GROUP] * 2)
+    with pytest.raises(RunFault) as stopped:
+        trainer.train()
+    message = str(stopped.value)
+    assert message.startswith("66.7% of the last 24 calls of tools failed, most of them of `broken` (last error: OS")
+    assert message.endswith("correct the tool, or raise `tool_limits.failures`, which is 0.5")
+
+
+@pytest.mark.slow
+def test_a_higher_limit_and_mistakes_of_the_policy_let_it_go_on(tmp_path: Path) -> None:
+    allowed = tool_trainer(
+        GRPOTrainer, tmp_path / "a", [[[BROKEN, BROKEN + ADD]] * GROUP] * 2, tool_limits={"failures": 0.7}
+    )
+    allowed.train()
+    assert allowed.state.global_step == 1
+    mistaken = tool_trainer(GRPOTrainer, tmp_path / "b", [[[UNKNOWN, UNFIT + ADD]] * GROUP] * 2)
+    mistaken.train()
+    assert mistaken.state.global_step == 1

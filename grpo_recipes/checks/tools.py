@@ -226,9 +226,15 @@ def load_toolset(recipe: Recipe, *, call_factories: bool = True) -> Toolset | No
     """
     if not recipe.uses_tools:
         return None
-    tools = tuple(_tool(path, imported(path, TOOLS)) for path in recipe.tools or [])
+    return toolset_of(recipe.tools or [], recipe.environment_factory, call_factories=call_factories)
+
+
+def toolset_of(
+    paths: Sequence[str], factory: str | Mapping[str, Any] | None, *, call_factories: bool = True
+) -> Toolset:
+    """Return the tools and environments of a recipe's values. Arguments and errors are those of `load_toolset`."""
+    tools = tuple(_tool(path, imported(path, TOOLS)) for path in paths)
     environments = []
-    factory = recipe.environment_factory
     named: list[tuple[Any, Any]] = [(None, factory)] if isinstance(factory, str) else list((factory or {}).items())
     for name, path in named:
         if not isinstance(path, str) or not (isinstance(factory, str) or isinstance(name, str)):
@@ -469,8 +475,31 @@ def check_template(recipe: Recipe, toolset: Toolset, tokenizer: PreTrainedTokeni
             turns do not fit into a completion.
     """
     name = f"`model_name_or_path` {tokenizer_source(recipe.model['model_name_or_path'])}"
+    with recipe.naming_this_file():
+        tokens = try_template(name, toolset, tokenizer, recipe.config.chat_template_kwargs)
+        _check_budget(recipe, tokens)
+    return tokens
+
+
+def try_template(
+    name: str,
+    toolset: Toolset,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> TurnTokens:
+    """Try calls and results on the chat template of a model, as `check_template` does for that of a recipe.
+
+    Args:
+        name: Name of the model in messages.
+        toolset: Tools to render.
+        tokenizer: Tokenizer of the model. Its `response_template` is set if TRL knows its chat template.
+        template_kwargs: TRL's `chat_template_kwargs`.
+
+    Raises:
+        UserError: The template renders no calls, changes earlier turns, or its calls can't be read back.
+    """
     if not _renders_calls(tokenizer):
-        raise recipe.error(
+        raise UserError(
             f"{name}: its chat template renders no tool calls and results: use a model that was made for tools, or put "
             "a template that renders them beside the weights as chat_template.jinja"
         )
@@ -478,20 +507,18 @@ def check_template(recipe: Recipe, toolset: Toolset, tokenizer: PreTrainedTokeni
         try:
             trl_templates.add_response_schema(tokenizer)
         except ValueError as error:
-            raise recipe.error(
+            raise UserError(
                 f"{name}: TRL does not know how its chat template writes a call: set `response_template` in its "
                 "tokenizer_config.json (docs/tools.md)"
             ) from error
-    chat_template = _training_template(recipe, name, tokenizer)
-    template = _Template(tokenizer, chat_template, recipe.config.chat_template_kwargs or {})
+    chat_template = _training_template(name, tokenizer)
+    template = _Template(tokenizer, chat_template, template_kwargs or {})
     shortest, result = [], []
     for tools in toolset.by_environment.values():
         for tool in tools:
-            shortest.append(_read_back(recipe, name, template, tool, tools))
-            result.append(_result_tokens(recipe, name, template, tool.name))
-    tokens = TurnTokens(chat_template, min(shortest, default=0), min(result, default=0))
-    _check_budget(recipe, tokens)
-    return tokens
+            shortest.append(_read_back(name, template, tool, tools))
+            result.append(_result_tokens(name, template, tool.name))
+    return TurnTokens(chat_template, min(shortest, default=0), min(result, default=0))
 
 
 def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -501,14 +528,14 @@ def _renders_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
 
 
-def _training_template(recipe: Recipe, name: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return the chat template that TRL uses in place of the tokenizer's, or None. Raise `RecipeError` without one."""
+def _training_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the chat template that TRL uses in place of the tokenizer's, or None. Raise `UserError` without one."""
     try:
         if trl_templates.is_chat_template_prefix_preserving(tokenizer):
             return None
         return trl_templates.get_training_chat_template(tokenizer)
     except Exception as error:  # TRL's ValueError, or any error of the template
-        raise recipe.error(
+        raise UserError(
             f"{name}: its chat template writes earlier turns otherwise once a tool has answered, so that the policy "
             "would be trained on tokens that it never sampled: use a model whose template keeps them"
         ) from error
@@ -541,8 +568,8 @@ class _Template:
         return ids[: len(ids) - ids[::-1].index(end)] if end in ids else ids
 
 
-def _read_back(recipe: Recipe, name: str, template: _Template, tool: Tool, tools: Sequence[Tool]) -> int:
-    """Return the number of tokens of a call of `tool`. Raise `RecipeError` unless TRL reads the call back as it was."""
+def _read_back(name: str, template: _Template, tool: Tool, tools: Sequence[Tool]) -> int:
+    """Return the number of tokens of a call of `tool`. Raise `UserError` unless TRL reads the call back as it was."""
     user: dict[str, Any] = {"role": "user", "content": "a"}
     arguments = _example(tool)
     call = {"type": "function", "function": {"name": tool.name, "arguments": arguments}}
@@ -551,7 +578,7 @@ def _read_back(recipe: Recipe, name: str, template: _Template, tool: Tool, tools
         turns = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
         full = template.ids(turns, is_prompt=False, tools=tools)
     except Exception as error:  # a template is a program, and may raise any class
-        raise recipe.error(
+        raise UserError(
             f"{name}: its chat template fails on a call of `{tool.name}` ({_described(error)}): use another model"
         ) from error
     # A prompt may end in a part of the turn, such as `<think>`, which the template writes otherwise once it is over.
@@ -564,7 +591,7 @@ def _read_back(recipe: Recipe, name: str, template: _Template, tool: Tool, tools
     read = [one.get("function", one) for one in message.get("tool_calls") or []]
     if [(one.get("name"), one.get("arguments")) for one in read] != [(tool.name, arguments)]:
         written = shortened(repr(template.tokenizer.decode(completion)), ERROR_CHARS)
-        raise recipe.error(
+        raise UserError(
             f"{name}: the call of `{tool.name}` that its chat template writes ({written}) is not read back as one: "
             "correct `response_template` in its tokenizer_config.json"
         )
@@ -584,7 +611,7 @@ def _value(schema: Mapping[str, Any]) -> Any:
     return _EXAMPLES.get(kind[0] if isinstance(kind, list) else kind, "a")
 
 
-def _result_tokens(recipe: Recipe, name: str, template: _Template, tool: str) -> int:
+def _result_tokens(name: str, template: _Template, tool: str) -> int:
     """Return the number of tokens around an empty result, as TRL computes them (`_get_tool_suffix_ids`)."""
     call = {"type": "function", "function": {"name": tool, "arguments": {}}}
     user: dict[str, Any] = {"role": "user", "content": "dummy"}
@@ -593,11 +620,11 @@ def _result_tokens(recipe: Recipe, name: str, template: _Template, tool: str) ->
         before = template.up_to_end(template.ids(turns, is_prompt=False))
         after = template.ids([*turns, {"role": "tool", "name": tool, "content": ""}], is_prompt=True)
     except Exception as error:  # a template is a program, and may raise any class
-        raise recipe.error(
+        raise UserError(
             f"{name}: its chat template fails on the result of `{tool}` ({_described(error)}): use another model"
         ) from error
     if after[: len(before)] != before:
-        raise recipe.error(
+        raise UserError(
             f"{name}: its chat template with `chat_template_kwargs` writes earlier turns otherwise once a tool has "
             "answered: remove `chat_template_kwargs`, or use another model"
         )
@@ -611,7 +638,7 @@ def _check_budget(recipe: Recipe, tokens: TurnTokens) -> None:
         return
     fitting = max((room - 1) // tokens.least(1), 0)
     lower = f"lower it to {fitting}, or " if fitting else ""
-    raise recipe.error(
+    raise UserError(
         f"`max_tool_calling_iterations` {turns} takes at least {tokens.least(turns):,} tokens ({tokens.call} for a "
         f"call and {tokens.result} around its result), and `max_completion_length` is {room:,}: {lower}raise "
         f"`max_completion_length` above {tokens.least(turns):,}"

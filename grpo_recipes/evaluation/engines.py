@@ -9,11 +9,12 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from transformers import BatchEncoding, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.tokenizer import load_after_trial
@@ -40,6 +41,7 @@ from grpo_rewards.files import relative_to
 CHECKED = 32
 """Number of rows of the first batch whose log-probabilities are compared with the model's."""
 
+Ids = list[int]
 Complete = Callable[[list[Any], Settings], list[str]]
 """Function that completes each prompt once, in order."""
 
@@ -49,8 +51,21 @@ logger = logging.getLogger(__name__)
 class Engine(Protocol):
     """Callable that completes prompts and names its sampling settings."""
 
+    @property
+    def positions(self) -> float:
+        """Number of tokens of prompt and completion that the model can read."""
+
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
+
+    def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
+        """Return the token IDs of one completion of each prompt, in order, up to their end token.
+
+        Args:
+            prompts: Token IDs of each prompt.
+            settings: Settings of sampling.
+            room: Largest length of each completion in tokens, if it is not `settings.max_new_tokens`.
+        """
 
     def sampling(self, settings: Settings) -> dict[str, Any]:
         """Return the sampling settings in force, for JSON, under the engine's own names."""
@@ -244,11 +259,33 @@ class Transformers:
         self.stock_because = ""
         """Reason why transformers' own loop generates, or an empty text."""
 
+    @property
+    def positions(self) -> float:
+        """Number of tokens that the model can read. Some architectures have no such limit, as Bloom."""
+        return getattr(self.model.config, "max_position_embeddings", None) or float("inf")
+
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
+        completions = self.generate(token_ids(prompts, self.tokenizer, settings), settings)
+        return self.tokenizer.batch_decode(completions, skip_special_tokens=True)
+
+    def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
+        """Return the token IDs of one completion of each prompt, in order, up to their end token.
+
+        Args:
+            prompts: Token IDs of each prompt.
+            settings: Settings of sampling.
+            room: Largest length of each completion in tokens, if it is not `settings.max_new_tokens`.
+        """
+        if room is not None:
+            settings = replace(settings, max_new_tokens=max(room))
         if self.model.device.type == "cuda" and not settings.stop:
-            return complete_continuously(self.model, self.tokenizer, prompts, settings, self.published)
-        return self.complete_padded(prompts, settings)
+            completions = generate_continuously(self.model, self.tokenizer, prompts, settings, self.published)
+        else:
+            completions = self.generate_padded(prompts, settings)
+        if room is None:
+            return completions
+        return [completion[:most] for completion, most in zip(completions, room, strict=True)]
 
     def sampling(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of `GenerationConfig` in force. All others are neutral."""
@@ -256,13 +293,14 @@ class Transformers:
         return {**{name: value for name, value in options.items() if value is not None}, "stop": list(settings.stop)}
 
     @torch.no_grad()
-    def complete_padded(self, prompts: list[Any], settings: Settings) -> list[str]:
-        """Complete each prompt once, in order, by transformers' `generate` in padded batches."""
+    def generate_padded(self, prompts: list[Ids], settings: Settings) -> list[Ids]:
+        """Return a completion of each prompt, in order, by transformers' `generate` in padded batches."""
         was_training = self.model.training
         self.model.eval()
         if not self.stock_because and (reason := unfit(self.model)):
             self._use_stock_loop(reason)
-        completions: list[str] = []
+        completions: list[Ids] = []
+        ends = set(end_tokens(self.model.generation_config, self.tokenizer))
         stop = StopStrings(settings.stop, self.tokenizer) if settings.stop else None
         try:
             with seeded(self.model, settings.seed):
@@ -272,16 +310,16 @@ class Transformers:
                     if mismatch:
                         self._use_stock_loop(mismatch)
                         tokens, _ = self._complete(batch, settings, stop)
-                    completions += self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+                    completions += [_without_padding(completion, ends) for completion in tokens]
         finally:
             self.model.train(was_training)
         return completions
 
     def _complete(
-        self, prompts: list[Any], settings: Settings, stop: StopStrings | None
-    ) -> tuple[list[list[int]], str]:
+        self, prompts: list[Ids], settings: Settings, stop: StopStrings | None
+    ) -> tuple[list[Ids], str]:
         """Return the padded tokens of each completion, and why they are not the model's, or an empty text."""
-        inputs = _padded_inputs(prompts, self.tokenizer, settings).to(self.model.device)
+        inputs = _padded(prompts, self.tokenizer.pad_token_id, self.model.device)
         turn = None
         if not self.stock_because:
             record_every = 0 if self.is_checked else max(1, len(prompts) // CHECKED)
@@ -298,7 +336,7 @@ class Transformers:
             self._use_stock_loop(turn.declined)
         return completions, self._mismatch(inputs, completions, turn)
 
-    def _mismatch(self, inputs: BatchEncoding, completions: list[list[int]], turn: Turn | None) -> str:
+    def _mismatch(self, inputs: Mapping[str, torch.Tensor], completions: list[Ids], turn: Turn | None) -> str:
         """Return a sentence if the log-probabilities of the recorded rows differ from the model's, or an empty text."""
         if turn is None or turn.declined or turn.log_probs is None:
             return ""
@@ -318,10 +356,10 @@ class Transformers:
 
 
 @torch.no_grad()
-def complete_continuously(
-    model: Any, tokenizer: Any, prompts: list[Any], settings: Settings, published: PublishedSettings
-) -> list[str]:
-    """Complete each prompt once, in order, by transformers' continuous batching, which pads nothing.
+def generate_continuously(
+    model: Any, tokenizer: Any, prompts: list[Ids], settings: Settings, published: PublishedSettings
+) -> list[Ids]:
+    """Return a completion of each prompt, in order, by transformers' continuous batching, which pads nothing.
 
     `generate_batch` returns the completions in the order of the prompts. Missing ones are only logged (transformers
     5.20 to 5.23).
@@ -331,8 +369,7 @@ def complete_continuously(
     """
     config = GenerationConfig(**sampling_options(model, tokenizer, settings))
     with seeded(model, settings.seed), published.aside(model, config):
-        inputs = token_ids(prompts, tokenizer, settings)
-        outputs = list(model.generate_batch(inputs=inputs, generation_config=config).values())
+        outputs = list(model.generate_batch(inputs=prompts, generation_config=config).values())
     errors = [output.error for output in outputs if output.error is not None]
     failed = len(prompts) - len(outputs) + len(errors)
     if failed:
@@ -341,7 +378,7 @@ def complete_continuously(
             f"{failed} of {len(prompts)} completions failed ({reason}): run the same command again, which keeps the "
             "finished batches, or set a smaller --batch_size or --max_new_tokens in another --output"
         )
-    return tokenizer.batch_decode([output.generated_tokens for output in outputs], skip_special_tokens=True)
+    return [list(output.generated_tokens) for output in outputs]
 
 
 @contextmanager
@@ -408,7 +445,7 @@ def end_tokens(generation: Any, tokenizer: Any) -> list[int]:
     return sorted({token for token in ids if token is not None})
 
 
-def _without_padding(tokens: list[int], ends: set[int]) -> list[int]:
+def _without_padding(tokens: Ids, ends: set[int]) -> Ids:
     """Return a completion up to its end token."""
     for place, token in enumerate(tokens):
         if token in ends:
@@ -416,21 +453,19 @@ def _without_padding(tokens: list[int], ends: set[int]) -> list[int]:
     return tokens
 
 
-def _padded_inputs(prompts: list[Any], tokenizer: Any, settings: Settings) -> BatchEncoding:
-    """Return prompts as tensors, padded on the left."""
-    texts, is_text = _texts(prompts, tokenizer, settings)
-    return tokenizer(texts, add_special_tokens=is_text, padding=True, padding_side="left", return_tensors="pt")
+def _padded(prompts: list[Ids], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return prompts as tensors (N, T), padded on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def token_ids(prompts: list[Any], tokenizer: Any, settings: Settings) -> list[list[int]]:
+def token_ids(prompts: list[Any], tokenizer: Any, settings: Settings) -> list[Ids]:
     """Return the tokens of each prompt, as the policy gets them in training."""
-    texts, is_text = _texts(prompts, tokenizer, settings)
-    return tokenizer(texts, add_special_tokens=is_text)["input_ids"]
-
-
-def _texts(prompts: list[Any], tokenizer: Any, settings: Settings) -> tuple[list[str], bool]:
-    """Return prompts as text, and False if a chat template has already added the special tokens."""
     if isinstance(prompts[0], str):
-        return prompts, True
+        return tokenizer(prompts)["input_ids"]
     given = settings.chat_template_kwargs or {}
-    return [rendered(prompt, tokenizer, given) for prompt in prompts], False
+    texts = [rendered(prompt, tokenizer, given) for prompt in prompts]
+    # The chat template has already added the special tokens.
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]

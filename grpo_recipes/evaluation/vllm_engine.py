@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from grpo_recipes.evaluation.engines import (
     Engine,
+    Ids,
     checkpoint_dtype,
     end_tokens,
     generation_options,
@@ -227,6 +228,11 @@ class Local:
             raise UserError(f"{name}: vLLM can't load it: {one_line(error)}") from error
         self.sampling = Sampling(name, tokenizer)
 
+    @property
+    def positions(self) -> float:
+        """Number of tokens of prompt and completion that vLLM can read."""
+        return self.llm.llm_engine.model_config.max_model_len
+
     def _adapter_arguments(self, name: str) -> dict[str, Any]:
         """Return the arguments of `LLM` for an adapter, which is merged into its base if vLLM does not support it."""
         if reason := needs_merging(name):
@@ -246,18 +252,22 @@ class Local:
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
+        return _texts(self, prompts, settings)
+
+    def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
+        """Return the token IDs of one completion of each prompt, as `Engine.generate` does."""
         from vllm import SamplingParams
 
-        inputs = token_ids(prompts, self.tokenizer, settings)
-        check_lengths(inputs, settings.max_new_tokens, self.llm.llm_engine.model_config.max_model_len)
+        if room is None:
+            check_lengths(prompts, settings.max_new_tokens, self.positions)
         fixed = self.sampling(settings)
-        sampling = [SamplingParams(seed=seed, **fixed) for seed in _seeds(settings.seed, len(prompts))]
-        rows = [{"prompt_token_ids": ids} for ids in inputs]
+        sampling = []
+        for most, seed in zip(_lengths(prompts, settings, room), _seeds(settings.seed, len(prompts)), strict=True):
+            sampling.append(SamplingParams(**{**fixed, "seed": seed, "max_tokens": most}))
+        rows = [{"prompt_token_ids": ids} for ids in prompts]
         adapter = {"lora_request": self.request} if self.request is not None else {}
         outputs = self.llm.generate(rows, sampling, use_tqdm=False, **adapter)
-        # vLLM's own text lacks the bytes of a character that was cut off.
-        made = [output.outputs[0].token_ids for output in outputs]
-        return self.tokenizer.batch_decode(made, skip_special_tokens=True)
+        return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 class Server:
@@ -277,31 +287,40 @@ class Server:
         self.limit = found[0].get("max_model_len")
         self.sampling = Sampling(name, tokenizer)
 
+    @property
+    def positions(self) -> float:
+        """Number of tokens of prompt and completion that the server can read."""
+        return float("inf") if self.limit is None else self.limit
+
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
-        inputs = token_ids(prompts, self.tokenizer, settings)
-        if self.limit is not None:
-            check_lengths(inputs, settings.max_new_tokens, self.limit)
+        return _texts(self, prompts, settings)
+
+    def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
+        """Return the token IDs of one completion of each prompt, as `Engine.generate` does."""
+        if room is None:
+            check_lengths(prompts, settings.max_new_tokens, self.positions)
         fixed = {"model": self.model, **self.sampling(settings), "return_token_ids": True}
+        lengths = _lengths(prompts, settings, room)
         bodies = []
-        for ids, seed in zip(inputs, _seeds(settings.seed, len(inputs)), strict=True):
-            bodies.append({**fixed, "prompt": ids, "seed": seed})
+        for ids, most, seed in zip(prompts, lengths, _seeds(settings.seed, len(prompts)), strict=True):
+            bodies.append({**fixed, "prompt": ids, "max_tokens": most, "seed": seed})
         with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
             answers = list(pool.map(lambda body: _request(self.url, "/v1/completions", body), bodies))
-        made = []
-        for answer in answers:
+        made: list[Ids] = []
+        for answer, most in zip(answers, lengths, strict=True):
             choice = answer["choices"][0]
-            self._check_length(choice, settings.max_new_tokens)
+            self._check_length(choice, most)
             made.append(choice["token_ids"])
-        return self.tokenizer.batch_decode(made, skip_special_tokens=True)
+        return made
 
-    def _check_length(self, choice: Mapping[str, Any], max_new_tokens: int) -> None:
-        """Raise `UserError` if the server has cut a completion below the requested length."""
+    def _check_length(self, choice: Mapping[str, Any], most: int) -> None:
+        """Raise `UserError` if the server has cut a completion below `most` tokens, the requested length."""
         length = len(choice["token_ids"])
-        if choice.get("finish_reason") == "length" and length < max_new_tokens:
+        if choice.get("finish_reason") == "length" and length < most:
             raise UserError(
                 f"the vLLM server {self.url} cuts completions at {length} tokens, and --max_new_tokens is "
-                f"{max_new_tokens}: start it with `--generation-config vllm`, since a published `max_new_tokens` "
+                f"{most}: start it with `--generation-config vllm`, since a published `max_new_tokens` "
                 "limits every request"
             )
 
@@ -333,7 +352,7 @@ def _server_dtype(url: str) -> str | None:
     return str(dtype).removeprefix("torch.") if dtype else None
 
 
-def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> None:
+def check_lengths(prompts: list[Ids], max_new_tokens: int, limit: float) -> None:
     """Raise `UserError` if a prompt leaves less room than `max_new_tokens`. vLLM would cut its completion silently."""
     longest = max(len(ids) for ids in prompts)
     if longest + max_new_tokens > limit:
@@ -341,6 +360,17 @@ def check_lengths(prompts: list[list[int]], max_new_tokens: int, limit: int) -> 
             f"a prompt of {longest} tokens and --max_new_tokens {max_new_tokens} need {longest + max_new_tokens}, and "
             f"vLLM's context has {limit}: raise --vllm_max_model_length, or lower --max_new_tokens"
         )
+
+
+def _texts(engine: Local | Server, prompts: list[Any], settings: Settings) -> list[str]:
+    """Complete each prompt once, in order. vLLM's own text lacks the bytes of a character that was cut off."""
+    made = engine.generate(token_ids(prompts, engine.tokenizer, settings), settings)
+    return engine.tokenizer.batch_decode(made, skip_special_tokens=True)
+
+
+def _lengths(prompts: list[Ids], settings: Settings, room: Sequence[int] | None) -> Sequence[int]:
+    """Return the largest length of the completion of each prompt in tokens."""
+    return [settings.max_new_tokens] * len(prompts) if room is None else room
 
 
 def _seeds(seed: int, count: int) -> list[int]:

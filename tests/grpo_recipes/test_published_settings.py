@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from grpo_recipes.evaluation import engines
-from grpo_recipes.evaluation.engines import Transformers, complete_continuously
+from grpo_recipes.evaluation.engines import Transformers, generate_continuously
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.sampling_settings import KEPT, PublishedSettings, neutral
 from tests.support.architectures import ENDS, adapter, trainer
@@ -270,11 +270,12 @@ def test_a_published_field_does_not_change_other_ways_to_generate(
     "field", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in FIELDS]
 )
 def test_a_published_field_does_not_change_continuous_batching(field: str) -> None:
-    def completed(policy: PreTrainedModel) -> list[str]:
+    def completed(policy: PreTrainedModel) -> list[list[int]]:
         settings = Settings(temperature=1.0, max_new_tokens=8)
+        prompts = tokenizer()(["t5 t6", "t8"] * 4)["input_ids"]
         cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
         policy.generate_batch = partial(policy.generate_batch, continuous_batching_config=cache)
-        return complete_continuously(policy, tokenizer(), ["t5 t6", "t8"] * 4, settings, PublishedSettings(print))
+        return generate_continuously(policy, tokenizer(), prompts, settings, PublishedSettings(print))
 
     assert completed(publish(ending(), **{field: VALUES[field]})) == completed(ending())
 
@@ -294,7 +295,7 @@ def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, sa
         complete = run.train
     else:
         published = PublishedSettings(engines.logger.warning)
-        complete = partial(complete_continuously, policy, tokenizer(), ["t5"], Settings(), published)
+        complete = partial(generate_continuously, policy, tokenizer(), [[5]], Settings(), published)
     with pytest.raises(KeyboardInterrupt):
         complete()
     assert seen == [None]

@@ -140,8 +140,8 @@ def test_a_completion_ends_at_its_first_stop_string(
 def test_padded_batches_are_used_for_stop_strings_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Continuous batching in transformers does not support stop strings."""
     calls: list[str] = []
-    monkeypatch.setattr(engines, "complete_continuously", lambda *_: calls.append("continuously"))
-    monkeypatch.setattr(Transformers, "complete_padded", lambda *_: calls.append("padded"))
+    monkeypatch.setattr(engines, "generate_continuously", lambda *_: calls.append("continuously") or [])
+    monkeypatch.setattr(Transformers, "generate_padded", lambda *_: calls.append("padded") or [])
     engine = Transformers(SimpleNamespace(device=torch.device("cuda")), byte_tokenizer())
     engine(["1"], Settings())
     engine(["1"], Settings(stop=("b",)))
@@ -180,9 +180,6 @@ def test_prompts_are_rendered_with_the_arguments_of_the_recipe() -> None:
     for ids, prompt in zip(engines.token_ids(prompts, tokenizer, settings), prompts, strict=True):
         rendered = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         assert tokenizer.decode(ids) == f"{rendered}<think></think>"
-    padded = engines._padded_inputs(prompts, tokenizer, settings)
-    kept = padded["input_ids"][0][padded["attention_mask"][0].bool()]
-    assert tokenizer.decode(kept).endswith("<think></think>")
 
 
 def test_an_evaluation_renders_prompts_as_its_recipe_does(

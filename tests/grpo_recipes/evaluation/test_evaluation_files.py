@@ -506,7 +506,9 @@ def test_continuous_batching_gives_the_completions_of_padded_batches(tiny_model:
     cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))
     state = torch.get_rng_state()
-    assert engines.complete_continuously(model, tokenizer, prompts, settings, PublishedSettings(print)) == padded
+    ids = engines.token_ids(prompts, tokenizer, settings)
+    made = engines.generate_continuously(model, tokenizer, ids, settings, PublishedSettings(print))
+    assert tokenizer.batch_decode(made, skip_special_tokens=True) == padded
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -541,9 +543,9 @@ def test_failed_completions_do_not_count_as_wrong_answers(tiny_model: Path, outp
     settings = Settings(temperature=1.0, max_new_tokens=5, batch_size=2)
     state = torch.get_rng_state()
     with pytest.raises(UserError, match=says):
-        engines.complete_continuously(Continuous(*outputs), tokenizer, ["1", "2"], settings, PublishedSettings(print))
+        engines.generate_continuously(Continuous(*outputs), tokenizer, [[5], [6]], settings, PublishedSettings(print))
     whole = Continuous(answered(0), answered(1))
-    assert len(engines.complete_continuously(whole, tokenizer, ["1", "2"], settings, PublishedSettings(print))) == 2
+    assert len(engines.generate_continuously(whole, tokenizer, [[5], [6]], settings, PublishedSettings(print))) == 2
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -21,11 +21,6 @@ from grpo_rewards.errors import UserError
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer
 
-IMAGES = (
-    "tools of a policy that reads images need one process, because ranks with different numbers of turns would wait "
-    "for each other: use one process, or a policy of text"
-)
-
 logger = get_logger(__name__)
 
 
@@ -120,7 +115,10 @@ class ToolTurns:
 
     def _check_one_process(self) -> None:
         if self.trainer.accelerator.num_processes > 1:
-            raise UserError(IMAGES)
+            raise UserError(
+                "tools of a policy that reads images need one process, because ranks with different numbers of turns "
+                "would wait for each other: use one process, or a policy of text"
+            )
 
 
 def tools_of_rows(trainer: TRLTrainer) -> list[RowTools]:

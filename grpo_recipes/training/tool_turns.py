@@ -36,7 +36,7 @@ class ToolTurns:
     """
 
     def __init__(self, trainer: TRLTrainer, limits: ToolLimits) -> None:
-        self.trainer = trainer
+        self.trainer, self.limits = trainer, limits
         self.rows: list[Row] = []
         """Rows of the last generation batch."""
         cut = partial(beginning, trainer._tokenizer, tokens=limits.result_tokens)

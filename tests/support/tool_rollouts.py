@@ -185,6 +185,7 @@ def tool_trainer(
     `trainer.loops` holds the values of each tool loop.
     """
     tokenizer = settings.pop("tokenizer", None) or tool_tokenizer()
+    rows = settings.pop("rows", CASES)
     known: dict[str, Any] = {
         "tools": TOOLS,
         "num_generations": GROUP,
@@ -200,9 +201,11 @@ def tool_trainer(
     }
     if script is None:
         known.setdefault("generation_kwargs", only_calls(tokenizer))
-    made = make_trainer(
-        cls, tool_policy(tokenizer), folder, rewards=transcript_reward, rows=CASES, tokenizer=tokenizer, **known
-    )
+    policy = tool_policy(tokenizer)
+    if known.get("beta"):  # TRL loads the reference from the path of the policy
+        policy.save_pretrained(Path(folder) / "policy")
+        policy.config._name_or_path = str(Path(folder) / "policy")
+    made = make_trainer(cls, policy, folder, rewards=transcript_reward, rows=rows, tokenizer=tokenizer, **known)
     made.loops = []
     loop = made._tool_call_loop
 

@@ -1,6 +1,6 @@
 """Trains two steps with tools on two ranks, and leaves what each rank generated.
 
-accelerate launch ... -m tests.support.train_tools {ours,trl,sampled,server,rollout} OUTPUT [SCRIPT]
+accelerate launch ... -m tests.support.train_tools {ours,trl,sampled,server,colocate,rollout} OUTPUT [SCRIPT]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,14 +44,42 @@ class StubServer:
         return {"prompt_ids": prompts, "completion_ids": made, "logprobs": log_probs}
 
 
+class StubEngine:
+    """A colocated engine as TRL uses it. Under tensor parallelism it gets the prompts of all ranks."""
+
+    def __init__(self, script: Script, **settings: Any):
+        self.script, self.tokenizer = script, tool_tokenizer()
+        model = SimpleNamespace(load_weights=lambda named: None)
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+        executor = SimpleNamespace(driver_worker=worker)
+        self.llm_engine = SimpleNamespace(
+            model_executor=executor, model_config=SimpleNamespace(max_model_len=settings["max_model_len"] or 4096)
+        )
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def generate(self, prompts: list[dict[str, Any]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+        asked = [row["prompt_token_ids"] for row in prompts]
+        answers = []
+        for prompt, ids in zip(asked, next_turns(self.script, self.tokenizer, asked), strict=True):
+            log_probs = [{token: SimpleNamespace(logprob=-1.0, rank=1)} for token in ids]
+            output = SimpleNamespace(token_ids=ids, logprobs=log_probs)
+            answers.append(SimpleNamespace(prompt_token_ids=prompt, outputs=[output]))
+        return answers
+
+
 def make(kind: str, output: str, script: Script) -> Any:
     """Build the trainer of one kind of run. Each rank has one prompt per step."""
     settings: dict[str, Any] = {"per_device_train_batch_size": GROUP, "max_steps": 2}
-    if kind == "server":
+    if kind in ("server", "colocate"):
         vllm_generation.is_vllm_available = lambda **_: True
         vllm_generation.VLLMClient = partial(StubServer, script)
-        settings |= {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
+        vllm_generation.LLM = partial(StubEngine, script)
+        vllm_generation.SamplingParams = SimpleNamespace
+        settings |= {"use_vllm": True, "vllm_mode": kind, "vllm_importance_sampling_correction": False}
         settings["generation_kwargs"] = None
+        if kind == "colocate":
+            settings["vllm_tensor_parallel_size"] = 2
         made = tool_trainer(GRPOTrainer, output, generation_check=False, **settings)
         del made._generate_single_turn  # the exactness mode is of transformers' loop
         return made

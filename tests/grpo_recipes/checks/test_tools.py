@@ -19,7 +19,7 @@ from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.checks.tools import check_template, load_toolset
 from grpo_recipes.data.prompts import PromptTools, limit_prompts, token_lengths
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.specs import DatasetSpec, ToolLimits
 from grpo_recipes.tools.examples import GuessNumber, calculator
 from grpo_rewards.errors import UserError
 from tests.support.bad_input import ROWS_JSONL, Case
@@ -437,6 +437,15 @@ def test_what_a_trainer_gets(tool_model: Path) -> None:
     assert [(reward.name, reward.weight) for reward in toolset.rewards()] == [("GuessNumber", 1.0)]
     with pytest.raises(UserError, match="no column 'environment'"):
         check(recipe, Machine(1, False))
+
+
+def test_the_trainer_has_the_limits_of_its_recipe(
+    tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = recipe_with(tool_model, "--tool_limits={result_tokens: 9}", "--per_device_train_batch_size=4")
+    made = train.build_trainer(train.prepare(recipe, Machine(1, False)))
+    assert made._tool_turns.limits == ToolLimits(result_tokens=9)
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path, tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

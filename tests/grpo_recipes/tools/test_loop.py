@@ -18,7 +18,6 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.tools.bounded import Call, Result
 from grpo_recipes.tools.loop import Limits, Row, RowTools, ToolLoop, Values, beginning
-from grpo_rewards.errors import UserError
 from tests.support import launching
 from tests.support.grids import covering
 from tests.support.tool_rollouts import ADD, SCRIPTS, tool_tokenizer, tool_trainer
@@ -94,6 +93,7 @@ def test_scripted_turns_are_trls(script: str, settings: dict[str, Any], tmp_path
     assert_equal(*both(tmp_path, script, micro_batching="off", **settings))
 
 
+@pytest.mark.slow
 def test_sampled_turns_are_trls(tmp_path: Path) -> None:
     theirs, ours = both(
         tmp_path, None, max_completion_length=1500, max_tool_calling_iterations=3, max_steps=2, micro_batching="off"
@@ -303,18 +303,6 @@ def test_ranks_pad_to_the_largest_number_of_rows(tokenizer: PreTrainedTokenizerF
     assert len(values.completion_ids) == 1
 
 
-def test_images_on_several_ranks_are_refused(tmp_path: Path) -> None:
-    made = tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["ragged"])
-    made._is_vlm = True
-    assert made._tool_turns.are_trls({}), "one process: TRL's own loop"
-    made.accelerator.state._shared_state["num_processes"] = 2
-    try:
-        with pytest.raises(UserError, match="need one process"):
-            made._tool_turns.are_trls({})
-    finally:
-        made.accelerator.state._shared_state["num_processes"] = 1
-
-
 def launched(kind: str, folder: Path, *options: str, layout: str = "ddp_cpu", **env: str) -> list[dict[str, Any]]:
     """Run `tests.support.train_tools` on two ranks, and return what each recorded."""
     launching.launch_module(layout, "tests.support.train_tools", kind, str(folder), *options, **env)
@@ -352,9 +340,10 @@ def test_sampled_turns_on_two_ranks_are_checked(layout: str, tmp_path: Path, ext
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["ragged", "first", "second", "one rank"])
-def test_a_servers_completions_reach_the_ranks_that_asked(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["server", "colocate"])
+def test_vllms_completions_reach_the_ranks_that_asked(mode: str, script: str, tmp_path: Path) -> None:
     """TRL 1.16 slices the completions of all ranks by the number of a rank's own prompts."""
-    for rank, found in enumerate(launched("server", tmp_path, script)):
+    for rank, found in enumerate(launched(mode, tmp_path, script)):
         for values in found["loops"]:
             for member, messages in enumerate(values[1]):
                 turns = [one["content"] for one in messages if one["role"] == "assistant"]

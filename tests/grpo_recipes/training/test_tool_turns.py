@@ -1,0 +1,146 @@
+"""The tool loop of a trainer: limits, environments, failures of tools, and policies that read images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.process.faults import RunFault
+from grpo_rewards.errors import UserError
+from tests.support.tool_rollouts import ADD, BROKEN, CASES, SCRIPTS, call, tool_trainer
+
+HUGE = call("repeat", text="ab ", times=2000)
+COUNT, COUNT_HUGE = call("count", times=1), call("count", times=2000)
+
+
+class Counter:
+    """Environment that counts its calls."""
+
+    def reset(self, **columns: Any) -> None:
+        self.calls = 0
+
+    def count(self, times: int) -> str:
+        """Count a call.
+
+        Args:
+            times: Length of the answer.
+        """
+        self.calls += 1
+        return f"{self.calls} " * times
+
+    def get_reward(self) -> float:
+        return float(self.calls)
+
+
+class Adder(Counter):
+    """Environment with another tool."""
+
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return a + b
+
+
+def results(messages: list[dict[str, Any]]) -> list[str]:
+    """Return the results that a transcript holds."""
+    return [message["content"] for message in messages if message["role"] == "tool"]
+
+
+def test_no_environment_counts_a_call_that_the_policy_did_not_see(tmp_path: Path) -> None:
+    script = [[[COUNT, COUNT_HUGE, COUNT], [COUNT_HUGE], [COUNT] * 9, [COUNT * 3]]] * 2
+    seen = {}
+    for cls in (TRLGRPOTrainer, GRPOTrainer):
+        settings: dict[str, Any] = {"tools": None, "environment_factory": Counter, "max_completion_length": 300}
+        made = tool_trainer(cls, tmp_path / cls.__module__, script, **settings)
+        made.train()
+        counted = [environment.calls for environment in made.environments]
+        seen[cls] = counted, [len(results(messages)) for messages in made.loops[-1][1]]
+        assert all(len(ids) <= 300 for ids in made.loops[-1][2])
+        last = made.state.log_history[0]
+    counted, shown = seen[TRLGRPOTrainer]
+    assert counted != shown, "if this fails, TRL has corrected its loop"
+    counted, shown = seen[GRPOTrainer]
+    assert counted == shown
+    assert 0 < last["tools/rows_out_of_budget"] < 1
+    assert last["tools/rows_results_dropped"] == last["tools/rows_at_limit"] == 0
+
+
+def test_environments_that_rows_choose_are_trls(tmp_path: Path) -> None:
+    rows = CASES.add_column("environment", ["counter", "adder"])
+    script = [[[COUNT], [COUNT, ADD], [ADD], []], [[ADD], [COUNT, ADD + COUNT], [COUNT], []]]
+    found = []
+    for cls in (TRLGRPOTrainer, GRPOTrainer):
+        factory = {"counter": Counter, "adder": Adder}
+        settings: dict[str, Any] = {"tools": None, "environment_factory": factory, "rows": rows}
+        made = tool_trainer(cls, tmp_path / cls.__module__, script, **settings)
+        made.train()
+        found.append((made.loops, made.state.log_history[0]["reward"]))
+    assert found[0] == found[1]
+    assert results(found[1][0][0][1][2]) == ["{'error': 'Tool add not found.'}"], "this row has a counter"
+
+
+def test_results_are_cut_to_the_limit(tmp_path: Path) -> None:
+    script = [[[HUGE], [ADD], [HUGE, ADD], []]] * 2
+    made = tool_trainer(GRPOTrainer, tmp_path, script, tool_limits={"result_tokens": 7})
+    made.train()
+    first, second, *_ = made.loops[0][1]
+    assert "".join(results(first)) in "ab " * 7
+    assert len(made.processing_class("".join(results(first)))["input_ids"]) == 7
+    assert first[-1]["role"] == "assistant", "another turn follows"
+    assert results(second) == ["3"]
+
+
+def test_calls_beyond_the_limit_of_turns_are_counted(tmp_path: Path) -> None:
+    made = tool_trainer(GRPOTrainer, tmp_path, [[[ADD] * 3, [ADD], [], []]] * 2, max_tool_calling_iterations=2)
+    made.train()
+    assert made.state.log_history[0]["tools/rows_at_limit"] == 0.25
+
+
+def test_a_tool_that_fails_too_often_stops_the_run(tmp_path: Path) -> None:
+    made = tool_trainer(GRPOTrainer, tmp_path, [[[BROKEN * 10, ADD]] * 4] * 2, max_completion_length=2000)
+    with pytest.raises(RunFault, match=r"% of the last \d+ calls of tools failed.*`broken`.*can't read x"):
+        made.train()
+    made = tool_trainer(
+        GRPOTrainer, tmp_path, [[[BROKEN * 10, ADD]] * 4] * 2, max_completion_length=2000, tool_limits={"failures": 1.0}
+    )
+    made.train()
+
+
+def test_an_unknown_limit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown key `tool_limits.second`: did you mean `seconds`"):
+        tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["none"], tool_limits={"second": 3})
+
+
+def test_policies_that_read_images_keep_trls_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["ragged"], max_steps=2)
+    made._tool_turns.__class__ = type("Images", (type(made._tool_turns),), {"__call__": None})
+    tokenize = made._tokenize_prompts
+
+    def with_types(prompts: Any) -> Any:
+        ids, images, _ = tokenize(prompts)
+        return ids, images, {"token_type_ids": [[0] * len(row) for row in ids]}
+
+    made._tokenize_prompts = with_types
+    made.train()
+    assert len(made.loops) == 2
+    assert caplog.text.count("are called by TRL's own loop, without `tool_limits`") == 1
+
+
+def test_images_on_several_ranks_are_refused(tmp_path: Path) -> None:
+    made = tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["ragged"])
+    made.accelerator.state._shared_state["num_processes"] = 2
+    try:
+        assert not made._tool_turns.are_trls({})
+        made._is_vlm = True
+        with pytest.raises(UserError, match="need one process"):
+            made._tool_turns.are_trls({})
+    finally:
+        made.accelerator.state._shared_state["num_processes"] = 1

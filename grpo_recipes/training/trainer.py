@@ -62,6 +62,7 @@ from grpo_recipes.training.trl_patches import (
     storable_logs,
     take_over_mask,
 )
+from grpo_recipes.training.turn_check import TurnCheck
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer as TRLGRPOTrainer
@@ -139,6 +140,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._generation_check = GenerationCheck(self, self._trl_log_probs, generation_check)
         self._generation = Generation(self, self._generation_check, self._stop, generation)
         self._tool_turns = ToolTurns(self, limits)
+        self._turn_check = TurnCheck(self, self._stop, generation_check)
         self._prompts = PromptSampling.added_to(self, sampling)
         self._sources = starting_weights(model, self.model, reference)
         self.checkpoints = CompleteCheckpoints(self, lambda: identity_of(self, self._sources))
@@ -317,6 +319,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         inputs = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
         turn = partial(super()._generate_single_turn, *inputs)
         completion_ids, log_probs, difference = self._generation(turn, prompt_ids)
+        self._turn_check.record(prompt_ids, completion_ids)
         if difference is not None:
             metrics = self._metrics["train" if self.model.training else "eval"]
             for name, value in zip(("mean", "max"), difference, strict=True):
@@ -325,8 +328,11 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Return TRL's completions, with its metrics and mask corrected for those that end with a stop string."""
+        self._turn_check.start()
         with self._generation.one_batch():
             output = super()._generate(prompts)
+        # Before the mask of truncated completions, which takes sampled tokens out of the loss.
+        self._turn_check(output)
         return output if self._stop is None else correct_counts(self, output, self._stop, self._masks_truncated)
 
     # ---- Seam 6: the order of the prompts

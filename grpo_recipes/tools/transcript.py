@@ -1,0 +1,345 @@
+"""Proof that the tokens of a multi-turn completion are those that were sampled, and those of the chat template.
+
+`Turns` records what the generator sampled in each context. `Proof` decomposes a completion by its tool mask and proves:
+
+- A token with mask 1 is the token that was sampled at this place, given exactly the tokens before it.
+- A token with mask 0 belongs to the template's rendering of the tool messages that stand at this place. They are
+  rendered as the loop does, between the end of a turn and the next one, but anew and from the final messages. To
+  render the whole conversation instead would not be a proof: templates drop the thinking of earlier turns, write calls
+  in another way than the policy did, and fail on calls that a policy can write.
+- A message of the assistant is what its tokens parse to.
+
+Token IDs are compared, never texts. Only a fault is described by its text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+from grpo_recipes.tools.loop import Ids, Message, Parse, Render
+
+Key = tuple[int, ...]
+
+SHOWN = 40
+"""Number of characters of a text that an error quotes."""
+
+
+class Turns:
+    """Turns of a generation batch: what was sampled in each context."""
+
+    def __init__(self) -> None:
+        self.first: list[tuple[Key, Key]] = []
+        """Prompt and sampled tokens of each row of the first call."""
+        self.sampled: dict[Key, Counter[Key]] = {}
+        """Sampled tokens by their context, and how often they were sampled."""
+
+    def record(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+        """Record one call of the generator."""
+        # Tuples, because a `rollout_func` may append a tool result to the very list that it was given.
+        turns = [(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts, completions, strict=True)]
+        self.first = self.first or turns
+        for context, ids in turns:
+            self.sampled.setdefault(context, Counter())[ids] += 1
+
+    def of(self, context: Key) -> list[Key]:
+        """Return what was sampled in a context."""
+        return list(self.sampled.get(context, ()))
+
+    def continue_from(self, prompt: Key) -> bool:
+        """Return True if the generator was given a context that begins with a prompt and is longer."""
+        return any(len(other) > len(prompt) and other[: len(prompt)] == prompt for other in self.sampled)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring tokens of a completion with the same mask."""
+
+    start: int
+    stop: int
+    is_sampled: bool
+
+
+@dataclass
+class Transcript:
+    """A final row of a generation batch."""
+
+    number: int
+    """Place in the generation batch of this rank."""
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    mask: Sequence[int]
+    messages: Sequence[Message] | None
+    """Messages of the completion, or None if a `rollout_func` returned tokens only."""
+    tools: Sequence[Any] = ()
+    """Tools as `parse` takes them."""
+
+    def segments(self) -> list[Segment]:
+        """Return the segments of the completion, in order."""
+        found, start = [], 0
+        for is_sampled, tokens in groupby(self.mask, bool):
+            stop = start + len(list(tokens))
+            found.append(Segment(start, stop, is_sampled))
+            start = stop
+        return found
+
+    def context(self, place: int) -> Key:
+        """Return the tokens before a place of the completion."""
+        return (*self.prompt, *self.completion[:place])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A token of a row that is not what was sampled or rendered."""
+
+    row: int
+    token: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"row {self.row}, token {self.token}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Proof of the rows of a generation batch.
+
+    Args:
+        turns: the turns that were sampled.
+        longest: TRL's `max_completion_length`, at which the last turn of a row is cut.
+        decode: function from token IDs to their text.
+        parse: the parser of the loop.
+        render: the renderer of the loop.
+        ends: function that returns True if a turn is complete.
+        in_order: True if row n of the first call is row n of the batch, and each turn belongs to one row. A
+            `rollout_func` may reorder its rows, cut a turn where it likes, and let rows share one.
+    """
+
+    turns: Turns
+    longest: int
+    decode: Callable[[Ids], str]
+    parse: Parse
+    render: Render
+    ends: Callable[[Ids], bool]
+    in_order: bool = True
+
+    def __call__(self, row: Transcript, with_messages: bool) -> Fault | None:
+        """Return the first fault of a row, or None.
+
+        Args:
+            row: the row.
+            with_messages: True to render and parse its messages too, which costs more than all else.
+        """
+        if len(row.mask) != len(row.completion):
+            return Fault(row.number, 0, f"the mask has {len(row.mask)} values for {len(row.completion)} tokens")
+        for fault in self._faults(row, with_messages and row.messages is not None):
+            return self._shifted(row) or fault
+        return None
+
+    def covers(self, row: Transcript) -> bool:
+        """Return True if the turns of a row were recorded. Those of a `rollout_func` may come from elsewhere."""
+        if self.in_order:
+            return bool(self.turns.first)
+        prompt = tuple(row.prompt)
+        starts = [segment.start for segment in row.segments() if segment.is_sampled]
+        if row.mask and row.mask[0] and prompt not in self.turns.sampled:
+            return False
+        return not any(starts) or self.turns.continue_from(prompt)
+
+    def count(self, rows: Sequence[Transcript]) -> Fault | None:
+        """Return the fault of a turn that stands in more rows than it was sampled for, or None."""
+        if not self.in_order:
+            return None
+        used: dict[Key, Counter[Key]] = {}
+        for row in rows:
+            for segment in row.segments():
+                if not segment.is_sampled:
+                    continue
+                context, ids = row.context(segment.start), tuple(row.completion[segment.start : segment.stop])
+                times = used.setdefault(context, Counter())
+                times[ids] += 1
+                # A turn that was cut at the end of its row is another one here, which was never sampled as such.
+                if 0 < self.turns.sampled[context][ids] < times[ids]:
+                    return Fault(row.number, segment.start, "this turn was sampled for another row")
+        return None
+
+    # ---- the segments of a row
+
+    def _faults(self, row: Transcript, with_messages: bool) -> Iterator[Fault]:
+        """Yield the faults of a row, in the order of its tokens."""
+        segments = row.segments()
+        groups = grouped(row.messages or ()) if with_messages else []
+        for place, segment in enumerate(segments):
+            yield from self._sampled_faults(row, segment) if segment.is_sampled else ()
+            if with_messages:
+                group = groups[place] if place < len(groups) else []
+                yield from self._message_faults(row, segment, group)
+        if with_messages and len(groups) > len(segments):
+            role = groups[len(segments)][0]["role"]
+            yield Fault(row.number, len(row.completion), f"a message of the role {role!r} has no tokens")
+        if self.in_order:
+            yield from self._end_faults(row, segments)
+
+    def _end_faults(self, row: Transcript, segments: Sequence[Segment]) -> Iterator[Fault]:
+        """Yield the fault of a turn that a tool result follows though it has not ended, or of a turn that is lost."""
+        for segment, _ in pairwise(segments):
+            if segment.is_sampled and not self.ends(list(row.completion[segment.start : segment.stop])):
+                what = "a tool result follows a turn without its end token"
+                yield Fault(row.number, segment.stop, what)
+        length = len(row.completion)
+        is_open = bool(segments) and not segments[-1].is_sampled and length < self.longest
+        if is_open and any(self.turns.of(row.context(length))):
+            yield Fault(row.number, length, "the turn that was sampled after this tool result is missing")
+
+    def _sampled_faults(self, row: Transcript, segment: Segment) -> Iterator[Fault]:
+        """Yield the fault of a segment that was not sampled in its context."""
+        if self.in_order and segment.start == 0 and len(self.turns.first) > row.number:
+            prompt, ids = self.turns.first[row.number]
+            if prompt != tuple(row.prompt):
+                yield Fault(row.number, 0, f"the row has another prompt than was given to the generator{self._of(row)}")
+                return
+            choices = [ids]
+        else:
+            choices = self.turns.of(row.context(segment.start))
+        if not choices:
+            yield self._unknown_context(row, segment)
+        elif self.in_order:
+            yield from self._whole_turn(row, segment, choices)
+        else:
+            yield from self._parts_of_turns(row, segment)
+
+    def _whole_turn(self, row: Transcript, segment: Segment, choices: Sequence[Key]) -> Iterator[Fault]:
+        ids = tuple(row.completion[segment.start : segment.stop])
+        is_cut = segment.stop == len(row.completion) == self.longest
+        if ids in choices or (is_cut and any(choice[: len(ids)] == ids for choice in choices)):
+            return
+        yield self._wrong_turn(row, segment.start, ids, choices)
+
+    def _parts_of_turns(self, row: Transcript, segment: Segment) -> Iterator[Fault]:
+        """Yield the fault of a segment that is not one turn, or the beginning of one, after the other."""
+        start = segment.start
+        while start < segment.stop:
+            choices = [choice for choice in self.turns.of(row.context(start)) if choice]
+            if not choices:
+                yield self._unknown_context(row, Segment(start, segment.stop, True))
+                return
+            ids = tuple(row.completion[start : segment.stop])
+            fitting = [choice for choice in choices if alike(choice, ids) == min(len(choice), len(ids))]
+            if not fitting:
+                yield self._wrong_turn(row, start, ids, choices)
+                return
+            start += max(map(len, fitting))
+
+    def _message_faults(self, row: Transcript, segment: Segment, group: Sequence[Message]) -> Iterator[Fault]:
+        """Yield the fault of a segment that is not what its messages say."""
+        ids = list(row.completion[segment.start : segment.stop])
+        role = "assistant" if segment.is_sampled else "tool"
+        if not group or group[0]["role"] != role:
+            kind = "sampled tokens" if segment.is_sampled else "tokens of tool results"
+            yield Fault(row.number, segment.start, f"{len(ids)} {kind} have no message of the role {role!r}")
+        elif segment.is_sampled:
+            parsed = self.parse(ids, list(row.context(segment.start)), row.tools)
+            # By their text: a call may hold NaN, which differs from itself.
+            if len(group) > 1 or repr(parsed) != repr(group[0]):
+                yield Fault(row.number, segment.start, "the assistant's message is not what these tokens parse to")
+        else:
+            expected = self.render(group)
+            if expected != ids:
+                place, what = self._difference(tuple(expected), tuple(ids), "rendered")
+                what = f"the tool result is not the template's rendering of its messages: {what}"
+                yield Fault(row.number, segment.start + place, what)
+
+    # ---- descriptions of faults
+
+    def _shifted(self, row: Transcript) -> Fault | None:
+        """Return the fault of a row whose mask is right but for a shift by one token."""
+        mask = list(row.mask)
+        if len(set(mask)) < 2:
+            return None
+        places = [segment.start for segment in row.segments()][1:]
+        for to_the, shifted in (("right", [*mask[1:], mask[-1]]), ("left", [mask[0], *mask[:-1]])):
+            other = Transcript(row.number, row.prompt, row.completion, shifted, row.messages, row.tools)
+            if len(other.segments()) == len(row.segments()) and not any(self._faults(other, row.messages is not None)):
+                return Fault(row.number, places[0], f"the tool mask is shifted by one token to the {to_the}")
+        return None
+
+    def _unknown_context(self, row: Transcript, segment: Segment) -> Fault:
+        """Return the fault of a segment whose context the generator was never given."""
+        context = row.context(segment.start)
+        what, token = (
+            "these tokens were not sampled: the generator was never given the tokens before them",
+            segment.start,
+        )
+        known = [other for other in self.turns.sampled if alike(other, context) >= len(row.prompt) > 0]
+        if known and segment.start:
+            nearest = max(known, key=lambda other: (alike(other, context), -abs(len(other) - len(context))))
+            place, difference = self._difference(nearest, context, "given to the generator")
+            what += f" ({difference})"
+            token = max(place - len(row.prompt), 0)
+        return Fault(row.number, token, what)
+
+    def _wrong_turn(self, row: Transcript, start: int, ids: Key, choices: Sequence[Key]) -> Fault:
+        """Return the fault of tokens that are none of what was sampled in their context."""
+        for number, (_, other) in enumerate(self.turns.first):
+            if start == 0 and number != row.number and ids == other:
+                return Fault(row.number, start, f"these tokens were sampled for row {number}")
+        if any(ids in sampled for sampled in self.turns.sampled.values()):
+            return Fault(row.number, start, "these tokens were sampled for another row or turn")
+        nearest = max(choices, key=lambda choice: alike(choice, ids))
+        place, what = self._difference(nearest, ids, "sampled")
+        return Fault(row.number, start + place, what)
+
+    def _difference(self, expected: Key, ids: Key, done: str) -> tuple[int, str]:
+        """Return the place of the first difference of `ids` from `expected`, and a description."""
+        place = alike(expected, ids)
+        behind = alike(expected[place:][::-1], ids[place:][::-1])
+        missing, more = expected[place : len(expected) - behind], ids[place : len(ids) - behind]
+        if not more:
+            last = place + len(missing) == len(expected)
+            if last and len(missing) == 1 and done == "sampled" and self.ends(list(expected)):
+                return place, "the end token that was sampled here is missing"
+            verbs = f"{was(missing)} {done} here {was(missing, 'is')} missing"
+            return place, f"{tokens(missing)} that {verbs}: {self._text(missing)}"
+        if not missing:
+            return place, f"{tokens(more)} {was(more)} not {done}: {self._text(more)}"
+        if self.decode(list(expected)) == self.decode(list(ids)):
+            return place, f"the same text was {done} as other tokens: it was tokenized again"
+        return place, f"{self._text(more)} stands where {self._text(missing)} was {done}"
+
+    def _text(self, ids: Key) -> str:
+        text = self.decode(list(ids))
+        return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+
+    def _of(self, row: Transcript) -> str:
+        """Return ", that of row n" if the row has the prompt of another row."""
+        for number, (prompt, _) in enumerate(self.turns.first):
+            if prompt == tuple(row.prompt):
+                return f", that of row {number}"
+        return ""
+
+
+def grouped(messages: Sequence[Message]) -> list[list[Message]]:
+    """Return the messages by turn: those of the assistant, then those of the tools, and so on."""
+    return [list(group) for _, group in groupby(messages, lambda message: message["role"])]
+
+
+def alike(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of tokens at the beginning that are the same."""
+    for place, (mine, others) in enumerate(zip(one, other, strict=False)):
+        if mine != others:
+            return place
+    return min(len(one), len(other))
+
+
+def tokens(ids: Sequence[int]) -> str:
+    """Return "1 token", "2 tokens"."""
+    return f"{len(ids)} token{'s' if len(ids) != 1 else ''}"
+
+
+def was(ids: Sequence[int], verb: str = "was") -> str:
+    """Return a verb for the number of `ids`."""
+    plural = {"was": "were", "is": "are"}
+    return verb if len(ids) == 1 else plural[verb]

@@ -1,0 +1,151 @@
+"""Part of the generator check for completions of several turns: are the tokens in training those that were sampled?
+
+A tool loop, or a `rollout_func`, puts turns and results together. A mask that is shifted by one token, or a turn that
+is tokenized again, raises no error: the policy is then trained on tokens that it has never sampled. After each
+generation batch the proof of `tools/transcript.py` runs on the token IDs of all rows, and on the messages of some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from accelerate.logging import get_logger
+from trl.chat_template_utils import parse_response
+
+from grpo_recipes.generation.generator_check import FIRST, compare_every
+from grpo_recipes.generation.stop_strings import StopStrings
+from grpo_recipes.process.faults import NotThePolicy
+from grpo_recipes.process.messages import Announcer
+from grpo_recipes.process.ranks import gather
+from grpo_recipes.tools.loop import Ids, Message
+from grpo_recipes.tools.transcript import Fault, Proof, Transcript, Turns
+from grpo_recipes.training.tool_turns import tools_of_rows
+
+if TYPE_CHECKING:
+    from grpo_recipes.generation.models import TRLTrainer
+
+OWN_ENDS = frozenset({"max_new_tokens", "max_tokens", "max_length", "max_time", "stop_token_ids", "eos_token_id"})
+"""Keys of `generation_kwargs` by which a turn may end without an end token that is known here."""
+
+logger = get_logger(__name__)
+
+
+class TurnCheck:
+    """Check of the turns of each generation batch.
+
+    Args:
+        trainer: the trainer.
+        stop: strings that end a turn, or None.
+        enabled: False if nothing is checked.
+    """
+
+    def __init__(self, trainer: TRLTrainer, stop: StopStrings | None, enabled: bool) -> None:
+        self.trainer, self.stop, self.enabled = trainer, stop, enabled
+        self.all_messages = False
+        """True to prove the messages of all rows of every batch, as tests do."""
+        self.batches = 0
+        """Number of batches of this launch that were checked."""
+        self._turns: Turns | None = None
+        self._announcer = Announcer(logger.warning)
+
+    @property
+    def is_needed(self) -> bool:
+        """True if completions may have several turns. The same on every rank."""
+        return self.enabled and bool(self.trainer.tools or self.trainer.rollout_func is not None)
+
+    def start(self) -> None:
+        """Record the turns from here on, those of a new generation batch."""
+        self._turns = Turns() if self.is_needed else None
+
+    def record(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+        """Record one call of the generator."""
+        if self._turns is not None:
+            self._turns.record(prompts, completions)
+
+    def __call__(self, output: tuple[Any, ...]) -> None:
+        """Check the turns of a generation batch, the return value of TRL's `_generate`. Collective.
+
+        Raises:
+            NotThePolicy: on every rank, if a token of any rank is neither sampled nor rendered as its mask says.
+        """
+        turns, self._turns = self._turns, None
+        if turns is None:
+            return
+        prompt_ids, completion_ids, tool_mask, completions, *_ = output
+        fault = None
+        if tool_mask is not None:  # a `rollout_func` of single turns returns none
+            fault = self._first_fault(turns, prompt_ids, completion_ids, tool_mask, completions)
+        faults = gather(None if fault is None else str(fault))
+        self.batches += 1
+        for rank, found in enumerate(faults):
+            if found is not None:
+                where = f" of rank {rank}" if len(faults) > 1 else ""
+                raise NotThePolicy(
+                    f"a completion{where} at step {self.trainer.state.global_step} does not consist of the turns that "
+                    f"were sampled and their tool results: {found}; set `generation_check: false` to go on anyway"
+                )
+
+    def _first_fault(
+        self,
+        turns: Turns,
+        prompt_ids: Sequence[Ids],
+        completion_ids: Sequence[Ids],
+        tool_mask: Sequence[Sequence[int]],
+        completions: Sequence[list[Message]],
+    ) -> Fault | None:
+        """Return the first fault of this rank's rows, or None."""
+        proof = self._proof(turns)
+        tools = tools_of_rows(self.trainer) if self.trainer.tools else []
+        rows = []
+        for number, (prompt, ids, mask) in enumerate(zip(prompt_ids, completion_ids, tool_mask, strict=True)):
+            row = Transcript(number, prompt, ids, mask, None)
+            if tools:
+                row.messages, row.tools = completions[number], tools[number].schemas
+            if proof.covers(row):
+                rows.append(row)
+        if len(rows) < len(prompt_ids):
+            self._announcer.once(
+                "unknown turns",
+                "whether the tokens of all turns are those that were sampled is not checked: some turns were not "
+                "generated by the trainer's `_generate_single_turn`",
+            )
+        return self._fault_of(rows, proof)
+
+    def _fault_of(self, rows: Sequence[Transcript], proof: Proof) -> Fault | None:
+        chosen = self._rows_of_messages(rows)
+        for row in rows:
+            if fault := proof(row, row.number in chosen):
+                return fault
+        return proof.count(rows)
+
+    def _rows_of_messages(self, rows: Sequence[Transcript]) -> set[int]:
+        """Return the rows whose messages are rendered and parsed: all of the first batches, then a few."""
+        numbers = [row.number for row in rows if row.messages is not None]
+        if self.all_messages or self.batches < FIRST:
+            return set(numbers)
+        # Rows without a tool result have little to prove. Each batch takes others, so that none is left out for ever.
+        numbers = [row.number for row in rows if row.messages is not None and len(row.messages) > 1]
+        every = compare_every(len(rows)) if rows else 1
+        return set(numbers[self.batches % every :: every])
+
+    def _proof(self, turns: Turns) -> Proof:
+        trainer = self.trainer
+        return Proof(
+            turns=turns,
+            longest=trainer.max_completion_length,
+            decode=trainer._tokenizer.decode,
+            parse=self._parse,
+            render=trainer._get_tool_suffix_ids,
+            ends=self._ends,
+            in_order=trainer.rollout_func is None,
+        )
+
+    def _parse(self, ids: Ids, prefix: Ids, tools: Sequence[Any]) -> Message:
+        return parse_response(self.trainer._tokenizer, ids, prefix=prefix, tools=list(tools))
+
+    def _ends(self, ids: Ids) -> bool:
+        """Return True if a turn ends with an end token or a stop string, or may end without one."""
+        if not OWN_ENDS.isdisjoint(self.trainer.args.generation_kwargs or {}):
+            return True
+        return bool(ids) and (ids[-1] in self.trainer.eos_token_ids or bool(self.stop and self.stop.end(ids)))

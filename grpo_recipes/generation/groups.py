@@ -282,7 +282,7 @@ class Batch:
         return logits[rows]
 
     def take_kept(self, rows: list[int]) -> dict[int, Prefix]:
-        """Return what is kept of the prompts of `rows`, by row."""
+        """Return the kept prefixes of the prompts of `rows`, by row."""
         if self.turn.kept is None:
             return {}
         return self.turn.kept.take({row: self.ids[row, self.starts[row] : self.width].tolist() for row in rows})

@@ -315,9 +315,7 @@ class Transformers:
             self.model.train(was_training)
         return completions
 
-    def _complete(
-        self, prompts: list[Ids], settings: Settings, stop: StopStrings | None
-    ) -> tuple[list[Ids], str]:
+    def _complete(self, prompts: list[Ids], settings: Settings, stop: StopStrings | None) -> tuple[list[Ids], str]:
         """Return the padded tokens of each completion, and why they are not the model's, or an empty text."""
         inputs = _padded(prompts, self.tokenizer.pad_token_id, self.model.device)
         turn = None

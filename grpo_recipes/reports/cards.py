@@ -11,11 +11,15 @@ from typing import Any
 import pandas as pd
 
 from grpo_recipes.reports.charts import number
-from grpo_recipes.reports.run import Run, last_message
+from grpo_recipes.reports.run import PARTS, Run, last_message
+from grpo_recipes.reports.transcript import Part, limited
 
 EXAMPLES = 4
 HEAD, TAIL = 500, 300
 """Characters that are shown of a long text. The answer is usually at the end."""
+
+FIRST_PARTS, LAST_PARTS = 8, 4
+"""Parts that are shown of a long transcript."""
 
 _TAG = re.compile(r"</?([A-Za-z][\w-]{0,30})>")
 
@@ -26,6 +30,15 @@ class Piece:
 
     text: str
     kind: str = ""
+
+
+@dataclass(frozen=True)
+class Said:
+    """Part of a transcript: its kind, its heading, and its text in pieces."""
+
+    kind: str
+    label: str
+    pieces: list[Piece]
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,10 @@ class Card:
     pays: list[tuple[str, str]] = field(default_factory=list)
     total: str = ""
     advantage: str = ""
+    said: list[Said] = field(default_factory=list)
+    """Transcript of a completion with several messages. `pieces` is then the last one."""
+    turns: int = 0
+    """Number of the policy's turns in the transcript, or 0 for a completion of one message."""
 
 
 @dataclass(frozen=True)
@@ -131,20 +148,29 @@ def _card(run: Run, title: str, why: str, row: pd.Series, tags: Sequence[str]) -
             if reward.kind == "correctness" and not pd.isna(score):
                 verdicts.append(score > 0)
     completion, advantage = str(row["completion"]), row.get("advantage")
+    parts: list[Part] = row[PARTS]
     return Card(
         title,
         why,
         int(row["step"]),
         shortened(str(row["question"])),
         pieces(shortened(completion), tags),
-        len(completion),
+        sum(len(part.text) for part in parts) if parts else len(completion),
         _text(row, "gold"),
         _text(row, "verdict"),
         all(verdicts) if verdicts else None,
         pays,
         number(float(row["total"])),
         f"{advantage:+.2f}" if isinstance(advantage, float) and not pd.isna(advantage) else "",
+        said(parts, tags),
+        parts[-1].turn if parts else 0,
     )
+
+
+def said(parts: Sequence[Part], tags: Sequence[str]) -> list[Said]:
+    """Return the beginning and the end of a transcript, with long texts shortened."""
+    shown = limited(parts, FIRST_PARTS, LAST_PARTS)
+    return [Said(part.kind, part.label, pieces(shortened(part.text), tags)) for part in shown]
 
 
 def changes(pairs: pd.DataFrame | None, tags: Sequence[str]) -> tuple[str, list[Changed]]:
@@ -194,11 +220,11 @@ def pieces(text: str, tags: Sequence[str]) -> list[Piece]:
     return made
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, head: int = HEAD, tail: int = TAIL) -> str:
     """Return the beginning and the end of a long text."""
-    if len(text) <= HEAD + TAIL:
+    if len(text) <= head + tail:
         return text
-    return f"{text[:HEAD]}\n… {len(text) - HEAD - TAIL:,} characters …\n{text[-TAIL:]}"
+    return f"{text[:head]}\n… {len(text) - head - tail:,} characters …\n{text[-tail:]}"
 
 
 def _question(prompt: str) -> str:

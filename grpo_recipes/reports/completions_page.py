@@ -13,7 +13,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from grpo_recipes.reports.cards import tags_of
-from grpo_recipes.reports.run import MAX_STEPS, Run, spread
+from grpo_recipes.reports.cards import shortened, tags_of
+from grpo_recipes.reports.run import MAX_STEPS, PARTS, Run, spread
+from grpo_recipes.reports.transcript import Part, limited
 from grpo_recipes.runs.files import replacing
 from grpo_rewards.terminal import visible, visible_lines
 
@@ -34,6 +35,12 @@ GZIP = 31
 TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 100_000_000
 """Largest number of characters of all completions and prompts on a page. A browser holds them in memory."""
+
+
+RESULT_HEAD, RESULT_TAIL = 1500, 500
+"""Characters that are shown of a long result of a tool."""
+FIRST_PARTS, LAST_PARTS = 150, 50
+"""Parts that are shown of a long transcript."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,8 @@ def _note(run: Run, rows: pd.DataFrame) -> str:
 def _items(run: Run, rows: pd.DataFrame) -> Iterator[Any]:
     """Yield what the script reads: names, then each prompt once, as a text, before the first of its completions.
 
-    A completion is a list: step, number of the prompt, text, gold, verdict, advantage, total, and the rewards.
+    A completion is a list: step, number of the prompt, text, gold, verdict, advantage, total, and the rewards. In place
+    of the text, a transcript is a list of kind, heading and text of each part.
     """
     rewards = [reward.name for reward in run.rewards if f"pay/{reward.name}" in rows.columns]
     yield {"rewards": [visible(name) for name in rewards], "tags": [visible(tag) for tag in tags_of(run)]}
@@ -149,7 +157,16 @@ def _items(run: Run, rows: pd.DataFrame) -> Iterator[Any]:
                 yield visible_lines(row["question"])
             texts = [_text(row.get(key)) for key in ("gold", "verdict")]
             numbers = [_number(row.get(key)) for key in ("advantage", "total", *rewards)]
-            yield [int(row["step"]), prompts[prompt], visible_lines(row["completion"]), *texts, *numbers]
+            shown = _transcript(row[PARTS]) or visible_lines(row["completion"])
+            yield [int(row["step"]), prompts[prompt], shown, *texts, *numbers]
+
+
+def _transcript(parts: Sequence[Part]) -> list[tuple[str, str, str]]:
+    shown: list[tuple[str, str, str]] = []
+    for part in limited(parts, FIRST_PARTS, LAST_PARTS):
+        text = shortened(part.text, RESULT_HEAD, RESULT_TAIL) if part.kind == "result" else part.text
+        shown.append((part.kind, visible(part.label), visible_lines(text)))
+    return shown
 
 
 def _text(value: Any) -> str:

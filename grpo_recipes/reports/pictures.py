@@ -1,7 +1,8 @@
-"""Charts of a report on one run or several, in three groups: `groups(runs)`."""
+"""Charts of a report on one run or several, in four groups: `groups(runs)`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +14,14 @@ from grpo_recipes.reports import charts, diagnostics
 from grpo_recipes.reports.charts import Band, Chart, Interval, Limit, Line, number
 from grpo_recipes.reports.run import Run, RunReward, Series
 from grpo_recipes.runs.files import AFTER, BEFORE
+from grpo_recipes.tools.metrics import UNKNOWN
 from grpo_rewards.errors import shortened
 
 MAX_NAME = 100
 MAX_BARS = 8
 MAX_LIMITS = 4
+MAX_TOOLS = 4
+"""Largest number of tools in a chart, one for each kind of dashes."""
 BANDS = 24
 """Number of windows of steps in which a band has a value."""
 MIN_SCORES = 8
@@ -126,6 +130,41 @@ RAN = (
 )
 
 
+TOOLS = (
+    Metric("Turns", "per completion", (("tools/turns", ""),)),
+    Metric(
+        "Calls of tools",
+        "per completion",
+        (("tools/call_frequency", "all"), (f"tools/{UNKNOWN}/calls", "of unknown names")),
+    ),
+    Metric("Completions that call a tool", "share of completions", (("tools/rows_with_calls", ""),)),
+    Metric(
+        "Failed calls",
+        "share of calls",
+        (("tools/failure_frequency", ""),),
+        "Faults of the tools, unknown names, and arguments that don't fit.",
+        lambda run: [Limit(diagnostics.FAILED_CALLS_LIMIT, "check:")],
+    ),
+    Metric(
+        "Completions that a limit ended",
+        "share of completions",
+        (
+            ("tools/rows_at_limit", "no turns left"),
+            ("tools/rows_out_of_budget", "no tokens left"),
+            ("tools/rows_results_dropped", "results dropped"),
+        ),
+        "`max_tool_calling_iterations` limits the turns, and `max_completion_length` the tokens.",
+        lambda run: [Limit(diagnostics.TOOL_LIMITS_LIMIT, "check:")],
+    ),
+    Metric(
+        "Tokens of results",
+        "share of completion tokens",
+        (("tools/tokens_share", ""),),
+        "Results of tools and the template around them are masked and not trained on.",
+    ),
+)
+
+
 @dataclass(frozen=True)
 class Group:
     """Charts that answer one question."""
@@ -152,6 +191,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
             [*_evaluations(runs), *_held_out(runs), *_metrics(runs, LEARNT), *_rewards(runs)],
         ),
         ("trust", "Can I trust it?", [*_metrics(runs, TRUSTED)]),
+        ("tools", "How tools were used", [*_metrics(runs, TOOLS), *_metrics(runs, _by_tool(runs))]),
         ("ran", "How it ran", [*_metrics(runs, RAN)]),
     ):
         group = Group(place, title, [], [])
@@ -194,6 +234,24 @@ def _metrics(runs: Sequence[Run], metrics: Iterable[Metric]) -> Iterator[Chart |
             limits=list(limits)[:MAX_LIMITS],
         )
         yield _with_legend(chart, series)
+
+
+def _by_tool(runs: Sequence[Run]) -> Iterator[Metric]:
+    """Yield the metrics that are logged for each tool, with a line for each of the tools called most."""
+    calls = dict.fromkeys((tool for run in runs for tool in diagnostics.tools(run)), 0.0)
+    for run in runs:
+        for tool in diagnostics.tools(run):
+            calls[tool] += math.fsum(run.series(f"tools/{tool}/calls").values)
+    names = sorted(calls, key=lambda tool: -calls[tool])[:MAX_TOOLS]
+    note = f"The {MAX_TOOLS} tools called most, of {len(calls)}." if len(calls) > MAX_TOOLS else ""
+    of = f"of {shortened(names[0])}" if len(names) == 1 else "by tool"  # a chart with one line has no labels
+    for title, unit, key in (
+        (f"Calls {of}", "per completion that has the tool", "calls"),
+        (f"Faults {of}", "share of its calls", "failures"),
+        (f"Calls that don't fit, {of}", "share of its calls", "refused"),
+        (f"Time of a call {of}", "seconds", "seconds"),
+    ):
+        yield Metric(title, unit, tuple((f"tools/{tool}/{key}", tool) for tool in names), note)
 
 
 def _rewards(runs: Sequence[Run]) -> Iterator[Chart | str]:

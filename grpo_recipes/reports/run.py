@@ -23,6 +23,7 @@ import pandas as pd
 
 from grpo_recipes.evaluation.estimates import Estimate, mean_share
 from grpo_recipes.process.faults import FAULT_FILES
+from grpo_recipes.reports.transcript import Part, transcript
 from grpo_recipes.runs import completions, files
 from grpo_recipes.runs.checkpoints import numbered, step_in_name
 from grpo_recipes.runs.lock import is_held
@@ -44,6 +45,9 @@ MAX_METRICS = 20_000
 
 MAX_STEPS = 1000
 """Largest number of steps whose completions are read."""
+
+PARTS = "parts of the completion"
+"""Column of transcripts. No reward has a name with spaces."""
 
 _HEAD_BYTES = 1 << 16
 Item = TypeVar("Item")
@@ -391,8 +395,8 @@ class Run:
         """Table of the logged completions without their texts, one row each, in order of steps.
 
         Columns: `file` and `row`, the place of the completion; `step`; `prompt` and `completion`, hashes of the texts;
-        `characters`, the length of completion and prompt; `total`, the weighted sum of the rewards; `pay/NAME`, the
-        value of each reward. A missing value is NaN.
+        `characters`, the length of completion and prompt; `calls`, the number of calls of tools; `total`, the weighted
+        sum of the rewards; `pay/NAME`, the value of each reward. A missing value is NaN.
         """
         parts = []
         for number, source in enumerate(self.completion_files.kept):
@@ -402,8 +406,9 @@ class Run:
                     "row": range(start, start + len(batch)),
                     "step": batch["step"].astype("int64"),
                     "prompt": [hash(text) for text in batch["prompt"]],
-                    "completion": [hash(text) for text in batch["completion"]],
-                    "characters": batch["completion"].str.len() + batch["question"].str.len(),
+                    "completion": [*map(_identity, batch["completion"], batch[PARTS])],
+                    "characters": [*map(_length, batch["completion"], batch[PARTS], batch["question"])],
+                    "calls": [*map(_calls, batch[PARTS])],
                     "total": batch["total"].astype(float),
                 }
                 for reward in self.rewards:
@@ -411,7 +416,7 @@ class Run:
                         part[f"pay/{reward.name}"] = batch[reward.name].astype(float)
                 parts.append(pd.DataFrame(part))
         if not parts:
-            names = ("file", "row", "step", "prompt", "completion", "characters", "total")
+            names = ("file", "row", "step", "prompt", "completion", "characters", "calls", "total")
             return pd.DataFrame({name: [] for name in names})
         # The steps of compacted files with different columns may alternate.
         return pd.concat(parts).sort_values("step", kind="stable", ignore_index=True)
@@ -419,8 +424,9 @@ class Run:
     def texts(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the completions at some of `rows`, in the same order, with their texts.
 
-        Columns: `prompt` and `completion` as text; `question`, the last message of the prompt; the rewards; `total`;
-        and `advantage`, `gold` and `verdict` if the file has them.
+        Columns: `prompt` and `completion` as text; `question`, the last message of the prompt; `PARTS`, the transcript
+        of a completion with several messages; the rewards; `total`; and `advantage`, `gold` and `verdict` if the file
+        has them. The text of a completion is its last assistant message.
         """
         batches = list(self.batches(rows))
         if not batches:
@@ -461,7 +467,9 @@ class Run:
             self.check_time()
             batch["question"] = [last_message(prompt) for prompt in batch["prompt"]]
             batch["prompt"] = [prompt_text(prompt) for prompt in batch["prompt"]]
-            batch["completion"] = [completion_text(_listed(completion)) for completion in batch["completion"]]
+            conversations = [_listed(completion) for completion in batch["completion"]]
+            batch[PARTS] = [transcript(conversation) for conversation in conversations]
+            batch["completion"] = [completion_text(conversation) for conversation in conversations]
             weighted = []
             for reward in self.rewards:
                 if reward.name in batch.columns:
@@ -556,6 +564,21 @@ def _content(message: Mapping[str, Any]) -> str:
     """Return the text of a message, or the texts of its content blocks."""
     content = message.get("content")
     return completion_text([{"content": content}]) if isinstance(content, list) else str(content or "")
+
+
+def _identity(text: str, parts: Sequence[Part]) -> int:
+    """Return a hash of a completion. Transcripts with one last message may differ in their calls."""
+    return hash((text, *parts))
+
+
+def _length(text: str, parts: Sequence[Part], question: str) -> int:
+    """Return the number of characters of a question and of the completion or its transcript."""
+    completion = sum(len(part.text) + len(part.label) for part in parts) if parts else len(text)
+    return completion + len(question)
+
+
+def _calls(parts: Sequence[Part]) -> int:
+    return sum(part.kind == "call" for part in parts)
 
 
 def _mean(values: list[float]) -> float:

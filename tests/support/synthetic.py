@@ -62,6 +62,55 @@ def healthy_completions() -> list[dict[str, Any]]:
     ]
 
 
+TOOL_METRICS: dict[str, Callable[[float], float]] = {
+    "tools/call_frequency": ramp(0.8, 1.2),
+    "tools/failure_frequency": ramp(0.2, 0.1),
+    "tools/turns": ramp(1.8, 2.2),
+    "tools/rows_with_calls": ramp(0.6, 0.8),
+    "tools/rows_at_limit": ramp(0.05, 0.02),
+    "tools/rows_out_of_budget": ramp(0.05, 0.06),
+    "tools/rows_results_dropped": ramp(0.0, 0.0),
+    "tools/tokens_share": ramp(0.3, 0.4),
+    "tools/unknown/calls": ramp(0.02, 0.0),
+    "tools/add/calls": ramp(0.7, 1.0),
+    "tools/add/failures": ramp(0.02, 0.01),
+    "tools/add/refused": ramp(0.1, 0.02),
+    "tools/add/seconds": ramp(0.01, 0.02),
+    "tools/find/calls": ramp(0.1, 0.2),
+}
+"""Metrics of a healthy run with two tools."""
+
+
+def tool_completions(
+    calls: Callable[[int, int], int] = lambda step, member: member % 3,
+    pay: Callable[[int, int], float] = lambda step, member: 2.0 * (member == 0),
+    reward: str = "gsm8k_correctness",
+) -> list[dict[str, Any]]:
+    """Return groups of four at eight steps, with a number of calls and a reward by step and member."""
+    rows = []
+    for step in range(5, 41, 5):
+        for prompt in range(2):
+            for member in range(4):
+                asked = {"role": "user", "content": f"question {step}.{prompt}"}
+                messages = tool_messages(calls(step, member), f"<answer>{member}</answer> <b>{step}</b>")
+                scores = {reward: pay(step, member), "advantage": 0.5}
+                rows.append({"step": step, "prompt": [asked], "completion": messages, **scores})
+    return rows
+
+
+def tool_messages(calls: int, answer: str) -> list[dict[str, Any]]:
+    """Return a completion with some calls, one per turn, and an answer."""
+    messages: list[dict[str, Any]] = []
+    for number in range(calls):
+        function = {"name": "add", "arguments": json.dumps({"a": 1, "b": number})}
+        called = [{"type": "function", "function": function}]
+        messages += [
+            {"role": "assistant", "content": "I add.", "tool_calls": called},
+            {"role": "tool", "name": "add", "content": str(1 + number)},
+        ]
+    return [*messages, {"role": "assistant", "content": answer}]
+
+
 def write_run(
     folder: Path,
     metrics: dict[str, Callable[[float], float] | None] | None = None,

@@ -17,6 +17,8 @@ async function read() {
   const [head, ...items] = JSON.parse(await new Response(stream).text());
   names = head;
   for (const item of items) (typeof item === "string" ? prompts : rows).push(item);
+  // A transcript is a list of kind, heading and text of each part.
+  for (const row of rows) row.words = typeof row[TEXT] === "string" ? row[TEXT] : row[TEXT].map(part => `${part[1]}\n${part[2]}`).join("\n");
   rows.sort((one, other) => one[STEP] - other[STEP]);
 }
 
@@ -58,13 +60,13 @@ function filter() {
     row[STEP] >= stepFrom && row[STEP] <= stepTo
     && (!verdict || row[VERDICT] === verdict)
     && (!isBounded || (row[reward] !== null && row[reward] >= low && row[reward] <= high))
-    && (matches[row[PROMPT]] || row[TEXT].toLowerCase().includes(wanted) || row[GOLD].toLowerCase().includes(wanted)));
+    && (matches[row[PROMPT]] || row.words.toLowerCase().includes(wanted) || row[GOLD].toLowerCase().includes(wanted)));
   const order = byId("order").value;
   // A completion without a score comes last, whichever the order.
   const value = (row, missing) => row[reward] === null ? missing : row[reward];
   if (order === "highest") found.sort((one, other) => value(other, -Infinity) - value(one, -Infinity) || 0);
   if (order === "lowest") found.sort((one, other) => value(one, Infinity) - value(other, Infinity) || 0);
-  if (order === "longest") found.sort((one, other) => other[TEXT].length - one[TEXT].length);
+  if (order === "longest") found.sort((one, other) => other.words.length - one.words.length);
   first = 0;
   show();
 }
@@ -93,6 +95,10 @@ function completion(text) {
   return shown;
 }
 
+function transcript(parts) {
+  return parts.map(([kind, label, text]) => element("div", `said ${kind}`, element("p", "label", label), completion(text)));
+}
+
 function chip(name, value) {
   return element("li", "", `${name} `, element("strong", "", value));
 }
@@ -106,12 +112,13 @@ function card(row) {
   if (row[ADVANTAGE] !== null) chips.append(chip("advantage", row[ADVANTAGE].toFixed(2)));
   const prompt = element("pre", "prompt", prompts[row[PROMPT]]);
   prompt.tabIndex = 0;
-  const length = `Completion, ${row[TEXT].length.toLocaleString("en")} characters`;
+  const isPlain = typeof row[TEXT] === "string";
+  const length = `Completion, ${row.words.length.toLocaleString("en")} characters`;
   return element(
     "article", "card",
     element("h2", "", `Step ${row[STEP]}`),
     element("div", "", element("p", "label", "Prompt"), prompt),
-    element("div", "", element("p", "label", length), completion(row[TEXT])),
+    element("div", "", element("p", "label", length), ...(isPlain ? [completion(row[TEXT])] : transcript(row[TEXT]))),
     chips,
   );
 }

@@ -17,7 +17,7 @@ from grpo_recipes.reports import completions_page
 from grpo_recipes.reports.report import write_report
 from grpo_recipes.reports.run import Run
 from tests.support.browser import CONTRAST, OUTSIDE, Browser, Tab, chromium
-from tests.support.synthetic import healthy_completions, write_run
+from tests.support.synthetic import healthy_completions, tool_completions, write_run
 
 EVIL = "</script><script>document.title = 1</script><img src=x onerror=document.title=1>\x1b[2J\u202e"
 
@@ -117,6 +117,21 @@ def test_no_text_of_a_run_is_in_the_page_but_as_data(tmp_path: Path) -> None:
         assert shown.isprintable()
 
 
+def test_a_transcript_is_a_list_of_its_parts(tmp_path: Path) -> None:
+    rows = tool_completions(lambda step, member: member % 2)
+    for row in rows[1::2]:
+        row["completion"][1] |= {"name": EVIL, "content": EVIL + "r" * 5000}
+    _, _, shown = data(written(tmp_path, completions=rows))
+    assert shown[0][2] == "<answer>0</answer> <b>5</b>", "a plain answer stays a text"
+    kinds, labels, texts = zip(*shown[1][2], strict=True)
+    assert kinds == ("text", "call", "result", "text")
+    assert labels[:2] == ("Turn 1", "Turn 1 calls add")
+    assert texts[:2] == ("I add.", '{"a": 1, "b": 0}')
+    assert all(part.isprintable() for part in labels)
+    assert re.search(r"r\n… 3,\d\d\d characters …\nr", texts[2]), "a long result is cut"
+    assert texts[3] == "<answer>1</answer> <b>5</b>"
+
+
 # In a browser
 
 
@@ -171,6 +186,22 @@ def test_completions_are_filtered_and_searched(tmp_path: Path, browser: Browser)
     assert tab.evaluate("document.getElementById('count').textContent") == "32 of 32 completions, 25 to 32 shown"
     kinds = "[...document.querySelector('.completion').children].map(part => part.className)"
     assert tab.evaluate(kinds) == ["tag", "answer", "tag"]
+
+
+@pytest.mark.slow
+def test_transcripts_are_shown_and_searched(tmp_path: Path, browser: Browser) -> None:
+    rows = tool_completions(lambda step, member: member % 3)
+    rows[1]["completion"][1] |= {"content": EVIL}
+    tab = browser.open(written(tmp_path, completions=rows))
+    tab.evaluate(READ)
+    parts = "[...document.querySelectorAll('.card')[1].querySelectorAll('.said')].map(part => part.className)"
+    assert tab.evaluate(parts) == ["said text", "said call", "said result", "said text"]
+    assert tab.evaluate("document.title") == "Completions of run"
+    assert tab.evaluate("document.querySelectorAll('.card img').length") == 0
+    assert len(filtered(tab, search='"b": 1', step_to="10")) == 4, "the second call of two"
+    assert filtered(tab, order="longest")[0] == "I add."
+    ratio, text = tab.evaluate(CONTRAST)
+    assert ratio >= 4.5, text
 
 
 @pytest.mark.slow

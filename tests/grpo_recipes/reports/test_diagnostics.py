@@ -18,7 +18,7 @@ from grpo_recipes.reports.diagnostics import FINE as FINE_RESULT
 from grpo_recipes.reports.run import Run, Series
 from grpo_recipes.runs.files import RunError
 from tests.support.grids import only
-from tests.support.synthetic import HEALTHY, healthy_completions, ramp, write_run
+from tests.support.synthetic import HEALTHY, TOOL_METRICS, healthy_completions, ramp, tool_completions, write_run
 
 
 def found_in(run: Run) -> list[Finding]:
@@ -89,6 +89,57 @@ PROBLEMS = {
 }
 
 
+PAID = {"rewards": [{"name": "Game", "source": "x", "weight": 1.0, "kind": "other"}]}
+"""A run whose environment pays."""
+
+
+def with_tools(
+    metrics: dict[str, Any] | None = None, rows: list[dict[str, Any]] | None = None, **more: Any
+) -> dict[str, Any]:
+    """Return arguments of `write_run` for a healthy run with tools, in which `metrics` replace some."""
+    rows = tool_completions() if rows is None else rows
+    return {"metrics": {**TOOL_METRICS, **(metrics or {})}, "completions": rows, **more}
+
+
+def paid_by_calls(pay: Callable[[int, int], float]) -> dict[str, Any]:
+    """Return arguments of `write_run` for a run that makes more and more calls, whose environment pays `pay`."""
+    curves = dict.fromkeys(key for key in HEALTHY if key.startswith("rewards/"))
+    rows = tool_completions(_more_and_more, pay, "Game")
+    return with_tools({**curves, "rewards/Game/mean": ramp(1, 3)}, rows, **PAID)
+
+
+def _more_and_more(step: int, member: int) -> int:
+    return 1 + member % 2 + step // 20
+
+
+TOOL_PROBLEMS = {
+    "tools_never_called": (
+        with_tools({"tools/call_frequency": ramp(0, 0)}),
+        "no completion calls a tool up to step 40: ask for calls",
+    ),
+    "calls_without_gain": (
+        with_tools(
+            {"reward": ramp(1, 1)},
+            tool_completions(lambda step, member: 1, lambda step, member: 2.0 * (member == 0)),
+        ),
+        r"100% of the completions call a tool at the end of the run \(step 40\), while the reward goes from 1\.0\d to",
+    ),
+    "failing_tools": (
+        with_tools({"tools/add/failures": ramp(0.1, 0.3)}),
+        r"`add` fails in 2\d% of its calls up to step 40: it raises",
+    ),
+    "tool_limits_hit": (
+        with_tools({"tools/rows_at_limit": late(0.1, 0.5)}),
+        r"limits end \d\d% .* by step 40, and [34]\d% still call a tool after `max_tool_calling_iterations`",
+    ),
+    "reward_by_calls_alone": (
+        paid_by_calls(lambda step, member: float(_more_and_more(step, member))),
+        r"calls per completion go from 1\.5 to 3(\.\d)? by step 40, and the reward rises by \d\.\d+, but by 0\.00",
+    ),
+}
+PROBLEMS |= TOOL_PROBLEMS
+
+
 def test_every_check_has_a_planted_problem() -> None:
     assert {check.__name__ for check in CHECKS} == set(PROBLEMS)
 
@@ -108,7 +159,8 @@ def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
     }
     nothing = write_run(tmp_path / "nothing", dict.fromkeys(HEALTHY), completions=healthy_completions()[:1])
     diagnosis = diagnose(Run.read(nothing))
-    assert (diagnosis.findings, diagnosis.checked, set(diagnosis.unchecked)) == ([], 0, set(PROBLEMS))
+    assert (diagnosis.findings, diagnosis.checked) == ([], 0)
+    assert set(diagnosis.unchecked) == set(PROBLEMS) - set(TOOL_PROBLEMS)
     assert describe(diagnosis).startswith("diagnosis:\n  nothing could be checked")
 
 
@@ -142,7 +194,7 @@ FINE = {
 
 def test_a_check_that_finds_nothing_gives_the_figure(tmp_path: Path) -> None:
     diagnosis = diagnose(Run.read(write_run(tmp_path / "run", {"eval_reward": ramp(0.8, 2.0)})))
-    assert set(diagnosis.fine) == set(FINE) == set(PROBLEMS)
+    assert set(diagnosis.fine) == set(FINE) == set(PROBLEMS) - set(TOOL_PROBLEMS)
     for name, says in FINE.items():
         assert re.match(says, diagnosis.fine[name]), diagnosis.fine[name]
         assert (FINE_RESULT, name, diagnosis.fine[name]) in diagnosis.rows()
@@ -164,6 +216,7 @@ def test_a_check_that_does_not_apply_is_not_counted(tmp_path: Path, capsys: pyte
         "dominant_reward": "no format or length reward is beside another reward",
         "no_answer_found": "no reward compares answers",
         "lost_updates": "`updates/expected` is logged only for optimizers with the moments of AdamW",
+        **dict.fromkeys(TOOL_PROBLEMS, "the policy has no tools"),
     }
     assert list(diagnosis.unchecked) == ["overfitting"]
     assert diagnosis.coverage == "4 of 5 checks had data"
@@ -195,6 +248,7 @@ def test_a_check_without_its_metric_is_reported_as_unchecked(tmp_path: Path, met
     )
     diagnosis = diagnose(run)
     left_out = set(diagnosis.unchecked) | set(diagnosis.not_applicable)
+    left_out -= set(TOOL_PROBLEMS)
     assert left_out == ({read_by[metric]} if metric in read_by else set())
 
 
@@ -494,7 +548,7 @@ def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.C
     assert [(finding["check"], finding["step"]) for finding in output["findings"]] == [("kl_blow_up", 1)]
     assert (output["checked"], output["checks"], list(output["unchecked"]), output["looks_fine"]) == (
         10,
-        11,
+        16,
         ["overfitting"],
         False,
     )
@@ -558,3 +612,127 @@ def test_reward_hacking_is_found_in_a_real_run(tmp_path: Path, gsm8k_file: Path,
     output = capsys.readouterr().out
     assert findings["format_without_correctness"] in output
     assert re.search(r"\d of \d+ checks had data; .* says why \d had none$", output.splitlines()[-1])
+
+
+# ---- Tools
+
+TOOLS_FINE = {
+    "tools_never_called": r"a completion makes 1\.[12]\d* calls on average at the end of the run$",
+    "calls_without_gain": r"50% of the completions call a tool at the end of the run \(limit 95%\)",
+    "failing_tools": r"1\d% of the calls fail at the end of the run \(limit 50%\)",
+    "tool_limits_hit": r"limits end [78]% of the completions at the end of the run \(limit 25%\)",
+    "reward_by_calls_alone": r"`gsm8k_correctness` rises too, from 0\.6\d to 1\.[34]\d",
+}
+
+
+def test_checks_of_tools_that_find_nothing_give_the_figure(tmp_path: Path) -> None:
+    diagnosis = diagnose(Run.read(write_run(tmp_path / "run", **with_tools())))
+    assert diagnosis.findings == []
+    for name, says in TOOLS_FINE.items():
+        assert re.match(says, diagnosis.fine[name]), diagnosis.fine[name]
+
+
+def test_checks_of_tools_need_their_metrics(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "run", {"rewards/gsm8k_correctness/mean": None}, completions=healthy_completions()[:1]
+    )
+    record = json.loads((folder / "run.json").read_text())
+    record["recipe"]["tools"] = ["my_tools.add"]
+    (folder / "run.json").write_text(json.dumps(record))
+    unchecked = diagnose(Run.read(folder)).unchecked
+    assert {name: unchecked[name] for name in TOOL_PROBLEMS} == {
+        "tools_never_called": "`tools/call_frequency` was not logged",
+        "calls_without_gain": "fewer than 8 scored completions were logged at the end of the run",
+        "failing_tools": "`tools/failure_frequency` was not logged",
+        "tool_limits_hit": "`tools/rows_at_limit` was not logged",
+        "reward_by_calls_alone": "too few scored completions with calls were logged",
+    }
+
+
+def check(folder: Path, name: str, **run: Any) -> str:
+    """Return the sentence of a check on a run, which begins with its result."""
+    rows = diagnose(Run.read(write_run(folder, **run))).rows()
+    return next(f"{result}: {text}" for result, checked, text in rows if checked == name)
+
+
+def test_a_policy_that_stops_calling_is_found(tmp_path: Path) -> None:
+    stopping = with_tools({"tools/call_frequency": lambda over: max(0.0, 0.5 - over)})
+    found = check(tmp_path / "run", "tools_never_called", **stopping)
+    assert found.startswith("problem: completions stop calling tools: the last calls are at step 19")
+
+
+def test_a_tool_that_is_never_called_is_named(tmp_path: Path) -> None:
+    unused = with_tools({"tools/find/calls": ramp(0, 0)})
+    assert check(tmp_path / "run", "tools_never_called", **unused).endswith(
+        "at the end of the run; never called: `find`"
+    )
+
+
+def test_calls_that_all_completions_need_are_fine(tmp_path: Path) -> None:
+    def sentence(name: str, calls: Callable[[int, int], int], pay: Callable[[int, int], float]) -> str:
+        rows = tool_completions(calls, pay)
+        return check(tmp_path / name, "calls_without_gain", **with_tools({"reward": ramp(1, 1)}, rows))
+
+    always = sentence("always", lambda step, member: 1, lambda step, member: 2.0 if step > 20 else float(member % 2))
+    assert re.match("fine: 100% .*, and nearly all earn the best reward", always), always
+    learnt = sentence(
+        "learnt", lambda step, member: int(step > 20), lambda step, member: (member % 3) * (1.0 if step > 20 else 0.1)
+    )
+    assert re.match(r"fine: 100% .* those with a call earn 0\.75 and those without 0\.0", learnt), learnt
+    useless = sentence("useless", lambda step, member: int(step > 20), lambda step, member: float(member % 2))
+    assert re.search("problem: .* those with a call earn 0.50 and those without 0.50: look", useless), useless
+
+
+def test_calls_that_the_policy_writes_wrongly_are_found(tmp_path: Path) -> None:
+    wrong = check(tmp_path / "run", "failing_tools", **with_tools({"tools/failure_frequency": late(0.2, 0.8)}))
+    assert re.match(
+        r"problem: [67]\d% of the calls fail at the end of the run \(step 40\): calls name no tool", wrong
+    ), wrong
+    never = with_tools({"tools/call_frequency": ramp(0, 0), "tools/failure_frequency": ramp(0, 0)})
+    assert check(tmp_path / "none", "failing_tools", **never) == "not checked: no tool was called"
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("tools/rows_out_of_budget", "have no room for a result in `max_completion_length`: raise it, or lower"),
+        ("tools/rows_results_dropped", "lose a result that can't be cut"),
+    ],
+)
+def test_the_limit_that_ends_most_completions_is_named(tmp_path: Path, key: str, says: str) -> None:
+    assert says in check(tmp_path / "run", "tool_limits_hit", **with_tools({key: ramp(0.3, 0.4)}))
+
+
+def test_rewards_that_rise_by_more_than_calls_are_fine(tmp_path: Path) -> None:
+    def sentence(name: str, pay: Callable[[int, int], float]) -> str:
+        return check(tmp_path / name, "reward_by_calls_alone", **paid_by_calls(pay))
+
+    better = sentence("better", lambda step, member: _more_and_more(step, member) + step / 20)
+    assert re.match(r"fine: .* at equal numbers of calls the reward rises by", better), better
+    # The chance to win depends on the calls, but the outcome of one completion does not follow from them.
+    lucky = sentence("lucky", lambda step, member: float((7 * step + 3 * member) % 5 < _more_and_more(step, member)))
+    assert lucky.startswith("fine: "), lucky
+
+
+def test_a_policy_that_learns_to_call_is_fine(tmp_path: Path) -> None:
+    """Completions without a call are left out: to call the tool at all is what should pay."""
+    rows = tool_completions(
+        lambda step, member: int(member * 10 < step + 10), lambda step, member: float(member * 10 < step + 10)
+    )
+    run = paid_by_calls(lambda step, member: 0.0) | {
+        "completions": [{**row, "Game": row["gsm8k_correctness"]} for row in rows]
+    }
+    found = check(tmp_path / "run", "reward_by_calls_alone", **run)
+    assert found == "fine: calls per completion go from 1 to 1"
+
+
+def test_logged_arguments_may_be_text_or_structs(tmp_path: Path) -> None:
+    """TRL writes structs with the fields of all calls, and our trainer writes JSON text."""
+    rows = tool_completions()
+    for row in rows:
+        for message in row["completion"]:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    assert check(tmp_path / "structs", "calls_without_gain", **with_tools({}, rows)) == check(
+        tmp_path / "text", "calls_without_gain", **with_tools()
+    )

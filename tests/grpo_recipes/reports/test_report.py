@@ -22,7 +22,13 @@ from grpo_recipes.reports.pictures import groups
 from grpo_recipes.reports.report import paired_completions, verdict, write_report
 from grpo_recipes.reports.run import Run
 from tests.support.browser import CONTRAST, OUTSIDE, Browser, chromium
-from tests.support.synthetic import healthy_completions, ramp, write_run
+from tests.support.synthetic import (
+    TOOL_METRICS,
+    healthy_completions,
+    ramp,
+    tool_completions,
+    write_run,
+)
 
 SHARE = {"value": 0.4, "low": 0.35, "high": 0.45}
 BETTER = {"value": 0.8, "low": 0.75, "high": 0.84}
@@ -234,6 +240,93 @@ def test_the_cards_cover_the_whole_run(run_folder: Path) -> None:
     assert cards[5].advantage == "+1.50"
     assert "".join(piece.text for piece in cards[3].pieces) == "<answer>0</answer> <b>40</b>"
     assert [piece.kind for piece in cards[3].pieces] == ["tag", "answer", "tag", ""]
+
+
+def tool_run(folder: Path, completions: list[dict] | None = None, **metrics: Any) -> Path:
+    """Write a run with two tools."""
+    rows = tool_completions() if completions is None else completions
+    return write_run(folder, {**TOOL_METRICS, **metrics}, completions=rows)
+
+
+def test_the_metrics_of_tools_are_drawn(tmp_path: Path) -> None:
+    folder = tool_run(tmp_path / "run")
+    page = report(folder)
+    assert page.text.count("How tools were used") == 2, "in the contents, and over the charts"
+    drawn = {path.stem for path in (folder / "report").glob("*.svg")}
+    assert drawn >= {
+        "turns",
+        "calls-of-tools",
+        "completions-that-call-a-tool",
+        "failed-calls",
+        "completions-that-a-limit-ended",
+        "tokens-of-results",
+        "calls-by-tool",
+        "faults-by-tool",
+        "calls-that-don-t-fit--by-tool",
+        "time-of-a-call-by-tool",
+    }
+    (chart,) = (
+        chart for group in groups([Run.read(folder)]) for chart in group.charts if chart.name == "calls-by-tool"
+    )
+    assert [line.label for line in chart.lines] == ["add", "find"], "the tool called most is first"
+    assert "How tools were used" not in report(write_run(tmp_path / "plain")).text
+
+
+def test_only_the_tools_called_most_are_drawn(tmp_path: Path) -> None:
+    many = {f"tools/tool{number}/calls": ramp(number, number + 1) for number in range(9)}
+    folder = write_run(tmp_path / "run", many)
+    (chart,) = (
+        chart for group in groups([Run.read(folder)]) for chart in group.charts if chart.name == "calls-by-tool"
+    )
+    assert [line.label for line in chart.lines] == ["tool8", "tool7", "tool6", "tool5"]
+    assert chart.note == "The 4 tools called most, of 9."
+
+
+def test_one_tool_is_named_in_the_title(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", {"tools/add/calls": ramp(0, 1)})
+    assert "Calls of add" in report(folder).text
+
+
+def test_a_card_shows_the_turns_of_a_completion(tmp_path: Path) -> None:
+    folder = tool_run(tmp_path / "run", tool_completions(lambda step, member: 2))
+    card = examples.cards(Run.read(folder))[0]
+    assert card.turns == 3
+    assert [said.kind for said in card.said] == ["text", "call", "result", "text", "call", "result", "text"]
+    assert [said.label for said in card.said[:3]] == ["Turn 1", "Turn 1 calls add", "Result of add, not trained on"]
+    page = report(folder).text
+    for words in ('{"a": 1, "b": 0}', "Turn 2 calls add", "3 turns", "Dashed: results of tools, which are masked"):
+        assert words in page, words
+
+
+def test_a_long_transcript_is_shortened_on_a_card(tmp_path: Path) -> None:
+    rows = tool_completions(lambda step, member: 40)
+    for row in rows:
+        row["completion"][1]["content"] = "r" * 10_000
+    page = report(tool_run(tmp_path / "run", rows)).text
+    assert "… 9,200 characters …" in page
+    assert "… 109 parts …" in page
+
+
+def test_calls_and_results_do_not_become_markup(tmp_path: Path) -> None:
+    evil = "</pre><script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202e"
+    rows = tool_completions(lambda step, member: 1)
+    for row in rows:
+        called, result, _ = row["completion"]
+        called["tool_calls"][0]["function"] = {"name": evil, "arguments": json.dumps({evil: evil})}
+        result |= {"name": evil, "content": evil}
+    page = report(tool_run(tmp_path / "run", rows, **{f"tools/{evil.replace('/', '')}/calls": ramp(0, 1)}))
+    assert not {"script", "img"} & set(page.tags)
+    assert page.text.count("alert(1)") >= 10
+    assert not [one for one in page.text if not one.isprintable() and one != "\n"]
+
+
+def test_completions_with_different_calls_are_different(tmp_path: Path) -> None:
+    rows = tool_completions(lambda step, member: member)
+    for row in rows:
+        row["completion"][-1]["content"] = "the same answer"
+    table = Run.read(tool_run(tmp_path / "run", rows)).rows
+    assert table.groupby(["step", "prompt"])["completion"].nunique().tolist() == [4] * 16
+    assert table["calls"].tolist() == [0, 1, 2, 3] * 16
 
 
 def test_the_bands_are_the_quartiles_of_the_scores(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Transcripts of logged completions: from TRL's structs, from our JSON text, and from damaged tables."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pandas as pd
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_recipes.reports.transcript import Part, limited, transcript
+from tests.support.synthetic import tool_messages
+
+
+def stored(completions: list[Any]) -> list[Any]:
+    """Return completions as a table gives them back: arrays of mappings with the keys of all messages."""
+    file = io.BytesIO()
+    pd.DataFrame({"completion": completions}).to_parquet(file)
+    return list(pd.read_parquet(file)["completion"])
+
+
+def called(arguments: Any, **message: Any) -> list[dict[str, Any]]:
+    function = {"name": "add", "arguments": arguments}
+    return [{"role": "assistant", **message, "tool_calls": [{"type": "function", "function": function}]}]
+
+
+def test_a_plain_answer_has_no_transcript() -> None:
+    for completion in ("text", [], [{"role": "assistant", "content": "text"}], [{"content": "text"}]):
+        assert transcript(completion) == []
+        assert transcript(stored([completion])[0]) == []
+
+
+def test_turns_calls_and_results_are_in_order() -> None:
+    expected = [
+        Part("text", 1, "I add."),
+        Part("call", 1, '{"a": 1, "b": 0}', "add"),
+        Part("result", 1, "1", "add"),
+        Part("text", 2, "I add."),
+        Part("call", 2, '{"a": 1, "b": 1}', "add"),
+        Part("result", 2, "2", "add"),
+        Part("text", 3, "2"),
+    ]
+    messages = tool_messages(2, "2")
+    assert transcript(messages) == expected
+    assert transcript(stored([messages])[0]) == expected
+    assert [part.label for part in expected[:3]] == ["Turn 1", "Turn 1 calls add", "Result of add, not trained on"]
+
+
+def test_arguments_may_be_structs_of_trl() -> None:
+    one, other = stored([called({"a": "1", "texts": ["x"]}), called({"b": 2.5})])
+    assert transcript(one) == [Part("call", 1, '{"a": "1", "texts": ["x"]}', "add")]
+    assert transcript(other) == [Part("call", 1, '{"b": 2.5}', "add")]
+    assert transcript(called("no JSON")) == [Part("call", 1, '"no JSON"', "add")]
+    assert transcript(called('{"": [1]}')) == [Part("call", 1, "[1]", "add")], "arguments that are no mapping"
+
+
+def test_reasoning_and_blocks_are_shown() -> None:
+    result = {"role": "tool", "name": "look", "content": [{"type": "text", "text": "seen"}, {"type": "image"}]}
+    messages = [*called({}, reasoning_content="hm", content=""), result]
+    assert [(part.kind, part.text) for part in transcript(messages)] == [
+        ("reasoning", "hm"),
+        ("call", "{}"),
+        ("result", "seen [image]"),
+    ]
+
+
+def test_a_long_transcript_is_cut_in_its_middle() -> None:
+    parts = [Part("text", number, str(number)) for number in range(1, 20)]
+    shown = limited(parts, 3, 2)
+    assert [part.text for part in shown] == ["1", "2", "3", "… 14 parts …", "18", "19"]
+    assert limited(parts[:6], 3, 2) == parts[:6]
+    long = transcript([{"role": "tool", "name": "x" * 10_000, "content": "y"}])
+    assert len(long[0].label) < 120
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+_KEYS = st.sampled_from(["role", "name", "content", "tool_calls", "function", "arguments", "reasoning_content", "x"])
+_MESSAGES = st.lists(st.dictionaries(_KEYS, _JSON | st.lists(st.dictionaries(_KEYS, _JSON)), max_size=5), max_size=4)
+
+
+@given(_MESSAGES)
+@settings(max_examples=200)
+def test_no_message_raises(messages: list[dict[str, Any]]) -> None:
+    for part in transcript(messages):
+        json.dumps([part.kind, part.label, part.text])

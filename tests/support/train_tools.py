@@ -117,7 +117,8 @@ def main(kind: str, output: str, script: str = "ragged") -> None:
     torch.manual_seed(rank)
     made.train()
     made.save_model(output)
-    found = {"loops": made.loops, "rows": rows, "calls": made.calls // 2}
+    logged = {name: value for name, value in made.state.log_history[0].items() if name.startswith("tools/")}
+    found = {"loops": made.loops, "rows": rows, "calls": made.calls // 2, "logged": logged}
     if compared is not None:
         name = "sampling/sampling_logp_difference/max"
         differences = [entry[name] for entry in made.state.log_history if name in entry]

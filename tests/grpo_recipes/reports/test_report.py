@@ -454,7 +454,15 @@ def pages(folder: Path) -> dict[str, Path]:
     bare = folder / "bare"
     bare.mkdir()
     (bare / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.0}]}))
-    chosen = {"one": runs[:1], "two": runs[:2], "five": runs, "without evaluation": runs[3:4], "empty": [bare]}
+    tools = tool_run(folder / "tools", tool_completions(lambda step, member: 5 * member))
+    chosen = {
+        "tools": [tools],
+        "one": runs[:1],
+        "two": runs[:2],
+        "five": runs,
+        "without evaluation": runs[3:4],
+        "empty": [bare],
+    }
     return {kind: write_report([Run.read(run) for run in some], folder / kind) for kind, some in chosen.items()}
 
 

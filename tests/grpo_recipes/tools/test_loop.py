@@ -318,6 +318,12 @@ def test_ragged_turns_on_two_ranks_train_as_trl(script: str, tmp_path: Path) -> 
         assert expected["loops"] == found["loops"]
     counts = [found["rows"] for found in ours]
     assert counts[0] == counts[1], "both ranks generate for the same numbers of rows"
+    masks = [mask for found in ours for mask in found["loops"][0][0]]
+    share = 1 - sum(map(sum, masks)) / sum(map(len, masks))
+    for found in ours:
+        assert found["logged"]["tools/tokens_share"] == pytest.approx(share), "over both ranks"
+        for name, value in theirs[0]["logged"].items():
+            assert found["logged"][name] == pytest.approx(value), name
     expected_state, state = (launching.parameters(tmp_path / name) for name in ("trl", "ours"))
     for name, weight in state.items():
         torch.testing.assert_close(weight, expected_state[name], atol=1e-6, rtol=0, msg=name)

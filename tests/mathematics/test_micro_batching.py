@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,12 +20,32 @@ from tests.mathematics.oracle import LOSS_TYPES, Completion, Objective
 from tests.mathematics.test_loss_against_trl import LIMIT, LOSS_LIMIT, cells
 from tests.support.grids import covering
 
-# Value of `micro_batching`, and True if the rows of the first prompt have zero advantage.
+# Value of `micro_batching`, True if the rows of the first prompt have zero advantage, and True if tools have written
+# tokens of the completions.
 CASES = {
-    "packed": ("auto", False),
-    "packed, half of the groups at zero advantage": ("auto", True),
-    "trimmed, half of the groups at zero advantage": ({"layout": "trimmed"}, True),
+    "packed": ("auto", False, False),
+    "packed, half of the groups at zero advantage": ("auto", True, False),
+    "trimmed, half of the groups at zero advantage": ({"layout": "trimmed"}, True, False),
+    "packed, with tool tokens": ("auto", False, True),
+    "packed, half of the groups at zero advantage, with tool tokens": ("auto", True, True),
+    "trimmed, with tool tokens": ({"layout": "trimmed"}, True, True),
 }
+
+
+def by_policy(tokens: Sequence[int]) -> list[bool]:
+    """Return True for each token of a completion that the policy wrote. The others differ from row to row."""
+    return [place == 0 or (place + tokens[0]) % 3 > 0 for place in range(len(tokens))]
+
+
+def with_tool_mask(inputs: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
+    """Return the micro-batch with TRL's mask of tool tokens and number of tokens in the loss."""
+    masks = [by_policy(row) for row in inputs["completion_ids"].tolist()]
+    return {**inputs, "tool_mask": torch.tensor(masks).long(), "num_items_in_batch": torch.tensor(tokens)}
+
+
+def with_tool_tokens(row: Completion) -> Completion:
+    """Return the oracle's row without its tool tokens in the loss."""
+    return replace(row, counted=by_policy(row.tokens))
 
 
 def without_advantage(inputs: dict[str, Tensor], prompt: Tensor) -> dict[str, Tensor]:
@@ -43,7 +63,7 @@ def deal(trainer: GRPOTrainer, scenario: Scenario, buffer: list[dict[str, Tensor
     return microbatch.regroup(buffer, window, layout, trainer._exact)
 
 
-def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero: bool) -> Difference:
+def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero: bool, tools: bool) -> Difference:
     """Compare our trainer with the oracle on every optimizer step of the scenario."""
     keys = {key: value for key, value in asdict(objective).items() if key != "max_completion_length"}
     config = {**scenario.config, **keys}
@@ -58,6 +78,10 @@ def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero:
     token_ids = prompt[buffer[0]["prompt_mask"][0].bool()].tolist()
     if zero:
         buffer = [without_advantage(inputs, prompt) for inputs in buffer]
+    tokens = scenario.generation_tokens
+    if tools:
+        tokens = sum(sum(by_policy(completion)) for _, completion in scenario.pairs)
+        buffer = [with_tool_mask(inputs, tokens) for inputs in buffer]
     dealt = deal(trainer, scenario, buffer)
     result = Difference()
     for index, step in enumerate(scenario.steps):
@@ -67,9 +91,9 @@ def compare(scenario: Scenario, objective: Objective, micro_batching: Any, zero:
         losses = trl_losses(trainer, [dealt[turn % size] for turn in turns])
         policy, micro_batches = scenario.rows(index)
         ours = [[with_advantage(row, token_ids if zero else None) for row in batch] for batch in micro_batches]
-        expected = [
-            oracle.micro_batch_loss(batch, objective, scenario.geometry, scenario.generation_tokens) for batch in ours
-        ]
+        if tools:
+            ours = [[with_tool_tokens(row) for row in batch] for batch in ours]
+        expected = [oracle.micro_batch_loss(batch, objective, scenario.geometry, tokens) for batch in ours]
         result.widen(difference(policy, [sum(expected)], trainer.model, [sum(losses)]))
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Recording:
     """By prompt."""
     rewards: list[list[float]]
     """By prompt."""
+    masks: list[list[list[int]]] | None = None
+    """By prompt, 1 for each token of the policy and 0 for each of a tool, or None if no tool was called."""
 
     @classmethod
     def random(
@@ -59,6 +61,17 @@ class Recording:
         completions = [[[*draw(2, WORDS, size - 1), EOS] for size in row] for row in sizes]
         rewards = [[0.5] * group if p in zero else [float(x) for x in draw(0, 5, group)] for p in range(prompts)]
         return cls(texts, completions, rewards)
+
+    def with_tools(self, seed: int = 0) -> Recording:
+        """Return the recording with tool results in its completions: in most rows, also at the end, and never first."""
+        generator = torch.Generator().manual_seed(seed)
+        masks = []
+        for group in self.completions:
+            # Runs of 1 to 4 tokens that are the policy's, the tool's, the policy's, and so on.
+            runs = [torch.randint(1, 5, (MAX_COMPLETION_LENGTH,), generator=generator).tolist() for _ in group]
+            values = [[1 - place % 2 for place, size in enumerate(row) for _ in range(size)] for row in runs]
+            masks.append([mask[: len(ids)] for mask, ids in zip(values, group, strict=True)])
+        return replace(self, masks=masks)
 
     @property
     def group(self) -> int:
@@ -80,12 +93,15 @@ class Recording:
         texts = self.dataset()["prompt"]
         before = trainer.accelerator.process_index * len(prompts)
         found = [(texts.index(prompt), (before + row) % self.group) for row, prompt in enumerate(prompts)]
-        return {
+        output = {
             "prompt_ids": [self.prompts[prompt] for prompt, _ in found],
             "completion_ids": [self.completions[prompt][member] for prompt, member in found],
             "logprobs": None,
             "recorded": [self.rewards[prompt][member] for prompt, member in found],
         }
+        if self.masks is not None:
+            output["env_mask"] = [self.masks[prompt][member] for prompt, member in found]
+        return output
 
 
 def recorded_reward(recorded: Sequence[float], **_: Any) -> list[float]:

@@ -1,0 +1,115 @@
+"""Recorded completions with tool results, trained in every layout: the gradient of each optimizer step is TRL's.
+
+A tool's tokens are context of the turns behind them, and in no loss, KL, entropy, clip or ratio of a sequence.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.recipe.losses import LOSS_TYPES
+from tests.support.grids import covering
+from tests.support.recorded import Recording, compare, gradients, largest_gap, make_trainer, model
+
+LIMIT = 1e-5
+LAYOUTS: list[Any] = [
+    "auto",
+    {"skip_zero_advantage": False},
+    {"layout": "trimmed"},
+    {"layout": "padded"},
+    "off",
+]
+TURNS = Recording.random(seed=1, zero=(2,)).with_tools()
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "KL": {"beta": 0.04},
+    "KL without bias correction": {"beta": 0.04, "use_bias_correction_kl": False, "num_iterations": 2},
+    "entropy bonus": {"entropy_coef": 0.05},
+    "entropy quantile": {"top_entropy_quantile": 0.4},
+    "ratio of sequences": {"importance_sampling_level": "sequence", "num_iterations": 3},
+    "iterations": {"num_iterations": 3, "epsilon_high": 0.28, "beta": 0.04},
+    "two-sided clip": {"delta": 1.5, "num_iterations": 2},
+    "windows": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "windows across generations": {"gradient_accumulation_steps": 6, "steps_per_generation": 4, "generations": 3},
+    "truncated": {"mask_truncated_completions": True},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05, "num_iterations": 3},
+    "LoRA": {"peft": True, "num_iterations": 2, "beta": 0.04},
+}
+PER_TOKEN = ("cispo", "sapo", "vespo")
+"""Losses that refuse a ratio of whole completions."""
+CELLS = [
+    cell
+    for cell in covering(OPTIONS, LOSS_TYPES, LAYOUTS)
+    if cell.values[0] != "ratio of sequences" or cell.values[1] not in PER_TOKEN
+]
+
+
+def gap(folder: Path, option: str, recording: Recording = TURNS, **config: Any) -> float:
+    """Return the difference of our gradients from TRL's under an option."""
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **config, **OPTIONS[option]}
+    if settings.pop("peft", False):
+        settings["peft_config"] = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return compare(recording, folder, **settings)
+
+
+@pytest.mark.parametrize(("option", "loss_type", "micro_batching"), CELLS, ids=str)
+def test_the_gradient_is_trls(option: str, loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)  # LoRA's weights
+    assert gap(tmp_path, option, loss_type=loss_type, micro_batching=micro_batching) <= LIMIT
+
+
+@pytest.mark.parametrize(("loss_type", "micro_batching"), covering(LOSS_TYPES, LAYOUTS[:-1]), ids=str)
+def test_full_kl_is_the_same_in_every_layout(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
+    """The KL over the vocabulary is ours: the padded layout, which the oracle is compared with, stands for TRL."""
+    steps = []
+    for name in ("off", micro_batching):
+        made = make_trainer(
+            GRPOTrainer,
+            TURNS,
+            model(),
+            tmp_path,
+            loss_type=loss_type,
+            micro_batching=name,
+            kl_estimator="full",
+            beta=0.1,
+            num_iterations=2,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=4,
+        )
+        steps.append(gradients(made, TURNS.rows()))
+    assert largest_gap(steps[1], steps[0]) <= LIMIT
+
+
+@pytest.mark.parametrize("micro_batching", LAYOUTS, ids=str)
+def test_rewritten_tool_tokens_change_the_context_only(micro_batching: Any, tmp_path: Path) -> None:
+    """A tool token behind the last turn is read by nothing: other tokens there leave the gradient as it is."""
+    assert TURNS.masks is not None
+    found = []
+    for token in (5, 9):
+        completions = [
+            [ids if mask[-1] else [*ids[:-1], token] for ids, mask in zip(group, masks, strict=True)]
+            for group, masks in zip(TURNS.completions, TURNS.masks, strict=True)
+        ]
+        recording = Recording(TURNS.prompts, completions, TURNS.rewards, TURNS.masks)
+        settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+        made = make_trainer(
+            GRPOTrainer, recording, model(), tmp_path, micro_batching=micro_batching, entropy_coef=0.05, **settings
+        )
+        found.append(gradients(made, recording.rows()))
+    assert largest_gap(found[1], found[0]) <= LIMIT
+
+
+def test_the_recording_is_ragged() -> None:
+    assert TURNS.masks is not None
+    masks = [mask for group in TURNS.masks for mask in group]
+    assert all(mask[0] == 1 for mask in masks)
+    assert any(mask[-1] == 0 for mask in masks), "a completion that ends with a result"
+    assert any(all(mask) for mask in masks), "a completion without a call"
+    assert any(str(mask).count("0, 1") > 1 for mask in masks), "a completion of three turns"
+    assert {len(mask) for group in TURNS.masks for mask in group} == {len(ids) for g in TURNS.completions for ids in g}

@@ -203,10 +203,10 @@ def _saved_splits(path: Path, keys: Keys) -> dict[str, Rows]:
 
 
 def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
-    _check_notation(source, vars(TextFormat()))
     if is_missing(source.path):
         place = f"{source.path}{relative_to(source.path)}"
         raise UserError(f"`dataset.{keys.path}`: there is no file or folder {place}: correct the path")
+    _check_notation(source, vars(TextFormat()))
     files = {}
     for key in ("data_dir", "data_files"):
         if getattr(source, key) is not None:

@@ -187,6 +187,11 @@ def test_a_mistake_is_reported_with_its_fix(
         load(dataset(tmp_path / name, **keys))
 
 
+def test_a_missing_csv_is_reported_as_missing_whatever_describes_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"`dataset.path`: there is no file or folder .*a\.csv"):
+        load(dataset(tmp_path / "a.csv", delimiter=";", encoding="cp1252", decimal="comma"))
+
+
 def test_an_explicit_delimiter_allows_one_column_with_semicolons(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("who; what\nyou; walk\n")
     table = load(dataset(tmp_path / "a.csv", delimiter=",", columns={"question": "who; what"}))

@@ -326,6 +326,8 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raise `RecipeError` for any other content."""
+    if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
+        raise RecipeError(f"{path} is a table, not a recipe: write one for it with `grpo-recipes init {path}`")
     try:
         raw = load_yaml(read_text(path))
     except DuplicateKey as error:

@@ -267,6 +267,14 @@ def test_errors_of_trl_name_the_file(write) -> None:
         grpo_config(parsed(write(fp16=True, bf16=True)))
 
 
+@pytest.mark.parametrize("name", ["prices.csv", "prices.jsonl"])
+def test_a_table_in_place_of_a_recipe_is_sent_to_init(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes("question;answer\nWie groß?;6.403,64 €\n".encode("cp1252"))
+    with pytest.raises(RecipeError, match=rf"is a table, not a recipe: .*`grpo-recipes init .*{name}`"):
+        parsed(str(path))
+
+
 def test_a_file_that_is_not_a_recipe_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     for text, message in [("a: [1", "not YAML"), ("- a\n", "mapping"), ("!!python/object:os.system {}", "not YAML")]:

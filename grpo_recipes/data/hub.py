@@ -12,6 +12,8 @@ from pathlib import Path
 import datasets
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from grpo_recipes.runs.files import RECORD
+
 _TIMEOUT_SECONDS = 5
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".gz", ".zst")
 
@@ -38,7 +40,11 @@ def is_missing(name: str) -> bool:
         validate_repo_id(name)
     except HFValidationError:
         return True
-    return Path(name).suffix in _FILE_SUFFIXES
+    if Path(name).suffix in _FILE_SUFFIXES:
+        return True
+    # `runs/x` could be a name on the hub. Beside other runs, it is the misspelt name of a run.
+    parent = Path(name).expanduser().parent
+    return parent != Path() and any(parent.glob(f"*/{RECORD}"))
 
 
 def hub_answers() -> bool:

@@ -54,6 +54,7 @@ from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import read_record
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
+from grpo_rewards.files import relative_to
 from grpo_rewards.math.answers import RIGHT_VERDICTS, Judge, accepted_golds, read_golds
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
@@ -587,9 +588,18 @@ def _read_record(folder: Path) -> dict[str, Any]:
     try:
         return files.read_object(folder / RESULT, files.EVALUATION)
     except FileNotFoundError as error:
-        raise UserError(
-            f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output"
-        ) from error
+        raise UserError(_no_evaluation(folder)) from error
+
+
+def _no_evaluation(folder: Path) -> str:
+    """Return the message for a folder without a finished evaluation, which may be the folder of a run."""
+    if not folder.exists():
+        return f"{folder}: there is no such folder{relative_to(str(folder))}: correct the path"
+    if inside := sorted(folder.glob(f"evaluations/*/{RESULT}")):
+        return f"{folder} is a run: name one of its evaluations, such as {inside[0].parent}"
+    if (folder / files.RECORD).is_file():
+        return f"{folder} is a run that has not been evaluated: run `grpo-recipes evaluate {folder}` first"
+    return f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output"
 
 
 def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataFrame:

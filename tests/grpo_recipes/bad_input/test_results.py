@@ -201,7 +201,25 @@ RESULTS: list[Case] = [
     ),
     Case("grpo-recipes report run --output recipe.yaml", ("can't be written", "--output"), 2, stored.run_files()),
     # Evaluations that are compared.
-    Case("grpo-recipes compare a nowhere", ("nowhere has no finished evaluation",), 2, TWO_EVALUATIONS),
+    Case("grpo-recipes compare a nowhere", ("nowhere: there is no such folder", "correct"), 2, TWO_EVALUATIONS),
+    Case(
+        "grpo-recipes compare a run",
+        ("run is a run: name one of its evaluations, such as run/evaluations/after",),
+        2,
+        {**stored.run_files(evaluation=None), **TWO_EVALUATIONS, **stored.evaluation_files("run/evaluations/after")},
+    ),
+    Case(
+        "grpo-recipes compare a run",
+        ("run is a run that has not been evaluated: run `grpo-recipes evaluate run` first",),
+        2,
+        {**stored.run_files(evaluation=None), **TWO_EVALUATIONS},
+    ),
+    Case(
+        "grpo-recipes compare a empty",
+        ("empty has no finished evaluation: run `grpo-recipes evaluate` with it as --output",),
+        2,
+        {**TWO_EVALUATIONS, "empty/note.txt": ""},
+    ),
     *(
         Case(
             "grpo-recipes compare a b",

@@ -118,7 +118,7 @@ def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> Non
             if column not in (*TRL_ARGUMENTS, *given):
                 raise UserError(
                     f"`rewards`: {reward.name} needs the column `{column}`, and the columns that it gets are "
-                    f"{', '.join(given) or 'none'}"
+                    f"{', '.join(given) or 'none'}: name the table's column in `dataset.columns`"
                 )
         if not takes_all:
             raise UserError(

@@ -388,13 +388,17 @@ def _range(preview: Preview) -> tuple[float, float]:
 
 def format_never_met(preview: Preview) -> Iterator[str]:
     """Suggest another prompt if no completion earns the full score of a format reward."""
+    rewards = {summary.reward.name for summary in preview.summaries()}
     for summary in preview.summaries():
         if summary.reward.kind == "format" and summary.full == 0 and summary.reward.weight > 0:
             partly = " (some earn a part)" if summary.mean else ""
+            partial_credit = "add a reward with partial credit (`tag_presence`), "
+            if "tag_presence" in rewards:
+                partial_credit = ""
             yield (
                 f"no completion has the format of `{summary.reward.name}`{partly}, and training only raises what is "
-                "sampled: describe the format in `dataset.system_prompt`, add a reward with partial credit "
-                "(`tag_presence`), or begin with a policy that knows the format (`model_name_or_path`)"
+                f"sampled: describe the format in `dataset.system_prompt`, {partial_credit}or begin with a policy that "
+                "knows the format (`model_name_or_path`)"
             )
 
 

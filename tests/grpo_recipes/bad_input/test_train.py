@@ -182,7 +182,7 @@ TRAINING: list[Case] = [
     Case("train --config {recipe} --output_dir /proc/run", ("`output_dir` /proc/run can't be written", "/proc:")),
     Case("train --config {recipe} --output_dir /proc/a/b", ("`output_dir` /proc/a/b can't be written", "choose")),
     Case("train --config {recipe} --output_dir train.jsonl/run", ("`output_dir`", "train.jsonl: it is no folder")),
-    Case("train --config {recipe} --output_dir train.jsonl", ("`output_dir` train.jsonl already holds files",)),
+    Case("train --config {recipe} --output_dir train.jsonl", ("`output_dir` train.jsonl is a file: choose",)),
     Case("train --config {recipe}", ("`output_dir` run already holds files", "--output_dir"), run={}),
     Case("train --config run/run.json", ("run.json: `output_dir` run already holds files", "--output_dir"), run={}),
     Case("train --config run/run.json", ("run/run.json: can't be read as JSON",), files={"run/run.json": "{"}),

@@ -96,6 +96,15 @@ def test_a_format_that_is_never_met_is_named_with_the_keys_that_help() -> None:
     assert "nothing stands in the way" in only_finding(preview_of([*group[:3], sampled(0.0, 1.0)]))
 
 
+def test_partial_credit_is_not_suggested_to_a_recipe_that_has_it() -> None:
+    scores = {CORRECT: 2.0, "tag_presence": 0.0}
+    details: dict[str, dict[str, str]] = {name: {} for name in scores}
+    group = [Completion("2", 10, False, {**scores, CORRECT: pay}, details, pay) for pay in (2.0, 0.0, 2.0, 0.0)]
+    sentence, *_ = preview_of(group, rewards=build_rewards([CORRECT, "tag_presence"])).findings()
+    assert "no completion has the format of `tag_presence`" in sentence
+    assert "partial credit" not in sentence
+
+
 def test_an_answer_elsewhere_is_found_by_the_extractor_that_the_suggestion_names() -> None:
     group = [sampled(0.0, form, f"so #### {form}") for form in (0.0, 1.0, 0.0, 1.0)]
     sentence = only_finding(preview_of(group))

@@ -21,7 +21,7 @@ import pandas as pd
 
 from grpo_recipes.runs.files import BOOLEANS, NUMBERS
 from grpo_recipes.runs.files import Kind as ColumnKind
-from grpo_rewards.completions import listed_scores
+from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.format_tags import WellFormed
 from grpo_rewards.math.answers import extract_answer
@@ -219,16 +219,22 @@ class MeasuredReward:
     spec: Mapping[str, Any] = field(default_factory=dict)
     """Spec of the recipe without the weight, which does not matter."""
 
-    def scores(self, prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns) -> list[float | None]:
+    def scores(self, prompts: Sequence[Prompt], completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return the score of each completion, or None for one that the reward can't score.
+
+        Args:
+            prompts: Texts or messages.
+            completions: Texts, or messages if tools were called.
+            columns: Columns of the dataset with one entry per completion.
 
         Raises:
             Exception: The reward raises it, or does not return one finite number per completion.
         """
         messages: list[Any] = []
-        for prompt, text in zip(prompts, completions, strict=True):
-            # TRL gives rewards the completion of a conversation as a message.
-            messages.append(text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
+        for prompt, completion in zip(prompts, completions, strict=True):
+            # TRL gives rewards the completion of a conversation as messages.
+            is_whole = isinstance(prompt, str) or not isinstance(completion, str)
+            messages.append(completion if is_whole else [{"role": "assistant", "content": completion}])
         scores = self.function(prompts=list(prompts), completions=messages, **columns)
         if inspect.iscoroutine(scores):
             scores = asyncio.run(scores)
@@ -325,9 +331,9 @@ def reward_columns(rewards: Iterable[MeasuredReward]) -> dict[str, ColumnKind]:
 
 
 def reward_values(
-    rewards: Iterable[MeasuredReward], prompts: Sequence[Prompt], completions: Sequence[str], columns: Columns
+    rewards: Iterable[MeasuredReward], prompts: Sequence[Prompt], completions: Sequence[Any], columns: Columns
 ) -> dict[str, Any]:
-    """Return the values of the columns in `reward_columns` for a batch of completions.
+    """Return the values of the columns in `reward_columns` for a batch of completions, texts or messages.
 
     Raises:
         UserError: A reward can't score a completion.
@@ -341,5 +347,6 @@ def reward_values(
         # In pandas None becomes NaN only with the type given.
         values[PAY.format(reward.name)] = pd.Series(scores, dtype="float64")
         if reward.passing is not None:
-            values[PASSED.format(reward.name)] = is_right((reward.passing,), completions, columns)
+            texts = [completion_text(completion) for completion in completions]
+            values[PASSED.format(reward.name)] = is_right((reward.passing,), texts, columns)
     return values

@@ -31,7 +31,7 @@ from grpo_recipes.evaluation.engines import (
     template_kwargs_of,
     training_sampling,
 )
-from grpo_recipes.evaluation.evaluate import DEFAULT_NEW_TOKENS, check_no_tools, recipe_of
+from grpo_recipes.evaluation.evaluate import DEFAULT_NEW_TOKENS, recipe_of
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.groups import decoding
 from grpo_recipes.generation.models import base_model
@@ -185,7 +185,7 @@ def chat(request: Request) -> None:
         _check_text(request.prompt, "--prompt")
     check_model(request.model)
     recipe = recipe_of(request.model, request.recipe)
-    check_no_tools(recipe, "chat")
+    check_no_tools(recipe)
     sampling = training_sampling(recipe)
     settings = _settings(request, recipe, sampling["temperature"])
     prompting = _prompting(request, recipe)
@@ -202,6 +202,13 @@ def chat(request: Request) -> None:
         else:
             talk.answer(request.prompt)
             _note_cut(talk)
+
+
+def check_no_tools(recipe: Mapping[str, Any]) -> None:
+    """Raise `UserError` if a recipe has tools, without which its policy would be another one."""
+    for key in ("tools", "environment_factory"):
+        if recipe.get(key):
+            raise UserError(f"`{key}`: chat can't run the tools of a recipe yet: name a recipe without tools")
 
 
 def converse(talk: Chat, ask: Callable[[], str]) -> None:

@@ -177,6 +177,8 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
         strictly right; `majority`, the share of problems whose most frequent answer is right; `labels`, the confusion
         matrix if the golds are labels. These need golds. Under `rewards`, for each reward of the recipe: `mean` score,
         share of completions that `passed` with its own `pass_at` and `majority`, and number of `unscored` completions.
+        Under `tools`, if the recipe has tools: share of completions that `called` one, mean number of `calls`, and the
+        results of the completions `with_call` and `without_call`, over the problems that have such completions.
         Each estimate has its 95 % interval.
     """
     groups = [rows for _, rows in table.groupby("problem", sort=True)]
@@ -189,17 +191,44 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
             summary["labels"] = labels
     rewards: dict[str, Any] = {}
     for name in reward_names(table):
-        pay, passed = PAY.format(name), PASSED.format(name)
-        means = [float(mean) for mean in (rows[pay].mean() for rows in groups) if not math.isnan(mean)]
-        entry: dict[str, Any] = {"unscored": int(table[pay].isna().sum())}
-        if len(means) > 1:
-            entry["mean"] = mean_value(means).as_dict()
+        passed = PASSED.format(name)
+        entry: dict[str, Any] = {"unscored": int(table[PAY.format(name)].isna().sum()), **_mean_score(groups, name)}
         if passed in table:
             entry["passed"] = mean_share([rows[passed].mean() for rows in groups]).as_dict()
             entry |= _several_samples(groups, passed, passed)
         rewards[name] = entry
     if rewards:
         summary["rewards"] = rewards
+    if "calls" in table:
+        summary["tools"] = _by_call(table, groups)
+    return summary
+
+
+def _mean_score(groups: Sequence[pd.DataFrame], reward: str) -> dict[str, Any]:
+    """Return the mean score of a reward over problems, or nothing if fewer than two problems have one."""
+    means = [float(rows[PAY.format(reward)].mean()) for rows in groups]
+    known = [mean for mean in means if not math.isnan(mean)]
+    return {"mean": mean_value(known).as_dict()} if len(known) > 1 else {}
+
+
+def _by_call(table: pd.DataFrame, groups: Sequence[pd.DataFrame]) -> dict[str, Any]:
+    """Return how often tools were called, and the results of the completions that called one, and of the others."""
+    called = [float((rows["calls"] > 0).mean()) for rows in groups]
+    summary: dict[str, Any] = {"called": mean_share(called).as_dict(), "calls": float(table["calls"].mean())}
+    for name, chosen in (("with_call", table["calls"] > 0), ("without_call", table["calls"] == 0)):
+        parts = [rows for _, rows in table[chosen].groupby("problem", sort=True)]
+        if not parts:
+            continue
+        entry: dict[str, Any] = {"problems": len(parts)}
+        for verdict in ("strict", "lenient"):
+            if verdict in table:
+                entry[verdict] = mean_share([rows[verdict].mean() for rows in parts]).as_dict()
+        rewards = {}
+        for reward in reward_names(table):
+            rewards[reward] = _mean_score(parts, reward)
+            if (passed := PASSED.format(reward)) in table:
+                rewards[reward]["passed"] = mean_share([rows[passed].mean() for rows in parts]).as_dict()
+        summary[name] = {**entry, **({"rewards": rewards} if rewards else {})}
     return summary
 
 
@@ -372,7 +401,25 @@ def describe(summary: Mapping[str, Any]) -> list[Part]:
         parts += ["", *_label_tables(labels)]
     if rewards := summary.get("rewards"):
         parts += ["", _reward_table(rewards)]
+    if tools := summary.get("tools"):
+        parts += ["", *_tool_table(tools)]
     return parts
+
+
+def _tool_table(tools: Mapping[str, Any]) -> list[Part]:
+    """Return a table of the results of the completions that called a tool, beside those that called none."""
+    called, ways = Estimate.from_dict(tools["called"]), ("with_call", "without_call")
+    cells: dict[str, dict[str, object]] = {}
+    for way in ways:
+        entry = tools.get(way, {})
+        measured = {verdict: entry[verdict] for verdict in ("strict", "lenient") if verdict in entry}
+        for name, values in entry.get("rewards", {}).items():
+            measured |= {f"{name}, {measure}": value for measure, value in values.items()}
+        for name, value in measured.items():
+            cells.setdefault(name, {})[way] = Estimate.from_dict(value)
+    rows = [(name, *(found.get(way, "") for way in ways)) for name, found in cells.items()]
+    head = f"  {called} of the completions call a tool, {tools['calls']:.2f} calls per completion"
+    return [Table(rows, ("", "with a call", "without")), Cell(head, "dim")]
 
 
 def _label_tables(labels: Mapping[str, Any]) -> list[Part]:

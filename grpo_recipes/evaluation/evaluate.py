@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 
 from grpo_recipes.checks.tokenizer import trial_prompts
+from grpo_recipes.checks.tools import FACTORY, check_rows
 from grpo_recipes.data.hub import hub_commit
 from grpo_recipes.data.load import load_prompts
 from grpo_recipes.data.places import Places, row_numbers
@@ -41,10 +42,12 @@ from grpo_recipes.evaluation.engines import (
     check_model,
     checkpoint_dtype,
     load_engine,
+    load_tokenizer,
     template_kwargs_of,
 )
 from grpo_recipes.evaluation.estimates import compare_tables, summarise
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.evaluation.tools import RecipeTools, Rollouts, Turns, tools_of
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.recipe.trl_keys import stop_strings
@@ -150,20 +153,27 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     check_model(options.model)
     vllm = options.engine()
     recipe = recipe_of(options.model, options.recipe)
-    check_no_tools(recipe, "evaluate")
+    tools = tools_of(recipe, is_trusted=options.recipe is not None)
     specs = recipe.get("rewards") or []
     spec = held_out_spec(recipe.get("dataset", {}), options)
     problems = _problems(spec, options.limit)
     dataset = problems.dataset
+    engine = LazyEngine(options.model, vllm, dataset, template_kwargs_of(recipe), tools)
     try:
-        settings = _settings(recipe, spec, options, dataset)
+        settings = _settings(recipe, spec, options, dataset, tools)
+        trial_row = dataset[0]
+        if engine.rollouts is not None:
+            check_rows(engine.rollouts.tools.toolset, [dataset])
+            trial_row |= engine.rollouts.trial_columns(trial_row)
         rewards, skipped = accuracy.measurable_rewards(
-            specs, dataset[0], settings.samples, is_trusted=options.recipe is not None
+            specs, trial_row, settings.samples, is_trusted=options.recipe is not None
         )
     except RewardSpecError as error:
         raise UserError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
     if skipped:
         logger.warning("not evaluated: %s", "; ".join(skipped))
+    if engine.rollouts is not None:
+        rewards += engine.rollouts.rewards()
     if settings.strict is None and not rewards:
         raise UserError(
             "there is nothing to measure: the held-out rows have no `answer`, and no reward of the recipe can score "
@@ -176,9 +186,9 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     if rewards:
         described["paid_by"] = [reward.spec for reward in rewards]
     folder = options.folder()
-    engine = LazyEngine(options.model, vllm, dataset, settings.chat_template_kwargs)
+    complete = engine.rollouts or engine
     try:
-        return evaluate_into(folder, engine, dataset, settings, described, rewards, engine.record, problems.places)
+        return evaluate_into(folder, complete, dataset, settings, described, rewards, engine.record, problems.places)
     except KeyboardInterrupt as error:
         parts = len(list((folder / "parts").glob("[0-9]*.parquet")))
         saved = "no batch was finished, so nothing is saved; the same command starts again"
@@ -190,6 +200,9 @@ def evaluate_request(options: Request) -> dict[str, Any]:
         raise UserError(f"{folder}: the result can't be written there ({error}): give another --output") from error
     except ValueError as error:  # a reward needs a column that the rows lack
         raise UserError(str(error)) from error
+    finally:
+        if engine.rollouts is not None:
+            engine.rollouts.close()
 
 
 def _problems(spec: DatasetSpec, limit: int | None) -> Prompts:
@@ -201,12 +214,29 @@ def _problems(spec: DatasetSpec, limit: int | None) -> Prompts:
 
 
 class LazyEngine:
-    """Engine that loads its model for the first batch, because a finished evaluation needs none."""
+    """Engine that loads its model for the first batch, because a finished evaluation needs none.
+
+    Args:
+        model: Folder, or name on the hub.
+        vllm: Options of vLLM, or None for transformers.
+        dataset: Rows whose prompts the tokenizer is tried on.
+        template_kwargs: TRL's `chat_template_kwargs`.
+        tools: Tools of the recipe, or None without any.
+    """
 
     def __init__(
-        self, model: str, vllm: VLLM | None, dataset: Dataset, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        model: str,
+        vllm: VLLM | None,
+        dataset: Dataset,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: RecipeTools | None = None,
     ) -> None:
         self.model, self.vllm, self.dataset, self.template_kwargs = model, vllm, dataset, template_kwargs
+        self.rollouts: Rollouts | None = None
+        """Completions with tools, or None without any."""
+        if tools is not None:
+            self.rollouts = Rollouts(tools, partial(self._turns, tools), lambda: self._loaded)
 
     @cached_property
     def _loaded(self) -> Engine:
@@ -214,6 +244,13 @@ class LazyEngine:
         if self.vllm is None:
             return load_engine(self.model, tried, self.template_kwargs)
         return load_vllm(self.model, self.vllm, tried, self.template_kwargs)
+
+    def _turns(self, tools: RecipeTools) -> Turns:
+        """Return the turns of the model, whose chat template is tried on the tools before the model is loaded."""
+        schemas = [tool.schema for tool in tools.toolset.all_tools]
+        tried = trial_prompts(self.dataset)
+        tokenizer = load_tokenizer(self.model, tried, {**(self.template_kwargs or {}), "tools": schemas})
+        return Turns(tools, self.model, tokenizer, self.template_kwargs)
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
         """Complete each prompt once, in order."""
@@ -295,14 +332,9 @@ def recipe_of(model: str, named: str | None = None) -> dict[str, Any]:
     return {}
 
 
-def check_no_tools(recipe: Mapping[str, Any], verb: str) -> None:
-    """Raise `UserError` if a recipe has tools, without which its policy would be another one."""
-    for key in ("tools", "environment_factory"):
-        if recipe.get(key):
-            raise UserError(f"`{key}`: {verb} can't run the tools of a recipe yet: name a recipe without tools")
-
-
-def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: Request, dataset: Dataset) -> Settings:
+def _settings(
+    recipe: dict[str, Any], spec: DatasetSpec, options: Request, dataset: Dataset, tools: RecipeTools | None
+) -> Settings:
     specs = recipe.get("rewards") or []
     tags = options.tags or _tags(recipe, spec)
     try:
@@ -317,8 +349,11 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: Request, datas
     max_new_tokens = options.max_new_tokens
     if max_new_tokens is None:
         max_new_tokens = recipe.get("max_completion_length") or DEFAULT_NEW_TOKENS
-    # A recipe without a correctness reward is held to the golds too, if there are any.
-    has_golds = accuracy.has_correctness(specs) or not specs or "answer" in dataset.column_names
+    # A recipe without a correctness reward is held to the golds too, if there are any. An environment's own reward is
+    # one: its rows may have an `answer` that no completion states.
+    is_scored = tools is not None and any(one.scores for one in tools.toolset.environments)
+    has_golds = not is_scored and (not specs or "answer" in dataset.column_names)
+    has_golds |= accuracy.has_correctness(specs)
     return Settings(
         tags=tags,
         samples=options.samples,
@@ -329,6 +364,7 @@ def _settings(recipe: dict[str, Any], spec: DatasetSpec, options: Request, datas
         strict=strict if has_golds else None,
         stop=stop_strings(recipe.get("generation_kwargs")),
         chat_template_kwargs=template_kwargs_of(recipe),
+        tools=None if tools is None else tools.identity,
     )
 
 
@@ -345,7 +381,7 @@ def _tags(recipe: dict[str, Any], spec: DatasetSpec) -> tuple[str, str]:
 
 def evaluate_into(
     folder: Path,
-    complete: Complete,
+    complete: Complete | Rollouts,
     dataset: Dataset,
     settings: Settings,
     described: dict[str, Any],
@@ -357,7 +393,8 @@ def evaluate_into(
 
     Args:
         folder: Receives `evaluation.json` and `completions.parquet`.
-        complete: Policy, called once for each batch with a seed made from `settings.seed` and the batch's number.
+        complete: Policy, or its completions with tools, called once for each batch with a seed made from
+            `settings.seed` and the batch's number.
         dataset: Rows with a column `prompt` and the columns that the rewards read.
         settings: Settings of sampling and of the rewards.
         described: Other facts that identify the evaluation (model, weights, dataset, rewards), for JSON.
@@ -426,6 +463,8 @@ def _identity(dataset: Dataset, settings: Settings, described: Mapping[str, Any]
 def _rows_fingerprint(dataset: Dataset, settings: Settings) -> dict[str, str]:
     """Return a checksum of each column that matters. Path and split do not identify the rows, which may change."""
     needed = {"prompt", "answer"}
+    if (settings.tools or {}).get(FACTORY):  # `reset` gets every column
+        needed |= {*dataset.column_names}
     for reward in settings.strict or ():
         needed |= {*reward.columns_read, *reward.optional_columns}
     return column_digests(dataset.select_columns(sorted(needed & set(dataset.column_names))))
@@ -449,7 +488,7 @@ def _golds(dataset: Dataset, settings: Settings, places: Places) -> list[str] | 
 
 def _completed(
     problems: Iterable[int],
-    complete: Complete,
+    complete: Complete | Rollouts,
     dataset: Dataset,
     golds: list[str] | None,
     settings: Settings,
@@ -460,19 +499,28 @@ def _completed(
     rows = [dataset[place] for place in places]
     prompts = [row["prompt"] for row in rows]
     columns = {name: [row[name] for row in rows] for name in dataset.column_names if name != "prompt"}
-    completions = complete(prompts, settings)
+    seen, texts, more = prompts, [], {}
+    completions: Sequence[Any]
+    if isinstance(complete, Rollouts):
+        played = complete.play(rows, settings)
+        seen, completions, texts, more = played.prompts, played.completions, played.texts, played.columns()
+        if played.environments:
+            columns["environments"] = played.environments
+    else:
+        completions = texts = complete(prompts, settings)
     table = {
         "problem": places,
         "sample": [number % settings.samples for number in range(len(places))],
         "prompt": [prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False) for prompt in prompts],
-        "completion": completions,
-        **accuracy.reward_values(rewards, prompts, completions, columns),
+        "completion": texts,
+        **more,
+        **accuracy.reward_values(rewards, seen, completions, columns),
     }
     if golds is None or settings.strict is None:
         return pd.DataFrame(table)
     table["gold"] = [golds[place] for place in places]
-    table["answer"] = accuracy.stated_answers(settings.strict, completions, columns, settings.tags)
-    table["strict"] = accuracy.is_right(settings.strict, completions, columns)
+    table["answer"] = accuracy.stated_answers(settings.strict, texts, columns, settings.tags)
+    table["strict"] = accuracy.is_right(settings.strict, texts, columns)
     decimal = accuracy.decimal(settings.strict)
     judge = Judge(decimal=decimal)
     table["lenient"] = []

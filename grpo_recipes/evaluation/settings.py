@@ -20,12 +20,13 @@ class Settings:
         tags: Names of the reasoning tag and the answer tag.
         samples: Completions per problem.
         temperature: Divisor of the logits, with no other filter, or 0 for greedy decoding.
-        max_new_tokens: Maximum length of a completion in tokens.
+        max_new_tokens: Maximum length of a completion in tokens, the results of tools included.
         batch_size: Completions generated together. With sampling, a seed reproduces only the same batch size.
         seed: Random seed for sampling. The global random state is restored afterwards.
         strict: Rewards that a strictly right completion must earn in full. Empty for the default with `tags`, or None
             if the rows have no golds, so that no accuracy is measured.
         stop: Strings that end a completion, as in training (`generation_kwargs.stop` of the recipe).
+        tools: Facts about tools and their limits that identify the evaluation, for JSON, or None without tools.
         chat_template_kwargs: TRL's, with which prompts of messages are rendered, or None.
 
     Raises:
@@ -41,6 +42,7 @@ class Settings:
     strict: tuple[BaseReward, ...] | None = ()
     stop: tuple[str, ...] = ()
     chat_template_kwargs: Mapping[str, Any] | None = None
+    tools: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.strict == ():

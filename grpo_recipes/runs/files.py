@@ -122,6 +122,14 @@ Shape = Kind | list[Any] | Mapping[str, Any]
 A list holds the shape of each item, or nothing if items may be anything. A mapping holds the shape of each key: `key?`
 may be absent, and `*?` stands for every other key."""
 
+BY_CALL: Shape = {
+    "problems": INTEGER,
+    "strict?": SHARE,
+    "lenient?": SHARE,
+    "rewards?": {"*?": {"mean?": ESTIMATE, "passed?": SHARE}},
+}
+"""Shape of the results of the completions that called a tool, or that called none."""
+
 EVALUATION: Shape = {
     "problems": INTEGER,
     # Present if the rows have golds.
@@ -136,6 +144,8 @@ EVALUATION: Shape = {
     "rewards?": {
         "*?": {"mean?": ESTIMATE, "passed?": SHARE, "majority?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}
     },
+    # Present if the recipe has tools.
+    "tools?": {"called": SHARE, "calls": NUMBER, "with_call?": BY_CALL, "without_call?": BY_CALL},
 }
 """Shape of `evaluation.json`."""
 
@@ -160,6 +170,9 @@ EVALUATED = {
     "answer?": TEXTS_OR_NULL,
     "strict?": BOOLEANS,
     "lenient?": BOOLEANS,
+    # Present if the recipe has tools: number of calls that were answered, and the conversation as JSON text.
+    "calls?": INTEGERS,
+    "transcript?": TEXTS,
 }
 """Columns of an evaluation's `completions.parquet`, and of its parts."""
 

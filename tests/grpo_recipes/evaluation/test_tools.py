@@ -1,24 +1,364 @@
-"""Evaluation of recipes with tools and environments."""
+"""Evaluation of recipes with tools and environments: the turns of training, transcripts, and accuracy by call."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
+import torch
+from datasets import Dataset
 
-from grpo_recipes import cli
+from grpo_recipes import GRPOTrainer, cli
+from grpo_recipes.evaluation import evaluate
+from grpo_recipes.evaluation.engines import Transformers
+from grpo_recipes.evaluation.estimates import describe
+from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.evaluation.tools import Played, RecipeTools, Rollouts, Turns, tools_of
+from grpo_rewards.errors import UserError
+from grpo_rewards.terminal import rendered
+from tests.support.tool_rollouts import (
+    ADD,
+    BROKEN,
+    END,
+    FETCH,
+    TOOLS,
+    call,
+    tool_policy,
+    tool_tokenizer,
+    transcript_reward,
+)
+from tests.support.trainers import make_trainer
+
+HERE = "tests.grpo_recipes.evaluation.test_tools"
+SUPPORT = "tests.support.tool_rollouts"
+COUNT = call("count", times=2)
+LIMITS = {"max_completion_length": 400, "max_tool_calling_iterations": 4}
+
+
+class Counter:
+    """Environment that counts its calls."""
+
+    def reset(self, answer: str, **columns: Any) -> str:
+        self.calls = 0
+        return " (count)"
+
+    def count(self, times: int) -> str:
+        """Count a call.
+
+        Args:
+            times: Length of the answer.
+        """
+        self.calls += 1
+        return f"{self.calls} " * times
+
+    def get_reward(self) -> float:
+        return 0.5 * self.calls
+
+
+def counted(prompts: list[Any], completions: list[Any], environments: list[Counter], **columns: Any) -> list[float]:
+    """Return the number of results in each transcript, which must be that of its environment."""
+    scores = []
+    for prompt, messages, environment in zip(prompts, completions, environments, strict=True):
+        results = sum(message["role"] == "tool" for message in messages)
+        assert results in (0, environment.calls), "a trial has no turns"
+        assert results == 0 or prompt[-1]["content"].endswith(" (count)")
+        scores.append(float(results))
+    return scores
+
+
+class Scripted:
+    """Engine whose rows of an even case make calls before they answer 3."""
+
+    positions = float("inf")
+
+    def __init__(self, first: str) -> None:
+        self.tokenizer, self.first = tool_tokenizer(), first
+        self.seen: list[tuple[list[str], Sequence[int] | None]] = []
+
+    def generate(self, prompts: list[list[int]], settings: Settings, room: Any = None) -> list[list[int]]:
+        texts = [self.tokenizer.decode(prompt) for prompt in prompts]
+        self.seen.append((texts, room))
+        turns = []
+        for text in texts:
+            is_first = "<tool_response>" not in text
+            is_even = int(text.split("case ")[1][0]) % 2 == 0
+            turns.append(self.first if is_first and is_even else f"The answer is 3{END}")
+        return self.tokenizer(turns, add_special_tokens=False)["input_ids"]
+
+    def sampling(self, settings: Settings) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that evaluates a recipe with keys on four cases, of which the first is answered wrongly."""
+    rows = [{"question": f"case {n}", "answer": "4" if n == 0 else "3"} for n in range(4)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = tmp_path / "model"
+    tokenizer = tool_tokenizer()
+    tool_policy(tokenizer).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+
+    def run(first: str = f"{ADD}{END}", options: Sequence[str] = (), **keys: Any) -> tuple[Scripted, int]:
+        engine = Scripted(first)
+        monkeypatch.setattr(evaluate, "load_engine", lambda *_: engine)
+        dataset = {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "test.jsonl")}
+        recipe = {
+            "model_name_or_path": str(model),
+            "dataset": {**dataset, "prompt_format": "conversational"},
+            "rewards": [f"{SUPPORT}.transcript_reward"],
+            **LIMITS,
+            **keys,
+        }
+        (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+        command = ["evaluate", str(model), "--recipe", str(tmp_path / "r.yaml"), *options]
+        return engine, cli.main([*command, "--output", str(tmp_path / "e")])
+
+    return run
+
+
+# ---- the turns of training
+
+
+def calling_policy(tokenizer: Any) -> Any:
+    """Return a policy that writes calls, a few words and the end token, in up to four turns, by greedy decoding too."""
+    policy = tool_policy(tokenizer, seed=20)
+    written = [*tokenizer.convert_tokens_to_ids([ADD, FETCH, BROKEN]), tokenizer.eos_token_id]
+    written += tokenizer("so", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        kept = policy.lm_head.weight[written].clone()
+        policy.lm_head.weight.zero_()
+        policy.lm_head.weight[written] = kept
+    return policy
+
+
+def played(tools: RecipeTools, engine: Any, rows: Sequence[dict[str, Any]], **settings: Any) -> Played:
+    tokenizer = tool_tokenizer()
+    rollouts = Rollouts(tools, lambda: Turns(tools, "m", tokenizer), lambda: engine)
+    try:
+        return rollouts.play(rows, Settings(strict=None, **settings))
+    finally:
+        rollouts.close()
+
+
+@pytest.mark.parametrize("iterations", [1, 3])
+def test_greedy_turns_are_those_of_training(iterations: int, tmp_path: Path) -> None:
+    tokenizer = tool_tokenizer()
+    policy = calling_policy(tokenizer)
+    rows = [{"prompt": [{"role": "user", "content": f"case {n} {'so ' * n}"}]} for n in range(8)]
+    trainer = make_trainer(
+        GRPOTrainer,
+        policy,
+        tmp_path,
+        rewards=transcript_reward,
+        rows=Dataset.from_list(rows),
+        tokenizer=tokenizer,
+        tools=TOOLS,
+        num_generations=2,
+        per_device_train_batch_size=16,
+        max_completion_length=300,
+        max_tool_calling_iterations=iterations,
+        max_steps=1,
+        learning_rate=0.0,
+        shuffle_dataset=False,
+        generation_kwargs={"do_sample": False},
+    )
+    batches = []
+    loop = trainer._tool_call_loop
+    trainer._tool_call_loop = lambda *given: batches.append(loop(*given)) or batches[-1]
+    trainer.train()
+    recipe = {
+        "tools": [f"{SUPPORT}.{tool.__name__}" for tool in TOOLS],
+        "max_tool_calling_iterations": iterations,
+    }
+    tools = tools_of(recipe, is_trusted=True)
+    assert tools is not None
+    found = played(tools, Transformers(policy, tokenizer), rows, max_new_tokens=300)
+    (values,) = batches
+    assert {len(row.turns) for row in found.rows} >= {0, 1, iterations}, "rows call tools in different numbers of turns"
+    assert [row.completion for row in found.rows] == list(values[2])[::2]
+    assert [row.mask for row in found.rows] == list(values[0])[::2]
+    assert found.completions == list(values[1])[::2]
+
+
+def test_later_turns_have_the_room_that_is_left(evaluated: Any) -> None:
+    engine, code = evaluated(tools=[f"{SUPPORT}.add"])
+    assert code == 0
+    (texts, room), (later, left) = engine.seen
+    assert room is None
+    assert len(texts) == 4
+    assert all("def add" in text or '"name": "add"' in text for text in texts), "the prompt describes the tool"
+    lengths = [len(ids) for ids in engine.tokenizer([text.split("assistant\n", 1)[1] for text in later])["input_ids"]]
+    assert list(left) == [400 - length for length in lengths]
+    assert len(later) == 2, "only the rows that called"
+
+
+# ---- results
+
+
+def test_accuracy_with_and_without_a_call(evaluated: Any, tmp_path: Path) -> None:
+    _, code = evaluated(tools=[f"{SUPPORT}.add"], rewards=["math_correctness", f"{SUPPORT}.transcript_reward"])
+    assert code == 0
+    summary = json.loads((tmp_path / "e" / "evaluation.json").read_text())
+    found = summary["tools"]
+    assert found["called"]["value"] == found["calls"] == 0.5
+    assert found["with_call"]["lenient"]["value"] == 0.5
+    assert found["without_call"]["lenient"]["value"] == 1.0
+    assert summary["lenient"]["value"] == 0.75
+    assert found["with_call"]["problems"] == found["without_call"]["problems"] == 2
+    shown = rendered(describe(summary), 100)
+    assert "with a call" in shown
+    assert "0.50 calls per completion" in shown
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert table["calls"].tolist() == [1, 0, 1, 0]
+    assert table["completion"].tolist() == ["The answer is 3"] * 4
+    roles = [[message["role"] for message in json.loads(text)][-3:] for text in table["transcript"]]
+    assert roles[0] == ["assistant", "tool", "assistant"]
+    assert json.loads(table["transcript"][0])[-2]["content"] == "3"
+    assert summary["settings"]["tools"]["tool_limits"] == {"seconds": 30.0, "result_tokens": 512, "failures": 0.5}
+
+
+def test_an_environment_begins_each_row_and_scores_it(evaluated: Any, tmp_path: Path) -> None:
+    keys = {"environment_factory": f"{HERE}.Counter", "rewards": [f"{HERE}.counted"]}
+    _, code = evaluated(f"{COUNT}{COUNT}{END}", ["--samples", "2", "--batch_size", "4"], **keys)
+    assert code == 0
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert table["calls"].tolist() == [2, 2, 0, 0] * 2
+    assert table["reward/counted"].tolist() == table["calls"].tolist()
+    assert table["reward/Counter"].tolist() == [0.5 * calls for calls in table["calls"]]
+    assert "strict" not in table, "the environment decides what is right"
+    assert json.loads(table["prompt"][0])[-1]["content"] == "case 0"
+    first = json.loads(table["transcript"][0])
+    assert [message["content"] for message in first if message["role"] == "tool"] == ["1 1 ", "2 2 "]
+    assert "case 0 (count)" in [message["content"] for message in first]
+
+
+def test_other_limits_are_another_evaluation(evaluated: Any, capsys: Any) -> None:
+    tools = [f"{SUPPORT}.add"]
+    assert evaluated(tools=tools)[1] == 0
+    assert evaluated(tools=tools)[0].seen == [], "the finished evaluation is read"
+    assert evaluated(tools=tools, tool_limits={"seconds": 5})[1] == 2
+    assert "settings.tools.tool_limits.seconds was 30.0 and is now 5" in capsys.readouterr().err
+    assert evaluated(tools=None, max_tool_calling_iterations=None)[1] == 2
+    assert "settings.tools was {" in capsys.readouterr().err
+
+
+def test_a_tool_that_fails_too_often_stops_the_evaluation(
+    evaluated: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_recipes.tools.bounded.ENOUGH_CALLS", 2)
+    assert evaluated(f"{BROKEN}{END}", tools=[f"{SUPPORT}.broken"])[1] == 2
+    assert "100.0% of the last 2 calls of tools failed" in capsys.readouterr().err
+
+
+def test_async_tools_answer(evaluated: Any, tmp_path: Path) -> None:
+    assert evaluated(f"{FETCH}{END}", tools=[f"{SUPPORT}.fetch"])[1] == 0
+    transcript = pd.read_parquet(tmp_path / "e" / "completions.parquet")["transcript"][0]
+    assert json.loads(transcript)[-2]["content"] == "W"
+
+
+def test_a_call_that_no_file_can_hold_is_stored(evaluated: Any, tmp_path: Path) -> None:
+    lone = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800", "b": {"c": [NaN]}}}\n</tool_call>'
+    assert evaluated(f"{lone}{END}", tools=[f"{SUPPORT}.add"])[1] == 0
+    assert pd.read_parquet(tmp_path / "e" / "completions.parquet")["calls"].tolist() == [1, 0, 1, 0]
+
+
+# ---- refusals
+
+
+def test_a_reset_that_fails_is_named(evaluated: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reset(self: Counter, **columns: Any) -> None:
+        raise KeyError("board")
+
+    monkeypatch.setattr(Counter, "reset", reset)
+    assert evaluated(environment_factory=f"{HERE}.Counter")[1] == 2
+    assert "`reset` of Counter fails on a held-out row (KeyError: 'board')" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "chat"])
-def test_a_run_with_tools_is_refused_before_its_model_loads(
-    verb: str, tiny_model: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_the_tools_of_a_run_are_not_imported(verb: str, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text(json.dumps({"recipe": {"tools": ["my_tools.calculator"]}, "config": {}}))
     for name in ("config.json", "model.safetensors"):
         (run / name).symlink_to(tiny_model / name)
     assert cli.main([verb, str(run)]) == 2
-    assert f"`tools`: {verb} can't run the tools of a recipe yet" in capsys.readouterr().err
+    assert "`tools`: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ({"tools": ["os.system"]}, "os.system is code that the run names: give its recipe with --recipe"),
+        ({"tools": ["grpo_recipes.tools.examples.run"]}, "is code that the run names"),
+        ({"environment_factory": {"a": "my_envs.Game"}}, "my_envs.Game is code that the run names"),
+        ({"tools": "calculator"}, "name functions or classes by their paths"),
+        ({"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": None}, "is None"),
+    ],
+)
+def test_a_record_is_not_trusted(recipe: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        tools_of({"max_tool_calling_iterations": 2, **recipe}, is_trusted=False)
+
+
+def test_the_examples_of_this_package_are_trusted() -> None:
+    recipe = {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 2}
+    tools = tools_of(recipe, is_trusted=False)
+    assert tools is not None
+    assert [tool.name for tool in tools.toolset.tools] == ["calculator"]
+
+
+def test_a_template_without_tools_is_refused_before_the_model_loads(
+    tiny_model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "load_engine", None)
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": name, "answer": "1"}) + "\n")
+    recipe = {"model_name_or_path": str(tiny_model), "tools": ["grpo_recipes.tools.examples.calculator"], **LIMITS}
+    recipe |= {
+        "dataset": {"path": str(tmp_path / "train.jsonl"), "prompt_format": "conversational"},
+        "rewards": ["math_correctness"],
+    }
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
+    command = [
+        "evaluate",
+        str(tiny_model),
+        "--recipe",
+        str(tmp_path / "r.yaml"),
+        "--path",
+        str(tmp_path / "test.jsonl"),
+    ]
+    assert cli.main([*command, "--output", str(tmp_path / "e")]) == 2
+    assert "its chat template renders no tool calls and results" in capsys.readouterr().err
+
+
+# ---- vLLM
+
+
+def test_vllm_continues_each_row_within_its_room(evaluated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Scripted(f"{ADD}{END}")
+    lengths: list[list[int]] = []
+
+    class Stub:
+        llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=4096))
+
+        def __init__(self, **settings: Any) -> None:
+            pass
+
+        def generate(self, inputs: list[dict[str, Any]], sampling: list[Any], **more: Any) -> list[Any]:
+            lengths.append([one.max_tokens for one in sampling])
+            made = script.generate([row["prompt_token_ids"] for row in inputs], Settings())
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids)]) for ids in made]
+
+    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace(LLM=Stub, SamplingParams=SimpleNamespace))
+    assert evaluated(options=["--vllm"], tools=[f"{SUPPORT}.add"])[1] == 0
+    first, later = lengths
+    assert first == [400] * 4
+    assert len(later) == 2
+    assert all(300 < length < 400 for length in later)

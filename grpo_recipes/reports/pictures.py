@@ -244,14 +244,17 @@ def _by_tool(runs: Sequence[Run]) -> Iterator[Metric]:
             calls[tool] += math.fsum(run.series(f"tools/{tool}/calls").values)
     names = sorted(calls, key=lambda tool: -calls[tool])[:MAX_TOOLS]
     note = f"The {MAX_TOOLS} tools called most, of {len(calls)}." if len(calls) > MAX_TOOLS else ""
-    of = f"of {shortened(names[0])}" if len(names) == 1 else "by tool"  # a chart with one line has no labels
     for title, unit, key in (
-        (f"Calls {of}", "per completion that has the tool", "calls"),
-        (f"Faults {of}", "share of its calls", "failures"),
-        (f"Calls that don't fit, {of}", "share of its calls", "refused"),
-        (f"Time of a call {of}", "seconds", "seconds"),
+        ("Calls", "per completion that has the tool", "calls"),
+        ("Faults", "share of its calls", "failures"),
+        ("Calls that don't fit", "share of its calls", "refused"),
+        ("Time of a call", "seconds", "seconds"),
     ):
-        yield Metric(title, unit, tuple((f"tools/{tool}/{key}", tool) for tool in names), note)
+        keys = [(f"tools/{tool}/{key}", tool) for tool in names]
+        logged = [(key, tool) for key, tool in keys if any(len(run.series(key)) for run in runs)]
+        # A chart with one line has no label.
+        of = f"of {shortened(logged[0][1])}" if len(logged) == 1 else "by tool"
+        yield Metric(f"{title} {of}", unit, tuple(logged), note)
 
 
 def _rewards(runs: Sequence[Run]) -> Iterator[Chart | str]:

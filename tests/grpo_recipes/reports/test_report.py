@@ -261,9 +261,9 @@ def test_the_metrics_of_tools_are_drawn(tmp_path: Path) -> None:
         "completions-that-a-limit-ended",
         "tokens-of-results",
         "calls-by-tool",
-        "faults-by-tool",
-        "calls-that-don-t-fit--by-tool",
-        "time-of-a-call-by-tool",
+        "faults-of-add",
+        "calls-that-don-t-fit-of-add",
+        "time-of-a-call-of-add",
     }
     (chart,) = (
         chart for group in groups([Run.read(folder)]) for chart in group.charts if chart.name == "calls-by-tool"

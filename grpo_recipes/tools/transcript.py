@@ -135,7 +135,7 @@ class Proof:
         """
         if len(row.mask) != len(row.completion):
             return Fault(row.number, 0, f"the mask has {len(row.mask)} values for {len(row.completion)} tokens")
-        for fault in self._faults(row, with_messages and row.messages is not None):
+        for fault in self._faults(row, with_messages):
             return self._shifted(row) or fault
         return None
 
@@ -171,13 +171,13 @@ class Proof:
     def _faults(self, row: Transcript, with_messages: bool) -> Iterator[Fault]:
         """Yield the faults of a row, in the order of its tokens."""
         segments = row.segments()
-        groups = grouped(row.messages or ()) if with_messages else []
+        groups = grouped(row.messages or ())
         for place, segment in enumerate(segments):
             yield from self._sampled_faults(row, segment) if segment.is_sampled else ()
-            if with_messages:
+            if row.messages is not None:
                 group = groups[place] if place < len(groups) else []
-                yield from self._message_faults(row, segment, group)
-        if with_messages and len(groups) > len(segments):
+                yield from self._message_faults(row, segment, group, with_messages)
+        if len(groups) > len(segments):
             role = groups[len(segments)][0]["role"]
             yield Fault(row.number, len(row.completion), f"a message of the role {role!r} has no tokens")
         if self.in_order:
@@ -233,13 +233,17 @@ class Proof:
                 return
             start += max(map(len, fitting))
 
-    def _message_faults(self, row: Transcript, segment: Segment, group: Sequence[Message]) -> Iterator[Fault]:
-        """Yield the fault of a segment that is not what its messages say."""
+    def _message_faults(
+        self, row: Transcript, segment: Segment, group: Sequence[Message], with_texts: bool
+    ) -> Iterator[Fault]:
+        """Yield the fault of a segment that is not what its messages say, or, without texts, has no messages."""
         ids = list(row.completion[segment.start : segment.stop])
         role = "assistant" if segment.is_sampled else "tool"
         if not group or group[0]["role"] != role:
             kind = "sampled tokens" if segment.is_sampled else "tokens of tool results"
-            yield Fault(row.number, segment.start, f"{len(ids)} {kind} have no message of the role {role!r}")
+            yield Fault(row.number, segment.start, f"no message of the role {role!r} belongs to these {kind}")
+        elif not with_texts:
+            return
         elif segment.is_sampled:
             parsed = self.parse(ids, list(row.context(segment.start)), row.tools)
             # By their text: a call may hold NaN, which differs from itself.
@@ -262,7 +266,7 @@ class Proof:
         places = [segment.start for segment in row.segments()][1:]
         for to_the, shifted in (("right", [*mask[1:], mask[-1]]), ("left", [mask[0], *mask[:-1]])):
             other = Transcript(row.number, row.prompt, row.completion, shifted, row.messages, row.tools)
-            if len(other.segments()) == len(row.segments()) and not any(self._faults(other, row.messages is not None)):
+            if len(other.segments()) == len(row.segments()) and not any(self._faults(other, with_messages=True)):
                 return Fault(row.number, places[0], f"the tool mask is shifted by one token to the {to_the}")
         return None
 

@@ -165,6 +165,31 @@ def repeated_row(trainer: Any, values: Values) -> None:
         values[column][0] = copy.deepcopy(values[column][1])
 
 
+def lost_mask(trainer: Any, values: Values) -> None:
+    values[0][5] = [1] * len(values[0][5])
+
+
+def masked_row(trainer: Any, values: Values) -> None:
+    values[0][5] = [0] * len(values[0][5])
+
+
+def masked_turn(trainer: Any, values: Values) -> None:
+    last = len(values[0][5]) - values[0][5][::-1].index(0)
+    values[0][5][last:] = [0] * len(values[0][5][last:])
+
+
+def lost_result(trainer: Any, values: Values) -> None:
+    start = end_of_turn(values[0][2])
+    stop = values[0][2].index(1, start)
+    replaced(values, 2, start, stop, [])
+    del values[1][2][1:3]
+
+
+def one_token_more(trainer: Any, values: Values) -> None:
+    values[0][6].append(0)
+    values[2][6].append(5)
+
+
 FAULTS: dict[Callable[[Any, Values], None], str] = {
     shifted_right: "row 1, token .*: the tool mask is shifted by one token to the right",
     shifted_left: "row 0, token .*: the tool mask is shifted by one token to the left",
@@ -180,6 +205,11 @@ FAULTS: dict[Callable[[Any, Values], None], str] = {
     cut_message: r"row 1, token .*: the tool result is not the template's rendering of its messages: ",
     other_result: "row 2, token .*: the tool result is not the template's rendering of its messages: '3",
     lost_turn: "row 5, token .*: the turn that was sampled after this tool result is missing",
+    lost_mask: r"row 5, token .*: \d+ tokens were not sampled: ",
+    masked_row: "row 5, token 0: no message of the role 'tool' belongs to these tokens of tool results",
+    masked_turn: "row 5, token .*: the tool result is not the template's rendering .* were not rendered",
+    lost_result: r"row 2, token .*: \d+ tokens were not sampled: ",
+    one_token_more: "row 6, token .*: no message of the role 'tool' belongs to these tokens of tool results",
     repeated_row: "row 0, token 0: these tokens were sampled for row 1",
 }
 
@@ -198,6 +228,20 @@ def test_a_planted_fault_is_named(fault: Callable[[Any, Values], None], scripted
         generate(scripted)
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("set `generation_check: false` to go on anyway")
+
+
+@pytest.mark.parametrize("fault", [shifted_right, without_end, masked_row, masked_turn, one_token_more, lost_turn])
+def test_later_batches_prove_the_tokens_of_all_rows(fault: Callable[[Any, Values], None], scripted: Any) -> None:
+    """After the first batches the messages of few rows are rendered and parsed."""
+    scripted._turn_check.all_messages = False
+    batches, scripted._turn_check.batches = scripted._turn_check.batches, 5
+    try:
+        generate(scripted)
+        planted(scripted, fault)
+        with pytest.raises(NotThePolicy, match="row"):
+            generate(scripted)
+    finally:
+        scripted._turn_check.all_messages, scripted._turn_check.batches = True, batches
 
 
 def faulty_contexts(trainer: Any, change: Callable[[str], str]) -> None:

@@ -219,7 +219,20 @@ def format_without_correctness(run: Run) -> Found | str:
             return f"{rises}, and so does `{judge.name}`, from {risen.start:.2f} to {risen.end:.2f}"
     if not correctness and _strict_accuracy_rises(run):
         return f"{rises}, and so does strict accuracy"
+    for judge, risen in judges:
+        # Correctness of a few completions is noisy. A rise of half the format's size does not show that it stays flat.
+        if risen.has_trend and _rise(judge, risen) >= _rise(reward, means) / 2:
+            return f"{rises}, and `{judge.name}` goes from {risen.start:.2f} to {risen.end:.2f}, which may be noise"
     return _last_step(means), f"{rises} by step {_last_step(means)}, while {_flat(judges)}"
+
+
+def _rise(reward: RunReward, means: Series) -> float:
+    """Return the change from the first to the last quarter as a share of the reward's highest pay.
+
+    If the highest pay is unknown, the largest mean is taken for it.
+    """
+    highest = reward.highest_pay or max(abs(value) for value in means.values)
+    return (means.end - means.start) / max(highest, 1e-9)
 
 
 def _flat(judges: Sequence[tuple[RunReward, Series]]) -> str:

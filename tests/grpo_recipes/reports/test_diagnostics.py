@@ -362,6 +362,19 @@ def test_a_reward_of_another_kind_may_judge_correctness(tmp_path: Path, kind: st
     assert found_in(Run.read(write_run(tmp_path / "better", **flat, evaluations=better))) == []
 
 
+def test_correctness_that_rises_within_its_noise_is_no_finding(tmp_path: Path) -> None:
+    def noisy(start: float, end: float):
+        return lambda over: start + (end - start) * over + 0.25 * (round(39 * over) % 2)
+
+    metrics = {"rewards/gsm8k_correctness/mean": noisy(0.2, 0.45)}
+    run = Run.read(write_run(tmp_path / "rising", metrics))
+    assert run.series("rewards/gsm8k_correctness/mean").trend == 0
+    assert found_in(run) == []
+    metrics = {"rewards/gsm8k_correctness/mean": noisy(0.2, 0.25)}
+    (finding,) = found_in(Run.read(write_run(tmp_path / "flat", metrics)))
+    assert finding.check == "format_without_correctness"
+
+
 def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
     kinds = {"gsm8k_correctness": "correctness", "tag_presence": "format", "get_soft_overlong_punishment": "length"}
     rewards = [{"name": name, "source": name, "weight": 1.0, "kind": kind} for name, kind in kinds.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from transformers import GenerationConfig, TextStreamer
 
 from grpo_recipes.checks.tokenizer import CHARACTERS
+from grpo_recipes.checks.tools import FACTORY, TOOLS
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import Message, Turns, user_turn
 from grpo_recipes.data.prompts import columns_of_prompt, phrased_text, prompt_of, rendered, system_text
@@ -26,6 +27,7 @@ from grpo_recipes.evaluation.engines import (
     Transformers,
     check_model,
     load_engine,
+    load_tokenizer,
     sampling_options,
     seeded,
     template_kwargs_of,
@@ -33,17 +35,33 @@ from grpo_recipes.evaluation.engines import (
 )
 from grpo_recipes.evaluation.evaluate import DEFAULT_NEW_TOKENS, recipe_of
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.evaluation.tools import RecipeTools, tools_of
+from grpo_recipes.evaluation.tools import Turns as ToolTurns
 from grpo_recipes.generation.groups import decoding
 from grpo_recipes.generation.models import base_model
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.recipe.trl_keys import stop_strings
+from grpo_recipes.tools.bounded import Call, Result, ToolRunner
+from grpo_recipes.tools.loop import Ending, Ids, Row
+from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.terminal import say
 
 TRIAL = "How are you?"
 """Message on which the tokenizer is tried before the first one of the user is known."""
+
+RESULT_CHARS = 500
+"""Largest number of characters of a result that are printed."""
+
+UNANSWERED: Mapping[Ending, str] = {
+    "iterations": "the last calls were not run: `max_tool_calling_iterations` turns have called tools",
+    "no room": "the last calls were not run: no result would fit, and --max_new_tokens raises the limit",
+    "full": "the results took all tokens that were left: --max_new_tokens raises the limit",
+    "dropped": "the last results did not fit: --max_new_tokens raises the limit",
+}
+"""Sentences on an answer that ends in a call or in its result."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +119,21 @@ class Streamer(TextStreamer):
         say(text, end="\n" if stream_end else "")
 
 
+class ShownCalls:
+    """Runner of calls that prints each call with its result."""
+
+    def __init__(self, runner: ToolRunner) -> None:
+        self.runner = runner
+
+    def run(self, calls: Sequence[Sequence[Call]]) -> list[list[Result]]:
+        """Run and print the calls of each row, and return the results of each row."""
+        results = self.runner.run(calls)
+        for row in results:
+            for result in row:
+                say(f"[{result.name}: {shortened(one_line(str(result.content)), RESULT_CHARS)}]")
+        return results
+
+
 class Chat:
     """A conversation: its messages, and the model that answers them.
 
@@ -110,10 +143,15 @@ class Chat:
     """
 
     def __init__(
-        self, engine: Transformers, prompting: Prompting, settings: Settings, sampling: Mapping[str, float]
+        self,
+        engine: Transformers,
+        prompting: Prompting,
+        settings: Settings,
+        sampling: Mapping[str, float],
+        tools: ToolTurns | None = None,
     ) -> None:
         self.model, self.tokenizer, self.prompting = engine.model.eval(), engine.tokenizer, prompting
-        self.settings, self.sampling = settings, sampling
+        self.settings, self.sampling, self.tools = settings, sampling, tools
         self.published = PublishedSettings(logger.warning)
         self.stop = StopStrings(settings.stop, self.tokenizer) if settings.stop else None
         self.turns: list[Message] = []
@@ -130,6 +168,8 @@ class Chat:
             KeyboardInterrupt: Ctrl-C was pressed.
         """
         turns = [*(() if self.prompting.is_text else self.turns), self.prompting.message(text)]
+        if self.tools is not None:
+            return self._answer_with_tools(turns, self.tools)
         inputs = self._inputs(self.prompting.prompt(turns))
         settings = replace(self.settings, max_new_tokens=self._room(inputs["input_ids"].shape[1]))
         streamer = Streamer(self.tokenizer)
@@ -142,6 +182,41 @@ class Chat:
         finally:
             self.turns = [*turns, {"role": "assistant", "content": "".join(streamer.parts)}]
         return self.turns[-1]["content"]
+
+    def _answer_with_tools(self, turns: list[Message], tools: ToolTurns) -> str:
+        """Print the turns of the answer, its calls and their results, and return the last turn.
+
+        Of an answer that Ctrl-C stops, the turn that was printed last stays in the conversation.
+        """
+        prompt = tools.prompt_ids(self.prompting.prompt(turns))
+        room = self._room(len(prompt))
+        streamer = Streamer(self.tokenizer)
+        messages: list[Message] = []
+        row: Row | None = None
+
+        def next_turn(contexts: list[Ids]) -> tuple[list[Ids], None]:
+            nonlocal streamer
+            streamer = Streamer(self.tokenizer)
+            left = room if row is None else room - len(row.completion)
+            ids = torch.tensor([contexts[0]], device=self.model.device)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            return [self._generate(inputs, replace(self.settings, max_new_tokens=left), streamer)], None
+
+        self.cut_at = None
+        try:
+            ((first,), _) = next_turn([prompt])
+            functions = [tool.function for tool in tools.tools.toolset.tools]
+            row = tools.row(prompt, first, functions, None)
+            tools.loop(next_turn, room, len(prompt) + room + 1, ShownCalls(tools.runner))([row])
+            messages = row.messages
+        except KeyboardInterrupt:
+            streamer.end()
+            raise
+        finally:
+            self.turns = [*turns, *(messages or [{"role": "assistant", "content": "".join(streamer.parts)}])]
+        if row.ending != "answered":
+            _note(UNANSWERED[row.ending])
+        return completion_text(messages)
 
     def _inputs(self, prompt: Turns) -> Any:
         text = rendered(prompt, self.tokenizer, self.prompting.template_kwargs)
@@ -160,7 +235,8 @@ class Chat:
         return min(self.settings.max_new_tokens, context - length)
 
     @torch.no_grad()
-    def _generate(self, inputs: Any, settings: Settings, streamer: Streamer) -> None:
+    def _generate(self, inputs: Any, settings: Settings, streamer: Streamer) -> Ids:
+        """Print a turn while it is generated, and return its token IDs."""
         options = sampling_options(self.model, self.tokenizer, settings)
         if settings.temperature > 0:
             options |= {**self.sampling, "temperature": settings.temperature}
@@ -172,6 +248,7 @@ class Chat:
         has_ended = completion[-1] in options["eos_token_id"] or (self.stop is not None and self.stop.end(completion))
         if not has_ended:
             self.cut_at = len(completion)
+        return completion
 
 
 def chat(request: Request) -> None:
@@ -185,16 +262,17 @@ def chat(request: Request) -> None:
         _check_text(request.prompt, "--prompt")
     check_model(request.model)
     recipe = recipe_of(request.model, request.recipe)
-    check_no_tools(recipe)
+    tools = _tools(request, recipe)
     sampling = training_sampling(recipe)
     settings = _settings(request, recipe, sampling["temperature"])
     prompting = _prompting(request, recipe)
     if prompting.dataset is not None:
         _note_columns(prompting.dataset)
     tried = prompting.prompt([prompting.message((request.prompt or TRIAL)[:CHARACTERS])])
+    turns = None if tools is None else _tool_turns(tools, request.model, prompting, tried)
     engine = load_engine(request.model, [tried], prompting.template_kwargs)
     prompting = _with_format(prompting, engine.tokenizer, request.model)
-    talk = Chat(engine, prompting, settings, sampling)
+    talk = Chat(engine, prompting, settings, sampling, turns)
     with seeded(engine.model, settings.seed):
         if request.prompt is None:
             _introduce(request.model, talk)
@@ -204,11 +282,23 @@ def chat(request: Request) -> None:
             _note_cut(talk)
 
 
-def check_no_tools(recipe: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a recipe has tools, without which its policy would be another one."""
-    for key in ("tools", "environment_factory"):
-        if recipe.get(key):
-            raise UserError(f"`{key}`: chat can't run the tools of a recipe yet: name a recipe without tools")
+def _tools(request: Request, recipe: Mapping[str, Any]) -> RecipeTools | None:
+    """Return the tools of the recipe. Raises `UserError` for environments, which begin with a row of a dataset."""
+    if recipe.get(FACTORY):
+        raise UserError(
+            f"`{FACTORY}`: an environment begins with a row of a dataset, which a conversation has none of: use "
+            "`grpo-recipes evaluate`, or name a recipe without environments"
+        )
+    return tools_of(recipe, is_trusted=request.recipe is not None)
+
+
+def _tool_turns(tools: RecipeTools, model: str, prompting: Prompting, tried: Turns) -> ToolTurns:
+    """Return the turns of a model with tools. Raises `UserError` if its prompts or its template have no tools."""
+    if prompting.is_text:
+        raise UserError(f"`{TOOLS}` needs messages, and the prompts are text: leave out --prompt_format text")
+    schemas = [tool.schema for tool in tools.toolset.all_tools]
+    tokenizer = load_tokenizer(model, [tried], {**prompting.template_kwargs, "tools": schemas})
+    return ToolTurns(tools, model, tokenizer, prompting.template_kwargs)
 
 
 def converse(talk: Chat, ask: Callable[[], str]) -> None:

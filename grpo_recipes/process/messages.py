@@ -21,6 +21,7 @@ progress = logging.getLogger("grpo_recipes.progress")
 _RENAMED = r"`(is_)?gradient_checkpointing(_\w+)?` is deprecated"
 
 _MISSING_KEYS = "There were missing keys in the checkpoint"
+_NO_ACCELERATOR = "Setting accelerator to CPU"
 _WEIGHT_BARS = ("Loading weights", "Writing model shards")
 
 
@@ -58,17 +59,25 @@ def log_progress(line: str) -> None:
 def fewer_library_messages() -> Iterator[None]:
     """Hide warnings about calls that TRL and PEFT make themselves, and the bars for loading and saving weights.
 
+    DeepSpeed's line about a machine without a GPU is hidden too: libraries import it in runs that don't use it.
     Warnings about deprecated keys in a recipe, and the bars of downloads, are still shown.
     """
     from transformers.utils import logging as library_logging  # takes seconds to import, which `--help` should not
 
     previous = library_logging.set_tqdm_hook(_hide_weight_bars)
+    deepspeed = logging.getLogger("DeepSpeed")  # its level is set anew at the import, its filters are not
+    deepspeed.addFilter(_tells_more_than_no_accelerator)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
             yield
     finally:
+        deepspeed.removeFilter(_tells_more_than_no_accelerator)
         library_logging.set_tqdm_hook(previous)
+
+
+def _tells_more_than_no_accelerator(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NO_ACCELERATOR)
 
 
 def _hide_weight_bars(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Log messages: ours once per subject, and those of the libraries that are hidden or shown."""
 
+import logging as standard_logging
 import subprocess
 import sys
 import warnings
@@ -46,6 +47,24 @@ def test_only_messages_that_nobody_can_act_on_are_hidden(capsys: pytest.CaptureF
     assert "eights" not in printed
     assert "shards" not in printed
     assert "quietly" not in printed
+
+
+def test_deepspeed_does_not_report_a_machine_without_a_gpu() -> None:
+    """DeepSpeed sets up its logger at its import, which may come inside the block."""
+    shown: list[str] = []
+    handler = standard_logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+    deepspeed = standard_logging.getLogger("DeepSpeed")
+    deepspeed.addHandler(handler)
+    try:
+        with fewer_library_messages():
+            deepspeed.setLevel(standard_logging.WARNING)
+            deepspeed.warning("Setting accelerator to CPU. If you have GPU, we were unable to detect it.")
+            deepspeed.warning("the disk is full")
+        deepspeed.warning("Setting accelerator to CPU.")
+    finally:
+        deepspeed.removeHandler(handler)
+    assert shown == ["the disk is full", "Setting accelerator to CPU."]
 
 
 def test_messages_are_shown_again_after_the_block(capsys: pytest.CaptureFixture[str]) -> None:

@@ -363,7 +363,8 @@ def resolve(name: str) -> Any:
             raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_described(error)})") from error
     module, _, attribute = REGISTERED.get(name, name).rpartition(".")
     if not module:
-        raise RewardSpecError(f"unknown reward `{name}`{did_you_mean(name, registered_names())}")
+        hint = did_you_mean(name, registered_names()) or ": `grpo-rewards list` names all"
+        raise RewardSpecError(f"unknown reward `{name}`{hint}")
     imported = _import(module, name)
     try:
         return getattr(imported, attribute)

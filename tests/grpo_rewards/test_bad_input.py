@@ -103,7 +103,7 @@ REWARDS: list[Case] = [
          files=SCORED),
     Case("grpo-rewards score rows.jsonl --reward tag_cuont", ("unknown reward `tag_cuont`: did you mean `tag_count`?",),
          files=SCORED),
-    Case("grpo-rewards score rows.jsonl --reward zzz", ("unknown reward `zzz`",), files=SCORED),
+    Case("grpo-rewards score rows.jsonl --reward zzz", ("unknown reward `zzz`: `grpo-rewards list`",), files=SCORED),
     Case("grpo-rewards score rows.jsonl --reward ''", ("a reward is a name or a mapping",), files=SCORED),
     Case("grpo-rewards score rows.jsonl --reward '{name: tag_count'", ("is not a YAML mapping",), files=SCORED),
     Case("grpo-rewards score rows.jsonl --reward '{name: tag_count, kwarg: {}}'", ("did you mean `kwargs`?",),

@@ -51,7 +51,7 @@ FRONT_DOOR: list[Case] = [
     Case("grpo-recipes plan {recipe} --dataset.path nope/rows.jsonl", ("nope/rows.jsonl",)),
     Case("grpo-recipes plan {recipe} --dataset.path ./rows", ("there is no file or folder ./rows",)),
     Case("grpo-recipes plan {recipe} --rewards gsm8k_corectness", ("did you mean `gsm8k_correctness`?",)),
-    Case("grpo-recipes plan {recipe} --rewards xqzt", ("unknown reward `xqzt`",)),
+    Case("grpo-recipes plan {recipe} --rewards xqzt", ("unknown reward `xqzt`: `grpo-rewards list` names all",)),
     Case(
         "grpo-recipes plan {recipe} --reference.adapter ./nope --beta 0.1",
         ("`reference.adapter` ./nope: there is no such folder",),

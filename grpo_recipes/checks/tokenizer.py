@@ -292,6 +292,8 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 def _results(function: Callable[[Any], Any], values: Sequence[Any]) -> list[Any]:
     """Return the results of `function`. Raise `CallStopped` if it is too slow for a dataset of such values."""
     results = [function(value) for value in values]
+    if not results:
+        return results
     # The second round is timed, because the first one compiles and imports.
     started = time.process_time()
     for value in values:

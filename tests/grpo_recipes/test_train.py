@@ -481,7 +481,7 @@ def test_ctrl_c_before_training_prints_one_line(
     monkeypatch: pytest.MonkeyPatch,
     place: str,
 ) -> None:
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, place, interrupted)

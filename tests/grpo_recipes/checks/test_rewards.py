@@ -209,7 +209,7 @@ def test_the_golds_of_gsm8k_are_checked_in_seconds_without_symbolic_comparison(m
 def test_a_missing_column_is_named_with_the_reward_and_the_columns() -> None:
     for spec in (HERE + "by_difficulty", {"name": "sum", "rewards": ["tag_count", HERE + "by_difficulty"]}):
         with pytest.raises(
-            UserError, match="by_difficulty needs the column `topic`, and the columns .* are answer, level$"
+            UserError, match="by_difficulty needs the column `topic`, and the columns .* are answer, level: name the"
         ):
             check_columns(build_rewards([spec]), ["prompt", "answer", "level"])
         check_columns(build_rewards([spec]), ["prompt", "answer", "level", "topic"])

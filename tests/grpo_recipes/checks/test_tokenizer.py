@@ -5,6 +5,7 @@ The limits of the child are lowered here. `test_hostile_models.py` runs the comm
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -165,6 +166,12 @@ def test_a_tokenizer_without_its_own_file_is_loaded_once_in_this_process() -> No
     assert loaded == [os.getpid()]
     with pytest.raises(UserError, match="organisation/model: rendering 4 prompts"):
         load_after_trial("organisation/model", lambda: tiny.chat_tokenizer(RECURSION), PROMPTS)
+
+
+def test_a_tokenizer_is_loaded_without_prompts_on_a_fine_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(tokenizer_checks.time, "process_time", lambda: next(ticks))
+    assert try_folder(save_tokenizer(tmp_path), []).encode("a")
 
 
 def test_the_first_and_the_longest_prompts_are_tried() -> None:

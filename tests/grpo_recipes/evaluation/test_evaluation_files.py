@@ -472,7 +472,7 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     with pytest.raises(UserError, match="not on the same problems"):
         compare(tmp_path / "a", tmp_path / "c")
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "nothing")]) == 2
-    assert "no finished evaluation" in capsys.readouterr().err
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path: Path, capsys) -> None:

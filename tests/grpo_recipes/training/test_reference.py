@@ -313,7 +313,7 @@ def test_a_continued_adapter_with_replicated_layers(policy: Path, tmp_path: Path
     moved(ours.model)
     with reference_in(ours) as reference:
         torch.testing.assert_close(log_probabilities(reference, TEXTS[0]), expected)
-    with pytest.raises(UserError, match="`layer_replication`.*use `reference: initial`"):
+    with pytest.raises(UserError, match="`layer_replication: .*use `reference: initial`"):
         trainer(GRPOTrainer, model(), arguments(tmp_path), reference={"adapter": str(tmp_path / "adapter")})
 
 

@@ -58,6 +58,7 @@ def test_a_wrong_recipe_raises(recipe: Path) -> None:
         grpo_recipes.run_recipe(grpo_recipes.Recipe.load(recipe, num_generations=7))
 
 
+@pytest.mark.slow
 def test_training_stops_early_and_ends_with_the_best_checkpoint(recipe: Path, tmp_path: Path) -> None:
     assert grpo_recipes.run_recipe(grpo_recipes.Recipe.load(recipe, max_steps=6, learning_rate=0.01, **EVALUATING)) == 0
     run = tmp_path / "run"

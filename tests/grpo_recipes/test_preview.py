@@ -112,6 +112,7 @@ def test_the_terminal_shows_prompts_scores_and_what_follows(
     assert all(letter.isprintable() or letter == "\n" for letter in said.replace("�", ""))
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_dataset_is_announced_beside_the_json(
     capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_a_limit_of_the_dataset_is_announced_beside_the_json(
     assert max(group["tokens"] for group in found["groups"]) <= 90
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_prompts_and_the_same_seed_the_same(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, sampled: dict[str, Any]
 ) -> None:
@@ -188,6 +190,7 @@ def test_ctrl_c_ends_in_one_line(
     assert list(empty_folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_base_is_sampled(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, sampled: dict[str, Any]
 ) -> None:
@@ -198,6 +201,7 @@ def test_an_adapter_on_a_base_is_sampled(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_more_prompts_than_a_generation_batch_holds_are_sampled_in_several(
     capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:

@@ -45,6 +45,7 @@ def test_every_demonstration_is_right_and_the_shares_are_as_set(conversations):
     assert shares == pytest.approx(SMALL.shares[:2], abs=0.1)
 
 
+@pytest.mark.slow
 def test_no_held_out_problem_is_demonstrated():
     asked = {message["content"] for c in demonstrations(WarmStart(), PROMPTS) for message in c["prompt"]}
     held_out = load(DatasetSpec("arithmetic", split="test", size=quickstart.HELD_OUT_PROBLEMS, system_prompt="none"))

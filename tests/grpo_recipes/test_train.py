@@ -238,6 +238,7 @@ def test_another_recipe_is_not_resumed_except_for_keys_that_may_change(
     assert not list(output.glob("*.part"))
 
 
+@pytest.mark.slow
 def test_a_runs_record_runs_it_again(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,6 +293,7 @@ def test_resuming_a_run_that_is_over_changes_nothing(
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_before_its_first_save_is_started_again(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -503,6 +505,7 @@ def test_ctrl_c_while_libraries_load_prints_one_line() -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_resume_is_not_recommended_after_a_failed_set_up(
     tiny_model: Path,
     gsm8k_file: Path,
@@ -538,6 +541,7 @@ def test_a_resume_is_not_recommended_if_the_checkpoint_can_not_be_loaded(
     assert last.endswith(f"; it was to resume from {output / 'checkpoint-2'}: remove it if it is damaged")
 
 
+@pytest.mark.slow
 def test_prompts_over_the_limit_are_dropped_with_a_count(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
 ) -> None:

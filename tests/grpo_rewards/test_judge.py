@@ -523,6 +523,7 @@ def _score_in_a_process(url, cache, texts):
     return [reward(["p"], [text])[0] for text in texts]
 
 
+@pytest.mark.slow
 def test_processes_share_a_cache(tmp_path):
     texts = [str(i) * (1 + i % 9) for i in range(12)]
     with serving(by_length) as server:

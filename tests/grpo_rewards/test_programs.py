@@ -298,6 +298,7 @@ def test_a_limit_of_time_is_zero_and_counted() -> None:
     assert logged["rewards/unit_tests/timeouts"] == 1
 
 
+@pytest.mark.slow
 def test_all_pairs_share_one_limit_of_time() -> None:
     busy = "import time\nwhile time.process_time() < 0.7: pass\nprint(sum(map(int, input().split())))"
     scores, logged = scored(QUICK, [fenced(busy)], SUMS * 10)

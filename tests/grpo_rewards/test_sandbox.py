@@ -156,6 +156,7 @@ def test_the_number_of_processes_is_limited(isolation: str) -> None:
     assert 0 < int(hostile(program, isolation).stdout) < SMALL.processes
 
 
+@pytest.mark.slow
 def test_a_tree_of_folders_too_deep_for_python_is_removed(isolation: str) -> None:
     program = """
         import os

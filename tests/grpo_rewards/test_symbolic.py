@@ -112,6 +112,7 @@ def test_the_callers_timer_survives():
         signal.signal(signal.SIGALRM, previous)
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_restarted():
     assert equivalent("x+1", "1+x") is True
     killed = symbolic._server().pid
@@ -153,6 +154,7 @@ def interrupt():
     signal.signal(signal.SIGUSR1, previous)
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_leaves_no_verdict_behind(interrupt):
     equivalent("x+1", "1+x")
     before = symbolic._server().pid
@@ -496,6 +498,7 @@ def test_a_timeout_counts_as_wrong_and_is_logged():
     assert metrics == {f"{name}/parsed": 0.75, f"{name}/symbolic": 0.5, f"{name}/timeouts": 1.0}
 
 
+@pytest.mark.slow
 def test_a_missing_math_verify_is_named(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     symbolic.shut_down()

@@ -269,6 +269,7 @@ def test_fault_is_caught(fault: Fault, checkpoint: Path, sound: Callable[..., Sc
     assert "times:" not in str(caught.value), "the edit itself failed"
 
 
+@pytest.mark.slow
 def test_the_tests_pass_without_a_fault(checkpoint: Path, sound: Callable[..., Scenario]) -> None:
     with float64_trl():
         for fault in {(fault.test, str(fault.arguments)): fault for fault in FAULTS}.values():

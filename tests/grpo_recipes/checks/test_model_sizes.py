@@ -82,6 +82,7 @@ def test_an_adapter_beside_a_copy_of_the_configuration_of_its_base_passes(model:
         check_model_sizes(str(model))
 
 
+@pytest.mark.slow
 def test_every_architecture_of_transformers_passes_with_its_own_sizes(tmp_path: Path) -> None:
     checked = 0
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -136,6 +136,7 @@ def test_a_tokenizer_that_cannot_be_loaded_keeps_the_message_of_its_loader(tmp_p
         load_after_trial(str(folder), load, PROMPTS)
 
 
+@pytest.mark.slow
 def test_loading_has_the_same_limits(tmp_path: Path) -> None:
     folder = save_tokenizer(tmp_path / "model")
 

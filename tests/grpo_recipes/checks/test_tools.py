@@ -343,6 +343,7 @@ def known_templates() -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_every_template_that_trl_reads_passes(tmp_path: Path) -> None:
     names = known_templates()
     assert len(names) > 15

@@ -41,6 +41,7 @@ def test_each_solution_passes_its_tests_under_pythons_own_assert(task: dict[str,
         exec(test, namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 def test_each_solution_earns_full_pay_and_the_question_earns_nothing() -> None:
     tests = [task["tests"] for task in ALL]

@@ -141,6 +141,7 @@ def test_a_new_adapter_under_autocast_is_healthy(generation: str, tmp_path: Path
     assert max(differences[1:]) < 1e-4  # float32 on both sides
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "steps"), [(None, 8), pytest.param(torch.bfloat16, 60, marks=pytest.mark.slow)])
 def test_an_engine_with_the_adapter_merged_under_autocast_is_healthy(
     dtype: Any, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -294,6 +295,7 @@ def test_a_processor_that_comes_later_stops_the_run_there(
         run.train()
 
 
+@pytest.mark.slow
 def test_processors_are_compared_under_dropout_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5))
     run.train()
@@ -551,6 +553,7 @@ def test_a_new_adapter_is_reported_once_the_check_can_tell(
     assert said() == ["step 1: the generator is the policy"]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_stays_unclear_is_named_after_some_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:

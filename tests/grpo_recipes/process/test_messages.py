@@ -102,6 +102,7 @@ def test_a_missing_weight_without_a_second_name_is_reported(caplog: pytest.LogCa
     assert "missing keys" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_resumed_model_with_tied_weights_reports_no_missing_keys(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_completions_of_too_many_steps_are_sampled_evenly_and_reported(
     assert diagnostics.diagnose(run).coverage.endswith("of the completions, 5 of 33 steps were read, evenly spread")
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_a_training_prints_a_row_for_every_ten_saves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -278,6 +278,7 @@ def test_a_state_that_is_cut_off_is_refused(tmp_path: Path, layout: dict[str, An
             read_log(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_live_log_is_not_kept_as_objects(tmp_path: Path) -> None:
     """Numbers take 16 bytes each, and one line is read at a time. The file itself is far larger than both."""
     import tracemalloc

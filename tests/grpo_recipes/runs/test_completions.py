@@ -381,6 +381,7 @@ def test_a_resume_drops_the_rows_after_its_step(folder: Path, threes: None) -> N
     assert names(folder) == ["eval_completions_00000.parquet"]  # made before the training that now begins
 
 
+@pytest.mark.slow
 def test_a_kill_while_rows_are_dropped_leaves_each_row_once(tmp_path: Path) -> None:
     intact = tmp_path / "intact"
     intact.mkdir()
@@ -554,6 +555,7 @@ def test_nothing_is_removed_from_a_folder_that_another_launch_has_taken_over(fol
     assert len(names(folder)) == 3
 
 
+@pytest.mark.slow
 def test_a_script_that_resumes_an_earlier_checkpoint_logs_every_step_once(
     tiny_model: Path, tmp_path: Path, threes: None
 ) -> None:

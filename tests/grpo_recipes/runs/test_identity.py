@@ -248,6 +248,7 @@ def test_nothing_is_printed_if_nothing_changed(
     assert len(calls) == 1, "the rows are read once"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_an_identity_is_not_compared_with_a_line_that_says_so(
     place: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +267,7 @@ def test_a_checkpoint_without_an_identity_is_not_compared_with_a_line_that_says_
     assert caplog.text.count("are not compared, because the checkpoint does not identify them") == 1
 
 
+@pytest.mark.slow
 def test_the_checkpoint_before_a_damaged_one_is_compared_too(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = recipe(place, max_steps=2)
     assert train.main(command) == 0

@@ -331,6 +331,7 @@ def loses_its_folder(completions: Sequence[str], trainer_state: Any, **columns: 
 LOSES = {"rewards": ["tests.grpo_recipes.runs.test_lock.loses_its_folder"], "max_steps": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moves", only([False], [False, True]))
 def test_a_launch_that_lost_its_folder_stops_before_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], moves: bool
@@ -459,6 +460,7 @@ def ask(process: subprocess.Popen) -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_unshare(), reason="makes a PID namespace")
 def test_a_suspended_launch_loses_its_folder_to_another_container(tmp_path: Path) -> None:
     first = holding(tmp_path / "run")

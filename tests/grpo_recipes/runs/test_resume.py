@@ -101,6 +101,7 @@ def test_an_abandoned_checkpoint_can_be_named(run: Path, policy: str) -> None:
     assert decide(run, True, 1).newest == run / "checkpoint-5"
 
 
+@pytest.mark.slow
 def test_the_last_of_two_branches_is_followed_in_a_moved_folder_too(run: Path, policy: str, tmp_path: Path) -> None:
     for step in (5, 3):
         branch = script(policy, run, StopAfter(step, saves=True), max_steps=8, save_steps=100)
@@ -121,6 +122,7 @@ def test_a_branch_whose_branch_point_is_gone_is_not_replaced_by_another(run: Pat
         script(policy, run, max_steps=8).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_a_script_that_began_anew_does_not_resume_from_an_earlier_run(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(1, saves=False)).train()
     assert (steps_saved(run), steps_abandoned(run)) == ([], [2, 4, 6])
@@ -133,6 +135,7 @@ def test_a_script_that_began_anew_does_not_resume_from_an_earlier_run(run: Path,
     assert again.checkpoints.resumed_from == run / "checkpoint-1"
 
 
+@pytest.mark.slow
 def test_a_branch_in_another_folder_continues_there(run: Path, policy: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     script(policy, other, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
@@ -194,6 +197,7 @@ def test_a_damaged_record_of_the_last_launch_is_named(run: Path, policy: str) ->
             decide(run, True, 1)
 
 
+@pytest.mark.slow
 def test_true_follows_the_last_launch_of_a_recipe_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -41,6 +41,7 @@ def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> l
     return ["--config", "gsm8k-qwen2.5-1.5b-24gb", *(f"--{key}={value}" for key, value in given.items()), *more]
 
 
+@pytest.mark.slow
 def test_evaluation_completions_have_files_of_their_own(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
     plain, evaluated = tmp_path / "plain", tmp_path / "evaluated"
     assert train.main(arguments(tiny_model, gsm8k_file, plain)) == 0

@@ -170,6 +170,7 @@ def test_the_first_batch_is_generated_again_after_a_fault(tmp_path: Path, monkey
     assert list(run._logs["completion"]) == shown
 
 
+@pytest.mark.slow
 def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     run = trainer(tmp_path, max_steps=3)
     original = run._generate_and_score_completions
@@ -190,6 +191,7 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(0 <= mean <= largest < 1e-5 for mean, largest in logged)
 
 
+@pytest.mark.slow
 def test_only_a_few_rows_are_checked_after_the_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, sizes = trainer(tmp_path), []
     scorer = run._generation_check.scorer
@@ -219,6 +221,7 @@ def test_bfloat16_passes_the_check(tmp_path: Path, said: Any) -> None:
 # ---- runs left to transformers' own loop
 
 
+@pytest.mark.slow
 def test_dropout_prevents_group_decoding_in_training_only(tmp_path: Path, said: Any) -> None:
     run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), eval_dataset=PROMPTS.select(range(4)))
     run.evaluate()
@@ -228,6 +231,7 @@ def test_dropout_prevents_group_decoding_in_training_only(tmp_path: Path, said: 
     assert "own loop: the model has dropout, and completions of a prompt would share its mask" in sentence
 
 
+@pytest.mark.slow
 def test_a_reason_that_generate_finds_is_logged_once(tmp_path: Path, said: Any) -> None:
     run = trainer(tmp_path, cache_implementation="static")
     run.train()
@@ -238,6 +242,7 @@ def test_a_reason_that_generate_finds_is_logged_once(tmp_path: Path, said: Any) 
     assert_same_run(run, stock)
 
 
+@pytest.mark.slow
 def test_a_model_that_depends_on_padding_is_compared_without_padding(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -290,6 +290,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_generates_less_after_the_first_epoch_and_resumes_to_the_bit(tmp_path: Path) -> None:
     """Eight prompts, four per generation, give two steps per epoch. Step 7 lies in the middle of the fourth epoch."""
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)

@@ -48,6 +48,7 @@ def test_a_loaded_reference_has_the_policys_dtype(policy: Path, tmp_path: Path) 
     assert kl_to_reference(ours, TEXTS) <= ZERO
 
 
+@pytest.mark.slow
 def test_a_refreshed_reference_is_read_from_the_checkpoint_that_is_resumed(policy: Path, tmp_path: Path) -> None:
     """The checkpoint was copied to another folder, beside a checkpoint of the same step with another reference."""
     refresh = {"sync_ref_model": True, "ref_model_sync_steps": 1, "save_strategy": "steps", "save_steps": 1}

@@ -54,6 +54,7 @@ def lora_run(tiny_model: Path, gsm8k_file: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
+@pytest.mark.slow
 def test_a_recipe_may_name_an_adapter_folder_as_its_model(
     lora_run: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -92,6 +93,7 @@ def test_the_outer_loop_of_grpo_from_scratch(tiny_model: Path, gsm8k_file: Path,
     assert max(kl[0], kl[3]) <= 1e-6 < min(kl[2], kl[4])
 
 
+@pytest.mark.slow
 def test_an_adapter_without_its_tokenizer_or_its_base(
     lora_run: Path, tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

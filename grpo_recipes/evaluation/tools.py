@@ -35,7 +35,18 @@ from grpo_recipes.runs.completions import storable
 from grpo_recipes.runs.identity import source_digest
 from grpo_recipes.tools import examples
 from grpo_recipes.tools.bounded import FailureWindow, Result, ToolRunner
-from grpo_recipes.tools.loop import Generate, Ids, Limits, Message, Row, RowTools, Runner, ToolLoop, beginning
+from grpo_recipes.tools.loop import (
+    Generate,
+    Ids,
+    Limits,
+    Message,
+    Row,
+    RowTools,
+    Runner,
+    ToolLoop,
+    beginning,
+    drop_abandoned,
+)
 from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import UserError, one_line, shortened
 
@@ -246,6 +257,7 @@ class Rollouts:
             played.rows.append(turns.row(ids[number], completion, functions, names[number]))
         later = _LaterTurns(played.rows, engine, settings)
         turns.loop(later, settings.max_new_tokens, engine.positions)(played.rows)
+        drop_abandoned(self._pool, environments, played.rows)
         self._check_failures([result for row in played.rows for turn in row.turns for result in turn])
         return played
 

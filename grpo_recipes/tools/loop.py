@@ -281,6 +281,26 @@ def values(rows: Sequence[Row]) -> Values:
     )
 
 
+def drop_abandoned(
+    pools: Mapping[str | None, list[Any]], environments: Sequence[Any] | None, rows: Sequence[Row]
+) -> None:
+    """Take the environments with a call that passed its time limit out of their pools, which build new ones later.
+
+    The call may still run, and would change the episode of the completion that gets the environment next.
+
+    Args:
+        pools: instances that later batches use again, by the name of the environment.
+        environments: instance of each row, or None or empty without environments.
+        rows: rows of the batch, which have ended.
+    """
+    abandoned = set()
+    for environment, row in zip(environments or (), rows, strict=bool(environments)):
+        if any(result.timed_out for turn in row.turns for result in turn):
+            abandoned.add(id(environment))  # a class may define equality
+    for pool in pools.values():
+        pool[:] = [instance for instance in pool if id(instance) not in abandoned]
+
+
 def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Call:
     """Return a call as the policy wrote it, in TRL's form or without the key "function"."""
     function = call.get("function", call)

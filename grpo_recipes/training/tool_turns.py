@@ -14,7 +14,7 @@ from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather, largest_of_ranks
 from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.tools.bounded import FailureWindow, ToolRunner
-from grpo_recipes.tools.loop import Ids, Limits, Message, Row, RowTools, ToolLoop, Values, beginning
+from grpo_recipes.tools.loop import Ids, Limits, Message, Row, RowTools, ToolLoop, Values, beginning, drop_abandoned
 from grpo_recipes.tools.metrics import Counts, metrics
 from grpo_rewards.errors import UserError
 
@@ -91,6 +91,9 @@ class ToolTurns:
             row = Row(prompt_ids[number], completion_ids[number], completions[number], tools, row_log_probs)
             self.rows.append(row)
         values = loop(self.rows)
+        if trainer.environment_factories is not None:
+            # `trainer.environments`, which the rewards of this batch read, keeps them.
+            drop_abandoned(trainer._environment_pool, trainer.environments, self.rows)
         self._finish()
         return values
 

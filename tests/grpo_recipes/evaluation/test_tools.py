@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,19 @@ class Counter:
 
     def get_reward(self) -> float:
         return 0.5 * self.calls
+
+
+class Slow(Counter):
+    """Environment whose calls pass their time limit."""
+
+    def count(self, times: int) -> str:
+        """Count a call.
+
+        Args:
+            times: Length of the answer.
+        """
+        time.sleep(0.4)
+        return super().count(times)
 
 
 def counted(prompts: list[Any], completions: list[Any], environments: list[Counter], **columns: Any) -> list[float]:
@@ -238,6 +252,20 @@ def test_an_environment_begins_each_row_and_scores_it(evaluated: Any, tmp_path: 
     first = json.loads(table["transcript"][0])
     assert [message["content"] for message in first if message["role"] == "tool"] == ["1 1 ", "2 2 "]
     assert "case 0 (count)" in [message["content"] for message in first]
+
+
+def test_an_environment_with_an_abandoned_call_is_not_used_again() -> None:
+    recipe = {"environment_factory": f"{HERE}.Slow", "tool_limits": {"seconds": 0.1}, "max_tool_calling_iterations": 2}
+    tools = tools_of(recipe, is_trusted=True)
+    assert tools is not None
+    engine = Scripted(f"{COUNT}{END}")
+    rows = [{"prompt": [{"role": "user", "content": f"case {n}"}], "answer": "3"} for n in range(3)]
+    rollouts = Rollouts(tools, lambda: Turns(tools, "m", engine.tokenizer), lambda: engine)
+    try:
+        first, second = [rollouts.play(rows, Settings(strict=None)).environments for _ in range(2)]
+    finally:
+        rollouts.close()
+    assert [one in first for one in second] == [True, False, False], "only the call of row 1 was not made"
 
 
 def test_other_limits_are_another_evaluation(evaluated: Any, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,19 @@ class Adder(Counter):
         return a + b
 
 
+class Slow(Counter):
+    """Environment whose longer calls count after their time limit."""
+
+    def count(self, times: int) -> str:
+        """Count a call.
+
+        Args:
+            times: Length of the answer.
+        """
+        time.sleep(0.8 * (times > 1))
+        return super().count(times)
+
+
 def results(messages: list[dict[str, Any]]) -> list[str]:
     """Return the results that a transcript holds."""
     return [message["content"] for message in messages if message["role"] == "tool"]
@@ -71,6 +85,25 @@ def test_no_environment_counts_a_call_that_the_policy_did_not_see(tmp_path: Path
     assert counted == shown
     assert 0 < last["tools/rows_out_of_budget"] < 1
     assert last["tools/rows_results_dropped"] == last["tools/rows_at_limit"] == 0
+
+
+def test_an_environment_with_an_abandoned_call_is_not_used_again(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"tools": None, "environment_factory": Slow, "max_steps": 2}
+    limits = {"seconds": 0.4, "failures": 1.0}
+    made = tool_trainer(GRPOTrainer, tmp_path, [[[COUNT], [COUNT_HUGE], [], []]] * 2, tool_limits=limits, **settings)
+    batches = []
+    score = made._calculate_rewards
+
+    def seen(*given: Any) -> Any:
+        batches.append(list(made.environments))
+        return score(*given)
+
+    made._calculate_rewards = seen
+    made.train()
+    first, second = batches
+    abandoned = {id(first[1]), id(first[5])}
+    assert {id(one) for one in first} - {id(one) for one in second} == abandoned
+    assert [made.state.log_history[0]["tools/count/failures"]] == [0.5]
 
 
 def test_environments_that_rows_choose_are_trls(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from grpo_recipes.tools.loop import (
     ToolLoop,
     beginning,
     drop_abandoned,
+    result_text,
 )
 from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import UserError, one_line, shortened
@@ -130,7 +131,7 @@ class Turns:
         self.template_kwargs = dict(template_kwargs or {})
         self.chat_template = tried.chat_template
         self.in_prompts = tools.toolset.in_prompts(tried.chat_template)
-        cut = partial(beginning, tokenizer, tokens=tools.limits.result_tokens)
+        cut = result_text(tokenizer, tools.limits.result_tokens)
         self.runner = ToolRunner(tools.limits, cut, logger.warning)
 
     def prompt_ids(self, prompt: Any, environment: str | None = None) -> Ids:

@@ -3,13 +3,14 @@
 This is TRL's `_tool_call_loop` as a plain function. Training and evaluation call it with their own generator. Token IDs
 are only ever appended: the prompt of a later turn is the row's prompt, its completion so far, and the template's
 rendering of the results. The values are TRL's wherever TRL's results fit in `max_completion_length`. It differs where
-they don't fit, and with several ranks:
+they don't fit, where they hold special tokens, and with several ranks:
 
 - TRL runs the calls first, and drops the results if they don't fit. The environment has then counted a call that the
   policy never saw. Here the calls of a turn run only if the template and one token of each result fit. Longer results
   are cut to the room that is left. Such a row ends behind its results, without another turn, so no token is ever
   sampled after a result that was cut for lack of room. Reserving room for the longest allowed result would be simpler,
   but would refuse most calls whose results are short.
+- A result is text only: special tokens in it are written with a space (`result_text`).
 - Results are dropped after their calls only if they can't be cut to fit, as with a list of content blocks.
 - Before each generation all ranks agree on the largest number of rows. Ranks with fewer rows pad with a prompt of one
   token, whose completion is discarded. So every rank makes the same calls with the same number of rows: TRL's client of
@@ -19,8 +20,10 @@ they don't fit, and with several ranks:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from grpo_recipes.tools.bounded import Call, Result
@@ -313,6 +316,22 @@ def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
 def tool_message(name: str, content: Any) -> Message:
     """Return the message of a result."""
     return {"role": "tool", "name": name, "content": content}
+
+
+def result_text(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Callable[[str], str]:
+    """Return the function that turns what a tool returned into the text of a result.
+
+    It cuts the text to `tokens` tokens, and writes a space into each special token, such as `< |im_end|>`. Otherwise a
+    result could end its own message and write messages of other roles.
+    """
+    names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    # A space can't split a single character, and such a token can't look like the end of a message.
+    names = {name for name in names.union(tokenizer.all_special_tokens) if len(name) > 1}
+    if not names:
+        return partial(beginning, tokenizer, tokens=tokens)
+    # The first character only is consumed, because the end of one name may be the beginning of another.
+    first_characters = re.compile(f"(?={'|'.join(map(re.escape, sorted(names)))})(.)", re.DOTALL)
+    return lambda text: beginning(tokenizer, first_characters.sub(r"\1 ", text), tokens)
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> str:

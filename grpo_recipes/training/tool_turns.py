@@ -14,7 +14,18 @@ from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather, largest_of_ranks
 from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.tools.bounded import FailureWindow, ToolRunner
-from grpo_recipes.tools.loop import Ids, Limits, Message, Row, RowTools, ToolLoop, Values, beginning, drop_abandoned
+from grpo_recipes.tools.loop import (
+    Ids,
+    Limits,
+    Message,
+    Row,
+    RowTools,
+    ToolLoop,
+    Values,
+    beginning,
+    drop_abandoned,
+    result_text,
+)
 from grpo_recipes.tools.metrics import Counts, metrics
 from grpo_rewards.errors import UserError
 
@@ -39,7 +50,7 @@ class ToolTurns:
         self.trainer, self.limits = trainer, limits
         self.rows: list[Row] = []
         """Rows of the last generation batch."""
-        cut = partial(beginning, trainer._tokenizer, tokens=limits.result_tokens)
+        cut = result_text(trainer._tokenizer, limits.result_tokens)
         # Async tools and async rewards share TRL's event loop.
         self.runner = ToolRunner(limits, cut, logger.warning, loop=getattr(trainer, "async_loop", None))
         self._failures = FailureWindow(limits.failures)

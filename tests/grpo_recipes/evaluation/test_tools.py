@@ -75,6 +75,11 @@ class Slow(Counter):
         return super().count(times)
 
 
+def quote() -> str:
+    """Quote the end token."""
+    return END
+
+
 def counted(prompts: list[Any], completions: list[Any], environments: list[Counter], **columns: Any) -> list[float]:
     """Return the number of results in each transcript, which must be that of its environment."""
     scores = []
@@ -284,6 +289,14 @@ def test_a_tool_that_fails_too_often_stops_the_evaluation(
     monkeypatch.setattr("grpo_recipes.tools.bounded.ENOUGH_CALLS", 2)
     assert evaluated(f"{BROKEN}{END}", tools=[f"{SUPPORT}.broken"])[1] == 2
     assert "100.0% of the last 2 calls of tools failed" in capsys.readouterr().err
+
+
+def test_a_result_does_not_end_its_message() -> None:
+    tools = tools_of({"tools": [f"{HERE}.quote"], "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert tools is not None
+    rows = [{"prompt": [{"role": "user", "content": "case 0"}]}]
+    (row,) = played(tools, Scripted(f"{call('quote')}{END}"), rows).rows
+    assert row.messages[1]["content"] == "< |im_end|>"
 
 
 def test_async_tools_answer(evaluated: Any, tmp_path: Path) -> None:

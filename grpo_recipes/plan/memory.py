@@ -57,6 +57,10 @@ HOST_BUFFERS = 1.5
 CONTEXT_BYTES = 1.5 * GIB
 FRAGMENTATION = 0.05
 
+# Share of a GPU for the keys and values kept between turns: `generation.kept_cache.MEMORY_SHARE`, which this folder
+# can't import.
+KEPT_SHARE = 1 / 8
+
 ASSUMED_PROMPT_TOKENS = 512
 SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "fsdp2"}
 
@@ -212,6 +216,7 @@ class MemoryPlan:
         gpu_memory: Bytes of the GPU, or None if not given.
         optim: Name of the optimizer.
         quantised_bytes: Bytes per weight of a frozen base loaded in 4 or 8 bits, or None if the base is not quantized.
+        keeps_turns: True if transformers' generation keeps keys and values between the turns of a generation batch.
     """
 
     shape: ModelShape
@@ -232,11 +237,12 @@ class MemoryPlan:
     gpu_memory: float | None
     optim: str = "adamw_torch"
     quantised_bytes: float | None = None
+    keeps_turns: bool = False
 
     def parts(self) -> dict[str, float]:
         """Return the bytes on one GPU by part.
 
-        `activations` belong to training, and the last four parts to generation. They are held at the same time only if
+        `activations` belong to training, and the last five parts to generation. They are held at the same time only if
         vLLM shares the GPU and does not sleep during training.
         """
         return {
@@ -350,10 +356,14 @@ class MemoryPlan:
         weights = self._compute_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
         # An upper limit: every row is taken to have the longest prompt and completion.
         keys_and_values = self.generated_rows * self.tokens * 2 * self.shape.key_value * self.shape.layers
+        keys_and_values *= self._compute_bytes()
+        # Copies of rows whose completion calls a tool, which may be all rows.
+        kept = min(keys_and_values, KEPT_SHARE * (self.gpu_memory or math.inf)) if self.keeps_turns else 0
         share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
         return {
             "gathered weights": weights,
-            "KV cache": 0 if self.vllm else keys_and_values * self._compute_bytes(),
+            "KV cache": 0 if self.vllm else keys_and_values,
+            "KV cache kept between turns": 0 if self.vllm else kept,
             "vLLM's share": share if self.vllm == "colocate" else 0,
             "weights on their way": self._packs() if self.vllm == "server" else 0,
         }
@@ -446,6 +456,7 @@ def memory_plan(
     gpu_memory: float | None = None,
     optim: str = "adamw_torch",
     quantised_bytes: float | None = None,
+    keeps_turns: bool = False,
 ) -> MemoryPlan:
     """Return the estimate of a run.
 
@@ -460,6 +471,7 @@ def memory_plan(
         gpu_memory: Bytes of one GPU, or None if not given.
         optim: Name of the optimizer.
         quantised_bytes: Bytes per weight of a quantized base, or None if the base is not quantized.
+        keeps_turns: True if completions have turns, and group decoding keeps their keys and values.
     """
     is_adapter = shape.trained < shape.parameters
     # A rank generates all its micro-batches at once, but trains on one at a time.
@@ -482,6 +494,7 @@ def memory_plan(
         gpu_memory=gpu_memory,
         optim=optim,
         quantised_bytes=quantised_bytes,
+        keeps_turns=keeps_turns and not config.use_transformers_continuous_batching,
     )
 
 

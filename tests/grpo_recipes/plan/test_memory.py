@@ -12,8 +12,10 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from grpo_recipes.generation.kept_cache import MEMORY_SHARE
 from grpo_recipes.plan.memory import (
     GIB,
+    KEPT_SHARE,
     MemoryPlan,
     MemoryUnknown,
     ModelShape,
@@ -165,6 +167,26 @@ def test_the_kv_cache_of_one_generation_batch() -> None:
     assert run.parts()["KV cache"] == 28 * 2 * 32 * 512 * 1024 * 2
 
 
+def test_turns_keep_a_copy_of_the_kv_cache_within_a_share_of_the_gpu(configs: dict[str, Path], rows: Path) -> None:
+    kept = "KV cache kept between turns"
+
+    def parts(*arguments: str) -> dict[str, float]:
+        options = {"accelerate_config": "single_gpu", "model_config_file": str(configs["1.5B"])}
+        run = plan(["--config", "calculator", *arguments], **options).memory
+        assert isinstance(run, MemoryPlan)
+        return run.parts()
+
+    run = parts()
+    assert 0 < run[kept] == run["KV cache"]
+    assert parts("--generation", "off")[kept] == parts("--use_vllm", "true")[kept] == 0
+    qwen_7b = "gsm8k-qwen2.5-7b-lora-zero3"
+    assert planned(qwen_7b, "zero3", configs["7B"], rows).parts()[kept] == 0, "no tools"
+    assert MEMORY_SHARE == KEPT_SHARE
+    small = replace(TINY, keeps_turns=True, gpu_memory=8 * GIB)
+    assert small.parts()[kept] == GIB < small.parts()["KV cache"]
+    assert small.peak() == pytest.approx(replace(small, keeps_turns=False).peak() + GIB)
+
+
 @pytest.mark.parametrize("vllm", ["server", "colocate"])
 def test_an_adapter_goes_to_vllm_through_gathered_weights(vllm: str) -> None:
     weights = 2 * TINY.shape.parameters
@@ -193,8 +215,8 @@ def test_weights_are_sent_to_a_server_in_packs() -> None:
 def test_training_and_generation_share_memory_except_beside_vllm() -> None:
     for run in (TINY, replace(TINY, vllm="server"), replace(TINY, vllm="colocate", vllm_sleeps=True)):
         parts = run.parts()
-        *held, activations, weights, cache, share, packs = parts.values()
-        assert run.peak() == pytest.approx(sum(held) + max(activations, weights + cache + share + packs))
+        *held, activations, weights, cache, kept, share, packs = parts.values()
+        assert run.peak() == pytest.approx(sum(held) + max(activations, weights + cache + kept + share + packs))
     colocated = replace(TINY, vllm="colocate")
     assert colocated.peak() == pytest.approx(sum(colocated.parts().values()))
 

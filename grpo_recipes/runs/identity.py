@@ -38,6 +38,7 @@ from grpo_recipes.runs.files import RunError, read_object
 from grpo_recipes.runs.record import versions
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, identify_weights, weight_files
 from grpo_rewards.errors import UserError
+from grpo_rewards.files import LARGE_BYTES
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 
 NOT_IDENTIFIED = "not identified"
@@ -276,13 +277,19 @@ def weights_of(source: Source) -> dict[str, str]:
 
 def _beside_weights(folder: Path) -> dict[str, str]:
     """Return a checksum of each file beside a model's weights that affects what the model reads and computes."""
-    found = {name: checksum(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
+    found = {name: _tokenizer_digest(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()}
     for name, counts in COUNTED_ENTRIES.items():
         if (folder / name).is_file():
             content = read_object(folder / name, {})
             counted = {key: content[key] for key in content if counts(key)}
             found[name] = xxhash.xxh3_128_hexdigest(json.dumps(counted, sort_keys=True).encode())
     return found
+
+
+def _tokenizer_digest(file: Path) -> str:
+    """Return a checksum of a tokenizer's file. Of a file too large to be one, only the size and both ends count."""
+    # Loading the tokenizer reports such a file, and comes later.
+    return checksum(file) if file.stat().st_size <= LARGE_BYTES else identify_weights(file)
 
 
 def reward_models(

@@ -72,7 +72,7 @@ def test_what_plan_is_said_to_print(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["4.09", "9.53", "3.27"], "benchmarks/results/step.md"),
         (["0.0366", "1.0000"], "benchmarks/results/precision.md"),
-        (["396.7"], "benchmarks/results/rewards.md"),
+        (["182.9"], "benchmarks/results/rewards.md"),
         (["60 kills"], "benchmarks/results/torture.md"),
         (["before | 0.263", "full-ours-0 | 0.485"], "benchmarks/results/real_model.md"),
         (["1920"], "docs/mathematics.md"),
@@ -88,7 +88,7 @@ def test_a_figure_of_the_readme_is_a_measured_one(figures: list[str], source: st
         "3.27": "3.3 times",
         "1920": "1,920",
         "60 kills": "60 places",
-        "396.7": "397 times",
+        "182.9": "183 times",
         "1.0000": "all of it",
         "before | 0.263": "from 26 %",
         "full-ours-0 | 0.485": "to 49 %",

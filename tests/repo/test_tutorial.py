@@ -74,7 +74,8 @@ def test_every_command_of_the_tutorial_runs_as_written(
     assert [words[1] for words in last] == ["report", "diagnose", "plan"]
     for program, *arguments in last:
         assert shutil.which(program), "as typed: by its name, or by its path"
-        assert cli.main(arguments) == 0
+        # A policy after so short a warm start learns the format before the answers, which `diagnose` reports.
+        assert cli.main(arguments) in ((0, 1) if arguments[0] == "diagnose" else (0,))
     assert tutorial.main() == 0
     said = capsys.readouterr().out
     for words in ("B - A", "pass@8", "majority", "report.html"):

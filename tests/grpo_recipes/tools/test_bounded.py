@@ -560,7 +560,8 @@ def test_callables_of_other_kinds(runner: ToolRunner, function: Callable[..., An
 
 
 def test_names_are_bounded_and_harmless(runner: ToolRunner) -> None:
-    results = runner.run([[Call("\x1b[2J", {}, None), Call("x" * 10**6, {}, None), Call({}, {}, None)]])[0]  # type: ignore[arg-type]
+    no_text: Any = {}
+    results = runner.run([[Call("\x1b[2J", {}, None), Call("x" * 10**6, {}, None), Call(no_text, {}, None)]])[0]
     assert [result.name for result in results] == ["\\x1b[2J", "x" * 197 + "...", "unknown"]
     assert all(len(str(result.content)) <= TOKENS * bounded.CHARACTERS_PER_TOKEN for result in results)
 

@@ -42,7 +42,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.plan.memory import ModelShape, Sharding, memory_plan
-from grpo_recipes.training import packing
+from grpo_recipes.training import packed_attention, varlen
 from grpo_rewards.reward_model import RewardModelScore
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -148,7 +148,8 @@ def checked(check: str, used: dict[str, int], found: float, limit: float) -> Row
 def kernels(only_sdpa: bool = False) -> Iterator[dict[str, int]]:
     """Count the calls of the kernels that packed attention chooses from. With `only_sdpa` there is one choice."""
     used: dict[str, int] = {}
-    varlen, sdpa, has_varlen = packing._varlen, packing.scaled_dot_product_attention, packing._has_varlen
+    names = [(varlen, "_attended"), (packed_attention, "scaled_dot_product_attention"), (varlen, "is_candidate")]
+    stock = [getattr(module, name) for module, name in names]
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def calling(*args: Any, **kwargs: Any) -> Any:
@@ -157,14 +158,15 @@ def kernels(only_sdpa: bool = False) -> Iterator[dict[str, int]]:
 
         return calling
 
-    packing._varlen = counted("varlen_attn", varlen)
-    packing.scaled_dot_product_attention = counted("SDPA", sdpa)
+    varlen._attended = counted("varlen_attn", varlen._attended)
+    packed_attention.scaled_dot_product_attention = counted("SDPA", packed_attention.scaled_dot_product_attention)
     if only_sdpa:
-        packing._has_varlen = lambda query, value: False
+        varlen.is_candidate = lambda query: False
     try:
         yield used
     finally:
-        packing._varlen, packing.scaled_dot_product_attention, packing._has_varlen = varlen, sdpa, has_varlen
+        for (module, name), function in zip(names, stock, strict=True):
+            setattr(module, name, function)
 
 
 def gradient(
@@ -462,7 +464,7 @@ def machine(bench: Bench) -> Row:
         "device": "cpu" if bench.device == "cpu" else torch.cuda.get_device_name(),
         "python": platform.python_version(),
         **{package: installed(package) for package in packages},
-        "varlen_attn": packing.varlen_attn is not None,
+        "varlen_attn": varlen.varlen_attn is not None,
         "figures mean something": not bench.tiny,
     }
 

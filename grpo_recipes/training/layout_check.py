@@ -28,6 +28,7 @@ from accelerate.logging import get_logger
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -49,7 +50,8 @@ from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import on_any_rank
 from grpo_recipes.training.adapters import gathered
-from grpo_recipes.training.packing import ATTENTION, Layout, ModelCall, SpansIgnored, packing_attention, stock_attention
+from grpo_recipes.training.packed_attention import AttentionSwitch
+from grpo_recipes.training.packing import Layout, ModelCall, SpansIgnored
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import FilledConfig
@@ -111,6 +113,7 @@ class LayoutCheck:
     args: FilledConfig
     run: Callable[[ModelCall, nn.Module, bool], PerToken]
     """Function of a model call, a model and `compute_entropy` to log-probabilities and entropies, each (B, T)."""
+    attention: AttentionSwitch
     router_loss: bool
     padded_because: str
     announcer: Announcer = field(default_factory=lambda: Announcer(logger.warning))
@@ -136,9 +139,7 @@ class LayoutCheck:
                     layout, later_doubt = self._compare_short_rows(model, bare, rows, layout)
                     doubt = later_doubt or doubt
             reason = doubt or reason
-        if layout is not Layout.PACKED:
-            # A comparison switches the attention before it can fail.
-            stock_attention(bare)
+        self.attention.restore(bare)
         if layout < wanted:
             self._warn_once(f"micro-batches are {layout.name.lower()}, not {wanted.name.lower()}: {reason}")
         return layout
@@ -221,7 +222,7 @@ class LayoutCheck:
             usable &= self.fits(bare, rows)
         few = sample(rows, usable.nonzero().flatten())
         computes_in_float32 = widen or self._computes_in_float32(bare)
-        with in_float32(bare, self.accelerator) if widen else nullcontext(), perturbed(bare):
+        with self._widened(bare) if widen else nullcontext(), perturbed(bare):
             # A sharded model must be called through the wrappers that gather its weights, and no rank has its full
             # gradient. Any other is called without wrappers, because DDP's would wait for a backward pass.
             called, parameters = (model, []) if sharded else (bare, compared(bare))
@@ -268,7 +269,6 @@ class LayoutCheck:
         else:  # this rank has nothing to compare, but must make the call that the others make
             index = index.new_zeros(1)
             some = rows.select(index).unlabelled()
-        packing_attention(trial.bare)
         doubt = self._doubt(trial, ModelCall(Layout.PACKED, some, some, index), (expected[0][index], expected[1]))
         if doubt:
             return Layout.TRIMMED, f"packed rows give other results{trial.when} ({doubt})"
@@ -287,6 +287,12 @@ class LayoutCheck:
         with torch.set_grad_enabled(bool(trial.parameters)):
             log_probs = self.run(call, trial.model, False)[0][:, : trial.rows.logits_to_keep]
             return log_probs.detach(), gradients(log_probs, trial.parameters)
+
+    @contextmanager
+    def _widened(self, bare: nn.Module) -> Iterator[None]:
+        """Run a model in float32 inside this block."""
+        with in_float32(bare, self.accelerator), self.attention.in_float32(bare):
+            yield
 
     # ---- What the checks share
 
@@ -394,8 +400,10 @@ def unsupported(model: nn.Module) -> str:
         return f"the model has layers of {', '.join(sorted(kinds))}"
     if not base._can_set_attn_implementation():
         return f"the attention of {type(base).__name__} does not go through transformers' AttentionInterface"
-    if config._attn_implementation not in ("sdpa", ATTENTION):
-        return f"its attention implementation is {config._attn_implementation}, not sdpa"
+    if not base._supports_sdpa:
+        return f"the attention of {type(base).__name__} is not that of SDPA"
+    if is_compiled(model):
+        return "the model is compiled, and would be compiled again for each packed shape"
     if "position_ids" not in parameters or "kwargs" not in parameters:
         return f"the forward of {type(base.base_model).__name__} takes no position_ids or no further arguments"
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
@@ -411,6 +419,13 @@ def _learns_positions(model: PreTrainedModel) -> bool:
     """Return True if the model has an embedding table other than that of its tokens."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return any(table is not model.get_input_embeddings() for table in tables)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return True if a model or a part of it was compiled, by `torch.compile` or in place by `compile()`."""
+    return any(
+        isinstance(module, OptimizedModule) or module._compiled_call_impl is not None for module in model.modules()
+    )
 
 
 def adapter_state(model: nn.Module) -> tuple[str, ...]:

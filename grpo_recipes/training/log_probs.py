@@ -18,7 +18,9 @@ from torch.nn.functional import pad
 
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.training.layout_check import LayoutCheck, adapter_state, text_config
+from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout, ModelCall, PackedRow, SpansIgnored, order, pack
+from grpo_recipes.training.varlen import VarlenKernel
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import FilledConfig
@@ -48,7 +50,12 @@ class LogProbs:
     """Weak references, because an unwrapped model is its own value, and a strong one would keep its key alive."""
 
     def __post_init__(self) -> None:
-        self._check = LayoutCheck(self.accelerator, self.args, self._run, self.router_loss, self.padded_because)
+        self._attention = AttentionSwitch()
+        self._check = LayoutCheck(
+            self.accelerator, self.args, self._run, self._attention, self.router_loss, self.padded_because
+        )
+        announcer = self._check.announcer
+        self._kernel = VarlenKernel(lambda sentence: announcer.once(sentence, sentence))
 
     def __call__(self, model: nn.Module, rows: Rows, batch_size: int | None, compute_entropy: bool) -> PerToken:
         """Return the log-probabilities and entropies of `rows`, in ceil(B / batch_size) model calls on every rank.
@@ -94,6 +101,10 @@ class LogProbs:
             self._layouts[bare] = chosen
         return self._layouts[bare]
 
+    def restore_attention(self, model: nn.Module) -> None:
+        """Give the model the attention implementation that the user set, which packed rows replace."""
+        self._attention.restore(self.bare(model))
+
     def bare(self, model: nn.Module) -> nn.Module:
         """Return the model inside accelerate's wrappers."""
         # Cached: unwrapping takes 0.7 ms, and a step unwraps many times.
@@ -117,13 +128,17 @@ class LogProbs:
     def _run(self, call: ModelCall, model: nn.Module, compute_entropy: bool) -> PerToken:
         """Make a model call, and return its results in TRL's layout, each (B, T)."""
         if call.layout is Layout.PACKED:
+            self._attention.pack(self.bare(model))
             return self._run_packed(model, pack(call.rows), call.rows, compute_entropy)
+        self.restore_attention(model)
         if call.layout is Layout.PADDED:
             return self.stock(model, call.rows, compute_entropy)
         log_probs, entropies = self.stock(model, call.trimmed, compute_entropy)
         return _untrimmed(log_probs, call), _untrimmed(entropies, call) if entropies is not None else None
 
     def _run_packed(self, model: nn.Module, packed: PackedRow, rows: Rows, compute_entropy: bool) -> PerToken:
+        bare = self.bare(model)
+        spans = GroupSpans(packed.groups, self._kernel, recomputed=self.args.gradient_checkpointing)
         with self.accelerator.autocast():
             outputs = model(
                 input_ids=packed.input_ids,
@@ -132,9 +147,9 @@ class LogProbs:
                 attention_mask=torch.ones_like(packed.input_ids),
                 shift_labels=packed.labels,
                 fused_lm_head=True,
-                group_spans=packed.group_spans,
+                group_spans=spans,
             )
-        layers, attended = text_config(self.bare(model)).num_hidden_layers, packed.group_spans.attended
+        layers, attended = text_config(bare).num_hidden_layers, spans.attended
         # Checked in each forward: a layer that ignores the spans gives wrong log-probabilities without any other sign.
         if attended != layers:
             raise SpansIgnored(f"{attended} of its {layers} layers keep the completions of a packed row apart")

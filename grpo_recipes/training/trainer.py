@@ -329,6 +329,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     def _generate(self, prompts: list[Any]) -> Any:
         """Return TRL's completions, with its metrics and mask corrected for those that end with a stop string."""
         self._turn_check.start()
+        self._log_probs.restore_attention(self.model)
         with self._generation.one_batch():
             output = super()._generate(prompts)
         # Before the mask of truncated completions, which takes sampled tokens out of the loss.
@@ -369,8 +370,11 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any) -> Any:
         """Run TRL's training, resumed only from a complete checkpoint. True stands for the newest one."""
-        with tied_weights(self.model):
-            return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
+        try:
+            with tied_weights(self.model):
+                return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
+        finally:
+            self._log_probs.restore_attention(self.model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, and one line on the tokens computed for the generation batches since the last log."""

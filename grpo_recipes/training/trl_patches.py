@@ -32,7 +32,6 @@ from grpo_recipes.generation.models import run_folder
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.runs.completions import storable
-from grpo_recipes.training.packing import has_packing_attention, packing_attention, stock_attention
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import HIDDEN, hidden_places, is_secret, redacted
 
@@ -177,12 +176,7 @@ def refuse_cast(model: torch.nn.Module, args: GRPOConfig) -> None:
 def continuous_batching(
     config: ContinuousBatchingConfig, model: PreTrainedModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> Iterator[None]:
-    """Give the model stock attention inside this block and, on a CPU, the cache the size that it needs.
-
-    TRL's call of `generate_batch` supports neither packed attention nor a CPU's memory limits.
-    """
-    packs = has_packing_attention(model)
-    stock_attention(model)
+    """Give the cache, on a CPU, the size that it needs inside this block: TRL's call knows no limits of memory."""
     blocks, tokens = config.num_blocks, config.max_batch_tokens
     # Left alone, transformers takes a share of all free memory. It also reserves a mask of 8,192 tokens by the full
     # cache: gigabytes, for which it refuses a cache that is large enough.
@@ -195,8 +189,6 @@ def continuous_batching(
         yield
     finally:
         config.num_blocks, config.max_batch_tokens = blocks, tokens
-        if packs:
-            packing_attention(model)
 
 
 # ---- stop strings: TRL knows one end of a completion, a token, and counts others as cut off at `max_completion_length`

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.training.packing import ATTENTION, Layout
+from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.trl_patches import continuous_batching
 from tests.support.architectures import trainer
 
@@ -30,7 +30,7 @@ def test_continuous_batching_runs_beside_packed_rows_in_a_bounded_cache(
     monkeypatch.setattr(run.model, "generate_batch", watched, raising=False)
     run.train()
     assert list(run._log_probs._layouts.values()) == [Layout.PACKED]
-    assert run.model.config._attn_implementation == ATTENTION
+    assert run.model.config._attn_implementation == "sdpa"
     assert seen == [("sdpa", 16, 512)] * 2, "one page of 256 tokens for each of 16 rows"
 
 

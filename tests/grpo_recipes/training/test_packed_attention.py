@@ -1,9 +1,8 @@
-"""Attention of a packed row: the varlen kernel, replaced by its documented formula on a CPU, and mixed precision."""
+"""Attention of a packed row through SDPA, and mixed precision."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,93 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from grpo_recipes.generation.agreement import disagreement
-from grpo_recipes.training import packing
-from grpo_recipes.training.packing import GroupSpans, Layout
+from grpo_recipes.training import packed_attention
+from grpo_recipes.training.packed_attention import GroupSpans
+from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, logged, one_by_one, scored, trainer_on
 from tests.support.recorded import model
 
 __all__ = ["logged"]  # a fixture
-
-
-def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute `torch.nn.attention.varlen.varlen_attn` by its documentation, (tokens, heads, D), one sequence at a time.
-
-    Queries are aligned with the end of the keys, as in FlashAttention: query i of n is at key i + (keys - n).
-    """
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert cu_seq_q[-1] == len(query)
-    assert cu_seq_k[-1] == len(key) == len(value)
-    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
-    heads = query.shape[1] // key.shape[1]
-    assert enable_gqa == (heads > 1)
-    outputs = []
-    for (a, b), (c, d) in zip(cu_seq_q.unfold(0, 2, 1).tolist(), cu_seq_k.unfold(0, 2, 1).tolist(), strict=True):
-        keys, values = (x[c:d].repeat_interleave(heads, dim=1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query[a:b], keys) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        behind = (
-            torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)
-        )  # distance of each key behind each query
-        left, right = window_size
-        seen = (behind <= left if left >= 0 else torch.ones_like(behind).bool()) & (
-            behind >= -right if right >= 0 else True
-        )
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), values))
-    return torch.cat(outputs)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [
-        ("LlamaConfig", {}),  # grouped heads
-        ("GraniteConfig", {"num_key_value_heads": 4, "attention_multiplier": 0.5}),  # a scaling other than 1 / sqrt(D)
-    ],
-)
-def test_the_varlen_call_is_the_same_attention(
-    architecture: str, changes: dict[str, Any], tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(packing, "_has_varlen", lambda query, value: True)
-    monkeypatch.setattr(packing, "varlen_attn", lambda *args, **kwargs: calls.append(1) or varlen(*args, **kwargs))
-    policy = model(getattr(transformers, architecture), **changes)
-    expected = one_by_one(policy.eval(), flat(RAGGED))
-    trainer = trainer_on(policy, tmp_path)
-    got = scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PACKED, logged()
-    assert calls
-    for mine, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    ("change", "taken"),
-    [
-        ({}, True),
-        ({"dtype": torch.float16}, True),
-        ({"dtype": torch.float32}, False),
-        ({"is_cuda": False}, False),
-        ({"shape": (1, 4, 9, 256)}, True),
-        ({"shape": (1, 4, 9, 320)}, False),
-        ({"values": (1, 4, 9, 32)}, False),  # latent attention has keys and values of unequal width
-    ],
-)
-def test_which_tensors_the_varlen_kernel_takes(change: dict[str, Any], taken: bool) -> None:
-    pytest.importorskip("torch.nn.attention.varlen")
-    shape = change.get("shape", (1, 4, 9, 64))
-    query = SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, **change, "shape": shape})
-    values = SimpleNamespace(shape=change.get("values", shape))
-    assert packing._has_varlen(query, values) is taken  # type: ignore[arg-type]
 
 
 def test_a_layer_that_attends_twice_is_not_packed(tmp_path: Path, logged: Any) -> None:
@@ -149,7 +68,7 @@ def test_the_backward_pass_of_a_packed_row_is_linear_in_its_length() -> None:
             for at in range(0, 14 * groups, 14)
         ]
         states = [torch.randn(1, 2, 14 * groups, 4, requires_grad=True) for _ in range(3)]
-        output, _ = packing.packed_attention(torch.nn.Module(), *states, None, group_spans=GroupSpans(spans))
+        output, _ = packed_attention.packed_attention(torch.nn.Module(), *states, None, group_spans=GroupSpans(spans))
         with Written() as mode:
             output.sum().backward()
         return mode.entries
@@ -177,7 +96,9 @@ def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
     query = torch.randn(1, 4, at, 8, requires_grad=True)
     key, value = (torch.randn(1, 2, at, 8, requires_grad=True) for _ in range(2))
     weights = torch.randn(at, 4, 8)
-    got, _ = packing.packed_attention(torch.nn.Module(), query, key, value, None, group_spans=GroupSpans(groups))
+    got, _ = packed_attention.packed_attention(
+        torch.nn.Module(), query, key, value, None, group_spans=GroupSpans(groups)
+    )
     parts: list[Tensor] = []
     for (start, stop), suffixes in groups:
         for number, (first, last) in enumerate(suffixes):
@@ -201,3 +122,44 @@ def test_the_masks_of_all_suffixes_are_one_tensor() -> None:
     for mask, (context, own) in zip(masks, ((5, 4), (7, 6), (7, 1)), strict=True):
         assert mask.isneginf().tolist() == [[key > context + row for key in range(context + own)] for row in range(own)]
         assert not mask[~mask.isneginf()].any()
+
+
+def test_autocast_gives_query_keys_and_values_one_dtype(tmp_path: Path, logged: Any) -> None:
+    """A float32 query, from the rotary embedding, beside bfloat16 values fits no kernel of 16 bits."""
+    seen: set[tuple[torch.dtype, ...]] = set()
+
+    def kernel(spans: GroupSpans, *states: Any) -> None:
+        seen.add(tuple(tensor.dtype for tensor in states[:3]))
+
+    trainer = trainer_on(model(), tmp_path, bf16=True)
+    trainer._log_probs._kernel = kernel  # type: ignore[assignment]
+    scored(trainer, flat(RAGGED))
+    # In float32 only in the comparison of a few short rows.
+    assert seen == {(torch.bfloat16,) * 3, (torch.float32,) * 3}
+
+
+class OnGPU(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
+def test_float32_keys_are_repeated_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, grouped heads in float32 have no kernel, and SDPA would store the scores of all heads."""
+    calls: list[tuple[int, int, bool]] = []
+    stock = packed_attention.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        calls.append((query.shape[1], key.shape[1], kwargs["enable_gqa"]))
+        return stock(query, key, value, **kwargs)
+
+    monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", watched)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
+    groups = [((0, 3), [(3, 5), (5, 9)])]
+    expected = packed_attention.sdpa(GroupSpans(groups), query, key, value, None)
+    assert calls == [(4, 2, True)] * 2
+    calls.clear()
+    got = packed_attention.sdpa(GroupSpans(groups), query.as_subclass(OnGPU), key, value, None)
+    assert calls == [(4, 4, False)] * 2
+    torch.testing.assert_close(got.as_subclass(Tensor), expected)

@@ -28,7 +28,8 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.rows import Rows
-from grpo_recipes.training import layout_check, packing
+from grpo_recipes.training import layout_check, packed_attention
+from grpo_recipes.training.packed_attention import ATTENTION, AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout, pack
 from tests.support.grids import only
 from tests.support.recorded import Recording, compare, make_trainer, model
@@ -118,7 +119,7 @@ def test_a_packed_row_against_one_written_by_hand() -> None:
     assert packed.input_ids[0].tolist() == [5, 6, 7, 10, 7, 8, 12]
     assert packed.position_ids[0].tolist() == [0, 1, 2, 3, 2, 0, 1]
     assert packed.labels[0].tolist() == [-100, -100, 10, 11, 14, 12, 13]
-    assert packed.group_spans.groups == [((0, 2), [(2, 4), (4, 5)]), ((5, 5), [(5, 7)])]
+    assert packed.groups == [((0, 2), [(2, 4), (4, 5)]), ((5, 5), [(5, 7)])]
     assert packed.rows.tolist() == [0, 0, 2, 1, 1]
     assert packed.columns.tolist() == [0, 1, 0, 0, 1]
     assert packed.positions.tolist() == [2, 3, 4, 5, 6]
@@ -140,22 +141,13 @@ def test_every_label_is_predicted_once_from_its_own_context(pairs: list[tuple[li
     assert found == expected
     contexts = [
         tuple(ids[a:b] + ids[c:d])
-        for (a, b), (c, d) in packed.group_spans.segments()
+        for (a, b), (c, d) in GroupSpans(packed.groups).segments()
         if (labels[c:d] or [0])[0] != -100
     ]
     assert sorted(contexts) == sorted((*p, *c)[:-1] for p, c in pairs if c)
     distinct = {tuple(prompt) for prompt, completion in pairs if completion}
     needed = sum(len(prompt) - 1 for prompt in distinct) + sum(len(completion) for _, completion in pairs)
     assert len(ids) == rows.packed_tokens() == max(needed, 1)
-
-
-def test_varlen_sequences_are_the_segments_of_the_row() -> None:
-    packed = pack(padded([[5, 6, 7], [8], [5, 6, 7]], [[10, 11], [12, 13], [14]]))
-    index = packing.Varlen.of(packed.group_spans, torch.device("cpu"))
-    assert index.query_ends.tolist() == [0, 2, 4, 5, 7]
-    assert index.key_ends.tolist() == [0, 2, 6, 9, 11]
-    assert index.keys.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 4, 5, 6]
-    assert (index.longest_query, index.longest_key) == (2, 4)
 
 
 # ---- log-probabilities, entropies and gradients
@@ -261,7 +253,7 @@ FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_head": 4, "n_layer": 2, "attn_implementation": "eager"},
     ),  # ALiBi
     "the model has dropout": ("LlamaConfig", {"attention_dropout": 0.5}),
-    "its attention implementation is eager, not sdpa": ("LlamaConfig", {"attn_implementation": "eager"}),
+    "is not that of SDPA": ("Gemma2Config", {"sliding_window": 64, "head_dim": 8, "attn_implementation": "eager"}),
     "depend on padding": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, **NO_DROPOUT}),  # learned positions
     "rows of more than 8 tokens": ("MistralConfig", {"sliding_window": 8}),
     "more than 8 tokens": ("Gemma3TextConfig", {"sliding_window": 8, "head_dim": 8}),  # sliding window in some layers
@@ -625,14 +617,14 @@ def test_generation_is_the_same_with_the_packing_attention(tmp_path: Path) -> No
     before = policy.generate(
         **inputs, max_new_tokens=8, do_sample=False, output_scores=True, return_dict_in_generate=True
     )
-    packing.packing_attention(policy)
+    AttentionSwitch().pack(policy)
     after = policy.generate(
         **inputs, max_new_tokens=8, do_sample=False, output_scores=True, return_dict_in_generate=True
     )
     assert torch.equal(before.sequences, after.sequences)
     assert all(torch.equal(a, b) for a, b in zip(before.scores, after.scores, strict=True))
     policy.save_pretrained(tmp_path)
-    assert packing.ATTENTION not in (tmp_path / "config.json").read_text()
+    assert ATTENTION not in (tmp_path / "config.json").read_text()
 
 
 # ---- contracts with the libraries
@@ -653,14 +645,14 @@ def test_contract_with_trl() -> None:
 
 
 def test_contract_with_transformers() -> None:
-    """Transformers has the functions and arguments that packing.py and log_probs.py use."""
-    packing.packing_attention(model())
-    sdpa = inspect.signature(packing.sdpa_attention_forward).parameters
+    """Transformers has the functions and arguments that packed_attention.py and log_probs.py use."""
+    AttentionSwitch().pack(model())
+    sdpa = inspect.signature(packed_attention.sdpa_attention_forward).parameters
     assert list(sdpa)[:7] == ["module", "query", "key", "value", "attention_mask", "dropout", "scaling"], (
         "transformers changed the attention functions that AttentionInterface holds: adapt packed_attention"
     )
-    assert packing.ATTENTION in transformers.AttentionInterface().valid_keys(), "AttentionInterface.register changed"
-    assert packing.ATTENTION in transformers.AttentionMaskInterface().valid_keys(), "AttentionMaskInterface changed"
+    assert ATTENTION in transformers.AttentionInterface().valid_keys(), "AttentionInterface.register changed"
+    assert ATTENTION in transformers.AttentionMaskInterface().valid_keys(), "AttentionMaskInterface changed"
     assert hasattr(PreTrainedModel, "_can_set_attn_implementation"), "adapt `unsupported`: it asks this of a model"
     update = inspect.getsource(dynamic_rope_update)
     for line in ('if "dynamic" in rope_type:', 'elif rope_type == "longrope":'):
@@ -675,21 +667,12 @@ def test_fsdp_passes_the_spans_as_the_same_object() -> None:
         pytest.skip("torch 2.8 casts inputs elsewhere")
     source = inspect.getsource(FSDPState._cast_forward_inputs)
     assert "_apply_to_tensors(cast_fn, kwargs)" in source, "torch casts the arguments of FSDP2's forwards another way"
-    spans = pack(flat(RAGGED)).group_spans
+    spans = GroupSpans(pack(flat(RAGGED)).groups)
     assert _apply_to_tensors(lambda tensor: tensor.bfloat16(), {"group_spans": spans})["group_spans"] is spans
 
 
 def test_importing_the_module_registers_no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: list[Any] = []
     monkeypatch.setattr(transformers.AttentionInterface, "register", lambda *names: registered.append(names))
-    runpy.run_path(str(packing.__file__))
+    runpy.run_path(str(packed_attention.__file__))
     assert not registered
-
-
-def test_contract_with_torch() -> None:
-    """The CUDA kernel, which no CPU test can run, has the arguments that are passed."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    parameters = inspect.signature(varlen.varlen_attn).parameters
-    names = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert list(parameters)[:7] == names, "torch changed varlen_attn: adapt _varlen"
-    assert {"scale", "window_size", "enable_gqa"} <= set(parameters), "torch changed varlen_attn: adapt _has_varlen"

@@ -92,6 +92,8 @@ class Result:
     seconds: float = 0.0
     timed_out: bool = False
     """True if the call passed its time limit. A sync tool may still run, and change its environment."""
+    arguments: object = None
+    """Arguments of the call, the very object of the policy's message, by which the result is traced to its call."""
 
 
 class ToolRunner:
@@ -180,7 +182,7 @@ class ToolRunner:
                     refusal = "The arguments are nested too deeply."
             if refusal:
                 content = self._cut(_error_text(refusal, self._most))
-                row.results.append(Result(_name(call.name), content, refused=True))
+                row.results.append(Result(_name(call.name), content, refused=True, arguments=call.arguments))
             elif inspect.iscoroutinefunction(call.function):
                 later.append((call, arguments))
             else:
@@ -278,6 +280,7 @@ class ToolRunner:
             bool(job.refusal),
             outcome.seconds,
             outcome.timed_out,
+            job.call.arguments,
         )
 
     def _abandon(self, job: _Job) -> None:

@@ -8,21 +8,28 @@
   render the whole conversation instead would not be a proof: templates drop the thinking of earlier turns, write calls
   in another way than the policy did, and fail on calls that a policy can write.
 - A message of the assistant is what its tokens parse to.
+- A prompt is the template's rendering of its messages and of the row's tools.
+- The results of a turn are those of its calls, one for each, and no turn that was sampled is missing.
+- A log-probability is the one that its token was sampled with, and 0 for each token with mask 0.
 
 Token IDs are compared, never texts. Only a fault is described by its text.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-from grpo_recipes.tools.loop import Ids, Message, Parse, Render
+from grpo_recipes.tools.loop import Ids, Message, Parse, Render, Row
 
 Key = tuple[int, ...]
+LogProbs = tuple[float, ...]
+RenderPrompt = Callable[[Sequence[Message], Sequence[Any]], Ids]
+"""Function from the messages of a prompt and the row's tools to the token IDs of the prompt."""
 
 SHOWN = 40
 """Number of characters of a text that an error quotes."""
@@ -36,14 +43,23 @@ class Turns:
         """Prompt and sampled tokens of each row of the first call."""
         self.sampled: dict[Key, Counter[Key]] = {}
         """Sampled tokens by their context, and how often they were sampled."""
+        self.log_probs: dict[Key, list[tuple[Key, LogProbs]]] = {}
+        """Sampled tokens and their log-probabilities by their context. Empty if the generator gives none."""
 
-    def record(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+    def record(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]] | None = None,
+    ) -> None:
         """Record one call of the generator."""
         # Tuples, because a `rollout_func` may append a tool result to the very list that it was given.
         turns = [(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts, completions, strict=True)]
         self.first = self.first or turns
         for context, ids in turns:
             self.sampled.setdefault(context, Counter())[ids] += 1
+        for (context, ids), values in zip(turns, log_probs or (), strict=log_probs is not None):
+            self.log_probs.setdefault(context, []).append((ids, tuple(values)))
 
     def of(self, context: Key) -> list[Key]:
         """Return what was sampled in a context."""
@@ -76,6 +92,12 @@ class Transcript:
     """Messages of the completion, or None if a `rollout_func` returned tokens only."""
     tools: Sequence[Any] = ()
     """Tools as `parse` takes them."""
+    prompt_messages: Sequence[Message] | None = None
+    """Messages of the prompt, or None if they are unknown."""
+    log_probs: Sequence[float] | None = None
+    """Log-probability of each token of the completion, or None if the generator gives none."""
+    played: Row | None = None
+    """Row of the project's own tool loop, or None if the turns are not of this loop."""
 
     def segments(self) -> list[Segment]:
         """Return the segments of the completion, in order."""
@@ -113,6 +135,7 @@ class Proof:
         decode: function from token IDs to their text.
         parse: the parser of the loop.
         render: the renderer of the loop.
+        render_prompt: the renderer of prompts.
         ends: function that returns True if a turn is complete.
         in_order: True if row n of the first call is row n of the batch, and each turn belongs to one row. A
             `rollout_func` may reorder its rows, cut a turn where it likes, and let rows share one.
@@ -123,6 +146,7 @@ class Proof:
     decode: Callable[[Ids], str]
     parse: Parse
     render: Render
+    render_prompt: RenderPrompt
     ends: Callable[[Ids], bool]
     in_order: bool = True
 
@@ -135,6 +159,10 @@ class Proof:
         """
         if len(row.mask) != len(row.completion):
             return Fault(row.number, 0, f"the mask has {len(row.mask)} values for {len(row.completion)} tokens")
+        if odd := set(row.mask) - {0, 1}:
+            return Fault(row.number, 0, f"the mask holds {min(odd)}, which is neither 0 nor 1")
+        if with_messages and (fault := self._prompt_fault(row)):
+            return fault
         for fault in self._faults(row, with_messages):
             return self._shifted(row) or fault
         return None
@@ -150,7 +178,7 @@ class Proof:
         return not any(starts) or self.turns.continue_from(prompt)
 
     def count(self, rows: Sequence[Transcript]) -> Fault | None:
-        """Return the fault of a turn that stands in more rows than it was sampled for, or None."""
+        """Return the fault of a turn that stands in more rows than it was sampled for, or in fewer, or None."""
         if not self.in_order:
             return None
         used: dict[Key, Counter[Key]] = {}
@@ -164,7 +192,29 @@ class Proof:
                 # A turn that was cut at the end of its row is another one here, which was never sampled as such.
                 if 0 < self.turns.sampled[context][ids] < times[ids]:
                     return Fault(row.number, segment.start, "this turn was sampled for another row")
+        for context, sampled in self.turns.sampled.items():
+            # The prompts that pad a rank's rows continue no row.
+            if sampled.total() > used.get(context, Counter()).total() and (fault := self._unused(context, rows)):
+                return fault
         return None
+
+    def _unused(self, context: Key, rows: Sequence[Transcript]) -> Fault | None:
+        """Return the fault of the row that ends before a context in which a turn was sampled, or None."""
+        for row in rows:
+            length = len(row.completion)
+            whole = len(row.prompt) + length
+            if length < self.longest and whole < len(context) and context[:whole] == row.context(length):
+                return Fault(row.number, length, "the tool result and the turn that was sampled after it are missing")
+        return None
+
+    def _prompt_fault(self, row: Transcript) -> Fault | None:
+        if row.prompt_messages is None:
+            return None
+        expected, ids = tuple(self.render_prompt(row.prompt_messages, row.tools)), tuple(row.prompt)
+        if expected == ids:
+            return None
+        _, what = self._difference(expected, ids, "rendered")
+        return Fault(row.number, 0, f"the prompt is not the template's rendering of its messages and tools: {what}")
 
     # ---- the segments of a row
 
@@ -177,6 +227,10 @@ class Proof:
             if row.messages is not None:
                 group = groups[place] if place < len(groups) else []
                 yield from self._message_faults(row, segment, group, with_messages)
+                if row.played is not None:
+                    yield from self._result_faults(row.played, row.number, segment, place // 2, group)
+            if self.in_order and self.turns.log_probs:
+                yield from self._log_prob_faults(row, segment)
         if len(groups) > len(segments):
             role = groups[len(segments)][0]["role"]
             yield Fault(row.number, len(row.completion), f"a message of the role {role!r} has no tokens")
@@ -242,12 +296,14 @@ class Proof:
         if not group or group[0]["role"] != role:
             kind = "sampled tokens" if segment.is_sampled else "tokens of tool results"
             yield Fault(row.number, segment.start, f"no message of the role {role!r} belongs to these {kind}")
+        elif segment.is_sampled and len(group) > 1:
+            yield Fault(row.number, segment.start, f"{len(group)} messages of the assistant belong to one turn")
         elif not with_texts:
             return
         elif segment.is_sampled:
             parsed = self.parse(ids, list(row.context(segment.start)), row.tools)
             # By their text: a call may hold NaN, which differs from itself.
-            if len(group) > 1 or repr(parsed) != repr(group[0]):
+            if repr(parsed) != repr(group[0]):
                 yield Fault(row.number, segment.start, "the assistant's message is not what these tokens parse to")
         else:
             expected = self.render(group)
@@ -255,6 +311,55 @@ class Proof:
                 place, what = self._difference(tuple(expected), tuple(ids), "rendered")
                 what = f"the tool result is not the template's rendering of its messages: {what}"
                 yield Fault(row.number, segment.start + place, what)
+
+    def _result_faults(
+        self, row: Row, number: int, segment: Segment, turn: int, group: Sequence[Message]
+    ) -> Iterator[Fault]:
+        """Yield the fault of a turn whose calls have no results or others, or of messages that hold other results."""
+        results = row.turns[turn] if turn < len(row.turns) else None
+        is_last = turn == len(row.turns) - 1
+        if not segment.is_sampled:
+            # The last results may be cut to the room that is left.
+            contents = slice(1 if is_last and row.ending == "full" else 2)
+            shown = [(message.get("name"), message.get("content"))[contents] for message in group]
+            if shown != [(result.name, result.content)[contents] for result in results or ()]:
+                yield Fault(number, segment.start, "the messages of these results are not what the tools returned")
+            return
+        calls = group[0].get("tool_calls") or ()
+        if results is None:
+            if calls and row.ending == "answered":
+                yield Fault(number, segment.stop, "the calls of this turn were not answered")
+            return
+        # By identity, because equal calls of two environments have different results.
+        places = [id(call.get("function", call).get("arguments")) for call in calls]
+        answered = [id(result.arguments) for result in results]
+        if sorted(places) != sorted(answered):
+            yield Fault(number, segment.stop, "the results after this turn are not those of its calls")
+            return
+        for is_async in (False, True):  # async tools run after the others, and refused calls are not run at all
+            made = []
+            for result in results:
+                function = row.tools.functions.get(result.name)
+                if not result.refused and inspect.iscoroutinefunction(function) == is_async:
+                    made.append(places.index(id(result.arguments)))
+            if made != sorted(made):
+                yield Fault(number, segment.stop, "the results after this turn are in another order than its calls")
+
+    def _log_prob_faults(self, row: Transcript, segment: Segment) -> Iterator[Fault]:
+        """Yield the fault of log-probabilities that are not those that the tokens were sampled with."""
+        found = tuple((row.log_probs or ())[segment.start : segment.stop])
+        if not segment.is_sampled:
+            if any(found) or len(found) < segment.stop - segment.start:
+                yield Fault(row.number, segment.start, "the log-probabilities of these tool results are not 0")
+            return
+        ids = tuple(row.completion[segment.start : segment.stop])
+        for sampled, log_probs in self.turns.log_probs.get(row.context(segment.start), ()):
+            # The last turn of a row may be cut.
+            if sampled[: len(ids)] == ids and log_probs[: len(ids)] == found:
+                return
+        yield Fault(
+            row.number, segment.start, "the log-probabilities are not those that these tokens were sampled with"
+        )
 
     # ---- descriptions of faults
 
@@ -265,7 +370,7 @@ class Proof:
             return None
         places = [segment.start for segment in row.segments()][1:]
         for to_the, shifted in (("right", [*mask[1:], mask[-1]]), ("left", [mask[0], *mask[:-1]])):
-            other = Transcript(row.number, row.prompt, row.completion, shifted, row.messages, row.tools)
+            other = replace(row, mask=shifted)
             if len(other.segments()) == len(row.segments()) and not any(self._faults(other, with_messages=True)):
                 return Fault(row.number, places[0], f"the tool mask is shifted by one token to the {to_the}")
         return None
@@ -309,13 +414,19 @@ class Proof:
             return place, f"{tokens(missing)} that {verbs}: {self._text(missing)}"
         if not missing:
             return place, f"{tokens(more)} {was(more)} not {done}: {self._text(more)}"
-        if self.decode(list(expected)) == self.decode(list(ids)):
+        if self._decoded(expected) == self._decoded(ids):
             return place, f"the same text was {done} as other tokens: it was tokenized again"
         return place, f"{self._text(more)} stands where {self._text(missing)} was {done}"
 
     def _text(self, ids: Key) -> str:
-        text = self.decode(list(ids))
+        text = self._decoded(ids)
         return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+
+    def _decoded(self, ids: Key) -> str:
+        try:
+            return self.decode(list(ids))
+        except OverflowError:  # a number that can't be a token
+            return str(list(ids))
 
     def _of(self, row: Transcript) -> str:
         """Return ", that of row n" if the row has the prompt of another row."""

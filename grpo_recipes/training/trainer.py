@@ -319,7 +319,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         inputs = (prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
         turn = partial(super()._generate_single_turn, *inputs)
         completion_ids, log_probs, difference = self._generation(turn, prompt_ids)
-        self._turn_check.record(prompt_ids, completion_ids)
+        self._turn_check.record(prompt_ids, completion_ids, log_probs)
         if difference is not None:
             metrics = self._metrics["train" if self.model.training else "eval"]
             for name, value in zip(("mean", "max"), difference, strict=True):
@@ -328,12 +328,13 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Return TRL's completions, with its metrics and mask corrected for those that end with a stop string."""
-        self._turn_check.start()
+        self._tool_turns.rows = []
+        self._turn_check.start(prompts)
         self._log_probs.restore_attention(self.model)
         with self._generation.one_batch():
             output = super()._generate(prompts)
         # Before the mask of truncated completions, which takes sampled tokens out of the loss.
-        self._turn_check(output)
+        self._turn_check(output, self._tool_turns.rows)
         return output if self._stop is None else correct_counts(self, output, self._stop, self._masks_truncated)
 
     # ---- Seam 6: the order of the prompts

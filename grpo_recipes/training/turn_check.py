@@ -2,13 +2,14 @@
 
 A tool loop, or a `rollout_func`, puts turns and results together. A mask that is shifted by one token, or a turn that
 is tokenized again, raises no error: the policy is then trained on tokens that it has never sampled. After each
-generation batch the proof of `tools/transcript.py` runs on the token IDs of all rows, and on the messages of some.
+generation batch the proof of `tools/transcript.py` runs on the token IDs, log-probabilities and results of all rows,
+and renders and parses the messages of some.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.logging import get_logger
 from trl.chat_template_utils import parse_response
@@ -18,7 +19,7 @@ from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather
-from grpo_recipes.tools.loop import Ids, Message
+from grpo_recipes.tools.loop import Ids, Message, Row
 from grpo_recipes.tools.transcript import Fault, Proof, Transcript, Turns
 from grpo_recipes.training.tool_turns import tools_of_rows
 
@@ -47,6 +48,7 @@ class TurnCheck:
         self.batches = 0
         """Number of batches of this launch that were checked."""
         self._turns: Turns | None = None
+        self._prompts: Sequence[Sequence[Message]] = ()
         self._announcer = Announcer(logger.warning)
 
     @property
@@ -54,17 +56,27 @@ class TurnCheck:
         """True if completions may have several turns. The same on every rank."""
         return self.enabled and bool(self.trainer.tools or self.trainer.rollout_func is not None)
 
-    def start(self) -> None:
-        """Record the turns from here on, those of a new generation batch."""
+    def start(self, prompts: Sequence[Sequence[Message]]) -> None:
+        """Record the turns from here on, those of a new generation batch with these prompts."""
         self._turns = Turns() if self.is_needed else None
+        self._prompts = prompts
 
-    def record(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+    def record(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+        log_probs: Sequence[Sequence[float]] | None,
+    ) -> None:
         """Record one call of the generator."""
         if self._turns is not None:
-            self._turns.record(prompts, completions)
+            self._turns.record(prompts, completions, log_probs)
 
-    def __call__(self, output: tuple[Any, ...]) -> None:
-        """Check the turns of a generation batch, the return value of TRL's `_generate`. Collective.
+    def __call__(self, output: tuple[Any, ...], played: Sequence[Row]) -> None:
+        """Check the turns of a generation batch. Collective.
+
+        Args:
+            output: the return value of TRL's `_generate`.
+            played: rows of the tool loop, or none if TRL's own loop ran.
 
         Raises:
             NotThePolicy: on every rank, if a token of any rank is neither sampled nor rendered as its mask says.
@@ -72,10 +84,12 @@ class TurnCheck:
         turns, self._turns = self._turns, None
         if turns is None:
             return
-        prompt_ids, completion_ids, tool_mask, completions, *_ = output
+        prompt_ids, completion_ids, tool_mask, completions, log_probs, *_ = output
         fault = None
-        if tool_mask is not None:  # a `rollout_func` of single turns returns none
-            fault = self._first_fault(turns, prompt_ids, completion_ids, tool_mask, completions)
+        if tool_mask is not None:
+            fault = self._first_fault(turns, prompt_ids, completion_ids, tool_mask, completions, log_probs, played)
+        elif self.trainer.tools:  # a `rollout_func` of single turns returns none
+            fault = Fault(0, 0, "there is no mask of tool tokens")
         faults = gather(None if fault is None else str(fault))
         self.batches += 1
         for rank, found in enumerate(faults):
@@ -93,6 +107,8 @@ class TurnCheck:
         completion_ids: Sequence[Ids],
         tool_mask: Sequence[Sequence[int]],
         completions: Sequence[list[Message]],
+        log_probs: Sequence[Sequence[float]] | None,
+        played: Sequence[Row],
     ) -> Fault | None:
         """Return the first fault of this rank's rows, or None."""
         proof = self._proof(turns)
@@ -102,6 +118,9 @@ class TurnCheck:
             row = Transcript(number, prompt, ids, mask, None)
             if tools:
                 row.messages, row.tools = completions[number], tools[number].schemas
+                row.prompt_messages = None if self.trainer._is_vlm else self._prompts[number]
+                row.log_probs = None if log_probs is None else log_probs[number]
+                row.played = played[number] if played else None
             if proof.covers(row):
                 rows.append(row)
         if len(rows) < len(prompt_ids):
@@ -137,12 +156,25 @@ class TurnCheck:
             decode=trainer._tokenizer.decode,
             parse=self._parse,
             render=trainer._get_tool_suffix_ids,
+            render_prompt=self._render_prompt,
             ends=self._ends,
             in_order=trainer.rollout_func is None,
         )
 
     def _parse(self, ids: Ids, prefix: Ids, tools: Sequence[Any]) -> Message:
         return parse_response(self.trainer._tokenizer, ids, prefix=prefix, tools=list(tools))
+
+    def _render_prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> Ids:
+        trainer = self.trainer
+        return trainer._tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,  # Llama's template announces tools for an empty list
+            chat_template=trainer.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **cast(dict[str, Any], trainer.chat_template_kwargs),
+        )
 
     def _ends(self, ids: Ids) -> bool:
         """Return True if a turn ends with an end token or a stop string, or may end without one."""

@@ -13,6 +13,7 @@ import torch
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import NotThePolicy
+from grpo_recipes.tools.loop import ToolLoop
 from tests.support import tool_rollouts
 from tests.support.tool_rollouts import ADD, GROUP, REPEAT
 
@@ -24,7 +25,7 @@ SCRIPT = [
 CASES = [{"prompt": [{"role": "user", "content": f"case {n}"}]} for n in range(2) for _ in range(GROUP)]
 
 Values = list[Any]
-"""Mask, messages and tokens of the rows of a batch, the first of TRL's seven values."""
+"""Mask, messages, tokens and log-probabilities of the rows of a batch, the first of TRL's seven values."""
 
 
 class ScriptedGeneration:
@@ -36,8 +37,13 @@ class ScriptedGeneration:
     def one_batch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def __call__(self, turn: Any, prompts: Sequence[Sequence[int]], *rest: Any) -> tuple[list[list[int]], None, None]:
-        return tool_rollouts.next_turns(SCRIPT, self.tokenizer, prompts), None, None
+    def __call__(
+        self, turn: Any, prompts: Sequence[Sequence[int]], *rest: Any
+    ) -> tuple[list[list[int]], list[list[float]], None]:
+        turns = tool_rollouts.next_turns(SCRIPT, self.tokenizer, prompts)
+        # No two tokens of a batch have the same.
+        log_probs = [[-0.01 - row - place / 1000 for place in range(len(ids))] for row, ids in enumerate(turns)]
+        return turns, log_probs, None
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +87,12 @@ def planted(trainer: Any, fault: Callable[[Any, Values], None]) -> None:
 def end_of_turn(mask: Sequence[int]) -> int:
     """Return the number of tokens of the first turn."""
     return list(mask).index(0)
+
+
+def places_of_result(mask: Sequence[int]) -> tuple[int, int]:
+    """Return the first token of the first result, and the first one behind it."""
+    start = end_of_turn(mask)
+    return start, list(mask).index(1, start)
 
 
 def replaced(values: Values, row: int, start: int, stop: int, ids: Sequence[int]) -> None:
@@ -160,6 +172,155 @@ def lost_turn(trainer: Any, values: Values) -> None:
     values[1][5].pop()
 
 
+def lost_masks(trainer: Any, values: Values) -> None:
+    values[0] = None
+
+
+def inverted_mask(trainer: Any, values: Values) -> None:
+    values[0][1] = [1 - mask for mask in values[0][1]]
+
+
+def doubled_mask(trainer: Any, values: Values) -> None:
+    values[0][1] = [2 * mask for mask in values[0][1]]
+
+
+def mask_of_another_row(trainer: Any, values: Values) -> None:
+    length = len(values[0][2])
+    values[0][2] = values[0][1][:length]
+
+
+def unmasked_end_of_result(trainer: Any, values: Values) -> None:
+    values[0][1][places_of_result(values[0][1])[1] - 1] = 1
+
+
+def masked_start_of_turn(trainer: Any, values: Values) -> None:
+    values[0][1][places_of_result(values[0][1])[1]] = 0
+
+
+def masked_token(trainer: Any, values: Values) -> None:
+    values[0][1][3] = 0
+
+
+def generation_prompt_twice(trainer: Any, values: Values) -> None:
+    stop = places_of_result(values[0][1])[1]
+    added = trainer._tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    values[0][1][stop:stop] = [0] * len(added)
+    values[2][1][stop:stop] = added
+
+
+def spaced_result(trainer: Any, values: Values) -> None:
+    rendered_again(trainer, values, " 3")
+
+
+def result_of_another_row(trainer: Any, values: Values) -> None:
+    rendered_again(trainer, values, values[1][1][3]["content"])
+
+
+def rendered_again(trainer: Any, values: Values, content: str) -> None:
+    """Replace the first result of row 1 in its message and in its tokens."""
+    start, stop = places_of_result(values[0][1])
+    values[1][1][1]["content"] = content
+    replaced(values, 1, start, stop, trainer._get_tool_suffix_ids([values[1][1][1]]))
+
+
+def result_of_a_user(trainer: Any, values: Values) -> None:
+    values[1][1][1]["role"] = "user"
+
+
+def result_of_another_tool(trainer: Any, values: Values) -> None:
+    values[1][1][1]["name"] = "repeat"
+
+
+def other_arguments(trainer: Any, values: Values) -> None:
+    values[1][1][0]["tool_calls"][0]["function"]["arguments"]["a"] = 7
+
+
+def without_tool_messages(trainer: Any, values: Values) -> None:
+    values[1][1] = [message for message in values[1][1] if message["role"] != "tool"]
+
+
+def message_more(trainer: Any, values: Values) -> None:
+    values[1][3].append({"role": "assistant", "content": ""})
+
+
+def result_more(trainer: Any, values: Values) -> None:
+    values[1][3].append({"role": "tool", "name": "add", "content": "3"})
+
+
+def end_twice(trainer: Any, values: Values) -> None:
+    replaced(values, 3, len(values[2][3]) - 1, len(values[2][3]), [trainer._tokenizer.eos_token_id] * 2)
+
+
+def padding_inside(trainer: Any, values: Values) -> None:
+    replaced(values, 1, 4, 4, [trainer._tokenizer.pad_token_id] * 2)
+
+
+def shortened(values: Values, row: int, length: int) -> None:
+    """Keep the first tokens of a row."""
+    for column in (0, 2, 3):
+        values[column][row] = values[column][row][:length]
+
+
+def cut_row(trainer: Any, values: Values) -> None:
+    shortened(values, 1, len(values[2][1]) - 5)
+
+
+def cut_in_result(trainer: Any, values: Values) -> None:
+    shortened(values, 1, places_of_result(values[0][1])[0] + 4)
+
+
+def first_turn_only(trainer: Any, values: Values) -> None:
+    shortened(values, 1, end_of_turn(values[0][1]))
+    del values[1][1][1:]
+
+
+def turn_twice(trainer: Any, values: Values) -> None:
+    turn = values[2][1][places_of_result(values[0][1])[1] :]
+    values[0][1] = values[0][1] + [1] * len(turn)
+    values[2][1] = values[2][1] + turn
+
+
+def turns_in_another_order(trainer: Any, values: Values) -> None:
+    start, stop = places_of_result(values[0][2])
+    for column in (0, 2):
+        row = values[column][2]
+        values[column][2] = row[stop:] + row[start:stop] + row[:start]
+
+
+def reversed_rows(trainer: Any, values: Values) -> None:
+    for column in (0, 1, 2, 3):
+        values[column].reverse()
+
+
+def overflowing_token(trainer: Any, values: Values) -> None:
+    replaced(values, 3, 5, 6, [values[2][3][5] + 2**32])
+
+
+def shifted_log_probs(trainer: Any, values: Values) -> None:
+    values[3][1] = [0.0, *values[3][1][:-1]]
+
+
+def log_probs_of_another_row(trainer: Any, values: Values) -> None:
+    # Both rows have one turn.
+    values[3][3], values[3][6] = values[3][6], values[3][3]
+
+
+def log_probs_of_sampled_tokens_only(trainer: Any, values: Values) -> None:
+    values[3][1] = [value for value, mask in zip(values[3][1], values[0][1], strict=True) if mask]
+
+
+def log_prob_of_a_result(trainer: Any, values: Values) -> None:
+    values[3][1][places_of_result(values[0][1])[0]] = -1.0
+
+
+def nan_log_prob(trainer: Any, values: Values) -> None:
+    values[3][1][0] = float("nan")
+
+
+def lost_log_probs(trainer: Any, values: Values) -> None:
+    values[3] = None
+
+
 def repeated_row(trainer: Any, values: Values) -> None:
     for column in (0, 1, 2):
         values[column][0] = copy.deepcopy(values[column][1])
@@ -211,7 +372,45 @@ FAULTS: dict[Callable[[Any, Values], None], str] = {
     lost_result: r"row 2, token .*: \d+ tokens were not sampled: ",
     one_token_more: "row 6, token .*: no message of the role 'tool' belongs to these tokens of tool results",
     repeated_row: "row 0, token 0: these tokens were sampled for row 1",
+    lost_masks: "there is no mask of tool tokens",
+    inverted_mask: "row 1, token 0: no message of the role 'tool' belongs to these tokens of tool results",
+    doubled_mask: "row 1, token 0: the mask holds 2, which is neither 0 nor 1",
+    mask_of_another_row: "row 2, token .*: the end token that was sampled here is missing",
+    unmasked_end_of_result: r"row 1, token .*: .*1 token that was rendered here is missing: '\\n'",
+    masked_start_of_turn: r"row 1, token .*: .*1 token was not rendered: '\['",
+    masked_token: r"row 1, token 3: \d+ tokens that were sampled here are missing",
+    generation_prompt_twice: r"row 1, token .*: \d+ tokens were not rendered: '<\|im_start",
+    spaced_result: "row 1, token .*: the messages of these results are not what the tools returned",
+    result_of_another_row: "row 1, token .*: the messages of these results are not what the tools returned",
+    result_of_a_user: "row 1, token .*: no message of the role 'tool' belongs to these tokens of tool results",
+    result_of_another_tool: "row 1, token .*: the messages of these results are not what the tools returned",
+    other_arguments: "row 1, token 0: the assistant's message is not what these tokens parse to",
+    without_tool_messages: "row 1, token 0: 3 messages of the assistant belong to one turn",
+    message_more: "row 3, token 0: 2 messages of the assistant belong to one turn",
+    result_more: "row 3, token .*: a message of the role 'tool' has no tokens",
+    end_twice: r"row 3, token .*: 1 token was not sampled: '<\|im_end\|>'",
+    padding_inside: "row 1, token 4: 2 tokens were not sampled: '<pad><pad>'",
+    cut_row: r"row 1, token .*: \d+ tokens that were sampled here are missing: ",
+    cut_in_result: "row 1, token .*: the tool result is not the template's rendering of its messages: ",
+    first_turn_only: "row 1, token .*: the tool result and the turn that was sampled after it are missing",
+    turn_twice: r"row 1, token .*: \d+ tokens were not sampled: ",
+    turns_in_another_order: "row 2, token 0: these tokens were sampled for another row or turn",
+    reversed_rows: "row 0, token 0: these tokens were sampled for row 7",
+    overflowing_token: r"row 3, token 5: '\[42949\d+\]' stands where .* was sampled",
+    shifted_log_probs: "row 1, token 0: the log-probabilities are not those that these tokens were sampled with",
+    log_probs_of_another_row: "row 3, token 0: the log-probabilities are not those that these tokens were sampled with",
+    log_probs_of_sampled_tokens_only: "row 1, token .*: the log-probabilities of these tool results are not 0",
+    log_prob_of_a_result: "row 1, token .*: the log-probabilities of these tool results are not 0",
+    nan_log_prob: "row 1, token 0: the log-probabilities are not those that these tokens were sampled with",
+    lost_log_probs: "row 0, token 0: the log-probabilities are not those that these tokens were sampled with",
 }
+NEEDS_MESSAGES = {
+    cut_message,
+    other_result,
+    swapped_messages,
+    other_arguments,
+}
+"""Faults that are found only where the messages of the row are rendered and parsed."""
 
 
 @pytest.mark.parametrize("own_loop", [True, False], ids=["our loop", "TRL's loop"])
@@ -230,7 +429,9 @@ def test_a_planted_fault_is_named(fault: Callable[[Any, Values], None], scripted
     assert str(caught.value).endswith("set `generation_check: false` to go on anyway")
 
 
-@pytest.mark.parametrize("fault", [shifted_right, without_end, masked_row, masked_turn, one_token_more, lost_turn])
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if fault not in NEEDS_MESSAGES], ids=lambda fault: fault.__name__
+)
 def test_later_batches_prove_the_tokens_of_all_rows(fault: Callable[[Any, Values], None], scripted: Any) -> None:
     """After the first batches the messages of few rows are rendered and parsed."""
     scripted._turn_check.all_messages = False
@@ -267,6 +468,105 @@ def faulty_contexts(trainer: Any, change: Callable[[str], str]) -> None:
 def test_another_context_is_named(change: Callable[[str], str], named: str, scripted: Any) -> None:
     faulty_contexts(scripted, change)
     with pytest.raises(NotThePolicy, match=f"the generator was never given the tokens before them .*{named}"):
+        generate(scripted)
+
+
+Prompts = Callable[[Any, Callable[[Any], Any], list[Any]], Any]
+"""Function of a trainer, its `_tokenize_prompts` and the prompts."""
+
+
+def with_another_trainer(**attributes: Any) -> Prompts:
+    """Let the prompts be rendered by a trainer with other attributes."""
+
+    def tokenize(trainer: Any, real: Callable[[Any], Any], prompts: list[Any]) -> Any:
+        before = {name: getattr(trainer, name) for name in attributes}
+        vars(trainer).update(attributes)
+        try:
+            return real(prompts)
+        finally:
+            vars(trainer).update(before)
+
+    return tokenize
+
+
+def with_ids(change: Callable[[list[int]], list[int]]) -> Prompts:
+    """Let the tokens of the prompts be changed."""
+
+    def tokenize(trainer: Any, real: Callable[[Any], Any], prompts: list[Any]) -> Any:
+        ids, *rest = real(prompts)
+        return [change(row) for row in ids], *rest
+
+    return tokenize
+
+
+@pytest.mark.parametrize(
+    ("tokenize", "named"),
+    [
+        (with_another_trainer(tools=[]), "tokens that were rendered here are missing: "),
+        (with_another_trainer(tools=tool_rollouts.TOOLS[:-1]), "tokens that were rendered here are missing: '{"),
+        (with_another_trainer(chat_template_kwargs={"enable_thinking": False}), "tokens were not rendered: '<think>"),
+        (lambda trainer, real, prompts: real(prompts[GROUP:] + prompts[:GROUP]), "' 1' stands where ' 0' was rendered"),
+        (lambda trainer, real, prompts: real([prompt[1:] for prompt in prompts]), "are missing: 'Be brief"),
+        (with_ids(lambda ids: ids[:-3]), "3 tokens that were rendered here are missing: 'ant"),
+        (with_ids(lambda ids: ids + ids[-3:]), "3 tokens were not rendered: 'ant"),
+        (with_ids(lambda ids: ids[20:]), "20 tokens that were rendered here are missing"),
+        (with_ids(lambda ids: [1, *ids]), "1 token was not rendered"),
+    ],
+    ids=["tools", "a tool", "thinking", "row", "system", "generation prompt", "twice", "beginning", "token"],
+)
+def test_another_prompt_is_named(tokenize: Prompts, named: str, scripted: Any) -> None:
+    real = scripted._tokenize_prompts
+    scripted._tokenize_prompts = lambda prompts: tokenize(scripted, real, prompts)
+    cases = [{"prompt": [{"role": "system", "content": "Be brief."}, *case["prompt"]]} for case in CASES]
+    with pytest.raises(NotThePolicy, match=f"the prompt is not the template's rendering of .* tools: .*{named}"):
+        scripted._generate_and_score_completions(copy.deepcopy(cases))
+
+
+Found = list[list[Any]]
+"""Results of the calls of each row that has some."""
+
+
+def results_of_other_rows(found: Found) -> Found:
+    return found[1:] + found[:1]
+
+
+def lost_call(found: Found) -> Found:
+    return [results[:1] for results in found]
+
+
+def calls_made_twice(found: Found) -> Found:
+    return [results * 2 for results in found]
+
+
+def reversed_results(found: Found) -> Found:
+    return [results[::-1] for results in found]
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (results_of_other_rows, "row 0, token .*: the results after this turn are not those of its calls"),
+        (lost_call, "row 2, token .*: the results after this turn are not those of its calls"),
+        (calls_made_twice, "row 0, token .*: the results after this turn are not those of its calls"),
+        (reversed_results, "row 2, token .*: the results after this turn are in another order than its calls"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_results_of_other_calls_are_named(fault: Callable[[Found], Found], named: str, scripted: Any) -> None:
+    runner = scripted._tool_turns.runner
+    run = runner.run
+    runner.run = lambda calls: fault(run(calls))
+    try:
+        with pytest.raises(NotThePolicy, match=named):
+            generate(scripted)
+    finally:
+        del runner.run
+
+
+def test_calls_without_an_answer_are_named(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = ToolLoop._answer
+    monkeypatch.setattr(ToolLoop, "_answer", lambda loop, rows: answer(loop, rows[1:]))
+    with pytest.raises(NotThePolicy, match="row 0, token .*: the calls of this turn were not answered"):
         generate(scripted)
 
 

@@ -41,7 +41,7 @@ from grpo_recipes.checks import checks, packages
 from grpo_recipes.checks.checks import Checked, Machine
 from grpo_recipes.checks.precision import Precision
 from grpo_recipes.checks.rewards import checked_reward, describe_rewards
-from grpo_recipes.checks.tokenizer import check_chat_template, load_tokenizer
+from grpo_recipes.checks.tokenizer import ChatTemplate, check_chat_template, load_tokenizer
 from grpo_recipes.checks.tools import check_template
 from grpo_recipes.data import prompts
 from grpo_recipes.data.hub import hub_commit
@@ -477,7 +477,10 @@ def identity_of(recipe: Recipe, checked: Checked) -> Identity:
         sources["reference"] = Source(reference, hub_commit(reference))
     sources |= reward_models(checked.rewards, hub_commit)
     tools = checked.toolset.sources if checked.toolset is not None else {}
-    return identify(checked.train_dataset, checked.rewards, sources, tools)
+    with recipe.naming_this_file():
+        template = ChatTemplate.read(recipe.chat_template_path)
+    digest = template.digest if template is not None else None
+    return identify(checked.train_dataset, checked.rewards, sources, tools, digest)
 
 
 def check_same_content(recipe: Recipe, checkpoint: Path, identity: Identity) -> None:

@@ -8,10 +8,12 @@ unbounded.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +21,9 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import xxhash
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.tools import Toolset
@@ -28,9 +32,10 @@ from grpo_recipes.data.prompts import rendered
 from grpo_recipes.data.tables import BATCH
 from grpo_recipes.process.bounded_child import Announce, CallStopped, Limits, bounded_call
 from grpo_recipes.recipe.recipe import Recipe, RecipeError
+from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.files import relative_to
+from grpo_rewards.files import UnreadableFile, read_text, relative_to
 
 Load = Callable[[], PreTrainedTokenizerBase]
 
@@ -47,6 +52,8 @@ CHARACTERS = 100_000
 SECONDS_PER_PROMPT = 0.05
 CHARACTERS_PER_SECOND = 20_000
 
+CHAT_TEMPLATE_PATH = "chat_template_path"
+
 _MARK = "grpo-recipes"
 
 _CALL = {"type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
@@ -60,6 +67,68 @@ _TOOL_TURNS: list[dict[str, Any]] = [
 
 class TokenizerUnavailable(RecipeError):
     """Error for a tokenizer that is missing or can't be read."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Chat template of a recipe (`chat_template_path`), which replaces that of the model.
+
+    Attributes:
+        file: File of the template.
+        text: Template in Jinja.
+        response_template: Description of how to read calls back (transformers' chat response parsing), or None.
+    """
+
+    file: Path
+    text: str
+    response_template: Mapping[str, Any] | None
+
+    @classmethod
+    def read(cls, path: str | None) -> ChatTemplate | None:
+        """Return the chat template in a folder, or None without a folder.
+
+        Raises:
+            UserError: The folder or its chat_template.jinja is missing, or a file can't be read.
+        """
+        if path is None:
+            return None
+        folder = Path(path).expanduser()
+        file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+        if not file.is_file():
+            raise UserError(
+                f"`{CHAT_TEMPLATE_PATH}`: there is no file {file}{relative_to(path)}: name a folder that holds one"
+            )
+        response = None
+        try:
+            text = read_text(file)
+            if config.is_file():
+                response = read_object(config, {}, "correct the file").get("response_template")
+        except UnreadableFile as error:
+            raise UserError(f"`{CHAT_TEMPLATE_PATH}`: {error}; correct the file") from error
+        except (OSError, UserError) as error:
+            raise UserError(f"`{CHAT_TEMPLATE_PATH}`: {one_line(error)}") from error
+        if response is not None:
+            try:
+                load_response_template(response)
+            except Exception as error:  # transformers checks only a part of what it reads
+                raise UserError(
+                    f"`{CHAT_TEMPLATE_PATH}`: {config}: `response_template` is no valid one ({one_line(error)}): "
+                    "correct it"
+                ) from error
+        return cls(file, text, response)
+
+    @property
+    def digest(self) -> str:
+        """Checksum by which an evaluation with this template is recognised."""
+        return xxhash.xxh3_128_hexdigest(json.dumps([self.text, self.response_template], sort_keys=True).encode())
+
+    def replace_in(self, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+        """Return `tokenizer` with this template in place of its own."""
+        tokenizer.chat_template = self.text
+        # Those of the model, if any, describe its own template.
+        tokenizer.response_template = self.response_template
+        tokenizer.response_schema = None
+        return tokenizer
 
 
 def load_tokenizer(
@@ -88,6 +157,9 @@ def load_tokenizer(
         raise TokenizerUnavailable(f"{place}: there is no such folder{relative_to(name)}")
     revision = recipe.model.get("model_revision", "main")
 
+    with recipe.naming_this_file():
+        chat_template = ChatTemplate.read(recipe.chat_template_path)
+
     def load() -> PreTrainedTokenizerBase:
         try:
             return AutoTokenizer.from_pretrained(
@@ -105,12 +177,12 @@ def load_tokenizer(
     with recipe.naming_this_file():
         check_model_sizes(name, revision, local_only=local_only)
         if dataset is None:
-            tokenizer = load()
+            tokenizer = load() if chat_template is None else chat_template.replace_in(load())
         else:
             template_kwargs = dict(recipe.config.chat_template_kwargs or {})
             if toolset is not None:
                 template_kwargs["tools"] = [tool.schema for tool in toolset.all_tools]
-            tokenizer = load_after_trial(name, load, trial_prompts(dataset), template_kwargs)
+            tokenizer = load_after_trial(name, load, trial_prompts(dataset), template_kwargs, chat_template)
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise recipe.error(
             f"`model_name_or_path` {name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its "
@@ -126,8 +198,8 @@ def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prom
     name = tokenizer_source(recipe.model["model_name_or_path"])
     if tokenizer.chat_template is None:
         raise recipe.error(
-            f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, or use a model "
-            "that has one"
+            f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, use a model that has "
+            f"one, or give one with `{CHAT_TEMPLATE_PATH}`"
         )
     ends = end_of_turn(tokenizer, recipe.config.chat_template_kwargs or {})
     if ends is None or recipe.offline is not None or "stop" in (recipe.config.generation_kwargs or {}):
@@ -183,7 +255,11 @@ def stop_ids(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int] | 
 
 
 def load_after_trial(
-    name: str, load: Load, prompts: Sequence[Any], template_kwargs: Mapping[str, Any] | None = None
+    name: str,
+    load: Load,
+    prompts: Sequence[Any],
+    template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: ChatTemplate | None = None,
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer that `load` returns, after a bounded child has loaded it and tried it on `prompts`.
 
@@ -195,13 +271,22 @@ def load_after_trial(
         load: Function that loads the tokenizer.
         prompts: Prompts from `trial_prompts`.
         template_kwargs: TRL's `chat_template_kwargs`.
+        chat_template: Chat template that replaces the tokenizer's own.
 
     Raises:
         UserError: Loading, rendering or encoding reaches a limit, or rendering or encoding fails.
     """
+    file = None
+    if chat_template is not None:
+        file, load_own = chat_template.file, load
+
+        def load() -> PreTrainedTokenizerBase:
+            return chat_template.replace_in(load_own())
+
     tokenizer = None if (Path(name) / "tokenizer.json").is_file() else load()
+    kwargs = template_kwargs or {}
     try:
-        bounded_call(lambda announce: _try(announce, name, tokenizer, load, prompts, template_kwargs or {}), LIMITS)
+        bounded_call(lambda announce: _try(announce, name, tokenizer, load, prompts, kwargs, file), LIMITS)
     except CallStopped as stopped:
         raise UserError(f"{name}: {stopped}: correct the file, or name another model") from stopped
     return load() if tokenizer is None else tokenizer
@@ -249,6 +334,7 @@ def _try(
     load: Load,
     prompts: Sequence[Any],
     template_kwargs: Mapping[str, Any],
+    chat_template: Path | None,
 ) -> None:
     """Load the tokenizer unless it is given, and render and encode the prompts. Runs in the child."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
@@ -268,7 +354,7 @@ def _try(
         if tokenizer.chat_template is None:  # `check_chat_template` reports it
             return
         templates = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
-        template = next((path for path in templates if path.is_file()), name)
+        template = chat_template or next((path for path in templates if path.is_file()), name)
         announce(f"rendering {len(prompts)} prompts with its chat template ({template})")
         end_of_turn(tokenizer, template_kwargs)  # called again without a limit
         if template_kwargs.get("tools"):

@@ -475,6 +475,8 @@ def check_template(recipe: Recipe, toolset: Toolset, tokenizer: PreTrainedTokeni
             turns do not fit into a completion.
     """
     name = f"`model_name_or_path` {tokenizer_source(recipe.model['model_name_or_path'])}"
+    if recipe.chat_template_path is not None:
+        name = f"`chat_template_path` {recipe.chat_template_path}"
     with recipe.naming_this_file():
         tokens = try_template(name, toolset, tokenizer, recipe.config.chat_template_kwargs)
         _check_budget(recipe, tokens)
@@ -500,8 +502,8 @@ def try_template(
     """
     if not _renders_calls(tokenizer):
         raise UserError(
-            f"{name}: its chat template renders no tool calls and results: use a model that was made for tools, or put "
-            "a template that renders them beside the weights as chat_template.jinja"
+            f"{name}: its chat template renders no tool calls and results: use a model that was made for tools, or "
+            "give a template that renders them with `chat_template_path` (docs/tools.md)"
         )
     if getattr(tokenizer, "response_template", None) is None and getattr(tokenizer, "response_schema", None) is None:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from grpo_recipes.checks.tokenizer import CHARACTERS
+from grpo_recipes.checks.tokenizer import CHARACTERS, ChatTemplate
 from grpo_recipes.checks.tools import FACTORY, TOOLS
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import Message, Turns, user_turn
@@ -25,6 +25,7 @@ from grpo_recipes.data.prompts import columns_of_prompt, phrased_text, prompt_of
 from grpo_recipes.data.tables import listed
 from grpo_recipes.evaluation.engines import (
     Transformers,
+    chat_template_of,
     check_model,
     load_engine,
     load_tokenizer,
@@ -89,12 +90,14 @@ class Prompting:
         is_text: True if a prompt is plain text, False if it is messages, and None if the tokenizer decides.
         dataset: Dataset of the recipe, whose prompts have one wording, or None.
         template_kwargs: TRL's `chat_template_kwargs`.
+        chat_template: Chat template that replaces the model's, or None.
     """
 
     system: str | None = None
     is_text: bool | None = None
     dataset: DatasetSpec | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: ChatTemplate | None = None
 
     def message(self, text: str) -> Message:
         """Return the user's message with a text, worded as the dataset words its rows."""
@@ -270,7 +273,7 @@ def chat(request: Request) -> None:
         _note_columns(prompting.dataset)
     tried = prompting.prompt([prompting.message((request.prompt or TRIAL)[:CHARACTERS])])
     turns = None if tools is None else _tool_turns(tools, request.model, prompting, tried)
-    engine = load_engine(request.model, [tried], prompting.template_kwargs)
+    engine = load_engine(request.model, [tried], prompting.template_kwargs, prompting.chat_template)
     prompting = _with_format(prompting, engine.tokenizer, request.model)
     talk = Chat(engine, prompting, settings, sampling, turns)
     with seeded(engine.model, settings.seed):
@@ -297,7 +300,8 @@ def _tool_turns(tools: RecipeTools, model: str, prompting: Prompting, tried: Tur
     if prompting.is_text:
         raise UserError(f"`{TOOLS}` needs messages, and the prompts are text: leave out --prompt_format text")
     schemas = [tool.schema for tool in tools.toolset.all_tools]
-    tokenizer = load_tokenizer(model, [tried], {**prompting.template_kwargs, "tools": schemas})
+    kwargs = {**prompting.template_kwargs, "tools": schemas}
+    tokenizer = load_tokenizer(model, [tried], kwargs, prompting.chat_template)
     return ToolTurns(tools, model, tokenizer, prompting.template_kwargs)
 
 
@@ -418,7 +422,8 @@ def _prompting(request: Request, recipe: Mapping[str, Any]) -> Prompting:
     is_text = None if spec.prompt_format is None else spec.prompt_format == "text"
     if is_text is None and trained:
         is_text = _has_text_prompts(spec)
-    return Prompting(system_text(spec), is_text, spec, template_kwargs_of(recipe) or {})
+    template = chat_template_of(recipe, is_named=request.recipe is not None)
+    return Prompting(system_text(spec), is_text, spec, template_kwargs_of(recipe) or {}, template)
 
 
 def _has_text_prompts(spec: DatasetSpec) -> bool:

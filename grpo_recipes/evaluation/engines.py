@@ -17,7 +17,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
-from grpo_recipes.checks.tokenizer import load_after_trial
+from grpo_recipes.checks.tokenizer import CHAT_TEMPLATE_PATH, ChatTemplate, load_after_trial
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.data.prompts import rendered
 from grpo_recipes.evaluation.settings import Settings
@@ -116,7 +116,10 @@ def check_model_folder(folder: Path) -> None:
 
 
 def load_engine(
-    name: str, prompts: Sequence[Any] = (), template_kwargs: Mapping[str, Any] | None = None
+    name: str,
+    prompts: Sequence[Any] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: ChatTemplate | None = None,
 ) -> Transformers:
     """Return the engine of a model or adapter, on the GPU if there is one.
 
@@ -124,11 +127,12 @@ def load_engine(
         name: Folder, or name on the hub.
         prompts: Prompts on which the tokenizer is tried first.
         template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
+        chat_template: Chat template that replaces the model's.
 
     Raises:
         UserError: The model can't be loaded, its weights are incomplete, or its tokenizer is refused.
     """
-    tokenizer = load_tokenizer(name, prompts, template_kwargs)  # before the model takes its memory
+    tokenizer = load_tokenizer(name, prompts, template_kwargs, chat_template)  # before the model takes its memory
     return Transformers(load_model(name).to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
 
@@ -171,13 +175,18 @@ def _reason(error: Exception) -> str:
     return one_line(error) or type(error).__name__
 
 
-def load_tokenizer(name: str, prompts: Sequence[Any] = (), template_kwargs: Mapping[str, Any] | None = None) -> Any:
+def load_tokenizer(
+    name: str,
+    prompts: Sequence[Any] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: ChatTemplate | None = None,
+) -> Any:
     """Return the tokenizer of a model or adapter like `saved_tokenizer`, with the end token to pad with if need be.
 
     Raises:
         UserError: See `saved_tokenizer`, or the tokenizer has neither token.
     """
-    tokenizer = saved_tokenizer(name, prompts, template_kwargs)
+    tokenizer = saved_tokenizer(name, prompts, template_kwargs, chat_template)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
@@ -187,13 +196,19 @@ def load_tokenizer(name: str, prompts: Sequence[Any] = (), template_kwargs: Mapp
     return tokenizer
 
 
-def saved_tokenizer(name: str, prompts: Sequence[Any] = (), template_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Return the tokenizer of a model or adapter as it was saved.
+def saved_tokenizer(
+    name: str,
+    prompts: Sequence[Any] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: ChatTemplate | None = None,
+) -> Any:
+    """Return the tokenizer of a model or adapter as it was saved, but for its chat template.
 
     Args:
         name: Folder, or name on the hub.
         prompts: Prompts on which a bounded child process tries the tokenizer first.
         template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
+        chat_template: Chat template that replaces the model's.
 
     Raises:
         UserError: The tokenizer can't be loaded, is too slow or too large, or fails on a prompt.
@@ -209,7 +224,7 @@ def saved_tokenizer(name: str, prompts: Sequence[Any] = (), template_kwargs: Map
             raise UserError(f"{name}: its tokenizer can't be loaded: {_reason(error)}") from error
 
     check_model_sizes(source, local_only=False)  # transformers reads the sizes to find the tokenizer's class
-    return load_after_trial(source, load, prompts, template_kwargs)
+    return load_after_trial(source, load, prompts, template_kwargs, chat_template)
 
 
 def checkpoint_dtype(name: str) -> str | None:
@@ -434,6 +449,17 @@ def template_kwargs_of(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     if not isinstance(given, Mapping):
         raise UserError(f"`chat_template_kwargs` is {shortened(repr(given))}: write a mapping")
     return dict(given) or None
+
+
+def chat_template_of(recipe: Mapping[str, Any], *, is_named: bool) -> ChatTemplate | None:
+    """Return the chat template that replaces the model's, or None. Raises `UserError` if it can't be read.
+
+    Args:
+        recipe: Keys of the recipe, or of the record of a run.
+        is_named: True if the user named the recipe. A run's tokenizer was saved with its chat template, and the path in
+            a record may be another machine's.
+    """
+    return ChatTemplate.read(recipe.get(CHAT_TEMPLATE_PATH)) if is_named else None
 
 
 def end_tokens(generation: Any, tokenizer: Any) -> list[int]:

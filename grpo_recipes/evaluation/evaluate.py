@@ -27,7 +27,7 @@ import pandas as pd
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from grpo_recipes.checks.tokenizer import trial_prompts
+from grpo_recipes.checks.tokenizer import ChatTemplate, trial_prompts
 from grpo_recipes.checks.tools import FACTORY, check_rows
 from grpo_recipes.data.hub import hub_commit
 from grpo_recipes.data.load import load_prompts
@@ -39,6 +39,7 @@ from grpo_recipes.evaluation.accuracy import PASSED, PAY, MeasuredReward
 from grpo_recipes.evaluation.engines import (
     Complete,
     Engine,
+    chat_template_of,
     check_model,
     checkpoint_dtype,
     load_engine,
@@ -158,7 +159,8 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     spec = held_out_spec(recipe.get("dataset", {}), options)
     problems = _problems(spec, options.limit)
     dataset = problems.dataset
-    engine = LazyEngine(options.model, vllm, dataset, template_kwargs_of(recipe), tools)
+    chat_template = chat_template_of(recipe, is_named=options.recipe is not None)
+    engine = LazyEngine(options.model, vllm, dataset, template_kwargs_of(recipe), tools, chat_template)
     try:
         settings = _settings(recipe, spec, options, dataset, tools)
         trial_row = dataset[0]
@@ -183,6 +185,8 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     described["engine"] = "transformers" if vllm is None else vllm.name
     if weights := weights_fingerprint(options.model):
         described["weights"] = weights
+    if chat_template is not None:
+        described["chat_template"] = chat_template.digest
     if rewards:
         described["paid_by"] = [reward.spec for reward in rewards]
     folder = options.folder()
@@ -222,6 +226,7 @@ class LazyEngine:
         dataset: Rows whose prompts the tokenizer is tried on.
         template_kwargs: TRL's `chat_template_kwargs`.
         tools: Tools of the recipe, or None without any.
+        chat_template: Chat template that replaces the model's.
     """
 
     def __init__(
@@ -231,8 +236,10 @@ class LazyEngine:
         dataset: Dataset,
         template_kwargs: Mapping[str, Any] | None = None,
         tools: RecipeTools | None = None,
+        chat_template: ChatTemplate | None = None,
     ) -> None:
         self.model, self.vllm, self.dataset, self.template_kwargs = model, vllm, dataset, template_kwargs
+        self.chat_template = chat_template
         self.rollouts: Rollouts | None = None
         """Completions with tools, or None without any."""
         if tools is not None:
@@ -242,14 +249,15 @@ class LazyEngine:
     def _loaded(self) -> Engine:
         tried = trial_prompts(self.dataset)
         if self.vllm is None:
-            return load_engine(self.model, tried, self.template_kwargs)
-        return load_vllm(self.model, self.vllm, tried, self.template_kwargs)
+            return load_engine(self.model, tried, self.template_kwargs, self.chat_template)
+        return load_vllm(self.model, self.vllm, tried, self.template_kwargs, self.chat_template)
 
     def _turns(self, tools: RecipeTools) -> Turns:
         """Return the turns of the model, whose chat template is tried on the tools before the model is loaded."""
         schemas = [tool.schema for tool in tools.toolset.all_tools]
         tried = trial_prompts(self.dataset)
-        tokenizer = load_tokenizer(self.model, tried, {**(self.template_kwargs or {}), "tools": schemas})
+        kwargs = {**(self.template_kwargs or {}), "tools": schemas}
+        tokenizer = load_tokenizer(self.model, tried, kwargs, self.chat_template)
         return Turns(tools, self.model, tokenizer, self.template_kwargs)
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
@@ -558,6 +566,7 @@ def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
 CHANGED = {
     "weights": "the model's weights or its tokenizer have changed since",
     "rows": "the problems have changed since",
+    "chat_template": "the chat template of the recipe has changed since",
     "strict": "the rewards of strict accuracy (`settings.strict`) have changed since",
     "paid_by": "the rewards of the recipe have changed since",
 }

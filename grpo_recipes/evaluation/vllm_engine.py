@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.evaluation.engines import (
     Engine,
     Ids,
@@ -103,7 +104,11 @@ class VLLM:
 
 
 def load_vllm(
-    name: str, options: VLLM, prompts: Sequence[Any] = (), template_kwargs: Mapping[str, Any] | None = None
+    name: str,
+    options: VLLM,
+    prompts: Sequence[Any] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
+    chat_template: ChatTemplate | None = None,
 ) -> Engine:
     """Return the vLLM engine of a model or adapter.
 
@@ -112,11 +117,12 @@ def load_vllm(
         options: Options of vLLM.
         prompts: Prompts on which the tokenizer is tried first.
         template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
+        chat_template: Chat template that replaces the model's.
 
     Raises:
         UserError: The model can't be loaded, or the server does not serve it.
     """
-    tokenizer = load_tokenizer(name, prompts, template_kwargs)
+    tokenizer = load_tokenizer(name, prompts, template_kwargs, chat_template)
     if options.vllm_server_base_url is not None:
         return Server(options.vllm_server_base_url, name, tokenizer)
     return Local(name, options, tokenizer)

@@ -86,6 +86,11 @@ class Recipe:
     offline: Annotated[
         specs.OfflineSpec | None, "recorded, scored responses in place of generation: group or batch"
     ] = None
+    chat_template_path: Annotated[
+        str | None,
+        "folder relative to the recipe, with a chat_template.jinja (for tools also a tokenizer_config.json with "
+        "`response_template`) in place of the model's",
+    ] = None
     tools: Annotated[
         list[str] | None, "functions that the policy may call: my_tools.calculator, or my_tools.py:calculator"
     ] = None
@@ -200,6 +205,9 @@ def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
         raise RecipeError("command line: name a recipe: `--config FILE`, or one that ships, as `--config quickstart`")
     path, overrides, rest = _split_arguments(args)
     raw = _read_recipe(path) if path else {}
+    if path and isinstance(template := raw.get("chat_template_path"), str):
+        # It ships with the recipe, so it is found wherever the recipe is used. The command line means its own folder.
+        raw["chat_template_path"] = str(path.absolute().parent / template)
     for dotted, text in overrides:
         _set_nested(raw, dotted, text)
     raw.setdefault("output_dir", f"runs/{path.stem if path else 'grpo'}")

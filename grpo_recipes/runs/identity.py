@@ -7,6 +7,7 @@ A resume compares identities, so that it notices what has changed behind an unch
 | dataset | a checksum of each column, in row order |
 | weights | `identify_weights` of each file in a folder, or the commit on the hub |
 | configuration, tokenizer | a checksum of each file beside those weights, as far as a step reads it |
+| chat template of the recipe | a checksum of its text and its `response_template` |
 | rewards, tools and environments of the user | a checksum of the source file that defines each |
 | packages | their versions |
 
@@ -105,6 +106,7 @@ def identify(
     rewards: Sequence[BuiltReward],
     sources: Mapping[str, Source],
     tools: Mapping[str, Callable[..., Any]] | None = None,
+    chat_template: str | None = None,
 ) -> Identity:
     """Return the identity of a launch.
 
@@ -113,6 +115,7 @@ def identify(
         rewards: rewards of the run, composed ones included.
         sources: origin of the weights of the policy, its base, its reference and the reward models, by role.
         tools: tools and environments of the run, by name.
+        chat_template: checksum of the chat template that replaces the model's, or None if none does.
     """
     is_table = _is_table(dataset)
     content = {
@@ -121,6 +124,7 @@ def identify(
         "weights": {role: weights_of(source) for role, source in sources.items()},
         "rewards": _digests((name, one.unbound) for name, one in _named(rewards)),
         "tools": _digests((tools or {}).items()),
+        "chat_template": chat_template,
         "versions": versions(),
     }
     return Identity(content, {role: source.name for role, source in sources.items()})
@@ -161,6 +165,8 @@ def differences(before: Mapping[str, Any] | None, launch: Identity) -> Compariso
     _compare_code("tool", before.get("tools", {}), now.get("tools", {}), found)
     _compare_data(before, now, found)
     _compare_weights(before["weights"], launch, found)
+    if before.get("chat_template") != now["chat_template"]:
+        found.refused.append("the chat template of the recipe has changed")
     for name, version in now["versions"].items():
         if (was := before["versions"].get(name, version)) != version:
             found.logged.append(f"{name} was {was} and is {version}")

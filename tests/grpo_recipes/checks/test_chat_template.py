@@ -1,0 +1,174 @@
+"""A recipe's own chat template: `chat_template_path` with a template for tools, on a model whose template has none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from trl.chat_template_utils import parse_response
+
+from grpo_recipes import Recipe, train
+from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.checks.tokenizer import ChatTemplate, load_tokenizer
+from grpo_recipes.checks.tools import check_template, load_toolset
+from grpo_recipes.evaluation import evaluate
+from grpo_recipes.recipe.recipe import RecipeError, shipped
+from grpo_recipes.runs.identity import Identity, differences
+from grpo_rewards.errors import UserError
+from tests.support import tiny
+
+SHIPPED = "calculator-smollm2"
+FOLDER = Path(__file__).parents[3] / "recipes" / "tools" / "smollm2-tools"
+CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "2*3"}}}
+
+
+def recipe_with(folder: Path, model: Path, **keys: Any) -> Recipe:
+    """Write a recipe with the calculator into a folder, and read it."""
+    content = {
+        "model_name_or_path": str(model),
+        "dataset": {"name": "products", "size": 16},
+        "rewards": ["math_correctness"],
+        "tools": ["grpo_recipes.tools.examples.calculator"],
+        "max_tool_calling_iterations": 1,
+        "max_completion_length": 400,
+        "use_cpu": True,
+        **keys,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "r.yaml").write_text(json.dumps(content))
+    return Recipe.load(folder / "r.yaml")
+
+
+def copied(folder: Path) -> Path:
+    """Copy the shipped template into a folder, and return the folder."""
+    folder.mkdir(parents=True)
+    for file in FOLDER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_a_folder_beside_the_recipe_gives_a_model_its_tools(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bare = recipe_with(tmp_path / "bare", tiny_model)
+    toolset = load_toolset(bare)
+    assert toolset is not None
+    tokenizer = load_tokenizer(bare)
+    with pytest.raises(RecipeError, match="renders no tool calls"):
+        check_template(bare, toolset, tokenizer)
+    copied(tmp_path / "recipes" / "mine")
+    recipe = recipe_with(tmp_path / "recipes", tiny_model, chat_template_path="mine")
+    tokenizer = load_tokenizer(recipe, check(recipe, Machine.here()).train_dataset, toolset=toolset)
+    check_template(recipe, toolset, tokenizer)
+    turns = [{"role": "user", "content": "2*3?"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    prefix = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
+    whole = tokenizer.apply_chat_template(turns, return_dict=False)
+    assert parse_response(tokenizer, whole[len(prefix) :], prefix=prefix)["tool_calls"] == [CALL]
+    # A path on the command line is relative to the working directory, as every path there.
+    other = Recipe.load(tmp_path / "recipes" / "r.yaml", chat_template_path="recipes/mine")
+    assert load_tokenizer(other).chat_template == tokenizer.chat_template
+
+
+def test_the_shipped_template_writes_plain_conversations_as_smollm2_does() -> None:
+    """Without tools, the text is that of the model's own template: here, of the ChatML that it was trained on."""
+    template = ChatTemplate.read(str(FOLDER))
+    assert template is not None
+    tokenizer = template.replace_in(tiny.chat_tokenizer())
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    own = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
+    default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert tokenizer.apply_chat_template(turns, tokenize=False) == f"<|im_start|>system\n{default}<|im_end|>\n{own}"
+    system = [{"role": "system", "content": "s"}, *turns]
+    assert tokenizer.apply_chat_template(system, tokenize=False) == f"<|im_start|>system\ns<|im_end|>\n{own}"
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "there is no file"),
+        ({"chat_template.jinja": b"\xff"}, "correct the file"),
+        ({"chat_template.jinja": b"x", "tokenizer_config.json": b"{"}, "can't be read as JSON"),
+        ({"chat_template.jinja": b"x", "tokenizer_config.json": b"[1]"}, "correct the file"),
+        (
+            {"chat_template.jinja": b"x", "tokenizer_config.json": b'{"response_template": "x"}'},
+            "must be a dict, got str",
+        ),
+        ({"chat_template.jinja": b"x", "tokenizer_config.json": b'{"response_template": {}}'}, "`response_template`"),
+        (
+            {"chat_template.jinja": b"x", "tokenizer_config.json": b'{"response_template": {"fields": {"a": 1}}}'},
+            "Field 'a' must be a dict",
+        ),
+    ],
+)
+def test_files_that_can_not_be_used_are_named(files: dict[str, bytes], words: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as refused:
+        ChatTemplate.read(str(tmp_path))
+    sentence = str(refused.value)
+    assert sentence.startswith(f"`chat_template_path`: {'there is no file ' if not files else ''}{tmp_path}")
+    assert words in sentence
+
+
+def test_a_template_that_fails_on_the_prompts_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    folder = copied(tmp_path / "t")
+    file = folder / "chat_template.jinja"
+    file.write_text("{{ 1 / 0 }}")
+    recipe = recipe_with(tmp_path, tiny_model, chat_template_path="t")
+    with pytest.raises(RecipeError) as refused:
+        load_tokenizer(recipe, check(recipe, Machine.here()).train_dataset)
+    assert f"with its chat template ({file}) fails (ZeroDivisionError" in str(refused.value)
+
+
+def test_a_response_template_that_does_not_fit_names_the_key(tiny_model: Path, tmp_path: Path) -> None:
+    folder = copied(tmp_path / "t")
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"open": "<tool_call>"', '"open": "<call>"'))
+    recipe = recipe_with(tmp_path, tiny_model, chat_template_path="t")
+    toolset = load_toolset(recipe)
+    assert toolset is not None
+    with pytest.raises(RecipeError, match=r"`chat_template_path` .*/t: the call of `calculator` .* is not read back"):
+        check_template(recipe, toolset, load_tokenizer(recipe))
+
+
+def test_a_resume_with_another_template_is_refused() -> None:
+    content = {"rows": None, "columns": {}, "weights": {}, "rewards": {}, "tools": {}, "versions": {}}
+    before = {**content, "chat_template": "1"}
+    assert not differences(before, Identity(before)).refused
+    assert differences(before, Identity({**content, "chat_template": "2"})).refused == [
+        "the chat template of the recipe has changed"
+    ]
+    # A checkpoint of an earlier version records none.
+    assert not differences(content, Identity({**content, "chat_template": None})).refused
+
+
+@pytest.mark.slow
+def test_a_run_and_its_base_are_evaluated_with_the_template(tool_model: Path, tmp_path: Path) -> None:
+    """The run saves the template, so its evaluation needs no recipe. That of the base takes the recipe's."""
+    base = tmp_path / "base"
+    base.mkdir()
+    for file in tool_model.iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    (base / "chat_template.jinja").unlink()
+    run = tmp_path / "run"
+    recipe = str(shipped("recipes", SHIPPED))
+    arguments = ["--config", recipe, f"--model_name_or_path={base}", f"--output_dir={run}", "--dataset.size=16"]
+    arguments += ["--bf16=false", "--max_steps=1", "--num_generations=4", "--per_device_train_batch_size=4"]
+    arguments += ["--gradient_accumulation_steps=1", "--max_completion_length=400"]
+    assert train.main(arguments) == 0
+    saved, shipped_template = AutoTokenizer.from_pretrained(run), ChatTemplate.read(str(FOLDER))
+    assert shipped_template is not None
+    assert (saved.chat_template, saved.response_template) == (
+        shipped_template.text,
+        shipped_template.response_template,
+    )
+    options: dict[str, Any] = {"limit": 4, "max_new_tokens": 200}
+    of_base = evaluate.evaluate_model(base, recipe=recipe, output=tmp_path / "of-base", **options)
+    of_run = evaluate.evaluate_model(run, output=tmp_path / "of-run", **options)
+    assert of_base["chat_template"] == shipped_template.digest
+    assert of_base["problems"] == of_run["problems"] == 4
+    assert "tools" in of_run

@@ -99,10 +99,7 @@ def extensions(pytestconfig: pytest.Config) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Leave what is imported with the tests out of garbage collections, and do none meanwhile.
-
-    Every `train()` ends in a full collection, which would walk through all of torch, transformers and TRL each time.
-    """
+    """Leave what is imported with the tests out of garbage collections, and do none meanwhile."""
     gc.disable()
     try:
         return (yield)
@@ -113,12 +110,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _installed_packages_stay_installed() -> Iterator[None]:
-    """Accelerate reads DeepSpeed's metadata anew whenever it unwraps a model, some eight times a training step."""
-    imports = sys.modules.get("accelerate.utils.imports")
+def _cheaper_accelerate() -> Iterator[None]:
+    """Skip two costs of accelerate that a tiny run notices.
+
+    Accelerate reads DeepSpeed's metadata anew whenever it unwraps a model, some eight times a training step. Every
+    `train()` ends in a full garbage collection. Python's automatic collections are enough for tiny models.
+    """
+    imports, memory = (sys.modules.get(f"accelerate.utils.{name}") for name in ("imports", "memory"))
     with pytest.MonkeyPatch.context() as patch:
         if imports is not None:
             patch.setattr(imports, "_is_package_available", functools.cache(imports._is_package_available))
+        if memory is not None:
+            patch.setattr(memory, "clear_device_cache", lambda garbage_collection=False: None)
         yield
 
 

@@ -77,6 +77,7 @@ def test_prompts_and_scores_are_those_of_the_recipe(
     assert list(empty_folder.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_completions_are_those_of_the_first_training_step(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path, stop: bool
@@ -216,6 +217,7 @@ def test_more_prompts_than_a_generation_batch_holds_are_sampled_in_several(
     assert min(found["cost"]["step"].values()) > 0
 
 
+@pytest.mark.slow
 def test_a_gradient_that_does_not_fit_leaves_the_sample(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,6 +243,7 @@ def test_a_generation_that_does_not_fit_ends_in_one_line(
     assert "(CUDA out of memory): lower `per_device_train_batch_size`" in last
 
 
+@pytest.mark.slow
 def test_no_update_is_made(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.checkpoints import Manifest, write_manifest
 from tests.support import recorded
 from tests.support.exact_generation import generate_exactly
-from tests.support.grids import only
 from tests.support.launching import launch_module, write_rows
 
 SMALL = [
@@ -114,6 +113,7 @@ def test_a_run_that_a_reward_stops_has_a_report_with_the_completion(
     assert "broken_later could not score it" in page
 
 
+@pytest.mark.slow
 def test_a_lora_run_saves_an_adapter_that_peft_loads(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     lora = ["--use_peft", "--lora_r=4", "--lora_target_modules", "all-linear", "--max_steps=2", "--learning_rate=1e-3"]
@@ -142,6 +142,7 @@ def test_a_run_resumes_where_it_was_saved(tiny_model: Path, gsm8k_file: Path, tm
         assert torch.equal(value, end[name]), name
 
 
+@pytest.mark.slow
 def test_a_recipe_generates_by_groups_and_ends_with_strings(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,6 +205,7 @@ def test_a_lengthened_run_has_the_learning_rates_of_one_planned_for_that_length(
     assert rest[0] > rest[1] > 0
 
 
+@pytest.mark.slow
 def test_another_recipe_is_not_resumed_except_for_keys_that_may_change(
     tiny_model: Path,
     gsm8k_file: Path,
@@ -267,7 +269,8 @@ def test_a_runs_record_runs_it_again(
 LENGTHS = [["--max_steps=2"], ["--max_steps=-1", "--num_train_epochs=1"]]
 
 
-@pytest.mark.parametrize("length", only(LENGTHS[1:], LENGTHS))
+@pytest.mark.slow
+@pytest.mark.parametrize("length", LENGTHS)
 def test_resuming_a_run_that_is_over_changes_nothing(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, length: list[str]
 ) -> None:
@@ -307,6 +310,7 @@ def test_a_run_that_failed_before_its_first_save_is_started_again(
     assert not list((tmp_path / "run").glob("fault-*"))
 
 
+@pytest.mark.slow
 def test_other_prompts_are_not_resumed(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any) -> None:
     """Neither prompts of another slice, nor those of a changed file."""
     rows = tmp_path / "rows.jsonl"
@@ -332,6 +336,7 @@ def test_a_refused_recipe_leaves_nothing_and_prints_one_line(
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_can_not_be_diagnosed_is_finished(
     tiny_model: Path,
     gsm8k_file: Path,
@@ -354,7 +359,8 @@ def test_a_run_that_can_not_be_diagnosed_is_finished(
 ENDINGS = ["write_model_card", "summary", "diagnose", "push_to_hub", "save_state", "end"]
 
 
-@pytest.mark.parametrize("broken", only(["save_state"], ENDINGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", ENDINGS)
 def test_failures_after_the_save_are_warnings(
     tiny_model: Path,
     gsm8k_file: Path,
@@ -383,6 +389,7 @@ def test_failures_after_the_save_are_warnings(
     assert generates(AutoModelForCausalLM.from_pretrained(tmp_path / "run"), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_without_a_terminal_prints_little_and_can_be_read_under_way(
     tiny_model: Path,
     gsm8k_file: Path,
@@ -431,6 +438,7 @@ def test_a_run_without_a_step_has_failed(
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_a_resume_ends_like_an_uninterrupted_run(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

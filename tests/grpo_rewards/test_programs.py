@@ -17,6 +17,7 @@ from grpo_rewards.programs import UnitTests
 from grpo_rewards.sandbox import run as sandbox
 from tests.grpo_rewards.test_fuzz import SOUP
 from tests.grpo_rewards.test_sandbox import no_trace  # noqa: F401
+from tests.support.grids import only
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -203,7 +204,15 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+# One program of each kind: it lies about its value, forges a verdict, ends the process, and exceeds each limit.
+QUICK_HOSTILE = (
+    "an object that equals everything", "replaced builtins", "os._exit(0)", "writing the verdict's descriptor",
+    "a fork bomb", "10 GB", "endless output", "an endless value", "an endless loop", "a daemon",
+    "a signal to the parents", "a replaced encoding", "a crash", "NUL bytes",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", only(QUICK_HOSTILE, HOSTILE))
 def test_a_hostile_program_earns_nothing_and_leaves_nothing(
     name: str,
     no_trace: None,  # noqa: F811
@@ -268,15 +277,17 @@ PRINTED = [
 ]
 
 
-def test_right_programs_in_many_styles_are_paid_in_full() -> None:
-    completions = [*map(fenced, ASSERTED), *map(fenced, PRINTED)]
+@pytest.mark.parametrize("part", only([0], range(6)))
+def test_right_programs_in_many_styles_are_paid_in_full(part: int) -> None:
+    completions = [*map(fenced, ASSERTED), *map(fenced, PRINTED)][part::6]
     pairs = [{"input": "3\n1 2 3\n", "output": "6\n"}, {"input": "1\n-5\n", "output": "-5\n"}]
-    tests = [*ASSERTED.values(), *[pairs] * len(PRINTED)]
+    tests = [*ASSERTED.values(), *[pairs] * len(PRINTED)][part::6]
     logged: dict[str, Any] = {}
     scores = unit_tests(completions=completions, tests=tests, log_extra=logged.__setitem__)
     assert scores == [1.0] * len(completions), logged["verdict"]
 
 
+@pytest.mark.slow
 def test_expected_values_are_nowhere_to_be_found(no_trace: None) -> None:  # noqa: F811
     assertions = ["assert found() == 'needle-8152'", "assert found() in ('needle-8153',)"]
     pairs = [{"input": "", "output": "needle-8154"}]
@@ -287,6 +298,7 @@ def test_expected_values_are_nowhere_to_be_found(no_trace: None) -> None:  # noq
     assert scored(unit_tests, [search], ["assert found() == 'needle-8155' or found('needle-8155') == 1"])[0] == [1.0]
 
 
+@pytest.mark.slow
 def test_a_limit_of_time_is_zero_and_counted() -> None:
     slow = fenced("def add(a, b):\n    while b == 1: pass\n    return a + b")
     scores, logged = scored(QUICK, [slow, fenced("def add(a, b): return a + b")], ADD)
@@ -327,9 +339,10 @@ def test_values_with_equal_hashes_take_no_time_outside() -> None:
     assert "returns more than can be read" in logged["verdict"][0] or "out of time" in logged["verdict"][0]
 
 
-def test_any_text_in_a_fence_scores_nothing() -> None:
-    draw = random.Random(0)
-    texts = [draw.choice(["", " ", "\n"]).join(draw.choices(SOUP, k=30)) for _ in range(20)]
+@pytest.mark.parametrize("seed", only([0], range(4)))
+def test_any_text_in_a_fence_scores_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    texts = [draw.choice(["", " ", "\n"]).join(draw.choices(SOUP, k=30)) for _ in range(5)]
     scores = QUICK(completions=[fenced(text) for text in texts], tests=[ADD] * len(texts))
     assert set(scores) == {0.0}
 

@@ -123,6 +123,7 @@ def test_a_killed_server_is_restarted():
     assert os.getpgid(symbolic._server().pid) != os.getpgid(0), "a terminal sends Ctrl-C to a group"
 
 
+@pytest.mark.slow
 def test_a_server_killed_during_a_comparison_is_restarted():
     equivalent("x+1", "1+x")
     killer = threading.Timer(0.3, os.kill, (symbolic._server().pid, signal.SIGKILL))

@@ -95,7 +95,10 @@ def test_chosen_rewards(checkpoint: Path, scale: str, aggregation: str, weights:
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize(("scale", "aggregation"), SETTINGS)
+@pytest.mark.parametrize(
+    ("scale", "aggregation"),
+    [pytest.param(*setting, marks=() if setting[0] == "batch" else pytest.mark.slow) for setting in SETTINGS],
+)
 def test_any_rewards(checkpoint: Path, scale: str, aggregation: str) -> None:
     scorer = Scorer(checkpoint, scale, aggregation, [1.0, 0.5])
 

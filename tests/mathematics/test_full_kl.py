@@ -35,6 +35,7 @@ from tests.mathematics.harness import (
 )
 from tests.mathematics.oracle import LOSS_TYPES, Completion, Geometry, Objective
 from tests.mathematics.test_loss_against_trl import check
+from tests.support.grids import covering, only
 
 FULL = partial(GRPOTrainer, kl_estimator="full")
 
@@ -106,8 +107,9 @@ def with_full_kl(
 
 
 @pytest.mark.usefixtures("kernel_in_float64")
-@pytest.mark.parametrize("geometry", [Geometry(2, 4, 1), Geometry(1, 1, 3)], ids=["accumulated", "off-policy"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("loss_type", "geometry"), covering(LOSS_TYPES, [Geometry(2, 4, 1), Geometry(1, 1, 3)]), ids=str
+)
 def test_every_loss_type(
     loss_type: str, geometry: Geometry, scenario: ScenarioFactory, record_cell: Callable[..., None]
 ) -> None:
@@ -249,7 +251,7 @@ def test_an_adapter_given_to_the_trainer_is_its_own_reference(checkpoint: Path) 
 
 
 @pytest.mark.usefixtures("kernel_in_float64")
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", only(["grpo", "dapo"], LOSS_TYPES))
 def test_evaluation_is_not_divided_by_accumulation(loss_type: str, scenario: ScenarioFactory) -> None:
     case = scenario(Geometry(2, 4, 1))
     objective = Objective(loss_type, beta=0.3)

@@ -104,8 +104,9 @@ def with_advantage(row: Completion, without: list[int] | None) -> Completion:
 
 
 @pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES, rest=pytest.mark.nightly))
-def test_float32_cells(loss_type: str, case: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
-    for geometry, objective in cells(loss_type, 24):
+@pytest.mark.parametrize("every", [48, pytest.param(24, marks=pytest.mark.slow)])
+def test_float32_cells(loss_type: str, case: str, every: int, scenario: ScenarioFactory, record_cell: Callable) -> None:
+    for geometry, objective in cells(loss_type, every):
         found = compare(scenario(geometry, objective.temperature, torch.float32), objective, *CASES[case])
         assert found.loss <= LOSS_LIMIT, (geometry, objective, found)
         assert found.gradient <= LIMIT[torch.float32], (geometry, objective, found)

@@ -27,7 +27,7 @@ from tests.mathematics.harness import (
 )
 from tests.mathematics.oracle import LOSS_TYPES, Completion, Geometry, Objective
 from tests.mathematics.test_loss_against_trl import check
-from tests.support.grids import covering
+from tests.support.grids import covering, only
 
 ON_POLICY = Geometry(1, 1, 1)
 ACCUMULATED = Geometry(2, 4, 1)
@@ -67,7 +67,7 @@ def test_the_off_policy_mask_drops_some_completions(scenario: ScenarioFactory) -
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", only(["grpo", "dapo", "luspo"], LOSS_TYPES))
 def test_truncated_completions_are_masked(loss_type: str, checkpoint: Path, record_cell: Callable) -> None:
     case = Scenario(checkpoint, ACCUMULATED, torch.float64, mask_truncated_completions=True)
 

@@ -204,6 +204,7 @@ def test_the_precision_of_the_original_runs_is_an_override_that_warns(
     assert cure.strip("`") in output
 
 
+@pytest.mark.slow
 def test_4_bit_keeps_updates_unless_the_recipe_names_the_optimizer_of_trl(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -259,6 +260,7 @@ def test_the_best_precision_that_fits_is_recommended(tmp_path: Path, gpu: str, r
     assert any("recommended" in note for note in cured.notes) is (gpu != "32GB"), "32 GB: it is the best that fits"
 
 
+@pytest.mark.slow
 def test_the_state_bytes_of_each_optimizer(tmp_path: Path) -> None:
     """The expected bytes per weight come from the source code of each optimizer."""
     state = {"adamw_torch": 4, "adamw_bf16": 10, "adamw_bnb_8bit": 2, "adamw_torch_8bit": 2, "adamw_torch_4bit": 1}

@@ -55,7 +55,7 @@ def try_folder(folder: Path, prompts: list[Any] = PROMPTS) -> Any:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (LOOPS, "takes more than 1 s"),
+        pytest.param(LOOPS, "takes more than 1 s", marks=pytest.mark.slow),
         (LARGE, "needs more than 0.25 GiB of memory"),
         (RECURSION, "fails (RecursionError: "),
         pytest.param(SLOW, "takes", marks=pytest.mark.slow),
@@ -105,7 +105,12 @@ MULTIPLY = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
 @pytest.mark.parametrize(
     ("changes", "text", "message"),
     [
-        ({"pre_tokenizer": split_by("(a+)+$")}, ("a" * 17 + "! ") * 3000, "takes more than 1 s"),
+        pytest.param(
+            {"pre_tokenizer": split_by("(a+)+$")},
+            ("a" * 17 + "! ") * 3000,
+            "takes more than 1 s",
+            marks=pytest.mark.slow,
+        ),
         ({"pre_tokenizer": split_by("(a+)+$")}, "a" * 40 + "!", "fails (PanicException: "),
         ({"normalizer": {"type": "Sequence", "normalizers": [MULTIPLY] * 8}}, "a" * 40, "ends its process (SIGABRT)"),
     ],

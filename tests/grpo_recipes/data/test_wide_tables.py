@@ -41,6 +41,7 @@ def names(count: int) -> list[str]:
     return [f"column {number}" for number in range(count)]
 
 
+@pytest.mark.slow
 def test_the_largest_number_of_columns_is_read(tmp_path: Path) -> None:
     dataset = load(write_csv(tmp_path / "rows.csv", names(COLUMNS - 1)))
     assert len(dataset.column_names) == COLUMNS

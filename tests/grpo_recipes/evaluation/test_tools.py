@@ -167,7 +167,8 @@ def played(tools: RecipeTools, engine: Any, rows: Sequence[dict[str, Any]], **se
         rollouts.close()
 
 
-@pytest.mark.parametrize("iterations", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("iterations", [1, 3])
 def test_greedy_turns_are_those_of_training(iterations: int, tmp_path: Path) -> None:
     tokenizer = tool_tokenizer()
     policy = calling_policy(tokenizer)

@@ -125,7 +125,8 @@ def loud() -> Any:
     return policy
 
 
-@pytest.mark.parametrize("generation", only(["auto"], ["auto", "off"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", ["auto", "off"])
 def test_a_new_adapter_under_autocast_is_healthy(generation: str, tmp_path: Path, said: Any) -> None:
     """PEFT's `generate` runs without autocast: the loss rounds away a part of the adapter that `generate` keeps."""
     run = trainer(tmp_path, policy=loud(), bf16=True, generation=generation, max_steps=20, learning_rate=1e-3, **NEW)
@@ -153,7 +154,8 @@ def test_an_engine_with_the_adapter_merged_under_autocast_is_healthy(
     assert not run._generation_check.scorer.autocast
 
 
-@pytest.mark.parametrize("fault", only(["twice"], ["off", "twice"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["off", "twice"])
 def test_autocast_hides_no_fault(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = GenerationMixin.generate
     run = trainer(tmp_path, policy=loud(), bf16=True, generation="off", max_steps=12, **NEW)
@@ -245,6 +247,7 @@ UNNAMED: dict[str, tuple[dict[str, Any], str]] = {
     "do_sample": ({"do_sample": False}, "the generation mode is greedy_search, not sample"),
 }
 LOOPS = pytest.mark.parametrize("generation", ["auto", "off"])
+ONE_LOOP = pytest.mark.parametrize("generation", only(["auto"], ["auto", "off"]))
 
 
 @LOOPS
@@ -268,7 +271,7 @@ def test_a_setting_that_the_user_does_not_name_stops_the_run(
     )
 
 
-@LOOPS
+@ONE_LOOP
 def test_a_published_filter_is_distinguished_from_the_users_own(
     generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +281,7 @@ def test_a_published_filter_is_distinguished_from_the_users_own(
         run.train()
 
 
-@LOOPS
+@ONE_LOOP
 def test_a_processor_that_comes_later_stops_the_run_there(
     generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,8 +345,8 @@ OWN: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@LOOPS
-@pytest.mark.parametrize("name", only(["top_k and a penalty", "generation_kwargs", "a bias"], OWN))
+@ONE_LOOP
+@pytest.mark.parametrize("name", only(["top_k and a penalty", "a bias"], OWN))
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)],
@@ -365,7 +368,7 @@ def test_the_users_own_filters_are_announced_once(
     assert [other for other in said() if other != sentence and "dropout" not in other] == []
 
 
-@LOOPS
+@ONE_LOOP
 def test_rows_that_a_stop_string_ends_are_compared_up_to_there(
     generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:
@@ -472,8 +475,8 @@ def test_processors_are_compared_on_the_batches_that_are_due(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
-        ({**NEW, "top_p": 0.9, "top_k": 12}, torch.bfloat16),
-        pytest.param({**CONTINUED, "temperature": 0.7}, None, marks=pytest.mark.slow),
+        pytest.param({**NEW, "top_p": 0.9, "top_k": 12}, torch.bfloat16, marks=pytest.mark.slow),
+        ({**CONTINUED, "temperature": 0.7}, None),
         pytest.param({"min_p": 0.05, "repetition_penalty": 1.3}, None, marks=pytest.mark.slow),
         pytest.param({"beta": 0.04}, torch.bfloat16, marks=pytest.mark.slow),
     ],

@@ -18,6 +18,7 @@ from grpo_recipes.generation.kept_cache import KeptCache, Prefix, split_by_width
 from grpo_recipes.process.faults import NotThePolicy
 from tests.support.architectures import ARCHITECTURES, ENDS, adapter, batch, config, tiny, trainer
 from tests.support.exact_generation import exact_generation
+from tests.support.grids import covering
 from tests.support.recorded import model
 
 Rows = list[list[int]]
@@ -101,8 +102,7 @@ def forwards(policy: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 # ---- the same tokens
 
 
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "do_sample"), covering(ARCHITECTURES, [True, False]))
 def test_the_same_tokens(architecture: str, do_sample: bool) -> None:
     """Turns with results of uneven lengths, after which rows leave."""
     policy = tiny(architecture)
@@ -140,8 +140,9 @@ def branched(contexts: Rows, completions: Rows, turn: int) -> Rows:
     return [*following, contexts[0] + completions[0], contexts[0] + completions[0][:-1]]
 
 
-@pytest.mark.parametrize("following", [one_long_result, shortened, padded, with_new_rows, branched])
-@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize(
+    ("following", "do_sample"), covering([one_long_result, shortened, padded, with_new_rows, branched], [True, False])
+)
 def test_the_same_tokens_of_other_turns(following: Callable[..., Rows], do_sample: bool) -> None:
     policy = tiny("LlamaConfig")
     expected, _ = conversation(policy, None, prompts(), following, do_sample=do_sample)

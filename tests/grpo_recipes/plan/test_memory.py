@@ -100,7 +100,7 @@ def test_model_states_of_full_fine_tuning_agree_with_deepspeed(
     ("recipe", "layout", "size"),
     [
         ("gsm8k-qwen2.5-7b-lora-zero3", "zero3", "7B"),
-        ("gsm8k-qwen2.5-72b-lora-zero3-2node", "zero3_multinode", "72B"),
+        pytest.param("gsm8k-qwen2.5-72b-lora-zero3-2node", "zero3_multinode", "72B", marks=pytest.mark.slow),
     ],
 )
 def test_model_states_of_lora_agree_with_deepspeed_plus_a_share_of_the_frozen_base(

@@ -76,7 +76,11 @@ WRITTEN_FOR = [
 ]
 
 
-@pytest.mark.parametrize(("recipe", "layout", "processes", "gpu", "size"), WRITTEN_FOR)
+@pytest.mark.parametrize(
+    ("recipe", "layout", "processes", "gpu", "size"),
+    [pytest.param(*cell, marks=pytest.mark.slow if index % 3 else ()) for index, cell in enumerate(WRITTEN_FOR[:-1])]
+    + [pytest.param(*WRITTEN_FOR[-1], marks=pytest.mark.slow)],
+)
 def test_recipes_fit_on_the_machines_that_they_name(
     recipe: str,
     layout: str,
@@ -105,6 +109,7 @@ def test_a_plan_tells_if_no_single_change_makes_it_fit(capsys: pytest.CaptureFix
     assert "no single change of the recipe or of the layout is enough" in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_a_72b_adapter_cannot_go_to_vllm_on_80_gb(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config, rows = qwen.write_config(tmp_path, "72B"), launching.write_rows(tmp_path / "rows.jsonl", 640)
     more = ["--gpu_memory", "80GB", "--model_config", str(config), "--dataset.path", str(rows)]

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pandas as pd
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_recipes.reports.transcript import Part, limited, transcript
@@ -85,7 +85,7 @@ _MESSAGES = st.lists(st.dictionaries(_KEYS, _JSON | st.lists(st.dictionaries(_KE
 
 
 @given(_MESSAGES)
-@settings(max_examples=50)
+@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 def test_no_message_raises(messages: list[dict[str, Any]]) -> None:
     for part in transcript(messages):
         json.dumps([part.kind, part.label, part.text])

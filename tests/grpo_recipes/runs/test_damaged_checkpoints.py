@@ -181,6 +181,7 @@ def test_another_number_of_processes_is_refused(finished: Path) -> None:
         resume_point(parsed, Machine(2, bf16=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_older_checkpoints_are_removed_after_the_manifest_is_written(
     recipes: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, limit: int

@@ -71,6 +71,7 @@ def steps_abandoned(folder: Path) -> list[int]:
     return steps_saved(folder, "-abandoned")
 
 
+@pytest.mark.slow
 def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy: str) -> None:
     branch = script(policy, run, StopAfter(3, saves=True), max_steps=8)
     branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
@@ -91,6 +92,7 @@ def test_a_branch_that_saved_nothing_resumes_at_its_branch_point(run: Path, poli
     assert again.checkpoints.resumed_from == run / "checkpoint-2"
 
 
+@pytest.mark.slow
 def test_an_abandoned_checkpoint_can_be_named(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(3, saves=True), max_steps=8).train(str(run / "checkpoint-2"))
     script(policy, run, StopAfter(5, saves=False), max_steps=8).train(str(run / "checkpoint-4-abandoned"))
@@ -166,7 +168,9 @@ def test_a_branch_in_another_folder_continues_there(run: Path, policy: str, tmp_
     assert left.checkpoints.resumed_from == run / "checkpoint-6"
 
 
-@pytest.mark.parametrize(("limit", "left"), [(1, ([3], [])), (2, ([2, 3], [])), (3, ([2, 3], [6]))])
+@pytest.mark.parametrize(
+    ("limit", "left"), [(1, ([3], [])), pytest.param(2, ([2, 3], []), marks=pytest.mark.slow), (3, ([2, 3], [6]))]
+)
 def test_rotation_removes_abandoned_checkpoints_first(
     run: Path, policy: str, limit: int, left: tuple[list[int], list[int]]
 ) -> None:

@@ -672,6 +672,7 @@ def test_nothing_is_checked_without_the_generation_check(scripted: Any) -> None:
         scripted._turn_check.enabled = True
 
 
+@pytest.mark.slow
 def test_turns_that_end_with_a_stop_string_pass(tmp_path: Any) -> None:
     tokenizer = tool_rollouts.tool_tokenizer()
     kwargs = {**tool_rollouts.only_calls(tokenizer), "stop": ["</tool_call>"]}

@@ -66,7 +66,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param(run, id=name, marks=() if name == "lora" else pytest.mark.slow) for name, run in RUNS.items()],
+    [pytest.param(run, id=name, marks=pytest.mark.slow) for name, run in RUNS.items()],
 )
 def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Path, said: Any) -> None:
     ours = trainer(tmp_path / "auto", **changes)

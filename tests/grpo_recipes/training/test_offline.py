@@ -16,6 +16,7 @@ from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
 from grpo_recipes.training.offline import RecordedRollout, recorded_reward
 from grpo_rewards.errors import UserError
+from tests.support.grids import covering
 
 HERE = Machine(num_processes=1, bf16=False)
 
@@ -324,8 +325,7 @@ def log_probs_of(model, prompt: list[int], ids: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("baseline", ["group", "batch"])
-@pytest.mark.parametrize("recorded", [False, True], ids=["on-policy", "recorded log-probabilities"])
+@pytest.mark.parametrize(("baseline", "recorded"), covering(["group", "batch"], [False, True]))
 def test_loss_and_gradient_equal_the_oracle(baseline: str, recorded: bool, tiny_model: Path, tmp_path: Path) -> None:
     """The oracle computes loss and gradient from the prompts, responses and rewards of the file."""
     from trl import GRPOConfig

@@ -146,6 +146,7 @@ def test_a_misspelled_reference_raises(args: list[str], message: str) -> None:
         parsed(*args)
 
 
+@pytest.mark.slow
 def test_an_impossible_reference_raises_before_a_model_is_loaded(
     lora_run: Path, tiny_model: Path, tmp_path: Path
 ) -> None:

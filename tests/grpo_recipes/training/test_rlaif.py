@@ -230,6 +230,7 @@ def test_the_recipe_passes_the_checks(monkeypatch):
     assert len(checked.train_dataset) == 8
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_on_one_process(converted, tmp_path, capsys):
     assert train.main(arguments(tmp_path, converted)) == 0
     said = capsys.readouterr().out

@@ -18,7 +18,7 @@ from grpo_recipes.training.trl_patches import correct_counts
 from grpo_rewards.errors import UserError
 from tests.support import recorded
 from tests.support.architectures import ENDS, PROMPTS, trainer
-from tests.support.grids import covering
+from tests.support.grids import only
 from tests.support.tiny import byte_tokenizer
 from tests.support.tiny import policy as tiny_policy
 
@@ -83,7 +83,8 @@ def first_end(tokens: list[int]) -> int | None:
     return None
 
 
-@pytest.mark.parametrize(("generation", "pad_is_eos"), covering(["auto", "off"], [False, True]))
+@pytest.mark.parametrize("generation", only(["off"], ["auto", "off"]))
+@pytest.mark.parametrize("pad_is_eos", only([True], [False, True]))
 def test_a_completion_goes_to_its_first_stop_string(generation: str, pad_is_eos: bool, tmp_path: Path) -> None:
     run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation)
     prompts = [ids(prompt) for prompt in ("1 =", "33 + 4 =", "bz") for _ in range(40)]
@@ -109,7 +110,8 @@ def test_both_loops_stop_alike(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize(("generation", "pad_is_eos"), covering(["auto", "off"], [False, True]))
+@pytest.mark.parametrize("generation", only(["auto"], ["auto", "off"]))
+@pytest.mark.parametrize("pad_is_eos", only([False], [False, True]))
 def test_metrics_and_mask_distinguish_stopped_from_truncated_rows(
     generation: str, pad_is_eos: bool, tmp_path: Path
 ) -> None:

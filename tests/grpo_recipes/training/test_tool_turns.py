@@ -118,6 +118,7 @@ def test_an_environment_with_an_abandoned_call_is_not_used_again(tmp_path: Path)
     assert [made.state.log_history[0]["tools/count/failures"]] == [0.5]
 
 
+@pytest.mark.slow
 def test_environments_that_rows_choose_are_trls(tmp_path: Path) -> None:
     rows = CASES.add_column("environment", ["counter", "adder"])
     script = [[[COUNT], [COUNT, ADD], [ADD], []], [[ADD], [COUNT, ADD + COUNT], [COUNT], []]]
@@ -160,6 +161,7 @@ def test_calls_beyond_the_limit_of_turns_are_counted(tmp_path: Path) -> None:
     assert made.state.log_history[0]["tools/rows_at_limit"] == 0.25
 
 
+@pytest.mark.slow
 def test_a_tool_that_fails_too_often_stops_the_run(tmp_path: Path) -> None:
     made = tool_trainer(GRPOTrainer, tmp_path, [[[BROKEN * 10, ADD]] * 4] * 2, max_completion_length=2000)
     with pytest.raises(RunFault, match=r"% of the last \d+ calls of tools failed.*`broken`.*can't read x"):

@@ -171,8 +171,10 @@ class GRPOTrainer(TRLGRPOTrainer):
         inputs = super()._prepare_inputs(generation_batch)
         regroups = microbatch.asked_layout(self.micro_batching) is not Layout.PADDED
         # Only a new buffer is regrouped: evaluation, and a generation batch that serves again, keep the old one.
-        if regroups and self._buffered_inputs is not buffer:
-            self._regroup(self._buffered_inputs)
+        if self._buffered_inputs is not buffer:
+            if regroups:
+                self._regroup(self._buffered_inputs)
+            self._turn_check.check_micro_batches(self._buffered_inputs)
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         return offline.with_recorded_log_probs(inputs, self.rollout_func)
 

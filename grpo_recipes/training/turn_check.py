@@ -8,7 +8,8 @@ and renders and parses the messages of some.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.logging import get_logger
@@ -20,7 +21,7 @@ from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather
 from grpo_recipes.tools.loop import Ids, Message, Row
-from grpo_recipes.tools.transcript import Fault, Proof, Transcript, Turns
+from grpo_recipes.tools.transcript import Fault, Key, Proof, Transcript, Turns
 from grpo_recipes.training.tool_turns import tools_of_rows
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class TurnCheck:
         """Number of batches of this launch that were checked."""
         self._turns: Turns | None = None
         self._prompts: Sequence[Sequence[Message]] = ()
+        self._proven: dict[tuple[Key, Key], set[Key]] = {}
+        """Masks of the rows that were proven and not yet trained on, by prompt and completion."""
         self._announcer = Announcer(logger.warning)
 
     @property
@@ -90,14 +93,35 @@ class TurnCheck:
             fault = self._first_fault(turns, prompt_ids, completion_ids, tool_mask, completions, log_probs, played)
         elif self.trainer.tools:  # a `rollout_func` of single turns returns none
             fault = Fault(0, 0, "there is no mask of tool tokens")
-        faults = gather(None if fault is None else str(fault))
+        self._raise_first("does not consist of the turns that were sampled and their tool results", fault)
         self.batches += 1
+        if self.trainer.model.training:
+            for prompt, ids, mask in zip(prompt_ids, completion_ids, tool_mask or (), strict=tool_mask is not None):
+                self._proven.setdefault((tuple(prompt), tuple(ids)), set()).add(tuple(mask))
+
+    def check_micro_batches(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Check that the micro-batches of a generation batch hold rows that were proven. Collective.
+
+        Raises:
+            NotThePolicy: on every rank, if a row of any rank has other tokens or another mask.
+        """
+        if not self.is_needed:
+            return
+        proven, self._proven = self._proven, {}
+        fault = None
+        for number, batch in enumerate(batches if proven else ()):
+            fault = fault or _training_fault(number, batch, proven)
+        self._raise_first("is trained on otherwise than it was generated", fault)
+
+    def _raise_first(self, what: str, fault: object) -> None:
+        """Raise the fault of the first rank that has one. Collective."""
+        faults = gather(None if fault is None else str(fault))
         for rank, found in enumerate(faults):
             if found is not None:
                 where = f" of rank {rank}" if len(faults) > 1 else ""
                 raise NotThePolicy(
-                    f"a completion{where} at step {self.trainer.state.global_step} does not consist of the turns that "
-                    f"were sampled and their tool results: {found}; set `generation_check: false` to go on anyway"
+                    f"a completion{where} at step {self.trainer.state.global_step} {what}: {found}; set "
+                    "`generation_check: false` to go on anyway"
                 )
 
     def _first_fault(
@@ -181,3 +205,29 @@ class TurnCheck:
         if not OWN_ENDS.isdisjoint(self.trainer.args.generation_kwargs or {}):
             return True
         return bool(ids) and (ids[-1] in self.trainer.eos_token_ids or bool(self.stop and self.stop.end(ids)))
+
+
+def _training_fault(number: int, batch: Mapping[str, Any], proven: Mapping[tuple[Key, Key], set[Key]]) -> str | None:
+    """Return the fault of the first row of a micro-batch that was not proven, or None."""
+    if "tool_mask" not in batch:
+        return f"micro-batch {number} has no mask of tool tokens"
+    for row, (prompt, ids, mask) in enumerate(_training_rows(batch)):
+        if not any(mask):  # a truncated completion, or one without an advantage
+            continue
+        masks = proven.get((prompt, ids))
+        if masks is None:
+            return f"row {row} of micro-batch {number} has tokens that no completion of the generation batch has"
+        if mask not in masks:
+            return f"row {row} of micro-batch {number} has another mask of tool tokens"
+    return None
+
+
+def _training_rows(batch: Mapping[str, Any]) -> Iterator[tuple[Key, Key, Key]]:
+    """Yield prompt, completion and mask of each row of a micro-batch, without padding."""
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
+    for prompt, is_prompt, ids, is_completion, mask in zip(*(batch[name].tolist() for name in names), strict=True):
+        yield (
+            tuple(compress(prompt, is_prompt)),
+            tuple(compress(ids, is_completion)),
+            tuple(compress(mask, is_completion)),
+        )

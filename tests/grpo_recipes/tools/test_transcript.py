@@ -570,6 +570,43 @@ def test_calls_without_an_answer_are_named(scripted: Any, monkeypatch: pytest.Mo
         generate(scripted)
 
 
+def one_token_changed(batch: dict[str, Any]) -> None:
+    batch["completion_ids"][2, 3] += 1
+
+
+def one_mask_changed(batch: dict[str, Any]) -> None:
+    batch["tool_mask"][1, 3] = 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (lambda batch: batch.pop("tool_mask"), "micro-batch 0 has no mask of tool tokens"),
+        (lambda batch: batch["tool_mask"].fill_(1), "has another mask of tool tokens"),
+        (lambda batch: batch.update(tool_mask=batch["tool_mask"].roll(1, 1)), "has another mask of tool tokens"),
+        (lambda batch: batch.update(tool_mask=batch["tool_mask"].flip(0)), "has another mask of tool tokens"),
+        (one_mask_changed, "has another mask of tool tokens"),
+        (one_token_changed, "has tokens that no completion of the generation batch has"),
+        (lambda batch: batch["completion_mask"][:, -3:].fill_(0), "has tokens that no completion"),
+        (lambda batch: batch.update(prompt_ids=batch["prompt_ids"].flip(0)), "has tokens that no completion"),
+        (lambda batch: batch["prompt_mask"][:, :9].fill_(0), "has tokens that no completion"),
+    ],
+    ids=["no mask", "ones", "shifted", "of rows", "mask", "token", "truncated", "prompts", "beginning of prompts"],
+)
+def test_a_fault_in_the_rows_of_training_is_named(
+    fault: Callable[[dict[str, Any]], None], named: str, scripted: Any
+) -> None:
+    regroup = scripted._regroup
+
+    def faulty(padded: list[dict[str, Any]]) -> None:
+        fault(padded[0])
+        regroup(padded)
+
+    scripted._regroup, scripted._buffered_inputs = faulty, None
+    with pytest.raises(NotThePolicy, match=f"is trained on otherwise than it was generated: .*{named}"):
+        scripted._prepare_inputs(copy.deepcopy(CASES))
+
+
 Rollout = dict[str, list[list[int]]]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
+import os
 import re
 import time
 from collections import Counter, deque
@@ -412,6 +413,7 @@ class _Attempt:
         self.answers = answers
         self.has_begun = False
         self.is_over = False
+        self.process = os.getpid()
         self.task: Future[None] | None = None
         """Handle of an async call."""
 
@@ -434,6 +436,7 @@ class _Attempt:
         # SystemExit and KeyboardInterrupt too: those of a user reach the main thread only, never this one.
         except BaseException as error:
             outcome = _failed(error, self.most)
+        self._end_child()
         self._answer(outcome)
 
     async def run_async(self) -> None:
@@ -444,7 +447,10 @@ class _Attempt:
         loop = asyncio.get_running_loop()
         try:
             try:
-                value = await function(**self.job.arguments)
+                try:
+                    value = await function(**self.job.arguments)
+                finally:
+                    self._end_child()
                 outcome = await loop.run_in_executor(_THREADS, _returned, value, self.most)
             except (asyncio.CancelledError, GeneratorExit) as error:  # the task may end, so that it must not wait
                 outcome = _failed(error, self.most)
@@ -453,6 +459,12 @@ class _Attempt:
             self._answer(outcome)
         finally:
             self.is_over = True
+
+    def _end_child(self) -> None:
+        """End this process if it is a copy that the tool has forked."""
+        # Python's signal handlers and `atexit` are the run's own. A copy that went on would wait for calls for ever.
+        if os.getpid() != self.process:
+            os._exit(0)
 
     def _answer(self, outcome: _Outcome) -> None:
         self.is_over = True

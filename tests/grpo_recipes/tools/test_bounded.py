@@ -339,6 +339,33 @@ def test_a_tool_that_ends_its_thread(runner: ToolRunner) -> None:
         assert results[0][0].content == "done" or results[0][0].fault
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("leaves", [False, True], ids=["returns", "exits"])
+def test_the_child_of_a_tool_that_forks_ends(leaves: bool, is_async: bool, runner: ToolRunner) -> None:
+    children: list[int] = []
+
+    def fork() -> str:
+        child = os.fork()
+        children.append(child)
+        if leaves and not child:
+            sys.exit(3)
+        return "forked"
+
+    async def fork_later() -> str:
+        return fork()
+
+    assert only(runner.run([[call(fork_later if is_async else fork)]])).content == "forked"
+    for _ in range(100):
+        ended, status = os.waitpid(children[0], os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(children[0], signal.SIGKILL)
+        pytest.fail("the child goes on")
+    assert status == 0
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_dies_without_an_answer_is_noticed(runner: ToolRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def die(attempt: bounded._Attempt) -> None:

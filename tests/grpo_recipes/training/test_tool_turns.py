@@ -115,6 +115,7 @@ def test_an_environment_with_an_abandoned_call_is_not_used_again(tmp_path: Path)
     first, second = batches
     abandoned = {id(first[1]), id(first[5])}
     assert {id(one) for one in first} - {id(one) for one in second} == abandoned
+    assert [second[0].calls, second[2].calls] == [1, 0], "the others are reset"
     assert [made.state.log_history[0]["tools/count/failures"]] == [0.5]
 
 
@@ -162,6 +163,17 @@ def test_calls_beyond_the_limit_of_turns_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_lengths_and_the_loss_count_the_tokens_of_the_policy(tmp_path: Path) -> None:
+    made = tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["ragged"])
+    made.train()
+    lengths = [sum(mask) for mask in made.loops[0][0]]
+    logged = made.state.log_history[0]
+    assert logged["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert logged["completions/min_length"] == min(lengths)
+    assert logged["completions/max_length"] == max(lengths)
+    assert made._buffered_inputs[0]["num_items_in_batch"] == sum(lengths)
+
+
 def test_a_tool_that_fails_too_often_stops_the_run(tmp_path: Path) -> None:
     made = tool_trainer(GRPOTrainer, tmp_path, [[[BROKEN * 10, ADD]] * 4] * 2, max_completion_length=2000)
     with pytest.raises(RunFault, match=r"% of the last \d+ calls of tools failed.*`broken`.*can't read x"):

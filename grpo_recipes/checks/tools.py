@@ -108,10 +108,20 @@ class CheckedFactory:
             observation = reset(**columns)
         except Exception as error:  # the user's own method may raise any error
             raise RunFault(f"{place} raised {_described(error)}, for the row {_excerpt(columns)}") from error
-        if observation is not None and not isinstance(observation, (str, list)):
-            kind = type(observation).__name__
-            raise RunFault(f"{place} returned the type {kind}, for the row {_excerpt(columns)}: return a text or None")
+        if fault := observation_fault(observation):
+            raise RunFault(f"{place} {fault}, for the row {_excerpt(columns)}: return a text or None")
         return observation
+
+
+def observation_fault(observation: object) -> str:
+    """Return why what `reset` returned can't be added to a prompt, or ""."""
+    if observation is None or isinstance(observation, str):
+        return ""
+    if not isinstance(observation, list):
+        return f"returned the type {type(observation).__name__}"
+    if not all(isinstance(block, Mapping) and "type" in block for block in observation):
+        return "returned a list that does not consist of content blocks"
+    return ""
 
 
 def _excerpt(columns: Mapping[str, Any]) -> str:

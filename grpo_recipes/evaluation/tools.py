@@ -23,6 +23,7 @@ from grpo_recipes.checks.tools import (
     TOOLS,
     Environment,
     Toolset,
+    observation_fault,
     toolset_of,
     try_template,
 )
@@ -318,6 +319,10 @@ class Rollouts:
             raise UserError(
                 f"`{FACTORY}`: `reset` of {type(environment).__name__} fails on a held-out row ({reason}): correct it"
             ) from error
+        if fault := observation_fault(observation):
+            raise UserError(
+                f"`{FACTORY}`: `reset` of {type(environment).__name__} {fault} on a held-out row: return a text or None"
+            )
         prompt = row["prompt"]
         if observation is None:
             return prompt

@@ -324,6 +324,17 @@ def test_a_reset_that_fails_is_named(evaluated: Any, capsys: Any, monkeypatch: p
     assert "`reset` of Counter fails on a held-out row (KeyError: 'board')" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("observation", "fault"), [(7, "returned the type int"), ([1], "returned a list that does not consist of content")]
+)
+def test_a_reset_that_returns_no_text_is_named(
+    observation: Any, fault: str, evaluated: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Counter, "reset", lambda self, **columns: observation)
+    assert evaluated(environment_factory=f"{HERE}.Counter")[1] == 2
+    assert f"`reset` of Counter {fault}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("verb", ["evaluate", "chat"])
 def test_the_tools_of_a_run_are_not_imported(verb: str, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"

@@ -152,6 +152,7 @@ async def slow_variety(completions: list[Any], **columns: Any) -> list[float | N
     return [None, *map(float, range(1, len(completions)))]
 
 
+@pytest.mark.slow
 def test_a_reward_may_be_a_coroutine_and_score_nothing(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
     arguments = ["--model_name_or_path", str(tiny_model), "--rewards", f"{__name__}.slow_variety", *SHORT]
     found = previewed(capsys, "quickstart", "--prompts", "1", *arguments)

@@ -156,6 +156,7 @@ def test_training_that_could_not_run_is_not_reported_as_a_result(staged, tmp_pat
     assert not (tmp_path / "evaluation.json").exists()
 
 
+@pytest.mark.slow
 def test_a_failure_after_the_training_does_not_prevent_the_second_evaluation(staged, monkeypatch, tmp_path, tiny_model):
     def fails(*args):
         raise OSError("no room for the card")

@@ -48,6 +48,7 @@ from grpo_rewards.registry import REGISTERED, resolve
 from grpo_rewards.terminal import visible, visible_lines
 from tests.repo.test_architecture import modules
 from tests.support import launching
+from tests.support.grids import covering
 from tests.support.synthetic import healthy_completions, ramp, write_run
 
 COMMANDS = {"grpo-recipes": cli.main, "grpo-rewards": rewards_cli.main, "train": train.main}
@@ -851,8 +852,10 @@ def test_a_run_is_not_written_through_a_link(
     assert (code, "a link leads out of" in output) == (2, True), output
 
 
-@pytest.mark.parametrize("name", ["training_args.bin", "completions/completions_00001.parquet", "checkpoint-1"])
-@pytest.mark.parametrize("kind", ["a pipe", "a folder"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    covering(["training_args.bin", "completions/completions_00001.parquet", "checkpoint-1"], ["a pipe", "a folder"]),
+)
 def test_a_run_is_not_written_to_a_pipe_or_a_folder(tiny_model: Path, tmp_path: Path, name: str, kind: str) -> None:
     """A pipe would block the last save after all steps, and a folder would make it fail."""
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)

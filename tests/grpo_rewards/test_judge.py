@@ -658,15 +658,16 @@ def check_any_text(text):
     assert math.isfinite(value)
 
 
-test_any_text = settings(max_examples=500, deadline=None)(given(TEXTS)(check_any_text))
+test_any_text = settings(max_examples=100, deadline=None)(given(TEXTS)(check_any_text))
 test_any_text_at_length = pytest.mark.nightly(
     pytest.mark.timeout(1800)(settings(max_examples=20_000, deadline=None)(given(TEXTS)(check_any_text)))
 )
 
 
-@pytest.mark.parametrize(
-    "unit", ["a", "<", "[", '"', "\\", "{", "```", "```\n", "</think>", "\ud800", "\n", "[A", "10", " "]
-)
+UNITS = ["a", "<", "[", '"', "\\", "{", "```", "```\n", "</think>", "\ud800", "\n", "[A", "10", " "]
+
+
+@pytest.mark.parametrize("unit", only(UNITS[::3], UNITS))
 def test_the_cost_of_an_adversarial_text_is_linear(unit):
     assert growth(lambda text: ANYWHERE._body({"prompt": text, "completion": text}), lambda n: unit * n, 5000) < 9
     assert growth(lambda text: ANYWHERE._verdict(chat_endpoint.Reply(text)), lambda n: unit * n, 5000) < 9

@@ -56,7 +56,7 @@ def no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         libc.prctl(_SUBREAPER, 0, 0, 0, 0)
 
 
-@pytest.fixture(params=ISOLATIONS)
+@pytest.fixture(params=only(["namespaces"], ISOLATIONS))
 def isolation(request: pytest.FixtureRequest, no_trace: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of an isolation that works here, for `hostile`."""
     usable(request.param, monkeypatch)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from grpo_rewards import string_match
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.strings import StringMatch, squad_normalised
+from tests.support.grids import covering
 from tests.support.growth import growth
 
 
@@ -234,8 +235,12 @@ def test_right_answers_are_accepted_and_wrong_ones_are_not():
     assert missed <= 0.01 * total
 
 
-@pytest.mark.parametrize("match", ["exact", "casefold", "squad", "f1"])
-@pytest.mark.parametrize("piece", ["a ", "the ", "!", "\u00e9", "<answer>", "\\boxed{", "</think>", "\n"])
+@pytest.mark.parametrize(
+    ("piece", "match"),
+    covering(
+        ["a ", "the ", "!", "\u00e9", "<answer>", "\\boxed{", "</think>", "\n"], ["exact", "casefold", "squad", "f1"]
+    ),
+)
 def test_the_cost_is_linear_in_the_length(match, piece):
     def call(length):
         score(piece * (length // len(piece)), "a the cat", match)

@@ -26,6 +26,7 @@ from tests.mathematics.harness import Scenario, compare, edited, float64_trl
 from tests.mathematics.oracle import Geometry, Objective
 from tests.mathematics.test_loss_against_trl import GEOMETRIES, cells, check
 from tests.mathematics.two_processes import DISTRIBUTED_FAULTS
+from tests.support.grids import only
 
 LOSS = GRPOTrainer, "_compute_loss"
 SCORE = GRPOTrainer, "_generate_and_score_completions"
@@ -252,7 +253,7 @@ def run_test(fault: Fault, checkpoint: Path, scenario: Callable[..., Scenario]) 
     fault.test(**{name: value for name, value in fixtures.items() if name in wanted}, **fault.arguments)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", only(FAULTS[::3], FAULTS), ids=lambda fault: fault.name)
 def test_fault_is_caught(fault: Fault, checkpoint: Path, sound: Callable[..., Scenario]) -> None:
     with float64_trl(), contextlib.ExitStack() as planted:
         if fault.where in (LOSS, GAMMA, OFF_POLICY_MASK, KERNEL_BACKWARD):

@@ -71,7 +71,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "an update late, LoRA": ("ago", CONTINUED, 1, EARLIER_),
     "an update late, full model": ("ago", {}, 1, STALE),
 }
-QUICK = ("TRL 1.16, LoRA and a server, new adapter", "verl 7495, continued adapter", "TRL 5312, full model")
+QUICK = ("TRL 1.16, LoRA and a server, new adapter", "TRL 5312, full model")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PLANTED])
@@ -250,7 +250,7 @@ LOOPS = pytest.mark.parametrize("generation", ["auto", "off"])
 ONE_LOOP = pytest.mark.parametrize("generation", only(["auto"], ["auto", "off"]))
 
 
-@LOOPS
+@ONE_LOOP
 @pytest.mark.parametrize("name", UNNAMED)
 def test_a_setting_that_the_user_does_not_name_stops_the_run(
     name: str, generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
@@ -392,7 +392,7 @@ def test_rows_that_a_stop_string_ends_are_compared_up_to_there(
     assert "sampled after top_k 200," in sentence
 
 
-@LOOPS
+@ONE_LOOP
 def test_a_run_without_filters_announces_nothing(generation: str, tmp_path: Path, said: Any) -> None:
     run = trainer(tmp_path, generation=generation, temperature=0.8, max_steps=2)
     run.train()
@@ -568,6 +568,7 @@ def test_an_adapter_that_stays_unclear_is_named_after_some_steps(
     assert sentence.startswith(f"step 2: can't tell yet whether the generator is the policy or {OFF_} or {TWICE_}")
 
 
+@pytest.mark.slow
 def test_scoring_an_earlier_adapter_leaves_the_adapter_unchanged(tmp_path: Path) -> None:
     run = trainer(tmp_path, **CONTINUED)
     run.train()

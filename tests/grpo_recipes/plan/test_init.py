@@ -33,6 +33,7 @@ from grpo_recipes.plan.init import (
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_rewards.errors import UserError
 from tests.support import launching
+from tests.support.grids import covering
 
 QUESTION = "How many?"
 CPU = Machine(1, bf16=False)
@@ -118,8 +119,7 @@ def written(table: datasets.Dataset, folder: Path, machine: Machine = CPU, **wis
     return guess, check(parse_recipe(["--config", str(file)]), machine)
 
 
-@pytest.mark.parametrize("has_gpu", [False, True])
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(("name", "has_gpu"), covering(TABLES, [False, True]))
 def test_the_recipe_passes_every_check(name: str, has_gpu: bool, tmp_path: Path) -> None:
     row, *_ = TABLES[name]
     asked = next((key for key in row if isinstance(row[key], str) and key not in ("id", "answer")), None)

@@ -40,7 +40,7 @@ from grpo_recipes.training.reference import (
 )
 from grpo_rewards.errors import UserError
 from tests.support import tiny
-from tests.support.grids import only
+from tests.support.grids import covering, only
 from tests.support.short_runs import (
     TEXTS,
     adapted,
@@ -97,13 +97,7 @@ COMPLETE_IN_TRL: dict[str, PeftConfig] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.slow if kind in ("IA3", "LoHa", "VeRA") else ())
-        for kind in INCOMPLETE_IN_TRL
-    ],
-)
+@pytest.mark.parametrize("kind", only(["LoRA on the embedding", "trainable tokens"], INCOMPLETE_IN_TRL))
 def test_the_reference_copies_every_tensor_of_the_adapter(policy: Path, tmp_path: Path, kind: str) -> None:
     def model() -> PeftModel:
         return adapted(policy, INCOMPLETE_IN_TRL[kind], continued=True)
@@ -405,8 +399,9 @@ def test_a_trained_head_beside_an_untrained_lora_is_part_of_the_initial_policy(p
     assert kls[0] <= ZERO < kls[1]
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("changes", "dtype"), covering([{}, {"tie_word_embeddings": True}], [torch.float32, torch.bfloat16]), ids=str
+)
 def test_the_kl_is_0_at_step_0_of_full_fine_tuning(tmp_path: Path, changes: dict, dtype: torch.dtype) -> None:
     ours = trainer(GRPOTrainer, tiny.policy(**changes).to(dtype), arguments(tmp_path, max_steps=2))
     kls = logged_kl(ours)
@@ -420,7 +415,7 @@ def test_the_kl_is_0_at_step_0_with_a_float32_head(tmp_path: Path) -> None:
     assert kls[0] <= ZERO < kls[1]
 
 
-@pytest.mark.parametrize("case", ["embedding LoRA", "modules_to_save", "trainable tokens"])
+@pytest.mark.parametrize("case", only(["trainable tokens"], ["embedding LoRA", "modules_to_save", "trainable tokens"]))
 def test_the_kl_is_0_at_step_0_with_tied_embeddings(tied_policy: Path, tmp_path: Path, case: str) -> None:
     configs = {
         "embedding LoRA": lora(target_modules=["embed_tokens", "q_proj"]),
@@ -582,6 +577,7 @@ def test_the_moving_average_equals_its_closed_form(policy: Path, tmp_path: Path,
         assert torch.allclose(tensor.double(), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_refresh_can_reset_the_optimizer(policy: Path, tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=3, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0)
     model = REFRESHED["new LoRA"](policy)

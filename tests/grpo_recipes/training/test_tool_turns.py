@@ -80,6 +80,7 @@ def results(messages: list[dict[str, Any]]) -> list[str]:
     return [message["content"] for message in messages if message["role"] == "tool"]
 
 
+@pytest.mark.slow
 def test_no_environment_counts_a_call_that_the_policy_did_not_see(tmp_path: Path) -> None:
     script = [[[COUNT, COUNT_HUGE, COUNT], [COUNT_HUGE], [COUNT] * 9, [COUNT * 3]]] * 2
     seen = {}

@@ -15,7 +15,7 @@ from grpo_recipes.runs.identity import Identity
 from grpo_recipes.runs.resume import Resume
 from grpo_recipes.training.saving import LOGGED, CompleteCheckpoints
 
-NOTHING = Identity({"rows": 0, "columns": {}, "weights": {}, "rewards": {}, "versions": {}})
+NOTHING = Identity({"rows": 0, "columns": {}, "weights": {}, "rewards": {}, "versions": {}, "chat_template": None})
 
 
 def saved(folder: Path, step: int, processes: int = 1, *, model_only: bool = False) -> Path:

@@ -75,11 +75,8 @@ def test_float64_cells(loss_type: str, every: int, scenario: ScenarioFactory, re
     compare_cells(loss_type, every, torch.float64, scenario, record_cell)
 
 
-@pytest.mark.parametrize(
-    # The formulas are compared in float64 above. One divisor suffices to show the effect of rounding.
-    "loss_type",
-    [pytest.param(name, marks=() if name == "dapo" else pytest.mark.slow) for name in LOSS_TYPES],
-)
+@pytest.mark.slow  # the formulas are compared in float64 above, and in float32 by the quick tests of micro-batches
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_float32_cells(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
     compare_cells(loss_type, 24, torch.float32, scenario, record_cell)
 

@@ -18,7 +18,7 @@ from grpo_recipes.generation.kept_cache import KeptCache, Prefix, split_by_width
 from grpo_recipes.process.faults import NotThePolicy
 from tests.support.architectures import ARCHITECTURES, ENDS, adapter, batch, config, tiny, trainer
 from tests.support.exact_generation import exact_generation
-from tests.support.grids import covering
+from tests.support.grids import covering, only
 from tests.support.recorded import model
 
 Rows = list[list[int]]
@@ -102,7 +102,8 @@ def forwards(policy: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 # ---- the same tokens
 
 
-@pytest.mark.parametrize(("architecture", "do_sample"), covering(ARCHITECTURES, [True, False]))
+@pytest.mark.parametrize("architecture", only([*ARCHITECTURES][::2], ARCHITECTURES))
+@pytest.mark.parametrize("do_sample", only([True], [True, False]))
 def test_the_same_tokens(architecture: str, do_sample: bool) -> None:
     """Turns with results of uneven lengths, after which rows leave."""
     policy = tiny(architecture)

@@ -15,6 +15,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.tools.loop import ToolLoop
 from tests.support import tool_rollouts
+from tests.support.grids import only
 from tests.support.tool_rollouts import ADD, GROUP, REPEAT
 
 THOUGHT = "<think>\nso\n</think>\n\n"
@@ -430,7 +431,9 @@ def test_a_planted_fault_is_named(fault: Callable[[Any, Values], None], scripted
 
 
 @pytest.mark.parametrize(
-    "fault", [fault for fault in FAULTS if fault not in NEEDS_MESSAGES], ids=lambda fault: fault.__name__
+    "fault",
+    only([*FAULTS][::3], [fault for fault in FAULTS if fault not in NEEDS_MESSAGES]),
+    ids=lambda fault: fault.__name__,
 )
 def test_later_batches_prove_the_tokens_of_all_rows(fault: Callable[[Any, Values], None], scripted: Any) -> None:
     """After the first batches the messages of few rows are rendered and parsed."""

@@ -260,9 +260,16 @@ def train(folder: Path, name: str) -> None:
         train_with_trl(recipe)
     else:
         run_recipe(recipe)
+        check_finished(recipe.output_dir)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     # The CPU time before an interruption is not known.
     write_atomically(noted, str(math.nan if recipe.resumes else usage.ru_utime + usage.ru_stime))
+
+
+def check_finished(output: Path) -> None:
+    """Raise `SystemExit` if a signal has stopped a run, which then holds checkpoints and no model."""
+    if not any((output / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise SystemExit(f"{output} was stopped: the same command goes on from its last checkpoint")
 
 
 def run(folder: Path, name: str) -> None:
@@ -282,13 +289,13 @@ def run(folder: Path, name: str) -> None:
     write_atomically(folder / "runs" / f"{name}.json", json.dumps(result, indent=2) + "\n")
 
 
-def start(folder: Path, name: str) -> None:
-    """Start a missing run in a process of its own, which writes to NAME.log."""
+def start(folder: Path, name: str, script: Path = Path(__file__)) -> None:
+    """Start a missing run of a script in a process of its own, which writes to NAME.log."""
     if (folder / "runs" / f"{name}.json").is_file():
         return
     (folder / "runs").mkdir(exist_ok=True)
     with (folder / "runs" / f"{name}.log").open("a") as log:
-        command = [sys.executable, __file__, "--output", str(folder), "--run", name]
+        command = [sys.executable, str(script), "--output", str(folder), "--run", name]
         done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
     if done.returncode:
         raise SystemExit(

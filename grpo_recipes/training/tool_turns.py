@@ -11,7 +11,7 @@ from trl.chat_template_utils import parse_response
 
 from grpo_recipes.process.faults import RunFault
 from grpo_recipes.process.messages import Announcer
-from grpo_recipes.process.ranks import gather, largest_of_ranks
+from grpo_recipes.process.ranks import gather, largest_of_ranks, on_first_rank
 from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.tools.bounded import FailureWindow, ToolRunner
 from grpo_recipes.tools.loop import (
@@ -55,6 +55,7 @@ class ToolTurns:
         self.runner = ToolRunner(limits, cut, logger.warning, loop=getattr(trainer, "async_loop", None))
         self._failures = FailureWindow(limits.failures)
         self._announcer = Announcer(logger.warning)
+        self._positions: float | None = None
         if trainer.tools and trainer._is_vlm:
             self._check_one_process()
 
@@ -86,13 +87,16 @@ class ToolTurns:
             RunFault: on every rank, if the share of calls that failed is above the limit.
         """
         trainer = self.trainer
+        if self._positions is None:
+            self._positions = positions(trainer)
+        self._warn_of_short_context(max(map(len, prompt_ids)), self._positions)
         loop = ToolLoop(
             generate=self._generate,
             parse=self._parse,
             render=trainer._get_tool_suffix_ids,
             shorten=partial(beginning, trainer._tokenizer),
             runner=self.runner,
-            limits=Limits(trainer.max_tool_calling_iterations, trainer.max_completion_length, positions(trainer)),
+            limits=Limits(trainer.max_tool_calling_iterations, trainer.max_completion_length, self._positions),
             largest=partial(largest_of_ranks, device=trainer.accelerator.device),
             padding=trainer._tokenizer.pad_token_id,
         )
@@ -114,6 +118,18 @@ class ToolTurns:
 
     def _parse(self, ids: Ids, prefix: Ids, tools: Sequence[Any]) -> Message:
         return parse_response(self.trainer._tokenizer, ids, prefix=prefix, tools=list(tools))
+
+    def _warn_of_short_context(self, longest: int, readable: float) -> None:
+        """Warn if the turns of a prompt of `longest` tokens have less than `max_completion_length` at a server."""
+        trainer = self.trainer
+        if not is_at_server(trainer) or readable > longest + trainer.max_completion_length:
+            return
+        self._announcer.once(
+            "context",
+            f"the vLLM server's context is too small for all turns of a prompt of {longest} tokens, and completions "
+            "that call tools may end early: start the server with a `--max-model-len` of at least the prompt and twice "
+            f"`max_completion_length`, {longest + 2 * trainer.max_completion_length}",
+        )
 
     def _finish(self) -> None:
         """Log the metrics of all ranks' rows, and stop the run if too many of their calls failed. Collective."""
@@ -146,9 +162,23 @@ def tools_of_rows(trainer: TRLTrainer) -> list[RowTools]:
     return found
 
 
+def is_at_server(trainer: TRLTrainer) -> bool:
+    """Return True if a vLLM server generates."""
+    return trainer.use_vllm and trainer.vllm_mode == "server"
+
+
 def positions(trainer: TRLTrainer) -> float:
-    """Return the number of tokens that the generator of a trainer can read."""
-    if trainer.use_vllm and trainer.vllm_mode == "colocate":
+    """Return the number of tokens that the generator of a trainer can read. Collective."""
+    if is_at_server(trainer):
+        # TRL asks for `max_completion_length` tokens in every turn, whatever is left of them, and a server refuses a
+        # request whose prompt and `max_tokens` exceed its context.
+        return on_first_rank(partial(server_context, trainer)) - trainer.max_completion_length + 1
+    if trainer.use_vllm:
         return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
     # Some architectures have no such limit, as Bloom.
     return getattr(trainer.model.config, "max_position_embeddings", None) or float("inf")
+
+
+def server_context(trainer: TRLTrainer) -> int:
+    """Return the number of tokens of prompt and completion that a vLLM server can hold. For the first rank."""
+    return trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["max_model_len"]

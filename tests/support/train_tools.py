@@ -22,7 +22,12 @@ from tests.support.tool_rollouts import GROUP, SCRIPTS, Script, next_turns, tool
 
 
 class StubServer:
-    """The methods of TRL's `VLLMClient` that `VLLMGeneration` calls. It writes the turns of a script."""
+    """The methods of TRL's `VLLMClient` that `VLLMGeneration` calls. It writes the turns of a script.
+
+    Like vLLM, it refuses prompts that leave less than `max_tokens` of its context.
+    """
+
+    context = 4096
 
     def __init__(self, script: Script, **settings: Any):
         self.script, self.tokenizer = script, tool_tokenizer()
@@ -35,9 +40,12 @@ class StubServer:
     def reset_prefix_cache(self) -> None: ...
 
     def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs", "generation_config": "vllm"}}
+        model = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "max_model_len": self.context}
+        return {"model_config": model}
 
-    def generate(self, prompts: list[list[int]], n: int, **sampling: Any) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], n: int, max_tokens: int, **sampling: Any) -> dict[str, Any]:
+        if max(map(len, prompts)) + max_tokens > self.context:
+            raise RuntimeError("Request failed: 400")
         repeated = [prompt for prompt in prompts for _ in range(n)]
         made = next_turns(self.script, self.tokenizer, repeated)
         log_probs = [[[-1.0]] * len(ids) for ids in made]

@@ -14,11 +14,12 @@ import pytest
 import torch
 from transformers import AddedToken, PreTrainedTokenizerFast
 from trl import GRPOTrainer as TRLGRPOTrainer
+from trl.generation import vllm_generation
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.tools.bounded import Call, Result
 from grpo_recipes.tools.loop import Limits, Row, RowTools, ToolLoop, Values, beginning, result_text
-from tests.support import launching
+from tests.support import launching, train_tools
 from tests.support.grids import covering, only
 from tests.support.tool_rollouts import ADD, SCRIPTS, tool_tokenizer, tool_trainer
 
@@ -377,6 +378,27 @@ def test_vllms_completions_reach_the_ranks_that_asked(mode: str, script: str, tm
                 tags = [content.split("]")[0] for content in turns]
                 assert tags == [f"[{rank}.{member}.{turn}" for turn in range(len(turns))]
                 assert len(turns) == len(SCRIPTS[script][rank][member]) + 1
+
+
+@pytest.mark.parametrize("spare", [400, 150])
+def test_rows_end_before_a_server_refuses_their_next_turn(
+    spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL asks for `max_completion_length` tokens in every turn, and vLLM refuses what may not fit into its context."""
+    for name in ("is_vllm_available", "VLLMClient", "LLM", "SamplingParams"):
+        monkeypatch.setattr(vllm_generation, name, None, raising=False)  # restored after the test
+    made = train_tools.make("server", str(tmp_path), SCRIPTS["deep"])
+    prompt = made._tokenize_prompts([made.train_dataset[0]["prompt"]])[0][0]
+    client = made.vllm_generation.vllm_client
+    client.context = len(prompt) + made.max_completion_length + spare
+    made.train()
+    (values, *_) = made.loops
+    turns = [sum(one["role"] == "assistant" for one in messages) for messages in values[1]]
+    scripted = [len(calls) + 1 for calls in SCRIPTS["deep"][0]]
+    is_short = spare < made.max_completion_length
+    assert (turns == scripted) != is_short
+    assert turns[0] == scripted[0], "the shortest row fits"
+    assert ("`--max-model-len` of at least" in caplog.text) == is_short
 
 
 @pytest.mark.slow

@@ -290,6 +290,30 @@ def test_log_probabilities_follow_the_tokens(tokenizer: PreTrainedTokenizerFast)
     assert values.tool_mask[0] == [1] * 3 + [0] * results + [1] * 4
 
 
+def test_the_last_turn_is_cut_to_the_room_and_read_behind_its_context(tokenizer: PreTrainedTokenizerFast) -> None:
+    read: list[tuple[list[int], list[int]]] = []
+
+    def parse(ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
+        read.append((ids, prefix))
+        return {"role": "assistant", "content": "end"}
+
+    row = Row([7] * 5, [8] * 3, [message(1)], RowTools({}), [-1.0] * 3)
+    results = rendered(tokenizer, [{"content": "3"}])
+    loop = ToolLoop(
+        generate=lambda prompts: ([[9] * 4 for _ in prompts], [[-4.0] * 4 for _ in prompts]),
+        parse=parse,
+        render=lambda messages: rendered(tokenizer, messages),
+        shorten=lambda text, tokens: text,
+        runner=Recorder(),
+        limits=Limits(3, 3 + len(results) + 2, 1000),
+    )
+    values = loop([row])
+    assert read == [([9] * 2, [7] * 5 + [8] * 3 + results)]
+    assert values.completion_ids[0] == [8] * 3 + results + [9] * 2
+    assert values.logprobs is not None
+    assert values.logprobs[0][-3:] == [0.0, -4.0, -4.0]
+
+
 # ---- ranks
 
 

@@ -29,6 +29,7 @@ from grpo_recipes.generation.models import method_replaced
 from grpo_recipes.process.faults import RunFault
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from grpo_recipes.reports.preview import Completion, Cost, Group, Preview
+from grpo_recipes.reports.transcript import transcript
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_recipes.training.trl_patches import are_truncated
 from grpo_rewards.completions import completion_text
@@ -251,7 +252,8 @@ class Watch(TrainerCallback):
             logged: dict[str, Any] = {name: {} for name in weights}
             logged |= {listener.reward.name: listener.rows[row] for listener in self.listeners}
             text, tokens = completion_text(completions[row]), len(completion_ids[row])
-            sampled.append(Completion(text, tokens, cut[row], pay, logged, _total(pay, weights)))
+            turns = tuple(transcript(completions[row]))
+            sampled.append(Completion(text, tokens, cut[row], pay, logged, _total(pay, weights), turns))
         return sampled
 
 

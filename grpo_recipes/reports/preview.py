@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
 from grpo_recipes.checks.geometry import Geometry
 from grpo_recipes.evaluation.estimates import mean_share
 from grpo_recipes.reports.diagnostics import FLAT_GROUPS_LIMIT, TRUNCATED_LIMIT
+from grpo_recipes.reports.transcript import Part as Turn
+from grpo_recipes.reports.transcript import limited
 from grpo_rewards.explain import json_values, score_line
 from grpo_rewards.registry import BuiltReward
 from grpo_rewards.terminal import Cell, Labelled, Part, Table
@@ -22,6 +24,8 @@ SHOWN_PROMPTS = 4
 """Number of prompts that are printed. `--json` has all of them."""
 SHOWN_LINES = 30
 """Number of lines of a prompt or a completion that are printed. The middle of a longer text is left out."""
+SHOWN_TURNS = 6
+"""Number of turns, calls and results of a completion that are printed, of its beginning and of its end."""
 SHOWN_CHARS = 2_000
 """Number of characters of a prompt or a completion that are printed."""
 EASY = 0.5
@@ -36,12 +40,13 @@ class Completion:
     """Completion with its scores.
 
     Attributes:
-        text: Text as the rewards read it.
+        text: Text as the rewards of this project read it: of a completion with tools, the last message.
         tokens: Length in tokens.
         is_cut: True if `max_completion_length` has cut it.
         scores: Scores by the name of the reward, before the weight. None is no score.
         logged: Values that each reward logged about the completion, by the name of the reward.
         total: Weighted sum of the scores, or None if no reward scores the completion.
+        turns: Turns, calls and results of a completion with tools, or none.
     """
 
     text: str
@@ -50,12 +55,19 @@ class Completion:
     scores: Mapping[str, float | None]
     logged: Mapping[str, Mapping[str, Any]]
     total: float | None
+    turns: tuple[Turn, ...] = ()
+
+    @property
+    def content(self) -> tuple[str, tuple[Turn, ...]]:
+        """All that the policy and the tools have written."""
+        return self.text, self.turns
 
     def as_dict(self) -> dict[str, Any]:
         """Return the completion for `--json`."""
         said = {name: json_values(values) for name, values in self.logged.items()}
         shared = {"text": self.text, "tokens": self.tokens, "cut": self.is_cut}
-        return {**shared, "total": self.total, "pay": dict(self.scores), "said": said}
+        turns = {"turns": [asdict(turn) for turn in self.turns]} if self.turns else {}
+        return {**shared, **turns, "total": self.total, "pay": dict(self.scores), "said": said}
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,8 @@ class Group:
         return [score for score in scores if score is not None]
 
     def extremes(self) -> list[Completion]:
-        """Return the completions with the highest, the middle and the lowest total, of different texts."""
-        distinct = {one.text: one for one in self.completions}.values()
+        """Return the completions with the highest, the middle and the lowest total, of different content."""
+        distinct = {one.content: one for one in self.completions}.values()
         ranked = sorted(distinct, key=lambda one: -math.inf if one.total is None else one.total, reverse=True)
         places = sorted({0, len(ranked) // 2, len(ranked) - 1})
         return [ranked[place] for place in places]
@@ -309,7 +321,12 @@ def _group(number: int, group: Group) -> Iterator[Part]:
         total = "no reward scores it" if one.total is None else f"reward {one.total:g}"
         cut = ", cut" if one.is_cut else ""
         yield Cell(f"  completion of {one.tokens} tokens{cut}: {total}", "head")
-        yield from _lines_of(one.text)
+        if one.turns:
+            for turn in limited(one.turns, SHOWN_TURNS, SHOWN_TURNS):
+                yield Cell(f"    {turn.label}", "dim")
+                yield from _lines_of(turn.text)
+        else:
+            yield from _lines_of(one.text)
         for name, score in one.scores.items():
             yield Cell(f"    {score_line(name, score, one.logged[name])}", "dim")
 
@@ -426,7 +443,7 @@ def cut_at_the_cap(preview: Preview) -> Iterator[str]:
 
 def identical(preview: Preview) -> Iterator[str]:
     """Suggest a higher temperature if more than half of the groups repeat one text."""
-    repeated = sum(len({one.text for one in group.completions}) == 1 for group in preview.groups)
+    repeated = sum(len({one.content for one in group.completions}) == 1 for group in preview.groups)
     if repeated > FLAT_GROUPS_LIMIT * len(preview.groups):
         yield (
             f"{repeated} of {len(preview.groups)} groups repeat one completion, so that there is nothing to compare: "

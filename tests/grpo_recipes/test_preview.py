@@ -13,12 +13,13 @@ import torch
 from transformers import AutoTokenizer
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes import train
+from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.cli import main
 from grpo_recipes.data.load import load
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_rewards import gsm8k_correctness, well_formed
-from tests.support import launching
+from tests.support import launching, tiny
+from tests.support.tool_rollouts import call
 
 SHORT = ["--max_completion_length", "8"]
 
@@ -253,3 +254,37 @@ def test_no_update_is_made(
     arguments = ["quickstart", "--model_name_or_path", str(tiny_model), "--learning_rate", "1.0", *SHORT]
     previewed(capsys, *arguments, "--per_device_train_batch_size", "8", "--prompts", "2")
     assert steps == []
+
+
+def calls_once(text: str) -> str:
+    """Repeat a text.
+
+    Args:
+        text: Text.
+    """
+    return f"{text}\x1b[31m {text}"
+
+
+def test_a_completion_with_tools_is_shown_as_turns(
+    capsys: pytest.CaptureFixture[str], tool_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last message alone would hide calls and results. A result must not steer the terminal."""
+    called = call("calls_once", text="so")
+    ids = tiny.chat_tokenizer()(f"{called}<|im_end|>")["input_ids"]
+    monkeypatch.setattr(
+        GRPOTrainer,
+        "_generate_single_turn",
+        lambda self, prompts, *rest, **more: ([ids if n % 2 else [65, 257] for n in range(len(prompts))], None),
+    )
+    arguments = ["calculator", "--model_name_or_path", str(tool_model), "--tools", f"[{__name__}.calls_once]"]
+    arguments += ["--prompts", "1", "--bf16", "false", "--num_generations", "2", "--max_completion_length", "400"]
+    arguments += ["--max_tool_calling_iterations", "1", "--generation_check", "false"]
+    (group,) = previewed(capsys, *arguments)["groups"]
+    plain, turns = (one.get("turns") for one in group["completions"])
+    assert plain is None
+    assert [turn["kind"] for turn in turns] == ["call", "result", "text"]
+    assert main(["preview", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "Turn 1 calls calls_once" in said
+    assert "Result of calls_once, not trained on" in said
+    assert "\x1b" not in said

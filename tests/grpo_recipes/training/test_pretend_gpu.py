@@ -1,0 +1,169 @@
+"""Training and generation on the pretend GPU: no operator mixes devices, and the waits of the host are bounded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.training.adamw_bf16 import AdamWBF16
+from tests.support.pretend_gpu import MixedDevices, PretendGPU, PretendTensor
+from tests.support.recorded import Recording, make_trainer, model
+
+RECORDING = Recording.random(prompts=2, group=4, seed=3)
+MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of one training micro-batch: preparation, loss and backward pass."""
+
+    launches: int
+    synchronisations: int
+    uploads: int
+    loss: float
+
+
+def counts(cls: type[TRLGRPOTrainer], folder: Path, **config: Any) -> list[Counts]:
+    """Return the counts of the micro-batches of two generation batches. Layouts are verified on the first."""
+    trainer: Any = make_trainer(
+        cls,
+        RECORDING,
+        model(num_hidden_layers=1),
+        folder,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        **config,
+    )
+    found = []
+    with PretendGPU() as gpu:
+        gpu.adopt(trainer)
+        trainer.model.train()
+        trainer.current_gradient_accumulation_steps = MICRO_BATCHES
+        for _ in range(2 * MICRO_BATCHES):
+            gpu.reset()
+            loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(RECORDING.rows()))
+            loss.backward()
+            trainer._step += 1
+            found.append(Counts(gpu.launches, gpu.synchronisations, gpu.uploads, loss.host.item()))
+    return found
+
+
+# ---- The equipment
+
+
+def test_an_operator_refuses_tensors_of_two_devices() -> None:
+    with PretendGPU():
+        on_gpu = torch.ones(2, device="cuda")
+        for operation in (lambda: on_gpu + torch.ones(2), lambda: torch.cat([torch.ones(2), on_gpu])):
+            with pytest.raises(MixedDevices, match=r"test_pretend_gpu\.py"):
+                operation()
+        assert (on_gpu + torch.tensor(1.0)).tolist() == [2.0, 2.0]  # a number may come from the CPU
+        with pytest.raises(TypeError, match="numpy"):
+            on_gpu.numpy()
+
+
+def test_what_the_equipment_counts() -> None:
+    with PretendGPU() as gpu:
+        values = torch.arange(4).to("cuda")
+        assert isinstance(values, PretendTensor)
+        assert (gpu.launches, gpu.synchronisations, gpu.uploads) == (0, 0, 1)
+        doubled = values[1:].view(1, 3) * 2  # views launch nothing
+        assert (gpu.launches, gpu.synchronisations) == (1, 0)
+        assert int(doubled.sum()) == 12
+        assert doubled.cpu().tolist() == [[2, 4, 6]]
+        assert values[values > 1].tolist() == [2, 3]
+        assert gpu.synchronisations == 4  # the sum, the copy, the boolean index and the list
+    assert PretendGPU.current is None
+
+
+def test_gradients_are_those_of_the_cpu() -> None:
+    policy = model(num_hidden_layers=1)
+    ids = torch.arange(2, 10)[None]
+    policy(input_ids=ids, labels=ids).loss.backward()
+    expected = [parameter.grad.clone() for parameter in policy.parameters()]
+    policy.zero_grad()
+    with PretendGPU():
+        policy.to("cuda")
+        on_gpu = ids.to("cuda")
+        policy(input_ids=on_gpu, labels=on_gpu).loss.backward()
+        got = [parameter.grad.cpu() for parameter in policy.parameters()]
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
+
+
+# ---- Training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["packed", "trimmed", "padded"])
+def test_training_mixes_no_devices_and_bounds_its_waits(layout: str, tmp_path: Path) -> None:
+    stock = counts(TRLGRPOTrainer, tmp_path / "trl")
+    ours = counts(GRPOTrainer, tmp_path / "ours", micro_batching={"layout": layout})
+    # The rows of a generation batch are distributed differently, and its loss stays the same.
+    assert sum(count.loss for count in ours) == pytest.approx(sum(count.loss for count in stock), abs=1e-5)
+    first, later = ours[MICRO_BATCHES], ours[MICRO_BATCHES + 1]
+    assert [count.synchronisations for count in stock[MICRO_BATCHES:]] == STOCK
+    assert first.synchronisations <= FIRST[layout]
+    assert later.synchronisations <= LATER[layout]
+    assert later.uploads <= UPLOADS
+
+
+STOCK = [31, 12]
+"""Waits of TRL in the first and in the second micro-batch of a generation batch."""
+
+FIRST = {"packed": 98, "trimmed": 66, "padded": 36}
+"""Largest number of waits in the first micro-batch of a generation batch, by layout."""
+
+LATER = {"packed": 29, "trimmed": 17, "padded": 12}
+"""Largest number of waits in another micro-batch, by layout."""
+
+UPLOADS = 5
+"""Largest number of copies to the device in another micro-batch."""
+
+
+# ---- Other seams
+
+
+def test_adamw_bf16_stays_on_the_device() -> None:
+    policy = model(num_hidden_layers=1).to(torch.bfloat16)
+    with PretendGPU() as gpu:
+        policy.to("cuda")
+        ids = torch.arange(2, 10, device="cuda")[None]
+        optimizer = AdamWBF16(policy.parameters(), lr=1e-3)
+        policy(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        gpu.reset()
+        optimizer.step()
+        assert gpu.synchronisations == gpu.uploads == 0
+
+
+def test_group_decoding_bounds_its_waits_per_token() -> None:
+    policy = model(num_hidden_layers=1)
+    with PretendGPU() as gpu:
+        policy.to("cuda")
+        ids = torch.tensor([[0, 0, 5, 6, 7]] * 2 + [[2, 3, 4, 5, 6]] * 2, device="cuda")
+        mask = (ids != 0).long()
+
+        def waits(tokens: int) -> tuple[int, int]:
+            """Return the waits of a call that generates `tokens` tokens per row, and its copies to the device."""
+            gpu.reset()
+            turn = Turn(record_every=2)
+            lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+            with decoding(policy, turn):
+                policy.generate(input_ids=ids, attention_mask=mask, do_sample=False, **lengths)
+            assert not turn.declined
+            return gpu.synchronisations, gpu.uploads
+
+        short, long = waits(2), waits(4)
+    assert (long[0] - short[0]) / 2 <= WAITS_PER_TOKEN
+    assert (long[1] - short[1]) / 2 <= UPLOADS_PER_TOKEN
+
+
+WAITS_PER_TOKEN, UPLOADS_PER_TOKEN = 2, 4
+"""Waits and copies to the device of group decoding, per token of all rows."""

@@ -1,0 +1,387 @@
+"""A pretend GPU: tensors with CPU data that claim `cuda:0`, for tests of device discipline on machines without a GPU.
+
+    with PretendGPU() as gpu:
+        model.to("cuda")
+        ...
+    gpu.launches, gpu.synchronisations, gpu.uploads
+
+It shows where a tensor of the CPU meets a tensor of the GPU, how many kernels an eager GPU would launch, how often the
+host would wait for the device, and how often data would be copied to it. Numbers are those of the CPU, so results can
+be compared with a run outside the block.
+
+It cannot show speed, memory, the rounding and the random numbers of CUDA's kernels, errors that a kernel raises, or
+anything that overlaps in time. A call of one operator counts as one launch, although some operators launch several
+kernels. Operators inside C++ autograd formulas are counted, fused CPU kernels count as one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+DEVICE = torch.device("cuda:0")
+
+MEMORY = 80 * 2**30
+"""Bytes of memory that the pretend GPU reports."""
+
+WITHOUT_KERNEL = {
+    "view",
+    "_unsafe_view",
+    "t",
+    "transpose",
+    "permute",
+    "expand",
+    "slice",
+    "select",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "alias",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "as_strided",
+    "_reshape_alias",
+    "diagonal",
+    "unfold",
+    "lift_fresh",
+    "is_same_size",
+    "sym_size",
+    "new_empty",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+    "squeeze_",
+    "unsqueeze_",
+    "t_",
+    "detach_",
+}
+"""Operators that launch no kernel: views and allocations."""
+
+WAITING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+}
+"""Operators whose result, or the shape of it, the host has to wait for."""
+
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+"""Operators that take their indices from the CPU as well. CUDA uploads them, and the host waits for a boolean mask."""
+
+FACTORIES_FROM_DATA = {"tensor", "as_tensor", "asarray"}
+
+
+class MixedDevices(RuntimeError):
+    """An operator got tensors of the CPU and of the GPU."""
+
+
+class PretendTensor(torch.Tensor):
+    """A tensor on the pretend GPU.
+
+    In C++ its device is the CPU, because autograd of a CPU build refuses `cuda`. Only Python sees `cuda:0`.
+    """
+
+    host: Tensor
+    """The data."""
+
+    @staticmethod
+    def __new__(cls, host: Tensor, requires_grad: bool = False) -> PretendTensor:
+        """Wrap the data of `host`."""
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=host.device,
+            requires_grad=requires_grad,
+        )
+        tensor.host = host
+        return tensor  # type: ignore[no-any-return]
+
+    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        """Return the number of the GPU."""
+        return 0
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PretendTensor({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on the data, and count it."""
+        assert PretendGPU.current is not None, "a tensor of the pretend GPU is used outside of its block"
+        return PretendGPU.current.operate(func, args, kwargs or {})
+
+
+class PretendGPU(TorchFunctionMode):
+    """The device, as a context, with the counts of everything that ran on it inside the block."""
+
+    current: PretendGPU | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sites: Counter[str] = Counter()
+        """Number of waits of the host by the kind of wait and the line of code that waits."""
+        self.reset()
+        self._patches = ExitStack()
+        self._depth = 0
+
+    def reset(self) -> None:
+        """Set all counts to 0."""
+        self.launches = self.uploads = 0
+        self.sites.clear()
+
+    @property
+    def synchronisations(self) -> int:
+        """Number of times that the host waited for the device."""
+        return sum(self.sites.values())
+
+    # ---- The block
+
+    def __enter__(self) -> PretendGPU:
+        """Enter the block. The backward pass, which leaves the mode, enters it again."""
+        self._depth += 1
+        if self._depth == 1:
+            PretendGPU.current = self
+            self._replace_cuda()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave the block, and restore everything that was replaced."""
+        super().__exit__(*error)
+        self._depth -= 1
+        if not self._depth:
+            PretendGPU.current = None
+            self._patches.close()
+
+    def _replace_cuda(self) -> None:
+        """Replace what would start CUDA: memory and random state of the device, and accelerate's device."""
+        engine = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return engine(*args, **kwargs)
+
+        # `Module.to` would otherwise write into parameters of another class.
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        self._patches.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        replacements = {
+            "get_device_properties": lambda *_: SimpleNamespace(total_memory=MEMORY, major=9, minor=0),
+            "get_device_capability": lambda *_: (9, 0),
+            "get_rng_state": lambda *_: torch.get_rng_state(),
+            "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+            "mem_get_info": lambda *_: (MEMORY, MEMORY),
+            "memory_reserved": lambda *_: 0,
+            "memory_allocated": lambda *_: 0,
+            "synchronize": lambda *_: None,
+        }
+        for name, replacement in replacements.items():
+            self._patches.enter_context(patch(f"torch.cuda.{name}", replacement))
+        self._patches.enter_context(patch("torch.autograd._engine_run_backward", backward))
+        self._patches.enter_context(patch("torch._tensor.torch.autograd._engine_run_backward", backward))
+
+    def adopt(self, trainer: Any) -> None:
+        """Move a trainer and accelerate's state, which all trainers share, to the device."""
+        for state in (PartialState._shared_state, AcceleratorState._shared_state, trainer.accelerator.state.__dict__):
+            if "device" in state:
+                self._patches.enter_context(patch.dict(state, device=DEVICE))
+        trainer.args.__dict__["_setup_devices"] = DEVICE
+        trainer.model.to("cuda")
+        if getattr(trainer, "ref_model", None) is not None:
+            trainer.ref_model.to("cuda")
+
+    # ---- Operators
+
+    def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator on the data of its arguments.
+
+        Raises:
+            MixedDevices: an argument lies on the CPU, and is no number.
+        """
+        name = func.overloadpacket.__name__
+        self._count(name, args, kwargs)
+        self._check_devices(func, name, args, kwargs)
+        host_args, host_kwargs = tree_map(_data, args), tree_map(_data, kwargs)
+        result = CUDA_ONLY.get(str(func), func)(*host_args, **host_kwargs)
+        if isinstance(kwargs.get("out"), PretendTensor):
+            return kwargs["out"]
+        if name.endswith("_") and args and name not in WITHOUT_KERNEL:  # in place
+            return args[0]
+        return tree_map(_wrapped, result)
+
+    def _count(self, name: str, args: Any, kwargs: Any) -> None:
+        if name not in WITHOUT_KERNEL:
+            self.launches += 1
+        if name in WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
+            self.wait(name)
+        if name in INDEXING:
+            indices = [index for index in args[1] if index is not None]
+            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+                self.wait("boolean index")
+            self.uploads += any(not isinstance(index, PretendTensor) for index in indices)
+
+    def _check_devices(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        if name == "copy_":  # the one operator between devices
+            target, source = args[:2]
+            if not isinstance(target, PretendTensor):
+                self.wait("copy_ to the CPU")
+            elif not isinstance(source, PretendTensor):
+                self.uploads += 1
+            return
+        checked = [args[0], *args[2:]] if name in INDEXING else [*args, kwargs]
+        tensors = [leaf for leaf in tree_leaves(checked) if isinstance(leaf, Tensor)]
+        strangers = [tensor for tensor in tensors if not isinstance(tensor, PretendTensor) and tensor.ndim]
+        if strangers:
+            raise MixedDevices(f"{func} got tensors of the CPU and of the GPU at {_site()}")
+
+    def wait(self, kind: str) -> None:
+        """Count a wait of the host."""
+        self.sites[f"{kind} at {_site()}"] += 1
+
+    # ---- Functions that name a device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function without letting torch's argument parser, which would start CUDA, see the device."""
+        kwargs = dict(kwargs or {})
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        if isinstance(first, Tensor):
+            if name in ("to", "cuda", "cpu", "type_as"):
+                return self._move(name, first, args[1:], kwargs)
+            if name == "pin_memory":
+                return first
+        if isinstance(first, PretendTensor):
+            if name in ("numpy", "__array__"):
+                raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
+            if name == "tolist":
+                self.wait("tolist")
+                return first.host.tolist()
+            if name == "new_tensor":
+                self.uploads += 1
+                return PretendTensor(func(first.host, *args[1:], **kwargs))
+        device = kwargs.get("device")
+        if _is_gpu(device):
+            self.uploads += name in FACTORIES_FROM_DATA
+            self.launches += name not in FACTORIES_FROM_DATA | WITHOUT_KERNEL
+            kwargs["device"] = "cpu"
+            return tree_map(_wrapped, func(*args, **kwargs))
+        if device is not None and name.endswith("_like") and isinstance(first, PretendTensor):
+            return func(first.host, *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _move(self, name: str, tensor: Tensor, args: Any, kwargs: Any) -> Tensor:
+        """Convert a tensor as `to`, `cuda`, `cpu` and `type_as` do."""
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        for argument in [DEVICE] if name == "cuda" else ["cpu"] if name == "cpu" else args[:2]:
+            if isinstance(argument, Tensor):
+                device, dtype = argument.device, argument.dtype
+            elif isinstance(argument, torch.dtype):
+                dtype = argument
+            elif argument is not None and not isinstance(argument, bool):
+                device = argument
+        on_gpu = isinstance(tensor, PretendTensor)
+        wanted = on_gpu if device is None else _is_gpu(device)
+        if dtype is not None and dtype != tensor.dtype:
+            tensor = torch._C._TensorBase.to(tensor, dtype)
+        elif kwargs.get("copy"):
+            tensor = tensor.clone()
+        if wanted == on_gpu:
+            return tensor
+        if wanted:
+            self.uploads += 1
+        else:
+            self.wait("copy to the CPU")
+        moved: Tensor = _Move.apply(tensor) if tensor.requires_grad else _moved(tensor)  # type: ignore[no-untyped-call]
+        return moved
+
+
+class _Move(torch.autograd.Function):
+    """Copy to the other device, whose gradient is a copy back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _moved(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return _moved(gradient)
+
+
+def _moved(tensor: Tensor) -> Tensor:
+    """Return a copy on the other device."""
+    if isinstance(tensor, PretendTensor):
+        return tensor.host.clone()
+    return PretendTensor(tensor.detach().clone())
+
+
+def _data(value: Any) -> Any:
+    return value.host if isinstance(value, PretendTensor) else value
+
+
+def _wrapped(value: Any) -> Any:
+    return PretendTensor(value) if isinstance(value, Tensor) and not isinstance(value, PretendTensor) else value
+
+
+def _is_gpu(device: Any) -> bool:
+    if device is None or isinstance(device, bool):
+        return False
+    return isinstance(device, int) or torch.device(device).type == "cuda"
+
+
+def _mm_to(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
+    return first.to(dtype) @ second.to(dtype)
+
+
+def _mm_into(first: Tensor, second: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    return out.copy_(first.to(dtype) @ second.to(dtype))
+
+
+def _addmm_into(
+    added: Tensor, first: Tensor, second: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
+) -> Tensor:
+    return out.copy_(beta * added + alpha * (first.to(dtype) @ second.to(dtype)))
+
+
+CUDA_ONLY = {
+    "aten.mm.dtype": _mm_to,
+    "aten.bmm.dtype": _mm_to,
+    "aten.mm.dtype_out": _mm_into,
+    "aten.addmm.dtype_out": _addmm_into,
+}
+"""Emulations of the operators that torch has for CUDA only: products of 16-bit matrices into float32."""
+
+
+def _site() -> str:
+    """Return the innermost line outside torch and this file, as path:line."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path = frame.f_code.co_filename
+        if path != __file__ and "/torch/" not in path and not path.startswith("<"):
+            break
+        frame = frame.f_back
+    return f"{'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno}"

@@ -3,6 +3,7 @@
     python benchmarks/step.py                                    # the small model, full fine-tuning: an hour of CPU
     python benchmarks/step.py --models small large --tuning full lora --checkpointing off on       # all of it: a day
     python benchmarks/step.py --workloads a --steps 5 --whole-step
+    python benchmarks/step.py --turns 4 8 --steps 4                # complete steps of turns with a tool: minutes
 
 Each step has 8 prompts × 8 completions in 8 micro-batches. Workloads: (a) prompts as long as GSM8K's, completions
 log-normal(4.4, 0.6) of at most 256 tokens; (b) log-normal(4.79, 0.9), at most 1024; (c) = (b), half of the groups
@@ -17,6 +18,9 @@ each phase of a step. The contestants are stock TRL with transformers' loop and 
 without and with group decoding, and a loop written from the description of the from-scratch documents: full logits, one
 padded batch, and the frozen copy as the reference. Its memory is that of generation. A step of (d) warms up before the
 steps that count.
+
+`--turns 4 8` measures complete steps with a tool instead, on prompts of 600 characters, with the policy, tool and script
+of `tool_turns.py`. The first step warms up.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import tool_turns
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -50,6 +55,7 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
+from grpo_recipes.generation.groups import Turn
 
 PROMPTS, GROUP, MICRO_BATCHES = 8, 8, 8
 VOCABULARY, PAD, EOS = 2048, 0, 1
@@ -564,6 +570,34 @@ def whole_step(
         )
 
 
+def step_of_turns(turns: int, steps: int, **sizes: int) -> Iterator[str]:
+    """Yield the rows of the table of complete steps whose completions have up to `turns` turns."""
+    folder = tempfile.mkdtemp()
+    shape = {"prompts": PROMPTS, "group": GROUP, "micro_batches": MICRO_BATCHES}
+    contestants = {
+        name: tool_turns.Contestant(cls, turns, folder, **shape, sizes=sizes)
+        for name, cls in {"TRL": TRLGRPOTrainer, "ours": GRPOTrainer}.items()
+    }
+    spent: dict[str, list[float]] = defaultdict(list)
+    same, gap = True, 0.0
+    for number in range(steps):
+        prompts = tool_turns.conversations(600, PROMPTS, number)
+        completions = []
+        for name, contestant in contestants.items():
+            start = time.process_time()
+            completions.append(contestant.step(prompts, number, sgd))
+            spent[name].append(time.process_time() - start)
+        same &= completions[0] == completions[1]
+        gap = max(gap, distance(*(list(contestant.model.parameters()) for contestant in contestants.values())))
+    for name, contestant in contestants.items():
+        training = [whole - seconds for whole, seconds in zip(spent[name], contestant.seconds, strict=True)]
+        yield (
+            f"| {turns} | {name} | {median(contestant.seconds):.2f} | {median(training):.2f} | "
+            f"{median(spent[name]):.2f} | {median(spent['TRL']) / median(spent[name]):.2f} | "
+            f"{'yes' if same else 'NO'} | {gap:.0e} |"
+        )
+
+
 def median(values: Sequence[float]) -> float:
     """Return the median without the first step, which warms up and verifies the model, if there are more."""
     return statistics.median(values[1:] or values)
@@ -600,6 +634,7 @@ def main() -> None:
     parser.add_argument(
         "--others", nargs="+", choices=OTHERS, default=OTHERS, help="contestants beside TRL (--whole-step)"
     )
+    parser.add_argument("--turns", nargs="+", type=int, help="measure complete steps of turns with a tool instead")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
@@ -607,6 +642,14 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     versions = ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers", "torch"))
     print(f"{platform.machine()}, one thread, {versions}")
+    if asked.turns:
+        Turn.same_stream = True  # the random numbers of the stock loop, so that tokens can be compared
+        head = (
+            "| turns | | generation | training | whole step, CPU s | TRL ÷ | tokens as TRL's | "
+            "largest parameter difference |"
+        )
+        table(head, lambda: (row for turns in asked.turns for row in step_of_turns(turns, asked.steps)))
+        return
     if asked.whole_step:
         head = (
             f"| model | workload | beta | | {' | '.join(PHASES)} | whole step, CPU s | TRL ÷ | "

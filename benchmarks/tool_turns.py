@@ -19,7 +19,7 @@ import string
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -93,11 +93,12 @@ class Script(LogitsProcessor):
         turn: number of the turn.
         turns: number of turns that call a tool.
         tokenizer: tokenizer of the calls.
+        rows: number of completions.
     """
 
-    def __init__(self, turn: int, turns: int, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, turn: int, turns: int, tokenizer: PreTrainedTokenizerFast, rows: int) -> None:
         self.turn, self.turns, self.tokenizer = turn, turns, tokenizer
-        self.endings = [self.ending(row) for row in range(PROMPTS * GROUP)]
+        self.endings = [self.ending(row) for row in range(rows)]
         self.letters = torch.tensor(tokenizer.convert_tokens_to_ids(list(string.ascii_lowercase)))
         self.width = 0
         """Number of columns of the prompts, known from the first call on."""
@@ -123,10 +124,21 @@ class Script(LogitsProcessor):
 
 
 class Contestant:
-    """Trainer whose policy follows the script, and the measurements of its generation batches."""
+    """Trainer whose policy follows the script, and the measurements of its generation batches and steps."""
 
-    def __init__(self, cls: type[TRLGRPOTrainer], turns: int, folder: str, sampled: bool = True, **more: Any) -> None:
+    def __init__(
+        self,
+        cls: type[TRLGRPOTrainer],
+        turns: int,
+        folder: str,
+        sampled: bool = True,
+        prompts: int = PROMPTS,
+        group: int = GROUP,
+        micro_batches: int = 1,
+        **more: Any,
+    ) -> None:
         self.turns, self.tokenizer, self.model = turns, tokenizer(), policy(**more.pop("sizes", {}))
+        self.prompts, self.group, self.micro_batches = prompts, group, micro_batches
         config = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
@@ -134,8 +146,9 @@ class Contestant:
             report_to="none",
             disable_tqdm=True,
             gradient_checkpointing=False,
-            num_generations=GROUP,
-            per_device_train_batch_size=PROMPTS * GROUP,
+            num_generations=group,
+            per_device_train_batch_size=prompts * group // micro_batches,
+            gradient_accumulation_steps=micro_batches,
             max_completion_length=8192,
             top_k=0 if sampled else 1,
         )
@@ -145,7 +158,7 @@ class Contestant:
             self.model,
             lambda completions, **_: [float(len(completion)) for completion in completions],
             config,
-            train_dataset=Dataset.from_dict({"prompt": conversations(10, PROMPTS)}),
+            train_dataset=Dataset.from_dict({"prompt": conversations(10, prompts)}),
             processing_class=self.tokenizer,
             tools=[look_up],
             **options,
@@ -155,34 +168,55 @@ class Contestant:
         self.model._get_logits_processor = self.scripted
         self.tokens = 0
         self.counts: list[int] = []
+        """Tokens through the model in each generation batch."""
         self.seconds: list[float] = []
+        """CPU seconds of each generation batch."""
 
     def scripted(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         """Return the processors of a call of `generate` behind the script's."""
-        script = Script(self.calls, self.turns - 1, self.tokenizer)
+        script = Script(self.calls, self.turns - 1, self.tokenizer, self.prompts * self.group)
         self.calls += 1
         return LogitsProcessorList([script, *self.stock(*args, **kwargs)])
 
     def batch(self, prompts: list[Any], seed: int) -> list[list[int]]:
         """Generate one batch and return its completions."""
+        torch.manual_seed(seed)
+        with self.measured() as found:
+            self.trainer._generate_and_score_completions(
+                [{"prompt": row} for row in prompts for _ in range(self.group)]
+            )
+        return found[-1][1]
+
+    def step(self, prompts: list[Any], seed: int, update: Callable[[PreTrainedModel], None]) -> list[list[int]]:
+        """Generate a batch, train on it, update the weights by a function of the model, and return the completions."""
+        torch.manual_seed(seed)
+        self.trainer.current_gradient_accumulation_steps = self.micro_batches
+        with self.measured() as found:
+            for _ in range(self.micro_batches):
+                rows = [{"prompt": row} for row in prompts for _ in range(self.group)]
+                self.trainer.training_step(self.model, rows, None)
+            update(self.model)
+        return found[-1][1]
+
+    @contextmanager
+    def measured(self) -> Iterator[list[Any]]:
+        """Measure the generation batch inside this block, and yield the list that its result is appended to."""
         generate, found = self.trainer._generate, []
         self.calls = self.tokens = 0
 
-        def measured(rows: list[Any]) -> Any:
+        def timed(rows: list[Any]) -> Any:
             start = time.process_time()
             with self.counted():
                 found.append(generate(rows))
             self.seconds.append(time.process_time() - start)
+            self.counts.append(self.tokens)
             return found[-1]
 
-        self.trainer._generate = measured
-        torch.manual_seed(seed)
+        self.trainer._generate = timed
         try:
-            self.trainer._generate_and_score_completions([{"prompt": row} for row in prompts for _ in range(GROUP)])
+            yield found
         finally:
             del self.trainer._generate
-        self.counts.append(self.tokens)
-        return found[-1][1]
 
     @contextmanager
     def counted(self) -> Iterator[None]:

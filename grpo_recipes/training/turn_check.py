@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from accelerate.logging import get_logger
 from trl.chat_template_utils import parse_response
 
-from grpo_recipes.generation.generator_check import FIRST, compare_every
+from grpo_recipes.generation.generator_check import compare_every
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.process.messages import Announcer
@@ -163,9 +163,9 @@ class TurnCheck:
         return proof.count(rows)
 
     def _rows_of_messages(self, rows: Sequence[Transcript]) -> set[int]:
-        """Return the rows whose messages are rendered and parsed: all of the first batches, then a few."""
+        """Return the rows whose messages are rendered and parsed: all of the first batch, then a few."""
         numbers = [row.number for row in rows if row.messages is not None]
-        if self.all_messages or self.batches < FIRST:
+        if self.all_messages or self.batches == 0:
             return set(numbers)
         # Rows without a tool result have little to prove. Each batch takes others, so that none is left out for ever.
         numbers = [row.number for row in rows if row.messages is not None and len(row.messages) > 1]

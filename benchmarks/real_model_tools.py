@@ -8,11 +8,11 @@
 The model is that of real_model.py, SmolLM2-135M-Instruct. The recipe is recipes/tools/calculator-smollm2.yaml: products
 of three-digit numbers in five wordings, and a chat template with tools, which the model was never trained on.
 
-The base model calls nothing, so that GRPO would have no reward to learn from. A short warm start comes first: 16 steps
-of supervised fine-tuning on 8 rendered conversations each (question, call, result, answer), of which only what the
-policy writes has a loss. All of them have the same wording (`WORDING`), so that the warm start teaches the form of a
-call, and the other four wordings are left to GRPO. The warm start is a row of its own. Both seeds of GRPO begin with
-it, and train on all wordings with the steps of the recipe.
+The base model has never seen a call in this template, and GRPO learns only from what is sampled. A short warm start
+comes first: 16 steps of supervised fine-tuning on 8 rendered conversations each (question, call, result, answer), of
+which only what the policy writes has a loss. All of them have the same wording (`WORDING`), so that the warm start
+teaches the form of a call, and the other four wordings are left to GRPO. The warm start is a row of its own. Both seeds
+of GRPO begin with it, and train on all wordings with the steps of the recipe.
 
 All models answer the same held-out problems of the test split, greedily, in the turns of training. `--output` holds the
 model, the runs and their evaluations. The seeds go side by side, each a process with one thread, and time is CPU time.

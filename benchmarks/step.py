@@ -19,8 +19,8 @@ without and with group decoding, and a loop written from the description of the 
 padded batch, and the frozen copy as the reference. Its memory is that of generation. A step of (d) warms up before the
 steps that count.
 
-`--turns 4 8` measures complete steps with a tool instead, on prompts of 600 characters, with the policy, tool and script
-of `tool_turns.py`. The first step warms up.
+`--turns 4 8` measures complete steps with a tool instead, on prompts of 600 characters, with the policy, tool and
+script of `tool_turns.py`. The first step warms up.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Scorer:
         if self.processing is not None or not self.padded:
             # Rows without padding have widths of their own, and processed scores hold a vocabulary for each token.
             size = 1
-        chunks = torch.arange(len(rows.input_ids), device=rows.input_ids.device).split(size)
+        chunks = [slice(start, start + size) for start in range(0, len(rows.input_ids), size)]
         kwargs = self.trainer.args.gradient_checkpointing_kwargs
         accelerator = self.trainer.accelerator
         precision = nullcontext() if self.autocast else in_float32(accelerator.unwrap_model(model), accelerator)

@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
@@ -46,7 +47,7 @@ from grpo_recipes.generation.models import (
     scaled_by_position,
     tensors_16bit,
 )
-from grpo_recipes.generation.rows import PerToken, Rows
+from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import on_any_rank
 from grpo_recipes.training.adapters import gathered
@@ -129,7 +130,7 @@ class LayoutCheck:
         """
         layout, reason = self._allowed(bare, wanted)
         if layout is not Layout.PADDED:
-            if not self._any_rank(bool(rows.completion_mask.any())):
+            if not self._any_rank(bool(rows.host.labels.any())):
                 return None
             # TRL's annotation leaves out models with an adapter.
             policy, kwargs = cast(PreTrainedModel, bare), self.args.gradient_checkpointing_kwargs
@@ -144,16 +145,16 @@ class LayoutCheck:
             self._warn_once(f"micro-batches are {layout.name.lower()}, not {wanted.name.lower()}: {reason}")
         return layout
 
-    def fits(self, model: nn.Module, rows: Rows) -> Tensor:
+    def fits(self, model: nn.Module, rows: HostRows) -> np.ndarray:
         """Return which rows can be packed, (B,) bool: those without mask holes, inside the attention window."""
         mask = rows.completion_mask
-        fits = ~(mask[:, 1:] > mask[:, :-1]).any(1)  # a 1 after a 0 ends a hole
+        fits = np.logical_not(np.any(mask[:, 1:] > mask[:, :-1], axis=1))  # True after False ends a hole
         if not fits.all():
             self._warn_once("rows whose completion mask has holes are not packed")
         window = attention_window(text_config(model))
         if window is not None:
             # The spans know no window, so in longer rows a token would attend to keys outside of it.
-            inside = rows.attention_mask.sum(1) <= window
+            inside = rows.mask.sum(1) <= window
             if not inside.all():
                 self._warn_once(f"rows of more than {window} tokens, the model's attention window, are not packed")
             fits = fits & inside
@@ -217,10 +218,10 @@ class LayoutCheck:
                 self._warn_once(
                     "layouts are compared in 16-bit precision: the weights are quantized, or have no room in float32"
                 )
-        usable = rows.completion_mask.any(1)
+        usable = rows.host.labels > 0
         if found is Layout.PACKED:
-            usable &= self.fits(bare, rows)
-        few = sample(rows, usable.nonzero().flatten())
+            usable &= self.fits(bare, rows.host)
+        few = sample(rows, np.flatnonzero(usable))
         computes_in_float32 = widen or self._computes_in_float32(bare)
         with self._widened(bare) if widen else nullcontext(), perturbed(bare):
             # A sharded model must be called through the wrappers that gather its weights, and no rank has its full
@@ -255,21 +256,22 @@ class LayoutCheck:
     def _best(self, trial: _Trial, most: Layout, expected: Results) -> Choice:
         """Return the most preferred layout up to `most` whose results agree with `expected` on every rank."""
         rows = trial.rows
-        doubt = self._doubt(trial, ModelCall(Layout.TRIMMED, rows, *rows.trimmed()), expected)
+        doubt = self._doubt(trial, ModelCall(Layout.TRIMMED, rows), expected)
         if doubt:
             return Layout.PADDED, f"the results of this model depend on padding{trial.when} ({doubt})"
         if most is not Layout.PACKED:
             return most, ""
-        index = (self.fits(trial.bare, rows) & rows.completion_mask.any(1)).nonzero().flatten()
+        index = np.flatnonzero(self.fits(trial.bare, rows.host) & (rows.host.labels > 0))
         if not self._any_rank(len(index) > 0):
             return Layout.TRIMMED, "no row of the first micro-batch can be packed"
         if len(index):
             index = _with_a_shared_prompt(rows, index)
             some = rows.select(index)
         else:  # this rank has nothing to compare, but must make the call that the others make
-            index = index.new_zeros(1)
+            index = np.zeros(1, dtype=np.int64)
             some = rows.select(index).unlabelled()
-        doubt = self._doubt(trial, ModelCall(Layout.PACKED, some, some, index), (expected[0][index], expected[1]))
+        log_probs = expected[0][on_device(index, expected[0].device)]
+        doubt = self._doubt(trial, ModelCall(Layout.PACKED, some), (log_probs, expected[1]))
         if doubt:
             return Layout.TRIMMED, f"packed rows give other results{trial.when} ({doubt})"
         return Layout.PACKED, ""
@@ -320,37 +322,38 @@ def _difference(trial: _Trial, rows: Rows, got: Results, expected: Results) -> s
 # ---- Rows to compare
 
 
-def sample(rows: Rows, index: Tensor) -> Rows:
+def sample(rows: Rows, index: np.ndarray) -> Rows:
     """Return two completions of each of two prompts, cut to `SAMPLE_TOKENS` on either side.
 
     The prompts are those of the rows at `index` that have several completions and most tokens. A single completion is
     taken twice, so that its prompt is shared too. Without an index, the result is one row without labels.
     """
-    left, width = max(rows.prompt_mask.size(1) - SAMPLE_TOKENS, 0), min(rows.logits_to_keep, SAMPLE_TOKENS)
+    prompt = rows.input_ids.size(1) - rows.logits_to_keep
+    left, width = max(prompt - SAMPLE_TOKENS, 0), min(rows.logits_to_keep, SAMPLE_TOKENS)
     if not len(index):
-        return rows.select(index.new_zeros(1), left, width).unlabelled()
+        return rows.select(slice(1), left, width).unlabelled()
     some = rows.select(index, left, width)
-    lengths = some.attention_mask.sum(1).tolist()
+    lengths = some.host.mask.sum(1)
 
     def preference(group: list[int]) -> tuple[bool, int]:
-        return len(group) > 1, sum(lengths[row] for row in group)
+        return len(group) > 1, int(lengths[group].sum())
 
-    groups = sorted(some.groups().values(), key=preference, reverse=True)
+    groups = sorted(some.host.groups().values(), key=preference, reverse=True)
     chosen: list[int] = []
     for group in groups[:2]:
         chosen += (group * 2)[:2]
-    return some.select(torch.tensor(chosen, device=index.device))
+    return some.select(np.array(chosen))
 
 
-def _with_a_shared_prompt(rows: Rows, index: Tensor) -> Tensor:
+def _with_a_shared_prompt(rows: Rows, index: np.ndarray) -> np.ndarray:
     """Return `index`, with the row of the longest completion twice if no two of its rows share a prompt.
 
     A prompt with one completion is packed as an ordinary row, and a comparison of ordinary rows proves nothing.
     """
-    some = rows.select(index)
+    some = rows.host.select(index)
     if len(some.groups()) < len(index):
         return index
-    return torch.cat([index, index[some.completion_mask.sum(1).argmax()][None]])
+    return np.append(index, index[some.labels.argmax()])
 
 
 def _padded_call(rows: Rows, model: nn.Module) -> ModelCall:
@@ -359,7 +362,7 @@ def _padded_call(rows: Rows, model: nn.Module) -> ModelCall:
     left = int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1))))
     right = int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1) - left)))
     wide = rows.widen(left, right) if left else rows
-    return ModelCall(Layout.PADDED, wide, wide, torch.arange(len(rows.input_ids)))
+    return ModelCall(Layout.PADDED, wide)
 
 
 # ---- Inspection of a model

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from grpo_recipes.generation.rows import PerToken, Rows
+from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
 from grpo_recipes.training.layout_check import LayoutCheck, adapter_state, text_config
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout, ModelCall, PackedRow, SpansIgnored, order, pack
@@ -72,19 +74,24 @@ class LogProbs:
         size = len(rows.input_ids)
         chunk = batch_size or size
         layout = self.layout(model, rows, chunk)
-        sequence = torch.arange(size, device=rows.input_ids.device)
+        sequence = None
         if layout is not Layout.PADDED and size > chunk:
-            sequence = order(rows, layout)
+            sequence = order(rows.host, layout)
         log_probs, entropies = [], []
-        for index in sequence.split(chunk):
-            call = self.model_call(model, rows.select(index), layout)
+        for start in range(0, size, chunk):
+            part = slice(start, start + chunk)
+            some = rows.select(part if sequence is None else sequence[part])
+            call = ModelCall(self.layout_of_call(model, some, layout), some)
             chunk_log_probs, chunk_entropies = self._run(call, model, compute_entropy)
             log_probs.append(chunk_log_probs)
             if chunk_entropies is not None:
                 entropies.append(chunk_entropies)
+        found = torch.cat(log_probs), torch.cat(entropies) if entropies else None
+        if sequence is None:
+            return found
         # The loss multiplies by advantages and masks in the order of the rows given.
-        back = sequence.argsort()
-        return torch.cat(log_probs)[back], torch.cat(entropies)[back] if entropies else None
+        back = on_device(np.argsort(sequence), rows.input_ids.device)
+        return found[0][back], found[1][back] if found[1] is not None else None
 
     def layout(self, model: nn.Module, rows: Rows, chunk: int) -> Layout:
         """Return the layout of a model, the same on all ranks, chosen on the first `chunk` rows that it computes."""
@@ -115,15 +122,15 @@ class LogProbs:
             self._bare[model] = ref(found)
         return found
 
-    def model_call(self, model: nn.Module, rows: Rows, layout: Layout) -> ModelCall:
-        """Return the model call for `rows` in `layout`, trimmed if packing is impossible or saves little."""
-        trimmed, index = rows.trimmed()
-        if layout is Layout.PACKED:
-            # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
-            fits = self._check.fits(self.bare(model), trimmed).all()
-            if not fits or rows.packed_tokens() > MAX_PACKED_SHARE * trimmed.input_ids.numel():
-                layout = Layout.TRIMMED
-        return ModelCall(layout, rows, trimmed, index)
+    def layout_of_call(self, model: nn.Module, rows: Rows | HostRows, layout: Layout) -> Layout:
+        """Return the layout of a model call: trimmed instead of packed if packing is impossible or saves little."""
+        if layout is not Layout.PACKED:
+            return layout
+        host = rows.host if isinstance(rows, Rows) else rows
+        trimmed = host.select(*host.trimmed())
+        # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
+        fits = self._check.fits(self.bare(model), trimmed).all()
+        return Layout.PACKED if fits and host.packed_tokens() <= MAX_PACKED_SHARE * trimmed.ids.size else Layout.TRIMMED
 
     def _run(self, call: ModelCall, model: nn.Module, compute_entropy: bool) -> PerToken:
         """Make a model call, and return its results in TRL's layout, each (B, T)."""
@@ -133,8 +140,10 @@ class LogProbs:
         self.restore_attention(model)
         if call.layout is Layout.PADDED:
             return self.stock(model, call.rows, compute_entropy)
-        log_probs, entropies = self.stock(model, call.trimmed, compute_entropy)
-        return _untrimmed(log_probs, call), _untrimmed(entropies, call) if entropies is not None else None
+        trimmed, index = call.rows.trimmed()
+        log_probs, entropies = self.stock(model, trimmed, compute_entropy)
+        back = partial(_untrimmed, rows=call.rows, index=index)
+        return back(log_probs), back(entropies) if entropies is not None else None
 
     def _run_packed(self, model: nn.Module, packed: PackedRow, rows: Rows, compute_entropy: bool) -> PerToken:
         bare = self.bare(model)
@@ -163,7 +172,9 @@ def _unpacked(values: Tensor, packed: PackedRow, shape: tuple[int, int]) -> Tens
     return values.new_zeros(shape).index_put((packed.rows, packed.columns), values[0, packed.positions])
 
 
-def _untrimmed(values: Tensor, call: ModelCall) -> Tensor:
+def _untrimmed(values: Tensor, rows: Rows, index: np.ndarray) -> Tensor:
     """Return the values of trimmed rows, (rows, width), in TRL's layout, (B, T), 0 where nothing was computed."""
-    wide = pad(values, (0, call.rows.logits_to_keep - values.size(1)))
-    return wide.new_zeros(len(call.rows.input_ids), wide.size(1)).index_copy(0, call.index, wide)
+    wide, size = pad(values, (0, rows.logits_to_keep - values.size(1))), len(rows.input_ids)
+    if len(index) == size:
+        return wide
+    return wide.new_zeros(size, wide.size(1)).index_copy(0, on_device(index, wide.device), wide)

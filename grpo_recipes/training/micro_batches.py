@@ -17,16 +17,20 @@ from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_recipes.generation.rows import Rows, extent
+from grpo_recipes.generation.rows import HostRows, Rows, on_device
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training.packing import Layout, order
 
 EMPTY = "no_row_contributes"
 """Key that is True in a micro-batch in which no rank has a row that contributes."""
+
+HOST = "host_rows"
+"""Key of the rows of a micro-batch in the host's memory, `HostRows`."""
 
 # Values that are set to 0 in a masked row. TRL's new log-probabilities are 0 there, so the ratio is exp(0 - 0) = 1. Any
 # other value could give an infinite ratio, and 0 * inf is NaN. The reference's log-probabilities are not listed,
@@ -146,41 +150,60 @@ def regroup(buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Ex
         exact: changes to make, which leave the gradient as it is.
 
     Returns:
-        As many micro-batches of B rows each, trimmed. TRL's own in the padded layout and with images.
+        As many micro-batches of B rows each, trimmed, with `HOST`. TRL's rows in the padded layout and with images.
     """
+    host, contributing = _on_host(buffer)
     if layout is Layout.PADDED or not all(map(_has_one_entry_per_row, buffer)):
-        return list(buffer)
+        return [{**batch, HOST: rows} for batch, rows in zip(buffer, _parts(host, buffer), strict=True)]
     step = window if exact.regroup else 1
+    size = step * _size(buffer[0])
     result = []
     for start in range(0, len(buffer), step):
-        result += _regroup_window(buffer[start : start + step], layout, exact)
+        rows = slice(start * _size(buffer[0]), start * _size(buffer[0]) + size)
+        skipped = ~contributing[rows] & exact.skip
+        result += _regroup_window(buffer[start : start + step], host.select(rows), skipped, layout, exact)
     return result
 
 
-def _regroup_window(batches: Sequence[MicroBatch], layout: Layout, exact: Exactness) -> list[MicroBatch]:
-    """Regroup the R rows of one window."""
+def _on_host(buffer: Sequence[MicroBatch]) -> tuple[HostRows, np.ndarray]:
+    """Return the rows of a generation batch, and which of them contribute, (rows,): the only copy to the host."""
+    found = []
+    for batch in buffer:
+        rows = as_rows(batch)
+        found.append(torch.cat([rows.input_ids, rows.attention_mask, contributes(batch)[:, None]], dim=1))
+    copied, width = torch.cat(found).cpu().numpy(), (found[0].size(1) - 1) // 2
+    host = HostRows(copied[:, :width], copied[:, width:-1] != 0, buffer[0]["completion_ids"].size(1))
+    return host, copied[:, -1] != 0
+
+
+def _regroup_window(
+    batches: Sequence[MicroBatch], host: HostRows, skipped: np.ndarray, layout: Layout, exact: Exactness
+) -> list[MicroBatch]:
+    """Regroup the R rows of one window, of which those that are `skipped`, (R,) bool, do not contribute."""
     size = _size(batches[0])
     merged = _merge(batches)
     # Tokens that TRL's divisor counted in the micro-batch that each row was in, (R,).
     tokens = torch.cat([loss_mask(batch).sum().expand(_size(batch)) for batch in batches])
-    skipped = torch.zeros_like(tokens, dtype=torch.bool)
-    if exact.skip:
-        skipped = ~contributes(merged)
-    masked = _mask_out(merged, skipped)
-    sequence = torch.arange(len(skipped), device=skipped.device)
+    masked, host_masked = merged, host
+    if skipped.any():
+        masked, host_masked = _mask_out(merged, on_device(skipped, tokens.device)), host.without_labels(skipped)
+    sequence = np.arange(len(skipped))
     if exact.regroup:
         # Packed rows are ordered before masking: a skipped row then keeps its place beside its prompt, and a group as
         # large as a micro-batch is never split over two. Trimmed rows are ordered after masking: skipped rows have
         # length 0, and gather in micro-batches that cost next to nothing.
-        sequence = order(as_rows(merged if layout is Layout.PACKED else masked), layout)
-    regrouped = [_take(masked, rows) for rows in sequence.split(size)]
+        sequence = order(host if layout is Layout.PACKED else host_masked, layout)
+    places = on_device(sequence, tokens.device)
+    starts = range(0, len(sequence), size)
+    regrouped = [_take(masked, sequence[start : start + size], places[start : start + size]) for start in starts]
     if exact.rescale:
         # TRL divides a row by the tokens of its micro-batch. The factor (new / old tokens) restores the row's weight.
-        for batch, before in zip(regrouped, tokens[sequence].split(size), strict=True):
+        for batch, before in zip(regrouped, tokens[places].split(size), strict=True):
             scale = loss_mask(batch).sum() / before.clamp(min=1)
             advantages = batch["advantages"]  # (B,) or (B, T)
             batch["advantages"] = advantages * scale.reshape(-1, *[1] * (advantages.ndim - 1))
-    return [_trimmed(batch) for batch in regrouped]
+    rows = _parts(host_masked.select(sequence), regrouped)
+    return [_trimmed(batch, part) for batch, part in zip(regrouped, rows, strict=True)]
 
 
 def loss_mask(batch: MicroBatch) -> Tensor:
@@ -200,6 +223,12 @@ def as_rows(batch: MicroBatch) -> Rows:
     return Rows(ids, mask, batch["completion_ids"].size(1))
 
 
+def _parts(host: HostRows, batches: Sequence[MicroBatch]) -> list[HostRows]:
+    """Return the rows of each micro-batch, of the rows of all."""
+    ends = np.cumsum([_size(batch) for batch in batches])
+    return [host.select(slice(end - _size(batch), end)) for end, batch in zip(ends, batches, strict=True)]
+
+
 def count(
     padded: Sequence[MicroBatch], ours: Sequence[MicroBatch], tokens: Sequence[int], window: int, layout: Layout
 ) -> Tensor:
@@ -212,14 +241,13 @@ def count(
         window: number of micro-batches per window.
         layout: layout of the model calls.
     """
-    needed = 0
-    for start in range(0, len(ours), window):
-        needed += needed_tokens(ours[start : start + window], layout)
-    labelled = [int(batch["completion_mask"].any(1).sum()) for batch in ours]
-    rows = sum(map(_size, ours))
-    skipped = 0 if layout is Layout.PADDED else rows - sum(labelled)
-    tokens_of_trl = sum(as_rows(batch).input_ids.numel() for batch in padded)
-    return torch.tensor([sum(tokens), needed, tokens_of_trl, rows, skipped, *labelled])
+    rows = [batch[HOST] for batch in ours]
+    needed = sum(needed_tokens(rows[start : start + window], layout) for start in range(0, len(rows), window))
+    labelled = [int((part.labels > 0).sum()) for part in rows]
+    total = sum(map(_size, ours))
+    skipped = 0 if layout is Layout.PADDED else total - sum(labelled)
+    tokens_of_trl = sum(batch[key].numel() for batch in padded for key in ("prompt_ids", "completion_ids"))
+    return torch.tensor([sum(tokens), needed, tokens_of_trl, total, skipped, *labelled])
 
 
 def mark_empty(ours: Sequence[MicroBatch], totals: Tensor) -> Efficiency:
@@ -252,19 +280,16 @@ def empty_unlogged(batch: MicroBatch, metrics: dict[str, list[float]]) -> Iterat
                 del metrics[name]
 
 
-def needed_tokens(batches: Sequence[MicroBatch], layout: Layout) -> int:
+def needed_tokens(batches: Sequence[HostRows], layout: Layout) -> int:
     """Return the tokens of the rows with labels, without padding. When packing, each prompt counts once."""
-    rows = [as_rows(batch) for batch in batches]
     if layout is not Layout.PACKED:
-        return sum(int(part.attention_mask[part.completion_mask.any(1)].sum()) for part in rows)
+        return sum(int(rows.mask[rows.labels > 0].sum()) for rows in batches)
     prefixes: dict[bytes, int] = {}
-    labels = 0
-    for part in rows:
-        for prompt, length in zip(part.prompts(), part.completion_mask.sum(1).tolist(), strict=True):
-            labels += length
-            if length:
+    for rows in batches:
+        for prompt, labels in zip(rows.prompts(), rows.labels, strict=True):
+            if labels:
                 prefixes[prompt.tobytes()] = len(prompt) - 1
-    return sum(prefixes.values()) + labels
+    return sum(prefixes.values()) + sum(int(rows.labels.sum()) for rows in batches)
 
 
 def _size(batch: MicroBatch) -> int:
@@ -294,14 +319,14 @@ def _merge(batches: Sequence[MicroBatch]) -> MicroBatch:
     return merged
 
 
-def _take(batch: MicroBatch, rows: Tensor) -> MicroBatch:
-    """Return the given rows of a batch, in the given order."""
+def _take(batch: MicroBatch, rows: np.ndarray, on_device: Tensor) -> MicroBatch:
+    """Return the given rows of a batch, in the given order. `on_device` holds the same numbers."""
     taken = dict(batch)
     for key, value in batch.items():
         if isinstance(value, list):
-            taken[key] = [value[row] for row in rows.tolist()]
+            taken[key] = [value[row] for row in rows]
         elif _is_per_row(value):
-            taken[key] = value[rows]
+            taken[key] = value[on_device]
     return taken
 
 
@@ -310,8 +335,6 @@ def _mask_out(batch: MicroBatch, skipped: Tensor) -> MicroBatch:
 
     A row that is masked out completely would attend to nothing, and a softmax over no keys is NaN.
     """
-    if not skipped.any():
-        return batch
     column = skipped[:, None]  # (B, 1)
     masked = dict(batch)
     masked["prompt_mask"] = batch["prompt_mask"].masked_fill(column, 0)
@@ -323,13 +346,13 @@ def _mask_out(batch: MicroBatch, skipped: Tensor) -> MicroBatch:
     return masked
 
 
-def _trimmed(batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch without the columns that none of its rows uses."""
-    left, width = extent(batch["prompt_mask"], batch["completion_mask"])
+def _trimmed(batch: MicroBatch, host: HostRows) -> MicroBatch:
+    """Return the micro-batch without the columns that none of its rows uses, and `HOST`."""
+    left, width = host.extent()
     full = batch["completion_ids"].size(1)
     # Two columns at least: TRL takes a value of (B, 1) for one per sequence, and would not mask it in its metrics.
     width = max(width, min(2, full))
-    cut = dict(batch)
+    cut = {**batch, HOST: host.select(slice(None), left, width)}
     for key, value in batch.items():
         if key in ("prompt_ids", "prompt_mask"):
             cut[key] = value[:, left:]

@@ -19,15 +19,13 @@ Shapes: B rows, P prompt columns, T completion columns, N tokens of the packed r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from grpo_recipes.generation.rows import Rows, unpadded
+from grpo_recipes.generation.rows import HostRows, Rows, on_device
 from grpo_recipes.training.packed_attention import Span
 
 IGNORED = -100
@@ -67,39 +65,33 @@ class PackedRow:
 
 @dataclass(frozen=True)
 class ModelCall:
-    """A model call: the layout chosen for it, and its rows."""
+    """A model call: B rows, and the layout chosen for it."""
 
     layout: Layout
     rows: Rows
-    """B rows, (B, P + T)."""
-    trimmed: Rows
-    """Rows of the trimmed layout."""
-    index: Tensor
-    """Indices of the rows that `trimmed` holds, (rows,)."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that run through the model, padding included."""
-        if self.layout is Layout.PACKED:
-            return self.rows.packed_tokens()
-        return (self.rows if self.layout is Layout.PADDED else self.trimmed).input_ids.numel()
 
 
 class SpansIgnored(RuntimeError):
     """An attention layer did not use `packed_attention`, or added a float mask."""
 
 
-def order(rows: Rows, layout: Layout) -> Tensor:
+def tokens_computed(rows: HostRows, layout: Layout) -> int:
+    """Return the number of tokens that run through the model in a layout, padding included."""
+    if layout is Layout.PACKED:
+        return rows.packed_tokens()
+    return (rows.select(*rows.trimmed()) if layout is Layout.TRIMMED else rows).ids.size
+
+
+def order(rows: HostRows, layout: Layout) -> np.ndarray:
     """Return an order of the rows, (B,), in which rows that should share a micro-batch are neighbours.
 
     Packed rows are sorted by prompt. Trimmed rows are sorted by completion length, then by prompt length.
     """
     if layout is Layout.PACKED:
-        return torch.tensor(rows.prompt_numbers(), device=rows.input_ids.device).argsort(stable=True)
+        return np.argsort(rows.prompt_numbers(), kind="stable")
     # Not by total length: completions vary more than prompts, and a long prompt beside a long completion pads both
     # sides.
-    prompts, completions = rows.prompt_mask.sum(1), rows.completion_mask.sum(1)
-    return (completions * (rows.prompt_mask.size(1) + 1) + prompts).argsort(stable=True)
+    return np.lexsort([rows.prompt_mask.sum(1), rows.labels])
 
 
 @dataclass
@@ -125,12 +117,12 @@ def pack(rows: Rows) -> PackedRow:
 
     Rows without labels are dropped. If no row has a label, the result is one token that predicts nothing.
     """
-    prompts = rows.prompts()
-    completions = unpadded(rows.input_ids[:, -rows.logits_to_keep :], rows.completion_mask)
+    host = rows.host
+    prompts, completions = host.prompts(), host.completions()
     line = _Line()
     groups: list[tuple[Span, list[Span]]] = []
     owners: list[int] = []  # row in TRL's layout of each suffix
-    for number, same_prompt in rows.groups().items():
+    for number, same_prompt in host.groups().items():
         group = [row for row in same_prompt if len(completions[row])]
         if not group:
             continue
@@ -145,22 +137,20 @@ def pack(rows: Rows) -> PackedRow:
         groups.append((prefix, suffixes))
         owners += group
     if not groups:
-        groups = [((0, 0), [line.append(rows.input_ids[0, -1:].cpu().numpy(), 0, np.full(1, IGNORED))])]
+        groups = [((0, 0), [line.append(host.ids[0, -1:], 0, np.full(1, IGNORED))])]
 
-    device, lengths = rows.input_ids.device, [len(completions[row]) for row in owners]
-    labels = _joined(line.labels, device)
-    return PackedRow(
-        input_ids=_joined(line.ids, device)[None],
-        position_ids=_joined(line.positions, device)[None],
-        labels=labels[None],
-        groups=groups,
+    labels, lengths = np.concatenate(line.labels), [len(completions[row]) for row in owners]
+    columns = np.concatenate([np.zeros(0), *map(np.arange, lengths)])
+    parts = [
+        np.concatenate(line.ids),
+        np.concatenate(line.positions),
+        labels,
         # Labels lie suffix after suffix and, within a suffix, in the order of the completion's columns.
-        rows=_joined([np.repeat(owners, lengths)], device),
-        columns=_joined([np.arange(length) for length in lengths], device),
-        positions=(labels != IGNORED).nonzero().flatten(),
-    )
-
-
-def _joined(parts: Sequence[np.ndarray], device: torch.device) -> Tensor:
-    """Return the parts one after the other as int64, (n,). No parts give an empty tensor."""
-    return torch.from_numpy(np.concatenate([np.zeros(0), *parts]).astype(np.int64)).to(device)
+        np.repeat(owners, lengths),
+        columns,
+        np.flatnonzero(labels != IGNORED),
+    ]
+    # One copy to the device for all.
+    joined = on_device(np.concatenate(parts).astype(np.int64), rows.input_ids.device)
+    ids, positions, predicted, *places = joined.split([len(part) for part in parts])
+    return PackedRow(ids[None], positions[None], predicted[None], groups, *places)

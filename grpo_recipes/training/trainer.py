@@ -23,7 +23,7 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.models import base_model
-from grpo_recipes.generation.rows import PerToken, Rows
+from grpo_recipes.generation.rows import HostRows, PerToken, Rows
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.messages import log_progress, tied_weights
 from grpo_recipes.recipe.losses import LOSS_TYPES
@@ -48,7 +48,7 @@ from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
 from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation import Generation
 from grpo_recipes.training.log_probs import LogProbs
-from grpo_recipes.training.packing import Layout
+from grpo_recipes.training.packing import Layout, tokens_computed
 from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.saving import CompleteCheckpoints
@@ -150,6 +150,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     def _set_up_micro_batches(self) -> None:
         """Decide which changes of micro-batches are exact for this loss, and which layouts may be tried."""
         self._efficiency: microbatch.Efficiency | None = None
+        self._host_rows: HostRows | None = None
         self._exact = microbatch.exactness(
             self.loss_type,
             self.beta,
@@ -185,7 +186,9 @@ class GRPOTrainer(TRLGRPOTrainer):
         layout = self._log_probs.layout(self.model, first, len(first.input_ids))
         exact = replace(self._exact, skip=self._exact.skip and self.micro_batching.skip_zero_advantage)
         ours = microbatch.regroup(padded, window, layout, exact)
-        tokens = [self._log_probs.model_call(self.model, microbatch.as_rows(batch), layout).tokens for batch in ours]
+        tokens = []
+        for rows in (batch[microbatch.HOST] for batch in ours):
+            tokens.append(tokens_computed(rows, self._log_probs.layout_of_call(self.model, rows, layout)))
         counts = microbatch.count(padded, ours, tokens, window, layout)
         efficiency = microbatch.mark_empty(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))
         for name, value in efficiency.metrics().items():
@@ -212,6 +215,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             inputs = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
             return super()._get_per_token_logps_and_entropies(*inputs, **multimodal)
         rows = Rows(input_ids, attention_mask, logits_to_keep)
+        if self._host_rows is not None:
+            rows = rows.known_as(self._host_rows)
         return *self._log_probs(model, rows, batch_size, compute_entropy), None
 
     def _trl_log_probs(self, model: nn.Module, rows: Rows, compute_entropy: bool) -> PerToken:
@@ -231,7 +236,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Return TRL's loss. With `kl_estimator: full` the KL over the vocabulary replaces its sampled KL term."""
-        with microbatch.empty_unlogged(inputs, self._metrics["train"]):
+        with microbatch.empty_unlogged(inputs, self._metrics["train"]), self._known_on_host(inputs):
             if self._full_kl is None:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
             mask = microbatch.loss_mask(inputs)
@@ -241,6 +246,15 @@ class GRPOTrainer(TRLGRPOTrainer):
             assert kl is not None, "TRL's loss runs the policy's forward"
             self._log_full_kl(kl.detach(), mask)
             return loss + self.beta * (kl * self._token_weights(inputs, mask)).sum()
+
+    @contextmanager
+    def _known_on_host(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Let log-probabilities inside this block, all of this micro-batch, use its rows that the host has already."""
+        self._host_rows = inputs.get(microbatch.HOST)
+        try:
+            yield
+        finally:
+            self._host_rows = None
 
     @contextmanager
     def _kl_logged_only(self) -> Iterator[None]:

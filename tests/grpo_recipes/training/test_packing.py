@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -30,7 +31,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.rows import Rows
 from grpo_recipes.training import layout_check, packed_attention
 from grpo_recipes.training.packed_attention import ATTENTION, AttentionSwitch, GroupSpans
-from grpo_recipes.training.packing import Layout, pack
+from grpo_recipes.training.packing import Layout, pack, tokens_computed
 from tests.support.grids import only
 from tests.support.recorded import Recording, compare, make_trainer, model
 
@@ -147,7 +148,7 @@ def test_every_label_is_predicted_once_from_its_own_context(pairs: list[tuple[li
     assert sorted(contexts) == sorted((*p, *c)[:-1] for p, c in pairs if c)
     distinct = {tuple(prompt) for prompt, completion in pairs if completion}
     needed = sum(len(prompt) - 1 for prompt in distinct) + sum(len(completion) for _, completion in pairs)
-    assert len(ids) == rows.packed_tokens() == max(needed, 1)
+    assert len(ids) == rows.host.packed_tokens() == max(needed, 1)
 
 
 # ---- log-probabilities, entropies and gradients
@@ -171,7 +172,7 @@ def test_every_batch_size_gives_the_same_values_in_as_many_model_calls(
     batch_size: int, pack_rows: bool, tmp_path: Path
 ) -> None:
     trainer = trainer_on(model(), tmp_path, micro_batching={"layout": "packed" if pack_rows else "trimmed"})
-    rows = flat(RAGGED).select(torch.tensor([4, 0, 8, 2, 6, 1, 5, 3, 7]))
+    rows = flat(RAGGED).select(np.array([4, 0, 8, 2, 6, 1, 5, 3, 7]))
     expected = one_by_one(trainer.model, rows)
     scored(trainer, rows)  # the first call chooses the layout
     calls: list[int] = []
@@ -195,9 +196,9 @@ def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
     )
     torch.testing.assert_close(scored(trainer, some), expected, atol=1e-5, rtol=0)
     count.remove()
-    log = trainer._log_probs
-    assert [log.model_call(trainer.model, some, layout_of(trainer)).tokens] == ran
-    assert log.model_call(trainer.model, some, Layout.PADDED).tokens == some.input_ids.numel()
+    layout = trainer._log_probs.layout_of_call(trainer.model, some, layout_of(trainer))
+    assert [tokens_computed(some.host, layout)] == ran
+    assert tokens_computed(some.host, Layout.PADDED) == some.input_ids.numel()
     none = padded([[5, 6, 7], [8]], [[], []])
     trainer.model.train()
     log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -501,7 +502,7 @@ def test_one_row_is_packed_twice_if_no_prompt_is_shared(
     else:
         policy.model.rotary_emb = fault(policy.model.rotary_emb)
     trainer = trainer_on(policy, tmp_path)
-    scored(trainer, flat(RAGGED).select(torch.tensor(rows)))
+    scored(trainer, flat(RAGGED).select(np.array(rows)))
     assert layout_of(trainer) is Layout.TRIMMED
     assert "packed rows give other results (log-probabilities" in logged()[0]
 

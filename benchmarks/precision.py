@@ -170,7 +170,7 @@ def _whole(param: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
     """Return a weight plus the remainder that its optimizer keeps."""
     state, value = optimizer.state[param], param.detach()
     if "low_bits" in state:
-        return merge(value, state["low_bits"])
+        return merge([value], [state["low_bits"]])[1][0]
     if isinstance(compensation := state.get("kahan_comp"), Tensor) and compensation.shape == value.shape:
         return value.double() + compensation.double()
     return value

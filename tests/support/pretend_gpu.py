@@ -229,6 +229,8 @@ class PretendGPU(TorchFunctionMode):
         self._check_devices(func, name, args, kwargs)
         host_args, host_kwargs = tree_map(_data, args), tree_map(_data, kwargs)
         result = CUDA_ONLY.get(str(func), func)(*host_args, **host_kwargs)
+        if not func._schema.returns:  # of lists in place
+            return None
         if isinstance(kwargs.get("out"), PretendTensor):
             return kwargs["out"]
         if name.endswith("_") and args and name not in WITHOUT_KERNEL:  # in place

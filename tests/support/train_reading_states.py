@@ -41,7 +41,9 @@ def states(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor).detach().clone()
+    """Return this rank's part of a tensor. Low bits become integers, because some are those of a NaN."""
+    part = getattr(tensor, "_local_tensor", tensor).detach().clone()
+    return part.view(torch.int16) if part.dtype == torch.bfloat16 else part
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.support import launching
 
 pytestmark = pytest.mark.slow
 MODULE = "tests.support.train_reading_states"
-KEPT = ["torch.float32", "torch.int16"]
+KEPT = ["torch.bfloat16", "torch.float32"]
 CURED = {"dtype": "bfloat16", "optim": "adamw_bf16", "learning_rate": 1e-5, "max_steps": 6, "save_total_limit": 3}
 LORA = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "lora_r": 4}
 

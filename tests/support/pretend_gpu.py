@@ -233,7 +233,7 @@ class PretendGPU(TorchFunctionMode):
             return None
         if isinstance(kwargs.get("out"), PretendTensor):
             return kwargs["out"]
-        if name.endswith("_") and args and name not in WITHOUT_KERNEL:  # in place
+        if name not in WITHOUT_KERNEL and _is_in_place(func):
             return args[0]
         return tree_map(_wrapped, result)
 
@@ -347,6 +347,12 @@ def _data(value: Any) -> Any:
 
 def _wrapped(value: Any) -> Any:
     return PretendTensor(value) if isinstance(value, Tensor) and not isinstance(value, PretendTensor) else value
+
+
+def _is_in_place(func: Any) -> bool:
+    """Return True if an operator writes into its first argument."""
+    alias = func._schema.arguments[0].alias_info if func._schema.arguments else None
+    return alias is not None and alias.is_write
 
 
 def _is_gpu(device: Any) -> bool:

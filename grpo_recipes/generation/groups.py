@@ -238,6 +238,7 @@ class Batch:
         self.recorded = {row: place for place, row in enumerate(turn.recorded_rows(self.size))}
         self.log_probs = torch.zeros(len(self.recorded), room, dtype=torch.float32, device=input_ids.device)
         self.compared = set() if turn.comparison is None else set(turn.comparison.rows)
+        self.find_recorded()
 
     def run(self) -> Tensor:
         """Return prompts and completions of all rows, (rows, columns), padded on the right after a row's end."""
@@ -322,20 +323,27 @@ class Batch:
 
     def choose(self, logits: Tensor) -> Tensor:
         """Return the next token of each row that is still generating, (rows,), and record its log-probability."""
-        places = [place for place, row in enumerate(self.generating) if row in self.recorded]
+        places = self.recorded_places
         # Before the processors, which may write to the logits.
-        log_probs = (logits[places] / self.turn.temperature).log_softmax(-1) if places else None
+        log_probs = (logits[places] / self.turn.temperature).log_softmax(-1) if len(places) else None
         compared = [place for place, row in enumerate(self.generating) if row in self.compared]
-        before = logits[compared]
+        before = logits[compared] if compared else None
         scores = self.process(logits)
         tokens = self.pick(scores)
-        if self.turn.comparison is not None and compared:
+        if self.turn.comparison is not None and before is not None:
             rows = [self.generating[place] for place in compared]
             self.turn.comparison.compare(rows, self.ids[rows, : self.end], before, scores[compared], tokens[compared])
         if log_probs is not None:
-            rows = [self.recorded[self.generating[place]] for place in places]
-            self.log_probs[rows, self.end - self.width] = log_probs.gather(1, tokens[places, None])[:, 0]
+            chosen = log_probs.gather(1, tokens[places][:, None])[:, 0]
+            self.log_probs[self.recorded_rows, self.end - self.width] = chosen
         return tokens
+
+    def find_recorded(self) -> None:
+        """Find the recorded rows among the generating ones, and their places in the record, both on the device."""
+        found = [(place, self.recorded[row]) for place, row in enumerate(self.generating) if row in self.recorded]
+        # Copied to the device when a row finishes, and not for each token.
+        pairs = torch.tensor(found, dtype=torch.long, device=self.ids.device).reshape(-1, 2)
+        self.recorded_places, self.recorded_rows = pairs.unbind(1)
 
     def process(self, logits: Tensor) -> Tensor:
         """Return the scores that transformers' processors make of the logits, (rows, vocabulary)."""
@@ -395,6 +403,7 @@ class Batch:
             self.generating[hole] = self.generating[mover]
         del self.generating[count:]
         self.index = torch.tensor(self.generating, device=self.index.device)
+        self.find_recorded()
         for layer in self.buffers:
             layer.keep(holes, movers, count)
 

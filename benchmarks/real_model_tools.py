@@ -1,6 +1,6 @@
 """Accuracy of a pretrained instruct model that learns to call a calculator, by a warm start and then by GRPO.
 
-    make real-model                                     # after real_model.py; another two hours, resumable
+    make real-model                                     # after real_model.py; another hour, resumable
     python benchmarks/real_model_tools.py               # the same without `pip install gguf` and `--record`
     python benchmarks/real_model_tools.py --seeds 0     # one of the seeds
     python benchmarks/real_model_tools.py --record      # write benchmarks/results/real_model_tools.md

@@ -110,7 +110,7 @@ class AdamWBF16(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name == _LOW and value.dtype == torch.int16:  # of an older checkpoint
+                if name == _LOW and value.dtype == torch.int16:  # as older checkpoints hold them
                     value = value.view(torch.bfloat16)
                 if name != "step":
                     self.state[param][name] = value.to(param.device)
@@ -137,7 +137,7 @@ class _Part(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What is equal among parts that take a step together."""
+        """Properties that are equal among parts that take a step together."""
         return self.step, self.weight.dtype, self.weight.device
 
 

@@ -229,7 +229,7 @@ class PretendGPU(TorchFunctionMode):
         self._check_devices(func, name, args, kwargs)
         host_args, host_kwargs = tree_map(_data, args), tree_map(_data, kwargs)
         result = CUDA_ONLY.get(str(func), func)(*host_args, **host_kwargs)
-        if not func._schema.returns:  # of lists in place
+        if not func._schema.returns:  # an operator that writes into lists
             return None
         if isinstance(kwargs.get("out"), PretendTensor):
             return kwargs["out"]

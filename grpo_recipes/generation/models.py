@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate import Accelerator
-from peft import PeftModel, PeftType
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, TrainingArguments
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from peft import PeftModel
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
     from trl import GRPOConfig, GRPOTrainer
 
@@ -49,16 +49,21 @@ if TYPE_CHECKING:
         _buffered_inputs: list[dict[str, Any]]  # type: ignore[assignment]  # TRL declares only the None at the start
 
 
-MIXES_TOKENS = {PeftType.LILY, PeftType.SHADOW}
-"""Adapters whose effect on a token depends on the rest of the batch (Lily) or on a cache of their own (Shadow)."""
+MIXES_TOKENS = {"LILY", "SHADOW"}
+"""PEFT types of adapters whose effect on a token depends on the rest of the batch (Lily) or on a cache of their own
+(Shadow)."""
 
 DTYPES_16BIT = (torch.bfloat16, torch.float16)
 
 
 def base_model(model: nn.Module) -> CausalLM:
     """Return the transformers model inside a PEFT model."""
+    # The class is asked, because wrappers of distributed training pass on attributes of the model inside them. Only
+    # models of PEFT have this method, and no module that generates or attends should need the package.
+    if hasattr(type(model), "get_base_model"):
+        model = cast("PeftModel", model).get_base_model()
     # PEFT declares `nn.Module`, and TRL trains nothing but models of transformers.
-    return cast("CausalLM", model.get_base_model() if isinstance(model, PeftModel) else model)
+    return cast("CausalLM", model)
 
 
 def is_float32(model: nn.Module) -> bool:
@@ -132,7 +137,7 @@ def unfit(policy: nn.Module) -> str:
         return "the adapter puts virtual tokens before the prompt"
     if getattr(adapter, "alora_invocation_tokens", None):
         return "the adapter is given the place in each row from which it acts (aLoRA)"
-    if adapter is not None and adapter.peft_type in MIXES_TOKENS:
+    if adapter is not None and adapter.peft_type.value in MIXES_TOKENS:
         return f"the adapter ({adapter.peft_type.value}) computes a token from more than those before it"
     if policy.training and has_dropout(base_model(policy)):
         return "the model has dropout, and completions of a prompt would share its mask"

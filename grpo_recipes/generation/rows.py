@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from trl.trainer.utils import pad as pad_rows
+from torch.nn.utils.rnn import pad_sequence
 
 PerToken = tuple[Tensor, Tensor | None]
 """Log-probabilities and, if they were requested, entropies, each (B, T)."""
@@ -191,4 +191,6 @@ def _padded(rows: Sequence[Sequence[int]], side: str) -> tuple[Tensor, Tensor]:
     """Return the token IDs, padded with 0 on one side, and their mask, each (B, columns)."""
     # 0 is an ID of every vocabulary, and the mask hides it.
     ids = [torch.tensor(list(row), dtype=torch.long) for row in rows]
-    return pad_rows(ids, 0, side), pad_rows([torch.ones_like(row) for row in ids], 0, side)
+    mask = [torch.ones_like(row) for row in ids]
+    padded = [pad_sequence(tensors, batch_first=True, padding_side=side) for tensors in (ids, mask)]
+    return padded[0], padded[1]

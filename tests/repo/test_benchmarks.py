@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_recipes.training import varlen
+from grpo_recipes.training.packed_attention import GroupSpans, sdpa
+from tests.support import varlen_kernel
 from tests.support.exact_generation import exact_generation
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -22,8 +28,10 @@ def step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.delitem(sys.modules, "step", raising=False)
     import step
+    import workloads
 
-    monkeypatch.setattr(step, "cap", lambda _: 6)
+    for module in (step, workloads):
+        monkeypatch.setattr(module, "cap", lambda _: 6)
     draw = step.Batch.draw
     monkeypatch.setattr(step.Batch, "draw", lambda _, seed: draw("a", seed))  # (d) is 128 tokens long
     monkeypatch.setitem(step.MODELS, "small", (32, 1, 4))
@@ -31,21 +39,129 @@ def step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return step
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
-def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The benchmark's own checks pass here too, and each section names what it could not run, and why."""
+WITHOUT_TRL = ["attention", "micro_batch", "adamw_bf16", "decode_step"]
+"""Sections of benchmarks/gpu.py that a GPU machine with torch and transformers alone can run in seconds."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/gpu.py."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     import gpu
 
+    return gpu
+
+
+@pytest.fixture
+def without_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget our modules, and let no module import trl, datasets, peft and accelerate."""
+
+    def ours() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0].partition("_")[0] in ("grpo", "gpu")]
+
+    for name in ours():  # a module that has imported these packages would not miss them
+        monkeypatch.delitem(sys.modules, name)
+    for package in ("trl", "datasets", "peft", "accelerate"):
+        monkeypatch.setitem(sys.modules, package, None)
+    yield
+    for name in ours():
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("without_trl")
+def test_gpu_sections_run_without_trl_and_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
     file = tmp_path / "gpu.json"
-    assert gpu.main(["--tiny", "--device", "cpu", "--output", str(file)]) == 0
+    assert import_module("gpu").main(["--sections", *WITHOUT_TRL, "training", "--output", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert not found["machine"]["figures mean something"]
+    assert found["sections"].pop("training")[0]["result"].startswith("not run: the package ")
+    assert found["sections"].keys() == set(WITHOUT_TRL)
+    for name, rows in found["sections"].items():
+        assert any(row.get("result") == "ok" for row in rows), name
+        unmeasured = {row["result"] for row in rows if row.get("result", "ok") != "ok"}
+        assert unmeasured <= {"not run: varlen_attn takes 16 bits on a GPU", NO_CAPTURE}
+
+
+NO_CAPTURE = "not run: a captured decode step (CUDA graphs) is not built"
+
+
+@pytest.mark.parametrize("version", varlen_kernel.VERSIONS)
+def test_attention_of_a_padded_row_and_of_the_varlen_kernel_is_the_formula(
+    version: str, gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gpu_attention
+
+    bench = gpu.Bench("cpu", tiny=True, steps=2, policy=None, ends=float("inf"), row_seconds=60)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_kernel.VERSIONS[version])
+    monkeypatch.setattr(varlen, "is_candidate", lambda query: True)
+    for name in ("SDPA, padded rows", "varlen_attn, packed"):
+        row = gpu_attention.measured(bench, "tiny", "a", name, torch.bfloat16)
+        assert row["result"] == "ok"
+        assert 0 < float(row["difference of output"]) < 0.02
+
+
+def test_the_gpu_benchmark_names_a_wrong_kernel(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import gpu_attention
+
+    def without_the_prefix(spans: GroupSpans, *inputs: Any) -> torch.Tensor:
+        prefix, suffixes = spans.groups[0]
+        return sdpa(GroupSpans([((0, 0), [span]) for span in (prefix, *suffixes)]), *inputs)
+
+    monkeypatch.setattr(gpu_attention, "sdpa", without_the_prefix)
+    file = tmp_path / "gpu.json"
+    assert gpu.main(["--device", "cpu", "--sections", "attention", "--output", str(file)]) == 1
+    results = {row["kernel"]: row["result"] for row in json.loads(file.read_text())["sections"]["attention"]}
+    assert results["SDPA, packed"] == "WRONG"
+    assert results["SDPA, padded rows"] == "ok"
+
+
+def test_a_row_that_takes_too_long_or_fails_does_not_end_the_gpu_benchmark(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import gpu_attention
+    from gpu_rows import Measurement, Row
+
+    def endless() -> Row:
+        while True:
+            try:
+                time.sleep(60)
+            except Exception:
+                continue  # as a library might
+
+    def rows(bench: Any) -> Iterator[Measurement]:
+        """Yield a row that does not end, one that fails, and one that is measured."""
+        yield Measurement({"row": "endless"}, endless)
+        yield Measurement({"row": "failing"}, lambda: {"never": 1 / 0})
+        yield Measurement({"row": "last"}, lambda: {"figure": 1})
+
+    monkeypatch.setattr(gpu_attention, "attention", rows)
+    file = tmp_path / "gpu.json"
+    options = ["--device", "cpu", "--sections", "attention", "--row-seconds", "0.1", "--output", str(file)]
+    assert gpu.main(options) == 1
+    first, second, last = json.loads(file.read_text())["sections"]["attention"]
+    assert first == {"row": "endless", "result": "not run: a row may take 0.1 s"}
+    assert second["result"] == "FAILED"
+    assert "ZeroDivisionError" in second["traceback"]
+    assert last["figure"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the benchmark reads /proc")
+def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(gpu: ModuleType, tmp_path: Path) -> None:
+    """The benchmark's own comparisons pass here too, and each row that is not run says why."""
+    file = tmp_path / "gpu.json"
+    assert gpu.main(["--device", "cpu", "--output", str(file)]) == 0
     found = json.loads(file.read_text())["sections"]
     assert found.keys() == gpu.SECTIONS.keys()
     verdicts = {row["check"]: row["result"] for row in found["correctness"]}
-    varlen = {check for check in verdicts if "varlen" in check}
-    assert all(verdicts[check] == "not run: the packed row went through SDPA" for check in varlen)
-    assert {verdicts[check] for check in verdicts.keys() - varlen} == {"ok"}
+    kernels = {check for check in verdicts if "varlen" in check}
+    assert all(verdicts[check] == "not run: the packed row went through SDPA" for check in kernels)
+    assert {verdicts[check] for check in verdicts.keys() - kernels} == {"ok"}
+    assert found["reward_model"][0]["result"] == "ok"
+    assert len(found["precision"]) >= 4
     timed = [row for name in ("training", "generation", "whole_step") for row in found[name] if "result" not in row]
     assert len(timed) == 6 + 2 + 1
     assert all(float(row["TRL ÷ ours"]) > 0 for row in timed)
@@ -54,18 +170,18 @@ def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
-def test_right_gradients_and_a_wrong_one_on_the_gpu_benchmark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import gpu
+def test_a_wrong_gradient_fails_the_gpu_benchmark(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import gpu_trl
 
-    gradient = gpu.gradient
+    gradient = gpu_trl.gradient
 
     def twice(*args: Any, packed: bool, **kwargs: Any) -> Any:
         return [(2 if packed else 1) * grad for grad in gradient(*args, packed=packed, **kwargs)]
 
-    options = ["--tiny", "--device", "cpu", "--sections", "correctness", "--output", str(tmp_path / "gpu.json")]
-    assert gpu.main(options) == 0
-    monkeypatch.setattr(gpu, "gradient", twice)
+    monkeypatch.setattr(gpu_trl, "gradient", twice)
+    options = ["--device", "cpu", "--sections", "correctness", "--output", str(tmp_path / "gpu.json")]
     assert gpu.main(options) == 1
 
 

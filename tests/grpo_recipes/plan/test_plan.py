@@ -3,11 +3,11 @@
 import json
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from grpo_recipes.checks import packages
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.cli import main
 from grpo_recipes.data import hub
@@ -166,10 +166,10 @@ def test_the_model_of_a_shipped_recipe_may_be_made_later(capsys: pytest.CaptureF
     assert "there is no such folder" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed")
 def test_an_optimizer_of_a_missing_package_is_refused_here_and_noted_for_another_machine(
-    capsys: pytest.CaptureFixture[str], mine: list[str]
+    capsys: pytest.CaptureFixture[str], mine: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
     assert main([*mine, "--optim", "adamw_8bit"]) == 2
     needs = "`optim: adamw_8bit` needs the package bitsandbytes, which is not installed here"
     assert needs in capsys.readouterr().err

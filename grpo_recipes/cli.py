@@ -160,6 +160,7 @@ def _add_plan(commands: Commands) -> None:
     )
 
 
+@fewer_library_messages()
 def plan_recipe(options: argparse.Namespace) -> int:
     """Print the plan of a recipe. Raises `UserError` if the recipe can't run as written."""
     from grpo_recipes.plan.plan import plan, resolved_yaml, shipped_recipes

@@ -21,7 +21,11 @@ progress = logging.getLogger("grpo_recipes.progress")
 _RENAMED = r"`(is_)?gradient_checkpointing(_\w+)?` is deprecated"
 
 _MISSING_KEYS = "There were missing keys in the checkpoint"
-_NO_ACCELERATOR = "Setting accelerator to CPU"
+_IMPORT_MESSAGES = {
+    "DeepSpeed": "Setting accelerator to CPU",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+}
+"""Start of a warning at the import of a library, by the library's logger."""
 _WEIGHT_BARS = ("Loading weights", "Writing model shards")
 
 
@@ -59,25 +63,26 @@ def log_progress(line: str) -> None:
 def fewer_library_messages() -> Iterator[None]:
     """Hide warnings about calls that TRL and PEFT make themselves, and the bars for loading and saving weights.
 
-    DeepSpeed's line about a machine without a GPU is hidden too: libraries import it in runs that don't use it.
-    Warnings about deprecated keys in a recipe, and the bars of downloads, are still shown.
+    The lines of DeepSpeed and bitsandbytes about what a CPU lacks are hidden too: other libraries import them in runs
+    that don't use them. Warnings about deprecated keys in a recipe, and the bars of downloads, are still shown.
     """
     from transformers.utils import logging as library_logging  # takes seconds to import, which `--help` should not
 
     previous = library_logging.set_tqdm_hook(_hide_weight_bars)
-    deepspeed = logging.getLogger("DeepSpeed")  # its level is set anew at the import, its filters are not
-    deepspeed.addFilter(_tells_more_than_no_accelerator)
+    for name in _IMPORT_MESSAGES:  # the import sets DeepSpeed's level anew, and leaves its filters
+        logging.getLogger(name).addFilter(_is_no_import_message)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
             yield
     finally:
-        deepspeed.removeFilter(_tells_more_than_no_accelerator)
+        for name in _IMPORT_MESSAGES:
+            logging.getLogger(name).removeFilter(_is_no_import_message)
         library_logging.set_tqdm_hook(previous)
 
 
-def _tells_more_than_no_accelerator(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_NO_ACCELERATOR)
+def _is_no_import_message(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_IMPORT_MESSAGES[record.name])
 
 
 def _hide_weight_bars(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

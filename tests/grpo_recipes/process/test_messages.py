@@ -49,22 +49,29 @@ def test_only_messages_that_nobody_can_act_on_are_hidden(capsys: pytest.CaptureF
     assert "quietly" not in printed
 
 
-def test_deepspeed_does_not_report_a_machine_without_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("DeepSpeed", "Setting accelerator to CPU. If you have GPU, we were unable to detect it."),
+        ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward from kernels-community: no kernels"),
+    ],
+)
+def test_libraries_do_not_report_what_a_cpu_lacks(name: str, message: str) -> None:
     """DeepSpeed sets up its logger at its import, which may come inside the block."""
     shown: list[str] = []
     handler = standard_logging.Handler()
     handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
-    deepspeed = standard_logging.getLogger("DeepSpeed")
-    deepspeed.addHandler(handler)
+    logger = standard_logging.getLogger(name)
+    logger.addHandler(handler)
     try:
         with fewer_library_messages():
-            deepspeed.setLevel(standard_logging.WARNING)
-            deepspeed.warning("Setting accelerator to CPU. If you have GPU, we were unable to detect it.")
-            deepspeed.warning("the disk is full")
-        deepspeed.warning("Setting accelerator to CPU.")
+            logger.setLevel(standard_logging.WARNING)
+            logger.warning(message)
+            logger.warning("the disk is full")
+        logger.warning(message)
     finally:
-        deepspeed.removeHandler(handler)
-    assert shown == ["the disk is full", "Setting accelerator to CPU."]
+        logger.removeHandler(handler)
+    assert shown == ["the disk is full", message]
 
 
 def test_messages_are_shown_again_after_the_block(capsys: pytest.CaptureFixture[str]) -> None:

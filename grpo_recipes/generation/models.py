@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel, TrainingArguments
 
+from grpo_rewards.errors import UserError
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import PeftModel
@@ -142,6 +144,27 @@ def unfit(policy: nn.Module) -> str:
     if policy.training and has_dropout(base_model(policy)):
         return "the model has dropout, and completions of a prompt would share its mask"
     return ""
+
+
+def keep_4bit_layout(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking a model's 4-bit weights in evaluation mode.
+
+    On a CPU with AVX512-BF16, the first forward pass in evaluation mode repacks the weights for an operator that has no
+    gradient (bitsandbytes 0.50.2). Training passes then use this operator too: a layer with a bias raises, and one
+    without drops the gradient that goes through the base, without an error.
+
+    Raises:
+        UserError: The weights are repacked already.
+    """
+    for module in model.modules():
+        if not hasattr(module, "support_avx512bf16_for_cpu"):
+            continue
+        cast("Any", module).support_avx512bf16_for_cpu = False
+        if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            raise UserError(
+                "a forward pass in evaluation mode has repacked the model's 4-bit weights, which have no gradient now: "
+                "load the model again, and train it first"
+            )
 
 
 @contextmanager

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path
 
+from grpo_recipes.generation.models import method_replaced
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError, one_line
 
@@ -87,6 +90,18 @@ def load_adapter(
     # PEFT would cast the adapter to float32, and ZeRO-3 needs one dtype (huggingface/trl#6089).
     autocast = not is_deepspeed_zero3_enabled()
     return PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision, autocast_adapter_dtype=autocast)
+
+
+@contextmanager
+def adapter_dtype_kept(model: nn.Module) -> Iterator[None]:
+    """Keep the dtype of `model`'s adapter when weights are loaded into it inside this block."""
+    if not isinstance(model, PeftModel):
+        yield
+        return
+    # PEFT would cast it to float32. TRL casts the adapter of a quantized base to bfloat16 only when a trainer is built.
+    load = partial(model.load_adapter, autocast_adapter_dtype=False)
+    with method_replaced(model, "load_adapter", load):
+        yield
 
 
 def with_its_base(

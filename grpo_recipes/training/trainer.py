@@ -22,7 +22,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.generation.generator_check import GenerationCheck
-from grpo_recipes.generation.models import base_model
+from grpo_recipes.generation.models import base_model, keep_4bit_layout
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.messages import log_progress, tied_weights
@@ -41,7 +41,7 @@ from grpo_recipes.recipe.trl_keys import check_advantages, check_generation
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
 from grpo_recipes.training.adamw_bf16 import UpdateSample
-from grpo_recipes.training.adapters import with_its_base
+from grpo_recipes.training.adapters import adapter_dtype_kept, with_its_base
 from grpo_recipes.training.advantages import advantages as advantages_by_rule
 from grpo_recipes.training.callbacks import CompactCompletions, identity_of, starting_weights
 from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
@@ -126,6 +126,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         # one.
         with without_trl_reference(args), sampling_by_seed(args), neutral_engine():
             super().__init__(with_its_base(model, args), reward_funcs, args, *rest, **kwargs)
+        keep_4bit_layout(self.model)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if not self.is_deepspeed_enabled:  # DeepSpeed's optimizer updates float32 weights of its own
             self.add_callback(UpdateSample(self._metrics["train"]))
@@ -392,6 +393,11 @@ class GRPOTrainer(TRLGRPOTrainer):
                 return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
         finally:
             self._log_probs.restore_attention(self.model)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load the weights of a checkpoint as transformers does, but keep the dtype of an adapter."""
+        with adapter_dtype_kept(self.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, and one line on the tokens computed for the generation batches since the last log."""

@@ -288,6 +288,18 @@ def test_a_row_with_a_nonzero_advantage_at_any_token_contributes() -> None:
     assert microbatch.contributes(batch).tolist() == [False, True, False]
 
 
+def test_tokens_of_a_tool_are_not_in_the_loss() -> None:
+    """A row that holds no other tokens has no gradient, whatever its advantage."""
+    batch = {
+        "completion_ids": torch.ones(2, 3),
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "tool_mask": torch.tensor([[1, 0, 1], [0, 0, 1]]),
+        "advantages": torch.ones(2),
+    }
+    assert microbatch.loss_mask(batch).tolist() == [[1, 0, 1], [0, 0, 0]]
+    assert microbatch.contributes(batch).tolist() == [True, False]
+
+
 @pytest.mark.parametrize(
     ("key", "rows"),
     [("pixel_values", 1), ("num_images", 1), ("token_type_ids", 1), ("mm_token_type_ids", 1), ("image_grid_thw", 9)],

@@ -266,8 +266,8 @@ def check_precision(recipe: Recipe, machine: Machine) -> None:
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Raise `RecipeError` if a tracker, vLLM or the optimizer is not installed, or TRL does not support this vLLM."""
-    for sentence in packages.missing(recipe.config):
+    """Raise `RecipeError` if a package that the recipe needs is not installed, or TRL does not support this vLLM."""
+    for sentence in [*packages.missing(recipe.config), *packages.missing_quantization(recipe.model)]:
         raise recipe.error(sentence)
 
 

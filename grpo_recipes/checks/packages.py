@@ -87,6 +87,21 @@ def missing_optimizer(config: Any) -> list[str]:
     return []
 
 
+def missing_quantization(model: Mapping[str, Any]) -> list[str]:
+    """Return a sentence if a recipe quantizes its base and this machine lacks the package for it, else [].
+
+    Args:
+        model: Keys of `ModelConfig`.
+    """
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if model.get(key) and find_spec("bitsandbytes") is None:
+            return [
+                f"`{key}` needs the package bitsandbytes, which is not installed here: "
+                "`pip install 'grpo-recipes[qlora]'`"
+            ]
+    return []
+
+
 def _missing_vllm() -> list[str]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         is_available = is_vllm_available()

@@ -55,7 +55,7 @@ from grpo_recipes.recipe.trl_keys import stop_strings
 from grpo_recipes.runs import files
 from grpo_recipes.runs.identity import Source, column_digests, weights_of
 from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
-from grpo_recipes.runs.record import read_record
+from grpo_recipes.runs.record import record_of_model
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import relative_to
@@ -334,10 +334,8 @@ def recipe_of(model: str, named: str | None = None) -> dict[str, Any]:
 
         recipe = parse_recipe(["--config", named])
         return {**vars(recipe.config), **recipe.as_dict()}
-    for folder in (Path(model), Path(model).absolute().parent):  # the parent of "." is "."
-        if record := read_record(folder):
-            return {**record.get("config", {}), **record["recipe"]}
-    return {}
+    record = record_of_model(Path(model))
+    return {} if record is None else {**record.get("config", {}), **record["recipe"]}
 
 
 def _settings(

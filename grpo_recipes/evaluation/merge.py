@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,11 +15,16 @@ import yaml
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from trl import ModelConfig, get_quantization_config
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
+from grpo_recipes.checks.packages import missing_quantization
 from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer
+from grpo_recipes.generation.models import keep_4bit_layout
 from grpo_recipes.runs import files
+from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.record import record_of_model
 from grpo_recipes.runs.weights import adapter_config, adapter_kind
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import UnreadableFile, give_default_mode, read_text, relative_to
@@ -52,6 +57,9 @@ class Merged:
 
 def merge(folder: Path, output: Path) -> str:
     """Merge an adapter into its base, in the base's dtype, and save model, tokenizer and card.
+
+    A base that was quantized for training is quantized again, and the adapter is merged into its dequantized weights.
+    The published weights differ from those by more than most adapters move a model.
 
     Args:
         folder: Folder of the adapter.
@@ -95,15 +103,57 @@ def merged_adapter(folder: Path) -> Merged:
     check_model_sizes(base_name, revision, local_only=False)
     card = _card(folder)
     tokenizer = saved_tokenizer(str(folder))  # before the base takes its memory
+    quantization = _quantization(folder)
+
+    def load() -> PreTrainedModel:
+        try:
+            return AutoModelForCausalLM.from_pretrained(
+                base_name,
+                revision=revision,
+                dtype="auto",
+                quantization_config=quantization,
+                trust_remote_code=False,
+            )
+        except Exception as error:  # a stranger's files can make transformers raise anything
+            raise UserError(
+                f"{folder}: its base {base_name} can't be loaded: set `base_model_name_or_path` in its "
+                f"adapter_config.json ({one_line(error) or type(error).__name__})"
+            ) from error
+
+    base, expected, kind = load(), None, ""
+    if getattr(base, "is_quantized", False):
+        keep_4bit_layout(base)
+        expected, kind = _logits(PeftModel.from_pretrained(base, str(folder))), ", dequantized"
+        base = _dequantized(load(), folder)
+    merged, report = _merged(base, folder, expected)
+    return Merged(merged, tokenizer, card, f"{folder} merged into {base_name}{kind}, {report}")
+
+
+def _quantization(folder: Path) -> BitsAndBytesConfig | None:
+    """Return how the run that trained an adapter quantized its base, or None if it did not, or left no record.
+
+    Raises:
+        UserError: The base can't be quantized here.
+    """
+    record = record_of_model(folder)
+    if record is None:
+        return None
+    for sentence in missing_quantization(record["recipe"]):
+        raise UserError(f"{folder} was trained on a quantized base: {sentence}")
+    keys = {field.name for field in fields(ModelConfig)}
     try:
-        base = AutoModelForCausalLM.from_pretrained(base_name, revision=revision, dtype="auto", trust_remote_code=False)
-    except Exception as error:  # a stranger's files can make transformers raise anything
-        raise UserError(
-            f"{folder}: its base {base_name} can't be loaded: set `base_model_name_or_path` in its adapter_config.json "
-            f"({one_line(error) or type(error).__name__})"
-        ) from error
-    merged, report = _merged(base, folder)
-    return Merged(merged, tokenizer, card, f"{folder} merged into {base_name}, {report}")
+        config = ModelConfig(**{key: value for key, value in record["recipe"].items() if key in keys})
+        return get_quantization_config(config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{folder}: its {RECORD} describes no model ({one_line(error)}): restore the file") from error
+
+
+def _dequantized(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Return a quantized base with ordinary weights of the same values. Raises `UserError` if its kind has none."""
+    try:
+        return base.dequantize()
+    except NotImplementedError as error:
+        raise UserError(f"{folder}: its quantized base can't be dequantized ({error}): use it as it is") from error
 
 
 def check_output(option: str, output: Path, source: Path, *, may_exist: bool) -> None:
@@ -171,14 +221,21 @@ def write_model(output: Path, model: Any, tokenizer: Any, texts: Mapping[str, st
         raise UserError(f"{output} can't be written ({one_line(error)}): {fix}") from error
 
 
-def _merged(base: PreTrainedModel, folder: Path) -> tuple[PreTrainedModel, str]:
+def _merged(base: PreTrainedModel, folder: Path, expected: torch.Tensor | None) -> tuple[PreTrainedModel, str]:
     """Return the merged model, and a clause on how far its logits differ.
 
-    Raises `UserError` if they differ too much.
+    Args:
+        base: Base with ordinary weights.
+        folder: Folder of the adapter.
+        expected: Logits of the policy that was trained, or None if they are those of base and adapter.
+
+    Raises:
+        UserError: The logits differ too much.
     """
     dtype, before = base.dtype, _logits(base)
     adapted = PeftModel.from_pretrained(base, str(folder))
-    expected = _logits(adapted)
+    if expected is None:
+        expected = _logits(adapted)
     try:
         merged = adapted.merge_and_unload(safe_merge=True)
     except (AttributeError, NotImplementedError, ValueError) as error:

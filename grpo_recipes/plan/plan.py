@@ -334,6 +334,7 @@ def _precision_notes(
 def _notes(recipe: Recipe) -> list[str]:
     """Return notes on unusual values, packages that this machine lacks, and the assumed length of prompts."""
     notes = [*cautions(recipe.config, recipe.model), *packages.missing(recipe.config)]
+    notes += packages.missing_quantization(recipe.model)
     if recipe.dataset.max_prompt_tokens is None:
         notes.append(
             f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"

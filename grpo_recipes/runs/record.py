@@ -65,6 +65,18 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def record_of_model(folder: Path) -> dict[str, Any] | None:
+    """Return the `run.json` of the run that wrote a model or a checkpoint in `folder`, or None if there is none.
+
+    Raises:
+        RunError: The file is damaged.
+    """
+    for place in (folder, folder.absolute().parent):  # the parent of "." is "."
+        if record := read_record(place):
+            return record
+    return None
+
+
 def add_launch(folder: Path, launch: Mapping[str, Any]) -> None:
     """Add a launch to a run's `run.json`. Raises `RunError` if the file is damaged."""
     # Read again, and not kept from `prepare`: another launch may have added its entry before this one held the folder.

@@ -85,6 +85,16 @@ def test_the_package_of_an_optimizer_is_the_one_that_transformers_imports(
         assert issubclass(optimizer_class, torch.optim.Optimizer)
 
 
+def test_a_quantized_base_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    for key in ("load_in_4bit", "load_in_8bit"):
+        (sentence,) = packages.missing_quantization({key: True})
+        assert f"`{key}` needs the package bitsandbytes" in sentence
+    assert packages.missing_quantization({"load_in_4bit": False, "dtype": "bfloat16"}) == []
+    monkeypatch.setattr(packages, "find_spec", lambda module: module)
+    assert packages.missing_quantization({"load_in_4bit": True}) == []
+
+
 def test_a_build_lock_without_a_compiler_is_refused_with_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

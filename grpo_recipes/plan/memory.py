@@ -34,6 +34,14 @@ GIB = 2**30
 MASTER_AND_MOMENTS = 12
 # Bytes per parameter of `adamw_bf16`: two float32 moments, and the 16 bits that a bfloat16 weight drops.
 ADAMW_BF16_STATE = 10
+# Bytes of temporaries of its step per weight of a chunk, and weights of a chunk (`training.adamw_bf16.CHUNK`, which
+# this folder can't import).
+ADAMW_BF16_TEMPORARY, ADAMW_BF16_CHUNK = 9, 2**25
+# Bytes per token of the tensors that TRL computes from a generation batch: at most eight of 8 bytes.
+BATCH_BYTES = 64
+# Tokens and logits of a tile of TRL's head, also if the vocabulary is smaller (`TOKEN_CHUNK_SIZE` and
+# `_CHUNKED_LOGPROB_CHUNK_SIZE` of TRL).
+HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
 # State of other optimizers, as numbers in the weight's own dtype or as bytes. An optimizer that is not listed counts as
 # Adam.
 ADAM_MOMENTS = 2
@@ -121,6 +129,9 @@ class ModelShape:
         hidden: Hidden size.
         intermediate: Size of the feed-forward layer.
         key_value: Elements of the keys, or of the values, of one token in one layer.
+        query: Elements of the queries of one token in one layer.
+        head: Parameters of the head, vocabulary x hidden size.
+        ties_head: True if the head is the embedding.
         quantisable: Parameters quantized by loading in 4 or 8 bits: those of linear layers without the head.
         initializer_range: Standard deviation of freshly drawn weights, 0.02 unless the configuration sets it.
     """
@@ -132,6 +143,9 @@ class ModelShape:
     hidden: int
     intermediate: int
     key_value: int
+    query: int
+    head: int
+    ties_head: bool
     quantisable: int = 0
     initializer_range: float = 0.02
 
@@ -143,6 +157,8 @@ class ModelShape:
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
+            head = model.get_output_embeddings().weight
+            ties_head = head is model.get_input_embeddings().weight
             largest = quantisable = 0
             for module in model.modules():
                 largest = max(largest, sum(p.numel() for p in module.parameters(recurse=False)))
@@ -159,8 +175,11 @@ class ModelShape:
             largest_layer=largest,
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
-            intermediate=text.intermediate_size,
+            intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
+            query=heads * head_size,
+            head=head.numel(),
+            ties_head=ties_head,
             quantisable=quantisable,
             initializer_range=getattr(text, "initializer_range", None) or cls.initializer_range,
         )
@@ -217,6 +236,7 @@ class MemoryPlan:
         optim: Name of the optimizer.
         quantised_bytes: Bytes per weight of a frozen base loaded in 4 or 8 bits, or None if the base is not quantized.
         keeps_turns: True if transformers' generation keeps keys and values between the turns of a generation batch.
+        accumulates: True if an optimizer step has several micro-batches, so that gradients exist from the first one on.
     """
 
     shape: ModelShape
@@ -238,6 +258,7 @@ class MemoryPlan:
     optim: str = "adamw_torch"
     quantised_bytes: float | None = None
     keeps_turns: bool = False
+    accumulates: bool = True
 
     def parts(self) -> dict[str, float]:
         """Return the bytes on one GPU by part.
@@ -296,12 +317,9 @@ class MemoryPlan:
         splits = self.layout.sharding == "fsdp2"
         ranks = self.layout.num_processes if splits else 1
         trained, frozen = self.shape.trained / ranks, (self.shape.parameters - self.shape.trained) / ranks
-        # FSDP2 under mixed precision keeps trained parameters in float32, and PEFT keeps adapters in float32.
-        in_float32 = (splits and self.mixed_precision) or frozen > 0
-        size = 4 if in_float32 else self.dtype_bytes
+        size = self._trained_bytes()
         base = self.dtype_bytes * frozen
         if self.quantised_bytes is not None:
-            size = 2  # TRL casts adapters on a quantised base to bfloat16
             base -= (self.dtype_bytes - self.quantised_bytes) * self.shape.quantisable / ranks
         gathered = GATHERED * self.shape.largest_layer if splits else 0
         # DistributedDataParallel copies gradients into buckets.
@@ -319,8 +337,30 @@ class MemoryPlan:
         return STATE_BYTES.get(self.optim, MOMENTS.get(self.optim, ADAM_MOMENTS) * size)
 
     def _compute_bytes(self) -> int:
-        """Return the bytes of a number in the precision of the computation."""
+        """Return the bytes of a number in the precision of the matrix products."""
         return 2 if self.mixed_precision else self.dtype_bytes
+
+    def _trained_bytes(self) -> int:
+        """Return the bytes of a trained weight."""
+        if self.layout.is_deepspeed:
+            return self._compute_bytes()
+        if self.quantised_bytes is not None:
+            return 2  # TRL casts adapters on a quantized base to bfloat16
+        # FSDP2 under mixed precision keeps trained parameters in float32, and PEFT keeps adapters in float32.
+        is_adapter = self.shape.trained < self.shape.parameters
+        return 4 if is_adapter or (self.layout.sharding == "fsdp2" and self.mixed_precision) else self.dtype_bytes
+
+    def _stream_bytes(self) -> int:
+        """Return the bytes of a number between the layers, and of a key or value in the cache.
+
+        It has the dtype of the weights that compute it. DeepSpeed and FSDP2 cast them to the compute precision.
+        Autocast does not, and generation runs without autocast.
+        """
+        return self.dtype_bytes if self.layout.sharding == "none" else self._compute_bytes()
+
+    def _splits_gradients(self) -> bool:
+        """Return True if a gradient is reduced and split as soon as it is complete."""
+        return self.layout.sharding != "none"
 
     def _weights(self) -> float:
         """Return the bytes of the weights alone, which are all that a reference model needs."""
@@ -332,18 +372,107 @@ class MemoryPlan:
         return size * self.shape.parameters / ranks
 
     def _activations(self) -> float:
-        """Return the bytes kept for the backward pass of one micro-batch.
+        """Return the most bytes that a micro-batch or the optimizer's step holds beside the states.
 
-        A layer keeps the inputs of its matrix products (6 hidden, 2 key-value, 4 intermediate) in the compute precision
-        and two float32 norms. Attention is fused, and TRL's head never holds the logits. With gradient checkpointing
-        only the input of each layer is kept, and one layer at a time is recomputed with its gradients.
+        Gradients that the micro-batch has not computed yet are subtracted, because the states count all of them.
         """
-        size = self._compute_bytes()
-        shape, tokens = self.shape, self.rows * self.tokens
-        layer = tokens * (size * (6 * shape.hidden + 2 * shape.key_value + 4 * shape.intermediate) + 8 * shape.hidden)
-        if self.gradient_checkpointing:
-            return tokens * shape.hidden * size * shape.layers + 2 * layer
-        return shape.layers * layer
+        checkpointing = self.gradient_checkpointing
+        # Without checkpointing, the casts of all layers stay for the backward pass. With it, they stay in autocast's
+        # cache until the end of the forward pass.
+        cached = self._cast_weights() if checkpointing else 0
+        kept = self.shape.layers * (self._checkpoint() if checkpointing else self._kept())
+        head = self._head() + max(self._head_backward(), cached)
+        layer = self._layer_backward() + (self._kept() if checkpointing else 0)
+        start = kept + max(head, layer + self._head_gradient())
+        if not self.accumulates and not self._splits_gradients():
+            start -= self._trained_bytes() * self.shape.trained
+        end = self._kept() + self._layer_backward()
+        return max(start, end, self._embedding_gradient(), self._optimizer_step()) + self._batch()
+
+    def _batch(self) -> float:
+        """Return the bytes of the mask of attention, of ids, other masks, labels and log-probabilities."""
+        return self.rows * self.tokens * (self.tokens + BATCH_BYTES)
+
+    def _checkpoint(self) -> float:
+        """Return the bytes of the input of one layer."""
+        return self.rows * self.tokens * self.shape.hidden * self._stream_bytes()
+
+    def _kept(self) -> float:
+        """Return the bytes that one layer keeps for its backward pass without gradient checkpointing.
+
+        A layer is taken to be Llama's: two norms, attention with a mask for TRL's padding, and a gated feed-forward
+        layer. SDPA with a mask repeats keys and values for each head, and gets a bias of the scores.
+        """
+        shape, size, stream = self.shape, self._compute_bytes(), self._stream_bytes()
+        hidden = 8.0  # the float32 inputs of both norms
+        intermediate = 4.0 * size  # gate, its activation, up projection, input of the down projection
+        if shape.trained == shape.parameters:
+            hidden += 2 * stream  # factors of the norms' weights
+            # Autocast casts the input of each of five projections by itself, unless it has the dtype already.
+            hidden += size * (2 if stream == size else 5)
+        else:
+            # Each of seven adapters keeps its dropped input and the mask of the dropout. Six inputs are hidden states,
+            # and the seventh replaces the frozen down projection's.
+            hidden += 6 * (size + 1)
+            intermediate += 1
+        bias = self.rows * self.tokens**2 * size
+        # A float32 number for each head, which has at least 64 elements.
+        attention = 4 * size + 4 / 64
+        elements = hidden * shape.hidden + attention * shape.query + intermediate * shape.intermediate
+        return self.rows * self.tokens * elements + bias + self._cast_weights() / shape.layers
+
+    def _layer_backward(self) -> float:
+        """Return the bytes of temporaries in the backward pass of one layer.
+
+        The factors were fitted to `tests/support/memory_meter.py` at the moment at which its peak lies.
+        """
+        shape, size = self.shape, self._compute_bytes()
+        hidden, intermediate = 4, 2 * size
+        if shape.trained < shape.parameters:
+            # A float32 adapter's dropout has a float32 input and output, and so have their gradients.
+            hidden, intermediate = 11, size * (5 if self._trained_bytes() > size else 1)
+        temporaries = self.rows * self.tokens * (hidden * shape.hidden + intermediate * shape.intermediate)
+        # A quantized matrix is dequantized when it is used.
+        dequantised = 0 if self.quantised_bytes is None else size * shape.hidden * shape.intermediate
+        return temporaries + dequantised
+
+    def _cast_weights(self) -> float:
+        """Return the bytes of the 16-bit copies that autocast makes of float32 weights."""
+        if self._stream_bytes() == self._compute_bytes():
+            return 0
+        return self._compute_bytes() * (self.shape.parameters - self.shape.head)
+
+    def _head(self) -> float:
+        """Return the bytes of hidden states behind the last layer, of their gradients, and of a tile of TRL's head."""
+        tokens = self.rows * self.tokens
+        tile = min(tokens, HEAD_TOKENS) * HEAD_VOCABULARY * self._compute_bytes()
+        # The last norm keeps its float32 input. TRL's head computes the gradient in float32.
+        return tile + tokens * self.shape.hidden * (8 + 4 * self._stream_bytes())
+
+    def _head_backward(self) -> float:
+        """Return the bytes of the gradient of the head's weight, in float32 and in its own dtype."""
+        if not self._head_gradient():
+            return 0
+        return 4 * self.shape.head + (self._head_gradient() if self._stream_bytes() < 4 else 0)
+
+    def _head_gradient(self) -> float:
+        """Return the bytes of the head's gradient, or 0 if the head is frozen."""
+        return self._stream_bytes() * self.shape.head if self.shape.trained == self.shape.parameters else 0
+
+    def _embedding_gradient(self) -> float:
+        """Return the bytes of gradients that are added to the embedding's, at the end of the backward pass."""
+        if not self.shape.ties_head:
+            return 0
+        # The head's, the embedding's, and their sum, one of which is the gradient that the states count.
+        return self._head_gradient() * (3 if self.accumulates or self._splits_gradients() else 2)
+
+    def _optimizer_step(self) -> float:
+        """Return the bytes of the optimizer's temporaries."""
+        if self.optim != ADAMW_BF16 or self.layout.is_deepspeed:
+            return 0
+        ranks = self.layout.num_processes if self.layout.sharding == "fsdp2" else 1
+        is_bf16 = self._trained_bytes() == 2
+        return ADAMW_BF16_TEMPORARY * min(ADAMW_BF16_CHUNK, self.shape.trained / ranks) if is_bf16 else 0
 
     def _generation(self) -> dict[str, float]:
         """Return the bytes that generation takes, by part. vLLM's share includes its keys and values.
@@ -356,7 +485,7 @@ class MemoryPlan:
         weights = self._compute_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
         # An upper limit: every row is taken to have the longest prompt and completion.
         keys_and_values = self.generated_rows * self.tokens * 2 * self.shape.key_value * self.shape.layers
-        keys_and_values *= self._compute_bytes()
+        keys_and_values *= self._stream_bytes()
         # Copies of rows whose completion calls a tool, which may be all rows.
         kept = min(keys_and_values, KEPT_SHARE * (self.gpu_memory or math.inf)) if self.keeps_turns else 0
         share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
@@ -495,6 +624,7 @@ def memory_plan(
         optim=optim,
         quantised_bytes=quantised_bytes,
         keeps_turns=keeps_turns and not config.use_transformers_continuous_batching,
+        accumulates=config.gradient_accumulation_steps > 1,
     )
 
 
@@ -550,7 +680,7 @@ def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]
     if rows < plan.rows:
         factor = plan.rows // rows
         text = f"per_device_train_batch_size: {rows} with gradient_accumulation_steps: {accumulation * factor}"
-        changes.append((text, replace(plan, rows=rows)))
+        changes.append((text, replace(plan, rows=rows, accumulates=True)))
     if plan.vllm != "server":
         # The server has its own GPUs, so this frees the memory that generation takes on the counted ones.
         changes.append(("vllm_mode: server, on GPUs of its own", replace(plan, vllm="server")))

@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 CHUNK = 2**25
-"""Number of elements that are updated at once. Temporaries take 13 bytes for each."""
+"""Number of elements that are updated at once. Temporaries take 9 bytes for each."""
 
 _LOW = "low_bits"
 

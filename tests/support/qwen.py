@@ -15,10 +15,10 @@ SIZES = {
 PARAMETERS = {"0.5B": 0.494e9, "1.5B": 1.54e9, "7B": 7.61e9, "72B": 72.7e9}
 
 
-def write_config(folder: Path, size: str) -> Path:
-    """Write a model's config.json into `folder`."""
+def config(size: str) -> Qwen2Config:
+    """Return the configuration of a model."""
     hidden, intermediate, layers, heads, key_value_heads, vocabulary, tied = SIZES[size]
-    config = Qwen2Config(
+    return Qwen2Config(
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -28,6 +28,10 @@ def write_config(folder: Path, size: str) -> Path:
         tie_word_embeddings=tied,
         architectures=["Qwen2ForCausalLM"],
     )
+
+
+def write_config(folder: Path, size: str) -> Path:
+    """Write a model's config.json into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    config.save_pretrained(folder)
+    config(size).save_pretrained(folder)
     return folder / "config.json"

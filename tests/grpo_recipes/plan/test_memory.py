@@ -26,7 +26,9 @@ from grpo_recipes.plan.memory import (
 )
 from grpo_recipes.plan.plan import plan
 from grpo_recipes.recipe.recipe import find_file
+from grpo_recipes.training.adamw_bf16 import CHUNK, AdamWBF16
 from tests.support import launching, qwen
+from tests.support.memory_meter import Meter
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -141,7 +143,7 @@ def test_model_states_agree_with_the_tensors_of_one_process(tmp_path: Path) -> N
 
 
 TINY = MemoryPlan(
-    shape=ModelShape(7_000_000_000, 7_000_000_000, 500_000_000, 28, 3584, 18944, 512),
+    shape=ModelShape(7_000_000_000, 7_000_000_000, 500_000_000, 28, 3584, 18944, 512, 3584, 500_000_000, False),
     layout=Sharding(8, 1, "zero3"),
     rows=8,
     generated_rows=32,
@@ -165,6 +167,36 @@ def test_the_kv_cache_of_one_generation_batch() -> None:
     """Each layer has two tensors of (rows, key-value heads × head size, tokens) elements of two bytes."""
     run = replace(TINY, gather_for_generation=False)
     assert run.parts()["KV cache"] == 28 * 2 * 32 * 512 * 1024 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_have_the_dtype_of_the_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Autocast, which generation runs without, does not make the cache of float32 weights smaller."""
+    launching.build_policy(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    cache = model(torch.ones(3, 5, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+    run = replace(TINY, shape=load_shape(str(tmp_path)), layout=Sharding(), dtype_bytes=dtype.itemsize)
+    assert replace(run, generated_rows=3, tokens=5).parts()["KV cache"] == held
+    assert replace(run, generated_rows=3, tokens=5, layout=Sharding(2, 1, "zero2")).parts()["KV cache"] == 2 * held / (
+        dtype.itemsize
+    ), "DeepSpeed casts the weights"
+
+
+def test_temporaries_of_adamw_bf16_count_where_a_micro_batch_takes_less() -> None:
+    weights = torch.zeros(2**16, dtype=torch.bfloat16, requires_grad=True)
+    weights.grad = torch.ones_like(weights)
+    optimizer = AdamWBF16([weights])
+    optimizer.step()
+    held = [weights, weights.grad, *optimizer.state[weights].values()]
+    with Meter(held) as meter:
+        optimizer.step()
+    shape = replace(TINY.shape, parameters=2**16, trained=2**16, layers=1, hidden=8, intermediate=8, query=8, head=0)
+    run = replace(TINY, shape=shape, layout=Sharding(), rows=1, tokens=1, optim="adamw_bf16")
+    assert meter.peak <= run.parts()["activations"] <= 1.05 * meter.peak
+    many = replace(run, shape=replace(shape, parameters=2**30, trained=2**30))
+    assert many.parts()["activations"] == pytest.approx(CHUNK * meter.peak / 2**16, rel=0.05)
+    assert replace(run, optim="adamw_torch").parts()["activations"] < 0.5 * meter.peak
 
 
 def test_turns_keep_a_copy_of_the_kv_cache_within_a_share_of_the_gpu(configs: dict[str, Path], rows: Path) -> None:
@@ -207,7 +239,7 @@ def test_weights_are_sent_to_a_server_in_packs() -> None:
     assert packs(server) == 3 * pack
     assert packs(replace(server, layout=Sharding())) == 2 * pack
     assert packs(replace(LORA, vllm="server", layout=Sharding())) == 3 * pack
-    small = replace(server, shape=ModelShape(1000, 1000, 500, 2, 8, 16, 8), layout=Sharding())
+    small = replace(server, shape=ModelShape(1000, 1000, 500, 2, 8, 16, 8, 8, 500, True), layout=Sharding())
     assert packs(small) == 2 * 1000  # one pack holds all weights
     assert packs(replace(TINY, vllm="colocate")) == packs(TINY) == 0
 

@@ -1,0 +1,154 @@
+"""Estimated memory of training compared with a meter of the tensors that a micro-batch creates at real sizes."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig
+from trl import get_peft_config
+
+from grpo_recipes.checks.checks import Machine, optimizer_name
+from grpo_recipes.plan.memory import (
+    ASSUMED_PROMPT_TOKENS,
+    GIB,
+    MemoryPlan,
+    Sharding,
+    memory_plan,
+    model_shape,
+    quantised_bytes,
+)
+from grpo_recipes.recipe.recipe import find_file, model_config, parse_recipe
+from tests.support import qwen
+from tests.support.memory_meter import Batch, build, measure
+
+WITHOUT = ("--gradient_checkpointing", "false")
+LORA = ("--use_peft", "true", "--lora_target_modules", "all-linear")
+FULL_24GB, FULL_A100 = "gsm8k-qwen2.5-1.5b-24gb", "gsm8k-qwen2.5-1.5b-8xa100"
+
+
+class Case(NamedTuple):
+    """A recipe on a layout, with changes and the size of its model."""
+
+    recipe: str
+    model: str
+    layout: str = "single_gpu"
+    changes: tuple[str, ...] = ()
+
+
+SHIPPED = [
+    Case("gsm8k-qwen2-0.5b-full-kl", "0.5B"),
+    Case(FULL_24GB, "1.5B", "zero2_offload"),
+    Case(FULL_A100, "1.5B", "ddp"),
+    Case("gsm8k-qwen2.5-1.5b-iterative", "1.5B", "zero2_offload"),
+    Case("gsm8k-qwen2.5-1.5b-lora", "1.5B"),
+    Case("gsm8k-qwen2.5-1.5b-lora-continue", "1.5B", changes=LORA),  # the folder of the adapter says so otherwise
+    Case("gsm8k-qwen2.5-1.5b-lora-vllm", "1.5B"),
+    Case("gsm8k-qwen2.5-7b-full-zero3", "7B", "zero3"),
+    Case("gsm8k-qwen2.5-7b-lora-zero3", "7B", "zero3"),
+    Case("gsm8k-qwen2.5-7b-qlora-24gb", "7B"),
+    Case("gsm8k-qwen2.5-72b-lora-zero3-2node", "72B", "zero3_multinode"),
+    Case("offline-scored-gpt2", "gpt2"),
+    Case("open-r1-trl-0.15", "1.5B", "zero3"),
+    Case("programs-qwen2.5-coder-0.5b", "0.5B"),
+    Case("rlaif-minimind-internlm2", "MiniMind2-Small"),
+    Case("calculator-smollm2", "SmolLM2-135M", changes=("--use_cpu", "false")),
+    Case("calculator", "1.5B"),
+    Case("guess-number", "1.5B"),
+    Case("python", "1.5B"),
+]
+WITHOUT_CHECKPOINTING = [
+    Case(FULL_24GB, "1.5B", changes=WITHOUT),
+    Case(FULL_24GB, "1.5B", "zero2", WITHOUT),
+    Case(FULL_A100, "1.5B", changes=WITHOUT),
+    Case(FULL_A100, "1.5B", changes=(*WITHOUT, "--gradient_accumulation_steps", "2")),
+    Case("gsm8k-qwen2.5-1.5b-lora", "1.5B", changes=WITHOUT),
+    Case("gsm8k-qwen2.5-1.5b-lora", "1.5B", changes=(*WITHOUT, "--dtype", "float32")),
+    Case("gsm8k-qwen2-0.5b-full-kl", "0.5B", changes=(*WITHOUT, "--bf16", "false")),
+    Case("gsm8k-qwen2.5-7b-lora-zero3", "7B", "zero3", WITHOUT),
+    Case("gsm8k-qwen2.5-7b-qlora-24gb", "7B", changes=WITHOUT),
+    Case("offline-scored-gpt2", "gpt2", changes=WITHOUT),
+    Case("rlaif-minimind-internlm2", "MiniMind2-Small", changes=WITHOUT),
+]
+
+
+def config_of(model: str) -> PretrainedConfig:
+    """Return the configuration of a model of the recipes, from its config.json on the hub."""
+    if model == "gpt2":
+        return GPT2Config()
+    if model == "MiniMind2-Small":
+        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 6400}
+        return LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True)
+    if model == "SmolLM2-135M":
+        sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
+        return LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
+    return qwen.config(model)
+
+
+def estimate_and_measure(case: Case, folder: Path) -> tuple[MemoryPlan, int]:
+    """Return the estimate, and the bytes that a micro-batch holds at its peak, gradients that stay included."""
+    recipe = parse_recipe(["--config", case.recipe, *case.changes])
+    arguments, config = model_config(recipe), config_of(case.model)
+    config.save_pretrained(folder)
+    layout = find_file("accelerate_configs", case.layout)
+    quantised = quantised_bytes(arguments)
+    plan = memory_plan(
+        recipe.config,
+        arguments.dtype,
+        model_shape(recipe, str(folder)),
+        Sharding.described(layout),
+        prompt_tokens=recipe.dataset.max_prompt_tokens,
+        steps_per_generation=1,
+        optim=optimizer_name(recipe, Machine.described(layout)),
+        quantised_bytes=quantised,
+    )
+    is_deepspeed = plan.layout.is_deepspeed
+    in_16_bits = plan.dtype_bytes == 2 or (is_deepspeed and plan.mixed_precision)
+    with FakeTensorMode():
+        model = build(
+            config,
+            torch.bfloat16 if in_16_bits else torch.float32,
+            get_peft_config(arguments),
+            torch.bfloat16 if is_deepspeed or quantised else torch.float32,
+            quantised=quantised is not None,
+        )
+        prompt = recipe.dataset.max_prompt_tokens or ASSUMED_PROMPT_TOKENS
+        meter = measure(
+            model,
+            Batch(plan.rows, prompt, recipe.config.max_completion_length),
+            checkpointing=plan.gradient_checkpointing,
+            autocast=plan.mixed_precision and not is_deepspeed,  # DeepSpeed casts the model itself
+            accumulates=recipe.config.gradient_accumulation_steps > 1 and not is_deepspeed,
+            splits_gradients=is_deepspeed,
+        )
+    return plan, meter.peak
+
+
+def training_bytes(plan: MemoryPlan) -> float:
+    """Return the estimate of what the meter counts."""
+    parts = plan.parts()
+    if plan.layout.sharding != "none":
+        return parts["activations"]  # a rank's share of the gradients is counted among the states
+    buckets = parts["gradients"] / 2 if plan.layout.num_processes > 1 else 0
+    return parts["activations"] + parts["gradients"] - buckets
+
+
+def check_case(case: Case, folder: Path) -> None:
+    """Check that the estimate is no less than the peak, and at most 25 % more."""
+    plan, peak = estimate_and_measure(case, folder)
+    planned = training_bytes(plan)
+    name = " ".join([case.recipe, case.layout, *case.changes])
+    print(f"| {name} | {peak / GIB:.2f} | {planned / GIB:.2f} | {planned / peak - 1:+.1%} |")
+    assert peak <= planned <= 1.25 * peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*SHIPPED, *WITHOUT_CHECKPOINTING], ids=lambda case: case.recipe)
+def test_the_plan_holds_the_peak_of_a_micro_batch(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path)
+
+
+@pytest.mark.parametrize("changes", [(), WITHOUT], ids=["checkpointing", "without"])
+def test_the_plan_holds_the_peak_of_a_small_models_micro_batch(changes: tuple[str, ...], tmp_path: Path) -> None:
+    check_case(Case("rlaif-minimind-internlm2", "MiniMind2-Small", changes=changes), tmp_path)

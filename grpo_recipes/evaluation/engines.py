@@ -9,25 +9,29 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from trl import ModelConfig, get_quantization_config
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
+from grpo_recipes.checks.packages import missing_quantization
 from grpo_recipes.checks.tokenizer import CHAT_TEMPLATE_PATH, ChatTemplate, load_after_trial
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.data.prompts import rendered
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement
 from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.generation.models import base_model, is_float32, unfit
+from grpo_recipes.generation.models import base_model, is_float32, keep_4bit_layout, unfit
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.recipe.trl_keys import check_numbers, generation_mapping
 from grpo_recipes.runs import files
+from grpo_recipes.runs.files import RECORD
+from grpo_recipes.runs.record import record_of_model
 from grpo_recipes.runs.weights import (
     ADAPTER_CONFIG,
     adapter_config,
@@ -139,6 +143,8 @@ def load_engine(
 def load_model(name: str) -> Any:
     """Return a model, or an adapter on its base, in the dtype of its files and in main memory.
 
+    A base that was quantized for training is quantized again, and bitsandbytes puts it on the GPU if there is one.
+
     Raises:
         UserError: The model can't be loaded, or its weights are incomplete.
     """
@@ -146,14 +152,21 @@ def load_model(name: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     missing: list[str] = []
+    is_adapter = (Path(name) / ADAPTER_CONFIG).is_file()
+    quantization = trained_quantization(Path(name)) if is_adapter else None
     try:
-        if (Path(name) / ADAPTER_CONFIG).is_file():
+        if is_adapter:
             with warnings.catch_warnings():
                 # PEFT only warns if it fills missing weights with those of a new adapter.
                 warnings.filterwarnings("error", message="Found missing adapter keys")
                 model = AutoPeftModelForCausalLM.from_pretrained(
-                    name, dtype="auto", use_safetensors=True, trust_remote_code=False
+                    name,
+                    dtype="auto",
+                    quantization_config=quantization,
+                    use_safetensors=True,
+                    trust_remote_code=False,
                 )
+                keep_4bit_layout(model)
         else:
             loaded = AutoModelForCausalLM.from_pretrained(
                 name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -169,6 +182,25 @@ def load_model(name: str) -> Any:
             f"it again"
         )
     return model
+
+
+def trained_quantization(folder: Path) -> BitsAndBytesConfig | None:
+    """Return how the run that trained an adapter quantized its base, or None if it did not, or left no record.
+
+    Raises:
+        UserError: The base can't be quantized here.
+    """
+    record = record_of_model(folder)
+    if record is None:
+        return None
+    for sentence in missing_quantization(record["recipe"]):
+        raise UserError(f"{folder} was trained on a quantized base: {sentence}")
+    keys = {field.name for field in fields(ModelConfig)}
+    try:
+        config = ModelConfig(**{key: value for key, value in record["recipe"].items() if key in keys})
+        return get_quantization_config(config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UserError(f"{folder}: its {RECORD} describes no model ({one_line(error)}): restore the file") from error
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,16 +15,12 @@ import yaml
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
-from trl import ModelConfig, get_quantization_config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
-from grpo_recipes.checks.packages import missing_quantization
-from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer
+from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer, trained_quantization
 from grpo_recipes.generation.models import keep_4bit_layout
 from grpo_recipes.runs import files
-from grpo_recipes.runs.files import RECORD
-from grpo_recipes.runs.record import record_of_model
 from grpo_recipes.runs.weights import adapter_config, adapter_kind
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import UnreadableFile, give_default_mode, read_text, relative_to
@@ -103,7 +99,7 @@ def merged_adapter(folder: Path) -> Merged:
     check_model_sizes(base_name, revision, local_only=False)
     card = _card(folder)
     tokenizer = saved_tokenizer(str(folder))  # before the base takes its memory
-    quantization = _quantization(folder)
+    quantization = trained_quantization(folder)
 
     def load() -> PreTrainedModel:
         try:
@@ -127,25 +123,6 @@ def merged_adapter(folder: Path) -> Merged:
         base = _dequantized(load(), folder)
     merged, report = _merged(base, folder, expected)
     return Merged(merged, tokenizer, card, f"{folder} merged into {base_name}{kind}, {report}")
-
-
-def _quantization(folder: Path) -> BitsAndBytesConfig | None:
-    """Return how the run that trained an adapter quantized its base, or None if it did not, or left no record.
-
-    Raises:
-        UserError: The base can't be quantized here.
-    """
-    record = record_of_model(folder)
-    if record is None:
-        return None
-    for sentence in missing_quantization(record["recipe"]):
-        raise UserError(f"{folder} was trained on a quantized base: {sentence}")
-    keys = {field.name for field in fields(ModelConfig)}
-    try:
-        config = ModelConfig(**{key: value for key, value in record["recipe"].items() if key in keys})
-        return get_quantization_config(config)
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{folder}: its {RECORD} describes no model ({one_line(error)}): restore the file") from error
 
 
 def _dequantized(base: PreTrainedModel, folder: Path) -> PreTrainedModel:

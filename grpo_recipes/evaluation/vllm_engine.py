@@ -26,6 +26,7 @@ from grpo_recipes.evaluation.engines import (
     load_tokenizer,
     published_config,
     token_ids,
+    trained_quantization,
 )
 from grpo_recipes.evaluation.merge import merge
 from grpo_recipes.evaluation.settings import Settings
@@ -180,6 +181,8 @@ def needs_merging(name: str) -> str | None:
     targets = config.target_modules
     if isinstance(targets, str) or {"embed_tokens", "lm_head"} & set(targets or ()):
         return "`target_modules`"
+    if trained_quantization(Path(name)) is not None:
+        return "a base that was quantized for training"
     return None
 
 

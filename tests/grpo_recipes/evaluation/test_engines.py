@@ -17,8 +17,11 @@ from grpo_recipes import cli
 from grpo_recipes.evaluation import engines, evaluate
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.evaluation.vllm_engine import needs_merging
 from grpo_recipes.generation import groups, kv_cache
 from tests.support.exact_generation import exact_generation
+from tests.support.quantized import needs_bitsandbytes, save_run, trained_policy
+from tests.support.short_runs import log_probabilities
 from tests.support.tiny import CHATML, byte_tokenizer, chat_tokenizer, policy, save_policy
 
 PROMPTS = [prompt for prompt in ("1 =", "33 + 4 =", "b", "a longer prompt") for _ in range(6)]
@@ -205,3 +208,13 @@ def test_an_evaluation_renders_prompts_as_its_recipe_does(
     recipe.write_text(text)
     assert cli.main(["evaluate", str(model), *options]) == 2
     assert "holds another evaluation: settings.chat_template_kwargs was" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@needs_bitsandbytes
+def test_an_adapter_is_evaluated_on_the_base_in_4_bits_that_it_was_trained_on(tmp_path: Path) -> None:
+    checkpoint = save_run(tmp_path)
+    model = engines.load_model(str(checkpoint))
+    text = "3 + 4 = 7"
+    torch.testing.assert_close(log_probabilities(model, text), log_probabilities(trained_policy(tmp_path), text))
+    assert needs_merging(str(checkpoint)) == "a base that was quantized for training"

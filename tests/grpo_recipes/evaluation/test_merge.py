@@ -1,19 +1,17 @@
 """`grpo-recipes merge`: the merged model computes what base and adapter compute, and loads like any other model."""
 
-import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes.checks import packages
 from grpo_recipes.evaluation import merge
-from grpo_recipes.generation.models import keep_4bit_layout
 from grpo_rewards.errors import UserError
 from tests.support import tiny
+from tests.support.quantized import needs_bitsandbytes, save_run, trained_policy
 from tests.support.short_runs import log_probabilities, moved
 
 TEXT = "3 + 4 = 7"
@@ -64,38 +62,13 @@ def test_the_merged_model_has_the_dtype_of_the_base(policy: Path, tmp_path: Path
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
 
 
-def qlora_run(folder: Path) -> Path:
-    """Write a run whose adapter was trained on a base in 4 bits, and return its checkpoint."""
-    tiny.policy(hidden_size=64, intermediate_size=128).bfloat16().save_pretrained(folder / "base")
-    tiny.byte_tokenizer().save_pretrained(folder / "base")
-    checkpoint = folder / "run" / "checkpoint-2"
-    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype="auto")
-    torch.manual_seed(0)
-    moved(get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))).save_pretrained(
-        checkpoint
-    )
-    recipe = {"load_in_4bit": True, "use_bnb_nested_quant": True, "dtype": "bfloat16", "learning_rate": 1e-5}
-    (folder / "run" / "run.json").write_text(json.dumps({"recipe": recipe}))
-    return checkpoint
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: some platforms lack it")
+@needs_bitsandbytes
 def test_a_base_in_4_bits_is_merged_as_the_adapter_knew_it(tmp_path: Path) -> None:
     """The merged model has 16 bits, and is ten times nearer to the policy than the adapter on the base as published."""
-    checkpoint = qlora_run(tmp_path)
+    checkpoint = save_run(tmp_path)
     report = merge.merge(checkpoint, tmp_path / "model")
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    quantized = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "base", quantization_config=quantization, dtype=torch.bfloat16
-    )
-    keep_4bit_layout(quantized)
-    trained = log_probabilities(PeftModel.from_pretrained(quantized, checkpoint), TEXT)
+    trained = log_probabilities(trained_policy(tmp_path), TEXT)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
     assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
     published = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="auto")
@@ -105,7 +78,7 @@ def test_a_base_in_4_bits_is_merged_as_the_adapter_knew_it(tmp_path: Path) -> No
 
 
 def test_a_base_in_4_bits_without_bitsandbytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = qlora_run(tmp_path)
+    checkpoint = save_run(tmp_path)
     monkeypatch.setattr(packages, "find_spec", lambda module: None)
     with pytest.raises(UserError, match=r"bitsandbytes, which is not installed here: .*grpo-recipes\[qlora\]"):
         merge.merge(checkpoint, tmp_path / "model")

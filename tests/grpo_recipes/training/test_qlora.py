@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel, Qwen2Config
+from peft import PeftModel, get_peft_model
+from transformers import LlamaConfig, PreTrainedModel, Qwen2Config
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training import layout_check
@@ -19,35 +18,10 @@ from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.reference import kl_to_reference
 from grpo_rewards.errors import UserError
 from tests.support import tiny
+from tests.support.quantized import LORA, in_4_bits, needs_bitsandbytes, save_policy
 from tests.support.short_runs import TEXTS, arguments, log_probabilities, moved, trainer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed: it has no wheel for some platforms"
-    ),
-]
-
-LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-
-
-def in_4_bits(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a policy with nested NF4, and let a CPU without AVX512-BF16 repack it like a CPU with it."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )
-    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=dtype)
-    for module in base.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = True
-    return base
-
-
-def save_policy(folder: Path, dtype: torch.dtype, config_class: Any = LlamaConfig) -> Path:
-    """Save a tiny policy whose rows fill the blocks of 64 weights that share a scale."""
-    tiny.policy(config_class, hidden_size=64, intermediate_size=128).to(dtype).save_pretrained(folder)
-    tiny.byte_tokenizer().save_pretrained(folder)
-    return folder
+pytestmark = [pytest.mark.slow, needs_bitsandbytes]
 
 
 def with_adapter(base: PreTrainedModel) -> PeftModel:
@@ -75,14 +49,14 @@ def bits(value: torch.Tensor | float) -> bytes:
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config])  # without and with biases
 def test_an_evaluation_leaves_the_gradient_of_the_dequantized_base(tmp_path: Path, config_class: Any) -> None:
     policy = save_policy(tmp_path / "policy", torch.float32, config_class)
-    ours = trainer(GRPOTrainer, with_adapter(in_4_bits(policy, torch.float32)), arguments(tmp_path))
+    ours = trainer(GRPOTrainer, with_adapter(in_4_bits(policy, torch.float32, repacks=True)), arguments(tmp_path))
     log_probabilities(ours.model, TEXTS[0])
-    expected = gradients(with_adapter(in_4_bits(policy, torch.float32).dequantize()))
+    expected = gradients(with_adapter(in_4_bits(policy, torch.float32, repacks=True).dequantize()))
     torch.testing.assert_close(gradients(ours.model), expected, atol=1e-5, rtol=1e-3)
 
 
 def test_weights_that_an_evaluation_has_repacked_are_refused(tmp_path: Path) -> None:
-    model = with_adapter(in_4_bits(save_policy(tmp_path / "policy", torch.float32), torch.float32))
+    model = with_adapter(in_4_bits(save_policy(tmp_path / "policy", torch.float32), torch.float32, repacks=True))
     log_probabilities(model, TEXTS[0])
     with pytest.raises(UserError, match="load the model again"):
         trainer(GRPOTrainer, model, arguments(tmp_path))
@@ -90,11 +64,11 @@ def test_weights_that_an_evaluation_has_repacked_are_refused(tmp_path: Path) -> 
 
 def test_the_kl_to_the_base_is_that_of_two_models(tmp_path: Path) -> None:
     policy = save_policy(tmp_path / "policy", torch.float32)
-    dequantized = in_4_bits(policy, torch.float32).dequantize()
+    dequantized = in_4_bits(policy, torch.float32, repacks=True).dequantize()
     base = log_probabilities(dequantized, TEXTS[1])
     difference = base - log_probabilities(with_adapter(dequantized), TEXTS[1])
     expected = float((difference.exp() - difference - 1).mean())
-    model = with_adapter(in_4_bits(policy, torch.float32))
+    model = with_adapter(in_4_bits(policy, torch.float32, repacks=True))
     ours = trainer(GRPOTrainer, model, arguments(tmp_path), reference="base")
     assert ours.ref_model is None
     assert kl_to_reference(ours, [TEXTS[1]]) == pytest.approx(expected, rel=1e-3)
@@ -109,7 +83,7 @@ def test_a_packed_run_is_resumed_to_the_bit(tmp_path: Path, caplog: pytest.LogCa
     def run(name: str, resume: Path | None = None) -> Any:
         args = arguments(tmp_path / name, **changes)
         torch.manual_seed(1)
-        base, optimizer = in_4_bits(policy, torch.bfloat16), adamw_bf16(args)
+        base, optimizer = in_4_bits(policy, torch.bfloat16, repacks=True), adamw_bf16(args)
         ours = trainer(GRPOTrainer, base, args, peft_config=LORA, optimizer_cls_and_kwargs=optimizer)
         ours.train(resume_from_checkpoint=None if resume is None else str(resume))
         return ours

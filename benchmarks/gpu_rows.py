@@ -28,6 +28,9 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 """Configurations of Qwen2.5, without weights. The head sizes are 64, 128, 64 and 8."""
 
+DENSE_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}
+"""Peak of dense bfloat16 by the name of a GPU, from NVIDIA's data sheets, in 1e12 operations per second."""
+
 Row = dict[str, Any]
 
 

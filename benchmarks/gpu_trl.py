@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_rows import Bench, Measurement, NotRun, Row
+from gpu_rows import DENSE_TFLOPS, Bench, Measurement, NotRun, Row
 from step import MICRO_BATCHES, Trainer, compete, median, paged_cache, tokens
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -22,9 +22,6 @@ from workloads import EOS, GROUP, cap
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.plan.memory import ModelShape, Sharding, memory_plan
 from grpo_recipes.training import packed_attention, varlen
-
-DENSE_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}
-"""Peak of dense bfloat16 by the name of a GPU, from NVIDIA's data sheets, in 1e12 operations per second."""
 
 # ---- Correctness
 

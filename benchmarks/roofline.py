@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import transformers
 import trl
+from gpu_rows import DENSE_TFLOPS
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,10 +62,10 @@ class GPU(NamedTuple):
 
 
 GPUS = {
-    "H200": GPU(989e12, 67e12, 4.8e12),
-    "H100": GPU(989e12, 67e12, 3.35e12),
-    "A100": GPU(312e12, 19.5e12, 2.04e12),
-    "4090": GPU(165e12, 82e12, 1.01e12),
+    "H200": GPU(1e12 * DENSE_TFLOPS["H200"], 67e12, 4.8e12),
+    "H100": GPU(1e12 * DENSE_TFLOPS["H100"], 67e12, 3.35e12),
+    "A100": GPU(1e12 * DENSE_TFLOPS["A100"], 19.5e12, 2.04e12),
+    "4090": GPU(1e12 * DENSE_TFLOPS["4090"], 82e12, 1.01e12),
 }
 
 SIZES: dict[str, dict[str, int | bool]] = {

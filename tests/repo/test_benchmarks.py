@@ -101,6 +101,24 @@ def test_attention_of_a_padded_row_and_of_the_varlen_kernel_is_the_formula(
         assert 0 < float(row["difference of output"]) < 0.02
 
 
+def test_rows_of_a_gpu_have_its_memory(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The device `cpu:0` is a CPU to torch, and none to the benchmark."""
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    bench = gpu.Bench("cpu:0", tiny=True, steps=2, policy=None, ends=float("inf"), row_seconds=60)
+    found = gpu.measure(bench, ["attention", "micro_batch", "decode_step"], tmp_path / "gpu.json")
+    assert found["machine"]["device"] == "NVIDIA H200"
+    peaks = {row["peak, MiB"] for row in found["sections"]["attention"] if row["result"] == "ok"}
+    assert peaks == {"2048.0"}
+    times = found["sections"]["micro_batch"][1]
+    assert times["padded, peak GiB"] == times["packed, peak GiB"] == "2.00"
+    assert waits
+
+
 def test_the_gpu_benchmark_names_a_wrong_kernel(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

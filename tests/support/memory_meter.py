@@ -33,6 +33,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as HEAD_CHUNK
 
+from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
+
 BLOCK = 512
 """Bytes of CUDA's smallest allocation."""
 
@@ -134,8 +136,9 @@ def measure(
     autocast: bool,
     accumulates: bool = False,
     splits_gradients: bool = False,
+    group: int | None = None,
 ) -> Meter:
-    """Return the meter after the forward and the backward of a micro-batch in TRL's padded layout.
+    """Return the meter after the forward and the backward of a micro-batch.
 
     Args:
         model: Model of `build`.
@@ -144,6 +147,7 @@ def measure(
         autocast: True to compute matrix products in bfloat16 whatever the dtype of the weights is.
         accumulates: True if an earlier micro-batch has left its gradients.
         splits_gradients: True if a gradient leaves the GPU as soon as it is complete, as under ZeRO.
+        group: Completions of a prompt in a packed row, or None for TRL's padded layout.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     model.train()
@@ -154,7 +158,12 @@ def measure(
     for parameter in model.parameters():
         if splits_gradients and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    ids = torch.empty(batch.rows, batch.prompt + batch.completion, dtype=torch.long)
+    spans = None if group is None else _spans(batch, group)
+    shape = (batch.rows, batch.prompt + batch.completion)
+    if spans is not None:
+        AttentionSwitch().pack(model)
+        shape = (1, spans.groups[-1][1][-1][1])
+    ids = torch.empty(shape, dtype=torch.long)
     targets = torch.zeros(batch.rows * batch.completion, dtype=torch.long)
     given = [ids, torch.ones_like(ids), targets]
     meter = Meter([*model.parameters(), *model.buffers(), *given])
@@ -163,21 +172,46 @@ def measure(
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            log_probs = _log_probs(base, *given)
+            log_probs = _log_probs(base, *given, spans)
         meter.phase = "backward"
         log_probs.square().sum().backward()
     return meter
 
 
-def _log_probs(base: nn.Module, ids: Tensor, mask: Tensor, targets: Tensor) -> Tensor:
+def _log_probs(base: nn.Module, ids: Tensor, mask: Tensor, targets: Tensor, spans: GroupSpans | None) -> Tensor:
     """Return the log-probabilities of `targets`, (completion tokens,), as TRL's forward computes them on a GPU."""
-    hidden = base.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+    given: dict[str, Any] = {"attention_mask": mask}
+    if spans is not None:
+        # transformers drops a mask of ones, which it cannot see without data, and leaves a mask of four dimensions.
+        given = {"attention_mask": mask[:, :1, None, None].bool(), "position_ids": mask, "group_spans": spans}
+    hidden = base.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
     head = base.get_output_embeddings()
     # The values of these indices do not matter. A boolean mask, as TRL has it, needs data.
     scored = hidden[:, :-1][targets, targets]
     return ChunkedLogProbFunction.apply(
         scored, head.weight, head.bias, targets, 1.0, HEAD_CHUNK, None, 1.0, ("entropy",)
     )[0]
+
+
+def _spans(batch: Batch, group: int) -> GroupSpans:
+    """Return the spans of a packed row of groups, with a kernel that stores what `varlen_attn` does."""
+    groups, end = [], 0
+    for _ in range(batch.rows // group):
+        prefix = (end, end + batch.prompt - 1)
+        starts = range(prefix[1], prefix[1] + group * batch.completion, batch.completion)
+        suffixes = [(start, start + batch.completion) for start in starts]
+        groups.append((prefix, suffixes))
+        end = suffixes[-1][1]
+    return GroupSpans(groups, _varlen, recomputed=True)
+
+
+def _varlen(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Compute attention of keys and values that are gathered once per segment, as `VarlenKernel` does."""
+    length = sum(stop - start + last - first for (start, stop), (first, last) in spans.segments())
+    places = torch.zeros(length, dtype=torch.long)
+    keys, values = (tensor.index_select(2, places) for tensor in (key, value))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash(query, keys, values, 0.0, False, False, scale=scaling)[0].transpose(1, 2)
 
 
 class _Quantised(torch.autograd.Function):

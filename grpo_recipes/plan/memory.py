@@ -133,6 +133,7 @@ class ModelShape:
         head: Parameters of the head, vocabulary x hidden size.
         ties_head: True if the head is the embedding.
         quantisable: Parameters quantized by loading in 4 or 8 bits: those of linear layers without the head.
+        norms_heads: True if queries and keys have norms of their own (Qwen3).
         initializer_range: Standard deviation of freshly drawn weights, 0.02 unless the configuration sets it.
     """
 
@@ -147,6 +148,7 @@ class ModelShape:
     head: int
     ties_head: bool
     quantisable: int = 0
+    norms_heads: bool = False
     initializer_range: float = 0.02
 
     @classmethod
@@ -159,6 +161,7 @@ class ModelShape:
             model = AutoModelForCausalLM.from_config(config)
             head = model.get_output_embeddings().weight
             ties_head = head is model.get_input_embeddings().weight
+            norms_heads = any(name.endswith(("q_norm", "q_layernorm")) for name, _ in model.named_modules())
             largest = quantisable = 0
             for module in model.modules():
                 largest = max(largest, sum(p.numel() for p in module.parameters(recurse=False)))
@@ -181,6 +184,7 @@ class ModelShape:
             head=head.numel(),
             ties_head=ties_head,
             quantisable=quantisable,
+            norms_heads=norms_heads,
             initializer_range=getattr(text, "initializer_range", None) or cls.initializer_range,
         )
 
@@ -404,21 +408,28 @@ class MemoryPlan:
         layer. SDPA with a mask repeats keys and values for each head, and gets a bias of the scores.
         """
         shape, size, stream = self.shape, self._compute_bytes(), self._stream_bytes()
-        hidden = 8.0  # the float32 inputs of both norms
+        norm = 4.0  # the float32 input
+        # Query, repeated key and value, and output. A float32 number for each head, which has at least 64 elements.
+        query = 4 * size + 4 / 64
         intermediate = 4.0 * size  # gate, its activation, up projection, input of the down projection
         if shape.trained == shape.parameters:
-            hidden += 2 * stream  # factors of the norms' weights
+            norm += stream  # factor of the norm's weight
             # Autocast casts the input of each of five projections by itself, unless it has the dtype already.
-            hidden += size * (2 if stream == size else 5)
+            hidden = 2 * norm + size * (2 if stream == size else 5)
         else:
-            # Each of seven adapters keeps its dropped input and the mask of the dropout. Six inputs are hidden states,
-            # and the seventh replaces the frozen down projection's.
-            hidden += 6 * (size + 1)
+            # Each of seven adapters keeps its dropped input and the mask of the dropout. Five inputs are hidden states,
+            # one is the output of attention, and the seventh replaces the frozen down projection's.
+            hidden = 2 * norm + 5 * (size + 1)
+            query += size + 1
             intermediate += 1
+        elements = hidden * shape.hidden + query * shape.query + intermediate * shape.intermediate
+        if shape.trained < shape.parameters:
+            sizes = 7 * shape.hidden + 2 * (shape.query + shape.key_value) + 3 * shape.intermediate
+            rank = shape.trained / shape.layers / sizes
+            elements += 7 * rank * size  # between the two matrices of each adapter
+        if shape.norms_heads:
+            elements += (norm + 4 / 64) * (shape.query + shape.key_value)
         bias = self.rows * self.tokens**2 * size
-        # A float32 number for each head, which has at least 64 elements.
-        attention = 4 * size + 4 / 64
-        elements = hidden * shape.hidden + attention * shape.query + intermediate * shape.intermediate
         return self.rows * self.tokens * elements + bias + self._cast_weights() / shape.layers
 
     def _layer_backward(self) -> float:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 from trl import get_peft_config
 
 from grpo_recipes.checks.checks import Machine, optimizer_name
@@ -71,6 +71,12 @@ WITHOUT_CHECKPOINTING = [
     Case("offline-scored-gpt2", "gpt2", changes=WITHOUT),
     Case("rlaif-minimind-internlm2", "MiniMind2-Small", changes=WITHOUT),
 ]
+OTHER_MODELS = [
+    Case(recipe, model, changes=changes)
+    for model in ("Llama-3.2-1B", "Qwen3-0.6B")
+    for recipe in (FULL_24GB, FULL_A100, "gsm8k-qwen2.5-1.5b-lora")
+    for changes in ((), WITHOUT)
+]
 
 
 def config_of(model: str) -> PretrainedConfig:
@@ -83,6 +89,13 @@ def config_of(model: str) -> PretrainedConfig:
     if model == "SmolLM2-135M":
         sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152}
         return LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True)
+    if model == "Llama-3.2-1B":
+        sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
+        return LlamaConfig(**sizes, num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=True)
+    if model == "Qwen3-0.6B":
+        sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936}
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+        return Qwen3Config(**sizes, **heads, tie_word_embeddings=True)
     return qwen.config(model)
 
 
@@ -143,7 +156,7 @@ def training_bytes(plan: MemoryPlan) -> float:
 
 def shown(case: Case, peak: int, planned: float) -> str:
     """Return a row of the table in docs/scaling.md."""
-    name = " ".join([case.recipe, case.layout, *case.changes])
+    name = " ".join([case.recipe, case.model, case.layout, *case.changes])
     return f"| {name} | {peak / GIB:.2f} | {planned / GIB:.2f} | {planned / peak:.3f} |"
 
 
@@ -156,7 +169,9 @@ def check_case(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*SHIPPED, *WITHOUT_CHECKPOINTING], ids=lambda case: case.recipe)
+@pytest.mark.parametrize(
+    "case", [*SHIPPED, *WITHOUT_CHECKPOINTING, *OTHER_MODELS], ids=lambda case: f"{case.recipe}-{case.model}"
+)
 def test_the_plan_holds_the_peak_of_a_micro_batch(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)
 

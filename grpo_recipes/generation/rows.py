@@ -138,8 +138,8 @@ class Rows:
         ids, mask = torch.stack([self.input_ids, self.attention_mask.to(self.input_ids)]).cpu().numpy()
         return HostRows(ids, mask.astype(bool), self.logits_to_keep)
 
-    def known_as(self, host: HostRows) -> Rows:
-        """Return these rows with a copy of them that exists already."""
+    def with_host(self, host: HostRows) -> Rows:
+        """Return these rows with `host`, a copy of them that was made before."""
         known = Rows(self.input_ids, self.attention_mask, self.logits_to_keep)
         known.__dict__["host"] = host  # where `cached_property` keeps its value
         return known
@@ -150,7 +150,7 @@ class Rows:
         columns = slice(left, self.input_ids.size(1) - self.logits_to_keep + keep)
         rows = index if isinstance(index, slice) else on_device(index, self.input_ids.device)
         selected = Rows(self.input_ids[rows, columns], self.attention_mask[rows, columns], keep)
-        return selected.known_as(self.host.select(index, left, width)) if "host" in self.__dict__ else selected
+        return selected.with_host(self.host.select(index, left, width)) if "host" in self.__dict__ else selected
 
     def unlabelled(self) -> Rows:
         """Return the rows with their completions masked out."""

@@ -157,8 +157,10 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
         sample = sample_of_rows(len(dataset))
         measured = dataset.select(sample) if len(sample) < len(dataset) else dataset
         lengths = token_lengths(measured, tokenizer, template_kwargs, tools)
-        tokens = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs, tools)[0])
-        bare = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs)[0])
+        # A prompt may be long: what is known is not tokenized again.
+        row = dataset.select([0])
+        tokens = int(lengths[0] if sample[0] == 0 else token_lengths(row, tokenizer, template_kwargs, tools)[0])
+        bare = tokens if tools is None else int(token_lengths(row, tokenizer, template_kwargs)[0])
     summary = Lengths.of(lengths, len(dataset), recipe.dataset.max_prompt_tokens)
     if tools is not None:
         template_kwargs = {**template_kwargs, **tools.template_kwargs(dataset[0].get(ENVIRONMENT))}

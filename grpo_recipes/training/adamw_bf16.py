@@ -25,6 +25,7 @@ CHUNK = 2**25
 """Number of elements that are updated at once. Temporaries take 9 bytes for each."""
 
 _LOW = "low_bits"
+"""Key of the dropped bits in the state of a parameter."""
 
 SAMPLE = 4096
 """Number of sampled weights: a share of 5 % is then known to 0.4 percentage points from one step."""
@@ -197,9 +198,9 @@ def merge(weights: list[Tensor], low_bits: list[Tensor]) -> tuple[Tensor, list[T
 
 
 def split_into(flat: Tensor, weights: list[Tensor], low_bits: list[Tensor]) -> None:
-    """Write float32 numbers, (elements,), into weights (nearest, halfway away from 0) and `low_bits`, as `merge` reads.
+    """Write float32 numbers, (elements,), into weights and `low_bits`, inverse to `merge`.
 
-    The numbers are overwritten. Infinity becomes NaN.
+    A weight is the nearest bfloat16, halfway away from 0. The numbers are overwritten. Infinity becomes NaN.
     """
     bits, sizes = flat.view(torch.int32), [weight.numel() for weight in weights]
     # The lower half, read as a signed number, is what the nearest upper half leaves.

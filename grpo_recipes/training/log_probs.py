@@ -81,7 +81,9 @@ class LogProbs:
         for start in range(0, size, chunk):
             part = slice(start, start + chunk)
             some = rows.select(part if sequence is None else sequence[part])
-            call = ModelCall(self.layout_of_call(model, some, layout), some)
+            # The padded layout needs no copy of the rows on the host.
+            chosen = self.layout_of_call(model, some.host, layout) if layout is Layout.PACKED else layout
+            call = ModelCall(chosen, some)
             chunk_log_probs, chunk_entropies = self._run(call, model, compute_entropy)
             log_probs.append(chunk_log_probs)
             if chunk_entropies is not None:
@@ -122,15 +124,14 @@ class LogProbs:
             self._bare[model] = ref(found)
         return found
 
-    def layout_of_call(self, model: nn.Module, rows: Rows | HostRows, layout: Layout) -> Layout:
+    def layout_of_call(self, model: nn.Module, rows: HostRows, layout: Layout) -> Layout:
         """Return the layout of a model call: trimmed instead of packed if packing is impossible or saves little."""
         if layout is not Layout.PACKED:
             return layout
-        host = rows.host if isinstance(rows, Rows) else rows
-        trimmed = host.select(*host.trimmed())
+        trimmed = rows.select(*rows.trimmed())
         # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
         fits = self._check.fits(self.bare(model), trimmed).all()
-        return Layout.PACKED if fits and host.packed_tokens() <= MAX_PACKED_SHARE * trimmed.ids.size else Layout.TRIMMED
+        return Layout.PACKED if fits and rows.packed_tokens() <= MAX_PACKED_SHARE * trimmed.ids.size else Layout.TRIMMED
 
     def _run(self, call: ModelCall, model: nn.Module, compute_entropy: bool) -> PerToken:
         """Make a model call, and return its results in TRL's layout, each (B, T)."""

@@ -166,7 +166,7 @@ def regroup(buffer: Sequence[MicroBatch], window: int, layout: Layout, exact: Ex
 
 
 def _on_host(buffer: Sequence[MicroBatch]) -> tuple[HostRows, np.ndarray]:
-    """Return the rows of a generation batch, and which of them contribute, (rows,): the only copy to the host."""
+    """Copy a generation batch to the host once. Return its rows, and which of them contribute, (rows,) bool."""
     found = []
     for batch in buffer:
         rows = as_rows(batch)
@@ -224,7 +224,7 @@ def as_rows(batch: MicroBatch) -> Rows:
 
 
 def _parts(host: HostRows, batches: Sequence[MicroBatch]) -> list[HostRows]:
-    """Return the rows of each micro-batch, of the rows of all."""
+    """Split the rows of all micro-batches into those of each."""
     ends = np.cumsum([_size(batch) for batch in batches])
     return [host.select(slice(end - _size(batch), end)) for end, batch in zip(ends, batches, strict=True)]
 
@@ -319,14 +319,14 @@ def _merge(batches: Sequence[MicroBatch]) -> MicroBatch:
     return merged
 
 
-def _take(batch: MicroBatch, rows: np.ndarray, on_device: Tensor) -> MicroBatch:
-    """Return the given rows of a batch, in the given order. `on_device` holds the same numbers."""
+def _take(batch: MicroBatch, rows: np.ndarray, places: Tensor) -> MicroBatch:
+    """Return the given rows of a batch, in the given order. `places` holds the same numbers on the device."""
     taken = dict(batch)
     for key, value in batch.items():
         if isinstance(value, list):
             taken[key] = [value[row] for row in rows]
         elif _is_per_row(value):
-            taken[key] = value[on_device]
+            taken[key] = value[places]
     return taken
 
 

@@ -141,16 +141,18 @@ def pack(rows: Rows) -> PackedRow:
 
     labels, lengths = np.concatenate(line.labels), [len(completions[row]) for row in owners]
     columns = np.concatenate([np.zeros(0), *map(np.arange, lengths)])
-    parts = [
-        np.concatenate(line.ids),
-        np.concatenate(line.positions),
-        labels,
+    parts = {
+        "input_ids": np.concatenate(line.ids),
+        "position_ids": np.concatenate(line.positions),
+        "labels": labels,
         # Labels lie suffix after suffix and, within a suffix, in the order of the completion's columns.
-        np.repeat(owners, lengths),
-        columns,
-        np.flatnonzero(labels != IGNORED),
-    ]
+        "rows": np.repeat(owners, lengths),
+        "columns": columns,
+        "positions": np.flatnonzero(labels != IGNORED),
+    }
     # One copy to the device for all.
-    joined = on_device(np.concatenate(parts).astype(np.int64), rows.input_ids.device)
-    ids, positions, predicted, *places = joined.split([len(part) for part in parts])
-    return PackedRow(ids[None], positions[None], predicted[None], groups, *places)
+    joined = on_device(np.concatenate([*parts.values()]).astype(np.int64), rows.input_ids.device)
+    made = dict(zip(parts, joined.split([len(part) for part in parts.values()]), strict=True))
+    for name in ("input_ids", "position_ids", "labels"):
+        made[name] = made[name][None]
+    return PackedRow(groups=groups, **made)

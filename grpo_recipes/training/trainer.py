@@ -217,7 +217,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             return super()._get_per_token_logps_and_entropies(*inputs, **multimodal)
         rows = Rows(input_ids, attention_mask, logits_to_keep)
         if self._host_rows is not None:
-            rows = rows.known_as(self._host_rows)
+            rows = rows.with_host(self._host_rows)
         return *self._log_probs(model, rows, batch_size, compute_entropy), None
 
     def _trl_log_probs(self, model: nn.Module, rows: Rows, compute_entropy: bool) -> PerToken:
@@ -250,7 +250,7 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     @contextmanager
     def _known_on_host(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Let log-probabilities inside this block, all of this micro-batch, use its rows that the host has already."""
+        """Let log-probabilities inside this block, which are those of this micro-batch, use its rows on the host."""
         self._host_rows = inputs.get(microbatch.HOST)
         try:
             yield

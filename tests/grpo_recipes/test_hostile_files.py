@@ -30,7 +30,7 @@ from tests.support import launching, short_runs, tiny
 from tests.support.grids import only
 from tests.support.stored import evaluation_files, run_files
 
-SECONDS, BYTES = 60, 2 << 30
+SECONDS, BYTES = 20, 2 << 30
 """Limits of one combination of command, file and fault."""
 
 

@@ -196,7 +196,7 @@ def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
     )
     torch.testing.assert_close(scored(trainer, some), expected, atol=1e-5, rtol=0)
     count.remove()
-    layout = trainer._log_probs.layout_of_call(trainer.model, some, layout_of(trainer))
+    layout = trainer._log_probs.layout_of_call(trainer.model, some.host, layout_of(trainer))
     assert [tokens_computed(some.host, layout)] == ran
     assert tokens_computed(some.host, Layout.PADDED) == some.input_ids.numel()
     none = padded([[5, 6, 7], [8]], [[], []])

@@ -203,6 +203,18 @@ def trained_quantization(folder: Path) -> BitsAndBytesConfig | None:
         raise UserError(f"{folder}: its {RECORD} describes no model ({one_line(error)}): restore the file") from error
 
 
+def quantization_of(name: str) -> dict[str, str]:
+    """Return how an adapter's base is quantized, for `made_with` of `evaluation.json`, or {} if it is not."""
+    folder = Path(name)
+    config = trained_quantization(folder) if (folder / ADAPTER_CONFIG).is_file() else None
+    if config is None:
+        return {}
+    if config.load_in_8bit:
+        return {"quantization": "8 bits"}
+    nested = ", nested" if config.bnb_4bit_use_double_quant else ""
+    return {"quantization": f"4 bits ({config.bnb_4bit_quant_type}{nested})"}
+
+
 def _reason(error: Exception) -> str:
     return one_line(error) or type(error).__name__
 

@@ -26,6 +26,7 @@ from grpo_recipes.evaluation.engines import (
     load_tokenizer,
     published_config,
     token_ids,
+    quantization_of,
     trained_quantization,
 )
 from grpo_recipes.evaluation.merge import merge
@@ -130,7 +131,7 @@ def load_vllm(
 
 
 def made_with(name: str, options: VLLM) -> dict[str, Any]:
-    """Return version and dtype, and how an adapter is applied. None is a value that a server does not report.
+    """Return version and precision, and how an adapter is applied. None is a value that a server does not report.
 
     Raises:
         UserError: The server does not answer.
@@ -138,7 +139,7 @@ def made_with(name: str, options: VLLM) -> dict[str, Any]:
     url = options.vllm_server_base_url
     if url is not None:
         return {"version": str(_request(url, "/version")["version"]), "dtype": _server_dtype(url)}
-    made: dict[str, Any] = {"version": _version(), "dtype": _dtype(name)}
+    made: dict[str, Any] = {"version": _version(), "dtype": _dtype(name), **quantization_of(name)}
     if _is_adapter(name):
         made["adapter"] = "merged" if needs_merging(name) else "LoRARequest"
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from itertools import product
@@ -218,3 +219,18 @@ def test_an_adapter_is_evaluated_on_the_base_in_4_bits_that_it_was_trained_on(tm
     text = "3 + 4 = 7"
     torch.testing.assert_close(log_probabilities(model, text), log_probabilities(trained_policy(tmp_path), text))
     assert needs_merging(str(checkpoint)) == "a base that was quantized for training"
+
+
+@pytest.mark.slow
+@needs_bitsandbytes
+def test_an_evaluation_records_how_the_base_is_quantized(tmp_path: Path) -> None:
+    checkpoint = save_run(tmp_path)
+    options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 2, "prompt_format": "text"}
+    plain = evaluate.evaluate_model(tmp_path / "base", output=tmp_path / "a", **options)
+    assert "quantization" not in plain["made_with"]
+    evaluate.evaluate_model(checkpoint, output=tmp_path / "b", **options)
+    made_with = json.loads((tmp_path / "b" / "evaluation.json").read_text())["made_with"]
+    assert made_with["dtype"] == "bfloat16"
+    assert made_with["quantization"] == "4 bits (nf4, nested)"
+    (warning,) = evaluate.compare(tmp_path / "a", tmp_path / "b")["warnings"]
+    assert "quantization not recorded and 4 bits (nf4, nested)" in warning

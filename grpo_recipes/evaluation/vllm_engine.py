@@ -25,8 +25,8 @@ from grpo_recipes.evaluation.engines import (
     generation_options,
     load_tokenizer,
     published_config,
-    token_ids,
     quantization_of,
+    token_ids,
     trained_quantization,
 )
 from grpo_recipes.evaluation.merge import merge

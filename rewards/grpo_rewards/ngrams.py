@@ -36,6 +36,8 @@ _MAX_WORD_CHARS = 24
 _MAX_MARK_CHARS = 7
 _PIECE_CHARS = 4
 _MAX_NGRAM = 100
+_COUNTER = "#"
+_NUMBERED = re.compile(r"([^\W\d_]*)([0-9]{1,18})", re.ASCII)
 
 
 def words(text: str) -> list[str]:
@@ -59,6 +61,37 @@ def words(text: str) -> list[str]:
         else:
             pieces += [word[start : start + _PIECE_CHARS] for start in range(0, len(word), _PIECE_CHARS)]
     return pieces
+
+
+def without_counters(found: Sequence[str]) -> list[str]:
+    """Return words with `#` for the numbers of a counter, so that numbering a loop does not hide it.
+
+    A number belongs to a counter if it continues an arithmetic progression of the numbers at the same place: attached
+    to the same letters (`wait7 wait8 wait9`), or between the same two words, of which one has at least two letters
+    (`wait 7 wait 8 wait 9`). A plain list of numbers has no such words and is no counter.
+    """
+    masked = list(found)
+    previous: dict[Any, tuple[int | None, int | None]] = {}
+    for position, word in enumerate(found):
+        number = _NUMBERED.fullmatch(word)
+        if number is None:
+            continue
+        stem, value = number[1], int(number[2])
+        place: Any = stem
+        if not stem:
+            place = (found[position - 1] if position else "", found[position + 1] if position + 1 < len(found) else "")
+            if not any(map(_is_plain_word, place)):
+                continue
+        last, step = previous.get(place, (None, None))
+        previous[place] = value, None if last is None else value - last
+        if step and last is not None and value - last == step:
+            masked[position] = stem + _COUNTER
+    return masked
+
+
+def _is_plain_word(word: str) -> bool:
+    """Return True for a word of letters that is no variable such as `x`. One Chinese character is a word."""
+    return word.isalpha() and (len(word) > 1 or not word.isascii())
 
 
 def repeated_share(units: Sequence[Any], ngram: int) -> float | None:
@@ -89,8 +122,8 @@ class Repetition(BaseReward):
     | has no n-gram: fewer than `ngram` words | 0 |
 
     This is the penalty of TRL's `get_repetition_penalty_reward` (and open-r1's), on words that evasion does not change:
-    other case or punctuation, invisible characters and missing spaces do not hide a loop. With `unit: tokens` it is
-    TRL's own. The thinking counts.
+    other case or punctuation, invisible characters, missing spaces and counters do not hide a loop. With `unit:
+    tokens` it is TRL's own. The thinking counts.
 
     Args:
         ngram: number of words in an n-gram, 1 to 100.
@@ -123,7 +156,9 @@ class Repetition(BaseReward):
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         completion_ids = columns.get("completion_ids")
         if self.unit == "words":
-            units: Sequence[Sequence[Any]] = [words(completion_text(completion)) for completion in completions]
+            units: Sequence[Sequence[Any]] = [
+                without_counters(words(completion_text(completion))) for completion in completions
+            ]
         elif completion_ids is None:
             raise ValueError(f"reward `{self.name}` needs the trainer's completion_ids: set its kwarg unit to words")
         else:

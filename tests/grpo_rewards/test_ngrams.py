@@ -96,6 +96,42 @@ def test_an_evasion_is_penalised(kind):
     assert score(EVASIONS[kind]) < -0.5
 
 
+# Loops that differ in a number that goes up or down, and the same loops without it.
+COUNTED = {
+    "attached": (" ".join(f"wait{number}" for number in range(200)), "wait " * 200),
+    "attached, from above": (" ".join(f"hmm{number}" for number in range(900, 700, -1)), "hmm " * 200),
+    "attached, in steps": (" ".join(f"Wait{number:04}!" for number in range(0, 2000, 10)), "wait " * 200),
+    "one letter": (" ".join(f"w{number}" for number in range(200)), "w " * 200),
+    "Chinese": ("".join(f"\u7b49{number}" for number in range(200)), "\u7b49w" * 200),
+    "apart": (" ".join(f"wait {number}" for number in range(200)), "wait w " * 200),
+    "in brackets": (" ".join(f"({number}) {LOOP}" for number in range(50)), ("w " + LOOP) * 50),
+    "numbered lines": ("\n".join(f"{number}. {LOOP}" for number in range(1, 51)), ("w " + LOOP) * 50),
+    "named lines": ("\n".join(f"Step {number}: {LOOP}" for number in range(1, 51)), ("step w " + LOOP) * 50),
+    "two words in turn": (" ".join(f"{'wait' if n % 2 else 'hmm'} {n}" for n in range(200)), "wait w hmm w " * 100),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_counter_does_not_hide_a_loop(kind):
+    counted, plain = COUNTED[kind]
+    assert score(counted) <= score(plain) + 0.05
+
+
+COUNTING = {
+    "numbers": " ".join(map(str, range(1, 2001))),
+    "lines": "\n".join(map(str, range(1, 2001))),
+    "commas": ", ".join(map(str, range(1, 2001))),
+    "even numbers": ", ".join(map(str, range(0, 4000, 2))),
+    "a numbered list": "\n".join(f"{number}. {random.Random(number).getrandbits(60):x}" for number in range(1, 500)),
+    "a table of products": "\n".join(f"7 x {number} = {7 * number}" for number in range(1, 30)),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTING)
+def test_counting_without_a_loop_is_not_penalised(kind):
+    assert score(COUNTING[kind]) > -0.02
+
+
 PROSE = """To find how many eggs are left, we first add up what the family uses. At breakfast three are eaten, and
 four more go into muffins for friends; that makes 3 + 4 = 7. The ducks lay sixteen a day, so 16 - 7 = 9 remain for the
 market. Each one sells for $2, hence she earns 9 * 2 = 18 dollars every day."""

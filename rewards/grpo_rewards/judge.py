@@ -51,8 +51,9 @@ _AS_LINE = "The last line of your reply is your verdict, in the form that the ta
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-# Characters that chat templates build their tokens from: <|im_end|>, </s>, [INST].
-_TEMPLATE_TOKEN = re.compile(r"[<>|]|\[(?=/?[A-Z])")
+# Characters that chat templates build their tokens from (<|im_end|>, </s>, [INST]), and Unicode's line breaks, which
+# JSON allows in a string.
+_ESCAPED = re.compile(r"[<>|\x85\u2028\u2029]|\[(?=/?[A-Z])")
 _DROPPED = "another of its group has no score"
 _SHORTEST_TIMEOUT = 0.001
 _RESERVED = ("model", "messages", "stream", "n")
@@ -306,9 +307,9 @@ def read_score(reply: str, lowest: float, highest: float, pattern: str | None = 
 
 
 def _encoded(value: Any) -> str:
-    """Return a value as JSON on one line, without any token of a chat template."""
+    """Return a value as JSON on one line, without a Unicode line break or a token of a chat template."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    text = _TEMPLATE_TOKEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+    text = _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return text.encode("utf-8", "backslashreplace").decode()  # a lone surrogate becomes its JSON escape
 
 

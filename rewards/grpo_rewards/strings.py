@@ -14,19 +14,25 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import completion_text, needed_column
+from grpo_rewards.errors import shortened
 from grpo_rewards.math.answers import MAX_GOLDS, accepted_golds, number_text
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.reward import Scored, check_choice
 from grpo_rewards.strict import linear_search
 
+_SHOWN = 40
+
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+# A sign, a decimal mark, a fraction, a time, a power or a factorial. A comma between groups of three digits is no part
+# of the number's value.
+_MEANINGFUL_MARK = re.compile(r"(?<![\w)])(?:-\s?\.?|\.)\d|\d\s?[./:^*-]\s?\d|\d,(?!\d{3}(?!\d))\d|\d!", re.ASCII)
 
 
 def squad_normalised(text: str) -> str:
@@ -137,6 +143,22 @@ class StringMatch(AgainstGold):
     def columns_read(self) -> tuple[str, ...]:
         """Name of the dataset column with the gold; none if one pattern serves every row."""
         return () if self.pattern is not None else super().columns_read
+
+    def gold_note(self, golds: Iterable[tuple[object, Any]]) -> str | None:
+        """Return a sentence if SQuAD's normalisation changes the numbers of some golds; else None."""
+        if self.match not in ("squad", "f1"):
+            return None
+        changed: list[tuple[object, str]] = []
+        for row, value in golds:
+            changed += [(row, gold) for gold in self._golds(value) if _MEANINGFUL_MARK.search(gold)]
+        if not changed:
+            return None
+        row, gold = changed[0]
+        count = "1 gold holds" if len(changed) == 1 else f"{len(changed)} golds hold"
+        return (
+            f"{count} digits with marks that `match: {self.match}` removes ({row}: `{shortened(gold, _SHOWN)}` equals "
+            f"`{shortened(squad_normalised(gold), _SHOWN)}`): set `match: exact`"
+        )
 
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         given: Sequence[Any] = [self.pattern] * len(completions)

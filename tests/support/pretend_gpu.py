@@ -10,8 +10,9 @@ host would wait for the device, and how often data would be copied to it. Number
 be compared with a run outside the block.
 
 It cannot show speed, memory, the rounding and the random numbers of CUDA's kernels, errors that a kernel raises, or
-anything that overlaps in time. A call of one operator counts as one launch, although some operators launch several
-kernels. Operators inside C++ autograd formulas are counted, fused CPU kernels count as one.
+anything that overlaps in time. Autocast is that of the CPU, which keeps fewer operators in float32 than CUDA's. A call
+of one operator counts as one launch, although some operators launch several kernels. Operators inside C++ autograd
+formulas are counted, fused CPU kernels count as one.
 """
 
 from __future__ import annotations
@@ -127,6 +128,10 @@ class PretendTensor(torch.Tensor):
         """Return the number of the GPU."""
         return 0
 
+    def data_ptr(self) -> int:
+        """Return the address of the data."""
+        return self.host.data_ptr()
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"PretendTensor({tuple(self.shape)}, {self.dtype})"
 
@@ -137,10 +142,20 @@ class PretendTensor(torch.Tensor):
         return PretendGPU.current.operate(func, args, kwargs or {})
 
 
+class Autocast(torch.autocast):
+    """Autocast of the pretend GPU, whose tensors are those of the CPU in C++."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_host_of(device_type), *args, **kwargs)
+
+
 class PretendGPU(TorchFunctionMode):
     """The device, as a context, with the counts of everything that ran on it inside the block."""
 
     current: PretendGPU | None = None
+
+    capability = (9, 0)
+    """Compute capability that the device reports."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +195,7 @@ class PretendGPU(TorchFunctionMode):
             self._patches.close()
 
     def _replace_cuda(self) -> None:
-        """Replace what would start CUDA: memory and random state of the device, and accelerate's device."""
+        """Replace what would start CUDA: memory and random state of the device, and autocast."""
         engine = torch.autograd.graph._engine_run_backward  # type: ignore[attr-defined]
 
         def backward(*args: Any, **kwargs: Any) -> Any:
@@ -192,8 +207,10 @@ class PretendGPU(TorchFunctionMode):
         self._patches.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         replacements = {
-            "get_device_properties": lambda *_: SimpleNamespace(total_memory=MEMORY, major=9, minor=0),
-            "get_device_capability": lambda *_: (9, 0),
+            "get_device_properties": lambda *_: SimpleNamespace(
+                total_memory=MEMORY, major=self.capability[0], minor=self.capability[1]
+            ),
+            "get_device_capability": lambda *_: self.capability,
             "get_rng_state": lambda *_: torch.get_rng_state(),
             "set_rng_state": lambda state, *_: torch.set_rng_state(state),
             "mem_get_info": lambda *_: (MEMORY, MEMORY),
@@ -203,6 +220,10 @@ class PretendGPU(TorchFunctionMode):
         }
         for name, replacement in replacements.items():
             self._patches.enter_context(patch(f"torch.cuda.{name}", replacement))
+        enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+        self._patches.enter_context(patch("torch.autocast", Autocast))
+        self._patches.enter_context(patch("torch.is_autocast_enabled", lambda device="cuda": enabled(_host_of(device))))
+        self._patches.enter_context(patch("torch.get_autocast_dtype", lambda device: dtype_of(_host_of(device))))
         self._patches.enter_context(patch("torch.autograd._engine_run_backward", backward))
         self._patches.enter_context(patch("torch._tensor.torch.autograd._engine_run_backward", backward))
 
@@ -244,7 +265,9 @@ class PretendGPU(TorchFunctionMode):
             self.wait(name)
         if name in INDEXING:
             indices = [index for index in args[1] if index is not None]
-            if any(index.dtype in (torch.bool, torch.uint8) for index in indices):
+            masks = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+            fills = name != "index" and not isinstance(args[2], PretendTensor)  # with a number: `masked_fill`
+            if masks and not fills:
                 self.wait("boolean index")
             self.uploads += any(not isinstance(index, PretendTensor) for index in indices)
 
@@ -359,6 +382,11 @@ def _is_gpu(device: Any) -> bool:
     if device is None or isinstance(device, bool):
         return False
     return isinstance(device, int) or torch.device(device).type == "cuda"
+
+
+def _host_of(device_type: str) -> str:
+    """Return the type of the device that holds the data of tensors on a device of the given type."""
+    return "cpu" if device_type == "cuda" else device_type
 
 
 def _mm_to(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:

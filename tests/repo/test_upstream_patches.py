@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.quantized import needs_bitsandbytes
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "upstream"
 PATCHES = sorted(path.stem for path in FOLDER.glob("*.patch"))
@@ -167,6 +169,7 @@ def test_padding_per_micro_batch(tmp_path: Path, patched: bool) -> None:
     [
         ("trl-lora-server-weights", r"True 0\.\d*[1-9]"),
         ("trl-continuous-batching-cast", r"torch\.float32\n(.*\n)*torch\.bfloat16"),
+        pytest.param("bitsandbytes-cpu-repacking", r"MatMul4BitBackward.*\n(?!.*MatMul4Bit)", marks=needs_bitsandbytes),
     ],
 )
 def test_a_reproduction_shows_what_its_report_says(report: str, shows: str, tmp_path: Path) -> None:

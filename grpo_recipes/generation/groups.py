@@ -26,6 +26,7 @@ from grpo_recipes.generation.kept_cache import KeptCache, Prefix, aligned, split
 from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer, FullBuffer
 from grpo_recipes.generation.models import method_replaced, rotary_of_the_longest
 from grpo_recipes.generation.recorder import Recorder
+from grpo_recipes.generation.sampling import Uniforms, draw
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
 
 if TYPE_CHECKING:
@@ -93,7 +94,11 @@ class Turn:
         """
         if reason := reason_to_decline(model, **given):
             raise Declined(reason)
-        return Batch(self, model, input_ids, **given).run()
+        return self.batch(model, input_ids, **given).run()
+
+    def batch(self, model: CausalLM, input_ids: Tensor, **given: Any) -> Batch:
+        """Return the loop of one call of `generate`."""
+        return Batch(self, model, input_ids, **given)
 
     def record(self, model: CausalLM, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run transformers' own `generate`, and record its log-probabilities."""
@@ -187,18 +192,6 @@ def decode_step(model: CausalLM, tokens: Tensor, cache: DynamicCache, **inputs: 
     return model(**prepared, return_dict=True).logits[:, -1].float()
 
 
-def draw(probabilities: Tensor) -> Tensor:
-    """Draw a token of each row, (rows,), with its probability, (rows, vocabulary)."""
-    if probabilities.device.type != "cpu":  # sums are not deterministic on a GPU
-        return probabilities.multinomial(1)[:, 0]
-    # `multinomial` draws a random number for every token of the vocabulary: on a CPU as much time as a layer. Here one
-    # number per row is looked up in the sums. It is above 0 and at most the last sum, so no token of probability 0 is
-    # drawn.
-    sums = probabilities.cumsum(-1, dtype=torch.float64)
-    places = (1 - torch.rand(len(sums), 1, dtype=torch.float64)) * sums[:, -1:]
-    return torch.searchsorted(sums, places)[:, 0]
-
-
 class Batch:
     """One call of `generate`.
 
@@ -222,8 +215,9 @@ class Batch:
         # `reason_to_decline` has checked the first, and `generate` has filled in the second.
         assert stopping_criteria.max_length is not None
         assert generation_config._pad_token_tensor is not None
+        self.padding = generation_config._pad_token_tensor
         room = stopping_criteria.max_length - self.width
-        self.ids = torch.cat([input_ids, generation_config._pad_token_tensor.expand(self.size, room)], 1)
+        self.ids = torch.cat([input_ids, self.padding.expand(self.size, room)], 1)
         self.end = self.width  # number of columns with tokens in them; padding follows
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         self.mask: Any = None if mask is None else torch.cat([mask, mask.new_ones(self.size, room)], 1)
@@ -239,21 +233,25 @@ class Batch:
         self.log_probs = torch.zeros(len(self.recorded), room, dtype=torch.float32, device=input_ids.device)
         self.compared = set() if turn.comparison is None else set(turn.comparison.rows)
         self.find_recorded()
+        self.uniforms = Uniforms(self.size, input_ids.device) if self.samples and not turn.same_stream else None
 
     def run(self) -> Tensor:
         """Return prompts and completions of all rows, (rows, columns), padded on the right after a row's end."""
         logits = self.prefill()
         with self.model._optimize_model_for_decode():
-            going = self.append(self.choose(logits))
-            while self.model._has_unfinished_sequences(not going, self.turn.together, self.ids.device):
-                if going:
-                    self.cut_padding()
-                    going = self.append(self.choose(self.decode()))
-                else:  # other ranks go on, and a forward is a collective
-                    decode_step(self.model, self.ids[:1, -1:], DynamicCache(config=self.model.config))
+            self.go_on(self.append(self.choose(logits)))
         if self.recorded:
             self.turn.log_probs = self.log_probs[:, : self.end - self.width]
         return self.ids[:, : self.end]
+
+    def go_on(self, going: bool) -> None:
+        """Append tokens to the generating rows until all have finished. `going` is False if they have already."""
+        while self.model._has_unfinished_sequences(not going, self.turn.together, self.ids.device):
+            if going:
+                self.cut_padding()
+                going = self.append(self.choose(self.decode()))
+            else:  # other ranks go on, and a forward is a collective
+                decode_step(self.model, self.ids[:1, -1:], DynamicCache(config=self.model.config))
 
     def prefill(self) -> Tensor:
         """Run the new tokens of each distinct prompt, and give every row a copy of its keys, values and logits."""
@@ -357,8 +355,10 @@ class Batch:
         """Return one token of each row, (rows,), as the stock loop picks it."""
         if not self.samples:
             return scores.argmax(-1)
-        if not self.turn.same_stream:
-            return draw(scores.softmax(-1))
+        if self.uniforms is not None:
+            token = self.end - self.width
+            self.uniforms.show(token)
+            return draw(scores.softmax(-1), self.uniforms.of(token)[self.index])
         noise = torch.empty(self.size, scores.shape[1], device=scores.device).exponential_(1)  # as multinomial does
         return (scores.softmax(-1) / noise[self.index]).argmax(-1)
 

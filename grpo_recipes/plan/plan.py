@@ -313,7 +313,7 @@ def _memory(
         gpu_memory=gpu_memory,
         optim=optimizer_name(recipe, machine),
         quantised_bytes=quantised,
-        keeps_turns=bool(recipe.tools or recipe.environment_factory) and recipe.generation == "auto",
+        keeps_turns=bool(recipe.tools or recipe.environment_factory) and recipe.generation != "off",
     )
 
 

@@ -1,20 +1,22 @@
 """Generation for a trainer, by whichever generator it has, in the context and with the check that this generator needs.
 
 With transformers' `generate`, groups are decoded if that is exact, which the first batch decides. Keys and values are
-kept between the turns of a generation batch if that is exact, which the first turn that uses them decides.
+kept between the turns of a generation batch if that is exact, which the first turn that uses them decides. Captured
+decoding steps likewise, by the first batch that has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
 from trl.chat_template_utils import parse_response
 
+from grpo_recipes.generation.captured import CapturedTurn
 from grpo_recipes.generation.generator_check import GenerationCheck, unfit_layout
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.kept_cache import KeptCache, memory_limit
@@ -22,6 +24,7 @@ from grpo_recipes.generation.models import base_model, has_dropout, unfit
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.process.messages import Announcer
+from grpo_recipes.recipe.specs import GenerationMode
 from grpo_recipes.training.trl_patches import continuous_batching, refuse_cast, send_settings
 
 if TYPE_CHECKING:
@@ -46,11 +49,12 @@ class Generation:
         trainer: the trainer.
         check: the comparison of what generated with the policy.
         stop: strings that end a completion, or None.
-        mode: "auto" to decode groups unless something prevents it, or "off".
+        mode: "auto" to decode groups unless something prevents it, "captured" to capture their decoding steps in CUDA
+            graphs as well, or "off".
     """
 
     def __init__(
-        self, trainer: TRLTrainer, check: GenerationCheck, stop: StopStrings | None, mode: Literal["auto", "off"]
+        self, trainer: TRLTrainer, check: GenerationCheck, stop: StopStrings | None, mode: GenerationMode
     ) -> None:
         self.trainer, self.check, self.stop, self.mode = trainer, check, stop, mode
         self.published = PublishedSettings(logger.warning)
@@ -60,12 +64,18 @@ class Generation:
         """Difference of the first batch of groups from the policy, as a sentence, or ""."""
         self.is_verified = False
         """True once the first batch of groups has passed the check."""
-        self.keeps_cache = mode == "auto"
+        self.captures = mode == "captured"
+        """True to capture decoding steps, until one differs from the policy."""
+        self.is_capture_verified = False
+        """True once the first batch with captured decoding steps has passed the check."""
+        self.keeps_cache = mode != "off"
         """True to keep keys and values between turns, until they fail the check or turn out to be of no use."""
         self.is_reuse_verified = False
         """True once the first turn that used kept keys and values has passed the check."""
         self._kept: KeptCache | None = None
         self._announcer = Announcer(logger.warning)
+        if self.captures and trainer.accelerator.device.type != "cuda":
+            self._stop_capturing("the policy is not on a GPU of NVIDIA or AMD")
         if trainer.use_vllm:
             send_settings(trainer, self.published)
         if trainer.use_transformers_continuous_batching:
@@ -137,16 +147,20 @@ class Generation:
         turn with kept keys and values differs, it is generated again without them.
         """
         reason = self.stock_because or unfit_for_groups(self.trainer) or unfit(policy)
-        grouped = self.mode == "auto" and not reason
+        grouped = self.mode != "off" and not reason
         # All rows of the first batch of groups, and of the first turn that may use kept keys and values, are recorded,
         # also without the check: they decide whether this stays.
         kept = self._kept if grouped else None
         may_reuse = False
         if kept is not None and not self.is_reuse_verified:
             may_reuse = self._on_any_rank(kept.holds_start_of(prompts))
-        records_all = may_reuse or (grouped and not self.is_verified)
+        # A comparison of processors works on the host.
+        captures = grouped and self.captures and comparison is None
+        is_first = grouped and not self.is_verified
+        is_first_capture = captures and not self.is_capture_verified
+        records_all = may_reuse or is_first or is_first_capture
         every = 1 if records_all else self.check.record_every(len(prompts))
-        request = Turn(
+        request = (CapturedTurn if captures else Turn)(
             grouped=grouped,
             record_every=0 if drops else every,
             temperature=self.trainer.temperature,
@@ -158,18 +172,23 @@ class Generation:
         recorded = None
         if request.log_probs is not None:
             recorded = dict(zip(request.recorded_rows(len(prompts)), request.log_probs, strict=True))
-        if self.mode == "auto" and (reason or request.declined):
+        if isinstance(request, CapturedTurn) and request.not_captured:
+            self._announcer.once("captured", f"decoding steps are not captured: {request.not_captured}")
+        captured = captures and self._on_any_rank(isinstance(request, CapturedTurn) and request.captured)
+        if self.mode != "off" and (reason or request.declined):
             reason = reason or request.declined
             self._announcer.once(reason, f"completions are generated by transformers' own loop: {reason}")
-        elif grouped and not self.is_verified:
+        elif is_first or (is_first_capture and captured):
             assert recorded is not None
             if difference := self.check.verify(prompts, completions, recorded):
-                self.stock_because = (
-                    f"group decoding picks tokens under other log-probabilities than the policy's ({difference})"
-                )
+                found = f"picks tokens under other log-probabilities than the policy's ({difference})"
+                if captured:
+                    self._stop_capturing(f"a captured step {found}")
+                else:
+                    self.stock_because = f"group decoding {found}"
                 # Nothing has been trained on these tokens yet, so they can be thrown away.
                 return self._generate(turn, policy, prompts, drops, comparison)
-            self.is_verified = True
+            self.is_verified, self.is_capture_verified = True, self.is_capture_verified or captured
         elif may_reuse and self._on_any_rank(request.reused):
             assert recorded is not None
             if difference := self.check.verify(prompts, completions, recorded, "the first turn that uses them"):
@@ -179,6 +198,10 @@ class Generation:
         if kept is not None and request.not_kept:  # a property of the model: the same on every rank
             self._stop_keeping(request.not_kept)
         return completions, recorded
+
+    def _stop_capturing(self, reason: str) -> None:
+        self.captures = False
+        self._announcer.once("captured", f"decoding steps are not captured: {reason}")
 
     def _stop_keeping(self, reason: str) -> None:
         self.keeps_cache, self._kept = False, None

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, TextStreamer, cache_utils
 
 from grpo_recipes.generation import groups, kv_cache
-from grpo_recipes.generation.groups import Turn, decoding, draw
+from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.sampling import draw
 from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
 from tests.support.exact_generation import exact_generation
 from tests.support.grids import only
@@ -182,8 +183,8 @@ def test_the_random_stream_of_users_samples_the_policy() -> None:
 def test_a_token_without_probability_is_never_drawn() -> None:
     """Such tokens stand between, before and behind the others. Rows are drawn by their own probabilities."""
     rows = torch.tensor([[0.0, 0.2, 0.0, 0.8, 0.0], [0.5, 0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.0, 1.0]])
-    torch.manual_seed(0)
-    tokens = draw(rows.repeat(20_000, 1)).reshape(-1, 3)
+    uniforms = torch.rand(60_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = draw(rows.repeat(20_000, 1), uniforms).reshape(-1, 3)
     for row, column in zip(rows, tokens.T, strict=True):
         shares = column.bincount(minlength=5) / len(column)
         torch.testing.assert_close(shares, row, atol=0.02, rtol=0)
@@ -191,10 +192,9 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_extreme_random_numbers_draw_possible_tokens(uniform: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extreme_random_numbers_draw_possible_tokens(uniform: float) -> None:
     rows = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0]])
-    monkeypatch.setattr(torch, "rand", lambda *size, **how: torch.full(size, uniform, **how))
-    assert draw(rows).tolist() == [3 if uniform == 0 else 1]
+    assert draw(rows, torch.tensor([uniform], dtype=torch.float64)).tolist() == [3 if uniform == 0 else 1]
 
 
 # ---- less work

@@ -1,0 +1,50 @@
+"""Random choice of tokens that depends on the seed, the row and the position, and on nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 64
+"""Number of tokens per row whose random numbers are drawn at once."""
+
+
+class Uniforms:
+    """Random numbers in [0, 1) of one call of `generate`: one for each row and each token.
+
+    A row's numbers do not depend on how many rows still generate, nor on how long the others are. They are drawn on the
+    CPU, so every device gets the same.
+
+    Args:
+        rows: number of rows.
+        device: where the numbers are needed.
+    """
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        # One number of the global generator, whatever the lengths: the next call does not depend on this one's tokens.
+        self._generator = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, ())))
+        self.block = torch.empty(BLOCK, rows, dtype=torch.float64, device=device)
+        """Numbers of the current block of tokens, (tokens, rows). Its address stays the same."""
+
+    def show(self, token: int) -> None:
+        """Let `block` hold the numbers of a token. Tokens are shown one after the other, beginning with 0."""
+        if token % BLOCK == 0:
+            self.block.copy_(torch.rand(self.block.shape, dtype=torch.float64, generator=self._generator))
+
+    def of(self, token: int) -> Tensor:
+        """Return the numbers of all rows for the token that `show` has shown, (rows,)."""
+        return self.block[token % BLOCK]
+
+
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw a token of each row, (rows,), with its probability, (rows, vocabulary).
+
+    Args:
+        probabilities: non-negative weights, which need not sum to 1 exactly.
+        uniforms: a random number in [0, 1) for each row, float64.
+    """
+    # `multinomial` draws a random number for every token of the vocabulary: on a CPU as much time as a layer. Here one
+    # number per row is looked up in the sums. It is above 0 and at most the last sum, so no token of probability 0 is
+    # drawn.
+    sums = probabilities.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(sums, (1 - uniforms)[:, None] * sums[:, -1:])[:, 0]

@@ -1,0 +1,159 @@
+"""Captured decoding steps, replayed on a CPU: the tokens of group decoding, whatever is captured when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_recipes.generation import captured
+from grpo_recipes.generation.captured import READ_EVERY, CapturedTurn, Step, bucket_sizes
+from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.sampling import BLOCK
+from tests.support.architectures import ARCHITECTURES, SAMPLED, batch, config, tiny
+from tests.support.grids import only
+from tests.support.pretend_gpu import PretendGPU
+from tests.support.recorded_graph import recorded_graph
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replace CUDA graphs by recorded ones. Return the list of the rows of each captured step."""
+    rows: list[int] = []
+
+    def capture(step: Any) -> Any:
+        rows.append(len(step.__self__.generating))
+        return recorded_graph(step)
+
+    monkeypatch.setattr(captured, "cuda_graph", capture)
+    monkeypatch.setattr(captured, "SMALLEST", 2)
+    return rows
+
+
+def generated(policy: PreTrainedModel, turn: Turn, **how: Any) -> Tensor:
+    torch.manual_seed(3)
+    with decoding(policy, turn):
+        return policy.generate(**batch(), generation_config=config(**how))
+
+
+FILTERED = {"do_sample": True, "temperature": 0.7, "top_k": 10, "top_p": 0.9, "min_p": 0.02}
+SETTINGS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sampled": SAMPLED, "filtered": FILTERED}
+
+
+@pytest.mark.parametrize("setting", only(["sampled", "greedy"], list(SETTINGS)))
+@pytest.mark.parametrize("architecture", only(["LlamaConfig", "Gemma3TextConfig", "GPT2Config"], list(ARCHITECTURES)))
+def test_the_tokens_of_group_decoding(architecture: str, setting: str, graphs: list[int]) -> None:
+    policy, turn = tiny(architecture), CapturedTurn(record_every=3)
+    plain = Turn(record_every=3)
+    expected = generated(policy, plain, **SETTINGS[setting])
+    assert generated(policy, turn, **SETTINGS[setting]).tolist() == expected.tolist()
+    assert turn.captured
+    assert turn.not_captured == turn.declined == ""
+    ends = ((expected[:, 11:] == 0).cumsum(1) == 0).sum(1)
+    for row, length in enumerate(ends[::3]):
+        torch.testing.assert_close(turn.log_probs[row, :length], plain.log_probs[row, :length], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("read_every", [1, 5, 100])
+@pytest.mark.parametrize("smallest", [1, 100])
+def test_sampled_tokens_depend_on_no_size_and_no_interval(
+    read_every: int, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tiny("LlamaConfig")
+    expected = generated(policy, Turn(), **SAMPLED)
+    monkeypatch.setattr(captured, "READ_EVERY", read_every)
+    monkeypatch.setattr(captured, "SMALLEST", smallest)
+    assert generated(policy, CapturedTurn(), **SAMPLED).tolist() == expected.tolist()
+
+
+def test_sampled_tokens_behind_a_block_of_random_numbers(graphs: list[int]) -> None:
+    policy, long = tiny("LlamaConfig"), {**SAMPLED, "max_new_tokens": 2 * BLOCK + 5, "eos_token_id": 1}
+    expected = generated(policy, Turn(), **long)
+    assert expected.shape[1] > 11 + BLOCK
+    assert generated(policy, CapturedTurn(), **long).tolist() == expected.tolist()
+
+
+def test_rows_leave_in_a_few_sizes(graphs: list[int]) -> None:
+    assert bucket_sizes(64) == [64, 48, 32, 16, 8, 4, 2]  # down to 8 in use
+    assert bucket_sizes(1) == [1]
+    generated(tiny("LlamaConfig"), CapturedTurn(), **SAMPLED)
+    assert graphs == sorted(set(graphs), reverse=True)
+    assert set(graphs) <= set(bucket_sizes(max(graphs)))
+    assert len(graphs) > 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor may need the host"),
+        ({"max_time": 60.0}, "MaxTimeCriteria may need the host"),
+    ],
+)
+def test_what_is_not_captured(changes: dict[str, Any], reason: str, graphs: list[int]) -> None:
+    turn = CapturedTurn()
+    expected = generated(tiny("LlamaConfig"), Turn(), **SAMPLED, **changes)
+    assert generated(tiny("LlamaConfig"), turn, **SAMPLED, **changes).tolist() == expected.tolist()
+    assert turn.not_captured == reason
+    assert not graphs
+
+
+def test_a_failed_capture_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(captured, "cuda_graph", fail)
+    turn = CapturedTurn()
+    expected = generated(tiny("LlamaConfig"), Turn(), **SAMPLED)
+    assert generated(tiny("LlamaConfig"), turn, **SAMPLED).tolist() == expected.tolist()
+    assert turn.not_captured == "the capture failed (operation not permitted when stream is capturing)"
+    assert not turn.captured
+
+
+def test_the_next_call_draws_the_same_numbers_whatever_was_captured() -> None:
+    """A call takes one number of the global generator, even if tokens behind the last end were computed."""
+    left = []
+    for turn in (Turn(), CapturedTurn()):
+        generated(tiny("LlamaConfig"), turn, **SAMPLED)
+        left.append(torch.rand(1).item())
+    assert left[0] == left[1]
+
+
+def test_a_replayed_token_is_one_launch_and_the_host_waits_for_every_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts of the pretend GPU, per token of all rows: of group decoding, and of replayed steps."""
+    policy = tiny("LlamaConfig")
+    with PretendGPU() as gpu:
+        monkeypatch.setattr(captured, "cuda_graph", lambda step: counted(gpu, recorded_graph(step)))
+        policy.to("cuda")
+        inputs = {name: value.to("cuda") for name, value in batch((5, 3)).items()}
+
+        def counts(turn: Turn) -> list[float]:
+            """Return launches, waits and copies to the device per token, without those of the first tokens."""
+            found = []
+            for tokens in (10, 26):
+                gpu.reset()
+                with decoding(policy, turn):
+                    settings = config(max_new_tokens=tokens, eos_token_id=10_000)
+                    policy.generate(**inputs, generation_config=settings)
+                assert not turn.declined
+                found.append([gpu.launches, gpu.synchronisations, gpu.uploads])
+            return [(long - short) / 16 for short, long in zip(*found, strict=True)]
+
+        plain, replayed = counts(Turn()), counts(CapturedTurn())
+    assert plain[0] > 100  # two layers; a model of 28 launches over 1,000
+    assert plain[1:] == [2, 0]
+    assert replayed == [1, 1 / READ_EVERY, 0]
+
+
+def counted(gpu: PretendGPU, replay: Step) -> Step:
+    """Return a replay that the pretend GPU counts as one launch."""
+
+    def once() -> None:
+        before = gpu.launches, gpu.synchronisations, gpu.uploads
+        replay()
+        assert (gpu.synchronisations, gpu.uploads) == before[1:], gpu.sites
+        gpu.launches = before[0] + 1
+
+    return once

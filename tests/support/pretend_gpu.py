@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from accelerate import accelerator
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -220,6 +222,10 @@ class PretendGPU(TorchFunctionMode):
         }
         for name, replacement in replacements.items():
             self._patches.enter_context(patch(f"torch.cuda.{name}", replacement))
+        for name in ("gather", "reduce"):
+            self._patches.enter_context(
+                patch(f"accelerate.accelerator.{name}", _collective(getattr(accelerator, name)))
+            )
         enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
         self._patches.enter_context(patch("torch.autocast", Autocast))
         self._patches.enter_context(patch("torch.is_autocast_enabled", lambda device="cuda": enabled(_host_of(device))))
@@ -382,6 +388,17 @@ def _is_gpu(device: Any) -> bool:
     if device is None or isinstance(device, bool):
         return False
     return isinstance(device, int) or torch.device(device).type == "cuda"
+
+
+def _collective(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective of accelerate that takes tensors of the GPU only, as NCCL does, also with one process."""
+
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(leaf, Tensor) and not isinstance(leaf, PretendTensor) for leaf in tree_leaves(tensors)):
+            raise MixedDevices(f"{function.__name__} of all processes got a tensor of the CPU at {_site()}")
+        return function(tensors, *args, **kwargs)
+
+    return checked
 
 
 def _host_of(device_type: str) -> str:

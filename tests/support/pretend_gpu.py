@@ -90,6 +90,9 @@ WAITING = {
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 """Operators that take their indices from the CPU as well. CUDA uploads them, and the host waits for a boolean mask."""
 
+WITHOUT_CPU_NUMBERS = {"cat", "stack", "_fused_adamw_"}
+"""Operators that also refuse a tensor of the CPU that holds one number."""
+
 FACTORIES_FROM_DATA = {"tensor", "as_tensor", "asarray"}
 
 
@@ -287,7 +290,10 @@ class PretendGPU(TorchFunctionMode):
             return
         checked = [args[0], *args[2:]] if name in INDEXING else [*args, kwargs]
         tensors = [leaf for leaf in tree_leaves(checked) if isinstance(leaf, Tensor)]
-        strangers = [tensor for tensor in tensors if not isinstance(tensor, PretendTensor) and tensor.ndim]
+        takes_numbers = name not in WITHOUT_CPU_NUMBERS
+        strangers = [
+            tensor for tensor in tensors if not isinstance(tensor, PretendTensor) and (tensor.ndim or not takes_numbers)
+        ]
         if strangers:
             raise MixedDevices(f"{func} got tensors of the CPU and of the GPU at {_site()}")
 
@@ -321,7 +327,11 @@ class PretendGPU(TorchFunctionMode):
             self.launches += name not in FACTORIES_FROM_DATA | WITHOUT_KERNEL
             kwargs["device"] = "cpu"
             return tree_map(_wrapped, func(*args, **kwargs))
-        if device is not None and name.endswith("_like") and isinstance(first, PretendTensor):
+        if (
+            device is not None
+            and isinstance(first, PretendTensor)
+            and (name.startswith("new_") or name.endswith("_like"))
+        ):
             return func(first.host, *args[1:], **kwargs)
         return func(*args, **kwargs)
 

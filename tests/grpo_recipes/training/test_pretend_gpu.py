@@ -56,7 +56,7 @@ def counts(
     trainer: Any = make_trainer(
         cls,
         RECORDING,
-        model(num_hidden_layers=1, **(architecture or {})),
+        model(**{"num_hidden_layers": 1, **(architecture or {})}),
         folder,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=MICRO_BATCHES,
@@ -84,7 +84,12 @@ def counts(
 def test_an_operator_refuses_tensors_of_two_devices() -> None:
     with PretendGPU():
         on_gpu = torch.ones(2, device="cuda")
-        for operation in (lambda: on_gpu + torch.ones(2), lambda: torch.cat([torch.ones(2), on_gpu])):
+        for operation in (
+            lambda: on_gpu + torch.ones(2),
+            lambda: torch.cat([torch.ones(2), on_gpu]),
+            lambda: torch.stack([torch.tensor(1.0), on_gpu[0]]),
+            lambda: on_gpu + on_gpu.new_zeros(2, device="cpu"),
+        ):
             with pytest.raises(MixedDevices, match=r"test_pretend_gpu\.py"):
                 operation()
         assert (on_gpu + torch.tensor(1.0)).tolist() == [2.0, 2.0]  # a number may come from the CPU
@@ -184,14 +189,14 @@ def test_packed_rows_under_autocast_run_in_the_varlen_kernel_if_it_takes_them(
 
     monkeypatch.setattr(varlen, "varlen_attn", on_pretend_gpu(counted))
     monkeypatch.setattr(PretendGPU, "capability", capability)
-    architecture = {"num_attention_heads": heads}
+    architecture = {"num_attention_heads": heads, "num_hidden_layers": 2}
     stock = counts(TRLGRPOTrainer, tmp_path / "trl", architecture, bf16=True)
     assert not lengths
     ours = counts(GRPOTrainer, tmp_path / "ours", architecture, bf16=True)
     assert sum(count.loss for count in ours) == pytest.approx(sum(count.loss for count in stock), abs=1e-3)
     assert any(length > TRIAL_SPANS[-1][1][-1][1] for length in lengths) is taken
     assert ours[MICRO_BATCHES + 1].synchronisations <= LATER["packed"]
-    assert ours[MICRO_BATCHES + 1].uploads <= UPLOADS + taken  # the spans
+    assert ours[MICRO_BATCHES + 1].uploads <= UPLOADS + taken  # the spans, for all layers
 
 
 # ---- Whole runs: generation, its check, the layout check, the update and its sample
@@ -319,7 +324,7 @@ def test_a_run_with_tools_mixes_no_devices(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["tools/turns"] > 1
 
 
-TOOLS = (5_900, 357, 178)
+TOOLS = (6_300, 364, 144)
 """Largest numbers of launches, waits and copies to the device of one step with tools."""
 
 
@@ -388,7 +393,7 @@ def test_a_reward_model_scores_groups_on_the_device(tmp_path: Path) -> None:
         scores = RewardModelScore(str(tmp_path), device="cuda")(prompts=prompts, completions=completions)
         assert scores == pytest.approx(expected, abs=1e-5)
         assert gpu.synchronisations <= 8
-        assert gpu.uploads <= 26  # those of the weights included
+        assert 20 < gpu.uploads <= 26  # those of the 21 weights included
 
 
 def test_adamw_bf16_stays_on_the_device_in_few_launches() -> None:

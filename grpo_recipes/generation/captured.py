@@ -53,7 +53,8 @@ Step = Callable[[], None]
 def cuda_graph(step: Step) -> Step:
     """Capture a step in a CUDA graph, and return what replays it. The step has run before, but not now."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Calls of other threads, such as a data loader that pins memory, do not spoil the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()
     return graph.replay
 

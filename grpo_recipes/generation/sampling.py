@@ -8,6 +8,9 @@ from torch import Tensor
 BLOCK = 64
 """Number of tokens per row whose random numbers are drawn at once."""
 
+WEIGHT = 2.0**60
+"""Whole number that stands for a probability of 1. Probabilities below its inverse count as 0."""
+
 
 class Uniforms:
     """Random numbers in [0, 1) of one call of `generate`: one for each row and each token.
@@ -40,11 +43,13 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Draw a token of each row, (rows,), with its probability, (rows, vocabulary).
 
     Args:
-        probabilities: non-negative weights, which need not sum to 1 exactly.
+        probabilities: probabilities of float32, which sum to 1 but for rounding.
         uniforms: a random number in [0, 1) for each row, float64.
     """
     # `multinomial` draws a random number for every token of the vocabulary: on a CPU as much time as a layer. Here one
-    # number per row is looked up in the sums. It is above 0 and at most the last sum, so no token of probability 0 is
-    # drawn.
-    sums = probabilities.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(sums, (1 - uniforms)[:, None] * sums[:, -1:])[:, 0]
+    # number per row is looked up in the sums. They are sums of whole numbers: the same in whatever order a device adds.
+    sums = (probabilities * WEIGHT).to(torch.int64).cumsum(-1)
+    total = sums[:, -1:]
+    # At least 1 and at most the last sum, so no token of probability 0 is drawn.
+    places = ((1 - uniforms)[:, None] * total).ceil().to(torch.int64).clamp(min=1)
+    return torch.searchsorted(sums, torch.minimum(places, total))[:, 0]

@@ -324,7 +324,7 @@ def test_a_run_with_tools_mixes_no_devices(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["tools/turns"] > 1
 
 
-TOOLS = (6_300, 364, 144)
+TOOLS = (6_400, 364, 144)
 """Largest numbers of launches, waits and copies to the device of one step with tools."""
 
 

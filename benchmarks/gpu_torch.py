@@ -163,25 +163,30 @@ def _steps_agree(bench: Bench, shape: str) -> Row:
 
 
 def decode_step(bench: Bench) -> Iterator[Measurement]:
-    """Compare the greedy tokens of group decoding with those of transformers' loop, and time a token of both."""
-    yield Measurement({"model": bench.check_shape, "dtype": "float32"}, partial(_greedy_tokens_agree, bench))
+    """Compare greedy tokens of group decoding, captured and not, with those of transformers' loop, and time a token."""
+    for loop in ("groups", "captured"):
+        cells = {"model": bench.check_shape, "dtype": "float32", "loop": loop}
+        yield Measurement(cells, partial(_greedy_tokens_agree, bench, loop))
     for shape in bench.shapes:
         yield Measurement({"model": shape}, partial(_token_times, bench, shape))
-    yield Measurement({"model": "-"}, lambda: {"result": "not run: a captured decode step (CUDA graphs) is not built"})
 
 
-def _greedy_tokens_agree(bench: Bench) -> Row:
-    stock, ours = _generations(bench, bench.check_shape, torch.float32)
+def _greedy_tokens_agree(bench: Bench, loop: str) -> Row:
+    if loop == "captured" and torch.device(bench.device).type != "cuda":
+        return {"result": "not run: CUDA graphs need a GPU"}
+    loops = _generations(bench, bench.check_shape, torch.float32)
     tokens = 8 if bench.tiny else 32
-    same = torch.equal(stock(tokens), ours(tokens))
+    same = torch.equal(loops["transformers"](tokens), loops[loop](tokens))
     return {"difference": "none" if same else "tokens differ", "result": "ok" if same else "WRONG"}
 
 
 def _token_times(bench: Bench, shape: str) -> Row:
-    stock, ours = _generations(bench, shape, bench.dtype)
+    loops = _generations(bench, shape, bench.dtype)
+    if torch.device(bench.device).type != "cuda":
+        del loops["captured"]
     few, many = (2, 4) if bench.tiny else (8, 40)
     each = {}
-    for name, generate in (("transformers", stock), ("ours", ours)):
+    for name, generate in loops.items():
         generate(few)
         times = []
         for tokens in (few, many):
@@ -194,9 +199,10 @@ def _token_times(bench: Bench, shape: str) -> Row:
     return {"rows": 64, **{f"{name}, ms a token": f"{value:.2f}" for name, value in each.items()}}
 
 
-def _generations(bench: Bench, shape: str, dtype: torch.dtype) -> list[Callable[[int], Tensor]]:
-    """Return transformers' loop and group decoding as functions of the number of tokens, on 64 rows of 8 prompts."""
-    from grpo_recipes.generation.groups import Turn, decoding  # needs psutil, which the other rows do not
+def _generations(bench: Bench, shape: str, dtype: torch.dtype) -> dict[str, Callable[[int], Tensor]]:
+    """Return decoding loops by name, as functions of the number of tokens, on 64 rows of 8 prompts."""
+    from grpo_recipes.generation.captured import CapturedTurn  # needs psutil, which the other rows do not
+    from grpo_recipes.generation.groups import Turn, decoding
 
     model = bench.model(shape, dtype).eval()
     prompts = [prompt for prompt in bench.batch("a", 0).prompts for _ in range(GROUP)]
@@ -207,19 +213,20 @@ def _generations(bench: Bench, shape: str, dtype: torch.dtype) -> list[Callable[
             input_ids=rows.input_ids,
             attention_mask=rows.attention_mask,
             do_sample=False,
-            min_new_tokens=tokens,
+            eos_token_id=model.config.vocab_size,  # no row ends before the last token
+            pad_token_id=0,
             max_new_tokens=tokens,
         )
 
-    def ours(tokens: int) -> Tensor:
-        turn = Turn()
+    def ours(kind: type[Turn], tokens: int) -> Tensor:
+        turn = kind()
         with decoding(model, turn):
             generated = stock(tokens)
-        if turn.declined:
-            raise RuntimeError(f"group decoding declined: {turn.declined}")
+        if reason := turn.declined or getattr(turn, "not_captured", ""):
+            raise RuntimeError(f"not decoded as requested: {reason}")
         return generated
 
-    return [stock, ours]
+    return {"transformers": stock, "groups": partial(ours, Turn), "captured": partial(ours, CapturedTurn)}
 
 
 # ---- Reward model

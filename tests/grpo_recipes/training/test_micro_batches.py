@@ -52,7 +52,9 @@ def gap(recording: Recording, folder: Path, *build: Callable[[], PreTrainedModel
 )
 def test_the_gradient_for_every_loss_type(loss_type: str, beta: float, micro_batching: Any, tmp_path: Path) -> None:
     three = {"num_iterations": 3, "epsilon_high": 0.28}
-    assert gap(UNEVEN, tmp_path, loss_type=loss_type, beta=beta, micro_batching=micro_batching, **three) <= LIMIT
+    settings = {"loss_type": loss_type, "beta": beta, "micro_batching": micro_batching, **three}
+    # VESPO's weights are powers of a whole row's ratio: on some CPUs float32 rounds them by more than the limit.
+    assert gap(UNEVEN, tmp_path, lambda: model().double(), **settings) <= LIMIT
 
 
 @pytest.mark.parametrize("loss_type", only(["grpo", "luspo"], ["grpo", "luspo", "bnpo", "dapo"]))

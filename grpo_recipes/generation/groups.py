@@ -258,10 +258,11 @@ class Batch:
         prompts = self.ids[:, : self.width]
         # The mask is part of the key: pad and end may be the same token, and then the IDs do not show what is padding.
         keys = prompts if self.mask is None else torch.cat([prompts, self.mask[:, : self.width]], 1)
+        host_keys = keys.cpu().numpy()
         numbers: dict[bytes, int] = {}  # number of each distinct prompt
-        copied = [numbers.setdefault(key.tobytes(), len(numbers)) for key in keys.cpu().numpy()]
+        copied = [numbers.setdefault(key.tobytes(), len(numbers)) for key in host_keys]
         distinct = [copied.index(number) for number in range(len(numbers))]  # first row of each prompt
-        kept = self.take_kept(distinct)
+        kept = self.take_kept({row: host_keys[row, self.starts[row] : self.width].tolist() for row in distinct})
         # Each forward is a collective under ZeRO-3, and ranks may keep different rows.
         rectangles = [distinct] if self.turn.together or not kept else split_by_width(self.new_tokens(distinct, kept))
         caches = [self.cache, *(DynamicCache(config=self.model.config) for _ in rectangles[1:])]
@@ -280,11 +281,9 @@ class Batch:
         self.turn.not_kept = self.reason_not_to_keep()
         return logits[rows]
 
-    def take_kept(self, rows: list[int]) -> dict[int, Prefix]:
-        """Return the kept prefixes of the prompts of `rows`, by row."""
-        if self.turn.kept is None:
-            return {}
-        return self.turn.kept.take({row: self.ids[row, self.starts[row] : self.width].tolist() for row in rows})
+    def take_kept(self, prompts: dict[int, list[int]]) -> dict[int, Prefix]:
+        """Return the kept prefixes of prompts without padding, by row."""
+        return {} if self.turn.kept is None else self.turn.kept.take(prompts)
 
     def new_tokens(self, rows: list[int], kept: Mapping[int, Prefix]) -> dict[int, int]:
         """Return the number of tokens of each prompt that have to run, by row."""
@@ -376,10 +375,11 @@ class Batch:
 
     def keep_finished(self, going: list[bool], kept: KeptCache) -> None:
         """Keep the keys and values of the finished rows that a later turn may begin with."""
-        for place, row in enumerate(self.generating):
-            if going[place]:
-                continue
-            tokens, length = self.ids[row, self.starts[row] : self.end].tolist(), self.width - self.starts[row]
+        finished = [place for place in range(len(going)) if not going[place]]
+        rows = [self.generating[place] for place in finished]
+        host_ids = self.ids[rows, : self.end].tolist() if rows else []  # one wait for all of them
+        for place, row, ids in zip(finished, rows, host_ids, strict=True):
+            tokens, length = ids[self.starts[row] :], self.width - self.starts[row]
             if not kept.may_go_on(tokens[:length], tokens[length:]):
                 continue
             padding = self.starts[row] - self.first

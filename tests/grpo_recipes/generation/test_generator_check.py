@@ -655,6 +655,13 @@ def test_conclusions_in_float32(found: Evidence, baseline: Any, wrong: bool, nam
     assert (conclusion.is_wrong, conclusion.names) == (wrong, names)
 
 
+@pytest.mark.parametrize(("mean", "wrong"), [(0.49, False), (0.51, True), (3.0, True)])
+def test_no_dtype_explains_a_large_difference(mean: float, wrong: bool) -> None:
+    """A policy that bfloat16 moves as far as the generator: the first batch would become the baseline."""
+    found = Evidence(1000, 1000 * mean, 9.0, 1000.0, {BFLOAT16: Fit(1000.0, 2000.0, 1000 * mean)})
+    assert conclude(found, is_float32=True, baseline=None).is_wrong == wrong
+
+
 def test_16_bit_differences_below_the_tolerance_stop_nothing() -> None:
     small = Evidence(1000, 20.0, 0.2, 1.0, {OFF: Fit(1.0, 0.1, 20.0)})
     conclusion = conclude(small, is_float32=False, baseline=None)

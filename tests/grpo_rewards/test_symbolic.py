@@ -470,7 +470,8 @@ def test_a_number_never_reaches_the_server(monkeypatch):
     monkeypatch.setattr(answers, "equivalent", lambda *_: pytest.fail("a plain number needs no symbolic comparison"))
     texts = ["\\boxed{\\sqrt{324}}", "\\boxed{17 + 1}", "\\boxed{18.0}"]
     assert MathCorrectness()(completions=texts, answer=["18"] * 3) == [0.0, 0.0, 1.0]
-    assert MathCorrectness()(completions=["\\boxed{18}"], answer=["\\sqrt{324}"]) == [0.0]
+    golds = ["\\sqrt{324}", "\\sqrt{325}", "\\sqrt{18}", "x"]
+    assert MathCorrectness()(completions=["\\boxed{18}"] * 4, answer=golds) == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_a_pair_is_not_read_as_a_thousands_separator():

@@ -19,7 +19,9 @@ Where several readings are defensible, these rules decide (docs/rewards.md has t
 
 from __future__ import annotations
 
+import math
 import re
+import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal as PlainDecimal
@@ -29,7 +31,9 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from grpo_rewards.completions import thinking_remover
+from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
+from grpo_rewards.math.formulas import TooComplex, comparisons
 from grpo_rewards.math.prose import (
     CJK_NUMERALS,
     NO_UNITS,
@@ -42,6 +46,7 @@ from grpo_rewards.math.prose import (
     stated_quantity,
 )
 from grpo_rewards.math.symbolic import equivalent
+from grpo_rewards.math.units import is_unit, units_differ
 from grpo_rewards.reward import check_choice
 
 Number = int | Fraction
@@ -224,6 +229,9 @@ _QUANTITY = re.compile(
 _UNIT_EXPONENT = re.compile(r"(?<=[^\W\d_])\^(?:-?\d|\{-?\d\})")
 _UNIT = re.compile(r"[^\W\d_]|[ %°$¤/.×()'\"-]")
 _LETTERS = re.compile(r"[^\W\d_]+")
+_UNIT_OF_NUMBER = re.compile(r"(?<=\d) ?[^\W\d_]{2,}(?: [^\W\d_]{2,})?")
+_MAX_SIDES = 6
+_GLUED = re.compile(r"(?!st|nd|rd|th|USD|pm|am)[a-zA-Z]{2,3}(?![a-zA-Z])")
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"),
              ("_", "_"), ("```", "```"), ("`", "`"), ('"', '"'), ("'", "'"), ("\\boxed{", "}"))  # fmt: skip
 _BRACES = (("{", "}"),)
@@ -345,13 +353,35 @@ def parse_number(text: str) -> Number | None:
 
 
 def answer_number(text: str) -> Number | None:
-    """Return the number that an answer states, alone (as by `parse_number`) or in a sentence, or None."""
+    """Return the number that an answer states, alone (as by `parse_number`), by an equation or in a sentence, or None.
+
+    An equation such as `12 + 1 = 13` states its right side if its arithmetic holds.
+    """
     number = parse_number(text)
     if number is not None or len(text) > MAX_ANSWER_CHARS:
+        return number
+    if "=" in text and (number := _right_side(text)) is not None:
         return number
     text = _plain_latex(fold_unicode(text))
     quantity = stated_quantity(_UNIT_EXPONENT.sub("", _plain_digits(text)))
     return None if quantity is None else parse_number(quantity)
+
+
+def _right_side(text: str) -> Number | None:
+    """Return the number on the right of an equation whose other sides are arithmetic with its value, or None."""
+    text = undress(fold_unicode(text), label=_LABEL)
+    *calculations, result = text.split("=")
+    number = parse_number(result)
+    if number is None or not 1 <= len(calculations) < _MAX_SIDES:
+        return None
+    for calculation in calculations:
+        if value_of(_UNIT_OF_NUMBER.sub(_without_harmless_unit, _plain_latex(calculation))) != number:
+            return None
+    return number
+
+
+def _without_harmless_unit(match: re.Match[str]) -> str:
+    return "" if _unit_scale(match.group()) == 1 else match.group()
 
 
 def _plain_digits(text: str) -> str:
@@ -385,6 +415,8 @@ def _unit_scale(unit: str) -> int | None:
     words = _LETTERS.findall(unit)
     if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.rstrip().endswith(("..", "-", "/", "(")):
         return None
+    if (glued := _GLUED.match(unit)) and not is_unit(glued.group().lower()):
+        return None  # "2xy" is a product
     scale = 1
     if words and words[0].lower() in SCALES:
         scale = SCALES[words.pop(0).lower()]
@@ -481,18 +513,22 @@ class Judge:
     """Comparison of answers with golds, with each symbolic comparison done once.
 
     The verdicts are `exact` (the same string), `equal` (the same number), `symbolic` (equal by math-verify), `wrong`,
-    `missing` (no answer), `timeout` (math-verify ran out of time or memory; counts as not equal) and `no gold`.
+    `missing` (no answer), `timeout` (not compared: the formula is too large, or time or memory ran out; counts as not
+    equal) and `no gold`.
 
     Args:
         deadline: seconds for one symbolic comparison.
         decimal: decimal mark of answers and golds; with "comma", `1.200,50` is 1200.5.
+        budget: seconds for all symbolic comparisons together; None for no limit. The comparison that exceeds the budget
+            is the last.
 
     Attributes:
         symbolic_rows: number of answers so far that neither strings nor numbers could decide.
     """
 
-    def __init__(self, deadline: float = 2.0, decimal: Decimal = "point") -> None:
+    def __init__(self, deadline: float = 2.0, decimal: Decimal = "point", budget: float | None = None) -> None:
         self.deadline, self.decimal = deadline, decimal
+        self._seconds_left = math.inf if budget is None else budget
         self.symbolic_rows = 0
         self._symbolic: dict[tuple[str, str], str] = {}
 
@@ -508,9 +544,10 @@ class Judge:
         if self.decimal == "comma":
             gold_text, answer = with_point(gold_text), with_point(answer)
         if gold.number is not None:
-            return "equal" if answer_number(answer) == gold.number else "wrong"
-        if parse_number(answer) is not None:
-            return "wrong"
+            return "equal" if answer_number(answer) == gold.number and not _units_differ(gold_text, answer) else "wrong"
+        number = parse_number(answer)
+        if number is not None:
+            return "equal" if _value(gold_text) == number else "wrong"
         self.symbolic_rows += 1
         key = (gold_text, answer)
         if key not in self._symbolic:
@@ -539,6 +576,27 @@ class Judge:
         self.symbolic_rows = min(self.symbolic_rows, counted + 1)
         return best
 
+    def best_verdicts(
+        self, golds: Sequence[Sequence[Gold]], answers: Sequence[str | None]
+    ) -> list[tuple[str, Gold | None]]:
+        """Return `best_verdict` of every row. Short and flat answers come first, so that they get their time."""
+        rows: Sequence[int] = range(len(answers))
+        if any(gold.number is None for accepted in dict.fromkeys(golds) for gold in accepted):
+            rows = sorted(rows, key=lambda row: _effort(answers[row] or ""))
+        verdicts: dict[int, tuple[str, Gold | None]] = {}
+        for row in rows:
+            verdicts[row] = self.best_verdict(golds[row], answers[row])
+        return [verdicts[row] for row in range(len(answers))]
+
+    def _equivalent(self, gold: str, answer: str) -> bool | None:
+        """Compare two formulas within the budget."""
+        if self._seconds_left <= 0:
+            return None
+        start = time.monotonic()
+        equal = equivalent(gold, answer, self.deadline)
+        self._seconds_left -= time.monotonic() - start
+        return equal
+
     def _symbolic_verdict(self, gold: str, answer: str) -> str:
         if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
             return "wrong"
@@ -549,15 +607,40 @@ class Judge:
             return "wrong"  # as formulas, words would be products of letters, and "dear" would equal "read"
         if len(_ALTERNATIVE.findall(answer)) > len(_ALTERNATIVE.findall(gold)):
             return "wrong"
-        equal = equivalent(gold, answer, self.deadline)
-        if equal is None:
+        try:
+            pairs = comparisons(gold, answer)
+        except TooComplex:
             return "timeout"
-        return "symbolic" if equal else "wrong"
+        if pairs is None:
+            return "wrong"
+        for pair in pairs:
+            equal = self._equivalent(*pair)
+            if not equal:
+                return "timeout" if equal is None else "wrong"
+        return "symbolic"
+
+
+def _effort(answer: str) -> int:
+    """Return a rough measure of the time that comparing an answer takes."""
+    return len(answer) + 40 * sum(map(answer.count, "^!{(\\"))
 
 
 def compare(gold: object, answer: str | None, deadline: float = 2.0) -> str:
     """Return the verdict of a `Judge` on one extracted answer and a row's gold or golds as written in a dataset."""
     return Judge(deadline).best_verdict(read_golds(gold), answer)[0]
+
+
+def _units_differ(gold: str, answer: str) -> bool:
+    """Return True if two answers state known units that differ. A gold without a unit agrees with each."""
+    if gold.isdecimal() or (gold.isascii() and not any(map(str.isalpha, gold)) and "%" not in gold):
+        return False
+    return units_differ(_plain_latex(fold_unicode(gold)), _plain_latex(fold_unicode(answer)))
+
+
+@lru_cache(maxsize=1024)
+def _value(gold: str) -> Fraction | None:
+    """Return the exact value of a gold that is arithmetic, such as `2^{10}`, or None."""
+    return value_of(undress(fold_unicode(gold)))
 
 
 _ALTERNATIVE = re.compile(r"\bor\b")

@@ -30,6 +30,10 @@ Judgement = tuple[str | None, str | None, str, float | None]
 stands for a completion without an answer, and for the gold and the score of a gold that can't be read."""
 
 
+CALL_DEADLINES, ROW_SECONDS = 4, 0.03
+"""Budget of one call for symbolic comparisons: 4 times the deadline of one comparison, plus 0.03 seconds per row."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GoldReward(TaggedReward):
     """Base class of rewards that compare a completion's answer with a gold.
@@ -110,7 +114,9 @@ class GSM8KCorrectness(GoldReward):
         prefilled: name of the reasoning tag if the prompt already opens it.
         gold_column: name of the dataset column with the gold, a GSM8K solution or a bare answer. A list of at most 64
             of them (`MAX_GOLDS`) accepts each: the best pay counts.
-        deadline: seconds for one symbolic comparison, which only a gold that is not a number needs.
+        deadline: seconds for one symbolic comparison, which only a gold that is not a number needs. All comparisons of
+            a call together get four times as long, and 0.03 seconds per row. Rows that run out have the verdict
+            `timeout`.
         decimal: decimal mark of golds and answers, `point` or `comma`. With `comma`, `1.200,50` is 1200.5, and a number
             that cannot have a decimal comma, such as `3.5`, keeps its point. None reads a point, and the checks of a
             dataset then warn about golds that may have a comma.
@@ -141,10 +147,10 @@ class GSM8KCorrectness(GoldReward):
         decimal = self.decimal or "point"
         golds = _read_golds(needed_column(self, "gold_column", columns, completions), decimal)
         answers = self._answers(list(map(completion_text, completions)), self.extract)
-        judge = Judge(self.deadline, decimal)
+        judge = Judge(self.deadline, decimal, CALL_DEADLINES * self.deadline + ROW_SECONDS * len(answers))
         pays = {"exact": self.pay_exact, "equal": self.pay_equal, "symbolic": self.pay_equal, "no gold": None}
         wrong = self.pay_wrong
-        best = list(map(judge.best_verdict, golds, answers))
+        best = judge.best_verdicts(golds, answers)
         judged: list[Judgement] = [
             (answer, gold and gold.text, verdict, pays.get(verdict, wrong))
             for answer, (verdict, gold) in zip(answers, best, strict=True)
@@ -205,7 +211,7 @@ class MathCorrectness(GSM8KCorrectness):
     | the completion's final answer | pay |
     |---|---|
     | is the gold's or equals it, as a number or as a formula | 1 (`pay_exact`, `pay_equal`) |
-    | is something else, is missing, or could not be compared within the deadline | 0 (`pay_wrong`) |
+    | is something else, is missing, or could not be compared in time | 0 (`pay_wrong`) |
     | the gold has no final answer | None |
 
     Arguments as of `GSM8KCorrectness`, but `extract` is `auto` by default.

@@ -1,0 +1,235 @@
+r"""Exact values of arithmetic: `12 + 1`, `2^{10}`, `\frac{6!}{3!}`, `\sqrt{16}`.
+
+Only numbers and operators are read, by a parser with bounds on depth and size; a letter, a unit or an irrational value
+gives None. Nothing is evaluated as code.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+MAX_CHARS = 200
+"""Number of characters of the longest text that is read."""
+
+_MAX_DEPTH = 30
+_MAX_BITS = 4096
+_MAX_EXPONENT = 1024
+_MAX_FACTORIAL = 300
+
+_DROPPED = re.compile(r"\\(?:left|right|displaystyle)(?![a-zA-Z])|\\[,;:! ]|\\quad|\\?\$|¤|\s")
+_TOKEN = re.compile(
+    r"(?P<number>\d{1,3}(?:(?:,|\{,\})\d{3})+(?:\.\d+)?(?!\d)|\d+(?:\.\d+)?|\.\d+)"
+    r"|(?P<frac>\\[dtc]?frac)(?![a-zA-Z])|(?P<sqrt>\\sqrt)(?![a-zA-Z])|(?P<binom>\\[dt]?binom)(?![a-zA-Z])"
+    r"|(?P<log>\\log)_(?![a-zA-Z])"
+    r"|(?P<times>\\(?:cdot|times)(?![a-zA-Z])|×|\*(?!\*)|(?<=[\d)])[xX](?=[\d(]))|(?P<div>\\div(?![a-zA-Z])|÷|/)"
+    r"|(?P<plus>\+)|(?P<minus>-)|(?P<power>\^|\*\*)|(?P<bang>!)|(?P<open>[({\[])|(?P<close>[)}\]])|(?P<bar>\|)"
+)
+_LOG_BASE = re.compile(r"\\log_(\d)")
+_CLOSING = {"(": ")", "{": "}", "[": "]"}
+
+
+class _NoValue(Exception):
+    """The text is no arithmetic, or its value is not rational or too large."""
+
+
+def value_of(text: str) -> Fraction | None:
+    """Return the exact value of an arithmetic expression, or None if the text is none or its value is too large."""
+    if len(text) > MAX_CHARS:
+        return None
+    try:
+        parser = _Parser(text)
+        value = parser.sum()
+        if parser.position != len(parser.tokens):
+            return None
+        return value
+    except (_NoValue, ZeroDivisionError):
+        return None
+
+
+class _Parser:
+    """Recursive descent over the tokens of an expression. Each method reads one part and returns its value."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens: list[tuple[str, str]] = []
+        # "1 8" is no 18, and "(2,100)" is a pair.
+        text = _LOG_BASE.sub(r"\\log_{\1}", text)
+        if re.search(r"[\d.]\s+[\d.]", text) or ("," in text and re.search(r"[(\[]", text)):
+            raise _NoValue
+        text = _DROPPED.sub("", text)
+        position = 0
+        while position < len(text):
+            token = _TOKEN.match(text, position)
+            if token is None:
+                raise _NoValue
+            self.tokens.append((str(token.lastgroup), token.group()))
+            position = token.end()
+        self.position = 0
+        self.depth = 0
+
+    def next_kind(self) -> str:
+        return self.tokens[self.position][0] if self.position < len(self.tokens) else ""
+
+    def take(self, *kinds: str) -> str | None:
+        """Consume and return the next token if it is of one of these kinds; else return None."""
+        if self.next_kind() not in kinds:
+            return None
+        self.position += 1
+        return self.tokens[self.position - 1][1]
+
+    def sum(self) -> Fraction:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise _NoValue
+        value = self.product()
+        while sign := self.take("plus", "minus"):
+            term = self.product()
+            value = _bounded(value - term if sign == "-" else value + term)
+        self.depth -= 1
+        return value
+
+    def product(self) -> Fraction:
+        value = self.signed()
+        while True:
+            if self.take("times"):
+                value = _bounded(value * self.signed())
+            elif self.take("div"):
+                value = _bounded(value / self.signed())
+            elif self.next_kind() in ("open", "sqrt", "binom") and self.tokens[self.position][1] != "{":
+                value = _bounded(value * self.power())
+            else:
+                return value
+
+    def signed(self) -> Fraction:
+        sign = 1
+        if token := self.take("plus", "minus"):
+            sign = -1 if token == "-" else 1
+            if self.next_kind() in ("plus", "minus"):
+                raise _NoValue
+        return sign * self.power()
+
+    def power(self) -> Fraction:
+        base = self.factorial()
+        if not self.take("power"):
+            return base
+        # "2^10" is typeset as 20, but written for 1024.
+        whole = self.take("number")
+        if whole is not None and not whole.isdecimal():
+            raise _NoValue
+        exponent = self.argument() if whole is None else Fraction(whole)
+        if self.next_kind() == "power":  # a tower
+            raise _NoValue
+        return _power(base, exponent)
+
+    def factorial(self) -> Fraction:
+        value = self.atom()
+        if self.take("bang"):
+            if value.denominator != 1 or not 0 <= value <= _MAX_FACTORIAL or self.next_kind() == "bang":
+                raise _NoValue
+            value = Fraction(math.factorial(int(value)))
+        return value
+
+    def atom(self) -> Fraction:
+        if number := self.take("number"):
+            whole = Fraction(number.replace("{,}", "").replace(",", ""))
+            if self.next_kind() == "frac":  # a mixed number
+                self.position += 1
+                part = self.fraction()
+                if whole.denominator != 1 or not 0 < part < 1:
+                    raise _NoValue
+                return whole + part
+            return whole
+        if self.take("frac"):
+            return self.fraction()
+        if self.take("sqrt"):
+            degree = Fraction(2)
+            if self.tokens[self.position : self.position + 1] == [("open", "[")]:
+                degree = self.argument()
+            return _root(self.argument(), degree)
+        if self.take("binom"):
+            upper, lower = self.argument(), self.argument()
+            if upper.denominator != 1 or lower.denominator != 1 or not 0 <= lower <= upper <= _MAX_FACTORIAL:
+                raise _NoValue
+            return Fraction(math.comb(int(upper), int(lower)))
+        if self.take("log"):
+            return _logarithm(self.argument(), self.power())
+        if self.take("bar"):
+            value = self.sum()
+            if not self.take("bar"):
+                raise _NoValue
+            return abs(value)
+        return self.group()
+
+    def fraction(self) -> Fraction:
+        upper, lower = self.argument(), self.argument()
+        return upper / lower
+
+    def group(self) -> Fraction:
+        opening = self.take("open")
+        if opening is None:
+            raise _NoValue
+        value = self.sum()
+        if self.take("close") != _CLOSING[opening]:
+            raise _NoValue
+        return value
+
+    def argument(self) -> Fraction:
+        r"""Read `{...}`, `[...]`, `(...)`, or one digit as in `\frac12`; a number of several digits is split."""
+        if self.next_kind() == "open":
+            return self.group()
+        sign = -1 if self.take("minus") else 1
+        number = self.take("number")
+        if number is None or not number.isdecimal():
+            raise _NoValue
+        if len(number) > 1:
+            self.position -= 1
+            self.tokens[self.position] = ("number", number[1:])
+        return Fraction(sign * int(number[0]))
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
+        raise _NoValue
+    return value
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1:
+        return _root(_power(base, Fraction(exponent.numerator)), Fraction(exponent.denominator))
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if abs(exponent) > _MAX_EXPONENT or size * abs(exponent) > _MAX_BITS or base == exponent == 0:
+        raise _NoValue
+    return base ** int(exponent)
+
+
+def _root(value: Fraction, degree: Fraction) -> Fraction:
+    if degree.denominator != 1 or not 2 <= degree <= 20 or value < 0:
+        raise _NoValue
+    return Fraction(_whole_root(value.numerator, int(degree)), _whole_root(value.denominator, int(degree)))
+
+
+def _whole_root(number: int, degree: int) -> int:
+    """Return the integer root by bisection, or raise if there is none."""
+    low, high = 0, 1 << (number.bit_length() // degree + 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if middle**degree <= number:
+            low = middle
+        else:
+            high = middle - 1
+    if low**degree != number:
+        raise _NoValue
+    return low
+
+
+def _logarithm(base: Fraction, value: Fraction) -> Fraction:
+    if base.denominator != 1 or base < 2 or value.denominator != 1 or value < 1:
+        raise _NoValue
+    exponent, rest = 0, int(value)
+    while rest % int(base) == 0:
+        rest //= int(base)
+        exponent += 1
+    if rest != 1:
+        raise _NoValue
+    return Fraction(exponent)

@@ -1,0 +1,414 @@
+r"""Formulas before they are compared by math-verify, which skips what it does not know and evaluates the rest.
+
+math-verify drops `\text{ is wrong}`, `\ldots`, primes and all but the last side of an equation, takes a set for a
+pair, and multiplies the parts of a mixed number. `comparisons` therefore reads an answer as a whole. It returns the
+pairs of formulas that math-verify is to compare, or says that the answer can't be the gold: something in the answer is
+neither in the gold nor part of a formula.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from grpo_rewards.math.prose import is_doubt, word_set
+from grpo_rewards.math.units import is_unit, units_differ
+
+
+class TooComplex(Exception):
+    """The formula is nested too deeply, or its numbers are too large, to be compared in bounded time."""
+
+
+_MAX_DEPTH = 24
+_MAX_SIDES = 4
+_MAX_DIGITS = 200
+_MAX_POWER_DIGITS = 4
+_MAX_POWERS = 2
+
+_SPACE = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|thinspace|enspace|allowbreak)(?![a-zA-Z])"
+    r"|\\[,;:!> ]|~|\$|(?<!\\)\\\Z"
+)
+_SAME = (
+    (re.compile(r"\\(?:d|t|c)frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\^\s*(?:\{\s*)?(?:\\prime|')\s*\}?|\\prime(?![a-zA-Z])"), "'"),
+    (re.compile(r"''|\""), "''"),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])"), "°"),
+    (re.compile(r"\\(?:[lcvdi]?dots[cbmio]?)(?![a-zA-Z])|\.\.+|…|⋯"), r"\\ldots "),
+    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
+    (re.compile(r"\\([lr])brack(?![a-zA-Z])"), lambda match: "[" if match[1] == "l" else "]"),
+    (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
+    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
+    (re.compile(r"π"), r"\\pi "),
+    (re.compile(r"√\s*(\d+|[a-zA-Z]|(?=\())"), r"\\sqrt{\1}"),
+    (re.compile(r"∞"), r"\\infty "),
+    (re.compile(r"≤"), r"\\le "),
+    (re.compile(r"≥"), r"\\ge "),
+    (re.compile(r"∪"), r"\\cup "),
+    (re.compile(r"∈"), r"\\in "),
+)
+_TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it|sf|tt)|operatorname\*?|emph|underline|fbox)\s*\{([^{}]*)\}")
+_TEXT_TAIL = re.compile(
+    r"\\(?:text\w*|mbox|hbox|math(?:rm|it|sf|tt))\s*\{(?P<text>[a-zA-Z/.\s]+)\}\s*"
+    r"(?P<power>\^\s*\{?-?[1-4]\}?)?[\s.]*\Z"
+)
+_TEXT_LABEL = re.compile(r"\s*\\text\w*\s*\{([a-zA-Z ]+)\}\s*=(?!=)")
+_CONNECTIVE = re.compile(r"\\text\w*\s*\{\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.IGNORECASE)
+_UNIT_TAIL = re.compile(r"(?:°|(?<![a-zA-Z\\])[a-zA-Z]{2,}\.?|(?<=\s)[a-zA-Z]{2,}|\s+)(?:\s*\^\s*\{?[23]\}?)?\s*\Z")
+_BARE_RUN = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{([a-zA-Z]*\*?)\}(?:\{[lcr|]*\})?")
+_FUNCTIONS = word_set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi max min gcd lcm")
+# Commands that math-verify reads, or that change nothing. The answer may hold another only if the gold holds it too.
+_COMMANDS = _FUNCTIONS | word_set("""
+    frac binom dbinom tbinom cdot times div pm mp le leq leqslant ge geq geqslant lt gt ne neq in infty cup cap
+    emptyset varnothing lfloor rfloor lceil rceil lvert rvert vert mid sum prod int lim to arcsec arccsc arccot
+    alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon
+    phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell mathbb mathbf det
+    setminus langle rangle angle triangle overline
+""")
+_CHARACTERS = frozenset("+-*/^_=<>()[]{}|,.;:!&\\ '°%×÷·αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ\n\t")
+_RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq)(?![a-zA-Z])")
+_BASED = re.compile(r"\d\s*_")
+# A name that an equation gives a value to: `x`, `x_1`, `y'`, `f(x)`, `\theta`, `\frac{dy}{dx}`, `|AB|`, `P(X = 1)`.
+_NAME = re.compile(
+    r"""\s*(?: \\frac\{\s*d\^?\d?\s*[a-zA-Z]?\}\{\s*d[a-zA-Z](?:\^\{?\d\}?)?\s*\}(?:[a-zA-Z](?:\([a-zA-Z]\))?)?
+      | \|?(?:[a-zA-Z]
+           |(?:\\(?:sin|cos|tan)\s*)?\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|omega)
+           |(?:\\(?:angle|triangle|overline|vec|mathbf|mathrm|text)\s*)\{?\s*[a-zA-Z\ ]+\}?
+           |[A-Z]{2,4}|[a-zA-Z]{2,20}(?:\s+[a-zA-Z]{2,20}){0,3})
+        '{0,3} (?:\s*\^\s*\{?-1\}?)? (?:_(?:\{[\w\ ,\\]*\}|\w))? '{0,3}\|?
+        (?:\s*\([a-zA-Z0-9,\ =\\]{0,20}\))? )\s*""",
+    re.VERBOSE,
+)
+_MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(\d+)\s+(\d+)\s*/\s*(\d+)")
+_NO_MIXED = re.compile(r"(?:[\d.,}^_]|\\[a-zA-Z]+|\\sqrt\s*\[[^\]]*\])\s*\Z")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """One side of a comparison, as it is handed to math-verify, and what math-verify would skip.
+
+    Attributes:
+        body: formula without units and words.
+        units: text behind the formula that is a known unit, as written.
+        words: other texts, in lower case.
+    """
+
+    body: str
+    units: str
+    words: tuple[str, ...]
+
+
+def comparisons(gold: str, answer: str) -> list[tuple[str, str]] | None:
+    """Return the pairs of formulas that must all be equal for an answer to be the gold, or None if it can't be.
+
+    Args:
+        gold: gold with Unicode folded and without formatting around it.
+        answer: answer in the same form.
+
+    Raises:
+        TooComplex: the answer is too deep or too large to compare.
+    """
+    _check_size(answer)
+    if not _is_balanced(answer):
+        return None
+    if "=" not in gold and (label := _TEXT_LABEL.match(answer)) and not any(map(is_doubt, label[1].lower().split())):
+        answer = answer[label.end() :]
+    wanted, stated = _read(gold), _read(answer)
+    if wanted is None or stated is None:
+        return [(gold, answer)] if _same(gold) == _same(answer) else None
+    if not _is_read_whole(wanted, stated):
+        return None
+    if _BASED.search(wanted.body) or _BASED.search(stated.body):
+        return [] if _same(wanted.body) == _same(stated.body) else None
+    pairs = _sides(wanted.body, stated.body)
+    if pairs is None:
+        return None
+    for left, right in pairs:
+        if not _same_brackets(left, right):
+            return None
+    return pairs
+
+
+def _check_size(text: str) -> None:
+    """Raise `TooComplex` if comparing a formula would take very long or overflow the stack."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character in _OPENING) - (character in _CLOSING)
+        deepest = max(deepest, depth)
+    if deepest > _MAX_DEPTH or text.count("{") > 4 * _MAX_DEPTH * 2:
+        raise TooComplex
+    for digits in re.findall(r"\d+", text):
+        if len(digits) > _MAX_DIGITS:
+            raise TooComplex
+    if re.search(rf"\^\s*\{{?\s*-?(?:\d{{{_MAX_POWER_DIGITS + 1},}}|\d{{3,}}\s*!)|\d{{5,}}\s*!|!\s*!\s*!", text):
+        raise TooComplex
+    if _tower(text) > _MAX_POWERS:
+        raise TooComplex
+
+
+def _is_balanced(text: str) -> bool:
+    """Return True if every brace is closed, and as many brackets open as close. `[1,2)` is balanced."""
+    text = text.replace("\\{", "(").replace("\\}", ")")
+    depth = 0
+    for brace in re.findall(r"(?<!\\)[{}]", text):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    return depth == 0 and sum(map(text.count, "([")) == sum(map(text.count, ")]"))
+
+
+def _tower(text: str) -> int:
+    """Return the largest number of powers on top of each other, as in `x^{x^x}` and `x^x^x`."""
+    highest = run = 0
+    heights: list[int] = []  # for each open brace, the powers that lead to its content
+    for token in re.findall(r"\^|[{(\[]|[})\]]|[+*/=,<>-]|\\[a-zA-Z]+|\S", text):
+        if token == "^":
+            run += 1
+            highest = max(highest, run)
+        elif token in _OPENING:
+            heights.append(run)
+        elif token in _CLOSING:
+            run = heights.pop() if heights else 0
+        elif token in "+-*/=,<>" and not heights:
+            run = 0
+        elif token in "+*/=,<>":
+            run = heights[-1]
+    return highest
+
+
+def _read(text: str) -> _Formula | None:
+    """Return a formula without its words and units, or None if it holds a mixed number with two meanings."""
+    for pattern, replacement in _SAME:
+        text = pattern.sub(replacement, text)
+    text, measured = _without_unit_texts(_SPACE.sub(" ", text).strip())
+    text, words = _without_texts(text)
+    body, units = _without_units(text)
+    mixed = _with_sums(body)
+    return None if mixed is None else _Formula(mixed.strip(), f"{units} {measured}", words)
+
+
+def _without_unit_texts(text: str) -> tuple[str, str]:
+    r"""Return a formula without the texts at its end that are known units, `\text{ cm}^2`, and those units."""
+    units = ""
+    while (match := _TEXT_TAIL.search(text)) and match.start():
+        if not all(is_unit(word) or word == "per" for word in re.findall(r"[^\W\d_]+", match["text"].lower())):
+            break
+        units = f"{match['text']}{match['power'] or ''} {units}"
+        text = text[: match.start()].rstrip(" /")
+    return text, units
+
+
+def _without_texts(text: str) -> tuple[str, tuple[str, ...]]:
+    r"""Take the words in `\text{}` and its like out of a formula. Units, connectives and letters stay, bare."""
+    words: list[str] = []
+
+    def content(match: re.Match[str]) -> str:
+        inner = match[1].strip()
+        if re.fullmatch(r"\(?[a-zA-Z]\)?|\W*\d[\d.,\s]*", inner) and "?" not in inner:
+            return f" {inner} " if len(inner) > 1 else inner
+        lower = inner.lower().strip(" .")
+        parts = re.findall(r"[^\W\d_]+|[^\w\s./^*-]", lower)
+        if lower in ("and", "or"):
+            return match.group()
+        if not parts:
+            return f" {inner} "
+        if all(is_unit(part) or part == "per" for part in parts):
+            return f" {inner} "
+        if lower in _FUNCTIONS:
+            return f"\\{lower} "
+        words.append(" ".join(lower.split()))
+        return " "
+
+    return _TEXT.sub(content, text), tuple(words)
+
+
+def _without_units(text: str) -> tuple[str, str]:
+    """Return a formula without the known units at its end, and those units."""
+    body = text.strip().rstrip(".")
+    while match := _UNIT_TAIL.search(body):
+        word = re.match(r"[a-zA-Z]+", match.group().strip())
+        if word and (not is_unit(word.group().lower()) and word.group().lower() != "per"):
+            break
+        start = match.start()
+        body = body[:start].rstrip(" /\\*")
+        if not body:
+            return text, ""
+    return body, text[len(body) :]
+
+
+def _with_sums(text: str) -> str | None:
+    r"""Return a formula with `1\frac{1}{2}` as `(1+\frac{1}{2})`, or None for `3\frac{4}{2}`, perhaps a product."""
+    pieces: list[str] = []
+    end = 0
+    for match in _MIXED.finditer(text):
+        if _NO_MIXED.search(text[: match.start()]):
+            continue
+        whole = match[1] or match[6]
+        upper, lower = match[2] or match[3] or match[7], match[4] or match[5] or match[8]
+        if not 0 < int(upper) < int(lower):
+            return None
+        pieces += [text[end : match.start()], rf"({whole}+\frac{{{upper}}}{{{lower}}})"]
+        end = match.end()
+    return "".join([*pieces, text[end:]])
+
+
+def _is_read_whole(gold: _Formula, answer: _Formula) -> bool:
+    """Return True if nothing in the answer is left over that math-verify would skip and the gold does not hold."""
+    if Counter(answer.words) - Counter(gold.words):
+        return False
+    missing = list((Counter(gold.words) - Counter(answer.words)).elements())
+    if any(is_doubt(word) or not word.isalpha() for text in missing for word in text.split()):
+        return False
+    if units_differ(f"1 {gold.units}", f"1 {answer.units}"):
+        return False
+    for mark in (r"\ldots", "°", "?"):
+        if gold.body.count(mark) != answer.body.count(mark):
+            return False
+    commands, known = (
+        Counter(_COMMAND.findall(_ENVIRONMENT.sub(" ", answer.body))),
+        Counter(_COMMAND.findall(gold.body)),
+    )
+    for command in commands - known:
+        if command not in _COMMANDS and command not in ("text", "ldots"):
+            return False
+    for character in set(answer.body) - set(gold.body):
+        if not (character in _CHARACTERS or (character.isascii() and character.isalnum())):
+            return False
+    letters = set(_letters(gold.body))
+    for run in _BARE_RUN.findall(_bare(_without_name(answer.body))):
+        lower = run.lower()
+        if (
+            lower not in _FUNCTIONS
+            and not _CONNECTIVE.fullmatch(run)
+            and (is_doubt(lower) or not set(lower) <= letters)
+            and run not in gold.body
+        ):
+            return False
+    return True
+
+
+def _bare(text: str) -> str:
+    """Return a formula without its commands and texts."""
+    return _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", text)))
+
+
+def _letters(text: str) -> str:
+    return "".join(re.findall(r"[a-z]", _bare(text).lower()))
+
+
+def _without_name(text: str) -> str:
+    sides = _split(text, "=")
+    return " = ".join(sides[1:]) if len(sides) > 1 and _NAME.fullmatch(sides[0]) else text
+
+
+def _split(text: str, separator: str) -> list[str]:
+    r"""Split at a separator outside all brackets, but not at the "=" of `<=`, `>=`, `!=` and `\le=`."""
+    parts, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if character != separator or depth != 0:
+            continue
+        if separator == "=" and (
+            text[position - 1 : position] in ("<", ">", "!", ":") or text[position + 1 : position + 2] in ("<", ">")
+        ):
+            continue
+        parts.append(text[start:position].strip())
+        start = position + 1
+    return [*parts, text[start:].strip()]
+
+
+def _items(text: str) -> list[str]:
+    """Return the items of a list that is not in brackets."""
+    items: list[str] = []
+    for item in _split(text, ","):
+        items += _CONNECTIVE.split(item)
+    return [item.strip() for item in items if item.strip()]
+
+
+def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
+    """Return the sides to compare: every side of the answer's equations must equal the gold, but for a name first."""
+    gold_items, answer_items = _items(gold), _items(answer)
+    gold_primes, equations = gold.count("'"), [_split(item, "=") for item in answer_items]
+    if len(gold_items) > 1 or len(answer_items) > 1:
+        for sides in equations:
+            if len(sides) > 2 or (
+                len(sides) == 2 and not _NAME.fullmatch(sides[0]) and answer.count("=") > gold.count("=")
+            ):
+                return None
+        return [(gold, answer)] if answer.count("'") == gold_primes else None
+    wanted, stated = _split(gold, "="), equations[0] if equations else [""]
+    if len(stated) > _MAX_SIDES:
+        return None
+    if len(stated) > len(wanted):
+        if len(wanted) == 2:
+            if _same(wanted[0]) != _same(stated[0]) or not _NAME.fullmatch(wanted[0]):
+                return None
+            wanted, stated = wanted[1:], stated[1:]
+        elif len(wanted) == 1 and _NAME.fullmatch(stated[0]) and _same(wanted[0]) != _same(stated[0]):
+            if stated[0] in _letters(stated[-1]):  # "x = 2x" says something about x
+                return None
+            stated = stated[1:]
+        if len(wanted) != 1:
+            return None
+        pairs = [(wanted[0], side) for side in stated]
+    elif len(wanted) == 2 and len(stated) == 1:
+        if not _NAME.fullmatch(wanted[0]):
+            return None
+        pairs = [(wanted[1], stated[0])]
+    elif len(wanted) == len(stated) == 2 and _NAME.fullmatch(wanted[0]) and _same(wanted[0]) == _same(stated[0]):
+        pairs = [(wanted[1], stated[1])]
+    else:
+        pairs = [(gold, answer)]
+    for left, right in pairs:
+        if left.count("'") != right.count("'"):
+            return None
+    return pairs
+
+
+def _same_brackets(gold: str, answer: str) -> bool:
+    """Return True if both hold the same tuples, intervals and sets. A bare list may be a set."""
+    if bool(_RELATION.search(gold)) != bool(_RELATION.search(answer)):
+        return True  # an inequality and an interval
+    wanted, stated = _brackets(gold), _brackets(answer)
+    return wanted == stated or _with_sets(wanted) == _with_sets(stated)
+
+
+def _with_sets(groups: Counter[tuple[str, int]]) -> Counter[tuple[str, int]]:
+    """Return the groups with a list without brackets as a set."""
+    return Counter({("{}" if kind == "" else kind, commas): count for (kind, commas), count in groups.items()})
+
+
+def _brackets(text: str) -> Counter[tuple[str, int]]:
+    """Count the groups that hold a comma, and all sets, by their two brackets and their number of commas."""
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) if "(" not in text and "\\{" not in text else text
+    text = (
+        _CONNECTIVE.sub(",", _ENVIRONMENT.sub(" ", text))
+        .replace(";", ",")
+        .replace("\\{", "\x02")
+        .replace("\\}", "\x03")
+    )
+    found: Counter[tuple[str, int]] = Counter()
+    open_groups: list[list[object]] = [["", 0]]
+    for character in text:
+        if character in "([\x02{":
+            open_groups.append([character, 0])
+        elif character in ")]\x03}" and len(open_groups) > 1:
+            kind, commas = open_groups.pop()
+            if (commas or kind == "\x02") and kind != "{":
+                name = "{}" if kind == "\x02" and character == "\x03" else f"{kind}{character}"
+                found[name, int(str(commas))] += 1
+        elif character == ",":
+            open_groups[-1][1] = int(str(open_groups[-1][1])) + 1
+    if open_groups[0][1]:
+        found["", int(str(open_groups[0][1]))] += 1
+    return found
+
+
+def _same(text: str) -> str:
+    """Return a form that two spellings of a formula share: no spaces, no braces around one character."""
+    return re.sub(r"\{(\w)\}", r"\1", re.sub(r"\s", "", text))

@@ -1,0 +1,82 @@
+"""Known units of measurement, and whether two answers state different ones: 5 meters are not 5 feet.
+
+An unknown unit ("18 frobs") is never compared. A missing unit agrees with each.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+_ALIASES = """
+    m meter meters metre metres | cm centimeter centimeters centimetre centimetres
+    mm millimeter millimeters millimetre millimetres | km kilometer kilometers kilometre kilometres
+    in inch inches | ft foot feet | yd yard yards | mi mile miles | nm nanometer nanometers
+    g gram grams gramme grammes | kg kilogram kilograms kilo kilos | mg milligram milligrams | t ton tons tonne tonnes
+    lb lbs | oz ounce ounces | s sec secs second seconds | min mins minute minutes | h hr hrs hour hours
+    ms millisecond milliseconds | day days | week weeks | month months | yr yrs year years | decade decades
+    century centuries
+    l liter liters litre litres | ml milliliter milliliters millilitre millilitres | gal gallon gallons
+    qt quart quarts | pt pint pints | cup cups | tbsp tablespoon tablespoons | tsp teaspoon teaspoons
+    acre acres | hectare hectares ha | deg degree degrees ° | rad rads radian radians | gradian gradians
+    celsius | fahrenheit | kelvin kelvins | % percent pct | dollar dollars usd buck bucks | cent cents ¢
+    euro euros eur | gbp sterling | yen jpy | rupee rupees inr | dime dimes | nickel nickels | penny pennies
+    n newton newtons | j joule joules | kj kilojoule kilojoules | w watt watts | kw kilowatt kilowatts | v volt volts
+    pa pascal pascals | hz hertz | mol mole moles | cal calorie calories | kcal kilocalorie kilocalories
+    mph | kph kmh | knot knots | bit bits | byte bytes | kb kilobyte kilobytes | mb megabyte megabytes
+    gb gigabyte gigabytes | unit units | pound pounds
+"""
+_CANONICAL: dict[str, str] = {}
+for _group in re.split(r"[|\n]", _ALIASES):
+    for _alias in _group.split():
+        _CANONICAL[_alias] = _group.split()[0]
+
+_POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
+_AFTER_NUMBER = re.compile(r"(?:\d|\})[\d.,/]*\s*[-*]{0,2}\s*(?P<tail>[^\d]*(?:\^\{?-?\d\}?[^\d]*)*)\Z")
+_PART = re.compile(r"[^\W\d_]+|[°%¢]|\^\{?-?\d\}?")
+
+
+def is_unit(word: str) -> bool:
+    """Return True if a word of lower-case letters is the name or the symbol of a known unit, or of its power."""
+    return word in _CANONICAL or word in _POWERS
+
+
+def units_differ(gold: str, answer: str) -> bool:
+    """Return True if two answers state known units, and one is not the beginning of the other ("5 m" and "5 m/s")."""
+    wanted = stated_units(gold)
+    if not wanted:
+        return False
+    stated = stated_units(answer)
+    return any(left != right for left, right in zip(wanted, stated, strict=False))
+
+
+@lru_cache(maxsize=4096)
+def stated_units(text: str) -> tuple[str, ...]:
+    """Return the canonical names of the known units behind the last number of a text, up to the first other word.
+
+    Args:
+        text: answer with Unicode folded and LaTeX's text commands removed.
+    """
+    match = _AFTER_NUMBER.search(text[-200:])
+    if match is None:
+        return ()
+    units: list[str] = []
+    power = ""
+    for part in _PART.findall(match["tail"]):
+        word = part.lower()
+        if word.startswith("^"):
+            if not units or "^" in units[-1]:
+                break
+            units[-1] += "^" + word.strip("^{}")
+        elif word in ("squared", "cubed") and units:
+            units[-1] += _POWERS[word]
+        elif word in _POWERS:
+            power = _POWERS[word]
+        elif word in ("per", "a", "an", "each"):
+            continue
+        elif word in _CANONICAL:
+            units.append(_CANONICAL[word] + power)
+            power = ""
+        else:
+            break
+    return tuple(unit for unit in units if not unit.startswith("unit"))

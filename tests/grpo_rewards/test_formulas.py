@@ -1,0 +1,166 @@
+"""Formula answers read as a whole: what math-verify skips or misreads earns nothing, and time is bounded per call."""
+
+import time
+
+import pytest
+
+from grpo_rewards.math import answers
+from grpo_rewards.math.arithmetic import value_of
+from grpo_rewards.math.correctness import MathCorrectness
+from grpo_rewards.math.symbolic import equivalent
+
+FORMULAS = ["R", "x+1", "\\sqrt{2}", "\\frac{\\pi}{2}", "(1,2)", "\\{1,2\\}", "[1,3)", "y = 2x", "2\\sqrt{3}"]
+# Text behind or around a formula that math-verify drops.
+DROPPED = [
+    "{} \\text{{ is wrong}}", "{} \\text{{maybe}}", "{} \\text{{(?)}}", "{} \\ldots", "({})'",
+    "{} \\text{{ is not right}}", "{} \\text{{ (not sure)}}", "\\text{{not }} {}", "{} \\mathrm{{ no}}",
+    "{} \\quad \\text{{oder}}", "{} \\textbf{{ nope}}", "{} \\mbox{{ falsch}}", "{} \\dots", "{} ...", "{}, \\cdots",
+    "{}^{{\\prime}}", "{}''", "{} ?", "{} 不对", "{} \\lnot", "\\sout{{{}}}", "\\cancel{{{}}}", "\\neg {}", "{} }}",
+]  # fmt: skip
+
+
+def pays(gold, *texts):
+    return MathCorrectness(extract="boxed")(
+        completions=[f"\\boxed{{{text}}}" for text in texts], answer=[gold] * len(texts)
+    )
+
+
+@pytest.mark.parametrize("gold", FORMULAS)
+def test_words_and_marks_around_a_formula_are_not_dropped(gold):
+    texts = [dress.format(gold) for dress in DROPPED if dress.count("}}") == dress.count("{{")]
+    paid = [text for text, pay in zip(texts, pays(gold, *texts), strict=True) if pay]
+    assert paid == []
+
+
+MISREAD = {
+    "\\sqrt2": ["\\sqrt3 = \\sqrt2", "1 = \\sqrt2", "2\\sqrt2 = \\sqrt2", "x = \\sqrt3 = \\sqrt2", "\\sqrt2 = 1",
+                "x = \\sqrt3, x = \\sqrt2", "\\approx \\sqrt2", "\\sqrt2, \\sqrt3"],
+    "2x": ["3x = y = 2x", "x = 2x", "4x = 2x"],
+    "y = 2x": ["x = 2x", "y = 3x = 2x", "z = x = 2x"],
+    "\\frac{\\pi}{2}": ["1\\frac12\\pi", "1\\frac{1}{2}\\pi", "1 1/2 \\pi", "\\pi = \\frac{\\pi}{2}"],
+    "\\frac32 x": ["3\\frac12 x", "3\\frac{1}{2}x", "3\\dfrac12 x"],
+    "2516_8": ["2516_7", "2516", "2516_{16}", "2516_{\\text{seven}}"],
+    "101_2": ["101_3", "5_{10}", "101"],
+    "(1,3)": ["\\{1,3\\}", "[1,3]", "(1,3]", "1,3", "\\langle 1,3 \\rangle", "(1,3),(1,3)"],
+    "\\{1,3\\}": ["(1,3)", "[1,3]", "\\{1\\},\\{3\\}", "\\{\\{1,3\\}\\}"],
+    "\\{1,2\\}": ["\\{1\\},\\{2\\}", "(1,2)", "\\{(1,2)\\}"],
+    "\\{1,2,3\\}": ["\\{\\{1,2\\},3\\}", "\\{1,2\\},3"],
+    "(1,2),(3,4)": ["(1,2,3,4)", "\\{1,2\\},\\{3,4\\}"],
+    "x": ["x'", "x''", "x^\\prime"],
+    "x'": ["x", "x''"],
+    "f'(x)": ["f(x)", "f''(x)"],
+    "5\\sqrt2 \\text{ m}": ["5\\sqrt2 \\text{ ft}", "5\\sqrt2 \\text{ m}^2", "5\\sqrt2 \\text{ cm}"],
+    "\\sin(30^\\circ)": ["\\sin(30)"],
+    "10^\\circ": ["10 rad", "10 \\text{ radians}", "10%", "10 m"],
+    "5 \\text{ meters}": ["5 \\text{ feet}", "5 ft", "5 cm", "5 \\text{ square meters}"],
+    "5 \\text{ m/s}": ["5 \\text{ km/h}", "5 m/h"],
+    "12 \\text{ cm}^2": ["12 cm", "12 \\text{ cm}^3", "12 \\text{ m}^2"],
+    "2xy": ["2", "2zw"],
+    "\\frac{1}{2}ab": ["\\frac12", "0.5"],
+    "2^{10}": ["1023", "20", "210", "1024x"],
+    "\\sqrt{2}": ["1.4142135623730951", "1.41421356237309504880"],
+    "\\frac{\\pi}{3}": ["1.0471975511966"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gold", MISREAD)
+def test_a_formula_that_only_looks_equal_earns_nothing(gold):
+    texts = MISREAD[gold]
+    assert dict(zip(texts, pays(gold, *texts), strict=True)) == dict.fromkeys(texts, 0.0)
+
+
+EQUAL = {
+    "2^{10}": ["1024", "1,024", "2^{10}", "1024.0", "4^5"],
+    "5!": ["120", "120.", "$120$"],
+    "\\sqrt{16}": ["4", "x = 4", "\\frac{8}{2}"],
+    "\\binom{5}{2}": ["10", "\\frac{20}{2}"],
+    "\\frac{6!}{3!}": ["120"],
+    "\\log_2 8": ["3"],
+    "2^{-3}": ["0.125", "\\frac18", "1/8"],
+    "\\frac{3\\pi}{2}": ["1\\frac12\\pi", "1.5\\pi", "\\dfrac{3}{2}\\pi", "x = \\frac{3\\pi}{2}"],
+    "1\\frac12\\pi": ["\\frac{3\\pi}{2}", "1\\frac{1}{2}\\pi"],
+    "\\sqrt2": ["x = \\sqrt2", "x = \\frac{\\sqrt8}{2} = \\sqrt2", "\\sqrt2 \\text{ cm}", "\\sin\\theta = \\sqrt2",
+                "\\text{Area} = \\sqrt2", "\\sqrt 2.", "√2", "sqrt(2)"],
+    "2x": ["f(x) = 2x", "f'(x) = 2x", "\\frac{dy}{dx} = 2x", "y = x + x = 2x"],
+    "y = 2x": ["2x", "y = x + x", "y=2x"],
+    "1,2": ["2, 1", "\\{1,2\\}", "1 \\text{ and } 2"],
+    "\\{1,2\\}": ["1, 2", "\\{2,1\\}", "\\left\\{1,2\\right\\}"],
+    "x=1 \\text{ or } x=2": ["x=1, x=2", "x=2 \\text{ or } x=1"],
+    "[1,3) \\cup (4,5]": ["(4,5] \\cup [1,3)", "x \\in [1,3) \\cup (4,5]"],
+    "5\\sqrt2 \\text{ m}": ["5\\sqrt2 \\text{ meters}", "5\\sqrt2", "\\sqrt{50} \\text{ m}"],
+    "12 \\text{ cm}^2": ["12", "12 cm^2", "12 \\text{ square centimeters}", "12 \\text{ sq. cm}"],
+    "10^\\circ": ["10", "10°", "10 degrees"],
+    "5 \\text{ meters}": ["5", "5 m", "5 metres", "5 meter"],
+    "2516_8": ["2516_{8}", "2516_8"],
+    "(A)": ["\\text{(A)}", "(A)"],
+    "2xy": ["2yx", "2 x y"],
+    "\\emptyset": ["\\{\\}", "\\varnothing"],
+    "x^2+y^2=4": ["x^2+y^2-4=0", "4=x^2+y^2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gold", EQUAL)
+def test_an_equal_formula_is_paid(gold):
+    texts = EQUAL[gold]
+    assert dict(zip(texts, pays(gold, *texts), strict=True)) == dict.fromkeys(texts, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12 + 1", 13), ("2 + 3 * 4", 14), ("(2+3)(4)", 20), ("-3^2", -9), ("2^{2^{2}}", 16), ("2^10", 1024),
+        ("\\sqrt[3]{27}", 3), ("8^{\\frac{2}{3}}", 4), ("|-5|", 5), ("7 \\div 2 * 2", 7), ("3 x 6", 18),
+        ("1\\frac12", 1.5),
+        ("1 8", None), ("x+1", None), ("\\sqrt2", None), ("1/0", None), ("2^2^2", None), ("5!!", None), ("--3", None),
+        ("(1,3)", None), ("(2,100)", None), ("", None), ("9^{9^{9}}", None), ("10^{999999}", None), ("(" * 90, None),
+        ("100000!", None), ("3\\frac32", None), ("1 +", None),
+    ],
+)  # fmt: skip
+def test_arithmetic_has_its_exact_value(text, value):
+    assert value_of(text) == value
+
+
+HOSTILE = {
+    "open brackets": lambda n: "(" * (40 + n),
+    "nested brackets": lambda n: "(" * (30 + n) + "x" + ")" * (30 + n),
+    "a tower": lambda n: "^".join(["x"] * (4 + n)),
+    "a tower in braces": lambda n: "x^{" * (3 + n) + "x" + "}" * (3 + n),
+    "a large power": lambda n: f"7^{{{10**8 + n}}}",
+    "a large factorial": lambda n: f"{10**5 + n}!",
+    "nested roots": lambda n: "\\sqrt{" * (30 + n) + "x" + "}" * (30 + n),
+}
+
+
+def test_hostile_formulas_never_reach_math_verify(monkeypatch):
+    monkeypatch.setattr(answers, "equivalent", lambda *pair: pytest.fail(f"{pair} is too large to compare"))
+    columns = {}
+    texts = [f"\\boxed{{{make(n)}}}" for make in HOSTILE.values() for n in range(16)]
+    scores = MathCorrectness()(completions=texts, answer=["x+1"] * len(texts), log_extra=columns.__setitem__)
+    assert set(scores) == {0.0}
+    closed = [text for text in columns["extracted"] if text is not None]
+    assert columns["verdict"].count("timeout") == len(closed)
+
+
+def test_a_call_has_a_budget_and_simple_answers_come_first(monkeypatch):
+    asked, now = [], [0.0]
+
+    def slow(gold, answer, deadline):
+        asked.append(answer)
+        now[0] += deadline if "^" in answer else 0.001
+        return None if "^" in answer else True
+
+    monkeypatch.setattr(answers, "equivalent", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    columns = {}
+    texts = [f"\\boxed{{x^{{{n}}}+y}}" for n in range(100, 200)] + ["\\boxed{y+x}"] * 5 + ["\\boxed{x + y}"]
+    scores = MathCorrectness()(completions=texts, answer=["x+y"] * len(texts), log_extra=columns.__setitem__)
+    assert scores == [0.0] * 100 + [1.0] * 6
+    assert columns["verdict"][:100] == ["timeout"] * 100
+    assert now[0] <= 4 * 2.0 + 0.03 * len(texts) + 2.0
+    assert "y+x" in asked[:2]
+
+
+@pytest.mark.parametrize("extra", ["", " \\text{ is wrong}"])
+def test_math_verify_alone_drops_the_words(extra):
+    """Show that math-verify itself pays here: the reading of the whole formula is what earns nothing."""
+    assert equivalent("x+1", f"x+1{extra}") is True

@@ -241,6 +241,7 @@ class MemoryPlan:
         quantised_bytes: Bytes per weight of a frozen base loaded in 4 or 8 bits, or None if the base is not quantized.
         keeps_turns: True if transformers' generation keeps keys and values between the turns of a generation batch.
         accumulates: True if an optimizer step has several micro-batches, so that gradients exist from the first one on.
+        full_kl: True if the KL term is that over the vocabulary (`kl_estimator: full`).
     """
 
     shape: ModelShape
@@ -263,6 +264,7 @@ class MemoryPlan:
     quantised_bytes: float | None = None
     keeps_turns: bool = False
     accumulates: bool = True
+    full_kl: bool = False
 
     def parts(self) -> dict[str, float]:
         """Return the bytes on one GPU by part.
@@ -454,17 +456,22 @@ class MemoryPlan:
         return self._compute_bytes() * (self.shape.parameters - self.shape.head)
 
     def _head(self) -> float:
-        """Return the bytes of hidden states behind the last layer, of their gradients, and of a tile of TRL's head."""
-        tokens = self.rows * self.tokens
-        tile = min(tokens, HEAD_TOKENS) * HEAD_VOCABULARY * self._compute_bytes()
+        """Return the bytes of hidden states behind the last layer, of their gradients, and of the tiles of the head."""
+        tokens, stream = self.rows * self.tokens, self._stream_bytes()
         # The last norm keeps its float32 input. TRL's head computes the gradient in float32.
-        return tile + tokens * self.shape.hidden * (8 + 4 * self._stream_bytes())
+        hidden = 8 + 4 * stream
+        tile = self._compute_bytes()
+        if self.full_kl:
+            # The reference's hidden states, and the completion tokens of both models. Two tiles of float32 logits.
+            hidden += 3 * stream + 8
+            tile = 8
+        return min(tokens, HEAD_TOKENS) * HEAD_VOCABULARY * tile + tokens * self.shape.hidden * hidden
 
     def _head_backward(self) -> float:
         """Return the bytes of the gradient of the head's weight, in float32 and in its own dtype."""
         if not self._head_gradient():
             return 0
-        return 4 * self.shape.head + (self._head_gradient() if self._stream_bytes() < 4 else 0)
+        return 4 * self.shape.head + (self._head_gradient() if self._stream_bytes() < 4 or self.full_kl else 0)
 
     def _head_gradient(self) -> float:
         """Return the bytes of the head's gradient, or 0 if the head is frozen."""
@@ -597,6 +604,7 @@ def memory_plan(
     optim: str = "adamw_torch",
     quantised_bytes: float | None = None,
     keeps_turns: bool = False,
+    full_kl: bool = False,
 ) -> MemoryPlan:
     """Return the estimate of a run.
 
@@ -612,6 +620,7 @@ def memory_plan(
         optim: Name of the optimizer.
         quantised_bytes: Bytes per weight of a quantized base, or None if the base is not quantized.
         keeps_turns: True if completions have turns, and group decoding keeps their keys and values.
+        full_kl: True for `kl_estimator: full`.
     """
     is_adapter = shape.trained < shape.parameters
     # A rank generates all its micro-batches at once, but trains on one at a time.
@@ -636,6 +645,7 @@ def memory_plan(
         quantised_bytes=quantised_bytes,
         keeps_turns=keeps_turns and not config.use_transformers_continuous_batching,
         accumulates=config.gradient_accumulation_steps > 1,
+        full_kl=full_kl,
     )
 
 

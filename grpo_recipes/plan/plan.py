@@ -314,6 +314,7 @@ def _memory(
         optim=optimizer_name(recipe, machine),
         quantised_bytes=quantised,
         keeps_turns=bool(recipe.tools or recipe.environment_factory) and recipe.generation != "off",
+        full_kl=recipe.kl_estimator == "full",
     )
 
 

@@ -8,7 +8,7 @@
 It counts the bytes of every tensor that the forward and the backward of a micro-batch create, gradients included, from
 its creation to its release, in blocks of 512 bytes as CUDA's allocator takes. Weights and optimizer states are not
 counted. Operators that a GPU computes by other kernels than a CPU are replaced: attention by the flash kernel, or by
-the memory-efficient one with a 16-bit bias if there is a mask, and TRL's head by its tiles.
+the memory-efficient one with a 16-bit bias if there is a mask, and TRL's kernels of the head by their tiles.
 
 It cannot show fragmentation, the allocator's cache, workspaces inside kernels, or communication.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as HEAD_CHUNK
 
@@ -137,6 +138,7 @@ def measure(
     accumulates: bool = False,
     splits_gradients: bool = False,
     group: int | None = None,
+    full_kl: bool = False,
 ) -> Meter:
     """Return the meter after the forward and the backward of a micro-batch.
 
@@ -148,6 +150,7 @@ def measure(
         accumulates: True if an earlier micro-batch has left its gradients.
         splits_gradients: True if a gradient leaves the GPU as soon as it is complete, as under ZeRO.
         group: Completions of a prompt in a packed row, or None for TRL's padded layout.
+        full_kl: True to add the KL over the vocabulary to the loss. The model stands for its reference.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     model.train()
@@ -171,26 +174,53 @@ def measure(
         if accumulates:
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            log_probs = _log_probs(base, *given, spans)
+        loss = _loss(base, *given, spans, full_kl, autocast)
         meter.phase = "backward"
-        log_probs.square().sum().backward()
+        loss.backward()
     return meter
 
 
-def _log_probs(base: nn.Module, ids: Tensor, mask: Tensor, targets: Tensor, spans: GroupSpans | None) -> Tensor:
-    """Return the log-probabilities of `targets`, (completion tokens,), as TRL's forward computes them on a GPU."""
+def _loss(
+    base: nn.Module,
+    ids: Tensor,
+    mask: Tensor,
+    targets: Tensor,
+    spans: GroupSpans | None,
+    full_kl: bool,
+    autocast: bool,
+) -> Tensor:
+    """Return a loss of the log-probabilities of `targets`, (completion tokens,), computed as on a GPU."""
+    reference = None
+    if full_kl:
+        with torch.no_grad(), _precision(autocast):
+            reference = _hidden(base, ids, mask, None)
+    with _precision(autocast):
+        hidden = _hidden(base, ids, mask, spans)
+        head = base.get_output_embeddings()
+        # The values of these indices do not matter. A boolean mask, as TRL has it, needs data.
+        scored = hidden[:, :-1][targets, targets]
+        log_probs = ChunkedLogProbFunction.apply(
+            scored, head.weight, head.bias, targets, 1.0, HEAD_CHUNK, None, 1.0, ("entropy",)
+        )[0]
+        loss = log_probs.square().sum()
+        if reference is not None:
+            policy, other = (states[:, :-1][targets, targets] for states in (hidden, reference))
+            both = (policy, head.weight, head.bias, other, head.weight, head.bias)
+            loss = loss + ChunkedDivergenceFunction.apply(*both, 1.0, 1.0)[0].sum()
+    return loss
+
+
+def _precision(autocast: bool) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+
+
+def _hidden(base: nn.Module, ids: Tensor, mask: Tensor, spans: GroupSpans | None) -> Tensor:
+    """Return the last hidden states, (rows, tokens, hidden)."""
     given: dict[str, Any] = {"attention_mask": mask}
     if spans is not None:
         # transformers drops a mask of ones, which it cannot see without data, and leaves a mask of four dimensions.
         given = {"attention_mask": mask[:, :1, None, None].bool(), "position_ids": mask, "group_spans": spans}
-    hidden = base.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
-    head = base.get_output_embeddings()
-    # The values of these indices do not matter. A boolean mask, as TRL has it, needs data.
-    scored = hidden[:, :-1][targets, targets]
-    return ChunkedLogProbFunction.apply(
-        scored, head.weight, head.bias, targets, 1.0, HEAD_CHUNK, None, 1.0, ("entropy",)
-    )[0]
+    return base.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
 
 
 def _spans(batch: Batch, group: int) -> GroupSpans:
@@ -240,6 +270,10 @@ def gpu_kernels() -> Iterator[None]:
         "trl.kernels.chunked_logprob._forward_tile": _nothing,
         "trl.kernels.chunked_logprob._backward_tile": _nothing,
         "trl.kernels.chunked_logprob._addmm_fp32": _nothing,
+        "trl.kernels.chunked_divergence._stats_tile": _nothing,
+        "trl.kernels.chunked_divergence._backward_tile": _nothing,
+        "trl.kernels.chunked_divergence._addmm_fp32": _nothing,
+        "trl.kernels.chunked_divergence._project": _project,
     }
     patches = [patch(name, replacement) for name, replacement in replaced.items()]
     for one in patches:
@@ -253,6 +287,13 @@ def gpu_kernels() -> Iterator[None]:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Stand for a kernel that allocates nothing: its results are written into tensors that exist."""
+
+
+def _project(
+    tile: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, end: int, dtype: torch.dtype
+) -> None:
+    """Project to a float32 tile as CUDA does, with a copy of the weights in the compute precision only."""
+    weight[start:end].to(dtype)
 
 
 def _dropout(tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -71,6 +71,16 @@ WITHOUT_CHECKPOINTING = [
     Case("offline-scored-gpt2", "gpt2", changes=WITHOUT),
     Case("rlaif-minimind-internlm2", "MiniMind2-Small", changes=WITHOUT),
 ]
+FULL_KL = [
+    Case(recipe, model, layout, (*changes, "--kl_estimator", "full", "--beta", "0.04"))
+    for recipe, model, layout in (
+        (FULL_24GB, "1.5B", "zero2"),
+        (FULL_A100, "1.5B", "single_gpu"),
+        ("gsm8k-qwen2.5-1.5b-lora", "1.5B", "single_gpu"),
+        ("gsm8k-qwen2.5-7b-full-zero3", "7B", "zero3"),
+    )
+    for changes in ((), WITHOUT)
+]
 OTHER_MODELS = [
     Case(recipe, model, changes=changes)
     for model in ("Llama-3.2-1B", "Qwen3-0.6B")
@@ -121,6 +131,7 @@ def estimate_and_measure(case: Case, folder: Path, *, packed: bool = False) -> t
         steps_per_generation=1,
         optim=optimizer_name(recipe, Machine.described(layout)),
         quantised_bytes=quantised,
+        full_kl=recipe.kl_estimator == "full",
     )
     is_deepspeed = plan.layout.is_deepspeed
     in_16_bits = plan.dtype_bytes == 2 or (is_deepspeed and plan.mixed_precision)
@@ -141,6 +152,7 @@ def estimate_and_measure(case: Case, folder: Path, *, packed: bool = False) -> t
             accumulates=recipe.config.gradient_accumulation_steps > 1 and not is_deepspeed,
             splits_gradients=is_deepspeed,
             group=recipe.config.num_generations if packed else None,
+            full_kl=recipe.kl_estimator == "full",
         )
     return plan, meter.peak
 
@@ -170,13 +182,17 @@ def check_case(case: Case, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [*SHIPPED, *WITHOUT_CHECKPOINTING, *OTHER_MODELS], ids=lambda case: f"{case.recipe}-{case.model}"
+    "case", [*SHIPPED, *WITHOUT_CHECKPOINTING, *FULL_KL, *OTHER_MODELS], ids=lambda case: f"{case.recipe}-{case.model}"
 )
 def test_the_plan_holds_the_peak_of_a_micro_batch(case: Case, tmp_path: Path) -> None:
     check_case(case, tmp_path)
 
 
-@pytest.mark.parametrize("changes", [(), WITHOUT], ids=["checkpointing", "without"])
+@pytest.mark.parametrize(
+    "changes",
+    [(), WITHOUT, ("--kl_estimator", "full", "--beta", "0.04")],
+    ids=["checkpointing", "without", "full KL"],
+)
 def test_the_plan_holds_the_peak_of_a_small_models_micro_batch(changes: tuple[str, ...], tmp_path: Path) -> None:
     check_case(Case("rlaif-minimind-internlm2", "MiniMind2-Small", changes=changes), tmp_path)
 

@@ -50,6 +50,6 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     # number per row is looked up in the sums. They are sums of whole numbers: the same in whatever order a device adds.
     sums = (probabilities * WEIGHT).to(torch.int64).cumsum(-1)
     total = sums[:, -1:]
-    # At least 1 and at most the last sum, so no token of probability 0 is drawn.
-    places = ((1 - uniforms)[:, None] * total).ceil().to(torch.int64).clamp(min=1)
+    # Above 0 and, in spite of rounding, at most the last sum: no token of probability 0 is drawn.
+    places = ((1 - uniforms)[:, None] * total).ceil().to(torch.int64)
     return torch.searchsorted(sums, torch.minimum(places, total))[:, 0]

@@ -69,6 +69,17 @@ def test_sampled_tokens_depend_on_no_size_and_no_interval(
     assert generated(policy, CapturedTurn(), **SAMPLED).tolist() == expected.tolist()
 
 
+def test_tokens_behind_the_last_end_are_cut() -> None:
+    """Every row ends before the longest completion, and between two questions of the host."""
+    policy, early = tiny("LlamaConfig"), {**SAMPLED, "eos_token_id": list(range(1, 15))}
+    expected = generated(policy, Turn(), **early)
+    assert (expected.shape[1] - 12) % READ_EVERY
+    assert expected.shape[1] < 11 + 24
+    turn = CapturedTurn(record_every=1)
+    assert generated(policy, turn, **early).tolist() == expected.tolist()
+    assert turn.log_probs.shape[1] == expected.shape[1] - 11
+
+
 def test_sampled_tokens_behind_a_block_of_random_numbers(graphs: list[int]) -> None:
     policy, long = tiny("LlamaConfig"), {**SAMPLED, "max_new_tokens": 2 * BLOCK + 5, "eos_token_id": 1}
     expected = generated(policy, Turn(), **long)
@@ -101,7 +112,10 @@ def test_what_is_not_captured(changes: dict[str, Any], reason: str, graphs: list
 
 
 def test_a_failed_capture_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = []
+
     def fail(step: Any) -> Any:
+        attempts.append(step)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr(captured, "cuda_graph", fail)
@@ -110,6 +124,7 @@ def test_a_failed_capture_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert generated(tiny("LlamaConfig"), turn, **SAMPLED).tolist() == expected.tolist()
     assert turn.not_captured == "the capture failed (operation not permitted when stream is capturing)"
     assert not turn.captured
+    assert len(attempts) == 1
 
 
 def test_the_next_call_draws_the_same_numbers_whatever_was_captured() -> None:

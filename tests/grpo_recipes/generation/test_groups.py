@@ -16,7 +16,7 @@ from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, Text
 
 from grpo_recipes.generation import groups, kv_cache
 from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.generation.sampling import draw
+from grpo_recipes.generation.sampling import BLOCK, Uniforms, draw
 from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
 from tests.support.exact_generation import exact_generation
 from tests.support.grids import only
@@ -195,6 +195,26 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 def test_the_extreme_random_numbers_draw_possible_tokens(uniform: float) -> None:
     rows = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0]])
     assert draw(rows, torch.tensor([uniform], dtype=torch.float64)).tolist() == [3 if uniform == 0 else 1]
+
+
+def test_rounding_draws_no_token_behind_the_last() -> None:
+    """The sum of these probabilities, as a number of float64, is larger than it is."""
+    rows = torch.tensor([[0.0, 1 - 2**-24, 100 * 2**-60, 0.0]])
+    assert draw(rows, torch.zeros(1, dtype=torch.float64)).tolist() == [2]
+
+
+def test_random_numbers_of_a_row_do_not_repeat_and_belong_to_a_seed() -> None:
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        uniforms = Uniforms(3, torch.device("cpu"))
+        numbers = []
+        for token in range(2 * BLOCK):
+            uniforms.show(token)
+            numbers += uniforms.of(token).tolist()
+        assert len(set(numbers)) == 6 * BLOCK
+        drawn.append(numbers)
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 # ---- less work

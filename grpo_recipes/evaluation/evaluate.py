@@ -62,7 +62,7 @@ from grpo_rewards.errors import UserError
 from grpo_rewards.files import relative_to
 from grpo_rewards.math.answers import RIGHT_VERDICTS, Judge, accepted_golds, read_golds
 from grpo_rewards.redaction import redacted
-from grpo_rewards.registry import RewardSpecError
+from grpo_rewards.registry import RewardSpecError, attribute_name
 
 DEFAULT_NEW_TOKENS = 512
 REQUEST, RESULT, COMPLETIONS = "request.json", "evaluation.json", "completions.parquet"
@@ -666,7 +666,7 @@ def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataF
     """Return the completions of an evaluation, with the scores of the rewards that some specs describe."""
     columns: dict[str, files.Kind] = dict(files.EVALUATED)
     for spec in specs:
-        name = str(spec.get("alias") or str(spec.get("name")).rpartition(".")[2])
+        name = str(spec.get("alias") or attribute_name(str(spec.get("name"))))
         columns[f"{PAY.format(name)}?"] = files.NUMBERS
         columns[f"{PASSED.format(name)}?"] = files.BOOLEANS
     table = files.read_table(folder / COMPLETIONS, columns, "evaluate anew, into another --output")

@@ -20,7 +20,7 @@ from grpo_recipes.evaluation.accuracy import judging_reward, single_specs
 from grpo_recipes.reports.run import Run, RunReward, Series
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_recipes.tools.metrics import UNKNOWN
-from grpo_rewards.registry import RewardSpecError
+from grpo_rewards.registry import RewardSpecError, attribute_name
 from grpo_rewards.terminal import Cell, Part, Table, visible
 
 LATEST_TEXTS = 1000
@@ -703,7 +703,7 @@ def _last_step(series: Series) -> int:
 def _where_answers_are(run: Run, name: str) -> str:
     """Return a clause on where a reward looks for an answer, and where the logged completions state one."""
     for spec in single_specs(run.recipe.get("rewards") or []):
-        if name not in (spec.get("alias"), str(spec.get("name")).rpartition(".")[2]):
+        if name not in (spec.get("alias"), attribute_name(str(spec.get("name")))):
             continue
         with suppress(RewardSpecError):
             reward = judging_reward(spec)

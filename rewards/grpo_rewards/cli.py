@@ -97,6 +97,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--gold_column", metavar="NAME", help="column with the gold (default: the column that the reward reads)")
     command.set_defaults(run=_check)
 
+    _add_audit_options(commands.add_parser("audit", help="look for wrong completions that a reward pays"))
+
     command = commands.add_parser("convert-internlm2", help="convert an InternLM2 reward model to a native checkpoint")
     add = command.add_argument
     add("source", metavar="SRC", help="hub id or folder of the model in InternLM2's own layout")
@@ -122,6 +124,24 @@ def _add_score_options(command: Parser) -> None:
     add("--explain", action="store_true", help="print the reason for the score of each row")
     add("--json", action="store_true", help="print the result as JSON")
     command.set_defaults(run=_score)
+
+
+def _add_audit_options(command: Parser) -> None:
+    add = command.add_argument
+    add("file", type=Path, metavar="dataset", help="file with the gold column, and optionally prompts")
+    add(
+        "--reward",
+        action="append",
+        required=True,
+        metavar="SPEC",
+        help="name or mapping, a function in a file (rewards.py:score), or a recipe with all its rewards (recipe.yaml)",
+    )
+    add("--gold_column", metavar="NAME", help="column with the gold (default: the column that the reward reads)")
+    add("--layout", metavar="TEXT", help="completion with {answer} in it (default: the layout that pays best)")
+    add("--rows", type=int, default=24, metavar="N", help="rows to make wrong completions for (default: 24)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the choice of rows (default: 0)")
+    add("--json", action="store_true", help="print the result as JSON")
+    command.set_defaults(run=_audit)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -465,13 +485,63 @@ def _right_completion(reward: Any, answer: str | None) -> str:
     return f"{thinking}{stated}\n<{tag}>\n{answer}\n</{tag}>"
 
 
+# --- audit ---
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from grpo_rewards.audit.report import print_audit
+    from grpo_rewards.audit.run import audit_rows
+
+    if options.rows < 1:
+        raise UserError(f"--rows must be at least 1, not {options.rows}")
+    if options.layout is not None and "{answer}" not in options.layout:
+        raise UserError(f"--layout {options.layout!r} has no place for the answer: write {{answer}} where it belongs")
+    specs: list[Any] = []
+    for text in options.reward:
+        specs += _recipe_rewards(Path(text)) if text.endswith((".yaml", ".yml")) else [_spec(text)]
+    rows, complaints = _read(options.file, options.gold_column)
+    try:
+        result = audit_rows(
+            specs,
+            [(row.number, row.columns) for row in rows],
+            options.file,
+            gold_column=options.gold_column,
+            layout=options.layout,
+            most=options.rows,
+            seed=options.seed,
+        )
+    except KeyboardInterrupt:
+        say_error("interrupted: nothing was written")
+        return 130
+    print_audit(result, as_json=options.json)
+    return max(_complain(options.file, complaints), int(result.found))
+
+
+def _recipe_rewards(path: Path) -> list[Any]:
+    """Return the reward specs of a recipe."""
+    import yaml
+
+    from grpo_rewards.strict import load_yaml
+
+    try:
+        recipe = load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--reward {path} can't be read ({one_line(error)})") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"--reward {path} is not YAML ({str(error).splitlines()[0]})") from error
+    rewards = recipe.get("rewards") if isinstance(recipe, dict) else None
+    if not isinstance(rewards, list) or not rewards:
+        raise UserError(f"--reward {path} has no list `rewards`: name a recipe, or a reward")
+    return rewards
+
+
 # --- Files of rows ---
 
 
-def _read(path: Path, needed: str, optional: str = "") -> tuple[list[Row], list[str]]:
+def _read(path: Path, needed: str | None, optional: str = "") -> tuple[list[Row], list[str]]:
     """Return the usable rows of a file, and a complaint with its number about each other row.
 
-    Every row needs the column `needed`. If one row has the column `optional`, every row needs it.
+    Every row needs the column `needed`, if one is named. If one row has the column `optional`, every row needs it.
     """
     if not path.is_file():
         raise UserError(f"{path} is not a file")
@@ -480,7 +550,7 @@ def _read(path: Path, needed: str, optional: str = "") -> tuple[list[Row], list[
         numbered = list(read(path))
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror or error})") from error
-    columns = [needed]
+    columns = [needed] if needed else []
     if any(optional in row for _, row in numbered if isinstance(row, dict)):
         columns.append(optional)
     rows, complaints = [], []

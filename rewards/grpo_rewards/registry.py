@@ -4,6 +4,7 @@ A spec is a name (registered, or a dotted path), or one of the mappings
 
     {name: gsm8k_correctness, weight: 1.0, alias: strict, kwargs: {extract: hashes}}
     {name: my_rewards.unit_tests, kind: correctness}
+    {name: my_rewards.py:unit_tests}
     {name: sum, rewards: [spec, ...], weight: 1.0, alias: total}
     {name: gate, reward: spec, only_if: spec, at_least: 1.0, weight: 1.0, alias: gated}
 
@@ -14,12 +15,17 @@ fields. A registered name stands for its class. `kind` sets the kind of a reward
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import inspect
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 from grpo_rewards.completions import check_rows
@@ -343,6 +349,11 @@ def own_name(name: str) -> str | None:
     return None
 
 
+def attribute_name(name: str) -> str:
+    """Return the last part of a reward name: of a dotted path, or of a place in a file."""
+    return re.split(r"[.:]", name)[-1]
+
+
 def registered_names() -> list[str]:
     """Return every name that a spec may use without a dotted path: ours and those of installed entry points."""
     return [*REGISTERED, *(name for name in _entry_points() if name not in REGISTERED)]
@@ -351,7 +362,8 @@ def registered_names() -> list[str]:
 def resolve(name: str) -> Any:
     """Return the object that a reward name stands for: a class, a ready reward or a function.
 
-    A registered name stands for its class. An entry point or a dotted path stands for what it points at.
+    A registered name stands for its class. An entry point, a dotted path or a place in a file (`rewards.py:score`)
+    stands for what it points at.
 
     Raises:
         RewardSpecError: no object has that name, or importing it failed.
@@ -361,11 +373,15 @@ def resolve(name: str) -> Any:
             return points[name].load()
         except Exception as error:  # another package may raise any error
             raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_described(error)})") from error
-    module, _, attribute = REGISTERED.get(name, name).rpartition(".")
-    if not module:
-        hint = did_you_mean(name, registered_names()) or ": `grpo-rewards list` names all"
-        raise RewardSpecError(f"unknown reward `{name}`{hint}")
-    imported = _import(module, name)
+    file, colon, attribute = name.rpartition(":")
+    if colon:
+        module, imported = file, _module_of_file(file, name)
+    else:
+        module, _, attribute = REGISTERED.get(name, name).rpartition(".")
+        if not module:
+            hint = did_you_mean(name, registered_names()) or ": `grpo-rewards list` names all"
+            raise RewardSpecError(f"unknown reward `{name}`{hint}")
+        imported = _import(module, name)
     try:
         return getattr(imported, attribute)
     except AttributeError as error:
@@ -383,6 +399,34 @@ def _import(module: str, name: str) -> Any:
         raise RewardSpecError(
             f"reward `{name}`: the module `{module}` can't be imported ({_described(error)})"
         ) from error
+
+
+def _module_of_file(file: str, name: str) -> Any:
+    """Return the module of a Python file. A file with the same content is executed once in a process."""
+    path = Path(file).expanduser()
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise RewardSpecError(
+            f"reward `{name}`: {file} can't be read ({error.strerror}): name a Python file"
+        ) from error
+    digest = hashlib.sha256(str(path.resolve()).encode() + b"\0" + source).hexdigest()[:16]
+    module_name = f"{path.stem}_of_reward_{digest}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise RewardSpecError(f"reward `{name}`: {file} is no Python file: name one, as in `my_rewards.py:score`")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # `inspect` finds the source of a class by it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[module_name]
+        if not isinstance(error, Exception):
+            raise
+        raise RewardSpecError(f"reward `{name}`: {file} can't be imported ({_described(error)})") from error
+    return module
 
 
 def missing_package(error: ImportError) -> str | None:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import pickle
 import random
+import re
 import sys
 from dataclasses import dataclass
 
@@ -452,3 +453,31 @@ def test_a_missing_torch_names_the_extra(monkeypatch, capsys):
     assert "convert-internlm2 needs torch: pip install 'grpo-rewards[models]'" in capsys.readouterr().err
     assert main(["list"]) == 0
     assert "needs torch: pip install 'grpo-rewards[models]'" in capsys.readouterr().out
+
+
+def test_a_function_in_a_file_is_a_reward(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("calls = []\ncalls.append(1)\ndef score(prompts, completions, **columns):\n"
+                                     "    return [float(len(calls))] * len(completions)\n")  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    names = ["own.py:score", {"name": str(tmp_path / "own.py:score"), "alias": "again"}]
+    built = build_rewards(names)
+    assert [reward.name for reward in built] == ["score", "again"]
+    assert [reward.function(prompts=["p"], completions=["c"]) for reward in built] == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.py:score", "nowhere.py can't be read"),
+        ("own.py:scor", "`own.py` has no `scor`: did you mean `score`?"),
+        ("broken.py:score", "broken.py can't be imported (ZeroDivisionError: division by zero)"),
+        ("own.txt:score", "own.txt is no Python file"),
+    ],
+)
+def test_a_place_in_a_file_that_is_no_reward_is_named(name, message, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("def score(prompts, completions, **columns):\n    return []\n")
+    (tmp_path / "own.txt").write_text("")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RewardSpecError, match=re.escape(message)):
+        build_rewards([name])

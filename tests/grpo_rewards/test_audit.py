@@ -1,0 +1,320 @@
+"""The command `grpo-rewards audit`: it finds the fault of each sloppy reward, and none in ours."""
+
+import json
+
+import pytest
+
+from grpo_rewards.audit.questions import question_of
+from grpo_rewards.audit.run import audit_rows
+from grpo_rewards.cli import main
+from tests.support.word_problems import gsm8k_rows
+
+SLOPPY = "tests.support.sloppy_rewards"
+NUMBERS = [
+    {"question": "How many apples has she?", "answer": "18"},
+    {"question": "How many dollars has she gained?", "answer": "-42"},
+    {"question": "What does it weigh?", "answer": "2.5"},
+    {"question": "How many steps are there?", "answer": "1365"},
+]
+WORDS = ["Paris", "the Danube", "Isaac Newton", "photosynthesis", "New York City"]
+TEXTS = [{"question": f"What is it, in case {number}?", "answer": word} for number, word in enumerate(WORDS)]
+OPTIONS = [["Paris", "Rome", "Berlin", "Madrid"], ["a cat", "a dog", "a horse", "a cow"], ["7", "8", "9", "10"]]
+CHOICES = [
+    {"question": f"Which one, in case {number}?", "choices": options, "answer": "CAB"[number]}
+    for number, options in enumerate(OPTIONS)
+]
+FORMULAS = [
+    {"problem": f"Simplify expression {number}.", "solution": f"It is \\boxed{{{formula}}}."}
+    for number, formula in enumerate([r"\frac{\sqrt{3}}{4}", "x^2+1", r"(1,2)"])
+]
+
+
+def audited(reward, rows, **options):
+    name = reward if isinstance(reward, dict) or reward.endswith("correctness") else f"{SLOPPY}.{reward}"
+    return audit_rows([name], list(enumerate(rows, 1)), "rows.jsonl", **options)
+
+
+def paid_kinds(audit):
+    return {kind.name for verdict in audit.verdicts for kind in verdict.paid_kinds}
+
+
+def broken_checks(audit):
+    return {broken.check for broken in audit.broken if broken.is_serious}
+
+
+@pytest.mark.parametrize(
+    ("reward", "kinds"),
+    [
+        ("last_number", {"denied", "either-or", "gold in the thinking only", "every gold in a list", "unclosed tag"}),
+        ("contains", {"inside a longer value", "every gold in a list", "several answers, the last wrong"}),
+        ("evaluates", {"code"}),
+        ("any_json", {"JSON without the answer", "NaN and infinity", "gold of another row"}),
+        ("format_only", {"format without an answer", "refusal", "gold of another row"}),
+        ("any_tag", {"format without an answer", "thinking without an answer", "marks of every format"}),
+        ("folded_substring", {"inside a longer value", "either-or", "denied"}),
+        ("length", {"padded with words", "keywords repeated"}),
+        ("in_thinking", {"gold in the thinking only"}),
+        ("first_match", {"several answers, the last wrong"}),
+    ],
+)
+def test_a_sloppy_reward_is_found_by_the_kinds_that_it_pays(reward, kinds):
+    audit = audited(reward, NUMBERS[:2])
+    assert audit.found
+    assert kinds <= paid_kinds(audit)
+
+
+@pytest.mark.parametrize(
+    ("reward", "check"),
+    [
+        ("floats", "raises"),
+        ("not_finite", "finite"),
+        ("depends_on_batch", "other rows"),
+        pytest.param("depends_on_order", "other rows", marks=pytest.mark.slow),
+        pytest.param("counts_calls", "deterministic", marks=pytest.mark.slow),
+        pytest.param("draws", "deterministic", marks=pytest.mark.slow),
+        ("returns_none", "count"),
+        pytest.param("returns_too_few", "count", marks=pytest.mark.slow),
+        pytest.param("returns_text", "finite", marks=pytest.mark.slow),
+        ("none_for_wrong", "none"),
+        ("raises_on_empty", "raises"),
+        ("empties_completions", "arguments"),
+        ("takes_no_columns", "columns"),
+    ],
+)
+def test_a_broken_contract_is_named(reward, check):
+    audit = audited(reward, NUMBERS[:2])
+    assert audit.found
+    assert check in broken_checks(audit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reward", "kind"),
+    [
+        ("no_punctuation", "negated"),
+        ("sorted_characters", "digits or letters in another order"),
+        ("rounds", "off by less than one"),
+        ("starts_with", "inside a longer value"),
+        ("is_start_of", "cut short"),
+        ("largest", "every gold in a list"),
+        ("no_spaces", "digits apart"),
+        ("near", "off by less than one"),
+        ("absolute", "negated"),
+        ("long_thinking", "padded with words"),
+        ("any_box", "gold of another row"),
+        ("counts_wait", "keywords repeated"),
+        ("counts_own_word", "keywords repeated"),
+    ],
+)
+def test_a_sibling_of_a_sloppy_reward_is_found(reward, kind):
+    assert kind in paid_kinds(audited(reward, NUMBERS))
+
+
+@pytest.mark.parametrize("reward", ["careful", "messages_only", "with_penalty"])
+def test_a_careful_reward_passes_in_either_shape_and_scale(reward):
+    audit = audited(reward, NUMBERS[:3])
+    assert (audit.found, paid_kinds(audit), broken_checks(audit)) == (False, set(), set())
+    assert audit.verdicts[0].unpaid == []
+
+
+def test_printing_is_noted_and_does_not_fail():
+    audit = audited("prints", NUMBERS[:2])
+    assert [(broken.check, broken.is_serious) for broken in audit.broken] == [("prints", False)]
+    assert not audit.found
+
+
+def test_a_tag_of_the_rewards_own_is_found_in_its_source():
+    (verdict,) = audited("custom_tag", NUMBERS[:2]).verdicts
+    assert "final" in verdict.setting.layouts[0].name
+    assert verdict.unpaid == []
+
+
+OWN = [
+    ({"name": "gsm8k_correctness"}, gsm8k_rows(8)),
+    ({"name": "gsm8k_correctness", "kwargs": {"tags": ["reasoning", "answer"]}}, NUMBERS),
+    ({"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}, NUMBERS),
+    ({"name": "gsm8k_correctness", "kwargs": {"extract": "hashes"}}, NUMBERS),
+    ({"name": "string_match"}, TEXTS),
+    ({"name": "string_match", "kwargs": {"extract": "whole", "match": "casefold"}}, TEXTS),
+    ({"name": "choice_correctness"}, CHOICES),
+    ({"name": "choice_correctness", "kwargs": {"extract": "sentence"}}, CHOICES),
+]
+
+
+@pytest.mark.parametrize(("spec", "rows"), OWN, ids=lambda value: str(value)[:60] if isinstance(value, dict) else "")
+def test_no_fault_is_found_in_our_rewards(spec, rows):
+    audit = audited(spec, rows, most=2)
+    found = {kind.name: kind.best for verdict in audit.verdicts for kind in verdict.paid_kinds}
+    assert (found, audit.broken, audit.found) == ({}, [], False)
+    assert audit.verdicts[0].unpaid == []
+    assert audit.kinds >= 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "rows"),
+    [
+        *OWN,
+        ({"name": "math_correctness", "kwargs": {"gold_column": "solution", "extract": "boxed"}}, FORMULAS),
+        ({"name": "math_correctness", "kwargs": {"extract": "answer_tag"}}, gsm8k_rows(100)),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
+)
+def test_no_fault_is_found_in_our_rewards_on_more_rows(spec, rows):
+    audit = audited(spec, rows)
+    found = {kind.name: kind.best for verdict in audit.verdicts for kind in verdict.paid_kinds}
+    assert (found, audit.broken) == ({}, [])
+
+
+def test_an_answer_equal_to_the_gold_is_not_called_wrong():
+    rows = [{"question": "q", "answer": "0"}, {"question": "r", "answer": "-0"}, {"question": "s", "answer": "0.0"}]
+    audit = audited("gsm8k_correctness", rows)
+    assert paid_kinds(audit) == set()
+
+
+@pytest.mark.parametrize(
+    ("columns", "form", "right", "wrong"),
+    [
+        ({"answer": "18"}, "number", ["18", "$18.00", "18 apples"], ["17", "1 8", "17 or 18", "181"]),
+        ({"answer": "She has 18.\n#### 1,800"}, "number", ["1800"], ["18"]),
+        ({"answer": 2.5}, "number", ["2.50", "5/2"], ["2", "25"]),
+        ({"answer": "b) Rome", "choices": ["Paris", "Rome"]}, "choice", ["B", "Rome", "(b)"], ["A", "Paris", "A or B"]),
+        ({"answer": 1, "choices": ["Paris", "Rome"]}, "choice", ["B", "Rome"], ["A"]),
+        ({"answer": "C"}, "choice", ["C", "c"], ["D"]),
+        ({"answer": ["the Danube", "Donau"]}, "text", ["danube", "Donau."], ["Rhine", "not the Danube"]),
+        ({"answer": {"text": ["Ann"]}}, "text", ["ann"], ["Anna"]),
+        ({"answer": {"name": "Ann"}}, "object", ['{"name": "Ann"}'], ['{"name": "Bob"}', "{}"]),
+    ],
+)
+def test_the_form_of_a_gold_decides_what_equals_it(columns, form, right, wrong):
+    question = question_of(1, columns, "answer", None)
+    assert question.form == form
+    assert [question.is_right(text) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+REWARD_FILE = """
+def score(prompts, completions, solution, **columns):
+    return [float(gold in completion) for completion, gold in zip(completions, solution)]
+"""
+
+
+@pytest.fixture
+def own_reward(tmp_path):
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARD_FILE)
+    return f"{path}:score"
+
+
+def test_the_command_names_a_fault_and_an_example_and_exits_with_1(own_reward, tmp_path, capsys):
+    rows = [{"question": row["question"], "solution": row["answer"]} for row in NUMBERS]
+    assert main(["audit", write(tmp_path / "rows.jsonl", rows), "--reward", own_reward, "--rows", "2"]) == 1
+    output = capsys.readouterr().out
+    assert "inside a longer value" in output
+    assert "kinds are paid" in output
+    assert "2 rows" in output
+    assert "\x1b" not in output
+    assert "\u202e" not in output
+
+
+def test_the_command_says_what_was_checked_if_nothing_is_found(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", NUMBERS)
+    assert main(["audit", path, "--reward", "gsm8k_correctness", "--rows", "2"]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith("nothing found: 2 rows, ")
+    assert "kinds of wrong completions" in last
+    assert "contract checks" in last
+
+
+def test_json_has_every_kind_with_its_best_completion(own_reward, tmp_path, capsys):
+    rows = [{"question": row["question"], "solution": row["answer"]} for row in NUMBERS]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert main(["audit", path, "--reward", own_reward, "--rows", "2", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    kinds = result["rewards"]["score"]["kinds"]
+    assert result["found"]
+    assert result["kinds"] == len(kinds)
+    best = kinds["inside a longer value"]["best"]
+    assert best["share"] == 1
+    assert rows[best["row"] - 1]["solution"] in best["completion"]
+
+
+def test_the_same_seed_gives_the_same_audit(own_reward, tmp_path, capsys):
+    rows = [{"question": row["question"], "solution": row["answer"].split("#### ")[1]} for row in gsm8k_rows(30)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    outputs = []
+    for seed in ("3", "3", "4"):
+        main(["audit", path, "--reward", own_reward, "--rows", "2", "--json", "--seed", seed])
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_a_recipe_is_judged_by_its_correctness_reward(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("rewards:\n  - gsm8k_correctness\n  - {name: tag_count, weight: 10}\n")
+    path = write(tmp_path / "rows.jsonl", NUMBERS)
+    assert main(["audit", path, "--reward", str(recipe), "--rows", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "all rewards together pay 12 for right answers and at most 10" in output
+    assert "tag_count was not judged: it is of kind format" in output
+
+
+def test_a_declared_kind_decides_what_is_judged():
+    rows = list(enumerate(NUMBERS[:2], 1))
+    sloppy = {"name": f"{SLOPPY}.contains", "alias": "sloppy", "kind": "correctness"}
+    beside = {"name": f"{SLOPPY}.any_tag", "alias": "beside", "kind": "format"}
+    assert [verdict.name for verdict in audit_rows([sloppy, beside], rows, "f").verdicts] == ["sloppy"]
+    assert not audit_rows([beside], rows, "f").found
+    assert audit_rows([f"{SLOPPY}.any_tag"], rows, "f").found
+
+
+def test_a_solution_is_reduced_to_its_answer_if_the_reward_needs_that():
+    audit = audited("careful", gsm8k_rows(3))
+    assert audit.verdicts[0].setting.reduces_golds
+    assert not audit.found
+
+
+def test_a_reward_that_pays_no_right_answer_is_found():
+    spec = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
+    audit = audited(spec, NUMBERS[:2], layout="<a>{answer}</a>")
+    assert audit.found
+    assert audit.verdicts[0].unpaid == [1, 2]
+
+
+def test_the_constant_that_earns_most_is_named():
+    rows = [{"question": f"q{number}", "answer": "18" if number % 4 else "7"} for number in range(8)]
+    lazy = audited("gsm8k_correctness", rows, most=2).verdicts[0].lazy
+    assert lazy.share == 0.75
+    assert "18" in lazy.completion
+
+
+def test_the_audit_ends_on_ctrl_c(tmp_path, capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("grpo_rewards.audit.run.audit_rows", interrupted)
+    assert main(["audit", write(tmp_path / "rows.jsonl", NUMBERS), "--reward", "gsm8k_correctness"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--reward tests.support.sloppy_rewards.nothing", "has no `nothing`"),
+        ("--reward nowhere.py:score", "nowhere.py can't be read"),
+        ("--reward nowhere.yaml", "nowhere.yaml can't be read"),
+        ("--reward gsm8k_correctness --rows 0", "--rows must be at least 1"),
+        ("--reward gsm8k_correctness --layout answer", "write {answer} where it belongs"),
+        ("--reward gsm8k_correctness --gold_column nope", "no `nope`"),
+        ("--reward unit_tests", "needs the dataset column `tests`"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(options, message, tmp_path, capsys):
+    assert main(["audit", write(tmp_path / "rows.jsonl", NUMBERS), *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -111,6 +111,9 @@ def float64_trl() -> Iterator[None]:
         ):
             edits = _edits_to_float64(getattr(owner, name))
             stack.enter_context(edited(owner, name, *edits, everywhere=True))
+        # The metrics' counts: a rank whose completions have one token counts in the default dtype, and both are reduced.
+        count = ("mask.sum().float()", "mask.sum().double()")
+        stack.enter_context(edited(GRPOTrainer, "_compute_loss", count, everywhere=True))
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         stack.callback(torch.set_default_dtype, before)

@@ -76,6 +76,20 @@ def test_a_row_of_the_table_of_choices_is_true(question, choices, gold, completi
     assert score == float(names == gold)
 
 
+def test_the_audit_of_the_page_finds_what_it_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text(source_of("sloppy"), encoding="utf-8")
+    rows = [("What is 6 * 3?", "18"), ("What is 40 + 2?", "42"), ("What is 9 - 12?", "-3"), ("What is 7 * 8?", "56")]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in rows]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    command = next(line for line in DOCS.splitlines() if line.startswith("$ grpo-rewards audit"))
+    assert main(shlex.split(command)[2:]) == 1
+    said = capsys.readouterr().out
+    printed = DOCS.split(command)[1].split("```\n")[2].splitlines()
+    assert len(printed) == 3
+    assert set(printed) <= set(said.splitlines())
+
+
 def test_every_registered_reward_is_documented():
     for name in registered_names():
         assert f"| `{name}` |" in DOCS

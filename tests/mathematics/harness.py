@@ -111,7 +111,7 @@ def float64_trl() -> Iterator[None]:
         ):
             edits = _edits_to_float64(getattr(owner, name))
             stack.enter_context(edited(owner, name, *edits, everywhere=True))
-        # The metrics' counts: a rank whose completions have one token counts in the default dtype, and both are reduced.
+        # A rank whose completions have one token counts in the default dtype, and the counts of all ranks are reduced.
         count = ("mask.sum().float()", "mask.sum().double()")
         stack.enter_context(edited(GRPOTrainer, "_compute_loss", count, everywhere=True))
         before = torch.get_default_dtype()

@@ -34,6 +34,12 @@ IDENTICAL_LIMIT = 0.5
 """Largest share of groups that repeat one completion, among those that could earn more."""
 FLAT_GROUPS_LIMIT = 0.5
 """Largest share of zero-variance groups."""
+SATURATED_LIMIT = 0.8
+"""Largest share of zero-variance groups in the last quarter of the run."""
+HELD_OUT_LIMIT = 0.25
+"""Smallest change of the held-out reward as a share of the training reward's rise in the same steps."""
+ACCURACY_GAIN = 0.05
+"""Gain in strict accuracy below which the accuracy is flat. Both intervals must exclude it."""
 LENGTH_LIMIT = 0.8
 """Largest mean length as a share of `max_completion_length`."""
 ENTROPY_LIMIT = 0.1
@@ -304,15 +310,26 @@ def entropy_collapse(run: Run) -> Found | str:
 
 
 def zero_variance(run: Run) -> Found | str:
-    """Look for zero-variance groups, whose completions all have one reward, in more than half of the groups."""
+    """Look for zero-variance groups, in more than half of the groups, or in more than 80 % at the end of the run.
+
+    The completions of such a group all have one reward, so that their advantages are zero.
+    """
     share = _logged(run, "frac_reward_zero_std")
-    if share.mean <= FLAT_GROUPS_LIMIT:
-        return f"{share.mean:.0%} of the groups have no variance in their rewards (limit {FLAT_GROUPS_LIMIT:.0%})"
-    step = _first_step(share, lambda value: value > FLAT_GROUPS_LIMIT)
     advice = "" if run.recipe.get("sampling") else "; `sampling: informative` generates fewer such prompts"
+    if share.mean > FLAT_GROUPS_LIMIT:
+        step = _first_step(share, lambda value: value > FLAT_GROUPS_LIMIT)
+        return step, (
+            f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
+            f"{_easy_or_hard(run)}{advice}"
+        )
+    shares = f"{share.mean:.0%} of the groups have no variance in their rewards (limit {FLAT_GROUPS_LIMIT:.0%})"
+    if not share.has_trend or share.end <= SATURATED_LIMIT:
+        return shares
+    step = _first_step(share, lambda value: value > SATURATED_LIMIT)
     return step, (
-        f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
-        f"{_easy_or_hard(run)}{advice}"
+        f"{share.end:.0%} of the groups have no variance in their rewards at the end of the run, more than "
+        f"{SATURATED_LIMIT:.0%} first at step {step}{_easy_or_hard(run)}. The policy gradient ignores their tokens: "
+        f"end the run earlier, or use prompts of another difficulty{advice}"
     )
 
 
@@ -351,7 +368,7 @@ def dominant_reward(run: Run) -> Found | str:
 
 
 def overfitting(run: Run) -> Found | str:
-    """Look for a training reward that rises while the held-out reward or strict accuracy falls."""
+    """Look for a training reward that rises while the held-out reward or strict accuracy falls or stays flat."""
     trained, held_out, strict = _trending(run, "reward"), run.series("eval_reward"), _strict_shares(run)
     if not held_out.has_trend and len(strict) < 2:
         raise NoData("neither four evaluations during training nor one before and one after")
@@ -367,10 +384,41 @@ def overfitting(run: Run) -> Found | str:
         step = _last_step(trained)
         fall = f"strict accuracy on held-out problems falls from {strict[0]['value']:.3f} to {strict[1]['value']:.3f}"
         return step, f"{sentence}{fall} by step {step}"
+    if flat := _flat_held_out(trained, held_out) or _flat_accuracy(trained, held_out, strict):
+        step, clause = flat
+        return step, f"{sentence}{clause}: {_share_after(run, step)}; train on more prompts, or end the run earlier"
     if held_out.has_trend:
         return f"{sentence}the held-out reward goes from {held_out.start:.2f} to {held_out.end:.2f}"
     change = f"from {strict[0]['value']:.3f} to {strict[1]['value']:.3f}"
     return f"{sentence}strict accuracy on held-out problems goes {change}"
+
+
+def _flat_held_out(trained: Series, held_out: Series) -> Found | None:
+    """Return the first evaluation and a clause if the held-out reward does not follow the training reward.
+
+    The training reward counts from the first evaluation on. If the evaluations are too noisy to show a rise of that
+    size, None is returned.
+    """
+    if not held_out.has_trend or held_out.trend > 0:
+        return None
+    since = _after(trained, held_out.steps[0] - 1)
+    rise = since.end - since.start
+    if since.trend <= 0 or held_out.margin >= rise or held_out.end - held_out.start >= HELD_OUT_LIMIT * rise:
+        return None
+    return held_out.steps[0], f"the held-out reward stays at {held_out.end:.2f} from step {held_out.steps[0]} on"
+
+
+def _flat_accuracy(trained: Series, held_out: Series, strict: list[Mapping[str, float]]) -> Found | None:
+    """Return the first step and a clause if the intervals of strict accuracy exclude a gain.
+
+    A held-out reward that rises, or an accuracy that can't gain as much, is no sign of overfitting.
+    """
+    if len(strict) < 2 or held_out.trend > 0 or strict[0]["high"] > 1 - ACCURACY_GAIN:
+        return None
+    if strict[1]["high"] - strict[0]["low"] > ACCURACY_GAIN:
+        return None
+    change = f"from {strict[0]['value']:.3f} to {strict[1]['value']:.3f}"
+    return trained.steps[0], f"strict accuracy on held-out problems stays flat, {change}"
 
 
 def no_answer_found(run: Run) -> Found | str:
@@ -690,6 +738,17 @@ def _after(series: Series, step: int) -> Series:
     """Return the points of a series after a step."""
     first = sum(logged <= step for logged in series.steps)
     return Series(series.steps[first:], series.values[first:])
+
+
+def _share_after(run: Run, step: int) -> str:
+    """Return a clause with the share of the run's tokens, or of its steps if tokens were not logged, after a step."""
+    tokens = run.series("num_tokens")
+    if len(tokens) and tokens.values[-1] > 0:
+        before = [count for at, count in zip(tokens.steps, tokens.values, strict=True) if at <= step]
+        share, of = 1 - (before[-1] if before else 0) / tokens.values[-1], "tokens"
+    else:
+        share, of = 1 - step / max(run.log.last_step, 1), "steps"
+    return f"{share:.0%} of the {of} come after step {step}"
 
 
 def _first_step(series: Series, is_reached: Callable[[float], bool]) -> int:

@@ -249,11 +249,15 @@ class Series:
         """
         if not self.has_trend:
             return 0
+        change = self.end - self.start
+        return int(math.copysign(1, change)) if abs(change) > self.margin else 0
+
+    @property
+    def margin(self) -> float:
+        """Change from the first to the last quarter above which a series of four points or more has a trend."""
         with np.errstate(over="ignore", invalid="ignore"):  # near the largest float the margin becomes infinite
             noise = float(np.std(np.diff(self.values))) / math.sqrt(2)
-        margin = max(3 * noise * math.sqrt(2 / self.quarter), 0.05 * max(abs(value) for value in self.values), 1e-9)
-        change = self.end - self.start
-        return int(math.copysign(1, change)) if abs(change) > margin else 0
+        return max(3 * noise * math.sqrt(2 / self.quarter), 0.05 * max(abs(value) for value in self.values), 1e-9)
 
 
 @dataclass(frozen=True)

@@ -442,6 +442,46 @@ def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:
     assert found_in(Run.read(write_run(tmp_path / "noise", evaluations=overlapping))) == []
 
 
+def test_a_flat_held_out_reward_is_found(tmp_path: Path) -> None:
+    flat = {"eval_reward": ramp(0.9, 0.9), "num_tokens": ramp(0, 4000)}
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", flat)))
+    assert finding.check == "overfitting"
+    assert re.search(
+        r"the held-out reward stays at 0\.9\d from step 1 on: 9[78]% of the tokens come after", finding.sentence
+    )
+    # A clear rise is not flat. Noise that could hide a rise as large as that of training shows nothing.
+    slow = ramp(0.9, 1.2)
+    for seed in range(3):
+        assert found_in(Run.read(write_run(tmp_path / f"slow{seed}", {"eval_reward": slow}, seed=seed))) == []
+        noise = random.Random(seed)
+        noisy = {"eval_reward": lambda over, noise=noise: noise.gauss(1.5, 3)}
+        assert "stays at" not in check(tmp_path / f"noisy{seed}", "overfitting", metrics=noisy, seed=seed)
+
+
+def test_flat_strict_accuracy_is_found_if_its_intervals_exclude_a_gain(tmp_path: Path) -> None:
+    def found(name: str, before: dict, after: dict) -> str:
+        return check(tmp_path / name, "overfitting", evaluations={"before": before, "after": after})
+
+    flat = found("flat", strict(0.3, 0.29, 0.31), strict(0.305, 0.295, 0.315))
+    assert "strict accuracy on held-out problems stays flat, from 0.300 to 0.305" in flat
+    assert flat.startswith("problem")
+    assert "98% of the steps come after step 1; train on more prompts" in flat
+    assert found("few", strict(0.3, 0.2, 0.4), strict(0.3, 0.2, 0.4)).startswith("fine")
+    assert found("gain", strict(0.3, 0.29, 0.31), strict(0.4, 0.39, 0.41)).startswith("fine")
+    assert found("high", strict(0.97, 0.96, 0.98), strict(0.97, 0.96, 0.98)).startswith("fine")
+
+
+def test_groups_saturated_at_the_end_are_found(tmp_path: Path) -> None:
+    def ending_at(share: float) -> dict[str, Any]:
+        return {"frac_reward_zero_std": lambda over: 0.1 if over < 0.7 else share}
+
+    (finding,) = found_in(Run.read(write_run(tmp_path / "run", ending_at(0.95))))
+    assert (finding.check, finding.step) == ("zero_variance", 28)
+    assert re.match(r"9[456]% of the groups have no variance in their rewards at the end", finding.sentence)
+    for seed in range(3):
+        assert found_in(Run.read(write_run(tmp_path / str(seed), ending_at(0.6), seed=seed))) == []
+
+
 def test_long_completions_that_hardly_grow_are_no_finding(tmp_path: Path) -> None:
     """The length is above 80 % of the cap of 256 from the start, and grows only by a factor of 1.15."""
     assert found_in(Run.read(write_run(tmp_path / "run", {"completions/mean_length": ramp(212, 244)}))) == []

@@ -24,6 +24,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
+from grpo_rewards.claims import is_retraction, is_unclaimed
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.math.prose import word_set
@@ -312,11 +313,6 @@ _CORRECTION = re.compile(
     |never\ ?mind|i\ mean|i\ meant|i\ also|make\ that|scratch\ that)(?!\w)""",
     re.VERBOSE | re.IGNORECASE,
 )
-_RETRACTION = re.compile(
-    r"""\W*(?: (?:that|this|it|which)(?:\ is|'s|\ was)\ (?:wrong|incorrect|false|not\ (?:right|correct))\b
-    | (?:just\ )?kidding\b | never\ ?mind\b | i\ (?:take\ (?:that|it)\ back|was\ wrong)\b )""",
-    re.VERBOSE | re.IGNORECASE,
-)
 # Words before which "A" or "I" is a letter. Before any other word it is an article or a pronoun.
 _AFTER_LETTER = word_set("""
     is isn seems must was are or and nor to through but not with because since than rather instead over vs versus
@@ -472,16 +468,6 @@ _CLAIM = re.compile(
         | \bis\ the\ answer\b)""",
     re.VERBOSE | re.IGNORECASE,
 )
-# Words that, in the clause before "the answer is", leave the answer unclaimed: "I doubt that", "One might say that".
-_UNCLAIMED = re.compile(
-    r"""(?<!\w)(?:not|\w{2,8}n't|cannot|never|doubt|deny|false|wrong|untrue|nobody|no\ one|might|may|could|if|unless
-    |whether|(?:some|many|people|they|others)\ (?:would\ )?(?:say|think|argue|claim|believe))(?!\w)[^.!?;:,\n]*\Z
-    # Somebody else's answer, or one of several: directly before "answer".
-    | (?<!\w)(?:incorrect|worst|least\ likely|previous|earlier|example|sample|another|an?\ (?:possible|plausible|common)
-      |one\ (?:possible|plausible)
-      |(?:his|her|their|(?:student|user|author|teacher|assistant)['\u2019]s)(?:\ \w+)?)\ \Z""",
-    re.VERBOSE | re.IGNORECASE,
-)
 _CLAUSE_START = re.compile(r"[.!?,](?=\s)|[;:\n]")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
 _CLAUSE_CHARS = 200
@@ -495,7 +481,7 @@ def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
         if claim["right"]:
             if label := _claimed_before(text, claim, choices):
                 return True, label
-        elif not _UNCLAIMED.search(text[max(0, claim.start() - _CLAUSE_CHARS) : claim.start()]):
+        elif not is_unclaimed(text[max(0, claim.start() - _CLAUSE_CHARS) : claim.start()]):
             claimed, label = _claimed_after(text[claim.end() : min(end, claim.end() + choices.max_chars)], choices)
             if claimed:
                 return True, label
@@ -545,7 +531,7 @@ def _taken_back(following: str, label: str, choices: Choices) -> bool:
     named = _by_text(next_sentence, choices) or _by_label(_cleaned(line), choices)
     if named is not None and named != label:
         return True
-    if _RETRACTION.match(following):
+    if is_retraction(following):
         return True
     return bool(_CORRECTION.match(following) and _mentioned(_cleaned(following), choices) - {label})
 

@@ -9,7 +9,8 @@ Where several readings are defensible, these rules decide (docs/rewards.md has t
 
 - Thinking is everything up to the last `</think>`, and everything after a `<think>` that is never closed. An answer
   counts outside the thinking only.
-- Of several answers in one layout the last counts. A tag, or a `\boxed{`, that is never closed is no answer.
+- Of several answers in one layout the last counts. Denied boxes and sentences don't. A tag, or a
+  `\boxed{`, that is never closed is no answer.
 - A number may carry a sign, a currency, a unit or a label (`x = 18`), or be the only number of an English sentence
   ("She has 18 left."; see `grpo_rewards.math.prose`). With a second number, an alternative or a hedge ("17 or 18", "18,
   19", "about 18") an answer states no number. An expression (`17 + 1`) is not evaluated.
@@ -30,6 +31,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
+from grpo_rewards.claims import is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
@@ -63,6 +65,12 @@ RIGHT_VERDICTS = frozenset({"exact", "equal", "symbolic"})
 
 _MAX_EXPONENT = 1000
 
+_MAX_DENIED = 20
+"""Number of denied claims of a completion that are skipped, from its end."""
+
+_CONTEXT = 200
+"""Number of characters on each side of a claim that may deny it."""
+
 
 def _last_hashes(text: str) -> str | None:
     start = text.rfind("####")
@@ -70,19 +78,39 @@ def _last_hashes(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
+    span = _last_box(text)
+    return span and text[slice(*span)].strip()
+
+
+def _last_claimed_box(text: str) -> str | None:
+    """Return the text of the last box that the words before it don't deny; None if those behind it take it back."""
+    end = len(text)
+    for _ in range(_MAX_DENIED):
+        span = _last_box(text[:end])
+        if span is None or is_denied("", text[span[1] + 1 : span[1] + 1 + _CONTEXT]):
+            return None
+        before = span[0] - len(_BOXED)
+        if not is_denied(text[max(0, before - _CONTEXT) : before], ""):
+            return text[slice(*span)].strip()
+        end = before
+    return None
+
+
+def _last_box(text: str) -> tuple[int, int] | None:
+    """Return where the content of the last box starts and ends; an empty span if that box is never closed."""
     start = text.find(_BOXED)
     if start < 0:
         return None
-    answer, depth = None, 0
+    span, depth = None, 0
     for brace in _BRACE.finditer(text, start):
         token = brace.group()
         if depth == 0 and token == _BOXED:
-            answer, depth, start = "", 1, brace.end()  # "" until the box is closed
+            span, depth, start = (brace.end(), brace.end()), 1, brace.end()  # empty until the box is closed
         elif depth:
             depth += (token in ("{", _BOXED)) - (token == "}")
             if depth == 0:
-                answer = text[start : brace.start()].strip()
-    return answer
+                span = start, brace.start()
+    return span
 
 
 def _last_a_line(text: str) -> str | None:
@@ -96,12 +124,20 @@ def _last_sentence(text: str) -> str | None:
     lower = text.lower()
     if len(lower) != len(text):  # a few characters change their length, and positions in `lower` would be wrong
         lower = text
-    position = len(text)
+    position, denied = len(text), 0
     while (position := lower.rfind("answer", 0, position)) >= 0:
-        if claim := _ANSWER_IS.match(text, position):
-            line = _line(text, claim.end())
-            end = _SENTENCE_END.search(line)
-            return line[: end.start()] if end else line
+        if not (claim := _ANSWER_IS.match(text, position)):
+            continue
+        if is_unclaimed(text[max(0, position - _CONTEXT) : position]):
+            denied += 1
+            if denied > _MAX_DENIED:
+                return None
+            continue
+        line = _line(text, claim.end())
+        end = _SENTENCE_END.search(line)
+        stated = line[: end.start()] if end else line
+        after = text.find(stated, claim.end()) + len(stated)
+        return None if is_denied("", text[after : after + _CONTEXT]) else stated
     return None
 
 
@@ -117,7 +153,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 
 _LAYOUTS: dict[str, Callable[[str], str | None]] = {
     "hashes": _last_hashes,
-    "boxed": _last_boxed,
+    "boxed": _last_claimed_box,
     "a_line": _last_a_line,
     "sentence": _last_sentence,
 }

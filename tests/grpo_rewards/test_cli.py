@@ -194,9 +194,12 @@ def test_options_have_two_spellings(tmp_path, option):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name a command, list, score, check or convert-internlm2: `grpo-rewards --help` says what each does"),
+        (
+            [],
+            "name a command, list, score, check, audit or convert-internlm2: `grpo-rewards --help` says what each does",
+        ),
         (["scor"], "there is no command `scor`: did you mean `score`?"),
-        (["train"], "there is no command `train`: choose list, score, check or convert-internlm2"),
+        (["train"], "there is no command `train`: choose list, score, check, audit or convert-internlm2"),
         (
             ["check", "rows.jsonl", "--gold_colum", "x"],
             "unknown argument `--gold_colum`: did you mean `--gold_column`?",

@@ -115,7 +115,7 @@ FRONT_DOOR: list[Case] = [
     Case("grpo-recipes diagnose a b", ("unknown argument `b`",)),
     Case("grpo-recipes report nope", ("nope",)),
     Case("grpo-recipes report a --outptu b", ("did you mean `--output`?",)),
-    Case("grpo-rewards", ("name a command, list, score, check or convert-internlm2",)),
+    Case("grpo-rewards", ("name a command, list, score, check, audit or convert-internlm2",)),
     Case("grpo-rewards scor", ("no command `scor`", "did you mean `score`?")),
 ]
 

@@ -41,7 +41,7 @@ HERE = "tests.mathematics.algorithms"
 STAND_INS = {"gsm8k_correctness": f"{HERE}.odd_length", "well_formed": f"{HERE}.digit_sum"}
 GENERATION = 16
 """Number of completions of a generation: those of every prompt, on all ranks together."""
-LEARNING_RATES = {"gspo": 2e-3, "cispo": 4.0}
+LEARNING_RATES = {"gspo": 2e-3, "cispo": 2.0}
 """Learning rates of SGD where 0.5 would move the ratio of every completion out of the bounds, or of none."""
 POOLED = ("dapo", "cispo")
 """Papers whose mean is over all tokens of a batch."""

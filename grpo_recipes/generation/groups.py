@@ -375,11 +375,13 @@ class Batch:
 
     def keep_finished(self, going: list[bool], kept: KeptCache) -> None:
         """Keep the keys and values of the finished rows that a later turn may begin with."""
-        finished = [place for place in range(len(going)) if not going[place]]
-        rows = [self.generating[place] for place in finished]
-        host_ids = self.ids[rows, : self.end].tolist() if rows else []  # one wait for all of them
-        for place, row, ids in zip(finished, rows, host_ids, strict=True):
-            tokens, length = ids[self.starts[row] :], self.width - self.starts[row]
+        if all(going):
+            return
+        host_ids = self.ids[:, : self.end].cpu()  # one wait for all rows that have finished
+        for place, row in enumerate(self.generating):
+            if going[place]:
+                continue
+            tokens, length = host_ids[row, self.starts[row] :].tolist(), self.width - self.starts[row]
             if not kept.may_go_on(tokens[:length], tokens[length:]):
                 continue
             padding = self.starts[row] - self.first

@@ -1,7 +1,7 @@
 """Decoding steps that a GPU replays, instead of launching each of their kernels again for every token.
 
 At small batches a GPU finishes the kernels of a decoding step sooner than Python launches them. A captured step is one
-launch. It needs tensors whose shapes and addresses stay the same, so that here:
+launch. It needs tensors whose shapes and addresses stay the same:
 
 - keys and values have a fixed number of columns, in transformers' `StaticLayer`,
 - finished rows leave in a few sizes (64, 48, 32, 16, 8 of 64 rows), and a step is captured once per size,
@@ -102,7 +102,7 @@ class CapturedBatch(Batch):
         """Return why steps can't be captured, as a phrase, or ""."""
         if self.turn.together:
             return "the weights are sharded by ZeRO-3"
-        if self.turn.same_stream:
+        if self.turn.same_stream:  # the exactness mode of the tests
             return "random numbers are drawn for all rows and tokens"
         if self.turn.comparison is not None:
             return "this batch compares what processors do on the host"

@@ -24,7 +24,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
-from grpo_rewards.claims import is_retraction, is_unclaimed
+from grpo_rewards.claims import CLAUSE_CHARS, is_retraction, is_unclaimed
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.math.prose import word_set
@@ -470,7 +470,6 @@ _CLAIM = re.compile(
 )
 _CLAUSE_START = re.compile(r"[.!?,](?=\s)|[;:\n]")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
-_CLAUSE_CHARS = 200
 
 
 def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
@@ -481,7 +480,7 @@ def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
         if claim["right"]:
             if label := _claimed_before(text, claim, choices):
                 return True, label
-        elif not is_unclaimed(text[max(0, claim.start() - _CLAUSE_CHARS) : claim.start()]):
+        elif not is_unclaimed(text[max(0, claim.start() - CLAUSE_CHARS) : claim.start()]):
             claimed, label = _claimed_after(text[claim.end() : min(end, claim.end() + choices.max_chars)], choices)
             if claimed:
                 return True, label
@@ -491,9 +490,9 @@ def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
 
 def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | None:
     """Read "(B) Paris is the correct answer because ..." from the start of its clause to the end of its line."""
-    start = max(0, claim.start() - _CLAUSE_CHARS)
+    start = max(0, claim.start() - CLAUSE_CHARS)
     before = text[start : claim.start()]
-    after = text[claim.start() : claim.end() + _CLAUSE_CHARS].partition("\n")[0]
+    after = text[claim.start() : claim.end() + CLAUSE_CHARS].partition("\n")[0]
     if sentence_end := _SENTENCE_END.search(after):
         after = after[: sentence_end.end()]
     # "B. Paris is" is one clause in spite of the period, so the last few starts are tried, the longest clause first.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_CLAUSE_CHARS = 200
+CLAUSE_CHARS = 200
 """Number of characters on each side of a claim that are read."""
 
 # Words that, in the clause before "the answer is", leave the answer unclaimed: "I doubt that", "One might say that".
@@ -54,17 +54,17 @@ _DENIED_BEHIND = re.compile(
 
 def is_unclaimed(before: str) -> bool:
     """Return True if the text before "the answer is" leaves the answer unclaimed, as in "I doubt that the"."""
-    return _UNCLAIMED.search(before[-_CLAUSE_CHARS:]) is not None
+    return _UNCLAIMED.search(before[-CLAUSE_CHARS:]) is not None
 
 
 def is_denied(before: str, after: str) -> bool:
     """Return True if the text before or behind an answer denies it, asks for it or takes it back."""
-    after = after[:_CLAUSE_CHARS]
-    if _DENIED.search(before[-_CLAUSE_CHARS:]) or _DENIED_BEHIND.match(after):
+    after = after[:CLAUSE_CHARS]
+    if _DENIED.search(before[-CLAUSE_CHARS:]) or _DENIED_BEHIND.match(after):
         return True
     return is_retraction(after)
 
 
 def is_retraction(following: str) -> bool:
     """Return True if a sentence takes the claim before it back, as "That is wrong." does."""
-    return _RETRACTION.match(following[:_CLAUSE_CHARS]) is not None
+    return _RETRACTION.match(following[:CLAUSE_CHARS]) is not None

@@ -9,8 +9,8 @@ Where several readings are defensible, these rules decide (docs/rewards.md has t
 
 - Thinking is everything up to the last `</think>`, and everything after a `<think>` that is never closed. An answer
   counts outside the thinking only.
-- Of several answers in one layout the last counts. Denied boxes and sentences don't. A tag, or a
-  `\boxed{`, that is never closed is no answer.
+- Of several answers in one layout the last counts. A box, or a sentence, that is denied or taken back is no answer,
+  nor is a tag, or a `\boxed{`, that is never closed.
 - A number may carry a sign, a currency, a unit or a label (`x = 18`), or be the only number of an English sentence
   ("She has 18 left."; see `grpo_rewards.math.prose`). With a second number, an alternative or a hedge ("17 or 18", "18,
   19", "about 18") an answer states no number. An expression (`17 + 1`) is not evaluated.
@@ -31,7 +31,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
-from grpo_rewards.claims import is_denied, is_unclaimed
+from grpo_rewards.claims import CLAUSE_CHARS, is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
@@ -68,9 +68,6 @@ _MAX_EXPONENT = 1000
 _MAX_DENIED = 20
 """Number of denied claims of a completion that are skipped, from its end."""
 
-_CONTEXT = 200
-"""Number of characters on each side of a claim that may deny it."""
-
 
 def _last_hashes(text: str) -> str | None:
     start = text.rfind("####")
@@ -87,10 +84,10 @@ def _last_claimed_box(text: str) -> str | None:
     end = len(text)
     for _ in range(_MAX_DENIED):
         span = _last_box(text[:end])
-        if span is None or is_denied("", text[span[1] + 1 : span[1] + 1 + _CONTEXT]):
+        if span is None or is_denied("", text[span[1] + 1 : span[1] + 1 + CLAUSE_CHARS]):
             return None
         before = span[0] - len(_BOXED)
-        if not is_denied(text[max(0, before - _CONTEXT) : before], ""):
+        if not is_denied(text[max(0, before - CLAUSE_CHARS) : before], ""):
             return text[slice(*span)].strip()
         end = before
     return None
@@ -128,7 +125,7 @@ def _last_sentence(text: str) -> str | None:
     while (position := lower.rfind("answer", 0, position)) >= 0:
         if not (claim := _ANSWER_IS.match(text, position)):
             continue
-        if is_unclaimed(text[max(0, position - _CONTEXT) : position]):
+        if is_unclaimed(text[max(0, position - CLAUSE_CHARS) : position]):
             denied += 1
             if denied > _MAX_DENIED:
                 return None
@@ -137,7 +134,7 @@ def _last_sentence(text: str) -> str | None:
         end = _SENTENCE_END.search(line)
         stated = line[: end.start()] if end else line
         after = text.find(stated, claim.end()) + len(stated)
-        return None if is_denied("", text[after : after + _CONTEXT]) else stated
+        return None if is_denied("", text[after : after + CLAUSE_CHARS]) else stated
     return None
 
 

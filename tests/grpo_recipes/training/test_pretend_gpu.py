@@ -221,7 +221,7 @@ RUNS = {
     "refreshed reference": Run(
         REFRESH, {"reference": {"name": "initial", "reset_optimizer_on_sync": True}}, 8_300, 400, 260
     ),
-    "adapter switched off for the reference": Run({}, {"peft_config": LORA}, 8_600, 350, 250),
+    "adapter switched off for the reference": Run({}, {"peft_config": LORA}, 8_700, 350, 250),
     "evaluated": Run(EVALUATION, {"eval_dataset": PROMPTS.select(range(4))}, 13_500, 570, 430),
     "informative prompts": Run({}, {"sampling": "informative"}, 8_300, 400, 260),
     "transformers' own generation": Run({}, {"generation": "off"}, 7_900, 390, 210),

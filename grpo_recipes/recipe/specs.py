@@ -500,9 +500,10 @@ class MicroBatching(Spec):
     KEY = "micro_batching"
     WORDS: ClassVar[Mapping[str, Mapping[str, Any]]] = {"auto": {}, "off": {"layout": "padded"}}
 
-    layout: Literal["packed", "trimmed", "padded"] = "packed"
-    """`packed` computes the prompt of a group once, in one row without padding. `trimmed` cuts each micro-batch to its
-    own longest prompt and completion. `padded` is TRL's own layout, which skips no row."""
+    layout: Literal["packed", "shared", "trimmed", "padded"] = "packed"
+    """`packed` computes the prompt of a group once, in one row without padding. `shared` computes it once too, for any
+    model with a cache, with completions padded in buckets of similar length. `trimmed` cuts rows in such buckets to
+    their own longest prompt and completion. `padded` is TRL's own layout, which skips no row."""
     skip_zero_advantage: bool = True
     """True to skip zero-advantage rows, which do not contribute to the gradient."""
 

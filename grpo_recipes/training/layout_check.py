@@ -53,6 +53,7 @@ from grpo_recipes.process.ranks import on_any_rank
 from grpo_recipes.training.adapters import gathered
 from grpo_recipes.training.packed_attention import AttentionSwitch
 from grpo_recipes.training.packing import Layout, ModelCall, SpansIgnored
+from grpo_recipes.training.segments import NotSegmented, SegmentedModels
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import FilledConfig
@@ -66,8 +67,16 @@ SAMPLE_TOKENS = 64
 NOISE_AROUND_ZERO, NOISE_RELATIVE = 0.05, 0.1
 """Standard deviation of the perturbation of a tensor of zeros, and its share of any other value."""
 
+LONGEST_SAMPLE = 1024
+"""Largest number of tokens of a prompt, and of a completion, that are compared to leave a window or a chunk."""
+
 COMPARED_WEIGHTS = 2**26
 """Number of weights whose gradients are compared, those of the smallest tensors. Every layer has some of them."""
+
+VERIFIED_UNDER_SHARDING = frozenset(
+    {"granitemoehybrid", "gpt_oss", "lfm2", "lfm2_moe", "mamba2", "qwen3_5", "qwen3_5_text", "qwen3_next"}
+)
+"""Model types whose gradients behind a shared prompt were compared with TRL's on two ranks, under ZeRO-3 and FSDP2."""
 
 Gradients = Sequence[Tensor | None]
 """Gradient of each compared parameter, None where the result does not depend on the parameter."""
@@ -101,6 +110,8 @@ class _Trial:
     """Condition under which the results hold, for a message."""
     parameters: Sequence[nn.Parameter] = ()
     """Parameters whose gradients are compared."""
+    in_columns: bool = True
+    """True if the shared layout may keep TRL's columns where rows can't be trimmed."""
 
 
 @dataclass
@@ -115,11 +126,14 @@ class LayoutCheck:
     run: Callable[[ModelCall, nn.Module, bool], PerToken]
     """Function of a model call, a model and `compute_entropy` to log-probabilities and entropies, each (B, T)."""
     attention: AttentionSwitch
+    segmented: SegmentedModels
     router_loss: bool
     padded_because: str
     announcer: Announcer = field(default_factory=lambda: Announcer(logger.warning))
 
-    def choose(self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout) -> Layout | None:
+    def choose(
+        self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout, *, in_columns: bool = True
+    ) -> Layout | None:
         """Return the most preferred exact layout up to `wanted`, or None if no rank has a label to compare.
 
         Args:
@@ -127,6 +141,7 @@ class LayoutCheck:
             bare: the model inside accelerate's wrappers.
             rows: first rows that the model computes.
             wanted: most preferred layout allowed.
+            in_columns: False if the layout must not be `SHARED_PADDED`, because other adapters use trimmed rows.
         """
         layout, reason = self._allowed(bare, wanted)
         if layout is not Layout.PADDED:
@@ -135,15 +150,27 @@ class LayoutCheck:
             # TRL's annotation leaves out models with an adapter.
             policy, kwargs = cast(PreTrainedModel, bare), self.args.gradient_checkpointing_kwargs
             with eval_no_grad(bare), disable_gradient_checkpointing(policy, kwargs):
-                layout, doubt = self._compare_first_rows(model, bare, rows, layout)
-                if layout is not Layout.PADDED:
-                    layout, later_doubt = self._compare_short_rows(model, bare, rows, layout)
-                    doubt = later_doubt or doubt
+                layout, doubt = self._verified(model, bare, rows, layout, in_columns)
             reason = doubt or reason
         self.attention.restore(bare)
         if layout < wanted:
-            self._warn_once(f"micro-batches are {layout.name.lower()}, not {wanted.name.lower()}: {reason}")
+            self._warn_once(f"micro-batches are {layout.described}, not {wanted.described}: {reason}")
         return layout
+
+    def _verified(self, model: nn.Module, bare: nn.Module, rows: Rows, most: Layout, in_columns: bool) -> Choice:
+        """Return the most preferred layout up to `most` that passes the checks 2 and 3."""
+        reason = ""
+        while True:
+            found, doubt = self._compare_first_rows(model, bare, rows, most, in_columns)
+            reason = reason or doubt
+            if found is Layout.PADDED:
+                return found, reason
+            layout, doubt = self._compare_short_rows(model, bare, rows, found, in_columns)
+            reason = doubt or reason
+            # Check 3 has compared trimmed rows in any case, and check 2 as well.
+            if layout in (found, Layout.PADDED, Layout.TRIMMED):
+                return layout, reason
+            most = layout
 
     def fits(self, model: nn.Module, rows: HostRows) -> np.ndarray:
         """Return which rows can be packed, (B,) bool: those without mask holes, inside the attention window."""
@@ -167,15 +194,25 @@ class LayoutCheck:
         reason = self._padded_because(bare)
         if reason:
             return Layout.PADDED, reason
-        if wanted is not Layout.PACKED:
-            return wanted, ""
+        reason = ""
+        if wanted is Layout.PACKED:
+            reason = self._unshared(bare) or unsupported(bare)
+            if not reason:
+                return wanted, ""
+        if wanted in (Layout.SHARED, Layout.SHARED_PADDED, Layout.PACKED):
+            unshared = self._unshared(bare) or unsupported_under_sharding(bare)
+            if not unshared:
+                return min(wanted, Layout.SHARED), reason
+            return (Layout.PADDED if wanted is Layout.SHARED_PADDED else Layout.TRIMMED), reason or unshared
+        return wanted, ""
+
+    def _unshared(self, bare: nn.Module) -> str:
+        """Return why completions must not share a prompt, in any layout, or "" if nothing forbids it."""
         if self.router_loss:
-            reason = "a packed row would count a prompt once in the router loss"
-        elif self.args.torch_compile:
-            reason = "torch.compile would compile again for each packed shape"
-        else:
-            reason = unsupported(bare)
-        return (Layout.TRIMMED, reason) if reason else (Layout.PACKED, "")
+            return "a shared prompt would count once in the router loss"
+        if self.args.torch_compile:
+            return "torch.compile would compile again for each shape of a micro-batch"
+        return unshareable(bare)
 
     def _padded_because(self, bare: nn.Module) -> str:
         """Return why rows must keep TRL's width, or "" if nothing requires it."""
@@ -191,22 +228,32 @@ class LayoutCheck:
 
     # ---- Check 2: the first micro-batch
 
-    def _compare_first_rows(self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout) -> Choice:
+    def _compare_first_rows(
+        self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout, in_columns: bool
+    ) -> Choice:
         """Return the most preferred layout up to `wanted` that agrees with padded rows on every rank."""
         padded = _padded_call(rows, bare)
+        trial = _Trial(
+            rows,
+            padded,
+            model,
+            bare,
+            self._computes_in_float32(bare),
+            "the first micro-batch",
+            in_columns=in_columns and wanted is not Layout.TRIMMED,
+        )
         # Positions from the attention mask hide a dependence on padding, a table of positions does not: without room
         # for padding, agreement says nothing about such a model.
         if self._any_rank(padded.rows is rows and _learns_positions(base_model(bare))):
-            return (
-                Layout.PADDED,
-                "its positions are learned, and the rows leave no room to check whether padding matters",
-            )
-        trial = _Trial(rows, padded, model, bare, self._computes_in_float32(bare), "the first micro-batch")
-        return self._best(trial, wanted, self._compute(trial, padded))
+            doubt = "its positions are learned, and the rows leave no room to check whether padding matters"
+            return self._in_columns(trial, doubt)
+        return self._best(trial, wanted, self._observed(trial, padded))
 
     # ---- Check 3: a few short rows, in training mode, with gradients
 
-    def _compare_short_rows(self, model: nn.Module, bare: nn.Module, rows: Rows, found: Layout) -> Choice:
+    def _compare_short_rows(
+        self, model: nn.Module, bare: nn.Module, rows: Rows, found: Layout, in_columns: bool
+    ) -> Choice:
         """Return the most preferred layout up to `found` that agrees with padded rows on a few short rows."""
         sharded, device = is_sharded(bare), self.accelerator.device
         widen = False
@@ -222,6 +269,8 @@ class LayoutCheck:
         if found is Layout.PACKED:
             usable &= self.fits(bare, rows.host)
         few = sample(rows, np.flatnonzero(usable))
+        if found in (Layout.SHARED, Layout.SHARED_PADDED):
+            few = with_edges(few, *self._sample_lengths(bare, rows))
         computes_in_float32 = widen or self._computes_in_float32(bare)
         with self._widened(bare) if widen else nullcontext(), perturbed(bare):
             # A sharded model must be called through the wrappers that gather its weights, and no rank has its full
@@ -229,18 +278,43 @@ class LayoutCheck:
             called, parameters = (model, []) if sharded else (bare, compared(bare))
             padded = _padded_call(few, bare)
             trial = _Trial(
-                few, padded, called, bare, computes_in_float32, "a few short rows", " once it has trained", parameters
+                few,
+                padded,
+                called,
+                bare,
+                computes_in_float32,
+                "a few short rows",
+                " once it has trained",
+                parameters,
+                in_columns and found is not Layout.TRIMMED,
             )
             with in_training(bare, device):
                 expected = self._compute(trial, trial.padded)
                 if not self._any_rank(self._is_random(trial, expected)):
                     return self._best(trial, found, expected)
-            # Results with random numbers cannot be compared, so the comparison is repeated in evaluation mode. Such a
-            # model is never packed: the completions of a packed row would share the random numbers of their prompt.
+            # Results with random numbers cannot be compared, so the comparison is repeated in evaluation mode. No
+            # prompt of such a model is shared: its completions would share the random numbers of the prompt.
+            if found is Layout.SHARED_PADDED:
+                return Layout.PADDED, "in training the model draws random numbers, which a shared prompt would share"
             layout, doubt = self._best(trial, Layout.TRIMMED, self._compute(trial, trial.padded))
-        if not doubt and found is Layout.PACKED:
-            doubt = "in training the model draws random numbers, which a packed prompt would share"
+        if not doubt and found.shares_prompts:
+            doubt = "in training the model draws random numbers, which a shared prompt would share"
         return layout, doubt
+
+    def _sample_lengths(self, bare: nn.Module, rows: Rows) -> tuple[int, int]:
+        """Return the numbers of tokens of a prompt and a completion that leave the windows and chunks of a model."""
+        config = text_config(bare)
+        prompt = completion = SAMPLE_TOKENS
+        chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "linear_chunk_size")]
+        for chunk in (*chunks, getattr(config, "attention_chunk_size", None)):
+            if isinstance(chunk, int):
+                prompt = completion = max(prompt, min(chunk, LONGEST_SAMPLE) + EXTRA_PADDING)
+        window = attention_window(config)
+        if window is not None and window < rows.input_ids.size(1):
+            prompt = max(prompt, min(window, LONGEST_SAMPLE) + EXTRA_PADDING)
+        positions = getattr(config, "max_position_embeddings", None) or math.inf
+        room = int(min(positions, 2 * LONGEST_SAMPLE)) - EXTRA_PADDING * 2
+        return (prompt, completion) if prompt + completion <= room else (room // 2, room // 2)
 
     def _is_random(self, trial: _Trial, expected: Results) -> bool:
         """Return True if a second computation of the padded rows differs from `expected`."""
@@ -255,15 +329,47 @@ class LayoutCheck:
 
     def _best(self, trial: _Trial, most: Layout, expected: Results) -> Choice:
         """Return the most preferred layout up to `most` whose results agree with `expected` on every rank."""
-        rows = trial.rows
-        doubt = self._doubt(trial, ModelCall(Layout.TRIMMED, rows), expected)
+        if most is Layout.SHARED_PADDED:
+            return self._in_columns(trial, "")
+        doubt = self._doubt(trial, ModelCall(trial.rows, Layout.TRIMMED), expected)
         if doubt:
-            return Layout.PADDED, f"the results of this model depend on padding{trial.when} ({doubt})"
-        if most is not Layout.PACKED:
-            return most, ""
+            return self._in_columns(trial, f"the results of this model depend on padding{trial.when} ({doubt})")
+        doubts = []
+        if most is Layout.PACKED:
+            doubt = self._doubt_of_packed(trial, expected)
+            if not doubt:
+                return Layout.PACKED, ""
+            doubts.append(doubt)
+            most = Layout.TRIMMED if unsupported_under_sharding(trial.bare) else Layout.SHARED
+        layout = most
+        if most is Layout.SHARED:
+            doubt = self._doubt_of_segments(trial, Layout.SHARED, expected)
+            if doubt:
+                doubts.append(f"shared prompts give other results{trial.when} ({doubt})")
+                layout = Layout.TRIMMED
+        if layout is Layout.TRIMMED and not is_sharded(trial.bare):
+            doubt = self._doubt_of_segments(trial, Layout.TRIMMED, expected)
+        self.segmented.of(trial.bare).record(agrees=not doubt)
+        return layout, "; ".join(doubts)
+
+    def _in_columns(self, trial: _Trial, reason: str) -> Choice:
+        """Return the shared layout in TRL's columns if it agrees with TRL's rows on every rank, else the padded one."""
+        if not trial.in_columns:
+            return Layout.PADDED, reason
+        # Padding on the right only: on the left it would change the positions. This model's positions count it.
+        longest = getattr(text_config(trial.bare), "max_position_embeddings", None) or math.inf
+        right = int(max(0, min(EXTRA_PADDING, longest - trial.rows.input_ids.size(1))))
+        expected = self._observed(trial, ModelCall(trial.rows.widen(0, right), Layout.PADDED))
+        doubt = self._doubt_of_segments(trial, Layout.SHARED_PADDED, expected)
+        self.segmented.of(trial.bare).record(agrees=not doubt)
+        return (Layout.PADDED if doubt else Layout.SHARED_PADDED), reason
+
+    def _doubt_of_packed(self, trial: _Trial, expected: Results) -> str:
+        """Return why packed rows can't be used, or "" if their results agree with `expected` on every rank."""
+        rows = trial.rows
         index = np.flatnonzero(self.fits(trial.bare, rows.host) & (rows.host.labels > 0))
         if not self._any_rank(len(index) > 0):
-            return Layout.TRIMMED, "no row of the first micro-batch can be packed"
+            return "no row of the first micro-batch can be packed"
         if len(index):
             index = _with_a_shared_prompt(rows, index)
             some = rows.select(index)
@@ -271,24 +377,56 @@ class LayoutCheck:
             index = np.zeros(1, dtype=np.int64)
             some = rows.select(index).unlabelled()
         log_probs = expected[0][on_device(index, expected[0].device)]
-        doubt = self._doubt(trial, ModelCall(Layout.PACKED, some), (log_probs, expected[1]))
-        if doubt:
-            return Layout.TRIMMED, f"packed rows give other results{trial.when} ({doubt})"
-        return Layout.PACKED, ""
+        doubt = self._doubt(trial, ModelCall(some, Layout.PACKED), (log_probs, expected[1]))
+        return f"packed rows give other results{trial.when} ({doubt})" if doubt else ""
+
+    def _doubt_of_segments(self, trial: _Trial, layout: Layout, expected: Results) -> str:
+        """Return how rows in many buckets differ from `expected` on any rank, or "" within the tolerances."""
+        index = _with_a_shared_prompt(trial.rows, np.flatnonzero(trial.rows.host.labels))
+        if len(index) == len(trial.rows.input_ids) or not len(index):
+            some, log_probs = trial.rows, expected[0]
+        else:
+            some, log_probs = trial.rows.select(index), expected[0][on_device(index, expected[0].device)]
+        launches = math.inf if is_sharded(trial.bare) else 0.0
+        return self._doubt(trial, ModelCall(some, layout, launches), (log_probs, expected[1]))
 
     def _doubt(self, trial: _Trial, call: ModelCall, expected: Results) -> str:
         """Return how the results of a call differ from `expected` on any rank, or "" within the tolerances."""
         try:
             doubt = _difference(trial, call.rows, self._compute(trial, call), expected)
-        except SpansIgnored as error:  # raised after the model call, so the ranks are still in step
+        except (SpansIgnored, NotSegmented) as error:  # raised outside of a layer, so the ranks are still in step
             doubt = str(error)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not _has_segments(call):
+                raise
+            # Behind a cache that it was not written for, the code of a model may fail in any way.
+            doubt = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return doubt or _ANOTHER_RANK if self._any_rank(bool(doubt)) else ""
+
+    def _observed(self, trial: _Trial, call: ModelCall) -> Results:
+        """Compute a call of TRL's layout, and learn from it how the model runs its decoder layers."""
+        with self.segmented.of(trial.bare).observed():
+            return self._compute(trial, call)
 
     def _compute(self, trial: _Trial, call: ModelCall) -> Results:
         """Return the log-probabilities, (B, T), and gradients of a model call."""
-        with torch.set_grad_enabled(bool(trial.parameters)):
-            log_probs = self.run(call, trial.model, False)[0][:, : trial.rows.logits_to_keep]
-            return log_probs.detach(), gradients(log_probs, trial.parameters)
+        # Checkpointing runs a layer, and with it the cache of its prompts, a second time.
+        checkpoints = self.args.gradient_checkpointing and bool(trial.parameters) and _has_segments(call)
+        options = self.args.gradient_checkpointing_kwargs
+        policy = cast(PreTrainedModel, trial.bare)
+        reentrant = checkpoints and bool((options or {}).get("use_reentrant", False))
+        own = without_gradients(trial.bare) if reentrant else nullcontext()
+        with torch.set_grad_enabled(bool(trial.parameters)), own:
+            if checkpoints:
+                policy.gradient_checkpointing_enable(options)
+            try:
+                log_probs = self.run(call, trial.model, False)[0][:, : trial.rows.logits_to_keep]
+                return log_probs.detach(), gradients(log_probs, trial.parameters, reentrant=reentrant)
+            finally:
+                if checkpoints:
+                    policy.gradient_checkpointing_disable()
 
     @contextmanager
     def _widened(self, bare: nn.Module) -> Iterator[None]:
@@ -306,6 +444,13 @@ class LayoutCheck:
 
     def _warn_once(self, sentence: str) -> None:
         self.announcer.once(sentence, sentence)
+
+
+def _has_segments(call: ModelCall) -> bool:
+    """Return True if the rows of a call may run in several segments."""
+    return call.layout in (Layout.SHARED, Layout.SHARED_PADDED) or (
+        call.layout is Layout.TRIMMED and call.launches < math.inf
+    )
 
 
 def _difference(trial: _Trial, rows: Rows, got: Results, expected: Results) -> str:
@@ -345,6 +490,42 @@ def sample(rows: Rows, index: np.ndarray) -> Rows:
     return some.select(np.array(chosen))
 
 
+def with_edges(rows: Rows, prompt: int, completion: int) -> Rows:
+    """Return rows with the tokens of a few rows in them, in the lengths at which a cache may be wrong.
+
+    Args:
+        rows: rows as `sample` returns them, of which the first two share a prompt.
+        prompt: number of tokens of the longest prompt.
+        completion: number of tokens of the longest completion.
+
+    Returns:
+        The rows of `sample`, their first one repeated up to the longest lengths, next to a completion of half that
+        length, a prompt of one token and a completion of one token.
+    """
+    host = rows.host
+    if not host.labels.all():
+        return rows  # this rank has no label to compare
+    prompts, completions = host.prompts(), host.completions()
+    long = np.resize(prompts[0], prompt)
+    made = [
+        *zip(prompts, completions, strict=True),
+        (long, np.resize(completions[0], completion)),
+        (long, np.resize(completions[0], max(completion // 2, 1))),
+        (prompts[0][-1:], completions[0]),
+        (prompts[0], completions[0][:1]),
+    ]
+    # The padding of these rows, where they have any: some models find it by its ID.
+    padding = int(host.ids[~host.mask][0]) if not host.mask.all() else int(host.ids[0, -1])
+    before, after = max(len(tokens) for tokens, _ in made), max(len(tokens) for _, tokens in made)
+    ids = np.full((len(made), before + after), padding, dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for row, (left, right) in enumerate(made):
+        for tokens, columns in (left, slice(before - len(left), before)), (right, slice(before, before + len(right))):
+            ids[row, columns], mask[row, columns] = tokens, 1
+    device = rows.input_ids.device
+    return Rows(on_device(ids, device), on_device(mask, device), after)
+
+
 def _with_a_shared_prompt(rows: Rows, index: np.ndarray) -> np.ndarray:
     """Return `index`, with the row of the longest completion twice if no two of its rows share a prompt.
 
@@ -362,7 +543,7 @@ def _padded_call(rows: Rows, model: nn.Module) -> ModelCall:
     left = int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1))))
     right = int(max(0, min(EXTRA_PADDING, longest - rows.input_ids.size(1) - left)))
     wide = rows.widen(left, right) if left else rows
-    return ModelCall(Layout.PADDED, wide)
+    return ModelCall(wide, Layout.PADDED)
 
 
 # ---- Inspection of a model
@@ -391,6 +572,29 @@ def attention_window(config: Any) -> int | None:
     return getattr(config, "sliding_window", None) if slides else None
 
 
+def unshareable(model: nn.Module) -> str:
+    """Return why the completions of a prompt must not share it, or "" if nothing in the model forbids it."""
+    base = base_model(model)
+    if is_compiled(model):
+        return "the model is compiled, and would be compiled again for each shape of a micro-batch"
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        return "the adapter puts virtual tokens before the prompt"
+    if getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None):
+        return "the adapter acts from its invocation tokens to the end of a row (aLoRA)"
+    if has_dropout(base):
+        return "the model has dropout, and a shared prompt would share one mask among its completions"
+    return ""
+
+
+def unsupported_under_sharding(model: nn.Module) -> str:
+    """Return why a sharded model's prompts are not shared through a cache, or "" if they may be."""
+    # Only log-probabilities are compared there. A kernel that drops the gradient of a state would pass.
+    kind = text_config(model).model_type
+    if is_sharded(model) and kind not in VERIFIED_UNDER_SHARDING:
+        return f"the gradients of {kind} behind a shared prompt were not verified under ZeRO-3 and FSDP"
+    return ""
+
+
 def unsupported(model: nn.Module) -> str:
     """Return why this model cannot be packed, or "" if its configuration and modules show no reason."""
     base, config = base_model(model), text_config(model)
@@ -405,16 +609,8 @@ def unsupported(model: nn.Module) -> str:
         return f"the attention of {type(base).__name__} does not go through transformers' AttentionInterface"
     if not base._supports_sdpa:
         return f"the attention of {type(base).__name__} is not that of SDPA"
-    if is_compiled(model):
-        return "the model is compiled, and would be compiled again for each packed shape"
     if "position_ids" not in parameters or "kwargs" not in parameters:
         return f"the forward of {type(base.base_model).__name__} takes no position_ids or no further arguments"
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        return "the adapter puts virtual tokens before the prompt"
-    if getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None):
-        return "the adapter acts from its invocation tokens to the end of a row (aLoRA)"
-    if has_dropout(base):
-        return "the model has dropout, and a packed prompt would share one mask among its completions"
     return ""
 
 
@@ -541,11 +737,35 @@ def compared(model: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def gradients(log_probs: Tensor, parameters: Sequence[nn.Parameter]) -> Gradients:
-    """Return the gradients of a fixed random combination of `log_probs`, (B, T)."""
+def gradients(log_probs: Tensor, parameters: Sequence[nn.Parameter], *, reentrant: bool = False) -> Gradients:
+    """Return the gradients of a fixed random combination of `log_probs`, (B, T).
+
+    Args:
+        log_probs: (B, T).
+        parameters: parameters whose gradients are returned.
+        reentrant: True if `log_probs` was computed with reentrant checkpointing, which computes all gradients or none.
+    """
     if not parameters or not log_probs.requires_grad:
         return [None] * len(parameters)
     # Random weights, because errors of single tokens could cancel in the gradient of a sum.
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(log_probs.shape, generator=generator).to(log_probs)
-    return torch.autograd.grad((log_probs * weights).sum(), parameters, allow_unused=True)
+    total = (log_probs * weights).sum()
+    if not reentrant:
+        return torch.autograd.grad(total, parameters, allow_unused=True)
+    total.backward()
+    return [parameter.grad for parameter in parameters]
+
+
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Take the gradients from a model's parameters inside this block, and give them back afterwards."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""Per-token log-probabilities in the cheapest layout that is exact for the model: packed, trimmed or padded.
+"""Per-token log-probabilities in the cheapest layout that is exact for the model: packed, shared, trimmed or padded.
 
 `LogProbs` computes them. `layout_check` decides which layout is exact. The result is always in TRL's layout, (B, T).
 See docs/efficiency.md.
@@ -6,6 +6,7 @@ See docs/efficiency.md.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
-from grpo_recipes.training.layout_check import LayoutCheck, adapter_state, text_config
+from grpo_recipes.training.buckets import Laid, arrange, launch_tokens, lay_out
+from grpo_recipes.training.layout_check import LayoutCheck, adapter_state, is_sharded, text_config
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout, ModelCall, PackedRow, SpansIgnored, order, pack
+from grpo_recipes.training.segments import SegmentedModels
 from grpo_recipes.training.varlen import VarlenKernel
 
 if TYPE_CHECKING:
@@ -48,13 +51,20 @@ class LogProbs:
     _layouts: WeakKeyDictionary[nn.Module, Layout] = field(default_factory=WeakKeyDictionary)
     _checked: WeakKeyDictionary[nn.Module, set[tuple[str, ...]]] = field(default_factory=WeakKeyDictionary)
     """Active adapters with which the layout of a model was verified."""
+    _sharded: WeakKeyDictionary[nn.Module, bool] = field(default_factory=WeakKeyDictionary)
     _bare: WeakKeyDictionary[nn.Module, ReferenceType[nn.Module]] = field(default_factory=WeakKeyDictionary)
     """Weak references, because an unwrapped model is its own value, and a strong one would keep its key alive."""
 
     def __post_init__(self) -> None:
-        self._attention = AttentionSwitch()
+        self._attention, self._segmented = AttentionSwitch(), SegmentedModels()
         self._check = LayoutCheck(
-            self.accelerator, self.args, self._run, self._attention, self.router_loss, self.padded_because
+            self.accelerator,
+            self.args,
+            self._run,
+            self._attention,
+            self._segmented,
+            self.router_loss,
+            self.padded_because,
         )
         announcer = self._check.announcer
         self._kernel = VarlenKernel(lambda sentence: announcer.once(sentence, sentence))
@@ -82,9 +92,8 @@ class LogProbs:
             part = slice(start, start + chunk)
             some = rows.select(part if sequence is None else sequence[part])
             # The padded layout needs no copy of the rows on the host.
-            chosen = self.layout_of_call(model, some.host, layout) if layout is Layout.PACKED else layout
-            call = ModelCall(chosen, some)
-            chunk_log_probs, chunk_entropies = self._run(call, model, compute_entropy)
+            chosen = (layout,) if layout is Layout.PADDED else self._layout_of_call(model, some.host, layout)
+            chunk_log_probs, chunk_entropies = self._run(ModelCall(some, *chosen), model, compute_entropy)
             log_probs.append(chunk_log_probs)
             if chunk_entropies is not None:
                 entropies.append(chunk_entropies)
@@ -103,7 +112,7 @@ class LogProbs:
         adapters, checked = adapter_state(bare), self._checked.setdefault(bare, set())
         if adapters not in checked:
             wanted = self._layouts.get(bare, self.wanted)
-            chosen = self._check.choose(model, bare, rows.select(slice(chunk)), wanted)
+            chosen = self._check.choose(model, bare, rows.select(slice(chunk)), wanted, in_columns=not checked)
             if chosen is None:
                 return Layout.PADDED  # for these rows only: without a label there was nothing to compare
             checked.add(adapters)
@@ -124,14 +133,53 @@ class LogProbs:
             self._bare[model] = ref(found)
         return found
 
-    def layout_of_call(self, model: nn.Module, rows: HostRows, layout: Layout) -> Layout:
-        """Return the layout of a model call: trimmed instead of packed if packing is impossible or saves little."""
-        if layout is not Layout.PACKED:
-            return layout
-        trimmed = rows.select(*rows.trimmed())
-        # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
-        fits = self._check.fits(self.bare(model), trimmed).all()
-        return Layout.PACKED if fits and rows.packed_tokens() <= MAX_PACKED_SHARE * trimmed.ids.size else Layout.TRIMMED
+    def tokens(self, model: nn.Module, rows: HostRows, layout: Layout) -> int:
+        """Return the number of tokens that run through the model for the rows of a micro-batch, padding included."""
+        if layout is not Layout.PADDED:
+            layout, launches = self._layout_of_call(model, rows, layout)
+        if layout is Layout.PADDED:
+            return rows.ids.size
+        return rows.packed_tokens() if layout is Layout.PACKED else arrange(rows, layout, launches).tokens
+
+    def _layout_of_call(self, model: nn.Module, rows: HostRows, layout: Layout) -> tuple[Layout, float]:
+        """Return the layout of a model call, simpler than `layout` where that saves nothing, and the cost of a bucket.
+
+        Args:
+            model: policy or reference, inside accelerate's wrappers.
+            rows: rows of the call.
+            layout: layout of the model, other than padded.
+
+        Returns:
+            The layout, and the number of tokens that cost as much as one more bucket, which is infinite where all rows
+            must run together.
+        """
+        bare = self.bare(model)
+        sharded = self._is_sharded(bare)
+        launches = launch_tokens(self.accelerator.device)
+        if sharded or not self._segmented.of(bare).verified:
+            # Under ZeRO-3 each segment gathers the embedding's weights, which ranks must do equally often.
+            launches = math.inf
+        if layout is Layout.PACKED:
+            trimmed = rows.select(*rows.trimmed())
+            # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
+            fits = self._check.fits(bare, trimmed).all()
+            if not fits or rows.packed_tokens() > MAX_PACKED_SHARE * trimmed.ids.size:
+                layout = Layout.TRIMMED
+        elif layout is Layout.SHARED_PADDED:
+            if arrange(rows, layout, launches).cost(launches) > rows.ids.size and not sharded:
+                layout = Layout.PADDED
+        elif layout is Layout.SHARED and not sharded:
+            simple = arrange(rows, Layout.TRIMMED, launches).cost(launches)
+            if arrange(rows, layout, launches).cost(launches) > simple:
+                layout = Layout.TRIMMED
+        return layout, launches
+
+    def _is_sharded(self, bare: nn.Module) -> bool:
+        """Return True if a model call is a collective."""
+        # Cached: it reads all parameters, and they are sharded before the first call.
+        if bare not in self._sharded:
+            self._sharded[bare] = is_sharded(bare)
+        return self._sharded[bare]
 
     def _run(self, call: ModelCall, model: nn.Module, compute_entropy: bool) -> PerToken:
         """Make a model call, and return its results in TRL's layout, each (B, T)."""
@@ -141,10 +189,31 @@ class LogProbs:
         self.restore_attention(model)
         if call.layout is Layout.PADDED:
             return self.stock(model, call.rows, compute_entropy)
+        arrangement = arrange(call.rows.host, call.layout, call.launches)
+        if arrangement.segments > 1:
+            laid = lay_out(arrangement, call.rows.input_ids.device)
+            return self._run_segments(model, laid, call.rows, compute_entropy)
         trimmed, index = call.rows.trimmed()
         log_probs, entropies = self.stock(model, trimmed, compute_entropy)
         back = partial(_untrimmed, rows=call.rows, index=index)
         return back(log_probs), back(entropies) if entropies is not None else None
+
+    def _run_segments(self, model: nn.Module, laid: Laid, rows: Rows, compute_entropy: bool) -> PerToken:
+        # The arguments of a segment replace these ids and this mask, which wrappers of the model may look at.
+        first = laid.segments.in_order()[0]
+        with self.accelerator.autocast(), self._segmented.of(self.bare(model)).taking_segments():
+            outputs = model(
+                input_ids=first.input_ids,
+                attention_mask=first.attention_mask,
+                shift_labels=laid.labels,
+                fused_lm_head=True,
+                segments=laid.segments,
+            )
+        shape = (len(rows.input_ids), rows.logits_to_keep)
+        log_probs = _in_rows(outputs.log_probs[0], laid.rows, laid.columns, shape)
+        if not compute_entropy:
+            return log_probs, None
+        return log_probs, _in_rows(outputs.entropy[0], laid.rows, laid.columns, shape)
 
     def _run_packed(self, model: nn.Module, packed: PackedRow, rows: Rows, compute_entropy: bool) -> PerToken:
         bare = self.bare(model)
@@ -164,13 +233,15 @@ class LogProbs:
         if attended != layers:
             raise SpansIgnored(f"{attended} of its {layers} layers keep the completions of a packed row apart")
         shape = (len(rows.input_ids), rows.logits_to_keep)
-        log_probs = _unpacked(outputs.log_probs, packed, shape)
-        return log_probs, _unpacked(outputs.entropy, packed, shape) if compute_entropy else None
+        log_probs = _in_rows(outputs.log_probs[0, packed.positions], packed.rows, packed.columns, shape)
+        if not compute_entropy:
+            return log_probs, None
+        return log_probs, _in_rows(outputs.entropy[0, packed.positions], packed.rows, packed.columns, shape)
 
 
-def _unpacked(values: Tensor, packed: PackedRow, shape: tuple[int, int]) -> Tensor:
-    """Return the values of a packed row, (1, N), in TRL's layout, (B, T), 0 where there is no label."""
-    return values.new_zeros(shape).index_put((packed.rows, packed.columns), values[0, packed.positions])
+def _in_rows(values: Tensor, rows: Tensor, columns: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return the values of all labels, (n,), in TRL's layout, (B, T), 0 where there is no label."""
+    return values.new_zeros(shape).index_put((rows, columns), values)
 
 
 def _untrimmed(values: Tensor, rows: Rows, index: np.ndarray) -> Tensor:

@@ -2,9 +2,9 @@
 
 TRL shuffles the rows of a generation batch, cuts them into micro-batches, and pads every row to the longest row of the
 generation batch. `regroup` moves rows within windows of micro-batches that always belong to one optimizer step, so that
-rows of one prompt (packed) or of similar length (trimmed) share a micro-batch. It masks out zero-advantage rows and
-cuts the padding that is left. Every micro-batch keeps its number of rows: TRL's means over rows keep their divisor, and
-every rank makes the same model calls.
+rows of one prompt (packed, shared) or of similar length (trimmed) share a micro-batch. It masks out zero-advantage rows
+and cuts the padding that is left. Every micro-batch keeps its number of rows: TRL's means over rows keep their divisor,
+and every rank makes the same model calls.
 
 Shapes: B rows of a micro-batch, R rows of a window, P prompt columns, T completion columns.
 """
@@ -96,7 +96,7 @@ class Efficiency:
     computed: int
     """Tokens that run through the model."""
     needed: int
-    """Tokens without padding of the rows that contribute. When packing, each prompt counts once per window."""
+    """Tokens without padding of the rows that contribute. Where prompts are shared, each counts once per window."""
     padded: int
     """Tokens of TRL's own micro-batches."""
     rows: int
@@ -189,10 +189,10 @@ def _regroup_window(
         masked, host_masked = _mask_out(merged, on_device(skipped, tokens.device)), host.without_labels(skipped)
     sequence = np.arange(len(skipped))
     if exact.regroup:
-        # Packed rows are ordered before masking: a skipped row then keeps its place beside its prompt, and a group as
-        # large as a micro-batch is never split over two. Trimmed rows are ordered after masking: skipped rows have
-        # length 0, and gather in micro-batches that cost next to nothing.
-        sequence = order(host if layout is Layout.PACKED else host_masked, layout)
+        # Rows with shared prompts are ordered before masking: a skipped row then keeps its place beside its prompt, and
+        # a group as large as a micro-batch is never split over two. Trimmed rows are ordered after masking: skipped
+        # rows have length 0, and gather in micro-batches that cost next to nothing.
+        sequence = order(host if layout.shares_prompts else host_masked, layout)
     places = on_device(sequence, tokens.device)
     starts = range(0, len(sequence), size)
     regrouped = [_take(masked, sequence[start : start + size], places[start : start + size]) for start in starts]
@@ -203,7 +203,8 @@ def _regroup_window(
             advantages = batch["advantages"]  # (B,) or (B, T)
             batch["advantages"] = advantages * scale.reshape(-1, *[1] * (advantages.ndim - 1))
     rows = _parts(host_masked.select(sequence), regrouped)
-    return [_trimmed(batch, part) for batch, part in zip(regrouped, rows, strict=True)]
+    columns_kept = layout is Layout.SHARED_PADDED
+    return [_trimmed(batch, part, columns_kept) for batch, part in zip(regrouped, rows, strict=True)]
 
 
 def loss_mask(batch: MicroBatch) -> Tensor:
@@ -281,8 +282,8 @@ def empty_unlogged(batch: MicroBatch, metrics: dict[str, list[float]]) -> Iterat
 
 
 def needed_tokens(batches: Sequence[HostRows], layout: Layout) -> int:
-    """Return the tokens of the rows with labels, without padding. When packing, each prompt counts once."""
-    if layout is not Layout.PACKED:
+    """Return the tokens of the rows with labels, without padding. Where prompts are shared, each counts once."""
+    if not layout.shares_prompts:
         return sum(int(rows.mask[rows.labels > 0].sum()) for rows in batches)
     prefixes: dict[bytes, int] = {}
     for rows in batches:
@@ -346,9 +347,17 @@ def _mask_out(batch: MicroBatch, skipped: Tensor) -> MicroBatch:
     return masked
 
 
-def _trimmed(batch: MicroBatch, host: HostRows) -> MicroBatch:
-    """Return the micro-batch without the columns that none of its rows uses, and `HOST`."""
+def _trimmed(batch: MicroBatch, host: HostRows, columns_kept: bool) -> MicroBatch:
+    """Return the micro-batch without the columns that none of its rows uses, and `HOST`.
+
+    Args:
+        batch: micro-batch.
+        host: its rows.
+        columns_kept: True to keep all prompt columns, by which some models count positions.
+    """
     left, width = host.extent()
+    if columns_kept:
+        left = 0
     full = batch["completion_ids"].size(1)
     # Two columns at least: TRL takes a value of (B, 1) for one per sequence, and would not mask it in its metrics.
     width = max(width, min(2, full))

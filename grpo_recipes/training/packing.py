@@ -19,6 +19,7 @@ Shapes: B rows, P prompt columns, T completion columns, N tokens of the packed r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -37,10 +38,24 @@ class Layout(IntEnum):
 
     PADDED = 0
     """Stock TRL layout: every row is padded to the longest of the generation batch."""
-    TRIMMED = 1
-    """Padded layout without the columns and rows that hold no label or context."""
-    PACKED = 2
+    SHARED_PADDED = 1
+    """Shared layout with all prompt columns of the padded layout, for models whose positions count padding."""
+    TRIMMED = 2
+    """Padded layout without the columns and rows that hold no label or context, in buckets of similar length."""
+    SHARED = 3
+    """Each prompt once, and its completions in buckets of similar length behind a differentiable cache of it."""
+    PACKED = 4
     """One row without padding, in which the completions of a group share their prompt."""
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True if a prompt runs once for all of its completions in a micro-batch."""
+        return self in (Layout.SHARED_PADDED, Layout.SHARED, Layout.PACKED)
+
+    @property
+    def described(self) -> str:
+        """Name of the layout in messages and documents."""
+        return "shared, in TRL's columns" if self is Layout.SHARED_PADDED else self.name.lower()
 
 
 @dataclass(frozen=True)
@@ -67,27 +82,23 @@ class PackedRow:
 class ModelCall:
     """A model call: B rows, and the layout chosen for it."""
 
-    layout: Layout
     rows: Rows
+    layout: Layout
+    launches: float = math.inf
+    """Number of tokens that cost as much as one more bucket (`buckets.arrange`). Infinity makes one bucket."""
 
 
 class SpansIgnored(RuntimeError):
     """An attention layer did not use `packed_attention`, or added a float mask."""
 
 
-def tokens_computed(rows: HostRows, layout: Layout) -> int:
-    """Return the number of tokens that run through the model in a layout, padding included."""
-    if layout is Layout.PACKED:
-        return rows.packed_tokens()
-    return (rows.select(*rows.trimmed()) if layout is Layout.TRIMMED else rows).ids.size
-
-
 def order(rows: HostRows, layout: Layout) -> np.ndarray:
     """Return an order of the rows, (B,), in which rows that should share a micro-batch are neighbours.
 
-    Packed rows are sorted by prompt. Trimmed rows are sorted by completion length, then by prompt length.
+    Packed rows and rows with shared prompts are sorted by prompt. Trimmed rows are sorted by completion length, then by
+    prompt length.
     """
-    if layout is Layout.PACKED:
+    if layout.shares_prompts:
         return np.argsort(rows.prompt_numbers(), kind="stable")
     # Not by total length: completions vary more than prompts, and a long prompt beside a long completion pads both
     # sides.

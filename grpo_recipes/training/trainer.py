@@ -48,7 +48,7 @@ from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
 from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation import Generation
 from grpo_recipes.training.log_probs import LogProbs
-from grpo_recipes.training.packing import Layout, tokens_computed
+from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.saving import CompleteCheckpoints
@@ -188,9 +188,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         layout = self._log_probs.layout(self.model, first, len(first.input_ids))
         exact = replace(self._exact, skip=self._exact.skip and self.micro_batching.skip_zero_advantage)
         ours = microbatch.regroup(padded, window, layout, exact)
-        tokens = []
-        for rows in (batch[microbatch.HOST] for batch in ours):
-            tokens.append(tokens_computed(rows, self._log_probs.layout_of_call(self.model, rows, layout)))
+        tokens = [self._log_probs.tokens(self.model, batch[microbatch.HOST], layout) for batch in ours]
         counts = microbatch.count(padded, ours, tokens, window, layout)
         efficiency = microbatch.mark_empty(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))
         for name, value in efficiency.metrics().items():

@@ -219,7 +219,7 @@ def _measure(model_type: str, accumulation: int) -> Row:
         (layout,) = trainer._log_probs._layouts.values()
         gap = largest_gap(steps[GRPOTrainer], steps[TRLGRPOTrainer])
         reasons = dict.fromkeys(sentence.rpartition("micro-batches are ")[2].partition(": ")[2] for sentence in said)
-        return Row(model_type, layout.name.lower(), gap, "; ".join(filter(None, reasons)))
+        return Row(model_type, layout.described, gap, "; ".join(filter(None, reasons)))
 
 
 def _sentence(error: Exception) -> str:

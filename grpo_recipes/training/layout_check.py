@@ -172,6 +172,17 @@ class LayoutCheck:
                 return layout, reason
             most = layout
 
+    def exceeds_kept_scores(self, model: nn.Module, width: int) -> bool:
+        """Return True if attention keeps fewer scores than the rows of any rank have columns, which are TRL's."""
+        name, number = kept_scores(text_config(model))
+        if math.isinf(number) or not self._any_rank(width > number):
+            return False
+        self._warn_once(
+            f"micro-batches of rows of more than {number:,} tokens are padded: attention keeps the `{name}` highest "
+            "scores, and padding decides between equal ones"
+        )
+        return True
+
     def fits(self, model: nn.Module, rows: HostRows) -> np.ndarray:
         """Return which rows can be packed, (B,) bool: those without mask holes, inside the attention window."""
         mask = rows.completion_mask
@@ -194,6 +205,12 @@ class LayoutCheck:
         reason = self._padded_because(bare)
         if reason:
             return Layout.PADDED, reason
+        if scale := scaled_by_position(text_config(bare)):
+            reason = f"attention is scaled by a token's place in the row, padding included ({scale})"
+            allowed = wanted >= Layout.SHARED or wanted is Layout.SHARED_PADDED
+            if not allowed or self._unshared(bare) or unsupported_under_sharding(bare):
+                return Layout.PADDED, reason
+            return Layout.SHARED_PADDED, reason
         reason = ""
         if wanted is Layout.PACKED:
             reason = self._unshared(bare) or unsupported(bare)
@@ -304,17 +321,21 @@ class LayoutCheck:
     def _sample_lengths(self, bare: nn.Module, rows: Rows) -> tuple[int, int]:
         """Return the numbers of tokens of a prompt and a completion that leave the windows and chunks of a model."""
         config = text_config(bare)
-        prompt = completion = SAMPLE_TOKENS
-        chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "linear_chunk_size")]
-        for chunk in (*chunks, getattr(config, "attention_chunk_size", None)):
-            if isinstance(chunk, int):
-                prompt = completion = max(prompt, min(chunk, LONGEST_SAMPLE) + EXTRA_PADDING)
-        window = attention_window(config)
-        if window is not None and window < rows.input_ids.size(1):
+        prompt = completion = 1
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
+            chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size")]
+            chunk = max([SAMPLE_TOKENS, *(size for size in chunks if isinstance(size, int))])
+            prompt = completion = min(chunk, LONGEST_SAMPLE) + EXTRA_PADDING
+        widest = rows.input_ids.size(1) - rows.logits_to_keep + (self.args.max_completion_length or 0)
+        window = attention_window(config) or getattr(config, "attention_chunk_size", None)
+        if window is not None and window < widest:
             prompt = max(prompt, min(window, LONGEST_SAMPLE) + EXTRA_PADDING)
         positions = getattr(config, "max_position_embeddings", None) or math.inf
-        room = int(min(positions, 2 * LONGEST_SAMPLE)) - EXTRA_PADDING * 2
-        return (prompt, completion) if prompt + completion <= room else (room // 2, room // 2)
+        room = min(positions, kept_scores(config)[1]) - 2 * EXTRA_PADDING
+        if prompt + completion > room:
+            prompt = completion = int(room // 2)
+        return prompt, completion
 
     def _is_random(self, trial: _Trial, expected: Results) -> bool:
         """Return True if a second computation of the padded rows differs from `expected`."""
@@ -499,8 +520,8 @@ def with_edges(rows: Rows, prompt: int, completion: int) -> Rows:
         completion: number of tokens of the longest completion.
 
     Returns:
-        The rows of `sample`, their first one repeated up to the longest lengths, next to a completion of half that
-        length, a prompt of one token and a completion of one token.
+        The rows of `sample`, a prompt of one token, a completion of one token, and if they are shorter than the longest
+        lengths, the first prompt repeated up to its length, with completions of that length and of half of it.
     """
     host = rows.host
     if not host.labels.all():
@@ -509,11 +530,11 @@ def with_edges(rows: Rows, prompt: int, completion: int) -> Rows:
     long = np.resize(prompts[0], prompt)
     made = [
         *zip(prompts, completions, strict=True),
-        (long, np.resize(completions[0], completion)),
-        (long, np.resize(completions[0], max(completion // 2, 1))),
         (prompts[0][-1:], completions[0]),
         (prompts[0], completions[0][:1]),
     ]
+    if prompt + completion > len(prompts[0]) + len(completions[0]):
+        made += [(long, np.resize(completions[0], size)) for size in (completion, max(completion // 2, 1))]
     # The padding of these rows, where they have any: some models find it by its ID.
     padding = int(host.ids[~host.mask][0]) if not host.mask.all() else int(host.ids[0, -1])
     before, after = max(len(tokens) for tokens, _ in made), max(len(tokens) for _, tokens in made)
@@ -558,11 +579,19 @@ def depends_on_width(config: Any) -> str:
     """Return why a model's results depend on the width of the rows, or "" if its configuration does not show it."""
     if rotary := rotary_of_the_longest(config):
         return f"a rotary table of type {rotary} depends on the longest row, padding included"
-    if scale := scaled_by_position(config):
-        return f"attention is scaled by a token's place in the row, padding included ({scale})"
-    if getattr(config, "index_topk", None):
-        return "attention keeps the index_topk highest scores, and padding decides between equal ones"
     return ""
+
+
+def kept_scores(config: Any) -> tuple[str, float]:
+    """Return the setting of how many scores each token's attention keeps, and its value, infinity without one.
+
+    In longer rows, TRL's padding decides between equal scores. Shorter ones keep all of them.
+    """
+    for name in ("index_topk", "keep_window_size"):
+        number = getattr(config, name, None)
+        if number:
+            return name, number
+    return "", math.inf
 
 
 def attention_window(config: Any) -> int | None:

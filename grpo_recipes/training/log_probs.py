@@ -107,6 +107,8 @@ class LogProbs:
     def layout(self, model: nn.Module, rows: Rows, chunk: int) -> Layout:
         """Return the layout of a model, the same on all ranks, chosen on the first `chunk` rows that it computes."""
         bare = self.bare(model)
+        if self._check.exceeds_kept_scores(bare, rows.input_ids.size(1)):
+            return Layout.PADDED  # for this generation batch only
         # A different active adapter changes the function, so it is verified again: a reference is often scored by the
         # policy's model with its adapter switched off. All adapters of a model must agree on one layout.
         adapters, checked = adapter_state(bare), self._checked.setdefault(bare, set())

@@ -35,6 +35,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from grpo_recipes.generation.models import base_model
 
+COUNTS_FROM_0 = frozenset({"bamba"})
+"""Model types whose positions begin at 0 behind a cache too, unless they are given."""
+
 
 class NotSegmented(RuntimeError):
     """A model whose layers can't run segments together."""
@@ -174,7 +177,8 @@ class SegmentedModel:
     @contextmanager
     def observed(self) -> Iterator[None]:
         """Find the decoder layers, and the form of what they return, in a forward inside this block."""
-        candidates = _lists_of_layers(self._backbone, self._config.num_hidden_layers)
+        length = getattr(self._config, "num_hidden_layers", None)
+        candidates = _lists_of_layers(self._backbone, length)
         returned: dict[int, list[int]] = {}
         handles = []
         for number, (module, name) in enumerate(candidates):
@@ -188,7 +192,7 @@ class SegmentedModel:
                 handle.remove()
         for number, place in enumerate(candidates):
             # A model may hold other lists of this length, of which a text runs none (the layers of an image encoder).
-            if len(returned[number]) == self._config.num_hidden_layers:
+            if len(returned[number]) == length:
                 self._place, self._sizes = place, returned[number]
                 return
 
@@ -255,8 +259,9 @@ class _Run:
         self._caches: list[Cache | None] = [None] * len(self._segments)
         """Cache that the backbone gets in each pass. It only makes masks and positions, and no layer sees it."""
         if prefixes is not None:
-            behind = _cache_of_length(config, *prefixes.input_ids.shape)
-            self._caches = [DynamicCache(config=config), *[behind] * len(segments.buckets)]
+            # One each, because some backbones write positions to their cache.
+            behind = [_cache_of_length(config, *prefixes.input_ids.shape) for _ in segments.buckets]
+            self._caches = [DynamicCache(config=config), *behind]
         self._calls: list[list[_LayerCall]] = [[] for _ in self._segments]
         self._states: list[Tensor] = []
         """Hidden states behind the last layer, of each segment."""
@@ -274,7 +279,14 @@ class _Run:
             result = partial(self._result, number) if place + 1 == len(self._layers) else None
             recorders.append(_Recorder(layer, self._calls[number], self._model._sizes[place], result))
         segment, cache = self._segments[number], self._caches[number]
-        given = {self._model._cache_name: cache} if cache is not None else {}
+        given: dict[str, Any] = {self._model._cache_name: cache} if cache is not None else {}
+        if segment.owners is not None:
+            assert cache is not None
+            self._continue_positions(cache, segment.owners)
+            if self._model._config.model_type in COUNTS_FROM_0:
+                before = cache.get_seq_length()
+                columns = segment.input_ids.size(1)
+                given["position_ids"] = torch.arange(before, before + columns, device=segment.input_ids.device)[None]
         with self._model.replaced_layers(recorders):
             output = self._forward(
                 input_ids=segment.input_ids,
@@ -283,6 +295,15 @@ class _Run:
                 **given,
             )
         self._outputs[number] = output[0]
+
+    def _continue_positions(self, cache: Cache, owners: Tensor) -> None:
+        """Copy the positions of the prefixes, which some backbones keep in their cache, for the rows of `owners`."""
+        written = self._caches[0]
+        assert written is not None
+        for ours, theirs in zip(cache.layers, written.layers, strict=True):
+            positions = getattr(theirs, "indexer_position_ids", None)
+            if positions is not None:  # (position dimensions, prefixes, columns)
+                vars(ours)["indexer_position_ids"] = positions.index_select(1, owners)
 
     def _result(self, number: int) -> Tensor:
         """Return the hidden states of a segment behind the last layer."""
@@ -355,7 +376,7 @@ def _switched_off(checkpoints: Sequence[Any]) -> Iterator[None]:
             part.gradient_checkpointing = True
 
 
-def _lists_of_layers(backbone: nn.Module, length: int) -> list[tuple[nn.Module, str]]:
+def _lists_of_layers(backbone: nn.Module, length: int | None) -> list[tuple[nn.Module, str]]:
     """Return the module and the name of each list of `length` modules in a backbone."""
     found = []
     for module in backbone.modules():

@@ -52,7 +52,7 @@ SIZES: list[tuple[str, int]] = [
     (r"vocab", WORDS),
     (r"^(n|topk)_group$|^n_groups$|num_expert_groups", 1),
     (r"key_value_heads|num_kv_heads", 2),
-    (r"index_topk", 16),
+    (r"index_topk|keep_window_size", 64),
     (r"per_tok|topk|top_k|moe_k$|num_selected", 2),
     (r"experts$|expert_num$", 4),
     (r"heads?$", 4),

@@ -403,11 +403,11 @@ class LayoutCheck:
 
     def _doubt_of_segments(self, trial: _Trial, layout: Layout, expected: Results) -> str:
         """Return how rows in many buckets differ from `expected` on any rank, or "" within the tolerances."""
-        index = _with_a_shared_prompt(trial.rows, np.flatnonzero(trial.rows.host.labels))
-        if len(index) == len(trial.rows.input_ids) or not len(index):
-            some, log_probs = trial.rows, expected[0]
-        else:
-            some, log_probs = trial.rows.select(index), expected[0][on_device(index, expected[0].device)]
+        some, log_probs = trial.rows, expected[0]
+        index = np.flatnonzero(some.host.labels)
+        if len(index):  # a rank without a label makes the call of the others
+            index = _with_a_shared_prompt(some, index)
+            some, log_probs = some.select(index), log_probs[on_device(index, log_probs.device)]
         launches = math.inf if is_sharded(trial.bare) else 0.0
         return self._doubt(trial, ModelCall(some, layout, launches), (log_probs, expected[1]))
 

@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from grpo_recipes.training.layout_check import unsupported
+from grpo_recipes.training.layout_check import unshareable
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, logged, one_by_one, scored, trainer_on
 from tests.support.architectures import trainer as whole_trainer
@@ -110,11 +110,11 @@ def test_a_row_that_is_not_packed_has_the_users_implementation(tmp_path: Path, l
 @pytest.mark.parametrize("part", ["whole", "in place", "layer"])
 def test_a_compiled_model_is_not_packed(part: str) -> None:
     policy = model(transformers.LlamaConfig)
-    assert unsupported(policy) == ""
+    assert unshareable(policy) == ""
     if part == "whole":
         policy.model = torch.compile(policy.model)
     elif part == "in place":
         policy.compile()
     else:
         policy.model.layers[0].compile()
-    assert "is compiled" in unsupported(policy)
+    assert "is compiled" in unshareable(policy)

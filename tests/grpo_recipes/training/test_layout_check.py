@@ -16,14 +16,15 @@ from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes.generation.agreement import gradient_disagreement
-from grpo_recipes.generation.models import in_float32
+from grpo_recipes.generation.models import in_float32, scaled_by_position
 from grpo_recipes.training import layout_check
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import flat, layout_of, padded, scored, trainer_on
 from tests.support import tiny
-from tests.support.recorded import Recording, model
+from tests.support.recorded import Recording, make_trainer, model
 from tests.support.short_runs import partitioned
 
 RAGGED = Recording.random(prompts=3, group=3, seed=3)
@@ -237,7 +238,7 @@ LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope
 INDEXED = {"index_topk": 4, "index_head_dim": 16, "index_n_heads": 2, "attn_implementation": "eager"}
 MISTRAL_4 = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
 CPM_ANT = {"dim_head": 8, "dim_ff": 64, "prompt_length": 4, "prompt_types": 4, "segment_types": 4, "dropout_p": 0.0}
-DEPENDS_ON_WIDTH: dict[str, tuple[str, dict[str, Any], str]] = {
+SCALED_BY_POSITION: dict[str, tuple[str, dict[str, Any], str]] = {
     "Ministral 3": (
         "Ministral3Config",
         {"head_dim": 8, "rope_parameters": {**MISTRAL_4, "llama_4_scaling_beta": 0.1}, "sliding_window": None},
@@ -248,31 +249,47 @@ DEPENDS_ON_WIDTH: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
         "scalable softmax",
     ),
-    "hy_v4": (
-        "HYV4Config",
-        {
-            **LATENT,
-            **INDEXED,
-            "head_dim": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-        },
-        "index_topk",
-    ),
-    "CPM-Ant": ("CpmAntConfig", {**CPM_ANT, "attn_implementation": "eager"}, "depend on padding"),
 }
 
 
-@pytest.mark.parametrize("case", quickly(DEPENDS_ON_WIDTH, "Ministral 3", "hy_v4"))
-def test_a_model_that_depends_on_the_width_stays_padded(case: str, tmp_path: Path, logged: Any) -> None:
-    name, config, reason = DEPENDS_ON_WIDTH[case]
-    assert checked(model(getattr(transformers, name), **config), tmp_path) is Layout.PADDED
+@pytest.mark.parametrize("case", quickly(SCALED_BY_POSITION, "Ministral 3"))
+def test_a_model_whose_attention_counts_padding_shares_prompts_in_trls_columns(
+    case: str, tmp_path: Path, logged: Any
+) -> None:
+    name, config, reason = SCALED_BY_POSITION[case]
+    assert checked(model(getattr(transformers, name), **config), tmp_path) is Layout.SHARED_PADDED
     assert reason in logged()[0]
+    trimmed = trainer_on(
+        model(getattr(transformers, name), **config), tmp_path / "trimmed", micro_batching={"layout": "trimmed"}
+    )
+    scored(trimmed, flat(RAGGED))
+    assert layout_of(trimmed) is Layout.PADDED
+
+
+@pytest.mark.slow
+def test_a_model_whose_masks_count_the_row_stays_padded(tmp_path: Path, logged: Any) -> None:
+    policy = model(transformers.CpmAntConfig, **CPM_ANT, attn_implementation="eager")
+    assert checked(policy, tmp_path) is Layout.PADDED
+    assert "depend on padding" in logged()[0]
+
+
+@pytest.mark.parametrize("number", [4, 64])
+def test_rows_longer_than_the_scores_that_attention_keeps_stay_padded(number: int, tmp_path: Path, logged: Any) -> None:
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = {**LATENT, **INDEXED, **experts, "head_dim": 8, "num_key_value_heads": 4, "index_topk": number}
+    trainer = trainer_on(model(transformers.DeepseekV32Config, **config), tmp_path)
+    rows = flat(RAGGED)
+    theirs = make_trainer(TRLGRPOTrainer, RAGGED, trainer.model, tmp_path, per_device_train_batch_size=9)
+    torch.testing.assert_close(scored(trainer, rows), scored(theirs, rows), atol=1e-4, rtol=0)
+    if number < rows.input_ids.size(1):
+        assert trainer._log_probs._layouts == {}
+        assert "rows of more than 4 tokens are padded: attention keeps the `index_topk` highest scores" in logged()[0]
+    else:
+        assert layout_of(trainer) is Layout.SHARED
 
 
 def test_a_softmax_scaled_by_position_is_known_from_the_configuration() -> None:
-    assert "scalable softmax" in layout_check.depends_on_width(transformers.BeamConfig())
+    assert scaled_by_position(transformers.BeamConfig()) == "scalable softmax"
 
 
 def test_a_model_that_depends_on_padding_on_the_right_is_noticed(tmp_path: Path, logged: Any) -> None:
@@ -310,13 +327,14 @@ def test_a_16_bit_model_gets_the_layout_of_float32(
 ) -> None:
     """In bfloat16, the dependence of these models on padding is as small as rounding."""
     policy = model(getattr(transformers, architecture), **IN_16_BIT[architecture]).to(dtype)
-    assert checked(policy, tmp_path) is Layout.PADDED
+    found = checked(policy, tmp_path)
+    assert found is (Layout.PADDED if "Recurrent" in architecture else Layout.SHARED_PADDED)
     assert "padding" in logged()[0]
 
 
 def test_the_check_runs_without_autocast(tmp_path: Path, logged: Any) -> None:
     policy = model(transformers.HunYuanDenseV1Config, **IN_16_BIT["HunYuanDenseV1Config"])
-    assert checked(policy, tmp_path, bf16=True) is Layout.PADDED
+    assert checked(policy, tmp_path, bf16=True) is Layout.SHARED_PADDED
     assert "1e-04 allowed" in logged()[0]
 
 

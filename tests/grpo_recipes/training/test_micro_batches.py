@@ -437,7 +437,7 @@ def test_off_is_the_padded_layout_without_skipping(raw: Any) -> None:
     [
         ("on", "must be auto, off, or a mapping"),
         ({"layuot": "packed"}, "unknown key `micro_batching.layuot`: did you mean `layout`"),
-        ({"layout": "dense"}, "`micro_batching.layout` can.t be `dense`: choose packed or trimmed or padded"),
+        ({"layout": "dense"}, "`micro_batching.layout` can.t be `dense`: choose packed or shared or trimmed or padded"),
         ({"skip_zero_advantage": "yes"}, "`micro_batching.skip_zero_advantage` must be true or false"),
         (3, "must be auto, off, or a mapping"),
         (True, "must be auto, off, or a mapping"),

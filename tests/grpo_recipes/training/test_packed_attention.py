@@ -26,7 +26,7 @@ def test_a_layer_that_attends_twice_is_not_packed(tmp_path: Path, logged: Any) -
     """DiffLlama calls the attention function twice per layer, so the number of layers counted does not match."""
     trainer = trainer_on(model(transformers.DiffLlamaConfig), tmp_path)
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.TRIMMED
+    assert layout_of(trainer) is Layout.SHARED
     assert "4 of its 2 layers keep the completions of a packed row apart" in logged()[0]
 
 

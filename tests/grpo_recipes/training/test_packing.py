@@ -31,7 +31,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.rows import Rows
 from grpo_recipes.training import layout_check, packed_attention
 from grpo_recipes.training.packed_attention import ATTENTION, AttentionSwitch, GroupSpans
-from grpo_recipes.training.packing import Layout, pack, tokens_computed
+from grpo_recipes.training.packing import Layout, pack
 from tests.support.grids import only
 from tests.support.recorded import Recording, compare, make_trainer, model
 
@@ -196,9 +196,8 @@ def test_rows_without_a_token_to_score(pack_rows: bool, tmp_path: Path) -> None:
     )
     torch.testing.assert_close(scored(trainer, some), expected, atol=1e-5, rtol=0)
     count.remove()
-    layout = trainer._log_probs.layout_of_call(trainer.model, some.host, layout_of(trainer))
-    assert [tokens_computed(some.host, layout)] == ran
-    assert tokens_computed(some.host, Layout.PADDED) == some.input_ids.numel()
+    assert [trainer._log_probs.tokens(trainer.model, some.host, layout_of(trainer))] == ran
+    assert trainer._log_probs.tokens(trainer.model, some.host, Layout.PADDED) == some.input_ids.numel()
     none = padded([[5, 6, 7], [8]], [[], []])
     trainer.model.train()
     log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
@@ -362,8 +361,9 @@ def test_a_dropout_rate_that_is_an_attribute(rate: str, tmp_path: Path, logged: 
 
 def test_attention_dropout_in_a_packed_row_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout_check, "unsupported", lambda model: "")
+    monkeypatch.setattr(layout_check, "unshareable", lambda model: "")
     monkeypatch.setattr(
-        layout_check.LayoutCheck, "_compare_short_rows", lambda self, model, bare, rows, found: (found, "")
+        layout_check.LayoutCheck, "_compare_short_rows", lambda self, model, bare, rows, found, in_columns: (found, "")
     )
     trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
     trainer.model.train()
@@ -403,7 +403,7 @@ def test_the_first_micro_batch_shows_a_wrong_mask(tmp_path: Path, logged: Any, m
     trainer = trainer_on(model(transformers.MistralConfig, sliding_window=8), tmp_path)
     expected = one_by_one(trainer.model, flat(RAGGED))
     torch.testing.assert_close(scored(trainer, flat(RAGGED)), expected, atol=1e-5, rtol=0)
-    assert layout_of(trainer) is Layout.TRIMMED
+    assert layout_of(trainer) is Layout.SHARED
     assert trainer.model.config._attn_implementation == "sdpa"
     (sentence,) = logged()
     assert "packed rows give other results (log-probabilities by " in sentence
@@ -435,7 +435,7 @@ def test_rows_as_long_as_the_context_can_be_compared(tmp_path: Path, logged: Any
     longest = flat(RAGGED).input_ids.shape[1]
     trainer = trainer_on(model(transformers.GPT2Config, **{**learned, "max_position_embeddings": longest}), tmp_path)
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PADDED
+    assert layout_of(trainer) is Layout.SHARED_PADDED
     assert "its positions are learned" in logged()[0]
     rotary = trainer_on(model(max_position_embeddings=longest), tmp_path)
     scored(rotary, flat(RAGGED))
@@ -462,7 +462,7 @@ def test_a_layer_with_a_float_mask_is_not_packed(tmp_path: Path, logged: Any) ->
     policy = model(transformers.DogeConfig, router_aux_loss_coef=0.0, output_router_logits=False).bfloat16()
     trainer = trainer_on(policy, tmp_path, disable_dropout=True)
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.TRIMMED
+    assert layout_of(trainer) is Layout.SHARED
     (sentence,) = logged()
     assert "0 of its 2 layers keep the completions of a packed row apart" in sentence
 
@@ -549,8 +549,8 @@ def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str
     ("name", "config", "first", "second", "found"),
     [
         ("MistralConfig", {"sliding_window": 8}, SHORT, LONG, Layout.PACKED),  # one rank has no row inside the window
-        ("MistralConfig", {"sliding_window": 4}, LONG, LONG, Layout.TRIMMED),  # no rank has one
-        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.PADDED),  # only one rank can notice that padding matters
+        ("MistralConfig", {"sliding_window": 4}, LONG, LONG, Layout.SHARED),  # no rank has one
+        ("GPT2Config", GPT2, SHORT, UNLABELLED, Layout.SHARED_PADDED),  # only one rank notices that padding matters
         (
             "GPT2Config",
             {**GPT2, "max_position_embeddings": 12},
@@ -581,7 +581,7 @@ def test_one_rank_that_disagrees_decides_for_all(tmp_path: Path, monkeypatch: py
     trainers = [trainer_on(model(transformers.MistralConfig, sliding_window=6), tmp_path) for _ in range(2)]
     done = on_two_ranks(trainers, [SHORT, LONG])
     assert done[0] == done[1]
-    assert [layout_of(trainer) for trainer in trainers] == [Layout.TRIMMED] * 2
+    assert [layout_of(trainer) for trainer in trainers] == [Layout.SHARED] * 2
     assert [trainer.model.config._attn_implementation for trainer in trainers] == ["sdpa"] * 2
 
 

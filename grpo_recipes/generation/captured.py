@@ -112,6 +112,8 @@ class CapturedBatch(Batch):
         steps += [item for item in self.criteria if type(item) not in (EosTokenCriteria, MaxLengthCriteria)]
         if steps:
             return f"{', '.join(sorted({type(item).__name__ for item in steps}))} may need the host"
+        if self.states:
+            return "the model has recurrent or convolution states"
         if not all(isinstance(layer, Buffer) for layer in self.cache.layers):
             return "the model has layers without keys and values of their own"
         if (attention := self.model.config._attn_implementation) not in MASKED:
@@ -195,9 +197,9 @@ class CapturedBatch(Batch):
         logits = decode_step(
             self.model,
             self.last,
-            self.cache,
             attention_mask=self.seen,
             position_ids=self.next_positions,
+            **{self.cache_name: self.cache},
             **self.keep,
         )
         places, token = self.recorded_places, self.column - self.width

@@ -95,6 +95,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": _LINEAR,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "kimi_linear": _LINEAR,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "nemotron": {"num_key_value_heads": 2},

@@ -255,7 +255,7 @@ class Batch:
         """Return prompts and completions of all rows, (rows, columns), padded on the right after a row's end.
 
         Raises:
-            Declined: the model keeps states outside of its cache.
+            Declined: the model keeps something outside of its cache.
         """
         logits = self.prefill()
         if self.samples and not self.turn.same_stream:
@@ -294,10 +294,8 @@ class Batch:
         logits = torch.cat([self.run_prompts(rectangle, kept, cache) for rectangle, cache in pairs])
         order = [row for rectangle in rectangles for row in rectangle]
         rows = torch.tensor([order.index(distinct[number]) for number in copied], device=logits.device)
-        if any(isinstance(layer, LinearAttentionLayer) and is_unused(layer) for layer in self.cache.layers):
-            # As Recurrent Gemma does, in attributes of its modules. No row could be repeated or dropped there, and
-            # nothing but a forward shows it.
-            raise Declined("the model keeps its recurrent states outside of its cache")
+        if reason := self.unfilled_cache():
+            raise Declined(reason)
         for index, layer in enumerate(self.cache.layers):
             if not is_unused(layer):  # a layer that uses another's keys and values has none
                 for cache in caches[1:]:
@@ -309,6 +307,17 @@ class Batch:
         self.states = [layer for layer in self.cache.layers if isinstance(layer, StateBuffer)]
         self.turn.not_kept = self.reason_not_to_keep()
         return logits[rows]
+
+    def unfilled_cache(self) -> str:
+        """Return why the prompts have left their trace elsewhere than in the cache, as a phrase, or ""."""
+        # Only a forward shows it.
+        unused = [layer for layer in self.cache.layers if is_unused(layer)]
+        if len(unused) == len(self.cache.layers):
+            return "the model runs without a cache"
+        # Recurrent Gemma has attributes in its modules. Their rows could be neither repeated nor dropped.
+        if any(isinstance(layer, LinearAttentionLayer) for layer in unused):
+            return "the model keeps its recurrent states outside of its cache"
+        return ""
 
     def take_kept(self, prompts: dict[int, list[int]]) -> dict[int, Prefix]:
         """Return the kept prefixes of prompts without padding, by row."""
@@ -444,6 +453,8 @@ class Batch:
 
     def cut_padding(self) -> None:
         """Cut the columns that are padding in every generating row."""
+        if self.positions is None:  # the model may count its cache to find the position of a token, as BART does
+            return
         spare = min(self.starts[row] for row in self.generating) - self.first
         if spare > 0:
             self.first += spare

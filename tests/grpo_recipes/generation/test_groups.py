@@ -20,6 +20,7 @@ from grpo_recipes.generation.sampling import BLOCK, Uniforms, draw
 from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, assert_same, batch, generated, lengths, tiny
 from tests.support.grids import only
 from tests.support.recorded import tokenizer
+from tests.tools.models import build
 
 # ---- the same tokens
 
@@ -75,6 +76,15 @@ def test_padding_that_no_row_needs() -> None:
     inputs = batch()
     wide = {name: nn.functional.pad(value, (5, 0)) for name, value in inputs.items()}
     assert_same(tiny("LlamaConfig"), wide)
+
+
+def test_a_model_that_counts_its_cache_for_positions() -> None:
+    """Its padding is not cut: a column less would be a position less."""
+    policy = build("bart").eval()
+    assert "position_ids" not in inspect.signature(policy.forward).parameters
+    tokens = assert_same(policy, batch((9, 2, 30, 4, 4, 6), 1))
+    ends = lengths(tokens, 30)
+    assert ends[2] < max(ends), "the longest prompt's row finishes before another"
 
 
 def test_a_pad_token_that_ends_rows() -> None:
@@ -320,6 +330,13 @@ def test_a_mask_with_holes_is_declined() -> None:
     inputs["attention_mask"][:, 5] = 0
     generated(tiny("LlamaConfig"), turn, inputs)
     assert "holes" in turn.declined
+
+
+def test_a_model_without_a_cache_is_declined() -> None:
+    policy, turn = build("openai-gpt").eval(), Turn()
+    expected = generated(policy, None)
+    assert generated(policy, turn).tolist() == expected.tolist()
+    assert turn.declined == "the model runs without a cache"
 
 
 def test_arguments_that_transformers_would_drop_are_declined() -> None:

@@ -95,6 +95,13 @@ def assert_same(policy: PreTrainedModel, inputs: dict[str, Tensor] | None = None
     return got
 
 
+def moved_no_states(self: Any, holes: list[int], movers: list[int], count: int) -> None:
+    """Plant a fault in `StateBuffer.keep_states`: drop the last rows of the states, whichever have finished."""
+    for states in (self.conv_states, self.recurrent_states):
+        for number, state in states.items():
+            states[number] = None if state is None else state[:count]
+
+
 def lengths(tokens: Tensor, width: int) -> list[int]:
     """Return the number of tokens of each completion, including its end."""
     found = torch.isin(tokens[:, width:], torch.tensor(ENDS))

@@ -372,6 +372,8 @@ def test_contract_with_transformers_on_custom_loops() -> None:
     named = {name for name, parameter in loop.items() if parameter.kind is not parameter.VAR_KEYWORD}
     assert named - {"turn", "model"} <= set(stock)
     assert set(stock) - named == {"self", "model_kwargs", "synced_gpus", "streamer"}
-    assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["full_attention"] is cache_utils.DynamicLayer
-    assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["sliding_attention"] is cache_utils.DynamicSlidingWindowLayer
+    # The files of some models add layers of their own when they are imported.
+    every = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.values()
+    layers = {layer for layer in every if layer.__module__ == cache_utils.__name__}
+    assert layers - {*kv_cache.LAYERS, cache_utils.DummyLayer} == {cache_utils.DynamicIndexedLayer}
     assert hasattr(GenerationMixin, "_optimize_model_for_decode")

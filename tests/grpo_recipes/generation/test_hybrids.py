@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_recipes.generation.groups import Turn
 from grpo_recipes.generation.kept_cache import KeptCache
 from grpo_recipes.generation.kv_cache import StateBuffer
-from tests.support.architectures import SAMPLED, assert_same, batch, generated, lengths
+from tests.support.architectures import SAMPLED, assert_same, batch, generated, lengths, moved_no_states
 from tests.support.grids import covering, only
 from tests.tools.models import build
 
@@ -32,7 +32,7 @@ PROMPTS: dict[str, tuple[tuple[int, ...], int]] = {
     "one token": ((1, 1), 3),
     "one prompt": ((5,), 4),
     "no groups": ((9, 2, 30, 4, 4, 6), 1),
-    "longer than a chunk": ((70, 3), 2),  # of 64 tokens, in the delta rule
+    "longer than a chunk": ((70, 3), 2),  # the delta rule has chunks of 64 tokens
 }
 """Lengths of the prompts, and the number of completions of each."""
 SETTINGS: dict[str, dict[str, Any]] = {"sampled": SAMPLED, "greedy": {"do_sample": False}}
@@ -131,18 +131,11 @@ def shared_in_place(self: Any, layer: Any, rows: Tensor, room: int, init: Init =
             states[number] = None if state is None else state[:1].expand_as(state)
 
 
-def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
-    """Drop the last rows of the states, whichever have finished."""
-    for states in (self.conv_states, self.recurrent_states):
-        for number, state in states.items():
-            states[number] = None if state is None else state[:count]
-
-
 FAULTS = {
     "the states of another prompt": ("__init__", of_the_next_prompt),
     "states that are not repeated": ("__init__", of_the_first_rows),
     "states that are shared in place": ("__init__", shared_in_place),
-    "the states of a row that has finished": ("keep_states", moved_nothing),
+    "the states of a row that has finished": ("keep_states", moved_no_states),
 }
 
 

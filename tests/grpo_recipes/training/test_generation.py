@@ -24,7 +24,7 @@ from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.training.generation import unfit_for_groups
 from grpo_rewards.errors import UserError
 from tests.support import launching
-from tests.support.architectures import PROMPTS, adapter, tiny, trainer
+from tests.support.architectures import PROMPTS, adapter, moved_no_states, tiny, trainer
 from tests.support.grids import only
 from tests.support.recorded import model
 from tests.support.recorded_graph import recorded_graph
@@ -142,13 +142,6 @@ def one_position_late(step: Any) -> Any:
         return step(*args, position_ids=late, **inputs)
 
     return run
-
-
-def moved_no_states(self: Any, holes: list[int], movers: list[int], count: int) -> None:
-    """Drop the last rows of the states, whichever have finished."""
-    for states in (self.conv_states, self.recurrent_states):
-        for number, state in states.items():
-            states[number] = None if state is None else state[:count]
 
 
 FAULTS = {

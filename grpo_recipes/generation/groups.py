@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import LongTensor, Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
@@ -157,7 +157,7 @@ def reason_to_decline(
         return f"the generation mode is {mode.value}"
     if model.config.is_encoder_decoder:
         return "the model has an encoder"
-    if model.config.get_text_config() is not model.config:
+    if model.config.get_text_config() is not model.config or any("vision" in part for part in model.config.sub_configs):
         return "the model is multimodal"
     if rotary := rotary_of_the_longest(model.config):
         return f"a rotary table of type {rotary} depends on the longest row of the batch"
@@ -294,7 +294,7 @@ class Batch:
         logits = torch.cat([self.run_prompts(rectangle, kept, cache) for rectangle, cache in pairs])
         order = [row for rectangle in rectangles for row in rectangle]
         rows = torch.tensor([order.index(distinct[number]) for number in copied], device=logits.device)
-        if reason := self.unfilled_cache():
+        if reason := self.reason_in_the_cache():
             raise Declined(reason)
         for index, layer in enumerate(self.cache.layers):
             if not is_unused(layer):  # a layer that uses another's keys and values has none
@@ -308,15 +308,17 @@ class Batch:
         self.turn.not_kept = self.reason_not_to_keep()
         return logits[rows]
 
-    def unfilled_cache(self) -> str:
-        """Return why the prompts have left their trace elsewhere than in the cache, as a phrase, or ""."""
-        # Only a forward shows it.
-        unused = [layer for layer in self.cache.layers if is_unused(layer)]
-        if len(unused) == len(self.cache.layers):
+    def reason_in_the_cache(self) -> str:
+        """Return why the cache, after the prompts have run, is not all that tokens depend on, as a phrase, or ""."""
+        # Only a forward shows these.
+        used = [layer for layer in self.cache.layers if not is_unused(layer)]
+        if not used:
             return "the model runs without a cache"
-        # Recurrent Gemma has attributes in its modules. Their rows could be neither repeated nor dropped.
-        if any(isinstance(layer, LinearAttentionLayer) for layer in unused):
+        if any(isinstance(layer, LinearAttentionLayer) and is_unused(layer) for layer in self.cache.layers):
+            # Recurrent Gemma's are attributes of its modules. Their rows could be neither repeated nor dropped.
             return "the model keeps its recurrent states outside of its cache"
+        if any(isinstance(layer, CacheLayerMixin) and layer.get_seq_length() != self.width for layer in used):
+            return "the model adds columns of its own to the cache"  # CPM-Ant does
         return ""
 
     def take_kept(self, prompts: dict[int, list[int]]) -> dict[int, Prefix]:

@@ -332,11 +332,20 @@ def test_a_mask_with_holes_is_declined() -> None:
     assert "holes" in turn.declined
 
 
-def test_a_model_without_a_cache_is_declined() -> None:
-    policy, turn = build("openai-gpt").eval(), Turn()
+OWN_WAYS = {
+    "openai-gpt": "the model runs without a cache",
+    "cpmant": "the model adds columns of its own to the cache",
+    "git": "the model is multimodal",
+    "recurrent_gemma": "the model keeps its recurrent states outside of its cache",
+}
+
+
+@pytest.mark.parametrize("model_type", only(["openai-gpt", "recurrent_gemma"], OWN_WAYS))
+def test_models_with_caches_of_their_own_are_declined(model_type: str) -> None:
+    policy, turn = build(model_type).eval(), Turn()
     expected = generated(policy, None)
     assert generated(policy, turn).tolist() == expected.tolist()
-    assert turn.declined == "the model runs without a cache"
+    assert turn.declined == OWN_WAYS[model_type]
 
 
 def test_arguments_that_transformers_would_drop_are_declined() -> None:

@@ -88,15 +88,7 @@ def test_a_rank_that_has_finished_runs_along_under_zero3(model_type: str, monkey
     assert len(forwards) - alone == alone + 3
 
 
-# ---- what is declined
-
-
-def test_a_model_that_keeps_its_states_elsewhere_is_declined() -> None:
-    policy = build("recurrent_gemma").eval()
-    assert policy.config.layer_types.count("linear_attention") > 1
-    expected, turn = generated(policy, None), Turn()
-    assert generated(policy, turn).tolist() == expected.tolist()
-    assert turn.declined == "the model keeps its recurrent states outside of its cache"
+# ---- kept keys and values
 
 
 @pytest.mark.parametrize("model_type", only(["qwen3_5_text"], ["qwen3_5_text", "falcon_h1", "mamba2", "lfm2"]))

@@ -1,6 +1,6 @@
 """Every causal language model of the installed transformers, tiny: layout, distance from TRL's gradient, and decoding.
 
-    make models                                # all of them: a minute or two; writes docs/model-layouts.md
+    make models                                # all of them: some minutes; writes docs/model-layouts.md
     python -m tests.tools.models qwen2 gemma3_text   # some of them, printed
 
 A model is built from its configuration class, with the sizes made small by their names. One generation batch of

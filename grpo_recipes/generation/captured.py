@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import LongTensor, Tensor
-from transformers.cache_utils import StaticLayer
+from transformers.cache_utils import DummyLayer, StaticLayer
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import logits_process as processors
 
 from grpo_recipes.generation.groups import Batch, Turn, decode_step
-from grpo_recipes.generation.kv_cache import Buffer
+from grpo_recipes.generation.kv_cache import Buffer, HybridBuffer, StateBuffer
 from grpo_recipes.generation.sampling import BLOCK, draw
 
 if TYPE_CHECKING:
@@ -112,17 +112,24 @@ class CapturedBatch(Batch):
         steps += [item for item in self.criteria if type(item) not in (EosTokenCriteria, MaxLengthCriteria)]
         if steps:
             return f"{', '.join(sorted({type(item).__name__ for item in steps}))} may need the host"
-        if not all(isinstance(layer, Buffer) for layer in self.cache.layers):
+        if any(isinstance(layer, HybridBuffer) for layer in self.cache.layers):
+            return "the model has layers with recurrent states beside keys and values"
+        if not all(isinstance(layer, (Buffer, StateBuffer, DummyLayer)) for layer in self.cache.layers):
             return "the model has layers without keys and values of their own"
         if (attention := self.model.config._attn_implementation) not in MASKED:
             return f"attention of the implementation {attention} takes no mask"
         return ""
 
     def fix_cache(self) -> None:
-        """Copy keys and values to layers with a column for each token that may follow."""
+        """Copy keys and values to layers with a column for each token that may follow.
+
+        States stay where they are: each has its size from the start, and models write to it in place.
+        """
         columns, filled = self.ids.shape[1] - self.first, self.end - 1 - self.first  # the last token has not run
         self.fixed: list[StaticLayer] = []
-        for index, layer in enumerate(self.buffers):
+        for index, layer in enumerate(self.cache.layers):
+            if not isinstance(layer, Buffer):
+                continue
             fixed = StaticLayer(columns)
             fixed.lazy_initialization(layer.keys, layer.values)
             assert fixed.keys is not None
@@ -195,9 +202,9 @@ class CapturedBatch(Batch):
         logits = decode_step(
             self.model,
             self.last,
-            self.cache,
             attention_mask=self.seen,
             position_ids=self.next_positions,
+            **{self.cache_name: self.cache},
             **self.keep,
         )
         places, token = self.recorded_places, self.column - self.width
@@ -233,6 +240,8 @@ class CapturedBatch(Batch):
         self.index = torch.tensor(self.generating, device=self.index.device)
         order = torch.tensor(kept, device=self.index.device)
         self.going, self.last = self.going[order], self.last[order]
+        for states in self.states:
+            states.keep_states(holes[: len(movers)], movers, size)
         for layer in self.fixed:
             assert layer.keys is not None
             assert layer.values is not None

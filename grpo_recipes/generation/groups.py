@@ -5,7 +5,7 @@
 
 `generate` stays transformers' own: it merges the configuration and builds logits processors, stopping criteria and
 cache. Only its loop is replaced, through the public argument `custom_generate`. The tokens are those of the stock loop.
-If that is not certain, this loop declines before the first forward, and `generate` starts again without it.
+If that is not certain, this loop declines, before the first forward if it can, and `generate` starts again without it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import LongTensor, Tensor
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.generation import LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.generation.configuration_utils import GenerationMode
 
 from grpo_recipes.generation.kept_cache import KeptCache, Prefix, aligned, split_by_width
-from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer, FullBuffer
+from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer, FullBuffer, StateBuffer, is_supported, is_unused
 from grpo_recipes.generation.models import method_replaced, rotary_of_the_longest
 from grpo_recipes.generation.recorder import Recorder
 from grpo_recipes.generation.sampling import Uniforms, draw
@@ -44,7 +45,10 @@ ROW_WISE = {
 }  # fmt: skip
 """Processors whose result for a row depends on that row alone: they run on the rows that are still generating."""
 
-CARRIED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+CACHES = ("past_key_values", "cache_params")
+"""Names under which models take their cache. The second is that of the Mamba family."""
+
+CARRIED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHES}
 """Model inputs that this loop can carry from token to token."""
 
 DROPPED = {"assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer"}
@@ -153,7 +157,7 @@ def reason_to_decline(
         return f"the generation mode is {mode.value}"
     if model.config.is_encoder_decoder:
         return "the model has an encoder"
-    if model.config.get_text_config() is not model.config:
+    if model.config.get_text_config() is not model.config or any("vision" in part for part in model.config.sub_configs):
         return "the model is multimodal"
     if rotary := rotary_of_the_longest(model.config):
         return f"a rotary table of type {rotary} depends on the longest row of the batch"
@@ -165,7 +169,7 @@ def reason_to_decline(
         return "prefill_chunk_size asks for prompts in chunks"
     if not inputs.get("use_cache"):
         return "use_cache is false"
-    if reason := _unfit_cache(inputs.get("past_key_values")):
+    if reason := _unfit_cache(inputs.get(_cache_name(inputs))):
         return reason
     if stopping_criteria.max_length is None or not any(hasattr(item, "eos_token_id") for item in stopping_criteria):
         return "no maximum length, or no end-of-sequence token, is set"
@@ -174,20 +178,31 @@ def reason_to_decline(
     return ""
 
 
+def _cache_name(inputs: Mapping[str, Any]) -> str:
+    """Return the name under which a model takes its cache."""
+    return next((name for name in CACHES if inputs.get(name) is not None), CACHES[0])
+
+
 def _unfit_cache(cache: Any) -> str:
     """Return why a cache cannot lose rows in place, as a phrase, or "" if it can."""
-    if type(cache) is not DynamicCache or cache.get_seq_length() or cache.offloading or not cache.layers:
+    if type(cache) is not DynamicCache or cache.offloading or not cache.layers or not all(map(is_unused, cache.layers)):
         return f"the cache is a {type(cache).__name__}, not an empty DynamicCache on the model's device"
-    if odd := {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}:
+    if odd := {type(layer).__name__ for layer in cache.layers if not is_supported(layer)}:
         return f"the cache has layers of {', '.join(sorted(odd))}"
     return ""
 
 
-def decode_step(model: CausalLM, tokens: Tensor, cache: DynamicCache, **inputs: Any) -> Tensor:
-    """Run `tokens` (rows, length) on top of `cache`. Return the last logits (rows, vocabulary) in float32."""
+def decode_step(model: CausalLM, tokens: Tensor, **inputs: Any) -> Tensor:
+    """Run `tokens` (rows, length) on top of a cache. Return the last logits (rows, vocabulary) in float32.
+
+    Args:
+        model: the model.
+        tokens: token IDs.
+        inputs: other inputs of the model, the cache among them.
+    """
     # Transformers annotates token IDs as `LongTensor`, which no operation of torch is declared to return.
     prepared = model.prepare_inputs_for_generation(
-        cast(LongTensor, tokens), next_sequence_length=tokens.shape[1], past_key_values=cache, use_cache=True, **inputs
+        cast(LongTensor, tokens), next_sequence_length=tokens.shape[1], use_cache=True, **inputs
     )
     return model(**prepared, return_dict=True).logits[:, -1].float()
 
@@ -209,7 +224,8 @@ class Batch:
         **inputs: Any,
     ) -> None:
         self.turn, self.model, self.processors, self.criteria = turn, model, logits_processor, stopping_criteria
-        self.samples, self.cache = generation_config.do_sample, inputs["past_key_values"]
+        self.cache_name = _cache_name(inputs)
+        self.samples, self.cache = generation_config.do_sample, inputs[self.cache_name]
         self.keep = {name: inputs[name] for name in ("logits_to_keep",) if name in inputs}
         self.size, self.width = input_ids.shape  # rows, and columns of the prompts
         # `reason_to_decline` has checked the first, and `generate` has filled in the second.
@@ -233,11 +249,18 @@ class Batch:
         self.log_probs = torch.zeros(len(self.recorded), room, dtype=torch.float32, device=input_ids.device)
         self.compared = set() if turn.comparison is None else set(turn.comparison.rows)
         self.find_recorded()
-        self.uniforms = Uniforms(self.size, input_ids.device) if self.samples and not turn.same_stream else None
+        self.uniforms: Uniforms | None = None
 
     def run(self) -> Tensor:
-        """Return prompts and completions of all rows, (rows, columns), padded on the right after a row's end."""
+        """Return prompts and completions of all rows, (rows, columns), padded on the right after a row's end.
+
+        Raises:
+            Declined: the model keeps something outside of its cache.
+        """
         logits = self.prefill()
+        if self.samples and not self.turn.same_stream:
+            # Not earlier: where the prompts decide to decline, the stock loop must find the generator untouched.
+            self.uniforms = Uniforms(self.size, self.ids.device)
         with self.model._optimize_model_for_decode():
             self.go_on(self.append(self.choose(logits)))
         if self.recorded:
@@ -251,7 +274,8 @@ class Batch:
                 self.cut_padding()
                 going = self.append(self.choose(self.decode()))
             else:  # other ranks go on, and a forward is a collective
-                decode_step(self.model, self.ids[:1, -1:], DynamicCache(config=self.model.config))
+                empty = DynamicCache(config=self.model.config)
+                decode_step(self.model, self.ids[:1, -1:], **{self.cache_name: empty})
 
     def prefill(self) -> Tensor:
         """Run the new tokens of each distinct prompt, and give every row a copy of its keys, values and logits."""
@@ -270,16 +294,32 @@ class Batch:
         logits = torch.cat([self.run_prompts(rectangle, kept, cache) for rectangle, cache in pairs])
         order = [row for rectangle in rectangles for row in rectangle]
         rows = torch.tensor([order.index(distinct[number]) for number in copied], device=logits.device)
+        if reason := self.reason_in_the_cache():
+            raise Declined(reason)
         for index, layer in enumerate(self.cache.layers):
-            if layer.is_initialized:  # a layer that uses another's keys and values has none
+            if not is_unused(layer):  # a layer that uses another's keys and values has none
                 for cache in caches[1:]:
                     layer.keys = torch.cat([layer.keys, cache.layers[index].keys])
                     layer.values = torch.cat([layer.values, cache.layers[index].values])
                 room = min(self.ids.shape[1] - self.width, ROOM)
                 self.cache.layers[index] = LAYERS[type(layer)](layer, rows, room)
         self.buffers = [layer for layer in self.cache.layers if isinstance(layer, Buffer)]
+        self.states = [layer for layer in self.cache.layers if isinstance(layer, StateBuffer)]
         self.turn.not_kept = self.reason_not_to_keep()
         return logits[rows]
+
+    def reason_in_the_cache(self) -> str:
+        """Return why the cache, after the prompts have run, is not all that tokens depend on, as a phrase, or ""."""
+        # Only a forward shows these.
+        used = [layer for layer in self.cache.layers if not is_unused(layer)]
+        if not used:
+            return "the model runs without a cache"
+        if any(isinstance(layer, LinearAttentionLayer) and is_unused(layer) for layer in self.cache.layers):
+            # Recurrent Gemma's are attributes of its modules. Their rows could be neither repeated nor dropped.
+            return "the model keeps its recurrent states outside of its cache"
+        if any(isinstance(layer, CacheLayerMixin) and layer.get_seq_length() != self.width for layer in used):
+            return "the model adds columns of its own to the cache"  # CPM-Ant does
+        return ""
 
     def take_kept(self, prompts: dict[int, list[int]]) -> dict[int, Prefix]:
         """Return the kept prefixes of prompts without padding, by row."""
@@ -303,10 +343,10 @@ class Batch:
         return decode_step(
             self.model,
             self.ids[rows, columns : self.width],
-            cache,
             attention_mask=None if self.mask is None else self.mask[rows, : self.width],
             position_ids=None if self.positions is None else self.positions[rows, columns:],
             is_first_iteration=True,
+            **{self.cache_name: cache},
             **self.keep,
         )
 
@@ -390,6 +430,8 @@ class Batch:
 
     def reason_not_to_keep(self) -> str:
         """Return why the keys and values of a finished row are not those of a prefix, as a phrase, or ""."""
+        if self.states:
+            return "the model has recurrent or convolution states, which cannot return to an earlier token"
         if self.positions is None:
             return "the model is not given the positions of its tokens"
         if not all(type(layer) is FullBuffer for layer in self.cache.layers):
@@ -408,9 +450,13 @@ class Batch:
         self.find_recorded()
         for layer in self.buffers:
             layer.keep(holes, movers, count)
+        for states in self.states:
+            states.keep_states(holes, movers, count)
 
     def cut_padding(self) -> None:
         """Cut the columns that are padding in every generating row."""
+        if self.positions is None:  # the model may count its cache to find the position of a token, as BART does
+            return
         spare = min(self.starts[row] for row in self.generating) - self.first
         if spare > 0:
             self.first += spare
@@ -428,9 +474,9 @@ class Batch:
         return decode_step(
             self.model,
             self.ids[self.index, self.end - 1 : self.end],
-            self.cache,
             attention_mask=mask,
             position_ids=positions,
+            **{self.cache_name: self.cache},
             **self.keep,
         )
 

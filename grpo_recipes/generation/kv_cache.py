@@ -1,15 +1,29 @@
-"""Layers of a KV cache that grow, lose rows and lose padding in place.
+"""Layers of a cache that grow, lose rows and lose padding in place.
 
 Transformers' own layers copy all keys and values for each token that is appended.
+
+Layers of linear attention and convolutions hold states instead of keys and values: one per row, whatever its length.
+Rows are copied and dropped as everywhere. Padding cannot be cut from a state, and need not be: it has left no trace
+there, because transformers sets the inputs of padding to 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 ROOM = 256
 """Number of spare columns of a buffer. When they are used up, keys and values are copied to a larger buffer."""
@@ -115,8 +129,73 @@ class SlidingBuffer(Buffer, DynamicSlidingWindowLayer):
         self.show(max(self.start, self.stop - self.cumulative_length), self.stop)
 
 
-LAYERS: dict[type[DynamicLayer], type[FullBuffer] | type[SlidingBuffer]] = {
+class StateBuffer(LinearAttentionLayer):
+    """States of a layer of linear attention or of a convolution, each (rows, ...)."""
+
+    conv_states: dict[int, Tensor | None]
+    recurrent_states: dict[int, Tensor | None]
+
+    def __init__(self, layer: LinearAttentionLayer, rows: Tensor, room: int) -> None:
+        # Transformers' `__init__` would forget which states exist, and how long the convolutions are.
+        vars(self).update(vars(layer))
+        # Copies, never views: models write into their states in place.
+        self.conv_states = _repeated(layer.conv_states, rows)
+        self.recurrent_states = _repeated(layer.recurrent_states, rows)
+
+    def keep_states(self, holes: list[int], movers: list[int], count: int) -> None:
+        """Keep the states of the first `count` rows, after the rows `movers` have taken the places `holes`."""
+        for states in (self.conv_states, self.recurrent_states):
+            for number, state in states.items():
+                if state is not None:
+                    for hole, mover in zip(holes, movers, strict=True):
+                        state[hole] = state[mover]
+                    states[number] = state[:count]
+
+
+class HybridBuffer(Buffer, StateBuffer):
+    """Buffer of a layer that has states beside keys and values."""
+
+    dtype: Any
+    device: Any
+
+    def __init__(self, layer: Any, rows: Tensor, room: int) -> None:
+        StateBuffer.__init__(self, layer, rows, room)
+        self.take(layer, rows, room)
+
+
+# Transformers' own hybrid layers combine the same attribute and property, and are not checked.
+class FullHybridBuffer(HybridBuffer, FullBuffer, LinearAttentionAndFullAttentionLayer):  # type: ignore[override]
+    """Buffer of a layer that has states, and attends to everything."""
+
+
+class SlidingHybridBuffer(  # type: ignore[override]
+    HybridBuffer, SlidingBuffer, LinearAttentionAndSlidingWindowAttentionLayer
+):
+    """Buffer of a layer that has states, and attends to a window."""
+
+
+def _repeated(states: dict[int, Tensor | None], rows: Tensor) -> dict[int, Tensor | None]:
+    """Return copies of the `rows` of the states of a layer, by their numbers."""
+    return {number: None if state is None else state.index_select(0, rows) for number, state in states.items()}
+
+
+LAYERS: dict[type[Any], Callable[[Any, Tensor, int], Buffer | StateBuffer]] = {
     DynamicLayer: FullBuffer,
     DynamicSlidingWindowLayer: SlidingBuffer,
+    LinearAttentionLayer: StateBuffer,
+    LinearAttentionAndFullAttentionLayer: FullHybridBuffer,
+    LinearAttentionAndSlidingWindowAttentionLayer: SlidingHybridBuffer,
 }
-"""Buffer for each layer of transformers' caches that the decoding loop supports."""
+"""Buffer for each layer of transformers' caches that the decoding loop supports, and that holds anything."""
+
+
+def is_supported(layer: Any) -> bool:
+    """Return True if the decoding loop supports a layer of transformers' caches."""
+    return type(layer) in LAYERS or type(layer) is DummyLayer
+
+
+def is_unused(layer: Any) -> bool:
+    """Return True if a layer of a cache holds nothing: it has seen no token, or never does."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()):
+        return False
+    return not isinstance(layer, CacheLayerMixin) or not layer.get_seq_length()

@@ -69,6 +69,9 @@ FRAGMENTATION = 0.05
 # can't import.
 KEPT_SHARE = 1 / 8
 
+# Bytes of an element of a recurrent state: the scans of transformers compute in float32, whatever the weights are.
+STATE_ELEMENT_BYTES = 4
+
 ASSUMED_PROMPT_TOKENS = 512
 SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "fsdp2"}
 
@@ -135,6 +138,8 @@ class ModelShape:
         quantisable: Parameters quantized by loading in 4 or 8 bits: those of linear layers without the head.
         norms_heads: True if queries and keys have norms of their own (Qwen3).
         initializer_range: Standard deviation of freshly drawn weights, 0.02 unless the configuration sets it.
+        cached: Elements of the keys and values of one token, in all layers.
+        states: Elements of the recurrent and convolution states of one row, in all layers.
     """
 
     parameters: int
@@ -150,6 +155,8 @@ class ModelShape:
     quantisable: int = 0
     norms_heads: bool = False
     initializer_range: float = 0.02
+    cached: int = 0
+    states: int = 0
 
     @classmethod
     def from_config(cls, config: Any, peft_config: Any = None) -> ModelShape:
@@ -167,11 +174,13 @@ class ModelShape:
                 largest = max(largest, sum(p.numel() for p in module.parameters(recurse=False)))
                 if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
                     quantisable += module.weight.numel()
+            cached, states = _cache_sizes(model)
             if peft_config is not None:
                 model = _with_adapter(model, peft_config)
         text = config.get_text_config()
         heads = text.num_attention_heads
         head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        key_value = (getattr(text, "num_key_value_heads", None) or heads) * head_size
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -179,14 +188,49 @@ class ModelShape:
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            key_value=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
+            key_value=key_value,
             query=heads * head_size,
             head=head.numel(),
             ties_head=ties_head,
             quantisable=quantisable,
             norms_heads=norms_heads,
             initializer_range=getattr(text, "initializer_range", None) or cls.initializer_range,
+            # Where the model does not show its cache, every layer is taken to have keys and values of full size.
+            cached=cached or (0 if states else 2 * key_value * text.num_hidden_layers),
+            states=states,
         )
+
+
+def _cache_sizes(model: Any) -> tuple[int, int]:
+    """Return the elements that one token leaves in the cache of a model without storage, or (0, 0) if it can't run.
+
+    They are those of keys and values in all layers, which grow with each token, and those of recurrent and convolution
+    states, which do not.
+    """
+    import torch
+    from transformers import DynamicCache
+    from transformers.utils import logging
+
+    keys_and_values = states = 0
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # kernels that are missing on this machine say nothing about the run's
+    try:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        # The rule of transformers' `generate` for the name. Experts need 16 bits to run without storage.
+        name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+        token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+        with torch.no_grad():
+            model.bfloat16()(token, use_cache=True, **{name: cache})
+        for layer in cache.layers:
+            pair = (getattr(layer, "keys", None), getattr(layer, "values", None))
+            keys_and_values += sum(tensor.numel() for tensor in pair if tensor is not None)
+            stores = (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {}))
+            states += sum(state.numel() for store in stores for state in store.values() if state is not None)
+    except Exception:  # a model may need values, and its own code raises any class then
+        return 0, 0
+    finally:
+        logging.set_verbosity(verbosity)
+    return keys_and_values, states
 
 
 def _with_adapter(model: Any, peft_config: Any) -> Any:
@@ -502,14 +546,15 @@ class MemoryPlan:
         gathers = self.gather_for_generation if self.vllm is None else is_adapter
         weights = self._compute_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
         # An upper limit: every row is taken to have the longest prompt and completion.
-        keys_and_values = self.generated_rows * self.tokens * 2 * self.shape.key_value * self.shape.layers
-        keys_and_values *= self._stream_bytes()
-        # Copies of rows whose completion calls a tool, which may be all rows.
-        kept = min(keys_and_values, KEPT_SHARE * (self.gpu_memory or math.inf)) if self.keeps_turns else 0
+        keys_and_values = self.generated_rows * self.tokens * self.shape.cached * self._stream_bytes()
+        states = self.generated_rows * self.shape.states * STATE_ELEMENT_BYTES
+        # Copies of rows whose completion calls a tool, which may be all rows. A model with states keeps none.
+        keeps = self.keeps_turns and not states
+        kept = min(keys_and_values, KEPT_SHARE * (self.gpu_memory or math.inf)) if keeps else 0
         share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
         return {
             "gathered weights": weights,
-            "KV cache": 0 if self.vllm else keys_and_values,
+            "KV cache": 0 if self.vllm else keys_and_values + states,
             "KV cache kept between turns": 0 if self.vllm else kept,
             "vLLM's share": share if self.vllm == "colocate" else 0,
             "weights on their way": self._packs() if self.vllm == "server" else 0,

@@ -22,6 +22,7 @@ def test_the_gradient_of_a_model_is_that_of_trl(model_type: str) -> None:
     assert row.layout != models.NONE, row.reason
     assert row.gap <= models.FAR, row
     assert (row.layout == "packed") == (not row.reason), row
+    assert row.decoding == models.GROUPS or row.decoding.startswith("stock: "), row
 
 
 def test_the_table_has_every_model() -> None:

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
-from tests.support.exact_generation import generate_exactly
+from grpo_recipes.generation.groups import Turn, decoding
+from tests.support.exact_generation import exact_generation, generate_exactly
 from tests.support.recorded import model, tokenizer
 from tests.support.trainers import make_trainer
 
@@ -72,6 +73,39 @@ def config(**changes: Any) -> GenerationConfig:
     """Return settings that sample at most 24 tokens, with the changes of a test."""
     known = {"max_new_tokens": 24, "eos_token_id": ENDS, "pad_token_id": 0, "disable_compile": True}
     return GenerationConfig(**{**known, **SAMPLED, **changes})
+
+
+def generated(
+    policy: PreTrainedModel, turn: Turn | None, inputs: dict[str, Tensor] | None = None, seed: int = 3, **how: Any
+) -> Tensor:
+    """Return prompts and completions of `generate`, with what `turn` requests, or of transformers' own loop."""
+    given = {name: how.pop(name) for name in ("logits_processor", "streamer", "num_beams") if name in how}
+    torch.manual_seed(seed)
+    with decoding(policy, turn):
+        return policy.generate(**(inputs or batch()), **given, generation_config=config(**how))
+
+
+def assert_same(policy: PreTrainedModel, inputs: dict[str, Tensor] | None = None, **how: Any) -> Tensor:
+    """Assert that both loops generate the same tokens from the same seed."""
+    expected, turn = generated(policy, None, inputs, **how), Turn()
+    with exact_generation():
+        got = generated(policy, turn, inputs, **how)
+    assert turn.declined == ""
+    assert got.tolist() == expected.tolist()
+    return got
+
+
+def moved_no_states(self: Any, holes: list[int], movers: list[int], count: int) -> None:
+    """Plant a fault in `StateBuffer.keep_states`: drop the last rows of the states, whichever have finished."""
+    for states in (self.conv_states, self.recurrent_states):
+        for number, state in states.items():
+            states[number] = None if state is None else state[:count]
+
+
+def lengths(tokens: Tensor, width: int) -> list[int]:
+    """Return the number of tokens of each completion, including its end."""
+    found = torch.isin(tokens[:, width:], torch.tensor(ENDS))
+    return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in found]
 
 
 PROMPTS = Dataset.from_dict(

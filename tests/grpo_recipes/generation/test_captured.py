@@ -17,6 +17,7 @@ from tests.support.architectures import ARCHITECTURES, SAMPLED, batch, config, t
 from tests.support.grids import only
 from tests.support.pretend_gpu import PretendGPU
 from tests.support.recorded_graph import recorded_graph
+from tests.tools.models import build
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +56,25 @@ def test_the_tokens_of_group_decoding(architecture: str, setting: str, graphs: l
     ends = ((expected[:, 11:] == 0).cumsum(1) == 0).sum(1)
     for row, length in enumerate(ends[::3]):
         torch.testing.assert_close(turn.log_probs[row, :length], plain.log_probs[row, :length], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    only(
+        ["qwen3_5_text"],
+        ["qwen3_5_text", "gemma3n_text", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "nemotron_h"],
+    ),
+)
+def test_the_tokens_of_a_model_with_layers_of_several_kinds(model_type: str, graphs: list[int]) -> None:
+    """Layers with states, with keys and values, and without anything of their own."""
+    policy = build(model_type).eval()
+    for how in SETTINGS.values():
+        turn = CapturedTurn()
+        expected = generated(policy, Turn(), **how)
+        assert generated(policy, turn, **how).tolist() == expected.tolist()
+        assert turn.captured
+        assert turn.not_captured == turn.declined == ""
+    assert len(set(graphs)) > 1, "rows leave"
 
 
 @pytest.mark.parametrize("read_every", [1, 5, 100])
@@ -108,6 +128,13 @@ def test_what_is_not_captured(changes: dict[str, Any], reason: str, graphs: list
     expected = generated(tiny("LlamaConfig"), Turn(), **SAMPLED, **changes)
     assert generated(tiny("LlamaConfig"), turn, **SAMPLED, **changes).tolist() == expected.tolist()
     assert turn.not_captured == reason
+    assert not graphs
+
+
+def test_layers_with_states_beside_keys_are_not_captured(graphs: list[int]) -> None:
+    policy, turn = build("falcon_h1").eval(), CapturedTurn()
+    assert generated(policy, turn).tolist() == generated(policy, Turn()).tolist()
+    assert turn.not_captured == "the model has layers with recurrent states beside keys and values"
     assert not graphs
 
 

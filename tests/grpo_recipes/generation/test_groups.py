@@ -17,38 +17,10 @@ from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, Text
 from grpo_recipes.generation import groups, kv_cache
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.sampling import BLOCK, Uniforms, draw
-from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, batch, config, tiny
-from tests.support.exact_generation import exact_generation
+from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, assert_same, batch, generated, lengths, tiny
 from tests.support.grids import only
 from tests.support.recorded import tokenizer
-
-SEED = 3
-
-
-def generated(
-    policy: PreTrainedModel, turn: Turn | None, inputs: dict[str, Tensor] | None = None, seed: int = SEED, **how: Any
-) -> Tensor:
-    given = {name: how.pop(name) for name in ("logits_processor", "streamer", "num_beams") if name in how}
-    torch.manual_seed(seed)
-    with decoding(policy, turn):
-        return policy.generate(**(inputs or batch()), **given, generation_config=config(**how))
-
-
-def assert_same(policy: PreTrainedModel, inputs: dict[str, Tensor] | None = None, **how: Any) -> Tensor:
-    """Assert that both loops generate the same tokens from the same seed."""
-    expected, turn = generated(policy, None, inputs, **how), Turn()
-    with exact_generation():
-        got = generated(policy, turn, inputs, **how)
-    assert turn.declined == ""
-    assert got.tolist() == expected.tolist()
-    return got
-
-
-def lengths(tokens: Tensor, width: int) -> list[int]:
-    """Return the number of tokens of each completion, including its end."""
-    found = torch.isin(tokens[:, width:], torch.tensor(ENDS))
-    return [int(row.int().argmax()) + 1 if row.any() else len(row) for row in found]
-
+from tests.tools.models import build
 
 # ---- the same tokens
 
@@ -104,6 +76,15 @@ def test_padding_that_no_row_needs() -> None:
     inputs = batch()
     wide = {name: nn.functional.pad(value, (5, 0)) for name, value in inputs.items()}
     assert_same(tiny("LlamaConfig"), wide)
+
+
+def test_a_model_that_counts_its_cache_for_positions() -> None:
+    """Its padding is not cut: a column less would be a position less."""
+    policy = build("bart").eval()
+    assert "position_ids" not in inspect.signature(policy.forward).parameters
+    tokens = assert_same(policy, batch((9, 2, 30, 4, 4, 6), 1))
+    ends = lengths(tokens, 30)
+    assert ends[2] < max(ends), "the longest prompt's row finishes before another"
 
 
 def test_a_pad_token_that_ends_rows() -> None:
@@ -270,7 +251,11 @@ def test_the_log_probabilities_of_the_sampled_tokens(every: int, rows: Any) -> N
 # ---- calls left to transformers' own loop
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
-LINEAR = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+INDEXED = {
+    "layer_types": ["indexed_attention"] * 2, "first_k_dense_replace": 2, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 8,
+    "index_head_dim": 8, "index_n_heads": 4, "index_topk": 16,
+}  # fmt: skip
 DECLINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "the generation mode is beam_search": ("LlamaConfig", {}, {"num_beams": 2, "do_sample": False}),
     "return_dict_in_generate": ("LlamaConfig", {}, {"return_dict_in_generate": True}),
@@ -280,13 +265,12 @@ DECLINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "use_cache is false": ("LlamaConfig", {}, {"use_cache": False}),
     "no maximum length, or no end-of-sequence token": ("LlamaConfig", {"eos_token_id": None}, {"eos_token_id": None}),
     "a rotary table of type dynamic": ("LlamaConfig", DYNAMIC, {}),
-    "layers of LinearAttentionLayer": ("Qwen3NextConfig", LINEAR, {}),
-    "the model takes cache_params": ("MambaConfig", {"state_size": 4, "attn_implementation": "eager"}, {}),
+    "layers of DynamicIndexedLayer": ("DeepseekV32Config", INDEXED, {}),
     "the model has an encoder": ("T5Config", {}, {"decoder_start_token_id": 0}),
 }
 
 
-@pytest.mark.parametrize("reason", only(DECLINED.keys() - {"layers of LinearAttentionLayer"}, DECLINED))
+@pytest.mark.parametrize("reason", only(DECLINED.keys() - {"layers of DynamicIndexedLayer"}, DECLINED))
 def test_transformers_own_loop_generates(reason: str) -> None:
     architecture, changes, how = DECLINED[reason]
     how = {"max_new_tokens": 4, **how}
@@ -348,6 +332,22 @@ def test_a_mask_with_holes_is_declined() -> None:
     assert "holes" in turn.declined
 
 
+OWN_WAYS = {
+    "openai-gpt": "the model runs without a cache",
+    "cpmant": "the model adds columns of its own to the cache",
+    "git": "the model is multimodal",
+    "recurrent_gemma": "the model keeps its recurrent states outside of its cache",
+}
+
+
+@pytest.mark.parametrize("model_type", only(["openai-gpt", "recurrent_gemma"], OWN_WAYS))
+def test_models_with_caches_of_their_own_are_declined(model_type: str) -> None:
+    policy, turn = build(model_type).eval(), Turn()
+    expected = generated(policy, None)
+    assert generated(policy, turn).tolist() == expected.tolist()
+    assert turn.declined == OWN_WAYS[model_type]
+
+
 def test_arguments_that_transformers_would_drop_are_declined() -> None:
     turn = Turn()
     generated(tiny("LlamaConfig"), turn, batch((5,), 1), streamer=TextStreamer(tokenizer()))
@@ -375,12 +375,14 @@ def test_decoding_leaves_the_model_unchanged() -> None:
 
 
 def test_contract_with_transformers_on_custom_loops() -> None:
-    """`generate` calls a custom loop as it calls `_sample`, and takes the layers of its cache from two classes."""
+    """`generate` calls a custom loop as it calls `_sample`, and takes the layers of its cache from these classes."""
     stock = inspect.signature(GenerationMixin._sample).parameters
     loop = inspect.signature(groups.Batch).parameters
     named = {name for name, parameter in loop.items() if parameter.kind is not parameter.VAR_KEYWORD}
     assert named - {"turn", "model"} <= set(stock)
     assert set(stock) - named == {"self", "model_kwargs", "synced_gpus", "streamer"}
-    assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["full_attention"] is cache_utils.DynamicLayer
-    assert cache_utils.DYNAMIC_LAYER_TYPE_MAPPING["sliding_attention"] is cache_utils.DynamicSlidingWindowLayer
+    # The files of some models add layers of their own when they are imported.
+    every = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING.values()
+    layers = {layer for layer in every if layer.__module__ == cache_utils.__name__}
+    assert layers - {*kv_cache.LAYERS, cache_utils.DummyLayer} == {cache_utils.DynamicIndexedLayer}
     assert hasattr(GenerationMixin, "_optimize_model_for_decode")

@@ -28,7 +28,9 @@ from grpo_recipes.plan.plan import plan
 from grpo_recipes.recipe.recipe import find_file
 from grpo_recipes.training.adamw_bf16 import CHUNK, AdamWBF16
 from tests.support import launching, qwen
+from tests.support.grids import only
 from tests.support.memory_meter import Meter
+from tests.tools.models import build
 
 STATES = ("parameters", "gradients", "optimizer")
 
@@ -143,7 +145,9 @@ def test_model_states_agree_with_the_tensors_of_one_process(tmp_path: Path) -> N
 
 
 TINY = MemoryPlan(
-    shape=ModelShape(7_000_000_000, 7_000_000_000, 500_000_000, 28, 3584, 18944, 512, 3584, 500_000_000, False),
+    shape=ModelShape(
+        7_000_000_000, 7_000_000_000, 500_000_000, 28, 3584, 18944, 512, 3584, 500_000_000, False, cached=28 * 2 * 512
+    ),
     layout=Sharding(8, 1, "zero3"),
     rows=8,
     generated_rows=32,
@@ -181,6 +185,25 @@ def test_keys_and_values_have_the_dtype_of_the_weights(tmp_path: Path, dtype: to
     assert replace(run, generated_rows=3, tokens=5, layout=Sharding(2, 1, "zero2")).parts()["KV cache"] == 2 * held / (
         dtype.itemsize
     ), "DeepSpeed casts the weights"
+
+
+@pytest.mark.parametrize("model_type", only(["qwen3_5_text"], ["qwen3_5_text", "falcon_h1", "lfm2_moe"]))
+def test_recurrent_states_are_counted_once_per_row(tmp_path: Path, model_type: str) -> None:
+    """A layer with states holds no keys, and a state does not grow with the tokens."""
+    model = build(model_type)
+    model.config.save_pretrained(tmp_path)
+    run = replace(TINY, shape=load_shape(str(tmp_path / "config.json")), layout=Sharding(), dtype_bytes=4)
+    for rows, tokens in ((3, 5), (2, 40)):
+        cache = model(torch.ones(rows, tokens, dtype=torch.long), use_cache=True).past_key_values
+        held = 0
+        for layer in cache.layers:
+            tensors = [getattr(layer, name, None) for name in ("keys", "values")]
+            for states in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
+                tensors += states.values()
+            held += sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        parts = replace(run, generated_rows=rows, tokens=tokens, keeps_turns=True).parts()
+        assert parts["KV cache"] == held
+        assert parts["KV cache kept between turns"] == 0
 
 
 def test_temporaries_of_adamw_bf16_count_where_a_micro_batch_takes_less() -> None:

@@ -208,7 +208,7 @@ class LayoutCheck:
         if scale := scaled_by_position(text_config(bare)):
             reason = f"attention is scaled by a token's place in the row, padding included ({scale})"
             allowed = wanted >= Layout.SHARED or wanted is Layout.SHARED_PADDED
-            if not allowed or self._unshared(bare) or unsupported_under_sharding(bare):
+            if not allowed or self._unshared(bare) or is_sharded(bare):
                 return Layout.PADDED, reason
             return Layout.SHARED_PADDED, reason
         reason = ""
@@ -257,7 +257,7 @@ class LayoutCheck:
             bare,
             self._computes_in_float32(bare),
             "the first micro-batch",
-            in_columns=in_columns and wanted is not Layout.TRIMMED,
+            in_columns=in_columns and wanted is not Layout.TRIMMED and not self._unshared(bare),
         )
         # Positions from the attention mask hide a dependence on padding, a table of positions does not: without room
         # for padding, agreement says nothing about such a model.
@@ -303,7 +303,7 @@ class LayoutCheck:
                 "a few short rows",
                 " once it has trained",
                 parameters,
-                in_columns and found is not Layout.TRIMMED,
+                in_columns and found is not Layout.TRIMMED and not self._unshared(bare),
             )
             with in_training(bare, device):
                 expected = self._compute(trial, trial.padded)
@@ -375,7 +375,7 @@ class LayoutCheck:
 
     def _in_columns(self, trial: _Trial, reason: str) -> Choice:
         """Return the shared layout in TRL's columns if it agrees with TRL's rows on every rank, else the padded one."""
-        if not trial.in_columns:
+        if not trial.in_columns or is_sharded(trial.bare):
             return Layout.PADDED, reason
         # Padding on the right only: on the left it would change the positions. This model's positions count it.
         longest = getattr(text_config(trial.bare), "max_position_embeddings", None) or math.inf

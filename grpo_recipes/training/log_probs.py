@@ -168,7 +168,9 @@ class LogProbs:
             if not fits or rows.packed_tokens() > MAX_PACKED_SHARE * trimmed.ids.size:
                 layout = Layout.TRIMMED
         elif layout is Layout.SHARED_PADDED:
-            if arrange(rows, layout, launches).cost(launches) > rows.ids.size and not sharded:
+            arrangement = arrange(rows, layout, launches)
+            # A column that was added to short prompts would change the positions.
+            if arrangement.host is not rows or arrangement.cost(launches) > rows.ids.size:
                 layout = Layout.PADDED
         elif layout is Layout.SHARED and not sharded:
             simple = arrange(rows, Layout.TRIMMED, launches).cost(launches)

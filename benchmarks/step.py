@@ -4,6 +4,7 @@
     python benchmarks/step.py --models small large --tuning full lora --checkpointing off on       # all of it: a day
     python benchmarks/step.py --workloads a --steps 5 --whole-step
     python benchmarks/step.py --turns 4 8 --steps 4                # complete steps of turns with a tool: minutes
+    python benchmarks/step.py --models qwen3_5 gpt_oss --layouts auto "one bucket" --workloads a b --steps 4
 
 Each step has 8 prompts × 8 completions in 8 micro-batches. Workloads: (a) prompts as long as GSM8K's, completions
 log-normal(4.4, 0.6) of at most 256 tokens; (b) log-normal(4.79, 0.9), at most 1024; (c) = (b), half of the groups
@@ -28,6 +29,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import math
 import platform
 import statistics
 import tempfile
@@ -47,7 +49,16 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, StoppingCriteria
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    StoppingCriteria,
+)
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
@@ -59,11 +70,27 @@ from grpo_recipes.generation.groups import Turn
 
 MICRO_BATCHES = 8
 LEARNING_RATE = 0.1
-MODELS = {"small": (192, 4, 4), "large": (512, 6, 8)}
-"""Hidden size, number of layers and number of attention heads by model."""
+QWEN2 = {"small": (192, 4, 4), "large": (512, 6, 8)}
+"""Hidden size, number of layers and number of attention heads of the models that are Qwen2."""
+LINEAR = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "qwen3_5": (Qwen3_5TextConfig, {"intermediate_size": 1024, "num_key_value_heads": 2, **LINEAR}),
+    "gpt_oss": (GptOssConfig, {"intermediate_size": 512, "num_key_value_heads": 2, "sliding_window": 128, **EXPERTS}),
+}
+"""Models that can't be packed, of hidden size 256 and 6 layers: a gated delta rule, and sinks with a sliding window."""
+MODELS = (*QWEN2, *ARCHITECTURES)
 WORKLOADS = ("a", "b", "c", "d")
 PHASES = ("generation", "reference", "forward", "backward")
 MEASURING = "measuring"
+ONE_BUCKET = "one bucket"
+LAYOUTS = {"auto": "auto", "trimmed": {"layout": "trimmed"}, ONE_BUCKET: {"layout": "trimmed"}}
+"""Settings of the layouts: the best one, and trimmed rows in buckets of similar length and without buckets."""
 OTHERS = ("TRL, continuous batching", "from scratch", "ours, generation off", "ours")
 """Contestants of complete steps beside TRL."""
 
@@ -86,20 +113,26 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def policy(size: str, folder: str) -> PreTrainedModel:
-    """Return a Qwen2 of the given size, always the same, and save it to `folder` for TRL's reference."""
-    hidden, layers, heads = MODELS[size]
+    """Return the model of the given name, always the same, and save it to `folder` for TRL's reference."""
     torch.manual_seed(0)
-    config = Qwen2Config(
+    if size in QWEN2:
+        hidden, layers, heads = QWEN2[size]
+        config_class: type[PreTrainedConfig] = Qwen2Config
+        sizes = {"intermediate_size": 4 * hidden, "num_key_value_heads": 2}
+    else:
+        hidden, layers, heads = 256, 6, 4
+        config_class, sizes = ARCHITECTURES[size]
+        sizes = {**sizes, "head_dim": hidden // heads}
+    config = config_class(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
-        intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=2,
         max_position_embeddings=2048,
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=None,
+        **sizes,
     )
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
@@ -461,6 +494,8 @@ def training_phase(
     for name, micro_batching in layouts.items():
         more = {**config, "micro_batching": micro_batching}
         contestants[name] = Trainer(GRPOTrainer, policy(size, folder), False, tuning == "lora", **more)
+        if name == ONE_BUCKET:
+            contestants[name].trainer._log_probs.launches = math.inf
     gap = compete(contestants, [Batch.draw(workload, seed) for seed in range(steps)])
     stock = contestants["trl"].measured
     for name in layouts:
@@ -564,7 +599,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
     parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=["full"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
-    parser.add_argument("--layouts", nargs="+", choices=("packed", "trimmed"), default=["packed", "trimmed"])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["auto", "trimmed"])
     parser.add_argument(
         "--steps",
         type=int,
@@ -606,13 +641,12 @@ def main() -> None:
         cases = list(product(asked.models, asked.workloads, asked.beta))
         table(head, lambda: (row for case in cases for row in whole_step(*case, asked.steps, asked.seed, asked.others)))
         return
-    layouts = {"packed": "auto", "trimmed": {"layout": "trimmed"}}
     head = (
         "| model | workload | tuning | checkpointing | layout | tokens | computed ÷ needed | TRL, CPU s | "
         "ours, CPU s | "
         "TRL ÷ ours | memory, ours ÷ TRL | largest parameter difference after 3 steps |"
     )
-    wanted = {name: layouts[name] for name in asked.layouts}
+    wanted = {name: LAYOUTS[name] for name in asked.layouts}
     options = list(product(asked.models, asked.workloads, asked.tuning, asked.checkpointing))
     table(
         head,

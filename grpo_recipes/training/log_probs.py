@@ -56,6 +56,7 @@ class LogProbs:
     """Weak references, because an unwrapped model is its own value, and a strong one would keep its key alive."""
 
     def __post_init__(self) -> None:
+        self.launches = launch_tokens(self.accelerator.device)
         self._attention, self._segmented = AttentionSwitch(), SegmentedModels()
         self._check = LayoutCheck(
             self.accelerator,
@@ -156,8 +157,7 @@ class LogProbs:
             must run together.
         """
         bare = self.bare(model)
-        sharded = self._is_sharded(bare)
-        launches = launch_tokens(self.accelerator.device)
+        sharded, launches = self._is_sharded(bare), self.launches
         if sharded or not self._segmented.of(bare).verified:
             # Under ZeRO-3 each segment gathers the embedding's weights, which ranks must do equally often.
             launches = math.inf

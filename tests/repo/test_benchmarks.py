@@ -34,7 +34,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         monkeypatch.setattr(module, "cap", lambda _: 6)
     draw = step.Batch.draw
     monkeypatch.setattr(step.Batch, "draw", lambda _, seed: draw("a", seed))  # (d) is 128 tokens long
-    monkeypatch.setitem(step.MODELS, "small", (32, 1, 4))
+    monkeypatch.setitem(step.QWEN2, "small", (32, 1, 4))
     torch.set_num_threads(1)
     return step
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from grpo_recipes.evaluation.estimates import Estimate
-from grpo_recipes.reports import charts, diagnostics
+from grpo_recipes.reports import charts, diagnostics, tool_checks, update_checks
 from grpo_recipes.reports.charts import Band, Chart, Interval, Limit, Line, number
 from grpo_recipes.reports.run import Run, RunReward, Series
 from grpo_recipes.runs.files import AFTER, BEFORE
@@ -61,7 +61,7 @@ TRUSTED = (
         "nats per token",
         (("kl", "sampled"), ("kl/full", "over the vocabulary")),
         "Distance of the policy from the reference policy.",
-        lambda run: [Limit(diagnostics.KL_LIMIT, "check:")],
+        lambda run: [Limit(update_checks.KL_LIMIT, "check:")],
     ),
     Metric(
         "Entropy",
@@ -143,7 +143,7 @@ TOOLS = (
         "share of calls",
         (("tools/failure_frequency", ""),),
         "Faults of the tools, unknown names, and arguments that don't fit.",
-        lambda run: [Limit(diagnostics.FAILED_CALLS_LIMIT, "check:")],
+        lambda run: [Limit(tool_checks.FAILED_CALLS_LIMIT, "check:")],
     ),
     Metric(
         "Completions that a limit ended",
@@ -154,7 +154,7 @@ TOOLS = (
             ("tools/rows_results_dropped", "results dropped"),
         ),
         "`max_tool_calling_iterations` limits the turns, and `max_completion_length` the tokens.",
-        lambda run: [Limit(diagnostics.TOOL_LIMITS_LIMIT, "check:")],
+        lambda run: [Limit(tool_checks.TOOL_LIMITS_LIMIT, "check:")],
     ),
     Metric(
         "Tokens of results",
@@ -238,9 +238,9 @@ def _metrics(runs: Sequence[Run], metrics: Iterable[Metric]) -> Iterator[Chart |
 
 def _by_tool(runs: Sequence[Run]) -> Iterator[Metric]:
     """Yield the metrics that are logged for each tool, with a line for each of the tools called most."""
-    calls = dict.fromkeys((tool for run in runs for tool in diagnostics.tools(run)), 0.0)
+    calls = dict.fromkeys((tool for run in runs for tool in tool_checks.tools(run)), 0.0)
     for run in runs:
-        for tool in diagnostics.tools(run):
+        for tool in tool_checks.tools(run):
             calls[tool] += math.fsum(run.series(f"tools/{tool}/calls").values)
     names = sorted(calls, key=lambda tool: -calls[tool])[:MAX_TOOLS]
     note = f"The {MAX_TOOLS} tools called most, of {len(calls)}." if len(calls) > MAX_TOOLS else ""

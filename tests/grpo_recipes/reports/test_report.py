@@ -154,7 +154,7 @@ def test_the_page_begins_with_the_answer(run_folder: Path) -> None:
     assert "+25 points (95 %: " in first
     assert "McNemar's test: p = 1)" in first
     assert "no clear difference" in first
-    assert "11 of 11 checks had data, 1 found something" in first
+    assert "16 of 16 checks had data, 1 found something" in first
     for fact in ("Model", "tiny", "Optimizer steps", "40", "Time in steps", "1 min 20 s"):
         assert fact in first
     for group in ("What was learnt", "Can I trust it?", "How it ran"):

@@ -88,7 +88,7 @@ SOLVED_LIMIT = 0.5
 """Share of zero-variance groups in the last quarter of the run from which on they explain a plateau."""
 PLATEAU_SHARE = 0.5
 """Share of the run at its end in which a reward on a plateau does not rise."""
-LATE_RISE_LIMIT = 0.15
+LATE_RISE_LIMIT = 0.2
 """Share of the whole rise in the second half of the run from which on a slow rise is no plateau."""
 PLATEAU_POINTS = 16
 """Smallest number of logged rewards in which a plateau is looked for."""

@@ -103,15 +103,14 @@ def clipped_tokens(run: Run) -> Found | str:
         raise NoData("`clip_ratio/region_mean` was not logged")
     if not clipped.has_trend:
         raise too_few("clip_ratio/region_mean")
-    is_sequence = run.config.get("importance_sampling_level") == "sequence"
-    limit = CLIPPED_SEQUENCES_LIMIT if is_sequence else CLIPPED_LIMIT
+    limit = clipped_limit(run)
     # At the end alone a rise counts that the mean of the run hides.
     place, share = ("of the run", clipped.mean) if clipped.mean > limit else ("at the end of the run", clipped.end)
     found = f"the loss clips {share:.0%} of the tokens {place}"
     if share <= limit:
         return f"{found} (limit {limit:.0%})"
     step = first_step(clipped, lambda value: value > limit)
-    by_pass = {number: shares.end for number, shares in _passes(run, "clip_share").items()}
+    by_pass = {number: shares.end for number, shares in passes(run, "clip_share").items()}
     found += f", more than {limit:.0%} first at step {step}{_by_pass(by_pass)}"
     if by_pass.get(1, 0.0) > limit / 2:
         advice = (
@@ -124,6 +123,12 @@ def clipped_tokens(run: Run) -> Found | str:
             "`epsilon` and `epsilon_high`"
         )
     return step, f"{found}: {cost(run, clipped)} have no gradient; {advice}"
+
+
+def clipped_limit(run: Run) -> float:
+    """Return the largest share of clipped tokens for the run's level of importance sampling."""
+    is_sequence = run.config.get("importance_sampling_level") == "sequence"
+    return CLIPPED_SEQUENCES_LIMIT if is_sequence else CLIPPED_LIMIT
 
 
 def gradient_spikes(run: Run) -> Found | str:
@@ -175,7 +180,7 @@ def _not_finite(run: Run) -> Found | None:
 
 def stale_tokens(run: Run) -> Found | str:
     """Look for a pass over a generation whose effective sample size is below 80 % of its tokens."""
-    stale, mismatched = _passes(run, "effective_sample_size"), _passes(run, "effective_sample_size_with_mismatch")
+    stale, mismatched = passes(run, "effective_sample_size"), passes(run, "effective_sample_size_with_mismatch")
     if not stale:
         if _is_one_pass(run):
             raise DoesNotApply("each generation is trained on in one pass")
@@ -204,15 +209,15 @@ def stale_tokens(run: Run) -> Found | str:
 
 
 def _is_one_pass(run: Run) -> bool:
-    """Return True if the run's configuration trains on each generation within one optimizer step."""
-    names = ("gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-    accumulation, micro_batches, iterations = (run.config.get(name) for name in names)
-    if not (accumulation and micro_batches and iterations):
+    """Return True if the run's configuration is known to train on each generation within one optimizer step."""
+    accumulation, iterations = run.config.get("gradient_accumulation_steps"), run.config.get("num_iterations")
+    if not accumulation or not iterations or run.config.get("generation_batch_size"):
         return False
-    return accumulation % (micro_batches * iterations) == 0
+    micro_batches = run.config.get("steps_per_generation") or accumulation  # TRL's default
+    return bool(accumulation % (micro_batches * iterations) == 0)
 
 
-def _passes(run: Run, name: str) -> dict[int, Series]:
+def passes(run: Run, name: str) -> dict[int, Series]:
     """Return a metric of every pass, by the number of the pass."""
     found = {}
     for key in run.logged("passes/"):

@@ -97,7 +97,7 @@ def is_near_best(run: Run, share: float = NEAR_BEST) -> bool:
     return is_solved(run, share) or (highest is not None and len(reward) > 0 and reward.end >= share * highest)
 
 
-# What a problem costs
+# ---- The cost of a problem
 
 
 def cost(run: Run, shares: Series) -> str:

@@ -40,7 +40,7 @@ def test_hardly_any_of_many_healthy_runs_has_findings(tmp_path: Path) -> None:
     for name, simulation in HEALTHY.items():
         for seed in MORE_SEEDS:
             found += [(name, seed, finding) for finding in diagnosed(simulation, tmp_path / name, seed).findings]
-    assert len(found) <= 3, found  # of more than 700 runs
+    assert len(found) <= 3, found  # among more than 700 runs
 
 
 @pytest.mark.parametrize("name", only(QUICK_PLANTED, PLANTED))

@@ -232,11 +232,13 @@ def format_without_correctness(run: Run) -> Found | str:
         raise NoData("no reward was logged")
     if not formats:
         raise DoesNotApply("no reward judges the format alone")
-    if not any(len(means) >= FORMAT_POINTS for _, means in formats):
-        raise too_few(formats[0][0].name, str(FORMAT_POINTS))
+    name = formats[0][0].name
+    formats = [(reward, means) for reward, means in formats if len(means) >= FORMAT_POINTS]
+    if not formats:
+        raise too_few(name, str(FORMAT_POINTS))
     rising = [(reward, means) for reward, means in formats if means.trend > 0]
     if not rising:
-        reward, means = next((reward, means) for reward, means in formats if means.has_trend)
+        reward, means = formats[0]
         return f"no format reward rises: `{reward.name}` goes from {means.start:.2f} to {means.end:.2f}"
     reward, means = rising[0]
     rises = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f}"

@@ -41,6 +41,8 @@ SPIKE_POINTS = 12
 """Smallest number of gradient norms among which spikes are looked for."""
 SETTLING = 0.1
 """Share of the run at its start whose gradient norms are no spikes: the first updates of a new policy may be large."""
+LARGEST_EXPONENT = 700.0
+"""Logarithm of about the largest float."""
 NOT_FINITE_POINTS = 3
 """Number of last gradient norms that all are NaN or infinite in a run whose weights are lost."""
 SAMPLE_SIZE_LIMIT = 0.8
@@ -152,10 +154,10 @@ def gradient_spikes(run: Run) -> Found | str:
     limit = middle + max(math.log(SPIKE), SPIKE_DEVIATIONS * deviation)
     settled = SETTLING * run.log.last_step
     spikes = [(at, norm) for at, norm in points if math.log(norm) > limit and at > settled]
-    usual = f"the gradient norm has a median of {math.exp(middle):.2g}"
+    usual = f"the gradient norm has a median of {median(norm for _, norm in points):.2g}"
     if not spikes:
         largest = max(norm for _, norm in points)
-        return f"{usual} and is at most {largest:.2g} (a spike has {math.exp(limit):.2g})"
+        return f"{usual} and is at most {largest:.2g} (a spike has {math.exp(min(limit, LARGEST_EXPONENT)):.2g})"
     step, largest = max(spikes, key=lambda spike: spike[1])
     at_spikes = {at for at, _ in spikes}
     shares = Series(norms.steps, [float(at in at_spikes) for at in norms.steps])
@@ -185,6 +187,8 @@ def stale_tokens(run: Run) -> Found | str:
         if _is_one_pass(run):
             raise DoesNotApply("each generation is trained on in one pass")
         raise NoData("`passes/1/effective_sample_size` was not logged")
+    if not all(size.has_trend for size in stale.values()):
+        raise too_few(f"passes/{max(stale)}/effective_sample_size")
     sizes = {number: size.end for number, size in stale.items()}
     with_mismatch = {number: size.end for number, size in mismatched.items()}
     worst = min(sizes, key=sizes.__getitem__)
@@ -222,7 +226,8 @@ def passes(run: Run, name: str) -> dict[int, Series]:
     found = {}
     for key in run.logged("passes/"):
         _, number, *rest = key.split("/")
-        if rest == [name] and number.isdecimal() and len(series := run.series(key)):
+        # No run has a million passes, and Python refuses to read thousands of digits.
+        if rest == [name] and number.isdecimal() and len(number) < 7 and len(series := run.series(key)):
             found[int(number)] = series
     return dict(sorted(found.items()))
 

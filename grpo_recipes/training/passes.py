@@ -21,8 +21,6 @@ from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.training.micro_batches import loss_mask
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from grpo_recipes.generation.models import TRLTrainer
 
 STALENESS, WITH_MISMATCH = "effective_sample_size", "effective_sample_size_with_mismatch"
@@ -34,7 +32,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 class Passes:
-    """Sums over the tokens of each pass since the last log, on the device of this rank.
+    """Sums over the tokens of each pass since the last log, on the device.
 
     Only tokens with a policy gradient count, that is, those in the loss of rows whose advantage is not zero. The
     metrics are therefore the same for all layouts of micro-batches, with skipped rows and without. Nothing here makes
@@ -44,14 +42,17 @@ class Passes:
     def __init__(self, trainer: TRLTrainer) -> None:
         self.trainer = trainer
         self._generated_at = 0
-        self._sums: dict[int, Tensor] = {}
+        self._of_step: dict[int, Tensor] = {}
+        """Sums of this rank in the current optimizer step, by the number of the pass."""
+        self._of_ranks: dict[int, Tensor] = {}
+        """Sums of all ranks since the last log, by the number of the pass."""
 
     def start(self) -> None:
         """Begin the first pass of a new generation batch."""
         self._generated_at = self.trainer.state.global_step
 
     def add(self, inputs: Mapping[str, Any], log_probs: Tensor | None) -> None:
-        """Add a training micro-batch.
+        """Add a training micro-batch. The last one of an optimizer step is a collective.
 
         Args:
             inputs: TRL's inputs of the micro-batch.
@@ -61,8 +62,12 @@ class Passes:
         if log_probs is None or inputs.get("old_per_token_logps") is None:
             return
         number = self.trainer.state.global_step - self._generated_at + 1
-        sums = self._of(inputs, log_probs)
-        self._sums[number] = self._sums[number] + sums if number in self._sums else sums
+        _add(self._of_step, number, self._of(inputs, log_probs))
+        # Not in `log`, which a script's callback may call on one rank alone.
+        if self.trainer.accelerator.sync_gradients:
+            for number, sums in self._of_step.items():
+                _add(self._of_ranks, number, self.trainer.accelerator.reduce(sums))
+            self._of_step = {}
 
     def _of(self, inputs: Mapping[str, Any], log_probs: Tensor) -> Tensor:
         """Return the sums of a micro-batch, (7,): n, w, w^2 and clipped tokens, and n, w and w^2 with the mismatch."""
@@ -93,13 +98,12 @@ class Passes:
         low, high = loss.clipped_outside(self.trainer.epsilon_low, self.trainer.epsilon_high)
         return ((ratio < low) & (advantages < 0)) | ((ratio > high) & (advantages > 0))
 
-    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
-        """Return the metrics since the last call by name, over all ranks, and begin anew. A collective."""
-        if not self._sums:
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics over all ranks since the last call by name, and begin anew."""
+        if not self._of_ranks:
             return {}
-        # Every rank makes the same micro-batches, so the tables of all ranks have the same rows.
-        table = accelerator.reduce(torch.stack(list(self._sums.values()))).tolist()
-        numbers, self._sums = list(self._sums), {}
+        numbers, table = list(self._of_ranks), torch.stack(list(self._of_ranks.values())).tolist()
+        self._of_ranks = {}
         found: dict[str, float] = {}
         for number, sums in zip(numbers, table, strict=True):
             found |= {f"passes/{number}/{name}": value for name, value in self._of_pass(*sums)}
@@ -114,6 +118,11 @@ class Passes:
                 yield CLIPPED, clipped / count
         if with_mismatch[0]:
             yield WITH_MISMATCH, _effective(*with_mismatch)
+
+
+def _add(sums: dict[int, Tensor], number: int, more: Tensor) -> None:
+    """Add the sums of a micro-batch to those of its pass."""
+    sums[number] = sums[number] + more if number in sums else more
 
 
 def _moments(ratio: Tensor, counted: Tensor) -> list[Tensor]:

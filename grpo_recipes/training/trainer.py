@@ -423,7 +423,7 @@ class GRPOTrainer(TRLGRPOTrainer):
                 log_progress(f"step {self.state.global_step}: {self._efficiency}")
             self._efficiency = None
         if self.model.training:
-            for name, value in self._passes.metrics(self.accelerator).items():
+            for name, value in self._passes.metrics().items():
                 self._metrics["train"][name].append(value)
         # A run resumed at its end logs without new completions: TRL would overwrite its last table by an empty one.
         log_completions = self.log_completions

@@ -97,7 +97,7 @@ PLATEAU_STEPS = 30
 ENTROPY_LIMIT = 0.1
 """Smallest entropy as a share of the entropy at the start."""
 VARIANCE_LIMIT = 0.95
-"""Largest share of the rewards' variance that a format or length reward may have."""
+"""Largest share of the rewards' variance that a reward may have beside one that it must not dominate."""
 
 PROBLEM, FINE, NOT_CHECKED, NOT_APPLICABLE = "problem", "fine", "not checked", "does not apply"
 """Results of a check, in the order in which they are listed."""

@@ -225,6 +225,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             if self._host_rows is not None:
                 rows = rows.with_host(self._host_rows)
             output = *self._log_probs(model, rows, batch_size, compute_entropy), None
+        # With gradients, this is the policy in the loss. Without, it is the old or the reference policy.
         self._loss_log_probs = output[0].detach() if torch.is_grad_enabled() else None
         return output
 
@@ -244,7 +245,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Return TRL's loss. With `kl_estimator: full` the KL over the vocabulary replaces its sampled KL term."""
+        """Return TRL's loss, with our KL term if it is set, and count the micro-batch for the metrics of its pass."""
         loss = self._loss(model, inputs, return_outputs, num_items_in_batch)
         if self.model.training:
             self._passes.add(inputs, self._loss_log_probs)
@@ -254,6 +255,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     def _loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Tensor | int | None
     ) -> Tensor:
+        """Return TRL's loss, with the KL over the vocabulary in place of its sampled KL term if that is set."""
         with microbatch.empty_unlogged(inputs, self._metrics["train"]), self._known_on_host(inputs):
             if self._full_kl is None:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

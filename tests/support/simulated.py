@@ -188,7 +188,7 @@ HEALTHY: dict[str, Simulation] = {
     "two passes": replace(BASE, passes=2),
     "three passes, logged rarely": replace(BASE, passes=3, logging_steps=9),
     "sequences of GSPO": replace(
-        BASE, passes=2, clipped=constant(0.3), config={"importance_sampling_level": "sequence"}
+        BASE, passes=2, clipped=constant(0.6), config={"importance_sampling_level": "sequence"}
     ),
     "heavy tails": replace(BASE, norm_spread=1.0, kl=line(0.02, 0.15)),
     "large first norms": replace(BASE, norm=lambda over: 15.0 if over < 0.05 else 0.4),

@@ -117,12 +117,25 @@ def test_generate_without_the_adapter_stops_the_run(
     assert run.state.global_step == 0
 
 
-def loud() -> Any:
+def loud(factor: float = 40) -> Any:
     """Return a model with log-probabilities so far apart that 16 bits move them by more than the tolerance."""
     policy = model()
     with torch.no_grad():
-        policy.get_output_embeddings().weight.mul_(40)
+        policy.get_output_embeddings().weight.mul_(factor)
     return policy
+
+
+def test_an_engine_that_16_bits_move_by_nats_stops_the_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's own log-probabilities in bfloat16 differ as much, which is no excuse."""
+    serve(monkeypatch, "", torch.bfloat16)
+    run = trainer(tmp_path, policy=loud(1e6), **SETTINGS)
+    with pytest.raises(
+        NotThePolicy, match=r"at step 0 .* differ by ([1-9]|\d\d)(\.\d+)? on average, and no hypothesis"
+    ):
+        run.train()
+    assert run._generation_check.baseline is None
 
 
 @pytest.mark.slow

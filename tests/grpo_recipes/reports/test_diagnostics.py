@@ -575,6 +575,14 @@ def test_a_drift_is_distinguished_from_noise() -> None:
     assert drift.count(1) == 200
 
 
+def test_four_points_of_noise_seldom_have_a_trend() -> None:
+    """With three standard errors, as for long series, one in ten of such series would have one."""
+    generator = random.Random(0)
+    trends = [Series([1, 2, 3, 4], [generator.gauss(1, 0.3) for _ in range(4)]).trend for _ in range(1000)]
+    assert sum(trend != 0 for trend in trends) < 60
+    assert Series([1, 2, 3, 4], [0.5, 0.7, 0.9, 1.1]).trend == 1
+
+
 def test_a_run_of_trl_alone_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)})
     (folder / "run.json").unlink()

@@ -13,7 +13,7 @@ import pytest
 from grpo_recipes.reports.diagnostics import Diagnosis, Finding, diagnose
 from grpo_recipes.reports.run import Run
 from tests.support.grids import only
-from tests.support.simulated import BASE, HEALTHY, PLANTED, Simulation, constant, line
+from tests.support.simulated import BASE, HEALTHY, PLANTED, Curve, Simulation, constant, line
 
 SEEDS = range(3)
 MORE_SEEDS = range(3, 30)
@@ -113,6 +113,78 @@ def test_clipping_in_the_first_pass_is_no_staleness(clipped: tuple[float, float]
     (finding,) = diagnosed(simulation, tmp_path).findings
     assert finding.check == "clipped_tokens"
     assert says in finding.sentence
+
+
+def swinging(start: float, end: float, swing: float) -> Curve:
+    """Return a curve that moves evenly, up and down by `swing` from step to step."""
+    return lambda over: start + (end - start) * over + swing * (-1) ** round(BASE.steps * over)
+
+
+HALF = constant(0.5)
+
+
+def paid(right: Curve, tags: Curve = HALF, **more: Curve) -> dict[str, Curve | None]:
+    """Return the means of the rewards, without noise."""
+    means = {"rewards/right/mean": right, "rewards/tags/mean": tags}
+    return {**means, "reward": lambda over: right(over) + tags(over), **more}
+
+
+SPARED: dict[str, tuple[str, dict[str, Curve | None], str]] = {
+    # the check, the metrics, and what the check says
+    "solved while the format rises": (
+        "format_without_correctness",
+        paid(constant(1.95), line(0.3, 0.95)),
+        "correctness has little room to rise",
+    ),
+    "correctness whose noise hides half of the format's rise": (
+        "format_without_correctness",
+        paid(swinging(0.6, 0.75, 0.45), line(0.5, 0.8)),
+        "which may be noise",
+    ),
+    "flat where most groups are": (
+        "plateau",
+        paid(constant(1.2), frac_reward_zero_std=line(0.2, 0.6)),
+        "because most groups have no variance",
+    ),
+    "flat at 85 % of the highest pay": ("plateau", paid(constant(1.7), constant(0.8)), "has little room to rise"),
+    "a slow rise within its noise": (
+        "plateau",
+        paid(swinging(0.9, 1.1, 0.12)),
+        "which may be a rise within its noise",
+    ),
+    "solved held-out problems": (
+        "overfitting",
+        paid(line(0.8, 1.8), line(0.5, 0.9), eval_reward=swinging(2.8, 2.8, 0.01)),
+        "the held-out reward goes from 2.80 to 2.80",
+    ),
+    "certain of what it has learnt": (
+        "entropy_collapse",
+        paid(line(1.0, 1.98), line(0.7, 1.0), entropy=lambda over: 0.5 * 0.001**over),
+        "nearly all is solved",
+    ),
+    "updates of the KL term alone in flat groups": (
+        "gradient_spikes",
+        {
+            "frac_reward_zero_std": lambda over: float(round(120 * over) % 5 > 0),
+            "grad_norm": lambda over: 0.01 if round(120 * over) % 5 else 0.5,
+        },
+        "has a median of 0.5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARED)
+def test_a_change_with_a_good_reason_is_no_finding(name: str, tmp_path: Path) -> None:
+    check, metrics, says = SPARED[name]
+    assert says in diagnosed(replace(BASE, eval_steps=1000, metrics=metrics), tmp_path).fine[check]
+
+
+def test_few_steps_show_neither_a_plateau_nor_a_format_alone(tmp_path: Path) -> None:
+    metrics = paid(constant(0.6), line(0.2, 0.9))
+    unchecked = diagnosed(replace(BASE, steps=7, metrics=metrics), tmp_path).unchecked
+    assert unchecked["format_without_correctness"] == "`tags` was logged fewer than 8 times"
+    flat = diagnosed(replace(BASE, steps=20, metrics=paid(constant(0.6))), tmp_path, 1).unchecked
+    assert flat["plateau"] == "the run has fewer than 30 steps"
 
 
 def test_staleness_and_mismatch_are_told_apart(tmp_path: Path) -> None:

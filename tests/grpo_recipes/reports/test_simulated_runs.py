@@ -146,7 +146,7 @@ SPARED: dict[str, tuple[str, dict[str, Curve | None], str]] = {
         paid(constant(1.2), frac_reward_zero_std=line(0.2, 0.6)),
         "because most groups have no variance",
     ),
-    "flat at 85 % of the highest pay": ("plateau", paid(constant(1.7), constant(0.8)), "has little room to rise"),
+    "correctness flat at 85 % of its pay": ("plateau", paid(constant(1.7), constant(0.3)), "has little room to rise"),
     "a slow rise within its noise": (
         "plateau",
         paid(swinging(0.9, 1.1, 0.12)),

@@ -81,8 +81,8 @@ BEYOND_BASELINE = ByPrecision(float32=20.0, sixteen_bit=5.0)
 
 Evidence: engines that are one update late exceed it, 1,100 healthy steps do not (`test_generator_check.py`).
 """
-WITHOUT_BASELINE = 0.5
-"""Mean difference above which the run is stopped while there is no baseline yet, and which no dtype explains.
+CEILING = 0.5
+"""Mean difference above which the run is stopped whatever its baseline is, and which no dtype explains.
 
 Evidence: see `BEYOND_BASELINE`. Healthy bfloat16 engines stay below a tenth of it.
 """
@@ -288,14 +288,16 @@ def conclude(evidence: Evidence, *, is_float32: bool, baseline: float | None) ->
         return Conclusion(differs and not computations, computations or names, unclear, share)
     # By size and not by fit: an engine's rounding errors are not those of autocast, token by token.
     bfloat16 = evidence.fits.get(BFLOAT16)
-    is_rounding = evidence.mean <= WITHOUT_BASELINE  # a model that bfloat16 moves further is no excuse
+    is_rounding = evidence.mean <= CEILING  # a model that bfloat16 moves further is no excuse
     if is_rounding and bfloat16 is not None and evidence.total <= BFLOAT16_FACTOR * bfloat16.total:
         return Conclusion(False, (BFLOAT16,), unclear)
     # Nothing explains the difference. Weights of an earlier step are known by the jump from the baseline.
-    limit = WITHOUT_BASELINE
+    limit = CEILING
     if baseline is not None:
-        limit = max(LOG_PROBS.of(is_float32), BEYOND_BASELINE.of(is_float32) * baseline)
-    return Conclusion(differs and evidence.mean > limit, (), unclear)
+        # The ceiling holds for a first batch that nothing explained, too: no multiple of it is the policy.
+        limit = min(CEILING, max(LOG_PROBS.of(is_float32), BEYOND_BASELINE.of(is_float32) * baseline))
+    # A comparison with NaN is False, so a difference that is not a number is beyond every limit.
+    return Conclusion(differs and not evidence.mean <= limit, (), unclear)
 
 
 def _not_excluded(evidence: Evidence) -> tuple[str, ...]:

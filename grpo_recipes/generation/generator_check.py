@@ -24,6 +24,7 @@ from transformers.generation import GenerationMode
 
 from grpo_recipes.generation.agreement import (
     BFLOAT16,
+    CEILING,
     EXPLAINED,
     MIN_TOKENS,
     NO_AUTOCAST,
@@ -285,8 +286,10 @@ class GenerationCheck:
     def _is_unusual(self, rank: Evidence) -> bool:
         if self.baseline is None:
             return rank.differs(self.is_float32)
+        # A comparison with NaN is False, so a difference that is not a number is unusual.
+        is_usual = rank.mean <= min(UNUSUAL * self.baseline.mean, CEILING)
         # Within its tolerance a float32 difference needs no explanation. A 16-bit tolerance is wide enough to hide one.
-        return rank.mean > UNUSUAL * self.baseline.mean and (rank.differs(self.is_float32) or not self.is_float32)
+        return not is_usual and (rank.differs(self.is_float32) or not self.is_float32)
 
     def _judge(self, ranks: list[Evidence]) -> None:
         """Act on the evidence of all ranks, one after the other: each may have an engine of its own.

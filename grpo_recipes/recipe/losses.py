@@ -6,9 +6,10 @@ loss must weigh each token. It also decides whether a row can move to another mi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,11 +29,22 @@ class LossType:
     """True if the weight of a row depends on the lengths of the other rows in its micro-batch."""
     levels: tuple[str, ...] = ("token",)
     """Values of `importance_sampling_level` for which the loss is the objective of its paper."""
+    clips: Literal["region", "above", ""] = "region"
+    """Ratios at which TRL clips a token: outside 1 - epsilon to 1 + `epsilon_high`, above `epsilon_high`, or none."""
 
     @property
     def is_sum_over_rows(self) -> bool:
         """True if the loss is a sum of one term per row, divided by a constant and the number of rows."""
         return self.divisor is not None and not self.counts_other_rows
+
+    def clipped_outside(self, epsilon_low: float, epsilon_high: float) -> tuple[float, float]:
+        """Return the ratio below which a token with a negative advantage is clipped, and above which with a positive.
+
+        This is the rule of TRL's `clip_ratio/region_mean` and `cispo_clip_ratio`. The bound `delta` does not count.
+        """
+        if self.clips == "region":
+            return 1 - epsilon_low, 1 + epsilon_high
+        return -math.inf, epsilon_high if self.clips == "above" else math.inf
 
     def token_weights(
         self, mask: Tensor, accumulation: int, max_completion_length: int, step_tokens: Tensor | float
@@ -60,8 +72,8 @@ LOSS_TYPES: dict[str, LossType] = {
     "bnpo": LossType(lambda mask, _: mask.sum().clamp(min=1), counts_other_rows=True),
     "dr_grpo": LossType(lambda mask, max_completion_length: len(mask) * max_completion_length),
     "dapo": LossType(None),
-    "cispo": LossType(None),
-    "sapo": LossType(_row_mean),
+    "cispo": LossType(None, clips="above"),
+    "sapo": LossType(_row_mean, clips=""),
     "luspo": LossType(lambda mask, _: len(mask), levels=("sequence",)),
-    "vespo": LossType(None),
+    "vespo": LossType(None, clips=""),
 }

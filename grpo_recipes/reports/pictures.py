@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from grpo_recipes.evaluation.estimates import Estimate
-from grpo_recipes.reports import charts, diagnostics
+from grpo_recipes.reports import charts, diagnostics, tool_checks, update_checks
 from grpo_recipes.reports.charts import Band, Chart, Interval, Limit, Line, number
-from grpo_recipes.reports.run import Run, RunReward, Series
+from grpo_recipes.reports.run import Run, RunReward, Series, spread
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_recipes.tools.metrics import UNKNOWN
 from grpo_rewards.errors import shortened
@@ -20,8 +20,8 @@ from grpo_rewards.errors import shortened
 MAX_NAME = 100
 MAX_BARS = 8
 MAX_LIMITS = 4
-MAX_TOOLS = 4
-"""Largest number of tools in a chart, one for each kind of dashes."""
+MAX_TOOLS = MAX_PASSES = 4
+"""Largest number of tools, and of passes, in a chart: one for each kind of dashes."""
 BANDS = 24
 """Number of windows of steps in which a band has a value."""
 MIN_SCORES = 8
@@ -61,7 +61,7 @@ TRUSTED = (
         "nats per token",
         (("kl", "sampled"), ("kl/full", "over the vocabulary")),
         "Distance of the policy from the reference policy.",
-        lambda run: [Limit(diagnostics.KL_LIMIT, "check:")],
+        lambda run: [Limit(update_checks.KL_LIMIT, "check:")],
     ),
     Metric(
         "Entropy",
@@ -96,6 +96,7 @@ TRUSTED = (
         "share of tokens",
         (("clip_ratio/region_mean", ""), ("cispo_clip_ratio", "CISPO")),
         "Tokens whose probability has changed too much for the update to count.",
+        lambda run: [Limit(update_checks.clipped_limit(run), "check:")],
     ),
     Metric(
         "Weights that a step changes",
@@ -143,7 +144,7 @@ TOOLS = (
         "share of calls",
         (("tools/failure_frequency", ""),),
         "Faults of the tools, unknown names, and arguments that don't fit.",
-        lambda run: [Limit(diagnostics.FAILED_CALLS_LIMIT, "check:")],
+        lambda run: [Limit(tool_checks.FAILED_CALLS_LIMIT, "check:")],
     ),
     Metric(
         "Completions that a limit ended",
@@ -154,7 +155,7 @@ TOOLS = (
             ("tools/rows_results_dropped", "results dropped"),
         ),
         "`max_tool_calling_iterations` limits the turns, and `max_completion_length` the tokens.",
-        lambda run: [Limit(diagnostics.TOOL_LIMITS_LIMIT, "check:")],
+        lambda run: [Limit(tool_checks.TOOL_LIMITS_LIMIT, "check:")],
     ),
     Metric(
         "Tokens of results",
@@ -190,7 +191,7 @@ def groups(runs: Sequence[Run]) -> list[Group]:
             "What was learnt",
             [*_evaluations(runs), *_held_out(runs), *_metrics(runs, LEARNT), *_rewards(runs)],
         ),
-        ("trust", "Can I trust it?", [*_metrics(runs, TRUSTED)]),
+        ("trust", "Can I trust it?", [*_metrics(runs, TRUSTED), *_metrics(runs, _by_pass(runs))]),
         ("tools", "How tools were used", [*_metrics(runs, TOOLS), *_metrics(runs, _by_tool(runs))]),
         ("ran", "How it ran", [*_metrics(runs, RAN)]),
     ):
@@ -236,11 +237,24 @@ def _metrics(runs: Sequence[Run], metrics: Iterable[Metric]) -> Iterator[Chart |
         yield _with_legend(chart, series)
 
 
+def _by_pass(runs: Sequence[Run]) -> Iterator[Metric]:
+    """Yield the effective sample size of each pass over a generation, of at most `MAX_PASSES` passes."""
+    numbers = sorted({number for run in runs for number in update_checks.passes(run, "effective_sample_size")})
+    keys = [(f"passes/{number}/effective_sample_size", f"pass {number}") for number in spread(numbers, MAX_PASSES)]
+    yield Metric(
+        "Effective sample size",
+        "share of tokens",
+        tuple(keys),
+        "Of the importance weights in each pass over a generation. It falls as the tokens become stale.",
+        lambda run: [Limit(update_checks.SAMPLE_SIZE_LIMIT, "check:")],
+    )
+
+
 def _by_tool(runs: Sequence[Run]) -> Iterator[Metric]:
     """Yield the metrics that are logged for each tool, with a line for each of the tools called most."""
-    calls = dict.fromkeys((tool for run in runs for tool in diagnostics.tools(run)), 0.0)
+    calls = dict.fromkeys((tool for run in runs for tool in tool_checks.tools(run)), 0.0)
     for run in runs:
-        for tool in diagnostics.tools(run):
+        for tool in tool_checks.tools(run):
             calls[tool] += math.fsum(run.series(f"tools/{tool}/calls").values)
     names = sorted(calls, key=lambda tool: -calls[tool])[:MAX_TOOLS]
     note = f"The {MAX_TOOLS} tools called most, of {len(calls)}." if len(calls) > MAX_TOOLS else ""

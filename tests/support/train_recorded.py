@@ -1,6 +1,8 @@
 """Trains three steps on a recording in which the ranks of a launch have very different amounts of work.
 
-python -m tests.support.train_recorded {ours,trl} RANKS OUTPUT [--lora], alone or under `accelerate launch`
+With `--twice` it trains four steps, two on each generation batch.
+
+python -m tests.support.train_recorded {ours,trl} RANKS OUTPUT [--lora] [--twice], alone or under `accelerate launch`
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def main(kind: str, ranks: str, output: str, *options: str) -> None:
         loss_type="grpo",
         per_device_train_batch_size=4,
         gradient_accumulation_steps=4 // int(ranks),
-        max_steps=3,
+        num_iterations=2 if "--twice" in options else 1,
+        max_steps=4 if "--twice" in options else 3,
         learning_rate=0.01,
         lr_scheduler_type="constant",
         adam_epsilon=0.1,  # small gradients then move a weight in proportion, and rounding stays rounding

@@ -25,12 +25,12 @@ BOXED = {"settings": {"samples": 1, "strict": [{"name": "gsm8k_correctness", "ex
 
 RESULTS: list[Case] = [
     # Input that must stay allowed.
-    Case("grpo-recipes diagnose run", ("nothing looks wrong", "10 of 11 checks had data"), 0, stored.run_files()),
+    Case("grpo-recipes diagnose run", ("nothing looks wrong", "15 of 16 checks had data"), 0, stored.run_files()),
     Case("grpo-recipes report run", ("report.html",), 0, stored.run_files()),
     Case("grpo-recipes report run other", ("report.html",), 0, {**stored.run_files(), **stored.run_files("other")}),
     Case(
         "grpo-recipes diagnose run",
-        ("nothing looks wrong", "8 of 11 checks had data", "no `run.json` holds `max_completion_length`"),
+        ("nothing looks wrong", "13 of 16 checks had data", "no `run.json` holds `max_completion_length`"),
         0,
         stored.run_files(record=None),
     ),

@@ -117,12 +117,25 @@ def test_generate_without_the_adapter_stops_the_run(
     assert run.state.global_step == 0
 
 
-def loud() -> Any:
+def loud(factor: float = 40) -> Any:
     """Return a model with log-probabilities so far apart that 16 bits move them by more than the tolerance."""
     policy = model()
     with torch.no_grad():
-        policy.get_output_embeddings().weight.mul_(40)
+        policy.get_output_embeddings().weight.mul_(factor)
     return policy
+
+
+def test_an_engine_that_16_bits_move_by_nats_stops_the_first_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy's own log-probabilities in bfloat16 differ as much, which is no excuse."""
+    serve(monkeypatch, "", torch.bfloat16)
+    run = trainer(tmp_path, policy=loud(1e6), **SETTINGS)
+    with pytest.raises(
+        NotThePolicy, match=r"at step 0 .* differ by ([1-9]|\d\d)(\.\d+)? on average, and no hypothesis"
+    ):
+        run.train()
+    assert run._generation_check.baseline is None
 
 
 @pytest.mark.slow
@@ -660,6 +673,31 @@ def test_no_dtype_explains_a_large_difference(mean: float, wrong: bool) -> None:
     """A policy that bfloat16 moves as far as the generator: the first batch would become the baseline."""
     found = Evidence(1000, 1000 * mean, 9.0, 1000.0, {BFLOAT16: Fit(1000.0, 2000.0, 1000 * mean)})
     assert conclude(found, is_float32=True, baseline=None).is_wrong == wrong
+    # The same with a 16-bit policy, and with a baseline that no dtype explains either.
+    for baseline in (None, 0.45):
+        for is_float32 in (False, True):
+            unexplained = Evidence(1000, 1000 * mean, 9.0, 1000.0)
+            assert conclude(unexplained, is_float32=is_float32, baseline=baseline).is_wrong == wrong
+
+
+def test_three_nats_on_the_first_batch_stop_the_run_and_are_no_baseline(tmp_path: Path) -> None:
+    check = trainer(tmp_path)._generation_check
+    with pytest.raises(NotThePolicy, match=r"differ by 3 on average, and no hypothesis"):
+        check._judge([Evidence(1000, 3000.0, 9.0, 1e4, {BFLOAT16: Fit(1e4, 2e4, 3000.0)})])
+    assert check.baseline is None
+    # A difference below the ceiling may become the baseline, and two times as much is still beyond the ceiling.
+    check._judge([off(1000, 0.45, 0.0)])
+    assert check._is_unusual(off(1000, 0.6, 0.0))
+    with pytest.raises(NotThePolicy, match=r"differ by 0\.6 on average"):
+        check._judge([off(1000, 0.6, 0.0)])
+
+
+@pytest.mark.parametrize("baseline", [None, 0.01])
+def test_a_difference_that_is_no_number_is_never_the_policy(baseline: float | None) -> None:
+    nan = float("nan")
+    found = Evidence(1000, nan, nan, nan, {BFLOAT16: Fit(nan, nan, nan), OFF: Fit(nan, nan, nan)})
+    for is_float32 in (False, True):
+        assert conclude(found, is_float32=is_float32, baseline=baseline).is_wrong
 
 
 def test_16_bit_differences_below_the_tolerance_stop_nothing() -> None:

@@ -121,6 +121,18 @@ RUNS: dict[str, tuple[dict[str, Any], int, str]] = {
         {"fault": {"sentence": "no", "time": 1, "row": {"reward": "x", "row": 0, "prompt": "", "completion": 7}}},
         2, "`row` has no `step`",
     ),
+    "passes that are text": (
+        {"record": {**RECORD, "config": {"num_iterations": "2"}}},
+        2, '`config.num_iterations` is "2", not an integer',
+    ),
+    "passes of odd numbers": (
+        {"state": state(*({**entry, f"passes/{'9' * 5000}/clip_share": 1, "passes//x": 1} for entry in HISTORY))},
+        0, "",
+    ),
+    "a part whose highest pay is text": (
+        {"record": {**RECORD, "rewards": [{**REWARDS[0], "parts": [{"name": "x", "highest_pay": "2"}]}]}},
+        2, "highest_pay",
+    ),
     "a cap that is text": ({"record": {**RECORD, "config": {"max_completion_length": "256"}}}, 2, "not an integer"),
 }  # fmt: skip
 

@@ -154,7 +154,7 @@ def test_the_page_begins_with_the_answer(run_folder: Path) -> None:
     assert "+25 points (95 %: " in first
     assert "McNemar's test: p = 1)" in first
     assert "no clear difference" in first
-    assert "11 of 11 checks had data, 1 found something" in first
+    assert "16 of 16 checks had data, 1 found something" in first
     for fact in ("Model", "tiny", "Optimizer steps", "40", "Time in steps", "1 min 20 s"):
         assert fact in first
     for group in ("What was learnt", "Can I trust it?", "How it ran"):
@@ -350,8 +350,8 @@ def test_two_runs_share_their_charts(run_folder: Path, tmp_path: Path) -> None:
     assert page.pictures == alone
     assert "run-a and run-b" in page.text
     assert "run-b: nothing looks wrong" in page.text
-    assert "run-b: 9 of 11 checks had data." in page.text
-    assert "kl was not logged. It looks for a KL to the reference above 1 nat per token." in page.text
+    assert "run-b: 14 of 16 checks had data." in page.text
+    assert "kl was not logged. It looks for a KL to the reference that stays above 1 nat per token." in page.text
 
 
 def test_a_run_with_hardly_any_metric_has_a_report(tmp_path: Path) -> None:
@@ -562,6 +562,16 @@ def test_special_characters_of_a_name_are_shown(tmp_path: Path) -> None:
         rows = [{"step": 10, "prompt": "one", "completion": "7", "gsm8k_correctness": 2.0}]
         pd.DataFrame(rows).to_parquet(folder / "completions" / "eval_completions_00010.parquet")
     assert r"a$\frac$b" in report(*folders).text
+
+
+def test_the_effective_sample_size_is_drawn_by_pass(tmp_path: Path) -> None:
+    metrics = {f"passes/{number}/effective_sample_size": ramp(1.0, 1.05 - 0.05 * number) for number in range(1, 9)}
+    (trust,) = (group for group in groups([Run.read(write_run(tmp_path / "run", metrics))]) if group.id == "trust")
+    drawn = {chart.name: chart for chart in trust.charts}
+    labels = [label for _, label, _ in drawn["effective-sample-size"].legend]
+    assert labels == ["pass 1", "pass 3", "pass 5", "pass 8"]
+    assert [limit.value for limit in drawn["effective-sample-size"].limits] == [0.8]
+    assert [limit.value for limit in drawn["clipped-tokens"].limits] == [0.2]
 
 
 def test_the_share_of_prompts_that_is_generated_is_drawn(tmp_path: Path) -> None:

@@ -598,9 +598,12 @@ def test_rows_with_holes_in_their_completion_mask_are_not_packed(tmp_path: Path,
 def test_multimodal_inputs_are_scored_by_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_on(model(), tmp_path)
     seen: dict[str, Any] = {}
-    monkeypatch.setattr(
-        TRLGRPOTrainer, "_get_per_token_logps_and_entropies", lambda self, *args, **kwargs: seen.update(kwargs)
-    )
+
+    def score(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None, None]:
+        seen.update(kwargs)
+        return torch.zeros(1, 1), None, None
+
+    monkeypatch.setattr(TRLGRPOTrainer, "_get_per_token_logps_and_entropies", score)
     rows = flat(RAGGED)
     trainer._get_per_token_logps_and_entropies(
         trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, pixel_values="pixels", num_images=[1]

@@ -141,6 +141,13 @@ def test_training_mixes_no_devices_and_bounds_its_waits(layout: str, tmp_path: P
     assert later.uploads <= UPLOADS
 
 
+def test_the_metrics_of_passes_wait_for_nothing(tmp_path: Path) -> None:
+    """In the second iteration of a generation batch each micro-batch waits as often as one without the metrics."""
+    second_iteration = counts(GRPOTrainer, tmp_path, num_iterations=2)[MICRO_BATCHES:]
+    assert max(count.synchronisations for count in second_iteration) <= LATER["packed"]
+    assert max(count.uploads for count in second_iteration) <= UPLOADS
+
+
 STOCK = [29, 12]
 """Waits of TRL in the first and in the second micro-batch of a generation batch."""
 

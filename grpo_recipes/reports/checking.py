@@ -1,0 +1,128 @@
+"""Parts that the checks of `diagnostics.py`, `tool_checks.py` and `update_checks.py` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from grpo_recipes.reports.run import Run, RunReward, Series
+
+NEAR_BEST = 0.9
+"""Share of the highest pay from which on a reward has no room to rise."""
+MOVING_PROMPTS = "`sampling` draws harder prompts as the policy learns; `eval_strategy: steps` shows whether it does"
+"""Reason why the training reward says nothing about progress."""
+
+Found = tuple[int, str]
+"""Optimizer step and sentence of a problem."""
+Check = Callable[[Run], Found | str]
+"""Function that returns a problem, or a clause with the figure that is fine."""
+
+
+class NoData(Exception):
+    """Reason why a check could not be made."""
+
+
+class DoesNotApply(Exception):
+    """Reason why a check means nothing for a run, whatever the run logs."""
+
+
+def logged(run: Run, key: str) -> Series:
+    """Return a logged metric, or raise `NoData`."""
+    series = run.series(key)
+    if not len(series):
+        raise NoData(f"`{key}` was not logged")
+    return series
+
+
+def trending(run: Run, key: str) -> Series:
+    """Return a metric with enough points for a trend, or raise `NoData`."""
+    series = logged(run, key)
+    if not series.has_trend:
+        raise too_few(key)
+    return series
+
+
+def too_few(metric: str, least: str = "four") -> NoData:
+    """Return the reason for a metric with too few points."""
+    return NoData(f"`{metric}` was logged fewer than {least} times")
+
+
+def after(series: Series, step: int) -> Series:
+    """Return the points of a series after a step."""
+    first = sum(logged_at <= step for logged_at in series.steps)
+    return Series(series.steps[first:], series.values[first:])
+
+
+def first_step(series: Series, is_reached: Callable[[float], bool]) -> int:
+    """Return the step of the first value for which `is_reached` is True."""
+    return next(step for step, value in zip(series.steps, series.values, strict=True) if is_reached(value))
+
+
+def last_step(series: Series) -> int:
+    """Return the step of the last point, or 0 if there is none."""
+    return series.steps[-1] if len(series) else 0
+
+
+def leaves(rewards: Iterable[RunReward]) -> Iterator[RunReward]:
+    """Yield the rewards, with the parts of each reward that has some in its place."""
+    for reward in rewards:
+        if reward.parts:
+            yield from leaves(reward.parts)
+        else:
+            yield reward
+
+
+def highest_total(run: Run) -> float | None:
+    """Return the highest weighted sum of the rewards for one completion, or None if it is unknown."""
+    total = 0.0
+    for reward in run.rewards:
+        if reward.highest_pay is None or reward.weight < 0:
+            return None
+        total += reward.weight * reward.highest_pay
+    return total if total > 0 else None
+
+
+def is_solved(run: Run, share: float = NEAR_BEST) -> bool:
+    """Return True if there are rewards that judge correctness, and all end at a share of their highest pay."""
+    judges = [(reward, means) for reward, means in run.parts() if reward.kind == "correctness" and len(means)]
+    return bool(judges) and all(
+        reward.highest_pay and means.end >= share * reward.highest_pay for reward, means in judges
+    )
+
+
+def is_near_best(run: Run, share: float = NEAR_BEST) -> bool:
+    """Return True if correctness, or the sum of all rewards, ends at a share of its highest pay."""
+    highest, reward = highest_total(run), run.series("reward")
+    return is_solved(run, share) or (highest is not None and len(reward) > 0 and reward.end >= share * highest)
+
+
+# ---- The cost of a problem
+
+
+def cost(run: Run, shares: Series) -> str:
+    """Return a clause with the share of the run's tokens, or of its steps if tokens were not logged, that is lost.
+
+    Each value of `shares` is the share that is lost since the point before.
+    """
+    steps = np.array([0, *shares.steps])
+    spent, unit = _spent(run)
+    lost = float((np.diff(spent(steps)) * np.clip(shares.values, 0, 1)).sum())
+    return f"{lost / spent(np.array([run.log.last_step]))[0]:.0%} of the run's {unit}"
+
+
+def cost_after(run: Run, step: int) -> str:
+    """Return a clause with the share of the run's tokens, or of its steps if tokens were not logged, after a step."""
+    spent, unit = _spent(run)
+    before, total = spent(np.array([step, run.log.last_step]))
+    return f"{1 - before / total:.0%} of the run's {unit} come after step {step}"
+
+
+def _spent(run: Run) -> tuple[Callable[[np.ndarray], np.ndarray], str]:
+    """Return a function of steps that gives the tokens, or the steps, that the run had spent by then, and the unit."""
+    tokens = run.series("num_tokens")
+    if not len(tokens) or max(tokens.values) <= 0:
+        return lambda steps: np.maximum(steps, 1e-9), "steps"
+    # A launch without a checkpoint's count may begin at 0 again.
+    counts = np.maximum.accumulate([0.0, *tokens.values])
+    return lambda steps: np.interp(steps, [0, *tokens.steps], counts), "tokens"

@@ -490,6 +490,7 @@ def training_phase(
     """Yield the rows of the table of training phases."""
     folder = tempfile.mkdtemp()
     config = {"gradient_checkpointing": checkpointing, "loss_type": "grpo", "learning_rate": 1e-6}
+    config["router_aux_loss_coef"] = 0.0  # prompts are not shared with a router loss
     contestants = {"trl": Trainer(TRLGRPOTrainer, policy(size, folder), False, tuning == "lora", **config)}
     for name, micro_batching in layouts.items():
         more = {**config, "micro_batching": micro_batching}

@@ -413,7 +413,10 @@ class MemoryPlan:
         return max(start, end, self._embedding_gradient()) + self._batch()
 
     def _layout_check(self) -> float:
-        """Return the bytes of a forward without gradients in TRL's layout, with which a packed row is compared."""
+        """Return the bytes of the forward in TRL's layout with which the first packed row of a run is compared.
+
+        It keeps nothing for a backward, and comes before the first gradient.
+        """
         shape, size, stream = self.shape, self._compute_bytes(), self._stream_bytes()
         padded = replace(self, prompts=None, tokens=self.tokens + CHECK_PADDING)
         is_adapter = shape.trained < shape.parameters
@@ -423,7 +426,8 @@ class MemoryPlan:
         layer = self.rows * padded.tokens * (4 * stream * shape.hidden + max(feed_forward, attention))
         # Autocast keeps its copies of trained weights only.
         casts = self._cast_weights() / (shape.layers if is_adapter else 1)
-        return max(layer, padded._head()) + casts + padded._batch()
+        gradients = 0 if self._splits_gradients() else self._trained_bytes() * shape.trained
+        return max(layer, padded._head()) + casts + padded._batch() - gradients
 
     def _batch(self) -> float:
         """Return the bytes of the mask of attention, of ids, other masks, labels and log-probabilities."""

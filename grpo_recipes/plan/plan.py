@@ -344,23 +344,23 @@ def _larger_micro_batch(recipe: Recipe, geometry: Geometry, estimate: memory.Mem
     parts, accumulation = geometry.steps_per_generation, geometry.gradient_accumulation_steps
     fitting = {}
     for factor in range(2, parts + 1):
+        if parts % factor:
+            continue
         larger = memory.packed(estimate, factor, geometry.num_generations, accumulation)
-        if parts % factor == 0 and larger.fits():
+        if larger.fits():
             fitting[factor] = larger
     if not fitting:
         return []
     factor = max(fitting)
     larger = fitting[factor]
-    keys = [
-        f"`per_device_train_batch_size: {larger.rows}`",
-        f"`gradient_accumulation_steps: {accumulation // factor}`",
-    ]
+    text = f"`per_device_train_batch_size: {larger.rows}` with `gradient_accumulation_steps: {accumulation // factor}`"
     if recipe.config.steps_per_generation is not None:
-        keys.append(f"`steps_per_generation: {parts // factor}`")
+        text += f" and `steps_per_generation: {parts // factor}`"
+    padded = replace(larger, prompts=None)
     return [
-        f"packed rows also fit with {', '.join(keys)}, fewer model calls for the same gradient: "
-        f"{memory.gib(larger.peak())} at the peak. If the first step warns that rows are trimmed or padded, they take "
-        f"up to {memory.gib(replace(larger, prompts=None).peak())}"
+        f"packed rows also fit at {text}, which makes fewer model calls for the same gradient: "
+        f"{memory.gib(larger.peak())} at the peak. A run that warns of trimmed or padded rows needs up to "
+        f"{memory.gib(padded.peak())}"
     ]
 
 

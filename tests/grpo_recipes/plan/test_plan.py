@@ -150,9 +150,12 @@ def test_a_larger_micro_batch_of_packed_rows_is_recommended(capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        (["--gradient_accumulation_steps", "8"], "size: 128`, `gradient_accumulation_steps: 1`, fewer"),
-        (["--gradient_accumulation_steps", "16"], "size: 128`, `gradient_accumulation_steps: 2`, fewer"),
-        (["--gradient_accumulation_steps", "8", "--steps_per_generation", "4"], "steps: 2`, `steps_per_generation: 1`"),
+        (["--gradient_accumulation_steps", "8"], "size: 128` with `gradient_accumulation_steps: 1`, which"),
+        (["--gradient_accumulation_steps", "16"], "size: 128` with `gradient_accumulation_steps: 2`, which"),
+        (
+            ["--gradient_accumulation_steps", "8", "--steps_per_generation", "4"],
+            "steps: 2` and `steps_per_generation: 1`",
+        ),
         (["--steps_per_generation", "4"], ""),  # an optimizer step has half of the generation batch
         (["--generation_batch_size", "16"], ""),
         (["--micro_batching.layout", "trimmed"], ""),

@@ -19,6 +19,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.evaluation.chat import Chat, Prompting
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.generation import captured
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.hypotheses import Processing
 from grpo_recipes.recipe.specs import OfflineSpec
@@ -32,6 +33,7 @@ from tests.support import short_runs, tiny
 from tests.support.grids import only
 from tests.support.pretend_gpu import MixedDevices, PretendGPU, PretendTensor
 from tests.support.recorded import Recording, make_trainer, model
+from tests.support.recorded_graph import recorded_graph
 from tests.support.short_runs import PROMPTS
 from tests.support.tool_rollouts import ADD, CASES, UNFIT, UNKNOWN, add, tool_policy, tool_tokenizer, transcript_reward
 from tests.support.varlen_kernel import VERSIONS, on_pretend_gpu
@@ -232,22 +234,26 @@ RUNS = {
     "evaluated": Run(EVALUATION, {"eval_dataset": PROMPTS.select(range(4))}, 13_136, 549, 332),
     "informative prompts": Run({}, {"sampling": "informative"}, 7_913, 386, 208),
     "transformers' own generation": Run({}, {"generation": "off"}, 7_786, 383, 209),
+    "captured": Run({}, {"generation": "captured", "generation_check": False}, 7_645, 330, 136),
     "two iterations": Run({"num_iterations": 2}, {}, 6_096, 325, 138),
 }
 """Runs of two steps. About 270 of the waits belong to the check of the layout, once in a run."""
 
 
 @pytest.mark.parametrize("name", only(["generated", "full KL", "refreshed reference"], list(RUNS)))
-def test_a_run_mixes_no_devices(name: str, tmp_path: Path) -> None:
+def test_a_run_mixes_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS[name]
+    monkeypatch.setattr(captured, "cuda_graph", recorded_graph)
     policy = tiny.policy(vocab_size=258, num_hidden_layers=1)
     policy.save_pretrained(tmp_path / "policy")
     policy.config._name_or_path = str(tmp_path / "policy")
     arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **run.arguments)
     trainer = short_runs.trainer(GRPOTrainer, policy, arguments, **run.more)
+    trainer._generation.captures = name == "captured"  # the trainer was made on a CPU, where nothing is captured
     with PretendGPU() as gpu:
         gpu.adopt(trainer)
         trainer.train()
+        assert trainer._generation.is_capture_verified == (name == "captured")
         assert all(parameter.is_cuda for parameter in trainer.model.parameters())
         assert gpu.launches <= run.launches
         assert gpu.synchronisations <= run.synchronisations, gpu.sites

@@ -485,7 +485,7 @@ class MemoryPlan:
         if self.prompts is None:
             elements = shape.query * (4 * size + per_head)
             return self.rows * self.tokens * (elements + self.tokens * size)
-        # Without 16 bits, keys and values are repeated for each head. The outputs are also kept as one row.
+        # In float32, keys and values are repeated for each head. The outputs are also kept as one row.
         key_value = shape.query if size == 4 else shape.key_value
         elements = shape.query * (2 * size + per_head) + 2 * key_value * size
         return self.rows * (self.tokens - 1) * elements + self._computed() * shape.query * size

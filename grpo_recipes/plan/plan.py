@@ -365,7 +365,7 @@ def _larger_micro_batch(recipe: Recipe, geometry: Geometry, estimate: memory.Mem
 
 
 def _packs_whole_groups(recipe: Recipe, geometry: Geometry) -> bool:
-    """Return True if packed rows may be of any micro-batch of their generation batch, beside their whole group.
+    """Return True if rows may move between all micro-batches of a generation batch, so that groups stay together.
 
     Otherwise the number of prompts in a packed row, and with it its memory, is not known.
     """

@@ -290,11 +290,11 @@ class PretendGPU(TorchFunctionMode):
             return
         checked = [args[0], *args[2:]] if name in INDEXING else [*args, kwargs]
         tensors = [leaf for leaf in tree_leaves(checked) if isinstance(leaf, Tensor)]
+        # An operator takes a number of the CPU, but writes to none.
         takes_numbers = name not in WITHOUT_CPU_NUMBERS
-        strangers = [
-            tensor for tensor in tensors if not isinstance(tensor, PretendTensor) and (tensor.ndim or not takes_numbers)
-        ]
-        if strangers:
+        written = args[0] if _is_in_place(func) else None
+        on_cpu = [tensor for tensor in tensors if not isinstance(tensor, PretendTensor)]
+        if any(tensor.ndim or not takes_numbers or tensor is written for tensor in on_cpu):
             raise MixedDevices(f"{func} got tensors of the CPU and of the GPU at {_site()}")
 
     def wait(self, kind: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
@@ -22,6 +23,7 @@ from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation import captured
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.hypotheses import Processing
+from grpo_recipes.generation.kv_cache import FullBuffer
 from grpo_recipes.recipe.specs import OfflineSpec
 from grpo_recipes.training import varlen
 from grpo_recipes.training.adamw_bf16 import CHANGED, EXPECTED, AdamWBF16, UpdateSample
@@ -92,6 +94,7 @@ def test_an_operator_refuses_tensors_of_two_devices() -> None:
             lambda: torch.cat([torch.ones(2), on_gpu]),
             lambda: torch.stack([torch.tensor(1.0), on_gpu[0]]),
             lambda: on_gpu + on_gpu.new_zeros(2, device="cpu"),
+            lambda: torch.tensor(1.0).add_(on_gpu[0]),
         ):
             with pytest.raises(MixedDevices, match=r"test_pretend_gpu\.py"):
                 operation()
@@ -240,7 +243,7 @@ RUNS = {
 """Runs of two steps. About 270 of the waits belong to the check of the layout, once in a run."""
 
 
-@pytest.mark.parametrize("name", only(["generated", "full KL", "refreshed reference"], list(RUNS)))
+@pytest.mark.parametrize("name", only(["generated", "full KL", "refreshed reference", "captured"], list(RUNS)))
 def test_a_run_mixes_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS[name]
     monkeypatch.setattr(captured, "cuda_graph", recorded_graph)
@@ -471,6 +474,28 @@ def test_group_decoding_bounds_its_waits_per_token() -> None:
             assert not turn.declined
 
         check_counts_of_tokens(gpu, generate, DECODED)
+
+
+def test_keys_and_values_that_need_more_room_are_copied_on_the_device() -> None:
+    columns = torch.randn(2, 3, 1, 5, 4, generator=torch.Generator().manual_seed(0))
+
+    def grown(parts: Tensor) -> Tensor:
+        """Return the keys after four appended columns, of which one has room."""
+        layer = DynamicLayer()
+        layer.update(parts[0, :, :, :1], parts[1, :, :, :1])
+        buffer = FullBuffer(layer, torch.tensor([2, 0], device=parts.device), room=1)
+        for place in range(1, 5):
+            keys, values = (parts[n, :2, :, place : place + 1] for n in range(2))
+            buffer.update(keys, values)
+        return buffer.keys
+
+    expected = grown(columns)
+    with PretendGPU() as gpu:
+        on_gpu = columns.to("cuda")
+        gpu.reset()
+        got = grown(on_gpu)
+        assert gpu.synchronisations == 0, gpu.sites
+        assert torch.equal(got.cpu(), expected)
 
 
 DECODED = (235, 13, 9)

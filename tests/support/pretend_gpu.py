@@ -278,7 +278,7 @@ class PretendGPU(TorchFunctionMode):
             fills = name != "index" and not isinstance(args[2], PretendTensor)  # with a number: `masked_fill`
             if masks and not fills:
                 self.wait("boolean index")
-            self.uploads += any(not isinstance(index, PretendTensor) for index in indices)
+            self.uploads += sum(not isinstance(index, PretendTensor) for index in indices)
 
     def _check_devices(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         if name == "copy_":  # the one operator between devices

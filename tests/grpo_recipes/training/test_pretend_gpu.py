@@ -25,7 +25,7 @@ from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.hypotheses import Processing
 from grpo_recipes.generation.kv_cache import FullBuffer
 from grpo_recipes.recipe.specs import OfflineSpec
-from grpo_recipes.training import varlen
+from grpo_recipes.training import callbacks, layout_check, tool_turns, varlen
 from grpo_recipes.training.adamw_bf16 import CHANGED, EXPECTED, AdamWBF16, UpdateSample
 from grpo_recipes.training.offline import RecordedRollout, recorded_reward
 from grpo_recipes.training.reference import kl_to_reference
@@ -33,12 +33,29 @@ from grpo_recipes.training.varlen import TRIAL_SPANS
 from grpo_rewards.reward_model import RewardModelScore
 from tests.support import short_runs, tiny
 from tests.support.grids import only
-from tests.support.pretend_gpu import MixedDevices, PretendGPU, PretendTensor
+from tests.support.pretend_gpu import DEVICE, MixedDevices, PretendGPU, PretendTensor
 from tests.support.recorded import Recording, make_trainer, model
 from tests.support.recorded_graph import recorded_graph
 from tests.support.short_runs import PROMPTS
 from tests.support.tool_rollouts import ADD, CASES, UNFIT, UNKNOWN, add, tool_policy, tool_tokenizer, transcript_reward
 from tests.support.varlen_kernel import VERSIONS, on_pretend_gpu
+
+
+@pytest.fixture(autouse=True)
+def reductions_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reductions of a number over ranks refuse another device, which several processes on GPUs would."""
+
+    def checked(reduce: Callable[..., int], number: int, device: torch.device) -> int:
+        assert PretendGPU.current is None or device == DEVICE
+        return reduce(number, device)
+
+    for module, name in (
+        (tool_turns, "largest_of_ranks"),
+        (layout_check, "on_any_rank"),
+        (callbacks, "largest_of_ranks"),
+    ):
+        monkeypatch.setattr(module, name, functools.partial(checked, getattr(module, name)))
+
 
 RECORDING = Recording.random(prompts=2, group=4, seed=3)
 MICRO_BATCHES = 2
@@ -410,6 +427,20 @@ def test_a_reward_model_scores_groups_on_the_device(tmp_path: Path) -> None:
         assert gpu.launches <= 116
         assert gpu.synchronisations <= 3, gpu.sites  # the scores of each batch of rows
         assert 20 < gpu.uploads <= 26  # those of the 21 weights included
+
+
+def test_a_reward_model_without_a_linear_head_scores_on_the_device(tmp_path: Path) -> None:
+    tiny.save_reward_model(tmp_path)
+
+    def scores(device: str) -> list[float | None]:
+        reward = RewardModelScore(str(tmp_path), device=device)
+        reward.load()._head = None  # conversations are then scored one by one
+        return reward(prompts=["2 + 2 ="] * 2, completions=["4", "five"])
+
+    expected = scores("cpu")
+    with PretendGPU() as gpu:
+        assert scores("cuda") == pytest.approx(expected, abs=1e-5)
+        assert gpu.synchronisations <= 2, gpu.sites
 
 
 def test_adamw_bf16_stays_on_the_device_in_few_launches() -> None:

@@ -390,10 +390,13 @@ def test_an_answer_of_a_chat_is_generated_on_the_device() -> None:
     policy, tokenizer = tiny.policy(num_hidden_layers=1), tiny.byte_tokenizer()
     settings = Settings(max_new_tokens=2, strict=None)
     expected = Chat(Transformers(policy, tokenizer), Prompting(is_text=True), settings, {}).answer("2 + 2 =")
-    with PretendGPU():
+    with PretendGPU() as gpu:
         policy.to("cuda")
         chat = Chat(Transformers(policy, tokenizer), Prompting(is_text=True), settings, {})
+        gpu.reset()
         assert chat.answer("2 + 2 =") == expected
+        assert gpu.synchronisations <= 10, gpu.sites
+        assert gpu.uploads <= 6  # transformers would move tokens of the CPU for each forward
 
 
 def test_vllms_processing_of_logits_stays_on_the_device() -> None:

@@ -148,10 +148,17 @@ class PretendTensor(torch.Tensor):
 
 
 class Autocast(torch.autocast):
-    """Autocast of the pretend GPU, whose tensors are those of the CPU in C++."""
+    """Autocast of the pretend GPU, whose tensors are those of the CPU in C++. That of another device does nothing."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(_host_of(device_type), *args, **kwargs)
+        self._is_of_gpu = _is_gpu(device_type)
+
+    def __enter__(self) -> Any:
+        return super().__enter__() if self._is_of_gpu else self
+
+    def __exit__(self, *error: Any) -> Any:
+        return super().__exit__(*error) if self._is_of_gpu else False
 
 
 class PretendGPU(TorchFunctionMode):

@@ -396,7 +396,7 @@ def test_an_answer_of_a_chat_is_generated_on_the_device() -> None:
         gpu.reset()
         assert chat.answer("2 + 2 =") == expected
         assert gpu.synchronisations <= 10, gpu.sites
-        assert gpu.uploads <= 6  # transformers would move tokens of the CPU for each forward
+        assert gpu.uploads <= 6
 
 
 def test_vllms_processing_of_logits_stays_on_the_device() -> None:

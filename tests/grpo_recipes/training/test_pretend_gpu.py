@@ -321,7 +321,7 @@ def test_an_offline_run_mixes_no_devices(recorded: bool, tmp_path: Path) -> None
     assert trainer.state.log_history[0].get("efficiency/rows_skipped") == (4.0 if recorded else None)
 
 
-OFFLINE = [(1_189, 73, 56), (2_787, 192, 64)]
+OFFLINE = [(1_189, 73, 56), (3_362, 248, 69)]
 """Largest numbers of launches, waits and copies to the device of two steps, without and with log-probabilities."""
 
 

@@ -42,6 +42,10 @@ BATCH_BYTES = 64
 # Tokens and logits of a tile of TRL's head, also if the vocabulary is smaller (`TOKEN_CHUNK_SIZE` and
 # `_CHUNKED_LOGPROB_CHUNK_SIZE` of TRL).
 HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
+# Largest share of the tokens of trimmed rows for which a packed row is used, and columns of padding that the check of
+# the layout adds (`training.log_probs` and twice `EXTRA_PADDING` of `training.layout_check`, which this folder can't
+# import).
+MAX_PACKED_SHARE, CHECK_PADDING = 0.95, 16
 # State of other optimizers, as numbers in the weight's own dtype or as bytes. An optimizer that is not listed counts as
 # Adam.
 ADAM_MOMENTS = 2
@@ -270,6 +274,7 @@ class MemoryPlan:
         rows: Completions in one micro-batch on one GPU.
         generated_rows: Completions that one GPU generates at once.
         tokens: Tokens of the longest prompt and completion together.
+        prompt_tokens: Tokens of the longest prompt.
         dtype_bytes: Bytes per weight as loaded.
         mixed_precision: True if matrix products are computed in 16 bits.
         gradient_checkpointing: True if activations are recomputed in the backward pass.
@@ -286,6 +291,7 @@ class MemoryPlan:
         keeps_turns: True if transformers' generation keeps keys and values between the turns of a generation batch.
         accumulates: True if an optimizer step has several micro-batches, so that gradients exist from the first one on.
         full_kl: True if the KL term is that over the vocabulary (`kl_estimator: full`).
+        prompts: Number of distinct prompts in a packed row of a micro-batch, or None for TRL's padded layout.
     """
 
     shape: ModelShape
@@ -293,6 +299,7 @@ class MemoryPlan:
     rows: int
     generated_rows: int
     tokens: int
+    prompt_tokens: int
     dtype_bytes: int
     mixed_precision: bool
     gradient_checkpointing: bool
@@ -309,6 +316,7 @@ class MemoryPlan:
     keeps_turns: bool = False
     accumulates: bool = True
     full_kl: bool = False
+    prompts: int | None = None
 
     def parts(self) -> dict[str, float]:
         """Return the bytes on one GPU by part.
@@ -422,7 +430,16 @@ class MemoryPlan:
         return size * self.shape.parameters / ranks
 
     def _activations(self) -> float:
-        """Return the most bytes that a micro-batch or the optimizer's step holds beside the states.
+        """Return the most bytes that a micro-batch or the optimizer's step holds beside the states."""
+        held = self._micro_batch()
+        if self.prompts is not None:
+            # A row that packing would hardly shorten is trimmed, and padded with at most so many tokens.
+            trimmed = math.ceil(self._computed() / MAX_PACKED_SHARE / self.rows)
+            held = max(held, replace(self, prompts=None, tokens=trimmed)._micro_batch(), self._layout_check())
+        return max(held, self._optimizer_step())
+
+    def _micro_batch(self) -> float:
+        """Return the most bytes that the forward and the backward of a micro-batch hold beside the states.
 
         Gradients that the micro-batch has not computed yet are subtracted, because the states count all of them.
         """
@@ -437,26 +454,50 @@ class MemoryPlan:
         if not self.accumulates and not self._splits_gradients():
             start -= self._trained_bytes() * self.shape.trained
         end = self._kept() + self._layer_backward()
-        return max(start, end, self._embedding_gradient(), self._optimizer_step()) + self._batch()
+        return max(start, end, self._embedding_gradient()) + self._batch()
+
+    def _layout_check(self) -> float:
+        """Return the bytes of the forward in TRL's layout with which the first packed row of a run is compared.
+
+        It keeps nothing for a backward, and comes before the first gradient.
+        """
+        shape, size, stream = self.shape, self._compute_bytes(), self._stream_bytes()
+        padded = replace(self, prompts=None, tokens=self.tokens + CHECK_PADDING)
+        is_adapter = shape.trained < shape.parameters
+        intermediate, hidden = (4 * size, 6) if is_adapter else (3 * size, 0)
+        feed_forward = intermediate * shape.intermediate + hidden * shape.hidden
+        attention = (4 * size + stream) * shape.query + 2 * stream * shape.key_value + padded.tokens * size
+        layer = self.rows * padded.tokens * (4 * stream * shape.hidden + max(feed_forward, attention))
+        # Autocast keeps its copies of trained weights only.
+        casts = self._cast_weights() / (shape.layers if is_adapter else 1)
+        gradients = 0 if self._splits_gradients() else self._trained_bytes() * shape.trained
+        return max(layer, padded._head()) + casts + padded._batch() - gradients
 
     def _batch(self) -> float:
         """Return the bytes of the mask of attention, of ids, other masks, labels and log-probabilities."""
-        return self.rows * self.tokens * (self.tokens + BATCH_BYTES)
+        mask = self.tokens if self.prompts is None else 0
+        return self.rows * self.tokens * (mask + BATCH_BYTES)
+
+    def _computed(self) -> int:
+        """Return the number of tokens of a micro-batch that run through the model, padding included."""
+        if self.prompts is None:
+            return self.rows * self.tokens
+        # The last token of a prompt is computed once per completion, in place of the completion's own last token.
+        shared = self.prompts * (self.prompt_tokens - 1)
+        return shared + self.rows * (self.tokens - self.prompt_tokens)
 
     def _checkpoint(self) -> float:
         """Return the bytes of the input of one layer."""
-        return self.rows * self.tokens * self.shape.hidden * self._stream_bytes()
+        return self._computed() * self.shape.hidden * self._stream_bytes()
 
     def _kept(self) -> float:
         """Return the bytes that one layer keeps for its backward pass without gradient checkpointing.
 
-        A layer is taken to be Llama's: two norms, attention with a mask for TRL's padding, and a gated feed-forward
-        layer. SDPA with a mask repeats keys and values for each head, and gets a bias of the scores.
+        A layer is taken to be Llama's: two norms, attention, and a gated feed-forward layer.
         """
         shape, size, stream = self.shape, self._compute_bytes(), self._stream_bytes()
         norm = 4.0  # the float32 input
-        # Query, repeated key and value, and output. A float32 number for each head, which has at least 64 elements.
-        query = 4 * size + 4 / 64
+        query = 0.0
         intermediate = 4.0 * size  # gate, its activation, up projection, input of the down projection
         if shape.trained == shape.parameters:
             norm += stream  # factor of the norm's weight
@@ -475,8 +516,23 @@ class MemoryPlan:
             elements += 7 * rank * size  # between the two matrices of each adapter
         if shape.norms_heads:
             elements += (norm + 4 / 64) * (shape.query + shape.key_value)
-        bias = self.rows * self.tokens**2 * size
-        return self.rows * self.tokens * elements + bias + self._cast_weights() / shape.layers
+        return self._computed() * elements + self._attention() + self._cast_weights() / shape.layers
+
+    def _attention(self) -> float:
+        """Return the bytes that the attention of one layer keeps: query, key, value and output.
+
+        The mask for TRL's padding makes SDPA repeat keys and values for each head, and it gets a bias of the scores. A
+        packed row is counted with one SDPA call per completion, which keeps more than one call of `varlen_attn`.
+        """
+        shape, size = self.shape, self._compute_bytes()
+        per_head = 4 / 64  # a float32 number for each head, which has at least 64 elements
+        if self.prompts is None:
+            elements = shape.query * (4 * size + per_head)
+            return self.rows * self.tokens * (elements + self.tokens * size)
+        # In float32, keys and values are repeated for each head. The outputs are also kept as one row.
+        key_value = shape.query if size == 4 else shape.key_value
+        elements = shape.query * (2 * size + per_head) + 2 * key_value * size
+        return self.rows * (self.tokens - 1) * elements + self._computed() * shape.query * size
 
     def _layer_backward(self) -> float:
         """Return the bytes of temporaries in the backward pass of one layer.
@@ -488,7 +544,7 @@ class MemoryPlan:
         if shape.trained < shape.parameters:
             # A float32 adapter's dropout has a float32 input and output, and so have their gradients.
             hidden, intermediate = 11, size * (5 if self._trained_bytes() > size else 1)
-        temporaries = self.rows * self.tokens * (hidden * shape.hidden + intermediate * shape.intermediate)
+        temporaries = self._computed() * (hidden * shape.hidden + intermediate * shape.intermediate)
         # A quantized matrix is dequantized when it is used.
         dequantised = 0 if self.quantised_bytes is None else size * shape.hidden * shape.intermediate
         return temporaries + dequantised
@@ -501,7 +557,7 @@ class MemoryPlan:
 
     def _head(self) -> float:
         """Return the bytes of hidden states behind the last layer, of their gradients, and of the tiles of the head."""
-        tokens, stream = self.rows * self.tokens, self._stream_bytes()
+        tokens, stream = self._computed(), self._stream_bytes()
         # The last norm keeps its float32 input. TRL's head computes the gradient in float32.
         hidden = 8 + 4 * stream
         tile = self._compute_bytes()
@@ -509,7 +565,10 @@ class MemoryPlan:
             # The reference's hidden states, and the completion tokens of both models. Two tiles of float32 logits.
             hidden += 3 * stream + 8
             tile = 8
-        return min(tokens, HEAD_TOKENS) * HEAD_VOCABULARY * tile + tokens * self.shape.hidden * hidden
+        # Autocast's copies of the weights of a tile and of the one before it.
+        casts = self._stream_bytes() != self._compute_bytes()
+        copies = min(2 * HEAD_VOCABULARY * self.shape.hidden, self.shape.head) * self._compute_bytes() if casts else 0
+        return min(tokens, HEAD_TOKENS) * HEAD_VOCABULARY * tile + tokens * self.shape.hidden * hidden + copies
 
     def _head_backward(self) -> float:
         """Return the bytes of the gradient of the head's weight, in float32 and in its own dtype."""
@@ -668,13 +727,15 @@ def memory_plan(
         full_kl: True for `kl_estimator: full`.
     """
     is_adapter = shape.trained < shape.parameters
+    longest_prompt = prompt_tokens or ASSUMED_PROMPT_TOKENS
     # A rank generates all its micro-batches at once, but trains on one at a time.
     return MemoryPlan(
         shape=shape,
         layout=layout,
         rows=config.per_device_train_batch_size,
         generated_rows=config.per_device_train_batch_size * steps_per_generation,
-        tokens=(prompt_tokens or ASSUMED_PROMPT_TOKENS) + config.max_completion_length,
+        tokens=longest_prompt + config.max_completion_length,
+        prompt_tokens=longest_prompt,
         dtype_bytes=4 if dtype in (None, "float32") else 2,
         mixed_precision=bool(config.bf16 if config.bf16 is not None else not config.use_cpu) or config.fp16,
         gradient_checkpointing=config.gradient_checkpointing,
@@ -692,6 +753,23 @@ def memory_plan(
         accumulates=config.gradient_accumulation_steps > 1,
         full_kl=full_kl,
     )
+
+
+def packed(plan: MemoryPlan, factor: int, group: int, accumulation: int) -> MemoryPlan:
+    """Return the estimate with `factor` times as many completions in a micro-batch, as packed rows.
+
+    Args:
+        plan: Estimate of the recipe.
+        factor: Number of micro-batches of one generation batch that become one.
+        group: Completions of a prompt, all of which are on the same GPU.
+        accumulation: The recipe's `gradient_accumulation_steps`, which shrinks so that the optimizer step keeps its
+            size.
+    """
+    rows = factor * plan.rows
+    # Rows are sorted by prompt, and each micro-batch takes the next ones. It may begin and end inside a group.
+    starts = range(0, math.lcm(rows, group), rows)
+    prompts = max((start + rows - 1) // group - start // group + 1 for start in starts)
+    return replace(plan, rows=rows, prompts=prompts, accumulates=accumulation > factor)
 
 
 def quantised_bytes(arguments: ModelConfig) -> float | None:

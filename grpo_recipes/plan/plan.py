@@ -30,6 +30,7 @@ from grpo_recipes.checks.tools import Toolset, load_toolset
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.plan import memory
 from grpo_recipes.plan.prompts import PromptReport, prompt_report
+from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import (
     Recipe,
     RecipeError,
@@ -193,6 +194,7 @@ def plan(
     precision = precision_of(recipe, machine)
     surviving = precision.surviving(initial_weights(spread))
     notes += _precision_notes(precision, surviving, estimate)
+    notes += _larger_micro_batch(recipe, geometry, estimate)
     if recipe.config.use_cpu and gpu_memory is None:
         estimate = None
     return Plan(recipe, geometry, rewards, prompts, estimate, precision, surviving, notes, shown, toolset)
@@ -330,6 +332,53 @@ def _precision_notes(
         if warning or has_better:
             notes.append(f"recommended, of what keeps every update: {best}")
     return notes
+
+
+def _larger_micro_batch(recipe: Recipe, geometry: Geometry, estimate: memory.MemoryPlan | str | None) -> list[str]:
+    """Return a note on the largest micro-batch that fits as a packed row, if it is larger than the recipe's.
+
+    It joins micro-batches of one generation batch and one optimizer step, whose gradient stays the same.
+    """
+    if not isinstance(estimate, memory.MemoryPlan) or not estimate.fits() or not _packs_whole_groups(recipe, geometry):
+        return []
+    parts, accumulation = geometry.steps_per_generation, geometry.gradient_accumulation_steps
+    fitting = {}
+    for factor in range(2, parts + 1):
+        if parts % factor:
+            continue
+        larger = memory.packed(estimate, factor, geometry.num_generations, accumulation)
+        if larger.fits():
+            fitting[factor] = larger
+    if not fitting:
+        return []
+    factor = max(fitting)
+    larger = fitting[factor]
+    text = f"`per_device_train_batch_size: {larger.rows}` with `gradient_accumulation_steps: {accumulation // factor}`"
+    if recipe.config.steps_per_generation is not None:
+        text += f" and `steps_per_generation: {parts // factor}`"
+    padded = replace(larger, prompts=None)
+    return [
+        f"packed rows also fit at {text}, which makes fewer model calls for the same gradient: "
+        f"{memory.gib(larger.peak())} at the peak. A run that warns of trimmed or padded rows needs up to "
+        f"{memory.gib(padded.peak())}"
+    ]
+
+
+def _packs_whole_groups(recipe: Recipe, geometry: Geometry) -> bool:
+    """Return True if rows may move between all micro-batches of a generation batch, so that groups stay together.
+
+    Otherwise the number of prompts in a packed row, and with it its memory, is not known.
+    """
+    if recipe.micro_batching.layout != "packed" or recipe.kl_estimator == "full":
+        return False
+    config, loss = recipe.config, LOSS_TYPES.get(recipe.config.loss_type)
+    if loss is None or loss.counts_other_rows:
+        return False
+    if config.entropy_coef != 0 or config.use_adaptive_entropy or config.top_entropy_quantile < 1:
+        return False  # statistics of one micro-batch
+    if geometry.splits_groups or geometry.num_generations == 1:
+        return False
+    return geometry.gradient_accumulation_steps % geometry.steps_per_generation == 0
 
 
 def _notes(recipe: Recipe) -> list[str]:

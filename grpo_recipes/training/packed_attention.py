@@ -201,10 +201,16 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) if tensor.dtype == torch.float32 else tensor for tensor in tensors]
 
 
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Return True for a tensor that a GPU computes with."""
+    return tensor.device.type != "cpu"
+
+
 def sdpa(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Return the attention output, (1, N, heads, D), of one SDPA call per suffix."""
     heads = query.shape[1] // key.shape[1]
-    if heads > 1 and query.is_cuda and query.dtype == torch.float32:
+    on_gpu = is_on_gpu(query)
+    if heads > 1 and on_gpu and query.dtype == torch.float32:
         # No kernel on a GPU takes grouped heads in float32, and without one SDPA stores all scores.
         key, value = key.repeat_interleave(heads, dim=1), value.repeat_interleave(heads, dim=1)
         heads = 1
@@ -220,7 +226,7 @@ def sdpa(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: 
             q, k, v = next(parts)
             k, v = torch.cat([prefix_k, k], dim=2), torch.cat([prefix_v, v], dim=2)
             # On a GPU the kernels want aligned masks, which a view of the shared mask is not.
-            if number and last - first <= context and query.device.type == "cpu":
+            if number and last - first <= context and not on_gpu:
                 mask = spans.suffix_mask(context, last - first, query)
                 output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=grouped)
             else:

@@ -34,7 +34,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as HEAD_CHUNK
 
-from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
+from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans, Kernel
 
 BLOCK = 512
 """Bytes of CUDA's smallest allocation."""
@@ -138,9 +138,11 @@ def measure(
     accumulates: bool = False,
     splits_gradients: bool = False,
     group: int | None = None,
+    varlen: bool = True,
     full_kl: bool = False,
+    trains: bool = True,
 ) -> Meter:
-    """Return the meter after the forward and the backward of a micro-batch.
+    """Return the meter after the forward and, if it trains, the backward of a micro-batch.
 
     Args:
         model: Model of `build`.
@@ -150,10 +152,13 @@ def measure(
         accumulates: True if an earlier micro-batch has left its gradients.
         splits_gradients: True if a gradient leaves the GPU as soon as it is complete, as under ZeRO.
         group: Completions of a prompt in a packed row, or None for TRL's padded layout.
+        varlen: True if the attention of a packed row is one call of `varlen_attn`, False if it is one SDPA call per
+            completion.
         full_kl: True to add the KL over the vocabulary to the loss. The model stands for its reference.
+        trains: False for a forward without gradients, as the check of the layout makes it.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    model.train()
+    model.train(trains)
     if checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
         if base is not model:
@@ -161,7 +166,7 @@ def measure(
     for parameter in model.parameters():
         if splits_gradients and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    spans = None if group is None else _spans(batch, group)
+    spans = None if group is None else _spans(batch, group, _varlen if varlen else None)
     shape = (batch.rows, batch.prompt + batch.completion)
     if spans is not None:
         AttentionSwitch().pack(model)
@@ -174,9 +179,11 @@ def measure(
         if accumulates:
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        loss = _loss(base, *given, spans, full_kl, autocast)
-        meter.phase = "backward"
-        loss.backward()
+        with torch.set_grad_enabled(trains):
+            loss = _loss(base, *given, spans, full_kl, autocast)
+        if trains:
+            meter.phase = "backward"
+            loss.backward()
     return meter
 
 
@@ -223,20 +230,21 @@ def _hidden(base: nn.Module, ids: Tensor, mask: Tensor, spans: GroupSpans | None
     return base.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
 
 
-def _spans(batch: Batch, group: int) -> GroupSpans:
-    """Return the spans of a packed row of groups, with a kernel that stores what `varlen_attn` does."""
+def _spans(batch: Batch, group: int, kernel: Kernel | None) -> GroupSpans:
+    """Return the spans of a packed row of groups."""
     groups, end = [], 0
-    for _ in range(batch.rows // group):
+    for first in range(0, batch.rows, group):
         prefix = (end, end + batch.prompt - 1)
-        starts = range(prefix[1], prefix[1] + group * batch.completion, batch.completion)
+        completions = min(group, batch.rows - first)
+        starts = range(prefix[1], prefix[1] + completions * batch.completion, batch.completion)
         suffixes = [(start, start + batch.completion) for start in starts]
         groups.append((prefix, suffixes))
         end = suffixes[-1][1]
-    return GroupSpans(groups, _varlen, recomputed=True)
+    return GroupSpans(groups, kernel, recomputed=True)
 
 
 def _varlen(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Compute attention of keys and values that are gathered once per segment, as `VarlenKernel` does."""
+    """Compute attention of keys and values that are gathered once per segment, and store what `varlen_attn` does."""
     length = sum(stop - start + last - first for (start, stop), (first, last) in spans.segments())
     places = torch.zeros(length, dtype=torch.long)
     keys, values = (tensor.index_select(2, places) for tensor in (key, value))
@@ -266,6 +274,8 @@ def gpu_kernels() -> Iterator[None]:
     """Replace the kernels that take another amount of memory on a CPU."""
     replaced = {
         "torch.nn.functional.scaled_dot_product_attention": _attention,
+        "grpo_recipes.training.packed_attention.scaled_dot_product_attention": _attention,
+        "grpo_recipes.training.packed_attention.is_on_gpu": lambda tensor: True,
         "torch.nn.functional.dropout": _dropout,
         "trl.kernels.chunked_logprob._forward_tile": _nothing,
         "trl.kernels.chunked_logprob._backward_tile": _nothing,

@@ -148,10 +148,17 @@ class PretendTensor(torch.Tensor):
 
 
 class Autocast(torch.autocast):
-    """Autocast of the pretend GPU, whose tensors are those of the CPU in C++."""
+    """Autocast of the pretend GPU, whose tensors are those of the CPU in C++. That of another device does nothing."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(_host_of(device_type), *args, **kwargs)
+        self._is_of_gpu = _is_gpu(device_type)
+
+    def __enter__(self) -> Any:
+        return super().__enter__() if self._is_of_gpu else self
+
+    def __exit__(self, *error: Any) -> Any:
+        return super().__exit__(*error) if self._is_of_gpu else False
 
 
 class PretendGPU(TorchFunctionMode):
@@ -278,7 +285,7 @@ class PretendGPU(TorchFunctionMode):
             fills = name != "index" and not isinstance(args[2], PretendTensor)  # with a number: `masked_fill`
             if masks and not fills:
                 self.wait("boolean index")
-            self.uploads += any(not isinstance(index, PretendTensor) for index in indices)
+            self.uploads += sum(not isinstance(index, PretendTensor) for index in indices)
 
     def _check_devices(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         if name == "copy_":  # the one operator between devices
@@ -290,11 +297,11 @@ class PretendGPU(TorchFunctionMode):
             return
         checked = [args[0], *args[2:]] if name in INDEXING else [*args, kwargs]
         tensors = [leaf for leaf in tree_leaves(checked) if isinstance(leaf, Tensor)]
+        # An operator takes a number of the CPU, but writes to none.
         takes_numbers = name not in WITHOUT_CPU_NUMBERS
-        strangers = [
-            tensor for tensor in tensors if not isinstance(tensor, PretendTensor) and (tensor.ndim or not takes_numbers)
-        ]
-        if strangers:
+        written = args[0] if _is_in_place(func) else None
+        on_cpu = [tensor for tensor in tensors if not isinstance(tensor, PretendTensor)]
+        if any(tensor.ndim or not takes_numbers or tensor is written for tensor in on_cpu):
             raise MixedDevices(f"{func} got tensors of the CPU and of the GPU at {_site()}")
 
     def wait(self, kind: str) -> None:

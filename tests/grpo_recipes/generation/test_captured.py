@@ -189,6 +189,25 @@ def test_a_replayed_token_is_one_launch_and_the_host_waits_for_every_eighth(monk
     assert replayed == [1, 1 / READ_EVERY, 0]
 
 
+def test_rows_leave_on_the_device_in_few_waits_and_copies(graphs: list[int]) -> None:
+    policy = tiny("LlamaConfig")
+    expected = generated(policy, CapturedTurn(record_every=3), **SAMPLED)
+    sizes = graphs.copy()
+    assert len(sizes) > 2
+    graphs.clear()
+    with PretendGPU() as gpu:
+        policy.to("cuda")
+        inputs = {name: value.to("cuda") for name, value in batch().items()}
+        gpu.reset()
+        torch.manual_seed(3)
+        with decoding(policy, CapturedTurn(record_every=3)):
+            tokens = policy.generate(**inputs, generation_config=config(**SAMPLED))
+        assert gpu.synchronisations <= 15, gpu.sites  # 3 of them for 24 tokens
+        assert gpu.uploads <= 22
+        assert tokens.tolist() == expected.tolist()
+    assert graphs == sizes
+
+
 def counted(gpu: PretendGPU, replay: Step) -> Step:
     """Return a replay that the pretend GPU counts as one launch."""
 

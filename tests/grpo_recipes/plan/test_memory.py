@@ -14,18 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_recipes.generation.kept_cache import MEMORY_SHARE
 from grpo_recipes.plan.memory import (
+    CHECK_PADDING,
     GIB,
     KEPT_SHARE,
+    MAX_PACKED_SHARE,
     MemoryPlan,
     MemoryUnknown,
     ModelShape,
     Sharding,
     changes_that_fit,
     load_shape,
+    packed,
     parse_size,
 )
 from grpo_recipes.plan.plan import plan
 from grpo_recipes.recipe.recipe import find_file
+from grpo_recipes.training import layout_check, log_probs
 from grpo_recipes.training.adamw_bf16 import CHUNK, AdamWBF16
 from tests.support import launching, qwen
 from tests.support.grids import only
@@ -152,6 +156,7 @@ TINY = MemoryPlan(
     rows=8,
     generated_rows=32,
     tokens=1024,
+    prompt_tokens=512,
     dtype_bytes=2,
     mixed_precision=True,
     gradient_checkpointing=True,
@@ -281,6 +286,17 @@ def test_a_full_reference_is_split_where_parameters_are(sharding: str, bytes_eac
     run = replace(TINY, layout=Sharding(8, 1, sharding))
     assert run.parts()["reference"] == bytes_each * run.shape.parameters
     assert replace(LORA, layout=Sharding(8, 1, sharding)).parts()["reference"] == 0
+
+
+@pytest.mark.parametrize(
+    ("factor", "group", "prompts"),
+    [(1, 8, 1), (1, 16, 1), (4, 8, 4), (3, 16, 2), (1, 3, 4)],  # the last rows begin and end inside a group
+)
+def test_a_packed_row_computes_each_prompt_once(factor: int, group: int, prompts: int) -> None:
+    larger = packed(TINY, factor, group, accumulation=1)
+    assert (larger.rows, larger.prompts) == (8 * factor, prompts)
+    assert (MAX_PACKED_SHARE, CHECK_PADDING) == (log_probs.MAX_PACKED_SHARE, 2 * layout_check.EXTRA_PADDING)
+    assert larger.parts()["activations"] < replace(larger, prompts=None).parts()["activations"]
 
 
 @pytest.mark.parametrize("gpu_memory", [12, 16, 24, 40])

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from grpo_recipes.checks import packages
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.cli import main
 from grpo_recipes.data import hub
+from grpo_recipes.plan.memory import GIB
 from grpo_recipes.recipe.recipe import find_file, parse_recipe
 from tests.support import launching, qwen
 from tests.support.grids import covering
@@ -119,6 +121,56 @@ def test_a_72b_adapter_cannot_go_to_vllm_on_80_gb(capsys: pytest.CaptureFixture[
     output = capsys.readouterr().out
     assert "does not fit in" in output
     assert "use_vllm: false with ds3_gather_for_generation: false" in output
+
+
+def planned_on_24gb(capsys: pytest.CaptureFixture[str], folder: Path, *changes: str) -> dict[str, Any]:
+    """Return the plan of LoRA on 1.5B parameters, whose generation batch has two micro-batches."""
+    config, rows = qwen.write_config(folder, "1.5B"), launching.write_rows(folder / "rows.jsonl", 200)
+    machine = ["--accelerate_config", "single_gpu", "--gpu_memory", "24GB", "--model_config", str(config)]
+    recipe = "gsm8k-qwen2.5-1.5b-lora"
+    assert main(["plan", recipe, *machine, "--dataset.path", str(rows), *changes, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_larger_micro_batch_of_packed_rows_is_recommended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    before = planned_on_24gb(capsys, tmp_path)
+    (note,) = [note for note in before["notes"] if "packed rows also fit" in note]
+    changes = [f"--{change}".split(": ") for change in re.findall(r"`(.*?)`", note)]
+    after = planned_on_24gb(capsys, tmp_path, *(word for change in changes for word in change))
+    assert after["geometry"]["per_device_train_batch_size"] == 2 * before["geometry"]["per_device_train_batch_size"]
+    for kept in ("generation_batch_size", "completions_per_optimizer_step", "num_generations"):
+        assert after["geometry"][kept] == before["geometry"][kept]
+    packed, padded = map(float, re.findall(r"([\d.]+) GiB", note))
+    assert packed < padded == pytest.approx(after["memory"]["peak"] / GIB, abs=0.05)
+    assert "packed rows" not in "".join(after["notes"])  # one micro-batch is left
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["--gradient_accumulation_steps", "8"], "size: 128` with `gradient_accumulation_steps: 1`, which"),
+        (["--gradient_accumulation_steps", "16"], "size: 128` with `gradient_accumulation_steps: 2`, which"),
+        (
+            ["--gradient_accumulation_steps", "8", "--steps_per_generation", "4"],
+            "steps: 2` and `steps_per_generation: 1`",
+        ),
+        (["--steps_per_generation", "4"], ""),  # an optimizer step has half of the generation batch
+        (["--generation_batch_size", "16"], ""),
+        (["--micro_batching.layout", "trimmed"], ""),
+        (["--loss_type", "bnpo"], ""),
+        (["--top_entropy_quantile", "0.5"], ""),
+        (["--beta", "0.04", "--kl_estimator", "full"], ""),
+        (["--gpu_memory", "6GB"], ""),  # does not fit as it is
+    ],
+)
+def test_a_larger_micro_batch_is_recommended_only_if_its_packed_rows_fit(
+    changes: list[str], expected: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    found = [note for note in planned_on_24gb(capsys, tmp_path, *changes)["notes"] if "packed rows also fit" in note]
+    assert bool(found) is bool(expected)
+    assert expected in "".join(found)
 
 
 @pytest.mark.parametrize(

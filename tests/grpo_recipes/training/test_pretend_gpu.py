@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +13,20 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
+from transformers import TrainerCallback
+from transformers.cache_utils import DynamicLayer
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.evaluation.chat import Chat, Prompting
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.generation import captured
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.hypotheses import Processing
+from grpo_recipes.generation.kv_cache import FullBuffer
 from grpo_recipes.recipe.specs import OfflineSpec
-from grpo_recipes.training import varlen
+from grpo_recipes.training import callbacks, layout_check, tool_turns, varlen
 from grpo_recipes.training.adamw_bf16 import CHANGED, EXPECTED, AdamWBF16, UpdateSample
 from grpo_recipes.training.offline import RecordedRollout, recorded_reward
 from grpo_recipes.training.reference import kl_to_reference
@@ -29,11 +34,29 @@ from grpo_recipes.training.varlen import TRIAL_SPANS
 from grpo_rewards.reward_model import RewardModelScore
 from tests.support import short_runs, tiny
 from tests.support.grids import only
-from tests.support.pretend_gpu import MixedDevices, PretendGPU, PretendTensor
+from tests.support.pretend_gpu import DEVICE, MixedDevices, PretendGPU, PretendTensor
 from tests.support.recorded import Recording, make_trainer, model
+from tests.support.recorded_graph import recorded_graph
 from tests.support.short_runs import PROMPTS
 from tests.support.tool_rollouts import ADD, CASES, UNFIT, UNKNOWN, add, tool_policy, tool_tokenizer, transcript_reward
 from tests.support.varlen_kernel import VERSIONS, on_pretend_gpu
+
+
+@pytest.fixture(autouse=True)
+def reductions_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let reductions of a number over ranks refuse another device, which several processes on GPUs would."""
+
+    def checked(reduce: Callable[..., int], number: int, device: torch.device) -> int:
+        assert PretendGPU.current is None or device == DEVICE
+        return reduce(number, device)
+
+    for module, name in (
+        (tool_turns, "largest_of_ranks"),
+        (layout_check, "on_any_rank"),
+        (callbacks, "largest_of_ranks"),
+    ):
+        monkeypatch.setattr(module, name, functools.partial(checked, getattr(module, name)))
+
 
 RECORDING = Recording.random(prompts=2, group=4, seed=3)
 MICRO_BATCHES = 2
@@ -89,6 +112,7 @@ def test_an_operator_refuses_tensors_of_two_devices() -> None:
             lambda: torch.cat([torch.ones(2), on_gpu]),
             lambda: torch.stack([torch.tensor(1.0), on_gpu[0]]),
             lambda: on_gpu + on_gpu.new_zeros(2, device="cpu"),
+            lambda: torch.tensor(1.0).add_(on_gpu[0]),
         ):
             with pytest.raises(MixedDevices, match=r"test_pretend_gpu\.py"):
                 operation()
@@ -139,6 +163,7 @@ def test_training_mixes_no_devices_and_bounds_its_waits(layout: str, tmp_path: P
     assert first.synchronisations <= FIRST[layout]
     assert later.synchronisations <= LATER[layout]
     assert later.uploads <= UPLOADS
+    assert later.launches <= LAUNCHES[layout]
 
 
 def test_the_metrics_of_passes_wait_for_nothing(tmp_path: Path) -> None:
@@ -160,6 +185,9 @@ LATER = {"packed": 11, "trimmed": 12, "padded": 12}
 UPLOADS = 1
 """Largest number of copies to the device in another micro-batch."""
 
+LAUNCHES = {"packed": 380, "trimmed": 365, "padded": 362}
+"""Largest number of launches in another micro-batch of a model of one layer, by layout. TRL's takes 360."""
+
 
 # ---- 16 bits: autocast, and the kernel of FlashAttention
 
@@ -169,11 +197,12 @@ def test_full_kl_mixes_no_dtypes_under_autocast(tmp_path: Path) -> None:
     ours = counts(GRPOTrainer, tmp_path / "ours", bf16=True, beta=0.04, kl_estimator="full")
     # The KL of the policy to itself is 0.
     assert sum(count.loss for count in ours) == pytest.approx(sum(count.loss for count in stock), abs=1e-6)
-    assert ours[MICRO_BATCHES + 1].synchronisations <= LATER_FULL_KL
+    assert ours[MICRO_BATCHES + 1].synchronisations <= LATER_FULL_KL[0]
+    assert ours[MICRO_BATCHES + 1].launches <= LATER_FULL_KL[1]
 
 
-LATER_FULL_KL = 19
-"""Largest number of waits in a micro-batch that is not the first of its generation batch."""
+LATER_FULL_KL = (19, 649)
+"""Largest numbers of waits and launches in a micro-batch that is not the first of its generation batch."""
 
 
 @pytest.mark.parametrize(
@@ -203,6 +232,7 @@ def test_packed_rows_under_autocast_run_in_the_varlen_kernel_if_it_takes_them(
     assert sum(count.loss for count in ours) == pytest.approx(sum(count.loss for count in stock), abs=1e-3)
     assert any(length > TRIAL_SPANS[-1][1][-1][1] for length in lengths) is taken
     assert ours[MICRO_BATCHES + 1].synchronisations <= LATER["packed"]
+    assert ours[MICRO_BATCHES + 1].launches <= (559 if taken else 611)  # one SDPA call per completion otherwise
     assert ours[MICRO_BATCHES + 1].uploads <= UPLOADS + taken  # the spans, for all layers
 
 
@@ -223,31 +253,35 @@ LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=Fa
 REFRESH = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
 RUNS = {
-    "generated": Run({}, {}, 8_300, 400, 260),
-    "full KL": Run({}, {"kl_estimator": "full"}, 5_300, 190, 230),
+    "generated": Run({}, {}, 7_911, 386, 206),
+    "full KL": Run({}, {"kl_estimator": "full"}, 5_182, 174, 177),
     "refreshed reference": Run(
-        REFRESH, {"reference": {"name": "initial", "reset_optimizer_on_sync": True}}, 8_300, 400, 260
+        REFRESH, {"reference": {"name": "initial", "reset_optimizer_on_sync": True}}, 7_959, 386, 206
     ),
-    "adapter switched off for the reference": Run({}, {"peft_config": LORA}, 8_700, 350, 250),
-    "evaluated": Run(EVALUATION, {"eval_dataset": PROMPTS.select(range(4))}, 13_500, 570, 430),
-    "informative prompts": Run({}, {"sampling": "informative"}, 8_300, 400, 260),
-    "transformers' own generation": Run({}, {"generation": "off"}, 7_900, 390, 210),
-    "two iterations": Run({"num_iterations": 2}, {}, 6_300, 335, 170),
+    "adapter switched off for the reference": Run({}, {"peft_config": LORA}, 8_669, 345, 194),
+    "evaluated": Run(EVALUATION, {"eval_dataset": PROMPTS.select(range(4))}, 13_136, 549, 332),
+    "informative prompts": Run({}, {"sampling": "informative"}, 7_913, 386, 208),
+    "transformers' own generation": Run({}, {"generation": "off"}, 7_786, 383, 209),
+    "captured": Run({}, {"generation": "captured", "generation_check": False}, 7_645, 330, 136),
+    "two iterations": Run({"num_iterations": 2}, {}, 6_150, 327, 138),
 }
 """Runs of two steps. About 270 of the waits belong to the check of the layout, once in a run."""
 
 
-@pytest.mark.parametrize("name", only(["generated", "full KL", "refreshed reference"], list(RUNS)))
-def test_a_run_mixes_no_devices(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", only(["generated", "full KL", "refreshed reference", "captured"], list(RUNS)))
+def test_a_run_mixes_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS[name]
+    monkeypatch.setattr(captured, "cuda_graph", recorded_graph)
     policy = tiny.policy(vocab_size=258, num_hidden_layers=1)
     policy.save_pretrained(tmp_path / "policy")
     policy.config._name_or_path = str(tmp_path / "policy")
     arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **run.arguments)
     trainer = short_runs.trainer(GRPOTrainer, policy, arguments, **run.more)
+    trainer._generation.captures = name == "captured"  # the trainer was made on a CPU, where nothing is captured
     with PretendGPU() as gpu:
         gpu.adopt(trainer)
         trainer.train()
+        assert trainer._generation.is_capture_verified == (name == "captured")
         assert all(parameter.is_cuda for parameter in trainer.model.parameters())
         assert gpu.launches <= run.launches
         assert gpu.synchronisations <= run.synchronisations, gpu.sites
@@ -279,7 +313,7 @@ def test_an_offline_run_mixes_no_devices(recorded: bool, tmp_path: Path) -> None
     trainer = short_runs.trainer(
         GRPOTrainer,
         tiny.policy(num_hidden_layers=1),
-        short_runs.arguments(tmp_path, beta=0.0, max_steps=2, shuffle_dataset=False, **arguments),
+        short_runs.arguments(tmp_path, beta=0.0, max_steps=3, shuffle_dataset=False, **arguments),
         rows=rows.select_columns(["prompt"]),
         rewards=recorded_reward,
         rollout_func=rollout,
@@ -287,6 +321,7 @@ def test_an_offline_run_mixes_no_devices(recorded: bool, tmp_path: Path) -> None
     )
     with PretendGPU() as gpu:
         gpu.adopt(trainer)
+        trainer.add_callback(CountsOfTheLastStep(gpu))
         trainer.train()
         launches, synchronisations, uploads = OFFLINE[recorded]
         assert gpu.launches <= launches
@@ -295,8 +330,23 @@ def test_an_offline_run_mixes_no_devices(recorded: bool, tmp_path: Path) -> None
     assert trainer.state.log_history[0].get("efficiency/rows_skipped") == (4.0 if recorded else None)
 
 
-OFFLINE = [(1_200, 73, 56), (3_500, 264, 80)]
-"""Largest numbers of launches, waits and copies to the device of two steps, without and with log-probabilities."""
+OFFLINE = [(599, 39, 16), (912, 44, 24)]
+"""Largest numbers of launches, waits and copies to the device of the third step, without and with log-probabilities.
+
+The first one also verifies the layout, and the third one regroups a generation batch.
+"""
+
+
+class CountsOfTheLastStep(TrainerCallback):
+    """Callback that sets the counts of the pretend GPU to 0 before the last step."""
+
+    def __init__(self, gpu: PretendGPU) -> None:
+        self.gpu = gpu
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the counts to 0 after each step but the last one."""
+        if state.global_step < state.max_steps:
+            self.gpu.reset()
 
 
 def test_a_run_with_tools_mixes_no_devices(tmp_path: Path) -> None:
@@ -331,7 +381,7 @@ def test_a_run_with_tools_mixes_no_devices(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["tools/turns"] > 1
 
 
-TOOLS = (6_400, 364, 144)
+TOOLS = (6_308, 362, 144)
 """Largest numbers of launches, waits and copies to the device of one step with tools."""
 
 
@@ -350,25 +400,27 @@ def test_an_evaluation_in_padded_batches_bounds_its_waits_per_token() -> None:
         assert engine(prompts, settings) == expected
         assert not engine.stock_because
 
-        def waits(tokens: int) -> tuple[int, int]:
-            """Return the waits of a batch that generates `tokens` tokens, and its copies to the device."""
-            gpu.reset()
+        def generate(tokens: int) -> None:
             engine(prompts[:2], replace(settings, max_new_tokens=tokens))
-            return gpu.synchronisations, gpu.uploads
 
-        short, long = waits(2), waits(4)
-    assert (long[0] - short[0]) / 2 <= WAITS_PER_TOKEN
-    assert (long[1] - short[1]) / 2 <= UPLOADS_PER_TOKEN
+        check_counts_of_tokens(gpu, generate, EVALUATED)
+
+
+EVALUATED = (248, 15, 13)
+"""Launches, waits and copies to the device of an evaluation that generates two tokens."""
 
 
 def test_an_answer_of_a_chat_is_generated_on_the_device() -> None:
     policy, tokenizer = tiny.policy(num_hidden_layers=1), tiny.byte_tokenizer()
     settings = Settings(max_new_tokens=2, strict=None)
     expected = Chat(Transformers(policy, tokenizer), Prompting(is_text=True), settings, {}).answer("2 + 2 =")
-    with PretendGPU():
+    with PretendGPU() as gpu:
         policy.to("cuda")
         chat = Chat(Transformers(policy, tokenizer), Prompting(is_text=True), settings, {})
+        gpu.reset()
         assert chat.answer("2 + 2 =") == expected
+        assert gpu.synchronisations <= 10, gpu.sites
+        assert gpu.uploads <= 6
 
 
 def test_vllms_processing_of_logits_stays_on_the_device() -> None:
@@ -399,8 +451,23 @@ def test_a_reward_model_scores_groups_on_the_device(tmp_path: Path) -> None:
     with PretendGPU() as gpu:
         scores = RewardModelScore(str(tmp_path), device="cuda")(prompts=prompts, completions=completions)
         assert scores == pytest.approx(expected, abs=1e-5)
-        assert gpu.synchronisations <= 8
+        assert gpu.launches <= 116
+        assert gpu.synchronisations <= 3, gpu.sites  # the scores of each batch of rows
         assert 20 < gpu.uploads <= 26  # those of the 21 weights included
+
+
+def test_a_reward_model_without_a_linear_head_scores_on_the_device(tmp_path: Path) -> None:
+    tiny.save_reward_model(tmp_path)
+
+    def scores(device: str) -> list[float | None]:
+        reward = RewardModelScore(str(tmp_path), device=device)
+        reward.load()._head = None  # conversations are then scored one by one
+        return reward(prompts=["2 + 2 ="] * 2, completions=["4", "five"])
+
+    expected = scores("cpu")
+    with PretendGPU() as gpu:
+        assert scores("cuda") == pytest.approx(expected, abs=1e-5)
+        assert gpu.synchronisations <= 2, gpu.sites
 
 
 def test_adamw_bf16_stays_on_the_device_in_few_launches() -> None:
@@ -444,7 +511,8 @@ def test_the_sample_of_an_update_waits_for_few_results() -> None:
         optimizer.step()
         gpu.reset()
         sample.on_optimizer_step(None, None, **trained)
-        assert gpu.synchronisations <= 2, gpu.sites  # the number of steps, and the shares
+        assert gpu.launches <= 35
+        assert gpu.synchronisations <= 1, gpu.sites  # the shares; foreach AdamW counts its steps on the host
         assert gpu.uploads == 0
     assert metrics == {CHANGED: [1.0], EXPECTED: [1.0]}
 
@@ -456,20 +524,52 @@ def test_group_decoding_bounds_its_waits_per_token() -> None:
         ids = torch.tensor([[0, 0, 5, 6, 7]] * 2 + [[2, 3, 4, 5, 6]] * 2, device="cuda")
         mask = (ids != 0).long()
 
-        def waits(tokens: int) -> tuple[int, int]:
-            """Return the waits of a call that generates `tokens` tokens per row, and its copies to the device."""
-            gpu.reset()
+        def generate(tokens: int) -> None:
             turn = Turn(record_every=2)
             lengths = {"max_new_tokens": tokens, "min_new_tokens": tokens}
             with decoding(policy, turn):
                 policy.generate(input_ids=ids, attention_mask=mask, do_sample=False, **lengths)
             assert not turn.declined
-            return gpu.synchronisations, gpu.uploads
 
-        short, long = waits(2), waits(4)
-    assert (long[0] - short[0]) / 2 <= WAITS_PER_TOKEN
-    assert (long[1] - short[1]) / 2 <= UPLOADS_PER_TOKEN
+        check_counts_of_tokens(gpu, generate, DECODED)
 
 
-WAITS_PER_TOKEN, UPLOADS_PER_TOKEN = 2, 0
-"""Waits and copies to the device of group decoding, per token of all rows. Transformers has as many."""
+def test_keys_and_values_that_need_more_room_are_copied_on_the_device() -> None:
+    columns = torch.randn(2, 3, 1, 5, 4, generator=torch.Generator().manual_seed(0))
+
+    def grown(parts: Tensor) -> Tensor:
+        """Return the keys after four appended columns, of which one has room."""
+        layer = DynamicLayer()
+        layer.update(parts[0, :, :, :1], parts[1, :, :, :1])
+        buffer = FullBuffer(layer, torch.tensor([2, 0], device=parts.device), room=1)
+        for place in range(1, 5):
+            keys, values = (parts[n, :2, :, place : place + 1] for n in range(2))
+            buffer.update(keys, values)
+        return buffer.keys
+
+    expected = grown(columns)
+    with PretendGPU() as gpu:
+        on_gpu = columns.to("cuda")
+        gpu.reset()
+        got = grown(on_gpu)
+        assert gpu.synchronisations == 0, gpu.sites
+        assert torch.equal(got.cpu(), expected)
+
+
+DECODED = (235, 13, 9)
+"""Launches, waits and copies to the device of a call that decodes two tokens of each row."""
+
+PER_TOKEN = (104, 2, 0)
+"""The same per token of all rows, for a model of one layer. Transformers waits as often."""
+
+
+def check_counts_of_tokens(gpu: PretendGPU, generate: Callable[[int], None], of_two: tuple[int, int, int]) -> None:
+    """Check the counts of a function that generates a number of tokens: for two tokens, and for each further one."""
+    found = []
+    for tokens in (2, 4):
+        gpu.reset()
+        generate(tokens)
+        found.append([gpu.launches, gpu.synchronisations, gpu.uploads])
+    for few, more, most, most_per_token in zip(*found, of_two, PER_TOKEN, strict=True):
+        assert few <= most, (found, gpu.sites)
+        assert (more - few) / 2 <= most_per_token, (found, gpu.sites)

@@ -15,11 +15,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from grpo_recipes.training import varlen
+from grpo_recipes.training import packed_attention, varlen
 from grpo_recipes.training.packed_attention import GroupSpans, sdpa
 from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.varlen import Segments, VarlenKernel
 from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, logged, one_by_one, scored, trainer_on
+from tests.support.pretend_gpu import PretendGPU
 from tests.support.recorded import model
 from tests.support.varlen_kernel import VERSIONS, Attention, torch_2_11, torch_2_12
 
@@ -180,6 +181,35 @@ def test_a_run_whose_kernel_refuses_is_packed_by_sdpa(tmp_path: Path, logged: An
     assert layout_of(trainer) is Layout.PACKED
     assert ["multiple of 8" in line for line in logged()] == [True]
     torch.testing.assert_close(got[0], expected[0], atol=1e-5, rtol=0)
+
+
+def test_equal_refusals_are_announced_once(tmp_path: Path, logged: Any, on_gpu: Any) -> None:
+    """Layers whose heads have several sizes make a trial each."""
+    on_gpu(refusing)
+    kernel = trainer_on(model(), tmp_path)._log_probs._kernel
+    for size in (8, 16):
+        assert kernel(GroupSpans(GROUPS), *row(size=size)[0], 0.3) is None
+    assert len(logged()) == 1
+
+
+def test_float32_is_attended_on_a_gpu_without_masks_and_grouped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For grouped heads in float32, and for a mask that is a view with an offset, SDPA would store all scores."""
+    states, weights = row()
+    expected = results(sdpa, states, weights)
+    stock = packed_attention.scaled_dot_product_attention
+
+    def checked(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool = False, **options: Any) -> Tensor:
+        assert is_causal
+        assert not options["enable_gqa"]
+        assert query.shape[1] == key.shape[1] == value.shape[1]
+        return stock(query, key, value, is_causal=is_causal, **options)
+
+    monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", checked)
+    with PretendGPU():
+        on_gpu = [state.detach().to("cuda").requires_grad_() for state in states]
+        got = [tensor.cpu() for tensor in results(sdpa, on_gpu, weights.to("cuda"))]
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
 
 
 def test_a_kernel_that_refuses_after_its_trial_is_given_up(on_gpu: Any) -> None:

@@ -540,7 +540,8 @@ def with_edges(rows: Rows, prompt: int, completion: int) -> Rows:
         made += [(long, np.resize(completions[0], size)) for size in (completion, max(completion // 2, 1))]
     # The padding of these rows, where they have any: some models find it by its ID.
     padding = int(host.ids[~host.mask][0]) if not host.mask.all() else int(host.ids[0, -1])
-    before, after = max(len(tokens) for tokens, _ in made), max(len(tokens) for _, tokens in made)
+    before = max(host.prompt_mask.shape[1], *(len(tokens) for tokens, _ in made))
+    after = max(len(tokens) for _, tokens in made)
     ids = np.full((len(made), before + after), padding, dtype=np.int64)
     mask = np.zeros_like(ids)
     for row, (left, right) in enumerate(made):

@@ -1,0 +1,139 @@
+"""Rows in buckets of similar length: the cheapest division, and the context of each label."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from grpo_recipes.generation.rows import HostRows
+from grpo_recipes.training.buckets import Arrangement, arrange, lay_out
+from grpo_recipes.training.packing import IGNORED, Layout
+
+LAYOUTS = [Layout.TRIMMED, Layout.SHARED, Layout.SHARED_PADDED]
+
+
+def rows_of(prompts: list[list[int]], completions: list[list[int]], extra: int = 0) -> HostRows:
+    """Return rows in TRL's layout, with columns of padding on the left."""
+    left, right = max(map(len, prompts)) + extra, max(1, *map(len, completions))
+    ids = np.full((len(prompts), left + right), 99)
+    mask = np.zeros_like(ids, dtype=bool)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for tokens, start in (prompt, left - len(prompt)), (completion, left):
+            ids[row, start : start + len(tokens)], mask[row, start : start + len(tokens)] = tokens, True
+    return HostRows(ids, mask, right)
+
+
+@st.composite
+def some_rows(draw: Any) -> tuple[list[list[int]], list[list[int]], HostRows]:
+    tokens = st.integers(0, 9)
+    distinct = draw(st.lists(st.lists(tokens, min_size=1, max_size=5), min_size=1, max_size=3))
+    pairs = draw(st.lists(st.tuples(st.sampled_from(distinct), st.lists(tokens, max_size=6)), min_size=1, max_size=6))
+    prompts, completions = [prompt for prompt, _ in pairs], [completion for _, completion in pairs]
+    return prompts, completions, rows_of(prompts, completions, draw(st.integers(0, 2)))
+
+
+def contexts(arrangement: Arrangement) -> dict[tuple[int, int], tuple[list[int], int]]:
+    """Return what each label's position attends to, its own token included, and the label, by row and column."""
+    laid = lay_out(arrangement, torch.device("cpu"))
+    prefixes = laid.segments.prefixes
+    seen = []
+    for segment in laid.segments.buckets:
+        before = segment.attention_mask.size(1) - segment.input_ids.size(1)
+        for row, (ids, mask) in enumerate(zip(segment.input_ids, segment.attention_mask, strict=True)):
+            shared: list[int] = []
+            if prefixes is not None:
+                assert segment.owners is not None
+                owner = segment.owners[row]
+                assert torch.equal(prefixes.attention_mask[owner], mask[:before])
+                shared = prefixes.input_ids[owner][mask[:before].bool()].tolist()
+            for end in range(1, len(ids) + 1):
+                seen.append(shared + ids[:end][mask[before:][:end].bool()].tolist())
+    found = {}
+    where = zip(laid.rows.tolist(), laid.columns.tolist(), laid.segments.positions, laid.labels[0], strict=True)
+    for row, column, position, label in where:
+        assert (row, column) not in found
+        if label != IGNORED:
+            found[row, column] = seen[position], int(label)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_rows(), st.sampled_from(LAYOUTS), st.sampled_from([0.0, 3.0, math.inf]))
+def test_each_label_follows_its_own_prompt_and_completion(
+    some: tuple[list[list[int]], list[list[int]], HostRows], layout: Layout, launches: float
+) -> None:
+    prompts, completions, rows = some
+    expected = {}
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        for column, token in enumerate(completion):
+            expected[row, column] = prompt + completion[:column], token
+    assert contexts(arrange(rows, layout, launches)) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_rows(), st.sampled_from(LAYOUTS), st.sampled_from([0.0, 1.0, 4.0]))
+def test_no_other_division_costs_less(
+    some: tuple[list[list[int]], list[list[int]], HostRows], layout: Layout, launches: float
+) -> None:
+    prompts, completions, rows = some
+    lengths = [(len(p), len(c)) for p, c in zip(prompts, completions, strict=True) if c]
+    if not lengths:
+        return
+    # All divisions of the rows, sorted by their completions, into consecutive parts.
+    shared = layout is not Layout.TRIMMED
+    ordered = sorted(lengths, key=lambda pair: pair[1])
+    if not shared and len({c for _, c in ordered}) < len(ordered):
+        return  # equal completions may be in any order, which this enumeration does not try
+    costs = []
+    for cuts in itertools.product([False, True], repeat=len(ordered) - 1):
+        parts, start = [], 0
+        for end in [place + 1 for place, cut in enumerate(cuts) if cut] + [len(ordered)]:
+            parts.append(ordered[start:end])
+            start = end
+        cost = 0.0
+        for part in parts:
+            width = max(max(c for _, c in part), 2 if shared else 1) + (0 if shared else max(p for p, _ in part))
+            cost += len(part) * width + launches
+        costs.append(cost)
+    arrangement = arrange(rows, layout, launches)
+    before = arrangement.prefixes.tokens + launches if arrangement.prefixes else 0
+    assert arrangement.cost(launches) - before == pytest.approx(min(costs))
+
+
+def test_launches_that_cost_much_leave_one_bucket() -> None:
+    rows = rows_of([[1, 2, 3]] * 4, [[4] * 3, [4] * 6, [5] * 2, [6] * 7])
+    counts = [len(arrange(rows, Layout.SHARED, launches).buckets) for launches in (0.0, 2.0, 100.0, math.inf)]
+    assert counts == [4, 2, 1, 1]
+
+
+def test_the_tokens_are_those_of_the_formula() -> None:
+    rows = rows_of([[1, 2, 3, 4]] * 3 + [[7, 8]] * 3, [[5] * 3, [5] * 3, [5] * 8, [5] * 8, [5] * 3, []])
+    arrangement = arrange(rows, Layout.SHARED, 1.0)
+    assert arrangement.tokens == 2 * (4 - 1) + 3 * 3 + 2 * 8
+    assert arrange(rows, Layout.TRIMMED, math.inf).tokens == 5 * (4 + 8)
+
+
+def test_the_padding_of_a_single_prefix_is_masked() -> None:
+    """Recurrent layers of transformers do not mask the padding of a batch of one row."""
+    rows = rows_of([[5]] * 2, [[1, 2], [3]])
+    prefixes = arrange(rows, Layout.SHARED, 0.0).prefixes
+    assert prefixes is not None
+    assert len(prefixes.index) == 2
+    full = arrange(rows_of([[5, 6, 7]] * 2, [[1, 2], [3]]), Layout.SHARED, 0.0).prefixes
+    assert full is not None
+    assert len(full.index) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_without_a_label_run_one_position_that_predicts_nothing(layout: Layout) -> None:
+    arrangement = arrange(rows_of([[1, 2, 3]] * 3, [[], [], []]), layout, 0.0)
+    laid = lay_out(arrangement, torch.device("cpu"))
+    assert laid.labels.tolist() == [[IGNORED]]
+    assert len(arrangement.buckets) == 1

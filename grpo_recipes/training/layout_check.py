@@ -154,6 +154,11 @@ class LayoutCheck:
             policy, kwargs = cast(PreTrainedModel, bare), self.args.gradient_checkpointing_kwargs
             with eval_no_grad(bare), disable_gradient_checkpointing(policy, kwargs):
                 layout, doubt = self._verified(model, bare, rows, layout, in_columns)
+                windowed = attention_window(text_config(bare)) is not None
+                if layout is Layout.PACKED and windowed and not is_sharded(bare):
+                    # Rows that leave the window can't be packed, but may share their prompts.
+                    shared, _ = self._verified(model, bare, rows, Layout.SHARED, in_columns=False)
+                    self.segmented.of(bare).record_shared(agrees=shared is Layout.SHARED)
             reason = doubt or reason
         self.attention.restore(bare)
         if layout < wanted:

@@ -165,9 +165,11 @@ class LogProbs:
             trimmed = rows.select(*rows.trimmed())
             # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
             fits = self._check.fits(bare, trimmed).all()
-            if not fits or rows.packed_tokens() > MAX_PACKED_SHARE * trimmed.ids.size:
+            if not fits and self._segmented.of(bare).shares_prompts:
+                layout = Layout.SHARED
+            elif not fits or rows.packed_tokens() > MAX_PACKED_SHARE * trimmed.ids.size:
                 layout = Layout.TRIMMED
-        elif layout is Layout.SHARED_PADDED:
+        if layout is Layout.SHARED_PADDED:
             arrangement = arrange(rows, layout, launches)
             # A column that was added to short prompts would change the positions.
             if arrangement.host is not rows or arrangement.cost(launches) > rows.ids.size:

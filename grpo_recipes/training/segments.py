@@ -164,6 +164,7 @@ class SegmentedModel:
         self._sizes: list[int] = []
         """Length of the tuple that each decoder layer returns, or 0 for a tensor."""
         self._agrees: bool | None = None
+        self._shares: bool | None = None
 
     @property
     def verified(self) -> bool:
@@ -173,6 +174,15 @@ class SegmentedModel:
     def record(self, *, agrees: bool) -> None:
         """Record the result of a comparison of rows in buckets with rows that run together."""
         self._agrees = agrees and self._agrees is not False
+
+    @property
+    def shares_prompts(self) -> bool:
+        """True if a model that is packed may also share the prompts of rows that do not fit into a packed row."""
+        return bool(self._shares)
+
+    def record_shared(self, *, agrees: bool) -> None:
+        """Record the result of a comparison of shared prompts, of a model that is packed."""
+        self._shares = agrees and self._shares is not False
 
     @contextmanager
     def observed(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import transformers
 import trl
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -36,6 +37,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.groups import Turn
 from grpo_recipes.training import layout_check
+from grpo_recipes.training.packing import Layout
 from tests.support.architectures import SAMPLED, batch, generated
 from tests.support.exact_generation import exact_generation
 from tests.support.recorded import WORDS, Recording, gradients, largest_gap, make_trainer
@@ -114,6 +116,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
 """Errors of the patterns, by model type."""
 
 
+MOST_TRAINED = (
+    "qwen3", "qwen2", "llama", "qwen3_5_text", "qwen3_moe", "gemma3_text", "gpt_oss", "mistral", "phi3", "qwen3_next",
+)  # fmt: skip
+"""Model types that most people train, which come first in the table."""
+
 NONE = "not applicable"
 
 GROUPS, OTHER_TOKENS = "groups", "WRONG"
@@ -126,17 +133,19 @@ class Row:
 
     model_type: str
     layout: str
-    """packed, trimmed, plain, or `NONE`."""
+    """Name of the layout, or `NONE`."""
     gap: float
     """`largest_gap` of our gradient and TRL's; NaN where there is none."""
     reason: str = ""
     decoding: str = ""
     """`GROUPS`, `OTHER_TOKENS`, why transformers' own loop generates, or "" if it can't."""
+    more: tuple[float, ...] = ()
+    """Gaps with gradient checkpointing and with LoRA of a model with shared prompts, NaN where TRL can't train so."""
 
     @property
     def is_far(self) -> bool:
         """Return True if the model trains with another gradient than TRL's."""
-        return self.layout != NONE and not self.gap <= FAR
+        return self.layout != NONE and not (self.gap <= FAR and all(not gap > FAR for gap in self.more))
 
     @property
     def wrong(self) -> bool:
@@ -146,9 +155,9 @@ class Row:
     @property
     def distance(self) -> str:
         """The gap as the table has it."""
-        return (
-            "" if math.isnan(self.gap) else "0" if self.gap == 0 else f"{self.gap:.0e}{' WRONG' if self.is_far else ''}"
-        )
+        gaps = [self.gap, *self.more]
+        said = " / ".join("-" if math.isnan(gap) else "0" if gap == 0 else f"{gap:.0e}" for gap in gaps)
+        return "" if math.isnan(self.gap) else f"{said}{' WRONG' if self.is_far else ''}"
 
 
 def model_types() -> list[str]:
@@ -207,10 +216,13 @@ def measure(model_type: str) -> Row:
     """
     row = _measure(model_type, accumulation=2)
     row = _measure(model_type, accumulation=4) if row.is_far else row
-    return dataclasses.replace(row, decoding=decoding(model_type))
+    more = ()
+    if row.layout.startswith("shared"):
+        more = tuple(_measure(model_type, 4, **how).gap for how in ({"checkpointing": True}, {"adapter": True}))
+    return dataclasses.replace(row, decoding=decoding(model_type), more=more)
 
 
-def _measure(model_type: str, accumulation: int) -> Row:
+def _measure(model_type: str, accumulation: int, checkpointing: bool = False, adapter: bool = False) -> Row:
     """Train one generation batch in optimizer steps of `accumulation` of its four micro-batches."""
     try:
         build(model_type)
@@ -221,13 +233,17 @@ def _measure(model_type: str, accumulation: int) -> Row:
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": accumulation,
         "steps_per_generation": 4,
+        "gradient_checkpointing": checkpointing,
     }
     steps = {}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), _sentences() as said:
         warnings.simplefilter("ignore")
         for cls in (TRLGRPOTrainer, GRPOTrainer):
             try:
-                trainer = make_trainer(cls, recording, build(model_type), Path(folder), **config)
+                lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if adapter else None
+                trainer = make_trainer(cls, recording, build(model_type), Path(folder), peft_config=lora, **config)
+                if checkpointing:
+                    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
                 steps[cls] = gradients(trainer, recording.rows())
             except Exception as error:
                 who = "TRL's trainer fails" if cls is TRLGRPOTrainer else "refused"
@@ -290,7 +306,8 @@ def _sentences() -> Iterator[list[str]]:
 def table(rows: list[Row]) -> str:
     """Return the rows as docs/model-layouts.md."""
     versions = f"transformers {transformers.__version__}, trl {trl.__version__}, torch {torch.__version__}"
-    counts = {layout: sum(row.layout == layout for row in rows) for layout in ("packed", "trimmed", "padded", NONE)}
+    names = [*(layout.described for layout in sorted(Layout, reverse=True)), NONE]
+    counts = {name: sum(row.layout == name for row in rows) for name in names}
     far = sum(row.is_far for row in rows)
     lines = [
         "# Which models are packed",
@@ -298,20 +315,28 @@ def table(rows: list[Row]) -> str:
         "Made by `make models`. Every causal language model of the installed transformers is built tiny from its",
         "configuration, and trained for two optimizer steps by TRL and by us on the same completions. The distance",
         "is the largest difference of a gradient's entries, relative to the largest entry of its tensor, in",
-        "float32, without router loss and dropout.",
+        "float32, without router loss and dropout. Models with shared prompts have three distances: as they are, with",
+        "gradient checkpointing, and with LoRA (`-`: TRL can't train so).",
         "",
-        f"{versions}. {len(rows)} model types: {', '.join(f'{count} {layout}' for layout, count in counts.items())}; "
-        f"{far} further than {FAR:g} from TRL's gradient.",
+        f"{versions}. {len(rows)} model types: {'; '.join(f'{count} {name}' for name, count in counts.items())}. "
+        f"{far} are further than {FAR:g} from TRL's gradient.",
         "",
         "Decoding: `groups` if group decoding gives the tokens of transformers' own loop with the same random numbers,",
         "greedy and sampled, with prompts of several lengths; `stock` and a reason if transformers' loop generates.",
         f"{sum(row.decoding == GROUPS for row in rows)} decode in groups; "
         f"{sum(row.decoding == OTHER_TOKENS for row in rows)} with other tokens than transformers.",
         "",
+        "The types that most people train come first. With their released configurations they get the layout of the",
+        "table, but for rows longer than a sliding window (Gemma 3: 512 to 1,024 tokens), whose prompts are shared",
+        "instead of packed, and for gpt-oss, Qwen3 MoE and other mixtures of experts, whose rows are trimmed unless",
+        "`router_aux_loss_coef: 0` switches the router loss off.",
+        "",
         "| model type | layout | distance from TRL's gradient | decoding | reason for not packing |",
         "|---|---|---|---|---|",
     ]
-    for row in rows:
+    for row in sorted(
+        rows, key=lambda row: MOST_TRAINED.index(row.model_type) if row.model_type in MOST_TRAINED else 99
+    ):
         cells = (row.model_type, row.layout, row.distance, row.decoding, row.reason)
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines) + "\n"

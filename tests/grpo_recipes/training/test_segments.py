@@ -18,7 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training import buckets, layout_check, log_probs, segments
 from grpo_recipes.training.packing import Layout
-from tests.grpo_recipes.training.test_packing import flat, layout_of, scored, trainer_on
+from tests.grpo_recipes.training.test_packing import flat, layout_of, one_by_one, scored, trainer_on
 from tests.support.recorded import Recording, gradients, largest_gap, make_trainer, model
 from tests.tools.models import build
 
@@ -248,6 +248,21 @@ def test_rows_behind_a_window_are_compared(tmp_path: Path, logged: Any, monkeypa
     trainer = trainer_on(policy, tmp_path, max_completion_length=40)
     scored(trainer, flat(RAGGED))
     assert lengths == [16 + layout_check.EXTRA_PADDING]
+
+
+def test_rows_that_leave_the_window_of_a_packed_model_share_their_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(buckets.LAUNCH_TOKENS, "cpu", 1.0)
+    policy = model(transformers.Gemma3TextConfig, sliding_window=24, head_dim=8)
+    trainer = trainer_on(policy, tmp_path)
+    scored(trainer, flat(RAGGED).select(slice(0, 3)))
+    assert layout_of(trainer) is Layout.PACKED
+    rows = flat(Recording.random(prompts=3, group=3, seed=3, longest=40))
+    assert rows.host.mask.sum(1).max() > 24
+    (layout, _) = trainer._log_probs._layout_of_call(trainer.model, rows.host, Layout.PACKED)
+    assert layout is Layout.SHARED
+    torch.testing.assert_close(scored(trainer, rows), one_by_one(policy, rows), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("part", ["dropout", "router"])

@@ -169,6 +169,10 @@ def test_padding_per_micro_batch(tmp_path: Path, patched: bool) -> None:
     [
         ("trl-lora-server-weights", r"True 0\.\d*[1-9]"),
         ("trl-continuous-batching-cast", r"torch\.float32\n(.*\n)*torch\.bfloat16"),
+        (
+            "transformers-caches-behind-a-prefix",
+            r"bamba (0\.[1-9]|[1-9])\S*\njamba (0\.[1-9]|[1-9])\S*\nqwen2 (0\.[1-9]|[1-9])",
+        ),
         ("transformers-time-step-limit", r"0\.001 0\.0[1-9]\d*\n1e-09 \d\.\d*e-0[5-9]"),
         pytest.param("bitsandbytes-cpu-repacking", r"MatMul4BitBackward.*\n(?!.*MatMul4Bit)", marks=needs_bitsandbytes),
     ],

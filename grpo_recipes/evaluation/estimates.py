@@ -93,7 +93,8 @@ def mean_share(
       of two.
     - n* is at least m, the number for shares of 0 and 1, which vary most. It is at most N. If p is 0 or 1, it is m.
 
-    With one sample per problem n* is m, and the interval is exact. `benchmarks/coverage.py` measures the coverage.
+    With one sample per problem n* is m, and the interval is exact. The coverage is measured by
+    `benchmarks/interval_coverage.py`.
 
     Args:
         shares: Shares of the problems. Their mean is the value.
@@ -244,7 +245,7 @@ def paired_difference(
     McNemar's test is of (e + |Σd| / w) / 2 against (e - |Σd| / w) / 2 problems. The normal quantile z is multiplied by
     t(f) / t(f / w²), where t is Student's quantile and f the smaller of e + 1 and the number of problems - 1. If the
     test rejects while the interval includes 0, p is that of the interval. With one sample per problem w is 1, and
-    nothing changes. `benchmarks/coverage.py` measures the coverage.
+    nothing changes. `benchmarks/interval_coverage.py` measures the coverage.
 
     Args:
         first: Shares of the problems in the first evaluation.
@@ -318,10 +319,11 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
         `strict` and `lenient`, mean shares over problems; `pass_at`, the probability that one of k completions is
         strictly right; `majority`, the share of problems whose most frequent answer is right; `labels`, the confusion
         matrix if the golds are labels. These need golds. Under `rewards`, for each reward of the recipe: `mean` score,
-        share of completions that `passed` with its own `pass_at` and `majority`, and number of `unscored` completions.
+        share of completions that `passed` with its own `pass_at` and `majority`, and number of `unscored` completions,
+        which are in none of these.
         Under `tools`, if the recipe has tools: share of completions that `called` one, mean number of `calls`, and the
         results of the completions `with_call` and `without_call`, over the problems that have such completions.
-        Each estimate has its 95 % interval.
+        Each estimate has its 95 % interval. Rows with the same prompt count as one problem.
     """
     summary: dict[str, Any] = {}
     if "strict" in table:

@@ -240,7 +240,7 @@ def test_the_p_value_of_a_mean_difference_is_students() -> None:
 
 
 def test_an_unscored_completion_is_in_no_mean_and_in_no_share() -> None:
-    """Of problem 0 one completion of three is unscored, of problem 1 every one."""
+    """One completion of problem 0 is unscored, and so are all three of problem 1."""
     pay = [2.0, None, 0.0, None, None, None, 2.0, 2.0, 2.0]
     passed = [score == 2.0 for score in pay]
     problems = [0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -468,6 +468,11 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     assert "exact p = 0.0312" in capsys.readouterr().out
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result
+    assert result["warnings"] == []
+    evaluate_into(tmp_path / "sampled", always, dataset(), Settings(temperature=1.0, samples=2), {})
+    sampled = compare(tmp_path / "a", tmp_path / "sampled")
+    assert sampled["strict"]["difference"]["value"] == pytest.approx(0.6)
+    assert "(temperature 0.0 and 1.0)" in sampled["warnings"][0]
     evaluate_into(tmp_path / "c", policy, dataset(4), Settings(), {})
     with pytest.raises(UserError, match="not on the same problems"):
         compare(tmp_path / "a", tmp_path / "c")

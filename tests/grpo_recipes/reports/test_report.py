@@ -222,7 +222,7 @@ def test_several_samples_are_compared_problem_by_problem(tmp_path: Path) -> None
 
 
 def test_the_verdict_agrees_with_the_p_value(tmp_path: Path) -> None:
-    """Of ten problems four are gained and none is lost: p = 0.125, beside an interval that once excluded 0."""
+    """Four problems of ten are gained and none is lost: p = 0.125, beside an interval that once excluded 0."""
     for gained, tone in ((4, "neutral"), (5, "neutral"), (6, "better")):
         folder = write_run(tmp_path / f"run-{gained}")
         evaluation(folder, "before", SHARE, [False] * 10)

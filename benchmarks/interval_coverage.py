@@ -1,6 +1,6 @@
 """Coverage and width of the 95 % intervals of an evaluation and of a paired difference, by simulation.
 
-    python benchmarks/coverage.py        # writes benchmarks/results/coverage.md: three minutes on one core
+    python benchmarks/interval_coverage.py        # writes benchmarks/results/coverage.md: 2 minutes of CPU time
 
 A cell is a number of problems, a number of samples per problem, a mean difficulty and a spread of difficulty. In each
 draw, every problem gets a chance of success: the mean itself (homogeneous problems), or a Beta-distributed number with
@@ -239,8 +239,8 @@ def page(means: Sequence[Measured], paired: Sequence[Measured], missed: Sequence
     error = _percent((0.95 * 0.05 / DRAWS) ** 0.5)
     parts = [
         "# Coverage of the intervals",
-        "Made by `python benchmarks/coverage.py`. The docstring of [coverage.py](../coverage.py) describes the\n"
-        "simulation. The intervals are nominal 95 % intervals. A coverage of 95 % has a standard error of\n"
+        "Made by `python benchmarks/interval_coverage.py`. The docstring of\n"
+        "[interval_coverage.py](../interval_coverage.py) describes the simulation. The intervals are nominal 95 % intervals. A coverage of 95 % has a standard error of\n"
         f"{error} from {DRAWS:,} draws. Every cell below {_percent(AGAIN_BELOW)} is from {MORE_DRAWS:,} fresh draws.",
         "## Means of shares",
         f"Difficulty {_listed(MEANS)}; correlation {_listed(CORRELATIONS)}.",
@@ -259,8 +259,8 @@ def page(means: Sequence[Measured], paired: Sequence[Measured], missed: Sequence
         "interval, which then holds the true value always or hardly ever.",
         "## Limit: a rare kind of problem that the sample lacks",
         f"The second policy masters {_percent(MASTERED, 0)} of the problems and is unchanged on the others, which\n"
-        "both policies solve in 2 % of the samples. If none of the mastered problems is in the sample, nothing in it shows\n"
-        "that there are any.",
+        "both policies solve in 2 % of the samples. If none of the mastered problems is in the sample, nothing in it\n"
+        "shows that there are any.",
         by_size(missed),
     ]
     return "\n\n".join(parts) + "\n"

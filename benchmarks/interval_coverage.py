@@ -240,7 +240,8 @@ def page(means: Sequence[Measured], paired: Sequence[Measured], missed: Sequence
     parts = [
         "# Coverage of the intervals",
         "Made by `python benchmarks/interval_coverage.py`. The docstring of\n"
-        "[interval_coverage.py](../interval_coverage.py) describes the simulation. The intervals are nominal 95 % intervals.\n"
+        "[interval_coverage.py](../interval_coverage.py) describes the simulation.\n"
+        "The intervals are nominal 95 % intervals. "
         f"A coverage of 95 % has a standard error of {error} from {DRAWS:,} draws.\n"
         f"Every cell below {_percent(AGAIN_BELOW)} is from {MORE_DRAWS:,} fresh draws.",
         "## Means of shares",

@@ -257,6 +257,9 @@ def test_an_unscored_completion_is_in_no_mean_and_in_no_share() -> None:
     assert compared["mean"]["difference"]["value"] == pytest.approx(0.5), "over problems 0 and 2"
     assert compared["passed"]["difference"]["value"] == pytest.approx(0.25)
     assert compared["passed"]["second"]["value"] == 1.0
+    reverse = compare_tables(perfect, table)["rewards"]["r"]
+    assert reverse["mean"]["first"]["value"] == 2.0
+    assert reverse["passed"]["difference"]["value"] == pytest.approx(-0.25), "over the same problems"
 
 
 def test_a_reward_that_scored_nothing_has_no_share() -> None:
@@ -264,6 +267,14 @@ def test_a_reward_that_scored_nothing_has_no_share() -> None:
         {"problem": [0, 1], "prompt": ["a", "b"], "reward/r": [None, None], "passed/r": [False, False]}
     )
     assert summarise(table)["rewards"]["r"] == {"unscored": 2}
+
+
+def test_calls_are_counted_per_completion() -> None:
+    table = pd.DataFrame({"problem": [0, 1, 2], "prompt": list("abc"), "calls": [0, 2, 5], "reward/r": [0.0, 1.0, 2.0]})
+    tools = summarise(table)["tools"]
+    assert tools["calls"] == pytest.approx(7 / 3)
+    assert tools["called"]["value"] == pytest.approx(2 / 3)
+    assert tools["with_call"]["rewards"]["r"]["mean"]["value"] == 1.5
 
 
 def verdicts(right: dict[str, list[list[bool]]]) -> pd.DataFrame:

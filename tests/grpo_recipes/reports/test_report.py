@@ -19,7 +19,7 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.reports import cards as examples
 from grpo_recipes.reports.pictures import groups
-from grpo_recipes.reports.report import paired_completions, verdict, write_report
+from grpo_recipes.reports.report import paired_completions, seconds, verdict, write_report
 from grpo_recipes.reports.run import Run
 from tests.support.browser import CONTRAST, OUTSIDE, Browser, chromium
 from tests.support.synthetic import (
@@ -241,6 +241,33 @@ def test_evaluations_of_other_problems_are_compared_by_their_intervals(tmp_path:
     answer = verdict(run, paired_completions(run))
     assert answer.sure.startswith("+40 points; before 95 %: ")
     assert "p = " not in answer.sure
+    assert answer.tone == "better"
+    path = folder / "evaluations" / "before" / "evaluation.json"
+    wide = {"value": 0.4, "low": 0.2, "high": 0.76}  # overlaps the interval after training, from 0.75 on
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"strict": wide}))
+    run = Run.read(folder)
+    assert verdict(run, paired_completions(run)).tone == "neutral"
+
+
+def test_problems_with_the_same_number_and_other_prompts_are_no_pairs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    evaluation(folder, "before", SHARE, [False] * 10)
+    evaluation(folder, "after", BETTER, [True] * 10)
+    path = folder / "evaluations" / "after" / "completions.parquet"
+    table = pd.read_parquet(path)
+    table.loc[3, "prompt"] = "another question"
+    table.to_parquet(path)
+    run = Run.read(folder)
+    first, second = paired_completions(run)
+    assert first["problem"].tolist() == second["problem"].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert "p = " not in verdict(run, (first, second)).sure
+
+
+def test_the_time_of_steps_that_were_not_logged_counts(tmp_path: Path) -> None:
+    """With `logging_steps: 5` an entry holds the mean time of its five steps. The last entry is of three."""
+    log = [{"step": step, "step_time": time, "reward": 1.0} for step, time in ((5, 2.0), (10, 4.0), (13, 1.0))]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    assert seconds(Run.read(tmp_path)) == 5 * 2.0 + 5 * 4.0 + 3 * 1.0
 
 
 def test_the_verdict_names_what_was_not_measured(tmp_path: Path) -> None:

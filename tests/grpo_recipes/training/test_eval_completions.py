@@ -164,6 +164,17 @@ def test_the_report_shows_the_accuracy_of_evaluations_with_intervals(tmp_path: P
     assert "Accuracy on the held-out split while training" in page
 
 
+def test_one_of_two_correctness_rewards_makes_a_completion_right(tmp_path: Path) -> None:
+    both = [
+        {"name": name, "source": "x", "weight": 1.0, "kind": "correctness"} for name in ("gsm8k_correctness", "exact")
+    ]
+    folder = write_run(tmp_path / "run", rewards=both)
+    table = held_out(10, [[1], [1], [0], [0]]).assign(exact=[1.0, 0.0, 0.0, None])
+    table.to_parquet(folder / "completions" / "eval_completions_00010.parquet")
+    ((_, found),) = Run.read(folder).held_out_accuracy()
+    assert found.value == 0.5
+
+
 def test_a_completion_that_no_reward_could_score_is_not_counted_as_wrong(tmp_path: Path) -> None:
     """A problem whose gold can't be read has no accuracy, and two rows with one prompt are one problem."""
     folder = write_run(tmp_path / "run")

@@ -645,7 +645,7 @@ def describe_comparison(result: Mapping[str, Any]) -> list[Part]:
     rows: list[tuple[object, ...]] = []
     for name, values in compared.items():
         first, second, difference = (Estimate.from_dict(values[key]) for key in ("first", "second", "difference"))
-        p = values["difference"]["p"]
+        p = values["difference"].get("p")
         shown_p = "" if p is None else p_text(p, digits=2)
         style = {1: "good", -1: "bad"}.get(difference.sign, "")
         rows.append((name, first, second, Cell(difference, style), shown_p))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist, fmean, stdev
+from functools import lru_cache
+from statistics import NormalDist, fmean
 from typing import Any
 
 import pandas as pd
 
 from grpo_recipes.evaluation import accuracy
 from grpo_recipes.evaluation.accuracy import PASSED, PAY
+from grpo_recipes.evaluation.distributions import beta_cdf, beta_quantile, student_quantile, student_tail
 from grpo_recipes.runs.files import MAX_LABELS
 from grpo_rewards.math.answers import answer_number
 from grpo_rewards.terminal import Cell, Part, Table
@@ -27,89 +29,191 @@ LABEL_PROBLEMS = 5
 NO_LABEL = "no label"
 """Name of the column for answers that are no label."""
 
-CONFIDENCE = 0.95
+LEVEL = 0.05
+"""P-value below which a difference is clear. The intervals have 1 - LEVEL = 95 % confidence."""
+MOST_FREEDOM = 1e6
+"""Degrees of freedom above which Student's distribution is normal within 1e-6."""
 _LABEL_KEYS = ("names", "problems", "answers", "accuracy")
-Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Share, mean or difference, with the ends of its 95 % interval."""
+    """Share, mean or difference, with the ends of its 95 % interval, which are NaN if it has no interval."""
 
     value: float
     low: float
     high: float
 
     @classmethod
-    def from_dict(cls, numbers: Mapping[str, float]) -> Estimate:
+    def from_dict(cls, numbers: Mapping[str, Any]) -> Estimate:
         """Return the estimate that `as_dict` wrote. Other keys are ignored."""
-        return cls(numbers["value"], numbers["low"], numbers["high"])
+        low, high = (math.nan if numbers[end] is None else numbers[end] for end in ("low", "high"))
+        return cls(numbers["value"], low, high)
 
-    def as_dict(self) -> dict[str, float]:
-        """Return the three numbers by name, for JSON."""
-        return asdict(self)
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the numbers by name, for JSON, which has None for NaN."""
+        return {name: None if math.isnan(number) else number for name, number in asdict(self).items()}
+
+    @property
+    def sign(self) -> int:
+        """1 if the interval is above 0, -1 if it is below 0, and 0 if it includes 0 or does not exist."""
+        return int(self.low > 0) - int(self.high < 0)
 
     def __str__(self) -> str:
+        if math.isnan(self.low):
+            return f"{self.value:.3f} (all equal)"
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def mean_share(shares: Sequence[float]) -> Estimate:
-    """Return the mean of one share in [0, 1] per problem, with the score interval clustered by problem.
+@dataclass(frozen=True)
+class Difference(Estimate):
+    """Paired difference with its 95 % interval and the two-sided p-value of no difference.
 
-    The score interval (Wilson 1927, "Probable inference, the law of succession, and statistical inference") holds the
-    values p for which the observed share lies within z = 1.96 standard errors of p, where the standard error is that of
-    p itself. It keeps its coverage for small n and near 0 and 1. The number of trials n is the effective one,
-    n_eff = p (1 - p) / v, where v is the variance of this mean (sum of squared deviations / n^2). With one sample per
-    problem n_eff is n, and the interval is Wilson's. If all problems have the same share, their spread is unknown, and
-    n_eff is n.
+    The interval excludes 0 if and only if p is below 0.05.
+    """
+
+    p: float = math.nan
+    """P-value, or NaN without an interval."""
+
+
+def mean_share(
+    shares: Sequence[float], completions: float | None = None, clusters: Sequence[Hashable] | None = None
+) -> Estimate:
+    """Return the mean of one share in [0, 1] per problem, with the exact binomial interval of an effective number.
+
+    Let p be the mean of m problems, v its variance, estimated from their shares, and N the number of completions. The
+    effective number of trials is n* = p (1 - p) / v · (t(N - 1) / t(d))², where t(d) is Student's 95 % quantile for d
+    degrees of freedom. The interval is Clopper and Pearson's (1934) for p n* successes in n* trials. So do Korn and
+    Graubard (1998, "Confidence intervals for proportions with small expected number of positive counts estimated from
+    survey data"), but for two changes, without which the coverage falls to 80 % on hard problems with many samples:
+
+    - d is at most the effective number of problems with a success, (Σx)² / Σx², and of problems with a failure. Korn
+      and Graubard use m - 1 for d. Of a hundred problems of which two were ever solved, the variance v is the variance
+      of two.
+    - n* is at least m, the number for shares of 0 and 1, which vary most. It is at most N. If p is 0 or 1, it is m.
+
+    With one sample per problem n* is m, and the interval is exact. The coverage is measured by
+    `benchmarks/interval_coverage.py`.
+
+    Args:
+        shares: Shares of the problems. Their mean is the value.
+        completions: Number of completions behind all shares, by default one per problem, which gives the widest
+            interval.
+        clusters: Label of each problem, by default all different. Problems with one label count as one problem, such as
+            rows with the same prompt.
 
     Raises:
         ValueError: There is no problem.
     """
     value = fmean(shares)
-    variance = math.fsum((share - value) ** 2 for share in shares) / len(shares) ** 2
-    trials = value * (1 - value) / variance if variance > 1e-15 else float(len(shares))
-    return Estimate(value, *_score_interval(min(1.0, max(0.0, value)), trials))
+    sums = _cluster_sums(shares, clusters)
+    least = len(shares) ** 2 / math.fsum(count**2 for _, count in sums)  # the number of clusters if they are equal
+    most = max(least, len(shares) if completions is None else completions)
+    trials = min(most, max(least, _effective_trials(value, sums, most)))
+    return Estimate(value, *_exact_interval(min(1.0, max(0.0, value)), trials))
 
 
-def mean_value(values: Sequence[float]) -> Estimate:
+def _cluster_sums(values: Sequence[float], clusters: Sequence[Hashable] | None) -> list[tuple[float, int]]:
+    """Return the sum and the number of the values of each cluster."""
+    if clusters is None:
+        return [(value, 1) for value in values]
+    members: dict[Hashable, list[float]] = {}
+    for value, cluster in zip(values, clusters, strict=True):
+        members.setdefault(cluster, []).append(value)
+    return [(math.fsum(inside), len(inside)) for inside in members.values()]
+
+
+def _effective_trials(share: float, sums: Sequence[tuple[float, int]], completions: float) -> float:
+    """Return the number of independent trials whose share is known as well as this one, or 0 if that is not known."""
+    spread = share * (1 - share)
+    if len(sums) < 2 or spread < 1e-12:
+        return 0.0
+    successes = [total for total, _ in sums]
+    failures = [count - total for total, count in sums]
+    variance = _variance_of_mean(share, sums)
+    freedom = max(1.0, min(_effective_number(successes), _effective_number(failures), len(sums) - 1))
+    narrowed = _student_quantile(completions - 1) / _student_quantile(freedom)
+    return math.inf if variance < spread * 1e-15 else spread / variance * narrowed**2
+
+
+def _variance_of_mean(mean: float, sums: Sequence[tuple[float, int]]) -> float:
+    """Return the variance of a mean over all values, estimated from the deviations of at least two clusters."""
+    values = sum(count for _, count in sums)
+    squares = math.fsum((total - count * mean) ** 2 for total, count in sums)
+    return squares / values**2 * len(sums) / (len(sums) - 1)
+
+
+def _effective_number(weights: Sequence[float]) -> float:
+    """Return the number of equal weights that vary as little as these: (Σw)² / Σw², or 0 if all are 0."""
+    squares = math.fsum(weight * weight for weight in weights)
+    return math.fsum(map(abs, weights)) ** 2 / squares if squares else 0.0
+
+
+def _exact_interval(share: float, trials: float) -> tuple[float, float]:
+    """Return the ends of Clopper and Pearson's interval for a share of `trials`, a real number above 0."""
+    tail, successes = LEVEL / 2, share * trials
+    failures = trials - successes
+    low = beta_quantile(tail, successes, failures + 1) if share > 0 else 0.0
+    high = beta_quantile(1 - tail, successes + 1, failures) if share < 1 else 1.0
+    return min(share, low), max(share, high)
+
+
+def mean_value(values: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
     """Return the mean of one number of any range per problem, with Student's interval.
+
+    Equal values have no interval: their spread is unknown, and so is the range from which a width could follow.
+
+    Args:
+        values: Values of the problems.
+        clusters: Label of each problem, as in `mean_share`.
 
     Raises:
         ValueError: There are fewer than two problems, so their spread is unknown.
     """
-    value, error = fmean(values), stdev(values) / math.sqrt(len(values))
-    half_width = _student_quantile(len(values) - 1) * error
-    return Estimate(value, value - half_width, value + half_width)
+    mean, error, freedom = _mean_and_error(values, clusters)
+    if error == 0:
+        return Estimate(mean, math.nan, math.nan)
+    half_width = _student_quantile(freedom) * error
+    return Estimate(mean, mean - half_width, mean + half_width)
 
 
-def paired_mean(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Return the mean of second - first over the same problems, of any range, with Student's interval.
+def paired_mean(
+    first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Difference:
+    """Return the mean of second - first over the same problems, of any range, with Student's interval and test.
+
+    Equal differences have no interval, as in `mean_value`.
 
     Raises:
         ValueError: There are fewer than two problems, or the lengths differ.
     """
-    return mean_value([after - before for before, after in zip(first, second, strict=True)])
+    differences = [after - before for before, after in zip(first, second, strict=True)]
+    found = mean_value(differences, clusters)
+    mean, error, freedom = _mean_and_error(differences, clusters)
+    p = student_tail(mean / error, freedom) if error else math.nan
+    return Difference(found.value, found.low, found.high, p)
 
 
-def _student_quantile(freedom: int) -> float:
-    """Return the quantile of Student's distribution for a two-sided 95 % interval.
+def _mean_and_error(values: Sequence[float], clusters: Sequence[Hashable] | None) -> tuple[float, float, int]:
+    """Return the mean, its standard error (0 for equal values) and the degrees of freedom.
 
-    Hill's expansion of the normal quantile (1970, "Algorithm 396: Student's t-quantiles") is within 0.1 % from 4
-    degrees of freedom on. For 1 and 2 degrees the closed form is exact.
+    Raises:
+        ValueError: There are fewer than two clusters.
     """
-    tail = 1 - CONFIDENCE
-    if freedom == 1:
-        return 1 / math.tan(tail * math.pi / 2)
-    if freedom == 2:
-        return math.sqrt(2 / (tail * (2 - tail)) - 2)
-    terms = (
-        (Z**3 + Z) / 4,
-        (5 * Z**5 + 16 * Z**3 + 3 * Z) / 96,
-        (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / 384,
-        (79 * Z**9 + 776 * Z**7 + 1482 * Z**5 - 1920 * Z**3 - 945 * Z) / 92160,
-    )
-    return Z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms))
+    sums = _cluster_sums(values, clusters)
+    if len(sums) < 2:
+        raise ValueError(f"a mean of {len(sums)} problems has no interval: it requires at least two")
+    mean = fmean(values)
+    # Values that are equal but for rounding, such as means of three thirds, are equal.
+    is_constant = max(values) - min(values) <= 1e-12 * max(map(abs, values))
+    return mean, 0.0 if is_constant else math.sqrt(_variance_of_mean(mean, sums)), len(sums) - 1
+
+
+@lru_cache(maxsize=1024)
+def _student_quantile(freedom: float) -> float:
+    """Return the quantile of Student's distribution for a two-sided 95 % interval."""
+    return student_quantile(freedom, LEVEL)
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
@@ -126,23 +230,71 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
     return 1 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float]) -> Estimate:
-    """Return the mean of second - first over the same problems, shares in [0, 1], with its 95 % interval.
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Difference:
+    """Return the mean of second - first over the same problems, shares in [0, 1], with its interval and p-value.
 
-    The interval is that of Agresti and Min (2005, "Simple improved confidence intervals for comparing matched
-    proportions"): half a problem is added to each of the four outcomes. Without this correction the interval would
-    vanish if no verdict differs, and miss the true value for few problems.
+    The interval is that of Bonett and Price (2012, "Adjusted Wald confidence interval for a difference of binomial
+    proportions based on paired data"): one problem is added to the gains and one to the losses. Without this correction
+    the interval would vanish if no verdict differs. The p-value is that of McNemar's exact test, and the interval is
+    extended to 0 if p is at least 0.05. So it excludes 0 if and only if p is below 0.05.
+
+    With several samples per problem the differences d are smaller than 1. Let w = Σd² / Σ|d| be the size of a typical
+    difference, and e = (Σ|d|)² / Σd² the effective number of problems that differ. The added problems differ by w.
+    McNemar's test is of (e + |Σd| / w) / 2 against (e - |Σd| / w) / 2 problems. The normal quantile z is multiplied by
+    t(f) / t(f / w²), where t is Student's quantile and f the smaller of e + 1 and the number of problems - 1. If the
+    test rejects while the interval includes 0, p is that of the interval. With one sample per problem w is 1, and
+    nothing changes. `benchmarks/interval_coverage.py` measures the coverage.
+
+    Args:
+        first: Shares of the problems in the first evaluation.
+        second: Shares of the same problems in the second one.
+        clusters: Label of each problem, as in `mean_share`.
 
     Raises:
         ValueError: There is no problem, or the lengths differ.
     """
     differences = [after - before for before, after in zip(first, second, strict=True)]
     value = fmean(differences)
-    n = len(differences) + 2
-    centre = math.fsum(differences) / n
-    variance = ((math.fsum(value**2 for value in differences) + 1) / n - centre**2) / n
-    half_width = Z * math.sqrt(variance)
-    return Estimate(value, max(-1.0, centre - half_width), min(1.0, centre + half_width))
+    sums = _cluster_sums(differences, clusters)
+    n = len(sums)
+    # Scaled so that the mean over clusters is the mean over problems.
+    parts = [total * n / len(differences) for total, _ in sums]
+    total, squares = math.fsum(parts), math.fsum(part * part for part in parts)
+    differing = _effective_number(parts)
+    size = squares / math.fsum(map(abs, parts)) if squares else 1.0
+    freedom = max(1.0, min(differing + 1, n - 1))
+    centre = total / (n + 2)
+    error = math.sqrt(((squares + 2 * size * size) / (n + 2) - centre**2) / (n + 2))
+    error *= _student_quantile(freedom) / _student_quantile(min(freedom / min(1.0, size) ** 2, MOST_FREEDOM))
+    low, high = centre - Z * error, centre + Z * error
+    p = _sign_test(differing, abs(total) / size)
+    if p >= LEVEL:
+        low, high = min(low, 0.0), max(high, 0.0)
+    elif low <= 0 <= high:
+        p = 2 * NormalDist().cdf(-abs(centre) / error)
+    return Difference(value, max(-1.0, min(low, value)), min(1.0, max(high, value)), p)
+
+
+def p_text(p: float, digits: int) -> str:
+    """Return a p-value with a number of significant digits, or with more if it would be rounded across 0.05."""
+    text = f"{p:.{digits}g}"
+    while (float(text) < LEVEL) != (p < LEVEL):
+        digits += 1
+        text = f"{p:.{digits}g}"
+    return text
+
+
+def _sign_test(differing: float, excess: float) -> float:
+    """Return the two-sided p-value of `differing` problems, of which `excess` more differ in one direction.
+
+    For whole numbers it is the p-value of McNemar's exact test. Real numbers interpolate.
+    """
+    more = (differing + excess) / 2
+    if more <= 0:
+        return 1.0
+    return min(1.0, 2 * beta_cdf(0.5, more, max(0.0, differing - more) + 1))
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -157,15 +309,6 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def _score_interval(share: float, n: float) -> tuple[float, float]:
-    """Return the ends of Wilson's interval for a share of `n` trials."""
-    z2 = Z**2
-    centre = (share + z2 / (2 * n)) / (1 + z2 / n)
-    half_width = math.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
-    # At 0 of n and n of n, rounding must not move an end past the share itself.
-    return min(share, max(0.0, centre - half_width)), max(share, min(1.0, centre + half_width))
-
-
 # Tables of completions
 
 
@@ -176,74 +319,112 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
         `strict` and `lenient`, mean shares over problems; `pass_at`, the probability that one of k completions is
         strictly right; `majority`, the share of problems whose most frequent answer is right; `labels`, the confusion
         matrix if the golds are labels. These need golds. Under `rewards`, for each reward of the recipe: `mean` score,
-        share of completions that `passed` with its own `pass_at` and `majority`, and number of `unscored` completions.
+        share of completions that `passed` with its own `pass_at` and `majority`, and number of `unscored` completions,
+        which are in none of these.
         Under `tools`, if the recipe has tools: share of completions that `called` one, mean number of `calls`, and the
         results of the completions `with_call` and `without_call`, over the problems that have such completions.
-        Each estimate has its 95 % interval.
+        Each estimate has its 95 % interval. Rows with the same prompt count as one problem.
     """
-    groups = [rows for _, rows in table.groupby("problem", sort=True)]
     summary: dict[str, Any] = {}
     if "strict" in table:
         for name in ("strict", "lenient"):
-            summary[name] = mean_share([rows[name].mean() for rows in groups]).as_dict()
-        summary |= _several_samples(groups, "strict", "lenient")
+            summary[name] = _mean_of_shares(table, name).as_dict()
+        summary |= _several_samples(table, "strict", "lenient")
         if (labels := confusion(table)) is not None:
             summary["labels"] = labels
     rewards: dict[str, Any] = {}
     for name in reward_names(table):
-        passed = PASSED.format(name)
-        entry: dict[str, Any] = {"unscored": int(table[PAY.format(name)].isna().sum()), **_mean_score(groups, name)}
-        if passed in table:
-            entry["passed"] = mean_share([rows[passed].mean() for rows in groups]).as_dict()
-            entry |= _several_samples(groups, passed, passed)
+        passed, scored = PASSED.format(name), _scored(table, name)
+        entry: dict[str, Any] = {"unscored": len(table) - len(scored), **_mean_score(scored, name)}
+        if passed in table and len(scored):
+            entry["passed"] = _mean_of_shares(scored, passed).as_dict()
+            entry |= _several_samples(scored, passed, passed)
         rewards[name] = entry
     if rewards:
         summary["rewards"] = rewards
     if "calls" in table:
-        summary["tools"] = _by_call(table, groups)
+        summary["tools"] = _by_call(table)
     return summary
 
 
-def _mean_score(groups: Sequence[pd.DataFrame], reward: str) -> dict[str, Any]:
-    """Return the mean score of a reward over problems, or nothing if fewer than two problems have one."""
-    means = [float(rows[PAY.format(reward)].mean()) for rows in groups]
-    known = [mean for mean in means if not math.isnan(mean)]
-    return {"mean": mean_value(known).as_dict()} if len(known) > 1 else {}
+def _scored(table: pd.DataFrame, reward: str) -> pd.DataFrame:
+    """Return the completions that a reward scored. A missing score does not mean that the completion is wrong."""
+    return table[table[PAY.format(reward)].notna()]
 
 
-def _by_call(table: pd.DataFrame, groups: Sequence[pd.DataFrame]) -> dict[str, Any]:
+def _by_problem(table: pd.DataFrame, column: str) -> pd.Series:
+    """Return the mean of a column over the completions of each problem, by problem."""
+    return table.groupby("problem", sort=True)[column].mean().astype(float)
+
+
+def _clusters(table: pd.DataFrame) -> pd.Series:
+    """Return the label of each problem, by problem. Problems with one label are copies of one another.
+
+    Two rows with the same prompt are copies. A prompt need not name the state of an environment. So in a table with
+    transcripts the golds of copies are equal too, and rows without golds are different problems.
+    """
+    keys = ["prompt"] if "transcript" not in table else ["prompt", "gold"]
+    firsts = table.groupby("problem", sort=True).first()
+    if not all(key in firsts for key in keys):
+        return pd.Series(firsts.index, index=firsts.index)
+    return pd.Series(list(firsts[keys].itertuples(index=False, name=None)), index=firsts.index)
+
+
+def _mean_of_shares(table: pd.DataFrame, column: str) -> Estimate:
+    """Return the mean over problems of the share of completions with a true value in a column."""
+    return mean_share(_by_problem(table, column).tolist(), len(table), _clusters(table).tolist())
+
+
+def _mean_score(scored: pd.DataFrame, reward: str) -> dict[str, Any]:
+    """Return the mean score of a reward over problems, or nothing if fewer than two different problems have one."""
+    clusters = _clusters(scored).tolist()
+    if len(set(clusters)) < 2:
+        return {}
+    return {"mean": mean_value(_by_problem(scored, PAY.format(reward)).tolist(), clusters).as_dict()}
+
+
+def _by_call(table: pd.DataFrame) -> dict[str, Any]:
     """Return how often tools were called, and the results of the completions that called one, and of the others."""
-    called = [float((rows["calls"] > 0).mean()) for rows in groups]
-    summary: dict[str, Any] = {"called": mean_share(called).as_dict(), "calls": float(table["calls"].mean())}
-    for name, chosen in (("with_call", table["calls"] > 0), ("without_call", table["calls"] == 0)):
-        parts = [rows for _, rows in table[chosen].groupby("problem", sort=True)]
-        if not parts:
+    has_called = table["calls"] > 0
+    called = _mean_of_shares(table.assign(called=has_called), "called")
+    summary: dict[str, Any] = {"called": called.as_dict(), "calls": float(table["calls"].mean())}
+    for name, chosen in (("with_call", table[has_called]), ("without_call", table[~has_called])):
+        if not len(chosen):
             continue
-        entry: dict[str, Any] = {"problems": len(parts)}
+        entry: dict[str, Any] = {"problems": chosen["problem"].nunique()}
         for verdict in ("strict", "lenient"):
             if verdict in table:
-                entry[verdict] = mean_share([rows[verdict].mean() for rows in parts]).as_dict()
+                entry[verdict] = _mean_of_shares(chosen, verdict).as_dict()
         rewards = {}
         for reward in reward_names(table):
-            rewards[reward] = _mean_score(parts, reward)
-            if (passed := PASSED.format(reward)) in table:
-                rewards[reward]["passed"] = mean_share([rows[passed].mean() for rows in parts]).as_dict()
+            scored = _scored(chosen, reward)
+            rewards[reward] = _mean_score(scored, reward)
+            if (passed := PASSED.format(reward)) in table and len(scored):
+                rewards[reward]["passed"] = _mean_of_shares(scored, passed).as_dict()
         summary[name] = {**entry, **({"rewards": rewards} if rewards else {})}
     return summary
 
 
-def _several_samples(groups: Sequence[pd.DataFrame], column: str, vote_column: str) -> dict[str, Any]:
-    """Return pass@k for k = 1, 2, 4, ... and all samples, and the majority vote, if problems have several samples."""
-    samples = len(groups[0])
+def _several_samples(table: pd.DataFrame, column: str, vote_column: str) -> dict[str, Any]:
+    """Return pass@k for k = 1, 2, 4, ... and all samples, and the majority vote, if problems have several samples.
+
+    A problem with fewer than k completions, because a reward could not score some, is not in the mean of pass@k.
+    """
+    groups = [rows for _, rows in table.groupby("problem", sort=True)]
+    samples = max(map(len, groups))
     if samples == 1:
         return {}
     result: dict[str, Any] = {"pass_at": {}}
+    clusters = _clusters(table).tolist()
     for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
-        chances = [pass_at_k(samples, int(rows[column].sum()), k) for rows in groups]
-        result["pass_at"][str(k)] = mean_share(chances).as_dict()
-    if "answer" in groups[0]:
-        votes = [majority(rows["answer"], rows[vote_column]) for rows in groups]
-        result["majority"] = mean_share([float(vote) for vote in votes]).as_dict()
+        enough = [place for place, rows in enumerate(groups) if len(rows) >= k]
+        chances = [pass_at_k(len(groups[place]), int(groups[place][column].sum()), k) for place in enough]
+        # The completions of a problem are len(rows) / k separate draws of k.
+        draws = sum(len(groups[place]) for place in enough) / k
+        result["pass_at"][str(k)] = mean_share(chances, draws, [clusters[place] for place in enough]).as_dict()
+    if "answer" in table:
+        votes = [float(majority(rows["answer"], rows[vote_column])) for rows in groups]
+        result["majority"] = mean_share(votes, clusters=clusters).as_dict()
     return result
 
 
@@ -293,14 +474,14 @@ def confusion(table: pd.DataFrame) -> dict[str, Any] | None:
     answers = [[0] * (len(labels) + 1) for _ in labels]
     for gold, answer in zip(gold_places, answer_places, strict=True):
         answers[gold][answer] += 1
-    named = table[["problem"]].assign(label=gold_places)
-    named["right"] = named["label"] == answer_places
-    shares = named.groupby(["label", "problem"])["right"].mean().groupby("label").agg(list)
+    named = table.assign(label=gold_places)
+    named["named"] = named["label"] == answer_places
+    parts = [named[named["label"] == number] for number in range(len(labels))]
     return {
         "names": [golds[label] for label in labels],
-        "problems": [len(shares[number]) for number in range(len(labels))],
+        "problems": [part["problem"].nunique() for part in parts],
         "answers": answers,
-        "accuracy": [mean_share(shares[number]).as_dict() for number in range(len(labels))],
+        "accuracy": [_mean_of_shares(part, "named").as_dict() for part in parts],
     }
 
 
@@ -324,58 +505,57 @@ def reward_names(table: pd.DataFrame) -> list[str]:
 def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
     """Return the paired differences second - first of two tables on the same problems, with both values.
 
+    Both sides are shares of completions, so that their numbers of samples may differ.
+
     Args:
         first: Completions of one evaluation.
         second: Completions of the other one. Rewards that are not in both tables are skipped.
 
     Returns:
-        `rewards`, by name; and, with golds, `strict`, `lenient` and `mcnemar`, the exact test of the first completions'
-        verdicts, or of majority votes if there are several samples.
+        `rewards`, by name; and, with golds, `strict` and `lenient`. Each has the values of `first` and `second` and
+        their `difference` with its p-value. `mcnemar`, with golds, one sample per problem on both sides and no prompt
+        twice, has the numbers of problems that one side alone solved strictly, and the p-value.
     """
     rewards: dict[str, Any] = {}
     for name in reward_names(first):
         pay, passed = PAY.format(name), PASSED.format(name)
         if pay not in second:
             continue
-        means = pd.concat([table.groupby("problem")[pay].mean() for table in (first, second)], axis=1).dropna()
-        if len(means) < 2:
+        tables = _on_shared_problems(_scored(first, name), _scored(second, name))
+        clusters = _clusters(tables[0]).tolist()
+        if len(set(clusters)) < 2:
             continue
-        before, after = means.iloc[:, 0].tolist(), means.iloc[:, 1].tolist()
-        rewards[name] = {"mean": _pair(mean_value(before), mean_value(after), paired_mean(before, after))}
+        before, after = (_by_problem(table, pay).tolist() for table in tables)
+        values = mean_value(before, clusters), mean_value(after, clusters), paired_mean(before, after, clusters)
+        rewards[name] = {"mean": _pair(*values)}
         if passed in first and passed in second:
-            rewards[name]["passed"] = _compared_shares(first, second, passed)
+            rewards[name]["passed"] = _compared_shares(*tables, passed)
     result: dict[str, Any] = {"rewards": rewards} if rewards else {}
     if "strict" in first and "strict" in second:
         for name in ("strict", "lenient"):
             result[name] = _compared_shares(first, second, name)
-        only_first, only_second = 0, 0
-        for vote, other in zip(_votes(first), _votes(second), strict=True):
-            only_first += vote and not other
-            only_second += other and not vote
-        result["mcnemar"] = {
-            "only_first": only_first,
-            "only_second": only_second,
-            "p": mcnemar(only_first, only_second),
-        }
+        is_single = all(table["problem"].is_unique for table in (first, second))
+        if is_single and _clusters(first).is_unique:
+            before, after = (_by_problem(table, "strict") for table in (first, second))
+            only_first, only_second = int((before > after).sum()), int((after > before).sum())
+            p = mcnemar(only_first, only_second)
+            result["mcnemar"] = {"only_first": only_first, "only_second": only_second, "p": p}
     return result
 
 
+def _on_shared_problems(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the rows of both tables whose problem is in the other table too."""
+    return first[first["problem"].isin(second["problem"])], second[second["problem"].isin(first["problem"])]
+
+
 def _compared_shares(first: pd.DataFrame, second: pd.DataFrame, column: str) -> dict[str, Any]:
-    before, after = (table.groupby("problem")[column].mean().tolist() for table in (first, second))
-    return _pair(mean_share(before), mean_share(after), paired_difference(before, after))
+    before, after = (_by_problem(table, column).tolist() for table in (first, second))
+    difference = paired_difference(before, after, _clusters(first).tolist())
+    return _pair(_mean_of_shares(first, column), _mean_of_shares(second, column), difference)
 
 
-def _pair(first: Estimate, second: Estimate, difference: Estimate) -> dict[str, Any]:
+def _pair(first: Estimate, second: Estimate, difference: Difference) -> dict[str, Any]:
     return {"first": first.as_dict(), "second": second.as_dict(), "difference": difference.as_dict()}
-
-
-def _votes(table: pd.DataFrame) -> list[bool]:
-    """Return the verdict on each problem: strictly right, or by majority vote if there are several samples."""
-    votes = []
-    for _, rows in table.groupby("problem", sort=True):
-        is_single = len(rows) == 1
-        votes.append(bool(rows["strict"].iloc[0]) if is_single else majority(rows["answer"], rows["lenient"]))
-    return votes
 
 
 # Terminal
@@ -458,26 +638,24 @@ def _reward_table(rewards: Mapping[str, Any]) -> Table:
 
 
 def describe_comparison(result: Mapping[str, Any]) -> list[Part]:
-    """Return two evaluations side by side for the terminal, with paired differences and McNemar's test."""
+    """Return two evaluations side by side for the terminal, with paired differences and their p-values."""
     compared = {name: result[name] for name in ("strict", "lenient") if name in result}
     for name, entry in result.get("rewards", {}).items():
         compared |= {f"{name}, {measure}": values for measure, values in entry.items()}
     rows: list[tuple[object, ...]] = []
     for name, values in compared.items():
         first, second, difference = (Estimate.from_dict(values[key]) for key in ("first", "second", "difference"))
-        style = ""
-        if difference.low > 0:
-            style = "good"
-        elif difference.high < 0:
-            style = "bad"
-        rows.append((name, first, second, Cell(difference, style)))
+        p = values["difference"].get("p")
+        shown_p = "" if p is None else p_text(p, digits=2)
+        style = {1: "good", -1: "bad"}.get(difference.sign, "")
+        rows.append((name, first, second, Cell(difference, style), shown_p))
     parts: list[Part] = [
         Cell(f"{result['problems']} problems, the same for both; 95 % intervals", "head"),
         *(f"  warning: {warning}" for warning in result["warnings"]),
-        Table(rows, ("", "A", "B", "B - A")),
+        Table(rows, ("", "A", "B", "B - A", "p"), frozenset({4})),
     ]
     if "mcnemar" in result:
         test = result["mcnemar"]
         alone = f"A alone right on {test['only_first']}, B alone on {test['only_second']}"
-        parts.append(f"  McNemar: {alone}; exact p = {test['p']:.3g}")
+        parts.append(f"  McNemar: {alone}; exact p = {p_text(test['p'], digits=3)}")
     return parts

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_recipes.checks.geometry import Geometry
-from grpo_recipes.evaluation.estimates import mean_share
+from grpo_recipes.evaluation.estimates import Estimate, mean_share
 from grpo_recipes.reports.diagnostics import FLAT_GROUPS_LIMIT, TRUNCATED_LIMIT
 from grpo_recipes.reports.transcript import Part as Turn
 from grpo_recipes.reports.transcript import limited
@@ -212,6 +212,11 @@ class Preview:
         """Return the zero-variance groups."""
         return [group for group in self.groups if self.is_flat(group)]
 
+    def _flat_share(self) -> Estimate:
+        """Return the share of zero-variance groups. Groups of the same prompt count as one group."""
+        flat = [float(self.is_flat(group)) for group in self.groups]
+        return mean_share(flat, clusters=[group.prompt for group in self.groups])
+
     def summaries(self) -> list[RewardSummary]:
         """Return the summary of each reward."""
         return [_summary(reward, self.groups) for reward in self.rewards]
@@ -229,7 +234,7 @@ class Preview:
     def _lines(self) -> list[Part]:
         flat, cut = self.flat_groups(), [one for one in self.completions if one.is_cut]
         lengths = sorted(one.tokens for one in self.completions)
-        share = mean_share([float(self.is_flat(group)) for group in self.groups])
+        share = self._flat_share()
         geometry, cost, step = self.cost.geometry, self.cost, self.cost.step()
         parts = ", ".join(f"{_seconds(seconds)} {name}" for name, seconds in step.items())
         return [
@@ -281,7 +286,7 @@ class Preview:
             completions = [one.as_dict() for one in group.completions]
             shared = {"prompt": group.prompt, "tokens": group.tokens, "zero_variance": self.is_flat(group)}
             groups.append({**shared, "completions": completions})
-        share = mean_share([float(self.is_flat(group)) for group in self.groups])
+        share = self._flat_share()
         return {
             "recipe": self.source,
             "model": self.model,

@@ -24,7 +24,7 @@ import yaml
 from markupsafe import Markup, escape
 
 from grpo_recipes.evaluation import accuracy
-from grpo_recipes.evaluation.estimates import Estimate, mcnemar, paired_difference
+from grpo_recipes.evaluation.estimates import Estimate, compare_tables, p_text
 from grpo_recipes.reports import cards, charts
 from grpo_recipes.reports.charts import number, percent
 from grpo_recipes.reports.completions_page import TEMPLATES, policy, write_completions_page
@@ -119,7 +119,7 @@ def _estimate(found: Mapping[str, float] | None) -> str:
 def _described(run: Run, hue: int) -> dict[str, Any]:
     """Return the template's values for a run."""
     diagnosis, pairs = diagnose(run), paired_completions(run)
-    counts, changes = cards.changes(pairs, cards.tags_of(run))
+    counts, changes = cards.changes(_first_completions(pairs), cards.tags_of(run))
     return {
         "name": run.name,
         "hue": hue % charts.HUES,
@@ -152,24 +152,36 @@ class Verdict:
     """`better`, `worse` or `neutral`."""
 
 
-def paired_completions(run: Run) -> pd.DataFrame | None:
-    """Return the first completion of each held-out problem before and after training, or None without both.
+Pairs = tuple[pd.DataFrame, pd.DataFrame]
+"""Completions before and after training, of the held-out problems that are in both evaluations."""
 
-    Columns of the evaluation after training end in `_after`.
-    """
+
+def paired_completions(run: Run) -> Pairs | None:
+    """Return the completions of the held-out problems before and after training, or None without both or golds."""
     tables = []
     for label in (BEFORE, AFTER):
         path = run.folder / EVALUATIONS / label / "completions.parquet"
         if not path.is_file():
             return None
-        tables.append(read_table(path, EVALUATED).query("sample == 0").set_index("problem"))
+        tables.append(read_table(path, EVALUATED))
     if not all("strict" in table for table in tables):
         return None
-    both = tables[0].join(tables[1], rsuffix="_after", how="inner")
-    return both[both["prompt"] == both["prompt_after"]]
+    prompts = [table.groupby("problem")["prompt"].first() for table in tables]
+    before, after = prompts[0].align(prompts[1], join="inner")
+    shared = before.index[before == after]
+    first, second = (table[table["problem"].isin(shared)] for table in tables)
+    return first, second
 
 
-def verdict(run: Run, pairs: pd.DataFrame | None) -> Verdict:
+def _first_completions(pairs: Pairs | None) -> pd.DataFrame | None:
+    """Return the first completion of each problem before and after. The columns of the latter end in `_after`."""
+    if pairs is None:
+        return None
+    before, after = (table[table["sample"] == 0].set_index("problem") for table in pairs)
+    return before.join(after, rsuffix="_after", how="inner")
+
+
+def verdict(run: Run, pairs: Pairs | None) -> Verdict:
     """Return the verdict by the accuracy before and after training, or by the closest measurement that there is.
 
     Args:
@@ -191,7 +203,7 @@ def verdict(run: Run, pairs: pd.DataFrame | None) -> Verdict:
 
 
 def _verdict_by_change(
-    before: Estimate, after: Estimate, evaluations: Mapping[str, Any], pairs: pd.DataFrame | None
+    before: Estimate, after: Estimate, evaluations: Mapping[str, Any], pairs: Pairs | None
 ) -> Verdict:
     problems = evaluations[AFTER]["problems"]
     change = f"Accuracy {percent(before.value)} → {percent(after.value)} on {problems:,} held-out problems"
@@ -199,19 +211,26 @@ def _verdict_by_change(
     if first.get("strict") != second.get("strict"):
         return Verdict(change, "Judged by different rewards before and after, so that the two can't be compared")
     gain = after.value - before.value
-    if first["samples"] > 1 or pairs is None or len(pairs) != problems:
+    if pairs is None or not _are_all(pairs, evaluations):
         sure = f"{_points(gain)} points; before {_interval(before)}, after {_interval(after)}"
-        is_clear = after.low > before.high or after.high < before.low
+        sign = int(after.low > before.high) - int(after.high < before.low)
     else:
-        was_right, is_right = pairs["strict"].astype(bool), pairs["strict_after"].astype(bool)
-        difference = paired_difference(was_right.astype(float).tolist(), is_right.astype(float).tolist())
-        p = mcnemar(int((was_right & ~is_right).sum()), int((is_right & ~was_right).sum()))
+        compared = compare_tables(*pairs)
+        found = compared["strict"]["difference"]
+        difference = Estimate.from_dict(found)
         ends = f"{_points(difference.low)} to {_points(difference.high)}"
-        sure = f"{_points(difference.value)} points (95 %: {ends}; McNemar's test: p = {p:.1g})"
-        is_clear = difference.low > 0 or difference.high < 0
-    if not is_clear:
+        test = "McNemar's test: " if "mcnemar" in compared else ""
+        sure = f"{_points(difference.value)} points (95 %: {ends}; {test}p = {p_text(found['p'], digits=1)})"
+        sign = difference.sign
+    if not sign:
         return Verdict(change, f"{sure}: no clear difference")
-    return Verdict(change, sure, "better" if gain > 0 else "worse")
+    return Verdict(change, sure, "better" if sign > 0 else "worse")
+
+
+def _are_all(pairs: Pairs, evaluations: Mapping[str, Any]) -> bool:
+    """Return True if both evaluations are of the paired problems and of no other ones."""
+    counts = [table["problem"].nunique() for table in pairs]
+    return counts == [evaluations[label]["problems"] for label in (BEFORE, AFTER)]
 
 
 def _verdict_by_reward(run: Run) -> Verdict:

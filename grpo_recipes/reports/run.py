@@ -503,24 +503,27 @@ class Run:
     def held_out_accuracy(self) -> list[tuple[int, Estimate]]:
         """Return the accuracy of each evaluation during training, with its step.
 
-        The accuracy is the share of completions for which a correctness reward is positive. Its interval is clustered
-        by problem. The list is empty if the recipe has no correctness reward outside a `sum`.
+        The accuracy is the share of completions for which a correctness reward is positive, among those that one can
+        score. Its interval is clustered by prompt. The list is empty if the recipe has no correctness reward outside a
+        `sum`.
         """
         judges = [reward.name for reward in self.rewards if reward.kind == "correctness"]
         columns: dict[str, files.Kind] = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS}
         columns |= {f"{name}?": files.NUMBERS for name in judges}
-        shares: dict[int, dict[str, list[float]]] = {}
+        verdicts: dict[int, tuple[list[float], list[str]]] = {}
         for source in self._sampled(completions.EVALUATION).kept:
             for batch in completions.read_batches(source, columns):
                 self.check_time()
                 scores = batch[[name for name in judges if name in batch.columns]]
                 if scores.empty:
                     continue
-                for step, prompt, is_right in zip(
-                    batch["step"], batch["prompt"], (scores > 0).any(axis=1), strict=True
-                ):
-                    shares.setdefault(int(step), {}).setdefault(prompt_text(prompt), []).append(float(is_right))
-        return [(step, mean_share([_mean(right) for right in shares[step].values()])) for step in sorted(shares)]
+                is_scored, is_right = scores.notna().any(axis=1), (scores > 0).any(axis=1)
+                scored = batch[is_scored]
+                for step, prompt, right in zip(scored["step"], scored["prompt"], is_right[is_scored], strict=True):
+                    of_step, prompts = verdicts.setdefault(int(step), ([], []))
+                    of_step.append(float(right))
+                    prompts.append(prompt_text(prompt))
+        return [(step, mean_share(right, clusters=prompts)) for step, (right, prompts) in sorted(verdicts.items())]
 
     def _sampled(self, kind: str) -> Sampled:
         """Return all logged steps, or `MAX_STEPS` of them, evenly spread, the last included."""

@@ -104,7 +104,9 @@ STEP = Kind("an integer from 0", lambda value: INTEGER.holds(value) and 0 <= val
 NUMBER = Kind("a number", lambda value: isinstance(value, float) or (INTEGER.holds(value) and abs(value) < 2**63))
 NUMBER_OR_NULL = Kind("a number", lambda value: value is None or NUMBER.holds(value))
 SHARE = Kind("a share with an interval (low <= value <= high)", lambda value: _is_share(value))
-ESTIMATE = Kind("a number with an interval (low <= value <= high)", lambda value: _is_estimate(value))
+ESTIMATE = Kind(
+    "a number with an interval (low <= value <= high, or both ends null)", lambda value: _is_estimate(value, True)
+)
 
 CONFUSION = Kind("a confusion matrix", lambda value: _is_confusion(value))
 
@@ -368,9 +370,11 @@ def _is_share(value: Any) -> bool:
     return _is_estimate(value) and value["low"] >= 0 and value["high"] <= 1
 
 
-def _is_estimate(value: Any) -> bool:
+def _is_estimate(value: Any, may_lack_interval: bool = False) -> bool:
     if not isinstance(value, dict):
         return False
+    if may_lack_interval and value.get("low", 0) is None and value.get("high", 0) is None:
+        return NUMBER.holds(value.get("value")) and math.isfinite(value["value"])
     if not all(NUMBER.holds(value.get(key)) for key in ("low", "value", "high")):
         return False
     return -math.inf < value["low"] <= value["value"] <= value["high"] < math.inf  # False for NaN

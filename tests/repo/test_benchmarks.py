@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from grpo_recipes.evaluation.estimates import Estimate
 from grpo_recipes.training import varlen
 from grpo_recipes.training.packed_attention import GroupSpans, sdpa
 from tests.support import varlen_kernel
@@ -235,3 +238,58 @@ def test_turns_with_tools_give_the_tokens_of_trl(sampled: bool, monkeypatch: pyt
     stock, grouped, kept = map(float, fewer)
     assert stock == 1 < grouped < kept
     assert kept > 2.5
+
+
+@pytest.fixture
+def coverage(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/interval_coverage.py."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import interval_coverage
+
+    return interval_coverage
+
+
+def covered(table: str) -> list[float]:
+    """Return the lowest coverage of today's intervals in each row of a table of `by_size`, in percent."""
+    rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| \d+ \| \d+ \| \d+ \|", line)]
+    return [float(row[4].removesuffix(" %")) for row in rows]
+
+
+def test_the_kept_coverage_of_the_intervals_is_at_least_93_percent(coverage: ModuleType) -> None:
+    means, paired = (BENCHMARKS / "results" / "coverage.md").read_text().split("## Limit")[0].split("## Paired")
+    assert len(covered(means)) == len(coverage.PROBLEMS) * len(coverage.SAMPLES)
+    assert len(covered(paired)) == len(coverage.PROBLEMS) * len(coverage.PAIRED_SAMPLES)
+    assert min(covered(means) + covered(paired)) >= 93
+
+
+def test_the_coverage_is_that_of_the_estimates(
+    coverage: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With intervals of no width nothing is covered, and with the widest everything is."""
+    small = {
+        "PROBLEMS": (5,),
+        "SAMPLES": (1, 4),
+        "PAIRED_SAMPLES": (4,),
+        "MEANS": (0.45,),
+        "DRAWS": 20,
+        "MORE_DRAWS": 30,
+    }
+    for name, value in {**small, "limits": list}.items():
+        monkeypatch.setattr(coverage, name, value)
+    monkeypatch.setattr(sys, "argv", ["interval_coverage.py", "--output", str(tmp_path / "page.md")])
+    for ends, share in (((0.4501, 0.4501), 0.0), ((-1.0, 1.0), 100.0)):
+        found = Estimate(ends[0], *ends)
+        monkeypatch.setattr(coverage, "mean_share", lambda *_, found=found: found)
+        monkeypatch.setattr(coverage, "paired_difference", lambda *_, found=found: found)
+        assert coverage.main() == 0
+        assert covered((tmp_path / "page.md").read_text()) == [share] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cell",
+    [(50, 64, 0.02, 0.3), (20, 64, 0.02, 0.7), (5, 64, 0.5, 0.1), (400, 16, 0.5, 0.1), (20, 1, 0.02, 0.0, "better")],
+)
+def test_the_hardest_cells_are_covered(coverage: ModuleType, cell: tuple) -> None:
+    """The standard error of 3,000 draws is 0.4 points."""
+    assert coverage.measure(coverage.Cell(*cell), 3_000, np.random.default_rng(5)).coverage >= 0.93

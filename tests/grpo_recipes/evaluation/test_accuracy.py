@@ -14,7 +14,7 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.evaluation import accuracy, evaluate
-from grpo_recipes.evaluation.estimates import compare_tables, mean_value, paired_mean
+from grpo_recipes.evaluation.estimates import Estimate, compare_tables, mean_value, paired_mean, summarise
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.reports.report import write_report
 from grpo_recipes.reports.run import Run
@@ -88,7 +88,7 @@ def test_every_reward_is_measured(evaluated: Callable, capsys: pytest.CaptureFix
     assert level["mean"]["value"] == 1.0
     assert level["mean"]["high"] == pytest.approx(1 + 2.5706 * error, abs=1e-3)
     assert "passed" not in level
-    assert found["answers_later"]["mean"] == {"value": 0.5, "low": 0.5, "high": 0.5}
+    assert found["answers_later"]["mean"] == {"value": 0.5, "low": None, "high": None}, "equal scores"
     output = capsys.readouterr().out
     table = [line.split("  ") for line in output.splitlines() if line.strip()]
     head = next([cell.strip() for cell in line if cell] for line in table if "not scored" in " ".join(line))
@@ -117,8 +117,10 @@ def test_a_task_without_golds_is_evaluated_and_compared(
     capsys.readouterr()
     assert cli.main(["compare", str(tmp_path / "e"), str(tmp_path / "f")]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"^ +A +B +B - A$", output, re.MULTILINE)
-    assert re.search(r"pays_the_level, mean +1\.000 \[.*\] +1\.000 \[.*\] +0\.000 \[", output)
+    assert re.search(r"^ +A +B +B - A +p$", output, re.MULTILINE)
+    assert re.search(
+        r"pays_the_level, mean +1\.000 \[.*\] +1\.000 \[.*\] +0\.000 \(all equal\) *$", output, re.MULTILINE
+    )
     assert "McNemar" not in output
     evaluated([], rows=rows, name="g", code=2)
     assert "`rewards` is missing" in capsys.readouterr().err
@@ -210,9 +212,133 @@ def test_the_interval_of_a_mean_is_students_interval(n: int, quantile: float) ->
     found = mean_value(values)
     assert (found.high - found.value) / error == pytest.approx(quantile, rel=2e-4)
     assert found.value - found.low == pytest.approx(found.high - found.value)
-    assert paired_mean([0.0] * n, values) == found
+    pair = paired_mean([0.0] * n, values)
+    assert (pair.value, pair.low, pair.high) == (found.value, found.low, found.high)
 
 
 def test_one_problem_has_no_interval() -> None:
-    with pytest.raises(ValueError, match="requires at least two data points"):
+    with pytest.raises(ValueError, match="requires at least two"):
         mean_value([1.0])
+    with pytest.raises(ValueError, match="requires at least two"):
+        mean_value([1.0, 2.0, 3.0], ["a", "a", "a"])
+
+
+@pytest.mark.parametrize("values", [[2.0] * 10, [0.1 + 0.2, 0.3, 0.3], [0.0, 0.0]])
+def test_equal_values_have_no_interval(values: list[float]) -> None:
+    """A reward of unknown range that paid the same on every problem may pay anything on the next one."""
+    for found in (mean_value(values), paired_mean([1.0] * len(values), [1.0 + value for value in values])):
+        assert found.value == pytest.approx(values[0])
+        assert found.as_dict()["low"] is found.as_dict()["high"] is None
+        assert found.sign == 0
+        assert str(found).endswith(" (all equal)")
+        assert str(Estimate.from_dict(found.as_dict())) == str(found)
+
+
+def test_the_p_value_of_a_mean_difference_is_students() -> None:
+    """Computed with `scipy.stats.ttest_1samp([1, 2, -1, 3, 2], 0).pvalue`, scipy 1.17.1."""
+    assert paired_mean([0.0] * 5, [1.0, 2.0, -1.0, 3.0, 2.0]).p == pytest.approx(0.10793882229227654)
+
+
+def test_an_unscored_completion_is_in_no_mean_and_in_no_share() -> None:
+    """One completion of problem 0 is unscored, and so are all three of problem 1."""
+    pay = [2.0, None, 0.0, None, None, None, 2.0, 2.0, 2.0]
+    passed = [score == 2.0 for score in pay]
+    problems = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    table = pd.DataFrame({"problem": problems, "prompt": list("aaabbbccc"), "reward/r": pay, "passed/r": passed})
+    found = summarise(table)["rewards"]["r"]
+    assert found["unscored"] == 4
+    assert found["mean"]["value"] == pytest.approx((1.0 + 2.0) / 2)
+    assert found["passed"]["value"] == pytest.approx((0.5 + 1.0) / 2)
+    assert found["pass_at"]["1"]["value"] == pytest.approx(0.75)
+    assert found["pass_at"]["2"]["value"] == pytest.approx(1.0)
+    assert found["pass_at"]["3"]["value"] == pytest.approx(1.0), "of problem 2 alone"
+    perfect = table.assign(**{"reward/r": 2.0, "passed/r": True})
+    compared = compare_tables(table, perfect)["rewards"]["r"]
+    assert compared["mean"]["difference"]["value"] == pytest.approx(0.5), "over problems 0 and 2"
+    assert compared["passed"]["difference"]["value"] == pytest.approx(0.25)
+    assert compared["passed"]["second"]["value"] == 1.0
+    reverse = compare_tables(perfect, table)["rewards"]["r"]
+    assert reverse["mean"]["first"]["value"] == 2.0
+    assert reverse["passed"]["difference"]["value"] == pytest.approx(-0.25), "over the same problems"
+
+
+def test_a_reward_that_scored_nothing_has_no_share() -> None:
+    table = pd.DataFrame(
+        {"problem": [0, 1], "prompt": ["a", "b"], "reward/r": [None, None], "passed/r": [False, False]}
+    )
+    assert summarise(table)["rewards"]["r"] == {"unscored": 2}
+
+
+def test_calls_are_counted_per_completion() -> None:
+    table = pd.DataFrame({"problem": [0, 1, 2], "prompt": list("abc"), "calls": [0, 2, 5], "reward/r": [0.0, 1.0, 2.0]})
+    tools = summarise(table)["tools"]
+    assert tools["calls"] == pytest.approx(7 / 3)
+    assert tools["called"]["value"] == pytest.approx(2 / 3)
+    assert tools["with_call"]["rewards"]["r"]["mean"]["value"] == 1.5
+
+
+def verdicts(right: dict[str, list[list[bool]]]) -> pd.DataFrame:
+    """Return completions from the verdicts of each problem, by prompt. A prompt may have several problems."""
+    problems = [(prompt, row) for prompt, rows in right.items() for row in rows]
+    records = []
+    for problem, (prompt, row) in enumerate(problems):
+        for sample, is_right in enumerate(row):
+            answer = "7" if is_right else "6"
+            records.append((problem, sample, prompt, "7", answer, is_right, is_right, float(is_right), is_right))
+    columns = ["problem", "sample", "prompt", "gold", "answer", "strict", "lenient", "reward/r", "passed/r"]
+    return pd.DataFrame(records, columns=columns)
+
+
+def test_one_sample_and_eight_samples_are_compared_by_their_shares() -> None:
+    """The same policy is right on 3 of 8 samples everywhere: by majority vote it would be wrong on every problem."""
+    single = verdicts({f"p{n}": [[n % 8 < 3]] for n in range(40)})
+    several = verdicts({f"p{n}": [[sample < 3 for sample in range(8)]] for n in range(40)})
+    for first, second in ((single, several), (several, single)):
+        result = compare_tables(first, second)
+        difference = result["strict"]["difference"]
+        assert difference["value"] == pytest.approx(0.0)
+        assert difference["low"] < 0 < difference["high"]
+        assert difference["p"] > 0.9
+        assert "mcnemar" not in result
+    assert compare_tables(several, several)["strict"]["difference"]["p"] == 1.0
+    # A format that only the strict verdict requires must not count for the side with several samples.
+    formless = several.assign(lenient=True)
+    assert compare_tables(single, formless)["strict"]["difference"]["value"] == pytest.approx(0.0)
+
+
+def test_rows_with_the_same_prompt_are_one_problem_everywhere() -> None:
+    once = verdicts({f"p{n}": [[n % 3 == 0, n % 2 == 0]] for n in range(12)})
+    twice = verdicts({f"p{n}": [[n % 3 == 0, n % 2 == 0]] * 4 for n in range(12)})
+    found, copied = summarise(once), summarise(twice)
+    separate = summarise(twice.assign(prompt=[f"prompt {problem}" for problem in twice["problem"]]))
+    for one, two, other in zip(_estimates(found), _estimates(copied), _estimates(separate), strict=True):
+        assert two["value"] == pytest.approx(one["value"])
+        assert two["high"] - two["low"] > 1.2 * (other["high"] - other["low"])
+    assert copied["majority"] == pytest.approx(found["majority"])
+    better_once, better_twice = (table.assign(strict=True, **{"reward/r": 1.0}) for table in (once, twice))
+    pair, copied_pair = compare_tables(once, better_once), compare_tables(twice, better_twice)
+    for key in ("low", "high", "p"):
+        assert copied_pair["strict"]["difference"][key] == pytest.approx(pair["strict"]["difference"][key])
+        mean, copied_mean = (result["rewards"]["r"]["mean"]["difference"] for result in (pair, copied_pair))
+        assert copied_mean[key] == pytest.approx(mean[key])
+    single = twice[twice["sample"] == 0]
+    assert "mcnemar" not in compare_tables(single, single), "the copies are not independent"
+
+
+def _estimates(found: dict[str, Any]) -> list[dict[str, float]]:
+    reward = found["rewards"]["r"]
+    shares = [found[name] for name in ("strict", "lenient", "majority")] + list(found["pass_at"].values())
+    return [*shares, reward["mean"], reward["passed"], *reward["pass_at"].values()]
+
+
+def test_an_environment_may_hide_its_state_from_the_prompt() -> None:
+    """Equal prompts with other golds are other problems there, and so are rows without golds."""
+    table = verdicts({"guess": [[n % 2 == 0] for n in range(20)]}).assign(calls=1, transcript="[]")
+    table["gold"] = [str(n) for n in range(20)]
+    known = summarise(verdicts({f"p{n}": [[n % 2 == 0]] for n in range(20)}))
+    assert summarise(table)["strict"] == known["strict"]
+    goldless = table.drop(columns=["gold", "answer", "strict", "lenient"])
+    assert summarise(goldless)["rewards"]["r"]["passed"] == known["rewards"]["r"]["passed"]
+    copies = table.assign(gold=[str(n % 10) for n in range(20)])
+    width = summarise(copies)["strict"]["high"] - summarise(copies)["strict"]["low"]
+    assert width > known["strict"]["high"] - known["strict"]["low"]

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Iterator
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -14,47 +16,97 @@ from grpo_recipes.evaluation.estimates import (
     describe,
     mcnemar,
     mean_share,
+    mean_value,
+    p_text,
     paired_difference,
+    paired_mean,
     pass_at_k,
 )
 from grpo_recipes.runs.files import CONFUSION
 from grpo_rewards.terminal import rendered
-
-# The two-sided 95 % point of the standard normal distribution, from tables.
-Z = 1.959963984540054
 
 
 def share(successes: int, n: int) -> Estimate:
     return mean_share([1.0] * successes + [0.0] * (n - successes))
 
 
-def score_root(successes: int, n: int, inside: float, outside: float) -> float:
-    """Find by bisection the p whose distance from the share is Z standard errors of p, which defines the interval."""
-
-    def excess(p: float) -> float:
-        return abs(successes / n - p) - Z * math.sqrt(p * (1 - p) / n)
-
-    for _ in range(200):
-        middle = (inside + outside) / 2
-        inside, outside = (inside, middle) if excess(middle) > 0 else (middle, outside)
-    return inside
+def at_least(count: int, n: int, p: float) -> float:
+    """Return the probability of at least `count` successes in `n` trials, as a sum."""
+    return math.fsum(math.comb(n, hits) * p**hits * (1 - p) ** (n - hits) for hits in range(count, n + 1))
 
 
-@given(st.integers(1, 5_000).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_the_interval_of_one_sample_a_problem_solves_the_score_equation(case: tuple[int, int]) -> None:
+@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_interval_of_one_sample_a_problem_is_exact(case: tuple[int, int]) -> None:
+    """At each end, the observed number of successes or a more extreme one has a probability of 2.5 %."""
     successes, n = case
     found = share(successes, n)
     assert found.value == pytest.approx(successes / n)
     assert 0 <= found.low <= found.value <= found.high <= 1
-    if 0 < successes < n:
-        assert found.low == pytest.approx(score_root(successes, n, found.value, 0.0), abs=1e-9)
-        assert found.high == pytest.approx(score_root(successes, n, found.value, 1.0), abs=1e-9)
+    if successes:
+        assert at_least(successes, n, found.low) == pytest.approx(0.025, rel=1e-6)
+    if successes < n:
+        assert 1 - at_least(successes + 1, n, found.high) == pytest.approx(0.025, rel=1e-6)
 
 
-def test_the_interval_of_a_share_of_0_or_1_is_one_sided() -> None:
-    # At 0 of n the equation reads p = Z^2 (1 - p) / n.
-    assert share(0, 10) == Estimate(0.0, 0.0, pytest.approx(Z**2 / (10 + Z**2)))
-    assert share(10, 10) == Estimate(1.0, pytest.approx(10 / (10 + Z**2)), 1.0)
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    [
+        (0, 10, 0.0, 0.3084971078),
+        (10, 10, 0.6915028922, 1.0),
+        (1, 2, 0.0125791171, 0.9874208829),
+        (162, 400, 0.356503022, 0.4549133224),
+        (12, 1319, 0.0047095502, 0.0158380494),
+        (399, 400, 0.98615023, 0.9999367075),
+    ],
+)
+def test_the_interval_of_one_sample_a_problem_is_statsmodels(successes: int, n: int, low: float, high: float) -> None:
+    """Values of `proportion_confint(successes, n, method="beta")` of statsmodels 0.15.0."""
+    found = share(successes, n)
+    assert (found.low, found.high) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
+
+
+def test_the_effective_number_of_trials_is_korn_and_graubards() -> None:
+    """Ends of scipy.special.betaincinv for n* = p (1 - p) / v · (t(47) / t(4.72))² = 10.91, by numpy and scipy."""
+    found = mean_share([0.25, 0.75, 0.5, 0.125, 0.875, 0.5], completions=48)
+    assert found.value == 0.5
+    assert (found.low, found.high) == (pytest.approx(0.1985927571855), pytest.approx(0.8014072428145))
+
+
+def test_the_effective_number_of_trials_is_bounded() -> None:
+    """Shares that vary less than by chance count as 48 trials. Equal shares of 0 or 1 count as one trial each."""
+    alike = mean_share([0.5, 0.625, 0.5, 0.375, 0.5, 0.625], completions=48)
+    assert (alike.low, alike.high) == pytest.approx((share(25, 48).low, share(25, 48).high))
+    assert mean_share([1.0] * 5, completions=80) == share(5, 5)
+    # The shares of problems without any chance between 0 and 1 are those of one sample each.
+    whole = mean_share([1.0, 0.0, 0.0, 1.0, 0.0], completions=320)
+    assert (whole.low, whole.high) == pytest.approx((share(2, 5).low, share(2, 5).high))
+
+
+@pytest.mark.parametrize("completions", [2, 20, 200])
+def test_an_interval_does_not_jump_if_a_share_changes_a_little(completions: int) -> None:
+    same, close = mean_share([0.5, 0.5], completions), mean_share([0.5, 0.51], completions)
+    assert (close.low, close.high) == pytest.approx((same.low, same.high), abs=0.02)
+
+
+def test_problems_of_which_few_were_ever_solved_have_a_wide_interval() -> None:
+    """Two of a hundred problems, each solved in 32 of 64 samples: the mean varies as that of two problems."""
+    found = mean_share([0.5, 0.5] + [0.0] * 98, completions=6_400)
+    assert found.value == 0.01
+    assert found.high > 0.04
+
+
+def test_copies_of_a_problem_count_as_one_problem() -> None:
+    shares, labels = [0.25, 1.0, 0.5, 0.0, 0.75], ["a", "b", "c", "d", "e"]
+    once = mean_share(shares, 20)
+    assert mean_share(shares * 3, 20, labels * 3) == once
+    assert mean_share(shares * 3, 60).high < once.high, "the intervals of separate problems"
+    first, second = [0.0, 1.0, 0.0, 0.0, 0.0, 0.5], [1.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    pair = paired_difference(first, second)
+    copied = paired_difference(first * 4, second * 4, list("abcdef") * 4)
+    assert (copied.low, copied.high, copied.p) == pytest.approx((pair.low, pair.high, pair.p))
+    mean, copied_mean = mean_value(second), mean_value(second * 4, list("abcdef") * 4)
+    assert (copied_mean.low, copied_mean.high) == pytest.approx((mean.low, mean.high))
+    assert paired_mean(first * 4, second * 4, list("abcdef") * 4).p == pytest.approx(paired_mean(first, second).p)
 
 
 def test_an_interval_needs_a_problem() -> None:
@@ -93,50 +145,83 @@ def test_mcnemar_equals_an_enumeration_of_the_splits(discordant: int) -> None:
         assert mcnemar(first, discordant - first) == pytest.approx(lopsided / len(splits))
 
 
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
-def test_a_mean_share_lies_in_its_interval(shares: list[float]) -> None:
-    found = mean_share(shares)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=50), st.integers(1, 64))
+def test_a_mean_share_lies_in_its_interval(shares: list[float], samples: int) -> None:
+    found = mean_share(shares, samples * len(shares))
     assert 0 <= found.low <= found.value + 1e-12
     assert found.value <= found.high + 1e-12 <= 1 + 2e-12
 
 
 def test_samples_of_one_problem_are_not_counted_as_problems() -> None:
     """Eight samples that always agree carry no more information than one. Eight independent samples carry much more."""
-    agreeing = mean_share([1.0] * 30 + [0.0] * 70)
-    independent = mean_share([0.25] * 60 + [0.375] * 40)
-    assert agreeing.high - agreeing.low == pytest.approx(0.178, abs=2e-3)
-    assert independent.high - independent.low < 0.06
+    agreeing = mean_share([1.0] * 30 + [0.0] * 70, 800)
+    independent = mean_share([0.25] * 60 + [0.375] * 40, 800)
+    assert agreeing == share(30, 100)
+    assert independent.high - independent.low < 0.07
 
 
-def test_the_clustered_interval_covers_the_true_share() -> None:
-    """With problems of different difficulty and four samples each, 95 % of the intervals hold the mean difficulty."""
-    import random
+@pytest.mark.parametrize(
+    ("problems", "samples", "solved"),
+    [(60, 4, 0.5), (5, 64, 0.5), (20, 64, 0.2)],
+)
+def test_the_clustered_interval_covers_the_true_share(problems: int, samples: int, solved: float) -> None:
+    """A share of the problems has a chance of 90 %, the others one of 1 %."""
+    generator = np.random.default_rng(0)
+    truth, runs = solved * 0.9 + (1 - solved) * 0.01, 800
+    chances = np.where(generator.random((runs, problems)) < solved, 0.9, 0.01)
+    shares = generator.binomial(samples, chances) / samples
+    estimates = [mean_share(row, problems * samples) for row in shares.tolist()]
+    covered = sum(estimate.low <= truth <= estimate.high for estimate in estimates)
+    assert covered / runs >= 0.93
 
-    generator = random.Random(0)
-    truth, covered, runs = 0.5 * 0.9 + 0.5 * 0.2, 0, 1500
-    for _ in range(runs):
-        chances = [0.9 if generator.random() < 0.5 else 0.2 for _ in range(60)]
-        shares = [sum(generator.random() < chance for _ in range(4)) / 4 for chance in chances]
-        estimate = mean_share(shares)
-        covered += estimate.low <= truth <= estimate.high
-    assert 0.935 <= covered / runs <= 0.97
 
-
-@pytest.mark.parametrize(("gain", "loss"), [(0.1, 0.1), (0.3, 0.1), (0.02, 0.0), (0.0, 0.0)])
-def test_the_paired_interval_covers_the_true_difference(gain: float, loss: float) -> None:
-    """The coverage is enumerated exactly over the numbers of gained and lost problems of 30."""
-    n, covered = 30, 0.0
+def outcomes(n: int) -> Iterator[tuple[int, int, list[float], list[float]]]:
+    """Yield every number of gained and lost problems of n, with the verdicts before and after."""
     for gained, lost in itertools.product(range(n + 1), repeat=2):
-        if gained + lost > n:
-            continue
+        if gained + lost <= n:
+            same = [1.0] * (n - gained - lost)
+            yield gained, lost, [0.0] * gained + [1.0] * lost + same, [1.0] * gained + [0.0] * lost + same
+
+
+@pytest.mark.parametrize(("gain", "loss"), [(0.1, 0.1), (0.3, 0.1), (0.02, 0.0), (0.1, 0.0), (0.0, 0.0), (0.45, 0.45)])
+@pytest.mark.parametrize("n", [5, 20])
+def test_the_paired_interval_covers_the_true_difference(n: int, gain: float, loss: float) -> None:
+    """The coverage is enumerated exactly over the numbers of gained and lost problems."""
+    covered = 0.0
+    for gained, lost, first, second in outcomes(n):
         chance = math.comb(n, gained) * math.comb(n - gained, lost)
         chance *= gain**gained * loss**lost * (1 - gain - loss) ** (n - gained - lost)
-        first = [0.0] * gained + [1.0] * lost + [1.0] * (n - gained - lost)
-        second = [1.0] * gained + [0.0] * lost + [1.0] * (n - gained - lost)
         if chance > 1e-12:
             difference = paired_difference(first, second)
             covered += chance * (difference.low <= gain - loss <= difference.high)
-    assert covered >= 0.94
+    assert covered >= 0.93
+
+
+@pytest.mark.parametrize("n", [*range(1, 19), pytest.param(40, marks=pytest.mark.slow)])
+def test_an_interval_excludes_0_if_mcnemars_test_rejects(n: int) -> None:
+    """Every table of n problems with one sample each."""
+    for gained, lost, first, second in outcomes(n):
+        difference, p = paired_difference(first, second), mcnemar(lost, gained)
+        assert difference.p == pytest.approx(p, rel=1e-9)
+        assert (difference.sign != 0) == (p < 0.05), (n, gained, lost)
+        assert difference.sign in (0, math.copysign(1, gained - lost))
+        assert -1 <= difference.low <= difference.value <= difference.high <= 1
+
+
+@given(st.integers(1, 8).flatmap(lambda k: st.lists(st.tuples(st.integers(0, k), st.integers(0, 3)), min_size=1)))
+def test_an_interval_excludes_0_if_p_is_below_5_percent(counts: list[tuple[int, int]]) -> None:
+    """With several samples per problem, and other numbers of samples on the two sides."""
+    samples = max(1, *(count for count, _ in counts))
+    first, second = [count / samples for count, _ in counts], [count / 3 for _, count in counts]
+    for difference in (paired_difference(first, second), paired_difference(first, [1.0] * len(first))):
+        assert (difference.sign != 0) == (difference.p < 0.05)
+        assert -1 <= difference.low <= difference.value <= difference.high <= 1
+        assert 0 <= difference.p <= 1
+
+
+def test_a_p_value_is_not_rounded_across_5_percent() -> None:
+    assert [p_text(p, 1) for p in (0.0499, 0.051, 0.05, 0.3, 2e-6)] == ["0.0499", "0.05", "0.05", "0.3", "2e-06"]
+    assert p_text(0.04998, 3) == "0.04998"
 
 
 def test_a_difference_is_second_minus_first() -> None:
@@ -171,7 +256,7 @@ def test_the_accuracy_of_a_label_is_clustered_by_problem() -> None:
     rows = [("a", "a"), ("a", "b")] * 5 + [("b", "b")] * 10
     labels = confusion(answered(*rows, samples=2))
     assert labels["problems"] == [5, 5]
-    assert labels["accuracy"] == [mean_share([0.5] * 5).as_dict(), mean_share([1.0] * 5).as_dict()]
+    assert labels["accuracy"] == [mean_share([0.5] * 5, 10).as_dict(), mean_share([1.0] * 5, 10).as_dict()]
 
 
 def test_numbers_are_labels_in_any_form_and_in_order() -> None:
@@ -185,6 +270,12 @@ def test_a_letter_names_the_number_of_the_choice_for_which_it_was_right() -> Non
     table = answered(*rows, ("1", "B"), ("1", "B"))
     table["lenient"] = [gold == str("AB".find(answer)) for gold, answer in zip(table.gold, table.answer, strict=True)]
     assert confusion(table)["answers"] == [[3, 1, 1], [1, 4, 0]]
+
+
+def test_an_answer_that_was_right_for_two_labels_names_none() -> None:
+    table = answered(*[("0", "0")] * 5, *[("1", "1")] * 5, ("0", "first"), ("1", "first"))
+    table.loc[10:, "lenient"] = True
+    assert confusion(table)["answers"] == [[5, 0, 1], [0, 5, 1]]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +298,7 @@ def test_the_terminal_shows_the_matrix_and_each_label() -> None:
     lines = [line.split() for line in rendered(parts).splitlines()]
     assert ["gold", "no", "yes", "no", "label"] in lines
     assert ["yes", "5", "0", "0"] in lines
-    assert ["no", "5", "1.000", "[0.566,", "1.000]"] in lines, "Wilson's interval of 5 of 5"
+    assert ["no", "5", "1.000", "[0.478,", "1.000]"] in lines, "the exact interval of 5 of 5"
 
 
 @pytest.mark.parametrize(

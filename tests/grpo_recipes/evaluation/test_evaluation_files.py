@@ -455,6 +455,38 @@ def test_majority_votes_count_numbers_in_any_form() -> None:
     assert summary["pass_at"]["5"]["value"] == 0.75
 
 
+def test_a_winning_answer_is_right_if_one_of_its_forms_is() -> None:
+    """A reward may accept a number in one form only. The vote is for the number."""
+    assert summarise(samples({0: [("18.0", False), ("18", True), ("17", False)]}))["majority"]["value"] == 1.0
+
+
+def test_batches_have_separate_seeds_and_the_requested_size(tmp_path: Path) -> None:
+    """Otherwise all batches would draw the same random numbers, or a run with another seed some of the same ones."""
+    calls: list[tuple[int, int]] = []
+
+    def recording(prompts: list[str], settings: Settings) -> list[str]:
+        calls.append((settings.seed, len(prompts)))
+        return policy(prompts, settings)
+
+    for seed in range(3):
+        run(tmp_path / f"e{seed}", recording, samples=2, temperature=1.0, seed=seed)
+    seeds, sizes = zip(*calls, strict=True)
+    assert sizes == (4,) * 15, "two problems of two samples at a time"
+    assert len(set(seeds)) == 15
+    table = pd.read_parquet(tmp_path / "e0" / "completions.parquet")
+    assert table["problem"].tolist() == [n for n in range(10) for _ in range(2)]
+    assert table["sample"].tolist() == [0, 1] * 10
+
+
+def test_the_same_problems_in_another_order_are_not_compared(tmp_path: Path) -> None:
+    """Problems are paired by their number."""
+    rows = dataset(6)
+    evaluate_into(tmp_path / "a", policy, rows, Settings(), {})
+    evaluate_into(tmp_path / "b", policy, rows.select([1, 0, 2, 3, 4, 5]), Settings(), {})
+    with pytest.raises(UserError, match="not on the same problems"):
+        compare(tmp_path / "a", tmp_path / "b")
+
+
 def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def always(prompts: list[str], settings: Settings) -> list[str]:
         return [f"<think>x</think><answer>{int(prompt.partition('+')[0]) + 1}</answer>" for prompt in prompts]
@@ -468,6 +500,11 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     assert "exact p = 0.0312" in capsys.readouterr().out
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result
+    assert result["warnings"] == []
+    evaluate_into(tmp_path / "sampled", always, dataset(), Settings(temperature=1.0, samples=2), {})
+    sampled = compare(tmp_path / "a", tmp_path / "sampled")
+    assert sampled["strict"]["difference"]["value"] == pytest.approx(0.6)
+    assert "(temperature 0.0 and 1.0)" in sampled["warnings"][0]
     evaluate_into(tmp_path / "c", policy, dataset(4), Settings(), {})
     with pytest.raises(UserError, match="not on the same problems"):
         compare(tmp_path / "a", tmp_path / "c")

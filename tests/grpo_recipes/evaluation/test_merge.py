@@ -94,6 +94,36 @@ def test_a_merge_that_loses_the_adapter_is_refused(policy: Path, tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize(("error", "passes"), [(5e-4, True), (2e-3, False), (float("nan"), False)])
+def test_a_merge_may_change_no_logit_by_more_than_rounding(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, passes: bool
+) -> None:
+    """In float32, a thousandth of the largest logit is allowed. One logit of one token is wrong, as in a lost row."""
+    run, logits = run_with(tmp_path / "run", policy, LORA), merge._logits
+    largest: list[float] = []
+
+    def merge_and_mark(model: PeftModel, **options: bool) -> torch.nn.Module:
+        merged = model.base_model.merge_and_unload(**options)
+        merged.was_merged = True
+        return merged
+
+    def damaged_logits(model: torch.nn.Module) -> torch.Tensor:
+        found = logits(model)
+        if getattr(model, "was_merged", False):
+            found[3, 5] += error * largest[-1]
+        largest.append(found.abs().max().item())
+        return found
+
+    monkeypatch.setattr(PeftModel, "merge_and_unload", merge_and_mark, raising=False)
+    monkeypatch.setattr(merge, "_logits", damaged_logits)
+    if passes:
+        assert "float32" in merge.merge(run, tmp_path / "model")
+        return
+    with pytest.raises(UserError, match="its logits change by up to"):
+        merge.merge(run, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
 def test_models_that_cannot_be_merged_are_refused(policy: Path, tmp_path: Path) -> None:
     tokens = run_with(tmp_path / "tokens", policy, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(UserError, match="PROMPT_TUNING"):

@@ -19,7 +19,7 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.reports import cards as examples
 from grpo_recipes.reports.pictures import groups
-from grpo_recipes.reports.report import paired_completions, verdict, write_report
+from grpo_recipes.reports.report import paired_completions, seconds, verdict, write_report
 from grpo_recipes.reports.run import Run
 from tests.support.browser import CONTRAST, OUTSIDE, Browser, chromium
 from tests.support.synthetic import (
@@ -170,9 +170,9 @@ def test_the_page_begins_with_the_answer(run_folder: Path) -> None:
             [False] * 40,
             [True] * 20 + [False] * 20,
             "better",
-            "+50 points (95 %: +32 to +63; McNemar's test: p = 2e-06)",
+            "+50 points (95 %: +31 to +64; McNemar's test: p = 2e-06)",
         ),
-        ([True] * 20 + [False] * 20, [False] * 40, "worse", "-50 points (95 %: -63 to -32; McNemar's test: p = 2e-06)"),
+        ([True] * 20 + [False] * 20, [False] * 40, "worse", "-50 points (95 %: -64 to -31; McNemar's test: p = 2e-06)"),
         ([True, False] * 20, [False, True] * 20, "neutral", "+0 points"),
     ],
 )
@@ -192,6 +192,82 @@ def test_the_verdict_distinguishes_gain_and_loss(
     answer = verdict(run, None)
     assert answer.tone == tone
     assert "McNemar" not in answer.sure
+
+
+def test_several_samples_are_compared_problem_by_problem(tmp_path: Path) -> None:
+    """One sample before and eight after. Each problem is solved in 3 of 8 samples, the first of which is right."""
+    folder = write_run(tmp_path / "run")
+    right = {"before": [[n % 2 == 0] for n in range(40)], "after": [[sample < 3 for sample in range(8)]] * 40}
+    for label, verdicts in right.items():
+        flat = [verdict for row in verdicts for verdict in row]
+        value = sum(flat) / len(flat)
+        evaluation(folder, label, {"value": value, "low": value - 0.1, "high": value + 0.1}, flat)
+        path = folder / "evaluations" / label
+        samples = len(verdicts[0])
+        table = pd.read_parquet(path / "completions.parquet")
+        places = [place // samples for place in range(len(table))]
+        table = table.assign(problem=places, sample=table.index % samples, prompt=[f"question {n}" for n in places])
+        table.to_parquet(path / "completions.parquet")
+        summary = json.loads((path / "evaluation.json").read_text()) | {
+            "problems": 40,
+            "settings": {"samples": samples},
+        }
+        (path / "evaluation.json").write_text(json.dumps(summary))
+    run = Run.read(folder)
+    answer = verdict(run, paired_completions(run))
+    assert answer.sentence.startswith("Accuracy 50 % → 38 % on 40")
+    assert answer.sure.startswith("-12 points (95 %: "), "and not +50, the first samples alone"
+    assert "McNemar" not in answer.sure
+    assert "p = " in answer.sure
+
+
+def test_the_verdict_agrees_with_the_p_value(tmp_path: Path) -> None:
+    """Four problems of ten are gained and none is lost: p = 0.125, beside an interval that once excluded 0."""
+    for gained, tone in ((4, "neutral"), (5, "neutral"), (6, "better")):
+        folder = write_run(tmp_path / f"run-{gained}")
+        evaluation(folder, "before", SHARE, [False] * 10)
+        evaluation(folder, "after", BETTER, [True] * gained + [False] * (10 - gained))
+        run = Run.read(folder)
+        answer = verdict(run, paired_completions(run))
+        assert answer.tone == tone
+        assert f"McNemar's test: p = {2 * 0.5**gained:.1g})" in answer.sure
+
+
+def test_evaluations_of_other_problems_are_compared_by_their_intervals(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    evaluation(folder, "before", SHARE, [False] * 12)
+    evaluation(folder, "after", BETTER, [True] * 10)
+    run = Run.read(folder)
+    answer = verdict(run, paired_completions(run))
+    assert answer.sure.startswith("+40 points; before 95 %: ")
+    assert "p = " not in answer.sure
+    assert answer.tone == "better"
+    path = folder / "evaluations" / "before" / "evaluation.json"
+    wide = {"value": 0.4, "low": 0.2, "high": 0.76}  # overlaps the interval after training, from 0.75 on
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"strict": wide}))
+    run = Run.read(folder)
+    assert verdict(run, paired_completions(run)).tone == "neutral"
+
+
+def test_problems_with_the_same_number_and_other_prompts_are_no_pairs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    evaluation(folder, "before", SHARE, [False] * 10)
+    evaluation(folder, "after", BETTER, [True] * 10)
+    path = folder / "evaluations" / "after" / "completions.parquet"
+    table = pd.read_parquet(path)
+    table.loc[3, "prompt"] = "another question"
+    table.to_parquet(path)
+    run = Run.read(folder)
+    first, second = paired_completions(run)
+    assert first["problem"].tolist() == second["problem"].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert "p = " not in verdict(run, (first, second)).sure
+
+
+def test_the_time_of_steps_that_were_not_logged_counts(tmp_path: Path) -> None:
+    """With `logging_steps: 5` an entry holds the mean time of its five steps. The last entry is of three."""
+    log = [{"step": step, "step_time": time, "reward": 1.0} for step, time in ((5, 2.0), (10, 4.0), (13, 1.0))]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    assert seconds(Run.read(tmp_path)) == 5 * 2.0 + 5 * 4.0 + 3 * 1.0
 
 
 def test_the_verdict_names_what_was_not_measured(tmp_path: Path) -> None:

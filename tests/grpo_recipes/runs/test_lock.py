@@ -271,6 +271,18 @@ def test_a_folder_that_was_moved_is_named(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "there").iterdir()] == ["checkpoint-2"]
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+def test_the_lock_of_another_launch_in_a_moved_folder_stays(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    with only_launch(tmp_path / "run"):
+        (tmp_path / "run").rename(there)
+        (there / LOCK).unlink()
+        other = SoftFileLease(there / LOCK, lease_duration=lock.LEASE_SECONDS)
+        other.acquire(blocking=False)
+    assert (there / LOCK).exists()
+    other.release()
+
+
 def test_a_lock_is_touched_again_after_the_file_system_failed_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_lease: None
 ) -> None:

@@ -331,6 +331,11 @@ def test_two_spellings_of_one_recipe_are_equal(tmp_path: Path) -> None:
         before, {**now, "model_name_or_path": copied, "dataset": {"path": f"{other}/deep/rows.jsonl"}}, str(tmp_path)
     )
     assert said == [f"`dataset.path` was there/deep/rows.jsonl and is {other}/deep/rows.jsonl"]
+    # A key that is no longer set has another value too.
+    assert refused({"beta": 0.1}, {}, str(tmp_path)) == ["`beta` was 0.1 and is not set"]
+    # Two folders with files of the same names and other contents are different models.
+    said = refused({"model_name_or_path": "there"}, {"model_name_or_path": other}, str(tmp_path))
+    assert said == [f"`model_name_or_path` was there and is {other}"]
     # The name of a model on the hub is no path, and a folder is no file.
     for was, now_is in (("there", "a/model"), ("a/model", copied), ("there/deep/rows.jsonl", copied)):
         said = refused({"model_name_or_path": was}, {"model_name_or_path": now_is}, str(tmp_path))

@@ -157,8 +157,34 @@ def test_the_report_shows_the_accuracy_of_evaluations_with_intervals(tmp_path: P
     (first, early), (second, late) = Run.read(folder).held_out_accuracy()
     assert (first, second) == (10, 20)
     assert early.value == 3 / 8
-    # One sample a problem: Wilson's interval of 3 of 4 (statsmodels' proportion_confint, method "wilson").
-    assert (late.value, late.low, late.high) == pytest.approx((0.75, 0.3006418, 0.9544127), abs=1e-6)
+    # One sample a problem: the exact interval of 3 of 4 (statsmodels' proportion_confint, method "beta").
+    assert (late.value, late.low, late.high) == pytest.approx((0.75, 0.1941204, 0.9936905), abs=1e-6)
     assert cli.main(["report", str(folder)]) == 0
     page = (folder / "report" / "report.html").read_text()
     assert "Accuracy on the held-out split while training" in page
+
+
+def test_one_of_two_correctness_rewards_makes_a_completion_right(tmp_path: Path) -> None:
+    both = [
+        {"name": name, "source": "x", "weight": 1.0, "kind": "correctness"} for name in ("gsm8k_correctness", "exact")
+    ]
+    folder = write_run(tmp_path / "run", rewards=both)
+    table = held_out(10, [[1], [1], [0], [0]]).assign(exact=[1.0, 0.0, 0.0, None])
+    table.to_parquet(folder / "completions" / "eval_completions_00010.parquet")
+    ((_, found),) = Run.read(folder).held_out_accuracy()
+    assert found.value == 0.5
+
+
+def test_a_completion_that_no_reward_could_score_is_not_counted_as_wrong(tmp_path: Path) -> None:
+    """A problem whose gold can't be read has no accuracy, and two rows with one prompt are one problem."""
+    folder = write_run(tmp_path / "run")
+    table = held_out(10, [[1, 0], [1, 1], [0, 0], [0, 0]])
+    table.loc[table["prompt"] == "problem 3", "gsm8k_correctness"] = None
+    file = folder / "completions" / "eval_completions_00010.parquet"
+    table.to_parquet(file)
+    ((_, found),) = Run.read(folder).held_out_accuracy()
+    assert found.value == 0.5, "3 of 6"
+    pd.concat([table] * 20).to_parquet(file)
+    ((_, copied),) = Run.read(folder).held_out_accuracy()
+    assert copied.value == 0.5
+    assert copied.high - copied.low > 0.5, "three prompts"

@@ -64,7 +64,7 @@ class Recipe:
     ] = "sampled"
     micro_batching: Annotated[
         specs.MicroBatching,
-        "layout of the micro-batches: auto, off, or {layout: packed, shared, trimmed or padded, skip_zero_advantage: true}",
+        "layout of micro-batches: auto, off, or {layout: packed, shared, trimmed or padded, skip_zero_advantage: true}",
     ] = field(default_factory=specs.MicroBatching)
     generation: Annotated[
         specs.GenerationMode,

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from grpo_rewards.claims import CLAUSE_CHARS, is_retraction, is_unclaimed
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgement
-from grpo_rewards.math.prose import word_set
+from grpo_rewards.math.phrases import word_set
 from grpo_rewards.reward import Scored, check_choice
 
 _MAX_EXTRA_CHARS = 1000

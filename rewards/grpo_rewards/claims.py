@@ -4,6 +4,24 @@ from __future__ import annotations
 
 import re
 
+from grpo_rewards.math.phrases import word_set
+
+# Negations, and words for "wrong", of frequent languages other than English. An answer that holds one is denied.
+_NEGATIONS = word_set("""
+    nicht kein keine keinen niemals nie weder nein pas jamais aucun aucune ni non nunca jamás ningún ninguna tampoco
+    não nao nenhum nenhuma né mai nessun nessuna niet geen nooit nee inte aldrig ikke ikkje aldri ingen nej nei ei eikä
+    nigdy není nejsou nem soha nu niciodată не ні нет нет никогда нельзя değil hiçbir yok hayır asla bukan tidak tak
+    không chẳng hindi δεν όχι ποτέ לא אינו ليس لا ليست نہیں नहीं মা না ไม่
+""")
+_WRONG = word_set("""
+    falsch unrichtig inkorrekt faux fausse incorrecte erroné errado errada falso falsa incorrecto incorrecta incorreto
+    equivocado equivocada sbagliato sbagliata errato scorretto fout onjuist verkeerd felaktigt fel forkert feil väärin
+    błędne błędna nieprawda źle fałsz špatně chybně rossz hibás greșit неверно неверный неверна неправильно ошибка
+    yanlış hatalı salah keliru sai λάθος שגוי خطأ غلط गलत ผิด
+""")
+# Chinese, Japanese and Korean join words without spaces, so these are searched within a text.
+_JOINED = "不是 并非 不等于 不可能 不对 不正确 不會 错 錯 误 誤 ない ません 間違 違う 아니 아닌 아님 틀렸 틀린 틀림".split()
+
 CLAUSE_CHARS = 200
 """Number of characters on each side of a claim that are read."""
 
@@ -50,6 +68,13 @@ _DENIED_BEHIND = re.compile(
       (?:answer|solution|result|correct|right|true|possible|it)\b""",
     re.VERBOSE | re.IGNORECASE,
 )
+
+
+def is_denial(word: str) -> bool:
+    """Return True if a word in lower case denies something in a language other than English."""
+    if word.isascii():
+        return word in _NEGATIONS or word in _WRONG
+    return word in _NEGATIONS or word in _WRONG or any(joined in word for joined in _JOINED)
 
 
 def is_unclaimed(before: str) -> bool:

@@ -12,7 +12,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from grpo_rewards.math.prose import is_doubt, word_set
+from grpo_rewards.math.phrases import word_set
+from grpo_rewards.math.prose import is_doubt
 from grpo_rewards.math.units import is_unit, units_differ
 
 

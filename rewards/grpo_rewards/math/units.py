@@ -24,7 +24,8 @@ _ALIASES = """
     n newton newtons | j joule joules | kj kilojoule kilojoules | w watt watts | kw kilowatt kilowatts | v volt volts
     pa pascal pascals | hz hertz | mol mole moles | cal calorie calories | kcal kilocalorie kilocalories
     mph | kph kmh | knot knots | bit bits | byte bytes | kb kilobyte kilobytes | mb megabyte megabytes
-    gb gigabyte gigabytes | unit units | pound pounds
+    gb gigabyte gigabytes | unit units | pound pounds | cad | aud | chf | cny yuan rmb | krw won | baht | rand
+    dozen dozens | sqft | mil mils
 """
 _CANONICAL: dict[str, str] = {}
 for _group in re.split(r"[|\n]", _ALIASES):

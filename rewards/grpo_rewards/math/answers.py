@@ -31,7 +31,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
-from grpo_rewards.claims import CLAUSE_CHARS, is_denied, is_unclaimed
+from grpo_rewards.claims import CLAUSE_CHARS, is_bound, is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
@@ -145,7 +145,10 @@ def _line(text: str, start: int) -> str:
 
 _BOXED = "\\boxed{"
 _BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
-_ANSWER_IS = re.compile(r"answer(?:\s+is\b\s*[:=]?|\s*[:=])\s*", re.IGNORECASE)
+_ANSWER_IS = re.compile(
+    r"answer[*_]{0,3}(?:\s+to\s+(?:the|this)\s+(?:problem|question))?(?:\s+is\b\s*[:=]?|\s*[:=](?:[*_]{1,3}(?=\s))?)\s*",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 
 _LAYOUTS: dict[str, Callable[[str], str | None]] = {
@@ -260,7 +263,7 @@ _QUANTITY = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _UNIT_EXPONENT = re.compile(r"(?<=[^\W\d_])\^(?:-?\d|\{-?\d\})")
-_UNIT = re.compile(r"[^\W\d_]|[ %°$¤/.×()-]|(?<=[^\W\d_])['\"]|['\"](?=[^\W\d_])")
+_UNIT = re.compile(r"[^\W\d_]|,(?= as )|[ %°$¤/.×()-]|(?<=[^\W\d_])['\"]|['\"](?=[^\W\d_])")
 _UNIT_SIGN = re.compile(r"\s*[%°$¤]")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _UNIT_OF_NUMBER = re.compile(r"(?<=\d) ?[^\W\d_]{2,}(?: [^\W\d_]{2,})?")
@@ -367,9 +370,10 @@ def _end_of_any_label(text: str) -> int:
     match = _LABEL.match(text)
     if match is None:
         return 0
-    words = (word.lower() for word in _LETTERS.findall(match.group()))
-    is_doubtful = any(is_doubt(word) or is_numeral(word) or is_vague_number(word) for word in words)
-    return 0 if is_doubtful else match.end()
+    for word in map(str.lower, _LETTERS.findall(match.group())):
+        if is_doubt(word) or is_bound(word) or is_numeral(word) or is_vague_number(word):
+            return 0
+    return match.end()
 
 
 def _plain_latex(text: str) -> str:
@@ -710,7 +714,7 @@ def compare(gold: object, answer: str | None, deadline: float = 2.0) -> str:
 
 def _units_differ(gold: str, answer: str) -> bool:
     """Return True if two answers state known units that differ. A gold without a unit agrees with each."""
-    if gold.isdecimal() or (gold.isascii() and not any(map(str.isalpha, gold)) and "%" not in gold):
+    if gold.isdecimal() or (gold.isascii() and not any(map(str.isalpha, gold)) and not set("%$") & set(gold)):
         return False
     return units_differ(_plain_latex(fold_unicode(gold)), _plain_latex(fold_unicode(answer)))
 

@@ -21,9 +21,11 @@ def word_set(text: str) -> frozenset[str]:
 UNIT_LETTERS = frozenset("mghslLKCFAVWJN")
 """Letters that are units. Any other single letter is a variable, or a constant such as pi."""
 
-# Counted without an "s", and counters of Chinese, Japanese and Korean.
+# Plurals without an "s", units of languages that form no plural with it, and counters of Chinese, Japanese and Korean.
 _NOUNS = word_set("""
     people children men women feet teeth mice geese sheep fish deer cattle dice staff data money salmon shrimp aircraft
+    grad stunden minuten sekunden tage wochen monate jahre prozent stück personen mark franken kronen schilling
+    metri chili grammi litri ore giorni settimane mesi anni minuti secondi persone uur dagen weken jaar
     元 块 圆 円 원 个 個 人 名 只 本 张 枚 次 杯 명 개 岁 歳 天 小时 時間 시간 分钟 米 厘米 公里 公斤 千克 克 升
 """)
 _PLURAL = re.compile(r"[^\W\d_]{2,}(?<!s)(?<!u)(?<!i)s", re.ASCII)
@@ -41,17 +43,16 @@ _ADDITIONS = word_set("""
 """)
 # Words between a unit and a phrase that may hold any words: "18 pounds of flour", "18 students who walk to school".
 _LINKS = word_set("""
-    of for in on at from with by during after before per a an each every who that which to the her his its their
+    of for in on at from with by during after before per a an each every who that which to the her his its their as
 """)
 # Links that may follow a bare number, and the words that they may lead to: "18 per day", "18 of them", "18 in total".
-_REFERENTS = _ADDITIONS | word_set("them these those all the her his its their average") | word_set("a an each every")
-_RATES = word_set("per a an each every")
+_REFERENTS = _ADDITIONS | word_set("them these those all the her his its their average a an each every")
 _MOST_MODIFIERS = 3
 _NO_MODIFIERS = word_set("i you he she it we they my your our mine me us them")
 # Words that make an answer another one than the final one: "old answer: 18".
 _OTHER_ANSWERS = word_set("""
     previous prior earlier old older former ex first initial original example sample alternative another other
-    student's user's his her their your my
+    student's user's
 """)
 
 # Names of quantities and of answers, in front of a colon: "Total cost: 18".
@@ -84,23 +85,21 @@ def is_quantity(word: str) -> bool:
 def is_measure(words: Sequence[str], has_noun: bool = False) -> bool:
     """Return True if the words behind a number, in lower case, are a unit, a plural noun or a harmless addition.
 
-    A noun may have a few words before it ("18 different red books") and an open phrase behind it ("18 pounds of flour").
+    A noun may have a few words before it ("18 different red books") and any words behind a link ("18 cups of tea").
 
     Args:
         words: words behind the number.
         has_noun: True if the number has a unit already, such as a currency sign.
     """
     for position, word in enumerate(words):
-        if is_noun(word) or (len(word) == 1 and (word in UNIT_LETTERS or word.upper() in UNIT_LETTERS)):
-            has_noun = True
-        elif word in _LINKS:
+        if word in _LINKS:
             return _is_complement(word, words[position + 1 :], has_noun)
-        elif word in _ADDITIONS or (has_noun and word.endswith("ed")):
-            continue
-        elif has_noun or word in _NO_MODIFIERS:
-            return False
-        elif not any(map(is_noun, words[position + 1 : position + 1 + _MOST_MODIFIERS])):
-            return False
+        if is_noun(word) or word.upper() in UNIT_LETTERS or word in UNIT_LETTERS:
+            has_noun = True
+        elif word not in _ADDITIONS and not (has_noun and word.endswith("ed")):
+            following = words[position + 1 : position + 1 + _MOST_MODIFIERS]
+            if has_noun or word in _NO_MODIFIERS or not any(map(is_noun, following)):
+                return False
     return True
 
 
@@ -108,11 +107,13 @@ def _is_complement(link: str, rest: Sequence[str], has_noun: bool) -> bool:
     """Return True if a link and the words behind it leave the number before them as it is."""
     if not rest:
         return link == "each"
-    if has_noun:
+    if link == "as":  # "18, as required"
+        return len(rest) == 1 and rest[0].endswith("ed")
+    if has_noun or link in ("per", "each", "every"):
         return True
-    if link in ("per", "each", "every"):
-        return True
-    return rest[0] in _REFERENTS and all(map(_is_known, rest)) if link not in _RATES else _is_known(rest[0])
+    if link in ("a", "an"):
+        return _is_known(rest[0])
+    return rest[0] in _REFERENTS and all(map(_is_known, rest))
 
 
 def _is_known(word: str) -> bool:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from grpo_rewards.claims import is_denial
-from grpo_rewards.math.phrases import UNIT_LETTERS, is_measure, is_plural, is_quantity, word_set
-
+from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure, is_plural, is_quantity, word_set
 
 _NUMERALS = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
@@ -402,6 +401,8 @@ def _is_statement(tokens: Sequence[_Token], stated: _Quantity) -> bool:
         position -= 1
     if position > 0 and tokens[position].lower in _PARTICLES:
         position -= 1
+    if position < 0 and stated.start:  # only "exactly" and the like before the number
+        return is_measure([token.lower for token in tokens[stated.end :]])
     if position < 0 or (tokens[position].pause and tokens[position].lower not in _VERBS):
         return _is_subject(tokens, stated) or (position >= 0 and _introduces(tokens[: position + 1]))
     word, previous = tokens[position], tokens[position - 1].lower if position else ""
@@ -420,7 +421,9 @@ def _is_subject(tokens: Sequence[_Token], stated: _Quantity) -> bool:
             continue
         following = words[position + 1 : position + 2]
         if word in _COPULAS:
-            return not following or following[0] in _PREDICATES or _is_participle(following[0]) or is_plural(following[0])
+            return (
+                not following or following[0] in _PREDICATES or _is_participle(following[0]) or is_plural(following[0])
+            )
         if _is_past(word) or (word in _VERBS and not is_measure(words[: position + 1])):
             return True
     return False
@@ -428,6 +431,8 @@ def _is_subject(tokens: Sequence[_Token], stated: _Quantity) -> bool:
 
 def _introduces(tokens: Sequence[_Token]) -> bool:
     """Return True if words before a pause leave the number behind it stated: "In total, 18", "The cost is this: 18"."""
+    if not is_label([token.lower for token in tokens], "="):
+        return False
     pairs = zip(["", *(token.lower for token in tokens)], tokens, strict=False)
     if any(_is_verb(token.lower, previous) for previous, token in pairs):
         return True

@@ -24,10 +24,10 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
-from grpo_rewards.claims import CLAUSE_CHARS, is_retraction, is_unclaimed
+from grpo_rewards.claims import CLAUSE_CHARS, is_denied, is_retraction, is_unclaimed
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgement
-from grpo_rewards.math.prose import word_set
+from grpo_rewards.math.phrases import word_set
 from grpo_rewards.reward import Scored, check_choice
 
 _MAX_EXTRA_CHARS = 1000
@@ -57,7 +57,7 @@ _PAIRED = (
 _HALF_A_PAIR = re.compile(r"(?<![^\W_])(?:\*\*+|__+)|(?:\*\*+|__+)(?![^\W_])")
 _AROUND_SYMBOL = re.compile(r"\s*([^\w\s])\s*")
 _ARTICLE = re.compile(r"(?:the|an?) (?=\S)")
-_END_OF_WORDS = re.compile(r"(?<=[^\W\d_])[!?]+\Z")
+_END_OF_WORDS = re.compile(r"(?<=[^\W\d_])!+\Z")  # a question mark is doubt
 
 
 @lru_cache(maxsize=4096)
@@ -143,7 +143,8 @@ def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
     by_key: dict[str, str | None] = {}
     for label, text in zip(labels, texts, strict=False):
         cleaned = _cleaned(text)
-        for table, entry in ((by_text, cleaned), (by_key, _key(cleaned))):
+        # A question among the choices may be named without its mark.
+        for table, entry in ((by_text, cleaned), (by_key, _key(cleaned.rstrip("?") or cleaned))):
             # A text that looks like a letter ("A" among the letters of a word) is always read as the letter.
             if entry and entry.casefold() not in by_label:
                 table[entry] = None if entry in table else label
@@ -292,6 +293,7 @@ _IS_RULED_OUT = re.compile(
       (?:excluded|eliminated|ruled\ out|crossed\ out|discarded|dismissed|rejected|refuted|fails|failed)\b""",
     re.VERBOSE | re.IGNORECASE,
 )
+_IS = re.compile(r"(?:is|was|seems|looks|would be|could be|may be|might be)\b", re.IGNORECASE)
 _CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed to) ", re.IGNORECASE)
 _BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
 # Characters of a key that may follow a choice's text: "5!" and "5/2" are not 5.
@@ -304,7 +306,8 @@ _SEPARATOR = re.compile(r"(?:,|\bor\b|\bnor\b|\band\b|\s)+", re.IGNORECASE)
 # Words that make a letter beside them an alternative, a negation, a guess or a question.
 _DOUBT = re.compile(
     r"""(?<!\w)(?:or|nor|either|neither|not|cannot|\w{2,8}n't|never|isnt|wrong|incorrect|false|except|unless|if
-    |no|nope|wait|maybe|perhaps|probably|possibly|unsure|guess|versus|vs)(?!\w) | \?""",
+    |no|nope|wait|maybe|perhaps|probably|possibly|unsure|guess|versus|vs|lied|lie
+    |(?:he|she|they|some|others)\ (?:say|says|said|think|thinks|claim|claims))(?!\w) | \?""",
     re.VERBOSE | re.IGNORECASE,
 )
 _CORRECTION = re.compile(
@@ -395,6 +398,7 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         sure: True to allow any other remark that names no other choice, as behind "B." or "B)".
         choices: choices of the question.
     """
+    is_first = True
     while True:
         rest = rest.strip(" .,;:!=-\u2705\u2713\u2714")
         inner = rest[1:-1] if rest[:1] + rest[-1:] in ("()", "[]") else rest
@@ -403,7 +407,7 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
             return True
         if named := _exactly(inner, choices):  # "B) Paris": the letter and the text must agree
             return named == label
-        if _IS_RULED_OUT.match(rest):  # "A is impossible"
+        if _IS_RULED_OUT.match(rest) or is_denied("", rest):  # "A is impossible", "A. I lied"
             return False
         if _REASON.match(rest):  # "because ...": a reason may mention any other choice
             return True
@@ -412,6 +416,9 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         if end := _end_of(_IS_RIGHT, rest):  # "is correct": whatever follows is a remark
             rest, sure = rest[end:], True
             continue
+        if is_first and _IS.match(rest):  # "A is what a fool would pick"
+            return False
+        is_first = False
         # The choice's own text, which goes on: "B) Paris, the capital".
         opened = rest.lstrip("([")
         own, _ = _leading(opened, [pair for pair in choices.keys if pair[1] == label])
@@ -480,12 +487,17 @@ def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
         if claim["right"]:
             if label := _claimed_before(text, claim, choices):
                 return True, label
-        elif not is_unclaimed(text[max(0, claim.start() - CLAUSE_CHARS) : claim.start()]):
+        elif not is_unclaimed(text[max(0, claim.start() - CLAUSE_CHARS) : claim.start()], _names_answer(claim)):
             claimed, label = _claimed_after(text[claim.end() : min(end, claim.end() + choices.max_chars)], choices)
             if claimed:
                 return True, label
         end = claim.start()
     return False, None
+
+
+def _names_answer(claim: re.Match[str]) -> bool:
+    """Return True if a claim starts with a noun, "answer", or its adjectives, and not with "I choose"."""
+    return re.match(r"(?!I\b|let|ans\b)[a-z]", claim.group(), re.IGNORECASE) is not None
 
 
 def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | None:

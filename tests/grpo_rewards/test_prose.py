@@ -110,7 +110,7 @@ TWO_NUMBERS = """
     After 3 days **she has {q}**. | For 3 days the total = **{q}**. |
     In 3 days she has {q}. | She has {q} in 3 days. | In two days she has {q}. | She has 3 boxes, so {q}. |
     She had 20 and now {q}. | She has 17 or {q}. | She has {q} or 19. | Either 17 or {q}. |
-    She has between 17 and {q}. | It is 17 to {q}. | From 17 to {q}. | 17 + 1 = {q} is the answer. | So 3 * 6 = {q}. |
+    She has between 17 and {q}. | It is 17 to {q}. | From 17 to {q}. | 17 + 2 = {q} is the answer. | So 3 * 6 = {q}. |
     She has 17, no, {q}. | 17? No, {q}. | She has 17 apples and {q}. | First 17 and then {q}. |
     Tom has {q}, and Ann has 4. | {q} of 30 people | {q} out of 30 | She has {q} (or 19). | She has {q} (17). |
     She has {q} - 1 left. | It is 1/2 of {q}. | She has {q} and half. | At 18:00 she has {q}. |

@@ -31,17 +31,17 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
-from grpo_rewards.claims import CLAUSE_CHARS, is_denied, is_unclaimed
+from grpo_rewards.claims import CLAUSE_CHARS, is_bound, is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
 from grpo_rewards.math.formulas import TooComplex, comparisons
+from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure
 from grpo_rewards.math.prose import (
     CJK_NUMERALS,
     NO_UNITS,
     SCALES,
     SMALL,
-    UNIT_LETTERS,
     is_doubt,
     is_numeral,
     is_vague_number,
@@ -145,7 +145,10 @@ def _line(text: str, start: int) -> str:
 
 _BOXED = "\\boxed{"
 _BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
-_ANSWER_IS = re.compile(r"answer(?:\s+is\b\s*[:=]?|\s*[:=])\s*", re.IGNORECASE)
+_ANSWER_IS = re.compile(
+    r"answer[*_]{0,3}(?:\s+to\s+(?:the|this)\s+(?:problem|question))?(?:\s+is\b\s*[:=]?|\s*[:=](?:[*_]{1,3}(?=\s))?)\s*",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
 
 _LAYOUTS: dict[str, Callable[[str], str | None]] = {
@@ -260,7 +263,8 @@ _QUANTITY = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _UNIT_EXPONENT = re.compile(r"(?<=[^\W\d_])\^(?:-?\d|\{-?\d\})")
-_UNIT = re.compile(r"[^\W\d_]|[ %°$¤/.×()'\"-]")
+_UNIT = re.compile(r"[^\W\d_]|,(?= as )|[ %°$¤/.×()-]|(?<=[^\W\d_])['\"]|['\"](?=[^\W\d_])")
+_UNIT_SIGN = re.compile(r"\s*[%°$¤]")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _UNIT_OF_NUMBER = re.compile(r"(?<=\d) ?[^\W\d_]{2,}(?: [^\W\d_]{2,})?")
 _MAX_SIDES = 6
@@ -329,8 +333,16 @@ _FOLDED = {**dict.fromkeys("−‐‑–﹣", "-"), **dict.fromkeys("‘’‚",
            "⁄": "/", "∕": "/", "·": "×", "⋅": "×", "∙": "×", "٬": ",", "٫": ".", "。": "."}  # fmt: skip
 
 
-def undress(text: str, wrappers: Sequence[tuple[str, str]] = _WRAPPERS, label: re.Pattern[str] | None = None) -> str:
-    r"""Return an answer without its formatting: Markdown, quotes, math delimiters, `\boxed`, a final period."""
+def undress(
+    text: str, wrappers: Sequence[tuple[str, str]] = _WRAPPERS, end_of_label: Callable[[str], int] = lambda text: 0
+) -> str:
+    r"""Return an answer without its formatting: Markdown, quotes, math delimiters, `\boxed`, a final period.
+
+    Args:
+        text: answer.
+        wrappers: pairs of marks to remove around it.
+        end_of_label: function that returns where a label in front of the answer ends; 0 for no label.
+    """
     before = None
     while before != text:
         before = text = text.strip()
@@ -342,14 +354,26 @@ def undress(text: str, wrappers: Sequence[tuple[str, str]] = _WRAPPERS, label: r
                 text = inner
                 break
         else:
-            if label and (match := label.match(text)) and not _is_doubtful(match.group()):
-                text = text[match.end() :]
+            text = text[end_of_label(text) :]
     return text
 
 
-def _is_doubtful(label: str) -> bool:
-    words = (word.lower() for word in _LETTERS.findall(label))
-    return any(is_doubt(word) or is_numeral(word) or is_vague_number(word) for word in words)
+def _end_of_label(text: str) -> int:
+    """Return where a label that names a quantity ends, such as "Total cost: "; 0 for none."""
+    end = _end_of_any_label(text)
+    words = [word.lower() for word in _LETTERS.findall(text[:end])]
+    return end if is_label(words, text[:end].rstrip(" *")[-1:]) else 0
+
+
+def _end_of_any_label(text: str) -> int:
+    """Return where a label ends that may be a name ("Tom: ") and is neither a number nor a doubt; 0 for none."""
+    match = _LABEL.match(text)
+    if match is None:
+        return 0
+    for word in map(str.lower, _LETTERS.findall(match.group())):
+        if is_doubt(word) or is_bound(word) or is_numeral(word) or is_vague_number(word):
+            return 0
+    return match.end()
 
 
 def _plain_latex(text: str) -> str:
@@ -359,8 +383,13 @@ def _plain_latex(text: str) -> str:
     return text
 
 
-def parse_number(text: str) -> Number | None:
-    """Return the one number that an answer states, exactly, or None if it states none, several, or a formula."""
+def parse_number(text: str, *, trusted: bool = False) -> Number | None:
+    """Return the one number that an answer states, exactly, or None if it states none, several, or a formula.
+
+    Args:
+        text: answer.
+        trusted: True for a gold, behind whose number any word is a unit. In an answer, "18 nope" states no number.
+    """
     if len(text) > MAX_ANSWER_CHARS:
         return None
     if text.isdecimal():
@@ -370,16 +399,16 @@ def parse_number(text: str) -> Number | None:
         return Fraction(int(whole + digits), 10 ** len(digits))
     text = _plain_latex(fold_unicode(text))
     brackets = () if "," in text else _BRACKETS  # "(2,100)" is a pair
-    text = undress(text, (*_WRAPPERS, *_BRACES, *brackets), _LABEL)
+    text = undress(text, (*_WRAPPERS, *_BRACES, *brackets), _end_of_any_label if trusted else _end_of_label)
     if set_off := _SET_OFF.match(text):
         text = (set_off[2] or set_off[3]).strip() + text[set_off.end() :]
     text = _plain_digits(text)
     negative = text.lower().startswith(("minus ", "negative "))
     if negative:
         text = text.partition(" ")[2]
-    value = _parse_digits(text.strip())
+    value = _parse_digits(text.strip(), trusted)
     if value is None:
-        value = _parse_words(text)
+        value = _parse_words(text, trusted)
     if value is None:
         return None
     return -value if negative else value
@@ -395,6 +424,10 @@ def answer_number(text: str) -> Number | None:
         return number
     if "=" in text and (number := _right_side(text)) is not None:
         return number
+    return _number_of_sentence(text)
+
+
+def _number_of_sentence(text: str) -> Number | None:
     text = _plain_latex(fold_unicode(text))
     quantity = stated_quantity(_UNIT_EXPONENT.sub("", _plain_digits(text)))
     return None if quantity is None else parse_number(quantity)
@@ -402,10 +435,14 @@ def answer_number(text: str) -> Number | None:
 
 def _right_side(text: str) -> Number | None:
     """Return the number on the right of an equation whose other sides are arithmetic with its value, or None."""
-    text = undress(fold_unicode(text), label=_LABEL)
+    text = undress(fold_unicode(text), end_of_label=_end_of_any_label)
     *calculations, result = text.split("=")
+    if not 1 <= len(calculations) < _MAX_SIDES:
+        return None
     number = parse_number(result)
-    if number is None or not 1 <= len(calculations) < _MAX_SIDES:
+    if number is None:
+        number = _number_of_sentence(result)
+    if number is None:
         return None
     for calculation in calculations:
         if value_of(_UNIT_OF_NUMBER.sub(_without_harmless_unit, _plain_latex(calculation))) != number:
@@ -414,7 +451,7 @@ def _right_side(text: str) -> Number | None:
 
 
 def _without_harmless_unit(match: re.Match[str]) -> str:
-    return "" if _unit_scale(match.group()) == 1 else match.group()
+    return "" if _unit_scale(match.group(), trusted=True) == 1 else match.group()
 
 
 def _plain_digits(text: str) -> str:
@@ -423,7 +460,7 @@ def _plain_digits(text: str) -> str:
     return _THOUSANDS.sub(lambda m: m.group().replace(m[1], ""), text)
 
 
-def _parse_digits(text: str) -> Number | None:
+def _parse_digits(text: str, trusted: bool) -> Number | None:
     match = _QUANTITY.fullmatch(text)
     if match is None or (match["sign"] and match["inner_sign"]):
         return None
@@ -437,14 +474,23 @@ def _parse_digits(text: str) -> Number | None:
         if denominator == 0 or (match["whole"] and numerator >= denominator):
             return None
         value = whole + Fraction(numerator, denominator)
-    scale = _unit_scale(match["unit"])
+    has_currency = text[: match.start("decimal") if match["decimal"] else 0].strip("+- \t") != ""
+    scale = _unit_scale(match["unit"], trusted, has_currency)
     if scale is None:
         return None
     return -value * scale if "-" in (match["sign"], match["inner_sign"]) else value * scale
 
 
-def _unit_scale(unit: str) -> int | None:
-    """Return the factor of a unit: 1, or the scale of "18 thousand dollars". Return None if the text is not a unit."""
+def _unit_scale(unit: str, trusted: bool = False, has_unit: bool = False) -> int | None:
+    """Return the factor of a unit: 1, or the scale of "18 thousand dollars". Return None if the text is not a unit.
+
+    Args:
+        unit: text behind a number.
+        trusted: True to take any words for a unit, as behind a gold.
+        has_unit: True if the number has a unit in front, such as a currency sign.
+    """
+    if unit == "th":
+        return 1
     words = _LETTERS.findall(unit)
     if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.rstrip().endswith(("..", "-", "/", "(")):
         return None
@@ -453,7 +499,10 @@ def _unit_scale(unit: str) -> int | None:
     scale = 1
     if words and words[0].lower() in SCALES:
         scale = SCALES[words.pop(0).lower()]
-    return None if any(map(_is_no_unit, words)) else scale
+    if any(map(_is_no_unit, words)):
+        return None
+    has_unit = has_unit or bool(_UNIT_SIGN.match(unit))
+    return scale if trusted or is_measure([word.lower() for word in words], has_unit) else None
 
 
 def _is_no_unit(word: str) -> bool:
@@ -467,7 +516,7 @@ def _is_no_unit(word: str) -> bool:
     return not word.isalpha() or not CJK_NUMERALS.isdisjoint(word)
 
 
-def _parse_words(text: str) -> int | None:
+def _parse_words(text: str, trusted: bool) -> int | None:
     """Return the number of "two thousand and five apples", or None if the words do not spell a number."""
     words = text.lower().replace("-", " ").replace(",", " ").split()
     if not words or (words[0] not in SMALL and words[0] not in ("a", "an")):
@@ -491,7 +540,7 @@ def _parse_words(text: str) -> int | None:
     else:
         taken += 1
     rest = " ".join(words[taken:])
-    if taken == 0 or _unit_scale(f" {rest}" if rest else "") != 1:
+    if taken == 0 or _unit_scale(f" {rest}" if rest else "", trusted) != 1:
         return None
     return total + group
 
@@ -514,7 +563,7 @@ def read_gold(gold: object, decimal: Decimal = "point") -> Gold | None:
     if text is None:
         return None
     is_comma = decimal == "comma" and isinstance(gold, str)  # Python writes a number with a point
-    return Gold(text, parse_number(with_point(text) if is_comma else text))
+    return Gold(text, parse_number(with_point(text) if is_comma else text, trusted=True))
 
 
 def accepted_golds(value: object) -> list[Any]:
@@ -665,7 +714,7 @@ def compare(gold: object, answer: str | None, deadline: float = 2.0) -> str:
 
 def _units_differ(gold: str, answer: str) -> bool:
     """Return True if two answers state known units that differ. A gold without a unit agrees with each."""
-    if gold.isdecimal() or (gold.isascii() and not any(map(str.isalpha, gold)) and "%" not in gold):
+    if gold.isdecimal() or (gold.isascii() and not any(map(str.isalpha, gold)) and not set("%$") & set(gold)):
         return False
     return units_differ(_plain_latex(fold_unicode(gold)), _plain_latex(fold_unicode(answer)))
 

@@ -12,8 +12,9 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from grpo_rewards.math.prose import is_doubt, word_set
-from grpo_rewards.math.units import is_unit, units_differ
+from grpo_rewards.math.phrases import word_set
+from grpo_rewards.math.prose import is_doubt
+from grpo_rewards.math.units import is_unit, stated_units, units_differ
 
 
 class TooComplex(Exception):
@@ -71,7 +72,7 @@ _COMMANDS = _FUNCTIONS | word_set("""
 """)
 _CHARACTERS = frozenset("+-*/^_=<>()[]{}|,.;:!&\\ '°%×÷·αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ\n\t")
 _RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq)(?![a-zA-Z])")
-_BASED = re.compile(r"\d\s*_")
+_BASED = re.compile(r"\d\s*\}?\s*_")
 # A name that an equation gives a value to: `x`, `x_1`, `y'`, `f(x)`, `\theta`, `\frac{dy}{dx}`, `|AB|`, `P(X = 1)`.
 _NAME = re.compile(
     r"""\s*(?: \\frac\{\s*d\^?\d?\s*[a-zA-Z]?\}\{\s*d[a-zA-Z](?:\^\{?\d\}?)?\s*\}(?:[a-zA-Z](?:\([a-zA-Z]\))?)?
@@ -265,6 +266,9 @@ def _is_read_whole(gold: _Formula, answer: _Formula) -> bool:
     if any(is_doubt(word) or not word.isalpha() for text in missing for word in text.split()):
         return False
     if units_differ(f"1 {gold.units}", f"1 {answer.units}"):
+        return False
+    # An angle without a unit is in radians.
+    if "deg" in stated_units(f"1 {answer.units}") and "deg" not in stated_units(f"1 {gold.units}"):
         return False
     for mark in (r"\ldots", "°", "?"):
         if gold.body.count(mark) != answer.body.count(mark):

@@ -16,11 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-
-def word_set(text: str) -> frozenset[str]:
-    """Return the words of a text, split at white space."""
-    return frozenset(text.split())
-
+from grpo_rewards.claims import is_denial
+from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure, is_plural, is_quantity, word_set
 
 _NUMERALS = """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
@@ -29,8 +26,6 @@ _NUMERALS = """
 SMALL = dict(zip(_NUMERALS.split(), [*range(20), *range(20, 100, 10)], strict=True))
 SCALES = {"k": 10**3, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 CJK_NUMERALS = frozenset("〇一二三四五六七八九十百千万萬億亿兆")
-# Letters that are units. Any other single letter is a variable, or a constant such as pi.
-UNIT_LETTERS = frozenset("mghslLKCFAVWJN")
 
 # Words that, directly after a number, make it a bound, a guess or part of a larger number: "18 max", "18 squared".
 TAIL_WORDS = word_set("ish odd something some tops below plus minus point squared cubed pi")
@@ -49,14 +44,17 @@ _DOUBTS = word_set("""
     circa ca kidding joking rounded rounding closer closest nearest usually typically generally normally sometimes
     mostly largely partly theoretically ideally conceivably arguably ostensibly reportedly technically
     than least most min max minimum maximum exceed exceeds exceeding surpass surpasses range ranges ranging vary varies
-    upward upwards tops bounded capped approaches nears hovers
+    upward upwards tops bounded capped approaches nears hovers bound
     plus squared cubed factorial mod modulo sqrt
+    nope nah untrue void bogus fake nonsense rubbish hypothetically pseudo quasi jk psych lie lies lied trap decoy
+    distractor undefined undetermined unverified unconfirmed unproven crossed struck deleted ruled
 """)
 _DOUBTFUL_STEMS = tuple(
     word_set("""
     approximat estimat guess suppos assum presum believ doubt uncertain incorrect mistak erron error inaccura imposs
     possib probabl improbab likel unlikel seem appear apparent reckon suspect wonder imagin predict expect claim alleg
-    potential tentativ suggest fail speculat hypothe conjectur
+    potential tentativ suggest fail speculat hypothe conjectur retract withdr refut disprov discard eliminat invalid
+    debunk exclud pretend alleg rumor rumour
 """)
 )
 _CONTRACTED_NOT = re.compile(r"\w+n't|(?:is|are|was|were|do|does|did|has|have|had|ca|wo|could|should|would|must)nt")
@@ -79,7 +77,9 @@ def is_vague_number(word: str) -> bool:
 
 def is_doubt(word: str) -> bool:
     """Return True if a word makes its sentence's number a guess, a bound, a denial, an alternative or a condition."""
-    return word in _DOUBTS or word.startswith(_DOUBTFUL_STEMS) or _CONTRACTED_NOT.fullmatch(word) is not None
+    if word in _DOUBTS or word.startswith(_DOUBTFUL_STEMS) or is_denial(word):
+        return True
+    return _CONTRACTED_NOT.fullmatch(word) is not None
 
 
 _MAX_NUMBERS = 8
@@ -97,6 +97,7 @@ _PUNCTUATION = ",.;:!"
 _DRESS = "\"'`*_()[]{}$¤%°" + _PUNCTUATION
 _WORDS = re.compile(r"[^\W\d_]+(?:['./-][^\W\d_]+)*")
 _INNER = re.compile(r"[./-]")
+_ORDINAL = re.compile(r"\d(?:st|nd|rd|th)\b")
 _FACTORIAL = re.compile(r"^[^$¤]*\d!")
 
 # Doubts that no single word shows: retractions, inversions, guesses and bounds.
@@ -119,13 +120,43 @@ _FILLERS = word_set("""
     a an the this that her his its their our your my just only exactly precisely another additional extra full whole
     entire total grand combined net average of sum amount usd eur gbp us rs ¤
 """)
+# Verbs that may stand directly before a number although they have no ending: "sold 18", "they have 18".
+_PAST_VERBS = word_set("""
+    ate became began bought brought built caught chose came cost cut did drank drew drove fed felt fell found flew gave
+    got grew had held heard kept knew laid left lent lost made met paid put ran read rode rose said saw sent set shot
+    sang sat slept sold spent stood stole swam swept took taught threw told understood was were woke wore won wrote
+    spun dug hit let split spread bet beat given eaten drawn driven written taken seen grown known worn thrown shown
+    ridden flown broken drunk chosen gone done born quit went wrote lay
+""")
+_VERBS = word_set("""
+    is are be been am being has have having do does equals = add buy bring build carry catch charge collect contain
+    count cover deliver drink drive earn eat finish fit gain get give grow hold keep leave lose lay make measure need
+    owe own pack pay plant play produce receive raise remain run save sell send serve share spend stay take total travel
+    use visit walk want wash watch weigh win work write owes like can will must
+""")
+_BEFORE_VERB = word_set("""
+    i you he she it we they who which that there to will would can must shall should did does do and both all them us
+    him her 'll
+""")
+# Words that, without being a verb, may stand directly before the number of a sentence.
+_BEFORE_NUMBER = word_set("""
+    to in into at for with by of on during after from and so then but leaving every each all both therefore thus hence
+    now still also simply clearly currently indeed already finally overall altogether
+""")
+_PARTICLES = word_set("up back away down together")
+# Words that a statement about a number may start with: "18 is the total", "18 is what she paid".
+_PREDICATES = word_set("""
+    the his her their its our my your what how left remaining needed correct right in on at for all still now also there
+""")
+_COPULAS = word_set("is are was were remain remains remained")
 # Words that, governing a number, bound, approximate, calculate with or label it: "over 18", "times 18", "step 18".
 _GOVERNORS = word_set("""
     about around over under above below beneath beyond past near within toward towards against until till before per
     like much quite some any from out times between max min less more fewer greater larger smaller bigger higher lower
     besides beside as versus pi minus negative good easily
     step part question problem option choice case section chapter equation eq figure fig table example method line note
-    item exercise
+    item exercise page pages row column room bus level grade verse volume version chapter age aged no day year week hour
+    month street floor gate lane route highway size type class league episode season track level stage round lap id
 """)
 # Words that make a number a date: "18 of March", "March 18".
 _MONTHS = word_set("""
@@ -205,7 +236,7 @@ def stated_quantity(text: str) -> str | None:
     stated = quantities[0] if len(quantities) == 1 else _set_off(tokens, quantities)
     if stated is None or stated.text is None or _in_doubt(tokens, stated) or _governed(tokens, stated):
         return None
-    return stated.text
+    return stated.text if _is_statement(tokens, stated) else None
 
 
 def _tokens(text: str) -> list[_Token] | None:
@@ -235,14 +266,14 @@ def _read_chunk(chunk: str, span: int) -> list[_Token] | None:
     """Return the tokens between two spaces (a number, words, punctuation), or None for anything else."""
     pause = chunk.rstrip("\"'`*_)]}$").endswith(tuple(_PUNCTUATION))
     if any(map(str.isdigit, chunk)):
-        if _FACTORIAL.match(chunk):  # "18!", but not "$18!"
+        if _FACTORIAL.match(chunk) or _ORDINAL.search(chunk):  # "18!", but not "$18!"
             return None
         number = chunk.lstrip("\"'`*_([{").rstrip("\"'`*_)]}" + _PUNCTUATION)
         return [_Token(number, number.lower(), True, span, pause)]
     core = chunk.strip(_DRESS)
     if not core:
         return None if chunk == "*" else []  # a multiplication
-    if core in ("=", "-"):
+    if core in ("=", "-") and "!" not in chunk:
         return [_Token(core, core, False, span, pause)]
     if not _WORDS.fullmatch(core := core.strip("-")):
         return None
@@ -353,6 +384,86 @@ def _governed(tokens: Sequence[_Token], stated: _Quantity) -> bool:
         left, right = _ONE_AS_PRONOUN
         return (before is not None and before.lower in left) or (after is None or after.lower in right)
     return False
+
+
+def _is_statement(tokens: Sequence[_Token], stated: _Quantity) -> bool:
+    """Return True if the words around the number make an English clause that states it, instead of a label or remark.
+
+    A verb, a preposition or a pause stands before the number, or the number is the subject of a verb. A word that is
+    none of these is a label ("page 18") or another language ("Sie hat 18").
+    """
+    if any(not _is_latin(token.text) for token in tokens):
+        return False
+    position = stated.start - 1
+    while position >= 0 and tokens[position].lower in _FILLERS and not tokens[position].pause:
+        if tokens[position].lower == "of":
+            return True  # `_made_of` has looked at what is before it
+        position -= 1
+    if position > 0 and tokens[position].lower in _PARTICLES:
+        position -= 1
+    if position < 0 and stated.start:  # only "exactly" and the like before the number
+        return is_measure([token.lower for token in tokens[stated.end :]])
+    if position < 0 or (tokens[position].pause and tokens[position].lower not in _VERBS):
+        return _is_subject(tokens, stated) or (position >= 0 and _introduces(tokens[: position + 1]))
+    word, previous = tokens[position], tokens[position - 1].lower if position else ""
+    if _is_verb(word.lower, previous) or word.lower in _BEFORE_NUMBER or is_quantity(word.lower):
+        return True
+    # "Dad gave Olaf 10 cars": a name between the verb and the number.
+    before = tokens[position - 2].lower if position > 1 else ""
+    return position > 0 and word.text[0].isupper() and _is_verb(previous, before)
+
+
+def _is_subject(tokens: Sequence[_Token], stated: _Quantity) -> bool:
+    """Return True if the number is the subject of a statement: "18 apples are left", but not "18 is a lie"."""
+    words = [token.lower for token in tokens[stated.end :]]
+    for position, word in enumerate(words):
+        if not is_measure(words[:position]):
+            continue
+        following = words[position + 1 : position + 2]
+        if word in _COPULAS:
+            return (
+                not following or following[0] in _PREDICATES or _is_participle(following[0]) or is_plural(following[0])
+            )
+        if _is_past(word) or (word in _VERBS and not is_measure(words[: position + 1])):
+            return True
+    return False
+
+
+def _introduces(tokens: Sequence[_Token]) -> bool:
+    """Return True if words before a pause leave the number behind it stated: "In total, 18", "The cost is this: 18"."""
+    if not is_label([token.lower for token in tokens], "="):
+        return False
+    pairs = zip(["", *(token.lower for token in tokens)], tokens, strict=False)
+    if any(_is_verb(token.lower, previous) for previous, token in pairs):
+        return True
+    for token in tokens:
+        known = _FILLERS | _BEFORE_NUMBER
+        if token.lower not in known and not is_quantity(token.lower) and not is_measure([token.lower]):
+            return False
+    return True
+
+
+def _is_past(word: str) -> bool:
+    return word in _PAST_VERBS or (word.endswith("ed") and word.isascii())
+
+
+def _is_participle(word: str) -> bool:
+    return _is_past(word) or word.endswith("ing")
+
+
+def _is_verb(word: str, previous: str) -> bool:
+    """Return True if a word may be a verb behind another word ("" for none, before which only a past tense stands)."""
+    if _is_past(word) or word.endswith(("'s", "'re", "'ve")):
+        return True
+    if not previous:
+        return word in ("is", "are", "has", "have", "=")
+    if word in _VERBS or previous in _BEFORE_VERB:
+        return True
+    return is_plural(word) or is_plural(previous) or word.endswith("ing")
+
+
+def _is_latin(text: str) -> bool:
+    return text.isascii() or all(character < "\u0250" for character in text)
 
 
 def _governor(tokens: Sequence[_Token], quantity: _Quantity) -> tuple[str, str]:

@@ -19,12 +19,13 @@ _ALIASES = """
     l liter liters litre litres | ml milliliter milliliters millilitre millilitres | gal gallon gallons
     qt quart quarts | pt pint pints | cup cups | tbsp tablespoon tablespoons | tsp teaspoon teaspoons
     acre acres | hectare hectares ha | deg degree degrees ° | rad rads radian radians | gradian gradians
-    celsius | fahrenheit | kelvin kelvins | % percent pct | dollar dollars usd buck bucks | cent cents ¢
+    celsius °c | fahrenheit °f | kelvin kelvins | % percent pct | dollar dollars usd buck bucks | cent cents ¢
     euro euros eur | gbp sterling | yen jpy | rupee rupees inr | dime dimes | nickel nickels | penny pennies
     n newton newtons | j joule joules | kj kilojoule kilojoules | w watt watts | kw kilowatt kilowatts | v volt volts
     pa pascal pascals | hz hertz | mol mole moles | cal calorie calories | kcal kilocalorie kilocalories
     mph | kph kmh | knot knots | bit bits | byte bytes | kb kilobyte kilobytes | mb megabyte megabytes
-    gb gigabyte gigabytes | unit units | pound pounds
+    gb gigabyte gigabytes | unit units | pound pounds | cad | aud | chf | cny yuan rmb | krw won | baht | rand
+    dozen dozens | sqft | mil mils
 """
 _CANONICAL: dict[str, str] = {}
 for _group in re.split(r"[|\n]", _ALIASES):
@@ -33,7 +34,8 @@ for _group in re.split(r"[|\n]", _ALIASES):
 
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
 _AFTER_NUMBER = re.compile(r"(?:\d|\})[\d.,/]*\s*[-*]{0,2}\s*(?P<tail>[^\d]*(?:\^\{?-?\d\}?[^\d]*)*)\Z")
-_PART = re.compile(r"[^\W\d_]+|[°%¢]|\^\{?-?\d\}?")
+_MONEY = ("dollar", "euro", "gbp", "pound", "yen", "rupee", "cad", "aud", "chf", "cny", "krw", "baht", "rand")
+_PART = re.compile(r"°\s*[CF](?![a-zA-Z])|[^\W\d_]+|[°%¢]|\^\{?-?\d\}?")
 
 
 def is_unit(word: str) -> bool:
@@ -42,12 +44,14 @@ def is_unit(word: str) -> bool:
 
 
 def units_differ(gold: str, answer: str) -> bool:
-    """Return True if two answers state known units, and one is not the beginning of the other ("5 m" and "5 m/s")."""
-    wanted = stated_units(gold)
+    """Return True if both state known units, and the answer's are not the gold's or their beginning.
+
+    "5 dollars" may leave "per hour" out, but "5 m/s" are not 5 m.
+    """
+    wanted, stated = stated_units(gold), stated_units(answer)
     if not wanted:
-        return False
-    stated = stated_units(answer)
-    return any(left != right for left, right in zip(wanted, stated, strict=False))
+        return "¤" in gold and bool(stated) and stated[0] not in _MONEY
+    return stated != wanted[: len(stated)]
 
 
 @lru_cache(maxsize=4096)
@@ -63,7 +67,7 @@ def stated_units(text: str) -> tuple[str, ...]:
     units: list[str] = []
     power = ""
     for part in _PART.findall(match["tail"]):
-        word = part.lower()
+        word = part.lower().replace(" ", "")
         if word.startswith("^"):
             if not units or "^" in units[-1]:
                 break

@@ -1,0 +1,132 @@
+"""Grammar of the words directly beside a number: what is counted or measured, and what the number is called.
+
+Inside an answer slot, anything but a number with a known unit, a noun in the plural or a harmless addition is doubt:
+"18 nope", "page 18" and "18th of March" state no number. Units, prepositions and harmless additions can be listed.
+Nouns can't, but English marks the plural. Words that deny or doubt a number are found by `prose.is_doubt` before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from grpo_rewards.math.units import is_unit
+
+
+def word_set(text: str) -> frozenset[str]:
+    """Return the words of a text, split at white space."""
+    return frozenset(text.split())
+
+
+UNIT_LETTERS = frozenset("mghslLKCFAVWJN")
+"""Letters that are units. Any other single letter is a variable, or a constant such as pi."""
+
+# Plurals without an "s", units of languages that form no plural with it, and counters of Chinese, Japanese and Korean.
+_NOUNS = word_set("""
+    people children men women feet teeth mice geese sheep fish deer cattle dice staff data money salmon shrimp aircraft
+    grad stunden minuten sekunden tage wochen monate jahre prozent stück personen mark franken kronen schilling
+    metri chili grammi litri ore giorni settimane mesi anni minuti secondi persone uur dagen weken jaar
+    元 块 圆 円 원 个 個 人 名 只 本 张 枚 次 杯 명 개 岁 歳 天 小时 時間 시간 分钟 米 厘米 公里 公斤 千克 克 升
+""")
+_PLURAL = re.compile(r"[^\W\d_]{2,}(?<!s)(?<!u)(?<!i)s", re.ASCII)
+_NO_PLURALS = word_set("""
+    as has was does yes this thus plus minus less unless besides versus always perhaps sometimes across towards
+    afterwards its his hers ours theirs yours lies
+    des les las los dos es pas mas moins menos jamais mais dans sans nichts als falls quizas apenas
+""")
+# Words that may follow a number or a unit, alone or with others, and add nothing to it.
+_ADDITIONS = word_set("""
+    left remaining remain total altogether overall combined more each apiece extra additional again longer older younger
+    taller shorter heavier lighter farther further faster wider deeper higher old long high tall wide deep away apart
+    ago later today tomorrow now only exactly precisely together profit change savings revenue income free net gross
+    ones one way worth
+""")
+# Words between a unit and a phrase that may hold any words: "18 pounds of flour", "18 students who walk to school".
+_LINKS = word_set("""
+    of for in on at from with by during after before per a an each every who that which to the her his its their as
+""")
+# Links that may follow a bare number, and the words that they may lead to: "18 per day", "18 of them", "18 in total".
+_REFERENTS = _ADDITIONS | word_set("them these those all the her his its their average a an each every")
+_MOST_MODIFIERS = 3
+_NO_MODIFIERS = word_set("i you he she it we they my your our mine me us them")
+# Words that make an answer another one than the final one: "old answer: 18".
+_OTHER_ANSWERS = word_set("""
+    previous prior earlier old older former ex first initial original example sample alternative another other
+    student's user's
+""")
+
+# Names of quantities and of answers, in front of a colon: "Total cost: 18".
+_QUANTITIES = word_set("""
+    answer answers ans result solution total sum value number count amount quantity cost price fee bill payment profit
+    gain revenue income salary wage pay earnings savings balance change tax tip discount budget interest distance length
+    width height depth area perimeter circumference volume radius diameter weight mass speed rate time duration age
+    average mean median mode difference remainder quotient product ratio percentage percent share score output
+    probability angle temperature population capacity size left remaining final conclusion
+    antwort ergebnis réponse résultat respuesta resultado resposta risposta risultato ответ результат odpowiedź wynik
+    antwoord svar cevap sonuç jawaban 答案 答 答え 結果 结果 정답 답
+""")
+
+
+def is_plural(word: str) -> bool:
+    """Return True if a word in lower case has the form of an English noun in the plural."""
+    return word in _NOUNS or (_PLURAL.fullmatch(word) is not None and word not in _NO_PLURALS)
+
+
+def is_noun(word: str) -> bool:
+    """Return True if a word in lower case is a known unit or has the form of a plural."""
+    return is_unit(word) or is_plural(word)
+
+
+def is_quantity(word: str) -> bool:
+    """Return True if a word in lower case names a quantity or an answer."""
+    return word in _QUANTITIES
+
+
+def is_measure(words: Sequence[str], has_noun: bool = False) -> bool:
+    """Return True if the words behind a number, in lower case, are a unit, a plural noun or a harmless addition.
+
+    A noun may have a few words before it ("18 different red books") and any words behind a link ("18 cups of tea").
+
+    Args:
+        words: words behind the number.
+        has_noun: True if the number has a unit already, such as a currency sign.
+    """
+    for position, word in enumerate(words):
+        if word in _LINKS:
+            return _is_complement(word, words[position + 1 :], has_noun)
+        if is_noun(word) or word.upper() in UNIT_LETTERS or word in UNIT_LETTERS:
+            has_noun = True
+        elif word not in _ADDITIONS and not (has_noun and word.endswith("ed")):
+            following = words[position + 1 : position + 1 + _MOST_MODIFIERS]
+            if has_noun or word in _NO_MODIFIERS or not any(map(is_noun, following)):
+                return False
+    return True
+
+
+def _is_complement(link: str, rest: Sequence[str], has_noun: bool) -> bool:
+    """Return True if a link and the words behind it leave the number before them as it is."""
+    if not rest:
+        return link == "each"
+    if link == "as":  # "18, as required"
+        return len(rest) == 1 and rest[0].endswith("ed")
+    if has_noun or link in ("per", "each", "every"):
+        return True
+    if link in ("a", "an"):
+        return _is_known(rest[0])
+    return rest[0] in _REFERENTS and all(map(_is_known, rest))
+
+
+def _is_known(word: str) -> bool:
+    return is_noun(word) or word in _REFERENTS or word in _LINKS or word in _QUANTITIES or len(word) == 1
+
+
+def is_label(words: Sequence[str], mark: str) -> bool:
+    """Return True if words in lower case before a number and a mark name a quantity, as in "Total cost: 18".
+
+    An equation gives a value to any name ("Tom = 18"). A colon does not: "Hint: 18" and "Nicht: 18" name no quantity.
+    """
+    if not _OTHER_ANSWERS.isdisjoint(words):
+        return False
+    if mark != ":":
+        return True
+    return any(word in _QUANTITIES or is_noun(word) for word in words) or all(len(word) == 1 for word in words)

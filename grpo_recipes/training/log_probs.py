@@ -159,7 +159,7 @@ class LogProbs:
         bare = self.bare(model)
         sharded, launches = self._is_sharded(bare), self.launches
         if sharded or not self._segmented.of(bare).verified:
-            # Under ZeRO-3 each segment gathers the embedding's weights, which ranks must do equally often.
+            # Each segment gathers the embedding's weights under ZeRO-3, which ranks must do equally often.
             launches = math.inf
         if layout is Layout.PACKED:
             trimmed = rows.select(*rows.trimmed())

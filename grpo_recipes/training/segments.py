@@ -125,7 +125,7 @@ class _Recorder(nn.Module):
         else:
             hidden, rest = kwargs.pop("hidden_states"), []
         if own["calls"] and hidden is not own["calls"][-1].hidden:
-            # What the model computes there would be computed with the hidden states of the embedding, and lost.
+            # It would compute with the hidden states of the embedding, and its result would be lost.
             raise NotSegmented("the model computes between its layers")
         own["calls"].append(_LayerCall(hidden, tuple(rest), kwargs))
         if own["result"] is not None:
@@ -456,7 +456,7 @@ def _copied(layer: Any) -> Any:
     """Return a copy of a cache layer with the same tensors."""
     copied = copy.copy(layer)
     for name, value in vars(layer).items():
-        if isinstance(value, dict):  # of states, by their number
+        if isinstance(value, dict):  # states by their number
             setattr(copied, name, dict(value))
     return copied
 

@@ -630,6 +630,8 @@ def unsupported_under_sharding(model: nn.Module) -> str:
     kind = text_config(model).model_type
     if not is_sharded(model):
         return ""
+    if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
+        return "shared prompts were verified under FSDP2, and not under FSDP1"
     if kind not in VERIFIED_UNDER_SHARDING:
         return f"the gradients of {kind} behind a shared prompt were not verified under ZeRO-3 and FSDP"
     if kind in FAILS_UNDER_ZERO3 and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):

@@ -232,7 +232,7 @@ class SegmentedModel:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Decoder layers, inside FSDP1's wrappers if there are any."""
+        """Decoder layers."""
         assert self._place is not None
         module, name = self._place
         return list(cast(nn.ModuleList, module._modules[name]))
@@ -335,11 +335,10 @@ class _Run:
 
     def _together(self, layer: nn.Module, calls: list[_LayerCall]) -> list[Tensor]:
         """Run a decoder layer on all segments, in one call of the module."""
-        inner = getattr(layer, "_fsdp_wrapped_module", layer)
         # Without transformers' checkpointing, which would drop the cache.
-        forward = partial(inspect.unwrap(type(inner).forward), inner)
-        checkpoints = _checkpointing(*inner.modules())
-        indices = _cache_indices(inner, len(self._layers))
+        forward = partial(inspect.unwrap(type(layer).forward), layer)
+        checkpoints = _checkpointing(*layer.modules())
+        indices = _cache_indices(layer, len(self._layers))
 
         def run(*states: Tensor) -> tuple[Tensor, ...]:
             # Checkpointing calls this function again in the backward pass, so it changes nothing outside of itself.
@@ -358,15 +357,15 @@ class _Run:
             return tuple(found)
 
         def checkpointed(*states: Tensor) -> Any:
-            if checkpoints and inner.training:
+            if checkpoints and layer.training:
                 return checkpoints[0]._gradient_checkpointing_func(run, *states)
             return run(*states)
 
-        inner.forward = checkpointed
+        layer.forward = checkpointed
         try:
             return list(layer(*self._states))
         finally:
-            del inner.forward
+            del layer.forward
 
 
 def _checkpointing(*modules: nn.Module) -> list[Any]:

@@ -229,6 +229,13 @@ def test_a_model_that_computes_between_its_layers_is_not_segmented(tmp_path: Pat
     assert "the model computes between its layers" in logged()[0]
 
 
+def test_prompts_are_not_shared_under_fsdp1() -> None:
+    policy = build("qwen3_5_text")
+    assert layout_check.unsupported_under_sharding(policy) == ""
+    policy.model.layers[0]._fsdp_wrapped_module = nn.Identity()
+    assert "not under FSDP1" in layout_check.unsupported_under_sharding(policy)
+
+
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     policy = build("qwen3_5_text")
     layers = list(policy.model.layers)

@@ -104,6 +104,7 @@ def test_a_broken_contract_is_named(reward, check):
         ("any_box", "gold of another row"),
         ("counts_wait", "keywords repeated"),
         ("counts_own_word", "keywords repeated"),
+        ("any_json_value", "gold under another key"),
     ],
 )
 def test_a_sibling_of_a_sloppy_reward_is_found(reward, kind):

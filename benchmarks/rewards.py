@@ -487,6 +487,44 @@ def _adversarial_cell(name: str, kind: str) -> str:
     return run.stdout.strip().splitlines()[-1] if run.returncode == 0 else "dies"
 
 
+HOSTILE = {
+    "nested parentheses": lambda n: "(" * (5 + n % 60) + "x" + ")" * (5 + n % 60) + f"+{n}",
+    "open parentheses": lambda n: "(" * (20 + n),
+    "towers of powers": lambda n: "^".join(["x"] * (3 + n % 20)) + f"+{n}",
+    "powers of a sum": lambda n: f"(x+{n})^{{{900 + n}}}",
+    "a long product": lambda n: "".join(f"(x+{factor}+{n})" for factor in range(60)),
+    "limits": lambda n: f"\\lim_{{x\\to {n}}} \\frac{{\\sin(x^x)}}{{x!}}",
+    "sines": lambda n: "+".join(f"\\sin({k}x+{n})\\cos({k + 1}x)" for k in range(25)),
+}
+HOSTILE_ROWS = 256
+
+
+def print_hostile() -> None:
+    """Print the time of one call of `math_correctness` with many different hostile formulas of one kind."""
+    reward = MathCorrectness()
+    reward(completions=["\\boxed{x+2}"], answer=["x+1"])  # starts the server
+    print(f"\n{HOSTILE_ROWS} different hostile formulas in one call (gold x+1)")
+    for kind, make in HOSTILE.items():
+        texts = [f"\\boxed{{{make(number)}}}" for number in range(HOSTILE_ROWS)]
+        metrics: dict[str, float] = {}
+        start = time.perf_counter()
+        reward(completions=texts, answer=["x+1"] * HOSTILE_ROWS, log_metric=metrics.__setitem__)
+        seconds = time.perf_counter() - start
+        print(f"{kind:36}{seconds:>11.1f} s{metrics['rewards/math_correctness/timeouts']:>8.0f} ran out", flush=True)
+
+
+def print_audit(rows: Sequence[tuple[str, str, str]]) -> None:
+    """Print the time of an audit of 24 rows."""
+    from grpo_rewards.audit.run import audit_rows
+
+    questions = [(number, {"question": body, "answer": gold}) for number, (body, _, gold) in enumerate(rows[:200], 1)]
+    print("\nAn audit of 24 rows")
+    for name in ("gsm8k_correctness", "math_correctness"):
+        start = time.perf_counter()
+        audit_rows([name], questions, "rows")
+        print(f"{name:36}{time.perf_counter() - start:>11.1f} s", flush=True)
+
+
 def measure_cell(name: str, kind: str) -> None:
     """Print one cell of the adversarial table, in a process of its own, which can be killed if it hangs."""
     scorer, layout = SCORERS[name]
@@ -534,6 +572,8 @@ def main() -> None:
     print_missing_peers()
     if not arguments.skip_adversarial:
         print_adversarial()
+        print_hostile()
+    print_audit(rows)
 
 
 def _found(name: str) -> bool:

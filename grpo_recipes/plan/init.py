@@ -558,7 +558,9 @@ HELD_OUT = 10
 ABOUT_FILE = "Written by `grpo-recipes init`; check it with `grpo-recipes plan`, run it with `grpo-recipes train`."
 ABOUT_GPU = "LoRA on one GPU."
 ABOUT_CPU = "For a CPU, as there is no GPU with bfloat16 here: all parameters, in float32."
-ABOUT_REWARDS = "The rewards; `grpo-rewards list` describes each of them."
+ABOUT_REWARDS = (
+    "The rewards; `grpo-rewards list` describes each of them, and `grpo-rewards audit` attacks one of your own."
+)
 ABOUT_OVERLAP = (
     "The reward pays for words in common with the text in the table. It is a rough measure: a `judge` or a "
     "`reward_model` follows the meaning (docs/rewards.md)."
@@ -567,7 +569,7 @@ ABOUT_CODE = "Programs run in a sandbox, on Linux only (docs/security.md)."
 ABOUT_JUDGE = (
     "The table has no answers, so a model judges the completions. Serve one (`vllm serve Qwen/Qwen3-8B`), or write the "
     "URL and the name of your own, with `api_key_env` for a key. Or replace it with a reward of your own, as "
-    "`module.function` (docs/rewards.md)."
+    "`module.function` (docs/rewards.md), which `grpo-rewards audit` attacks."
 )
 ABOUT_BATCH = "2 prompts × 8 completions per optimizer step; more prompts make steadier steps."
 ABOUT_GPU_RATE = "A learning rate for LoRA; full fine-tuning needs about 1e-6."

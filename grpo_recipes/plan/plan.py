@@ -43,7 +43,7 @@ from grpo_recipes.recipe.recipe import (
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16, cautions, ignored_keys
 from grpo_rewards.files import relative_to
 from grpo_rewards.redaction import redacted
-from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves, spec_parts
+from grpo_rewards.registry import BuiltReward, UnbuiltReward, is_own, leaves, spec_parts
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
 
 _TEXT = len("  optimizer step  ")  # width of a label, after which the text of a line begins
@@ -174,7 +174,7 @@ def plan(
         toolset = load_toolset(recipe, call_factories=build)
     if toolset is not None:
         rewards = [*rewards, *toolset.rewards()]
-    notes = [*_notes(recipe), *_unbuilt(rewards)]
+    notes = [*_notes(recipe), *_unbuilt(rewards), *_own_rewards(recipe, rewards)]
     prompts: int | str
     try:
         checked = check(recipe, machine, call_factories=build)
@@ -398,6 +398,15 @@ def _unbuilt(rewards: Sequence[BuiltReward]) -> list[str]:
     if not names:
         return []
     return [f"of another package, imported and not built: {', '.join(names)}; `--build` builds them, as training does"]
+
+
+def _own_rewards(recipe: Recipe, rewards: Sequence[BuiltReward]) -> list[str]:
+    """Return a note that names the audit, if the recipe has rewards that are neither ours nor TRL's."""
+    names = [f"`{leaf.name}`" for leaf in leaves(rewards) if is_own(leaf)]
+    if not names:
+        return []
+    command = f"grpo-rewards audit DATA --reward {recipe.source}"
+    return [f"rewards of your own: {', '.join(names)}; `{command}` shows which wrong completions they pay"]
 
 
 def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from grpo_rewards import __version__
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError, did_you_mean, one_line
-from grpo_rewards.explain import Reasons, json_values, score_line
+from grpo_rewards.explain import Reasons, columns_read, json_values, score_line
 from grpo_rewards.files import LINE_BYTES, replacing
 from grpo_rewards.registry import (
     BuiltReward,
@@ -261,6 +261,9 @@ def _score_rows(
             reasons.begin(len(chunk))
             loggers = reasons.loggers() if explain else {}
             scores[reward.name] += _call(reward, {**batch, **loggers}, chunk)
+            if explain and not any(reasons.rows):
+                for column in columns_read(reward, batch):
+                    reasons.log(f"read {column}", batch[column])
             logged[reward.name] += reasons.rows
     return scores, logged
 
@@ -406,7 +409,10 @@ def _excerpt(completion: Any, length: int = 90) -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    reward, full = _gold_reward(options.reward)
+    found = _gold_reward(options.reward)
+    if found is None:
+        return _check_own(options)
+    reward, full = found
     function: Any = reward.function
     gold_column = options.gold_column or function.gold_column
     rows, complaints = _read(options.file, gold_column)
@@ -437,6 +443,26 @@ def _check(options: argparse.Namespace) -> int:
     return max(_complain(options.file, complaints), int(bool(unscorable or below)))
 
 
+def _check_own(options: argparse.Namespace) -> int:
+    """Check the golds of a correctness reward of the user's own, in the layout that pays them best."""
+    from grpo_rewards.audit.run import pays_of_golds
+
+    rows, complaints = _read(options.file, options.gold_column)
+    numbered = [(row.number, row.columns) for row in rows]
+    pays = pays_of_golds(_spec(options.reward), numbered, options.file, options.gold_column)
+    full = max((pay.score for pay in pays if pay.score is not None), default=0.0)
+    below = [f"row {pay.row}: {_excerpt(pay.gold)}" for pay in pays if pay.score is None or pay.score < full]
+    say(f"{options.file}: {len(pays)} golds, {len(pays) - len(below)} earn the most that any earns ({full:g})")
+    if below:
+        say(f"{len(below)} earn less:")
+    for line in _first_lines(below):
+        say(f"  {line}")
+    if len(pays) < len(rows):
+        complaints.append(f"{len(rows) - len(pays)} golds can't be read")
+    say("`grpo-rewards audit` shows which wrong completions the reward pays")
+    return max(_complain(options.file, complaints), int(bool(below)))
+
+
 def _is_empty(gold: Any) -> bool:
     return gold is None or gold == [] or (isinstance(gold, str) and not gold.strip())
 
@@ -464,14 +490,22 @@ def _tried_golds(
         yield f"row {row.number}: {shown}", score, function.solution_column is None or answers[index] is not None
 
 
-def _gold_reward(text: str) -> tuple[BuiltReward, float]:
-    """Return the reward of a spec that reads golds, also inside a gate or a sum, and its largest score."""
+def _gold_reward(text: str) -> tuple[BuiltReward, float] | None:
+    """Return the reward of a spec that reads golds, also inside a gate or a sum, and its largest score.
+
+    None stands for a correctness reward of the user's own.
+    """
     built = build_rewards([_spec(text)])
     for reward in leaves(built):
         has_gold = reward.declared.gold_column is not None and bool(reward.declared.columns_read)
         if reward.kind == "correctness" and has_gold and reward.highest_pay is not None:
             return reward, reward.highest_pay
-    raise UserError(f"check needs a correctness reward, and `{built[0].name}` compares with no gold")
+    if any(reward.kind == "correctness" for reward in leaves(built)):
+        return None
+    raise UserError(
+        f"check needs a correctness reward, to try each gold against itself, and `{built[0].name}` compares with no "
+        "gold: if it does, set `kind: correctness` in its spec, and `grpo-rewards audit` shows what it pays wrongly"
+    )
 
 
 def _right_completion(reward: Any, answer: str | None) -> str:

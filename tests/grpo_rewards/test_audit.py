@@ -104,6 +104,7 @@ def test_a_broken_contract_is_named(reward, check):
         ("any_box", "gold of another row"),
         ("counts_wait", "keywords repeated"),
         ("counts_own_word", "keywords repeated"),
+        ("any_json_value", "gold under another key"),
     ],
 )
 def test_a_sibling_of_a_sloppy_reward_is_found(reward, kind):
@@ -219,6 +220,22 @@ def test_the_command_names_a_fault_and_an_example_and_exits_with_1(own_reward, t
     assert "2 rows" in output
     assert "\x1b" not in output
     assert "\u202e" not in output
+
+
+def test_check_tries_the_golds_of_an_own_reward_that_declares_its_kind(own_reward, tmp_path, capsys):
+    rows = [{"question": row["question"], "solution": row["answer"]} for row in NUMBERS]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert main(["check", path, "--reward", own_reward]) == 2
+    assert "`kind: correctness`" in (error := capsys.readouterr().err)
+    assert "grpo-rewards audit" in error
+    assert main(["check", path, "--reward", f"{{name: {own_reward}, kind: correctness}}"]) == 0
+    assert "4 golds, 4 earn the most that any earns (1)" in capsys.readouterr().out
+
+
+def test_score_explains_an_own_reward_by_the_columns_that_it_reads(own_reward, tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": "It is 18.", "solution": "18", "other": "x"}])
+    assert main(["score", path, "--reward", own_reward, "--explain"]) == 0
+    assert "score 1: read solution `18`\n" in capsys.readouterr().out
 
 
 def test_the_command_says_what_was_checked_if_nothing_is_found(tmp_path, capsys):

@@ -115,6 +115,16 @@ counts_own_word = each(lambda text, gold: text.lower().count("hypotenuse"))
 raises_on_empty = each(lambda text, gold: text.split()[-1].strip("<>/answer") == gold)
 custom_tag = each(lambda text, gold: (re.findall(r"<final>(.*?)</final>", text) or [""])[0] == gold)
 
+
+def has_json_value(text, gold):
+    try:
+        return gold in map(str, json.loads(text).values())
+    except (ValueError, AttributeError):
+        return False
+
+
+any_json_value = each(has_json_value)
+
 calls = []
 
 

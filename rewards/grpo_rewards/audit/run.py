@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_rewards.audit.audit import Audit, Auditor, different_rewards
+from grpo_rewards.audit.audit import Audit, Auditor, different_rewards, subjects
 from grpo_rewards.audit.calls import GROUP, check_columns
 from grpo_rewards.audit.questions import GOLD_COLUMNS, Question, question_of
 from grpo_rewards.audit.wrong_completions import shuffled
@@ -41,6 +42,43 @@ def audit_rows(
     Raises:
         UserError: a reward can't be built or needs a column that the rows lack, or no gold can be read.
     """
+    auditor, pool = _auditor(specs, rows, file, gold_column, layout, most, seed)
+    return auditor.audit(unreadable=len(rows) - len(pool))
+
+
+@dataclass(frozen=True)
+class GoldPay:
+    """Score of a row's own gold; None if the reward does not score it."""
+
+    row: int
+    gold: str
+    score: float | None
+
+
+def pays_of_golds(spec: Spec, rows: Sequence[Row], file: object, gold_column: str | None = None) -> list[GoldPay]:
+    """Return the score of every readable gold as an answer to its own row, in the layout that a reward pays best."""
+    auditor, pool = _auditor([spec], rows, file, gold_column)
+    (subject, *_), _, _ = subjects(auditor.rewards)
+    setting = auditor.setting_of(subject)
+    items = [
+        (question, setting.layouts[0].render(question.answers().get(setting.way, question.gold))) for question in pool
+    ]
+    pays = []
+    for question, score in zip(pool, auditor.scores(subject, setting, items), strict=True):
+        pays.append(GoldPay(question.number, question.gold, score if isinstance(score, float) else None))
+    return pays
+
+
+def _auditor(
+    specs: Sequence[Spec],
+    rows: Sequence[Row],
+    file: object,
+    gold_column: str | None = None,
+    layout: str | None = None,
+    most: int = 24,
+    seed: int = 0,
+) -> tuple[Auditor, list[Question]]:
+    """Return the auditor of rewards on rows, and every question whose gold can be read."""
     rewards = build_rewards(specs, num_generations=GROUP)
     singles = different_rewards(rewards)
     columns = sorted({name for _, row in rows for name in row})
@@ -61,7 +99,7 @@ def audit_rows(
         (by_number[number] for number in shuffled(list(by_number), seed)[:most]), key=lambda one: one.number
     )
     auditor = Auditor(rewards, chosen, pool, names, layout, seed)
-    return auditor.audit(unreadable=len(rows) - len(pool))
+    return auditor, pool
 
 
 def _gold_column(rewards: Sequence[BuiltReward], columns: Sequence[str], file: object) -> str:

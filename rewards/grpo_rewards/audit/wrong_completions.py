@@ -280,6 +280,18 @@ def _gold_before(case: Case) -> Iterator[Wrong]:
         yield Wrong(f"It might be {case.right}.\n{case.place(case.other)}")
 
 
+@_kind("gold under another key")
+def _another_key(case: Case) -> Iterator[Wrong]:
+    try:
+        stated = json.loads(case.place(case.other))
+    except ValueError:  # the layout is no JSON
+        return
+    if isinstance(stated, dict):
+        for key in ("draft", "rejected"):
+            yield Wrong(json.dumps({**stated, key: case.right}, ensure_ascii=False))
+            yield Wrong(json.dumps({key: case.right, **stated}, ensure_ascii=False))
+
+
 # --- The gold where it does not count ---
 
 

@@ -266,3 +266,14 @@ def test_a_folder_that_is_no_model_is_refused(
         arguments = ["--model_name_or_path", str(policy), "--dataset.prompt_format", "text"]
         assert main(["plan", "quickstart", *arguments]) == 2
         assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("reward", "is_named"), [("gsm8k_correctness", False), ("tests.support.sloppy_rewards.contains", True)]
+)
+def test_the_audit_is_named_for_rewards_of_the_users_own(
+    reward: str, is_named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "quickstart", "--rewards", f"[{reward}]", "--json"]) == 0
+    notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert ("grpo-rewards audit DATA" in notes) == is_named

@@ -3,13 +3,13 @@
 A wrong attention mask changes log-probabilities without any error. So a layout is used only after three checks:
 
 1. Nothing in the settings, the configuration and the modules of the model rules it out.
-2. The first micro-batch agrees with TRL's own computation on rows with additional padding.
+2. A few rows of the first micro-batch agree with TRL's own computation on rows with additional padding.
 3. A few short rows agree in log-probabilities and gradients, in training mode, with an adapter that has an effect.
 
 The third check is needed because a new adapter adds nothing, and new norms have one weight in every channel: on them
-the first micro-batch agrees in every layout, and proves nothing about later steps. So every trainable tensor that holds
-one value is perturbed during the check. 16-bit weights are replaced by float32 copies where memory allows, because a
-difference is then a mistake and not rounding.
+the rows of the first micro-batch agree in every layout, and prove nothing about later steps. So every trainable tensor
+that holds one value is perturbed during the check. 16-bit weights are replaced by float32 copies where memory allows,
+because a difference is then a mistake and not rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -61,8 +61,11 @@ if TYPE_CHECKING:
 EXTRA_PADDING = 8
 """Columns of padding that the checks add on either side. The first micro-batch may have no padding of its own."""
 
-SAMPLE_TOKENS = 64
+SAMPLE_TOKENS = 32
 """Number of tokens that the short rows keep of a prompt, and of a completion."""
+
+CHUNK = 64
+"""Number of tokens of a chunk in layers that scan a row, where the configuration does not state one."""
 
 NOISE_AROUND_ZERO, NOISE_RELATIVE = 0.05, 0.1
 """Standard deviation of the perturbation of a tensor of zeros, and its share of any other value."""
@@ -255,7 +258,14 @@ class LayoutCheck:
     def _compare_first_rows(
         self, model: nn.Module, bare: nn.Module, rows: Rows, wanted: Layout, in_columns: bool
     ) -> Choice:
-        """Return the most preferred layout up to `wanted` that agrees with padded rows on every rank."""
+        """Return the most preferred layout up to `wanted` that agrees with padded rows on every rank.
+
+        Four rows at their full lengths are compared: in TRL's layout, a large micro-batch may have no room in memory.
+        """
+        usable = rows.host.labels > 0
+        if wanted is Layout.PACKED and (fits := usable & self.fits(bare, rows.host)).any():
+            usable = fits
+        rows = sample(rows, np.flatnonzero(usable))
         padded = _padded_call(rows, bare)
         trial = _Trial(
             rows,
@@ -292,17 +302,17 @@ class LayoutCheck:
         usable = rows.host.labels > 0
         if found is Layout.PACKED:
             usable &= self.fits(bare, rows.host)
-        few = sample(rows, np.flatnonzero(usable))
+        short = sample(rows, np.flatnonzero(usable), SAMPLE_TOKENS)
         if found in (Layout.SHARED, Layout.SHARED_PADDED):
-            few = with_edges(few, *self._sample_lengths(bare, rows))
+            short = with_edges(short, *self._sample_lengths(bare, rows))
         computes_in_float32 = widen or self._computes_in_float32(bare)
         with self._widened(bare) if widen else nullcontext(), perturbed(bare):
             # A sharded model must be called through the wrappers that gather its weights, and no rank has its full
             # gradient. Any other is called without wrappers, because DDP's would wait for a backward pass.
             called, parameters = (model, []) if sharded else (bare, compared(bare))
-            padded = _padded_call(few, bare)
+            padded = _padded_call(short, bare)
             trial = _Trial(
-                few,
+                short,
                 padded,
                 called,
                 bare,
@@ -332,7 +342,7 @@ class LayoutCheck:
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - {"full_attention", "sliding_attention", "chunked_attention"}:
             chunks = [getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size")]
-            chunk = max([SAMPLE_TOKENS, *(size for size in chunks if isinstance(size, int))])
+            chunk = max([CHUNK, *(size for size in chunks if isinstance(size, int))])
             prompt = completion = min(chunk, LONGEST_SAMPLE) + EXTRA_PADDING
         widest = rows.input_ids.size(1) - rows.logits_to_keep + (self.args.max_completion_length or 0)
         window = attention_window(config) or getattr(config, "attention_chunk_size", None)
@@ -347,13 +357,13 @@ class LayoutCheck:
     def _is_random(self, trial: _Trial, expected: Results) -> bool:
         """Return True if a second computation of the padded rows differs from `expected`."""
         before = random_state(self.accelerator.device)
-        again = self._compute(trial, trial.padded)
-        gap = (again[0] - expected[0]).abs().max()
+        again, _ = self._compute(replace(trial, parameters=()), trial.padded)
+        gap = (again - expected[0]).abs().max()
         if trial.is_float32:
             noisy = bool(gap > REPEATED)
         else:  # two 16-bit results may differ by rounding, unless random numbers were drawn
             noisy = bool(gap > 0) and not torch.equal(before, random_state(self.accelerator.device))
-        return noisy or bool(_difference(trial, trial.rows, again, expected))
+        return noisy or bool(_difference(trial, trial.rows, (again, expected[1]), expected))
 
     def _best(self, trial: _Trial, most: Layout, expected: Results) -> Choice:
         """Return the most preferred layout up to `most` whose results agree with `expected` on every rank."""
@@ -495,27 +505,28 @@ def _difference(trial: _Trial, rows: Rows, got: Results, expected: Results) -> s
 # ---- Rows to compare
 
 
-def sample(rows: Rows, index: np.ndarray) -> Rows:
-    """Return two completions of each of two prompts, cut to `SAMPLE_TOKENS` on either side.
+def sample(rows: Rows, index: np.ndarray, longest: int | None = None) -> Rows:
+    """Return two completions of each of two prompts, cut to `longest` tokens on either side if it is given.
 
     The prompts are those of the rows at `index` that have several completions and most tokens. A single completion is
     taken twice, so that its prompt is shared too. Without an index, the result is one row without labels.
     """
     prompt = rows.input_ids.size(1) - rows.logits_to_keep
-    left, width = max(prompt - SAMPLE_TOKENS, 0), min(rows.logits_to_keep, SAMPLE_TOKENS)
+    left = 0 if longest is None else max(prompt - longest, 0)
+    width = rows.logits_to_keep if longest is None else min(rows.logits_to_keep, longest)
     if not len(index):
         return rows.select(slice(1), left, width).unlabelled()
-    some = rows.select(index, left, width)
-    lengths = some.host.mask.sum(1)
+    some = rows.host.select(index, left, width)
+    lengths = some.mask.sum(1)
 
     def preference(group: list[int]) -> tuple[bool, int]:
         return len(group) > 1, int(lengths[group].sum())
 
-    groups = sorted(some.host.groups().values(), key=preference, reverse=True)
+    groups = sorted(some.groups().values(), key=preference, reverse=True)
     chosen: list[int] = []
     for group in groups[:2]:
         chosen += (group * 2)[:2]
-    return some.select(np.array(chosen))
+    return rows.select(index[chosen], left, width)
 
 
 def with_edges(rows: Rows, prompt: int, completion: int) -> Rows:

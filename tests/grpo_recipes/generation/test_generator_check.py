@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from grpo_recipes.generation.agreement import (
     Fit,
     conclude,
 )
-from grpo_recipes.generation.hypotheses import Processing, hypotheses
+from grpo_recipes.generation.hypotheses import Processing, Scorer, hypotheses
 from grpo_recipes.generation.sampling_settings import ProcessorComparison
 from grpo_recipes.process.faults import NotThePolicy
 from tests.support import launching, tiny
@@ -776,6 +777,32 @@ def test_only_the_compared_rows_are_recorded_after_the_first_batches(
     for run._generation_check.batches in (generation_check.FIRST - 1, generation_check.FIRST):
         run._generate_single_turn([[5, 6]] * 32, None, {}, 4)
     assert seen == [list(range(32)), [0, 16]]
+
+
+def test_group_decoding_is_verified_on_the_longest_completions_and_on_others() -> None:
+    draw = random.Random(0)
+    for count in [*range(1, 40), 64, 512]:
+        lengths, rows = [draw.randint(1, 9) for _ in range(count)], list(range(0, 3 * count, 3))
+        few = generation_check.verified_rows(lengths, rows)
+        assert few == sorted(set(few) & set(rows))
+        assert min(count, 9) <= len(few) <= 16
+        assert len(few) == len(generation_check.verified_rows([1] * count, rows))  # the same on every rank
+        assert sorted(lengths)[-8:] == sorted(sorted(lengths[row // 3] for row in few)[-8:])
+
+
+def test_a_large_first_batch_is_verified_on_few_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of a batch in TRL's layout would take longer than a step."""
+    run, scored, score = trainer(tmp_path), [], Scorer.__call__
+
+    def counted(self: Scorer, model: Any, rows: Any, size: int) -> Any:
+        scored.append(len(rows.input_ids))
+        return score(self, model, rows, size)
+
+    monkeypatch.setattr(Scorer, "__call__", counted)
+    run.model.train()
+    run._generate_single_turn([[5, 6]] * 64, None, {}, 4)
+    assert run._generation.is_verified
+    assert scored[0] == max(scored) == 16
 
 
 # ---- how tokens are scored

@@ -135,13 +135,12 @@ def test_every_trainable_tensor_of_one_value_is_perturbed(monkeypatch: pytest.Mo
     assert all(not parameter.any() for name, parameter in trained.items() if "lora_B" in name)
 
 
-def test_a_sample_holds_two_short_completions_of_two_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout_check, "SAMPLE_TOKENS", 2)
+def test_a_sample_holds_two_short_completions_of_two_prompts() -> None:
     rows = padded([[5, 6, 7], [8], [5, 6, 7], [9, 9], [5, 6, 7]], [[10, 11, 3], [12], [14], [15], [16]])
-    few = layout_check.sample(rows, np.arange(5))
+    few = layout_check.sample(rows, np.arange(5), longest=2)
     assert few.input_ids.tolist() == [[6, 7, 10, 11], [6, 7, 14, 0], [9, 9, 15, 0], [9, 9, 15, 0]]
     assert few.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
-    assert layout_check.sample(rows, np.arange(0)).completion_mask.tolist() == [[0, 0]]
+    assert layout_check.sample(rows, np.arange(0), longest=2).completion_mask.tolist() == [[0, 0]]
 
 
 # ---- gradients

@@ -183,6 +183,38 @@ def test_draws_depend_on_epoch_and_generation_only() -> None:
     assert masks[0] != masks[1], "another seed is another draw, and not only another order of the prompts"
 
 
+def test_every_epoch_generation_and_seed_has_a_draw_of_its_own() -> None:
+    """In an order and with probabilities that never change, so that only the start of a draw differs."""
+    ours = sampler(3 * 128, batch_size=128, shuffle=False)
+    ours.unvaried[:] = np.tile(np.random.default_rng(0).integers(0, 7, 128), 3)
+    found = []
+    for ours.seed in (5, 6):
+        for ours.epoch in range(4):
+            list(ours)
+            assert len(ours.draws) == 3
+            found += [tuple(draw.drawn) for draw in ours.draws]
+    # 24 independent starts, in about 100 intervals of one draw each.
+    assert len(set(found)) > 16
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 4])
+@pytest.mark.parametrize("generations", [2, 3])
+def test_a_resumed_epoch_continues_with_the_generation_that_follows(accumulation: int, generations: int) -> None:
+    """All steps of three epochs are counted, whose last step may be short, with 4 micro-batches per generation."""
+    ours = sampler(4 * generations, repeat_count=4)
+    sampling = object.__new__(PromptSampling)
+    sampling.sampler, args = ours, SimpleNamespace(gradient_accumulation_steps=accumulation)
+    step = 0
+    for epoch in range(3):
+        micro_batches = list(range(4 * generations))
+        for first in range(0, len(micro_batches), accumulation):
+            if first % 4 == 0:  # a save is allowed only where a generation ends
+                state = SimpleNamespace(global_step=step, epoch=epoch + first / len(micro_batches))
+                sampling.on_epoch_begin(args, state, None)  # type: ignore[arg-type]
+                assert sampling.position == first // 4
+            step += 1
+
+
 def test_one_group_with_variance_resets_a_prompt() -> None:
     ours = sampler()
     list(ours)
@@ -402,6 +434,7 @@ def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: 
 
     size = len(rows) // 2
     advantages = sampling.generate(rows[rank * size : (rank + 1) * size], generate)["advantages"]
+    assert sampling.position == 1
     weight = {row: draw.share / chance for row, chance in zip(draw.prompts, draw.probabilities, strict=True)}
     half = len(drawn) // 2
     expected = [[2.0 * weight[row]] * 3 for row in drawn[rank * half : (rank + 1) * half]]

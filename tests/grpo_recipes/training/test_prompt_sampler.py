@@ -248,6 +248,38 @@ def test_groups_with_variance() -> None:
     assert not varies(np.array([[0.1 + 0.2, 0.3, np.float32(0.3)]])[..., None])[0, 0]
 
 
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_rewards_differ_by_more_than_the_rounding_of_float32(size: float) -> None:
+    groups = size * np.array([[1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-4], [-1.0, -1.0 - 1e-7], [-1.0, 1.0], [0.0, 1.0]])
+    assert varies(groups[..., None])[:, 0].tolist() == [False, True, False, True, True]
+
+
+def test_a_resumed_launch_continues_with_the_memory_of_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = sampler(6)
+    checkpoints = SimpleNamespace(resumed_from=None)
+    sampling = object.__new__(PromptSampling)
+    sampling.sampler, sampling.trainer = ours, SimpleNamespace(checkpoints=checkpoints)
+    args, state = SimpleNamespace(output_dir=tmp_path, should_save=True), SimpleNamespace(global_step=3)
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    ours.unvaried[:] = [0, 3, 1, 0, 0, 2]
+    sampling.on_save(args, state)  # type: ignore[arg-type]
+    ours.unvaried[:] = 0
+    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
+    assert ours.unvaried.tolist() == [0] * 6
+    checkpoints.resumed_from = checkpoint
+    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
+    assert ours.unvaried.tolist() == [0, 3, 1, 0, 0, 2]
+    assert not caplog.messages
+    (checkpoint / MEMORY).unlink()  # saved by a run without `sampling`
+    ours.unvaried[:] = 0
+    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
+    assert ours.unvaried.tolist() == [0] * 6
+    assert caplog.messages == [f"{checkpoint} has no {MEMORY}: `sampling` begins without a memory of the prompts"]
+
+
 @pytest.mark.parametrize(
     "damage", ["", "[1, 2", "{}", '{"groups_without_variance": [1]}', '{"groups_without_variance": [1, -1]}']
 )
@@ -435,6 +467,13 @@ def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: 
     size = len(rows) // 2
     advantages = sampling.generate(rows[rank * size : (rank + 1) * size], generate)["advantages"]
     assert sampling.position == 1
+    logged = {name: values for name, (*values,) in trainer._metrics["train"].items()}
+    assert logged == {
+        "prompts/generated": [draw.share],
+        "prompts/at_floor": [0.0],
+        "prompts/kept_by_floor": [0.0],
+        "prompts/largest_weight": [max(1 / chance for chance in draw.probabilities[draw.drawn])],
+    }
     weight = {row: draw.share / chance for row, chance in zip(draw.prompts, draw.probabilities, strict=True)}
     half = len(drawn) // 2
     expected = [[2.0 * weight[row]] * 3 for row in drawn[rank * half : (rank + 1) * half]]

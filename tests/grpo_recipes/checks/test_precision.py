@@ -79,6 +79,43 @@ def test_float32_loses_nothing_and_an_unknown_optimizer_has_no_share() -> None:
     assert precision().surviving(np.zeros(5)) == pytest.approx(1, abs=1e-3)  # as LoRA's B at the start
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weight", [1.5, 1.75, 0.02, 3e-3, -0.75])
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.6, 2.0])
+def test_the_surviving_share_is_that_of_the_rounding_of_torch(dtype: torch.dtype, weight: float, ratio: float) -> None:
+    """Normal updates of a standard deviation of `ratio` spacings are added to one weight, and rounded by torch."""
+    start = torch.tensor(weight, dtype=dtype)
+    spacing = abs(float(torch.nextafter(start, torch.full_like(start, torch.inf)) - start))
+    exact = torch.linspace(0, 1, 20_003, dtype=torch.float64)[1:-1]
+    steps = ratio * spacing * torch.special.ndtri(exact)
+    rounded = (start.double() + steps).to(dtype).double() - start.double()
+    expected = float(rounded @ steps / (steps @ steps))
+    share = precision(str(dtype).removeprefix("torch."), learning_rate=ratio * spacing, beta1=0.0).surviving(
+        np.array([float(start)])
+    )
+    assert share == pytest.approx(expected, rel=0.05, abs=0.005)
+
+
+def test_beta1_shrinks_an_update_of_noise() -> None:
+    """A sum of noise with the weights (1 - b) b^k has the variance (1 - b)^2 / (1 - b^2), by the geometric series."""
+    weights = (1 - 0.9) * 0.9 ** np.arange(1000)
+    deviation = float(np.sqrt((weights**2).sum()))
+    with_momentum = precision(learning_rate=1e-3, beta1=0.9).surviving(initial_weights(0.02))
+    assert with_momentum == pytest.approx(
+        precision(learning_rate=1e-3 * deviation, beta1=0.0).surviving(initial_weights(0.02))
+    )
+
+
+def test_a_share_below_one_half_is_warned_of_and_the_fix_fits_the_run() -> None:
+    assert precision().warning(0.5) is None
+    assert precision().warning(None) is None
+    said = precision().warning(0.49)
+    assert said is not None
+    assert "49% of an update" in said
+    assert "`dtype: float32`" in said
+    assert "`dtype: float32`" not in str(precision(quantised=True).warning(0.49)), "TRL casts the adapter for any dtype"
+
+
 @pytest.mark.parametrize(
     ("changes", "backend", "stored", "updated", "computed"),
     [
@@ -87,7 +124,12 @@ def test_float32_loses_nothing_and_an_unknown_optimizer_has_no_share() -> None:
         ({"fp16": True}, "torch", "float32", "float32", "float16"),
         (BF16, "torch", "bfloat16", "bfloat16", "bfloat16"),
         ({**BF16, "optim": "adamw_bf16"}, "torch", "bfloat16", "float32", "bfloat16"),
+        ({"dtype": "auto"}, "torch", "bfloat16", "bfloat16", "bfloat16"),
+        ({"dtype": "float32", "optim": "adamw_bf16"}, "torch", "float32", "float32", "bfloat16"),
         (BF16, "deepspeed", "bfloat16", "float32", "bfloat16"),
+        ({**QLORA, "bf16": False, "use_cpu": True}, "deepspeed", "float32", "float32", "float32"),
+        ({**QLORA, "fp16": True}, "deepspeed", "float16", "float32", "float16"),
+        ({"load_in_4bit": False, **LORA, "load_in_8bit": True}, "torch", "bfloat16", "float32", "bfloat16"),
         ({}, "deepspeed", "bfloat16", "float32", "bfloat16"),
         ({**BF16, "bf16": False, "use_cpu": True}, "deepspeed", "float32", "float32", "float32"),
         (BF16, "fsdp", "float32", "float32", "bfloat16"),

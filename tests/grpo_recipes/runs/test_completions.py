@@ -189,6 +189,29 @@ def test_a_file_that_can_not_be_merged_stays_with_one_warning(
     assert read(folder) == rows_of(1, 3, 4, 5, 6)
 
 
+def test_a_table_with_two_columns_of_one_name_stays(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(folder, 1, 2, 3)
+    path = folder / "completions_00002.parquet"
+    columns = [pa.array([2, 2]), pa.array(["2a", "2b"]), pa.array([0, 1]), pa.array([1, 0])]
+    pa.parquet.write_table(pa.Table.from_arrays(columns, names=["step", "completion", "reward", "reward"]), path)
+    Compaction(folder).compact(4, rest=True)
+    assert names(folder) == ["completions_00001-00003.parquet", path.name]
+    (said,) = caplog.messages
+    assert said.startswith(f"{path} is not compacted and stays as it is (")
+
+
+def test_a_file_that_has_the_name_of_the_merged_one_is_not_replaced(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, 1, 2)
+    path = folder / "completions_00001-00002.parquet"
+    path.write_bytes(b"mine")
+    Compaction(folder).compact(3, rest=True)
+    assert path.read_bytes() == b"mine"
+    assert read_with_pandas(folder, "completions_0000?.parquet") == rows_of(1, 2)
+    assert f"{path} exists already" in caplog.messages[0]
+
+
 def test_a_compacted_file_stays_below_what_a_reader_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, *range(1, 7), completion=["a" * 1000, "b" * 1000])
     monkeypatch.setattr(completions, "BYTES", 5000)

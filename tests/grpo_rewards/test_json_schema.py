@@ -43,6 +43,40 @@ def fenced(text, label="json"):
     return f"```{label}\n{text}\n```"
 
 
+PARTS = {
+    "last": {"required": ["c"], "properties": {"c": {"type": "integer"}, "a": {"minimum": 5}}},
+    "first": {"$ref": "#/PLACE/last", "required": ["b"], "properties": {"b": {"type": "integer"}}},
+}
+
+
+@pytest.mark.parametrize("draft", ["draft-04", "draft-06", "draft-07", "2019-09", "2020-12"])
+@pytest.mark.parametrize(
+    ("found", "fit", "fit_last"),
+    [
+        # Keys whose values fit, of all that any schema on the way requires, and of those that the last one requires.
+        ({"a": 7, "b": 1, "c": 1}, "abc", "c"),
+        ({"a": 3, "b": 1, "c": 1}, "bc", "c"),  # too small for the last schema, and an integer as the root asks
+        ({"a": "x", "b": 1, "c": 1}, "bc", "c"),  # no integer, and no number that could be too small
+        ({"a": 7, "b": 1, "c": "x"}, "ab", ""),
+        ({"a": 7, "c": 1}, "ac", "c"),
+        ({"b": "x"}, "", ""),
+    ],
+)
+def test_the_share_is_of_the_keys_that_the_root_and_what_it_refers_to_require(
+    draft: str, found: dict, fit: str, fit_last: str
+) -> None:
+    """Drafts before 2019-09 ignore what stands beside a `$ref`, so that the last schema alone counts."""
+    is_new = draft.startswith("20")
+    uri = f"https://json-schema.org/draft/{draft}/schema" if is_new else f"http://json-schema.org/{draft}/schema#"
+    place = "$defs" if is_new else "definitions"
+    root = {"$schema": uri, "$ref": "#/PLACE/first", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    schema = json.loads(json.dumps({**root, "PLACE": PARTS}).replace("PLACE", place))
+    fits = jsonschema.validators.validator_for(schema)(schema).is_valid(found)
+    share = len(fit) / 3 if is_new else len(fit_last)
+    result, verdict = score(json.dumps(found), schema)
+    assert result == pytest.approx(1.0 if fits else 0.5 * share), verdict
+
+
 PAID = {
     "a fence": fenced(ANN),
     "a fence without a label": fenced(ANN, ""),

@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import random
+import re
 import string
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -75,6 +76,49 @@ def test_the_share_is_of_the_keys_that_the_root_and_what_it_refers_to_require(
     share = len(fit) / 3 if is_new else len(fit_last)
     result, verdict = score(json.dumps(found), schema)
     assert result == pytest.approx(1.0 if fits else 0.5 * share), verdict
+
+
+def test_a_required_key_without_a_schema_takes_any_value() -> None:
+    schema = {"required": ["a", "c"], "properties": {"b": {"type": "integer"}}}
+    assert score('{"a": [], "c": null, "b": "x"}', schema)[0] == 0.5
+    assert score('{"a": [], "b": "x"}', schema)[0] == 0.25
+
+
+def test_the_golds_values_in_an_object_that_does_not_fit_earn_a_part() -> None:
+    reward = JsonSchema(schema=PERSON, gold_column="gold")
+    gold, found = {"name": "Ann", "age": -3}, '{"age": -3, "name": "ann"}'
+    assert reward(completions=[found, found.replace("ann", "Bob")], gold=[gold, gold]) == [0.5, 0.25]
+
+
+REFERS_BACK = [
+    *({keyword: [{}, {"$ref": "#"}]} for keyword in ("allOf", "anyOf", "oneOf")),
+    *({keyword: {"$ref": "#"}} for keyword in ("not", "if", "then", "else")),
+    {"dependentSchemas": {"a": {"$ref": "#"}}},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": {"$ref": "#"}}},
+    {"not": {"$ref": "#/own/a"}, "own": {"a": {"if": {"$ref": "#"}}}},
+]
+
+
+@pytest.mark.parametrize("schema", REFERS_BACK, ids=json.dumps)
+def test_a_schema_that_applies_itself_to_the_same_value_is_refused(schema: dict) -> None:
+    with pytest.raises(ValueError, match="a \\$ref that leads back to itself without reading on"):
+        JsonSchema(schema=schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"$ref": "#/own/a", "own": {"a": {"pattern": "(?=a)"}}}, "(?=a)"),  # in a place where no draft has schemas
+        ({"$ref": "#/own/a", "own": {"a": {"patternProperties": {"(?=a)": {}}}}}, "(?=a)"),
+        ({"$schema": "https://json-schema.org/draft/2019-09/schema", "$recursiveRef": "#"}, "uses $recursiveRef"),
+        ({"properties": {"a": {"$dynamicRef": "#"}}}, "uses $dynamicRef"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "must name one of the drafts"),
+        ({"$defs": {"a": {"$id": "https://example.org/a"}}}, "an $id of its own"),
+    ],
+)
+def test_a_construct_without_bounds_is_refused_wherever_a_reference_leads(schema: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        JsonSchema(schema=schema)
 
 
 PAID = {

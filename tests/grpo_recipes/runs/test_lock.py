@@ -469,6 +469,7 @@ WRITES = [
     ("on_train_begin", {}, True),
     ("on_step_end", {"should_save": True}, True),
     ("on_step_end", {"should_log": True}, True),
+    ("on_step_end", {"should_evaluate": True}, True),
     ("on_step_end", {}, False),
     ("on_epoch_end", {"should_save": True}, True),
     ("on_log", {"should_save": True}, True),

@@ -13,7 +13,9 @@ import torch
 from grpo_recipes.runs.checkpoints import Manifest, read_manifest, write_manifest
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.identity import Identity
+from grpo_recipes.runs.lock import FolderLost, Loss
 from grpo_recipes.runs.resume import Resume
+from grpo_recipes.training import saving
 from grpo_recipes.training.saving import LOGGED, CompleteCheckpoints
 
 NOTHING = Identity({"rows": 0, "columns": {}, "weights": {}, "rewards": {}, "versions": {}, "chat_template": None})
@@ -218,3 +220,45 @@ def test_the_rates_of_a_resumed_run_count_the_steps_of_this_launch(checkpoints: 
     assert logs == {
         "train_loss": 0.5, "train_runtime": 2.0, "train_samples_per_second": 12.0, "train_steps_per_second": 1.5
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_a_script_resumes_from_a_named_checkpoint_of_another_trainer(
+    checkpoints: CompleteCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, reporter: int,
+) -> None:  # fmt: skip
+    """Only transformers knows whether it is complete. The first rank says that it is not compared."""
+    monkeypatch.setattr(saving, "rank", lambda: reporter)
+    theirs = tmp_path / "theirs" / "checkpoint-7"
+    theirs.mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.resumption(str(theirs)) == str(theirs)
+    said = "data, weights and rewards are not compared, because the checkpoint does not identify them"
+    assert [message.endswith(said) for message in caplog.messages] == [True] * (1 - reporter)
+
+
+def test_a_launch_that_stops_names_the_newest_checkpoint(checkpoints: CompleteCheckpoints, tmp_path: Path) -> None:
+    loss = Loss("it was taken over", "look there")
+    checkpoints.held = SimpleNamespace(loss=lambda: loss)  # type: ignore[assignment]
+    checkpoints.trainer.state = SimpleNamespace(global_step=8)  # type: ignore[assignment]
+    for resumed, newest, said in (
+        (None, None, "it has no checkpoint"),
+        (tmp_path / "checkpoint-3", None, "checkpoint-3 is its last checkpoint"),
+        (tmp_path / "checkpoint-3", tmp_path / "checkpoint-6", "checkpoint-6 is its last checkpoint"),
+    ):
+        checkpoints.resumed_from, checkpoints.last_saved = resumed, newest
+        with pytest.raises(FolderLost, match=f"it was taken over; this launch stops after step 8 .*, {said}: look"):
+            checkpoints.check_folder()
+
+
+def test_a_run_is_evaluated_before_its_first_step_only_once(checkpoints: CompleteCheckpoints, tmp_path: Path) -> None:
+    args: Any = SimpleNamespace(
+        save_total_limit=None, push_to_hub=False, load_best_model_at_end=False, eval_on_start=True
+    )
+    checkpoints.trainer.callback_handler = SimpleNamespace(callbacks=[])  # type: ignore[assignment]
+    state: Any = SimpleNamespace(global_step=0, best_model_checkpoint=None)
+    checkpoints.on_train_begin(args, state)
+    assert args.eval_on_start is True
+    checkpoints.resumed_from = tmp_path
+    checkpoints.on_train_begin(args, state)
+    assert args.eval_on_start is False

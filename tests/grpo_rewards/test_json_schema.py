@@ -78,6 +78,11 @@ def test_the_share_is_of_the_keys_that_the_root_and_what_it_refers_to_require(
     assert result == pytest.approx(1.0 if fits else 0.5 * share), verdict
 
 
+@pytest.mark.parametrize("text", [f"<answer>{ANN}</answer>x</answer>", f"<answer>{ANN}</answer><answer>{ANN}</answer>"])
+def test_a_second_tag_is_a_second_answer(text: str) -> None:
+    assert score(text) == (0.0, "several answer blocks")
+
+
 def test_a_required_key_without_a_schema_takes_any_value() -> None:
     schema = {"required": ["a", "c"], "properties": {"b": {"type": "integer"}}}
     assert score('{"a": [], "c": null, "b": "x"}', schema)[0] == 0.5

@@ -11,17 +11,21 @@ import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
-from trl import GRPOConfig
+from trl import GRPOConfig, ModelConfig
 
+from grpo_recipes.plan import memory
 from grpo_recipes.plan.memory import (
     GIB,
     HOST_BUFFERS,
     MemoryPlan,
+    MemoryUnknown,
     ModelShape,
     Sharding,
     best_precision,
     changes_that_fit,
     memory_plan,
+    packed,
+    quantised_bytes,
 )
 from grpo_recipes.recipe.recipe import find_file
 from tests.grpo_recipes.plan.test_memory import LORA, TINY, states
@@ -215,3 +219,50 @@ def test_lora_takes_less_than_full_fine_tuning_in_every_layout() -> None:
     for sharding in ("none", "zero2", "zero3", "fsdp2"):
         layout = Sharding(8, 2, sharding)
         assert states(replace(LORA, layout=layout)) < states(replace(TINY, layout=layout))
+
+
+def test_gpus_that_share_an_engine_share_its_weights() -> None:
+    for split in (1, 2, 4):
+        run = replace(FULL, vllm="colocate", vllm_split=split, gpu_memory=None)
+        assert run.parts()["vLLM's share"] == 2 * 7_000 / split
+    for sharding in ("none", "zero2", "fsdp2"):
+        assert replace(FULL, layout=Sharding(8, 1, sharding)).parts()["gathered weights"] == 0, "no layer is split"
+    assert replace(FULL, layout=Sharding(8, 1, "zero3")).parts()["gathered weights"] == 2 * 7_000
+
+
+@pytest.mark.parametrize(("accumulation", "factor", "accumulates"), [(4, 4, False), (8, 4, True), (4, 2, True)])
+def test_larger_micro_batches_shorten_the_accumulation(accumulation: int, factor: int, accumulates: bool) -> None:
+    assert packed(TINY, factor, 8, accumulation).accumulates is accumulates
+
+
+def test_quantized_weights_are_counted_with_their_scales() -> None:
+    """64 weights share a scale. Nested quantization stores it in 8 bits, and 256 scales share a float32 number."""
+    weights = 2**20
+    scales = weights // 64
+    for keys, size in (
+        ({}, None),
+        ({"load_in_8bit": True}, weights),
+        ({"load_in_4bit": True}, weights / 2 + 4 * scales),
+        ({"load_in_4bit": True, "use_bnb_nested_quant": True}, weights / 2 + scales + 4 * scales / 256),
+    ):
+        found = quantised_bytes(ModelConfig(**keys))
+        assert (found if found is None else found * weights) == size
+
+
+@pytest.mark.parametrize(("stage", "sharding"), [(0, "none"), (1, None), (2, "zero2"), (3, "zero3")])
+def test_each_stage_of_zero_is_a_layout_of_its_own(tmp_path: Path, stage: int, sharding: str | None) -> None:
+    path = tmp_path / "layout.yaml"
+    path.write_text(f"distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {{zero_stage: {stage}}}\n")
+    if sharding is not None:
+        assert Sharding.described(path) == Sharding(4, 1, sharding)
+        return
+    with pytest.raises(MemoryUnknown, match="no estimate for the layout"):
+        Sharding.described(path)
+
+
+@pytest.mark.parametrize(("sizes", "cached"), [((0, 0), 2 * 3 * 2 * 12), ((0, 5), 0), ((7, 0), 7)])
+def test_a_model_that_does_not_show_its_cache_is_taken_to_fill_every_layer(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], cached: int
+) -> None:
+    monkeypatch.setattr(memory, "_cache_sizes", lambda model: sizes)
+    assert ModelShape.from_config(LlamaConfig(**SIZES, **HEADS)).cached == cached

@@ -105,6 +105,8 @@ def test_values_of_python_reach_a_recipe_as_they_are(recipe: Write, tmp_path: Pa
     recipe()
     loaded = Recipe.load(tmp_path / "mine.yaml", generation_check=False, rewards=["tag_presence"], max_steps=3)
     assert (loaded.generation_check, loaded.rewards, loaded.config.max_steps) == (False, ["tag_presence"], 3)
+    recipe(sampling="informative")
+    assert Recipe.load(tmp_path / "mine.yaml", sampling=None).sampling is None
 
 
 def test_one_reward_may_be_written_without_a_list(recipe: Write) -> None:

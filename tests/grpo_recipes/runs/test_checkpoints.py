@@ -279,6 +279,7 @@ def test_damage_to_a_checkpoint_of_another_trainer_is_named(tmp_path: Path, tiny
         assert checkpoint_damage(folder) is None
         (folder / name).rmdir()
         assert "scheduler.pt is missing" in str(checkpoint_damage(folder))
+    assert "scheduler.pt is missing, and no other checkpoint is left" in str(decide(tmp_path, True, 1).obstacle())
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "7"])

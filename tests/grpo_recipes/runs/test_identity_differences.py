@@ -18,7 +18,7 @@ from grpo_recipes.runs import identity
 from grpo_recipes.runs.identity import NOT_IDENTIFIED, Identity, Source, differences, source_digest, weights_of
 from grpo_recipes.runs.weights import identify_weights
 from grpo_rewards.files import LARGE_BYTES
-from grpo_rewards.registry import build_rewards
+from grpo_rewards.registry import BuiltReward, build_rewards
 from tests.support import tiny
 
 CONTENT: dict[str, Any] = {
@@ -242,9 +242,15 @@ def test_models_of_rewards_are_identified_at_their_revision(tmp_path: Path) -> N
 def test_a_model_that_trl_takes_as_a_reward_is_identified(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    from grpo_rewards.registry import BuiltReward
-
     folder = str(tiny.save_reward_model(tmp_path / "scorer"))
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     rewards = [BuiltReward(model, 1.0, "scorer")]
     assert identity.reward_models(rewards, lambda *_: None) == {"reward model `scorer`": Source(folder)}
+
+
+def test_two_models_under_one_name_are_both_identified() -> None:
+    """A script may pass two models of one class, and TRL names a model by its class."""
+    models = [SimpleNamespace(config=SimpleNamespace(_name_or_path=name), state_dict=None) for name in ("a", "b")]
+    rewards = [BuiltReward(model, 1.0, "scorer") for model in models]  # type: ignore[arg-type]
+    sources = identity.reward_models(rewards, lambda *_: None)
+    assert sorted(source.name for source in sources.values()) == ["a", "b"]

@@ -199,8 +199,10 @@ def test_a_launch_that_saved_nothing_is_not_replaced_by_an_earlier_one(run: Path
     saved_names = "checkpoint-4-abandoned" if begun else "checkpoint-2-abandoned and checkpoint-4-abandoned"
     with pytest.raises(RunError, match=f"{begun}an earlier launch saved {saved_names}: name the checkpoint"):
         decide(run, True, 1)
-    saved(run, 5)
-    assert decide(run, True, 1).newest == run / "checkpoint-5"
+    damaged = saved(run, 5)
+    assert decide(run, True, 1).newest == damaged
+    (damaged / "model.safetensors").unlink()
+    assert "checkpoint-5/model.safetensors is missing, and no other" in str(decide(run, True, 1).obstacle())
 
 
 def test_the_newest_checkpoint_whose_contents_are_intact_on_every_machine_is_confirmed(

@@ -1,4 +1,4 @@
-"""Which value wins, what a word stands for, and which numbers a key may have, one line of a recipe at a time."""
+"""Resolution of a recipe: precedence of values, words that stand for mappings, and numbers that a key may have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decisions of a resume on folders that hold checkpoints of no training: which one, why not, and what is renamed."""
+"""Decisions of a resume on checkpoints that no training wrote: the newest one, obstacles, and what is renamed."""
 
 from __future__ import annotations
 

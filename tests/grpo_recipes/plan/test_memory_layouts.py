@@ -266,3 +266,21 @@ def test_a_model_that_does_not_show_its_cache_is_taken_to_fill_every_layer(
 ) -> None:
     monkeypatch.setattr(memory, "_cache_sizes", lambda model: sizes)
     assert ModelShape.from_config(LlamaConfig(**SIZES, **HEADS)).cached == cached
+
+
+def test_states_of_a_scan_are_float32_whatever_the_weights_are() -> None:
+    run = replace(FULL, shape=replace(DENSE, states=10, cached=0), generated_rows=3)
+    for dtype_bytes in (2, 4):
+        assert replace(run, dtype_bytes=dtype_bytes).parts()["KV cache"] == 3 * 10 * 4
+
+
+@pytest.mark.parametrize(
+    ("run", "sharding", "copies"),
+    [(FULL, "none", 0), (FULL, "zero2", 0), (FULL, "zero3", 1), (FULL, "fsdp2", 1), (ADAPTER, "none", 1)],
+)
+def test_weights_that_are_gathered_or_merged_are_copied_on_their_way_to_a_server(
+    run: MemoryPlan, sharding: str, copies: int
+) -> None:
+    """One pack holds this model, and the sources of a pack are views unless they are gathered or merged."""
+    sent = replace(run, vllm="server", layout=Sharding(8, 1, sharding)).parts()["weights on their way"]
+    assert sent == (1 + copies) * 2 * 7_000

@@ -344,9 +344,11 @@ class MemoryPlan:
         """Return the bytes of host memory that offloading needs on each machine."""
         if not (self.layout.offload_parameters or self.layout.offload_optimizer):
             return 0
-        # DeepSpeed's own figures: 16 bytes for the optimizer, and 2 more for offloaded 16-bit parameters.
-        per_parameter = 18 if self.layout.offload_parameters else 16
-        return self.shape.parameters * per_parameter / self.layout.num_machines * HOST_BUFFERS
+        # DeepSpeed's own figures: 16 bytes for the gradient, the float32 copy and the moments of a trained parameter,
+        # and 2 more for each parameter if those are offloaded, also for those of a reference.
+        models = 2 if self.full_reference else 1
+        weights = 2 * models * self.shape.parameters if self.layout.offload_parameters else 0
+        return (16 * self.shape.trained + weights) / self.layout.num_machines * HOST_BUFFERS
 
     def usable(self) -> float | None:
         """Return the bytes of a GPU that are left for tensors, or None if its size is not given."""

@@ -343,13 +343,20 @@ def source_digest(reward: Any) -> str | None:
 
 def _code(reward: Any) -> Any:
     """Return the function or class of a reward, without bound arguments and decorators."""
-    while isinstance(reward, (BoundReward, functools.partial)):
-        reward = reward.function if isinstance(reward, BoundReward) else reward.func
-    if inspect.ismethod(reward):
-        reward = reward.__func__
-    if inspect.isfunction(reward) or inspect.isclass(reward) or inspect.isbuiltin(reward):
-        return inspect.unwrap(reward)
-    return type(reward)
+    while True:
+        if isinstance(reward, BoundReward):
+            reward = reward.function
+        elif isinstance(reward, functools.partial):
+            reward = reward.func
+        elif inspect.ismethod(reward):
+            reward = reward.__func__
+        # Decorators leave the function here. `functools.cache` returns an object of a class in another file.
+        elif "__wrapped__" in getattr(reward, "__dict__", {}):
+            reward = reward.__wrapped__
+        else:
+            break
+    is_code = inspect.isfunction(reward) or inspect.isclass(reward) or inspect.isbuiltin(reward)
+    return reward if is_code else type(reward)
 
 
 def _package(code: Any) -> str:

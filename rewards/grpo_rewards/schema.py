@@ -300,18 +300,19 @@ class CompiledSchema(NamedTuple):
     Attributes:
         validator: validator of jsonschema, with bounded keywords.
         required: keys that the schema requires at the top level.
-        properties: schemas of the keys at the top level.
+        properties: schemas of each key at the top level, all of which its value must fit.
     """
 
     validator: Any
     required: tuple[str, ...]
-    properties: Mapping[str, Any]
+    properties: Mapping[str, Sequence[Any]]
 
     def value_fits(self, key: str, value: Any) -> bool:
-        """Return True if a value fits the schema of its key. A key without a schema takes any value."""
-        if key not in self.properties:
-            return True
-        return next(self.validator.evolve(schema=self.properties[key]).iter_errors(value), None) is None
+        """Return True if a value fits the schemas of its key. A key without a schema takes any value."""
+        for schema in self.properties.get(key, ()):
+            if next(self.validator.evolve(schema=schema).iter_errors(value), None) is not None:
+                return False
+        return True
 
 
 def _json_text(value: Any) -> str | None:
@@ -369,11 +370,14 @@ def _compile(text: str) -> CompiledSchema:
     # A registry of its own: jsonschema's default would fetch from the network.
     validator = _bounded(draft)(schema, registry=Registry(), format_checker=_format_checker())
     required: dict[str, None] = {}
-    properties: dict[str, Any] = {}
+    properties: dict[str, list[Any]] = {}
+    ignores_siblings = draft in (validators.Draft4Validator, validators.Draft6Validator, validators.Draft7Validator)
     part: Any = schema
     while isinstance(part, dict):  # the root, and what it refers to in its place
-        required |= dict.fromkeys(part.get("required", ()))
-        properties = {**part.get("properties", {}), **properties}
+        if "$ref" not in part or not ignores_siblings:
+            required |= dict.fromkeys(part.get("required", ()))
+            for key, value in part.get("properties", {}).items():
+                properties.setdefault(key, []).append(value)
         part = targets.get(id(part))
     return CompiledSchema(validator, tuple(required), properties)
 

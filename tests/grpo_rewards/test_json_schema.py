@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import random
+import re
 import string
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -41,6 +42,88 @@ def score(text, schema=PERSON, **arguments):
 
 def fenced(text, label="json"):
     return f"```{label}\n{text}\n```"
+
+
+PARTS = {
+    "last": {"required": ["c"], "properties": {"c": {"type": "integer"}, "a": {"minimum": 5}}},
+    "first": {"$ref": "#/PLACE/last", "required": ["b"], "properties": {"b": {"type": "integer"}}},
+}
+
+
+@pytest.mark.parametrize("draft", ["draft-04", "draft-06", "draft-07", "2019-09", "2020-12"])
+@pytest.mark.parametrize(
+    ("found", "fit", "fit_last"),
+    [
+        # Keys whose values fit, of all that any schema on the way requires, and of those that the last one requires.
+        ({"a": 7, "b": 1, "c": 1}, "abc", "c"),
+        ({"a": 3, "b": 1, "c": 1}, "bc", "c"),  # too small for the last schema, and an integer as the root asks
+        ({"a": "x", "b": 1, "c": 1}, "bc", "c"),  # no integer, and no number that could be too small
+        ({"a": 7, "b": 1, "c": "x"}, "ab", ""),
+        ({"a": 7, "c": 1}, "ac", "c"),
+        ({"b": "x"}, "", ""),
+    ],
+)
+def test_the_share_is_of_the_keys_that_the_root_and_what_it_refers_to_require(
+    draft: str, found: dict, fit: str, fit_last: str
+) -> None:
+    """Drafts before 2019-09 ignore what stands beside a `$ref`, so that the last schema alone counts."""
+    is_new = draft.startswith("20")
+    uri = f"https://json-schema.org/draft/{draft}/schema" if is_new else f"http://json-schema.org/{draft}/schema#"
+    place = "$defs" if is_new else "definitions"
+    root = {"$schema": uri, "$ref": "#/PLACE/first", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    schema = json.loads(json.dumps({**root, "PLACE": PARTS}).replace("PLACE", place))
+    fits = jsonschema.validators.validator_for(schema)(schema).is_valid(found)
+    share = len(fit) / 3 if is_new else len(fit_last)
+    result, verdict = score(json.dumps(found), schema)
+    assert result == pytest.approx(1.0 if fits else 0.5 * share), verdict
+
+
+@pytest.mark.parametrize("text", [f"<answer>{ANN}</answer>x</answer>", f"<answer>{ANN}</answer><answer>{ANN}</answer>"])
+def test_a_second_tag_is_a_second_answer(text: str) -> None:
+    assert score(text) == (0.0, "several answer blocks")
+
+
+def test_a_required_key_without_a_schema_takes_any_value() -> None:
+    schema = {"required": ["a", "c"], "properties": {"b": {"type": "integer"}}}
+    assert score('{"a": [], "c": null, "b": "x"}', schema)[0] == 0.5
+    assert score('{"a": [], "b": "x"}', schema)[0] == 0.25
+
+
+def test_the_golds_values_in_an_object_that_does_not_fit_earn_a_part() -> None:
+    reward = JsonSchema(schema=PERSON, gold_column="gold")
+    gold, found = {"name": "Ann", "age": -3}, '{"age": -3, "name": "ann"}'
+    assert reward(completions=[found, found.replace("ann", "Bob")], gold=[gold, gold]) == [0.5, 0.25]
+
+
+REFERS_BACK = [
+    *({keyword: [{}, {"$ref": "#"}]} for keyword in ("allOf", "anyOf", "oneOf")),
+    *({keyword: {"$ref": "#"}} for keyword in ("not", "if", "then", "else")),
+    {"dependentSchemas": {"a": {"$ref": "#"}}},
+    {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": {"$ref": "#"}}},
+    {"not": {"$ref": "#/own/a"}, "own": {"a": {"if": {"$ref": "#"}}}},
+]
+
+
+@pytest.mark.parametrize("schema", REFERS_BACK, ids=json.dumps)
+def test_a_schema_that_applies_itself_to_the_same_value_is_refused(schema: dict) -> None:
+    with pytest.raises(ValueError, match="a \\$ref that leads back to itself without reading on"):
+        JsonSchema(schema=schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"$ref": "#/own/a", "own": {"a": {"pattern": "(?=a)"}}}, "(?=a)"),  # in a place where no draft has schemas
+        ({"$ref": "#/own/a", "own": {"a": {"patternProperties": {"(?=a)": {}}}}}, "(?=a)"),
+        ({"$schema": "https://json-schema.org/draft/2019-09/schema", "$recursiveRef": "#"}, "uses $recursiveRef"),
+        ({"properties": {"a": {"$dynamicRef": "#"}}}, "uses $dynamicRef"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "must name one of the drafts"),
+        ({"$defs": {"a": {"$id": "https://example.org/a"}}}, "an $id of its own"),
+    ],
+)
+def test_a_construct_without_bounds_is_refused_wherever_a_reference_leads(schema: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        JsonSchema(schema=schema)
 
 
 PAID = {

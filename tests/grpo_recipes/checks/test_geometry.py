@@ -188,6 +188,23 @@ def test_the_suggested_batch_size_is_accepted() -> None:
                     geometry(num_processes=processes, per_device_train_batch_size=fits, num_generations=generations)
 
 
+def test_the_counts_of_an_epoch_are_those_that_the_ranks_sample() -> None:
+    """The last prompt of seven fills no generation batch, and two micro-batches on each of two ranks make a step."""
+    layout = geometry(
+        2, per_device_train_batch_size=3, num_generations=2, steps_per_generation=1, gradient_accumulation_steps=2
+    )
+    ranks = sampled_ranks(layout, 7)
+    completions = sum(len(batch) for rank in ranks for batch in rank)
+    assert layout.completions_per_optimizer_step == sum(len(batch) for rank in ranks for batch in rank[:2])
+    assert layout.epoch(7, 100) == {
+        "prompts": 7,
+        "generations": len(ranks[0]),
+        "optimizer_steps": 1,
+        "completions": completions,
+        "max_tokens": 100 * completions,
+    }
+
+
 def test_too_few_prompts_are_refused() -> None:
     layout = geometry(per_device_train_batch_size=16, num_generations=8)
     layout.check_dataset(2)
@@ -212,6 +229,10 @@ def test_the_completions_of_a_split_group_lie_on_two_ranks() -> None:
         ({"save_steps": 0.05}, True),
         ({"save_steps": 1, "save_only_model": True}, False),  # no run can resume from it
         ({"save_steps": 1, "save_strategy": "epoch"}, False),
+        # The best is saved after an evaluation, which follows each log entry unless `eval_steps` says otherwise.
+        ({"save_strategy": "best", "eval_strategy": "steps"}, True),
+        ({"save_strategy": "best", "eval_strategy": "steps", "logging_steps": 2}, False),
+        ({"save_strategy": "best", "eval_strategy": "steps", "logging_steps": 2, "eval_steps": 1}, True),
     ],
 )
 def test_a_save_inside_a_generation_batch_is_refused_with_an_interval_that_fits(change: dict, refused: bool) -> None:
@@ -223,7 +244,8 @@ def test_a_save_inside_a_generation_batch_is_refused_with_an_interval_that_fits(
     config = SimpleNamespace(**{**plan, "eval_strategy": "no", "eval_steps": None, "logging_steps": 1, **change})
     assert layout.optimizer_steps_per_epoch(8) == 16
     if refused:
-        with pytest.raises(UserError, match="set `save_steps` to 2"):
+        key = "eval_steps" if config.save_strategy == "best" else "save_steps"
+        with pytest.raises(UserError, match=f"set `{key}` to 2"):
             layout.check_saves(config, 8)
     else:
         layout.check_saves(config, 8)

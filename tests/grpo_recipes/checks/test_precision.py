@@ -10,7 +10,17 @@ import pytest
 import torch
 import yaml
 
-from grpo_recipes.checks.checks import Machine, check, grpo_config, optimizer_name, precision_of
+from grpo_recipes.checks.checks import (
+    Machine,
+    backend_of,
+    check,
+    check_early_stopping,
+    check_machine,
+    choose_layout,
+    grpo_config,
+    optimizer_name,
+    precision_of,
+)
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.cli import main
 from grpo_recipes.plan.memory import GIB, MemoryPlan, best_precision
@@ -79,6 +89,43 @@ def test_float32_loses_nothing_and_an_unknown_optimizer_has_no_share() -> None:
     assert precision().surviving(np.zeros(5)) == pytest.approx(1, abs=1e-3)  # as LoRA's B at the start
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("weight", [1.5, 1.75, 0.02, 3e-3, -0.75])
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.6, 2.0])
+def test_the_surviving_share_is_that_of_the_rounding_of_torch(dtype: torch.dtype, weight: float, ratio: float) -> None:
+    """Normal updates of a standard deviation of `ratio` spacings are added to one weight, and rounded by torch."""
+    start = torch.tensor(weight, dtype=dtype)
+    spacing = abs(float(torch.nextafter(start, torch.full_like(start, torch.inf)) - start))
+    exact = torch.linspace(0, 1, 20_003, dtype=torch.float64)[1:-1]
+    steps = ratio * spacing * torch.special.ndtri(exact)
+    rounded = (start.double() + steps).to(dtype).double() - start.double()
+    expected = float(rounded @ steps / (steps @ steps))
+    share = precision(str(dtype).removeprefix("torch."), learning_rate=ratio * spacing, beta1=0.0).surviving(
+        np.array([float(start)])
+    )
+    assert share == pytest.approx(expected, rel=0.05, abs=0.005)
+
+
+def test_beta1_shrinks_an_update_of_noise() -> None:
+    """A sum of noise with the weights (1 - b) b^k has the variance (1 - b)^2 / (1 - b^2), by the geometric series."""
+    weights = (1 - 0.9) * 0.9 ** np.arange(1000)
+    deviation = float(np.sqrt((weights**2).sum()))
+    with_momentum = precision(learning_rate=1e-3, beta1=0.9).surviving(initial_weights(0.02))
+    assert with_momentum == pytest.approx(
+        precision(learning_rate=1e-3 * deviation, beta1=0.0).surviving(initial_weights(0.02))
+    )
+
+
+def test_a_share_below_one_half_is_warned_of_and_the_fix_fits_the_run() -> None:
+    assert precision().warning(0.5) is None
+    assert precision().warning(None) is None
+    said = precision().warning(0.49)
+    assert said is not None
+    assert "49% of an update" in said
+    assert "`dtype: float32`" in said
+    assert "`dtype: float32`" not in str(precision(quantised=True).warning(0.49)), "TRL casts the adapter for any dtype"
+
+
 @pytest.mark.parametrize(
     ("changes", "backend", "stored", "updated", "computed"),
     [
@@ -87,7 +134,12 @@ def test_float32_loses_nothing_and_an_unknown_optimizer_has_no_share() -> None:
         ({"fp16": True}, "torch", "float32", "float32", "float16"),
         (BF16, "torch", "bfloat16", "bfloat16", "bfloat16"),
         ({**BF16, "optim": "adamw_bf16"}, "torch", "bfloat16", "float32", "bfloat16"),
+        ({"dtype": "auto"}, "torch", "bfloat16", "bfloat16", "bfloat16"),
+        ({"dtype": "float32", "optim": "adamw_bf16"}, "torch", "float32", "float32", "bfloat16"),
         (BF16, "deepspeed", "bfloat16", "float32", "bfloat16"),
+        ({**QLORA, "bf16": False, "use_cpu": True}, "deepspeed", "float32", "float32", "float32"),
+        ({**QLORA, "fp16": True}, "deepspeed", "float16", "float32", "float16"),
+        ({"load_in_4bit": False, **LORA, "load_in_8bit": True}, "torch", "bfloat16", "float32", "bfloat16"),
         ({}, "deepspeed", "bfloat16", "float32", "bfloat16"),
         ({**BF16, "bf16": False, "use_cpu": True}, "deepspeed", "float32", "float32", "float32"),
         (BF16, "fsdp", "float32", "float32", "bfloat16"),
@@ -169,6 +221,100 @@ def test_the_backend_is_read_from_a_configuration_and_from_the_environment(
     assert Machine.here().backend == "fsdp"
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     assert Machine.here().backend == "deepspeed"
+
+
+def test_a_recipe_may_name_the_backend_itself(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
+    for keys, backend in (({"deepspeed": str(tmp_path / "ds.json")}, "deepspeed"), ({"fsdp": "full_shard"}, "fsdp")):
+        mine = recipe(tmp_path, **keys)
+        for machine in (GPU, Machine(2, True, "fsdp")):
+            assert backend_of(mine, machine) == backend
+    assert backend_of(recipe(tmp_path), DEEPSPEED) == "deepspeed"
+
+
+def test_the_folder_of_an_adapter_is_trained_in_its_own_precision(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    mine = recipe(tmp_path, **BF16, model_name_or_path=str(tmp_path / "adapter"))
+    assert precision_of(mine, GPU).stored == "float32"
+    assert precision_of(mine, GPU, is_adapter=False).stored == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_refused"),
+    [
+        ({}, True),  # TRL's default is bfloat16
+        ({"bf16": True}, True),
+        ({"bf16": False}, False),
+        ({"fp16": True}, False),
+        ({"use_cpu": True}, False),
+        ({"bf16": True, "use_cpu": True}, False),
+    ],
+)
+def test_bfloat16_needs_a_gpu_that_has_it(tmp_path: Path, keys: dict, is_refused: bool) -> None:
+    mine = recipe(tmp_path, **keys)
+    check_machine(mine, GPU)
+    if not is_refused:
+        check_machine(mine, Machine(1, bf16=False))
+        return
+    with pytest.raises(RecipeError, match="`bf16` needs a GPU with bfloat16, and there is none here"):
+        check_machine(mine, Machine(1, bf16=False))
+
+
+def test_the_default_optimizer_of_a_quantized_base_keeps_updates(tmp_path: Path) -> None:
+    for keys, machine, name in (
+        (QLORA, GPU, "adamw_bf16"),
+        ({**LORA, "load_in_8bit": True}, GPU, "adamw_bf16"),
+        ({**QLORA, "optim": "adamw_torch"}, GPU, "adamw_torch"),
+        (QLORA, DEEPSPEED, "adamw_torch_fused"),
+        (LORA, GPU, "adamw_torch_fused"),
+    ):
+        assert optimizer_name(recipe(tmp_path, **keys), machine) == name
+
+
+@pytest.mark.parametrize("missing", [None, "eval_strategy", "load_best_model_at_end", "metric_for_best_model"])
+def test_early_stopping_needs_evaluations_and_a_metric(tmp_path: Path, missing: str | None) -> None:
+    keys = {"eval_strategy": "steps", "load_best_model_at_end": True, "metric_for_best_model": "eval_reward"}
+    keys = {key: value for key, value in keys.items() if key != missing}
+    mine = recipe(tmp_path, early_stopping_patience=2, **keys)
+    if missing is None:
+        check_early_stopping(mine)
+        return
+    with pytest.raises(RecipeError, match="`early_stopping_patience` compares evaluations"):
+        check_early_stopping(mine)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "use_cpu", "asked", "layout"),
+    [
+        (0, False, None, ("cpu", 1)),
+        (0, False, 2, ("ddp_cpu", 2)),
+        (1, False, None, ("single_gpu", 1)),
+        (4, False, None, ("ddp", 4)),
+        (4, False, 1, ("single_gpu", 1)),
+        (4, False, 2, ("ddp", 2)),
+        (4, True, None, ("cpu", 1)),
+        (4, True, 3, ("ddp_cpu", 3)),
+    ],
+)
+def test_a_launch_takes_every_gpu_unless_it_names_a_number(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, use_cpu: bool, asked: int | None, layout: tuple[str, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    found = choose_layout(None, asked, use_cpu=use_cpu)
+    assert (found.config.stem, found.num_processes) == layout
+    named = choose_layout("zero3", asked, use_cpu=use_cpu)
+    assert (named.config.stem, named.num_processes) == ("zero3", asked or 8)
+
+
+def test_the_machine_of_a_process_is_the_whole_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert Machine.here().num_processes == 16
+    path = tmp_path / "layout.yaml"
+    for text, bf16 in (("", True), ("use_cpu: false\n", True), ("use_cpu: true\n", False)):
+        path.write_text(f"num_processes: 2\n{text}")
+        assert Machine.described(path) == Machine(2, bf16)
 
 
 def planned(folder: Path, name: str, *more: str, size: str = "1.5B") -> list[str]:

@@ -22,6 +22,8 @@ def test_the_splits_share_no_task() -> None:
     assert len({task["question"] for task in ALL}) == len(TASKS) == 40
     spec = DatasetSpec("programs", split="train[:4]", eval_split="test", system_prompt="none")
     assert [row["prompt"][0]["content"] for row in load(spec)] == [task["question"] for task in ALL[:4]]
+    inner = load(DatasetSpec("programs", split="train[30:]+test[2:5]", system_prompt="none"))
+    assert [row["prompt"][0]["content"] for row in inner] == [task["question"] for task in (*ALL[30:32], *ALL[34:37])]
     held_out = load_prompts(spec, evaluation=True).dataset
     assert list(held_out["tests"]) == [task["tests"] for task in ALL[32:]]
     assert list(held_out["solution"]) == [task["solution"] for task in ALL[32:]]

@@ -21,6 +21,7 @@ from grpo_recipes.runs.checkpoints import (
     content_damage,
     is_complete,
     read_manifest,
+    rejection,
     share,
     size_damage,
     write_manifest,
@@ -185,13 +186,14 @@ def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
 
 def test_a_manifest_lists_every_file_and_notices_a_change_to_itself(tmp_path: Path) -> None:
     (tmp_path / "global_step3").mkdir()
-    for name in ("model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata"):
+    held = ("model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata", f"global_step3/{MANIFEST}")
+    for name in held:
         (tmp_path / name).write_bytes(name.encode())
     write_manifest(tmp_path, Manifest(3, 2, False, {}), each_node=False, writes=True)
     manifest = read_manifest(tmp_path)
     assert manifest is not None
     assert (manifest.step, manifest.num_processes, manifest.model_only) == (3, 2, False)
-    assert set(manifest.files) == {"model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata"}
+    assert set(manifest.files) == set(held)
     text = (tmp_path / MANIFEST).read_bytes()
     for place in range(len(text)):
         (tmp_path / MANIFEST).write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
@@ -262,6 +264,32 @@ def test_damage_to_a_checkpoint_of_another_trainer_is_named(tmp_path: Path, tiny
         assert f"{name} " in str(checkpoint_damage(folder))
         assert "missing" in str(checkpoint_damage(folder))
         (folder / name).write_bytes(whole)
-    (folder / "scheduler.pt").unlink()
-    (folder / "global_step4").mkdir()  # DeepSpeed's own
+    (folder / "training_args.bin").write_bytes(b"")  # a resume reads none
     assert checkpoint_damage(folder) is None
+    assert rejection(folder, 1) is None
+    (folder / "config.json").write_text("[1]")
+    found = rejection(folder, 1)
+    assert found is not None
+    assert str(folder / "config.json") in found.reason
+    assert not found.cut_off
+    (folder / "config.json").unlink()
+    (folder / "scheduler.pt").unlink()
+    for name in ("global_step4", "pytorch_model_fsdp_0"):  # DeepSpeed's own, and FSDP's
+        (folder / name).mkdir()
+        assert checkpoint_damage(folder) is None
+        (folder / name).rmdir()
+        assert "scheduler.pt is missing" in str(checkpoint_damage(folder))
+    assert "scheduler.pt is missing, and no other checkpoint is left" in str(decide(tmp_path, True, 1).obstacle())
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "7"])
+def test_a_description_that_can_not_be_read_is_damage_of_a_complete_checkpoint_too(
+    tmp_path: Path, content: str
+) -> None:
+    """It was damaged before the manifest listed it, so that sizes and checksums agree."""
+    folder = checkpoint(tmp_path, 4, 1)
+    (folder / "generation_config.json").write_text(content)
+    write_manifest(folder, Manifest(4, 1, False, {}), each_node=False, writes=True)
+    found = rejection(folder, 1)
+    assert found is not None
+    assert str(folder / "generation_config.json") in found.reason

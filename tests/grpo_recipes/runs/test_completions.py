@@ -189,6 +189,29 @@ def test_a_file_that_can_not_be_merged_stays_with_one_warning(
     assert read(folder) == rows_of(1, 3, 4, 5, 6)
 
 
+def test_a_table_with_two_columns_of_one_name_stays(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(folder, 1, 2, 3)
+    path = folder / "completions_00002.parquet"
+    columns = [pa.array([2, 2]), pa.array(["2a", "2b"]), pa.array([0, 1]), pa.array([1, 0])]
+    pa.parquet.write_table(pa.Table.from_arrays(columns, names=["step", "completion", "reward", "reward"]), path)
+    Compaction(folder).compact(4, rest=True)
+    assert names(folder) == ["completions_00001-00003.parquet", path.name]
+    (said,) = caplog.messages
+    assert said.startswith(f"{path} is not compacted and stays as it is (")
+
+
+def test_a_file_that_has_the_name_of_the_merged_one_is_not_replaced(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(folder, 1, 2)
+    path = folder / "completions_00001-00002.parquet"
+    path.write_bytes(b"mine")
+    Compaction(folder).compact(3, rest=True)
+    assert path.read_bytes() == b"mine"
+    assert read_with_pandas(folder, "completions_0000?.parquet") == rows_of(1, 2)
+    assert f"{path} exists already" in caplog.messages[0]
+
+
 def test_a_compacted_file_stays_below_what_a_reader_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, *range(1, 7), completion=["a" * 1000, "b" * 1000])
     monkeypatch.setattr(completions, "BYTES", 5000)
@@ -458,6 +481,36 @@ def test_a_report_on_a_run_under_way_finds_rows_compacted_in_the_meantime(folder
     assert pd.concat(tables)["step"].tolist() == [1, 1, 2, 2, 3, 3]
 
 
+def test_steps_are_in_order_and_a_compacted_step_is_not_read_from_its_step_file(folder: Path) -> None:
+    write(folder, 1, 3, 4, count=[0.5, 1.0])
+    write(folder, 2, count=[2**60 + 1, 1])  # stays, because a float can't hold the integer
+    left = (folder / "completions_00003.parquet").read_bytes()
+    Compaction(folder).compact(5, rest=True)
+    assert names(folder) == ["completions_00001-00004.parquet", "completions_00002.parquet"]
+    assert [one.step for one in logged(folder, TRAINING)] == [1, 2, 3, 4]
+    # A launch was killed before it had removed a step file, which the disk then lost.
+    (folder / "completions_00003.parquet").write_bytes(left[:-20])
+    assert read(folder) == rows_of(1, 2, 3, 4)
+
+
+def test_a_compaction_between_two_looks_at_the_folder_hides_no_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(folder, 1, 2, 3)
+    compaction, glob = Compaction(folder), Path.glob
+    looks: list[str] = []
+
+    def looked(path: Path, pattern: str) -> list[Path]:
+        found = list(glob(path, pattern))
+        looks.append(pattern)
+        if len(looks) == 1:
+            compaction.compact(4, rest=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", looked)
+    assert sorted({one.step for one in logged(folder, TRAINING)}) == [1, 2, 3]
+
+
 def test_a_pipe_in_place_of_a_compacted_file_is_not_waited_for(folder: Path) -> None:
     os.mkfifo(folder / "completions_00001-00002.parquet")
     with pytest.raises(files.RunError, match="it is no ordinary file"):
@@ -672,6 +725,8 @@ def _calls(message: Any) -> list[Any]:
     [
         ('{"a": 1}', {"a": 1}),
         ({"a": 1.0, "b": None}, {"a": 1.0}),  # TRL's table: another call has the argument `b`
+        ({"a": 0.0, "b": "", "c": False}, {"a": 0.0, "b": "", "c": False}),
+        ('{"": 1, "a": 2}', {"": 1, "a": 2}),
         ('{"": [1, 2]}', [1, 2]),
         ("{}", {}),
         (None, {}),
@@ -680,6 +735,51 @@ def _calls(message: Any) -> list[Any]:
 )
 def test_arguments_are_read_from_our_tables_and_trls(stored: Any, arguments: Any) -> None:
     assert arguments_of(stored) == arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read_back"),
+    [
+        ({"a": 0, "b": None}, {"a": 0, "b": None}),
+        ('{"a": [1]}', {"a": [1]}),  # some templates write the arguments as JSON text
+        ("[1, 2]", [1, 2]),
+        ("no json", "no json"),
+        ({"": 1}, {"": 1}),
+        ({"\x1b[2J": 1}, {"\x1b[2J": 1}),
+        (None, None),
+        (7, 7),
+    ],
+)
+def test_arguments_are_stored_as_a_mapping_that_a_terminal_can_print(arguments: Any, read_back: Any) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}, "parameters": {"x": 1}, "id": 5}
+    (messages,) = storable([[{"role": "assistant", "content": "", "tool_calls": call}]])
+    (stored,) = messages[0]["tool_calls"]  # a policy may forget the list
+    assert all(key.isprintable() for key in json.loads(stored["function"]["arguments"]))
+    assert arguments_of(stored["function"]["arguments"]) == read_back
+    assert {key: value for key, value in stored.items() if key != "function"} == {
+        "type": "function", "id": "5", "other": '{"parameters": {"x": 1}}'
+    }  # fmt: skip
+
+
+def test_nested_arguments_are_stored_up_to_the_depth_that_json_is_read_and_written() -> None:
+    def nested(levels: int) -> Any:
+        return {"a": nested(levels - 1)} if levels > 1 else {}
+
+    for levels, is_kept in ((completions.MOST_LEVELS, True), (completions.MOST_LEVELS + 1, False)):
+        (messages,) = storable([[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": nested(levels)}]}]])
+        found = arguments_of(messages[0]["tool_calls"][0]["arguments"])
+        assert found == (nested(levels) if is_kept else "a dict that is nested too deeply or that JSON does not have")
+
+
+def test_one_message_of_blocks_makes_the_contents_of_all_messages_blocks() -> None:
+    blocks = [{"type": "image", "image": "object"}, {"type": "text", "text": "x"}, {"type": "audio", "audio": [1]}]
+    chats = [[{"role": "user", "content": "a"}, {"role": "user", "content": blocks}], [{"content": None}], "text"]
+    stored = storable(chats)
+    assert [message["content"] for message in stored[0]] == [
+        [{"type": "text", "text": "a"}],
+        [*blocks[:2], {"type": "text", "text": '{"type": "audio", "audio": [1]}'}],
+    ]
+    assert stored[1:] == [[{"content": None}], "text"]
 
 
 def test_texts_and_messages_of_texts_are_stored_as_trl_stores_them() -> None:

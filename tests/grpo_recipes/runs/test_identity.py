@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
@@ -310,8 +311,37 @@ def test_a_digest_is_of_the_values_in_row_order(monkeypatch: pytest.MonkeyPatch)
     missing = [{"role": None, "content": None}, None, {"role": "user", "content": "z"}]
     swapped = [None, missing[0], missing[2]]
     assert digest(table(message=missing), "message") != digest(table(message=swapped), "message")
+    assert digest(table(message=[{"a": 1}] * 3), "message") != digest(table(message=[{"b": 1}] * 3), "message")
     monkeypatch.setattr(identity, "SLICE_ROWS", 2)
-    assert digest(one, "level") != digest(table(level=[1, None, 4]), "level")
+    seen = {digest(one, "level")}
+    for row in range(3):  # in the first slice, at its end, and in a slice of one row
+        seen.add(
+            digest(table(level=[4 if row == changed else level for changed, level in enumerate([1, None, 3])]), "level")
+        )
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pa.list_(pa.int64()), pa.large_list(pa.int64())),
+        (pa.string(), pa.large_string()),
+        (pa.binary(), pa.large_binary()),
+        (pa.list_(pa.struct({"text": pa.string()})), pa.large_list(pa.struct({"text": pa.large_string()}))),
+    ],
+    ids=str,
+)
+def test_a_digest_does_not_depend_on_how_arrow_stores_the_values(one: pa.DataType, other: pa.DataType) -> None:
+    """Tables of another size, or written by another library, have 64-bit offsets."""
+    values = {"string": ["x", None, "y"], "binary": [b"x", None, b"y" * 9000]}.get(str(one), [[1, 2], None, []])
+    if "struct" in str(one):
+        values = [[{"text": "a"}, {"text": None}], None, []]
+    found = []
+    for kind in (one, other):
+        stored = datasets.Dataset(pa.table({"prompt": ["a", "b", "c"], "value": pa.array(values, kind)}))
+        assert stored.data.column("value").type == kind
+        found.append(digest(stored, "value"))
+    assert found[0] == found[1]
 
 
 def test_a_digest_of_images_reads_both_ends_of_each() -> None:
@@ -329,6 +359,8 @@ def test_a_digest_of_images_reads_both_ends_of_each() -> None:
         other[place] ^= 1
         assert digest(images(noise, bytes(other)), "image") != expected
     assert digest(images(noise, noise + b"\0"), "image") != expected
+    cut = noise[:20_000] + noise[30_000:]  # both ends are equal
+    assert digest(images(noise, cut), "image") != expected
 
 
 def test_every_column_is_identified(place: Path) -> None:

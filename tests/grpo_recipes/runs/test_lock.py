@@ -82,6 +82,10 @@ def test_a_launch_holds_its_folder_and_leaves_nothing_behind(tmp_path: Path) -> 
     with only_launch(tmp_path / "kept"):
         (tmp_path / "kept" / "run.json").write_text("{}")
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["run.json"]
+    (tmp_path / "made before").mkdir()
+    with only_launch(tmp_path / "made before"):
+        pass
+    assert (tmp_path / "made before").is_dir()
 
 
 def test_a_second_launch_of_a_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,11 +141,98 @@ def test_without_an_exchange_of_names_a_killed_launch_is_taken_over_too(
 def test_a_lock_of_another_machine_is_taken_over_once_it_has_expired(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], short_lease: None
 ) -> None:
-    left(tmp_path / "run", marker())
+    path = left(tmp_path / "run", marker())
+    touched = path.stat().st_mtime
     with only_launch(tmp_path / "run"):
+        assert time.time() - touched >= lock.LEASE_SECONDS, "until then the other launch may live"
         said = capsys.readouterr().out
         assert "waiting up to" in said
         assert f"({OTHER}), and taken over" in said
+
+
+def test_a_live_process_of_this_machine_is_refused_without_waiting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left(tmp_path / "run", marker(os.getppid(), lock._own_host()))
+    with (
+        pytest.raises(UserError, match=rf"process {os.getppid()} on .*: wait for it or stop it$"),
+        only_launch(tmp_path / "run"),
+    ):
+        pass
+    assert "waiting" not in capsys.readouterr().out
+
+
+def test_a_lock_that_replaces_a_left_one_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch reads the lock of an ended process. Another launch takes the lock over before the first one does."""
+    monkeypatch.setattr("filelock._soft.exchange_names", lambda source, target: False)
+    ended, own = an_ended_process(), lock._own_host()
+    path = left(tmp_path / "run", marker(ended, own))
+    reads: list[int] = []
+    read = SoftFileLease.owner.fget  # type: ignore[attr-defined]
+
+    def owner(lease: SoftFileLease) -> Any:
+        found = read(lease)
+        if found is not None and found.pid == ended:
+            reads.append(found.pid)
+            if len(reads) == replaced_after:
+                take_over(tmp_path / "run", marker(os.getppid(), own, token="live"))
+        return found
+
+    monkeypatch.setattr(SoftFileLease, "owner", property(owner))
+    for replaced_after in (1, 2):
+        left(tmp_path / "run", marker(ended, own))
+        reads.clear()
+        with pytest.raises(UserError, match=f"process {os.getppid()} "), only_launch(tmp_path / "run"):
+            pass
+        assert len(reads) == replaced_after
+        assert "token=live" in path.read_text()
+
+
+def test_a_folder_that_can_not_be_written_is_not_called_another_launchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*given: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(SoftFileLease, "acquire", denied)
+    with pytest.raises(PermissionError), only_launch(tmp_path / "run"):
+        pass
+    left(tmp_path / "locked", marker())
+    with pytest.raises(UserError, match=rf"\({OTHER}; it can't be taken over"), only_launch(tmp_path / "locked"):
+        pass
+
+
+def test_any_thread_may_ask_whether_the_folder_is_lost(tmp_path: Path, short_lease: None) -> None:
+    with only_launch(tmp_path / "run") as held, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(held.loss).result() is None
+        take_over(tmp_path / "run")
+        assert pool.submit(held.loss).result() is not None
+
+
+@pytest.mark.parametrize("sign", ["touched", "replaced"])
+def test_the_first_sign_of_another_machine_ends_the_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: str
+) -> None:
+    """The lease of 30 s is far from its end. A lock of another claim with the same time is a sign too."""
+    monkeypatch.setattr(lock, "LEASE_SECONDS", 30.0)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.02)
+    path = left(tmp_path / "run", marker(), seconds_ago=20)
+    began = time.monotonic()
+
+    def shows() -> None:
+        if sign == "touched":
+            os.utime(path)
+        else:
+            then = path.stat().st_mtime_ns
+            take_over(tmp_path / "run", marker(token="another"))
+            os.utime(path, ns=(then, then))
+
+    timer = threading.Timer(0.2, shows)
+    timer.start()
+    with pytest.raises(UserError, match=OTHER), only_launch(tmp_path / "run"):
+        pass
+    timer.join()
+    assert time.monotonic() - began < 15
 
 
 def test_a_lock_of_another_machine_that_is_touched_is_respected(tmp_path: Path, short_lease: None) -> None:
@@ -378,6 +469,7 @@ WRITES = [
     ("on_train_begin", {}, True),
     ("on_step_end", {"should_save": True}, True),
     ("on_step_end", {"should_log": True}, True),
+    ("on_step_end", {"should_evaluate": True}, True),
     ("on_step_end", {}, False),
     ("on_epoch_end", {"should_save": True}, True),
     ("on_log", {"should_save": True}, True),

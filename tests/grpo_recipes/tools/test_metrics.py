@@ -34,6 +34,16 @@ def row(results: list[Result], ending: Ending = "answered", tools: tuple[str, ..
     )
 
 
+def test_a_tool_has_a_safe_name_in_every_metric() -> None:
+    """A slash would look like a further level in a tracker."""
+    tools = ("a/b", "a b", "add")
+    found = metrics([Counts.of([row([Result(name, "", seconds=1.0) for name in tools], tools=tools)])])
+    names = {name.removeprefix("tools/").rpartition("/")[0] for name in found if name.endswith("/calls")}
+    assert names == {*map(metric_name, tools), UNKNOWN}
+    assert len(names) == 4
+    assert all(re.fullmatch(r"[\w.\-]+", name) for name in names)
+
+
 def test_metrics_are_means_over_the_rows_of_all_ranks() -> None:
     first = [
         row([Result("add", "3", seconds=2.0), Result("find", "", seconds=1.0, **FAULT)]),

@@ -8,18 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
-from transformers import TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState, get_scheduler
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
-from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
+from grpo_recipes.training.data_order import ContinueSchedule, EpochSampler, SetSamplerEpoch, loading_only
+from grpo_rewards.errors import UserError
 from tests.support import launching
 from tests.tools import boundaries, torture
 
@@ -56,6 +58,63 @@ def test_a_resumed_epoch_on_two_ranks_continues_where_it_stopped(epoch: float) -
         seen.append([index for batch in SkipBatchSampler(shard, 2) for index in batch])
     rest = second_epoch[2 * 2 * 3 :]
     assert sorted(seen[0] + seen[1]) == sorted(rest)
+
+
+def schedule(steps: int, rate: float = 0.5) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return a linear schedule of two groups of weights, as one with and one without weight decay."""
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": decay} for decay in (0.1, 0.0)]
+    optimizer = torch.optim.SGD(groups, lr=rate)
+    return get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=steps)
+
+
+def rates_of(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[list[float]]:
+    """Return the rates of the next steps, as the optimizer uses them and as the log shows them."""
+    rates = []
+    for _ in range(steps):
+        rates.append([group["lr"] for group in scheduler.optimizer.param_groups] + scheduler.get_last_lr())
+        scheduler.optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(("before", "now", "done"), [(4, 8, 4), (8, 8, 3), (8, 6, 5)])
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_resumed_schedule_is_that_of_the_whole_run(before: int, now: int, done: int, is_wrapped: bool) -> None:
+    expected = rates_of(schedule(now), now)
+    stopped, resumed = schedule(before), schedule(now)
+    rates_of(stopped, done)
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.optimizer.load_state_dict(stopped.optimizer.state_dict())
+    loaded = SimpleNamespace(scheduler=resumed) if is_wrapped else resumed
+    args = SimpleNamespace(learning_rate=0.5)
+    ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=loaded)  # type: ignore[arg-type]
+    assert rates_of(resumed, now - done) == expected[done:]
+    args.learning_rate = 0.25
+    with pytest.raises(UserError, match=r"`learning_rate` is 0.25, and the schedule .* was made for 0.5"):
+        ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=loaded)  # type: ignore[arg-type]
+
+
+def test_a_schedule_that_does_not_depend_on_the_length_keeps_its_rate() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.05
+    args = SimpleNamespace(learning_rate=0.25)
+    ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=plateau)  # type: ignore[arg-type]
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_finished_run_keeps_its_length_after_it_was_loaded() -> None:
+    trainer = SimpleNamespace(args=SimpleNamespace(max_steps=7, num_train_epochs=3.0), state=TrainerState(max_steps=7))
+
+    def interrupted() -> None:
+        with loading_only(trainer, 7):  # type: ignore[arg-type]
+            assert (trainer.args.max_steps, trainer.args.num_train_epochs) == (-1, 0)
+            trainer.state.max_steps = 0  # as transformers computes it
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert (trainer.args.max_steps, trainer.args.num_train_epochs, trainer.state.max_steps) == (7, 3.0, 7)
 
 
 def test_the_best_of_each_epoch_may_be_saved(tmp_path: Path) -> None:

@@ -115,10 +115,11 @@ def test_a_bad_row_is_named(tmp_path: Path, row: dict, message: str) -> None:
         scored(path)
 
 
-def test_log_probabilities_for_some_responses_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prompt", ["a", "b"])
+def test_log_probabilities_for_some_responses_are_refused(tmp_path: Path, prompt: str) -> None:
     rows = [
         {"prompt": "a", "response": "1", "reward": 1, "logprobs": [-1]},
-        {"prompt": "a", "response": "2", "reward": 0},
+        {"prompt": prompt, "response": "2", "reward": 0},
     ]
     with pytest.raises(UserError, match="all or none"):
         scored(write(tmp_path / "rows.jsonl", rows))

@@ -183,6 +183,38 @@ def test_draws_depend_on_epoch_and_generation_only() -> None:
     assert masks[0] != masks[1], "another seed is another draw, and not only another order of the prompts"
 
 
+def test_every_epoch_generation_and_seed_has_a_draw_of_its_own() -> None:
+    """In an order and with probabilities that never change, so that only the start of a draw differs."""
+    ours = sampler(3 * 128, batch_size=128, shuffle=False)
+    ours.unvaried[:] = np.tile(np.random.default_rng(0).integers(0, 7, 128), 3)
+    found = []
+    for ours.seed in (5, 6):
+        for ours.epoch in range(4):
+            list(ours)
+            assert len(ours.draws) == 3
+            found += [tuple(draw.drawn) for draw in ours.draws]
+    # 24 independent starts, in about 100 intervals of one draw each.
+    assert len(set(found)) > 16
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3, 4])
+@pytest.mark.parametrize("generations", [2, 3])
+def test_a_resumed_epoch_continues_with_the_generation_that_follows(accumulation: int, generations: int) -> None:
+    """All steps of three epochs are counted, whose last step may be short, with 4 micro-batches per generation."""
+    ours = sampler(4 * generations, repeat_count=4)
+    sampling = object.__new__(PromptSampling)
+    sampling.sampler, args = ours, SimpleNamespace(gradient_accumulation_steps=accumulation)
+    step = 0
+    for epoch in range(3):
+        micro_batches = list(range(4 * generations))
+        for first in range(0, len(micro_batches), accumulation):
+            if first % 4 == 0:  # a save is allowed only where a generation ends
+                state = SimpleNamespace(global_step=step, epoch=epoch + first / len(micro_batches))
+                sampling.on_epoch_begin(args, state, None)  # type: ignore[arg-type]
+                assert sampling.position == first // 4
+            step += 1
+
+
 def test_one_group_with_variance_resets_a_prompt() -> None:
     ours = sampler()
     list(ours)
@@ -214,6 +246,38 @@ def test_groups_with_variance() -> None:
     assert varies(np.array(rows)[..., None])[:, 0].tolist() == [True, False, False, False, False, True]
     # 0.1 + 0.2 and 0.3 in float32
     assert not varies(np.array([[0.1 + 0.2, 0.3, np.float32(0.3)]])[..., None])[0, 0]
+
+
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
+def test_rewards_differ_by_more_than_the_rounding_of_float32(size: float) -> None:
+    groups = size * np.array([[1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-4], [-1.0, -1.0 - 1e-7], [-1.0, 1.0], [0.0, 1.0]])
+    assert varies(groups[..., None])[:, 0].tolist() == [False, True, False, True, True]
+
+
+def test_a_resumed_launch_continues_with_the_memory_of_its_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = sampler(6)
+    checkpoints = SimpleNamespace(resumed_from=None)
+    sampling = object.__new__(PromptSampling)
+    sampling.sampler, sampling.trainer = ours, SimpleNamespace(checkpoints=checkpoints)
+    args, state = SimpleNamespace(output_dir=tmp_path, should_save=True), SimpleNamespace(global_step=3)
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    ours.unvaried[:] = [0, 3, 1, 0, 0, 2]
+    sampling.on_save(args, state)  # type: ignore[arg-type]
+    ours.unvaried[:] = 0
+    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
+    assert ours.unvaried.tolist() == [0] * 6
+    checkpoints.resumed_from = checkpoint
+    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
+    assert ours.unvaried.tolist() == [0, 3, 1, 0, 0, 2]
+    assert not caplog.messages
+    (checkpoint / MEMORY).unlink()  # saved by a run without `sampling`
+    ours.unvaried[:] = 0
+    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
+    assert ours.unvaried.tolist() == [0] * 6
+    assert caplog.messages == [f"{checkpoint} has no {MEMORY}: `sampling` begins without a memory of the prompts"]
 
 
 @pytest.mark.parametrize(
@@ -402,6 +466,14 @@ def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: 
 
     size = len(rows) // 2
     advantages = sampling.generate(rows[rank * size : (rank + 1) * size], generate)["advantages"]
+    assert sampling.position == 1
+    logged = {name: values for name, (*values,) in trainer._metrics["train"].items()}
+    assert logged == {
+        "prompts/generated": [draw.share],
+        "prompts/at_floor": [0.0],
+        "prompts/kept_by_floor": [0.0],
+        "prompts/largest_weight": [max(1 / chance for chance in draw.probabilities[draw.drawn])],
+    }
     weight = {row: draw.share / chance for row, chance in zip(draw.prompts, draw.probabilities, strict=True)}
     half = len(drawn) // 2
     expected = [[2.0 * weight[row]] * 3 for row in drawn[rank * half : (rank + 1) * half]]

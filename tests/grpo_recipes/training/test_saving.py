@@ -5,14 +5,17 @@ import logging
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from grpo_recipes.runs.checkpoints import Manifest, write_manifest
+from grpo_recipes.runs.checkpoints import Manifest, read_manifest, write_manifest
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.identity import Identity
+from grpo_recipes.runs.lock import FolderLost, Loss
 from grpo_recipes.runs.resume import Resume
+from grpo_recipes.training import saving
 from grpo_recipes.training.saving import LOGGED, CompleteCheckpoints
 
 NOTHING = Identity({"rows": 0, "columns": {}, "weights": {}, "rewards": {}, "versions": {}, "chat_template": None})
@@ -80,6 +83,42 @@ def test_a_checkpoint_of_another_kind_is_refused_or_warned_of(
     assert [message.partition(",")[0] for message in caplog.messages] == [f"{other} is of 4 process(es)"]
 
 
+@pytest.mark.parametrize("wrong", ["nothing", "contents", "missing", "size", "manifest", "description"])
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_the_best_checkpoint_is_compared_before_the_first_step(
+    checkpoints: CompleteCheckpoints, tmp_path: Path, wrong: str, is_loaded: bool
+) -> None:
+    """`load_best_model_at_end` loads it after the last step, when a damaged one costs the whole training."""
+    best, newest = saved(tmp_path, 1), saved(tmp_path, 2)
+    weights = best / "model.safetensors"
+    match wrong:
+        case "contents":
+            damage(best)
+        case "missing":
+            weights.unlink()
+        case "size":
+            weights.write_bytes(b"weigh")
+        case "manifest":
+            (best / "manifest.json").unlink()
+        case "description":
+            (best / "config.json").write_text("{")
+    args: Any = SimpleNamespace(**vars(checkpoints.trainer.args), save_total_limit=None, push_to_hub=False)
+    args.load_best_model_at_end = is_loaded
+    checkpoints.trainer.callback_handler = SimpleNamespace(callbacks=[])  # type: ignore[assignment]
+    checkpoints.resumed_from = newest
+    state: Any = SimpleNamespace(global_step=2, best_model_checkpoint=str(best))
+    if wrong == "nothing" or not is_loaded:
+        checkpoints.on_train_begin(args, state)
+    else:
+        with pytest.raises(RunError, match=r"checkpoint-1.*`load_best_model_at_end` would load it at the end"):
+            checkpoints.on_train_begin(args, state)
+    damage(newest)
+    state.best_model_checkpoint = str(newest)  # was compared when it was chosen
+    checkpoints.on_train_begin(args, state)
+    state.best_model_checkpoint = None
+    checkpoints.on_train_begin(args, state)
+
+
 @pytest.mark.parametrize(("ranks", "rank", "loss"), [(2, 0, 1.0), (2, 1, 3.0), (1, 0, 2.0), (4, 3, 2.0)])
 def test_the_sums_of_the_next_log_entry_are_restored(tmp_path: Path, ranks: int, rank: int, loss: float) -> None:
     """Each rank's own loss; their mean on another number of ranks."""
@@ -104,3 +143,122 @@ def test_the_sums_of_the_next_log_entry_are_restored(tmp_path: Path, ranks: int,
     assert args.save_total_limit is None
     callback.on_train_end(args, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     assert args.save_total_limit == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (None, 1, [1, 2, 3, 10, 11]),
+        (1, None, [11]),
+        (1, 1, [1, 11]),  # a resume needs the newest, and the end of the training the best
+        (2, 1, [1, 11]),
+        (2, 11, [10, 11]),
+        (3, 2, [2, 10, 11]),
+        (4, 10, [2, 3, 10, 11]),
+        (9, 1, [1, 2, 3, 10, 11]),
+    ],
+)
+def test_a_complete_checkpoint_is_pushed_and_only_then_older_ones_are_removed(
+    checkpoints: CompleteCheckpoints, tmp_path: Path, limit: int | None, best: int | None, left: list[int]
+) -> None:
+    def steps() -> list[int]:
+        return sorted(int(path.name.partition("-")[2]) for path in tmp_path.iterdir())
+
+    for step in (1, 2, 3, 10):
+        saved(tmp_path, step)
+    newest = tmp_path / "checkpoint-11"
+    newest.mkdir()
+    (newest / "model.safetensors").write_bytes(b"weights")
+    pushed = []
+
+    def push(folder: str) -> None:
+        manifest = read_manifest(Path(folder))
+        assert manifest is not None
+        assert set(manifest.files) == {"model.safetensors", LOGGED}
+        assert (manifest.step, manifest.num_processes, manifest.model_only) == (11, 1, False)
+        assert manifest.identity == NOTHING.content
+        pushed.append(steps())
+
+    trainer: Any = checkpoints.trainer
+    trainer.args.should_save = True
+    trainer._push_from_checkpoint = push
+    trainer._tr_loss, trainer._globalstep_last_logged, trainer._total_loss_scalar = torch.tensor(0.5), 3, 7.0
+    trainer._metrics, trainer.callback_handler = {"train": {"reward": [1.0]}}, SimpleNamespace(callbacks=[])
+    args = SimpleNamespace(
+        **vars(trainer.args), save_total_limit=limit, push_to_hub=True, save_only_model=False,
+        load_best_model_at_end=False,
+    )  # fmt: skip
+    state: Any = SimpleNamespace(global_step=11, best_model_checkpoint=best and str(tmp_path / f"checkpoint-{best}"))
+    checkpoints.identity = NOTHING
+    for _ in range(2):  # the first call of `train` was interrupted, and did not restore the arguments
+        checkpoints.on_train_begin(args, state)  # type: ignore[arg-type]
+        assert (args.save_total_limit, args.push_to_hub) == (None, False), "transformers does neither"
+    checkpoints.on_save(args, state)  # type: ignore[arg-type]
+    assert pushed == [[1, 2, 3, 10, 11]]
+    assert steps() == left
+    assert checkpoints.last_saved == newest
+    checkpoints.on_train_end(args, state)  # type: ignore[arg-type]
+    assert (args.save_total_limit, args.push_to_hub) == (limit, True)
+    restored = json.loads((newest / LOGGED).read_text())
+    assert restored == {
+        "losses_since": [0.5], "logged_step": 3, "loss_total": 7.0, "metrics_since": {"reward": [1.0]}
+    }  # fmt: skip
+
+
+def test_the_rates_of_a_resumed_run_count_the_steps_of_this_launch(checkpoints: CompleteCheckpoints) -> None:
+    """The 8 steps and 64 samples of the whole run are divided by the 2 s of this launch, which made 3."""
+    trainer: Any = checkpoints.trainer
+    trainer.state = SimpleNamespace(global_step=8)
+    checkpoints.first_step = 5
+    logs = {"train_loss": 0.5, "train_runtime": 2.0, "train_samples_per_second": 32.0, "train_steps_per_second": 4.0}
+    checkpoints.correct_rates(alone := dict(logs))
+    assert alone == logs
+    checkpoints.resumed_from = Path("checkpoint-5")
+    checkpoints.correct_rates(eval_logs := {"eval_loss": 0.1, "train_samples_per_second": 1.0})
+    assert eval_logs == {"eval_loss": 0.1, "train_samples_per_second": 1.0}
+    checkpoints.correct_rates(logs)
+    assert logs == {
+        "train_loss": 0.5, "train_runtime": 2.0, "train_samples_per_second": 12.0, "train_steps_per_second": 1.5
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_a_script_resumes_from_a_named_checkpoint_of_another_trainer(
+    checkpoints: CompleteCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, reporter: int,
+) -> None:  # fmt: skip
+    """Only transformers knows whether it is complete. The first rank says that it is not compared."""
+    monkeypatch.setattr(saving, "rank", lambda: reporter)
+    theirs = tmp_path / "theirs" / "checkpoint-7"
+    theirs.mkdir(parents=True)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.resumption(str(theirs)) == str(theirs)
+    said = "data, weights and rewards are not compared, because the checkpoint does not identify them"
+    assert [message.endswith(said) for message in caplog.messages] == [True] * (1 - reporter)
+
+
+def test_a_launch_that_stops_names_the_newest_checkpoint(checkpoints: CompleteCheckpoints, tmp_path: Path) -> None:
+    loss = Loss("it was taken over", "look there")
+    checkpoints.held = SimpleNamespace(loss=lambda: loss)  # type: ignore[assignment]
+    checkpoints.trainer.state = SimpleNamespace(global_step=8)  # type: ignore[assignment]
+    for resumed, newest, said in (
+        (None, None, "it has no checkpoint"),
+        (tmp_path / "checkpoint-3", None, "checkpoint-3 is its last checkpoint"),
+        (tmp_path / "checkpoint-3", tmp_path / "checkpoint-6", "checkpoint-6 is its last checkpoint"),
+    ):
+        checkpoints.resumed_from, checkpoints.last_saved = resumed, newest
+        with pytest.raises(FolderLost, match=f"it was taken over; this launch stops after step 8 .*, {said}: look"):
+            checkpoints.check_folder()
+
+
+def test_a_run_is_evaluated_before_its_first_step_only_once(checkpoints: CompleteCheckpoints, tmp_path: Path) -> None:
+    args: Any = SimpleNamespace(
+        save_total_limit=None, push_to_hub=False, load_best_model_at_end=False, eval_on_start=True
+    )
+    checkpoints.trainer.callback_handler = SimpleNamespace(callbacks=[])  # type: ignore[assignment]
+    state: Any = SimpleNamespace(global_step=0, best_model_checkpoint=None)
+    checkpoints.on_train_begin(args, state)
+    assert args.eval_on_start is True
+    checkpoints.resumed_from = tmp_path
+    checkpoints.on_train_begin(args, state)
+    assert args.eval_on_start is False

@@ -1,0 +1,256 @@
+"""Differences between two identities, one at a time, and the files and functions that an identity covers."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from grpo_recipes.runs import identity
+from grpo_recipes.runs.identity import NOT_IDENTIFIED, Identity, Source, differences, source_digest, weights_of
+from grpo_recipes.runs.weights import identify_weights
+from grpo_rewards.files import LARGE_BYTES
+from grpo_rewards.registry import BuiltReward, build_rewards
+from tests.support import tiny
+
+CONTENT: dict[str, Any] = {
+    "rows": 3,
+    "columns": {"prompt": "1", "gold": "2"},
+    "weights": {"policy": {"model.safetensors": "1", "config.json": "2", "tokenizer.json": "3"}},
+    "rewards": {"own": "1"},
+    "tools": {},
+    "chat_template": None,
+    "versions": {"trl": "1.0"},
+}
+FILES: dict[str, str] = CONTENT["weights"]["policy"]
+
+
+def found(before: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Return the refused and the logged differences between two launches that share all but some entries."""
+    launch = Identity({**CONTENT, **now}, {"policy": "there"})
+    comparison = differences({**CONTENT, **before}, launch)
+    return comparison.refused, comparison.logged
+
+
+def weights(**changes: str | None) -> dict[str, Any]:
+    """Return an entry of weights with the identity of some files replaced, or removed for None."""
+    names = {"model": "model.safetensors", "config": "config.json", "tokenizer": "tokenizer.json"}
+    files = {**FILES, **{names.get(name, f"{name}.json"): value for name, value in changes.items()}}
+    return {"weights": {"policy": {name: value for name, value in files.items() if value is not None}}}
+
+
+STREAMED = "the dataset is not compared, because it is streamed"
+UNKNOWN = "the weights of the policy are not compared, because they are not identified"
+COMMIT = {"weights": {"policy": {"commit": "abc"}}}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "refused", "logged"),
+    [
+        ({}, {}, [], []),
+        ({"rows": 1_000}, {"rows": 2_000}, ["the dataset had 1,000 rows and has 2,000"], []),
+        ({"rows": None}, {}, [], [STREAMED]),
+        ({}, {"rows": None}, [], [STREAMED]),
+        ({"columns": {"prompt": "9", "gold": "2"}}, {}, ["the column `prompt` of the dataset has changed"], []),
+        ({"columns": {"prompt": "1"}}, {}, ["the column `gold` of the dataset is new"], []),
+        ({}, {"columns": {"prompt": "1"}}, ["the column `gold` of the dataset is missing"], []),
+        (weights(model="9"), {}, ["the weights of the policy have changed (there/model.safetensors)"], []),
+        (weights(config="9"), {}, ["the files of the policy have changed (there/config.json)"], []),
+        (weights(tokenizer="9", config="9"), {}, ["the files of the policy have changed (there/config.json)"], []),
+        (weights(model="9", config="9"), {}, ["the weights of the policy have changed (there/model.safetensors)"], []),
+        (weights(tokenizer=None), {}, ["the files of the policy have changed (there/tokenizer.json)"], []),
+        ({}, weights(tokenizer=None), ["the files of the policy have changed (there/tokenizer.json)"], []),
+        ({"weights": {"policy": {}}}, {}, [], [UNKNOWN]),
+        ({}, {"weights": {"policy": {}}}, [], [UNKNOWN]),
+        (COMMIT, {}, [], [UNKNOWN]),
+        ({}, COMMIT, [], [UNKNOWN]),
+        (COMMIT, COMMIT, [], []),
+        ({"chat_template": "1"}, {}, ["the chat template of the recipe has changed"], []),
+        ({}, {"chat_template": "1"}, ["the chat template of the recipe has changed"], []),
+        ({"chat_template": "1"}, {"chat_template": "2"}, ["the chat template of the recipe has changed"], []),
+        ({"versions": {"trl": "0.9"}}, {}, [], ["trl was 0.9 and is 1.0"]),
+        ({"versions": {}}, {}, [], []),  # recorded before the package counted
+        ({"rewards": {"own": "9"}}, {}, [], ["the source file of the reward `own` has changed"]),
+        (
+            {"rewards": {"own": NOT_IDENTIFIED}},
+            {},
+            [],
+            ["the code of `own` is not compared, because it has no source file"],
+        ),
+        ({"rewards": {}}, {}, [], ["the rewards from source files were none and are `own`"]),
+        ({}, {"rewards": {}}, [], ["the rewards from source files were `own` and are none"]),
+    ],
+)
+def test_one_difference_is_one_clause(
+    before: dict[str, Any], now: dict[str, Any], refused: list[str], logged: list[str]
+) -> None:
+    assert found(before, now) == (refused, logged)
+
+
+def test_all_parts_of_a_column_in_several_chunks_count() -> None:
+    """Arrow can't combine more than 2 GiB of text into one chunk."""
+
+    def parts(*chunks: list[str]) -> list[Any]:
+        return [value for part in identity._parts(pa.chunked_array(list(chunks))) for value in part]
+
+    assert parts(["a"], ["b", "c"]) == ["a", "b", "c"]
+
+
+# Files
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "counts"),
+    [
+        ("config.json", {"rope_theta": 7.0}, True),
+        ("config.json", {"dtype": "bfloat16"}, False),
+        ("config.json", {"torch_dtype": "bfloat16"}, False),
+        ("config.json", {"_name_or_path": "elsewhere"}, False),
+        ("generation_config.json", {"eos_token_id": 7}, True),
+        ("generation_config.json", {"pad_token_id": 7}, True),
+        ("generation_config.json", {"top_k": 7}, False),
+    ],
+)
+def test_an_entry_counts_if_it_changes_what_a_step_computes(
+    tmp_path: Path, file: str, values: dict[str, Any], counts: bool
+) -> None:
+    folder = tiny.save_policy(tmp_path / "policy")
+    before = weights_of(Source(str(folder)))
+    edit(folder / file, **values)
+    after = weights_of(Source(str(folder)))
+    assert {name for name in after if before[name] != after[name]} == ({file} if counts else set())
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(dict(reversed(content.items())), indent=3))
+    assert weights_of(Source(str(folder))) == after, "the order of keys is no difference"
+
+
+def test_every_byte_of_a_tokenizer_counts_and_of_weights_both_ends(tmp_path: Path) -> None:
+    folder = tiny.save_policy(tmp_path / "policy")
+    vocabulary = folder / "vocab.txt"
+    content = bytearray(b"x" * (3 << 20))
+    vocabulary.write_bytes(content)
+    before = weights_of(Source(str(folder)))
+    content[len(content) // 2] = 0
+    vocabulary.write_bytes(content)
+    after = weights_of(Source(str(folder)))
+    assert {name for name in after if before[name] != after[name]} == {"vocab.txt"}
+    with vocabulary.open("r+b") as file:
+        file.truncate(LARGE_BYTES + 1)  # no tokenizer is as large: it is not read to its end
+    assert weights_of(Source(str(folder)))["vocab.txt"] == identify_weights(vocabulary)
+
+
+def test_a_folder_without_weights_has_no_identity(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_of(Source(str(tmp_path))) == {}
+    assert weights_of(Source("")) == {}
+    assert weights_of(Source("org/name", "abc")) == {"commit": "abc"}
+
+
+# Code
+
+REWARDS = """
+class Judge:
+    __name__ = "judge"
+    def __call__(self, completions, **columns):
+        return [0.0 for _ in completions]
+    def method(self, completions, **columns):
+        return [0.0 for _ in completions]
+
+def plain(completions, **columns):
+    return [0.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    (tmp_path / "identity_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield importlib.import_module("identity_rewards")
+    del sys.modules["identity_rewards"]
+
+
+def decorated_here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a reward with a wrapper of this file."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **columns: Any) -> Any:
+        return function(*args, **columns)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda own: own.plain,
+        lambda own: functools.partial(own.plain, level=3),
+        lambda own: own.Judge(),
+        lambda own: own.Judge().method,
+        lambda own: own.Judge,
+        lambda own: functools.cache(own.plain),
+        lambda own: decorated_here(own.plain),
+        lambda own: functools.partial(decorated_here(functools.cache(functools.partial(own.plain, level=3))), level=4),
+    ],
+    ids=["function", "partial", "instance", "method", "class", "cached", "decorated", "all"],
+)
+def test_a_reward_is_identified_by_the_file_that_defines_it(
+    own: ModuleType, tmp_path: Path, form: Callable[[ModuleType], Any]
+) -> None:
+    file = tmp_path / "identity_rewards.py"
+    before = source_digest(form(own))
+    assert before == source_digest(own.plain) != NOT_IDENTIFIED
+    file.write_text(REWARDS + "\n# another version\n")
+    assert source_digest(form(own)) != before
+
+
+def test_rewards_inside_others_have_names_of_their_own(own: ModuleType) -> None:
+    """Two parts of one name, in two sums, are four rewards."""
+    parts = [{"name": "identity_rewards.plain"}, {"name": "identity_rewards.plain", "alias": "again"}]
+    sums = [{"name": "sum", "alias": alias, "rewards": parts} for alias in ("one", "other")]
+    rewards = build_rewards([*sums, {"name": "identity_rewards.Judge", "alias": "judge"}])
+    content = identity.identify(SimpleNamespace(), rewards, {}).content
+    assert set(content["rewards"]) == {"one/plain", "one/again", "other/plain", "other/again", "judge"}
+    assert len(set(content["rewards"].values())) == 1
+
+
+def test_models_of_rewards_are_identified_at_their_revision(tmp_path: Path) -> None:
+    folder = str(tiny.save_reward_model(tmp_path / "scorer"))
+    asked: list[tuple[str, str | None]] = []
+
+    def commit(name: str, revision: str | None) -> str:
+        asked.append((name, revision))
+        return "abc"
+
+    rewards = build_rewards([{"name": "reward_model", "kwargs": {"model": folder, "revision": "v2"}}])
+    assert identity.reward_models(rewards, commit) == {"reward model `reward_model`": Source(folder, "abc")}
+    assert asked == [(folder, "v2")]
+
+
+def test_a_model_that_trl_takes_as_a_reward_is_identified(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder = str(tiny.save_reward_model(tmp_path / "scorer"))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    rewards = [BuiltReward(model, 1.0, "scorer")]
+    assert identity.reward_models(rewards, lambda *_: None) == {"reward model `scorer`": Source(folder)}
+
+
+def test_two_models_under_one_name_are_both_identified() -> None:
+    """A script may pass two models of one class, and TRL names a model by its class."""
+    models = [SimpleNamespace(config=SimpleNamespace(_name_or_path=name), state_dict=None) for name in ("a", "b")]
+    rewards = [BuiltReward(model, 1.0, "scorer") for model in models]  # type: ignore[arg-type]
+    sources = identity.reward_models(rewards, lambda *_: None)
+    assert sorted(source.name for source in sources.values()) == ["a", "b"]

@@ -217,6 +217,13 @@ class SegmentedModel:
             for name in ("input_ids", "attention_mask", "use_cache", self._cache_name):
                 kwargs.pop(name, None)
             states = _Run(self, partial(forward, **kwargs), segments).hidden_states()
+            if segments.prefixes is not None:
+                prefixes, *states = states
+                if self._is_zero3:
+                    # No label reads the prefixes, so here they get a gradient of 0. DeepSpeed gathers the weights of a
+                    # module when a gradient of its output arrives. The mixer of a last recurrent layer would get only
+                    # the gradients of its states, and find its weights released after the completions.
+                    states.append(prefixes)
             joined = torch.cat([state.flatten(0, 1) for state in states])
             return BaseModelOutputWithPast(last_hidden_state=joined.index_select(0, segments.positions)[None])
 
@@ -229,6 +236,11 @@ class SegmentedModel:
                 self._backbone.forward = forward
             else:
                 del self._backbone.forward
+
+    @property
+    def _is_zero3(self) -> bool:
+        """True if DeepSpeed has partitioned the weights."""
+        return hasattr(next(self._backbone.parameters()), "ds_id")
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -265,7 +277,6 @@ class _Run:
         self._model, self._forward, self._segments = model, forward, segments.in_order()
         self._layers = model.layers
         config, prefixes = model._config, segments.prefixes
-        self._first_bucket = 0 if prefixes is None else 1
         self._caches: list[Cache | None] = [None] * len(self._segments)
         """Cache that the backbone gets in each pass. It only makes masks and positions, and no layer sees it."""
         if prefixes is not None:
@@ -278,9 +289,9 @@ class _Run:
         self._outputs: dict[int, Tensor] = {}
 
     def hidden_states(self) -> list[Tensor]:
-        """Return the last hidden states of each bucket, (rows, columns, H)."""
+        """Return the last hidden states of each segment, (rows, columns, H)."""
         self._pass(0)
-        return [self._outputs[number] for number in range(self._first_bucket, len(self._segments))]
+        return [self._outputs[number] for number in range(len(self._segments))]
 
     def _pass(self, number: int) -> None:
         """Run the backbone on a segment, and all following segments and the layers inside its last layer."""

@@ -229,6 +229,38 @@ def test_a_model_that_computes_between_its_layers_is_not_segmented(tmp_path: Pat
     assert "the model computes between its layers" in logged()[0]
 
 
+def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed gathers the weights of a call when that gradient arrives, and a prefix also feeds its states."""
+    policy = build("mamba2")
+    trainer = trainer_on(policy, tmp_path)
+    rows = flat(RAGGED)
+    scored(trainer, rows)
+    assert layout_of(trainer) is Layout.SHARED
+    calls: list[Tensor] = []
+    reached: list[Tensor] = []
+
+    def record(module: nn.Module, args: Any, output: Tensor) -> None:
+        calls.append(output)
+        output.register_hook(reached.append)
+
+    policy.backbone.layers[-1].mixer.register_forward_hook(record)
+    found = {}
+    for zero3 in (False, True):
+        monkeypatch.setattr(segments.SegmentedModel, "_is_zero3", zero3)
+        policy.zero_grad()
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep
+        )[0].sum().backward()
+        unreached = len(calls) - len(reached)
+        found[zero3] = unreached, [parameter.grad for parameter in policy.parameters()]
+        calls.clear()
+        reached.clear()
+    assert (found[False][0], found[True][0]) == (1, 0)
+    torch.testing.assert_close(found[True][1], found[False][1], atol=1e-6, rtol=1e-5)
+
+
 def test_prompts_are_not_shared_under_fsdp1() -> None:
     policy = build("qwen3_5_text")
     assert layout_check.unsupported_under_sharding(policy) == ""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ from grpo_recipes.generation.models import base_model
 
 COUNTS_FROM_0 = frozenset({"bamba"})
 """Model types whose positions begin at 0 behind a cache too, unless they are given."""
+
+DELTA_RULE_CHUNK = 32
+"""Number of columns of a chunk of the gated delta rule on a CPU, half of transformers' default.
+
+transformers pads each row to whole chunks, and most rows of a segment are about as long as a chunk.
+"""
 
 
 class NotSegmented(RuntimeError):
@@ -159,6 +166,7 @@ class SegmentedModel:
         self._config = base.config.get_text_config(decoder=True)
         takes = inspect.signature(self._backbone.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._has_delta_rule = any(_has_delta_rule(module) for module in self._backbone.modules())
         self._place: tuple[nn.Module, str] | None = None
         """Module that holds the decoder layers, and the name of their list."""
         self._sizes: list[int] = []
@@ -216,6 +224,8 @@ class SegmentedModel:
         def segmented(*_: Any, segments: Segments, **kwargs: Any) -> BaseModelOutputWithPast:
             for name in ("input_ids", "attention_mask", "use_cache", self._cache_name):
                 kwargs.pop(name, None)
+            if self._has_delta_rule and segments.positions.device.type == "cpu":
+                kwargs["chunk_size"] = DELTA_RULE_CHUNK
             states = _Run(self, partial(forward, **kwargs), segments).hidden_states()
             if segments.prefixes is not None:
                 prefixes, *states = states
@@ -394,6 +404,12 @@ def _switched_off(checkpoints: Sequence[Any]) -> Iterator[None]:
     finally:
         for part in checkpoints:
             part.gradient_checkpointing = True
+
+
+def _has_delta_rule(module: nn.Module) -> bool:
+    """Return True if a module hands its keyword arguments to a gated delta rule that takes a `chunk_size`."""
+    rule = getattr(sys.modules[type(module).__module__], "torch_chunk_gated_delta_rule", None)
+    return rule is not None and "chunk_size" in inspect.signature(rule).parameters
 
 
 def _lists_of_layers(backbone: nn.Module, length: int | None) -> list[tuple[nn.Module, str]]:

@@ -80,9 +80,6 @@ VERIFIED_UNDER_SHARDING = frozenset({"gpt_oss", "granitemoehybrid", "lfm2", "mam
 """Model types that train to TRL's weights on two ranks with shared prompts, under ZeRO-3 and FSDP2
 (`test_segments_distributed.py`)."""
 
-FAILS_UNDER_ZERO3 = frozenset({"mamba2"})
-"""Model types of `VERIFIED_UNDER_SHARDING` whose backward pass behind a shared prompt raises under ZeRO-3."""
-
 Gradients = Sequence[Tensor | None]
 """Gradient of each compared parameter, None where the result does not depend on the parameter."""
 
@@ -644,8 +641,6 @@ def unsupported_under_sharding(model: nn.Module) -> str:
         return "shared prompts were verified under FSDP2, and not under FSDP1"
     if kind not in VERIFIED_UNDER_SHARDING:
         return f"the gradients of {kind} behind a shared prompt were not verified under ZeRO-3 and FSDP"
-    if kind in FAILS_UNDER_ZERO3 and any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return f"ZeRO-3 does not gather a convolution of {kind} for the backward pass behind a shared prompt"
     return ""
 
 

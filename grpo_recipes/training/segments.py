@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ from grpo_recipes.generation.models import base_model
 
 COUNTS_FROM_0 = frozenset({"bamba"})
 """Model types whose positions begin at 0 behind a cache too, unless they are given."""
+
+DELTA_RULE_CHUNK = 32
+"""Number of columns of a chunk of the gated delta rule on a CPU, half of transformers' default.
+
+transformers pads each row to whole chunks, and most rows of a segment are about as long as a chunk.
+"""
 
 
 class NotSegmented(RuntimeError):
@@ -159,6 +166,7 @@ class SegmentedModel:
         self._config = base.config.get_text_config(decoder=True)
         takes = inspect.signature(self._backbone.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._has_delta_rule = any(_has_delta_rule(module) for module in self._backbone.modules())
         self._place: tuple[nn.Module, str] | None = None
         """Module that holds the decoder layers, and the name of their list."""
         self._sizes: list[int] = []
@@ -216,7 +224,16 @@ class SegmentedModel:
         def segmented(*_: Any, segments: Segments, **kwargs: Any) -> BaseModelOutputWithPast:
             for name in ("input_ids", "attention_mask", "use_cache", self._cache_name):
                 kwargs.pop(name, None)
+            if self._has_delta_rule and segments.positions.device.type == "cpu":
+                kwargs["chunk_size"] = DELTA_RULE_CHUNK
             states = _Run(self, partial(forward, **kwargs), segments).hidden_states()
+            if segments.prefixes is not None:
+                prefixes, *states = states
+                if self._is_zero3:
+                    # No label reads the prefixes, so here they get a gradient of 0. DeepSpeed gathers the weights of a
+                    # module when a gradient of its output arrives. The mixer of a last recurrent layer would get only
+                    # the gradients of its states, and find its weights released after the completions.
+                    states.append(prefixes)
             joined = torch.cat([state.flatten(0, 1) for state in states])
             return BaseModelOutputWithPast(last_hidden_state=joined.index_select(0, segments.positions)[None])
 
@@ -229,6 +246,11 @@ class SegmentedModel:
                 self._backbone.forward = forward
             else:
                 del self._backbone.forward
+
+    @property
+    def _is_zero3(self) -> bool:
+        """True if DeepSpeed has partitioned the weights."""
+        return hasattr(next(self._backbone.parameters()), "ds_id")
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -265,7 +287,6 @@ class _Run:
         self._model, self._forward, self._segments = model, forward, segments.in_order()
         self._layers = model.layers
         config, prefixes = model._config, segments.prefixes
-        self._first_bucket = 0 if prefixes is None else 1
         self._caches: list[Cache | None] = [None] * len(self._segments)
         """Cache that the backbone gets in each pass. It only makes masks and positions, and no layer sees it."""
         if prefixes is not None:
@@ -278,9 +299,9 @@ class _Run:
         self._outputs: dict[int, Tensor] = {}
 
     def hidden_states(self) -> list[Tensor]:
-        """Return the last hidden states of each bucket, (rows, columns, H)."""
+        """Return the last hidden states of each segment, (rows, columns, H)."""
         self._pass(0)
-        return [self._outputs[number] for number in range(self._first_bucket, len(self._segments))]
+        return [self._outputs[number] for number in range(len(self._segments))]
 
     def _pass(self, number: int) -> None:
         """Run the backbone on a segment, and all following segments and the layers inside its last layer."""
@@ -383,6 +404,12 @@ def _switched_off(checkpoints: Sequence[Any]) -> Iterator[None]:
     finally:
         for part in checkpoints:
             part.gradient_checkpointing = True
+
+
+def _has_delta_rule(module: nn.Module) -> bool:
+    """Return True if a module hands its keyword arguments to a gated delta rule that takes a `chunk_size`."""
+    rule = getattr(sys.modules[type(module).__module__], "torch_chunk_gated_delta_rule", None)
+    return rule is not None and "chunk_size" in inspect.signature(rule).parameters
 
 
 def _lists_of_layers(backbone: nn.Module, length: int | None) -> list[tuple[nn.Module, str]]:

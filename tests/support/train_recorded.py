@@ -1,10 +1,10 @@
 """Trains three steps on a recording in which the ranks of a launch have very different amounts of work.
 
 With `--twice` it trains four steps, two on each generation batch. With the name of a model type, the policy is the tiny
-model of that type that `make models` builds.
+model of that type that `make models` builds, with `--reversed` with the kinds of its layers in the opposite order.
 
-python -m tests.support.train_recorded {ours,trl} RANKS OUTPUT [TYPE] [--lora] [--twice] [--checkpointing], alone or
-under `accelerate launch`
+python -m tests.support.train_recorded {ours,trl} RANKS OUTPUT [TYPE] [--lora] [--twice] [--checkpointing]
+[--reversed], alone or under `accelerate launch`
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(kind: str, ranks: str, output: str, *options: str) -> None:
     trainer = make_trainer(
         {"ours": GRPOTrainer, "trl": TRLGRPOTrainer}[kind],
         uneven(),
-        models.build(types[0]) if types else model(),
+        models.build(types[0], reversed_layers="--reversed" in options) if types else model(),
         Path(output),
         peft_config=lora if "--lora" in options else None,
         loss_type="grpo",

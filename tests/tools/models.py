@@ -196,10 +196,15 @@ def tiny_settings(config_class: type[PreTrainedConfig], special: dict[str, Any])
     return {**settings, **special}
 
 
-def build(model_type: str) -> PreTrainedModel:
-    """Build a tiny model of this type whose distributions are far from uniform, the same one at each call."""
+def build(model_type: str, *, reversed_layers: bool = False) -> PreTrainedModel:
+    """Build a tiny model of this type whose distributions are far from uniform, the same one at each call.
+
+    With `reversed_layers` the kinds of its layers are in the opposite order.
+    """
     config_class = CONFIG_MAPPING[model_type]
     config = config_class(**tiny_settings(config_class, SPECIAL.get(model_type, {})))
+    if reversed_layers:
+        config.layer_types = config.layer_types[::-1]
     with torch.device("meta"):
         size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
     if size > LARGEST:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,13 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training import buckets, layout_check, log_probs, segments
 from grpo_recipes.training.packing import Layout
-from tests.grpo_recipes.training.test_packing import flat, layout_of, one_by_one, scored, trainer_on
+from tests.grpo_recipes.training.test_packing import flat, layout_of, one_by_one, padded, scored, trainer_on
 from tests.support.recorded import Recording, gradients, largest_gap, make_trainer, model
 from tests.tools.models import build
 
@@ -229,11 +231,62 @@ def test_a_model_that_computes_between_its_layers_is_not_segmented(tmp_path: Pat
     assert "the model computes between its layers" in logged()[0]
 
 
+def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed gathers the weights of a call when that gradient arrives, and a prefix also feeds its states."""
+    policy = build("mamba2")
+    trainer = trainer_on(policy, tmp_path)
+    rows = flat(RAGGED)
+    scored(trainer, rows)
+    assert layout_of(trainer) is Layout.SHARED
+    calls: list[Tensor] = []
+    reached: list[Tensor] = []
+
+    def record(module: nn.Module, args: Any, output: Tensor) -> None:
+        calls.append(output)
+        output.register_hook(reached.append)
+
+    policy.backbone.layers[-1].mixer.register_forward_hook(record)
+    found = {}
+    for zero3 in (False, True):
+        monkeypatch.setattr(segments.SegmentedModel, "_is_zero3", zero3)
+        policy.zero_grad()
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep
+        )[0].sum().backward()
+        unreached = len(calls) - len(reached)
+        found[zero3] = unreached, [parameter.grad for parameter in policy.parameters()]
+        calls.clear()
+        reached.clear()
+    assert (found[False][0], found[True][0]) == (1, 0)
+    torch.testing.assert_close(found[True][1], found[False][1], atol=1e-6, rtol=1e-5)
+
+
 def test_prompts_are_not_shared_under_fsdp1() -> None:
     policy = build("qwen3_5_text")
     assert layout_check.unsupported_under_sharding(policy) == ""
     policy.model.layers[0]._fsdp_wrapped_module = nn.Identity()
     assert "not under FSDP1" in layout_check.unsupported_under_sharding(policy)
+
+
+def test_segments_of_several_chunks_are_computed_in_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, sizes = modeling_qwen3_5.torch_chunk_gated_delta_rule, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        sizes.append(kwargs.get("chunk_size"))
+        return rule(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", functools.wraps(rule)(recorded))
+    policy = build("qwen3_5_text")
+    trainer = trainer_on(policy, tmp_path, max_completion_length=80)
+    rows = padded([[2, 3, 4]] * 3, [[2 + number % 13 for number in range(size)] for size in (70, 33, 5)])
+    scored(trainer, rows)
+    assert layout_of(trainer) is Layout.SHARED
+    sizes.clear()
+    found = scored(trainer, rows)
+    assert set(sizes) == {segments.DELTA_RULE_CHUNK}
+    torch.testing.assert_close(found, one_by_one(policy, rows), atol=1e-4, rtol=0)
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:

@@ -61,6 +61,10 @@ def test_plausible_wrong_refactorings_are_among_the_mutants(source: str, becomes
     assert (source, becomes) in {mutant.lines_of(text) for mutant in mutants_of("file.py", text)}
 
 
+def test_types_are_not_changed() -> None:
+    assert mutants_of("file.py", 'Kind = Literal["text", "call"]\nx: Callable[[int], bool]\n') == []
+
+
 @pytest.mark.parametrize("source", ["min(a, b)", "isinstance(a, b)", "f(a, 'text')", "f(A.x, b)"])
 def test_arguments_are_not_swapped_where_nothing_or_everything_breaks(source: str) -> None:
     first, second = source.partition("(")[2][:-1].split(", ")

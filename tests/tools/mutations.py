@@ -92,11 +92,11 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 def _nodes(tree: ast.AST) -> Iterator[tuple[Any, ast.stmt]]:
     """Yield every node that can change, with its statement.
 
-    Annotations, imports, texts of errors and logs, and f-strings stay.
+    Types, annotations, imports, texts of errors and logs, and f-strings stay.
     """
 
     def walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[Any, ast.stmt]]:
-        if isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_docstring(node):
+        if isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_docstring(node) or _is_literal(node):
             return
         if isinstance(node, ast.stmt):
             statement = node
@@ -116,6 +116,10 @@ def _nodes(tree: ast.AST) -> Iterator[tuple[Any, ast.stmt]]:
 
 def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_literal(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Literal"
 
 
 def _is_log(node: ast.Call) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -189,3 +190,20 @@ def test_what_is_known_of_survivors_is_of_the_source_as_it_is() -> None:
         real |= {(path, *mutant.lines_of(source)) for mutant in mutants_of(path, source)}
     assert not mutants.known().keys() - real
     assert all(verdict.startswith(("equivalent: ", "slow: ", "survived: ")) for verdict in mutants.known().values())
+
+
+def spin() -> int:
+    while True:
+        pass
+
+
+def test_a_fork_is_ended_by_its_cpu_time_or_by_waiting_and_not_by_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "LOOK", 0.02)
+    log = tmp_path / "log"
+    assert mutants.forked(lambda: 3, 1, log) == 3
+    assert mutants.forked(lambda: time.sleep(0.5), 0.1, log) == 0
+    assert mutants.forked(spin, 0.2, log) == mutants.TIME_OUT
+    monkeypatch.setattr(mutants, "IDLE", 0.3)
+    assert mutants.forked(lambda: time.sleep(60), 100, log) == mutants.TIME_OUT

@@ -43,6 +43,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.tools.mutations import Mutant, mutants_of
@@ -87,6 +88,15 @@ IMPORTED_ONCE = (
 LIMIT = 30.0
 """Seconds of tests, as measured in the coverage run, that a mutant is run against at most."""
 
+LOOK = 1.0
+"""Seconds of wall time between two looks at the CPU time of a fork."""
+
+IDLE = 120.0
+"""Seconds of wall time without progress after which processes are taken to wait for ever."""
+
+TIME_OUT = -1000
+"""Exit code of a fork that was ended. No signal has this number."""
+
 NOT_FOUND = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 EACH = 0.01
@@ -119,7 +129,11 @@ class Result:
 
 
 class _Selected:
-    """A pytest plugin: the tests of a list in its order, each with a limit of its own; writes which one failed."""
+    """Pytest plugin that runs the tests of a list in its order, and writes the names of those that fail.
+
+    Each test has a limit in CPU time, after which SIGPROF ends the process: a busy machine ends no test. Limits in wall
+    time are off. `forked` ends a test that waits for ever.
+    """
 
     def __init__(self, tests: Sequence[str], seconds: dict[str, float], failed: Path) -> None:
         self.order = {test: place for place, test in enumerate(tests)}
@@ -128,7 +142,14 @@ class _Selected:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda item: self.order[item.nodeid])
         for item in items:
-            item.add_marker(pytest.mark.timeout(20 + 10 * self.seconds.get(item.nodeid, 60.0)), append=False)
+            item.add_marker(pytest.mark.timeout(0), append=False)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        signal.setitimer(signal.ITIMER_PROF, 10 + 3 * self.seconds.get(item.nodeid, 60.0))
+        result = yield
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -147,7 +168,12 @@ def enter(tree: Path) -> None:
 
 
 def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
-    """Run `work()` in a fork with its output in `log`; its exit code, or -1 after `seconds`."""
+    """Run `work()` in a fork with its output in `log`.
+
+    Returns:
+        Exit code of the fork, or `TIME_OUT` if it was ended: its processes took more than `seconds` of CPU time, or
+        nearly none for `IDLE` seconds.
+    """
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -160,16 +186,31 @@ def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
             code = int(work() or 0)
         finally:
             os._exit(code)
-    deadline = time.monotonic() + seconds
+    looked = progressed = time.monotonic()
+    used = before = 0.0
     done, status = 0, 0
-    while not done and time.monotonic() < deadline:
+    while not done and used <= seconds and time.monotonic() < progressed + IDLE:
         time.sleep(0.02)
         done, status = os.waitpid(child, os.WNOHANG)
+        if not done and time.monotonic() > looked + LOOK:
+            looked, used = time.monotonic(), max(used, cpu_seconds(child))
+            if used > before + 0.1:
+                progressed, before = looked, used
     with suppress(ProcessLookupError):  # processes of a test may outlive it
         os.killpg(child, signal.SIGKILL)
     if not done:
         os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if done else -1
+    return os.waitstatus_to_exitcode(status) if done else TIME_OUT
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the CPU time of a process and its descendants, as far as they exist or were waited for."""
+    total = 0.0
+    with suppress(psutil.NoSuchProcess):
+        for one in (parent := psutil.Process(process), *parent.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += sum(one.cpu_times()[:4])  # its own and its children's, in user and system mode
+    return total
 
 
 def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> list[str]:
@@ -216,14 +257,15 @@ def run(change: tuple[str, str] | None, tree: Path, tests: Sequence[str], second
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *(["-x"] if change else [])]
         return pytest.main([*options, *files], plugins=[_Selected(tests, seconds, failed)])
 
-    limit = 60 + 5 * sum(seconds.get(test, 60.0) for test in tests)
+    limit = 60 + 3 * sum(seconds.get(test, 60.0) for test in tests)
     if change is None:
         code = forked(work, limit, tree.parent / "mutant.log")
     else:
         with changed(tree / change[0], change[1]):
             code = forked(work, limit, tree.parent / "mutant.log")
     none: list[str] = []
-    return failed.read_text().split("\n")[:-1] or {0: none, NOT_FOUND: none, -1: ["time-out"]}.get(code, [""])
+    ended = {0: none, NOT_FOUND: none, TIME_OUT: ["time-out"], -signal.SIGPROF: ["time-out"]}
+    return failed.read_text().split("\n")[:-1] or ended.get(code, [""])
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """The command lines: help, `grpo-recipes plan`, unknown words, and closed or full outputs."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
@@ -241,3 +242,108 @@ def test_a_log_on_a_full_disk_does_not_stop_a_training(
     assert (tmp_path / "run" / "model.safetensors").is_file()
     if not both:
         assert capsys.readouterr().err.count("standard output can't be written") == 1
+
+
+RUN, OTHER = Path("runs/a"), Path("runs/b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            "init t.csv",
+            {"path": "t.csv", "model": None, "output": None, "task": None, "question": None, "answer": None}
+            | {"choices": None, "decimal": None},
+        ),
+        (
+            "init t.csv --model m --output runs/a --task numbers --question q --answer a --choices c --decimal comma",
+            {"path": "t.csv", "model": "m", "output": RUN, "task": "numbers", "question": "q", "answer": "a"}
+            | {"choices": "c", "decimal": "comma"},
+        ),
+        (
+            "plan",
+            {"recipe": None, "accelerate_config": None, "num_processes": None, "gpu_memory": None}
+            | {"model_config": None, "build": False, "json": False, "resolved": False},
+        ),
+        (
+            "plan r --accelerate_config ddp --num_processes 2 --gpu_memory 80GB --model_config c.json --build --json "
+            "--resolved",
+            {"recipe": "r", "accelerate_config": "ddp", "num_processes": 2, "gpu_memory": "80GB"}
+            | {"model_config": "c.json", "build": True, "json": True, "resolved": True},
+        ),
+        ("preview r", {"recipe": "r", "prompts": 8, "seed": None, "json": False}),
+        ("preview r --prompts 3 --seed 7 --json", {"recipe": "r", "prompts": 3, "seed": 7, "json": True}),
+        ("train r", {"recipe": "r", "accelerate_config": None, "num_processes": None}),
+        (
+            "train r --accelerate_config ddp --num_processes 2",
+            {"recipe": "r", "accelerate_config": "ddp", "num_processes": 2},
+        ),
+        (
+            "evaluate m",
+            {"model": "m", "recipe": None, "dataset": None, "path": [], "split": None, "system_prompt": None}
+            | {"prompt_format": None, "tags": None, "samples": 1, "temperature": None, "max_new_tokens": None}
+            | {"limit": None, "batch_size": 64, "seed": 0, "vllm": False, "vllm_server_base_url": None}
+            | {"vllm_tensor_parallel_size": None, "vllm_max_model_length": None, "vllm_gpu_memory_utilization": None}
+            | {"output": None, "json": False},
+        ),
+        (
+            "evaluate m --recipe r --dataset d --path p q --split s --system_prompt y --prompt_format text --tags t u "
+            "--samples 4 --temperature 0.5 --max_new_tokens 9 --limit 5 --batch_size 6 --seed 7 --vllm "
+            "--vllm_server_base_url http://h --vllm_tensor_parallel_size 2 --vllm_max_model_length 99 "
+            "--vllm_gpu_memory_utilization 0.8 --output runs/a --json",
+            {"model": "m", "recipe": "r", "dataset": "d", "path": ["p", "q"], "split": "s", "system_prompt": "y"}
+            | {"prompt_format": "text", "tags": ["t", "u"], "samples": 4, "temperature": 0.5, "max_new_tokens": 9}
+            | {"limit": 5, "batch_size": 6, "seed": 7, "vllm": True, "vllm_server_base_url": "http://h"}
+            | {"vllm_tensor_parallel_size": 2, "vllm_max_model_length": 99, "vllm_gpu_memory_utilization": 0.8}
+            | {"output": RUN, "json": True},
+        ),
+        ("compare runs/a runs/b", {"first": RUN, "second": OTHER, "json": False}),
+        ("compare runs/a runs/b --json", {"first": RUN, "second": OTHER, "json": True}),
+        ("diagnose runs/a", {"run": RUN, "json": False}),
+        ("diagnose runs/a --json", {"run": RUN, "json": True}),
+        ("report runs/a", {"run": RUN, "others": [], "output": None}),
+        ("report runs/a runs/b runs/a --output runs/b", {"run": RUN, "others": [OTHER, RUN], "output": OTHER}),
+        ("merge runs/a --output runs/b", {"run": RUN, "output": OTHER}),
+        (
+            "chat m",
+            {"model": "m", "recipe": None, "prompt": None, "system_prompt": None, "prompt_format": None}
+            | {"temperature": None, "max_new_tokens": None, "seed": 0},
+        ),
+        (
+            "chat m --recipe r --prompt p --system_prompt s --prompt_format text --temperature 0 --max_new_tokens 9 "
+            "--seed 7",
+            {"model": "m", "recipe": "r", "prompt": "p", "system_prompt": "s", "prompt_format": "text"}
+            | {"temperature": 0.0, "max_new_tokens": 9, "seed": 7},
+        ),
+        ("export runs/a --to runs/b", {"run": RUN, "to": OTHER}),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else "",
+)
+def test_each_command_has_these_options_with_these_defaults(arguments: str, expected: dict[str, Any]) -> None:
+    parsed = vars(cli.parse(arguments.split()))
+    own = ("command", "function", "known", "overrides")
+    assert {key: value for key, value in parsed.items() if key not in own} == expected
+    assert all(type(parsed[key]) is type(value) for key, value in expected.items() if not isinstance(value, Path))
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["init", "plan", "preview", "train", "evaluate", "compare", "diagnose", "report", "merge", "chat", "export"],
+)
+def test_the_help_of_a_command_explains_every_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse([command, "--help"])
+    entries = re.findall(r"^  (\S.*?)(?:  +|\n +)(\S.*)$", capsys.readouterr().out, flags=re.MULTILINE)
+    assert entries
+    for name, explanation in entries:
+        assert len(explanation.split()) >= 2, name
+
+
+@pytest.mark.parametrize(
+    "missing", ["merge runs/a", "export runs/a", "compare runs/a", "chat", "evaluate", "train", "init"]
+)
+def test_a_required_argument_is_asked_for(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.parse(missing.split())
+    assert left.value.code == 2
+    assert "required" in capsys.readouterr().err

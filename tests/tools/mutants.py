@@ -1,9 +1,13 @@
 """Mutants: single changes of the product that its quick tests should notice.
 
-    make mutants                                          # 300 drawn by a seed; writes docs/mutants.md
-    python -m tests.tools.mutants --count 40                    # the first 40 of them
+    make mutants                                                # 300 drawn by a new seed; writes docs/mutants.md
+    python -m tests.tools.mutants --seed 7 --count 40           # the first 40 that seed 7 draws
     python -m tests.tools.mutants --coverage /tmp/reach.json --results /tmp/mutants.jsonl    # goes on where it was cut
-    off python -m tests.tools.mutants --coverage ... --results ... --again survived              # after new tests
+    python -m tests.tools.mutants --coverage ... --results ... --again survived              # after new tests
+
+The product is divided into wings (`WINGS`). Any number of mutants holds equally many of each wing, because a bug of a
+small wing misleads a user as much as a bug of a large one. A rate says something about the tests only if no test was
+written for the mutants drawn: without `--seed` the seed is new, and the table says so.
 
 Coverage of one run of the quick tests says which of them reach a line (`tests/tools/reach.py`). A mutant is run against
 those alone, quickest first, in a copy of the tree, by a fork of a process that has imported what they need. (mutmut 3
@@ -23,13 +27,14 @@ import hashlib
 import importlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +43,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.tools.mutations import Mutant, mutants_of
@@ -45,13 +51,28 @@ from tests.tools.reach import Reach, complete
 
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN = ROOT / "tests" / "tools" / "mutants.txt"
-TARGETS = (
-    "grpo_recipes/training/*.py",
-    "grpo_recipes/generation/*.py",
-    "grpo_recipes/runs/*.py",
-    "grpo_recipes/process/*.py",
-    *(f"rewards/grpo_rewards/math/{name}.py" for name in ("answers", "symbolic", "correctness")),
-)
+TARGETS = ("grpo_recipes/**/*.py", "rewards/grpo_rewards/**/*.py")
+WINGS = {
+    "training": ("grpo_recipes/training",),
+    "generation": ("grpo_recipes/generation",),
+    "tools": ("grpo_recipes/tools",),
+    "rewards": ("rewards/grpo_rewards",),
+    "recipe and data": ("grpo_recipes/recipe", "grpo_recipes/data"),
+    "checks": ("grpo_recipes/checks",),
+    "plan": ("grpo_recipes/plan",),
+    "evaluation": ("grpo_recipes/evaluation",),
+    "reports": ("grpo_recipes/reports",),
+    "runs": ("grpo_recipes/runs",),
+    "processes and commands": ("grpo_recipes/process", "grpo_recipes"),
+}
+"""Folders of each wing. A file belongs to the wing of the innermost of these folders that holds it."""
+
+EACH_WING, OVERALL = 0.85, 0.9
+"""Lowest shares of killed mutants, of one wing and of all."""
+
+ENOUGH = 20
+"""Mutants of a wing from which its share is judged. One survivor of five says little."""
+
 IMPORTED_ONCE = (
     "torch",
     "transformers",
@@ -66,6 +87,15 @@ IMPORTED_ONCE = (
 
 LIMIT = 30.0
 """Seconds of tests, as measured in the coverage run, that a mutant is run against at most."""
+
+LOOK = 1.0
+"""Seconds of wall time between two looks at the CPU time of a fork."""
+
+IDLE = 120.0
+"""Seconds of wall time without progress after which processes are taken to wait for ever."""
+
+TIME_OUT = -1000
+"""Exit code of a fork that was ended. No signal has this number."""
 
 NOT_FOUND = int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
@@ -99,7 +129,11 @@ class Result:
 
 
 class _Selected:
-    """A pytest plugin: the tests of a list in its order, each with a limit of its own; writes which one failed."""
+    """Pytest plugin that runs the tests of a list in its order, and writes the names of those that fail.
+
+    Each test has a limit in CPU time, after which SIGPROF ends the process: a busy machine ends no test. Limits in wall
+    time are off. `forked` ends a test that waits for ever.
+    """
 
     def __init__(self, tests: Sequence[str], seconds: dict[str, float], failed: Path) -> None:
         self.order = {test: place for place, test in enumerate(tests)}
@@ -108,7 +142,14 @@ class _Selected:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = sorted((i for i in items if i.nodeid in self.order), key=lambda item: self.order[item.nodeid])
         for item in items:
-            item.add_marker(pytest.mark.timeout(20 + 10 * self.seconds.get(item.nodeid, 60.0)), append=False)
+            item.add_marker(pytest.mark.timeout(0), append=False)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        signal.setitimer(signal.ITIMER_PROF, 10 + 3 * self.seconds.get(item.nodeid, 60.0))
+        result = yield
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -127,7 +168,12 @@ def enter(tree: Path) -> None:
 
 
 def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
-    """Run `work()` in a fork with its output in `log`; its exit code, or -1 after `seconds`."""
+    """Run `work()` in a fork with its output in `log`.
+
+    Returns:
+        Exit code of the fork, or `TIME_OUT` if it was ended: its processes took more than `seconds` of CPU time, or
+        nearly none for `IDLE` seconds.
+    """
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
@@ -140,24 +186,40 @@ def forked(work: Callable[[], Any], seconds: float, log: Path) -> int:
             code = int(work() or 0)
         finally:
             os._exit(code)
-    deadline = time.monotonic() + seconds
+    looked = progressed = time.monotonic()
+    used = before = 0.0
     done, status = 0, 0
-    while not done and time.monotonic() < deadline:
+    while not done and used <= seconds and time.monotonic() < progressed + IDLE:
         time.sleep(0.02)
         done, status = os.waitpid(child, os.WNOHANG)
+        if not done and time.monotonic() > looked + LOOK:
+            looked, used = time.monotonic(), max(used, cpu_seconds(child))
+            if used > before + 0.1:
+                progressed, before = looked, used
     with suppress(ProcessLookupError):  # processes of a test may outlive it
         os.killpg(child, signal.SIGKILL)
     if not done:
         os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) if done else -1
+    return os.waitstatus_to_exitcode(status) if done else TIME_OUT
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the CPU time of a process and its descendants, as far as they exist or were waited for."""
+    total = 0.0
+    with suppress(psutil.NoSuchProcess):
+        for one in (parent := psutil.Process(process), *parent.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                total += sum(one.cpu_times()[:4])  # its own and its children's, in user and system mode
+    return total
 
 
 def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> list[str]:
     """Return the tests that reach a mutant's statement: the cheap ones, then the first case of each other function.
 
-    Those of its file, where none does: a line may run on import, or in a process that a test starts.
+    Those of its file, where none does: a line may run on import, or in a process that a test starts. Those of its
+    folder, where none reaches the file.
     """
-    reached = lines.get(mutant.path, {})
+    reached = lines.get(mutant.path) or _of_folder(str(Path(mutant.path).parent), lines)
     found = {test for n in range(mutant.lines[0], mutant.lines[1] + 1) for test in reached.get(n, [])}
     cases: Counter[str] = Counter()
     ranked = []
@@ -171,6 +233,12 @@ def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: di
             total += cost
             chosen.append(test)
     return chosen
+
+
+def _of_folder(folder: str, lines: dict[str, dict[int, list[str]]]) -> dict[int, list[str]]:
+    return {
+        0: sorted({test for path, reached in lines.items() if Path(path).parent == Path(folder) for test in reached[0]})
+    }
 
 
 def run(change: tuple[str, str] | None, tree: Path, tests: Sequence[str], seconds: dict[str, float]) -> list[str]:
@@ -189,14 +257,15 @@ def run(change: tuple[str, str] | None, tree: Path, tests: Sequence[str], second
         options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *(["-x"] if change else [])]
         return pytest.main([*options, *files], plugins=[_Selected(tests, seconds, failed)])
 
-    limit = 60 + 5 * sum(seconds.get(test, 60.0) for test in tests)
+    limit = 60 + 3 * sum(seconds.get(test, 60.0) for test in tests)
     if change is None:
         code = forked(work, limit, tree.parent / "mutant.log")
     else:
         with changed(tree / change[0], change[1]):
             code = forked(work, limit, tree.parent / "mutant.log")
     none: list[str] = []
-    return failed.read_text().split("\n")[:-1] or {0: none, NOT_FOUND: none, -1: ["time-out"]}.get(code, [""])
+    ended = {0: none, NOT_FOUND: none, TIME_OUT: ["time-out"], -signal.SIGPROF: ["time-out"]}
+    return failed.read_text().split("\n")[:-1] or ended.get(code, [""])
 
 
 @contextmanager
@@ -223,10 +292,10 @@ def known() -> dict[tuple[str, str, str], str]:
 
 
 def main() -> int:
-    """Draw mutants, run each, print a line each, and write the table if asked to; 1 if fewer than 90 % are killed."""
+    """Draw mutants, run each, print a line each, and write the table if asked to; 1 if too few are killed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="seed of the draw; a new one by default, kept beside --results")
     parser.add_argument("--paths", nargs="*", default=TARGETS, help="patterns of files to change")
     parser.add_argument("--tests", nargs="*", default=["tests"], help="tests to measure, all quick ones by default")
     parser.add_argument("--coverage", type=Path, help="a file that keeps what the tests reach from run to run")
@@ -238,13 +307,14 @@ def main() -> int:
     sources = {
         str(p.relative_to(ROOT)): p.read_text(encoding="utf-8") for t in asked.paths for p in sorted(ROOT.glob(t))
     }
-    every = draw(sources, asked.seed)
-    drawn = dict(list(every.items())[: asked.count])
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree, kept = Path(folder, "tree"), asked.results or Path(folder, "results.jsonl")
+        seed = asked.seed if asked.seed is not None else new_seed(kept.with_suffix(".seed"))
+        every = draw(sources, seed)
+        drawn = dict(list(every.items())[: asked.count])
         copy_tree(tree)
 
         def measured(work: Callable[[], Any]) -> int:
@@ -262,27 +332,49 @@ def main() -> int:
             print(f"fail on the product as it is, alone, and count no more: {', '.join(failed)}", flush=True)
             reach.forget(failed)
             results = judge(drawn, sources, tree, reach, kept, again="none")
-    counts = Counter(result.outcome.partition(":")[0] for result in results)
-    summary = f"{len(results)} of {len(every)} mutants, seed {asked.seed}: " + ", ".join(
-        f"{counts[outcome]} {outcome}" for outcome in OUTCOMES
-    )
-    print(summary)
+    text = table(results, len(every), seed, is_new=asked.seed is None and asked.again == "none")
+    print(text)
     if asked.record:
-        asked.record.write_text(table(summary, results), encoding="utf-8")
-    return int(counts["killed"] + counts["slow"] < 0.9 * (len(results) - counts["equivalent"]))
+        asked.record.write_text(text, encoding="utf-8")
+    return int(bool(too_low(results)))
+
+
+def new_seed(kept: Path) -> int:
+    """Return the seed in the file `kept`, where a run that was cut left it, or write one there that no run has used."""
+    if not kept.exists():
+        kept.write_text(str(secrets.randbelow(1_000_000)), encoding="utf-8")
+    return int(kept.read_text(encoding="utf-8"))
+
+
+def wing_of(path: str) -> str:
+    """Return the wing of a file of the product.
+
+    Raises:
+        KeyError: If no folder of `WINGS` holds the file.
+    """
+    wings = {folder: wing for wing, folders in WINGS.items() for folder in folders}
+    parent = next((str(parent) for parent in Path(path).parents if str(parent) in wings), path)
+    return wings[parent]
 
 
 def draw(sources: dict[str, str], seed: int) -> dict[tuple[str, str, str, int], Mutant]:
-    """All mutants by key, in an order of the seed's, in which a change of the product elsewhere moves none of them."""
+    """Return all mutants by key, in an order in which the first N hold equally many of each wing.
+
+    The seed alone orders the mutants of a wing. A change of the product elsewhere moves none of them.
+    """
     counts: Counter[str] = Counter()
-    order = {}
+    wings: dict[str, dict[bytes, tuple[tuple[str, str, str, int], Mutant]]] = defaultdict(dict)
     for path, source in sources.items():
         for mutant in mutants_of(path, source):
             lines = mutant.lines_of(source)
             text = repr((seed, path, *lines))
             counts[text] += 1  # equal lines of a file
-            order[hashlib.sha256(f"{text}{counts[text]}".encode()).digest()] = (path, *lines, counts[text]), mutant
-    return dict(order[digest] for digest in sorted(order))
+            digest = hashlib.sha256(f"{text}{counts[text]}".encode()).digest()
+            wings[wing_of(path)][digest] = (path, *lines, counts[text]), mutant
+    placed = []
+    for number, wing in enumerate(WINGS):
+        placed += [(place, number, wings[wing][digest]) for place, digest in enumerate(sorted(wings[wing]))]
+    return dict(drawn for _, _, drawn in sorted(placed, key=lambda entry: entry[:2]))
 
 
 def judge(
@@ -371,20 +463,33 @@ OUTCOMES = {
 }
 
 
-def table(summary: str, results: Sequence[Result]) -> str:
-    """docs/mutants.md."""
+def table(results: Sequence[Result], total: int, seed: int, is_new: bool) -> str:
+    """Return the text of docs/mutants.md."""
     lines = [
         "# Mutants",
         "",
-        "Made by `make mutants`, not by hand (`tests/tools/mutants.py` says how).",
+        "Made by `make mutants`, not by hand (`tests/tools/mutants.py` says how). A mutant is one changed line of the",
+        "product. It is killed if a quick test fails. All product code is drawn from, equally often in each wing.",
         "",
-        f"{summary}.",
+        f"{len(results)} of {total} mutants, drawn by seed {seed}. "
+        + (
+            "The seed was drawn after the tests were written: no test was written for these mutants."
+            if is_new
+            else "The seed was given: tests may have been written for these mutants."
+        ),
+        f"`python -m tests.tools.mutants --seed {seed} --count {len(results)}` draws them again.",
         "",
+        f"| wing | drawn | {' | '.join(OUTCOMES)} | killed or slow, of those not equivalent |",
+        "|---|---|" + "---|" * (len(OUTCOMES) + 1),
     ]
-    lines += [f"| file | drawn | {' | '.join(OUTCOMES)} |", "|---|---|" + "---|" * len(OUTCOMES)]
-    for path in sorted({result.path for result in results}):
-        counts = Counter(result.outcome.partition(":")[0] for result in results if result.path == path)
-        lines.append(f"| {path} | {counts.total()} | {' | '.join(str(counts[outcome]) for outcome in OUTCOMES)} |")
+    for wing, some in by_wing(results).items():
+        counts = outcomes(some)
+        rate = f"{100 * share(some):.1f} %" if some else "none drawn"
+        cells = [wing, counts.total(), *(counts[outcome] for outcome in OUTCOMES), rate]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    low = too_low(results)
+    lines += ["", f"Asked for are {EACH_WING:.0%} in each wing and {OVERALL:.0%} in all. "]
+    lines[-1] += f"Too low: {', '.join(low)}." if low else "No share is lower."
     for outcome, meaning in list(OUTCOMES.items())[1:]:
         of = [result for result in results if result.outcome.startswith(outcome)]
         lines += ["", f"## {outcome.capitalize()}: {meaning}", *([] if of else ["", "None."])]
@@ -393,6 +498,29 @@ def table(summary: str, results: Sequence[Result]) -> str:
             lines += ["", f"`{result.path}`, line {result.line}: {f'`{reason}`' if outcome == 'slow' else reason}", ""]
             lines += ["```diff", f"- {result.was}", f"+ {result.becomes}", "```"]
     return "\n".join(lines) + "\n"
+
+
+def outcomes(results: Sequence[Result]) -> Counter[str]:
+    return Counter(result.outcome.partition(":")[0] for result in results)
+
+
+def share(results: Sequence[Result]) -> float:
+    """Return the share of mutants that a test notices, equivalent ones aside; 1 if there is none."""
+    counts = outcomes(results)
+    judged = counts.total() - counts["equivalent"]
+    return (counts["killed"] + counts["slow"]) / judged if judged else 1.0
+
+
+def by_wing(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Return the results of each wing, and then all."""
+    wings = {wing: [result for result in results if wing_of(result.path) == wing] for wing in WINGS}
+    return {**wings, "all": list(results)}
+
+
+def too_low(results: Sequence[Result]) -> list[str]:
+    """Return the wings of which too few mutants are killed, and "all" if too few are killed in all."""
+    floors = {**dict.fromkeys(WINGS, EACH_WING), "all": OVERALL}
+    return [wing for wing, some in by_wing(results).items() if len(some) >= ENOUGH and share(some) < floors[wing]]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ RENAMED = {
     "startswith": "endswith", "endswith": "startswith", "partition": "rpartition", "rpartition": "partition",
     "search": "match", "fullmatch": "match", "floor": "ceil", "ceil": "floor", "int": "round", "round": "int",
     "sorted": "list", "append": "count", "lstrip": "rstrip", "rstrip": "lstrip", "update": "get", "add": "discard",
+    "set": "list", "median": "mean", "sum": "max",
 }  # fmt: skip
 UNWRAPPED = {
     "strip",
@@ -35,6 +36,11 @@ UNWRAPPED = {
     "contiguous",
     "sum",
 }
+BARED = {"sqrt", "log", "exp", "tuple", "reversed"}
+"""Functions of one argument that a mutant drops."""
+
+NOT_SWAPPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "min", "max", "range", "zip", "super"}
+"""Functions whose first two arguments are not exchanged: the exchange changes nothing, or always raises."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +92,11 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 def _nodes(tree: ast.AST) -> Iterator[tuple[Any, ast.stmt]]:
     """Yield every node that can change, with its statement.
 
-    Annotations, imports, texts of errors and logs, and f-strings stay.
+    Types, annotations, imports, texts of errors and logs, and f-strings stay.
     """
 
     def walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[Any, ast.stmt]]:
-        if isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_docstring(node):
+        if isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_docstring(node) or _is_literal(node):
             return
         if isinstance(node, ast.stmt):
             statement = node
@@ -112,6 +118,10 @@ def _is_docstring(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
+def _is_literal(node: ast.AST) -> bool:
+    return isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Literal"
+
+
 def _is_log(node: ast.Call) -> bool:
     name = ast.unparse(node.func)
     return name.startswith(("logger.", "warnings.")) or name == "print" or name.endswith("Error")
@@ -123,6 +133,8 @@ def _changes(node: Any) -> Iterator[ast.AST | str]:
         case ast.Compare(ops=[operator]):
             for other in COMPARED[type(operator)]:
                 yield ast.Compare(node.left, [other()], node.comparators)
+            if isinstance(operator, (ast.Is, ast.IsNot)) and _is_none(node.comparators[0]):  # empty is taken for None
+                yield node.left if isinstance(operator, ast.IsNot) else ast.UnaryOp(ast.Not(), node.left)
         case ast.BinOp() if type(node.op) in OPERATED:
             yield ast.BinOp(node.left, OPERATED[type(node.op)](), node.right)
         case ast.BoolOp():
@@ -139,6 +151,16 @@ def _changes(node: Any) -> Iterator[ast.AST | str]:
             for element in node.elts:  # without this one
                 rest = [other for other in node.elts if other is not element]
                 yield ast.Set(rest) if isinstance(node, ast.Set) else type(node)(rest, ast.Load())
+        case ast.Tuple() if len(node.elts) > 1 and all(map(_is_type, node.elts)):  # of isinstance or except
+            for element in node.elts:
+                rest = [other for other in node.elts if other is not element]
+                yield ast.Tuple(rest, ast.Load())
+        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+            for generator in node.generators:
+                for condition in generator.ifs:
+                    yield _without_condition(node, generator, condition)
+        case ast.Subscript(slice=ast.Constant(value=0)):
+            yield ast.Subscript(node.value, ast.UnaryOp(ast.USub(), ast.Constant(1)), ast.Load())
         case ast.IfExp():
             yield ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
         case ast.Slice(lower=lower, upper=upper) if lower or upper:
@@ -151,14 +173,16 @@ def _changes(node: Any) -> Iterator[ast.AST | str]:
             yield "pass"
         case ast.AugAssign():
             yield f"{ast.unparse(node.target)} = {ast.unparse(node.value)}"
-        case ast.Return(value=value) if value is not None and not _is_none(value):
-            yield "return None"
+        case ast.Assign(targets=[ast.Name(id=name)]) if _reads(node.value, name):  # a value that is refined
+            yield "pass"
+        case ast.Return(value=value) if value is not None and not _is_none(value) and not _is_bool(value):
+            yield "return None"  # None for False changes nothing for most callers, and True for False is drawn
         case ast.Break() | ast.Continue():
             yield "continue" if isinstance(node, ast.Break) else "break"
 
 
 def _other_calls(node: ast.Call) -> Iterator[ast.AST]:
-    """Yield the call by another name, its object alone, and the call without each of its keyword arguments."""
+    """Yield the call by another name, its object or argument alone, other arguments, and fewer keywords."""
     func, name = node.func, getattr(node.func, "attr", getattr(node.func, "id", ""))
     if name in RENAMED:
         other = RENAMED[name]
@@ -170,6 +194,11 @@ def _other_calls(node: ast.Call) -> Iterator[ast.AST]:
         yield ast.Call(renamed, node.args, node.keywords)
     if name in UNWRAPPED and isinstance(func, ast.Attribute):
         yield func.value
+    if name in BARED and len(node.args) == 1 and not node.keywords:
+        yield node.args[0]
+    first, second = (*node.args[:2], None, None)[:2]
+    if second is not None and name not in NOT_SWAPPED and name[:1].islower() and _can_swap(first, second):
+        yield ast.Call(func, [second, first, *node.args[2:]], node.keywords)
     for keyword in node.keywords:
         if keyword.arg not in (None, "strict"):
             yield ast.Call(func, node.args, [other for other in node.keywords if other is not keyword])
@@ -181,3 +210,31 @@ def _is_constant(value: ast.expr) -> bool:
 
 def _is_none(value: ast.expr) -> bool:
     return isinstance(value, ast.Constant) and value.value is None
+
+
+def _is_bool(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, bool)
+
+
+def _is_type(value: ast.expr) -> bool:
+    """Return True for a name that begins as those of classes do."""
+    name = getattr(value, "attr", getattr(value, "id", ""))
+    return name[:1].isupper() and not name.isupper()
+
+
+def _reads(value: ast.expr, name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(value))
+
+
+def _can_swap(first: ast.expr, second: ast.expr) -> bool:
+    """Return True for two arguments that may be of one type: two names, or two attributes or elements."""
+    return isinstance(first, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(second, type(first))
+
+
+def _without_condition(node: Any, generator: ast.comprehension, condition: ast.expr) -> ast.AST:
+    kept = [other for other in generator.ifs if other is not condition]
+    changed = ast.comprehension(generator.target, generator.iter, kept, generator.is_async)
+    generators = [changed if other is generator else other for other in node.generators]
+    if isinstance(node, ast.DictComp):
+        return ast.DictComp(node.key, node.value, generators)
+    return type(node)(node.elt, generators)

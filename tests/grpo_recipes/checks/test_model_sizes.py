@@ -11,7 +11,7 @@ import pytest
 from transformers import CONFIG_MAPPING, GPT2Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from grpo_recipes.checks.model_sizes import check_model_sizes
+from grpo_recipes.checks.model_sizes import check_model_sizes, largest_position
 from grpo_recipes.plan.memory import MemoryUnknown, load_shape
 from grpo_rewards.errors import UserError
 from tests.support import tiny
@@ -69,6 +69,49 @@ def test_a_size_that_the_weights_cannot_hold_is_refused(model: Path, values: dic
         check_model_sizes(str(model))
     (model / "model.safetensors").unlink()
     check_model_sizes(str(model))  # another check reports that they are missing
+
+
+@pytest.mark.parametrize(
+    "key", ["num_experts", "num_local_experts", "n_routed_experts", "num_hidden_layers", "intermediate_size"]
+)
+def test_every_matrix_that_the_weights_must_hold_is_counted(model: Path, key: str) -> None:
+    change(model, **{key: 1024})
+    (model / "model.safetensors").write_bytes(b"x" * 2048)  # 16,384 weights of a bit: fewer than 1,024 rows
+    assert json.loads((model / "config.json").read_text())["hidden_size"] == 32
+    with pytest.raises(UserError, match=f"`{key}` 1,024 are more than the weights"):
+        check_model_sizes(str(model))
+
+
+@pytest.mark.parametrize(
+    "key", ["num_key_value_heads", "head_dim", "moe_intermediate_size", "num_experts", "max_position_embeddings"]
+)
+def test_a_size_that_released_models_leave_empty_may_be_null_or_0_but_not_negative(model: Path, key: str) -> None:
+    for value in (None, 0):
+        change(model, **{key: value})
+        check_model_sizes(str(model))
+    change(model, **{key: -1})
+    with pytest.raises(UserError, match=f"`{key}` is -1"):
+        check_model_sizes(str(model))
+
+
+def test_a_part_that_is_no_language_model_may_use_a_key_in_another_sense(model: Path) -> None:
+    change(model, vision_config={"hidden_size": 0, "num_hidden_layers": [0, 0], "vocab_size": "none"})
+    check_model_sizes(str(model))
+    for part in ("text_config", "decoder"):
+        path = change(model, vision_config={}, **{part: {"hidden_size": 0}})
+        with pytest.raises(UserError, match=f"`{part}.hidden_size` is 0"):
+            check_model_sizes(str(model))
+        path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != part}))
+
+
+def test_the_largest_position_is_that_of_the_language_model_whatever_its_part(model: Path, tmp_path: Path) -> None:
+    change(model, max_position_embeddings=512, vision_config={"max_position_embeddings": 4096})
+    assert largest_position(str(model)) == 4096
+    change(model, max_position_embeddings=8192)
+    assert largest_position(str(model)) == 8192
+    change(model, max_position_embeddings=None, vision_config={})
+    assert largest_position(str(model)) is None
+    assert largest_position(str(tmp_path / "nothing")) is None
 
 
 def test_an_adapter_beside_a_copy_of_the_configuration_of_its_base_passes(model: Path) -> None:

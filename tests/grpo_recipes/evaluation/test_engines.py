@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaForCausalLM
+from trl import GRPOConfig
 
 from grpo_recipes import cli
 from grpo_recipes.evaluation import engines, evaluate
@@ -20,6 +21,7 @@ from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import needs_merging
 from grpo_recipes.generation import groups, kv_cache
+from grpo_rewards.errors import UserError
 from tests.support.exact_generation import exact_generation
 from tests.support.quantized import needs_bitsandbytes, save_run, trained_policy
 from tests.support.short_runs import log_probabilities
@@ -234,3 +236,52 @@ def test_an_evaluation_records_how_the_base_is_quantized(tmp_path: Path) -> None
     assert made_with["quantization"] == "4 bits (nf4, nested)"
     (warning,) = evaluate.compare(tmp_path / "a", tmp_path / "b")["warnings"]
     assert "quantization not recorded and 4 bits (nf4, nested)" in warning
+
+
+# ---- settings of training
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        ({}, {}),
+        ({"temperature": 0.7, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "min_p": 0.05}, None),
+        ({"top_k": -1}, {"top_k": 0}),  # vLLM's "off"
+        ({"top_k": None, "min_p": None}, {}),
+        ({"temperature": 0.7, "generation_kwargs": {"temperature": 0.5}}, {"temperature": 0.5}),  # TRL's rule
+        ({"generation_kwargs": {"min_p": 0.1, "do_sample": True}}, {"min_p": 0.1}),
+    ],
+)
+def test_the_sampling_of_training_is_that_of_its_recipe_with_trls_defaults(
+    recipe: dict[str, Any], changes: dict[str, Any] | None
+) -> None:
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    trl = GRPOConfig("unused", report_to="none", use_cpu=True, bf16=False)
+    assert {name: getattr(trl, name) for name in defaults} == defaults
+    assert engines.training_sampling(recipe) == {**defaults, **(recipe if changes is None else changes)}
+
+
+@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
+def test_a_sampling_key_that_is_no_number_is_refused(key: str) -> None:
+    for recipe in ({key: "high"}, {"generation_kwargs": {key: [1]}}):
+        with pytest.raises(UserError, match=f"`{key}` is "):
+            engines.training_sampling(recipe)
+
+
+@pytest.mark.parametrize(
+    ("declared", "ends"), [(None, [7]), (7, [7]), (3, [3, 7]), ([9, 7, 9], [7, 9]), ([], [7])], ids=str
+)
+def test_a_completion_ends_at_any_token_that_model_or_tokenizer_declare(declared: Any, ends: list[int]) -> None:
+    model = SimpleNamespace(eos_token_id=declared)
+    assert engines.end_tokens(model, SimpleNamespace(eos_token_id=7)) == ends
+    assert 7 in ends
+    without = engines.end_tokens(model, SimpleNamespace(eos_token_id=None))
+    assert without == sorted(set(declared if isinstance(declared, list) else [declared]) - {None})
+
+
+def test_chat_template_arguments_are_a_mapping_or_nothing() -> None:
+    assert engines.template_kwargs_of({}) is None
+    assert engines.template_kwargs_of({"chat_template_kwargs": {}}) is None
+    assert engines.template_kwargs_of({"chat_template_kwargs": {"thinking": False}}) == {"thinking": False}
+    with pytest.raises(UserError, match="`chat_template_kwargs` is "):
+        engines.template_kwargs_of({"chat_template_kwargs": ["thinking"]})

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from trl import GRPOConfig, ModelConfig
 
-from grpo_recipes.recipe.other_names import OTHER_NAMES
+from grpo_recipes.recipe.other_names import OTHER_NAMES, known_elsewhere
 from grpo_recipes.recipe.recipe import OUR_KEYS, RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec, hints
 
@@ -101,3 +101,60 @@ def test_a_limit_of_prompt_and_completion_names_both_limits() -> None:
 def test_a_misspelt_key_is_still_a_question() -> None:
     with pytest.raises(RecipeError, match="did you mean `max_completion_length`"):
         parse_recipe(["--config", "quickstart", "--max_completion_lenght", "1"])
+
+
+THEIRS = {
+    "verl": """
+    train_files val_files prompt_key max_prompt_length max_response_length filter_overlong_prompts truncation
+    train_batch_size val_batch_size model.path use_kl_loss kl_loss_coef kl_loss_type kl_penalty use_kl_in_reward
+    clip_ratio clip_ratio_low clip_ratio_high ppo_mini_batch_size ppo_micro_batch_size_per_gpu micro_batch_size_per_gpu
+    ppo_epochs grad_clip loss_agg_mode adv_estimator norm_adv_by_std_in_grpo rollout_n n gpu_memory_utilization
+    response_length total_epochs total_training_steps save_freq test_freq val_before_train experiment_name logger
+    default_local_dir resume_mode critic_warmup trainer algorithm lr_warmup_steps lr_warmup_steps_ratio min_lr_ratio
+    tags
+    """,
+    "OpenRLHF": """
+    pretrain actor_model reward_pretrain prompt_data input_key label_key input_template prompt_max_len generate_max_len
+    n_samples_per_prompt micro_train_batch_size micro_rollout_batch_size rollout_batch_size init_kl_coef eps_clip
+    eps_clip_high advantage_estimator save_path ckpt_path max_epochs actor_learning_rate use_wandb wandb_run_name
+    wandb_project lora_rank target_modules
+    """,
+    "TRL and transformers": """
+    model_name model dataset_name dataset_config dataset_train_split dataset_test_split max_prompt_length reward_funcs
+    ref_model torch_dtype attention_implementation evaluation_strategy no_cuda push_to_hub_model_id
+    vllm_guided_decoding_regex vllm_device vllm_dtype pretrained_model_name_or_path dataset_config_name train_file
+    validation_file max_source_length max_seq_length overwrite_output_dir overwrite_cache preprocessing_num_workers
+    jit_mode_eval logging_dir save_safetensors num_return_sequences max_new_tokens warmup_ratio peft_config lora_config
+    """,
+    "axolotl": """
+    base_model model_type tokenizer_type tokenizer_config datasets test_datasets dataset_prepared_path val_set_size
+    sequence_len sample_packing eval_sample_packing adapter lora_model_dir lora_target_linear lora_target_modules
+    gradient_accumulation_steps micro_batch_size num_epochs optimizer lr_scheduler cosine_min_lr_ratio evals_per_epoch
+    saves_per_epoch flash_attention sdp_attention field_messages rl chat_template default_system
+    """,
+    "LLaMA-Factory and ms-swift": """
+    model_path dataset dataset_dir eval_dataset cutoff_len stage template finetuning_type lora_target lora_rank
+    quantization_bit flash_attn val_size split_dataset_ratio rlhf_type train_type tuner_type dataset_num_proc system
+    truncation_strategy max_length per_gpu_train_batch_size loftq_config
+    """,
+    "Unsloth and torchtune": """
+    max_lora_rank fast_inference use_fast_generation load_in_4bit random_state max_seq_len grpo_samples
+    max_generated_tokens output_dir epochs max_steps lr batch_size precision vllm_sampling_params kl_coeff
+    samples_per_prompt group_size num_rollouts rollouts_per_example max_completion_tokens
+    """,
+}
+
+
+@pytest.mark.parametrize("trainer", THEIRS)
+def test_every_key_of_other_trainers_configurations_is_one_of_ours_or_has_advice(trainer: str) -> None:
+    """Keys of published configurations and examples of each trainer."""
+    keys = KEYS | DatasetSpec.hints().keys()
+    assert [name for name in THEIRS[trainer].split() if name not in keys and name not in OTHER_NAMES] == []
+
+
+def test_a_nested_key_of_another_trainer_is_known_by_its_end() -> None:
+    assert known_elsewhere("actor_rollout_ref.rollout.n") == ": here it is `num_generations`"
+    assert known_elsewhere("--Actor-LR") == ": here it is `learning_rate`"
+    assert known_elsewhere("sampling.temperature") == ": here it is `temperature`"
+    assert known_elsewhere("actor.nothing") is None
+    assert known_elsewhere("nothing") is None

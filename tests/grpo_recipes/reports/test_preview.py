@@ -191,3 +191,59 @@ def test_only_the_first_prompts_are_shown_and_json_has_all() -> None:
     assert said.count("a prompt") == 4
     assert "4 of 6 prompts are shown" in said
     assert len(json.loads(json.dumps(preview.as_dict()))["groups"]) == 6
+
+
+def test_the_terminal_shows_the_numbers_of_the_sample() -> None:
+    """8 completions: one of 30 tokens and cut, one of 2. Of 7 scores, 5 are 2.0: mean 10 / 7, and 5 of 8 are full."""
+    short, long = replace(MIXED[1], tokens=2), replace(sampled(None), tokens=30, is_cut=True)
+    said = rendered(preview_of([MIXED[0], short, *MIXED[2:]], [*SOLVED[:3], long]).describe())
+    head, _, below = said.partition("\n\n")
+    assert head == "mine.yaml: a model before training"
+    first, second = below.split("\n\n")[:2]
+    assert first.splitlines()[0] == "prompt 1: 5 tokens, exactly as the model sees it"
+    assert [line.strip() for line in first.splitlines() if "reward" in line] == [
+        "completion of 10 tokens: reward 2.5",
+        "completion of 2 tokens: reward 0.5",
+        "completion of 10 tokens: reward 0",
+    ]
+    assert "completion of 30 tokens, cut: reward 0.5" in second
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert f"{CORRECT} 1 1.429 62% 1 of 8 1 of 2 groups" in lines
+    assert f"{FORMAT} 0.5 0.875 88% 0 of 8 1 of 2 groups" in lines
+    text = " ".join(said.split())
+    # Both groups have one prompt: the exact interval of 0 of 1 ends at 1 - 0.025.
+    assert "zero variance 0 of 2 groups (95 % interval 0% to 98%)" in text
+    assert "completions 2 to 30 tokens, mean 12; 1 of 8 are cut at `max_completion_length` 10" in text
+    assert "generation 20 tokens/s on a GPU by group decoding, 8 completions at once" in text
+    # 48 completions of mean length 11.5. The 100 steps take 21 s each.
+    assert "21 s for 48 completions, about 552 tokens: 12 s generation, 6.0 s scoring, 3.0 s training." in text
+    assert "Training generates 24 completions at once, which takes less time for each on a GPU" in text
+    assert "run 100 optimizer steps: 35 min, if the lengths stay" in text
+    assert text.endswith("what follows nothing stands in the way: 2 of 2 groups have a gradient")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        *((0.0004, "0 ms"), (0.094, "94 ms"), (0.096, "0.1 s"), (9.9, "9.9 s"), (9.97, "10 s"), (119.4, "119 s")),
+        *((120.0, "2 min"), (7140.0, "119 min"), (7200.0, "2.0 h"), (36000.0, "10.0 h")),
+    ],
+)
+def test_a_time_is_shown_in_the_unit_in_which_it_has_two_digits(seconds: float, shown: str) -> None:
+    preview = preview_of(MIXED)
+    cost = replace(preview.cost, generation=seconds / 3, scoring=0.0, training=0.0)
+    assert f"{shown} generation" in rendered(replace(preview, cost=cost).describe())
+
+
+def test_nothing_follows_from_shares_at_their_limits() -> None:
+    """Half of the groups without variance, a quarter of the completions cut: advice begins above."""
+    cut = [replace(one, is_cut=place < 2) for place, one in enumerate(MIXED)]
+    assert "nothing stands in the way: 1 of 2 groups" in only_finding(preview_of(cut, SOLVED))
+    (finding,) = preview_of([replace(one, is_cut=place < 3) for place, one in enumerate(MIXED)], SOLVED).findings()
+    assert finding.startswith("3 of 8 completions are cut at 10 tokens")
+
+
+def test_a_text_is_shown_whole_up_to_30_lines() -> None:
+    fits = "\n".join(f"line {number}" for number in range(30))
+    assert "…" not in rendered(preview_of([replace(one, text=fits) for one in MIXED]).describe())
+    assert "…" in rendered(preview_of([replace(one, text=f"{fits}\nx") for one in MIXED]).describe())

@@ -34,3 +34,22 @@ def test_a_change_below_5_percent_of_the_largest_value_is_no_trend() -> None:
     assert series([1.0 + 0.04 * place / 10 for place in range(11)]).trend == 0
     assert series([1.0 + 0.1 * place / 10 for place in range(11)]).trend == 1
     assert series([0.0, 0.0, 1.0]).trend == 0, "three points"
+
+
+def test_a_small_change_beside_a_large_value_is_no_trend() -> None:
+    """A smooth hill of height 100 whose last quarter lies 4 above the first: less than 5 % of the largest value."""
+    hill = [100 * math.sin(math.pi * step / 399) + 4 * step / 300 for step in range(400)]
+    found = Series(list(range(400)), hill)
+    assert found.end - found.start == pytest.approx(4, abs=0.1)
+    assert found.margin == pytest.approx(0.05 * max(hill))
+    assert found.trend == 0
+    assert (
+        Series(list(range(400)), [value - 2.5 * min(1, step / 200) * 50 for step, value in enumerate(hill)]).trend == -1
+    )
+
+
+def test_four_points_need_six_standard_errors() -> None:
+    """The differences -2, 2, -2 have a standard deviation of √(32 / 9), and a point the noise √(16 / 9)."""
+    assert Series([1, 2, 3, 4], [1.0, -1.0, 1.0, -1.0]).margin == pytest.approx(6 * math.sqrt(16 / 9) * math.sqrt(2))
+    assert not Series([1, 2, 3], [1.0, 5.0, 9.0]).has_trend
+    assert Series([1, 2, 3], [1.0, 5.0, 9.0]).trend == 0

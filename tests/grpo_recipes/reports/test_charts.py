@@ -1,0 +1,300 @@
+"""Charts, read back: the ticks of an axis say which value a place in the picture has."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from grpo_recipes.evaluation.estimates import Estimate
+from grpo_recipes.reports.charts import (
+    COLOURS,
+    MAX_POINTS,
+    Band,
+    Chart,
+    Interval,
+    Limit,
+    Line,
+    envelope,
+    moving_mean,
+    number,
+    percent,
+    ticks,
+)
+
+STEPS = [1, 2, 5, 10]
+UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def elements(chart: Chart, tag: str, style: str | None = None) -> list[ElementTree.Element]:
+    """Return the elements of a chart on a page, with a class if one is named."""
+    root = ElementTree.fromstring(chart.svg())
+    return [one for one in root.iter(tag) if style is None or style in one.get("class", "").split()]
+
+
+def texts(chart: Chart) -> list[tuple[float, float, str, str]]:
+    """Return place, alignment and content of each text."""
+    found = []
+    for one in elements(chart, "text"):
+        found.append((float(one.get("x", "")), float(one.get("y", "")), one.get("text-anchor", ""), one.text or ""))
+    return found
+
+
+def read_label(label: str) -> float:
+    """Return the number that the label of a tick stands for."""
+    if label.endswith(" %"):
+        return float(label[:-2].replace(",", "")) / 100
+    unit = UNITS.get(label[-1], 1.0)
+    return float(label.replace(",", "").rstrip("".join(UNITS))) * unit
+
+
+def axis(pairs: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """Return the function from places to values that goes through (place, value) of the first and the last tick."""
+    (first, low), *_, (last, high) = sorted(pairs)
+    return lambda place: low + (place - first) / (last - first) * (high - low)
+
+
+def vertical(chart: Chart) -> Callable[[float], float]:
+    """Return the function from heights to values. A tick's label lies 4 pixels below its line, at the left edge."""
+    labels = [(y - 4, read_label(text)) for x, y, _, text in texts(chart) if x < 44 and text != "step"]
+    lines = sorted(float(one.get("y1", "")) for one in elements(chart, "line", "grid"))
+    assert lines == pytest.approx(sorted(y for y, _ in labels), abs=0.06)
+    return axis(labels)
+
+
+def horizontal(chart: Chart) -> Callable[[float], float]:
+    bottom = max(y for _, y, _, text in texts(chart) if text == "step")
+    return axis([(x, read_label(text)) for x, y, _, text in texts(chart) if y == bottom and text != "step"])
+
+
+def places(points: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in points.split())]
+
+
+@pytest.mark.parametrize(
+    ("values", "unit"),
+    [
+        ([0.1, 0.4, 0.35, 0.8], "share"),
+        ([0.0001, 0.0004, 0.0002, 0.0003], "share"),
+        ([-3.0, 2.0, 0.5, 7.0], "reward"),
+        ([1200.0, 56000.0, 31000.0, 8000.0], "tokens"),
+        ([0.5, 0.5, 0.5, 0.5], ""),
+        ([-2.0, -2.0, -2.0, -2.0], ""),
+        ([0.0, 0.0, 0.0, 0.0], ""),
+    ],
+    ids=str,
+)
+def test_a_line_goes_through_its_values(values: list[float], unit: str) -> None:
+    chart = Chart("name", "Title", unit, lines=[Line(STEPS, values, "label", 1, 2)], steps=(0, 10))
+    (line,) = elements(chart, "polyline")
+    assert line.get("class") == "c1 d2"
+    across, up = horizontal(chart), vertical(chart)
+    size = max(1e-12, max(values) - min(0.0, *values))
+    drawn = places(line.get("points", ""))
+    assert [round(across(x), 1) for x, _ in drawn] == pytest.approx(STEPS, abs=0.11)
+    assert [up(y) for _, y in drawn] == pytest.approx(values, abs=0.01 * size)
+    assert all(10 <= y <= 160 for _, y in drawn)
+    dots = [(float(one.get("cx", "")), float(one.get("cy", ""))) for one in elements(chart, "circle")]
+    assert dots == drawn
+    shown = percent if unit == "share" else number
+    titles = [one.text for one in elements(chart, "title")]
+    assert titles == [f"step {step}: {shown(value)}" for step, value in zip(STEPS, values, strict=True)]
+    lowest = min(read_label(text) for x, _, _, text in texts(chart) if x < 44 and text != "step")
+    assert lowest == 0 if min(values) >= 0 else lowest <= min(values)
+
+
+def test_a_share_that_reaches_1_has_an_axis_that_ends_there() -> None:
+    top = Chart("name", "Title", "share", lines=[Line(STEPS, [0.2, 0.97, 0.5, 0.99])], steps=(0, 10))
+    assert max(read_label(text) for x, _, _, text in texts(top) if x < 44 and text != "step") == 1
+    more = Chart("name", "Title", "share", lines=[Line(STEPS, [0.2, 1.3, 0.5, 0.99])], steps=(0, 10))
+    assert max(read_label(text) for x, _, _, text in texts(more) if x < 44 and text != "step") > 1
+
+
+def test_no_fraction_of_a_step_has_a_label() -> None:
+    chart = Chart("name", "Title", lines=[Line([0, 1, 2], [1.0, 2.0, 3.0])], steps=(0, 2))
+    bottom = max(y for _, y, _, text in texts(chart) if text == "step")
+    labels = [(anchor, text) for _, y, anchor, text in texts(chart) if y == bottom and text != "step"]
+    assert labels == [("start", "0"), ("middle", "1"), ("middle", "2")]
+
+
+def test_a_band_lies_between_its_edges() -> None:
+    band = Band([0, 5, 10], [1.0, 2.0, 1.0], [4.0, 8.0, 6.0], hue=7)
+    chart = Chart("name", "Title", bands=[band], steps=(0, 10))
+    across, up = horizontal(chart), vertical(chart)
+    (polygon,) = elements(chart, "polygon", "band")
+    found = [(across(x), up(y)) for x, y in places(polygon.get("points", ""))]
+    expected = [(0, 4.0), (5, 8.0), (10, 6.0), (10, 1.0), (5, 2.0), (0, 1.0)]
+    assert np.array(found) == pytest.approx(np.array(expected, dtype=float), abs=0.08)
+    assert "c1" in [one.get("class") for one in elements(chart, "g")]  # six hues
+
+
+def test_whiskers_span_their_interval() -> None:
+    share = Estimate(0.5, 0.25, 0.8)
+    chart = Chart("name", "Title", "share", points=[(2, 5, share)], range=(0.0, 1.0), steps=(0, 10))
+    across, up = horizontal(chart), vertical(chart)
+    (rule,) = elements(chart, "line", "whisker")
+    ends = [up(float(rule.get(end, ""))) for end in ("y1", "y2")]
+    assert sorted(ends) == pytest.approx([0.25, 0.8], abs=0.01)
+    assert across(float(rule.get("x1", ""))) == across(float(rule.get("x2", ""))) == pytest.approx(5, abs=0.05)
+    (dot,) = elements(chart, "circle")
+    assert up(float(dot.get("cy", ""))) == pytest.approx(0.5, abs=0.01)
+    assert [one.text for one in elements(chart, "title")] == [f"step 5: {share}"]
+
+
+@pytest.mark.parametrize(("value", "mark"), [(0.5, ""), (1.9, ""), (2.5, "↑ "), (-1.0, "↓ ")])
+def test_a_threshold_is_a_line_or_a_note_at_the_edge(value: float, mark: str) -> None:
+    """A threshold up to twice as high as all values stretches the axis."""
+    chart = Chart(
+        "name", "Title", lines=[Line(STEPS, [1.0, 0.2, 0.3, 0.4])], limits=[Limit(value, "stop")], steps=(0, 10)
+    )
+    up = vertical(chart)
+    (note,) = elements(chart, "text", "limit")
+    assert note.text == f"{mark}stop {number(value)}"
+    rules = elements(chart, "line", "limit")
+    assert len(rules) == (not mark)
+    for rule in rules:
+        assert rule.get("y1") == rule.get("y2")
+        assert up(float(rule.get("y1", ""))) == pytest.approx(value, abs=0.02)
+        assert 0 < abs(float(note.get("y", "")) - float(rule.get("y1", ""))) < 15
+        assert float(note.get("y", "")) > 14
+
+
+def test_bars_and_their_intervals_are_read_at_the_ticks() -> None:
+    shares = [Estimate(0.5, 0.4, 0.75), Estimate(0.0, 0.0, 0.1), Estimate(0.25, 0.2, 0.3)]
+    bars = [Interval(f"table {place}", share, place, place != 1) for place, share in enumerate(shares)]
+    chart = Chart("name", "Title", "share", bars=bars)
+    height = float((ElementTree.fromstring(chart.svg()).get("viewBox") or "").split()[3])
+    labels = {text: x for x, y, _, text in texts(chart) if y > height - 15}
+    assert labels.keys() == {"0 %", "25 %", "50 %", "75 %", "100 %"}
+    across = axis([(x, read_label(text)) for text, x in labels.items()])
+    boxes = elements(chart, "rect")
+    assert [one.get("class") for one in boxes] == ["filled", "open", "filled"]
+    whiskers = [one for one in elements(chart, "line", "whisker") if one.get("y1") == one.get("y2")]
+    for share, box, whisker in zip(shares, boxes, whiskers, strict=True):
+        end = float(box.get("x", "")) + float(box.get("width", ""))
+        assert across(end) == pytest.approx(share.value, abs=0.005)
+        ends = [across(float(whisker.get(name, ""))) for name in ("x1", "x2")]
+        assert ends == pytest.approx([share.low, share.high], abs=0.001)
+        middle = float(box.get("y", "")) + float(box.get("height", "")) / 2
+        assert float(whisker.get("y1", "")) == pytest.approx(middle)
+    names = [text for _, _, anchor, text in texts(chart) if anchor == "start" and text.startswith("table")]
+    assert names == ["table 0  50 %", "table 1  0 %", "table 2  25 %"]
+    assert all(float(box.get("y", "")) + 9 < height - 22 for box in boxes)
+
+
+def test_the_text_for_readers_who_do_not_see_the_chart_names_every_value() -> None:
+    chart = Chart(
+        *("name", "Reward", "share"),
+        lines=[Line(STEPS, [0.1, 0.2, 0.3, 0.4])],
+        limits=[Limit(0.25, "floor")],
+        legend=[("c0", "a", "10 % → 40 %"), ("c1", "", "5 %")],
+    )
+    assert chart.reading == "Reward (share): a: 10 % → 40 %; 5 %; floor at 25 %"
+    assert ElementTree.fromstring(chart.svg()).get("aria-label") == chart.reading
+
+
+def test_a_file_of_its_own_has_title_colours_and_a_legend_of_several_lines() -> None:
+    line = Line(STEPS, [0.1, 0.2, 0.3, 0.4])
+    one = Chart("name", "Reward", "share", lines=[line], legend=[("c0 d0", "a", "1 → 2")])
+    two = Chart("name", "Reward", lines=[line], legend=[*one.legend, ("c1 d0", "b", "3 → 4"), ("c2 d0", "", "5 → 6")])
+    assert "<title>Reward (share): a: 1 → 2</title>" in one.standalone()
+    assert ">Reward, share</text>" in one.standalone()
+    assert "a 1 → 2</text>" not in one.standalone()
+    assert ">Reward</text>" in two.standalone()
+    assert "a 1 → 2</text>" in two.standalone()
+    assert "b 3 → 4</text>" in two.standalone()
+    assert "5 → 6</text>" not in two.standalone()
+    heights = [float(re.search(r'height="([\d.]+)"', chart.standalone())[1]) for chart in (one, two)]  # type: ignore[index]
+    assert heights[1] - heights[0] == 30
+    for light, dark in COLOURS.values():
+        assert light in one.standalone()
+        assert dark in one.standalone()
+
+
+def test_a_long_line_is_thin_under_its_moving_mean_and_has_no_dots() -> None:
+    values = [math.sin(step) for step in range(200)]
+    chart = Chart("name", "Title", lines=[Line(range(200), values)], steps=(0, 199))
+    raw, smooth = elements(chart, "polyline")
+    assert raw.get("class") == "raw"
+    assert len(places(raw.get("points", ""))) == 200
+    assert not elements(chart, "circle")
+    across = horizontal(chart)
+    first, last = places(smooth.get("points", ""))[0][0], places(smooth.get("points", ""))[-1][0]
+    assert across(first) == pytest.approx(5, abs=0.5)  # the middle of the first ten
+    assert across(last) == pytest.approx(195, abs=0.5)
+
+
+@pytest.mark.parametrize("length", [2, 39, 40, 100])
+def test_a_moving_mean_covers_a_twentieth_and_at_least_two_points(length: int) -> None:
+    values = [float(value**2 % 17) for value in range(length)]
+    window, means = moving_mean(values)
+    assert window == max(2, length // 20)
+    assert means == pytest.approx(np.convolve(values, np.ones(window) / window, mode="valid"))
+
+
+def test_every_point_is_drawn_up_to_a_limit_and_then_the_ends_and_extremes() -> None:
+    assert list(envelope([3.0] * MAX_POINTS)) == list(range(MAX_POINTS))
+    values = [float(value * 37 % 1009) for value in range(5000)]
+    kept = envelope(values, 100)
+    assert len(kept) <= 102
+    assert {0, 4999, values.index(max(values)), values.index(min(values))} <= set(kept)
+    assert list(kept) == sorted(set(kept))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.5, 1]),
+        (0, 4, [0, 1, 2, 3, 4]),
+        (0, 0.8, [0, 0.2, 0.4, 0.6, 0.8]),
+        (-3, 7, [0, 5]),
+        (0, 10, [0, 5, 10]),
+        (13, 17, [13, 14, 15, 16, 17]),
+        (0, 200, [0, 50, 100, 150, 200]),
+        (0.1, 0.3, [0.1, 0.15, 0.2, 0.25, 0.3]),
+    ],
+)
+def test_ticks_are_multiples_of_1_2_or_5(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0.0, "0"), (1e-301, "0"), (1e-5, "1e-05"), (0.0134, "0.0134"), (1.2345, "1.23"), (-1.2345, "-1.23")),
+        *(
+            (999.0, "999"),
+            (999.9, "1e+03"),
+            (1000.0, "1,000"),
+            (1249.6, "1,250"),
+            (9999.4, "9,999"),
+            (-2500.0, "-2,500"),
+        ),
+        *(
+            (1e4, "10k"),
+            (12_345.0, "12.3k"),
+            (1e6, "1M"),
+            (3.4e6, "3.4M"),
+            (-2e9, "-2G"),
+            (5e12, "5T"),
+            (1e15, "1e+15"),
+        ),
+    ],
+)
+def test_a_number_is_written_in_few_characters(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        *((0.0, "0 %"), (1.0, "100 %"), (0.123, "12 %"), (0.0999, "10.0 %"), (0.05, "5 %"), (0.0504, "5.0 %")),
+        *((0.051, "5.1 %"), (-0.051, "-5.1 %"), (-0.25, "-25 %"), (1e4, "10k"), (0.10049, "10 %"), (0.07004, "7 %")),
+    ],
+)
+def test_a_share_has_a_decimal_only_if_it_is_small(share: float, text: str) -> None:
+    assert percent(share) == text

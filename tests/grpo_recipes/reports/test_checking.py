@@ -1,0 +1,115 @@
+"""Parts that several checks share, from series written by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_recipes.reports import checking
+from grpo_recipes.reports.report import _points
+from grpo_recipes.reports.run import RunReward, Series
+
+NOTHING = Series([], [])
+
+
+def run(last_step: int = 4, rewards: tuple[RunReward, ...] = (), **logged: list[float]) -> Any:
+    """Return a run that logged metrics at steps 2, 4, ... The metric of a reward has its name."""
+    series = {name: Series([2 * place + 2 for place in range(len(values))], values) for name, values in logged.items()}
+    return SimpleNamespace(
+        rewards=rewards,
+        parts=lambda: [(reward, series.get(reward.name, NOTHING)) for reward in rewards],
+        series=lambda name: series.get(name, NOTHING),
+        log=SimpleNamespace(last_step=last_step),
+    )
+
+
+def test_a_metric_without_points_or_with_too_few_is_no_data() -> None:
+    found = run(x=[1.0, 2.0, 3.0], y=[1.0, 2.0, 3.0, 4.0])
+    assert checking.logged(found, "x").values == [1.0, 2.0, 3.0]
+    assert checking.trending(found, "y").values == [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(checking.NoData, match="`x` was logged fewer than four times"):
+        checking.trending(found, "x")
+    with pytest.raises(checking.NoData, match="`z` was not logged"):
+        checking.logged(found, "z")
+
+
+def test_points_after_a_step_and_the_first_step_of_a_condition() -> None:
+    series = Series([2, 4, 6], [1.0, 5.0, 9.0])
+    assert checking.after(series, 3).values == checking.after(series, 2).values == [5.0, 9.0]
+    assert checking.after(series, 4).steps == [6]
+    assert checking.after(series, 0).steps == [2, 4, 6]
+    assert checking.first_step(series, lambda value: value >= 5) == 4
+    assert (checking.last_step(series), checking.last_step(NOTHING)) == (6, 0)
+
+
+def test_the_highest_total_is_known_only_if_every_part_is() -> None:
+    def highest(*rewards: tuple[float | None, float]) -> float | None:
+        named = [RunReward(f"r{n}", weight, highest_pay=pay) for n, (pay, weight) in enumerate(rewards)]
+        return checking.highest_total(run(rewards=tuple(named)))
+
+    assert highest((2.0, 1.0), (0.5, 3.0)) == 3.5
+    assert highest((2.0, 1.0), (0.5, 0.0)) == 2.0
+    assert highest((2.0, 1.0), (None, 1.0)) is None
+    assert highest((2.0, 1.0), (0.5, -1.0)) is None
+    assert highest((0.0, 1.0)) is None
+    assert highest() is None
+
+
+def test_a_run_is_solved_if_all_rewards_of_correctness_end_at_nine_tenths() -> None:
+    def solved(a: float, b: float) -> bool:
+        rewards = (
+            RunReward("a", kind="correctness", highest_pay=1.0),
+            RunReward("b", kind="correctness", highest_pay=2.0),
+            RunReward("c", kind="format", highest_pay=1.0),
+        )
+        return checking.is_solved(run(rewards=rewards, a=[0.0, 0.0, 0.0, a], b=[0.0, 0.0, 0.0, b], c=[0.0] * 4))
+
+    assert solved(0.9, 1.8)
+    assert not solved(0.89, 1.8)
+    assert not solved(0.9, 1.79)
+    assert not checking.is_solved(run(rewards=(RunReward("c", kind="format", highest_pay=1.0),), c=[1.0] * 4))
+    assert not checking.is_solved(run(rewards=(RunReward("a", kind="correctness"),), a=[1.0] * 4))
+    assert not checking.is_solved(run(rewards=(RunReward("a", kind="correctness", highest_pay=1.0),)))
+
+
+def test_a_run_is_near_its_best_by_correctness_or_by_the_total() -> None:
+    rewards = (RunReward("a", kind="correctness", highest_pay=1.0), RunReward("c", highest_pay=3.0))
+    assert checking.is_near_best(run(rewards=rewards, a=[0.95] * 4, reward=[0.0] * 4))
+    assert checking.is_near_best(run(rewards=rewards, a=[0.5] * 4, reward=[1.0, 1.0, 1.0, 3.6]))
+    assert not checking.is_near_best(run(rewards=rewards, a=[0.5] * 4, reward=[1.0, 1.0, 1.0, 3.59]))
+    assert not checking.is_near_best(run(rewards=rewards, a=[0.5] * 4))
+
+
+def test_a_sum_of_rewards_is_judged_by_its_parts() -> None:
+    inner = RunReward("inner", parts=(RunReward("a"), RunReward("b")))
+    assert [
+        one.name for one in checking.leaves([RunReward("outer", parts=(inner, RunReward("c"))), RunReward("d")])
+    ] == [*("a", "b", "c", "d")]
+
+
+def test_a_cost_is_a_share_of_the_tokens_or_else_of_the_steps() -> None:
+    """Half of what steps 1 and 2 spent is lost, and all of what steps 3 and 4 spent."""
+    shares = Series([2, 4], [0.5, 1.0])
+    assert checking.cost(run(), shares) == "75% of the run's steps"
+    assert checking.cost(run(num_tokens=[100.0, 400.0]), shares) == "88% of the run's tokens"
+    assert checking.cost(run(num_tokens=[0.0, 0.0]), shares) == "75% of the run's steps"
+    assert checking.cost(run(num_tokens=[100.0, 400.0]), Series([2, 4], [-1.0, 2.0])) == "75% of the run's tokens"
+    assert checking.cost_after(run(num_tokens=[100.0, 400.0]), 2) == "75% of the run's tokens come after step 2"
+    assert checking.cost_after(run(), 1) == "75% of the run's steps come after step 1"
+    # A launch that counts from 0 again spent nothing until it passed the count before.
+    assert (
+        checking.cost_after(run(6, num_tokens=[300.0, 50.0, 400.0]), 4) == "25% of the run's tokens come after step 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        *((0.104, "+10"), (0.0533, "+5.3"), (0.05, "+5"), (0.0504, "+5"), (0.0506, "+5.1"), (-0.034, "-3.4")),
+        *((0.0, "+0"), (-0.5, "-50"), (0.099, "+9.9"), (0.0996, "+10"), (-0.0996, "-10"), (0.1234, "+12")),
+    ],
+)
+def test_a_change_in_points_has_a_decimal_only_if_it_is_small(share: float, text: str) -> None:
+    assert _points(share) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -245,6 +246,24 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(policy.model.layers) == layers
     assert "forward" not in vars(policy.model)
     assert not any("forward" in vars(layer) or layer._forward_hooks for layer in layers)
+
+
+def test_no_tensor_waits_for_the_garbage_collector(tmp_path: Path) -> None:
+    """Tensors in a circle of references would stay in memory, with those of all layers, until Python looks for them."""
+    trainer = trainer_on(build("qwen3_5_text"), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.SHARED
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        scored(trainer, flat(RAGGED))
+        gc.collect()
+        assert not [found for found in gc.garbage if isinstance(found, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_rows_behind_a_window_are_compared(tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:

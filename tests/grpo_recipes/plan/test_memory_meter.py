@@ -17,9 +17,9 @@ from grpo_recipes.plan.memory import (
     MemoryPlan,
     Sharding,
     memory_plan,
-    model_shape,
-    packed,
+    policy_model,
     quantised_bytes,
+    sharing_prompts,
 )
 from grpo_recipes.recipe.recipe import Recipe, find_file, model_config, parse_recipe
 from tests.support import qwen
@@ -128,7 +128,7 @@ class Estimated(NamedTuple):
         plan = memory_plan(
             recipe.config,
             arguments.dtype,
-            model_shape(recipe, str(folder)),
+            policy_model(recipe, str(folder))[0],
             Sharding.described(layout),
             prompt_tokens=recipe.dataset.max_prompt_tokens,
             steps_per_generation=1,
@@ -141,7 +141,7 @@ class Estimated(NamedTuple):
     def packed(self, factor: int) -> MemoryPlan:
         """Return the estimate of packed rows with `factor` times as many completions."""
         config = self.recipe.config
-        return packed(self.plan, factor, config.num_generations, config.gradient_accumulation_steps)
+        return sharing_prompts(self.plan, factor, config.num_generations, config.gradient_accumulation_steps)
 
     def peak(self, factor: int = 1, *, packed: bool = False, **how: bool) -> int:
         """Return the bytes that a micro-batch holds at its peak, gradients that stay included.

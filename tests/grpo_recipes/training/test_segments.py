@@ -232,9 +232,9 @@ def test_a_model_that_computes_between_its_layers_is_not_segmented(tmp_path: Pat
 
 def test_prompts_are_not_shared_under_fsdp1() -> None:
     policy = build("qwen3_5_text")
-    assert layout_check.unsupported_under_sharding(policy) == ""
+    assert layout_check.sharding_of(policy) == ""
     policy.model.layers[0]._fsdp_wrapped_module = nn.Identity()
-    assert "not under FSDP1" in layout_check.unsupported_under_sharding(policy)
+    assert "not under FSDP1" in layout_check.unsupported_under_sharding(policy, layout_check.sharding_of(policy))
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:

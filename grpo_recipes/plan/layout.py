@@ -182,8 +182,8 @@ class _Case:
         if self.rules.router_loss:
             yield "with `router_aux_loss_coef: 0`", replace(self, rules=replace(self.rules, router_loss=False))
         for name, value in _SETTINGS.items():
-            if getattr(self.rules.args, name) not in (value, False):
-                args = SimpleNamespace(**{key: getattr(self.rules.args, key) for key in _SETTINGS} | {name: value})
+            if getattr(self.rules.args, name) != value:
+                args = SimpleNamespace(**vars(self.rules.args) | {name: value})
                 yield f"with `{name}: {_AS_YAML[value]}`", replace(self, rules=replace(self.rules, args=args))
         if self.wanted is not Layout.PACKED:
             yield "with `micro_batching: auto`", replace(self, wanted=Layout.PACKED)
@@ -204,7 +204,7 @@ def expected_layout(recipe: Recipe, model: nn.Module, sharding: str, tokens: int
         tokens: Tokens of the longest prompt and completion together.
     """
     because = READS_PADDED_ROWS if recipe.kl_estimator == "full" else ""
-    rules = LayoutRules(recipe.config, has_router_loss(recipe.config, model), because)
+    rules = LayoutRules(_settings(recipe.config), has_router_loss(recipe.config, model), because)
     split = sharding if sharding in (ZERO3, FSDP2) else ""
     case = _Case(model, rules, asked_layout(recipe.micro_batching), split, tokens)
     layout, reason = case.decide()
@@ -220,6 +220,15 @@ def expected_layout(recipe: Recipe, model: nn.Module, sharding: str, tokens: int
             changes["without dropout"] = other
     is_measured = bool(unsupported(model)) or layout in (Layout.SHARED, Layout.SHARED_PADDED)
     return ExpectedLayout(_model_type(model), layout, reason, changes, is_measured)
+
+
+def _settings(config: Any) -> SimpleNamespace:
+    """Return the settings that rule layouts out, as `GRPOConfig.__post_init__` fills them."""
+    found = {name: getattr(config, name) for name in _SETTINGS}
+    if str(found["pad_to_multiple_of"]).lower() in ("auto", "none", "null"):
+        found["pad_to_multiple_of"] = None
+    found["torch_compile"] = bool(config.torch_compile or config.torch_compile_backend or config.torch_compile_mode)
+    return SimpleNamespace(**found)
 
 
 def has_router_loss(config: Any, model: nn.Module) -> bool:

@@ -85,10 +85,12 @@ class Measured:
     Attributes:
         layers: Bytes of each decoder layer, in order.
         shared: Bytes of masks and tables of positions, which all layers read.
+        between: Bytes of the hidden states between two layers. Some models keep them in float32.
     """
 
     layers: Sequence[LayerBytes]
     shared: int
+    between: int
 
 
 @dataclass
@@ -257,7 +259,8 @@ class _Run:
                 output.backward(torch.empty_like(output))
             self._close()
         found = {kind: LayerBytes(marks.kept, marks.forward, marks.backward) for kind, marks in self._marks.items()}
-        return Measured([found[kind] for kind in self._kinds], self._shared)
+        between = max(sum(size for _, size in marks.inputs) for marks in self._marks.values())
+        return Measured([found[kind] for kind in self._kinds], self._shared, between)
 
     def _call(self, **given: Any) -> Any:
         return cast(Callable[..., Any], self._backbone)(use_cache=False, **given).last_hidden_state

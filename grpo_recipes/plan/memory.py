@@ -486,20 +486,25 @@ class MemoryPlan:
         most = [layer.backward for layer in measured.layers]
         if self.gradient_checkpointing:
             casts = sum(layer.kept for layer in self._measured_check().layers)
-            kept = [self._checkpoint()] * len(kept)
+            kept = [measured.between] * len(kept)
             most = [max(layer.forward, layer.backward) for layer in measured.layers]
         dequantised = self._dequantised()
-        head = sum(kept) + self._head() + max(self._head_backward(), casts)
+        stream = self._stream_bytes_of(measured)
+        head = sum(kept) + self._head(stream) + max(self._head_backward(), casts)
         missing = 0.0 if self.accumulates or self._splits_gradients() else self._trained_bytes() * self.shape.trained
         moments = [head - missing, self._embedding_gradient()]
         for number, bytes_of_layer in enumerate(most):
             # The layers behind this one have freed what they kept, and have their gradients.
-            before, outgoing = sum(kept[:number]), self._checkpoint()
+            before, outgoing = sum(kept[:number]), measured.between
             gradients = self._head_gradient() - missing * number / len(most)
             moments.append(before + bytes_of_layer + outgoing + dequantised + gradients)
             if self.gradient_checkpointing:
-                moments[-1] += self._checkpoint()
+                moments[-1] += measured.between
         return max(moments) + measured.shared + self.rows * self.tokens * BATCH_BYTES
+
+    def _stream_bytes_of(self, measured: Measured) -> int:
+        """Return the bytes of a number between the measured layers."""
+        return max(round(measured.between / self.computed() / self.shape.hidden), self._stream_bytes())
 
     def _measured(self) -> Measured:
         """Return the bytes of the decoder layers for the rows of a micro-batch."""
@@ -544,11 +549,11 @@ class MemoryPlan:
         padded = replace(self, prompts=None, rows_as=Layout.PADDED, tokens=self.tokens + CHECK_PADDING)
         measured, casts, most = self._measured_check(), 0, 0.0
         for layer in measured.layers:
-            most = max(most, casts + layer.forward + padded._checkpoint())
+            most = max(most, casts + layer.forward + measured.between)
             casts += layer.kept
         gradients = 0 if self._splits_gradients() else self._trained_bytes() * self.shape.trained
         batch = self.rows * padded.tokens * BATCH_BYTES + measured.shared
-        return max(most, casts + padded._head()) + batch - gradients
+        return max(most, casts + padded._head(padded._stream_bytes_of(measured))) + batch - gradients
 
     def _batch(self) -> float:
         """Return the bytes of the mask of attention, of ids, other masks, labels and log-probabilities."""
@@ -636,12 +641,17 @@ class MemoryPlan:
             return 0
         return self._compute_bytes() * (self.shape.parameters - self.shape.head)
 
-    def _head(self) -> float:
-        """Return the bytes of hidden states behind the last layer, of their gradients, and of the tiles of the head."""
-        tokens, stream = self.computed(), self._stream_bytes()
+    def _head(self, stream: int | None = None) -> float:
+        """Return the bytes of hidden states behind the last layer, of their gradients, and of the tiles of the head.
+
+        Args:
+            stream: Bytes of a number behind the last layer, or None for that of the weights.
+        """
+        tokens, stream = self.computed(), self._stream_bytes() if stream is None else stream
         # The last norm keeps its float32 input. TRL's head computes the gradient in float32.
         hidden = 8 + 4 * stream
-        tile = self._compute_bytes()
+        in_16_bits = self.mixed_precision and self.layout.sharding == "none"  # by autocast
+        tile = self._compute_bytes() if in_16_bits else max(stream, self._compute_bytes())
         if self.full_kl:
             # The reference's hidden states, and the completion tokens of both models. Two tiles of float32 logits.
             hidden += 3 * stream + 8

@@ -340,7 +340,7 @@ class _Run:
         if self._open is not marks and not marks.backward:
             self._close()
             self._open = marks
-            # What the layer has kept is alive, and so is the gradient of its output, which is not the layer's.
+            # The tensors that the layer keeps count as its own. The gradient of its output does not.
             marks.backward = 1
             marks.before = self._meter.live - marks.kept
             self._meter.restart()

@@ -135,13 +135,13 @@ class ExpectedLayout:
 
 @dataclass(frozen=True)
 class _Case:
-    """What decides on a layout.
+    """Model and settings that decide on a layout.
 
     Attributes:
         model: Policy on the meta device.
         rules: Rules of the run's settings.
         wanted: Most preferred layout that the recipe allows.
-        sharding: How the weights are split over ranks, as `sharding_of` returns it.
+        sharding: Way in which the weights are split over ranks, as `sharding_of` returns it.
         tokens: Tokens of the longest row.
     """
 

@@ -457,7 +457,8 @@ class MemoryPlan:
         else:  # a segment of prompts costs as much as so many tokens, and TRL's rows have no bucket either
             most = self.computed() + LAUNCH_TOKENS_ELSEWHERE * (2 if self.rows_as is Layout.SHARED_PADDED else 1)
         tokens = min(math.ceil(most / self.rows), self.tokens)
-        return replace(self, prompts=None, rows_as=Layout.TRIMMED, tokens=tokens)
+        prompt = max(tokens - self._completion(), 0)
+        return replace(self, prompts=None, rows_as=Layout.TRIMMED, tokens=tokens, prompt_tokens=prompt)
 
     def _micro_batch(self) -> float:
         """Return the most bytes that the forward and the backward of a micro-batch hold beside the states.
@@ -490,7 +491,7 @@ class MemoryPlan:
             most = [max(layer.forward, layer.backward) for layer in measured.layers]
         dequantised = self._dequantised()
         stream = self._stream_bytes_of(measured)
-        head = sum(kept) + self._head(stream) + max(self._head_backward(), casts)
+        head = sum(kept) + self._head(stream, self.rows * self._completion()) + max(self._head_backward(), casts)
         missing = 0.0 if self.accumulates or self._splits_gradients() else self._trained_bytes() * self.shape.trained
         moments = [head - missing, self._embedding_gradient()]
         for number, bytes_of_layer in enumerate(most):
@@ -553,7 +554,8 @@ class MemoryPlan:
             casts += layer.kept
         gradients = 0 if self._splits_gradients() else self._trained_bytes() * self.shape.trained
         batch = self.rows * padded.tokens * BATCH_BYTES + measured.shared
-        return max(most, casts + padded._head(padded._stream_bytes_of(measured))) + batch - gradients
+        head = padded._head(padded._stream_bytes_of(measured), self.rows * self._completion())
+        return max(most, casts + head) + batch - gradients
 
     def _batch(self) -> float:
         """Return the bytes of the mask of attention, of ids, other masks, labels and log-probabilities."""
@@ -641,11 +643,16 @@ class MemoryPlan:
             return 0
         return self._compute_bytes() * (self.shape.parameters - self.shape.head)
 
-    def _head(self, stream: int | None = None) -> float:
+    def _completion(self) -> int:
+        """Return the tokens of the longest completion."""
+        return self.tokens - self.prompt_tokens
+
+    def _head(self, stream: int | None = None, scored: int = HEAD_TOKENS) -> float:
         """Return the bytes of hidden states behind the last layer, of their gradients, and of the tiles of the head.
 
         Args:
             stream: Bytes of a number behind the last layer, or None for that of the weights.
+            scored: Number of tokens with a label.
         """
         tokens, stream = self.computed(), self._stream_bytes() if stream is None else stream
         # The last norm keeps its float32 input. TRL's head computes the gradient in float32.
@@ -659,7 +666,7 @@ class MemoryPlan:
         # Autocast's copies of the weights of a tile and of the one before it.
         casts = self._stream_bytes() != self._compute_bytes()
         copies = min(2 * HEAD_VOCABULARY * self.shape.hidden, self.shape.head) * self._compute_bytes() if casts else 0
-        return min(tokens, HEAD_TOKENS) * HEAD_VOCABULARY * tile + tokens * self.shape.hidden * hidden + copies
+        return min(tokens, scored, HEAD_TOKENS) * HEAD_VOCABULARY * tile + tokens * self.shape.hidden * hidden + copies
 
     def _head_backward(self) -> float:
         """Return the bytes of the gradient of the head's weight, in float32 and in its own dtype."""

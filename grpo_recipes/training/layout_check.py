@@ -139,7 +139,7 @@ class LayoutRules:
         Args:
             bare: the model inside accelerate's wrappers.
             wanted: most preferred layout allowed.
-            sharding: how the weights are split over ranks, as `sharding_of` returns it.
+            sharding: way in which the weights are split over ranks, as `sharding_of` returns it.
         """
         reason = self._padded(bare)
         if reason:
@@ -650,7 +650,7 @@ def unsupported_under_sharding(model: nn.Module, sharding: str) -> str:
 
     Args:
         model: the model inside accelerate's wrappers.
-        sharding: how the weights are split over ranks, as `sharding_of` returns it.
+        sharding: way in which the weights are split over ranks, as `sharding_of` returns it.
     """
     # Only log-probabilities are compared there. A kernel that drops the gradient of a state would pass.
     kind = text_config(model).model_type

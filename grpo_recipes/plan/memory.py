@@ -3,26 +3,36 @@
 Under DeepSpeed the model states follow its own estimators (`estimate_zero2_model_states_mem_needs`,
 `estimate_zero3_model_states_mem_needs`). On one process they follow accelerate's (`estimate_training_usage`: 16 bytes
 per float32 parameter). Both cover only full fine-tuning, so frozen parameters are counted separately. The parts that
-neither covers, above all generation, are estimated here and are less exact.
+neither covers, above all generation, are estimated here and are less exact. Decoder layers are taken to be Llama's, or
+measured (`layers.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from trl import ModelConfig, get_peft_config
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.data.hub import hub_answers, is_missing
+from grpo_recipes.generation.kept_cache import MEMORY_SHARE
+from grpo_recipes.plan.layers import Measured, MeasuredLayers, Precision, RowSizes
 from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import check_descriptions
+from grpo_recipes.training.adamw_bf16 import CHUNK
+from grpo_recipes.training.buckets import LAUNCH_TOKENS_ELSEWHERE
+from grpo_recipes.training.layout_check import EXTRA_PADDING
+from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
+from grpo_recipes.training.packing import Layout
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import relative_to
 from grpo_rewards.strict import load_yaml
@@ -34,18 +44,15 @@ GIB = 2**30
 MASTER_AND_MOMENTS = 12
 # Bytes per parameter of `adamw_bf16`: two float32 moments, and the 16 bits that a bfloat16 weight drops.
 ADAMW_BF16_STATE = 10
-# Bytes of temporaries of its step per weight of a chunk, and weights of a chunk (`training.adamw_bf16.CHUNK`, which
-# this folder can't import).
-ADAMW_BF16_TEMPORARY, ADAMW_BF16_CHUNK = 9, 2**25
+# Bytes of temporaries of its step per weight of a chunk.
+ADAMW_BF16_TEMPORARY = 9
 # Bytes per token of the tensors that TRL computes from a generation batch: at most eight of 8 bytes.
 BATCH_BYTES = 64
 # Tokens and logits of a tile of TRL's head, also if the vocabulary is smaller (`TOKEN_CHUNK_SIZE` and
 # `_CHUNKED_LOGPROB_CHUNK_SIZE` of TRL).
 HEAD_TOKENS, HEAD_VOCABULARY = 4096, 32768
-# Largest share of the tokens of trimmed rows for which a packed row is used, and columns of padding that the check of
-# the layout adds (`training.log_probs` and twice `EXTRA_PADDING` of `training.layout_check`, which this folder can't
-# import).
-MAX_PACKED_SHARE, CHECK_PADDING = 0.95, 16
+# Columns of padding that the check of the layout adds.
+CHECK_PADDING = 2 * EXTRA_PADDING
 # State of other optimizers, as numbers in the weight's own dtype or as bytes. An optimizer that is not listed counts as
 # Adam.
 ADAM_MOMENTS = 2
@@ -68,10 +75,6 @@ HOST_BUFFERS = 1.5
 # CUDA context with communication buffers, and the share lost to fragmentation. No estimator includes them.
 CONTEXT_BYTES = 1.5 * GIB
 FRAGMENTATION = 0.05
-
-# Share of a GPU for the keys and values kept between turns: `generation.kept_cache.MEMORY_SHARE`, which this folder
-# can't import.
-KEPT_SHARE = 1 / 8
 
 # Bytes of an element of a recurrent state: the scans of transformers compute in float32, whatever the weights are.
 STATE_ELEMENT_BYTES = 4
@@ -165,6 +168,11 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Any, peft_config: Any = None) -> ModelShape:
         """Return the sizes of a model built without storage, with an adapter unless `peft_config` is None."""
+        return cls.built(config, peft_config)[0]
+
+    @classmethod
+    def built(cls, config: Any, peft_config: Any = None) -> tuple[ModelShape, nn.Module]:
+        """Return the sizes of a model, and the model on the meta device, with an adapter or without."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -182,10 +190,11 @@ class ModelShape:
             if peft_config is not None:
                 model = _with_adapter(model, peft_config)
         text = config.get_text_config()
-        heads = text.num_attention_heads
+        # Models without attention have heads of another kind.
+        heads = getattr(text, "num_attention_heads", None) or getattr(text, "num_heads", None) or 1
         head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
         key_value = (getattr(text, "num_key_value_heads", None) or heads) * head_size
-        return cls(
+        shape = cls(
             parameters=sum(p.numel() for p in model.parameters()),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             largest_layer=largest,
@@ -203,6 +212,7 @@ class ModelShape:
             cached=cached or (0 if states else 2 * key_value * text.num_hidden_layers),
             states=states,
         )
+        return shape, model
 
 
 def _cache_sizes(model: Any) -> tuple[int, int]:
@@ -224,7 +234,7 @@ def _cache_sizes(model: Any) -> tuple[int, int]:
         name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
         with torch.no_grad():
-            model.bfloat16()(token, use_cache=True, **{name: cache})
+            copy.deepcopy(model).bfloat16()(token, use_cache=True, **{name: cache})
         for layer in cache.layers:
             pair = (getattr(layer, "keys", None), getattr(layer, "values", None))
             keys_and_values += sum(tensor.numel() for tensor in pair if tensor is not None)
@@ -291,7 +301,9 @@ class MemoryPlan:
         keeps_turns: True if transformers' generation keeps keys and values between the turns of a generation batch.
         accumulates: True if an optimizer step has several micro-batches, so that gradients exist from the first one on.
         full_kl: True if the KL term is that over the vocabulary (`kl_estimator: full`).
-        prompts: Number of distinct prompts in a packed row of a micro-batch, or None for TRL's padded layout.
+        prompts: Number of distinct prompts in a micro-batch whose rows share them, or None for rows with their own.
+        rows_as: Layout of the rows. A layout that shares prompts needs `prompts`.
+        layers: Decoder layers of the model, to be measured, or None for layers that are taken to be Llama's.
     """
 
     shape: ModelShape
@@ -317,6 +329,8 @@ class MemoryPlan:
     accumulates: bool = True
     full_kl: bool = False
     prompts: int | None = None
+    rows_as: Layout = Layout.PADDED
+    layers: MeasuredLayers | None = None
 
     def parts(self) -> dict[str, float]:
         """Return the bytes on one GPU by part.
@@ -435,16 +449,26 @@ class MemoryPlan:
         """Return the most bytes that a micro-batch or the optimizer's step holds beside the states."""
         held = self._micro_batch()
         if self.prompts is not None:
-            # A row that packing would hardly shorten is trimmed, and padded with at most so many tokens.
-            trimmed = math.ceil(self._computed() / MAX_PACKED_SHARE / self.rows)
-            held = max(held, replace(self, prompts=None, tokens=trimmed)._micro_batch(), self._layout_check())
+            held = max(held, self._simpler_rows()._micro_batch(), self._layout_check())
         return max(held, self._optimizer_step())
+
+    def _simpler_rows(self) -> MemoryPlan:
+        """Return the estimate of the longest rows with their own prompts that are preferred to shared prompts."""
+        if self.rows_as is Layout.PACKED:  # packing hardly shortens them
+            most = self.computed() / MAX_PACKED_SHARE
+        else:  # a segment of prompts costs as much as so many tokens, and TRL's rows have no bucket either
+            most = self.computed() + LAUNCH_TOKENS_ELSEWHERE * (2 if self.rows_as is Layout.SHARED_PADDED else 1)
+        tokens = min(math.ceil(most / self.rows), self.tokens)
+        prompt = max(tokens - self._completion(), 0)
+        return replace(self, prompts=None, rows_as=Layout.TRIMMED, tokens=tokens, prompt_tokens=prompt)
 
     def _micro_batch(self) -> float:
         """Return the most bytes that the forward and the backward of a micro-batch hold beside the states.
 
         Gradients that the micro-batch has not computed yet are subtracted, because the states count all of them.
         """
+        if self.layers is not None:
+            return self._measured_micro_batch()
         checkpointing = self.gradient_checkpointing
         # Without checkpointing, the casts of all layers stay for the backward pass. With it, they stay in autocast's
         # cache until the end of the forward pass.
@@ -458,11 +482,59 @@ class MemoryPlan:
         end = self._kept() + self._layer_backward()
         return max(start, end, self._embedding_gradient()) + self._batch()
 
+    def _measured_micro_batch(self) -> float:
+        """Return the bytes of a micro-batch whose decoder layers are measured."""
+        measured, casts = self._measured(), 0.0
+        kept: list[float] = [layer.kept for layer in measured.layers]
+        most = [layer.backward for layer in measured.layers]
+        if self.gradient_checkpointing:
+            casts = sum(layer.kept for layer in self._measured_check().layers)
+            kept = [measured.between] * len(kept)
+            most = [max(layer.forward, layer.backward) for layer in measured.layers]
+        dequantised = self._dequantised()
+        stream = self._stream_bytes_of(measured)
+        head = sum(kept) + self._head(stream, self.rows * self._completion()) + max(self._head_backward(), casts)
+        missing = 0.0 if self.accumulates or self._splits_gradients() else self._trained_bytes() * self.shape.trained
+        moments = [head - missing, self._embedding_gradient()]
+        for number, bytes_of_layer in enumerate(most):
+            # The layers behind this one have freed what they kept, and have their gradients.
+            before, outgoing = sum(kept[:number]), measured.between
+            gradients = self._head_gradient() - missing * number / len(most)
+            moments.append(before + bytes_of_layer + outgoing + dequantised + gradients)
+            if self.gradient_checkpointing:
+                moments[-1] += measured.between
+        return max(moments) + measured.shared + self.rows * self.tokens * BATCH_BYTES
+
+    def _stream_bytes_of(self, measured: Measured) -> int:
+        """Return the bytes of a number between the measured layers."""
+        return max(round(measured.between / self.computed() / self.shape.hidden), self._stream_bytes())
+
+    def _measured(self) -> Measured:
+        """Return the bytes of the decoder layers for the rows of a micro-batch."""
+        assert self.layers is not None
+        prompt = self.prompt_tokens if self.prompts is not None else 0
+        sizes = RowSizes(self.rows, prompt, self.tokens - prompt, self.prompts)
+        return self.layers.measure(self._precision(), sizes)
+
+    def _measured_check(self) -> Measured:
+        """Return the bytes of the decoder layers for a forward in TRL's layout without gradients."""
+        assert self.layers is not None
+        return self.layers.measure(self._precision(), RowSizes(self.rows, 0, self.tokens + CHECK_PADDING), trains=False)
+
+    def _precision(self) -> Precision:
+        """Return the precision of the decoder layers."""
+        holds_all = self.layout.sharding == "none"
+        trained = self._trained_bytes() if holds_all else self._compute_bytes()
+        autocast = holds_all and self.mixed_precision
+        return Precision(self._stream_bytes(), trained, autocast)
+
     def _layout_check(self) -> float:
-        """Return the bytes of the forward in TRL's layout with which the first packed row of a run is compared.
+        """Return the bytes of the forward in TRL's layout with which the first rows of a run are compared.
 
         It keeps nothing for a backward, and comes before the first gradient.
         """
+        if self.layers is not None:
+            return self._measured_layout_check()
         shape, size, stream = self.shape, self._compute_bytes(), self._stream_bytes()
         padded = replace(self, prompts=None, tokens=self.tokens + CHECK_PADDING)
         is_adapter = shape.trained < shape.parameters
@@ -475,12 +547,24 @@ class MemoryPlan:
         gradients = 0 if self._splits_gradients() else self._trained_bytes() * shape.trained
         return max(layer, padded._head()) + casts + padded._batch() - gradients
 
+    def _measured_layout_check(self) -> float:
+        """Return the bytes of the forward that `_layout_check` describes, whose decoder layers are measured."""
+        padded = replace(self, prompts=None, rows_as=Layout.PADDED, tokens=self.tokens + CHECK_PADDING)
+        measured, casts, most = self._measured_check(), 0, 0.0
+        for layer in measured.layers:
+            most = max(most, casts + layer.forward + measured.between)
+            casts += layer.kept
+        gradients = 0 if self._splits_gradients() else self._trained_bytes() * self.shape.trained
+        batch = self.rows * padded.tokens * BATCH_BYTES + measured.shared
+        head = padded._head(padded._stream_bytes_of(measured), self.rows * self._completion())
+        return max(most, casts + head) + batch - gradients
+
     def _batch(self) -> float:
         """Return the bytes of the mask of attention, of ids, other masks, labels and log-probabilities."""
         mask = self.tokens if self.prompts is None else 0
         return self.rows * self.tokens * (mask + BATCH_BYTES)
 
-    def _computed(self) -> int:
+    def computed(self) -> int:
         """Return the number of tokens of a micro-batch that run through the model, padding included."""
         if self.prompts is None:
             return self.rows * self.tokens
@@ -490,7 +574,7 @@ class MemoryPlan:
 
     def _checkpoint(self) -> float:
         """Return the bytes of the input of one layer."""
-        return self._computed() * self.shape.hidden * self._stream_bytes()
+        return self.computed() * self.shape.hidden * self._stream_bytes()
 
     def _kept(self) -> float:
         """Return the bytes that one layer keeps for its backward pass without gradient checkpointing.
@@ -518,7 +602,7 @@ class MemoryPlan:
             elements += 7 * rank * size  # between the two matrices of each adapter
         if shape.norms_heads:
             elements += (norm + 4 / 64) * (shape.query + shape.key_value)
-        return self._computed() * elements + self._attention() + self._cast_weights() / shape.layers
+        return self.computed() * elements + self._attention() + self._cast_weights() / shape.layers
 
     def _attention(self) -> float:
         """Return the bytes that the attention of one layer keeps: query, key, value and output.
@@ -534,7 +618,7 @@ class MemoryPlan:
         # In float32, keys and values are repeated for each head. The outputs are also kept as one row.
         key_value = shape.query if size == 4 else shape.key_value
         elements = shape.query * (2 * size + per_head) + 2 * key_value * size
-        return self.rows * (self.tokens - 1) * elements + self._computed() * shape.query * size
+        return self.rows * (self.tokens - 1) * elements + self.computed() * shape.query * size
 
     def _layer_backward(self) -> float:
         """Return the bytes of temporaries in the backward pass of one layer.
@@ -546,10 +630,14 @@ class MemoryPlan:
         if shape.trained < shape.parameters:
             # A float32 adapter's dropout has a float32 input and output, and so have their gradients.
             hidden, intermediate = 11, size * (5 if self._trained_bytes() > size else 1)
-        temporaries = self._computed() * (hidden * shape.hidden + intermediate * shape.intermediate)
-        # A quantized matrix is dequantized when it is used.
-        dequantised = 0 if self.quantised_bytes is None else size * shape.hidden * shape.intermediate
-        return temporaries + dequantised
+        temporaries = self.computed() * (hidden * shape.hidden + intermediate * shape.intermediate)
+        return temporaries + self._dequantised()
+
+    def _dequantised(self) -> float:
+        """Return the bytes of a quantized matrix, which is dequantized when it is used."""
+        if self.quantised_bytes is None:
+            return 0
+        return self._compute_bytes() * self.shape.hidden * self.shape.intermediate
 
     def _cast_weights(self) -> float:
         """Return the bytes of the 16-bit copies that autocast makes of float32 weights."""
@@ -557,12 +645,22 @@ class MemoryPlan:
             return 0
         return self._compute_bytes() * (self.shape.parameters - self.shape.head)
 
-    def _head(self) -> float:
-        """Return the bytes of hidden states behind the last layer, of their gradients, and of the tiles of the head."""
-        tokens, stream = self._computed(), self._stream_bytes()
+    def _completion(self) -> int:
+        """Return the tokens of the longest completion."""
+        return self.tokens - self.prompt_tokens
+
+    def _head(self, stream: int | None = None, scored: int = HEAD_TOKENS) -> float:
+        """Return the bytes of hidden states behind the last layer, of their gradients, and of the tiles of the head.
+
+        Args:
+            stream: Bytes of a number behind the last layer, or None for that of the weights.
+            scored: Number of tokens with a label.
+        """
+        tokens, stream = self.computed(), self._stream_bytes() if stream is None else stream
         # The last norm keeps its float32 input. TRL's head computes the gradient in float32.
         hidden = 8 + 4 * stream
-        tile = self._compute_bytes()
+        in_16_bits = self.mixed_precision and self.layout.sharding == "none"  # by autocast
+        tile = self._compute_bytes() if in_16_bits else max(stream, self._compute_bytes())
         if self.full_kl:
             # The reference's hidden states, and the completion tokens of both models. Two tiles of float32 logits.
             hidden += 3 * stream + 8
@@ -570,7 +668,7 @@ class MemoryPlan:
         # Autocast's copies of the weights of a tile and of the one before it.
         casts = self._stream_bytes() != self._compute_bytes()
         copies = min(2 * HEAD_VOCABULARY * self.shape.hidden, self.shape.head) * self._compute_bytes() if casts else 0
-        return min(tokens, HEAD_TOKENS) * HEAD_VOCABULARY * tile + tokens * self.shape.hidden * hidden + copies
+        return min(tokens, scored, HEAD_TOKENS) * HEAD_VOCABULARY * tile + tokens * self.shape.hidden * hidden + copies
 
     def _head_backward(self) -> float:
         """Return the bytes of the gradient of the head's weight, in float32 and in its own dtype."""
@@ -595,7 +693,7 @@ class MemoryPlan:
             return 0
         ranks = self.layout.num_processes if self.layout.sharding == "fsdp2" else 1
         is_bf16 = self._trained_bytes() == 2
-        return ADAMW_BF16_TEMPORARY * min(ADAMW_BF16_CHUNK, self.shape.trained / ranks) if is_bf16 else 0
+        return ADAMW_BF16_TEMPORARY * min(CHUNK, self.shape.trained / ranks) if is_bf16 else 0
 
     def _generation(self) -> dict[str, float]:
         """Return the bytes that generation takes, by part. vLLM's share includes its keys and values.
@@ -611,7 +709,7 @@ class MemoryPlan:
         states = self.generated_rows * self.shape.states * STATE_ELEMENT_BYTES
         # Copies of rows whose completion calls a tool, which may be all rows. A model with states keeps none.
         keeps = self.keeps_turns and not states
-        kept = min(keys_and_values, KEPT_SHARE * (self.gpu_memory or math.inf)) if keeps else 0
+        kept = min(keys_and_values, MEMORY_SHARE * (self.gpu_memory or math.inf)) if keeps else 0
         share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
         return {
             "gathered weights": weights,
@@ -644,7 +742,14 @@ class MemoryPlan:
 
 
 def load_shape(model: str, peft_config: Any = None) -> ModelShape:
-    """Return the sizes of a model from its configuration: a file, a folder, the hub's cache, or the hub.
+    """Return the sizes of a model as `load_model` does, which raises the same errors."""
+    return load_model(model, peft_config)[0]
+
+
+def load_model(model: str, peft_config: Any = None) -> tuple[ModelShape, nn.Module]:
+    """Return the sizes of a model, and the model on the meta device, from its configuration.
+
+    The configuration is a file, a folder, in the hub's cache, or on the hub.
 
     Raises:
         MemoryUnknown: There is no configuration, or transformers can't build a model from it.
@@ -667,7 +772,7 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
         # Without `trust_remote_code`, transformers asks on the terminal whether to run the code of a folder.
         config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about peft's own use of transformers
-            return ModelShape.from_config(config, peft_config)
+            return ModelShape.built(config, peft_config)
     except UserError:
         raise
     except Exception as error:  # transformers raises any class for the values of a stranger's file
@@ -675,8 +780,10 @@ def load_shape(model: str, peft_config: Any = None) -> ModelShape:
         raise MemoryUnknown(f"{model}: {reason}") from error
 
 
-def model_shape(recipe: Recipe, model_config_file: str | None = None) -> ModelShape:
-    """Return the sizes of the policy with its adapter, from the model's configuration or the file given in its place.
+def policy_model(recipe: Recipe, model_config_file: str | None = None) -> tuple[ModelShape, nn.Module]:
+    """Return the sizes of the policy with its adapter, and the policy on the meta device.
+
+    Both are made from the model's configuration, or from the file given in its place.
 
     Raises:
         RecipeError: `lora_target_modules` match nothing.
@@ -685,7 +792,7 @@ def model_shape(recipe: Recipe, model_config_file: str | None = None) -> ModelSh
     arguments = model_config(recipe)
     model = model_config_file or str(arguments.model_name_or_path)
     try:
-        return load_shape(model, get_peft_config(arguments))
+        return load_model(model, get_peft_config(arguments))
     except NoTargetModules as error:
         raise recipe.error(f"`lora_target_modules`: {error}") from error
 
@@ -694,7 +801,7 @@ def check_adapter(recipe: Recipe) -> None:
     """Raise `RecipeError` if the new adapter of a recipe would adapt nothing, as far as the files here tell."""
     if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
         with contextlib.suppress(MemoryUnknown):  # without a configuration, loading the model fails with the reason
-            model_shape(recipe)
+            policy_model(recipe)
 
 
 def memory_plan(
@@ -757,8 +864,10 @@ def memory_plan(
     )
 
 
-def packed(plan: MemoryPlan, factor: int, group: int, accumulation: int) -> MemoryPlan:
-    """Return the estimate with `factor` times as many completions in a micro-batch, as packed rows.
+def sharing_prompts(
+    plan: MemoryPlan, factor: int, group: int, accumulation: int, layout: Layout = Layout.PACKED
+) -> MemoryPlan:
+    """Return the estimate with `factor` times as many completions in a micro-batch, whose rows share their prompts.
 
     Args:
         plan: Estimate of the recipe.
@@ -766,12 +875,13 @@ def packed(plan: MemoryPlan, factor: int, group: int, accumulation: int) -> Memo
         group: Completions of a prompt, all of which are on the same GPU.
         accumulation: The recipe's `gradient_accumulation_steps`, which shrinks so that the optimizer step keeps its
             size.
+        layout: Layout of the rows.
     """
     rows = factor * plan.rows
     # Rows are sorted by prompt, and each micro-batch takes the next ones. It may begin and end inside a group.
     starts = range(0, math.lcm(rows, group), rows)
     prompts = max((start + rows - 1) // group - start // group + 1 for start in starts)
-    return replace(plan, rows=rows, prompts=prompts, accumulates=accumulation > factor)
+    return replace(plan, rows=rows, prompts=prompts, rows_as=layout, accumulates=accumulation > factor)
 
 
 def quantised_bytes(arguments: ModelConfig) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from trl.trainer.utils import disable_dropout_in_model
 
 from grpo_recipes.checks import packages
 from grpo_recipes.checks.checks import (
@@ -29,6 +31,8 @@ from grpo_recipes.checks.rewards import describe_rewards
 from grpo_recipes.checks.tools import Toolset, load_toolset
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.plan import memory
+from grpo_recipes.plan.layers import MeasuredLayers, NotMeasured
+from grpo_recipes.plan.layout import ExpectedLayout, expected_layout
 from grpo_recipes.plan.prompts import PromptReport, prompt_report
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import (
@@ -41,12 +45,35 @@ from grpo_recipes.recipe.recipe import (
     shipped_files,
 )
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16, cautions, ignored_keys
+from grpo_recipes.training.packing import Layout
 from grpo_rewards.files import relative_to
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import BuiltReward, UnbuiltReward, is_own, leaves, spec_parts
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
 
 _TEXT = len("  optimizer step  ")  # width of a label, after which the text of a line begins
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Most tokens that run through the model in the forward of a micro-batch, padding included.
+
+    Attributes:
+        micro_batch: Tokens in the expected layout.
+        padded: Tokens of TRL's rows.
+    """
+
+    micro_batch: int
+    padded: int
+
+    def describe(self, accumulation: int) -> str:
+        """Return the tokens of a micro-batch, and of an optimizer step of `accumulation` micro-batches, as text."""
+        sentence = f"at most {self.micro_batch:,} in a micro-batch"
+        if self.micro_batch != self.padded:
+            sentence += f" ({self.padded:,} in TRL's rows)"
+        if accumulation > 1:
+            sentence += f", {accumulation * self.micro_batch:,} in an optimizer step of each process"
+        return sentence
 
 
 @dataclass(frozen=True)
@@ -58,6 +85,8 @@ class Plan:
         geometry: Batch geometry.
         rewards: Rewards with their weights.
         prompts: Number of training prompts, or the reason why it is unknown.
+        layout: Layout that the micro-batches are expected to get, or None if the model's configuration is unknown.
+        tokens: Most tokens of a micro-batch, as they run and in TRL's rows, or None if the layout is not given.
         memory: Estimate of the memory of a GPU, the reason why it is unknown, or None if the recipe trains on a CPU.
         precision: Dtypes and optimizer.
         surviving: Share of an update that survives rounding, in [0, 1], or None if it is not known.
@@ -70,6 +99,8 @@ class Plan:
     geometry: Geometry
     rewards: Sequence[BuiltReward]
     prompts: int | str
+    layout: ExpectedLayout | None
+    tokens: Tokens | None
     memory: memory.MemoryPlan | str | None
     precision: Precision
     surviving: float | None
@@ -104,11 +135,20 @@ class Plan:
             "",
             self.geometry.picture(),
             "",
-            *_labelled([epoch, *head]),
+            *_labelled([epoch, *self._describe_layout(), *head]),
             *prompt,
             "",
             *need,
             *(Labelled("note", note) for note in self.notes),
+        ]
+
+    def _describe_layout(self) -> list[str]:
+        if self.layout is None or self.tokens is None:
+            return []
+        accumulation = self.recipe.config.gradient_accumulation_steps
+        return [
+            f"  layout          {self.layout.describe()}",
+            f"  tokens          {self.tokens.describe(accumulation)}",
         ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,6 +160,8 @@ class Plan:
             **({"tools": [tool.name for tool in self.toolset.all_tools]} if self.toolset else {}),
             "epoch": self.geometry.epoch(self.prompts, longest) if isinstance(self.prompts, int) else None,
             "prompts": self.shown.as_dict() if self.shown else None,
+            "layout": self.layout.as_dict() if self.layout else None,
+            "tokens": asdict(self.tokens) if self.tokens else None,
             "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
             "precision": {**asdict(self.precision), "updated": self.precision.updated, "surviving": self.surviving},
             "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
@@ -184,20 +226,28 @@ def plan(
         prompts, shown = str(error), None
     estimate: memory.MemoryPlan | str | None
     spread = memory.ModelShape.initializer_range
+    expected, tokens = None, None
     try:
         layout = memory.Sharding.described(described) if described is not None else memory.Sharding()
         layout = replace(layout, num_processes=machine.num_processes)
-        estimate = _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
+        padded, expected = _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
+        estimate = _in_layout(recipe, geometry, padded, expected.layout)
+        tokens = Tokens(estimate.computed(), padded.computed())
         spread = estimate.shape.initializer_range
+        notes += expected.notes()
     except memory.MemoryUnknown as error:
         estimate = str(error)
     precision = precision_of(recipe, machine)
     surviving = precision.surviving(initial_weights(spread))
     notes += _precision_notes(precision, surviving, estimate)
-    notes += _larger_micro_batch(recipe, geometry, estimate)
+    if expected is not None:
+        notes += _padded_rows(estimate)
+        notes += _larger_micro_batch(recipe, geometry, estimate, expected.layout)
     if recipe.config.use_cpu and gpu_memory is None:
         estimate = None
-    return Plan(recipe, geometry, rewards, prompts, estimate, precision, surviving, notes, shown, toolset)
+    return Plan(
+        recipe, geometry, rewards, prompts, expected, tokens, estimate, precision, surviving, notes, shown, toolset
+    )
 
 
 def _model_is_made_elsewhere(recipe: Recipe) -> bool:
@@ -291,8 +341,8 @@ def _memory(
     gpu_memory: float | None,
     model_config_file: str | None,
     notes: list[str],
-) -> memory.MemoryPlan:
-    """Return the estimate of the memory, and add what it leaves out to `notes`.
+) -> tuple[memory.MemoryPlan, ExpectedLayout]:
+    """Return the estimate of the memory in TRL's rows, and the expected layout. Add what it leaves out to `notes`.
 
     Raises:
         MemoryUnknown: The layout or the model is not covered by the estimate, or can't be read.
@@ -301,10 +351,10 @@ def _memory(
     quantised = memory.quantised_bytes(arguments)
     if quantised is not None and layout.sharding != "none":
         raise memory.MemoryUnknown("quantised models are estimated only if each GPU holds the complete model")
-    shape = memory.model_shape(recipe, model_config_file)
+    shape, model = memory.policy_model(recipe, model_config_file)
     if quantised is not None and shape.trained == shape.parameters:
         raise memory.MemoryUnknown("a quantised model can only be trained with an adapter: set `use_peft: true`")
-    return memory.memory_plan(
+    estimate = memory.memory_plan(
         recipe.config,
         arguments.dtype,
         shape,
@@ -318,6 +368,43 @@ def _memory(
         keeps_turns=bool(recipe.tools or recipe.environment_factory) and recipe.generation != "off",
         full_kl=recipe.kl_estimator == "full",
     )
+    if recipe.config.disable_dropout:
+        disable_dropout_in_model(model)
+    expected = expected_layout(recipe, model, layout.sharding, estimate.tokens)
+    if not expected.is_measured or recipe.config.use_cpu:
+        return estimate, expected
+    measured = replace(estimate, layers=MeasuredLayers(model))
+    try:
+        measured.peak()
+    except NotMeasured as error:
+        notes.append(f"the layers of {expected.model_type} are counted as if they were Llama's: {error}")
+        return estimate, expected
+    return measured, expected
+
+
+def _in_layout(
+    recipe: Recipe, geometry: Geometry, padded: memory.MemoryPlan, layout: Layout | None
+) -> memory.MemoryPlan:
+    """Return the estimate of the rows of the expected layout."""
+    if layout is None or not layout.shares_prompts:
+        return padded if layout is None else replace(padded, rows_as=layout)
+    group, accumulation = geometry.num_generations, geometry.gradient_accumulation_steps
+    shared = memory.sharing_prompts(padded, 1, group, accumulation, layout)
+    if _keeps_groups_together(recipe, geometry):
+        return shared
+    if layout is Layout.PACKED:  # the number of prompts in a row, and with it the memory of attention, is not known
+        return padded
+    return replace(shared, prompts=min(shared.rows, math.ceil(geometry.completions_per_rank / group) + 1))
+
+
+def _padded_rows(estimate: memory.MemoryPlan | str | None) -> list[str]:
+    """Return a note on the memory that a run needs whose prompts are not shared against expectation."""
+    if not isinstance(estimate, memory.MemoryPlan) or estimate.prompts is None:
+        return []
+    peak = replace(estimate, prompts=None, rows_as=Layout.PADDED).peak()
+    if peak <= estimate.peak():
+        return []
+    return [f"a run that warns of trimmed or padded rows needs up to {memory.gib(peak)}"]
 
 
 def _precision_notes(
@@ -334,43 +421,40 @@ def _precision_notes(
     return notes
 
 
-def _larger_micro_batch(recipe: Recipe, geometry: Geometry, estimate: memory.MemoryPlan | str | None) -> list[str]:
-    """Return a note on the largest micro-batch that fits as a packed row, if it is larger than the recipe's.
+def _larger_micro_batch(
+    recipe: Recipe, geometry: Geometry, estimate: memory.MemoryPlan | str | None, layout: Layout | None
+) -> list[str]:
+    """Return a note on the largest micro-batch that fits with shared prompts, if it is larger than the recipe's.
 
     It joins micro-batches of one generation batch and one optimizer step, whose gradient stays the same.
     """
-    if not isinstance(estimate, memory.MemoryPlan) or not estimate.fits() or not _packs_whole_groups(recipe, geometry):
+    if layout is None or not layout.shares_prompts or not _keeps_groups_together(recipe, geometry):
+        return []
+    if not isinstance(estimate, memory.MemoryPlan) or not estimate.fits():
         return []
     parts, accumulation = geometry.steps_per_generation, geometry.gradient_accumulation_steps
-    fitting = {}
-    for factor in range(2, parts + 1):
-        if parts % factor:
-            continue
-        larger = memory.packed(estimate, factor, geometry.num_generations, accumulation)
-        if larger.fits():
-            fitting[factor] = larger
-    if not fitting:
+    for factor in range(parts, 1, -1):
+        larger = memory.sharing_prompts(estimate, factor, geometry.num_generations, accumulation, layout)
+        if parts % factor == 0 and larger.fits():
+            break
+    else:
         return []
-    factor = max(fitting)
-    larger = fitting[factor]
     text = f"`per_device_train_batch_size: {larger.rows}` with `gradient_accumulation_steps: {accumulation // factor}`"
     if recipe.config.steps_per_generation is not None:
         text += f" and `steps_per_generation: {parts // factor}`"
-    padded = replace(larger, prompts=None)
+    padded = replace(larger, prompts=None, rows_as=Layout.PADDED)
     return [
-        f"packed rows also fit at {text}, which makes fewer model calls for the same gradient: "
+        f"{layout.name.lower()} rows also fit at {text}, which makes fewer model calls for the same gradient: "
         f"{memory.gib(larger.peak())} at the peak. A run that warns of trimmed or padded rows needs up to "
         f"{memory.gib(padded.peak())}"
     ]
 
 
-def _packs_whole_groups(recipe: Recipe, geometry: Geometry) -> bool:
+def _keeps_groups_together(recipe: Recipe, geometry: Geometry) -> bool:
     """Return True if rows may move between all micro-batches of a generation batch, so that groups stay together.
 
-    Otherwise the number of prompts in a packed row, and with it its memory, is not known.
+    Otherwise the number of prompts in a micro-batch, and with it its memory, is not known.
     """
-    if recipe.micro_batching.layout != "packed" or recipe.kl_estimator == "full":
-        return False
     config, loss = recipe.config, LOSS_TYPES.get(recipe.config.loss_type)
     if loss is None or loss.counts_other_rows:
         return False

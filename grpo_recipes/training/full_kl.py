@@ -53,6 +53,10 @@ class Projection:
         return cls(states[:, -length - 1 : -1], head.weight, head.bias)
 
 
+READS_PADDED_ROWS = "the full-vocabulary KL reads the hidden states of TRL's rows"
+"""Reason for which rows stay padded with the full KL."""
+
+
 def check_full_kl(beta: float, loss_type: str, *, images: bool, fsdp: bool) -> None:
     """Raise `ValueError` if a trainer with these settings cannot have the full KL.
 

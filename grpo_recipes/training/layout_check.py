@@ -80,6 +80,9 @@ VERIFIED_UNDER_SHARDING = frozenset({"gpt_oss", "granitemoehybrid", "lfm2", "mam
 """Model types that train to TRL's weights on two ranks with shared prompts, under ZeRO-3 and FSDP2
 (`test_segments_distributed.py`)."""
 
+ZERO3, FSDP1, FSDP2 = "zero3", "fsdp1", "fsdp2"
+"""Ways in which the weights are split over ranks."""
+
 Gradients = Sequence[Tensor | None]
 """Gradient of each compared parameter, None where the result does not depend on the parameter."""
 
@@ -116,6 +119,70 @@ class _Trial:
     """True if the shared layout may keep TRL's columns where rows can't be trimmed."""
 
 
+@dataclass(frozen=True)
+class LayoutRules:
+    """Settings of a run that decide, with a model, which layouts may be tried.
+
+    The rules read a model's configuration and modules, and no weight: `plan` asks them before the model is loaded.
+    """
+
+    args: Any
+    """`GRPOConfig`, or an object with its attributes."""
+    router_loss: bool = False
+    """True if the loss has the auxiliary loss of a mixture of experts."""
+    padded_because: str = ""
+    """Reason for which rows must stay padded, because something else reads them in the forward, or ""."""
+
+    def allowed(self, bare: nn.Module, wanted: Layout, sharding: str) -> Choice:
+        """Return the most preferred layout up to `wanted` that settings and model allow.
+
+        Args:
+            bare: the model inside accelerate's wrappers.
+            wanted: most preferred layout allowed.
+            sharding: way in which the weights are split over ranks, as `sharding_of` returns it.
+        """
+        reason = self._padded(bare)
+        if reason:
+            return Layout.PADDED, reason
+        if scale := scaled_by_position(text_config(bare)):
+            reason = f"attention is scaled by a token's place in the row, padding included ({scale})"
+            allowed = wanted >= Layout.SHARED or wanted is Layout.SHARED_PADDED
+            if not allowed or self.unshared(bare) or sharding:
+                return Layout.PADDED, reason
+            return Layout.SHARED_PADDED, reason
+        reason = ""
+        if wanted is Layout.PACKED:
+            reason = self.unshared(bare) or unsupported(bare)
+            if not reason:
+                return wanted, ""
+        if wanted in (Layout.SHARED, Layout.SHARED_PADDED, Layout.PACKED):
+            unshared = self.unshared(bare) or unsupported_under_sharding(bare, sharding)
+            if not unshared:
+                return min(wanted, Layout.SHARED), reason
+            return (Layout.PADDED if wanted is Layout.SHARED_PADDED else Layout.TRIMMED), reason or unshared
+        return wanted, ""
+
+    def unshared(self, bare: nn.Module) -> str:
+        """Return why completions must not share a prompt, in any layout, or "" if nothing forbids it."""
+        if self.router_loss:
+            return "a shared prompt would count once in the router loss"
+        if self.args.torch_compile:
+            return "torch.compile would compile again for each shape of a micro-batch"
+        return unshareable(bare)
+
+    def _padded(self, bare: nn.Module) -> str:
+        """Return why rows must keep TRL's width, or "" if nothing requires it."""
+        if self.args.pad_to_multiple_of is not None:
+            return "pad_to_multiple_of asks for the shapes that TRL makes"
+        if self.padded_because:
+            return self.padded_because
+        if self.args.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha adds noise by the width of the rows, padding included"
+        if getattr(getattr(bare, "active_peft_config", None), "velora_config", None) is not None:
+            return "the adapter's gradient is compressed by an average over whole micro-batches (VeLoRA)"
+        return depends_on_width(text_config(bare))
+
+
 @dataclass
 class LayoutCheck:
     """Choice of the layout of a model. All ranks choose the same layout, whatever their rows are.
@@ -129,8 +196,7 @@ class LayoutCheck:
     """Function of a model call, a model and `compute_entropy` to log-probabilities and entropies, each (B, T)."""
     attention: AttentionSwitch
     segmented: SegmentedModels
-    router_loss: bool
-    padded_because: str
+    rules: LayoutRules
     announcer: Announcer = field(default_factory=lambda: Announcer(logger.warning))
 
     def choose(
@@ -145,7 +211,7 @@ class LayoutCheck:
             wanted: most preferred layout allowed.
             in_columns: False if the layout must not be `SHARED_PADDED`, because other adapters use trimmed rows.
         """
-        layout, reason = self._allowed(bare, wanted)
+        layout, reason = self.rules.allowed(bare, wanted, sharding_of(bare))  # check 1
         if layout is not Layout.PADDED:
             if not self._any_rank(bool(rows.host.labels.any())):
                 return None
@@ -205,51 +271,6 @@ class LayoutCheck:
             fits = fits & inside
         return fits
 
-    # ---- Check 1: settings and configuration
-
-    def _allowed(self, bare: nn.Module, wanted: Layout) -> Choice:
-        """Return the most preferred layout up to `wanted` that settings and model allow."""
-        reason = self._padded_because(bare)
-        if reason:
-            return Layout.PADDED, reason
-        if scale := scaled_by_position(text_config(bare)):
-            reason = f"attention is scaled by a token's place in the row, padding included ({scale})"
-            allowed = wanted >= Layout.SHARED or wanted is Layout.SHARED_PADDED
-            if not allowed or self._unshared(bare) or is_sharded(bare):
-                return Layout.PADDED, reason
-            return Layout.SHARED_PADDED, reason
-        reason = ""
-        if wanted is Layout.PACKED:
-            reason = self._unshared(bare) or unsupported(bare)
-            if not reason:
-                return wanted, ""
-        if wanted in (Layout.SHARED, Layout.SHARED_PADDED, Layout.PACKED):
-            unshared = self._unshared(bare) or unsupported_under_sharding(bare)
-            if not unshared:
-                return min(wanted, Layout.SHARED), reason
-            return (Layout.PADDED if wanted is Layout.SHARED_PADDED else Layout.TRIMMED), reason or unshared
-        return wanted, ""
-
-    def _unshared(self, bare: nn.Module) -> str:
-        """Return why completions must not share a prompt, in any layout, or "" if nothing forbids it."""
-        if self.router_loss:
-            return "a shared prompt would count once in the router loss"
-        if self.args.torch_compile:
-            return "torch.compile would compile again for each shape of a micro-batch"
-        return unshareable(bare)
-
-    def _padded_because(self, bare: nn.Module) -> str:
-        """Return why rows must keep TRL's width, or "" if nothing requires it."""
-        if self.args.pad_to_multiple_of is not None:
-            return "pad_to_multiple_of asks for the shapes that TRL makes"
-        if self.padded_because:
-            return self.padded_because
-        if self.args.neftune_noise_alpha is not None:
-            return "neftune_noise_alpha adds noise by the width of the rows, padding included"
-        if getattr(getattr(bare, "active_peft_config", None), "velora_config", None) is not None:
-            return "the adapter's gradient is compressed by an average over whole micro-batches (VeLoRA)"
-        return depends_on_width(text_config(bare))
-
     # ---- Check 2: the first micro-batch
 
     def _compare_first_rows(
@@ -271,7 +292,7 @@ class LayoutCheck:
             bare,
             self._computes_in_float32(bare),
             "the first micro-batch",
-            in_columns=in_columns and wanted is not Layout.TRIMMED and not self._unshared(bare),
+            in_columns=in_columns and wanted is not Layout.TRIMMED and not self.rules.unshared(bare),
         )
         # Positions from the attention mask hide a dependence on padding, a table of positions does not: without room
         # for padding, agreement says nothing about such a model.
@@ -317,7 +338,7 @@ class LayoutCheck:
                 "a few short rows",
                 " once it has trained",
                 parameters,
-                in_columns and found is not Layout.TRIMMED and not self._unshared(bare),
+                in_columns and found is not Layout.TRIMMED and not self.rules.unshared(bare),
             )
             with in_training(bare, device):
                 expected = self._compute(trial, trial.padded)
@@ -375,7 +396,8 @@ class LayoutCheck:
             if not doubt:
                 return Layout.PACKED, ""
             doubts.append(doubt)
-            most = Layout.TRIMMED if unsupported_under_sharding(trial.bare) else Layout.SHARED
+            refused = unsupported_under_sharding(trial.bare, sharding_of(trial.bare))
+            most = Layout.TRIMMED if refused else Layout.SHARED
         layout = most
         if most is Layout.SHARED:
             doubt = self._doubt_of_segments(trial, Layout.SHARED, expected)
@@ -631,13 +653,18 @@ def unshareable(model: nn.Module) -> str:
     return ""
 
 
-def unsupported_under_sharding(model: nn.Module) -> str:
-    """Return why a sharded model's prompts are not shared through a cache, or "" if they may be."""
+def unsupported_under_sharding(model: nn.Module, sharding: str) -> str:
+    """Return why a model's prompts are not shared through a cache, or "" if they may be.
+
+    Args:
+        model: the model inside accelerate's wrappers.
+        sharding: way in which the weights are split over ranks, as `sharding_of` returns it.
+    """
     # Only log-probabilities are compared there. A kernel that drops the gradient of a state would pass.
     kind = text_config(model).model_type
-    if not is_sharded(model):
+    if not sharding:
         return ""
-    if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
+    if sharding == FSDP1:
         return "shared prompts were verified under FSDP2, and not under FSDP1"
     if kind not in VERIFIED_UNDER_SHARDING:
         return f"the gradients of {kind} behind a shared prompt were not verified under ZeRO-3 and FSDP"
@@ -687,13 +714,27 @@ def adapter_state(model: nn.Module) -> tuple[str, ...]:
     return tuple(model.active_adapters)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return True if each rank holds only a part of the weights (ZeRO-3, FSDP). A model call is then a collective."""
-    for parameter in model.parameters():
-        if hasattr(parameter, "ds_id") or isinstance(parameter, DTensor):
-            return True
+def sharding_of(model: nn.Module) -> str:
+    """Return how the weights are split over ranks, `ZERO3`, `FSDP1` or `FSDP2`, or "" if each rank holds all of them.
+
+    A call of a model whose weights are split is a collective.
+    """
     # FSDP1 wraps modules, and FSDP2 can ignore single parameters.
-    return any(isinstance(module, FSDPModule) or hasattr(module, "_fsdp_wrapped_module") for module in model.modules())
+    if any(hasattr(module, "_fsdp_wrapped_module") for module in model.modules()):
+        return FSDP1
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return FSDP2
+    for parameter in model.parameters():
+        if hasattr(parameter, "ds_id"):
+            return ZERO3
+        if isinstance(parameter, DTensor):
+            return FSDP2
+    return ""
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if each rank holds only a part of the weights (ZeRO-3, FSDP)."""
+    return bool(sharding_of(model))
 
 
 # ---- State of a model during the third check

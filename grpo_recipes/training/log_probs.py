@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
 from grpo_recipes.training.buckets import Laid, arrange, launch_tokens, lay_out
-from grpo_recipes.training.layout_check import LayoutCheck, adapter_state, is_sharded, text_config
+from grpo_recipes.training.layout_check import LayoutCheck, LayoutRules, adapter_state, is_sharded, text_config
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout, ModelCall, PackedRow, SpansIgnored, order, pack
 from grpo_recipes.training.segments import SegmentedModels
@@ -64,8 +64,7 @@ class LogProbs:
             self._run,
             self._attention,
             self._segmented,
-            self.router_loss,
-            self.padded_because,
+            LayoutRules(self.args, self.router_loss, self.padded_because),
         )
         announcer = self._check.announcer
         self._kernel = VarlenKernel(lambda sentence: announcer.once(sentence, sentence))

@@ -196,7 +196,7 @@ class SegmentedModel:
     def observed(self) -> Iterator[None]:
         """Find the decoder layers, and the form of what they return, in a forward inside this block."""
         length = getattr(self._config, "num_hidden_layers", None)
-        candidates = _lists_of_layers(self._backbone, length)
+        candidates = lists_of_layers(self._backbone, length)
         returned: dict[int, list[int]] = {}
         handles = []
         for number, (module, name) in enumerate(candidates):
@@ -412,7 +412,7 @@ def _has_delta_rule(module: nn.Module) -> bool:
     return rule is not None and "chunk_size" in inspect.signature(rule).parameters
 
 
-def _lists_of_layers(backbone: nn.Module, length: int | None) -> list[tuple[nn.Module, str]]:
+def lists_of_layers(backbone: nn.Module, length: int | None) -> list[tuple[nn.Module, str]]:
     """Return the module and the name of each list of `length` modules in a backbone."""
     found = []
     for module in backbone.modules():
@@ -491,8 +491,11 @@ def _keep_unchanged(layer: Any) -> None:
     """Let the layer return what it would hold after an update, and hold what it did before."""
     # transformers copies the new state into the tensor of the old one, which autograd has saved for the backward pass.
 
+    # Not the layer: a function that holds it would keep its tensors alive until Python's garbage collector runs.
+    before = layer.conv_states
+
     def update_conv_state(states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-        return torch.cat([layer.conv_states[state_idx], states], dim=-1)
+        return torch.cat([before[state_idx], states], dim=-1)
 
     def update_recurrent_state(states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
         return states

@@ -45,7 +45,7 @@ from grpo_recipes.training.adapters import adapter_dtype_kept, with_its_base
 from grpo_recipes.training.advantages import advantages as advantages_by_rule
 from grpo_recipes.training.callbacks import CompactCompletions, identity_of, starting_weights
 from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
-from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, last_hidden_states
+from grpo_recipes.training.full_kl import READS_PADDED_ROWS, FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation import Generation
 from grpo_recipes.training.log_probs import LogProbs
 from grpo_recipes.training.packing import Layout
@@ -163,7 +163,7 @@ class GRPOTrainer(TRLGRPOTrainer):
             entropy_quantile=self.top_entropy_quantile,
             router_loss=self.aux_loss_enabled,
         )
-        reason = "the full-vocabulary KL reads the hidden states of TRL's rows" if self._full_kl is not None else ""
+        reason = READS_PADDED_ROWS if self._full_kl is not None else ""
         layout = microbatch.asked_layout(self.micro_batching)
         self._log_probs = LogProbs(
             self.accelerator, self.args, self._trl_log_probs, layout, self.aux_loss_enabled, reason

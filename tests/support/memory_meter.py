@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +35,10 @@ from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE as HEAD_CHUNK
 
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans, Kernel
+from grpo_recipes.training.segments import Segment, SegmentedModel, Segments
+
+Backbone = Callable[[], Tensor]
+"""Function that returns the last hidden states of a micro-batch, (rows, tokens, hidden)."""
 
 BLOCK = 512
 """Bytes of CUDA's smallest allocation."""
@@ -109,7 +113,7 @@ def build(
         quantised: True to make a copy of each frozen matrix when it is used, as bitsandbytes dequantizes it.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # with SDPA where the model supports it
         if adapter is not None:
             model = get_peft_model(model, adapter)
     pretended: dict[int, Tensor] = {}
@@ -138,6 +142,7 @@ def measure(
     accumulates: bool = False,
     splits_gradients: bool = False,
     group: int | None = None,
+    segmented: bool = False,
     varlen: bool = True,
     full_kl: bool = False,
     trains: bool = True,
@@ -151,7 +156,8 @@ def measure(
         autocast: True to compute matrix products in bfloat16 whatever the dtype of the weights is.
         accumulates: True if an earlier micro-batch has left its gradients.
         splits_gradients: True if a gradient leaves the GPU as soon as it is complete, as under ZeRO.
-        group: Completions of a prompt in a packed row, or None for TRL's padded layout.
+        group: Completions of a prompt in a packed or shared layout, or None for TRL's padded layout.
+        segmented: True for completions behind a cache of their prompts, False for a packed row.
         varlen: True if the attention of a packed row is one call of `varlen_attn`, False if it is one SDPA call per
             completion.
         full_kl: True to add the KL over the vocabulary to the loss. The model stands for its reference.
@@ -166,7 +172,7 @@ def measure(
     for parameter in model.parameters():
         if splits_gradients and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    spans = None if group is None else _spans(batch, group, _varlen if varlen else None)
+    spans = None if group is None or segmented else _spans(batch, group, _varlen if varlen else None)
     shape = (batch.rows, batch.prompt + batch.completion)
     if spans is not None:
         AttentionSwitch().pack(model)
@@ -174,35 +180,35 @@ def measure(
     ids = torch.empty(shape, dtype=torch.long)
     targets = torch.zeros(batch.rows * batch.completion, dtype=torch.long)
     given = [ids, torch.ones_like(ids), targets]
-    meter = Meter([*model.parameters(), *model.buffers(), *given])
+    backbone: Backbone = partial(_hidden, base, *given[:2], spans)
+    known = [*model.parameters(), *model.buffers(), *given]
+    if segmented:
+        assert group is not None
+        segments = _segments(batch, group)
+        backbone = partial(_segmented_hidden, _observed(model), base, segments)
+        known += [value for part in segments.in_order() for value in vars(part).values() if value is not None]
+        known.append(segments.positions)
+    meter = Meter(known)
     with meter, gpu_kernels():
         if accumulates:
             for parameter in model.parameters():
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         with torch.set_grad_enabled(trains):
-            loss = _loss(base, *given, spans, full_kl, autocast)
+            loss = _loss(base, backbone, targets, full_kl, autocast)
         if trains:
             meter.phase = "backward"
             loss.backward()
     return meter
 
 
-def _loss(
-    base: nn.Module,
-    ids: Tensor,
-    mask: Tensor,
-    targets: Tensor,
-    spans: GroupSpans | None,
-    full_kl: bool,
-    autocast: bool,
-) -> Tensor:
+def _loss(base: nn.Module, backbone: Backbone, targets: Tensor, full_kl: bool, autocast: bool) -> Tensor:
     """Return a loss of the log-probabilities of `targets`, (completion tokens,), computed as on a GPU."""
     reference = None
     if full_kl:
         with torch.no_grad(), _precision(autocast):
-            reference = _hidden(base, ids, mask, None)
+            reference = backbone()
     with _precision(autocast):
-        hidden = _hidden(base, ids, mask, spans)
+        hidden = backbone()
         head = base.get_output_embeddings()
         # The values of these indices do not matter. A boolean mask, as TRL has it, needs data.
         scored = hidden[:, :-1][targets, targets]
@@ -228,6 +234,31 @@ def _hidden(base: nn.Module, ids: Tensor, mask: Tensor, spans: GroupSpans | None
         # transformers drops a mask of ones, which it cannot see without data, and leaves a mask of four dimensions.
         given = {"attention_mask": mask[:, :1, None, None].bool(), "position_ids": mask, "group_spans": spans}
     return base.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
+
+
+def _segments(batch: Batch, group: int) -> Segments:
+    """Return a segment of distinct prompts, and a bucket of their completions."""
+    prompts, context = batch.rows // group, batch.prompt - 1
+    ids, before = (torch.empty(size, dtype=torch.long) for size in ((batch.rows, batch.completion), (prompts, context)))
+    mask = torch.ones(batch.rows, context + batch.completion, dtype=torch.long)
+    bucket = Segment(ids, mask, torch.zeros(batch.rows, dtype=torch.long))
+    places = torch.zeros(batch.rows * batch.completion, dtype=torch.long)
+    return Segments([bucket], places, Segment(before, torch.ones_like(before)))
+
+
+def _observed(model: nn.Module) -> SegmentedModel:
+    """Return a model that takes segments, after a short forward that shows its layers."""
+    segmented, ids = SegmentedModel(model), torch.empty(2, 8, dtype=torch.long)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    with segmented.observed(), torch.no_grad(), gpu_kernels():
+        base.base_model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return segmented
+
+
+def _segmented_hidden(segmented: SegmentedModel, base: nn.Module, segments: Segments) -> Tensor:
+    """Return the last hidden states of all labels, (1, labels, hidden)."""
+    with segmented.taking_segments():
+        return base.base_model(segments=segments).last_hidden_state
 
 
 def _spans(batch: Batch, group: int, kernel: Kernel | None) -> GroupSpans:
@@ -277,6 +308,7 @@ def gpu_kernels() -> Iterator[None]:
         "grpo_recipes.training.packed_attention.scaled_dot_product_attention": _attention,
         "grpo_recipes.training.packed_attention.is_on_gpu": lambda tensor: True,
         "torch.nn.functional.dropout": _dropout,
+        "torch.nn.functional.grouped_mm": partial(_grouped_mm, torch.nn.functional.grouped_mm),
         "trl.kernels.chunked_logprob._forward_tile": _nothing,
         "trl.kernels.chunked_logprob._backward_tile": _nothing,
         "trl.kernels.chunked_logprob._addmm_fp32": _nothing,
@@ -293,6 +325,13 @@ def gpu_kernels() -> Iterator[None]:
     finally:
         for one in patches:
             one.stop()
+
+
+def _grouped_mm(stock: Callable[..., Tensor], tensor: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    """Multiply the tokens of experts in any precision. torch knows the shapes of the stock kernel in bfloat16 only."""
+    if tensor.dtype == torch.bfloat16:
+        return stock(tensor, weight, offs=offs)
+    return torch.ops.transformers.grouped_mm_fallback(tensor, weight, offs=offs)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -329,7 +368,9 @@ def _attention(
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     bias = None
     if attn_mask is not None:
-        bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+        if attn_mask.dtype == torch.bool:
+            bias = bias.masked_fill_(~attn_mask, -torch.inf)
         bias = bias.expand(-1, query.shape[1], -1, -1)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale)[0]

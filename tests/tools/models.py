@@ -1,6 +1,6 @@
 """Every causal language model of the installed transformers, tiny: layout, distance from TRL's gradient, and decoding.
 
-    make models                                # all of them: some minutes; writes docs/model-layouts.md
+    make models       # all of them: some minutes; writes docs/model-layouts.md and grpo_recipes/plan/model_layouts.json
     python -m tests.tools.models qwen2 gemma3_text   # some of them, printed
 
 A model is built from its configuration class, with the sizes made small by their names. One generation batch of
@@ -36,6 +36,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.groups import Turn
+from grpo_recipes.plan.layout import RECORDED, Records, as_json
 from grpo_recipes.training import layout_check
 from grpo_recipes.training.packing import Layout
 from tests.support.architectures import SAMPLED, batch, generated
@@ -347,11 +348,18 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def records(rows: list[Row]) -> Records:
+    """Return the layouts of the rows, which `plan` reads."""
+    layouts = {layout.described: layout for layout in Layout}
+    found = {row.model_type: layouts[row.layout] for row in rows if row.layout != NONE}
+    return Records(transformers.__version__, found)
+
+
 def main() -> int:
     """Measure the asked models, print them, and write the table if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types, all by default")
-    parser.add_argument("--record", type=Path, help="a file for the table")
+    parser.add_argument("--record", type=Path, help=f"a file for the table; the layouts go to {RECORDED.name} as well")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -362,6 +370,7 @@ def main() -> int:
         print(f"{row.model_type}: {row.layout} {row.distance} {row.reason}; decoding: {row.decoding}", flush=True)
     if asked.record:
         asked.record.write_text(table(rows), encoding="utf-8")
+        RECORDED.write_text(as_json(records(rows)), encoding="utf-8")
     return int(any(row.wrong for row in rows))
 
 

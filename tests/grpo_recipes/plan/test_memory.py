@@ -12,24 +12,19 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from grpo_recipes.generation.kept_cache import MEMORY_SHARE
 from grpo_recipes.plan.memory import (
-    CHECK_PADDING,
     GIB,
-    KEPT_SHARE,
-    MAX_PACKED_SHARE,
     MemoryPlan,
     MemoryUnknown,
     ModelShape,
     Sharding,
     changes_that_fit,
     load_shape,
-    packed,
     parse_size,
+    sharing_prompts,
 )
 from grpo_recipes.plan.plan import plan
 from grpo_recipes.recipe.recipe import find_file
-from grpo_recipes.training import layout_check, log_probs
 from grpo_recipes.training.adamw_bf16 import CHUNK, AdamWBF16
 from tests.support import launching, qwen
 from tests.support.grids import only
@@ -241,7 +236,6 @@ def test_turns_keep_a_copy_of_the_kv_cache_within_a_share_of_the_gpu(configs: di
     assert parts("--generation", "off")[kept] == parts("--use_vllm", "true")[kept] == 0
     qwen_7b = "gsm8k-qwen2.5-7b-lora-zero3"
     assert planned(qwen_7b, "zero3", configs["7B"], rows).parts()[kept] == 0, "no tools"
-    assert MEMORY_SHARE == KEPT_SHARE
     small = replace(TINY, keeps_turns=True, gpu_memory=8 * GIB)
     assert small.parts()[kept] == GIB < small.parts()["KV cache"]
     assert small.peak() == pytest.approx(replace(small, keeps_turns=False).peak() + GIB)
@@ -293,9 +287,8 @@ def test_a_full_reference_is_split_where_parameters_are(sharding: str, bytes_eac
     [(1, 8, 1), (1, 16, 1), (4, 8, 4), (3, 16, 2), (1, 3, 4)],  # the last rows begin and end inside a group
 )
 def test_a_packed_row_computes_each_prompt_once(factor: int, group: int, prompts: int) -> None:
-    larger = packed(TINY, factor, group, accumulation=1)
+    larger = sharing_prompts(TINY, factor, group, accumulation=1)
     assert (larger.rows, larger.prompts) == (8 * factor, prompts)
-    assert (MAX_PACKED_SHARE, CHECK_PADDING) == (log_probs.MAX_PACKED_SHARE, 2 * layout_check.EXTRA_PADDING)
     assert larger.parts()["activations"] < replace(larger, prompts=None).parts()["activations"]
 
 

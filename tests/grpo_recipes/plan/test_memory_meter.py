@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    CONFIG_MAPPING,
+    GPT2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 from trl import get_peft_config
 
 from grpo_recipes.checks.checks import Machine, optimizer_name
+from grpo_recipes.plan.layers import MeasuredLayers
 from grpo_recipes.plan.memory import (
+    CHECK_PADDING,
     GIB,
     MemoryPlan,
+    ModelShape,
     Sharding,
     memory_plan,
-    model_shape,
-    packed,
+    policy_model,
     quantised_bytes,
+    sharing_prompts,
 )
 from grpo_recipes.recipe.recipe import Recipe, find_file, model_config, parse_recipe
+from grpo_recipes.training.packing import Layout
 from tests.support import qwen
 from tests.support.memory_meter import Batch, build, measure
 
@@ -128,7 +138,7 @@ class Estimated(NamedTuple):
         plan = memory_plan(
             recipe.config,
             arguments.dtype,
-            model_shape(recipe, str(folder)),
+            policy_model(recipe, str(folder))[0],
             Sharding.described(layout),
             prompt_tokens=recipe.dataset.max_prompt_tokens,
             steps_per_generation=1,
@@ -141,7 +151,7 @@ class Estimated(NamedTuple):
     def packed(self, factor: int) -> MemoryPlan:
         """Return the estimate of packed rows with `factor` times as many completions."""
         config = self.recipe.config
-        return packed(self.plan, factor, config.num_generations, config.gradient_accumulation_steps)
+        return sharing_prompts(self.plan, factor, config.num_generations, config.gradient_accumulation_steps)
 
     def peak(self, factor: int = 1, *, packed: bool = False, **how: bool) -> int:
         """Return the bytes that a micro-batch holds at its peak, gradients that stay included.
@@ -266,3 +276,107 @@ def test_the_plan_holds_the_peak_of_a_larger_packed_row(case: Case, factor: int,
 
 def test_the_plan_holds_the_peak_of_a_small_models_packed_row(tmp_path: Path) -> None:
     check_packed(Case("rlaif-minimind-internlm2", "MiniMind2-Small", changes=WITHOUT), tmp_path, 2)
+
+
+# ---- Decoder layers that are measured
+
+_SIZES = {"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 4}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+SHARED: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        **{**_SIZES, **_HEADS, "intermediate_size": 1536, "head_dim": 64},
+        **{"linear_num_key_heads": 8, "linear_num_value_heads": 16},
+        **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    },
+    "gpt_oss": {
+        **{**_SIZES, **_HEADS, "intermediate_size": 512, "head_dim": 64, "sliding_window": 128},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0},
+    },
+    "granitemoehybrid": {
+        **{**_SIZES, **_HEADS, "intermediate_size": 1024, "shared_intermediate_size": 1024, "num_local_experts": 0},
+        **{"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_n_groups": 1},
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    },
+    "lfm2": {
+        **{**_SIZES, **_HEADS, "intermediate_size": 1536},
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+    },
+    "mamba2": {**_SIZES, "num_heads": 16, "head_dim": 64, "state_size": 64, "n_groups": 1},
+}
+"""Sizes of small models whose prompts are shared, by model type."""
+
+COMPLETION = 256
+
+
+def shared_plan(config: PretrainedConfig, dtype: str, checkpointing: bool, group: int | None, rows: int) -> MemoryPlan:
+    """Return the estimate of a micro-batch with prompts of 512 tokens, in groups that share them or in TRL's rows."""
+    shape, model = ModelShape.built(config)
+    base = MemoryPlan(
+        shape=shape,
+        layout=Sharding(),
+        rows=rows,
+        generated_rows=rows,
+        tokens=512 + COMPLETION,
+        prompt_tokens=512,
+        dtype_bytes=4 if dtype == "float32" else 2,
+        mixed_precision=dtype == "float32",
+        gradient_checkpointing=checkpointing,
+        full_reference=False,
+        gather_for_generation=False,
+        vllm=None,
+        vllm_share=0.3,
+        vllm_split=1,
+        vllm_sleeps=False,
+        reward_parameters=0,
+        gpu_memory=None,
+        accumulates=False,
+        layers=MeasuredLayers(model),
+    )
+    return base if group is None else sharing_prompts(base, 1, group, 1, Layout.SHARED)
+
+
+def shared_peak(config: PretrainedConfig, plan: MemoryPlan, batch: Batch, group: int | None, trains: bool) -> int:
+    """Return the bytes that a meter of the whole model finds for a micro-batch, or for a forward without gradients."""
+    in_float32 = plan.dtype_bytes == 4
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = build(config, torch.float32 if in_float32 else torch.bfloat16)
+        meter = measure(
+            model,
+            batch,
+            checkpointing=plan.gradient_checkpointing and trains,
+            autocast=in_float32,
+            group=group,
+            segmented=group is not None,
+            trains=trains,
+        )
+    return meter.peak
+
+
+def check_shared(kind: str, dtype: str, checkpointing: bool, group: int | None, rows: int = 8) -> None:
+    """Check the estimate against the largest moment: shared prompts, the longest trimmed rows, and the check."""
+    config = CONFIG_MAPPING[kind](**SHARED[kind])
+    plan = shared_plan(config, dtype, checkpointing, group, rows)
+    moments = {"micro-batch": shared_peak(config, plan, Batch(rows, 512, COMPLETION), group, trains=True)}
+    if group is not None:
+        trimmed = plan._simpler_rows().tokens
+        padded = Batch(rows, 512 + CHECK_PADDING, COMPLETION)
+        moments["trimmed"] = shared_peak(config, plan, Batch(rows, trimmed - COMPLETION, COMPLETION), None, trains=True)
+        moments["check"] = shared_peak(config, plan, padded, None, trains=False)
+    planned, peak = training_bytes(plan), max(moments.values())
+    sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in moments.items())
+    how = f"{dtype}{', checkpointing' if checkpointing else ''}"
+    print(f"| {kind} | {how} | {group} | {sizes} | {planned / GIB:.2f} | {planned / peak:.3f} |")
+    assert peak <= planned <= 1.25 * peak
+    own = plan._micro_batch() + plan.parts()["gradients"]
+    assert moments["micro-batch"] <= own <= 1.25 * moments["micro-batch"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [8, 4, None], ids=["one prompt", "two prompts", "own prompts"])
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["without", "checkpointing"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_the_plan_holds_the_peak_of_shared_prompts(
+    kind: str, dtype: str, checkpointing: bool, group: int | None
+) -> None:
+    check_shared(kind, dtype, checkpointing, group)

@@ -142,7 +142,13 @@ def test_a_larger_micro_batch_of_packed_rows_is_recommended(capsys: pytest.Captu
     for kept in ("generation_batch_size", "completions_per_optimizer_step", "num_generations"):
         assert after["geometry"][kept] == before["geometry"][kept]
     packed, padded = map(float, re.findall(r"([\d.]+) GiB", note))
-    assert packed < padded == pytest.approx(after["memory"]["peak"] / GIB, abs=0.05)
+    assert packed == pytest.approx(after["memory"]["peak"] / GIB, abs=0.05)
+    assert padded > packed
+    assert f"needs up to {padded} GiB" in "".join(after["notes"])
+    assert before["layout"]["name"] == after["layout"]["name"] == "packed"
+    # 16 completions of 256 tokens, and 2 prompts of 512 whose last token runs with each completion.
+    assert before["tokens"] == {"micro_batch": 2 * 511 + 16 * 256, "padded": 16 * (512 + 256)}
+    assert after["tokens"]["micro_batch"] == 2 * before["tokens"]["micro_batch"]
     assert "packed rows" not in "".join(after["notes"])  # one micro-batch is left
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -265,9 +266,9 @@ def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(
 
 def test_prompts_are_not_shared_under_fsdp1() -> None:
     policy = build("qwen3_5_text")
-    assert layout_check.unsupported_under_sharding(policy) == ""
+    assert layout_check.sharding_of(policy) == ""
     policy.model.layers[0]._fsdp_wrapped_module = nn.Identity()
-    assert "not under FSDP1" in layout_check.unsupported_under_sharding(policy)
+    assert "not under FSDP1" in layout_check.unsupported_under_sharding(policy, layout_check.sharding_of(policy))
 
 
 def test_segments_of_several_chunks_are_computed_in_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,6 +299,24 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert list(policy.model.layers) == layers
     assert "forward" not in vars(policy.model)
     assert not any("forward" in vars(layer) or layer._forward_hooks for layer in layers)
+
+
+def test_no_tensor_waits_for_the_garbage_collector(tmp_path: Path) -> None:
+    """Tensors in a circle of references would stay in memory, with those of all layers, until Python looks for them."""
+    trainer = trainer_on(build("qwen3_5_text"), tmp_path)
+    scored(trainer, flat(RAGGED))
+    assert layout_of(trainer) is Layout.SHARED
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        scored(trainer, flat(RAGGED))
+        gc.collect()
+        assert not [found for found in gc.garbage if isinstance(found, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def test_rows_behind_a_window_are_compared(tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:

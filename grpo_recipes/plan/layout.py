@@ -1,0 +1,261 @@
+"""Layout that the micro-batches of a run are expected to get, told before the model is loaded.
+
+Settings, configuration and modules rule layouts out, by the rules that the run applies too (`LayoutRules`). Only a
+computation shows that the results of a layout are TRL's. `make models` makes it for each model type, and records the
+layout of the type in `model_layouts.json`. The run repeats it for its own model before the first step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch import nn
+
+from grpo_recipes.generation.models import base_model, dropout_rates, has_dropout
+from grpo_recipes.recipe.recipe import Recipe
+from grpo_recipes.training.full_kl import READS_PADDED_ROWS
+from grpo_recipes.training.layout_check import (
+    FSDP2,
+    ZERO3,
+    LayoutRules,
+    attention_window,
+    kept_scores,
+    text_config,
+    unsupported,
+    unsupported_under_sharding,
+)
+from grpo_recipes.training.micro_batches import asked_layout
+from grpo_recipes.training.packing import Layout
+
+RECORDED = Path(__file__).with_name("model_layouts.json")
+"""File with the layout of each model type, written by `make models`."""
+
+_RUNS = {
+    Layout.PACKED: "one row without padding, with each prompt once",
+    Layout.SHARED: "each prompt once, and its completions behind a cache of it in buckets of similar length",
+    Layout.TRIMMED: "rows with their own prompts, in buckets of similar length",
+    Layout.SHARED_PADDED: "each prompt once with TRL's padding, and its completions behind a cache of it in buckets",
+    Layout.PADDED: "TRL's rows",
+}
+_SETTINGS = {"torch_compile": False, "pad_to_multiple_of": None, "neftune_noise_alpha": None}
+"""Settings that rule layouts out, and the values that don't."""
+
+_AS_YAML = {False: "false", None: "null"}
+
+
+@dataclass(frozen=True)
+class Records:
+    """Layouts recorded by `make models`.
+
+    Attributes:
+        transformers: Version of transformers that made the results.
+        layouts: Layout by model type.
+    """
+
+    transformers: str
+    layouts: Mapping[str, Layout]
+
+
+@cache
+def recorded() -> Records:
+    """Return the recorded layouts."""
+    content = json.loads(RECORDED.read_text(encoding="utf-8"))
+    layouts = {kind: Layout[name.upper()] for name, kinds in content["layouts"].items() for kind in kinds}
+    return Records(content["transformers"], layouts)
+
+
+def as_json(records: Records) -> str:
+    """Return recorded layouts as the content of `RECORDED`, one line for each layout."""
+    lines = []
+    for layout in sorted(Layout, reverse=True):
+        kinds = sorted(kind for kind, recorded in records.layouts.items() if recorded is layout)
+        lines.append(f'    "{layout.name.lower()}": {json.dumps(kinds)}')
+    head = f'{{\n  "transformers": "{records.transformers}",\n  "layouts": {{\n'
+    return head + ",\n".join(lines) + "\n  }\n}\n"
+
+
+@dataclass(frozen=True)
+class ExpectedLayout:
+    """Layout that a run is expected to get.
+
+    Attributes:
+        model_type: Model type, as its configuration names it.
+        layout: The layout, or None for a type whose layout is not recorded.
+        reason: Reason for which no more preferred layout is expected, or "".
+        changes: Expected layout after each change of a setting that would make it another one.
+        is_measured: True if the model's decoder layers differ from those that the formulas of the memory describe.
+    """
+
+    model_type: str
+    layout: Layout | None
+    reason: str
+    changes: Mapping[str, Layout] = field(default_factory=dict)
+    is_measured: bool = False
+
+    def describe(self) -> str:
+        """Return the layout as one sentence."""
+        if self.layout is None:
+            return f"unknown: {self.reason}; tokens and memory are those of TRL's rows"
+        because = f": {self.reason}" if self.reason else ""
+        return f"{self.layout.described} ({_RUNS[self.layout]}){because}"
+
+    def notes(self) -> list[str]:
+        """Return notes on the source of the layout, and on what would change it."""
+        notes = []
+        if self.layout is not None and self.layout is not Layout.PADDED:
+            installed, made = version("transformers"), recorded().transformers
+            other = "" if installed == made else f" (installed: {installed})"
+            notes.append(
+                f"the layout is the one recorded for {self.model_type} with transformers {made}{other}; the run "
+                "verifies it before its first step, and a warning names the layout if it is another one"
+            )
+        if self.changes:
+            texts = [f"{layout.described} {change}" for change, layout in self.changes.items()]
+            notes.append(f"the layout would be {', '.join(texts)}")
+        return notes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the entry for `plan --json`."""
+        return {
+            "name": None if self.layout is None else self.layout.name.lower(),
+            "model_type": self.model_type,
+            "reason": self.reason,
+            "recorded_with": recorded().transformers,
+            "changes": {change: layout.name.lower() for change, layout in self.changes.items()},
+        }
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Model and settings that decide on a layout.
+
+    Attributes:
+        model: Policy on the meta device.
+        rules: Rules of the run's settings.
+        wanted: Most preferred layout that the recipe allows.
+        sharding: Way in which the weights are split over ranks, as `sharding_of` returns it.
+        tokens: Tokens of the longest row.
+    """
+
+    model: nn.Module
+    rules: LayoutRules
+    wanted: Layout
+    sharding: str
+    tokens: int
+
+    def decide(self) -> tuple[Layout | None, str]:
+        """Return the layout, or None if it is not recorded, and why no more preferred one is expected."""
+        text, kind = text_config(self.model), _model_type(self.model)
+        layout, reason = self.rules.allowed(self.model, self.wanted, self.sharding)
+        name, scores = kept_scores(text)
+        if layout is Layout.PADDED:
+            return layout, reason
+        if self.tokens > scores:
+            return Layout.PADDED, f"attention keeps the `{name}` {scores:,} highest scores of up to {self.tokens:,}"
+        record = recorded().layouts.get(kind)
+        if record is None:
+            return None, f"the layout of {kind} is not recorded"
+        if record in (Layout.PADDED, Layout.SHARED_PADDED):
+            depends = "its results depend on padding"
+            shares = self.wanted >= Layout.SHARED and not self.rules.unshared(self.model) and not self.sharding
+            return (record if shares else Layout.PADDED), depends
+        if record < layout:
+            layout = record
+            reason = "its results with shared prompts are not TRL's"
+        window = attention_window(text)
+        if layout is Layout.PACKED and window is not None and self.tokens > window:
+            refused = unsupported_under_sharding(self.model, self.sharding) or self.sharding
+            reason = f"rows of more than {window:,} tokens leave the model's attention window"
+            return (Layout.TRIMMED if refused else Layout.SHARED), reason
+        return layout, reason
+
+    def changes(self) -> Iterator[tuple[str, _Case]]:
+        """Yield changes of single settings."""
+        if self.rules.router_loss:
+            yield "with `router_aux_loss_coef: 0`", replace(self, rules=replace(self.rules, router_loss=False))
+        for name, value in _SETTINGS.items():
+            if getattr(self.rules.args, name) != value:
+                args = SimpleNamespace(**vars(self.rules.args) | {name: value})
+                yield f"with `{name}: {_AS_YAML[value]}`", replace(self, rules=replace(self.rules, args=args))
+        if self.wanted is not Layout.PACKED:
+            yield "with `micro_batching: auto`", replace(self, wanted=Layout.PACKED)
+        if self.sharding:
+            yield "where no weights are split", replace(self, sharding="")
+        for name, sharding in (("ZeRO-3", ZERO3), ("FSDP2", FSDP2)):
+            if self.sharding != sharding:
+                yield f"under {name}", replace(self, sharding=sharding)
+
+
+def expected_layout(recipe: Recipe, model: nn.Module, sharding: str, tokens: int) -> ExpectedLayout:
+    """Return the layout that a run is expected to get.
+
+    Args:
+        recipe: Recipe of the run.
+        model: Policy on the meta device, with its adapter, with the dropout of the run.
+        sharding: Name of what is split over GPUs (`memory.Sharding`).
+        tokens: Tokens of the longest prompt and completion together.
+    """
+    because = READS_PADDED_ROWS if recipe.kl_estimator == "full" else ""
+    rules = LayoutRules(_settings(recipe.config), has_router_loss(recipe.config, model), because)
+    split = sharding if sharding in (ZERO3, FSDP2) else ""
+    case = _Case(model, rules, asked_layout(recipe.micro_batching), split, tokens)
+    layout, reason = case.decide()
+    changes = {}
+    for change, changed in case.changes():
+        other, _ = changed.decide()
+        if other is not None and other is not layout:
+            changes[change] = other
+    if has_dropout(base_model(model)):
+        with _without_dropout(model):
+            other, _ = case.decide()
+        if other is not None and other is not layout:
+            changes["without dropout"] = other
+    is_measured = bool(unsupported(model)) or layout in (Layout.SHARED, Layout.SHARED_PADDED)
+    return ExpectedLayout(_model_type(model), layout, reason, changes, is_measured)
+
+
+def _settings(config: Any) -> SimpleNamespace:
+    """Return the settings that rule layouts out, as `GRPOConfig.__post_init__` fills them."""
+    found = {name: getattr(config, name) for name in _SETTINGS}
+    if str(found["pad_to_multiple_of"]).lower() in ("auto", "none", "null"):
+        found["pad_to_multiple_of"] = None
+    found["torch_compile"] = bool(config.torch_compile or config.torch_compile_backend or config.torch_compile_mode)
+    return SimpleNamespace(**found)
+
+
+def has_router_loss(config: Any, model: nn.Module) -> bool:
+    """Return True if TRL adds the auxiliary loss of a mixture of experts (`GRPOTrainer.aux_loss_enabled`).
+
+    Args:
+        config: Object with the attributes of `GRPOConfig`.
+        model: Policy.
+    """
+    text, coefficient = text_config(model), config.router_aux_loss_coef
+    if coefficient is None:
+        coefficient = getattr(text, "router_aux_loss_coef", 0.0)
+    return hasattr(text, "output_router_logits") and coefficient != 0.0
+
+
+def _model_type(model: nn.Module) -> str:
+    return cast(str, base_model(model).config.model_type)
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set all rates of dropout to 0 inside this block."""
+    rates = [(module, name, vars(module)[name]) for _, module, name in dropout_rates(model)]
+    for module, name, _ in rates:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, rate in rates:
+            setattr(module, name, rate)

@@ -1,0 +1,130 @@
+"""Layout that `plan` expects, compared with the one that a trainer chooses."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from grpo_recipes.plan.layout import ExpectedLayout, expected_layout, has_router_loss
+from grpo_recipes.recipe.recipe import Recipe, parse_recipe
+from grpo_recipes.training.layout_check import FSDP2, VERIFIED_UNDER_SHARDING, ZERO3, attention_window, kept_scores
+from grpo_recipes.training.packing import Layout
+from tests.grpo_recipes.training.test_packing import flat, layout_of, scored, trainer_on
+from tests.support.recorded import Recording
+from tests.tools.models import build
+
+RAGGED = Recording.random(prompts=3, group=3, seed=3)
+TYPES = ["llama", "qwen3_5_text", "gpt_oss", "mamba2", "mamba", "gpt2", "camembert", "ministral3", "recurrent_gemma"]
+"""Model types with each layout. The first ones are compared in the quick tests."""
+
+TOKENS = 40
+
+
+def recipe(*changes: str) -> Recipe:
+    return parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-24gb", *changes])
+
+
+@pytest.fixture(scope="module")
+def policies() -> dict[str, nn.Module]:
+    """Return a tiny model of some types."""
+    return {kind: build(kind) for kind in ("llama", "qwen3_5_text", "gpt_oss", "mamba2", "gpt2", "qwen3_next")}
+
+
+def expected(model: nn.Module, *changes: str, sharding: str = "none", tokens: int = TOKENS) -> ExpectedLayout:
+    return expected_layout(recipe(*changes), model, sharding, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("router", ["0", "0.1"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_expected_layout_is_the_one_that_a_trainer_chooses(kind: str, router: str, tmp_path: Path) -> None:
+    model, config = build(kind), {"router_aux_loss_coef": float(router)} if kind == "gpt_oss" else {}
+    changes = ["--router_aux_loss_coef", router] if config else []
+    found = expected(model, *changes)
+    trainer = trainer_on(model, tmp_path, **config)
+    assert has_router_loss(trainer.args, model) is trainer.aux_loss_enabled
+    scored(trainer, flat(RAGGED))
+    assert found.layout is layout_of(trainer)
+
+
+def test_each_type_has_its_recorded_layout(policies: dict[str, nn.Module]) -> None:
+    layouts = {kind: expected(model, "--router_aux_loss_coef", "0").layout for kind, model in policies.items()}
+    assert layouts == {
+        **{"llama": Layout.PACKED, "qwen3_5_text": Layout.SHARED, "gpt_oss": Layout.SHARED},
+        **{"mamba2": Layout.SHARED, "gpt2": Layout.SHARED_PADDED, "qwen3_next": Layout.SHARED},
+    }
+    assert expected(policies["llama"]).reason == ""
+    assert "linear_attention" in expected(policies["qwen3_5_text"]).reason
+
+
+def test_a_router_loss_trims_rows_and_the_change_is_named(policies: dict[str, nn.Module]) -> None:
+    found = expected(policies["gpt_oss"], "--router_aux_loss_coef", "0.01")
+    assert found.layout is Layout.TRIMMED
+    assert "router loss" in found.reason
+    assert found.changes["with `router_aux_loss_coef: 0`"] is Layout.SHARED
+    assert "the layout would be shared with `router_aux_loss_coef: 0`" in found.notes()[1]
+
+
+def test_only_verified_types_share_prompts_where_weights_are_split(policies: dict[str, nn.Module]) -> None:
+    assert {"qwen3_5_text", "mamba2"} < VERIFIED_UNDER_SHARDING
+    assert expected(policies["qwen3_5_text"], sharding=ZERO3).layout is Layout.SHARED
+    assert expected(policies["qwen3_next"], sharding=FSDP2).layout is Layout.TRIMMED
+    assert expected(policies["mamba2"], sharding=FSDP2).layout is Layout.SHARED
+    assert expected(policies["mamba2"], sharding=ZERO3).layout is Layout.TRIMMED
+    assert expected(policies["gpt2"], sharding=ZERO3).layout is Layout.PADDED
+    assert expected(policies["llama"], sharding=ZERO3).layout is Layout.PACKED
+    assert expected(policies["qwen3_next"], sharding="zero2").layout is Layout.SHARED
+    assert expected(policies["qwen3_next"]).changes == {"under ZeRO-3": Layout.TRIMMED, "under FSDP2": Layout.TRIMMED}
+    assert expected(policies["mamba2"], sharding=ZERO3).changes["under FSDP2"] is Layout.SHARED
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "change"),
+    [
+        (["--neftune_noise_alpha", "5"], Layout.PADDED, "with `neftune_noise_alpha: null`"),
+        (["--pad_to_multiple_of", "8"], Layout.PADDED, "with `pad_to_multiple_of: null`"),
+        (["--torch_compile", "true"], Layout.TRIMMED, "with `torch_compile: false`"),
+        (["--micro_batching.layout", "trimmed"], Layout.TRIMMED, "with `micro_batching: auto`"),
+        (["--micro_batching", "off"], Layout.PADDED, "with `micro_batching: auto`"),
+        (["--beta", "0.04", "--kl_estimator", "full"], Layout.PADDED, None),
+    ],
+)
+def test_settings_rule_layouts_out(
+    changes: list[str], layout: Layout, change: str | None, policies: dict[str, nn.Module]
+) -> None:
+    found = expected(policies["llama"], *changes)
+    assert found.layout is layout
+    assert found.changes.get(change or "") is (Layout.PACKED if change else None)
+
+
+def test_dropout_of_an_adapter_trims_rows(policies: dict[str, nn.Module]) -> None:
+    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    found = expected(get_peft_model(copy.deepcopy(policies["llama"]), adapter))
+    assert found.layout is Layout.TRIMMED
+    assert "dropout" in found.reason
+    assert found.changes["without dropout"] is Layout.PACKED
+
+
+def test_long_rows_leave_a_window_or_the_kept_scores(policies: dict[str, nn.Module]) -> None:
+    model = copy.deepcopy(policies["llama"])
+    model.config.sliding_window = 64
+    assert attention_window(model.config) == 64
+    assert expected(model, tokens=64).layout is Layout.PACKED
+    assert expected(model, tokens=65).layout is Layout.SHARED
+    assert expected(model, tokens=65, sharding=ZERO3).layout is Layout.TRIMMED
+    model.config.index_topk = 70
+    assert kept_scores(model.config)[1] == 70
+    assert expected(model, tokens=71).layout is Layout.PADDED
+
+
+def test_a_type_that_is_not_recorded_is_unknown(policies: dict[str, nn.Module]) -> None:
+    model: Any = copy.deepcopy(policies["llama"])
+    model.config.model_type = "other"
+    found = expected(model)
+    assert found.layout is None
+    assert "the layout of other is not recorded" in found.describe()

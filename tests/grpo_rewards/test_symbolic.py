@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -22,6 +21,7 @@ from grpo_rewards.math import answers, symbolic
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.math.symbolic import equivalent
 from tests.support.grids import only
+from tests.support.interrupts import Interrupted, ends, interrupted_calls
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the server forks")
 
@@ -131,10 +131,6 @@ def test_a_server_killed_during_a_comparison_is_restarted():
     killer.start()
     assert equivalent("x+1", TOWER, 1.0) is None
     assert equivalent("x+1", "1+x") is True
-
-
-class Interrupted(Exception):
-    """Exception that a caller's own signal handler raises."""
 
 
 @pytest.fixture
@@ -293,54 +289,6 @@ def test_a_long_request_survives_a_signal_whose_handler_returns():
         server.close()
 
 
-class OpcodeInterrupt:
-    """A signal handler's exception before opcode number `moment` that `functions` of the module execute."""
-
-    def __init__(self, moment, functions):
-        self.moment, self.functions, self.executed = moment, functions, 0
-
-    def __enter__(self):
-        sys.settrace(self._call)
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-
-    def _call(self, frame, event, argument):
-        if frame.f_code.co_filename == symbolic.__file__ and frame.f_code.co_name in self.functions:
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            return self._opcode
-        return None
-
-    def _opcode(self, frame, event, argument):
-        if event == "opcode":
-            self.executed += 1
-            if self.executed == self.moment + 1:
-                raise Interrupted
-        return self._opcode
-
-
-def interrupted_calls(call, functions):
-    """Interrupt a call before each of its opcodes in turn, and yield the opcode's number after each."""
-    for moment in itertools.count():
-        interrupt = OpcodeInterrupt(moment, functions)
-        try:
-            with interrupt:
-                call()
-        except Interrupted:
-            yield moment
-        else:
-            assert interrupt.executed <= moment, "the interrupt was lost"
-            return
-
-
-def ends(function):
-    """Return True if a function ends in another thread within a minute."""
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(60)
-    return not thread.is_alive()
-
-
 def check_interrupts(functions, monkeypatch):
     """Interrupt a comparison before each opcode of `functions`: later ones end in each thread, with their own verdicts.
 
@@ -354,7 +302,7 @@ def check_interrupts(functions, monkeypatch):
             pass  # a slow machine
         return verdict
 
-    for moment in interrupted_calls(lambda: compared("0 ms"), functions):
+    for moment in interrupted_calls(lambda: compared("0 ms"), symbolic, functions):
         verdicts = []
         assert ends(lambda: verdicts.append(compared("other"))), f"interrupted before opcode {moment}"  # noqa: B023
         assert [*verdicts, compared("0 ms")] == [False, True]

@@ -21,7 +21,7 @@ def growth(call, make, length):
 
 
 def growth_of_steps(call, make, length):
-    """Return the Python lines of `call(make(FACTOR * length))` in units of `call(make(length))`: the same in each run."""
+    """Return the Python lines of `call(make(FACTOR * length))` in units of `call(make(length))`: equal in each run."""
     return _steps(call, make(FACTOR * length)) / _steps(call, make(length))
 
 

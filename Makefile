@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_ROWS ?= slow or not slow
+DEBIAN ?= trixie
+TORCH ?= 2.15.0
 
 .PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants notebook lint docs bench \
-	real-model gpu-bundle dist test-oldest next-trl clean
+	real-model gpu-bundle dist test-oldest test-torch test-debian next-trl clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -104,6 +106,17 @@ test-oldest: dist  ## the quick tests on the oldest versions of what both packag
 	build/oldest/bin/uv pip install --quiet --python build/oldest/bin/python --constraint build/oldest.txt \
 		--editable ./rewards --editable '.[dev]'
 	build/oldest/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+test-torch:  ## the quick tests of training and decoding on another torch than that of constraints.txt (TORCH=2.15.0)
+	$(PYTHON) -m venv build/torch
+	grep -v '^torch==' constraints.txt > build/torch/constraints.txt
+	build/torch/bin/python -m pip install --quiet --disable-pip-version-check --constraint build/torch/constraints.txt \
+		--editable ./rewards --editable '.[dev]' torch==$(TORCH)
+	build/torch/bin/python -m pytest -n 2 --dist worksteal -m "not slow" tests/grpo_recipes/training tests/grpo_recipes/generation \
+		tests/mathematics
+
+test-debian:  ## the quick tests on the Python of Debian's trixie, 3.13, as root: debootstrap in build (DEBIAN=sid: 3.14)
+	tests/tools/debian.sh $(DEBIAN) build/$(DEBIAN)
 
 # The range in pyproject.toml ends before the next minor version, so the packages themselves are put beside it without it.
 next-trl:  ## the tests of the seams, on the newest trl and transformers that the index has, pre-releases included

@@ -326,16 +326,17 @@ def _request_text(request: Any) -> str:
 
 # --- One call of a reward: the cache, the requests, and when to give up ---
 
-_warned: set[tuple[str, str]] = set()
-"""Judges of this process that do not answer, as (URL, model), and unwritable caches, as ("cache", folder)."""
-_warned_lock = threading.Lock()
+_warned: dict[tuple[str, str], object] = {}
+"""Judges of this process that do not answer, as (URL, model), and unwritable caches, as ("cache", folder).
+
+Each is added and removed in one step, because a lock would stay taken if an interrupt came right after it was taken.
+"""
 
 
 def _warn_once(key: tuple[str, str], message: str) -> None:
-    with _warned_lock:
-        if key not in _warned:
-            _warned.add(key)
-            logger.warning(message)
+    mine = object()
+    if _warned.setdefault(key, mine) is mine:
+        logger.warning(message)
 
 
 class _Session:
@@ -406,10 +407,8 @@ class _Session:
             self._failures_in_a_row = 0
             self.counts["prompt_tokens"] += reply.prompt_tokens
             self.counts["completion_tokens"] += reply.completion_tokens
-        with _warned_lock:
-            if self._key in _warned:
-                _warned.remove(self._key)
-                logger.warning("reward `%s`: %s answers again", self.judge.name, self.judge.base_url)
+        if _warned.pop(self._key, None) is not None:
+            logger.warning("reward `%s`: %s answers again", self.judge.name, self.judge.base_url)
         _, score = self.judge._verdict(reply)
         if score is not None:
             self._to_cache(body, reply)

@@ -25,6 +25,7 @@ from grpo_rewards.registry import RewardSpecError, build_rewards
 from tests.support.chat_server import completion, serving
 from tests.support.grids import only
 from tests.support.growth import growth
+from tests.support.interrupts import ends, interrupted_calls
 
 PROMPTS = ["2+2?"] * 4
 ANYWHERE = JudgeScore("http://127.0.0.1:9/v1", "m", num_generations=1)
@@ -32,7 +33,7 @@ ANYWHERE = JudgeScore("http://127.0.0.1:9/v1", "m", num_generations=1)
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    monkeypatch.setattr(judge, "_warned", set())
+    monkeypatch.setattr(judge, "_warned", {})
     monkeypatch.setattr(chat_endpoint, "LONGEST_WAIT", 0.05)
 
 
@@ -680,3 +681,14 @@ UNITS = ["a", "<", "[", '"', "\\", "{", "```", "```\n", "</think>", "\ud800", "\
 def test_the_cost_of_an_adversarial_text_is_linear(unit):
     assert growth(lambda text: ANYWHERE._body({"prompt": text, "completion": text}), lambda n: unit * n, 5000) < 9
     assert growth(lambda text: ANYWHERE._verdict(chat_endpoint.Reply(text)), lambda n: unit * n, 5000) < 9
+
+
+def test_an_interrupt_before_any_opcode_of_a_failure_does_not_block_the_next_call():
+    """The judge is known not to answer, so that the main thread makes the one request that a call then makes."""
+    call = lambda: ANYWHERE(prompts=["2+2?"], completions=["4"])  # noqa: E731
+    assert call() == [None]
+    interrupts = 0
+    for _ in interrupted_calls(call, judge, {"_count_failure", "_warn_once"}):
+        assert ends(call)
+        interrupts += 1
+    assert interrupts > 10

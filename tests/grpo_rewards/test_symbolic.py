@@ -21,6 +21,7 @@ from grpo_rewards.math import answers, symbolic
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.math.symbolic import equivalent
 from tests.support.grids import only
+from tests.support.interrupts import Interrupted, ends, interrupted_calls
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the server forks")
 
@@ -132,10 +133,6 @@ def test_a_server_killed_during_a_comparison_is_restarted():
     assert equivalent("x+1", "1+x") is True
 
 
-class Interrupted(Exception):
-    """Exception that a caller's own signal handler raises."""
-
-
 @pytest.fixture
 def interrupt():
     """Return a function that makes a signal handler raise in the main thread after a number of seconds."""
@@ -210,7 +207,7 @@ def test_a_reply_with_another_number_is_ignored():
     """Check a reply that an interrupt left in the pipe at the only moment when the server could not be ended."""
     server = symbolic.Server(stub("time.sleep(0)"))
     assert server.compare("0 ms", "0 ms", 5.0) is True
-    server._process.stdin.write(b'{"number": 1, "gold": "0 ms", "answer": "0 ms"}\n')
+    server._connection._process.stdin.write(b'{"number": 1, "gold": "0 ms", "answer": "0 ms"}\n')
     assert [server.compare("0 ms", other, 5.0) for other in ("1", "0 ms", "2")] == [False, True, False]
     closed = server.pid
     server.close()
@@ -292,6 +289,55 @@ def test_a_long_request_survives_a_signal_whose_handler_returns():
         server.close()
 
 
+def check_interrupts(functions, monkeypatch):
+    """Interrupt a comparison before each opcode of `functions`: later ones end in each thread, with their own verdicts.
+
+    Python may run a signal's handler between any two opcodes, also between taking a lock and the block under it.
+    """
+    monkeypatch.setattr(symbolic, "_GRACE_SECONDS", 0.1)
+    server, moments = symbolic.Server(stub()), []
+
+    def compared(answer):
+        while (verdict := server.compare("0 ms", answer, 0.2)) is None:
+            pass  # a slow machine
+        return verdict
+
+    for moment in interrupted_calls(lambda: compared("0 ms"), symbolic, functions):
+        verdicts = []
+        assert ends(lambda: verdicts.append(compared("other"))), f"interrupted before opcode {moment}"  # noqa: B023
+        assert [*verdicts, compared("0 ms")] == [False, True]
+        moments.append(moment)
+    assert len(moments) > 20
+    assert ends(server.close)
+
+
+def test_an_interrupt_before_any_opcode_of_compare_leaves_no_lock_and_no_verdict(monkeypatch):
+    check_interrupts({"compare"}, monkeypatch)
+
+
+@pytest.mark.slow
+def test_an_interrupt_before_any_opcode_of_the_client_leaves_no_lock_and_no_verdict(monkeypatch):
+    helpers = {"_read_line", "_write_whole", "_pipe", "_close_pipes", "readable"}
+    check_interrupts({*vars(symbolic.Server), *vars(symbolic._Connection), *helpers}, monkeypatch)
+
+
+def test_a_signal_handler_may_compare_during_a_comparison():
+    """The comparison of the handler has a connection of its own, since its thread can't wait for itself."""
+    server, verdicts = symbolic.Server(stub()), []
+    assert server.compare("0 ms", "0 ms", 20.0) is True
+    handler = lambda *_: verdicts.append(server.compare("0 ms", "0 ms", 0.5))  # noqa: E731
+    previous = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+    thread.start()
+    try:
+        assert server.compare("400 ms", "400 ms", 20.0) is True
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, previous)
+        server.close()
+    assert verdicts == [True]
+
+
 DISTURBANCES = st.tuples(st.sampled_from(["interrupt", "kill"]), st.integers(0, 3), st.floats(0, 0.02))
 # Concurrent comparisons: for each thread (the main thread first) its time, and True if the answer is right.
 ROUNDS = st.lists(
@@ -324,7 +370,7 @@ class Caller(threading.Thread):
 
 def disturb(server, callers, kind, who, main):
     """Kill the server, or interrupt a caller: the main thread by a signal, another thread as a debugger would."""
-    process = server._process
+    process = server._connection._process
     if kind == "kill":
         if process is not None:
             process.kill()

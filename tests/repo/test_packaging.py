@@ -1,5 +1,6 @@
 """Installation with `pip install`, without a checkout."""
 
+import ast
 import json
 import os
 import re
@@ -7,11 +8,16 @@ import subprocess
 import sys
 import venv
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support import tiny
 
@@ -38,6 +44,53 @@ def test_the_release_builds_what_make_dist_builds() -> None:
     assert "make dist" in [step.get("run") for step in build]
     (uploaded,) = [step["with"]["path"].split() for step in build if "upload-artifact" in step.get("uses", "")]
     assert uploaded == ["dist/*.whl", "dist/*.tar.gz"]
+
+
+# Modules whose distribution has another name.
+DISTRIBUTIONS = {"re2": "google-re2", "yaml": "pyyaml"}
+# Imported by a reward only where the trainer has imported it before.
+IMPORTED_BY_THE_TRAINER = {("reward_model.py", "accelerate")}
+
+
+def imported_distributions(file: Path, package: str) -> set[str]:
+    """Return the names of the distributions that a file imports, without the standard library and its own package."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules.add(node.module.partition(".")[0])
+    modules -= {package, *sys.stdlib_module_names}
+    needed = [module for module in modules if (file.name, module) not in IMPORTED_BY_THE_TRAINER]
+    return {canonicalize_name(DISTRIBUTIONS.get(module, module)) for module in needed}
+
+
+def distributions(requirements: Iterable[str]) -> set[str]:
+    """Return the names of the required distributions. An extra of another project stands for what it requires."""
+    names: set[str] = set()
+    for requirement in map(Requirement, requirements):
+        names.add(canonicalize_name(requirement.name))
+        for extra in requirement.extras:
+            for further in map(Requirement, requires(requirement.name) or []):
+                if further.marker and not further.marker.evaluate() and further.marker.evaluate({"extra": extra}):
+                    names.add(canonicalize_name(further.name))
+    return names
+
+
+@pytest.mark.parametrize("package", ["grpo_recipes", "rewards/grpo_rewards"])
+def test_a_package_declares_what_it_imports(package: str) -> None:
+    """Each file's imports are installed by the package itself, or together with one of its extras."""
+    project = tomllib.loads(((ROOT / package).parent / "pyproject.toml").read_text())["project"]
+    always = distributions(project["dependencies"])
+    optional = project["optional-dependencies"]
+    extras = [always | distributions(optional[extra]) for extra in optional.keys() - {"dev"}]
+    undeclared: dict[str, set[str]] = {}
+    for file in (ROOT / package).rglob("*.py"):
+        needed = imported_distributions(file, Path(package).name)
+        missing = min((needed - installed for installed in [always, *extras]), key=len)
+        if missing:
+            undeclared[str(file.relative_to(ROOT))] = missing
+    assert undeclared == {}
 
 
 @pytest.fixture(scope="module")

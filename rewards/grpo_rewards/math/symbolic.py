@@ -9,6 +9,10 @@ started on first use, restarted when it dies, and ended with its process.
 A verdict must never reach a different comparison. Requests and replies are numbered, and anything that interrupts a
 caller between the two (Ctrl-C, an alarm of its own) ends the server together with the reply that is still in its pipe.
 
+No lock guards the server. Python may raise a signal handler's exception between taking a lock and the block under it
+(3.14 does), and the lock would stay taken. Threads pass the connection to the server through a queue instead. If an
+interrupted thread has lost the connection, the next comparison opens another after a bounded time.
+
 POSIX only: the server needs `fork`.
 """
 
@@ -22,9 +26,9 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from typing import IO, Any
 
 MEMORY_BYTES = 160 * 2**20
@@ -69,7 +73,9 @@ def _server() -> Server:
         # With a default: another thread may have removed the entry meanwhile.
         if other != pid and (inherited := _servers.pop(other, None)) is not None:
             inherited.abandon()
-    return _servers.setdefault(pid, Server())
+    if pid not in _servers:
+        atexit.register(_servers.setdefault(pid, Server()).close)
+    return _servers[pid]
 
 
 class _ServerDied(Exception):
@@ -86,14 +92,15 @@ class Server:
     def __init__(self, command: Sequence[str] | None = None) -> None:
         self._command = command
         self._owner = os.getpid()
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._asked = 0
+        self._connection = _Connection(command)
+        self._free = SimpleQueue[_Connection]()
+        self._free.put(self._connection)
+        self._turns_ended = 0
 
     @property
     def pid(self) -> int | None:
         """Process ID of the server, or None before its first use."""
-        return None if self._process is None else self._process.pid
+        return self._connection.pid
 
     def compare(self, gold: str, answer: str, deadline: float) -> bool | None:
         """Return the verdict of one comparison; see `equivalent`. A server that died is replaced.
@@ -101,14 +108,70 @@ class Server:
         Raises:
             RuntimeError: the server can't be started.
         """
-        with self._lock:
-            try:
-                return self._compared(gold, answer, deadline)
-            except BaseException:  # an interrupt between request and reply leaves the reply in the pipe
-                self._stop()
-                raise
+        connection = self._take_turn(deadline + _GRACE_SECONDS)
+        try:
+            verdict = connection.compared(gold, answer, deadline)
+        except BaseException:  # an interrupt between request and reply leaves the reply in the pipe
+            connection.stop()
+            self._end_turn(connection)
+            raise
+        self._end_turn(connection)
+        return verdict
 
-    def _compared(self, gold: str, answer: str, deadline: float) -> bool | None:
+    def close(self) -> None:
+        """End the server and reap it. In a fork of the process that started it, do nothing.
+
+        A server that another thread uses for longer than a second ends after the comparison of that thread.
+        """
+        if os.getpid() == self._owner:
+            connection = self._take_turn(_GRACE_SECONDS)
+            connection.stop(patience=1.0)
+            self._end_turn(connection)
+
+    def abandon(self) -> None:
+        """Forget a server that belongs to the parent process, without ending it."""
+        self._connection.abandon()
+
+    def _take_turn(self, seconds: float) -> _Connection:
+        """Return the connection once no other thread uses it, or another if no turn ends within `seconds`.
+
+        The thread that took the last turn is then slow, or was interrupted and will never end its turn.
+        """
+        while True:
+            ended = self._turns_ended
+            try:
+                return self._free.get(timeout=seconds)
+            except Empty:
+                if self._turns_ended == ended:
+                    self._connection = _Connection(self._command)
+                    return self._connection
+
+    def _end_turn(self, connection: _Connection) -> None:
+        if connection is self._connection:
+            self._free.put(connection)
+        else:  # it was replaced meanwhile
+            connection.stop()
+        self._turns_ended += 1
+
+
+class _Connection:
+    """One server process at a time, its pipes, and the number of its last request. One thread uses it at a time.
+
+    A connection without references closes its pipes, and the server then ends itself.
+    """
+
+    def __init__(self, command: Sequence[str] | None) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._asked = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process ID of the server, or None if there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def compared(self, gold: str, answer: str, deadline: float) -> bool | None:
         """Return the verdict, or None at the deadline, or if two servers died of this comparison."""
         # A server that died since the last comparison did not die of this one, and is not counted.
         attempts = 2 if self._process is None else 3
@@ -119,15 +182,15 @@ class Server:
             except _ServerDied as error:
                 if attempt == attempts:
                     raise RuntimeError(_NO_START) from error
-                self._stop()
+                self.stop()
                 continue
             seconds = max(deadline - (time.monotonic() - start), deadline / 2)
             try:
                 return self._answered(process, {"gold": gold, "answer": answer, "seconds": seconds})
             except _ServerDied:
-                self._stop()
+                self.stop()
             except TimeoutError:
-                self._stop()
+                self.stop()
                 return None
         return None
 
@@ -147,7 +210,6 @@ class Server:
     def _started(self) -> subprocess.Popen[bytes]:
         """Return the running server, started if necessary. Raises `_ServerDied` if it ends while starting."""
         if self._process is None:
-            atexit.register(self.close)
             # A session of its own: Ctrl-C is for the trainer, which then closes the pipe.
             self._process = subprocess.Popen(
                 self._command or [sys.executable, "-m", "grpo_rewards.math.symbolic"],
@@ -166,21 +228,15 @@ class Server:
                 raise RuntimeError(_NO_START) from error
         return self._process
 
-    def _stop(self, patience: float = 0.0) -> None:
+    def stop(self, patience: float = 0.0) -> None:
+        """End the server and reap it. It has `patience` seconds to end by itself once its pipes are closed."""
         process, self._process = self._process, None
         if process is not None:
-            atexit.unregister(self.close)
             _close_pipes(process)  # an idle server then ends its child and itself
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
             process.kill()
             process.wait()
-
-    def close(self) -> None:
-        """End the server and reap it. In a fork of the process that started it, do nothing."""
-        if os.getpid() == self._owner:
-            with self._lock:
-                self._stop(patience=1.0)
 
     def abandon(self) -> None:
         """Forget a server that belongs to the parent process, without ending it."""

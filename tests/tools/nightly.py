@@ -33,6 +33,9 @@ LIMIT = 150 * 60
 TIMED_OUT = 124
 """Exit code of `timeout` for a command that it stopped."""
 
+LONGEST = 300
+"""Characters of a printed line that a row keeps."""
+
 TOOL = "make install && .venv/bin/python -m tests.tools."
 
 
@@ -108,7 +111,7 @@ def run(name: str, part: Part) -> Row:
     command, commit = part.command.format(day=f"{started:%Y%m%d}"), _commit()
     print(f"== {name}: {command}", flush=True)
     code, lines = _output(command)
-    said = [line for line in lines if line and not line.startswith("make")]
+    said = [line[:LONGEST] for line in lines if line and not line.startswith("make")]
     result = said[-1].strip("= ") if said else "no output"
     row = Row(
         part=name,
@@ -119,8 +122,8 @@ def run(name: str, part: Part) -> Row:
         seconds=round(time.monotonic() - begin),
         cpu_seconds=round(_cpu_seconds() - before),
         exit_code=code,
-        result=f"stopped after {LIMIT // 60} minutes: {result}" if code == TIMED_OUT else result,
-        failed=[line for line in lines if line.startswith(("FAILED ", "ERROR "))],
+        result=f"stopped after {LIMIT / 60:.0f} minutes: {result}" if code == TIMED_OUT else result,
+        failed=[line[:LONGEST] for line in lines if line.startswith(("FAILED ", "ERROR "))],
         versions=_versions(ROOT / part.python),
     )
     ROWS.mkdir(parents=True, exist_ok=True)
@@ -186,7 +189,8 @@ def rows() -> list[Row]:
 
 def page(found: Sequence[Row]) -> str:
     """Return benchmarks/results/nightly.md."""
-    never = [name for name in PARTS if name not in {row.part for row in found}]
+    by_name = {row.part: row for row in found}
+    never = [name for name in PARTS if name not in by_name]
     lines = [
         "# The night",
         "",
@@ -201,22 +205,33 @@ def page(found: Sequence[Row]) -> str:
         "| part | checked | started (UTC) | commit | command | minutes | CPU minutes | result |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for row in found:
-        result = row.result if row.exit_code == 0 else f"**failed** (exit code {row.exit_code}): {row.result}"
-        if PARTS[row.part].page:
-            result += f" ([table]({PARTS[row.part].page}))"
-        commit = row.commit[:10] + "-dirty" * row.commit.endswith("-dirty")
-        minutes = f"{row.seconds / 60:.1f}", f"{row.cpu_seconds / 60:.1f}"
-        cells = (row.part, row.checked, row.started, commit, f"`{row.command}`", *minutes, result)
+    for name, part in PARTS.items():
+        cells = (name, part.checked, *_measured(part, by_name.get(name)))
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     for row in found:
         if row.failed:
-            lines += ["", f"## Failed tests of {row.part}", "", *(f"- `{line}`" for line in row.failed)]
+            lines += ["", f"## Failed tests of {row.part}", "", *(f"- {_code(line)}" for line in row.failed)]
     lines += ["", "## Versions", ""]
     for row in found:
         versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
         lines.append(f"- {row.part}: {versions or 'not known'}")
     return "\n".join(lines) + "\n"
+
+
+def _measured(part: Part, row: Row | None) -> tuple[str, ...]:
+    """Return the cells of the page from the start of a part's last run on."""
+    if row is None:
+        return "never", "", _code(part.command.format(day="YYYYMMDD")), "", "", ""
+    result = _code(row.result) if row.exit_code == 0 else f"**failed** (exit code {row.exit_code}): {_code(row.result)}"
+    if part.page:
+        result += f" ([table]({part.page}))"
+    commit = row.commit[:10] + "-dirty" * row.commit.endswith("-dirty")
+    return row.started, commit, _code(row.command), f"{row.seconds / 60:.1f}", f"{row.cpu_seconds / 60:.1f}", result
+
+
+def _code(text: str) -> str:
+    """Return a text as code in Markdown, on one line."""
+    return "`" + " ".join(text.replace("`", "'").split()) + "`"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

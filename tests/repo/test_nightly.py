@@ -91,12 +91,13 @@ def test_a_part_that_takes_too_long_is_stopped(rows: Path, monkeypatch: pytest.M
 
 
 def test_a_part_that_is_interrupted_ends_with_its_processes_and_leaves_no_row(tmp_path: Path) -> None:
-    """The shell that starts it ignores Ctrl-C, as for a background job. The row of an earlier run stays."""
+    """The shell that starts it ignores Ctrl-C, as for a background job. The part takes half a second to end."""
     (tmp_path / "slow.json").write_text("an earlier row")
     script = f"""
 import pathlib, sys
 from tests.tools import nightly
-nightly.PARTS = {{"slow": nightly.Part("", "echo $$; sleep 60; true"), "next": nightly.Part("", "true")}}
+slow = "trap 'sleep 0.5; exit 1' INT; echo $$; sleep 60"
+nightly.PARTS = {{"slow": nightly.Part("", slow), "next": nightly.Part("", "true")}}
 nightly.ROWS = pathlib.Path({str(tmp_path)!r})
 sys.exit(nightly.main([]))
 """

@@ -150,7 +150,7 @@ def _output(command: str) -> tuple[int, list[str]]:
                 lines.append(line.rstrip())
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
-            process.communicate()  # what still prints while it ends would wait for a reader
+            process.communicate()  # wait for its end, and read on: its last lines could fill the pipe
             raise
     return process.returncode, lines
 

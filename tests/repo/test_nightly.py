@@ -46,7 +46,7 @@ def test_the_workflow_and_the_page_have_every_part() -> None:
     listed = subprocess.run([nightly.ROOT / ".ci" / "nightly", "--list"], capture_output=True, text=True, check=True)
     assert listed.stdout.split() == list(nightly.PARTS)
     page = nightly.PAGE.read_text(encoding="utf-8")
-    assert all(f"\n| {name} | {part.checked} |" in page for name, part in nightly.PARTS.items())
+    assert all(f"\n| {name} | " in page for name in nightly.PARTS)
 
 
 def test_the_page_is_joined_from_the_rows() -> None:

@@ -30,9 +30,6 @@ ROWS = ROOT / "benchmarks" / "results" / "nightly"
 LIMIT = 150 * 60
 """Seconds after which a part is stopped, with its processes, and counts as failed."""
 
-TIMED_OUT = 124
-"""Exit code of `timeout` for a command that it stopped."""
-
 LONGEST = 300
 """Characters of a printed line that a row keeps."""
 
@@ -111,6 +108,7 @@ def run(name: str, part: Part) -> Row:
     command, commit = part.command.format(day=f"{started:%Y%m%d}"), _commit()
     print(f"== {name}: {command}", flush=True)
     code, lines = _output(command)
+    seconds = time.monotonic() - begin
     said = [line[:LONGEST] for line in lines if line and not line.startswith("make")]
     result = said[-1].strip("= ") if said else "no output"
     row = Row(
@@ -119,10 +117,10 @@ def run(name: str, part: Part) -> Row:
         command=command,
         commit=commit,
         started=f"{started:%Y-%m-%dT%H:%M:%SZ}",
-        seconds=round(time.monotonic() - begin),
+        seconds=round(seconds),
         cpu_seconds=round(_cpu_seconds() - before),
         exit_code=code,
-        result=f"stopped after {LIMIT / 60:.0f} minutes: {result}" if code == TIMED_OUT else result,
+        result=f"stopped after {LIMIT / 60:.0f} minutes: {result}" if seconds >= LIMIT else result,
         failed=[line[:LONGEST] for line in lines if line.startswith(("FAILED ", "ERROR "))],
         versions=_versions(ROOT / part.python),
     )
@@ -138,7 +136,7 @@ def _output(command: str) -> tuple[int, list[str]]:
 
     `timeout` puts the command into a process group, which also receives the signal of Ctrl-C from here.
     """
-    limited = ["timeout", "--signal=INT", "--kill-after=60", str(LIMIT), "bash", "-o", "pipefail", "-c", command]
+    limited = ["timeout", "--signal=INT", "--kill-after=60", str(LIMIT), "bash", "-c", command]
     lines = []
     with subprocess.Popen(
         limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
@@ -206,7 +204,7 @@ def page(found: Sequence[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, part in PARTS.items():
-        cells = (name, part.checked, *_measured(part, by_name.get(name)))
+        cells = (name, *_cells(part, by_name.get(name)))
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     for row in found:
         if row.failed:
@@ -218,15 +216,16 @@ def page(found: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(part: Part, row: Row | None) -> tuple[str, ...]:
-    """Return the cells of the page from the start of a part's last run on."""
+def _cells(part: Part, row: Row | None) -> tuple[str, ...]:
+    """Return the cells of a part on the page, after its name."""
     if row is None:
-        return "never", "", _code(part.command.format(day="YYYYMMDD")), "", "", ""
+        return part.checked, "never", "", _code(part.command.format(day="YYYYMMDD")), "", "", ""
     result = _code(row.result) if row.exit_code == 0 else f"**failed** (exit code {row.exit_code}): {_code(row.result)}"
     if part.page:
         result += f" ([table]({part.page}))"
     commit = row.commit[:10] + "-dirty" * row.commit.endswith("-dirty")
-    return row.started, commit, _code(row.command), f"{row.seconds / 60:.1f}", f"{row.cpu_seconds / 60:.1f}", result
+    minutes = f"{row.seconds / 60:.1f}", f"{row.cpu_seconds / 60:.1f}"
+    return row.checked, row.started, commit, _code(row.command), *minutes, result
 
 
 def _code(text: str) -> str:

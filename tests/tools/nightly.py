@@ -137,20 +137,18 @@ def _output(command: str) -> tuple[int, list[str]]:
     `timeout` puts the command into a process group, which also receives the signal of Ctrl-C from here.
     """
     limited = ["timeout", "--signal=INT", "--kill-after=60", str(LIMIT), "bash", "-c", command]
-    lines = []
-    with subprocess.Popen(
-        limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:
+    printed = b""
+    with subprocess.Popen(limited, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0) as process:
         assert process.stdout is not None
         try:
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                lines.append(line.rstrip())
+            while some := process.stdout.read(65536):  # not by line: pytest's dots are seen as they come
+                printed += some
+                print(some.decode(errors="replace"), end="", flush=True)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             process.communicate()  # wait for its end, and read on: its last lines could fill the pipe
             raise
-    return process.returncode, lines
+    return process.returncode, printed.decode(errors="replace").splitlines()
 
 
 def _cpu_seconds() -> float:

@@ -109,7 +109,7 @@ def run(name: str, part: Part) -> Row:
     print(f"== {name}: {command}", flush=True)
     code, lines = _output(command)
     seconds = time.monotonic() - begin
-    said = [line[:LONGEST] for line in lines if line and not line.startswith("make")]
+    said = [line[:LONGEST] for line in lines if line.strip() and not line.startswith("make")]
     result = said[-1].strip("= ") if said else "no output"
     row = Row(
         part=name,

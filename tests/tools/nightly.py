@@ -45,7 +45,7 @@ class Part:
     command: str
     """Command of bash in the root of the checkout. `{day}` stands for the date in UTC, such as 20261124."""
     python: str = ".venv/bin/python"
-    """Interpreter whose package versions the row states."""
+    """Interpreter whose package versions the row states, or empty if it runs outside this system."""
     page: str = ""
     """Page that the command writes, relative to PAGE, or empty."""
 
@@ -74,7 +74,7 @@ PARTS: Mapping[str, Part] = {
     "next-trl": Part(
         "The tests of the seams pass on the newest trl and transformers.", "make next-trl", "build/next/bin/python"
     ),
-    "debian": Part("The quick tests pass on Debian's Python 3.13.", "make test-debian"),
+    "debian": Part("The quick tests pass on Debian's Python 3.13.", "make test-debian", python=""),
 }
 """Parts in the order in which they run, by name."""
 
@@ -99,7 +99,7 @@ class Row:
     failed: list[str] = field(default_factory=list)
     """Lines on failed tests, as pytest's summary has them."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Versions of the packages that the result depends on. Empty if the environment could not be made."""
+    """Versions of the packages that the result depends on. Empty if they are not known."""
 
 
 def run(name: str, part: Part) -> Row:
@@ -171,7 +171,7 @@ def _commit() -> str:
 def _versions(python: Path) -> dict[str, str]:
     """Return the package versions of an environment, or nothing if its interpreter or the project is missing."""
     source = "import json; from grpo_recipes.runs.record import versions; print(json.dumps(versions()))"
-    if not python.exists():
+    if not python.is_file():
         return {}
     done = subprocess.run([python, "-c", source], cwd=ROOT, capture_output=True, text=True)
     return {} if done.returncode else json.loads(done.stdout.splitlines()[-1])
@@ -192,9 +192,9 @@ def page(found: Sequence[Row]) -> str:
         "",
         "Made by `.ci/nightly --join` from the files in `benchmarks/results/nightly`. `.ci/nightly PART` runs a part",
         "from a fresh clone and writes its file. A part is stopped after 150 minutes. Its time includes making its",
-        "environment if the clone has none yet. A wall time far above half the CPU time means that other processes",
-        "were running on the two cores. A [pretrained model](real_model.md) and 300 [mutants](../../docs/mutants.md)",
-        "are not part of the night.",
+        "environment if the clone has none yet. CPU minutes are those of the processes that the command waited for: a",
+        "part of one process (models, adapters, mutants) that took much longer ran on a busy machine. A",
+        "[pretrained model](real_model.md) and 300 [mutants](../../docs/mutants.md) are not part of the night.",
         "",
         f"Parts that have never run: {', '.join(never) or 'none'}.",
         "",

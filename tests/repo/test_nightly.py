@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -28,8 +30,8 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder for the rows of three parts, the first of which fails. The third one never runs."""
     parts = {
         "bad": Part("This fails.", FAILING, python="nowhere/python"),
-        "good": Part("This passes.", "echo {day}", page="good.md"),
-        "idle": Part("This does not run.", "false"),
+        "good": Part("This passes.", "echo {day}", python="", page="good.md"),
+        "idle": Part("This does not run.", "false", python=""),
     }
     monkeypatch.setattr(nightly, "PARTS", parts)
     monkeypatch.setattr(nightly, "ROWS", tmp_path / "rows")
@@ -85,7 +87,7 @@ def test_the_page_names_failed_tests_and_parts_that_have_never_run(rows: Path) -
 
 def test_a_part_that_takes_too_long_is_stopped(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nightly, "LIMIT", 0.1)
-    row = nightly.run("idle", Part("This never ends.", "echo begun; sleep 60"))
+    row = nightly.run("idle", Part("This never ends.", "echo begun; sleep 60", python=""))
     assert (row.exit_code, row.seconds) == (124, 0)
     assert row.result.startswith("stopped after 0 minutes: begun")
 
@@ -115,6 +117,12 @@ sys.exit(nightly.main([]))
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"slow.json": "an earlier row"}
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_a_row_states_the_versions_of_its_environment() -> None:
+    versions = nightly._versions(Path(sys.executable))
+    assert (versions["python"], versions["torch"]) == (platform.python_version(), version("torch"))
+    assert nightly._versions(nightly.ROOT / "") == {}  # no interpreter
 
 
 def test_an_unknown_part_is_named(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:

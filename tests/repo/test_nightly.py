@@ -30,7 +30,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder for the rows of three parts, the first of which fails. The third one never runs."""
     parts = {
         "bad": Part("This fails.", FAILING, python="nowhere/python"),
-        "good": Part("This passes.", "echo {day}", python="", page="good.md"),
+        "good": Part("This passes.", "echo '== 3 passed in 1.00s (0:00:01) =='; echo {day}", python="", page="good.md"),
         "idle": Part("This does not run.", "false", python=""),
     }
     monkeypatch.setattr(nightly, "PARTS", parts)
@@ -67,7 +67,8 @@ def test_a_failing_part_leaves_its_row_and_does_not_stop_the_others(
     assert bad["failed"] == ["FAILED tests/test_a.py::test_b[`|`] - assert 1 == 2"]
     assert bad["versions"] == {}
     day = good["started"][:10].replace("-", "")
-    assert (good["command"], good["result"], good["exit_code"]) == (f"echo {day}", day, 0)
+    assert good["command"].endswith(f"echo {day}")
+    assert (good["result"], good["exit_code"]) == (f"3 passed in 1.00s (0:00:01); {day}", 0)
     assert nightly.main(["good"]) == 0
 
 
@@ -87,9 +88,10 @@ def test_the_page_names_failed_tests_and_parts_that_have_never_run(rows: Path) -
 
 def test_a_part_that_takes_too_long_is_stopped(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nightly, "LIMIT", 0.1)
-    row = nightly.run("idle", Part("This never ends.", "echo begun; sleep 60", python=""))
-    assert (row.exit_code, row.seconds) == (124, 0)
-    assert row.result.startswith("stopped after 0 minutes: begun")
+    row = nightly.run("idle", Part("This never ends.", "sleep 60", python=""))
+    assert row.exit_code == 124
+    assert row.seconds < 60
+    assert row.result.startswith("stopped after 0 minutes: ")
 
 
 def test_a_part_that_is_interrupted_ends_with_its_processes_and_leaves_no_row(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ sys.exit(nightly.main([]))
         process.stdout.readline()
         child = int(process.stdout.readline())
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert said == "interrupted in slow, which leaves no row\n"
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"slow.json": "an earlier row"}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -95,7 +96,7 @@ class Row:
     """Processor time of the command and of the processes that it waited for."""
     exit_code: int
     result: str
-    """Last line that the command printed, without those of make."""
+    """Last summary of pytest, and the last line that the command printed, without those of make."""
     failed: list[str] = field(default_factory=list)
     """Lines on failed tests, as pytest's summary has them."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -109,8 +110,9 @@ def run(name: str, part: Part) -> Row:
     print(f"== {name}: {command}", flush=True)
     code, lines = _output(command)
     seconds = time.monotonic() - begin
-    said = [line[:LONGEST] for line in lines if line.strip() and not line.startswith("make")]
-    result = said[-1].strip("= ") if said else "no output"
+    said = [line[:LONGEST].strip("= ") for line in lines if line.strip() and not line.startswith("make")]
+    summaries = [line for line in said if re.search(r"\d (passed|failed|error|skipped).* in [\d.]+s", line)]
+    result = "; ".join(dict.fromkeys([*summaries[-1:], *said[-1:]])) or "no output"
     row = Row(
         part=name,
         checked=part.checked,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -42,7 +43,7 @@ def test_every_link_of_a_document_leads_somewhere() -> None:
     assert "](results/step.md)" in pages["index.md"]
     for place, text in pages.items():
         for path, _ in build_site.LINK.findall(text):
-            target = (Path(place).parent / path).as_posix()
+            target = os.path.normpath(Path(place).parent / path)
             assert target in {*pages, *build_site.MADE} or (ROOT / "docs" / target).is_file(), f"{place}: {path}"
 
 

@@ -371,7 +371,9 @@ def main() -> int:
     if asked.record:
         asked.record.write_text(table(rows), encoding="utf-8")
         RECORDED.write_text(as_json(records(rows)), encoding="utf-8")
-    return int(any(row.wrong for row in rows))
+    wrong = [row.model_type for row in rows if row.wrong]
+    print(f"{len(rows)} model types, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -151,9 +151,9 @@ def main() -> int:
         f"{kinds}: no run that can't go on; parameters bit-equal to the uninterrupted runs, same prompts, "
         f"completions and log entries at every step; {time.time() - started:.0f} s"
     )
-    print(verdict)
     if reason is not None:
         print(f"no kills at file boundaries: {reason}")
+    print(verdict)
     if options.record:
         options.record.write_text(report(verdict, reason, counts, at_files, at_random), encoding="utf-8")
     return 0

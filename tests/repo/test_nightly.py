@@ -1,0 +1,134 @@
+"""The parts of `.ci/nightly`, their rows, and the page that joins the rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tools import nightly
+from tests.tools.nightly import Part
+
+FAILING = """
+echo 'FAILED tests/test_a.py::test_b[`|`] - assert 1 == 2'
+echo '=================== 1 failed, 2 passed in 3.21s ==================='
+echo 'make: *** [Makefile:33: test-nightly] Error 1' >&2
+exit 2
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder for the rows of three parts, the first of which fails. The third one never runs."""
+    parts = {
+        "bad": Part("This fails.", FAILING, python="nowhere/python"),
+        "good": Part("This passes.", "echo '== 3 passed in 1.00s (0:00:01) =='; echo {day}", python="", page="good.md"),
+        "idle": Part("This does not run.", "false", python=""),
+    }
+    monkeypatch.setattr(nightly, "PARTS", parts)
+    monkeypatch.setattr(nightly, "ROWS", tmp_path / "rows")
+    monkeypatch.setattr(nightly, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # `main` changes those of the test's process
+    return tmp_path / "rows"
+
+
+def test_the_workflow_and_the_page_have_every_part() -> None:
+    workflow = yaml.safe_load((nightly.ROOT / ".github" / "workflows" / "nightly.yml").read_text(encoding="utf-8"))
+    job = workflow["jobs"]["part"]
+    assert job["strategy"]["matrix"]["part"] == list(nightly.PARTS)
+    assert job["timeout-minutes"] * 60 > nightly.LIMIT  # a part that takes too long still writes its row
+    listed = subprocess.run([nightly.ROOT / ".ci" / "nightly", "--list"], capture_output=True, text=True, check=True)
+    assert listed.stdout.split() == list(nightly.PARTS)
+    page = nightly.PAGE.read_text(encoding="utf-8")
+    assert all(f"\n| {name} | " in page for name in nightly.PARTS)
+
+
+def test_the_page_is_joined_from_the_rows() -> None:
+    assert nightly.PAGE.read_text(encoding="utf-8") == nightly.page(nightly.rows()), "run `.ci/nightly --join`"
+    assert {file.stem for file in nightly.ROWS.glob("*")} <= set(nightly.PARTS)
+
+
+def test_a_failing_part_leaves_its_row_and_does_not_stop_the_others(
+    rows: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert nightly.main(["bad", "good"]) == 1
+    assert "failed: bad" in capfd.readouterr().err
+    assert sorted(file.name for file in rows.iterdir()) == ["bad.json", "good.json"]
+    bad, good = (json.loads((rows / f"{name}.json").read_text()) for name in ("bad", "good"))
+    assert (bad["exit_code"], bad["result"]) == (2, "1 failed, 2 passed in 3.21s")
+    assert bad["failed"] == ["FAILED tests/test_a.py::test_b[`|`] - assert 1 == 2"]
+    assert bad["versions"] == {}
+    day = good["started"][:10].replace("-", "")
+    assert good["command"].endswith(f"echo {day}")
+    assert (good["result"], good["exit_code"]) == (f"3 passed in 1.00s (0:00:01); {day}", 0)
+    assert nightly.main(["good"]) == 0
+
+
+def test_the_page_names_failed_tests_and_parts_that_have_never_run(rows: Path) -> None:
+    nightly.main(["bad", "good"])
+    assert nightly.main(["--join"]) == 0
+    page = nightly.PAGE.read_text(encoding="utf-8")
+    assert "Parts that have never run: idle." in page
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    header, _, bad, good, idle = table
+    assert {len(row) for row in table} == {len(header)}
+    assert bad[-1] == "**failed** (exit code 2): `1 failed, 2 passed in 3.21s`"
+    assert good[-1].endswith("` ([table](good.md))")
+    assert idle[2] == "never"
+    assert "## Failed tests of bad\n\n- `FAILED tests/test_a.py::test_b['|'] - assert 1 == 2`\n" in page
+
+
+def test_a_part_that_takes_too_long_is_stopped(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nightly, "LIMIT", 0.1)
+    row = nightly.run("idle", Part("This never ends.", "sleep 60", python=""))
+    assert row.exit_code == 124
+    assert row.seconds < 60
+    assert row.result.startswith("stopped after 0 minutes: ")
+
+
+def test_a_part_that_is_interrupted_ends_with_its_processes_and_leaves_no_row(tmp_path: Path) -> None:
+    """The shell that starts it ignores Ctrl-C, as for a background job. The part takes half a second to end."""
+    (tmp_path / "slow.json").write_text("an earlier row")
+    script = f"""
+import pathlib, sys
+from tests.tools import nightly
+slow = "trap 'sleep 0.5; exit 1' INT; echo $$; sleep 60"
+nightly.PARTS = {{"slow": nightly.Part("", slow), "next": nightly.Part("", "true")}}
+nightly.ROWS = pathlib.Path({str(tmp_path)!r})
+sys.exit(nightly.main([]))
+"""
+    command = ["bash", "-c", 'trap "" INT; exec "$@"', "bash", sys.executable, "-c", script]
+    with subprocess.Popen(
+        command, cwd=nightly.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        child = int(process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert said == "interrupted in slow, which leaves no row\n"
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"slow.json": "an earlier row"}
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_a_row_states_the_versions_of_its_environment() -> None:
+    versions = nightly._versions(Path(sys.executable))
+    assert (versions["python"], versions["torch"]) == (platform.python_version(), version("torch"))
+    assert nightly._versions(nightly.ROOT / "") == {}  # no interpreter
+
+
+def test_an_unknown_part_is_named(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        nightly.main(["good", "tortures"])
+    assert "no part is called tortures: choose from bad, good, idle" in capsys.readouterr().err
+    assert not rows.exists()

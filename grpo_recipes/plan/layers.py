@@ -202,6 +202,7 @@ class _Marks:
     before: int
     inputs: list[tuple[weakref.ref[Any], int]]
     """Storages of the inputs, and their bytes."""
+    outputs: int = 0
     kept: int = 0
     forward: int = 0
     backward: int = 0
@@ -259,7 +260,8 @@ class _Run:
                 output.backward(torch.empty_like(output))
             self._close()
         found = {kind: LayerBytes(marks.kept, marks.forward, marks.backward) for kind, marks in self._marks.items()}
-        between = max(sum(size for _, size in marks.inputs) for marks in self._marks.values())
+        # The first layer may get 16-bit embeddings, and return float32.
+        between = max(max(sum(size for _, size in marks.inputs), marks.outputs) for marks in self._marks.values())
         return Measured([found[kind] for kind in self._kinds], self._shared, between)
 
     def _call(self, **given: Any) -> Any:
@@ -326,8 +328,8 @@ class _Run:
         if self._meter is None:
             return
         marks, meter = self._marks[number], self._meter
-        made = sum(state.untyped_storage().nbytes() for state in outputs)
-        marks.forward, marks.kept = meter.peak - marks.before, meter.live - marks.before - made
+        marks.outputs = sum(state.untyped_storage().nbytes() for state in outputs)
+        marks.forward, marks.kept = meter.peak - marks.before, meter.live - marks.before - marks.outputs
         if self._trains:
             for state in outputs:
                 if state.requires_grad:

@@ -660,14 +660,15 @@ class MemoryPlan:
         # The last norm keeps its float32 input. TRL's head computes the gradient in float32.
         hidden = 8 + 4 * stream
         in_16_bits = self.mixed_precision and self.layout.sharding == "none"  # by autocast
-        tile = self._compute_bytes() if in_16_bits else max(stream, self._compute_bytes())
+        number = self._compute_bytes() if in_16_bits else max(stream, self._compute_bytes())
+        tile = number
         if self.full_kl:
             # The reference's hidden states, and the completion tokens of both models. Two tiles of float32 logits.
             hidden += 3 * stream + 8
             tile = 8
-        # Autocast's copies of the weights of a tile and of the one before it.
-        casts = self._stream_bytes() != self._compute_bytes()
-        copies = min(2 * HEAD_VOCABULARY * self.shape.hidden, self.shape.head) * self._compute_bytes() if casts else 0
+        # Copies of the weights of a tile and of the one before it, by autocast or in the precision of hidden states.
+        casts = self._stream_bytes() != self._compute_bytes() or stream > self._stream_bytes()
+        copies = min(2 * HEAD_VOCABULARY * self.shape.hidden, self.shape.head) * number if casts else 0
         return min(tokens, scored, HEAD_TOKENS) * HEAD_VOCABULARY * tile + tokens * self.shape.hidden * hidden + copies
 
     def _head_backward(self) -> float:

@@ -4,7 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,3 +195,86 @@ def test_a_signal_before_the_training_processes_exist_ends_the_launch(recipe: Pa
     assert process.returncode == 130, output
     assert last_line(output).startswith("stopped by Ctrl-C: ")
     assert not (recipe.parent / "run" / "run.json").exists()
+
+
+# ---- the launcher's processes, without a training
+
+CHILD = """
+import os, signal, sys, time
+got = []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: got.append(number))
+open(sys.argv[1], "w").write(str(os.getpid()))
+while not got:
+    time.sleep(0.01)
+os._exit(100 + got[0] if len(sys.argv) == 3 else 0)
+"""
+PARENT = """
+import signal, subprocess, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.exit(subprocess.call([sys.executable, "-c", *sys.argv[1:]]))
+"""
+
+
+def send_when(is_time: Callable[[], bool], number: signal.Signals) -> None:
+    """Send a signal to this process once the launcher handles it and `is_time()` holds."""
+    handler = signal.getsignal(number)
+
+    def send() -> None:
+        while signal.getsignal(number) == handler or not is_time():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_training_processes_as_one_that_lets_them_save(
+    sent: signal.Signals, tmp_path: Path
+) -> None:
+    file = tmp_path / "pid"
+    command = [sys.executable, "-c", PARENT, CHILD, str(file), launcher.MODULE]
+    previous = {number: signal.getsignal(number) for number in launcher.SIGNALS}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        send_when(lambda: file.exists() and bool(file.read_text()), sent)
+        code, received = launcher._run(command, dict(os.environ))
+    finally:
+        signal.signal(signal.SIGHUP, previous[signal.SIGHUP])
+    passed_on = signal.SIGTERM if sent == signal.SIGHUP else sent  # a closed terminal must not end a step
+    assert (code, received) == (100 + passed_on, sent)
+    assert {number: signal.getsignal(number) for number in launcher.SIGNALS} == previous
+
+
+def test_a_signal_before_the_training_processes_exist_kills_the_launcher() -> None:
+    send_when(lambda: True, signal.SIGTERM)
+    code, received = launcher._run([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    assert (code, received) == (-signal.SIGKILL, signal.SIGTERM)
+
+
+def test_a_training_process_that_outlives_its_launcher_is_killed(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = "import subprocess, sys, time, pathlib\nsubprocess.Popen([sys.executable, '-c', *sys.argv[1:]])\n"
+    code += "while not pathlib.Path(sys.argv[2]).exists():\n    time.sleep(0.01)\nsys.exit(5)"
+    assert launcher._run([sys.executable, "-c", code, CHILD, str(file)], dict(os.environ)) == (5, None)
+    with suppress(psutil.NoSuchProcess):
+        child = psutil.Process(int(file.read_text()))
+        while child.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("code", "received", "begins", "exit_code"),
+    [
+        (1, signal.SIGINT, "stopped by Ctrl-C: HINT", 130),
+        (1, signal.SIGTERM, "stopped by SIGTERM: HINT", 143),
+        (-9, None, "error: the training processes ended with code -9 and without an error of their own", 1),
+    ],
+)
+def test_processes_that_leave_no_line_get_one_with_the_way_to_resume(
+    code: int, received: signal.Signals | None, begins: str, exit_code: int
+) -> None:
+    line, status = launcher._line_for_silent_processes(code, received, "HINT")
+    assert line.startswith(begins)
+    assert line.endswith(": HINT")
+    assert status == exit_code

@@ -151,7 +151,7 @@ def _changes(node: Any) -> Iterator[ast.AST | str]:
             for element in node.elts:  # without this one
                 rest = [other for other in node.elts if other is not element]
                 yield ast.Set(rest) if isinstance(node, ast.Set) else type(node)(rest, ast.Load())
-        case ast.Tuple() if len(node.elts) > 1 and all(map(_is_type, node.elts)):  # of isinstance or except
+        case ast.Tuple() if len(node.elts) > 1 and all(map(_is_type, node.elts)):  # types for isinstance or except
             for element in node.elts:
                 rest = [other for other in node.elts if other is not element]
                 yield ast.Tuple(rest, ast.Load())

@@ -24,8 +24,8 @@ from grpo_recipes.plan.memory import (
     best_precision,
     changes_that_fit,
     memory_plan,
-    packed,
     quantised_bytes,
+    sharing_prompts,
 )
 from grpo_recipes.recipe.recipe import find_file
 from tests.grpo_recipes.plan.test_memory import LORA, TINY, states
@@ -232,7 +232,7 @@ def test_gpus_that_share_an_engine_share_its_weights() -> None:
 
 @pytest.mark.parametrize(("accumulation", "factor", "accumulates"), [(4, 4, False), (8, 4, True), (4, 2, True)])
 def test_larger_micro_batches_shorten_the_accumulation(accumulation: int, factor: int, accumulates: bool) -> None:
-    assert packed(TINY, factor, 8, accumulation).accumulates is accumulates
+    assert sharing_prompts(TINY, factor, 8, accumulation).accumulates is accumulates
 
 
 def test_quantized_weights_are_counted_with_their_scales() -> None:

@@ -252,11 +252,10 @@ class _Run:
         with self._meter, torch.set_grad_enabled(self._trains):
             with torch.autocast("cpu", torch.bfloat16, enabled=self._precision.autocast):
                 output = call()
-            for marks in self._marks.values():
-                marks.kept += (
-                    sum(size for storage, size in marks.inputs if storage() is not None) if self._trains else 0
-                )
             if self._trains:
+                for marks in self._marks.values():
+                    # An input that is still alive is needed in the backward pass.
+                    marks.kept += sum(size for storage, size in marks.inputs if storage() is not None)
                 output.backward(torch.empty_like(output))
             self._close()
         found = {kind: LayerBytes(marks.kept, marks.forward, marks.backward) for kind, marks in self._marks.items()}

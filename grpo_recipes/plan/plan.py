@@ -375,7 +375,7 @@ def _memory(
         return estimate, expected
     measured = replace(estimate, layers=MeasuredLayers(model))
     try:
-        measured.peak()
+        _in_layout(recipe, geometry, measured, expected.layout).peak()
     except NotMeasured as error:
         notes.append(f"the layers of {expected.model_type} are counted as if they were Llama's: {error}")
         return estimate, expected
@@ -385,7 +385,7 @@ def _memory(
 def _in_layout(
     recipe: Recipe, geometry: Geometry, padded: memory.MemoryPlan, layout: Layout | None
 ) -> memory.MemoryPlan:
-    """Return the estimate of the rows of the expected layout."""
+    """Return the estimate of the rows of the expected layout, which raises `NotMeasured` when it is used."""
     if layout is None or not layout.shares_prompts:
         return padded if layout is None else replace(padded, rows_as=layout)
     group, accumulation = geometry.num_generations, geometry.gradient_accumulation_steps

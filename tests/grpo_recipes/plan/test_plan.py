@@ -12,10 +12,12 @@ from grpo_recipes.checks import packages
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.cli import main
 from grpo_recipes.data import hub
+from grpo_recipes.plan.layers import _Run
 from grpo_recipes.plan.memory import GIB
 from grpo_recipes.recipe.recipe import find_file, parse_recipe
 from tests.support import launching, qwen
 from tests.support.grids import covering
+from tests.tools.models import build
 
 RECIPES = sorted(path.stem for path in find_file("recipes", "quickstart").parent.glob("*.yaml"))
 LAYOUTS = sorted(path.stem for path in find_file("accelerate_configs", "cpu").parent.glob("*.yaml"))
@@ -177,6 +179,35 @@ def test_a_larger_micro_batch_is_recommended_only_if_its_packed_rows_fit(
     found = [note for note in planned_on_24gb(capsys, tmp_path, *changes)["notes"] if "packed rows also fit" in note]
     assert bool(found) is bool(expected)
     assert expected in "".join(found)
+
+
+@pytest.mark.slow
+def test_a_model_whose_prompts_are_shared_is_planned_in_its_layout(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory is that of shared prompts. Layers that can't be measured count as Llama's, and a note says so."""
+    build("qwen3_5_text").config.save_pretrained(tmp_path / "model")
+    rows = launching.write_rows(tmp_path / "rows.jsonl", 200)
+    machine = ["--accelerate_config", "single_gpu", "--gpu_memory", "24GB"]
+    files = ["--model_config", str(tmp_path / "model" / "config.json"), "--dataset.path", str(rows)]
+    full = ["--use_peft", "false"]  # of a recipe with two micro-batches in a generation batch
+    arguments = ["plan", "gsm8k-qwen2.5-1.5b-lora", *machine, *files, *full, "--json"]
+
+    def planned(*changes: str) -> dict[str, Any]:
+        assert main([*arguments, *changes]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    shared, padded = planned(), planned("--micro_batching", "off")
+    assert (shared["layout"]["name"], padded["layout"]["name"]) == ("shared", "padded")
+    assert shared["tokens"]["micro_batch"] < shared["tokens"]["padded"] == padded["tokens"]["micro_batch"]
+    assert shared["memory"]["peak"] < padded["memory"]["peak"]
+    assert "shared rows also fit" in "".join(shared["notes"])
+    monkeypatch.setattr(_Run, "measured", lambda self: 1 / 0)
+    counted = planned()
+    assert "are counted as if they were Llama's: ZeroDivisionError" in "".join(counted["notes"])
+    assert counted["tokens"] == shared["tokens"]
+    assert counted["memory"]["peak"] > 0
 
 
 @pytest.mark.parametrize(

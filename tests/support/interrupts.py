@@ -20,6 +20,8 @@ class _OpcodeInterrupt:
         self.moment, self.file, self.functions, self.executed = moment, module.__file__, functions, 0
 
     def __enter__(self):
+        # From 3.12 on, opcodes of the first traced call are reported only if a frame asks for them before `settrace`.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._call)
 
     def __exit__(self, *_):

@@ -10,10 +10,12 @@ import pytest
 
 from grpo_recipes.checks import packages
 from grpo_recipes.checks.checks import Machine
+from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.cli import main
 from grpo_recipes.data import hub
 from grpo_recipes.plan.layers import _Run
 from grpo_recipes.plan.memory import GIB
+from grpo_recipes.plan.plan import _packs_whole_groups
 from grpo_recipes.recipe.recipe import find_file, parse_recipe
 from tests.support import launching, qwen
 from tests.support.grids import covering
@@ -208,6 +210,33 @@ def test_a_model_whose_prompts_are_shared_is_planned_in_its_layout(
     assert "are counted as if they were Llama's: ZeroDivisionError" in "".join(counted["notes"])
     assert counted["tokens"] == shared["tokens"]
     assert counted["memory"]["peak"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"micro_batching": {"layout": "trimmed"}}, False),
+        ({"beta": 0.04, "kl_estimator": "full"}, False),
+        ({"loss_type": "bnpo"}, False),  # the weight of a row depends on its micro-batch
+        ({"loss_type": "dr_grpo"}, True),
+        ({"entropy_coef": 0.01}, False),
+        ({"top_entropy_quantile": 0.5}, False),
+        ({"num_generations": 32}, False),  # groups are split over two processes
+        ({"steps_per_generation": 4}, False),  # an optimizer step has half of the generation batch
+        ({"steps_per_generation": 1}, True),
+    ],
+    ids=str,
+)
+def test_a_packed_row_holds_whole_groups_only_if_rows_may_move(
+    changes: dict[str, Any], expected: bool, tmp_path: Path
+) -> None:
+    path = launching.write_recipe(tmp_path / "r.yaml", tmp_path, tmp_path / "rows.jsonl", tmp_path / "run", **changes)
+    text = path.read_text()
+    path.write_text(text if "gradient_accumulation" in text else f"{text}gradient_accumulation_steps: 2\n")
+    recipe = parse_recipe(["--config", str(path)])
+    geometry = geometry_of(recipe, 2 if "num_generations" in changes else 1)
+    assert _packs_whole_groups(recipe, geometry) is expected
 
 
 @pytest.mark.parametrize(

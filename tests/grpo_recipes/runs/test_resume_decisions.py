@@ -175,7 +175,7 @@ def test_a_run_is_not_begun_anew_if_that_loses_complete_checkpoints(run: Path) -
 def test_the_folder_of_another_trainer_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "begun" / "checkpoint-3").mkdir(parents=True)
     assert decide(tmp_path / "begun", True, 2).obstacle() is None, "killed in its first save"
-    finished = of_another_trainer(tmp_path / "theirs", 3)  # of another number of processes
+    finished = of_another_trainer(tmp_path / "theirs", 3)  # by another number of processes
     said = f"there is no complete checkpoint of 2 process(es) in {tmp_path / 'theirs'}"
     assert str(decide(tmp_path / "theirs", True, 2).obstacle()).startswith(said)
     assert "there is no complete checkpoint of 2 process(es)" in str(decide(tmp_path, str(finished), 2).obstacle())

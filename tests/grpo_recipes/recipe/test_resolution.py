@@ -242,7 +242,7 @@ def test_a_number_outside_the_range_of_its_key_is_named(recipe: Write, key: str,
         (5, list[str], ["5"]),
         ([1, "2"], list[float], [1.0, 2.0]),
         (None, int | None, None),
-        ("3", int | str, "3"),  # a type that the value has already comes before one that it can become
+        ("3", int | str, "3"),  # a type that the value has comes before one that it can become
         (2, float | str, 2.0),
     ],
 )

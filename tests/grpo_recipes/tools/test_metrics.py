@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.tools.bounded import Result
-from grpo_recipes.tools.loop import Ending, Row, RowTools
+from grpo_recipes.tools.loop import Ending, Row, RowTools, as_call, drop_abandoned
 from grpo_recipes.tools.metrics import UNKNOWN, Counts, metric_name, metrics
 from tests.support.tool_rollouts import ADD, BROKEN, UNFIT, tool_trainer
 from tests.support.tool_rollouts import UNKNOWN as UNKNOWN_CALL
@@ -120,3 +120,23 @@ def test_a_trainer_logs_the_metrics_beside_trls(tmp_path: Path) -> None:
     share = 1 - sum(map(sum, masks)) / sum(map(len, masks))
     assert logged["tools/tokens_share"] == pytest.approx(share)
     assert logged["tools/add/seconds"] >= 0
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_environment_with_a_late_call_in_any_turn_is_not_used_again(late: int) -> None:
+    results = [Result("add", "", timed_out=turn == late) for turn in range(2)]
+    environments, rows = [object(), object()], [row(results), row([Result("add", "3")])]
+    pools: dict[str | None, list[Any]] = {None: [*environments, object()]}
+    unused = pools[None][2]
+    drop_abandoned(pools, environments, rows)
+    assert pools == {None: [environments[1], unused]}
+    drop_abandoned(pools, None, rows)
+    assert len(pools[None]) == 2
+
+
+@pytest.mark.parametrize("kind", [None, "function", "web_search"])
+def test_a_call_of_another_type_is_refused(kind: str | None) -> None:
+    function = {"name": "add", "arguments": {"a": 1}}
+    call = as_call({"function": function} if kind is None else {"type": kind, "function": function}, {"add": len})
+    assert (call.name, call.arguments, call.function) == ("add", {"a": 1}, len)
+    assert call.refusal == ("Unsupported tool call type: web_search" if kind == "web_search" else "")

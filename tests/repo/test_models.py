@@ -44,6 +44,7 @@ def test_the_table_has_every_model() -> None:
     assert listed[: len(models.MOST_TRAINED)] == list(models.MOST_TRAINED)
     assert sorted(listed) == models.model_types()
 
+
 @pytest.mark.slow
 def test_a_tiny_model_has_what_its_released_models_have_or_its_row_names_what_it_lacks() -> None:
     rows = {row[0]: row for row in recorded_rows()}

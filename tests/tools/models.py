@@ -89,8 +89,8 @@ class Row:
     @property
     def is_far(self) -> bool:
         """Return True if the model trains with another gradient than TRL's."""
-        gaps = (self.gap, self.long_gap)
-        return self.layout != NONE and not (max(gaps) <= FAR and all(not gap > FAR for gap in self.more))
+        others = (*self.more, self.long_gap)
+        return self.layout != NONE and not (self.gap <= FAR and all(not gap > FAR for gap in others))
 
     @property
     def wrong(self) -> bool:
@@ -146,12 +146,24 @@ def measure(model_type: str) -> Row:
     if row.layout == NONE:
         return row
     if row.layout.startswith("shared"):
-        more = tuple(_measure(model_type, 4, **how).gap for how in ({"checkpointing": True}, {"adapter": True}))
-        row = dataclasses.replace(row, more=more)
+        row = _with_variants(row)
     if is_limited(tiny(model_type)):
         long = _measure(model_type, 4, longest=LONG_PROMPT)
         row = dataclasses.replace(row, long_layout=long.layout, long_gap=long.gap)
     return row
+
+
+def _with_variants(row: Row) -> Row:
+    """Return the row of a model with shared prompts, measured with gradient checkpointing and with LoRA too."""
+    variants = {
+        "with gradient checkpointing": _measure(row.model_type, accumulation=4, checkpointing=True),
+        "with LoRA": _measure(row.model_type, accumulation=4, adapter=True),
+    }
+    reasons = [row.reason]
+    for how, variant in variants.items():
+        if variant.layout not in (row.layout, NONE):
+            reasons.append(f"{variant.layout} {how}: {variant.reason}")
+    return dataclasses.replace(row, reason="; ".join(reasons), more=tuple(variant.gap for variant in variants.values()))
 
 
 def _measure(
@@ -261,13 +273,14 @@ def table(rows: list[Row]) -> str:
         "they are, with gradient checkpointing, and with LoRA (`-`: TRL can't train so).",
         "",
         "A tiny model has every kind of layer of the released ones, in their order, and their switches: biases, norms,",
-        "sinks, soft caps, shared experts, groups of experts, rotary tables. It has as many query heads for each key head,",
-        "and its attention is as wide as the hidden size, or wider, or narrower, as theirs. The released configuration is",
-        "the default of its class, or where that is not what was released, the one in `tests/tools/released.py`. Where a",
-        "tiny model lacks a feature, its row ends with it.",
+        "sinks, soft caps, shared experts, groups of experts, rotary tables. It has as many query heads for each key",
+        "head, and its attention is as wide as the hidden size, or wider, or narrower, as theirs. The released",
+        "configuration is the default of its class, or where that is not what was released, the one in",
+        "`tests/tools/released.py`. Where a tiny model lacks a feature, its row ends with it.",
         "",
-        f"Long rows have prompts of up to {LONG_PROMPT} tokens. They leave windows of {WINDOW} tokens, chunks of linear",
-        "attention and what an index keeps, and are measured for models with one of these. The other rows stay inside.",
+        f"Long rows have prompts of up to {LONG_PROMPT} tokens. They leave windows of {WINDOW} tokens, chunks of",
+        "linear attention and what an index keeps, and are measured for models with one of these. The other rows stay",
+        "inside.",
         "",
         f"{versions}. {len(rows)} model types: {'; '.join(f'{count} {name}' for name, count in counts.items())}. "
         f"{far} are further than {FAR:g} from TRL's gradient.",
@@ -282,9 +295,9 @@ def table(rows: list[Row]) -> str:
         "`router_aux_loss_coef: 0` switches the router loss off. Checkpoints with a rotary table that depends on the",
         "length of the rows (`longrope` of Phi-4-mini, `dynamic`) are padded.",
         "",
-        "Not applicable are models that TRL can't train, models that draft tokens for another one and read its keys and",
-        "values (`gemma4_assistant`), music models that are no causal language models by themselves, and Gemma 3n with",
-        "its vision tower, which needs timm and torchvision. Its text model is `gemma3n_text`.",
+        "Not applicable are models that TRL can't train, models that draft tokens for another one and read its keys",
+        "and values (`gemma4_assistant`), music models that are no causal language models by themselves, and Gemma 3n",
+        "with its vision tower, which needs timm and torchvision. Its text model is `gemma3n_text`.",
         "",
         "| model type | layout | distance from TRL's gradient | long rows | decoding | reason for not packing |",
         "|---|---|---|---|---|---|",

@@ -28,6 +28,7 @@ import torch
 import transformers
 import trl
 from peft import LoraConfig
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -162,7 +163,7 @@ def _with_variants(row: Row) -> Row:
     reasons = [row.reason]
     for how, variant in variants.items():
         if variant.layout not in (row.layout, NONE):
-            reasons.append(f"{variant.layout} {how}: {variant.reason}")
+            reasons.append(": ".join(filter(None, (f"{variant.layout} {how}", variant.reason))))
     return dataclasses.replace(row, reason="; ".join(reasons), more=tuple(variant.gap for variant in variants.values()))
 
 
@@ -207,10 +208,16 @@ def _measure(
 
 def decoding(model_type: str) -> str:
     """Return how completions of a model are decoded, as `Row.decoding` has it."""
+    verdict = _decoded(model_type, [batch(), batch((1, 1), 3), batch((9, 2, 30, 4, 4, 6), 1)])
+    if verdict in ("", OTHER_TOKENS) or not is_limited(tiny(model_type)):
+        return verdict
+    long = _decoded(model_type, [batch((LONG_PROMPT, 2, 70), 2)])
+    return long if long == OTHER_TOKENS else "; long rows ".join(dict.fromkeys((verdict, long or verdict)))
+
+
+def _decoded(model_type: str, batches: list[dict[str, Tensor]]) -> str:
+    """Return how completions of some prompts are decoded, as `Row.decoding` has it."""
     verdict = ""
-    batches = [batch(), batch((1, 1), 3), batch((9, 2, 30, 4, 4, 6), 1)]
-    if is_limited(tiny(model_type)):
-        batches.append(batch((LONG_PROMPT, 2, 70), 2))
     for prompts in batches:
         for settings in (SAMPLED, {"do_sample": False}):
             turn = Turn()
@@ -287,7 +294,7 @@ def table(rows: list[Row]) -> str:
         "",
         "Decoding: `groups` if group decoding gives the tokens of transformers' own loop with the same random numbers,",
         "greedy and sampled, with prompts of several lengths; `stock` and a reason if transformers' loop generates.",
-        f"{sum(row.decoding == GROUPS for row in rows)} decode in groups; "
+        f"{sum(row.decoding.startswith(GROUPS) for row in rows)} decode in groups; "
         f"{sum(row.decoding == OTHER_TOKENS for row in rows)} with other tokens than transformers.",
         "",
         "The types that most people train come first. With their released configurations they get the layout of the",

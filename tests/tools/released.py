@@ -29,8 +29,8 @@ WINDOW = 64
 LONG_PROMPT = 100
 """Number of tokens that the prompts of long rows stay below."""
 
-HIDDEN, LAYERS = 32, 4
-"""Hidden size of a tiny model with four heads as wide as it, and its number of layers if it has few kinds of them."""
+HIDDEN, HEAD_WIDTH, LAYERS = 32, 8, 4
+"""Hidden size of a tiny model with four heads, channels of a head, and number of layers if few kinds need no more."""
 
 MOST_QUERIES = 16
 """Largest number of query heads for each key head."""
@@ -47,7 +47,7 @@ SIZES: list[tuple[str, int]] = [
     (r"index_topk$|keep_window_size", WINDOW),
     (r"per_tok|topk|top_k|moe_k$|num_selected", 2),
     (r"experts$|expert_num$", 4),
-    (r"head_dim|head_size|dim_head|d_head|kv_channels", 8),
+    (r"head_dim|head_size|dim_head|d_head|kv_channels", HEAD_WIDTH),
     (r"heads?$", 4),
     (r"layers?$|num_blocks", 4),
     (r"rotary_dim", 4),
@@ -75,8 +75,12 @@ _LAST_LAYERS = ("num_kv_shared_layers",)
 _LAYER_INDICES = re.compile(r"(_ids|_indices|_idxs|_indexes|cross_attention_layers|moe_layers|mlp_only_layers)$")
 """Names of keys that hold the indices of layers."""
 
+_ATTENTION_SCALES = ("attention_multiplier", "query_pre_attn_scalar")
+"""Keys of the scale of attention that are made for the width of a head."""
+
 _NEUTRAL = re.compile(
-    r"drop|jitter|router_aux_loss_coef|init|std$|token_id|version|use_cache|is_decoder|use_mamba_kernels|^mode$|vocab"
+    r"attention_multiplier|query_pre_attn_scalar|embedding_scale$|drop|jitter|router_aux_loss_coef|init|std$|token_id"
+    r"|version|use_cache|is_decoder|use_mamba_kernels|^mode$|vocab"
 )
 """Names of keys that a comparison of gradients or tokens must set, whatever a released model has."""
 
@@ -242,6 +246,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"global_head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"mamba_d_head": "auto"},
+    "hrm_text": {"num_layers_per_stack": 4, "num_hidden_layers": 32, "embedding_scale": 5.0},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "use_mamba_kernels": False},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "nemotron_h": {"mamba_num_heads": 8, "n_groups": 2},
@@ -303,6 +308,10 @@ def _value(config: PreTrainedConfig, name: str, value: Any, sizes: dict[str, int
     if name in ("initializer_range", "init_std"):
         # Far from uniform, and no further in a wider model: there, rounding would grow from layer to layer.
         return 0.2 * math.sqrt(HIDDEN / max(sizes.get("hidden_size", HIDDEN), HIDDEN))
+    if name in _ATTENTION_SCALES and value is not None:
+        # Small heads at the scale of large ones would attend to all tokens alike, and hide a wrong mask.
+        narrower = _head_width(config) / HEAD_WIDTH
+        return int(value / narrower) if name == "query_pre_attn_scalar" else min(value * narrower, 1.0)
     if name in ("pad_token_id", "eos_token_id", "bos_token_id"):
         return {"pad_token_id": 0, "eos_token_id": 1}.get(name, None if value is None else 2)
     if name == "is_decoder":
@@ -327,15 +336,22 @@ def _related_sizes(config: PreTrainedConfig) -> dict[str, int]:
             sizes[keys] = 2 if grouped else min(shared, 4)
     heads, hidden = _key(config, "num_attention_heads"), _key(config, "hidden_size")
     if isinstance(heads, int) and isinstance(hidden, int) and _key(config, "kv_lora_rank") is None:
-        width = 8 * sizes.get("num_attention_heads", 4)
+        width = HEAD_WIDTH * sizes.get("num_attention_heads", 4)
         sizes["hidden_size"] = {0: width, 1: width // 2, -1: 2 * width}[_attention_beside_hidden(config)]
+    if isinstance(_key(config, "qk_head_dim"), int):
+        sizes["qk_head_dim"] = 2 * HEAD_WIDTH  # the sum of the part with positions and the one without
     return sizes | {(config.attribute_map or {}).get(name, name): size for name, size in sizes.items()}
+
+
+def _head_width(config: PreTrainedConfig) -> int:
+    """Return the number of channels of an attention head."""
+    given = _key(config, "head_dim") or _key(config, "attention_head_size")
+    return given or _key(config, "hidden_size") // _key(config, "num_attention_heads")
 
 
 def _attention_beside_hidden(config: PreTrainedConfig) -> int:
     """Return 0 if the heads of attention are together as wide as the hidden size, 1 if wider, and -1 if narrower."""
-    hidden, heads = _key(config, "hidden_size"), _key(config, "num_attention_heads")
-    width = heads * (_key(config, "head_dim") or _key(config, "attention_head_size") or hidden // heads)
+    hidden, width = _key(config, "hidden_size"), _key(config, "num_attention_heads") * _head_width(config)
     return (width > hidden) - (width < hidden)
 
 

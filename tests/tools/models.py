@@ -290,8 +290,9 @@ def table(rows: list[Row]) -> str:
         "configuration is the default of its class, or where that is not what was released, the one in",
         "`tests/tools/released.py`. Where a tiny model lacks a feature, its row ends with it.",
         "",
-        f"Long rows have prompts of up to {LONG_PROMPT} tokens. They leave windows of {WINDOW} tokens, chunks of linear",
-        "attention and what an index keeps, and are measured for models with one of these. Other rows stay inside.",
+        f"Long rows have prompts of up to {LONG_PROMPT} tokens. They leave windows of {WINDOW} tokens, chunks of",
+        "linear attention and what an index keeps, and are measured for models with one of these. Other rows stay",
+        "inside.",
         "",
         f"{versions}. {len(rows)} model types: {'; '.join(f'{count} {name}' for name, count in counts.items())}. "
         f"{far} are further than {FAR:g} from TRL's gradient. Distances above 1e-4 are rounding: OPT's is 1e-7 in "

@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from grpo_recipes.generation.kept_cache import KeptCache, Prefix, aligned, split_by_width
 from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer, FullBuffer, StateBuffer, is_supported, is_unused
-from grpo_recipes.generation.models import method_replaced, rotary_of_the_longest
+from grpo_recipes.generation.models import kept_scores, method_replaced, rotary_of_the_longest
 from grpo_recipes.generation.recorder import Recorder
 from grpo_recipes.generation.sampling import Uniforms, draw
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
@@ -173,6 +173,9 @@ def reason_to_decline(
         return reason
     if stopping_criteria.max_length is None or not any(hasattr(item, "eos_token_id") for item in stopping_criteria):
         return "no maximum length, or no end-of-sequence token, is set"
+    setting, number = kept_scores(model.config)
+    if stopping_criteria.max_length > number:
+        return f"attention keeps the {number} highest scores ({setting}), and padding decides between equal ones"
     if mask is not None and (mask[:, 1:] < mask[:, :-1]).any():
         return "the attention mask has holes, or padding on the right"
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -106,6 +107,18 @@ def scaled_by_position(config: Any) -> str | None:
         if getattr(config, name, None):
             return name
     return None
+
+
+def kept_scores(config: Any) -> tuple[str, float]:
+    """Return the setting of how many scores each token's attention keeps, and its value, infinity without one.
+
+    In longer rows, padding decides between equal scores. Shorter ones keep all of them.
+    """
+    for name in ("index_topk", "keep_window_size"):
+        number = getattr(config, name, None)
+        if number:
+            return name, number
+    return "", math.inf
 
 
 def _rotary_tables(config: Any) -> list[Mapping[str, Any]]:

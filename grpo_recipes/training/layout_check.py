@@ -43,6 +43,7 @@ from grpo_recipes.generation.models import (
     in_float32,
     in_mode,
     is_float32,
+    kept_scores,
     rotary_of_the_longest,
     scaled_by_position,
     tensors_16bit,
@@ -618,18 +619,6 @@ def depends_on_width(config: Any) -> str:
     if rotary := rotary_of_the_longest(config):
         return f"a rotary table of type {rotary} depends on the longest row, padding included"
     return ""
-
-
-def kept_scores(config: Any) -> tuple[str, float]:
-    """Return the setting of how many scores each token's attention keeps, and its value, infinity without one.
-
-    In longer rows, TRL's padding decides between equal scores. Shorter ones keep all of them.
-    """
-    for name in ("index_topk", "keep_window_size"):
-        number = getattr(config, name, None)
-        if number:
-            return name, number
-    return "", math.inf
 
 
 def attention_window(config: Any) -> int | None:

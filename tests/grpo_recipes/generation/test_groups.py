@@ -265,6 +265,7 @@ DECLINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "use_cache is false": ("LlamaConfig", {}, {"use_cache": False}),
     "no maximum length, or no end-of-sequence token": ("LlamaConfig", {"eos_token_id": None}, {"eos_token_id": None}),
     "a rotary table of type dynamic": ("LlamaConfig", DYNAMIC, {}),
+    "attention keeps the 8 highest scores": ("DogeConfig", {"keep_window_size": 8}, {}),
     "layers of DynamicIndexedLayer": ("DeepseekV32Config", INDEXED, {}),
     "the model has an encoder": ("T5Config", {}, {"decoder_start_token_id": 0}),
 }
@@ -292,6 +293,13 @@ def test_transformers_own_loop_generates(reason: str) -> None:
     if how.get("return_dict_in_generate"):
         expected, got = expected.sequences, got.sequences
     assert got.tolist() == expected.tolist()
+
+
+def test_rows_that_stay_below_the_scores_that_attention_keeps_are_decoded_in_groups() -> None:
+    assert_same(tiny("DogeConfig", keep_window_size=11 + 24))
+    turn = Turn()
+    generated(tiny("DogeConfig", keep_window_size=11 + 23), turn)
+    assert turn.declined
 
 
 def test_a_multimodal_model_is_declined() -> None:

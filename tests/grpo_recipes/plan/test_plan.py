@@ -15,7 +15,7 @@ from grpo_recipes.cli import main
 from grpo_recipes.data import hub
 from grpo_recipes.plan.layers import _Run
 from grpo_recipes.plan.memory import GIB
-from grpo_recipes.plan.plan import _packs_whole_groups
+from grpo_recipes.plan.plan import _keeps_groups_together
 from grpo_recipes.recipe.recipe import find_file, parse_recipe
 from tests.support import launching, qwen
 from tests.support.grids import covering
@@ -192,7 +192,7 @@ def test_a_model_whose_prompts_are_shared_is_planned_in_its_layout(
     rows = launching.write_rows(tmp_path / "rows.jsonl", 200)
     machine = ["--accelerate_config", "single_gpu", "--gpu_memory", "24GB"]
     files = ["--model_config", str(tmp_path / "model" / "config.json"), "--dataset.path", str(rows)]
-    full = ["--use_peft", "false"]  # of a recipe with two micro-batches in a generation batch
+    full = ["--use_peft", "false"]  # two micro-batches make a generation batch
     arguments = ["plan", "gsm8k-qwen2.5-1.5b-lora", *machine, *files, *full, "--json"]
 
     def planned(*changes: str) -> dict[str, Any]:
@@ -216,8 +216,6 @@ def test_a_model_whose_prompts_are_shared_is_planned_in_its_layout(
     ("changes", "expected"),
     [
         ({}, True),
-        ({"micro_batching": {"layout": "trimmed"}}, False),
-        ({"beta": 0.04, "kl_estimator": "full"}, False),
         ({"loss_type": "bnpo"}, False),  # the weight of a row depends on its micro-batch
         ({"loss_type": "dr_grpo"}, True),
         ({"entropy_coef": 0.01}, False),
@@ -228,7 +226,7 @@ def test_a_model_whose_prompts_are_shared_is_planned_in_its_layout(
     ],
     ids=str,
 )
-def test_a_packed_row_holds_whole_groups_only_if_rows_may_move(
+def test_a_micro_batch_holds_whole_groups_only_if_rows_may_move(
     changes: dict[str, Any], expected: bool, tmp_path: Path
 ) -> None:
     path = launching.write_recipe(tmp_path / "r.yaml", tmp_path, tmp_path / "rows.jsonl", tmp_path / "run", **changes)
@@ -236,7 +234,7 @@ def test_a_packed_row_holds_whole_groups_only_if_rows_may_move(
     path.write_text(text if "gradient_accumulation" in text else f"{text}gradient_accumulation_steps: 2\n")
     recipe = parse_recipe(["--config", str(path)])
     geometry = geometry_of(recipe, 2 if "num_generations" in changes else 1)
-    assert _packs_whole_groups(recipe, geometry) is expected
+    assert _keeps_groups_together(recipe, geometry) is expected
 
 
 @pytest.mark.parametrize(

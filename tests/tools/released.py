@@ -527,7 +527,7 @@ def _ratio_known(config: PreTrainedConfig) -> bool:
 
 def is_limited(config: PreTrainedConfig) -> bool:
     """Return True if long rows leave a window or a chunk of a tiny model, or its layers carry states along them."""
-    kinds = {value for kind in layer_kinds(config) for name, value in kind if name in ("layer_types", "block_types")}
+    kinds = {value for kind in layer_kinds(config) for name, value in kind if name == "layer_types"}
     if kinds - {"full_attention"}:
         return True
     names = dict(_scalars(config.get_text_config().to_dict()))

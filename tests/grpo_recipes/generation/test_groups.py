@@ -82,7 +82,7 @@ def test_a_model_that_counts_its_cache_for_positions() -> None:
     """Its padding is not cut: a column less would be a position less."""
     policy = build("bart").eval()
     assert "position_ids" not in inspect.signature(policy.forward).parameters
-    tokens = assert_same(policy, batch((9, 2, 30, 4, 4, 6), 1))
+    tokens = assert_same(policy, batch((9, 2, 30, 4, 4, 6), 1), seed=6)
     ends = lengths(tokens, 30)
     assert ends[2] < max(ends), "the longest prompt's row finishes before another"
 

@@ -230,6 +230,8 @@ class _Run:
         """Layer in whose backward pass the peak is counted."""
         self._meter: _Bytes | None = None
         self._shared = 0
+        self._prefixes: list[Tensor] = []
+        """Hidden states of the prompts behind the last measured layer."""
 
     def measured(self) -> Measured:
         """Return the bytes of the backbone."""
@@ -256,7 +258,9 @@ class _Run:
                 for marks in self._marks.values():
                     # An input that is still alive is needed in the backward pass.
                     marks.kept += sum(size for storage, size in marks.inputs if storage() is not None)
-                output.backward(torch.empty_like(output))
+                # The following layers, which are skipped, would also give the prompts' hidden states a gradient.
+                roots = [output, *self._prefixes]
+                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
             self._close()
         found = {kind: LayerBytes(marks.kept, marks.forward, marks.backward) for kind, marks in self._marks.items()}
         # The first layer may get 16-bit embeddings, and return float32.
@@ -330,6 +334,7 @@ class _Run:
         marks.outputs = sum(state.untyped_storage().nbytes() for state in outputs)
         marks.forward, marks.kept = meter.peak - marks.before, meter.live - marks.before - marks.outputs
         if self._trains:
+            self._prefixes = outputs[:-1]
             for state in outputs:
                 if state.requires_grad:
                     state.register_hook(partial(self._entered_backward, marks))

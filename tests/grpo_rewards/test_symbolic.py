@@ -307,7 +307,7 @@ def check_interrupts(functions, monkeypatch):
         assert ends(lambda: verdicts.append(compared("other"))), f"interrupted before opcode {moment}"  # noqa: B023
         assert [*verdicts, compared("0 ms")] == [False, True]
         moments.append(moment)
-    assert len(moments) > 20
+    assert len(moments) > 10
     assert ends(server.close)
 
 

@@ -20,8 +20,6 @@ class _OpcodeInterrupt:
         self.moment, self.file, self.functions, self.executed = moment, module.__file__, functions, 0
 
     def __enter__(self):
-        # From 3.12 on, opcodes of the first traced call are reported only if a frame asks for them before `settrace`.
-        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._call)
 
     def __exit__(self, *_):
@@ -44,6 +42,8 @@ class _OpcodeInterrupt:
 def interrupted_calls(call, module, functions):
     """Interrupt a call before each opcode of a module's functions in turn. Yield the opcode's number after each."""
     for moment in itertools.count():
+        with _OpcodeInterrupt(-1, module, functions):
+            call()  # Python 3.13 reports the opcodes of a function from its second traced call on
         interrupt = _OpcodeInterrupt(moment, module, functions)
         try:
             with interrupt:

@@ -122,12 +122,12 @@ def test_no_fraction_of_a_step_has_a_label() -> None:
 
 
 def test_a_band_lies_between_its_edges() -> None:
-    band = Band([0, 5, 10], [1.0, 2.0, 1.0], [4.0, 8.0, 6.0], hue=7)
+    band = Band([0, 5, 10], [1.0, 2.0, 3.0], [4.0, 8.0, 6.0], hue=7)
     chart = Chart("name", "Title", bands=[band], steps=(0, 10))
     across, up = horizontal(chart), vertical(chart)
     (polygon,) = elements(chart, "polygon", "band")
     found = [(across(x), up(y)) for x, y in places(polygon.get("points", ""))]
-    expected = [(0, 4.0), (5, 8.0), (10, 6.0), (10, 1.0), (5, 2.0), (0, 1.0)]
+    expected = [(0, 4.0), (5, 8.0), (10, 6.0), (10, 3.0), (5, 2.0), (0, 1.0)]
     assert np.array(found) == pytest.approx(np.array(expected, dtype=float), abs=0.08)
     assert "c1" in [one.get("class") for one in elements(chart, "g")]  # six hues
 
@@ -208,6 +208,8 @@ def test_a_file_of_its_own_has_title_colours_and_a_legend_of_several_lines() -> 
     assert "a 1 → 2</text>" in two.standalone()
     assert "b 3 → 4</text>" in two.standalone()
     assert "5 → 6</text>" not in two.standalone()
+    pair = Chart("name", "Reward", lines=[line], legend=two.legend[:2])
+    assert "a 1 → 2</text>" in pair.standalone()
     heights = [float(re.search(r'height="([\d.]+)"', chart.standalone())[1]) for chart in (one, two)]  # type: ignore[index]
     assert heights[1] - heights[0] == 30
     for light, dark in COLOURS.values():
@@ -226,6 +228,14 @@ def test_a_long_line_is_thin_under_its_moving_mean_and_has_no_dots() -> None:
     first, last = places(smooth.get("points", ""))[0][0], places(smooth.get("points", ""))[-1][0]
     assert across(first) == pytest.approx(5, abs=0.5)  # the middle of the first ten
     assert across(last) == pytest.approx(195, abs=0.5)
+
+
+@pytest.mark.parametrize(("length", "dots"), [(24, 24), (25, 0)])
+def test_a_line_of_25_points_or_more_marks_none(length: int, dots: int) -> None:
+    chart = Chart(
+        "name", "Title", lines=[Line(range(length), [float(n % 3) for n in range(length)])], steps=(0, length)
+    )
+    assert len(elements(chart, "circle")) == dots
 
 
 @pytest.mark.parametrize("length", [2, 39, 40, 100])

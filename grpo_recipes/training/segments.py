@@ -360,13 +360,16 @@ class _Run:
         forward = partial(inspect.unwrap(type(layer).forward), layer)
         checkpoints = _checkpointing(*layer.modules())
         indices = _cache_indices(layer, len(self._layers))
+        # Not `self`, which holds the last hidden states: checkpointing keeps this function in their graph, and the
+        # graph would never be freed, because no backward pass reaches the prompts' part of the last layer.
+        caches, segments = self._caches, self._segments
 
         def run(*states: Tensor) -> tuple[Tensor, ...]:
             # Checkpointing calls this function again in the backward pass, so it changes nothing outside of itself.
             prefixes: Cache | None = None
             found = []
             with _switched_off(checkpoints):
-                for call, state, given, segment in zip(calls, states, self._caches, self._segments, strict=True):
+                for call, state, given, segment in zip(calls, states, caches, segments, strict=True):
                     cache = None
                     if segment.owners is not None:
                         assert given is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -317,6 +318,24 @@ def test_no_tensor_waits_for_the_garbage_collector(tmp_path: Path) -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+
+
+def test_checkpointing_leaves_no_hidden_states_behind(tmp_path: Path) -> None:
+    """A function that a checkpoint keeps in the graph must not hold the graph's end, which would never be freed."""
+    policy, rows = build("lfm2"), flat(RAGGED)
+    trainer = trainer_on(policy, tmp_path, gradient_checkpointing=True)
+    scored(trainer, rows)
+    assert layout_of(trainer) is Layout.SHARED
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.train()
+    states: list[Any] = []
+    policy.model.layers[-1].register_forward_hook(lambda *given: states.extend(map(weakref.ref, given[2])))
+    found = trainer._get_per_token_logps_and_entropies(policy, rows.input_ids, rows.attention_mask, rows.logits_to_keep)
+    found[0].sum().backward()
+    del found
+    gc.collect()
+    assert len(states) > 1
+    assert all(state() is None for state in states)
 
 
 def test_rows_behind_a_window_are_compared(tmp_path: Path, logged: Any, monkeypatch: pytest.MonkeyPatch) -> None:

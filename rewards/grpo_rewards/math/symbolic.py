@@ -11,7 +11,7 @@ caller between the two (Ctrl-C, an alarm of its own) ends the server together wi
 
 No lock guards the server. Python may raise a signal handler's exception between taking a lock and the block under it
 (3.14 does), and the lock would stay taken. Threads pass the connection to the server through a queue instead. If an
-interrupted thread has lost the connection, the next comparison opens another after a bounded time.
+interrupted thread has lost the connection, the next comparison opens another.
 
 POSIX only: the server needs `fork`.
 """
@@ -26,6 +26,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
@@ -41,6 +42,10 @@ STARTUP_SECONDS = 120.0
 """Seconds that the server has to import math-verify."""
 
 _GRACE_SECONDS = 1.0
+
+_POLL_SECONDS = 0.1
+"""Interval at which a waiting thread looks whether any thread still uses the connection."""
+
 _NO_START = "the symbolic comparison server did not start: `python -m grpo_rewards.math.symbolic` shows why."
 
 
@@ -95,6 +100,8 @@ class Server:
         self._connection = _Connection(command)
         self._free = SimpleQueue[_Connection]()
         self._free.put(self._connection)
+        self._users: set[threading.Thread] = set()
+        """Threads that use the connection, and those that were interrupted in it."""
         self._turns_ended = 0
 
     @property
@@ -133,18 +140,24 @@ class Server:
         self._connection.abandon()
 
     def _take_turn(self, seconds: float) -> _Connection:
-        """Return the connection once no other thread uses it, or another if no turn ends within `seconds`.
+        """Return the connection once no other thread uses it, or another if it is lost or no turn ends in `seconds`.
 
-        The thread that took the last turn is then slow, or was interrupted and will never end its turn.
+        It is lost if a thread was interrupted while it took the connection or gave it back.
         """
+        own = threading.current_thread()
+        ended, limit = self._turns_ended, time.monotonic() + seconds
         while True:
-            ended = self._turns_ended
             try:
-                return self._free.get(timeout=seconds)
+                connection = self._free.get(timeout=_POLL_SECONDS)
             except Empty:
-                if self._turns_ended == ended:
-                    self._connection = _Connection(self._command)
-                    return self._connection
+                if any(thread is not own and thread.is_alive() for thread in self._users.copy()):
+                    if self._turns_ended != ended:
+                        ended, limit = self._turns_ended, time.monotonic() + seconds
+                    if time.monotonic() < limit:
+                        continue
+                connection = self._connection = _Connection(self._command)
+            self._users.add(own)
+            return connection
 
     def _end_turn(self, connection: _Connection) -> None:
         if connection is self._connection:
@@ -152,6 +165,7 @@ class Server:
         else:  # it was replaced meanwhile
             connection.stop()
         self._turns_ended += 1
+        self._users.discard(threading.current_thread())
 
 
 class _Connection:

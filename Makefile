@@ -75,6 +75,8 @@ real-model: $(INSTALLED)  ## a pretrained model of 135M parameters, trained by T
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt gguf
 	$(BIN)/python benchmarks/real_model.py
 	$(BIN)/python benchmarks/real_model.py --record
+	$(BIN)/python benchmarks/real_model_coupled.py --steps 10
+	$(BIN)/python benchmarks/real_model_coupled.py --record
 	$(BIN)/python benchmarks/real_model_tools.py
 	$(BIN)/python benchmarks/real_model_tools.py --record
 

@@ -1,6 +1,6 @@
 """Accuracy, time and tokens of a pretrained instruct model, trained by stock TRL and by ours on half-mastered tasks.
 
-    make real-model                                         # all of it: five hours on two cores, resumable
+    make real-model                                         # all of it: three hours on two cores, resumable
     python benchmarks/real_model.py                         # the same without `pip install gguf` and `--record`
     python benchmarks/real_model.py --runs full-ours-0      # one run, under an hour
     python benchmarks/real_model.py --only-base             # accuracy before any training: 6 minutes

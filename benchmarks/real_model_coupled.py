@@ -1,7 +1,7 @@
 """Runs of stock TRL and of ours that draw the same random numbers, compared completion by completion.
 
     python benchmarks/real_model.py --only-base         # the model and its tasks, 6 minutes
-    python benchmarks/real_model_coupled.py             # both runs, side by side: half an hour, on two cores
+    python benchmarks/real_model_coupled.py --steps 10  # both runs, side by side: half an hour on two cores
     python benchmarks/real_model_coupled.py --record    # write benchmarks/results/real_model_coupled.md
 
 Model, tasks, recipe and learning rate are those of full fine-tuning in real_model.py. Both runs compute in float32, and

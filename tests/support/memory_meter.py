@@ -308,7 +308,6 @@ def gpu_kernels() -> Iterator[None]:
         "grpo_recipes.training.packed_attention.scaled_dot_product_attention": _attention,
         "grpo_recipes.training.packed_attention.is_on_gpu": lambda tensor: True,
         "torch.nn.functional.dropout": _dropout,
-        "torch.nn.functional.grouped_mm": partial(_grouped_mm, torch.nn.functional.grouped_mm),
         "trl.kernels.chunked_logprob._forward_tile": _nothing,
         "trl.kernels.chunked_logprob._backward_tile": _nothing,
         "trl.kernels.chunked_logprob._addmm_fp32": _nothing,
@@ -317,6 +316,8 @@ def gpu_kernels() -> Iterator[None]:
         "trl.kernels.chunked_divergence._addmm_fp32": _nothing,
         "trl.kernels.chunked_divergence._project": _project,
     }
+    if grouped := getattr(nn.functional, "grouped_mm", None):  # torch 2.8 has none
+        replaced["torch.nn.functional.grouped_mm"] = partial(_grouped_mm, grouped)
     patches = [patch(name, replacement) for name, replacement in replaced.items()]
     for one in patches:
         one.start()

@@ -30,7 +30,7 @@ from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import check_descriptions
 from grpo_recipes.training.adamw_bf16 import CHUNK
 from grpo_recipes.training.buckets import LAUNCH_TOKENS_ELSEWHERE
-from grpo_recipes.training.layout_check import EXTRA_PADDING
+from grpo_recipes.training.layout_check import COMPARED_ROWS, EXTRA_PADDING
 from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.packing import Layout
 from grpo_rewards.errors import UserError, one_line
@@ -529,10 +529,12 @@ class MemoryPlan:
         return Precision(self._stream_bytes(), trained, autocast)
 
     def _layout_check(self) -> float:
-        """Return the bytes of the forward in TRL's layout with which the first rows of a run are compared.
+        """Return the bytes of the forward in TRL's layout with which a few rows of a run are compared.
 
         It keeps nothing for a backward, and comes before the first gradient.
         """
+        if self.rows > COMPARED_ROWS:
+            return replace(self, rows=COMPARED_ROWS)._layout_check()
         if self.layers is not None:
             return self._measured_layout_check()
         shape, size, stream = self.shape, self._compute_bytes(), self._stream_bytes()

@@ -62,6 +62,9 @@ if TYPE_CHECKING:
 EXTRA_PADDING = 8
 """Columns of padding that the checks add on either side. The first micro-batch may have no padding of its own."""
 
+COMPARED_ROWS = 4
+"""Largest number of rows of the first micro-batch that are compared: two completions of each of two prompts."""
+
 SAMPLE_TOKENS = 32
 """Number of tokens that the short rows keep of a prompt, and of a completion."""
 

@@ -31,6 +31,7 @@ from grpo_recipes.plan.memory import (
     sharing_prompts,
 )
 from grpo_recipes.recipe.recipe import Recipe, find_file, model_config, parse_recipe
+from grpo_recipes.training.layout_check import COMPARED_ROWS
 from grpo_recipes.training.packing import Layout
 from tests.support import qwen
 from tests.support.memory_meter import Batch, build, measure
@@ -153,11 +154,12 @@ class Estimated(NamedTuple):
         config = self.recipe.config
         return sharing_prompts(self.plan, factor, config.num_generations, config.gradient_accumulation_steps)
 
-    def peak(self, factor: int = 1, *, packed: bool = False, **how: bool) -> int:
+    def peak(self, factor: int = 1, *, rows: int | None = None, packed: bool = False, **how: bool) -> int:
         """Return the bytes that a micro-batch holds at its peak, gradients that stay included.
 
         Args:
             factor: Number of times that the micro-batch is as large as the recipe's.
+            rows: Number of its rows, all by default.
             packed: True to measure packed rows of whole groups instead of TRL's layout.
             **how: Further arguments of the meter.
         """
@@ -175,7 +177,7 @@ class Estimated(NamedTuple):
             )
             meter = measure(
                 model,
-                Batch(factor * plan.rows, plan.prompt_tokens, config.max_completion_length),
+                Batch(rows or factor * plan.rows, plan.prompt_tokens, config.max_completion_length),
                 checkpointing=plan.gradient_checkpointing,
                 autocast=plan.mixed_precision and not is_deepspeed,  # DeepSpeed casts the model itself
                 accumulates=config.gradient_accumulation_steps > factor and not is_deepspeed,
@@ -217,7 +219,7 @@ def check_packed(case: Case, folder: Path, factor: int) -> None:
     """
     estimated = Estimated.of(case, folder)
     loop, varlen = (estimated.peak(factor, packed=True, varlen=varlen) for varlen in (False, True))
-    check = estimated.peak(factor, trains=False)
+    check = estimated.peak(factor, rows=min(factor * estimated.plan.rows, COMPARED_ROWS), trains=False)
     planned, padded = training_bytes(estimated.packed(factor)), training_bytes(estimated.plan)
     name = f"{factor} micro-batches as one"
     print(shown(case._replace(changes=(*case.changes, name) if factor > 1 else case.changes), loop, planned))
@@ -359,14 +361,14 @@ def check_shared(kind: str, dtype: str, checkpointing: bool, group: int | None, 
     moments = {"micro-batch": shared_peak(config, plan, Batch(rows, 512, COMPLETION), group, trains=True)}
     if group is not None:
         trimmed = plan._simpler_rows().tokens
-        padded = Batch(rows, 512 + CHECK_PADDING, COMPLETION)
+        padded = Batch(min(rows, COMPARED_ROWS), 512 + CHECK_PADDING, COMPLETION)
         moments["trimmed"] = shared_peak(config, plan, Batch(rows, trimmed - COMPLETION, COMPLETION), None, trains=True)
         moments["check"] = shared_peak(config, plan, padded, None, trains=False)
     planned, peak = training_bytes(plan), max(moments.values())
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in moments.items())
     how = f"{dtype}{', checkpointing' if checkpointing else ''}"
     print(f"| {kind} | {how} | {group} | {sizes} | {planned / GIB:.2f} | {planned / peak:.3f} |")
-    assert peak <= planned <= 1.25 * peak
+    assert peak <= planned <= (1.4 if checkpointing else 1.25) * peak
 
 
 @pytest.mark.slow

@@ -496,10 +496,14 @@ class MemoryPlan:
         head = sum(kept) + self._head(stream, self.rows * self._completion()) + max(self._head_backward(), casts)
         missing = 0.0 if self.accumulates or self._splits_gradients() else self._trained_bytes() * self.shape.trained
         moments = [head - missing, self._embedding_gradient()]
+        # The embedding's gradient comes last in a backward pass. An untied head has one of the same size, the first.
+        trains_all = self.shape.trained == self.shape.parameters
+        embedding = missing * self.shape.head / self.shape.parameters if trains_all else 0.0
+        of_layers = max(missing - embedding * (1 if self.shape.ties_head else 2), 0.0)
         for number, bytes_of_layer in enumerate(most):
             # The layers behind this one have freed what they kept, and have their gradients.
             before, outgoing = sum(kept[:number]), measured.between
-            gradients = self._head_gradient() - missing * number / len(most)
+            gradients = self._head_gradient() - embedding - of_layers * number / len(most)
             moments.append(before + bytes_of_layer + outgoing + dequantised + gradients)
             if self.gradient_checkpointing:
                 moments[-1] += measured.between

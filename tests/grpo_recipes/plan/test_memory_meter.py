@@ -368,7 +368,7 @@ def check_shared(kind: str, dtype: str, checkpointing: bool, group: int | None, 
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in moments.items())
     how = f"{dtype}{', checkpointing' if checkpointing else ''}"
     print(f"| {kind} | {how} | {group} | {sizes} | {planned / GIB:.2f} | {planned / peak:.3f} |")
-    assert peak <= planned <= (1.4 if checkpointing else 1.25) * peak
+    assert peak <= planned <= 1.25 * peak
 
 
 @pytest.mark.slow

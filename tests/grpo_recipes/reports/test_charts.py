@@ -210,7 +210,8 @@ def test_a_file_of_its_own_has_title_colours_and_a_legend_of_several_lines() -> 
     assert "5 → 6</text>" not in two.standalone()
     pair = Chart("name", "Reward", lines=[line], legend=two.legend[:2])
     assert "a 1 → 2</text>" in pair.standalone()
-    heights = [float(re.search(r'height="([\d.]+)"', chart.standalone())[1]) for chart in (one, two)]  # type: ignore[index]
+    found = [re.search(r'height="([\d.]+)"', chart.standalone()) for chart in (one, two)]
+    heights = [float(match[1]) for match in found if match]
     assert heights[1] - heights[0] == 30
     for light, dark in COLOURS.values():
         assert light in one.standalone()

@@ -19,7 +19,7 @@ mkdir "$folder/checkout"
 git -c safe.directory='*' ls-files -z --cached --others --exclude-standard \
   | tar --create --null --files-from=- --ignore-failed-read | tar --extract --no-same-owner --directory "$folder/checkout"
 cp --dereference /etc/ssl/certs/ca-certificates.crt "$folder/host-certificates.crt"  # a proxy's too
-cat > "$folder/run" <<'RUN'
+cat > "$folder/run-quick-tests" <<'RUN'
 set -euo pipefail
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive PIP_CERT=/host-certificates.crt
 unset PYTHONPATH VIRTUAL_ENV PIP_FIND_LINKS MAKEFLAGS MAKELEVEL  # paths of the host
@@ -30,5 +30,5 @@ make test PYTHON=python3 VENV=/venv
 /venv/bin/python --version
 RUN
 exec unshare --mount --pid --fork --kill-child bash -c '
-  mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && mount --rbind /sys "$0/sys" && exec chroot "$0" bash /run
+  mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && mount --rbind /sys "$0/sys" && exec chroot "$0" bash /run-quick-tests
 ' "$folder"

@@ -227,8 +227,9 @@ def _reads(value: ast.expr, name: str) -> bool:
 
 
 def _can_swap(first: ast.expr, second: ast.expr) -> bool:
-    """Return True for two arguments that may be of one type: two names, or two attributes or elements."""
-    return isinstance(first, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(second, type(first))
+    """Return True for two different arguments that may be of one type: two names, or two attributes or elements."""
+    alike = isinstance(first, (ast.Name, ast.Attribute, ast.Subscript)) and isinstance(second, type(first))
+    return alike and ast.unparse(first) != ast.unparse(second)
 
 
 def _without_condition(node: Any, generator: ast.comprehension, condition: ast.expr) -> ast.AST:

@@ -18,13 +18,13 @@ debootstrap --variant=minbase "$suite" "$folder" http://deb.debian.org/debian
 mkdir "$folder/checkout"
 git -c safe.directory='*' ls-files -z --cached --others --exclude-standard \
   | tar --create --null --files-from=- --ignore-failed-read | tar --extract --no-same-owner --directory "$folder/checkout"
-mkdir -p "$folder/etc/ssl/certs"
-cp --dereference /etc/ssl/certs/ca-certificates.crt "$folder/etc/ssl/certs"  # a proxy's too
+cp --dereference /etc/ssl/certs/ca-certificates.crt "$folder/host-certificates.crt"
 cat > "$folder/run-quick-tests" <<'RUN'
 set -euo pipefail
-export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive PIP_CERT=/etc/ssl/certs/ca-certificates.crt
+export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8 DEBIAN_FRONTEND=noninteractive
 unset PYTHONPATH VIRTUAL_ENV PIP_FIND_LINKS MAKEFLAGS MAKELEVEL  # paths of the host
 apt-get install -y -qq --no-install-recommends build-essential git python3-dev python3-venv >/dev/null
+cp /host-certificates.crt /etc/ssl/certs/ca-certificates.crt  # a proxy's too
 cd /checkout
 git init --quiet
 make test PYTHON=python3 VENV=/venv

@@ -25,12 +25,15 @@ from grpo_recipes.plan.init import (
     Form,
     Guess,
     Wishes,
+    dataset_keys,
     default_output,
     guessed,
+    recipe_text,
     schema_of,
     write_first_recipe,
 )
 from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_recipes.recipe.specs import SourceSpec
 from grpo_rewards.errors import UserError
 from tests.support import launching
 from tests.support.grids import covering
@@ -109,6 +112,171 @@ def test_the_form_and_the_columns_of_a_table_are_guessed(name: str) -> None:
     assert guess.form is form
     assert dict(guess.columns) == columns
     assert guess.others == others
+
+
+IN_TAGS = {"tags": ["reasoning", "answer"]}
+PRESENCE = {"name": "tag_presence", "kwargs": IN_TAGS}
+OBJECTS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "day": {"type": "integer"}},
+    "required": ["city", "day"],
+    "additionalProperties": False,
+}
+JUDGE = {"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:8000/v1", "model": "Qwen/Qwen3-8B"}}
+RECIPES: dict[str, tuple[str | None, str | None, list[Any], str, list[str]]] = {
+    # preset, system prompt, rewards, comment on the rewards, sentences about columns
+    "GSM8K": (
+        *("gsm8k", "reasoning", [{"name": "gsm8k_correctness", "kwargs": IN_TAGS}, PRESENCE], "# The rewards; "),
+        ["question: question (by its name)", "answer: answer (solutions that end in `#### N`)"],
+    ),
+    "MATH": (
+        *("math", "boxed", [{"name": "math_correctness", "kwargs": {"extract": "boxed"}}], "# The rewards; "),
+        [
+            *("problem: question (by its name)", "solution: answer (solutions with the answer in \\boxed{})"),
+            "passed to the rewards: level, type",
+        ],
+    ),
+    "numbers": (
+        *(None, "reasoning", [{"name": "gsm8k_correctness", "kwargs": IN_TAGS}, PRESENCE], "# The rewards; "),
+        ["Problem: question (by its name)", "target: answer (numbers)"],
+    ),
+    "words": (
+        *(None, "reasoning", [{"name": "string_match", "kwargs": IN_TAGS}, PRESENCE], "# The rewards; "),
+        ["question: question (by its name)", "answer: answer (by its name)", "passed to the rewards: other_image"],
+    ),
+    "ARC": (
+        *("multiple_choice", "reasoning", [{"name": "choice_correctness", "kwargs": IN_TAGS}, PRESENCE]),
+        "# The rewards; ",
+        [
+            *("question: question (by its name)", "answerKey: answer (names one of the choices)"),
+            *("choices: choices (lists of texts)", "passed to the rewards: id"),
+        ],
+    ),
+    "prompts with golds": (
+        *(None, None, ["math_correctness"], "# The rewards; "),
+        [
+            *("prompt: prompt (complete prompts)", "answer: answer (solutions that end in `#### N`)"),
+            "passed to the rewards: n",
+        ],
+    ),
+    "messages": (
+        *(None, None, [JUDGE], "# The table has no answers, so a model judges the completions."),
+        ["prompt: prompt (complete prompts)"],
+    ),
+    "instructions": (
+        *(None, "Write the output of the text. Answer with it alone."),
+        [{"name": "string_match", "kwargs": {"match": "f1", "extract": "whole"}}],
+        "# The reward pays for words in common with the text in the table. ",
+        ["instruction: question (by its name)", "output: answer (texts)"],
+    ),
+    "objects": (
+        "extraction",
+        "Read the text, and answer with one JSON object between <answer> and </answer>. It must fit this JSON Schema:\n"
+        + json.dumps(OBJECTS),
+        [{"name": "json_schema", "kwargs": {**IN_TAGS, "schema": OBJECTS, "gold_column": "answer"}}],
+        *("# The rewards; ", ["text: question (by its name)", "target: answer (by its name)"]),
+    ),
+    "tests": (
+        *(None, "program", ["unit_tests"], "# Programs run in a sandbox, on Linux only (docs/security.md).\n"),
+        ["task: question (by its name)", "test_list: answer (tests of a program)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_form_has_its_keys_of_a_recipe(name: str) -> None:
+    preset, system_prompt, rewards, comment, sentences = RECIPES[name]
+    row, form, columns, _ = TABLES[name]
+    guess = guessed(datasets.Dataset.from_list([row] * 10))
+    dataset = dataset_keys(SourceSpec(path="a/b.jsonl"), guess)
+    expected = {"name": preset, "path": "a/b.jsonl", "columns": columns, "system_prompt": system_prompt}
+    assert dataset == {key: value for key, value in expected.items() if value}
+    text = recipe_text(dataset, guess, "some/model", has_gpu=True, rows=10, share=None)
+    assert yaml.safe_load(text)["rewards"] == rewards
+    assert comment in text
+    assert [line.removeprefix("  ") for line in guess.describe_columns()] == sentences
+    no_answers = "found no column of answers, so a judge scores the completions"
+    assert guess.describe() == (no_answers if form is NONE else f"the answers are {form.what} in 10 of 10 rows")
+
+
+CHAT = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.mark.parametrize(
+    ("values", "prompt", "rewards"),
+    [
+        # A bare answer in a conversation is right only in a layout, which a prompt of text can't request any more.
+        ([str(7 * n % 23) for n in range(20)], CHAT, ["gsm8k_correctness", "tag_presence"]),
+        ([f"Rome {n}" for n in range(20)], CHAT, ["string_match", "tag_presence"]),
+        (["good", "bad"] * 10, CHAT, ["string_match", "tag_presence"]),
+        ([str(7 * n % 23) for n in range(20)], [{"role": "system", "content": "Be brief."}, *CHAT], ["math_correctness"]),
+        ([str(7 * n % 23) for n in range(20)], QUESTION, ["math_correctness"]),
+        ([f"Rome {n}" for n in range(20)], QUESTION, [("string_match", "casefold", "whole")]),
+        (["good", "bad"] * 10, QUESTION, [("string_match", "casefold", "whole")]),
+        ([f"So \\boxed{{{n}}}" for n in range(20)], QUESTION, ["math_correctness"]),
+        (["assert f(1) == 2"] * 20, QUESTION, ["unit_tests"]),
+        ([LONG + str(n) for n in range(20)], QUESTION, [("string_match", "f1", "whole")]),
+        ([{"a": n} for n in range(20)], QUESTION, ["json_schema"]),
+    ],
+)  # fmt: skip
+def test_rewards_for_complete_prompts(values: list[Any], prompt: Any, rewards: list[Any]) -> None:
+    guess = guessed(datasets.Dataset.from_dict({"prompt": [prompt] * 20, "answer": values}))
+    dataset = dataset_keys(SourceSpec(path="a.jsonl"), guess)
+    assert ("system_prompt" in dataset) is ("tag_presence" in rewards)
+    assert "name" not in dataset
+    assert "labels" not in dataset
+    found = yaml.safe_load(recipe_text(dataset, guess, "m", has_gpu=True, rows=20, share=None))["rewards"]
+    named = []
+    for reward in found:
+        kwargs = {} if isinstance(reward, str) else reward["kwargs"]
+        name = reward if isinstance(reward, str) else reward["name"]
+        named.append((name, kwargs["match"], kwargs["extract"]) if "extract" in kwargs else name)
+    assert named == rewards
+
+
+BATCHES = """
+# 2 prompts × 8 completions per optimizer step; more prompts make steadier steps.
+per_device_train_batch_size: 16
+num_generations: 8
+max_completion_length: 256
+max_steps: 500
+"""
+
+
+def test_a_recipe_for_a_gpu_and_for_a_cpu_is_written_out() -> None:
+    missing = [None if n < 25 else f"{n},5" for n in range(60)]
+    guess = guessed(golds("Ergebnis", missing, **{"Nr\nx": list(range(60))}))
+    dataset = dataset_keys(SourceSpec(path="in/Preise 2024.tar.gz", decimal="comma", delimiter=";"), guess)
+    assert recipe_text(dataset, guess, "my/model", has_gpu=True, rows=1_260, share=0.3) == (
+        "# Written by `grpo-recipes init`; check it with `grpo-recipes plan`, run it with `grpo-recipes train`.\n\n"
+        "# LoRA on one GPU.\nmodel_name_or_path: my/model\ndtype: bfloat16\nbf16: true\nuse_peft: true\nlora_r: 16\n"
+        "lora_alpha: 32\nlora_target_modules: all-linear\n\n"
+        "# 1,260 rows; the answers are numbers in 35 of 35 rows. 25 rows have no question or no answer (1, 2, 3, 4, 5, "
+        "6, 7, 8, 9,\n# 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20 and 5 more, counted from 1); `drop_missing` leaves "
+        "them out. Every other\n# column reaches the rewards: 'Nr\\nx'. About 30% of the rows are held out, by a hash of "
+        "each.\n"
+        "dataset:\n  path: in/Preise 2024.tar.gz\n  delimiter: ;\n  decimal: comma\n  columns:\n    question: Frage\n"
+        "    answer: Ergebnis\n  drop_missing: true\n  system_prompt: reasoning\n  eval_share: 0.3\n\n"
+        "# The rewards; `grpo-rewards list` describes each of them, and `grpo-rewards audit` attacks one of your own.\n"
+        "rewards:\n- name: gsm8k_correctness\n  kwargs:\n    tags:\n    - reasoning\n    - answer\n    decimal: comma\n"
+        "- name: tag_presence\n  kwargs:\n    tags:\n    - reasoning\n    - answer\n" + BATCHES + "\n"
+        "# A learning rate for LoRA; full fine-tuning needs about 1e-6.\nlearning_rate: 5.0e-05\nmax_grad_norm: 0.2\n"
+        "beta: 0.0\n\n"
+        "# Evaluation on the held-out rows every 50 steps.\neval_strategy: steps\neval_steps: 50\n"
+        "per_device_eval_batch_size: 16\nlogging_steps: 1\nsave_steps: 50\nsave_total_limit: 2\n"
+        "output_dir: runs/Preise-2024\n"
+    )
+    for_cpu = recipe_text(dataset, guess, "my/model", has_gpu=False, rows=60, share=None)
+    assert (
+        "# For a CPU, as there is no GPU with bfloat16 here: all parameters, in float32.\nmodel_name_or_path: my/model\n"
+        "dtype: float32\nbf16: false\nuse_cpu: true\n\n# 60 rows; "
+    ) in for_cpu
+    assert "# A learning rate for full fine-tuning of a small model.\nlearning_rate: 1.0e-05\n" in for_cpu
+    assert for_cpu.endswith(
+        "\n# There are too few rows to hold some out, so nothing is evaluated.\n"
+        "logging_steps: 1\nsave_steps: 50\nsave_total_limit: 2\noutput_dir: runs/Preise-2024\n"
+    )
+    assert "held out, by a hash" not in for_cpu
 
 
 def written(table: datasets.Dataset, folder: Path, machine: Machine = CPU, **wishes: Any) -> tuple[Guess, Checked]:

@@ -14,7 +14,16 @@ from transformers import GPT2Config, Lfm2Config, LlamaConfig, PretrainedConfig
 
 from grpo_recipes.plan.layers import MeasuredLayers, NotMeasured, Precision, RowSizes
 from grpo_recipes.plan.memory import ModelShape
-from tests.support.memory_meter import Batch, Meter, _hidden, _observed, _segmented_hidden, _segments, build, gpu_kernels
+from tests.support.memory_meter import (
+    Batch,
+    Meter,
+    _hidden,
+    _observed,
+    _segmented_hidden,
+    _segments,
+    build,
+    gpu_kernels,
+)
 
 ROWS, PROMPT, COMPLETION = 4, 16, 16
 TOKENS = PROMPT + COMPLETION

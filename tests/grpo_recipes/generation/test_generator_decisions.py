@@ -417,7 +417,9 @@ def test_hypotheses_that_stay_unclear_are_logged_once_and_their_end_too(logged: 
 class Compared:
     """Comparison of processors with given distances and shifts of each token."""
 
-    def __init__(self, *distances: float, difference: str = "", other_mode: str = "", named: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *distances: float, difference: str = "", other_mode: str = "", named: tuple[str, ...] = ()
+    ) -> None:
         self.difference, self.other_mode, self.named = difference, other_mode, list(named)
         self.table = torch.tensor([distances, [0.5] * len(distances)])
 

@@ -69,7 +69,9 @@ PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.1])
     ],
     ids=str,
 )
-def test_a_filter_divides_the_probability_among_the_tokens_that_it_keeps(processing: Processing, kept: list[int]) -> None:
+def test_a_filter_divides_the_probability_among_the_tokens_that_it_keeps(
+    processing: Processing, kept: list[int]
+) -> None:
     """A sampled token that rounding moves just outside a filter is kept, too."""
     logits = PROBABILITIES.log()[None]
     for token in range(4):
@@ -206,7 +208,9 @@ def test_an_adapter_is_kept_for_two_steps() -> None:
 # ---- which hypotheses are computed
 
 
-def named(policy: Any, *, precision: str = "no", bfloat16: bool = True, earlier: int = 0, **changes: Any) -> dict[str, Any]:
+def named(
+    policy: Any, *, precision: str = "no", bfloat16: bool = True, earlier: int = 0, **changes: Any
+) -> dict[str, Any]:
     accelerator = SimpleNamespace(mixed_precision=precision, device=torch.device("cpu"))
     trainer: Any = SimpleNamespace(model=policy, accelerator=accelerator)
     if "reference" in changes:

@@ -127,7 +127,9 @@ class Segmented:
 def check(**changes: Any) -> tuple[Any, list[str]]:
     said: list[str] = []
     accelerator: Any = SimpleNamespace(device=DEVICE, mixed_precision="no")
-    args: Any = SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None, max_completion_length=9)
+    args: Any = SimpleNamespace(
+        gradient_checkpointing=False, gradient_checkpointing_kwargs=None, max_completion_length=9
+    )
     found: Any = LayoutCheck(
         accelerator, args, lambda *_: (torch.zeros(0), None), AttentionSwitch(), Segmented(), LayoutRules(settings()),  # type: ignore[arg-type]
         layout_check.Announcer(said.append),
@@ -274,9 +276,7 @@ def test_the_choice_is_announced_once_with_its_reason(llama: Any, monkeypatch: p
     assert said == ["micro-batches are trimmed, not shared: x"]
     found.rules = LayoutRules(settings(pad_to_multiple_of=8))
     assert found.choose(llama, llama, unlabelled, PACKED) is PADDED
-    assert said[1:] == [
-        "micro-batches are padded, not packed: pad_to_multiple_of asks for the shapes that TRL makes"
-    ]
+    assert said[1:] == ["micro-batches are padded, not packed: pad_to_multiple_of asks for the shapes that TRL makes"]
 
 
 def test_rows_longer_than_the_kept_scores_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +437,9 @@ def test_short_rows_have_the_lengths_at_which_a_cache_may_be_wrong() -> None:
     assert set(wide.input_ids[wide.attention_mask == 0].tolist()) == {15}, "some models find padding by its ID"
     whole = padded([[5, 6]] * 2, [[1, 2], [3, 4]])
     assert set(
-        layout_check.with_edges(whole, 1, 1).input_ids[layout_check.with_edges(whole, 1, 1).attention_mask == 0].tolist()
+        layout_check.with_edges(whole, 1, 1)
+        .input_ids[layout_check.with_edges(whole, 1, 1).attention_mask == 0]
+        .tolist()
     ) == {2}
     assert layout_check.with_edges(ROWS.unlabelled(), 5, 4).input_ids.shape == ROWS.input_ids.shape
 
@@ -522,7 +524,11 @@ def test_adapters_and_compiled_models_that_share_no_prompt() -> None:
 
 def test_tensors_of_one_value_get_noise_by_their_size() -> None:
     policy = nn.Module()
-    for name, values in (("zeros", torch.zeros(4000)), ("twos", torch.full((4000,), -2.0)), ("others", torch.arange(70.0))):
+    for name, values in (
+        ("zeros", torch.zeros(4000)),
+        ("twos", torch.full((4000,), -2.0)),
+        ("others", torch.arange(70.0)),
+    ):
         policy.register_parameter(name, nn.Parameter(values.clone()))
     late = torch.zeros(70)
     late[69] = 1.0

@@ -229,7 +229,7 @@ class _Run:
         self._open: _Marks | None = None
         """Layer in whose backward pass the peak is counted."""
         self._meter: _Bytes | None = None
-        self._shared = 0
+        self._shared: int
         self._prefixes: list[Tensor] = []
         """Hidden states of the prompts behind the last measured layer."""
 

@@ -129,7 +129,7 @@ class GenerationCheck:
     def is_due(self, rows: int) -> bool:
         """Return True if a batch of `rows` rows is compared and logged. It is the same after a resume."""
         # One row is a large share of a small batch, so small batches are compared less often.
-        interval = -(-ROWS_PER_COMPARED // rows)
+        interval = math.ceil(ROWS_PER_COMPARED / rows)
         micro_batches = self.trainer.state.global_step * self.args.gradient_accumulation_steps
         return micro_batches // (self.args.steps_per_generation * self.trainer.num_iterations) % interval == 0
 
@@ -498,7 +498,7 @@ class GenerationCheck:
 def compare_every(rows: int) -> int:
     """Return n if one row in every n of a batch of `rows` rows is compared and logged."""
     count = COMPARED if rows >= COMPARED * ROWS_PER_COMPARED else 1
-    return -(-rows // count)
+    return math.ceil(rows / count)
 
 
 def verified_rows(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:

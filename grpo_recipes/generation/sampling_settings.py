@@ -147,7 +147,7 @@ class ProcessorComparison:
         """Difference of the processors from those of the settings, as a phrase, or ""."""
         self.other_mode = ""
         """Difference of the generation mode from that of the settings, as a phrase, or ""."""
-        self._samples = True
+        self._samples: bool
         self._filters = False  # True if the settings sample from another distribution than the loss takes
         self._processors: dict[int, LogitsProcessorList] = {}  # processors of the settings, by row
         self._columns: dict[int, list[Tensor]] = {}  # one for each token, by row
@@ -177,7 +177,7 @@ class ProcessorComparison:
         settings.max_length = config.max_length
         if settings.min_new_tokens is not None:  # as `generate` does
             settings.min_length = settings.min_new_tokens + inputs["input_ids_seq_length"]
-        mask = (inputs.get("model_kwargs") or {}).get("attention_mask")
+        mask = inputs["model_kwargs"].get("attention_mask")
         # Transformers' own method: a model may have replaced it by one with more processors.
         return GenerationMixin._get_logits_processor(
             model,

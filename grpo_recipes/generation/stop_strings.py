@@ -54,7 +54,7 @@ class Ends(StoppingCriteria):
 
     def __init__(self, stop: StopStrings) -> None:
         self.stop = stop
-        self.width = 0
+        self.width: int
         """Number of columns of the prompts, known from the first call on."""
         self.lengths: Tensor | None = None
         """Number of tokens of each completion up to its stop string, or 0 without one, (rows,)."""

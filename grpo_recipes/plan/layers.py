@@ -229,13 +229,16 @@ class _Run:
         self._open: _Marks | None = None
         """Layer in whose backward pass the peak is counted."""
         self._meter: _Bytes | None = None
-        self._shared = 0
+        self._shared: int
         self._prefixes: list[Tensor] = []
         """Hidden states of the prompts behind the last measured layer."""
 
     def measured(self) -> Measured:
         """Return the bytes of the backbone."""
         self._model.train(self._trains)
+        anchor = nn.Parameter(torch.zeros(()))
+        # With a frozen base the first layer's input has no gradient. It would keep less than the layers it stands for.
+        base_model(self._model).get_input_embeddings().register_forward_hook(partial(_add, anchor))
         config = text_config(self._model)
         lists = lists_of_layers(cast(nn.Module, self._backbone), config.num_hidden_layers)
         for module, name in lists:
@@ -248,7 +251,7 @@ class _Run:
         for parameter in self._model.parameters():
             # An earlier micro-batch has left its gradients, to which those of this one are added.
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad and self._trains else None
-        known = [*self._model.parameters(), *self._model.buffers(), *given]
+        known = [*self._model.parameters(), *self._model.buffers(), *given, anchor]
         known += [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         self._meter = _Bytes(known)
         with self._meter, torch.set_grad_enabled(self._trains):
@@ -361,6 +364,11 @@ class _Run:
         if self._open is not None and self._meter is not None:
             self._open.backward = self._meter.peak - self._open.before
             self._open = None
+
+
+def _add(anchor: Tensor, module: nn.Module, given: Any, output: Tensor) -> Tensor:
+    """Return embeddings with a gradient. Making them a leaf would keep them for the whole backward pass."""
+    return output if output.requires_grad or not torch.is_grad_enabled() else output + anchor
 
 
 def _rows(rows: int, tokens: int) -> dict[str, Tensor]:

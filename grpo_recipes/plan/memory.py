@@ -599,7 +599,7 @@ class MemoryPlan:
             # Each of seven adapters keeps its dropped input and the mask of the dropout. Five inputs are hidden states,
             # one is the output of attention, and the seventh replaces the frozen down projection's.
             hidden = 2 * norm + 5 * (size + 1)
-            query += size + 1
+            query = size + 1
             intermediate += 1
         elements = hidden * shape.hidden + query * shape.query + intermediate * shape.intermediate
         if shape.trained < shape.parameters:

@@ -82,6 +82,20 @@ def test_a_mutant_runs_against_the_tests_that_reach_its_statement() -> None:
     assert mutants.tests_of(mutant, {}, seconds) == []
 
 
+@pytest.mark.parametrize(
+    ("source", "at_import"),
+    [("LIMIT = 1\n", True), ("class A:\n    limit: int = 1\n", True), ("def f(a=1):\n    return a\n", True),
+     ("def f():\n    return 1\n", False), ("class A:\n    def f(self):\n        return 1\n", False)],
+)  # fmt: skip
+def test_a_statement_that_runs_on_import_is_reached_by_all_tests_of_the_file(source: str, at_import: bool) -> None:
+    """The test in which a file happens to be imported need not use what the statement sets."""
+    line = next(n for n, text in enumerate(source.splitlines(), start=1) if "1" in text)
+    mutant = next(mutant for mutant in mutants_of("a.py", source) if mutant.lines[0] == line)
+    reached = {"a.py": {0: ["importing", "using"], line: ["importing"]}}
+    chosen = mutants.tests_of(mutant, reached, {"importing": 0.1, "using": 0.2})
+    assert chosen == (["importing", "using"] if at_import else ["importing"])
+
+
 def test_a_file_that_runs_in_other_processes_is_left_to_the_tests_of_its_folder() -> None:
     (mutant,) = mutants_of("pack/child.py", "LIMIT = 1\n")
     seconds = {"near": 1.0, "far": 1.0}

@@ -54,6 +54,8 @@ class Mutant:
     text: str
     lines: tuple[int, int]
     """First and last line of its statement, or of the head of a compound one."""
+    on_import: bool = False
+    """True if the statement runs when the file is imported: outside of functions, or the head of one."""
 
     def lines_of(self, source: str) -> tuple[str, str]:
         """Return the line that changes and the changed line, both without indentation."""
@@ -76,7 +78,9 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
         return starts[line - 1] + len(text.encode()[:column].decode())
 
     found = []
-    for node, statement in _nodes(ast.parse(source)):
+    tree = ast.parse(source)
+    inside = _inside_functions(tree)
+    for node, statement in _nodes(tree):
         body = getattr(statement, "body", None)
         last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
         for change in _changes(node):
@@ -85,8 +89,18 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             text = f"({text})" if bracketed else text
             start = place(node.lineno, node.col_offset)  # type: ignore[attr-defined]
             stop = place(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
-            found.append(Mutant(path, start, stop, text, (statement.lineno, max(statement.lineno, last or 0))))
+            lines = (statement.lineno, max(statement.lineno, last or 0))
+            found.append(Mutant(path, start, stop, text, lines, statement not in inside))
     return sorted(found, key=lambda mutant: (mutant.start, mutant.stop, mutant.text))
+
+
+def _inside_functions(tree: ast.AST) -> set[ast.AST]:
+    inside: set[ast.AST] = set()
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for statement in function.body:
+                inside.update(ast.walk(statement))
+    return inside
 
 
 def _nodes(tree: ast.AST) -> Iterator[tuple[Any, ast.stmt]]:

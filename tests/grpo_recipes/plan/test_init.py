@@ -2,14 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.checks.checks import Checked, Machine, check
+from grpo_recipes.plan import init
 from grpo_recipes.plan.init import (
     BOXED,
     CHOICE,
@@ -25,12 +28,15 @@ from grpo_recipes.plan.init import (
     Form,
     Guess,
     Wishes,
+    dataset_keys,
     default_output,
     guessed,
+    recipe_text,
     schema_of,
     write_first_recipe,
 )
 from grpo_recipes.recipe.recipe import parse_recipe
+from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
 from grpo_rewards.errors import UserError
 from tests.support import launching
 from tests.support.grids import covering
@@ -109,6 +115,171 @@ def test_the_form_and_the_columns_of_a_table_are_guessed(name: str) -> None:
     assert guess.form is form
     assert dict(guess.columns) == columns
     assert guess.others == others
+
+
+IN_TAGS = {"tags": ["reasoning", "answer"]}
+PRESENCE = {"name": "tag_presence", "kwargs": IN_TAGS}
+OBJECTS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "day": {"type": "integer"}},
+    "required": ["city", "day"],
+    "additionalProperties": False,
+}
+JUDGE = {"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:8000/v1", "model": "Qwen/Qwen3-8B"}}
+RECIPES: dict[str, tuple[str | None, str | None, list[Any], str, list[str]]] = {
+    # preset, system prompt, rewards, comment on the rewards, sentences about columns
+    "GSM8K": (
+        *("gsm8k", "reasoning", [{"name": "gsm8k_correctness", "kwargs": IN_TAGS}, PRESENCE], "# The rewards; "),
+        ["question: question (by its name)", "answer: answer (solutions that end in `#### N`)"],
+    ),
+    "MATH": (
+        *("math", "boxed", [{"name": "math_correctness", "kwargs": {"extract": "boxed"}}], "# The rewards; "),
+        [
+            *("problem: question (by its name)", "solution: answer (solutions with the answer in \\boxed{})"),
+            "passed to the rewards: level, type",
+        ],
+    ),
+    "numbers": (
+        *(None, "reasoning", [{"name": "gsm8k_correctness", "kwargs": IN_TAGS}, PRESENCE], "# The rewards; "),
+        ["Problem: question (by its name)", "target: answer (numbers)"],
+    ),
+    "words": (
+        *(None, "reasoning", [{"name": "string_match", "kwargs": IN_TAGS}, PRESENCE], "# The rewards; "),
+        ["question: question (by its name)", "answer: answer (by its name)", "passed to the rewards: other_image"],
+    ),
+    "ARC": (
+        *("multiple_choice", "reasoning", [{"name": "choice_correctness", "kwargs": IN_TAGS}, PRESENCE]),
+        "# The rewards; ",
+        [
+            *("question: question (by its name)", "answerKey: answer (names one of the choices)"),
+            *("choices: choices (lists of texts)", "passed to the rewards: id"),
+        ],
+    ),
+    "prompts with golds": (
+        *(None, None, ["math_correctness"], "# The rewards; "),
+        [
+            *("prompt: prompt (complete prompts)", "answer: answer (solutions that end in `#### N`)"),
+            "passed to the rewards: n",
+        ],
+    ),
+    "messages": (
+        *(None, None, [JUDGE], "# The table has no answers, so a model judges the completions."),
+        ["prompt: prompt (complete prompts)"],
+    ),
+    "instructions": (
+        *(None, "Write the output of the text. Answer with it alone."),
+        [{"name": "string_match", "kwargs": {"match": "f1", "extract": "whole"}}],
+        "# The reward pays for words in common with the text in the table. ",
+        ["instruction: question (by its name)", "output: answer (texts)"],
+    ),
+    "objects": (
+        "extraction",
+        "Read the text, and answer with one JSON object between <answer> and </answer>. It must fit this JSON Schema:\n"
+        + json.dumps(OBJECTS),
+        [{"name": "json_schema", "kwargs": {**IN_TAGS, "schema": OBJECTS, "gold_column": "answer"}}],
+        *("# The rewards; ", ["text: question (by its name)", "target: answer (by its name)"]),
+    ),
+    "tests": (
+        *(None, "program", ["unit_tests"], "# Programs run in a sandbox, on Linux only (docs/security.md).\n"),
+        ["task: question (by its name)", "test_list: answer (tests of a program)"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_form_has_its_keys_of_a_recipe(name: str) -> None:
+    preset, system_prompt, rewards, comment, sentences = RECIPES[name]
+    row, form, columns, _ = TABLES[name]
+    guess = guessed(datasets.Dataset.from_list([row] * 10))
+    dataset = dataset_keys(SourceSpec(path="a/b.jsonl"), guess)
+    expected = {"name": preset, "path": "a/b.jsonl", "columns": columns, "system_prompt": system_prompt}
+    assert dataset == {key: value for key, value in expected.items() if value}
+    text = recipe_text(dataset, guess, "some/model", has_gpu=True, rows=10, share=None)
+    assert yaml.safe_load(text)["rewards"] == rewards
+    assert comment in text
+    assert [line.removeprefix("  ") for line in guess.describe_columns()] == sentences
+    no_answers = "found no column of answers, so a judge scores the completions"
+    assert guess.describe() == (no_answers if form is NONE else f"the answers are {form.what} in 10 of 10 rows")
+
+
+CHAT = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.mark.parametrize(
+    ("values", "prompt", "rewards"),
+    [
+        # A bare answer in a conversation is right only in a layout, which a prompt of text can't request any more.
+        ([str(7 * n % 23) for n in range(20)], CHAT, ["gsm8k_correctness", "tag_presence"]),
+        ([f"Rome {n}" for n in range(20)], CHAT, ["string_match", "tag_presence"]),
+        (["good", "bad"] * 10, CHAT, ["string_match", "tag_presence"]),
+        ([str(7 * n % 23) for n in range(20)], [{"role": "system", "content": "Be brief."}, *CHAT], ["math_correctness"]),
+        ([str(7 * n % 23) for n in range(20)], QUESTION, ["math_correctness"]),
+        ([f"Rome {n}" for n in range(20)], QUESTION, [("string_match", "casefold", "whole")]),
+        (["good", "bad"] * 10, QUESTION, [("string_match", "casefold", "whole")]),
+        ([f"So \\boxed{{{n}}}" for n in range(20)], QUESTION, ["math_correctness"]),
+        (["assert f(1) == 2"] * 20, QUESTION, ["unit_tests"]),
+        ([LONG + str(n) for n in range(20)], QUESTION, [("string_match", "f1", "whole")]),
+        ([{"a": n} for n in range(20)], QUESTION, ["json_schema"]),
+    ],
+)  # fmt: skip
+def test_rewards_for_complete_prompts(values: list[Any], prompt: Any, rewards: list[Any]) -> None:
+    guess = guessed(datasets.Dataset.from_dict({"prompt": [prompt] * 20, "answer": values}))
+    dataset = dataset_keys(SourceSpec(path="a.jsonl"), guess)
+    assert ("system_prompt" in dataset) is ("tag_presence" in rewards)
+    assert "name" not in dataset
+    assert "labels" not in dataset
+    found = yaml.safe_load(recipe_text(dataset, guess, "m", has_gpu=True, rows=20, share=None))["rewards"]
+    named = []
+    for reward in found:
+        kwargs = {} if isinstance(reward, str) else reward["kwargs"]
+        name = reward if isinstance(reward, str) else reward["name"]
+        named.append((name, kwargs["match"], kwargs["extract"]) if "extract" in kwargs else name)
+    assert named == rewards
+
+
+BATCHES = """
+# 2 prompts × 8 completions per optimizer step; more prompts make steadier steps.
+per_device_train_batch_size: 16
+num_generations: 8
+max_completion_length: 256
+max_steps: 500
+"""
+
+
+def test_a_recipe_for_a_gpu_and_for_a_cpu_is_written_out() -> None:
+    missing = [None if n < 25 else f"{n},5" for n in range(60)]
+    guess = guessed(golds("Ergebnis", missing, **{"Nr\nx": list(range(60))}))
+    dataset = dataset_keys(SourceSpec(path="in/Preise 2024.tar.gz", decimal="comma", delimiter=";"), guess)
+    assert recipe_text(dataset, guess, "my/model", has_gpu=True, rows=1_260, share=0.3) == (
+        "# Written by `grpo-recipes init`; check it with `grpo-recipes plan`, run it with `grpo-recipes train`.\n\n"
+        "# LoRA on one GPU.\nmodel_name_or_path: my/model\ndtype: bfloat16\nbf16: true\nuse_peft: true\nlora_r: 16\n"
+        "lora_alpha: 32\nlora_target_modules: all-linear\n\n"
+        "# 1,260 rows; the answers are numbers in 35 of 35 rows. 25 rows have no question or no answer (1, 2, 3, 4, 5, "
+        "6, 7, 8, 9,\n# 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20 and 5 more, counted from 1); `drop_missing` leaves "
+        "them out. Every other\n# column reaches the rewards: 'Nr\\nx'. About 30% of the rows are held out, by a hash of "
+        "each.\n"
+        "dataset:\n  path: in/Preise 2024.tar.gz\n  delimiter: ;\n  decimal: comma\n  columns:\n    question: Frage\n"
+        "    answer: Ergebnis\n  drop_missing: true\n  system_prompt: reasoning\n  eval_share: 0.3\n\n"
+        "# The rewards; `grpo-rewards list` describes each of them, and `grpo-rewards audit` attacks one of your own.\n"
+        "rewards:\n- name: gsm8k_correctness\n  kwargs:\n    tags:\n    - reasoning\n    - answer\n    decimal: comma\n"
+        "- name: tag_presence\n  kwargs:\n    tags:\n    - reasoning\n    - answer\n" + BATCHES + "\n"
+        "# A learning rate for LoRA; full fine-tuning needs about 1e-6.\nlearning_rate: 5.0e-05\nmax_grad_norm: 0.2\n"
+        "beta: 0.0\n\n"
+        "# Evaluation on the held-out rows every 50 steps.\neval_strategy: steps\neval_steps: 50\n"
+        "per_device_eval_batch_size: 16\nlogging_steps: 1\nsave_steps: 50\nsave_total_limit: 2\n"
+        "output_dir: runs/Preise-2024\n"
+    )
+    for_cpu = recipe_text(dataset, guess, "my/model", has_gpu=False, rows=60, share=None)
+    assert (
+        "# For a CPU, as there is no GPU with bfloat16 here: all parameters, in float32.\nmodel_name_or_path: my/model\n"
+        "dtype: float32\nbf16: false\nuse_cpu: true\n\n# 60 rows; "
+    ) in for_cpu
+    assert "# A learning rate for full fine-tuning of a small model.\nlearning_rate: 1.0e-05\n" in for_cpu
+    assert for_cpu.endswith(
+        "\n# There are too few rows to hold some out, so nothing is evaluated.\n"
+        "logging_steps: 1\nsave_steps: 50\nsave_total_limit: 2\noutput_dir: runs/Preise-2024\n"
+    )
+    assert "held out, by a hash" not in for_cpu
 
 
 def written(table: datasets.Dataset, folder: Path, machine: Machine = CPU, **wishes: Any) -> tuple[Guess, Checked]:
@@ -493,3 +664,165 @@ def test_a_recipe_that_cannot_be_written_is_refused_in_one_line(
     assert cli.main(["init", "rows.jsonl", "--output", output]) == 2
     place = output if output.startswith("/") else f"{output} (relative to {tmp_path})"
     assert capsys.readouterr().err == f"error: --output {place} can't be written ({reason}): name another file\n"
+
+
+# Boundaries of the guesses
+
+
+@pytest.mark.parametrize(
+    ("places", "share"),
+    [
+        # Shares of the rows by hash. A tenth of 50 rows holds 10 out only if a fifth lies below it.
+        ([n / 100 for n in range(100)], 0.1),
+        ([n / 50 for n in range(50)], 0.2),
+        ([n / 49 for n in range(49)], 0.2),  # 9 of 49
+        ([0.05] + [0.95] * 8, 0.1),  # one of nine
+        ([0.25] + [0.95] * 8, 0.3),
+        ([0.15] * 8, None),  # nothing would be left to train on
+        ([0.15] * 6 + [0.95] * 2, 0.2),
+        ([0.15] * 7 + [0.95], None),
+        ([0.1] + [0.95] * 8, 0.2),  # below a tenth, not at it
+        ([0.49] + [0.95] * 8, 0.5),
+        ([0.51] + [0.95] * 8, None),
+    ],
+)
+def test_the_smallest_share_that_holds_enough_rows_out(
+    places: list[float], share: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identities = np.array([int(place * 2.0**64) for place in places], dtype=np.uint64)
+    monkeypatch.setattr(init, "load_prompts", lambda spec: SimpleNamespace(identities=identities))
+    assert init._share_to_hold_out(DatasetSpec.parse({"path": "x"})) == share
+
+
+def test_three_of_many_columns_are_named() -> None:
+    values = [[7, 1, 5], [2, 9, 4], [8, 3, 1], [6, 2, 7]]
+    columns = dict(zip("abcd", values, strict=True))
+    with pytest.raises(UserError, match="^the columns 'a' and 'b' and 'c' could each be the answer: name one with"):
+        guessed(
+            datasets.Dataset.from_dict({"Frage": ["Wie viel ist das?", "Was ist das?", "Wer ist das da?"], **columns})
+        )
+
+
+def test_a_column_about_rows_is_an_answer_only_if_it_is_named() -> None:
+    table = golds("level", [3, 1, 2], year=[7, 9, 8])
+    assert guessed(table).form is NONE
+    assert guessed(table, Wishes(answer="year")).roles["year"] == "answer (as asked)"
+    assert guessed(table, Wishes(task="judged")).describe() == (
+        "found no column of answers, so a judge scores the completions"
+    )
+    assert (guessed(table).count, guessed(table).looked_at) == (0, 0)
+
+
+def choosing(right: int, rows: int = 20, name: str = "answer", **others: Any) -> datasets.Dataset:
+    """Return a table of multiple choice in which `right` golds name a choice."""
+    letters = ["B"] * right + ["none of them"] * (rows - right)
+    return golds(name, letters, choices=[["one", "two"]] * rows, **others)
+
+
+def test_golds_that_name_a_choice_in_nine_of_ten_rows_are_enough() -> None:
+    guess = guessed(choosing(18))
+    assert (guess.form, guess.count, guess.looked_at) == (CHOICE, 18, 20)
+    for right in (17, 10):
+        with pytest.raises(
+            UserError, match=rf"^{right} of 20 answers in 'answer' name one of the choices in 'choices'"
+        ):
+            guessed(choosing(right))
+        assert guessed(choosing(right), Wishes(task="words")).form is WORDS
+    assert guessed(choosing(9)).form is not CHOICE
+    assert guessed(choosing(17, name="x1")).form is not CHOICE, "only a column named as an answer is meant"
+    with pytest.raises(UserError, match="^no column names one of the choices by its letter, its text or its position"):
+        guessed(choosing(17, name="x1"), Wishes(task="multiple_choice"))
+
+
+def test_the_answer_may_be_named_among_columns_that_look_like_choices() -> None:
+    columns = {"option_a": ["1", "2"] * 10, "option_b": ["3", "4"] * 10}
+    guess = guessed(golds("x", ["7"] * 20, **columns), Wishes(answer="option_a"))
+    assert guess.form is not CHOICE
+    assert "option_a" in guess.columns.values()
+    given = guessed(golds("key", ["A", "B"] * 10, **columns), Wishes(answer="key"))
+    assert given.form is CHOICE
+    assert given.roles == {
+        "Frage": "question (by its name)",
+        "key": "answer (names one of the choices)",
+        "option_a, option_b": "choices (one choice each)",
+    }
+
+
+def test_a_question_beside_texts_of_choices_is_the_only_text() -> None:
+    def table(labels: str) -> datasets.Dataset:
+        return golds("key", ["A", "B"] * 10, **single(list(labels))).rename_column("Frage", "what")
+
+    assert guessed(table("ABC")).columns["question"] == "what"
+    with pytest.raises(UserError, match="could each be the question"):
+        guessed(table("AB"))  # two texts may be anything
+    assert guessed(table("AB"), Wishes(question="what")).form is CHOICE
+
+
+def test_a_text_with_a_certain_answer_is_not_the_question() -> None:
+    worked = [f"{n} and {n} is as much as\n#### {2 * n}" for n in range(20)]
+    guess = guessed(golds("x", worked))
+    assert guessed(golds("x", worked).rename_column("Frage", "what")).columns == {"question": "what", "answer": "x"}
+    assert (guess.form, dict(guess.columns)) == (WORKED, {"question": "Frage", "answer": "x"})
+    with pytest.raises(UserError, match="could each be the"):
+        guessed(golds("x", worked, y=worked))
+
+
+def test_one_text_in_all_rows_is_refused_only_beside_a_text_that_differs() -> None:
+    def table(other: list[str]) -> datasets.Dataset:
+        return datasets.Dataset.from_dict(
+            {"instruction": ["Add the two numbers."] * 20, "more": other, "output": [2 * n % 7 for n in range(20)]}
+        )
+
+    with pytest.raises(UserError, match="^'instruction' has the same text in all rows, and 'more' differ: name"):
+        guessed(table([f"{n} and {n + 1} of them" for n in range(20)]))
+    assert guessed(table(["one text in all of the rows"] * 20)).form is NUMBER
+
+
+@pytest.mark.parametrize(
+    ("decimal", "kwargs"), [("comma", {"decimal": "comma"}), ("point", {"decimal": "point"}), (None, None)]
+)
+def test_a_decimal_mark_reaches_the_reward_of_complete_prompts(decimal: Any, kwargs: Any) -> None:
+    values = ["1.200,50"] * 9 + ["7"] if decimal is None else ["1.200", "3.400"] * 5
+    guess = guessed(datasets.Dataset.from_dict({"prompt": [QUESTION] * 10, "answer": values}), Wishes(decimal=decimal))
+    kwargs = kwargs or {"decimal": "comma"}
+    assert init._rewards(guess) == [{"name": "math_correctness", "kwargs": kwargs}]
+
+
+@pytest.mark.parametrize(
+    ("cells", "wishes", "outcome"),
+    [
+        (["", "1.200", "3.400"], None, "'1.2'"),
+        (["1.200", "3.45"], None, None),  # 3.45 is no thousand
+        (["1200", "3400"], None, None),
+        (["1.200", "3.400"], "comma", None),
+        (["1.200", "3.400"], "point", None),
+    ],
+)
+def test_number_cells_are_ambiguous_if_both_marks_make_numbers(
+    cells: list[str], wishes: Any, outcome: str | None, tmp_path: Path
+) -> None:
+    file, recipe = tmp_path / "t.csv", tmp_path / "new" / "folder" / "t.yaml"
+    rows = [f"Wie viele sind es am Tag {n}?;{cell}" for n, cell in enumerate(cells * 10)]
+    file.write_text("\n".join(["Frage;Anzahl", *rows]))
+    if outcome is not None:
+        with pytest.raises(UserError, match=rf"^the answers in 'Anzahl' may have .*\({outcome}\): choose with"):
+            write_first_recipe(str(file), recipe, machine=CPU, wishes=Wishes(decimal=wishes))
+        return
+    guess = write_first_recipe(str(file), recipe, "some/model", machine=CPU, wishes=Wishes(decimal=wishes))
+    assert guess.form is NUMBER
+    written_recipe = yaml.safe_load(recipe.read_text())
+    assert written_recipe["dataset"].get("decimal") == ("comma" if wishes == "comma" else None)
+    assert ("decimal" in written_recipe["rewards"][0]["kwargs"]) is (wishes == "comma")
+
+
+@pytest.mark.parametrize(("path", "stem"), [("a-b_c.csv", "a-b_c"), ("-x-.csv", "x"), ("é 1.csv", "é-1")])
+def test_the_name_of_a_run_keeps_letters_digits_and_dashes(path: str, stem: str) -> None:
+    assert default_output(path) == Path(f"{stem}.yaml")
+
+
+def test_nouns_that_say_nothing_are_not_part_of_the_system_prompt() -> None:
+    for noun, says in (("summary", True), ("answer", False), ("Completion", False), ("text", False), ("poem", True)):
+        table = golds(noun, [LONG + str(n) for n in range(9)])
+        keys = dataset_keys(SourceSpec(path="a.jsonl"), guessed(table, Wishes(question="Frage", answer=noun)))
+        expected = f"Write the {noun} of the text. Answer with it alone." if says else None
+        assert keys.get("system_prompt") == expected

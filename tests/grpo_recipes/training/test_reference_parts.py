@@ -1,0 +1,458 @@
+"""Parts of the reference: which adapters add nothing, the descriptions, the refresh, and what the callback does."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from grpo_recipes.recipe.specs import ReferenceSpec
+from grpo_recipes.training import reference
+from grpo_recipes.training.adapters import adapter_tensors
+from grpo_recipes.training.reference import REF, ReferenceCallback, set_reference, without_trl_reference
+from grpo_rewards.errors import UserError
+from tests.support.recorded import model
+
+ATTENTION: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+
+def adapted(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    return get_peft_model(model(), LoraConfig(**{**ATTENTION, **changes}))
+
+
+def fill(policy: Any, part: str, value: float) -> None:
+    """Fill the adapter's tensors whose name holds `part`."""
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(policy, "default").items():
+            if part in name:
+                tensor.fill_(value)
+
+
+# ---- whether an adapter adds anything
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "adds"),
+    [
+        ({}, "", False),
+        ({}, "lora_A", False),  # the other factor is zero
+        ({}, "lora_B", True),
+        ({"target_modules": ["embed_tokens"]}, "", False),
+        ({"target_modules": ["embed_tokens"]}, "lora_embedding_A", True),
+        ({"target_modules": ["embed_tokens"]}, "lora_embedding_B", False),
+        ({"modules_to_save": ["lm_head"]}, "", False),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save", True),
+        ({"trainable_token_indices": [3, 5]}, "", False),
+        ({"trainable_token_indices": [3, 5]}, "trainable_tokens_delta", True),
+        ({"use_dora": True}, "", True),  # its magnitudes can't show it
+    ],
+)
+def test_a_lora_adds_nothing_while_its_tensors_show_so(changes: dict[str, Any], part: str, adds: bool) -> None:
+    policy = adapted(**changes)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad(), policy.disable_adapter():
+        base = policy(input_ids=ids).logits
+    if part:
+        fill(policy, part, 0.25)
+    assert reference._adds_nothing(policy, "default") is not adds
+    with torch.no_grad():
+        is_equal = torch.allclose(policy(input_ids=ids).logits, base, atol=1e-6)
+    assert is_equal or adds
+
+
+def test_another_kind_of_adapter_is_always_copied() -> None:
+    config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    assert not reference._adds_nothing(get_peft_model(model(), config), "default")
+
+
+# ---- references of a policy with an adapter
+
+COUNT = 2 * 2 * (32 + 32)
+"""Parameters of the adapter: rank 2 on a square matrix of 32 in each of two layers."""
+
+
+def described(policy: Any, source: Any, *, keep_copy: bool = False) -> str:
+    return reference._adapter_reference(policy, ReferenceSpec.parse(source), keep_copy=keep_copy)
+
+
+def test_each_reference_is_described_with_its_parameters(tmp_path: Path) -> None:
+    assert described(adapted(), "base") == "the base model: the adapter switched off"
+    new = adapted()
+    assert described(new, "initial") == ("the initial policy: the adapter adds nothing yet, so it is switched off")
+    assert REF not in new.peft_config
+    kept = adapted()
+    copied = f"the initial policy: a frozen copy of the adapter `default` ({COUNT} parameters)"
+    assert described(kept, "initial", keep_copy=True) == copied
+    assert REF in kept.peft_config
+    trained = adapted()
+    fill(trained, "lora_", 0.5)
+    assert described(trained, "initial") == copied
+    mine, theirs = adapter_tensors(trained, "default"), adapter_tensors(trained, REF)
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name])
+        assert tensor is not theirs[name]
+        assert (tensor.requires_grad, theirs[name].requires_grad) == (True, False)
+    assert trained.active_adapters == ["default"]
+    assert described(trained, {"adapter": REF}) == f"the model's adapter `ref` ({COUNT} parameters)"
+    trained.delete_adapter(REF)
+    trained.add_adapter("sft", LoraConfig(**{**ATTENTION, "r": 1}))
+    assert described(trained, {"adapter": "sft"}) == f"the model's adapter `sft` ({COUNT // 2} parameters)"
+    trained.delete_adapter(REF)
+    policy = adapted()
+    base = str(tmp_path / "base")
+    policy.config.save_pretrained(base)
+    policy.peft_config["default"].base_model_name_or_path = base
+    policy.save_pretrained(tmp_path / "sft")
+    where = str(tmp_path / "sft")
+    trained.train()
+    assert described(trained, {"adapter": where}) == (f"the adapter in {where}, trained on {base} ({COUNT} parameters)")
+    assert trained.training, "PEFT puts a model into eval mode when it loads an adapter"
+    assert described(adapted().eval(), {"adapter": where})
+
+
+def test_a_policy_that_cannot_have_a_reference_is_refused() -> None:
+    def message(policy: Any, source: Any = "initial", **how: Any) -> str:
+        with pytest.raises(UserError) as caught:
+            described(policy, source, **how)
+        return str(caught.value)
+
+    two = adapted()
+    two.add_adapter("more", LoraConfig(**ATTENTION))
+    two.base_model.set_adapter(["default", "more"])
+    assert message(two) == "the policy has 2 active adapters (default, more): activate one"
+    named = get_peft_model(model(), LoraConfig(**ATTENTION), adapter_name=REF)
+    assert message(named) == "the policy's adapter is named `ref`, TRL's name for the reference: rename it"
+    beside = adapted()
+    beside.base_model.model.lm_head.weight.requires_grad_(True)
+    assert message(beside) == (
+        "1 parameters beside the adapter `default` would train (base_model.model.lm_head.weight is the first), which "
+        "switching it off or copying it leaves trained: set `bias: none`, name their modules in `modules_to_save`, "
+        "freeze them, or set `beta: 0`"
+    )
+    holds = adapted()
+    holds.add_adapter(REF, LoraConfig(**ATTENTION))
+    assert message(holds) == (
+        "the model holds an adapter named `ref`, TRL's name for the reference: use it with `reference: {adapter: ref}`, "
+        "or delete it"
+    )
+    smaller = adapted()
+    smaller.add_adapter("sft", LoraConfig(**{**ATTENTION, "r": 1}))
+    assert message(smaller, {"adapter": "sft"}, keep_copy=True) == (
+        "the reference has other tensors than the policy, so `sync_ref_model` can't refresh it: use an adapter of the "
+        "same configuration, or remove `sync_ref_model`"
+    )
+
+
+def test_a_reference_has_the_dtype_of_the_policy_s_adapter_and_no_dropout() -> None:
+    policy = adapted(lora_dropout=0.3)
+    fill(policy, "lora_", 0.3)  # 0.3 is not a bfloat16
+    policy.bfloat16()
+    for tensor in adapter_tensors(policy, "default").values():
+        tensor.data = tensor.data.to(torch.float64)
+        tensor.data.fill_(0.3)
+    described(policy, "initial")
+    for tensor in adapter_tensors(policy, REF).values():
+        assert tensor.dtype == torch.float64
+        assert (tensor == 0.3).all(), "the copy is not rounded"
+    rates = {name: module.p for name, module in policy.named_modules() if isinstance(module, nn.Dropout)}
+    assert {rate for name, rate in rates.items() if f".{REF}" in name} <= {0.0}
+    assert {rate for name, rate in rates.items() if ".default" in name} == {0.3}
+
+
+# ---- the arithmetic of a refresh
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(0.25, [1.75, 0.25]), (1.0, [4.0, 1.0])])
+def test_a_refresh_moves_the_reference_a_share_of_the_way(alpha: float, expected: list[float]) -> None:
+    source, target = torch.tensor([4.0, 1.0], requires_grad=True), torch.tensor([1.0, 0.0])
+    reference._blend(source, target, alpha)
+    assert target.tolist() == expected
+    assert source.tolist() == [4.0, 1.0]
+    infinite = torch.tensor([float("inf"), 0.0])
+    reference._blend(source, infinite, 1.0)
+    assert infinite.tolist() == [4.0, 1.0]
+    counter = torch.tensor([3])
+    reference._blend(torch.tensor([8]), counter, 0.25)
+    assert counter.tolist() == [8]
+
+
+def test_shared_tensors_are_paired_once_and_never_with_themselves() -> None:
+    shared, own, twice = torch.ones(2), torch.zeros(2), torch.zeros(3)
+    source = {"a": torch.ones(2), "b": shared, "c": torch.ones(3), "d": torch.ones(3)}
+    target = {"a": own, "b": shared, "c": twice, "d": twice}
+    pairs = reference._paired(source, target)
+    assert [(id(left), id(right)) for left, right in pairs] == [
+        (id(source["a"]), id(own)), (id(source["d"]), id(twice)),
+    ]  # fmt: skip
+    assert [right is left for left, right in reference._own({}, {"x": own})] == [True]
+    for other in ({**target, "a": torch.zeros(3)}, {"a": own}):
+        with pytest.raises(UserError, match="other tensors than the policy"):
+            reference._paired(source, other)
+    partitioned = torch.zeros(0)
+    partitioned.ds_shape = torch.Size([2])  # type: ignore[attr-defined]
+    assert reference._paired({"a": partitioned}, {"a": own}) == [(partitioned, own)]
+    assert reference._count([partitioned, twice]) == 5
+
+
+# ---- setting a reference
+
+
+class Trainer(SimpleNamespace):
+    """Stand-in for TRL's trainer."""
+
+    def __init__(self, policy: Any, **args: Any) -> None:
+        values = {
+            **{"beta": 0.1, "sync_ref_model": False, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512},
+            **{"disable_dropout": False, "save_strategy": "no", "cast_lm_head_to_fp32": False},
+        }
+        plain = SimpleNamespace(prepare_model=lambda prepared, evaluation_mode: prepared)
+        super().__init__(
+            model=policy, args=SimpleNamespace(**{**values, **args}), beta=0.0, ref_model="theirs", temperature=1.0,
+            is_fsdp_enabled=False, is_deepspeed_enabled=False, accelerator=plain, callbacks=[],
+        )  # fmt: skip
+
+    def pop_callback(self, kind: type) -> Any:
+        found = next((one for one in self.callbacks if isinstance(one, kind)), None)
+        self.callbacks = [one for one in self.callbacks if one is not found]
+        return found
+
+    def remove_callback(self, kind: type) -> None:
+        self.callbacks = [one for one in self.callbacks if not isinstance(one, kind)]
+
+    def add_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+
+@pytest.fixture(autouse=True)
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the trainers whose policy is sent to vLLM rightly."""
+    found: list[Any] = []
+    monkeypatch.setattr(reference, "send_policy", found.append)
+    monkeypatch.setattr(reference, "add_fused_lm_head", lambda *_, **__: None)
+    return found
+
+
+def test_the_sentence_names_refreshes_and_dropout(sent: list[Any]) -> None:
+    def sentence(policy: Any, source: Any = None, **args: Any) -> str:
+        trainer: Any = Trainer(policy, **args)
+        found = set_reference(trainer, source)
+        assert trainer.beta == trainer.args.beta
+        assert len(trainer.callbacks) == (trainer.beta != 0)
+        assert sent[-1] is trainer
+        return found
+
+    assert sentence(adapted(), beta=0.0) == "none: `beta` is 0"
+    off = "the initial policy: the adapter adds nothing yet, so it is switched off"
+    assert sentence(adapted()) == off
+    copied = f"the initial policy: a frozen copy of the adapter `default` ({COUNT} parameters)"
+    soft = f"{copied}; moved 0.6 of the way to the policy every 512 optimizer steps"
+    assert sentence(adapted(), sync_ref_model=True) == soft
+    hard = sentence(adapted(), sync_ref_model=True, ref_model_mixup_alpha=1.0, ref_model_sync_steps=3)
+    assert hard == f"{copied}; replaced by the policy every 3 optimizer steps"
+    with_ref = adapted()
+    with_ref.add_adapter(REF, LoraConfig(**ATTENTION))
+    assert sentence(with_ref) == f"the model's adapter `ref` ({COUNT} parameters)"
+    dropping = adapted(lora_dropout=0.25)
+    assert (
+        sentence(dropping, disable_dropout=True)
+        == f"{off}; `disable_dropout` covers the adapter's `lora_dropout` of 0.25"
+    )
+    assert {module.p for module in dropping.modules() if isinstance(module, nn.Dropout)} <= {0.0}
+    kept = adapted(lora_dropout=0.25)
+    assert sentence(kept) == off
+    assert 0.25 in {module.p for module in kept.modules() if isinstance(module, nn.Dropout)}
+    assert sentence(adapted(), disable_dropout=True) == off
+
+
+def test_a_second_reference_replaces_the_first(sent: list[Any]) -> None:
+    policy = adapted()
+    fill(policy, "lora_B", 0.5)
+    trainer: Any = Trainer(policy)
+    set_reference(trainer, "initial")
+    first = adapter_tensors(policy, REF)["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
+    fill(policy, "lora_B", 0.75)
+    set_reference(trainer, "initial")
+    second = adapter_tensors(policy, REF)["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"]
+    assert (first == 0.5).all()
+    assert (second == 0.75).all()
+    assert len(trainer.callbacks) == 1
+    set_reference(trainer, "base")
+    assert REF not in policy.peft_config
+    policy.add_adapter(REF, LoraConfig(**ATTENTION))
+    trainer.callbacks, trainer.beta = [], 0.0
+    set_reference(trainer, {"adapter": REF})
+    set_reference(trainer, {"adapter": REF})  # an adapter of the user's is not removed
+    assert REF in policy.peft_config
+    trainer.callbacks, trainer.beta = [], 0.1  # the adapter named "ref" is TRL's own copy
+    set_reference(trainer, "base")
+    assert REF not in policy.peft_config
+
+
+def test_a_frozen_copy_of_a_full_model_keeps_nothing_of_the_policy() -> None:
+    policy = model(attention_dropout=0.1)
+    policy.train()
+    policy.forward = lambda *_: "the policy's"
+    trainer: Any = Trainer(policy)
+    sentence = set_reference(trainer, "initial")
+    count = sum(parameter.numel() for parameter in policy.parameters())
+    assert sentence == f"the initial policy: a frozen copy of the model ({count:,} parameters)"
+    copied = trainer.ref_model
+    assert "forward" not in vars(copied)
+    assert not copied.training
+    assert policy.training
+    assert not any(parameter.requires_grad for parameter in copied.parameters())
+    assert all(parameter.requires_grad for parameter in policy.parameters())
+    assert reference._dropout(policy) == {"attention_dropout": 0.1}
+    assert reference._dropout(adapted(lora_dropout=0.2)) == {"lora_dropout": 0.2}
+    for source, named in (("base", "base"), ({"adapter": "a/b"}, "{adapter: a/b}")):
+        with pytest.raises(UserError, match=f"^`reference: {named}` needs a policy with an adapter, and this is full"):
+            set_reference(trainer, source)
+
+
+def test_trl_makes_no_reference_inside_the_block() -> None:
+    args: Any = SimpleNamespace(beta=0.3, sync_ref_model=True)
+    with pytest.raises(RuntimeError), without_trl_reference(args):
+        assert (args.beta, args.sync_ref_model) == (0.0, False)
+        raise RuntimeError
+    assert (args.beta, args.sync_ref_model) == (0.3, True)
+    with without_trl_reference(None):
+        pass
+
+
+# ---- the callback
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    found: list[Any] = []
+    monkeypatch.setattr(reference, "_refresh", lambda trainer, alpha: found.append(("refresh", alpha)))
+    monkeypatch.setattr(reference, "_restore", lambda trainer, path: found.append(("restore", str(path))))
+    monkeypatch.setattr(reference, "_store", lambda trainer, path: found.append(("store", str(path))))
+    monkeypatch.setattr(reference, "_warn_of_dropout", lambda trainer: found.append("dropout"))
+    return found
+
+
+def test_the_reference_is_refreshed_stored_and_restored(events: list[Any]) -> None:
+    trainer: Any = Trainer(model(), sync_ref_model=True, ref_model_sync_steps=3)
+    callback = ReferenceCallback(trainer, ReferenceSpec.parse("initial"))
+    args: Any = SimpleNamespace(output_dir="out", resume_from_checkpoint=True)
+
+    def state(step: int) -> Any:
+        return SimpleNamespace(global_step=step)
+
+    callback.on_train_begin(args, state(0))
+    assert events == ["dropout"]
+    for step in (1, 2, 3, 4, 6):
+        callback.on_step_end(args, state(step))
+    assert events[1:] == [("refresh", 0.6)] * 2
+    callback.on_save(args, state(5))
+    callback.on_train_begin(args, state(5))
+    args.resume_from_checkpoint = "elsewhere/checkpoint-5"
+    callback.on_train_begin(args, state(5))
+    args.resume_from_checkpoint = "elsewhere/copy"
+    callback.on_train_begin(args, state(5))
+    assert events[3:] == [
+        ("store", "out/checkpoint-5"), ("restore", "out/checkpoint-5"), ("restore", "elsewhere/checkpoint-5"),
+        ("restore", "out/checkpoint-5"),
+    ]  # fmt: skip
+    events.clear()
+    trainer.args.sync_ref_model = False
+    callback.on_step_end(args, state(3))
+    callback.on_save(args, state(3))
+    callback.on_train_begin(args, state(3))
+    assert events == []
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_a_refresh_may_reset_the_optimizer_s_state(resets: bool, events: list[Any]) -> None:
+    trainer: Any = Trainer(model(), sync_ref_model=True, ref_model_sync_steps=2)
+    spec = ReferenceSpec.parse({"name": "initial", "reset_optimizer_on_sync": resets})
+    groups = [{"lr": 0.1, "step": 7}, {"lr": 0.2}]
+    optimizer = SimpleNamespace(state={"weight": 1}, param_groups=groups)
+    callback = ReferenceCallback(trainer, spec)
+    callback.on_step_end(SimpleNamespace(), SimpleNamespace(global_step=3), optimizer=optimizer)  # type: ignore[arg-type]
+    assert optimizer.state
+    callback.on_step_end(SimpleNamespace(), SimpleNamespace(global_step=4), optimizer=optimizer)  # type: ignore[arg-type]
+    assert bool(optimizer.state) is not resets
+    assert groups == [{"lr": 0.1, "step": 0 if resets else 7}, {"lr": 0.2}]
+
+
+@pytest.mark.parametrize("had_one", [True, False])
+def test_a_checkpoint_s_reference_is_frozen_or_removed_again(had_one: bool, events: list[Any]) -> None:
+    """transformers loads every adapter of a checkpoint, and loading makes it trainable."""
+    policy = adapted()
+    if had_one:
+        policy.add_adapter(REF, LoraConfig(**ATTENTION))
+    callback = ReferenceCallback(Trainer(policy), ReferenceSpec.parse("initial"))  # type: ignore[arg-type]
+    if not had_one:
+        policy.add_adapter(REF, LoraConfig(**ATTENTION))
+    for tensor in adapter_tensors(policy, REF).values():
+        tensor.requires_grad_(True)
+    callback.on_train_begin(SimpleNamespace(), SimpleNamespace(global_step=1))  # type: ignore[arg-type]
+    assert (REF in policy.peft_config) is had_one
+    assert not any(tensor.requires_grad for tensor in adapter_tensors(policy, REF).values())
+    assert any(tensor.requires_grad for tensor in adapter_tensors(policy, "default").values())
+
+
+# ---- the file of a refreshed reference
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_only_a_rank_that_saves_writes_the_reference(saves: bool, tmp_path: Path) -> None:
+    policy = model()
+    unwrap = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
+    trainer: Any = SimpleNamespace(
+        model=None, ref_model=policy, accelerator=unwrap, args=SimpleNamespace(should_save=saves)
+    )
+    reference._store(trainer, tmp_path)
+    file = tmp_path / "reference.safetensors"
+    assert file.is_file() is saves
+    if not saves:
+        with pytest.raises(UserError, match=r"has no reference.safetensors, so that run's refreshed reference is lost"):
+            reference._restore(trainer, tmp_path)
+        return
+    stored = load_file(file)
+    assert {name: tensor.shape for name, tensor in stored.items()} == {
+        name: parameter.shape for name, parameter in policy.named_parameters()
+    }
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(1.0)
+    reference._restore(trainer, tmp_path)
+    assert all(torch.equal(parameter, stored[name]) for name, parameter in policy.named_parameters())
+    stored.pop("lm_head.weight")
+    save_file(stored, file)
+    with pytest.raises(UserError, match=r"reference.safetensors is of another model: resume with the recipe"):
+        reference._restore(trainer, tmp_path)
+
+
+def test_the_scored_reference_is_the_one_that_trl_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+
+    @contextmanager
+    def use(policy: Any, adapter_name: Any) -> Any:
+        used.append(adapter_name)
+        yield
+
+    monkeypatch.setattr(reference, "use_adapter", use)
+    policy = adapted()
+    accelerator = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
+    args = SimpleNamespace(gradient_checkpointing_kwargs=None)
+    trainer: Any = SimpleNamespace(ref_model="own", model=policy, accelerator=accelerator, args=args)
+    with reference.reference_in(trainer) as scored:
+        assert scored == "own"
+    trainer.ref_model = None
+    with reference.reference_in(trainer) as scored:
+        assert scored is policy
+    policy.add_adapter(REF, LoraConfig(**ATTENTION))
+    with reference.reference_in(trainer) as scored:
+        assert isinstance(scored, PeftModel)
+    assert used == [None, REF]

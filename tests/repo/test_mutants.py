@@ -73,13 +73,22 @@ def test_arguments_are_not_swapped_where_nothing_or_everything_breaks(source: st
 
 
 def test_a_mutant_runs_against_the_tests_that_reach_its_statement() -> None:
-    (mutant,) = mutants_of("file.py", "LIMIT = 1\n")
+    (mutant,) = mutants_of("file.py", "def f():\n    x = 1\n")
     seconds = {"costly": 100.0, "case[1]": 0.3, "case[2]": 0.4, "other": 5.0, "cheap[1]": 0.01, "cheap[2]": 0.02}
     tests = list(seconds)
     chosen = ["cheap[1]", "cheap[2]", "case[1]", "other", "case[2]"]  # a second case after the first of each
-    assert mutants.tests_of(mutant, {"file.py": {0: tests, 1: tests}}, seconds) == chosen
-    assert mutants.tests_of(mutant, {"file.py": {0: ["other"], 1: []}}, seconds) == ["other"]  # at import
+    assert mutants.tests_of(mutant, {"file.py": {0: [*tests, "far"], 2: tests}}, seconds) == chosen
+    assert mutants.tests_of(mutant, {"file.py": {0: ["other"], 2: []}}, seconds) == ["other"]
     assert mutants.tests_of(mutant, {}, seconds) == []
+
+
+def test_a_mutant_that_runs_on_import_runs_against_all_tests_of_its_file() -> None:
+    """The first test of a process to import the file is the only one that reaches its line."""
+    seconds = {"first": 1.0, "other": 1.0}
+    for source in ("LIMIT = 1\n", "class Row:\n    limit: int = 1\n", "def f(x=1):\n    pass\n"):
+        (mutant,) = mutants_of("file.py", source)
+        reached = {"file.py": {0: ["first", "other"], mutant.lines[0]: ["first"]}}
+        assert mutants.tests_of(mutant, reached, seconds) == ["first", "other"]
 
 
 def test_a_file_that_runs_in_other_processes_is_left_to_the_tests_of_its_folder() -> None:

@@ -54,6 +54,8 @@ class Mutant:
     text: str
     lines: tuple[int, int]
     """First and last line of its statement, or of the head of a compound one."""
+    runs_on_import: bool = False
+    """True if its statement is in no function."""
 
     def lines_of(self, source: str) -> tuple[str, str]:
         """Return the line that changes and the changed line, both without indentation."""
@@ -75,8 +77,11 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
         text = source[starts[line - 1] : starts[line]]
         return starts[line - 1] + len(text.encode()[:column].decode())
 
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    in_functions = {child for function in functions for child in ast.walk(function) if child is not function}
     found = []
-    for node, statement in _nodes(ast.parse(source)):
+    for node, statement in _nodes(tree):
         body = getattr(statement, "body", None)
         last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
         for change in _changes(node):
@@ -85,7 +90,8 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             text = f"({text})" if bracketed else text
             start = place(node.lineno, node.col_offset)  # type: ignore[attr-defined]
             stop = place(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
-            found.append(Mutant(path, start, stop, text, (statement.lineno, max(statement.lineno, last or 0))))
+            lines = (statement.lineno, max(statement.lineno, last or 0))
+            found.append(Mutant(path, start, stop, text, lines, statement not in in_functions))
     return sorted(found, key=lambda mutant: (mutant.start, mutant.stop, mutant.text))
 
 

@@ -157,8 +157,9 @@ THEIRS = {
     """,
     "papers and scripts of one's own": """
     policy_model train_dataset dataset_path data eval_file validation_split max_prompt_len max_prompt_tokens
-    system_prompt prompt_template max_output_length mu actor_lr grad_accum grad_accum_steps gradient_accumulation lr_schedule
-    optimizer_name num_steps train_steps total_steps max_norm warmup eval_interval resume output output_path random_seed
+    system_prompt prompt_template max_output_length mu actor_lr grad_accum grad_accum_steps gradient_accumulation
+    lr_schedule optimizer_name num_steps train_steps total_steps max_norm warmup eval_interval resume output output_path
+    random_seed
     kl kl_beta beta_kl kl_weight clip_range clip_eps epsilon_low reference_model ref_model_path ref_adapter
     reward_functions reward_func reward_fn stop_strings stop_words stop_sequences vllm use_lora lora peft rank r
     lora_modules qlora use_flash_attention_2 sdpa_attention model_max_length no_kl answer_key dataset.prompt

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from fnmatch import fnmatch
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,3 +158,16 @@ def test_our_defaults_differ_from_trls_in_three_keys() -> None:
     ours = {"disable_dropout": True, "log_completions": True, "num_completions_to_print": 0}
     assert ours == trl_keys.DEFAULTS
     assert not any(NUMBERS[key] == value for key, value in ours.items())
+
+
+MAY_CHANGE = (
+    *("max_steps", "per_device_eval_batch_size", "num_generations_eval", "dataloader_num_workers", "vllm_mode"),
+    *("vllm_server_port", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
+)
+"""Keys of the tables above that change how fast a run is, how long, or what it logs, and no gradient."""
+
+
+def test_a_resumed_run_keeps_every_key_that_a_step_depends_on() -> None:
+    for key in {*IN_RANGE, *WORDS, *READ_BY, "disable_dropout", "optim"}:
+        matches = any(fnmatch(key, pattern) for pattern in trl_keys.RESUME_MAY_CHANGE)
+        assert matches is (key in MAY_CHANGE), key

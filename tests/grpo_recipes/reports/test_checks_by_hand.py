@@ -6,17 +6,15 @@ Ten points have quarters of two. The default run spends a tenth of its tokens in
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 
 from grpo_recipes.reports import diagnostics, tool_checks, update_checks
 from grpo_recipes.reports.checking import MOVING_PROMPTS, DoesNotApply, NoData
-from grpo_recipes.reports.run import Log, Run
+from grpo_recipes.reports.run import Run
+from tests.support.logged_runs import logged, scored
 
 RISING = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]  # from 0.15 to 0.95 by quarters
 LENGTHS = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 100.0]
@@ -24,33 +22,6 @@ RIGHT = {"name": "right", "kind": "correctness", "highest_pay": 1.0}
 TAGS = {"name": "tags", "kind": "format", "highest_pay": 1.0}
 OTHER = {"name": "other", "kind": "other"}
 STAYS = "`right` goes from 0.50 to 0.50"
-
-
-def logged(
-    metrics: dict[str, Sequence[float]],
-    steps: Sequence[int] | None = None,
-    rows: pd.DataFrame | None = None,
-    infinite: Sequence[int] = (),
-    evaluations: dict[str, Any] | None = None,
-    **record: Any,
-) -> Run:
-    """Return a run in memory. Each metric is logged at the first of `steps`, by default at 1, 2, ...."""
-    most = max(map(len, metrics.values()), default=0)
-    steps = steps or range(1, most + 1)
-    log = Log(last_step=max(steps, default=0))
-    tokens = {"num_tokens": [10.0 * step for step in steps]}
-    for key, values in {**tokens, **metrics}.items():
-        log.metrics[key] = (array("q", steps[: len(values)]), array("d", values))
-    log.not_finite["grad_norm"] = array("q", infinite)
-    run = Run(Path("/nowhere"), record, log, evaluations or {})
-    vars(run)["rows"] = scored([]) if rows is None else rows
-    return run
-
-
-def scored(rows: Sequence[tuple[int, int, float]]) -> pd.DataFrame:
-    """Return logged completions, each as step, number of calls and reward. All of a step are of one prompt."""
-    table = pd.DataFrame(rows, columns=["step", "calls", "total"]).astype({"step": int, "calls": int, "total": float})
-    return table.assign(prompt=table["step"], completion=range(len(table)), characters=10)
 
 
 def accuracy(before: tuple[float, float, float], after: tuple[float, float, float]) -> dict[str, Any]:

@@ -148,8 +148,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_model_loads(policy: 
             merge.merge(policy, tmp_path / name)  # a full model, which would be refused otherwise
 
 
+@pytest.mark.parametrize(("trained", "loaded"), [("abc", "abc"), (None, "main")])
 def test_the_base_is_loaded_at_the_revision_of_the_training_and_runs_no_code(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: str | None, loaded: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, object] = {}
 
@@ -159,12 +160,12 @@ def test_the_base_is_loaded_at_the_revision_of_the_training_and_runs_no_code(
 
     run = run_with(tmp_path / "run", policy, LORA)
     config = json.loads((run / "adapter_config.json").read_text())
-    (run / "adapter_config.json").write_text(json.dumps({**config, "revision": "abc"}))
+    (run / "adapter_config.json").write_text(json.dumps({**config, "revision": trained}))
     monkeypatch.setattr(merge.AutoModelForCausalLM, "from_pretrained", load)
     with pytest.raises(UserError, match=r"its base .* can't be loaded: set .* in its adapter_config.json \(no such m"):
         merge.merged_adapter(run)
     assert given == {
-        **{"name": str(policy), "revision": "abc", "dtype": "auto"},
+        **{"name": str(policy), "revision": loaded, "dtype": "auto"},
         **{"quantization_config": None, "trust_remote_code": False},
     }
 

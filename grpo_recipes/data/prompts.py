@@ -162,7 +162,9 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
     is_text = has_text if spec.prompt_format is None else spec.prompt_format == "text"
     is_unchanged = reading.is_prompt_column and system is None and is_text == has_text
     is_unchanged = is_unchanged and (has_text or _has_roles(table))
-    inputs = table.select_columns(list(dict.fromkeys(reading.columns.values())))
+    # A template may name no column, and `datasets` can't count the rows of a table without columns.
+    read = list(dict.fromkeys(reading.columns.values()))
+    inputs = table.select_columns(read or table.column_names[:1])
     phrasing = _Phrasing(reading, system, is_text, is_unchanged, rows.place)
     settings = (spec.name, system, reading.template, is_text, is_unchanged, spec.labels)
     name = fingerprint("prompts", _VERSION, inputs._fingerprint, len(inputs), *settings)

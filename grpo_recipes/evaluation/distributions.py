@@ -25,8 +25,8 @@ def beta_cdf(x: float, a: float, b: float) -> float:
     Raises:
         ArithmeticError: The continued fraction does not converge.
     """
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
+    if x <= 0:
+        return 0.0
     if x > (a + 1) / (a + b + 2):  # there the fraction of the other tail converges faster
         return 1 - beta_cdf(1 - x, b, a)
     tiny = 1e-300
@@ -82,7 +82,7 @@ def beta_quantile(probability: float, a: float, b: float, start: float | None = 
         following = x - step
         if not low < following < high:
             following = (low + high) / 2
-        if abs(following - x) <= 1e-13 * max(x, 1e-3) or high - low < 1e-15:
+        if abs(following - x) <= 1e-13 * max(x, 1e-3):
             return following
         x = following
     return x

@@ -69,7 +69,7 @@ def merge(folder: Path, output: Path) -> str:
     """
     check_output("--output", output, folder, may_exist=False)
     merged = merged_adapter(folder)
-    write_model(output, merged.model, merged.tokenizer, {} if merged.card is None else {CARD: merged.card})
+    write_model(output, merged.model, merged.tokenizer, {CARD: merged.card} if merged.card else {})
     return f"{output}: {merged.report}"
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import platform
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,7 +174,8 @@ def share(listings: Sequence[Listing], reader: int) -> list[str]:
     sizes: dict[str, int] = {}
     for listed in seen.values():
         sizes.update(listed)
-    load, mine = dict.fromkeys(seen, 0), []
+    load: Counter[int] = Counter()
+    mine = []
     # Every rank computes the shares of all ranks, so the order may not depend on the order of a listing.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         candidates = [number for number in seen if name in seen[number]]

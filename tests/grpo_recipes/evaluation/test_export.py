@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from grpo_recipes import cli
 from grpo_recipes.evaluation.engines import load_engine
-from grpo_recipes.evaluation.export import export
+from grpo_recipes.evaluation.export import Exported, _texts, export
 from grpo_recipes.evaluation.settings import Settings
 from grpo_rewards.errors import UserError
 from tests.support import tiny
@@ -190,3 +190,38 @@ def test_a_checkpoint_is_exported_with_the_sampling_of_its_run(kind: str, tmp_pa
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
     assert greedy(tmp_path / "out") == load_engine(str(source))(PROMPTS, Settings(max_new_tokens=30, strict=None))
     assert not (tmp_path / "out" / "optimizer.pt").exists()
+
+
+def test_the_card_and_every_license_are_copied(tmp_path: Path) -> None:
+    held = {name: f"text of {name}" for name in ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")}
+    for name, text in {**held, "COPYING": "x"}.items():
+        (tmp_path / name).write_text(text)
+    assert _texts(tmp_path) == held
+    (tmp_path / "NOTICE").unlink()
+    (tmp_path / "NOTICE").mkdir()
+    with pytest.raises(UserError, match=r"NOTICE.*; correct or remove the file$"):
+        _texts(tmp_path)
+
+
+def test_an_export_says_how_it_is_served() -> None:
+    sampling = {"temperature": 0.7, "top_p": 1.0}
+    folder = Path("a b")
+    exact = Exported(folder, "a copy of run, float32", "float32", sampling, {}, ())
+    assert exact.describe() == [
+        "a b: a copy of run, float32",
+        "generation_config.json, with the sampling of the training: temperature 0.7, top_p 1.0",
+    ]
+    assert exact.serving_commands() == [
+        "vllm serve 'a b' --dtype float32",
+        "transformers serve 'a b'",
+        "python convert_hf_to_gguf.py 'a b' --outfile 'a b.gguf' --outtype f32",
+    ]
+    other = Exported(folder, "x", "bfloat16", sampling, {"top_k": 3}, ("</answer>", "\n"))
+    assert other.describe()[2:] == [
+        "not taken from the model's own generation_config.json: top_k 3",
+        r"completions ended at '</answer>', '\n' in training: send `stop` with each request",
+    ]
+    assert other.serving_commands()[0] == "vllm serve 'a b'"
+    for dtype, kind in (("float16", "f16"), ("bfloat16", "bf16"), ("float64", "auto")):
+        last = Exported(folder, "x", dtype, sampling, {}, ()).serving_commands()[-1]
+        assert last.endswith(f"--outtype {kind}")

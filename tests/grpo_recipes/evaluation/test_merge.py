@@ -1,6 +1,8 @@
 """`grpo-recipes merge`: the merged model computes what base and adapter compute, and loads like any other model."""
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,3 +146,47 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_model_loads(policy: 
     for name, words in (("file/model", "file is no folder"), ("file", "is a file"), ("link", "is a link")):
         with pytest.raises(UserError, match=f"--output {tmp_path / name} .*{words}.*: name a"):
             merge.merge(policy, tmp_path / name)  # a full model, which would be refused otherwise
+
+
+@pytest.mark.parametrize(("trained", "loaded"), [("abc", "abc"), (None, "main")])
+def test_the_base_is_loaded_at_the_revision_of_the_training_and_runs_no_code(
+    trained: str | None, loaded: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, object] = {}
+
+    def load(name: str, **arguments: object) -> None:
+        given.update(arguments, name=name)
+        raise OSError("no such model")
+
+    run = run_with(tmp_path / "run", policy, LORA)
+    config = json.loads((run / "adapter_config.json").read_text())
+    (run / "adapter_config.json").write_text(json.dumps({**config, "revision": trained}))
+    monkeypatch.setattr(merge.AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(UserError, match=r"its base .* can't be loaded: set .* in its adapter_config.json \(no such m"):
+        merge.merged_adapter(run)
+    assert given == {
+        **{"name": str(policy), "revision": loaded, "dtype": "auto"},
+        **{"quantization_config": None, "trust_remote_code": False},
+    }
+
+
+def test_logits_are_those_of_tokens_from_the_whole_vocabulary() -> None:
+    class Recorder(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def __init__(self, vocabulary: int) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(vocabulary, 1)
+
+        def get_input_embeddings(self) -> torch.nn.Embedding:
+            return self.embedding
+
+        def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+            self.tokens = input_ids
+            return SimpleNamespace(logits=input_ids[..., None].bfloat16())
+
+    for vocabulary, tokens in ((5, [0, 1, 2, 3, 4]), (merge.PROBE_TOKENS * 2 - 1, range(0, merge.PROBE_TOKENS * 2, 2))):
+        model = Recorder(vocabulary)
+        logits = merge._logits(model)  # type: ignore[arg-type]
+        assert model.tokens.tolist() == [list(tokens)]
+        assert (logits.shape, logits.dtype, model.training) == ((len(tokens), 1), torch.float32, False)

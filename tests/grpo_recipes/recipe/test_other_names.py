@@ -140,7 +140,30 @@ THEIRS = {
     "Unsloth and torchtune": """
     max_lora_rank fast_inference use_fast_generation load_in_4bit random_state max_seq_len grpo_samples
     max_generated_tokens output_dir epochs max_steps lr batch_size precision vllm_sampling_params kl_coeff
-    samples_per_prompt group_size num_rollouts rollouts_per_example max_completion_tokens
+    samples_per_prompt group_size num_rollouts rollouts_per_example max_completion_tokens clip_grad_norm
+    """,
+    "PPO of earlier TRL": """
+    steps mini_batch_size ppo_epochs num_ppo_epochs init_kl_coef kl_coef cliprange tracker sft_model_path wandb_name
+    response_length seq_len reward_model
+    """,
+    "MiniMind, nanochat, NeMo RL and prime-rl": """
+    data_path save_dir save_interval accumulation_steps grad_clip max_seq_len num_samples save_every
+    num_prompts_per_step max_input_length global_batch_size sampling.temperature sampling.top_p sampling.top_k
+    max_tokens rollouts_per_example
+    """,
+    "vLLM, DeepSpeed and scripts with Accelerate": """
+    stop max_tokens n gradient_clipping scheduler max_train_steps num_warmup_steps train_split test_split eval_split
+    eval_batch_size data_files
+    """,
+    "papers and scripts of one's own": """
+    policy_model train_dataset dataset_path data eval_file validation_split max_prompt_len max_prompt_tokens
+    system_prompt prompt_template max_output_length mu actor_lr grad_accum grad_accum_steps gradient_accumulation
+    lr_schedule optimizer_name num_steps train_steps total_steps max_norm warmup eval_interval resume output output_path
+    random_seed
+    kl kl_beta beta_kl kl_weight clip_range clip_eps epsilon_low reference_model ref_model_path ref_adapter
+    reward_functions reward_func reward_fn stop_strings stop_words stop_sequences vllm use_lora lora peft rank r
+    lora_modules qlora use_flash_attention_2 sdpa_attention model_max_length no_kl answer_key dataset.prompt
+    dataset.question dataset.answer dataset.solution dataset.problem dataset.target dataset.label dataset.gold
     """,
 }
 
@@ -148,8 +171,12 @@ THEIRS = {
 @pytest.mark.parametrize("trainer", THEIRS)
 def test_every_key_of_other_trainers_configurations_is_one_of_ours_or_has_advice(trainer: str) -> None:
     """Keys of published configurations and examples of each trainer."""
-    keys = KEYS | DatasetSpec.hints().keys()
+    keys = KEYS | (DatasetSpec.hints().keys() - OTHER_NAMES.keys())
     assert [name for name in THEIRS[trainer].split() if name not in keys and name not in OTHER_NAMES] == []
+
+
+def test_every_name_with_advice_is_a_key_of_some_trainer_or_script() -> None:
+    assert OTHER_NAMES.keys() - {name for names in THEIRS.values() for name in names.split()} == set()
 
 
 def test_a_nested_key_of_another_trainer_is_known_by_its_end() -> None:

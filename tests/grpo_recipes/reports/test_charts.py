@@ -22,6 +22,7 @@ from grpo_recipes.reports.charts import (
     envelope,
     moving_mean,
     number,
+    palette,
     percent,
     ticks,
 )
@@ -309,3 +310,112 @@ def test_a_number_is_written_in_few_characters(value: float, text: str) -> None:
 )
 def test_a_share_has_a_decimal_only_if_it_is_small(share: float, text: str) -> None:
     assert percent(share) == text
+
+
+def drawing(chart: Chart) -> list[str]:
+    """Return the elements of a chart in order, each as its tag, the values of its attributes, and its text."""
+    root = ElementTree.fromstring(chart.svg())
+    found = []
+    for one in root.iter():
+        if one is not root and one.tag != "g":
+            found.append(" ".join(filter(None, [one.tag, *one.attrib.values(), one.text])))
+    return found
+
+
+def test_lines_bands_points_and_thresholds_lie_at_their_pixels() -> None:
+    """The plot spans 306 pixels from 44 and 150 from 10. Lines begin and end 4 pixels inside of it."""
+    chart = Chart(
+        *("name", "Title", "share"),
+        lines=[Line([0, 10], [0.0, 1.0], hue=8, dash=3)],
+        bands=[Band([0.0, 10.0], [0.0, 0.5], [0.5, 1.0])],
+        limits=[Limit(0.5, "stop")],
+        points=[(1, 5, Estimate(0.5, 0.25, 0.75))],
+        range=(0.0, 1.0),
+        steps=(0, 10),
+    )
+    assert drawing(chart) == [
+        *("line grid 44.0 160.0 350.0 160.0", "text 38.0 164.0 end 0 %"),
+        *("line grid 44.0 85.0 350.0 85.0", "text 38.0 89.0 end 50 %"),
+        *("line grid 44.0 10.0 350.0 10.0", "text 38.0 14.0 end 100 %"),
+        *("text 48.0 176.0 start 0", "text 197.0 176.0 middle 5", "text 346.0 176.0 middle 10"),
+        "text 38.0 176.0 end step",
+        "polygon band 48.0,85.0 346.0,10.0 346.0,85.0 48.0,160.0",
+        "polyline c2 d0 48.0,160.0 346.0,10.0",  # the ninth run has the third hue and the next dashes
+        *("circle 48.0 160.0 2.5", "title step 0: 0 %", "circle 346.0 10.0 2.5", "title step 10: 100 %"),
+        "line whisker 197.0 122.5 197.0 47.5",
+        *("circle 197.0 85.0 3.5", "title step 5: 0.500 [0.250, 0.750]"),
+        *("line limit 44.0 85.0 350.0 85.0", "text limit 350.0 81.0 end stop 50 %"),
+    ]
+    assert chart.height == 184
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.9, ["line limit 44.0 25.0 350.0 25.0", "text limit 350.0 21.0 end stop 0.9"]),
+        (0.92, ["line limit 44.0 22.0 350.0 22.0", "text limit 350.0 34.0 end stop 0.92"]),  # no room above
+        (2.1, ["text limit 350.0 12.0 end ↑ stop 2.1"]),
+        (-0.1, ["text limit 350.0 156.0 end ↓ stop -0.1"]),
+    ],
+)
+def test_the_note_of_a_threshold_stays_inside_the_plot(value: float, expected: list[str]) -> None:
+    chart = Chart("name", "Title", range=(0.0, 1.0), limits=[Limit(value, "stop")], steps=(0, 10))
+    assert [one for one in drawing(chart) if " limit " in one] == expected
+
+
+def test_bars_and_whiskers_lie_at_their_pixels() -> None:
+    bars = [Interval("a", Estimate(0.5, 0.25, 0.75)), Interval("b", Estimate(0.0, 0.0, 0.1), 1, is_filled=False)]
+    chart = Chart("name", "Title", bars=bars)
+    ends = ("start", "middle", "middle", "middle", "end")
+    places = ("8.0", "91.5", "175.0", "258.5", "342.0")
+    scale: list[str] = []
+    for number_of_tick, (place, end) in enumerate(zip(places, ends, strict=True)):
+        scale += [f"line grid {place} 4.0 {place} 72.0", f"text {place} 86.0 {end} {25 * number_of_tick} %"]
+    assert drawing(chart) == [
+        *scale,
+        *("text 12.0 14.0 start a  50 %", "rect filled 8 19.0 167.0 9 2", "line whisker 91.5 23.5 258.5 23.5"),
+        *("line whisker 91.5 20.0 91.5 27.0", "line whisker 258.5 20.0 258.5 27.0"),
+        *("text 12.0 48.0 start b  0 %", "rect open 8 53.0 1.0 9 2", "line whisker 8.0 57.5 41.4 57.5"),
+        *("line whisker 8.0 54.0 8.0 61.0", "line whisker 41.4 54.0 41.4 61.0"),
+    ]
+    assert chart.height == 94
+
+
+def test_a_legend_of_a_file_is_above_its_chart() -> None:
+    legend = [("c0 d0", "a", "1 → 2"), ("c1 d0", "b", "3 → 4")]
+    text = Chart("name", "Title", lines=[Line([0, 1], [1.0, 2.0])], legend=legend).standalone()
+    root = ElementTree.fromstring(text)
+    assert (root.get("viewBox"), root.get("width"), root.get("height")) == ("0 0 360 238", "360", "238")
+    name = "{http://www.w3.org/2000/svg}"
+    lines = [(one.get("class"), one.get("points")) for one in root.iter(f"{name}polyline")][:2]
+    assert lines == [("c0 d0", "8,29.0 28,29.0"), ("c1 d0", "8,44.0 28,44.0")]
+    titles = [(one.get("x"), one.get("y"), one.text) for one in root.iter(f"{name}text")][:3]
+    assert titles == [("8", "18", "Title"), ("34", "33.0", "a 1 → 2"), ("34", "48.0", "b 3 → 4")]
+    (plot,) = (one for one in root.iter(f"{name}g") if one.get("transform"))
+    assert plot.get("transform") == "translate(0 54)"
+
+
+@pytest.mark.parametrize(
+    ("high", "limit", "top"),
+    [(1.0, 2.0, 3.0), (1.0, 2.1, 1.0), (4.0, 6.8, 8.0), (3.0, None, 3.0), (0.0, None, 1.0)],
+)
+def test_the_axis_ends_at_a_tick_above_everything_near(high: float, limit: float | None, top: float) -> None:
+    limits = [] if limit is None else [Limit(limit, "stop")]
+    chart = Chart("name", "Title", lines=[Line([0, 10], [0.0, high])], limits=limits, steps=(0, 10))
+    up = vertical(chart)
+    assert up(10) == pytest.approx(top, abs=1e-6)
+    assert up(160) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("count", [60, 61])
+def test_a_line_is_smoothed_above_60_points(count: int) -> None:
+    chart = Chart("name", "Title", lines=[Line(range(count), [0.0, 1.0] * 30 + [0.0] * (count - 60))], steps=(0, count))
+    assert len(elements(chart, "polyline")) == 1 + (count > 60)
+
+
+def test_a_page_has_light_and_dark_colours_and_light_ones_on_paper() -> None:
+    light, dark, print_ = palette().splitlines()
+    assert light.startswith(":root { --ink: #1b1f24; --faint: #57606a; --paper: #ffffff; ")
+    assert dark.startswith("@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ee; ")
+    assert print_.startswith("@media print { :root { --ink: #1b1f24; ")
+    assert (light.count("light dark"), print_.count("color-scheme: light;")) == (1, 1)

@@ -184,6 +184,14 @@ def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
     assert all(name in late[rank][1] for rank, names in enumerate(shares) for name in names)
 
 
+def test_the_largest_files_are_shared_out_first() -> None:
+    """8 to the first rank, 5 and 4 to the second, 1 to the first. Of equal files the first name comes first."""
+    listings = [("disk", {"a": 1, "b": 4, "c": 5, "d": 8})] * 2
+    assert [share(listings, rank) for rank in (0, 1)] == [["d", "a"], ["c", "b"]]
+    equal = [("disk", {"b": 2, "a": 2, "c": 2})] * 2
+    assert [share(equal, rank) for rank in (0, 1)] == [["a", "c"], ["b"]]
+
+
 def test_a_manifest_lists_every_file_and_notices_a_change_to_itself(tmp_path: Path) -> None:
     (tmp_path / "global_step3").mkdir()
     held = ("model.safetensors", "global_step3/zero_pp_rank_0.pt", ".metadata", f"global_step3/{MANIFEST}")

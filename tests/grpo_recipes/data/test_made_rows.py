@@ -1,0 +1,313 @@
+"""Rows that this project makes or reads by a preset: single values, and the problems of each seed."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_recipes.data import arithmetic, presets
+from grpo_recipes.data.load import load
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.choices import read_choices
+from grpo_rewards.errors import UserError
+
+Made = Callable[[str, int, int], list[dict[str, str]]]
+MAKERS: dict[str, Made] = {
+    "arithmetic": presets.arithmetic_problems,
+    "products": arithmetic.product_problems,
+    "secret_number": arithmetic.secret_numbers,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "digest", "first"),
+    [
+        ("arithmetic", "c292", "Maya had 7 cards and gave away 5. How many cards are left?"),
+        ("products", "9d96", "A hall has 865 rows of 923 seats. How many seats are in the hall?"),
+        ("secret_number", "9454", "I am thinking of a whole number from 443 to 480. Find it."),
+    ],
+)
+def test_a_seed_stands_for_the_same_problems_in_every_version(name: str, digest: str, first: str) -> None:
+    """A record names its seed, and a later version must train and evaluate on the same rows."""
+    problems = MAKERS[name]("train", 600, 7)
+    assert problems[0]["question"] == first
+    assert hashlib.sha256(repr(problems).encode()).hexdigest()[:4] == digest
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_size_is_refused_above_twenty_thousand(name: str) -> None:
+    with pytest.raises(UserError) as caught:
+        MAKERS[name]("test", 20_001, 0)
+    assert str(caught.value) == f"`dataset.size` is 20001: `{name}` makes at most 20000 problems"
+
+
+def test_the_largest_size_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "MAX_SIZE", 3)
+    monkeypatch.setattr(presets, "MAX_ARITHMETIC_SIZE", 3)
+    for make in MAKERS.values():
+        assert len(make("test", 3, 0)) == 3
+
+
+def test_a_product_is_of_three_digits_and_its_answer_is_worked_out() -> None:
+    kinds: Counter[int] = Counter()
+    for problem in arithmetic.product_problems("train", 300):
+        numbers = [int(number) for number in re.findall(r"\d+", problem["question"])]
+        worked, _, result = problem["answer"].partition("\n#### ")
+        product = numbers[0] * numbers[1] + sum(numbers[2:])
+        assert worked == "+".join(["*".join(map(str, numbers[:2])), *map(str, numbers[2:])]) + f"={product}"
+        assert result == str(product)
+        assert all(101 <= number <= 999 for number in numbers[:2])
+        assert all(10 <= number <= 99 for number in numbers[2:])
+        kinds[len(numbers)] += 1
+    assert kinds.keys() == {2, 3}
+
+
+def test_a_secret_number_lies_in_its_range() -> None:
+    for problem in arithmetic.secret_numbers("test", 300):
+        low, high = map(int, re.findall(r"\d+", problem["question"]))
+        assert low >= 1
+        assert 20 <= high - low <= 99
+        assert low <= int(problem["answer"].removeprefix("#### ")) <= high
+
+
+@pytest.mark.parametrize("value", [None, math.nan, "", " \n", []])
+def test_an_empty_cell_is_missing(value: Any) -> None:
+    assert presets.is_missing(value)
+
+
+@pytest.mark.parametrize("value", [0, False, "0", [None], 0.0])
+def test_a_zero_is_not_missing(value: Any) -> None:
+    assert not presets.is_missing(value)
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ({"role": "user", "content": "a", "from": "gpt", "value": "b"}, ("user", "a")),
+        ({"from": "human", "value": "a"}, ("user", "a")),
+        ({"from": "gpt", "value": "a"}, ("assistant", "a")),
+        ({"from": "chatgpt", "value": "a"}, ("assistant", "a")),
+        ({"from": "model", "value": "a"}, ("assistant", "a")),
+        ({"from": "system", "value": "a"}, ("system", "a")),
+        ({"role": None, "from": "human", "value": "a"}, ("user", "a")),
+        ({"from": 3, "value": "a"}, (None, None)),
+        ("text", (None, None)),
+    ],
+)
+def test_a_turn_may_be_written_as_in_sharegpt(turn: Any, expected: tuple[Any, Any]) -> None:
+    assert presets.role_and_content(turn) == expected
+
+
+def test_a_message_has_one_of_three_roles_and_text() -> None:
+    for role in ("system", "user", "assistant"):
+        assert presets.message({"role": role, "content": "a", "name": "b"}, "x") == {"role": role, "content": "a"}
+    for turn in ({"role": "tool", "content": "a"}, {"role": "user", "content": None}, "user"):
+        with pytest.raises(UserError, match=r"^`dataset`: line 3 has the turn .*: it needs a role \(system, user or"):
+            presets.message(turn, "line 3")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(True, "true"), (False, "false"), (3, "3"), (2.5, "2.5"), (2.0, "2"), (" a ", "a"), (None, ""), (math.nan, "")],
+)
+def test_a_label_is_text(value: Any, text: str) -> None:
+    assert presets.label_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("written", "choices"),
+    [
+        ('["a", "b"]', ["a", "b"]),
+        (" ['a', \"b\"]", ["a", "b"]),
+        ("('a', 'b')", ("a", "b")),
+        ('{"text": ["a"], "label": ["A"]}', {"text": ["a"], "label": ["A"]}),
+        ("a | b|c", ["a", "b", "c"]),
+        ("[a|b]", ["[a", "b]"]),
+        ("a || b", None),
+        ("a", None),
+        ('["a"]', None),
+        ("['a' 'b']", None),
+        (["a"], ["a"]),
+        (None, None),
+    ],
+)
+def test_choices_are_read_from_text(written: Any, choices: Any) -> None:
+    assert presets.choices_of(written) == choices
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"A", "B", "C", "E", "question"}, ["A", "B", "C"]),
+        ({"A", "question"}, []),
+        ({"0", "1", "2"}, ["0", "1", "2"]),
+        ({"1", "2", "3"}, ["1", "2", "3"]),
+        ({"0", "2"}, []),
+        ({"B", "C"}, []),
+    ],
+)
+def test_columns_of_one_choice_each_begin_at_the_first_label(columns: set[str], expected: list[str]) -> None:
+    assert presets.choice_columns(columns) == expected
+
+
+def test_single_choices_are_those_with_text() -> None:
+    assert presets.single_choices({"A": "x", "B": 2, "C": " ", "D": None}) == {"A": "x", "B": "2"}
+    assert presets.single_choices({"A": "x", "B": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "labels", "texts", "expected"),
+    [
+        ("B", "AB", ("x", "y"), "B"),
+        (1, "AB", ("x", "y"), "B"),  # a position from 0
+        (1, "12", ("x", "y"), "1"),  # a label
+        ("2", "12", ("x", "y"), "2"),
+        ("7", "12", ("5", "7"), "2"),  # no label, and so a text
+        ("y", "AB", ("x", "y"), "B"),
+        (2, "AB", ("x", "y"), None),
+        (None, "AB", ("x", "y"), None),
+    ],
+)
+def test_the_right_choice_is_a_label_a_position_or_a_text(
+    answer: Any, labels: str, texts: tuple[str, ...], expected: str | None
+) -> None:
+    choices = read_choices({"text": list(texts), "label": list(labels)})
+    assert choices is not None
+    assert presets.gold_label(answer, choices) == expected
+
+
+def test_nulls_of_missing_keys_are_not_in_an_object() -> None:
+    assert presets.gold_object({"a": None, "b": [{"c": None, "d": 0}, None], "e": {"f": None}}) == {
+        "b": [{"d": 0}, None],
+        "e": {},
+    }
+    assert presets.gold_object('{"a": 1}') == {"a": 1}
+    for value in ("[1]", "", None, 3, {1: object()}):
+        assert presets.gold_object(value) is None
+
+
+def read(name: Any, **row: Any) -> tuple[Any, dict[str, Any]]:
+    return presets.PRESETS[name].read(row, "line 3")
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("#### 1 #### 4 ", "4"),
+        ("five", "five"),
+        (5, "5"),
+        (1.5, 1.5),
+        (2.0, 2.0),
+        (["1", 2, 2.5], ["1", "2", 2.5]),
+    ],
+)
+def test_the_gold_of_a_worked_answer_is_its_end(answer: Any, gold: Any) -> None:
+    turns, made = read("gsm8k", question=" 1+1? ", answer=answer)
+    assert turns == [{"role": "user", "content": "1+1?"}]
+    assert made == {"answer": gold}
+    assert type(made["answer"]) is type(gold)
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown", "fix"),
+    [
+        ("", "''", "correct the row, or set `dataset.drop_missing: true`"),
+        ([], "[]", "correct the row, or set `dataset.drop_missing: true`"),
+        (None, "None", "correct the row, or set `dataset.drop_missing: true`"),
+        (math.nan, "nan", "correct the row, or set `dataset.drop_missing: true`"),
+        (True, "True", "it must be text"),
+        (math.inf, "inf", "it must be text"),
+        (["1", ""], "['1', '']", "it must be text"),
+        ("####", "'####'", "it must be text"),
+    ],
+)
+def test_an_answer_without_a_gold_is_named(answer: Any, shown: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read("gsm8k", question="1+1?", answer=answer)
+    assert str(caught.value) == f"`dataset`: line 3 has the answer {shown}: {fix}"
+
+
+def test_a_boxed_answer_is_the_content_of_its_last_box() -> None:
+    assert read("math", question="q", answer=r"\boxed{1} or \boxed{\frac{1}{2}}.")[1] == {"answer": r"\frac{1}{2}"}
+    assert read("math", question="q", answer="7")[1] == {"answer": "7"}
+
+
+USER, ASSISTANT = {"role": "user", "content": "q"}, {"role": "assistant", "content": " a "}
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([USER, ASSISTANT], ([USER], {"answer": "a"})),
+        ([USER], ([USER], {"answer": ""})),
+        ([USER, {"role": "assistant", "content": "空"}], ([USER], {"answer": ""})),
+        ([USER, ASSISTANT, USER, ASSISTANT], ([USER, ASSISTANT, USER], {"answer": "a"})),
+    ],
+)
+def test_the_last_turn_of_the_assistant_is_left_to_the_policy(turns: Any, expected: Any) -> None:
+    assert read("rlaif", conversations=turns) == expected
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([], "line 3 has the conversations []: they must be a list of messages"),
+        ("text", "line 3 has the conversations 'text': they must be a list of messages"),
+        ([ASSISTANT], "line 3 has no user turn before the one to generate: correct or remove the row"),
+        ([USER, ASSISTANT, ASSISTANT], "line 3 has no user turn before the one to generate: correct or remove the row"),
+        (
+            [{"role": "user", "content": " "}, ASSISTANT],
+            "line 3 has no user turn before the one to generate: correct or remove the row",
+        ),
+    ],
+)
+def test_a_conversation_without_a_question_is_named(turns: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read("rlaif", conversations=turns)
+    assert str(caught.value) == f"`dataset`: {message}"
+
+
+def rows(folder: Path, text: str, **keys: Any) -> DatasetSpec:
+    (folder / "rows.csv").write_text(text)
+    return DatasetSpec.parse({"path": str(folder / "rows.csv"), **keys})
+
+
+def test_an_empty_template_is_no_missing_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"`dataset\.prompt_template` leaves the prompt of .*rows\.csv, line 2 empty"):
+        load(rows(tmp_path, "question\na\n", prompt_template=""))
+
+
+def test_a_template_may_name_no_column(tmp_path: Path) -> None:
+    """An environment poses the task, and each row is one try."""
+    table = load(rows(tmp_path, "level\n1\n2\n", prompt_template="Play."))
+    assert table.to_list() == [{"prompt": [{"role": "user", "content": "Play."}], "level": level} for level in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "lines"),
+    [
+        ("question,answer\na,1\n,2\nc,\n", "0", ["drop_missing: 2 of 3 rows have no prompt or no gold"]),
+        ("question,answer\na,1\n,2\nc,\n", "1", []),
+        ("question,answer\na,1\nb,2\n", "0", []),
+    ],
+)
+def test_dropped_rows_are_counted_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    rank: str,
+    lines: list[str],
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with caplog.at_level(logging.INFO, "grpo_recipes.data.prompts"):
+        load(rows(tmp_path, text, drop_missing=True))
+    assert caplog.messages == lines

@@ -1,0 +1,228 @@
+"""What an evaluation is asked for: its folder, its rows, and its difference from the one in the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from datasets import Dataset
+
+from grpo_recipes.evaluation import evaluate
+from grpo_recipes.evaluation.evaluate import Request, compare, evaluate_into, held_out_spec
+from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.evaluation.vllm_engine import VLLM
+from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_rewards.errors import UserError
+
+
+def test_an_evaluation_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    here = Request(model=str(tmp_path))
+    assert here.folder() == tmp_path / "evaluations" / "after"
+    assert here.folder("hard") == tmp_path / "evaluations" / "after-hard"
+    sampled = Request(model=str(tmp_path), samples=2)
+    assert sampled.folder() == tmp_path / "evaluations" / "after-2-samples"
+    assert sampled.folder("hard") == tmp_path / "evaluations" / "after-hard-2-samples"
+    assert Request(model="org/model").folder() == Path("runs/evaluations/org--model")
+    assert Request(model="org/model", samples=4).folder("a") == Path("runs/evaluations/org--model-a-4-samples")
+    asked = Request(model="org/model", samples=4, output=Path("mine"))
+    assert (asked.folder(), asked.folder("a")) == (Path("mine"), Path("mine/a"))
+
+
+def test_several_tables_get_a_folder_each() -> None:
+    request = Request(model="org/model", output=Path("mine"))
+    assert request.on_each([]) == [request]
+    (one,) = request.on_each(["a.jsonl"])
+    assert (one.path, one.output) == ("a.jsonl", Path("mine"))
+    several = request.on_each(["x/a.jsonl.gz", "b.csv", "y/a.csv", ".jsonl"])
+    assert [str(one.output) for one in several] == ["mine/a-0", "mine/b", "mine/a-2", "mine/rows"]
+    assert [one.path for one in several] == ["x/a.jsonl.gz", "b.csv", "y/a.csv", ".jsonl"]
+
+
+def test_options_of_vllm_need_vllm() -> None:
+    assert Request(model="m").engine() is None
+    given = {"vllm_tensor_parallel_size": 2, "vllm_max_model_length": 64, "vllm_gpu_memory_utilization": 0.5}
+    assert Request(model="m", vllm=True, **given).engine() == VLLM(**given)  # type: ignore[arg-type]
+    for name, value in {**given, "vllm_server_base_url": "http://x"}.items():
+        with pytest.raises(UserError, match=f"^--{name} is an option of vLLM: add --vllm$"):
+            Request(model="m", **{name: value}).engine()  # type: ignore[arg-type]
+
+
+def spec(trained: dict[str, Any], **options: Any) -> dict[str, Any]:
+    found = held_out_spec(trained, Request(model="m", **options)).as_dict()
+    return {key: found[key] for key in ("name", "path", "split", "eval_share", "system_prompt") if key in found}
+
+
+GSM8K = {"name": "gsm8k", "split": "test", "system_prompt": "reasoning"}
+
+
+@pytest.mark.parametrize(
+    ("trained", "options", "expected"),
+    [
+        ({}, {}, GSM8K),
+        ({"name": "gsm8k", "split": "train[:5%]"}, {}, GSM8K),
+        ({"name": "gsm8k", "eval_split": "train[90%:]"}, {}, {**GSM8K, "split": "train[90%:]"}),
+        ({"name": "gsm8k"}, {"split": "train[:9]"}, {**GSM8K, "split": "train[:9]"}),
+        ({"name": "gsm8k", "system_prompt": "boxed"}, {}, {**GSM8K, "system_prompt": "boxed"}),
+        ({"name": "gsm8k", "system_prompt": "boxed"}, {"system_prompt": "think"}, {**GSM8K, "system_prompt": "think"}),
+        ({"name": "math"}, {"dataset": "gsm8k"}, GSM8K),
+        ({"name": "gsm8k", "system_prompt": "boxed"}, {"dataset": "gsm8k"}, {**GSM8K, "system_prompt": "boxed"}),
+        ({"path": "a.jsonl", "eval_path": "b.jsonl"}, {}, {"path": "b.jsonl", "split": "test"}),
+        ({"path": "a.jsonl", "eval_path": "b.jsonl"}, {"path": "c.jsonl"}, {"path": "c.jsonl", "split": "test"}),
+        ({"path": "a.jsonl", "eval_split": "x"}, {"path": "c.jsonl"}, {"path": "c.jsonl", "split": "test"}),
+        ({"path": "a.jsonl", "eval_share": 0.5}, {}, {"path": "a.jsonl", "split": "train", "eval_share": 0.5}),
+        ({"path": "a.jsonl", "eval_share": 0.5}, {"split": "x"}, {"path": "a.jsonl", "split": "x"}),
+        ({"path": "a.jsonl", "eval_share": 0.5}, {"path": "b.jsonl"}, {"path": "b.jsonl", "split": "test"}),
+    ],
+)
+def test_the_rows_are_those_that_the_run_was_not_trained_on(trained: Any, options: Any, expected: Any) -> None:
+    assert spec(trained, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("trained", "options", "message"),
+    [
+        ({"path": "a.jsonl"}, {}, "the run trained on a.jsonl: name the held-out problems with --path, or a --split"),
+        ({"path": "a.jsonl"}, {"path": "a.jsonl"}, "the run trained on a.jsonl: name the held-out problems with"),
+        ({"path": ["a.jsonl", "b.jsonl"]}, {}, r"the run trained on \['a.jsonl', 'b.jsonl'\]: name the held-out"),
+        ({"name": "scored", "path": "a.jsonl"}, {}, "the dataset scored holds recorded responses and no final"),
+    ],
+)
+def test_rows_of_the_training_are_not_evaluated_unasked(trained: Any, options: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
+        spec(trained, **options)
+
+
+@pytest.mark.parametrize(
+    ("system_prompt", "tags"),
+    [
+        ("none", ("think", "answer")),
+        ("reasoning", ("reasoning", "answer")),
+        ("Say it.", ("think", "answer")),
+        (None, ("reasoning", "answer")),
+    ],
+)
+def test_the_tags_are_those_that_the_system_prompt_asks_for(system_prompt: str | None, tags: tuple[str, str]) -> None:
+    dataset = DatasetSpec.parse({"path": "a.jsonl", "system_prompt": system_prompt})
+    assert evaluate._tags({}, dataset) == tags
+    assert evaluate._tags({"rewards": [{"name": "a"}, {"name": "b", "kwargs": {"tags": ["x", "y"]}}]}, dataset) == (
+        "x",
+        "y",
+    )
+
+
+@pytest.mark.parametrize(
+    ("problems", "batch_size", "samples", "sizes"),
+    [(10, 4, 1, [4, 4, 2]), (8, 4, 1, [4, 4]), (5, 4, 2, [2, 2, 1]), (2, 4, 8, [1, 1]), (5, 7, 2, [3, 2])],
+)
+def test_a_batch_holds_all_samples_of_a_problem(problems: int, batch_size: int, samples: int, sizes: list[int]) -> None:
+    settings = Settings(batch_size=batch_size, samples=samples, temperature=1.0)
+    batches = evaluate._batches(problems, settings)
+    assert [len(batch) for batch in batches] == sizes
+    assert [place for batch in batches for place in batch] == list(range(problems))
+
+
+FOUND = {
+    "model": "m",
+    "weights": {"sha": "1"},
+    "dataset": {"path": "a.jsonl", "split": "test"},
+    "rows": {"prompt": "1"},
+    "settings": {"samples": 1, "strict": ["s"], "stop": ["x"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("identity", "difference"),
+    [
+        (FOUND, None),
+        ({**FOUND, "model": "copy"}, None),  # with equal weights
+        ({**FOUND, "model": "copy", "weights": {"sha": "2"}}, "model was 'm' and is now 'copy'"),
+        ({**FOUND, "weights": {"sha": "2"}}, "the model's weights or its tokenizer have changed since"),
+        ({**FOUND, "rows": {"prompt": "2"}}, "the problems have changed since"),
+        ({**FOUND, "dataset": {"path": "a.jsonl", "split": "x"}}, "dataset.split was 'test' and is now 'x'"),
+        ({**FOUND, "dataset": {"path": "b.jsonl", "split": "test"}}, "dataset.path was 'a.jsonl' and is now 'b.jsonl'"),
+        (
+            {**FOUND, "settings": {"samples": 1, "strict": ["t"], "stop": ["x"]}},
+            "the rewards of strict accuracy (`settings.strict`) have changed since",
+        ),
+        ({**FOUND, "settings": {"samples": 1, "strict": ["s"]}}, "settings.stop was ['x'] and is now None"),
+        ({**FOUND, "engine": "vllm"}, "it does not record `engine`"),
+    ],
+)
+def test_another_evaluation_differs_in_one_named_key(identity: Any, difference: str | None) -> None:
+    assert evaluate._difference(FOUND, identity) == difference
+
+
+def test_one_file_may_have_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(name).touch()
+    for other in ("./a", str(tmp_path / "a")):
+        assert evaluate._difference({"dataset": {"path": "a"}}, {"dataset": {"path": other}}) is None
+    for other in ("b", "absent", 3):
+        assert evaluate._difference({"dataset": {"path": "a"}}, {"dataset": {"path": other}}) == (
+            f"dataset.path was 'a' and is now {other!r}"
+        )
+
+
+def finished(folder: Path, answer: str = "1", **settings: Any) -> Path:
+    """Evaluate two problems into a folder."""
+    dataset = Dataset.from_dict({"prompt": ["1?", "2?"], "answer": ["1", "2"]})
+    made_with = settings.pop("made_with", {})
+    evaluate_into(
+        folder,
+        lambda prompts, settings: [f"<answer>{answer}</answer>"] * len(prompts),
+        dataset,
+        Settings(**settings),
+        {"model": "m", "engine": "transformers"},
+        record=lambda settings: {"made_with": made_with},
+    )
+    return folder
+
+
+def test_evaluations_that_were_generated_differently_are_compared_with_a_warning(tmp_path: Path) -> None:
+    first = finished(tmp_path / "a", made_with={"version": "5.23", "dtype": "float32"})
+    alike = finished(tmp_path / "b", "2", made_with={"version": "5.23", "dtype": "float32"})
+    other = finished(tmp_path / "c", temperature=0.5, made_with={"version": "5.24"})
+    result = compare(first, alike)
+    assert (result["problems"], result["warnings"]) == (2, [])
+    assert [result["lenient"][side]["value"] for side in ("first", "second")] == [0.5, 0.5]
+    assert compare(first, other)["warnings"] == [
+        "A and B were not generated alike (temperature 0.0 and 0.5; version 5.23 and 5.24; dtype float32 and not "
+        "recorded), which may explain a part of the difference"
+    ]
+
+
+def test_folders_that_can_not_be_compared_are_named(tmp_path: Path) -> None:
+    first = finished(tmp_path / "run" / "evaluations" / "after")
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "run.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for second, message in (
+        (tmp_path / "absent", "there is no such folder"),
+        (tmp_path / "run", f"is a run: name one of its evaluations, such as {first}"),
+        (tmp_path / "trained", "is a run that has not been evaluated: run `grpo-recipes evaluate"),
+        (tmp_path / "empty", "has no finished evaluation: run `grpo-recipes evaluate` with it as --output"),
+    ):
+        with pytest.raises(UserError) as caught:
+            compare(first, second)
+        assert message in str(caught.value)
+    pd.read_parquet(first / "completions.parquet").head(0).to_parquet(first / "completions.parquet")
+    with pytest.raises(UserError, match=r"completions\.parquet: it holds no completions; evaluate anew$"):
+        compare(first, first)
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_is_of_at_least_one_problem(limit: int) -> None:
+    with pytest.raises(UserError) as caught:
+        evaluate._problems(DatasetSpec.parse("arithmetic"), limit)
+    assert str(caught.value) == f"--limit is {limit}: set it to at least 1, or leave it out for all problems"
+
+
+def test_a_limit_keeps_the_first_problems() -> None:
+    rows = DatasetSpec.parse({"name": "arithmetic", "size": 5})
+    every = evaluate._problems(rows, None).dataset["prompt"][:]
+    assert len(every) == 5
+    for limit in (1, 5, 9):
+        assert evaluate._problems(rows, limit).dataset["prompt"][:] == every[:limit]

@@ -78,8 +78,17 @@ def test_a_mutant_runs_against_the_tests_that_reach_its_statement() -> None:
     tests = list(seconds)
     chosen = ["cheap[1]", "cheap[2]", "case[1]", "other", "case[2]"]  # a second case after the first of each
     assert mutants.tests_of(mutant, {"file.py": {0: tests, 1: tests}}, seconds) == chosen
-    assert mutants.tests_of(mutant, {"file.py": {0: ["other"], 1: []}}, seconds) == ["other"]  # at import
+    assert mutants.tests_of(mutant, {"file.py": {0: ["other", "cheap[1]"], 1: ["other"]}}, seconds) == [
+        "cheap[1]",
+        "other",
+    ]  # at import
     assert mutants.tests_of(mutant, {}, seconds) == []
+
+
+def test_a_default_runs_on_import_and_a_body_when_it_is_called() -> None:
+    found = mutants_of("file.py", "A = 1\ndef f(x=2):\n    y = 3\n    return lambda z=4: 5\n")
+    on_import = [mutant.text for mutant in found if mutant.on_import and mutant.text.isdigit()]
+    assert (on_import, sum(mutant.text.isdigit() for mutant in found)) == (["2", "3"], 5)
 
 
 def test_a_file_that_runs_in_other_processes_is_left_to_the_tests_of_its_folder() -> None:

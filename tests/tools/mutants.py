@@ -216,11 +216,13 @@ def cpu_seconds(process: int) -> float:
 def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: dict[str, float]) -> list[str]:
     """Return the tests that reach a mutant's statement: the cheap ones, then the first case of each other function.
 
-    Those of its file, where none does: a line may run on import, or in a process that a test starts. Those of its
-    folder, where none reaches the file.
+    Those of its file, where none does: a line may run in a process that a test starts. Those of its file too for a
+    statement that runs on import: coverage shows the test that imports the file first, and any other may notice it.
+    Those of its folder, where none reaches the file.
     """
     reached = lines.get(mutant.path) or _of_folder(str(Path(mutant.path).parent), lines)
-    found = {test for n in range(mutant.lines[0], mutant.lines[1] + 1) for test in reached.get(n, [])}
+    lines_reached = [] if mutant.on_import else range(mutant.lines[0], mutant.lines[1] + 1)
+    found = {test for n in lines_reached for test in reached.get(n, [])}
     cases: Counter[str] = Counter()
     ranked = []
     for test in sorted(found or reached.get(0, []), key=lambda test: (seconds[test], test)):

@@ -54,6 +54,8 @@ class Mutant:
     text: str
     lines: tuple[int, int]
     """First and last line of its statement, or of the head of a compound one."""
+    on_import: bool = False
+    """True if the statement runs when the file is imported: a constant, a table, the default of an argument."""
 
     def lines_of(self, source: str) -> tuple[str, str]:
         """Return the line that changes and the changed line, both without indentation."""
@@ -76,7 +78,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
         return starts[line - 1] + len(text.encode()[:column].decode())
 
     found = []
-    for node, statement in _nodes(ast.parse(source)):
+    for node, statement, on_import in _nodes(ast.parse(source)):
         body = getattr(statement, "body", None)
         last = body[0].lineno - 1 if isinstance(body, list) else statement.end_lineno
         for change in _changes(node):
@@ -85,33 +87,35 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
             text = f"({text})" if bracketed else text
             start = place(node.lineno, node.col_offset)  # type: ignore[attr-defined]
             stop = place(node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
-            found.append(Mutant(path, start, stop, text, (statement.lineno, max(statement.lineno, last or 0))))
+            lines = statement.lineno, max(statement.lineno, last or 0)
+            found.append(Mutant(path, start, stop, text, lines, on_import))
     return sorted(found, key=lambda mutant: (mutant.start, mutant.stop, mutant.text))
 
 
-def _nodes(tree: ast.AST) -> Iterator[tuple[Any, ast.stmt]]:
-    """Yield every node that can change, with its statement.
+def _nodes(tree: ast.AST) -> Iterator[tuple[Any, ast.stmt, bool]]:
+    """Yield every node that can change, with its statement, and True if it runs when the file is imported.
 
     Types, annotations, imports, texts of errors and logs, and f-strings stay.
     """
 
-    def walk(node: ast.AST, statement: ast.stmt | None) -> Iterator[tuple[Any, ast.stmt]]:
+    def walk(node: ast.AST, statement: ast.stmt | None, on_import: bool) -> Iterator[tuple[Any, ast.stmt, bool]]:
         if isinstance(node, (ast.JoinedStr, ast.Import, ast.ImportFrom)) or _is_docstring(node) or _is_literal(node):
             return
         if isinstance(node, ast.stmt):
             statement = node
         if statement is not None and hasattr(node, "lineno"):
-            yield node, statement
+            yield node, statement, on_import
         for name, value in ast.iter_fields(node):
             if name in ("annotation", "returns", "decorator_list", "bases", "targets", "type_comment"):
                 continue
             if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _is_log(node)):
                 continue
+            is_called = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and name == "body"
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from walk(child, statement)
+                    yield from walk(child, statement, on_import and not is_called)
 
-    return walk(tree, None)
+    return walk(tree, None, True)
 
 
 def _is_docstring(node: ast.AST) -> bool:

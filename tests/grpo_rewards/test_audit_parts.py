@@ -229,6 +229,7 @@ def test_different_values_are_shuffled_by_the_seed():
         ("\\boxed{{answer}}", "7", "\\boxed{7}", "}", "\\boxed{7"),
         ("```\n{answer}\n```", "7", "```\n7\n```", "```", "```\n7"),
         ("The answer is {answer}.", "7", "The answer is 7.", "", "The answer is 7."),
+        ("\n{answer} \n", "7", "\n7 \n", "", "\n7"),
         ('{"a": {number}}', "7", '{"a": 7}', "", '{"a": 7}'),
         ('{"a": {number}}', "-0.5", '{"a": -0.5}', "", '{"a": -0.5}'),
         ('{"a": {number}}', "007", '{"a": "007"}', "", '{"a": "007"}'),

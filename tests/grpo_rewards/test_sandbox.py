@@ -284,6 +284,41 @@ def test_new_namespaces_and_unbounded_memory_are_refused(no_trace: None, monkeyp
     assert hostile(program, "namespaces").stdout.split(b"\n")[:3] == [b"-1 1"] * 3
 
 
+def test_landlock_alone_keeps_from_files_sockets_and_processes(no_trace: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says itself whether it has Landlock, and in which version."""
+    version = ctypes.CDLL(None).syscall(ctypes.c_long(444), None, ctypes.c_long(0), ctypes.c_long(1))
+    if version < 6 or not os.path.exists(SYSTEM_PYTHON) or os.geteuid() != 0:
+        pytest.skip("Landlock with sockets and signals, a Python for everybody, or root is missing here")
+    monkeypatch.setattr(sandbox, "interpreter", lambda: os.path.realpath(SYSTEM_PYTHON))
+    bystander = subprocess.Popen(["sleep", "60"], user=65534)
+    program = f"""
+        import os, socket
+        def connect(): socket.create_connection(("127.0.0.1", 9))
+        def bind(): socket.socket().bind(("127.0.0.1", 0))
+        def signal(): os.kill({bystander.pid}, 0)
+        def read(): open("/etc/passwd").read()
+        def list_root(): os.listdir("/")
+        def write(): open("/usr/lib/new", "w")
+        def own(): open("own", "w"); os.mkdir("inner"); os.rename("own", "inner/own"); os.truncate("inner/own", 0)
+        def null(): open("/dev/null", "w").write("x"); open("/dev/urandom", "rb").read(1)
+        for attempt in (connect, bind, signal, read, list_root, write, own, null):
+            try:
+                attempt()
+                print(attempt.__name__, "succeeds")
+            except OSError as error:
+                print(attempt.__name__, type(error).__name__)
+    """
+    try:
+        outcome = run(textwrap.dedent(program), "", SMALL, ["landlock"])
+    finally:
+        bystander.kill()
+        bystander.wait()
+    refused = ("connect", "bind", "signal", "read", "list_root", "write")
+    assert outcome.stdout.decode().splitlines() == [
+        *(f"{name} PermissionError" for name in refused), "own succeeds", "null succeeds",
+    ]  # fmt: skip
+
+
 def test_no_secret_is_inherited(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_4711")
     with open(__file__) as inherited:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import torch
 from transformers import AutoTokenizer
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes import GRPOTrainer, train
+from grpo_recipes import GRPOTrainer, preview, train
+from grpo_recipes.checks.geometry import Geometry
 from grpo_recipes.cli import main
 from grpo_recipes.data.load import load
 from grpo_recipes.recipe.recipe import parse_recipe
@@ -288,3 +291,114 @@ def test_a_completion_with_tools_is_shown_as_turns(
     assert "Turn 1 calls calls_once" in said
     assert "Result of calls_once, not trained on" in said
     assert "\x1b" not in said
+
+
+# Parts of a preview, without a policy
+
+
+def test_the_sampling_recipe_has_one_process_and_one_batch_more_than_is_needed(tmp_path: Path) -> None:
+    recipe = parse_recipe(["--config", "quickstart", "--num_generations", "6", "--per_device_train_batch_size", "8"])
+    keys = dict.fromkeys(REMOVED, "given")
+    recipe = replace(recipe, training={**recipe.training, **keys, "learning_rate": 0.5}, sampling=None)
+    training = preview.sampling_recipe(recipe, together=2, batches=3, folder=tmp_path).training
+    # 12 rows in micro-batches of at most 8: of 6. Three batches and one more, of two micro-batches each.
+    assert training["per_device_train_batch_size"] == 6
+    assert (training["steps_per_generation"], training["gradient_accumulation_steps"]) == (2, 8)
+    assert training["output_dir"] == str(tmp_path)
+    assert training["learning_rate"] == 0.5
+    assert not set(REMOVED) & set(training)
+    assert (training["max_steps"], training["num_iterations"], training["report_to"]) == (1, 1, "none")
+    for key in ("eval_strategy", "save_strategy", "logging_strategy"):
+        assert training[key] == "no"
+    assert training["log_completions"] is False
+    assert training["disable_tqdm"] is True
+
+
+REMOVED = ("deepspeed", "fsdp", "fsdp_config", "generation_batch_size", "resume_from_checkpoint", "push_to_hub",
+           "log_completions_hub_repo", "load_best_model_at_end", "eval_on_start")  # fmt: skip
+"""Keys of several processes, of evaluations, and of what a run writes, which a preview must not do."""
+
+
+def watch(needed: int) -> tuple[preview.Watch, list[Any]]:
+    asked: list[Any] = []
+    trainer = SimpleNamespace(
+        _generate=lambda prompts: asked.append(prompts) or "generated",
+        _calculate_rewards=None,
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+    )
+    return preview.Watch(trainer, [], needed, []), asked
+
+
+@pytest.mark.parametrize(
+    ("needed", "totals", "goes_on"),
+    [
+        (1, [], True),
+        (1, [9.9], True),
+        (1, [10.0], False),
+        (1, [1.0, 1.0], False),
+        (2, [1.0], True),
+        (2, [1.0] * 2, False),
+    ],
+)
+def test_a_single_short_batch_is_timed_again(needed: int, totals: list[float], goes_on: bool) -> None:
+    """The first batch also loads kernels, which would be counted as training."""
+    made, asked = watch(needed)
+    made.batches = [preview.Batch([], 0.0, 0.0, total) for total in totals]
+    if goes_on:
+        assert made.generate(["p"]) == "generated"
+        assert asked == [["p"]]
+    else:
+        with pytest.raises(preview.Sampled):
+            made.generate(["p"])
+        assert asked == []
+    assert [batch.total for batch in made.batches] == totals, "the times of earlier batches stay"
+
+
+def test_the_gradient_ends_the_last_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = watch(1)
+    times = iter([100.0, 103.0, 108.0])
+    monkeypatch.setattr(preview.time, "monotonic", lambda: next(times))
+    made.generate(["p"])
+    assert made._generation == 3.0
+    made.batches.append(preview.Batch([], 3.0, 1.0))
+    with pytest.raises(preview.Sampled):
+        made.on_pre_optimizer_step()
+    assert made.batches[0].total == 8.0
+
+
+@pytest.mark.parametrize(
+    ("scores", "total"),
+    [({"a": 1.0, "b": 2.0}, 2.0), ({"a": 1.0, "b": None}, 1.0), ({"a": None, "b": 2.0}, 1.0), ({"a": None}, None)],
+)
+def test_a_total_leaves_out_what_gives_no_score(scores: dict[str, float | None], total: float | None) -> None:
+    assert preview._total(scores, {"a": 1.0, "b": 0.5}) == total
+    assert preview._score(float("nan")) is None
+    assert preview._score(0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("vllm", "batching", "verified", "name"),
+    [
+        (True, False, True, "vLLM"),
+        (False, True, True, "transformers' continuous batching"),
+        (False, False, True, "group decoding"),
+        (False, False, False, "transformers' generate"),
+    ],
+)
+def test_the_generator_is_named(vllm: bool, batching: bool, verified: bool, name: str) -> None:
+    generation = SimpleNamespace(is_verified=verified)
+    trainer = SimpleNamespace(use_vllm=vllm, use_transformers_continuous_batching=batching, _generation=generation)
+    assert preview.generator_name(trainer) == name
+
+
+def test_the_cost_of_a_step_is_that_of_the_last_batch() -> None:
+    recipe = parse_recipe(["--config", "quickstart"])
+    geometry = Geometry.from_config(recipe.config, 1)
+    checked = SimpleNamespace(geometry=geometry, train_dataset=[0] * 80)
+    group = SimpleNamespace(completions=[SimpleNamespace(tokens=3), SimpleNamespace(tokens=5)])
+    batch = preview.Batch([group, group], generation=2.0, scoring=0.5, total=6.0)
+    cost = preview.cost_of(recipe, checked, "CPU", batch)
+    assert (cost.completions, cost.tokens, cost.generation, cost.scoring, cost.training) == (4, 16, 2.0, 0.5, 3.5)
+    assert (cost.device, cost.steps) == ("CPU", geometry.optimizer_steps(recipe.config, 80))
+    batch.total = None
+    assert preview.cost_of(recipe, checked, "CPU", batch).training is None

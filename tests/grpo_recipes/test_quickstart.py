@@ -1,10 +1,12 @@
 """Parts of the quickstart. `make quickstart` is the end-to-end test."""
 
 import json
+import logging
 import os
 import shutil
 import signal
 from functools import partial
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -90,6 +92,7 @@ def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_pa
     monkeypatch.setattr(quickstart, "fine_tune", lambda *args: None)
     warm_start(SMALL, PROMPTS, tmp_path / "policy")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() < 1_000_000
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy").eos_token == "<|im_end|>"
     assert not (tmp_path / "policy" / "checkpoint-1").exists()
 
 
@@ -144,6 +147,13 @@ def test_the_result_is_a_file_and_a_table(staged, tmp_path, capsys):
     assert written == COMPARED
     said = capsys.readouterr().out
     assert "strict   0.250 [0.200, 0.300]  0.875 [0.825, 0.925]  0.625 [0.575, 0.675]" in said
+    for title in (
+        "1. Warm start: 20,000 worked solutions, 40% with the tags",
+        "2. Accuracy on 400 held-out problems, before GRPO",
+        "4. Accuracy on 400 held-out problems, after GRPO",
+    ):
+        assert f"\n{title}\n" in said
+    assert f"these numbers are in {tmp_path}/evaluation.json\n" in said
     recipe = parse_recipe(asked[0])
     assert recipe.training["seed"] == 2
     assert recipe.model["model_name_or_path"] == str(tmp_path / "policy-seed2")
@@ -189,3 +199,54 @@ def test_it_runs_from_end_to_end_twice(monkeypatch, tmp_path, capsys):
     assert (tmp_path / "grpo-seed0" / "report" / "evaluation.svg").is_file()
     said = capsys.readouterr().out
     assert said.count("replacing the earlier run") == 1
+
+
+def test_the_commands_of_the_phases_are_the_users_own(monkeypatch, tmp_path, capsys):
+    """Evaluation and training run by the commands that the quickstart prints."""
+    called, levels = [], []
+    monkeypatch.setattr(cli, "main", lambda arguments: called.append(arguments) or 0)
+    recipe = parse_recipe(["--config", "quickstart"])
+    quickstart.evaluate(tmp_path / "model", tmp_path / "out", recipe)
+    options = cli.parse(called[0])
+    assert (options.model, options.output, options.recipe) == (str(tmp_path / "model"), tmp_path / "out", "quickstart")
+    assert (options.limit, options.temperature, options.batch_size) == (400, recipe.config.temperature, 200)
+    assert capsys.readouterr().out == f"grpo-recipes {' '.join(called[0])}\n"
+    monkeypatch.setattr(cli, "main", lambda arguments: 2)
+    with pytest.raises(SystemExit) as left:
+        quickstart.evaluate(tmp_path / "model", tmp_path / "out", recipe)
+    assert left.value.code == 2
+
+    before = quickstart.progress.level
+    monkeypatch.setattr(train, "main", lambda arguments: levels.append(quickstart.progress.level) or arguments)
+    assert quickstart.train(("--config", "x")) == ["--config", "x"]
+    assert (levels, quickstart.progress.level) == ([logging.WARNING], before), "without lines on efficiency"
+
+
+def test_the_phases_are_told_with_their_seconds_if_they_are_long(monkeypatch, capsys):
+    for seconds, said in ((9.9, ""), (10.0, "(10 s)\n"), (61.7, "(62 s)\n")):
+        times = iter([100.0, 100.0 + seconds])
+        monkeypatch.setattr(quickstart.time, "monotonic", lambda times=times: next(times))
+        with quickstart._phase("title"):
+            assert capsys.readouterr().out == "\ntitle\n"
+        assert capsys.readouterr().out == said
+
+
+def test_the_next_commands_can_be_typed_where_the_user_stands(monkeypatch, tmp_path):
+    here = tmp_path / "project" / ".venv" / "bin"
+    here.mkdir(parents=True)
+    monkeypatch.setattr(quickstart.sys, "executable", str(here / "python"))
+    for folder, found, command in (
+        (tmp_path, str(here / "grpo-recipes"), "grpo-recipes"),
+        (tmp_path / "project", None, ".venv/bin/grpo-recipes"),
+        (tmp_path / "project", "/usr/bin/grpo-recipes", ".venv/bin/grpo-recipes"),
+        (here, None, "grpo-recipes"),
+        (tmp_path / "project" / ".venv" / "bin" / "..", None, "bin/grpo-recipes"),
+    ):
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(quickstart.shutil, "which", lambda name, found=found: found)
+        report, diagnose, plan = quickstart.next_commands(Path("run"))
+        assert (report, diagnose) == (f"{command} report run", f"{command} diagnose run")
+        assert plan.startswith(f"{command} plan gsm8k-qwen2.5-1.5b-lora ")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert quickstart.next_commands(Path("run"))[0] == f"{here}/grpo-recipes report run"

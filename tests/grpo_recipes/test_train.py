@@ -1,6 +1,8 @@
 """Runs of a tiny policy through the entry point that users launch."""
 
 import json
+import os
+import platform
 import re
 import shutil
 import signal
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -680,3 +683,173 @@ def test_trls_own_command_accepts_our_rewards(tiny_model: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-2000:]
     completions = pd.read_parquet(output / "completions" / "completions_00001.parquet")
     assert {"gsm8k_correctness", "tag_presence"} <= set(completions.columns)
+
+
+# The last lines of a run
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> SimpleNamespace:
+    """Return what the end of a run reads of its preparation, for a run with a folder."""
+    return SimpleNamespace(
+        recipe=SimpleNamespace(output_dir=tmp_path),
+        training_args=SimpleNamespace(save_only_model=False),
+        interruption=SimpleNamespace(requested=signal.SIGTERM, name="SIGTERM"),
+        last_checkpoint=lambda: None,
+    )
+
+
+def recorded_stop(folder: Path) -> str | None:
+    file = folder / "fault-rank0.json"
+    return json.loads(file.read_text())["sentence"] if file.exists() else None
+
+
+@pytest.mark.parametrize(
+    ("requested", "name", "only_model", "code", "rest"),
+    [
+        (signal.SIGTERM, "SIGTERM", False, 0, "`--resume_from_checkpoint true` goes on from there"),
+        (signal.SIGINT, "Ctrl-C", False, 130, "`--resume_from_checkpoint true` goes on from there"),
+        (
+            signal.SIGINT,
+            "Ctrl-C",
+            True,
+            130,
+            "without its optimizer (`save_only_model`), so no run can resume from there",
+        ),
+    ],
+)
+def test_a_stopped_run_says_how_it_goes_on(
+    ended: SimpleNamespace, requested: int, name: str, only_model: bool, code: int, rest: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    calls: list[str] = []
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(wait_for_everyone=lambda: calls.append("wait")),
+        state=SimpleNamespace(global_step=3, max_steps=9),
+        end=lambda: calls.append("end"),
+    )
+    ended.training_args.save_only_model = only_model
+    ended.interruption = SimpleNamespace(requested=requested, name=name)
+    line = f"stopped by {name} after step 3 of 9, which is saved: {rest}"
+    assert train._end_stopped_run(ended, trainer) == code
+    assert capsys.readouterr().err == line + "\n"
+    assert (recorded_stop(tmp_path), calls) == (line, ["wait", "end"])
+    (tmp_path / "fault-rank0.json").unlink()
+    monkeypatch.setenv("RANK", "1")
+    assert train._end_stopped_run(ended, trainer) == code
+    assert (capsys.readouterr().err, recorded_stop(tmp_path)) == ("", None), "the first rank alone prints and writes"
+
+
+def test_an_interrupted_run_says_what_is_saved(
+    ended: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = "stopped by Ctrl-C: nothing was trained or saved, and the same command starts again\n"
+    assert train._end_interrupted_run(None) == 130
+    assert capsys.readouterr().err == nothing
+    ended.recipe.output_dir = tmp_path / "none"
+    assert train._end_interrupted_run(ended) == 130
+    assert capsys.readouterr().err == nothing
+    ended.recipe.output_dir = tmp_path
+    for saved, rest in (
+        (None, "nothing is saved yet: `--resume_from_checkpoint true` starts again"),
+        (
+            tmp_path / "checkpoint-3",
+            f"{tmp_path}/checkpoint-3 is saved: `--resume_from_checkpoint true` goes on from there",
+        ),
+    ):
+        ended.last_checkpoint = lambda saved=saved: saved
+        assert train._end_interrupted_run(ended) == 130
+        assert capsys.readouterr().err == f"stopped by Ctrl-C: {rest}\n"
+        assert recorded_stop(tmp_path) == f"stopped by Ctrl-C: {rest}"
+    monkeypatch.setenv("RANK", "1")
+    assert train._end_interrupted_run(ended) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_refusal_is_printed_by_the_first_rank_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(train.time, "sleep", waited.append)
+    assert train._print_refusal("no such file") == 2
+    assert (capsys.readouterr().err, waited) == ("error: no such file\n", [])
+    monkeypatch.setenv("RANK", "1")
+    assert train._print_refusal("no such file") == 2
+    assert waited == [train.SILENCE_SECONDS]
+
+
+def test_one_of_several_ranks_leaves_without_a_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(train.os, "_exit", left.append)
+    with pytest.raises(SystemExit) as alone:
+        train.leave(3)
+    assert (alone.value.code, left) == (3, [])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    train.leave(3)
+    assert left == [3]
+
+
+def test_an_error_after_the_training_is_a_warning_without_secrets(
+    ended: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(train, "known_secrets", lambda recipe: {"s3cret-key"})
+
+    def fails(text: str) -> None:
+        raise OSError(f"no\nroom for {text}")
+
+    train.attempt(ended.recipe, "the card is missing", fails, "s3cret-key")
+    assert capsys.readouterr().err == f"warning: {tmp_path}: the card is missing (OSError: no room for <hidden>)\n"
+    train.attempt(ended.recipe, "x", print, "called")
+    assert capsys.readouterr() == ("called\n", "")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "change"),
+    [([], ""), ([0.25], ", reward 0.250 -> 0.250"), ([0.1, None, 0.5, 1.23456], ", reward 0.100 -> 1.235")],
+)
+def test_the_summary_of_a_run(rewards: list[float | None], change: str) -> None:
+    history = [{"loss": 1.0}, *({"reward": reward} for reward in rewards)]
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(log_history=history, global_step=7),
+        model=SimpleNamespace(),
+        args=SimpleNamespace(output_dir="out"),
+    )
+    assert train.summary(trainer, 61.6) == f"7 optimizer steps in 62 s{change}; the model is in out"
+    trainer.model.peft_config = {}
+    assert train.summary(trainer, 0.4) == f"7 optimizer steps in 0 s{change}; the adapter is in out"
+
+
+def test_the_reference_of_an_earlier_run_is_offered(tmp_path: Path) -> None:
+    kept = tmp_path / "ref"
+    recipe = SimpleNamespace(model={"model_name_or_path": str(tmp_path)}, reference=SimpleNamespace(adapter=None))
+    trainer = SimpleNamespace(reference_sentence="the base", beta=0.1)
+    assert train.describe_reference(recipe, trainer) == "the base"
+    kept.mkdir()
+    (kept / "adapter_config.json").write_text("{}")
+    offer = f"the base; {kept} holds the reference of an earlier run: `reference: {{adapter: {kept}}}` keeps it instead"
+    assert train.describe_reference(recipe, trainer) == offer
+    recipe.reference.adapter = str(kept)
+    assert train.describe_reference(recipe, trainer) == "the base"
+    recipe.reference.adapter, trainer.beta = None, 0.0
+    assert train.describe_reference(recipe, trainer) == "the base"
+
+
+def test_a_diagnosis_that_takes_too_long_or_fails_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(folder: Path, within: float) -> None:
+        assert within == 5
+        raise train.OutOfTime
+
+    assert train.diagnosis(tmp_path).startswith("diagnosis: skipped, ")
+    monkeypatch.setattr(train.Run, "read", read)
+    assert train.diagnosis(tmp_path) == (
+        f"diagnosis: skipped after 5 s: `grpo-recipes diagnose {tmp_path}` takes the time it needs"
+    )
+
+
+def test_the_hardware_of_a_launch() -> None:
+    cpu = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    cores = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+    assert train.hardware(cpu) == f"{cores}, 1 process"
+    cpu.world_size = 2
+    assert train.hardware(cpu) == f"{cores}, 2 processes"
+    assert train.hardware(SimpleNamespace(device=torch.device("meta"), world_size=3)) == "3 × meta"

@@ -4,6 +4,8 @@ import pytest
 
 from grpo_rewards.math.answers import answer_number, parse_number, read_gold
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
+from grpo_rewards.math.phrases import is_label, is_measure
+from grpo_rewards.math.units import stated_units, units_differ
 from tests.grpo_rewards.test_claims import listed
 
 SLOTS = ("<answer>{}</answer>", "Steps.\n#### {}", "\\boxed{{{}}}", "The answer is {}.")
@@ -74,3 +76,61 @@ def test_the_words_of_a_gold_are_trusted():
     assert gold is not None
     assert gold.number == 18
     assert parse_number("18 Äpfel") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "has_noun", "is_fine"),
+    [
+        ("", False, True), ("apples", False, True), ("kg", False, True), ("m", False, True), ("left", False, True),
+        ("red apples", False, True), ("different red books", False, True), ("red", False, False), ("xyz", False, False),
+        ("apples xyz", False, False), ("apples sold", False, False), ("tickets ordered", False, True),
+        ("ordered", False, False), ("ordered", True, True), ("xyz", True, False), ("blue apples", True, False),
+        ("each", False, True), ("per", False, False), ("of", False, False), ("as required", False, True),
+        ("as before", False, False), ("as was required", False, False), ("per day", False, True),
+        ("each day", False, True), ("of them", False, True), ("of xyz", False, False), ("of the xyz", False, False),
+        ("of the apples", False, True), ("cups of xyz", False, True), ("a week", False, True), ("a xyz", False, False),
+        ("a x", False, True), ("an hour", False, True), ("a total", False, True), ("a week xyz", False, True),
+    ],
+)  # fmt: skip
+def test_the_words_behind_a_number_are_a_unit_a_noun_or_an_addition(words, has_noun, is_fine):
+    assert is_measure(words.split(), has_noun) == is_fine
+
+
+@pytest.mark.parametrize(
+    ("words", "mark", "is_one"),
+    [
+        ("total cost", ":", True), ("x", ":", True), ("hint", ":", False), ("apples", ":", True), ("tom", "=", True),
+        ("tom", ":", False), ("previous answer", "=", False), ("", "=", True),
+    ],
+)  # fmt: skip
+def test_a_colon_needs_the_name_of_a_quantity_and_an_equation_any_name(words, mark, is_one):
+    assert is_label(words.split(), mark) == is_one
+
+
+@pytest.mark.parametrize(
+    ("text", "units"),
+    [
+        ("5 meters", ("m",)), ("5 m/s", ("m", "s")), ("5 metres per second", ("m", "s")), ("5 cm^2", ("cm^2",)),
+        ("5 square cm", ("cm^2",)), ("5 cm squared", ("cm^2",)), ("5 cubic feet", ("ft^3",)), ("5 cm^{3}", ("cm^3",)),
+        ("5 m^2^3", ("m^2",)), ("5 ^2", ()), ("5 frobs m", ()), ("5 m frobs s", ("m",)), ("5 units", ()), ("5", ()),
+        ("m", ()), ("5°C", ("celsius",)), ("5 %", ("%",)), ("3 kg, 5 dollars", ("dollar",)),
+        ("5 dollars an hour", ("dollar", "h")),
+        ("5 square metres each second", ("m^2", "s")), ("squared 5", ()), ("5 s^{-1}", ("s^-1",)),
+    ],
+)  # fmt: skip
+def test_the_units_of_an_answer(text, units):
+    assert stated_units(text) == units
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "differ"),
+    [
+        ("5 m", "5 ft", True), ("5 m", "5 meters", False), ("5 m", "5", False), ("5", "5 m", False),
+        ("¤5", "5 m", True),
+        ("¤5", "5 dollars", False), ("¤5", "5", False), ("5 dollars per hour", "5 dollars", False),
+        ("5 m", "5 m/s", True),
+        ("5 dollars per hour", "5 hours", True),
+    ],
+)  # fmt: skip
+def test_units_differ_if_both_state_others(gold, answer, differ):
+    assert units_differ(gold, answer) == differ

@@ -1,7 +1,6 @@
 """Answers in sentences: composed right answers are paid; wrong, doubtful and ambiguous answers never are."""
 
 import itertools
-import random
 import time
 
 import pytest
@@ -65,7 +64,9 @@ def test_nearly_all_composed_right_answers_are_paid():
     answers = composed_right()
     missed = [text for text, value in answers if verdict(text, value) not in ("exact", "equal")]
     assert len(answers) > 3000
-    assert len(missed) / len(answers) <= 0.01, random.Random(0).sample(missed, min(40, len(missed)))
+    # "18!" is a factorial, and a plural is no subject of "is".
+    assert [text for text in missed if not text.endswith(("!", " is the final amount"))] == []
+    assert len(missed) <= 7, missed
 
 
 # Sentences that state none of their numbers. {q} is a number, with or without a unit.

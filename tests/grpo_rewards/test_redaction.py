@@ -116,6 +116,108 @@ def test_a_key_that_only_resembles_a_secret_is_kept(key: str, value: Any) -> Non
     assert redacted({key: value}) == {key: value}
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://bob:hunter22@h/x and http://eve:hunter33@h", "http://<hidden>@h/x and http://<hidden>@h"),
+        ("a hf_abcdefghijklmnopqrst b sk-abcdefghijklmnopqrst c", "a <hidden> b <hidden> c"),
+        ('{"url": "http://bob:hunter22@h:80/x", "to": "a@b.c"}', '{"url": "http://<hidden>@h:80/x", "to": "a@b.c"}'),
+        ("https://proxy.org/http://bob:hunter22@h", "https://proxy.org/http://<hidden>@h"),
+        ("https://h/p?sig=a%2Bb&x=1&token=abc12#y", "https://h/p?sig=<hidden>&x=1&token=<hidden>#y"),
+        ("https://h/p?a=1;sig=2;token=3", "https://h/p?a=1;sig=2;token=<hidden>"),
+        ("https://h/p?api_key_2=3&token2=4&2=5", "https://h/p?api_key_2=<hidden>&token2=<hidden>&2=5"),
+        ("Authorization: Basic dXNlcjpwYXNz, ok", "Authorization: Basic <hidden>, ok"),
+        ("AccountKey=abcdefgh==;x=y SharedAccessKey=abcdefgh;z", "AccountKey=<hidden>;x=y SharedAccessKey=<hidden>;z"),
+        ("Bearer abcdef; Bearer abcde; bearer abcdefghijklmno1; bearer abcdefghijklmnop",
+         "Bearer <hidden>; Bearer abcde; bearer <hidden>; bearer abcdefghijklmnop"),
+        (f"x\n{PEM}\ny\n{PEM}\nz", "x\n<hidden>\ny\n<hidden>\nz"),
+        (f"{PEM} then {PEM[:60]} é", "<hidden> then <hidden>é"),
+        ("http://user:80@h", "http://<hidden>@h"),
+        ("ssh://git:secret9@h git+ssh://git@h", "ssh://<hidden>@h git+ssh://git@h"),
+        ("wasb://c@a abfs://c:secret9@a https://c@a", "wasb://c@a abfs://<hidden>@a https://<hidden>@a"),
+        ("http://<hidden>@h", "http://<hidden>@h"),
+    ],
+)  # fmt: skip
+def test_the_rest_of_a_text_stays_as_it_was(text: str, shown: str) -> None:
+    assert redacted(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("prefix", "length"),
+    [
+        *((prefix, 16) for prefix in ("hf_", "api_org_", "gsk_", "sk-", "sk_live_", "pk_test_", "pk-", "rk_", "rk-",
+                                      "glpat-", "gldt-", "glrt-", "glsa_", "AIza", "ya29.", "GOCSPX-", "nvapi-",
+                                      "tgp_v1_", "AKIA", "ASIA")),
+        *((prefix, 20) for prefix in ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "xai-", "pplx-", "r8_",
+                                      "rpa_", "npm_", "dop_v1_", "shpat_", "dckr_pat_", "whsec_", "wandb_v1_", "pypi-",
+                                      "hvs.", "lsv2_")),
+        *((prefix, 10) for prefix in ("xoxa-", "xoxb-", "xoxp-", "xoxs-", "xoxr-", "xoxe-", "xoxc-", "xoxo-", "xapp-")),
+        ("dapi", 32), ("SG.0123456789abcdef.", 16),
+    ],
+)  # fmt: skip
+def test_the_tokens_of_a_service_are_known_by_their_prefix(prefix: str, length: int) -> None:
+    """The services publish the prefixes so that scanners find leaked tokens."""
+    token = prefix + ("0123456789ABCDEF" if prefix in ("AKIA", "ASIA") else "0123456789abcdef" * 2)[:length]
+    assert redacted(f"in {token}, and") == "in <hidden>, and"
+    assert redacted(token[:-1]) == token[:-1] or prefix in ("sk_live_", "pk_test_"), "a shorter word is no token"
+    assert redacted(f"x{token}") == f"x{token}", "a token begins a word"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_KEY", "GOOGLE_API_KEY", "SSH_PRIVATE_KEY", "sshKey",
+     "encryptionKey", "signing_key", "masterKey", "Ocp-Apim-Subscription-Key", "deploy_key", "sharedKey", "hmac_key",
+     "account_key", "auth_key", "passphrase", "passcode", "authorization", "credentials", "bearer", "cookies", "jwt",
+     "apitoken", "authtoken", "accesstoken", "hubtoken", "accesskey", "secretkey", "privatekey", "secrets",
+     "token_old",
+     "password_new", "api_key_prod", "api_key_production", "token_dev", "token_staging", "token_backup", "key_token",
+     "secret_primary", "secret_secondary", "secret_value", "DB_PASSWD", "dbpasswd", "auth", "apikey",
+     "hftoken", "token"],
+)  # fmt: skip
+def test_the_usual_names_of_secrets_are_known(key: str) -> None:
+    assert is_secret(key, "x9")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["eos_token", "bos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token", "stop_token",
+     "start_token", "begin_token", "end_token", "image_token", "video_token", "audio_token", "vision_token",
+     "boi_token", "eoi_token", "additional_special_tokens", "extra_tokens", "additional_tokens", "added_tokens",
+     "bad_tokens", "suppress_tokens", "think_token", "thinking_tokens", "reasoning_tokens", "answer_tokens",
+     "new_tokens",
+     "prompt_tokens", "completion_tokens", "generated_tokens", "input_tokens", "output_tokens", "total_tokens",
+     "cached_tokens", "text_tokens", "tool_tokens", "max_tokens", "min_tokens", "num_tokens", "per_token",
+     "max_audit_tokens", "min_audit_tokens", "num_audit_tokens", "forward_pass", "backward_pass", "first_pass",
+     "second_pass", "third_pass", "last_pass", "single_pass", "one_pass", "two_pass", "full_pass", "multi_pass",
+     "per_pass", "by_pass"],
+)  # fmt: skip
+def test_the_keys_of_tokenizers_and_of_usage_are_no_secrets(key: str) -> None:
+    assert not is_secret(key, "x9")
+
+
+@pytest.mark.parametrize("key", ["sig", "signature", "key", "code", "credential", "hmac", "sas"])
+def test_some_keys_are_secrets_in_the_query_of_a_url_only(key: str) -> None:
+    assert redacted(f"https://h/p?{key}=x9&{key}=y8") == f"https://h/p?{key}=<hidden>&{key}=<hidden>"
+    assert (
+        redacted(f"https://h/p?a=1;{key}=x9") == f"https://h/p?a=1;{key}={'<hidden>' if key == 'credential' else 'x9'}"
+    )
+
+
+def test_secrets_are_collected_with_the_password_of_a_url_alone() -> None:
+    recipe = {"url": "http://bob:hunter22@h", "api_key": "abcdef", "pwd": "short", "n": [{"token": {"a": "nested1"}}]}
+    assert secret_values(recipe) == {"bob:hunter22", "hunter22", "abcdef", "nested1"}
+    assert scrubbed("an abcdef, a longer abcdefgh", {"abcdef", "abcdefgh", "an"}) == f"an {HIDDEN}, a longer {HIDDEN}"
+
+
+def test_a_value_that_is_yaml_is_shown_without_its_secrets() -> None:
+    given = ["--reward={name: judge, kwargs: {api_key: x9, url: 'é'}}", "--x=[http://bob:hunter22@h, 2]", "--y={a: 1}",
+             "--z={a: [", "--judge.api_key", "x9", "--a.b=1"]  # fmt: skip
+    assert redacted_arguments(given) == [
+        "--reward={name: judge, kwargs: {api_key: <hidden>, url: é}}", "--x=['http://<hidden>@h', 2]", "--y={a: 1}",
+        "--z={a: [", "--judge.api_key", "<hidden>", "--a.b=1",
+    ]  # fmt: skip
+
+
 def test_the_value_after_an_option_is_read_by_the_options_name() -> None:
     words = ["--api_key=x9", "word", "--api_key", "x9", "word", "--flag"]
     assert redacted_arguments(words) == [f"--api_key={HIDDEN}", "word", "--api_key", HIDDEN, "word", "--flag"]

@@ -5,24 +5,32 @@ While a program runs, this process adopts all orphans. A process that outlived i
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
+import errno
+import json
 import math
 import os
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from grpo_rewards.errors import UserError
+from grpo_rewards.sandbox import confinement, harness, supervisor
 from grpo_rewards.sandbox import run as sandbox
 from grpo_rewards.sandbox.run import Limits, Outcome, SandboxError, run
 from tests.support.grids import only
@@ -199,6 +207,7 @@ def test_other_files_can_neither_be_read_nor_written(
             lambda: os.symlink("/", {str(tmp_path / "new")!r}),
             lambda: os.listdir({str(tmp_path)!r}),
             lambda: open("/etc/passwd").read(),
+            lambda: open("/../etc/passwd").read(),
             lambda: open("/proc/self/environ").read(),
             lambda: open("/usr/lib/new", "w"),
         ):
@@ -208,7 +217,7 @@ def test_other_files_can_neither_be_read_nor_written(
             except OSError:
                 print("failed")
     """
-    assert hostile(program, name).stdout.split() == [b"failed"] * 12
+    assert hostile(program, name).stdout.split() == [b"failed"] * 13
     assert secret.read_text() == "4711"
     assert secret.stat().st_mode & 0o777 == 0o666
     assert not (tmp_path / "new").exists()
@@ -273,6 +282,41 @@ def test_new_namespaces_and_unbounded_memory_are_refused(no_trace: None, monkeyp
             print(attempt(), ctypes.get_errno())
     """
     assert hostile(program, "namespaces").stdout.split(b"\n")[:3] == [b"-1 1"] * 3
+
+
+def test_landlock_alone_keeps_from_files_sockets_and_processes(no_trace: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel says itself whether it has Landlock, and in which version."""
+    version = ctypes.CDLL(None).syscall(ctypes.c_long(444), None, ctypes.c_long(0), ctypes.c_long(1))
+    if version < 6 or not os.path.exists(SYSTEM_PYTHON) or os.geteuid() != 0:
+        pytest.skip("Landlock with sockets and signals, a Python for everybody, or root is missing here")
+    monkeypatch.setattr(sandbox, "interpreter", lambda: os.path.realpath(SYSTEM_PYTHON))
+    bystander = subprocess.Popen(["sleep", "60"], user=65534)
+    program = f"""
+        import os, socket
+        def connect(): socket.create_connection(("127.0.0.1", 9))
+        def bind(): socket.socket().bind(("127.0.0.1", 0))
+        def signal(): os.kill({bystander.pid}, 0)
+        def read(): open("/etc/passwd").read()
+        def list_root(): os.listdir("/")
+        def write(): open("/usr/lib/new", "w")
+        def own(): open("own", "w"); os.mkdir("inner"); os.rename("own", "inner/own"); os.truncate("inner/own", 0)
+        def null(): open("/dev/null", "w").write("x"); open("/dev/urandom", "rb").read(1)
+        for attempt in (connect, bind, signal, read, list_root, write, own, null):
+            try:
+                attempt()
+                print(attempt.__name__, "succeeds")
+            except OSError as error:
+                print(attempt.__name__, type(error).__name__)
+    """
+    try:
+        outcome = run(textwrap.dedent(program), "", SMALL, ["landlock"])
+    finally:
+        bystander.kill()
+        bystander.wait()
+    refused = ("connect", "bind", "signal", "read", "list_root", "write")
+    assert outcome.stdout.decode().splitlines() == [
+        *(f"{name} PermissionError" for name in refused), "own succeeds", "null succeeds",
+    ]  # fmt: skip
 
 
 def test_no_secret_is_inherited(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,6 +412,159 @@ def test_a_program_that_cannot_be_confined_does_not_run(monkeypatch: pytest.Monk
     monkeypatch.setattr(sandbox, "interpreter", lambda: "/bin/false")
     with pytest.raises(SandboxError, match="the sandbox ended without a reply"):
         run("print(1)", mechanisms=[])
+
+
+STATE = """
+    import json, os, resource, sys
+    kinds = ("CPU", "AS", "FSIZE", "NPROC", "NOFILE", "CORE", "MEMLOCK")
+    print(json.dumps({
+        "limits": [resource.getrlimit(getattr(resource, "RLIMIT_" + kind)) for kind in kinds],
+        "user": [len(set(os.getresuid())), os.getuid() in (0, 1000), os.getresgid(), os.getgroups()],
+        "processes": [os.getpid(), os.getppid()],
+        "files": [os.getcwd(), os.listdir("."), os.listdir("/etc"), sorted(os.listdir("/dev")), os.listdir("/tmp")],
+        "old root": os.path.exists("/../etc/passwd"),
+        "umask": os.umask(0),
+        "variables": sorted(set(os.environ) - {"LC_CTYPE"}),
+        "mounts": [[os.statvfs(path).f_flag & flag for flag in (1, 2, 4)] for path in ("/tmp", "/usr", "/dev/null")],
+        "disk": [os.statvfs("/tmp").f_blocks * os.statvfs("/tmp").f_frsize, os.statvfs("/tmp").f_files],
+        "modules": [sys.flags.no_site, sys.flags.no_user_site, sys.flags.dont_write_bytecode],
+    }))
+"""
+
+
+def test_a_program_in_namespaces_has_these_limits_and_sees_these_files(
+    no_trace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usable("namespaces", monkeypatch)
+    limits = Limits(3, 10.0, 300 * 2**20, 5, 2**16, 3 * 2**20)
+    found = json.loads(hostile(STATE, "namespaces", limits=limits).stdout)
+    assert found["limits"] == [[bound, bound + (kind == 0)] for kind, bound in enumerate(
+        (3, 300 * 2**20, 3 * 2**20, 5 + (2 if os.geteuid() else 0), 64, 0, 0)
+    )]  # fmt: skip
+    assert found["umask"] == 0o077
+    if os.geteuid() == 0:
+        assert found["user"] == [1, False, [65534] * 3, []]
+    assert found["processes"] == [2, 1]
+    assert found["files"] == ["/tmp", ["main.py"], ["ld.so.cache"], ["null", "random", "urandom", "zero"], ["main.py"]]
+    assert not found["old root"]
+    assert found["variables"] == ["HOME", "PATH", "PYTHONHASHSEED", "PYTHONUTF8", "TZ"]
+    # Not to be written to, without the rights of setuid programs, without devices.
+    assert found["mounts"] == [[0, 2, 4], [1, 2, 0], [1, 2, 0]]
+    assert found["disk"] == [3 * 2**20, 4096]
+    assert found["modules"] == [1, 1, 1]
+
+
+def test_a_run_without_limits_has_those_of_the_documentation() -> None:
+    assert vars(Limits()) == {
+        "cpu_seconds": 5, "wall_seconds": 10.0, "memory_bytes": 512 << 20, "processes": 8, "output_bytes": 1 << 20,
+        "disk_bytes": 16 << 20,
+    }  # fmt: skip
+
+
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+"""The kernel's own lists of system calls."""
+
+REFUSED = """
+    socket ptrace process_vm_readv process_vm_writev memfd_create mount umount2 pivot_root chroot unshare setns bpf
+    perf_event_open userfaultfd open_by_handle_at add_key request_key keyctl shmget semget msgget mq_open chmod fchmodat
+    chown lchown fchownat utime utimes futimesat utimensat setxattr lsetxattr
+    io_uring_setup open_tree move_mount fsopen pidfd_getfd mount_setattr memfd_secret fchmodat2
+"""
+
+
+def verdict(code: bytes, number: int, argument: int = 0, architecture: int = 0) -> int:
+    """Return what a seccomp filter says about a system call, by running its classic BPF."""
+    data = {0: number, 4: architecture, 16: argument}
+    value, place = 0, 0
+    while True:
+        operation, is_true, is_false, constant = struct.unpack_from("=HBBI", code, 8 * place)
+        place += 1
+        if operation == 0x20:  # BPF_LD | BPF_W | BPF_ABS
+            value = data[constant]
+        elif operation == 0x06:  # BPF_RET | BPF_K
+            return constant
+        else:  # BPF_JMP with BPF_JEQ, BPF_JGE or BPF_JSET
+            holds = {0x15: value == constant, 0x35: value >= constant, 0x45: bool(value & constant)}[operation]
+            place += is_true if holds else is_false
+
+
+@pytest.mark.parametrize(
+    ("machine", "architecture", "clone"), [("x86_64", 0xC000003E, 56), ("aarch64", 0xC00000B7, 220)]
+)
+def test_the_filter_refuses_the_system_calls_of_the_kernels_own_list(
+    machine: str, architecture: int, clone: int
+) -> None:
+    if not HEADERS[machine].exists():
+        pytest.skip("the headers of the kernel are missing here")
+    numbers: dict[str, int] = {}
+    for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text()):
+        numbers[name] = int(number)
+    refused = {numbers[name] for name in REFUSED.split() if name in numbers} | {
+        447,
+        452,
+    }  # older headers lack the last two
+    code = confinement._filter(machine)
+    allow, eperm, enosys, kill = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
+    found = {number: verdict(code, number, architecture=architecture) for number in range(600)}
+    assert {number for number, said in found.items() if said == eperm} == refused
+    assert {number for number, said in found.items() if said == enosys} == {435}, "clone3"
+    assert set(found.values()) == {allow, eperm, enosys}
+    # CLONE_NEWTIME is 0x80, which `clone` can't take: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET.
+    for bit in range(32):
+        is_namespace = bit in (17, 25, 26, 27, 28, 29, 30)
+        assert verdict(code, clone, 1 << bit, architecture) == (eperm if is_namespace else allow), bit
+    assert verdict(code, 0, architecture=architecture ^ 1) == kill
+    x32 = verdict(code, 0x40000000, architecture=architecture)
+    assert x32 == (eperm if machine == "x86_64" else allow)
+    assert verdict(code, 0x3FFFFFFF, architecture=architecture) == allow
+
+
+@pytest.mark.parametrize(
+    ("report", "ended", "expected"),
+    [
+        ({"code": 0, "cpu_seconds": 0.5}, "exited", ("exited", 0, 0.5)),
+        ({"code": 3, "cpu_seconds": 5.0}, "exited", ("exited", 3, 5.0)),
+        ({"code": -signal.SIGXCPU, "cpu_seconds": 1.0}, "exited", ("timeout", -signal.SIGXCPU, 1.0)),
+        ({"code": -signal.SIGKILL, "cpu_seconds": 5.0}, "exited", ("timeout", -9, 5.0)),
+        ({"code": -signal.SIGKILL, "cpu_seconds": 4.9}, "exited", ("killed", -9, 4.9)),
+        ({"code": -signal.SIGSEGV, "cpu_seconds": 5.0}, "exited", ("killed", -11, 5.0)),
+        ({"code": -signal.SIGKILL, "cpu_seconds": 5.0}, "output", ("output", -9, 5.0)),
+        (None, "timeout", ("timeout", -9, 0.0)),
+        (None, "exited", ("killed", -9, 0.0)),
+    ],
+)
+def test_how_a_program_ended_follows_from_its_signal_and_its_seconds(
+    report: dict[str, float] | None, ended: str, expected: tuple[str, int, float]
+) -> None:
+    said = b"" if report is None else json.dumps(report).encode() + b"\nlater"
+    streams = SimpleNamespace(report=said, output=b"out", errors=b"\xff")
+    reply = supervisor._reply(streams, ended, 5)
+    assert (reply["ended"], reply["code"], reply["cpu_seconds"]) == expected
+    assert (base64.b64decode(reply["stdout"]), base64.b64decode(reply["stderr"])) == (b"out", b"\xff")
+
+
+def test_an_error_before_the_program_is_the_reply() -> None:
+    streams = SimpleNamespace(report=b'{"error": "no room"}\n{"code": 0, "cpu_seconds": 1}\n', output=b"", errors=b"")
+    assert supervisor._reply(streams, "exited", 5) == {"error": "no room"}
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (None, None), (True, True), (False, False), ("a", "a"), (7, 7), (1.5, ["f", "1.5"]), (math.nan, ["f", "nan"]),
+        (2**53 - 1, 2**53 - 1), (2**53, ["i", hex(2**53)]), (1 - 2**53, 1 - 2**53), (-(2**53), ["i", hex(-(2**53))]),
+        (1j, ["c", "1j"]), (b"\x01", ["b", "01"]), (bytearray(b"\x02"), ["b", "02"]), ([1, [2]], ["l", 1, ["l", 2]]),
+        ((1,), ["t", 1]), ({1}, ["s", 1]), (frozenset({1}), ["z", 1]), ({"a": (1,)}, ["d", ["a", ["t", 1]]]),
+        (Counter("aa"), ["d", ["a", 2]]), (signal.SIGINT, 2), (SimpleNamespace(), ["?", "SimpleNamespace"]),
+        (len, ["?", "builtin_function_or_method"]),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_value_is_written_down_as_data_of_pythons_own_types(value: object, written: object) -> None:
+    assert harness.encode(value) == written
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

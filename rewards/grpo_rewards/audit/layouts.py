@@ -114,7 +114,9 @@ def layouts_for(
     layouts.append(Layout("after thinking", ANSWER, opening, reasoning))
     layouts.append(Layout("bare", ANSWER, "", reasoning))
     keys = [word for word in words if re.fullmatch(r"[A-Za-z_]{2,30}", word) and word not in ("content", "role")]
-    layouts += [Layout(f"JSON key {key}", f'{{"{key}": {_NUMBER}}}') for key in keys[:6] if key != "answer"]
+    for key in keys[:6]:
+        if key != "answer":
+            layouts.append(Layout(f"JSON key {key}", f'{{"{key}": {_NUMBER}}}', "", reasoning))
     return layouts
 
 

@@ -249,3 +249,43 @@ def test_a_save_inside_a_generation_batch_is_refused_with_an_interval_that_fits(
             layout.check_saves(config, 8)
     else:
         layout.check_saves(config, 8)
+
+
+def test_a_large_picture_leaves_out_its_middle() -> None:
+    """Eight rows and ranks are shown, the last one among them, and in a cell the first and the last prompt."""
+    layout = geometry(20, per_device_train_batch_size=5, num_generations=1, steps_per_generation=12)
+    lines = [line.split("  ") for line in rendered([layout.picture()]).splitlines()]
+    cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert cells[0] == ["micro-batch", *(f"rank {rank}" for rank in range(6)), "…", "rank 19"]
+    assert [row[0] for row in cells[1:]] == ["0", "1", "2", "3", "4", "5", "…", "11"]
+    assert cells[1][1:3] == ["0×1 … 4×1", "60×1 … 64×1"]
+    assert cells[7] == ["…"] * 9
+    assert cells[8][1::7] == ["55×1 … 59×1", "1195×1 … 1199×1"]
+    nine = geometry(8, per_device_train_batch_size=4, num_generations=2, steps_per_generation=9)
+    shown = rendered([nine.picture()])
+    assert "…" not in shown.splitlines()[0]
+    assert shown.splitlines()[-1].split("  ")[1] == "8"
+    three = geometry(1, per_device_train_batch_size=3, num_generations=1, steps_per_generation=1)
+    assert rendered([three.picture()]).splitlines()[1].endswith("0×1 1×1 2×1")
+    four = geometry(1, per_device_train_batch_size=4, num_generations=1, steps_per_generation=1)
+    assert rendered([four.picture()]).splitlines()[1].endswith("0×1 … 3×1")
+
+
+def test_the_lines_of_a_layout_and_of_an_epoch() -> None:
+    layout = geometry(2, per_device_train_batch_size=6, num_generations=4, steps_per_generation=2, num_iterations=3)
+    assert layout.describe().splitlines() == [
+        "  generation      6 prompts × 4 completions = 24 completions on 2 processes, "
+        "in 2 micro-batches of 6 per process",
+        f"  optimizer step  {12 * layout.gradient_accumulation_steps} completions "
+        f"({3 * layout.gradient_accumulation_steps} prompts); each generation is trained on 3 times",
+        "  groups          whole on each process",
+    ]
+    assert layout.epoch(20, 100) == {
+        "prompts": 20, "generations": 3, "optimizer_steps": -(-18 // layout.gradient_accumulation_steps),
+        "completions": 72, "max_tokens": 7200,
+    }  # fmt: skip
+    assert layout.describe_epoch(20, 1000).startswith("  epoch           20 prompts = 3 generations = ")
+    assert layout.describe_epoch(20, 1000).endswith("optimizer steps (72 completions, at most 72,000 tokens)")
+    layout.check_dataset(6)
+    with pytest.raises(UserError, match="the dataset has 5 prompts and one generation needs 6 "):
+        layout.check_dataset(5)

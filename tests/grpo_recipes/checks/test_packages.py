@@ -135,3 +135,44 @@ def test_a_recipe_with_deepspeed_is_refused_while_a_stale_lock_exists(
     assert train.main(["--config", str(recipe)]) == 2
     assert "remove that file" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_the_trackers_of_other_names_are_the_packages_of_transformers() -> None:
+    """For the tracker `azure_ml`, transformers has the function `is_azureml_available`."""
+    config = SimpleNamespace(use_vllm=False, optim="sgd")
+    for tracker in integration_utils.INTEGRATION_TO_CALLBACK:
+        config.report_to = tracker
+        packages.missing(config)  # raises for a package that transformers has no function for
+    config.report_to = ["tensorbord", "none"]
+    (sentence,) = packages.missing(config)
+    assert "`report_to`" in sentence
+    assert "`tensorboard`" in sentence
+
+
+VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2, "vllm_max_model_length": 100}
+
+
+def test_engines_must_be_shared_evenly() -> None:
+    model = {"model_name_or_path": "nowhere"}
+    config = SimpleNamespace(**VLLM)
+    packages.check_vllm(config, 4, model)
+    with pytest.raises(UserError, match="`vllm_tensor_parallel_size` 2 does not divide the 3 process"):
+        packages.check_vllm(config, 3, model)
+    packages.check_vllm(SimpleNamespace(**{**VLLM, "vllm_mode": "server"}), 3, model)
+    packages.check_vllm(SimpleNamespace(**{**VLLM, "use_vllm": False}), 3, model)
+    packages.check_vllm(config, 4, {**model, "load_in_4bit": True})
+    with pytest.raises(UserError, match="`load_in_8bit` loads a base that vLLM can't hold"):
+        packages.check_vllm(config, 4, {**model, "load_in_8bit": True})
+
+
+def test_a_prompt_and_its_completion_must_fit_into_the_context_of_vllm() -> None:
+    config = SimpleNamespace(**VLLM, max_completion_length=40)
+    packages.check_vllm_lengths(config, 60)
+    with pytest.raises(UserError) as refused:
+        packages.check_vllm_lengths(config, 61)
+    assert str(refused.value) == (
+        "`vllm_max_model_length` is 100, and the longest prompt of 61 tokens with `max_completion_length` 40 needs 101"
+        ": raise the first, or set `dataset.max_prompt_tokens`"
+    )
+    for change in ({"vllm_mode": "server"}, {"use_vllm": False}, {"vllm_max_model_length": None}):
+        packages.check_vllm_lengths(SimpleNamespace(**{**VLLM, "max_completion_length": 40, **change}), 61)

@@ -431,3 +431,69 @@ def test_a_base_in_4_bits_is_as_large_as_published(tmp_path: Path) -> None:
     expected = 0.5625 * linear + 2 * (frozen - linear) + 2 * run.shape.trained
     assert run.parts()["parameters"] == pytest.approx(expected)
     assert expected < 1.3 * GIB
+
+
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused"]
+)
+def test_every_plain_adamw_of_transformers_is_known(optim: str) -> None:
+    share = precision(optim=optim).surviving(initial_weights(0.02))
+    assert share == precision().surviving(initial_weights(0.02))
+    assert share is not None
+    assert 0 < share < 0.1
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (precision(optim="adamw_bf16"), None),
+        (precision(optim="adamw_bf16", deepspeed=True), "remove `optim`"),
+        (precision(optim="adamw_bf16", optim_args="x=1"), "has none, not 'x=1': remove the key"),
+        (precision("float16"), "no gradient scaler works on them"),
+        (precision("float16", deepspeed=True), None),
+        (precision("float32"), None),
+    ],
+)
+def test_what_can_not_be_trained_is_said(made: Precision, words: str | None) -> None:
+    assert made.mistake() is None if words is None else words in (made.mistake() or "")
+
+
+@pytest.mark.parametrize(
+    ("made", "ending"),
+    [
+        (precision("float32"), "from float32 to bfloat16 in place, and most updates would be lost: set it to false, or "
+         "`bf16: false`"),
+        (precision("float32", computed="float16"), "to float16 in place, and most updates would be lost: set it to "
+         "false, or `fp16: false`"),
+        (precision(), None),
+        (precision("float32", deepspeed=True), None),
+    ],
+)  # fmt: skip
+def test_continuous_batching_must_not_cast_the_trained_weights(made: Precision, ending: str | None) -> None:
+    sentence = made.mistake(continuous_batching=True)
+    assert sentence is None if ending is None else str(sentence).endswith(ending)
+
+
+def test_a_warning_begins_below_half_of_an_update() -> None:
+    assert precision().warning(0.5) is precision().warning(None) is None
+    assert precision().warning(0.494) == (
+        "49% of an update survives the rounding of the weights to bfloat16: set `optim: adamw_bf16`, or `dtype: "
+        "float32`, which `bf16: true` still computes in bfloat16 (docs/precision.md)"
+    )
+    assert str(precision(quantised=True).warning(0.1)).endswith("bfloat16: set `optim: adamw_bf16` (docs/precision.md)")
+
+
+@pytest.mark.parametrize(
+    ("made", "share", "kept"),
+    [
+        (precision(), 0.034, "updated in bfloat16 by adamw_torch_fused, computed in bfloat16: 3% of an update at "
+         "learning_rate 5e-06 survives rounding"),
+        (precision(), None, "computed in bfloat16: the share of an update at learning_rate 5e-06 that survives is not "
+         "known for this optimizer"),
+        (precision(optim="adamw_bf16"), 1.0, "updated in float32 by adamw_bf16, computed in bfloat16: no update is "
+         "lost to rounding"),
+    ],
+)  # fmt: skip
+def test_the_line_on_the_precision(made: Precision, share: float | None, kept: str) -> None:
+    assert made.describe(share).startswith("  precision       trained weights stored in bfloat16, updated in ")
+    assert made.describe(share).endswith(kept)

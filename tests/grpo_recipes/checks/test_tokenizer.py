@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import time
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -222,3 +223,168 @@ def test_a_long_value_is_returned_and_the_child_is_gone() -> None:
     assert bounded_call(lambda announce: ["x" * 300_000, os.getpid()], LIMITS)[0] == "x" * 300_000
     assert bounded_call(lambda announce: os.getpid(), LIMITS) != os.getpid()
     assert psutil.Process().children() == before
+
+
+def tried(
+    monkeypatch: pytest.MonkeyPatch, name: str, prompts: list[Any], tokenizer: Any = None, load: Any = None, **more: Any
+) -> list[str]:
+    """Return the stages that a trial announces, called in this process."""
+    stages: list[str] = []
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    template_kwargs, template = more.get("template_kwargs", {}), more.get("template")
+    tokenizer_checks._try(stages.append, name, tokenizer, load, prompts, template_kwargs, template)
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false", "threads do not survive a fork"
+    return stages
+
+
+def test_a_trial_announces_each_file_before_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tokenizer(tmp_path / "model")
+    made = AutoTokenizer.from_pretrained(folder)
+    file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
+    rendering = f"rendering 4 prompts with its chat template ({template})"
+    loading, encoding = f"loading its tokenizer ({file})", f"encoding 4 prompts with its tokenizer ({file})"
+    assert tried(monkeypatch, str(folder), PROMPTS, made) == [loading, rendering, encoding]
+    assert tried(monkeypatch, str(folder), ["text"] * 4, made) == [loading, encoding]
+    own = tmp_path / "own.jinja"
+    assert tried(monkeypatch, str(folder), PROMPTS, made, template=own)[1].endswith(f"template ({own})")
+    template.unlink()
+    (folder / "tokenizer_config.json").touch()
+    assert tried(monkeypatch, str(folder), PROMPTS, made)[1].endswith(f"({folder / 'tokenizer_config.json'})")
+    assert tried(monkeypatch, "org/model", PROMPTS, made) == [
+        "loading its tokenizer (org/model)",
+        "rendering 4 prompts with its chat template (org/model)",
+        "encoding 4 prompts with its tokenizer (org/model)",
+    ]
+    assert tried(monkeypatch, "org/model", [], made)[-1] == "encoding 0 prompts with its tokenizer (org/model)"
+
+
+def test_what_the_parent_reports_better_ends_a_trial_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> Any:
+        raise LookupError("no such model")
+
+    assert tried(monkeypatch, "m", PROMPTS, load=fails) == ["loading its tokenizer (m)"]
+    assert tried(monkeypatch, "m", PROMPTS, tiny.byte_tokenizer()) == ["loading its tokenizer (m)"], "no chat template"
+
+
+@pytest.mark.parametrize(("cause", "context"), [(True, False), (False, True), (False, False)])
+def test_want_of_memory_is_found_behind_the_error_of_a_loader(
+    cause: bool, context: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outer, inner = LookupError("the model can't be loaded"), OSError("unreadable")
+    inner.__context__ = MemoryError() if cause or context else None
+    outer.__cause__, outer.__context__ = (inner, None) if cause else (None, inner)
+    assert tokenizer_checks._is_out_of_memory(outer) == (cause or context)
+
+    def load() -> Any:
+        raise outer
+
+    if cause or context:
+        with pytest.raises(MemoryError):
+            tried(monkeypatch, "m", PROMPTS, load=load)
+    else:
+        assert len(tried(monkeypatch, "m", PROMPTS, load=load)) == 1
+    assert not tokenizer_checks._is_out_of_memory(None)
+
+
+def test_a_tokenizer_without_a_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Empty:
+        chat_template, all_special_tokens = "x", ("<s>", "</s>")
+
+        def __init__(self, length: int, ids: list[int]) -> None:
+            self.length, self.ids = length, ids
+
+        def __len__(self) -> int:
+            return self.length
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            assert add_special_tokens, "a prompt of text gets the special tokens"
+            return {"input_ids": self.ids}
+
+    with pytest.raises(CallStopped, match="gives no token"):
+        tried(monkeypatch, "m", ["a", "b"], Empty(2, []))
+    assert len(tried(monkeypatch, "m", ["a", "b"], Empty(3, []))) == 2, "its tokens are just not of these texts"
+    assert len(tried(monkeypatch, "m", ["a", "b"], Empty(2, [5]))) == 2
+
+
+@pytest.mark.parametrize(("over", "is_refused"), [(-0.001, False), (0.001, True)])
+def test_a_slow_function_is_timed_at_its_second_round(
+    over: float, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A value may take a fixed time, and a time for each of its characters."""
+    clock, calls = [0.0], []
+    values = ["a" * 1000, "b" * 3000]
+    allowed = 2 * tokenizer_checks.SECONDS_PER_PROMPT + 4000 / tokenizer_checks.CHARACTERS_PER_SECOND
+
+    def function(value: str) -> int:
+        calls.append(value)
+        clock[0] += 100.0 if len(calls) <= 2 else (allowed + over) / 2
+        return len(value)
+
+    monkeypatch.setattr(tokenizer_checks.time, "process_time", lambda: clock[0])
+    if is_refused:
+        with pytest.raises(CallStopped) as stopped:
+            tokenizer_checks._results(function, values)
+        assert (stopped.value.stage, stopped.value.reason) == ("", f"takes {(allowed + over) / 2:.2g} s for each")
+    else:
+        assert tokenizer_checks._results(function, values) == [1000, 3000]
+    assert calls == values * 2
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (24, "takes more than 3 s"),
+        (9, "ends its process (SIGKILL), as for want of memory"),
+        (6, "ends its process (SIGABRT), as for want of memory"),
+        (7 << 8, "ends its process (code 7), as for want of memory"),
+        (0, "ends its process (code 0), as for want of memory"),
+    ],
+)
+def test_the_end_of_a_child_has_a_reason(status: int, reason: str) -> None:
+    assert bounded_child._reason_of_end(status, Limits(3.0, 4.0, 1)) == reason
+
+
+@pytest.mark.parametrize(
+    ("function", "stage", "reason"),
+    [
+        (lambda announce: [][1], "", "fails (IndexError: list index out of range)"),
+        (lambda announce: (announce("a"), announce("b"), bytes(1 << 40)), "b", "needs more than 0.25 GiB of memory"),
+        (
+            lambda announce: bounded_child.signal.raise_signal(15),
+            "",
+            "ends its process (SIGTERM), as for want of memory",
+        ),
+        (lambda announce: os._exit(3), "", "ends its process (code 3), as for want of memory"),
+    ],
+)
+def test_a_child_that_fails_gives_its_stage_and_a_reason(function: Any, stage: str, reason: str) -> None:
+    with pytest.raises(CallStopped) as stopped:
+        bounded_call(function, LIMITS)
+    assert (stopped.value.stage, stopped.value.reason) == (stage, reason)
+    assert str(stopped.value) == f"{stage} {reason}".strip()
+
+
+def test_a_child_is_silent_and_leaves_ctrl_c_to_its_parent(capfd: pytest.CaptureFixture[str]) -> None:
+    def look(announce: Any) -> Any:
+        os.write(1, b"from the child")
+        os.system("echo from its shell; echo and errors >&2")
+        signal, core = bounded_child.signal, resource.getrlimit(resource.RLIMIT_CORE)
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        signal.raise_signal(signal.SIGINT)
+        return [[int(handler) for handler in handlers], list(core), os.read(0, 1).decode()]
+
+    assert bounded_call(look, LIMITS) == [[1, 0, 0], [0, 0], ""]
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+
+
+def test_a_system_without_a_process_left_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    def fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(bounded_child.os, "fork", fork)
+    with pytest.raises(UserError, match=r"no process can be started \(Resource temporarily unavailable\): end some"):
+        bounded_call(lambda announce: 1, LIMITS)
+    assert len(os.listdir("/proc/self/fd")) == before

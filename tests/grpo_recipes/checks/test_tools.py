@@ -271,6 +271,14 @@ CASES: list[Case] = [
         files={"train.jsonl": with_environment("game")},
         max_tool_calling_iterations=None,
     ),
+    refused(
+        "the column 'environment' has 'xyz', which `environment_factory` does not name: its names are game",
+        environment_factory=ROUTED,
+        files={"train.jsonl": with_environment("game", "xyz")},
+    ),
+    refused("my_envs.NoTool has no public method", environment_factory={"game": "my_envs.Game", "b": "my_envs.NoTool"}),
+    refused("`tools`: my_tools has no `ad`: did you mean `add`?", tools=["my_tools.add", "my_tools.ad"]),
+    refused("has no `_secret`: correct it", tools=["my_tools._secret"]),
     # Chat template.
     refused("its chat template renders no tool calls and results", tools=["my_tools.add"]),
     refused(

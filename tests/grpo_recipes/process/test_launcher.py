@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import torch
 
 from grpo_recipes import cli
 from grpo_recipes.checks.checks import choose_layout
-from grpo_recipes.process import launcher
+from grpo_recipes.process import faults, launcher
 from grpo_recipes.process.launcher import Layout
 from grpo_recipes.recipe.recipe import RecipeError, find_file
 from tests.support import launching
@@ -278,3 +278,57 @@ def test_processes_that_leave_no_line_get_one_with_the_way_to_resume(
     assert line.startswith(begins)
     assert line.endswith(": HINT")
     assert status == exit_code
+
+
+@pytest.mark.parametrize(
+    ("left", "ended", "code", "line"),
+    [
+        (None, (0, None), 0, None),
+        (None, (0, signal.SIGTERM), 0, None),
+        (None, (-9, None), 1, "error: the training processes ended with code -9 and without an error"),
+        (None, (1, signal.SIGINT), 130, "stopped by Ctrl-C: resume like this"),
+        (("error: a reward raised", 1), (1, None), 1, "error: a reward raised"),
+        (("error: the recipe is wrong", 2), (1, None), 2, "error: the recipe is wrong"),
+        (("stopped by SIGTERM", 0), (0, signal.SIGTERM), 0, "stopped by SIGTERM"),
+    ],
+)
+def test_a_launch_ends_with_the_line_and_the_code_of_its_processes(
+    left: tuple[str, int] | None,
+    ended: tuple[int, signal.Signals | None],
+    code: int,
+    line: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The processes leave their last line in the file that an environment variable names."""
+    commands: list[Sequence[str]] = []
+
+    def run(command: Sequence[str], environment: dict[str, str]) -> tuple[int, signal.Signals | None]:
+        commands.append(command)
+        if left is not None:
+            with monkeypatch.context() as patch:
+                patch.setenv(faults.LAST_LINE_VARIABLE, environment[faults.LAST_LINE_VARIABLE])
+                assert faults.print_last_line(*left) == left[1]
+        return ended
+
+    monkeypatch.setattr(launcher, "_run", run)
+    layout = Layout(find_file("accelerate_configs", "cpu"), 1)
+    assert launcher.launch(layout, ["--config", "r.yaml"], lambda: "resume like this") == code
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("\n")) == ("", 0 if line is None else 1)
+    assert said.err.startswith(line or "")
+    assert commands == [layout.command(["--config", "r.yaml"])]
+
+
+@pytest.mark.parametrize(
+    ("machines", "processes", "has_port"), [(1, 1, False), (1, 2, True), (2, 2, False), (None, 2, True)]
+)
+def test_runs_on_one_machine_choose_a_free_port(
+    machines: int | None, processes: int, has_port: bool, tmp_path: Path
+) -> None:
+    """Several machines meet at the port of their configuration."""
+    file = tmp_path / "own.yaml"
+    file.write_text(f"num_processes: {processes}\n" + (f"num_machines: {machines}\n" if machines else ""))
+    command = Layout(file, processes).command([])
+    assert command[command.index("--num_processes") + 1] == str(processes)
+    assert ("--main_process_port" in command) == has_port

@@ -256,6 +256,18 @@ def test_an_abandoned_call_that_ends_is_no_longer_counted_and_its_result_is_drop
     assert only(runner.run([[call(add, a=1, b=2)]])).content == "3"
 
 
+@pytest.mark.parametrize(
+    ("count", "sentence"), [(1, "1 abandoned call of tools still runs"), (2, "2 abandoned calls of tools still run")]
+)
+def test_the_end_of_a_run_tells_how_many_calls_still_run(said: list[str], count: int, sentence: str) -> None:
+    go_on = threading.Event()
+    runner = ToolRunner(ToolLimits(seconds=0.05, result_tokens=TOKENS), cut, said.append)
+    runner.run([[call(go_on.wait)]] * count)
+    runner.close()
+    go_on.set()
+    assert said[1:] == [sentence]
+
+
 def test_an_async_tool_that_blocks_its_loop_harms_no_later_call(runner: ToolRunner) -> None:
     assert only(runner.run([[call(block_the_loop)]])).timed_out
     assert only(runner.run([[call(add_later, a=1, b=2)]])).content == "3"
@@ -520,6 +532,38 @@ def test_texts_of_blocks_are_cut_together_and_images_stay(runner: ToolRunner) ->
     assert len(text["text"].split(" ")) == TOKENS
 
 
+@pytest.mark.parametrize(
+    ("texts", "kept"),
+    [
+        (["a" * 4, "b" * 5, "c" * 2], ["aaaa", "bbbbb", "c"]),
+        (["a" * 12, "b"], ["a" * 10, ""]),
+        (["\x00", "b" * 9, "c"], ["\\x00", "b" * 6, ""]),
+    ],
+)
+def test_the_texts_of_blocks_share_one_limit_of_characters(texts: list[str], kept: list[str]) -> None:
+    """Escapes count as they are written, so that no block makes room for more."""
+    blocks = [{"type": "text", "text": text} for text in texts]
+    assert bounded._content(blocks, 10) == [{"type": "text", "text": text} for text in kept]
+    assert [block["text"] for block in blocks] == texts, "the tool's own list is left as it was"
+
+
+def test_a_list_has_at_most_64_blocks() -> None:
+    block = {"type": "text", "text": "x"}
+    assert bounded._content([block] * 64, 9999) == [block] * 64
+    assert bounded._content([block] * 65, 9999) == str([block] * 65)
+
+
+def test_one_text_stands_in_place_of_the_texts_that_are_cut(runner: ToolRunner) -> None:
+    image, other = {"type": "image", "image": 1}, {"type": "image", "image": 2}
+    words = {"type": "text", "text": "word " * 15}
+
+    def give() -> Any:
+        return [image, words, other, words]
+
+    expected = " ".join(["word"] * 15 + ["\nword"] + ["word"] * 4)
+    assert only(runner.run([[call(give)]])).content == [image, {"type": "text", "text": expected}, other]
+
+
 def test_a_number_with_more_digits_than_python_writes_is_a_fault(runner: ToolRunner) -> None:
     def power() -> int:
         return 10**5000
@@ -664,6 +708,17 @@ def test_half_the_calls_may_fail_and_old_calls_are_forgotten() -> None:
     assert window.reason_to_stop().startswith("50.5% of the last 200 calls of tools failed, most of them of `b`")
     window.add([[("a", "")] * 200])
     assert window.share == 0
+
+
+def test_the_tool_that_failed_most_is_named_with_its_own_last_error() -> None:
+    window = FailureWindow(0.25)
+    window.add([[("rare", "E: 1"), ("often", "E: 2"), ("often", "E: 3"), ("rare", ""), ("often", "")] * 20])
+    window.add([[("rare", "E: 4")]])
+    assert window.share == 61 / 101
+    assert window.reason_to_stop() == (
+        "60.4% of the last 101 calls of tools failed, most of them of `often` (last error: E: 3): correct the tool, or "
+        "raise `tool_limits.failures`, which is 0.25"
+    )
 
 
 def test_all_faults_are_allowed_with_a_share_of_1_and_none_with_0() -> None:

@@ -73,6 +73,10 @@ def test_an_expression_has_at_most_200_characters() -> None:
         ("x = 1", "[no output: print the result]"),
         ("print(1); raise ValueError('no')", "1\n[failed: ValueError: no]"),
         ("import sys; sys.exit(3)", "[failed: exit code 3]"),
+        (
+            "import os; os.write(1, b'a\\xff'); os.write(2, b'x\\nno \\xff\\n'); os._exit(1)",
+            "a\ufffd[failed: no \ufffd]",
+        ),
         ("print('x' * 5000)", "x" * 4096 + "[stopped: too much output]"),
     ],
 )

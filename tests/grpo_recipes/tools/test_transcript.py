@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.tools.loop import ToolLoop
+from grpo_recipes.tools.transcript import Proof, Transcript, Turns
 from tests.support import tool_rollouts
 from tests.support.grids import only
 from tests.support.tool_rollouts import ADD, GROUP, REPEAT
@@ -608,6 +610,196 @@ def test_a_fault_in_the_rows_of_training_is_named(
     scripted._regroup, scripted._buffered_inputs = faulty, None
     with pytest.raises(NotThePolicy, match=f"is trained on otherwise than it was generated: .*{named}"):
         scripted._prepare_inputs(copy.deepcopy(CASES))
+
+
+# Rows whose tokens are letters, with a call of one letter, a result in brackets and "." as the end of a turn
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(map(ord, text))
+
+
+def proof(turns: dict[str, list[str]], longest: int = 30, **settings: Any) -> Proof:
+    """Return the proof of rows of letters whose turns were sampled in these contexts, those of a prompt "p" first."""
+    recorded = Turns()
+    for context, sampled in turns.items():
+        recorded.record([ids_of(context)] * len(sampled), [ids_of(text) for text in sampled])
+
+    def text(ids: Any) -> str:
+        return "".join(map(chr, ids))
+
+    return Proof(
+        recorded,
+        longest,
+        decode=text,
+        parse=lambda ids, prefix, tools: {"role": "assistant", "content": text(ids)},
+        render=lambda messages: [*ids_of("".join(f"<{message['content']}>" for message in messages))],
+        render_prompt=lambda messages, tools: [*ids_of(messages[0]["content"])],
+        ends=lambda ids: ids[-1:] == [ord(".")],
+        **settings,
+    )
+
+
+def lettered(completion: str, prompt: str = "p", number: int = 0, messages: Any = None) -> Transcript:
+    """Return a row. The letters of a result are not sampled."""
+    mask = [1 - (completion.count("<", 0, n + 1) > completion.count(">", 0, n)) for n in range(len(completion))]
+    return Transcript(number, ids_of(prompt), ids_of(completion), mask, messages)
+
+
+TWO_TURNS = {"p": ["ab."], "pab.<3>": ["cd.", "xyz."]}
+LONG = "".join(map(chr, range(48, 89)))
+
+
+@pytest.mark.parametrize(
+    ("turns", "longest", "completion", "fault"),
+    [
+        (TWO_TURNS, 30, "ab.<3>cd.", None),
+        (TWO_TURNS, 30, "ab.<3>xyz.", None),
+        (TWO_TURNS, 8, "ab.<3>cd", None),
+        (TWO_TURNS, 6, "ab.<3>", None),
+        (TWO_TURNS, 2, "ab", None),
+        (TWO_TURNS, 9, "ab.<3>cd", "token 8: the end token that was sampled here is missing"),
+        (TWO_TURNS, 8, "ab.<3>cX", "token 7: 'X' stands where 'd.' was sampled"),
+        (TWO_TURNS, 30, "ab.<3>cX.", "token 7: 'X' stands where 'd' was sampled"),
+        (TWO_TURNS, 30, "ab.<3>xyX.", "token 8: 'X' stands where 'z' was sampled"),
+        (TWO_TURNS, 30, "ab.<3>cdd.", "token 8: 1 token was not sampled: 'd'"),
+        (TWO_TURNS, 30, "ab.<3>xz.", "token 7: 1 token that was sampled here is missing: 'y'"),
+        (TWO_TURNS, 30, "ab.<3>x.", "token 7: 2 tokens that were sampled here are missing: 'yz'"),
+        (TWO_TURNS, 30, "ab.<3>ab.", "token 6: these tokens were sampled for another row or turn"),
+        (TWO_TURNS, 30, "ab.<3>", "token 6: the turn that was sampled after this tool result is missing"),
+        (
+            TWO_TURNS, 30, "ab.<4>cd.",
+            "token 4: these tokens were not sampled: the generator was never given the tokens before them "
+            "('4' stands where '3' was given to the generator)",
+        ),
+        ({"p": ["ab"], "pab<3>": ["c."]}, 30, "ab<3>c.", "token 2: a tool result follows a turn without its end token"),
+        ({"p": [LONG[:40] + "."]}, 60, ".", f"token 0: 40 tokens that were sampled here are missing: '{LONG[:40]}'"),
+        ({"p": [LONG + "."]}, 60, ".", f"token 0: 41 tokens that were sampled here are missing: '{LONG[:40]}...'"),
+        ({"p": ["a.", "b."]}, 30, "b.", "token 0: these tokens were sampled for row 1"),
+        ({"q": ["ab."]}, 30, "ab.", "token 0: the row has another prompt than was given to the generator"),
+        (
+            {"q": ["x."], "p": ["ab."]}, 30, "ab.",
+            "token 0: the row has another prompt than was given to the generator",
+        ),
+    ],
+)  # fmt: skip
+def test_the_tokens_of_a_row_are_those_that_were_sampled(
+    turns: dict[str, list[str]], longest: int, completion: str, fault: str | None
+) -> None:
+    found = proof(turns, longest)(lettered(completion), with_messages=False)
+    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+
+
+def test_the_prompt_of_another_row_is_named_with_its_row() -> None:
+    turns = Turns()
+    turns.record([ids_of("p"), ids_of("q")], [ids_of("a."), ids_of("b.")])
+    swapped = replace(proof({}), turns=turns)(lettered("b.", "q"), with_messages=False)
+    assert str(swapped) == "row 0, token 0: the row has another prompt than was given to the generator, that of row 1"
+
+
+ONE_TURN = {"p": ["ab.", "ab."]}
+
+
+@pytest.mark.parametrize(
+    ("turns", "completions", "fault"),
+    [
+        (ONE_TURN, ["ab.", "ab."], None),
+        (ONE_TURN, ["ab.", "ab.", "ab."], "row 2, token 0: this turn was sampled for another row"),
+        ({**ONE_TURN, "pab.<3>": ["cd."]}, ["ab.<3>cd.", "ab."], None),
+        (
+            {**ONE_TURN, "pab.<3>": ["cd."]}, ["ab.", "ab."],
+            "row 0, token 3: the tool result and the turn that was sampled after it are missing",
+        ),
+    ],
+)  # fmt: skip
+def test_a_turn_stands_in_as_many_rows_as_it_was_sampled_for(
+    turns: dict[str, list[str]], completions: list[str], fault: str | None
+) -> None:
+    rows = [lettered(text, number=number) for number, text in enumerate(completions)]
+    found = proof(turns).count(rows)
+    assert (None if found is None else str(found)) == fault
+    assert proof(turns, in_order=False).count(rows) is None, "rows of a `rollout_func` may share a turn"
+
+
+@pytest.mark.parametrize(
+    ("turns", "completion", "is_covered"),
+    [
+        ({"p": ["ab."]}, "ab.", True),
+        ({"p": ["ab."]}, "ab.<3>", True),
+        ({"p": ["ab."]}, "ab.<3>cd.", False),
+        ({"p": ["ab."], "pab.<3>": ["cd."]}, "ab.<3>cd.", True),
+        ({"p": ["ab."], "qab.<3>": ["cd."]}, "ab.<3>cd.", False),
+        ({"q": ["ab."]}, "ab.", False),
+        ({"q": ["ab."]}, "<3>", True),
+        ({"q": ["ab."]}, "", True),
+        ({"pp": ["cd."]}, "<3>cd.", True),
+    ],
+)
+def test_a_row_is_checked_if_its_turns_were_recorded(
+    turns: dict[str, list[str]], completion: str, is_covered: bool
+) -> None:
+    assert proof(turns, in_order=False).covers(lettered(completion)) == is_covered
+    assert proof(turns).covers(lettered(completion)), "a trainer's own turns are always recorded"
+    assert not proof({}).covers(lettered(completion))
+
+
+def said_by(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+FIRST, RESULT, SECOND = said_by("assistant", "ab."), said_by("tool", "3"), said_by("assistant", "cd.")
+
+
+@pytest.mark.parametrize(
+    ("messages", "with_messages", "fault"),
+    [
+        ([FIRST, RESULT, SECOND], True, None),
+        ([FIRST, said_by("tool", "4"), SECOND], False, None),
+        (
+            [FIRST, said_by("tool", "4"), SECOND], True,
+            "token 4: the tool result is not the template's rendering of its messages: '3' stands where '4' was "
+            "rendered",
+        ),
+        (
+            [FIRST, said_by("tool", "34"), SECOND], True,
+            "token 5: the tool result is not the template's rendering of its messages: 1 token that was rendered here "
+            "is missing: '4'",
+        ),
+        (
+            [FIRST, said_by("tool", ""), SECOND], True,
+            "token 4: the tool result is not the template's rendering of its messages: 1 token was not rendered: '3'",
+        ),
+        (
+            [FIRST, RESULT, said_by("assistant", "cd")], True,
+            "token 6: the assistant's message is not what these tokens parse to",
+        ),
+        ([FIRST, RESULT], False, "token 6: no message of the role 'assistant' belongs to these sampled tokens"),
+        ([FIRST], False, "token 3: no message of the role 'tool' belongs to these tokens of tool results"),
+        ([FIRST, RESULT, SECOND, RESULT], False, "token 9: a message of the role 'tool' has no tokens"),
+        ([FIRST, RESULT, SECOND, SECOND], False, "token 6: 2 messages of the assistant belong to one turn"),
+    ],
+)  # fmt: skip
+def test_the_messages_of_a_row_are_what_its_tokens_say(
+    messages: list[dict[str, str]], with_messages: bool, fault: str | None
+) -> None:
+    found = proof(TWO_TURNS)(lettered("ab.<3>cd.", messages=messages), with_messages)
+    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+
+
+@pytest.mark.parametrize(
+    ("completion", "fault"),
+    [
+        ("ab.cd.", None),
+        ("ab", None),
+        ("ab.c<3>x", None),
+        ("ab.X", "token 3: 'X' stands where 'cd.' was sampled"),
+        ("aX", "token 1: 'X' stands where 'b.' was sampled"),
+    ],
+)
+def test_a_rollout_function_may_join_and_cut_its_turns(completion: str, fault: str | None) -> None:
+    turns = {"p": ["ab."], "pab.": ["cd."], "pab.c<3>": ["xyz."]}
+    found = proof(turns, in_order=False)(lettered(completion), with_messages=False)
+    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
 
 
 Rollout = dict[str, list[list[int]]]

@@ -1,0 +1,662 @@
+"""Parts of an audit on their own: what each wrong completion says, the layouts, the questions, and the report."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from grpo_rewards.audit.audit import (
+    Audit,
+    Auditor,
+    Kind,
+    Lazy,
+    Paid,
+    Setting,
+    Total,
+    Verdict,
+    paid_share,
+    subjects,
+)
+from grpo_rewards.audit.calls import Caller, Failure, missing_columns
+from grpo_rewards.audit.contract import Broken, contract
+from grpo_rewards.audit.layouts import Layout, layouts_for, source_texts
+from grpo_rewards.audit.questions import prompt_text, question_of
+from grpo_rewards.audit.report import print_audit
+from grpo_rewards.audit.run import audit_rows
+from grpo_rewards.audit.wrong_completions import THOUGHT, Case, shuffled, wrong_completions
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import build_rewards
+
+BRACKETS = Layout("brackets", "[{answer}]")
+
+
+def question(gold, number=1, **columns):
+    return question_of(number, {"answer": gold, **columns}, "answer", None)
+
+
+def case(gold, others=(), way="answer", layout=BRACKETS, words=(), **columns):
+    asked = question(gold, **columns)
+    return Case(asked, layout, asked.answers()[way], way, list(others), list(words))
+
+
+def values(kind, *arguments, **options):
+    """Return what stands in the brackets of the completions of one kind."""
+    texts = wrong_completions(case(*arguments, **options), kind)
+    assert all(text.startswith("[") and text.endswith("]") for text in texts)
+    return [text[1:-1] for text in texts]
+
+
+CITIES = {"choices": ["Paris", "Rome", "Oslo"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "gold", "expected"),
+    [
+        ("off by one", "18", ["19", "17"]),
+        ("off by one", "-2.5", ["-1.5", "-3.5"]),
+        ("off by one", "1/3", ["4/3", "-2/3"]),
+        ("off by one", "Rome", []),
+        ("off by less than one", "18", ["18.4", "17.6", "18.9"]),
+        ("off by less than one", "0.05", ["0.45", "-0.35", "0.95"]),
+        ("ten times, or a tenth", "18", ["180", "18000", "1.8"]),
+        ("ten times, or a tenth", "-0.5", ["-5", "-500", "-0.05"]),
+        ("ten times, or a tenth", "0", []),
+        ("negated", "18", ["-18"]),
+        ("negated", "-2.5", ["2.5"]),
+        ("negated", "0", []),
+        ("rounded", "1365", ["1360", "1400"]),
+        ("rounded", "2.75", ["3", "0"]),
+        ("rounded", "Rome", []),
+        ("inside a longer value", "18", ["187", "718", "3184", "0.181"]),
+        ("inside a longer value", "-18", ["-187", "-718", "-3184", "-0.181"]),
+        ("inside a longer value", "Rome", ["Romeuzz", "unRome", "Rome and everything else", "neither Rome nor"]),
+        ("inside a longer value", "x^2+1", ["x^2+1+1", "1+x^2+1", "x^2+1-7"]),
+        ("inside a longer value", "x<2", []),
+        ("cut short", "123", ["12", "23", "1", "3"]),
+        ("cut short", "Rome", ["Rom", "ome", "R", "e"]),
+        ("cut short", "7", []),
+        ("cut short", "x^2+1", []),
+        ("digits or letters in another order", "123", ["321", "231", "213"]),
+        ("digits or letters in another order", "1123", ["3211", "1231", "1213"]),
+        ("digits or letters in another order", "7", []),
+        ("digits apart", "1365", ["1 3 6 5", "1, 3, 6, 5", "1.365"]),
+        ("digits apart", "7", []),
+        ("digits apart", "Rome", []),
+        ("one part changed", "18", ["19"]),
+        ("one part changed", "139", ["130"]),
+        ("one part changed", "2.5", ["2.6"]),
+        ("one part changed", "x^2+1", ["x^2+2", "x^2-1"]),
+        ("one part changed", "New York City", ["New York else", "other York City"]),
+        ("one part changed", {"a": 1, "b": "x"},
+         ['{"a": "something else", "b": "x"}', '{"b": "x"}', '{"a": 1, "b": "something else"}', '{"a": 1}']),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_changed_in_the_way_that_its_kind_names(kind, gold, expected):
+    assert values(kind, gold) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "expected"),
+    [
+        ("another option", "letter", ["A", "C"]),
+        ("another option", "text", ["Paris", "Oslo"]),
+        ("one part changed", "text", ["Paris", "Oslo"]),
+        ("inside a longer value", "letter", ["BUZZ", "XYB", "buzz", "BB"]),
+        ("inside a longer value", "text", ["Romeuzz", "unRome", "Rome and everything else", "neither Rome nor"]),
+        ("cut short", "letter", []),
+        ("cut short", "text", ["Rom", "ome", "R", "e"]),
+        ("letter and text that disagree", "letter", ["B) Paris", "A) Rome", "B) Oslo", "C) Rome"]),
+    ],
+)
+def test_a_wrong_choice_is_made_of_the_choices(kind, way, expected):
+    assert values(kind, "B", way=way, **CITIES) == expected
+
+
+def test_every_option_is_listed_in_each_order_and_as_a_sentence():
+    found = wrong_completions(case("B", way="letter", **CITIES), "every option")
+    assert found == ["[A, C, B]", "[B, C, A]", "[A, B, C]", "A or C or B"]
+    assert wrong_completions(case("18"), "every option") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("gold of another row", ["[7]", "[42]", "[5]"]),
+        ("either-or", ["[18 or 7]", "[7 or 18]", "[7 and 18]", "[18, 7]", "The answer is either 7 or 18."]),
+        ("several answers, the last wrong", ["[18]\n[7]", "[7]\n[18]\n[7]"]),
+        ("gold before a wrong answer", ["18\n[7]", "It might be 18.\n[7]"]),
+        (
+            "every gold in a list",
+            ["[7, 42, 5, 3, 18]", "7\n42\n5\n3\n18", "[18, 7, 42, 5, 3]", "18\n7\n42\n5\n3", "[15, 16, 17, 18]",
+             "15\n16\n17\n18", "[18, 19, 20, 21]", "18\n19\n20\n21"],
+        ),
+        (
+            "gold in the thinking only",
+            ["<think>\nThe answer is 18.\n</think>", "<think>\n[18]\n</think>",
+             "<think>\nThe answer is 18.\n18\n</think>\n[7]"],
+        ),
+        ("unclosed tag", ["<think>\n[18]"]),
+        (
+            "denied",
+            ["[not 18]", "[18 is wrong]", "[18? No]", "[definitely not 18]", "The answer is not 18.",
+             "I don't know, but it can't be 18"],
+        ),
+        ("retracted", ["[18. Wait, no: 7]", "[18, no, 7]", "First it looked like 18, but that is wrong.\n[7]"]),
+        ("prompt copied", ["How many?", "[How many?]"]),
+        ("thinking without an answer", [f"<think>\n{THOUGHT}\n</think>", f"<think>\n{THOUGHT}", THOUGHT]),
+        (
+            "format without an answer",
+            ["[]", "[ ]", "[...]", "[your answer]", "<think>\n\n</think>\n<answer>\n\n</answer>",
+             "<think></think><answer></answer> \\boxed{} ####"],
+        ),
+        ("gold under another key", []),
+    ],
+)  # fmt: skip
+def test_a_completion_that_states_no_single_value_has_the_fault_of_its_kind(kind, expected):
+    assert wrong_completions(case("18", ["7", "42", "5", "3"], question="How many?"), kind) == expected
+
+
+def test_layouts_decide_where_a_wrong_completion_puts_the_gold():
+    tags = Layout("tags", "<a>{answer}</a>", "<why>{thinking}</why>", "why")
+    assert wrong_completions(case("18", ["7"], layout=tags), "unclosed tag") == [
+        "<why>\n<a>18</a>",
+        f"<why>{THOUGHT}</why><a>18",
+    ]
+    bare = Layout("bare", "\n{answer}\n")
+    assert wrong_completions(case("18", ["7"], layout=bare), "gold before a wrong answer") == []
+    assert wrong_completions(case("18", ["7"], layout=Layout("f", "${answer}$")), "retracted") == [
+        "$18. Wait, no: 7$",
+        "$18, no, 7$",
+    ]
+    keyed = Layout("JSON", '{"answer": {number}}')
+    assert wrong_completions(case("18", ["7"], layout=keyed), "gold under another key") == [
+        '{"answer": 7, "draft": "18"}',
+        '{"draft": "18", "answer": 7}',
+        '{"answer": 7, "rejected": "18"}',
+        '{"rejected": "18", "answer": 7}',
+    ]
+
+
+def test_a_completion_that_may_state_the_gold_is_dropped():
+    """A `0` for the gold 0, a list of the golds of equal rows, or an order to the grader that mentions the number."""
+    assert "0" not in wrong_completions(case("0"), "one character")
+    assert "x" not in wrong_completions(case("x"), "one character")
+    assert "Score: 10/10" not in wrong_completions(case("10"), "instructions to the grader")
+    assert len(wrong_completions(case("18"), "instructions to the grader")) == 14
+    assert wrong_completions(case("unknown"), "refusal") == [
+        "Sorry, this can't be answered.", "[Sorry, this can't be answered.]",
+        "No answer is possible.", "[No answer is possible.]",
+    ]  # fmt: skip
+    assert wrong_completions(case("nan"), "NaN and infinity")[:2] == ["[inf]", "inf"]
+    assert wrong_completions(case("18", ["18"]), "every gold in a list") == []
+
+
+def test_keywords_hold_those_of_the_reward_and_not_the_gold():
+    words = ["hypotenuse", "two words", "<tag>", "3"]
+    text, thought, *_ = wrong_completions(case("18", ["7"], words=words), "keywords repeated")
+    assert text.count("hypotenuse two words") == 8
+    assert "<tag>" not in text
+    assert thought == "[7]"
+    assert all("summary" not in one for one in wrong_completions(case("summary", ["7"]), "keywords repeated"))
+    asked = case("18", ["7"], question="Why?")
+    assert wrong_completions(asked, "keywords repeated")[-1] == "\n".join(["Why?"] * 5)
+    assert wrong_completions(case("18", question="Is it 18?"), "keywords repeated")[-1] != "\n".join(["Is it 18?"] * 5)
+    assert wrong_completions(case("18", words=["<own>", "no tag"]), "marks of every format")[0].endswith("```<own>")
+
+
+@pytest.mark.parametrize(
+    ("gold", "others", "other"),
+    [("18", ["7", "8"], "7"), ("18", [], "19"), ("New York", [], "New else"), ({}, [], "something else")],
+)
+def test_the_answer_of_another_row_stands_for_a_wrong_one(gold, others, other):
+    assert case(gold, others).other == other
+
+
+def test_different_values_are_shuffled_by_the_seed():
+    found = shuffled(["a", "b", "a", "c", "d", "e"], 3)
+    assert sorted(found) == ["a", "b", "c", "d", "e"]
+    assert found == shuffled(["a", "b", "a", "c", "d", "e"], 3)
+    assert len({tuple(shuffled("abcde", seed)) for seed in range(9)}) > 4
+
+
+# Layouts
+
+
+@pytest.mark.parametrize(
+    ("slot", "answer", "placed", "closing", "unclosed"),
+    [
+        ("<a>{answer}</a>", "7", "<a>7</a>", "</a>", "<a>7"),
+        ("\\boxed{{answer}}", "7", "\\boxed{7}", "}", "\\boxed{7"),
+        ("```\n{answer}\n```", "7", "```\n7\n```", "```", "```\n7"),
+        ("The answer is {answer}.", "7", "The answer is 7.", "", "The answer is 7."),
+        ("\n{answer} \n", "7", "\n7 \n", "", "\n7"),
+        ('{"a": {number}}', "7", '{"a": 7}', "", '{"a": 7}'),
+        ('{"a": {number}}', "-0.5", '{"a": -0.5}', "", '{"a": -0.5}'),
+        ('{"a": {number}}', "007", '{"a": "007"}', "", '{"a": "007"}'),
+        ('{"a": {number}}', "1,000", '{"a": "1,000"}', "", '{"a": "1,000"}'),
+        ('{"a": {value}}', "7", '{"a": "7"}', "", '{"a": "7"}'),
+        ('{"a": {value}}', 'é"', '{"a": "é\\""}', "", '{"a": "é\\""}'),
+    ],
+)
+def test_an_answer_is_put_in_its_place(slot, answer, placed, closing, unclosed):
+    layout = Layout("l", slot)
+    assert layout.render(answer) == layout.place(answer) == placed
+    assert (layout.closing, layout.unclosed(answer)) == (closing, unclosed)
+
+
+def test_each_answer_has_a_place_of_its_own_after_one_thinking():
+    layout = Layout("l", "({answer})", "<t>{thinking}</t>\n")
+    assert layout.render("1", "2", thinking="so") == "<t>so</t>\n(1)\n(2)"
+    assert layout.render("1") == f"<t>{THOUGHT}</t>\n(1)"
+
+
+def names(layouts):
+    return [layout.name for layout in layouts]
+
+
+def reads_own_tags(completions, **columns):
+    """Pay nothing. The <no> tag of a docstring is no constant of the code."""
+    pattern = "<scratchpad>.*</scratchpad><final>(.*)</final>"
+    keys = ("content", "role", "x", "total_cost", "9lives", "answer", "abcdefghijklmnopqrstuvwxyz_abc",
+            "abcdefghijklmnopqrstuvwxyz_abcd", "two words", pattern)  # fmt: skip
+    return [0.0 for _ in keys]
+
+
+def test_tags_and_keys_of_a_reward_are_tried_with_the_usual_layouts():
+    found = layouts_for([reads_own_tags], [])
+    own = [layout for layout in found if layout.name.startswith("tags scratchpad")]
+    assert [(one.slot, one.opening) for one in own[:2]] == [
+        ("<final>\n{answer}\n</final>", "<scratchpad>\n{thinking}\n</scratchpad>\n"),
+        ("<final>{answer}</final>", "<scratchpad>{thinking}</scratchpad>"),
+    ]
+    assert names(found)[:2] == names(own)[:2]
+    assert {layout.thinking_tag for layout in found} == {"scratchpad"}
+    assert "tags" in names(found)
+    assert "tags reasoning, answer, one line" in names(found)
+    keys = [layout.slot for layout in found if layout.name.startswith("JSON key")]
+    assert keys[:2] == ['{"total_cost": {number}}', '{"abcdefghijklmnopqrstuvwxyz_abc": {number}}']
+    assert len(keys) <= 6
+    assert '{"abcdefghijklmnopqrstuvwxyz_abcd": {number}}' not in keys
+    assert "no" not in "".join(names(found)).split()
+
+
+def test_declared_tags_are_tried_alone_and_a_given_layout_replaces_all():
+    found = layouts_for([], [("why", "out")])
+    assert names(found)[:3] == ["tags why, out", "tags why, out, one line", "boxed in tags"]
+    assert found[2].slot == "<out>\n\\boxed{{answer}}\n</out>"
+    assert not [name for name in names(found) if name.startswith(("tags think", "tags reasoning", "JSON key"))]
+    assert names(found)[-2:] == ["after thinking", "bare"]
+    assert (found[-2].opening, found[-1].opening) == ("<why>\n{thinking}\n</why>\n", "")
+    assert layouts_for([reads_own_tags], [], "<x>{answer}</x>") == [Layout("given", "<x>{answer}</x>")]
+
+
+def test_the_texts_of_a_function_come_before_those_of_its_module():
+    found = source_texts(reads_own_tags)
+    assert found[0] == "<scratchpad>.*</scratchpad><final>(.*)</final>"
+    assert not any("docstring" in text for text in found)
+    assert len(found) == len(set(found)) == 40
+    assert max(map(len, found)) <= 80
+    assert source_texts(len) == []
+    assert source_texts(layouts_for) == [], "our rewards declare what they read"
+
+
+# Questions
+
+
+@pytest.mark.parametrize(
+    ("columns", "answers", "options"),
+    [
+        ({"answer": "18"}, {"answer": "18"}, {"answer": []}),
+        (
+            {"answer": "B", **CITIES}, {"letter": "B", "text": "Rome"},
+            {"letter": ["A", "C"], "text": ["Paris", "Oslo"], "gold": ["A", "C"]},
+        ),
+        (
+            {"answer": 1, **CITIES}, {"letter": "B", "text": "Rome", "gold": "1"},
+            {"letter": ["A", "C"], "text": ["Paris", "Oslo"], "gold": ["0", "2"]},
+        ),
+        ({"answer": "C"}, {"letter": "C"}, {"letter": ["A", "B", "D", "E"], "text": ["A", "B", "D", "E"]}),
+    ],
+)  # fmt: skip
+def test_a_choice_can_be_stated_in_each_way_that_its_row_allows(columns, answers, options):
+    asked = question_of(1, columns, "answer", None)
+    assert asked.answers() == answers
+    assert {way: asked.options(way) for way in options} == options
+
+
+@pytest.mark.parametrize(
+    ("gold", "golds", "form"),
+    [
+        ("18", ("18",), "number"),
+        (18, ("18",), "number"),
+        (2.0, ("2",), "number"),
+        (True, ("True",), "text"),
+        ("x^2", ("x^2",), "formula"),
+        ("f(x)", ("f(x)",), "formula"),
+        ("Rome", ("Rome",), "text"),
+        ("area formula x^2", ("area formula x^2",), "text"),
+        ('{"a": 1}', ('{"a": 1}',), "object"),
+        ("{a}", ("{a}",), "text"),
+        (["Rome", None, "Roma"], ("Rome", "Roma"), "text"),
+        ({"b": "é"}, ('{"b": "é"}',), "object"),
+        ("=" + "a" * 199, ("=" + "a" * 199,), "formula"),
+        ("=" + "a" * 200, ("=" + "a" * 200,), "text"),
+    ],
+)
+def test_a_gold_has_a_text_and_a_form(gold, golds, form):
+    asked = question(gold)
+    assert (asked.golds, asked.form) == (golds, form)
+
+
+def test_a_row_without_a_gold_is_no_question_and_a_solution_is_a_program():
+    assert question(None) is question("") is question([]) is None
+    solved = question_of(3, {"answer": "tests", "code": "x = 1", "text": "later", "problem": "Do."}, "answer", "code")
+    assert (solved.number, solved.golds, solved.form, solved.prompt) == (3, ("x = 1",), "program", "Do.")
+    assert question_of(3, {"answer": "tests", "code": None}, "answer", "code") is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("Why?", "Why?"),
+        ([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}], "Why?"),
+        ([], ""),
+        (["Why?"], ""),
+        (7, ""),
+    ],
+)
+def test_the_text_of_a_prompt_is_its_last_message(prompt, text):
+    assert prompt_text(prompt) == text
+
+
+@pytest.mark.parametrize(
+    ("gold", "text", "mentions"),
+    [
+        ("18", "It is 1,018 or 18.", True),
+        ("18", "It is 1,018 or 180.", False),
+        ("18", "eighteen hundred", False),
+        ("Rome", "rome!", True),
+        ("Rome", "Rome or not", False),
+        ("-2", "below -2.0 degrees", True),
+    ],
+)
+def test_a_text_mentions_the_gold(gold, text, mentions):
+    assert question(gold).mentions_gold(text) == mentions
+
+
+# Calls
+
+
+def named(function, **spec):
+    return build_rewards([{"name": f"{__name__}.{function.__name__}", **spec}], num_generations=4)[0]
+
+
+def fails_on_x(prompts, completions, answer, **columns):
+    if any("x" in text for text in completions):
+        raise ValueError("an x")
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def takes_few(prompts, completions, needed, spare=1, *, answer):
+    return [1.0] * len(completions)
+
+
+async def waits(completions, **columns):
+    await asyncio.sleep(0)
+    return tuple(float(len(text)) for text in completions)
+
+
+def test_each_completion_is_scored_once_and_a_failure_stays_with_its_own():
+    caller = Caller(named(fails_on_x), ["answer"])
+    first, second = question("7"), question("8", number=2)
+    items = [(first, "7"), (first, "x"), (second, "7"), (second, "8"), (first, "7")]
+    assert caller.scores(items) == [1.0, Failure("raises", "ValueError: an x"), 0.0, 1.0, 1.0]
+    assert [text for (_, text), _ in caller.known()] == ["7", "x", "7", "8"]
+    assert caller.scores([(second, "8")]) == [1.0]
+    assert len(caller.known()) == 4
+
+
+def test_a_call_has_the_columns_and_what_a_trainer_adds():
+    caller = Caller(named(fails_on_x), ["answer", "unit"], "messages", ("answer", "gold"), {1: "seven"})
+    batch = caller.batch([(question("7", unit="m", question="Why?"), "so it is")])
+    assert (batch["answer"], batch["gold"], batch["unit"]) == (["seven"], ["seven"], ["m"])
+    assert batch["prompts"] == [[{"role": "user", "content": "Why?"}]]
+    assert batch["completions"] == [[{"role": "assistant", "content": "so it is"}]]
+    assert batch["completion_ids"] == [[0, 1, 2]]
+    assert vars(batch["trainer_state"]) == {"global_step": 0, "max_steps": 1, "epoch": 0.0}
+    assert batch["log_extra"]("a", 1) is batch["log_metric"]("a", 1) is None
+    own = [{"role": "system", "content": "s"}, {"role": "user", "content": "Why?"}]
+    assert caller.batch([(question("7", prompt=own), "")])["prompts"] == [own]
+    assert Caller(named(fails_on_x), ["answer"]).batch([(question("7", prompt=own), "")])["prompts"] == ["Why?"]
+    few = Caller(named(takes_few), ["answer", "needed", "unit"])
+    assert few.batch([(question("7"), "")]).keys() == {"prompts", "completions", "needed", "answer"}
+
+
+def test_a_reward_may_be_a_coroutine_that_returns_a_tuple():
+    caller = Caller(named(waits), ["answer"])
+    assert caller.scores([(question("7"), "abc"), (question("7"), "")]) == [3.0, 0.0]
+    assert 0 < caller.seconds < 5
+    assert (caller.printed, caller.returned, caller.takes) == ("", "", None)
+
+
+def test_the_columns_that_a_reward_needs_are_those_without_a_default():
+    reward = named(takes_few)
+    assert missing_columns(reward, ["answer"]) == ["needed"]
+    assert missing_columns(reward, []) == ["needed", "answer"]
+    assert missing_columns(reward, ["needed", "answer"]) == []
+
+
+# The contract
+
+
+class FakeCaller:
+    """Caller whose scores a function gives, in place of a reward."""
+
+    takes, printed, returned, seconds, group = None, "", "", 0.0, 1
+    reward = SimpleNamespace(name="r")
+
+    def __init__(self, score=lambda texts: [float(len(text)) for text in texts], **attributes):
+        self.score, self.outcomes = score, {}
+        vars(self).update(attributes)
+
+    def known(self):
+        return [((question("7", number=number), text), one) for (number, text), one in self.outcomes.items()]
+
+    def passed(self):
+        return ["answer", "prompts"]
+
+    def batch(self, items):
+        return {"completions": [text for _, text in items], "log_extra": print}
+
+    def call(self, batch, count):
+        return self.score(batch["completions"])
+
+
+ITEMS = [(question("7"), "a"), (question("7"), "bb")]
+
+
+def broken(**attributes):
+    return [
+        (one.check, one.reason, one.is_serious, one.example) for one in contract(FakeCaller(**attributes), ITEMS)[0]
+    ]
+
+
+def test_a_reward_that_keeps_its_contract_breaks_none_of_twelve_checks():
+    assert contract(FakeCaller(), ITEMS) == ([], 12)
+
+
+def test_a_broken_contract_has_a_reason_and_a_fix():
+    assert broken(takes=frozenset({"answer"})) == [
+        ("columns", "takes no `prompts`, and a trainer passes it: add `**columns` to its parameters", True, None)
+    ]
+    assert broken(printed="hello\nthere") == [("prints", "prints (hello there): use `log_extra`", False, None)]
+    assert broken(seconds=0.0499) == []
+    assert broken(seconds=0.05) == [
+        ("slow", "takes 0.05 s per completion, during which the trainer waits", False, None)
+    ]
+    assert broken(returned="ndarray") == [
+        ("list", "returns a ndarray: a list is what every trainer takes", False, None)
+    ]
+    assert [broken(returned=kind) for kind in ("NoneType", "str", "float", "int", "dict")] == [[]] * 5
+
+
+def test_what_else_a_score_depends_on_is_named_with_both_scores():
+    calls = []
+
+    def counted(texts):
+        calls.append(1)
+        return [float(len(calls) > 1)] * len(texts)
+
+    assert broken(score=counted) == [
+        ("deterministic", "gives the same completion another score (0, then 1): remove randomness and state", True, "a")
+    ]
+    assert broken(score=lambda texts: [float(len(texts))] * len(texts)) == [
+        ("other rows", "gives a completion another score without the other rows (2, then 1): score each completion by "
+         "itself, or declare `needs_whole_groups`", True, "a")
+    ]  # fmt: skip
+    assert broken(score=lambda texts: [float(texts[0] == "a") if len(texts) > 1 else 1.0 for _ in texts]) == [
+        ("order", "gives a completion another score in another order of the rows (1, then 0): score each completion by "
+         "itself", True, "a")
+    ]  # fmt: skip
+    assert broken(score=lambda texts: [1.0 + 1e-7 * (texts[0] == "a") for _ in texts]) == [], "a rounding error"
+
+
+def test_a_changed_argument_is_named():
+    def empties(texts):
+        found = [1.0] * len(texts)
+        texts.clear()
+        return found
+
+    assert (
+        "arguments",
+        "changes its argument `completions`, which the next reward reads: change a copy",
+        True,
+        None,
+    ) in (broken(score=empties))
+
+
+def test_failures_are_counted_with_the_shortest_completion():
+    raises, odd = Failure("raises", "E: no"), Failure("finite", "returned nan")
+    outcomes = {(1, "longer"): raises, (1, "x"): raises, (1, "fine"): 1.0, (1, "lost"): None, (2, "all"): None,
+                (3, "y"): odd}  # fmt: skip
+    assert broken(outcomes=outcomes) == [
+        ("raises", "raises for 2 of 6 completions (E: no): a completion may be any text: pay it as a wrong one", True,
+         "x"),
+        ("none", "returns None for a wrong completion of a question that it can score for 1 of 6 completions: pay it "
+         "as a wrong one, because None drops the completion instead", True, "lost"),
+        ("finite", "returns scores that are no finite numbers for 1 of 6 completions (returned nan): return a finite "
+         "number, or None for a row that can't be scored", True, "y"),
+    ]  # fmt: skip
+
+
+# The verdict
+
+
+@pytest.mark.parametrize(
+    ("pay", "right", "wrong", "share"),
+    [(1, 2, 0, 0.5), (-1, 2, 0, -0.5), (-2, 0, -4, 0.5), (-4, 0, -4, 0), (1, 0, 0, 1), (0, 0, 0, 0), (-1, -1, 0, 0)],
+)
+def test_the_share_of_a_wrong_completion(pay, right, wrong, share):
+    assert paid_share(pay, right, wrong) == share
+
+
+def test_the_rewards_that_are_judged_are_those_of_correctness_or_of_no_kind():
+    other = {"name": f"{__name__}.fails_on_x", "alias": "own", "weight": 2}
+    built = build_rewards(["gsm8k_correctness", "well_formed", other], num_generations=4)
+    judged, ignored, is_judged = subjects(built)
+    assert [(one.name, [weight for _, weight in one.parts]) for one in judged] == [("gsm8k_correctness", [1.0])]
+    assert (ignored, is_judged) == ({"well_formed": "is of kind format", "own": "declares no kind"}, True)
+    more = {"name": f"{__name__}.waits", "weight": 0.5}
+    judged, ignored, is_judged = subjects(build_rewards(["well_formed", other, more], num_generations=4))
+    assert [(one.name, [weight for _, weight in one.parts]) for one in judged] == [("sum of own, waits", [2.0, 0.5])]
+    assert (ignored, is_judged) == ({"well_formed": "is of kind format"}, True)
+    judged, ignored, is_judged = subjects(build_rewards(["well_formed"], num_generations=4))
+    assert ([one.name for one in judged], ignored, is_judged) == (
+        ["well_formed"],
+        {"well_formed": "is of kind format"},
+        False,
+    )
+
+
+def pays_words(prompts, completions, answer, **columns):
+    """Pay 2 for the gold alone, 1 for a text with the gold in it, and None for the row of the gold `skip`."""
+    scores = []
+    for text, gold in zip(completions, answer, strict=True):
+        scores.append(None if gold == "skip" else 2.0 if text == gold else float(gold in text))
+    return scores
+
+
+def test_a_verdict_counts_what_a_reward_pays():
+    rewards = build_rewards([f"{__name__}.pays_words"], num_generations=4)
+    golds = ["red", "red", "blue", "skip"]
+    asked = [question(gold, number) for number, gold in enumerate(golds, 1)]
+    auditor = Auditor(rewards, asked, asked, ["answer"], template="{answer}")
+    (subject,), _, _ = subjects(rewards)
+    setting = auditor.setting_of(subject)
+    assert (setting.shape, setting.reduces_golds, setting.way, setting.right, setting.wrong) == (
+        "text", False, "answer", 1.5, 0.0,
+    )  # fmt: skip
+    verdict = auditor.verdict(subject, setting)
+    assert (verdict.rows, verdict.unpaid, verdict.total) == (3, [], None)
+    kinds = {kind.name: kind for kind in verdict.kinds}
+    denied = kinds["denied"]
+    assert (denied.tried, denied.paid, denied.best) == (18, 18, Paid(1, "not red", 1.0, 2.0, 0.5))
+    assert kinds["empty"].paid == 0
+    assert verdict.lazy == Lazy("red", 4 / 6, 4)
+    (constant,) = [one.best for one in verdict.kinds if one.name == "gold of another row"]
+    assert constant.share == 0
+
+
+# The report
+
+SETTING = Setting("text", True, "answer", [BRACKETS, BRACKETS], 1.0, 0.25)
+PAID = Paid(4, "a " * 60, 1.0, 1.0, 12.0)
+
+
+def report(capsys, **changes):
+    kinds = [Kind("tried in vain", 3, 0, Paid(1, "no", 0.0, 1.0, 0.0)), Kind("paid", 2, 1, PAID),
+             Kind("a little", 2, 0, Paid(2, "", 0.1, 1.0, 0.1)), Kind("not tried")]  # fmt: skip
+    verdict = Verdict("mine", SETTING, 9, kinds, [1, 2, 3, 4, 5, 6], Lazy("42", 0.755, 9), Total(2.0, 1.5, "paid", "x"))
+    broken = [Broken("mine", "prints", "prints (x)", False, "shown"), Broken("mine", "raises", "raises")]
+    found = {"rows": 9, "unreadable": 2, "verdicts": [verdict], "broken": broken, "checks": 12, "ignored": {}}
+    print_audit(Audit(**{**found, "is_judged": True, **changes}))
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_report_has_the_figures_of_an_audit(capsys):
+    lines = " ".join(report(capsys))
+    for words in (
+        "the right answer earns 1 and another one 0.25 (layout: brackets, brackets; completions are text)",
+        "golds were reduced to their final answers",
+        "the right answer earns no more than a wrong one in 6 of 9 rows (1, 2, 3, 4, 5, …): if the reward reads",
+        "wrong completion paid 50% at most example",
+        f"paid 1 of 2 999% row 4: {'a ' * 17}a … {'a ' * 17}a",
+        "a little 0 of 2 10% row 2: ''",
+        "1 of 3 kinds of wrong completions earn nothing",
+        "all rewards together pay 2 for right answers and at most 1.5 for a wrong completion (paid): x",
+        "the same completion in all 9 rows earns at most 76% of what right answers earn: 42",
+        "mine prints (x) for shown mine raises",
+        "1 kinds are paid, 1 contract checks fail: 9 rows, 3 kinds of wrong completions, 12 contract checks; 2 rows "
+        "without a gold of the usual form were left out",
+    ):
+        assert words in lines, words
+    assert "tried in vain" not in lines
+
+
+def test_the_last_line_of_a_report_tells_what_was_judged(capsys):
+    checked = "9 rows, 0 kinds of wrong completions, 12 contract checks"
+    empty = {"verdicts": [], "broken": [], "unreadable": 0}
+    assert report(capsys, **empty)[-1] == f"nothing found: {checked}"
+    ignored = {"x": "is of kind format"}
+    *_, told, why, _, last = report(capsys, **empty, ignored=ignored, is_judged=False)
+    assert (told, last) == ("x was not judged: it is of kind format", f"not judged: {checked}")
+    assert why.startswith("no reward judges correctness, so nothing above is a finding")
+
+
+def test_a_missing_column_is_named_with_those_that_exist():
+    with pytest.raises(UserError) as caught:
+        audit_rows([f"{__name__}.takes_few"], [(1, {"answer": "7"})], "rows.jsonl")
+    assert str(caught.value) == (
+        "rows.jsonl has no column `needed`, which reward `takes_few` needs: it has `answer`, `answer`. Rename a "
+        "column, or name the one with the gold by --gold_column"
+    )

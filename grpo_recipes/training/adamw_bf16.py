@@ -280,7 +280,9 @@ class UpdateSample(TrainerCallback):
         expected = torch.ldexp(update, bits - exponent).clamp(max=1)
         # frexp gives 0 the exponent 0, the spacing of a weight of 1. In truth any update moves a weight of 0.
         expected = torch.where(self.before == 0, 1.0, expected)
-        counts = torch.stack([moves.sum(), (changed & moves).sum(), (expected * moves).sum()]).tolist()
+        # Not a product with `moves`: torch 2.8 computes ldexp(0, n) as 0 * 2^n, which is NaN where 2^n overflows.
+        expected = torch.where(moves, expected, 0.0)
+        counts = torch.stack([moves, changed & moves, expected]).sum(dim=1).tolist()
         if counts[0]:
             self.metrics[CHANGED].append(counts[1] / counts[0])
             self.metrics[EXPECTED].append(counts[2] / counts[0])

@@ -12,7 +12,8 @@ be compared with a run outside the block.
 It cannot show speed, memory, the rounding and the random numbers of CUDA's kernels, errors that a kernel raises, or
 anything that overlaps in time. Autocast is that of the CPU, which keeps fewer operators in float32 than CUDA's. A call
 of one operator counts as one launch, although some operators launch several kernels. Operators inside C++ autograd
-formulas are counted, fused CPU kernels count as one.
+formulas are counted, fused CPU kernels count as one. Triton has no driver for it, so TRL's head runs without Triton's
+kernels, also in a build of torch for CUDA.
 """
 
 from __future__ import annotations
@@ -232,6 +233,7 @@ class PretendGPU(TorchFunctionMode):
         }
         for name, replacement in replacements.items():
             self._patches.enter_context(patch(f"torch.cuda.{name}", replacement))
+        self._patches.enter_context(patch("trl.kernels.chunked_logprob._TRITON_AVAILABLE", False))
         for name in ("gather", "reduce"):
             self._patches.enter_context(
                 patch(f"accelerate.accelerator.{name}", _collective(getattr(accelerator, name)))
@@ -275,7 +277,9 @@ class PretendGPU(TorchFunctionMode):
         return tree_map(_wrapped, result)
 
     def _count(self, name: str, args: Any, kwargs: Any) -> None:
-        if name not in WITHOUT_KERNEL:
+        # Torch 2.8 makes a gradient for the slice of all entries, later versions make no slice.
+        is_of_all = name == "slice_backward" and list(args[0].shape) == list(args[1])
+        if name not in WITHOUT_KERNEL and not is_of_all:
             self.launches += 1
         if name in WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             self.wait(name)
@@ -328,6 +332,9 @@ class PretendGPU(TorchFunctionMode):
             if name == "new_tensor":
                 self.uploads += 1
                 return PretendTensor(func(first.host, *args[1:], **kwargs))
+            if name == "scaled_dot_product_attention" and kwargs.pop("enable_gqa", False):
+                heads = first.shape[-3] // args[1].shape[-3]
+                args = (first, *(_EqualHeads.apply(states, heads) for states in args[1:3]), *args[3:])
         device = kwargs.get("device")
         if _is_gpu(device):
             self.uploads += name in FACTORIES_FROM_DATA
@@ -378,6 +385,23 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         return _moved(gradient)
+
+
+class _EqualHeads(torch.autograd.Function):
+    """Keys or values with as many heads as the query, without a launch. The kernels of a GPU read grouped heads.
+
+    Torch 2.8 has no such kernel for a CPU. SDPA would make a mask instead, and in C++ the device of the mask is the CPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, heads: int) -> Tensor:
+        ctx.heads = heads
+        return PretendTensor(_data(states).repeat_interleave(heads, dim=-3))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        by_token = _data(gradient).transpose(-3, -2)  # contiguous, as the kernels of a GPU return it
+        return PretendTensor(by_token.unflatten(-2, (-1, ctx.heads)).sum(-2).transpose(-3, -2)), None
 
 
 def _moved(tensor: Tensor) -> Tensor:

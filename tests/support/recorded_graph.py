@@ -29,7 +29,8 @@ class RecordedGraph(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
         result = func(*args, **(kwargs or {}))
-        self.operators.append((func, args, kwargs or {}, result))
+        if not func.is_view:  # a view shows what is written to its base
+            self.operators.append((func, args, kwargs or {}, result))
         return result
 
     def replay(self) -> None:

@@ -77,6 +77,22 @@ def test_steps_below_the_spacing_with_weight_decay_are_all_lost() -> None:
     assert metrics[CHANGED] == [0.0]
 
 
+def test_tiny_weights_that_do_not_move_have_no_share_of_the_expected_updates() -> None:
+    """The spacing at 1e-38 is 2^-150 in float32, and its inverse overflows."""
+    param = torch.nn.Parameter(torch.full((64, 64), 1.25))
+    param.data[32:] = 1e-38
+    optimizer = torch.optim.AdamW([param], lr=1.25 * 2**-25, weight_decay=0.0)
+    metrics: dict[str, list[float]] = defaultdict(list)
+    sample = UpdateSample(metrics)
+    sample.on_train_begin(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    param.grad = torch.ones_like(param)
+    param.grad[32:] = 0
+    sample.on_step_begin(NOTHING, NOTHING, NOTHING)
+    optimizer.step()
+    sample.on_optimizer_step(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    assert metrics[EXPECTED] == [pytest.approx(1.25 / 4, rel=1e-3)]  # the spacing at 1.25 is 2^-23
+
+
 def test_the_sample_is_the_same_in_every_run_and_proportional_to_size() -> None:
     params = parameters(torch.float32)
     one, other = draw_sample(params), draw_sample(params)

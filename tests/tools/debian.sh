@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the quick tests on the Python of a Debian suite: tests/tools/debian.sh SUITE FOLDER. FOLDER, relative to the
-# checkout, becomes the root of a new Debian with a copy of the checkout. Mounts are made in a namespace of their own.
+# checkout, becomes the root of a new Debian with a clone of the checkout. Mounts are made in a namespace of their own.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 if [ "$(id -u)" != 0 ]; then
@@ -15,9 +15,7 @@ fi
 rm -rf "$folder"
 mkdir -p "$folder"
 debootstrap --variant=minbase "$suite" "$folder" http://deb.debian.org/debian
-mkdir "$folder/checkout"
-git -c safe.directory='*' ls-files -z --cached --others --exclude-standard \
-  | tar --create --null --files-from=- --ignore-failed-read | tar --extract --no-same-owner --directory "$folder/checkout"
+git -c safe.directory='*' clone --quiet --no-hardlinks . "$folder/checkout"
 cp --dereference /etc/ssl/certs/ca-certificates.crt "$folder/host-certificates.crt"
 cat > "$folder/run-quick-tests" <<'RUN'
 set -euo pipefail
@@ -26,7 +24,6 @@ unset PYTHONPATH VIRTUAL_ENV PIP_FIND_LINKS MAKEFLAGS MAKELEVEL  # paths of the 
 apt-get install -y -qq --no-install-recommends build-essential git python3-dev python3-venv >/dev/null
 cp /host-certificates.crt /etc/ssl/certs/ca-certificates.crt  # a proxy's too
 cd /checkout
-git init --quiet
 make test PYTHON=python3 VENV=/venv
 /venv/bin/python --version
 RUN

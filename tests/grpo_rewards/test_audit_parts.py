@@ -112,6 +112,12 @@ def test_a_wrong_choice_is_made_of_the_choices(kind, way, expected):
     assert values(kind, "B", way=way, **CITIES) == expected
 
 
+def test_a_wrong_program_does_nothing_or_defines_something_else():
+    solved = question_of(1, {"tests": "t", "code": "def f():\n    return 1"}, "tests", "code")
+    changed = wrong_completions(Case(solved, BRACKETS, solved.gold, "answer", []), "one part changed")
+    assert changed == ["[pass]", "[def other():\n    return None]"]
+
+
 def test_every_option_is_listed_in_each_order_and_as_a_sentence():
     found = wrong_completions(case("B", way="letter", **CITIES), "every option")
     assert found == ["[A, C, B]", "[B, C, A]", "[A, B, C]", "A or C or B"]

@@ -106,7 +106,8 @@ def test_the_closed_fences_of_a_text(text, blocks):
 @pytest.mark.parametrize(
     ("text", "prefilled", "outside"),
     [
-        ("<t>a</t>b", False, "b"), ("<t>a</t>b<t>c", False, "b"), ("<t>a</t>b<t>c</t>d", False, "d"), ("ab", False, "ab"),
+        ("<t>a</t>b", False, "b"), ("<t>a</t>b<t>c", False, "b"), ("<t>a</t>b<t>c</t>d", False, "d"),
+        ("ab", False, "ab"),
         ("a<t>b", False, "a"), ("a</t>b", True, "b"), ("ab", True, ""), ("a</t>b<t>c", True, "b"),
     ],
 )  # fmt: skip

@@ -308,7 +308,7 @@ class Proof:
         else:
             expected = self.render(group)
             if expected != ids:
-                place, what = self._difference(tuple(expected), tuple(ids), "rendered")
+                place, what = self._difference(expected, ids, "rendered")
                 what = f"the tool result is not the template's rendering of its messages: {what}"
                 yield Fault(row.number, segment.start + place, what)
 
@@ -401,7 +401,7 @@ class Proof:
         place, what = self._difference(nearest, ids, "sampled")
         return Fault(row.number, start + place, what)
 
-    def _difference(self, expected: Key, ids: Key, done: str) -> tuple[int, str]:
+    def _difference(self, expected: Sequence[int], ids: Sequence[int], done: str) -> tuple[int, str]:
         """Return the place of the first difference of `ids` from `expected`, and a description."""
         place = alike(expected, ids)
         behind = alike(expected[place:][::-1], ids[place:][::-1])
@@ -418,11 +418,11 @@ class Proof:
             return place, f"the same text was {done} as other tokens: it was tokenized again"
         return place, f"{self._text(more)} stands where {self._text(missing)} was {done}"
 
-    def _text(self, ids: Key) -> str:
+    def _text(self, ids: Sequence[int]) -> str:
         text = self._decoded(ids)
         return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
 
-    def _decoded(self, ids: Key) -> str:
+    def _decoded(self, ids: Sequence[int]) -> str:
         try:
             return self.decode(list(ids))
         except OverflowError:  # a number that can't be a token

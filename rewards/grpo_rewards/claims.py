@@ -50,7 +50,7 @@ _UNSURE = word_set("""
     eliminate discard consider considered
 """)
 _ADVERBS_OF_SENTENCE = word_set("""
-    supposedly allegedly reportedly perhaps maybe possibly probably presumably hypothetically unless unsure
+    supposedly allegedly reportedly hopefully perhaps maybe possibly probably presumably hypothetically unless unsure
 """)
 _CONTRACTED_NOT = re.compile(r"\w+n't")
 _SAYING = word_set(

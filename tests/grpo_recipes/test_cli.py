@@ -13,7 +13,7 @@ import pytest
 
 from grpo_recipes import __version__, cli, train
 from grpo_recipes.cli import main
-from grpo_recipes.recipe.recipe import OUR_KEYS
+from grpo_recipes.recipe.recipe import OUR_KEYS, shipped_files
 from grpo_recipes.recipe.trl_keys import DEFAULTS
 from grpo_rewards import cli as rewards_cli
 from grpo_rewards.errors import did_you_mean
@@ -347,3 +347,9 @@ def test_a_required_argument_is_asked_for(missing: str, capsys: pytest.CaptureFi
         cli.parse(missing.split())
     assert left.value.code == 2
     assert "required" in capsys.readouterr().err
+
+
+def test_the_help_of_training_lists_every_shipped_recipe_indented() -> None:
+    listed = train.help_text().partition("ships:\n")[2].partition("\n\n")[0].splitlines()
+    assert all(line.startswith("  ") and line[2] != " " and len(line) <= 100 for line in listed)
+    assert [name for line in listed for name in line.strip().strip(",").split(", ")] == list(shipped_files("recipes"))

@@ -189,10 +189,13 @@ def test_ctrl_c_ends_in_one_line(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
+    loaded: list[Any] = []
+    monkeypatch.setattr(train, "load_reward_models", lambda recipe, checked: loaded.append(checked.rewards))
     monkeypatch.setattr("grpo_recipes.training.trainer.GRPOTrainer._generate", interrupt)
     assert main(["preview", "quickstart", "--model_name_or_path", str(tiny_model), *SHORT]) == 130
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "stopped by Ctrl-C\n")
+    assert len(loaded) == 1, "the models of rewards are loaded before the policy"
     assert list(empty_folder.iterdir()) == []
 
 

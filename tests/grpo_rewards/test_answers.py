@@ -2,11 +2,24 @@
 
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rewards.math.answers import extract_answer, gold_answer, parse_number, undress
+from grpo_rewards.math import answers
+from grpo_rewards.math.answers import (
+    Gold,
+    Judge,
+    accepted_golds,
+    extract_answer,
+    gold_answer,
+    number_text,
+    parse_number,
+    read_gold,
+    read_golds,
+    undress,
+)
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 
 SMALL_WORDS = """
@@ -157,7 +170,7 @@ def test_a_form_is_accepted_for_the_right_value_and_no_wrong_one(form):
         ("18 eggs per day for each old hen", None), ("eggs: 18", 18), ("perhaps: 18", None), ("twelve eggs: 18", None),
         ("half eggs: 18", None),
         ("18 dozen", 18), ("18 dozens", 18), ("18 quarter", None), ("18 thousand maybe", None),
-        ("18 thousand eggs", 18000),
+        ("18 thousand eggs", 18000), ("$18 saved", 18), ("18 saved", None), ("18% saved", 18),
     ],
 )  # fmt: skip
 def test_a_text_is_read_as_the_expected_number(answer, value):
@@ -308,3 +321,77 @@ def test_two_integers_are_equal_only_if_their_values_are(left, right):
 def test_a_fraction_is_read_exactly(value):
     assert parse_number(f"{value.numerator}/{value.denominator}") == value
     assert parse_number(f"$\\frac{{{value.numerator}}}{{{value.denominator}}}$") == value
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0.0, "0"), (-0.0, "0"), (1e-9, "0.000000001"), (9e-10, "9e-10"), (1e16, "1e+16"), (9.9e15, "9900000000000000"),
+        (1.5, "1.5"), (2.0, "2"), (3, "3"), (-1e-5, "-0.00001"), (123456789.25, "123456789.25"), (10**20, str(10**20)),
+    ],
+)  # fmt: skip
+def test_the_shortest_text_of_a_number(number, text):
+    assert number_text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("golds", "answer", "verdict", "best", "rows"),
+    [
+        (["x^2", "7"], "7.0", "equal", "7", 0),
+        (["x^2", "7"], "x^2", "exact", "x^2", 0),
+        (["7", "7.0"], "7.0", "exact", "7.0", 0),
+        (["x^2", "7"], "x*x", "symbolic", "x^2", 1),
+        (["x^2", "x+x"], "2x", "symbolic", "x+x", 1),
+        (["x^2", "x+x"], "5x", "wrong", "x^2", 1),
+        (["x^2", "7"], "9", "wrong", "x^2", 0),
+        (["x^2", "7"], None, "missing", "7", 0),
+        (["2^{10}"], "1024", "equal", "2^{10}", 0),
+        (["red", "blue"], "Blue", "equal", "blue", 1),
+        (["dear"], "read", "wrong", "dear", 1),
+        (["1 or 2"], "1 or 2 or 3", "wrong", "1 or 2", 1),
+        (["5 m"], "5 ft", "wrong", "5 m", 0),
+        (["5 m"], "5", "equal", "5 m", 0),
+        (["x" * 1001], "y", "wrong", "x" * 1001, 1),
+    ],
+)  # fmt: skip
+def test_the_best_verdict_among_the_golds_of_a_row(golds, answer, verdict, best, rows):
+    """The last figure counts the answers that neither strings nor numbers could decide: one for a row at most."""
+    judge = Judge()
+    read = tuple(Gold(gold, parse_number(gold, trusted=True)) for gold in golds)
+    found, gold = judge.best_verdict(read, answer)
+    assert (found, judge.symbolic_rows) == (verdict, rows)
+    if verdict != "missing":
+        assert gold.text == best
+
+
+def test_a_row_without_a_gold_and_rows_in_any_order():
+    judge = Judge()
+    assert judge.best_verdict((), "2") == ("no gold", None)
+    assert judge.verdict(None, "2") == "no gold"
+    golds = [read_golds("x^2"), read_golds("7"), (), read_golds("x+1")]
+    answers = ["x \\cdot x + 0", "7", "1", "1+x"]
+    assert [verdict for verdict, _ in judge.best_verdicts(golds, answers)] == [
+        "symbolic",
+        "exact",
+        "no gold",
+        "symbolic",
+    ]
+
+
+def test_a_decimal_comma_is_read_on_both_sides():
+    judge = Judge(decimal="comma")
+    assert judge.verdict(read_gold("1.200,50", "comma"), "1200,5") == "equal"
+    assert judge.verdict(read_gold("1.200,50", "comma"), "1,2005") == "wrong"
+    assert judge.verdict(read_gold(3.5, "comma"), "3,5") == "equal", "a number of Python has a point"
+    assert Judge().verdict(read_gold("1,200.50"), "1200,5") == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("value", "golds"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ({"text": ["a"]}, ["a"]), ({"x": 1}, [None]), (("a",), ["a"]), (7, [7]),
+     (np.array(["a"]), ["a"])],
+)  # fmt: skip
+def test_the_golds_that_a_row_accepts(value, golds):
+    assert accepted_golds(value) == golds
+    assert accepted_golds(["a"] * answers.MAX_GOLDS) == ["a"] * answers.MAX_GOLDS
+    assert accepted_golds(["a"] * (answers.MAX_GOLDS + 1)) == []

@@ -193,3 +193,107 @@ def test_a_program_may_be_named_like_a_builtin() -> None:
     (assertion,) = read_assertions("assert sum(10, 15) == 6")
     assert assertion.calls == ("sum(10, 15)",)
     assert [assertion.holds([value]) for value in (6, 25)] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["all", "any", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple"])
+def test_every_function_of_items_takes_an_iterable_of_the_program(name: str) -> None:
+    """A generator is no data, so its items are listed where the program runs."""
+    (assertion,) = read_assertions(f"assert {name}(f(3)) == 1")
+    assert assertion.calls == ("[*f(3)]",)
+
+
+@pytest.mark.parametrize(
+    ("source", "values", "holds"),
+    [
+        ("assert len(f(1)) == 2", [[1, 2]], True),
+        ("assert abs(f(1)) == 2", [-2], True),
+        ("assert bool(f(1))", [0], False),
+        ("assert int(f(1)) == 2", ["2"], True),
+        ("assert float(f(1)) == 2", ["2"], True),
+        ("assert str(f(1)) == '2'", [2], True),
+        ("assert round(f(1), 1) == 2.3", [2.26], True),
+        ("assert round(f(1)) == 2", [2.26], True),
+        ("assert max(f(1), 3) == 3", [2], True),
+        ("assert min(f(1), 3) == 3", [2], False),
+        ("assert sorted(f(1), reverse=True) == [2, 1]", [[1, 2]], True),
+        ("assert sorted(f(1)) == [1, 2]", [[2, 1]], True),
+        ("assert sum(f(1)) == 3", [[1, 2]], True),
+        ("assert any(f(1))", [[0, 1]], True),
+        ("assert all(f(1))", [[0, 1]], False),
+        ("assert set(f(1)) == {1}", [[1, 1]], True),
+        ("assert tuple(f(1)) == (1,)", [[1]], True),
+        ("assert list(f(1)) == [1]", [[1]], True),
+        ("assert frozenset(f(1)) == frozenset({1})", [[1]], True),
+        ("assert math.isclose(f(1), 2, rel_tol=0.1)", [2.1], True),
+        ("assert math.isclose(f(1), 2, abs_tol=0.01)", [2.1], False),
+        ("assert f(1) + 1 == 3", [2], True),
+        ("assert f(1) - 1 == 1", [2], True),
+        ("assert -f(1) == -2", [2], True),
+        ("assert not f(1)", [0], True),
+        ("assert f(1) and f(2)", [1, 0], False),
+        ("assert f(1) or f(2)", [1, 0], True),
+        ("assert 1 < f(1) <= 3", [3], True),
+        ("assert 1 < f(1) < 3", [3], False),
+        ("assert f(1) is None", [None], True),
+        ("assert f(1) is not None", [None], False),
+        ("assert f(1) in [1, 2]", [2], True),
+        ("assert 3 not in f(1)", [[3]], False),
+        ("assert f(1) >= 2", [2], True),
+        ("assert f(1) > 2", [2], False),
+        ("assert f(1) != 2", [2], False),
+        ("assert len(f(1)) == 2", [3], False),
+        ("assert f(1) + 1 == 3", ["2"], False),
+    ],
+)
+def test_a_judgement_is_evaluated_beside_the_program(source: str, values: list[Any], holds: bool) -> None:
+    (assertion,) = read_assertions(source)
+    assert assertion.holds(values) == holds
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("assert round(f(1), 31) == 2", "rounds to more than 30 digits"),
+        ("assert round(f(1), 2, 3) == 2", "not supported"),
+        ("assert len(f(1), 2) == 2", "not supported"),
+        ("assert max(f(1), 2, 3) == 2", "not supported"),
+        ("assert sorted(f(1), key=len) == 2", "not supported"),
+        ("assert sorted(f(1), reverse=x) == 2", "not a literal"),
+        ("assert f(1) == g(1)", "compares two values of the program"),
+        ("assert f(1) is 2", "asks for identity"),
+        ("assert True", "calls nothing of the program"),
+        ("x = 1", "has more than assertions"),
+        ("assert (", "is not Python"),
+        ("assert isinstance(f(1), int)", "lets the program judge itself"),
+        ("assert 1 ** 2 == 1", "neither a literal nor a call"),
+    ],
+)
+def test_why_an_assertion_is_refused(source: str, reason: str) -> None:
+    with pytest.raises(AssertionForm, match=reason):
+        read_assertions(source)
+
+
+def test_thirty_digits_are_few_enough() -> None:
+    for digits in (30, -30):
+        assert read_assertions(f"assert round(f(1), {digits}) == 2")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('["!", "KeyError"]', "raises KeyError"),
+        ('["?", "Point"]', "returns an object of Point"),
+        ('["?", "a b"]', "returns an object of class"),
+        ('["!"]', "raises class"),
+        ("{}", "a value that can't be read"),
+        ("[]", "a value that can't be read"),
+        ('["x", 1]', "a value that can't be read"),
+        ("1.5", "a value that can't be read"),
+        ('["d", [["l"], 1]]', "a value that can't be read"),
+        ("nonsense", "a value that can't be read"),
+    ],
+)
+def test_why_a_value_is_unreadable(line: str, reason: str) -> None:
+    with pytest.raises(Unreadable) as refused:
+        read_value(line)
+    assert str(refused.value) == reason

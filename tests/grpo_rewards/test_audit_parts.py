@@ -112,6 +112,12 @@ def test_a_wrong_choice_is_made_of_the_choices(kind, way, expected):
     assert values(kind, "B", way=way, **CITIES) == expected
 
 
+def test_a_wrong_program_does_nothing_or_defines_something_else():
+    solved = question_of(1, {"tests": "t", "code": "def f():\n    return 1"}, "tests", "code")
+    changed = wrong_completions(Case(solved, BRACKETS, solved.gold, "answer", []), "one part changed")
+    assert changed == ["[pass]", "[def other():\n    return None]"]
+
+
 def test_every_option_is_listed_in_each_order_and_as_a_sentence():
     found = wrong_completions(case("B", way="letter", **CITIES), "every option")
     assert found == ["[A, C, B]", "[B, C, A]", "[A, B, C]", "A or C or B"]
@@ -348,6 +354,11 @@ def test_a_gold_has_a_text_and_a_form(gold, golds, form):
     assert (asked.golds, asked.form) == (golds, form)
 
 
+def test_a_gold_that_is_no_choice_of_its_row_is_a_text():
+    asked = question("Berlin", **CITIES)
+    assert (asked.form, asked.choices, asked.options("text")) == ("text", None, [])
+
+
 def test_a_row_without_a_gold_is_no_question_and_a_solution_is_a_program():
     assert question(None) is question("") is question([]) is None
     solved = question_of(3, {"answer": "tests", "code": "x = 1", "text": "later", "problem": "Do."}, "answer", "code")
@@ -576,6 +587,12 @@ def test_the_rewards_that_are_judged_are_those_of_correctness_or_of_no_kind():
         {"well_formed": "is of kind format"},
         False,
     )
+
+
+def test_a_reward_that_calls_a_model_is_not_audited():
+    judge = {"name": "judge", "kwargs": {"base_url": "http://localhost/v1", "model": "m", "num_generations": 4}}
+    with pytest.raises(UserError, match="reward `judge` calls a model, and an audit would call it thousands of times"):
+        subjects(build_rewards([judge], num_generations=4))
 
 
 def pays_words(prompts, completions, answer, **columns):

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from grpo_rewards import choice_correctness
+from grpo_rewards import choices as choices_module
 from grpo_rewards.choices import ChoiceCorrectness, read_choices, read_gold
 from tests.support.grids import only
 from tests.support.growth import growth
@@ -434,3 +435,88 @@ def test_the_cost_is_linear_in_the_length(piece):
             assert score(place.format(piece * (length // len(piece))))[0] in (0.0, 1.0)
 
         assert growth(call, int, 50_000) < 12
+
+
+NESTED = choices_module.read_choices(["York", "New York", "a cat", "5/2"])
+
+
+@pytest.mark.parametrize(
+    ("text", "mentioned"),
+    [
+        ("New York", "B"), ("York and New York", "AB"), ("New York, then York", "AB"), ("new york city", "B"),
+        ("Yorkshire", ""), ("A", "A"), ("a", ""), ("(a) b", "AB"), ("a cat", "C"), ("I said B", "B"), ("A is", "A"),
+        ("A dog", ""), ("A must", "A"), ("B's", ""), ("x-B", ""), ("5/2", "D"), ("15/2", ""), ("5/23", ""), ("", ""),
+        ("catcat cat", "C"),
+    ],
+)  # fmt: skip
+def test_the_choices_that_a_text_mentions(text, mentioned):
+    """A shorter text inside a longer one is not mentioned, and "A" before a noun is an article."""
+    assert choices_module._mentioned(text, NESTED) == set(mentioned)
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [
+        ("New York", "B"), ("York", "A"), ("5/2", "D"), ("5/2!", None), ("5/23", None), ("A", "A"), ("(a)", "A"),
+        ("b) New York", "B"), ("b) York", None), ("B. New York, the city", "B"), ("New York (B)", "B"),
+        ("New York (A)", None), ("York, not New York", "A"), ("not A but B", "B"), ("not A but A", None),
+        ("B rather than A", "B"), ("B rather than B", None), ("A or B", None), ("It is a cat.", "C"), ("It is a", None),
+        ("B because A is small", "B"), ("B is correct, A is not", None), ("B is what a fool would pick", None),
+        ("B is impossible", None), ("B\nIt is far north.", "B"), ("B\nA is far north.", None),
+        ("B\nNo, A.", None), ("B. I lied", None),
+        ("B!", "B"), ("B?", None), ("!B", None), ("The answer is B", "B"), ("option B", "B"), ("B - A", None),
+    ],
+)  # fmt: skip
+def test_an_answer_names_one_choice(text, label):
+    assert choices_module.named_choice(text, NESTED) == label
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("The  (Paris).", "paris"), ("[x]", "x"), ("'y'", "y"), ("a b / c", "b/c"), ("Paris!!", "paris"),
+        ("Really?", "really?"), ("the", "the"), ("((x))", "((x))"), ("(a, b)", "(a,b)"), ("x = 3 . 5", "x=3.5"),
+        ("\\boxed{\\textbf{(B)}}", "b"), ("**B**", "b"), ("\u201cB\u201d", "b"), ("\uff21\uff22", "ab"),
+        ("\u24b7", "b"),        ("a\\,b 50\\%", "b 50%"), ("`B`", "b"), ("x\u2013y", "x-y"),
+        ("\u200bB", "b"), ("\u0663", "3"), ("5!", "5!"),
+    ],
+)  # fmt: skip
+def test_two_spellings_of_a_text_have_one_key(text, key):
+    assert choices_module._key(choices_module._cleaned(text)) == key
+
+
+@pytest.mark.parametrize(
+    ("value", "labels", "texts"),
+    [
+        (None, tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), ()),
+        (["x", 2], ("A", "B"), ("x", "2")),
+        (["B) x", "A) y"], ("B", "A"), ("x", "y")),
+        (["B) x", "C) y"], ("A", "B"), ("B) x", "C) y")),
+        ({"a": "x", "b": None, "c": "y"}, ("a", "c"), ("x", "y")),
+        ({"text": ["x", "y"], "label": ["1", "2"]}, ("1", "2"), ("x", "y")),
+    ],
+)
+def test_the_choices_of_a_row_have_labels_and_texts(value, labels, texts):
+    found = choices_module.read_choices(value)
+    assert (found.labels, found.texts) == (labels, texts)
+
+
+@pytest.mark.parametrize(
+    "value", [[], "AB", 3, {}, {"text": ["x"], "label": ["A", "B"]}, ["x"] * 27, {"a": "x", "A": "y"}, [None], {1: "x"}]
+)
+def test_a_value_that_is_no_list_of_choices(value):
+    assert choices_module.read_choices(value) is None
+
+
+@pytest.mark.parametrize(
+    ("gold", "form", "label"),
+    [
+        ("B", "auto", "B"), (" (b). ", "letter", "B"), ("B", "text", None), ("B", "index", None), (1, "auto", "B"),
+        (1.0, "index", "B"), (1.5, "index", None), (1, "letter", None), (True, "auto", None), (4, "auto", None),
+        (-1, "auto", None), (3, "auto", "D"), (0, "index", "A"), ("1", "index", "B"), ("0004", "index", None),
+        ("york", "text", "A"), ("the York", "auto", "A"), ("York", "letter", None), ("B) New York", "auto", "B"),
+        ("B) New York", "text", None), ("", "auto", None), (None, "auto", None), ("x" * 5000, "auto", None),
+    ],
+)  # fmt: skip
+def test_each_form_of_a_gold(gold, form, label):
+    assert choices_module.read_gold(gold, NESTED, form) == label

@@ -2,6 +2,7 @@
 
 import pytest
 
+from grpo_rewards.claims import is_denied, is_retraction, is_unclaimed
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 
 DENIED = """
@@ -221,3 +222,48 @@ def test_a_negation_elsewhere_leaves_a_claim_paid(text):
 
 def test_the_box_of_a_gold_is_read_whatever_stands_around_it():
     assert MathCorrectness()(completions=["\\boxed{18}"], answer=["It is not \\boxed{18}?"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("before", "unclaimed"),
+    [
+        ("", False), ("So the final ", False), ("Therefore, the correct ", False), ("My ", False), ("his ", True),
+        ("Tom's ", True), ("the tempting ", True), ("I doubt that the ", True), ("I think the ", False),
+        ("Tom thinks the ", True), ("He said that the ", True), ("I say the ", False), ("Twice the ", True),
+        ("Not sure, but the ", True), ("Hopefully, the ", True), ("the value of the ", False), ("a possible ", True),
+        ("one less than the ", True), ("In no way is the ", True), ("It is not. The ", False), ("a final ", False),
+        ("an ", False), ("This isn't the ", True), ("No one gave the ", True), ("bound for the ", True),
+    ],
+)  # fmt: skip
+def test_the_words_before_a_claim_leave_it_claimed_or_not(before, unclaimed):
+    assert is_unclaimed(before) == unclaimed
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "denied"),
+    [
+        ("", "", False), ("The answer is ", ".", False), ("It is not ", "", True), ("It can't be ", "", True),
+        ("more than ", "", True), ("at least ", "", True), ("the least possible is ", "", False),
+        ("", " is wrong", True),        ("", " is clearly wrong.", True), ("", " is right.", False),
+        ("", ". That is wrong.", True),
+        ("", " apples. That is right.", False), ("", ". Wait, no: 7", True), ("", " can be ruled out", True),
+        ("", ", unlikely as it sounds", False), ("", " ist falsch", True), ("for example: ", "", True),
+        ("I am not sure: ", "", True), ("17 or ", "", True), ("between 3 and ", "", True), ("Tom thinks ", "", True),
+        ("I say ", "", False), ("from 3 to ", "", True), ("It is no ", "", False), ("", ". Just kidding", True),
+    ],
+)  # fmt: skip
+def test_the_words_around_an_answer_deny_it_or_not(before, after, denied):
+    assert is_denied(before, after) == denied
+
+
+@pytest.mark.parametrize(
+    ("text", "taken_back"),
+    [
+        (" That is wrong.", True), (" That is right.", False),  (" I lied.", True),
+        (" Scratch that.", True), (" Never mind", True), (" It adds up.", False), (" That does not add up.", True),
+        (" The opposite is true.", True), (" On second thought, 7.", True), (" Actually 7", True), ("", False),
+        (" I don't think so.", True), (" I don't think 7 is better.", False),
+    ],
+)  # fmt: skip
+def test_a_sentence_takes_the_claim_before_it_back_or_not(text, taken_back):
+    assert is_retraction(text) == taken_back

@@ -1,11 +1,14 @@
 """The command `grpo-rewards` as a user types it."""
 
 import json
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+from grpo_rewards import cli
 from grpo_rewards.cli import main
 from tests.support.word_problems import gsm8k_rows
 
@@ -285,3 +288,156 @@ def test_an_excerpt_contains_no_control_character(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "worst: row 1, 0.5: <answer>\\x1b[31m17\\x07\\u202e </answer>" in output
     assert {character for character in output if not character.isprintable()} == {"\n"}
+
+
+FILE = Path("rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("list", {}),
+        (
+            "score rows.jsonl --reward r",
+            {"file": FILE, "reward": ["r"], "gold_column": None, "num_generations": None, "out": None}
+            | {"explain": False, "json": False},
+        ),
+        (
+            "score rows.jsonl --reward r --reward s --gold_column g --num_generations 4 --out rows.jsonl --explain "
+            "--json",
+            {"file": FILE, "reward": ["r", "s"], "gold_column": "g", "num_generations": 4, "out": FILE}
+            | {"explain": True, "json": True},
+        ),
+        ("check rows.jsonl", {"file": FILE, "reward": "gsm8k_correctness", "gold_column": None}),
+        ("check rows.jsonl --reward r --gold_column g", {"file": FILE, "reward": "r", "gold_column": "g"}),
+        (
+            "audit rows.jsonl --reward r",
+            {"file": FILE, "reward": ["r"], "gold_column": None, "layout": None, "rows": 24, "seed": 0, "json": False},
+        ),
+        (
+            "audit rows.jsonl --reward r --gold_column g --layout {answer} --rows 2 --seed 3 --json",
+            {
+                "file": FILE,
+                "reward": ["r"],
+                "gold_column": "g",
+                "layout": "{answer}",
+                "rows": 2,
+                "seed": 3,
+                "json": True,
+            },
+        ),
+        ("convert-internlm2 a rows.jsonl", {"source": "a", "target": FILE, "allow_pickle": False}),
+        ("convert-internlm2 a rows.jsonl --allow_pickle", {"source": "a", "target": FILE, "allow_pickle": True}),
+    ],
+    ids=lambda value: value[:14] if isinstance(value, str) else "",
+)
+def test_each_command_has_these_options_with_these_defaults(arguments, expected):
+    found = vars(cli._options(arguments.split()))
+    assert found.pop("run")
+    assert found == expected
+
+
+@pytest.mark.parametrize("command", ["", "list", "score", "check", "audit", "convert-internlm2"])
+def test_the_help_explains_every_argument(command, capsys):
+    with pytest.raises(SystemExit):
+        cli._options([*command.split(), "--help"])
+    described = capsys.readouterr().out.partition("\n\n")[2]  # behind the usage
+    entries = re.findall(r"^ {2,4}(\S.*?)(?:  +|\n +)(\S.*)$", described, flags=re.MULTILINE)
+    assert len(entries) >= {"": 6, "score": 7, "audit": 6, "check": 3}.get(command, 1)
+    for name, explanation in entries:
+        assert len(explanation.split()) >= 2, name
+
+
+@pytest.mark.parametrize(
+    "arguments", ["score rows.jsonl", "audit rows.jsonl", "convert-internlm2 a", "score --reward r"]
+)
+def test_a_required_argument_is_asked_for(arguments, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli._options(arguments.split())
+    assert left.value.code == 2
+    assert "required" in capsys.readouterr().err
+
+
+def length(prompts, completions, **columns):
+    return [None if text == "?" else float(len(text)) for text in completions]
+
+
+def test_a_summary_has_a_bar_for_each_value_or_eight_bars(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": "x" * n} for n in range(10)])
+    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()][1:] == [
+        "length: 10 rows, 0 unscorable",
+        "mean 4.5000, standard deviation 2.8723",
+        "pay rows share",
+        f"0 … 1.12 {'█' * 8} 2 20.0%", f"1.12 … 2.25 {'█' * 4} 1 10.0%", f"2.25 … 3.38 {'█' * 4} 1 10.0%",
+        f"3.38 … 4.5 {'█' * 4} 1 10.0%", f"4.5 … 5.62 {'█' * 4} 1 10.0%", f"5.62 … 6.75 {'█' * 4} 1 10.0%",
+        f"6.75 … 7.88 {'█' * 4} 1 10.0%", f"7.88 … 9 {'█' * 8} 2 20.0%",
+        "worst: row 1, 0:", "worst: row 2, 1: x", "best: row 10, 9: xxxxxxxxx", "best: row 9, 8: xxxxxxxx",
+    ]  # fmt: skip
+    path = write(tmp_path / "rows.jsonl", [{"completion": "x" * n} for n in (0, 1, 2, 3, 4, 5, 6, 7, 7, 7)])
+    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[4] == f"0 {'█' * 4} 1 10.0%"
+    assert lines[11] == f"7 {'█' * 12} 3 30.0%"
+    path = write(tmp_path / "rows.jsonl", [{"completion": "?"}, {"completion": "?"}])
+    assert main(["score", path, "--reward", f"{__name__}.length"]) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["", "length: 2 rows, 2 unscorable"]
+    assert said.err == f"error: {path}: length could score none of 2 rows: it returned None for each\n"
+
+
+def test_the_end_of_a_long_completion_is_shown(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": "a" + "x" * 90}, {"completion": "y" * 90}])
+    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
+    said = "".join(capsys.readouterr().out.split())  # a terminal wraps the line
+    assert f"row1,91:…{'x' * 90}" in said
+    assert "x" * 91 not in said
+    assert "…y" not in said
+
+
+@pytest.mark.parametrize(("bad", "listed", "more"), [(20, 20, ""), (22, 20, "… and 2 more")])
+def test_at_most_twenty_complaints_are_listed(tmp_path, capsys, bad, listed, more):
+    path = write(tmp_path / "rows.jsonl", [{"completion": "x"}, *["{"] * bad])
+    assert main(["score", path, "--reward", f"{__name__}.length"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len([line for line in lines if "not JSON" in line]) == listed
+    assert lines[-1].endswith(more)
+    assert len(lines) == listed + bool(more)
+
+
+def broken(prompts, completions, **columns):
+    return {"a": lambda: 1 / 0, "b": lambda: [1.0, "2"], "c": lambda: [1.0], "d": lambda: [1.0, float("nan")]}[
+        completions[0]
+    ]()
+
+
+@pytest.mark.parametrize(
+    ("first", "message"),
+    [
+        ("a", "reward `broken` raised ZeroDivisionError: division by zero ("),
+        ("b", "reward `broken` returned '2' for row 2: a score is a finite number, or None"),
+        ("c", "reward `broken` returned 1 scores for 2 completions: it must return one for each"),
+        ("d", "reward `broken` returned nan for row 2: a score is a finite number, or None"),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_the_row(tmp_path, capsys, first, message):
+    path = write(tmp_path / "rows.jsonl", [{"completion": first}, {"completion": "x"}])
+    assert main(["score", path, "--reward", f"{__name__}.broken"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_check_counts_the_golds_that_earn_less(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"answer": "18"}, {"answer": ""}, {"answer": None}, {"answer": "7"}])
+    assert main(["check", path]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}: 4 golds, 2 earn full pay (2)",
+        "2 can't be scored:",
+        "  row 2: ",
+        "  row 3: None",
+        "2 rows have no gold: remove them, or set `dataset.drop_missing: true` in a recipe",
+    ]
+    path = write(tmp_path / "rows.jsonl", [{"answer": ""}])
+    assert main(["check", path]) == 1
+    said = capsys.readouterr()
+    assert "1 row has no gold: remove them" in said.out
+    assert said.err == f"error: {path}: none of 1 golds in `answer` can be read\n"

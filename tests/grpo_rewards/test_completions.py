@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from grpo_rewards import gsm8k_correctness, math_correctness, tag_count, tag_presence, tag_structure, well_formed
-from grpo_rewards.completions import completion_text, group_slices
+from grpo_rewards.completions import completion_text, fenced_blocks, group_slices, outside_thinking, prompt_groups
 from grpo_rewards.length import GroupLength
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import BuiltReward, SumReward
@@ -81,3 +81,46 @@ def test_a_bare_string_and_a_short_column_are_refused(reward, call, message):
 
 def test_any_kind_of_list_is_accepted():
     assert gsm8k_correctness(completions=("<answer>18</answer>",), answer=array("l", [18])) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("```python\nx\n```", [("python", "x\n")]),
+        ("a\n``` Python title\nx\n\ny\n```\nb", [("python", "x\n\ny\n")]),
+        ("```\n```", [("", "")]),
+        ("```\nx\n```\n````\n```\n````", [("", "x\n"), ("", "```\n")]),
+        ("````\nx\n```", []),
+        ("```\nx\n````", [("", "x\n")]),
+        ("```\nx\n```python\ny\n```", [("", "x\n```python\ny\n")]),
+        ("  ```js\n  x\n    y\n z\n  ```", [("js", "x\n  y\nz\n")]),
+        ("    ```\nx\n    ```", []),
+        ("``` a `b`\nx\n```", []),
+        ("```\nx", []),
+    ],
+)
+def test_the_closed_fences_of_a_text(text, blocks):
+    assert fenced_blocks(text) == blocks
+
+
+@pytest.mark.parametrize(
+    ("text", "prefilled", "outside"),
+    [
+        ("<t>a</t>b", False, "b"), ("<t>a</t>b<t>c", False, "b"), ("<t>a</t>b<t>c</t>d", False, "d"),
+        ("ab", False, "ab"),
+        ("a<t>b", False, "a"), ("a</t>b", True, "b"), ("ab", True, ""), ("a</t>b<t>c", True, "b"),
+    ],
+)  # fmt: skip
+def test_the_thinking_is_removed(text, prefilled, outside):
+    assert outside_thinking(text, "t", prefilled) == outside
+
+
+def test_groups_hold_one_prompt_each():
+    assert prompt_groups("r", ["p", "p", "q", "q"], 2) == [slice(0, 2), slice(2, 4)]
+    assert prompt_groups("r", ["p", "p", "p", "p"], 2) == [slice(0, 2), slice(2, 4)]
+    with pytest.raises(ValueError, match="reward `r`: rows 2 to 3 hold different prompts, so groups are not 2 "):
+        prompt_groups("r", ["p", "p", "p", "q"], 2)
+    with pytest.raises(ValueError, match="reward `r` needs num_generations"):
+        prompt_groups("r", ["p"], None)
+    with pytest.raises(ValueError, match="3 completions are not a whole number of groups of 2"):
+        prompt_groups("r", ["p"] * 3, 2)

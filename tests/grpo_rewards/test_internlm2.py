@@ -352,3 +352,27 @@ def test_nothing_in_the_project_asks_for_remote_code():
     assert len(files) > 20
     asking = re.compile(r"trust_remote_code[\"']?\s*[=:]\s*true", re.IGNORECASE)
     assert not [path for path in files if asking.search(path.read_text(encoding="utf-8"))]
+
+
+def test_keys_that_a_checkpoint_leaves_out_have_the_values_of_its_code(tiny):
+    """The defaults are those of `configuration_internlm2.py`, and of the reward model's remote code."""
+    config = json.loads((tiny / "config.json").read_text())
+    left_out = ("num_key_value_heads", "hidden_act", "initializer_range", "bias", "bos_token_id", "eos_token_id",
+                "pad_token_id", "reward_token_id", "rope_theta", "rope_scaling")  # fmt: skip
+    made = internlm2.llama_config({key: value for key, value in config.items() if key not in left_out})
+    assert made.num_key_value_heads == made.num_attention_heads
+    assert (made.hidden_act, made.initializer_range, made.attention_bias, made.mlp_bias) == ("silu", 0.02, False, False)
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.reward_token_id) == (1, 2, 2, 92527)
+    assert (made.rope_parameters["rope_type"], made.rope_parameters["rope_theta"]) == ("default", 10000)
+    assert (made.num_labels, made.tie_word_embeddings) == (1, False)
+    given = {"num_key_value_heads": 1, "hidden_act": "gelu", "initializer_range": 0.5, "bias": True, "bos_token_id": 3,
+             "eos_token_id": 4, "pad_token_id": 5, "reward_token_id": 6, "rope_theta": 7.0}  # fmt: skip
+    made = internlm2.llama_config({**config, **given, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert (made.num_key_value_heads, made.hidden_act, made.initializer_range, made.attention_bias) == (
+        1,
+        "gelu",
+        0.5,
+        True,
+    )
+    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.reward_token_id) == (3, 4, 5, 6)
+    assert made.rope_parameters == {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}

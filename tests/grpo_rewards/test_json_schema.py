@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_rewards import schema as schemas
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.schema import JsonSchema
 from grpo_rewards.strict import MAX_CHARS, MAX_DEPTH
@@ -677,3 +678,69 @@ def test_the_column_of_golds_is_declared_and_needed():
     assert JsonSchema(gold_column="answer").columns_read == ("answer", "schema")
     with pytest.raises(ValueError, match="needs the dataset column `answer`"):
         JsonSchema(schema=PERSON, gold_column="answer")(completions=[ANN])
+
+
+def test_the_metrics_are_shares_of_the_batch():
+    schema = {"type": "object", "required": ["name"]}
+    metrics = {}
+    completions = ['{"name": "Ann"}', '{"name": 3}', '{"age": 3}', "no JSON", '{"name": 1}']
+    JsonSchema()(completions=completions, schema=[schema] * 4 + [7], log_metric=metrics.__setitem__)
+    assert metrics == {
+        "rewards/json_schema/fits": 2 / 5, "rewards/json_schema/parsed": 3 / 5, "rewards/json_schema/unscorable": 1.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "instance", "steps"),
+    [(1, 2, 1), ([1, 2], 3, 3), ({"a": 1}, [1, 2, 3], 5), ({}, "x" * 99, 1), ([1], "x" * 250, 4), (1, {"a": 1}, 2)],
+)
+def test_a_keyword_costs_steps_by_the_size_of_what_it_compares(value, instance, steps):
+    token = schemas._steps.set([steps])
+    try:
+        called = schemas._counted(lambda *given: given)(None, value, instance, {})
+        assert called == (None, value, instance, {})
+        assert schemas._steps.get() == [0]
+        with pytest.raises(schemas._TooCostly):
+            schemas._counted(lambda *given: given)(None, value, instance, {})
+    finally:
+        schemas._steps.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "fits"),
+    [
+        ("email", "a@b.c", True), ("email", "a@b", False), ("email", "a b@c.d", False), ("email", "a@b.c.d", True),
+        ("email", "a" * 250 + "@b.c", True), ("email", "a" * 251 + "@b.c", False), ("time", "23:59:60Z", True),
+        ("time", "24:00:00Z", False), ("time", "12:60:00Z", False), ("time", "12:00:00", False),
+        ("time", "12:00:00.5+01:30", True), ("date-time", "2024-02-29T12:00:00Z", True),
+        ("date-time", "2023-02-29T12:00:00Z", False), ("date-time", "2024-02-28 12:00:00z", True),
+        ("date-time", "2024-02-28x12:00:00Z", False), ("date-time", "20240228T12:00:00Z", False),
+        ("date", "2024-02-30", False), ("ipv4", "1.2.3.256", False), ("ipv6", "::1", True), ("uuid", "x", False),
+        ("color", "anything", True),
+    ],
+)  # fmt: skip
+def test_the_formats_of_strings(name, text, fits):
+    scores = JsonSchema()(completions=[json.dumps({"x": text})], schema=[{"properties": {"x": {"format": name}}}])
+    assert scores == [float(fits)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "fits"),
+    [
+        ({"multipleOf": 0.01}, 19.99, True), ({"multipleOf": 0.01}, 19.995, False), ({"multipleOf": 2}, True, True),
+        ({"uniqueItems": True}, [1, 1.0], False), ({"uniqueItems": True}, [1, True], True),
+        ({"uniqueItems": True}, [{"a": 1, "b": 2}, {"b": 2, "a": 1}], False), ({"uniqueItems": False}, [1, 1], True),
+        ({"uniqueItems": True}, [1.5, 1.5], False), ({"uniqueItems": True}, ["1", 1], True),
+        ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": 1, "b": 1}, False),
+        ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": "x", "b": 1}, True),
+        ({"properties": {"a": {}}, "additionalProperties": False}, {"a": 1}, True),
+        ({"properties": {"a": {}}, "additionalProperties": False}, {"a": 1, "b": 1}, False),
+        ({"patternProperties": {"^b": {}}, "additionalProperties": False}, {"b1": 1}, True),
+        ({"additionalProperties": {"type": "string"}}, {"a": 1}, False),
+        ({"additionalProperties": {"type": "string"}}, {"a": "1"}, True), ({"pattern": "^a+$"}, "aab", False),
+        ({"pattern": "a"}, "bab", True), ({"pattern": "a"}, 3, True),
+    ],
+)  # fmt: skip
+def test_the_keywords_that_are_checked_in_linear_time(schema, value, fits):
+    scores = JsonSchema()(completions=[json.dumps({"x": value})], schema=[{"properties": {"x": schema}}])
+    assert scores == [float(fits)]

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rewards import chat_endpoint, judge
+from grpo_rewards import judge as judges
 from grpo_rewards.errors import UserError
 from grpo_rewards.judge import JudgeScore, read_score
 from grpo_rewards.registry import RewardSpecError, build_rewards
@@ -692,3 +693,10 @@ def test_an_interrupt_before_any_opcode_of_a_failure_does_not_block_the_next_cal
         assert ends(call)
         interrupts += 1
     assert interrupts > 10
+
+
+def test_a_group_with_an_unscored_row_is_dropped_whole():
+    scores = [1.0, None, 0.0, 0.5, None, None, 0.0, 1.0]
+    reasons, lost = judges._drop_incomplete_groups(scores, [slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 8)])
+    assert scores == [None, None, None, 0.5, None, None, 0.0, 1.0]
+    assert (reasons, lost) == ([judges._DROPPED, "", judges._DROPPED, "", "", "", "", ""], 2)

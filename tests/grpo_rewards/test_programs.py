@@ -431,3 +431,95 @@ def test_the_processes_of_a_launch_share_the_processors(monkeypatch: pytest.Monk
 def test_bad_arguments_are_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         UnitTests(**kwargs)
+
+
+# Verdicts on runs that are made up, without a sandbox
+
+
+def ran(*outcomes: tuple[str, int, float, float, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let runs end so, in order: how, exit code, CPU seconds, seconds on the clock, output. Return their limits."""
+    limits: list[Any] = []
+    left = iter(outcomes)
+
+    def run(program: str, given: str, of: Any) -> sandbox.Outcome:
+        ended, code, cpu, wall, output = next(left)
+        limits.append((of.cpu_seconds, of.wall_seconds, of.memory_bytes >> 20))
+        return sandbox.Outcome(ended, code, cpu, wall, output.encode(), b"")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(programs, "run", run)
+    return limits
+
+
+PAIRS = [programs.Pair("", f"{number}") for number in (1, 2, 3)]
+TIMED = UnitTests(seconds=4, memory_mb=100)
+
+
+def test_the_pairs_of_a_row_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    wall = programs.WALL_FACTOR * 4
+    limits = ran(("exited", 0, 1.5, 2.0, "1"), ("exited", 0, 0.75, 3.0, "2"), ("exited", 0, 0.1, 0.1, "3"),
+                 monkeypatch=monkeypatch)  # fmt: skip
+    verdict = TIMED._judge_pairs("", PAIRS)
+    assert (verdict.passed, verdict.total, verdict.reason, verdict.out_of_time) == (3, 3, "", False)
+    assert limits == [(4, wall, 100), (3, wall - 2.0, 100), (2, wall - 5.0, 100)], "CPU seconds are rounded up"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "passed", "reason", "late", "runs"),
+    [
+        ([("exited", 0, 4.0, 1.0, "1")], 1, "pair 2 is out of time", True, 1),
+        ([("exited", 0, 3.5, 1.0, "1"), ("exited", 0, 0.5, 1.0, "2")], 2, "pair 3 is out of time", True, 2),
+        ([("exited", 0, 1.0, 999.0, "1")], 1, "pair 2 is out of time", True, 1),
+        ([("exited", 0, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "2"), ("exited", 0, 2.0, 1.0, "3")], 3, "", False, 3),
+        ([("timeout", -9, 4.0, 4.0, "")], 0, None, True, 1),
+        ([("exited", 1, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "2"), ("exited", 0, 1.0, 1.0, "3")], 2, None, False, 3),
+        (
+            [("killed", -9, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "x"), ("exited", 0, 1.0, 1.0, "3")],
+            1,
+            None,
+            False,
+            3,
+        ),
+    ],
+)
+def test_a_row_ends_when_its_time_is_used_up(
+    outcomes: list[Any], passed: int, reason: str | None, late: bool, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = ran(*outcomes, monkeypatch=monkeypatch)
+    verdict = TIMED._judge_pairs("", PAIRS)
+    assert (verdict.passed, verdict.out_of_time, len(limits)) == (passed, late, runs)
+    assert verdict.reason.startswith("pair 1 ") if reason is None else verdict.reason == reason
+
+
+def test_the_rule_all_stops_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = ran(("exited", 0, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "x"), monkeypatch=monkeypatch)
+    verdict = replace(TIMED, rule="all")._judge_pairs("", PAIRS)
+    assert (verdict.passed, verdict.total, len(limits)) == (1, 3, 2)
+    assert verdict.reason.startswith("pair 2 ")
+
+
+def test_a_value_that_is_cut_off_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last line of an output that was stopped may be the beginning of another value: `3` of `37`."""
+    tests = programs._read_tests(json.dumps(["assert f(1) == 1", "assert f(2) == 3"]))
+    assert not isinstance(tests, str)
+    ran(("output", -9, 1.0, 1.0, "1\n3"), ("exited", 0, 1.0, 1.0, "1\n3\n"), monkeypatch=monkeypatch)
+    assert TIMED._judge("", tests).passed == 1
+    assert TIMED._judge("", tests).passed == 2
+
+
+def test_the_metrics_of_a_batch_count_programs_and_verdicts() -> None:
+    verdicts = [
+        programs.Verdict(3, 3, ""),
+        programs.Verdict(1, 3, "x", True),
+        programs.Verdict(0, 3, "x", True),
+        "no tests",
+    ]
+    assert programs._metrics(verdicts, 2) == {"programs": 2.0, "unscorable": 1.0, "passed": 1 / 3, "timeouts": 2.0}
+    assert programs._metrics(["no tests"], 0) == {"programs": 0.0, "unscorable": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("passed", "rule", "pay"),
+    [(3, "share", 2.0), (3, "all", 2.0), (1, "share", 2 / 3), (2, "all", 0.0), (0, "share", 0.0)],
+)
+def test_the_pay_of_a_share(passed: int, rule: str, pay: float) -> None:
+    assert UnitTests(pay=2.0, rule=rule)._pay(programs.Verdict(passed, 3, "")) == pytest.approx(pay)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from grpo_rewards.math.answers import answer_number, compare
+from grpo_rewards.math.prose import is_doubt, is_numeral, is_vague_number, stated_quantity
 
 # Forms of a quantity; {} is the number.
 QUANTITIES = """
@@ -179,3 +180,35 @@ def test_reading_a_sentence_takes_linear_time():
 
 def test_no_near_miss_is_paid():
     assert [text for text, value in composed_right() if verdict(text, value + 1) != "wrong"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        ("She has two hundred and five apples.", "two hundred and five"), ("He owns a hundred cows.", "a hundred"),
+        ("It costs two million dollars.", "two million"), ("She has 18 thousand dollars.", "18 thousand"),
+        ("The sum is minus 18.", "minus 18"), ("There are **18** apples.", "18"), ("They are 3 cats and 4 dogs.", None),
+        ("In 3 days she has **18** apples.", "18"), ("She has **18** apples after 3 days.", "18"),
+        ("She has **18** apples, and 3 pears.", None), ("She has **18** apples so 3 are bad.", None),
+        ("3 and **18** are left.", None), ("**3** and **18** are left.", None), ("17 + 1 = **18** apples", None),
+        ("**In 3 days she has 18**", None), ("She has half.", None), ("She ate half of the 18 apples.", None),
+        ("She came second with 18 points.", "18"), ("On the second day she has 18.", None),
+        ("She bought 2 dozen eggs.", "2"), ("18", None), ("She has eggs.", None), ("\x02 She has 18.", None),
+    ],
+)  # fmt: skip
+def test_the_number_of_a_sentence_as_it_is_written(text, stated):
+    assert stated_quantity(text) == stated
+
+
+@pytest.mark.parametrize(
+    ("word", "numeral", "vague", "doubtful"),
+    [
+        ("nineteen", True, False, False), ("hundred", True, False, False), ("million", True, False, False),
+        ("k", False, False, False), ("half", False, True, False), ("third", False, True, False),
+        ("thirtieth", False, True, False), ("dozens", False, True, False), ("cats", False, False, False),
+        ("isn't", False, False, True), ("dont", False, False, True), ("approximately", False, False, True),
+        ("nicht", False, False, True), ("like", False, False, False), ("likely", False, False, True),
+    ],
+)  # fmt: skip
+def test_the_words_that_are_numbers_or_doubts(word, numeral, vague, doubtful):
+    assert (is_numeral(word), is_vague_number(word), is_doubt(word)) == (numeral, vague, doubtful)

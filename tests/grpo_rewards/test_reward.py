@@ -75,3 +75,18 @@ def test_rewards_with_the_same_condition_are_equal_with_unit_pay(name: str) -> N
 def test_a_reward_without_a_positive_score_has_no_unit_pay() -> None:
     assert built("gsm8k_correctness", pay_exact=0.0).with_unit_pay() is None
     assert built("well_formed", pay=-1.0).with_unit_pay() is None
+
+
+def test_a_function_has_a_unit_pay_if_it_declares_a_positive_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = build_rewards([f"{__name__}.declaring"])[0].declared
+    assert declared.with_unit_pay() is declared
+    assert build_rewards([f"{__name__}.plain"])[0].declared.with_unit_pay() is None
+    monkeypatch.setattr(declaring, "highest_pay", 0.0)
+    assert build_rewards([f"{__name__}.declaring"])[0].declared.with_unit_pay() is None
+
+
+def test_other_tags_are_read_with_the_first_one_prefilled() -> None:
+    assert built("well_formed", tags=["a", "b"]).with_tags(("c", "d")).tags == ("c", "d")
+    moved = built("well_formed", tags=["a", "b"], prefilled="a").with_tags(("c", "d"))
+    assert (moved.tags, moved.prefilled) == (("c", "d"), "c")
+    assert built("well_formed").with_tags(("c", "d")).prefilled is None

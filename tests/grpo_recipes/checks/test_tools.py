@@ -16,7 +16,7 @@ from trl import chat_template_utils as trl_templates
 
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
-from grpo_recipes.checks.tools import check_template, load_toolset
+from grpo_recipes.checks.tools import check_template, load_toolset, observation_fault
 from grpo_recipes.data.prompts import PromptTools, limit_prompts, token_lengths
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec, ToolLimits
@@ -86,6 +86,10 @@ def by_position(a: int, /) -> int:
     Args:
         a: The first.
     """
+
+
+def by_environment(completions, environments, **columns):
+    return [0.0 for _ in environments]
 
 
 nameless = functools.partial(add, b=2)
@@ -316,6 +320,20 @@ FINE_CASES = [
         {**FINE, "environment_factory": "grpo_recipes.tools.examples.GuessNumber", "rewards": None},
     ),
     Case(
+        PLAN + " --model_name_or_path {model}",
+        ("my_envs.made (not built)",),
+        0,
+        FILES,
+        {**FINE, "environment_factory": "my_envs.made"},
+    ),
+    Case(
+        PLAN + " --model_name_or_path {model}",
+        ("by_environment × 1", "Game × 1"),
+        0,
+        FILES,
+        {**FINE, "environment_factory": "my_envs.Game", "rewards": ["my_tools.by_environment"]},
+    ),
+    Case(
         PLAN + " --model_name_or_path {model} --build",
         ("game: my_envs.Game (look), sum: my_envs.made (look)", "Game × 1"),
         0,
@@ -522,3 +540,17 @@ def test_a_fault_of_an_environment_ends_the_run_with_its_name(
     Path("recipe.yaml").write_text("dataset: {name: secret_number}\n")
     assert train.main(["--config", "recipe.yaml", *given]) == 1
     assert words in capsys.readouterr().err.rstrip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("observation", "fault"),
+    [
+        (None, ""), ("text", ""), ([], ""), ([{"type": "text", "text": "x"}], ""), (7, "returned the type int"),
+        ([{"text": "x"}], "returned a list that does not consist of content blocks"),
+        (["x"], "returned a list that does not consist of content blocks"),
+        ([{"type": "text"}, "x"], "returned a list that does not consist of content blocks"),
+        (("x",), "returned the type tuple"),
+    ],
+)  # fmt: skip
+def test_an_observation_is_a_text_content_blocks_or_nothing(observation: object, fault: str) -> None:
+    assert observation_fault(observation) == fault

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_recipes.process import signals
 from tests.support import forking, launching
 
 
@@ -63,3 +64,61 @@ def test_a_run_saves_when_its_terminal_is_closed(tmp_path: Path, ignores: bool) 
     saved = [int(path.name.partition("-")[2]) for path in (tmp_path / "run").glob("checkpoint-*")]
     assert len(saved) == 1
     assert saved[0] == 40 if ignores else 3 <= saved[0] < 4000
+
+
+@pytest.mark.parametrize(("rank", "said"), [(None, True), ("0", True), ("1", False)])
+def test_ctrl_c_while_libraries_are_imported_ends_the_process_with_one_line(
+    rank: str | None, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exit code is that of a shell for SIGINT: 128 + 2. Only the first of several ranks prints."""
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(writing, 2)
+        signals.leave_on_interrupt()
+        signal.raise_signal(signal.SIGINT)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        printed = file.read()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGINT == signals.INTERRUPTED
+    line = "\nstopped by Ctrl-C: nothing was trained or saved, and the same command starts again\n"
+    assert printed == (line if said else "")
+
+
+def test_ctrl_c_raises_once_the_libraries_are_imported() -> None:
+    previous = signal.getsignal(signal.SIGINT)
+    try:
+        signals.leave_on_interrupt()
+        assert signal.getsignal(signal.SIGINT) is not previous
+        signals.raise_on_interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_only_outputs_that_nobody_reads_are_dropped() -> None:
+    """Standard output is a pipe whose reader has ended, standard error a pipe that is read."""
+    reading, writing = os.pipe()
+    gone, closed = os.pipe()
+    os.close(gone)
+    child = os.fork()
+    if child == 0:
+        os.dup2(closed, 1)
+        os.dup2(writing, 2)
+        signals.drop_closed_outputs()
+        try:
+            os.write(1, b"lost")
+            os.write(2, b"read")
+        finally:
+            os._exit(0)
+    os.close(writing)
+    os.close(closed)
+    with os.fdopen(reading) as file:
+        assert file.read() == "read"
+    os.waitpid(child, 0)

@@ -396,12 +396,17 @@ def test_a_subtask_that_exits_ends_the_loop_and_the_next_call_has_another(runner
     async def leave() -> None:
         raise SystemExit(1)
 
+    begun = []
+
     async def spawn() -> str:
+        begun.append(1)
         task = asyncio.ensure_future(leave())
         await asyncio.sleep(5)
         return str(task)
 
-    assert only(runner.run([[call(spawn)]])).fault
+    result = only(runner.run([[call(spawn)]]))
+    assert result.fault == "the tool ended the thread that it ran in"
+    assert (len(begun), result.timed_out) == (1, False)
     assert only(runner.run([[call(add_later, a=1, b=2)]])).content == "3"
 
 

@@ -316,6 +316,24 @@ def test_the_last_turn_is_cut_to_the_room_and_read_behind_its_context(tokenizer:
     assert values.logprobs[0][-3:] == [0.0, -4.0, -4.0]
 
 
+def test_log_probabilities_must_not_end_after_the_first_turn() -> None:
+    row = Row([7], [8, 8], [message(1)], RowTools({}), [-1.0, -2.0])
+    with pytest.raises(ValueError, match="the turn after a tool call has none: let the `rollout_func` return None"):
+        row.append_turn([9], None)
+    row.append_turn([9], [-3.0])
+    assert (row.completion, row.mask, row.log_probs) == ([8, 8, 9], [1, 1, 1], [-1.0, -2.0, -3.0])
+    bare = Row([7], [8, 8], [message(1)], RowTools({}))
+    bare.append_turn([9], None)
+    assert (bare.context(), bare.log_probs) == ([7, 8, 8, 9], None)
+
+
+@pytest.mark.parametrize(("completion", "positions", "room"), [(10, 100, 8), (100, 10, 6), (9, 10, 6), (8, 12, 6)])
+def test_the_room_of_results_leaves_a_position_for_the_next_turn(completion: int, positions: int, room: int) -> None:
+    """The limit is the smaller of both: of the completion, and of the positions behind prompt and one token."""
+    row = Row([7], [8, 8], [message(1)], RowTools({}))
+    assert row.room(Limits(1, completion, positions)) == room
+
+
 # ---- ranks
 
 

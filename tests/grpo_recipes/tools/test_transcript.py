@@ -697,6 +697,23 @@ def test_the_prompt_of_another_row_is_named_with_its_row() -> None:
     assert str(swapped) == "row 0, token 0: the row has another prompt than was given to the generator, that of row 1"
 
 
+@pytest.mark.parametrize(
+    ("sampled", "completion", "mask", "fault"),
+    [
+        (".", ".<3>", [1, 1, 0, 0], "token 2: the tool mask is shifted by one token to the right"),
+        ("a.", "a.<3>", [1, 0, 0, 0, 0], "token 1: the tool mask is shifted by one token to the left"),
+        ("a.", "a.<3>", [1, 1, 0, 0, 0], None),
+        ("a.", "a.<3>", [1, 1, 1, 1, 0], "token 2: 2 tokens were not sampled: '<3'"),
+    ],
+)
+def test_a_mask_that_is_shifted_by_one_token_is_named(
+    sampled: str, completion: str, mask: list[int], fault: str | None
+) -> None:
+    row = Transcript(0, ids_of("p"), ids_of(completion), mask, None)
+    found = proof({"p": [sampled]})(row, with_messages=False)
+    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+
+
 ONE_TURN = {"p": ["ab.", "ab."]}
 
 

@@ -130,7 +130,9 @@ def compacting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def make(**changes: Any) -> tuple[CompactCompletions, Any, list[Any]]:
         args = {"output_dir": str(tmp_path), "log_completions_hub_repo": None, "hub_strategy": "every_save"}
-        checkpoints = SimpleNamespace(check_folder=lambda: events.append("checked"), pushes=changes.pop("pushes", False))
+        checkpoints = SimpleNamespace(
+            check_folder=lambda: events.append("checked"), pushes=changes.pop("pushes", False)
+        )
         logs = changes.pop("log_completions", True)
         trainer = SimpleNamespace(
             args=SimpleNamespace(**{**args, **changes}), checkpoints=checkpoints, log_completions=logs

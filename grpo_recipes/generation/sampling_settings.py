@@ -73,10 +73,9 @@ class PublishedSettings:
             requested: the settings that `generate` or `generate_batch` is called with.
         """
         # PEFT's `generate` assigns a configuration of the adapter's wrapper, if somebody has set one, to the base
-        # model.
-        base = base_model(policy)
-        owners = [base]
-        if base is not policy and "generation_config" in vars(policy):
+        # model. Without an adapter both are one object, whose configuration may be replaced and restored twice.
+        owners = [base_model(policy)]
+        if "generation_config" in vars(policy):
             owners.append(cast("CausalLM", policy))
         published = [(owner, getattr(owner, "generation_config", None)) for owner in owners]
         for owner, config in published:

@@ -60,7 +60,7 @@ class CompleteCheckpoints(TrainerCallback):
         self.decision: Resume | None = None
         """Confirmed decision of `train.py`, which has compared everything already, or None for a script."""
         self.resumed_from: Path | None = None
-        self.first_step = 0
+        self.first_step: int
         """Optimizer step after which this launch began."""
         self.held: Held | None = None
         """Folder of the run, which this launch must still hold before it writes there, or None without a lock."""

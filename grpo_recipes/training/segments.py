@@ -500,7 +500,7 @@ def _keep_unchanged(layer: Any) -> None:
     def update_conv_state(states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
         return torch.cat([before[state_idx], states], dim=-1)
 
-    def update_recurrent_state(states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
+    def update_recurrent_state(states: Tensor, *_: Any, **__: Any) -> Tensor:
         return states
 
     layer.update_conv_state, layer.update_recurrent_state = update_conv_state, update_recurrent_state

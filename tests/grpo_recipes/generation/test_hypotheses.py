@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,9 +194,9 @@ def test_an_adapter_is_kept_for_two_steps() -> None:
     assert list(adapters.kept) == [4, 7]
     assert [kept[0].unique().item() for kept in adapters.kept.values()] == [2.0, 3.0], "only the first call of a step"
     fill(5.0)
-    with pytest.raises(RuntimeError, match="inside"), adapters.earlier():
+    with suppress(RuntimeError), adapters.earlier():
         assert all((tensor == 2.0).all() for tensor in tensors)
-        raise RuntimeError("inside")
+        raise RuntimeError
     assert all((tensor == 5.0).all() for tensor in tensors), "training goes on from the same bits"
     for none in (Adapters(policy, sharded=True), Adapters(model(), sharded=False)):
         none.keep(0)

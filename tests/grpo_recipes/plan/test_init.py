@@ -203,6 +203,7 @@ def test_each_form_has_its_keys_of_a_recipe(name: str) -> None:
 
 
 CHAT = [{"role": "user", "content": QUESTION}]
+SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ CHAT = [{"role": "user", "content": QUESTION}]
         ([str(7 * n % 23) for n in range(20)], CHAT, ["gsm8k_correctness", "tag_presence"]),
         ([f"Rome {n}" for n in range(20)], CHAT, ["string_match", "tag_presence"]),
         (["good", "bad"] * 10, CHAT, ["string_match", "tag_presence"]),
-        ([str(7 * n % 23) for n in range(20)], [{"role": "system", "content": "Be brief."}, *CHAT], ["math_correctness"]),
+        ([str(7 * n % 23) for n in range(20)], [SYSTEM, *CHAT], ["math_correctness"]),
         ([str(7 * n % 23) for n in range(20)], QUESTION, ["math_correctness"]),
         ([f"Rome {n}" for n in range(20)], QUESTION, [("string_match", "casefold", "whole")]),
         (["good", "bad"] * 10, QUESTION, [("string_match", "casefold", "whole")]),
@@ -256,8 +257,8 @@ def test_a_recipe_for_a_gpu_and_for_a_cpu_is_written_out() -> None:
         "lora_alpha: 32\nlora_target_modules: all-linear\n\n"
         "# 1,260 rows; the answers are numbers in 35 of 35 rows. 25 rows have no question or no answer (1, 2, 3, 4, 5, "
         "6, 7, 8, 9,\n# 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20 and 5 more, counted from 1); `drop_missing` leaves "
-        "them out. Every other\n# column reaches the rewards: 'Nr\\nx'. About 30% of the rows are held out, by a hash of "
-        "each.\n"
+        "them out. Every other\n# column reaches the rewards: 'Nr\\nx'. About 30% of the rows are held out, by a hash "
+        "of each.\n"
         "dataset:\n  path: in/Preise 2024.tar.gz\n  delimiter: ;\n  decimal: comma\n  columns:\n    question: Frage\n"
         "    answer: Ergebnis\n  drop_missing: true\n  system_prompt: reasoning\n  eval_share: 0.3\n\n"
         "# The rewards; `grpo-rewards list` describes each of them, and `grpo-rewards audit` attacks one of your own.\n"
@@ -271,8 +272,8 @@ def test_a_recipe_for_a_gpu_and_for_a_cpu_is_written_out() -> None:
     )
     for_cpu = recipe_text(dataset, guess, "my/model", has_gpu=False, rows=60, share=None)
     assert (
-        "# For a CPU, as there is no GPU with bfloat16 here: all parameters, in float32.\nmodel_name_or_path: my/model\n"
-        "dtype: float32\nbf16: false\nuse_cpu: true\n\n# 60 rows; "
+        "# For a CPU, as there is no GPU with bfloat16 here: all parameters, in float32.\nmodel_name_or_path: "
+        "my/model\ndtype: float32\nbf16: false\nuse_cpu: true\n\n# 60 rows; "
     ) in for_cpu
     assert "# A learning rate for full fine-tuning of a small model.\nlearning_rate: 1.0e-05\n" in for_cpu
     assert for_cpu.endswith(

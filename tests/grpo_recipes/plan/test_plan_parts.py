@@ -40,6 +40,7 @@ ROWS = "per_device_train_batch_size: 1 with gradient_accumulation_steps: 32"
 SERVER = "vllm_mode: server, on GPUs of its own"
 OFFLOAD = "accelerate_configs/zero3_offload.yaml (slower)"
 TWICE = "num_machines: 2, num_processes: 16"
+FOUR_MACHINES = "num_machines: 4, num_processes: 16"
 ALL_OFFLOADED = Sharding(8, 1, "zero3", True, True)
 
 
@@ -82,9 +83,12 @@ ALL_OFFLOADED = Sharding(8, 1, "zero3", True, True)
         ),
         (
             replace(UNKNOWN, rows=1, layout=replace(ALL_OFFLOADED, num_machines=2), gather_for_generation=False),
-            {SERVER: {"vllm": "server"}, "num_machines: 4, num_processes: 16": {"layout": Sharding(16, 4, "zero3", True, True)}},
+            {SERVER: {"vllm": "server"}, FOUR_MACHINES: {"layout": Sharding(16, 4, "zero3", True, True)}},
         ),
-        (replace(UNKNOWN, rows=1, layout=Sharding()), {SERVER: {"vllm": "server"}, OFFLOAD: {"layout": Sharding(1, 1, "zero3", True, True)}}),
+        (
+            replace(UNKNOWN, rows=1, layout=Sharding()),
+            {SERVER: {"vllm": "server"}, OFFLOAD: {"layout": Sharding(1, 1, "zero3", True, True)}},
+        ),
     ],
     ids=["ZeRO-3", "DDP", "server", "FSDP2", "offloaded", "one GPU"],
 )  # fmt: skip

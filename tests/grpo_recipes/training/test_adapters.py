@@ -107,8 +107,8 @@ def test_a_base_that_cannot_be_loaded_is_named(error: Exception, loads: dict[str
     with pytest.raises(UserError) as caught:
         load_adapter("sft", config, arguments(), "reward_model")
     assert str(caught.value) == (
-        "`reward_model` sft is an adapter, and its base some/base can't be loaded: set `base_model_name_or_path` in its "
-        "adapter_config.json (no such folder)"
+        "`reward_model` sft is an adapter, and its base some/base can't be loaded: set `base_model_name_or_path` in "
+        "its adapter_config.json (no such folder)"
     )
 
 

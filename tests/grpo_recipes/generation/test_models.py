@@ -1,0 +1,156 @@
+"""What is read from a model before it generates or is packed, and what is replaced in it for a while."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_recipes.generation import models
+from grpo_recipes.generation.models import (
+    dropout_rates,
+    eval_no_grad,
+    in_float32,
+    kept_scores,
+    method_replaced,
+    scaled_by_position,
+    unfit,
+)
+from grpo_rewards.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({}, None),
+        ({"rope_parameters": None}, None),
+        ({"rope_parameters": {"rope_type": "default"}}, None),
+        ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ({"rope_parameters": {"llama_4_scaling_beta": 0.0}}, None),
+        ({"rope_parameters": {"full": {"llama_4_scaling_beta": 0.1}, "sliding": {}}}, "llama_4_scaling_beta"),
+        ({"model_type": "beam", "rope_parameters": {"full": None, "sliding": {}}}, "scalable softmax"),
+        ({"model_type": "beam", "rope_parameters": {"full": {}}}, None),
+        ({"model_type": "other", "rope_parameters": {"full": None}}, None),
+        ({"attn_temperature_tuning": True}, "attn_temperature_tuning"),
+        ({"attn_temperature_tuning": False, "log_scaling_n_floor": 8}, "log_scaling_n_floor"),
+    ],
+    ids=str,
+)
+def test_attention_that_is_scaled_by_position(config: dict[str, Any], name: str | None) -> None:
+    assert scaled_by_position(SimpleNamespace(**config)) == name
+
+
+def test_the_scores_that_attention_keeps() -> None:
+    assert kept_scores(SimpleNamespace(index_topk=4, keep_window_size=7)) == ("index_topk", 4)
+    assert kept_scores(SimpleNamespace(index_topk=None, keep_window_size=7)) == ("keep_window_size", 7)
+    assert kept_scores(SimpleNamespace(index_topk=0)) == ("", float("inf"))
+
+
+class Attention(nn.Module):
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.attention_dropout, self.scale, self.layerdrop_at = rate, 0.5, 3
+
+
+def test_dropout_is_found_in_modules_and_in_numbers_of_other_layers() -> None:
+    policy = nn.ModuleDict({"a": nn.Dropout(0.1), "b": nn.Dropout(0.0), "c": Attention(0.2), "d": Attention(0.0)})
+    assert [(path, name) for path, _, name in dropout_rates(policy)] == [("a", "p"), ("c", "attention_dropout")]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "training", "reason"),
+    [
+        (None, False, ""),
+        (None, True, "the model has dropout, and completions of a prompt would share its mask"),
+        ({"is_prompt_learning": True}, False, "the adapter puts virtual tokens before the prompt"),
+        (
+            {"alora_invocation_tokens": [7]},
+            False,
+            "the adapter is given the place in each row from which it acts (aLoRA)",
+        ),
+        ({}, False, ""),
+    ],
+)
+def test_policies_that_are_not_decoded_in_groups(
+    adapter: dict[str, Any] | None, training: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "base_model", lambda policy: policy)
+    policy: Any = nn.ModuleDict({"drop": nn.Dropout(0.1)}).train(training)
+    kind = SimpleNamespace(value="LORA")
+    if adapter is not None:
+        values = {"is_prompt_learning": False, "alora_invocation_tokens": None, "peft_type": kind}
+        policy.active_peft_config = SimpleNamespace(**{**values, **adapter})
+    assert unfit(policy) == reason
+    if adapter == {}:
+        kind.value = next(iter(models.MIXES_TOKENS))
+        assert unfit(policy) == f"the adapter ({kind.value}) computes a token from more than those before it"
+
+
+def test_4_bit_weights_are_not_repacked() -> None:
+    layer = nn.Linear(1, 1)
+    layer.support_avx512bf16_for_cpu = True  # type: ignore[assignment]
+    policy = nn.Sequential(nn.ReLU(), layer)
+    models.keep_4bit_layout(policy)
+    assert layer.support_avx512bf16_for_cpu is False
+    layer.weight.quant_state = SimpleNamespace(packing_format_for_cpu=False)  # type: ignore[attr-defined]
+    models.keep_4bit_layout(policy)
+    layer.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(UserError, match="has repacked the model's 4-bit weights.*load the model again"):
+        models.keep_4bit_layout(policy)
+
+
+def test_methods_and_modes_are_restored() -> None:
+    policy = nn.Sequential(nn.Dropout(0.1), nn.Linear(1, 1))
+    policy[1].eval()
+    own = policy.own = lambda: "own"  # type: ignore[assignment]
+    with (
+        suppress(RuntimeError),
+        method_replaced(policy, "extra_repr", lambda: "x"),
+        method_replaced(policy, "own", print),
+    ):
+        assert policy.extra_repr() == "x"
+        raise RuntimeError
+    assert "extra_repr" not in vars(policy)
+    assert vars(policy)["own"] is own
+    with suppress(RuntimeError), eval_no_grad(policy):
+        assert not any(module.training for module in policy.modules())
+        assert not torch.is_grad_enabled()
+        raise RuntimeError
+    assert [module.training for module in policy.modules()] == [True, True, False]
+    assert torch.is_grad_enabled()
+
+
+def test_16_bit_weights_are_float32_copies_inside_and_the_same_objects_afterwards() -> None:
+    policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
+    policy[1].weight = policy[0].weight  # tied
+    policy[1].bias.requires_grad_(False)
+    policy.register_buffer("table", torch.ones(1, dtype=torch.float16))
+    policy.register_buffer("counts", torch.ones(1, dtype=torch.long))
+    policy[0].bias.data = policy[0].bias.data.float()
+    before = [*policy.parameters(), *policy.buffers()]
+    stock, wrapped = policy.forward, lambda given: "autocast"
+    vars(policy).update(forward=wrapped, _original_forward=stock)
+    accelerator: Any = SimpleNamespace(native_amp=True, device=torch.device("cpu"))
+    torch.set_float32_matmul_precision("high")
+    with suppress(RuntimeError), torch.autocast("cpu", torch.bfloat16), in_float32(policy, accelerator):
+        assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+        assert policy[0].weight is policy[1].weight
+        assert (policy[0].weight.requires_grad, policy[1].bias.requires_grad) == (True, False)
+        assert (policy.table.dtype, policy.counts.dtype) == (torch.float32, torch.int64)
+        assert policy[0].bias is before[1], "it is float32 already"
+        assert accelerator.native_amp is False
+        assert vars(policy)["forward"] is stock
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.is_autocast_enabled("cpu")
+        raise RuntimeError
+    found = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    assert found == "high"
+    after = [*policy.parameters(), *policy.buffers()]
+    assert [id(one) for one in before] == [id(one) for one in after]
+    assert accelerator.native_amp is True
+    assert vars(policy)["forward"] is wrapped

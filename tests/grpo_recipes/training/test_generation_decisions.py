@@ -1,0 +1,332 @@
+"""How one turn is generated: in groups or not, what is recorded and verified, and what follows a difference."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from torch import nn
+
+from grpo_recipes.generation.captured import CapturedTurn
+from grpo_recipes.generation.groups import Turn
+from grpo_recipes.training import generation
+from grpo_recipes.training.generation import Generation
+
+PROMPTS = [[1, 2]] * 6
+COMPLETIONS = [[3]] * 6
+
+
+class Check:
+    """Stand-in for the generator check, with the differences that `verify` finds in turn."""
+
+    def __init__(self) -> None:
+        self.every, self.found, self.events, self.comparison = 3, [], [], None
+
+    def record_every(self, rows: int) -> int:
+        return self.every
+
+    def verify(self, prompts: Any, completions: Any, recorded: Any, where: str = "the first batch") -> str:
+        self.events.append((where, sorted(recorded)))
+        return self.found.pop(0) if self.found else ""
+
+    def processor_comparison(self, rows: int) -> Any:
+        return self.comparison
+
+    def __call__(self, prompts: Any, completions: Any, recorded: Any, reason: str = "") -> Any:
+        self.events.append(("compared", None if recorded is None else sorted(recorded), reason))
+        return 1.0, 2.0
+
+    def compare_processors(self, completions: Any, comparison: Any) -> None:
+        self.events.append(("processors", comparison))
+
+    def of_vllm(self, *given: Any) -> Any:
+        self.events.append(("vllm", given))
+        return 3.0, 4.0
+
+
+class Loop:
+    """Stand-in for TRL's turn, which records the requests and fills in their results."""
+
+    def __init__(self, **results: Any) -> None:
+        self.requests: list[Turn] = []
+        self.results = results
+
+    def run(self, request: Turn) -> Any:
+        self.requests.append(request)
+        for name, value in self.results.items():
+            setattr(request, name, value)
+        rows = request.recorded_rows(len(PROMPTS))
+        request.log_probs = torch.zeros(len(rows), 1) if rows else None  # type: ignore[assignment]
+        return COMPLETIONS
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes a generation on stand-ins: itself, its check, its loop and its sentences."""
+    monkeypatch.setattr(generation, "unfit", lambda policy: "")
+    monkeypatch.setattr(generation, "has_dropout", lambda base: False)
+    monkeypatch.setattr(generation, "base_model", lambda policy: policy)
+    monkeypatch.setattr(generation, "unfit_layout", lambda trainer: "")
+    monkeypatch.setattr(generation, "send_settings", lambda trainer, published: trainer.events.append("settings"))
+    monkeypatch.setattr(generation, "refuse_cast", lambda model, args: model.events.append("cast"))
+
+    def make(mode: Any = "auto", device: str = "cpu", **changes: Any) -> tuple[Generation, Check, Loop, list[str]]:
+        loop = Loop(**changes.pop("results", {}))
+        monkeypatch.setattr(Generation, "_run", lambda self, turn, policy, request: loop.run(request))
+        accelerator = SimpleNamespace(
+            device=torch.device(device), unwrap_model=lambda policy: policy, gather=lambda tensor: tensor.cpu()
+        )
+        policy = nn.Linear(1, 1)
+        policy.events = []  # type: ignore[assignment]
+        values: dict[str, Any] = {
+            **{"accelerator": accelerator, "model": policy, "use_vllm": False, "tools": None, "rollout_func": None},
+            **{
+                "use_transformers_continuous_batching": False,
+                "temperature": 0.7,
+                "events": [],
+                "generation_config": "own",
+            },
+            **{"_dist": SimpleNamespace(is_zero3=False), "args": SimpleNamespace(ds3_gather_for_generation=True)},
+        }
+        check = Check()
+        found = Generation(SimpleNamespace(**{**values, **changes}), check, None, mode)  # type: ignore[arg-type]
+        accelerator.device = torch.device("cpu")  # where the stand-ins' tensors are
+        said: list[str] = []
+        found._announcer._warn = said.append
+        return found, check, loop, said
+
+    return make
+
+
+def turn(found: Generation, *, drops: bool = False, comparison: Any = None) -> Any:
+    policy: Any = found.trainer.model
+    completions, recorded = found._generate(lambda: None, policy, PROMPTS, drops, comparison)  # type: ignore[arg-type, return-value]
+    assert completions == COMPLETIONS
+    return None if recorded is None else sorted(recorded)
+
+
+def test_all_rows_of_the_first_batch_of_groups_are_verified_and_then_few_recorded(made: Any) -> None:
+    found, check, loop, said = made()
+    assert turn(found) == [0, 1, 2, 3, 4, 5]
+    assert found.is_verified
+    assert check.events == [("the first batch", [0, 1, 2, 3, 4, 5])]
+    assert turn(found) == [0, 3]
+    assert len(check.events) == 1
+    check.every = 0
+    assert turn(found) is None
+    first, second, third = loop.requests
+    assert (first.grouped, first.record_every, first.temperature, first.together) == (True, 1, 0.7, False)
+    assert (second.record_every, third.record_every) == (3, 0)
+    assert (first.comparison, first.kept) == (None, None)
+    assert type(first) is Turn
+    turn(found, comparison="comparison")
+    assert loop.requests[-1].comparison == "comparison"
+    assert said == []
+
+
+def test_a_first_batch_that_differs_is_generated_again_by_transformers_own_loop(made: Any) -> None:
+    found, check, loop, said = made()
+    check.found = ["by 3"]
+    assert turn(found) == [0, 3]
+    assert [request.grouped for request in loop.requests] == [True, False]
+    reason = "group decoding picks tokens under other log-probabilities than the policy's (by 3)"
+    assert found.stock_because == reason
+    turn(found)
+    assert said == [f"completions are generated by transformers' own loop: {reason}"]
+    assert [request.grouped for request in loop.requests] == [True, False, False]
+    assert len(check.events) == 1
+    assert not found.is_verified
+
+
+@pytest.mark.parametrize(
+    ("changes", "declined", "reason"),
+    [
+        ({"_dist": SimpleNamespace(is_zero3=True), "args": SimpleNamespace(ds3_gather_for_generation=False)}, "",
+         "ZeRO-3 shards the weights, with ds3_gather_for_generation: false"),
+        ({}, "a beam", "a beam"),
+        ({"mode": "off"}, "", None),
+        ({"mode": "off"}, "a beam", None),
+    ],
+)  # fmt: skip
+def test_transformers_own_loop_runs_for_a_reason_that_is_announced_once(
+    changes: dict[str, Any], declined: str, reason: str | None, made: Any
+) -> None:
+    found, check, loop, said = made(**changes, results={"declined": declined})
+    for _ in range(2):
+        turn(found)
+    assert check.events == [], "nothing is verified"
+    assert said == ([] if reason is None else [f"completions are generated by transformers' own loop: {reason}"])
+    assert [request.grouped for request in loop.requests] == [bool(declined) and not changes] * 2
+    assert [request.record_every for request in loop.requests] == [1 if declined and not changes else 3] * 2
+
+
+def test_a_rank_runs_as_many_forwards_as_the_others_under_zero3(made: Any) -> None:
+    found, _, loop, _ = made(_dist=SimpleNamespace(is_zero3=True))
+    turn(found)
+    assert loop.requests[0].together
+
+
+def test_rows_sampled_with_dropout_are_not_recorded(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, check, loop, _ = made(mode="off")
+    assert turn(found, drops=True) is None
+    monkeypatch.setattr(generation, "has_dropout", lambda base: True)
+    for training, reason in ((True, "they are sampled with dropout"), (False, generation.OTHER_LOOP)):
+        check.events.clear()
+        found.trainer.model.train(training)
+        assert found(lambda: None, PROMPTS) == (COMPLETIONS, None, (1.0, 2.0))  # type: ignore[arg-type, return-value]
+        assert check.events == [("compared", None if training else [0, 3], reason), ("processors", None)]
+    assert [request.record_every for request in loop.requests] == [0, 0, 3]
+
+
+# ---- captured steps
+
+
+def test_captured_steps_are_verified_once_and_left_out_where_processors_are_compared(made: Any) -> None:
+    found, check, loop, said = made("captured", "cuda", results={"captured": True})
+    assert turn(found, comparison="x") == [0, 1, 2, 3, 4, 5]
+    assert (found.is_verified, found.is_capture_verified) == (True, False)
+    assert turn(found) == [0, 1, 2, 3, 4, 5]
+    assert found.is_capture_verified
+    assert turn(found) == [0, 3]
+    assert [type(request) for request in loop.requests] == [Turn, CapturedTurn, CapturedTurn]
+    assert len(check.events) == 2
+    assert said == []
+
+
+def test_captured_steps_that_differ_are_not_captured_any_more(made: Any) -> None:
+    found, check, loop, said = made("captured", "cuda", results={"captured": True})
+    check.found = ["by 3"]
+    assert turn(found) == [0, 1, 2, 3, 4, 5], "groups are still to be verified"
+    assert [type(request) for request in loop.requests] == [CapturedTurn, Turn]
+    assert (found.captures, found.stock_because, found.is_verified) == (False, "", True)
+    reason = "a captured step picks tokens under other log-probabilities than the policy's (by 3)"
+    assert said == [f"decoding steps are not captured: {reason}"]
+
+
+def test_steps_that_cannot_be_captured_are_announced(made: Any) -> None:
+    found, check, _, said = made("captured", "cuda", results={"not_captured": "a static cache is unknown"})
+    for _ in range(2):
+        turn(found)
+    assert said == ["decoding steps are not captured: a static cache is unknown"]
+    assert (found.is_verified, found.is_capture_verified) == (True, False)
+    assert len(check.events) == 1, "a second batch without captured steps proves nothing new"
+    PartialState()  # accelerate logs the reason
+    on_cpu, _, loop, _ = made("captured")
+    assert not on_cpu.captures
+    turn(on_cpu)
+    assert type(loop.requests[0]) is Turn
+
+
+# ---- keys and values between turns
+
+
+class Kept:
+    def __init__(self, holds: bool = True) -> None:
+        self.holds = holds
+
+    def holds_start_of(self, prompts: Any) -> bool:
+        return self.holds
+
+
+def test_the_first_turn_that_reuses_keys_is_verified(made: Any) -> None:
+    found, check, loop, said = made(results={"reused": True})
+    found._kept = Kept(False)
+    assert turn(found) == [0, 1, 2, 3, 4, 5]
+    assert turn(found) == [0, 3], "nothing is kept yet"
+    found._kept = kept = Kept()
+    assert turn(found) == [0, 1, 2, 3, 4, 5]
+    assert check.events[1:] == [("the first turn that uses them", [0, 1, 2, 3, 4, 5])]
+    assert found.is_reuse_verified
+    assert turn(found) == [0, 3]
+    assert loop.requests[-1].kept is kept
+    assert said == []
+
+
+def test_a_turn_that_reuses_keys_and_differs_is_generated_again_without(made: Any) -> None:
+    found, check, loop, said = made(results={"reused": True})
+    turn(found)
+    found._kept, check.found = Kept(), ["by 3"]
+    assert turn(found) == [0, 3]
+    assert (found.keeps_cache, found._kept, found.stock_because) == (False, None, "")
+    assert [request.kept is None for request in loop.requests] == [True, False, True]
+    assert said == [
+        "keys and values are not kept between turns: tokens are picked under other log-probabilities than the policy's "
+        "(by 3)"
+    ]
+
+
+def test_a_turn_that_could_reuse_keys_but_did_not_proves_nothing(made: Any) -> None:
+    found, check, _, said = made(results={"not_kept": "the model has states"})
+    turn(found)
+    assert found.keeps_cache, "nothing was to be kept"
+    found._kept = Kept()
+    turn(found)
+    assert not found.is_reuse_verified
+    assert len(check.events) == 1
+    assert said == ["keys and values are not kept between turns: the model has states"]
+    off, _, loop, _ = made(mode="off")
+    off._kept = Kept()
+    turn(off)
+    assert loop.requests[0].kept is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "changes", "keeps"),
+    [
+        ("auto", {}, False),
+        ("auto", {"tools": [print]}, True),
+        ("auto", {"rollout_func": print}, True),
+        ("off", {"tools": [print]}, False),
+    ],
+)
+def test_keys_are_kept_for_one_batch_of_several_turns(
+    mode: str, changes: dict[str, Any], keeps: bool, made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, *_ = made(mode, **changes, _tokenizer="tokenizer")
+    with suppress(RuntimeError), found.one_batch():
+        assert (found._kept is not None) is keeps
+        raise RuntimeError
+    assert found._kept is None, "training needs the memory"
+    if keeps:
+        found.keeps_cache = False
+        with found.one_batch():
+            assert found._kept is None
+    calls: list[Any] = []
+    monkeypatch.setattr(generation, "parse_response", lambda *given, prefix: calls.append((given, prefix)) or parsed)
+    for parsed in ({"tool_calls": [1]}, {"tool_calls": []}, {}):
+        assert found._may_go_on([1], [2]) is (changes.get("rollout_func") is not None or bool(parsed.get("tool_calls")))
+    assert calls == ([] if changes.get("rollout_func") else [(("tokenizer", [2]), [1])] * 3)
+
+
+# ---- other generators
+
+
+def test_an_engine_and_continuous_batching_generate_by_themselves(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, check, loop, _ = made(use_vllm=True)
+    assert engine.trainer.events == ["settings"]
+    assert engine(lambda: (COMPLETIONS, "log-probabilities"), PROMPTS) == (
+        COMPLETIONS, "log-probabilities", (3.0, 4.0),
+    )  # fmt: skip
+    assert check.events == [("vllm", (PROMPTS, COMPLETIONS, "log-probabilities"))]
+    entered: list[Any] = []
+
+    @contextmanager
+    def entering(*given: Any) -> Any:
+        entered.append(given)
+        yield
+
+    monkeypatch.setattr(generation, "continuous_batching", entering)
+    batching, check, loop, _ = made(
+        use_transformers_continuous_batching=True, continuous_batching_config="config", max_completion_length=9
+    )
+    assert batching.trainer.model.events == ["cast"]
+    monkeypatch.setattr(batching.published, "aside", entering)
+    assert batching(lambda: (COMPLETIONS, "dropped"), PROMPTS) == (COMPLETIONS, None, (1.0, 2.0))
+    policy = batching.trainer.model
+    assert entered == [(policy, "own"), ("config", policy, PROMPTS, 9)]
+    assert check.events == [("compared", None, "")]
+    assert loop.requests == []

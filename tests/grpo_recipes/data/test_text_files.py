@@ -100,6 +100,12 @@ def test_each_source_of_a_mixture_has_its_own_notation(tmp_path: Path) -> None:
     assert table["prompt"][0] == [{"role": "user", "content": "groß?"}]
 
 
+def test_objects_without_any_key_are_a_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "meta": {}}\n{"question": "b", "meta": {}}\n')
+    assert load(dataset(path))["meta"][:] == [{}, {}]
+
+
 # Compression
 
 

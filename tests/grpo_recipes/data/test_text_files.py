@@ -48,6 +48,13 @@ def test_empty_columns_at_the_end_are_ignored(tmp_path: Path, header: str) -> No
         load(dataset(path))
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2, 3])
+def test_any_number_of_empty_columns_is_ignored(tmp_path: Path, empty: int) -> None:
+    end = "," * empty
+    (tmp_path / "rows.csv").write_text(f"question,answer{end}\n1+1?,2{end}\n")
+    assert load(dataset(tmp_path / "rows.csv")).column_names == ["prompt", "answer"]
+
+
 def test_a_semicolon_table_with_decimal_commas_is_read(tmp_path: Path) -> None:
     path = tmp_path / "preise.csv"
     path.write_text("question;answer;menge;code\nA, B?;6403,64;1.200;1.2.3\nC?;-0,5;1.234.567;7\nD?;3;;8\n")

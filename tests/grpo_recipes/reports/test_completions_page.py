@@ -255,7 +255,7 @@ def test_a_page_keeps_the_steps_that_fit(
 
 @pytest.mark.parametrize(
     ("size", "shown"),
-    [(400, "0 kB"), (1_600, "2 kB"), (999_000, "999 kB"), (1_000_000, "1.0 MB"), (2_340_000, "2.3 MB")],,
+    [(400, "0 kB"), (1_600, "2 kB"), (999_000, "999 kB"), (1_000_000, "1.0 MB"), (2_340_000, "2.3 MB")],
 )
 def test_the_size_of_a_page_is_in_kilobytes_or_megabytes(size: int, shown: str) -> None:
     assert completions_page.CompletionsPage("page", 1, size, "").shown_size == shown

@@ -89,6 +89,10 @@ def test_a_mutant_that_runs_on_import_runs_against_all_tests_of_its_file() -> No
         (mutant,) = mutants_of("file.py", source)
         reached = {"file.py": {0: ["first", "other"], mutant.lines[0]: ["first"]}}
         assert mutants.tests_of(mutant, reached, seconds) == ["first", "other"]
+    (mutant,) = mutants_of("pack/file.py", "LIMIT = 1\n")
+    seconds = {"other": 1.0, "tests/pack/test_file.py::test_limit": 2.0, "tests/pack/test_files.py::test_limit": 2.0}
+    chosen = mutants.tests_of(mutant, {"pack/file.py": {0: ["other"], 1: ["other"]}}, seconds)
+    assert chosen == ["other", "tests/pack/test_file.py::test_limit"]
 
 
 def test_a_file_that_runs_in_other_processes_is_left_to_the_tests_of_its_folder() -> None:

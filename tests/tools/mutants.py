@@ -217,12 +217,15 @@ def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: di
     """Return the tests that reach a mutant's statement: the cheap ones, then the first case of each other function.
 
     Those of its file, where none does, because it runs in a process that a test starts, or where it runs on import: the
-    test that imports the file first reaches it, and others rely on it too. Those of its folder, where none reaches the
-    file.
+    test that imports the file first reaches it, and others rely on it too. A test of the file of the same name may read
+    a constant and reach no line. Those of its folder, where none reaches the file.
     """
     reached = lines.get(mutant.path) or _of_folder(str(Path(mutant.path).parent), lines)
     numbers = [0] if mutant.runs_on_import else range(mutant.lines[0], mutant.lines[1] + 1)
     found = {test for number in numbers for test in reached.get(number, [])}
+    if mutant.runs_on_import:
+        path = Path(mutant.path)
+        found |= {test for test in seconds if test.startswith(f"tests/{path.parent}/test_{path.stem}.py::")}
     cases: Counter[str] = Counter()
     ranked = []
     for test in sorted(found or reached.get(0, []), key=lambda test: (seconds[test], test)):

@@ -237,6 +237,9 @@ def test_the_notation_of_a_table_is_guessed(name: str, expected: dict[str, str])
     [
         ("q;a\nx;1.200\ny;2.500\n", (";", None, None)),  # 1.2 or 1200
         ("q;a\nx;1.200\ny;2,5\n", (";", None, "comma")),
+        ("q;a\nx;2,5\ny;\n", (";", None, "comma")),  # an empty cell is no text
+        ("q;a\nx;\ny;\n", (";", None, None)),
+        ("a;q\n2,5;x\n3,5;1,5 or 2\n", (";", None, "comma")),  # one column of numbers
         ("q;a\nx;1.25\ny;2,5\n", (";", None, None)),  # both marks
         ('q,a\nx,"1,5"\n', (None, None, "comma")),
         ('q,a\nx,"1,500"\n', (None, None, None)),  # thousands, as in English

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: its folder, its rows, and its difference from the one in the folder."""
+"""Requests of an evaluation: the folder, the rows, and the difference from the evaluation in the folder."""
 
 from __future__ import annotations
 

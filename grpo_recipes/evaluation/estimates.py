@@ -58,7 +58,7 @@ class Estimate:
     @property
     def sign(self) -> int:
         """1 if the interval is above 0, -1 if it is below 0, and 0 if it includes 0 or does not exist."""
-        return int(self.low > 0) - int(self.high < 0)
+        return (self.low > 0) - (self.high < 0)
 
     def __str__(self) -> str:
         if math.isnan(self.low):

@@ -674,7 +674,7 @@ def _where_answers_are(run: Run, name: str) -> str:
             continue
         with suppress(RewardSpecError):
             reward = judging_reward(spec)
-            if reward is not None:
+            if reward:
                 texts = run.texts(run.rows.tail(LATEST_TEXTS))
                 note = reward.unparsed_note(texts["completion"].tolist() if len(texts) else [])
                 return note or f"no completion states an answer {reward.looks_at}"

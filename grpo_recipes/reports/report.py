@@ -213,7 +213,7 @@ def _verdict_by_change(
     gain = after.value - before.value
     if pairs is None or not _are_all(pairs, evaluations):
         sure = f"{_points(gain)} points; before {_interval(before)}, after {_interval(after)}"
-        sign = int(after.low > before.high) - int(after.high < before.low)
+        sign = (after.low > before.high) - (after.high < before.low)
     else:
         compared = compare_tables(*pairs)
         found = compared["strict"]["difference"]

@@ -231,7 +231,7 @@ def _acquire_left_behind(lease: SoftFileLease, writer: Writer) -> None:
     first = _stamp(lock)  # read before the owner, so that a lock that replaces this one is noticed
     owner = lease.owner
     is_gone = owner is not None and _is_gone(owner.pid, owner.hostname)
-    if owner is not None and owner.hostname == _own_host() and not is_gone:
+    if owner and owner.hostname == _own_host() and not is_gone:
         raise _locked(lease, writer)
     if not is_gone:
         poll = min(1.0, HEARTBEAT_SECONDS / 2)
@@ -304,7 +304,7 @@ def _locked(lease: SoftFileLease, writer: Writer, reason: str = "") -> UserError
     """Return the error that names the process which holds a lock, and the fix."""
     lock, owner = Path(lease.lock_file), lease.owner
     fix = "wait for it or stop it"
-    if owner is None or owner.hostname != _own_host() or reason:
+    if not owner or owner.hostname != _own_host() or reason:
         fix += f"; if it no longer runs, remove {lock}"
     return UserError(
         f"{writer.key}{lock.parent}: another {writer.name} writes there just now ({_holder(lease)}{reason}): {fix}"

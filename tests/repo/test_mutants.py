@@ -96,6 +96,13 @@ def test_a_statement_that_runs_on_import_is_reached_by_all_tests_of_the_file(sou
     assert chosen == (["importing", "using"] if at_import else ["importing"])
 
 
+def test_a_constant_is_also_left_to_the_tests_in_the_file_of_the_same_name() -> None:
+    (mutant,) = mutants_of("rewards/pack/file.py", "LIMIT = 1\n")
+    seconds = {"other": 1.0, "tests/pack/test_file.py::test_limit": 2.0, "tests/pack/test_files.py::test_limit": 2.0}
+    reached = {"rewards/pack/file.py": {0: ["other"], 1: ["other"]}}
+    assert mutants.tests_of(mutant, reached, seconds) == ["other", "tests/pack/test_file.py::test_limit"]
+
+
 def test_a_file_that_runs_in_other_processes_is_left_to_the_tests_of_its_folder() -> None:
     (mutant,) = mutants_of("pack/child.py", "LIMIT = 1\n")
     seconds = {"near": 1.0, "far": 1.0}

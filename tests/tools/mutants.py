@@ -217,12 +217,15 @@ def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: di
     """Return the tests that reach a mutant's statement: the cheap ones, then the first case of each other function.
 
     Those of its file, where none does, or where the statement runs on import: what it sets is used by tests other than
-    the one in which the file happened to be imported. Those of its folder, where none reaches the file.
+    the one in which the file happened to be imported. A test in the file of the same name may read a constant and reach
+    no line. Those of its folder, where none reaches the file.
     """
+    path = Path(mutant.path.removeprefix("rewards/"))
     reached = lines.get(mutant.path) or _of_folder(str(Path(mutant.path).parent), lines)
-    found: set[str] = set()
-    if not mutant.on_import:
-        found.update(test for n in range(mutant.lines[0], mutant.lines[1] + 1) for test in reached.get(n, []))
+    if mutant.on_import:
+        found = {*reached.get(0, []), *(t for t in seconds if t.startswith(f"tests/{path.parent}/test_{path.stem}.py::"))}
+    else:
+        found = {test for n in range(mutant.lines[0], mutant.lines[1] + 1) for test in reached.get(n, [])}
     cases: Counter[str] = Counter()
     ranked = []
     for test in sorted(found or reached.get(0, []), key=lambda test: (seconds[test], test)):

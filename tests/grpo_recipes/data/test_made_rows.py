@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import re
@@ -11,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from grpo_recipes.data import arithmetic, presets
-from grpo_recipes.data.load import load
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.data import arithmetic, presets, tables
+from grpo_recipes.data.load import check_responses, load
+from grpo_recipes.data.places import Place, RowName, by_table, joined, listed_places, numbered, selected
+from grpo_recipes.data.sources import Keys, rows_in_common
+from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
 from grpo_rewards.choices import read_choices
 from grpo_rewards.errors import UserError
 
@@ -311,3 +315,113 @@ def test_dropped_rows_are_counted_once(
     with caplog.at_level(logging.INFO, "grpo_recipes.data.prompts"):
         load(rows(tmp_path, text, drop_missing=True))
     assert caplog.messages == lines
+
+
+def test_names_are_listed_up_to_twenty_and_the_others_counted() -> None:
+    names = [f"c{number}" for number in range(25)]
+    assert tables.listed(names[:20]) == ", ".join(names[:20])
+    assert tables.listed(names[:21]) == f"{', '.join(names[:20])} and 1 more"
+    assert tables.listed(["x" * 60]) == "x" * 60
+    assert len(tables.listed(["x" * 61])) <= 60
+    assert tables.shown("x" * 198) == repr("x" * 198)
+    assert len(tables.shown("x" * 199)) <= 200
+
+
+def test_a_table_has_at_most_so_many_columns_and_keys() -> None:
+    tables.check_columns(tables.COLUMNS, "a.csv")
+    with pytest.raises(UserError, match=r"^`dataset`: a\.csv has [\d,]+ columns, and at most [\d,]+ are read: select"):
+        tables.check_columns(tables.COLUMNS + 1, "a.csv")
+    half = pa.struct([(f"k{number}", pa.list_(pa.int64())) for number in range(tables.FIELDS // 4)])
+    other = pa.struct([(f"k{number}", pa.int64()) for number in range(tables.FIELDS // 2 - 2)])
+    tables.check_fields([half, other], "a.jsonl")  # each object and each list counts too
+    with pytest.raises(UserError, match=r"^`dataset`: the objects in a\.jsonl have more than 10,000 different keys:"):
+        tables.check_fields([half, other, pa.int64()], "a.jsonl")
+
+
+def test_rows_of_several_tables_are_found_where_they_are() -> None:
+    places = joined([(2, numbered("a")), (0, numbered("b")), (3, selected(numbered("c"), [4, 2, 0]))])
+    assert [str(place) for place in places([4, 0, 2, 1])] == ["c, row 1", "a, row 1", "c, row 5", "a, row 2"]
+    lines = [Place("a.csv", "line", 3), Place("a.csv", "line", 7), Place("b.json", "entry", 1), Place("", "row", 2)]
+    assert by_table(lines) == ["a.csv, lines 3, 7", "b.json, entry 1", "row 2"]
+    assert by_table([Place("b.json", "entry", number) for number in (1, 2)]) == ["b.json, entries 1, 2"]
+    assert listed_places(lines[:3], more=1200) == "a.csv, lines 3, 7; b.json, entry 1 and 1,200 more"
+    assert listed_places(lines[2:]) == "b.json, entry 1; row 2 (counted from 1)"
+    assert str(RowName(1, numbered("a"))) == "a, row 2"
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [("train", 4), ("train[:2]+test[2:]", 4), ("train[:50%]", 2), ("train[1:3]", 2), ("train[-1:]", 1)],
+)
+def test_rows_of_a_table_without_splits_have_any_split(split: str, expected: int) -> None:
+    keys = Keys("path", "split")
+    assert rows_in_common(4, [split], keys) == expected
+    assert rows_in_common(4, [split, "other"], keys) == expected
+    assert rows_in_common(4, ["train[:2]", "test[2:]"], keys) == 0
+    assert rows_in_common(4, ["train[:3]", "test[2:]"], keys) == 1
+
+
+def test_one_prompt_of_recorded_responses_is_one_row(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "p", "responses": ["a"], "rewards": [1], "logprobs": [[-1.0]]},
+        {"prompt": "q", "responses": ["b", "c"], "rewards": [0.5, 2], "logprobs": [[-2.0], [0.0, -3.0]]},
+        {"prompt": "p", "responses": ["d"], "rewards": [-1], "logprobs": [[]]},
+    ]
+    table = load(recorded(tmp_path, lines))
+    assert table.to_list() == [
+        {"prompt": "p", "responses": ["a", "d"], "rewards": [1.0, -1.0], "logprobs": [[-1.0], []]},
+        {"prompt": "q", "responses": ["b", "c"], "rewards": [0.5, 2.0], "logprobs": [[-2.0], [0.0, -3.0]]},
+    ]
+    assert "logprobs" not in load(recorded(tmp_path, [{"prompt": "p", "response": "a", "reward": 1}])).column_names
+
+
+def recorded(folder: Path, lines: list[dict[str, Any]]) -> DatasetSpec:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return DatasetSpec.parse({"name": "scored", "path": str(folder / "rows.jsonl")})
+
+
+BOTH = "it must have either response and reward, or responses and rewards"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ({"prompt": "p", "response": "a", "responses": ["a"], "reward": 1}, BOTH),
+        ({"prompt": "p", "reward": 1}, BOTH),
+        (
+            {"prompt": "p", "responses": ["a", "b"], "rewards": [1]},
+            "it has 2 responses, 1 rewards, and one or more responses need as many of the others",
+        ),
+        (
+            {"prompt": "p", "responses": [], "rewards": []},
+            "it has 0 responses, 0 rewards, and one or more responses need as many of the others",
+        ),
+        (
+            {"prompt": "p", "responses": ["a"], "rewards": [1], "logprobs": [[-1.0], [-2.0]]},
+            "it has 1 responses, 1 rewards, 2 logprobs, and one or more responses need as many of the others",
+        ),
+    ],
+)
+def test_a_recorded_line_that_does_not_add_up_is_named(tmp_path: Path, line: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(recorded(tmp_path, [{"prompt": "p", "response": "a", "reward": 1}, line]))
+    assert str(caught.value) == f"`dataset`: {tmp_path}/rows.jsonl, line 2: {problem}: correct or remove the line"
+
+
+def test_log_probabilities_are_given_for_all_responses_or_none(tmp_path: Path) -> None:
+    some = [
+        {"prompt": "p", "response": "a", "reward": 1, "logprobs": [-1.0]},
+        {"prompt": "p", "response": "b", "reward": 1},
+    ]
+    with pytest.raises(UserError, match="some responses of .* have logprobs and some have none: give all or none"):
+        load(recorded(tmp_path, some))
+
+
+def test_a_group_needs_enough_recorded_responses(tmp_path: Path) -> None:
+    table = load(
+        recorded(tmp_path, [{"prompt": p, "responses": ["a"] * n, "rewards": [1] * n} for p, n in (("p", 2), ("q", 3))])
+    )
+    check_responses(table, OfflineSpec("group"), 2)
+    check_responses(table, OfflineSpec("batch"), 9)
+    with pytest.raises(UserError, match="compares 3 responses to one prompt, and 1 of 2 prompts have fewer: lower"):
+        check_responses(table, OfflineSpec("group"), 3)

@@ -48,6 +48,13 @@ def test_empty_columns_at_the_end_are_ignored(tmp_path: Path, header: str) -> No
         load(dataset(path))
 
 
+@pytest.mark.parametrize("empty", [0, 1, 2, 3])
+def test_any_number_of_empty_columns_is_ignored(tmp_path: Path, empty: int) -> None:
+    end = "," * empty
+    (tmp_path / "rows.csv").write_text(f"question,answer{end}\n1+1?,2{end}\n")
+    assert load(dataset(tmp_path / "rows.csv")).column_names == ["prompt", "answer"]
+
+
 def test_a_semicolon_table_with_decimal_commas_is_read(tmp_path: Path) -> None:
     path = tmp_path / "preise.csv"
     path.write_text("question;answer;menge;code\nA, B?;6403,64;1.200;1.2.3\nC?;-0,5;1.234.567;7\nD?;3;;8\n")
@@ -98,6 +105,12 @@ def test_each_source_of_a_mixture_has_its_own_notation(tmp_path: Path) -> None:
     table = load(DatasetSpec.parse({"path": [first, str(tmp_path / "b.csv")]}))
     assert table["x"][:] == [1.5, 2.5]
     assert table["prompt"][0] == [{"role": "user", "content": "groß?"}]
+
+
+def test_objects_without_any_key_are_a_column(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a", "meta": {}}\n{"question": "b", "meta": {}}\n')
+    assert load(dataset(path))["meta"][:] == [{}, {}]
 
 
 # Compression
@@ -224,6 +237,9 @@ def test_the_notation_of_a_table_is_guessed(name: str, expected: dict[str, str])
     [
         ("q;a\nx;1.200\ny;2.500\n", (";", None, None)),  # 1.2 or 1200
         ("q;a\nx;1.200\ny;2,5\n", (";", None, "comma")),
+        ("q;a\nx;2,5\ny;\n", (";", None, "comma")),  # an empty cell is no text
+        ("q;a\nx;\ny;\n", (";", None, None)),
+        ("a;q\n2,5;x\n3,5;1,5 or 2\n", (";", None, "comma")),  # one column of numbers
         ("q;a\nx;1.25\ny;2,5\n", (";", None, None)),  # both marks
         ('q,a\nx,"1,5"\n', (None, None, "comma")),
         ('q,a\nx,"1,500"\n', (None, None, None)),  # thousands, as in English

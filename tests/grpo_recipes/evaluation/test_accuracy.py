@@ -342,3 +342,10 @@ def test_an_environment_may_hide_its_state_from_the_prompt() -> None:
     copies = table.assign(gold=[str(n % 10) for n in range(20)])
     width = summarise(copies)["strict"]["high"] - summarise(copies)["strict"]["low"]
     assert width > known["strict"]["high"] - known["strict"]["low"]
+
+
+@pytest.mark.parametrize("specs", [[], ["tag_presence"], ["trl.rewards.accuracy_reward"], ["gsm8k_correctness"]])
+def test_a_strictly_right_answer_may_be_written_in_another_form(specs: list[str]) -> None:
+    rewards = accuracy.strict_rewards(specs, ("think", "answer"))
+    texts = [f"<think>\nx\n</think>\n<answer>\n{answer}\n</answer>" for answer in ("1000", "1,000.0", "1001")]
+    assert accuracy.is_right(rewards, texts, {"answer": ["1000"] * 3}) == [True, True, False]

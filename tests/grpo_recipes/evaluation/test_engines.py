@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig
 
@@ -285,3 +286,23 @@ def test_chat_template_arguments_are_a_mapping_or_nothing() -> None:
     assert engines.template_kwargs_of({"chat_template_kwargs": {"thinking": False}}) == {"thinking": False}
     with pytest.raises(UserError, match="`chat_template_kwargs` is "):
         engines.template_kwargs_of({"chat_template_kwargs": ["thinking"]})
+
+
+@pytest.mark.parametrize(("answers", "local_only"), [(True, False), (False, True)])
+def test_a_hub_that_does_not_answer_is_not_asked_for_a_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, local_only: bool
+) -> None:
+    """A folder needs no hub."""
+    asked: dict[str, dict[str, object]] = {}
+
+    def read(name: str, **options: object) -> None:
+        asked[name] = options
+        raise OSError
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read)
+    monkeypatch.setattr(engines, "hub_answers", lambda: answers)
+    assert [engines.checkpoint_dtype(name) for name in ("org/model", str(tmp_path))] == [None, None]
+    assert asked == {
+        "org/model": {"local_files_only": local_only, "trust_remote_code": False},
+        str(tmp_path): {"local_files_only": True, "trust_remote_code": False},
+    }

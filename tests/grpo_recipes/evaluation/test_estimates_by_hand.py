@@ -138,7 +138,7 @@ def test_a_difference_of_shares_is_bonett_and_prices_with_mcnemars_p(clustered: 
 
 @pytest.mark.parametrize("start", [None, 0.9, -1.0, 0.0, 1.0, 1.5])
 def test_a_quantile_does_not_depend_on_where_its_search_begins(start: float | None) -> None:
-    """Of n numbers drawn evenly from 0 to 1, the largest is below x with probability x ** n."""
+    """The largest of n numbers drawn evenly from 0 to 1 is below x with probability x ** n."""
     assert beta_quantile(0.25, 2.0, 1.0, start) == pytest.approx(0.5, abs=1e-12)
     assert beta_quantile(0.75, 1.0, 2.0, start) == pytest.approx(0.5, abs=1e-12)
 
@@ -199,7 +199,7 @@ def test_a_small_evaluation_is_counted_by_hand() -> None:
         "strict": 0.5,
         "lenient": 0.5,
         "pass_at": {"1": 0.5, "2": 0.75},
-        "majority": 0.5,  # of a tie the first answer wins: 7, 7, 8, 8
+        "majority": 0.5,  # the first answer wins a tie: 7, 7, 8, 8
         "rewards": {
             "right": {
                 "unscored": 2,

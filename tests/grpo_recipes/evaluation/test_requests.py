@@ -1,4 +1,4 @@
-"""What an evaluation is asked for: its folder, its rows, and its difference from the one in the folder."""
+"""Requests of an evaluation: the folder, the rows, and the difference from the evaluation in the folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 from datasets import Dataset
 
-from grpo_recipes.evaluation import evaluate
+from grpo_recipes import cli
+from grpo_recipes.evaluation import chat, evaluate
 from grpo_recipes.evaluation.evaluate import Request, compare, evaluate_into, held_out_spec
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM
@@ -226,3 +227,21 @@ def test_a_limit_keeps_the_first_problems() -> None:
     assert len(every) == 5
     for limit in (1, 5, 9):
         assert evaluate._problems(rows, limit).dataset["prompt"][:] == every[:limit]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "chat"])
+def test_the_command_and_python_have_the_same_defaults(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`evaluate_model(model)` and `grpo-recipes evaluate MODEL` are one evaluation."""
+
+    class Asked(Exception):
+        pass
+
+    def ask(request: object) -> None:
+        raise Asked(request)
+
+    monkeypatch.setattr(evaluate, "evaluate_request", ask)
+    monkeypatch.setattr(chat, "chat", ask)
+    with pytest.raises(Asked) as caught:
+        cli.main([command, "m"])
+    (request,) = caught.value.args
+    assert request == (Request if command == "evaluate" else chat.Request)(model="m")

@@ -446,3 +446,52 @@ def test_vllm_continues_each_row_within_its_room(evaluated: Any, monkeypatch: py
     assert first == [400] * 4
     assert len(later) == 2
     assert all(300 < length < 400 for length in later)
+
+
+TURNS = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]
+BLOCK, IMAGE = {"type": "text", "text": "q"}, {"type": "image"}
+
+
+@pytest.mark.parametrize(
+    ("content", "observation", "expected"),
+    [
+        ("q", None, "q"),
+        ("q", "", "q"),
+        ("q", " and more", "q and more"),
+        ([BLOCK], " and more", [BLOCK, {"type": "text", "text": " and more"}]),
+        ("q", [IMAGE], [BLOCK, IMAGE]),
+        ([BLOCK], [IMAGE], [BLOCK, IMAGE]),
+    ],
+)
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_the_text_of_a_reset_follows_the_last_message(
+    content: Any, observation: Any, expected: Any, is_routed: bool
+) -> None:
+    given: dict[str, Any] = {}
+
+    def reset(**columns: Any) -> Any:
+        given.update(columns)
+        return observation
+
+    rollouts: Any = SimpleNamespace(tools=SimpleNamespace(toolset=SimpleNamespace(is_routed=is_routed)))
+    row = {"prompt": [*TURNS, {"role": "user", "content": content}], "environment": "e", "level": 3}
+    prompt = Rollouts._observed(rollouts, SimpleNamespace(reset=reset), row)
+    assert prompt == [*TURNS, {"role": "user", "content": expected}]
+    assert given.keys() == row.keys() - ({"environment"} if is_routed else set())
+
+
+def test_a_reset_that_fails_is_named_with_its_class() -> None:
+    class Game:
+        def reset(self, **columns: Any) -> Any:
+            if columns["level"]:
+                raise KeyError("level")
+            return 3
+
+    rollouts: Any = SimpleNamespace(tools=SimpleNamespace(toolset=SimpleNamespace(is_routed=False)))
+    with pytest.raises(UserError) as caught:
+        Rollouts._observed(rollouts, Game(), {"prompt": TURNS, "level": 1})
+    assert str(caught.value) == (
+        "`environment_factory`: `reset` of Game fails on a held-out row (KeyError: 'level'): correct it"
+    )
+    with pytest.raises(UserError, match=r"^`environment_factory`: `reset` of Game .* on a held-out row: return a text"):
+        Rollouts._observed(rollouts, Game(), {"prompt": TURNS, "level": 0})

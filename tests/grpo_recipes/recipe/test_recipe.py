@@ -105,7 +105,9 @@ def test_micro_batching(write, written: object, arguments: list[str], expected: 
     ],
 )
 def test_generation(write, written: object, arguments: list[str], expected: str) -> None:
-    recipe = parse_recipe(["--config", write(generation=written), *arguments])
+    given = ["--config", write(generation=written), *arguments]
+    recipe = parse_recipe(given)
+    assert recipe.arguments == given
     assert recipe.generation == expected
     assert recipe.as_dict()["generation"] == expected
 

@@ -604,6 +604,15 @@ TRAINED = "the training reward rises from 0.15 to 0.95, while "
         ),
         (
             [],
+            {"evaluations": accuracy((0.93, 0.92, 0.94), (0.95, 0.94, 0.96))},  # there was room for 5 % more
+            (
+                1,
+                f"{TRAINED}strict accuracy on held-out problems stays flat, from 0.930 to 0.950: 90% of the run's "
+                "tokens come after step 1; train on more prompts, or end the run earlier",
+            ),
+        ),
+        (
+            [],
             {"evaluations": accuracy((0.95, 0.94, 0.96), (0.95, 0.94, 0.96))},
             f"{TRAINED}strict accuracy on held-out problems goes from 0.950 to 0.950",
         ),

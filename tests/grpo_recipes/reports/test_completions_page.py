@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from grpo_recipes.reports import completions_page
@@ -230,3 +231,31 @@ def test_the_page_fits_its_screen_and_can_be_read(tmp_path: Path, browser: Brows
     assert tab.evaluate(OUTSIDE) == []
     ratio, text = tab.evaluate(CONTRAST)
     assert ratio >= 4.5, text
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps", "rows"),
+    [
+        (100, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 20),
+        (99, [1, 2, 3, 4, 5, 6, 7, 8, 10], 18),  # nine tenths of the steps, and the last
+        (89, [1, 2, 3, 4, 6, 7, 8, 10], 16),
+        (9, [10], 1),  # as many rows of the last step as fit
+        (4, [], 0),
+    ],
+)
+def test_a_page_keeps_the_steps_that_fit(
+    monkeypatch: pytest.MonkeyPatch, limit: int, steps: list[int], rows: int
+) -> None:
+    """Ten steps of two completions of five characters."""
+    table = pd.DataFrame({"step": [step for step in range(1, 11) for _ in range(2)], "characters": 5})
+    monkeypatch.setattr(completions_page, "LIMIT", limit)
+    kept = completions_page._within_limit(table)
+    assert (kept["step"].drop_duplicates().tolist(), len(kept)) == (steps, rows)
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [(400, "0 kB"), (1_600, "2 kB"), (999_000, "999 kB"), (1_000_000, "1.0 MB"), (2_340_000, "2.3 MB")],
+)
+def test_the_size_of_a_page_is_in_kilobytes_or_megabytes(size: int, shown: str) -> None:
+    assert completions_page.CompletionsPage("page", 1, size, "").shown_size == shown

@@ -84,6 +84,8 @@ def test_a_reward_without_a_known_maximum_is_judged_by_what_was_paid() -> None:
     unknown = [replace(reward, highest_pay=None) for reward in build_rewards([CORRECT, FORMAT])]
     flat = preview_of(SOLVED, SOLVED, rewards=unknown)
     assert "too easy" in only_finding(flat)
+    half_known = [replace(unknown[0], highest_pay=100.0), unknown[1]]
+    assert "too easy" in only_finding(preview_of(SOLVED, SOLVED, rewards=half_known))
     zero = [sampled(0.0, 0.0, text=str(number)) for number in range(4)]
     assert any("all completions earn the same" in sentence for sentence in preview_of(zero, rewards=unknown).findings())
 
@@ -207,6 +209,9 @@ def test_the_terminal_shows_the_numbers_of_the_sample() -> None:
         "completion of 10 tokens: reward 0",
     ]
     assert "completion of 30 tokens, cut: reward 0.5" in second
+    heading = next(line for line in said.splitlines() if "full score" in line)
+    row = next(line for line in said.splitlines() if line.startswith(f"  {CORRECT} "))
+    assert len(heading) == len(row), "all columns but the first are aligned at their right"
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert f"{CORRECT} 1 1.429 62% 1 of 8 1 of 2 groups" in lines
     assert f"{FORMAT} 0.5 0.875 88% 0 of 8 1 of 2 groups" in lines

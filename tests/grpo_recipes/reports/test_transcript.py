@@ -71,6 +71,12 @@ def test_a_long_transcript_is_cut_in_its_middle() -> None:
     shown = limited(parts, 3, 2)
     assert [part.text for part in shown] == ["1", "2", "3", "… 14 parts …", "18", "19"]
     assert limited(parts[:6], 3, 2) == parts[:6]
+    seven = limited(parts[:7], 3, 2)
+    assert [(part.text, part.kind, part.turn) for part in seven[2:5]] == [
+        ("3", "text", 3),
+        ("… 2 parts …", "gap", 4),
+        ("6", "text", 6),
+    ]
     long = transcript([{"role": "tool", "name": "x" * 10_000, "content": "y"}])
     assert len(long[0].label) < 120
 

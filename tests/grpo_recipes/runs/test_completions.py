@@ -242,10 +242,12 @@ def test_the_merged_file_is_on_the_disk_before_a_step_file_is_removed(
 ) -> None:
     write(folder, 1, 2)
     calls: list[str] = []
+    sizes: list[int] = []
 
     def noting(call: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def noted(what: Any, *rest: Any, **more: Any) -> Any:
             if call == "fsync":
+                sizes.append(os.fstat(what).st_size)
                 calls.append(f"fsync {'folder' if os.path.samestat(os.fstat(what), folder.stat()) else 'file'}")
             elif call == "replace" or what.name.endswith(".parquet"):
                 calls.append(f"{call} {what.name}")
@@ -258,6 +260,7 @@ def test_the_merged_file_is_on_the_disk_before_a_step_file_is_removed(
     Compaction(folder).compact(3, rest=True)
     flushed = ["fsync file", "replace .completions.part", "fsync folder"]
     assert calls == [*flushed, "unlink completions_00001.parquet", "unlink completions_00002.parquet"]
+    assert sizes[0] == (folder / "completions_00001-00002.parquet").stat().st_size, "all of it was flushed"
 
 
 def test_merging_stops_in_time_and_continues_after_the_next_save(

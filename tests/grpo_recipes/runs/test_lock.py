@@ -592,3 +592,30 @@ def test_a_suspended_launch_loses_its_folder_to_another_container(tmp_path: Path
         first.kill()
         first.communicate()
     assert not (tmp_path / "run" / LOCK).exists()
+
+
+@pytest.mark.parametrize(
+    ("owner", "reason", "sentence"),
+    [
+        ("here", "", "(process 17 on this-host): wait for it or stop it"),
+        (
+            "here",
+            "; it can't be taken over (no space)",
+            "(process 17 on this-host; it can't be taken over (no space)): wait for it or stop it; if it no longer "
+            "runs, remove {lock}",
+        ),
+        ("there", "", "(process 17 on there): wait for it or stop it; if it no longer runs, remove {lock}"),
+        ("", "", "(unknown process): wait for it or stop it; if it no longer runs, remove {lock}"),
+    ],
+)
+def test_a_lock_may_be_removed_by_hand_unless_its_process_is_known_to_live(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: str, reason: str, sentence: str
+) -> None:
+    monkeypatch.setattr(lock, "_own_host", lambda: "this-host")
+    host = "this-host" if owner == "here" else owner
+    holder = SimpleNamespace(pid=17, hostname=host) if owner else None
+    lease: Any = SimpleNamespace(lock_file=str(tmp_path / LOCK), owner=holder)
+    error = lock._locked(lease, lock.EVALUATION, reason)
+    assert str(error) == (
+        f"{tmp_path}: another evaluation writes there just now {sentence.format(lock=tmp_path / LOCK)}"
+    )

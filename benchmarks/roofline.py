@@ -1,6 +1,6 @@
 """Training phase of TRL and ours on GPUs that nobody had, predicted from the kernels of one micro-batch.
 
-    python benchmarks/roofline.py > benchmarks/results/roofline.md          # a minute, on any machine
+    python benchmarks/roofline.py > benchmarks/results/roofline.md          # a minute, on any machine with torch 2.12
 
 A micro-batch of 8 completions runs forward and backward on the meta device, which has sizes and no data. Each kernel
 that a GPU would launch is recorded with its floating-point operations and the bytes that it reads and writes. A kernel
@@ -15,6 +15,7 @@ a 16-bit bias where there is a mask, varlen_attn by its operator, and TRL's head
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -330,6 +331,12 @@ def kernels_of(
     return ids.numel(), recorder.kernels
 
 
+def takes_grouped_heads() -> bool:
+    """Return True if the installed torch has a `varlen_attn` for grouped heads, as torch 2.12 does."""
+    kernel = varlen.varlen_attn
+    return kernel is not None and "enable_gqa" in inspect.signature(kernel).parameters
+
+
 def _one_call(spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Return the attention output of `varlen_attn` as torch 2.12 has it."""
     form = varlen._Form({"scale": scaling, "window_size": (-1, 0), "enable_gqa": True}, 1)
@@ -388,6 +395,8 @@ def main() -> None:
     """Print the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
+    if not takes_grouped_heads():
+        parser.error(f"torch {torch.__version__} has no varlen_attn for grouped heads: install torch 2.12 or later")
     torch.set_num_threads(1)
     transformers_logging.set_verbosity_error()
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, trl {trl.__version__}"

@@ -27,6 +27,8 @@ def test_operations_of_a_micro_batch_are_those_of_the_formula(
     number: int, checkpointing: bool, roofline: ModuleType
 ) -> None:
     """Each weight takes 2 operations per token in the forward pass, 4 in the backward, and 2 where it is repeated."""
+    if number == 1 and not roofline.takes_grouped_heads():
+        pytest.skip(f"torch {torch.__version__} has no varlen_attn for grouped heads, which torch 2.12 brought")
     lengths, size = roofline.Lengths.draw("mean 300"), roofline.SIZES["0.5B"]
     hidden, inner, heads = size["hidden_size"], size["intermediate_size"], size["num_attention_heads"]
     width = hidden // heads

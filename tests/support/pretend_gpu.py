@@ -390,7 +390,7 @@ class _Move(torch.autograd.Function):
 class _EqualHeads(torch.autograd.Function):
     """Keys or values with as many heads as the query, without a launch. The kernels of a GPU read grouped heads.
 
-    Torch 2.8 has no such kernel for a CPU. SDPA would make a mask instead, and in C++ the device of the mask is the CPU.
+    Torch 2.8 has no such kernel for a CPU. SDPA would make a mask, whose device in C++ is the CPU.
     """
 
     @staticmethod

@@ -18,6 +18,15 @@ from tests.support.grids import covering
 from tests.support.recorded import Recording, compare, gradients, largest_gap, make_trainer, model
 
 LIMIT = 1e-5
+"""Largest difference of a gradient, relative to the largest entry of its tensor."""
+VESPO_LIMIT = 3e-5
+"""`LIMIT` of VESPO, whose weight of a row is the exponential of 3 + 2s - 3e^s, with s the sum of a row's log-ratios.
+
+A log-probability of -5 is rounded by 3e-7, so s of up to 12 tokens by about 1e-6. The rows have s up to 1.4, where an
+error of s is multiplied by up to 10. Terms of rows cancel: an entry of `model.norm.weight` is 0.009 where the step's
+largest is 0.077. On a build of torch 2.8, TRL's gradient in float32 differs from float64's by 5e-6 and ours from TRL's
+by 1.4e-5.
+"""
 LAYOUTS: list[Any] = [
     "auto",
     {"skip_zero_advantage": False},
@@ -61,7 +70,8 @@ def gap(folder: Path, option: str, recording: Recording = TURNS, **config: Any) 
 @pytest.mark.parametrize(("option", "loss_type", "micro_batching"), CELLS, ids=str)
 def test_the_gradient_is_trls(option: str, loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)  # LoRA's weights
-    assert gap(tmp_path, option, loss_type=loss_type, micro_batching=micro_batching) <= LIMIT
+    limit = VESPO_LIMIT if loss_type == "vespo" else LIMIT
+    assert gap(tmp_path, option, loss_type=loss_type, micro_batching=micro_batching) <= limit
 
 
 @pytest.mark.parametrize(("loss_type", "micro_batching"), covering(LOSS_TYPES, LAYOUTS[:-1]), ids=str)

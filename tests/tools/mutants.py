@@ -223,7 +223,8 @@ def tests_of(mutant: Mutant, lines: dict[str, dict[int, list[str]]], seconds: di
     path = Path(mutant.path.removeprefix("rewards/"))
     reached = lines.get(mutant.path) or _of_folder(str(Path(mutant.path).parent), lines)
     if mutant.on_import:
-        found = {*reached.get(0, []), *(t for t in seconds if t.startswith(f"tests/{path.parent}/test_{path.stem}.py::"))}
+        own = f"tests/{path.parent}/test_{path.stem}.py::"
+        found = {*reached.get(0, []), *(test for test in seconds if test.startswith(own))}
     else:
         found = {test for n in range(mutant.lines[0], mutant.lines[1] + 1) for test in reached.get(n, [])}
     cases: Counter[str] = Counter()

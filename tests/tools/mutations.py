@@ -39,7 +39,19 @@ UNWRAPPED = {
 BARED = {"sqrt", "log", "exp", "tuple", "reversed"}
 """Functions of one argument that a mutant drops."""
 
-NOT_SWAPPED = {"isinstance", "issubclass", "getattr", "hasattr", "setattr", "min", "max", "range", "zip", "super"}
+NOT_SWAPPED = {
+    "isinstance",
+    "issubclass",
+    "getattr",
+    "hasattr",
+    "setattr",
+    "min",
+    "max",
+    "lcm",
+    "range",
+    "zip",
+    "super",
+}
 """Functions whose first two arguments are not exchanged: the exchange changes nothing, or always raises."""
 
 

@@ -394,3 +394,16 @@ def test_contract_with_transformers_on_custom_loops() -> None:
     layers = {layer for layer in every if layer.__module__ == cache_utils.__name__}
     assert layers - {*kv_cache.LAYERS, cache_utils.DummyLayer} == {cache_utils.DynamicIndexedLayer}
     assert hasattr(GenerationMixin, "_optimize_model_for_decode")
+
+
+@pytest.mark.parametrize("name", ["assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer"])
+def test_arguments_that_only_transformers_own_loop_takes_are_named(name: str) -> None:
+    class Stock:
+        def generate(self, **kwargs: Any) -> dict[str, Any]:
+            return kwargs
+
+    policy: Any = Stock()
+    turn = Turn()
+    with decoding(policy, turn):
+        assert policy.generate(**{name: "given"}) == {name: "given"}
+    assert turn.declined == f"`generate` was called with {name}"

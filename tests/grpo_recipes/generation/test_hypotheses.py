@@ -65,7 +65,7 @@ PROBABILITIES = torch.tensor([0.5, 0.25, 0.15, 0.1])
         (Processing(top_k=1), [0]),
         (Processing(top_k=2), [0, 1]),
         (Processing(top_p=0.7), [0, 1]),  # the fewest that reach 0.7
-        (Processing(top_k=2, top_p=0.6), [0]),  # of those two, the first has two thirds
+        (Processing(top_k=2, top_p=0.6), [0]),  # the first of those two has two thirds
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""What is read from a model before it generates or is packed, and what is replaced in it for a while."""
+"""Facts that are read from a model before it generates or is packed, and parts that are replaced for a while."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ BATCH = ALL * (TOKENS + IDS)
 STREAM = ALL * HIDDEN
 """Numbers of one tensor of hidden states."""
 
-# What a layer keeps for each token in bfloat16. A norm keeps its float32 input and the 16-bit factor of its weight. One
-# tensor is the input of queries, keys and values, another that of gate and up projection. Four tensors lie inside the
-# feed-forward layer. Attention keeps query, key, value (repeated for each head) and output, a float32 number for each
-# head of 64, and a bias of the scores.
+# The tensors that a layer keeps for each token in bfloat16. A norm keeps its float32 input and the 16-bit factor of its
+# weight. One tensor is the input of queries, keys and values, another that of gate and up projection. Four tensors lie
+# inside the feed-forward layer. Attention keeps query, key, value (repeated for each head) and output, a float32 number
+# for each head of 64, and a bias of the scores.
 SCORES = ALL * TOKENS * 2
 ATTENTION_16 = ALL * QUERY * (4 * 2 + 4 / 64) + SCORES
 KEPT_16 = STREAM * (2 * (4 + 2) + 2 * 2) + ALL * INNER * 4 * 2 + ATTENTION_16
@@ -320,7 +320,7 @@ LAST, FIRST, NONE = Layers((70, 5, 90)), Layers((90, 5, 70)), Layers((0, 0, 0))
 SCORED = ROWS * (TOKENS - PROMPT)
 HEAD_OF_SCORED = SCORED * TILE * 2 + STREAM * (4 + 4 + 4 * 2)
 BESIDE = 11 + ALL * IDS
-"""What all layers read, and IDs. The mask is among the former."""
+"""Bytes that all layers read, the mask among them, and those of IDs."""
 BETWEEN = STREAM * 2
 TRAINED = 2 * WEIGHTS
 TIED = replace(SHAPE, ties_head=True)

@@ -1,4 +1,4 @@
-"""How one turn is generated: in groups or not, what is recorded and verified, and what follows a difference."""
+"""Generation of one turn: in groups or not, with what recorded and verified, and with which consequences."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from grpo_recipes import GRPOTrainer
+from grpo_recipes.training.passes import Passes
 from tests.support import launching
 from tests.support.grids import only
 from tests.support.recorded import Recording, make_trainer, model
@@ -173,6 +175,56 @@ def test_mismatch_shows_in_the_first_pass_and_staleness_in_later_ones(tmp_path: 
     assert first["effective_sample_size_with_mismatch"] == pytest.approx(total**2 / ((up + down) * square), abs=1e-4)
     assert second["effective_sample_size"] < 0.9999
     assert second["effective_sample_size_with_mismatch"] < 0.9
+
+
+@pytest.mark.parametrize(
+    ("level", "weights", "clipped"),
+    [
+        # Two tokens of the first row, two of the second. The third has no advantage, the last token is padding.
+        ("token", [1.5, 0.5, 0.5, 2.0], 2),  # above 1.1 with an advantage, below 0.9 without
+        ("sequence", [0.75**0.5] * 2 + [1.0] * 2, 0),
+    ],
+)
+def test_the_sums_of_a_micro_batch_by_hand(level: str, weights: list[float], clipped: int) -> None:
+    trainer: Any = SimpleNamespace(
+        importance_sampling_level=level,
+        loss_type="dapo",
+        epsilon_low=0.1,
+        epsilon_high=0.1,
+        state=SimpleNamespace(global_step=4),
+        accelerator=SimpleNamespace(sync_gradients=False, reduce=lambda sums: 2 * sums),
+    )
+    ratios = torch.tensor([[1.5, 0.5, 9.0], [0.5, 2.0, 9.0], [3.0, 3.0, 3.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]])
+    old = torch.full((3, 3), -2.0)
+    inputs = {"completion_mask": mask, "advantages": torch.tensor([1.0, -1.0, 0.0]), "old_per_token_logps": old}
+    passes = Passes(trainer)
+    passes.start()
+    log_probs = old + ratios.log()
+    passes.add(inputs, None)
+    passes.add({**inputs, "old_per_token_logps": None}, log_probs)
+    assert passes.metrics() == {}
+    passes.add(inputs, log_probs)
+    passes.add(inputs, log_probs)
+    assert passes.metrics() == {}, "the optimizer step is not complete"
+    trainer.accelerator.sync_gradients = True
+    sampled = log_probs - torch.tensor(2.0).log()
+    sampled[0, 0] = math.nan
+    trainer.state.global_step = 5
+    passes.add({**inputs, "sampling_per_token_logps": sampled}, log_probs)
+    total, square = sum(weights), sum(weight**2 for weight in weights)
+    size = total**2 / (4 * square)
+    # The generator's ratios are 2. The first token has none, and is 1 in the mean of its completion.
+    others = [2.0] * 3 if level == "token" else [2.0**0.5, 2.0, 2.0]
+    with_mismatch = sum(others) ** 2 / (3 * sum(weight**2 for weight in others))
+    assert passes.metrics() == {
+        "passes/1/effective_sample_size": pytest.approx(size),
+        "passes/1/clip_share": clipped / 4,
+        "passes/2/effective_sample_size": pytest.approx(size),
+        "passes/2/clip_share": clipped / 4,
+        "passes/2/effective_sample_size_with_mismatch": pytest.approx(with_mismatch),
+    }
+    assert passes.metrics() == {}
 
 
 @pytest.mark.slow

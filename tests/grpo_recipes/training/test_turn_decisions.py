@@ -1,4 +1,4 @@
-"""What the check of turns compares, and what it and the tool loop say, on a stand-in for the trainer."""
+"""The check of turns and the tool loop on a stand-in for the trainer: what they compare and what they say."""
 
 from __future__ import annotations
 

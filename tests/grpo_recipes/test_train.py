@@ -855,7 +855,7 @@ def test_the_hardware_of_a_launch() -> None:
     assert train.hardware(SimpleNamespace(device=torch.device("meta"), world_size=3)) == "3 × meta"
 
 
-# What a trainer and its run are given
+# Arguments and callbacks of a trainer, and the entry of a launch
 
 
 class RecordingTrainer:

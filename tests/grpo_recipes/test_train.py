@@ -853,3 +853,157 @@ def test_the_hardware_of_a_launch() -> None:
     cpu.world_size = 2
     assert train.hardware(cpu) == f"{cores}, 2 processes"
     assert train.hardware(SimpleNamespace(device=torch.device("meta"), world_size=3)) == "3 × meta"
+
+
+# Arguments and callbacks of a trainer, and the entry of a launch
+
+
+class RecordingTrainer:
+    """Trainer that keeps its arguments, with the reward of an environment behind those of the recipe."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+        self.reward_funcs = [*given["reward_funcs"], SimpleNamespace()]
+        self.reward_func_names = ["own", "Game"]
+
+
+def test_a_trainer_is_given_every_key_of_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("tool_limits", "kl_estimator", "micro_batching", "generation", "sampling", "advantages", "generation_check",
+            "reference")  # fmt: skip
+    recipe = SimpleNamespace(**{key: f"the recipe's {key}" for key in keys})
+    for name, made in {
+        "GRPOTrainer": RecordingTrainer,
+        "model_config": lambda recipe: "model arguments",
+        "load_policy": lambda recipe, args: "policy",
+        "get_quantization_config": lambda args: f"quantization of {args}",
+        "get_peft_config": lambda args: f"adapter of {args}",
+        "adamw_bf16": lambda args: "AdamW",
+        "checked_reward": lambda function: ("checked", function),
+    }.items():
+        monkeypatch.setattr(train, name, made)
+    optimizer = ["adamw_torch"]
+    monkeypatch.setattr(train.checks, "optimizer_name", lambda recipe, machine: optimizer[0])
+    toolset = SimpleNamespace(functions=["tool"], factory="factory")
+    checked = SimpleNamespace(
+        rewards=[SimpleNamespace(weight=0.5, function="f")], toolset=toolset, eval_dataset="held out",
+        train_dataset=SimpleNamespace(select_columns=lambda names: f"rows of {names}"),
+    )  # fmt: skip
+    args = SimpleNamespace()
+    made = train.bare_trainer(recipe, None, args, checked, "tokenizer")
+    expected = {
+        "model": "policy", "reward_funcs": [("checked", "f")], "args": args, "train_dataset": checked.train_dataset,
+        "eval_dataset": "held out", "processing_class": "tokenizer", "peft_config": "adapter of model arguments",
+        "quantization_config": "quantization of model arguments", "rollout_func": None, "tools": ["tool"],
+        "environment_factory": "factory", "optimizer_cls_and_kwargs": None, **vars(recipe),
+    }  # fmt: skip
+    assert made.given == expected
+    assert args.reward_weights == [0.5]
+    kind, reward = made.reward_funcs[1]
+    assert (kind, reward.__name__) == ("checked", "Game"), "the rewards of environments are checked too"
+    optimizer[0], checked.toolset = "adamw_bf16", None
+    given = train.bare_trainer(recipe, None, args, checked, "tokenizer", "rollout").given
+    changed = {
+        "optimizer_cls_and_kwargs": "AdamW",
+        "tools": None,
+        "environment_factory": None,
+        "rollout_func": "rollout",
+    }
+    assert given == {**expected, **changed, "train_dataset": "rows of ['prompt']"}
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_run_has_the_callbacks_that_its_recipe_asks_for(
+    resumes: bool, quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards: list[Any] = []
+    monkeypatch.setattr(train, "write_model_card", cards.append)
+    monkeypatch.setattr(train, "known_secrets", lambda recipe: set())
+    monkeypatch.setattr(train, "resolved", lambda recipe: recipe)
+    added, removed = [], []
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(is_main_process=True), add_callback=added.append, remove_callback=removed.append,
+        callback_handler=None,
+    )  # fmt: skip
+    prepared = SimpleNamespace(
+        recipe=SimpleNamespace(output_dir=tmp_path, early_stopping_patience=3 if quiet else None, as_dict=dict),
+        training_args=SimpleNamespace(disable_tqdm=quiet, report_to=["x"] if quiet else []),
+        checkpoint=tmp_path if resumes else None,
+        interruption="interruption",
+        checked=SimpleNamespace(all_rewards=[]),
+    )
+    train.add_callbacks(prepared, trainer)
+    names = [one if isinstance(one, str) else type(one).__name__ for one in added]
+    rest = ["EarlyStoppingCallback", "RecipeInTrackers"] if quiet else ["LiveLine"]
+    assert names == ["ContinueSchedule"] * resumes + ["interruption", "LiveLog", *rest]
+    assert len(removed) == (not quiet)
+    trainer.create_model_card(model_name="x")
+    trainer.accelerator.is_main_process = False
+    trainer.create_model_card()
+    assert cards == [tmp_path], "one rank writes the card"
+
+
+def test_the_entry_of_a_launch_names_its_checkpoint_and_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "describe_launch", lambda *given, **named: (given, named))
+    monkeypatch.setattr(train, "hardware", lambda args: "a CPU")
+    geometry = SimpleNamespace(as_dict=lambda: {"ranks": 2})
+    config = SimpleNamespace(seed=7, shuffle_dataset=False)
+    recipe = SimpleNamespace(as_dict=lambda: {"a": 1}, config=config, arguments=["--a"], source="mine.yaml")
+    checked = SimpleNamespace(all_rewards=["r"], golds=None, geometry=geometry, train_dataset=[0] * 5)
+    prepared = SimpleNamespace(
+        recipe=recipe, checked=checked, training_args=SimpleNamespace(world_size=2), checkpoint=Path("checkpoint-3"),
+        identity=SimpleNamespace(content={"rows": "x"}),
+    )  # fmt: skip
+    given, named = train.launch_entry(prepared)
+    assert given == ({"a": 1}, vars(config), ["r"], ["--a"])
+    assert named == {
+        "source": "mine.yaml", "hardware": "a CPU", "resumed_from": Path("checkpoint-3"), "world_size": 2,
+        "geometry": {"ranks": 2}, "train_prompts": 5, "seed": 7, "shuffle_dataset": False, "identity": {"rows": "x"},
+    }  # fmt: skip
+    checked.golds = SimpleNamespace(as_dict=lambda: {"rows": 1})
+    assert train.launch_entry(prepared)[1]["unscorable_golds"] == {"rows": 1}
+
+
+def test_a_resumption_is_told_with_the_checkpoints_that_it_passes_over(ended: SimpleNamespace) -> None:
+    point = SimpleNamespace(passed_over=[], newest=None)
+    beginning = f"{ended.recipe.output_dir} has no checkpoint to resume from: starting at the beginning"
+    assert train.describe_resumption(ended, point) == beginning
+    point.newest = Path("run/checkpoint-3")
+    assert train.describe_resumption(ended, point) == "resuming from run/checkpoint-3"
+    point.passed_over = [SimpleNamespace(reason="checkpoint-4 is damaged", aside=Path("run/damaged-4"))]
+    assert train.describe_resumption(ended, point) == (
+        "checkpoint-4 is damaged, and is set aside as damaged-4: resuming from run/checkpoint-3"
+    )
+
+
+@pytest.mark.parametrize(("saves", "is_main", "pushes"), [(True, True, True), (False, False, False)])
+def test_what_follows_a_training_is_tried_to_its_end(
+    saves: bool, is_main: bool, pushes: bool, ended: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def attempt(recipe: Any, loss: str, function: Any, *args: Any) -> None:
+        done.append(loss.partition(" ")[2])
+
+    monkeypatch.setattr(train, "attempt", attempt)
+    ended.training_args = SimpleNamespace(should_save=saves, push_to_hub=pushes)
+    trainer = SimpleNamespace(
+        accelerator=SimpleNamespace(is_main_process=is_main), create_model_card=lambda: done.append("card"),
+        push_to_hub=None, end=None,
+    )  # fmt: skip
+    train.finish(ended, trainer, 1.0)
+    assert done == [
+        *["weights may be unreadable for other users"] * saves, "trainer_state.json was not written", "card",
+        "summary was not made", *["was not diagnosed"] * is_main, *["was not pushed to the hub"] * pushes,
+        "logs may not be complete",
+    ]  # fmt: skip
+
+
+def test_a_token_for_the_hub_is_left_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "before")
+    args = SimpleNamespace(hub_token=None)
+    assert train.leave_token_to_environment(args) is args
+    assert os.environ["HF_TOKEN"] == "before"
+    args.hub_token = "hf_own"
+    train.leave_token_to_environment(args)
+    assert (os.environ["HF_TOKEN"], args.hub_token) == ("hf_own", None)

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 from grpo_rewards import files
-from grpo_rewards.files import UnreadableFile, check_model_files, open_ordinary, read_bytes, read_json, read_text
+from grpo_rewards.files import (
+    UnreadableFile,
+    check_model_files,
+    nesting_depth,
+    open_ordinary,
+    read_bytes,
+    read_json,
+    read_text,
+)
 
 
 def problem(path: Path, most: int = files.JSON_BYTES) -> str:
@@ -145,3 +153,11 @@ def test_files_of_libraries_get_the_mode_of_a_new_file(umask: int, mode: int, tm
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
     assert modes == {"a.safetensors": mode, "b.json": 0o600, "c.safetensors": mode}
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"),
+    [("1", 0), ('"[[["', 0), ("[]", 1), ('{"a": [1, {"b": 2}]}', 3), ("[[], [[]]]", 3), (r'["\"[["]', 1), ("", 0)],
+)
+def test_the_depth_of_a_json_text_is_that_of_its_open_brackets(text: str, depth: int) -> None:
+    assert nesting_depth(text.encode()) == depth

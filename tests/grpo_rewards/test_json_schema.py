@@ -744,3 +744,21 @@ def test_the_formats_of_strings(name, text, fits):
 def test_the_keywords_that_are_checked_in_linear_time(schema, value, fits):
     scores = JsonSchema()(completions=[json.dumps({"x": value})], schema=[{"properties": {"x": schema}}])
     assert scores == [float(fits)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "where"),
+    [
+        ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": 1}, "type at $.x.ab"),
+        ({"additionalProperties": {"type": "string"}}, {"ab": 1}, "type at $.x.ab"),
+        ({"additionalProperties": False}, {"ab": 1}, "additionalProperties at $.x"),
+        ({"items": {"minimum": 3}}, [5, 1], "minimum at $.x[1]"),
+        ({"uniqueItems": True}, [1, 1], "uniqueItems at $.x"),
+        (False, 1, "false at $"),
+    ],
+)
+def test_a_verdict_names_the_keyword_and_the_place(schema, value, where):
+    logged = {}
+    completion = json.dumps({"x": value})
+    JsonSchema()(completions=[completion], schema=[{"properties": {"x": schema}}], log_extra=logged.__setitem__)
+    assert logged["verdict"] == [f"does not fit ({where}), 0 of 0 required keys do"]

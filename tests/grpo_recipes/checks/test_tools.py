@@ -117,6 +117,9 @@ class Game:
     def get_reward(self) -> float:
         return 1.0
 
+    def _peek(self):
+        return "no tool"
+
 
 class Plain(Game):
     get_reward = None

@@ -477,7 +477,7 @@ def _without_empty_end(names: list[str]) -> list[str]:
 def _check_header(names: Sequence[str], path: Path, notation: TextFormat) -> None:
     """Raise `UserError` unless the first line names every column once."""
     check_columns(len(names), path)
-    if "" in names or len(set(names)) < len(names):
+    if not names or "" in names or len(set(names)) < len(names):
         raise UserError(
             f"`dataset`: {path}, line 1 must name every column once, and it has {listed(names) or 'nothing'}: rename "
             "or remove columns"

@@ -449,7 +449,10 @@ def _csv_rows(path: Path, key: str, notation: TextFormat) -> _NumberedRows:
         delimiter = notation.delimiter or _DELIMITERS[suffix_of(path)]
         reader = csv.reader(_bounded_lines(text, path, key), delimiter=delimiter, strict=True)
         try:
-            names = _without_empty_end(next(reader, []))
+            header = next(reader, None)
+            if header is None:  # an empty file
+                return
+            names = _without_empty_end(header)
             _check_header(names, path, notation)
             line = 1
             for cells in reader:

@@ -172,6 +172,7 @@ def test_a_damaged_compressed_file_ends_with_one_sentence(tmp_path: Path, suffix
         ("a.csv", b'question;"a, b"\nx;1\n', {}, r'line 2 has 1 cells.*: set `dataset.delimiter: ";"`'),
         ("a.csv", b"question,,b\na,1,2\n", {}, r"line 1 must name every column once, and it has question, , b: rename"),
         ("a.csv", b"b,question,b\na,1,2\n", {}, r"line 1 must name every column once, and it has b, question, b: ren"),
+        ("a.csv", b"", {}, r"a\.csv is empty: choose other rows"),
         ("a.csv", b"\na,1\n", {}, r"line 1 must name every column once, and it has nothing: rename or remove columns"),
         ("a.csv", b"question,answer\nx,1,5\n", {}, r"line 2 has 3 cells.*: put cells with the delimiter in double"),
         ("a.csv", "question\na\ngroß\n".encode("cp1252"), {}, r"line 3 is not UTF-8 text: set `dataset.encoding: cp12"),

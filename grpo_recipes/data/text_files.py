@@ -449,7 +449,10 @@ def _csv_rows(path: Path, key: str, notation: TextFormat) -> _NumberedRows:
         delimiter = notation.delimiter or _DELIMITERS[suffix_of(path)]
         reader = csv.reader(_bounded_lines(text, path, key), delimiter=delimiter, strict=True)
         try:
-            names = _without_empty_end(next(reader, []))
+            header = next(reader, None)
+            if header is None:  # an empty file
+                return
+            names = _without_empty_end(header)
             _check_header(names, path, notation)
             line = 1
             for cells in reader:
@@ -477,7 +480,7 @@ def _without_empty_end(names: list[str]) -> list[str]:
 def _check_header(names: Sequence[str], path: Path, notation: TextFormat) -> None:
     """Raise `UserError` unless the first line names every column once."""
     check_columns(len(names), path)
-    if "" in names or len(set(names)) < len(names):
+    if not names or "" in names or len(set(names)) < len(names):
         raise UserError(
             f"`dataset`: {path}, line 1 must name every column once, and it has {listed(names) or 'nothing'}: rename "
             "or remove columns"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import NormalDist
 
 MAX_TERMS = 100_000
 """Largest number of terms of the continued fraction. It needs about the square root of the larger parameter."""
@@ -54,7 +53,7 @@ def _log_beta_density(x: float, a: float, b: float) -> float:
     return scale + (a - 1) * math.log(x) + (b - 1) * math.log1p(-x)
 
 
-def beta_quantile(probability: float, a: float, b: float, start: float | None = None) -> float:
+def beta_quantile(probability: float, a: float, b: float) -> float:
     """Return the x in [0, 1] with I_x(a, b) = probability, within 1e-12.
 
     Newton's method is used while it stays between the points that are known to enclose x, and bisection otherwise.
@@ -63,10 +62,9 @@ def beta_quantile(probability: float, a: float, b: float, start: float | None = 
         probability: Value of I_x(a, b), in (0, 1).
         a: First parameter, above 0.
         b: Second parameter, above 0.
-        start: First approximation of x, or None for the distribution's mean.
     """
     low, high = 0.0, 1.0
-    x = a / (a + b) if start is None else start
+    x = a / (a + b)
     if not 0 < x < 1:  # the mean of a very small and a large parameter is rounded
         x = 0.5
     for _ in range(MAX_STEPS):
@@ -95,9 +93,7 @@ def student_quantile(freedom: float, tail: float) -> float:
         freedom: Degrees of freedom, a real number above 0.
         tail: Probability of both tails, in (0, 1).
     """
-    z = NormalDist().inv_cdf(1 - tail / 2)
-    near = z + (z**3 + z) / (4 * freedom)
-    x = beta_quantile(tail, freedom / 2, 0.5, start=freedom / (freedom + near * near))
+    x = beta_quantile(tail, freedom / 2, 0.5)
     return math.sqrt(freedom * (1 - x) / x)
 
 

@@ -490,7 +490,7 @@ def _answer_places(table: pd.DataFrame, place: Mapping[Any, int], gold_places: S
     keys = [None if pd.isna(answer) else _comparable(answer) for answer in table["answer"]]
     right_for: dict[Any, set[int]] = {}
     for key, gold, is_right in zip(keys, gold_places, table["lenient"], strict=True):
-        if is_right and key is not None and key not in place:
+        if is_right and key is not None:
             right_for.setdefault(key, set()).add(gold)
     places = {**{key: min(golds) for key, golds in right_for.items() if len(golds) == 1}, **place}
     return [places.get(key, len(place)) for key in keys]

@@ -190,3 +190,18 @@ def test_logits_are_those_of_tokens_from_the_whole_vocabulary() -> None:
         logits = merge._logits(model)  # type: ignore[arg-type]
         assert model.tokens.tolist() == [list(tokens)]
         assert (logits.shape, logits.dtype, model.training) == ((len(tokens), 1), torch.float32, False)
+
+
+@pytest.mark.parametrize(
+    "card",
+    ["---\na: [\n---\n", "---\n- a\n---\n", f"---\na: {'[' * 3000}\n---\n", "---\ntags: 3\nlicense: [\n---\n"],
+    ids=["open", "list", "deep", "two"],
+)
+def test_a_card_that_is_none_is_named(tmp_path: Path, card: str) -> None:
+    (tmp_path / "README.md").write_text(card)
+    with pytest.raises(UserError, match=r"README\.md: it can't be read as a model card \(.+\); correct or remove it$"):
+        merge._card(tmp_path)
+
+
+def test_a_folder_may_have_no_card(tmp_path: Path) -> None:
+    assert merge._card(tmp_path) is None

@@ -20,7 +20,7 @@ from grpo_recipes.evaluation.chat import Chat
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.estimates import describe
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.evaluation.tools import Played, RecipeTools, Rollouts, Turns, tools_of
+from grpo_recipes.evaluation.tools import Played, RecipeTools, Rollouts, Turns, _LaterTurns, _scores_of, tools_of
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import rendered
 from tests.support.tool_rollouts import (
@@ -495,3 +495,34 @@ def test_a_reset_that_fails_is_named_with_its_class() -> None:
     )
     with pytest.raises(UserError, match=r"^`environment_factory`: `reset` of Game .* on a held-out row: return a text"):
         Rollouts._observed(rollouts, Game(), {"prompt": TURNS, "level": 0})
+
+
+def test_a_later_turn_is_as_long_as_its_row_and_the_model_have_room() -> None:
+    """Rows that end in a result go on, each batch of turns with random numbers of its own."""
+    calls: list[tuple[Any, int, list[int]]] = []
+
+    def generate(prompts: Any, settings: Settings, room: list[int]) -> list[list[int]]:
+        calls.append((prompts, settings.seed, room))
+        return [[7]] * len(prompts)
+
+    def row(ending: str, *mask: int) -> Any:
+        return SimpleNamespace(ending=ending, mask=list(mask), completion=[5] * len(mask))
+
+    rows = [row("answered", 1, 0), row("answered", 0, 1), row("full", 1, 0), row("answered", 1, 1, 1, 0)]
+    engine: Any = SimpleNamespace(positions=13, generate=generate)
+    later = _LaterTurns(rows, engine, Settings(max_new_tokens=10, seed=3))
+    assert later([[1] * 4, [1] * 9]) == ([[7], [7]], None)
+    later([[1] * 6, [1] * 7])
+    assert [room for _, _, room in calls] == [[8, 4], [7, 6]]
+    assert len({seed for _, seed, _ in calls} | {3}) == 3
+
+
+def test_an_environment_pays_its_own_rows() -> None:
+    class Paying:
+        def get_reward(self) -> float:
+            return 0.5
+
+    class Child(Paying):
+        pass
+
+    assert _scores_of(Paying, [Paying(), Child(), None]) == [0.5, None, None]

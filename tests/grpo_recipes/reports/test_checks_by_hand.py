@@ -904,6 +904,16 @@ TURNS = ": look whether a reward pays for calls instead of what they achieve"
             (NoData, "too few scored completions with calls were logged"),
         ),
         ([row for step in (1, 2, 3, 4) for row in eight(step, 1, 1.0)], [RIGHT], "calls per completion go from 1 to 1"),
+        (
+            [row for step in (1, 2, 3, 4) for row in eight(step, 1, float(step))],
+            [RIGHT],
+            "calls per completion go from 1 to 1",
+        ),
+        (
+            [row for step in (1, 2, 3, 4) for row in eight(step, step, 1.0)],
+            [RIGHT],
+            "calls per completion go from 1 to 4",
+        ),
     ],
 )
 def test_a_reward_for_calls_alone_is_told_from_one_for_what_they_achieve(

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -259,3 +260,18 @@ def test_a_page_keeps_the_steps_that_fit(
 )
 def test_the_size_of_a_page_is_in_kilobytes_or_megabytes(size: int, shown: str) -> None:
     assert completions_page.CompletionsPage("page", 1, size, "").shown_size == shown
+
+
+@pytest.mark.parametrize(
+    ("shown", "logged", "whole", "leaves_out"), [(2, 2, 4, False), (2, 3, 4, True), (2, 2, 5, True)]
+)
+def test_a_note_says_if_steps_or_completions_are_left_out(
+    shown: int, logged: int, whole: int, leaves_out: bool
+) -> None:
+    rows = pd.DataFrame({"step": [step for step in range(shown) for _ in range(2)]})
+    run: Any = SimpleNamespace(completion_files=SimpleNamespace(count=logged), rows=range(whole))
+    others = " The other steps are left out, evenly spread." if leaves_out else ""
+    assert completions_page._note(run, rows) == (
+        f"The page holds 4 completions of 2 of {logged} logged steps. TRL logs the last generation before each logging "
+        f"step.{others} A page holds at most 100 million characters of at most 1,000 steps."
+    )

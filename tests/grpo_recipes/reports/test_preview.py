@@ -157,6 +157,7 @@ def test_the_cost_of_a_step_is_that_of_one_process() -> None:
     cost = preview.as_dict()["cost"]
     assert cost["tokens_per_second"] == 20
     assert cost["tokens_per_step"] == 480
+    assert [preview.cost.tokens_per_step(mean) for mean in (10.01, 10.02)] == [480, 481]  # 480.48 and 480.96
     assert cost["step"] == pytest.approx({"generation": 12, "scoring": 6, "training": 3})
     again = replace(preview.cost, geometry=replace(GEOMETRY, num_iterations=2))
     assert again.step() == pytest.approx({"generation": 6, "scoring": 3, "training": 3})

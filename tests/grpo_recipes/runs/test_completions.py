@@ -807,3 +807,9 @@ def test_steps_with_and_without_calls_are_compacted(folder: Path, caplog: pytest
     found = [messages[0]["tool_calls"] for messages in table["completion"]]
     assert found[:2] == [None, None]
     assert [arguments_of(one[0]["function"]["arguments"]) for one in found[2:]] == [{"a": 1}, {}, {"a": "x"}, [1]]
+
+
+def test_an_empty_list_of_calls_stays_and_none_is_left_out() -> None:
+    said = {"role": "assistant", "content": "x"}
+    given = [[{**said, "tool_calls": []}], [{**said, "tool_calls": None}], [said]]
+    assert storable(given) == [[{**said, "tool_calls": []}], [said], [said]]

@@ -389,9 +389,8 @@ def _gpu_kernels() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(method_replaced(nn.functional, "scaled_dot_product_attention", _attention))
         stack.enter_context(method_replaced(nn.functional, "dropout", _dropout))
-        stack.enter_context(
-            method_replaced(nn.functional, "grouped_mm", partial(_grouped_mm, nn.functional.grouped_mm))
-        )
+        if grouped := getattr(nn.functional, "grouped_mm", None):  # torch 2.8 has none
+            stack.enter_context(method_replaced(nn.functional, "grouped_mm", partial(_grouped_mm, grouped)))
         yield
 
 

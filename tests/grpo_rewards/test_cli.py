@@ -383,7 +383,7 @@ def test_a_summary_has_a_bar_for_each_value_or_eight_bars(tmp_path, capsys):
     assert main(["score", path, "--reward", f"{__name__}.length"]) == 1
     said = capsys.readouterr()
     assert said.out.splitlines() == ["", "length: 2 rows, 2 unscorable"]
-    assert said.err == f"error: {path}: length could score none of 2 rows: it returned None for each\n"
+    assert said.err.strip() == f"error: {path}: length could score none of 2 rows: it returned None for each"
 
 
 def test_the_end_of_a_long_completion_is_shown(tmp_path, capsys):
@@ -399,7 +399,7 @@ def test_the_end_of_a_long_completion_is_shown(tmp_path, capsys):
 def test_at_most_twenty_complaints_are_listed(tmp_path, capsys, bad, listed, more):
     path = write(tmp_path / "rows.jsonl", [{"completion": "x"}, *["{"] * bad])
     assert main(["score", path, "--reward", f"{__name__}.length"]) == 1
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.strip().splitlines()
     assert len([line for line in lines if "not JSON" in line]) == listed
     assert lines[-1].endswith(more)
     assert len(lines) == listed + bool(more)
@@ -440,4 +440,4 @@ def test_check_counts_the_golds_that_earn_less(tmp_path, capsys):
     assert main(["check", path]) == 1
     said = capsys.readouterr()
     assert "1 row has no gold: remove them" in said.out
-    assert said.err == f"error: {path}: none of 1 golds in `answer` can be read\n"
+    assert said.err.strip() == f"error: {path}: none of 1 golds in `answer` can be read"

@@ -25,7 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from grpo_recipes.generation.kept_cache import KeptCache, Prefix, aligned, split_by_width
 from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer, FullBuffer, StateBuffer, is_supported, is_unused
-from grpo_recipes.generation.models import kept_scores, method_replaced, rotary_of_the_longest
+from grpo_recipes.generation.models import CACHES, kept_scores, method_replaced, rotary_of_the_longest
 from grpo_recipes.generation.recorder import Recorder
 from grpo_recipes.generation.sampling import Uniforms, draw
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
@@ -44,9 +44,6 @@ ROW_WISE = {
     processors.TopPLogitsWarper, processors.TypicalLogitsWarper,
 }  # fmt: skip
 """Processors whose result for a row depends on that row alone: they run on the rows that are still generating."""
-
-CACHES = ("past_key_values", "cache_params")
-"""Names under which models take their cache. The second is that of the Mamba family."""
 
 CARRIED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHES}
 """Model inputs that this loop can carry from token to token."""
@@ -182,8 +179,8 @@ def reason_to_decline(
 
 
 def _cache_name(inputs: Mapping[str, Any]) -> str:
-    """Return the name under which a model takes its cache."""
-    return next((name for name in CACHES if inputs.get(name) is not None), CACHES[0])
+    """Return the name of the cache among a model's inputs."""
+    return next((name for name in CACHES if inputs.get(name) is not None), CACHES[-1])
 
 
 def _unfit_cache(cache: Any) -> str:

@@ -43,9 +43,9 @@ class Buffer:
 
     def take(self, layer: DynamicLayer, rows: Tensor, room: int) -> None:
         """Begin with copies of the `rows` of a layer, with `room` spare columns."""
-        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
         assert layer.keys is not None
         assert layer.values is not None
+        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
         self._fill(layer.keys, layer.values, rows, room)
 
     def append(self, keys: Tensor, values: Tensor) -> None:

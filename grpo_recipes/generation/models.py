@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +57,16 @@ MIXES_TOKENS = {"LILY", "SHADOW"}
 """PEFT types of adapters whose effect on a token depends on the rest of the batch (Lily) or on a cache of their own
 (Shadow)."""
 
+CACHES = ("cache_params", "cache", "past_key_values")
+"""Names under which models take their cache: the Mamba family, all models since transformers 5.24, others before."""
+
 DTYPES_16BIT = (torch.bfloat16, torch.float16)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Return the name under which the `forward` of a model takes its cache."""
+    takes = inspect.signature(module.forward).parameters
+    return next((name for name in CACHES if name in takes), CACHES[-1])
 
 
 def base_model(model: nn.Module) -> CausalLM:

@@ -23,6 +23,7 @@ from trl import ModelConfig, get_peft_config
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.generation.kept_cache import MEMORY_SHARE
+from grpo_recipes.generation.models import cache_argument
 from grpo_recipes.plan.layers import Measured, MeasuredLayers, Precision, RowSizes
 from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
@@ -230,11 +231,10 @@ def _cache_sizes(model: Any) -> tuple[int, int]:
     logging.set_verbosity_error()  # kernels that are missing on this machine say nothing about the run's
     try:
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        # The rule of transformers' `generate` for the name. Experts need 16 bits to run without storage.
-        name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
         token = torch.zeros(1, 1, dtype=torch.long, device="meta")
         with torch.no_grad():
-            copy.deepcopy(model).bfloat16()(token, use_cache=True, **{name: cache})
+            # Experts need 16 bits to run without storage.
+            copy.deepcopy(model).bfloat16()(token, use_cache=True, **{cache_argument(model): cache})
         for layer in cache.layers:
             pair = (getattr(layer, "keys", None), getattr(layer, "values", None))
             keys_and_values += sum(tensor.numel() for tensor in pair if tensor is not None)

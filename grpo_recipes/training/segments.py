@@ -34,7 +34,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from grpo_recipes.generation.models import base_model
+from grpo_recipes.generation.models import base_model, cache_argument
 
 COUNTS_FROM_0 = frozenset({"bamba"})
 """Model types whose positions begin at 0 behind a cache too, unless they are given."""
@@ -164,8 +164,7 @@ class SegmentedModel:
         base = base_model(model)
         self._backbone = cast(PreTrainedModel, base.base_model)
         self._config = base.config.get_text_config(decoder=True)
-        takes = inspect.signature(self._backbone.forward).parameters
-        self._cache_name = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._cache_name = cache_argument(self._backbone)
         self._has_delta_rule = any(_has_delta_rule(module) for module in self._backbone.modules())
         self._place: tuple[nn.Module, str] | None = None
         """Module that holds the decoder layers, and the name of their list."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from grpo_recipes.generation import models
 from grpo_recipes.generation.models import (
+    cache_argument,
     dropout_rates,
     eval_no_grad,
     in_float32,
@@ -154,3 +155,25 @@ def test_16_bit_weights_are_float32_copies_inside_and_the_same_objects_afterward
     assert [id(one) for one in before] == [id(one) for one in after]
     assert accelerator.native_amp is True
     assert vars(policy)["forward"] is wrapped
+
+
+class EarlierModel(nn.Module):
+    def forward(self, input_ids: Any, past_key_values: Any = None, use_cache: bool = False) -> None:
+        """Take the arguments of models before transformers 5.24."""
+
+
+class LaterModel(nn.Module):
+    def forward(self, input_ids: Any, cache: Any = None, use_cache: bool = False) -> None:
+        """Take the arguments of models since transformers 5.24."""
+
+
+class Mamba(nn.Module):
+    def forward(self, input_ids: Any, cache_params: Any = None, use_cache: bool = False) -> None:
+        """Take the arguments of the Mamba family before transformers 5.24."""
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(EarlierModel, "past_key_values"), (LaterModel, "cache"), (Mamba, "cache_params")]
+)
+def test_a_cache_is_given_under_the_name_that_the_model_has_for_it(model: type[nn.Module], name: str) -> None:
+    assert cache_argument(model()) == name

@@ -197,6 +197,14 @@ def test_a_completion_that_may_state_the_gold_is_dropped():
     assert wrong_completions(case("18", ["18"]), "every gold in a list") == []
 
 
+def test_json_without_the_answer_holds_the_answer_of_another_row_at_most():
+    found = wrong_completions(case("18", ["né"]), "JSON without the answer")
+    assert found[:3] == ["{}", "```json\n{}\n```", "[{}]"]
+    assert '{"answer": {"value": "né"}}' in found
+    assert found[-3:] == ['{"answer": "né"}', '```json\n{"answer": "né"}\n```', '[{"answer": "né"}]']
+    assert not any("score" in text for text in wrong_completions(case("1"), "JSON without the answer"))
+
+
 def test_keywords_hold_those_of_the_reward_and_not_the_gold():
     words = ["hypotenuse", "two words", "<tag>", "3"]
     text, thought, *_ = wrong_completions(case("18", ["7"], words=words), "keywords repeated")

@@ -2,12 +2,14 @@
 
 import email.message
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
 
 from grpo_rewards import chat_endpoint
 from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply
+from tests.support.chat_server import serving
 
 ENDPOINT = ChatEndpoint("http://127.0.0.1:9/v1", "sk-very-secret", timeout=5.0, attempts=9)
 
@@ -108,3 +110,22 @@ def test_a_reply_is_the_first_choice_with_its_token_counts(usage, counts):
 
 def test_the_key_is_not_shown():
     assert repr(ENDPOINT) == "ChatEndpoint(base_url='http://127.0.0.1:9/v1', timeout=5.0, attempts=9)"
+
+
+class EarlyTimer:
+    """Timer whose time is over as soon as it starts: a name server or a handshake took all of it."""
+
+    def __init__(self, seconds, function, arguments):
+        self.start = lambda: function(*arguments)
+
+    def cancel(self):
+        """Do nothing: the time is over."""
+
+
+def test_no_request_is_sent_once_the_time_is_over(monkeypatch):
+    threads = SimpleNamespace(Event=threading.Event, Timer=EarlyTimer)
+    monkeypatch.setattr(chat_endpoint, "threading", threads)
+    with serving(lambda request, handler: (200, b"{}")) as server:
+        with pytest.raises(EndpointError, match="^no reply within 5 s$"):
+            ChatEndpoint(server.url, None, 5.0, 1).ask(b"{}")
+        assert server.requests == []

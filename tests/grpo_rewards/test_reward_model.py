@@ -341,6 +341,9 @@ def test_a_long_conversation_loses_its_oldest_tokens_or_the_end_of_its_answer(in
         assert row == [pytest.approx(plain_score(reward.load(), ids), abs=1e-5)]
         assert logged["rewards/reward_model/cut_conversations"] == 1
     longest = RewardModelScore(internlm2, max_length=2, cut="completion")
+    ids = longest.token_ids([conversation])[0]
+    for limit in (2, 3):  # shorter than the closing tokens: the first token and as many of them as fit
+        assert longest._cut(conversation, ids, limit) == (ids[0], *ids[1 - limit :])
     assert len(longest(["a b"], ["c d"])) == 1
 
 

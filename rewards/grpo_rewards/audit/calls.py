@@ -87,7 +87,7 @@ class Caller:
         step = BATCH // self.group
         for start in range(0, len(new), step):
             batch = new[start : start + step]
-            padded = batch if self.group == 1 else [item for item in batch for _ in range(self.group)]
+            padded = [item for item in batch for _ in range(self.group)]
             for (question, text), outcome in zip(batch, self.fresh(padded)[:: self.group], strict=True):
                 self._known[question.number, text] = outcome
                 self._questions[question.number] = question

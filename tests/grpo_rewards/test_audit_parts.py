@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_rewards.audit import run
 from grpo_rewards.audit.audit import (
     Audit,
     Auditor,
@@ -54,6 +55,8 @@ CITIES = {"choices": ["Paris", "Rome", "Oslo"]}
     [
         ("off by one", "18", ["19", "17"]),
         ("off by one", "-2.5", ["-1.5", "-3.5"]),
+        ("off by one", "0", ["1", "-1"]),
+        ("off by less than one", "0", ["0.4", "-0.4", "0.9"]),
         ("off by one", "1/3", ["4/3", "-2/3"]),
         ("off by one", "Rome", []),
         ("off by less than one", "18", ["18.4", "17.6", "18.9"]),
@@ -773,6 +776,66 @@ def test_a_verdict_counts_what_a_reward_pays():
     assert verdict.lazy == Lazy("red", 4 / 6, 4)
     (constant,) = [one.best for one in verdict.kinds if one.name == "gold of another row"]
     assert constant.share == 0
+
+
+# From rows to questions
+
+
+class RecordedAuditor:
+    """Auditor that returns what it was made of."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def audit(self, unreadable):
+        return *self.arguments, unreadable
+
+
+def test_an_audit_takes_a_sample_of_the_rows_in_their_order(monkeypatch):
+    monkeypatch.setattr(run, "Auditor", RecordedAuditor)
+    rows = [(number, {"answer": str(number), "key": "" if number % 10 == 0 else "7"}) for number in range(1, 41)]
+    _, asked, pool, columns, layout, seed, unreadable = audit_rows(["gsm8k_correctness"], rows, "f", seed=1)
+    numbers = [question.number for question in asked]
+    assert (len(numbers), len(set(numbers)), numbers) == (24, 24, sorted(numbers))
+    assert numbers != list(range(1, 25))
+    assert (len(pool), columns, layout, seed, unreadable) == (40, ["answer"], None, 1, 0)
+    _, other, *_ = audit_rows(["gsm8k_correctness"], rows, "f")
+    assert [question.number for question in other] != numbers
+    options = {"gold_column": "key", "layout": "{answer}", "most": 3}
+    _, asked, pool, columns, layout, seed, unreadable = audit_rows(["gsm8k_correctness"], rows, "f", **options)
+    assert (len(asked), len(pool), columns, layout) == (3, 36, ["key", "answer"], "{answer}")
+    assert (seed, unreadable, {question.gold for question in asked}) == (0, 4, {"7"})
+
+
+def reads_solution(completions, solution, **columns):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "gold"),
+    [
+        ("gsm8k_correctness", ["answer", "solution"], "answer"),
+        ("unit_tests", ["answer", "tests"], "tests"),
+        ("reads_solution", ["answer", "solution"], "solution"),
+        ("reads_solution", ["answer", "x"], "answer"),
+        ("builtins.max", ["answer", "x"], "answer"),
+    ],
+)
+def test_the_gold_is_in_a_column_that_a_reward_reads_or_in_a_usual_one(reward, columns, gold):
+    name = reward if reward != "reads_solution" else f"{__name__}.reads_solution"
+    assert run._gold_column(build_rewards([name]), columns, "f") == gold
+    with pytest.raises(UserError) as caught:
+        run._gold_column(build_rewards([name]), ["x", "y"], "f")
+    assert str(caught.value) == ("f has no column with the gold, such as `answer`: name it by --gold_column (`x`, `y`)")
+
+
+def test_a_solution_is_read_where_a_reward_and_the_file_have_one():
+    rewards = build_rewards(["gsm8k_correctness", "unit_tests"])
+    assert run._solution_column(rewards, ["tests", "solution"]) == "solution"
+    assert run._solution_column(rewards, ["tests"]) is None
+    assert run._solution_column(rewards[:1], ["solution"]) is None
+    with pytest.raises(UserError, match=r"^f: no gold in `solution` can be read: name the column by --gold_column$"):
+        audit_rows(["unit_tests"], [(1, {"tests": "assert f() == 1", "solution": None})], "f")
 
 
 # The report

@@ -208,7 +208,7 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     files.write_atomically(file, "é")
     assert file.read_bytes() == "é".encode()
     files.write_atomically(file, b"\xff")
-    (tmp_path / ".file.part").symlink_to(elsewhere)  # of somebody who may write into this folder
+    (tmp_path / ".file.part").symlink_to(elsewhere)  # a trap by another user of the folder
     with pytest.raises(ZeroDivisionError), files.replacing(file) as part:
         part.write_text(f"half {1 / 0}")
     assert (file.read_bytes(), os.listdir(tmp_path)) == (b"\xff", ["file"])

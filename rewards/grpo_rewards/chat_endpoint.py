@@ -80,9 +80,9 @@ class ChatEndpoint:
     """
 
     base_url: str
-    api_key: str | None = field(default=None, repr=False)
-    timeout: float = 60.0
-    attempts: int = 4
+    api_key: str | None = field(repr=False)
+    timeout: float
+    attempts: int
 
     def ask(self, body: bytes, *, attempts: int | None = None, may_ask: Callable[[], bool] = lambda: True) -> Reply:
         """Return the reply to one request, which is repeated after a failure that may pass.

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from grpo_rewards.audit import run
 from grpo_rewards.audit.audit import (
     Audit,
     Auditor,
@@ -54,6 +55,8 @@ CITIES = {"choices": ["Paris", "Rome", "Oslo"]}
     [
         ("off by one", "18", ["19", "17"]),
         ("off by one", "-2.5", ["-1.5", "-3.5"]),
+        ("off by one", "0", ["1", "-1"]),
+        ("off by less than one", "0", ["0.4", "-0.4", "0.9"]),
         ("off by one", "1/3", ["4/3", "-2/3"]),
         ("off by one", "Rome", []),
         ("off by less than one", "18", ["18.4", "17.6", "18.9"]),
@@ -195,6 +198,14 @@ def test_a_completion_that_may_state_the_gold_is_dropped():
     ]  # fmt: skip
     assert wrong_completions(case("nan"), "NaN and infinity")[:2] == ["[inf]", "inf"]
     assert wrong_completions(case("18", ["18"]), "every gold in a list") == []
+
+
+def test_json_without_the_answer_holds_the_answer_of_another_row_at_most():
+    found = wrong_completions(case("18", ["né"]), "JSON without the answer")
+    assert found[:3] == ["{}", "```json\n{}\n```", "[{}]"]
+    assert '{"answer": {"value": "né"}}' in found
+    assert found[-3:] == ['{"answer": "né"}', '```json\n{"answer": "né"}\n```', '[{"answer": "né"}]']
+    assert not any("score" in text for text in wrong_completions(case("1"), "JSON without the answer"))
 
 
 def test_keywords_hold_those_of_the_reward_and_not_the_gold():
@@ -457,6 +468,88 @@ def test_the_columns_that_a_reward_needs_are_those_without_a_default():
     assert missing_columns(reward, ["needed", "answer"]) == []
 
 
+CALLS = []
+
+
+def records_calls(completions, **columns):
+    CALLS.append(list(completions))
+    return [float(len(text)) for text in completions]
+
+
+class Grouped:
+    """Reward that compares the completions of a group, as it declares."""
+
+    needs_whole_groups = True
+    __name__ = "grouped"
+
+    def __call__(self, completions, **columns):
+        return records_calls(completions)
+
+
+grouped = Grouped()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "sizes"),
+    [("records_calls", 128, [128]), ("records_calls", 300, [128, 128, 44]), ("grouped", 40, [128, 32])],
+)
+def test_a_call_holds_at_most_128_completions_and_whole_groups(name, count, sizes):
+    CALLS.clear()
+    (reward,) = build_rewards([f"{__name__}.{name}"], num_generations=4)
+    items = [(question("7", number), "x" * (number % 3)) for number in range(count)]
+    assert Caller(reward, ["answer"]).scores(items) == [float(number % 3) for number in range(count)]
+    assert [len(texts) for texts in CALLS] == sizes
+    if name == "grouped":
+        assert CALLS[0][:9] == [""] * 4 + ["x"] * 4 + ["xx"]
+
+
+def fails_in_company(completions, **columns):
+    if len(completions) > 1:
+        raise SystemExit
+    return [1.0]
+
+
+def prints_twice(completions, **columns):
+    print(f"{len(completions)} texts")
+    return {"": "1.5", "a": ["1.5"], "b": [True], "c": [float("inf")], "d": [[1]], "e": [None]}[completions[0]]
+
+
+def test_a_failure_that_no_completion_causes_alone_is_one_of_the_whole_batch():
+    caller = Caller(named(fails_in_company), ["answer"])
+    failure = Failure("raises", "SystemExit: (no message)")
+    assert caller.fresh([(question("7"), "a"), (question("7"), "b")]) == [failure, failure]
+    assert caller.fresh([(question("7"), "a")]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome"),
+    [
+        ("a", Failure("finite", "returned '1.5'")),
+        ("b", 1.0),
+        ("c", Failure("finite", "returned inf")),
+        ("d", Failure("finite", "returned [1]")),
+        ("e", None),
+    ],
+)
+def test_a_score_is_a_finite_number_or_none(text, outcome):
+    assert Caller(named(prints_twice), ["answer"]).scores([(question("7"), text)]) == [outcome]
+
+
+def test_the_first_print_and_the_type_of_what_is_no_list_are_kept():
+    caller = Caller(named(prints_twice), ["answer"])
+    caller.scores([(question("7"), "b")])
+    assert (caller.printed, caller.returned) == ("1 texts\n", "")
+    failure = caller.call(caller.batch([(question("7"), ""), (question("7"), "b")]), 2)
+    assert failure.check == "count"
+    assert (caller.printed, caller.returned) == ("1 texts\n", "str")
+
+
+def test_a_builtin_without_a_signature_may_take_any_column():
+    (reward,) = build_rewards(["builtins.max"])
+    assert Caller(reward, ["answer"]).takes is None
+    assert missing_columns(reward, []) == []
+
+
 # The contract
 
 
@@ -560,6 +653,67 @@ def test_failures_are_counted_with_the_shortest_completion():
     ]  # fmt: skip
 
 
+class LoggingCaller(FakeCaller):
+    """Caller of a reward that changes all that a trainer lends it for that."""
+
+    def batch(self, items):
+        state = SimpleNamespace(seen=0)
+        return {"completions": [text for _, text in items], "log_extra": [], "log_metric": [], "trainer_state": state}
+
+    def call(self, batch, count):
+        batch["log_extra"].append(1)
+        batch["log_metric"].append(1)
+        batch["trainer_state"].seen += 1
+        return [1.0] * count
+
+
+def test_a_reward_may_log_and_use_the_state_of_the_trainer():
+    assert contract(LoggingCaller(), ITEMS) == ([], 12)
+
+
+def test_a_reward_with_another_score_each_time_breaks_one_check():
+    calls = []
+
+    def random(texts):
+        calls.append(1)
+        return [float(len(calls))] * len(texts)
+
+    assert [check for check, *_ in broken(score=random)] == ["deterministic"]
+
+
+def test_a_score_that_is_none_at_times_is_shown():
+    calls = []
+
+    def forgets(texts):
+        calls.append(1)
+        return [None if len(calls) == 2 else 0.5] * len(texts)
+
+    assert broken(score=forgets)[0][1] == (
+        "gives the same completion another score (0.5, then None): remove randomness and state"
+    )
+    assert broken(score=lambda texts: [1.0 + 2e-6 * (texts[0] == "a") for _ in texts]) != [], "no rounding error"
+
+
+def test_a_reward_that_fails_for_several_rows_is_not_compared_with_itself():
+    failure = Failure("raises", "E: no")
+    assert broken(score=lambda texts: failure) == []
+    assert broken(score=lambda texts: [1.0] if len(texts) == 1 else failure) == []
+    assert broken(score=lambda texts: failure if texts[0] != "a" else [1.0] * len(texts)) == []
+
+
+def test_a_reward_of_groups_is_called_with_whole_groups_and_the_first_eight_are_scored_alone():
+    sizes = []
+
+    def counted(texts):
+        sizes.append(len(texts))
+        return [1.0] * len(texts)
+
+    items = [(question("7", number), str(number)) for number in range(10)]
+    assert contract(FakeCaller(counted, group=3), items) == ([], 12)
+    assert sizes.count(3) == 8
+    assert set(sizes) == {3, 30}
+
+
 # The verdict
 
 
@@ -622,6 +776,66 @@ def test_a_verdict_counts_what_a_reward_pays():
     assert verdict.lazy == Lazy("red", 4 / 6, 4)
     (constant,) = [one.best for one in verdict.kinds if one.name == "gold of another row"]
     assert constant.share == 0
+
+
+# From rows to questions
+
+
+class RecordedAuditor:
+    """Auditor that returns what it was made of."""
+
+    def __init__(self, *arguments):
+        self.arguments = arguments
+
+    def audit(self, unreadable):
+        return *self.arguments, unreadable
+
+
+def test_an_audit_takes_a_sample_of_the_rows_in_their_order(monkeypatch):
+    monkeypatch.setattr(run, "Auditor", RecordedAuditor)
+    rows = [(number, {"answer": str(number), "key": "" if number % 10 == 0 else "7"}) for number in range(1, 41)]
+    _, asked, pool, columns, layout, seed, unreadable = audit_rows(["gsm8k_correctness"], rows, "f", seed=1)
+    numbers = [question.number for question in asked]
+    assert (len(numbers), len(set(numbers)), numbers) == (24, 24, sorted(numbers))
+    assert numbers != list(range(1, 25))
+    assert (len(pool), columns, layout, seed, unreadable) == (40, ["answer"], None, 1, 0)
+    _, other, *_ = audit_rows(["gsm8k_correctness"], rows, "f")
+    assert [question.number for question in other] != numbers
+    options = {"gold_column": "key", "layout": "{answer}", "most": 3}
+    _, asked, pool, columns, layout, seed, unreadable = audit_rows(["gsm8k_correctness"], rows, "f", **options)
+    assert (len(asked), len(pool), columns, layout) == (3, 36, ["key", "answer"], "{answer}")
+    assert (seed, unreadable, {question.gold for question in asked}) == (0, 4, {"7"})
+
+
+def reads_solution(completions, solution, **columns):
+    return [1.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "columns", "gold"),
+    [
+        ("gsm8k_correctness", ["answer", "solution"], "answer"),
+        ("unit_tests", ["answer", "tests"], "tests"),
+        ("reads_solution", ["answer", "solution"], "solution"),
+        ("reads_solution", ["answer", "x"], "answer"),
+        ("builtins.max", ["answer", "x"], "answer"),
+    ],
+)
+def test_the_gold_is_in_a_column_that_a_reward_reads_or_in_a_usual_one(reward, columns, gold):
+    name = reward if reward != "reads_solution" else f"{__name__}.reads_solution"
+    assert run._gold_column(build_rewards([name]), columns, "f") == gold
+    with pytest.raises(UserError) as caught:
+        run._gold_column(build_rewards([name]), ["x", "y"], "f")
+    assert str(caught.value) == ("f has no column with the gold, such as `answer`: name it by --gold_column (`x`, `y`)")
+
+
+def test_a_solution_is_read_where_a_reward_and_the_file_have_one():
+    rewards = build_rewards(["gsm8k_correctness", "unit_tests"])
+    assert run._solution_column(rewards, ["tests", "solution"]) == "solution"
+    assert run._solution_column(rewards, ["tests"]) is None
+    assert run._solution_column(rewards[:1], ["solution"]) is None
+    with pytest.raises(UserError, match=r"^f: no gold in `solution` can be read: name the column by --gold_column$"):
+        audit_rows(["unit_tests"], [(1, {"tests": "assert f() == 1", "solution": None})], "f")
 
 
 # The report

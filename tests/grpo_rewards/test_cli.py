@@ -441,3 +441,92 @@ def test_check_counts_the_golds_that_earn_less(tmp_path, capsys):
     said = capsys.readouterr()
     assert "1 row has no gold: remove them" in said.out
     assert said.err.strip() == f"error: {path}: none of 1 golds in `answer` can be read"
+
+
+CALLS = []
+
+
+def recorded(prompts, completions, **columns):
+    CALLS.append({"prompts": prompts, "completions": completions, **columns})
+    return [1.0] * len(completions)
+
+
+def test_rows_are_scored_in_chunks_unless_a_reward_compares_a_group(tmp_path):
+    rows = [{"completion": RIGHT, "answer": "18", "prompt": f"p{n // 2}"} for n in range(258)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    for extra, sizes in ([], [256, 2]), (["--reward", "group_length", "--num_generations", "2"], [258]):
+        CALLS.clear()
+        assert main(["score", path, "--reward", f"{__name__}.recorded", *extra]) == 0
+        assert [len(call["completions"]) for call in CALLS] == sizes
+        assert CALLS[-1]["prompts"][-2:] == ["p128", "p128"]
+
+
+def test_a_reward_gets_the_columns_of_the_file_and_none_for_a_missing_value(tmp_path):
+    rows = [{"completion": "a", "unit": "m", "prompts": "own"}, {"completion": "b", "key": "7"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    CALLS.clear()
+    assert main(["score", path, "--reward", f"{__name__}.recorded"]) == 0
+    (call,) = CALLS
+    assert call == {"prompts": [None, None], "completions": ["a", "b"], "unit": ["m", None], "key": [None, "7"]}
+    rows = [{"completion": "a", "key": "7", "answer": "no"}]
+    CALLS.clear()
+    assert (
+        main(["score", write(tmp_path / "r.jsonl", rows), "--reward", f"{__name__}.recorded", "--gold_column", "key"])
+        == 0
+    )
+    assert (CALLS[0]["answer"], CALLS[0]["key"]) == (["7"], ["7"])
+
+
+def test_a_file_without_a_readable_gold_is_named_with_its_first_row(tmp_path, capsys):
+    gold = "She sold 24 clips in May and 48 in April, and then 24 in June again."
+    path = write(tmp_path / "rows.jsonl", ["", {"completion": RIGHT, "key": gold, "answer": ""}])
+    assert main(["score", path, "--reward", "gsm8k_correctness", "--gold_column", "key"]) == 1
+    assert (
+        f"could score none of 1 rows: no gold in `key` can be read (row 2: '…{gold[-60:]}')" in capsys.readouterr().err
+    )
+    spec = "{name: choice_correctness, kwargs: {gold_column: answer, choices_column: key}}"
+    path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT, "key": ["a"], "answer": ""}])
+    assert main(["score", path, "--reward", spec]) == 1
+    assert "no gold in `answer` can be read (row 1: '')" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_solutions", [True, False])
+def test_check_runs_the_solutions_of_rows_that_have_one(has_solutions, tmp_path, capsys, monkeypatch):
+    from grpo_rewards.programs import UnitTests, Verdict
+
+    def run(self, jobs):
+        return {key: Verdict(1, 1) if "return" in key[0] else Verdict(0, 1, "fails") for key in jobs}
+
+    monkeypatch.setattr(UnitTests, "_run", run)
+    rows = [{"tests": ["assert f() == 1"], "solution": "def f(): return 1"}, {"tests": ["assert f() == 1"]},
+            {"tests": ["assert f() == 1"], "solution": "def f(): 1"}, {"tests": ["assert f() == f()"]}]  # fmt: skip
+    if not has_solutions:
+        rows = [{"tests": row["tests"]} for row in rows]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert main(["check", path, "--reward", "unit_tests"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    if has_solutions:
+        assert lines[0] == f"{path}: 4 golds, 1 earn full pay (1), 1 without a `solution` were only read"
+        assert lines[1] == "1 can't be scored:"
+        assert lines[2].startswith("  row 4: ")
+        assert lines[3:] == ["1 earn less than full pay:", "  row 3: passes 0 of 1: fails"]
+    else:
+        assert lines[0] == f"{path}: 4 golds, 0 earn full pay (1), 3 without a `solution` were only read"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        (b"rewards: [", "is not YAML (while parsing a flow node)"),
+        (b"rewards: tag_count", "has no list `rewards`: name a recipe, or a reward"),
+        (b"rewards: []", "has no list `rewards`: name a recipe, or a reward"),
+        (b"- tag_count", "has no list `rewards`: name a recipe, or a reward"),
+        (b"\xff", "can't be read ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".yaml", ".yml"])
+def test_a_recipe_without_rewards_is_named(recipe, message, suffix, tmp_path, capsys):
+    path = tmp_path / f"recipe{suffix}"
+    path.write_bytes(recipe)
+    assert main(["audit", write(tmp_path / "rows.jsonl", [{"answer": "18"}]), "--reward", str(path)]) == 2
+    assert capsys.readouterr().err == f"error: --reward {path} {message}\n"

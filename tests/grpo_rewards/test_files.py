@@ -132,7 +132,9 @@ def test_the_existing_files_of_a_model_are_checked(tmp_path: Path) -> None:
         with pytest.raises(UnreadableFile, match=rf"{name}: it is a list, not an object"):
             check_model_files(tmp_path)
         (tmp_path / name).unlink()
-    for name in ("merges.txt", "other.model", "chat_template.jinja"):
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("merges.txt", "vocab.txt", "other.model", "qwen.tiktoken", "chat_template.jinja",
+                 "additional_chat_templates/tool.jinja"):  # fmt: skip
         os.mkfifo(tmp_path / name)
         with pytest.raises(UnreadableFile, match=rf"{name}: it is no ordinary file"):
             check_model_files(tmp_path)
@@ -161,3 +163,76 @@ def test_files_of_libraries_get_the_mode_of_a_new_file(umask: int, mode: int, tm
 )
 def test_the_depth_of_a_json_text_is_that_of_its_open_brackets(text: str, depth: int) -> None:
     assert nesting_depth(text.encode()) == depth
+
+
+SMALL = (
+    "config", "generation_config", "tokenizer_config", "special_tokens_map", "added_tokens", "processor_config",
+    "preprocessor_config", "chat_template",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [*((f"{name}.json", 1 << 25) for name in SMALL), ("tokenizer.json", 1 << 26), ("vocab.json", 1 << 26)],
+)
+def test_each_file_of_a_model_is_an_object_of_bounded_size(name: str, most: int, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('"text"')
+    with pytest.raises(UnreadableFile, match=rf'{name}: it is "text", not an object'):
+        check_model_files(tmp_path)
+    with (tmp_path / name).open("wb") as sparse:
+        sparse.truncate(most + 1)
+    with pytest.raises(UnreadableFile, match=f"it has {most + 1:,} bytes, and at most {most:,} are read"):
+        check_model_files(tmp_path)
+
+
+def test_other_files_of_a_tokenizer_have_a_bounded_size_and_may_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "merges.txt").symlink_to("nothing")
+    with (tmp_path / "tokenizer.model").open("wb") as sparse:
+        sparse.truncate(1 << 26)
+        check_model_files(tmp_path)
+        sparse.truncate((1 << 26) + 1)
+    with pytest.raises(UnreadableFile, match=r"tokenizer.model: it has 67,108,865 bytes"):
+        check_model_files(tmp_path)
+
+
+def test_arrays_and_objects_are_counted_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_CONTAINERS", 3)
+    (tmp_path / "file.json").write_text('[{}, {"a": "[]"}]')
+    assert read_json(tmp_path / "file.json") == [{}, {"a": "[]"}]
+    (tmp_path / "file.json").write_text('[{}, {"a": []}]')
+    assert problem(tmp_path / "file.json") == "can't be read as JSON (it has more than 3 arrays and objects)"
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    file, elsewhere = tmp_path / "file", tmp_path / "elsewhere"
+    files.write_atomically(file, "é")
+    assert file.read_bytes() == "é".encode()
+    files.write_atomically(file, b"\xff")
+    (tmp_path / ".file.part").symlink_to(elsewhere)  # a trap by another user of the folder
+    with pytest.raises(ZeroDivisionError), files.replacing(file) as part:
+        part.write_text(f"half {1 / 0}")
+    assert (file.read_bytes(), os.listdir(tmp_path)) == (b"\xff", ["file"])
+    elsewhere.write_text("kept")
+    (tmp_path / "link").symlink_to(elsewhere)
+    files.write_atomically(tmp_path / "link", "new")
+    assert (elsewhere.read_text(), (tmp_path / "link").read_text()) == ("kept", "new")
+    assert not (tmp_path / "link").is_symlink()
+
+
+def test_links_and_folders_keep_their_mode(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("")
+    outside.chmod(0o600)
+    folder = tmp_path / "model"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner").chmod(0o700)
+    (folder / "link").symlink_to(outside)
+    files.give_default_mode(folder)
+    assert [path.stat().st_mode & 0o777 for path in (outside, folder / "inner")] == [0o600, 0o700]
+    assert sorted(os.listdir(folder)) == ["inner", "link"], "the probe is gone"
+
+
+def test_a_relative_path_is_named_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert files.relative_to("rows.jsonl") == f" (relative to {tmp_path})"
+    assert files.relative_to("/rows.jsonl") == files.relative_to("~/rows.jsonl") == ""

@@ -446,3 +446,90 @@ def test_letters_may_be_any_character():
     for letter in [*string.ascii_letters, "!", "#"]:
         arguments = {"letter": letter, "let_frequency": 2, "let_relation": "at least"}
         assert score(letter * 2, ("keywords:letter_frequency", arguments))[0] == 1.0
+
+
+THREE = {
+    "keywords:frequency": ("Cat scatter CAT", {"keyword": "cat"}, "frequency", "relation"),
+    "keywords:letter_frequency": ("A banan", {"letter": "a"}, "let_frequency", "let_relation"),
+    "length_constraints:number_sentences": ("One. Two! Three?", {}, "num_sentences", "relation"),
+    "length_constraints:number_words": ("one two-three", {}, "num_words", "relation"),
+    "change_case:capital_word_frequency": ("ONE Two THREE I", {}, "capital_frequency", "capital_relation"),
+}
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_a_number_is_compared_as_the_relation_says(name):
+    text, given, count, relation = THREE[name]
+    for limit, at_least, less_than in ((2, True, False), (3, True, False), (4, False, True)):
+        assert score(text, (name, {**given, count: limit, relation: "at least"}))[0] == at_least, limit
+        assert score(text, (name, {**given, count: limit, relation: "less than"}))[0] == less_than, limit
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key", "given", "held"),
+    [
+        ("length_constraints:number_paragraphs", "a\n***\nb *** c", "num_paragraphs", {}, [3]),
+        ("length_constraints:number_paragraphs", "*** a *** b *** c\n***", "num_paragraphs", {}, [3]),
+        ("length_constraints:number_paragraphs", "a ****** b", "num_paragraphs", {}, []),
+        ("detectable_format:number_bullet_lists", "- a\n * b\n-c\n**d**\ne - f", "num_bullets", {}, [3]),
+        ("detectable_format:number_bullet_lists", "- a\n*\n- c\n*", "num_bullets", {}, [3]),
+        ("detectable_content:number_placeholders", "[a] [b]\n[[c]\n[d\ne]", "num_placeholders", {}, [0, 1, 2, 3]),
+        ("detectable_format:number_highlighted_sections", "*a* * * *b*\n*c\nd*", "num_highlights", {}, [0, 1, 2]),
+        ("detectable_format:multiple_sections", "SECTION 1 SECTION2 Section 3", "num_sections",
+         {"section_spliter": "SECTION"}, [0, 1, 2]),
+    ],
+)  # fmt: skip
+def test_marks_are_counted(name, text, key, given, held):
+    assert [count for count in range(6) if score(text, (name, {**given, key: count}))[0]] == held
+
+
+@pytest.mark.parametrize(
+    ("text", "nth", "word", "holds"),
+    [
+        ("One a.\n\ntwo, b", 1, "ONE", True),
+        ("One a.\n\ntwo, b", 2, "Two", True),
+        ("One a.\n\ntwo, b", 3, "two", False),
+        ('One\n\n\'"Two" is', 2, "two", True),
+        ("One\n\n\n\ntwo", 2, "two", False),  # the blank one is the second
+        ("One\n\ntwo\n\nthree", 2, "two", False),
+    ],
+)
+def test_the_first_word_of_the_nth_paragraph(text, nth, word, holds):
+    given = {"num_paragraphs": 2, "nth_paragraph": nth, "first_word": word}
+    assert score(text, ("length_constraints:nth_paragraph_first_word", given))[0] == holds
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "readable"),
+    [
+        ("keywords:existence", {"keywords": ["a", ""]}, False),
+        ("keywords:existence", {"keywords": [" a ", "b"]}, True),
+        ("keywords:existence", {"keywords": ("a", 3)}, False),
+        ("startend:end_checker", {"end_phrase": " a "}, True),
+        ("startend:end_checker", {"end_phrase": "  "}, False),
+        ("keywords:letter_frequency", {"letter": " A ", "let_frequency": 0.0, "let_relation": "at least"}, True),
+        ("keywords:letter_frequency", {"letter": "ab", "let_frequency": 0, "let_relation": "at least"}, False),
+        ("keywords:letter_frequency", {"letter": "a", "let_frequency": 0.5, "let_relation": "at least"}, False),
+        ("keywords:letter_frequency", {"letter": "a", "let_frequency": "1", "let_relation": "at least"}, False),
+        ("keywords:letter_frequency", {"letter": "a", "let_frequency": 1, "let_relation": "more than"}, False),
+        ("length_constraints:nth_paragraph_first_word",
+         {"num_paragraphs": 0, "nth_paragraph": 0, "first_word": "a"}, False),
+        ("length_constraints:nth_paragraph_first_word",
+         {"num_paragraphs": 0, "nth_paragraph": 1, "first_word": "a"}, True),
+    ],
+)  # fmt: skip
+def test_an_argument_has_its_form_or_the_row_cannot_be_scored(name, given, readable):
+    pay, verdict = score("a b", (name, given))
+    assert (pay is not None) == readable, verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("", 0), ("a", 1), ("Dr. Who came. He left.", 2), ("J. Doe came. I. She left.", 3), ("It is 3.5 m. long", 1),
+        ('He said "never." Then left', 2), ("(Yes!) Really", 2), ("See p. 3... and so on", 2),
+        ("e.g. This and i.e. That", 1), ("Wait... Then go", 2), ("a.m. Now", 1), ("end. (next", 1), ("end. (Next", 2),
+    ],
+)  # fmt: skip
+def test_sentences_end_where_a_reader_ends_them(text, count):
+    assert count_sentences(text) == count

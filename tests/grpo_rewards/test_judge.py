@@ -114,6 +114,7 @@ def test_a_template_reads_columns_and_request_adds_fields():
         assert request["max_tokens"] == 99
         assert "temperature" not in request
         assert request["messages"][1]["content"].endswith("Reply {like: this}.")
+        assert reward.columns_read == ("answer",)
         with pytest.raises(ValueError, match=r"its template names \{answer\}, and the batch has question"):
             reward(["p"], ["a"], question=["q"])
 

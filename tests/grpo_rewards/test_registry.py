@@ -16,7 +16,9 @@ from grpo_rewards.registry import (
     BuiltReward,
     RewardSpecError,
     SumReward,
+    UnbuiltReward,
     build_rewards,
+    is_own,
     leaves,
     registered_names,
     resolve,
@@ -481,3 +483,92 @@ def test_a_place_in_a_file_that_is_no_reward_is_named(name, message, tmp_path, m
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RewardSpecError, match=re.escape(message)):
         build_rewards([name])
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit"])
+def test_an_interrupt_while_a_file_is_imported_is_no_error_of_the_file(error, tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(f"raise {error}\n")
+    for _ in range(2):  # a module whose import ended early is not taken for a finished one
+        with pytest.raises(KeyboardInterrupt if error == "KeyboardInterrupt" else SystemExit):
+            build_rewards([f"{file}:score"])
+
+
+def test_a_builtin_without_a_signature_is_a_reward():
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(max)
+    assert one("builtins.max").function is max
+    with pytest.raises(RewardSpecError, match="^reward `builtins.max`: TypeError: max expected at least 1 argument"):
+        one({"name": "builtins.max", "kwargs": {}})
+    with pytest.raises(RewardSpecError, match="^reward `math.pi`: TypeError: 'float' object is not callable$"):
+        one({"name": "math.pi", "kwargs": {}})
+
+
+class Recorder(dict):
+    """Logger that keeps what it is called with. It is false while it is empty."""
+
+    __call__ = dict.__setitem__
+
+
+def test_a_logger_that_holds_nothing_yet_is_called_too():
+    extra, metrics, reasons = Recorder(), Recorder(), Recorder()
+    columns = {"prompts": ["p"], "completions": [TEXT], "answer": ["18"]}
+    total = one({"name": "sum", "rewards": ["gsm8k_correctness", {"name": "tag_count", "weight": 0.5}]})
+    total.function(**columns, log_extra=extra, log_metric=metrics, log_reason=reasons)
+    assert extra == {"sum/gsm8k_correctness": [2.0], "sum/gsm8k_correctness/extracted": ["18"],
+                     "sum/gsm8k_correctness/gold": ["18"], "sum/gsm8k_correctness/verdict": ["exact"],
+                     "sum/tag_count": [1.0]}  # fmt: skip
+    own = {"parsed": 1.0, "symbolic": 0.0, "timeouts": 0.0}
+    assert metrics == {"rewards/sum/gsm8k_correctness": 2.0, "rewards/sum/tag_count": 1.0,
+                       **{f"rewards/gsm8k_correctness/{metric}": value for metric, value in own.items()}}  # fmt: skip
+    assert reasons["sum/reason"] == ["1 * gsm8k_correctness + 0.5 * tag_count"]
+    alone = Recorder()
+    one("gsm8k_correctness").function(**columns, log_extra=alone)
+    assert alone == {"extracted": ["18"], "gold": ["18"], "verdict": ["exact"]}
+
+
+def logs_each_way(prompts, completions, log_extra=None, log_metric=None, **columns):
+    assert callable(log_metric)
+    log_extra("seen", [len(columns)] * len(completions))
+    log_metric("own", 7.0)
+    return [1.0] * len(completions)
+
+
+def test_a_part_logs_columns_under_its_name_and_metrics_as_they_are():
+    extra, metrics = Recorder(), Recorder()
+    nested = {"name": "gate", "reward": f"{HERE}.logs_each_way", "only_if": "tag_count"}
+    one(nested).function(completions=[TEXT], log_extra=extra, log_metric=metrics)
+    assert extra["gate/logs_each_way/seen"] == [0]
+    assert metrics == {"own": 7.0, "rewards/gate/logs_each_way": 1.0, "rewards/gate/tag_count": 1.0}
+
+
+def test_the_reason_of_a_gate_is_its_state_or_the_part_without_a_score():
+    reasons = Recorder()
+    gate(alias="strict").function(completions=[TEXT, RIGHT_ANSWER, TEXT], answer=["18", "18", ""], log_reason=reasons)
+    assert reasons["strict/reason"] == [
+        "open: well_formed pays 1",
+        "closed: well_formed pays 0",
+        "gsm8k_correctness has no score",
+    ]
+
+
+def test_a_part_with_too_few_scores_is_named():
+    with pytest.raises(ValueError, match="2 in `completions`, 1 in `scores`") as caught:
+        one({"name": "sum", "rewards": [f"{HERE}.one_score"]}).function(completions=["a", "b"])
+    assert str(caught.value).startswith("reward `one_score`: ")
+
+
+def one_score(completions, **columns):
+    return [1.0]
+
+
+def test_a_reward_of_the_user_is_one_of_another_package():
+    pytest.importorskip("trl")
+    names = ["gsm8k_correctness", "trl.rewards.accuracy_reward", f"{HERE}.length_reward", f"{HERE}.Constant"]
+    assert [is_own(one(name)) for name in names] == [False, False, True, True]
+    assert is_own(one({"name": f"{HERE}.length_reward", "alias": "renamed"}))
+    (unbuilt,) = build_rewards([f"{HERE}.Constant"], call_factories=False)
+    assert isinstance(unbuilt.function, UnbuiltReward)
+    assert is_own(unbuilt)
+    with pytest.raises(RewardSpecError, match="reward `Constant` was not built"):
+        unbuilt.function(completions=["a"])

@@ -6,11 +6,14 @@ import logging
 import pickle
 import random
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -18,12 +21,19 @@ from transformers import (
     Gemma2Config,
     Gemma2ForSequenceClassification,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
 )
 
-from grpo_rewards import cli
+from grpo_rewards import cli, reward_model
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import RewardSpecError, build_rewards
-from grpo_rewards.reward_model import RewardModelScore, cut_middle, length_buckets, shared_prefix_length
+from grpo_rewards.reward_model import (
+    LoadedRewardModel,
+    RewardModelScore,
+    cut_middle,
+    length_buckets,
+    shared_prefix_length,
+)
 from tests.support.grids import only
 from tests.support.tiny import chat_tokenizer, reward_config, save_internlm2, save_reward_model
 
@@ -331,6 +341,9 @@ def test_a_long_conversation_loses_its_oldest_tokens_or_the_end_of_its_answer(in
         assert row == [pytest.approx(plain_score(reward.load(), ids), abs=1e-5)]
         assert logged["rewards/reward_model/cut_conversations"] == 1
     longest = RewardModelScore(internlm2, max_length=2, cut="completion")
+    ids = longest.token_ids([conversation])[0]
+    for limit in (2, 3):  # shorter than the closing tokens: the first token and as many of them as fit
+        assert longest._cut(conversation, ids, limit) == (ids[0], *ids[1 - limit :])
     assert len(longest(["a b"], ["c d"])) == 1
 
 
@@ -514,3 +527,124 @@ def test_a_zero3_policy_does_not_partition_the_reward_model(layout, tmp_path, re
         del config
     assert loaded.network.score.weight.ndim == 2
     assert not any(hasattr(parameter, "ds_id") for parameter in loaded.network.parameters())
+
+
+# The prefix of a group
+
+
+def tiny_llama(**config):
+    """Return a random reward model in memory with its tokenizer."""
+    torch.manual_seed(0)
+    return LoadedRewardModel("tiny", LlamaForSequenceClassification(reward_config(**config)), chat_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("config", "limit", "obstacle"),
+    [
+        ({}, sys.maxsize, ""),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, sys.maxsize, ""),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 2048, "total length"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4,
+                                 "rope_theta": 1e4, "original_max_position_embeddings": 64},
+             "original_max_position_embeddings": 64},
+            64,
+            "total length",
+        ),
+    ],
+)  # fmt: skip
+def test_a_prefix_is_shared_up_to_the_length_that_changes_the_rotary_embedding(config, limit, obstacle):
+    loaded = tiny_llama(**config)
+    assert loaded._shares_up_to == limit
+    assert loaded._obstacle.endswith(obstacle)
+
+
+def test_each_kind_of_layer_may_have_a_rotary_embedding_of_its_own():
+    one = {"rope_type": "default", "rope_theta": 1e4}
+    other = {"rope_type": "dynamic", "rope_theta": 1e6}
+    assert reward_model._ropes(SimpleNamespace(rope_parameters=one)) == [one]
+    both = {"full_attention": one, "sliding_attention": other, "note": "x"}
+    assert reward_model._ropes(SimpleNamespace(rope_parameters=both)) == [one, other]
+    assert reward_model._ropes(SimpleNamespace(rope_parameters=None)) == reward_model._ropes(SimpleNamespace()) == []
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(8, 0), (9, 9)])
+def test_a_prefix_is_shared_if_that_saves_more_than_a_forward_pass(shared, expected):
+    """Two sequences of n + 1 tokens cost 2(n + 1) and a pass. Sharing n costs n + 2 and two passes, of 8 tokens."""
+    sequences = [(*range(shared), 100), (*range(shared), 101)]
+    loaded = tiny_llama()
+    assert loaded._worthwhile_prefix(sequences, 1000) == expected
+    assert loaded._worthwhile_prefix(sequences[:1], 1000) == 0
+
+
+def test_a_group_that_fits_no_batch_shares_its_prefix_too():
+    """Batches hold the prefix of each row: 3 rows of 5 + 1 tokens are one batch from 18 tokens on."""
+    assert length_buckets([1, 1, 1], 5, 18, 8) == (11, [slice(0, 3)])
+    assert length_buckets([1, 1, 1], 5, 17, 8)[0] == 19
+    assert length_buckets([], 5, 17, 8) == (0, [])
+
+
+def test_a_long_group_is_shared_up_to_the_limit_and_not_beyond(caplog):
+    loaded = tiny_llama()
+    loaded._shares_up_to, loaded._obstacle = 30, "of a test"
+    for length, expected in ((30, 29), (31, 0)):
+        sequences = [(*range(length - 1), 100), (*range(length - 1), 101)]
+        assert loaded._worthwhile_prefix(sequences, 1000) == expected
+    assert [record.message for record in caplog.records] == [
+        "tiny: the common prefix of a group is not shared beyond 30 tokens, because of a test."
+    ]
+
+
+# Arguments of a call, and checkpoints
+
+
+@pytest.mark.parametrize("prompts", ["ab", None, {"a": 1, "b": 2}])
+def test_prompts_that_are_no_list_are_named(model, prompts):
+    with pytest.raises(ValueError, match="reward `reward_model`: `prompts` must be a list with one entry per row"):
+        RewardModelScore(model)(prompts, ["c", "d"])
+
+
+def test_prompts_and_completions_of_different_lengths_are_counted(model):
+    with pytest.raises(ValueError, match="there are 1 in `prompts`, 2 in `completions`"):
+        RewardModelScore(model)(["p"], ["c", "d"])
+
+
+def test_nobody_is_asked_to_run_code_of_a_repository(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "no")
+    config = save_reward_model(tmp_path / "config")
+    (config / "config.json").write_text('{"model_type": "arcane", "auto_map": {"AutoConfig": "x.Y"}}')
+    tokenizer = save_reward_model(tmp_path / "tokenizer")
+    for file in tokenizer.glob("*token*"):
+        file.unlink()
+    (tokenizer / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Arcane", "auto_map": {"AutoTokenizer": ["x.Y", "x.Y"]}}'
+    )
+    for folder in (config, tokenizer):
+        with pytest.raises(UserError, match=re.escape(str(folder))):
+            RewardModelScore(str(folder)).load()
+    assert asked == []
+
+
+def test_the_first_three_missing_weights_are_named_in_alphabetical_order(tmp_path):
+    folder = save_reward_model(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "self_attn" not in name and "score" not in name}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    absent = sorted(set(weights) - set(kept))
+    assert len(absent) == 9
+    with pytest.raises(UserError, match=re.escape(f" lacks {', '.join(absent[:3])}: it is not a trained")):
+        RewardModelScore(str(folder)).load()
+
+
+def test_the_device_is_that_of_accelerate_or_the_accelerator_or_the_cpu(monkeypatch):
+    from accelerate import PartialState
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    assert reward_model._default_device() == torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    assert reward_model._default_device() == torch.device("cpu")
+    assert PartialState._shared_state == {}, "a look creates no state"
+    monkeypatch.setattr(PartialState, "_shared_state", {"device": torch.device("cuda:3"), "_cpu": False})
+    assert reward_model._default_device() == torch.device("cuda:3")

@@ -573,3 +573,16 @@ def test_other_systems_are_refused_in_one_sentence(system: str, monkeypatch: pyt
     sandbox.active_mechanisms.cache_clear()
     with pytest.raises(UserError, match="programs of a model run on Linux only"):
         sandbox.active_mechanisms()
+
+
+@pytest.mark.parametrize(("machine", "most"), [("riscv64", sys.maxsize), ("x86_64", 2**31 - 1)])
+def test_a_machine_without_a_list_of_system_calls_is_refused(
+    machine: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(confinement.platform, "machine", lambda: machine)
+    monkeypatch.setattr(confinement.sys, "maxsize", most)
+    monkeypatch.setattr(confinement, "_filter", made.append)
+    with pytest.raises(OSError, match=f"no list of system calls for {machine}"):
+        confinement.refuse_system_calls()
+    assert made == []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grpo_rewards import cli, terminal
-from grpo_rewards.terminal import Cell, Labelled, Table, lasting_output, rendered, say, show
+from grpo_rewards.terminal import Cell, Labelled, Parser, Table, lasting_output, rendered, say, show, visible
 from tests.support.grids import only
 
 TABLE = Table([["strict", 0.5, "right by the answer tag and in full pay of another reward"],
@@ -135,3 +135,74 @@ def test_a_pipe_closed_by_its_reader_is_no_error(tmp_path: Path, verb: str) -> N
     done = subprocess.run([*command, *words], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("character", "shown"),
+    [
+        ("\x07", r"\x07"),  # a control
+        ("\n", r"\n"),
+        ("\u202e", r"\u202e"),  # a format
+        ("\ud800", r"\ud800"),  # a lone surrogate
+        ("\u0378", r"\u0378"),  # unassigned
+        ("\ue000", r"\ue000"),  # private
+        ("\u2028", r"\u2028"),  # a separator of lines
+        ("\u2029", r"\u2029"),  # a separator of paragraphs
+        ("\u200c", "\u200c"),  # joiners
+        ("\u200d", "\u200d"),
+        ("\u3000", "\u3000"),  # a space
+        ("é", "é"),
+    ],
+)
+def test_a_character_that_is_invisible_or_a_control_is_escaped(character: str, shown: str) -> None:
+    assert visible(f"a{character}b") == f"a{shown}b"
+
+
+def parser() -> Parser:
+    found = Parser(prog="tool")
+    found.add_argument("--max_rows", type=int)
+    found.add_argument("-o", "--out")
+    found.other_names = {"--limit": "--max_rows"}
+    return found
+
+
+@pytest.mark.parametrize("name", ["--max-rows", "--max_rows"])
+def test_options_are_accepted_with_hyphens_too(name: str) -> None:
+    assert parser().parse_args([name, "3"]).max_rows == 3
+    assert parser().parse_args([f"{name}=3", "--out=a-b"]).out == "a-b"
+    assert parser().parse_known_args(["--some-key", "a-b", "c-d"])[1] == ["--some-key", "a-b", "c-d"]
+    assert parser().long_options == ["--help", "--max_rows", "--out"]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--limit=3"], "unknown argument `--limit`: did you mean `--max_rows`?"),
+        (["--max_rows", "x"], "argument --max_rows: invalid int value: 'x'"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(words)
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "name a command, score, check or list: `tool --help` says what each does"),
+        (["--verbose"], "name a command, score, check or list: `tool --help` says what each does"),
+        (["scor", "x"], "there is no command `scor`: did you mean `score`?"),
+        (["lisst"], "there is no command `lisst`: did you mean `list`?"),
+        (["-v", "frobnicate"], "there is no command `frobnicate`: choose score, check or list"),
+    ],
+)
+def test_a_command_line_names_a_command(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().check_command(words, ["score", "check", "list"])
+    assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], ["check"], ["-v", "list"]])
+def test_a_command_or_a_question_is_accepted(words: list[str]) -> None:
+    parser().check_command(words, ["score", "check", "list"])

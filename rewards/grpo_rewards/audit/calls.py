@@ -84,10 +84,10 @@ class Caller:
     def scores(self, items: Sequence[Item]) -> list[Outcome]:
         """Return the outcome of each completion. One that was seen before is not scored again."""
         new = list(dict.fromkeys(item for item in items if (item[0].number, item[1]) not in self._known))
-        step = BATCH - BATCH % self.group
+        step = BATCH // self.group
         for start in range(0, len(new), step):
             batch = new[start : start + step]
-            padded = batch if self.group == 1 else [item for item in batch for _ in range(self.group)]
+            padded = [item for item in batch for _ in range(self.group)]
             for (question, text), outcome in zip(batch, self.fresh(padded)[:: self.group], strict=True):
                 self._known[question.number, text] = outcome
                 self._questions[question.number] = question

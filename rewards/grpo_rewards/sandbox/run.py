@@ -154,7 +154,7 @@ def _remove(folder: str) -> None:
     A program can nest folders so deep that a recursion fails, and `rm -rf` takes minutes. Inner folders are therefore
     moved up, next to the outermost ones, before their parent is removed.
     """
-    mark, moved = secrets.token_hex(8), 0
+    mark, moved = secrets.token_hex(), 0
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):

@@ -252,6 +252,19 @@ def test_a_signal_before_the_training_processes_exist_kills_the_launcher() -> No
     assert (code, received) == (-signal.SIGKILL, signal.SIGTERM)
 
 
+def test_two_signals_are_passed_on_and_the_third_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first asks for a checkpoint and the second for an end without one."""
+    got: list[tuple[str, int]] = []
+    trainers = [SimpleNamespace(send_signal=lambda number, rank=rank: got.append((rank, number))) for rank in "01"]
+    monkeypatch.setattr(launcher, "_training_processes", lambda pid: trainers)
+    monkeypatch.setattr(os, "killpg", lambda group, number: got.append((f"group {group}", number)))
+    with launcher._passing_signals_to(SimpleNamespace(pid=7)) as received:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+    assert got == [(rank, signal.SIGTERM) for rank in "0101"] + [("group 7", signal.SIGKILL)]
+    assert received == [signal.SIGTERM] * 3
+
+
 def test_a_training_process_that_outlives_its_launcher_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = "import subprocess, sys, time, pathlib\nsubprocess.Popen([sys.executable, '-c', *sys.argv[1:]])\n"

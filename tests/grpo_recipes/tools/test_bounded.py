@@ -291,10 +291,13 @@ def test_async_tools_may_run_on_a_loop_of_the_caller(said: list[str]) -> None:
         seen.append(asyncio.get_running_loop())
         return "here"
 
-    runner = ToolRunner(ToolLimits(seconds=5), cut, said.append, loop=loop)
+    runner = ToolRunner(ToolLimits(seconds=SECONDS), cut, said.append, loop=loop)
     assert only(runner.run([[call(where)]])).content == "here"
+    assert only(runner.run([[call(swallow_cancellation)]])).timed_out
+    assert runner.abandoned == 1
     runner.close()
     assert seen == [loop]
+    assert said[-1] == "1 abandoned call of tools still runs"
     assert loop.is_running()  # it is the caller's
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)

@@ -303,6 +303,7 @@ def test_processes_that_leave_no_line_get_one_with_the_way_to_resume(
         (("error: a reward raised", 1), (1, None), 1, "error: a reward raised"),
         (("error: the recipe is wrong", 2), (1, None), 2, "error: the recipe is wrong"),
         (("stopped by SIGTERM", 0), (0, signal.SIGTERM), 0, "stopped by SIGTERM"),
+        (("error: of a file\nwith lines", 1), (1, None), 1, "error: of a file"),
     ],
 )
 def test_a_launch_ends_with_the_line_and_the_code_of_its_processes(

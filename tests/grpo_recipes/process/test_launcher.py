@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -149,6 +150,7 @@ def test_sighup_is_ignored_under_nohup(handler: signal.Handlers) -> None:
     try:
         with launcher._passing_signals_to(SimpleNamespace(pid=os.getpid())):
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) != signal.SIG_DFL
         assert is_ignored == (handler == signal.SIG_IGN)
         assert signal.getsignal(signal.SIGHUP) == handler
     finally:
@@ -263,6 +265,33 @@ def test_two_signals_are_passed_on_and_the_third_kills(monkeypatch: pytest.Monke
             signal.raise_signal(signal.SIGTERM)
     assert got == [(rank, signal.SIGTERM) for rank in "0101"] + [("group 7", signal.SIGKILL)]
     assert received == [signal.SIGTERM] * 3
+
+
+def test_the_first_signal_is_the_one_that_stopped_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Process:
+        pid = 7
+
+        def wait(self) -> int:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            return 3
+
+    def start(command: Sequence[str], **how: Any) -> Process:
+        started.append((command, how))
+        return Process()
+
+    def kill(group: int, number: int) -> None:
+        started.append((group, number))
+        raise ProcessLookupError
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(os, "killpg", kill)
+    monkeypatch.setattr(launcher, "_training_processes", lambda pid: [SimpleNamespace(send_signal=lambda number: None)])
+    assert launcher._run(["x"], {"A": "b"}) == (3, signal.SIGTERM)
+    # A group of its own, because a terminal sends Ctrl-C to all processes of a group.
+    assert started == [(["x"], {"env": {"A": "b"}, "process_group": 0}), (7, signal.SIGKILL)]
 
 
 def test_a_training_process_that_outlives_its_launcher_is_killed(tmp_path: Path) -> None:

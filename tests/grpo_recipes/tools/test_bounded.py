@@ -179,6 +179,28 @@ def test_a_value_that_contains_itself_is_rendered() -> None:
     loop: list[Any] = [1]
     loop.append({"again": loop, "same": {}, "and": {}})
     assert bounded._text(loop, 1000) == str(loop)
+    beginnings = [bounded._text(loop, count) for count in range(len(str(loop)))]
+    assert beginnings == [str(loop)[:count] for count in range(len(str(loop)))]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[[[1, 2], [3]], 4], 5],
+        [{"k": {"l": [(), (6,), {}, set()]}, "m": (7, 8)}, frozenset({9}), b"bytes", "text"],
+        {1: {2: {3: {4: "a long text"}}}},
+    ],
+)
+def test_a_text_begins_as_python_writes_the_whole_value(value: Any) -> None:
+    whole = str(value)
+    for count in range(len(whole) + 2):
+        assert bounded._text(value, count) == whole[:count]
+
+
+def test_no_more_of_a_text_is_rendered_than_fits() -> None:
+    parts: list[str] = []
+    bounded._write({"key": "x" * 10_000}, parts, 9, set())
+    assert len("".join(parts)) < 30
 
 
 def test_rows_run_at_the_same_time_and_calls_of_a_row_one_after_the_other(runner: ToolRunner) -> None:

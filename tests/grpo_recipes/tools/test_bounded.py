@@ -227,6 +227,9 @@ def test_more_rows_than_threads_all_run(runner: ToolRunner) -> None:
     assert [[result.content for result in row] for row in results[:-1]] == [[str(n), str(n + 1)] for n in range(200)]
     assert results[-1] == []
     assert threading.active_count() - before <= bounded.ROWS_AT_ONCE + 3
+    own = [thread for thread in threading.enumerate() if thread.name in ("tool", "async tools")]
+    assert {thread.name for thread in own} == {"tool", "async tools"}
+    assert all(thread.daemon for thread in own), "the end of the program waits for no other thread"
 
 
 # Tools that do not return

@@ -644,7 +644,7 @@ def proof(turns: dict[str, list[str]], longest: int = 30, **settings: Any) -> Pr
 def lettered(completion: str, prompt: str = "p", number: int = 0, messages: Any = None) -> Transcript:
     """Return a row. The letters of a result are not sampled."""
     mask = [1 - (completion.count("<", 0, n + 1) > completion.count(">", 0, n)) for n in range(len(completion))]
-    return Transcript(number, ids_of(prompt), ids_of(completion), mask, messages)
+    return Transcript(number, list(ids_of(prompt)), list(ids_of(completion)), mask, messages)
 
 
 TWO_TURNS = {"p": ["ab."], "pab.<3>": ["cd.", "xyz."]}
@@ -791,6 +791,7 @@ FIRST, RESULT, SECOND = said_by("assistant", "ab."), said_by("tool", "3"), said_
             [FIRST, RESULT, said_by("assistant", "cd")], True,
             "token 6: the assistant's message is not what these tokens parse to",
         ),
+        ([], False, "token 0: no message of the role 'assistant' belongs to these sampled tokens"),
         ([FIRST, RESULT], False, "token 6: no message of the role 'assistant' belongs to these sampled tokens"),
         ([FIRST], False, "token 3: no message of the role 'tool' belongs to these tokens of tool results"),
         ([FIRST, RESULT, SECOND, RESULT], False, "token 9: a message of the role 'tool' has no tokens"),

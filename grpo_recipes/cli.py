@@ -102,6 +102,11 @@ def run(options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
+def _say_json(result: object) -> None:
+    """Print a result as JSON, with a line for each entry."""
+    say(json.dumps(result, indent=2))
+
+
 def _add_init(commands: Commands) -> None:
     init = commands.add_parser("init", help="write a first recipe for a table of problems")
     init.set_defaults(function=first_recipe)
@@ -182,7 +187,7 @@ def plan_recipe(options: argparse.Namespace) -> int:
         options=options.known,
     )
     if options.json:
-        say(json.dumps(planned.as_dict(), indent=2))
+        _say_json(planned.as_dict())
     else:
         show(*planned.describe())
     return 0
@@ -224,7 +229,7 @@ def preview_recipe(options: argparse.Namespace) -> int:
         say_error(error)
         return 1
     if options.json:
-        say(json.dumps(found.as_dict(), indent=2))
+        _say_json(found.as_dict())
     else:
         show(*found.describe())
     return 0
@@ -341,7 +346,7 @@ def evaluate_policy(options: argparse.Namespace) -> int:
                 title = [f"{request.path}:"] if len(requests) > 1 else []
                 show(*title, *estimates.describe(result))
         if options.json:
-            say(json.dumps(found if len(requests) > 1 else result, indent=2))
+            _say_json(found if len(requests) > 1 else result)
         return 0
     except KeyboardInterrupt as interrupted:
         # An interruption while modules are loaded or files are read has no message.
@@ -365,7 +370,7 @@ def compare_evaluations(options: argparse.Namespace) -> int:
 
     result = evaluate.compare(options.first, options.second)
     if options.json:
-        say(json.dumps(result, indent=2))
+        _say_json(result)
     else:
         show(*estimates.describe_comparison(result))
     return 0
@@ -389,7 +394,7 @@ def diagnose_run(options: argparse.Namespace) -> int:
 
     diagnosis = diagnose(Run.read(options.run))
     if options.json:
-        say(json.dumps(as_dict(diagnosis), indent=2))
+        _say_json(as_dict(diagnosis))
     elif diagnosis.findings or diagnosis.checked:
         show(*as_table(diagnosis))
     if not diagnosis.checked:

@@ -96,7 +96,8 @@ class LiveLine(TrainerCallback):
         self._logged: dict[str, float] = {}
         self._tokens_per_second: float | None = None
         self._last_tokens: tuple[float, float] | None = None  # time and token count of the last entry that has one
-        self._start_time, self._start_step = 0.0, 0
+        self._start_time: float
+        self._start_step: int
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the line."""
@@ -178,7 +179,7 @@ class Line:
 
             console = Console(stderr=True, highlight=False)
             redirects = sys.stdout.isatty()  # output that goes into a pipe stays there
-            live = Live(console=console, transient=True, redirect_stdout=redirects, refresh_per_second=4)
+            live = Live(console=console, transient=True, redirect_stdout=redirects)
             self._live = self._until_closed.enter_context(live)
             for replaced_logger in replaced:
                 self._until_closed.callback(replaced_logger.setLevel, replaced_logger.level)

@@ -687,29 +687,34 @@ _LARGE = (*_BRACKETS, bytes, bytearray)
 
 
 def _write(value: Any, parts: list[str], room: int, outer: set[int]) -> int:
-    """Append the `repr` of a value to `parts` until the room is used up. Return the room that is left."""
+    """Append the `repr` of a value to `parts` until the room is used up. Return the room that is left, or at most 0."""
+
+    def add(text: str) -> None:
+        nonlocal room
+        parts.append(text)
+        room -= len(text)
+
     kind = type(value)
     if kind not in _BRACKETS or not value:
-        text = repr(value[:room]) if kind in (str, bytes, bytearray) else _first(repr(value), room + 1)
-        parts.append(text)
-        return room - len(text)
+        add(repr(value[: max(0, room)]) if kind in (str, bytes, bytearray) else _first(repr(value), room + 1))
+        return room
     opening, closing = _BRACKETS[kind]
     if id(value) in outer:  # contains itself
-        parts.append(f"{opening}...{closing}")
-        return room - 5
-    parts.append(opening)
+        add(f"{opening}...{closing}")
+        return room
+    add(opening)
     outer.add(id(value))
     for number, entry in enumerate(value):
         if room <= 0:
             break
         if number:
-            parts.append(", ")
-        room = _write(entry, parts, room - 2, outer)
+            add(", ")
+        room = _write(entry, parts, room, outer)
         if kind is dict:
-            parts.append(": ")
-            room = _write(value[entry], parts, room - 2, outer)
+            add(": ")
+            room = _write(value[entry], parts, room, outer)
     outer.discard(id(value))
-    parts.append(",)" if kind is tuple and len(value) == 1 else closing)
+    add(",)" if kind is tuple and len(value) == 1 else closing)
     return room
 
 

@@ -113,9 +113,9 @@ class GuessNumber:
         """
         number = int(number)  # the policy may write anything
         self.guesses.append(number)
-        if number == self.number:
-            return "right"
-        return "higher" if self.number > number else "lower"
+        if number < self.number:
+            return "higher"
+        return "lower" if number > self.number else "right"
 
     def get_reward(self) -> float:
         """Return 1 / (1 + 0.1 × wrong guesses before the right one), or at most 0.2 without the right one."""

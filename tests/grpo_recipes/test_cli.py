@@ -1,5 +1,6 @@
 """The command lines: help, `grpo-recipes plan`, unknown words, and closed or full outputs."""
 
+import json
 import os
 import re
 import subprocess
@@ -87,6 +88,13 @@ def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.
     assert "--model_config" not in capsys.readouterr().err
     assert main(["plan", "quickstart", "--learning_rate", "1e-5", "--num_generations=4", "--num-processes=1"]) == 0
     assert "completions on 1 process" in capsys.readouterr().out
+
+
+def test_json_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["diagnose", str(write_run(tmp_path / "run")), "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[-1]) == ("{", "}")
+    assert [line[:3] for line in lines if line.startswith('  "')] == ['  "'] * len(json.loads("".join(lines)))
 
 
 HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.main}

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicLayer
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+)
 
 from grpo_recipes.generation import captured
-from grpo_recipes.generation.captured import READ_EVERY, CapturedTurn, Step, bucket_sizes
-from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.captured import READ_EVERY, CapturedBatch, CapturedTurn, Step, bucket_sizes
+from grpo_recipes.generation.groups import Turn, decode_step, decoding
 from grpo_recipes.generation.sampling import BLOCK
 from tests.support.architectures import ARCHITECTURES, SAMPLED, batch, config, tiny
 from tests.support.grids import only
 from tests.support.pretend_gpu import PretendGPU
 from tests.support.recorded_graph import recorded_graph
 from tests.tools.models import build
+
+REAL_CAPTURE = captured.cuda_graph
+SIZES_IN_USE = bucket_sizes(64)
+"""Sizes without the limit of these tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +123,10 @@ def test_sampled_tokens_behind_a_block_of_random_numbers(graphs: list[int]) -> N
 
 
 def test_rows_leave_in_a_few_sizes(graphs: list[int]) -> None:
-    assert bucket_sizes(64) == [64, 48, 32, 16, 8, 4, 2]  # down to 8 in use
+    assert SIZES_IN_USE == [64, 48, 32, 16, 8]
+    assert bucket_sizes(64) == [64, 48, 32, 16, 8, 4, 2]
+    assert bucket_sizes(13) == [13, 9, 6, 3]
+    assert bucket_sizes(2) == [2]
     assert bucket_sizes(1) == [1]
     generated(tiny("LlamaConfig"), CapturedTurn(), **SAMPLED)
     assert graphs == sorted(set(graphs), reverse=True)
@@ -129,6 +147,85 @@ def test_what_is_not_captured(changes: dict[str, Any], reason: str, graphs: list
     assert generated(tiny("LlamaConfig"), turn, **SAMPLED, **changes).tolist() == expected.tolist()
     assert turn.not_captured == reason
     assert not graphs
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"turn": {"together": True}}, "the weights are sharded by ZeRO-3"),
+        ({"turn": {"same_stream": True}}, "random numbers are drawn for all rows and tokens"),
+        ({"turn": {"comparison": []}}, "this batch compares what processors do on the host"),
+        ({"turn": {"kept": []}}, "keys and values are kept between the turns of a tool loop"),
+        ({"layers": [DummyLayer()]}, ""),
+        ({"layers": [DummyLayer(), DynamicLayer()]}, "the model has layers without keys and values of their own"),
+        ({"attention": "sdpa"}, ""),
+        ({"attention": "flash_attention_2"}, "attention of the implementation flash_attention_2 takes no mask"),
+        (
+            {
+                "processors": [RepetitionPenaltyLogitsProcessor(1.5), TopKLogitsWarper(2)],
+                "criteria": [MaxTimeCriteria(1)],
+            },
+            "MaxTimeCriteria, RepetitionPenaltyLogitsProcessor may need the host",
+        ),
+        ({"criteria": [EosTokenCriteria(1), MaxLengthCriteria(9)], "processors": [TopKLogitsWarper(2)]}, ""),
+    ],
+)
+def test_reasons_to_launch_each_kernel(changes: dict[str, Any], reason: str) -> None:
+    """A comparison or cache that is empty so far counts too."""
+    turn = {"together": False, "same_stream": False, "comparison": None, "kept": None, **changes.get("turn", {})}
+    call = SimpleNamespace(
+        turn=SimpleNamespace(**turn),
+        processors=changes.get("processors", []),
+        criteria=changes.get("criteria", []),
+        cache=SimpleNamespace(layers=changes.get("layers", [])),
+        model=SimpleNamespace(config=SimpleNamespace(_attn_implementation=changes.get("attention", "eager"))),
+    )
+    assert CapturedBatch.reason_not_to_capture(call) == reason  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ends", [range(40), [1]], ids=["at once", "late"])
+def test_rows_that_end_at_their_first_token_need_no_step(ends: Sequence[int]) -> None:
+    policy, how = tiny("LlamaConfig"), {**SAMPLED, "eos_token_id": list(ends), "max_new_tokens": 21}
+    expected = generated(policy, Turn(), **how)
+    turn = CapturedTurn()
+    assert generated(policy, turn, **how).tolist() == expected.tolist()
+    assert turn.captured == (expected.shape[1] > 12)
+
+
+@pytest.mark.parametrize(("lengths", "masked"), [((5, 5), False), ((3, 11), True)])
+def test_a_step_reads_one_position_of_each_row_and_a_mask_only_beside_padding(
+    lengths: tuple[int, ...], masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More positions would be cut by the model, and a mask of ones would slow its attention."""
+    seen: list[tuple[bool, Any]] = []
+
+    def step(model: Any, tokens: Tensor, **inputs: Any) -> Tensor:
+        seen.append((inputs["attention_mask"] is not None, inputs["position_ids"].shape))
+        return decode_step(model, tokens, **inputs)
+
+    monkeypatch.setattr(captured, "decode_step", step)
+    monkeypatch.setattr(captured, "SMALLEST", 100)
+    torch.manual_seed(3)
+    with decoding(policy := tiny("LlamaConfig"), CapturedTurn()):
+        policy.generate(**batch(lengths), generation_config=config(eos_token_id=10_000))
+    assert set(seen) == {(masked, (8, 1))}
+
+
+def test_a_graph_is_captured_beside_other_threads_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    @contextmanager
+    def graph(which: Any, capture_error_mode: str) -> Iterator[None]:
+        done.append(f"begin {capture_error_mode}")
+        yield
+        done.append("end")
+
+    made = SimpleNamespace(replay=lambda: done.append("replay"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    REAL_CAPTURE(lambda: done.append("step"))()
+    assert done == ["begin thread_local", "step", "end", "replay"]
 
 
 def test_layers_with_states_beside_keys_are_not_captured(graphs: list[int]) -> None:

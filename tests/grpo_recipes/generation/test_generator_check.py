@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +21,14 @@ from grpo_recipes.generation import generator_check as generation_check
 from grpo_recipes.generation.agreement import (
     BFLOAT16,
     EARLIER,
+    NO_AUTOCAST,
     OFF,
     OTHER_WEIGHTS,
+    REFERENCE,
     TWICE,
     UNPADDED,
     UNPROCESSED,
+    Conclusion,
     Evidence,
     Fit,
     conclude,
@@ -707,6 +711,36 @@ def test_16_bit_differences_below_the_tolerance_stop_nothing() -> None:
     assert (conclusion.is_wrong, conclusion.names, conclusion.unclear) == (False, (OFF,), (OFF,))
     rounding = Evidence(1000, 20.0, 0.2, 1.0, {UNPADDED: Fit(1.0, 0.1, 20.0)})
     assert conclude(rounding, is_float32=False, baseline=None).names == ()
+
+
+@pytest.mark.parametrize(
+    ("found", "is_float32", "conclusion"),
+    [
+        # Within the tolerance: in float32 at once, in 16 bits after another computation repeated the rounding.
+        (Evidence(100, 1e-3, 5e-5, 1e-8, {OFF: Fit(1e-9, 2e-8, 1.0)}), True, Conclusion()),
+        (Evidence(100, 1.0, 0.1, 1.0, {UNPADDED: Fit(1.0, 0.1, 1.0)}), False, Conclusion()),
+        # Beyond it: by autocast, by another computation, by other weights, by the dtype, and by nothing.
+        (
+            Evidence(100, 9.0, 0.1, 1.0, {NO_AUTOCAST: Fit(1.0, 0.25, 1.0)}),
+            True,
+            Conclusion(False, (NO_AUTOCAST,), (), 0.75),
+        ),
+        (Evidence(100, 9.0, 0.1, 1.0, {UNPADDED: Fit(1.0, 0.25, 1.0)}), True, Conclusion(False, (UNPADDED,), (), 0.75)),
+        (Evidence(100, 9.0, 0.1, 1.0, {TWICE: Fit(1.0, 0.25, 1.0)}), True, Conclusion(True, (TWICE,), (), 0.75)),
+        (Evidence(100, 9.0, 0.1, 1.0, {BFLOAT16: Fit(1.0, 2.0, 3.0)}), True, Conclusion(False, (BFLOAT16,))),
+        (Evidence(100, 9.0, 0.1, 1.0, {BFLOAT16: Fit(1.0, 2.0, 2.9)}), True, Conclusion()),
+        (Evidence(100, 60.0, 0.9, 1.0), True, Conclusion(True)),
+    ],
+)
+def test_hypotheses_that_are_not_excluded_accompany_every_conclusion(
+    found: Evidence, is_float32: bool, conclusion: Conclusion
+) -> None:
+    """A hypothesis is excluded beyond 4 times the policy's squared distance. Another computation is no doubt."""
+    limit = 4 * found.square
+    fits = {**found.fits, EARLIER: Fit(1e9, limit * 1.01, 1.0), REFERENCE: Fit(1e9, limit, 1.0)}
+    doubted = [name for name in fits if name in (OFF, TWICE, REFERENCE)]
+    expected = replace(conclusion, unclear=tuple(doubted))
+    assert conclude(replace(found, fits=fits), is_float32=is_float32, baseline=None) == expected
 
 
 def test_noise_is_never_named() -> None:

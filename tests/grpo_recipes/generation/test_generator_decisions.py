@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,6 +273,32 @@ def test_sums_leave_out_padding_and_tokens_without_a_log_probability() -> None:
     assert found._size() == 2
     found.trainer.model.eval()
     assert found._size() == 5
+
+
+def test_only_the_requested_hypotheses_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs a forward. To measure the policy alone takes none."""
+    found, _ = check()
+    rows = Rows.of_tokens([[5]], [[1, 2]], torch.device("cpu"))
+    zeros, recorded = torch.zeros(1, 2), torch.tensor([[-1.0, -2.0]])
+    computed: list[str] = []
+
+    def hypothesis(name: str) -> Any:
+        def scorer(*_: Any) -> torch.Tensor:
+            computed.append(name)
+            return zeros
+
+        return SimpleNamespace(context=nullcontext(), scorer=scorer, model=None)
+
+    named = {name: hypothesis(name) for name in (OFF, TWICE, UNPADDED)}
+    found.scorer = lambda *_: zeros  # type: ignore[assignment]
+    monkeypatch.setattr(generator_check, "hypotheses", lambda *_: named)
+    sums, fit = (2.0, 3.0, 2.0, 5.0), Fit(0.0, 5.0, 0.0)
+    for only, names in ((None, [OFF, TWICE, UNPADDED]), ((), []), ((UNPADDED, OFF), [OFF, UNPADDED])):
+        assert found._explore(rows, recorded, only) == [Evidence(*sums, dict.fromkeys(names, fit))]
+        assert computed == names
+        computed.clear()
+    assert found._measure(rows, recorded) == [Evidence(*sums)]
+    assert computed == []
 
 
 def test_recorded_rows_become_a_batch_and_long_rows_are_cut_where_each_token_costs_a_vocabulary() -> None:

@@ -67,8 +67,10 @@ def test_a_full_disk_leaves_no_partial_fault_file(
 @pytest.mark.parametrize(
     ("changes", "is_full"),
     [
-        ({"f_bavail": 1}, True),
-        ({"f_favail": 3}, True),  # no inodes
+        ({"f_bavail": 255}, True),
+        ({"f_bavail": 256}, False),  # blocks of 4 KiB: 1 MiB
+        ({"f_favail": 31}, True),  # no inodes
+        ({"f_favail": 32}, False),
         ({"f_files": 0, "f_favail": 0}, False),  # btrfs counts none
         ({}, False),
     ],
@@ -128,6 +130,37 @@ def test_a_rank_that_lost_another_prints_the_message_of_that_rank(
     monkeypatch.setattr(faults, "MESSAGE_SECONDS", 0)
     faults.report(RuntimeError("Connection reset by peer"), tmp_path, None)
     assert "another rank ended without an error of its own" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_rank_that_failed_first_is_quoted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that another program left, or that are incomplete, are passed over."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    files = {0: {"sentence": "rank 0: a", "time": 2.5}, 1: {"sentence": "rank 1: b", "time": 2}}
+    files |= {2: {"sentence": "rank 2: c", "time": "1"}, 3: {"sentence": 3, "time": 1}}
+    for number, content in files.items():
+        (tmp_path / f"fault-rank{number}.json").write_text(json.dumps(content))
+    (tmp_path / "fault-rank4.json").write_text('{"sent')
+    faults.report(torch.distributed.DistBackendError("NCCL error"), tmp_path, None)
+    assert capsys.readouterr().err == "error: rank 1: b\n"
+
+
+def test_a_stop_is_recorded_as_the_first_rank_s(tmp_path: Path) -> None:
+    faults.record_stop("stopped by SIGTERM", tmp_path)
+    text = (tmp_path / "fault-rank0.json").read_text()
+    written = json.loads(text)
+    assert (written["sentence"], written["rank"]) == ("stopped by SIGTERM", 0)
+    assert time.time() - 60 < written["time"] <= time.time()
+    faults.record_stop("stopped by SIGTERM", tmp_path / "missing")
+
+
+def test_the_full_stop_of_an_error_stands_before_no_semicolon() -> None:
+    expected = "ValueError: no room; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
+    assert faults.error_message(ValueError("no\nroom."), 1, None) == expected
+    damaged = faults.error_message(ValueError("no"), 1, Path("run/checkpoint-3"), resumable=False)
+    assert damaged == "ValueError: no; it was to resume from run/checkpoint-3: remove it if it is damaged"
+    assert faults.error_message(ValueError("no"), 1, None, resumable=False) == "ValueError: no"
 
 
 def test_a_rank_waits_for_the_message_of_the_rank_that_failed(
@@ -263,8 +296,8 @@ def test_the_last_line_is_printed_if_its_file_cannot_be_written(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(faults.LAST_LINE_VARIABLE, str(tmp_path / "nowhere" / "last"))
-    faults.print_last_line("error: no room", 1)
-    assert capsys.readouterr().err == "error: no room\n"
+    faults.print_last_line("error: no\x1b[2Jroom", 1)
+    assert capsys.readouterr().err == "error: no\\x1b[2Jroom\n"
 
 
 @pytest.mark.parametrize("content", [None, "", '{"line'])

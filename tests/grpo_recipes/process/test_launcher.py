@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -149,6 +150,7 @@ def test_sighup_is_ignored_under_nohup(handler: signal.Handlers) -> None:
     try:
         with launcher._passing_signals_to(SimpleNamespace(pid=os.getpid())):
             is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) != signal.SIG_DFL
         assert is_ignored == (handler == signal.SIG_IGN)
         assert signal.getsignal(signal.SIGHUP) == handler
     finally:
@@ -252,6 +254,46 @@ def test_a_signal_before_the_training_processes_exist_kills_the_launcher() -> No
     assert (code, received) == (-signal.SIGKILL, signal.SIGTERM)
 
 
+def test_two_signals_are_passed_on_and_the_third_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first asks for a checkpoint and the second for an end without one."""
+    got: list[tuple[str, int]] = []
+    trainers = [SimpleNamespace(send_signal=lambda number, rank=rank: got.append((rank, number))) for rank in "01"]
+    monkeypatch.setattr(launcher, "_training_processes", lambda pid: trainers)
+    monkeypatch.setattr(os, "killpg", lambda group, number: got.append((f"group {group}", number)))
+    with launcher._passing_signals_to(SimpleNamespace(pid=7)) as received:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+    assert got == [(rank, signal.SIGTERM) for rank in "0101"] + [("group 7", signal.SIGKILL)]
+    assert received == [signal.SIGTERM] * 3
+
+
+def test_the_first_signal_is_the_one_that_stopped_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Process:
+        pid = 7
+
+        def wait(self) -> int:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+            return 3
+
+    def start(command: Sequence[str], **how: Any) -> Process:
+        started.append((command, how))
+        return Process()
+
+    def kill(group: int, number: int) -> None:
+        started.append((group, number))
+        raise ProcessLookupError
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(os, "killpg", kill)
+    monkeypatch.setattr(launcher, "_training_processes", lambda pid: [SimpleNamespace(send_signal=lambda number: None)])
+    assert launcher._run(["x"], {"A": "b"}) == (3, signal.SIGTERM)
+    # A group of its own, because a terminal sends Ctrl-C to all processes of a group.
+    assert started == [(["x"], {"env": {"A": "b"}, "process_group": 0}), (7, signal.SIGKILL)]
+
+
 def test_a_training_process_that_outlives_its_launcher_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = "import subprocess, sys, time, pathlib\nsubprocess.Popen([sys.executable, '-c', *sys.argv[1:]])\n"
@@ -290,6 +332,7 @@ def test_processes_that_leave_no_line_get_one_with_the_way_to_resume(
         (("error: a reward raised", 1), (1, None), 1, "error: a reward raised"),
         (("error: the recipe is wrong", 2), (1, None), 2, "error: the recipe is wrong"),
         (("stopped by SIGTERM", 0), (0, signal.SIGTERM), 0, "stopped by SIGTERM"),
+        (("error: of a file\nwith lines", 1), (1, None), 1, "error: of a file"),
     ],
 )
 def test_a_launch_ends_with_the_line_and_the_code_of_its_processes(

@@ -249,7 +249,7 @@ def test_output_is_printed_above_the_line(monkeypatch: pytest.MonkeyPatch, piped
     line = Line(replaced=[chatty])
     chatty.info("what the line shows too")
     line.show("step 1/2  " + "long " * 30 + "\x1b[2J")
-    print("a word of the run")
+    print("a word of the run 42")
     logging.getLogger("x").warning("a note of a library")
     line._live.refresh()
     line.close()
@@ -261,8 +261,9 @@ def test_output_is_printed_above_the_line(monkeypatch: pytest.MonkeyPatch, piped
     assert "a note of a library" in output
     assert "\x1b[2J" not in output
     assert "what the line shows too" not in output
-    assert ("a word of the run" in output) != piped
-    assert ("a word of the run" in (tmp_path / "pipe").read_text()) == piped
+    assert "…" in output, "a long line is cut, and not wrapped"
+    assert ("a word of the run 42" in output) != piped, "without colours"
+    assert ("a word of the run 42" in (tmp_path / "pipe").read_text()) == piped
     assert output.rstrip("\x1b[?25h").endswith("\x1b[2K") or "\x1b[1A" in output, "the line is removed"
 
 

@@ -46,6 +46,12 @@ def test_both_ranks_get_the_same_results(tmp_path: Path) -> None:
     assert os.waitpid(other, 0)[1] == 0
 
 
+def test_a_torch_without_process_groups_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    monkeypatch.delattr(torch.distributed, "is_initialized")
+    assert rank() == 0
+
+
 def test_a_process_on_its_own_is_the_first_rank() -> None:
     assert (gather("value"), on_first_rank(rank), largest_of_ranks(3, torch.device("cpu"))) == (["value"], 0, 3)
     with pytest.raises(UserError, match="alone"):

@@ -102,19 +102,20 @@ def test_ctrl_c_raises_once_the_libraries_are_imported() -> None:
         signal.signal(signal.SIGINT, previous)
 
 
-def test_only_outputs_that_nobody_reads_are_dropped() -> None:
-    """Standard output is a pipe whose reader has ended, standard error a pipe that is read."""
+@pytest.mark.parametrize("dropped", [1, 2])
+def test_only_outputs_that_nobody_reads_are_dropped(dropped: int) -> None:
+    """One of standard output and error is a pipe whose reader has ended, the other one a pipe that is read."""
     reading, writing = os.pipe()
     gone, closed = os.pipe()
     os.close(gone)
     child = os.fork()
     if child == 0:
-        os.dup2(closed, 1)
-        os.dup2(writing, 2)
+        os.dup2(closed, dropped)
+        os.dup2(writing, 3 - dropped)
         signals.drop_closed_outputs()
         try:
-            os.write(1, b"lost")
-            os.write(2, b"read")
+            os.write(dropped, b"lost")
+            os.write(3 - dropped, b"read")
         finally:
             os._exit(0)
     os.close(writing)

@@ -179,6 +179,28 @@ def test_a_value_that_contains_itself_is_rendered() -> None:
     loop: list[Any] = [1]
     loop.append({"again": loop, "same": {}, "and": {}})
     assert bounded._text(loop, 1000) == str(loop)
+    beginnings = [bounded._text(loop, count) for count in range(len(str(loop)))]
+    assert beginnings == [str(loop)[:count] for count in range(len(str(loop)))]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[[[1, 2], [3]], 4], 5],
+        [{"k": {"l": [(), (6,), {}, set()]}, "m": (7, 8)}, frozenset({9}), b"bytes", "text"],
+        {1: {2: {3: {4: "a long text"}}}},
+    ],
+)
+def test_a_text_begins_as_python_writes_the_whole_value(value: Any) -> None:
+    whole = str(value)
+    for count in range(len(whole) + 2):
+        assert bounded._text(value, count) == whole[:count]
+
+
+def test_no_more_of_a_text_is_rendered_than_fits() -> None:
+    parts: list[str] = []
+    bounded._write({"key": "x" * 10_000}, parts, 9, set())
+    assert len("".join(parts)) < 30
 
 
 def test_rows_run_at_the_same_time_and_calls_of_a_row_one_after_the_other(runner: ToolRunner) -> None:
@@ -205,6 +227,9 @@ def test_more_rows_than_threads_all_run(runner: ToolRunner) -> None:
     assert [[result.content for result in row] for row in results[:-1]] == [[str(n), str(n + 1)] for n in range(200)]
     assert results[-1] == []
     assert threading.active_count() - before <= bounded.ROWS_AT_ONCE + 3
+    own = [thread for thread in threading.enumerate() if thread.name in ("tool", "async tools")]
+    assert {thread.name for thread in own} == {"tool", "async tools"}
+    assert all(thread.daemon for thread in own), "the end of the program waits for no other thread"
 
 
 # Tools that do not return
@@ -291,10 +316,13 @@ def test_async_tools_may_run_on_a_loop_of_the_caller(said: list[str]) -> None:
         seen.append(asyncio.get_running_loop())
         return "here"
 
-    runner = ToolRunner(ToolLimits(seconds=5), cut, said.append, loop=loop)
+    runner = ToolRunner(ToolLimits(seconds=SECONDS), cut, said.append, loop=loop)
     assert only(runner.run([[call(where)]])).content == "here"
+    assert only(runner.run([[call(swallow_cancellation)]])).timed_out
+    assert runner.abandoned == 1
     runner.close()
     assert seen == [loop]
+    assert said[-1] == "1 abandoned call of tools still runs"
     assert loop.is_running()  # it is the caller's
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)

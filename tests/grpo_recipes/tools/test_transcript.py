@@ -14,7 +14,8 @@ import torch
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import NotThePolicy
-from grpo_recipes.tools.loop import ToolLoop
+from grpo_recipes.tools.bounded import Result
+from grpo_recipes.tools.loop import Row, RowTools, ToolLoop
 from grpo_recipes.tools.transcript import Proof, Transcript, Turns
 from tests.support import tool_rollouts
 from tests.support.grids import only
@@ -643,7 +644,7 @@ def proof(turns: dict[str, list[str]], longest: int = 30, **settings: Any) -> Pr
 def lettered(completion: str, prompt: str = "p", number: int = 0, messages: Any = None) -> Transcript:
     """Return a row. The letters of a result are not sampled."""
     mask = [1 - (completion.count("<", 0, n + 1) > completion.count(">", 0, n)) for n in range(len(completion))]
-    return Transcript(number, ids_of(prompt), ids_of(completion), mask, messages)
+    return Transcript(number, list(ids_of(prompt)), list(ids_of(completion)), mask, messages)
 
 
 TWO_TURNS = {"p": ["ab."], "pab.<3>": ["cd.", "xyz."]}
@@ -790,6 +791,7 @@ FIRST, RESULT, SECOND = said_by("assistant", "ab."), said_by("tool", "3"), said_
             [FIRST, RESULT, said_by("assistant", "cd")], True,
             "token 6: the assistant's message is not what these tokens parse to",
         ),
+        ([], False, "token 0: no message of the role 'assistant' belongs to these sampled tokens"),
         ([FIRST, RESULT], False, "token 6: no message of the role 'assistant' belongs to these sampled tokens"),
         ([FIRST], False, "token 3: no message of the role 'tool' belongs to these tokens of tool results"),
         ([FIRST, RESULT, SECOND, RESULT], False, "token 9: a message of the role 'tool' has no tokens"),
@@ -801,6 +803,94 @@ def test_the_messages_of_a_row_are_what_its_tokens_say(
 ) -> None:
     found = proof(TWO_TURNS)(lettered("ab.<3>cd.", messages=messages), with_messages)
     assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+
+
+def test_a_stop_string_that_begins_in_a_tool_result_ends_no_turn() -> None:
+    turns = {"p": ["ab."], "pab.<3>": ["c"], "pab.<3>c<4>": ["d."]}
+
+    def ends(ids: Sequence[int]) -> bool:
+        return "".join(map(chr, ids)).endswith((".", "3>c"))
+
+    found = replace(proof(turns), ends=ends)(lettered("ab.<3>c<4>d."), with_messages=False)
+    assert str(found) == "row 0, token 7: a tool result follows a turn without its end token"
+
+
+def add(a: int) -> int:
+    return a
+
+
+async def add_later(a: int) -> int:
+    return a
+
+
+OTHERS = "the messages of these results are not what the tools returned"
+UNANSWERED = "the calls of this turn were not answered"
+
+
+@pytest.mark.parametrize(
+    ("returned", "ending", "shown", "fault"),
+    [
+        (["3", "4"], "answered", ["3", "4"], None),
+        (["3", "4"], "answered", ["3", "5"], f"token 9: {OTHERS}"),
+        (["3", "4"], "answered", ["5", "4"], f"token 3: {OTHERS}"),
+        (["3", "44"], "full", ["3", "4"], None),  # cut to the room that was left
+        (["33", "4"], "full", ["3", "4"], f"token 3: {OTHERS}"),
+        (["3"], "answered", ["3", "4"], f"token 9: {UNANSWERED}"),
+        (["3"], "no room", ["3"], None),
+        (["3"], "iterations", ["3"], None),
+        (["3"], "answered", ["3"], f"token 9: {UNANSWERED}"),
+    ],
+)
+def test_the_results_of_a_row_are_what_its_tools_returned(
+    returned: list[str], ending: Any, shown: list[str], fault: str | None
+) -> None:
+    """A row of two turns with a call each, of which the second may have no result."""
+    arguments: list[dict[str, int]] = [{"a": 1}, {"a": 1}]
+    turns = [[Result("add", text, arguments=given)] for text, given in zip(returned, arguments, strict=False)]
+    row = Row([], [], [], RowTools({"add": add}), turns=turns, ending=ending)
+    messages: list[dict[str, Any]] = []
+    for number, given in enumerate(arguments):
+        messages.append({"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": given}}]})
+        messages += [{"role": "tool", "name": "add", "content": text} for text in shown[number : number + 1]]
+    completion = "ab.<3>cd.<4>" if len(shown) == 2 else "ab.<3>cd."
+    found = proof(TWO_TURNS)(replace(lettered(completion, messages=messages), played=row), with_messages=False)
+    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+
+
+def test_the_name_of_a_result_is_compared_even_if_its_text_was_cut() -> None:
+    given = {"a": 1}
+    row = Row([], [], [], RowTools({}), turns=[[Result("add", "3", arguments=given)]], ending="full")
+    messages = [
+        {"role": "assistant", "tool_calls": [{"name": "add", "arguments": given}]},
+        {"role": "tool", "name": "other", "content": "3"},
+    ]
+    found = proof(TWO_TURNS, 6)(replace(lettered("ab.<3>", messages=messages), played=row), with_messages=False)
+    assert str(found) == f"row 0, token 3: {OTHERS}"
+
+
+@pytest.mark.parametrize(
+    ("order", "refused", "fault"),
+    [
+        ([0, 2, 1], (), None),  # async tools run after the others
+        ([0, 1, 2], (), None),
+        ([2, 0, 1], (), "the results after this turn are in another order than its calls"),
+        ([2, 0, 1], (2,), None),  # a refused call was not run
+        ([0, 1, 1], (), "the results after this turn are not those of its calls"),
+        ([0, 1], (), "the results after this turn are not those of its calls"),
+    ],
+)
+def test_results_stand_in_the_order_in_which_calls_run(
+    order: list[int], refused: tuple[int, ...], fault: str | None
+) -> None:
+    """A turn calls a sync tool, an async one and the sync one again, with equal arguments."""
+    names, arguments = ["add", "add_later", "add"], [{"a": 1}, {"a": 1}, {"a": 1}]
+    results = [Result(names[call], "3", refused=call in refused, arguments=arguments[call]) for call in order]
+    calls = [{"name": name, "arguments": given} for name, given in zip(names, arguments, strict=True)]
+    row = Row([], [], [], RowTools({"add": add, "add_later": add_later}), turns=[results])
+    messages = [{"role": "assistant", "tool_calls": calls}]
+    messages += [{"role": "tool", "name": result.name, "content": "3"} for result in results]
+    found = proof(TWO_TURNS, 6)(replace(lettered("ab.<3>", messages=messages), played=row), with_messages=False)
+    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, token 3: {fault}")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Formula answers read as a whole: what math-verify skips or misreads earns nothing, and time is bounded per call."""
 
+import math
 import time
+from fractions import Fraction
 
 import pytest
 
@@ -139,6 +141,33 @@ def test_an_equal_formula_is_paid(gold):
 )  # fmt: skip
 def test_arithmetic_has_its_exact_value(text, value):
     assert value_of(text) == value
+
+
+@pytest.mark.parametrize(
+    ("inside", "value", "outside"),
+    [
+        ("1" + "+1" * 98 + "+10", 109, "1" + "+1" * 100),  # 200 characters, and 201
+        ("(" * 29 + "7" + ")" * 29, 7, "(" * 30 + "7" + ")" * 30),  # with the outermost, 30 sums in each other
+        ("(1)+" * 39 + "(1)", 40, "(1)+" * 39 + "1)"),
+        ("2^{1024}", 2**1024, "2^{1025}"), ("2^{-1024}", Fraction(1, 2**1024), "2^{-1025}"), ("1^{1024}", 1, "1^{1025}"),
+        ("8^{1024}", 8**1024, "16^{1024}"), ("16^{819}", 16**819, "16^{820}"),  # 4 and 5 bits of the base
+        ("8^{1024} * 8^{341}", 2**4095, "8^{1024} * 8^{341} * 2"), ("8^{1024} * 8^{341} - 1", 2**4095 - 1,
+         "8^{1024} * 8^{341} + 8^{1024} * 8^{341}"), ("1/8^{1024} / 8^{341}", Fraction(1, 2**4095), "1/8^{1024} / 8^{342}"),
+        ("8^{1024} (8^{341})", 2**4095, "8^{1024} (8^{342})"),
+        ("300!", math.factorial(300), "301!"), ("\\binom{300}{1}", 300, "\\binom{301}{1}"),
+        ("\\binom{300}{299}", 300, "\\binom{300}{301}"),
+        ("\\sqrt[20]{1048576}", 2, "\\sqrt[20]{1048575}"), ("\\sqrt[2]{144}", 12, "\\sqrt[2]{145}"),
+        ("\\sqrt[3]{\\frac{8}{27}}", Fraction(2, 3), "\\sqrt[3]{\\frac{8}{26}}"),
+        ("\\sqrt{2^{40}}", 2**20, "\\sqrt{2^{41}}"), ("\\log_2 {1}", 0, "\\log_2 {0.5}"),
+        ("\\log_3 {81}", 4, "\\log_{1.5} {1}"), ("\\log_2 1024", 10, "\\log_2 1023"),
+        ("12{,}345 - 5", 12340, "12{,}34 - 5"), ("1,234,567", 1234567, "1,234,56"), (".5 + .5", 1, ". + 1"),
+        ("5 - (-3)", 8, "5 - --3"), ("2 \\cdot 3 \\times 4 × 5 * 6", 720, "2 ** *3"), ("2**3", 8, "2***3"),
+        ("8 ÷ 2 / 2", 2, "8 ÷ / 2"), ("\\left(1 + 2\\right)\\,(3)", 9, "\\lefty(1)"), ("|3 - 5| * 2", 4, "|3 - 5"),
+    ],
+)  # fmt: skip
+def test_arithmetic_has_a_value_up_to_each_limit_and_none_beyond(inside, value, outside):
+    assert value_of(inside) == value
+    assert value_of(outside) is None
 
 
 HOSTILE = {

@@ -218,10 +218,12 @@ def test_the_words_that_are_numbers_or_doubts(word, numeral, vague, doubtful):
     ("stating", "other"),
     [
         # What a sentence may be written with, and what is no prose.
-        ("She has 18.", "\x03 She has 18."), ("- She has 18 apples.", "-18 - she has."), ("In all—18 apples.", "Tom—18"),
+        ("She has 18.", "\x03 She has 18."), ("- She has 18 apples.", "-18 - she has."),
+        ("In all—18 apples.", "Tom—18"),
         ("The total = 18.", "The total != 18."), ("She has 18 apples.", "She has 18 * apples."),
         # Variables and units of one letter.
-        ("She has 18 m.", "She has 18 x."), ("She has 18 g left.", "She has 18 q left."), ("She has 18.", "She has x 18."),
+        ("She has 18 m.", "She has 18 x."), ("She has 18 g left.", "She has 18 q left."),
+        ("She has 18.", "She has x 18."),
         ("She gave a 18.", "She gave b 18."),
         # Words before a pause.
         ("In total, 18", "Tom, 18"), ("In meters: 18", "In banana: 18"), ("So now, 18", "So Tom, 18"),
@@ -240,7 +242,8 @@ def test_the_words_that_are_numbers_or_doubts(word, numeral, vague, doubtful):
         ("Exactly 18", "Exactly 18 nope"), ("Exactly 18 apples", "Just 18 banana"),
         # Words that govern a number.
         ("It increased by 18.", "It is multiplied by 18."), ("He walked to 18 houses.", "It is similar to 18."),
-        ("The total of 18 is left.", "The price of 18 is left."), ("A bag of 18 apples is left.", "A root of 18 is left."),
+        ("The total of 18 is left.", "The price of 18 is left."),
+        ("A bag of 18 apples is left.", "A root of 18 is left."),
         ("She has one apple.", "She has one."), ("She ate one apple.", "She sees one who eats."),
         ("Zoë has 18.", "Она has 18."),
         ("Each second she runs 18 miles.", "Her second run took 18 minutes."),

@@ -459,7 +459,8 @@ def test_the_grammar_of_numbers_and_units(answer, value):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("17 + 1 = 18", 18), ("17 = 18", None), ("17 + 2 = 18", None), ("12 eggs + 6 eggs = 18 eggs", 18),
+        ("17 + 1 = 18", 18), ("17 = 18", None), ("17 + 2 = 18", None), ("5 - 5 = 0", 0),
+        ("12 eggs + 6 eggs = 18 eggs", 18),
         ("12 thousand + 6 = 18", None), ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
         ("9*2 = 17 = 18", None), ("17 + 1 = She has 18 apples left.", 18), ("x + 1 = 18", None), ("17 + 1 = y", None),
         ("She has 18." + " " * 989, 18), ("She has 18." + " " * 990, None), ("She has 5 cm^2 left.", 5),
@@ -467,3 +468,20 @@ def test_the_grammar_of_numbers_and_units(answer, value):
 )  # fmt: skip
 def test_an_equation_states_its_right_side_if_every_side_has_its_value(text, value):
     assert answer_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("5", "", "wrong"), ("5%", "5 m", "wrong"), ("\\$5", "5 m", "wrong"), ("5%", "5 percent", "equal"),
+        ("x+1", "x+1" + "+0" * 499, "wrong"),  # 1001 characters
+        ("x+1" + "+0" * 499, "x+1", "wrong"),
+    ],
+)  # fmt: skip
+def test_an_empty_a_long_and_an_answer_in_another_unit_are_wrong(gold, answer, verdict):
+    assert Judge().verdict(Gold(gold, parse_number(gold, trusted=True)), answer) == verdict
+
+
+def test_a_row_accepts_64_golds():
+    assert len(read_golds(["7"] * 64)) == 64
+    assert read_golds(["7"] * 65) == ()

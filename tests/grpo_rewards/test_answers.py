@@ -12,7 +12,9 @@ from grpo_rewards.math.answers import (
     Gold,
     Judge,
     accepted_golds,
+    answer_number,
     extract_answer,
+    fold_unicode,
     gold_answer,
     number_text,
     parse_number,
@@ -273,6 +275,15 @@ def test_a_misplaced_gold_earns_nothing(text, extract):
         ("auto", "The answer is 17.\n#### 18", "18"),
         ("auto", "#### \\sqrt{2}", "\\sqrt{2}"),
         ("auto", "nothing", None),
+        ("auto", "#### A heading\nA: Let me see.", "A heading"),
+        ("boxed", "So \\boxed{ 18 } it is", "18"),
+        ("boxed", "\\boxed{18} " + "It is not \\boxed{17}. " * 19, "18"),
+        ("boxed", "\\boxed{18} " + "It is not \\boxed{17}. " * 20, None),
+        ("sentence", "The answer is 18. " + "I doubt the answer is 17. " * 20, "18"),
+        ("sentence", "The answer is 18. " + "I doubt the answer is 17. " * 21, None),
+        ("sentence", "\u0130. The answer is 18.", "18"),
+        ("sentence", "Our answers: the answer to the problem is: **18** eggs. Good.", "**18** eggs"),
+        ("sentence", "The answer is 18?", None),
     ],
 )
 def test_a_layout_extracts_the_expected_answer(layout, text, answer):
@@ -294,7 +305,7 @@ def test_an_answer_in_a_prefilled_block_is_not_extracted():
     [
         ("She has 5.\n#### 65,960", "65,960"), ("18", "18"), (" 18 ", "18"), (18, "18"), (2.5, "2.5"), (18.0, "18"),
         (1.234, "1.234"), (0.1, "0.1"), (-3.0, "-3"), (1e-05, "0.00001"), (1e15, "1000000000000000"), (1e16, "1e+16"),
-        ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("Steps.\nA: 18", "18"),
+        ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("\\boxed{ 5 }", "5"), ("Steps.\nA: 18", "18"),
         ("no solution", "no solution"), ("a red house near the hill", "a red house near the hill"),
         ("a red house near the old hill", None),
         ("", None), ("  ", None), (None, None), (float("nan"), None), ([["18"]], None), ("Steps.\n####", None),
@@ -395,3 +406,82 @@ def test_the_golds_that_a_row_accepts(value, golds):
     assert accepted_golds(value) == golds
     assert accepted_golds(["a"] * answers.MAX_GOLDS) == ["a"] * answers.MAX_GOLDS
     assert accepted_golds(["a"] * (answers.MAX_GOLDS + 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "folded"),
+    [
+        ("1½", "1 1/2"), ("x²", "x^{2}"), ("x⁻¹²", "x^{-12}"), ("−3", "-3"), ("٣", "3"), ("Ａ", "A"), ("！～", "!~"),
+        ("｟", "｟"), ("€5", "¤5"), ("1\u200b8", "18"), ("1\u00a08", "1 8"), ("①", "①"), ("’“", "'\""), ("3·4", "3×4"),
+        ("1٬234٫5", "1,234.5"), ("é", "é"), ("plain", "plain"),
+    ],
+)  # fmt: skip
+def test_characters_that_only_look_different_are_folded(text, folded):
+    assert fold_unicode(text) == folded
+
+
+@pytest.mark.parametrize(
+    ("text", "undressed"),
+    [
+        ("18.", "18"), ("18..", "18.."), ("18,", "18"), (" 18 ; ", "18"), ("**18**", "18"), ("*a*b*", "*a*b*"),
+        ("(18)", "(18)"), ("$\\boxed{{18}}$.", "{18}"), ("****", "****"), ("`$18$`", "18"), ("$18", "$18"), ("", ""),
+    ],
+)  # fmt: skip
+def test_an_answer_is_undressed(text, undressed):
+    assert undress(text) == undressed
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        # Words: after twenty a digit, after a digit a scale, and each scale smaller than the one before.
+        ("nineteen hundred", 1900), ("twenty fifteen", None), ("twenty ten", None), ("ninety nine", 99),
+        ("five five", None),
+        ("one hundred and five", 105), ("one hundred twenty one", 121), ("one hundred hundred", None), ("zero", 0),
+        ("zero five", None), ("one thousand five hundred", 1500), ("one hundred thousand", 100_000),
+        ("a thousand and one", 1001), ("one million two thousand", 1_002_000), ("one thousand thousand", None),
+        ("one trillion", 10**12), ("one trillion two billion", 1_002_000_000_000), ("two billion trillion", None),
+        ("two thousand and twelve apples", 2012), ("an hundred", 100), ("and five", None), ("five and", None),
+        # Signs, currencies and powers.
+        ("USD 18 saved", 18), ("-$18 saved", -18), ("+ 18 saved", None), ("- 18", -18), ("+18", 18), ("-+18", None),
+        ("1.5 × 10^3", 1500), ("2*10^{-2}", Fraction(1, 50)), ("1 x 10^1000", 10**1000), ("1 x 10^1001", None),
+        ("1e-1001", None), ("2/4 cups", Fraction(1, 2)), ("2 3/4 cups", Fraction(11, 4)), ("-2 3/4", Fraction(-11, 4)),
+        # Units.
+        ("18km", 18), ("18ab", None), ("18 x", None), ("18 m", 18), ("18 α", None), ("18 元", 18), ("18th", 18),
+        ("18 eggs and", None), ("18 cm^2", 18), ("18 thousand km", 18_000), ("18 km thousand", None), ("18k", 18_000),
+        ("minus five", -5), ("Negative 1/2", Fraction(-1, 2)), ("minus -5", 5), ("(18)", 18), ("(1,800)", None),
+    ],
+)  # fmt: skip
+def test_the_grammar_of_numbers_and_units(answer, value):
+    assert parse_number(answer) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("17 + 1 = 18", 18), ("17 = 18", None), ("17 + 2 = 18", None), ("5 - 5 = 0", 0),
+        ("12 eggs + 6 eggs = 18 eggs", 18),
+        ("12 thousand + 6 = 18", None), ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
+        ("9*2 = 17 = 18", None), ("17 + 1 = She has 18 apples left.", 18), ("x + 1 = 18", None), ("17 + 1 = y", None),
+        ("She has 18." + " " * 989, 18), ("She has 18." + " " * 990, None), ("She has 5 cm^2 left.", 5),
+    ],
+)  # fmt: skip
+def test_an_equation_states_its_right_side_if_every_side_has_its_value(text, value):
+    assert answer_number(text) == value
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        ("5", "", "wrong"), ("5%", "5 m", "wrong"), ("\\$5", "5 m", "wrong"), ("5%", "5 percent", "equal"),
+        ("x+1", "x+1" + "+0" * 499, "wrong"),  # 1001 characters
+        ("x+1" + "+0" * 499, "x+1", "wrong"),
+    ],
+)  # fmt: skip
+def test_an_empty_a_long_and_an_answer_in_another_unit_are_wrong(gold, answer, verdict):
+    assert Judge().verdict(Gold(gold, parse_number(gold, trusted=True)), answer) == verdict
+
+
+def test_a_row_accepts_64_golds():
+    assert len(read_golds(["7"] * 64)) == 64
+    assert read_golds(["7"] * 65) == ()

@@ -520,3 +520,9 @@ def test_a_value_that_is_no_list_of_choices(value):
 )  # fmt: skip
 def test_each_form_of_a_gold(gold, form, label):
     assert choices_module.read_gold(gold, NESTED, form) == label
+
+
+def test_an_answer_may_be_1000_characters_longer_than_the_longest_choice():
+    longest = len("New York") + 1000
+    assert choices_module.named_choice("B".ljust(longest), NESTED) == "B"
+    assert choices_module.named_choice("B".ljust(longest + 1), NESTED) is None

@@ -1,10 +1,12 @@
 """Formula answers read as a whole: what math-verify skips or misreads earns nothing, and time is bounded per call."""
 
+import math
 import time
+from fractions import Fraction
 
 import pytest
 
-from grpo_rewards.math import answers
+from grpo_rewards.math import answers, formulas
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.correctness import MathCorrectness
 from grpo_rewards.math.symbolic import equivalent
@@ -139,6 +141,123 @@ def test_an_equal_formula_is_paid(gold):
 )  # fmt: skip
 def test_arithmetic_has_its_exact_value(text, value):
     assert value_of(text) == value
+
+
+@pytest.mark.parametrize(
+    ("inside", "value", "outside"),
+    [
+        ("1" + "+1" * 98 + "+10", 109, "1" + "+1" * 100),  # 200 characters, and 201
+        ("(" * 29 + "7" + ")" * 29, 7, "(" * 30 + "7" + ")" * 30),  # with the outermost, 30 sums in each other
+        ("(1)+" * 39 + "(1)", 40, "(1)+" * 39 + "1)"),
+        ("2^{1024}", 2**1024, "2^{1025}"), ("2^{-1024}", Fraction(1, 2**1024), "2^{-1025}"),
+        ("1^{1024}", 1, "1^{1025}"),
+        ("8^{1024}", 8**1024, "16^{1024}"), ("16^{819}", 16**819, "16^{820}"),  # 4 and 5 bits of the base
+        ("8^{1024} * 8^{341}", 2**4095, "8^{1024} * 8^{341} * 2"), ("8^{1024} * 8^{341} - 1", 2**4095 - 1,
+         "8^{1024} * 8^{341} + 8^{1024} * 8^{341}"),
+        ("1/8^{1024} / 8^{341}", Fraction(1, 2**4095), "1/8^{1024} / 8^{342}"),
+        ("8^{1024} (8^{341})", 2**4095, "8^{1024} (8^{342})"),
+        ("300!", math.factorial(300), "301!"), ("\\binom{300}{1}", 300, "\\binom{301}{1}"),
+        ("\\binom{300}{299}", 300, "\\binom{300}{301}"),
+        ("\\sqrt[20]{1048576}", 2, "\\sqrt[20]{1048575}"), ("\\sqrt[2]{144}", 12, "\\sqrt[2]{145}"),
+        ("\\sqrt[3]{\\frac{8}{27}}", Fraction(2, 3), "\\sqrt[3]{\\frac{8}{26}}"),
+        ("\\sqrt{2^{40}}", 2**20, "\\sqrt{2^{41}}"), ("\\log_2 {1}", 0, "\\log_2 {0.5}"),
+        ("\\log_3 {81}", 4, "\\log_{1.5} {1}"), ("\\log_2 1024", 10, "\\log_2 1023"),
+        ("12{,}345 - 5", 12340, "12{,}34 - 5"), ("1,234,567", 1234567, "1,234,56"), (".5 + .5", 1, ". + 1"),
+        ("5 - (-3)", 8, "5 - --3"), ("2 \\cdot 3 \\times 4 × 5 * 6", 720, "2 ** *3"), ("2**3", 8, "2***3"),
+        ("8 ÷ 2 / 2", 2, "8 ÷ / 2"), ("\\left(1 + 2\\right)\\,(3)", 9, "\\lefty(1)"), ("|3 - 5| * 2", 4, "|3 - 5"),
+    ],
+)  # fmt: skip
+def test_arithmetic_has_a_value_up_to_each_limit_and_none_beyond(inside, value, outside):
+    assert value_of(inside) == value
+    assert value_of(outside) is None
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "pairs"),
+    [
+        # Brackets that do not close, and words.
+        ("x", "}x{", None), ("x", "x)", None), ("x", "(x", None), ("x", "\\{x", None), ("x", "(x]", [("x", "(x]")]),
+        ("x", "\\text{Area} = 2", [("x", "2")]), ("x", "\\text{maybe} = 2", None), ("x = 1", "\\text{Area} = 2", None),
+        ("x \\text{ red}", "x", [("x", "x")]), ("x \\text{ not}", "x", None), ("x", "x \\text{ red}", None),
+        ("x \\text{ red}", "x \\text{ red}", [("x", "x")]), ("x \\text{ 1a}", "x", None), ("x", "x ?", None),
+        # Equations: a name in front may be left out, and every other side must equal the gold.
+        ("2x", "y = 2x", [("2x", "2x")]), ("2x", "y = x + x = 2x", [("2x", "x + x"), ("2x", "2x")]),
+        ("2x", "x = 2x", None), ("2x", "a=b=c=2x", [("2x", "b"), ("2x", "c"), ("2x", "2x")]),
+        ("2x", "a=b=c=d=2x", None),
+        ("y = 2x", "2x", [("2x", "2x")]), ("y = 2x", "z = 2x", [("y = 2x", "z = 2x")]),
+        ("y = 2x", "y = x + x", [("2x", "x + x")]), ("y = 2x", "z = x + x = 2x", None), ("x+1 = 2x", "2x", None),
+        ("y = 2x", "y = x + x = 2x", [("2x", "x + x"), ("2x", "2x")]), ("a = b = c", "c", [("a = b = c", "c")]),
+        ("a = b = c", "a = b", [("a = b = c", "a = b")]), ("x+1 = 2", "x+1 = 3 = 2", None),
+        ("x <= 2", "x \\le 2", [("x <= 2", "x \\le 2")]), ("x != 2", "x != 2", [("x != 2", "x != 2")]),
+        # Lists, tuples, sets and intervals.
+        ("1,2", "2,1", [("1,2", "2,1")]), ("1,2", "x=1, x=2", [("1,2", "x=1, x=2")]), ("1,2", "x=y=1, 2", None),
+        ("1,2", "x+1=1, 2", None), ("x+1=1, 2", "x+1=1, 2", [("x+1=1, 2", "x+1=1, 2")]), ("1,2", "1,2'", None),
+        ("1", "1 and 2", None), ("(1,2)", "[1,2]", None), ("(1,2)", "1,2", None), ("\\{1,2\\}", "1,2",
+         [("\\{1,2\\}", "1,2")]), ("1 < x < 2", "(1,2)", [("1 < x < 2", "(1,2)")]), ("(1,2,3)", "(1,2)", None),
+        ("1,000", "1000", [("1,000", "1000")]), ("(1,000)", "(1000)", None),
+        # Bases, primes, letters and marks.
+        ("101_2", "101_{2}", []), ("101_2", "101_3", None), ("x'", "x'", [("x'", "x'")]), ("x'", "x", None),
+        ("x", "\\foo x", None), ("\\foo x", "\\foo x", [("\\foo x", "\\foo x")]), ("x", "x€", None),
+        ("x€", "x€", [("x€", "x€")]), ("xy", "yx", [("xy", "yx")]), ("xy", "xyz", None), ("xy", "zw", None),
+        # Units and mixed numbers.
+        ("5^\\circ", "5", [("5", "5")]), ("5", "5^\\circ", None), ("5 \\text{ m}", "5 \\text{ ft}", None),
+        ("5 \\text{ m}", "5", [("5", "5")]), ("5", "5 \\text{ m}", [("5", "5")]), ("5 km", "5 miles", None),
+        ("5 km.", "5 km", [("5", "5")]), ("km", "km", [("km", "km")]),
+        ("1\\frac{1}{2}", "\\frac32", [("(1+\\frac{1}{2})", "\\frac32")]), ("3\\frac{4}{2}", "6", None),
+        ("3\\frac{4}{2}", "3 \\frac{4}{2}", [("3\\frac{4}{2}", "3 \\frac{4}{2}")]),
+    ],
+)  # fmt: skip
+def test_an_answer_is_compared_side_by_side_or_can_not_be_the_gold(gold, answer, pairs):
+    assert formulas.comparisons(gold, answer) == pairs
+
+
+@pytest.mark.parametrize(
+    ("inside", "beyond"),
+    [
+        ("(" * 24 + "x" + ")" * 24, "(" * 25 + "x" + ")" * 25), ("{x}" * 192, "{x}" * 193), ("1" * 200, "1" * 201),
+        ("x^{9999}", "x^{10000}"), ("x^-9999", "x^-10000"), ("x^{99!}", "x^{100!}"), ("9999!", "10000!"),
+        ("x!!", "x!!!"), ("x^{x^x}", "x^{x^{x^x}}"), ("x^x+x^x+x^x", "x^x x^x x^x"), ("(x^x)^x", "x^{x}^{x}^{x}"),
+        ("x^{x^{x}+x^{x}}", "x^{x^{x}x^{x}}"),
+    ],
+)  # fmt: skip
+def test_a_formula_is_compared_up_to_each_limit_of_its_size(inside, beyond):
+    formulas.comparisons("x", inside)
+    with pytest.raises(formulas.TooComplex):
+        formulas.comparisons("x", beyond)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("\\{1,2\\}", {("{}", 1): 1}), ("(1,2]", {("(]", 1): 1}), ("1,2", {("", 1): 1}), ("\\{1\\}", {("{}", 0): 1}),
+        ("(1)", {}), ("\\{(1,2),(3,4)\\}", {("()", 1): 2, ("{}", 1): 1}), ("1,234", {}), ("(1,234)", {("()", 1): 1}),
+        ("a;b", {("", 1): 1}), ("1 and 2", {("", 1): 1}), ("{1,2}", {}), (")1,2", {("", 1): 1}),
+        ("(1,2,3)", {("()", 2): 1}), ("[1,2,3]", {("[]", 2): 1}),
+    ],
+)  # fmt: skip
+def test_groups_with_commas_are_counted_by_their_brackets(text, groups):
+    assert formulas._brackets(text) == groups
+
+
+@pytest.mark.parametrize(
+    ("text", "body", "units", "words"),
+    [
+        ("5\\text{ cm}^2", "5", "cm^2", ()), ("5\\text{ km}/\\text{h}", "5", "km h", ()),
+        ("\\text{cm}", "cm", "", ()), ("5\\text{ red}\\text{ cm}", "5", "cm", ("red",)), ("5 cm", "5", "cm", ()),
+        ("5 cm^2", "5", "cm^2", ()), ("5 x", "5 x", "", ()), ("5 m", "5 m", "", ()), ("12 sq. ft", "12", "sq. ft", ()),
+        ("5°", "5", "°", ()), ("\\sin x", "\\sin x", "", ()), ("ab cm", "ab", "cm", ()), ("\\text{a}", "a", "", ()),
+        ("\\text{(A)}", "(A)", "", ()), ("\\text{Sin}x", "\\sin x", "", ()),
+        ("x\\text{is  wrong.}", "x", "", ("is wrong",)),
+        ("x\\text{1?}", "x", "", ("1?",)), ("x\\text{foo} \\text{bar}", "x", "", ("foo", "bar")),
+        ("√9", "\\sqrt{9}", "", ()),
+        ("\\dfrac12", "\\frac12", "", ()), ("1 1/2", "(1+\\frac{1}{2})", "", ()),
+        ("x^\\prime", "x'", "", ()), ("2 1\\frac12", "2 1\\frac12", "", ()),
+        ("x_1 \\frac12", "x_1 \\frac12", "", ()),
+    ],
+)  # fmt: skip
+def test_a_formula_is_read_as_its_body_its_units_and_its_words(text, body, units, words):
+    read = formulas._read(text)
+    assert (read.body, read.units.strip(), read.words) == (body, units, words)
 
 
 HOSTILE = {

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from grpo_rewards import repetition
-from grpo_rewards.ngrams import Repetition, repeated_share, words
+from grpo_rewards.ngrams import Repetition, repeated_share, without_counters, words
 from tests.support.grids import only
 from tests.support.growth import growth
 
@@ -218,3 +218,44 @@ PIECES = ["a ", "ab", "!", "! ", "\U0001f642", "\u6211", "_", "a!", "\u200b", "a
 @pytest.mark.parametrize("piece", only(PIECES[::3], PIECES))
 def test_the_cost_is_linear_in_the_length(piece):
     assert growth(lambda length: score(piece * (length // len(piece))), int, 30_000) < 12
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x" * 24, ["x" * 24]), ("x" * 25, ["xxxx"] * 6 + ["x"]), ("!" * 7, ["!" * 7]), ("!" * 8, ["!!!!"] * 2),
+        ("wow" + "!" * 7, ["wow"]), ("wow" + "!" * 9, ["wow", "!!!!", "!!!!", "!"]), ("a - b", ["a", "-", "b"]),
+        ("a-b", ["a", "b"]), ("\u00c9T\u00c9", ["\u00e9t\u00e9"]), ("\u00e9" * 25, ["\u00e9" * 4] * 6 + ["\u00e9"]),
+    ],
+)  # fmt: skip
+def test_a_run_is_a_word_up_to_a_length_and_is_cut_beyond(text, expected):
+    assert words(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("wait7 wait8 wait9", "wait7 wait8 wait#"), ("w9 w7 w5 w4", "w9 w7 w# w4"), ("w7 w7 w7", "w7 w7 w7"),
+        ("w1 hmm1 w2 hmm3 w3 hmm5", "w1 hmm1 w2 hmm3 w# hmm#"), ("w1 w2 w4 w6", "w1 w2 w4 w#"),
+        ("go 1 go 2 go 3 go", "go 1 go 2 go # go"), ("a 1 a 2 a 3 a", "a 1 a 2 a 3 a"), ("1 2 3 4", "1 2 3 4"),
+        ("go 1 a 2 go 3", "go 1 a 2 go 3"), ("a 1 go a 2 go a 3 go", "a 1 go a 2 go a # go"), ("", ""),
+        (" ".join(f"w{10**18 + n}" for n in range(3)), " ".join(f"w{10**18 + n}" for n in range(3))),
+        (" ".join(f"w{10**17 + n}" for n in range(3)), f"w{10**17} w{10**17 + 1} w#"),
+    ],
+)  # fmt: skip
+def test_a_number_that_continues_a_progression_is_masked(text, expected):
+    assert without_counters(text.split()) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("units", "ngram", "share"),
+    [("aaa", 1, 2 / 3), ("ab", 2, 0), ("abab", 2, 1 / 3), ("", 1, None), ("a", 2, None), ("abcabc", 3, 1 / 4)],
+)
+def test_the_share_of_repeated_ngrams(units, ngram, share):
+    assert repeated_share(units, ngram) == (None if share is None else pytest.approx(share))
+
+
+def test_the_reason_names_the_share_or_the_missing_words():
+    scored = Repetition()._scored(None, ["a b c a b c", "a b"], {})
+    assert scored.reasons == ["25.0% of its 3-grams of words occurred before", "fewer than 3 words"]
+    assert scored.metrics == {"repeated": pytest.approx(0.125)}

@@ -212,3 +212,44 @@ def test_the_number_of_a_sentence_as_it_is_written(text, stated):
 )  # fmt: skip
 def test_the_words_that_are_numbers_or_doubts(word, numeral, vague, doubtful):
     assert (is_numeral(word), is_vague_number(word), is_doubt(word)) == (numeral, vague, doubtful)
+
+
+@pytest.mark.parametrize(
+    ("stating", "other"),
+    [
+        # What a sentence may be written with, and what is no prose.
+        ("She has 18.", "\x03 She has 18."), ("- She has 18 apples.", "-18 - she has."),
+        ("In all—18 apples.", "Tom—18"),
+        ("The total = 18.", "The total != 18."), ("She has 18 apples.", "She has 18 * apples."),
+        # Variables and units of one letter.
+        ("She has 18 m.", "She has 18 x."), ("She has 18 g left.", "She has 18 q left."),
+        ("She has 18.", "She has x 18."),
+        ("She gave a 18.", "She gave b 18."),
+        # Words before a pause.
+        ("In total, 18", "Tom, 18"), ("In meters: 18", "In banana: 18"), ("So now, 18", "So Tom, 18"),
+        ("The cost, 18", "The trick, 18"), ("The cost is this: 18", "Is this: 18"), ("She has: 18", "Tom: 18"),
+        ("The red total = 18", "Total = red 18"),
+        # Dates, and the month and the name among the words of doubt.
+        ("They march 18 miles.", "They left March 18."), ("18 marches are left", "18 March is left"),
+        ("18 of them are left", "18 of March is left"), ("In May she has 18.", "She may have 18."),
+        ("Max has 18.", "She has max 18."),
+        # A number that is the subject.
+        ("18 was his", "18 was banana"), ("18 were eaten", "18 were tall"),
+        ("18 were eating", "18 were a lie"), ("18 dogs jumped", "18 dogs bark"), ("18 apples are left", "18 apples"),
+        # Verbs, particles and names between a verb and the number.
+        ("She put up 18 signs.", "Up 18"), ("She gave away 18 apples.", "Away 18 apples."),
+        ("Dad gave Olaf 10 cars.", "Dad gave olaf 10 cars."), ("gave Olaf 10 cars", "Dad Olaf 10 cars."),
+        ("Exactly 18", "Exactly 18 nope"), ("Exactly 18 apples", "Just 18 banana"),
+        # Words that govern a number.
+        ("It increased by 18.", "It is multiplied by 18."), ("He walked to 18 houses.", "It is similar to 18."),
+        ("The total of 18 is left.", "The price of 18 is left."),
+        ("A bag of 18 apples is left.", "A root of 18 is left."),
+        ("She has one apple.", "She has one."), ("She ate one apple.", "She sees one who eats."),
+        ("Zoë has 18.", "Она has 18."),
+        ("Each second she runs 18 miles.", "Her second run took 18 minutes."),
+        ("Second, she has 18.", "On its second day she has 18."),
+    ],
+)  # fmt: skip
+def test_a_sentence_states_its_number_and_one_beside_it_does_not(stating, other):
+    assert stated_quantity(stating) in ("18", "10", "one")
+    assert stated_quantity(other) is None

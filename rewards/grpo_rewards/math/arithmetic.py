@@ -53,11 +53,12 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.tokens: list[tuple[str, str]] = []
-        # "1 8" is no 18, and "(2,100)" is a pair.
         text = _LOG_BASE.sub(r"\\log_{\1}", text)
-        if re.search(r"[\d.]\s+[\d.]", text) or ("," in text and re.search(r"[(\[]", text)):
+        if re.search(r"[\d.]\s+[\d.]", text):  # "1 8" is no 18
             raise _NoValue
         text = _DROPPED.sub("", text)
+        if "," in text and re.search(r"[(\[]", text):  # "(2,100)" is a pair, but "(2)\,(3)" has a thin space
+            raise _NoValue
         position = 0
         while position < len(text):
             token = _TOKEN.match(text, position)

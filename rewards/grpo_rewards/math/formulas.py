@@ -230,7 +230,8 @@ def _without_texts(text: str) -> tuple[str, tuple[str, ...]]:
 
 def _without_units(text: str) -> tuple[str, str]:
     """Return a formula without the known units at its end, and those units."""
-    body = text.strip().rstrip(".")
+    text = text.strip()
+    body = text.rstrip(".")
     while match := _UNIT_TAIL.search(body):
         word = re.match(r"[a-zA-Z]+", match.group().strip())
         if word and (not is_unit(word.group().lower()) and word.group().lower() != "per"):

@@ -217,7 +217,7 @@ def test_the_words_that_are_numbers_or_doubts(word, numeral, vague, doubtful):
 @pytest.mark.parametrize(
     ("stating", "other"),
     [
-        # What a sentence may be written with, and what is no prose.
+        # Characters that prose may hold, and those that it may not.
         ("She has 18.", "\x03 She has 18."), ("- She has 18 apples.", "-18 - she has."),
         ("In all—18 apples.", "Tom—18"),
         ("The total = 18.", "The total != 18."), ("She has 18 apples.", "She has 18 * apples."),

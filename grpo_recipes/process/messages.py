@@ -73,7 +73,7 @@ def fewer_library_messages() -> Iterator[None]:
         logging.getLogger(name).addFilter(_is_no_import_message)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_RENAMED)
+            warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
             yield
     finally:
         for name in _IMPORT_MESSAGES:

@@ -55,7 +55,8 @@ def check(*, enabled: bool = True, ranks: int = 1, **changes: Any) -> tuple[Gene
             **{"per_device_eval_batch_size": 5, "vllm_structured_outputs_regex": None},
         ),
     }
-    found = GenerationCheck(SimpleNamespace(**{**values, **changes}), lambda *_: None, enabled)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(**{**values, **changes})
+    found = GenerationCheck(trainer, lambda *_: None, enabled)
     said: list[str] = []
     found._announcer._warn = said.append
     return found, said

@@ -222,7 +222,8 @@ def test_trackers_that_have_a_place_for_it_get_the_recipe() -> None:
     idle = [tracker("TensorBoardCallback", tb_writer=None), tracker("WandbCallback", _wandb=None),
             tracker("WandbCallback", _wandb=SimpleNamespace(run=None)), tracker("Other")]  # fmt: skip
     recipe = {"model": "é", "a": {"c": 1, "b": 2}}
-    callback = RecipeInTrackers(recipe, SimpleNamespace(callbacks=[*idle, board, wandb, trackio]))  # type: ignore[arg-type]
+    handler: Any = SimpleNamespace(callbacks=[*idle, board, wandb, trackio])
+    callback = RecipeInTrackers(recipe, handler)
     callback.on_train_begin(SimpleNamespace(), state(0, is_first=False))  # type: ignore[arg-type]
     assert texts == []
     callback.on_train_begin(SimpleNamespace(), state(0))  # type: ignore[arg-type]

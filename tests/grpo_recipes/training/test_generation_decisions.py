@@ -104,7 +104,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def turn(found: Generation, *, drops: bool = False, comparison: Any = None) -> Any:
     policy: Any = found.trainer.model
-    completions, recorded = found._generate(lambda: None, policy, PROMPTS, drops, comparison)  # type: ignore[arg-type, return-value]
+    completions, recorded = found._generate(lambda: None, policy, PROMPTS, drops, comparison)
     assert completions == COMPLETIONS
     return None if recorded is None else sorted(recorded)
 
@@ -177,7 +177,7 @@ def test_rows_sampled_with_dropout_are_not_recorded(made: Any, monkeypatch: pyte
     for training, reason in ((True, "they are sampled with dropout"), (False, generation.OTHER_LOOP)):
         check.events.clear()
         found.trainer.model.train(training)
-        assert found(lambda: None, PROMPTS) == (COMPLETIONS, None, (1.0, 2.0))  # type: ignore[arg-type, return-value]
+        assert found(lambda: None, PROMPTS) == (COMPLETIONS, None, (1.0, 2.0))
         assert check.events == [("compared", None if training else [0, 3], reason), ("processors", None)]
     assert [request.record_every for request in loop.requests] == [0, 0, 3]
 

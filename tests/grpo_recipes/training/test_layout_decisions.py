@@ -132,7 +132,7 @@ def check(**changes: Any) -> tuple[Any, list[str]]:
         gradient_checkpointing=False, gradient_checkpointing_kwargs=None, max_completion_length=9
     )
     found: Any = LayoutCheck(
-        accelerator, args, lambda *_: (torch.zeros(0), None), AttentionSwitch(), Segmented(), LayoutRules(settings()),  # type: ignore[arg-type]
+        accelerator, args, lambda *_: (torch.zeros(0), None), AttentionSwitch(), Segmented(), LayoutRules(settings()),
         layout_check.Announcer(said.append),
     )  # fmt: skip
     for name, value in changes.items():

@@ -378,9 +378,13 @@ def test_a_refresh_may_reset_the_optimizer_s_state(resets: bool, events: list[An
     groups = [{"lr": 0.1, "step": 7}, {"lr": 0.2}]
     optimizer = SimpleNamespace(state={"weight": 1}, param_groups=groups)
     callback = ReferenceCallback(trainer, spec)
-    callback.on_step_end(SimpleNamespace(), SimpleNamespace(global_step=3), optimizer=optimizer)  # type: ignore[arg-type]
+    args: Any = SimpleNamespace()
+    state: Any = SimpleNamespace()
+    state.global_step = 3
+    callback.on_step_end(args, state, optimizer=optimizer)
     assert optimizer.state
-    callback.on_step_end(SimpleNamespace(), SimpleNamespace(global_step=4), optimizer=optimizer)  # type: ignore[arg-type]
+    state.global_step = 4
+    callback.on_step_end(args, state, optimizer=optimizer)
     assert bool(optimizer.state) is not resets
     assert groups == [{"lr": 0.1, "step": 0 if resets else 7}, {"lr": 0.2}]
 

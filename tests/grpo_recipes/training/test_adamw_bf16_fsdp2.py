@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ def two_ranks(rank: int, folder: Path) -> None:
         train(again, loaded, STEPS)
         train(model, optimizer, STEPS)
         assert all(map(torch.equal, everything(again, loaded), everything(model, optimizer)))
-    torch.distributed.destroy_process_group()
+    # Threads of gloo outlive destroy_process_group() here. One that frees its last tensor while Python ends aborts.
+    os._exit(0)
 
 
 @pytest.mark.slow

@@ -22,6 +22,8 @@ FAILING = """
 echo 'FAILED tests/test_a.py::test_b[`|`] - assert 1 == 2'
 echo '=================== 1 failed, 2 passed in 3.21s ==================='
 echo 'make: *** [Makefile:33: test-nightly] Error 1' >&2
+echo '/usr/lib/resource_tracker.py:254: UserWarning: 119 leaked semaphores' >&2
+echo '  warnings.warn(leaked)' >&2
 exit 2
 """
 

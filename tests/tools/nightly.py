@@ -96,7 +96,7 @@ class Row:
     """Processor time of the command and of the processes that it waited for."""
     exit_code: int
     result: str
-    """Last summary of pytest, and the last line that the command printed, without those of make."""
+    """Last summary of pytest, and the last line that the command printed, without those of make and of warnings."""
     failed: list[str] = field(default_factory=list)
     """Lines on failed tests, as pytest's summary has them."""
     versions: dict[str, str] = field(default_factory=dict)
@@ -110,7 +110,7 @@ def run(name: str, part: Part) -> Row:
     print(f"== {name}: {command}", flush=True)
     code, lines = _output(command)
     seconds = time.monotonic() - begin
-    said = [line[:LONGEST].strip("= ") for line in lines if line.strip() and not line.startswith("make")]
+    said = [line[:LONGEST].strip("= ") for line in _without_warnings(lines) if line.strip()]
     summaries = [line for line in said if re.search(r"\d (passed|failed|error|skipped).* in [\d.]+s", line)]
     result = "; ".join(dict.fromkeys([*summaries[-1:], *said[-1:]])) or "no output"
     row = Row(
@@ -151,6 +151,16 @@ def _output(command: str) -> tuple[int, list[str]]:
             process.communicate()  # wait for its end, and read on: its last lines could fill the pipe
             raise
     return process.returncode, printed.decode(errors="replace").splitlines()
+
+
+def _without_warnings(lines: Sequence[str]) -> list[str]:
+    """Return the lines without those of make and of Python's warnings, which take two: the second is the source."""
+    kept, is_warning = [], False
+    for line in lines:
+        was_warning, is_warning = is_warning, re.search(r"\.py:\d+: \w*Warning: ", line) is not None
+        if not (is_warning or (was_warning and line.startswith(" ")) or line.startswith("make")):
+            kept.append(line)
+    return kept
 
 
 def _cpu_seconds() -> float:

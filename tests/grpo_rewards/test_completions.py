@@ -122,7 +122,9 @@ def test_a_column_that_a_reward_names_is_found_or_named():
     reward = GSM8KCorrectness(gold_column="gold")
     assert needed_column(reward, "gold_column", {"answer": ["1"], "gold": ["2"]}, ["a"]) == ["2"]
     assert needed_column(reward, "gold_column", {"gold": []}, []) == []
-    with pytest.raises(ValueError, match=r"needs the dataset column `gold` \(its kwarg gold_column\); the batch has a, b$"):
+    with pytest.raises(
+        ValueError, match=r"needs the dataset column `gold` \(its kwarg gold_column\); the batch has a, b$"
+    ):
         needed_column(reward, "gold_column", {"a": ["1"], "b": ["2"]}, ["a"])
     with pytest.raises(ValueError, match="the batch has none$"):
         needed_column(reward, "gold_column", {}, ["a"])

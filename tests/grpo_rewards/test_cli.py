@@ -615,10 +615,11 @@ def documented(prompts, completions, **columns):
 
     Args:
         prompts: not shown.
+        completions: not shown.
 
     Args:
-        completions: not shown.
-    """
+        columns: not shown either.
+    """  # noqa: D417
 
 
 def undocumented(prompts, completions, **columns):

@@ -161,7 +161,8 @@ def test_the_closed_fences_of_a_text(text, blocks):
     [
         ("<t>a</t>b", False, "b"), ("<t>a</t>b<t>c", False, "b"), ("<t>a</t>b<t>c</t>d", False, "d"),
         ("ab", False, "ab"),
-        ("</t>b", False, "b"), ("</t>b", True, "b"), ("<t>a", True, ""), ("a<t>b", False, "a"), ("a</t>b", True, "b"), ("ab", True, ""), ("a</t>b<t>c", True, "b"),
+        ("</t>b", False, "b"), ("</t>b", True, "b"), ("<t>a", True, ""),
+        ("a<t>b", False, "a"), ("a</t>b", True, "b"), ("ab", True, ""), ("a</t>b<t>c", True, "b"),
     ],
 )  # fmt: skip
 def test_the_thinking_is_removed(text, prefilled, outside):

@@ -531,7 +531,8 @@ def test_an_argument_has_its_form_or_the_row_cannot_be_scored(name, given, reada
         ("e.g. This and i.e. That", 1), ("Wait... Then go", 2), ("a.m. Now", 1), ("end. (next", 1), ("end. (Next", 2),
         # NLTK too puts a mark that stands alone at the end of the sentence before it.
         ('What? " And', 2), ('He left. ” And so on', 2), ('" What?', 1), ('So it is. "', 1), ('Is it? " ) He left', 2),
-        ('"', 1), ('Mr. " Lee', 1), ('end. ( "Next" )', 2), ("I. She left.", 2), ("Why?! Yes", 2), ("by Ann. 3 left", 2),
+        ('"', 1), ('Mr. " Lee', 1), ('end. ( "Next" )', 2), ("I. She left.", 2), ("Why?! Yes", 2),
+        ("by Ann. 3 left", 2),
     ],
 )  # fmt: skip
 def test_sentences_end_where_a_reader_ends_them(text, count):

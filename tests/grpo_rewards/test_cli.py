@@ -619,7 +619,7 @@ def documented(prompts, completions, **columns):
 
     Args:
         columns: not shown either.
-    """  # noqa: D417
+    """
 
 
 def undocumented(prompts, completions, **columns):

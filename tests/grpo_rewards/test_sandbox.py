@@ -706,7 +706,8 @@ def streams(output: bytes = b"", errors: bytes = b"", report: bytes = b"", most:
     for (_, writing), written in zip(pipes, (report, output, errors), strict=True):
         os.write(writing, written) if written else None
     STREAMS.append(pipes)
-    return supervisor._Streams(*(reading for reading, _ in pipes), most)
+    reports, outputs, complaints = (reading for reading, _ in pipes)
+    return supervisor._Streams(reports, outputs, complaints, most)
 
 
 STREAMS: list[list[tuple[int, int]]] = []

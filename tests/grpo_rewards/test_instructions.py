@@ -128,6 +128,10 @@ TRAPS = [
     ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "a", "***", "dividers alone"),
     ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
      "a\n\n'So, b", "a\n\nsofa", "a longer word"),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "b"},
+     "a\n\nb c\n\n", "a\n\n\n\nb", "a blank paragraph is the second"),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "Don"},
+     "'\"don't go", "\"'don't", "an apostrophe within a quotation mark"),
     ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "so"},
      "So", "so\n\nso", "too many paragraphs"),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b]", "[a [b]", "nested brackets"),
@@ -537,3 +541,12 @@ def test_an_argument_has_its_form_or_the_row_cannot_be_scored(name, given, reada
 )  # fmt: skip
 def test_sentences_end_where_a_reader_ends_them(text, count):
     assert count_sentences(text) == count
+
+
+def test_the_columns_that_are_read_are_those_of_ifevals_data_or_the_given_ones():
+    assert Instructions().columns_read == ("instruction_id_list", "kwargs")
+    assert Instructions(ids_column="ids", kwargs_column="given").columns_read == ("ids", "given")
+    scores = Instructions(ids_column="ids", kwargs_column="given")(
+        completions=["a"], ids=[["punctuation:no_comma"]], given=[[{}]]
+    )
+    assert scores == [1.0]

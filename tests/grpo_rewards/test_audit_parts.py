@@ -165,6 +165,76 @@ def test_a_completion_that_states_no_single_value_has_the_fault_of_its_kind(kind
     assert wrong_completions(case("18", ["7", "42", "5", "3"], question="How many?"), kind) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "tried"),
+    [
+        ("empty", ["", " ", "\n\n\t"]),
+        ("refusal", ["Sorry, this can't be answered.", "unknown", "No answer is possible."]),
+        ("one character", [".", "?", "-", "x", "0"]),
+        ("NaN and infinity", ["nan", "NaN", "inf", "-inf", "Infinity", "1e999", "None", "null", "undefined", "True"]),
+        ("wildcards and open brackets", [".*", ".+", "*", "%", "?", "|", "(", "[", "\\", "\\d+", "{", "}", "$", "<", "/"]),
+        (
+            "JSON without the answer",
+            ["{}", "[]", "null", "true", '{"answer": null}', '{"answer": ""}', '{"answer": [[]]}', '{"a": {"b": []}}',
+             '{"score": 1, "correct": true}', '{"answer": {"value": "7"}}', '{"answer":', "[" * 50, '"',
+             '{"answer": "7"}'],
+        ),
+    ],
+)  # fmt: skip
+def test_every_text_without_the_gold_is_tried_alone_and_in_the_place_of_the_answer(kind, tried):
+    found = wrong_completions(case("18", ["7"]), kind)
+    assert [text for text in found if not text.startswith(("[", "```")) or text in tried] == tried
+    assert kind == "empty" or {f"[{text}]" for text in tried} <= set(found)
+    assert len(found) == len(tried) * {"empty": 1, "JSON without the answer": 3}.get(kind, 2)
+
+
+def test_a_mark_that_shows_nothing_is_tried_alone_too():
+    found = wrong_completions(case("12", ["7"]), "control and bidirectional characters")
+    assert found == [
+        "[\u202e21\u202c]", "[\u206721\u2069]", "[7\x00]", "[\x1b[2J7]", "[7\x08]", "[7\u200b]",
+        "[\u200b]", "\u200b", "[\ufeff]", "\ufeff", "[\x00]", "\x00", "[\ud800]",
+    ]  # fmt: skip
+    # Mirrored digits that read the same are the gold.
+    assert "[\u202e11\u202c]" not in wrong_completions(case("11", ["7"]), "control and bidirectional characters")
+
+
+def test_a_wrong_answer_is_padded_to_three_lengths():
+    found = wrong_completions(case("18", ["7"]), "padded with words")
+    sentence = "The weather stayed pleasant during the whole journey along the river. "
+    # This layout has no thinking, so that the padded thinking is the same at each length.
+    assert [text.count(sentence) for text in found] == [4, 0, 4, 20, 20, 100, 100]
+    assert [text.startswith("[7]") for text in found] == [False, True, True, False, True, False, True]
+
+
+def test_at_most_forty_golds_are_listed_and_the_right_one_in_either_place():
+    others = [f"w{n}" for n in range(50)]
+    first, _, second, *_ = wrong_completions(case("Rome", ["Rome", *others]), "every gold in a list")
+    assert first == f"[{', '.join([*others[:40], 'Rome'])}]"
+    assert second == f"[{', '.join(['Rome', *others[:40]])}]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "gold", "expected"),
+    [
+        ("rounded", "0", []),
+        ("rounded", "0.4", ["0"]),
+        ("digits apart", "18", ["1 8", "1, 8", "1.8"]),
+        ("digits apart", "-18", ["1 8", "1, 8", "1.8"]),
+        ("cut short", "18", ["1", "8"]),
+        ("digits or letters in another order", "ab", ["ba"]),
+    ],
+)
+def test_the_shortest_values_are_changed_too(kind, gold, expected):
+    assert values(kind, gold) == expected
+
+
+def test_keys_are_written_without_escapes():
+    keyed = Layout("JSON", '{"answer": "{answer}"}')
+    found = wrong_completions(case("né", ["à"], layout=keyed), "gold under another key")
+    assert found[:2] == ['{"answer": "à", "draft": "né"}', '{"draft": "né", "answer": "à"}']
+    assert values("one part changed", {"é": "à"}) == ['{"é": "something else"}', "{}"]
+
+
 def test_layouts_decide_where_a_wrong_completion_puts_the_gold():
     tags = Layout("tags", "<a>{answer}</a>", "<why>{thinking}</why>", "why")
     assert wrong_completions(case("18", ["7"], layout=tags), "unclosed tag") == [

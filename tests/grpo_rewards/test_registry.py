@@ -692,7 +692,7 @@ def test_the_arguments_that_a_factory_needs_are_listed(kwargs, message):
          "reward `sum`: `async_reward` is asynchronous; list it beside the sum, not in it$"),
         ({"name": "tag_count", "alias": 3}, "reward `tag_count`: alias must be a string, not 3$"),
         ({"name": "tag_count", "weight": "heavy"}, "reward `tag_count`: weight must be a finite number, not 'heavy'$"),
-        ({"name": "sum", "reach": {}}, "reward `sum`: unknown key `reach`: did you mean `rewards`[?]$"),
+        ({"name": "sum", "reward": {}}, "reward `sum`: unknown key `reward`: did you mean `rewards`[?]$"),
         ({"name": "sum", "x": {}}, "reward `sum`: unknown key `x`: its keys are name, weight, alias, rewards$"),
         ({"name": "gate", "kwargs": {}},
          "reward `gate`: unknown key `kwargs`: its keys are name, weight, alias, reward, only_if, at_least$"),

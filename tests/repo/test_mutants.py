@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.tools import mutants
+from tests.tools import mutants, reach
 from tests.tools.mutations import mutants_of
 from tests.tools.reach import Reach, content_hash
 
@@ -180,21 +179,24 @@ def test_the_table_names_wings_seed_and_survivors() -> None:
     assert "tests may have been written for these" in mutants.table(results, 900, 47, is_new=False)
 
 
-def test_a_test_that_ends_the_tracing_hides_no_lines_of_those_behind_it(tmp_path: Path) -> None:
-    (tmp_path / "product.py").write_text("def double(x):\n    return 2 * x\n")
-    (tmp_path / "test_product.py").write_text(
-        "import sys\nfrom product import double\n"
-        "def test_that_traces(): sys.settrace(None)\ndef test_behind_it(): assert double(2) == 4\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    script = (
-        "from pathlib import Path; from tests.tools.reach import measure;"
-        "measure(Path.cwd(), ['test_product.py'], ['product.py'], Path('found.json'))"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(mutants.ROOT), str(tmp_path)])}
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    reach = Reach.read(tmp_path / "found.json")
-    assert reach.by_line()["product.py"][2] == ["test_product.py::test_behind_it"]
+def test_a_test_that_ends_the_tracing_hides_no_lines_of_those_behind_it() -> None:
+    previous, contexts = sys.gettrace(), []
+    sys.settrace(lambda *_: None)
+    try:
+        tracer = sys.gettrace()
+        recorder = reach._Recorder(SimpleNamespace(switch_context=contexts.append))
+        for name in ("first", "second"):
+            measured = recorder.pytest_runtest_protocol(SimpleNamespace(nodeid=name))
+            next(measured)
+            found = sys.gettrace()
+            sys.settrace(None)  # as the test does
+            with pytest.raises(StopIteration):
+                next(measured)
+            assert found is tracer, name
+    finally:
+        sys.settrace(previous)
+    assert contexts == ["first", "", "second", ""]
+    assert list(recorder.seconds) == ["first", "second"]
 
 
 def test_tests_are_measured_anew_where_they_or_the_source_they_reach_changed(tmp_path: Path) -> None:

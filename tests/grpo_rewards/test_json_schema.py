@@ -950,3 +950,9 @@ def test_keywords_that_read_long_texts_cost_a_step_for_each_hundred_characters()
     assert steps_of(items, [1, 2]) - steps_of(items, []) == 2 + 2
     assert steps_of(items, ["x" * 200]) - steps_of(items, ["x"]) == 2
     assert steps_of(items, [{"a": 1}]) - steps_of(items, [1]) == 1
+
+
+def test_patterns_are_those_of_re2_alone() -> None:
+    """Python's `re`, which has no `\\pL`, reads no pattern: some take it exponential time."""
+    schema = {"properties": {"a": {"pattern": "^\\pL+$"}, "b": {"format": "regex"}}}
+    assert JsonSchema(schema=schema)(completions=['{"a": "né", "b": "("}', '{"a": "n3"}']) == [1.0, 0.0]

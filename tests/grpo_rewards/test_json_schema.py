@@ -777,6 +777,7 @@ EMPTY = "not JSON: Expecting value: line 1 column 1 (char 0)"
         ("answer_tag", '<answer>{"a": 1}</answer>', {"a": 1}),
         ("answer_tag", '{"a": 1}', "no answer block"),
         ("answer_tag", '<answer>{"a": 1}', "no answer block"),
+        ("answer_tag", '{"a": 1}</answer>', "no answer block"),
         ("answer_tag", "<answer>{}</answer></answer>", "several answer blocks"),
         ("answer_tag", "<answer>{}<answer></answer>", "several answer blocks"),
         ("answer_tag", '<answer>\n```json\n{"a": 1}\n```\n</answer>', {"a": 1}),

@@ -8,6 +8,7 @@ import random
 import re
 import string
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -937,6 +938,20 @@ def steps_of(schema: dict, value: object) -> int:
         schemas._steps.reset(token)
 
 
+def test_the_longest_validation_is_that_of_the_documentation() -> None:
+    page = Path(__file__).resolve().parents[2].joinpath("docs/rewards.md").read_text(encoding="utf-8")
+    (most,) = re.findall(r"A validation of more than ([\d,]+) steps", page)
+    steps = int(most.replace(",", ""))
+    schema = {"properties": {"a": {"enum": list(range(10))}}, "required": ["a"]}
+    spent = steps_of(schema, {"a": 3})
+    token = schemas._steps.set([steps])
+    try:
+        JsonSchema(schema=schema)._validated(schemas._compiled(json.dumps(schema)), {"a": 3})
+        assert schemas._steps.get() == [steps - spent]
+    finally:
+        schemas._steps.reset(token)
+
+
 def test_keywords_that_read_long_texts_cost_a_step_for_each_hundred_characters() -> None:
     base = steps_of({"patternProperties": {"^a": True}}, {})  # the keyword itself, and `$schema`
     key = "a" * 250
@@ -954,6 +969,6 @@ def test_keywords_that_read_long_texts_cost_a_step_for_each_hundred_characters()
 
 
 def test_patterns_are_those_of_re2_alone() -> None:
-    """Python's `re`, which has no `\\pL`, reads no pattern: some take it exponential time."""
+    r"""Python's `re`, which has no `\pL`, reads no pattern: some take it exponential time."""
     schema = {"properties": {"a": {"pattern": "^\\pL+$"}, "b": {"format": "regex"}}}
     assert JsonSchema(schema=schema)(completions=['{"a": "né", "b": "("}', '{"a": "n3"}']) == [1.0, 0.0]

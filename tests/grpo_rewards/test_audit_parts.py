@@ -615,6 +615,28 @@ def test_the_first_print_and_the_type_of_what_is_no_list_are_kept():
     assert (caller.printed, caller.returned) == ("1 texts\n", "str")
 
 
+def takes_all_of_a_trainer(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+    return [1.0] * len(completions)
+
+
+def fails_at_length(completions, **columns):
+    raise ValueError("x" * 200)
+
+
+def test_what_a_trainer_adds_is_no_missing_column():
+    assert missing_columns(named(takes_all_of_a_trainer), []) == []
+    caller = Caller(named(takes_all_of_a_trainer), ["answer"])
+    assert caller.passed() == ["answer", "prompts", "completions", "completion_ids", "trainer_state", "log_extra",
+                               "log_metric"]  # fmt: skip
+    assert caller.scores([(question("7"), "x")]) == [1.0]
+
+
+def test_the_reason_of_a_failure_is_cut_to_160_characters():
+    (failure,) = Caller(named(fails_at_length), ["answer"]).scores([(question("7"), "x")])
+    assert failure == Failure("raises", f"ValueError: {'x' * 145}...")
+    assert len(failure.reason) == 160
+
+
 def test_a_builtin_without_a_signature_may_take_any_column():
     (reward,) = build_rewards(["builtins.max"])
     assert Caller(reward, ["answer"]).takes is None

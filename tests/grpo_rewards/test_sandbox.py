@@ -755,6 +755,51 @@ def test_the_user_of_the_programs_is_this_processs_own_if_the_system_knows_it(mo
         assert confinement.own_uid() == uid, maps
 
 
+@pytest.mark.parametrize(
+    ("version", "handled"),
+    [
+        # The rights of files up to truncation; TCP from version 4, ioctl from 5, sockets and signals from 6 on.
+        (3, [(1 << 15) - 1]),
+        (4, [(1 << 15) - 1, 3]),
+        (5, [(1 << 16) - 1, 3]),
+        (6, [(1 << 16) - 1, 3, 3]),
+        (9, [(1 << 16) - 1, 3, 3]),
+    ],
+)
+def test_landlock_handles_what_the_kernels_version_knows(
+    version: int, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, tuple[object, ...]]] = []
+    allowed: dict[str, int] = {}
+    ruleset = os.open(os.devnull, os.O_RDONLY)
+
+    def syscall(what: str, number: int, *arguments: object) -> int:
+        calls.append((number, arguments))
+        return version if arguments[0] is None else ruleset
+
+    monkeypatch.setattr(confinement, "_syscall", syscall)
+    monkeypatch.setattr(confinement, "_allow", lambda descriptor, path, rights: allowed.update({path: rights}))
+    confinement.restrict_files("own")
+    asked, made, restricted = calls
+    assert asked == (444, (None, 0, 1))
+    assert (made[0], made[1][1:]) == (444, (8 * len(handled), 0))
+    assert bytes(made[1][0])[: 8 * len(handled)] == struct.pack(f"={len(handled)}Q", *handled)
+    assert restricted == (446, (ruleset, 0))
+    execute, write, read, listing, truncate = 1, 2, 4, 8, 1 << 14
+    assert allowed.pop("own") == handled[0]
+    assert allowed.pop("/dev/null") == read | write | truncate
+    assert allowed.pop("/usr") == execute | read | listing
+    assert all(rights in (read, read | write | truncate, execute | read | listing) for rights in allowed.values())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(ruleset)
+
+
+def test_a_landlock_that_lets_files_be_truncated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "_syscall", lambda what, number, *arguments: 2)
+    with pytest.raises(OSError, match="^landlock of version 2 lets a process truncate files$"):
+        confinement.restrict_files("own")
+
+
 def test_the_tasks_of_a_user_are_counted() -> None:
     """Others may start and end meanwhile, so that the count lies between two of psutil's, or near them."""
     uid = os.geteuid()

@@ -123,7 +123,7 @@ def test_every_amount_must_be_a_number_and_its_default_is_that_of_the_table(name
     table = re.findall(r"(-?[\d.]+) \(`(pay\w*)`\)", inspect.getdoc(resolve(name)) or "")
     assert table
     assert {amount: getattr(built(name), amount) for _, amount in table} == {key: float(pay) for pay, key in table}
-    tags = 4 if name in ("tag_count", "tag_presence") else 1  # which are paid for each
+    tags = 4 if name in ("tag_count", "tag_presence") else 1  # each of four tags is paid
     assert built(name).highest_pay == tags * max(float(getattr(built(name), amount)) for amount in amounts)
 
 

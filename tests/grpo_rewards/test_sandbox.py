@@ -679,6 +679,13 @@ def test_a_program_is_written_into_its_folder(tmp_path: Path) -> None:
             assert (path.stat().st_uid, path.stat().st_gid) == (12345, 65534)
 
 
+def test_the_limit_of_processes_leaves_room_for_those_of_the_same_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "tasks_of", {os.geteuid(): 11}.__getitem__)
+    assert supervisor._process_limit(5, ["namespaces"], 2_000_000_001) == 5
+    assert supervisor._process_limit(5, ["seccomp", "namespaces"], None) == 5 + 2, "the supervisor and `init`"
+    assert supervisor._process_limit(5, ["landlock"], None) == 5 + 11
+
+
 def test_descendants_are_those_of_the_whole_tree_that_live() -> None:
     script = "import subprocess; subprocess.Popen(['sleep', '60']); print('x', flush=True); input()"
     tree = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -366,6 +366,8 @@ def test_the_help_explains_every_argument(command, capsys):
     explained = {re.split("[ ,]", name)[0] for name, _ in entries}
     words = usage.split()[2 + bool(command) :]
     assert explained >= {word.strip("[]") for word in words if not word.strip("[]").isupper() and word != "..."}
+    operands = {"": "COMMAND ...", "list": "", "score": "file", "convert-internlm2": "SRC DST"}.get(command, "dataset")
+    assert " ".join(usage.split()).endswith(f" {operands}" if operands else "[-h]")
     # A value is called by its form, rather than by the name of its option once more.
     for option, value in re.findall(r"--(\w+) (\w+)", usage):
         assert value in {"SPEC", "NAME", "G", "FILE", "TEXT", "N"}, option
@@ -727,3 +729,13 @@ def test_an_audit_gets_what_the_command_line_says(is_found, code, tmp_path, monk
     monkeypatch.setattr("grpo_rewards.audit.run.audit_rows", lambda *given, **named: signal.raise_signal(signal.SIGINT))
     assert main(["audit", path, "--reward", "tag_count"]) == 130
     assert capsys.readouterr().err == "error: interrupted: nothing was written\n"
+
+
+def test_a_line_that_is_too_long_ends_the_command(tmp_path, monkeypatch, capsys):
+    rows = [{"completion": "x" * (64 - len('{"completion": ""}') - 1)}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert Path(path).stat().st_size == 64
+    for most, code in ((65, 0), (64, 2)):
+        monkeypatch.setattr(cli, "LINE_BYTES", most)
+        assert main(["score", path, "--reward", f"{__name__}.length"]) == code
+    assert capsys.readouterr().err == f"error: {path} has a line of 64 bytes or more: correct the file\n"

@@ -801,6 +801,21 @@ def test_landlock_handles_what_the_kernels_version_knows(
         os.fstat(ruleset)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "shown"),
+    [("/opt/python", ["/opt/python"]), ("/usr", []), ("/usr/local", []), ("/", []), ("/usrs", ["/usrs"])],
+)
+def test_an_interpreter_outside_of_the_systems_folders_is_shown_too(
+    prefix: str, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confinement.sys, "base_prefix", prefix)
+    existing = {"/usr", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache"}
+    monkeypatch.setattr(confinement.os.path, "exists", existing.__contains__)
+    assert set(confinement.readable_paths()) == {*existing, *shown}
+    existing.clear()
+    assert list(confinement.readable_paths()) == shown
+
+
 def test_a_landlock_that_lets_files_be_truncated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confinement, "_syscall", lambda what, number, *arguments: 2)
     with pytest.raises(OSError, match="^landlock of version 2 lets a process truncate files$"):

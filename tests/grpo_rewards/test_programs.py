@@ -99,6 +99,9 @@ def test_the_program_is_the_last_closed_fence_that_is_marked(completion: str, ex
 
 
 def test_the_program_may_be_in_the_answer_tag() -> None:
+    for label in ("python", "python3", "py", "Python"):
+        assert UnitTests()._program(f"```{label}\nx = 1\n```\nIt prints:\n```\n1\n```") == "x = 1\n", label
+    assert UnitTests()._program("```javascript\nx = 1\n```") is None
     tagged = UnitTests(extract="answer_tag")
     completions = ["<answer>\nanswer = 2\n</answer>", f"<answer>{fenced('answer = 2')}</answer>", fenced("answer = 2")]
     assert tagged(completions=completions, tests=[["assert answer == 2"]] * 3) == [1.0, 1.0, 0.0]
@@ -546,6 +549,9 @@ def test_the_program_is_looked_for_where_the_reward_says() -> None:
     ):
         assert reward.unparsed_note(["nothing", found]) is None
         assert reward.unparsed_note(["nothing", "x = 1"]) == f"no completion has a program {place}"
+    for label in ("python", "python3", "py", "Python"):
+        assert UnitTests()._program(f"```{label}\nx = 1\n```\nIt prints:\n```\n1\n```") == "x = 1\n", label
+    assert UnitTests()._program("```javascript\nx = 1\n```") is None
     tagged = UnitTests(extract="answer_tag")
     for text, program in (
         (block, "x = 1"), ("x = 1</answer>", None), ("<answer>x = 1", None), ("<answer> </answer>", None),

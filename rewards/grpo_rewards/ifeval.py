@@ -392,8 +392,8 @@ def _title(text: str) -> bool:
 @_kind("combination:two_responses")
 def _two_responses(text: str) -> bool:
     """Return True if there are two different responses, separated by six asterisks."""
-    responses = _pieces(text, "******")
-    return responses is not None and len(responses) == 2 and responses[0] != responses[1]
+    responses = _pieces(text, "******") or []
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
 @_kind("combination:repeat_prompt", prompt_to_repeat=_phrase)

@@ -156,6 +156,7 @@ TRAPS = [
     ("combination:two_responses", {}, "a******b", "a****** a", "the same twice"),
     ("combination:two_responses", {}, "******a******b", "a******b******c", "three"),
     ("combination:two_responses", {}, "a ****** b", "a ***** b", "five asterisks"),
+    ("combination:two_responses", {}, "a\n******\nb\n******", "a****** ******b", "a blank response between two"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi"}, "say HI. hi", "Sure! Say hi", "words before it"),
     ("startend:end_checker", {"end_phrase": "The end."}, "It is the END.", "The end. Bye", "words after it"),
     ("startend:end_checker", {"end_phrase": "The end."}, '"It is the end."', "The end", "without its period"),

@@ -139,7 +139,7 @@ def test_two_different_tags_are_asked_for(name: str) -> None:
 
 def test_the_names_of_tags_are_words_with_dots_and_hyphens() -> None:
     assert checked_tags(["a.b-c", "1"], "a.b-c") == ("a.b-c", "1")
-    for bad in ("", "-a", ".a", "a\n", "a>", "é b"):
+    for bad in ("", "-a", ".a", "a\n", "a>", "é b", 3, None):
         with pytest.raises(ValueError, match="tags must be two different"):
             checked_tags([bad, "x"])
 

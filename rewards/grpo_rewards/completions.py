@@ -191,7 +191,7 @@ def prompt_groups(reward: str, prompts: Sequence[Any], num_generations: int | No
     Raises:
         ValueError: `num_generations` is unknown, the rows are not whole groups, or a group holds different prompts.
     """
-    if num_generations is None:
+    if not num_generations:
         raise ValueError(f"reward `{reward}` needs num_generations, the trainer's completions per prompt")
     groups = group_slices(len(prompts), num_generations)
     for group in groups:

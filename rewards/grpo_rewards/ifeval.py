@@ -251,15 +251,14 @@ _ABBREVIATED = frozenset(_ABBREVIATIONS.split())
 def count_sentences(text: str) -> int:
     """Return the number of sentences: one ends with the text, or in `!`, `?` or a period before white space.
 
-    A period behind an abbreviation or an initial, or before a word in lower case, ends no sentence.
+    A period behind an abbreviation or an initial, or before a word in lower case, ends no sentence. A closing mark that
+    stands alone belongs to the sentence before it, as in NLTK.
     """
-    words = text.split()
-    return sum(_ends_sentence(word, following) for word, following in pairwise(words)) + bool(words)
+    words = [word for word in text.split() if word.strip("\"'”’)]}")]
+    return sum(_ends_sentence(word, following) for word, following in pairwise(words)) + bool(text.strip())
 
 
 def _ends_sentence(word: str, following: str) -> bool:
-    if not following.strip("\"'”’)]}"):
-        return False  # a quotation mark that stands alone
     word = word.rstrip(_CLOSING)
     if word.endswith(("!", "?")):
         return True
@@ -393,8 +392,8 @@ def _title(text: str) -> bool:
 @_kind("combination:two_responses")
 def _two_responses(text: str) -> bool:
     """Return True if there are two different responses, separated by six asterisks."""
-    responses = _pieces(text, "******")
-    return responses is not None and len(responses) == 2 and responses[0] != responses[1]
+    responses = _pieces(text, "******") or []
+    return len(responses) == 2 and responses[0] != responses[1]
 
 
 @_kind("combination:repeat_prompt", prompt_to_repeat=_phrase)

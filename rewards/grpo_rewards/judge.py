@@ -345,7 +345,7 @@ class _Session:
     def __init__(self, judge: JudgeScore) -> None:
         self.judge = judge
         self.endpoint = judge.endpoint()
-        self.counts = dict.fromkeys(("requests", "cached", "prompt_tokens", "completion_tokens"), 0)
+        self.counts = dict.fromkeys(("requests", "prompt_tokens", "completion_tokens"), 0)
         self._key = judge.base_url, judge.model
         self._lock = threading.Lock()
         self._failures_in_a_row = 0
@@ -394,7 +394,7 @@ class _Session:
         """Give up if the endpoint is at fault, not one completion, so that a run does not wait for a dead judge."""
         with self._lock:
             self._failures_in_a_row = self._failures_in_a_row + 1 if error.retry else 0
-            if error.for_all or (error.retry and self._failures_in_a_row >= self._patience):
+            if error.for_all or self._failures_in_a_row >= self._patience:
                 self._given_up = error
                 _warn_once(
                     self._key,

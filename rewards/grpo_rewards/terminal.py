@@ -119,14 +119,11 @@ def rendered(parts: Iterable[Part], width: int | None = None, *, has_colours: bo
     """
     from rich.console import Console
 
-    file = io.StringIO()
+    file = io.StringIO()  # every text is a `Text`, in which rich reads neither markup nor names of emoji
     console = Console(
         file=file,
         force_terminal=has_colours,
         color_system="standard" if has_colours else None,
-        highlight=False,
-        markup=False,
-        emoji=False,
         legacy_windows=False,
     )
     # Neighbouring labelled texts form one grid, so that their texts start in one column.

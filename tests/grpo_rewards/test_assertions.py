@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import collections
 import enum
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_rewards import assertions
 from grpo_rewards.assertions import AssertionForm, Unreadable, read_assertions, read_value
 from grpo_rewards.sandbox.harness import encode
 
@@ -297,3 +301,48 @@ def test_why_a_value_is_unreadable(line: str, reason: str) -> None:
     with pytest.raises(Unreadable) as refused:
         read_value(line)
     assert str(refused.value) == reason
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["[{}, f(2)]", "[f(2), {}]", "({}, f(2))", "{{{}, f(2)}}", "{{1: {}}}", "{{{}: 1}}", "{{1: f(2), **{}}}",
+     "[{} for n in [1]]", "{{{} for n in [1]}}", "({}).real", "({})[0]", "({}) * 2", "2 * ({})", "[-({})]",
+     "[~({})]", "({})()", "[[({},)]]", "[{}, {{1: f(2)}}]", "[{}, [f(2)]]", "[{}, f(2) * 2]"],
+)  # fmt: skip
+@pytest.mark.parametrize("verdict", ["f(1) == 3", "isinstance(f(1), int)", "not f(1)"])
+def test_a_verdict_of_the_program_is_refused_in_any_place(place: str, verdict: str) -> None:
+    with pytest.raises(AssertionForm, match="lets the program judge itself: compare a value with a literal"):
+        read_assertions(f"assert {place.format(f'({verdict})')} != 7")
+    value = "g.h(f(1))[0]" if place.startswith("{{") else "f(1)"
+    (assertion,) = read_assertions(f"assert {place.format(value)} != 7")
+    assert len(assertion.calls) == 1
+
+
+@pytest.mark.parametrize("judge", ["all", "any", "bool", "callable", "eval", "hasattr", "isinstance", "issubclass"])
+def test_a_builtin_with_a_verdict_is_refused_within_a_call(judge: str) -> None:
+    assert callable(getattr(builtins, judge))
+    with pytest.raises(AssertionForm, match="lets the program judge itself"):
+        read_assertions(f"assert [f(1), {judge}(f(1), 2)] == [1, True]")
+
+
+def test_the_documentation_lists_the_functions_of_an_assertion() -> None:
+    page = Path(__file__).resolve().parents[2].joinpath("docs/rewards.md").read_text(encoding="utf-8")
+    (items,) = re.findall(r"^\| items of one call in (.*?) \|", page, re.MULTILINE)
+    (rest,) = re.findall(r"^\| rest \| outside \| .*`-`, and (.*?) \|$", page, re.MULTILINE)
+    assert set(re.findall(r"`([\w.]+)`", items)) == set(assertions._OF_ITEMS)
+    assert set(re.findall(r"`([\w.]+)`", rest)) == set(assertions.FUNCTIONS)
+    for name in assertions.FUNCTIONS:
+        (assertion,) = read_assertions(f"assert {name}(f(1)) == 3")
+        assert assertion.calls[0] == ("[*f(1)]" if name in re.findall(r"`(\w+)`", items) else "f(1)")
+
+
+def test_a_value_may_have_twenty_thousand_characters() -> None:
+    assert read_value(json.dumps("x" * 19_998)) == "x" * 19_998
+    with pytest.raises(Unreadable, match="^returns more than can be read$"):
+        read_value(json.dumps("x" * 19_999))
+
+
+def test_a_value_may_be_nested_to_a_depth_of_64() -> None:
+    assert read_value('["l",' * 63 + '["l"]' + "]" * 63) is not None
+    with pytest.raises(Unreadable, match="^a value that can't be read$"):
+        read_value('["l",' * 64 + '["l"]' + "]" * 64)

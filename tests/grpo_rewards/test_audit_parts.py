@@ -165,6 +165,77 @@ def test_a_completion_that_states_no_single_value_has_the_fault_of_its_kind(kind
     assert wrong_completions(case("18", ["7", "42", "5", "3"], question="How many?"), kind) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "tried"),
+    [
+        ("empty", ["", " ", "\n\n\t"]),
+        ("refusal", ["Sorry, this can't be answered.", "unknown", "No answer is possible."]),
+        ("one character", [".", "?", "-", "x", "0"]),
+        ("NaN and infinity", ["nan", "NaN", "inf", "-inf", "Infinity", "1e999", "None", "null", "undefined", "True"]),
+        ("wildcards and open brackets",
+         [".*", ".+", "*", "%", "?", "|", "(", "[", "\\", "\\d+", "{", "}", "$", "<", "/"]),
+        (
+            "JSON without the answer",
+            ["{}", "[]", "null", "true", '{"answer": null}', '{"answer": ""}', '{"answer": [[]]}', '{"a": {"b": []}}',
+             '{"score": 1, "correct": true}', '{"answer": {"value": "7"}}', '{"answer":', "[" * 50, '"',
+             '{"answer": "7"}'],
+        ),
+    ],
+)  # fmt: skip
+def test_every_text_without_the_gold_is_tried_alone_and_in_the_place_of_the_answer(kind, tried):
+    found = wrong_completions(case("18", ["7"]), kind)
+    assert [text for text in found if not text.startswith(("[", "```")) or text in tried] == tried
+    assert kind == "empty" or {f"[{text}]" for text in tried} <= set(found)
+    assert len(found) == len(tried) * {"empty": 1, "JSON without the answer": 3}.get(kind, 2)
+
+
+def test_a_mark_that_shows_nothing_is_tried_alone_too():
+    found = wrong_completions(case("12", ["7"]), "control and bidirectional characters")
+    assert found == [
+        "[\u202e21\u202c]", "[\u206721\u2069]", "[7\x00]", "[\x1b[2J7]", "[7\x08]", "[7\u200b]",
+        "[\u200b]", "\u200b", "[\ufeff]", "\ufeff", "[\x00]", "\x00", "[\ud800]",
+    ]  # fmt: skip
+    # Mirrored digits that read the same are the gold.
+    assert "[\u202e11\u202c]" not in wrong_completions(case("11", ["7"]), "control and bidirectional characters")
+
+
+def test_a_wrong_answer_is_padded_to_three_lengths():
+    found = wrong_completions(case("18", ["7"]), "padded with words")
+    sentence = "The weather stayed pleasant during the whole journey along the river. "
+    # This layout has no thinking, so that the padded thinking is the same at each length.
+    assert [text.count(sentence) for text in found] == [4, 0, 4, 20, 20, 100, 100]
+    assert [text.startswith("[7]") for text in found] == [False, True, True, False, True, False, True]
+
+
+def test_at_most_forty_golds_are_listed_and_the_right_one_in_either_place():
+    others = [f"w{n}" for n in range(50)]
+    first, _, second, *_ = wrong_completions(case("Rome", ["Rome", *others]), "every gold in a list")
+    assert first == f"[{', '.join([*others[:40], 'Rome'])}]"
+    assert second == f"[{', '.join(['Rome', *others[:40]])}]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "gold", "expected"),
+    [
+        ("rounded", "0", []),
+        ("rounded", "0.4", ["0"]),
+        ("digits apart", "18", ["1 8", "1, 8", "1.8"]),
+        ("digits apart", "-18", ["1 8", "1, 8", "1.8"]),
+        ("cut short", "18", ["1", "8"]),
+        ("digits or letters in another order", "ab", ["ba"]),
+    ],
+)
+def test_the_shortest_values_are_changed_too(kind, gold, expected):
+    assert values(kind, gold) == expected
+
+
+def test_keys_are_written_without_escapes():
+    keyed = Layout("JSON", '{"answer": "{answer}"}')
+    found = wrong_completions(case("né", ["à"], layout=keyed), "gold under another key")
+    assert found[:2] == ['{"answer": "à", "draft": "né"}', '{"draft": "né", "answer": "à"}']
+    assert values("one part changed", {"é": "à"}) == ['{"é": "something else"}', "{}"]
+
+
 def test_layouts_decide_where_a_wrong_completion_puts_the_gold():
     tags = Layout("tags", "<a>{answer}</a>", "<why>{thinking}</why>", "why")
     assert wrong_completions(case("18", ["7"], layout=tags), "unclosed tag") == [
@@ -544,6 +615,28 @@ def test_the_first_print_and_the_type_of_what_is_no_list_are_kept():
     assert (caller.printed, caller.returned) == ("1 texts\n", "str")
 
 
+def takes_all_of_a_trainer(prompts, completions, completion_ids, trainer_state, log_extra, log_metric):
+    return [1.0] * len(completions)
+
+
+def fails_at_length(completions, **columns):
+    raise ValueError("x" * 200)
+
+
+def test_what_a_trainer_adds_is_no_missing_column():
+    assert missing_columns(named(takes_all_of_a_trainer), []) == []
+    caller = Caller(named(takes_all_of_a_trainer), ["answer"])
+    assert caller.passed() == ["answer", "prompts", "completions", "completion_ids", "trainer_state", "log_extra",
+                               "log_metric"]  # fmt: skip
+    assert caller.scores([(question("7"), "x")]) == [1.0]
+
+
+def test_the_reason_of_a_failure_is_cut_to_160_characters():
+    (failure,) = Caller(named(fails_at_length), ["answer"]).scores([(question("7"), "x")])
+    assert failure == Failure("raises", f"ValueError: {'x' * 145}...")
+    assert len(failure.reason) == 160
+
+
 def test_a_builtin_without_a_signature_may_take_any_column():
     (reward,) = build_rewards(["builtins.max"])
     assert Caller(reward, ["answer"]).takes is None
@@ -776,6 +869,188 @@ def test_a_verdict_counts_what_a_reward_pays():
     assert verdict.lazy == Lazy("red", 4 / 6, 4)
     (constant,) = [one.best for one in verdict.kinds if one.name == "gold of another row"]
     assert constant.share == 0
+
+
+def test_what_is_found_is_a_paid_wrong_answer_of_a_judged_reward_or_a_serious_fault():
+    setting = Setting("text", False, "answer", [BRACKETS], 1.0, 0.0)
+
+    def audit(*kinds, unpaid=(), rows=2, faults=(), is_judged=True):
+        verdict = Verdict("r", setting, rows, [Kind(*kind) for kind in kinds], list(unpaid))
+        return Audit(2, 0, [verdict], list(faults), 12, {}, is_judged)
+
+    assert [audit(("a", 3, paid)).found for paid in (0, 1)] == [False, True]
+    assert not audit(("a", 3, 1), is_judged=False).found
+    assert [audit(unpaid=numbers).found for numbers in ([], [1], [1, 2])] == [False, False, True]
+    assert not audit(unpaid=[1, 2], is_judged=False).found
+    assert not audit(rows=0).found
+    serious, harmless = Broken("r", "raises", "x"), Broken("r", "slow", "x", False)
+    assert [audit(faults=[fault], is_judged=False).found for fault in (serious, harmless)] == [True, False]
+    assert audit(("a", 3, 1), ("b", 0, 0), ("c", 1, 0)).kinds == 2
+
+
+def test_a_kind_may_be_set_in_the_spec_or_declared_as_other():
+    own = f"{__name__}.fails_on_x"
+    formed = {"name": own, "kind": "format", "alias": "formed"}
+    judged, ignored, is_judged = subjects(build_rewards([own, formed, "repetition"]))
+    assert [one.name for one in judged] == ["fails_on_x"]
+    assert (ignored, is_judged) == ({"formed": "is of kind format", "repetition": "is of kind other"}, True)
+    (alone,), ignored, is_judged = subjects(build_rewards([formed]))
+    assert (alone.name, ignored, is_judged) == ("formed", {"formed": "is of kind format"}, False)
+
+
+def auditor_of(rewards, golds, template="{answer}", **columns):
+    built = build_rewards([f"{__name__}.{name}" for name in rewards])
+    asked = [question(gold, number, **columns) for number, gold in enumerate(golds, 1)]
+    auditor = Auditor(built, asked, asked, ["answer"], template=template)
+    (subject,), _, _ = subjects(built)
+    return auditor, subject
+
+
+def pays_messages(completions, answer, **columns):
+    return [float(isinstance(text, list) and text[-1]["content"] == gold)
+            for text, gold in zip(completions, answer, strict=True)]  # fmt: skip
+
+
+def pays_either(completions, answer, **columns):
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [float(text == gold) for text, gold in zip(texts, answer, strict=True)]
+
+
+def pays_short_golds(completions, answer, **columns):
+    return [float(text == gold and len(gold) < 5) for text, gold in zip(completions, answer, strict=True)]
+
+
+def pays_nothing(completions, **columns):
+    return [0.0] * len(completions)
+
+
+def pays_all(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def punishes(completions, answer, **columns):
+    return [-1.0 - (text != gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def pays_by_tag(completions, answer, **columns):
+    """Pay 3 in a box, 2 in a tag and 2 in a sentence."""
+    forms = {"\\boxed{%s}": 3.0, "<answer>%s</answer>": 2.0, "The answer is %s.": 2.0}
+    return [max((pay for form, pay in forms.items() if form % gold in text), default=0.0)
+            for text, gold in zip(completions, answer, strict=True)]  # fmt: skip
+
+
+CHAT = [{"role": "user", "content": "How many?"}]
+
+
+@pytest.mark.parametrize(
+    ("reward", "golds", "columns", "setting"),
+    [
+        ("pays_messages", ["7", "8"], {}, ("messages", False, 1.0, 0.0)),
+        ("pays_either", ["7", "8"], {}, ("text", False, 1.0, 0.0)),
+        ("pays_either", ["7", "8"], {"prompt": CHAT}, ("messages", False, 1.0, 0.0)),
+        ("pays_short_golds", ["Seven.\n#### 7", "Eight.\n#### 8"], {}, ("text", True, 1.0, 0.0)),
+        ("pays_short_golds", ["Seven.\n#### 7", "Eight.\n#### 8"], {"prompt": CHAT}, ("text", True, 1.0, 0.0)),
+        ("pays_nothing", ["7", "8"], {}, ("text", False, 0.0, 0.0)),
+        ("pays_all", ["7", "8"], {"prompt": CHAT}, ("messages", False, 1.0, 1.0)),
+        ("punishes", ["7", "8"], {}, ("text", False, -1.0, -2.0)),
+    ],
+)
+def test_a_reward_is_called_in_the_first_way_in_which_it_tells_right_from_wrong(reward, golds, columns, setting):
+    auditor, subject = auditor_of([reward], golds, **columns)
+    found = auditor.setting_of(subject)
+    assert (found.shape, found.reduces_golds, found.right, found.wrong) == setting
+    assert [layout.name for layout in found.layouts] == ["given"] or len(found.layouts) == 1
+
+
+def test_the_layouts_that_pay_best_are_kept():
+    auditor, subject = auditor_of(["pays_by_tag"], ["7", "8", "9"], template=None)
+    found = auditor.setting_of(subject)
+    assert found.right == 3.0
+    assert {"\\boxed" in layout.render("7") for layout in found.layouts} == {True}
+    (blind, subject) = auditor_of(["pays_all"], ["7", "8", "9"], template=None)
+    assert len(blind.setting_of(subject).layouts) == 1, "no layout tells a right answer from a wrong one"
+
+
+def test_a_reward_that_pays_no_right_answer_more_than_a_wrong_one_is_named_by_its_rows():
+    auditor, subject = auditor_of(["pays_nothing"], ["7", "8"])
+    verdict = auditor.verdict(subject, auditor.setting_of(subject))
+    assert (verdict.rows, verdict.unpaid, verdict.lazy) == (2, [1, 2], None)
+    auditor, subject = auditor_of(["pays_short_golds"], ["7", "Copenhagen", "9"])
+    verdict = auditor.verdict(subject, auditor.setting_of(subject))
+    assert (verdict.rows, verdict.unpaid) == (3, [2])
+    assert verdict.lazy == Lazy("7", pytest.approx(1 / 2), 3)
+
+
+def fails(completions, answer, **columns):
+    if "8" in answer:
+        raise ValueError("no\n8")
+    return [1.0] * len(completions)
+
+
+def test_a_reward_that_raises_for_every_right_answer_is_not_audited():
+    auditor, subject = auditor_of(["fails"], ["8", "8"])
+    with pytest.raises(UserError, match="^reward `fails` raises for every right answer: ValueError: no 8$"):
+        auditor.setting_of(subject)
+    auditor, subject = auditor_of(["fails"], ["8", "7"])
+    assert auditor.setting_of(subject).right == 0.5
+
+
+def test_a_question_is_asked_in_the_best_layout_and_in_another_that_pays_as_well():
+    auditor, _ = auditor_of(["pays_all"], ["7", "8", "9"])
+    layouts = [Layout(name, f"{name}: {{answer}}", "<t>{thinking}</t>", "t") for name in "ABC"]
+    setting = Setting("text", False, "answer", layouts, 1.0, 0.0)
+    cases = list(auditor._cases(auditor.questions, setting))
+    assert [(case.question.number, case.layout.name) for case in cases] == [
+        (1, "A"), (2, "A"), (2, "B"), (3, "A"), (3, "C"),
+    ]  # fmt: skip
+    assert [(case.right, sorted(case.others)) for case in cases[:2]] == [("7", ["8", "9"]), ("8", ["7", "9"])]
+    items = [text for _, text in auditor._right_items(setting)]
+    assert len(items) == len(set(items)) == 10
+    assert [text[-1] == case.right for text, case in zip(items[::2], cases, strict=True)] == [True] * 5
+    assert [text[-1] != case.right for text, case in zip(items[1::2], cases, strict=True)] == [True] * 5
+
+
+def test_equal_golds_are_no_wrong_answers():
+    auditor, _ = auditor_of(["pays_all"], ["7", "7.0", "8"])
+    setting = Setting("text", False, "answer", [BRACKETS], 1.0, 0.0)
+    assert [case.others for case in auditor._cases(auditor.questions, setting)][:2] == [["8"], ["8"]]
+
+
+def test_all_rewards_together_pay_a_weighted_sum():
+    built = build_rewards(
+        [{"name": f"{__name__}.pays_either", "kind": "correctness", "weight": 2},
+         {"name": f"{__name__}.pays_all", "kind": "format", "weight": 0.5}]
+    )  # fmt: skip
+    asked = [question(gold, number) for number, gold in enumerate(["7", "8"], 1)]
+    audit = Auditor(built, asked, asked, ["answer"], template="{answer}").audit(unreadable=3)
+    assert (audit.rows, audit.unreadable, audit.checks, audit.is_judged) == (2, 3, 12, True)
+    assert audit.ignored == {"pays_all": "is of kind format"}
+    (verdict,) = audit.verdicts
+    assert (verdict.name, verdict.setting.right, verdict.setting.wrong) == ("pays_either", 1.0, 0.0)
+    assert (verdict.total.right, verdict.total.wrong, verdict.total.kind) == (2.5, 0.5, "empty")
+    assert not audit.found
+    assert audit.broken == []
+    assert Auditor(built, asked, asked, ["answer"]).audit().unreadable == 0
+
+
+def test_a_reward_that_gives_no_score_gives_the_sum_none():
+    auditor, _ = auditor_of(["pays_words"], ["skip", "7"])
+    built = build_rewards([f"{__name__}.pays_words", f"{__name__}.pays_all"])
+    (subject,), _, _ = subjects(built)
+    setting = Setting("text", False, "answer", [Layout("given", "{answer}")], 1.0, 0.0)
+    items = [(one, text) for one in auditor.questions for text in ("7", "x7")]
+    assert auditor.scores(subject, setting, items) == [None, None, 3.0, 2.0]
+    failing = build_rewards([f"{__name__}.fails", f"{__name__}.pays_all"])
+    (subject,), _, _ = subjects(failing)
+    auditor, _ = auditor_of(["pays_all"], ["8"])
+    assert auditor.scores(subject, setting, [(auditor.questions[0], "x")]) == [Failure("raises", "ValueError: no 8")]
+
+
+def test_the_columns_of_a_call_are_those_of_any_row_in_order():
+    rows = [{"answer": "7", "z": 1, "prompts": "p"}, {"answer": "8", "b": 2, "completions": "c"}]
+    asked = [question_of(number, row, "answer", None) for number, row in enumerate(rows, 1)]
+    auditor = Auditor(build_rewards([f"{__name__}.pays_all"]), asked, asked, ["answer"])
+    assert auditor.columns == ["answer", "b", "z"]
 
 
 # From rows to questions

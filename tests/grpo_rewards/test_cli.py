@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import sys
 import types
 from pathlib import Path
@@ -57,6 +58,7 @@ def test_score_summarises_and_writes_one_column_per_reward(rows, tmp_path, capsy
     assert "mean 1.5000, standard deviation 1.5000" in output
     assert "worst: row 2, 0" in output
     assert "best: row 1, 3" in output
+    assert output.endswith(f"\nwrote 3 rows to {out}\n")
 
 
 def test_score_prints_json(rows, tmp_path, capsys):
@@ -144,14 +146,29 @@ def test_parquet_in_and_out(tmp_path):
             ["score", "{rows}", "--reward", "tag_count", "--out", "no/such/o.jsonl"],
             "no/such/o.jsonl can't be written: choose a file in an existing folder",
         ),
+        (["score", "absent.jsonl", "--reward", "tag_count", "--out", "{rows}"], "absent.jsonl is not a file"),
+        (["score", "{rows}", "--reward", "tag_count", "--out", "{folder}/o.jsonl"], "o.jsonl can't be written: choose"),
+        (
+            ["score", "{rows}", "--reward", "tag_count", "--gold_column", "gold"],
+            "rows.jsonl has no column `gold` (--gold_column): it has `completion`, `answer`\n",
+        ),
+        (["score", "{rows}", "--reward", "group_length", "--num_generations", "0"], "must be at least 1, not 0\n"),
+        (["score", "{rows}", "--reward", "gsm8k_correctness", "--reward", "gsm8k_correctness"], "alias"),
         (["check", "{rows}", "--reward", "tag_count"], "needs a correctness reward"),
         (["check", "{rows}", "--gold-column", "gold"], "no `gold`"),
+        (["audit", "{rows}", "--reward", "gsm8k_correctness", "--rows", "0"], "--rows must be at least 1, not 0\n"),
+        (
+            ["audit", "{rows}", "--reward", "gsm8k_correctness", "--layout", "answer"],
+            "--layout 'answer' has no place for the answer: write {{answer}} where it belongs\n",
+        ),
+        (["audit", "{rows}", "--reward", "absent.yaml"], "--reward absent.yaml can't be read ([Errno 2] No such file"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(rows, arguments, message, capsys):
-    assert main([argument.format(rows=rows) for argument in arguments]) == 2
+def test_bad_usage_is_one_line_and_exit_code_2(rows, arguments, message, tmp_path, capsys):
+    (tmp_path / "o.jsonl").mkdir()
+    assert main([argument.format(rows=rows, folder=tmp_path) for argument in arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error
+    assert message.replace("{{", "{").replace("}}", "}") in error
     assert error.count("\n") == 1
 
 
@@ -341,11 +358,19 @@ def test_each_command_has_these_options_with_these_defaults(arguments, expected)
 def test_the_help_explains_every_argument(command, capsys):
     with pytest.raises(SystemExit):
         cli._options([*command.split(), "--help"])
-    described = capsys.readouterr().out.partition("\n\n")[2]  # behind the usage
+    usage, _, described = capsys.readouterr().out.partition("\n\n")
     entries = re.findall(r"^ {2,4}(\S.*?)(?:  +|\n +)(\S.*)$", described, flags=re.MULTILINE)
     assert len(entries) >= {"": 6, "score": 7, "audit": 6, "check": 3}.get(command, 1)
     for name, explanation in entries:
         assert len(explanation.split()) >= 2, name
+    explained = {re.split("[ ,]", name)[0] for name, _ in entries}
+    words = usage.split()[2 + bool(command) :]
+    assert explained >= {word.strip("[]") for word in words if not word.strip("[]").isupper() and word != "..."}
+    operands = {"": "COMMAND ...", "list": "", "score": "file", "convert-internlm2": "SRC DST"}.get(command, "dataset")
+    assert " ".join(usage.split()).endswith(f" {operands}" if operands else "[-h]")
+    # A value is called by its form, rather than by the name of its option once more.
+    for option, value in re.findall(r"--(\w+) (\w+)", usage):
+        assert value in {"SPEC", "NAME", "G", "FILE", "TEXT", "N"}, option
 
 
 @pytest.mark.parametrize(
@@ -405,10 +430,19 @@ def test_at_most_twenty_complaints_are_listed(tmp_path, capsys, bad, listed, mor
     assert len(lines) == listed + bool(more)
 
 
+def fail(message):
+    raise ValueError(message)
+
+
 def broken(prompts, completions, **columns):
-    return {"a": lambda: 1 / 0, "b": lambda: [1.0, "2"], "c": lambda: [1.0], "d": lambda: [1.0, float("nan")]}[
-        completions[0]
-    ]()
+    return {
+        "a": lambda: 1 / 0, "b": lambda: [1.0, "2"], "c": lambda: [1.0], "d": lambda: [1.0, float("nan")],
+        "e": lambda: [[], 1.0], "f": lambda: [b"1", 1.0], "g": lambda: [1.0, "two"], "h": lambda: fail("odd\n  text."),
+        "i": lambda: fail(""), "j": lambda: 1.0,
+    }[completions[0]]()  # fmt: skip
+
+
+HERE = f"({__file__}, line {fail.__code__.co_firstlineno + 1})"
 
 
 @pytest.mark.parametrize(
@@ -418,6 +452,12 @@ def broken(prompts, completions, **columns):
         ("b", "reward `broken` returned '2' for row 2: a score is a finite number, or None"),
         ("c", "reward `broken` returned 1 scores for 2 completions: it must return one for each"),
         ("d", "reward `broken` returned nan for row 2: a score is a finite number, or None"),
+        ("e", "reward `broken` returned [] for row 1: a score is a finite number, or None"),
+        ("f", "reward `broken` returned b'1' for row 1: a score is a finite number, or None"),
+        ("g", "reward `broken` returned 'two' for row 2: a score is a finite number, or None"),
+        ("h", f"reward `broken` raised ValueError: odd text {HERE}"),
+        ("i", f"reward `broken` raised ValueError: (no message) {HERE}"),
+        ("j", "reward `broken` returned a float, not a list of scores for 2 completions"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_the_row(tmp_path, capsys, first, message):
@@ -530,3 +570,172 @@ def test_a_recipe_without_rewards_is_named(recipe, message, suffix, tmp_path, ca
     path.write_bytes(recipe)
     assert main(["audit", write(tmp_path / "rows.jsonl", [{"answer": "18"}]), "--reward", str(path)]) == 2
     assert capsys.readouterr().err == f"error: --reward {path} {message}\n"
+
+
+def test_an_error_of_our_own_is_shown_without_its_place(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": "x", "key": "7"}])
+    assert main(["score", path, "--reward", "gsm8k_correctness"]) == 2
+    assert capsys.readouterr().err == (
+        "error: reward `gsm8k_correctness` needs the dataset column `answer` (its kwarg gold_column); the batch has "
+        "key\n"
+    )
+
+
+async def awaited(prompts, completions, **columns):
+    return (float(len(text)) for text in completions)
+
+
+def pair(prompts, completions):
+    return [1.0] * len(completions)
+
+
+def test_a_reward_may_be_a_coroutine_and_return_any_sequence(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": "ab"}, {"completion": "abcd"}])
+    assert main(["score", path, "--reward", f"{__name__}.awaited", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rewards"]["awaited"]["mean"] == 3.0
+    assert main(["score", path, "--reward", f"{__name__}.pair"]) == 0
+    path = write(tmp_path / "rows.jsonl", [{"completion": "ab", "key": "7"}])
+    capsys.readouterr()
+    assert main(["score", path, "--reward", f"{__name__}.pair"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: reward `pair` can't be called (got an unexpected keyword argument 'key'): a reward takes prompts"
+    )
+
+
+def test_a_column_with_the_name_of_a_reward_is_in_the_way_of_a_file_alone(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT, "tag_count": 3}])
+    assert main(["score", path, "--reward", " {name: tag_count}"]) == 0
+    assert main(["score", path, "--reward", "tag_count", "--out", str(tmp_path / "o.jsonl")]) == 2
+
+
+def documented(prompts, completions, **columns):
+    """Sum of things.
+
+        indented
+
+    Source: a paper
+
+    Args:
+        prompts: not shown.
+        completions: not shown.
+
+    Args:
+        columns: not shown either.
+    """
+
+
+def undocumented(prompts, completions, **columns):
+    return []
+
+
+def test_the_list_ends_a_description_before_the_arguments(monkeypatch, capsys):
+    monkeypatch.setattr(
+        cli, "registered_names", lambda: [f"{__name__}.documented", f"{__name__}.undocumented", "absnt"]
+    )
+    assert main(["list"]) == 0
+    assert capsys.readouterr().out.split("\n\n")[:3] == [
+        f"{__name__}.documented\n    Sum of things.",
+        "        indented",
+        f"{__name__}.undocumented\n    (not documented)",
+    ]
+
+
+def test_the_command_reads_the_words_behind_its_name(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["grpo-rewards", "--version"])
+    with pytest.raises(SystemExit, match="^0$"):
+        main()
+    assert capsys.readouterr().out.startswith("grpo-rewards ")
+
+
+def test_output_that_cannot_be_written_fails_the_command(rows, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["score", rows, "--reward", "tag_count"]) == 2
+    assert "standard output can't be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_a_conversion_passes_its_options_on_and_names_what_failed(tmp_path, monkeypatch, capsys):
+    internlm2 = pytest.importorskip("grpo_rewards.internlm2")
+    calls = []
+
+    def convert(source, target, *, allow_pickle):
+        calls.append((source, target, allow_pickle))
+        if source == "full":
+            raise OSError(28, "No space left on device")
+        return target
+
+    monkeypatch.setattr(internlm2, "convert", convert)
+    assert main(["convert-internlm2", "a/b", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path}: ")
+    assert main(["convert-internlm2", "full", str(tmp_path), "--allow_pickle"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+    assert calls == [("a/b", tmp_path, False), ("full", tmp_path, True)]
+
+
+def falling(prompts, completions, **columns):
+    return [float(gold == "9") for gold in columns["answer"]]
+
+
+def test_check_names_the_golds_that_a_reward_of_the_users_own_pays_less(tmp_path, capsys):
+    spec = f"{{name: {__name__}.falling, kind: correctness}}"
+    path = write(tmp_path / "rows.jsonl", [{"answer": "9"}, {"answer": "8"}, {"answer": "9"}])
+    assert main(["check", path, "--reward", spec]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"{path}: 3 golds, 2 earn the most that any earns (1)",
+        "1 earn less:",
+        "  row 2: 8",
+        "`grpo-rewards audit` shows which wrong completions the reward pays",
+    ]
+    path = write(tmp_path / "rows.jsonl", [{"answer": "9"}, "{", {"answer": "9"}])
+    assert main(["check", path, "--reward", spec]) == 1  # a line that can't be read
+    path = write(tmp_path / "rows.jsonl", [{"answer": "9"}, {"answer": "9"}])
+    assert main(["check", path, "--reward", spec]) == 0
+
+
+def test_rows_of_parquet_are_numbered_from_one(tmp_path, capsys):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"completion": "aa"}, {"completion": "a"}]), path)
+    assert main(["score", str(path), "--reward", f"{__name__}.length"]) == 0
+    assert "worst: row 2, 1: a" in capsys.readouterr().out
+    path.write_bytes(b"PAR1")
+    assert main(["score", str(path), "--reward", f"{__name__}.length"]) == 2
+    assert f"{path} is not a Parquet file, or is damaged (" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("is_found", "code"), [(False, 0), (True, 1)])
+def test_an_audit_gets_what_the_command_line_says(is_found, code, tmp_path, monkeypatch, capsys):
+    calls, printed = [], []
+    result = types.SimpleNamespace(found=is_found)
+    monkeypatch.setattr(
+        "grpo_rewards.audit.run.audit_rows", lambda *given, **named: calls.append((given, named)) or result
+    )
+    monkeypatch.setattr(
+        "grpo_rewards.audit.report.print_audit", lambda found, as_json: printed.append((found, as_json))
+    )
+    path = write(tmp_path / "rows.jsonl", ["", {"key": "7"}])
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text("rewards: [tag_count, {name: tag_presence}]  # é", encoding="utf-8")
+    words = ["--reward", str(recipe), "--reward", "{name: well_formed}", "--layout", "A: {answer}", "--rows", "1"]
+    assert main(["audit", path, *words, "--seed", "5", "--gold_column", "key"]) == code
+    assert main(["audit", path, "--reward", "tag_count", "--json"]) == code
+    specs = ["tag_count", {"name": "tag_presence"}, {"name": "well_formed"}]
+    named = {"gold_column": "key", "layout": "A: {answer}", "most": 1, "seed": 5}
+    assert calls[0] == ((specs, [(2, {"key": "7"})], Path(path)), named)
+    assert calls[1][1] == {"gold_column": None, "layout": None, "most": 24, "seed": 0}
+    assert printed == [(result, False), (result, True)]
+    monkeypatch.setattr("grpo_rewards.audit.run.audit_rows", lambda *given, **named: signal.raise_signal(signal.SIGINT))
+    assert main(["audit", path, "--reward", "tag_count"]) == 130
+    assert capsys.readouterr().err == "error: interrupted: nothing was written\n"
+
+
+def test_a_line_that_is_too_long_ends_the_command(tmp_path, monkeypatch, capsys):
+    rows = [{"completion": "x" * (64 - len('{"completion": ""}') - 1)}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert Path(path).stat().st_size == 64
+    for most, code in ((65, 0), (64, 2)):
+        monkeypatch.setattr(cli, "LINE_BYTES", most)
+        assert main(["score", path, "--reward", f"{__name__}.length"]) == code
+    assert capsys.readouterr().err == f"error: {path} has a line of 64 bytes or more: correct the file\n"

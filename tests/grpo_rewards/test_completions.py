@@ -5,7 +5,15 @@ from array import array
 import pytest
 
 from grpo_rewards import gsm8k_correctness, math_correctness, tag_count, tag_presence, tag_structure, well_formed
-from grpo_rewards.completions import completion_text, fenced_blocks, group_slices, outside_thinking, prompt_groups
+from grpo_rewards.completions import (
+    completion_text,
+    fenced_blocks,
+    group_slices,
+    listed_scores,
+    needed_column,
+    outside_thinking,
+    prompt_groups,
+)
 from grpo_rewards.length import GroupLength
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import BuiltReward, SumReward
@@ -27,6 +35,11 @@ from grpo_rewards.registry import BuiltReward, SumReward
                                             {"type": "text", "text": "b"}]}], "ab"),
         ([{"role": "assistant", "content": None}], ""),
         ([{"role": "user", "content": "u"}], ""),
+        ([{"role": "assistant", "content": "first"}, "loose"], "first"),
+        ([{"content": ["loose", {"text": "a"}, {"text": 3}, {"text": "b"}]}], "ab"),
+        ([{"content": ({"text": "a"},)}], "a"),
+        (({"content": "tuple"},), "tuple"),
+        ([{"content": {"text": "mapping"}}], ""),
         ([], ""),
         (None, ""),
         (3, ""),
@@ -79,6 +92,46 @@ def test_a_bare_string_and_a_short_column_are_refused(reward, call, message):
         reward(**call)
 
 
+@pytest.mark.parametrize(
+    ("returned", "problem"),
+    [
+        (None, "None, not a list of"),
+        (0.0, "a float, not a list of"),
+        ("ab", "a str, not a list of"),
+        (b"ab", "a bytes, not a list of"),
+        ({1: 1.0, 2: 1.0}, "a dict, not a list of"),
+        ({1.0, 2.0}, "a set, not a list of"),
+        ([], "0"),
+        ([1.0], "1"),
+        ([1.0] * 3, "3"),
+    ],
+)
+def test_a_reward_returns_one_score_for_each_completion(returned, problem):
+    message = f"^reward `r` returned {problem} scores for 2 completions: it must return one for each, None where it has"
+    with pytest.raises(ValueError, match=message):
+        listed_scores("r", returned, 2)
+
+
+def test_scores_may_come_in_any_sequence():
+    assert listed_scores("r", (1.0, None), 2) == [1.0, None]
+    assert listed_scores("r", array("d", [0.5, 2.0]), 2) == [0.5, 2.0]
+    assert listed_scores("r", (score for score in (1.0, "x")), 2) == [1.0, "x"]  # the entries are not checked
+
+
+def test_a_column_that_a_reward_names_is_found_or_named():
+    reward = GSM8KCorrectness(gold_column="gold")
+    assert needed_column(reward, "gold_column", {"answer": ["1"], "gold": ["2"]}, ["a"]) == ["2"]
+    assert needed_column(reward, "gold_column", {"gold": []}, []) == []
+    with pytest.raises(
+        ValueError, match=r"needs the dataset column `gold` \(its kwarg gold_column\); the batch has a, b$"
+    ):
+        needed_column(reward, "gold_column", {"a": ["1"], "b": ["2"]}, ["a"])
+    with pytest.raises(ValueError, match="the batch has none$"):
+        needed_column(reward, "gold_column", {}, ["a"])
+    with pytest.raises(ValueError, match="2 in `completions`, 1 in `gold`"):
+        needed_column(reward, "gold_column", {"gold": ["1"]}, ["a", "b"])
+
+
 def test_any_kind_of_list_is_accepted():
     assert gsm8k_correctness(completions=("<answer>18</answer>",), answer=array("l", [18])) == [2.0]
 
@@ -108,11 +161,17 @@ def test_the_closed_fences_of_a_text(text, blocks):
     [
         ("<t>a</t>b", False, "b"), ("<t>a</t>b<t>c", False, "b"), ("<t>a</t>b<t>c</t>d", False, "d"),
         ("ab", False, "ab"),
+        ("</t>b", False, "b"), ("</t>b", True, "b"), ("<t>a", True, ""),
         ("a<t>b", False, "a"), ("a</t>b", True, "b"), ("ab", True, ""), ("a</t>b<t>c", True, "b"),
     ],
 )  # fmt: skip
 def test_the_thinking_is_removed(text, prefilled, outside):
     assert outside_thinking(text, "t", prefilled) == outside
+
+
+def test_without_a_tag_the_thinking_is_that_of_think_and_the_completion_opens_it():
+    assert outside_thinking("a<think>b") == "a"
+    assert outside_thinking("a") == "a"
 
 
 def test_groups_hold_one_prompt_each():
@@ -122,5 +181,7 @@ def test_groups_hold_one_prompt_each():
         prompt_groups("r", ["p", "p", "p", "q"], 2)
     with pytest.raises(ValueError, match="reward `r` needs num_generations"):
         prompt_groups("r", ["p"], None)
+    with pytest.raises(ValueError, match="reward `r` needs num_generations"):
+        prompt_groups("r", ["p"], 0)
     with pytest.raises(ValueError, match="3 completions are not a whole number of groups of 2"):
         prompt_groups("r", ["p"] * 3, 2)

@@ -128,6 +128,10 @@ TRAPS = [
     ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "a", "***", "dividers alone"),
     ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
      "a\n\n'So, b", "a\n\nsofa", "a longer word"),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "b"},
+     "a\n\nb c\n\n", "a\n\n\n\nb", "a blank paragraph is the second"),
+    ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "Don"},
+     "'\"don't go", "\"'don't", "an apostrophe within a quotation mark"),
     ("length_constraints:nth_paragraph_first_word", {"num_paragraphs": 1, "nth_paragraph": 1, "first_word": "so"},
      "So", "so\n\nso", "too many paragraphs"),
     ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b]", "[a [b]", "nested brackets"),
@@ -152,6 +156,7 @@ TRAPS = [
     ("combination:two_responses", {}, "a******b", "a****** a", "the same twice"),
     ("combination:two_responses", {}, "******a******b", "a******b******c", "three"),
     ("combination:two_responses", {}, "a ****** b", "a ***** b", "five asterisks"),
+    ("combination:two_responses", {}, "a\n******\nb\n******", "a****** ******b", "a blank response between two"),
     ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi"}, "say HI. hi", "Sure! Say hi", "words before it"),
     ("startend:end_checker", {"end_phrase": "The end."}, "It is the END.", "The end. Bye", "words after it"),
     ("startend:end_checker", {"end_phrase": "The end."}, '"It is the end."', "The end", "without its period"),
@@ -529,7 +534,20 @@ def test_an_argument_has_its_form_or_the_row_cannot_be_scored(name, given, reada
         ("", 0), ("a", 1), ("Dr. Who came. He left.", 2), ("J. Doe came. I. She left.", 3), ("It is 3.5 m. long", 1),
         ('He said "never." Then left', 2), ("(Yes!) Really", 2), ("See p. 3... and so on", 2),
         ("e.g. This and i.e. That", 1), ("Wait... Then go", 2), ("a.m. Now", 1), ("end. (next", 1), ("end. (Next", 2),
+        # NLTK too puts a mark that stands alone at the end of the sentence before it.
+        ('What? " And', 2), ('He left. ” And so on', 2), ('" What?', 1), ('So it is. "', 1), ('Is it? " ) He left', 2),
+        ('"', 1), ('Mr. " Lee', 1), ('end. ( "Next" )', 2), ("I. She left.", 2), ("Why?! Yes", 2),
+        ("by Ann. 3 left", 2),
     ],
 )  # fmt: skip
 def test_sentences_end_where_a_reader_ends_them(text, count):
     assert count_sentences(text) == count
+
+
+def test_the_columns_that_are_read_are_those_of_ifevals_data_or_the_given_ones():
+    assert Instructions().columns_read == ("instruction_id_list", "kwargs")
+    assert Instructions(ids_column="ids", kwargs_column="given").columns_read == ("ids", "given")
+    scores = Instructions(ids_column="ids", kwargs_column="given")(
+        completions=["a"], ids=[["punctuation:no_comma"]], given=[[{}]]
+    )
+    assert scores == [1.0]

@@ -8,6 +8,7 @@ import random
 import re
 import string
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -716,7 +717,11 @@ def test_a_keyword_costs_steps_by_the_size_of_what_it_compares(value, instance, 
         ("date-time", "2023-02-29T12:00:00Z", False), ("date-time", "2024-02-28 12:00:00z", True),
         ("date-time", "2024-02-28x12:00:00Z", False), ("date-time", "20240228T12:00:00Z", False),
         ("date", "2024-02-30", False), ("ipv4", "1.2.3.256", False), ("ipv6", "::1", True), ("uuid", "x", False),
-        ("color", "anything", True),
+        ("color", "anything", True), ("ipv6", "1.2.3.4", False), ("ipv4", "::1", False), ("ipv4", "1.2.3.4", True),
+        ("email", "a@b.c d", False), ("email", "a@b.c\n", False), ("time", "12:00:00Z ", False), ("time", 3, True),
+        ("email", 3, True), ("date-time", 3, True), ("date", "2024-02-29", True), ("time", "12:00:00z", True),
+        ("date-time", "2024-02-29", False), ("date-time", "2024-02-29T24:00:00Z", False), ("ipv6", ":::", False),
+        ("uuid", "f81d4fae-7dec-11d0-a765-00a0c91e6bf6", True), ("time", "23:60:00Z", False),
     ],
 )  # fmt: skip
 def test_the_formats_of_strings(name, text, fits):
@@ -762,3 +767,208 @@ def test_a_verdict_names_the_keyword_and_the_place(schema, value, where):
     completion = json.dumps({"x": value})
     JsonSchema()(completions=[completion], schema=[{"properties": {"x": schema}}], log_extra=logged.__setitem__)
     assert logged["verdict"] == [f"does not fit ({where}), 0 of 0 required keys do"]
+
+
+EMPTY = "not JSON: Expecting value: line 1 column 1 (char 0)"
+
+
+@pytest.mark.parametrize(
+    ("layout", "text", "found"),
+    [
+        ("answer_tag", '<answer>{"a": 1}</answer>', {"a": 1}),
+        ("answer_tag", '{"a": 1}', "no answer block"),
+        ("answer_tag", '<answer>{"a": 1}', "no answer block"),
+        ("answer_tag", '{"a": 1}</answer>', "no answer block"),
+        ("answer_tag", "<answer>{}</answer></answer>", "several answer blocks"),
+        ("answer_tag", "<answer>{}<answer></answer>", "several answer blocks"),
+        ("answer_tag", '<answer>\n```json\n{"a": 1}\n```\n</answer>', {"a": 1}),
+        ("answer_tag", "<answer>```json\n{}\n``` and</answer>", EMPTY),
+        ("answer_tag", "<answer>so ```json\n{}\n```</answer>", EMPTY),
+        ("fence", '{"a": 1}', "no fence"),
+        ("fence", "<answer>{}</answer>", "no fence"),
+        ("fence", '{"a": 2}\n```json\n{"a": 1}\n```', {"a": 1}),
+        ("fence", '```\n\n  {"a": 1}\n```', {"a": 1}),
+        ("fence", "```sh\n{}\n```\n```\n[1]\n```", "no fence"),
+        ("fence", "```json\n[1]\n```\n```\n{}\n```", "several fences"),
+        ("whole", '\u00a0{"a": "<answer>"}\x0b', {"a": "<answer>"}),
+        ("whole", '{"a": "```"}', {"a": "```"}),
+        ("whole", "```json\n{}\n```", EMPTY),
+        ("whole", "<answer>{}</answer>", EMPTY),
+        ("auto", ' {"a": "```json\\n[]\\n```"} ', {"a": "```json\n[]\n```"}),
+        ("auto", '[1]\n```json\n{"a": 1}\n``` <answer>{"a": 2}</answer>', {"a": 2}),
+        ("auto", "[]", "not an object"),
+        ("auto", "", EMPTY),
+    ],
+)
+def test_each_layout_has_one_place_for_the_object(layout: str, text: str, found: object) -> None:
+    if isinstance(found, dict):
+        assert schemas.find_object(text, layout, "answer") == found
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(str(found))}$"):
+        schemas.find_object(text, layout, "answer")
+
+
+@pytest.mark.parametrize("layout", ["answer_tag", "fence", "whole", "auto"])
+def test_every_layout_is_a_choice_and_reads_its_own(layout: str) -> None:
+    texts = {"answer_tag": f"<answer>{ANN}</answer>", "fence": fenced(ANN), "whole": ANN, "auto": ANN}
+    assert score(texts[layout], extract=layout) == (1.0, "fits")
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    for arguments, message in (
+        ({"pay_partial": -0.1}, "pay_partial must be a finite number from 0 to 1, not -0.1"),
+        ({"pay_partial": 1.0}, "pay_partial must be less than pay, 1, not 1"),
+        ({"schema": ""}, "schema must be a mapping or a string of JSON, not ''"),
+        ({"schema": " "}, "schema must be a mapping or a string of JSON, not ' '"),
+        ({"schema": {"enum": [{1, 2}]}}, "schema must be a mapping or a string of JSON, not {'enum': [{1, 2}]}"),
+        ({"schema": {}, "extract": "box"}, "extract must be one of answer_tag, fence, whole, auto, not 'box'"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            JsonSchema(**arguments)
+    circle: dict = {}
+    circle["properties"] = circle
+    with pytest.raises(ValueError, match="schema must be a mapping or a string of JSON"):
+        JsonSchema(schema=circle)
+    reward = JsonSchema(schema={"type": "object"})
+    assert (reward.schema, reward.columns_read) == ('{"type": "object"}', ())
+    assert (JsonSchema().columns_read, JsonSchema(schema_column="s").columns_read) == (("schema",), ("s",))
+
+
+def test_an_empty_schema_takes_any_object_and_needs_no_column() -> None:
+    assert JsonSchema(schema={})(completions=['{"a": 1}', "[1]"]) == [1.0, 0.0]
+
+
+def test_a_verdict_names_what_its_row_lacks() -> None:
+    logged: dict = {}
+    JsonSchema(gold_column="gold")(
+        completions=[ANN] * 4,
+        schema=[None, " ", "[]", PERSON],
+        gold=[ANN, ANN, ANN, "no"],
+        log_extra=logged.__setitem__,
+    )
+    assert logged["verdict"] == ["no schema", "no schema", "the schema is not a JSON object", "no gold"]
+
+
+def test_a_verdict_on_values_counts_those_that_are_right() -> None:
+    logged: dict = {}
+    gold = {"name": "Ann", "age": 30, "mail": "a@b.c"}
+    completions = ['{"name": "Bo", "age": 31, "x": 1}', json.dumps(gold), '{"name": "Ann", "age": -1, "mail": "a@b.c"}']
+    scores = JsonSchema(schema=PERSON, gold_column="gold")(
+        completions=completions, gold=[{}, gold, json.dumps(gold)], log_extra=logged.__setitem__
+    )
+    assert scores == [0.0, 1.0, pytest.approx(0.5 * 2 / 3)]
+    assert logged["verdict"][0].endswith(", 0 of 3 values are right, not name, age, x")
+    assert logged["verdict"][1] == "fits"
+    assert logged["verdict"][2].endswith("not age, 2 of 3 values are right, not age")
+    # An object with the gold's values that does not fit the schema earns the smaller pay.
+    assert score_against('{"name": "Ann", "age": -1}', {"name": "Ann", "age": -1}) == 0.5
+    assert score_against('{"on": true}', {"on": False}, {}) == 0.0
+    assert score_against('{"on": false}', {"on": False}, {}) == 1.0
+    assert score_against("{}", {}, {}) == 1.0
+
+
+def test_long_places_and_lists_of_keys_are_cut_in_a_verdict() -> None:
+    keys = [f"key{n:02}" for n in range(20)]
+    _, verdict = score("{}", {"required": keys})
+    listed = ", ".join(keys)
+    assert verdict == f"does not fit (required at $), 0 of 20 required keys do, not {listed[:80]}"
+    deep = {"properties": {"k" * 90: {"type": "string"}}}
+    assert score(json.dumps({"k" * 90: 1}), deep)[1] == f"does not fit (type at $.{'k' * 79}), 0 of 0 required keys do"
+    _, verdict = score("{}", {}, gold_column=None)
+    assert verdict == "fits"
+
+
+@pytest.mark.parametrize("keyword", ["$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"])
+def test_a_keyword_that_is_not_supported_is_named(keyword: str) -> None:
+    value = "#" if keyword.endswith("Ref") else False
+    with pytest.raises(ValueError, match=f"^the schema uses {re.escape(keyword)}, which is not supported$"):
+        JsonSchema(schema={"items": {keyword: value}})
+
+
+def test_the_root_alone_may_have_an_identifier() -> None:
+    inner = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object"}}}
+    assert score("{}", {"$id": "https://example.org/a", **inner})[0] == 1.0
+    with pytest.raises(ValueError, match=r"holds a second schema with an \$id of its own"):
+        JsonSchema(schema={"properties": {"a": {"$id": "https://example.org/b"}}})
+
+
+@pytest.mark.parametrize("keyword", ["not", "if", "then", "else", "allOf", "anyOf", "oneOf", "dependentSchemas"])
+def test_a_circle_through_any_keyword_of_the_same_value_is_refused(keyword: str) -> None:
+    back = {"$ref": "#/$defs/a"}
+    value = [back] if keyword.endswith("Of") else {"x": back} if keyword == "dependentSchemas" else back
+    schema = {"$defs": {"a": {keyword: value}}, "properties": {"b": {"$ref": "#/$defs/a"}}}
+    with pytest.raises(ValueError, match=r"has a \$ref that leads back to itself without reading on$"):
+        JsonSchema(schema=schema)
+    reading_on = {"$defs": {"a": {"properties": {"x": back}}}, "$ref": "#/$defs/a"}
+    assert score('{"x": {"x": {}}}', reading_on)[0] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"$schema": 7}, "must name one of the drafts 4, 6, 7, 2019-09 and 2020-12, not 7"),
+        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "must name one of the drafts 4, 6, 7"),
+        ({"$ref": "#/properties/x"}, r"the schema's \$ref '#/properties/x' leads nowhere"),
+        ({"$ref": "#/required/x", "required": ["a"]}, r"leads nowhere"),
+        ({"$ref": "a.json"}, r"the schema's \$ref 'a.json' leads outside the schema, where nothing is ever fetched"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_described(schema: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JsonSchema(schema=schema)
+
+
+def test_a_schema_may_be_nested_to_a_depth_of_64() -> None:
+    for depth, fits in ((64, True), (65, False)):
+        text = '{"not":' * (depth - 1) + "{}" + "}" * (depth - 1)
+        if fits:
+            JsonSchema(schema=text)
+        else:
+            with pytest.raises(ValueError, match="the schema is not JSON: nested deeper than 64"):
+                JsonSchema(schema=text)
+
+
+def steps_of(schema: dict, value: object) -> int:
+    """Return the number of steps that the validation of a value takes."""
+    token = schemas._steps.set([schemas.MAX_STEPS])
+    try:
+        next(schemas._compiled(json.dumps(schema)).validator.iter_errors(schemas._quiet(value)), None)
+        return schemas.MAX_STEPS - schemas._steps.get()[0]
+    finally:
+        schemas._steps.reset(token)
+
+
+def test_the_longest_validation_is_that_of_the_documentation() -> None:
+    page = Path(__file__).resolve().parents[2].joinpath("docs/rewards.md").read_text(encoding="utf-8")
+    (most,) = re.findall(r"A validation of more than ([\d,]+) steps", page)
+    steps = int(most.replace(",", ""))
+    schema = {"properties": {"a": {"enum": list(range(10))}}, "required": ["a"]}
+    spent = steps_of(schema, {"a": 3})
+    token = schemas._steps.set([steps])
+    try:
+        JsonSchema(schema=schema)._validated(schemas._compiled(json.dumps(schema)), {"a": 3})
+        assert schemas._steps.get() == [steps - spent]
+    finally:
+        schemas._steps.reset(token)
+
+
+def test_keywords_that_read_long_texts_cost_a_step_for_each_hundred_characters() -> None:
+    base = steps_of({"patternProperties": {"^a": True}}, {})  # the keyword itself, and `$schema`
+    key = "a" * 250
+    assert steps_of({"patternProperties": {"^a": True}}, {"b": 1}) == base + 1 + 1  # one entry more, one key compared
+    assert steps_of({"patternProperties": {"^b": True}}, {key: 1}) == base + 1 + 3
+    others = {"patternProperties": {"^b": True, "^c": True}, "additionalProperties": True}
+    extra = steps_of(others, {"d": 1}) - steps_of(others, {})
+    # One entry more for each of the two keywords, one step for each pattern of each, and none for `true`.
+    assert extra == 2 + 2 + 2
+    assert steps_of(others, {"d" * 100: 1}) - steps_of(others, {"d" * 99: 1}) == 2 + 2
+    items = {"uniqueItems": True}
+    assert steps_of(items, [1, 2]) - steps_of(items, []) == 2 + 2
+    assert steps_of(items, ["x" * 200]) - steps_of(items, ["x"]) == 2
+    assert steps_of(items, [{"a": 1}]) - steps_of(items, [1]) == 1
+
+
+def test_patterns_are_those_of_re2_alone() -> None:
+    r"""Python's `re`, which has no `\pL`, reads no pattern: some take it exponential time."""
+    schema = {"properties": {"a": {"pattern": "^\\pL+$"}, "b": {"format": "regex"}}}
+    assert JsonSchema(schema=schema)(completions=['{"a": "né", "b": "("}', '{"a": "n3"}']) == [1.0, 0.0]

@@ -1,6 +1,7 @@
 """The judge reward against a local server that answers, fails, is slow, limits the rate or is down."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import math
@@ -635,6 +636,109 @@ def test_arguments_are_checked(arguments, message):
     with pytest.raises(RewardSpecError, match=f"reward `judge`: .*{message}") as refused:
         build_rewards([{"name": "judge", "kwargs": {"base_url": "http://a/v1", "model": "m", **arguments}}])
     assert "sk-secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"highest": "x"}, "highest must be a finite number, not 'x'"),
+        ({"lowest": None}, "lowest must be a finite number, not None"),
+        ({"timeout": 0.0009}, "timeout must be a finite number from 0.001 to 3600, not 0.0009"),
+        ({"timeout": 3600.5}, "timeout must be a finite number from 0.001 to 3600, not 3600.5"),
+        ({"template": ["completion"]}, "template must be a text that holds {completion}"),
+        ({"template": "{completions}"}, "template must be a text that holds {completion}"),
+        ({"model": 3}, "model must be a name, not 3"),
+        ({"api_key_env": ""}, "api_key_env must be the name of an environment variable, not a key"),
+        ({"api_key_env": "A-B"}, "api_key_env must be the name of an environment variable, not a key"),
+        ({"request": "[1]"}, "request must be a mapping of further request fields, not '[1]'"),
+        *(({"request": {key: 1}}, f"request must not hold '{key}', which is the reward's own")
+          for key in ("model", "messages", "stream", "n")),
+    ],
+)  # fmt: skip
+def test_an_argument_beyond_its_limits_is_named(arguments, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        JudgeScore("http://a/v1", **{"model": "m", **arguments})
+
+
+def test_arguments_at_their_limits_are_taken():
+    reward = JudgeScore("http://a/v1", "m", timeout="0.001", lowest="1", highest=1.5, attempts=1, api_key_env="_A1")
+    assert (reward.timeout, reward.lowest, reward.highest) == (0.001, 1.0, 1.5)
+    assert JudgeScore("http://a/v1", "m", timeout=3600).timeout == 3600.0
+    assert JudgeScore("http://a/v1", "m", request={"b": 1, "a": None}).request == '{"a": null, "b": 1}'
+    assert JudgeScore("http://a/v1", "m").request == "{}"
+    assert JudgeScore("http://a/v1", "m", pay=-1).highest_pay == 0.0
+    task = JudgeScore("http://a/v1", "m", template="{prompt} {id} {completion} {key} {id}")
+    assert task.columns_read == ("id", "key")
+
+
+def test_a_column_of_the_template_has_an_entry_for_each_row():
+    task = JudgeScore("http://127.0.0.1:9/v1", "m", num_generations=1, template="{completion} {key}")
+    assert task([], [], key=[]) == []
+    with pytest.raises(ValueError, match="2 in `completions`, 1 in `key`"):
+        task(["p", "p"], ["a", "b"], key=["1"])
+    with pytest.raises(ValueError, match=r"its template names \{key\}, and the batch has no column"):
+        task(["p"], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ('```json\n{"score": 7}\n``` or so', "not JSON: "),
+        ('It is\n```json\n{"score": 7}\n```', "not JSON: "),
+        ('{"score": "7"}', "its score is no number$"),
+        ('{"score": true}', "its score is no number$"),
+        ('{"score": 1.5}', "its score is not from 2 to 8.5$"),
+        ('{"score": 8.6}', "its score is not from 2 to 8.5$"),
+        ("<think>", "not JSON: "),
+    ],
+)
+def test_why_a_reply_has_no_score(reply, reason):
+    with pytest.raises(ValueError, match=f"^{reason}"):
+        read_score(reply, 2, 8.5)
+
+
+def test_the_ends_of_the_scale_are_scores():
+    assert [read_score(json.dumps({"score": value}), 2, 8.5) for value in (2, 8.5)] == [2.0, 8.5]
+    pytest.importorskip("re2")
+    pattern = "Score: (.*)"
+    for stated, value in (("+3", 3.0), ("-0", 0.0), ("7" * 20, None), ("1." + "2" * 20, 1.2), ("0" * 20 + ".5", 0.5)):
+        reply = f"Why?\nScore: 9\nScore: {stated} "
+        if value is None:
+            with pytest.raises(ValueError, match="^its score is not from 0 to 10$"):
+                read_score(reply, 0, 10, pattern)
+        else:
+            assert read_score(reply, 0, 10, pattern) == pytest.approx(value, abs=0.03)
+    for stated in ("1e1", "1.", ".5", "0" * 21, "1." + "2" * 21, "nan", "٣"):
+        with pytest.raises(ValueError, match="^its score is no number$"):
+            read_score(f"Score: {stated}", 0, 10, pattern)
+
+
+def test_a_reply_is_kept_under_the_digest_of_its_request(tmp_path):
+    with serving(by_length) as server:
+        reward = JudgeScore(server.url, "m", num_generations=1, cache=str(tmp_path))
+        assert reward(["p"], ["1234"]) == [0.4]
+        (body,) = reward._bodies(["p"], ["1234"], {})
+        digest = hashlib.sha256(f"{server.url}\n".encode() + body).hexdigest()
+        (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert file == tmp_path / digest[:2] / f"{digest}.json"
+        kept = json.loads(file.read_text())
+        assert kept == {"content": '{"reason": "fine", "score": 4}', "prompt_tokens": 7, "completion_tokens": 3}
+        for damaged, requests in ((json.dumps({"content": "no score"}), 2), ("{", 3), ('{"content": 3}', 4), ("[]", 5)):
+            file.write_text(damaged)
+            assert reward(["p"], ["1234"]) == [0.4]
+            assert len(server.requests) == requests, damaged
+        assert reward(["p"], ["1234"]) == [0.4]
+        assert len(server.requests) == 5
+
+
+def test_a_judge_that_is_known_not_to_answer_gets_one_request_of_each_call():
+    with serving(lambda request, handler: (500, b"")) as server:
+        for calls in (1, 2, 3):
+            scores, _, metrics = score(server, ["1", "12", "123"], group=1, attempts=1, concurrency=1)
+            assert (scores, metrics["failed"]) == ([None] * 3, 3)
+            assert len(server.requests) == 3 + (calls - 1)
+            assert metrics["requests"] == (3 if calls == 1 else 1)
+            assert metrics["cached"] == 0
 
 
 def test_prepare_scores_a_sample_or_says_why_not(tmp_path):

@@ -135,6 +135,9 @@ def test_a_key_that_only_resembles_a_secret_is_kept(key: str, value: Any) -> Non
         ("http://user:80@h", "http://<hidden>@h"),
         ("ssh://git:secret9@h git+ssh://git@h", "ssh://<hidden>@h git+ssh://git@h"),
         ("wasb://c@a abfs://c:secret9@a https://c@a", "wasb://c@a abfs://<hidden>@a https://<hidden>@a"),
+        ("abfs://c@a wasbs://c@a ABFSS://c@a xabfs://c@a", "abfs://c@a wasbs://c@a ABFSS://c@a xabfs://<hidden>@a"),
+        ("https://a@b@h/x", "https://<hidden>@h/x"),
+        (PEM + PEM, "<hidden><hidden>"),
         ("http://<hidden>@h", "http://<hidden>@h"),
     ],
 )  # fmt: skip

@@ -18,8 +18,10 @@ from grpo_rewards.registry import (
     SumReward,
     UnbuiltReward,
     build_rewards,
+    is_composed,
     is_own,
     leaves,
+    own_name,
     registered_names,
     resolve,
     spec_parts,
@@ -341,6 +343,9 @@ TEXTS = ["", TEXT, "<answer>18</answer>", "\\boxed{18}", "18", "A", f"{TEXT}{TEX
         ({"name": "sum", "rewards": [{"name": "tag_count", "weight": 3}, "well_formed"]}, "format", 4.0),
         ({"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]}, "other", 3.0),
         ({"name": "sum", "rewards": ["tag_count", {"name": "repetition", "weight": -1}]}, "other", None),
+        ({"name": "sum", "rewards": [{"name": "tag_count", "weight": 0.5}, "repetition"]}, "other", 0.5),
+        ({"name": "sum", "rewards": ["tag_count", {"name": f"{HERE}.length_reward", "weight": 0}]}, "format", 1.0),
+        ({"name": "sum", "rewards": ["tag_count", f"{HERE}.length_reward"]}, "other", None),
         ({"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"}, "correctness", 2.0),
         (f"{HERE}.length_reward", "other", None),
         ({"name": f"{HERE}.length_reward", "kind": "length", "alias": "short"}, "length", None),
@@ -572,3 +577,146 @@ def test_a_reward_of_the_user_is_one_of_another_package():
     assert is_own(unbuilt)
     with pytest.raises(RewardSpecError, match="reward `Constant` was not built"):
         unbuilt.function(completions=["a"])
+
+
+def test_a_row_without_a_score_names_the_part_and_one_of_zero_does_not():
+    reasons = Recorder()
+    total = {"name": "sum", "rewards": ["tag_count", {"name": f"{HERE}.never_scores", "weight": -0.5}]}
+    assert one(total).function(completions=["x"], log_reason=reasons) == [None]
+    assert reasons["sum/reason"] == ["never_scores has no score"]
+    parts = ["tag_count", {"name": "well_formed", "weight": 0}, {"name": "tag_presence", "weight": 2.5}]
+    assert one({"name": "sum", "rewards": parts}).function(completions=["x"], log_reason=reasons) == [0.0]
+    assert reasons["sum/reason"] == ["1 * tag_count + 2.5 * tag_presence"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "parts", "composed"),
+    [
+        ({"name": "sum", "rewards": ["a", {"name": "b"}]}, ["a", {"name": "b"}], True),
+        ({"name": "gate", "reward": "a", "only_if": "b"}, ["a", "b"], True),
+        ({"name": "gate", "only_if": "b"}, ["b"], True),
+        ({"name": "sum", "rewards": []}, [], False),
+        ({"name": "sum", "rewards": None}, [], False),
+        ({"name": "sum"}, [], False),
+        ({"name": "own", "rewards": ["a"]}, ["a"], False),
+        ("sum", [], False),
+    ],
+)
+def test_the_parts_of_a_spec_are_those_that_it_names(spec, parts, composed):
+    assert spec_parts(spec) == parts
+    assert is_composed(spec) is composed
+
+
+@pytest.mark.parametrize(
+    ("name", "registered"),
+    [
+        ("math_correctness", "math_correctness"),
+        ("grpo_rewards.math.correctness.MathCorrectness", "math_correctness"),
+        ("grpo_rewards.math.correctness.math_correctness", "math_correctness"),
+        ("grpo_rewards.math_correctness", "math_correctness"),
+        ("grpo_rewards.schema.json_schema", "json_schema"),
+        ("grpo_rewards.schema.math_correctness", None),
+        ("correctness.math_correctness", None),
+        ("MathCorrectness", None),
+        ("sum", None),
+    ],
+)
+def test_a_reward_of_ours_is_known_by_its_names(name, registered):
+    assert own_name(name) == registered
+
+
+def test_a_folder_may_have_a_colon_in_its_name(tmp_path):
+    folder = tmp_path / "a:b"
+    folder.mkdir()
+    (folder / "own.py").write_text("def score(prompts, completions, **columns):\n    return [2.0] * len(completions)\n")
+    assert one(f"{folder}/own.py:score").function(prompts=["p"], completions=["c"]) == [2.0]
+
+
+def raises(error):
+    if error == "text":
+        raise ValueError("  no\n  good. ")
+    raise {"key": KeyError("k"), "empty": ValueError(), "import": ImportError("no such thing.")}[error]
+
+
+@pytest.mark.parametrize(
+    ("error", "described"),
+    [("text", "no good"), ("key", "KeyError: 'k'"), ("empty", "ValueError: "), ("import", "no such thing")],
+)
+def test_the_error_of_a_factory_is_one_sentence(error, described):
+    with pytest.raises(RewardSpecError, match=f"^reward `{HERE}.raises`: {described}$"):
+        one({"name": f"{HERE}.raises", "kwargs": {"error": error}})
+
+
+def test_the_size_of_a_group_is_given_where_it_is_taken_and_kwargs_win():
+    spec = {"name": f"{HERE}.Constant", "kwargs": {"num_generations": 2}}
+    assert one(spec, num_generations=4).unbound.num_generations == 2
+    assert one(f"{HERE}.Constant", num_generations=4).unbound.num_generations == 4
+    assert one(f"{HERE}.Constant").unbound.num_generations is None
+    assert one(f"{HERE}.length_reward", num_generations=4).function is length_reward
+
+
+def needs_both(first, second, *rest, third=3, **others):
+    return length_reward
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "kwargs must give first, second$"),
+        ({"first": 1}, "kwargs must give second$"),
+        ({"first": 1, "second": 2, "fourth": 4}, None),
+        ([1], r"kwargs must be a mapping of arguments, not \[1\]$"),
+        ("abc", "kwargs must be a mapping of arguments, not 'abc'$"),
+    ],
+)
+def test_the_arguments_that_a_factory_needs_are_listed(kwargs, message):
+    spec = {"name": f"{HERE}.needs_both", "kwargs": kwargs}
+    if message is None:
+        assert one(spec).function is length_reward
+        return
+    with pytest.raises(RewardSpecError, match=f"^reward `{HERE}.needs_both`: {message}"):
+        one(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "sum", "rewards": []}, "reward `sum`: the key `rewards` must list at least one reward to add$"),
+        ({"name": "gate", "reward": "tag_count"}, "reward `gate`: the key `only_if` is missing: set it to a reward$"),
+        ({"name": "gate", "only_if": "tag_count"}, "reward `gate`: the key `reward` is missing: set it to a reward$"),
+        ({"name": "gate", "reward": "tag_count", "only_if": "well_formed", "at_least": "x"},
+         "reward `gate`: at_least must be a finite number, not 'x'$"),
+        ({"name": "gate", "reward": "tag_count", "only_if": f"{HERE}.async_reward"},
+         "reward `gate`: `async_reward` is asynchronous; list it beside the gate, not in it$"),
+        ({"name": "sum", "rewards": ["tag_count", f"{HERE}.async_reward"]},
+         "reward `sum`: `async_reward` is asynchronous; list it beside the sum, not in it$"),
+        ({"name": "tag_count", "alias": 3}, "reward `tag_count`: alias must be a string, not 3$"),
+        ({"name": "tag_count", "weight": "heavy"}, "reward `tag_count`: weight must be a finite number, not 'heavy'$"),
+        ({"name": "sum", "reward": {}}, "reward `sum`: unknown key `reward`: did you mean `rewards`[?]$"),
+        ({"name": "sum", "x": {}}, "reward `sum`: unknown key `x`: its keys are name, weight, alias, rewards$"),
+        ({"name": "gate", "kwargs": {}},
+         "reward `gate`: unknown key `kwargs`: its keys are name, weight, alias, reward, only_if, at_least$"),
+        ({"name": "tag_count", "x": []},
+         "reward `tag_count`: unknown key `x`: its keys are name, weight, alias, kind, kwargs$"),
+        ({"name": ""}, "a reward is a name or a mapping with the key `name`, not {'name': ''}$"),
+        ({"name": "math.pi"}, "reward `math.pi` is a float, which can't be called as a reward$"),
+    ],
+)  # fmt: skip
+def test_a_spec_that_cannot_be_built_is_one_sentence(spec, message):
+    with pytest.raises(RewardSpecError, match=f"^{message}"):
+        one(spec)
+
+
+def test_a_gate_opens_from_zero_on_if_it_says_so():
+    spec = {"name": "gate", "reward": f"{HERE}.length_reward", "only_if": "tag_count"}
+    assert one(spec).function(completions=["xx"]) == [0.0]
+    assert one({**spec, "at_least": 0}).function(completions=["xx"]) == [2.0]
+    assert one({**spec, "at_least": "1e-1"}).function(completions=["xx"]) == [0.0]
+
+
+def test_one_reward_that_logs_columns_needs_no_prefix():
+    (alone, _) = build_rewards(["gsm8k_correctness", "tag_count"])
+    assert alone.function.prefix == ""
+    spec = {"name": "math_correctness", "alias": "m", "kwargs": {"prefix": "own_"}}
+    (first, second) = build_rewards(["gsm8k_correctness", spec])
+    assert (first.function.prefix, second.function.prefix) == ("gsm8k_correctness/", "own_")

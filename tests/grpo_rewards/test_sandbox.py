@@ -9,19 +9,23 @@ import base64
 import contextlib
 import ctypes
 import errno
+import io
 import json
 import math
 import os
 import re
+import resource
+import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +63,7 @@ def no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     try:
         yield
         assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+        assert supervisor._descendants() <= before
         assert list(folders.iterdir()) == []
     finally:
         libc.prctl(_SUBREAPER, 0, 0, 0, 0)
@@ -75,12 +80,42 @@ def usable(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip unless an isolation works here, perhaps with the system's Python."""
     if sys.platform != "linux":
         pytest.skip("the sandbox needs Linux")
-    reason = sandbox._failure(ISOLATIONS[isolation])
+    if reason := failure(ISOLATIONS[isolation], monkeypatch):
+        pytest.skip(f"{isolation} is missing here: {reason}")
+
+
+def failure(mechanisms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """Return the reason why no program runs with these mechanisms, or None if one does, perhaps the system's Python."""
+    # Whatever hides files must show the interpreter.
+    assert any(Path(sandbox.interpreter()).is_relative_to(path) for path in confinement.readable_paths())
+    reason = sandbox._failure(mechanisms)
     if reason and "install Python outside of" in reason and os.path.exists(SYSTEM_PYTHON):
         monkeypatch.setattr(sandbox, "interpreter", lambda: os.path.realpath(SYSTEM_PYTHON))
-        reason = sandbox._failure(ISOLATIONS[isolation])
-    if reason:
-        pytest.skip(f"{isolation} is missing here: {reason}")
+        reason = sandbox._failure(mechanisms)
+    return reason
+
+
+def is_offered(mechanism: str) -> bool:
+    """Return True if the kernel itself says that it has a mechanism, and lets this user have it."""
+    if mechanism == "namespaces":
+        own_user = ["--user", "--map-root-user"] if os.geteuid() else []
+        mounts = ["sh", "-c", "mount -t tmpfs none /mnt && mount --bind /usr /mnt"]
+        command = ["unshare", *own_user, "--mount", "--uts", "--ipc", "--pid", "--net", "--fork", *mounts]
+        return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
+    if mechanism == "landlock":
+        return ctypes.CDLL(None).syscall(ctypes.c_long(444), None, ctypes.c_long(0), ctypes.c_long(1)) >= 3
+    return Path("/proc/sys/kernel/seccomp/actions_avail").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
+@pytest.mark.parametrize("mechanism", ["namespaces", "landlock", "seccomp"])
+def test_a_mechanism_that_the_kernel_offers_works(
+    mechanism: str, no_trace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that skips where a mechanism fails would notice no mistake in the mechanism."""
+    if not is_offered(mechanism):
+        pytest.skip(f"this kernel offers no {mechanism}")
+    assert failure((mechanism,), monkeypatch) is None
 
 
 def hostile(program: str, isolation: str, stdin: str = "", limits: Limits = SMALL) -> Outcome:
@@ -565,6 +600,242 @@ def test_an_error_before_the_program_is_the_reply() -> None:
 )  # fmt: skip
 def test_a_value_is_written_down_as_data_of_pythons_own_types(value: object, written: object) -> None:
     assert harness.encode(value) == written
+
+
+def test_the_harness_writes_one_line_for_each_call() -> None:
+    program = """
+import sys
+print("to nobody"); print("to nobody", file=sys.stderr)
+def f(x: int): return x * 2
+def g(): raise KeyError("x")
+def h(): sys.exit(0)
+assert __name__ == "program" and sys.modules[__name__].f is f and f.__annotations__ == {"x": int}
+assert sys.stdin.read() == ""
+"""
+    calls = ["f(21)", "f((1,))", "g()", "h()", "missing", "f", "'\\ud800'", "2 ** 60"]
+    request = json.dumps({"program": program, "calls": calls})
+    ended = subprocess.run([sys.executable, "-S", harness.__file__], input=request, capture_output=True, text=True)
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    values = [harness.encode(value) for value in (42, (1, 1))]
+    assert lines == [
+        *values, ["!", "KeyError"], ["!", "SystemExit"], ["!", "NameError"], ["?", "function"], "\ud800",
+        harness.encode(2**60),
+    ]  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_program_that_does_not_load_is_one_line_of_the_harness() -> None:
+    request = json.dumps({"program": "raise SystemExit(0)", "calls": ["1"]})
+    ended = subprocess.run([sys.executable, "-S", harness.__file__], input=request, capture_output=True, text=True)
+    assert json.loads(ended.stdout) == ["!", "SystemExit"]
+    assert harness.encode("x") == "x"
+    assert ended.returncode == 1
+
+
+def forked(work: Callable[[], object]) -> object:
+    """Return what `work` returns, as JSON keeps it, in a process of its own."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(writing, json.dumps(work()).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        found = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(found)
+
+
+def test_limits_are_set_but_not_above_those_that_are_in_force() -> None:
+    kinds = ("CPU", "AS", "FSIZE", "NPROC", "NOFILE", "CORE", "MEMLOCK")
+    limits = {"cpu_seconds": 7, "memory_bytes": 2**40, "disk_bytes": 4096}
+
+    def work() -> object:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        confinement.set_limits(limits, 3)
+        return [resource.getrlimit(getattr(resource, f"RLIMIT_{kind}")) for kind in kinds] + [os.umask(0)]
+
+    wanted = [[7, 8], [2**40] * 2, [4096] * 2, [3] * 2, [50] * 2, [0] * 2, [0] * 2, 0o077]
+    assert forked(work) == wanted
+
+
+def test_a_file_for_the_input_can_be_read_and_not_written() -> None:
+    descriptor = supervisor._input_file("a\ud800")
+    with open(descriptor, "rb") as file:
+        assert file.read() == b"a\xed\xa0\x80"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(descriptor, b"x")
+
+
+def test_a_program_is_written_into_its_folder(tmp_path: Path) -> None:
+    supervisor._write_program(str(tmp_path), "é\ud800", None)
+    (file,) = tmp_path.iterdir()
+    assert (file.name, file.read_bytes()) == ("main.py", b"\xc3\xa9\xed\xa0\x80")
+    if os.geteuid() == 0:
+        supervisor._write_program(str(tmp_path), "", 12345)
+        for path in (tmp_path, file):
+            assert (path.stat().st_uid, path.stat().st_gid) == (12345, 65534)
+
+
+def test_the_limit_of_processes_leaves_room_for_those_of_the_same_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "tasks_of", {os.geteuid(): 11}.__getitem__)
+    assert supervisor._process_limit(5, ["namespaces"], 2_000_000_001) == 5
+    assert supervisor._process_limit(5, ["seccomp", "namespaces"], None) == 5 + 2, "the supervisor and `init`"
+    assert supervisor._process_limit(5, ["landlock"], None) == 5 + 11
+
+
+def test_descendants_are_those_of_the_whole_tree_that_live() -> None:
+    script = "import subprocess; subprocess.Popen(['sleep', '60']); print('x', flush=True); input()"
+    tree = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    ended = subprocess.Popen(["true"])
+    try:
+        assert tree.stdout is not None
+        tree.stdout.read(1)
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+        (sleeping,) = psutil.Process(tree.pid).children()
+        found = supervisor._descendants()
+        assert {tree.pid, sleeping.pid} <= found
+        assert not {ended.pid, os.getpid(), os.getppid(), 1} & found
+        supervisor._signal(sleeping.pid, signal.SIGKILL)
+        supervisor._signal(tree.pid, signal.SIGKILL)
+        assert tree.wait() == -signal.SIGKILL
+        supervisor._signal(tree.pid, signal.SIGKILL)  # nobody is left
+    finally:
+        tree.kill()
+        ended.wait()
+
+
+def streams(output: bytes = b"", errors: bytes = b"", report: bytes = b"", most: int = 4) -> supervisor._Streams:
+    """Return the streams of a program that has written these bytes, and lives on."""
+    pipes = [os.pipe() for _ in range(3)]
+    for (_, writing), written in zip(pipes, (report, output, errors), strict=True):
+        os.write(writing, written) if written else None
+    STREAMS.append(pipes)
+    reports, outputs, complaints = (reading for reading, _ in pipes)
+    return supervisor._Streams(reports, outputs, complaints, most)
+
+
+STREAMS: list[list[tuple[int, int]]] = []
+
+
+@pytest.fixture
+def close_streams() -> Iterator[None]:
+    """Close the pipes of `streams`."""
+    yield
+    for descriptor in {one for pipes in STREAMS for pair in pipes for one in pair}:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    STREAMS.clear()
+
+
+@pytest.mark.usefixtures("close_streams")
+def test_output_is_read_up_to_its_limit() -> None:
+    late, soon, caller = time.monotonic() + 60, time.monotonic() + 0.01, os.getppid()
+    assert streams(b"12345").watch(late, caller) == "output"
+    assert streams(b"", b"12345").watch(late, caller) == "output"
+    exact = streams(b"1234", b"1234")
+    assert exact.watch(soon, caller) == "timeout"
+    assert (exact.output, exact.errors, exact.report) == (b"1234", b"1234", b"")
+    assert streams().watch(time.monotonic(), caller) == "timeout"
+    with pytest.raises(SystemExit, match="the caller is gone"):
+        streams().watch(late, caller + 1)
+    ended = streams(b"12", b"34", b"{}")
+    os.close(STREAMS[-1][0][1])  # `init` has reported, and closes its pipe
+    assert ended.watch(late, caller) == "exited"
+    os.write(STREAMS[-1][1][1], b"5")
+    ended.read_rest()
+    assert (ended.output, ended.errors, ended.report) == (b"125", b"34", b"{}")
+    long = streams(b"x" * 40_000, most=30_000)
+    long.read_rest()
+    assert len(long.output) == 40_000
+
+
+def test_the_user_of_the_programs_is_this_processs_own_if_the_system_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = 2_000_000_000 + os.getpid()
+    for maps, uid in (
+        ("0 0 4294967295", own), ("0 100000 65536", 65534), (f"{own} 5 1", own), (f"{own - 1} 5 1", 65534),
+        (f"{own - 1} 5 2", own), (f"{own + 1} 5 9", 65534), (f"0 0 10\n{own - 3} 0 10", own),
+    ):  # fmt: skip
+        monkeypatch.setattr("builtins.open", lambda path, maps=maps: io.StringIO(maps))
+        assert confinement.own_uid() == uid, maps
+
+
+@pytest.mark.parametrize(
+    ("version", "handled"),
+    [
+        # The rights of files up to truncation; TCP from version 4, ioctl from 5, sockets and signals from 6 on.
+        (3, [(1 << 15) - 1]),
+        (4, [(1 << 15) - 1, 3]),
+        (5, [(1 << 16) - 1, 3]),
+        (6, [(1 << 16) - 1, 3, 3]),
+        (9, [(1 << 16) - 1, 3, 3]),
+    ],
+)
+def test_landlock_handles_what_the_kernels_version_knows(
+    version: int, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, tuple[object, ...]]] = []
+    allowed: dict[str, int] = {}
+    ruleset = os.open(os.devnull, os.O_RDONLY)
+
+    def syscall(what: str, number: int, *arguments: object) -> int:
+        calls.append((number, arguments))
+        return version if arguments[0] is None else ruleset
+
+    monkeypatch.setattr(confinement, "_syscall", syscall)
+    monkeypatch.setattr(confinement, "_allow", lambda descriptor, path, rights: allowed.update({path: rights}))
+    confinement.restrict_files("own")
+    asked, made, restricted = calls
+    assert asked == (444, (None, 0, 1))
+    assert (made[0], made[1][1:]) == (444, (8 * len(handled), 0))
+    assert bytes(made[1][0])[: 8 * len(handled)] == struct.pack(f"={len(handled)}Q", *handled)
+    assert restricted == (446, (ruleset, 0))
+    execute, write, read, listing, truncate = 1, 2, 4, 8, 1 << 14
+    assert allowed.pop("own") == handled[0]
+    assert allowed.pop("/dev/null") == read | write | truncate
+    assert allowed.pop("/usr") == execute | read | listing
+    assert all(rights in (read, read | write | truncate, execute | read | listing) for rights in allowed.values())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(ruleset)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "shown"),
+    [("/opt/python", ["/opt/python"]), ("/usr", []), ("/usr/local", []), ("/", []), ("/usrs", ["/usrs"])],
+)
+def test_an_interpreter_outside_of_the_systems_folders_is_shown_too(
+    prefix: str, shown: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confinement.sys, "base_prefix", prefix)
+    existing = {"/usr", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache"}
+    monkeypatch.setattr(confinement.os.path, "exists", existing.__contains__)
+    assert set(confinement.readable_paths()) == {*existing, *shown}
+    existing.clear()
+    assert list(confinement.readable_paths()) == shown
+
+
+def test_a_landlock_that_lets_files_be_truncated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(confinement, "_syscall", lambda what, number, *arguments: 2)
+    with pytest.raises(OSError, match="^landlock of version 2 lets a process truncate files$"):
+        confinement.restrict_files("own")
+
+
+def test_the_tasks_of_a_user_are_counted() -> None:
+    """Others may start and end meanwhile, so that the count lies between two of psutil's, or near them."""
+    uid = os.geteuid()
+    before = confinement.tasks_of(uid)
+    started = threading.Event()
+    threads = [threading.Thread(target=started.wait) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    after = confinement.tasks_of(uid)
+    started.set()
+    for thread in threads:
+        thread.join()
+    assert 20 < after - before < 60
+    assert confinement.tasks_of(4_294_967_000) == 0
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.tools import mutants
+from tests.tools import mutants, reach
 from tests.tools.mutations import mutants_of
 from tests.tools.reach import Reach, content_hash
 
@@ -175,6 +177,26 @@ def test_the_table_names_wings_seed_and_survivors() -> None:
     assert "55 of 900 mutants, drawn by seed 47. The seed was drawn after the tests were written" in text
     assert text.count("`grpo_recipes/runs/file.py`, line ") == 10
     assert "tests may have been written for these" in mutants.table(results, 900, 47, is_new=False)
+
+
+def test_a_test_that_ends_the_tracing_hides_no_lines_of_those_behind_it() -> None:
+    previous, contexts = sys.gettrace(), []
+    sys.settrace(lambda *_: None)
+    try:
+        tracer = sys.gettrace()
+        recorder = reach._Recorder(SimpleNamespace(switch_context=contexts.append))
+        for name in ("first", "second"):
+            measured = recorder.pytest_runtest_protocol(SimpleNamespace(nodeid=name))
+            next(measured)
+            found = sys.gettrace()
+            sys.settrace(None)  # as the test does
+            with pytest.raises(StopIteration):
+                next(measured)
+            assert found is tracer, name
+    finally:
+        sys.settrace(previous)
+    assert contexts == ["first", "", "second", ""]
+    assert list(recorder.seconds) == ["first", "second"]
 
 
 def test_tests_are_measured_anew_where_they_or_the_source_they_reach_changed(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ class _OpcodeInterrupt:
         self.moment, self.file, self.functions, self.executed = moment, module.__file__, functions, 0
 
     def __enter__(self):
+        self.previous = sys.gettrace()
         sys.settrace(self._call)
 
     def __exit__(self, *_):
-        sys.settrace(None)
+        sys.settrace(self.previous)
 
     def _call(self, frame, event, argument):
         if frame.f_code.co_filename == self.file and frame.f_code.co_name in self.functions:

@@ -86,15 +86,22 @@ class Reach:
 
 
 class _Recorder:
-    """A pytest plugin: which lines each test reaches, how long it takes, and which tests fail."""
+    """Pytest plugin that records which lines each test reaches, how long it takes, and which tests fail.
+
+    Args:
+        cover: coverage that has been started.
+    """
 
     def __init__(self, cover: Any) -> None:
         self.cover = cover
+        self.tracer = sys.gettrace()
         self.seconds: dict[str, float] = {}
         self.failed: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if sys.gettrace() is not self.tracer:  # a test before this one, or what it runs, has replaced it
+            sys.settrace(self.tracer)
         self.cover.switch_context(item.nodeid)
         started = time.perf_counter()
         result = yield
@@ -113,8 +120,8 @@ def measure(tree: Path, names: Sequence[str], sources: Iterable[str], found: Pat
 
     before = set(sys.modules)
     cover = Coverage(data_file=None, include=[str(tree / path) for path in sources], concurrency=["thread"])
-    recorder = _Recorder(cover)
     cover.start()
+    recorder = _Recorder(cover)
     options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += [f"--deselect={test}" for test in NOT_TRACED]
     pytest.main([*options, *names], plugins=[recorder])

@@ -52,7 +52,7 @@ class Question:
         prompt: text of the prompt; "" if the row has none.
         golds: accepted answers. The first is the right answer of the audit.
         form: form of the gold.
-        choices: choices of the row, for the form `choice`.
+        choices: choices of the row, for the form `choice`; None for any other.
         label: letter of the right choice, for the form `choice`.
     """
 
@@ -71,7 +71,7 @@ class Question:
 
     def answers(self) -> dict[str, str]:
         """Return the right answer in each way to state it, by the name of the way."""
-        if self.form != "choice" or self.choices is None:
+        if self.choices is None:
             return {"answer": self.gold}
         ways = {"letter": self.label}
         if self.choices.texts:
@@ -108,7 +108,7 @@ class Question:
     def _compared(self, answer: str) -> bool:
         if answer.strip() in self.golds:
             return True
-        if self.form == "choice" and self.choices is not None:
+        if self.choices is not None:
             return named_choice(answer, self.choices) == self.label
         if self.numbers:
             return answer_number(answer) in self.numbers

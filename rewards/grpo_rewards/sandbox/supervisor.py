@@ -199,9 +199,7 @@ def _run_init(request: dict[str, Any], reporting: int, output: int, errors: int)
             signal.signal(number, signal.SIG_DFL)
         confinement.die_with_parent()
         mechanisms, folder, uid = request["mechanisms"], request["folder"], request["uid"]
-        processes = request["limits"]["processes"]
-        if uid is None:  # the limit counts the user's other processes too: in a namespace of users, ours alone
-            processes += _OURS if "namespaces" in mechanisms else confinement.tasks_of(os.geteuid())
+        processes = _process_limit(request["limits"]["processes"], mechanisms, uid)
         given = _input_file(request["stdin"])
         if "namespaces" in mechanisms:
             confinement.enter_small_root(folder, request["limits"]["disk_bytes"])
@@ -223,6 +221,14 @@ def _run_init(request: dict[str, Any], reporting: int, output: int, errors: int)
         _report(reporting, {"error": f"{type(error).__name__}: {error}"})
     finally:
         os._exit(0)
+
+
+def _process_limit(most: int, mechanisms: list[str], uid: int | None) -> int:
+    """Return the number of processes that the user of a program may have, for at most `most` of the program's own."""
+    if uid is not None:  # nobody else has this user
+        return most
+    # The limit counts the user's other processes too: in a namespace of users, ours alone.
+    return most + (_OURS if "namespaces" in mechanisms else confinement.tasks_of(os.geteuid()))
 
 
 def _report(descriptor: int, report: dict[str, Any]) -> None:

@@ -305,6 +305,9 @@ def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, sa
 
 def test_special_tokens_and_the_cache_stay_in_force() -> None:
     """A call that leaves them at None, such as one in a user's script, gets the published ones."""
+    tokens = {name for name in FIELDS if name.endswith("_token_id") and not name.startswith("forced")}
+    computed = {name for name in FIELDS if any(part in name for part in ("cache", "compile", "prefill"))}
+    assert {"eos_token_id"} | tokens | computed == KEPT
     kept = {name: VALUES[name] for name in KEPT - {"eos_token_id"}} | {"eos_token_id": [1, 7]}
     policy = publish(model(), **kept)
     with PublishedSettings(print).aside(policy, GenerationConfig(max_new_tokens=4)):

@@ -201,7 +201,6 @@ class ToolRunner:
         else:
             jobs, row.later = row.later, []
         for job in jobs:
-            job.begun = time.monotonic()
             if row.timed_out:
                 # The abandoned call may still change the environment that this call would read.
                 job.refusal = "Not called: an earlier call of this turn passed its time limit."
@@ -396,6 +395,7 @@ class _Job:
     call: Call
     arguments: dict[str, Any]
     begun: float = 0.0
+    """Time at which it was begun. A call that is not begun has its outcome at once."""
     refusal: str = ""
     attempt: _Attempt | None = None
     """Run of the call, or None if it was not begun."""

@@ -252,8 +252,8 @@ def begun(monkeypatch: pytest.MonkeyPatch, settings: GenerationConfig, **inputs:
 
     monkeypatch.setattr(GenerationMixin, "_get_logits_processor", build)
     comparison = ProcessorComparison(settings, 0.5, [0, 2])
-    call = GenerationConfig(do_sample=True, max_length=17)
-    call._eos_token_tensor, call._pad_token_tensor = torch.tensor([1, 2]), torch.tensor(0)  # type: ignore[attr-defined]
+    call: Any = GenerationConfig(do_sample=True, max_length=17)
+    call._eos_token_tensor, call._pad_token_tensor = torch.tensor([1, 2]), torch.tensor(0)
     kwargs = {"attention_mask": torch.arange(12).reshape(4, 3) + 100}
     given = {"encoder_input_ids": torch.arange(12).reshape(4, 3), "device": "a device", "model_kwargs": kwargs}
     found = LogitsProcessorList()

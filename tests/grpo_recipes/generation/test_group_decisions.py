@@ -90,6 +90,10 @@ HOLES = "the attention mask has holes, or padding on the right"
         ({"past_key_values": of_static_layers()}, "the cache has layers of OwnLayer"),
         ({"past_key_values": None, "cache_params": cache()}, ""),
         ({"past_key_values": None, "cache": cache()}, ""),
+        (
+            {"past_key_values": None, "cache": DynamicCache()},
+            "the cache is a DynamicCache, not an empty DynamicCache on the model's device",
+        ),
         ({"criteria": [END]}, NO_END),
         ({"criteria": [LENGTH]}, NO_END),
         ({"criteria": [LENGTH, Until(3)]}, NO_END),

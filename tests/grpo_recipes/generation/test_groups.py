@@ -396,8 +396,9 @@ def test_contract_with_transformers_on_custom_loops() -> None:
     assert hasattr(GenerationMixin, "_optimize_model_for_decode")
 
 
+@pytest.mark.parametrize("value", ["given", False])
 @pytest.mark.parametrize("name", ["assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer"])
-def test_arguments_that_only_transformers_own_loop_takes_are_named(name: str) -> None:
+def test_arguments_that_only_transformers_own_loop_takes_are_named(name: str, value: Any) -> None:
     class Stock:
         def generate(self, **kwargs: Any) -> dict[str, Any]:
             return kwargs
@@ -405,5 +406,5 @@ def test_arguments_that_only_transformers_own_loop_takes_are_named(name: str) ->
     policy: Any = Stock()
     turn = Turn()
     with decoding(policy, turn):
-        assert policy.generate(**{name: "given"}) == {name: "given"}
+        assert policy.generate(**{name: value}) == {name: value}
     assert turn.declined == f"`generate` was called with {name}"

@@ -241,6 +241,7 @@ def conclusion(
         (9e-5, True, 1e-6, False),  # within the tolerance on average, and not on every token
         (0.04, False, 1e-3, False),
         (0.45, True, 0.2, False),
+        (1e-3, True, 0.0, True),  # it has agreed to the bit
         (0.51, True, 0.2, True),  # the ceiling
         (math.nan, True, None, True),
         (math.nan, False, 0.2, True),

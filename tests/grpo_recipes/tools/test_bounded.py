@@ -876,6 +876,17 @@ def test_callables_of_other_kinds(runner: ToolRunner, function: Callable[..., An
     assert isinstance(result.content, str)
 
 
+class _Shelf(list[str]):
+    """Tool that is also a container, which is false while it is empty."""
+
+    def __call__(self, name: str) -> str:
+        return f"{name}: {len(self)}"
+
+
+def test_an_empty_container_may_be_a_tool(runner: ToolRunner) -> None:
+    assert only(runner.run([[call(_Shelf(), name="books")]])).content == "books: 0"
+
+
 def test_names_are_bounded_and_harmless(runner: ToolRunner) -> None:
     no_text: Any = {}
     results = runner.run([[Call("\x1b[2J", {}, None), Call("x" * 10**6, {}, None), Call(no_text, {}, None)]])[0]

@@ -231,7 +231,7 @@ def test_a_processor_that_holds_the_prompts_of_all_rows_needs_all_rows() -> None
 
 
 def test_ranks_that_have_finished_go_on_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under ZeRO-3 a forward is a collective: here another rank needs three tokens more."""
+    """Another rank needs three tokens more, and under ZeRO-3 each forward is a collective."""
     policy, more = tiny("Gemma3TextConfig"), [True, True, True, False]
     expected = generated(policy, Turn())
     asked: list[tuple[bool, bool]] = []

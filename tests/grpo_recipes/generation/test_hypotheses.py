@@ -171,7 +171,7 @@ def test_processed_scores_are_those_of_each_row_alone() -> None:
 
 
 def test_processed_rows_are_scored_one_by_one_and_padded_back() -> None:
-    """Each row like a batch of its own, from logits that autocast has rounded and that are processed in float32."""
+    """Each row is scored as if it were alone. Autocast rounds its logits, which are then processed in float32."""
     policy, processing = model(), Processing(top_k=3, repetition_penalty=1.5)
     score, scored = scorer(policy, processing)
     found = score(policy, ROWS, 2)

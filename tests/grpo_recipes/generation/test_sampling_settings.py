@@ -243,7 +243,7 @@ def test_processors_that_differ_are_named(found: list[str], expected: list[str],
 
 
 def begun(monkeypatch: pytest.MonkeyPatch, settings: GenerationConfig, **inputs: Any) -> tuple[Any, list[Any]]:
-    """Begin to compare rows 0 and 2 of a call on 4 prompts of 3 tokens. Return what builds processors is given."""
+    """Begin to compare rows 0 and 2 of a call on 4 prompts of 3 tokens. Return the arguments of each build, too."""
     seen: list[Any] = []
 
     def build(policy: Any, **given: Any) -> LogitsProcessorList:

@@ -546,7 +546,7 @@ def test_groups_vary_by_the_weighted_sum_of_their_rewards() -> None:
 
 
 def test_a_trainer_that_never_asked_for_a_sampler_has_no_memory(tmp_path: Path) -> None:
-    """As one that only evaluates."""
+    """A trainer that only evaluates asks for none."""
     sampling = object.__new__(PromptSampling)
     sampling.sampler, sampling.position = None, 5
     sampling.trainer = SimpleNamespace(checkpoints=SimpleNamespace(resumed_from=tmp_path))
@@ -564,7 +564,7 @@ def test_a_trainer_that_never_asked_for_a_sampler_has_no_memory(tmp_path: Path) 
 
 
 def trained(folder: Path, **changes: Any) -> Any:
-    """Return what a trainer of a loss that is a sum over prompts tells of itself."""
+    """Return a stand-in for a trainer whose loss is a sum over prompts."""
     values = {"reward_func_names": ["one"], "train_dataset": [], "aux_loss_enabled": False, **changes}
     args = GRPOConfig(output_dir=str(folder), loss_type="grpo", report_to="none", use_cpu=True, bf16=False)
     return SimpleNamespace(args=args, **values)

@@ -186,7 +186,7 @@ def scaled(factor: float) -> Callable[..., Tensor]:
 
 
 def test_a_kernel_may_differ_by_a_twentieth_of_the_largest_entry(on_gpu: Any) -> None:
-    """As bfloat16 does, and no wrong mask."""
+    """Rounding to bfloat16 differs by less, and a wrong mask by more."""
     states, _ = row()
     on_gpu(scaled(1.04))
     assert VarlenKernel(pytest.fail)(GroupSpans(GROUPS), *states, 0.3) is not None

@@ -289,7 +289,11 @@ def test_prompts_may_be_given_by_position_and_criteria_of_the_caller_count(group
     with torch.no_grad(), decoding(policy, turn, [added]):
         tokens = policy.generate(inputs["input_ids"], config(eos_token_id=10_000), stopping_criteria=[own])
     assert tokens.shape == (8, 8)
+    with torch.no_grad():
+        expected = (
+            policy(tokens, use_cache=False).logits[:, 4:-1].log_softmax(-1).gather(2, tokens[:, 5:, None])[..., 0]
+        )
     assert turn.log_probs is not None
-    assert turn.log_probs.shape == (8, 3)
+    torch.testing.assert_close(turn.log_probs, expected, atol=1e-5, rtol=0)  # at temperature 1, unless one is given
     assert turn.declined == ""
     assert own.calls == added.calls > 0

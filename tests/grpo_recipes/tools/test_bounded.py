@@ -522,6 +522,23 @@ def test_a_call_that_is_destroyed_with_its_loop_ends_at_once(error: type[BaseExc
     assert answers.get_nowait()[1].fault == error.__name__
 
 
+def test_a_loop_is_alive_until_it_is_closed_or_its_thread_has_ended() -> None:
+    loop = asyncio.new_event_loop()
+    callers, own = bounded._Loop(loop), bounded._Loop()
+    assert callers.is_alive()
+    assert own.is_alive()
+    loop.close()
+    assert not callers.is_alive()
+    thread, ended = own._thread, threading.Thread(target=int)
+    own._thread = ended
+    assert not own.is_alive()
+    own._thread = thread
+    own.close()
+    assert thread is not None
+    thread.join(10)
+    assert not own.is_alive()
+
+
 def test_async_tools_may_run_on_a_loop_of_the_caller(said: list[str]) -> None:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -173,7 +173,7 @@ def gradient_disagreement(got: Sequence[Tensor | None], expected: Sequence[Tenso
 
 def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
     """Return a gradient in float32, or zeros of the same shape if there is none."""
-    return torch.zeros_like(like).float() if gradient is None else gradient.float()
+    return torch.zeros_like(like, dtype=torch.float32) if gradient is None else gradient.float()
 
 
 def _largest_relative_entry(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
@@ -297,7 +297,7 @@ def conclude(evidence: Evidence, *, is_float32: bool, baseline: float | None) ->
         # The ceiling holds for a first batch that nothing explained, too: no multiple of it is the policy.
         limit = min(CEILING, max(LOG_PROBS.of(is_float32), BEYOND_BASELINE.of(is_float32) * baseline))
     # A comparison with NaN is False, so a difference that is not a number is beyond every limit.
-    return Conclusion(differs and not evidence.mean <= limit, (), unclear)
+    return Conclusion(not evidence.mean <= limit, (), unclear)
 
 
 def _not_excluded(evidence: Evidence) -> tuple[str, ...]:

@@ -255,7 +255,7 @@ class CapturedBatch(Batch):
 def bucket_sizes(rows: int) -> list[int]:
     """Return the numbers of rows that a step is captured for, beginning with `rows`."""
     sizes, share = [rows * 3 // 4], rows // 2
-    while share >= 1:
+    while share >= SMALLEST:
         sizes.append(share)
         share //= 2
     return [rows, *(size for size in sizes if size >= SMALLEST)]

@@ -315,7 +315,7 @@ class GenerationCheck:
             if conclusion.is_wrong:
                 raise NotThePolicy(self._wrong_generator(number if len(ranks) > 1 else None, rank, conclusion))
         names = {name for conclusion in conclusions for name in conclusion.names}
-        if BFLOAT16 in names and not self.is_16bit:
+        if BFLOAT16 in names:
             self.is_16bit = True
             worst = max(ranks, key=lambda rank: rank.mean)
             self._announcer.once(
@@ -487,7 +487,7 @@ class GenerationCheck:
     def _gather(self, sums: list[Tensor], names: Sequence[str]) -> list[Evidence]:
         """Return the evidence of each rank, the same list on every rank, so that all of them stop together."""
         ours = torch.cat(sums).to(self.accelerator.device)
-        table = self.accelerator.gather(ours[None]).double().cpu().reshape(-1, len(ours)).tolist()
+        table = self.accelerator.gather(ours[None]).cpu().reshape(-1, len(ours)).tolist()
         found = []
         for tokens, total, largest, square, *rest in table:
             fits = {name: Fit(*rest[3 * n : 3 * n + 3]) for n, name in enumerate(names)}

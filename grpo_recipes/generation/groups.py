@@ -289,7 +289,7 @@ class Batch:
         kept = self.take_kept({row: host_keys[row, self.starts[row] : self.width].tolist() for row in distinct})
         # Each forward is a collective under ZeRO-3, and ranks may keep different rows.
         rectangles = [distinct] if self.turn.together or not kept else split_by_width(self.new_tokens(distinct, kept))
-        caches = [self.cache, *(DynamicCache(config=self.model.config) for _ in rectangles[1:])]
+        caches = [self.cache, *(DynamicCache() for _ in rectangles[1:])]  # nothing is kept of layers of other kinds
         pairs = zip(rectangles, caches, strict=True)
         logits = torch.cat([self.run_prompts(rectangle, kept, cache) for rectangle, cache in pairs])
         order = [row for rectangle in rectangles for row in rectangle]

@@ -81,13 +81,14 @@ class KeptCache:
                 # The last token always runs, because its logits are needed.
                 tokens = min(len(key) // _ITEM, len(prompts[number]) - 1)
                 found[number] = Prefix(tokens, self._rows[key])
-        for key in self._rows.keys() & set(keys.values()):  # several prompts may have one prefix
+        for key in self._rows.keys() & keys.values():  # several prompts may have one prefix
             self._drop(key)
         return found
 
     def _longest(self, prompt: bytes) -> bytes:
         """Return the longest key that `prompt` begins with, or an empty one."""
-        return max((key for key in self._rows if prompt.startswith(key)), key=len, default=b"")
+        # Among beginnings of one text, the longest is the largest.
+        return max((key for key in self._rows if prompt.startswith(key)), default=b"")
 
     def _drop(self, key: bytes) -> None:
         self.size -= _size(self._rows.pop(key))

@@ -42,7 +42,7 @@ class Recorder(StoppingCriteria):
         self._before: Tensor | None = None
         self._after: Tensor | None = None
         self._columns: list[Tensor] = []  # log-probabilities of one token each, (places,)
-        self._width = 0
+        self._width: int  # number of columns at the newest token
         self._lost = False
 
     @contextmanager

@@ -147,8 +147,8 @@ class ProcessorComparison:
         self.other_mode = ""
         """Difference of the generation mode from that of the settings, as a phrase, or ""."""
         self._samples: bool
-        self._filters = False  # True if the settings sample from another distribution than the loss takes
-        self._processors: dict[int, LogitsProcessorList] = {}  # processors of the settings, by row
+        self._filters: bool  # True if the settings sample from another distribution than the loss takes
+        self._processors: dict[int, LogitsProcessorList]  # processors of the settings, by row
         self._columns: dict[int, list[Tensor]] = {}  # one for each token, by row
         self._call: tuple[CausalLM, GenerationConfig, dict[str, Any]]
 

@@ -201,7 +201,6 @@ class ToolRunner:
         else:
             jobs, row.later = row.later, []
         for job in jobs:
-            job.begun = time.monotonic()
             if row.timed_out:
                 # The abandoned call may still change the environment that this call would read.
                 job.refusal = "Not called: an earlier call of this turn passed its time limit."
@@ -396,6 +395,7 @@ class _Job:
     call: Call
     arguments: dict[str, Any]
     begun: float = 0.0
+    """Time at which it was begun. A call that is not begun has its outcome at once."""
     refusal: str = ""
     attempt: _Attempt | None = None
     """Run of the call, or None if it was not begun."""
@@ -585,22 +585,22 @@ def _refusal(call: Call, number: int) -> str:
     except ValueError:  # a function written in C may have no signature
         return "" if isinstance(call.arguments, Mapping) else "The arguments are no mapping."
     except TypeError as error:
-        return _python_message(call) or str(error)
+        return _python_message(call, str(error))
     return ""
 
 
-def _python_message(call: Call) -> str:
-    """Return Python's message for arguments that do not fit, as TRL shows it to the policy, or "" if unknown."""
+def _python_message(call: Call, described: str) -> str:
+    """Return Python's message for arguments that do not fit, as TRL shows it to the policy, or `described`."""
     function = call.function
     code = function.__func__ if isinstance(function, MethodType) else function
     # The body of such a function never runs here. A decorated function might accept what its signature does not.
     if not isinstance(code, FunctionType) or hasattr(code, "__wrapped__") or hasattr(code, "__signature__"):
-        return ""
+        return described
     try:
         function(**call.arguments)  # type: ignore[misc, arg-type]
     except TypeError as error:
         return str(error)
-    return ""
+    return described
 
 
 def _timed_out(limit: float, seconds: float) -> _Outcome:

@@ -259,7 +259,7 @@ class Proof:
         else:
             choices = self.turns.of(row.context(segment.start))
         if not choices:
-            yield self._unknown_context(row, segment)
+            yield self._unknown_context(row, segment.start)
         elif self.in_order:
             yield from self._whole_turn(row, segment, choices)
         else:
@@ -278,7 +278,7 @@ class Proof:
         while start < segment.stop:
             choices = [choice for choice in self.turns.of(row.context(start)) if choice]
             if not choices:
-                yield self._unknown_context(row, Segment(start, segment.stop, True))
+                yield self._unknown_context(row, start)
                 return
             ids = tuple(row.completion[start : segment.stop])
             fitting = [choice for choice in choices if alike(choice, ids) == min(len(choice), len(ids))]
@@ -375,19 +375,16 @@ class Proof:
                 return Fault(row.number, places[0], f"the tool mask is shifted by one token to the {to_the}")
         return None
 
-    def _unknown_context(self, row: Transcript, segment: Segment) -> Fault:
-        """Return the fault of a segment whose context the generator was never given."""
-        context = row.context(segment.start)
-        what, token = (
-            "these tokens were not sampled: the generator was never given the tokens before them",
-            segment.start,
-        )
+    def _unknown_context(self, row: Transcript, start: int) -> Fault:
+        """Return the fault of sampled tokens, from `start` on, whose context the generator was never given."""
+        context = row.context(start)
+        what, token = "these tokens were not sampled: the generator was never given the tokens before them", start
         known = [other for other in self.turns.sampled if alike(other, context) >= len(row.prompt) > 0]
-        if known and segment.start:
+        if known and start:
             nearest = max(known, key=lambda other: (alike(other, context), -abs(len(other) - len(context))))
             place, difference = self._difference(nearest, context, "given to the generator")
             what += f" ({difference})"
-            token = max(place - len(row.prompt), 0)
+            token = place - len(row.prompt)
         return Fault(row.number, token, what)
 
     def _wrong_turn(self, row: Transcript, start: int, ids: Key, choices: Sequence[Key]) -> Fault:

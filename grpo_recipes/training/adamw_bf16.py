@@ -111,8 +111,8 @@ class AdamWBF16(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name == _LOW and value.dtype == torch.int16:  # as older checkpoints hold them
-                    value = value.view(torch.bfloat16)
+                if name == _LOW:
+                    value = value.view(torch.bfloat16)  # older checkpoints hold them as int16
                 if name != "step":
                     self.state[param][name] = value.to(param.device)
 

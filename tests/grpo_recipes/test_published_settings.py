@@ -21,7 +21,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from grpo_recipes.evaluation import engines
 from grpo_recipes.evaluation.engines import Transformers, generate_continuously
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation.sampling_settings import KEPT, PublishedSettings, neutral
+from grpo_recipes.generation.sampling_settings import KEPT, PublishedSettings, ignored_fields, neutral
 from tests.support.architectures import ENDS, adapter, trainer
 from tests.support.exact_generation import exact_generation
 from tests.support.grids import only
@@ -305,6 +305,9 @@ def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, sa
 
 def test_special_tokens_and_the_cache_stay_in_force() -> None:
     """A call that leaves them at None, such as one in a user's script, gets the published ones."""
+    tokens = {name for name in FIELDS if name.endswith("_token_id") and not name.startswith("forced")}
+    computed = {name for name in FIELDS if any(part in name for part in ("cache", "compile", "prefill"))}
+    assert {"eos_token_id"} | tokens | computed == KEPT
     kept = {name: VALUES[name] for name in KEPT - {"eos_token_id"}} | {"eos_token_id": [1, 7]}
     policy = publish(model(), **kept)
     with PublishedSettings(print).aside(policy, GenerationConfig(max_new_tokens=4)):
@@ -399,6 +402,13 @@ def test_an_evaluation_announces_ignored_settings_once(said: Any) -> None:
         engine(["t5", "t6"] * 4, Settings(temperature=1.0, max_new_tokens=4, batch_size=4))
     (sentence,) = said()
     assert sentence.endswith("(suppress_tokens: [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, ...)")
+
+
+def test_a_published_setting_that_is_off_is_ignored_where_it_is_on() -> None:
+    published = GenerationConfig(do_sample=False, use_cache=False, min_length=0, top_p=0.9)
+    sampling, greedy = GenerationConfig(do_sample=True), GenerationConfig(do_sample=False, top_p=0.9)
+    assert ignored_fields(published, sampling) == {"do_sample": False, "top_p": 0.9}
+    assert ignored_fields(published, greedy) == {}
 
 
 def test_settings_that_are_in_force_are_not_announced(tmp_path: Path, said: Any) -> None:

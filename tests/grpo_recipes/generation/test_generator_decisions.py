@@ -190,6 +190,19 @@ def test_the_rows_on_which_group_decoding_is_verified() -> None:
     assert verified_rows([5, 6, 7], [10, 20, 30]) == [10, 20, 30]
 
 
+@pytest.mark.parametrize("size", [16, 17, 24, 33, 44, 100])
+def test_no_more_than_16_rows_are_verified_whatever_their_lengths(size: int) -> None:
+    lengths = torch.randperm(size, generator=torch.Generator().manual_seed(size)).tolist()
+    found = verified_rows(lengths, range(size))
+    assert found == sorted(set(found))
+    assert len(found) <= 16
+    longest = {place for place in range(size) if lengths[place] >= size - 8}
+    assert longest <= set(found)
+    others = [place for place in range(size) if place not in longest]
+    places = [others.index(place) for place in found if place not in longest]
+    assert places == list(range(0, len(others), math.ceil(len(others) / 8))), "at equal distances among the others"
+
+
 def test_the_rows_that_are_compared_and_those_that_hypotheses_are_computed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = check()
     asked: list[list[int]] = []
@@ -217,6 +230,47 @@ def test_the_rows_that_are_compared_and_those_that_hypotheses_are_computed_on(mo
     asked.clear()
     assert found([[1]] * 5, [[2]] * 5, few) == (1e-6, 1e-6)
     assert asked == [[0]]
+
+
+def called(found: GenerationCheck, monkeypatch: pytest.MonkeyPatch, *ranks: Evidence, **state: int) -> tuple[Any, bool]:
+    """Compare a batch of 16 rows with these measurements. Return what is logged, and True if hypotheses follow."""
+    explored: list[Any] = []
+    found.batches = state.get("batches", 6)
+    found.trainer.state.global_step = state.get("step", 0)
+    monkeypatch.setattr(found, "_rows", lambda *_: ((), ()))
+    monkeypatch.setattr(found, "_measure", lambda *_: list(ranks))
+    monkeypatch.setattr(found, "_explore", lambda *_: explored.append(1) or list(ranks))
+    rows = [[1]] * state.get("rows", 16)
+    return found(rows, rows, {0: torch.zeros(1)}), bool(explored)
+
+
+def test_the_logged_difference_is_of_the_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = check()
+    ranks = Evidence(30, 3e-3, 8e-4, 1e-6), Evidence(10, 2e-3, 9e-4, 1e-6), Evidence(0, 0.0, 0.0, 0.0)
+    monkeypatch.setattr(found, "_judge", lambda ranks: None)
+    assert called(found, monkeypatch, *ranks)[0] == (pytest.approx(5e-3 / 40), 9e-4)
+    assert called(found, monkeypatch, Evidence(1, 0.25, 0.25, 0.0625))[0] == (0.25, 0.25)
+    assert called(found, monkeypatch, Evidence(0, 0.0, 0.0, 0.0))[0] == (0.0, 0.0)
+
+
+def test_hypotheses_are_computed_where_one_rank_differs_from_what_is_usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = check()
+    monkeypatch.setattr(found, "_judge", lambda ranks: None)
+    found.baseline = evidence(1e-4)
+    usual, unusual = evidence(1e-4), evidence(9e-4)
+    assert [called(found, monkeypatch, *ranks)[1] for ranks in ((usual, usual), (usual, unusual))] == [False, True]
+    assert called(found, monkeypatch, usual, batches=3)[1], "one of the first batches"
+    assert called(found, monkeypatch, usual, batches=15)[1], "the sixteenth"
+
+
+def test_adapters_are_kept_at_steps_that_are_not_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hypothesis needs the step before."""
+    found, _ = check()
+    steps: list[int] = []
+    monkeypatch.setattr(found.adapters, "keep", steps.append)
+    assert called(found, monkeypatch, evidence(1e-6), step=1, rows=8) == (None, False)
+    assert called(found, monkeypatch, evidence(1e-6), step=2, rows=8)[0] is not None
+    assert steps == [1, 2]
 
 
 def test_processors_are_compared_where_the_settings_can_be_observed() -> None:
@@ -356,6 +410,7 @@ def test_messages_of_a_wrong_generator() -> None:
     alike = f"they are those of {OFF_} or {TWICE_}, which are alike so far (90% of the difference)"
     fine = evidence(1e-6)
     assert wrong(check()[0], fine, both) == f"the generator of rank 1{begin}{alike}{END}"
+    assert wrong(check()[0], both, fine) == f"the generator of rank 0{begin}{alike}{END}"
     unexplained = "no hypothesis that can be computed here explains it"
     gross = wrong(check()[0], evidence(0.6))
     assert gross == f"the generator{begin.replace('0.1', '0.6')}{unexplained}{END}"
@@ -447,14 +502,15 @@ def test_another_computation_that_explains_the_difference_becomes_the_check_s_ow
     assert own.scorer.padded
 
 
+@pytest.mark.parametrize("tokens", [1, 10])
 @pytest.mark.parametrize(("correction", "key"), [(True, "truncation"), (False, "filters")])
-def test_truncated_sampling_is_announced_with_its_size(correction: bool, key: str) -> None:
+def test_truncated_sampling_is_announced_with_its_size(correction: bool, key: str, tokens: int) -> None:
     found, said = check(use_vllm=True, vllm_importance_sampling_correction=correction)
     found._say_truncation(evidence(1e-6, 10))
     assert said == []
     found.scorer.processing = Processing(top_k=5)
     for size in (0.25, 0.5):
-        found._say_truncation(Evidence(10, 1e-5, 1e-6, 1e-11, {UNPROCESSED: Fit(1.0, 1.0, 10 * size)}))
+        found._judge([Evidence(tokens, 1e-6 * tokens, 1e-6, 1e-11, {UNPROCESSED: Fit(1.0, 1.0, tokens * size)})])
     assert found._announcer.keys == {key}
     assert said == [
         "vLLM's log-probabilities are of the distribution after top_k 5, those of the loss before: "
@@ -497,6 +553,8 @@ def test_hypotheses_that_stay_unclear_are_logged_once_and_their_end_too(logged: 
     assert judged(22, told_apart) == ["step 22: the generator is the policy"]
     assert judged(23, told_apart) == []
     assert found.unclear == ()
+    found, _ = check()
+    assert judged(30, told_apart) == [], "clear from the beginning"
 
 
 # ---- processors
@@ -509,12 +567,13 @@ class Compared:
         self, *distances: float, difference: str = "", other_mode: str = "", named: tuple[str, ...] = ()
     ) -> None:
         self.difference, self.other_mode, self.named = difference, other_mode, list(named)
-        self.table = torch.tensor([distances, [0.5] * len(distances)])
+        self.table, self.asked = torch.tensor([distances, [0.5] * len(distances)]), 0
 
     def measured(self, completions: Any) -> torch.Tensor:
         return self.table
 
     def filters(self) -> list[str]:
+        self.asked += 1
         return self.named
 
 
@@ -535,10 +594,14 @@ def test_processors_of_the_settings_may_round_and_others_may_not(monkeypatch: py
         "the logits processors of `generate` are not checked: `generate` is the model's own, or draws tokens without "
         "them"
     ]
-    assert compared(Compared(0.0, 0.0, named=("top_k 5", "top_p 0.9"))) == [
+    assert compared(Compared(difference="another list")) == compared(Compared()), "nothing was compared"
+    filtered = Compared(0.0, 0.0, named=("top_k 5", "top_p 0.9"))
+    assert compared(filtered) == [
         "completions are sampled after top_k 5, top_p 0.9, and the loss takes log-probabilities before: those of the "
         "sampled tokens differ by 0.5 on average at step 3"
     ]
+    assert compared(filtered, ranks=2) == compared(filtered)
+    assert filtered.asked == 3, "once for each check: the processors are built once per setting"
     monkeypatch.setattr(generator_check, "gather_object", lambda ours: ours * 2)
     end = "; look for a `generate` or logits processors that the model brings, or set `generation_check: false`"
     begin = "tokens are not drawn{} from the policy's distribution under the settings of this run: at step 3 "
@@ -552,6 +615,7 @@ def test_processors_of_the_settings_may_round_and_others_may_not(monkeypatch: py
         begin.format("") + "`generate` makes other scores of the logits than the settings (6.00% of the probability "
         "moved on average, at most 7.00%)" + end
     )
+    assert stopped(Compared(0.06)).endswith(f"(6.00% of the probability moved on average, at most 6.00%){end}")
     assert stopped(Compared(0.0, 2e-4, difference=other)) == (
         begin.format("") + f"{other} (0.01% of the probability moved on average, at most 0.02%)" + end
     )
@@ -594,9 +658,34 @@ def test_verification_scores_the_policy_as_the_generator_computes_it(monkeypatch
     partly = evidence(3e-4, 1000, 0.4, UNPADDED)
     difference, found, _ = verified([[off, off]], [explained, partly])
     assert (difference, found.scorer.padded) == (text, True), "it must explain the difference on every rank"
+    half = evidence(3e-4, 1024, 0.5, UNPADDED)
+    assert half.share(UNPADDED) == 0.5
+    assert verified([[off], [fine]], [half])[0] == "", "half of it is enough"
+    one, other = evidence(3e-4, 1000, 0.6, UNPADDED), evidence(3e-4, 1000, 0.9, NO_AUTOCAST)
+    both = Evidence(1000, one.total, one.largest, one.square, {**one.fits, **other.fits})
+    _, found, _ = verified([[off], [fine]], [both])
+    assert (found.scorer.padded, found.scorer.autocast) == (True, False), "the computation that explains most"
     none = Evidence(0, 0.0, 0.0, 0.0, {UNPADDED: Fit(0.0, 0.0, 0.0)})
     difference, found, _ = verified([[off, none], [fine, none]], [explained, none])
     assert (difference, found.scorer.padded) == ("", False), "a rank without tokens says nothing"
+
+
+@pytest.mark.parametrize(
+    ("is_16bit", "difference"),
+    [
+        (False, "by 3.0e-01 on the first turn, 1e-04 allowed"),  # the largest of all ranks
+        (True, "by 6.0e-02 on the first turn, 5e-02 allowed"),  # the largest mean
+    ],
+)
+def test_verification_judges_the_worst_rank(is_16bit: bool, difference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = check()
+    found.is_16bit = is_16bit
+    ranks = [Evidence(100, 6.0, 0.2, 1.0), Evidence(100, 2.0, 0.3, 1.0)]
+    monkeypatch.setattr(found, "_rows", lambda *_: ((), ()))
+    monkeypatch.setattr(found, "_explore", lambda *_, only: ranks)
+    assert found.verify([[1]], [[1]], {0: torch.zeros(1)}, where="the first turn") == difference
+    ranks = [Evidence(100, 0.4, 9e-5 if not is_16bit else 0.3, 1.0)] * 2
+    assert found.verify([[1]], [[1]], {0: torch.zeros(1)}) == ""
 
 
 def test_log_probabilities_of_an_engine_are_compared_on_the_recorded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,6 +693,7 @@ def test_log_probabilities_of_an_engine_are_compared_on_the_recorded_rows(monkey
 
     def called(self: Any, prompts: Any, completions: Any, recorded: Any) -> tuple[float, float]:
         seen.append(recorded)
+        assert (prompts[0], completions[0]) == ([1], [1, 2])
         return 1.0, 2.0
 
     monkeypatch.setattr(GenerationCheck, "__call__", called)

@@ -184,6 +184,28 @@ def test_rounding_draws_no_token_behind_the_last() -> None:
     assert draw(rows, torch.zeros(1, dtype=torch.float64)).tolist() == [2]
 
 
+def test_a_probability_below_the_smallest_counts_as_zero() -> None:
+    """The random number 0 draws the last token with a probability: here of 2**-60, and of three quarters of it."""
+    for share, token in ((1.0, 2), (0.75, 1)):
+        rows = torch.tensor([[0.0, 4.0, share]]) * 2.0**-60
+        assert draw(rows, torch.zeros(1, dtype=torch.float64)).tolist() == [token]
+
+
+def test_a_call_takes_one_number_of_the_global_generator_and_keeps_all_bits_of_its_own() -> None:
+    torch.manual_seed(5)
+    uniforms = Uniforms(3, torch.device("cpu"))
+    after = torch.rand(1)
+    found = []
+    for token in range(70):
+        uniforms.show(token)
+        found.append(uniforms.of(token).clone())
+    torch.manual_seed(5)
+    own = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, ())))
+    assert torch.equal(after, torch.rand(1))
+    blocks = [torch.rand(64, 3, dtype=torch.float64, generator=own) for _ in range(2)]
+    assert torch.equal(torch.stack(found), torch.cat(blocks)[:70])
+
+
 def test_random_numbers_of_a_row_do_not_repeat_and_belong_to_a_seed() -> None:
     drawn = []
     for seed in (0, 0, 1):
@@ -396,8 +418,9 @@ def test_contract_with_transformers_on_custom_loops() -> None:
     assert hasattr(GenerationMixin, "_optimize_model_for_decode")
 
 
+@pytest.mark.parametrize("value", ["given", False])
 @pytest.mark.parametrize("name", ["assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer"])
-def test_arguments_that_only_transformers_own_loop_takes_are_named(name: str) -> None:
+def test_arguments_that_only_transformers_own_loop_takes_are_named(name: str, value: Any) -> None:
     class Stock:
         def generate(self, **kwargs: Any) -> dict[str, Any]:
             return kwargs
@@ -405,5 +428,5 @@ def test_arguments_that_only_transformers_own_loop_takes_are_named(name: str) ->
     policy: Any = Stock()
     turn = Turn()
     with decoding(policy, turn):
-        assert policy.generate(**{name: "given"}) == {name: "given"}
+        assert policy.generate(**{name: value}) == {name: value}
     assert turn.declined == f"`generate` was called with {name}"

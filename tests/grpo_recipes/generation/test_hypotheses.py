@@ -170,6 +170,39 @@ def test_processed_scores_are_those_of_each_row_alone() -> None:
     torch.testing.assert_close(found, expected[None])
 
 
+def test_processed_rows_are_scored_one_by_one_and_padded_back() -> None:
+    """Each row is scored as if it were alone. Autocast rounds its logits, which are then processed in float32."""
+    policy, processing = model(), Processing(top_k=3, repetition_penalty=1.5)
+    score, scored = scorer(policy, processing)
+    found = score(policy, ROWS, 2)
+    assert scored == []
+    assert (found.shape, found.dtype) == ((3, 3), torch.float32)
+    for row, (ids, length) in enumerate((([5, 1, 2, 3], 3), ([6, 7, 8, 4], 1), ([9, 9, 1, 2], 2))):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            logits = policy(torch.tensor([ids])).logits[0, -length - 1 : -1].float()
+        expected = processing.log_probs(logits, torch.tensor(ids), 0.5)
+        torch.testing.assert_close(found[row, :length], expected, atol=2e-2, rtol=0)
+        assert not found[row, length:].any()
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_policy_without_autocast_is_scored_in_float32(autocast: bool) -> None:
+    policy = model().bfloat16()
+    score, _ = scorer(policy, autocast=autocast)
+    dtypes: list[Any] = []
+    own = score.trl_log_probs
+
+    def recorded(scored: Any, rows: Rows, compute_entropy: bool) -> Any:
+        dtypes.append(next(scored.parameters()).dtype)
+        return own(scored, rows, compute_entropy)
+
+    score.trl_log_probs = recorded
+    score.trainer.accelerator.native_amp = True
+    score(policy, ROWS, 3)
+    assert dtypes == [torch.bfloat16 if autocast else torch.float32]
+    assert next(policy.parameters()).dtype == torch.bfloat16
+
+
 # ---- adapters of earlier steps
 
 
@@ -193,6 +226,7 @@ def test_an_adapter_is_kept_for_two_steps() -> None:
         assert adapters.has_earlier is (step > 3)
     assert list(adapters.kept) == [4, 7]
     assert [kept[0].unique().item() for kept in adapters.kept.values()] == [2.0, 3.0], "only the first call of a step"
+    assert not any(tensor.requires_grad for kept in adapters.kept.values() for tensor in kept)
     fill(5.0)
     with suppress(RuntimeError), adapters.earlier():
         assert all((tensor == 2.0).all() for tensor in tensors)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,6 +222,9 @@ def test_the_head_runs_on_one_token_of_a_prompt() -> None:
         ({3: 5}, [[3]]),
         ({0: 5, 1: 6, 2: 5}, [[0, 2, 1]]),
         ({0: 5, 1: 60, 2: 5, 4: 50}, [[0, 2], [4, 1]]),
+        ({0: 4, 1: 8}, [[0], [1]]),  # 12 tokens in place of 16
+        ({0: 57, 1: 100}, [[0, 1]]),  # 157 in place of 200
+        ({0: 1, 1: 1, 2: 10}, [[0, 1], [2]]),
     ],
 )
 def test_two_rectangles_where_they_save_tokens(widths: dict[int, int], rectangles: list[list[int]]) -> None:
@@ -291,11 +295,46 @@ def test_the_last_rows_are_kept_where_not_all_fit() -> None:
     assert kept.size == 32
 
 
-def test_the_limit_is_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = kept_cache.memory_limit(torch.device("cpu"))
-    monkeypatch.setattr(kept_cache, "MEMORY_SHARE", 2 * kept_cache.MEMORY_SHARE)
-    assert kept_cache.memory_limit(torch.device("cpu")) == pytest.approx(2 * limit, abs=2)
-    assert limit > 2**20
+def test_a_row_is_kept_once_and_as_a_copy() -> None:
+    keys = torch.ones(1, 2, 1)
+    kept = everything(limit=16)  # exactly one row
+    for _ in range(2):
+        kept.keep([5, 7], [(keys, keys)])
+    assert kept.size == 16
+    kept.keep([5, 7, 9], [(torch.ones(1, 3, 1), torch.ones(1, 2, 1))])
+    assert kept.holds_start_of([[1], [5, 7]]), "a larger row makes no room for itself"
+    keys.zero_()
+    (prefix,) = kept.take({3: [5, 7, 8]}).values()
+    assert prefix.layers[0][0].all()
+
+
+def test_the_longest_kept_beginning_is_taken_and_the_last_token_runs() -> None:
+    kept = everything()
+    for length in (2, 4, 3):
+        kept.keep([5, 6, 7, 8][:length], [(torch.full((1, length, 1), length),) * 2])
+    found = kept.take({0: [5, 6, 7, 8, 9], 1: [5, 6, 7], 2: [6, 7], 4: [5, 6, 9, 9]})
+    lengths = {number: (prefix.tokens, prefix.layers[0][0].shape[1]) for number, prefix in found.items()}
+    assert lengths == {0: (4, 4), 1: (2, 3), 4: (2, 2)}
+    assert kept.size == 0
+
+
+def test_kept_tokens_stand_in_the_columns_of_their_prompts() -> None:
+    """Two rows with keys (2 heads, 3 tokens, 1) and values (2, 3, 2). The second row's prompt begins behind them."""
+    keys, values = torch.arange(1.0, 7).reshape(2, 3, 1), torch.arange(1.0, 13).reshape(2, 3, 2)
+    prefix = Prefix(3, [(keys, values), (-keys, -values)])
+    first, second = kept_cache.aligned([prefix, None, prefix], [1, 0, 4], 3)
+    assert first[0].tolist() == [[[[0], [1], [2]], [[0], [4], [5]]], [[[0]] * 3] * 2, [[[0]] * 3] * 2]
+    assert first[1][0].tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [7, 8], [9, 10]]]
+    assert torch.equal(second[0], -first[0])
+    assert torch.equal(second[1], -first[1])
+
+
+def test_the_limit_is_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_cache.psutil, "virtual_memory", lambda: SimpleNamespace(total=807))
+    assert kept_cache.memory_limit(torch.device("cpu")) == 100
+    of_gpu = {torch.device("cuda", 1): SimpleNamespace(total_memory=8_007)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", of_gpu.__getitem__)
+    assert kept_cache.memory_limit(torch.device("cuda", 1)) == 1000
 
 
 # ---- training

@@ -131,3 +131,8 @@ def test_a_comparison_gets_the_logits_before_and_after_the_processors() -> None:
     recorder._read_after(logits)
     recorder(torch.cat([ids, ids[:, -1:], ids[:, -1:]], 1), None)
     assert [call[0] for call in seen] == [[1, 2], [2]]
+    forward(recorder, logits)
+    recorder._read_before(logits)
+    recorder._read_after(logits)
+    recorder(torch.cat([ids, ids[:, -1:], ids[:, -1:], ids[:, -1:]], 1), None)
+    assert len(seen) == 2, "all compared rows have finished"

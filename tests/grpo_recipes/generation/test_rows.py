@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from grpo_recipes.generation.agreement import Evidence, Fit, _best_fits, disagreement, gradient_disagreement
+from grpo_recipes.generation.agreement import (
+    BFLOAT16,
+    NO_AUTOCAST,
+    OFF,
+    UNPADDED,
+    Conclusion,
+    Evidence,
+    Fit,
+    _best_fits,
+    conclude,
+    differences,
+    disagreement,
+    gradient_disagreement,
+)
 from grpo_recipes.generation.rows import Rows, on_device
 
 PROMPTS = [[5, 6, 7], [8], [5, 6, 7], [8, 9]]
@@ -145,3 +160,160 @@ def test_gradients_differ_relative_to_their_size() -> None:
     assert gradient_disagreement(infinite, expected, is_float32=True) == "gradients that are not finite"
     assert gradient_disagreement([torch.zeros(0)], [torch.zeros(0)], is_float32=True) == ""
     assert gradient_disagreement([torch.zeros(2)], [torch.zeros(2)], is_float32=False) == ""
+
+
+def test_a_gradient_is_compared_with_the_largest_entry_of_its_tensor() -> None:
+    """A tensor that is zero but for rounding is compared with a thousandth of the largest entry of all."""
+
+    def found(*pairs: tuple[float, float]) -> str:
+        got, expected = ([torch.tensor([0.0, value]) for value in side] for side in zip(*pairs, strict=True))
+        phrase = gradient_disagreement(got, expected, is_float32=True)
+        return phrase.removeprefix("gradients by ").partition(" ")[0]
+
+    assert found((101.0, 100.0)) == "", "exactly 1e-2"
+    assert found((98.0, 100.0)) == "2.0e-02"
+    assert found((1.0, 1.0), (0.105, 0.1)) == "5.0e-02"
+    assert found((1.0, 1.0), (1e-6, 1e-9)) == ""
+    assert found((100.0, 100.0), (5e-4, 1e-6)) == ""
+    assert found((100.0, 100.0), (5e-3, 1e-6)) == "5.0e-02"
+    assert found((1e-3, 0.0)) == "1.0e+27", "nothing else has a size"
+    assert found((-1.0, 1.0)) == found((1.0, -1.0)) == "2.0e+00"
+
+
+def test_16_bit_gradients_are_compared_by_the_norm_over_all_tensors() -> None:
+    def found(got: list[Any], expected: list[Any]) -> str:
+        phrase = gradient_disagreement(got, expected, is_float32=False)
+        return phrase.removeprefix("gradients by ").partition(" ")[0]
+
+    one, other = torch.tensor([1.0, 2.0]), torch.tensor([[3.0]])
+    assert found([one, other], [2 * one, 2 * other]) == "5.0e-01"
+    assert found([2 * one, 2 * other], [one, other]) == "1.0e+00"
+    assert found([torch.tensor([6.0])], [torch.tensor([5.0])]) == "", "exactly 0.2"
+    assert found([torch.tensor([0.2])], [torch.tensor([0.1])]) == "1.0e+00"
+    large = torch.tensor([300.0], dtype=torch.float16)  # its square is more than float16 holds
+    assert found([large * 2], [large]) == "1.0e+00"
+    assert found([large], [None]) == "3.0e+32", "no gradient counts as zeros"
+    infinite = torch.tensor([1.0, math.nan])
+    for got, expected in (([one, infinite], [one, one]), ([one, one], [one, infinite])):
+        assert gradient_disagreement(got, expected, is_float32=False) == "gradients that are not finite"
+    with pytest.raises(ValueError, match="argument"):
+        gradient_disagreement([one], [one, one], is_float32=True)
+
+
+def test_recorded_log_probabilities_are_compared_with_a_forward_of_each_row() -> None:
+    """Odds of 1 : 2 : 3 behind every token. The temperature of a half squares them."""
+    seen: list[tuple[list[list[int]], bool, int]] = []
+
+    def policy(input_ids: torch.Tensor, use_cache: bool, logits_to_keep: int) -> Any:
+        seen.append((input_ids.tolist(), use_cache, logits_to_keep))
+        logits = torch.full((1, logits_to_keep, 3), 99.0)
+        logits[0, :-1] = torch.tensor([1.0, 2.0, 3.0]).log()
+        return SimpleNamespace(logits=logits)
+
+    recorded = torch.tensor([[math.log(4 / 14) + 1, math.log(9 / 14), 7.0], [math.log(1 / 14) - 2, 7.0, 7.0]])
+    model: Any = policy
+    found = differences(model, [[1], [2, 2]], [[1, 2], [0]], recorded, 0.5)
+    torch.testing.assert_close(found, torch.tensor([1.0, 0.0, 2.0]))
+    assert seen == [([[1, 1, 2]], False, 3), ([[2, 2, 0]], False, 2)]
+    with pytest.raises(ValueError, match="argument"):
+        differences(model, [[1]], [[1]], recorded, 0.5)
+
+
+def conclusion(
+    mean: float, is_float32: bool = True, baseline: float | None = None, bfloat16: float | None = None
+) -> Conclusion:
+    """Return the conclusion from 1,000 tokens that differ by `mean`, and from the size of what bfloat16 moves."""
+    fits = {} if bfloat16 is None else {BFLOAT16: Fit(1.0, 9.0, 1000 * bfloat16)}
+    found = Evidence(1000, 1000 * mean, 2 * mean, 1000 * mean**2, fits)
+    return conclude(found, is_float32=is_float32, baseline=baseline)
+
+
+@pytest.mark.parametrize(
+    ("mean", "is_float32", "baseline", "is_wrong"),
+    [
+        (0.5, True, None, False),
+        (0.51, True, None, True),
+        (0.5, False, None, False),
+        (0.019, True, 1e-3, False),
+        (0.0205, True, 1e-3, True),
+        (0.099, False, 0.02, False),
+        (0.105, False, 0.02, True),
+        (9e-5, True, 1e-6, False),  # within the tolerance on average, and not on every token
+        (0.04, False, 1e-3, False),
+        (0.45, True, 0.2, False),
+        (1e-3, True, 0.0, True),  # it has agreed to the bit
+        (0.51, True, 0.2, True),  # the ceiling
+        (math.nan, True, None, True),
+        (math.nan, False, 0.2, True),
+    ],
+)
+def test_what_nothing_explains_is_judged_by_the_baseline(
+    mean: float, is_float32: bool, baseline: float | None, is_wrong: bool
+) -> None:
+    assert conclusion(mean, is_float32, baseline) == Conclusion(is_wrong)
+
+
+def test_a_generator_in_bfloat16_differs_by_at_most_three_times_what_bfloat16_moves() -> None:
+    is_bfloat16 = Conclusion(False, (BFLOAT16,))
+    assert conclusion(0.25, bfloat16=0.25) == is_bfloat16
+    assert conclusion(0.375, bfloat16=0.125) == is_bfloat16
+    assert conclusion(0.375, bfloat16=0.12) == Conclusion(False)
+    assert conclusion(0.375, baseline=1e-3, bfloat16=0.12) == Conclusion(True)
+    assert conclusion(0.5, baseline=1e-3, bfloat16=0.25) == is_bfloat16
+    assert conclusion(0.51, baseline=1e-3, bfloat16=0.25) == Conclusion(True), "no dtype moves a policy that far"
+
+
+@pytest.mark.parametrize(
+    ("mean", "share", "names"),
+    [
+        (1e-5, 0.985, ()),  # within the tolerance rounding may fit by chance
+        (1e-5, 0.9921875, (NO_AUTOCAST,)),
+        (1e-3, 0.5, (NO_AUTOCAST,)),
+        (1e-3, 0.499, ()),
+    ],
+)
+def test_autocast_explains_a_difference_before_all_else(mean: float, share: float, names: tuple[str, ...]) -> None:
+    square = 1024 * mean**2
+    fits = {OFF: Fit(1.0, 0.0, 1.0), NO_AUTOCAST: Fit(1.0, (1 - share) * square, 1.0)}
+    found = conclude(Evidence(1024, 1024 * mean, mean, square, fits), is_float32=True, baseline=None)
+    assert (found.names == (NO_AUTOCAST,)) is bool(names)
+    assert found.unclear == (OFF,)
+    if names:
+        assert (found.is_wrong, found.explained) == (False, pytest.approx(share))
+    else:
+        assert found.is_wrong is (mean > 1e-4), "then it is the adapter that is off"
+
+
+def test_a_hypothesis_is_excluded_where_the_policy_is_four_times_closer() -> None:
+    def unclear(residual: float, square: float = 1.0) -> tuple[str, ...]:
+        fits = {OFF: Fit(1.0, residual, 1.0), UNPADDED: Fit(1.0, 0.0, 1.0)}
+        return conclude(Evidence(100, 1e-9, 1e-9, square, fits), is_float32=True, baseline=None).unclear
+
+    assert [unclear(residual) for residual in (3.9, 4.0, 4.5)] == [(OFF,), (OFF,), ()]
+    assert [unclear(residual, 0.0) for residual in (3.9e-12, 4.1e-12)] == [(OFF,), ()], "agreement to the bit"
+
+
+@pytest.mark.parametrize(
+    ("is_float32", "mean", "expected"),
+    [
+        (True, 1e-3, Conclusion(True, (OFF,), (OFF,), 0.5)),
+        (True, 1e-5, Conclusion(unclear=(OFF,))),
+        (False, 1e-3, Conclusion(False, (OFF,), (OFF,), 0.5)),
+        (False, 0.0625, Conclusion(True, (OFF,), (OFF,), 0.5)),
+    ],
+)
+def test_other_weights_that_explain_half_of_a_difference_are_named(
+    is_float32: bool, mean: float, expected: Conclusion
+) -> None:
+    def concluded(*names: str, share: float = 0.5) -> Conclusion:
+        square = 1024 * mean**2
+        fits = {name: Fit(1.0, (1 - share) * square, 1.0) for name in names}
+        return conclude(Evidence(1024, 1024 * mean, mean, square, fits), is_float32=is_float32, baseline=None)
+
+    assert concluded(OFF) == expected
+    computed = concluded(OFF, UNPADDED)
+    if expected.is_wrong:
+        assert computed == Conclusion(False, (UNPADDED,), (OFF,), 0.5), "the weights are the policy's"
+    else:
+        assert computed == Conclusion(unclear=(OFF,)), "rounding may repeat another computation"
+    assert concluded(OFF, share=0.499).names == ()

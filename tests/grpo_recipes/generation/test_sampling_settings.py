@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, TopPLogitsWarper
-from transformers.generation import SuppressTokensLogitsProcessor
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+from transformers.generation import (
+    MinPLogitsWarper,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TopKLogitsWarper,
+)
 
 from grpo_recipes.generation import sampling_settings
 from grpo_recipes.generation.groups import Turn, decoding
@@ -197,3 +203,122 @@ def test_the_shift_is_the_sampled_tokens_own(grouped: bool) -> None:
         expected.append(-log_probs.gather(1, ids[0, len(prompt) :, None])[:, 0])
     assert comparison.difference == ""
     torch.testing.assert_close(found[1], torch.cat(expected), atol=1e-5, rtol=0)
+
+
+# ---- calls by hand
+
+
+class Own(LogitsProcessor):
+    """Processor with a setting, a tensor, and attributes that no setting decides."""
+
+    def __init__(self) -> None:
+        self.size, self.ids = 3, torch.tensor([[1, 2]])
+        self._state, self.policy = 4, torch.nn.Linear(1, 1)
+
+
+def test_a_processor_is_described_by_its_settings() -> None:
+    processors = [TopKLogitsWarper(5), SequenceBiasLogitsProcessor([[[5], 50.0]]), MinPLogitsWarper(0.1), Own()]
+    assert sampling_settings._described(LogitsProcessorList(processors)) == [
+        "TopKLogitsWarper(top_k=5)",
+        "SequenceBiasLogitsProcessor(sequence_bias={(5,): 50.0})",
+        "MinPLogitsWarper(min_p=0.1)",
+        "Own(size=3, ids=[[1, 2]])",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "phrase"),
+    [
+        ([], [], ""),
+        (["A", "B"], ["A", "B"], ""),
+        (["A", "B"], ["B", "A"], "`generate` applies the processors of the settings in another order"),
+        (["A", "B"], ["A"], "`generate` applies B where the settings give nothing"),
+        (["A"], ["B", "A", "C"], "`generate` applies nothing where the settings give B, C"),
+        (["x" * 80], ["y" * 81], f"`generate` applies {'x' * 80} where the settings give {'y' * 77}..."),
+        (["x" * 81], ["A"], f"`generate` applies {'x' * 77}... where the settings give A"),
+    ],
+)
+def test_processors_that_differ_are_named(found: list[str], expected: list[str], phrase: str) -> None:
+    assert sampling_settings._difference(found, expected) == phrase
+
+
+def begun(monkeypatch: pytest.MonkeyPatch, settings: GenerationConfig, **inputs: Any) -> tuple[Any, list[Any]]:
+    """Begin to compare rows 0 and 2 of a call on 4 prompts of 3 tokens. Return the arguments of each build, too."""
+    seen: list[Any] = []
+
+    def build(policy: Any, **given: Any) -> LogitsProcessorList:
+        seen.append({"policy": policy, **given})
+        return LogitsProcessorList()
+
+    monkeypatch.setattr(GenerationMixin, "_get_logits_processor", build)
+    comparison = ProcessorComparison(settings, 0.5, [0, 2])
+    call: Any = GenerationConfig(do_sample=True, max_length=17)
+    call._eos_token_tensor, call._pad_token_tensor = torch.tensor([1, 2]), torch.tensor(0)
+    kwargs = {"attention_mask": torch.arange(12).reshape(4, 3) + 100}
+    given = {"encoder_input_ids": torch.arange(12).reshape(4, 3), "device": "a device", "model_kwargs": kwargs}
+    found = LogitsProcessorList()
+    assert comparison.start("a model", found, call, {"input_ids_seq_length": 3, **given, **inputs}) is found
+    return comparison, seen
+
+
+def test_the_processors_of_a_row_are_built_from_the_call_and_its_own_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = GenerationConfig(do_sample=True, min_new_tokens=4)
+    _, seen = begun(monkeypatch, settings)
+    every = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert [call["encoder_input_ids"].tolist() for call in seen] == [[every[0]], [every[2]], every, every]
+    for call in seen:
+        assert torch.equal(call["model_kwargs"].pop("attention_mask"), call["encoder_input_ids"] + 100)
+        assert (call["policy"], call["device"], call["input_ids_seq_length"]) == ("a model", "a device", 3)
+        assert list(call["logits_processor"]) == []
+        assert call["generation_config"].max_length == 17
+        assert call["generation_config"]._eos_token_tensor.tolist() == [1, 2]
+    assert [call["generation_config"].min_length for call in seen] == [7, 7, 7, None]
+    assert (settings.min_length, settings.max_length) == (None, None), "the user's own are left as they are"
+    _, seen = begun(monkeypatch, GenerationConfig(do_sample=True, min_new_tokens=0), model_kwargs={})
+    assert {call["model_kwargs"]["attention_mask"] for call in seen} == {None}
+    assert [call["generation_config"].min_length for call in seen] == [3, 3, 3, None]
+
+
+def test_finished_rows_are_looked_for_every_32_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 0 and 2 have ended, by an end token and by padding. A prompt may hold both."""
+    comparison, _ = begun(monkeypatch, GenerationConfig(do_sample=True))
+
+    def after(tokens: int, rows: list[int]) -> list[int]:
+        ids = torch.full((4, 3 + tokens), 9)
+        ids[:, 0], ids[:, 1] = 0, 1
+        ids[0, 4], ids[2, -1] = 2, 0
+        return comparison.unfinished(rows, ids)
+
+    every = [0, 1, 2, 3]
+    assert [after(tokens, every) for tokens in (31, 33, 63)] == [every] * 3
+    assert [after(tokens, every) for tokens in (32, 64)] == [[1, 3]] * 2
+    assert after(32, [2, 3]) == [3]
+    assert after(32, []) == []
+    comparison._call[1]._pad_token_tensor = None
+    assert after(32, every) == [1, 2, 3]
+
+
+def test_distance_and_shift_of_hand_computed_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odds of 4 : 1 : 1 become 2 : 1 : 1 in row 0, and row 2 keeps 1 : 2 : 1. The loss divides logits by a half."""
+    comparison, _ = begun(monkeypatch, GenerationConfig(do_sample=True))
+    comparison._filters = True
+    logits = torch.tensor([[4.0, 1.0, 1.0], [1.0, 2.0, 1.0]]).log()
+    scores = torch.tensor([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]]).log()
+    comparison.compare([0, 2], torch.zeros(2, 3), logits, scores, torch.tensor([0, 2]))
+    comparison.compare([2], torch.zeros(1, 4), logits[1:], scores[1:], torch.tensor([1]))
+    # Two thirds became a half. Squared, the odds are 16 : 1 : 1 and 1 : 4 : 1.
+    shifts = [math.log((16 / 18) / (1 / 2)), math.log((1 / 4) / (1 / 6)), math.log((4 / 6) / (1 / 2))]
+    found = comparison.measured([[7], [7], [7, 7], [7]])
+    torch.testing.assert_close(found, torch.tensor([[1 / 6, 0.0, 0.0], shifts]))
+    assert comparison.measured([[7], [7], [7], [7]]).shape == (2, 2), "tokens behind the end are left out"
+    assert comparison.measured([[], [], [], []]).shape == (2, 0)
+
+
+def test_a_greedy_choice_is_compared_as_a_certain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison, _ = begun(monkeypatch, GenerationConfig(do_sample=False))
+    comparison._samples = False
+    logits = torch.tensor([[4.0, 1.0, 1.0], [1.0, 2.0, 1.0]]).log()
+    scores = torch.tensor([[1.0, 3.0, 2.0], [1.0, 2.0, 1.0]]).log()
+    comparison.compare([0, 2], torch.zeros(2, 3), logits, scores, torch.tensor([1, 1]))
+    found = comparison.measured([[7], [], [7]])
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.0], [math.log(18), math.log(6 / 4)]]))

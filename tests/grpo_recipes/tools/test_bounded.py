@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import gc
 import json
 import os
 import random
@@ -14,6 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,8 +149,11 @@ def test_results_and_their_order_are_trls(runner: ToolRunner) -> None:
     ]
     ours = runner.run([calls])[0]
     assert [(result.name, result.content) for result in ours] == trl_results(calls)
+    assert sorted(id(result.arguments) for result in ours) == sorted(id(one.arguments) for one in calls), "not copies"
     refused = [index for index, result in enumerate(ours) if result.refused]
     assert refused == [1, 2, 3, 7, 8, 9]
+    assert {(ours[index].seconds, ours[index].timed_out) for index in refused} == {(0.0, False)}
+    assert all(0 < result.seconds < 30 for result in ours if not result.refused)
     faults = [result.fault for result in ours if result.fault]
     assert faults[1] == "ValueError: no\nluck"
     assert [fault.partition(":")[0] for fault in faults] == ["TypeError", "ValueError", "KeyError"]
@@ -232,6 +238,30 @@ def test_more_rows_than_threads_all_run(runner: ToolRunner) -> None:
     assert all(thread.daemon for thread in own), "the end of the program waits for no other thread"
 
 
+def test_16_rows_run_at_once() -> None:
+    begun: list[int] = []
+    at_once: list[int] = []
+    go_on = threading.Event()
+
+    def meet() -> str:
+        begun.append(1)
+        if len(begun) == 16:
+            time.sleep(0.02)
+            at_once.append(len(begun))
+            go_on.set()
+        return str(go_on.wait(5))
+
+    runner = ToolRunner(ToolLimits(seconds=20, result_tokens=TOKENS), cut, print)
+    assert [result.content for (result,) in runner.run([[call(meet)] for _ in range(18)])] == ["True"] * 18
+    assert set(at_once) == {16}
+    runner.close()
+
+
+def test_rows_without_calls_take_the_place_of_no_other(runner: ToolRunner) -> None:
+    rows = [[], *([[]] * 16), [call(add, a=1, b=2)]]
+    assert [[result.content for result in row] for row in runner.run(rows)] == [[]] * 17 + [["3"]]
+
+
 # Tools that do not return
 
 
@@ -255,8 +285,12 @@ def test_a_call_that_does_not_return_is_abandoned(
             True,
             "",
         )
-    if tool is not hang_async:
-        assert runner.abandoned == 2
+        assert (mixed[1].seconds, mixed[1].timed_out) == (0.0, False)
+    if tool is hang_async:
+        deadline = time.monotonic() + 10
+        while runner.abandoned and time.monotonic() < deadline:
+            time.sleep(0.005)
+    assert runner.abandoned == (0 if tool is hang_async else 2), "an async call is cancelled"
     assert len(said) == 1
     assert said[0].startswith(f"tool `{tool.__name__}` did not return within 0.4 s (`tool_limits.seconds`)")
     assert only(runner.run([[call(tool)]])).timed_out
@@ -266,17 +300,21 @@ def test_a_call_that_does_not_return_is_abandoned(
 
 def test_an_abandoned_call_that_ends_is_no_longer_counted_and_its_result_is_dropped(runner: ToolRunner) -> None:
     go_on = threading.Event()
+    began = threading.Event()
+    threads: list[threading.Thread] = []
 
     def late() -> str:
+        threads.append(threading.current_thread())
+        began.set()
         go_on.wait(20)
         return "late"
 
     assert only(runner.run([[call(late)]])).timed_out
     assert runner.abandoned == 1
     go_on.set()
-    deadline = time.monotonic() + 10
-    while runner.abandoned and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert began.wait(10)
+    threads[0].join(10)
+    assert not threads[0].is_alive(), "nobody would give it another call"
     assert runner.abandoned == 0
     assert only(runner.run([[call(add, a=1, b=2)]])).content == "3"
 
@@ -304,6 +342,201 @@ def test_many_abandoned_calls_stop_further_ones(runner: ToolRunner, monkeypatch:
     result = only(runner.run([[call(add, a=1, b=2)]]))
     assert result.fault == "not called, because 2 earlier calls passed their time limit and still run"
     assert not result.refused
+
+
+class _Still:
+    """Call that passed its time limit and still runs."""
+
+    def is_running(self) -> bool:
+        return True
+
+
+def test_no_call_is_begun_beside_256_that_still_run(runner: ToolRunner) -> None:
+    still: Any = _Still()
+    runner._stuck += [still] * 255
+    assert only(runner.run([[call(add, a=1, b=2)]])).content == "3"
+    runner._stuck.append(still)
+    result = only(runner.run([[call(add, a=1, b=2)]]))
+    reason = "not called, because 256 earlier calls passed their time limit and still run"
+    assert (result.content, result.fault, result.seconds) == (str({"error": reason}), reason, 0.0)
+
+
+def test_an_interrupted_run_abandons_its_calls(runner: ToolRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_ended", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run([[call(go_on.wait)], [call(go_on.wait)]])
+    assert runner.abandoned == 2
+    go_on.set()
+
+
+class _Answers:
+    """Queue of outcomes that come at given times of a clock, and the time limits of the waits for them."""
+
+    def __init__(self, clock: list[float], *outcomes: Any) -> None:
+        self.clock, self.outcomes, self.waits = clock, list(outcomes), []
+
+    def get(self, timeout: float) -> Any:
+        self.waits.append(timeout)
+        self.clock[0] += timeout
+        return self.get_nowait()
+
+    def get_nowait(self) -> Any:
+        if not self.outcomes:
+            raise Empty
+        return self.outcomes.pop(0)
+
+
+def waited(
+    monkeypatch: pytest.MonkeyPatch, now: float, begun: list[float], *answered: int, **lost: bool
+) -> tuple[list[tuple[int, str, float]], float, list[int]]:
+    """Wait for calls with a limit of 8 s, of which the last has an attempt.
+
+    Returns:
+        Number, fault and seconds of each call that ended, the time limit of the wait, and the calls begun anew.
+    """
+    clock, again = [now], []
+    monkeypatch.setattr(bounded, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    runner = ToolRunner(ToolLimits(seconds=8, result_tokens=TOKENS), cut, print)
+    row = bounded._Row()
+    jobs = [bounded._Job(row, place, call(add), {}, begun=one) for place, one in enumerate(begun)]
+    attempt: Any = SimpleNamespace(is_lost=lambda: True, **lost) if lost else None
+    jobs[-1].attempt = attempt
+    monkeypatch.setattr(runner, "_begin", lambda job, answers: again.append(job.place))
+    answers: Any = _Answers(clock, *((jobs[place], bounded._Outcome("x")) for place in answered))
+    found = [(job.place, outcome.fault, outcome.seconds) for job, outcome in runner._ended(jobs, answers)]
+    return found, answers.waits[0], again
+
+
+def test_a_wait_ends_at_the_first_limit_and_looks_for_dead_threads_every_fifth_of_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = "no result within 8 s"
+    assert waited(monkeypatch, 100.0, [99.0, 98.0]) == ([], 0.2, [])
+    assert waited(monkeypatch, 105.875, [99.0, 98.0]) == ([(1, late, 8.0)], 0.125, [])
+    assert waited(monkeypatch, 108.0, [99.0, 98.0]) == ([(0, late, 9.0), (1, late, 10.0)], 0.0, [])
+    assert waited(monkeypatch, 108.0, [99.0, 98.0, 97.0], 2, 0) == (
+        [(2, "", 0.0), (0, "", 0.0), (1, late, 10.0)],
+        0,
+        [],
+    )
+    dead = "the tool ended the thread that it ran in"
+    assert waited(monkeypatch, 100.0, [99.5], has_begun=True) == ([(0, dead, pytest.approx(0.7))], 0.2, [])
+    assert waited(monkeypatch, 100.0, [99.5], has_begun=False) == ([], 0.2, [0])
+
+
+def test_a_call_that_never_began_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ended by what an earlier call left there."""
+    clock = [100.0]
+    monkeypatch.setattr(bounded, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    runner = ToolRunner(ToolLimits(seconds=8, result_tokens=TOKENS), cut, print)
+    row, again = bounded._Row(), []
+    lost: Any = SimpleNamespace(is_lost=lambda: True, has_begun=False)
+    jobs = [bounded._Job(row, 0, call(add), {}, 99.0, attempt=lost), bounded._Job(row, 1, call(add), {}, 90.0)]
+    monkeypatch.setattr(runner, "_begin", lambda job, answers: again.append(job.place))
+    empty: Any = _Answers(clock)
+    assert [job.place for job, _ in runner._ended(jobs, empty)] == [1]
+    assert again == [0]
+
+
+def test_the_end_of_a_run_ends_idle_threads_and_the_loop(said: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """A call that still waits in the loop is destroyed with it, without an error in the log."""
+    runner = ToolRunner(ToolLimits(seconds=0.05, result_tokens=TOKENS), cut, said.append)
+    before = {*threading.enumerate()}
+    runner.run([[call(add, a=1, b=2)], [call(swallow_cancellation)]])
+    own = {*threading.enumerate()} - before
+    assert {thread.name for thread in own} == {"tool", "async tools"}
+    runner.close()
+    for thread in own:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in own)
+    assert runner.abandoned == 0
+    runner._stuck.clear()
+    gc.collect()
+    assert caplog.text == ""
+    runner._limits = ToolLimits(seconds=30, result_tokens=TOKENS)
+    assert only(runner.run([[call(add, a=1, b=2)]])).content == "3", "a closed runner begins anew"
+    runner.close()
+
+
+def test_helpers_of_async_tools_run_in_threads_that_delay_no_end(runner: ToolRunner) -> None:
+    """Python waits for the threads of asyncio's own pool when the program ends."""
+    seen: list[threading.Thread] = []
+
+    async def elsewhere() -> None:
+        seen.append(await asyncio.to_thread(threading.current_thread))
+
+    assert only(runner.run([[call(elsewhere)]])).content == "None"
+    assert [(thread.name, thread.daemon) for thread in seen] == [("tool", True)]
+
+
+def test_a_thread_of_a_call_that_was_cancelled_does_not_run_it() -> None:
+    future: Future[Any] = Future()
+    future.cancel()
+    ran: list[int] = []
+    bounded._fulfil(future, ran.append, (1,), {})
+    assert ran == []
+
+
+class _Slow(Exception):
+    """Exception whose text does not come within a time limit."""
+
+    def __str__(self) -> str:
+        time.sleep(0.3)
+        return "late"
+
+
+def test_an_async_call_that_is_cancelled_while_its_error_is_rendered_is_over(said: list[str]) -> None:
+    async def raise_slowly() -> None:
+        raise _Slow
+
+    runner = ToolRunner(ToolLimits(seconds=0.05, result_tokens=TOKENS), cut, said.append)
+    assert only(runner.run([[call(raise_slowly)]])).timed_out
+    deadline = time.monotonic() + 10
+    while runner.abandoned and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert runner.abandoned == 0
+    runner.close()
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, GeneratorExit])
+def test_a_call_that_is_destroyed_with_its_loop_ends_at_once(error: type[BaseException]) -> None:
+    """It must not wait for another thread then: nobody would go on with it."""
+    answers: Any = SimpleQueue()
+    nowhere: Any = None
+    job = bounded._Job(bounded._Row(), 0, call(hang_async), {})
+    attempt = bounded._Attempt(job, nowhere, 100, answers)
+
+    async def destroy() -> None:
+        running = attempt.run_async()
+        running.send(None)
+        with pytest.raises(StopIteration):
+            running.throw(error())
+
+    asyncio.run(destroy())
+    assert attempt.is_over
+    assert answers.get_nowait()[1].fault == error.__name__
+
+
+def test_a_loop_is_alive_until_it_is_closed_or_its_thread_has_ended() -> None:
+    loop = asyncio.new_event_loop()
+    callers, own = bounded._Loop(loop), bounded._Loop()
+    assert callers.is_alive()
+    assert own.is_alive()
+    loop.close()
+    assert not callers.is_alive()
+    thread, ended = own._thread, threading.Thread(target=int)
+    own._thread = ended
+    assert not own.is_alive()
+    own._thread = thread
+    own.close()
+    assert thread is not None
+    thread.join(10)
+    assert not own.is_alive()
 
 
 def test_async_tools_may_run_on_a_loop_of_the_caller(said: list[str]) -> None:
@@ -661,6 +894,17 @@ def test_the_body_of_a_decorated_tool_does_not_run_with_unfit_arguments(runner: 
 def test_callables_of_other_kinds(runner: ToolRunner, function: Callable[..., Any]) -> None:
     result = only(runner.run([[Call("x", {"a": 1}, function)]]))
     assert isinstance(result.content, str)
+
+
+class _Shelf(list[str]):
+    """Tool that is also a container, which is false while it is empty."""
+
+    def __call__(self, name: str) -> str:
+        return f"{name}: {len(self)}"
+
+
+def test_an_empty_container_may_be_a_tool(runner: ToolRunner) -> None:
+    assert only(runner.run([[call(_Shelf(), name="books")]])).content == "books: 0"
 
 
 def test_names_are_bounded_and_harmless(runner: ToolRunner) -> None:

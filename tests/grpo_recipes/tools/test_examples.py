@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
@@ -60,6 +61,18 @@ def test_anything_else_is_refused_with_a_reason_that_the_policy_reads(text: str,
         calculator(text)
 
 
+@pytest.mark.parametrize("error", [SyntaxError, ValueError, RecursionError, MemoryError])
+def test_whatever_the_parser_raises_is_a_reason_that_the_policy_reads(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parse(*_: object, **__: object) -> None:
+        raise error("in the parser")
+
+    monkeypatch.setattr(examples, "ast", SimpleNamespace(parse=parse))
+    with pytest.raises(ValueError, match="this is no arithmetic expression"):
+        calculator("1 + 1")
+
+
 def test_an_expression_has_at_most_200_characters() -> None:
     assert calculator("+".join(["1"] * 100) + "0") == "109"
     with pytest.raises(ValueError, match="more than 200 characters"):
@@ -77,6 +90,7 @@ def test_an_expression_has_at_most_200_characters() -> None:
             "import os; os.write(1, b'a\\xff'); os.write(2, b'x\\nno \\xff\\n'); os._exit(1)",
             "a\ufffd[failed: no \ufffd]",
         ),
+        ("import sys; sys.stderr.write('bad\\n \\n'); sys.exit(1)", "[failed: bad]"),
         ("print('x' * 5000)", "x" * 4096 + "[stopped: too much output]"),
     ],
 )

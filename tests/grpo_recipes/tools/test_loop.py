@@ -6,9 +6,9 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from trl.generation import vllm_generation
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.tools.bounded import Call, Result
 from grpo_recipes.tools.loop import Limits, Row, RowTools, ToolLoop, Values, beginning, result_text
+from grpo_recipes.tools.loop import values as values_of
 from tests.support import launching, train_tools
 from tests.support.grids import covering, only
 from tests.support.tool_rollouts import ADD, SCRIPTS, tool_tokenizer, tool_trainer
@@ -208,6 +209,7 @@ def test_a_long_result_is_cut_to_the_room_that_is_left(tokenizer: PreTrainedToke
     rows, runner, values = run(tokenizer, [1, 3, 0], 60, content=content)
     assert runner.ran == ["add"] * 4
     assert [row.ending for row in rows] == ["full", "full", "answered"]
+    assert rows[2].completion == [8] * 10, "a row without calls has no other turn"
     check_values(rows, values, 60)
     for messages in values.completions[:2]:
         seen = [one["content"] for one in messages if one["role"] == "tool"]
@@ -259,6 +261,8 @@ def test_a_result_holds_no_special_token(text: str, shown: str) -> None:
     tokenizer = tool_tokenizer()
     # One is declared in the vocabulary only, as Llama 3's `<|start_header_id|>`. The last two overlap.
     tokenizer.add_tokens([AddedToken(name, special=True) for name in ("<role>", "|x|", "|y|")])
+    tokenizer.add_tokens([AddedToken("¤", special=True), AddedToken("<plain>"), AddedToken("@@", special=True)])
+    assert result_text(tokenizer, 100)("<plain> ¤ @@") == "<plain> ¤ @ @", "a single character can't be split"
     assert result_text(tokenizer, 100)(text) == shown
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     assert special.isdisjoint(tokenizer(shown)["input_ids"])
@@ -273,6 +277,64 @@ def test_the_beginning_of_a_text(tokenizer: PreTrainedTokenizerFast, text: str, 
     assert len(tokenizer(cut)["input_ids"]) <= tokens
     if len(tokenizer(text)["input_ids"]) <= tokens:
         assert cut == text
+
+
+class Wide:
+    """Tokenizer with a token for each `width` characters, which records the lengths of the texts that it is given."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    all_special_tokens: ClassVar[list[str]] = []
+
+    def __init__(self, width: int) -> None:
+        self.width, self.lengths = width, []
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[Any]]:
+        self.lengths.append(len(text))
+        parts = [text[start : start + self.width] for start in range(0, len(text), self.width)]
+        return {"input_ids": ["<begin>"] * add_special_tokens + parts}
+
+    def decode(self, ids: list[str], clean_up_tokenization_spaces: bool = True) -> str:
+        text = "".join(ids)
+        return text.replace(" .", ".") if clean_up_tokenization_spaces else text
+
+
+def test_no_more_of_a_text_is_tokenized_than_needed() -> None:
+    """At first 16 characters per token, and then twice as many until there are too many tokens."""
+    text = "".join(chr(33 + n % 90) for n in range(10_000))
+    narrow, wide, wider = Wide(1), Wide(20), Wide(100)
+    assert beginning(cast(Any, narrow), text, 5) == text[:5]
+    assert narrow.lengths == [80, 5]
+    assert beginning(cast(Any, wide), text, 2) == text[:40]
+    assert wide.lengths == [32, 64, 40]
+    assert beginning(cast(Any, wider), text, 3) == text[:300]
+    assert wider.lengths == [48, 96, 192, 384, 300]
+    assert beginning(cast(Any, wider), text[:150], 3) == text[:150]
+
+
+def test_a_text_that_fits_is_left_as_it_is() -> None:
+    assert beginning(cast(Any, Wide(2)), "a .b", 2) == "a .b"
+    assert beginning(cast(Any, Wide(2)), "a .b.", 2) == "a .b"
+    assert result_text(cast(Any, Wide(1)), 3)("abcdef") == "abc", "a tokenizer without special tokens"
+
+
+class Table:
+    """Tokenizer whose tokens are written in a table. A text that is not there has more tokens than any limit."""
+
+    def __init__(self, ids: dict[str, list[int]], texts: dict[tuple[int, ...], str]) -> None:
+        self.ids, self.texts = ids, texts
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return {"input_ids": self.ids.get(text, [0] * 99)}
+
+    def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+        return self.texts[tuple(ids)]
+
+
+def test_a_text_whose_beginning_has_more_tokens_is_cut_further() -> None:
+    texts = {(1, 2): "ab", (1,): "a"}
+    for fits, expected in (({"a": [1]}, "a"), ({"ab": [3, 4]}, "ab"), ({}, "")):
+        tokenizer: Any = Table({"abc": [1, 2, 3], **fits}, texts)
+        assert beginning(tokenizer, "abc", 2) == expected
 
 
 def test_log_probabilities_follow_the_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -314,6 +376,85 @@ def test_the_last_turn_is_cut_to_the_room_and_read_behind_its_context(tokenizer:
     assert values.completion_ids[0] == [8] * 3 + results + [9] * 2
     assert values.logprobs is not None
     assert values.logprobs[0][-3:] == [0.0, -4.0, -4.0]
+
+
+def alone(
+    render: Callable[[str], int], limits: Limits, content: str = "abcdefgh", calling: int = 1
+) -> tuple[Row, list[str], Values]:
+    """Run a row of one prompt and one completion token whose tokens of a result are counted by `render`.
+
+    Args:
+        render: number of tokens that a text takes in the template.
+        limits: limits of the row.
+        content: result of each call.
+        calling: number of turns that call.
+    """
+    row, runner, left = Row([7], [8], [message(1)], RowTools({})), Recorder(content), [calling - 1]
+
+    def parse(ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
+        left[0] -= 1
+        return message(1 if left[0] >= 0 else 0)
+
+    loop = ToolLoop(
+        generate=lambda prompts: ([[9] for _ in prompts], None),
+        parse=parse,
+        render=lambda messages: [5] * sum(render(one["content"]) for one in messages),
+        shorten=lambda text, tokens: text[:tokens],
+        runner=runner,
+        limits=limits,
+    )
+    values = loop([row])
+    return row, runner.ran, values
+
+
+@pytest.mark.parametrize("left", range(3, 12))
+def test_a_result_is_cut_to_the_most_that_fits(left: int) -> None:
+    """The template takes two tokens, and each character one."""
+    row, _, values = alone(lambda text: 2 + len(text), Limits(3, 1 + left, 1000))
+    (shown,) = [one["content"] for one in values.completions[0] if one["role"] == "tool"]
+    assert shown == "abcdefgh"[: left - 2]
+    assert row.ending == ("full" if left <= 10 else "answered")
+    assert values.tool_mask == [[1] + [0] * min(left, 10) + [1] * (left == 11)]
+
+
+def test_a_result_of_which_no_token_fits_is_cut_to_nothing() -> None:
+    """The room is for a digit, and any other text takes more."""
+    row, _, values = alone(lambda text: {"": 1, "0": 1}.get(text, 9), Limits(3, 4, 1000))
+    assert (row.ending, row.completion) == ("full", [8, 5])
+    assert values.completions[0][-1] == {"role": "tool", "name": "add", "content": ""}
+
+
+@pytest.mark.parametrize(
+    ("iterations", "calling", "ran", "ending"),
+    [(2, 1, 1, "answered"), (2, 2, 2, "answered"), (2, 3, 2, "iterations"), (1, 3, 1, "iterations")],
+)
+def test_tools_run_in_as_many_turns_as_are_allowed(iterations: int, calling: int, ran: int, ending: str) -> None:
+    row, made, values = alone(len, Limits(iterations, 100, 1000), "ab", calling)
+    assert (made, row.ending) == (["add"] * ran, ending)
+    assert values.tool_call_count == ran
+    assert values.completion_ids == [[8] + [5, 5, 9] * ran]
+
+
+def test_the_values_of_rows_hold_log_probabilities_only_if_all_rows_do() -> None:
+    def made(log_probs: list[float] | None, *results: Result) -> Row:
+        return Row([7], [8] * len(log_probs or ()), [], RowTools({}), log_probs, turns=[[one] for one in results])
+
+    assert values_of([made([]), made([-1.0])]).logprobs == [[], [-1.0]]
+    assert values_of([made(None), made([-1.0])]).logprobs is None
+    assert values_of([made([-1.0]), made(None)]).logprobs is None
+    failed = made([-1.0], Result("a", "x", fault="E"), Result("a", "x"), Result("a", "x", refused=True))
+    counted = values_of([failed, made([], Result("b", "x", fault="E"))])
+    assert (counted.tool_call_count, counted.tool_failure_count) == (4, 3)
+    assert counted.tool_images == [[], []]
+
+
+def test_a_first_turn_without_tokens_has_log_probabilities_too() -> None:
+    row = Row([7], [], [message(1)], RowTools({}), [])
+    with pytest.raises(ValueError, match="the turn after a tool call has none"):
+        row.append_turn([9], None)
+    row.append_turn([], [])
+    row.append_turn([9], [-3.0])
+    assert row.log_probs == [-3.0]
 
 
 def test_log_probabilities_must_not_end_after_the_first_turn() -> None:

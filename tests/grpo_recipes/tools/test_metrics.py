@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def test_a_batch_without_calls_has_no_means_over_calls() -> None:
     assert found["tools/add/calls"] == found["tools/unknown/calls"] == found["tools/tokens_share"] == 0
     assert not [name for name in found if name.endswith(("failures", "refused", "seconds"))]
     assert metrics([Counts()])["tools/turns"] == 0, "a rank may have no row"
+    assert metrics([Counts(rows=1, tokens=1, tool_tokens=1)])["tools/tokens_share"] == 1
 
 
 def test_names_that_the_policy_invents_make_no_metrics() -> None:
@@ -99,6 +101,8 @@ def test_ordinary_names_are_kept() -> None:
         "größe",
         "v1.2",
     ]
+    assert metric_name("x" * 64) == "x" * 64
+    assert metric_name("x" * 65) == "x" * 64 + f"-{zlib.crc32(b'x' * 65):08x}"
     assert re.fullmatch(r"_lambda_-[0-9a-f]{8}", metric_name("<lambda>"))
     assert re.fullmatch(r"unknown-[0-9a-f]{8}", metric_name("unknown"))
 

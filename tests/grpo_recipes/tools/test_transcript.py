@@ -358,7 +358,7 @@ def one_token_more(trainer: Any, values: Values) -> None:
 FAULTS: dict[Callable[[Any, Values], None], str] = {
     shifted_right: "row 1, token .*: the tool mask is shifted by one token to the right",
     shifted_left: "row 0, token .*: the tool mask is shifted by one token to the left",
-    longer_mask: "row 2, .*: the mask has .* values for",
+    longer_mask: "row 2, token 0: the mask has .* values for",
     tokenized_again: "row 0, token .*: the same text was sampled as other tokens: it was tokenized again",
     without_thinking: r"row 0, token .*: \d+ tokens that were sampled here are missing: '.*think>.*'",
     swapped_tokens: "row 0, token 0: these tokens were sampled for row 4",
@@ -676,7 +676,20 @@ LONG = "".join(map(chr, range(48, 89)))
         ({"p": ["ab"], "pab<3>": ["c."]}, 30, "ab<3>c.", "token 2: a tool result follows a turn without its end token"),
         ({"p": [LONG[:40] + "."]}, 60, ".", f"token 0: 40 tokens that were sampled here are missing: '{LONG[:40]}'"),
         ({"p": [LONG + "."]}, 60, ".", f"token 0: 41 tokens that were sampled here are missing: '{LONG[:40]}...'"),
+        (
+            {"p": ["ab."], "pab.<": ["x."], "pab.<3>": ["cd."], "pab.<3>cd.<4>": ["ef."]}, 30, "ab.<5>cd.",
+            "token 4: these tokens were not sampled: the generator was never given the tokens before them "
+            "('5' stands where '3' was given to the generator)",
+        ),
+        (TWO_TURNS, 30, "ab.<3>x", "token 7: 3 tokens that were sampled here are missing: 'yz.'"),
+        ({"p": ["ab"]}, 30, "a", "token 1: 1 token that was sampled here is missing: 'b'"),
+        ({"p": ["ab."], "pab.<3>": [""]}, 30, "ab.<3>", None),
+        ({"p": [""]}, 30, "", None),
         ({"p": ["a.", "b."]}, 30, "b.", "token 0: these tokens were sampled for row 1"),
+        (
+            {"p": ["ab.", "q."], "pab.<3>": ["cd."]}, 30, "ab.<3>q.",
+            "token 6: these tokens were sampled for another row or turn",
+        ),
         ({"q": ["ab."]}, 30, "ab.", "token 0: the row has another prompt than was given to the generator"),
         (
             {"q": ["x."], "p": ["ab."]}, 30, "ab.",
@@ -698,6 +711,71 @@ def test_the_prompt_of_another_row_is_named_with_its_row() -> None:
     assert str(swapped) == "row 0, token 0: the row has another prompt than was given to the generator, that of row 1"
 
 
+def test_a_row_that_was_not_in_the_first_call_has_its_turn_by_its_prompt() -> None:
+    turns = {"p": ["ab."], "q": ["cd.", "ef."]}
+    assert proof(turns)(lettered("cd.", "q", number=1), with_messages=False) is None
+    assert proof(turns)(lettered("ef.", "q", number=2), with_messages=False) is None
+    assert str(proof(turns)(lettered("cX.", "q", number=1), with_messages=False)).startswith(
+        "row 1, token 1: 'X' stands"
+    )
+
+
+def test_each_context_has_one_completion_and_each_completion_its_log_probabilities() -> None:
+    for prompts, completions, log_probs in (([[1]], [], None), ([[1], [1]], [[2], [3]], [[-1.0]]), ([[1]], [[2]], [])):
+        with pytest.raises(ValueError, match="argument"):
+            Turns().record(prompts, completions, log_probs)
+
+
+@pytest.mark.parametrize(
+    ("completion", "values", "fault"),
+    [
+        ("ab.<3>cd.", "abc000def", None),
+        ("ab.<3>cd.", "abc000deX", "token 6"),
+        ("ab.<3>cd.", "abc000uvw", "token 6"),  # those of the other turn
+        ("ab.<3>xyz.", "abc000uvwx", None),
+        ("ab.<3>cd", "abc000de", None),  # cut
+        ("ab.<3>", "abc000", None),
+        ("ab.<3>", "abc00", "token 3"),
+        ("ab.<3>", "abc00X", "token 3"),
+        ("ab.<3>", "abX000", "token 0"),
+    ],
+)
+def test_log_probabilities_are_those_of_the_sampled_tokens(completion: str, values: str, fault: str | None) -> None:
+    """Values are written as letters, and 0 as 0."""
+
+    def numbers(text: str) -> list[float]:
+        return [-float(ord(letter) - ord("0")) for letter in text]
+
+    turns = Turns()
+    turns.record([ids_of("p")], [ids_of("ab.")], [numbers("abc")])
+    turns.record([ids_of("pab.<3>")] * 2, [ids_of("cd."), ids_of("xyz.")], [numbers("def"), numbers("uvwx")])
+    row = replace(lettered(completion), log_probs=numbers(values))
+    found = replace(proof({}, len(completion)), turns=turns)(row, with_messages=False)
+    kinds = {
+        "token 3": "the log-probabilities of these tool results are not 0",
+        "token 0": "the log-probabilities are not those that these tokens were sampled with",
+        "token 6": "the log-probabilities are not those that these tokens were sampled with",
+    }
+    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}: {kinds[fault]}")
+
+
+def test_a_prompt_is_rendered_where_messages_are_compared() -> None:
+    expect = "row 0, token 0: the prompt is not the template's rendering of its messages and tools: "
+    for said, prompt, what in (
+        ("p", "p", None),
+        ("p.", "p", "1 token that was rendered here is missing: '.'"),
+        ("", "p", "1 token was not rendered: 'p'"),
+    ):
+        row = replace(lettered("ab.", prompt), prompt_messages=[said_by("user", said)] if said else [])
+        checked = replace(
+            proof({"p": ["ab."]}),
+            render_prompt=lambda messages, tools: [*ids_of("".join(one["content"] for one in messages))],
+        )
+        assert checked(row, with_messages=False) is None
+        found = checked(row, with_messages=True)
+        assert (None if found is None else str(found)) == (None if what is None else expect + what)
+
+
 @pytest.mark.parametrize(
     ("sampled", "completion", "mask", "fault"),
     [
@@ -715,6 +793,19 @@ def test_a_mask_that_is_shifted_by_one_token_is_named(
     assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
 
 
+def test_a_shift_between_three_segments_is_named_at_its_first() -> None:
+    row = Transcript(0, ids_of("p"), ids_of("ab.<3>c."), [1, 1, 1, 1, 0, 0, 0, 1], None)
+    found = proof({"p": ["ab."], "pab.<3>": ["c."]})(row, with_messages=False)
+    assert str(found) == "row 0, token 4: the tool mask is shifted by one token to the right"
+
+
+def test_a_mask_is_called_shifted_only_if_nothing_else_is_wrong() -> None:
+    messages = [said_by("assistant", "a."), said_by("tool", "4")]
+    row = Transcript(0, ids_of("p"), ids_of("a.<3>"), [1, 0, 0, 0, 0], messages)
+    found = proof({"p": ["a."]})(row, with_messages=False)
+    assert str(found) == "row 0, token 1: the end token that was sampled here is missing"
+
+
 ONE_TURN = {"p": ["ab.", "ab."]}
 
 
@@ -724,6 +815,11 @@ ONE_TURN = {"p": ["ab.", "ab."]}
         (ONE_TURN, ["ab.", "ab."], None),
         (ONE_TURN, ["ab.", "ab.", "ab."], "row 2, token 0: this turn was sampled for another row"),
         ({**ONE_TURN, "pab.<3>": ["cd."]}, ["ab.<3>cd.", "ab."], None),
+        (
+            {**ONE_TURN, "pab.<3>": ["cd."]}, ["ab.<3>cd.", "ab.<3>cd."],
+            "row 1, token 6: this turn was sampled for another row",
+        ),
+        ({**ONE_TURN, "pab.<3>": ["cd."]}, ["ab.<3>", "ab.<4>"], None),  # a fault of the rows themselves
         (
             {**ONE_TURN, "pab.<3>": ["cd."]}, ["ab.", "ab."],
             "row 0, token 3: the tool result and the turn that was sampled after it are missing",
@@ -739,6 +835,13 @@ def test_a_turn_stands_in_as_many_rows_as_it_was_sampled_for(
     assert proof(turns, in_order=False).count(rows) is None, "rows of a `rollout_func` may share a turn"
 
 
+def test_a_turn_behind_a_row_of_the_full_length_is_not_missed() -> None:
+    rows = [lettered("ab.", number=number) for number in range(2)]
+    turns = {**ONE_TURN, "pab.<3>": ["cd."]}
+    assert proof(turns, 3).count(rows) is None
+    assert proof(turns, 4).count(rows) is not None
+
+
 @pytest.mark.parametrize(
     ("turns", "completion", "is_covered"),
     [
@@ -748,6 +851,8 @@ def test_a_turn_stands_in_as_many_rows_as_it_was_sampled_for(
         ({"p": ["ab."], "pab.<3>": ["cd."]}, "ab.<3>cd.", True),
         ({"p": ["ab."], "qab.<3>": ["cd."]}, "ab.<3>cd.", False),
         ({"q": ["ab."]}, "ab.", False),
+        ({"q": ["ab."]}, "ab.<3>", False),
+        ({"q": ["a"]}, "a<3>", False),
         ({"q": ["ab."]}, "<3>", True),
         ({"q": ["ab."]}, "", True),
         ({"pp": ["cd."]}, "<3>cd.", True),
@@ -794,6 +899,7 @@ FIRST, RESULT, SECOND = said_by("assistant", "ab."), said_by("tool", "3"), said_
         ([], False, "token 0: no message of the role 'assistant' belongs to these sampled tokens"),
         ([FIRST, RESULT], False, "token 6: no message of the role 'assistant' belongs to these sampled tokens"),
         ([FIRST], False, "token 3: no message of the role 'tool' belongs to these tokens of tool results"),
+        ([RESULT, FIRST], False, "token 0: no message of the role 'assistant' belongs to these sampled tokens"),
         ([FIRST, RESULT, SECOND, RESULT], False, "token 9: a message of the role 'tool' has no tokens"),
         ([FIRST, RESULT, SECOND, SECOND], False, "token 6: 2 messages of the assistant belong to one turn"),
     ],
@@ -837,6 +943,7 @@ UNANSWERED = "the calls of this turn were not answered"
         (["33", "4"], "full", ["3", "4"], f"token 3: {OTHERS}"),
         (["3"], "answered", ["3", "4"], f"token 9: {UNANSWERED}"),
         (["3"], "no room", ["3"], None),
+        (["3"], "no room", ["3", "4"], f"token 9: {OTHERS}"),
         (["3"], "iterations", ["3"], None),
         (["3"], "answered", ["3"], f"token 9: {UNANSWERED}"),
     ],
@@ -855,6 +962,15 @@ def test_the_results_of_a_row_are_what_its_tools_returned(
     completion = "ab.<3>cd.<4>" if len(shown) == 2 else "ab.<3>cd."
     found = proof(TWO_TURNS)(replace(lettered(completion, messages=messages), played=row), with_messages=False)
     assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+
+
+def test_a_turn_without_calls_has_no_results() -> None:
+    given = {"a": 1}
+    called = {"role": "assistant", "tool_calls": [{"name": "add", "arguments": given}]}
+    for message, results in (({"role": "assistant"}, [Result("add", "3", arguments=given)]), (called, [])):
+        row = Row([], [], [], RowTools({"add": add}), turns=[results])
+        found = proof({"p": ["ab."]})(replace(lettered("ab.", messages=[message]), played=row), with_messages=False)
+        assert str(found) == "row 0, token 3: the results after this turn are not those of its calls"
 
 
 def test_the_name_of_a_result_is_compared_even_if_its_text_was_cut() -> None:
@@ -893,6 +1009,20 @@ def test_results_stand_in_the_order_in_which_calls_run(
     assert (None if found is None else str(found)) == (None if fault is None else f"row 0, token 3: {fault}")
 
 
+def test_results_of_async_tools_stand_in_the_order_of_their_calls() -> None:
+    arguments = [{"a": 1}, {"a": 2}]
+    calls = [{"name": "add_later", "arguments": given} for given in arguments]
+    messages = [
+        {"role": "assistant", "tool_calls": calls},
+        *[{"role": "tool", "name": "add_later", "content": "3"}] * 2,
+    ]
+    for order, fault in (((0, 1), None), ((1, 0), "the results after this turn are in another order than its calls")):
+        results = [Result("add_later", "3", arguments=arguments[call]) for call in order]
+        row = Row([], [], [], RowTools({"add_later": add_later}), turns=[results])
+        found = proof(TWO_TURNS, 6)(replace(lettered("ab.<3>", messages=messages), played=row), with_messages=False)
+        assert (None if found is None else str(found)) == (None if fault is None else f"row 0, token 3: {fault}")
+
+
 @pytest.mark.parametrize(
     ("completion", "fault"),
     [
@@ -907,6 +1037,35 @@ def test_a_rollout_function_may_join_and_cut_its_turns(completion: str, fault: s
     turns = {"p": ["ab."], "pab.": ["cd."], "pab.c<3>": ["xyz."]}
     found = proof(turns, in_order=False)(lettered(completion), with_messages=False)
     assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+
+
+UNKNOWN = "these tokens were not sampled: the generator was never given the tokens before them"
+
+
+@pytest.mark.parametrize(
+    ("turns", "completion", "fault"),
+    [
+        ({"p": ["ab.", "ab.cd."]}, "ab.cd.", None),  # the longer of two turns that fit
+        ({"p": ["", "cd."]}, "cX", "token 1: 'X' stands where 'd.' was sampled"),  # a turn without tokens goes nowhere
+        ({"p": [""]}, "ab.", f"token 0: {UNKNOWN}"),
+        ({"px": ["ab."]}, "ab.", f"token 0: {UNKNOWN}"),
+        ({"q": ["ab."], "qab.<3>": ["cd."]}, "<3>cd.", f"token 3: {UNKNOWN}"),
+        ({"p<4>": ["cd."]}, "<3>cd.", f"token 1: {UNKNOWN} ('3' stands where '4' was given to the generator)"),
+        ({"pX": ["cd."]}, "<3>cd.", f"token 0: {UNKNOWN} ('<3>' stands where 'X' was given to the generator)"),
+    ],
+)
+def test_a_rollout_function_may_play_turns_of_its_own(
+    turns: dict[str, list[str]], completion: str, fault: str | None
+) -> None:
+    found = proof(turns, in_order=False)(lettered(completion), with_messages=False)
+    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+
+
+def test_a_reordered_row_with_the_tokens_of_another_prompt_is_named() -> None:
+    turns = Turns()
+    turns.record([ids_of("p"), ids_of("q")], [ids_of("a."), ids_of("b.")])
+    found = replace(proof({}, in_order=False), turns=turns)(lettered("a.", "q"), with_messages=False)
+    assert str(found) == "row 0, token 0: these tokens were sampled for another row or turn"
 
 
 Rollout = dict[str, list[list[int]]]

@@ -77,9 +77,35 @@ def test_parameters_are_updated_together_in_buckets_of_rows(monkeypatch: pytest.
     train(optimizer, range(1))
     assert taken == [[1200, 7, 30, 1]]
     taken.clear()
-    monkeypatch.setattr(adamw_bf16, "CHUNK", 500)
-    train(optimizer, range(1))
-    assert taken == [[480], [480], [240, 7, 30, 1]]  # multiples of 16 rows of 30
+    for chunk, buckets in (
+        (520, [[480], [480], [240, 7, 30, 1]]),  # multiples of 16 rows of 30
+        (1238, [[960, 240, 7, 30, 1]]),  # all of them fill one bucket
+        (20, [[30]] * 40 + [[7], [16], [14, 1]]),  # at least a row, and 16 of 20 numbers
+    ):
+        monkeypatch.setattr(adamw_bf16, "CHUNK", chunk)
+        train(optimizer, range(1))
+        assert taken == buckets
+        taken.clear()
+
+
+def test_parameters_of_both_dtypes_take_their_own_steps() -> None:
+    values = [weights()[0], weights()[0].float(), weights()[1].float(), weights()[1]]
+    ours = AdamWBF16([torch.nn.Parameter(value.clone()) for value in values], **OPTIONS)
+    theirs = torch.optim.AdamW([torch.nn.Parameter(value.float()) for value in values], fused=True, **OPTIONS)
+    train(ours, range(3))
+    train(theirs, range(3))
+    found, expected = ours.param_groups[0]["params"], params(theirs)
+    for param, other in zip(found, expected, strict=True):
+        low_bits = ours.state[param].get("low_bits")
+        float32 = param.detach() if low_bits is None else merge([param.detach()], [low_bits])[1][0]
+        assert torch.equal(float32, other)
+
+
+def test_the_defaults_are_those_of_torchs_adamw() -> None:
+    made = AdamWBF16([torch.nn.Parameter(torch.ones(1))])
+    stock = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    assert made.defaults == {name: stock.defaults[name] for name in made.defaults}
+    assert {"lr", "betas", "eps", "weight_decay"} == made.defaults.keys()
 
 
 def test_a_parameter_without_a_gradient_keeps_its_own_count_of_steps() -> None:

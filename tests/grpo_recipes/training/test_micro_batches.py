@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,10 +18,24 @@ from transformers import MixtralConfig, PreTrainedModel
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
+from grpo_recipes.generation.rows import HostRows, Rows
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import MicroBatching
 from grpo_recipes.training import micro_batches as microbatch
-from grpo_recipes.training.micro_batches import EMPTY, Exactness, asked_layout, exactness, regroup, window_size
+from grpo_recipes.training.micro_batches import (
+    EMPTY,
+    HOST,
+    Efficiency,
+    Exactness,
+    asked_layout,
+    count,
+    empty_unlogged,
+    exactness,
+    mark_empty,
+    needed_tokens,
+    regroup,
+    window_size,
+)
 from grpo_recipes.training.packing import Layout
 from tests.support.grids import covering, only
 from tests.support.recorded import Recording, compare, gradients, make_trainer, model
@@ -346,12 +361,14 @@ def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "4 of 16 rows skipped" in lines[0]
 
 
-def test_padded_micro_batches_log_no_efficiency(tmp_path: Path) -> None:
+def test_padded_micro_batches_log_no_efficiency(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "grpo_recipes")
     options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1}
     trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, micro_batching="off", **options)
     trainer.train()
     assert trainer.state.log_history
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("efficiency/")]
+    assert not [record for record in caplog.records if record.getMessage().startswith("step ")]
 
 
 def test_the_efficiency_line_sums_all_steps_since_the_last_line(
@@ -405,6 +422,59 @@ def test_metrics_of_completions_of_one_token(tmp_path: Path) -> None:
     assert entropies[0] == pytest.approx(entropies[1], abs=1e-5)
 
 
+def host(*rows: tuple[list[int], list[int]]) -> HostRows:
+    """Return the rows of these prompts and completions."""
+    prompts, completions = zip(*rows, strict=True)
+    return Rows.of_tokens(prompts, completions, torch.device("cpu")).host
+
+
+def test_a_shared_prompt_is_needed_once_in_a_window() -> None:
+    """Prompts of 3, 3 and 2 tokens. The third row has no label, and the last one repeats the first prompt."""
+    window = [host(([5, 6, 7], [1, 2]), ([8, 8], [3])), host(([9, 9, 9], []), ([5, 6, 7], [4, 4, 4]))]
+    assert needed_tokens(window, Layout.TRIMMED) == (3 + 2) + (2 + 1) + (3 + 3)
+    assert needed_tokens(window, Layout.PACKED) == (3 - 1) + (2 - 1) + (2 + 1 + 3)
+
+
+def test_the_counts_of_all_ranks_mark_what_is_empty_everywhere() -> None:
+    none = host(([9], [1]), ([9], [1])).without_labels(np.ones(2, dtype=bool))
+    rows = [host(([5, 6, 7], [1, 2]), ([8, 8], [])), none, host(([5, 6, 7], [1]), ([5], [2]))]
+    ours: list[dict[str, Any]] = [{HOST: part, "completion_ids": torch.zeros(2, 3)} for part in rows]
+    padded = [{"prompt_ids": torch.zeros(2, 4), "completion_ids": torch.zeros(2, 3)}] * 3
+    found = count(padded, ours, [7, 1, 9], 2, Layout.TRIMMED)
+    # Computed, needed, TRL's, rows, skipped, and the rows with labels of each micro-batch.
+    assert found.tolist() == [17, 5 + 0 + 4 + 2, 3 * 2 * 7, 6, 3, 1, 0, 2]
+    assert count(padded, ours, [7, 1, 9], 2, Layout.PADDED)[4] == 0
+    # Prompts count once in each window: two of three micro-batches, and the third.
+    assert count(padded, ours, [7, 1, 9], 2, Layout.PACKED)[1] == (2 + 2) + (2 + 0 + 2)
+    assert count(padded, ours, [7, 1, 9], 3, Layout.PACKED)[1] == 2 + 0 + 4
+    assert mark_empty(ours, found) == Efficiency(17, 11, 42, 6, 3)
+    assert [EMPTY in batch for batch in ours] == [False, True, False]
+
+
+def test_the_efficiency_of_two_generation_batches() -> None:
+    both = Efficiency(1500, 900, 4000, 10, 2) + Efficiency(500, 600, 1000, 6, 0)
+    assert both == Efficiency(2000, 1500, 5000, 16, 2)
+    assert both.metrics() == {
+        "efficiency/tokens_computed": 2000.0,
+        "efficiency/tokens_needed": 1500.0,
+        "efficiency/padding": 0.25,
+        "efficiency/rows_skipped": 2.0,
+    }
+    assert str(both) == (
+        "2,000 tokens computed (5,000 in TRL's micro-batches), 1,500 needed, 25.0% padding, 2 of 16 rows skipped"
+    )
+    assert (Efficiency(5, 6, 9, 1, 0).padding, Efficiency(0, 0, 0, 0, 0).padding) == (0.0, 0.0)
+
+
+def test_metrics_of_an_empty_micro_batch_are_removed() -> None:
+    for batch, kept in (({}, {"a": [1.0, 2.0], "b": [3.0]}), ({EMPTY: True}, {"a": [1.0]})):
+        metrics: dict[str, list[float]] = {"a": [1.0]}
+        with empty_unlogged(batch, metrics):
+            metrics["a"].append(2.0)
+            metrics["b"] = [3.0]
+        assert metrics == kept
+
+
 # ---- settings
 
 
@@ -419,6 +489,9 @@ def test_the_table_of_losses_holds_every_loss_type_of_trl() -> None:
 @pytest.mark.parametrize("option", [{"entropy_bonus": True}, {"entropy_quantile": 0.5}, {"router_loss": True}])
 def test_rows_stay_in_their_micro_batch_if_the_loss_has_a_statistic_of_it(option: dict[str, Any]) -> None:
     assert exactness("grpo", 0.0) == Exactness(True, True)
+    assert exactness("grpo", 0.1) == Exactness(True, False), "a skipped row still has a KL term"
+    assert exactness("bnpo", 0.0) == Exactness(True, True, rescale=True)
+    assert exactness("bnpo", 0.1) == Exactness(False, False)
     assert exactness("grpo", 0.0, **option) == Exactness(False, False)
 
 

@@ -17,6 +17,7 @@ from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
+from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes import train
@@ -30,6 +31,7 @@ from grpo_recipes.runs.files import RunError
 from grpo_recipes.training.data_order import EpochSampler
 from grpo_recipes.training.prompt_sampler import (
     MEMORY,
+    Draw,
     InformativeSampler,
     PromptSampling,
     inclusion,
@@ -38,6 +40,7 @@ from grpo_recipes.training.prompt_sampler import (
     systematic,
     varies,
 )
+from grpo_rewards.errors import UserError
 from tests.support import launching
 from tests.tools import torture
 
@@ -281,7 +284,8 @@ def test_a_resumed_launch_continues_with_the_memory_of_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "[1, 2", "{}", '{"groups_without_variance": [1]}', '{"groups_without_variance": [1, -1]}']
+    "damage",
+    ["", "[1, 2", "{}", *(f'{{"groups_without_variance": {counts}}}' for counts in ([1], [1, -1], [1, 2, 3]))],
 )
 def test_a_damaged_prompts_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
     (tmp_path / MEMORY).write_text(damage)
@@ -478,6 +482,7 @@ def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: 
     half = len(drawn) // 2
     expected = [[2.0 * weight[row]] * 3 for row in drawn[rank * half : (rank + 1) * half]]
     assert advantages.numpy() == pytest.approx(np.array(expected), rel=1e-6)
+    assert advantages.dtype == torch.float32
     assert [ours.unvaried[row] for row in drawn[::2]] == [1 if row < 4 else 3 for row in drawn[:-2:2]] + [0]
     assert sampling._varied(2).tolist() == [False] * (half - 1) + [True]
     trainer.multi_objective_aggregation = "normalize_then_sum"
@@ -495,5 +500,83 @@ def test_rows_that_were_not_drawn_raise() -> None:
     sampling.trainer = SimpleNamespace(train_dataset=[{"prompt": "a"}, {"prompt": "b"}])
     sampling.position = 1
     sampling._check({"prompt": "b"}, 1)
-    with pytest.raises(RuntimeError, match="other prompts than were drawn"):
-        sampling._check({"prompt": "a"}, 1)
+    for row, expected in (("a", 1), ("b", 0)):
+        with pytest.raises(RuntimeError, match="generation 1 of the epoch has other prompts than were drawn for it"):
+            sampling._check({"prompt": row}, expected)
+
+
+def test_the_metrics_of_a_draw() -> None:
+    """Two of four prompts are at the floor, of which one is drawn with two others."""
+    sampling = object.__new__(PromptSampling)
+    draw = Draw(
+        np.arange(4),
+        np.array([0.25, 0.5, 0.8, 1.0]),
+        np.array([False, True, True, True]),
+        np.array([True, True, False, False]),
+    )
+    for kind, more in (("biased", {}), ("unbiased", {"prompts/largest_weight": [2.0]})):
+        sampling.spec = spec(informative=kind)
+        sampling.trainer = SimpleNamespace(_metrics={"train": defaultdict(list)})
+        sampling._log(draw)
+        assert sampling.trainer._metrics["train"] == {
+            "prompts/generated": [0.75],
+            "prompts/at_floor": [0.5],
+            "prompts/kept_by_floor": [1 / 3],
+            **more,
+        }
+
+
+def test_groups_vary_by_the_weighted_sum_of_their_rewards() -> None:
+    nan = float("nan")
+    # In pairs: sums of 4 and 4, then one unscored reward, no score at all, and the same scores.
+    one = [1.0, 2.0, nan, nan, nan, nan, 3.0, 3.0]
+    other = [4.0, 0.0, 1.0, 2.0, nan, nan, 1.0, 1.0]
+    sampling = object.__new__(PromptSampling)
+    sampling.trainer = SimpleNamespace(
+        reward_func_names=["one", "other"],
+        reward_weights=torch.tensor([2.0, 0.5]),
+        multi_objective_aggregation="sum_then_normalize",
+        _logs={"rewards": {"one": one, "other": other}},
+    )
+    assert sampling._varied(2).tolist() == [False, True, False, False]
+    sampling.trainer.multi_objective_aggregation = "normalize_then_sum"
+    assert sampling._varied(2).tolist() == [True, True, False, False]
+    sampling.trainer.reward_weights = torch.tensor([2.0, 0.0])
+    assert sampling._varied(2).tolist() == [True, False, False, False], "a reward without weight has no advantage"
+
+
+def test_a_trainer_that_never_asked_for_a_sampler_has_no_memory(tmp_path: Path) -> None:
+    """A trainer that only evaluates asks for none."""
+    sampling = object.__new__(PromptSampling)
+    sampling.sampler, sampling.position = None, 5
+    sampling.trainer = SimpleNamespace(checkpoints=SimpleNamespace(resumed_from=tmp_path))
+    args: Any = SimpleNamespace(output_dir=tmp_path, should_save=True, gradient_accumulation_steps=1)
+    state: Any = SimpleNamespace(global_step=3, epoch=None)
+    sampling.on_train_begin(args, state)
+    sampling.on_epoch_begin(args, state)
+    sampling.on_save(args, state)
+    assert sampling.position == 5
+    assert not [*tmp_path.iterdir()]
+    sampling.sampler = sampler(16, repeat_count=4)
+    state.global_step = 0
+    sampling.on_epoch_begin(args, state)
+    assert sampling.position == 0, "the first epoch has no number yet"
+
+
+def trained(folder: Path, **changes: Any) -> Any:
+    """Return a stand-in for a trainer whose loss is a sum over prompts."""
+    values = {"reward_func_names": ["one"], "train_dataset": [], "aux_loss_enabled": False, **changes}
+    args = GRPOConfig(output_dir=str(folder), loss_type="grpo", report_to="none", use_cpu=True, bf16=False)
+    return SimpleNamespace(args=args, **values)
+
+
+def test_trainers_whose_prompts_cannot_be_remembered_are_refused(tmp_path: Path) -> None:
+    unbiased = spec(informative="unbiased")
+    assert PromptSampling(trained(tmp_path), unbiased).position == 0
+    for changes, message in (
+        ({"reward_func_names": ["one", "one"]}, "reads each reward by its name, and two have the same"),
+        ({"train_dataset": iter([])}, "a streamed dataset has no numbered rows: load it whole"),
+        ({"aux_loss_enabled": True}, "router_aux_loss_coef"),
+    ):
+        with pytest.raises(UserError, match=message):
+            PromptSampling(trained(tmp_path, **changes), unbiased)

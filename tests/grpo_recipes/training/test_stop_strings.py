@@ -58,6 +58,17 @@ def test_a_string_that_begins_in_the_prompt_ends_nothing() -> None:
     assert ends.cut([[*ids("zz"), 0, 0]]) == [ids("zz")]
 
 
+def test_each_row_is_cut_at_its_first_stop_string() -> None:
+    """The stock loop runs finished rows on, here to a second string. The third row has none."""
+    ends = Ends(StopStrings(STOP, byte_tokenizer()))
+    rows = [ids("bxc"), ids("xbx"), ids("xxx")]
+    assert ends.cut(rows) == rows, "nothing was generated"
+    found = [ends(torch.tensor([[7, 7, *row[:count]] for row in rows]), None).tolist() for count in (1, 2, 3)]
+    assert found == [[True, False, False], [False, True, False], [True, False, False]]
+    assert ends.cut(rows) == [rows[0][:1], rows[1][:2], rows[2]]
+    assert StopStrings(["b"], byte_tokenizer()).strings == ("b",)
+
+
 def test_a_tokenizer_whose_tokens_are_not_readable_is_refused() -> None:
     with pytest.raises(UserError, match="`generation_kwargs.stop`: transformers can't read the tokens of"):
         StopStrings(["t5"], recorded.tokenizer())

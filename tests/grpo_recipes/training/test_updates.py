@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from grpo_recipes.training.adamw_bf16 import (
     EXPECTED,
     SAMPLE,
     AdamWBF16,
+    Sampled,
     UpdateSample,
+    _adamw_update,
     adamw_bf16,
     draw_sample,
     merge,
@@ -108,6 +111,84 @@ def test_the_sample_does_not_change_the_random_state() -> None:
     state = torch.get_rng_state()
     draw_sample(params)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_every_parameter_can_be_drawn() -> None:
+    """Four parameters of one element: 64 draws leave none of them out but by a chance of 4 * 0.75**64."""
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(4)]
+    empty = torch.nn.Parameter(torch.ones(0))
+    assert {id(part.parameter) for part in draw_sample([empty, *params, empty])} == {*map(id, params)}
+
+
+# ---- numbers by hand
+
+
+def sampled(values: list[float], dtype: torch.dtype = torch.float32) -> Sampled:
+    """Return a parameter of these values, all of which are sampled."""
+    return Sampled(torch.nn.Parameter(torch.tensor(values, dtype=dtype)), torch.arange(len(values)), dtype)
+
+
+def optimizer_of(*parts: tuple[Sampled, dict[str, Any], dict[str, Any]]) -> Any:
+    """Return an optimizer with a group of settings and a state for each parameter."""
+    groups = [{"params": [part.parameter], **settings} for part, settings, _ in parts]
+    states = {part.parameter: state for part, _, state in parts if state}
+    return SimpleNamespace(param_groups=groups, state=states)
+
+
+def moments(mean: list[float], square: list[float], step: float) -> dict[str, Any]:
+    return {"exp_avg": torch.tensor(mean), "exp_avg_sq": torch.tensor(square), "step": torch.tensor(step)}
+
+
+FIRST = {"lr": 2.0, "betas": (0.5, 0.75), "eps": 1.0, "weight_decay": 0.5}
+SECOND = {"lr": 8.0, "betas": (0.75, 0.5), "eps": 0.5}
+
+
+def test_the_update_is_adamws_of_the_settings_of_its_group() -> None:
+    """After two steps the moments are divided by 0.75 and 0.4375, and after one step by 0.25 and 0.5."""
+    one, other, idle = sampled([1.0, 3.0, -4.0, 5.0]), sampled([7.0, 7.0]), sampled([9.0])
+    states = moments([1.5, -3.0, 0.75, 0.0], [0.4375 * 4, 0.0, 0.4375, 1.0], 2.0), moments([1.0, -0.5], [0.0, 2.0], 1.0)
+    made = optimizer_of((one, FIRST, states[0]), (idle, FIRST, {}), (other, SECOND, states[1]))
+    before = torch.tensor([1.0, 3.0, -4.0, 5.0, 9.0, 7.0, 7.0])
+    # 2 |2 / (2 + 1) + 0.5|, 2 |-4 / (0 + 1) + 1.5|, 2 |1 / (1 + 1) - 2|, no gradient so far, and without weight decay
+    # 8 * 4 / (0 + 0.5) and 8 * 2 / (2 + 0.5).
+    expected = torch.tensor([7 / 3, 5.0, 3.0, 0.0, 0.0, 64.0, 6.4])
+    found = _adamw_update([one, idle, other], before, made)
+    assert found is not None
+    torch.testing.assert_close(found, expected)
+    one.parameter.grad = None  # a parameter without a gradient in this step has moments of earlier ones
+    torch.testing.assert_close(_adamw_update([one], before[:4], made), expected[:4])
+
+
+@pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq", "step", "betas", "state"])
+def test_an_optimizer_that_lacks_a_part_of_adam_has_no_known_update(missing: str) -> None:
+    part = sampled([1.0, 2.0])
+    part.parameter.grad = torch.ones(2)
+    settings, state = dict(FIRST), moments([1.0, 1.0], [1.0, 1.0], 1.0)
+    if missing == "state":
+        state = {}
+    else:
+        state.pop(missing, None)
+        settings.pop(missing, None)
+    assert _adamw_update([part], torch.tensor([1.0, 2.0]), optimizer_of((part, settings, state))) is None
+
+
+def test_the_shares_of_hand_computed_updates() -> None:
+    """Each update is 2**-24. The spacing of float32 is 2**-23 at 1, 2**-21 at 4 and 2**-25 at 0.25."""
+    before, after = [1.0, 1.5, 4.0, 0.25, 0.0, 3.0, 0.0], [2.0, 1.5, 4.0, 0.125, 1.0, 5.0, 0.0]
+    part = sampled(before)
+    settings = {"lr": 2.0**-24, "betas": (0.0, 0.0), "eps": 1.0}
+    state = moments([1.0] * 5 + [0.0, 0.0], [0.0] * 7, 1.0)
+    metrics: dict[str, list[float]] = defaultdict(list)
+    callback = UpdateSample(metrics)
+    callback.sample = [part]
+    callback.on_step_begin(NOTHING, NOTHING, NOTHING)
+    part.parameter.data = torch.tensor(after)
+    callback.on_optimizer_step(NOTHING, NOTHING, NOTHING, optimizer=optimizer_of((part, settings, state)))
+    # The last two did not have to move, and one of them has.
+    assert metrics == {CHANGED: [3 / 5], EXPECTED: [(0.5 + 0.5 + 0.125 + 1 + 1) / 5]}
+    still = optimizer_of((part, settings, moments([0.0] * 7, [1.0] * 7, 1.0)))
+    callback.on_optimizer_step(NOTHING, NOTHING, NOTHING, optimizer=still)
+    assert [len(values) for values in metrics.values()] == [1, 1], "nothing was to move"
 
 
 def test_an_optimizer_without_adams_moments_has_no_expected_share() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +173,115 @@ def test_a_kernel_that_refuses_or_is_wrong_is_not_used(kernel: Any, reason: str,
     (sentence,) = said
     assert reason in sentence
     assert "\n" not in sentence
+
+
+def scaled(factor: float) -> Callable[..., Tensor]:
+    """Return a kernel whose output and gradients are too large by a factor."""
+
+    @functools.wraps(torch_2_12)
+    def attend(*args: Any, **kwargs: Any) -> Tensor:
+        return torch_2_12(*args, **kwargs) * factor
+
+    return attend
+
+
+def test_a_kernel_may_differ_by_a_twentieth_of_the_largest_entry(on_gpu: Any) -> None:
+    """Rounding to bfloat16 differs by less, and a wrong mask by more."""
+    states, _ = row()
+    on_gpu(scaled(1.04))
+    assert VarlenKernel(pytest.fail)(GroupSpans(GROUPS), *states, 0.3) is not None
+    on_gpu(scaled(1.06))
+    said: list[str] = []
+    assert VarlenKernel(said.append)(GroupSpans(GROUPS), *states, 0.3) is None
+    assert "it differs from SDPA by 0.06 of the largest entry in a trial" in said[0]
+
+
+def test_one_wrong_gradient_is_enough_to_refuse_a_kernel(on_gpu: Any) -> None:
+    @functools.wraps(torch_2_12)
+    def attend(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
+        output = torch_2_12(query, key, value, *rest, **kwargs)
+        more = value.sum() * torch.linspace(0, 1, output.numel()).reshape(output.shape)
+        return output + more - more.detach()
+
+    on_gpu(attend)
+    said: list[str] = []
+    assert VarlenKernel(said.append)(GroupSpans(GROUPS), *row()[0], 0.3) is None
+    assert "differs from SDPA" in said[0]
+
+
+def test_the_trial_is_a_packed_row() -> None:
+    """Its spans follow one another, and it has prefixes of several tokens and of one, before several rows and one."""
+    spans = [span for prefix, rows in varlen.TRIAL_SPANS for span in (prefix, *rows)]
+    ends = [0, *(stop for _, stop in spans)]
+    assert [start for start, _ in spans] == ends[:-1]
+    assert all(start < stop for start, stop in spans)
+    assert {min(2, prefix[1] - prefix[0]) for prefix, _ in varlen.TRIAL_SPANS} == {1, 2}
+    assert {min(2, len(rows)) for _, rows in varlen.TRIAL_SPANS} == {1, 2}
+
+
+def test_each_kind_of_heads_has_one_trial(on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu(torch_2_12)
+    tried: list[Any] = []
+    monkeypatch.setattr(VarlenKernel, "_trial", lambda self, *given: tried.append(given) or None)
+    kernel = VarlenKernel(pytest.fail)
+    wide_values, _ = row()
+    wide_values[2] = torch.zeros(1, 2, LENGTH, 16)
+    longer = [torch.cat([state, state], 2) for state in row()[0]]
+    kinds = [row()[0], row(heads=2)[0], row(key_heads=4)[0], row(size=16)[0], row(torch.bfloat16)[0], wide_values]
+    for _ in range(2):
+        for states in (*kinds, longer):
+            assert kernel(GroupSpans(GROUPS), *states, 0.3) is None
+        assert kernel(GroupSpans(GROUPS), *row()[0], 0.5) is None
+    assert len(tried) == len(kinds) + 1, "the length of a row is no kind, and another scaling is"
+
+
+@pytest.mark.parametrize(
+    ("version", "heads", "scaling", "forms"),
+    [
+        ("2.10", 2, None, [({"is_causal": True}, 1)]),
+        ("2.10", 2, 0.25, [({"is_causal": True}, 1)]),  # the default for heads of 16
+        ("2.10", 2, 0.2, []),
+        ("2.10", 2, 0.3, []),
+        ("2.10", 4, None, [({"is_causal": True}, 1), ({"is_causal": True}, 2)]),
+        ("2.11", 2, 0.3, [({"scale": 0.3, "window_size": (-1, 0)}, 1)]),
+        ("2.11", 4, 0.3, [({"scale": 0.3, "window_size": (-1, 0)}, 1), ({"scale": 0.3, "window_size": (-1, 0)}, 2)]),
+        ("2.12", 2, 0.3, [({"scale": 0.3, "window_size": (-1, 0)}, 1)]),
+        (
+            *("2.12", 4, 0.3),
+            [
+                ({"scale": 0.3, "window_size": (-1, 0), "enable_gqa": True}, 1),
+                ({"scale": 0.3, "window_size": (-1, 0)}, 2),
+            ],
+        ),
+    ],
+)
+def test_the_ways_of_calling_the_kernel_of_each_version(
+    version: str, heads: int, scaling: float | None, forms: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", VERSIONS[version])
+    found = varlen._forms(torch.zeros(1, heads, 3, 16), torch.zeros(1, 2, 3, 16), scaling)
+    assert [(form.arguments, form.repeats) for form in found] == forms
+
+
+def test_tensors_that_a_kernel_may_take() -> None:
+    for is_cuda, dtype, takes in (
+        (True, torch.bfloat16, True),
+        (True, torch.float16, True),
+        (True, torch.float32, False),
+        (False, torch.bfloat16, False),
+    ):
+        query: Any = SimpleNamespace(is_cuda=is_cuda, dtype=dtype)
+        assert varlen.is_candidate(query) is takes
+
+
+def test_the_gap_between_two_tensors_is_relative_to_the_largest_entry() -> None:
+    def gap(got: list[float], expected: list[float], dtype: torch.dtype = torch.float32) -> float:
+        return varlen._relative_gap(torch.tensor(got, dtype=dtype), torch.tensor(expected, dtype=dtype))
+
+    assert gap([1.0, -3.0], [2.0, -4.0]) == 0.25
+    assert gap([0.0, 4.0], [2.0, 4.0]) == gap([4.0, 4.0], [2.0, 4.0]) == 0.5
+    assert gap([60_000.0], [-60_000.0], torch.float16) == 2.0
+    assert gap([math.nan], [1.0]) == gap([0.0], [0.0]) == math.inf
 
 
 def test_a_run_whose_kernel_refuses_is_packed_by_sdpa(tmp_path: Path, logged: Any, on_gpu: Any) -> None:

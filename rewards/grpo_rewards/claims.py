@@ -190,8 +190,8 @@ def is_unclaimed(before: str, names_answer: bool = True) -> bool:
         before: text before the claim.
         names_answer: True if the claim starts with a noun such as "answer", whose adjectives end the text.
     """
-    sentence = _words(_last(before[-CLAUSE_CHARS:], _SENTENCE_MARK))
-    clause = _words(_last(before[-CLAUSE_CHARS:], _CLAUSE_MARK))
+    before = before[-CLAUSE_CHARS:]
+    sentence, clause = _words(_last(before, _SENTENCE_MARK)), _words(_last(before, _CLAUSE_MARK))
     if any(word in _ADVERBS_OF_SENTENCE for word in sentence[:1]) or sentence[:2] == ["not", "sure"]:
         return True
     for position, word in enumerate(clause):

@@ -31,7 +31,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
-from grpo_rewards.claims import CLAUSE_CHARS, is_bound, is_denied, is_unclaimed
+from grpo_rewards.claims import is_bound, is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
@@ -84,10 +84,10 @@ def _last_claimed_box(text: str) -> str | None:
     end = len(text)
     for _ in range(_MAX_DENIED):
         span = _last_box(text[:end])
-        if span is None or is_denied("", text[span[1] + 1 : span[1] + 1 + CLAUSE_CHARS]):
+        if span is None or is_denied("", text[span[1] + 1 :]):
             return None
         before = span[0] - len(_BOXED)
-        if not is_denied(text[max(0, before - CLAUSE_CHARS) : before], ""):
+        if not is_denied(text[:before], ""):
             return text[slice(*span)].strip()
         end = before
     return None
@@ -125,7 +125,7 @@ def _last_sentence(text: str) -> str | None:
     while (position := lower.rfind("answer", 0, position)) >= 0:
         if not (claim := _ANSWER_IS.match(text, position)):
             continue
-        if is_unclaimed(text[max(0, position - CLAUSE_CHARS) : position]):
+        if is_unclaimed(text[:position]):
             denied += 1
             if denied > _MAX_DENIED:
                 return None
@@ -134,7 +134,7 @@ def _last_sentence(text: str) -> str | None:
         end = _SENTENCE_END.search(line)
         stated = line[: end.start()] if end else line
         after = text.find(stated, claim.end()) + len(stated)
-        return None if is_denied("", text[after : after + CLAUSE_CHARS]) else stated
+        return None if is_denied("", text[after:]) else stated
     return None
 
 
@@ -256,7 +256,7 @@ _CURRENCY = r"(?:[A-Z]{0,3}[$¤]|USD|EUR|GBP|INR|JPY|CHF|CAD|AUD|Rs\.?)"
 # `1,234` `1 234` `1_234` `1'234`: groups of three with one kind of separator, not part of a longer run.
 _THOUSANDS = re.compile(r"(?<![\d.,_'])\d{1,3}([,_' ])\d{3}(?:\1\d{3})*(?!\d|\s*/)")
 _QUANTITY = re.compile(
-    rf"""(?P<sign>[-+]?)\s*(?:{_CURRENCY}\s*)?(?P<inner_sign>[-+]?)\s*
+    rf"""(?P<sign>[-+]?)\s*(?P<currency>{_CURRENCY}\s*)?(?P<inner_sign>[-+]?)\s*
     (?: (?:(?P<whole>\d+)\s+)? (?P<numerator>\d+)\s*/\s*(?P<denominator>\d+)
       | (?P<decimal>{_DIGITS}) (?: [eE](?P<e>[-+]?\d+) | \s*[x×*]\s*10\s*\^\s*\{{?\s*(?P<power>[-+]?\d+)\s*\}}? )?
     ) (?P<unit>.*)""",
@@ -474,8 +474,7 @@ def _parse_digits(text: str, trusted: bool) -> Number | None:
         if denominator == 0 or (match["whole"] and numerator >= denominator):
             return None
         value = whole + Fraction(numerator, denominator)
-    has_currency = text[: match.start("decimal") if match["decimal"] else 0].strip("+- \t") != ""
-    scale = _unit_scale(match["unit"], trusted, has_currency)
+    scale = _unit_scale(match["unit"], trusted, has_unit=bool(match["currency"]))
     if scale is None:
         return None
     return -value * scale if "-" in (match["sign"], match["inner_sign"]) else value * scale
@@ -538,7 +537,7 @@ def _parse_words(text: str, trusted: bool) -> int | None:
         else:
             break
     else:
-        taken += 1
+        taken = len(words)
     rest = " ".join(words[taken:])
     if taken == 0 or _unit_scale(f" {rest}" if rest else "", trusted) != 1:
         return None

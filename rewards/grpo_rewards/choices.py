@@ -24,7 +24,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
-from grpo_rewards.claims import CLAUSE_CHARS, is_denied, is_retraction, is_unclaimed
+from grpo_rewards.claims import is_denied, is_retraction, is_unclaimed
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.math.phrases import word_set
@@ -97,7 +97,7 @@ def _key(cleaned: str) -> str:
     """Return a form that two spellings of one text share: no case, leading article, final period, spaces by symbols."""
     folded = cleaned.casefold()
     key = _END_OF_WORDS.sub("", folded[_end_of(_ARTICLE, folded) :].rstrip(" .,;:"))
-    if key[:1] + key[-1:] in ("()", "[]", "''") and not re.search(r"[()\[\]',]", key[1:-1]):
+    if key[:1] + key[-1:] in ("()", "[]") and not re.search(r"[()\[\],]", key[1:-1]):
         key = key[1:-1]
     return _AROUND_SYMBOL.sub(r"\1", key).strip() or folded
 
@@ -333,9 +333,8 @@ def named_choice(answer: str, choices: Choices) -> str | None:
     cleaned = _cleaned(answer)
     if label := _parsed(cleaned, choices):
         return label
-    end = _end_of(_INTRODUCTION, cleaned)
-    introduction, rest = cleaned[:end], cleaned[end:]
-    if rest in ("a", "i") and not _ASKS_FOR_LETTER.search(introduction):
+    rest = cleaned[_end_of(_INTRODUCTION, cleaned) :]
+    if rest in ("a", "i") and not _ASKS_FOR_LETTER.search(cleaned):
         return None  # "It is a", cut off
     return _parsed(rest, choices)
 
@@ -346,14 +345,14 @@ def _parsed(text: str, choices: Choices) -> str | None:
         return label
     if (but := _BUT.match(text)) and not _BUT.match(but["rest"]):  # "not C but B"
         named = _parsed(but["rest"], choices)
-        return named if named and _names_only_others(but["others"], named, choices) else None
+        return named if _names_only_others(but["others"], named, choices) else None
     head = choices.head.match(text)
     if head and not _is_word(head, text):  # a letter first: "B) Paris"
         label = choices.by_label[head["label"].casefold()]
         sure = bool(head["word"] or head["open"] or head["close"])
         if head["close"].endswith(".") and text[head.end() : head.end() + 1].isalpha():  # "A.Paris", but "A.M."
             return label if _by_text(text[head.end() :], choices) == label else None
-        return label if _agrees(text[head.end() :].strip(), label, sure, choices) else None
+        return label if _agrees(text[head.end() :], label, sure, choices) else None
     # A text first: "Paris (B)". The longest texts come first, so that "New York" is not read as "New".
     known, label = _leading(text, choices.keys)
     return label if label and _agrees(_after_text(text, known), label, False, choices) else None
@@ -372,7 +371,7 @@ def _is_word(head: re.Match[str], text: str) -> bool:
     """Return True if "A" or "I" is the word: before another word, without any punctuation."""
     if head["label"].upper() not in ("A", "I") or head["word"] or head["open"] or head["close"]:
         return False
-    following = text[head.end() :].split(maxsplit=1)
+    following = text[head.end() :].split()
     return bool(following) and following[0][0].isalpha() and following[0].strip(".,").casefold() not in _AFTER_LETTER
 
 
@@ -383,7 +382,7 @@ def _after_text(text: str, known: str) -> str:
     seen = 0
     for position, character in enumerate(text):
         if seen >= wanted:
-            return text[position:].strip()
+            return text[position:]
         seen += len(character.casefold()) * (not character.isspace())
     return ""
 
@@ -430,7 +429,7 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         return sure and not _DOUBT.search(rest) and not _mentioned(rest, choices) - {label}
 
 
-def _names_only_others(text: str, label: str, choices: Choices) -> bool:
+def _names_only_others(text: str, label: str | None, choices: Choices) -> bool:
     """Return True if a text is a list of other choices' letters and texts, and nothing else."""
     if named := _exactly(text, choices):
         return named != label
@@ -501,16 +500,12 @@ def _names_answer(claim: re.Match[str]) -> bool:
 
 def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | None:
     """Read "(B) Paris is the correct answer because ..." from the start of its clause to the end of its line."""
-    start = max(0, claim.start() - CLAUSE_CHARS)
-    before = text[start : claim.start()]
-    after = text[claim.start() : claim.end() + CLAUSE_CHARS].partition("\n")[0]
+    before = text[: claim.start()]
+    after = text[claim.start() :].partition("\n")[0]
     if sentence_end := _SENTENCE_END.search(after):
         after = after[: sentence_end.end()]
     # "B. Paris is" is one clause in spite of the period, so the last few starts are tried, the longest clause first.
-    starts = [match.end() for match in _CLAUSE_START.finditer(before)][-3:]
-    if start == 0:
-        starts.insert(0, 0)
-    for offset in starts:
+    for offset in [0, *(match.end() for match in _CLAUSE_START.finditer(before))][-4:]:
         if label := named_choice(before[offset:] + after, choices):
             return label
     return None

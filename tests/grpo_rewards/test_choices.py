@@ -447,7 +447,7 @@ NESTED = choices_module.read_choices(["York", "New York", "a cat", "5/2"])
         ("Yorkshire", ""), ("A", "A"), ("a", ""), ("(a) b", "AB"), ("a cat", "C"), ("I said B", "B"), ("A is", "A"),
         ("A dog", ""), ("A must", "A"), ("B's", ""), ("x-B", ""), ("5/2", "D"), ("15/2", ""), ("5/23", ""), ("", ""),
         ("catcat cat", "C"), ("(A dog", "A"), ("A) dog", "A"), ("York, Yorkshire", "A"),
-        ("Yorkshire, York, Yorkshire", "A"),
+        ("Yorkshire, York, Yorkshire", "A"), ("Yorks fell", ""), ("an old oldYork", ""),
     ],
 )  # fmt: skip
 def test_the_choices_that_a_text_mentions(text, mentioned):
@@ -566,7 +566,8 @@ def test_letters_alone_have_no_text_to_measure():
         (["cat", "cat", "dog"], "A. cat", "A"), (["Stra\u00dfe", "Weg"], "Stra\u00dfe because it is long", "A"),
         ({"1": "x", "10": "y"}, "10. y", "10"), ({"1": "x", "10": "y"}, "1. y", None), (["?", "!"], "?", "A"),
         (list("vwxyzabcd"), "It is i", None), (list("vwxyzabcd"), "The answer is i", "I"),
-        ([str(n) for n in range(100, 126)], "125", "Z"),
+        ([str(n) for n in range(100, 126)], "125", "Z"), (["v"] * 8 + ["rose"], "I rose", None),
+        (list("vwxyzabcd"), "B. so say i", "B"),
     ],
 )  # fmt: skip
 def test_an_answer_among_other_choices(choices, text, label):
@@ -578,6 +579,10 @@ def test_a_gold_may_be_told_apart_by_its_capitals_alone(gold, label):
     assert choices_module.read_gold(gold, choices_module.read_choices(["Polish", "polish"])) == label
 
 
+def test_an_empty_gold_is_no_choice_with_an_empty_text():
+    assert choices_module.read_gold("", choices_module.read_choices(["", "x"])) is None
+
+
 CLAIMED = choices_module.read_choices(CITIES)
 
 
@@ -586,8 +591,8 @@ CLAIMED = choices_module.read_choices(CITIES)
     [
         ("B is correct.", True, "B"), ("A is correct. B is not.", True, "A"), ("A is correct\nB is not.", True, "A"),
         ("Long ago. B is correct.", True, "B"), ("B because C is small, A is correct", True, "B"),
-        # Of the clauses before "is correct" the last three are tried.
-        ("Hm. B because b, c, C is correct", True, "B"), ("Hm. B because a, b, c, C is correct", True, "C"),
+        # Of the clauses before "is correct" the last four are tried.
+        ("Hm. B because a, b, c, C is correct", True, "B"), ("Hm. B because a, b, c, d, C is correct", True, "C"),
         ("The answer is", False, None), ("The answer is unknown", False, None), ("The answer is A or B", True, None),
         ("From the four options I choose A", True, "A"), ("The tempting answer is A", False, None),
         # Twenty claims are read, from the end.

@@ -493,10 +493,11 @@ def test_an_answer_is_undressed(text, undressed):
         ("18 α m", None), ("18 eggs per day for each old", 18), ("18 thousand thousand", None), ("18 k", 18_000),
         ("18 sT", None), ("18 (", None), ("18 /", None), ("18 -", None), ("18rd", None), ("18 dozen eggs", 18),
         ("perhaps = 18", None), ("Tom = 18", 18), ("Tom: 18", None), ("one = 18", None), ("half = 18", None),
-        ("about = 18", None), ("x_1 = 18", 18), ("zero", 0), ("0.0", 0), ("-.5", Fraction(-1, 2)), ("5.", 5),
+        ("about = 18", None), ("x_1 = 18", 18), ("0.0", 0), ("-.5", Fraction(-1, 2)), ("5.", 5),
         ("nine hundred ninety nine thousand", 999_000), ("twenty nine ten", None), ("one hundred one hundred", None),
         ("zero hundred", None), ("zero and five", None), ("five k", None), ("five hundred and", None),
-        ("third = 18", None), ("TOTAL: 18", 18), ("1~800", 1800), ("a thousand", 1000), ("apple a thousand", None), ("two a", None),
+        ("third = 18", None), ("TOTAL: 18", 18), ("1~800", 1800), ("a thousand", 1000), ("apple a thousand", None),
+        ("two a", None),
     ],
 )  # fmt: skip
 def test_the_grammar_of_numbers_and_units(answer, value):
@@ -509,7 +510,8 @@ def test_the_grammar_of_numbers_and_units(answer, value):
         ("18 Äpfel rot", 18), ("Tom: 18", 18), ("perhaps: 18", None), ("about: 18", None), ("twelve: 18", None),
         ("half: 18", None), ("18 maybe", None), ("18 eggs thousand", None), ("18 eggs five", None),
         ("18 and more", None), ("18 half", None), ("18 dozen", 18), ("18 x", None), ("18 m", 18), ("18 eggs hex", 18),
-        ("18 eggs 三", None), ("18 eggs MAYBE", None), ("18 eggs FIVE", None), ("dozen: 18", None), ("fifteen Äpfel", 15), ("fifteen x", None),
+        ("18 eggs 三", None), ("18 eggs MAYBE", None), ("18 eggs FIVE", None), ("dozen: 18", None),
+        ("fifteen Äpfel", 15), ("fifteen x", None),
     ],
 )  # fmt: skip
 def test_the_words_behind_the_number_of_a_gold_are_its_unit_unless_they_are_numbers_or_doubts(gold, value):
@@ -521,7 +523,8 @@ def test_the_words_behind_the_number_of_a_gold_are_its_unit_unless_they_are_numb
     [
         ("17 + 1 = 18", 18), ("17 = 18", None), ("17 + 2 = 18", None), ("5 - 5 = 0", 0),
         ("12 eggs + 6 eggs = 18 eggs", 18),
-        ("12 thousand + 6 = 18", None), ("12 Äpfel + 6 Äpfel = 18", 18), ("12 foo + 6 = 18", 18), ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
+        ("12 thousand + 6 = 18", None), ("12 Äpfel + 6 Äpfel = 18", 18), ("12 foo + 6 = 18", 18),
+        ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
         ("9*2 = 17 = 18", None), ("17 + 1 = She has 18 apples left.", 18), ("x + 1 = 18", None), ("17 + 1 = y", None),
         ("She has 18." + " " * 989, 18), ("She has 18." + " " * 990, None), ("She has 5 cm^2 left.", 5),
     ],

@@ -162,14 +162,6 @@ def test_the_first_gold_is_logged_beside_a_missing_answer():
     assert (logged["gold"], logged["verdict"]) == (["Rome"], ["missing"])
 
 
-def test_the_nearest_gold_is_logged():
-    logged = {}
-    StringMatch(match="f1", extract="whole")(
-        completions=["the red cat"], answer=[["dog", "red cat here", "cat"]], log_extra=logged.__setitem__
-    )
-    assert (logged["gold"], logged["verdict"]) == (["red cat here"], ["partial"])
-
-
 def test_a_missing_column_kind_and_pickling():
     metrics = {}
     reward = StringMatch(name="qa", pay=3)

@@ -104,8 +104,6 @@ class _Parser:
         sign = 1
         if token := self.take("plus", "minus"):
             sign = -1 if token == "-" else 1
-            if self.next_kind() in ("plus", "minus"):
-                raise _NoValue
         return sign * self.power()
 
     def power(self) -> Fraction:
@@ -117,14 +115,12 @@ class _Parser:
         if whole is not None and not whole.isdecimal():
             raise _NoValue
         exponent = self.argument() if whole is None else Fraction(whole)
-        if self.next_kind() == "power":  # a tower
-            raise _NoValue
-        return _power(base, exponent)
+        return _power(base, exponent)  # a tower, "2^2^2", leaves a token
 
     def factorial(self) -> Fraction:
         value = self.atom()
         if self.take("bang"):
-            if value.denominator != 1 or not 0 <= value <= _MAX_FACTORIAL or self.next_kind() == "bang":
+            if value.denominator != 1 or not 0 <= value <= _MAX_FACTORIAL:
                 raise _NoValue
             value = Fraction(math.factorial(value.numerator))
         return value

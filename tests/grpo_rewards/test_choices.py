@@ -591,7 +591,7 @@ CLAIMED = choices_module.read_choices(CITIES)
     [
         ("B is correct.", True, "B"), ("A is correct. B is not.", True, "A"), ("A is correct\nB is not.", True, "A"),
         ("Long ago. B is correct.", True, "B"), ("B because C is small, A is correct", True, "B"),
-        # Of the clauses before "is correct" the last four are tried.
+        # The last four clauses before "is correct" are tried.
         ("Hm. B because a, b, c, C is correct", True, "B"), ("Hm. B because a, b, c, d, C is correct", True, "C"),
         ("The answer is", False, None), ("The answer is unknown", False, None), ("The answer is A or B", True, None),
         ("From the four options I choose A", True, "A"), ("The tempting answer is A", False, None),

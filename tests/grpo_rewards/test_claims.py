@@ -238,7 +238,7 @@ def test_the_box_of_a_gold_is_read_whatever_stands_around_it():
         ("half of ", True), ("red ", False), ("final ", False), ("old ", True), ("the old final ", True),
         ("my previous ", True), ("their final ", True), ("another ", True), ("one plausible ", True),
         ("the possible ", False), ("a likely ", True), ("here's ", False), ("that's the ", False), ("today's ", True),
-        # What is counted from the answer, and a bound of it.
+        # Numbers counted from the answer, and bounds of it.
         ("bound on the ", True), ("ground for the ", False), ("result of the ", False), ("square of the ", True),
         # Who says it, up to two words before the verb.
         ("I really say the ", False), ("I have often said the ", True), ("I'd say the ", False),

@@ -521,8 +521,8 @@ def _parse_words(text: str, trusted: bool) -> int | None:
     if not words or (words[0] not in SMALL and words[0] not in ("a", "an")):
         return None
     total, group, taken = 0, 0, 0
-    limit: float = math.inf  # of the next scale
-    room: float = math.inf  # of the next summand: after "twenty" only 1..9 may follow, after "five" only a scale
+    limit: float = math.inf  # bound of the next scale
+    room: float = math.inf  # bound of the next summand: after "twenty" only 1..9 may follow, after "five" only a scale
     for taken, word in enumerate(words):
         if word == "and" and taken + 1 < len(words) and words[taken + 1] in SMALL:
             continue

@@ -215,7 +215,7 @@ def _is_another(clause: list[str]) -> bool:
         return True
     if determiner in ("a", "an", "one") and not _ONE_OF_SEVERAL.isdisjoint(adjectives):
         return True
-    if previous[-1:] and previous[-1] in ("for", "on") and previous[0] == "bound":
+    if previous in (["bound", "for"], ["bound", "on"]):
         return True
     return bool(previous) and previous[-1] in _RELATED_TO and previous[0] not in ("value", "result")
 

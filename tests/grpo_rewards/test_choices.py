@@ -470,6 +470,7 @@ def test_the_choices_that_a_text_mentions(text, mentioned):
         ("option B it lies north", "B"), ("(B it lies north", "B"), ("B) it lies north", "B"),
         ("B it lies north", None), ("York lies north", None), ("B)New York, the city", "B"), ("(B).M.", None),
         ("option A lies south", "A"), ("(A lies south", "A"), ("A) lies south", "A"), ("A lies south", None),
+        ("option B is what a fool would pick", None),
         # Reasons, and the words behind which "A" is a letter in any case.
         ("A because, as said, it fits", "A"), ("A BECAUSE it fits", "A"), ("B (because it is big)", "B"),
         ("York (because it is old)", "A"), ("The York because it is old", "A"), ("York?", None),
@@ -603,6 +604,7 @@ CLAIMED = choices_module.read_choices(CITIES)
         ("The answer is A.\nB", True, None), ("The answer is A. B fits less well.", True, "A"),
         ("The answer is A. Also B.", True, None), ("The answer is A. Also nice.", True, "A"),
         ("The answer is A. New York. London", True, None),
+        ("The answer is A. Also I doubt the answer is B.", True, "A"),  # read up to the next claim
     ],
 )  # fmt: skip
 def test_a_sentence_claims_an_answer(text, found, label):

@@ -282,7 +282,7 @@ def test_words_before_a_claim_without_a_noun_are_no_adjectives_of_it(before, unc
         # The predicate, up to the end of its clause.
         ("", " was my guess", True), ("", " guess", False), ("", " apples is wrong", False),
         ("", " is, I say, wrong", False), ("", " is \\text{ wrong}", True), ("", " is \n wrong", False),
-        ("", " wrong as it seems", False),
+        ("", " wrong as it seems", False), ("", " was a guess as I said", True),
         # 200 characters are read on each side.
         ("not " + "the " * 49, "", True), ("not " + "the " * 49 + " ", "", False),
         ("", " is " + "the " * 47 + "   wrong", True), ("", " is " + "the " * 47 + "    wrong", False),

@@ -219,6 +219,12 @@ def test_no_near_miss_is_paid():
         ("That price of 18 is left.", None), ("A price of 18 is left.", "18"), ("The sum of 18 is left.", "18"),
         ("It is next to 18.", None), ("It is off by 18.", None), ("The total = the 18", "18"),
         ("She has 18 miles = 18", None),
+        ("She has to x 18.", None), ("The price, 18", "18"), ("Put up 18 signs.", "18"),
+        # A pause behind the word before the number, and behind the number.
+        ("She took the bus , 18 remained.", "18"), ("She took the bus 18 remained.", None),
+        ("She took the bus\n18 remained.", "18"), ("She has **18** apples, with 3 pears.", None),
+        ("She has **18** apples with 3 pears.", "18"), ("She ate half eggs and **18** apples.", "18"),
+        ("She ate half and **18** apples.", None),
         # Words behind it: remarks, predicates, dates and "one" as a pronoun.
         ("She has 18 odd apples.", None), ("She has 18 some.", None), ("She has 18 below.", None), ("18 are", "18"),
         ("18 dogs eat apples", "18"), ("18 total", None), ("18 is the cost", "18"), ("18 are tall", None),

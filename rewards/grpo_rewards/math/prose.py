@@ -380,7 +380,7 @@ def _governed(tokens: Sequence[_Token], stated: _Quantity) -> bool:
             return True
         if _is_month(tokens[min(stated.end + (after.lower == "of"), len(tokens) - 1)]):
             return True
-    if stated.text is not None and stated.text.lower() == "one":
+    if str(stated.text).lower() == "one":
         left, right = _ONE_AS_PRONOUN
         return (before is not None and before.lower in left) or (after is None or after.lower in right)
     return False

@@ -214,6 +214,7 @@ def test_arithmetic_has_a_value_up_to_each_limit_and_none_beyond(inside, value, 
         ("5 \\text{ m}", "5 \\text{ m}^2", None), ("5 km per hour", "5 km", [("5", "5")]),
         ("5 km", "5 km per hour", None),
         ("30°", "30 deg", [("30", "30")]),
+        ("z = 2x", "y = 2x = 2x", None), ("y = 2x", "z = 2x = 2x", None), ("\\sin(30°)", "\\sin(30)", None),
         # Characters, words and commands that only one side holds.
         ("x \\text{ not}", "x \\text{ not}", [("x", "x")]), ("2", "\\text{Not it} = 2", None),
         ("2x", "x+zw = 2x", None), ("a=b=c", "a=b=c=d", None),

@@ -24,7 +24,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
-from grpo_rewards.claims import CLAUSE_CHARS, is_denied, is_retraction, is_unclaimed
+from grpo_rewards.claims import is_denied, is_retraction, is_unclaimed
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.math.phrases import word_set
@@ -85,8 +85,8 @@ def _cleaned(text: str) -> str:
     """Return an answer or a choice's text without LaTeX, Markdown, quotes and runs of white space."""
     text = "".join(map(_plain_character, unicodedata.normalize("NFC", text)))
     if "\\" in text:
-        for _ in range(4):  # nested once or twice: \boxed{\textbf{(B)}}
-            text = _LATEX_COMMAND.sub(r"\1", text)
+        while (inner := _LATEX_COMMAND.sub(r"\1", text)) != text:  # nested: \boxed{\textbf{(B)}}
+            text = inner
         text = _LATEX_SPACE.sub(" ", text).replace("\\%", "%").replace("\\$", "$")
     for pair in _PAIRED:
         text = pair.sub(r"\2", text)
@@ -97,7 +97,7 @@ def _key(cleaned: str) -> str:
     """Return a form that two spellings of one text share: no case, leading article, final period, spaces by symbols."""
     folded = cleaned.casefold()
     key = _END_OF_WORDS.sub("", folded[_end_of(_ARTICLE, folded) :].rstrip(" .,;:"))
-    if key[:1] + key[-1:] in ("()", "[]", "''") and len(key) > 2 and not re.search(r"[()\[\]',]", key[1:-1]):
+    if key[:1] + key[-1:] in ("()", "[]") and not re.search(r"[()\[\],]", key[1:-1]):
         key = key[1:-1]
     return _AROUND_SYMBOL.sub(r"\1", key).strip() or folded
 
@@ -137,20 +137,20 @@ class Choices:
 @lru_cache(maxsize=1024)
 def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
     by_label = {label.casefold(): label for label in labels}
-    if len(by_label) != len(labels):
+    if len(by_label) < len(labels):
         return None
     by_text: dict[str, str | None] = {}
     by_key: dict[str, str | None] = {}
     for label, text in zip(labels, texts, strict=False):
         cleaned = _cleaned(text)
         # A question among the choices may be named without its mark.
-        for table, entry in ((by_text, cleaned), (by_key, _key(cleaned.rstrip("?") or cleaned))):
+        for table, entry in ((by_text, cleaned), (by_key, _key(cleaned.rstrip("?")))):
             # A text that looks like a letter ("A" among the letters of a word) is always read as the letter.
             if entry and entry.casefold() not in by_label:
                 table[entry] = None if entry in table else label
     keys = [(key, label) for key, label in by_key.items() if label]
     keys.sort(key=lambda pair: len(pair[0]), reverse=True)
-    either = "|".join(sorted(map(re.escape, labels), key=len, reverse=True))
+    either = "|".join(map(re.escape, labels))
     head = re.compile(
         rf"""(?P<word>(?:the\ )?(?:option|choice|answer|letter|alternative|statement)\ )?
         (?P<open>[(\[{{<]*)\ ?(?P<label>{either})
@@ -196,7 +196,7 @@ def _label_and_text(value: Any) -> list[tuple[Any, Any]]:
         return []
     labelled = []
     for text in value:
-        if isinstance(text, str) and (match := _LABELLED.fullmatch(text)):
+        if isinstance(text, str) and (match := _LABELLED.match(text)):
             labelled.append((match[1], match[2]))
     # Exactly the first letters, so that names with initials ("I. Newton", "M. Curie") stay names.
     if sorted(label.upper() for label, _ in labelled) == list(_LETTERS_ALONE[: len(value)]):
@@ -242,8 +242,7 @@ def _of_text(cleaned: str, choices: Choices) -> str | None:
 
 
 def _at(index: Any, choices: Choices) -> str | None:
-    is_position = 0 <= index < len(choices.labels) and index == int(index)
-    return choices.labels[int(index)] if is_position else None
+    return dict(enumerate(choices.labels)).get(index)
 
 
 def _by_label(cleaned: str, choices: Choices) -> str | None:
@@ -334,9 +333,8 @@ def named_choice(answer: str, choices: Choices) -> str | None:
     cleaned = _cleaned(answer)
     if label := _parsed(cleaned, choices):
         return label
-    end = _end_of(_INTRODUCTION, cleaned)
-    introduction, rest = cleaned[:end], cleaned[end:]
-    if not end or (rest in ("a", "i") and not _ASKS_FOR_LETTER.search(introduction)):
+    rest = cleaned[_end_of(_INTRODUCTION, cleaned) :]
+    if rest in ("a", "i") and not _ASKS_FOR_LETTER.search(cleaned):
         return None  # "It is a", cut off
     return _parsed(rest, choices)
 
@@ -345,16 +343,16 @@ def _parsed(text: str, choices: Choices) -> str | None:
     """Parse "B", "Paris", "B) Paris", "Paris (B)", "B, not C", "not C but B", each perhaps with a reason after it."""
     if label := _exactly(text, choices):
         return label
-    if (but := _BUT.fullmatch(text)) and not _BUT.match(but["rest"]):  # "not C but B"
+    if (but := _BUT.match(text)) and not _BUT.match(but["rest"]):  # "not C but B"
         named = _parsed(but["rest"], choices)
-        return named if named and _names_only_others(but["others"], named, choices) else None
+        return named if _names_only_others(but["others"], named, choices) else None
     head = choices.head.match(text)
     if head and not _is_word(head, text):  # a letter first: "B) Paris"
         label = choices.by_label[head["label"].casefold()]
         sure = bool(head["word"] or head["open"] or head["close"])
         if head["close"].endswith(".") and text[head.end() : head.end() + 1].isalpha():  # "A.Paris", but "A.M."
             return label if _by_text(text[head.end() :], choices) == label else None
-        return label if _agrees(text[head.end() :].strip(), label, sure, choices) else None
+        return label if _agrees(text[head.end() :], label, sure, choices) else None
     # A text first: "Paris (B)". The longest texts come first, so that "New York" is not read as "New".
     known, label = _leading(text, choices.keys)
     return label if label and _agrees(_after_text(text, known), label, False, choices) else None
@@ -371,9 +369,9 @@ def _leading(text: str, keys: Sequence[tuple[str, str]]) -> tuple[str, str | Non
 
 def _is_word(head: re.Match[str], text: str) -> bool:
     """Return True if "A" or "I" is the word: before another word, without any punctuation."""
-    if head["label"].upper() not in ("A", "I") or head["word"] or head["open"] or head["close"].strip():
+    if head["label"].upper() not in ("A", "I") or head["word"] or head["open"] or head["close"]:
         return False
-    following = text[head.end() :].split(maxsplit=1)
+    following = text[head.end() :].split()
     return bool(following) and following[0][0].isalpha() and following[0].strip(".,").casefold() not in _AFTER_LETTER
 
 
@@ -384,7 +382,7 @@ def _after_text(text: str, known: str) -> str:
     seen = 0
     for position, character in enumerate(text):
         if seen >= wanted:
-            return text[position:].strip()
+            return text[position:]
         seen += len(character.casefold()) * (not character.isspace())
     return ""
 
@@ -409,7 +407,7 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
             return named == label
         if _IS_RULED_OUT.match(rest) or is_denied("", rest):  # "A is impossible", "A. I lied"
             return False
-        if _REASON.match(rest):  # "because ...": a reason may mention any other choice
+        if _REASON.match(inner):  # "(because ...)": a reason may mention any other choice
             return True
         if contrast := _CONTRAST.match(rest):  # "rather than C"
             return _names_only_others(rest[contrast.end() :], label, choices)
@@ -431,9 +429,9 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         return sure and not _DOUBT.search(rest) and not _mentioned(rest, choices) - {label}
 
 
-def _names_only_others(text: str, label: str, choices: Choices) -> bool:
+def _names_only_others(text: str, label: str | None, choices: Choices) -> bool:
     """Return True if a text is a list of other choices' letters and texts, and nothing else."""
-    if (named := _exactly(text, choices)) is not None:
+    if named := _exactly(text, choices):
         return named != label
     names = [_exactly(item, choices) for item in _SEPARATOR.split(text) if item]
     return bool(names) and not {None, label} & set(names)
@@ -487,7 +485,7 @@ def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
         if claim["right"]:
             if label := _claimed_before(text, claim, choices):
                 return True, label
-        elif not is_unclaimed(text[max(0, claim.start() - CLAUSE_CHARS) : claim.start()], _names_answer(claim)):
+        elif not is_unclaimed(text[: claim.start()], _names_answer(claim)):
             claimed, label = _claimed_after(text[claim.end() : min(end, claim.end() + choices.max_chars)], choices)
             if claimed:
                 return True, label
@@ -497,21 +495,17 @@ def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
 
 def _names_answer(claim: re.Match[str]) -> bool:
     """Return True if a claim starts with a noun, "answer", or its adjectives, and not with "I choose"."""
-    return re.match(r"(?!I\b|let|ans\b)[a-z]", claim.group(), re.IGNORECASE) is not None
+    return bool(re.match(r"(?!I\b|let|ans\b)[a-z]", claim.group(), re.IGNORECASE))
 
 
 def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | None:
     """Read "(B) Paris is the correct answer because ..." from the start of its clause to the end of its line."""
-    start = max(0, claim.start() - CLAUSE_CHARS)
-    before = text[start : claim.start()]
-    after = text[claim.start() : claim.end() + CLAUSE_CHARS].partition("\n")[0]
+    before = text[: claim.start()]
+    after = text[claim.start() :].partition("\n")[0]
     if sentence_end := _SENTENCE_END.search(after):
         after = after[: sentence_end.end()]
     # "B. Paris is" is one clause in spite of the period, so the last few starts are tried, the longest clause first.
-    starts = [match.end() for match in _CLAUSE_START.finditer(before)][-3:]
-    if start == 0:
-        starts.insert(0, 0)
-    for offset in starts:
+    for offset in [0, *(match.end() for match in _CLAUSE_START.finditer(before))][-4:]:
         if label := named_choice(before[offset:] + after, choices):
             return label
     return None
@@ -527,9 +521,8 @@ def _claimed_after(segment: str, choices: Choices) -> tuple[bool, str | None]:
     ends = [match.end() for match in _SENTENCE_END.finditer(cleaned)][:4]
     for end in [*ends, len(cleaned)]:
         sentence, following = cleaned[:end], f"{cleaned[end:]}\n{below}"
-        if (label := named_choice(sentence, choices)) is None:
-            continue
-        return True, None if _taken_back(following, label, choices) else label
+        if label := named_choice(sentence, choices):
+            return True, None if _taken_back(following, label, choices) else label
     return bool(_mentioned(cleaned, choices)), None
 
 
@@ -537,10 +530,10 @@ def _taken_back(following: str, label: str, choices: Choices) -> bool:
     """Return True if the next sentence is another choice's text ("B. London"), or corrects to another choice."""
     following = following.strip()
     line = following.partition("\n")[0]
-    next_sentence = _cleaned(_SENTENCE_END.split(line, maxsplit=1)[0])
+    next_sentence = _cleaned(_SENTENCE_END.split(line)[0])
     # A letter counts only alone on its line: "B. New York is ..." may go on to say why not.
     named = _by_text(next_sentence, choices) or _by_label(_cleaned(line), choices)
-    if named is not None and named != label:
+    if named and named != label:
         return True
     if is_retraction(following):
         return True
@@ -592,7 +585,7 @@ class ChoiceCorrectness(AgainstGold):
     @property
     def columns_read(self) -> tuple[str, ...]:
         """Names of the dataset columns that the reward needs. The default column `choices` may be missing."""
-        if self.choices_column is None or self.choices_column == "choices":
+        if self.choices_column in (None, "choices"):
             return super().columns_read
         return *super().columns_read, self.choices_column
 
@@ -642,7 +635,7 @@ class ChoiceCorrectness(AgainstGold):
 
     def _named_in(self, layout: str, text: str, choices: Choices) -> tuple[bool, str | None]:
         answer = self._answers([text], layout)[0]
-        return answer is not None, named_choice(answer, choices) if answer else None
+        return bool(answer), named_choice(answer, choices) if answer else None
 
 
 choice_correctness = ChoiceCorrectness()

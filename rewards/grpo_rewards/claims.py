@@ -190,8 +190,8 @@ def is_unclaimed(before: str, names_answer: bool = True) -> bool:
         before: text before the claim.
         names_answer: True if the claim starts with a noun such as "answer", whose adjectives end the text.
     """
-    sentence = _words(_last(before[-CLAUSE_CHARS:], _SENTENCE_MARK))
-    clause = _words(_last(before[-CLAUSE_CHARS:], _CLAUSE_MARK))
+    before = before[-CLAUSE_CHARS:]
+    sentence, clause = _words(_last(before, _SENTENCE_MARK)), _words(_last(before, _CLAUSE_MARK))
     if any(word in _ADVERBS_OF_SENTENCE for word in sentence[:1]) or sentence[:2] == ["not", "sure"]:
         return True
     for position, word in enumerate(clause):
@@ -215,7 +215,7 @@ def _is_another(clause: list[str]) -> bool:
         return True
     if determiner in ("a", "an", "one") and not _ONE_OF_SEVERAL.isdisjoint(adjectives):
         return True
-    if previous[-1:] and previous[-1] in ("for", "on") and previous[0] == "bound":
+    if previous in (["bound", "for"], ["bound", "on"]):
         return True
     return bool(previous) and previous[-1] in _RELATED_TO and previous[0] not in ("value", "result")
 

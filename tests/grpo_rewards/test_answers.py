@@ -284,6 +284,14 @@ def test_a_misplaced_gold_earns_nothing(text, extract):
         ("sentence", "\u0130. The answer is 18.", "18"),
         ("sentence", "Our answers: the answer to the problem is: **18** eggs. Good.", "**18** eggs"),
         ("sentence", "The answer is 18?", None),
+        ("answer_tag", "<answer>18</answer> </answer>", "18"),
+        ("auto", "#### 0\nThe answer is 5.", "0"),
+        ("auto", "So \\boxed{x+1}. The answer is 18.", "x+1"),
+        ("auto", "#### Steps\nThe answer is a tree.", "a tree"),
+        ("auto", "#### Steps\n\\boxed{}", None),
+        ("a_line", "A: 17\nSo.\nA: 18", "18"),
+        ("sentence", "The answer is 3. It is 3. No.", "3"),
+        ("sentence", "The answer is 3. No, it is 4.", None),
     ],
 )
 def test_a_layout_extracts_the_expected_answer(layout, text, answer):
@@ -291,6 +299,11 @@ def test_a_layout_extracts_the_expected_answer(layout, text, answer):
     if layout != "answer_tag":
         assert extract_answer(f"<think>{text}</think> done", layout) is None
         assert extract_answer(f"<think>hm</think> {text}", layout) == answer or text.startswith("A:")
+
+
+def test_an_unknown_layout_is_named():
+    with pytest.raises(ValueError, match="extract must be one of answer_tag, hashes, .* not 'end'"):
+        extract_answer("18", "end")
 
 
 def test_an_answer_in_a_prefilled_block_is_not_extracted():
@@ -363,6 +376,9 @@ def test_the_shortest_text_of_a_number(number, text):
         (["5 m"], "5 ft", "wrong", "5 m", 0),
         (["5 m"], "5", "equal", "5 m", 0),
         (["x" * 1001], "y", "wrong", "x" * 1001, 1),
+        (["(1,2)"], "(1,2,3)", "wrong", "(1,2)", 1), (["2-2"], "0", "equal", "2-2", 0),
+        (["x+1"], "(" * 25 + "z" + ")" * 25, "timeout", "x+1", 1),
+        (["y", "(" * 25 + "x" + ")" * 25, "2x"], "(" * 25 + "z" + ")" * 25, "timeout", "y", 1),
     ],
 )  # fmt: skip
 def test_the_best_verdict_among_the_golds_of_a_row(golds, answer, verdict, best, rows):
@@ -373,6 +389,29 @@ def test_the_best_verdict_among_the_golds_of_a_row(golds, answer, verdict, best,
     assert (found, judge.symbolic_rows) == (verdict, rows)
     if verdict != "missing":
         assert gold.text == best
+
+
+def test_a_comparison_without_time_left_is_not_made(monkeypatch):
+    compared = []
+    monkeypatch.setattr(answers, "equivalent", lambda gold, answer, deadline: compared.append(answer) or True)
+    clock = iter([0.0, 2.0, 2.0, 5.0])
+    monkeypatch.setattr(answers.time, "monotonic", lambda: next(clock))
+    assert Judge(budget=0.0).verdict(Gold("x+1", None), "1+x") == "timeout"
+    judge = Judge(budget=5.0)
+    assert [judge.verdict(Gold("x+1", None), answer) for answer in ("1+x", "1+x", "x+2-1", "2x-x+1")] == [
+        "symbolic", "symbolic", "symbolic", "timeout",
+    ]  # fmt: skip
+    assert compared == ["1+x", "x+2-1"], "one answer is compared once, and none after 2 and 3 of 5 seconds"
+
+
+def test_short_and_flat_answers_are_compared_first(monkeypatch):
+    compared = []
+    monkeypatch.setattr(answers, "equivalent", lambda gold, answer, deadline: compared.append(answer) or False)
+    stated = ["a^2 + b", "(a+b)(a)", "a + b + c", None, "a+b", "a^2", "a" + "+b" * 21, "a!" + " + b" * 20]
+    verdicts = Judge().best_verdicts([(Gold("y", None),)] * 8, stated)
+    # A power, a factorial, a bracket or a command counts as 40 characters.
+    assert compared == ["a+b", "a + b + c", "a^2", "a" + "+b" * 21, "a^2 + b", "(a+b)(a)", "a!" + " + b" * 20]
+    assert [verdict for verdict, _ in verdicts] == ["wrong"] * 3 + ["missing"] + ["wrong"] * 4
 
 
 def test_a_row_without_a_gold_and_rows_in_any_order():
@@ -450,6 +489,15 @@ def test_an_answer_is_undressed(text, undressed):
         ("18km", 18), ("18ab", None), ("18 x", None), ("18 m", 18), ("18 α", None), ("18 元", 18), ("18th", 18),
         ("18 eggs and", None), ("18 cm^2", 18), ("18 thousand km", 18_000), ("18 km thousand", None), ("18k", 18_000),
         ("minus five", -5), ("Negative 1/2", Fraction(-1, 2)), ("minus -5", 5), ("(18)", 18), ("(1,800)", None),
+        ("** minus 18** apples", -18), ("$1/2 saved", Fraction(1, 2)), ("1/2 saved", None), ("- 18 saved", None),
+        ("18 α m", None), ("18 eggs per day for each old", 18), ("18 thousand thousand", None), ("18 k", 18_000),
+        ("18 sT", None), ("18 (", None), ("18 /", None), ("18 -", None), ("18rd", None), ("18 dozen eggs", 18),
+        ("perhaps = 18", None), ("Tom = 18", 18), ("Tom: 18", None), ("one = 18", None), ("half = 18", None),
+        ("about = 18", None), ("x_1 = 18", 18), ("0.0", 0), ("-.5", Fraction(-1, 2)), ("5.", 5),
+        ("nine hundred ninety nine thousand", 999_000), ("twenty nine ten", None), ("one hundred one hundred", None),
+        ("zero hundred", None), ("zero and five", None), ("five k", None), ("five hundred and", None),
+        ("third = 18", None), ("TOTAL: 18", 18), ("1~800", 1800), ("a thousand", 1000), ("apple a thousand", None),
+        ("two a", None),
     ],
 )  # fmt: skip
 def test_the_grammar_of_numbers_and_units(answer, value):
@@ -457,11 +505,26 @@ def test_the_grammar_of_numbers_and_units(answer, value):
 
 
 @pytest.mark.parametrize(
+    ("gold", "value"),
+    [
+        ("18 Äpfel rot", 18), ("Tom: 18", 18), ("perhaps: 18", None), ("about: 18", None), ("twelve: 18", None),
+        ("half: 18", None), ("18 maybe", None), ("18 eggs thousand", None), ("18 eggs five", None),
+        ("18 and more", None), ("18 half", None), ("18 dozen", 18), ("18 x", None), ("18 m", 18), ("18 eggs hex", 18),
+        ("18 eggs 三", None), ("18 eggs MAYBE", None), ("18 eggs FIVE", None), ("dozen: 18", None),
+        ("fifteen Äpfel", 15), ("fifteen x", None),
+    ],
+)  # fmt: skip
+def test_the_words_behind_the_number_of_a_gold_are_its_unit_unless_they_are_numbers_or_doubts(gold, value):
+    assert parse_number(gold, trusted=True) == value
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [
         ("17 + 1 = 18", 18), ("17 = 18", None), ("17 + 2 = 18", None), ("5 - 5 = 0", 0),
         ("12 eggs + 6 eggs = 18 eggs", 18),
-        ("12 thousand + 6 = 18", None), ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
+        ("12 thousand + 6 = 18", None), ("12 Äpfel + 6 Äpfel = 18", 18), ("12 foo + 6 = 18", 18),
+        ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
         ("9*2 = 17 = 18", None), ("17 + 1 = She has 18 apples left.", 18), ("x + 1 = 18", None), ("17 + 1 = y", None),
         ("She has 18." + " " * 989, 18), ("She has 18." + " " * 990, None), ("She has 5 cm^2 left.", 5),
     ],

@@ -3,6 +3,7 @@
 import pickle
 import random
 
+import numpy
 import pytest
 
 from grpo_rewards import choice_correctness
@@ -286,14 +287,13 @@ def test_gold_form_decides_between_readings_of_a_gold():
 @pytest.mark.parametrize(
     "choices",
     [[], {}, "ABCD", 3, ["x"] * 27, [None, "x"], {"Paris": "A"}, {"A": ["x"]}, {"a": "x", "A": "y"},
-     {"text": ["x"], "label": ["A", "B"]}],
+     {"text": ["x"], "label": ["A", "B"]}, {"text": 5, "label": ["A"]}, {"text": ["x"], "label": 5}],
 )  # fmt: skip
 def test_unreadable_choices_make_the_row_none(choices):
     assert score("A", "A", choices) == (None, None, "no gold")
 
 
 def test_arrays_are_read_as_lists():
-    numpy = pytest.importorskip("numpy")
     assert score("y", numpy.int64(1), numpy.array(["x", "y"]))[0] == 1.0
     assert score("y", "B", {"text": numpy.array(["x", "y"]), "label": numpy.array(["A", "B"])})[0] == 1.0
 
@@ -446,7 +446,8 @@ NESTED = choices_module.read_choices(["York", "New York", "a cat", "5/2"])
         ("New York", "B"), ("York and New York", "AB"), ("New York, then York", "AB"), ("new york city", "B"),
         ("Yorkshire", ""), ("A", "A"), ("a", ""), ("(a) b", "AB"), ("a cat", "C"), ("I said B", "B"), ("A is", "A"),
         ("A dog", ""), ("A must", "A"), ("B's", ""), ("x-B", ""), ("5/2", "D"), ("15/2", ""), ("5/23", ""), ("", ""),
-        ("catcat cat", "C"),
+        ("catcat cat", "C"), ("(A dog", "A"), ("A) dog", "A"), ("York, Yorkshire", "A"),
+        ("Yorkshire, York, Yorkshire", "A"), ("Yorks fell", ""), ("an old oldYork", ""),
     ],
 )  # fmt: skip
 def test_the_choices_that_a_text_mentions(text, mentioned):
@@ -465,6 +466,28 @@ def test_the_choices_that_a_text_mentions(text, mentioned):
         ("B is impossible", None), ("B\nIt is far north.", "B"), ("B\nA is far north.", None),
         ("B\nNo, A.", None), ("B. I lied", None),
         ("B!", "B"), ("B?", None), ("!B", None), ("The answer is B", "B"), ("option B", "B"), ("B - A", None),
+        # A letter that is set off may have a remark behind it. A bare letter or a text may not.
+        ("option B it lies north", "B"), ("(B it lies north", "B"), ("B) it lies north", "B"),
+        ("B it lies north", None), ("York lies north", None), ("B)New York, the city", "B"), ("(B).M.", None),
+        ("option A lies south", "A"), ("(A lies south", "A"), ("A) lies south", "A"), ("A lies south", None),
+        ("option B is what a fool would pick", None),
+        # Reasons, and the words behind which "A" is a letter in any case.
+        ("A because, as said, it fits", "A"), ("A BECAUSE it fits", "A"), ("B (because it is big)", "B"),
+        ("York (because it is old)", "A"), ("The York because it is old", "A"), ("York?", None),
+        ("B. It lies north because A is small", "B"), ("B is correct, it lies north", "B"),
+        # Retractions without a word of doubt, and doubts in the middle of a remark.
+        ("B. Crossed out", None), ("B. Just kidding", None), ("B. Hard to say, maybe", None),
+        # The choice's own text in brackets or with a remark, and another choice's.
+        ("B [New York]", "B"), ("B (New York", "B"), ("B (York", None), ("B) New York is far north", "B"),
+        ("B (New York, the city)", "B"), ("B (New York) is crossed out", None), ("B. York, the old one", None),
+        ("A (York) lies south", "A"), ("A [York] lies south", "A"), ("York [A]", "A"), ("York (A)", "A"),
+        ("York; because it is old", "A"), ("York: because it is old", "A"), ("York. Because it is old", "A"),
+        # Other choices behind a contrast.
+        ("not A , but B", "B"), ("B, not A or xyz", None), ("B rather than A or C", "B"), ("B, not and", None),
+        ("not A but not B but C", None),
+        # Lines, a cut-off sentence, and nested LaTeX.
+        ("\n B\nIt is far north.", "B"), ("B\n\nIt is\nfar north.", "B"), ("It is i", None), ("The answer is a", "A"),
+        ("\\boxed{\\textbf{\\mathrm{\\text{\\underline{B}}}}}", "B"),
     ],
 )  # fmt: skip
 def test_an_answer_names_one_choice(text, label):
@@ -478,7 +501,8 @@ def test_an_answer_names_one_choice(text, label):
         ("Really?", "really?"), ("the", "the"), ("((x))", "((x))"), ("(a, b)", "(a,b)"), ("x = 3 . 5", "x=3.5"),
         ("\\boxed{\\textbf{(B)}}", "b"), ("**B**", "b"), ("\u201cB\u201d", "b"), ("\uff21\uff22", "ab"),
         ("\u24b7", "b"),        ("a\\,b 50\\%", "b 50%"), ("`B`", "b"), ("x\u2013y", "x-y"),
-        ("\u200bB", "b"), ("\u0663", "3"), ("5!", "5!"),
+        ("\u200bB", "b"), ("\u0663", "3"), ("5!", "5!"), ("...", "..."), ("(1,)", "(1,)"), ("(,x)", "(,x)"),
+        ("()", "()"), ("x\u00b2", "x\u00b2"), ("\ufb01t", "fit"), ("\u01c6", "\u01c6"),
     ],
 )  # fmt: skip
 def test_two_spellings_of_a_text_have_one_key(text, key):
@@ -516,6 +540,8 @@ def test_a_value_that_is_no_list_of_choices(value):
         (-1, "auto", None), (3, "auto", "D"), (0, "index", "A"), ("1", "index", "B"), ("0004", "index", None),
         ("york", "text", "A"), ("the York", "auto", "A"), ("York", "letter", None), ("B) New York", "auto", "B"),
         ("B) New York", "text", None), ("", "auto", None), (None, "auto", None), ("x" * 5000, "auto", None),
+        ("003", "index", "D"), ("0003", "index", None), (numpy.array(1), "auto", "B"),
+        ("B".ljust(1008), "letter", "B"), ("B".ljust(1009), "letter", None),
     ],
 )  # fmt: skip
 def test_each_form_of_a_gold(gold, form, label):
@@ -526,3 +552,85 @@ def test_an_answer_may_be_1000_characters_longer_than_the_longest_choice():
     longest = len("New York") + 1000
     assert choices_module.named_choice("B".ljust(longest), NESTED) == "B"
     assert choices_module.named_choice("B".ljust(longest + 1), NESTED) is None
+
+
+def test_letters_alone_have_no_text_to_measure():
+    letters = choices_module.read_choices(None)
+    assert choices_module.named_choice("B".ljust(1000), letters) == "B"
+    assert choices_module.named_choice("B".ljust(1001), letters) is None
+
+
+@pytest.mark.parametrize(
+    ("choices", "text", "label"),
+    [
+        (["", "x"], "", None), (["Polish", "polish"], "A. polish", None), (["Polish", "polish"], "polish", "B"),
+        (["cat", "cat", "dog"], "A. cat", "A"), (["Stra\u00dfe", "Weg"], "Stra\u00dfe because it is long", "A"),
+        ({"1": "x", "10": "y"}, "10. y", "10"), ({"1": "x", "10": "y"}, "1. y", None), (["?", "!"], "?", "A"),
+        (list("vwxyzabcd"), "It is i", None), (list("vwxyzabcd"), "The answer is i", "I"),
+        ([str(n) for n in range(100, 126)], "125", "Z"), (["v"] * 8 + ["rose"], "I rose", None),
+        (list("vwxyzabcd"), "B. so say i", "B"),
+    ],
+)  # fmt: skip
+def test_an_answer_among_other_choices(choices, text, label):
+    assert choices_module.named_choice(text, choices_module.read_choices(choices)) == label
+
+
+@pytest.mark.parametrize(("gold", "label"), [("Polish", "A"), ("polish", "B"), ("POLISH", None)])
+def test_a_gold_may_be_told_apart_by_its_capitals_alone(gold, label):
+    assert choices_module.read_gold(gold, choices_module.read_choices(["Polish", "polish"])) == label
+
+
+def test_an_empty_gold_is_no_choice_with_an_empty_text():
+    assert choices_module.read_gold("", choices_module.read_choices(["", "x"])) is None
+
+
+CLAIMED = choices_module.read_choices(CITIES)
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "label"),
+    [
+        ("B is correct.", True, "B"), ("A is correct. B is not.", True, "A"), ("A is correct\nB is not.", True, "A"),
+        ("Long ago. B is correct.", True, "B"), ("B because C is small, A is correct", True, "B"),
+        # The last four clauses before "is correct" are tried.
+        ("Hm. B because a, b, c, C is correct", True, "B"), ("Hm. B because a, b, c, d, C is correct", True, "C"),
+        ("The answer is", False, None), ("The answer is unknown", False, None), ("The answer is A or B", True, None),
+        ("From the four options I choose A", True, "A"), ("The tempting answer is A", False, None),
+        # Twenty claims are read, from the end.
+        ("The answer is A. " + "I doubt the answer is B. " * 19, True, "A"),
+        ("The answer is A. " + "I doubt the answer is B. " * 20, False, None),
+        # The next sentence.
+        ("The answer is A. London", True, None), ("The answer is A. Paris", True, "A"),
+        ("The answer is A.\nB", True, None), ("The answer is A. B fits less well.", True, "A"),
+        ("The answer is A. Also B.", True, None), ("The answer is A. Also nice.", True, "A"),
+        ("The answer is A. New York. London", True, None),
+        ("The answer is A. Also I doubt the answer is B.", True, "A"),  # read up to the next claim
+    ],
+)  # fmt: skip
+def test_a_sentence_claims_an_answer(text, found, label):
+    assert choices_module._claimed(text, CLAIMED) == (found, label)
+
+
+def test_an_answer_that_is_several_sentences_long_is_read_up_to_four():
+    choices = choices_module.read_choices(["w. x. y. z", "v. w. x. y. z"])
+    assert choices_module._claimed("The answer is w. x. y. z. It fits.", choices) == (True, "A")
+    assert choices_module._claimed("The answer is v. w. x. y. z. It fits.", choices) == (True, None)
+    letters = choices_module.read_choices({"A": "E", "B": "A"})
+    assert choices_module._claimed("The answer is B. A", letters) == (True, None)
+
+
+def test_a_row_without_choices_among_rows_with_choices_is_not_scored():
+    assert choice_correctness(completions=["B", "B"], answer=["B", "B"], choices=[None, CITIES]) == [None, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("column", "needed", "optional"),
+    [
+        ("choices", ("gold",), ("choices",)),
+        ("options", ("gold", "options"), ("options",)),
+        (None, ("gold",), ()),
+    ],
+)
+def test_the_columns_that_the_reward_reads(column, needed, optional):
+    reward = ChoiceCorrectness(gold_column="gold", choices_column=column)
+    assert (reward.columns_read, reward.optional_columns) == (needed, optional)

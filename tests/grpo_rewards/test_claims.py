@@ -233,10 +233,28 @@ def test_the_box_of_a_gold_is_read_whatever_stands_around_it():
         ("Not sure, but the ", True), ("Hopefully, the ", True), ("the value of the ", False), ("a possible ", True),
         ("one less than the ", True), ("In no way is the ", True), ("It is not. The ", False), ("a final ", False),
         ("an ", False), ("This isn't the ", True), ("No one gave the ", True), ("bound for the ", True),
+        # At most three adjectives belong to the answer.
+        ("the red green blue ", True), ("the red green blue big ", False), ("previous ", True), ("twice ", True),
+        ("half of ", True), ("red ", False), ("final ", False), ("old ", True), ("the old final ", True),
+        ("my previous ", True), ("their final ", True), ("another ", True), ("one plausible ", True),
+        ("the possible ", False), ("a likely ", True), ("here's ", False), ("that's the ", False), ("today's ", True),
+        # Numbers counted from the answer, and bounds of it.
+        ("bound on the ", True), ("ground for the ", False), ("result of the ", False), ("square of the ", True),
+        # Who says it, up to two words before the verb.
+        ("I really say the ", False), ("I have often said the ", True), ("I'd say the ", False),
+        ("there is no way the ", True), ("sure not the ", True), ("not sure; the ", False), ("Not sure the ", True),
+        ("Maybe so, the ", True), ("Not so, the ", False),
+        # 200 characters are read.
+        ("doubt " + "x " * 97, True), ("doubt " + "x " * 97 + " ", False),
     ],
 )  # fmt: skip
 def test_the_words_before_a_claim_leave_it_claimed_or_not(before, unclaimed):
     assert is_unclaimed(before) == unclaimed
+
+
+@pytest.mark.parametrize(("before", "unclaimed"), [("the red ", False), ("twice ", False), ("I doubt ", True)])
+def test_words_before_a_claim_without_a_noun_are_no_adjectives_of_it(before, unclaimed):
+    assert is_unclaimed(before, names_answer=False) == unclaimed
 
 
 @pytest.mark.parametrize(
@@ -250,6 +268,24 @@ def test_the_words_before_a_claim_leave_it_claimed_or_not(before, unclaimed):
         ("", ", unlikely as it sounds", False), ("", " ist falsch", True), ("for example: ", "", True),
         ("I am not sure: ", "", True), ("17 or ", "", True), ("between 3 and ", "", True), ("Tom thinks ", "", True),
         ("I say ", "", False), ("from 3 to ", "", True), ("It is no ", "", False), ("", ". Just kidding", True),
+        # Marks directly before the answer.
+        ("\u274c ", "", True), ("e.g. ", "", True), ("for example, ", "", True), ("not sure, ", "", True),
+        ("wrong: ", "", True), ("wrong, ", "", False), ("perhaps: ", "", True), ("perhaps, ", "", False),
+        # Numbers before it, and bounds.
+        ("3 is ", "", False), ("3 to ", "", True), ("red or ", "", False), ("17 apples or ", "", False),
+        ("3 and ", "", False), ("the least is ", "", True), ("about possible ", "", True),
+        # Answering and reporting verbs.
+        ("never write ", "", True), ("do not ever write ", "", True), ("not x y write ", "", False),
+        ("Tom says ", "", False), ('Tom says "', "", True), ('I say "', "", False), ("we believe ", "", False),
+        ("No es ", "", True), ("no the ", "", False), ("opposite of ", "", True), ("rule out ", "", True),
+        ("get out ", "", False), ("it isn\u2019t ", "", True),
+        # The predicate, up to the end of its clause.
+        ("", " was my guess", True), ("", " guess", False), ("", " apples is wrong", False),
+        ("", " is, I say, wrong", False), ("", " is \\text{ wrong}", True), ("", " is \n wrong", False),
+        ("", " wrong as it seems", False), ("", " was a guess as I said", True),
+        # 200 characters are read on each side.
+        ("not " + "the " * 49, "", True), ("not " + "the " * 49 + " ", "", False),
+        ("", " is " + "the " * 47 + "   wrong", True), ("", " is " + "the " * 47 + "    wrong", False),
     ],
 )  # fmt: skip
 def test_the_words_around_an_answer_deny_it_or_not(before, after, denied):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from grpo_rewards import gsm8k_correctness, math_correctness
-from grpo_rewards.math import answers
+from grpo_rewards.math import answers, correctness
 from grpo_rewards.math.correctness import GSM8KCorrectness
 
 
@@ -87,6 +87,50 @@ def test_an_answer_gets_the_expected_verdict(monkeypatch, gold, answer, verdict)
     assert answers.compare(gold, answer) == verdict
     assert asked == ([(gold, answer, 2.0)] if verdict == "timeout" else [])
     assert answers.Judge().deadline == GSM8KCorrectness().deadline == 2.0
+
+
+def test_a_truth_value_among_golds_is_not_taken_for_a_number():
+    """A truth value equals 0 or 1, so that one row's golds could be taken for another's."""
+    texts = ["<answer>1</answer>"] * 3
+    assert gsm8k_correctness(completions=texts, answer=[[True], [1], [True, "1"]]) == [None, 2.0, 2.0]
+    assert gsm8k_correctness(completions=texts, answer=[[1], [True], [["1"], "1"]]) == [2.0, None, 2.0]
+
+
+def test_the_comparisons_of_a_call_get_four_deadlines_and_a_share_for_each_row(monkeypatch):
+    given = []
+    monkeypatch.setattr(correctness, "Judge", lambda *asked: given.append(asked) or answers.Judge(*asked))
+    GSM8KCorrectness(deadline=5, decimal="comma")(completions=["18"] * 10, answer=["18"] * 10)
+    gsm8k_correctness(completions=["18"] * 2, answer=["18"] * 2)
+    assert given == [(5.0, "comma", pytest.approx(20.3)), (2.0, "point", pytest.approx(8.06))]
+
+
+@pytest.mark.parametrize(
+    ("pays", "unit"),
+    [((3, 2, 1), (1.0, 1.0, 0.0)), ((3, 1, 1), (1.0, 0.0, 0.0)), ((3, 0, 1), (1.0, 0.0, 0.0)), ((1, 2, 1), None),
+     ((0, 2, 1), None)],
+)  # fmt: skip
+def test_a_reward_with_unit_pay_pays_for_what_earns_more_than_a_wrong_answer(pays, unit):
+    exact, equal, wrong = pays
+    own = GSM8KCorrectness(pay_exact=exact, pay_equal=equal, pay_wrong=wrong, prefix="a/", name="b", extract="boxed")
+    standard = own.with_unit_pay()
+    if unit is None:
+        assert standard is None
+    else:
+        assert standard == GSM8KCorrectness(
+            pay_exact=unit[0],
+            pay_equal=unit[1],
+            pay_wrong=unit[2],
+            prefix="",
+            name="gsm8k_correctness",
+            extract="boxed",
+        )
+
+
+def test_the_note_names_no_layout_that_would_not_find_the_answer_inside_the_thinking():
+    reward = GSM8KCorrectness(prefilled="think", extract="boxed")
+    note = "no completion states an answer where `extract: boxed` looks"
+    assert reward.unparsed_note(["<answer>18</answer>"]) == note
+    assert reward.unparsed_note(["</think><answer>18</answer>"]) == f"{note}; `extract: answer_tag` finds one in 1 of 1"
 
 
 def test_the_note_uses_the_rewards_own_tags():

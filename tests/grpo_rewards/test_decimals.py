@@ -86,7 +86,9 @@ def test_without_the_key_a_point_is_read():
         ("1.200", "ambiguous"), ("1,200", "ambiguous"), ("0.125", "point"), ("0,125", "comma"), ("1234.567", "point"),
         ("1.200 €", "ambiguous"), ("6.403,64", "comma"), ("6,403.64", "point"), ("1.234.567", "comma"),
         ("1,234,567", "point"), ("12", None), ("1,2,3", None), ("1,5 or 2,5", None), ("x", None), ("1.2.2024", None),
-        ("$1{,}5$", "comma"), ("1{,}200", "ambiguous"), ("1\\,200.5", "point"),
+        ("$1{,}5$", "comma"), ("1{,}200", "ambiguous"), ("1\\,200.5", "point"), ("1.234.56", None), ("1,234,56", None),
+        ("1,234.5.6", None), ("1,2.5", None), ("0.200", "point"), ("1234,567", "comma"), ("1.2345", "point"),
+        ("(1,2,x)", None), ("x(1,2", "comma"),
     ],
 )  # fmt: skip
 def test_the_mark_of_a_text_is_named(text, mark):
@@ -115,6 +117,26 @@ def test_golds_that_may_be_misread_are_named(golds, decimal, note):
         GSM8KCorrectness(decimal=decimal).gold_note((f"row {row}", gold) for row, gold in enumerate(golds, 1)) == note
     )
     assert decimal_marks(enumerate(["2.5", "1.200"], 1)).certain == "point"
+
+
+def test_numbers_of_python_have_no_mark_to_misread():
+    assert COMMA.gold_note([("row 1", 2.5), ("row 2", [1.5, "3"])]) is None
+
+
+def test_the_marks_of_a_column_are_counted():
+    marks = decimal_marks([("a", "1.200"), ("b", "1,200"), ("c", "2,5"), ("d", "3,5"), ("e", "1.5"), ("f", "x")])
+    assert (marks.comma, marks.point, marks.ambiguous, marks.with_ambiguous_point) == (2, 1, 2, 1)
+    assert (marks.first_comma, marks.first_ambiguous, marks.certain) == (("c", "2,5"), ("a", "1.200"), None)
+    assert decimal_marks([("a", "1,200")]).certain == "point"
+    assert decimal_marks([("a", "1.200")]).certain is None
+    assert decimal_marks([("a", "1.200"), ("b", "2,5")]).certain == "comma"
+
+
+def test_a_long_gold_is_shown_by_its_beginning():
+    note = decimal_marks([("row 1", "1" * 60 + ",5")]).note(None)
+    assert note is not None
+    assert "1" * 30 in note
+    assert "1" * 41 not in note
 
 
 def test_check_prints_the_note(tmp_path, capsys):

@@ -137,6 +137,11 @@ def test_an_equal_formula_is_paid(gold):
         ("1,000 + 1", 1001),
         ("1{,}000 + 1", 1001), ("|2-5|", 3), ("|2", None), ("[1+2]", 3), ("[1+2)", None), ("{1+2}", 3), ("()", None),
         ("+-3", None), ("-3", -3), ("+3", 3), ("5-+3", 2), ("2-3-4", -5), ("12/3/2", 2), ("2*-3", -6), ("0/5", 0),
+        ("10 8", None), ("2 + 10 8", None), ("2(3,000)", None), ("2[3,000]", None), ("++3", None), ("-+3", None),
+        ("\\sqrt[1.5]{4}", None), ("\\log_2 {1.6}", None), ("\\log_{2.5} {5}", None), ("\\log_5 {125}", 3),
+        ("\\binom{5}{1.5}", None), ("\\binom{6}{2}", 15), ("2^{-1}(3)", 1.5), ("9^{1.5}", 27), ("\\sqrt{2}3", None),
+        ("3 3", None), ("3)", None), ("|1-|2-5||", 2), ("\\frac{3}{4}2", None), ("\\frac{3}{4}(2)", 1.5),
+        ("2|3|", None), ("2{3}", None), ("4\\div2(2)", 4), ("-2^2(3)", -12), ("(-8)^{\\frac13}", None), ("1.50", 1.5),
     ],
 )  # fmt: skip
 def test_arithmetic_has_its_exact_value(text, value):
@@ -204,7 +209,30 @@ def test_arithmetic_has_a_value_up_to_each_limit_and_none_beyond(inside, value, 
         ("5 \\text{ m}", "5", [("5", "5")]), ("5", "5 \\text{ m}", [("5", "5")]), ("5 km", "5 miles", None),
         ("5 km.", "5 km", [("5", "5")]), ("km", "km", [("km", "km")]),
         ("1\\frac{1}{2}", "\\frac32", [("(1+\\frac{1}{2})", "\\frac32")]), ("3\\frac{4}{2}", "6", None),
-        ("3\\frac{4}{2}", "3 \\frac{4}{2}", [("3\\frac{4}{2}", "3 \\frac{4}{2}")]),
+        ("3\\frac{4}{2}", "3 \\frac{4}{2}", [("3\\frac{4}{2}", "3 \\frac{4}{2}")]), ("3\\frac{2}{2}", "4", None),
+        ("3\\frac{0}{2}", "3", None), ("5", "5 \\text{ km per h}", [("5", "5")]), ("5 KM", "5 km", [("5", "5")]),
+        ("5 \\text{ m}", "5 \\text{ m}^2", None), ("5 km per hour", "5 km", [("5", "5")]),
+        ("5 km", "5 km per hour", None),
+        ("30°", "30 deg", [("30", "30")]),
+        ("z = 2x", "y = 2x = 2x", None), ("y = 2x", "z = 2x = 2x", None), ("\\sin(30°)", "\\sin(30)", None),
+        # Characters, words and commands that only one side holds.
+        ("x \\text{ not}", "x \\text{ not}", [("x", "x")]), ("2", "\\text{Not it} = 2", None),
+        ("2x", "x+zw = 2x", None), ("a=b=c", "a=b=c=d", None),
+        ("x", "x@", None), ("x", "xé", None), ("n o t x", "not x", None), ("x", "sin x", [("x", "sin x")]),
+        ("XY", "yx", [("XY", "yx")]), ("x \\ldots", "x", None), ("x?", "x", None), ("x?", "x?", [("x?", "x?")]),
+        ("x", "\\alpha x", [("x", "\\alpha x")]), ("\\foo x", "x", [("\\foo x", "x")]),
+        ("\\foo x", "\\foo\\foo x", None),
+        ("x \\text{ red}", "x \\text{ red}\\text{ red}", None),
+        ("x \\text{ red}\\text{ red}", "x \\text{ red}", [("x", "x")]),
+        # Names in words, the sides of equations and lists of them.
+        ("2x", "area = 2x", [("2x", "2x")]), ("2x", "Area of it = 2x", [("2x", "2x")]), ("2", "\\text{Sum} == 2", None),
+        ("2", "\\text{not it} = 2", None), ("x = 1", "x = y = 1", [("1", "y"), ("1", "1")]), ("x = 1", "1 = x",
+         [("x = 1", "1 = x")]), ("x' = 1", "1", [("1", "1")]), ("1", "x' = 1", [("1", "1")]), ("x'", "y' = x", None),
+        ("x'", "y = x'", [("x'", "x'")]), ("a", "a=b=c=a", [("a", "a"), ("a", "b"), ("a", "c"), ("a", "a")]),
+        ("a", "b=c=d=e=a", None), ("a=b=c", "a=b=c", [("a=b=c", "a=b=c")]), ("1", "x=1,y=2", None),
+        ("1,2", "x=1,y=2", [("1,2", "x=1,y=2")]), ("1,2", "x=1=1,2", None), ("x", "", [("x", "")]), ("x", ",", None),
+        ("1,2,3", "\\{1,2\\}", None), ("\\{1\\}", "1", None), ("2", "(2)", [("2", "(2)")]), ("101", "101_2", None),
+        ("\\frac{1}{2}_3", "\\frac12_3", []), ("x \\le 2", "(-\\infty,2]", [("x \\le 2", "(-\\infty,2]")]),
     ],
 )  # fmt: skip
 def test_an_answer_is_compared_side_by_side_or_can_not_be_the_gold(gold, answer, pairs):
@@ -252,7 +280,13 @@ def test_groups_with_commas_are_counted_by_their_brackets(text, groups):
         ("√9", "\\sqrt{9}", "", ()),
         ("\\dfrac12", "\\frac12", "", ()), ("1 1/2", "(1+\\frac{1}{2})", "", ()),
         ("x^\\prime", "x'", "", ()), ("2 1\\frac12", "2 1\\frac12", "", ()),
-        ("x_1 \\frac12", "x_1 \\frac12", "", ()),
+        ("x_1 \\frac12", "x_1 \\frac12", "", ()), ("\\text{ }x", "x", "", ()), ("5\\text{ km}x", "5 km x", "", ()),
+        ("\\text{or}", "\\text{or}", "", ()), ("5\\text{ km per h}", "5", "km per h", ()),
+        ("5 km per hour", "5", "km per hour", ()), ("5 KM", "5", "KM", ()), ("5\\text{ km.}", "5", "km.", ()),
+        ("x\\text{A}", "xA", "", ()), ("x\\text{AB}", "x", "", ("ab",)), ("5 ft/s", "5 ft/s", "", ()),
+        ("5 kg.", "5", "kg.", ()),
+        ("1\\frac12+2\\frac13", "(1+\\frac{1}{2})+(2+\\frac{1}{3})", "", ()), ("\\text{5 cm}", "5", "cm", ()),
+        ("5 of km", "5 of", "km", ()), ("5\\text{ kg}\\text{ m}", "5", "kg  m", ()),
     ],
 )  # fmt: skip
 def test_a_formula_is_read_as_its_body_its_units_and_its_words(text, body, units, words):
@@ -304,3 +338,38 @@ def test_a_call_has_a_budget_and_simple_answers_come_first(monkeypatch):
 def test_math_verify_alone_drops_the_words(extra):
     """Show that math-verify itself pays here: the reading of the whole formula is what earns nothing."""
     assert equivalent("x+1", f"x+1{extra}") is True
+
+
+@pytest.mark.parametrize(
+    ("text", "sides"),
+    [
+        ("a=b", ["a", "b"]), ("a<=b", ["a<=b"]), ("a>=b", ["a>=b"]), ("a!=b", ["a!=b"]), ("a:=b", ["a:=b"]),
+        ("a=>b", ["a=>b"]), ("a=<b", ["a=<b"]), ("(a=b)", ["(a=b)"]), ("f(x=1)=2", ["f(x=1)", "2"]),
+        ("a] = b", ["a] = b"]), ("a = b = c", ["a", "b", "c"]), ("=", ["", ""]),
+    ],
+)  # fmt: skip
+def test_an_equation_is_split_outside_its_brackets(text, sides):
+    assert formulas._split(text, "=") == sides
+
+
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        ("a, ,b", ["a", "b"]),
+        ("a and b", ["a", "b"]),
+        ("1,2 or 3", ["1", "2", "3"]),
+        (", a", ["a"]),
+        ("(1,2)", ["(1,2)"]),
+    ],
+)
+def test_the_items_of_a_list_without_brackets(text, items):
+    assert formulas._items(text) == items
+
+
+@pytest.mark.parametrize(
+    ("text", "powers"),
+    [("x", 0), ("x^2", 1), ("x^{x^x}", 2), ("x^(x^x)", 2), ("x^x^x", 2), ("x^x-x^x", 1), ("x^x=x^x", 1), ("x^x x^x", 2),
+     ("x^{x^{x}+x^{x}}", 2), ("x^{x^{x}-x^{x}}", 3), ("x^{a}^{b}", 2), ("(x^x)+x^x", 1), ("}x^x", 1)],
+)  # fmt: skip
+def test_powers_on_top_of_each_other_are_counted(text, powers):
+    assert formulas._tower(text) == powers

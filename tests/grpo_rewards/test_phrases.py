@@ -90,6 +90,12 @@ def test_the_words_of_a_gold_are_trusted():
         ("each day", False, True), ("of them", False, True), ("of xyz", False, False), ("of the xyz", False, False),
         ("of the apples", False, True), ("cups of xyz", False, True), ("a week", False, True), ("a xyz", False, False),
         ("a x", False, True), ("an hour", False, True), ("a total", False, True), ("a week xyz", False, True),
+        ("a price", False, True), ("of the price", False, True), ("of those on", False, True),
+        ("of apples", False, False),
+        ("as required today", False, False), ("k", False, True), ("b", False, False), ("my apples", False, False),
+        ("different red old books", False, True), ("big different red old books", False, False),
+        ("as", False, False), ("every day", False, True), ("of the x", False, True), ("of them xyz", False, False),
+        ("each red dog", False, True), ("apples left", False, True), ("red left", False, False),
     ],
 )  # fmt: skip
 def test_the_words_behind_a_number_are_a_unit_a_noun_or_an_addition(words, has_noun, is_fine):
@@ -100,7 +106,8 @@ def test_the_words_behind_a_number_are_a_unit_a_noun_or_an_addition(words, has_n
     ("words", "mark", "is_one"),
     [
         ("total cost", ":", True), ("x", ":", True), ("hint", ":", False), ("apples", ":", True), ("tom", "=", True),
-        ("tom", ":", False), ("previous answer", "=", False), ("", "=", True),
+        ("tom", ":", False), ("previous answer", "=", False), ("", "=", True), ("tom cost", ":", True),
+        ("x tom", ":", False), ("x y", ":", True), ("other cost", ":", False),
     ],
 )  # fmt: skip
 def test_a_colon_needs_the_name_of_a_quantity_and_an_equation_any_name(words, mark, is_one):
@@ -116,6 +123,11 @@ def test_a_colon_needs_the_name_of_a_quantity_and_an_equation_any_name(words, ma
         ("m", ()), ("5°C", ("celsius",)), ("5 %", ("%",)), ("3 kg, 5 dollars", ("dollar",)),
         ("5 dollars an hour", ("dollar", "h")),
         ("5 square metres each second", ("m^2", "s")), ("squared 5", ()), ("5 s^{-1}", ("s^-1",)),
+        ("5 dollars a week", ("dollar", "week")), ("5 squared cm", ("cm^2",)), ("5 CM", ("cm",)),
+        ("5 square units", ()),
+        ("5 square cm m", ("cm^2", "m")), ("5 m cubed s", ("m^3", "s")), ("5° C", ("celsius",)),
+        ("5 °F", ("fahrenheit",)),
+        ("3 kg or 5 m", ("m",)), ("x" * 150 + " 5 m", ("m",)), ("5 cm of 3", ()),
     ],
 )  # fmt: skip
 def test_the_units_of_an_answer(text, units):
@@ -129,7 +141,9 @@ def test_the_units_of_an_answer(text, units):
         ("¤5", "5 m", True),
         ("¤5", "5 dollars", False), ("¤5", "5", False), ("5 dollars per hour", "5 dollars", False),
         ("5 m", "5 m/s", True),
-        ("5 dollars per hour", "5 hours", True),
+        ("5 dollars per hour", "5 hours", True), ("¤5", "5 dollars per hour", False),
+        ("¤5", "5 hours per dollar", True),
+        ("5 m/s", "5 s", True), ("5 m/s", "5 m/s", False),
     ],
 )  # fmt: skip
 def test_units_differ_if_both_state_others(gold, answer, differ):

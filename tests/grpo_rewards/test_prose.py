@@ -194,10 +194,52 @@ def test_no_near_miss_is_paid():
         ("**In 3 days she has 18**", None), ("She has half.", None), ("She ate half of the 18 apples.", None),
         ("She came second with 18 points.", "18"), ("On the second day she has 18.", None),
         ("She bought 2 dozen eggs.", "2"), ("18", None), ("She has eggs.", None), ("\x02 She has 18.", None),
+        # Words of one number, and numbers beside each other.
+        ("She has twenty-five.", "twenty five"), ("Twenty apples are left.", "Twenty"), ("She ate 18 halves.", None),
+        ("In total, 18 thousand dollars.", "18 thousand"), ("She has **3** **18** apples.", None),
+        ("She has 3 **18** apples.", None), ("She ate an hundred eggs.", "an hundred"), ("She has dozens.", None),
+        ("It is negative 18.", "negative 18"), ("She has -18.", "-18"), ("She has the hundred.", "hundred"),
+        ("On her second day she has 18.", None), ("In his second week he has 18.", None),
+        ("In their second week they have 18.", None), ("In a second week it has 18.", "18"),
+        # Marks in and beside the number.
+        ("She has 18! apples", None), ("She has $18!", "$18"), ("She has the 18th apple.", None),
+        ("She has 18 apples+pears.", None), ("She has - 18 apples.", None), ("She has 18 - apples.", None),
+        ("She has 18 apples/pears.", "18"), ("The cost - in euro - is 18.", "18"), ("She has * 18", None),
+        ("There, she has **18** apples after 3 days.", "18"),
+        # Contracted verbs, and the verbs that a text may start with.
+        ("They're 18 years old.", "18"), ("They've 18 apples.", "18"), ("It's 18.", "18"), ("has 18 apples", "18"),
+        ("have 18 apples", "18"), ("buy 18 apples", None), ("Give Olaf 10 cars.", None), ("The dogs 18.", "18"),
+        ("They give Olaf 10 cars.", "10"), ("Then Ann put up 18 signs.", "18"), ("Running 18 miles.", None),
+        ("She is running 18 miles.", "18"),
+        # Words before the number: labels, quantities, abbreviations and what is measured by the number.
+        ("Age 18", None), ("Size 18", None), ("Cost 18", "18"), ("Total: 18", "18"), ("The old cost, 18", None),
+        ("In euro: 18", "18"), ("In xyz: 18", None), ("It is in fig. 18.", None), ("It is in sum. 18.", "18"),
+        ("It is the total. 18", "18"), ("She sees the price of the 18 books.", None),
+        ("This price of 18 is left.", None),
+        ("That price of 18 is left.", None), ("A price of 18 is left.", "18"), ("The sum of 18 is left.", "18"),
+        ("It is next to 18.", None), ("It is off by 18.", None), ("The total = the 18", "18"),
+        ("She has 18 miles = 18", None),
+        ("She has to x 18.", None), ("The price, 18", "18"), ("Put up 18 signs.", "18"),
+        # A pause behind the word before the number, and behind the number.
+        ("She took the bus , 18 remained.", "18"), ("She took the bus 18 remained.", None),
+        ("She took the bus\n18 remained.", "18"), ("She has **18** apples, with 3 pears.", None),
+        ("She has **18** apples with 3 pears.", "18"), ("She ate half eggs and **18** apples.", "18"),
+        ("She ate half and **18** apples.", None),
+        # Words behind it: remarks, predicates, dates and "one" as a pronoun.
+        ("She has 18 odd apples.", None), ("She has 18 some.", None), ("She has 18 below.", None), ("18 are", "18"),
+        ("18 dogs eat apples", "18"), ("18 total", None), ("18 is the cost", "18"), ("18 are tall", None),
+        ("She left on 18 March.", None), ("She left on 18 of March.", None), ("She has 18 A.", "18"),
+        ("One apple is left.", None), ("She keeps the one that fell.", None), ("She keeps one of them.", None),
+        ("She keeps another one.", None), ("She keeps one apple", "one"),
     ],
 )  # fmt: skip
 def test_the_number_of_a_sentence_as_it_is_written(text, stated):
     assert stated_quantity(text) == stated
+
+
+def test_a_sentence_of_up_to_eight_numbers_is_read():
+    for others, stated in ((7, "18"), (8, None)):
+        assert stated_quantity("In 3 days " + "then 3 days " * (others - 1) + "she has **18** apples.") == stated
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,12 @@ def test_extract_decides_where_the_answer_is_read(extract, text, paid):
     assert string_match(completions=["<answer>Paris</answer>"], answer=["paris"]) == [1.0]
 
 
+def test_the_first_gold_is_logged_beside_a_missing_answer():
+    logged = {}
+    assert string_match(completions=["Rome"], answer=[["Rome", "Paris"]], log_extra=logged.__setitem__) == [0.0]
+    assert (logged["gold"], logged["verdict"]) == (["Rome"], ["missing"])
+
+
 def test_a_missing_column_kind_and_pickling():
     metrics = {}
     reward = StringMatch(name="qa", pay=3)
@@ -175,6 +181,7 @@ def test_a_missing_column_kind_and_pickling():
     [
         ({"match": "fuzzy"}, "match must be one of exact, casefold, squad, f1, pattern"),
         ({"pattern": "a"}, "pattern has no effect"),
+        ({"pattern": ""}, "pattern has no effect with match 'squad': set match to pattern"),
         ({"match": "pattern", "pattern": 3}, "pattern must be a string"),
         ({"extract": "end"}, "extract"),
         ({"pay": 0, "pay_wrong": 1}, "pay_wrong must be less than pay"),
@@ -306,6 +313,13 @@ def test_a_pattern_that_backtracks_without_end_is_linear(re2, pattern):
         assert reward(completions=["a" * length]) == [0.0]
 
     assert growth(call, int, 50_000) < 12
+
+
+def test_one_pattern_needs_no_column_even_if_it_is_empty(re2):
+    reward = StringMatch(match="pattern", extract="whole", pattern="")
+    assert reward.columns_read == ()
+    assert reward(completions=["x"]) == [0.0]
+    assert StringMatch(match="pattern", gold_column="gold").columns_read == ("gold",)
 
 
 def test_without_google_re2_a_pattern_is_refused_with_the_fix(monkeypatch):

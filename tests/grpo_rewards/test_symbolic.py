@@ -5,6 +5,7 @@ import ctypes
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -585,3 +586,180 @@ def test_memory_of_the_server_stays_under_300_mb(answer):
     stop.set()
     watcher.join()
     assert peak[0] - resident(server) < 300e6
+
+
+class FakeChild:
+    """A child that replies with the verdicts of a list, and says when it is killed."""
+
+    def __init__(self, name, verdicts, killed, compared=0):
+        self.name, self.verdicts, self.killed, self.compared = name, list(verdicts), killed, compared
+        self.ends = []
+
+    def compare(self, request, end):
+        self.compared += 1
+        self.ends.append(end)
+        return self.verdicts.pop(0)
+
+    def kill(self):
+        self.killed.append(self.name)
+
+
+REQUEST = b'{"number": 1, "seconds": 10}'
+
+
+@pytest.mark.parametrize(
+    ("used", "first", "second", "verdict", "killed", "kept"),
+    [
+        (0, [True], [], True, [], "first"), (499, [False], [], False, [], "first"),
+        (500, [], [True], True, ["first"], "second"),  # replaced after 500 comparisons
+        (7, [None], [False], False, ["first"], "second"),  # its memory was full of earlier comparisons
+        (7, [None], [None], None, ["first", "second"], None), (0, [None], [], None, ["first"], None),
+        (None, [], [True], True, [], "second"), (None, [], [None], None, ["second"], None),
+    ],
+)  # fmt: skip
+def test_a_child_that_fails_after_some_use_is_replaced_once(monkeypatch, used, first, second, verdict, killed, kept):
+    seen = []
+    fresh = FakeChild("second", second, seen)
+    monkeypatch.setattr(symbolic, "Child", lambda: fresh)
+    child = None if used is None else FakeChild("first", first, seen, used)
+    found, left = symbolic._compare_in_child(REQUEST, child)
+    assert (found, seen, left and left.name) == (verdict, killed, kept)
+
+
+def test_a_comparison_has_95_percent_of_its_seconds_and_no_second_child_after_them(monkeypatch):
+    seen = []
+    child = FakeChild("first", [None], seen, 7)
+    clock = iter([100.0, 109.5])
+    monkeypatch.setattr(symbolic.time, "monotonic", lambda: next(clock))
+    assert symbolic._compare_in_child(REQUEST, child) == (None, None)
+    assert (child.ends, seen) == ([109.5], ["first"])
+
+
+def test_a_child_gets_its_seconds_of_cpu_time_rounded_up(monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: limits.append(given))
+    monkeypatch.setattr(symbolic.time, "process_time", lambda: 2.25)
+    symbolic.limit_cpu(1.5)
+    assert limits == [(resource.RLIMIT_CPU, (4, resource.getrlimit(resource.RLIMIT_CPU)[1]))]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
+def test_a_child_may_allocate_so_many_bytes_more_than_it_has(monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *given: limits.append(given))
+    (size,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line)
+    symbolic.limit_memory(10**12)
+    ((kind, (soft, hard)),) = limits
+    assert (kind, soft) == (resource.RLIMIT_AS, hard)
+    assert soft == pytest.approx(10**12 + int(size) * 1024, abs=2**26)
+
+
+def test_a_pipe_is_readable_once_it_has_data_or_has_ended():
+    reading, writing = os.pipe()
+    start = time.monotonic()
+    assert not symbolic.readable(reading, 0.05)
+    assert 0.04 < time.monotonic() - start < 30
+    assert not symbolic.readable(reading, -1)
+    symbolic._reply(writing, [1, True])
+    assert symbolic.readable(reading, 5)
+    assert os.read(reading, 100) == b"[1, true]\n"
+    os.close(writing)
+    assert symbolic.readable(reading, 5)
+    os.close(reading)
+
+
+def test_a_write_that_is_cut_short_goes_on():
+    written = []
+
+    class Pipe:
+        def write(self, rest):
+            written.append(bytes(rest[:3]))
+            return len(written[-1])
+
+    symbolic._write_whole(Pipe(), b"12345678")
+    assert written == [b"123", b"456", b"78"]
+
+
+def test_a_formula_that_the_parser_fails_on_is_not_equal_and_one_that_is_too_large_has_no_verdict(monkeypatch):
+    outcomes = {"a": True, "b": False, "c": ValueError(), "d": RecursionError(), "e": MemoryError()}
+
+    def verify(gold, answer):
+        if isinstance(outcomes[answer], Exception):
+            raise outcomes[answer]
+        return outcomes[answer]
+
+    monkeypatch.setattr(symbolic, "verify", verify)
+    assert [symbolic._verify_whatever("x", answer) for answer in "abcd"] == [True, False, False, False]
+    with pytest.raises(MemoryError):
+        symbolic._verify_whatever("x", "e")
+
+
+def test_a_server_of_another_process_is_forgotten_and_the_own_one_kept(monkeypatch):
+    abandoned = []
+
+    class Inherited:
+        def abandon(self):
+            abandoned.append(self)
+
+    registered = []
+    monkeypatch.setattr(symbolic.atexit, "register", registered.append)
+    monkeypatch.setattr(symbolic, "_servers", {-1: Inherited(), -2: Inherited()})
+    own = symbolic._server()
+    assert (len(abandoned), symbolic._servers, registered) == (2, {os.getpid(): own}, [own.close])
+    assert symbolic._server() is own
+    assert len(registered) == 1
+
+
+@pytest.mark.parametrize(
+    ("runs", "starts", "replies", "verdict", "stops"),
+    [
+        (False, "yy", [True], True, 0), (False, "yy", ["died", False], False, 1),
+        (False, "yy", ["died", "died"], None, 2),
+        # A server that ran before may have died of an earlier comparison.
+        (True, "yyy", ["died", "died", True], True, 2), (True, "yyy", ["died", "died", "died"], None, 3),
+        (False, "yy", ["late"], None, 1), (False, "ny", [True], True, 1), (True, "yny", ["died", True], True, 2),
+        (False, "nn", [], RuntimeError, 1), (True, "nnn", [], RuntimeError, 2),
+    ],
+)  # fmt: skip
+def test_a_comparison_is_tried_until_two_servers_died_of_it(monkeypatch, runs, starts, replies, verdict, stops):
+    connection = symbolic._Connection(None)
+    connection._process = object() if runs else None
+    stopped, left, coming = [], list(starts), list(replies)
+
+    def started():
+        if left.pop(0) == "n":
+            raise symbolic._ServerDied
+        return "process"
+
+    def answered(process, request):
+        reply = coming.pop(0)
+        if reply == "died":
+            raise symbolic._ServerDied
+        if reply == "late":
+            raise TimeoutError
+        assert (process, request["gold"], request["answer"]) == ("process", "x", "y")
+        assert request["seconds"] == pytest.approx(2.0, abs=0.9)
+        return reply
+
+    monkeypatch.setattr(connection, "_started", started)
+    monkeypatch.setattr(connection, "_answered", answered)
+    monkeypatch.setattr(connection, "stop", lambda: stopped.append(1))
+    if verdict is RuntimeError:
+        with pytest.raises(RuntimeError, match="did not start"):
+            connection.compared("x", "y", 2.0)
+    else:
+        assert connection.compared("x", "y", 2.0) is verdict
+    assert len(stopped) == stops
+    assert coming == []
+
+
+def test_starting_a_server_costs_at_most_half_of_a_comparisons_seconds(monkeypatch):
+    connection = symbolic._Connection(None)
+    given = []
+    monkeypatch.setattr(connection, "_started", lambda: "process")
+    monkeypatch.setattr(connection, "_answered", lambda process, request: given.append(request["seconds"]) or True)
+    for took in (0.5, 1.5):
+        clock = iter([10.0, 10.0 + took])
+        monkeypatch.setattr(symbolic.time, "monotonic", lambda clock=clock: next(clock))
+        connection.compared("x", "y", 2.0)
+    assert given == [1.5, 1.0]

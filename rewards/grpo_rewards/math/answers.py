@@ -31,7 +31,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
-from grpo_rewards.claims import CLAUSE_CHARS, is_bound, is_denied, is_unclaimed
+from grpo_rewards.claims import is_bound, is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
@@ -84,10 +84,10 @@ def _last_claimed_box(text: str) -> str | None:
     end = len(text)
     for _ in range(_MAX_DENIED):
         span = _last_box(text[:end])
-        if span is None or is_denied("", text[span[1] + 1 : span[1] + 1 + CLAUSE_CHARS]):
+        if span is None or is_denied("", text[span[1] + 1 :]):
             return None
         before = span[0] - len(_BOXED)
-        if not is_denied(text[max(0, before - CLAUSE_CHARS) : before], ""):
+        if not is_denied(text[:before], ""):
             return text[slice(*span)].strip()
         end = before
     return None
@@ -125,7 +125,7 @@ def _last_sentence(text: str) -> str | None:
     while (position := lower.rfind("answer", 0, position)) >= 0:
         if not (claim := _ANSWER_IS.match(text, position)):
             continue
-        if is_unclaimed(text[max(0, position - CLAUSE_CHARS) : position]):
+        if is_unclaimed(text[:position]):
             denied += 1
             if denied > _MAX_DENIED:
                 return None
@@ -134,7 +134,7 @@ def _last_sentence(text: str) -> str | None:
         end = _SENTENCE_END.search(line)
         stated = line[: end.start()] if end else line
         after = text.find(stated, claim.end()) + len(stated)
-        return None if is_denied("", text[after : after + CLAUSE_CHARS]) else stated
+        return None if is_denied("", text[after:]) else stated
     return None
 
 
@@ -193,8 +193,8 @@ def answer_extractor(layout: str, tags: tuple[str, str], prefilled: bool = False
         text = outside(text)
         answer = None
         if uses_tag and (start := text.rfind(opening)) >= 0:
-            end = text.find(closing, start)
-            answer = text[start + len(opening) : end].strip() if end >= 0 else None
+            stated, closed, _ = text[start + len(opening) :].partition(closing)
+            answer = stated.strip() if closed else None
         elif find_otherwise is not None:
             answer = find_otherwise(text)
         return answer or None
@@ -256,7 +256,7 @@ _CURRENCY = r"(?:[A-Z]{0,3}[$¤]|USD|EUR|GBP|INR|JPY|CHF|CAD|AUD|Rs\.?)"
 # `1,234` `1 234` `1_234` `1'234`: groups of three with one kind of separator, not part of a longer run.
 _THOUSANDS = re.compile(r"(?<![\d.,_'])\d{1,3}([,_' ])\d{3}(?:\1\d{3})*(?!\d|\s*/)")
 _QUANTITY = re.compile(
-    rf"""(?P<sign>[-+]?)\s*(?:{_CURRENCY}\s*)?(?P<inner_sign>[-+]?)\s*
+    rf"""(?P<sign>[-+]?)\s*(?P<currency>{_CURRENCY}\s*)?(?P<inner_sign>[-+]?)\s*
     (?: (?:(?P<whole>\d+)\s+)? (?P<numerator>\d+)\s*/\s*(?P<denominator>\d+)
       | (?P<decimal>{_DIGITS}) (?: [eE](?P<e>[-+]?\d+) | \s*[x×*]\s*10\s*\^\s*\{{?\s*(?P<power>[-+]?\d+)\s*\}}? )?
     ) (?P<unit>.*)""",
@@ -377,7 +377,7 @@ def _end_of_any_label(text: str) -> int:
 
 
 def _plain_latex(text: str) -> str:
-    if "\\" in text or "{" in text or "~" in text:
+    if not {"\\", "{", "~"}.isdisjoint(text):
         for pattern, replacement in _LATEX:
             text = pattern.sub(replacement, text)
     return text
@@ -430,7 +430,7 @@ def answer_number(text: str) -> Number | None:
 def _number_of_sentence(text: str) -> Number | None:
     text = _plain_latex(fold_unicode(text))
     quantity = stated_quantity(_UNIT_EXPONENT.sub("", _plain_digits(text)))
-    return None if quantity is None else parse_number(quantity)
+    return parse_number(quantity) if quantity else None
 
 
 def _right_side(text: str) -> Number | None:
@@ -461,7 +461,7 @@ def _plain_digits(text: str) -> str:
 
 
 def _parse_digits(text: str, trusted: bool) -> Number | None:
-    match = _QUANTITY.fullmatch(text)
+    match = _QUANTITY.match(text)
     if match is None or (match["sign"] and match["inner_sign"]):
         return None
     if match["decimal"]:
@@ -474,8 +474,7 @@ def _parse_digits(text: str, trusted: bool) -> Number | None:
         if denominator == 0 or (match["whole"] and numerator >= denominator):
             return None
         value = whole + Fraction(numerator, denominator)
-    has_currency = text[: match.start("decimal") if match["decimal"] else 0].strip("+- \t") != ""
-    scale = _unit_scale(match["unit"], trusted, has_currency)
+    scale = _unit_scale(match["unit"], trusted, has_unit=bool(match["currency"]))
     if scale is None:
         return None
     return -value * scale if "-" in (match["sign"], match["inner_sign"]) else value * scale
@@ -492,7 +491,7 @@ def _unit_scale(unit: str, trusted: bool = False, has_unit: bool = False) -> int
     if unit == "th":
         return 1
     words = _LETTERS.findall(unit)
-    if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.rstrip().endswith(("..", "-", "/", "(")):
+    if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.endswith(("..", "-", "/", "(")):
         return None
     if (glued := _GLUED.match(unit)) and not is_unit(glued.group().lower()):
         return None  # "2xy" is a product
@@ -521,24 +520,25 @@ def _parse_words(text: str, trusted: bool) -> int | None:
     words = text.lower().replace("-", " ").replace(",", " ").split()
     if not words or (words[0] not in SMALL and words[0] not in ("a", "an")):
         return None
-    total, group, limit, taken = 0, 0, 10**15, 0
-    room = 1000  # upper limit of the next summand: after "twenty" only 1..9 may follow, after "five" only a scale
+    total, group, taken = 0, 0, 0
+    limit: float = math.inf  # bound of the next scale
+    room: float = math.inf  # bound of the next summand: after "twenty" only 1..9 may follow, after "five" only a scale
     for taken, word in enumerate(words):
-        if word == "and" and (group or total) and taken + 1 < len(words) and words[taken + 1] in SMALL:
+        if word == "and" and taken + 1 < len(words) and words[taken + 1] in SMALL:
             continue
         if word in ("a", "an") and taken == 0 and len(words) > 1 and words[1] in SCALES:
-            group, room = 1, 0
+            group = 1
         elif word in SMALL and (value := SMALL[word]) < room and (value or taken == 0):
             group, room = group + value, 10 if value >= 20 else 0
         elif word == "hundred" and 0 < group < 20:
-            group, room = group * 100, 100
-        elif SCALES.get(word, 0) >= 1000 and word != "k" and group and SCALES[word] < limit:
+            group, room = group * 100, math.inf
+        elif word in SCALES and word not in ("hundred", "k") and group and SCALES[word] < limit:
             limit = SCALES[word]
-            total, group, room = total + group * limit, 0, 1000
+            total, group, room = total + group * SCALES[word], 0, math.inf
         else:
             break
     else:
-        taken += 1
+        taken = len(words)
     rest = " ".join(words[taken:])
     if taken == 0 or _unit_scale(f" {rest}" if rest else "", trusted) != 1:
         return None
@@ -638,8 +638,6 @@ class Judge:
 
     def best_verdict(self, golds: Sequence[Gold], answer: str | None) -> tuple[str, Gold | None]:
         """Return the best verdict on an answer among the golds that its row accepts, and the gold of that verdict."""
-        if len(golds) == 1:
-            return self.verdict(golds[0], answer), golds[0]
         if not golds:
             return "no gold", None
         for gold in golds:
@@ -662,9 +660,7 @@ class Judge:
         self, golds: Sequence[Sequence[Gold]], answers: Sequence[str | None]
     ) -> list[tuple[str, Gold | None]]:
         """Return `best_verdict` of every row. Short and flat answers come first, so that they get their time."""
-        rows: Sequence[int] = range(len(answers))
-        if any(gold.number is None for accepted in dict.fromkeys(golds) for gold in accepted):
-            rows = sorted(rows, key=lambda row: _effort(answers[row] or ""))
+        rows = sorted(range(len(answers)), key=lambda row: _effort(answers[row] or ""))
         verdicts: dict[int, tuple[str, Gold | None]] = {}
         for row in rows:
             verdicts[row] = self.best_verdict(golds[row], answers[row])
@@ -714,7 +710,7 @@ def compare(gold: object, answer: str | None, deadline: float = 2.0) -> str:
 
 def _units_differ(gold: str, answer: str) -> bool:
     """Return True if two answers state known units that differ. A gold without a unit agrees with each."""
-    if gold.isdecimal() or (gold.isascii() and not any(map(str.isalpha, gold)) and not set("%$") & set(gold)):
+    if gold.isdecimal():
         return False
     return units_differ(_plain_latex(fold_unicode(gold)), _plain_latex(fold_unicode(answer)))
 

@@ -41,9 +41,7 @@ def value_of(text: str) -> Fraction | None:
     try:
         parser = _Parser(text)
         value = parser.sum()
-        if parser.position != len(parser.tokens):
-            return None
-        return value
+        return None if parser.next_kind() else value
     except (_NoValue, ZeroDivisionError):
         return None
 
@@ -106,8 +104,6 @@ class _Parser:
         sign = 1
         if token := self.take("plus", "minus"):
             sign = -1 if token == "-" else 1
-            if self.next_kind() in ("plus", "minus"):
-                raise _NoValue
         return sign * self.power()
 
     def power(self) -> Fraction:
@@ -119,16 +115,14 @@ class _Parser:
         if whole is not None and not whole.isdecimal():
             raise _NoValue
         exponent = self.argument() if whole is None else Fraction(whole)
-        if self.next_kind() == "power":  # a tower
-            raise _NoValue
-        return _power(base, exponent)
+        return _power(base, exponent)  # a tower, "2^2^2", leaves a token
 
     def factorial(self) -> Fraction:
         value = self.atom()
         if self.take("bang"):
-            if value.denominator != 1 or not 0 <= value <= _MAX_FACTORIAL or self.next_kind() == "bang":
+            if value.denominator != 1 or not 0 <= value <= _MAX_FACTORIAL:
                 raise _NoValue
-            value = Fraction(math.factorial(int(value)))
+            value = Fraction(math.factorial(value.numerator))
         return value
 
     def atom(self) -> Fraction:
@@ -152,7 +146,7 @@ class _Parser:
             upper, lower = self.argument(), self.argument()
             if upper.denominator != 1 or lower.denominator != 1 or not 0 <= lower <= upper <= _MAX_FACTORIAL:
                 raise _NoValue
-            return Fraction(math.comb(int(upper), int(lower)))
+            return Fraction(math.comb(upper.numerator, lower.numerator))
         if self.take("log"):
             return _logarithm(self.argument(), self.power())
         if self.take("bar"):
@@ -201,13 +195,14 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     size = max(base.numerator.bit_length(), base.denominator.bit_length())
     if abs(exponent) > _MAX_EXPONENT or size * abs(exponent) > _MAX_BITS or base == exponent == 0:
         raise _NoValue
-    return base ** int(exponent)
+    return base**exponent.numerator
 
 
 def _root(value: Fraction, degree: Fraction) -> Fraction:
     if degree.denominator != 1 or not 2 <= degree <= 20 or value < 0:
         raise _NoValue
-    return Fraction(_whole_root(value.numerator, int(degree)), _whole_root(value.denominator, int(degree)))
+    upper, lower = (_whole_root(number, degree.numerator) for number in value.as_integer_ratio())
+    return Fraction(upper, lower)
 
 
 def _whole_root(number: int, degree: int) -> int:
@@ -227,9 +222,9 @@ def _whole_root(number: int, degree: int) -> int:
 def _logarithm(base: Fraction, value: Fraction) -> Fraction:
     if base.denominator != 1 or base < 2 or value.denominator != 1 or value < 1:
         raise _NoValue
-    exponent, rest = 0, int(value)
-    while rest % int(base) == 0:
-        rest //= int(base)
+    exponent, rest = 0, value.numerator
+    while rest % base.numerator == 0:
+        rest //= base.numerator
         exponent += 1
     if rest != 1:
         raise _NoValue

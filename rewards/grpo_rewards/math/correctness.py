@@ -186,8 +186,8 @@ class GSM8KCorrectness(GoldReward):
         note = f"no completion states an answer {self.looks_at}"
         best, most = "", 0
         for layout in LAYOUTS:  # `auto` is the last, so that a single layout that finds as many is named instead
-            found = sum(map(bool, map(answer_extractor(layout, self.tags), texts)))
-            if layout != self.extract and found > most:
+            found = sum(map(bool, self._answers(texts, layout)))
+            if found > most:
                 best, most = layout, found
         return f"{note}; `extract: {best}` finds one in {most} of {len(texts)}" if most else note
 

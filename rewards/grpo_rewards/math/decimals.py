@@ -71,7 +71,7 @@ def decimal_of(text: str) -> Decimal | Literal["ambiguous"] | None:
     numbers = _NUMBER.findall(text)
     if len(numbers) != 1 or _PAIRED.search(text):
         return None
-    number = numbers[0]
+    (number,) = numbers
     if _AMBIGUOUS.fullmatch(number):
         return "ambiguous"
     if _GROUPED_BY_POINTS.fullmatch(number) or _ONE_COMMA.fullmatch(number):
@@ -146,13 +146,10 @@ def decimal_marks(golds: Iterable[tuple[object, str]]) -> DecimalMarks:
     ambiguous_points = 0
     first: dict[str, tuple[object, str]] = {}
     for row, text in golds:
-        found = decimal_of(text)
-        if found is None:
-            continue
-        counts[found] += 1
-        first.setdefault(found, (row, text))
-        if found == "ambiguous" and "." in text:
-            ambiguous_points += 1
+        if found := decimal_of(text):
+            counts[found] += 1
+            first.setdefault(found, (row, text))
+            ambiguous_points += found == "ambiguous" and "." in text
     return DecimalMarks(
         **counts,
         with_ambiguous_point=ambiguous_points,

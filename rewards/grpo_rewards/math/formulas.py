@@ -289,7 +289,7 @@ def _is_read_whole(gold: _Formula, answer: _Formula) -> bool:
         lower = run.lower()
         if (
             lower not in _FUNCTIONS
-            and not _CONNECTIVE.fullmatch(run)
+            and not _CONNECTIVE.match(run)
             and (is_doubt(lower) or not set(lower) <= letters)
             and run not in gold.body
         ):
@@ -364,7 +364,7 @@ def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
     elif len(wanted) == 2 and len(stated) == 1:
         if not _NAME.fullmatch(wanted[0]):
             return None
-        pairs = [(wanted[1], stated[0])]
+        pairs = [(wanted[1], side) for side in stated]
     elif len(wanted) == len(stated) == 2 and _NAME.fullmatch(wanted[0]) and _same(wanted[0]) == _same(stated[0]):
         pairs = [(wanted[1], stated[1])]
     else:

@@ -94,7 +94,7 @@ def is_measure(words: Sequence[str], has_noun: bool = False) -> bool:
     for position, word in enumerate(words):
         if word in _LINKS:
             return _is_complement(word, words[position + 1 :], has_noun)
-        if is_noun(word) or word.upper() in UNIT_LETTERS or word in UNIT_LETTERS:
+        if is_noun(word) or word.upper() in UNIT_LETTERS:
             has_noun = True
         elif word not in _ADDITIONS and not (has_noun and word.endswith("ed")):
             following = words[position + 1 : position + 1 + _MOST_MODIFIERS]

@@ -228,10 +228,10 @@ def stated_quantity(text: str) -> str | None:
     if not any(map(str.isalpha, text)) or _DOUBTFUL_PHRASE.search(text) or not CJK_NUMERALS.isdisjoint(text):
         return None
     tokens = _tokens(text)
-    if tokens is None:
+    if not tokens:
         return None
     quantities = _quantities(tokens)
-    if not quantities or len(quantities) > _MAX_NUMBERS:
+    if len(quantities) > _MAX_NUMBERS:
         return None
     stated = quantities[0] if len(quantities) == 1 else _set_off(tokens, quantities)
     if stated is None or stated.text is None or _in_doubt(tokens, stated) or _governed(tokens, stated):
@@ -333,7 +333,7 @@ def _set_off(tokens: Sequence[_Token], quantities: Sequence[_Quantity]) -> _Quan
         return None
     (answer,) = emphasised
     # In "**In 3 days she has 18**" the emphasis says nothing about the number.
-    if answer.start and tokens[answer.start - 1].span == tokens[answer.start].span:
+    if tokens[answer.start - 1].span == tokens[answer.start].span:
         return None
     for left, right in pairwise(quantities):  # "17 or **18**" is a list, emphasis or not
         if {token.lower for token in tokens[left.end : right.start]} <= _JOINERS:
@@ -380,7 +380,7 @@ def _governed(tokens: Sequence[_Token], stated: _Quantity) -> bool:
             return True
         if _is_month(tokens[min(stated.end + (after.lower == "of"), len(tokens) - 1)]):
             return True
-    if stated.text is not None and stated.text.lower() == "one":
+    if str(stated.text).lower() == "one":
         left, right = _ONE_AS_PRONOUN
         return (before is not None and before.lower in left) or (after is None or after.lower in right)
     return False
@@ -419,11 +419,9 @@ def _is_subject(tokens: Sequence[_Token], stated: _Quantity) -> bool:
     for position, word in enumerate(words):
         if not is_measure(words[:position]):
             continue
-        following = words[position + 1 : position + 2]
+        following = "".join(words[position + 1 : position + 2])
         if word in _COPULAS:
-            return (
-                not following or following[0] in _PREDICATES or _is_participle(following[0]) or is_plural(following[0])
-            )
+            return not following or following in _PREDICATES or _is_participle(following) or is_plural(following)
         if _is_past(word) or (word in _VERBS and not is_measure(words[: position + 1])):
             return True
     return False
@@ -456,14 +454,14 @@ def _is_verb(word: str, previous: str) -> bool:
     if _is_past(word) or word.endswith(("'s", "'re", "'ve")):
         return True
     if not previous:
-        return word in ("is", "are", "has", "have", "=")
+        return word in ("has", "have", "=")
     if word in _VERBS or previous in _BEFORE_VERB:
         return True
     return is_plural(word) or is_plural(previous) or word.endswith("ing")
 
 
 def _is_latin(text: str) -> bool:
-    return text.isascii() or all(character < "\u0250" for character in text)
+    return all(character < "\u0250" for character in text)
 
 
 def _governor(tokens: Sequence[_Token], quantity: _Quantity) -> tuple[str, str]:
@@ -485,7 +483,7 @@ def _made_of(tokens: Sequence[_Token], quantity: _Quantity) -> bool:
         return False
     whole = tokens[position - 1].lower
     definite = position > 1 and tokens[position - 2].lower in ("the", "this", "that")
-    return whole in _MADE_OF or whole in _GOVERNORS or (definite and whole not in _TOTALS)
+    return whole in _MADE_OF or (definite and whole not in _TOTALS)
 
 
 def _is_month(token: _Token) -> bool:

@@ -222,7 +222,7 @@ class Watch(TrainerCallback):
         groups, size = [], self.trainer.num_generations
         for first in range(0, len(sampled), size):
             ids = self._generated[0][first]
-            prompt = self.trainer._tokenizer.decode(ids, skip_special_tokens=False)
+            prompt = self.trainer._tokenizer.decode(ids)
             groups.append(Group(prompt, len(ids), sampled[first : first + size]))
         self.batches.append(Batch(groups, self._generation, scoring))
         return scores

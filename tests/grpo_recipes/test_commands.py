@@ -1,6 +1,7 @@
 """Each command: what it asks of the project for the options given, what it prints, and its exit code."""
 
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,3 +241,17 @@ def test_the_option_of_the_other_command_that_writes_a_model_is_corrected(
     with pytest.raises(SystemExit):
         main(given.split())
     assert capsys.readouterr().err.endswith(f": did you mean `{named}`?\n")
+
+
+def test_the_working_directory_is_importable_and_the_command_line_is_read_only_if_nothing_is_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "argv", ["grpo-recipes", "plan"])
+    assert "quickstart" in printed(capsys, "plan")
+    assert main() == 0
+    assert (sys.path[0], sys.path.count("")) == ("", 1)
+    with pytest.raises(SystemExit):
+        main([])
+    assert "error: name a command, init, plan, " in capsys.readouterr().err
+    assert main(["plan", ""]) == 2, "an empty name is not the list of recipes"

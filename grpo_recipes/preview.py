@@ -202,7 +202,7 @@ class Watch(TrainerCallback):
     def generate(self, prompts: list[Any]) -> Any:
         """Let the trainer generate, unless enough is recorded."""
         self._end_batch()
-        repeats = self.needed == 1 and len(self.batches) == 1 and (self.batches[0].total or 0.0) < WARM_UP_SECONDS
+        repeats = len(self.batches) == 1 and (self.batches[0].total or 0.0) < WARM_UP_SECONDS
         if len(self.batches) >= self.needed and not repeats:
             raise Sampled
         self._started = time.monotonic()

@@ -65,10 +65,14 @@ def test_an_error_in_a_lost_folder_names_the_loss(
 
     monkeypatch.setattr(train, "only_launch", only_launch)
     monkeypatch.setattr(train, "load_reward_models", lambda recipe, checked: loaded.append(checked))
-    with pytest.raises(type(error) if ends == str(error) else FolderLost) as raised:  # noqa: SIM117
+
+    def fails() -> None:
         with train.only_run(prepared_of(recipe, checked="checked")) as prepared:
             assert prepared.held is held
             raise error
+
+    with pytest.raises(type(error) if ends == str(error) else FolderLost) as raised:
+        fails()
     assert str(raised.value).endswith(ends)
     assert (opened, loaded) == ([recipe.output_dir], ["checked"])
 
@@ -159,7 +163,96 @@ def test_content_is_compared_with_a_manifest_and_the_change_is_told(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_preparation_checks_what_a_resume_continues(
+    resumes: bool, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    newest = Path("run/checkpoint-4")
+    point = SimpleNamespace(newest=newest) if resumes else None
+    geometry = SimpleNamespace(ends_generation=lambda step, prompts: (step, prompts))
+    checked = SimpleNamespace(train_dataset=[0] * 5, geometry=geometry)
+    args = SimpleNamespace(hub_token=None, run_name=None)
+    change: list[str | None] = [None]
+    monkeypatch.setattr(train.checks, "check_output_dir", lambda recipe: called.append("folder"))
+    monkeypatch.setattr(train.checks, "check_packages", lambda recipe: called.append("packages"))
+    monkeypatch.setattr(train.packages, "check_build_locks", lambda: called.append("locks"))
+    monkeypatch.setattr(train.checks, "resume_point", lambda recipe, machine: point)
+    monkeypatch.setattr(train.checks, "grpo_config", lambda recipe: args)
+    monkeypatch.setattr(train, "earlier_launch", lambda recipe, checkpoint: called.append(checkpoint) or "before")
+    monkeypatch.setattr(train, "build_inputs", lambda recipe, machine: (checked, "tokenizer", "rollout"))
+    monkeypatch.setattr(train, "identity_of", lambda recipe, checked: "identity")
+    monkeypatch.setattr(train, "order_of", lambda recipe, checked: "order")
+    monkeypatch.setattr(train.resume, "layout_change", lambda *given: called.append(given) or change[0])
+    monkeypatch.setattr(train, "check_same_content", lambda recipe, *given: called.append(given))
+    monkeypatch.setattr(train, "StopOnSignal", lambda ends: ends)
+    made = train.prepare(recipe, "machine")
+    continued = [newest, ("before", "order"), (newest, "identity")]
+    assert called == ["folder", "packages", *continued * resumes]
+    assert (made.checked, made.tokenizer, made.rollout) == (checked, "tokenizer", "rollout")
+    assert (made.identity, made.point, made.held) == ("identity", point, None)
+    assert made.interruption(3) == (3, 5)
+    assert args.run_name == recipe.output_dir.name, "trackers show a name"
+    args.run_name = "mine"
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    train.prepare(recipe, "machine")
+    assert (args.run_name, called[-1]) == ("mine", "locks")
+    change[0] = "`world_size` was 1 and is 2"
+    if resumes:
+        with pytest.raises(
+            RecipeError, match="`resume_from_checkpoint`: `world_size` was 1 and is 2: launch as before"
+        ):
+            train.prepare(recipe, "machine")
+
+
 # Models and rows
+
+
+def test_the_weights_of_every_folder_are_checked_before_a_model_is_loaded(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[str] = []
+    folders = {name: tmp_path / name for name in ("policy", "base", "kept", "judge")}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["judge"] / "config.json").write_text("{}")
+    config = SimpleNamespace(base_model_name_or_path=str(folders["base"]))
+    monkeypatch.setattr(train.weights, "adapter_config", lambda name: config)
+    monkeypatch.setattr(train.weights, "check_weight_files", lambda folder: checked.append(folder.name))
+    own = replace(
+        recipe,
+        model={**recipe.model, "model_name_or_path": str(folders["policy"])},
+        reference=replace(recipe.reference, name=None, adapter=str(folders["kept"])),
+    )
+    train.check_weights(own)
+    assert checked == ["base", "policy", "kept"]
+    checked.clear()
+    train.check_weights(recipe)
+    assert checked == [], "names of the hub are no folders"
+    config.base_model_name_or_path = str(tmp_path / "gone")
+    with pytest.raises(RecipeError, match=f"is an adapter, and its base {tmp_path}/gone is missing: set"):
+        train.check_weights(own)
+    config.base_model_name_or_path = "a/relative-name"
+    train.check_weights(own)
+    monkeypatch.setattr(train.weights, "check_weight_files", raising(UserError("x.safetensors is damaged")))
+    with pytest.raises(
+        RecipeError, match="`model_name_or_path`: x.safetensors is damaged: copy or save it again, or na"
+    ):
+        train.check_weights(own)
+
+    def leaf(source: Path | None, line: str | None) -> Any:
+        return SimpleNamespace(declared=SimpleNamespace(model_source=source and str(source), prepare=lambda: line))
+
+    monkeypatch.setattr(train, "leaves", lambda rewards: rewards)
+    folders["policy"].joinpath("note.txt").write_text("no configuration: another kind of model")
+    unchecked = [leaf(None, None), leaf(folders["policy"], "loaded one"), leaf(None, "asked one")]
+    train.load_reward_models(recipe, SimpleNamespace(rewards=unchecked))
+    assert capsys.readouterr().out == "loaded one\nasked one\n"
+    with pytest.raises(RecipeError, match="`rewards`: x.safetensors is damaged"):
+        train.load_reward_models(recipe, SimpleNamespace(rewards=[leaf(folders["judge"], None)]))
+    silent = SimpleNamespace(declared=SimpleNamespace(model_source=None, prepare=raising(ValueError("no answer"))))
+    with pytest.raises(RecipeError, match="`rewards`: no answer"):
+        train.load_reward_models(recipe, SimpleNamespace(rewards=[silent]))
 
 
 def test_an_adapter_is_continued_and_never_stacked(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +334,10 @@ def staged(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[train.Prepa
         checkpoints=SimpleNamespace(check_folder=lambda: called.append("check folder")),
         save_model=lambda folder, **named: called.append(("save", folder, named)),
     )
-    for name in ("describe_run", "train", "finish"):
+    for name in ("describe_run", "train"):
         monkeypatch.setattr(train, name, lambda *given, name=name: called.append(name))
+    monkeypatch.setattr(train, "finish", lambda made, trainer, seconds: called.append(("finish", seconds)))
+    monkeypatch.setattr(train.time, "monotonic", iter(range(0, 990, 7)).__next__)
     monkeypatch.setattr(train, "check_folder", lambda prepared: called.append("check"))
     monkeypatch.setattr(train, "build_trainer", lambda prepared: trainer)
     monkeypatch.setattr(train, "launch_entry", lambda prepared: "entry")
@@ -264,7 +359,7 @@ def test_a_run_is_recorded_trained_saved_and_finished(staged: tuple, capsys: pyt
     folder = made.recipe.output_dir
     assert called == [
         "check", "describe_run", "check", ("record", folder, "entry"), "train", "check folder",
-        ("save", "out", {"_internal_call": True}), "check folder", "finish",
+        ("save", "out", {"_internal_call": True}), "check folder", ("finish", 7),
     ]  # fmt: skip
     assert not (folder / "fault-rank0.json").exists(), "the message of an earlier attempt"
     called.clear()

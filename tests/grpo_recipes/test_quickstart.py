@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, get_scheduler
 
 from grpo_recipes import cli, quickstart, train
@@ -135,6 +136,7 @@ class Recording:
 
     def __init__(self, policy, config, **named):
         self.config, self.named, self.trained = config, named, 0
+        self.draws_bars = not are_progress_bars_disabled()
         self.made.append(self)
 
     def train(self):
@@ -143,19 +145,18 @@ class Recording:
 
 @pytest.mark.parametrize("shows_bars", [True, False])
 def test_the_warm_start_is_one_quiet_epoch_on_the_cpu(monkeypatch, tmp_path, conversations, tokenizer, shows_bars):
-    import datasets
-
     made = []
     monkeypatch.setattr(quickstart, "QuietTrainer", type("Made", (Recording,), {"made": made}))
-    (datasets.enable_progress_bars if shows_bars else datasets.disable_progress_bars)()
+    (enable_progress_bars if shows_bars else disable_progress_bars)()
     try:
         quickstart.fine_tune(None, tokenizer, conversations[:8], replace(SMALL, seed=3, batch_size=4), tmp_path / "run")
-        assert datasets.are_progress_bars_disabled() != shows_bars, "as before"
+        assert are_progress_bars_disabled() != shows_bars, "as before"
     finally:
-        datasets.enable_progress_bars()
+        enable_progress_bars()
     (trainer,) = made
     config = trainer.config
     assert trainer.trained == 1
+    assert not trainer.draws_bars, "tokenization would draw four bars"
     assert trainer.named["train_dataset"].to_list() == conversations[:8]
     assert trainer.named["processing_class"] is tokenizer
     assert (config.output_dir, config.seed, config.per_device_train_batch_size) == (str(tmp_path / "run"), 3, 4)
@@ -163,7 +164,7 @@ def test_the_warm_start_is_one_quiet_epoch_on_the_cpu(monkeypatch, tmp_path, con
     assert config.max_length is None, "no solution is cut"
     assert not config.bf16, "a CPU without bfloat16 trains too"
     assert not config.gradient_checkpointing
-    assert config.device.type == "cpu"
+    assert config.use_cpu
     assert (config.logging_strategy, config.save_strategy, config.report_to) == ("no", "no", [])
     # The rate rises in 50 steps and falls by a cosine: to half of its peak in the middle of the rest, and to 0.
     steps = 250

@@ -181,9 +181,9 @@ class Watch(TrainerCallback):
         self.weights = {reward.name: reward.weight for reward in rewards}
         self.batches: list[Batch] = []
         self._generate, self._calculate_rewards = trainer._generate, trainer._calculate_rewards
-        self._started = 0.0
-        self._generated: Any = None
-        self._generation = 0.0
+        self._started: float
+        self._generated: Any
+        self._generation: float
 
     def run(self) -> None:
         """Train until enough is recorded. Running out of memory after the first batch has been sampled ends it too."""

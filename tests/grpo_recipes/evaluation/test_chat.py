@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,11 +181,14 @@ def test_a_conversation_continues_until_an_empty_line(talk: Scripted, capsys: An
     assert "a new conversation" in captured.err
 
 
-def test_each_line_is_one_prompt_for_a_model_of_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_is_one_prompt_for_a_model_of_plain_text(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     talk = Scripted(monkeypatch, Prompting(system="Be brief.", is_text=True))
     talk.script = ["one", "two"]
     converse(talk.chat, asked("a", "b"))
     assert talk.prompts == ["Be brief.\na", "Be brief.\nb"]
+    capsys.readouterr()
+    converse(talk.chat, asked(""))
+    assert capsys.readouterr().err == "", "no line continues another"
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_printed(talk: Scripted, capsys: Any) -> None:
@@ -213,6 +217,22 @@ def test_a_refused_message_is_not_in_the_conversation(talk: Scripted, capsys: An
     said = capsys.readouterr().err
     assert "the model's context has 128: begin a new conversation with an empty line" in said
     assert "the message is not UTF-8" in said
+
+
+@pytest.mark.parametrize(("temperature", "draws"), [(0.0, False), (0.5, True)])
+def test_the_filters_of_sampling_are_left_out_of_greedy_decoding(
+    temperature: float, draws: bool, talk: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    generate = talk.chat.model.generate
+    monkeypatch.setattr(talk.chat.model, "generate", lambda **options: seen.append(options) or generate(**options))
+    talk.chat.settings = replace(talk.chat.settings, temperature=temperature)
+    talk.chat.sampling = {"top_p": 0.25, "temperature": 9.0}
+    talk.script = ["one"]
+    talk.chat.answer("x")
+    assert (seen[0].get("top_p") == 0.25) == draws
+    if draws:
+        assert seen[0]["temperature"] == 0.5
 
 
 def test_an_answer_fits_into_the_context(talk: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:

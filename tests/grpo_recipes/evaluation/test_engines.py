@@ -381,3 +381,25 @@ def test_each_completion_is_as_long_as_its_row_has_room(monkeypatch: pytest.Monk
     assert engine.generate([[1], [2], [3]], settings, [2, 5, 4]) == [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
     assert engine.generate([[1]], settings) == [[1, 2, 3, 4, 5]]
     assert lengths == [5, 9]
+
+
+def test_the_dtype_of_a_model_is_that_of_its_file_or_unknown(tmp_path: Path) -> None:
+    folder = save_policy(tmp_path / "m")
+    assert engines.checkpoint_dtype(str(folder)) == "float32"
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert engines.checkpoint_dtype(str(folder)) is None
+
+
+def test_a_folder_that_does_not_exist_is_named() -> None:
+    with pytest.raises(UserError, match="^./runs/none: the model can't be loaded: there is no such folder"):
+        engines.check_model("./runs/none")
+
+
+def test_a_turn_that_was_not_recorded_is_not_compared() -> None:
+    engine = Transformers(policy(), byte_tokenizer())
+    assert engine._mismatch({}, [], None) == ""
+    assert engine._mismatch({}, [], SimpleNamespace(declined="too wide", log_probs=[0.0])) == ""
+    assert engine._mismatch({}, [], SimpleNamespace(declined="", log_probs=None)) == ""

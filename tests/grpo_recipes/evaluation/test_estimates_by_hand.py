@@ -240,6 +240,13 @@ def test_three_completions_have_pass_at_1_2_and_3() -> None:
     }
 
 
+def test_the_numbers_of_draws_double_and_end_with_all_samples() -> None:
+    for samples, draws in ((2, "1 2"), (8, "1 2 4 8"), (11, "1 2 4 8 11")):
+        rows = pd.DataFrame({"problem": 0, "prompt": "a", "gold": "7", "answer": "7", "strict": [True] * samples})
+        found = summarise(rows.assign(lenient=True))
+        assert " ".join(found["pass_at"]) == draws
+
+
 def test_two_small_evaluations_are_compared_by_hand() -> None:
     first = table().iloc[::2]  # strictly right: 1, 1, 0, 0
     second = table(strict=True).iloc[::2].assign(**{"reward/right": [1.0, 0.0, 2.0, 1.0], "passed/right": True})

@@ -58,6 +58,9 @@ def spec(trained: dict[str, Any], **options: Any) -> dict[str, Any]:
 GSM8K = {"name": "gsm8k", "split": "test", "system_prompt": "reasoning"}
 
 
+SEVERAL = [{"path": "b.jsonl", "split": "train"}, {"path": "c.jsonl", "split": "train"}]
+
+
 @pytest.mark.parametrize(
     ("trained", "options", "expected"),
     [
@@ -75,6 +78,9 @@ GSM8K = {"name": "gsm8k", "split": "test", "system_prompt": "reasoning"}
         ({"path": "a.jsonl", "eval_share": 0.5}, {}, {"path": "a.jsonl", "split": "train", "eval_share": 0.5}),
         ({"path": "a.jsonl", "eval_share": 0.5}, {"split": "x"}, {"path": "a.jsonl", "split": "x"}),
         ({"path": "a.jsonl", "eval_share": 0.5}, {"path": "b.jsonl"}, {"path": "b.jsonl", "split": "test"}),
+        # Several files have no split of their own.
+        ({"path": ["a.jsonl", "b.jsonl"], "eval_path": "c.jsonl"}, {}, {"path": "c.jsonl", "split": "test"}),
+        ({"path": "a.jsonl", "eval_path": ["b.jsonl", "c.jsonl"]}, {}, {"path": SEVERAL, "split": "train"}),
     ],
 )
 def test_the_rows_are_those_that_the_run_was_not_trained_on(trained: Any, options: Any, expected: Any) -> None:

@@ -251,3 +251,34 @@ def test_the_command_and_python_have_the_same_defaults(command: str, monkeypatch
         cli.main([command, "m"])
     (request,) = caught.value.args
     assert request == (Request if command == "evaluate" else chat.Request)(model="m")
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "difference"),
+    [
+        ({"model": "a", "weights": {"x": 1}}, {"model": "b", "weights": {"x": 1}}, None),
+        ({"model": "a", "weights": {"x": 1}}, {"model": "b", "weights": {"x": 2}}, "model was 'a' and is now 'b'"),
+        ({"model": "a"}, {"model": "b"}, "model was 'a' and is now 'b'"),
+        ({"dataset": {"model": "a"}, "weights": 1}, {"dataset": {"model": "b"}, "weights": 1},
+         "dataset.model was 'a' and is now 'b'"),
+        ({"settings": {"stop": ["x"]}}, {"settings": {}}, "settings.stop was ['x'] and is now None"),
+        ({}, {"rows": {"prompt": "1"}}, "it does not record `rows`"),
+        ({"rows": {"prompt": "2"}}, {"rows": {"prompt": "1"}}, "the problems have changed since"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_of_two_evaluations_is_named(
+    found: dict[str, Any], asked: dict[str, Any], difference: str | None
+) -> None:
+    assert evaluate._difference(found, asked) == difference
+
+
+def test_a_result_that_another_process_has_finished_meanwhile_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = iter([None, {"strict": 1}])
+    monkeypatch.setattr(evaluate, "_golds", lambda *given: None)
+    monkeypatch.setattr(evaluate, "_identity", lambda *given: {})
+    monkeypatch.setattr(evaluate, "_finished", lambda *given: next(results))
+    settings = Settings(strict=None)
+    found = evaluate.evaluate_into(tmp_path / "e", lambda *given: pytest.fail("nothing is left"), [], settings, {})
+    assert found == {"strict": 1}

@@ -613,6 +613,15 @@ TRAINED = "the training reward rises from 0.15 to 0.95, while "
         ),
         (
             [],
+            {"evaluations": accuracy((0.92, 0.9, 0.95), (0.92, 0.9, 0.94))},  # just room for 5 % more
+            (
+                1,
+                f"{TRAINED}strict accuracy on held-out problems stays flat, from 0.920 to 0.920: 90% of the run's "
+                "tokens come after step 1; train on more prompts, or end the run earlier",
+            ),
+        ),
+        (
+            [],
             {"evaluations": accuracy((0.95, 0.94, 0.96), (0.95, 0.94, 0.96))},
             f"{TRAINED}strict accuracy on held-out problems goes from 0.950 to 0.950",
         ),
@@ -645,6 +654,17 @@ PAYS_2 = {**RIGHT, "highest_pay": 2.0}
                 8,
                 "the reward has not risen since step 8, and goes from 1.00 to 1.00 in the second half of the run: 75% "
                 "of the run's tokens come after step 8; end the run there, or change what may limit it (the prompts' "
+                "difficulty, `learning_rate`, `beta`)",
+            ),
+        ),
+        (
+            {"reward": [1.0, 0.75, *flat(0.5, 14)]},  # it fell, which is no slow rise
+            EVEN,
+            {"rewards": [PAYS_2]},
+            (
+                2,
+                "the reward has not risen since step 2, and goes from 0.50 to 0.50 in the second half of the run: 94% "
+                "of the run's tokens come after step 2; end the run there, or change what may limit it (the prompts' "
                 "difficulty, `learning_rate`, `beta`)",
             ),
         ),
@@ -838,6 +858,16 @@ def eight(step: int, calls: int, *totals: float) -> list[tuple[int, int, float]]
             eight(1, 1, 0, 1) + eight(2, 1, 1),
             flat(0.5),
             f"{ALL_CALL}, and nearly all earn the best reward",
+        ),
+        (
+            [(1, 1, 1.0)] * 19 + [(1, 1, 0.0)],  # a mean at 95 % of the range
+            flat(0.5),
+            f"{ALL_CALL}, and nearly all earn the best reward",
+        ),
+        (
+            [(1, 1, 1.0)] * 18 + [(1, 1, 0.0)],
+            flat(0.5),
+            (1, f"{ALL_CALL} (step 1), while the reward goes from 0.50 to 0.50{LOOK}"),
         ),
         (
             eight(1, 0, 0, 1) + eight(2, 1, 0, 1),

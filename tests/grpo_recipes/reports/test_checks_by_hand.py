@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from grpo_recipes.reports import diagnostics, tool_checks, update_checks
@@ -951,3 +952,49 @@ def test_a_reward_for_calls_alone_is_told_from_one_for_what_they_achieve(
 ) -> None:
     run = logged({"reward": RISING, "tools/calls": []}, rows=scored(rows), rewards=rewards)
     assert result(tool_checks.reward_by_calls_alone, run) == expected
+
+
+REPEAT = "of the groups that don't earn the best reward repeat one completion"
+
+
+def groups(*repeats: bool, reward: float = 0.0) -> list[dict[str, Any]]:
+    """Return a group of two completions for each of some steps, which repeat one text of 10 letters or do not."""
+    return [
+        {
+            "step": step,
+            "prompt": step,
+            "total": reward,
+            "completion": f"{step} {0 if same else member}",
+            "characters": 10,
+        }
+        for step, same in enumerate(repeats, 1)
+        for member in range(2)
+    ]
+
+
+BEST = [{**row, "step": 8, "prompt": 8} for row in groups(False, reward=1.0)]
+RAISE = "raise `temperature`"
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (groups(True, True, True), (NoData, "fewer than four groups of completions were logged")),
+        (groups(True, True, False, False) + BEST, f"50% {REPEAT} (limit 50%)"),
+        (
+            groups(False, True, True, True) + BEST,
+            (
+                2,
+                f"75% {REPEAT} throughout, from step 2: there is nothing to compare in 60% of the logged text; {RAISE}",
+            ),
+        ),
+        (
+            groups(True, True, True) + BEST,
+            "1 of 4 groups earn the best reward",
+        ),
+    ],
+)
+def test_repeated_groups_count_where_more_could_be_earned(rows: Any, expected: Any) -> None:
+    table = scored([]).iloc[:0]
+    run = logged({"reward": flat(0.5)}, rows=pd.concat([table, pd.DataFrame(rows).assign(calls=0)], ignore_index=True))
+    assert result(diagnostics.identical_completions, run) == expected

@@ -866,6 +866,11 @@ def eight(step: int, calls: int, *totals: float) -> list[tuple[int, int, float]]
             f"{ALL_CALL}, and nearly all earn the best reward",
         ),
         (
+            [(1, 1, 1.0)] * 19 + [(1, 0, 0.0)],
+            flat(0.5),
+            "95% of the completions call a tool at the end of the run, and nearly all earn the best reward",
+        ),
+        (
             [(1, 1, 1.0)] * 18 + [(1, 1, 0.0)],
             flat(0.5),
             (1, f"{ALL_CALL} (step 1), while the reward goes from 0.50 to 0.50{LOOK}"),

@@ -104,13 +104,16 @@ def test_the_shipped_recipe_passes_its_checks(tmp_path):
     assert [reward.name for reward in checked.rewards] == ["gsm8k_correctness", "well_formed"]
 
 
-def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_path):
+def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_path, capsys):
     (tmp_path / "policy" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "policy" / "model.safetensors").write_bytes(b"half")
     monkeypatch.setattr(quickstart, "fine_tune", lambda *args: None)
     warm_start(SMALL, PROMPTS, tmp_path / "policy")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() < 1_000_000
-    assert AutoTokenizer.from_pretrained(tmp_path / "policy").eos_token == "<|im_end|>"
+    parameters = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters()
+    assert parameters < 1_000_000
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    assert f"a Qwen2 of {parameters:,} parameters, {len(tokenizer)} tokens\n" in capsys.readouterr().out
+    assert tokenizer.eos_token == "<|im_end|>"
     assert not (tmp_path / "policy" / "checkpoint-1").exists()
 
 

@@ -151,6 +151,7 @@ def test_a_stop_is_recorded_as_the_first_rank_s(tmp_path: Path) -> None:
     text = (tmp_path / "fault-rank0.json").read_text()
     written = json.loads(text)
     assert (written["sentence"], written["rank"]) == ("stopped by SIGTERM", 0)
+    assert [line[:3] for line in text.splitlines()] == ["{", *['  "'] * 3, "}"], "a line for each entry"
     assert time.time() - 60 < written["time"] <= time.time()
     faults.record_stop("stopped by SIGTERM", tmp_path / "missing")
 

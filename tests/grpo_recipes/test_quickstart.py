@@ -50,6 +50,13 @@ def test_every_demonstration_is_right_and_the_shares_are_as_set(conversations):
     assert shares == pytest.approx(SMALL.shares[:2], abs=0.1)
 
 
+def test_another_seed_demonstrates_other_problems():
+    shown = demonstrations(WarmStart(demonstrations=20, seed=3), PROMPTS)
+    asked = [conversation["prompt"] for conversation in shown]
+    assert asked == load(DatasetSpec("arithmetic", system_prompt="think", size=20, seed=3))["prompt"]
+    assert asked != [conversation["prompt"] for conversation in demonstrations(WarmStart(demonstrations=20), PROMPTS)]
+
+
 @pytest.mark.slow
 def test_no_held_out_problem_is_demonstrated():
     asked = {message["content"] for c in demonstrations(WarmStart(), PROMPTS) for message in c["prompt"]}
@@ -107,8 +114,11 @@ def test_the_shipped_recipe_passes_its_checks(tmp_path):
 def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_path, capsys):
     (tmp_path / "policy" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "policy" / "model.safetensors").write_bytes(b"half")
-    monkeypatch.setattr(quickstart, "fine_tune", lambda *args: None)
+    tuned = []
+    monkeypatch.setattr(quickstart, "fine_tune", lambda *args: tuned.append(args))
     warm_start(SMALL, PROMPTS, tmp_path / "policy")
+    ((_, _, conversations, settings, folder),) = tuned
+    assert (len(conversations), settings, folder) == (SMALL.demonstrations, SMALL, tmp_path / "policy")
     parameters = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters()
     assert parameters < 1_000_000
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")

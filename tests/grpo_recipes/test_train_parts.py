@@ -589,3 +589,25 @@ def test_the_entries_that_order_the_prompts_are_compared_on_a_resume(recipe: Rec
     assert json.loads(json.dumps(entry)) == {
         "geometry": {"ranks": 1}, "train_prompts": 3, "seed": recipe.config.seed, "shuffle_dataset": True,
     }  # fmt: skip
+
+
+def test_secrets_of_the_environment_are_known_and_its_folders_are_none(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a shell's folder, `OLDPWD`, looks like that of a password."""
+    monkeypatch.setenv("MY_API_KEY", "hunter2-and-more")
+    monkeypatch.setenv("OLDPWD", "/a/folder/of/the/user")
+    monkeypatch.setenv("PWD", "/another/folder")
+    known = train.known_secrets(recipe)
+    assert "hunter2-and-more" in known
+    assert not {"/a/folder/of/the/user", "/another/folder"} & known
+
+
+def test_the_command_line_is_read_only_if_no_arguments_are_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train.sys, "argv", ["grpo_recipes.train", "--version"])
+    assert train.main() == 0
+    assert capsys.readouterr().out.startswith("grpo-recipes ")
+    assert train.main([]) == 2
+    assert capsys.readouterr().out == ""

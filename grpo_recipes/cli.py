@@ -111,7 +111,7 @@ def _add_init(commands: Commands) -> None:
     init = commands.add_parser("init", help="write a first recipe for a table of problems")
     init.set_defaults(function=first_recipe)
     init.add_argument("path", help="a CSV, JSON, JSONL or Parquet file, a glob of files, a saved folder, or a hub id")
-    init.add_argument("--model", metavar="MODEL", help="model to train: a folder or a hub id (default: a Qwen2.5)")
+    init.add_argument("--model", help="model to train: a folder or a hub id (default: a Qwen2.5)")
     init.add_argument(
         "--output", metavar="FILE", type=Path, help="file of the recipe (default: the table's name, .yaml)"
     )
@@ -288,10 +288,10 @@ def _add_evaluate(commands: Commands) -> None:
     evaluate.set_defaults(function=evaluate_policy)
     option = evaluate.add_argument
     option("model", help="a model or adapter: a folder, a run, or a hub id")
-    option("--recipe", metavar="RECIPE", help="recipe with the dataset, tags and lengths (default: the run's own)")
+    option("--recipe", help="recipe with the dataset, tags and lengths (default: the run's own)")
     option("--dataset", metavar="NAME", help="gsm8k (the default), rlaif or arithmetic")
     option("--path", nargs="+", default=[], help="one or more tables: each a file, a folder or a hub id")
-    option("--split", metavar="SPLIT", help="default: the recipe's eval_split, or test if --path or no recipe is given")
+    option("--split", help="default: the recipe's eval_split, or test if --path or no recipe is given")
     option("--system_prompt", metavar="TEXT", help="name of a system prompt, or its text")
     option("--prompt_format", metavar="FORMAT", help="conversational or text")
     option("--tags", nargs=2, metavar=("REASONING", "ANSWER"), help="the two tags of the requested format")
@@ -461,7 +461,7 @@ def _add_chat(commands: Commands) -> None:
     chat.set_defaults(function=chat_with_model)
     option = chat.add_argument
     option("model", help="a model or adapter: a folder, a run, or a hub id")
-    option("--recipe", metavar="RECIPE", help="recipe with system prompt, template and length (default: the run's)")
+    option("--recipe", help="recipe with system prompt, template and length (default: the run's)")
     option("--prompt", metavar="TEXT", help="answer this message and end")
     option("--system_prompt", metavar="TEXT", help="name of a system prompt, or its text (default: the recipe's)")
     option("--prompt_format", metavar="FORMAT", help="conversational or text (default: the recipe's)")

@@ -181,9 +181,9 @@ class Watch(TrainerCallback):
         self.weights = {reward.name: reward.weight for reward in rewards}
         self.batches: list[Batch] = []
         self._generate, self._calculate_rewards = trainer._generate, trainer._calculate_rewards
-        self._started = 0.0
-        self._generated: Any = None
-        self._generation = 0.0
+        self._started: float
+        self._generated: Any
+        self._generation: float
 
     def run(self) -> None:
         """Train until enough is recorded. Running out of memory after the first batch has been sampled ends it too."""
@@ -202,7 +202,7 @@ class Watch(TrainerCallback):
     def generate(self, prompts: list[Any]) -> Any:
         """Let the trainer generate, unless enough is recorded."""
         self._end_batch()
-        repeats = self.needed == 1 and len(self.batches) == 1 and (self.batches[0].total or 0.0) < WARM_UP_SECONDS
+        repeats = len(self.batches) == 1 and (self.batches[0].total or 0.0) < WARM_UP_SECONDS
         if len(self.batches) >= self.needed and not repeats:
             raise Sampled
         self._started = time.monotonic()
@@ -222,7 +222,7 @@ class Watch(TrainerCallback):
         groups, size = [], self.trainer.num_generations
         for first in range(0, len(sampled), size):
             ids = self._generated[0][first]
-            prompt = self.trainer._tokenizer.decode(ids, skip_special_tokens=False)
+            prompt = self.trainer._tokenizer.decode(ids)
             groups.append(Group(prompt, len(ids), sampled[first : first + size]))
         self.batches.append(Batch(groups, self._generation, scoring))
         return scores

@@ -125,7 +125,7 @@ def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
     """Yield the rewards of a recipe with a positive weight as mappings. A composed reward is replaced by its parts."""
     for spec in specs:
         mapping = {"name": spec} if isinstance(spec, str) else spec
-        weight = mapping.get("weight", 1.0)
+        weight = mapping.get("weight")
         if isinstance(weight, (int, float)) and weight <= 0:
             continue
         parts = spec_parts(mapping)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
@@ -17,6 +18,7 @@ from grpo_recipes.cli import main
 from grpo_recipes.recipe.recipe import OUR_KEYS, shipped_files
 from grpo_recipes.recipe.trl_keys import DEFAULTS
 from grpo_rewards import cli as rewards_cli
+from grpo_rewards import terminal
 from grpo_rewards.errors import did_you_mean
 from tests.grpo_rewards.test_terminal import FullDisk
 from tests.support import launching
@@ -106,14 +108,22 @@ HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.m
         (
             "grpo-recipes",
             ["--help"],
-            ["plan", "evaluate", "diagnose", "report", "95 % intervals", "grpo_recipes.train"],
+            [
+                "usage: grpo-recipes [-h]",
+                "GRPO training from a recipe: plan it",
+                "95 % intervals",
+                "\n  accelerate launch ",
+            ],
         ),
         ("grpo-recipes", ["plan", "--help"], ["--gpu_memory SIZE", "override the recipe"]),
+        ("grpo-recipes", ["preview", "--help"], ["override the recipe, as in training"]),
+        ("grpo-recipes", ["train", "--help"], ["override the recipe; `python -m grpo_recipes.train"]),
+        ("grpo-recipes", ["compare", "--help"], ["[--json] A B\n"]),
         ("grpo-recipes", ["evaluate", "--help"], ["--samples N"]),
         ("grpo-recipes", ["diagnose", "--help"], ["output_dir"]),
         ("grpo-recipes", ["chat", "--help"], ["--prompt TEXT", "Ctrl-D"]),
         ("grpo-recipes", ["export", "--help"], ["--to FOLDER"]),
-        ("grpo-recipes", ["report", "--help"], ["report.html"]),
+        ("grpo-recipes", ["report", "--help"], ["report.html", "run [run ...]"]),
         ("grpo-recipes", ["--version"], [f"grpo-recipes {__version__}"]),
         ("grpo-rewards", ["--help"], ["list", "score", "check", "convert-internlm2"]),
         *[("grpo-rewards", [verb, "--help"], ["usage"]) for verb in ("list", "score", "check", "convert-internlm2")],
@@ -334,17 +344,40 @@ def test_each_command_has_these_options_with_these_defaults(arguments: str, expe
     assert all(type(parsed[key]) is type(value) for key, value in expected.items() if not isinstance(value, Path))
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["init", "plan", "preview", "train", "evaluate", "compare", "diagnose", "report", "merge", "chat", "export"],
-)
+COMMANDS = ["init", "plan", "preview", "train", "evaluate", "compare", "diagnose", "report", "merge", "chat", "export"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_explains_every_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.parse([command, "--help"])
-    entries = re.findall(r"^  (\S.*?)(?:  +|\n +)(\S.*)$", capsys.readouterr().out, flags=re.MULTILINE)
+    described = capsys.readouterr().out.partition("\n\n")[2]
+    entries = re.findall(r"^  (\S.*\n(?:   .*\n)*)", described, flags=re.MULTILINE)
     assert entries
-    for name, explanation in entries:
-        assert len(explanation.split()) >= 2, name
+    for entry in entries:
+        name, *explanation = re.split(r"\s{2,}", entry.strip())
+        assert len(" ".join(explanation).split()) >= 2, f"{name} has no explanation"
+        option, *values = name.split()
+        # A value named after its option, such as `--limit LIMIT`, does not tell a number from a file.
+        assert option.strip("-").upper() not in {*values} - {"MODEL", "RECIPE", "SPLIT", "PATH"}, name
+
+
+def test_the_help_lists_every_command_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    listed = capsys.readouterr().out.partition("\ncommands:\n  COMMAND\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+) +\S+ \S+", listed, flags=re.MULTILINE) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_lost_output_is_a_failure_of_commands_that_write_no_file(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "parse", lambda arguments: SimpleNamespace(command=arguments[0]))
+    monkeypatch.setattr(cli, "run", lambda options: terminal.say("a result") or 0)
+    assert main([command]) == 0
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    assert main([command]) == (2 if command in ("plan", "preview", "compare", "diagnose", "chat") else 0)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,15 @@ import logging
 import os
 import shutil
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+import torch
+from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, get_scheduler
 
 from grpo_recipes import cli, quickstart, train
 from grpo_recipes.checks.checks import Machine, check
@@ -47,6 +50,13 @@ def test_every_demonstration_is_right_and_the_shares_are_as_set(conversations):
     assert shares == pytest.approx(SMALL.shares[:2], abs=0.1)
 
 
+def test_another_seed_demonstrates_other_problems():
+    shown = demonstrations(WarmStart(demonstrations=20, seed=3), PROMPTS)
+    asked = [conversation["prompt"] for conversation in shown]
+    assert asked == load(DatasetSpec("arithmetic", system_prompt="think", size=20, seed=3))["prompt"]
+    assert asked != [conversation["prompt"] for conversation in demonstrations(WarmStart(demonstrations=20), PROMPTS)]
+
+
 @pytest.mark.slow
 def test_no_held_out_problem_is_demonstrated():
     asked = {message["content"] for c in demonstrations(WarmStart(), PROMPTS) for message in c["prompt"]}
@@ -70,8 +80,23 @@ def test_the_tokenizer_survives_saving(conversations, tokenizer, tmp_path):
     assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
-def test_the_policy_has_under_a_million_parameters(tokenizer):
-    assert build_policy(tokenizer, WarmStart()).num_parameters() < 1_000_000
+def test_the_policy_is_a_narrow_qwen2_with_the_size_that_is_promised(conversations, tokenizer):
+    """Three layers of width 96 with four heads and an MLP of width 256, and one matrix for both embeddings."""
+    policy = build_policy(tokenizer, WarmStart())
+    attention = 4 * 96 * 96 + 3 * 96  # q, k, v and o, of which o has no bias
+    layer = attention + 3 * 96 * 256 + 2 * 96
+    assert policy.num_parameters() == len(tokenizer) * 96 + 3 * layer + 96
+    assert 350_000 < policy.num_parameters() < 450_000, "0.4 million"
+    config = policy.config
+    assert (config.num_attention_heads, config.bos_token_id) == (4, None)
+    assert tokenizer.convert_ids_to_tokens([config.eos_token_id, config.pad_token_id]) == [
+        "<|im_end|>",
+        "<|endoftext|>",
+    ]
+    # The usual 0.02 suits wide models. 1 / sqrt(96) is 0.102.
+    assert policy.get_input_embeddings().weight.std().item() == pytest.approx(0.12, rel=0.05)
+    texts = [tokenizer.apply_chat_template(c["prompt"] + c["completion"], tokenize=False) for c in conversations]
+    assert max(len(ids) for ids in tokenizer(texts)["input_ids"]) <= config.max_position_embeddings <= 256
 
 
 def test_demonstrations_fit_the_recipes_completion_length(conversations, tokenizer):
@@ -86,13 +111,19 @@ def test_the_shipped_recipe_passes_its_checks(tmp_path):
     assert [reward.name for reward in checked.rewards] == ["gsm8k_correctness", "well_formed"]
 
 
-def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_path):
+def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_path, capsys):
     (tmp_path / "policy" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "policy" / "model.safetensors").write_bytes(b"half")
-    monkeypatch.setattr(quickstart, "fine_tune", lambda *args: None)
+    tuned = []
+    monkeypatch.setattr(quickstart, "fine_tune", lambda *args: tuned.append(args))
     warm_start(SMALL, PROMPTS, tmp_path / "policy")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters() < 1_000_000
-    assert AutoTokenizer.from_pretrained(tmp_path / "policy").eos_token == "<|im_end|>"
+    ((_, _, conversations, settings, folder),) = tuned
+    assert (len(conversations), settings, folder) == (SMALL.demonstrations, SMALL, tmp_path / "policy")
+    parameters = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters()
+    assert parameters < 1_000_000
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    assert f"a Qwen2 of {parameters:,} parameters, {len(tokenizer)} tokens\n" in capsys.readouterr().out
+    assert tokenizer.eos_token == "<|im_end|>"
     assert not (tmp_path / "policy" / "checkpoint-1").exists()
 
 
@@ -109,6 +140,79 @@ def test_ctrl_c_in_the_warm_start_prints_one_line(monkeypatch, tmp_path, capsys)
     assert quickstart.main(["--output_dir", str(tmp_path)]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "stopped by Ctrl-C in the warm start: the same command starts again"
+
+
+class Recording:
+    """Trainer that keeps its arguments, and counts the trainings."""
+
+    made: list
+
+    def __init__(self, policy, config, **named):
+        self.config, self.named, self.trained = config, named, 0
+        self.draws_bars = not are_progress_bars_disabled()
+        self.made.append(self)
+
+    def train(self):
+        self.trained += 1
+
+
+@pytest.mark.parametrize("shows_bars", [True, False])
+def test_the_warm_start_is_one_quiet_epoch_on_the_cpu(monkeypatch, tmp_path, conversations, tokenizer, shows_bars):
+    made = []
+    monkeypatch.setattr(quickstart, "QuietTrainer", type("Made", (Recording,), {"made": made}))
+    (enable_progress_bars if shows_bars else disable_progress_bars)()
+    try:
+        quickstart.fine_tune(None, tokenizer, conversations[:8], replace(SMALL, seed=3, batch_size=4), tmp_path / "run")
+        assert are_progress_bars_disabled() != shows_bars, "as before"
+    finally:
+        enable_progress_bars()
+    (trainer,) = made
+    config = trainer.config
+    assert trainer.trained == 1
+    assert not trainer.draws_bars, "tokenization would draw four bars"
+    assert trainer.named["train_dataset"].to_list() == conversations[:8]
+    assert trainer.named["processing_class"] is tokenizer
+    assert (config.output_dir, config.seed, config.per_device_train_batch_size) == (str(tmp_path / "run"), 3, 4)
+    assert (config.num_train_epochs, config.learning_rate) == (1, SMALL.learning_rate)
+    assert config.max_length is None, "no solution is cut"
+    assert not config.bf16, "a CPU without bfloat16 trains too"
+    assert not config.gradient_checkpointing
+    assert config.use_cpu
+    assert (config.logging_strategy, config.save_strategy, config.report_to) == ("no", "no", [])
+    # The rate rises in 50 steps and falls by a cosine: to half of its peak in the middle of the rest, and to 0.
+    steps = 250
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_scheduler(config.lr_scheduler_type, optimizer, config.get_warmup_steps(steps), steps)
+    shares = []
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+        shares.append(schedule.get_last_lr()[0])
+    assert [shares[step - 1] for step in (25, 50, 150, 250)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
+
+
+def test_an_earlier_run_is_replaced_and_the_options_have_defaults(staged, monkeypatch, tmp_path, capsys):
+    (tmp_path / "grpo-seed0").mkdir()
+    (tmp_path / "grpo-seed0" / "old").write_text("an earlier run")
+    assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
+    assert not (tmp_path / "grpo-seed0" / "old").exists()
+    said = capsys.readouterr().out
+    assert f"\nreplacing the earlier run in {tmp_path}/grpo-seed0\n" in said
+    assert "\n  strict " in said
+    assert "\n  lenient " in said
+    commands = [line for line in said.splitlines() if f" {tmp_path}/grpo-seed0" in line][-2:]
+    assert [command.split()[-2] for command in commands] == ["report", "diagnose"]
+    defaults = quickstart._parse_arguments([])
+    assert (defaults.seed, defaults.output_dir) == (0, Path("runs/quickstart"))
+    given = quickstart._parse_arguments(["--seed", "3", "--output_dir", "x"])
+    assert (given.seed, given.output_dir) == (3, Path("x"))
+    with pytest.raises(SystemExit):
+        quickstart.main(["--help"])
+    described = " ".join(capsys.readouterr().out.split())
+    assert described.startswith("usage: python -m grpo_recipes.quickstart [-h] [--seed SEED]")
+    assert "Watch GRPO raise a tiny model's accuracy on a CPU." in described
+    assert "demonstrations and GRPO (default: 0)" in described
+    assert "folder for all files (default: runs/quickstart)" in described
 
 
 def test_ctrl_c_between_the_phases_prints_one_line(monkeypatch, tmp_path, capsys):

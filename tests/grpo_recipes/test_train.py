@@ -805,7 +805,12 @@ def test_an_error_after_the_training_is_a_warning_without_secrets(
 
 @pytest.mark.parametrize(
     ("rewards", "change"),
-    [([], ""), ([0.25], ", reward 0.250 -> 0.250"), ([0.1, None, 0.5, 1.23456], ", reward 0.100 -> 1.235")],
+    [
+        ([], ""),
+        ([0.25], ", reward 0.250 -> 0.250"),
+        ([0.1, None, 0.5, 1.23456], ", reward 0.100 -> 1.235"),
+        ([0.0, 0.5, 0.0], ", reward 0.000 -> 0.000"),
+    ],
 )
 def test_the_summary_of_a_run(rewards: list[float | None], change: str) -> None:
     history = [{"loss": 1.0}, *({"reward": reward} for reward in rewards)]

@@ -1,11 +1,13 @@
 """Rewards of a recipe in an evaluation: mean scores with intervals, pass rates, and rewards that must not be called."""
 
+import itertools
 import json
 import logging
 import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -199,6 +201,10 @@ def test_rewards_whose_specs_differ_are_not_compared(evaluated: Callable, tmp_pa
         evaluate.compare(tmp_path / "e", tmp_path / "f")
     evaluated([{**CORRECT, "weight": 0.5}], name="g")
     assert "gsm8k_correctness" in evaluate.compare(tmp_path / "e", tmp_path / "g")["rewards"]
+    evaluated([CORRECT, "repetition"], name="h")
+    evaluated([CORRECT, {"name": "repetition", "kwargs": {"ngram": 2}}], name="i")
+    for first, second in (("h", "i"), ("i", "h")):
+        assert list(evaluate.compare(tmp_path / first, tmp_path / second)["rewards"]) == ["gsm8k_correctness"]
 
 
 @pytest.mark.parametrize(
@@ -349,3 +355,129 @@ def test_a_strictly_right_answer_may_be_written_in_another_form(specs: list[str]
     rewards = accuracy.strict_rewards(specs, ("think", "answer"))
     texts = [f"<think>\nx\n</think>\n<answer>\n{answer}\n</answer>" for answer in ("1000", "1,000.0", "1001")]
     assert accuracy.is_right(rewards, texts, {"answer": ["1000"] * 3}) == [True, True, False]
+
+
+THINK_ANSWER = ("think", "answer")
+
+
+def strict_names(specs: list[Any], **options: Any) -> list[str]:
+    return sorted(reward.name for reward in accuracy.strict_rewards(specs, THINK_ANSWER, **options))
+
+
+@pytest.mark.parametrize(
+    ("specs", "names"),
+    [
+        ([], ["gsm8k_correctness", "well_formed"]),
+        (["gsm8k_correctness"], ["gsm8k_correctness"]),
+        (["well_formed"], ["gsm8k_correctness", "well_formed"]),
+        ([{"name": "gsm8k_correctness", "weight": 0.1}, "well_formed"], ["gsm8k_correctness", "well_formed"]),
+        ([{"name": "well_formed", "weight": 0}, "gsm8k_correctness"], ["gsm8k_correctness"]),
+        ([{"name": "well_formed", "weight": -1.0}, "gsm8k_correctness"], ["gsm8k_correctness"]),
+        ([{"name": "sum", "rewards": ["gsm8k_correctness", {"name": "well_formed", "weight": 0.5}]}],
+         ["gsm8k_correctness", "well_formed"]),
+        ([{"name": "sum", "rewards": ["gsm8k_correctness", "well_formed"], "weight": 0}],
+         ["gsm8k_correctness", "well_formed"]),  # as without any reward
+        (["trl.rewards.think_format_reward"], ["gsm8k_correctness", "think_format_reward"]),
+        (["trl.rewards.accuracy_reward", "well_formed"], ["gsm8k_correctness", "well_formed"]),
+        (["my.rewards.accuracy_reward", "well_formed"], ["gsm8k_correctness", "well_formed"]),
+        (["gsm8k_correctness", "gsm8k_correctness"], ["gsm8k_correctness"]),
+    ],
+)  # fmt: skip
+def test_strict_accuracy_is_decided_by_correctness_and_format_with_a_positive_weight(
+    specs: list[Any], names: list[str]
+) -> None:
+    assert strict_names(specs) == names
+    assert accuracy.has_correctness(specs) == any("correctness" in str(spec) or "trl.rewards.accuracy" in str(spec)
+                                                  for spec in specs if "'weight': 0}" not in str(spec))  # fmt: skip
+
+
+def test_tags_of_the_command_replace_those_of_the_recipe() -> None:
+    specs = [{"name": "well_formed", "kwargs": {"tags": ["a", "b"]}}]
+    text = "<x>\n1\n</x>\n<y>\n2\n</y>"
+    for override, right in ((True, [True]), (False, [False])):
+        rewards = accuracy.strict_rewards(specs, ("x", "y"), override_tags=override)
+        (form,) = [reward for reward in rewards if reward.kind == "format"]
+        assert accuracy.is_right([form], [text], {}) == right
+    default, form = accuracy.strict_rewards([], ("x", "y"))
+    assert accuracy.is_right([form], [text], {}) == [True]
+    assert accuracy.is_right([default], [text, text], {"answer": ["2", "1"]}) == [True, False]
+    with pytest.raises(ValueError, match="tag"):
+        accuracy.strict_rewards([], ("x", "x"))
+
+
+def test_the_columns_and_the_mark_are_those_of_the_first_correctness_reward() -> None:
+    specs = ["well_formed", {"name": "gsm8k_correctness", "kwargs": {"gold_column": "gold", "decimal": "comma"}}]
+    rewards = accuracy.strict_rewards(specs, THINK_ANSWER)
+    assert (accuracy.gold_column(rewards), accuracy.decimal(rewards)) == ("gold", "comma")
+    plain = accuracy.strict_rewards(["gsm8k_correctness"], THINK_ANSWER)
+    assert (accuracy.gold_column(plain), accuracy.decimal(plain)) == ("answer", "point")
+    texts = ["<answer>5</answer>", "so the answer is #### 7", "no number"]
+    columns = {"answer": ["5", "7", "9"]}
+    assert accuracy.stated_answers(plain, texts, columns, THINK_ANSWER) == ["5", "7", None]
+    assert accuracy.can_score(plain, 3, {"answer": ["5", None, "7"]}) == [True, False, True]
+
+
+def test_what_strict_accuracy_requires_is_told_without_control_characters() -> None:
+    described = accuracy.describe([{"pay_exact": 1, "extract": "a\x1bb"}, {"name": "well_formed"}])
+    assert described == "right by `extract: a\\x1bb` and full pay of `well_formed`"
+
+
+def test_a_reward_is_called_as_a_trainer_calls_it() -> None:
+    """A completion of a conversation is messages, and one of a text is text. A coroutine is awaited."""
+    seen: list[Any] = []
+
+    async def scores(**given: Any) -> list[Any]:
+        seen.append(given)
+        return [1, None, 0.5]
+
+    reward = accuracy.MeasuredReward("mine", scores, None)
+    turns, called = [{"role": "user", "content": "q"}], [{"role": "tool", "content": "r"}]
+    found = reward.scores(["p", turns, turns], ["a", "b", called], {"answer": ["1", "2", "3"]})
+    assert found == [1.0, None, 0.5]
+    assert isinstance(found[0], float)
+    expected = ["a", [{"role": "assistant", "content": "b"}], called]
+    assert seen == [{"prompts": ["p", turns, turns], "completions": expected, "answer": ["1", "2", "3"]}]
+    with pytest.raises(ValueError, match="zip"):
+        reward.scores(["p"], ["a", "b", "c"], {})
+
+
+def test_a_reward_is_tried_on_a_row_with_as_many_empty_completions_as_are_sampled() -> None:
+    seen: list[Any] = []
+
+    def scores(prompts: list[Any], completions: list[Any], answer: list[str]) -> list[float]:
+        seen.append((prompts, completions, answer))
+        return [0.0] * len(prompts)
+
+    reward = accuracy.MeasuredReward("mine", scores, None)
+    assert reward.fails_on({"prompt": "p", "answer": "7"}, 3) is None
+    assert seen == [(["p"] * 3, [""] * 3, ["7"] * 3)]
+    assert reward.fails_on({"prompt": "p"}, 1).startswith("TypeError: ")
+
+
+def test_only_a_correctness_reward_has_a_share_of_passes() -> None:
+    specs: list[Any] = [{"name": "gsm8k_correctness", "weight": 3.0, "alias": "right"}, "well_formed"]
+    measured, skipped = accuracy.measurable_rewards(specs, {"prompt": "p", "answer": "1"}, 2, is_trusted=True)
+    assert skipped == []
+    assert [(one.name, one.spec) for one in measured] == [
+        ("right", {"name": "gsm8k_correctness", "alias": "right"}), ("well_formed", {"name": "well_formed"}),
+    ]  # fmt: skip
+    assert list(accuracy.reward_columns(measured)) == ["reward/right", "passed/right", "reward/well_formed"]
+    text = "<think>\n1\n</think>\n<answer>\n1\n</answer>"
+    values = accuracy.reward_values(measured, ["p", "p"], [text, "no"], {"answer": ["1", "1"]})
+    assert values["passed/right"] == [True, False]
+    assert list(values["reward/well_formed"]) == [1.0, 0.0]
+    assert list(values) == ["reward/right", "passed/right", "reward/well_formed"]
+
+
+def test_a_reward_of_whole_groups_needs_several_samples_and_a_judge_needs_trust() -> None:
+    def built(kind: str, *, groups: bool) -> Any:
+        declared = SimpleNamespace(kind=kind)
+        return SimpleNamespace(declared=declared, kind=kind, needs_whole_groups=groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accuracy, "leaves", lambda rewards: rewards)
+        for groups, samples, trusted in itertools.product((False, True), (1, 2), (False, True)):
+            judge = accuracy._obstacle(built("judge", groups=groups), samples, is_trusted=trusted)
+            other = accuracy._obstacle(built("other", groups=groups), samples, is_trusted=trusted)
+            assert (judge is None) == trusted
+            assert (other is None) == (samples > 1 or not groups)

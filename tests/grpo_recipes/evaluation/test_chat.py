@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,11 +181,14 @@ def test_a_conversation_continues_until_an_empty_line(talk: Scripted, capsys: An
     assert "a new conversation" in captured.err
 
 
-def test_each_line_is_one_prompt_for_a_model_of_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_is_one_prompt_for_a_model_of_plain_text(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     talk = Scripted(monkeypatch, Prompting(system="Be brief.", is_text=True))
     talk.script = ["one", "two"]
     converse(talk.chat, asked("a", "b"))
     assert talk.prompts == ["Be brief.\na", "Be brief.\nb"]
+    capsys.readouterr()
+    converse(talk.chat, asked(""))
+    assert capsys.readouterr().err == "", "no line continues another"
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_printed(talk: Scripted, capsys: Any) -> None:
@@ -212,6 +217,22 @@ def test_a_refused_message_is_not_in_the_conversation(talk: Scripted, capsys: An
     said = capsys.readouterr().err
     assert "the model's context has 128: begin a new conversation with an empty line" in said
     assert "the message is not UTF-8" in said
+
+
+@pytest.mark.parametrize(("temperature", "draws"), [(0.0, False), (0.5, True)])
+def test_the_filters_of_sampling_are_left_out_of_greedy_decoding(
+    temperature: float, draws: bool, talk: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    generate = talk.chat.model.generate
+    monkeypatch.setattr(talk.chat.model, "generate", lambda **options: seen.append(options) or generate(**options))
+    talk.chat.settings = replace(talk.chat.settings, temperature=temperature)
+    talk.chat.sampling = {"top_p": 0.25, "temperature": 9.0}
+    talk.script = ["one"]
+    talk.chat.answer("x")
+    assert (seen[0].get("top_p") == 0.25) == draws
+    if draws:
+        assert seen[0]["temperature"] == 0.5
 
 
 def test_an_answer_fits_into_the_context(talk: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,3 +353,114 @@ def test_a_checkpoint_that_is_the_working_folder_has_its_runs_recipe(
     (tmp_path / "run.json").write_text(json.dumps({"recipe": {}, "config": {"temperature": 0.25}}))
     monkeypatch.chdir(tmp_path / "checkpoint-2")
     assert chat.recipe_of(".")["temperature"] == 0.25
+
+
+def test_the_first_lines_tell_how_lines_are_read_and_answers_sampled(talk: Scripted, capsys: Any) -> None:
+    chat._introduce("runs/a", talk.chat)
+    assert capsys.readouterr() == (
+        "",
+        "runs/a: each line continues the conversation, and an empty line begins a new one\n"
+        "system prompt: Be brief.; temperature 0, at most 100 tokens; Ctrl-C stops an answer, Ctrl-D leaves\n",
+    )
+    for system, shown in ((None, "none"), ("x\n" * 99, "x " * 38 + "x...")):
+        talk.chat.prompting = Prompting(system=system, is_text=True)
+        chat._introduce("runs/a", talk.chat)
+        first, second = capsys.readouterr().err.splitlines()
+        assert first == "runs/a: each line is a plain-text prompt, as in training, and the model sees no earlier line"
+        assert second.startswith(f"system prompt: {shown}; temperature 0, ")
+
+
+@pytest.mark.parametrize(("prompt", "asks"), [("hello", False), (None, True), ("", False)])
+def test_a_prompt_is_answered_once_and_lines_are_otherwise(
+    prompt: str | None, asks: bool, monkeypatch: pytest.MonkeyPatch, tiny_model: Path, capsys: Any
+) -> None:
+    answered, conversed = [], []
+    monkeypatch.setattr(Chat, "answer", lambda self, text: answered.append(text))
+    monkeypatch.setattr(chat, "converse", lambda talk, ask: conversed.append(ask))
+    request = chat.Request(model=str(tiny_model), recipe="quickstart", prompt=prompt)
+    if prompt == "":
+        with pytest.raises(UserError, match="^--prompt is empty: write a message$"):
+            chat.chat(request)
+        return
+    chat.chat(request)
+    assert (answered, conversed) == (([], [chat._line]) if asks else ([prompt], []))
+    assert ("Ctrl-D leaves" in capsys.readouterr().err) == asks
+
+
+@pytest.mark.parametrize(
+    ("options", "recipe", "expected"),
+    [
+        ({}, {}, (0.7, 512, 0)),
+        ({}, {"max_completion_length": 9}, (0.7, 9, 0)),
+        ({"temperature": 0.0, "max_new_tokens": 5, "seed": 3}, {"max_completion_length": 9}, (0.0, 5, 3)),
+    ],
+)
+def test_options_replace_the_recipes_sampling(
+    options: dict[str, Any], recipe: dict[str, Any], expected: tuple[float, int, int]
+) -> None:
+    settings = chat._settings(chat.Request(model="m", **options), recipe, 0.7)
+    assert (settings.temperature, settings.max_new_tokens, settings.seed) == expected
+    assert settings.strict is None
+    stop = {"generation_kwargs": {"stop": ["x"]}}
+    assert list(chat._settings(chat.Request(model="m"), stop, 1.0).stop) == ["x"]
+
+
+def test_options_replace_the_system_prompt_and_the_form_of_prompts() -> None:
+    recipe = {"dataset": {"name": "gsm8k", "system_prompt": "Be brief.", "prompt_format": "text"}}
+    request = chat.Request(model="m")
+    assert (chat._prompting(request, recipe).system, chat._prompting(request, recipe).is_text) == ("Be brief.", True)
+    changed = chat.Request(model="m", system_prompt="Be long.", prompt_format="conversational")
+    found = chat._prompting(changed, recipe)
+    assert (found.system, found.is_text) == ("Be long.", False)
+    assert chat._prompting(request, {}).is_text is None, "the tokenizer decides"
+
+
+def test_the_tokenizer_decides_the_form_of_prompts_that_no_recipe_has() -> None:
+    with_template, without = chat_tokenizer(), byte_tokenizer()
+    without.chat_template = None
+    assert [chat._with_format(Prompting(), one, "m").is_text for one in (with_template, without)] == [False, True]
+    assert chat._with_format(Prompting(is_text=True), without, "m").is_text is True
+    assert chat._with_format(Prompting(is_text=False), with_template, "m").is_text is False
+    with pytest.raises(UserError, match="m: its tokenizer has no chat template: give --prompt_format text"):
+        chat._with_format(Prompting(is_text=False), without, "m")
+
+
+def test_a_model_without_a_known_context_answers_up_to_the_limit(
+    talk: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [talk.chat._room(length) for length in (1, 28, 29, 127)] == [100, 100, 99, 1]
+    with pytest.raises(UserError, match="the prompt has 128 tokens, and the model's context has 128: write a shorter"):
+        talk.chat._room(128)
+    config = SimpleNamespace(get_text_config=SimpleNamespace)
+    monkeypatch.setattr(talk.chat, "model", SimpleNamespace(config=config))
+    assert talk.chat._room(5_000) == 100
+
+
+def test_an_answer_that_is_cut_is_noted_with_its_length(talk: Scripted, capsys: Any) -> None:
+    chat._note_cut(talk.chat)
+    assert capsys.readouterr().err == ""
+    talk.chat.cut_at = 7
+    chat._note_cut(talk.chat)
+    assert capsys.readouterr().err == "(cut at 7 tokens: --max_new_tokens raises the limit)\n"
+
+
+def test_input_in_another_encoding_is_refused_and_an_empty_answer_begins_nothing(
+    talk: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def undecodable(prompt: str) -> str:
+        assert prompt == "", "no prompt without a terminal"
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr("builtins.input", undecodable)
+    with pytest.raises(UserError, match="standard input is not utf-8: write it in this encoding"):
+        chat._line()
+    converse(talk.chat, asked("", "  "))
+    assert capsys.readouterr().err == "", "there was no conversation to end"
+
+
+def test_tools_need_messages_and_no_environment() -> None:
+    request = chat.Request(model="m")
+    with pytest.raises(UserError, match="`environment_factory`: an environment begins with a row of a dataset"):
+        chat._tools(request, {"environment_factory": "x"})
+    with pytest.raises(UserError, match="`tools` needs messages, and the prompts are text: leave out --prompt_format"):
+        chat._tool_turns(None, "m", Prompting(is_text=True), "tried")

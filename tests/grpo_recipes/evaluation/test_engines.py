@@ -306,3 +306,100 @@ def test_a_hub_that_does_not_answer_is_not_asked_for_a_dtype(
         "org/model": {"local_files_only": local_only, "trust_remote_code": False},
         str(tmp_path): {"local_files_only": True, "trust_remote_code": False},
     }
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (None, {}),
+        ({"load_in_8bit": True}, {"quantization": "8 bits"}),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"quantization": "4 bits (nf4)"}),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+            {"quantization": "4 bits (fp4, nested)"},
+        ),
+    ],
+)
+def test_the_record_of_an_evaluation_tells_how_the_base_is_quantized(
+    config: dict[str, Any] | None, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = transformers.BitsAndBytesConfig(**config) if config else None
+    monkeypatch.setattr(engines, "trained_quantization", lambda folder: found)
+    assert engines.quantization_of(str(tmp_path)) == {}, "no adapter"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert engines.quantization_of(str(tmp_path)) == expected
+
+
+def test_a_record_that_describes_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record: list[Any] = [None]
+    monkeypatch.setattr(engines, "record_of_model", lambda folder: record[0])
+    monkeypatch.setattr(engines, "missing_quantization", lambda recipe: [])
+    assert engines.trained_quantization(tmp_path) is None
+    record[0] = {"recipe": {"model_name_or_path": "m", "max_steps": 3}}
+    assert engines.trained_quantization(tmp_path) is None, "the base was not quantized"
+    record[0] = {"recipe": {"load_in_4bit": True, "bnb_4bit_quant_type": 7}}
+    with pytest.raises(UserError, match="its run.json describes no model .*: restore the file"):
+        engines.trained_quantization(tmp_path)
+    monkeypatch.setattr(engines, "missing_quantization", lambda recipe: ["bitsandbytes is missing"])
+    with pytest.raises(UserError, match="was trained on a quantized base: bitsandbytes is missing"):
+        engines.trained_quantization(tmp_path)
+
+
+def test_a_tokenizer_pads_with_its_end_token_if_it_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pad, end, expected in (("<pad>", "<end>", "<pad>"), (None, "<end>", "<end>")):
+        tokenizer = SimpleNamespace(pad_token=pad, eos_token=end)
+        monkeypatch.setattr(engines, "saved_tokenizer", lambda *given, tokenizer=tokenizer: tokenizer)
+        assert engines.load_tokenizer("m").pad_token == expected
+    monkeypatch.setattr(engines, "saved_tokenizer", lambda *given: SimpleNamespace(pad_token=None, eos_token=None))
+    with pytest.raises(UserError, match="m: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in"):
+        engines.load_tokenizer("m")
+
+
+def test_a_model_without_published_settings_has_those_of_its_configuration(tmp_path: Path) -> None:
+    folder = save_policy(tmp_path / "m", eos_token_id=7)
+    (folder / "generation_config.json").unlink()
+    assert engines.published_config(str(folder)).eos_token_id == 7
+
+
+def test_a_model_without_positions_reads_any_number_of_tokens() -> None:
+    model = policy()
+    assert Transformers(model, byte_tokenizer()).positions == model.config.max_position_embeddings
+    endless = SimpleNamespace(config=SimpleNamespace())
+    assert Transformers(endless, None).positions == float("inf")
+
+
+def test_each_completion_is_as_long_as_its_row_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    engine = Transformers(policy(), byte_tokenizer())
+
+    def generated(prompts: list[list[int]], settings: Settings) -> list[list[int]]:
+        lengths.append(settings.max_new_tokens)
+        return [[1, 2, 3, 4, 5] for _ in prompts]
+
+    monkeypatch.setattr(engine, "generate_padded", generated)
+    settings = Settings(max_new_tokens=9, strict=None)
+    assert engine.generate([[1], [2], [3]], settings, [2, 5, 4]) == [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    assert engine.generate([[1]], settings) == [[1, 2, 3, 4, 5]]
+    assert lengths == [5, 9]
+
+
+def test_the_dtype_of_a_model_is_that_of_its_file_or_unknown(tmp_path: Path) -> None:
+    folder = save_policy(tmp_path / "m")
+    assert engines.checkpoint_dtype(str(folder)) == "float32"
+    config = json.loads((folder / "config.json").read_text())
+    for name in ("dtype", "torch_dtype"):
+        config.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert engines.checkpoint_dtype(str(folder)) is None
+
+
+def test_a_folder_that_does_not_exist_is_named() -> None:
+    with pytest.raises(UserError, match="^./runs/none: the model can't be loaded: there is no such folder"):
+        engines.check_model("./runs/none")
+
+
+def test_a_turn_that_was_not_recorded_is_not_compared() -> None:
+    engine = Transformers(policy(), byte_tokenizer())
+    assert engine._mismatch({}, [], None) == ""
+    assert engine._mismatch({}, [], SimpleNamespace(declined="too wide", log_probs=[0.0])) == ""
+    assert engine._mismatch({}, [], SimpleNamespace(declined="", log_probs=None)) == ""

@@ -292,10 +292,23 @@ def test_golds_that_are_no_labels_have_no_confusion_matrix(golds: list[str]) -> 
     assert confusion(answered(*[(gold, gold) for gold in golds])) is None
 
 
+def test_a_label_may_have_60_characters_and_there_may_be_20() -> None:
+    long = confusion(answered(*[("a", "a"), ("b" * 60, "b" * 60)] * 5))
+    assert long["names"] == ["a", "b" * 60]
+    many = confusion(answered(*[(f"label {place:02}", None) for place in range(20)] * 5))
+    assert len(many["names"]) == 20
+
+
 def test_the_terminal_shows_the_matrix_and_each_label() -> None:
     labels = confusion(answered(*[("yes", "no")] * 5, *[("no", "no")] * 5))
-    parts = describe({"problems": 10, "settings": {"samples": 1}, "labels": labels})
-    lines = [line.split() for line in rendered(parts).splitlines()]
+    shares = {"strict": share(5, 10).as_dict(), "lenient": share(6, 10).as_dict()}
+    parts = describe({"problems": 10, "settings": {"samples": 1, "strict": []}, **shares, "labels": labels})
+    said = rendered(parts).splitlines()
+    lines = [line.split() for line in said]
+    assert lines[0][:2] == ["10", "problems,"], "the matrix follows the shares"
+    assert ["label", "problems", "accuracy"] in lines
+    matrix = next(place for place, line in enumerate(lines) if line[:1] == ["gold"])
+    assert {len(line.rstrip()) for line in said[matrix : matrix + 3]} == {len(said[matrix])}, "numbers end in a column"
     assert ["gold", "no", "yes", "no", "label"] in lines
     assert ["yes", "5", "0", "0"] in lines
     assert ["no", "5", "1.000", "[0.478,", "1.000]"] in lines, "the exact interval of 5 of 5"

@@ -240,6 +240,13 @@ def test_three_completions_have_pass_at_1_2_and_3() -> None:
     }
 
 
+def test_the_numbers_of_draws_double_and_end_with_all_samples() -> None:
+    for samples, draws in ((2, "1 2"), (8, "1 2 4 8"), (11, "1 2 4 8 11")):
+        rows = pd.DataFrame({"problem": 0, "prompt": "a", "gold": "7", "answer": "7", "strict": [True] * samples})
+        found = summarise(rows.assign(lenient=True))
+        assert " ".join(found["pass_at"]) == draws
+
+
 def test_two_small_evaluations_are_compared_by_hand() -> None:
     first = table().iloc[::2]  # strictly right: 1, 1, 0, 0
     second = table(strict=True).iloc[::2].assign(**{"reward/right": [1.0, 0.0, 2.0, 1.0], "passed/right": True})
@@ -358,3 +365,41 @@ def test_the_terminal_shows_two_evaluations_and_the_sign_of_their_difference() -
     (shown,) = (part for part in parts if isinstance(part, Table))
     colours = [cell.style for row in shown.rows for cell in row if isinstance(cell, Cell)]
     assert colours == ["good", "", "bad", "good"]
+
+
+def test_a_p_value_is_that_of_an_interval_which_includes_0_though_the_sign_test_rejects() -> None:
+    """Seven of eleven problems gain up to a quarter, so that the signs alone are clearer than the mean."""
+    before = [0.125, 0.25, 0.25, 0.5, 0.875, 0.375, 0.75, 1.0, 0.375, 0.875, 0.0]
+    after = [0.125, 0.375, 0.25, 0.625, 0.875, 0.625, 1.0, 1.0, 0.375, 1.0, 0.25]
+    found = paired_difference(before, after)
+    z = NormalDist().inv_cdf(0.975)
+    centre, error = (found.low + found.high) / 2, (found.high - found.low) / (2 * z)
+    assert found.low < 0 < centre
+    assert found.p == pytest.approx(2 * NormalDist().cdf(-centre / error))
+    assert 0.05 < found.p < 0.052
+    lost = paired_difference(after, before)
+    assert (lost.value, lost.low, lost.high, lost.p) == pytest.approx((-found.value, -found.high, -found.low, found.p))
+
+
+def test_only_what_both_evaluations_measured_is_compared() -> None:
+    """A reward that one side lacks, or that scored a single problem, hides no other."""
+    first = table().iloc[::2].assign(**{"reward/mine": 1.0, "reward/rare": [1.0, math.nan, math.nan, math.nan]})
+    first["reward/zero"] = [0.0, 1.0, 0.0, 1.0]
+    second = first.drop(columns=["reward/mine", "passed/right"])
+    found = compare_tables(first, second)
+    assert list(found["rewards"]) == ["right", "zero"]
+    assert "passed" not in found["rewards"]["right"]
+    assert found["rewards"]["zero"]["mean"]["first"]["value"] == 0.5
+    without = first.drop(columns=["strict", "lenient"])
+    for one, other in ((first, without), (without, first)):
+        assert compare_tables(one, other).keys() == {"rewards"}
+    rewards = [column for column in first.columns if column.startswith("reward/")]
+    assert compare_tables(first.drop(columns=rewards), first).keys() == {"strict", "lenient", "mcnemar"}
+
+
+def test_golds_that_are_labels_have_their_confusion_matrix_in_the_summary() -> None:
+    golds = ["yes"] * 5 + ["no"] * 5
+    rows = pd.DataFrame({"problem": range(10), "prompt": range(10), "gold": golds, "answer": golds})
+    found = summarise(rows.assign(strict=True, lenient=True))
+    assert found["labels"]["answers"] == [[5, 0, 0], [0, 5, 0]]
+    assert "labels" not in summarise(rows.assign(strict=True, lenient=True, gold="yes"))

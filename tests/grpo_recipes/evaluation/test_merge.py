@@ -1,6 +1,7 @@
 """`grpo-recipes merge`: the merged model computes what base and adapter compute, and loads like any other model."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,3 +206,48 @@ def test_a_card_that_is_none_is_named(tmp_path: Path, card: str) -> None:
 
 def test_a_folder_may_have_no_card(tmp_path: Path) -> None:
     assert merge._card(tmp_path) is None
+
+
+def test_what_holds_no_adapter_is_not_merged(policy: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none holds no adapter, because there is no such folder"):
+        merge.merge(tmp_path / "none", tmp_path / "out")
+    with pytest.raises(UserError, match="holds no adapter .no adapter_config.json.: a full model needs no merging"):
+        merge.merge(policy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_above_that_takes_no_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def refuses(*, dir: Path) -> None:
+        asked.append(dir)
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(merge.tempfile, "TemporaryDirectory", refuses)
+    above = re.escape(str(tmp_path))
+    says = rf"^--output {above}/a/b can't be made, because {above} can't be written \(Read-only file system\): name ano"
+    with pytest.raises(UserError, match=says):
+        merge.check_output("--output", tmp_path / "a" / "b", tmp_path / "run", may_exist=False)
+    assert asked == [tmp_path]
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (OSError(13, "Permission denied"), "name another folder"),
+        (OSError(28, "No space left on device"), "free space, or name another folder"),
+        (OSError(122, "Disk quota exceeded"), "free space, or name another folder"),
+        (OSError(27, "File too large"), "free space, or name another folder"),
+        (OSError("unknown"), "free space, or name another folder"),
+    ],
+)
+def test_a_model_that_can_not_be_written_leaves_nothing(error: OSError, fix: str, tmp_path: Path) -> None:
+    def fails(place: Path) -> None:
+        place.mkdir()
+        raise error
+
+    model = SimpleNamespace(save_pretrained=fails)
+    with pytest.raises(UserError) as raised:
+        merge.write_model(tmp_path / "out", model, None, {})
+    assert str(raised.value).endswith(f"): {fix}")
+    assert list(tmp_path.iterdir()) == []

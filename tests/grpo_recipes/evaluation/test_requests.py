@@ -58,6 +58,9 @@ def spec(trained: dict[str, Any], **options: Any) -> dict[str, Any]:
 GSM8K = {"name": "gsm8k", "split": "test", "system_prompt": "reasoning"}
 
 
+SEVERAL = [{"path": "b.jsonl", "split": "train"}, {"path": "c.jsonl", "split": "train"}]
+
+
 @pytest.mark.parametrize(
     ("trained", "options", "expected"),
     [
@@ -75,6 +78,9 @@ GSM8K = {"name": "gsm8k", "split": "test", "system_prompt": "reasoning"}
         ({"path": "a.jsonl", "eval_share": 0.5}, {}, {"path": "a.jsonl", "split": "train", "eval_share": 0.5}),
         ({"path": "a.jsonl", "eval_share": 0.5}, {"split": "x"}, {"path": "a.jsonl", "split": "x"}),
         ({"path": "a.jsonl", "eval_share": 0.5}, {"path": "b.jsonl"}, {"path": "b.jsonl", "split": "test"}),
+        # Several files have no split of their own.
+        ({"path": ["a.jsonl", "b.jsonl"], "eval_path": "c.jsonl"}, {}, {"path": "c.jsonl", "split": "test"}),
+        ({"path": "a.jsonl", "eval_path": ["b.jsonl", "c.jsonl"]}, {}, {"path": SEVERAL, "split": "train"}),
     ],
 )
 def test_the_rows_are_those_that_the_run_was_not_trained_on(trained: Any, options: Any, expected: Any) -> None:
@@ -245,3 +251,34 @@ def test_the_command_and_python_have_the_same_defaults(command: str, monkeypatch
         cli.main([command, "m"])
     (request,) = caught.value.args
     assert request == (Request if command == "evaluate" else chat.Request)(model="m")
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "difference"),
+    [
+        ({"model": "a", "weights": {"x": 1}}, {"model": "b", "weights": {"x": 1}}, None),
+        ({"model": "a", "weights": {"x": 1}}, {"model": "b", "weights": {"x": 2}}, "model was 'a' and is now 'b'"),
+        ({"model": "a"}, {"model": "b"}, "model was 'a' and is now 'b'"),
+        ({"dataset": {"model": "a"}, "weights": 1}, {"dataset": {"model": "b"}, "weights": 1},
+         "dataset.model was 'a' and is now 'b'"),
+        ({"settings": {"stop": ["x"]}}, {"settings": {}}, "settings.stop was ['x'] and is now None"),
+        ({}, {"rows": {"prompt": "1"}}, "it does not record `rows`"),
+        ({"rows": {"prompt": "2"}}, {"rows": {"prompt": "1"}}, "the problems have changed since"),
+    ],
+)  # fmt: skip
+def test_the_first_difference_of_two_evaluations_is_named(
+    found: dict[str, Any], asked: dict[str, Any], difference: str | None
+) -> None:
+    assert evaluate._difference(found, asked) == difference
+
+
+def test_a_result_that_another_process_has_finished_meanwhile_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = iter([None, {"strict": 1}])
+    monkeypatch.setattr(evaluate, "_golds", lambda *given: None)
+    monkeypatch.setattr(evaluate, "_identity", lambda *given: {})
+    monkeypatch.setattr(evaluate, "_finished", lambda *given: next(results))
+    settings = Settings(strict=None)
+    found = evaluate.evaluate_into(tmp_path / "e", lambda *given: pytest.fail("nothing is left"), [], settings, {})
+    assert found == {"strict": 1}

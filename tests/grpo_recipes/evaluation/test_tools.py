@@ -526,3 +526,52 @@ def test_an_environment_pays_its_own_rows() -> None:
         pass
 
     assert _scores_of(Paying, [Paying(), Child(), None]) == [0.5, None, None]
+
+
+def test_an_evaluation_is_recognised_by_what_its_recipe_names_alone() -> None:
+    recipe = {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 2}
+    tools = tools_of(recipe, is_trusted=True)
+    assert tools is not None
+    assert tools.identity.keys() == {"tools", "tool_limits", "max_tool_calling_iterations"}
+    assert tools_of({}, is_trusted=True) is None
+    with pytest.raises(UserError, match="`max_tool_calling_iterations` is 0: set it to at least 1"):
+        tools_of({**recipe, "max_tool_calling_iterations": 0}, is_trusted=True)
+
+
+def test_each_row_has_an_instance_of_its_own_environment_which_later_batches_use_again() -> None:
+    made: list[str] = []
+
+    def factory(name: str) -> Any:
+        return SimpleNamespace(name=name, factory=lambda: made.append(name) or f"{name} {len(made)}")
+
+    toolset = SimpleNamespace(is_routed=True, environments=[factory("a"), factory("b")])
+    tools: Any = SimpleNamespace(toolset=toolset, limits=SimpleNamespace(failures=None))
+    rollouts = Rollouts(tools, lambda: pytest.fail("no turn is played"), lambda: pytest.fail("no model is loaded"))
+    rows = [{"environment": name} for name in "aba"]
+    assert list(rollouts.environments(rows)) == ["a 1", "b 2", "a 3"]
+    assert list(rollouts.environments(rows[1:])) == ["b 2", "a 1"], "used again"
+    toolset.is_routed = False
+    assert rollouts._name({"environment": "of a column"}) is None
+    toolset.environments = []
+    assert list(rollouts.environments(rows)) == []
+
+
+def test_an_environment_that_pays_later_is_awaited() -> None:
+    class Paying:
+        async def get_reward(self) -> float:
+            return 0.5
+
+    class Silent:
+        pass
+
+    environments = [
+        SimpleNamespace(scores=True, kind=Paying, path="my.Paying"),
+        SimpleNamespace(scores=True, kind=Paying, path="my.Again"),
+        SimpleNamespace(scores=False, kind=Silent, path="my.Silent"),
+    ]
+    toolset = SimpleNamespace(environments=environments)
+    rollouts: Any = SimpleNamespace(tools=SimpleNamespace(toolset=toolset))
+    (reward,) = Rollouts.rewards(rollouts)
+    assert (reward.name, reward.passing) == ("Paying", None)
+    assert reward.spec == {"name": "my.Paying", "alias": "Paying"}
+    assert reward.scores(["p", "q"], ["a", "b"], {"environments": [Paying(), Silent()]}) == [0.5, None]

@@ -1,9 +1,12 @@
 """Requests of an evaluation to vLLM, which a stub replaces. tests/vllm compares real completions with transformers."""
 
+import io
 import json
 import sys
 import threading
+import urllib.error
 from collections.abc import Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ import pytest
 from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from grpo_recipes.evaluation import evaluate
+from grpo_recipes.evaluation import evaluate, vllm_engine
 from grpo_recipes.evaluation.estimates import describe, describe_comparison
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm, made_with, needs_merging
@@ -272,3 +275,33 @@ def test_a_comparison_warns_about_different_engines(policy: Path, server: str, t
     assert "dtype float32 and bfloat16" in warning
     assert f"  warning: {warning}" in describe_comparison(result)
     assert evaluate.compare(tmp_path / "a", tmp_path / "a")["warnings"] == []
+
+
+def test_what_a_server_answers_to_a_wrong_request_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(request: Any, timeout: float) -> None:
+        assert request.full_url == "http://h/v1/models"
+        body = io.BytesIO(b"no\nsuch \xff model" + b"x" * 900)
+        raise urllib.error.HTTPError(request.full_url, 404, "Not Found", Message(), body)
+
+    monkeypatch.setattr(vllm_engine.urllib.request, "urlopen", refuses)
+    with pytest.raises(UserError) as raised:
+        vllm_engine._request("http://h/v1/", "/v1/models")
+    said = str(raised.value)
+    assert said.startswith("the vLLM server http://h/v1/models: 404 no such \ufffd modelxxx")
+    assert len(said) == len("the vLLM server http://h/v1/models: 404 ") + 500
+
+
+def test_a_prompt_and_its_completion_may_fill_the_context() -> None:
+    vllm_engine.check_lengths([[1] * 3, [1] * 5], 4, 9)
+    with pytest.raises(
+        UserError, match="a prompt of 5 tokens and --max_new_tokens 5 need 10, and vLLM's context has 9"
+    ):
+        vllm_engine.check_lengths([[1] * 5, [1] * 3], 5, 9)
+
+
+def test_each_request_has_a_seed_of_its_own_that_the_evaluations_seed_decides() -> None:
+    seeds = vllm_engine._seeds(3, 50)
+    assert len(set(seeds)) == 50
+    assert seeds == vllm_engine._seeds(3, 50) != vllm_engine._seeds(4, 50)
+    assert vllm_engine._lengths([[1], [2]], Settings(max_new_tokens=7, strict=None), None) == [7, 7]
+    assert vllm_engine._lengths([[1], [2]], Settings(max_new_tokens=7, strict=None), [3, 4]) == [3, 4]

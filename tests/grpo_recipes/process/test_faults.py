@@ -34,7 +34,9 @@ def test_the_error_line_names_the_reward_that_raised(capsys: pytest.CaptureFixtu
 def test_the_fault_file_holds_the_completion_without_secrets(tmp_path: Path) -> None:
     row = faults.FaultyRow("judge", 2, "the prompt", "hunter2 " * 9999, 11)
     faults.report(faults.RewardFault("reward `judge` raised", row), tmp_path, None, secrets=["hunter2"])
-    written = json.loads((tmp_path / "fault-rank0.json").read_text())["row"]
+    text = (tmp_path / "fault-rank0.json").read_text()
+    assert text.startswith('{\n  "sentence": '), "a line for each entry"
+    written = json.loads(text)["row"]
     assert (written["reward"], written["row"], written["prompt"], written["step"]) == ("judge", 2, "the prompt", 11)
     assert len(written["completion"]) == faults.RECORDED_CHARS
     assert "hunter2" not in written["completion"]
@@ -151,6 +153,7 @@ def test_a_stop_is_recorded_as_the_first_rank_s(tmp_path: Path) -> None:
     text = (tmp_path / "fault-rank0.json").read_text()
     written = json.loads(text)
     assert (written["sentence"], written["rank"]) == ("stopped by SIGTERM", 0)
+    assert [line[:3] for line in text.splitlines()] == ["{", *['  "'] * 3, "}"], "a line for each entry"
     assert time.time() - 60 < written["time"] <= time.time()
     faults.record_stop("stopped by SIGTERM", tmp_path / "missing")
 
@@ -311,3 +314,14 @@ def test_the_last_line_may_hold_any_text(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv(faults.LAST_LINE_VARIABLE, str(tmp_path / "last"))
     faults.print_last_line('error: ü "\n', 1)
     assert faults.read_last_line(tmp_path / "last") == ('error: ü "\n', 1)
+
+
+@pytest.mark.parametrize(
+    ("error", "resumable"),
+    [(ConnectionError("x"), True), (TimeoutError("x"), True), (OSError("x"), False), (ValueError("x"), False)],
+)
+def test_a_failure_before_the_training_is_worth_a_resume_only_if_a_service_was_away(
+    error: Exception, resumable: bool
+) -> None:
+    assert faults.is_resumable(error, began=False) == resumable
+    assert faults.is_resumable(error, began=True)

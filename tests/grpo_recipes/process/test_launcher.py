@@ -297,7 +297,8 @@ def test_the_first_signal_is_the_one_that_stopped_a_run(monkeypatch: pytest.Monk
 def test_a_training_process_that_outlives_its_launcher_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     code = "import subprocess, sys, time, pathlib\nsubprocess.Popen([sys.executable, '-c', *sys.argv[1:]])\n"
-    code += "while not pathlib.Path(sys.argv[2]).exists():\n    time.sleep(0.01)\nsys.exit(5)"
+    code += "file = pathlib.Path(sys.argv[2])\nwhile not file.exists() or not file.read_text():\n    time.sleep(0.01)\n"
+    code += "sys.exit(5)"
     assert launcher._run([sys.executable, "-c", code, CHILD, str(file)], dict(os.environ)) == (5, None)
     with suppress(psutil.NoSuchProcess):
         child = psutil.Process(int(file.read_text()))

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
+import torch
 
 from grpo_recipes import cli
 from grpo_recipes.process import live_line as live
@@ -33,6 +34,8 @@ def log(folder: Path, steps: range, began: int = 0, history: list[dict] | None =
     """Return the callback of a launch that began at a step and has logged some steps."""
     callback = LiveLog(folder / LIVE)
     callback.on_train_begin(None, state(began, history=history), None)
+    if steps and not history:
+        callback.on_log(None, state(steps[0]), None)  # an entry without a value
     for step in steps:
         callback.on_log(None, state(step), None, {"reward": step / 10, "kl": float("nan"), "step_time": 2.0})
     return callback
@@ -145,6 +148,23 @@ def test_a_log_that_cannot_be_written_gives_one_warning(tmp_path: Path, caplog: 
     assert not (tmp_path / LIVE).exists()  # it would be taken for the whole log
 
 
+def test_an_entry_of_the_checkpoint_that_json_has_no_form_for_gives_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    circular: dict = {}
+    circular["itself"] = circular
+    for value in (object(), circular):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            log(tmp_path, range(1, 3), history=[{"step": 0, "reward": value}])
+        assert [record.message.count("can't be written") for record in caplog.records] == [1]
+        assert list(tmp_path.iterdir()) == []
+    log(tmp_path, range(0), history=[{"step": 1, "reward": torch.tensor(0.5)}]).on_log(
+        None, state(2), None, {"reward": torch.tensor(0.25)}
+    )
+    assert Run.read(tmp_path).series("reward").values == [0.5, 0.25], "a number of any kind is a number"
+
+
 def test_the_report_of_a_running_run_names_its_progress(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "trainer_state.json").unlink()
@@ -204,6 +224,20 @@ def test_the_line_shows_the_progress_of_the_training(capsys: pytest.CaptureFixtu
     assert [text.split("  ")[0] for text in captured.out.splitlines()] == ["step 2/40", "step 4/40"], (
         "one line per minute"
     )
+
+
+def test_the_line_is_redrawn_at_every_step_and_printed_only_with_an_entry() -> None:
+    shown: list[tuple[str, bool]] = []
+    line = LiveLine([], Clock())
+    line.on_step_end(None, state(1), None)
+    line.on_train_begin(None, state(0), None)
+    line.training_bar = SimpleNamespace(show=lambda text, prints=False: shown.append((text, prints)))
+    line.on_step_end(None, state(1), None)
+    line.on_log(None, state(2), None)
+    assert shown == [("step 1/40  0:00:00 left", False), ("step 2/40  0:00:00 left", True)]
+    others = LiveLine([], Clock())
+    others.on_train_begin(None, state(0, first=False), None)
+    assert others.training_bar is None, "the first rank has the line"
 
 
 def test_a_resumed_run_counts_its_own_steps(capsys: pytest.CaptureFixture[str]) -> None:

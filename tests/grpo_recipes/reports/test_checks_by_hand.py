@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from grpo_recipes.reports import diagnostics, tool_checks, update_checks
@@ -613,6 +614,15 @@ TRAINED = "the training reward rises from 0.15 to 0.95, while "
         ),
         (
             [],
+            {"evaluations": accuracy((0.92, 0.9, 0.95), (0.92, 0.9, 0.94))},  # just room for 5 % more
+            (
+                1,
+                f"{TRAINED}strict accuracy on held-out problems stays flat, from 0.920 to 0.920: 90% of the run's "
+                "tokens come after step 1; train on more prompts, or end the run earlier",
+            ),
+        ),
+        (
+            [],
             {"evaluations": accuracy((0.95, 0.94, 0.96), (0.95, 0.94, 0.96))},
             f"{TRAINED}strict accuracy on held-out problems goes from 0.950 to 0.950",
         ),
@@ -645,6 +655,17 @@ PAYS_2 = {**RIGHT, "highest_pay": 2.0}
                 8,
                 "the reward has not risen since step 8, and goes from 1.00 to 1.00 in the second half of the run: 75% "
                 "of the run's tokens come after step 8; end the run there, or change what may limit it (the prompts' "
+                "difficulty, `learning_rate`, `beta`)",
+            ),
+        ),
+        (
+            {"reward": [1.0, 0.75, *flat(0.5, 14)]},  # it fell, which is no slow rise
+            EVEN,
+            {"rewards": [PAYS_2]},
+            (
+                2,
+                "the reward has not risen since step 2, and goes from 0.50 to 0.50 in the second half of the run: 94% "
+                "of the run's tokens come after step 2; end the run there, or change what may limit it (the prompts' "
                 "difficulty, `learning_rate`, `beta`)",
             ),
         ),
@@ -840,6 +861,21 @@ def eight(step: int, calls: int, *totals: float) -> list[tuple[int, int, float]]
             f"{ALL_CALL}, and nearly all earn the best reward",
         ),
         (
+            [(1, 1, 1.0)] * 19 + [(1, 1, 0.0)],  # a mean at 95 % of the range
+            flat(0.5),
+            f"{ALL_CALL}, and nearly all earn the best reward",
+        ),
+        (
+            [(1, 1, 1.0)] * 19 + [(1, 0, 0.0)],
+            flat(0.5),
+            "95% of the completions call a tool at the end of the run, and nearly all earn the best reward",
+        ),
+        (
+            [(1, 1, 1.0)] * 18 + [(1, 1, 0.0)],
+            flat(0.5),
+            (1, f"{ALL_CALL} (step 1), while the reward goes from 0.50 to 0.50{LOOK}"),
+        ),
+        (
             eight(1, 0, 0, 1) + eight(2, 1, 0, 1),
             flat(0.5),
             (
@@ -921,3 +957,49 @@ def test_a_reward_for_calls_alone_is_told_from_one_for_what_they_achieve(
 ) -> None:
     run = logged({"reward": RISING, "tools/calls": []}, rows=scored(rows), rewards=rewards)
     assert result(tool_checks.reward_by_calls_alone, run) == expected
+
+
+REPEAT = "of the groups that don't earn the best reward repeat one completion"
+
+
+def groups(*repeats: bool, reward: float = 0.0) -> list[dict[str, Any]]:
+    """Return a group of two completions for each of some steps, which repeat one text of 10 letters or do not."""
+    return [
+        {
+            "step": step,
+            "prompt": step,
+            "total": reward,
+            "completion": f"{step} {0 if same else member}",
+            "characters": 10,
+        }
+        for step, same in enumerate(repeats, 1)
+        for member in range(2)
+    ]
+
+
+BEST = [{**row, "step": 8, "prompt": 8} for row in groups(False, reward=1.0)]
+RAISE = "raise `temperature`"
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (groups(True, True, True), (NoData, "fewer than four groups of completions were logged")),
+        (groups(True, True, False, False) + BEST, f"50% {REPEAT} (limit 50%)"),
+        (
+            groups(False, True, True, True) + BEST,
+            (
+                2,
+                f"75% {REPEAT} throughout, from step 2: there is nothing to compare in 60% of the logged text; {RAISE}",
+            ),
+        ),
+        (
+            groups(True, True, True) + BEST,
+            "1 of 4 groups earn the best reward",
+        ),
+    ],
+)
+def test_repeated_groups_count_where_more_could_be_earned(rows: Any, expected: Any) -> None:
+    table = scored([]).iloc[:0]
+    run = logged({"reward": flat(0.5)}, rows=pd.concat([table, pd.DataFrame(rows).assign(calls=0)], ignore_index=True))
+    assert result(diagnostics.identical_completions, run) == expected

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from grpo_recipes.reports.model_card import write_model_card
+from grpo_recipes.reports.model_card import _dataset, write_model_card
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -125,3 +125,38 @@ def test_measured_accuracy_is_shown_with_its_intervals(tmp_path: Path) -> None:
     (folder / "evaluation.json").write_text(json.dumps({"problems": 400, "settings": {"samples": 1}, **shares}))
     text = card(tmp_path / "run").text
     assert "| `evaluate`, after | 400 | 0.750 [0.705, 0.790] | 0.800 [0.760, 0.840] |" in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "shown"),
+    [
+        ({"name": "gsm8k"}, "openai/gsm8k"),
+        ({"name": "arithmetic"}, "arithmetic"),
+        ({"name": "gsm8k", "path": "rows.jsonl"}, "rows.jsonl"),
+        ({"path": "rows.jsonl"}, "rows.jsonl"),
+        ({"path": [{"path": "a.jsonl"}]}, "a.jsonl"),
+        ({"path": [{"path": "a.jsonl"}, {"path": "b.jsonl"}, {"path": "c.jsonl"}]}, "a.jsonl and 2 more"),
+    ],
+)
+def test_the_source_of_the_rows_is_named(spec: dict[str, Any], shown: str) -> None:
+    assert _dataset({"recipe": {"dataset": spec}}) == shown
+
+
+@pytest.mark.parametrize(
+    ("launches", "said"),
+    [
+        (None, None),
+        (1, None),
+        (2, "Resumed 1 time; this is the last launch."),
+        (3, "Resumed 2 times; this is the last"),
+    ],
+)
+def test_a_card_tells_how_often_the_run_was_resumed(launches: int | None, said: str | None, tmp_path: Path) -> None:
+    text = card(tmp_path, **({} if launches is None else {"launches": [record()] * launches})).text
+    assert ("Resumed" in text) == (said is not None)
+    assert (said or "") in text
+
+
+@pytest.mark.parametrize(("processes", "launcher"), [(1, "python"), (2, "accelerate launch --num_processes 2")])
+def test_a_card_has_the_command_for_as_many_processes(processes: int, launcher: str, tmp_path: Path) -> None:
+    assert f"```bash\n{launcher} -m grpo_recipes.train --config " in card(tmp_path, world_size=processes).text

@@ -10,6 +10,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from grpo_recipes.evaluation.estimates import Estimate
+from grpo_recipes.reports import pictures
 from grpo_recipes.reports.charts import Band, Chart
 from grpo_recipes.reports.pictures import groups, labelled, tokens_per_second
 from grpo_recipes.reports.run import Run
@@ -262,3 +264,33 @@ def test_a_run_without_metrics_has_empty_groups(count: int) -> None:
     assert json.dumps([group.title for group in groups([])]) == (
         '["What was learnt", "Can I trust it?", "How tools were used", "How it ran"]'
     )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_bands_are_drawn_for_one_run_or_two_and_the_axis_reaches_the_highest_score(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "_band", lambda run, reward, hue: hue if reward.name == "right" else None)
+    rewards = [{"name": name, "kind": "other"} for name in ("right", "other")]
+    runs = []
+    for highest in (1.0, 3.0, 2.0)[:count]:
+        values = {f"rewards/{name}/mean": [0.5, 0.75] for name in ("right", "other")}
+        runs.append(logged(values, rewards=[{**rewards[0], "highest_pay": highest}, rewards[1]]))
+    right, other = pictures._rewards(runs)
+    assert [line.hue for line in right.lines] == list(range(count))
+    assert list(right.bands) == (list(range(count)) if count <= 2 else [])
+    assert bool(right.note) == (count <= 2)
+    most = 1 if count == 1 else 3
+    assert (right.unit, right.range) == (f"of at most {most}", (0.0, float(most)))
+    assert (other.unit, other.range, other.note, list(other.bands)) == ("", None, "", [])
+
+
+def test_the_accuracy_of_evaluations_in_training_is_a_line_with_whiskers(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [(10, Estimate(0.25, 0.2, 0.3)), (20, Estimate(0.5, 0.4, 0.6))]
+    runs = [logged({"reward": [0.5]}), logged({"reward": [0.5]})]
+    monkeypatch.setattr(Run, "held_out_accuracy", lambda run: shares if run is runs[1] else [])
+    (chart,) = pictures._held_out(runs)
+    (line,) = chart.lines
+    assert (list(line.steps), list(line.values), line.hue) == ([10, 20], [0.25, 0.5], 1)
+    assert list(chart.points) == [(1, 10, shares[0][1]), (1, 20, shares[1][1])]
+    assert list(pictures._held_out(runs[:1])) == []

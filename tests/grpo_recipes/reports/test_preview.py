@@ -11,6 +11,7 @@ import pytest
 
 from grpo_recipes.checks.geometry import Geometry
 from grpo_recipes.reports.preview import Completion, Cost, Group, Preview
+from grpo_recipes.reports.transcript import Part as Turn
 from grpo_rewards.registry import BuiltReward, build_rewards
 from grpo_rewards.terminal import rendered
 
@@ -186,6 +187,122 @@ def test_long_texts_are_shown_without_their_middle() -> None:
     assert "x end" in said
     assert "line 0." in said
     assert "line 999." in said
+
+
+def test_a_reward_whose_full_score_nobody_earns_is_told_from_one_without_a_known_maximum() -> None:
+    unknown = [replace(reward, highest_pay=None) for reward in build_rewards([CORRECT, FORMAT])]
+    for rewards, shown in (((), "0%"), (unknown, "-")):
+        said = rendered(preview_of(FAILED, rewards=rewards).describe())
+        (row,) = [line.split() for line in said.splitlines() if line.startswith(f"  {CORRECT} ")]
+        assert row[2:4] == ["0.000", shown]
+    nothing = [replace(one, scores={CORRECT: None, FORMAT: 1.0}) for one in MIXED]
+    said = rendered(preview_of(nothing, rewards=unknown).describe())
+    (row,) = [line.split() for line in said.splitlines() if line.startswith(f"  {CORRECT} ")]
+    assert row[2:4] == ["-", "-"]
+    found = preview_of(nothing).as_dict()["rewards"][CORRECT]
+    assert found == {"weight": 1.0, "kind": "correctness", "mean": None, "full": 0.0, "unscored": 4, "varies": 0}
+
+
+def test_the_best_the_middle_and_the_worst_completion_are_shown_once_each() -> None:
+    group = [sampled(score, text=text) for score, text in ((1.0, "b"), (None, "e"), (2.0, "a"), (0.5, "c"), (0.0, "d"))]
+    group += [replace(group[2])]  # a copy is not shown twice
+    unscored = replace(group[1], total=None)
+    shown = Group("p", 1, [group[0], unscored, *group[2:]]).extremes()
+    assert [one.text for one in shown] == ["a", "c", "e"], "a completion without a total is the last"
+    assert [one.text for one in Group("p", 1, group[:1]).extremes()] == ["b"]
+    assert [one.text for one in Group("p", 1, [group[0], group[2]]).extremes()] == ["a", "b"]
+
+
+def test_a_completion_of_turns_is_told_apart_by_its_turns() -> None:
+    turn = Turn("call", 1, "1 + 1", "calculator")
+    with_turns = replace(MIXED[0], turns=(turn,))
+    assert len({MIXED[0].content, with_turns.content}) == 2
+    written = with_turns.as_dict()
+    assert written["turns"] == [vars(turn)]
+    assert {key: written[key] for key in ("text", "tokens", "cut", "total", "pay", "said")} == {
+        "text": RIGHT, "tokens": 10, "cut": False, "total": 2.5, "pay": {CORRECT: 2.0, FORMAT: 1.0},
+        "said": {CORRECT: {}, FORMAT: {}},
+    }  # fmt: skip
+    assert "turns" not in MIXED[0].as_dict()
+
+
+def test_a_preview_is_written_with_all_its_numbers() -> None:
+    found = preview_of(MIXED, SOLVED).as_dict()
+    assert [found[key] for key in ("recipe", "model", "generator")] == ["mine.yaml", "a model", "group decoding"]
+    assert [(group["prompt"], group["tokens"], group["zero_variance"]) for group in found["groups"]] == [
+        ("a prompt", 5, False), ("a prompt", 5, True),
+    ]  # fmt: skip
+    assert found["zero_variance"].items() >= {"groups": 1, "of": 2, "value": 0.5}.items()
+    assert (found["cut"], found["mean_length"]) == (0, 10.0)
+    assert found["cost"].items() >= {"device": "a GPU", "steps": 100, "completions": 8, "tokens": 80}.items()
+    assert found["findings"] == ["nothing stands in the way: 1 of 2 groups have a gradient"]
+
+
+def test_four_prompts_are_all_that_are_shown() -> None:
+    assert "prompts are shown" not in rendered(preview_of(*[MIXED] * 4).describe())
+    assert "4 of 5 prompts are shown" in rendered(preview_of(*[MIXED] * 5).describe())
+
+
+def test_a_text_is_shown_whole_up_to_2000_characters() -> None:
+    fits = "b" + "x" * 1998 + "e"
+    assert "…" not in rendered(preview_of([replace(one, text=fits) for one in MIXED]).describe())
+    (line,) = [one for one in preview_lines(f"{fits}z") if "…" in one]
+    assert line == f"  | b{'x' * 999} … {'x' * 998}ez"
+
+
+def preview_lines(text: str) -> list[str]:
+    return rendered(preview_of([replace(one, text=text) for one in MIXED]).describe()).splitlines()
+
+
+def test_the_first_and_the_last_15_lines_of_a_longer_text_are_shown() -> None:
+    shown = [line for line in preview_lines("\n".join(f"line {n}" for n in range(40))) if line.startswith("  | line")]
+    assert shown == [f"  | line {n}" for n in (*range(15), *range(25, 40))]
+
+
+def test_what_rewards_can_pay_decides_what_is_easy() -> None:
+    """Half of the range is little. A reward that takes away has no known range."""
+    half = [sampled(1.0, 0.5, text=str(number)) for number in range(4)]  # 1.25 of 2.5
+    assert only_finding_of(preview_of(half, half)).startswith("too hard: in 2 of 2")
+    more = [sampled(1.0, 1.0, text=str(number)) for number in range(4)]
+    assert only_finding_of(preview_of(more, more)).startswith("too easy: in 2 of 2")
+    one_each = preview_of(SOLVED, FAILED)
+    assert only_finding_of(one_each).startswith("too hard: in 1 of 2"), "as many are too easy"
+    taken = [replace(reward, weight=-1.0) for reward in build_rewards([CORRECT, FORMAT])]
+    losing = [
+        Completion(str(n), 10, False, {CORRECT: 1.0, FORMAT: 1.0}, {CORRECT: {}, FORMAT: {}}, -2.0) for n in range(4)
+    ]
+    sentence = next(one for one in preview_of(losing, losing, rewards=taken).findings() if "zero variance" in one)
+    assert sentence.startswith("2 of 2 groups have zero variance, and all completions earn the same: check `rewards`")
+
+
+def only_finding_of(preview: Preview) -> str:
+    (sentence,) = [one for one in preview.findings() if one.startswith("too ")]
+    return sentence
+
+
+def test_a_part_of_the_format_is_told_from_none_and_a_format_that_costs_is_not_asked_for() -> None:
+    partly = [sampled(2.0, 0.5), sampled(0.0, 0.0), sampled(2.0, 0.0, "2"), sampled(0.0, 0.0, "")]
+    assert only_finding(preview_of(partly)).startswith(
+        f"no completion has the format of `{FORMAT}` (some earn a part),"
+    )
+    never = [replace(one, scores={**one.scores, FORMAT: 0.0}) for one in partly]
+    assert only_finding(preview_of(never)).startswith(f"no completion has the format of `{FORMAT}`, and")
+    free = [
+        replace(reward, weight=weight) for reward, weight in zip(build_rewards([CORRECT, FORMAT]), (1, 0), strict=True)
+    ]
+    assert "nothing stands in the way" in only_finding(preview_of(never, rewards=free))
+
+
+def test_half_of_the_groups_may_repeat_one_completion() -> None:
+    same = [replace(one, text=RIGHT) for one in MIXED]
+    assert "nothing stands in the way" in only_finding(preview_of(same, MIXED))
+
+
+def test_a_single_point_for_a_right_answer_is_enough() -> None:
+    group = [sampled(0.0, form, f"so {form}") for form in (0.0, 1.0, 0.0, 1.0)]
+    assert f"`{CORRECT}` pays for none of 4 completions" in only_finding(preview_of(group))
+    paid = [*group[:3], sampled(0.001, 1.0)]
+    assert "nothing stands in the way" in only_finding(preview_of(paid))
 
 
 def test_only_the_first_prompts_are_shown_and_json_has_all() -> None:

@@ -53,3 +53,9 @@ def test_four_points_need_six_standard_errors() -> None:
     assert Series([1, 2, 3, 4], [1.0, -1.0, 1.0, -1.0]).margin == pytest.approx(6 * math.sqrt(16 / 9) * math.sqrt(2))
     assert not Series([1, 2, 3], [1.0, 5.0, 9.0]).has_trend
     assert Series([1, 2, 3], [1.0, 5.0, 9.0]).trend == 0
+
+
+def test_a_running_median_has_five_points_and_fewer_at_both_ends() -> None:
+    series = Series([1, 2, 3, 4, 5, 6], [9.0, 1.0, 3.0, 7.0, 5.0, 4.0])
+    # Medians, the lower one of two, of 9 1 3, 9 1 3 7, 9 1 3 7 5, 1 3 7 5 4, 3 7 5 4, and 7 5 4.
+    assert series.smoothed == Series([1, 2, 3, 4, 5, 6], [3.0, 3.0, 5.0, 4.0, 4.0, 5.0])

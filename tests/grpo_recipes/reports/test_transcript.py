@@ -95,3 +95,17 @@ _MESSAGES = st.lists(st.dictionaries(_KEYS, _JSON | st.lists(st.dictionaries(_KE
 def test_no_message_raises(messages: list[dict[str, Any]]) -> None:
     for part in transcript(messages):
         json.dumps([part.kind, part.label, part.text])
+
+
+def test_every_kind_of_part_has_its_heading() -> None:
+    labels = [Part(kind, 2, "text", "add").label for kind in ("reasoning", "text", "call", "result", "gap")]
+    assert labels == [
+        "Turn 2, reasoning", "Turn 2", "Turn 2 calls add", "Result of add, not trained on", "Left out",
+    ]  # fmt: skip
+
+
+def test_arguments_that_json_has_no_form_for_are_named_by_their_type() -> None:
+    circular: list[Any] = []
+    circular.append(circular)
+    (part,) = transcript(called({"values": circular}))
+    assert part.text == "a dict that can't be shown"

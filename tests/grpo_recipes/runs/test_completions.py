@@ -212,6 +212,18 @@ def test_a_file_that_has_the_name_of_the_merged_one_is_not_replaced(
     assert f"{path} exists already" in caplog.messages[0]
 
 
+def test_a_link_at_the_path_of_an_unfinished_file_is_not_written_through(folder: Path, tmp_path: Path) -> None:
+    """Who may write into the folder could else have another file of the user overwritten."""
+    outside = tmp_path / "outside"
+    outside.write_text("as it was")
+    (folder / f".{TRAINING}.part").symlink_to(outside)
+    write(folder, 1, 2)
+    Compaction(folder).compact(3, rest=True)
+    assert outside.read_text() == "as it was"
+    assert names(folder) == ["completions_00001-00002.parquet"]
+    assert not (folder / "completions_00001-00002.parquet").is_symlink()
+
+
 def test_a_compacted_file_stays_below_what_a_reader_accepts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder, *range(1, 7), completion=["a" * 1000, "b" * 1000])
     monkeypatch.setattr(completions, "BYTES", 5000)

@@ -244,6 +244,7 @@ def test_the_launch_before_is_recorded_beside_its_checkpoint(run: Path, tmp_path
         earlier_launch(run, other)
     assert earlier_launch(run, of_another_trainer(tmp_path / "theirs", 1)) == {}
     assert earlier_launch(tmp_path / "new", None) == {}
+    assert earlier_launch(other.parent, None) == {}, "a new run needs no record of an earlier one"
 
 
 def _seed(folder: Path, checkpoint: Path | None) -> Any:

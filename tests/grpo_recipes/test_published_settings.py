@@ -263,9 +263,8 @@ def test_a_published_field_does_not_change_other_ways_to_generate(
     assert_same_run(trained(tmp_path / "published", publish(model(), **{field: VALUES[field]}), **changes), expected)
 
 
-@pytest.mark.parametrize(
-    "field", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.slow) for name in FIELDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_published_field_does_not_change_continuous_batching(field: str) -> None:
     def completed(policy: PreTrainedModel) -> list[list[int]]:
         settings = Settings(temperature=1.0, max_new_tokens=8)

@@ -253,7 +253,7 @@ def run_test(fault: Fault, checkpoint: Path, scenario: Callable[..., Scenario]) 
     fault.test(**{name: value for name, value in fixtures.items() if name in wanted}, **fault.arguments)
 
 
-@pytest.mark.parametrize("fault", only(FAULTS[::3], FAULTS), ids=lambda fault: fault.name)
+@pytest.mark.parametrize("fault", only(FAULTS[::12], FAULTS), ids=lambda fault: fault.name)
 def test_fault_is_caught(fault: Fault, checkpoint: Path, sound: Callable[..., Scenario]) -> None:
     with float64_trl(), contextlib.ExitStack() as planted:
         if fault.where in (LOSS, GAMMA, OFF_POLICY_MASK, KERNEL_BACKWARD):

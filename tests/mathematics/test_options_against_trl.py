@@ -43,6 +43,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow  # as all tests of TRL's code alone that take seconds
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("loss_type", "options"),
@@ -80,6 +81,7 @@ def test_truncated_completions_are_masked(loss_type: str, checkpoint: Path, reco
     record_cell("TRL's options in float64", found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(("loss_type", "level"), covering(LOSS_TYPES, ["token", "sequence"]))
 def test_tool_tokens_are_masked(loss_type: str, level: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
@@ -150,6 +152,7 @@ def with_sampler(engine: Engine, rows: list[Completion], mode: str, low: float |
         row.sampler_weight = oracle.sampler_weight(row.old, row.sampler, mode, low, high, row.counted)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(("low", "high"), [(None, 1.5), (0.5, None), (0.7, 2.0)])
 @pytest.mark.parametrize("mode", MODES)
@@ -167,6 +170,7 @@ def test_sampler_weights(
         assert weights.shape == ((1,) if mode.startswith("sequence") else (8,))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(("loss_type", "mode"), covering(LOSS_TYPES, MODES, rest=pytest.mark.nightly))
 def test_loss_with_sampler_weights(

@@ -71,6 +71,7 @@ def without_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_trl")
 def test_gpu_sections_run_without_trl_and_datasets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
@@ -104,6 +105,7 @@ def test_attention_of_a_padded_row_and_of_the_varlen_kernel_is_the_formula(
         assert 0 < float(row["difference of output"]) < 0.02
 
 
+@pytest.mark.slow
 def test_rows_of_a_gpu_have_its_memory(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The device `cpu:0` is a CPU to torch, and none to the benchmark."""
     waits = []
@@ -122,6 +124,7 @@ def test_rows_of_a_gpu_have_its_memory(gpu: ModuleType, monkeypatch: pytest.Monk
     assert waits
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_names_a_wrong_kernel(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_other_text_is_not() -> None:
     assert not forbidden('"""Offer a row."""\ntext = "Of a row"\n# The rows\n# of a batch\n')
 
 
+@pytest.mark.slow
 def test_no_docstring_or_comment_begins_in_the_middle_of_a_sentence() -> None:
     found = []
     for path in python_files():

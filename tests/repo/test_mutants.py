@@ -224,6 +224,7 @@ def test_a_result_holds_while_its_test_is_quick_and_its_verdict_the_same() -> No
     assert mutants.is_void(survived, "equivalent: x is not read", {})
 
 
+@pytest.mark.slow
 def test_what_is_known_of_survivors_is_of_the_source_as_it_is() -> None:
     paths = {path for path, _, _ in mutants.known()}
     assert paths <= {str(path.relative_to(mutants.ROOT)) for t in mutants.TARGETS for path in mutants.ROOT.glob(t)}
@@ -240,6 +241,7 @@ def spin() -> int:
         pass
 
 
+@pytest.mark.slow
 def test_a_fork_is_ended_by_its_cpu_time_or_by_waiting_and_not_by_the_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def distributions(requirements: Iterable[str]) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["grpo_recipes", "rewards/grpo_rewards"])
 def test_a_package_declares_what_it_imports(package: str) -> None:
     """Each file's imports are installed by the package itself, or together with one of its extras."""

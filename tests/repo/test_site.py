@@ -68,6 +68,7 @@ def said_by(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -91,6 +92,7 @@ def test_what_a_command_refuses_stands_on_the_page(command: list[str], refusals:
     assert any(len(re.findall(r"[a-z]+", sentence)) >= 2 for sentence in found), said
 
 
+@pytest.mark.slow
 def test_what_a_reward_refuses_stands_on_the_page(refusals: list) -> None:
     for spec in (
         {"name": "gsm8k_correctness", "kwargs": {"deadline": 0}},
@@ -101,6 +103,7 @@ def test_what_a_reward_refuses_stands_on_the_page(refusals: list) -> None:
         assert any(one.pattern.search(str(refused.value)) for one in refusals if len(one.sentence) > 25)
 
 
+@pytest.mark.slow
 def test_no_refusal_is_left_out() -> None:
     """An error whose sentence can't be read from the code hands on the words of another one."""
     trees = error_pages.parsed_modules()
@@ -111,6 +114,7 @@ def test_no_refusal_is_left_out() -> None:
     assert not others, f"docs/error_pages.py finds no sentence in {others}"
 
 
+@pytest.mark.slow
 def test_anchors_are_unique_and_stay_put(refusals: list) -> None:
     anchors = error_pages.anchors(refusals)
     assert len(anchors) == len(refusals) > 400
@@ -122,6 +126,7 @@ def test_anchors_are_unique_and_stay_put(refusals: list) -> None:
     assert not [anchor for anchor in linked if re.search(r"-\d$", anchor)]
 
 
+@pytest.mark.slow
 def test_errors_are_ordered_by_what_a_user_was_doing(refusals: list) -> None:
     page = error_pages.page("https://example.org")
     headings = re.findall(r"^## (.*)$", page, re.MULTILINE)

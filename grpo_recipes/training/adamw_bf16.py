@@ -326,7 +326,7 @@ def _adamw_update(sample: list[Sampled], before: Tensor, optimizer: torch.optim.
     corrections: dict[int, tuple[float, float]] = {}
     for part, value in zip(sample, values, strict=True):
         group, state = settings[id(part.parameter)], optimizer.state.get(part.parameter, {})
-        if not state and part.parameter.grad is None:
+        if part.parameter.grad is None:  # the step left it as it is, whatever its moments of earlier steps
             updates.append(torch.zeros_like(value))
             continue
         if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys() or "betas" not in group:

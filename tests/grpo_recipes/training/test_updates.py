@@ -25,6 +25,7 @@ from grpo_recipes.training.adamw_bf16 import (
     adamw_bf16,
     draw_sample,
     merge,
+    stored_values,
 )
 from grpo_rewards.errors import UserError
 from tests.support import launching, short_runs
@@ -113,6 +114,17 @@ def test_the_sample_does_not_change_the_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_rank_may_hold_nothing_of_the_trained_parameters() -> None:
+    assert draw_sample([torch.nn.Parameter(torch.ones(0))]) == []
+    assert stored_values([]).shape == (0,)
+
+
+def test_stored_values_are_float32_numbers_without_a_graph() -> None:
+    part = sampled([1.0, 0.5], torch.bfloat16)
+    values = stored_values([part])
+    assert (values.dtype, values.requires_grad, values.tolist()) == (torch.float32, False, [1.0, 0.5])
+
+
 def test_every_parameter_can_be_drawn() -> None:
     """Four parameters of one element: 64 draws leave none of them out but by a chance of 4 * 0.75**64."""
     params = [torch.nn.Parameter(torch.ones(1)) for _ in range(4)]
@@ -124,8 +136,10 @@ def test_every_parameter_can_be_drawn() -> None:
 
 
 def sampled(values: list[float], dtype: torch.dtype = torch.float32) -> Sampled:
-    """Return a parameter of these values, all of which are sampled."""
-    return Sampled(torch.nn.Parameter(torch.tensor(values, dtype=dtype)), torch.arange(len(values)), dtype)
+    """Return a parameter of these values with a gradient, all of which are sampled."""
+    parameter = torch.nn.Parameter(torch.tensor(values, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    return Sampled(parameter, torch.arange(len(values)), dtype)
 
 
 def optimizer_of(*parts: tuple[Sampled, dict[str, Any], dict[str, Any]]) -> Any:
@@ -146,6 +160,7 @@ SECOND = {"lr": 8.0, "betas": (0.75, 0.5), "eps": 0.5}
 def test_the_update_is_adamws_of_the_settings_of_its_group() -> None:
     """After two steps the moments are divided by 0.75 and 0.4375, and after one step by 0.25 and 0.5."""
     one, other, idle = sampled([1.0, 3.0, -4.0, 5.0]), sampled([7.0, 7.0]), sampled([9.0])
+    idle.parameter.grad = None
     states = moments([1.5, -3.0, 0.75, 0.0], [0.4375 * 4, 0.0, 0.4375, 1.0], 2.0), moments([1.0, -0.5], [0.0, 2.0], 1.0)
     made = optimizer_of((one, FIRST, states[0]), (idle, FIRST, {}), (other, SECOND, states[1]))
     before = torch.tensor([1.0, 3.0, -4.0, 5.0, 9.0, 7.0, 7.0])
@@ -155,14 +170,26 @@ def test_the_update_is_adamws_of_the_settings_of_its_group() -> None:
     found = _adamw_update([one, idle, other], before, made)
     assert found is not None
     torch.testing.assert_close(found, expected)
-    one.parameter.grad = None  # a parameter without a gradient in this step has moments of earlier ones
-    torch.testing.assert_close(_adamw_update([one], before[:4], made), expected[:4])
+
+
+def test_a_parameter_without_a_gradient_in_a_step_has_no_update_to_lose() -> None:
+    """The optimizer leaves an expert that no token reached as it is, and keeps the moments of its earlier steps."""
+    params = [torch.nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer, metrics = torch.optim.AdamW(params, lr=1.0), defaultdict(list)
+    sample = UpdateSample(metrics)
+    sample.on_train_begin(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    for gradients in ((1.0, 1.0), (1.0, None), (None, None)):
+        sample.on_step_begin(NOTHING, NOTHING, NOTHING)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = None if gradient is None else torch.full_like(param, gradient)
+        optimizer.step()
+        sample.on_optimizer_step(NOTHING, NOTHING, NOTHING, optimizer=optimizer)
+    assert metrics == {CHANGED: [1.0, 1.0], EXPECTED: [1.0, 1.0]}, "and the last step has none"
 
 
 @pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq", "step", "betas", "state"])
 def test_an_optimizer_that_lacks_a_part_of_adam_has_no_known_update(missing: str) -> None:
     part = sampled([1.0, 2.0])
-    part.parameter.grad = torch.ones(2)
     settings, state = dict(FIRST), moments([1.0, 1.0], [1.0, 1.0], 1.0)
     if missing == "state":
         state = {}

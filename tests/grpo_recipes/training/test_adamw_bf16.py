@@ -81,6 +81,8 @@ def test_parameters_are_updated_together_in_buckets_of_rows(monkeypatch: pytest.
         (520, [[480], [480], [240, 7, 30, 1]]),  # multiples of 16 rows of 30
         (1238, [[960, 240, 7, 30, 1]]),  # all of them fill one bucket
         (20, [[30]] * 40 + [[7], [16], [14, 1]]),  # at least a row, and 16 of 20 numbers
+        (17, [[30]] * 40 + [[7], [16], [14, 1]]),
+        (37, [[30]] * 39 + [[30, 7], [30, 1]]),  # a later bucket that is full
     ):
         monkeypatch.setattr(adamw_bf16, "CHUNK", chunk)
         train(optimizer, range(1))
@@ -206,6 +208,12 @@ def test_a_checkpoint_with_bits_as_integers_is_loaded() -> None:
 
 def _of(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.nn.Parameter:
     return next(p for group in optimizer.param_groups for p in group["params"] if p.data_ptr() == value.data_ptr())
+
+
+def test_an_update_of_a_large_model_takes_few_calls_and_less_than_a_gibibyte() -> None:
+    """Temporaries take 9 bytes for each element."""
+    assert 9 * adamw_bf16.CHUNK < 2**30
+    assert 2**33 / adamw_bf16.CHUNK < 1000
 
 
 def test_a_step_with_a_learning_rate_of_0_changes_nothing() -> None:

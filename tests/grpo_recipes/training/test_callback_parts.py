@@ -58,7 +58,7 @@ def test_signals_are_handled_while_the_training_runs(monkeypatch: pytest.MonkeyP
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     callback = StopOnSignal(lambda step: True)
-    assert not callback.began
+    assert (callback.began, callback.requested, callback.stopped) == (False, 0, False)
     for heeds in (True, False):
         callback.on_train_begin(SimpleNamespace(), state(0))  # type: ignore[arg-type]
         handled = [signal.getsignal(number) == callback._request for number in numbers]
@@ -67,11 +67,28 @@ def test_signals_are_handled_while_the_training_runs(monkeypatch: pytest.MonkeyP
         callback.restore_handlers()
         assert [signal.getsignal(number) for number in numbers] == before
     assert callback.began
+    try:
+        signal.signal(signal.SIGTERM, later := lambda *_: None)
+        callback.restore_handlers()
+        assert signal.getsignal(signal.SIGTERM) is later, "a second call does nothing"
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+
+
+def test_outputs_that_nobody_reads_are_dropped_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that ends closes them, and the next line of the log would end the run."""
+    dropped: list[int] = []
+    monkeypatch.setattr(callbacks, "drop_closed_outputs", lambda: dropped.append(len(dropped)))
+    monkeypatch.setattr(callbacks, "largest_of_ranks", lambda ours, device: ours)
+    callback = StopOnSignal(lambda step: True)
+    for step in (1, 2):
+        callback.on_step_end(SimpleNamespace(device="cpu"), state(step), control())  # type: ignore[arg-type]
+    assert dropped == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("rank", "launched", "after", "raises"),
-    [("0", False, 1.0, True), ("0", True, 1.9, False), ("0", True, 2.1, True), ("1", True, 1.9, False)],
+    [("0", False, 1.0, True), ("0", True, 1.9, False), ("0", True, 2.0, True), ("1", True, 1.9, False)],
 )
 def test_a_second_ctrl_c_stops_at_once_unless_it_is_the_launchers_copy(
     rank: str, launched: bool, after: float, raises: bool, monkeypatch: pytest.MonkeyPatch

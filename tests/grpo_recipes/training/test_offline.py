@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import train
@@ -14,7 +15,7 @@ from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.data.load import load
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
-from grpo_recipes.training.offline import RecordedRollout, recorded_reward
+from grpo_recipes.training.offline import RecordedRollout, recorded_reward, with_baseline, with_recorded_log_probs
 from grpo_rewards.errors import UserError
 from tests.support.grids import covering
 
@@ -245,6 +246,62 @@ def test_lengths_are_checked_before_training(tmp_path: Path, tokenizer) -> None:
         rollout(tmp_path, tokenizer, rows, limit=lengths[1])
     with pytest.raises(UserError, match="has 1 of them and . tokens"):
         rollout(tmp_path, tokenizer, [{"prompt": "a", "response": " 2", "reward": 1.0, "logprobs": [-1.0]}])
+
+
+class Letters:
+    """Tokenizer whose tokens are letters, with a token before each text unless special tokens are left out."""
+
+    def __init__(self, end: int | None = 0) -> None:
+        self.eos_token_id = end
+
+    def __call__(self, texts: list[str], add_special_tokens: bool = True) -> dict:
+        return {"input_ids": [[1] * add_special_tokens + [ord(letter) for letter in text] for text in texts]}
+
+
+def of_letters(end: int | None = 0, baseline: str = "group", limit: int = 3, **columns) -> RecordedRollout:
+    rows = Dataset.from_dict({"prompt": ["p"], "responses": [["a", "bc"]], "rewards": [[1.0, 2.0]], **columns})
+    return RecordedRollout(rows, Letters(end), OfflineSpec(baseline), limit)
+
+
+@pytest.mark.parametrize("end", [0, 7])
+def test_a_response_is_its_own_tokens_and_the_end_of_sequence(end: int) -> None:
+    recorded = of_letters(end)
+    given = recorded(["p", "p"], SimpleNamespace(processing_class=lambda text: {"input_ids": text}))
+    assert given["completion_ids"] == [[ord("a"), end], [ord("b"), ord("c"), end]]
+    assert (given["recorded_reward"], given["logprobs"]) == ([1.0, 2.0], None)
+    with pytest.raises(UserError, match="this tokenizer has none"):
+        of_letters(None)
+
+
+@pytest.mark.parametrize("wrong", [[-1.0, -1.0], [-1.0] * 4, []])
+def test_every_token_needs_one_log_probability(wrong: list[float]) -> None:
+    recorded = of_letters(logprobs=[[[-1.0, -2.0], [-3.0, -4.0, -5.0]]])
+    given = recorded(["p", "p"], SimpleNamespace(processing_class=lambda text: {"input_ids": text}))
+    assert given["logprobs"] == [[-1.0, -2.0], [-3.0, -4.0, -5.0]]
+    with pytest.raises(UserError, match=f"has {len(wrong)} of them and 3 tokens, the end of sequence included"):
+        of_letters(logprobs=[[[-1.0, -2.0], wrong]])
+
+
+def test_a_reward_without_a_response_is_not_dropped() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        of_letters(rewards=[[1.0, 2.0, 3.0]])
+
+
+@pytest.mark.parametrize(("baseline", "sizes"), [("group", (2, 4)), ("batch", (8, 1)), (None, (2, 4))])
+def test_only_the_baseline_of_the_batch_yields_each_prompt_once(baseline: str | None, sizes: tuple[int, int]) -> None:
+    own = SimpleNamespace(spec=SimpleNamespace(compares_whole_batch=True))  # a `rollout_func` of the user's
+    rollout = own if baseline is None else of_letters(baseline=baseline)
+    sampler = SimpleNamespace(batch_size=2, mini_repeat_count=4)
+    assert with_baseline(sampler, rollout) is sampler
+    assert (sampler.batch_size, sampler.mini_repeat_count) == sizes
+
+
+def test_only_recorded_log_probabilities_become_those_of_the_old_policy() -> None:
+    inputs = {"sampling_per_token_logps": "recorded", "old_per_token_logps": "computed", "advantages": 1}
+    with_some = of_letters(logprobs=[[[-1.0, -2.0], [-3.0, -4.0, -5.0]]])
+    assert with_recorded_log_probs(inputs, with_some) == {**inputs, "old_per_token_logps": "recorded"}
+    for other in (of_letters(), SimpleNamespace(has_log_probs=True), None):
+        assert with_recorded_log_probs(inputs, other) == inputs
 
 
 def test_recorded_reward_raises_for_a_generated_completion() -> None:

@@ -12,6 +12,7 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
+from trl.trainer.callbacks import SyncRefModelCallback
 
 from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.training import reference
@@ -37,6 +38,14 @@ def fill(policy: Any, part: str, value: float) -> None:
 
 
 # ---- whether an adapter adds anything
+
+
+def test_one_entry_is_enough_to_add_something() -> None:
+    policy = adapted()
+    (last,) = list(adapter_tensors(policy, "default").values())[-1:]
+    with torch.no_grad():
+        last[-1, -1] = 0.25
+    assert not reference._adds_nothing(policy, "default")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +110,7 @@ def test_each_reference_is_described_with_its_parameters(tmp_path: Path) -> None
         assert tensor is not theirs[name]
         assert (tensor.requires_grad, theirs[name].requires_grad) == (True, False)
     assert trained.active_adapters == ["default"]
+    assert trained.peft_config[REF].inference_mode, "as its description in a checkpoint says"
     assert described(trained, {"adapter": REF}) == f"the model's adapter `ref` ({COUNT} parameters)"
     trained.delete_adapter(REF)
     trained.add_adapter("sft", LoraConfig(**{**ATTENTION, "r": 1}))
@@ -149,6 +159,63 @@ def test_a_policy_that_cannot_have_a_reference_is_refused() -> None:
         "the reference has other tensors than the policy, so `sync_ref_model` can't refresh it: use an adapter of the "
         "same configuration, or remove `sync_ref_model`"
     )
+
+
+ERRORS = [AttributeError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_adapter_that_peft_cannot_hold_is_refused_with_its_reason(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise error("a reason")
+
+    policy = adapted()
+    monkeypatch.setattr(policy, "add_adapter", refuse)
+    monkeypatch.setattr(policy, "load_adapter", refuse)
+    monkeypatch.setattr(reference, "adapter_config", lambda where: policy.peft_config["default"])
+    if error is not OSError:
+        with pytest.raises(UserError, match=r"^PEFT can't hold a second LORA adapter like `default` \(.*a reason.*\)"):
+            described(policy, "initial", keep_copy=True)
+    if error not in (AttributeError, NotImplementedError, TypeError):
+        with pytest.raises(UserError, match="^`reference.adapter`: a/b does not fit this policy: .*a reason"):
+            described(policy, {"adapter": "a/b"})
+
+
+def test_a_copy_must_have_every_tensor_of_its_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_one(policy: Any, name: str) -> dict[str, torch.Tensor]:
+        found = adapter_tensors(policy, name)
+        return dict(list(found.items())[1:]) if name == REF else found
+
+    policy = adapted()
+    first = min(adapter_tensors(policy, "default"))
+    monkeypatch.setattr(reference, "adapter_tensors", without_one)
+    with pytest.raises(UserError, match=rf"\({first} is in one of them only\)"):
+        described(policy, "initial", keep_copy=True)
+
+
+def test_a_new_adapter_may_have_another_one_as_its_reference(tmp_path: Path) -> None:
+    """Of other layers and another rank, and in another dtype. The policy that adds nothing yet is not used instead."""
+    where = str(tmp_path)
+    other = adapted(r=1, target_modules=["v_proj"])
+    other.save_pretrained(where)
+    policy = adapted()
+    for tensor in adapter_tensors(policy, "default").values():
+        tensor.data = tensor.data.double()
+    count = sum(tensor.numel() for tensor in adapter_tensors(other, "default").values())
+    assert described(policy, {"adapter": where}).startswith(f"the adapter in {where}, trained on ")
+    assert reference._count(adapter_tensors(policy, REF).values()) == count
+    held = adapter_tensors(policy, REF)
+    assert held.keys() == adapter_tensors(other, "default").keys()
+    assert not any(tensor.requires_grad for tensor in held.values())
+    same = adapted()
+    same.save_pretrained(where)
+    again = adapted()
+    for tensor in adapter_tensors(again, "default").values():
+        tensor.data = tensor.data.double()
+    described(again, {"adapter": where})
+    assert {tensor.dtype for tensor in adapter_tensors(again, REF).values()} == {torch.float64}
 
 
 def test_a_reference_has_the_dtype_of_the_policy_s_adapter_and_no_dropout() -> None:
@@ -229,6 +296,62 @@ class Trainer(SimpleNamespace):
 
     def add_callback(self, callback: Any) -> None:
         self.callbacks.append(callback)
+
+
+def test_some_parameters_may_be_frozen_and_not_all() -> None:
+    policy = model()
+    first, *rest = policy.parameters()
+    first.requires_grad_(False)
+    reference._check_trains(policy)
+    for parameter in rest:
+        parameter.requires_grad_(False)
+    with pytest.raises(UserError, match="no parameter of the policy would train"):
+        reference._check_trains(policy)
+
+
+def test_an_empty_source_is_refused() -> None:
+    trainer: Any = Trainer(model())
+    with pytest.raises(UserError, match="`reference.name` can't be ``: choose initial or base"):
+        set_reference(trainer, "")
+
+
+def test_trls_own_refresh_is_removed() -> None:
+    """It would move the reference beside ours."""
+    trainer: Any = Trainer(model())
+    trainer.callbacks = [object.__new__(SyncRefModelCallback), "of the user"]
+    set_reference(trainer, "initial")
+    assert [type(one) for one in trainer.callbacks] == [str, ReferenceCallback]
+
+
+@pytest.mark.parametrize("backend", ["plain", "deepspeed", "fsdp"])
+def test_a_full_reference_is_prepared_as_the_policy_is(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[Any] = []
+    monkeypatch.setattr(reference, "add_fused_lm_head", lambda given, **options: heads.append((given, options)))
+    for name in ("deepspeed", "fsdp"):
+        monkeypatch.setattr(
+            reference, f"prepare_{name}", lambda *given, name=name: SimpleNamespace(by=name, given=given)
+        )
+    policy = model()
+    policy.model.layers[0].extra = nn.Dropout(0.25)
+    trainer: Any = Trainer(policy, cast_lm_head_to_fp32=True)
+    trainer.temperature = 0.7
+    trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled = backend == "deepspeed", backend == "fsdp"
+    trainer.accelerator.prepare_model = lambda *given, evaluation_mode: SimpleNamespace(
+        by="plain" if evaluation_mode else "training", given=(*given, trainer.accelerator)
+    )
+    copied = reference._frozen_copy
+
+    def freed(given: Any) -> Any:
+        assert trainer.ref_model is None, "TRL's copy would be a third model in memory"
+        return copied(given)
+
+    monkeypatch.setattr(reference, "_frozen_copy", freed)
+    reference._model_reference(trainer, ReferenceSpec.parse("initial"))
+    given, accelerator = trainer.ref_model.given
+    assert (trainer.ref_model.by, accelerator) == (backend, trainer.accelerator)
+    assert heads == [(given, {"temperature": 0.7, "cast_lm_head_to_fp32": True})]
+    assert reference._dropout(given) == {}
+    assert reference._dropout(policy) == {"extra": 0.25}
 
 
 @pytest.fixture(autouse=True)
@@ -436,6 +559,45 @@ def test_only_a_rank_that_saves_writes_the_reference(saves: bool, tmp_path: Path
     save_file(stored, file)
     with pytest.raises(UserError, match=r"reference.safetensors is of another model: resume with the recipe"):
         reference._restore(trainer, tmp_path)
+
+
+def test_tensors_of_several_names_and_of_any_order_in_memory_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As VeRA's layers share projections. safetensors refuses both."""
+    shared, plain = torch.rand(2, 3), torch.rand(2, 3)
+    tensors = {"a": shared, "b": shared, "c": torch.rand(3, 2).T, "d": plain}
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    monkeypatch.setattr(reference, "_reference_tensors", lambda trainer: tensors)
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(should_save=True))
+    reference._store(trainer, tmp_path)
+    for tensor in tensors.values():
+        tensor.zero_()
+    reference._restore(trainer, tmp_path)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    del tensors["d"]
+    with pytest.raises(UserError, match="is of another model"):
+        reference._restore(trainer, tmp_path)
+
+
+def test_tensors_that_zero3_partitions_are_written_back_where_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[tuple[list[torch.Tensor], bool]] = []
+
+    @contextmanager
+    def gather(tensors: Any, *, write: bool = False) -> Any:
+        gathered.append((tensors, write))
+        yield
+
+    own, other = torch.ones(2), torch.zeros(2)
+    monkeypatch.setattr(reference, "gathered", gather)
+    monkeypatch.setattr(reference, "_reference_tensors", lambda trainer: {"own": own})
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(should_save=True))
+    reference._store(trainer, tmp_path)
+    reference._restore(trainer, tmp_path)
+    reference._blend(other, own, 0.5)
+    assert [(len(tensors), write) for tensors, write in gathered] == [(1, False), (1, True), (2, True)]
 
 
 def test_the_scored_reference_is_the_one_that_trl_scores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from grpo_recipes.runs.checkpoints import Manifest, read_manifest, write_manifest
-from grpo_recipes.runs.files import RunError
+from grpo_recipes.runs.files import LIVE, RunError
 from grpo_recipes.runs.identity import Identity
 from grpo_recipes.runs.lock import FolderLost, Loss
 from grpo_recipes.runs.resume import Resume
@@ -142,7 +142,7 @@ def test_the_sums_of_the_next_log_entry_are_restored(tmp_path: Path, ranks: int,
     assert trainer.callback_handler.callbacks == [callback]
     assert args.save_total_limit is None
     callback.on_train_end(args, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
-    assert args.save_total_limit == 1
+    assert (args.save_total_limit, args.push_to_hub) == (1, False)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +235,103 @@ def test_a_script_resumes_from_a_named_checkpoint_of_another_trainer(
         assert checkpoints.resumption(str(theirs)) == str(theirs)
     said = "data, weights and rewards are not compared, because the checkpoint does not identify them"
     assert [message.endswith(said) for message in caplog.messages] == [True] * (1 - reporter)
+
+
+class Folder:
+    """Stand-in for the folder of a run that this launch holds, until it is lost."""
+
+    def __init__(self) -> None:
+        self.is_lost, self.asked = False, 0
+
+    def loss(self) -> Loss | None:
+        self.asked += 1
+        return Loss("it was taken over", "look there") if self.is_lost else None
+
+
+def events(due: str) -> Any:
+    names = ("should_log", "should_evaluate", "should_save")
+    return SimpleNamespace(**{name: name == due for name in names})
+
+
+@pytest.mark.parametrize(
+    ("event", "due"),
+    [
+        ("on_train_begin", ""),
+        *((event, f"should_{due}") for event in ("on_step_end", "on_epoch_end") for due in ("log", "evaluate", "save")),
+        ("on_log", "should_save"),
+        ("on_evaluate", ""),
+        ("on_save", ""),
+    ],
+)
+def test_nothing_is_written_to_a_folder_that_was_lost(
+    event: str, due: str, checkpoints: CompleteCheckpoints, tmp_path: Path
+) -> None:
+    checkpoints.held = folder = Folder()  # type: ignore[assignment]
+    trainer: Any = checkpoints.trainer
+    trainer.state = state = SimpleNamespace(global_step=8, best_model_checkpoint=None)
+    for hook in ("on_step_end", "on_epoch_end", "on_log"):
+        getattr(checkpoints, hook)(trainer.args, state, events(""))
+    assert folder.asked == 0, "nothing is to be written"
+    folder.is_lost = True
+    with pytest.raises(FolderLost, match="it was taken over; this launch stops after step 8"):
+        getattr(checkpoints, event)(trainer.args, state, events(due))
+    assert not list(tmp_path.iterdir())
+
+
+def test_older_checkpoints_stay_if_the_folder_is_lost_while_one_is_pushed(
+    checkpoints: CompleteCheckpoints, tmp_path: Path
+) -> None:
+    older, newest = saved(tmp_path, 1), tmp_path / "checkpoint-2"
+    newest.mkdir()
+    checkpoints.held = folder = Folder()  # type: ignore[assignment]
+    checkpoints.limit, checkpoints.pushes = 1, True
+    trainer: Any = checkpoints.trainer
+    trainer._push_from_checkpoint = lambda path: setattr(folder, "is_lost", True)
+    trainer.args.should_save, trainer.args.save_only_model = True, False
+    trainer._tr_loss, trainer._globalstep_last_logged, trainer._total_loss_scalar = torch.tensor(0.5), 1, 1.0
+    trainer._metrics = {"train": {}}
+    trainer.state = state = SimpleNamespace(global_step=2, best_model_checkpoint=None)
+    with pytest.raises(FolderLost, match="checkpoint-2 is its last checkpoint"):
+        checkpoints.on_save(trainer.args, state)  # type: ignore[arg-type]
+    assert older.is_dir()
+
+
+def test_a_launch_begins_once_all_ranks_have_read_the_folder_that_it_holds(
+    checkpoints: CompleteCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    did: list[Any] = []
+    monkeypatch.setattr(saving, "gather", lambda value: did.append("gathered") or [value])
+    monkeypatch.setattr(saving, "begin_launch", lambda folder, source: did.append((folder, source)) or [])
+    checkpoints.trainer.args.should_save = True
+    (tmp_path / LIVE).write_text("of an earlier launch")
+    for _ in range(2):  # the second time, there is no log
+        checkpoints.resumption(None)
+    assert did == ["gathered", (tmp_path, None)] * 2
+    assert not (tmp_path / LIVE).exists()
+    (tmp_path / LIVE).write_text("of another launch")
+    checkpoints.held = folder = Folder()  # type: ignore[assignment]
+    folder.is_lost = True
+    with pytest.raises(FolderLost, match="this launch stops before its first step"):
+        checkpoints.resumption(None)
+    assert len([one for one in did if one != "gathered"]) == 2
+    assert (tmp_path / LIVE).exists()
+    checkpoints.held, checkpoints.trainer.args.should_save = None, False
+    checkpoints.resumption(None)
+    assert (tmp_path / LIVE).exists(), "one rank writes there"
+
+
+def test_a_launch_says_which_later_checkpoints_it_renames(
+    checkpoints: CompleteCheckpoints, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = saved(tmp_path, 1), saved(tmp_path, 2)
+    checkpoints.trainer.args.should_save = True
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.resumption(str(first)) == str(first)
+    assert [message for message in caplog.messages if "is renamed to" in message] == [
+        "checkpoint-2 is renamed to checkpoint-2-abandoned, because this launch begins at an earlier step"
+    ]
+    assert first.is_dir()
+    assert not second.is_dir()
 
 
 def test_a_launch_that_stops_names_the_newest_checkpoint(checkpoints: CompleteCheckpoints, tmp_path: Path) -> None:

@@ -296,6 +296,23 @@ def test_a_row_keeps_its_weight_with_bnpo(skip: bool) -> None:
     assert weights(ours) == pytest.approx(weights(buffer))
 
 
+def test_only_values_of_the_completions_are_cut_with_them() -> None:
+    """A value of each row, of another width, is a script's own."""
+    buffer = buffer_of([(2, 1, 1.0), (1, 3, 1.0), (2, 3, 1.0), (1, 2, 1.0), (1, 5, 0.0), (1, 4, 0.0)], 3)
+    for number, batch in enumerate(buffer):
+        batch["own"] = torch.arange(8).expand(2, 8) + 100 * number
+        batch["blocks"] = torch.zeros(2, 5, 3)
+    for batch in regroup(buffer, 1, Layout.TRIMMED, Exactness(False, True)):
+        width = batch["completion_ids"].shape[1]
+        assert batch["own"].shape == (2, 8)
+        assert batch["blocks"].shape == (2, width, 3)
+        for key in ("completion_mask", "old_per_token_logps"):
+            assert batch[key].shape == (2, width)
+        assert batch["prompt_ids"].shape == batch["prompt_mask"].shape
+    widths = [batch["completion_ids"].shape[1] for batch in regroup(buffer, 1, Layout.TRIMMED, Exactness(False, True))]
+    assert widths == [3, 3, 2], "the last one has no token left, and TRL takes one column for a value per sequence"
+
+
 def test_a_row_with_a_nonzero_advantage_at_any_token_contributes() -> None:
     batch = {
         "completion_ids": torch.ones(3, 2),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_recipes.process.faults import NotThePolicy
+from grpo_recipes.process.faults import NotThePolicy, RunFault
 from grpo_recipes.tools.loop import RowTools
 from grpo_recipes.tools.transcript import Fault
 from grpo_recipes.training import tool_turns, turn_check
@@ -51,6 +51,7 @@ END = "; set `generation_check: false` to go on anyway"
         ({"tools": []}, False),
         ({"tools": None}, False),
         ({"tools": None, "rollout_func": print}, True),
+        ({"tools": None, "rollout_func": type("NoResponses", (list,), {"__call__": print})()}, True),
         ({"enabled": False, "rollout_func": print}, False),
     ],
     ids=str,
@@ -211,6 +212,67 @@ def test_a_server_whose_context_is_too_small_for_all_turns_is_announced_once() -
     local, said = turns(server(1000, "colocate"))
     local._warn_of_short_context(50, 1)
     assert said == []
+
+
+def test_the_loop_has_the_generator_parser_template_and_tools_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are those of the batch, and the calls that were abandoned are dropped before the metrics."""
+    did: list[Any] = []
+    made: list[Any] = []
+    monkeypatch.setattr(tool_turns, "ToolLoop", lambda **parts: made.append(parts) or (lambda rows: ("values", rows)))
+    monkeypatch.setattr(tool_turns, "tools_of_rows", lambda trainer: ["own", "other"])
+    monkeypatch.setattr(tool_turns, "drop_abandoned", lambda *given: did.append(given))
+    monkeypatch.setattr(tool_turns, "beginning", lambda *given: ("beginning", given))
+    monkeypatch.setattr(tool_turns, "largest_of_ranks", lambda value, device: (value, device))
+    monkeypatch.setattr(tool_turns, "parse_response", lambda *given, **more: (given, more))
+    tokenizer = SimpleNamespace(pad_token_id=3)
+    trainer = server(
+        1000, max_tool_calling_iterations=4, environment_factories=None, accelerator=SimpleNamespace(device="device"),
+        _tokenizer=tokenizer, _get_tool_suffix_ids=print, _environment_pool="pool", environments="environments",
+        _generate_single_turn=lambda *given, num_generations: (given, num_generations),
+    )  # fmt: skip
+    found, said = turns(trainer)
+    found._positions, found.runner = None, "runner"  # type: ignore[assignment]
+    found._finish = lambda: did.append("finished")  # type: ignore[method-assign]
+    values: Any = found([[1] * 40, [1]], [[2], [3]], [["m"], ["n"]], None)  # type: ignore[list-item]
+    assert values == ("values", found.rows)
+    assert [(row.tools, row.log_probs) for row in found.rows] == [("own", None), ("other", None)]
+    (parts,) = made
+    assert parts["generate"](["p"]) == ((["p"], None, {}), 1)
+    assert parts["parse"]([5], [6], ("t",)) == ((tokenizer, [5]), {"prefix": [6], "tools": ["t"]})
+    assert parts["shorten"](7) == ("beginning", (tokenizer, 7))
+    assert parts["largest"](8) == (8, "device")
+    assert (parts["render"], parts["runner"], parts["padding"]) == (print, "runner", 3)
+    limits = parts["limits"]
+    assert (limits.iterations, limits.completion, limits.positions) == (4, 100, 901)
+    assert (did, said) == (["finished"], [])
+    trainer.environment_factories = {}
+    found([[1], [1]], [[2], [3]], [[], []], [[0.1], [0.2]])
+    assert did == ["finished", ("pool", "environments", found.rows), "finished"]
+    assert [row.log_probs for row in found.rows] == [[0.1], [0.2]]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_metrics_of_all_ranks_are_logged_and_failures_stop_the_run(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tool_turns, "gather", lambda ours: [ours, ("their counts", "their calls")])
+    monkeypatch.setattr(tool_turns.Counts, "of", lambda rows: f"counts of {len(rows)}")
+    monkeypatch.setattr(tool_turns, "metrics", lambda counts: {"tools/x": len(counts), "tools/y": counts[1]})
+    monkeypatch.setattr(tool_turns.FailureWindow, "of_rank", lambda results: results)
+    logged: Any = {"train": {"tools/x": [], "tools/y": []}, "eval": {"tools/x": [], "tools/y": []}}
+    found, _ = turns(SimpleNamespace(model=nn.Linear(1, 1).train(training), _metrics=logged))
+    found.rows = [SimpleNamespace(turns=[["a", "b"], ["c"]]), SimpleNamespace(turns=[["d"]])]  # type: ignore[list-item]
+    added: list[Any] = []
+    reason = ""
+    found._failures = SimpleNamespace(add=added.append, reason_to_stop=lambda: reason)  # type: ignore[assignment]
+    found._finish()
+    assert added == [[["a", "b", "c", "d"], "their calls"]]
+    name, other = ("train", "eval") if training else ("eval", "train")
+    assert logged[name] == {"tools/x": [2], "tools/y": ["their counts"]}
+    assert logged[other] == {"tools/x": [], "tools/y": []}
+    reason = "too many calls failed"
+    with pytest.raises(RunFault, match="too many calls failed"):
+        found._finish()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

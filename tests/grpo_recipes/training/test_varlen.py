@@ -228,11 +228,14 @@ def test_each_kind_of_heads_has_one_trial(on_gpu: Any, monkeypatch: pytest.Monke
     wide_values[2] = torch.zeros(1, 2, LENGTH, 16)
     longer = [torch.cat([state, state], 2) for state in row()[0]]
     kinds = [row()[0], row(heads=2)[0], row(key_heads=4)[0], row(size=16)[0], row(torch.bfloat16)[0], wide_values]
-    for _ in range(2):
-        for states in (*kinds, longer):
-            assert kernel(GroupSpans(GROUPS), *states, 0.3) is None
-        assert kernel(GroupSpans(GROUPS), *row()[0], 0.5) is None
-    assert len(tried) == len(kinds) + 1, "the length of a row is no kind, and another scaling is"
+    for number, states in enumerate(kinds, start=1):
+        assert kernel(GroupSpans(GROUPS), *states, 0.3) is None
+        assert len(tried) == number
+    assert kernel(GroupSpans(GROUPS), *row()[0], 0.5) is None
+    assert len(tried) == len(kinds) + 1, "another scaling is another kind"
+    for states in (*kinds, longer):
+        assert kernel(GroupSpans(GROUPS), *states, 0.3) is None
+    assert len(tried) == len(kinds) + 1, "the length of a row is no kind"
 
 
 @pytest.mark.parametrize(

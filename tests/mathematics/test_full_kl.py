@@ -20,7 +20,7 @@ from torch import Tensor
 from trl.kernels import chunked_divergence
 
 from grpo_recipes.recipe.losses import LOSS_TYPES as LOSS_TABLE
-from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl, token_kl
+from grpo_recipes.training.full_kl import FullKL, Projection, token_kl
 from grpo_recipes.training.trainer import GRPOTrainer
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory, SummaryLines
@@ -36,7 +36,6 @@ from tests.mathematics.harness import (
 from tests.mathematics.oracle import LOSS_TYPES, Completion, Geometry, Objective
 from tests.mathematics.test_loss_against_trl import check
 from tests.support.grids import covering, only
-from tests.support.recorded import model as tiny_model
 
 FULL = partial(GRPOTrainer, kl_estimator="full")
 
@@ -342,43 +341,6 @@ def test_a_model_that_transforms_its_logits_is_refused(change: dict[str, float],
     for key in change:
         setattr(policy.config, key, None if key == "final_logit_softcapping" else 1.0)
     FullKL(policy, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"beta": 0.0}, "needs a reference: set `beta` above 0"),
-        ({"images": True}, "does not support models with images: use `sampled`"),
-        ({"fsdp": True}, "does not support FSDP: use DDP or DeepSpeed"),
-        ({"loss_type": "another"}, "does not know how `loss_type: another` weighs tokens"),
-        ({"beta": 1.0}, None),
-        ({}, None),
-    ],
-    ids=str,
-)
-def test_settings_without_a_full_kl_are_refused(changes: dict[str, Any], says: str | None) -> None:
-    given: dict[str, Any] = {"beta": 0.04, "loss_type": "grpo", "images": False, "fsdp": False, **changes}
-    if says is None:
-        check_full_kl(**given)
-        return
-    with pytest.raises(ValueError, match=says):
-        check_full_kl(**given)
-
-
-def test_one_block_takes_one_forward_of_the_policy() -> None:
-    policy = tiny_model()
-    kl = FullKL(policy, 1.0)
-    ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[1, 1]])
-    hidden = torch.randn(1, 2, policy.config.hidden_size)
-    reference = Projection(hidden, policy.get_output_embeddings().weight.detach(), None)
-    plain = policy(input_ids=ids).logits
-    for _ in range(2):
-        with kl.against(reference, mask):
-            assert torch.equal(policy(input_ids=ids).logits, plain)
-            assert kl.tokens is not None
-            with pytest.raises(RuntimeError, match="needs a micro-batch to be one forward of the policy"):
-                policy(input_ids=ids)
-        policy(input_ids=ids)  # outside of the block
 
 
 def test_unsupported_trainers_are_refused(checkpoint: Path) -> None:

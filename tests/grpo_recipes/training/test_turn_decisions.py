@@ -214,6 +214,41 @@ def test_a_server_whose_context_is_too_small_for_all_turns_is_announced_once() -
     assert said == []
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_prompts_with_images_are_left_to_trls_loop(processes: int) -> None:
+    accelerator = SimpleNamespace(num_processes=processes)
+    text, said = turns(SimpleNamespace(_is_vlm=False, accelerator=accelerator))
+    assert not text.are_trls({})
+    for found, fields in (
+        (text, {"images": 1}),
+        (turns(SimpleNamespace(_is_vlm=True, accelerator=accelerator))[0], {}),
+    ):
+        if processes > 1:
+            with pytest.raises(UserError, match="need one process, because ranks with different numbers of turns"):
+                found.are_trls(fields)
+        else:
+            assert found.are_trls(fields)
+            assert found.are_trls(fields)
+    assert len(said) == (processes == 1)
+
+
+def test_each_row_has_the_tools_of_its_environment() -> None:
+    def one() -> None: ...
+
+    def other() -> None: ...
+
+    trainer: Any = SimpleNamespace(
+        _sync_tool_dicts=[{"a": one}, {"a": one, "b": one}], _async_tool_dicts=[{"b": other}, {"b": other}],
+        tools=[one], environment_factories=None,
+    )  # fmt: skip
+    assert tools_of_rows(trainer) == [
+        RowTools({"b": other, "a": one}, [one]), RowTools({"b": one, "a": one}, [one]),
+    ]  # fmt: skip
+    trainer.environment_factories, trainer._env_tools = {}, {"x": ["of x"], "y": ["of y"]}
+    trainer._batch_environments = ["y", "x"]
+    assert [row.schemas for row in tools_of_rows(trainer)] == [["of y"], ["of x"]]
+
+
 def test_the_loop_has_the_generator_parser_template_and_tools_of_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its rows are those of the batch, and the calls that were abandoned are dropped before the metrics."""
     did: list[Any] = []
@@ -273,38 +308,3 @@ def test_the_metrics_of_all_ranks_are_logged_and_failures_stop_the_run(
     reason = "too many calls failed"
     with pytest.raises(RunFault, match="too many calls failed"):
         found._finish()
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_prompts_with_images_are_left_to_trls_loop(processes: int) -> None:
-    accelerator = SimpleNamespace(num_processes=processes)
-    text, said = turns(SimpleNamespace(_is_vlm=False, accelerator=accelerator))
-    assert not text.are_trls({})
-    for found, fields in (
-        (text, {"images": 1}),
-        (turns(SimpleNamespace(_is_vlm=True, accelerator=accelerator))[0], {}),
-    ):
-        if processes > 1:
-            with pytest.raises(UserError, match="need one process, because ranks with different numbers of turns"):
-                found.are_trls(fields)
-        else:
-            assert found.are_trls(fields)
-            assert found.are_trls(fields)
-    assert len(said) == (processes == 1)
-
-
-def test_each_row_has_the_tools_of_its_environment() -> None:
-    def one() -> None: ...
-
-    def other() -> None: ...
-
-    trainer: Any = SimpleNamespace(
-        _sync_tool_dicts=[{"a": one}, {"a": one, "b": one}], _async_tool_dicts=[{"b": other}, {"b": other}],
-        tools=[one], environment_factories=None,
-    )  # fmt: skip
-    assert tools_of_rows(trainer) == [
-        RowTools({"b": other, "a": one}, [one]), RowTools({"b": one, "a": one}, [one]),
-    ]  # fmt: skip
-    trainer.environment_factories, trainer._env_tools = {}, {"x": ["of x"], "y": ["of y"]}
-    trainer._batch_environments = ["y", "x"]
-    assert [row.schemas for row in tools_of_rows(trainer)] == [["of y"], ["of x"]]

@@ -267,7 +267,12 @@ def test_the_sources_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_what_identifies_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(callbacks, "identify", lambda *given: seen.append(given) or "identity")
-    monkeypatch.setattr(callbacks, "reward_models", lambda rewards, commit: {"judge": Source("m")})
+
+    def judges(rewards: Any, commit: Any) -> dict[str, Source]:
+        assert ([one.function for one in rewards], commit) == ([reward], callbacks.hub_commit)
+        return {"judge": Source("m")}
+
+    monkeypatch.setattr(callbacks, "reward_models", judges)
 
     def reward() -> None: ...
 

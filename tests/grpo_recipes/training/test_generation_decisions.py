@@ -30,6 +30,7 @@ class Check:
         return self.every
 
     def verify(self, prompts: Any, completions: Any, recorded: Any, where: str = "the first batch") -> str:
+        assert (prompts, completions) == (PROMPTS, COMPLETIONS)
         self.events.append((where, sorted(recorded)))
         return self.found.pop(0) if self.found else ""
 
@@ -37,10 +38,12 @@ class Check:
         return self.comparison
 
     def __call__(self, prompts: Any, completions: Any, recorded: Any, reason: str = "") -> Any:
+        assert (prompts, completions) == (PROMPTS, COMPLETIONS)
         self.events.append(("compared", None if recorded is None else sorted(recorded), reason))
         return 1.0, 2.0
 
     def compare_processors(self, completions: Any, comparison: Any) -> None:
+        assert completions == COMPLETIONS
         self.events.append(("processors", comparison))
 
     def of_vllm(self, *given: Any) -> Any:

@@ -270,6 +270,34 @@ def test_rows_of_similar_length_share_a_micro_batch_when_trimmed() -> None:
     assert [batch["completion_ids"].shape[1] for batch in ours] == [2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 4])
+def test_advantages_of_tokens_are_rescaled_as_those_of_rows_are(tokens: int) -> None:
+    """Each row is a micro-batch, so that none changes its weight. One without a token has none."""
+    by_row = buffer_of([(1, tokens, 1.0), (1, 3, -2.0), (1, 2, 4.0)], 3)
+    by_token = [{**batch, "advantages": batch["advantages"][:, None].expand(1, 6)} for batch in by_row]
+    expected = {"row 0": float(tokens > 0), "row 1": -2.0, "row 2": 4.0}
+    for buffer, columns in ((by_row, 1), (by_token, 6)):
+        ours = regroup(buffer, 3, Layout.TRIMMED, Exactness(True, False, rescale=True))
+        found = {batch["extra"][0]: batch["advantages"].flatten().tolist() for batch in ours}
+        assert found == {label: [advantage] * columns for label, advantage in expected.items()}
+
+
+@pytest.mark.parametrize("given", ["both", "none"])
+def test_log_probabilities_of_a_skipped_row_are_0(given: str) -> None:
+    """The ratio of its tokens is then 1, and infinite for no value."""
+    (batch,) = buffer_of([(1, 2, 1.0), (1, 2, 0.0), (1, 2, 1.0)], 1)
+    batch["sampling_per_token_logps"] = batch["old_per_token_logps"] - 7.0
+    if given == "none":
+        batch["sampling_per_token_logps"] = batch["old_per_token_logps"] = None
+    (ours,) = regroup([batch], 1, Layout.TRIMMED, Exactness(True, True))
+    for key, first in (("old_per_token_logps", 0.0), ("sampling_per_token_logps", -7.0)):
+        if given == "none":
+            assert ours[key] is None
+            continue
+        rows = dict(zip(ours["extra"], ours[key].tolist(), strict=True))
+        assert rows == {"row 0": [first] * 2, "row 1": [0.0] * 2, "row 2": [first - 2.0] * 2}
+
+
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_row_keeps_its_weight_with_bnpo(skip: bool) -> None:
     """Advantage / active tokens, without tool tokens, is the same before and after the rows move."""

@@ -448,7 +448,8 @@ def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: 
     assert 4 < len(drawn) < 16
 
     sampling = object.__new__(PromptSampling)
-    sampling.spec, sampling.sampler, sampling.position = unbiased, ours, 0
+    sampling.spec, sampling.sampler, sampling.position = unbiased, ours, 2
+    ours.draws = [draw] * 3
     sampling.trainer = trainer = SimpleNamespace(
         train_dataset=[{"prompt": row} for row in range(8)],
         accelerator=SimpleNamespace(process_index=rank),
@@ -470,7 +471,7 @@ def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: 
 
     size = len(rows) // 2
     advantages = sampling.generate(rows[rank * size : (rank + 1) * size], generate)["advantages"]
-    assert sampling.position == 1
+    assert sampling.position == 3
     logged = {name: values for name, (*values,) in trainer._metrics["train"].items()}
     assert logged == {
         "prompts/generated": [draw.share],
@@ -493,6 +494,31 @@ def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: 
         args, state = SimpleNamespace(output_dir=tmp_path, should_save=saves), SimpleNamespace(global_step=3)
         sampling.on_save(args, state, None)  # type: ignore[arg-type]
         assert (tmp_path / "checkpoint-3" / MEMORY).is_file() is saves
+
+
+def test_a_training_has_a_sampler_of_its_own_geometry() -> None:
+    sampling = object.__new__(PromptSampling)
+    sampling.spec = spec()
+    sampling.trainer = SimpleNamespace(args=SimpleNamespace(steps_per_generation=2, world_size=2))
+    stock = RepeatSampler(range(24), mini_repeat_count=3, batch_size=4, repeat_count=2, seed=7)
+    found = sampling.sampler_like(stock)
+    assert sampling.sampler is found
+    # The rows of a prompt, 3, fill 4 micro-batches equally if there are 4 prompts.
+    assert (found.spec, found.quantum, found.processes) == (spec(), 4, 2)
+    assert (found.batch_size, found.mini_repeat_count, found.repeat_count, found.seed) == (4, 3, 2, 7)
+
+
+def test_a_trainer_draws_prompts_only_if_it_is_asked_to(tmp_path: Path) -> None:
+    added: list[Any] = []
+    trainer = trained(tmp_path, add_callback=added.append)
+    assert PromptSampling.added_to(trainer, None) is None
+    assert added == []
+    found = PromptSampling.added_to(trainer, {"informative": "unbiased"})
+    assert added == [found]
+    assert found is not None
+    assert (found.spec, found.trainer, found.sampler) == (spec(informative="unbiased"), trainer, None)
+    with pytest.raises(UserError, match="sampling"):
+        PromptSampling.added_to(trainer, "")
 
 
 def test_rows_that_were_not_drawn_raise() -> None:

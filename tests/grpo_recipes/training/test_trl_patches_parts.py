@@ -71,6 +71,8 @@ def test_an_engine_is_restored_also_after_a_failure(monkeypatch: pytest.MonkeyPa
         (99, {}, "auto", True),
         (100, {}, "auto", False),
         (None, {}, "auto", False),
+        (0, {}, "auto", True),
+        (99, {}, "weights", True),  # a folder
         (99, {}, "vllm", False),
         (99, {"vllm_mode": "colocate"}, "auto", False),
         (99, {"is_main_process": False}, "auto", False),
@@ -89,7 +91,7 @@ def test_a_server_that_cuts_completions_is_refused(
     if not refused:
         _check_server_limit(trainer, published)
         return
-    with pytest.raises(UserError, match="cuts every completion at 99 tokens.* `max_completion_length` is 100: start"):
+    with pytest.raises(UserError, match=f"completion at {published} tokens.* `max_completion_length` is 100: start"):
         _check_server_limit(trainer, published)
 
 
@@ -310,10 +312,11 @@ def test_types_stay_where_nothing_is_hidden() -> None:
     assert (shown["betas"], shown["steps"]) == ((0.9, 0.99), 3)
     assert "hf_x" not in str(shown)
     assert "u:p" not in str(shown)
-    plugin = object.__new__(trl_patches.DeepSpeedPlugin)
-    plugin.__dict__.update(wandb={"api_key": "k3y"}, zero_stage=3)
-    copied = without_secrets({"plugin": plugin})["plugin"]
-    assert type(copied) is trl_patches.DeepSpeedPlugin
-    assert copied.zero_stage == 3
-    assert "k3y" not in str(vars(copied))
-    assert plugin.__dict__["wandb"] == {"api_key": "k3y"}
+    for kind in (trl_patches.DeepSpeedPlugin, trl_patches.HfDeepSpeedConfig):
+        plugin: Any = object.__new__(kind)
+        vars(plugin).update(wandb={"api_key": "k3y"}, zero_stage=3)
+        copied = without_secrets({"plugin": plugin})["plugin"]
+        assert type(copied) is kind
+        assert copied.zero_stage == 3
+        assert "k3y" not in str(vars(copied))
+        assert vars(plugin)["wandb"] == {"api_key": "k3y"}

@@ -326,11 +326,12 @@ def test_a_row_keeps_its_weight_with_bnpo(skip: bool) -> None:
 
 def test_only_values_of_the_completions_are_cut_with_them() -> None:
     """A value of each row, of another width, is a script's own."""
-    buffer = buffer_of([(2, 1, 1.0), (1, 3, 1.0), (2, 3, 1.0), (1, 2, 1.0), (1, 5, 0.0), (1, 4, 0.0)], 3)
+    buffer = buffer_of([(2, 6, 1.0), (1, 1, 1.0), (2, 5, 1.0), (1, 2, 1.0), (1, 5, 0.0), (1, 4, 0.0)], 3)
     for number, batch in enumerate(buffer):
         batch["own"] = torch.arange(8).expand(2, 8) + 100 * number
-        batch["blocks"] = torch.zeros(2, 5, 3)
-    for batch in regroup(buffer, 1, Layout.TRIMMED, Exactness(False, True)):
+        batch["blocks"] = torch.zeros(2, 6, 3)
+    for number, batch in enumerate(regroup(buffer, 3, Layout.TRIMMED, Exactness(False, True))):
+        assert set(batch["extra"]) == {f"row {2 * number}", f"row {2 * number + 1}"}, "no row moves to another one"
         width = batch["completion_ids"].shape[1]
         assert batch["own"].shape == (2, 8)
         assert batch["blocks"].shape == (2, width, 3)
@@ -338,7 +339,7 @@ def test_only_values_of_the_completions_are_cut_with_them() -> None:
             assert batch[key].shape == (2, width)
         assert batch["prompt_ids"].shape == batch["prompt_mask"].shape
     widths = [batch["completion_ids"].shape[1] for batch in regroup(buffer, 1, Layout.TRIMMED, Exactness(False, True))]
-    assert widths == [3, 3, 2], "the last one has no token left, and TRL takes one column for a value per sequence"
+    assert widths == [6, 5, 2], "the last one has no token left, and TRL takes one column for a value per sequence"
 
 
 def test_a_row_with_a_nonzero_advantage_at_any_token_contributes() -> None:

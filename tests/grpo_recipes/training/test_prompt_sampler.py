@@ -74,6 +74,8 @@ def test_probabilities_computed_by_hand() -> None:
     assert inclusion(np.array([0, 1, 1, 3]), spec(), 1) == pytest.approx([1, 8 / 9, 8 / 9, 2 / 9])
     assert inclusion(np.array([0, 1, 1, 9]), spec(floor=0.25), 1)[3] == pytest.approx(0.25 * 2 / 1.25)
     assert (inclusion(np.array([0, 0]), spec(), 2) == 1).all()
+    for exploration in (0.1, 0.2):  # in float64 the sum is a little more than 2, or 3
+        assert inclusion(np.array([0] + [1] * 10), spec(exploration=exploration, floor=0.05), 1)[0] == 1
 
 
 @settings(deadline=None, max_examples=200)

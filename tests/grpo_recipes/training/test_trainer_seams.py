@@ -100,6 +100,43 @@ def test_the_rewards_are_kept_for_the_rule(made: Any) -> None:
     assert trainer._gathered_rewards == given
 
 
+# ---- the full KL
+
+
+def test_the_reference_computes_hidden_states_and_as_few_logits_as_it_can(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of all tokens, and a cache, would be memory for nothing. No gradient flows to the reference."""
+    seen: list[dict[str, Any]] = []
+
+    def scored(**inputs: Any) -> None:
+        assert not torch.is_grad_enabled()
+        seen.append(inputs)
+        states.append(torch.arange(10.0).view(2, 5, 1))
+
+    states: list[torch.Tensor] = []
+    head = SimpleNamespace(weight="weight", bias="bias")
+    monkeypatch.setattr(trainer_module, "reference_in", lambda trainer: nullcontext(scored))
+    monkeypatch.setattr(
+        trainer_module, "base_model", lambda model: SimpleNamespace(get_output_embeddings=lambda: head, of=model)
+    )
+    monkeypatch.setattr(trainer_module, "last_hidden_states", lambda model: nullcontext(states))
+    trainer = made(
+        _log_probs=SimpleNamespace(bare=lambda model: model), accelerator=SimpleNamespace(autocast=nullcontext)
+    )
+    batch = {
+        "prompt_ids": torch.tensor([[0, 5], [6, 7]]), "completion_ids": torch.tensor([[1, 2, 3], [4, 0, 0]]),
+        "prompt_mask": torch.tensor([[0, 1], [1, 1]]), "completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
+    }  # fmt: skip
+    found = trainer._reference_projection(batch)
+    (inputs,) = seen
+    assert inputs.pop("input_ids").tolist() == [[0, 5, 1, 2, 3], [6, 7, 4, 0, 0]]
+    assert inputs.pop("attention_mask").tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert inputs == {"logits_to_keep": 1, "use_cache": False}
+    assert found.hidden.flatten(1).tolist() == [[1, 2, 3], [6, 7, 8]], "each predicts a token of the completion"
+    assert (found.weight, found.bias) == ("weight", "bias")
+
+
 # ---- generation
 
 

@@ -225,6 +225,16 @@ def test_an_optimizer_without_adams_moments_has_no_expected_share() -> None:
     assert metrics[CHANGED][0] == pytest.approx(62_500 / 72_500, abs=0.15)
 
 
+def test_without_moments_the_share_is_of_all_sampled_weights() -> None:
+    part, metrics = sampled([1.0, 2.0, 3.0, 4.0]), defaultdict(list)
+    callback = UpdateSample(metrics)
+    callback.sample = [part]
+    callback.on_step_begin(NOTHING, NOTHING, NOTHING)
+    part.parameter.data = torch.tensor([1.0, 2.0, 5.0, 4.0])
+    callback.on_optimizer_step(NOTHING, NOTHING, NOTHING, optimizer=optimizer_of((part, {"lr": 1.0}, {})))
+    assert metrics == {CHANGED: [0.25]}
+
+
 def test_a_step_that_a_gradient_scaler_skips_is_not_counted() -> None:
     params = parameters(torch.float32)
     optimizer = torch.optim.AdamW(params)

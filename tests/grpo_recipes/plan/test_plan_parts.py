@@ -146,6 +146,12 @@ def test_the_estimate_is_shown_with_its_verdict_and_the_changes() -> None:
     ]
     (alone,) = describe(replace(large, gpu_memory=None, layout=Sharding()), 4)
     assert isinstance(alone, Table)
+    assert alone.numbers == {1}
+    assert [name for name, _ in alone.rows if isinstance(name, Cell) and name.style == "head"] == [Cell("peak", "head")]
+    exact = replace(
+        run, shape=replace(TINY.shape, parameters=2**32, trained=2**32), vllm_share=0.5, gpu_memory=16 * GIB
+    )
+    assert "  vLLM's share of 8.0 GiB can't hold its 8.0 GiB of weights: raise" in str(describe(exact, 4)[2])
 
 
 def test_the_estimate_as_json() -> None:
@@ -160,6 +166,19 @@ def test_the_estimate_as_json() -> None:
     assert found["shape"]["hidden"] == TINY.shape.hidden
     assert as_dict(UNKNOWN)["usable"] is None
     assert all(isinstance(found[name], int) for name in ("parameters", "activations", "reward_model"))
+
+
+def test_sizes_in_json_are_the_nearest_integers() -> None:
+    rounded_up = set()
+    for extra in range(8):
+        sizes = replace(TINY.shape, parameters=7_000_000_000 + extra, trained=7_000_000_000 + extra)
+        run = replace(TINY, shape=sizes, layout=Sharding(7, 7, "zero3", True), gpu_memory=80 * GIB + extra)
+        exact = {"parameters": run.parts()["parameters"], "peak": run.peak(), "host": run.host()}
+        for name, size in {**exact, "usable": run.usable() or 0.0}.items():
+            assert abs(as_dict(run)[name] - size) <= 0.5
+            if size % 1 > 0.5:
+                rounded_up.add(name)
+    assert rounded_up == {"parameters", "peak", "host", "usable"}
 
 
 def test_a_plan_takes_its_numbers_from_the_keys_of_the_recipe(tmp_path: Path) -> None:

@@ -390,12 +390,19 @@ def test_the_lengths_of_prompts_are_summed_up() -> None:
     found = Lengths.of(lengths, 5, 70)
     assert (found.measured, found.rows, found.shortest, found.longest, found.over_limit) == (5, 5, 9, 90, 2)
     assert found.describe(SPEC) == (
-        f"9 to 90 tokens, median 70, 95 % at most {found.percentile_95}; 2 over `max_prompt_tokens` 70 are dropped"
+        "9 to 90 tokens, median 70, 95 % at most 90; 2 over `max_prompt_tokens` 70 are dropped"
     )
+    assert found.longest_trained(SPEC) is None, "a sample does not tell the longest prompt that remains"
+    below = Lengths.of(lengths, 5, 90)
+    assert below.longest_trained(SPEC) == 90
+    assert below.describe(SPEC).endswith("95 % at most 90; 0 over `max_prompt_tokens` 70 are dropped")
     cut = DatasetSpec.parse({"path": "x", "max_prompt_tokens": 70, "overlong_prompts": "cut_left"})
     assert found.describe(cut).endswith("2 over `max_prompt_tokens` 70 are cut from the left")
     assert found.longest_trained(cut) == 70
     unlimited = Lengths.of(lengths, 1_500, None)
+    assert unlimited.longest_trained(SPEC) == 90
+    hundred = Lengths.of(np.arange(1, 101), 100, None)
+    assert (hundred.shortest, hundred.median, hundred.percentile_95, hundred.longest) == (1, 51, 96, 100)
     assert unlimited.describe(DatasetSpec.parse({"path": "x"})).endswith(
         ", of a random sample of 5 of 1,500; `max_prompt_tokens` sets no limit"
     )

@@ -374,6 +374,28 @@ def test_a_value_inside_objects_is_read_by_its_path_and_last_turns_by_their_role
         columns.find([column("chat"), column("chat.role")], "role", "--answer")
 
 
+class Head:
+    """Rows of a table whose column of JSON may hold any values."""
+
+    column_names = ("a",)
+
+    def __init__(self, *values: Any) -> None:
+        self.rows = {"a": list(values)}
+
+    def __getitem__(self, part: slice) -> dict[str, list[Any]]:
+        return self.rows
+
+
+def test_objects_may_have_different_keys() -> None:
+    head: Any = Head(None, {"x": 1}, {}, {"y": 2})
+    assert {one.name: one.values for one in columns.columns_of(head)} == {
+        **{"a": [None, {"x": 1}, {}, {"y": 2}], "a.x": [None, 1, None, None], "a.y": [None, None, None, 2]}
+    }
+    for other in ("", "text", 0, []):
+        mixed: Any = Head({"x": 1}, other)
+        assert [one.name for one in columns.columns_of(mixed)] == ["a"]
+
+
 def test_keys_of_objects_are_columns_to_a_depth_of_four() -> None:
     deep = {"b": {"c": {"d": {"e": {"f": 1}}}}}
     table = datasets.Dataset.from_list([{"a": None, "x": ""}, {"a": deep, "x": "text"}])

@@ -680,6 +680,7 @@ def test_a_recipe_that_cannot_be_written_is_refused_in_one_line(
         ([n / 50 for n in range(50)], 0.2),
         ([n / 49 for n in range(49)], 0.2),  # 9 of 49
         ([0.05] + [0.95] * 8, 0.1),  # one of nine
+        ([0.05] * 5 + [0.15] + [0.95] * 24, 0.2),  # a fifth of 30 rows
         ([0.25] + [0.95] * 8, 0.3),
         ([0.15] * 8, None),  # nothing would be left to train on
         ([0.15] * 6 + [0.95] * 2, 0.2),

@@ -28,6 +28,7 @@ from grpo_recipes.plan.plan import (
     _keeps_groups_together,
     _larger_micro_batch,
     _memory,
+    _model_is_made_elsewhere,
     _notes,
     _own_rewards,
     _padded_rows,
@@ -41,6 +42,7 @@ from grpo_recipes.plan.plan import (
     shipped_recipes,
 )
 from grpo_recipes.plan.prompts import Lengths, PromptReport, ToolTokens
+from grpo_recipes.recipe.recipe import find_file
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.recipe.trl_keys import ignored_keys
 from grpo_recipes.training.packing import Layout
@@ -798,3 +800,20 @@ def test_layers_are_measured_unless_they_are_llamas_or_the_run_is_on_a_cpu(monke
     monkeypatch.setattr(MemoryPlan, "peak", fail)
     assert policies.estimate() == (replace(TINY, layout=Sharding()), policies.expected)
     assert policies.notes == ["the layers of other are counted as if they were Llama's: no data"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "elsewhere"),
+    [
+        ("quickstart.yaml", ["--config", "quickstart"], True),
+        ("quickstart.yaml", ["--config", "quickstart", "--model_name_or_path", "a/b"], False),
+        ("quickstart.yaml", ["--config", "quickstart", "--model_name_or_path=a/b"], False),
+        ("mine.yaml", ["--config", "mine.yaml"], False),
+    ],
+)
+def test_only_a_shipped_recipe_may_name_a_model_that_is_made_later(
+    name: str, arguments: list[str], elsewhere: bool
+) -> None:
+    source = find_file("recipes", "quickstart").with_name(name)
+    given: Any = SimpleNamespace(source=str(source), arguments=arguments)
+    assert _model_is_made_elsewhere(given) is elsewhere

@@ -328,7 +328,7 @@ def _choice(columns: Sequence[Column], wishes: Wishes) -> _Found | None:
         lists = [found.find(columns, wishes.choices, "--choices")]
     for choices in lists:
         golds = _unrelated(columns, *choices.parts)
-        if wishes.answer is not None and any(part.name == wishes.answer for part in choices.parts):
+        if any(part.name == wishes.answer for part in choices.parts):
             continue  # columns with neighbouring names that hold something else
         if wishes.answer is not None:
             golds = [found.find(golds, wishes.answer, "--answer")]

@@ -15,6 +15,7 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.checks.checks import Checked, Machine, check
 from grpo_recipes.plan import init
+from grpo_recipes.plan.columns import Column
 from grpo_recipes.plan.init import (
     BOXED,
     CHOICE,
@@ -736,6 +737,8 @@ def test_golds_that_name_a_choice_in_nine_of_ten_rows_are_enough() -> None:
     assert guessed(choosing(17, name="x1")).form is not CHOICE, "only a column named as an answer is meant"
     with pytest.raises(UserError, match="^no column names one of the choices by its letter, its text or its position"):
         guessed(choosing(17, name="x1"), Wishes(task="multiple_choice"))
+    with pytest.raises(UserError, match="^no column names one of the choices by its letter, its text or its position"):
+        guessed(choosing(17), Wishes(task="multiple_choice"))
 
 
 def test_the_answer_may_be_named_among_columns_that_look_like_choices() -> None:
@@ -987,6 +990,17 @@ def test_a_named_answer_or_list_of_choices_is_not_the_question() -> None:
     assert guessed(inside, Wishes(answer="x.gold", question="x.text")).columns == {
         **{"question": "x.text", "answer": "x.gold"}
     }
+
+
+def test_columns_that_share_values_with_a_taken_one_are_left_out() -> None:
+    paths = (("x",), ("x", "text"), ("x", "gold"), ("y",))
+    outer, text, gold, other = columns = [Column(path, []) for path in paths]
+    assert init._unrelated(columns, text) == [gold, other]
+    assert init._unrelated(columns, outer) == [other]
+    assert init._unrelated(columns, gold, other) == [text]
+    assert init._unrelated(columns) == columns
+    assert init._without_keys_of_objects(columns) == [outer, other]
+    assert init._without_keys_of_objects([text, gold]) == [text, gold]
 
 
 def test_texts_of_choices_alone_are_asked_about() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -136,6 +137,10 @@ def test_a_run_fits_up_to_its_last_byte_and_vllm_needs_room_beyond_its_weights()
     assert run.fits() is None
     assert replace(run, gpu_memory=gpu_memory * (1 + 1e-12)).fits()
     assert not replace(run, gpu_memory=gpu_memory * (1 - 1e-9)).fits()
+    near = [replace(run, gpu_memory=gpu_memory + step * math.ulp(gpu_memory)) for step in range(-8, 9)]
+    exactly = [one for one in near if one.usable() == exact]
+    assert exactly
+    assert all(one.fits() for one in exactly)
     colocated = replace(TINY, vllm="colocate", gpu_memory=80 * GIB, vllm_split=2)
     share = colocated.shape.parameters / (80 * GIB)  # two bytes of half the weights
     assert not replace(colocated, vllm_share=share).fits()

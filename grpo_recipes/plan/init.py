@@ -652,7 +652,7 @@ def _check_number_cells(source: SourceSpec, guess: Guess) -> None:
     as_points = read(source, Keys("path", "split")).table
     as_commas = read(replace(source, decimal="comma"), Keys("path", "split")).table
     kinds = [str(table.features[answer].dtype) for table in (as_points, as_commas)]
-    if kinds[0] == "float64" and kinds[1] in ("int64", "float64"):
+    if kinds == ["float64", "int64"]:
         first = next(value for value in as_points[answer] if value is not None)
         raise _ambiguous(answer, str(first))
 

@@ -326,13 +326,15 @@ def test_attention_runs_by_the_kernel_of_the_gpu(
     else:
         assert (given[3].shape, given[3].dtype) == ((2, 4, 3, 3), computed)
         assert given[3].untyped_storage().nbytes() == 2 * 3 * 3 * computed.itemsize, "heads share it"
+        hidden = ~torch.eye(3).bool() if mask == torch.bool else torch.zeros(3, 3).bool()
+        assert torch.equal(given[3][1, 2], torch.zeros(3, 3, dtype=computed).masked_fill(hidden, -torch.inf))
 
 
 def test_a_forward_pass_without_gradients_keeps_no_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    asked: list[Any] = []
 
-    def efficient(query: Any, key: Any, value: Any, bias: Any, gradient: bool, *_: Any, scale: Any) -> Any:
-        asked.append(gradient)
+    def efficient(query: Any, key: Any, value: Any, *given: Any, scale: Any) -> Any:
+        asked.append((*given, scale))
         return (query,)
 
     ops = SimpleNamespace(aten=SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
@@ -341,4 +343,4 @@ def test_a_forward_pass_without_gradients_keeps_no_statistics(monkeypatch: pytes
     with torch.no_grad():
         layers._attention(states, states, states)
     layers._attention(states, states, states)
-    assert asked == [False, True]
+    assert asked == [(None, gradient, 0.0, False, None) for gradient in (False, True)]

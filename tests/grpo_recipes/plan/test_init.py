@@ -941,6 +941,11 @@ def test_wishes_that_no_column_meets_are_refused(wishes: dict[str, Any], message
         guessed(golds("x", [[{"a": 1}, {"a": 2}]] * 9), Wishes(**wishes))
 
 
+def test_an_empty_task_is_no_wish_that_a_column_meets() -> None:
+    with pytest.raises(UserError, match="^no column has no answers of a known form: name another"):
+        guessed(golds("answer", [7, 1, 5]), Wishes(task=""))
+
+
 def test_a_task_is_met_by_half_of_the_values() -> None:
     values = ["one and two and three and four"] * 10 + [f"#### {n}" for n in range(10)]
     assert guessed(golds("x", values), Wishes(answer="x", task="numbers")).form is WORKED

@@ -511,18 +511,16 @@ def test_the_policy_is_the_recipes_unless_a_file_is_given(monkeypatch: pytest.Mo
     assert memory.policy_model(lora, "config.json")[0] == "config.json"
 
 
-def test_all_precisions_are_named_with_their_peaks_where_the_gpu_is_not_known() -> None:
-    run = replace(
-        FULL, dtype_bytes=2, optim="adamw_8bit", layout=Sharding(2, 1), gpu_memory=None, gather_for_generation=False
-    )
-    run = replace(run, shape=replace(DENSE, parameters=10**10, trained=10**10))
-    offloaded = Sharding(2, 1, "zero2", offload_optimizer=True)
+@pytest.mark.parametrize("mixed", [True, False])
+def test_all_precisions_are_named_with_their_peaks_where_the_gpu_is_not_known(mixed: bool) -> None:
+    shape = replace(DENSE, parameters=10**10, trained=10**10)
+    run = replace(FULL, shape=shape, optim="adamw_8bit", layout=Sharding(2, 1), gather_for_generation=False)
+    run = replace(run, dtype_bytes=2, mixed_precision=mixed, gpu_memory=None)
+    offloaded = replace(run, layout=Sharding(2, 1, "zero2", offload_optimizer=True))
     ways = {
         "dtype: float32": replace(run, dtype_bytes=4, optim="adamw_torch"),
         "dtype: bfloat16 with optim: adamw_bf16": replace(run, optim="adamw_bf16"),
-        "accelerate_configs/zero2_offload.yaml, which keeps float32 weights in host memory": replace(
-            run, layout=offloaded
-        ),
+        "accelerate_configs/zero2_offload.yaml, which keeps float32 weights in host memory": offloaded,
     }
     texts = [f"{way} ({changed.peak() / 2**30:.1f} GiB)" for way, changed in ways.items()]
     assert len({text.rpartition(" (")[2] for text in texts}) == 3
@@ -530,10 +528,7 @@ def test_all_precisions_are_named_with_their_peaks_where_the_gpu_is_not_known() 
         assert best_precision(replace(run, dtype_bytes=dtype_bytes)) == ", else ".join(texts)
     small = replace(run, gpu_memory=GIB)
     assert best_precision(small) == "none of these fits this GPU: an adapter (`use_peft: true`) is kept in float32"
-    fits = (
-        ways["accelerate_configs/zero2_offload.yaml, which keeps float32 weights in host memory"].peak() + 2 * GIB
-    ) / 0.95
-    assert best_precision(replace(run, gpu_memory=fits)) == texts[2]
+    assert best_precision(replace(run, gpu_memory=(offloaded.peak() + 2 * GIB) / 0.95)) == texts[2]
 
 
 def test_at_most_sixteen_times_as_many_machines_are_named() -> None:

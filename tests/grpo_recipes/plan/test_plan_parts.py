@@ -626,8 +626,8 @@ def test_a_precision_is_recommended_where_updates_are_lost_or_memory_is_left(
 def test_each_divisor_of_the_micro_batches_is_tried() -> None:
     alone = replace(TINY, generated_rows=1, gather_for_generation=False, tokens=8_192)
     run = memory.sharing_prompts(alone, 1, 4, 6)
-    three = memory.sharing_prompts(run, 3, 4, 6).peak() / GIB
-    fitting = replace(run, gpu_memory=(three + 1.6) / 0.95 * GIB)
+    five = memory.sharing_prompts(run, 5, 4, 6).peak() / GIB  # five micro-batches of six fit, and do not divide them
+    fitting = replace(run, gpu_memory=(five + 1.6) / 0.95 * GIB)
     batch = geometry(gradient_accumulation_steps=6, steps_per_generation=6)
     (note,) = _larger_micro_batch(recipe(), batch, fitting, Layout.PACKED)
     assert note.startswith(

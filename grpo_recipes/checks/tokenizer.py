@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -358,8 +357,12 @@ def _try(
         announce(f"rendering {len(prompts)} prompts with its chat template ({template})")
         end_of_turn(tokenizer, template_kwargs)  # called again without a limit
         if template_kwargs.get("tools"):
-            with suppress(Exception):  # `tools.check_template` reports what it raises
+            try:
                 rendered(_TOOL_TURNS, tokenizer, template_kwargs)
+            except MemoryError:  # a limit of the trial
+                raise
+            except Exception:  # `tools.check_template` reports it
+                pass
         texts = _results(lambda prompt: rendered(prompt, tokenizer, template_kwargs), prompts)
     announce(f"encoding {len(prompts)} prompts with its tokenizer ({file})")
     lengths = _results(lambda text: len(tokenizer(text, add_special_tokens=is_text)["input_ids"]), texts)

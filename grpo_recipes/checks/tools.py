@@ -458,7 +458,7 @@ def _check_routing(toolset: Toolset, dataset: Dataset) -> None:
 
 def _check_reset(toolset: Toolset, columns: Sequence[str]) -> None:
     """Raise `UserError` if `reset` can't take the columns of the dataset by name, as TRL passes them."""
-    given = [column for column in columns if not (toolset.is_routed and column == ENVIRONMENT)]
+    given = [column for column in columns if column != ENVIRONMENT]
     for environment in toolset.environments:
         if environment.kind is None:
             continue

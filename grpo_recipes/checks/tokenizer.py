@@ -195,7 +195,7 @@ def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prom
     if isinstance(prompt, str):
         return
     name = tokenizer_source(recipe.model["model_name_or_path"])
-    if tokenizer.chat_template is None:
+    if not tokenizer.chat_template:  # an empty one would leave nothing of a prompt
         raise recipe.error(
             f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, use a model that has "
             f"one, or give one with `{CHAT_TEMPLATE_PATH}`"
@@ -350,7 +350,7 @@ def _try(
     texts = list(prompts)
     is_text = not prompts or isinstance(prompts[0], str)
     if not is_text:
-        if tokenizer.chat_template is None:  # `check_chat_template` reports it
+        if not tokenizer.chat_template:  # `check_chat_template` reports it
             return
         templates = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
         template = chat_template or next((path for path in templates if path.is_file()), name)

@@ -529,6 +529,9 @@ def test_a_fault_of_a_conversation_holds_its_last_message_and_no_step_outside_of
         checked_reward(returning(1.0, math.nan))(prompts=[turns] * 2, completions=["one", "two"])
     assert fault.value.row == FaultyRow("judge", 1, "the user", "two", None)
     assert "for row 1 of this rank's generation (completion 'two')" in str(fault.value)
+    first = SimpleNamespace(global_step=0)
+    with pytest.raises(RewardFault, match=r"for row 0 of this rank's generation after step 0 \(completion 'one'\)"):
+        checked_reward(returning(math.nan))(prompts=["one"], completions=["one"], trainer_state=first)
     strange = SimpleNamespace(global_step="11")
     with pytest.raises(RewardFault) as fault:
         checked_reward(returning(math.nan))(prompts=["one"], completions=["one"], trainer_state=strange)

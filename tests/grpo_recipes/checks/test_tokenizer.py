@@ -33,6 +33,7 @@ from grpo_recipes.checks.tokenizer import (
     trial_prompts,
 )
 from grpo_recipes.checks.tools import Toolset, toolset_of
+from grpo_recipes.data.prompts import token_lengths
 from grpo_recipes.process import bounded_child
 from grpo_recipes.process.bounded_child import CallStopped, Limits, bounded_call
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
@@ -309,6 +310,7 @@ def test_what_the_parent_reports_better_ends_a_trial_without_an_error(monkeypatc
 
     assert tried(monkeypatch, "m", PROMPTS, load=fails) == ["loading its tokenizer (m)"]
     assert tried(monkeypatch, "m", PROMPTS, tiny.byte_tokenizer()) == ["loading its tokenizer (m)"], "no chat template"
+    assert tried(monkeypatch, "m", PROMPTS, tiny.chat_tokenizer("")) == ["loading its tokenizer (m)"]
 
 
 @pytest.mark.parametrize(("cause", "context"), [(True, False), (False, True), (False, False)])
@@ -643,13 +645,18 @@ def test_a_token_0_may_end_a_turn(eos: Any, stops: str | None, tmp_path: Path) -
     check_chat_template(recipe_of(tmp_path), tokenizer, PROMPTS[0])
 
 
-def test_a_conversation_needs_a_chat_template(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(recipe_of(save_model(tmp_path / "m", None)))
-    check_chat_template(recipe_of(tmp_path / "m"), tokenizer, "a text")
+@pytest.mark.parametrize("template", [None, ""])
+def test_a_conversation_needs_a_chat_template(template: str | None, tmp_path: Path) -> None:
+    recipe = recipe_of(save_model(tmp_path / "m", template))
+    tokenizer = load_tokenizer(recipe, ROWS)
+    tokenizer.chat_template = template
+    check_chat_template(recipe, tokenizer, "a text")
     with pytest.raises(
         RecipeError, match="the tokenizer of .*/m has no chat template: set `dataset.prompt_format: tex"
     ):
-        check_chat_template(recipe_of(tmp_path / "m"), tokenizer, PROMPTS[0])
+        check_chat_template(recipe, tokenizer, PROMPTS[0])
+    with pytest.raises(UserError, match="`dataset.prompt_format`: the tokenizer has no chat template"):
+        token_lengths(ROWS, tokenizer, {})
 
 
 @pytest.mark.parametrize("is_folder", [True, False])

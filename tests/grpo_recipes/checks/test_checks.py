@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,10 @@ class Refuses:
         raise OSError("was called")
 
 
+def by_environment(completions: list, environments: list, **columns: Any) -> list[float]:
+    return [0.0 for _ in environments]
+
+
 def scored_rows(responses: int = 4) -> dict[str, Any]:
     lines = [{"prompt": f"{n}?", "responses": ["a"] * responses, "rewards": [1.0] * responses} for n in range(8)]
     write("scored.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
@@ -194,7 +199,15 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
         },
         "`save_steps` 3.0 saves inside a generation",
     ),
-    (overlap, "1 of 16 held-out rows are training rows too"),
+    (overlap, r"1 of 16 held-out rows are training rows too \(b.jsonl, line 1 is the first\)"),
+    (
+        lambda: {
+            "rewards": ["tests.grpo_recipes.checks.test_checks.by_environment"],
+            "tools": ["grpo_recipes.tools.examples.calculator"],
+            "max_tool_calling_iterations": 1,
+        },
+        "by_environment needs the column `environments`",
+    ),
     (column_of_one_side, "by_level needs the column `level`"),
 ]
 
@@ -231,6 +244,22 @@ def test_offline_responses_of_a_group_must_lie_on_one_process() -> None:
     split = recipe(**scored_rows(), per_device_train_batch_size=2, gradient_accumulation_steps=1)
     with pytest.raises(RecipeError, match="`offline` compares the completions of a group, and this layout splits grou"):
         checks.check(split, Machine(2, bf16=False))
+
+
+def test_rewards_that_score_each_completion_alone_may_be_paid_in_any_layout() -> None:
+    split = recipe(per_device_train_batch_size=2, gradient_accumulation_steps=1)
+    assert checks.check(split, Machine(2, bf16=False)).geometry.splits_groups
+
+
+def test_the_hub_is_not_asked_about_a_model_before_its_tokenizer_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def adapter_config(name: str) -> Any:
+        pytest.fail(f"{name} is looked up")
+
+    monkeypatch.setattr(checks, "adapter_config", adapter_config)
+    mine = recipe(reference={"adapter": "org/adapter"}, use_peft=True)
+    checks.check_model_folders(mine)
+    checks.check_model(mine)
+    assert checks.model_positions(mine) is None
 
 
 def test_an_environment_alone_may_score() -> None:
@@ -481,3 +510,26 @@ def test_the_optimizer_of_a_script_may_be_a_member_of_an_enumeration() -> None:
         training={}, model={}, config=SimpleNamespace(optim=transformers.training_args.OptimizerNames.SGD)
     )
     assert checks.optimizer_name(mine, CPU) == "sgd"  # type: ignore[arg-type]
+
+
+def test_what_trl_refuses_names_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (TypeError("two types"), ValueError("a value")):
+
+        def refuses(error: Exception = error, **keys: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(checks, "GRPOConfig", refuses)
+        with pytest.raises(RecipeError, match=f"^mine.yaml: {error}$"):
+            checks.grpo_config(recipe())
+
+
+def test_only_warnings_about_trls_own_use_of_transformers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def grpo_config(recipe: Recipe) -> None:
+        warnings.warn("transformers will change", FutureWarning, stacklevel=1)
+        warnings.warn(f"a value of {recipe.source}", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr(checks, "grpo_config", grpo_config)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        checks.dry_config(recipe(), CPU)
+    assert [str(warning.message) for warning in seen] == ["a value of mine.yaml"]

@@ -707,6 +707,9 @@ def test_an_environment_of_an_empty_name_is_selected_by_its_column(
 def test_a_toolset_names_what_a_run_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = toolset_of(["grpo_recipes.tools.examples.calculator"], "grpo_recipes.tools.examples.GuessNumber")
     path = "grpo_recipes.tools.examples.GuessNumber"
+    tool, method = Tool(calculator, get_json_schema(calculator)), get_json_schema(GuessNumber().guess)
+    guesses = Environment(None, path, GuessNumber, GuessNumber, (Tool(GuessNumber.guess, method),))
+    assert made == Toolset((tool,), (guesses,))
     assert made.sources == {"calculator": calculator, path: GuessNumber}
     assert made.describe(1) == f"calculator, {path} (guess), in at most 1 turn of a completion"
     assert made.describe(2).endswith(", in at most 2 turns of a completion")
@@ -831,6 +834,26 @@ def test_reset_need_not_take_the_column_that_selects_it(tmp_path: Path, monkeypa
         check_rows(environments_of(tmp_path, monkeypatch, a="TwoColumns"), [rows.remove_columns("answer")])
     with pytest.raises(UserError, match="TwoColumns.reset can't take the columns prompt, answer, level by name"):
         check_rows(environments_of(tmp_path, monkeypatch, a="TwoColumns"), [rows.add_column("level", [1])])
+
+
+def test_a_function_is_called_for_its_environment_unless_it_must_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environments_of(tmp_path, monkeypatch, every="made").all_tools == []
+    assert [tool.name for tool in toolset_of([], "envs.py:made").all_tools] == ["look"]
+    recipe = recipe_with(tmp_path, "--tools=[]", "--environment_factory=envs.py:made")
+    for called, names in ((load_toolset(recipe), ["look"]), (load_toolset(recipe, call_factories=False), [])):
+        assert called is not None
+        assert [tool.name for tool in called.all_tools] == names
+
+
+def test_the_reason_why_a_function_has_no_schema_ends_in_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(function: Any) -> Any:
+        raise ValueError("...what a type!.")
+
+    monkeypatch.setattr("grpo_recipes.checks.tools.get_json_schema", fails)
+    with pytest.raises(UserError, match=r"has no schema that a prompt could show \(\.\.\.what a type\): give each"):
+        toolset_of(["grpo_recipes.tools.examples.calculator"], None)
 
 
 def test_an_environment_may_offer_only_the_tools_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,8 @@ def test_of_a_large_dataset_a_sample_of_the_golds_is_scored(monkeypatch: pytest.
     dataset = golds(*("1" if row != chosen[-1] else PROSE for row in range(9)))
     found = check_golds(judges, dataset)
     assert found is not None
-    assert (found.count, found.total, found.dataset_rows, rows_of(found)) == (1, 6, 9, [chosen[-1] + 1])
+    places = tuple(row_numbers([chosen[-1]]))
+    assert found == GoldCheck(1, 6, places, ("gsm8k_correctness",), found.forms, 0, dataset_rows=9)
     found = check_golds(judges, dataset.select(chosen))
     assert found is not None
     assert (found.total, found.dataset_rows, rows_of(found)) == (6, None, [6])
@@ -146,6 +147,20 @@ def test_empty_golds_of_another_column_than_the_answer_are_not_left_out_by_drop_
     found = check_golds(judges, golds("1", "2", solution=["1", ""]))
     assert found is not None
     assert (found.missing, rows_of(found)) == (0, [2])
+
+
+def test_only_the_columns_of_a_reward_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of images would take minutes to decode."""
+    choice = build_rewards([{"name": "choice_correctness", "kwargs": {"choices_column": "options"}}])
+    seen = []
+
+    def validate(judge: object, rows: int, columns: dict[str, list]) -> list[bool]:
+        seen.append(sorted(columns))
+        return [True] * rows
+
+    monkeypatch.setattr(type(choice[0].declared), "validate", validate)
+    assert check_golds(choice, golds("A", options=[["x"]], picture=["?"])) is None
+    assert seen == [["answer", "options"]]
 
 
 def test_golds_that_may_have_a_decimal_comma_are_named() -> None:
@@ -220,6 +235,10 @@ def test_schemas_are_read_from_a_column_unless_one_is_given_for_all_rows() -> No
     assert rows_of(found) == [2]
     one_for_all = build_rewards([{"name": "json_schema", "kwargs": {"schema": {}}}])
     assert check_golds(one_for_all, dataset) is None
+    answers = golds("1", PROSE, schema=["{}", "{}"])
+    found = check_golds([*one_for_all, *build_rewards(["gsm8k_correctness"])], answers)
+    assert found is not None, "a reward that reads no column says nothing about the golds"
+    assert (rows_of(found), found.rewards) == ([2], ("gsm8k_correctness",))
     check_columns(one_for_all, ["prompt"])
 
 
@@ -287,6 +306,13 @@ def any_columns(*texts: str, **columns: object) -> list[float]:
     return []
 
 
+def all_of_trl(
+    prompts: list, completions: list, completion_ids: list, trainer_state: Any, log_extra: Any, log_metric: Any,
+    **columns: object,
+) -> list[float]:  # fmt: skip
+    return []
+
+
 def one_by_name(completions: list, *, level: list, **columns: object) -> list[float]:
     return []
 
@@ -307,6 +333,7 @@ def no_other_columns_by_position(completions: list, *others: list) -> list[float
     ("reward", "words"),
     [
         (any_columns, ""),
+        (all_of_trl, ""),
         (one_with_a_default, ""),
         (one_by_name, "one_by_name needs the column `level`, and the columns that it gets are answer: name the table"),
         (no_other_columns, "no_other_columns must take every column by name.*end its parameters in `..columns`"),

@@ -37,6 +37,7 @@ from grpo_recipes.data.prompts import token_lengths
 from grpo_recipes.process import bounded_child
 from grpo_recipes.process.bounded_child import CallStopped, Limits, bounded_call
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
+from grpo_recipes.recipe.specs import OfflineSpec
 from grpo_rewards.errors import UserError
 from tests.support import tiny
 
@@ -707,3 +708,41 @@ def test_without_a_generation_configuration_the_stop_ids_are_those_of_the_model(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**7}))
     assert stop_ids(recipe, tokenizer) is None, "nothing is built of an impossible size"
+
+
+def test_recorded_responses_and_an_unknown_configuration_need_no_stop(tmp_path: Path) -> None:
+    tokenizer: Any = FirstIsSpecial()
+    check_chat_template(recipe_of(tmp_path), tokenizer, PROMPTS[0])  # no file says where generation stops
+    GenerationConfig(eos_token_id=5).save_pretrained(tmp_path)
+    mine = recipe_of(tmp_path)
+    with pytest.raises(RecipeError, match="ends a turn with `<0>`"):
+        check_chat_template(mine, tokenizer, PROMPTS[0])
+    check_chat_template(replace(mine, offline=OfflineSpec("group")), tokenizer, PROMPTS[0])
+
+
+@pytest.mark.parametrize("error", [OSError("no file"), ValueError("no valid value")])
+@pytest.mark.parametrize("trusts", [True, False])
+def test_the_configuration_of_a_model_on_the_hub_is_that_of_its_revision(
+    error: Exception, trusts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def generation(name: str, **options: Any) -> Any:
+        raise error
+
+    def config(name: str, **options: Any) -> Any:
+        seen.append((name, *options.values()))
+        return LlamaConfig(eos_token_id=9)
+
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", generation)
+    monkeypatch.setattr(tokenizer_checks.AutoConfig, "from_pretrained", config)
+    monkeypatch.setattr(tokenizer_checks, "adapter_config", lambda name, revision: None)
+    monkeypatch.setattr(tokenizer_checks, "hub_answers", lambda: True)
+    monkeypatch.setattr(
+        tokenizer_checks,
+        "check_model_sizes",
+        lambda name, revision, local_only: seen.append((name, revision, local_only)),
+    )
+    mine = recipe_of("org/model", model_revision="v2", trust_remote_code=trusts)
+    assert stop_ids(mine, tiny.chat_tokenizer()) == [257, 9]
+    assert seen == [("org/model", "v2", False), ("org/model", trusts, "v2", False)]

@@ -944,6 +944,41 @@ def test_the_tokens_of_a_turn_are_those_of_the_written_call_and_of_all_around_a_
     assert TurnTokens(None, 10, 5).least(3) == 45
 
 
+def test_without_an_end_token_a_turn_is_counted_as_it_is_written() -> None:
+    """Here the end of a sequence is a token that no turn ends with, and results follow its last place."""
+    tokenizer = chat_tokenizer(template_of("qwen2_5"))
+    tokenizer.eos_token = "<|im_start|>"
+    call = '<tool_call>\n{"name": "many", "arguments": ' + MANY + "}\n</tool_call><|im_end|>\n"
+    empty = 'assistant\n<tool_call>\n{"name": "many", "arguments": {}}\n</tool_call><|im_end|>'
+    around = "\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    expected = TurnTokens(None, bytes_of(call), bytes_of(empty + around))
+    assert try_template("m", toolset_with(many), tokenizer) == expected
+
+
+def test_a_template_never_sees_an_empty_list_of_tools() -> None:
+    template = "{% if tools is not none and not tools %}{{ 1 / 0 }}{% endif %}" + template_of("qwen2_5")
+    tokenizer = chat_tokenizer(template)
+    tokenizer.response_template = trl_templates.qwen3_template
+    try_template("m", toolset_with(calculator), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        [],
+        [("zzz", {"expression": "a"})],
+        [("calculator", {"expression": "b"})],
+        [("calculator", {})],
+        [("calculator", {"expression": "a"})] * 2,
+    ],
+)
+def test_a_call_that_is_read_otherwise_is_refused(read: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in read]
+    monkeypatch.setattr(trl_templates, "parse_response", lambda *given, **named: {"tool_calls": calls or None})
+    with pytest.raises(UserError, match="the call of `calculator` that its chat template writes .* is not read back"):
+        try_template("m", toolset_with(calculator), chat_tokenizer(template_of("qwen2_5")))
+
+
 def test_a_result_under_a_shorter_name_takes_fewer_tokens() -> None:
     named = broken(template_of("qwen2_5"), "\\n<tool_response>\\n' ", "\\n<tool_response>\\n' + message.name ")
     tokenizers = [chat_tokenizer(named) for _ in range(3)]
@@ -1000,12 +1035,16 @@ def test_a_template_that_fails_on_a_call_or_a_result_is_refused(condition: str, 
 
 
 def test_arguments_of_a_template_that_change_earlier_turns_are_refused() -> None:
-    changes = "{% if short and messages[-1].role == 'tool' %}short {% endif %}" + template_of("qwen2_5")
-    tokenizer = chat_tokenizer(changes)
+    begins = "{{ (more if messages[-1].role == 'tool' else 'b') if short }}"
+    tokenizer = chat_tokenizer(begins + template_of("qwen2_5"))
     tokenizer.response_template = trl_templates.qwen3_template
     try_template("m", toolset_with(calculator), tokenizer)
-    with pytest.raises(UserError, match="^m: its chat template with `chat_template_kwargs` writes earlier turns other"):
-        try_template("m", toolset_with(calculator), tokenizer, {"short": True})
+    try_template("m", toolset_with(calculator), tokenizer, {"short": True, "more": "b"})
+    for more in ("a", "c"):
+        with pytest.raises(
+            UserError, match="^m: its chat template with `chat_template_kwargs` writes earlier turns ot"
+        ):
+            try_template("m", toolset_with(calculator), tokenizer, {"short": True, "more": more})
 
 
 def test_what_a_tokenizer_says_about_its_calls_is_kept() -> None:

@@ -251,6 +251,7 @@ def test_prompts_are_measured_as_the_model_sees_them() -> None:
         assert (fits(needed + 4, *tables, more=5), fits(needed + 5, *tables, more=5)) == (False, True)
         tools = PromptTools({None: [{"name": "a tool"}]})
         assert (fits(needed + 6, *tables, tools=tools), fits(needed + 7, *tables, tools=tools)) == (False, True)
+    assert not fits(0, table(1)), "a limit of 0 is one too"
     assert fits(40, None)
     assert fits(40)
 

@@ -19,6 +19,7 @@ from grpo_recipes.checks.checks import Machine
 from grpo_recipes.checks.geometry import Geometry
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from grpo_rewards.errors import UserError
+from grpo_rewards.registry import build_rewards
 
 ROOT = Path(__file__).parents[3]
 CPU = Machine(1, bf16=False)
@@ -237,6 +238,106 @@ ALLOWED: list[Callable[[], dict[str, Any]]] = [
 @pytest.mark.parametrize("changes", ALLOWED)
 def test_a_recipe_that_can_run_is_allowed(changes: Callable[[], dict[str, Any]]) -> None:
     checks.check(recipe(**changes()), CPU)
+
+
+def sentence(check: Callable[..., None], *given: Any) -> str:
+    """Return the error of a check, or "" if there is none."""
+    try:
+        check(*given)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_reference_must_fit_the_policy_as_far_as_its_folder_shows() -> None:
+    full, policy, other = write("full/config.json", CONFIG), adapter("policy"), adapter("other")
+    base, hub = {"reference": "base"}, {"reference": {"adapter": "org/adapter"}}
+    missing, no_adapter = {"reference": {"adapter": "./nowhere"}}, {"reference": {"adapter": full}}
+    new = {"use_peft": True}
+    needs = "needs a policy with an adapter"
+    for changes, words in (
+        ({}, ""),
+        ({"model_name_or_path": full}, ""),
+        ({"model_name_or_path": policy}, ""),
+        ({"model_name_or_path": policy, "use_peft": False}, ""),
+        (new, ""),
+        ({"model_name_or_path": full, **new}, ""),
+        ({"model_name_or_path": policy, **new}, "asks for a new adapter"),
+        (base, ""),
+        (hub, ""),
+        ({"model_name_or_path": full, **base}, needs),
+        ({"model_name_or_path": full, **hub}, needs),
+        ({"model_name_or_path": full, **base, **new}, ""),
+        ({"model_name_or_path": policy, **base}, ""),
+        ({"model_name_or_path": policy, **hub}, ""),
+        ({"model_name_or_path": policy, "reference": {"adapter": other}}, ""),
+        (missing, "no such folder with an adapter_config.json"),
+        (no_adapter, "no such folder with an adapter_config.json"),
+        ({"model_name_or_path": policy, **no_adapter}, "no such folder with an adapter_config.json"),
+    ):
+        found = sentence(checks.check_reference, recipe(**changes))
+        assert words in found if words else not found, changes
+
+
+def test_keys_that_generate_do_not_go_with_recorded_responses() -> None:
+    recorded, one = scored_rows(), {**scored_rows(1), **BATCH}
+    for changes, words in (
+        ({}, ""),
+        (recorded, ""),
+        (one, ""),
+        ({**recorded, "offline": ...}, "set both, or neither"),
+        ({"offline": {"baseline": "group"}}, "set both, or neither"),
+        ({**recorded, "num_generations": 4}, ""),
+        ({**one, "num_generations": 4}, "takes one response a prompt: remove `num_generations`"),
+        ({**recorded, "sampling": {}}, "`sampling` generates completions"),
+        ({**recorded, "use_vllm": True}, "`use_vllm` generates completions"),
+        ({**recorded, "eval_strategy": "steps"}, "`eval_strategy` generates completions"),
+        ({"sampling": {}, "use_vllm": True, "eval_strategy": "steps", "num_generations": 4}, ""),
+    ):
+        found = sentence(checks._check_offline, recipe(**changes))
+        assert words in found if words else not found, changes
+
+
+def test_rewards_that_compare_a_group_need_it_whole() -> None:
+    plain, comparing, recorded = ["tag_count"], ["tag_count", "group_length"], scored_rows()
+    whole, split, single = Geometry(2, 4, 1, 1, 4, 1), Geometry(2, 2, 1, 1, 4, 1), Geometry(1, 4, 1, 1, 1, 1)
+    for changes, names, geometry, words in (
+        ({}, plain, whole, ""),
+        ({}, plain, split, ""),
+        ({}, plain, single, ""),
+        ({}, comparing, whole, ""),
+        ({}, comparing, split, "`rewards`: group_length compares the completions of a group, and this layout splits"),
+        ({}, comparing, single, "`rewards`: group_length compares the completions of a group, and `offline.baseline"),
+        (recorded, plain, whole, ""),
+        (recorded, plain, split, "`offline` compares the completions of a group, and this layout splits groups"),
+        (recorded, comparing, split, "`rewards`: group_length compares the completions of a group, and this layout"),
+        (recorded, plain, single, ""),
+    ):
+        rewards = build_rewards(names, num_generations=geometry.num_generations)
+        found = sentence(checks._check_groups, recipe(**changes), geometry, rewards)
+        assert words in found if words else not found, (changes, names, geometry)
+
+
+def test_the_files_beside_the_weights_of_every_folder_are_read() -> None:
+    fine, damaged = write("fine/config.json", CONFIG), write("damaged/tokenizer.json", "[")
+    write("kind/config.json", {"model_type": 3})
+    for changes, words in (
+        ({}, ""),
+        ({"model_name_or_path": fine}, ""),
+        ({"model_name_or_path": adapter("on-hub")}, ""),
+        ({"model_name_or_path": adapter("on-fine", base_model_name_or_path=fine)}, ""),
+        ({"model_name_or_path": damaged}, "`model_name_or_path`: damaged/tokenizer.json"),
+        ({"model_name_or_path": "kind"}, "`model_name_or_path`: kind/config.json"),
+        ({"model_name_or_path": adapter("on-damaged", base_model_name_or_path=damaged)}, "damaged/tokenizer.json"),
+        ({"model_name_or_path": adapter("on-kind", base_model_name_or_path="kind")}, "kind/config.json"),
+        ({"reference": {"adapter": adapter("odd", peft_type=3)}}, "`reference.adapter`: odd/adapter_config.json"),
+        (
+            {"model_name_or_path": fine, "reference": {"adapter": adapter("odd", peft_type=3)}},
+            "`reference.adapter`: odd/adapter_config.json",
+        ),
+    ):
+        found = sentence(checks.check_model_folders, recipe(**changes))
+        assert words in found if words else not found, changes
 
 
 def test_offline_responses_of_a_group_must_lie_on_one_process() -> None:

@@ -255,24 +255,11 @@ def test_weights_go_to_the_device_that_is_asked_for(tiny):
 
 
 FILES_ON_THE_HUB = [
-    "config.json",
-    "generation_config.json",
-    "modeling_internlm2.py",
-    "tokenization_internlm2.py",
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "merges.txt",
-    "model-00001-of-00002.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model-00001-of-00002.bin",
-    "training_args.bin",
-    "README.md",
-    "onnx/config.json",
-    "old/x.safetensors",
-]
+    "config.json", "generation_config.json", "modeling_internlm2.py", "tokenization_internlm2.py", "tokenizer.model",
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "training_args.bin",
+    "README.md", "onnx/config.json", "old/x.safetensors",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("allow_pickle", [False, True])

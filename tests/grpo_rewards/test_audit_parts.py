@@ -205,6 +205,21 @@ def test_a_wrong_answer_is_padded_to_three_lengths():
     # This layout has no thinking, so that the padded thinking is the same at each length.
     assert [text.count(sentence) for text in found] == [4, 0, 4, 20, 20, 100, 100]
     assert [text.startswith("[7]") for text in found] == [False, True, True, False, True, False, True]
+    thinking = Layout("thinking", "[{answer}]", "<t>{thinking}</t>", "t")
+    found = wrong_completions(case("18", ["7"], layout=thinking), "padded with words")
+    assert [text.count(sentence) for text in found if text.endswith("[7]")] == [4, 20, 100]
+
+
+def test_programs_and_words_of_code_are_tried_unless_they_are_the_gold():
+    for gold, is_tried in (("18", True), ("gold", False)):
+        found = wrong_completions(case(gold, ["7"]), "code")
+        assert [text in found for text in ("[gold]", "```python\ngold\n```", "gold")] == [is_tried] * 3
+        assert {"[assert True]", "```python\nprint('correct')\n```", "lambda *a: True"} <= set(found)
+
+
+def test_zero_is_listed_among_numbers_like_any_other():
+    found = wrong_completions(case("0", ["7"]), "every gold in a list")
+    assert {"[-3, -2, -1, 0]", "[0, 1, 2, 3]"} <= set(found)
 
 
 def test_at_most_forty_golds_are_listed_and_the_right_one_in_either_place():
@@ -223,6 +238,12 @@ def test_at_most_forty_golds_are_listed_and_the_right_one_in_either_place():
         ("digits apart", "-18", ["1 8", "1, 8", "1.8"]),
         ("cut short", "18", ["1", "8"]),
         ("digits or letters in another order", "ab", ["ba"]),
+        ("digits or letters in another order", "ba", ["ab"]),
+        (
+            "one part changed",
+            "Agent 7 of London",
+            ["Agent 8 of London", "Agent 7 of else", "other 7 of London"],
+        ),
     ],
 )
 def test_the_shortest_values_are_changed_too(kind, gold, expected):
@@ -434,6 +455,21 @@ def test_a_choice_can_be_stated_in_each_way_that_its_row_allows(columns, answers
 def test_a_gold_has_a_text_and_a_form(gold, golds, form):
     asked = question(gold)
     assert (asked.golds, asked.form) == (golds, form)
+
+
+def test_the_gold_of_a_choice_is_right_with_spaces_around_it():
+    asked = question("1", **CITIES)
+    assert [asked.is_right(text) for text in ("1", " 1 ", "B", " b ", "Rome", "2", "A", "Oslo")] == [True] * 5 + [
+        False
+    ] * 3
+    assert question(" C ").label == "C"
+    assert question([{"a": "é"}]).golds == ('{"a": "é"}',)
+
+
+def test_an_equal_formula_is_right():
+    pytest.importorskip("math_verify")
+    asked = question("x^2+1")
+    assert [asked.is_right(text) for text in ("1+x^2", "x^2 + 1", "x^2-1", "x^2")] == [True, True, False, False]
 
 
 def test_a_gold_that_is_no_choice_of_its_row_is_a_text():
@@ -881,6 +917,7 @@ def test_what_is_found_is_a_paid_wrong_answer_of_a_judged_reward_or_a_serious_fa
     assert [audit(("a", 3, paid)).found for paid in (0, 1)] == [False, True]
     assert not audit(("a", 3, 1), is_judged=False).found
     assert [audit(unpaid=numbers).found for numbers in ([], [1], [1, 2])] == [False, False, True]
+    assert audit(unpaid=[1], rows=1).found
     assert not audit(unpaid=[1, 2], is_judged=False).found
     assert not audit(rows=0).found
     serious, harmless = Broken("r", "raises", "x"), Broken("r", "slow", "x", False)

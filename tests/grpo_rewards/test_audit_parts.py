@@ -1,6 +1,7 @@
 """Parts of an audit on their own: what each wrong completion says, the layouts, the questions, and the report."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -22,11 +23,13 @@ from grpo_rewards.audit.calls import Caller, Failure, missing_columns
 from grpo_rewards.audit.contract import Broken, contract
 from grpo_rewards.audit.layouts import Layout, layouts_for, source_texts
 from grpo_rewards.audit.questions import prompt_text, question_of
+from grpo_rewards.audit.report import _parts as report_parts
 from grpo_rewards.audit.report import print_audit
 from grpo_rewards.audit.run import audit_rows
 from grpo_rewards.audit.wrong_completions import THOUGHT, Case, shuffled, wrong_completions
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import build_rewards
+from grpo_rewards.terminal import Cell, Table
 
 BRACKETS = Layout("brackets", "[{answer}]")
 
@@ -1156,13 +1159,17 @@ SETTING = Setting("text", True, "answer", [BRACKETS, BRACKETS], 1.0, 0.25)
 PAID = Paid(4, "a " * 60, 1.0, 1.0, 12.0)
 
 
-def report(capsys, **changes):
+def audited(unpaid=(1, 2, 3, 4, 5, 6), **changes):
     kinds = [Kind("tried in vain", 3, 0, Paid(1, "no", 0.0, 1.0, 0.0)), Kind("paid", 2, 1, PAID),
              Kind("a little", 2, 0, Paid(2, "", 0.1, 1.0, 0.1)), Kind("not tried")]  # fmt: skip
-    verdict = Verdict("mine", SETTING, 9, kinds, [1, 2, 3, 4, 5, 6], Lazy("42", 0.755, 9), Total(2.0, 1.5, "paid", "x"))
+    verdict = Verdict("mine", SETTING, 9, kinds, [*unpaid], Lazy("42", 0.755, 9), Total(2.0, 1.5, "paid", "x"))
     broken = [Broken("mine", "prints", "prints (x)", False, "shown"), Broken("mine", "raises", "raises")]
     found = {"rows": 9, "unreadable": 2, "verdicts": [verdict], "broken": broken, "checks": 12, "ignored": {}}
-    print_audit(Audit(**{**found, "is_judged": True, **changes}))
+    return Audit(**{**found, "is_judged": True, **changes})
+
+
+def report(capsys, **changes):
+    print_audit(audited(**changes))
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -1184,6 +1191,65 @@ def test_the_report_has_the_figures_of_an_audit(capsys):
     ):
         assert words in lines, words
     assert "tried in vain" not in lines
+
+
+@pytest.mark.parametrize(
+    ("unpaid", "told"),
+    [([2], "1 of 9 rows (2):"), ([1, 2, 3, 4, 5], "5 of 9 rows (1, 2, 3, 4, 5):"), (range(1, 10), "4, 5, …):")],
+)
+def test_a_report_names_up_to_five_rows(unpaid, told, capsys):
+    lines = report(capsys, unpaid=unpaid)
+    assert any(line.startswith("the right answer earns no more") and told in line for line in lines)
+    assert not any("earns no more" in line for line in report(capsys, unpaid=()))
+
+
+def test_a_long_completion_is_cut_in_its_middle(capsys):
+    for text, shown in (("x" * 70, "x" * 70), ("y" * 35 + "z" * 36, f"{'y' * 35} … {'z' * 35}"), (" \n", "' \\n'")):
+        assert f"mine raises for {shown}" in " ".join(
+            report(capsys, broken=[Broken("mine", "raises", "raises", True, text)])
+        )
+
+
+def test_a_report_shows_an_empty_example_and_what_was_ignored(capsys):
+    assert "mine raises for ''" in " ".join(report(capsys, broken=[Broken("mine", "raises", "raises", True, "")]))
+    lines = report(capsys, ignored={"x": "is of kind format"})
+    assert "x was not judged: it is of kind format" in lines
+    assert not any(line.startswith("no reward judges") for line in lines)
+
+
+def test_what_is_serious_stands_out_in_a_report():
+    styles = {part.text: part.style for part in report_parts(audited()) if isinstance(part, Cell)}
+    assert (styles["mine raises"], styles["mine prints (x)"], styles["mine"]) == ("bad", "dim", "head")
+    (table,) = (part for part in report_parts(audited()) if isinstance(part, Table))
+    assert table.numbers == {1, 2}
+    assert [(row[0].text, row[0].style) for row in table.rows] == [("paid", "bad"), ("a little", "")]
+    for unpaid, style in ((range(1, 10), "bad"), ([1], "")):
+        (cell,) = (
+            part for part in report_parts(audited(unpaid=unpaid)) if isinstance(part, Cell) and "no more" in part.text
+        )
+        assert cell.style == style
+
+
+def test_the_json_of_a_report_holds_every_figure(capsys):
+    print_audit(audited(), as_json=True)
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert text == json.dumps(found, indent=2) + "\n"
+    (mine,) = (found["rewards"][name] for name in ("mine",))
+    assert mine["lazy"] == {"completion": "42", "share": 0.755, "rows": 9}
+    assert mine["total"] == {"right": 2.0, "wrong": 1.5, "kind": "paid", "completion": "x"}
+    assert (mine["rows"], mine["unpaid_rows"], mine["right"], mine["other"]) == (9, [1, 2, 3, 4, 5, 6], 1.0, 0.25)
+    assert {name: (kind["tried"], kind["paid"]) for name, kind in mine["kinds"].items()} == {
+        "tried in vain": (3, 0), "paid": (2, 1), "a little": (2, 0),
+    }  # fmt: skip
+    assert mine["kinds"]["paid"]["best"]["row"] == 4
+    assert [broken["check"] for broken in found["broken"]] == ["prints", "raises"]
+    assert (found["rows"], found["unreadable"], found["kinds"], found["checks"]) == (9, 2, 3, 12)
+    assert (found["found"], found["is_judged"], found["not_judged"]) == (True, True, {})
+    bare = Verdict("bare", SETTING, 9, [Kind("unscored", 1)])
+    print_audit(audited(verdicts=[bare]), as_json=True)
+    bare = json.loads(capsys.readouterr().out)["rewards"]["bare"]
+    assert (bare["lazy"], bare["total"], bare["kinds"]["unscored"]["best"]) == (None, None, None)
 
 
 def test_the_last_line_of_a_report_tells_what_was_judged(capsys):

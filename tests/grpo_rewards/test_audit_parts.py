@@ -19,7 +19,7 @@ from grpo_rewards.audit.audit import (
     paid_share,
     subjects,
 )
-from grpo_rewards.audit.calls import Caller, Failure, missing_columns
+from grpo_rewards.audit.calls import GROUP, Caller, Failure, missing_columns
 from grpo_rewards.audit.contract import Broken, contract
 from grpo_rewards.audit.layouts import Layout, layouts_for, source_texts
 from grpo_rewards.audit.questions import prompt_text, question_of
@@ -676,10 +676,23 @@ def test_the_reason_of_a_failure_is_cut_to_160_characters():
     assert len(failure.reason) == 160
 
 
-def test_a_builtin_without_a_signature_may_take_any_column():
-    (reward,) = build_rewards(["builtins.max"])
+def odd_signature(**columns):
+    return [1.0] * len(columns["completions"])
+
+
+odd_signature.__signature__ = "(**columns)"  # which `inspect` refuses with a TypeError
+
+
+@pytest.mark.parametrize("name", ["builtins.max", f"{__name__}.odd_signature"])
+def test_a_reward_without_a_signature_may_take_any_column(name):
+    (reward,) = build_rewards([name])
     assert Caller(reward, ["answer"]).takes is None
     assert missing_columns(reward, []) == []
+
+
+def test_a_reward_of_groups_is_built_with_the_size_of_the_groups_of_an_audit():
+    auditor, _ = run._auditor(["group_length"], [(1, {"answer": "7"}), (2, {"answer": "8"})], "f")
+    assert [reward.function.num_generations for reward in auditor.rewards] == [GROUP]
 
 
 # The contract
@@ -1134,10 +1147,11 @@ def reads_solution(completions, solution, **columns):
         ("reads_solution", ["answer", "solution"], "solution"),
         ("reads_solution", ["answer", "x"], "answer"),
         ("builtins.max", ["answer", "x"], "answer"),
+        ("odd_signature", ["answer", "x"], "answer"),
     ],
 )
 def test_the_gold_is_in_a_column_that_a_reward_reads_or_in_a_usual_one(reward, columns, gold):
-    name = reward if reward != "reads_solution" else f"{__name__}.reads_solution"
+    name = f"{__name__}.{reward}" if reward in globals() else reward
     assert run._gold_column(build_rewards([name]), columns, "f") == gold
     with pytest.raises(UserError) as caught:
         run._gold_column(build_rewards([name]), ["x", "y"], "f")

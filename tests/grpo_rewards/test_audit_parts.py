@@ -680,7 +680,7 @@ def odd_signature(**columns):
     return [1.0] * len(columns["completions"])
 
 
-odd_signature.__signature__ = 3  # which `inspect` refuses with a TypeError
+odd_signature.__signature__ = 3  # `inspect` refuses it with a TypeError
 
 
 @pytest.mark.parametrize("name", ["builtins.max", f"{__name__}.odd_signature"])

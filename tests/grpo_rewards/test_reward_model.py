@@ -659,7 +659,7 @@ def test_the_device_is_that_of_accelerate_or_the_accelerator_or_the_cpu(monkeypa
     assert reward_model._default_device() == torch.device("cuda:3")
 
 
-# What a user relies on in loading and encoding
+# Loading and encoding
 
 
 def test_ordinary_added_tokens_of_a_message_stay_tokens():

@@ -94,6 +94,17 @@ def test_a_resumed_schedule_is_that_of_the_whole_run(before: int, now: int, done
         ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=loaded)  # type: ignore[arg-type]
 
 
+def test_a_schedule_of_another_number_of_groups_is_not_resumed() -> None:
+    resumed = schedule(4)
+    resumed.base_lrs = [0.5] * 3  # as a checkpoint of a run with three groups of weights leaves them
+    with pytest.raises(ValueError, match="zip"):
+        ContinueSchedule().on_train_begin(
+            SimpleNamespace(learning_rate=0.5),  # type: ignore[arg-type]
+            TrainerState(),
+            lr_scheduler=resumed,
+        )
+
+
 def test_a_schedule_that_does_not_depend_on_the_length_keeps_its_rate() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)

@@ -281,6 +281,35 @@ def test_the_choice_is_announced_once_with_its_reason(llama: Any, monkeypatch: p
     assert said[1:] == ["micro-batches are padded, not packed: pad_to_multiple_of asks for the shapes that TRL makes"]
 
 
+@pytest.mark.parametrize(
+    ("again", "is_float32", "draws", "is_random"),
+    [
+        (0.0, True, False, False),
+        (0.0, True, True, False),
+        (1e-3, True, False, True),
+        (1e-9, True, False, False),
+        (1e-3, False, True, True),
+        (1e-3, False, False, False),
+        (0.0, False, True, False),
+        (9.0, False, False, True),
+    ],
+)
+def test_a_model_is_random_if_it_draws_numbers_or_differs_from_itself(
+    again: float, is_float32: bool, draws: bool, is_random: bool
+) -> None:
+    """Two 16-bit results may differ by rounding alone."""
+
+    def compute(trial: Any, call: ModelCall) -> Any:
+        assert trial.parameters == ()
+        assert call is compared.padded
+        if draws:
+            torch.rand(1)
+        return EXPECTED[0] + again, ()
+
+    compared = trial(is_float32=is_float32, parameters=(nn.Parameter(torch.ones(1)),))
+    assert check(_compute=compute)[0]._is_random(compared, (EXPECTED[0], ())) is is_random
+
+
 def test_rows_longer_than_the_kept_scores_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     found, said = check()
     policy = model()
@@ -498,6 +527,98 @@ def test_models_whose_gradients_were_not_verified_where_weights_are_split(monkey
     ):
         monkeypatch.setattr(layout_check, "text_config", lambda model, kind=kind: SimpleNamespace(model_type=kind))
         assert layout_check.unsupported_under_sharding(nn.Linear(1, 1), sharding) == reason
+
+
+def forwards(*names: str) -> Any:
+    """Return a backbone whose forward takes arguments of these names."""
+    source = f"lambda {', '.join(names)}: None"
+    return SimpleNamespace(forward=eval(source))
+
+
+FITTING: dict[str, Any] = {
+    "base_model": forwards("position_ids", "**kwargs"),
+    "_can_set_attn_implementation": lambda: True,
+    "_supports_sdpa": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "reason"),
+    [
+        ({}, {}, ""),
+        ({}, {"layer_types": ["full_attention", "sliding_attention"]}, ""),
+        ({}, {"layer_types": None}, ""),
+        ({}, {"layer_types": ["mamba", "full_attention", "conv"]}, "the model has layers of conv, mamba"),
+        (
+            {"_can_set_attn_implementation": lambda: False}, {},
+            "the attention of SimpleNamespace does not go through transformers' AttentionInterface",
+        ),
+        ({"_supports_sdpa": False}, {}, "the attention of SimpleNamespace is not that of SDPA"),
+        *[
+            ({"base_model": forwards(*names)}, {},
+             "the forward of SimpleNamespace takes no position_ids or no further arguments")
+            for names in (["position_ids"], ["**kwargs"], [])
+        ],
+    ],
+)  # fmt: skip
+def test_models_that_are_not_packed(
+    changes: dict[str, Any], config: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_text = SimpleNamespace(**config)
+    base = SimpleNamespace(config=of_text, **{**FITTING, **changes})
+    monkeypatch.setattr(layout_check, "base_model", lambda model: base)
+    monkeypatch.setattr(layout_check, "text_config", lambda model: of_text)
+    assert layout_check.unsupported(nn.Identity()) == reason
+    base.config = SimpleNamespace()
+    assert layout_check.unsupported(nn.Identity()) == "the model is multimodal"
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({}, None),
+        ({"sliding_window": 8}, 8),
+        ({"sliding_window": 8, "layer_types": None}, 8),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 8),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, None),
+    ],
+)
+def test_the_window_of_a_models_attention(config: dict[str, Any], window: int | None) -> None:
+    assert layout_check.attention_window(SimpleNamespace(**config)) == window
+
+
+def test_a_second_table_of_embeddings_is_one_of_positions() -> None:
+    class Policy(nn.Module):
+        def __init__(self, *tables: nn.Module) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(tables)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.tables[0]
+
+    tokens = nn.Embedding(3, 2)
+    assert not layout_check._learns_positions(Policy(tokens, nn.Linear(2, 2)))  # type: ignore[arg-type]
+    assert layout_check._learns_positions(Policy(tokens, nn.Embedding(3, 2)))  # type: ignore[arg-type]
+
+
+def test_weights_fit_in_float32_with_a_quarter_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = nn.Linear(10, 10, bias=False).bfloat16()
+    monkeypatch.setattr(layout_check, "base_model", lambda model: model)
+    memory = SimpleNamespace(available=500)
+    monkeypatch.setattr(layout_check.psutil, "virtual_memory", lambda: memory)
+    assert layout_check.fits_in_float32(half, DEVICE)
+    memory.available = 499
+    assert not layout_check.fits_in_float32(half, DEVICE)
+    assert layout_check.fits_in_float32(nn.Linear(10, 10), DEVICE), "it is in float32 already"
+    memory.available = 10**9
+    half.is_quantized = True  # type: ignore[assignment]
+    assert not layout_check.fits_in_float32(half, DEVICE)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 350)
+    half.is_quantized = False  # type: ignore[assignment]
+    for allocated, fits in ((150, True), (151, False)):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, allocated=allocated: allocated)
+        assert layout_check.fits_in_float32(half, torch.device("cuda")) is fits
 
 
 def test_adapters_and_compiled_models_that_share_no_prompt() -> None:

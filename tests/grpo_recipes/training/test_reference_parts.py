@@ -118,6 +118,26 @@ def test_each_reference_is_described_with_its_parameters(tmp_path: Path) -> None
     assert described(adapted().eval(), {"adapter": where})
 
 
+@pytest.mark.parametrize(
+    ("missing", "unexpected", "says"),
+    [(["a", "b"], ["c"], "tensor a has no counterpart"), ([], ["c", "d"], "tensor c has no counterpart")],
+)
+def test_the_first_tensor_without_a_counterpart_is_named(
+    missing: list[str], unexpected: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT only lists such tensors, and leaves random numbers in their places."""
+    config = SimpleNamespace(base_model_name_or_path="base")
+    monkeypatch.setattr(reference, "adapter_config", lambda where: config)
+    result = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    policy: Any = nn.Module()
+    policy.load_adapter = lambda where, name: policy.eval() and result
+    with pytest.raises(UserError, match=rf"`reference.adapter`: there does not fit this policy: {says}$"):
+        reference._load_reference(policy, "there")
+    assert policy.training
+    result.missing_keys = result.unexpected_keys = []
+    assert reference._load_reference(policy, "there") == "base"
+
+
 def test_a_policy_that_cannot_have_a_reference_is_refused() -> None:
     def message(policy: Any, source: Any = "initial", **how: Any) -> str:
         with pytest.raises(UserError) as caught:

@@ -293,6 +293,15 @@ def test_a_lock_with_another_lease_is_respected(tmp_path: Path) -> None:
         pass
 
 
+def test_this_host_is_named_as_in_the_locks_of_this_process(tmp_path: Path) -> None:
+    lock._own_host.cache_clear()
+    with only_launch(tmp_path / "run"):
+        owner = SoftFileLease(tmp_path / "run" / LOCK).owner
+        assert owner is not None
+        assert lock._own_host() == owner.hostname
+        assert platform.node() in owner.hostname
+
+
 def test_a_full_temporary_folder_does_not_prevent_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")

@@ -18,6 +18,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from trl import GRPOConfig
 from trl.trainer.utils import print_prompt_completions_sample
 
@@ -173,6 +174,26 @@ def test_a_table_that_no_reader_would_accept_stays(
     reason = {"no step": "no column `step`", "two steps": "two columns of one name"}.get(wrong, "it is larger than")
     assert said.startswith(f"{path} is not compacted and stays as it is (")
     assert reason in said
+
+
+def test_a_table_of_the_largest_size_is_merged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In memory repeated text is larger than on the disk, and other text is smaller."""
+    write(folder, 1, 2, extra=["x" * 15_000] * 2)
+    size = pa.parquet.read_table(folder / "completions_00001.parquet").nbytes
+    monkeypatch.setattr(completions, "BYTES", 2 * size)
+    Compaction(folder).compact(3, rest=True)
+    assert names(folder) == ["completions_00001-00002.parquet"], "both fill one file"
+    write(folder, 3, 4, extra=["x" * 15_000] * 2)
+    monkeypatch.setattr(completions, "BYTES", size)
+    Compaction(folder).compact(5, rest=True)
+    assert read(folder) == rows_of(1, 2, 3, 4)
+    write(folder, 5, 6, extra=["x" * 15_000, "y" * 15_000])
+    on_disk = parquet.read_metadata(folder / "completions_00005.parquet").row_group(0).total_byte_size
+    monkeypatch.setattr(completions, "BYTES", on_disk)
+    Compaction(folder).compact(7, rest=True)
+    assert caplog.messages == []
 
 
 def test_one_warning_says_how_many_files_stay(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

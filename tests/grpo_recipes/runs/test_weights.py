@@ -3,6 +3,7 @@
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from grpo_recipes.runs.checkpoints import description_damage
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.weights import (
     END_BYTES,
+    adapter_config,
     check_weight_file,
     check_weight_files,
     identify_weights,
@@ -232,6 +234,28 @@ def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
         opened.write(b"PK\5\6" + bytes(8) + size.to_bytes(4, "little") + bytes(4) + bytes(2))
     with pytest.raises(RunError, match="its directory can't be read .more than 16,777,216 bytes"):
         check_weight_file(file)
+
+
+def test_the_configuration_of_an_adapter_is_read_at_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def read(where: str, revision: str) -> None:
+        asked.append((where, revision))
+        raise OSError("it is not there")
+
+    monkeypatch.setattr("peft.PeftConfig.from_pretrained", read)
+    assert adapter_config("org/name", "v2") is None
+    assert adapter_config(Path("org/name")) is None
+    assert asked == [("org/name", "v2"), ("org/name", "main")]
+    assert adapter_config(tmp_path) is None
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": None}))
+    with pytest.raises(
+        RunError, match=r"peft can't read it \(OSError: it is not there\); copy or download the adapter"
+    ):
+        adapter_config(tmp_path)
+    assert asked[2:] == [(str(tmp_path), "main")]
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '"done"', "{"])

@@ -213,6 +213,29 @@ def test_a_server_whose_context_is_too_small_for_all_turns_is_announced_once() -
     assert said == []
 
 
+def test_the_context_must_hold_the_longest_prompt_and_all_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(tool_turns, "ToolLoop", lambda **parts: made.append(parts) or (lambda rows: rows))
+    monkeypatch.setattr(tool_turns, "tools_of_rows", lambda trainer: ["own"] * 3)
+    monkeypatch.setattr(tool_turns, "positions", lambda trainer: 150)
+    found, said = turns(
+        server(
+            1000, max_tool_calling_iterations=4, environment_factories=None, accelerator=SimpleNamespace(device="cpu"),
+            _tokenizer=SimpleNamespace(pad_token_id=0), _get_tool_suffix_ids=print,
+        )
+    )  # fmt: skip
+    found._positions, found.runner, found._finish = None, print, lambda: None  # type: ignore[assignment,method-assign]
+    prompts = [[1] * length for length in (40, 50, 30)]
+    rows: Any = found(prompts, [[1], [2], [3]], [[], [], []], [[0.1], [0.2], [0.3]])
+    assert len(said) == 1
+    assert "a prompt of 50 tokens" in said[0]
+    assert [(row.prompt, row.log_probs) for row in rows] == list(zip(prompts, ([0.1], [0.2], [0.3]), strict=True))
+    assert found.rows == rows
+    (parts,) = made
+    assert (parts["limits"].iterations, parts["limits"].completion, parts["limits"].positions) == (4, 100, 150)
+    assert [row.log_probs for row in found(prompts, [[1]] * 3, [[]] * 3, None)] == [None] * 3  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_prompts_with_images_are_left_to_trls_loop(processes: int) -> None:
     accelerator = SimpleNamespace(num_processes=processes)

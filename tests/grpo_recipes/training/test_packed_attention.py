@@ -121,6 +121,7 @@ def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
         ({"sliding_window": 4, "softcap": None}, True),
         ({"attention_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, True),
         ({"attention_mask": torch.zeros(1, 1, 5, 5)}, False),
+        ({"softcap": 0.0}, False),
         *[
             ({name: 1.0}, False)
             for name in ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")

@@ -232,6 +232,8 @@ def test_the_context_must_hold_the_longest_prompt_and_all_its_turns(monkeypatch:
     assert [(row.prompt, row.log_probs) for row in rows] == list(zip(prompts, ([0.1], [0.2], [0.3]), strict=True))
     assert found.rows == rows
     (parts,) = made
+    assert (parts["render"], parts["runner"], parts["padding"], parts["largest"](7)) == (print, print, 0, 7)
+    assert {"generate", "parse", "shorten"} <= parts.keys()
     assert (parts["limits"].iterations, parts["limits"].completion, parts["limits"].positions) == (4, 100, 150)
     assert [row.log_probs for row in found(prompts, [[1]] * 3, [[]] * 3, None)] == [None] * 3  # type: ignore[attr-defined]
 

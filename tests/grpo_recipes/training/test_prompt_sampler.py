@@ -243,6 +243,15 @@ def test_every_prompt_is_drawn_again() -> None:
     assert 40 < times[10:].mean() < 60, "400 times 0.1, raised to an integer number of prompts"
 
 
+def test_a_probability_that_equals_the_floor_is_not_kept_by_it() -> None:
+    ours = sampler()
+    ours.spec = spec(exploration=0.5, floor=0.25)
+    ours.unvaried[:] = np.arange(12) % 4
+    list(ours)
+    for draw in ours.draws:
+        assert (draw.at_floor == (ours.unvaried[draw.prompts] == 3)).all(), "0.125, where 2 groups give 0.25"
+
+
 def test_groups_with_variance() -> None:
     nan = np.nan
     rows = [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [nan, nan, nan], [nan, 2.0, nan], [nan, 2.0, 3.0]]

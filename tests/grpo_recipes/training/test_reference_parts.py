@@ -68,6 +68,20 @@ def test_a_lora_adds_nothing_while_its_tensors_show_so(changes: dict[str, Any], 
     assert is_equal or adds
 
 
+@pytest.mark.parametrize(
+    ("start", "changes"),
+    [
+        *[(name, True) for name in ("pissa", "PiSSA", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga")],
+        *[(start, False) for start in (True, False, "gaussian", "orthogonal", "eva", None)],
+    ],
+)
+def test_a_start_that_changes_the_base_is_known_by_its_name(start: Any, changes: bool) -> None:
+    config: Any = SimpleNamespace(init_lora_weights=start)
+    assert reference._changes_the_base(config) is changes
+    other: Any = SimpleNamespace()
+    assert not reference._changes_the_base(other)
+
+
 def test_another_kind_of_adapter_is_always_copied() -> None:
     config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     assert not reference._adds_nothing(get_peft_model(model(), config), "default")
@@ -290,6 +304,14 @@ def test_the_sentence_names_refreshes_and_dropout(sent: list[Any]) -> None:
     assert sentence(kept) == off
     assert 0.25 in {module.p for module in kept.modules() if isinstance(module, nn.Dropout)}
     assert sentence(adapted(), disable_dropout=True) == off
+    two = adapted(lora_dropout=0.25)
+    two.add_adapter("more", LoraConfig(**{**ATTENTION, "lora_dropout": 0.5}))
+    assert sentence(two, disable_dropout=True).endswith("`lora_dropout` of 0.5"), "the largest of all adapters"
+    without = get_peft_model(
+        model(), IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    )
+    assert "lora_dropout" not in sentence(without, "base", disable_dropout=True)
+    assert "lora_dropout" not in sentence(model(), disable_dropout=True)
 
 
 def test_a_second_reference_replaces_the_first(sent: list[Any]) -> None:

@@ -60,6 +60,13 @@ def test_a_resumed_epoch_on_two_ranks_continues_where_it_stopped(epoch: float) -
     assert sorted(seen[0] + seen[1]) == sorted(rest)
 
 
+def test_a_state_without_an_epoch_is_of_the_first() -> None:
+    sampler = EpochSampler(repeat_sampler(12))
+    sampler.epoch = 3
+    SetSamplerEpoch(sampler).on_epoch_begin(SimpleNamespace(), TrainerState(), TrainerControl())
+    assert sampler.epoch == 0
+
+
 def schedule(steps: int, rate: float = 0.5) -> torch.optim.lr_scheduler.LRScheduler:
     """Return a linear schedule of two groups of weights, as one with and one without weight decay."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": decay} for decay in (0.1, 0.0)]

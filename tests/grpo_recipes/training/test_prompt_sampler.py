@@ -218,6 +218,17 @@ def test_a_resumed_epoch_continues_with_the_generation_that_follows(accumulation
             step += 1
 
 
+def test_a_run_begins_with_the_first_generation() -> None:
+    sampling = object.__new__(PromptSampling)
+    sampling.sampler, sampling.position = sampler(), 7
+    args, state = SimpleNamespace(gradient_accumulation_steps=2), SimpleNamespace(global_step=0, epoch=None)
+    sampling.on_epoch_begin(args, state, None)  # type: ignore[arg-type]
+    assert sampling.position == 0
+    sampling.sampler, sampling.position = None, 7  # an evaluation without a training asks for no sampler
+    sampling.on_epoch_begin(args, state, None)  # type: ignore[arg-type]
+    assert sampling.position == 7
+
+
 def test_one_group_with_variance_resets_a_prompt() -> None:
     ours = sampler()
     list(ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,41 @@ def test_an_evaluation_between_two_entries_logs_no_tokens(tmp_path: Path, caplog
     for _ in range(2):
         trainer.log({"loss": 1.0})
     assert len([message for message in caplog.messages if "tokens computed" in message]) == 1
+
+
+def stand_in(*, training: bool, **changes: Any) -> Any:
+    """Return a stand-in for the trainer on one of two ranks, with two of four micro-batches in a step."""
+    accelerator = SimpleNamespace(num_processes=2, reduce=lambda sums: 2 * sums)
+    values = {
+        **{"model": torch.nn.Linear(1, 1).train(training), "accelerator": accelerator, "loss_type": "dapo"},
+        **{"args": SimpleNamespace(steps_per_generation=4), "current_gradient_accumulation_steps": 2},
+        **{"max_completion_length": 9, "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)}},
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("training", "tokens", "divisor"),
+    # 12 tokens are 6 on each rank, and 3 in each step of the training.
+    [(True, 12, 3.0), (False, 12, 6.0), (True, 0, 0.25), (False, 0, 0.5), (False, 1, 0.5)],
+)
+def test_a_token_is_divided_by_those_of_its_step(training: bool, tokens: int, divisor: float) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    inputs = {"num_items_in_batch": torch.tensor(tokens)}
+    found = GRPOTrainer._token_weights(stand_in(training=training), inputs, mask)
+    torch.testing.assert_close(found, mask / divisor)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_full_kl_is_a_mean_over_the_tokens_of_all_ranks(training: bool) -> None:
+    trainer = stand_in(training=training)
+    trainer.accelerator.reduce = lambda sums: sums
+    for mask in ([[1, 1, 0], [1, 0, 0]], [[1, 0, 0], [0, 0, 0]], [[0, 0, 0]] * 2):
+        counted = torch.tensor(mask)
+        GRPOTrainer._log_full_kl(trainer, torch.tensor([[2.0, 4.0, 9.0], [6.0, 9.0, 9.0]]) * counted, counted)
+    name, other = ("train", "eval") if training else ("eval", "train")
+    assert trainer._metrics[name] == {"kl/full": [4.0, 2.0, 0.0]}
+    assert trainer._metrics[other] == {}
 
 
 def test_the_sampled_kl_is_logged_without_an_effect_on_the_loss() -> None:

@@ -305,7 +305,7 @@ def test_only_an_object_with_a_configuration_and_weights_is_a_model() -> None:
     config = SimpleNamespace(_name_or_path=None, _commit_hash="abc")
     parts = [SimpleNamespace(config=config), SimpleNamespace(state_dict=None)]
     both = SimpleNamespace(config=config, state_dict=None)
-    rewards = [BuiltReward(one, 1.0, name) for one, name in zip([*parts, both], "abc", strict=True)]  # type: ignore[arg-type]
+    rewards = [BuiltReward(one, 1.0, name) for one, name in zip([*parts, both], "abc", strict=True)]
     assert identity.reward_models(rewards, lambda *_: None) == {"reward model `c`": Source("", "abc")}
 
 

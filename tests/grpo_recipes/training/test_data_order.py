@@ -106,7 +106,7 @@ def test_a_schedule_of_another_number_of_groups_is_not_resumed() -> None:
     resumed.base_lrs = [0.5] * 3  # as a checkpoint of a run with three groups of weights leaves them
     with pytest.raises(ValueError, match="zip"):
         ContinueSchedule().on_train_begin(
-            SimpleNamespace(learning_rate=0.5),  # type: ignore[arg-type]
+            SimpleNamespace(learning_rate=0.5),
             TrainerState(),
             lr_scheduler=resumed,
         )

@@ -759,8 +759,8 @@ def test_a_second_table_of_embeddings_is_one_of_positions() -> None:
             return self.tables[0]
 
     tokens = nn.Embedding(3, 2)
-    assert not layout_check._learns_positions(Policy(tokens, nn.Linear(2, 2)))  # type: ignore[arg-type]
-    assert layout_check._learns_positions(Policy(tokens, nn.Embedding(3, 2)))  # type: ignore[arg-type]
+    assert not layout_check._learns_positions(Policy(tokens, nn.Linear(2, 2)))
+    assert layout_check._learns_positions(Policy(tokens, nn.Embedding(3, 2)))
 
 
 def test_weights_fit_in_float32_with_a_quarter_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -773,11 +773,11 @@ def test_weights_fit_in_float32_with_a_quarter_to_spare(monkeypatch: pytest.Monk
     assert not layout_check.fits_in_float32(half, DEVICE)
     assert layout_check.fits_in_float32(nn.Linear(10, 10), DEVICE), "it is in float32 already"
     memory.available = 10**9
-    half.is_quantized = True  # type: ignore[assignment]
+    half.is_quantized = True
     assert not layout_check.fits_in_float32(half, DEVICE)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 400)
-    half.is_quantized = False  # type: ignore[assignment]
+    half.is_quantized = False
     for allocated, fits in ((150, True), (151, False)):
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, allocated=allocated: allocated)
         assert layout_check.fits_in_float32(half, torch.device("cuda")) is fits
@@ -802,7 +802,7 @@ def test_adapters_and_compiled_models_that_share_no_prompt() -> None:
     compiled.model.layers[1].compile()
     assert "the model is compiled" in layout_check.unshareable(compiled)
     assert not layout_check.is_compiled(adapted)
-    assert layout_check.is_compiled(nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1))))  # type: ignore[arg-type]
+    assert layout_check.is_compiled(nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1))))
 
 
 # ---- the state of a model during the check

@@ -222,10 +222,10 @@ def test_a_run_begins_with_the_first_generation() -> None:
     sampling = object.__new__(PromptSampling)
     sampling.sampler, sampling.position = sampler(), 7
     args, state = SimpleNamespace(gradient_accumulation_steps=2), SimpleNamespace(global_step=0, epoch=None)
-    sampling.on_epoch_begin(args, state, None)  # type: ignore[arg-type]
+    sampling.on_epoch_begin(args, state, None)
     assert sampling.position == 0
     sampling.sampler, sampling.position = None, 7  # an evaluation without a training asks for no sampler
-    sampling.on_epoch_begin(args, state, None)  # type: ignore[arg-type]
+    sampling.on_epoch_begin(args, state, None)
     assert sampling.position == 7
 
 

@@ -71,7 +71,7 @@ def test_a_comparison_that_failed_once_counts_for_the_rest_of_the_run() -> None:
 def test_a_delta_rule_is_found_in_the_file_of_the_layer(
     rule: Any, has_it: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "modeling_made_up", SimpleNamespace(torch_chunk_gated_delta_rule=rule))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "modeling_made_up", SimpleNamespace(torch_chunk_gated_delta_rule=rule))
     layer = type("Layer", (nn.Module,), {"__module__": "modeling_made_up"})()
     assert segments._has_delta_rule(layer) is has_it
     assert not segments._has_delta_rule(nn.Linear(1, 1))

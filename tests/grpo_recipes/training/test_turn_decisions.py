@@ -172,19 +172,19 @@ def test_prompts_and_turns_are_rendered_and_parsed_as_trl_does_it(
         _tokenizer=tokenizer, chat_template="own", chat_template_kwargs={"thinks": False}, max_completion_length=9,
         _get_tool_suffix_ids=len,
     )  # fmt: skip
-    assert found._parse([1], [2], tools) == ((tokenizer, [1]), {"prefix": [2], "tools": tools})  # type: ignore[comparison-overlap]
-    (messages,), options = found._render_prompt([{"role": "user"}], tools)  # type: ignore[misc]
-    assert messages == [{"role": "user"}]  # type: ignore[comparison-overlap]
-    assert options == {  # type: ignore[comparison-overlap]
+    assert found._parse([1], [2], tools) == ((tokenizer, [1]), {"prefix": [2], "tools": tools})
+    (messages,), options = found._render_prompt([{"role": "user"}], tools)
+    assert messages == [{"role": "user"}]
+    assert options == {
         "tools": tools or None, "chat_template": "own", "add_generation_prompt": True, "tokenize": True,
         "return_dict": False, "thinks": False,
     }  # fmt: skip
-    parts: Any = found._proof("turns")  # type: ignore[arg-type]
+    parts: Any = found._proof("turns")
     assert (parts["turns"], parts["longest"], parts["decode"], parts["render"]) == ("turns", 9, print, len)
     assert (parts["parse"], parts["render_prompt"], parts["ends"]) == (found._parse, found._render_prompt, found._ends)
     assert parts["in_order"] is True
-    found.trainer.rollout_func = print  # type: ignore[assignment]
-    other: Any = found._proof("turns")  # type: ignore[arg-type]
+    found.trainer.rollout_func = print
+    other: Any = found._proof("turns")
     assert other["in_order"] is False, "a `rollout_func` may generate in any order"
 
 
@@ -200,10 +200,10 @@ def test_a_row_is_proven_with_all_that_is_known_about_it(monkeypatch: pytest.Mon
         TurnCheck, "_proof", lambda self, turns: SimpleNamespace(covers=lambda row: row.number not in unknown)
     )
     monkeypatch.setattr(TurnCheck, "_fault_of", lambda self, rows, proof: proven.extend(rows) or "fault")
-    found.start(["p", "q", "r"])  # type: ignore[list-item]
+    found.start(["p", "q", "r"])
     given: Any = ("turns", [[1], [2], [3]], [[4], [5], [6]], [[1], [0], [1]], ["x", "y", "z"], [[0.1], [0.2], [0.3]])
     played: Any = ["k", "l", "m"]
-    assert found._first_fault(*given, played) == "fault"  # type: ignore[comparison-overlap]
+    assert found._first_fault(*given, played) == "fault"
     assert [(row.number, row.mask) for row in proven] == [(0, [1]), (1, [0]), (2, [1])]
     about = [(row.messages, row.tools, row.prompt_messages, row.log_probs, row.played) for row in proven]
     if not has_tools:
@@ -289,7 +289,7 @@ def test_the_context_must_hold_the_longest_prompt_and_all_its_turns(monkeypatch:
             _tokenizer=SimpleNamespace(pad_token_id=0), _get_tool_suffix_ids=print,
         )
     )  # fmt: skip
-    found._positions, found.runner, found._finish = None, print, lambda: None  # type: ignore[assignment,method-assign]
+    found._positions, found.runner, found._finish = None, print, lambda: None
     prompts = [[1] * length for length in (40, 50, 30)]
     rows: Any = found(prompts, [[1], [2], [3]], [[], [], []], [[0.1], [0.2], [0.3]])
     assert len(said) == 1
@@ -300,7 +300,7 @@ def test_the_context_must_hold_the_longest_prompt_and_all_its_turns(monkeypatch:
     assert (parts["render"], parts["runner"], parts["padding"], parts["largest"](7)) == (print, print, 0, 7)
     assert {"generate", "parse", "shorten"} <= parts.keys()
     assert (parts["limits"].iterations, parts["limits"].completion, parts["limits"].positions) == (4, 100, 150)
-    assert [row.log_probs for row in found(prompts, [[1]] * 3, [[]] * 3, None)] == [None] * 3  # type: ignore[attr-defined]
+    assert [row.log_probs for row in found(prompts, [[1]] * 3, [[]] * 3, None)] == [None] * 3
 
 
 @pytest.mark.parametrize("processes", [1, 2])

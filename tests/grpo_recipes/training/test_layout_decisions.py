@@ -542,7 +542,7 @@ def test_log_probabilities_are_compared_on_labels_and_then_gradients() -> None:
         found = layout_check._difference(trial(), ROWS, (one, ()), (other, ()))
         assert found == "log-probabilities by 3.0e-04 on some rows, 1e-04 allowed"
     coarse = torch.zeros(4, 2)
-    coarse[0, 0] = 0.2  # of six tokens with a label
+    coarse[0, 0] = 0.2  # one of six tokens with a label
     half = (coarse, ()), (torch.zeros(4, 2), ())
     assert layout_check._difference(trial(is_float32=False), ROWS, *half) == "", "the mean counts"
     coarse[0, 0] = 0.4

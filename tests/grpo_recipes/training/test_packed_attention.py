@@ -130,7 +130,7 @@ def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
 )  # fmt: skip
 def test_a_layer_that_adds_to_its_scores_is_not_counted(added: dict[str, Any], counts: bool) -> None:
-    """What it adds would be lost. `LogProbs` then rejects the row."""
+    """The addition would be lost. `LogProbs` then rejects the row."""
     states, spans = torch.randn(1, 2, 5, 4), GroupSpans([((0, 2), [(2, 5)])])
     given = {"attention_mask": None, **added}
     packed_attention.packed_attention(torch.nn.Module(), states, states, states, group_spans=spans, **given)
@@ -165,7 +165,7 @@ def test_the_users_implementation_is_replaced_where_it_takes_no_float32(users: s
         raise RuntimeError
     assert policy.config._attn_implementation == users
     copied = model()
-    copied.config._attn_implementation = packed_attention.ATTENTION  # of a model that was copied while it was packed
+    copied.config._attn_implementation = packed_attention.ATTENTION  # the model was copied while it was packed
     switch.restore(copied)
     assert copied.config._attn_implementation == "sdpa"
 

@@ -73,7 +73,7 @@ def test_the_layout_is_checked_on_the_first_micro_batch(tmp_path: Path, monkeypa
             return Layout.PADDED
 
         monkeypatch.setattr(trainer._log_probs, "layout", layout)
-        torch.manual_seed(0)  # of the order of the rows
+        torch.manual_seed(0)  # the order of the rows is drawn
         inputs = trainer._prepare_inputs(UNEVEN.rows())
         found.append(torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1))
     ((rows, size),) = asked

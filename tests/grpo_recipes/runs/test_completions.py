@@ -531,10 +531,13 @@ def test_a_damaged_compacted_file_does_not_stop_a_resume(folder: Path, caplog: p
     write(folder, 1, 2)
     path = folder / "completions_00003-00004.parquet"
     path.write_bytes(b"PAR1")
+    write(folder, 1, 2, kind=EVALUATION)
+    for step in (1, 2):  # of a launch that compacted each evaluation as it was
+        (folder / f"{EVALUATION}_{step:05d}.parquet").rename(folder / f"{EVALUATION}_{step:05d}-{step:05d}.parquet")
     with caplog.at_level(logging.WARNING):
-        assert drop_after(folder, 1) == 1
+        assert drop_after(folder, 1) == 2
     assert caplog.messages[0].startswith(f"{path}: can't be read as compacted completions")
-    assert names(folder) == ["completions_00001.parquet", path.name]
+    assert names(folder) == ["completions_00001.parquet", path.name, "eval_completions_00001-00001.parquet"]
     with pytest.raises(files.RunError, match="restore or remove the file"):
         logged(folder, TRAINING)
 
@@ -864,6 +867,7 @@ def _calls(message: Any) -> list[Any]:
         ('{"": [1, 2]}', [1, 2]),
         ("{}", {}),
         (None, {}),
+        ([], []),
         ("no json", "no json"),
         ("7", 7),
         ('[""]', [""]),
@@ -948,6 +952,8 @@ def test_one_message_of_blocks_makes_the_contents_of_all_messages_blocks() -> No
         [*blocks[:2], {"type": "text", "text": '{"type": "audio", "audio": [1]}'}],
     ]
     assert stored[1:] == [[{"content": None}], "text"]
+    (messages,) = storable([[{"content": ""}, {"content": []}, {"content": blocks[:1]}]])
+    assert [message["content"] for message in messages] == [[{"type": "text", "text": ""}], [], blocks[:1]]
 
 
 def test_texts_and_messages_of_texts_are_stored_as_trl_stores_them() -> None:

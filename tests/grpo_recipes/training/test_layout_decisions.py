@@ -460,6 +460,23 @@ def test_a_model_is_random_if_it_draws_numbers_or_differs_from_itself(
     assert check(_compute=compute)[0]._is_random(compared, (EXPECTED[0], ())) is is_random
 
 
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "is_float32"),
+    [
+        (torch.float32, "no", True),
+        (torch.float32, "bf16", False),
+        (torch.bfloat16, "no", False),
+        (torch.bfloat16, "bf16", False),
+    ],
+)
+def test_a_model_computes_in_float32_if_neither_weights_nor_autocast_are_of_16_bits(
+    dtype: torch.dtype, autocast: str, is_float32: bool
+) -> None:
+    found, _ = check()
+    found.accelerator.mixed_precision = autocast
+    assert found._computes_in_float32(model().to(dtype)) is is_float32
+
+
 def test_rows_longer_than_the_kept_scores_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     found, said = check()
     policy = model()

@@ -101,6 +101,13 @@ def test_a_resumed_schedule_is_that_of_the_whole_run(before: int, now: int, done
         ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=loaded)  # type: ignore[arg-type]
 
 
+def test_one_group_with_another_rate_is_enough_to_refuse_a_schedule() -> None:
+    resumed = schedule(4)
+    resumed.base_lrs = [0.5, 0.25]
+    with pytest.raises(UserError, match="`learning_rate` is 0.5, and the schedule"):
+        ContinueSchedule().on_train_begin(SimpleNamespace(learning_rate=0.5), TrainerState(), lr_scheduler=resumed)
+
+
 def test_a_schedule_of_another_number_of_groups_is_not_resumed() -> None:
     resumed = schedule(4)
     resumed.base_lrs = [0.5] * 3  # as a checkpoint of a run with three groups of weights leaves them

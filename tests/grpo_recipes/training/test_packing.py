@@ -617,10 +617,13 @@ def test_multimodal_inputs_are_scored_by_trl(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(TRLGRPOTrainer, "_get_per_token_logps_and_entropies", score)
     rows = flat(RAGGED)
-    trainer._get_per_token_logps_and_entropies(
-        trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, pixel_values="pixels", num_images=[1]
-    )
-    assert seen["pixel_values"] == "pixels"
+    pixels = torch.zeros(2, 3)
+    for given in ({"pixel_values": pixels, "num_images": None}, {"num_images": [], "pixel_values": None}):
+        seen.clear()
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, **given
+        )
+        assert seen == given
     assert trainer._log_probs._layouts == {}
 
 

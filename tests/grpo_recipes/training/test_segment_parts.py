@@ -102,6 +102,48 @@ def test_a_model_is_as_before_after_it_took_segments() -> None:
     assert backbone.layers is layers
 
 
+@pytest.mark.parametrize("returned", [lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, "more")])
+def test_a_layer_gets_its_own_cache_in_the_place_of_the_backbones(returned: Any) -> None:
+    given, other, own = cache(0), cache(0), cache(0)
+    call = segments._LayerCall(torch.zeros(1), (given, other, 3), {"past_key_values": given, "mask": None})
+    assert call.takes(given)
+    assert call.takes(other)
+    assert not call.takes(own)
+    assert segments._LayerCall(torch.zeros(1), (), {"past": given}).takes(given)
+    seen: list[Any] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return returned(args[0])
+
+    states = torch.ones(1)
+    assert call.run(forward, states, given, own) is states
+    assert call.run(forward, states, None, None) is states
+    (hidden, first, second, number), kwargs = seen[0]
+    assert (hidden is states, first is own, second is other, number) == (True, True, True, 3)
+    assert (kwargs["past_key_values"] is own, kwargs["mask"]) == (True, None)
+    assert seen[1][0][1] is given, "a backbone without a cache"
+
+
+@pytest.mark.parametrize(("size", "returned"), [(0, None), (1, 1), (3, 3)])
+def test_a_stand_in_returns_what_its_layer_returns(size: int, returned: int | None) -> None:
+    layer, calls = nn.Linear(2, 2), []
+    one, other = torch.zeros(1), torch.ones(1)
+    recorder = segments._Recorder(layer, calls, size, None)
+    assert recorder.in_features == 2, "a backbone may read the attributes of its layers"
+    for found in (recorder(one, "mask", use_cache=True), recorder(hidden_states=one)):
+        assert (found if returned is None else found[0]) is one
+        assert returned is None or found[1:] == (None,) * (returned - 1)
+    assert [(call.hidden is one, call.args, call.kwargs) for call in calls] == [
+        (True, ("mask",), {"use_cache": True}),
+        (True, (), {}),
+    ]
+    with pytest.raises(segments.NotSegmented, match="computes between its layers"):
+        recorder(other)
+    last = segments._Recorder(layer, [], size, lambda: other)(one)
+    assert (last if returned is None else last[0]) is other
+
+
 def test_lists_of_as_many_modules_as_there_are_layers() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:

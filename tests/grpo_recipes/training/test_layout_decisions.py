@@ -760,6 +760,7 @@ def test_models_that_are_not_packed(
         ({"sliding_window": 8, "layer_types": None}, 8),
         ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 8),
         ({"sliding_window": 8, "layer_types": ["full_attention"]}, None),
+        ({"sliding_window": 8, "layer_types": []}, None),
     ],
 )
 def test_the_window_of_a_models_attention(config: dict[str, Any], window: int | None) -> None:

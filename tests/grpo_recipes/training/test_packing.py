@@ -618,12 +618,12 @@ def test_multimodal_inputs_are_scored_by_trl(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(TRLGRPOTrainer, "_get_per_token_logps_and_entropies", score)
     rows = flat(RAGGED)
     pixels = torch.zeros(2, 3)
-    for given in ({"pixel_values": pixels, "num_images": None}, {"num_images": [], "pixel_values": None}):
+    for fields in ({"pixel_values": pixels, "num_images": None}, {"num_images": [], "pixel_values": None}):
         seen.clear()
         trainer._get_per_token_logps_and_entropies(
-            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, **given
+            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, **fields
         )
-        assert seen == given
+        assert seen == fields
     assert trainer._log_probs._layouts == {}
 
 

@@ -314,6 +314,13 @@ def test_the_sentence_names_refreshes_and_dropout(sent: list[Any]) -> None:
     assert "lora_dropout" not in sentence(model(), disable_dropout=True)
 
 
+def test_dropout_is_named_by_its_own_layer() -> None:
+    policy = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"attn_dropout": nn.Dropout(0.25)})])})
+    policy["layers"].append(nn.ModuleDict({"lora_dropout": nn.ModuleDict({"default": nn.Dropout(0.5)})}))
+    policy["layers"].append(nn.ModuleDict({"off": nn.Dropout(0.0)}))
+    assert reference._dropout(policy) == {"attn_dropout": 0.25, "lora_dropout": 0.5}
+
+
 def test_a_second_reference_replaces_the_first(sent: list[Any]) -> None:
     policy = adapted()
     fill(policy, "lora_B", 0.5)

@@ -218,6 +218,48 @@ def test_a_refresh_moves_the_reference_a_share_of_the_way(alpha: float, expected
     assert counter.tolist() == [8]
 
 
+@pytest.mark.parametrize(
+    ("before", "policy", "alpha", "after"),
+    [
+        ([1.0, 2.0], [3.0, -2.0], 0.25, [1.5, 1.0]),
+        ([1.0, 2.0], [3.0, -2.0], 1.0, [3.0, -2.0]),
+        ([float("inf"), float("nan")], [3.0, -2.0], 1.0, [3.0, -2.0]),
+        ([1, 2], [3, 5], 0.25, [3, 5]),  # a count has no share of the way
+    ],
+)
+def test_a_tensor_moves_to_the_policys_and_a_copy_is_exact(
+    before: list[Any], policy: list[Any], alpha: float, after: list[Any]
+) -> None:
+    source, target = torch.tensor(policy), torch.tensor(before)
+    reference._blend(source, target, alpha)
+    assert target.tolist() == after
+    assert source.tolist() == policy
+
+
+def test_a_stored_reference_of_other_tensors_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    monkeypatch.setattr(reference, "_reference_tensors", lambda trainer: own)
+    trainer: Any = SimpleNamespace()
+    with pytest.raises(UserError, match="so that run's refreshed reference is lost"):
+        reference._restore(trainer, tmp_path)
+    for names in ("a", "abc", "bc"):
+        save_file({name: torch.ones(2) for name in names}, tmp_path / reference.WEIGHTS)
+        with pytest.raises(UserError, match="is of another model: resume with the recipe that wrote it"):
+            reference._restore(trainer, tmp_path)
+        assert not any(tensor.any() for tensor in own.values())
+    save_file({name: torch.ones(2) for name in "ab"}, tmp_path / reference.WEIGHTS)
+    reference._restore(trainer, tmp_path)
+    assert all(tensor.all() for tensor in own.values())
+
+
+def test_the_checkpoint_of_a_resume_is_that_of_its_step(tmp_path: Path) -> None:
+    state: Any = SimpleNamespace(global_step=3)
+    own, other = tmp_path / "checkpoint-3", Path("elsewhere") / "checkpoint-3"
+    for given, found in ((True, own), (None, own), ("elsewhere/checkpoint-4", own), (str(other), other)):
+        args: Any = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=given)
+        assert reference._resumed_checkpoint(args, state) == found
+
+
 def test_shared_tensors_are_paired_once_and_never_with_themselves() -> None:
     shared, own, twice = torch.ones(2), torch.zeros(2), torch.zeros(3)
     source = {"a": torch.ones(2), "b": shared, "c": torch.ones(3), "d": torch.ones(3)}
@@ -312,6 +354,31 @@ def test_the_sentence_names_refreshes_and_dropout(sent: list[Any]) -> None:
     )
     assert "lora_dropout" not in sentence(without, "base", disable_dropout=True)
     assert "lora_dropout" not in sentence(model(), disable_dropout=True)
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError]
+)
+def test_an_adapter_that_peft_refuses_is_a_mistake_of_the_user(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT has no error of its own: each kind of adapter raises what happens to fail."""
+
+    def refuses(*_: Any) -> None:
+        raise error("no")
+
+    if error is not OSError:  # a copy reads no file
+        policy = adapted()
+        monkeypatch.setattr(policy, "add_adapter", refuses)
+        with pytest.raises(UserError, match=r"PEFT can't hold a second LORA adapter like `default` \('?no'?\): use"):
+            described(policy, "initial", keep_copy=True)
+    if error in (KeyError, OSError, RuntimeError, ValueError):
+        config = SimpleNamespace(base_model_name_or_path="base")
+        monkeypatch.setattr(reference, "adapter_config", lambda where: config)
+        loading: Any = nn.Module()
+        loading.load_adapter = refuses
+        with pytest.raises(UserError, match=r"`reference.adapter`: there does not fit this policy: '?no'?$"):
+            reference._load_reference(loading, "there")
 
 
 def test_dropout_is_named_by_its_own_layer() -> None:

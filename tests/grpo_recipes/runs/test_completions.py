@@ -532,7 +532,7 @@ def test_a_damaged_compacted_file_does_not_stop_a_resume(folder: Path, caplog: p
     path = folder / "completions_00003-00004.parquet"
     path.write_bytes(b"PAR1")
     write(folder, 1, 2, kind=EVALUATION)
-    for step in (1, 2):  # of a launch that compacted each evaluation as it was
+    for step in (1, 2):  # compacted files of one step each
         (folder / f"{EVALUATION}_{step:05d}.parquet").rename(folder / f"{EVALUATION}_{step:05d}-{step:05d}.parquet")
     with caplog.at_level(logging.WARNING):
         assert drop_after(folder, 1) == 2

@@ -437,6 +437,7 @@ def test_a_launch_looks_again_after_the_lease_of_another_has_expired(
             asked.append((timeout, poll))
         raise Timeout(str(lease.lock_file))
 
+    lock._own_host()  # kept for the process, and found out by a lock
     monkeypatch.setattr(SoftFileLease, "acquire", acquire)
     monkeypatch.setattr(SoftFileLease, "force_break", lambda lease: None)
     for heartbeat in (10.0, 0.2):

@@ -1090,7 +1090,7 @@ def test_answers_are_names_of_columns_only_if_these_are_other_columns() -> None:
     assert guess.form is LABEL
 
 
-# Check what all golds tell
+# Golds of all rows
 
 
 def test_labels_are_read_from_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,7 +359,7 @@ def check_output_dir(recipe: Recipe) -> None:
     # A new run would mix its completions and logs with those of the earlier run.
     if folder.exists() and not folder.is_dir():
         raise recipe.error(f"`output_dir` {folder} is a file: choose a folder with `--output_dir`")
-    if not recipe.resumes and folder.exists() and _holds_a_run(folder):
+    if not recipe.resumes and _holds_a_run(folder):
         raise recipe.error(
             f"`output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "
             "`resume_from_checkpoint: true` to go on with that run"

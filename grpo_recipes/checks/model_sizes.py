@@ -139,7 +139,7 @@ class _Part:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[_Part]:
-    """Yield a configuration and the objects in it, two levels deep."""
+    """Yield a configuration and the objects in it, two levels deep. At least one of them is a language model."""
     has_text_config = any(isinstance(config.get(key), dict) for key in TEXT_CONFIGS)
     yield _Part(config, "", not has_text_config)
     for key, values in config.items():
@@ -151,13 +151,12 @@ def _parts(config: Mapping[str, Any]) -> Iterator[_Part]:
 
 
 def _own_names(model_type: Any) -> Mapping[str, str]:
-    """Return an architecture's own names for sizes, or {} if transformers does not know the architecture."""
+    """Return an architecture's own names for its keys, or {} if transformers does not know the architecture."""
     from transformers import CONFIG_MAPPING  # takes seconds
 
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         return {}
-    names = getattr(CONFIG_MAPPING[model_type], "attribute_map", {})
-    return {name: own for name, own in names.items() if name in SIZES}
+    return getattr(CONFIG_MAPPING[model_type], "attribute_map", {})
 
 
 def _config_file(name: str, revision: str, *, local_only: bool) -> Path | None:
@@ -179,7 +178,7 @@ def _check_against_weights(path: Path, config: Mapping[str, Any]) -> None:
         held = sum(file.stat().st_size for file in weight_files(path.parent)) * _WEIGHTS_PER_BYTE
     except (RunError, OSError):  # loading the weights reports what is wrong
         return
-    (part, *_) = [part for part in _parts(config) if part.is_language_model] or [_Part(config, "", True)]
+    part = next(part for part in _parts(config) if part.is_language_model)
     hidden = part.size("hidden_size")
     # Each layer has at least a norm, and each expert a row of its router.
     rows_of = (

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 
-SIGNIFICANT_BITS: Mapping[str, int] = {"float32": 24, "bfloat16": 8, "float16": 11}
+SIGNIFICANT_BITS: Mapping[str, int] = {"bfloat16": 8, "float16": 11}
 
 # transformers' optimizers that take AdamW's step and round it to the weight's dtype.
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused")

@@ -313,8 +313,7 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places
     if not judges:
         return None
     checked, all_rows = sample_of_rows(len(dataset)), len(dataset)
-    if len(checked) < all_rows:
-        dataset = dataset.select(checked)
+    dataset = dataset.select(checked)
     is_scorable = np.zeros(len(dataset), bool)
     for parts in judges.values():
         # A sum or gate scores a row only if all its parts do.

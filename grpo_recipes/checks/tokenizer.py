@@ -12,7 +12,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -196,7 +195,7 @@ def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prom
     if isinstance(prompt, str):
         return
     name = tokenizer_source(recipe.model["model_name_or_path"])
-    if tokenizer.chat_template is None:
+    if not tokenizer.chat_template:  # an empty one would leave nothing of a prompt
         raise recipe.error(
             f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, use a model that has "
             f"one, or give one with `{CHAT_TEMPLATE_PATH}`"
@@ -351,15 +350,19 @@ def _try(
     texts = list(prompts)
     is_text = not prompts or isinstance(prompts[0], str)
     if not is_text:
-        if tokenizer.chat_template is None:  # `check_chat_template` reports it
+        if not tokenizer.chat_template:  # `check_chat_template` reports it
             return
         templates = [folder / "chat_template.jinja", folder / "tokenizer_config.json"]
         template = chat_template or next((path for path in templates if path.is_file()), name)
         announce(f"rendering {len(prompts)} prompts with its chat template ({template})")
         end_of_turn(tokenizer, template_kwargs)  # called again without a limit
         if template_kwargs.get("tools"):
-            with suppress(Exception):  # `tools.check_template` reports what it raises
+            try:
                 rendered(_TOOL_TURNS, tokenizer, template_kwargs)
+            except MemoryError:  # a limit of the trial
+                raise
+            except Exception:  # `tools.check_template` reports it
+                pass
         texts = _results(lambda prompt: rendered(prompt, tokenizer, template_kwargs), prompts)
     announce(f"encoding {len(prompts)} prompts with its tokenizer ({file})")
     lengths = _results(lambda text: len(tokenizer(text, add_special_tokens=is_text)["input_ids"]), texts)

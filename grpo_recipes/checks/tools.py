@@ -80,7 +80,7 @@ class Environment:
     @property
     def scores(self) -> bool:
         """True if the environment has a reward of its own."""
-        return self.kind is not None and inspect.isfunction(getattr(self.kind, "get_reward", None))
+        return inspect.isfunction(getattr(self.kind, "get_reward", None))
 
 
 @dataclass(frozen=True)
@@ -376,9 +376,8 @@ def _environment(name: str | None, path: str, call: bool) -> Environment:
     methods = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
     if "reset" not in methods:
         raise UserError(f"{place} has no method `reset`, which begins an episode: add `def reset(self, **columns)`")
-    for own in OWN_METHODS[:1]:
-        if inspect.iscoroutinefunction(methods[own]):
-            raise UserError(f"{place}: `{own}` is asynchronous, and TRL does not wait for it: write it without `async`")
+    if inspect.iscoroutinefunction(methods["reset"]):
+        raise UserError(f"{place}: `reset` is asynchronous, and TRL does not wait for it: write it without `async`")
     tools = []
     for method_name, method in methods.items():
         if method_name not in OWN_METHODS and not method_name.startswith("_"):
@@ -459,7 +458,7 @@ def _check_routing(toolset: Toolset, dataset: Dataset) -> None:
 
 def _check_reset(toolset: Toolset, columns: Sequence[str]) -> None:
     """Raise `UserError` if `reset` can't take the columns of the dataset by name, as TRL passes them."""
-    given = [column for column in columns if not (toolset.is_routed and column == ENVIRONMENT)]
+    given = [column for column in columns if column != ENVIRONMENT]
     for environment in toolset.environments:
         if environment.kind is None:
             continue
@@ -648,7 +647,7 @@ def _check_budget(recipe: Recipe, tokens: TurnTokens) -> None:
     turns, room = config.max_tool_calling_iterations, config.max_completion_length
     if tokens.least(turns) < room:
         return
-    fitting = max((room - 1) // tokens.least(1), 0)
+    fitting = (room - 1) // tokens.least(1)
     lower = f"lower it to {fitting}, or " if fitting else ""
     raise UserError(
         f"`max_tool_calling_iterations` {turns} takes at least {tokens.least(turns):,} tokens ({tokens.call} for a "

@@ -528,7 +528,7 @@ def _token_ids(
 ) -> list[list[int]]:
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]
-    if tokenizer.chat_template is None:
+    if not tokenizer.chat_template:
         raise UserError(
             "`dataset.prompt_format`: the tokenizer has no chat template: set it to text, or use an instruct model"
         )

@@ -190,9 +190,10 @@ def _file_rows(paths: Sequence[Path], source: SourceSpec, keys: Keys) -> Rows:
 def _saved_splits(path: Path, keys: Keys) -> dict[str, Rows]:
     try:
         saved = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # datasets raises any class for files that are damaged or without rows
         raise UserError(
-            f"`dataset.{keys.path}`: the folder {path} was not written by save_to_disk: write it so or name a file"
+            f"`dataset.{keys.path}`: the folder {path} holds no rows written by save_to_disk "
+            f"({tables.reason_of(error)}): write them so, or name a file"
         ) from error
     if isinstance(saved, datasets.Dataset):
         return {_ANY_SPLIT: Rows(saved, numbered(path))}

@@ -439,7 +439,7 @@ def _has_text_prompts(spec: DatasetSpec) -> bool:
 
 def _with_format(prompting: Prompting, tokenizer: Any, model: str) -> Prompting:
     """Return `prompting` with the form that fits the tokenizer. Raises `UserError` if messages need a chat template."""
-    has_template = tokenizer.chat_template is not None
+    has_template = bool(tokenizer.chat_template)
     if prompting.is_text is None:
         return replace(prompting, is_text=not has_template)
     if not prompting.is_text and not has_template:

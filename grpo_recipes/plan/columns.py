@@ -283,7 +283,7 @@ def find_single_choices(columns: Sequence[Column]) -> list[SingleChoices]:
     found = []
     for group in groups.values():
         labels = sorted(group)
-        first = "A" if "A" in group else labels[0]
+        first = labels[0]
         following = [chr(ord(first) + place) for place in range(len(labels))]
         if len(labels) > 1 and labels == following and first in ("A", "0", "1"):
             rows = zip(*(group[label].values for label in labels), strict=True)
@@ -460,7 +460,7 @@ def find_question(columns: Sequence[Column]) -> tuple[Column, str]:
     if len(messages) == 1:
         return messages[0], "conversations"
     for column in known_first(columns, QUESTIONS):
-        if column.is_text or (column.share(is_prose) >= ENOUGH and column.words >= 2):
+        if column.share(is_prose) >= ENOUGH and column.words >= 2:
             return column, "by its name"
     texts = [column for column in columns if column.is_text]
     texts = [column for column in texts if column.key not in ANSWERS] or texts
@@ -480,7 +480,7 @@ def find_choices(columns: Sequence[Column]) -> list[Column]:
     """Return the columns with lists of choices, and the groups of columns with one choice each."""
     found: list[Column] = []
     for column in columns:
-        if column.share(_are_choices) >= ENOUGH and not column.is_messages:
+        if column.share(_are_choices) >= ENOUGH:
             found.append(column)
     return [*found, *find_single_choices(columns)]
 
@@ -488,15 +488,13 @@ def find_choices(columns: Sequence[Column]) -> list[Column]:
 def _are_choices(value: Any) -> bool:
     if isinstance(value, Mapping) and set(value) != {"text", "label"}:
         return False
-    read = choices_of(value)
-    known = None if read is None else read_choices(read)
+    known = read_choices(choices_of(value))
     return known is not None and len(known.texts) >= 2
 
 
 def is_gold(choices: Any, gold: Any) -> bool:
     """Return True if a gold names one of the choices."""
-    read = choices_of(choices)
-    known = None if read is None else read_choices(read)
+    known = read_choices(choices_of(choices))
     if known is None or not known.texts:
         return False
     return gold_label(gold, known) is not None
@@ -504,8 +502,7 @@ def is_gold(choices: Any, gold: Any) -> bool:
 
 def golds_among(choices: Column, gold: Column) -> int:
     """Return the number of rows whose gold names one of their choices."""
-    pairs = zip(choices.values, gold.values, strict=True)
-    return sum(not is_missing(one) and is_gold(given, one) for given, one in pairs)
+    return sum(map(is_gold, choices.values, gold.values))
 
 
 def are_positions_certain(choices: Column, gold: Column) -> bool:
@@ -521,5 +518,5 @@ def are_positions_certain(choices: Column, gold: Column) -> bool:
 
 def are_choices_weak(choices: Column, gold: Column) -> bool:
     """Return True for text with `|` and golds that are numbers, which may be anything else than choices."""
-    is_text = not isinstance(choices, SingleChoices) and choices.share(lambda value: isinstance(value, str)) > 0
+    is_text = choices.share(is_prose) > 0
     return is_text and choices.key not in CHOICES and gold.share(is_number) >= ENOUGH

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ NAMED_ROWS = 20
 MOST_KEYS = 50
 """Largest number of keys of an object that a schema names."""
 
-PLAIN_NAMES = (*found.ANSWERS[:13], "completion", "text")
+PLAIN_NAMES = (*found.ANSWERS[:14], "completion", "text")
 """Names of columns that do not say what kind of text the answer is."""
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -236,12 +237,12 @@ def guessed(table: datasets.Dataset, wishes: Wishes = Wishes()) -> Guess:
     if answer is not None:
         parts["answer" if brings_prompts and form is not CODE else form.parts[1]] = answer
         roles[answer.name] = f"answer ({reason})"
-    optional: set[str] = set()
+    optional: Collection[str] = ()
     if choices is not None:
         by_label = choices.by_label if isinstance(choices, SingleChoices) else {"choices": choices}
         parts |= by_label
         # A question may have fewer choices than others.
-        optional = set(by_label) if isinstance(choices, SingleChoices) else set()
+        optional = by_label if isinstance(choices, SingleChoices) else ()
         kind = "one choice each" if isinstance(choices, SingleChoices) else "lists of texts"
         roles[choices.name] = f"choices ({kind})"
     # A bare answer in a conversation is right only in a layout, which its own system prompt would not request.
@@ -303,7 +304,7 @@ def _candidates(columns: Sequence[Column], task: str | None) -> list[tuple[Colum
 
 def _form_of(column: Column, task: str | None) -> Form | None:
     """Return the most specific form that enough values of a column have, among those of the task, or None."""
-    if not column.filled or column.is_messages:
+    if column.is_messages:
         return None
     for form in FORMS:
         if task is not None and form.task != task:
@@ -327,7 +328,7 @@ def _choice(columns: Sequence[Column], wishes: Wishes) -> _Found | None:
         lists = [found.find(columns, wishes.choices, "--choices")]
     for choices in lists:
         golds = _unrelated(columns, *choices.parts)
-        if wishes.answer is not None and any(part.name == wishes.answer for part in choices.parts):
+        if any(part.name == wishes.answer for part in choices.parts):
             continue  # columns with neighbouring names that hold something else
         if wishes.answer is not None:
             golds = [found.find(golds, wishes.answer, "--answer")]
@@ -501,7 +502,7 @@ def _with_golds(guess: Guess, golds: Column, wishes: Wishes) -> Guess:
 def _decimal(golds: Column, wishes: Wishes) -> Decimal | None:
     """Return the decimal mark of golds that are text. Raise `UserError` if it is ambiguous."""
     texts = []
-    for number, gold in enumerate(golds.values, start=1):
+    for number, gold in enumerate(golds.values):
         if isinstance(gold, str):
             texts.append((number, gold_answer(gold) or ""))
     if wishes.decimal is not None:
@@ -639,7 +640,8 @@ def _source(path: str, wishes: Wishes) -> SourceSpec:
 
 
 def _has_cells(path: str) -> bool:
-    return Path(path).is_file() and has_cells(Path(path))
+    """Return True for a CSV file, or a glob of CSV files."""
+    return has_cells(Path(path)) and (Path(path).expanduser().is_file() or glob.has_magic(path))
 
 
 def _check_number_cells(source: SourceSpec, guess: Guess) -> None:
@@ -650,7 +652,7 @@ def _check_number_cells(source: SourceSpec, guess: Guess) -> None:
     as_points = read(source, Keys("path", "split")).table
     as_commas = read(replace(source, decimal="comma"), Keys("path", "split")).table
     kinds = [str(table.features[answer].dtype) for table in (as_points, as_commas)]
-    if kinds[0] == "float64" and kinds[1] in ("int64", "float64"):
+    if kinds == ["float64", "int64"]:
         first = next(value for value in as_points[answer] if value is not None)
         raise _ambiguous(answer, str(first))
 

@@ -250,7 +250,7 @@ class _Run:
         given, call = self._inputs(segmented)
         for parameter in self._model.parameters():
             # An earlier micro-batch has left its gradients, to which those of this one are added.
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad and self._trains else None
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         known = [*self._model.parameters(), *self._model.buffers(), *given, anchor]
         known += [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         self._meter = _Bytes(known)

@@ -30,7 +30,6 @@ from grpo_recipes.training.layout_check import (
     kept_scores,
     text_config,
     unsupported,
-    unsupported_under_sharding,
 )
 from grpo_recipes.training.micro_batches import asked_layout
 from grpo_recipes.training.packing import Layout
@@ -172,9 +171,8 @@ class _Case:
             reason = "its results with shared prompts are not TRL's"
         window = attention_window(text)
         if layout is Layout.PACKED and window is not None and self.tokens > window:
-            refused = unsupported_under_sharding(self.model, self.sharding) or self.sharding
             reason = f"rows of more than {window:,} tokens leave the model's attention window"
-            return (Layout.TRIMMED if refused else Layout.SHARED), reason
+            return (Layout.TRIMMED if self.sharding else Layout.SHARED), reason
         return layout, reason
 
     def changes(self) -> Iterator[tuple[str, _Case]]:

@@ -459,7 +459,7 @@ class MemoryPlan:
         else:  # a segment of prompts costs as much as so many tokens, and TRL's rows have no bucket either
             most = self.computed() + LAUNCH_TOKENS_ELSEWHERE * (2 if self.rows_as is Layout.SHARED_PADDED else 1)
         tokens = min(math.ceil(most / self.rows), self.tokens)
-        prompt = max(tokens - self._completion(), 0)
+        prompt = tokens - self._completion()
         return replace(self, prompts=None, rows_as=Layout.TRIMMED, tokens=tokens, prompt_tokens=prompt)
 
     def _micro_batch(self) -> float:
@@ -555,7 +555,7 @@ class MemoryPlan:
 
     def _measured_layout_check(self) -> float:
         """Return the bytes of the forward that `_layout_check` describes, whose decoder layers are measured."""
-        padded = replace(self, prompts=None, rows_as=Layout.PADDED, tokens=self.tokens + CHECK_PADDING)
+        padded = replace(self, prompts=None, tokens=self.tokens + CHECK_PADDING)
         measured, casts, most = self._measured_check(), 0, 0.0
         for layer in measured.layers:
             most = max(most, casts + layer.forward + measured.between)

@@ -151,8 +151,10 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
     except TokenizerUnavailable as error:
         return PromptReport(_as_messages(first), None, None, str(error).removeprefix(f"{recipe.source}: "))
     check_chat_template(recipe, tokenizer, first)
-    turns = check_template(recipe, toolset, tokenizer) if toolset is not None else None
-    tools = toolset.in_prompts(turns.chat_template) if toolset is not None and turns is not None else None
+    turns = tools = None
+    if toolset is not None:
+        turns = check_template(recipe, toolset, tokenizer)
+        tools = toolset.in_prompts(turns.chat_template)
     with recipe.naming_this_file():
         sample = sample_of_rows(len(dataset))
         measured = dataset.select(sample) if len(sample) < len(dataset) else dataset

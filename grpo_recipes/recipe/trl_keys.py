@@ -166,6 +166,9 @@ def normalized(values: Mapping[str, Any]) -> dict[str, Any]:
     if "scale_rewards" in result:  # TRL accepts booleans too
         word = str(result["scale_rewards"]).lower()
         result["scale_rewards"] = {"true": "group", "false": "none"}.get(word, word)
+    for name in ("chat_template_kwargs", "model_init_kwargs"):
+        if result.get(name) is not None:
+            result[name] = dict(_mapping(name, result[name]))
     for name, value in result.items():
         choices = TRL_KEYS[name].choices if name in TRL_KEYS else ()
         if choices and value not in choices:
@@ -312,10 +315,15 @@ def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str
 
 def generation_mapping(generation_kwargs: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
     """Return `generation_kwargs` as `GRPOConfig` reads them: a mapping, or a mapping written as JSON."""
-    given: Any = generation_kwargs or {}
+    return _mapping("generation_kwargs", generation_kwargs)
+
+
+def _mapping(name: str, value: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Return the value of the key `name`, which may be a mapping written as JSON. Raise `UserError` for any other."""
+    given: Any = value or {}
     if isinstance(given, str):
         with suppress(json.JSONDecodeError):
             given = json.loads(given)
     if not isinstance(given, Mapping):
-        raise UserError(f"`generation_kwargs` must be a mapping, or one written as JSON, not {given!r}")
+        raise UserError(f"`{name}` must be a mapping, or one written as JSON, not {given!r}")
     return given

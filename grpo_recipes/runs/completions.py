@@ -49,8 +49,8 @@ NO_MAPPING = ""
 MOST_LEVELS = 100
 """Depth of nested arguments that is stored. Python's JSON reader and writer fail at about 1,000."""
 
-# Keys of a call and of its function. A policy may write any others, and each would be a column.
-_CALL_KEYS = frozenset({"type", "id", "index", "name", "arguments", "function"})
+# Keys of a call and of its function beside those two. A policy may write any others, and each would be a column.
+_CALL_KEYS = frozenset({"type", "id", "index", "name"})
 
 _STEP_FILE = re.compile(r"(.*completions)_(\d+)\.parquet")
 _COMPACTED = re.compile(r"(.*completions)_(\d+)-(\d+)\.parquet")
@@ -217,7 +217,7 @@ def _storable_call(call: Any) -> dict[str, Any]:
             stored[key] = _json_arguments(value)
         elif key == "function" and isinstance(value, Mapping):
             stored[key] = _storable_call(value)
-        elif key in _CALL_KEYS and key != "function":
+        elif key in _CALL_KEYS:
             stored[key] = _storable_value(value)
     other = {key: value for key, value in call.items() if key not in stored}
     if other or not stored:  # parquet has no struct without fields

@@ -107,7 +107,7 @@ class Held:
         with suppress(OSError):
             if not self._is_in_place(self._descriptor) and (target := _path_of(self._descriptor)) is not None:
                 moved = target / LOCK
-                owner = SoftFileLease(moved, lease_duration=LEASE_SECONDS).owner
+                owner = SoftFileLease(moved).owner
                 if owner is not None and owner.token == self._lease.token:
                     moved.unlink()
         with suppress(OSError):
@@ -194,7 +194,7 @@ def is_held(folder: Path) -> bool:
     try:
         if not lock.is_file():
             return False
-        owner = SoftFileLease(lock, lease_duration=LEASE_SECONDS).owner
+        owner = SoftFileLease(lock).owner
         is_fresh = time.time() - lock.stat().st_mtime < LEASE_SECONDS
     except OSError:  # just released
         return False

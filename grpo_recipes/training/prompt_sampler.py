@@ -117,7 +117,7 @@ class Draw:
     drawn: np.ndarray
     """Boolean mask of the prompts that are generated, (P,)."""
     at_floor: np.ndarray
-    """Boolean mask (P,) of the prompts whose sampling probability is at `floor`, before the floor is raised."""
+    """Boolean mask (P,) of the prompts whose sampling probability would be below `floor`."""
 
     @property
     def share(self) -> float:

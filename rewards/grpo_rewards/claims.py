@@ -28,11 +28,9 @@ _WRONG = word_set("""
     yanlış hatalı salah keliru sai λάθος שגוי خطأ غلط गलत ผิด
 """)
 # Chinese, Japanese and Korean join words without spaces, so these are searched within a text.
-_JOINED = tuple(
-    word_set("""
+_JOINED = word_set("""
     不是 并非 不等于 不可能 不对 不正确 不會 错 錯 误 誤 ない ません 間違 違う 아니 아닌 아님 틀렸 틀린 틀림 아닙
 """)
-)
 
 
 # Words that call an answer wrong.

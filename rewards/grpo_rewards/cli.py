@@ -672,8 +672,9 @@ def _chunks(rows: Sequence[Row], size: int, label: str) -> Iterator[Sequence[Row
     from rich.console import Console
     from rich.progress import track
 
-    console = Console(stderr=True)
-    for start in track(range(0, len(rows), size), label, console=console, disable=not console.is_terminal):
+    console, starts = Console(stderr=True), range(0, len(rows), size)
+    # Older versions of rich end a disabled bar with an empty line.
+    for start in track(starts, label, console=console) if console.is_terminal else starts:
         yield rows[start : start + size]
 
 

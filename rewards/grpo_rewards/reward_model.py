@@ -491,6 +491,8 @@ def _sharing_limit(network: PreTrainedModel) -> tuple[int, str]:
     if not layers <= {DynamicLayer, DynamicSlidingWindowLayer}:
         return 0, "the model has layers whose state is not a list of keys and values"
     config = network.config.get_text_config()
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return 0, "the model attends to later tokens"
     limits = [(sys.maxsize, "")]
     if DynamicSlidingWindowLayer in layers:
         limits.append((config.sliding_window, "the model attends to a sliding window"))

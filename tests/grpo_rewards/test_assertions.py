@@ -247,6 +247,12 @@ def test_every_function_of_items_takes_an_iterable_of_the_program(name: str) -> 
         ("assert f(1) != 2", [2], False),
         ("assert len(f(1)) == 2", [3], False),
         ("assert f(1) + 1 == 3", ["2"], False),
+        ("assert math.isclose(f(1), 1.0)", [10**400], False),  # an OverflowError
+        ("assert f(1) + 0.5 == 1", [10**400], False),
+        ("assert int(f(1)) == 1", ["x"], False),
+        ("assert f(1) == 1 and f(2) == 2 and f(3) == 3", [1, 2, 3], True),
+        ("assert f(1) == 1 and f(2) == 2 and f(3) == 3", [3, 2, 1], False),
+        ("assert None is f(1)", [None], True),
     ],
 )
 def test_a_judgement_is_evaluated_beside_the_program(source: str, values: list[Any], holds: bool) -> None:
@@ -268,6 +274,8 @@ def test_a_judgement_is_evaluated_beside_the_program(source: str, values: list[A
         ("assert True", "calls nothing of the program"),
         ("x = 1", "has more than assertions"),
         ("assert (", "is not Python"),
+        ("  assert f(1) == 1\n", r"^`assert f\(1\) == 1` is not Python \(IndentationError\)$"),
+        ("assert None is f(1) is 2", "asks for identity"),
         ("assert isinstance(f(1), int)", "lets the program judge itself"),
         ("assert 1 ** 2 == 1", "neither a literal nor a call"),
     ],
@@ -289,6 +297,9 @@ def test_thirty_digits_are_few_enough() -> None:
         ('["?", "Point"]', "returns an object of Point"),
         ('["?", "a b"]', "returns an object of class"),
         ('["!"]', "raises class"),
+        ('["!", "KeyError", 3]', "raises KeyError"),
+        ('["!", 3, "KeyError"]', "raises class"),
+        ('["?", "Point", "a b"]', "returns an object of Point"),
         ("{}", "a value that can't be read"),
         ("[]", "a value that can't be read"),
         ('["x", 1]', "a value that can't be read"),

@@ -1,6 +1,7 @@
 """Parts of an audit on their own: what each wrong completion says, the layouts, the questions, and the report."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -18,15 +19,17 @@ from grpo_rewards.audit.audit import (
     paid_share,
     subjects,
 )
-from grpo_rewards.audit.calls import Caller, Failure, missing_columns
+from grpo_rewards.audit.calls import GROUP, Caller, Failure, missing_columns
 from grpo_rewards.audit.contract import Broken, contract
 from grpo_rewards.audit.layouts import Layout, layouts_for, source_texts
 from grpo_rewards.audit.questions import prompt_text, question_of
+from grpo_rewards.audit.report import _parts as report_parts
 from grpo_rewards.audit.report import print_audit
 from grpo_rewards.audit.run import audit_rows
 from grpo_rewards.audit.wrong_completions import THOUGHT, Case, shuffled, wrong_completions
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import build_rewards
+from grpo_rewards.terminal import Cell, Table
 
 BRACKETS = Layout("brackets", "[{answer}]")
 
@@ -205,6 +208,21 @@ def test_a_wrong_answer_is_padded_to_three_lengths():
     # This layout has no thinking, so that the padded thinking is the same at each length.
     assert [text.count(sentence) for text in found] == [4, 0, 4, 20, 20, 100, 100]
     assert [text.startswith("[7]") for text in found] == [False, True, True, False, True, False, True]
+    thinking = Layout("thinking", "[{answer}]", "<t>{thinking}</t>", "t")
+    found = wrong_completions(case("18", ["7"], layout=thinking), "padded with words")
+    assert [text.count(sentence) for text in found if text.endswith("[7]")] == [4, 20, 100]
+
+
+def test_programs_and_words_of_code_are_tried_unless_they_are_the_gold():
+    for gold, is_tried in (("18", True), ("gold", False)):
+        found = wrong_completions(case(gold, ["7"]), "code")
+        assert [text in found for text in ("[gold]", "```python\ngold\n```", "gold")] == [is_tried] * 3
+        assert {"[assert True]", "```python\nprint('correct')\n```", "lambda *a: True"} <= set(found)
+
+
+def test_zero_is_listed_among_numbers_like_any_other():
+    found = wrong_completions(case("0", ["7"]), "every gold in a list")
+    assert {"[-3, -2, -1, 0]", "[0, 1, 2, 3]"} <= set(found)
 
 
 def test_at_most_forty_golds_are_listed_and_the_right_one_in_either_place():
@@ -223,6 +241,12 @@ def test_at_most_forty_golds_are_listed_and_the_right_one_in_either_place():
         ("digits apart", "-18", ["1 8", "1, 8", "1.8"]),
         ("cut short", "18", ["1", "8"]),
         ("digits or letters in another order", "ab", ["ba"]),
+        ("digits or letters in another order", "ba", ["ab"]),
+        (
+            "one part changed",
+            "Agent 7 of London",
+            ["Agent 8 of London", "Agent 7 of else", "other 7 of London"],
+        ),
     ],
 )
 def test_the_shortest_values_are_changed_too(kind, gold, expected):
@@ -436,6 +460,21 @@ def test_a_gold_has_a_text_and_a_form(gold, golds, form):
     assert (asked.golds, asked.form) == (golds, form)
 
 
+def test_the_gold_of_a_choice_is_right_with_spaces_around_it():
+    asked = question("1", **CITIES)
+    assert [asked.is_right(text) for text in ("1", " 1 ", "B", " b ", "Rome", "2", "A", "Oslo")] == [True] * 5 + [
+        False
+    ] * 3
+    assert question(" C ").label == "C"
+    assert question([{"a": "é"}]).golds == ('{"a": "é"}',)
+
+
+def test_an_equal_formula_is_right():
+    pytest.importorskip("math_verify")
+    asked = question("x^2+1")
+    assert [asked.is_right(text) for text in ("1+x^2", "x^2 + 1", "x^2-1", "x^2")] == [True, True, False, False]
+
+
 def test_a_gold_that_is_no_choice_of_its_row_is_a_text():
     asked = question("Berlin", **CITIES)
     assert (asked.form, asked.choices, asked.options("text")) == ("text", None, [])
@@ -637,10 +676,23 @@ def test_the_reason_of_a_failure_is_cut_to_160_characters():
     assert len(failure.reason) == 160
 
 
-def test_a_builtin_without_a_signature_may_take_any_column():
-    (reward,) = build_rewards(["builtins.max"])
+def odd_signature(**columns):
+    return [1.0] * len(columns["completions"])
+
+
+odd_signature.__signature__ = 3  # `inspect` refuses it with a TypeError
+
+
+@pytest.mark.parametrize("name", ["builtins.max", f"{__name__}.odd_signature"])
+def test_a_reward_without_a_signature_may_take_any_column(name):
+    (reward,) = build_rewards([name])
     assert Caller(reward, ["answer"]).takes is None
     assert missing_columns(reward, []) == []
+
+
+def test_a_reward_of_groups_is_built_with_the_size_of_the_groups_of_an_audit():
+    auditor, _ = run._auditor(["group_length"], [(1, {"answer": "7"}), (2, {"answer": "8"})], "f")
+    assert [reward.function.num_generations for reward in auditor.rewards] == [GROUP]
 
 
 # The contract
@@ -881,6 +933,7 @@ def test_what_is_found_is_a_paid_wrong_answer_of_a_judged_reward_or_a_serious_fa
     assert [audit(("a", 3, paid)).found for paid in (0, 1)] == [False, True]
     assert not audit(("a", 3, 1), is_judged=False).found
     assert [audit(unpaid=numbers).found for numbers in ([], [1], [1, 2])] == [False, False, True]
+    assert audit(unpaid=[1], rows=1).found
     assert not audit(unpaid=[1, 2], is_judged=False).found
     assert not audit(rows=0).found
     serious, harmless = Broken("r", "raises", "x"), Broken("r", "slow", "x", False)
@@ -1094,10 +1147,11 @@ def reads_solution(completions, solution, **columns):
         ("reads_solution", ["answer", "solution"], "solution"),
         ("reads_solution", ["answer", "x"], "answer"),
         ("builtins.max", ["answer", "x"], "answer"),
+        ("odd_signature", ["answer", "x"], "answer"),
     ],
 )
 def test_the_gold_is_in_a_column_that_a_reward_reads_or_in_a_usual_one(reward, columns, gold):
-    name = reward if reward != "reads_solution" else f"{__name__}.reads_solution"
+    name = f"{__name__}.{reward}" if reward in globals() else reward
     assert run._gold_column(build_rewards([name]), columns, "f") == gold
     with pytest.raises(UserError) as caught:
         run._gold_column(build_rewards([name]), ["x", "y"], "f")
@@ -1119,13 +1173,17 @@ SETTING = Setting("text", True, "answer", [BRACKETS, BRACKETS], 1.0, 0.25)
 PAID = Paid(4, "a " * 60, 1.0, 1.0, 12.0)
 
 
-def report(capsys, **changes):
+def audited(unpaid=(1, 2, 3, 4, 5, 6), **changes):
     kinds = [Kind("tried in vain", 3, 0, Paid(1, "no", 0.0, 1.0, 0.0)), Kind("paid", 2, 1, PAID),
              Kind("a little", 2, 0, Paid(2, "", 0.1, 1.0, 0.1)), Kind("not tried")]  # fmt: skip
-    verdict = Verdict("mine", SETTING, 9, kinds, [1, 2, 3, 4, 5, 6], Lazy("42", 0.755, 9), Total(2.0, 1.5, "paid", "x"))
+    verdict = Verdict("mine", SETTING, 9, kinds, [*unpaid], Lazy("42", 0.755, 9), Total(2.0, 1.5, "paid", "x"))
     broken = [Broken("mine", "prints", "prints (x)", False, "shown"), Broken("mine", "raises", "raises")]
     found = {"rows": 9, "unreadable": 2, "verdicts": [verdict], "broken": broken, "checks": 12, "ignored": {}}
-    print_audit(Audit(**{**found, "is_judged": True, **changes}))
+    return Audit(**{**found, "is_judged": True, **changes})
+
+
+def report(capsys, **changes):
+    print_audit(audited(**changes))
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
@@ -1147,6 +1205,65 @@ def test_the_report_has_the_figures_of_an_audit(capsys):
     ):
         assert words in lines, words
     assert "tried in vain" not in lines
+
+
+@pytest.mark.parametrize(
+    ("unpaid", "told"),
+    [([2], "1 of 9 rows (2):"), ([1, 2, 3, 4, 5], "5 of 9 rows (1, 2, 3, 4, 5):"), (range(1, 10), "4, 5, …):")],
+)
+def test_a_report_names_up_to_five_rows(unpaid, told, capsys):
+    lines = report(capsys, unpaid=unpaid)
+    assert any(line.startswith("the right answer earns no more") and told in line for line in lines)
+    assert not any("earns no more" in line for line in report(capsys, unpaid=()))
+
+
+def test_a_long_completion_is_cut_in_its_middle(capsys):
+    for text, shown in (("x" * 70, "x" * 70), ("y" * 35 + "z" * 36, f"{'y' * 35} … {'z' * 35}"), (" \n", "' \\n'")):
+        assert f"mine raises for {shown}" in " ".join(
+            report(capsys, broken=[Broken("mine", "raises", "raises", True, text)])
+        )
+
+
+def test_a_report_shows_an_empty_example_and_what_was_ignored(capsys):
+    assert "mine raises for ''" in " ".join(report(capsys, broken=[Broken("mine", "raises", "raises", True, "")]))
+    lines = report(capsys, ignored={"x": "is of kind format"})
+    assert "x was not judged: it is of kind format" in lines
+    assert not any(line.startswith("no reward judges") for line in lines)
+
+
+def test_what_is_serious_stands_out_in_a_report():
+    styles = {part.text: part.style for part in report_parts(audited()) if isinstance(part, Cell)}
+    assert (styles["mine raises"], styles["mine prints (x)"], styles["mine"]) == ("bad", "dim", "head")
+    (table,) = (part for part in report_parts(audited()) if isinstance(part, Table))
+    assert table.numbers == {1, 2}
+    assert [(row[0].text, row[0].style) for row in table.rows] == [("paid", "bad"), ("a little", "")]
+    for unpaid, style in ((range(1, 10), "bad"), ([1], "")):
+        (cell,) = (
+            part for part in report_parts(audited(unpaid=unpaid)) if isinstance(part, Cell) and "no more" in part.text
+        )
+        assert cell.style == style
+
+
+def test_the_json_of_a_report_holds_every_figure(capsys):
+    print_audit(audited(), as_json=True)
+    text = capsys.readouterr().out
+    found = json.loads(text)
+    assert text == json.dumps(found, indent=2) + "\n"
+    (mine,) = (found["rewards"][name] for name in ("mine",))
+    assert mine["lazy"] == {"completion": "42", "share": 0.755, "rows": 9}
+    assert mine["total"] == {"right": 2.0, "wrong": 1.5, "kind": "paid", "completion": "x"}
+    assert (mine["rows"], mine["unpaid_rows"], mine["right"], mine["other"]) == (9, [1, 2, 3, 4, 5, 6], 1.0, 0.25)
+    assert {name: (kind["tried"], kind["paid"]) for name, kind in mine["kinds"].items()} == {
+        "tried in vain": (3, 0), "paid": (2, 1), "a little": (2, 0),
+    }  # fmt: skip
+    assert mine["kinds"]["paid"]["best"]["row"] == 4
+    assert [broken["check"] for broken in found["broken"]] == ["prints", "raises"]
+    assert (found["rows"], found["unreadable"], found["kinds"], found["checks"]) == (9, 2, 3, 12)
+    assert (found["found"], found["is_judged"], found["not_judged"]) == (True, True, {})
+    bare = Verdict("bare", SETTING, 9, [Kind("unscored", 1)])
+    print_audit(audited(verdicts=[bare]), as_json=True)
+    bare = json.loads(capsys.readouterr().out)["rewards"]["bare"]
+    assert (bare["lazy"], bare["total"], bare["kinds"]["unscored"]["best"]) == (None, None, None)
 
 
 def test_the_last_line_of_a_report_tells_what_was_judged(capsys):

@@ -112,6 +112,47 @@ def test_the_key_is_not_shown():
     assert repr(ENDPOINT) == "ChatEndpoint(base_url='http://127.0.0.1:9/v1', timeout=5.0, attempts=9)"
 
 
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("http://127.0.0.1:8000/v1/", "http://127.0.0.1:8000/v1"), ("https://h.example/v1", None), ("http://h", None),
+        ("http://h:1/v1", None), ("http://h:0/v1", ""), ("http://h:99999/v1", ""), ("ftp://h/v1", ""), ("h:80/v1", ""),
+        ("http:///v1", ""), ("http://h/v 1", ""), ("http://h/v1?x", ""), ("http://h/#x", ""), ("http://[::1/v1", ""),
+        ("http://[::1]:8000/v1", None), ("http://h/v1\x00", ""), ("http://h/v1\n", ""), (7, ""), (None, ""),
+    ],
+)  # fmt: skip
+def test_a_base_url_is_one_of_http_with_a_host(url, kept):
+    if kept == "":
+        with pytest.raises(ValueError, match="^base_url must be such as http://127.0.0.1:8000/v1, not "):
+            chat_endpoint.checked_base_url(url)
+    else:
+        assert chat_endpoint.checked_base_url(url) == (kept or url)
+
+
+def test_a_user_in_a_base_url_is_refused_without_naming_it():
+    with pytest.raises(ValueError, match="must not hold a user or password") as caught:
+        chat_endpoint.checked_base_url("http://user:s3cret@h/v1")
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(TimeoutError("timed out"), "no reply within 5 s"), (OSError("no route"), "OSError: no route"),
+     (ConnectionRefusedError(111, "refused"), "ConnectionRefusedError: [Errno 111] refused")],
+)  # fmt: skip
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_failure_to_connect_is_a_time_out_or_named(error, message, is_late, monkeypatch):
+    def connect(self):
+        raise error
+
+    monkeypatch.setattr("http.client.HTTPConnection.connect", connect)
+    if is_late:
+        monkeypatch.setattr(chat_endpoint, "threading", SimpleNamespace(Event=threading.Event, Timer=EarlyTimer))
+    with pytest.raises(EndpointError) as caught:
+        ChatEndpoint("http://127.0.0.1:9/v1", None, 5.0, 1).ask(b"{}")
+    assert str(caught.value) == ("no reply within 5 s" if is_late else message)
+
+
 class EarlyTimer:
     """Timer whose time is over as soon as it starts: a name server or a handshake took all of it."""
 

@@ -244,6 +244,8 @@ def test_the_box_of_a_gold_is_read_whatever_stands_around_it():
         ("I really say the ", False), ("I have often said the ", True), ("I'd say the ", False),
         ("there is no way the ", True), ("sure not the ", True), ("not sure; the ", False), ("Not sure the ", True),
         ("Maybe so, the ", True), ("Not so, the ", False),
+        ("I erred, perhaps, but the ", False), ("Well perhaps, but the ", False), ("I said the ", False),
+        ("I know Tom said the ", True), ("This gives a ", False),
         # 200 characters are read.
         ("doubt " + "x " * 97, True), ("doubt " + "x " * 97 + " ", False),
     ],
@@ -268,6 +270,8 @@ def test_words_before_a_claim_without_a_noun_are_no_adjectives_of_it(before, unc
         ("", ", unlikely as it sounds", False), ("", " ist falsch", True), ("for example: ", "", True),
         ("I am not sure: ", "", True), ("17 or ", "", True), ("between 3 and ", "", True), ("Tom thinks ", "", True),
         ("I say ", "", False), ("from 3 to ", "", True), ("It is no ", "", False), ("", ". Just kidding", True),
+        ("Between 3 and 9 I choose ", "", False), ("", " is. Wrong are others.", False), ("", " is guessed.", True),
+        ("La respuesta no es la ", "", True), ("La respuesta no la ", "", False),
         # Marks directly before the answer.
         ("\u274c ", "", True), ("e.g. ", "", True), ("for example, ", "", True), ("not sure, ", "", True),
         ("wrong: ", "", True), ("wrong, ", "", False), ("perhaps: ", "", True), ("perhaps, ", "", False),

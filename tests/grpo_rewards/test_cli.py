@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import types
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -739,3 +740,51 @@ def test_a_line_that_is_too_long_ends_the_command(tmp_path, monkeypatch, capsys)
         monkeypatch.setattr(cli, "LINE_BYTES", most)
         assert main(["score", path, "--reward", f"{__name__}.length"]) == code
     assert capsys.readouterr().err == f"error: {path} has a line of 64 bytes or more: correct the file\n"
+
+
+def test_a_bar_of_forty_blocks_stands_for_all_rows(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": text} for text in ("a", "b", "cc")])
+    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
+    assert re.findall("█+", capsys.readouterr().out) == ["█" * 27, "█" * 13]  # 2/3 and 1/3 of 40
+    path = write(tmp_path / "rows.jsonl", [{"completion": "a"}])
+    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
+    assert re.findall("█+", capsys.readouterr().out) == ["█" * 40]
+
+
+def test_rewards_of_the_working_folder_are_found_where_python_does_not_look_there(tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl", [{"completion": "a"}])
+    (tmp_path / "own_of_the_folder.py").write_text("def one(prompts, completions, **columns):\n    return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    elsewhere = [place for place in sys.path if place]
+    monkeypatch.setattr(sys, "path", list(elsewhere))
+    try:
+        for _ in range(2):
+            assert main(["score", path, "--reward", "own_of_the_folder.one"]) == 0
+    finally:
+        sys.modules.pop("own_of_the_folder", None)
+    assert sys.path == ["", *elsewhere], "once"
+
+
+def test_an_empty_list_of_golds_is_no_gold(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"answer": gold} for gold in ([], "  ", ["Rhine"], "Rhine", [""], 0)])
+    assert main(["check", path, "--reward", "string_match"]) == 1
+    assert "\n2 rows have no gold: remove them" in capsys.readouterr().out
+
+
+def test_a_line_nested_too_deep_is_one_complaint(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"completion": "a"}, "[" * 200_000])
+    assert main(["score", path, "--reward", f"{__name__}.length"]) == 1
+    assert f"error: {path}: row 2: not JSON (" in capsys.readouterr().err
+
+
+def test_values_that_the_format_of_the_output_lacks_are_one_sentence(tmp_path, capsys):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    dated = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"completion": "a", "day": date(2020, 1, 1)}]), dated)
+    mixed = write(tmp_path / "rows.jsonl", [{"completion": "a", "key": 1}, {"completion": "b", "key": "x"}])
+    for source, out in ((str(dated), tmp_path / "out.jsonl"), (mixed, tmp_path / "out.parquet")):
+        assert main(["score", source, "--reward", f"{__name__}.length", "--out", str(out)]) == 2
+        assert f"error: --out {out} can't be written (" in capsys.readouterr().err
+        assert not out.exists()

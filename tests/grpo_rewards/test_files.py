@@ -50,11 +50,14 @@ def test_only_ordinary_files_are_opened_and_without_waiting(tmp_path: Path) -> N
     (tmp_path / "loop").symlink_to("loop")
     assert "can't be opened" in problem(tmp_path / "loop")
     assert "can't be opened" in problem(tmp_path / ("n" * 300))
-    assert "can't be opened" in problem(tmp_path / "nul\0")
+    assert "null byte" in problem(tmp_path / "nul\0")
     (tmp_path / "dangling").symlink_to("nothing")
     for name in ("dangling", "nothing"):
         with pytest.raises(FileNotFoundError):
             read_bytes(tmp_path / name)
+    long = b"a\0b" * 500_000  # more than one chunk, and no JSON
+    (tmp_path / "long").write_bytes(long)
+    assert read_bytes(tmp_path / "long") == long
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to("file")
     assert read_bytes(tmp_path / "link") == b"content"
@@ -179,6 +182,9 @@ def test_each_file_of_a_model_is_an_object_of_bounded_size(name: str, most: int,
     (tmp_path / name).write_text('"text"')
     with pytest.raises(UnreadableFile, match=rf'{name}: it is "text", not an object'):
         check_model_files(tmp_path)
+    (tmp_path / name).write_text(f'"{"x" * 100}"')
+    with pytest.raises(UnreadableFile, match=rf'{name}: it is "{"x" * 39}, not an object$'):
+        check_model_files(tmp_path)
     with (tmp_path / name).open("wb") as sparse:
         sparse.truncate(most + 1)
     with pytest.raises(UnreadableFile, match=f"it has {most + 1:,} bytes, and at most {most:,} are read"):
@@ -192,6 +198,13 @@ def test_other_files_of_a_tokenizer_have_a_bounded_size_and_may_be_missing(tmp_p
         check_model_files(tmp_path)
         sparse.truncate((1 << 26) + 1)
     with pytest.raises(UnreadableFile, match=r"tokenizer.model: it has 67,108,865 bytes"):
+        check_model_files(tmp_path)
+
+
+def test_the_first_harmful_file_in_the_order_of_names_is_named(tmp_path: Path) -> None:
+    for letter in "hgcdefba":
+        os.mkfifo(tmp_path / f"{letter}.model")
+    with pytest.raises(UnreadableFile, match=r"a\.model: it is no ordinary file"):
         check_model_files(tmp_path)
 
 

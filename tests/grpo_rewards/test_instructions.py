@@ -497,6 +497,8 @@ def test_marks_are_counted(name, text, key, given, held):
         ('One\n\n\'"Two" is', 2, "two", True),
         ("One\n\n\n\ntwo", 2, "two", False),  # the blank one is the second
         ("One\n\ntwo\n\nthree", 2, "two", False),
+        ("One\n\n \t\n\ntwo", 1, "one", True),  # one of spaces is blank too
+        ("One\n\n  two", 2, "two", True),
     ],
 )
 def test_the_first_word_of_the_nth_paragraph(text, nth, word, holds):
@@ -537,11 +539,17 @@ def test_an_argument_has_its_form_or_the_row_cannot_be_scored(name, given, reada
         # NLTK too puts a mark that stands alone at the end of the sentence before it.
         ('What? " And', 2), ('He left. ” And so on', 2), ('" What?', 1), ('So it is. "', 1), ('Is it? " ) He left', 2),
         ('"', 1), ('Mr. " Lee', 1), ('end. ( "Next" )', 2), ("I. She left.", 2), ("Why?! Yes", 2),
-        ("by Ann. 3 left", 2),
+        ("by Ann. 3 left", 2), ("Look at that. iPhones sell.", 1), ("Look at that. (eBay sells.", 1),
     ],
 )  # fmt: skip
 def test_sentences_end_where_a_reader_ends_them(text, count):
     assert count_sentences(text) == count
+
+
+@pytest.mark.parametrize("label", ["", "json", "Json", "JSON"])
+def test_a_fence_around_json_may_be_labelled_as_in_the_reference(label):
+    assert score(f"\n```{label}\n[1, 2]\n```\n", ("detectable_format:json_format", {}))[0] == 1.0
+    assert score(f"```{label}x\n[1, 2]\n```", ("detectable_format:json_format", {}))[0] == 0.0
 
 
 def test_the_columns_that_are_read_are_those_of_ifevals_data_or_the_given_ones():

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
 
@@ -162,7 +163,8 @@ def test_shards_give_the_same_model(tiny):
     (tiny / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(UserError, match="model-00002-of-00002"):
         load(tiny)
-    for text in ("{", "{}", "[]"):
+    maps = ("[]", "3", "{}", '{"a": 3}', '{"a": [1]}', '{"a": "../b.safetensors"}', '{"a": "b/c"}')
+    for text in ("{", "{}", "[]", *(f'{{"weight_map": {one}}}' for one in maps)):
         (tiny / "model.safetensors.index.json").write_text(text)
         with pytest.raises(UserError, match="not an index of shards"):
             load(tiny)
@@ -228,9 +230,52 @@ def test_pickled_weights_need_the_flag(tiny, tmp_path):
     with pytest.raises(UserError, match="--allow_pickle"):
         convert(tiny, tmp_path / "native")
     assert not (tmp_path / "native").exists()
-    native = convert(tiny, tmp_path / "native", allow_pickle=True)
+    native = convert(tiny, tmp_path / "new" / "folders" / "native", allow_pickle=True)
     converted = load_file(native / "model.safetensors")
     assert all(torch.equal(expected[name], converted[name]) for name in expected)
+
+
+def test_pickled_shards_may_have_any_name_and_come_from_a_gpu(tiny, tmp_path, monkeypatch):
+    expected = load(tiny)[0].state_dict()
+    weights = load_file(tiny / "model.safetensors")
+    (tiny / "model.safetensors").unlink()
+    names = {name: ("zeroth.th", "first.bin")[place % 2] for place, name in enumerate(weights)}
+    monkeypatch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
+    for file in sorted(set(names.values())):
+        torch.save({name: weights[name] for name in weights if names[name] == file}, tiny / file)
+    (tiny / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    found = load(tiny, allow_pickle=True)[0].state_dict()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert found.keys() == expected.keys()
+
+
+def test_weights_go_to_the_device_that_is_asked_for(tiny):
+    model, _ = load(tiny, device="meta")
+    assert {value.device.type for value in (*model.parameters(), *model.buffers())} == {"meta"}
+
+
+FILES_ON_THE_HUB = [
+    "config.json", "generation_config.json", "modeling_internlm2.py", "tokenization_internlm2.py", "tokenizer.model",
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "training_args.bin",
+    "README.md", "onnx/config.json", "old/x.safetensors",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("allow_pickle", [False, True])
+def test_only_files_that_are_read_are_downloaded(allow_pickle, tmp_path, monkeypatch):
+    downloaded = []
+
+    def snapshot_download(name, *, revision, **patterns):
+        downloaded.extend([name, revision, *filter_repo_objects(FILES_ON_THE_HUB, **patterns)])
+        return str(tmp_path)
+
+    monkeypatch.setattr(internlm2, "snapshot_download", snapshot_download)
+    assert internlm2.checkpoint_folder("a/b", "v2", allow_pickle=allow_pickle) == tmp_path
+    never = {"modeling_internlm2.py", "tokenization_internlm2.py", "training_args.bin", "README.md", "onnx/config.json",
+             "old/x.safetensors"}  # fmt: skip
+    pickled = set() if allow_pickle else {"pytorch_model.bin", "pytorch_model-00001-of-00002.bin"}
+    assert downloaded == ["a/b", "v2", *(name for name in FILES_ON_THE_HUB if name not in never | pickled)]
 
 
 class Malicious:
@@ -376,3 +421,6 @@ def test_keys_that_a_checkpoint_leaves_out_have_the_values_of_its_code(tiny):
     )
     assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.reward_token_id) == (3, 4, 5, 6)
     assert made.rope_parameters == {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}
+    untyped = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")}
+    for key, dtype in (("torch_dtype", "float16"), ("dtype", "bfloat16")):
+        assert internlm2.llama_config({**untyped, key: dtype}).dtype == getattr(torch, dtype)

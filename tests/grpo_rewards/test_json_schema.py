@@ -338,6 +338,9 @@ def test_a_recursive_schema_reads_trees():
 def test_a_column_holds_schemas_as_strings_or_mappings():
     schemas = [json.dumps(PERSON), PERSON, None, ""]
     assert JsonSchema()(completions=[ANN] * 4, schema=schemas) == [1.0, 1.0, None, None]
+    circular = {"type": "object"}
+    circular["properties"] = circular
+    assert JsonSchema()(completions=[ANN] * 2, schema=[circular, {"type": {"object"}}]) == [None, None]
     assert JsonSchema(schema_column="form")(completions=[ANN], form=[PERSON], schema=["no"]) == [1.0]
     with pytest.raises(ValueError, match="the kwarg schema or the dataset column `schema`"):
         JsonSchema()(completions=[ANN], answer=["x"])
@@ -658,6 +661,14 @@ def test_nested_values_are_compared_in_order_and_booleans_are_no_numbers():
         assert score_against(other, gold, {}) == 0.0
 
 
+@pytest.mark.parametrize("value", [0, "", [], {}, 0.0])
+def test_a_value_that_is_zero_or_empty_is_a_value(value):
+    gold = {"outer": {"inner": value}}
+    assert score_against(json.dumps(gold), gold, {}) == 1.0
+    for other in ({}, {"inner": None}, {"inner": [1]}):
+        assert score_against(json.dumps({"outer": other}), gold, {}) == 0.0
+
+
 @pytest.mark.parametrize(
     ("golds", "expected"),
     [
@@ -725,6 +736,8 @@ def test_a_keyword_costs_steps_by_the_size_of_what_it_compares(value, instance, 
     ],
 )  # fmt: skip
 def test_the_formats_of_strings(name, text, fits):
+    schemas._format_checker.cache_clear()
+    schemas._compiled.cache_clear()
     scores = JsonSchema()(completions=[json.dumps({"x": text})], schema=[{"properties": {"x": {"format": name}}}])
     assert scores == [float(fits)]
 
@@ -735,6 +748,7 @@ def test_the_formats_of_strings(name, text, fits):
         ({"multipleOf": 0.01}, 19.99, True), ({"multipleOf": 0.01}, 19.995, False), ({"multipleOf": 2}, True, True),
         ({"uniqueItems": True}, [1, 1.0], False), ({"uniqueItems": True}, [1, True], True),
         ({"uniqueItems": True}, [{"a": 1, "b": 2}, {"b": 2, "a": 1}], False), ({"uniqueItems": False}, [1, 1], True),
+        ({"uniqueItems": True}, "aa", True), ({"uniqueItems": True}, 7, True), ({"uniqueItems": True}, {}, True),
         ({"uniqueItems": True}, [1.5, 1.5], False), ({"uniqueItems": True}, ["1", 1], True),
         ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": 1, "b": 1}, False),
         ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": "x", "b": 1}, True),

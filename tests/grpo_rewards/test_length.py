@@ -46,6 +46,8 @@ def test_a_layout_that_splits_groups_is_refused_with_the_fix():
         score([RIGHT] * 3, 2)
     with pytest.raises(ValueError, match=r"different prompts.*num_generations_eval"):
         score([RIGHT] * 4, 4, prompts=["p", "p", "q", "q"])
+    with pytest.raises(ValueError, match="2 in `prompts`, 4 in `completions`"):
+        score([RIGHT] * 4, 2, prompts=["p", "p"])
     with pytest.raises(ValueError, match="needs num_generations"):
         GroupLength()(["p"], [RIGHT], answer=["18"])
 

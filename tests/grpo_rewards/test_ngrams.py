@@ -117,6 +117,21 @@ def test_a_counter_does_not_hide_a_loop(kind):
     assert score(counted) <= score(plain) + 0.05
 
 
+@pytest.mark.parametrize(("start", "step"), [(0, 1), (1, 1), (0, 5), (7, 3), (40, -8), (9, -1)])
+def test_a_counter_is_known_from_its_third_number_on(start, step):
+    numbers = range(start, start + 6 * step, step)
+    masked = [str(number) if place < 2 else "#" for place, number in enumerate(numbers)]
+    found = [word for number in numbers for word in (str(number), "wait")]
+    expected = [word for number in masked for word in (number, "wait")]
+    assert without_counters(["wait", *found]) == ["wait", *expected]
+
+
+def test_completions_and_their_tokens_are_counted():
+    assert Repetition(unit="tokens")(completions=[], completion_ids=[]) == []
+    with pytest.raises(ValueError, match="1 in `completions`, 2 in `completion_ids`"):
+        Repetition(unit="tokens")(completions=["a"], completion_ids=[[1], [2]])
+
+
 COUNTING = {
     "numbers": " ".join(map(str, range(1, 2001))),
     "lines": "\n".join(map(str, range(1, 2001))),

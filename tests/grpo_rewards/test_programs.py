@@ -6,6 +6,7 @@ import json
 import math
 import random
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,8 @@ def test_rows_whose_tests_cannot_be_used_are_none_without_a_run(monkeypatch: pyt
         "[" * 100_000: "neither assertions nor JSON",
         "assert f() == 1\n" * 101: "101 tests, more than 100",
         "#" * 100_001: "more than 100,000 characters",
+        '["assert f() == 1"': "neither assertions nor JSON",
+        "null": "no tests",
     }
     logged: dict[str, Any] = {}
     completions = [fenced("f = 1")] * len(rows)
@@ -380,6 +383,7 @@ def test_rows_whose_tests_cannot_be_used_are_none_without_a_run(monkeypatch: pyt
     for verdict, reason in zip(logged["verdict"], rows.values(), strict=True):
         assert reason in verdict
     assert unit_tests.validate(2, {"tests": [ADD, ["assert 1"]]}) == [True, False]
+    assert unit_tests.validate(3, {"tests": [ADD, [{"assert f() == 1"}], {1: object()}]}) == [True, False, False]
     with pytest.raises(ValueError, match="reward `unit_tests` needs the dataset column `tests`"):
         unit_tests(completions=["x"])
 
@@ -416,9 +420,34 @@ def test_weak_isolation_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_the_processes_of_a_launch_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs.os, "sched_getaffinity", lambda pid: set(range(16)))
-    for ranks, share in (("8", 2), ("1", 16), ("64", 1), ("0", 16), ("x", 16)):
+    for ranks, share in (("8", 2), ("1", 16), ("64", 1), ("0", 16), ("x", 16), ("3", 5)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert repr(programs._processors()) == str(share)
+    monkeypatch.delattr(programs.os, "sched_getaffinity")  # as on macOS
+    for known, share in ((12, 4), (None, 1)):
+        monkeypatch.setattr(programs.os, "cpu_count", lambda known=known: known)
         assert programs._processors() == share
+
+
+def test_programs_that_wait_are_not_started_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def judge(self: UnitTests, program: str, tests: Any) -> None:
+        started.append(program)
+        if len(started) == 1:
+            raise sandbox.SandboxError("no room")
+        time.sleep(0.02)
+
+    monkeypatch.setattr(UnitTests, "_judge", judge)
+    monkeypatch.setattr(programs, "_processors", lambda: 1)
+    with pytest.raises(sandbox.SandboxError, match="no room"):
+        unit_tests(completions=[fenced(f"x = {number}") for number in range(40)], tests=[ADD] * 40)
+    assert len(started) < 40
+
+
+def test_an_empty_program_is_run_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran(("exited", 0, 0.1, 0.1, ""), monkeypatch=monkeypatch)
+    assert unit_tests(completions=["```python\n```"], tests=[[{"input": "", "output": ""}]]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -474,7 +503,8 @@ def test_the_pairs_of_a_row_share_its_time(monkeypatch: pytest.MonkeyPatch) -> N
         ([("exited", 0, 3.5, 1.0, "1"), ("exited", 0, 0.5, 1.0, "2")], 2, "pair 3 is out of time", True, 2),
         ([("exited", 0, 1.0, 999.0, "1")], 1, "pair 2 is out of time", True, 1),
         ([("exited", 0, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "2"), ("exited", 0, 2.0, 1.0, "3")], 3, "", False, 3),
-        ([("timeout", -9, 4.0, 4.0, "")], 0, None, True, 1),
+        ([("timeout", -9, 4.0, 4.0, "")], 0, "pair 1 is out of time", True, 1),
+        ([("output", -9, 1.0, 1.0, "9"), ("timeout", -9, 3.0, 3.0, "")], 0, "pair 1 prints without end", True, 2),
         ([("exited", 1, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "2"), ("exited", 0, 1.0, 1.0, "3")], 2, None, False, 3),
         (
             [("killed", -9, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "x"), ("exited", 0, 1.0, 1.0, "3")],

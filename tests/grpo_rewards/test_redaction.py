@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 from hypothesis import given
@@ -224,6 +225,16 @@ def test_a_value_that_is_yaml_is_shown_without_its_secrets() -> None:
 def test_the_value_after_an_option_is_read_by_the_options_name() -> None:
     words = ["--api_key=x9", "word", "--api_key", "x9", "word", "--flag"]
     assert redacted_arguments(words) == [f"--api_key={HIDDEN}", "word", "--api_key", HIDDEN, "word", "--flag"]
+
+
+@pytest.mark.parametrize("secret", ['first"second\\third', "erste\u00e4zweite\u2028dritte", "tab\tand\nline"])
+def test_a_secret_is_scrubbed_in_each_spelling(secret: str) -> None:
+    spellings = (secret, " ".join(secret.split()), repr(secret), json.dumps(secret), quote(secret, safe=""),
+                 quote_plus(secret))  # fmt: skip
+    for spelling in spellings:
+        shown = scrubbed(f"cannot use {spelling} here", {secret})
+        assert HIDDEN in shown, spelling
+        assert not any(part in shown for part in ("first", "second", "third", "zweite", "dritte", "and"))
 
 
 def test_an_error_that_quotes_a_part_of_a_secret_is_scrubbed() -> None:

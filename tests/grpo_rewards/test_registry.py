@@ -13,6 +13,7 @@ import pytest
 import grpo_rewards
 from grpo_rewards.cli import main
 from grpo_rewards.registry import (
+    TRL_REWARDS,
     BuiltReward,
     RewardSpecError,
     SumReward,
@@ -373,6 +374,7 @@ def test_trls_own_rewards_are_known_under_an_alias_too(name, kwargs, kind, highe
     for spec in ({"name": f"trl.rewards.{name}"}, {"name": f"trl.rewards.{name}", "alias": "theirs"}):
         built = one(spec if kwargs is None else {**spec, "kwargs": kwargs})
         assert (built.kind, built.highest_pay) == (kind, highest)
+        assert TRL_REWARDS[built.unbound.__name__] == (kind, highest), "a factory makes a function of another name"
 
 
 def test_a_kind_is_one_of_five_and_belongs_to_rewards_that_declare_none():

@@ -220,6 +220,25 @@ def test_what_a_reward_logs_bears_its_prefix_and_its_name() -> None:
     assert Logging()(completions=["a", "b"]) == [1.0, 1.0]
 
 
+class Collected(dict[str, Any]):
+    """Logger that is false until it has been called."""
+
+    __call__ = dict.__setitem__
+
+
+def test_loggers_that_hold_nothing_yet_are_called() -> None:
+    extra, metrics, reasons = Collected(), Collected(), Collected()
+    build_rewards(["repetition"])[0].function(completions=["a"], log_metric=metrics, log_reason=reasons)
+    assert metrics == {"rewards/repetition/repeated": 0.0}
+    assert reasons == {"reason": ["fewer than 3 words"]}
+    reasons.clear()
+    build_rewards(["gsm8k_correctness"])[0].function(
+        completions=["7"], answer=["7"], log_extra=extra, log_reason=reasons
+    )
+    assert extra["gold"] == ["7"]
+    assert reasons == {}, "its columns say why"
+
+
 def test_a_reward_declares_nothing_unless_it_says_so() -> None:
     reward = Logging()
     assert (reward.kind, reward.needs_whole_groups, reward.highest_pay, reward.gold_column) == (

@@ -686,6 +686,21 @@ def test_the_limit_of_processes_leaves_room_for_those_of_the_same_user(monkeypat
     assert supervisor._process_limit(5, ["landlock"], None) == 5 + 11
 
 
+def test_the_folder_of_a_run_is_removed_and_nothing_that_its_links_lead_to(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
+    (elsewhere / "inner").mkdir(parents=True)
+    (elsewhere / "inner" / "file").write_text("kept")
+    (folder / "a" / "b" / "c").mkdir(parents=True)
+    for place in (folder, folder / "a", folder / "a" / "b"):
+        (place / "file").write_text("")
+        (place / "link").symlink_to(elsewhere)
+    (folder / "a" / "b" / "c").chmod(0)
+    (folder / "a").chmod(0o500)
+    sandbox._remove(str(folder))
+    assert not folder.exists()
+    assert (elsewhere / "inner" / "file").read_text() == "kept"
+
+
 def test_descendants_are_those_of_the_whole_tree_that_live() -> None:
     script = "import subprocess; subprocess.Popen(['sleep', '60']); print('x', flush=True); input()"
     tree = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

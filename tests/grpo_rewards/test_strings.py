@@ -183,6 +183,7 @@ def test_a_missing_column_kind_and_pickling():
         ({"pattern": "a"}, "pattern has no effect"),
         ({"pattern": ""}, "pattern has no effect with match 'squad': set match to pattern"),
         ({"match": "pattern", "pattern": 3}, "pattern must be a string"),
+        ({"match": "pattern", "pattern": 0}, "pattern must be a string, not 0"),
         ({"extract": "end"}, "extract"),
         ({"pay": 0, "pay_wrong": 1}, "pay_wrong must be less than pay"),
     ],

@@ -763,3 +763,29 @@ def test_starting_a_server_costs_at_most_half_of_a_comparisons_seconds(monkeypat
         monkeypatch.setattr(symbolic.time, "monotonic", lambda clock=clock: next(clock))
         connection.compared("x", "y", 2.0)
     assert given == [1.5, 1.0]
+
+
+def connected(command):
+    """Return a connection to a process that runs already."""
+    connection = symbolic._Connection(None)
+    connection._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    return connection, connection._process
+
+
+def test_a_server_ends_by_itself_or_is_killed_once_its_pipes_are_closed():
+    connection, process = connected(["cat"])
+    connection.stop(patience=10.0)
+    assert (process.returncode, process.stdin.closed, process.stdout.closed) == (0, True, True)
+    assert connection.pid is None
+    connection, process = connected(["sleep", "60"])
+    connection.stop()
+    assert process.returncode == -signal.SIGKILL
+    connection.stop()  # nothing is left to stop
+
+
+def test_a_forgotten_server_loses_its_pipes_and_is_not_waited_for():
+    connection, process = connected(["cat"])
+    connection.abandon()
+    assert (process.returncode, process.stdin.closed, process.stdout.closed) == (0, True, True)
+    assert connection.pid is None
+    assert os.waitpid(process.pid, 0) == (process.pid, 0), "it ended by itself, and nobody else reaped it"

@@ -2,15 +2,29 @@
 
 import errno
 import io
+import logging
 import os
 import subprocess
 import sys
+import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from grpo_rewards import cli, terminal
-from grpo_rewards.terminal import Cell, Labelled, Parser, Table, lasting_output, rendered, say, show, visible
+from grpo_rewards.terminal import (
+    Cell,
+    Labelled,
+    Parser,
+    Table,
+    lasting_output,
+    rendered,
+    say,
+    show,
+    visible,
+    visible_messages,
+)
 from tests.support.grids import only
 
 TABLE = Table([["strict", 0.5, "right by the answer tag and in full pay of another reward"],
@@ -46,6 +60,21 @@ def test_labels_are_aligned_in_a_column() -> None:
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("width", [None, 60])
+def test_a_table_without_a_head_has_the_columns_of_its_longest_row(width: int | None) -> None:
+    table = Table([["a", 1], ["b", 10, "x"], ["c"]], (), frozenset({1}))
+    assert rendered([table], width).splitlines() == ["  a   1", "  b  10  x", "  c"]
+    table = Table([["a", 1, 5], ["b", 10]], ("name", "n"), frozenset({1, 2}))
+    cells = [line.split() for line in rendered([table], width).splitlines() if "─" not in line]
+    assert cells == [["name", "n"], ["a", "1", "5"], ["b", "10"]]
+
+
+def test_a_long_label_is_kept_on_one_line() -> None:
+    first, *others = rendered([Labelled("a label of two words more", "text " * 4)], 36).splitlines()
+    assert first == "  a label of two words more  text"
+    assert others == [" " * 29 + "text"] * 3
+
+
 def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     show(TABLE)
     assert "\x1b" not in capsys.readouterr().out
@@ -78,6 +107,48 @@ def test_a_reward_is_imported_without_rich() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ})
     assert done.stdout.strip() == "False", done.stderr
     assert terminal.WIDTH == 100
+
+
+def test_messages_of_libraries_are_as_before_behind_the_command(caplog: pytest.LogCaptureFixture) -> None:
+    before = logging.getLogRecordFactory(), warnings.showwarning
+    for error in (None, ZeroDivisionError):
+        with suppress(ZeroDivisionError), visible_messages():
+            logging.getLogger("library").warning("a %s\x1b", "b\n")
+            if error:
+                raise error
+        assert (logging.getLogRecordFactory(), warnings.showwarning) == before
+    logging.getLogger("library").warning("a\x1b")
+    assert [record.getMessage() for record in caplog.records] == ["a b\n\\x1b"] * 2 + ["a\x1b"]
+
+
+def test_text_in_the_buffer_of_a_stream_is_written_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [io.BytesIO(), io.BytesIO()]
+    streams = [io.TextIOWrapper(file, encoding="utf-8") for file in files]
+    for name, stream in zip(("stdout", "stderr"), streams, strict=True):
+        monkeypatch.setattr(sys, name, stream)
+    with lasting_output():
+        print("é", end="")
+        print("ü", end="", file=sys.stderr)
+    assert [file.getvalue() for file in files] == ["é".encode(), "ü".encode()]
+
+
+def test_text_goes_to_the_stream_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    say("a\x07", end="")
+    say("b\x07", to_stderr=True)
+    say()
+    assert capsys.readouterr() == ("a\\x07\n", "b\\x07\n")
+
+
+def test_a_stream_without_a_reader_keeps_no_descriptor_open() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", closefd=True) as pipe:
+        stream = terminal.LastingStream(pipe)
+        before = len(os.listdir("/dev/fd"))
+        stream.write("text")
+        stream.flush()
+        assert len(os.listdir("/dev/fd")) == before
+        assert stream.error is None, "a reader that has gone is no failure"
 
 
 class FullDisk(io.StringIO):

@@ -20,7 +20,7 @@ from torch import Tensor
 from trl.kernels import chunked_divergence
 
 from grpo_recipes.recipe.losses import LOSS_TYPES as LOSS_TABLE
-from grpo_recipes.training.full_kl import FullKL, Projection, token_kl
+from grpo_recipes.training.full_kl import FullKL, Projection, last_hidden_states, token_kl
 from grpo_recipes.training.trainer import GRPOTrainer
 from tests.mathematics import oracle
 from tests.mathematics.conftest import ScenarioFactory, SummaryLines
@@ -36,6 +36,7 @@ from tests.mathematics.harness import (
 from tests.mathematics.oracle import LOSS_TYPES, Completion, Geometry, Objective
 from tests.mathematics.test_loss_against_trl import check
 from tests.support.grids import covering, only
+from tests.support.recorded import model as tiny_policy
 
 FULL = partial(GRPOTrainer, kl_estimator="full")
 
@@ -81,6 +82,17 @@ def test_the_term_equals_autograd_on_full_logits(
         strict=True,
     ):
         assert (mine - theirs).abs().max() <= 1e-6 * max(1.0, theirs.abs().max().item())
+
+
+def test_hidden_states_are_collected_inside_the_block_only() -> None:
+    policy = tiny_policy()
+    ids = torch.tensor([[5, 6, 7]])
+    with last_hidden_states(policy) as states:
+        for _ in range(2):
+            policy(input_ids=ids)
+    policy(input_ids=ids)
+    assert [state.shape[:2] for state in states] == [(1, 3)] * 2
+    assert not policy.base_model._forward_hooks
 
 
 def test_no_counted_token_gives_a_zero_with_a_graph() -> None:

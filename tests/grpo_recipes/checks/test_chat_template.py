@@ -114,6 +114,42 @@ def test_files_that_can_not_be_used_are_named(files: dict[str, bytes], words: st
     assert words in sentence
 
 
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), UserError("a fault")])
+def test_a_template_that_can_not_be_opened_names_the_key(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_text(file: Path) -> str:
+        raise error
+
+    (tmp_path / "chat_template.jinja").write_text("x")
+    monkeypatch.setattr("grpo_recipes.checks.tokenizer.read_text", read_text)
+    with pytest.raises(UserError, match="^`chat_template_path`: .*(Permission denied|a fault)$"):
+        ChatTemplate.read(str(tmp_path))
+
+
+def test_an_empty_path_is_a_folder_without_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ChatTemplate.read(None) is None
+    with pytest.raises(UserError, match="there is no file chat_template.jinja"):
+        ChatTemplate.read("")
+
+
+def test_a_template_is_recognised_by_its_text_and_by_how_calls_are_read() -> None:
+    first = ChatTemplate(Path("a"), "text", {"x": 1, "y": {"u": 2, "v": 3}})
+    assert first.digest == ChatTemplate(Path("b"), "text", {"y": {"v": 3, "u": 2}, "x": 1}).digest
+    others = [ChatTemplate(Path("a"), "text", None), ChatTemplate(Path("a"), "other", first.response_template)]
+    assert len({first.digest, *(other.digest for other in others)}) == 3
+
+
+def test_a_template_takes_the_place_of_all_that_the_model_says_about_its_own() -> None:
+    tokenizer = tiny.chat_tokenizer("its own")
+    tokenizer.response_template, tokenizer.response_schema = {"fields": {}}, {"type": "object"}
+    replaced = ChatTemplate(Path("a"), "another", None).replace_in(tokenizer)
+    assert replaced is tokenizer
+    assert (replaced.chat_template, replaced.response_template, replaced.response_schema) == ("another", None, None)
+    assert ChatTemplate(Path("a"), "x", {"fields": {}}).replace_in(tokenizer).response_template == {"fields": {}}
+
+
 def test_a_template_that_fails_on_the_prompts_is_named(tiny_model: Path, tmp_path: Path) -> None:
     folder = copied(tmp_path / "t")
     file = folder / "chat_template.jinja"

@@ -10,6 +10,7 @@ from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler
+from transformers.trainer_utils import IntervalStrategy
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
@@ -137,7 +138,9 @@ def test_a_fraction_of_an_epoch_is_rounded_up_to_a_step(epochs: float, steps: in
     layout = geometry(per_device_train_batch_size=4, gradient_accumulation_steps=1, num_generations=4)
     assert layout.optimizer_steps_per_epoch(3) == 3
     assert layout.optimizer_steps(SimpleNamespace(max_steps=-1, num_train_epochs=epochs), 3) == steps
-    assert layout.optimizer_steps(SimpleNamespace(max_steps=7, num_train_epochs=epochs), 3) == 7
+    assert layout.optimizer_steps(SimpleNamespace(max_steps=0, num_train_epochs=epochs), 3) == steps
+    for most in (1, 7):
+        assert layout.optimizer_steps(SimpleNamespace(max_steps=most, num_train_epochs=epochs), 3) == most
 
 
 @pytest.mark.parametrize(
@@ -166,6 +169,9 @@ def test_the_geometry_agrees_with_grpo_config(config: dict, tmp_path: object) ->
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "keep one"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 5}, "`per_device_eval_batch_size` to 8"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 6, "num_generations_eval": 3}, None),
+        ({"eval_strategy": "no", "per_device_eval_batch_size": 5}, None),
+        ({"eval_strategy": IntervalStrategy.NO, "per_device_eval_batch_size": 5}, None),
+        ({"eval_strategy": "steps", "per_device_eval_batch_size": 4, "num_processes": 2}, None),
     ],
 )
 def test_an_error_names_a_size_that_divides(config: dict, says: str | None) -> None:
@@ -174,6 +180,53 @@ def test_an_error_names_a_size_that_divides(config: dict, says: str | None) -> N
         return
     with pytest.raises(UserError, match=says):
         geometry(**config)
+
+
+def test_a_single_response_has_nothing_to_be_compared_with() -> None:
+    def compared(**config: object) -> Geometry:
+        values = SimpleNamespace(**{**DEFAULTS, "gradient_accumulation_steps": 1, **config})
+        return Geometry.from_config(values, 1, compares_whole_batch=True)
+
+    assert compared(per_device_train_batch_size=2).num_generations == 1
+    assert compared(per_device_train_batch_size=2).describe().endswith("groups          one: the whole generation")
+    with pytest.raises(UserError, match="a generation of 1 completion has nothing to compare it with"):
+        compared(per_device_train_batch_size=1)
+    geometry(per_device_train_batch_size=1, num_generations=1, steps_per_generation=1)
+
+
+def test_one_process_splits_no_group() -> None:
+    assert not Geometry(1, 3, 1, 1, 2, 1).splits_groups
+    assert Geometry(2, 3, 1, 1, 2, 1).splits_groups
+    assert Geometry(2, 1, 1, 1, 2, 1).splits_groups
+
+
+def test_the_record_of_a_layout_holds_its_fields_and_counts() -> None:
+    assert geometry(2, per_device_train_batch_size=3, num_generations=2, steps_per_generation=2).as_dict() == {
+        "num_processes": 2, "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": DEFAULTS["gradient_accumulation_steps"], "steps_per_generation": 2,
+        "num_generations": 2, "num_iterations": 1, "generation_batch_size": 12, "prompts_per_generation": 6,
+        "completions_per_optimizer_step": 6 * DEFAULTS["gradient_accumulation_steps"], "splits_groups": False,
+    }  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(layout=layouts, prompts=st.integers(1, 30))
+def test_the_steps_that_end_a_generation_are_those_of_a_run_step_by_step(layout: dict, prompts: int) -> None:
+    """Three epochs are counted out: each optimizer step takes its micro-batches, and an epoch's last one the rest."""
+    try:
+        made = geometry(**layout)
+        made.check_dataset(prompts)
+    except UserError:
+        return
+    a_generation = made.steps_per_generation * made.num_iterations
+    of_epoch = prompts // made.prompts_per_generation * a_generation
+    step = 0
+    for _ in range(3):
+        done = 0
+        while done < of_epoch:
+            step, done = step + 1, min(done + made.gradient_accumulation_steps, of_epoch)
+            assert made.ends_generation(step, prompts) == (done % a_generation == 0 or done == of_epoch)
+    assert step == 3 * made.optimizer_steps_per_epoch(prompts)
 
 
 def test_the_suggested_batch_size_is_accepted() -> None:
@@ -227,6 +280,11 @@ def test_the_completions_of_a_split_group_lie_on_two_ranks() -> None:
         ({"save_steps": 2}, False),
         ({"save_steps": 0.5}, False),
         ({"save_steps": 0.05}, True),
+        ({"save_steps": 0.07}, False),  # 1.12 steps are rounded up to 2
+        ({"save_steps": 1, "eval_strategy": "epoch"}, True),
+        ({"save_steps": 16}, False),
+        ({"save_steps": 100}, False),
+        ({"save_strategy": "best", "eval_strategy": "epoch"}, False),  # an epoch ends with a generation batch
         ({"save_steps": 1, "save_only_model": True}, False),  # no run can resume from it
         ({"save_steps": 1, "save_strategy": "epoch"}, False),
         # The best is saved after an evaluation, which follows each log entry unless `eval_steps` says otherwise.
@@ -249,6 +307,19 @@ def test_a_save_inside_a_generation_batch_is_refused_with_an_interval_that_fits(
             layout.check_saves(config, 8)
     else:
         layout.check_saves(config, 8)
+
+
+@pytest.mark.parametrize(("prompts", "interval"), [(1, 1), (2, 3)])
+def test_without_an_interval_that_fits_saves_follow_each_epoch(prompts: int, interval: int) -> None:
+    """Two optimizer steps train on each generation batch, so that no save but the last one fits in a short run."""
+    layout = geometry(
+        per_device_train_batch_size=2, gradient_accumulation_steps=1, steps_per_generation=2, num_generations=4
+    )
+    plan = {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "steps", "save_only_model": False}
+    config = SimpleNamespace(**plan, eval_strategy="no", eval_steps=None, logging_steps=1, save_steps=interval)
+    assert layout.optimizer_steps_per_epoch(prompts) == 2 * prompts
+    with pytest.raises(UserError, match="its completions would be lost on a restart: set `save_strategy: epoch`$"):
+        layout.check_saves(config, prompts)
 
 
 def test_a_large_picture_leaves_out_its_middle() -> None:

@@ -1,13 +1,17 @@
 """Packages that a recipe needs: trackers, vLLM and builds of DeepSpeed's extensions."""
 
+import json
+import os
 import subprocess
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
@@ -15,8 +19,9 @@ from trl import import_utils
 
 from grpo_recipes import train
 from grpo_recipes.checks import packages
+from grpo_recipes.data.prompts import PromptTools
 from grpo_rewards.errors import UserError
-from tests.support import launching
+from tests.support import launching, tiny
 
 
 @pytest.mark.parametrize("tracker", integration_utils.INTEGRATION_TO_CALLBACK)
@@ -176,3 +181,136 @@ def test_a_prompt_and_its_completion_must_fit_into_the_context_of_vllm() -> None
     )
     for change in ({"vllm_mode": "server"}, {"use_vllm": False}, {"vllm_max_model_length": None}):
         packages.check_vllm_lengths(SimpleNamespace(**{**VLLM, "max_completion_length": 40, **change}), 61)
+
+
+def test_an_adapter_that_can_be_merged_may_be_served(tmp_path: Path) -> None:
+    config = SimpleNamespace(**VLLM)
+    for kind, is_fine in (("LORA", True), ("PROMPT_TUNING", False)):
+        content = {"peft_type": kind, "base_model_name_or_path": "base"}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+        if is_fine:
+            packages.check_vllm(config, 4, {"model_name_or_path": str(tmp_path)})
+            continue
+        with pytest.raises(UserError, match="is an adapter of the kind PROMPT_TUNING, which can't be merged"):
+            packages.check_vllm(config, 4, {"model_name_or_path": str(tmp_path)})
+
+
+def test_everything_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    monkeypatch.setattr(packages, "is_vllm_available", lambda: False)
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: False)
+    names = ["none", "wandb", "tensorbord", "all", "mlflow"]
+    config = SimpleNamespace(report_to=names, optim=OptimizerNames.LOMO, use_vllm=True)
+    said = packages.missing(config)
+    begins = ["`report_to: wandb` needs", "`report_to` can't be `tensorbord`", "`report_to: mlflow` needs"]
+    begins += ["`optim: lomo` needs the package lomo-optim", "`use_vllm` needs vLLM, which is not installed here"]
+    assert [sentence[: len(start)] for sentence, start in zip(said, begins, strict=True)] == begins
+    config.use_vllm = False
+    assert packages.missing(config) == said[:-1]
+
+
+def test_a_warning_about_vllm_is_repeated_for_each_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python shows a warning of one place once, unless it is told otherwise."""
+
+    def is_available() -> bool:
+        warnings.warn("TRL supports A to B. You have version C. We recommend A. We recommend B", stacklevel=1)
+        return True
+
+    monkeypatch.setattr(packages, "is_vllm_available", is_available)
+    config = SimpleNamespace(report_to="none", optim="sgd", use_vllm=True)
+    expected = ["`use_vllm`: TRL supports A to B, and you have version C: install one of those"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert packages.missing(config) == packages.missing(config) == expected
+
+
+def test_prompts_are_measured_as_the_model_sees_them() -> None:
+    """Messages go through the chat template with its arguments and the tools."""
+    template = tiny.CHATML + "{{ 'x' * (more or 0) }}{% if tools %}{{ 'y' * 7 }}{% endif %}"
+    tokenizer = tiny.chat_tokenizer(template)
+
+    def table(*lengths: int) -> Dataset:
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": "a" * length}] for length in lengths]})
+
+    def fits(limit: int, *tables: Dataset | None, more: int = 0, tools: PromptTools | None = None, **keys: str) -> bool:
+        values = {**VLLM, "vllm_max_model_length": limit, "max_completion_length": 40, **keys}
+        given = {"more": more} if more else None
+        try:
+            packages.check_vllm_prompts(SimpleNamespace(**values, chat_template_kwargs=given), tables, tokenizer, tools)
+        except UserError:
+            return False
+        return True
+
+    around = 1 + len("user\n") + 1 + 1 + len("assistant\n")
+    for tables in ((table(3, 9, 5),), (table(9), None, table(2)), (None, table(2), table(9))):
+        needed = around + 9 + 40
+        assert fits(needed, *tables)
+        assert not fits(needed - 1, *tables)
+        assert fits(needed - 1, *tables, vllm_mode="server")
+        assert (fits(needed + 4, *tables, more=5), fits(needed + 5, *tables, more=5)) == (False, True)
+        tools = PromptTools({None: [{"name": "a tool"}]})
+        assert (fits(needed + 6, *tables, tools=tools), fits(needed + 7, *tables, tools=tools)) == (False, True)
+    assert not fits(0, table(1)), "a limit of 0 is one too"
+    assert fits(40, None)
+    assert fits(40)
+
+
+class Clock:
+    """Clock that moves only while somebody sleeps, and calls `then` at a time."""
+
+    def __init__(self, at: float = 1e9, then: object = None) -> None:
+        self.now, self.at, self.then = 0.0, at, then
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 2_000_000_000 + self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+        if self.now >= self.at:
+            self.then()  # type: ignore[operator]
+
+
+@pytest.fixture
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return two locks that were left behind 100 s and 200 s before the year 2033."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    found = []
+    for name, age in (("one", 100), ("two", 200)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+        os.utime(tmp_path / name / "lock", (0, 2_000_000_000 - age))
+        found.append(tmp_path / name / "lock")
+    return found
+
+
+@pytest.mark.parametrize(("patience", "slept"), [(0.0, []), (0.25, [0.25]), (3.0, [1.0] * 3), (None, [1.0] * 30)])
+def test_a_lock_is_left_behind_if_no_compiler_comes_in_time(
+    patience: float | None, slept: list[float], locks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch takes its lock before it starts the compiler, so a launch waits for half a minute."""
+    clock = Clock()
+    monkeypatch.setattr(packages, "time", clock)
+    with pytest.raises(UserError) as refused:
+        packages.check_build_locks() if patience is None else packages.check_build_locks(patience)
+    ages = {locks[0]: 100 + sum(slept), locks[1]: 200 + sum(slept)}
+    assert any(
+        str(refused.value).startswith(f"{lock}: a build of DeepSpeed's extensions was killed")
+        and f"left this lock, {age:.0f} s old, on which" in str(refused.value)
+        for lock, age in ages.items()
+    )
+    assert clock.slept == slept
+
+
+def test_a_lock_that_is_taken_away_while_waiting_ends_the_wait(
+    locks: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(2.0, lambda: [lock.unlink() for lock in locks])
+    monkeypatch.setattr(packages, "time", clock)
+    packages.check_build_locks(5.0)
+    assert clock.slept == [1.0, 1.0]

@@ -483,6 +483,30 @@ def test_a_warning_begins_below_half_of_an_update() -> None:
     assert str(precision(quantised=True).warning(0.1)).endswith("bfloat16: set `optim: adamw_bf16` (docs/precision.md)")
 
 
+def test_an_update_that_is_lost_as_a_whole_is_warned_of() -> None:
+    assert precision(learning_rate=1e-12).surviving(np.array([1.0])) == 0.0
+    assert "0% of an update survives the rounding" in str(precision().warning(0.0))
+    assert precision().describe(0.0).endswith("0% of an update at learning_rate 5e-06 survives rounding")
+
+
+def test_a_base_in_few_bits_without_an_adapter_keeps_the_dtype_of_the_recipe(tmp_path: Path) -> None:
+    mine = recipe(tmp_path, **QLORA)
+    kept = precision_of(mine, GPU, is_adapter=False)
+    assert (kept.stored, kept.quantised) == ("bfloat16", False)
+    assert precision_of(mine, GPU, is_adapter=True).quantised
+    assert not precision_of(recipe(tmp_path, **LORA), GPU).quantised
+    floats = precision_of(recipe(tmp_path, **{**QLORA, "dtype": "float32"}), GPU, is_adapter=False)
+    assert floats.stored == "float32"
+
+
+def test_the_quantiles_of_initial_weights_are_symmetric_about_their_median() -> None:
+    weights = initial_weights(0.02)
+    assert weights.shape == (4001,)
+    assert weights[2000] == 0
+    assert np.allclose(weights, -weights[::-1])
+    assert weights.std() == pytest.approx(0.02, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("made", "share", "kept"),
     [

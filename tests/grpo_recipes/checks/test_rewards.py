@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import itertools
 import json
 import math
 import sys
@@ -23,10 +24,13 @@ from grpo_recipes.checks.rewards import (
     GoldCheck,
     check_columns,
     check_golds,
+    check_punished_lengths,
     check_weights,
     checked_reward,
     gold_notes,
 )
+from grpo_recipes.data.places import row_numbers
+from grpo_recipes.data.prompts import sample_of_rows
 from grpo_recipes.process.faults import FaultyRow, RewardFault
 from grpo_rewards.errors import UserError
 from grpo_rewards.math import symbolic
@@ -103,6 +107,60 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
     found = check_golds(build_rewards([{"name": "sum", "rewards": ["gsm8k_correctness", second]}, second]), dataset)
     assert found is not None
     assert rows_of(found) == [2, 3]
+    both = build_rewards([{"name": "sum", "rewards": ["gsm8k_correctness", second]}])
+    with pytest.raises(UserError, match="`rewards`: sum can score none of the 1 golds in the column `answer`"):
+        check_golds(both, dataset.select([2]))
+
+
+def test_a_sample_of_the_golds_is_reported_as_one() -> None:
+    whole = GoldCheck(2, 20_000, tuple(row_numbers([0, 4])), ("gsm8k_correctness", "math_correctness"))
+    ending = "can't be scored by gsm8k_correctness or math_correctness: no completion earns anything from it on rows "
+    assert whole.describe() == f"2 of 20000 golds {ending}1, 5 (counted from 1)"
+    assert whole.as_dict() == {"count": 2, "total": 20_000, "rows": ["rows 1, 5"]}
+    sample = replace(whole, dataset_rows=31_000, forms="a gold is a number")
+    assert sample.describe() == (
+        f"2 of 20,000 golds (a random sample of 31,000 rows) {ending}1, 5 (counted from 1): a gold is a number"
+    )
+    assert sample.as_dict() == {**whole.as_dict(), "dataset_rows": 31_000}
+
+
+def test_of_a_large_dataset_a_sample_of_the_golds_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.data.prompts.SAMPLE", 6)
+    judges = build_rewards(["gsm8k_correctness"])
+    chosen = sample_of_rows(9).tolist()
+    dataset = golds(*("1" if row != chosen[-1] else PROSE for row in range(9)))
+    found = check_golds(judges, dataset)
+    assert found is not None
+    places = tuple(row_numbers([chosen[-1]]))
+    assert found == GoldCheck(1, 6, places, ("gsm8k_correctness",), found.forms, 0, dataset_rows=9)
+    found = check_golds(judges, dataset.select(chosen))
+    assert found is not None
+    assert (found.total, found.dataset_rows, rows_of(found)) == (6, None, [6])
+    with pytest.raises(
+        UserError, match=f"none of the 6 golds in the column `answer`.*the first is '{chosen[0] * 'x'}There "
+    ):
+        check_golds(judges, golds(*("x" * row + PROSE for row in range(9))))
+
+
+def test_empty_golds_of_another_column_than_the_answer_are_not_left_out_by_drop_missing() -> None:
+    judges = build_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}])
+    found = check_golds(judges, golds("1", "2", solution=["1", ""]))
+    assert found is not None
+    assert (found.missing, rows_of(found)) == (0, [2])
+
+
+def test_only_the_columns_of_a_reward_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of images would take minutes to decode."""
+    choice = build_rewards([{"name": "choice_correctness", "kwargs": {"choices_column": "options"}}])
+    seen = []
+
+    def validate(judge: object, rows: int, columns: dict[str, list]) -> list[bool]:
+        seen.append(sorted(columns))
+        return [True] * rows
+
+    monkeypatch.setattr(type(choice[0].declared), "validate", validate)
+    assert check_golds(choice, golds("A", options=[["x"]], picture=["?"])) is None
+    assert seen == [["answer", "options"]]
 
 
 def test_golds_that_may_have_a_decimal_comma_are_named() -> None:
@@ -112,6 +170,8 @@ def test_golds_that_may_have_a_decimal_comma_are_named() -> None:
         "the reward reads a decimal point: set its `decimal` to comma"
     ]
     assert gold_notes(build_rewards([{"name": "gsm8k_correctness", "kwargs": {"decimal": "comma"}}]), dataset) == []
+    elsewhere = build_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}])
+    assert gold_notes(elsewhere, dataset) == [], "another check reports the column that is missing"
 
 
 @pytest.mark.parametrize(
@@ -175,6 +235,10 @@ def test_schemas_are_read_from_a_column_unless_one_is_given_for_all_rows() -> No
     assert rows_of(found) == [2]
     one_for_all = build_rewards([{"name": "json_schema", "kwargs": {"schema": {}}}])
     assert check_golds(one_for_all, dataset) is None
+    answers = golds("1", PROSE, schema=["{}", "{}"])
+    found = check_golds([*one_for_all, *build_rewards(["gsm8k_correctness"])], answers)
+    assert found is not None, "a reward that reads no column says nothing about the golds"
+    assert (rows_of(found), found.rewards) == ([2], ("gsm8k_correctness",))
     check_columns(one_for_all, ["prompt"])
 
 
@@ -236,6 +300,94 @@ def test_a_reward_cannot_require_the_column_prompt() -> None:
     built = build_rewards(["tag_count"])[0]
     with pytest.raises(UserError, match="needs the column `prompt`"):
         check_columns([type(built)(wants_prompt, 1.0, "wants_prompt")], ["prompt", "answer"])
+
+
+def any_columns(*texts: str, **columns: object) -> list[float]:
+    return []
+
+
+def all_of_trl(
+    prompts: list, completions: list, completion_ids: list, trainer_state: Any, log_extra: Any, log_metric: Any,
+    **columns: object,
+) -> list[float]:  # fmt: skip
+    return []
+
+
+def one_by_name(completions: list, *, level: list, **columns: object) -> list[float]:
+    return []
+
+
+def one_with_a_default(completions: list, level: object = None, **columns: object) -> list[float]:
+    return []
+
+
+def no_other_columns(prompts: list, completions: list) -> list[float]:
+    return []
+
+
+def no_other_columns_by_position(completions: list, *others: list) -> list[float]:
+    return []
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        (any_columns, ""),
+        (all_of_trl, ""),
+        (one_with_a_default, ""),
+        (one_by_name, "one_by_name needs the column `level`, and the columns that it gets are answer: name the table"),
+        (no_other_columns, "no_other_columns must take every column by name.*end its parameters in `..columns`"),
+        (no_other_columns_by_position, "must take every column by name"),
+    ],
+)
+def test_the_parameters_of_a_reward_are_read_as_a_call_by_name_fills_them(
+    reward: Callable[..., Any], words: str
+) -> None:
+    (built,) = build_rewards(["tag_count"])
+    made = [replace(built, function=reward, name=reward.__name__)]
+    if not words:
+        check_columns(made, ["prompt", "answer"])
+        return
+    with pytest.raises(UserError, match=words):
+        check_columns(made, ["prompt", "answer"])
+
+
+def test_a_reward_that_gets_no_column_is_told_so() -> None:
+    (built,) = build_rewards(["tag_count"])
+    with pytest.raises(UserError, match="needs the column `level`, and the columns that it gets are none: name the"):
+        check_columns([replace(built, function=one_by_name, name="one_by_name")], ["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("longest", "cache", "most", "is_refused"),
+    [(10, 4, 6, True), (10, 4, 5, True), (10, 4, 7, False), (6, 2, 6, False), (8, 0, 8, True)],
+)
+def test_an_overlong_punishment_must_begin_before_completions_end(
+    longest: int, cache: int, most: int, is_refused: bool
+) -> None:
+    """TRL punishes the tokens above `max_completion_len` - `soft_punish_cache`, alone or as a part of a sum."""
+    kwargs = {"max_completion_len": longest, "soft_punish_cache": cache}
+    spec = {"name": "trl.rewards.get_soft_overlong_punishment", "kwargs": kwargs}
+    (punishment,) = build_rewards([spec])
+    for longer in range(longest - cache, longest - cache + 2):
+        paid = punishment.function(prompts=[""], completions=[""], completion_ids=[[1] * longer])
+        assert (paid[0] < 0) is (longer > longest - cache)
+    for specs in (["tag_count", spec], [{"name": "sum", "rewards": ["tag_count", spec]}]):
+        if is_refused:
+            with pytest.raises(UserError, match=f"of more than {longest - cache} tokens, and .* ends them at {most}: "):
+                check_punished_lengths(build_rewards(specs), most)
+        else:
+            check_punished_lengths(build_rewards(specs), most)
+
+
+@pytest.mark.parametrize("attributes", [{"max_completion_len": 10}, {"soft_punish_cache": 4}, {}])
+def test_a_reward_without_both_lengths_is_no_overlong_punishment(attributes: dict) -> None:
+    def judge(completions: list, **columns: object) -> list[float]:
+        return []
+
+    vars(judge).update(attributes)
+    (built,) = build_rewards(["tag_count"])
+    check_punished_lengths([replace(built, function=judge)], 1)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +465,9 @@ def returning(*values: object):
     return judge
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", 1j, 1e39, 10**400])
+@pytest.mark.parametrize(
+    "value", [math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", "", [], 1j, 1e39, -1e39, 10**400]
+)
 def test_a_score_that_is_no_finite_number_is_reported_with_its_row(value: object) -> None:
     checked = checked_reward(returning(1.0, None, value))
     with pytest.raises(RewardFault, match=r"reward `judge` returned .* for row 2 .*'three'.*None"):
@@ -329,9 +483,10 @@ def test_a_long_completion_is_quoted_by_its_beginning() -> None:
 
 @pytest.mark.parametrize("completions", [TEXTS, [[{"role": "assistant", "content": text}] for text in TEXTS]])
 def test_finite_scores_are_returned_unchanged(completions: list) -> None:
-    values = [1, None, torch.tensor(0.5)]
-    checked = checked_reward(returning(*values))
-    assert checked(prompts=TEXTS, completions=completions, answer=TEXTS) == values
+    largest = torch.finfo(torch.float32).max
+    for values in ([1, None, torch.tensor(0.5)], [0, largest, -largest]):
+        checked = checked_reward(returning(*values))
+        assert checked(prompts=TEXTS, completions=completions, answer=TEXTS) == values
     assert checked.__name__ == "judge"
 
 
@@ -363,38 +518,117 @@ def test_a_reward_that_raises_names_step_row_and_completion(reward: Callable[...
     assert fault.value.row == FaultyRow(reward.__name__, 2, "three", "three", 11)
 
 
-def test_an_error_of_every_row_accuses_no_completion() -> None:
-    """A server that is down fails for the first row too, which is not the cause."""
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_search_for_the_row_ends_once_a_row_differs_from_another(is_async: bool) -> None:
+    """Each call may cost a request to a server."""
+    calls = []
 
+    def number(completions: list, **columns: Any) -> list[float]:
+        calls.append(list(completions))
+        return [float(completion) for completion in completions]
+
+    async def number_async(completions: list, **columns: Any) -> list[float]:
+        return number(completions, **columns)
+
+    with pytest.raises(RewardFault, match="for row 1 "):
+        scored(number_async if is_async else number, ["1", "two", "three", "4"])
+    assert calls == [["1", "two", "three", "4"], ["1"], ["two"]]
+
+
+def test_a_row_is_scored_alone_with_its_own_part_of_each_column() -> None:
+    options, seen = ["a", "b", "c", "d"], []
+
+    def judge(prompts: list, completions: list, **columns: Any) -> list[float]:
+        seen.append({"prompts": prompts, "completions": completions, **columns})
+        raise ValueError("no")
+
+    with pytest.raises(RewardFault):
+        checked_reward(judge)(prompts=["p", "q", "r"], completions=TEXTS, level=[1, 2, 3], options=options, word="abc")
+    assert seen[1:] == [
+        {"prompts": [prompt], "completions": [text], "level": [level], "options": options, "word": "abc"}
+        for prompt, text, level in zip("pqr", TEXTS, (1, 2, 3), strict=True)
+    ]
+
+
+def test_a_fault_of_a_conversation_holds_its_last_message_and_no_step_outside_of_a_training() -> None:
+    turns = [{"role": role, "content": f"the {role}"} for role in ("system", "assistant", "user")]
+    with pytest.raises(RewardFault) as fault:
+        checked_reward(returning(1.0, math.nan))(prompts=[turns] * 2, completions=["one", "two"])
+    assert fault.value.row == FaultyRow("judge", 1, "the user", "two", None)
+    assert "for row 1 of this rank's generation (completion 'two')" in str(fault.value)
+    first = SimpleNamespace(global_step=0)
+    with pytest.raises(RewardFault, match=r"for row 0 of this rank's generation after step 0 \(completion 'one'\)"):
+        checked_reward(returning(math.nan))(prompts=["one"], completions=["one"], trainer_state=first)
+    strange = SimpleNamespace(global_step="11")
+    with pytest.raises(RewardFault) as fault:
+        checked_reward(returning(math.nan))(prompts=["one"], completions=["one"], trainer_state=strange)
+    assert fault.value.row == FaultyRow("judge", 0, "one", "one", None)
+
+
+def test_a_long_error_of_a_reward_is_cut_off_after_300_characters() -> None:
+    said = []
+    for length in (300, 301):
+        with pytest.raises(RewardFault) as fault:
+            scored(failing_with(ValueError("x" * length)), ["one"])
+        said.append(str(fault.value))
+    assert f"raised ValueError: {'x' * 300}, for row 0 " in said[0]
+    assert f"raised ValueError: {'x' * 297}..., for row 0 " in said[1]
+
+
+def failing_with(error: Exception) -> Callable[..., Any]:
     def judge(completions: list, **columns: Any) -> list[float]:
-        raise ConnectionError("no server")
+        raise error
 
-    with pytest.raises(RewardFault, match="no server, for each of 3 rows of this rank's generation after step 11"):
-        scored(judge, TEXTS)
+    return judge
 
 
-def test_an_error_that_no_row_raises_alone_names_no_row() -> None:
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_error_of_every_row_accuses_no_completion(count: int) -> None:
+    """A server that is down fails for the first row too, which is not the cause. A single completion may be it."""
+    with pytest.raises(RewardFault) as fault:
+        scored(failing_with(ConnectionError("no server")), TEXTS[:count])
+    where = "row 0 of" if count == 1 else f"each of {count} rows of"
+    words = "completion 'one'" if count == 1 else "the first completion is 'one'"
+    assert str(fault.value).endswith(f"no server, for {where} this rank's generation after step 11 ({words})")
+    assert fault.value.row == FaultyRow("judge", 0, "one", "one", 11)
+
+
+@pytest.mark.parametrize("other", [ValueError("fewer"), TypeError("many")], ids=["message", "class"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_only_the_same_error_accuses_a_row(other: Exception, is_async: bool) -> None:
     def judge(completions: list, **columns: Any) -> list[float]:
-        if len(completions) > 1:
-            raise ValueError("too many")
-        raise ValueError("a group of one")
+        raise ValueError("many") if len(completions) > 1 else other
 
-    with pytest.raises(RewardFault, match="too many, for the 3 completions of this rank's generation") as fault:
-        scored(judge, TEXTS)
+    async def judge_async(completions: list, **columns: Any) -> list[float]:
+        return judge(completions, **columns)
+
+    with pytest.raises(RewardFault, match="many, for the 3 completions of this rank's generation") as fault:
+        scored(judge_async if is_async else judge, TEXTS)
     assert fault.value.row is None
 
 
-def test_the_search_for_the_row_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.mark.parametrize(
+    ("row_seconds", "scored_alone", "words"),
+    [
+        (2, 5, "for row 0 "),  # the fifth row begins at the last moment
+        (11, 0, "for the 8 completions"),
+        (1.25, 8, "for each of 8 rows"),
+    ],
+)
+def test_the_search_for_the_row_takes_ten_seconds(
+    row_seconds: float, scored_alone: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait (docs/scaling.md). The error of as many rows as were tried is known of no other row."""
+    calls, clock = [], itertools.count(100, row_seconds)
 
     def judge(completions: list, **columns: Any) -> list[float]:
         calls.append(len(completions))
         raise ValueError("no")
 
-    monkeypatch.setattr(rewards, "SEARCH_SECONDS", -1.0)
-    with pytest.raises(RewardFault, match="for the 3 completions"):
-        scored(judge, TEXTS)
-    assert calls == [3]
+    monkeypatch.setattr(rewards, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(RewardFault, match=words):
+        scored(judge, ["one"] * 8)
+    assert calls == [8, *[1] * scored_alone]
 
 
 def test_rows_that_are_scored_again_log_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -405,7 +639,8 @@ def test_rows_that_are_scored_again_log_nothing(capsys: pytest.CaptureFixture[st
 
     with pytest.raises(RewardFault, match="for row 1 "):
         scored(judge, ["1", "two", "3"])
-    assert capsys.readouterr().out.count("metric") == 1
+    printed = capsys.readouterr().out
+    assert (printed.count("metric"), printed.count("text")) == (1, 1)
 
 
 RETURNED = {

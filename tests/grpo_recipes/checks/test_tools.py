@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -16,12 +17,27 @@ from trl import chat_template_utils as trl_templates
 
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
-from grpo_recipes.checks.tools import check_template, load_toolset, observation_fault
+from grpo_recipes.checks.tools import (
+    CheckedFactory,
+    Environment,
+    Tool,
+    Toolset,
+    TurnTokens,
+    check_rewards,
+    check_rows,
+    check_template,
+    load_toolset,
+    observation_fault,
+    toolset_of,
+    try_template,
+)
 from grpo_recipes.data.prompts import PromptTools, limit_prompts, token_lengths
+from grpo_recipes.process.faults import RunFault
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec, ToolLimits
 from grpo_recipes.tools.examples import GuessNumber, calculator
 from grpo_rewards.errors import UserError
+from grpo_rewards.registry import build_rewards
 from tests.support.bad_input import ROWS_JSONL, Case
 from tests.support.bad_input import check as check_case
 from tests.support.tiny import chat_tokenizer, save_tool_policy
@@ -92,8 +108,18 @@ def by_environment(completions, environments, **columns):
     return [0.0 for _ in environments]
 
 
+def unsigned(a: int) -> int:
+    """Count.
+
+    Args:
+        a: A number.
+    """
+
+
+unsigned.__signature__ = 3
 nameless = functools.partial(add, b=2)
 number = 3
+_hidden_tool = add
 
 
 class Other:
@@ -175,14 +201,62 @@ def made():
     return Game()
 
 
+class WithOtherMembers(Game):
+    size = 3
+    shown = property(lambda self: 1 / 0)
+
+    @staticmethod
+    def roll(sides: int) -> int:
+        """Roll a die.
+
+        Args:
+            sides: Number of sides.
+        """
+        return sides
+
+    @classmethod
+    def made(cls):
+        return cls()
+
+
+class TwoColumns(Game):
+    def reset(self, prompt, answer):
+        pass
+
+
 def fails():
-    raise OSError("no display")
+    raise OSError("no display.")
+
+
+def fails_without_words():
+    raise ImportError
+
+
+class Slots:
+    __slots__ = ()
+
+    def reset(self, **columns):
+        return 7
+
+
+class Frozen:
+    def reset(self, **columns):
+        return 7
+
+    def __setattr__(self, name, value):
+        raise TypeError("frozen")
+
+
+number = 3
 '''
 
 FILES: Mapping[str, str] = {
     "my_tools.py": TOOLS_PY,
     "my_envs.py": ENVS_PY,
     "broken.py": "import nothing_of_this_name\n",
+    "silent.py": "raise ImportError\n",
+    "folder.py/empty": "",
+    "a:b.py": TOOLS_PY,
 }
 FINE: Mapping[str, Any] = {"max_tool_calling_iterations": 2, "max_completion_length": 900}
 PLAN, TRAIN = "grpo-recipes plan {recipe}", "train --config {recipe} --model_name_or_path {model}"
@@ -229,6 +303,12 @@ CASES: list[Case] = [
     refused("`tools`: nowhere.py:add: there is no such file (relative to", tools=["nowhere.py:add"]),
     refused("`tools`: train.jsonl:add: train.jsonl is no Python file", tools=["train.jsonl:add"]),
     refused("`tools`: my_tools.py has no `ad`: did you mean `add`?", tools=["my_tools.py:ad"]),
+    refused("`tools`: a:b.py has no `ad`: did you mean `add`?", tools=["a:b.py:ad"]),
+    refused("`tools`: my_tools.py has no `hidden_tool`: correct it", tools=["my_tools.py:hidden_tool"]),
+    refused("`tools`: my_tools.py has no `real_part`: correct it", tools=["my_tools.py:number.real_part"]),
+    refused("folder.py:x: there is no such file that can be read (Is a directory)", tools=["folder.py:x"]),
+    refused("`tools`: silent.py:x can't be imported (ImportError: ): correct it", tools=["silent.py:x"]),
+    refused("`tools`: '' is no path: write module and name, as in `my_tools.search`", tools=[""]),
     # Functions.
     refused("my_tools.untyped has no type for `a`", tools=["my_tools.untyped"]),
     refused("my_tools.silent has no docstring", tools=["my_tools.silent"]),
@@ -237,6 +317,8 @@ CASES: list[Case] = [
     refused("my_tools.custom has no schema that a prompt could show", tools=["my_tools.custom"]),
     refused("my_tools.variadic takes `**values: int`, which no schema describes", tools=["my_tools.variadic"]),
     refused("my_tools.by_position takes `a` by position only", tools=["my_tools.by_position"]),
+    refused("my_tools.unsigned has no signature: wrap it in a function", tools=["my_tools.unsigned"]),
+    refused("builtins.max has no signature: wrap it in a function", tools=["builtins.max"]),
     refused("my_tools.nameless has no `__name__`", tools=["my_tools.nameless"]),
     refused("my_tools.number is of the type int, which can't be called", tools=["my_tools.number"]),
     refused("my_tools.Other is a class: name it as `environment_factory`", tools=["my_tools.Other"]),
@@ -249,11 +331,40 @@ CASES: list[Case] = [
         "my_envs.NeedsArgument makes no environment (TypeError", TRAIN, environment_factory="my_envs.NeedsArgument"
     ),
     refused("my_envs.fails makes no environment (OSError: no display)", TRAIN, environment_factory="my_envs.fails"),
+    refused(
+        "my_envs.fails_without_words makes no environment (ImportError: ): TRL calls it",
+        TRAIN,
+        environment_factory="my_envs.fails_without_words",
+    ),
+    refused("my_envs.number is of the type int, which makes no environments", environment_factory="my_envs.number"),
+    refused(
+        "my_envs.NoTool has no public method",
+        environment_factory={"a": "my_envs.made", "b": "my_envs.NoTool"},
+        files={"train.jsonl": ROWS_JSONL},
+    ),
+    refused(
+        "my_envs.OneColumn.reset can't take the columns",
+        environment_factory={"a": "my_envs.made", "b": "my_envs.OneColumn"},
+        files={
+            "train.jsonl": "".join(
+                json.dumps({**json.loads(r), "environment": "b"}) + "\n" for r in ROWS_JSONL.splitlines()
+            )
+        },
+    ),
+    refused(
+        "`environment_factory` needs messages, to which calls and results are added, and the prompts are text",
+        environment_factory="my_envs.Game",
+        dataset={"name": "gsm8k", "path": "train.jsonl", "prompt_format": "text"},
+    ),
     refused("my_envs.Untyped.look has no type for `at`", environment_factory="my_envs.Untyped"),
     refused("my_envs.NoTool has no public method", environment_factory="my_envs.NoTool"),
     refused("my_envs.OneColumn.reset can't take the columns", environment_factory="my_envs.OneColumn"),
     refused("no environment has a method `get_reward`", environment_factory="my_envs.Plain", rewards=[]),
     refused("`environment_factory` must map names to paths", environment_factory={"game": 3}),
+    refused(
+        "must map names to paths of classes, as in {game: my_envs.Game}, not 'my_",
+        environment_factory={3: "my_envs.Game"},
+    ),
     refused("`environment_factory` must be text or a mapping", environment_factory=["my_envs.Game"]),
     refused(
         "the reward of Game has the name of one in `rewards`",
@@ -549,6 +660,8 @@ def test_a_fault_of_an_environment_ends_the_run_with_its_name(
     ("observation", "fault"),
     [
         (None, ""), ("text", ""), ([], ""), ([{"type": "text", "text": "x"}], ""), (7, "returned the type int"),
+        (0, "returned the type int"), ({}, "returned the type dict"),
+        (["a type"], "returned a list that does not consist of content blocks"),
         ([{"text": "x"}], "returned a list that does not consist of content blocks"),
         (["x"], "returned a list that does not consist of content blocks"),
         ([{"type": "text"}, "x"], "returned a list that does not consist of content blocks"),
@@ -557,3 +670,407 @@ def test_a_fault_of_an_environment_ends_the_run_with_its_name(
 )  # fmt: skip
 def test_an_observation_is_a_text_content_blocks_or_nothing(observation: object, fault: str) -> None:
     assert observation_fault(observation) == fault
+
+
+# Environments
+
+
+def environments_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **named: str) -> Toolset:
+    """Return the environments of `ENVS_PY`, read from a file of this test, without calling functions."""
+    (folder / "envs.py").write_text(ENVS_PY)
+    monkeypatch.chdir(folder)
+    paths = {name: f"envs.py:{attribute}" for name, attribute in named.items()}
+    return toolset_of([], paths.get("every") or paths, call_factories=False)
+
+
+def test_only_functions_of_a_class_are_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As TRL looks for them. A static method takes no instance."""
+    toolset = environments_of(tmp_path, monkeypatch, every="WithOtherMembers")
+    assert {tool.name: list(tool.schema["function"]["parameters"]["properties"]) for tool in toolset.all_tools} == {
+        "look": ["at"],
+        "roll": ["sides"],
+    }
+    assert [environment.scores for environment in toolset.environments] == [True]
+    assert not environments_of(tmp_path, monkeypatch, every="Plain").environments[0].scores
+    assert not environments_of(tmp_path, monkeypatch, every="made").environments[0].scores
+
+
+def test_an_environment_of_an_empty_name_is_selected_by_its_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolset = environments_of(tmp_path, monkeypatch, **{"": "Game"})
+    assert toolset.is_routed
+    assert list(toolset.by_environment) == [""]
+    assert not environments_of(tmp_path, monkeypatch, every="Game").is_routed
+
+
+def test_a_toolset_names_what_a_run_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = toolset_of(["grpo_recipes.tools.examples.calculator"], "grpo_recipes.tools.examples.GuessNumber")
+    path = "grpo_recipes.tools.examples.GuessNumber"
+    tool, method = Tool(calculator, get_json_schema(calculator)), get_json_schema(GuessNumber().guess)
+    guesses = Environment(None, path, GuessNumber, GuessNumber, (Tool(GuessNumber.guess, method),))
+    assert made == Toolset((tool,), (guesses,))
+    assert made.sources == {"calculator": calculator, path: GuessNumber}
+    assert made.describe(1) == f"calculator, {path} (guess), in at most 1 turn of a completion"
+    assert made.describe(2).endswith(", in at most 2 turns of a completion")
+    assert made.in_prompts("a template") == PromptTools(
+        {None: [get_json_schema(calculator), get_json_schema(GuessNumber().guess)]}, "a template"
+    )
+    assert Toolset().functions is Toolset().factory is None
+    assert Toolset(made.tools).by_environment == {None: made.tools}
+    assert isinstance(made.factory, CheckedFactory)
+    assert (made.factory.path, made.factory.factory) == (path, GuessNumber)
+    several = environments_of(tmp_path, monkeypatch, a="Game", b="Game", c="Plain", d="WithOtherMembers")
+    assert [(reward.name, reward.weight) for reward in several.rewards()] == [("Game", 1.0), ("WithOtherMembers", 1.0)]
+
+
+def test_an_instance_that_keeps_its_own_reset_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "envs.py").write_text(ENVS_PY)
+    spaces: dict[str, Any] = {}
+    exec(ENVS_PY, spaces)
+    for name in ("Slots", "Frozen"):
+        assert CheckedFactory("path", spaces[name])().reset(answer="1") == 7
+
+
+class Resets:
+    """Environment whose `reset` returns or raises what it is given."""
+
+    def __init__(self, result: Any = None) -> None:
+        self.result = result
+
+    def reset(self, **columns: Any) -> Any:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+@pytest.mark.parametrize("observation", [None, "", "go", [], [{"type": "text", "text": "x"}]])
+def test_a_checked_reset_returns_the_observation(observation: Any) -> None:
+    assert CheckedFactory("envs.Game", lambda: Resets(observation))().reset(prompt=[], answer="4") == observation
+
+
+@pytest.mark.parametrize(
+    ("columns", "excerpt"),
+    [
+        (
+            {"answer": "4", "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "2+2?"}]},
+            "{'prompt': '2+2?', 'answer': '4'}",
+        ),
+        ({"prompt": [], "answer": "4"}, "{'answer': '4'}"),
+        ({"prompt": "a text", "answer": "4"}, "{'answer': '4'}"),
+        ({"answer": "x" * 186}, "{'answer': '" + "x" * 186 + "'}"),
+        ({"answer": "x" * 187}, "{'answer': '" + "x" * 185 + "..."),
+    ],
+)
+def test_a_reset_that_fails_names_environment_and_row(columns: dict[str, Any], excerpt: str) -> None:
+    with pytest.raises(RunFault) as fault:
+        CheckedFactory("envs.Game", lambda: Resets(OSError("no display.")))().reset(**columns)
+    assert str(fault.value) == f"envs.Game.reset raised OSError: no display, for the row {excerpt}"
+    assert len(excerpt) <= 200
+    with pytest.raises(RunFault) as fault:
+        CheckedFactory("envs.Game", lambda: Resets(7))().reset(**columns)
+    assert str(fault.value) == (f"envs.Game.reset returned the type int, for the row {excerpt}: return a text or None")
+
+
+def environment(name: str | None, kind: type | None, *tools: Tool) -> Environment:
+    return Environment(name, f"envs.{name}", kind or (lambda: None), kind, tools)
+
+
+class Scores:
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class Silent:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("toolset", "is_refused"),
+    [
+        (None, False),  # the recipe itself is refused without rewards
+        (Toolset(), True),
+        (Toolset((), (environment(None, Silent),)), True),
+        (Toolset((), (environment(None, Scores),)), False),
+        (Toolset((), (environment("a", Silent), environment("b", Scores))), False),
+        (Toolset((), (environment(None, None),)), False),  # a function that was not called may make any class
+        (Toolset((), (environment("a", Silent), environment("b", None))), False),
+    ],
+)
+def test_a_run_needs_a_reward_of_the_recipe_or_of_an_environment(toolset: Toolset | None, is_refused: bool) -> None:
+    check_rewards(toolset, build_rewards(["tag_count"]))
+    if not is_refused:
+        check_rewards(toolset, [])
+        return
+    with pytest.raises(UserError, match="`rewards` is missing, and no environment has a method `get_reward`"):
+        check_rewards(toolset, [])
+
+
+def test_the_rows_of_each_table_are_checked() -> None:
+    turns = [[{"role": "user", "content": "hi"}]] * 2
+    plain, routed = (
+        Dataset.from_dict({"prompt": turns}),
+        Dataset.from_dict({"prompt": turns, "environment": ["a", "b"]}),
+    )
+    for tables in ((routed, None), (None, routed), (plain, routed)):
+        with pytest.raises(UserError, match="selects one of several environments, and the recipe has no mapping"):
+            check_rows(None, tables)
+        with pytest.raises(UserError, match="selects one of several environments, and the recipe has no mapping"):
+            check_rows(Toolset((), (environment(None, Resets),)), tables)
+    check_rows(None, (plain, None))
+    both = Toolset((), (environment("a", None), environment("b", None)))
+    check_rows(both, (routed, None))
+    with pytest.raises(UserError, match="has 'b', which `environment_factory` does not name: its names are a$"):
+        check_rows(Toolset((), (environment("a", None),)), (None, routed))
+    with pytest.raises(UserError, match="is a mapping, and the dataset has no column 'environment'"):
+        check_rows(both, (plain,))
+
+
+def test_reset_need_not_take_the_column_that_selects_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [[{"role": "user", "content": "hi"}]]
+    rows = Dataset.from_dict({"prompt": turns, "answer": ["4"], "environment": ["a"]})
+    check_rows(environments_of(tmp_path, monkeypatch, a="TwoColumns"), [rows])
+    with pytest.raises(UserError, match="TwoColumns.reset can't take the columns prompt by name .*'answer'"):
+        check_rows(environments_of(tmp_path, monkeypatch, a="TwoColumns"), [rows.remove_columns("answer")])
+    with pytest.raises(UserError, match="TwoColumns.reset can't take the columns prompt, answer, level by name"):
+        check_rows(environments_of(tmp_path, monkeypatch, a="TwoColumns"), [rows.add_column("level", [1])])
+
+
+def test_a_function_is_called_for_its_environment_unless_it_must_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert environments_of(tmp_path, monkeypatch, every="made").all_tools == []
+    assert [tool.name for tool in toolset_of([], "envs.py:made").all_tools] == ["look"]
+    recipe = recipe_with(tmp_path, "--tools=[]", "--environment_factory=envs.py:made")
+    for called, names in ((load_toolset(recipe), ["look"]), (load_toolset(recipe, call_factories=False), [])):
+        assert called is not None
+        assert [tool.name for tool in called.all_tools] == names
+
+
+def test_the_reason_why_a_function_has_no_schema_ends_in_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(function: Any) -> Any:
+        raise ValueError("...what a type!.")
+
+    monkeypatch.setattr("grpo_recipes.checks.tools.get_json_schema", fails)
+    with pytest.raises(UserError, match=r"has no schema that a prompt could show \(\.\.\.what a type\): give each"):
+        toolset_of(["grpo_recipes.tools.examples.calculator"], None)
+
+
+def test_an_environment_may_offer_only_the_tools_of_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "envs.py").write_text(ENVS_PY)
+    monkeypatch.chdir(tmp_path)
+    toolset = toolset_of(["grpo_recipes.tools.examples.calculator"], "envs.py:NoTool")
+    assert [tool.name for tool in toolset.all_tools] == ["calculator"]
+
+
+# Files
+
+
+def test_a_file_is_executed_once_and_its_classes_have_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dataclass` with postponed annotations and `inspect` look the module up by its name."""
+    (tmp_path / "own.py").write_text(
+        "from __future__ import annotations\nimport dataclasses\n\n\n@dataclasses.dataclass\nclass Game:\n"
+        "    size: dataclasses.InitVar[int] = 1\n\n    def reset(self, **columns):\n        pass\n\n"
+        '    def look(self) -> str:\n        """Look."""\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    first, again = (toolset_of([], "own.py:Game").environments[0].kind for _ in range(2))
+    assert first is again is toolset_of([], str(tmp_path / "own.py") + ":Game").environments[0].kind
+    assert "def look(self)" in inspect.getsource(cast_type(first))
+
+
+def cast_type(kind: type | None) -> type:
+    assert kind is not None
+    return kind
+
+
+def test_a_file_that_failed_is_executed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for error in (KeyboardInterrupt, SystemExit):
+        Path("own.py").write_text(f"raise {error.__name__}")
+        for _ in range(2):
+            with pytest.raises(error):
+                toolset_of(["own.py:one"], None)
+
+
+# Tokens of turns
+
+
+def many(
+    flag: bool, count: int, share: float, kind: Literal["x", "longer"], items: list[int], either: int | str,
+    table: dict, more: str = "left out",
+) -> str:  # fmt: skip
+    """Do it.
+
+    Args:
+        flag: A
+        count: B
+        share: C
+        kind: D
+        items: E
+        either: F
+        table: G
+        more: H
+    """
+    return ""
+
+
+MANY = '{"flag": true, "count": 7, "share": 1.5, "kind": "x", "items": [], "either": 7, "table": {}}'
+
+
+def template_of(name: str) -> str:
+    return (Path(trl_templates.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+def toolset_with(*functions: Callable[..., Any]) -> Toolset:
+    return Toolset(tuple(Tool(function, get_json_schema(function)) for function in functions))
+
+
+def bytes_of(text: str) -> int:
+    """Return the tokens of a text: one for each byte, and one for each of the two special tokens."""
+    return len(text.replace("<|im_start|>", "a").replace("<|im_end|>", "a").encode())
+
+
+def test_the_tokens_of_a_turn_are_those_of_the_written_call_and_of_all_around_a_result() -> None:
+    tokenizer = chat_tokenizer(template_of("qwen2_5"))
+    call = '<tool_call>\n{"name": "many", "arguments": ' + MANY + "}\n</tool_call><|im_end|>"
+    around = "\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    expected = TurnTokens(None, bytes_of(call), bytes_of(around))
+    assert try_template("m", toolset_with(many), tokenizer) == expected
+    shorter = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "a"}}\n</tool_call><|im_end|>'
+    for functions in ((many, calculator), (calculator, many)):
+        found = try_template("m", toolset_with(*functions), tokenizer)
+        assert found == TurnTokens(None, bytes_of(shorter), bytes_of(around))
+    assert TurnTokens(None, 10, 5).least(3) == 45
+
+
+def test_without_an_end_token_a_turn_is_counted_as_it_is_written() -> None:
+    """Here the end of a sequence is a token that no turn ends with, and results follow its last place."""
+    tokenizer = chat_tokenizer(template_of("qwen2_5"))
+    tokenizer.eos_token = "<|im_start|>"
+    call = '<tool_call>\n{"name": "many", "arguments": ' + MANY + "}\n</tool_call><|im_end|>\n"
+    empty = 'assistant\n<tool_call>\n{"name": "many", "arguments": {}}\n</tool_call><|im_end|>'
+    around = "\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    expected = TurnTokens(None, bytes_of(call), bytes_of(empty + around))
+    assert try_template("m", toolset_with(many), tokenizer) == expected
+
+
+def test_a_template_never_sees_an_empty_list_of_tools() -> None:
+    template = "{% if tools is not none and not tools %}{{ 1 / 0 }}{% endif %}" + template_of("qwen2_5")
+    tokenizer = chat_tokenizer(template)
+    tokenizer.response_template = trl_templates.qwen3_template
+    try_template("m", toolset_with(calculator), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        [],
+        [("zzz", {"expression": "a"})],
+        [("calculator", {"expression": "b"})],
+        [("calculator", {})],
+        [("calculator", {"expression": "a"})] * 2,
+    ],
+)
+def test_a_call_that_is_read_otherwise_is_refused(read: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in read]
+    monkeypatch.setattr(trl_templates, "parse_response", lambda *given, **named: {"tool_calls": calls or None})
+    with pytest.raises(UserError, match="the call of `calculator` that its chat template writes .* is not read back"):
+        try_template("m", toolset_with(calculator), chat_tokenizer(template_of("qwen2_5")))
+
+
+def test_a_result_under_a_shorter_name_takes_fewer_tokens() -> None:
+    named = broken(template_of("qwen2_5"), "\\n<tool_response>\\n' ", "\\n<tool_response>\\n' + message.name ")
+    tokenizers = [chat_tokenizer(named) for _ in range(3)]
+    for tokenizer in tokenizers:
+        tokenizer.response_template = trl_templates.qwen3_template
+    alone = [try_template("m", toolset_with(one), tokenizers[0]).result for one in (many, calculator)]
+    assert alone[1] - alone[0] == len("calculator") - len("many")
+    for functions in ((many, calculator), (calculator, many)):
+        assert try_template("m", toolset_with(*functions), tokenizers[1]).result == alone[0]
+
+
+def test_a_template_is_tried_without_tools_if_no_environment_was_built() -> None:
+    toolset = Toolset((), (environment(None, None),))
+    assert try_template("m", toolset, chat_tokenizer(template_of("qwen2_5"))) == TurnTokens(None, 0, 0)
+
+
+@pytest.mark.parametrize(("name", "is_replaced"), [("qwen3", True), ("glm4moe", False), ("lfm2_2_5", False)])
+def test_calls_of_several_styles_are_read_back(name: str, is_replaced: bool) -> None:
+    """GLM's arguments get their types from the tools, LFM2's are Python, and TRL trains Qwen3 on another template."""
+    tokens = try_template("m", toolset_with(many), chat_tokenizer(template_of(name)))
+    assert (tokens.chat_template is not None) is is_replaced
+    assert tokens.call > len(MANY) / 2
+
+
+def test_the_arguments_of_the_template_are_those_of_the_recipe(tmp_path: Path) -> None:
+    template = template_of("qwen2_5") + "{% if strict %}{{ raise_exception('too strict') }}{% endif %}"
+    tokenizer = chat_tokenizer(template)
+    tokenizer.response_template = trl_templates.qwen3_template
+    toolset = toolset_with(calculator)
+    check_template(recipe_with(tmp_path), toolset, tokenizer)
+    strict = recipe_with(tmp_path, "--chat_template_kwargs.strict=true")
+    with pytest.raises(RecipeError, match="fails on a call of `calculator` .*too strict.: use another model"):
+        check_template(strict, toolset, tokenizer)
+
+
+def test_a_template_that_fails_renders_no_calls() -> None:
+    with pytest.raises(UserError, match="^m: its chat template renders no tool calls and results"):
+        try_template("m", toolset_with(calculator), chat_tokenizer("{{ 1 / 0 }}"))
+
+
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        ("messages[-1].tool_calls and tools", "fails on a call of `calculator`"),
+        ("messages[-1].role == 'tool' and messages[-1].name == 'calculator'", "fails on the result of `calculator`"),
+    ],
+)
+def test_a_template_that_fails_on_a_call_or_a_result_is_refused(condition: str, words: str) -> None:
+    template = "{% if " + condition + " %}{{ raise_exception('not here') }}{% endif %}" + template_of("qwen2_5")
+    tokenizer = chat_tokenizer(template)
+    tokenizer.response_template = trl_templates.qwen3_template
+    with pytest.raises(UserError, match=f"^m: its chat template {words} .*not here.: use another model"):
+        try_template("m", toolset_with(calculator), tokenizer)
+
+
+def test_arguments_of_a_template_that_change_earlier_turns_are_refused() -> None:
+    begins = "{{ (more if messages[-1].role == 'tool' else 'b') if short }}"
+    tokenizer = chat_tokenizer(begins + template_of("qwen2_5"))
+    tokenizer.response_template = trl_templates.qwen3_template
+    try_template("m", toolset_with(calculator), tokenizer)
+    try_template("m", toolset_with(calculator), tokenizer, {"short": True, "more": "b"})
+    for more in ("a", "c"):
+        with pytest.raises(
+            UserError, match="^m: its chat template with `chat_template_kwargs` writes earlier turns ot"
+        ):
+            try_template("m", toolset_with(calculator), tokenizer, {"short": True, "more": more})
+
+
+def test_what_a_tokenizer_says_about_its_calls_is_kept() -> None:
+    own = chat_tokenizer(template_of("qwen2_5"))
+    own.response_template = {**trl_templates.qwen3_template}
+    before = own.response_template
+    try_template("m", toolset_with(calculator), own)
+    assert own.response_template is before
+
+
+def test_a_schema_of_earlier_versions_of_transformers_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL adds no template beside it. transformers 5.23 can't read calls by it, so the reading is left out here."""
+    call = {"function": {"name": "calculator", "arguments": {"expression": "a"}}}
+    monkeypatch.setattr(trl_templates, "parse_response", lambda *given, **named: {"tool_calls": [call]})
+    tokenizer = chat_tokenizer(template_of("qwen2_5"))
+    tokenizer.response_schema = {"type": "object"}
+    try_template("m", toolset_with(calculator), tokenizer)
+    assert getattr(tokenizer, "response_template", None) is None
+    assert tokenizer.response_schema == {"type": "object"}
+
+
+def test_the_largest_number_of_turns_that_fits_is_named(tmp_path: Path) -> None:
+    template = template_of("qwen2_5")
+    toolset = toolset_with(calculator)
+    one = try_template("m", toolset, chat_tokenizer(template)).least(1)
+    for room, words in ((one, "raise"), (one + 1, "lower it to 1, or raise"), (2 * one, "lower it to 1, or raise")):
+        recipe = recipe_with(tmp_path, f"--max_completion_length={room}", "--max_tool_calling_iterations=3")
+        with pytest.raises(RecipeError, match=f"`max_completion_length` is {room}: {words} `max_completion_length` ab"):
+            check_template(recipe, toolset, chat_tokenizer(template))

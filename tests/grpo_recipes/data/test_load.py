@@ -164,6 +164,35 @@ def test_a_folder_with_one_table_is_read_under_any_split(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("state.json", "{}"),
+        ("state.json", "[]"),
+        ("state.json", "{"),
+        ("dataset_info.json", "[]"),
+        ("dataset_info.json", '{"features": {"question": 3}}'),
+        ("data-00000-of-00001.arrow", ""),
+        ("data-00000-of-00001.arrow", None),
+    ],
+)
+def test_a_damaged_saved_folder_is_named(file, content, tmp_path):
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(saved))
+    if content is None:
+        (saved / file).unlink()
+    else:
+        (saved / file).write_text(content)
+    with pytest.raises(UserError, match=r"`dataset\.path`: the folder .*saved holds no rows written by save_to_disk"):
+        load(DatasetSpec("gsm8k", path=str(saved)))
+
+
+def test_a_saved_folder_without_rows_is_named(tmp_path):
+    datasets.Dataset.from_list(ROWS).select([]).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UserError, match=r"the folder .*saved holds no rows written by save_to_disk .*name a file"):
+        load(DatasetSpec("gsm8k", path=str(tmp_path / "saved")))
+
+
+@pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ({}, ("openai/gsm8k", "main", "train")),
@@ -333,7 +362,7 @@ def test_an_invalid_held_out_file_is_reported_under_eval_path(jsonl, tmp_path):
 
 
 def test_a_folder_not_written_by_save_to_disk_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"`dataset\.path`: the folder .* was not written by save_to_disk"):
+    with pytest.raises(UserError, match=r"`dataset\.path`: the folder .* holds no rows written by save_to_disk"):
         load(DatasetSpec("gsm8k", path=str(tmp_path)))
 
 

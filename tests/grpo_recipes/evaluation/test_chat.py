@@ -418,7 +418,9 @@ def test_options_replace_the_system_prompt_and_the_form_of_prompts() -> None:
 def test_the_tokenizer_decides_the_form_of_prompts_that_no_recipe_has() -> None:
     with_template, without = chat_tokenizer(), byte_tokenizer()
     without.chat_template = None
-    assert [chat._with_format(Prompting(), one, "m").is_text for one in (with_template, without)] == [False, True]
+    empty = chat_tokenizer("")
+    found = [chat._with_format(Prompting(), one, "m").is_text for one in (with_template, without, empty)]
+    assert found == [False, True, True]
     assert chat._with_format(Prompting(is_text=True), without, "m").is_text is True
     assert chat._with_format(Prompting(is_text=False), with_template, "m").is_text is False
     with pytest.raises(UserError, match="m: its tokenizer has no chat template: give --prompt_format text"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import datasets
 import pytest
 
 from grpo_recipes.plan import columns
@@ -85,12 +86,22 @@ def test_text_with_bars_is_a_list_of_choices_if_the_name_says_so(name: str) -> N
         ([5, 5, 5], True),  # a constant
         ([5, 5], False),
         (["2024-01-02", "2024-01-03", "2024-02-03"], True),
+        (["2024-01-02", "2024-01-02", "2024-02-03"], True),
+        (["2024-01-02 10:30", "2.1.2024", "1/2/24"], True),
         (["2024-01-02", "soon", "later"], False),
         (["https://a.org/x", "http://b.org"], True),
         (["https://a.org/x", "see b.org for more"], False),
         (["a1", 2.5, "c3"], False),
         ([], True),
         ([None, ""], True),
+        (["north"] * 3, True),
+        (["north"] * 2, False),
+        (["north", None, "north"], True),
+        ([1, "x"], False),
+        ([1, 3, 2], False),
+        (["a1 b", "c2 d"], False),  # several words
+        (["0", "a1", "b2"], False),
+        (["a1", "apple", "b2"], False),
     ],
     ids=str,
 )
@@ -107,10 +118,59 @@ def test_the_words_of_a_text_are_counted_in_scripts_with_and_without_spaces() ->
     assert not column("x", *TEXTS[:1] * 4).is_text  # one text in all rows
     assert column("x", *TEXTS, TEXTS[0]).is_text
     assert not column("x", 1, 2, 3).is_text
+    assert column("x", TEXTS[0]).is_text  # a table of one row
+    assert column("x", "one two three", "four five six").is_text
+    assert not column("x", "a b c", "d e f", "a b c", "d e f").is_text  # half of them recur
+
+
+NINE_TEXTS = [f"This is the text number {n}" for n in range(9)]
+NINE_CHATS = [[{"role": "user", "content": text}] for text in NINE_TEXTS]
+
+
+def test_nine_of_ten_values_make_a_form() -> None:
+    assert column("x", *NINE_TEXTS, 5, None).is_text
+    assert not column("x", *NINE_TEXTS, 5, 6).is_text
+    assert column("x", *NINE_CHATS, "text").is_messages
+    assert not column("x", *NINE_CHATS, "text", "text").is_messages
+    for name, why in (("prompt", "complete prompts"), ("task", "by its name")):
+        assert columns.find_question([column(name, *NINE_TEXTS, 5)])[1] == why
+        with pytest.raises(UserError, match="looks like a question"):
+            columns.find_question([column(name, *NINE_TEXTS, 5, 6)])
+    choices = [["yes", "no"]] * 9
+    assert columns.find_choices([column("x", *choices, "text")])
+    assert not columns.find_choices([column("x", *choices, "text", "text")])
+    texts = column("figures", *["1|2"] * 10)
+    assert columns.are_choices_weak(texts, column("gold", *range(9), "b"))
+    assert not columns.are_choices_weak(texts, column("gold", *range(8), "b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("turns", "is_conversation"),
+    [
+        ([{"role": "user", "content": "a"}], True),
+        ([{"role": "user", "content": "a", "name": "Ann"}], True),
+        ([{"from": "human", "value": "a"}, {"role": "user", "content": "a"}], True),
+        ([{"role": "user"}], False),
+        ([{"content": "a"}], False),
+        ([{"from": "human"}], False),
+        ([{"value": "a"}], False),
+        ([{"role": "user", "content": "a"}, "text"], False),
+        ([["role", "content"]], False),
+        ([], False),
+        ({"role": "user", "content": "a"}, False),
+        ("text", False),
+    ],
+    ids=str,
+)
+def test_a_conversation_is_a_list_of_turns_with_a_role_and_text(turns: Any, is_conversation: bool) -> None:
+    assert column("x", turns).is_messages is is_conversation
 
 
 def test_a_question_by_its_name_may_be_short_but_not_a_single_word() -> None:
     assert columns.find_question([column("task", "2 + 2", "3 + 4"), column("n", 1, 2)])[1] == "by its name"
+    assert columns.find_question([column("task", "run home", "sit down"), column("n", 1, 2)])[1] == "by its name"
+    with pytest.raises(UserError, match="none of the columns 'task' looks like a question"):
+        columns.find_question([column("task", *TEXTS, 1, 2)])  # not all of them are text
     with pytest.raises(UserError, match="none of the columns 'task', 'n' looks like a question"):
         columns.find_question([column("task", "add", "subtract"), column("n", 1, 2)])
 
@@ -122,6 +182,23 @@ def test_complete_prompts_come_before_conversations_and_these_before_questions()
     assert columns.find_question([question, chat]) == (chat, "conversations")
     assert columns.find_question([question, chat, column("more", *turns)]) == (question, "by its name")
     assert columns.find_question([question, column("prompt", 1, 2, 3)]) == (question, "by its name")
+
+
+def test_the_only_text_is_the_question_whatever_its_name_is() -> None:
+    answer = column("answer", *TEXTS)
+    assert columns.find_question([answer, column("n", 1, 2, 4)]) == (answer, "the only text")
+
+
+def test_names_in_messages_are_those_of_the_first_three_texts() -> None:
+    texts = [column(name, *TEXTS) for name in "abcd"]
+    with pytest.raises(UserError, match="^the columns 'a' and 'b' and 'c' could each be the question"):
+        columns.find_question(texts)
+
+
+def test_columns_with_known_names_are_in_the_order_of_these_names() -> None:
+    table = [column("label", 1), column("x", 1), column(" Final Answer ", 1), column("answer", 1)]
+    found = columns.known_first(table, columns.ANSWERS)
+    assert [one.name for one in found] == ["answer", " Final Answer ", "label"]
 
 
 @pytest.mark.parametrize(
@@ -137,12 +214,37 @@ def test_complete_prompts_come_before_conversations_and_these_before_questions()
         (["choice2", "choice3"], None),
         (["x_a", "y_b"], None),
         (["A", "B", "1", "2"], "AB"),
+        (["C", "A", "B"], "ABC"),
+        (["选项", "A", "B"], "AB"),
     ],
 )
 def test_single_choices_follow_each_other(names: list[str], labels: str | None) -> None:
     found = columns.find_single_choices([column(name, "yes", "no") for name in names])
     assert ["".join(one.by_label) for one in found][:1] == ([] if labels is None else [labels])
     assert not columns.find_single_choices([column(name, "yes", ["no"]) for name in names])
+
+
+def test_a_column_without_values_is_no_choice() -> None:
+    a, b, c = column("A", "yes", "up"), column("B", "no", None), column("C", None, None)
+    (group,) = columns.find_single_choices([a, b, c])
+    assert group.by_label == {"A": a, "B": b}
+    assert group.parts == (a, b)
+    assert group.name == "A, B"
+    assert group.values == [{"A": "yes", "B": "no"}, None]
+
+
+def test_choices_are_lists_of_two_and_more_or_texts_with_labels() -> None:
+    lists = [
+        *(["up", "down"], '["up", "down"]', "up|down", {"text": ["up", "down"], "label": ["A", "B"]}),
+    ]
+    for value in lists:
+        assert columns.find_choices([column("x", value)]), value
+    for other in (["up"], "up", {"A": "up", "B": "down"}, {"text": "up"}, {"label": "up"}, 3, NINE_CHATS[0] * 2):
+        assert not columns.find_choices([column("x", other)]), other
+    assert columns.is_gold(["up", "down"], "down")
+    assert columns.is_gold(["up", "down"], 1)
+    for given, gold in ((["up", "down"], "left"), (["up", "down"], None), (None, "A"), ("up", "A"), (3, "A")):
+        assert columns.is_gold(given, gold) is False
 
 
 @pytest.mark.parametrize(
@@ -153,10 +255,14 @@ def test_single_choices_follow_each_other(names: list[str], labels: str | None) 
         (["a", "a", "a", "a"], None),  # one label
         (["a", "b", "a", "b", None], ["a", "b"]),
         (["a", "b", "a", ["b"]], None),
+        (["a", "b", "a", "b", ["b"]], None),
         (["x" * 61, "b"] * 3, None),
         (["x" * 60, "b"] * 3, ["b", "x" * 60]),
         ([f"l{n:02}" for n in range(50)] * 2, [f"l{n:02}" for n in range(50)]),
         ([f"l{n:02}" for n in range(51)] * 2, None),
+        (["one two three four five", "b"] * 2, ["b", "one two three four five"]),
+        (["one two three four five six", "b"] * 2, None),
+        (["B", "a"] * 2, ["a", "B"]),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -169,6 +275,10 @@ def test_digits_are_labels_if_they_recur_often() -> None:
     assert not columns.are_labels(column("x", *[0, 1] * 9))
     assert not columns.are_labels(column("x", *[0, 7] * 20))
     assert not columns.are_labels(column("x", *["yes", "1"] * 2))
+    assert not columns.are_labels(column("x", *[10, 20] * 20))
+    assert columns.are_labels(column("x", *[-1, 0, 5] * 10))
+    assert columns.are_labels(column("x", *["yes", "no"] * 2))
+    assert not columns.are_labels(column("x", "yes", "no"))
 
 
 @pytest.mark.parametrize(
@@ -181,6 +291,11 @@ def test_digits_are_labels_if_they_recur_often() -> None:
         ('[{"input": "1", "output": "2"}]', True),
         ('[{"input": "1"}]', False),
         ('{"input": "1", "output": "2"}', False),
+        ('  [{"input": "1", "output": "2"}] ', True),
+        ('[{"output": "1"}]', False),
+        ([{"input": "1", "output": "2"}], True),
+        ([{"output": "1"}], False),
+        ([3], False),
         (["assert f(1) == 2", " assert g()"], True),
         (["assert f(1) == 2", "f()"], False),
         ([{"input": "1", "output": "2", "more": 3}], True),
@@ -198,8 +313,8 @@ def test_forms_of_single_answers() -> None:
     assert [columns.is_number(one) for one in (True, 1, 1.5, "1,5", "1.5", "x", None)] == [
         *(False, True, True, True, True, False, False)
     ]
-    assert columns.is_short("word " * columns.SHORT_WORDS)
-    assert not columns.is_short("word " * (columns.SHORT_WORDS + 1))
+    assert columns.is_short("word " * 5)
+    assert not columns.is_short("word " * 6)
     assert columns.is_short({"text": ["a b"], "answer_start": [3]})
     assert [columns.is_short(one) for one in ("", [], ["a", "b"], ["a", ""], None, 3)] == [
         *(False, False, True, False, False, True)
@@ -209,14 +324,32 @@ def test_forms_of_single_answers() -> None:
     ]
     assert not columns.is_object({"text": ["a"], "answer_start": [0]})
     assert columns.is_object('{"a": 1}')
+    assert [columns.is_object(one) for one in ({"text": "a"}, {}, "text", ["a"], None)] == [
+        *(True, False, False, False, False)
+    ]
+    assert [columns.is_number(one) for one in ("0", "0,0", "", "(1,2)")] == [True, True, False, False]
+    assert [columns.is_short(one) for one in ({"text": ["a"]}, {"answer_start": [3]}, "a b c d e", "a b c d e f")] == [
+        *(False, False, True, False)
+    ]
+    assert columns.is_short({"text": ["a b"], "answer_start": [3], "id": "x"})
+    worked = ("So it is\n#### 7", "#### ", "So it is 7", 7, None)
+    assert [columns.is_worked(one) for one in worked] == [True, False, False, False, False]
+    boxed = ("So \\boxed{7}", "\\boxed{}", "So it is 7", 7, None)
+    assert [columns.is_boxed(one) for one in boxed] == [True, False, False, False, False]
 
 
 def test_golds_that_are_positions_and_texts_are_uncertain() -> None:
     choices = column("choices", ["1", "2", "3"], ["4", "2", "6"], ["7", "8", "9"])
     assert columns.golds_among(choices, column("gold", 1, 2, None)) == 2
     assert not columns.are_positions_certain(choices, column("gold", 1, 2, 2))
-    words = column("choices", ["red", "blue"], ["red", "green"], ["up", "down"])
+    words = column("choices", ["red", "blue"], ["red", "green"], ["1", "2"])
     assert columns.are_positions_certain(words, column("gold", 0, 1, 1))
+    assert columns.are_positions_certain(choices, column("gold", "1", "2", "2")), "text names no position"
+    half = column("choices", ["1", "2"], ["1", "2"], ["up", "down"], ["up", "down"])
+    assert not columns.are_positions_certain(half, column("gold", 1, 1, 0, 1))
+    assert columns.are_positions_certain(half, column("gold", 0, 1, 0, 1))
+    numbered = column("choices", *[{"text": ["2", "1"], "label": ["1", "2"]}] * 3)
+    assert columns.are_positions_certain(numbered, column("gold", 1, 2, 2)), "a number is a label"
 
 
 def test_a_value_inside_objects_is_read_by_its_path_and_last_turns_by_their_role() -> None:
@@ -224,14 +357,52 @@ def test_a_value_inside_objects_is_read_by_its_path_and_last_turns_by_their_role
     assert column("a.b").read(rows) == [1, None, None]
     assert column("a.b").is_within(column("a"))
     assert not column("a").is_within(column("a.b"))
-    turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    turns += [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
     found = columns.last_turns(column("chat", turns, turns))
     assert found is not None
     assert found.values == ["4", "4"]
     assert found.name == "chat, last turn"
-    assert found.read({"chat": [turns, turns[:1], None]}) == ["4", None, None]
+    assert found.read({"chat": [turns, turns[:1], None, []]}) == ["4", None, None, None]
     assert columns.last_turns(column("chat", turns[:1], turns)) is None
     assert columns.last_turns(column("chat", "text", "text")) is None
+    assert columns.last_turns(column("chat", turns, "text")) is None
+    silent = columns.last_turns(column("chat", [*turns[:3], {"role": "assistant", "content": ""}], turns))
+    assert silent is not None
+    assert silent.values == ["", "4"]
+    with pytest.raises(UserError, match=r"has 'chat', 'chat\.role'"):
+        columns.find([column("chat"), column("chat.role")], "role", "--answer")
+
+
+class Head:
+    """Rows of a table whose column of JSON may hold any values."""
+
+    column_names = ("a",)
+
+    def __init__(self, *values: Any) -> None:
+        self.rows = {"a": list(values)}
+
+    def __getitem__(self, part: slice) -> dict[str, list[Any]]:
+        return self.rows
+
+
+def test_objects_may_have_different_keys() -> None:
+    head: Any = Head(None, {"x": 1}, {}, {"y": 2})
+    assert {one.name: one.values for one in columns.columns_of(head)} == {
+        **{"a": [None, {"x": 1}, {}, {"y": 2}], "a.x": [None, 1, None, None], "a.y": [None, None, None, 2]}
+    }
+    for other in ("", "text", 0, []):
+        mixed: Any = Head({"x": 1}, other)
+        assert [one.name for one in columns.columns_of(mixed)] == ["a"]
+
+
+def test_keys_of_objects_are_columns_to_a_depth_of_four() -> None:
+    deep = {"b": {"c": {"d": {"e": {"f": 1}}}}}
+    table = datasets.Dataset.from_list([{"a": None, "x": ""}, {"a": deep, "x": "text"}])
+    found = columns.columns_of(table)
+    assert [one.name for one in found] == ["a", "a.b", "a.b.c", "a.b.c.d", "a.b.c.d.e", "x"]
+    assert [one.read(table[:]) for one in found] == [one.values for one in found]
+    assert found[-2].values == [None, {"f": 1}]
 
 
 def test_conversations_bring_system_prompts_if_one_begins_so() -> None:

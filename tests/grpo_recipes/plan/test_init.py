@@ -1,6 +1,8 @@
 """`grpo-recipes init`: the guesses about columns and answers, and checks of the recipes that it writes."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import yaml
 from grpo_recipes import cli
 from grpo_recipes.checks.checks import Checked, Machine, check
 from grpo_recipes.plan import init
+from grpo_recipes.plan.columns import Column
 from grpo_recipes.plan.init import (
     BOXED,
     CHOICE,
@@ -678,6 +681,7 @@ def test_a_recipe_that_cannot_be_written_is_refused_in_one_line(
         ([n / 50 for n in range(50)], 0.2),
         ([n / 49 for n in range(49)], 0.2),  # 9 of 49
         ([0.05] + [0.95] * 8, 0.1),  # one of nine
+        ([0.05] * 5 + [0.15] + [0.95] * 24, 0.2),  # a fifth of 30 rows
         ([0.25] + [0.95] * 8, 0.3),
         ([0.15] * 8, None),  # nothing would be left to train on
         ([0.15] * 6 + [0.95] * 2, 0.2),
@@ -733,6 +737,8 @@ def test_golds_that_name_a_choice_in_nine_of_ten_rows_are_enough() -> None:
     assert guessed(choosing(17, name="x1")).form is not CHOICE, "only a column named as an answer is meant"
     with pytest.raises(UserError, match="^no column names one of the choices by its letter, its text or its position"):
         guessed(choosing(17, name="x1"), Wishes(task="multiple_choice"))
+    with pytest.raises(UserError, match="^no column names one of the choices by its letter, its text or its position"):
+        guessed(choosing(17), Wishes(task="multiple_choice"))
 
 
 def test_the_answer_may_be_named_among_columns_that_look_like_choices() -> None:
@@ -827,3 +833,415 @@ def test_nouns_that_say_nothing_are_not_part_of_the_system_prompt() -> None:
         keys = dataset_keys(SourceSpec(path="a.jsonl"), guessed(table, Wishes(question="Frage", answer=noun)))
         expected = f"Write the {noun} of the text. Answer with it alone." if says else None
         assert keys.get("system_prompt") == expected
+
+
+@pytest.mark.parametrize(
+    "noun",
+    [
+        *("answer", "solution", "final_answer", "expected_answer", "ground_truth", "gold", "target"),
+        *("reference_answer", "answers", "label", "answer_key", "answerkey", "correct", "correct_answer"),
+    ],
+)
+def test_names_of_answers_are_no_kinds_of_text(noun: str) -> None:
+    guess = guessed(golds(noun, [LONG + str(n) for n in range(9)]), Wishes(question="Frage", answer=noun))
+    assert "system_prompt" not in dataset_keys(SourceSpec(path="a.jsonl"), guess)
+
+
+def test_the_first_thousand_rows_are_looked_at() -> None:
+    guess = guessed(golds("x", [7 * n % 1_009 for n in range(1_001)]))
+    assert (guess.form, guess.count, guess.looked_at) == (NUMBER, 1_000, 1_000)
+
+
+def test_rows_without_answers_are_counted_over_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "BATCH", 3)
+    rows = [{"question": f"What is number {n}?", "info": {"gold": None if n % 4 == 0 else 3 * n}} for n in range(13)]
+    guess = guessed(datasets.Dataset.from_list(rows))
+    assert guess.columns == {"answer": "info.gold"}
+    assert guess.missing == [1, 5, 9, 13]
+    assert guess.others == ["info"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ([3], "1 row has no question or no answer (3, counted from 1); `drop_missing` leaves them out"),
+        ([1, 2], "2 rows have no question or no answer (1, 2, counted from 1); `drop_missing` leaves them out"),
+        (range(1, 21), f"20 rows have no question or no answer ({', '.join(map(str, range(1, 21)))}, counted"),
+        (range(1, 22), f"21 rows have no question or no answer ({', '.join(map(str, range(1, 21)))} and 1 more, "),
+    ],
+    ids=len,
+)
+def test_twenty_rows_without_answers_are_named(missing: Sequence[int], sentence: str) -> None:
+    assert replace(guessed(golds("answer", [7, 1, 5])), missing=missing).about_missing().startswith(sentence)
+
+
+def test_other_columns_keep_their_names_unless_a_preset_or_the_trainer_uses_them() -> None:
+    boxed = [rf"So \boxed{{{n}}}" for n in range(9)]
+    others = {"answer": ["a b c d e f g"] * 9, "problem": [n % 2 for n in range(9)], "image": [n % 2 for n in range(9)]}
+    guess = guessed(golds("x", boxed, **others, environments=[1] * 9), Wishes(question="Frage", answer="x"))
+    assert guess.form is BOXED
+    assert guess.columns == {
+        **{"question": "Frage", "answer": "x", "other_answer": "answer", "other_problem": "problem"},
+        **{"other_image": "image", "other_environments": "environments"},
+    }
+    prompts = datasets.Dataset.from_dict({"prompt": [QUESTION] * 9, "answer": boxed, "problem": others["problem"]})
+    assert guessed(prompts).others == ["problem"]
+    assert guessed(golds("target", [7, 1, 5], problem=[4, 2, 9])).others == ["problem"], "no preset reads numbers"
+
+
+def test_a_column_with_an_answers_name_comes_before_the_last_turns() -> None:
+    turns = [[{"from": "human", "value": QUESTION}, {"from": "gpt", "value": LONG + str(n)}] for n in range(20)]
+    table = datasets.Dataset.from_dict({"conversations": turns, "n": list(range(20))})
+    guess = guessed(table)
+    assert (guess.form, guess.columns) == (TEXT, {"prompt": "conversations"})
+    assert guess.roles == {
+        "conversations": "prompt (conversations)",
+        "conversations, last turn": "answer (texts)",
+    }
+    assert not guess.requests_layout
+    named = guessed(table.add_column("answer", [7 * n % 23 for n in range(20)]))
+    assert (named.form, named.columns) == (NUMBER, {"prompt": "conversations"})
+    assert guessed(table, Wishes(answer="n", task="numbers")).columns == {"prompt": "conversations", "answer": "n"}
+
+
+def test_keys_of_objects_are_part_of_the_answer() -> None:
+    objects = [{"city": f"Rome {n}", "day": 7 * n % 23} for n in range(9)]
+    guess = guessed(golds("x1", objects))
+    assert (guess.form, guess.columns, guess.others) == (OBJECT, {"text": "Frage", "object": "x1"}, [])
+    assert guess.schema["required"] == ["city", "day"]
+    assert guessed(golds("x1", objects), Wishes(answer="x1.day")).columns["answer"] == "x1.day"
+    worked = [{"text": f"It is\n#### {n}", "more": f"It is\n#### {n}"} for n in range(9)]
+    with pytest.raises(UserError, match="the columns 'x1.text' and 'x1.more' could each be the answer"):
+        guessed(golds("x1", worked), Wishes(question="Frage", task="numbers"))
+
+
+def test_messages_are_no_answers_whatever_keys_they_have() -> None:
+    turn = {"role": "user", "content": "2 + 2", "input": "2 + 2", "output": "4"}
+    table = golds("notes", [[turn]] * 9).rename_column("Frage", "prompt")
+    assert guessed(table).form is NONE
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        (
+            {"answer": "x"},
+            "^'x' has no answers of a known form: name another `--answer`, or a `--task` of code, numbers",
+        ),
+        ({"task": "code"}, "^no column has no answers for the task code: name another"),
+        ({"answer": "x", "task": "words"}, "^'x' has no answers for the task words: name another"),
+        ({"answer": ""}, "--answer names the column ''"),
+        ({"question": ""}, "--question names the column ''"),
+        ({"choices": ""}, "--choices names the column ''"),
+    ],
+    ids=str,
+)
+def test_wishes_that_no_column_meets_are_refused(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        guessed(golds("x", [[{"a": 1}, {"a": 2}]] * 9), Wishes(**wishes))
+
+
+def test_an_empty_task_is_no_wish_that_a_column_meets() -> None:
+    with pytest.raises(UserError, match="^no column has no answers of a known form: name another"):
+        guessed(golds("answer", [7, 1, 5]), Wishes(task=""))
+
+
+def test_a_task_is_met_by_half_of_the_values() -> None:
+    values = ["one and two and three and four"] * 10 + [f"#### {n}" for n in range(10)]
+    assert guessed(golds("x", values), Wishes(answer="x", task="numbers")).form is WORKED
+    fewer = ["one and two and three and four"] * 11 + [f"#### {n}" for n in range(9)]
+    with pytest.raises(UserError, match="'x' has no answers for the task numbers"):
+        guessed(golds("x", fewer), Wishes(answer="x", task="numbers"))
+    with pytest.raises(UserError, match="'x' has no answers for the task classification"):
+        guessed(golds("x", [f"word {n}" for n in range(9)]), Wishes(answer="x", task="classification"))
+    assert guessed(golds("x", [17, 42] * 5), Wishes(answer="x", task="classification")).labels == ["17", "42"]
+
+
+@pytest.mark.parametrize(("numbers", "is_refused"), [(10, True), (9, False)])
+def test_words_of_which_half_are_numbers_are_refused(numbers: int, is_refused: bool) -> None:
+    values = [str(7 * n % 23) for n in range(numbers)] + [f"Rome number {chr(65 + n)}" for n in range(20 - numbers)]
+    if not is_refused:
+        assert guessed(golds("x", values)).form is WORDS
+        return
+    with pytest.raises(
+        UserError, match="10 of 20 answers in 'x' are numbers, and .* `--task numbers` or `--task words`"
+    ):
+        guessed(golds("x", values))
+
+
+def test_numbers_of_which_half_are_boxed_are_numbers() -> None:
+    values = [rf"\boxed{{{n}}}" for n in range(10)] + [str(n) for n in range(10)]
+    assert guessed(golds("x", values)).form is NUMBER
+
+
+def test_a_certain_answer_with_a_questions_name_may_be_the_question() -> None:
+    texts = [rf"Fill the \boxed{{{n}}} with what was lost in it" for n in range(9)]
+    table = datasets.Dataset.from_dict({"problem": texts, "n": [7, 1, 5, 2, 8, 4, 3, 9, 6]})
+    assert guessed(table).columns == {"question": "problem", "answer": "n"}
+
+
+def test_a_named_answer_or_list_of_choices_is_not_the_question() -> None:
+    texts = [f"{n} and what was said above" for n in range(9)]
+    table = golds("x", [LONG + str(n) for n in range(9)]).rename_column("Frage", "what")
+    with pytest.raises(UserError, match="could each be the question"):
+        guessed(table)
+    assert guessed(table, Wishes(answer="x")).columns == {"question": "what", "answer": "x"}
+    lists = datasets.Dataset.from_dict(
+        {"what": texts, "x": ["up to here | down to there"] * 9, "y": ["A", "B", "A"] * 3}
+    )
+    assert guessed(lists, Wishes(choices="x")).columns == {"question": "what", "choices": "x", "label": "y"}
+    nested = [{"text": text, "gold": 7 * n % 23} for n, text in enumerate(texts)]
+    inside = datasets.Dataset.from_dict({"x": nested, "y": [LONG + str(n) for n in range(9)]})
+    assert guessed(inside, Wishes(answer="x.gold", question="x.text")).columns == {
+        **{"question": "x.text", "answer": "x.gold"}
+    }
+
+
+def test_columns_that_share_values_with_a_taken_one_are_left_out() -> None:
+    paths = (("x",), ("x", "text"), ("x", "gold"), ("y",))
+    outer, text, gold, other = columns = [Column(path, []) for path in paths]
+    assert init._unrelated(columns, text) == [gold, other]
+    assert init._unrelated(columns, outer) == [other]
+    assert init._unrelated(columns, gold, other) == [text]
+    assert init._unrelated(columns) == columns
+    assert init._without_keys_of_objects(columns) == [outer, other]
+    assert init._without_keys_of_objects([text, gold]) == [text, gold]
+
+
+def test_texts_of_choices_alone_are_asked_about() -> None:
+    table = datasets.Dataset.from_dict({**single(["A", "B", "C"]), "key": ["A", "B"] * 10})
+    with pytest.raises(UserError, match="the columns 'A' and 'B' and 'C' could each be the question"):
+        guessed(table)
+
+
+def test_one_text_in_all_rows_is_the_question_if_it_is_asked_for() -> None:
+    others = {"a": ["one and two and", "two and one and", "two and one and"], "b": ["the same in all rows"] * 3}
+    others |= {
+        "c": ["x and y and", "y and z and", "z and x and"],
+        "d": ["up and down and", "to and fro and", "so it is"],
+    }
+    table = datasets.Dataset.from_dict({"instruction": ["Add the two numbers."] * 3, **others, "output": [7, 1, 5]})
+    with pytest.raises(
+        UserError, match="^'instruction' has the same text in all rows, and 'a' and 'c' and 'd' differ: "
+    ):
+        guessed(table)
+    guess = guessed(table, Wishes(question="instruction"))
+    assert guess.columns == {"question": "instruction", "answer": "output"}
+    assert guess.texts == ["a", "c", "d"]
+    with pytest.raises(UserError, match="same text in all rows, and 'a' and 'c' differ: name"):
+        guessed(table.remove_columns("d"))
+    more = table.add_column("e", ["come and go and", "go and stay and", "stay and come and"])
+    with pytest.raises(UserError, match="same text in all rows, and 'a' and 'c' and 'd' differ: name"):
+        guessed(more)
+    two = datasets.Dataset.from_dict({"instruction": ["Add the two."] * 3, "a": others["a"], "output": [7, 1, 5]})
+    with pytest.raises(UserError, match="same text in all rows, and 'a' differ: name"):
+        guessed(two)
+
+
+# Golds that name choices
+
+
+def test_a_column_without_values_and_another_answer_are_no_golds() -> None:
+    table = golds("x1", ["A", "B", "B"] * 3, x2=[None] * 9, choices=[["up", "down"]] * 9)
+    guess = guessed(table)
+    assert (guess.form, guess.columns["label"], guess.count) == (CHOICE, "x1", 9)
+    both = golds("label", ["A", "B", "B"] * 3, answer=["up", "down", "down"] * 3, choices=[["up", "down"]] * 9)
+    assert guessed(both).roles["answer"] == "answer (names one of the choices)"
+    with pytest.raises(UserError, match="the columns 'x1' and 'x2' could each be the answer"):
+        guessed(golds("x1", ["A", "B", "B"] * 3, x2=["B", "A", "B"] * 3, choices=[["up", "down"]] * 9))
+
+
+def test_a_second_group_of_choices_is_tried_if_the_first_holds_the_answer() -> None:
+    names = {"x_a": ["A", "B"] * 10, "x_b": ["no", "yes"] * 10, **single(["option_a", "option_b"])}
+    guess = guessed(golds("n", list(range(20)), **names), Wishes(answer="x_a"))
+    assert guess.form is CHOICE
+    assert guess.roles["option_a, option_b"] == "choices (one choice each)"
+
+
+def test_a_list_of_choices_that_no_gold_names_is_no_list_of_choices() -> None:
+    lists = {"tags": [["red", "green"]] * 20, "options": [["up", "down"]] * 20}
+    guess = guessed(golds("x1", ["down", "up"] * 10, **lists))
+    assert (guess.columns["choices"], guess.columns["label"]) == ("options", "x1")
+    numbers = golds("n", [0, 1] * 10, m=["B", "A"] * 10, figures=["1 | 2", "3 | 4"] * 10)
+    assert guessed(numbers).columns == {"question": "Frage", "choices": "figures", "label": "m"}
+
+
+def texts_in_a_line(letters: int) -> str:
+    """Return a text whose first word has so many letters."""
+    return f"{'x' * letters} end of it"
+
+
+def test_text_with_bars_is_multiple_choice_if_it_is_asked_for() -> None:
+    table = golds("answer", [0, 1] * 10, table=["up | down", "down | up"] * 10)
+    assert guessed(table).form is not CHOICE
+    assert guessed(table, Wishes(choices="table")).form is CHOICE
+
+
+def test_too_few_golds_among_columns_of_single_choices_are_another_task() -> None:
+    table = golds("answer", ["A", "none of them"] * 10, **single(["A", "B"]))
+    assert guessed(table).form is not CHOICE
+    assert guessed(golds("answer", [None, "none"], choices=[["up", "down"]] * 2)).form is not CHOICE
+    with pytest.raises(UserError, match="1 of 1 answers|1 of 2 answers"):
+        guessed(golds("answer", ["A", "none"], choices=[["up", "down"]] * 2))
+
+
+def test_answers_are_names_of_columns_only_if_these_are_other_columns() -> None:
+    guess = guessed(golds("answer", ["left", "answer"] * 10, left=[n % 3 for n in range(20)]))
+    assert guess.form is LABEL
+
+
+# Golds of all rows
+
+
+def test_labels_are_read_from_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "LOOKED_AT", 20)
+    values = ["good", "bad"] * 10
+    assert guessed(golds("x", [*values, *["so so"] * 4])).labels == ["bad", "good", "so so"]
+    with pytest.raises(
+        UserError, match=r"^'x' has more than 50 labels, or rare ones: choose `--task words`, or another"
+    ):
+        guessed(golds("x", [*values, *[f"of its own {n}" for n in range(40)]]))
+
+
+def test_one_answer_with_marks_decides_about_all() -> None:
+    assert guessed(golds("x", [f"Rome {chr(65 + n)}" for n in range(19)] + ["(1,12)"])).has_marks
+    assert not guessed(golds("x", [f"Rome {chr(65 + n)}" for n in range(20)])).has_marks
+
+
+def test_the_noun_is_the_last_key_of_the_answer() -> None:
+    rows = [{"Frage": f"What is the answer to question {n}?", "info": {"summary": LONG + str(n)}} for n in range(9)]
+    guess = guessed(datasets.Dataset.from_list(rows), Wishes(answer="info.summary"))
+    keys = dataset_keys(SourceSpec(path="a.jsonl"), guess)
+    assert keys["system_prompt"] == "Write the summary of the text. Answer with it alone."
+
+
+def test_a_decimal_mark_is_that_of_golds_that_are_text() -> None:
+    texts = ["1,5", "2,5", "3,25", "n/a", "7", "8", "9", "10,5", "11", "12"]
+    assert guessed(golds("x", texts)).decimal == "comma"
+    assert guessed(golds("x", [1.5, 2.25, 7.0]), Wishes(decimal="comma")).decimal is None
+    for worked in ("It is\n#### {}", r"It is \boxed{{{}}}"):
+        assert guessed(golds("x", [worked.format(text) for text in ("1,5", "2,25", "7")])).decimal == "comma"
+    with pytest.raises(UserError, match=r"decimal comma \('1.200'\): choose"):
+        guessed(golds("x", ["7", "1.200", "3.500", "2.500"]))
+    with pytest.raises(UserError, match=r"decimal comma \('2,5'\): choose"):
+        guessed(golds("x", ["7", "1.5", "2,5", "3.5"]))
+
+
+@pytest.mark.parametrize(
+    ("values", "schema"),
+    [
+        ([0, 0], {"type": "integer"}),
+        ([1, 2.5, None], {"type": "number"}),
+        ([2.5, 1], {"type": "number"}),
+        ([False], {"type": "boolean"}),
+        (["", 1], {"type": ["string", "integer"]}),
+        ([None], {}),
+        ([[], []], {"type": "array"}),
+        ([[1], [], 5, [2.5]], {"type": ["array", "integer"], "items": {"type": "number"}}),
+        (
+            [{"a": 1}, {"a": 2, "b": "x"}, "text"],
+            {
+                "type": ["object", "string"],
+                "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        ),
+        ([{str(n): 1 for n in range(51)}], {"type": "object"}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_the_schema_of_values(values: list[Any], schema: dict[str, Any]) -> None:
+    assert schema_of(values) == schema
+
+
+def test_a_schema_names_fifty_keys() -> None:
+    assert len(schema_of([{str(n): 1 for n in range(50)}])["properties"]) == 50
+
+
+# The text of a recipe
+
+
+def test_comments_are_wrapped_at_spaces_only() -> None:
+    line = "x" * 59 + " " + "y" * 60
+    assert init._comment(line) == f"# {line}\n"
+    assert init._comment(line + "z") == f"# {'x' * 59}\n# {'y' * 60}z\n"
+    path = "a-very-long-" * 11
+    assert init._comment(f"file {path}") == f"# file\n# {path}\n"
+
+
+def test_values_keep_their_letters_and_are_wrapped_as_comments_are() -> None:
+    guess = guessed(golds("Lösung", [7, 1, 5]))
+    source = SourceSpec(path="Tabelle.csv", encoding="cp1252", delimiter=";")
+    dataset = dataset_keys(source, guess)
+    assert dataset == {
+        **{"path": "Tabelle.csv", "delimiter": ";", "encoding": "cp1252"},
+        **{"columns": {"question": "Frage", "answer": "Lösung"}, "system_prompt": "reasoning"},
+    }
+    for letters, line in ((96, "end of it"), (97, "end of\n    it")):
+        changed = {**dataset, "system_prompt": texts_in_a_line(letters)}
+        text = recipe_text(changed, guess, "m", has_gpu=True, rows=3, share=None)
+        assert "    answer: Lösung\n" in text
+        assert f"  system_prompt: {'x' * letters} {line}\n" in text  # a line ends behind the 120th character
+
+
+def test_a_schema_keeps_its_letters() -> None:
+    guess = guessed(golds("object", [{"Straße": f"Weg {n}"} for n in range(9)]))
+    assert '"Straße"' in dataset_keys(SourceSpec(path="a.jsonl"), guess)["system_prompt"]
+
+
+def test_no_recipe_is_left_if_its_check_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    golds("answer", [7, 1, 5]).save_to_disk(tmp_path / "table")
+
+    def refuse(*_: Any) -> None:
+        assert (tmp_path / "r.yaml").exists()
+        raise UserError("refused")
+
+    for name in ("check", "check_model_exists"):
+        with monkeypatch.context() as changes:
+            changes.setattr(init, name, refuse)
+            with pytest.raises(UserError, match="^refused$"):
+                write_first_recipe(str(tmp_path / "table"), tmp_path / "r.yaml", machine=CPU)
+        assert not (tmp_path / "r.yaml").exists()
+
+
+def test_a_table_without_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("question,answer\n")
+    with pytest.raises(UserError, match="t.csv has no rows: name another table$"):
+        write_first_recipe(str(tmp_path / "t.csv"), tmp_path / "r.yaml", machine=CPU)
+
+
+@pytest.mark.parametrize("decimal", ["comma", "point"])
+def test_a_decimal_mark_is_a_key_of_tables_with_cells_only(decimal: Any, tmp_path: Path) -> None:
+    rows = [{"Frage": f"Wie viele sind es am Tag {n}?", "x": f"{1 + n % 9}.{200 + n}"} for n in range(40)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "t.csv").write_text("Frage;x\n" + "".join(f"{row['Frage']};{row['x']}\n" for row in rows))
+    labels = (f"{row['Frage']};{'JN'[n % 2]}\n" for n, row in enumerate(rows))
+    (tmp_path / "w.csv").write_text("Frage;Urteil\n" + "".join(labels))
+    found = {}
+    for name in ("t.jsonl", "t.csv", "w.csv"):
+        wishes = Wishes(decimal=decimal)
+        guess = write_first_recipe(str(tmp_path / name), tmp_path / f"{name}.yaml", "m/m", machine=CPU, wishes=wishes)
+        recipe = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
+        kwargs = recipe["rewards"][0].get("kwargs", {})
+        found[name] = (guess.decimal, recipe["dataset"].get("decimal"), kwargs.get("decimal"))
+    cells = ("comma",) * 3 if decimal == "comma" else (None,) * 3
+    assert found["t.jsonl"] == (decimal, None, decimal)
+    assert found["t.csv"] == cells
+    assert found["w.csv"] == (None, cells[1], None)
+    assert write_first_recipe(str(tmp_path / "w.csv"), tmp_path / "other.yaml", "m/m", machine=CPU).form is LABEL
+
+
+@pytest.mark.parametrize("pattern", ["*.csv", "~/t.csv"])
+def test_number_cells_of_a_pattern_are_read_as_those_of_a_file(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = [f"Wie viele sind es am Tag {n}?;{1 + n % 9}.{200 + n}" for n in range(40)]
+    Path("t.csv").write_text("\n".join(["Frage;Anzahl", *rows]))
+    with pytest.raises(UserError, match=r"`--decimal point` or `--decimal comma`"):
+        write_first_recipe(pattern, Path("r.yaml"), "m/m", machine=CPU)
+    write_first_recipe(pattern, Path("r.yaml"), "m/m", machine=CPU, wishes=Wishes(decimal="comma"))
+    assert yaml.safe_load(Path("r.yaml").read_text())["dataset"]["decimal"] == "comma"
+    assert min(check(parse_recipe(["--config", "r.yaml"]), CPU).train_dataset["answer"]) >= 1200

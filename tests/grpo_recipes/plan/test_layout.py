@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from grpo_recipes.plan.layout import ExpectedLayout, expected_layout, has_router_loss
+from grpo_recipes.plan import layout
+from grpo_recipes.plan.layout import ExpectedLayout, Records, expected_layout, has_router_loss, recorded
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from grpo_recipes.training.layout_check import FSDP2, VERIFIED_UNDER_SHARDING, ZERO3, attention_window, kept_scores
 from grpo_recipes.training.packing import Layout
@@ -128,3 +130,118 @@ def test_a_type_that_is_not_recorded_is_unknown(policies: dict[str, nn.Module]) 
     found = expected(model)
     assert found.layout is None
     assert "the layout of other is not recorded" in found.describe()
+
+
+@pytest.mark.parametrize(
+    ("record", "changes", "found", "reason"),
+    [
+        (Layout.PACKED, [], Layout.PACKED, ""),
+        (Layout.SHARED, [], Layout.SHARED, "its results with shared prompts are not TRL's"),
+        (Layout.TRIMMED, [], Layout.TRIMMED, "its results with shared prompts are not TRL's"),
+        (Layout.TRIMMED, ["--micro_batching.layout", "trimmed"], Layout.TRIMMED, ""),
+        (Layout.PADDED, [], Layout.PADDED, "its results depend on padding"),
+        (Layout.SHARED_PADDED, [], Layout.SHARED_PADDED, "its results depend on padding"),
+        (
+            Layout.SHARED_PADDED,
+            ["--micro_batching.layout", "shared"],
+            Layout.SHARED_PADDED,
+            "its results depend on padding",
+        ),
+        (Layout.SHARED_PADDED, ["--micro_batching.layout", "trimmed"], Layout.PADDED, "its results depend on padding"),
+        (Layout.SHARED_PADDED, ["--torch_compile", "true"], Layout.PADDED, "its results depend on padding"),
+    ],
+)
+def test_the_recorded_layout_limits_that_of_a_run(
+    record: Layout,
+    changes: list[str],
+    found: Layout,
+    reason: str,
+    policies: dict[str, nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layout, "recorded", lambda: Records("5.0", {"llama": record}))
+    run = expected(policies["llama"], *changes)
+    assert (run.layout, run.reason) == (found, reason)
+    assert run.is_measured is (found in (Layout.SHARED, Layout.SHARED_PADDED))
+
+
+def test_layers_unlike_llamas_are_measured_in_any_layout(policies: dict[str, nn.Module]) -> None:
+    assert expected(policies["qwen3_next"], sharding=FSDP2).is_measured
+    assert expected(policies["qwen3_5_text"], "--micro_batching", "off").is_measured
+    assert not expected(policies["llama"], "--micro_batching", "off").is_measured
+
+
+def test_layouts_under_another_sharding_are_named(policies: dict[str, nn.Module]) -> None:
+    split = expected(policies["qwen3_next"], sharding=FSDP2)
+    assert split.changes == {"where no weights are split": Layout.SHARED}
+    assert expected(policies["gpt2"], sharding=ZERO3).changes == {"where no weights are split": Layout.SHARED_PADDED}
+    off = expected(policies["gpt2"], "--micro_batching", "off").changes
+    assert off == {"with `micro_batching: auto`": Layout.SHARED_PADDED}
+
+
+def test_a_layout_that_is_not_recorded_is_no_change(policies: dict[str, nn.Module]) -> None:
+    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    model: Any = get_peft_model(copy.deepcopy(policies["llama"]), adapter)
+    model.base_model.model.config.model_type = "other"
+    for changes, found in ((["--neftune_noise_alpha", "5"], Layout.PADDED), ([], None)):
+        run = expected(model, *changes)
+        assert (run.layout, run.changes) == (found, {})
+    dropout = model.base_model.model.model.layers[0].self_attn.q_proj.lora_dropout["default"]
+    assert dropout.p == 0.1, "the model is as before"
+
+
+def test_scores_are_kept_up_to_the_last_token(policies: dict[str, nn.Module]) -> None:
+    model = copy.deepcopy(policies["llama"])
+    model.config.index_topk = 70
+    assert expected(model, tokens=70).layout is Layout.PACKED
+    assert expected(model, tokens=71).reason == "attention keeps the `index_topk` 70 highest scores of up to 71"
+
+
+@pytest.mark.parametrize(
+    ("changes", "multiple", "compiles"),
+    [
+        ({}, None, False),
+        *[({"pad_to_multiple_of": text}, None, False) for text in ("auto", "None", "NULL", None)],
+        ({"pad_to_multiple_of": 8}, 8, False),
+        ({"torch_compile": True}, None, True),
+        ({"torch_compile_backend": "inductor"}, None, True),
+        ({"torch_compile_mode": "default"}, None, True),
+    ],
+    ids=str,
+)
+def test_settings_are_read_as_trainers_fill_them(changes: dict[str, Any], multiple: Any, compiles: bool) -> None:
+    keys = ("pad_to_multiple_of", "neftune_noise_alpha", "torch_compile_backend", "torch_compile_mode")
+    config = SimpleNamespace(**{**dict.fromkeys(keys), "torch_compile": False, **changes})
+    assert layout._settings(config) == SimpleNamespace(
+        torch_compile=compiles, pad_to_multiple_of=multiple, neftune_noise_alpha=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "coefficient", "has_loss"),
+    [
+        ({"output_router_logits": False, "router_aux_loss_coef": 0.01}, None, True),
+        ({"output_router_logits": False, "router_aux_loss_coef": 0.0}, None, False),
+        ({"output_router_logits": False}, None, False),
+        ({"output_router_logits": False, "router_aux_loss_coef": 0.01}, 0.0, False),
+        ({"output_router_logits": False}, 1.0, True),
+        ({"router_aux_loss_coef": 0.01}, 0.5, False),
+    ],
+    ids=str,
+)
+def test_a_router_loss_needs_a_router_and_a_coefficient(
+    text: dict[str, Any], coefficient: float | None, has_loss: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "text_config", lambda model: SimpleNamespace(**text))
+    config = SimpleNamespace(router_aux_loss_coef=coefficient)
+    assert has_router_loss(config, nn.Identity()) is has_loss
+
+
+def test_another_version_of_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ExpectedLayout("llama", Layout.PACKED, "")
+    monkeypatch.setattr(layout, "version", lambda package: recorded().transformers)
+    assert "installed" not in found.notes()[0]
+    monkeypatch.setattr(layout, "version", lambda package: "0.1")
+    assert f"transformers {recorded().transformers} (installed: 0.1); the run" in found.notes()[0]
+    assert found.describe() == "packed (one row without padding, with each prompt once)"
+    assert not found.is_measured

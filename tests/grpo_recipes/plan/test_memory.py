@@ -328,7 +328,7 @@ def test_sizes_of_gpus_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size * GIB
 
 
-@pytest.mark.parametrize("text", ["0", "-3GB", "nan", "big", ""])
+@pytest.mark.parametrize("text", ["0", "-3GB", "nan", "inf", "big", ""])
 def test_a_text_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=".*"):
         parse_size(text)

@@ -88,6 +88,7 @@ def with_zero2(run: MemoryPlan) -> MemoryPlan:
     return replace(run, layout=Sharding(8, 1, "zero2"))
 
 
+SIZES = ("parameters", "trained")
 CHECKPOINTED: dict[str, Any] = {"gradient_checkpointing": True}
 ALONE: dict[str, Any] = {"accumulates": False}
 
@@ -110,6 +111,16 @@ AT_THE_HEAD = {
     "one micro-batch under ZeRO-2": (
         with_zero2(replace(BF16, **ALONE)),
         LAYERS * KEPT_16 + HEAD_16 + HEAD * (4 + 2),
+    ),
+    # A tile's weights and those of the one before it are copied, not the whole head.
+    "large head under autocast": (
+        replace(AUTOCAST, shape=replace(SHAPE, head=10**6, **dict.fromkeys(SIZES, WEIGHTS - HEAD + 10**6))),
+        LAYERS * KEPT_AUTOCAST
+        + CASTS
+        + ALL * TILE * 2
+        + STREAM * (4 + 4 + 4 * 4)
+        + 2 * (2 * TILE * HIDDEN)
+        + 4 * 10**6,
     ),
     "norms of heads": (
         replace(BF16, shape=replace(SHAPE, norms_heads=True)),
@@ -153,6 +164,12 @@ def test_what_a_micro_batch_holds_at_the_head(name: str) -> None:
 def test_what_a_micro_batch_holds_in_the_last_layer(name: str) -> None:
     run, expected = IN_A_LAYER[name]
     assert run.parts()["activations"] == pytest.approx(expected + BATCH, abs=0.5)
+
+
+def test_a_tile_of_the_head_has_at_most_4096_tokens() -> None:
+    many = replace(BF16, rows=100 * ROWS)
+    head = 4_096 * TILE * 2 + 100 * STREAM * (4 + 4 + 4 * 2) + HEAD * (4 + 2)
+    assert many.parts()["activations"] == pytest.approx(100 * (LAYERS * KEPT_16 + BATCH) + head, abs=0.5)
 
 
 def test_the_end_of_a_micro_batch_outweighs_its_start_if_all_gradients_are_new() -> None:
@@ -336,6 +353,7 @@ MEASURED: dict[str, tuple[MemoryPlan, Layers, float]] = {
         2 * BETWEEN + 100 * MIB + 2 * BETWEEN + 2 * HEAD,
     ),
     "head": (BF16, NONE, (1 + 3 + 7) * MIB + HEAD_OF_SCORED + HEAD * (4 + 2)),
+    "head of an adapter": (ADAPTER, NONE, (1 + 3 + 7) * MIB + HEAD_OF_SCORED),
     "head, checkpointed": (
         replace(BF16, **CHECKPOINTED),
         Layers((0, 0, 0), casts=1000),
@@ -346,6 +364,16 @@ MEASURED: dict[str, tuple[MemoryPlan, Layers, float]] = {
         BF16,
         Layers((0, 0, 0), between=STREAM * 4),
         (1 + 3 + 7) * MIB + SCORED * TILE * 4 + STREAM * (4 + 4 + 4 * 4) + HEAD * 4 + HEAD * (4 + 2),
+    ),
+    "float32 states, ZeRO-2": (
+        with_zero2(AUTOCAST),
+        Layers((0, 0, 0), between=STREAM * 4),
+        (1 + 3 + 7) * MIB + SCORED * TILE * 4 + STREAM * (4 + 4 + 4 * 4) + HEAD * 4 + HEAD * (4 + 2),
+    ),
+    "float32 states, autocast": (
+        AUTOCAST,
+        Layers((0, 0, 0), between=STREAM * 4),
+        (1 + 3 + 7) * MIB + SCORED * TILE * 2 + STREAM * (4 + 4 + 4 * 4) + HEAD * 2 + HEAD * 4,
     ),
     # Without earlier gradients, those of the embedding and of the layers before do not exist yet.
     "new gradients": (
@@ -363,6 +391,11 @@ MEASURED: dict[str, tuple[MemoryPlan, Layers, float]] = {
         replace(BF16, **ALONE),
         NONE,
         11 * MIB + HEAD_OF_SCORED + HEAD * (4 + 2) - TRAINED,
+    ),
+    "new gradients, none in the layers": (
+        replace(BF16, **ALONE, shape=replace(SHAPE, **dict.fromkeys(SIZES, 2 * HEAD))),
+        LAST,
+        94 * MIB + BETWEEN + 2 * HEAD - 2 * HEAD,
     ),
     "new gradients of an adapter": (replace(ADAPTER, **ALONE), LAST, 94 * MIB + BETWEEN - 4 * 84 * 2 / 3),
     "new gradients, ZeRO-2": (with_zero2(replace(BF16, **ALONE)), LAST, 94 * MIB + BETWEEN + 2 * HEAD),

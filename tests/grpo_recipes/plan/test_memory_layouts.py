@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
+from peft import LoraConfig
+from transformers import (
+    AutoConfig,
+    GPT2Config,
+    LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
+    PhiConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+from transformers.utils import logging
 from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes.plan import memory
@@ -20,6 +34,7 @@ from grpo_recipes.plan.memory import (
     MemoryPlan,
     MemoryUnknown,
     ModelShape,
+    NoTargetModules,
     Sharding,
     best_precision,
     changes_that_fit,
@@ -27,7 +42,8 @@ from grpo_recipes.plan.memory import (
     quantised_bytes,
     sharing_prompts,
 )
-from grpo_recipes.recipe.recipe import find_file
+from grpo_recipes.recipe.recipe import find_file, parse_recipe
+from grpo_rewards.errors import UserError
 from tests.grpo_recipes.plan.test_memory import LORA, TINY, states
 
 SIZES = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 320}
@@ -58,6 +74,7 @@ def test_sizes_are_those_of_the_modules(config: PretrainedConfig) -> None:
     assert shape.norms_heads == hasattr(layer.self_attn, "q_norm")
     assert shape.initializer_range == config.initializer_range
     assert (shape.layers, shape.hidden, shape.head) == (3, 48, 320 * 48)
+    assert (shape.cached, shape.states) == (3 * 2 * shape.key_value, 0)
     assert shape.largest_layer == max(parameter.numel() for parameter in model.parameters())
     inner = [module.weight.numel() for module in model.model.modules() if isinstance(module, linear)]
     assert shape.quantisable == sum(inner)
@@ -106,6 +123,8 @@ STATES: list[tuple[str, MemoryPlan, Sharding, Bytes]] = [
     ("offloaded", FULL, Sharding(8, 1, "zero3", True, True), (4 * 500, 0, 0)),
     ("offloaded optimizer", FULL, Sharding(8, 1, "zero2", True), (2 * 7_000, 0, 0)),
     ("4 bits", replace(ADAPTER, quantised_bytes=0.5), Sharding(), (2 * 2_930 + 0.5 * 4_000 + 2 * 70, 2 * 70, 4 * 70)),
+    ("4 bits, FSDP2", replace(ADAPTER, quantised_bytes=0.5), Sharding(8, 2, "fsdp2"),
+     ((2 * 2_930 + 0.5 * 4_000 + 2 * 70) / 8 + 4 * 500, 2 * 70 / 8, 4 * 70 / 8)),
     ("whole ZeRO-2", replace(FULL, mixed_precision=False, dtype_bytes=4), Sharding(8, 1, "zero2"),
      (4 * 7_000, 6 * 7_000 / 8, 8 * 7_000 / 8)),
     ("whole FSDP2", replace(FULL, mixed_precision=False), Sharding(8, 1, "fsdp2"),
@@ -126,7 +145,8 @@ def test_the_states_of_a_layout(name: str, run: MemoryPlan, layout: Sharding, ex
     # Bytes of state per float32 weight of an adapter and per bfloat16 weight, from the source of each optimizer.
     [("adamw_torch", 8, 4), ("adamw_torch_fused", 8, 4), ("adamw_bf16", 8, 10), ("sgd", 0, 0), ("adafactor", 0, 0),
      ("rmsprop", 4, 2), ("adagrad", 4, 2), ("lion_32bit", 4, 2), ("lion_8bit", 1, 1), ("rmsprop_bnb_8bit", 1, 1),
-     ("adamw_8bit", 2, 2), ("paged_adamw_8bit", 2, 2), ("adamw_torch_8bit", 2, 2), ("adamw_torch_4bit", 1, 1)],
+     ("adamw_8bit", 2, 2), ("paged_adamw_8bit", 2, 2), ("adamw_torch_8bit", 2, 2), ("adamw_torch_4bit", 1, 1),
+     ("adamw_bnb_8bit", 2, 2), ("paged_lion_8bit", 1, 1), ("paged_lion_32bit", 4, 2)],
 )  # fmt: skip
 def test_the_state_of_each_optimizer(optim: str, adapter: int, full: int) -> None:
     for run, size in ((FULL, full), (ADAPTER, adapter)):
@@ -284,3 +304,247 @@ def test_weights_that_are_gathered_or_merged_are_copied_on_their_way_to_a_server
     """One pack holds this model, and the sources of a pack are views unless they are gathered or merged."""
     sent = replace(run, vllm="server", layout=Sharding(8, 1, sharding)).parts()["weights on their way"]
     assert sent == (1 + copies) * 2 * 7_000
+
+
+@pytest.mark.parametrize(
+    ("run", "sharding", "size"),
+    [
+        (replace(FULL, dtype_bytes=4), "none", 4),
+        (replace(FULL, dtype_bytes=4), "zero2", 2),  # DeepSpeed casts the weights
+        (replace(FULL, dtype_bytes=4), "zero3", 2 + 2),
+        (replace(FULL, dtype_bytes=4), "fsdp2", 4 + 4),
+        (replace(ADAPTER, dtype_bytes=4), "zero2", 2 + 2),
+        (replace(ADAPTER, dtype_bytes=4), "fsdp2", 4 + 4),
+    ],
+)
+def test_weights_go_to_a_server_in_the_dtype_in_which_they_are_held(run: MemoryPlan, sharding: str, size: int) -> None:
+    sent = replace(run, vllm="server", layout=Sharding(8, 1, sharding)).parts()["weights on their way"]
+    assert sent == size * 7_000
+
+
+def test_a_cache_between_turns_is_as_large_as_the_cache_where_the_gpu_is_not_known() -> None:
+    run = replace(TINY, keeps_turns=True, gpu_memory=None)
+    assert run.parts()["KV cache kept between turns"] == run.parts()["KV cache"] > 0
+    for vllm in ("colocate", "server"):
+        parts = replace(TINY, keeps_turns=True, vllm=vllm).parts()
+        assert (parts["KV cache kept between turns"], parts["KV cache"]) == (0, 0)
+    assert replace(TINY, gpu_memory=None, vllm="colocate").vllm_budget() == math.inf
+    assert replace(TINY, vllm="server").vllm_budget() == math.inf
+    assert replace(TINY, vllm="colocate").vllm_budget() == 0.3 * 80 * GIB
+
+
+def test_sizes_that_are_not_given_add_no_bytes() -> None:
+    assert ModelShape.initializer_range == 0.02
+    alone = replace(FULL, layout=Sharding())
+    assert alone.parts()["KV cache"] == 0
+    quantised = replace(alone, shape=replace(DENSE, trained=70), quantised_bytes=0.5)
+    assert quantised.parts()["parameters"] == 2 * 7_000
+    assert replace(alone, layout=Sharding(offload_optimizer=True)).host() == 16 * 7_000 * 1.5
+    assert alone.host() == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("num_processes: 2", Sharding(2, 1, "none")),
+        ("num_processes: 2\nnum_machines: 2\ndistributed_type: MULTI_CPU", Sharding(2, 2, "none")),
+        ("num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config:", None),
+        ("num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config: {offload_param_device: none}", None),
+        (
+            "num_processes: 2\ndistributed_type: DEEPSPEED\n"
+            "deepspeed_config: {zero_stage: 3, offload_optimizer_device: nvme, offload_param_device: none}",
+            Sharding(2, 1, "zero3", offload_optimizer=True),
+        ),
+        (
+            "num_processes: 2\ndistributed_type: DEEPSPEED\n"
+            "deepspeed_config: {zero_stage: 3, offload_param_device: nvme}",
+            Sharding(2, 1, "zero3", offload_parameters=True),
+        ),
+    ],
+)
+def test_keys_that_an_accelerate_configuration_lacks(tmp_path: Path, text: str, layout: Sharding | None) -> None:
+    path = tmp_path / "layout.yaml"
+    path.write_text(text)
+    if layout is not None:
+        assert Sharding.described(path) == layout
+        return
+    with pytest.raises(MemoryUnknown, match="no estimate for the layout"):
+        Sharding.described(path)
+
+
+def test_sizes_of_models_with_other_layers() -> None:
+    gpt2 = ModelShape.from_config(GPT2Config(n_embd=64, n_head=4, n_layer=2, vocab_size=10, n_positions=8))
+    assert gpt2.largest_layer == 64 * 256 + 256  # weights and biases of the feed-forward layer
+    assert gpt2.quantisable == 0, "its layers are no `nn.Linear`"
+    assert (str(gpt2.query), str(gpt2.key_value)) == ("64", "64")
+    phi = {**SIZES, "num_attention_heads": 4}
+    assert ModelShape.from_config(PhiConfig(**phi, qk_layernorm=True)).norms_heads
+    assert not ModelShape.from_config(PhiConfig(**phi)).norms_heads
+    scan = {"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 320, "state_size": 8}
+    mamba2 = ModelShape.from_config(Mamba2Config(**scan, num_heads=8, head_dim=12, n_groups=1))
+    assert (mamba2.query, mamba2.key_value) == (96, 96)
+    mamba = ModelShape.from_config(MambaConfig(**scan))  # without heads
+    assert (mamba.query, mamba.key_value, mamba.cached) == (48, 48, 0)
+    assert mamba.states > 0
+
+
+def test_an_adapter_is_counted_beside_the_model() -> None:
+    config = LlamaConfig(**SIZES, **HEADS)
+    base = ModelShape.from_config(config)
+    assert base.trained == base.parameters
+    shape = ModelShape.from_config(config, LoraConfig(r=2, target_modules=["q_proj", "k_proj"]))
+    added = 3 * 2 * ((48 + 48) + (48 + 24))  # both matrices of an adapter, in each of three layers
+    assert (shape.parameters, shape.trained) == (base.parameters + added, added)
+    assert replace(shape, parameters=base.parameters, trained=base.trained) == base
+
+
+def test_a_model_that_cannot_run_shows_no_cache() -> None:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_info()
+    try:
+        assert memory._cache_sizes(torch.nn.Linear(1, 1)) == (0, 0)
+        assert logging.get_verbosity() == logging.INFO
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("q_proj", r"^a single name is a pattern for the whole path: write `\.\*q_proj`, or name two modules$"),
+        (
+            ["query", "key"],
+            "^key, query matches no module of the model: name some of down_proj, gate_proj, k_proj, lm_head, o_proj, "
+            "q_proj, up_proj, v_proj, or `all-linear`$",
+        ),
+        (".*query", r"^\.\*query matches no module of the model: name some of down_proj, "),
+    ],
+)
+def test_an_adapter_of_no_module_is_refused_with_the_names_of_modules(wanted: Any, message: str) -> None:
+    with pytest.raises(NoTargetModules, match=message):
+        ModelShape.from_config(LlamaConfig(**SIZES, **HEADS), LoraConfig(target_modules=wanted))
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_configuration_is_read_here_or_from_a_hub_that_answers(
+    answers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    def read(model: str, *, local_files_only: bool, trust_remote_code: bool) -> PretrainedConfig:
+        assert trust_remote_code is False
+        asked.append((model, local_files_only))
+        return LlamaConfig(**SIZES, **HEADS)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", read)
+    monkeypatch.setattr(memory, "check_model_sizes", lambda model, *, local_only: asked.append((model, local_only)))
+    monkeypatch.setattr(memory, "hub_answers", lambda: answers)
+    folder = tmp_path / "model"
+    LlamaConfig(**SIZES, **HEADS).save_pretrained(folder)
+    for model, here_only in (("some/model", not answers), (str(folder), True)):
+        asked.clear()
+        shape, built = memory.load_model(model)
+        assert asked == [(model, here_only)] * 2
+        assert memory.load_shape(model) == shape == ModelShape.from_config(built.config)
+
+
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MemoryUnknown, match=r"^\./no/model: there is no such folder .*--model_config FILE"):
+        memory.load_model("./no/model")
+    file = tmp_path / "config.json"
+    file.write_text("{")
+    with pytest.raises(UserError, match="give a model's config.json") as refused:
+        memory.load_model(str(file))
+    assert not isinstance(refused.value, MemoryUnknown)
+    with pytest.raises(UserError, match="config.json") as refused:
+        memory.load_model(str(tmp_path))
+    assert not isinstance(refused.value, MemoryUnknown)
+    file.write_text('{"model_type": "of_a_stranger"}')
+    with pytest.raises(MemoryUnknown, match="no configuration could be loaded"):
+        memory.load_model(str(file))
+
+
+def test_only_warnings_about_the_future_are_kept_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    LlamaConfig(**SIZES, **HEADS).save_pretrained(tmp_path)
+
+    def built(*_: Any) -> Any:
+        warnings.warn("later", FutureWarning, stacklevel=2)
+        warnings.warn("now", UserWarning, stacklevel=2)
+        return "shape", "model"
+
+    monkeypatch.setattr(ModelShape, "built", built)
+    with warnings.catch_warnings(record=True, action="always") as found:
+        assert memory.load_model(str(tmp_path)) == ("shape", "model")
+    assert [str(one.message) for one in found] == ["now"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_loaded"),
+    [
+        ({"use_peft": True, "lora_target_modules": ["q_proj", "k_proj"]}, True),
+        ({"use_peft": True, "lora_target_modules": ["all-linear"]}, False),
+        ({"use_peft": True}, False),
+        ({"lora_target_modules": ["q_proj", "k_proj"]}, False),
+    ],
+)
+def test_only_named_modules_of_an_adapter_are_looked_up(
+    keys: dict[str, Any], is_loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+
+    def policy_model(recipe: Any) -> None:
+        loaded.append(recipe)
+        raise MemoryUnknown("not here")
+
+    monkeypatch.setattr(memory, "policy_model", policy_model)
+    recipe: Any = SimpleNamespace(model=keys)
+    memory.check_adapter(recipe)
+    assert loaded == ([recipe] if is_loaded else [])
+
+
+def test_the_policy_is_the_recipes_unless_a_file_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "load_model", lambda model, adapter: (model, adapter))
+    lora = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-lora"])
+    found, adapter = map(str, memory.policy_model(lora))
+    assert found == lora.model["model_name_or_path"]
+    assert "LoraConfig(" in adapter
+    assert memory.policy_model(lora, "config.json")[0] == "config.json"
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_all_precisions_are_named_with_their_peaks_where_the_gpu_is_not_known(mixed: bool) -> None:
+    shape = replace(DENSE, parameters=10**10, trained=10**10)
+    run = replace(FULL, shape=shape, optim="adamw_8bit", layout=Sharding(2, 1), gather_for_generation=False)
+    run = replace(run, dtype_bytes=2, mixed_precision=mixed, gpu_memory=None)
+    offloaded = replace(run, layout=Sharding(2, 1, "zero2", offload_optimizer=True))
+    ways = {
+        "dtype: float32": replace(run, dtype_bytes=4, optim="adamw_torch"),
+        "dtype: bfloat16 with optim: adamw_bf16": replace(run, optim="adamw_bf16"),
+        "accelerate_configs/zero2_offload.yaml, which keeps float32 weights in host memory": offloaded,
+    }
+    texts = [f"{way} ({changed.peak() / 2**30:.1f} GiB)" for way, changed in ways.items()]
+    assert len({text.rpartition(" (")[2] for text in texts}) == 3
+    for dtype_bytes in (2, 4):
+        assert best_precision(replace(run, dtype_bytes=dtype_bytes)) == ", else ".join(texts)
+    small = replace(run, gpu_memory=GIB)
+    assert best_precision(small) == "none of these fits this GPU: an adapter (`use_peft: true`) is kept in float32"
+    assert best_precision(replace(run, gpu_memory=(offloaded.peak() + 2 * GIB) / 0.95)) == texts[2]
+
+
+def test_at_most_sixteen_times_as_many_machines_are_named() -> None:
+    run = replace(TINY, layout=Sharding(1, 1, "zero3"), generated_rows=1, rows=1, gather_for_generation=False)
+    run = replace(run, shape=replace(TINY.shape, parameters=7 * 10**11, trained=7 * 10**11))
+    peaks = {n: replace(run, layout=Sharding(n, n, "zero3")).peak() for n in (2, 16, 17)}
+    for usable, machines in ((peaks[16] + 10**6, 16), (peaks[17] + 10**6, 2), (peaks[2] + 10**6, 2)):
+        limited = replace(run, gpu_memory=(usable + 1.5 * GIB) / 0.95)
+        text, changed = memory._more_machines(limited)
+        assert text == f"num_machines: {machines}, num_processes: {machines}"
+        assert changed == replace(limited, layout=Sharding(machines, machines, "zero3"))
+
+
+def test_half_of_a_micro_batch_is_tried_first() -> None:
+    run = replace(FULL, rows=12, vllm="server", gpu_memory=100 * GIB, layout=Sharding())
+    texts = [text for text, _ in memory._changes(run, 1)]
+    assert "per_device_train_batch_size: 6 with gradient_accumulation_steps: 2" in texts
+    odd = [text for text, _ in memory._changes(replace(run, rows=9), 1)]
+    assert "per_device_train_batch_size: 3 with gradient_accumulation_steps: 3" in odd

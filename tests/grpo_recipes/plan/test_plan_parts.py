@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,22 +15,39 @@ import pytest
 import transformers
 from trl import GRPOConfig
 
+from grpo_recipes.checks.precision import Precision
 from grpo_recipes.plan import memory
+from grpo_recipes.plan import plan as plans
+from grpo_recipes.plan.layers import NotMeasured
 from grpo_recipes.plan.layout import ExpectedLayout, Records, as_json, recorded
 from grpo_recipes.plan.memory import GIB, MemoryPlan, Sharding, as_dict, describe, memory_plan
 from grpo_recipes.plan.plan import (
+    Plan,
     Tokens,
+    _checked_prompts,
     _in_layout,
     _keeps_groups_together,
     _larger_micro_batch,
+    _memory,
+    _model_is_made_elsewhere,
+    _notes,
+    _own_rewards,
     _padded_rows,
     _position_notes,
+    _precision_notes,
     _reward_models,
+    _reward_parameters,
     _row_notes,
+    _unbuilt,
+    resolved_yaml,
+    shipped_recipes,
 )
 from grpo_recipes.plan.prompts import Lengths, PromptReport, ToolTokens
+from grpo_recipes.recipe.recipe import find_file
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.trl_keys import ignored_keys
 from grpo_recipes.training.packing import Layout
+from grpo_rewards.registry import UnbuiltReward
 from grpo_rewards.terminal import Cell, Labelled, Table
 from tests.grpo_recipes.plan.test_memory import TINY
 
@@ -118,6 +137,10 @@ def test_a_run_fits_up_to_its_last_byte_and_vllm_needs_room_beyond_its_weights()
     assert run.fits() is None
     assert replace(run, gpu_memory=gpu_memory * (1 + 1e-12)).fits()
     assert not replace(run, gpu_memory=gpu_memory * (1 - 1e-9)).fits()
+    near = [replace(run, gpu_memory=gpu_memory + step * math.ulp(gpu_memory)) for step in range(-8, 9)]
+    exactly = [one for one in near if one.usable() == exact]
+    assert exactly
+    assert all(one.fits() for one in exactly)
     colocated = replace(TINY, vllm="colocate", gpu_memory=80 * GIB, vllm_split=2)
     share = colocated.shape.parameters / (80 * GIB)  # two bytes of half the weights
     assert not replace(colocated, vllm_share=share).fits()
@@ -146,6 +169,12 @@ def test_the_estimate_is_shown_with_its_verdict_and_the_changes() -> None:
     ]
     (alone,) = describe(replace(large, gpu_memory=None, layout=Sharding()), 4)
     assert isinstance(alone, Table)
+    assert alone.numbers == {1}
+    assert [name for name, _ in alone.rows if isinstance(name, Cell) and name.style == "head"] == [Cell("peak", "head")]
+    exact = replace(
+        run, shape=replace(TINY.shape, parameters=2**32, trained=2**32), vllm_share=0.5, gpu_memory=16 * GIB
+    )
+    assert "  vLLM's share of 8.0 GiB can't hold its 8.0 GiB of weights: raise" in str(describe(exact, 4)[2])
 
 
 def test_the_estimate_as_json() -> None:
@@ -160,6 +189,19 @@ def test_the_estimate_as_json() -> None:
     assert found["shape"]["hidden"] == TINY.shape.hidden
     assert as_dict(UNKNOWN)["usable"] is None
     assert all(isinstance(found[name], int) for name in ("parameters", "activations", "reward_model"))
+
+
+def test_sizes_in_json_are_the_nearest_integers() -> None:
+    rounded_up = set()
+    for extra in range(8):
+        sizes = replace(TINY.shape, parameters=7_000_000_000 + extra, trained=7_000_000_000 + extra)
+        run = replace(TINY, shape=sizes, layout=Sharding(7, 7, "zero3", True), gpu_memory=80 * GIB + extra)
+        exact = {"parameters": run.parts()["parameters"], "peak": run.peak(), "host": run.host()}
+        for name, size in {**exact, "usable": run.usable() or 0.0}.items():
+            assert abs(as_dict(run)[name] - size) <= 0.5
+            if size % 1 > 0.5:
+                rounded_up.add(name)
+    assert rounded_up == {"parameters", "peak", "host", "usable"}
 
 
 def test_a_plan_takes_its_numbers_from_the_keys_of_the_recipe(tmp_path: Path) -> None:
@@ -371,12 +413,19 @@ def test_the_lengths_of_prompts_are_summed_up() -> None:
     found = Lengths.of(lengths, 5, 70)
     assert (found.measured, found.rows, found.shortest, found.longest, found.over_limit) == (5, 5, 9, 90, 2)
     assert found.describe(SPEC) == (
-        f"9 to 90 tokens, median 70, 95 % at most {found.percentile_95}; 2 over `max_prompt_tokens` 70 are dropped"
+        "9 to 90 tokens, median 70, 95 % at most 90; 2 over `max_prompt_tokens` 70 are dropped"
     )
+    assert found.longest_trained(SPEC) is None, "a sample does not tell the longest prompt that remains"
+    below = Lengths.of(lengths, 5, 90)
+    assert below.longest_trained(SPEC) == 90
+    assert below.describe(SPEC).endswith("95 % at most 90; 0 over `max_prompt_tokens` 70 are dropped")
     cut = DatasetSpec.parse({"path": "x", "max_prompt_tokens": 70, "overlong_prompts": "cut_left"})
     assert found.describe(cut).endswith("2 over `max_prompt_tokens` 70 are cut from the left")
     assert found.longest_trained(cut) == 70
     unlimited = Lengths.of(lengths, 1_500, None)
+    assert unlimited.longest_trained(SPEC) == 90
+    hundred = Lengths.of(np.arange(1, 101), 100, None)
+    assert (hundred.shortest, hundred.median, hundred.percentile_95, hundred.longest) == (1, 51, 96, 100)
     assert unlimited.describe(DatasetSpec.parse({"path": "x"})).endswith(
         ", of a random sample of 5 of 1,500; `max_prompt_tokens` sets no limit"
     )
@@ -405,3 +454,371 @@ def test_a_report_on_prompts() -> None:
         "  first prompt    its messages, before the chat template:",
     ]
     assert unknown.as_dict() == {"text": "user: a", "tokens": None, "lengths": None, "unknown": "no tokenizer"}
+
+
+# ---- A whole plan, from parts that are given
+
+
+GIVEN_PRECISION = Precision("bfloat16", "bfloat16", "adamw_bf16", 1e-5, 0.9)
+
+
+class GivenGeometry:
+    """Geometry with short sentences."""
+
+    def describe(self) -> str:
+        return "  processes       one\n                  of them"
+
+    def picture(self) -> str:
+        return "picture"
+
+    def describe_epoch(self, prompts: int, longest: int) -> str:
+        return f"  epoch           {prompts} prompts of {longest}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"rows": 8}
+
+    def cells(self) -> list[str]:
+        return ["cell"]
+
+    def epoch(self, prompts: int, longest: int) -> dict[str, int]:
+        return {"prompts": prompts, "longest": longest}
+
+
+class GivenTools:
+    """Tools with short sentences."""
+
+    all_tools = (SimpleNamespace(name="add"),)
+
+    def describe(self, turns: int) -> str:
+        return f"{turns} turns"
+
+
+SHOWN = PromptReport("text", 9, Lengths.of(np.array([9]), 1, 70), None, ToolTokens(1, 2, 3, 4, 5))
+
+
+def planned(**changes: Any) -> Plan:
+    config = SimpleNamespace(max_completion_length=64, max_tool_calling_iterations=3, gradient_accumulation_steps=2)
+    given: Any = SimpleNamespace(config=config, source="r.yaml", dataset=SPEC)
+    values: dict[str, Any] = {
+        **{"recipe": given, "geometry": GivenGeometry(), "rewards": [], "prompts": 40, "layout": None, "tokens": None},
+        **{"memory": None, "precision": GIVEN_PRECISION, "surviving": 0.5, "notes": ["a note"], "shown": None},
+    }
+    return Plan(**{**values, **changes})
+
+
+def test_a_plan_with_unknown_parts_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "describe_rewards", lambda rewards: "none at all")
+    precision = GIVEN_PRECISION.describe(0.5).partition("  ")[2].strip()
+    head, rewards, stored, *rest = planned(prompts="no hub", memory="no file").describe()
+    assert head == Cell("r.yaml", "head")
+    assert rewards == Labelled("rewards", "none at all")
+    assert isinstance(stored, Labelled)
+    assert precision.endswith(stored.text)
+    assert (
+        rest[-9:]
+        == [
+            *(Labelled("processes", "one"), Labelled("", "of them"), "", "picture", ""),
+            *(Labelled("epoch", "unknown: no hub"), "", Cell("  memory of one GPU", "head")),
+            *(Labelled("memory", "unknown: no file"), Labelled("note", "a note")),
+        ][-9:]
+    )
+    plain = planned().describe()
+    assert Labelled("epoch", "40 prompts of 64") in plain
+    assert Cell("  memory of one GPU", "head") not in plain
+
+
+def test_a_plan_with_all_parts_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "describe_rewards", lambda rewards: "none at all")
+    parts: dict[str, Any] = {"shown": SHOWN, "toolset": GivenTools(), "memory": TINY}
+    parts |= {"layout": ExpectedLayout("llama", Layout.PADDED, ""), "tokens": Tokens(12, 12)}
+    found = planned(**parts).describe()
+    turns = ToolTokens(1, 2, 3, 4, 5).describe(64)
+    for label, text in (
+        *(("tools", "3 turns"), ("turns", turns), ("layout", "padded (TRL's rows)")),
+        ("tokens", "at most 12 in a micro-batch, 24 in an optimizer step of each process"),
+        ("first prompt", "9 tokens, exactly as the model sees it:"),
+    ):
+        assert Labelled(label, text) in found
+    assert "  | text" in found
+    assert [part for part in found if isinstance(part, Table)] == [describe(TINY, 2)[0]]
+    for missing in ({"shown": None}, {"shown": replace(SHOWN, tools=None)}):
+        labels = [part.label for part in planned(**{**parts, **missing}).describe() if isinstance(part, Labelled)]
+        assert "tools" in labels
+        assert "turns" not in labels
+    for missing in ({"layout": None}, {"tokens": None}):
+        labels = [part.label for part in planned(**{**parts, **missing}).describe() if isinstance(part, Labelled)]
+        assert not {"layout", "tokens"} & {*labels}
+
+
+def test_a_plan_as_json() -> None:
+    parts: dict[str, Any] = {"shown": SHOWN, "toolset": GivenTools(), "memory": TINY}
+    layout = ExpectedLayout("llama", Layout.PADDED, "")
+    found = planned(**parts, layout=layout, tokens=Tokens(12, 20)).as_dict()
+    assert found["recipe"] == "r.yaml"
+    assert found["geometry"] == {"rows": 8, "cells": ["cell"]}
+    assert (found["tools"], found["epoch"]) == (["add"], {"prompts": 40, "longest": 64})
+    assert (found["prompts"], found["layout"]) == (SHOWN.as_dict(), layout.as_dict())
+    assert (found["tokens"], found["memory"]) == ({"micro_batch": 12, "padded": 20}, as_dict(TINY))
+    assert (found["precision"]["surviving"], found["precision"]["optim"]) == (0.5, "adamw_bf16")
+    assert (found["unknown"], found["notes"]) == ([], ["a note"])
+    unknown = planned(prompts="no hub", memory="no file").as_dict()
+    assert unknown["unknown"] == ["no hub", "no file"]
+    assert "tools" not in unknown
+    assert {key for key, value in unknown.items() if value is None} == {
+        *("epoch", "prompts", "layout", "tokens", "memory")
+    }
+
+
+def test_the_first_sentence_of_a_recipes_head_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "It trains a model " + "on many prompts " * 6
+    heads = {
+        "first": f"# {long}by Dr. GRPO.\n#  And more. Of it\n#\n# Other.\nkey: 1  #\n",
+        "second": "# One\n# line\nkey: 1\n",
+    }
+    for name, text in heads.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(plans, "shipped_files", lambda kind: {name: tmp_path / name for name in heads})
+    first, *lines = shipped_recipes().split("\n")
+    assert first == "The shipped recipes; `grpo-recipes plan NAME` describes one of them."
+    assert lines[:2] == ["", "  first"]
+    wrapped = lines[2:-3]
+    assert len(wrapped) == 2
+    assert all(line.startswith("    ") and len(line) <= 100 for line in wrapped)
+    assert " ".join(line.strip() for line in wrapped) == f"{long}by Dr. GRPO"
+    assert lines[-3:] == ["", "  second", "    One line"]
+
+
+def test_a_resolved_recipe_keeps_its_order_and_its_letters() -> None:
+    text = resolved_yaml(["--config", "quickstart", "--output_dir", "läufe", "--loss_type", "grpo"], ["--json"])
+    keys = [line.partition(":")[0] for line in text.splitlines() if line[0].isalpha()]
+    assert keys != sorted(keys)
+    assert "output_dir: läufe\n" in text
+    ignored = set(ignored_keys("grpo"))
+    assert ignored
+    assert not ignored & {*keys}
+
+
+@pytest.mark.parametrize(
+    ("precision", "warns", "best", "recommends"),
+    [
+        ({}, False, "dtype: float32", True),
+        ({}, False, "dtype: bfloat16 with optim: adamw_bf16", False),
+        ({"stored": "float32"}, False, "dtype: float32", False),
+        ({"optim": "adamw_torch"}, False, "dtype: float32", False),
+        ({"optim": "adamw_torch"}, True, "dtype: float32", True),
+        ({}, True, "dtype: bfloat16 with optim: adamw_bf16", True),
+    ],
+    ids=str,
+)
+def test_a_precision_is_recommended_where_updates_are_lost_or_memory_is_left(
+    precision: dict[str, Any], warns: bool, best: str, recommends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "best_precision", lambda estimate: best)
+    monkeypatch.setattr(Precision, "warning", lambda self, surviving: f"{surviving} survive" if warns else None)
+    run, warning = replace(GIVEN_PRECISION, **precision), ["0.5 survive"] if warns else []
+    recommended = [f"recommended, of what keeps every update: {best}"] if recommends else []
+    assert _precision_notes(run, 0.5, TINY) == [*warning, *recommended]
+    adapter = replace(TINY, shape=replace(TINY.shape, trained=1))
+    for other in (adapter, "unknown", None):
+        assert _precision_notes(run, 0.5, other) == warning
+
+
+def test_each_divisor_of_the_micro_batches_is_tried() -> None:
+    alone = replace(TINY, generated_rows=1, gather_for_generation=False, tokens=8_192)
+    run = memory.sharing_prompts(alone, 1, 4, 6)
+    five = memory.sharing_prompts(run, 5, 4, 6).peak() / GIB  # five micro-batches of six fit, and do not divide them
+    fitting = replace(run, gpu_memory=(five + 1.6) / 0.95 * GIB)
+    batch = geometry(gradient_accumulation_steps=6, steps_per_generation=6)
+    (note,) = _larger_micro_batch(recipe(), batch, fitting, Layout.PACKED)
+    assert note.startswith(
+        "packed rows also fit at `per_device_train_batch_size: 24` with `gradient_accumulation_steps: 2`"
+    )
+    assert _larger_micro_batch(recipe(), batch, "unknown", Layout.PACKED) == []
+
+
+def test_rewards_that_were_not_built_and_those_of_the_user_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "is_own", lambda leaf: leaf.name != "length")
+    monkeypatch.setattr(plans, "leaves", lambda rewards: rewards)
+    rewards: Any = [
+        SimpleNamespace(name=name, unbound=UnbuiltReward(name) if name == "b" else print)
+        for name in ("a", "b", "length")
+    ]
+    assert _unbuilt(rewards) == [
+        "of another package, imported and not built: `b`; `--build` builds them, as training does"
+    ]
+    assert _unbuilt(rewards[:1]) == []
+    given: Any = SimpleNamespace(source="r.yaml")
+    assert _own_rewards(given, rewards) == [
+        "rewards of your own: `a`, `b`; `grpo-rewards audit DATA --reward r.yaml` shows which wrong completions they "
+        "pay"
+    ]
+    assert _own_rewards(given, rewards[2:]) == []
+
+
+def test_the_parameters_of_reward_models_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"a/b": 5, "c/d": 7}
+
+    def load_shape(model: str) -> Any:
+        if model not in sizes:
+            raise memory.MemoryUnknown(model)
+        return SimpleNamespace(parameters=sizes[model])
+
+    monkeypatch.setattr(memory, "load_shape", load_shape)
+    specs = [{"name": "reward_model", "kwargs": {"model": model}} for model in ("a/b", "c/d", "e/f")]
+    notes: list[str] = []
+    given: Any = SimpleNamespace(rewards=specs)
+    assert _reward_parameters(given, notes) == 12
+    assert notes == ["the reward model e/f is not counted: its configuration can't be read here"]
+    given.rewards = ["length"]
+    assert _reward_parameters(given, notes) == 0
+
+
+def test_notes_on_the_recipe_name_an_assumed_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "cautions", lambda config, model: [f"{config} {model}"])
+    monkeypatch.setattr(plans.packages, "missing", lambda config: ["a package"])
+    monkeypatch.setattr(plans.packages, "missing_quantization", lambda model: ["another"])
+
+    def notes(longest: int | None) -> list[str]:
+        given: Any = SimpleNamespace(config="c", model="m", dataset=SimpleNamespace(max_prompt_tokens=longest))
+        return _notes(given)
+
+    assert notes(70) == ["c m", "a package", "another"]
+    assert notes(None)[3:] == ["prompts are taken to have 512 tokens: `dataset.max_prompt_tokens` sets a limit"]
+
+
+@pytest.mark.parametrize(("lengths", "longest"), [(SHOWN.lengths, 9), (None, None)])
+def test_what_is_known_of_golds_and_prompts_is_noted(
+    lengths: Lengths | None, longest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(plans, "prompt_report", lambda *_: replace(SHOWN, lengths=lengths))
+    monkeypatch.setattr(plans.packages, "check_vllm_lengths", lambda config, length: asked.append(length))
+    monkeypatch.setattr(plans, "sampling_note", lambda recipe, geometry, rows: [f"{rows} rows"])
+    monkeypatch.setattr(plans, "_row_notes", lambda *_: ["rows"])
+    monkeypatch.setattr(plans, "_position_notes", lambda recipe, longest: [f"longest {longest}"])
+    golds = SimpleNamespace(describe=lambda: "golds")
+    checked: Any = SimpleNamespace(train_dataset=range(40), toolset=None, golds=golds, gold_notes=["g"], geometry=None)
+    given: Any = SimpleNamespace(dataset=SPEC, naming_this_file=nullcontext, config=None)
+    notes = ["before"]
+    assert _checked_prompts(given, checked, notes) == replace(SHOWN, lengths=lengths)
+    assert notes == ["before", "golds", "g", "40 rows", "rows", f"longest {longest or 0}"]
+    assert asked == ([] if longest is None else [longest])
+    checked.golds = None
+    _checked_prompts(given, checked, notes := [])
+    assert notes == ["g", "40 rows", "rows", f"longest {longest or 0}"]
+
+
+ALONE = Sharding()
+
+
+class Policies:
+    """Stand-ins for what an estimate reads of a recipe and a model, which record what they were asked for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, is_measured: bool = False) -> None:
+        self.shape, self.model, self.quantised = TINY.shape, object(), None
+        self.asked: dict[str, Any] = {}
+        self.expected = ExpectedLayout("other", Layout.TRIMMED, "", {}, is_measured)
+        self.without_dropout: list[Any] = []
+        patch.setattr(plans, "model_config", lambda recipe: SimpleNamespace(dtype="bfloat16"))
+        patch.setattr(plans, "optimizer_name", lambda recipe, machine: f"optimizer of {machine}")
+        patch.setattr(plans, "disable_dropout_in_model", self.without_dropout.append)
+        patch.setattr(plans, "expected_layout", self.expected_layout)
+        patch.setattr(memory, "quantised_bytes", lambda arguments: self.quantised)
+        patch.setattr(memory, "policy_model", self.policy_model)
+        patch.setattr(memory, "memory_plan", self.memory_plan)
+
+    def policy_model(self, recipe: Any, file: str) -> Any:
+        self.asked["file"] = file
+        return self.shape, self.model
+
+    def memory_plan(self, config: Any, dtype: str, shape: Any, layout: Sharding, **keys: Any) -> MemoryPlan:
+        self.asked |= {"config": config, "dtype": dtype, **keys}
+        return replace(TINY, shape=shape, layout=layout)
+
+    def expected_layout(self, recipe: Any, model: Any, sharding: str, tokens: int) -> ExpectedLayout:
+        assert model is self.model
+        self.asked |= {"sharding": sharding, "tokens": tokens}
+        return self.expected
+
+    def estimate(self, layout: Sharding = ALONE, **changes: Any) -> Any:
+        config = SimpleNamespace(disable_dropout=False, use_cpu=changes.pop("use_cpu", False))
+        config.disable_dropout = changes.pop("disable_dropout", False)
+        values = {"tools": None, "environment_factory": None, "generation": "auto", "kl_estimator": "sampled"}
+        dataset = SimpleNamespace(max_prompt_tokens=33)
+        given: Any = SimpleNamespace(config=config, dataset=dataset, rewards=[], **{**values, **changes})
+        machine: Any = "this machine"
+        self.notes: list[str] = []
+        return _memory(given, machine, geometry(steps_per_generation=3), layout, 5.0, "file", self.notes)
+
+
+def test_an_estimate_is_made_from_the_keys_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies = Policies(monkeypatch)
+    layout = Sharding(8, 1, "zero3")
+    assert policies.estimate(layout) == (replace(TINY, layout=layout), policies.expected)
+    config = policies.asked.pop("config")
+    assert config.use_cpu is False
+    assert policies.asked == {
+        **{"file": "file", "dtype": "bfloat16", "prompt_tokens": 33, "steps_per_generation": 3},
+        **{"reward_parameters": 0, "gpu_memory": 5.0, "optim": "optimizer of this machine", "quantised_bytes": None},
+        **{"keeps_turns": False, "full_kl": False, "sharding": "zero3", "tokens": TINY.tokens},
+    }
+    for changes, keeps in (
+        ({"tools": ["t"]}, True),
+        ({"environment_factory": "e"}, True),
+        ({"generation": "off"}, False),
+    ):
+        policies.estimate(**changes)
+        assert policies.asked["keeps_turns"] is keeps
+    policies.estimate(tools=["t"], generation="off", kl_estimator="full")
+    assert (policies.asked["keeps_turns"], policies.asked["full_kl"]) == (False, True)
+    assert policies.without_dropout == []
+    policies.estimate(disable_dropout=True)
+    assert policies.without_dropout == [policies.model]
+
+
+def test_quantized_models_are_estimated_with_an_adapter_on_one_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: Any = Policies(monkeypatch)
+    policies.quantised = 0.5
+    with pytest.raises(memory.MemoryUnknown, match="can only be trained with an adapter"):
+        policies.estimate()
+    for sharding in ("zero2", "zero3", "fsdp2"):
+        with pytest.raises(memory.MemoryUnknown, match="only if each GPU holds the complete model"):
+            policies.estimate(Sharding(8, 1, sharding))
+    policies.shape = replace(TINY.shape, trained=1)
+    policies.estimate()
+    assert policies.asked["quantised_bytes"] == 0.5
+
+
+def test_layers_are_measured_unless_they_are_llamas_or_the_run_is_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_measured, use_cpu in ((True, False), (True, True), (False, False)):
+        policies = Policies(monkeypatch, is_measured=is_measured)
+        monkeypatch.setattr(MemoryPlan, "peak", lambda self: 0.0)
+        run, _ = policies.estimate(use_cpu=use_cpu)
+        assert (run.layers is not None) is (is_measured and not use_cpu)
+        assert run.layers is None or run.layers.model is policies.model
+        assert policies.notes == []
+
+    def fail(self: MemoryPlan) -> float:
+        raise NotMeasured("no data")
+
+    policies = Policies(monkeypatch, is_measured=True)
+    monkeypatch.setattr(MemoryPlan, "peak", fail)
+    assert policies.estimate() == (replace(TINY, layout=Sharding()), policies.expected)
+    assert policies.notes == ["the layers of other are counted as if they were Llama's: no data"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "elsewhere"),
+    [
+        ("quickstart.yaml", ["--config", "quickstart"], True),
+        ("quickstart.yaml", ["--config", "quickstart", "--model_name_or_path", "a/b"], False),
+        ("quickstart.yaml", ["--config", "quickstart", "--model_name_or_path=a/b"], False),
+        ("mine.yaml", ["--config", "mine.yaml"], False),
+    ],
+)
+def test_only_a_shipped_recipe_may_name_a_model_that_is_made_later(
+    name: str, arguments: list[str], elsewhere: bool
+) -> None:
+    source = find_file("recipes", "quickstart").with_name(name)
+    given: Any = SimpleNamespace(source=str(source), arguments=arguments)
+    assert _model_is_made_elsewhere(given) is elsewhere

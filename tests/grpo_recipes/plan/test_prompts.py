@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from trl import GRPOTrainer
 
 from grpo_recipes.checks.rewards import check_golds
-from grpo_recipes.checks.tokenizer import check_chat_template, end_of_turn, load_tokenizer, stop_ids
+from grpo_recipes.checks.tokenizer import (
+    TokenizerUnavailable,
+    check_chat_template,
+    end_of_turn,
+    load_tokenizer,
+    stop_ids,
+)
+from grpo_recipes.checks.tools import TurnTokens
 from grpo_recipes.cli import main
 from grpo_recipes.data import prompts
 from grpo_recipes.data.load import load
-from grpo_recipes.plan.prompts import Lengths
+from grpo_recipes.plan import prompts as plan_prompts
+from grpo_recipes.plan.prompts import Lengths, PromptReport, ToolTokens, prompt_report
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.registry import build_rewards
@@ -157,3 +168,107 @@ def test_golds_of_a_large_table_are_sampled(tmp_path: Path, monkeypatch: pytest.
     assert "of a random sample of 3 of 500" in summary.describe(
         DatasetSpec.parse({"path": "x", "max_prompt_tokens": 4})
     )
+
+
+# ---- The report on prompts, from lengths that are given
+
+
+def given(**changes: Any) -> Any:
+    """Return a recipe with the keys that a report on prompts reads."""
+    values: dict[str, Any] = {
+        "config": SimpleNamespace(chat_template_kwargs=None, max_tool_calling_iterations=5),
+        "model": {"model_name_or_path": "some/model"},
+        "dataset": SimpleNamespace(max_prompt_tokens=3),
+        "tool_limits": SimpleNamespace(result_tokens=9),
+        "naming_this_file": nullcontext,
+        "source": "r.yaml",
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+class Toolset:
+    """Tools that lengthen each prompt by 100 tokens, and name the environment of a row in the template's options."""
+
+    def in_prompts(self, chat_template: str) -> Any:
+        assert chat_template == "for training"
+        return self
+
+    def template_kwargs(self, environment: Any) -> dict[str, Any]:
+        return {"tools": environment}
+
+
+TABLE = datasets.Dataset.from_dict({"prompt": ["a", "bb", "ccc", "dddd"], prompts.ENVIRONMENT: ["w", "x", "y", "z"]})
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replace the tokenizer by one token for each letter, and return the arguments of some calls."""
+    found: list[Any] = []
+
+    def token_lengths(table: Any, tokenizer: str, kwargs: Any, tools: Any = None) -> np.ndarray:
+        found.append((len(table), kwargs))
+        return np.array([len(text) + (100 if tools else 0) for text in table["prompt"]])
+
+    def load_tokenizer(recipe: Any, dataset: Any, *, local_only: bool, toolset: Any) -> str:
+        found.append((local_only, toolset))
+        return "tokenizer"
+
+    monkeypatch.setattr(plan_prompts, "hub_answers", lambda: False)
+    monkeypatch.setattr(plan_prompts, "load_tokenizer", load_tokenizer)
+    monkeypatch.setattr(plan_prompts, "check_chat_template", lambda *given: found.append(given[1:]))
+    monkeypatch.setattr(plan_prompts, "check_template", lambda *_: TurnTokens("for training", 3, 4))
+    monkeypatch.setattr(plan_prompts, "token_lengths", token_lengths)
+    monkeypatch.setattr(plan_prompts, "rendered", lambda first, tokenizer, kwargs: f"{first} {tokenizer} {kwargs}")
+    return found
+
+
+def test_a_report_without_tools_tokenizes_each_prompt_once(calls: list[Any]) -> None:
+    report = prompt_report(given(), TABLE)
+    assert report == PromptReport("a tokenizer {}", 1, Lengths(4, 4, 1, 3, 4, 4, 1), None, None)
+    assert calls == [(True, None), ("tokenizer", "a"), (4, {})]
+    with_options = given(config=SimpleNamespace(chat_template_kwargs={"thinks": False}, max_tool_calling_iterations=5))
+    assert prompt_report(with_options, TABLE).text == "a tokenizer {'thinks': False}"
+
+
+@pytest.mark.parametrize(
+    ("sample", "lengths", "counted"),
+    [([1, 3], (2, 4, 2, 4, 4, 4, 1), [2, 1]), ([0, 3], (2, 4, 1, 4, 4, 4, 1), [2])],
+)
+def test_the_first_prompt_is_counted_if_the_sample_misses_it(
+    sample: list[int], lengths: Any, counted: list[int], calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_prompts, "sample_of_rows", lambda count: np.array(sample))
+    report = prompt_report(given(), TABLE)
+    assert (report.tokens, report.lengths) == (1, Lengths(*lengths))
+    assert [rows for rows, _ in calls[2:]] == counted
+
+
+def test_tools_lengthen_the_first_prompt(calls: list[Any]) -> None:
+    tools: Any = Toolset()
+    report = prompt_report(given(), TABLE, tools)
+    assert (report.text, report.tokens) == ("a tokenizer {'tools': 'w'}", 101)
+    assert report.tools == ToolTokens(schemas=100, call=3, result=4, turns=5, limit=9)
+    assert calls[0] == (True, tools)
+    assert prompt_report(given(tool_limits=None), TABLE, tools).tools is None
+
+
+@pytest.mark.parametrize(("name", "answers", "local_only"), [("some/model", True, False), ("some/model", False, True),
+                                                            (".", True, True)])  # fmt: skip
+def test_the_hub_is_asked_for_a_tokenizer_if_it_answers(
+    name: str, answers: bool, local_only: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_prompts, "hub_answers", lambda: answers)
+    prompt_report(given(model={"model_name_or_path": name}), TABLE)
+    assert calls[0] == (local_only, None)
+
+
+def test_a_report_without_a_tokenizer_has_the_messages_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise TokenizerUnavailable("r.yaml: no tokenizer")
+
+    monkeypatch.setattr(plan_prompts, "hub_answers", lambda: False)
+    monkeypatch.setattr(plan_prompts, "load_tokenizer", fail)
+    assert prompt_report(given(), TABLE) == PromptReport("a", None, None, "no tokenizer")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
+    chats = datasets.Dataset.from_dict({"prompt": [turns, turns[1:]]})
+    assert prompt_report(given(), chats).text == "system: Be brief.\nuser: 2 + 2"

@@ -67,6 +67,21 @@ def test_stop_strings_on_the_command_line(tmp_path: Path) -> None:
         parse_recipe(["--config", str(file), "--generation_kwargs", '{"stop": '])
 
 
+@pytest.mark.parametrize("key", ["chat_template_kwargs", "model_init_kwargs"])
+def test_a_mapping_may_be_written_as_json(key: str, tmp_path: Path) -> None:
+    """As `GRPOConfig` reads it."""
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE)
+    for words in ([f"--{key}.deep", "true"], [f"--{key}", '{"deep": true}'], [f'--{key}={{"deep": true}}']):
+        recipe = parse_recipe(["--config", str(file), *words])
+        assert recipe.training[key] == {"deep": True} == recipe.as_dict()[key]
+    file.write_text(RECIPE + key + ": '{\"deep\": true}'\n")
+    assert getattr(parse_recipe(["--config", str(file)]).config, key) == {"deep": True}
+    for given in ("7", "{deep", "[1]"):
+        with pytest.raises(RecipeError, match=f"`{key}` must be a mapping, or one written as JSON, not "):
+            parse_recipe(["--config", str(file), f"--{key}={given}"])
+
+
 @pytest.mark.parametrize(
     ("changes", "lost"),
     [

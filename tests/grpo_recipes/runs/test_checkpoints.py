@@ -24,6 +24,7 @@ from grpo_recipes.runs.checkpoints import (
     rejection,
     share,
     size_damage,
+    steps_done,
     write_manifest,
 )
 from grpo_recipes.runs.files import RunError
@@ -70,6 +71,41 @@ def test_the_manifest_is_written_after_everything_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", fsync)
     write_manifest(tmp_path, WHOLE, each_node=False, writes=True)
     assert flushed == [(str(tmp_path / "a"), False), (str(tmp_path / MANIFEST), True), (str(tmp_path), True)]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_rank_waits_for_the_files_and_for_the_manifest_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    """Another rank writes its file late. Whoever removes older checkpoints next must find a manifest."""
+    meetings: list[list[str]] = []
+
+    def gather(value: object) -> list[object]:
+        meetings.append(sorted(path.name for path in tmp_path.iterdir()))
+        (tmp_path / "late").touch()
+        return [value]
+
+    monkeypatch.setattr(checkpoints, "gather", gather)
+    write_manifest(tmp_path, WHOLE, each_node=False, writes=writes)
+    assert meetings[0] == []
+    assert meetings[-1] == (["late", MANIFEST] if writes else ["late"])
+    assert len(meetings) == 4, "the number of meetings is the same on every rank"
+    manifest = read_manifest(tmp_path)
+    assert (list(manifest.files) if manifest else None) == (["late"] if writes else None)
+
+
+def test_the_first_of_several_damaged_files_is_named(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / name).write_text("1")
+    write_manifest(tmp_path, WHOLE, each_node=False, writes=True)
+    manifest = read_manifest(tmp_path)
+    assert manifest is not None
+    for name in "ab":
+        (tmp_path / name).write_text("2")
+    said = f"{tmp_path / 'a'} is damaged: its checksum is not the manifest's"
+    assert content_damage(tmp_path, manifest, each_node=False) == said
+    (tmp_path / "a").unlink()
+    assert f"{tmp_path / 'a'} can't be read" in str(content_damage(tmp_path, manifest, each_node=False))
 
 
 @pytest.mark.parametrize("each_node", [False, True])
@@ -141,6 +177,10 @@ def test_a_damaged_manifest_is_named(content: bytes | None, says: str, tmp_path:
         read_manifest(tmp_path)
     assert str(error.value).startswith(f"{tmp_path / MANIFEST} ")
     assert says in str(error.value)
+    found = rejection(tmp_path, 2)
+    assert found is not None
+    assert found.reason == str(error.value)
+    assert found.aside.name == f"{tmp_path.name}-damaged", "it was complete once"
 
 
 @pytest.mark.parametrize(
@@ -247,6 +287,13 @@ def test_a_step_that_was_cut_off_twice_is_set_aside_twice(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3-incomplete"]
 
 
+def test_the_log_of_a_long_run_is_read(tmp_path: Path) -> None:
+    """Other JSON files may have 32 MiB at most."""
+    folder = checkpoint(tmp_path, 3, 1)
+    (folder / "trainer_state.json").write_text(json.dumps({"log": "x" * (33 << 20), "global_step": 3}))
+    assert steps_done(folder) == 3
+
+
 def test_a_folder_without_a_complete_checkpoint(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path / "nothing", 1) is None
     cut_off = checkpoint(tmp_path, 1, 1)
@@ -272,6 +319,13 @@ def test_damage_to_a_checkpoint_of_another_trainer_is_named(tmp_path: Path, tiny
         assert f"{name} " in str(checkpoint_damage(folder))
         assert "missing" in str(checkpoint_damage(folder))
         (folder / name).write_bytes(whole)
+    for name in ("scaler.pt", "custom_0.pth", "value_head.bin", "value_head.safetensors"):
+        (folder / name).write_bytes(b"")
+        assert checkpoint_damage(folder) == f"{folder / name} is empty"
+        (folder / name).unlink()
+    (folder / "optimizer.pt").rename(folder / "optimizer.bin")
+    assert checkpoint_damage(folder) is None
+    (folder / "optimizer.bin").rename(folder / "optimizer.pt")
     (folder / "training_args.bin").write_bytes(b"")  # a resume reads none
     assert checkpoint_damage(folder) is None
     assert rejection(folder, 1) is None

@@ -18,6 +18,7 @@ import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from trl import GRPOConfig
 from trl.trainer.utils import print_prompt_completions_sample
 
@@ -91,13 +92,16 @@ def names(folder: Path) -> list[str]:
 # Merging
 
 
-def test_full_groups_are_merged_at_saves_and_the_remaining_steps_at_the_end(folder: Path, threes: None) -> None:
+def test_full_groups_are_merged_at_saves_and_the_remaining_steps_at_the_end(
+    folder: Path, threes: None, caplog: pytest.LogCaptureFixture
+) -> None:
     write(folder, *range(1, 9))
     write(folder, 0, 4, 8, kind=EVALUATION)
     write(folder, 2, 4, kind="eval_owner-name_completions")
     (folder / "mine.parquet").write_bytes(b"")
     compaction = Compaction(folder)
     compaction.compact(8)
+    assert not caplog.records
     merged = ["completions_00001-00003.parquet", "completions_00004-00006.parquet"]
     last = ["completions_00007.parquet", "completions_00008.parquet"]
     assert [name for name in names(folder) if name.startswith(TRAINING)] == [*merged, *last]
@@ -118,6 +122,88 @@ def test_full_groups_are_merged_at_saves_and_the_remaining_steps_at_the_end(fold
     assert read(folder) == read_with_pandas(folder, "completions_*") == rows_of(*range(1, 10))
     assert read(folder, EVALUATION) == read_with_pandas(folder, "eval_completions_*") == rows_of(0, 4, 8, 9)
     assert [one.step for one in logged(folder, TRAINING)] == list(range(1, 10))
+
+
+def test_a_thousand_steps_make_a_compacted_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names say how many steps wait, and no file of fewer is opened."""
+    merged: list[list[int]] = []
+    monkeypatch.setattr(Compaction, "_merge", lambda self, kind, steps, _: merged.append([one.step for one in steps]))
+    for step in range(1, 1000):
+        (folder / f"completions_{step:05d}.parquet").touch()
+    Compaction(folder).compact(2000)
+    assert merged == []
+    (folder / "completions_01500.parquet").touch()
+    Compaction(folder).compact(2000)
+    assert merged == [[*range(1, 1000), 1500]]
+
+
+def test_columns_of_bytes_are_merged(folder: Path) -> None:
+    write(folder, 1, 2, extra=[b"a", b"b"])
+    Compaction(folder).compact(3, rest=True)
+    assert names(folder) == ["completions_00001-00002.parquet"]
+    assert pd.read_parquet(folder / "completions_00001-00002.parquet")["extra"].tolist() == [b"a", b"b"] * 2
+
+
+@pytest.mark.parametrize("wrong", ["no step", "two steps", "in memory", "on the disk"])
+def test_a_table_that_no_reader_would_accept_stays(
+    folder: Path, wrong: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(completions, "BYTES", 20_000)
+    write(folder, 1, 2, 3)
+    path = folder / "completions_00002.parquet"
+    table = pa.parquet.read_table(path)
+    if wrong == "no step":
+        pa.parquet.write_table(table.drop_columns("step"), path)
+    elif wrong == "two steps":
+        pa.parquet.write_table(table.append_column("step", table["step"]), path)
+    elif wrong == "in memory":
+        write(folder, 2, extra=["x" * 15_000] * 2)
+    else:  # two row groups, which are too large together
+        write(folder, 2, extra=["x" * 15_000, "y" * 15_000])
+        pa.parquet.write_table(pa.parquet.read_table(path), path, row_group_size=1)
+        table_of = completions._table
+
+        def readable(one: completions.Logged, schema: pa.Schema) -> pa.Table:
+            assert one.path != path, "its metadata tell its size"
+            return table_of(one, schema)
+
+        monkeypatch.setattr(completions, "_table", readable)
+    Compaction(folder).compact(4, rest=True)
+    assert names(folder) == ["completions_00001-00003.parquet", path.name]
+    (said,) = caplog.messages
+    reason = {"no step": "no column `step`", "two steps": "two columns of one name"}.get(wrong, "it is larger than")
+    assert said.startswith(f"{path} is not compacted and stays as it is (")
+    assert reason in said
+
+
+def test_a_table_of_the_largest_size_is_merged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In memory repeated text is larger than on the disk, and other text is smaller."""
+    write(folder, 1, 2, extra=["x" * 15_000] * 2)
+    size = pa.parquet.read_table(folder / "completions_00001.parquet").nbytes
+    monkeypatch.setattr(completions, "BYTES", 2 * size)
+    Compaction(folder).compact(3, rest=True)
+    assert names(folder) == ["completions_00001-00002.parquet"], "both fill one file"
+    write(folder, 3, 4, extra=["x" * 15_000] * 2)
+    monkeypatch.setattr(completions, "BYTES", size)
+    Compaction(folder).compact(5, rest=True)
+    assert read(folder) == rows_of(1, 2, 3, 4)
+    write(folder, 5, 6, extra=["x" * 15_000, "y" * 15_000])
+    on_disk = parquet.read_metadata(folder / "completions_00005.parquet").row_group(0).total_byte_size
+    monkeypatch.setattr(completions, "BYTES", on_disk)
+    Compaction(folder).compact(7, rest=True)
+    assert caplog.messages == []
+
+
+def test_one_warning_says_how_many_files_stay(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(folder, 1, 2, 3, 4)
+    for step in (2, 4):
+        (folder / f"completions_{step:05d}.parquet").write_bytes(b"")
+    Compaction(folder).compact(5, rest=True)
+    (said,) = caplog.messages
+    assert said.startswith(f"{folder / 'completions_00002.parquet'} is not compacted")
+    assert said.endswith(", and 1 more files")
 
 
 def test_columns_that_differ_between_steps_are_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -445,10 +531,13 @@ def test_a_damaged_compacted_file_does_not_stop_a_resume(folder: Path, caplog: p
     write(folder, 1, 2)
     path = folder / "completions_00003-00004.parquet"
     path.write_bytes(b"PAR1")
+    write(folder, 1, 2, kind=EVALUATION)
+    for step in (1, 2):  # compacted files of one step each
+        (folder / f"{EVALUATION}_{step:05d}.parquet").rename(folder / f"{EVALUATION}_{step:05d}-{step:05d}.parquet")
     with caplog.at_level(logging.WARNING):
-        assert drop_after(folder, 1) == 1
+        assert drop_after(folder, 1) == 2
     assert caplog.messages[0].startswith(f"{path}: can't be read as compacted completions")
-    assert names(folder) == ["completions_00001.parquet", path.name]
+    assert names(folder) == ["completions_00001.parquet", path.name, "eval_completions_00001-00001.parquet"]
     with pytest.raises(files.RunError, match="restore or remove the file"):
         logged(folder, TRAINING)
 
@@ -529,6 +618,39 @@ def test_a_compaction_between_two_looks_at_the_folder_hides_no_step(
 def test_a_pipe_in_place_of_a_compacted_file_is_not_waited_for(folder: Path) -> None:
     os.mkfifo(folder / "completions_00001-00002.parquet")
     with pytest.raises(files.RunError, match="it is no ordinary file"):
+        logged(folder, TRAINING)
+
+
+def test_a_drop_is_on_the_disk_before_the_run_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(folder, 1, 2, 3)
+    Compaction(folder).compact(4, rest=True)
+    flushed: list[list[str]] = []
+    flush = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+            flushed.append(names(folder))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    drop_after(folder, 2)
+    assert flushed == [["completions_00001-00002.parquet"]]
+
+
+@pytest.mark.parametrize(
+    ("steps", "options", "says"),
+    [
+        ({"step": [1.0]}, {}, "its row group 0 does not hold one step"),
+        ({"step": [1]}, {"write_statistics": False}, "its row group 0 does not hold one step"),
+        ({"other": [1]}, {}, "can't be read as compacted completions"),
+    ],
+)
+def test_a_compacted_file_without_whole_steps_is_refused(
+    folder: Path, steps: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
+    path = folder / "completions_00001-00002.parquet"
+    pa.parquet.write_table(pa.table(steps), path, **options)
+    with pytest.raises(files.RunError, match=says):
         logged(folder, TRAINING)
 
 
@@ -745,11 +867,18 @@ def _calls(message: Any) -> list[Any]:
         ('{"": [1, 2]}', [1, 2]),
         ("{}", {}),
         (None, {}),
+        ([], []),
         ("no json", "no json"),
+        ("7", 7),
+        ('[""]', [""]),
+        pytest.param("[" * 100_000, "[" * 100_000, id="nested too deeply"),
     ],
 )
 def test_arguments_are_read_from_our_tables_and_trls(stored: Any, arguments: Any) -> None:
     assert arguments_of(stored) == arguments
+
+
+NOT_STORED = "that is nested too deeply or that JSON does not have"
 
 
 @pytest.mark.parametrize(
@@ -761,18 +890,24 @@ def test_arguments_are_read_from_our_tables_and_trls(stored: Any, arguments: Any
         ("no json", "no json"),
         ({"": 1}, {"": 1}),
         ({"\x1b[2J": 1}, {"\x1b[2J": 1}),
+        ({"a": 1, "\x1b[2J": 1}, {"a": 1, "\x1b[2J": 1}),
+        ({1: 2}, {"1": 2}),
+        pytest.param("[" * 100_000, "[" * 100_000, id="nested too deeply"),
+        pytest.param({"a": 10**5000}, f"a dict {NOT_STORED}", id="too many digits"),
+        ({"a": {(1, 2): 3}}, f"a dict {NOT_STORED}"),
         (None, None),
         (7, 7),
     ],
 )
 def test_arguments_are_stored_as_a_mapping_that_a_terminal_can_print(arguments: Any, read_back: Any) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": arguments}, "parameters": {"x": 1}, "id": 5}
+    call["index"] = 0
     (messages,) = storable([[{"role": "assistant", "content": "", "tool_calls": call}]])
     (stored,) = messages[0]["tool_calls"]  # a policy may forget the list
     assert all(key.isprintable() for key in json.loads(stored["function"]["arguments"]))
     assert arguments_of(stored["function"]["arguments"]) == read_back
     assert {key: value for key, value in stored.items() if key != "function"} == {
-        "type": "function", "id": "5", "other": '{"parameters": {"x": 1}}'
+        "type": "function", "id": "5", "index": "0", "other": '{"parameters": {"x": 1}}'
     }  # fmt: skip
 
 
@@ -780,10 +915,32 @@ def test_nested_arguments_are_stored_up_to_the_depth_that_json_is_read_and_writt
     def nested(levels: int) -> Any:
         return {"a": nested(levels - 1)} if levels > 1 else {}
 
-    for levels, is_kept in ((completions.MOST_LEVELS, True), (completions.MOST_LEVELS + 1, False)):
+    for levels, is_kept in ((100, True), (101, False)):
         (messages,) = storable([[{"role": "assistant", "tool_calls": [{"name": "f", "arguments": nested(levels)}]}]])
         found = arguments_of(messages[0]["tool_calls"][0]["arguments"])
-        assert found == (nested(levels) if is_kept else "a dict that is nested too deeply or that JSON does not have")
+        assert found == (nested(levels) if is_kept else f"a dict {NOT_STORED}")
+
+
+@pytest.mark.parametrize(
+    ("call", "stored"),
+    [
+        ("add(1)", {"other": '"add(1)"'}),
+        ({}, {"other": "{}"}),
+        ({"function": 3, "id": None}, {"id": None, "other": '{"function": 3}'}),
+        ({"name": "add"}, {"name": "add"}),
+        ({"name": ["add"]}, {"name": '["add"]'}),
+    ],
+)
+def test_a_call_of_another_form_is_stored_as_it_is(call: Any, stored: dict[str, Any]) -> None:
+    (messages,) = storable([[{"role": "assistant", "tool_calls": [call]}]])
+    assert messages[0]["tool_calls"] == [stored]
+
+
+def test_an_empty_message_has_a_content_of_the_form_of_the_others() -> None:
+    """Parquet has no struct without fields."""
+    assert storable([[{}]]) == [[{"role": "assistant", "content": ""}]]
+    blocks = [{"type": "text", "text": "x"}]
+    assert storable([[{}, {"content": blocks}]]) == [[{"role": "assistant", "content": []}, {"content": blocks}]]
 
 
 def test_one_message_of_blocks_makes_the_contents_of_all_messages_blocks() -> None:
@@ -795,6 +952,8 @@ def test_one_message_of_blocks_makes_the_contents_of_all_messages_blocks() -> No
         [*blocks[:2], {"type": "text", "text": '{"type": "audio", "audio": [1]}'}],
     ]
     assert stored[1:] == [[{"content": None}], "text"]
+    (messages,) = storable([[{"content": ""}, {"content": []}, {"content": blocks[:1]}]])
+    assert [message["content"] for message in messages] == [[{"type": "text", "text": ""}], [], blocks[:1]]
 
 
 def test_texts_and_messages_of_texts_are_stored_as_trl_stores_them() -> None:

@@ -60,12 +60,35 @@ COMMIT = {"weights": {"policy": {"commit": "abc"}}}
         ({"rows": None}, {}, [], [STREAMED]),
         ({}, {"rows": None}, [], [STREAMED]),
         ({"columns": {"prompt": "9", "gold": "2"}}, {}, ["the column `prompt` of the dataset has changed"], []),
+        (
+            {"columns": dict.fromkeys("fbdace", "1")},
+            {"columns": dict.fromkeys("abcdef", "2")},
+            [f"the column `{name}` of the dataset has changed" for name in "abcdef"],
+            [],
+        ),
+        (
+            {"columns": {}, "rewards": {"own": "9"}},
+            {"columns": dict.fromkeys("fbdace", "1")},
+            [],
+            [
+                "the source file of the reward `own` has changed",
+                *(f"the column `{name}` of the dataset is new" for name in "abcdef"),
+            ],
+        ),
+        ({"rows": 0}, {}, ["the dataset had 0 rows and has 3"], []),
+        ({}, {"rows": 0}, ["the dataset had 3 rows and has 0"], []),
         ({"columns": {"prompt": "1"}}, {}, ["the column `gold` of the dataset is new"], []),
         ({}, {"columns": {"prompt": "1"}}, ["the column `gold` of the dataset is missing"], []),
         (weights(model="9"), {}, ["the weights of the policy have changed (there/model.safetensors)"], []),
         (weights(config="9"), {}, ["the files of the policy have changed (there/config.json)"], []),
         (weights(tokenizer="9", config="9"), {}, ["the files of the policy have changed (there/config.json)"], []),
         (weights(model="9", config="9"), {}, ["the weights of the policy have changed (there/model.safetensors)"], []),
+        (
+            weights(model="9", another="9"),
+            weights(another="8"),
+            ["the weights of the policy have changed (there/another.json)"],
+            [],
+        ),
         (weights(tokenizer=None), {}, ["the files of the policy have changed (there/tokenizer.json)"], []),
         ({}, weights(tokenizer=None), ["the files of the policy have changed (there/tokenizer.json)"], []),
         ({"weights": {"policy": {}}}, {}, [], [UNKNOWN]),
@@ -136,6 +159,35 @@ def test_an_entry_counts_if_it_changes_what_a_step_computes(
     assert weights_of(Source(str(folder))) == after, "the order of keys is no difference"
 
 
+def test_the_revision_of_the_base_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    config = {"r": 2, "base_model_name_or_path": "a", "revision": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    before = weights_of(Source(str(tmp_path)))
+    assert before.keys() == {"adapter_model.safetensors", "adapter_config.json"}
+    edit(tmp_path / "adapter_config.json", base_model_name_or_path="b", revision="v2")
+    assert weights_of(Source(str(tmp_path))) == before
+    edit(tmp_path / "adapter_config.json", r=4)
+    assert weights_of(Source(str(tmp_path))) != before
+
+
+OF_A_TOKENIZER = (
+    "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json", "spiece.model",
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
+
+
+def test_every_file_of_a_tokenizer_counts(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    found = []
+    for text in ("a", "b"):
+        for name in OF_A_TOKENIZER:
+            (tmp_path / name).write_text(text)
+        found.append(weights_of(Source(str(tmp_path))))
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == set(OF_A_TOKENIZER)
+
+
 def test_every_byte_of_a_tokenizer_counts_and_of_weights_both_ends(tmp_path: Path) -> None:
     folder = tiny.save_policy(tmp_path / "policy")
     vocabulary = folder / "vocab.txt"
@@ -156,6 +208,21 @@ def test_a_folder_without_weights_has_no_identity(tmp_path: Path) -> None:
     assert weights_of(Source(str(tmp_path))) == {}
     assert weights_of(Source("")) == {}
     assert weights_of(Source("org/name", "abc")) == {"commit": "abc"}
+
+
+def test_a_model_without_a_name_is_not_the_one_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    monkeypatch.chdir(tmp_path)
+    assert weights_of(Source(".")).keys() == {"model.safetensors"}
+    assert weights_of(Source("")) == {}
+
+    def fails(file: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(identity, "identify_weights", fails)
+    assert weights_of(Source(".")) == {}, "loading the weights says what is wrong with them"
 
 
 # Code
@@ -214,6 +281,32 @@ def test_a_reward_is_identified_by_the_file_that_defines_it(
     assert before == source_digest(own.plain) != NOT_IDENTIFIED
     file.write_text(REWARDS + "\n# another version\n")
     assert source_digest(form(own)) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "is_versioned"),
+    [
+        ("trl.rewards.format_rewards.think_format_reward", True),
+        ("transformers.activations.GELUActivation", True),
+        ("torch.nn.functional.relu", True),
+        ("torch.nn.functional.gelu", True),  # in C
+        ("grpo_recipes.tools.examples.calculator", True),
+        ("grpo_rewards.length.GroupLength", True),
+        ("math.sqrt", False),
+        ("datasets.load_dataset", False),
+    ],
+)
+def test_the_version_of_some_packages_identifies_their_code(name: str, is_versioned: bool) -> None:
+    module, _, attribute = name.rpartition(".")
+    assert (source_digest(getattr(importlib.import_module(module), attribute)) is None) is is_versioned
+
+
+def test_only_an_object_with_a_configuration_and_weights_is_a_model() -> None:
+    config = SimpleNamespace(_name_or_path=None, _commit_hash="abc")
+    parts = [SimpleNamespace(config=config), SimpleNamespace(state_dict=None)]
+    both = SimpleNamespace(config=config, state_dict=None)
+    rewards = [BuiltReward(one, 1.0, name) for one, name in zip([*parts, both], "abc", strict=True)]
+    assert identity.reward_models(rewards, lambda *_: None) == {"reward model `c`": Source("", "abc")}
 
 
 def test_rewards_inside_others_have_names_of_their_own(own: ModuleType) -> None:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from filelock import SoftFileLease
+from filelock import SoftFileLease, Timeout
 from transformers import TrainerControl, TrainerState
 
 from grpo_recipes import train
@@ -293,6 +293,15 @@ def test_a_lock_with_another_lease_is_respected(tmp_path: Path) -> None:
         pass
 
 
+def test_this_host_is_named_as_in_the_locks_of_this_process(tmp_path: Path) -> None:
+    lock._own_host.cache_clear()
+    with only_launch(tmp_path / "run"):
+        owner = SoftFileLease(tmp_path / "run" / LOCK).owner
+        assert owner is not None
+        assert lock._own_host() == owner.hostname
+        assert platform.node() in owner.hostname
+
+
 def test_a_full_temporary_folder_does_not_prevent_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -413,6 +422,110 @@ def test_of_many_launches_one_takes_over(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         took = [pool.submit(takes) for _ in range(8)]
     assert sum(future.result() for future in took) == 1
+
+
+def test_a_launch_looks_again_after_the_lease_of_another_has_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two looks are at most a second apart, and closer than two signs of the process that holds the lock."""
+    asked: list[tuple[float, float]] = []
+
+    def acquire(
+        lease: SoftFileLease, timeout: float = -1, poll: float = 0.05, *, blocking: bool = True, **_: Any
+    ) -> None:
+        if blocking:
+            asked.append((timeout, poll))
+        raise Timeout(str(lease.lock_file))
+
+    lock._own_host()  # kept for the process, and found out by a lock
+    monkeypatch.setattr(SoftFileLease, "acquire", acquire)
+    monkeypatch.setattr(SoftFileLease, "force_break", lambda lease: None)
+    for heartbeat in (10.0, 0.2):
+        monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", heartbeat)
+        left(tmp_path / "run", marker())
+        with pytest.raises(UserError, match=OTHER), only_launch(tmp_path / "run"):
+            pass
+        timeout, poll = asked.pop()
+        assert asked == []
+        assert 0 < poll <= min(1.0, heartbeat / 2)
+        assert lock.LEASE_SECONDS + poll < timeout <= lock.LEASE_SECONDS + 2
+
+
+def test_the_lock_is_touched_at_each_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.02)
+    with only_launch(tmp_path / "run"):
+        before, deadline = (tmp_path / "run" / LOCK).stat().st_mtime_ns, time.monotonic() + 15
+        while (tmp_path / "run" / LOCK).stat().st_mtime_ns == before:
+            assert time.monotonic() < deadline, "a lease of 60 s would be touched every 20 s by default"
+            time.sleep(0.01)
+
+
+def lowest_free_descriptor() -> int:
+    with open(os.devnull, "rb") as file:
+        return file.fileno()
+
+
+def test_a_folder_that_is_held_no_more_costs_no_descriptor_and_is_not_lost(tmp_path: Path) -> None:
+    before = lowest_free_descriptor()
+    left(tmp_path / "run", marker(an_ended_process(), lock._own_host()))
+    with only_launch(tmp_path / "run" / "of" / "a sweep") as held, only_launch(tmp_path / "run"):
+        held.close()
+        assert held.loss() is None
+        assert not (held.folder / LOCK).exists()
+        held.close()
+    assert lowest_free_descriptor() <= before
+
+
+def test_a_folder_is_held_without_standard_input_too(tmp_path: Path, short_lease: None) -> None:
+    """The folder is opened under the number 0 then."""
+    kept = os.dup(0)
+    try:
+        os.close(0)
+        with only_launch(tmp_path / "run") as held:
+            assert held.loss() is None
+        assert not (tmp_path / "run").exists()
+        with only_launch(tmp_path / "run") as held:
+            take_over(tmp_path / "run")
+            assert held.loss() is not None
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
+def test_a_claim_that_can_not_be_renewed_is_a_loss(tmp_path: Path) -> None:
+    """Another launch takes the lock over between the look at it and the renewal."""
+    calls: list[str] = []
+
+    def acquire(*, blocking: bool = True) -> None:
+        calls.append("acquire")
+        assert not blocking, "the launch would wait for the other one to end"
+        lease.owner = SimpleNamespace(pid=17, hostname="other-host", token="theirs")
+        raise Timeout("lock")
+
+    ours = SimpleNamespace(pid=1, hostname="here", token="ours")
+    lease: Any = SimpleNamespace(owner=ours, token="ours", compromise="failed", acquire=acquire, lease_duration=60.0)
+    lease.release = lambda: calls.append("release")
+    loss = lock.Held(tmp_path, lock.LAUNCH, lease).loss()
+    assert loss is not None
+    assert OTHER in loss.reason
+    assert calls == ["release", "acquire"]
+
+
+def test_a_lock_that_is_released_during_the_look_is_held_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = left(tmp_path / "run", marker())
+    monkeypatch.setattr(SoftFileLease, "owner", property(lambda lease: path.unlink()))
+    assert not lock.is_held(tmp_path / "run")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
+def test_a_moved_folder_without_its_lock_is_left_as_it_is(tmp_path: Path) -> None:
+    with only_launch(tmp_path / "run"):
+        (tmp_path / "run" / "kept").touch()
+        (tmp_path / "run" / LOCK).unlink()
+        (tmp_path / "run").rename(tmp_path / "there")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["kept"]
 
 
 def test_only_the_first_rank_takes_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.record import add_launch, describe_launch, git_revision, read_record
+from grpo_recipes.runs.record import add_launch, describe_launch, git_revision, read_record, record_of_model
 from grpo_rewards.registry import build_rewards
 from tests.support import launching
 
@@ -22,6 +22,27 @@ def test_launches_are_added_and_the_newest_is_at_the_top_level(tmp_path: Path) -
         assert record is not None
         assert record == {**entry, "launches": entries[:count]}
     assert [path.name for path in (tmp_path / "runs" / "run").iterdir()] == ["run.json"]
+
+
+def test_a_record_is_text_that_a_user_can_read(tmp_path: Path) -> None:
+    add_launch(tmp_path, {"recipe": {"dataset": {"path": tmp_path / "größer"}}})
+    text = (tmp_path / "run.json").read_text(encoding="utf-8")
+    assert f'\n    "dataset": {{\n      "path": "{tmp_path}/größer"\n' in text
+    assert text.endswith("}\n")
+
+
+def test_the_record_of_a_model_is_beside_it_or_beside_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    assert record_of_model(tmp_path / "run" / "checkpoint-1") is None
+    add_launch(tmp_path / "run", {"recipe": {"seed": 1}})
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoint-1"):
+        monkeypatch.chdir(place)
+        for folder in (place, Path(".")):
+            assert (record_of_model(folder) or {})["recipe"] == {"seed": 1}
+    add_launch(tmp_path / "run" / "checkpoint-1", {"recipe": {"seed": 2}})
+    assert (record_of_model(tmp_path / "run" / "checkpoint-1") or {})["recipe"] == {"seed": 2}
 
 
 def test_a_record_that_cant_be_written_or_read_is_left_as_it_was(

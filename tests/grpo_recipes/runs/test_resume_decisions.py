@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def test_a_launch_leaves_nothing_in_a_new_folder_and_renames_what_it_abandons(ru
     ]  # fmt: skip
     assert not (earlier / "old").exists(), "the later one of a step is kept"
     assert last_source(run) == run / "checkpoint-2"
+    assert names(decide(run, True, 1).checkpoints) == ["checkpoint-2"], "it is one of the folder, listed once"
     assert last_source(run.rename(run.with_name("moved"))) == run.with_name("moved") / "checkpoint-2"
 
 
@@ -101,6 +103,17 @@ def test_the_checkpoint_of_another_folder_is_recorded_by_its_path(run: Path, tmp
     (other / "trainer_state.json").unlink()
     point = decide(moved, True, 1)
     assert (names(point.checkpoints), point.rejected) == (["checkpoint-4"], []), "nothing is left of it"
+
+
+def test_the_step_of_a_checkpoint_under_another_name_is_that_of_its_state(run: Path) -> None:
+    source = saved(run, 3).rename(run / "checkpoint-3.best")
+    for step in (2, 4):
+        saved(run, step)
+    assert names(begin_launch(run, source)) == ["checkpoint-4"]
+    theirs = of_another_trainer(run.with_name("theirs"), 5).rename(run.with_name("theirs") / "checkpoint-9-abandoned")
+    for step in (5, 6):
+        saved(run, step)
+    assert names(begin_launch(run, theirs)) == ["checkpoint-6"]
 
 
 def test_rotation_removes_abandoned_checkpoints_and_then_low_steps_first(run: Path) -> None:
@@ -181,8 +194,15 @@ def test_the_folder_of_another_trainer_is_not_taken_for_an_empty_one(tmp_path: P
     assert "there is no complete checkpoint of 2 process(es)" in str(decide(tmp_path, str(finished), 2).obstacle())
     trusted = decide(tmp_path, str(finished), 2, trusts_others=True)
     assert (trusted.newest, trusted.obstacle()) == (finished, None)
+    (tmp_path / "theirs" / "checkpoint-4").mkdir()
+    assert str(decide(tmp_path / "theirs", True, 2).obstacle()).startswith(said), "one of the two was complete"
+    (tmp_path / "theirs" / "checkpoint-4").rmdir()
     saved(tmp_path / "theirs", 4)  # this folder has manifests: a checkpoint without one was cut off
     assert decide(tmp_path, str(finished), 2, trusts_others=True).newest is None
+    ours = saved(tmp_path / "elsewhere", 1).rename(tmp_path / "elsewhere" / "best")
+    assert decide(tmp_path, str(ours), 1, trusts_others=True).newest == ours
+    (ours / "model.safetensors").unlink()
+    assert decide(tmp_path, str(ours), 1, trusts_others=True).newest is None, "its manifest says what is missing"
 
 
 @pytest.mark.parametrize("left", ["source gone", "abandoned"])
@@ -294,6 +314,9 @@ def named(*rewards: Any) -> dict[str, Any]:
         ({"fp16": True}, {"bf16": True, "fp16": True}, ["`bf16` was false and is true"]),
         ({"fp16": True}, {"bf16": False, "fp16": True}, []),
         ({"fp16": False}, {"bf16": True, "fp16": False}, []),
+        ({"bf16": False}, {"bf16": True}, ["`bf16` was false and is true"]),
+        ({"epsilon": 0.3, "epsilon_high": 0.0}, {"epsilon": 0.3}, ["`epsilon_high` was 0.0 and is 0.3"]),
+        ({"parts": ["b", {"a": 1}]}, {"parts": ["b", {"a": 2}]}, ["`parts.1.a` was 1 and is 2"]),
         ({"epsilon": 0.3}, {"epsilon": 0.3, "epsilon_high": 0.3}, []),
         ({"epsilon": 0.3}, {"epsilon": 0.3, "epsilon_high": 0.2}, ["`epsilon_high` was 0.3 and is 0.2"]),
         ({"betas": [1, 2]}, {"betas": [1, 2]}, []),
@@ -370,12 +393,26 @@ def test_a_path_may_change_if_every_file_behind_it_is_equal(
         (tmp_path / name / "a").write_text("1")
         (tmp_path / name / "deep" / "b").write_text("2")
     change(tmp_path / "here")
+    for path in tmp_path.rglob("*"):  # as a tool leaves them that copies times
+        os.utime(path, (1e9, 1e9))
     before, now = {"model_name_or_path": "model"}, {"model_name_or_path": str(tmp_path / "here")}
     refused, _ = compared(before, now, str(tmp_path / "there"))
     assert (refused == []) is is_equal
     assert compared(now, {"model_name_or_path": str(tmp_path / "there" / "model")}, "/")[0] == [] or not is_equal
     assert compared({"model_name_or_path": "missing"}, now, str(tmp_path / "there"))[0]
     assert compared(before, {"model_name_or_path": "missing"}, str(tmp_path / "there"))[0]
+    one, other = ({"model_name_or_path": str(tmp_path / name / "deep" / "b")} for name in ("there/model", "here"))
+    if (tmp_path / "here" / "deep" / "b").exists():
+        same = (tmp_path / "here" / "deep" / "b").read_text() == "2"
+        assert (compared(one, other)[0] == []) is same
+
+
+def test_a_file_and_an_empty_folder_are_no_equal_paths(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    for was, now_is in (("folder", "file"), ("file", "folder")):
+        now = {"model_name_or_path": str(tmp_path / now_is)}
+        assert compared({"model_name_or_path": was}, now, str(tmp_path))[0]
 
 
 def test_a_damaged_record_of_a_launch_is_an_error_of_its_file(run: Path) -> None:

@@ -1,7 +1,9 @@
 """Weight files as the libraries write them are accepted, a missing byte is refused, and identities differ."""
 
 import json
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from grpo_recipes.runs.checkpoints import description_damage
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.weights import (
     END_BYTES,
+    adapter_config,
     check_weight_file,
     check_weight_files,
     identify_weights,
@@ -50,6 +53,7 @@ def test_saved_weights_are_complete_and_any_missing_byte_is_named(tmp_path: Path
     check_weight_files(folder)
     files = weight_files(folder)
     assert len(files) >= count
+    assert files == sorted(set(files)), "a shard holds several tensors and is one file"
     for file in files:
         content = file.read_bytes()
         for kept in (0, 3, 8, 30, len(content) // 2, len(content) - 1):
@@ -140,6 +144,8 @@ def test_only_parts_of_the_weights_are_read_to_identify_them(tmp_path: Path, mon
         ({"weight_map": {"a": "/etc/passwd"}}, "not the name of a file in the same folder"),
         ({"weight_map": {"a": "x\0"}}, "not the name of a file in the same folder"),
         ({"weight_map": {"a": "n" * 300}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": "n" * 256}}, "not the name of a file in the same folder"),
+        ({"weight_map": {"a": "n/../../model"}}, "not the name of a file in the same folder"),
         ({"weight_map": {"a": ""}}, "not the name of a file in the same folder"),
         ({"weight_map": ["a"]}, "`weight_map` is a list, not an object"),
         ({"weight_map": {}}, "it names no file of weights"),
@@ -164,6 +170,61 @@ def test_a_tensor_outside_of_its_file_is_refused(tmp_path: Path, span: object) -
             read(tmp_path / "model.safetensors")
 
 
+def test_the_first_4_kib_of_each_tensor_are_a_part_of_the_identity(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(2 << 20, dtype=torch.uint8), "b": torch.zeros(9, dtype=torch.uint8)}, file)
+    content = file.read_bytes()
+    # Only a tensor that begins behind the first MiB shows what is read of it.
+    save_file({"a": torch.zeros(2 << 20, dtype=torch.uint8), "b": torch.zeros(5000, dtype=torch.uint8)}, file)
+    content = file.read_bytes()
+    start = len(content) - 5000
+    before = identify_weights(file)
+    for place, counts in ((start, True), (start + 4095, True), (start + 4096, False), (len(content) - 1, False)):
+        changed = bytearray(content)
+        changed[place] = 1
+        file.write_bytes(changed)
+        assert (identify_weights(file) != before) is counts, place
+
+
+@pytest.mark.parametrize("size", [5, END_BYTES, 3 * END_BYTES])
+def test_the_size_and_both_ends_of_another_file_are_its_identity(tmp_path: Path, size: int) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(bytes(size))
+    found = {identify_weights(file)}
+    for place in {0, min(size, END_BYTES) - 1, size - min(size, END_BYTES), size - 1}:
+        content = bytearray(size)
+        content[place] = 1
+        file.write_bytes(content)
+        found.add(identify_weights(file))
+        content[place] = 0
+    assert len(found) == 1 + len({0, min(size, END_BYTES) - 1, size - min(size, END_BYTES), size - 1})
+    file.write_bytes(bytes(size + 1))
+    assert identify_weights(file) not in found, "of zeros only, and one more"
+
+
+def test_the_names_of_tensors_behind_the_first_bytes_are_a_part_of_the_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "END_BYTES", 16)
+    found = set()
+    for name in ("first", "other"):
+        save_file({name: torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        found.add(identify_weights(tmp_path / "model.safetensors"))
+    assert len(found) == 2
+
+
+def test_a_directory_of_the_largest_size_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "optimizer.bin"
+    torch.save({"layer": torch.ones(3), "other": torch.ones(3)}, file)
+    with zipfile.ZipFile(file) as opened:
+        size = sum(46 + len(one.orig_filename) + len(one.extra) + len(one.comment) for one in opened.infolist())
+    monkeypatch.setattr(weights, "DIRECTORY_BYTES", size)
+    check_weight_file(file)
+    monkeypatch.setattr(weights, "DIRECTORY_BYTES", size - 1)
+    with pytest.raises(RunError, match="its directory can't be read"):
+        check_weight_file(file)
+
+
 def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
     """The last 22 bytes claim a directory of 4 GB, which is a hole in the file."""
     file, size = tmp_path / "optimizer.bin", 0xFFFFFF00
@@ -173,6 +234,28 @@ def test_the_directory_of_a_zip_file_is_bounded(tmp_path: Path) -> None:
         opened.write(b"PK\5\6" + bytes(8) + size.to_bytes(4, "little") + bytes(4) + bytes(2))
     with pytest.raises(RunError, match="its directory can't be read .more than 16,777,216 bytes"):
         check_weight_file(file)
+
+
+def test_the_configuration_of_an_adapter_is_read_at_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def read(where: str, revision: str) -> None:
+        asked.append((where, revision))
+        raise OSError("it is not there")
+
+    monkeypatch.setattr("peft.PeftConfig.from_pretrained", read)
+    assert adapter_config("org/name", "v2") is None
+    assert adapter_config(Path("org/name")) is None
+    assert asked == [("org/name", "v2"), ("org/name", "main")]
+    assert adapter_config(tmp_path) is None
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": None}))
+    with pytest.raises(
+        RunError, match=r"peft can't read it \(OSError: it is not there\); copy or download the adapter"
+    ):
+        adapter_config(tmp_path)
+    assert asked[2:] == [(str(tmp_path), "main")]
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '"done"', "{"])

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 
 from grpo_recipes.generation.rows import HostRows
-from grpo_recipes.training.buckets import Arrangement, arrange, lay_out
+from grpo_recipes.training.buckets import Arrangement, arrange, launch_tokens, lay_out
 from grpo_recipes.training.packing import IGNORED, Layout
 
 LAYOUTS = [Layout.TRIMMED, Layout.SHARED, Layout.SHARED_PADDED]
@@ -118,6 +118,49 @@ def test_the_tokens_are_those_of_the_formula() -> None:
     arrangement = arrange(rows, Layout.SHARED, 1.0)
     assert arrangement.tokens == 2 * (4 - 1) + 3 * 3 + 2 * 8
     assert arrange(rows, Layout.TRIMMED, math.inf).tokens == 5 * (4 + 8)
+
+
+def test_a_completion_of_one_token_takes_one_column_of_trimmed_rows() -> None:
+    rows = rows_of([[5, 6], [7]], [[1], [2]], extra=3)
+    assert arrange(rows, Layout.TRIMMED, math.inf).tokens == 2 * (2 + 1)
+    assert sorted(bucket.tokens for bucket in arrange(rows, Layout.TRIMMED, 0.0).buckets) == [1 + 1, 2 + 1]
+    assert arrange(rows_of([[5, 6]] * 2, [[], []]), Layout.TRIMMED, math.inf).tokens == 2 + 1, "one row runs"
+
+
+@pytest.mark.parametrize(("longest", "columns", "is_kept"), [(1, 3, False), (2, 3, False), (3, 3, True), (5, 5, True)])
+def test_a_prefix_has_two_columns_at_least(longest: int, columns: int, is_kept: bool) -> None:
+    """One column would be taken for a step of decoding."""
+    rows = rows_of([[5] * longest, [6] * longest], [[1, 2], [3]])
+    for layout in (Layout.SHARED, Layout.SHARED_PADDED):
+        arrangement = arrange(rows, layout, math.inf)
+        assert (arrangement.host is rows) is is_kept
+        assert arrangement.host.prompt_mask.shape[1] == columns
+        assert arrangement.host.prompt_mask.sum() == rows.prompt_mask.sum()
+        assert set(arrangement.host.ids[:, 0].tolist()) <= {5, 6}, "the added columns hold tokens of the vocabulary"
+        prefixes = arrangement.prefixes
+        assert prefixes is not None
+        assert (prefixes.left, prefixes.stop) == (0, columns - 1)
+    assert arrange(rows, Layout.TRIMMED, math.inf).host is rows
+
+
+def test_columns_that_only_padding_uses_are_kept_where_positions_count_them() -> None:
+    rows = rows_of([[5, 6, 7], [8]], [[1, 2, 3], [4]], extra=4)
+    for layout, left in ((Layout.SHARED, 4), (Layout.SHARED_PADDED, 0)):
+        prefixes = arrange(rows, layout, math.inf).prefixes
+        assert prefixes is not None
+        assert (prefixes.left, prefixes.stop) == (left, 6)
+    short = arrange(rows_of([[5], [6]], [[1, 2], [3]], extra=4), Layout.SHARED, math.inf).prefixes
+    assert short is not None
+    assert (short.left, short.stop) == (2, 4)
+
+
+def test_a_segment_costs_as_much_as_its_launches() -> None:
+    rows = rows_of([[1, 2, 3]] * 2 + [[4, 5, 6]] * 2, [[1, 2], [3, 4, 5], [6, 7], [8]])
+    for layout, segments in ((Layout.TRIMMED, 1), (Layout.SHARED, 2)):
+        arrangement = arrange(rows, layout, math.inf)
+        assert arrangement.segments == segments
+        assert arrangement.cost(7.0) == arrangement.tokens + 7.0 * segments
+    assert launch_tokens(torch.device("cpu")) < launch_tokens(torch.device("cuda"))
 
 
 def test_the_padding_of_a_single_prefix_is_masked() -> None:

@@ -60,6 +60,13 @@ def test_a_resumed_epoch_on_two_ranks_continues_where_it_stopped(epoch: float) -
     assert sorted(seen[0] + seen[1]) == sorted(rest)
 
 
+def test_a_state_without_an_epoch_is_of_the_first() -> None:
+    sampler = EpochSampler(repeat_sampler(12))
+    sampler.epoch = 3
+    SetSamplerEpoch(sampler).on_epoch_begin(SimpleNamespace(), TrainerState(), TrainerControl())
+    assert sampler.epoch == 0
+
+
 def schedule(steps: int, rate: float = 0.5) -> torch.optim.lr_scheduler.LRScheduler:
     """Return a linear schedule of two groups of weights, as one with and one without weight decay."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": decay} for decay in (0.1, 0.0)]
@@ -92,6 +99,24 @@ def test_a_resumed_schedule_is_that_of_the_whole_run(before: int, now: int, done
     args.learning_rate = 0.25
     with pytest.raises(UserError, match=r"`learning_rate` is 0.25, and the schedule .* was made for 0.5"):
         ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=loaded)  # type: ignore[arg-type]
+
+
+def test_one_group_with_another_rate_is_enough_to_refuse_a_schedule() -> None:
+    resumed = schedule(4)
+    resumed.base_lrs = [0.5, 0.25]
+    with pytest.raises(UserError, match="`learning_rate` is 0.5, and the schedule"):
+        ContinueSchedule().on_train_begin(SimpleNamespace(learning_rate=0.5), TrainerState(), lr_scheduler=resumed)
+
+
+def test_a_schedule_of_another_number_of_groups_is_not_resumed() -> None:
+    resumed = schedule(4)
+    resumed.base_lrs = [0.5] * 3  # as a checkpoint of a run with three groups of weights leaves them
+    with pytest.raises(ValueError, match="zip"):
+        ContinueSchedule().on_train_begin(
+            SimpleNamespace(learning_rate=0.5),
+            TrainerState(),
+            lr_scheduler=resumed,
+        )
 
 
 def test_a_schedule_that_does_not_depend_on_the_length_keeps_its_rate() -> None:

@@ -266,6 +266,9 @@ def test_the_choice_is_announced_once_with_its_reason(llama: Any, monkeypatch: p
     assert seen == [(PACKED, True)]
     unlabelled = ROWS.unlabelled()
     assert found.choose(llama, llama, unlabelled, PACKED) is None
+    partly = padded([[5], [5]], [[1], []])
+    assert found.choose(llama, llama, partly, PACKED) is PACKED
+    assert seen.pop() == (PACKED, True)
     monkeypatch.setattr(layout_check, "attention_window", lambda config: 9)
     assert found.choose(llama, llama, ROWS, PACKED, in_columns=False) is PACKED
     agrees = False
@@ -279,6 +282,199 @@ def test_the_choice_is_announced_once_with_its_reason(llama: Any, monkeypatch: p
     found.rules = LayoutRules(settings(pad_to_multiple_of=8))
     assert found.choose(llama, llama, unlabelled, PACKED) is PADDED
     assert said[1:] == ["micro-batches are padded, not packed: pad_to_multiple_of asks for the shapes that TRL makes"]
+
+
+class Comparison:
+    """Stand-ins for the model calls of a check, with what it compared."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+        self.trials: list[tuple[Any, Layout]] = []
+        self.in_columns: list[str] = []
+        self.doubt = changes.pop("doubt", "")
+        self.random = changes.pop("random", False)
+        sharded, fits = changes.pop("sharded", False), changes.pop("fits_float32", True)
+        monkeypatch.setattr(layout_check, "is_sharded", lambda bare: sharded)
+        monkeypatch.setattr(layout_check, "fits_in_float32", lambda bare, device: fits)
+        self.check, self.said = check(
+            _best=self.best, _compute=lambda trial, call: EXPECTED, _observed=lambda trial, call: EXPECTED,
+            _is_random=lambda trial, expected: self.random, _widened=lambda bare: layout_check.nullcontext(),
+            _in_columns=lambda trial, doubt: (SHARED_PADDED, self.in_columns.append(doubt) or doubt), **changes,
+        )  # fmt: skip
+
+    def best(self, trial: Any, most: Layout, expected: Any) -> tuple[Layout, str]:
+        self.trials.append((trial, most))
+        return most, self.doubt
+
+    @property
+    def trial(self) -> Any:
+        ((found, _),) = self.trials
+        return found
+
+
+WRAPPER = nn.Identity()
+
+
+def fitting(*fits: bool) -> Any:
+    return lambda bare, host: np.array(fits)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits", "rows", "in_columns"),
+    [
+        (PACKED, (True,) * 4, [0, 1, 2, 3], True),
+        (PACKED, (False, False, True, True), [2, 3], True),
+        (PACKED, (False,) * 4, [0, 1, 2, 3], True),
+        (SHARED, (False, False, True, True), [0, 1, 2, 3], True),
+        (TRIMMED, (True,) * 4, [0, 1, 2, 3], False),
+    ],
+)
+def test_the_first_rows_are_those_that_the_layout_may_hold(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, wanted: Layout, fits: Any, rows: list[int], in_columns: bool
+) -> None:
+    found = Comparison(monkeypatch, fits=fitting(*fits))
+    assert found.check._compare_first_rows(WRAPPER, llama, ROWS, wanted, True) == (wanted, "")
+    trial = found.trial
+    assert trial.rows.input_ids.tolist() == ROWS.input_ids[rows].tolist()
+    assert trial.padded.rows.input_ids.shape[1] == ROWS.input_ids.shape[1] + 16
+    assert (trial.model, trial.bare, trial.parameters, trial.in_columns) == (WRAPPER, llama, (), in_columns)
+    assert (trial.where, trial.when, trial.is_float32) == ("the first micro-batch", "", True)
+
+
+@pytest.mark.parametrize(
+    ("in_columns", "router_loss", "expected"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_rows_in_trls_columns_need_shared_prompts(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, in_columns: bool, router_loss: bool, expected: bool
+) -> None:
+    for name in ("_compare_first_rows", "_compare_short_rows"):
+        found = Comparison(monkeypatch, rules=LayoutRules(settings(), router_loss=router_loss))
+        getattr(found.check, name)(WRAPPER, llama, ROWS, SHARED, in_columns)
+        assert found.trial.in_columns is expected
+
+
+def test_learned_positions_without_room_for_padding_are_a_doubt(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"learned": True, "room": False}
+    monkeypatch.setattr(layout_check, "_learns_positions", lambda base: facts["learned"])
+    monkeypatch.setattr(
+        layout_check,
+        "_padded_call",
+        lambda rows, bare: ModelCall(rows.widen(1, 1) if facts["room"] else rows, PADDED),
+    )
+    found = Comparison(monkeypatch)
+    doubt = "its positions are learned, and the rows leave no room to check whether padding matters"
+    assert found.check._compare_first_rows(WRAPPER, llama, ROWS, PACKED, True) == (SHARED_PADDED, doubt)
+    assert found.trials == []
+    for learned in (True, False):
+        facts.update(learned=learned, room=learned)
+        assert found.check._compare_first_rows(WRAPPER, llama, ROWS, PACKED, True) == (PACKED, "")
+
+
+def test_short_rows_are_compared_with_gradients_in_training_mode(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Comparison(monkeypatch)
+    llama.eval()
+    modes: list[bool] = []
+    found.check._compute = lambda trial, call: modes.append(llama.training) or EXPECTED
+    for layout, edges in ((SHARED, True), (SHARED_PADDED, True), (TRIMMED, False), (PACKED, False)):
+        assert found.check._compare_short_rows(WRAPPER, llama, ROWS, layout, True) == (layout, "")
+        trial, most = found.trials.pop()
+        assert most is layout
+        assert (len(trial.rows.input_ids) > 4) is edges, "lengths at which a cache may be wrong"
+        assert (trial.model is llama, trial.bare is llama) == (True, True), "without wrappers"
+        assert [id(one) for one in trial.parameters] == [id(one) for one in layout_check.compared(llama)]
+        assert (trial.where, trial.when, trial.is_float32) == ("a few short rows", " once it has trained", True)
+        assert trial.in_columns is (layout is not TRIMMED)
+    assert modes == [True] * 4
+    assert not llama.training
+    assert found.said == []
+    found.check.fits = fitting(False, False, True, True)
+    found.check._compare_short_rows(WRAPPER, llama, ROWS, PACKED, True)
+    assert found.trials.pop()[0].rows.host.prompts()[0].tolist() == [8], "rows that do not fit are left out"
+
+
+def test_split_or_16_bit_weights_are_compared_with_a_line(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = Comparison(monkeypatch, sharded=True)
+    split.check._compare_short_rows(WRAPPER, llama, ROWS, SHARED, True)
+    assert (split.trial.model, split.trial.parameters) == (WRAPPER, [])
+    assert split.trial.is_float32, "as the model computes"
+    assert split.said == ["under ZeRO-3 and FSDP layouts are compared by their log-probabilities, not by gradients"]
+    half = Comparison(monkeypatch, fits_float32=False, _computes_in_float32=lambda bare: False)
+    half.check._compare_short_rows(WRAPPER, llama, ROWS, SHARED, True)
+    assert not half.trial.is_float32
+    assert half.said == [
+        "layouts are compared in 16-bit precision: the weights are quantized, or have no room in float32"
+    ]
+    wide = Comparison(monkeypatch, _computes_in_float32=lambda bare: False)
+    wide.check._compare_short_rows(WRAPPER, llama, ROWS, SHARED, True)
+    assert wide.trial.is_float32
+
+
+SHARED_NUMBERS = "in training the model draws random numbers, which a shared prompt would share"
+
+
+@pytest.mark.parametrize(
+    ("found", "doubt", "layout", "said"),
+    [
+        (PACKED, "", TRIMMED, SHARED_NUMBERS),
+        (SHARED, "", TRIMMED, SHARED_NUMBERS),
+        (SHARED, "padding matters", TRIMMED, "padding matters"),
+        (TRIMMED, "", TRIMMED, ""),
+        (SHARED_PADDED, "", PADDED, SHARED_NUMBERS),
+    ],
+)
+def test_a_model_that_draws_numbers_in_training_shares_no_prompt(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, found: Layout, doubt: str, layout: Layout, said: str
+) -> None:
+    compared = Comparison(monkeypatch, random=True, doubt=doubt)
+    assert compared.check._compare_short_rows(WRAPPER, llama, ROWS, found, True) == (layout, said)
+    assert [most for _, most in compared.trials] == ([] if found is SHARED_PADDED else [TRIMMED])
+
+
+@pytest.mark.parametrize(
+    ("again", "is_float32", "draws", "is_random"),
+    [
+        (0.0, True, False, False),
+        (0.0, True, True, False),
+        (1e-3, True, False, True),
+        (1e-9, True, False, False),
+        (1e-3, False, True, True),
+        (1e-3, False, False, False),
+        (0.0, False, True, False),
+        (9.0, False, False, True),
+    ],
+)
+def test_a_model_is_random_if_it_draws_numbers_or_differs_from_itself(
+    again: float, is_float32: bool, draws: bool, is_random: bool
+) -> None:
+    """Two 16-bit results may differ by rounding alone."""
+
+    def compute(trial: Any, call: ModelCall) -> Any:
+        assert trial.parameters == ()
+        assert call is compared.padded
+        if draws:
+            torch.rand(1)
+        found = EXPECTED[0].clone()
+        found[0, 0] -= again
+        return found, ()
+
+    compared = trial(is_float32=is_float32, parameters=(nn.Parameter(torch.ones(1)),))
+    assert check(_compute=compute)[0]._is_random(compared, (EXPECTED[0], ())) is is_random
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "is_float32"),
+    [
+        (torch.float32, "no", True),
+        (torch.float32, "bf16", False),
+        (torch.bfloat16, "no", False),
+        (torch.bfloat16, "bf16", False),
+    ],
+)
+def test_a_model_computes_in_float32_if_neither_weights_nor_autocast_are_of_16_bits(
+    dtype: torch.dtype, autocast: str, is_float32: bool
+) -> None:
+    found, _ = check()
+    found.accelerator.mixed_precision = autocast
+    assert found._computes_in_float32(model().to(dtype)) is is_float32
 
 
 def test_rows_longer_than_the_kept_scores_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,8 +555,15 @@ def test_log_probabilities_are_compared_on_labels_and_then_gradients() -> None:
     gradients = layout_check._difference(trial(), ROWS, (off, both[:1]), (torch.zeros(4, 2), both[1:]))
     assert gradients.startswith("gradients by 5.0e-01 of their size")
     off[0, 0] = 3e-4
-    found = layout_check._difference(trial(), ROWS, (off, ()), (torch.zeros(4, 2), ()))
-    assert found == "log-probabilities by 3.0e-04 on some rows, 1e-04 allowed"
+    for one, other in ((off, torch.zeros(4, 2)), (torch.zeros(4, 2), off)):
+        found = layout_check._difference(trial(), ROWS, (one, ()), (other, ()))
+        assert found == "log-probabilities by 3.0e-04 on some rows, 1e-04 allowed"
+    coarse = torch.zeros(4, 2)
+    coarse[0, 0] = 0.2  # one of six tokens with a label
+    half = (coarse, ()), (torch.zeros(4, 2), ())
+    assert layout_check._difference(trial(is_float32=False), ROWS, *half) == "", "the mean counts"
+    coarse[0, 0] = 0.4
+    assert "log-probabilities by 6.7e-02" in layout_check._difference(trial(is_float32=False), ROWS, *half)
     assert layout_check._difference(trial(is_float32=False), ROWS, (off, ()), (torch.zeros(4, 2), ())) == ""
     none = layout_check._difference(trial(), ROWS.unlabelled(), (off, ()), (torch.zeros(4, 2), ()))
     assert none == ""
@@ -383,6 +586,9 @@ def test_packed_rows_are_compared_on_rows_that_fit_and_share_a_prompt(
         "packed rows give other results now (x)"
     )
     assert seen[-1] == (ROWS.input_ids.tolist(), PACKED, log_probs.tolist())
+    some = padded([[5], [5], [6]], [[1], [2], []])
+    found._doubt_of_packed(trial(some, bare=llama), (log_probs, ()))
+    assert seen.pop()[0] == some.input_ids[:2].tolist(), "a row without a label shows nothing"
     window = 3  # only the rows of the short prompt
     found._doubt_of_packed(trial(bare=llama), (log_probs, ()))
     assert seen[-1][0] == ROWS.input_ids[2:].tolist()
@@ -476,7 +682,7 @@ def test_the_lengths_that_leave_windows_and_chunks(
 # ---- models
 
 
-def test_how_weights_are_split_is_read_from_modules_and_parameters() -> None:
+def test_how_weights_are_split_is_read_from_modules_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, zero3, fsdp1, fsdp2 = (nn.Sequential(nn.Linear(1, 1)) for _ in range(4))
     assert layout_check.sharding_of(plain) == layout_check.sharding_of(nn.Module()) == ""
     zero3[0].weight.ds_id = 3  # type: ignore[assignment]
@@ -486,6 +692,8 @@ def test_how_weights_are_split_is_read_from_modules_and_parameters() -> None:
     fsdp2.append(type("Split", (nn.Linear, layout_check.FSDPModule), {"__new__": object.__new__})(1, 1))
     assert layout_check.sharding_of(fsdp2) == FSDP2
     assert [layout_check.is_sharded(one) for one in (plain, zero3, fsdp1, fsdp2)] == [False, True, True, True]
+    monkeypatch.setattr(layout_check, "DTensor", nn.Parameter)  # FSDP2 may leave its module and ignore some weights
+    assert layout_check.sharding_of(plain) == FSDP2
 
 
 def test_models_whose_gradients_were_not_verified_where_weights_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,6 +706,99 @@ def test_models_whose_gradients_were_not_verified_where_weights_are_split(monkey
     ):
         monkeypatch.setattr(layout_check, "text_config", lambda model, kind=kind: SimpleNamespace(model_type=kind))
         assert layout_check.unsupported_under_sharding(nn.Linear(1, 1), sharding) == reason
+
+
+def forwards(*names: str) -> Any:
+    """Return a backbone whose forward takes arguments of these names."""
+    source = f"lambda {', '.join(names)}: None"
+    return SimpleNamespace(forward=eval(source))
+
+
+FITTING: dict[str, Any] = {
+    "base_model": forwards("position_ids", "**kwargs"),
+    "_can_set_attn_implementation": lambda: True,
+    "_supports_sdpa": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "reason"),
+    [
+        ({}, {}, ""),
+        ({}, {"layer_types": ["full_attention", "sliding_attention"]}, ""),
+        ({}, {"layer_types": None}, ""),
+        ({}, {"layer_types": ["mamba", "full_attention", "conv"]}, "the model has layers of conv, mamba"),
+        (
+            {"_can_set_attn_implementation": lambda: False}, {},
+            "the attention of SimpleNamespace does not go through transformers' AttentionInterface",
+        ),
+        ({"_supports_sdpa": False}, {}, "the attention of SimpleNamespace is not that of SDPA"),
+        *[
+            ({"base_model": forwards(*names)}, {},
+             "the forward of SimpleNamespace takes no position_ids or no further arguments")
+            for names in (["position_ids"], ["**kwargs"], [])
+        ],
+    ],
+)  # fmt: skip
+def test_models_that_are_not_packed(
+    changes: dict[str, Any], config: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_text = SimpleNamespace(**config)
+    base = SimpleNamespace(config=of_text, **{**FITTING, **changes})
+    monkeypatch.setattr(layout_check, "base_model", lambda model: base)
+    monkeypatch.setattr(layout_check, "text_config", lambda model: of_text)
+    assert layout_check.unsupported(nn.Identity()) == reason
+    base.config = SimpleNamespace()
+    assert layout_check.unsupported(nn.Identity()) == "the model is multimodal"
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({}, None),
+        ({"sliding_window": 8}, 8),
+        ({"sliding_window": 8, "layer_types": None}, 8),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 8),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, None),
+        ({"sliding_window": 8, "layer_types": []}, None),
+    ],
+)
+def test_the_window_of_a_models_attention(config: dict[str, Any], window: int | None) -> None:
+    assert layout_check.attention_window(SimpleNamespace(**config)) == window
+
+
+def test_a_second_table_of_embeddings_is_one_of_positions() -> None:
+    class Policy(nn.Module):
+        def __init__(self, *tables: nn.Module) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(tables)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.tables[0]
+
+    tokens = nn.Embedding(3, 2)
+    assert not layout_check._learns_positions(Policy(tokens, nn.Linear(2, 2)))
+    assert layout_check._learns_positions(Policy(tokens, nn.Embedding(3, 2)))
+
+
+def test_weights_fit_in_float32_with_a_quarter_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = nn.Linear(10, 10).bfloat16()  # 110 weights, of 440 bytes in float32
+    monkeypatch.setattr(layout_check, "base_model", lambda model: model)
+    memory = SimpleNamespace(available=550)
+    monkeypatch.setattr(layout_check.psutil, "virtual_memory", lambda: memory)
+    assert layout_check.fits_in_float32(half, DEVICE)
+    memory.available = 549
+    assert not layout_check.fits_in_float32(half, DEVICE)
+    assert layout_check.fits_in_float32(nn.Linear(10, 10), DEVICE), "it is in float32 already"
+    memory.available = 10**9
+    half.is_quantized = True
+    assert not layout_check.fits_in_float32(half, DEVICE)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 400)
+    half.is_quantized = False
+    for allocated, fits in ((150, True), (151, False)):
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device, allocated=allocated: allocated)
+        assert layout_check.fits_in_float32(half, torch.device("cuda")) is fits
 
 
 def test_adapters_and_compiled_models_that_share_no_prompt() -> None:
@@ -519,6 +820,7 @@ def test_adapters_and_compiled_models_that_share_no_prompt() -> None:
     compiled.model.layers[1].compile()
     assert "the model is compiled" in layout_check.unshareable(compiled)
     assert not layout_check.is_compiled(adapted)
+    assert layout_check.is_compiled(nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1))))
 
 
 # ---- the state of a model during the check
@@ -530,6 +832,7 @@ def test_tensors_of_one_value_get_noise_by_their_size() -> None:
         ("zeros", torch.zeros(4000)),
         ("twos", torch.full((4000,), -2.0)),
         ("others", torch.arange(70.0)),
+        ("single", torch.zeros(1)),
     ):
         policy.register_parameter(name, nn.Parameter(values.clone()))
     late = torch.zeros(70)
@@ -544,9 +847,11 @@ def test_tensors_of_one_value_get_noise_by_their_size() -> None:
         assert (policy.twos + 2).std().item() == pytest.approx(0.2, rel=0.05)
         assert policy.twos.mean().item() == pytest.approx(-2.0, abs=0.02)
         assert torch.equal(policy.others, torch.arange(70.0))
+        assert policy.single.any()
         assert torch.equal(policy.late, late)
         assert not policy.frozen.any()
     assert not policy.zeros.any()
+    assert not policy.single.any()
     assert (policy.twos == -2).all()
     assert torch.equal(torch.get_rng_state(), state)
     with layout_check.perturbed(policy):
@@ -604,6 +909,32 @@ def test_modes_buffers_random_numbers_and_gradients_are_restored() -> None:
     assert policy.bias.grad is None
 
 
+def test_reentrant_checkpointing_leaves_the_gradients_of_the_run() -> None:
+    """It computes all gradients or none, in the parameters themselves."""
+    weight = nn.Parameter(torch.ones(4, 3))
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def gradient_checkpointing_enable(self, options: Any) -> None: ...
+
+        def gradient_checkpointing_disable(self) -> None: ...
+
+    gradients = []
+    for reentrant in (True, False):
+        found, _ = check(run=lambda call, model, compute_entropy: (weight * 2, None))
+        found.args.gradient_checkpointing = True
+        found.args.gradient_checkpointing_kwargs = {"use_reentrant": reentrant}
+        weight.grad = before = torch.full((4, 3), 5.0)
+        gradients += found._compute(trial(bare=Bare(), parameters=[weight]), ModelCall(ROWS, SHARED))[1]
+        assert weight.grad is before
+        assert (before == 5).all()
+    assert torch.equal(*gradients)
+    assert gradients[0].any()
+
+
 @pytest.mark.parametrize(
     ("layout", "launches", "segments"),
     [(SHARED, math.inf, True), (SHARED_PADDED, math.inf, True), (TRIMMED, math.inf, False), (TRIMMED, 512.0, True),
@@ -639,6 +970,7 @@ def test_checkpointing_runs_the_cache_of_prompts_again(
     def run(call: ModelCall, model: Any, compute_entropy: bool) -> tuple[Tensor, None]:
         events.append("run")
         assert torch.is_grad_enabled() is parameters
+        assert not compute_entropy, "it would cost a second pass over the logits"
         return weight * 2, None
 
     found, _ = check(run=run)

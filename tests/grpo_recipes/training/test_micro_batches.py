@@ -282,22 +282,6 @@ def test_advantages_of_tokens_are_rescaled_as_those_of_rows_are(tokens: int) -> 
         assert found == {label: [advantage] * columns for label, advantage in expected.items()}
 
 
-@pytest.mark.parametrize("given", ["both", "none"])
-def test_log_probabilities_of_a_skipped_row_are_0(given: str) -> None:
-    """The ratio of its tokens is then 1, and infinite for no value."""
-    (batch,) = buffer_of([(1, 2, 1.0), (1, 2, 0.0), (1, 2, 1.0)], 1)
-    batch["sampling_per_token_logps"] = batch["old_per_token_logps"] - 7.0
-    if given == "none":
-        batch["sampling_per_token_logps"] = batch["old_per_token_logps"] = None
-    (ours,) = regroup([batch], 1, Layout.TRIMMED, Exactness(True, True))
-    for key, first in (("old_per_token_logps", 0.0), ("sampling_per_token_logps", -7.0)):
-        if given == "none":
-            assert ours[key] is None
-            continue
-        rows = dict(zip(ours["extra"], ours[key].tolist(), strict=True))
-        assert rows == {"row 0": [first] * 2, "row 1": [0.0] * 2, "row 2": [first - 2.0] * 2}
-
-
 @pytest.mark.parametrize("skip", [False, True])
 def test_a_row_keeps_its_weight_with_bnpo(skip: bool) -> None:
     """Advantage / active tokens, without tool tokens, is the same before and after the rows move."""
@@ -340,6 +324,31 @@ def test_only_values_of_the_completions_are_cut_with_them() -> None:
         assert batch["prompt_ids"].shape == batch["prompt_mask"].shape
     widths = [batch["completion_ids"].shape[1] for batch in regroup(buffer, 1, Layout.TRIMMED, Exactness(False, True))]
     assert widths == [6, 5, 2], "the last one has no token left, and TRL takes one column for a value per sequence"
+
+
+def test_a_micro_batch_of_one_token_or_none_keeps_finite_weights() -> None:
+    ours = regroup(buffer_of([(1, 1, 1.0), (1, 5, -2.0)], 2), 2, Layout.TRIMMED, Exactness(True, True, rescale=True))
+    assert [batch["advantages"].tolist() for batch in ours] == [[1.0], [-2.0]], "each row is alone as before"
+    buffer = buffer_of([(1, 2, 1.0), (1, 3, 1.0), (1, 4, 1.0), (1, 5, 1.0)], 2)
+    for batch, is_the_policys in zip(buffer, (0, 1), strict=True):
+        batch["tool_mask"] = batch["completion_mask"] * is_the_policys
+    for batch in regroup(buffer, 2, Layout.PACKED, Exactness(True, False, rescale=True)):
+        assert batch["advantages"].isfinite().all()
+
+
+def test_the_ratios_of_skipped_rows_are_one() -> None:
+    """TRL's log-probabilities of a masked row are 0, and so are those that they are compared with."""
+    buffer = buffer_of([(1, 3, 0.0), (2, 3, 1.0), (1, 3, 0.0), (2, 3, 2.0)], 2)
+    for batch in buffer:
+        batch["old_per_token_logps"] = torch.full((2, 3), -5.0)
+        batch["sampling_per_token_logps"] = torch.full((2, 3), -6.0)
+        batch["ref_per_token_logps"] = None
+    for batch in regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True)):
+        for advantage, old, sampled in zip(
+            batch["advantages"], batch["old_per_token_logps"], batch["sampling_per_token_logps"], strict=True
+        ):
+            assert set(old.tolist()) == {-5.0 if advantage else 0.0}
+            assert set(sampled.tolist()) == {-6.0 if advantage else 0.0}
 
 
 def test_a_row_with_a_nonzero_advantage_at_any_token_contributes() -> None:

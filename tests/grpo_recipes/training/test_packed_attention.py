@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,62 @@ def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
     gradients = [torch.autograd.grad((x * weights).sum(), (query, key, value)) for x in (got[0], expected)]
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("added", "counts"),
+    [
+        ({}, True),
+        ({"sliding_window": 4, "softcap": None}, True),
+        ({"attention_mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, True),
+        ({"attention_mask": torch.zeros(1, 1, 5, 5)}, False),
+        ({"softcap": 0.0}, False),
+        *[
+            ({name: 1.0}, False)
+            for name in ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
+        ],
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else str(value),
+)  # fmt: skip
+def test_a_layer_that_adds_to_its_scores_is_not_counted(added: dict[str, Any], counts: bool) -> None:
+    """The addition would be lost. `LogProbs` then rejects the row."""
+    states, spans = torch.randn(1, 2, 5, 4), GroupSpans([((0, 2), [(2, 5)])])
+    given = {"attention_mask": None, **added}
+    packed_attention.packed_attention(torch.nn.Module(), states, states, states, group_spans=spans, **given)
+    assert spans.attended == int(counts)
+
+
+def test_attention_dropout_is_refused_in_a_packed_row_only() -> None:
+    states, layer = torch.randn(1, 2, 5, 4), torch.nn.Module()
+    layer.is_causal = True
+    with pytest.raises(RuntimeError, match=r"Module has an attention dropout of 0.5, .* `micro_batching: {layout: tr"):
+        packed_attention.packed_attention(
+            layer, states, states, states, None, dropout=0.5, group_spans=GroupSpans([((0, 2), [(2, 5)])])
+        )
+    torch.manual_seed(0)
+    one = packed_attention.packed_attention(layer, states, states, states, None, dropout=0.5)[0]
+    other = packed_attention.packed_attention(layer, states, states, states, None)[0]
+    assert not torch.equal(one, other)
+    scaled = packed_attention.packed_attention(layer, states, states, states, None, scaling=0.1)[0]
+    assert not torch.equal(scaled, other)
+
+
+@pytest.mark.parametrize(("users", "inside"), [("sdpa", "sdpa"), ("eager", "eager"), ("flash_attention_2", "eager")])
+def test_the_users_implementation_is_replaced_where_it_takes_no_float32(users: str, inside: str) -> None:
+    policy, switch = model(), packed_attention.AttentionSwitch()
+    policy.config._attn_implementation = users
+    for _ in range(2):
+        switch.pack(policy)
+    assert policy.config._attn_implementation == packed_attention.ATTENTION
+    with suppress(RuntimeError), switch.in_float32(policy):
+        assert policy.config._attn_implementation == inside
+        switch.pack(policy)
+        raise RuntimeError
+    assert policy.config._attn_implementation == users
+    copied = model()
+    copied.config._attn_implementation = packed_attention.ATTENTION  # the model was copied while it was packed
+    switch.restore(copied)
+    assert copied.config._attn_implementation == "sdpa"
 
 
 def test_the_masks_of_all_suffixes_are_one_tensor() -> None:

@@ -31,7 +31,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.rows import Rows
 from grpo_recipes.training import layout_check, packed_attention
 from grpo_recipes.training.packed_attention import ATTENTION, AttentionSwitch, GroupSpans
-from grpo_recipes.training.packing import Layout, pack
+from grpo_recipes.training.packing import Layout, order, pack
 from tests.support.grids import only
 from tests.support.recorded import Recording, compare, make_trainer, model
 
@@ -70,6 +70,18 @@ def flat(recording: Recording) -> Rows:
         for completion in group
     ]
     return padded([prompt for prompt, _ in pairs], [completion for _, completion in pairs])
+
+
+def test_rows_that_should_share_a_micro_batch_are_neighbours_in_their_own_order() -> None:
+    rng = np.random.default_rng(0)
+    prompts = [[5 + int(kind)] * (1 + int(kind)) for kind in rng.integers(0, 3, 100)]
+    completions = [[9] * int(length) for length in rng.integers(0, 4, 100)]
+    host = padded(prompts, completions).host
+    shared = sorted(range(100), key=lambda row: prompts.index(prompts[row]))
+    for layout in (Layout.SHARED_PADDED, Layout.SHARED, Layout.PACKED):
+        assert order(host, layout).tolist() == shared
+    trimmed = sorted(range(100), key=lambda row: (len(completions[row]), len(prompts[row])))
+    assert order(host, Layout.TRIMMED).tolist() == trimmed
 
 
 def one_by_one(policy: PreTrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
@@ -605,10 +617,13 @@ def test_multimodal_inputs_are_scored_by_trl(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(TRLGRPOTrainer, "_get_per_token_logps_and_entropies", score)
     rows = flat(RAGGED)
-    trainer._get_per_token_logps_and_entropies(
-        trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, pixel_values="pixels", num_images=[1]
-    )
-    assert seen["pixel_values"] == "pixels"
+    pixels = torch.zeros(2, 3)
+    for fields in ({"pixel_values": pixels, "num_images": None}, {"num_images": [], "pixel_values": None}):
+        seen.clear()
+        trainer._get_per_token_logps_and_entropies(
+            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, **fields
+        )
+        assert seen == fields
     assert trainer._log_probs._layouts == {}
 
 

@@ -227,6 +227,50 @@ def test_the_sums_of_a_micro_batch_by_hand(level: str, weights: list[float], cli
     assert passes.metrics() == {}
 
 
+def metrics_of(
+    ratios: list[list[float]],
+    masks: list[list[int]],
+    advantages: list[float],
+    level: str = "token",
+    epsilon: float = 0.0,
+) -> dict[str, float]:
+    """Return the metrics of one micro-batch with given ratios, by the last part of their names."""
+    trainer: Any = SimpleNamespace(
+        importance_sampling_level=level,
+        loss_type="dapo",
+        epsilon_low=epsilon,
+        epsilon_high=epsilon,
+        state=SimpleNamespace(global_step=0),
+        accelerator=SimpleNamespace(sync_gradients=True, reduce=lambda sums: sums),
+    )
+    passes, log_ratios = Passes(trainer), torch.tensor(ratios).log()
+    inputs = {"completion_mask": torch.tensor(masks), "advantages": torch.tensor(advantages)}
+    passes.add({**inputs, "old_per_token_logps": torch.zeros_like(log_ratios)}, log_ratios)
+    return {name.removeprefix("passes/1/"): value for name, value in passes.metrics().items()}
+
+
+def test_a_ratio_at_the_edge_of_the_clip_range_is_inside() -> None:
+    """On-policy tokens have a ratio of exactly 1, and a gradient."""
+    rows = [[1.0, 1.0], [1.0, 1.0]]
+    assert metrics_of(rows, [[1, 1], [1, 1]], [1.0, -1.0])["clip_share"] == 0.0
+
+
+def test_the_size_of_equal_weights_is_not_above_one() -> None:
+    """The float32 sums of three weights of 1.7 give 1.0000001."""
+    assert metrics_of([[1.7] * 3], [[1, 1, 1]], [1.0])["effective_sample_size"] == 1.0
+
+
+def test_the_ratio_of_a_completion_of_one_token_is_that_of_the_token() -> None:
+    found = metrics_of([[2.0, 9.0], [1.0, 1.0]], [[1, 0], [1, 1]], [1.0, 1.0], level="sequence")
+    assert found["effective_sample_size"] == pytest.approx((2 + 1 + 1) ** 2 / (3 * (4 + 1 + 1)))
+
+
+def test_a_log_ratio_counts_up_to_20() -> None:
+    for one, other, are_equal in ((20.4, 30.0, True), (-20.4, -30.0, True), (19.0, 19.5, False)):
+        found = metrics_of([[math.exp(one), math.exp(other)]], [[1, 1]], [1.0])["effective_sample_size"]
+        assert (found == pytest.approx(1.0, abs=1e-4)) is are_equal
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_ranks_log_what_one_process_logs(tmp_path: Path) -> None:

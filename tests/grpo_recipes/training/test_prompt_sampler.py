@@ -220,6 +220,17 @@ def test_a_resumed_epoch_continues_with_the_generation_that_follows(accumulation
             step += 1
 
 
+def test_a_run_begins_with_the_first_generation() -> None:
+    sampling = object.__new__(PromptSampling)
+    sampling.sampler, sampling.position = sampler(), 7
+    args, state = SimpleNamespace(gradient_accumulation_steps=2), SimpleNamespace(global_step=0, epoch=None)
+    sampling.on_epoch_begin(args, state, None)
+    assert sampling.position == 0
+    sampling.sampler, sampling.position = None, 7  # an evaluation without a training asks for no sampler
+    sampling.on_epoch_begin(args, state, None)
+    assert sampling.position == 7
+
+
 def test_one_group_with_variance_resets_a_prompt() -> None:
     ours = sampler()
     list(ours)
@@ -243,6 +254,15 @@ def test_every_prompt_is_drawn_again() -> None:
     assert (times[:10] == 400).all()
     assert (times[10:] > 10).all()
     assert 40 < times[10:].mean() < 60, "400 times 0.1, raised to an integer number of prompts"
+
+
+def test_a_probability_that_equals_the_floor_is_not_kept_by_it() -> None:
+    ours = sampler()
+    ours.spec = spec(exploration=0.5, floor=0.25)
+    ours.unvaried[:] = np.arange(12) % 4
+    list(ours)
+    for draw in ours.draws:
+        assert (draw.at_floor == (ours.unvaried[draw.prompts] == 3)).all(), "0.125, where 2 groups give 0.25"
 
 
 def test_groups_with_variance() -> None:

@@ -77,6 +77,20 @@ def test_a_lora_adds_nothing_while_its_tensors_show_so(changes: dict[str, Any], 
     assert is_equal or adds
 
 
+@pytest.mark.parametrize(
+    ("start", "changes"),
+    [
+        *[(name, True) for name in ("pissa", "PiSSA", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga")],
+        *[(start, False) for start in (True, False, "gaussian", "orthogonal", "eva", None)],
+    ],
+)
+def test_a_start_that_changes_the_base_is_known_by_its_name(start: Any, changes: bool) -> None:
+    config: Any = SimpleNamespace(init_lora_weights=start)
+    assert reference._changes_the_base(config) is changes
+    other: Any = SimpleNamespace()
+    assert not reference._changes_the_base(other)
+
+
 def test_another_kind_of_adapter_is_always_copied() -> None:
     config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     assert not reference._adds_nothing(get_peft_model(model(), config), "default")
@@ -128,6 +142,26 @@ def test_each_reference_is_described_with_its_parameters(tmp_path: Path) -> None
     assert described(adapted().eval(), {"adapter": where})
 
 
+@pytest.mark.parametrize(
+    ("missing", "unexpected", "says"),
+    [(["a", "b"], ["c"], "tensor a has no counterpart"), ([], ["c", "d"], "tensor c has no counterpart")],
+)
+def test_the_first_tensor_without_a_counterpart_is_named(
+    missing: list[str], unexpected: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT only lists such tensors, and leaves random numbers in their places."""
+    config = SimpleNamespace(base_model_name_or_path="base")
+    monkeypatch.setattr(reference, "adapter_config", lambda where: config)
+    result = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
+    policy: Any = nn.Module()
+    policy.load_adapter = lambda where, name: policy.eval() and result
+    with pytest.raises(UserError, match=rf"`reference.adapter`: there does not fit this policy: {says}$"):
+        reference._load_reference(policy, "there")
+    assert policy.training
+    result.missing_keys = result.unexpected_keys = []
+    assert reference._load_reference(policy, "there") == "base"
+
+
 def test_a_policy_that_cannot_have_a_reference_is_refused() -> None:
     def message(policy: Any, source: Any = "initial", **how: Any) -> str:
         with pytest.raises(UserError) as caught:
@@ -159,28 +193,6 @@ def test_a_policy_that_cannot_have_a_reference_is_refused() -> None:
         "the reference has other tensors than the policy, so `sync_ref_model` can't refresh it: use an adapter of the "
         "same configuration, or remove `sync_ref_model`"
     )
-
-
-ERRORS = [AttributeError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError]
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_an_adapter_that_peft_cannot_hold_is_refused_with_its_reason(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise error("a reason")
-
-    policy = adapted()
-    monkeypatch.setattr(policy, "add_adapter", refuse)
-    monkeypatch.setattr(policy, "load_adapter", refuse)
-    monkeypatch.setattr(reference, "adapter_config", lambda where: policy.peft_config["default"])
-    if error is not OSError:
-        with pytest.raises(UserError, match=r"^PEFT can't hold a second LORA adapter like `default` \(.*a reason.*\)"):
-            described(policy, "initial", keep_copy=True)
-    if error not in (AttributeError, NotImplementedError, TypeError):
-        with pytest.raises(UserError, match="^`reference.adapter`: a/b does not fit this policy: .*a reason"):
-            described(policy, {"adapter": "a/b"})
 
 
 def test_a_copy_must_have_every_tensor_of_its_original(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +261,48 @@ def test_a_refresh_moves_the_reference_a_share_of_the_way(alpha: float, expected
     counter = torch.tensor([3])
     reference._blend(torch.tensor([8]), counter, 0.25)
     assert counter.tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    ("before", "policy", "alpha", "after"),
+    [
+        ([1.0, 2.0], [3.0, -2.0], 0.25, [1.5, 1.0]),
+        ([1.0, 2.0], [3.0, -2.0], 1.0, [3.0, -2.0]),
+        ([float("inf"), float("nan")], [3.0, -2.0], 1.0, [3.0, -2.0]),
+        ([1, 2], [3, 5], 0.25, [3, 5]),  # a count has no share of the way
+    ],
+)
+def test_a_tensor_moves_to_the_policys_and_a_copy_is_exact(
+    before: list[Any], policy: list[Any], alpha: float, after: list[Any]
+) -> None:
+    source, target = torch.tensor(policy), torch.tensor(before)
+    reference._blend(source, target, alpha)
+    assert target.tolist() == after
+    assert source.tolist() == policy
+
+
+def test_a_stored_reference_of_other_tensors_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    monkeypatch.setattr(reference, "_reference_tensors", lambda trainer: own)
+    trainer: Any = SimpleNamespace()
+    with pytest.raises(UserError, match="so that run's refreshed reference is lost"):
+        reference._restore(trainer, tmp_path)
+    for names in ("a", "abc", "bc"):
+        save_file({name: torch.ones(2) for name in names}, tmp_path / reference.WEIGHTS)
+        with pytest.raises(UserError, match="is of another model: resume with the recipe that wrote it"):
+            reference._restore(trainer, tmp_path)
+        assert not any(tensor.any() for tensor in own.values())
+    save_file({name: torch.ones(2) for name in "ab"}, tmp_path / reference.WEIGHTS)
+    reference._restore(trainer, tmp_path)
+    assert all(tensor.all() for tensor in own.values())
+
+
+def test_the_checkpoint_of_a_resume_is_that_of_its_step(tmp_path: Path) -> None:
+    state: Any = SimpleNamespace(global_step=3)
+    own, other = tmp_path / "checkpoint-3", Path("elsewhere") / "checkpoint-3"
+    for given, found in ((True, own), (None, own), ("elsewhere/checkpoint-4", own), (str(other), other)):
+        args: Any = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=given)
+        assert reference._resumed_checkpoint(args, state) == found
 
 
 def test_shared_tensors_are_paired_once_and_never_with_themselves() -> None:
@@ -393,6 +447,46 @@ def test_the_sentence_names_refreshes_and_dropout(sent: list[Any]) -> None:
     assert sentence(kept) == off
     assert 0.25 in {module.p for module in kept.modules() if isinstance(module, nn.Dropout)}
     assert sentence(adapted(), disable_dropout=True) == off
+    two = adapted(lora_dropout=0.25)
+    two.add_adapter("more", LoraConfig(**{**ATTENTION, "lora_dropout": 0.5}))
+    assert sentence(two, disable_dropout=True).endswith("`lora_dropout` of 0.5"), "the largest of all adapters"
+    without = get_peft_model(
+        model(), IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    )
+    assert "lora_dropout" not in sentence(without, "base", disable_dropout=True)
+    assert "lora_dropout" not in sentence(model(), disable_dropout=True)
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError]
+)
+def test_an_adapter_that_peft_refuses_is_a_mistake_of_the_user(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT has no error of its own: each kind of adapter raises what happens to fail."""
+
+    def refuses(*_: Any) -> None:
+        raise error("no")
+
+    if error is not OSError:  # a copy reads no file
+        policy = adapted()
+        monkeypatch.setattr(policy, "add_adapter", refuses)
+        with pytest.raises(UserError, match=r"PEFT can't hold a second LORA adapter like `default` \('?no'?\): use"):
+            described(policy, "initial", keep_copy=True)
+    if error in (KeyError, OSError, RuntimeError, ValueError):
+        config = SimpleNamespace(base_model_name_or_path="base")
+        monkeypatch.setattr(reference, "adapter_config", lambda where: config)
+        loading: Any = nn.Module()
+        loading.load_adapter = refuses
+        with pytest.raises(UserError, match=r"`reference.adapter`: there does not fit this policy: '?no'?$"):
+            reference._load_reference(loading, "there")
+
+
+def test_dropout_is_named_by_its_own_layer() -> None:
+    policy = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"attn_dropout": nn.Dropout(0.25)})])})
+    policy["layers"].append(nn.ModuleDict({"lora_dropout": nn.ModuleDict({"default": nn.Dropout(0.5)})}))
+    policy["layers"].append(nn.ModuleDict({"off": nn.Dropout(0.0)}))
+    assert reference._dropout(policy) == {"attn_dropout": 0.25, "lora_dropout": 0.5}
 
 
 def test_a_second_reference_replaces_the_first(sent: list[Any]) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import stat
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,6 +134,7 @@ def test_the_sums_of_the_next_log_entry_are_restored(tmp_path: Path, ranks: int,
     content = {"losses_since": [1.0, 3.0], "logged_step": 4, "loss_total": 7.5, "metrics_since": {"reward": [1.0, 2.0]}}
     (tmp_path / LOGGED).write_text(json.dumps(content))
     callback = CompleteCheckpoints(trainer, lambda: NOTHING)  # type: ignore[arg-type]
+    trainer.callback_handler.callbacks = [callback, "of a script"]
     callback.resumed_from = tmp_path
     state = SimpleNamespace(global_step=5, best_model_checkpoint=None)
     callback.on_train_begin(args, state, SimpleNamespace())  # type: ignore[arg-type]
@@ -139,7 +142,7 @@ def test_the_sums_of_the_next_log_entry_are_restored(tmp_path: Path, ranks: int,
     assert (trainer._globalstep_last_logged, trainer._total_loss_scalar, trainer._initial_global_step) == (4, 7.5, 0)
     assert trainer._metrics["train"] == {"reward": [0.5, 1.0, 2.0]}
     assert trainer.model.training, "else the next metrics would be logged as an evaluation's"
-    assert trainer.callback_handler.callbacks == [callback]
+    assert trainer.callback_handler.callbacks == ["of a script", callback], "it lists what the others add"
     assert args.save_total_limit is None
     callback.on_train_end(args, SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     assert (args.save_total_limit, args.push_to_hub) == (1, False)
@@ -149,6 +152,7 @@ def test_the_sums_of_the_next_log_entry_are_restored(tmp_path: Path, ranks: int,
     ("limit", "best", "left"),
     [
         (None, 1, [1, 2, 3, 10, 11]),
+        (-1, 1, [1, 2, 3, 10, 11]),
         (1, None, [11]),
         (1, 1, [1, 11]),  # a resume needs the newest, and the end of the training the best
         (2, 1, [1, 11]),
@@ -169,6 +173,7 @@ def test_a_complete_checkpoint_is_pushed_and_only_then_older_ones_are_removed(
     newest = tmp_path / "checkpoint-11"
     newest.mkdir()
     (newest / "model.safetensors").write_bytes(b"weights")
+    (newest / "model.safetensors").chmod(0o600)  # as safetensors writes it
     pushed = []
 
     def push(folder: str) -> None:
@@ -197,6 +202,9 @@ def test_a_complete_checkpoint_is_pushed_and_only_then_older_ones_are_removed(
     assert pushed == [[1, 2, 3, 10, 11]]
     assert steps() == left
     assert checkpoints.last_saved == newest
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE((newest / "model.safetensors").stat().st_mode) == 0o666 & ~umask
     checkpoints.on_train_end(args, state)  # type: ignore[arg-type]
     assert (args.save_total_limit, args.push_to_hub) == (limit, True)
     restored = json.loads((newest / LOGGED).read_text())
@@ -210,7 +218,7 @@ def test_the_rates_of_a_resumed_run_count_the_steps_of_this_launch(checkpoints: 
     trainer: Any = checkpoints.trainer
     trainer.state = SimpleNamespace(global_step=8)
     checkpoints.first_step = 5
-    logs = {"train_loss": 0.5, "train_runtime": 2.0, "train_samples_per_second": 32.0, "train_steps_per_second": 4.0}
+    logs = {"train_loss": 0.5, "train_runtime": 2.0, "train_samples_per_second": 32.0, "train_steps_per_second": 0.5}
     checkpoints.correct_rates(alone := dict(logs))
     assert alone == logs
     checkpoints.resumed_from = Path("checkpoint-5")
@@ -218,7 +226,7 @@ def test_the_rates_of_a_resumed_run_count_the_steps_of_this_launch(checkpoints: 
     assert eval_logs == {"eval_loss": 0.1, "train_samples_per_second": 1.0}
     checkpoints.correct_rates(logs)
     assert logs == {
-        "train_loss": 0.5, "train_runtime": 2.0, "train_samples_per_second": 12.0, "train_steps_per_second": 1.5
+        "train_loss": 0.5, "train_runtime": 2.0, "train_samples_per_second": 12.0, "train_steps_per_second": 0.188
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import DynamicCache, LlamaConfig
 from transformers.cache_utils import LinearAttentionLayer
 
 from grpo_recipes.training import segments
+from tests.support.recorded import model
 
 
 def cache(*columns: int, rows: int = 2) -> DynamicCache:
@@ -47,6 +49,99 @@ def with_index(*indices: Any) -> nn.Module:
 def test_a_layer_writes_to_its_own_layers_of_the_cache(layer: nn.Module, found: list[int]) -> None:
     """Where it does not tell, it may write to all of them."""
     assert sorted(segments._cache_indices(layer, 4)) == found
+
+
+def test_a_comparison_that_failed_once_counts_for_the_rest_of_the_run() -> None:
+    found = object.__new__(segments.SegmentedModel)
+    found._agrees = found._shares = None
+    assert (found.verified, found.shares_prompts) == (False, False)
+    for agrees, now in ((True, True), (True, True), (False, False), (True, False)):
+        found.record(agrees=agrees)
+        assert (found.verified, found.shares_prompts) == (now, False)
+    for agrees, now in ((True, True), (False, False), (True, False)):
+        found.record_shared(agrees=agrees)
+        assert found.shares_prompts is now
+
+
+@pytest.mark.parametrize(
+    ("rule", "has_it"),
+    [(None, False), (lambda query, chunk_size=64: query, True), (lambda query: query, False)],
+    ids=["no rule", "with chunks", "without chunks"],
+)
+def test_a_delta_rule_is_found_in_the_file_of_the_layer(
+    rule: Any, has_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "modeling_made_up", SimpleNamespace(torch_chunk_gated_delta_rule=rule))
+    layer = type("Layer", (nn.Module,), {"__module__": "modeling_made_up"})()
+    assert segments._has_delta_rule(layer) is has_it
+    assert not segments._has_delta_rule(nn.Linear(1, 1))
+
+
+def test_a_model_is_as_before_after_it_took_segments() -> None:
+    policy = model()
+    backbone, found = policy.model, segments.SegmentedModel(policy)
+    with pytest.raises(segments.NotSegmented, match="no list of decoder layers"), found.taking_segments():
+        pass
+    with found.observed():
+        policy(input_ids=torch.tensor([[5, 6, 7]]))
+    layers = backbone.layers
+    assert found.layers == list(layers)
+    assert not any(layer._forward_hooks for layer in layers)
+    own = backbone.forward
+    for is_set in (False, True):
+        if is_set:
+            backbone.forward = own
+        with suppress(RuntimeError), found.taking_segments():
+            assert backbone.forward != own
+            raise RuntimeError
+        assert ("forward" in vars(backbone)) is is_set
+        assert backbone.forward == own
+    with suppress(RuntimeError), found.replaced_layers([nn.Identity()] * 2):
+        assert backbone.layers is not layers
+        raise RuntimeError
+    assert backbone.layers is layers
+
+
+@pytest.mark.parametrize("returned", [lambda hidden: hidden, lambda hidden: (hidden,), lambda hidden: (hidden, "more")])
+def test_a_layer_gets_its_own_cache_in_the_place_of_the_backbones(returned: Any) -> None:
+    given, other, own = cache(0), cache(0), cache(0)
+    call = segments._LayerCall(torch.zeros(1), (given, other, 3), {"past_key_values": given, "mask": None})
+    assert call.takes(given)
+    assert call.takes(other)
+    assert not call.takes(own)
+    assert segments._LayerCall(torch.zeros(1), (), {"past": given}).takes(given)
+    seen: list[Any] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args, kwargs))
+        return returned(args[0])
+
+    states = torch.ones(1)
+    assert call.run(forward, states, given, own) is states
+    assert call.run(forward, states, None, None) is states
+    (hidden, first, second, number), kwargs = seen[0]
+    assert (hidden is states, first is own, second is other, number) == (True, True, True, 3)
+    assert (kwargs["past_key_values"] is own, kwargs["mask"]) == (True, None)
+    assert seen[1][0][1] is given, "a backbone without a cache"
+
+
+@pytest.mark.parametrize(("size", "returned"), [(0, None), (1, 1), (3, 3)])
+def test_a_stand_in_returns_what_its_layer_returns(size: int, returned: int | None) -> None:
+    layer, calls = nn.Linear(2, 2), []
+    one, other = torch.zeros(1), torch.ones(1)
+    recorder = segments._Recorder(layer, calls, size, None)
+    assert recorder.in_features == 2, "a backbone may read the attributes of its layers"
+    for found in (recorder(one, "mask", use_cache=True), recorder(hidden_states=one)):
+        assert (found if returned is None else found[0]) is one
+        assert returned is None or found[1:] == (None,) * (returned - 1)
+    assert [(call.hidden is one, call.args, call.kwargs) for call in calls] == [
+        (True, ("mask",), {"use_cache": True}),
+        (True, (), {}),
+    ]
+    with pytest.raises(segments.NotSegmented, match="computes between its layers"):
+        recorder(other)
+    last = segments._Recorder(layer, [], size, lambda: other)(one)
+    assert (last if returned is None else last[0]) is other
 
 
 def test_lists_of_as_many_modules_as_there_are_layers() -> None:

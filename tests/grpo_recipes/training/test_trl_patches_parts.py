@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from transformers import GenerationConfig, TrainingArguments
 
+from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.training import trl_patches
 from grpo_recipes.training.trl_patches import (
+    NOT_SENT_BY_TRL,
     _check_server_limit,
     _name_in_model,
     are_truncated,
@@ -26,6 +28,7 @@ from grpo_recipes.training.trl_patches import (
     refuse_cast,
     sampling_by_seed,
     send_policy,
+    send_settings,
     separate_eval_completions,
     storable_logs,
     take_over_mask,
@@ -93,6 +96,48 @@ def test_a_server_that_cuts_completions_is_refused(
         return
     with pytest.raises(UserError, match=f"completion at {published} tokens.* `max_completion_length` is 100: start"):
         _check_server_limit(trainer, published)
+
+
+def settings_sent(config: GenerationConfig, given: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments that vLLM is sent for a model with a configuration, and what is announced."""
+    said: list[str] = []
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
+    trainer: Any = SimpleNamespace(
+        vllm_generation=SimpleNamespace(), model=SimpleNamespace(generation_config=config), max_completion_length=64,
+        args=SimpleNamespace(generation_kwargs=given, vllm_mode="colocate"), eos_token_ids=[9, 2],
+        accelerator=SimpleNamespace(is_main_process=True), **sampling,
+    )  # fmt: skip
+    send_settings(trainer, PublishedSettings(said.append))
+    return trainer.vllm_generation.generation_kwargs, said
+
+
+def test_the_settings_that_a_model_is_published_with_are_announced_unless_they_are_the_runs() -> None:
+    runs = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
+    assert settings_sent(GenerationConfig(do_sample=True, max_new_tokens=64, **runs), None)[1] == []
+    for name in runs:
+        _, said = settings_sent(GenerationConfig(do_sample=True, max_new_tokens=64, **{**runs, name: 2}), None)
+        assert said == [f"the model's generation_config is not applied to completions ({name}: 2)"]
+    _, said = settings_sent(GenerationConfig(do_sample=True, max_new_tokens=65, **runs), None)
+    assert said == ["the model's generation_config is not applied to completions (max_new_tokens: 65)"]
+
+
+@pytest.mark.parametrize(
+    ("given", "stops"),
+    [
+        (None, [2, 9]),
+        ({"stop_token_ids": [5, 9]}, [2, 5, 9]),
+        ({"stop_token_ids": None}, [2, 9]),
+        ({"ignore_eos": True}, None),
+        ({"ignore_eos": True, "stop_token_ids": [5]}, [5]),
+        ({"ignore_eos": False, "min_tokens": 3}, [2, 9]),
+    ],
+)
+def test_completions_end_at_the_runs_own_tokens(given: dict[str, Any] | None, stops: list[int] | None) -> None:
+    before = dict(given or {})
+    sent, _ = settings_sent(GenerationConfig(), given)
+    assert sent.get("stop_token_ids") == stops
+    assert {**sent, "stop_token_ids": None} == {**NOT_SENT_BY_TRL, **before, "stop_token_ids": None}
+    assert (given or {}) == before
 
 
 @pytest.mark.parametrize(

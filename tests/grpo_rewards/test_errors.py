@@ -1,0 +1,54 @@
+"""Texts of errors on one line, and the names that a misspelt one may mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_rewards.errors import did_you_mean, one_line, shortened
+
+
+def test_line_breaks_and_runs_of_spaces_become_one_space() -> None:
+    assert one_line(" a\n  b\t\u2028c\r\nd ") == "a b c d"
+    assert one_line(KeyError("x")) == "'x'"
+    assert one_line("") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "shown"),
+    [("x" * 40, 40, "x" * 40), ("x" * 41, 40, "x" * 37 + "..."), ("abcdef", 5, "ab..."), ("abcde", 5, "abcde")],
+)
+def test_a_long_text_is_cut_to_its_limit(text: str, most: int, shown: str) -> None:
+    assert shortened(text, most) == shown
+    assert most != 40 or shortened(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        # Likeness is 2 * equal characters / all characters: 6/10 is enough, 6/11 is not.
+        ("abcxx", ["abcyy"], "abcyy"),
+        ("abcxx", ["abcyyy"], None),
+        ("abcx", ["abcy", "abcz"], "abcy"),  # the first of equals
+        ("abcx", ["abyy", "abcz"], "abcz"),
+        ("a-b-c-d", ["a_b_c_d"], "a_b_c_d"),
+        ("a_b_c_d", ["a-b-c-d"], "a-b-c-d"),
+        ("--a", ["a"], "a"),
+        ("a", ["--a"], "--a"),
+        ("ABCD", ["abcd"], "abcd"),
+        ("abcd", ["ABCD"], "ABCD"),
+        # A name that begins with the word, up to an underscore.
+        ("ab", ["ab_of_a_very_long_name"], "ab_of_a_very_long_name"),
+        ("ab", ["about_a_very_long_name"], None),
+        ("ab", ["ab_of_a_very_long_name", "ab"], "ab"),
+        # A word that begins with a name of at least four characters.
+        ("beta_of_a_very_long_name", ["beta"], "beta"),
+        ("eps_of_a_very_long_name", ["eps"], None),
+        # Likeness beyond 0.9 counts for more than a beginning: 20/21.
+        ("model_names", ["model", "model_name"], "model_name"),
+        ("", ["abc"], None),
+        ("abc", [], None),
+    ],
+)
+def test_the_name_that_is_meant_is_the_most_similar_one(word: str, known: list[str], meant: str | None) -> None:
+    assert did_you_mean(word, known, "?") == (f": did you mean `{meant}`?" if meant else "?")
+    assert did_you_mean(word, known) == (f": did you mean `{meant}`?" if meant else "")

@@ -1,0 +1,97 @@
+"""Reasons of scores: what a reward logs for each completion, and the line that shows it."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+
+from grpo_rewards.errors import UserError
+from grpo_rewards.explain import Reasons, columns_read, json_values, score_line
+from grpo_rewards.registry import BuiltReward, build_rewards
+
+
+def logs(prompts: Any, completions: list[str], log_extra: Any = None, **columns: Any) -> list[float]:
+    log_extra("seen", [text.upper() for text in completions])
+    return [1.0] * len(completions)
+
+
+def silent(prompts: list[str], completions: list[str], unit: str, answer: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+class WithoutSignature:
+    """Reward whose signature `inspect` refuses with a TypeError."""
+
+    __signature__ = 3
+
+    def __call__(self, **columns: Any) -> list[float]:
+        return [1.0]
+
+
+def built(name: str) -> BuiltReward:
+    (reward,) = build_rewards([name if "." not in name else f"{__name__}{name}"])
+    return reward
+
+
+def test_what_a_reward_logs_is_kept_for_each_row_of_the_last_call() -> None:
+    reasons = Reasons(built(".logs"))
+    explained = reasons.explained()
+    for texts in (["a", "b"], ["c"]):
+        reasons.begin(len(texts))
+        assert explained.function(prompts=None, completions=texts, log_extra=print) == [1.0] * len(texts)
+        assert reasons.rows == [{"seen": text.upper()} for text in texts]
+    reasons.log("more", [3])
+    assert reasons.rows == [{"seen": "C", "more": 3}]
+    assert Reasons(built(".silent")).loggers() == {}
+    assert set(Reasons(built("tag_count")).loggers()) == {"log_extra", "log_reason"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_column_with_another_number_of_values_is_named(count: int) -> None:
+    reasons = Reasons(built(".logs"))
+    reasons.begin(2)
+    with pytest.raises(UserError, match=f"^reward `logs` logged {count} values of `seen` for 2 completions: give one"):
+        reasons.log("seen", ["x"] * count)
+    assert reasons.rows == [{}, {}]
+
+
+def test_the_columns_that_a_reward_reads_are_declared_or_taken_by_name() -> None:
+    file = ["unit", "prompts", "completions", "other", "answer"]
+    assert columns_read(built(".silent"), file) == ["answer", "unit"]
+    assert columns_read(built("gsm8k_correctness"), file) == ["answer"]
+    assert columns_read(built(".WithoutSignature"), file) == []
+    assert columns_read(built(".silent"), ["unit"]) == ["unit"]
+
+
+@pytest.mark.parametrize(
+    ("score", "logged", "line"),
+    [
+        (1.0, {}, "r 1: it gives no reason"),
+        (None, {"r/verdict": "no gold"}, "r no score: verdict `no gold`"),
+        (
+            0.123456789,
+            {"gold": None, "share": 0.333333333, "count": 3},
+            "r 0.123457: gold none, share 0.333333, count `3`",
+        ),
+        (0.0, {"empty": "", "zero": 0.0, "list": []}, "r 0: zero 0, list `[]`"),
+        (-1.0, {"text": "a\x1b\nb", "r/r/x": "y"}, "r -1: text `a\\x1b\\nb`, r/x `y`"),
+    ],
+)
+def test_the_line_of_a_score_has_its_reasons(score: float | None, logged: dict[str, Any], line: str) -> None:
+    assert score_line("r", score, logged) == line
+
+
+def test_a_long_reason_is_cut() -> None:
+    shown = score_line("r", 1.0, {"text": "x" * 10_000})
+    assert shown.endswith("...`")
+    assert len(shown) < 1000
+
+
+def test_values_that_json_cannot_hold_are_text() -> None:
+    day = datetime.date(2020, 1, 2)
+    plain = {"none": None, "text": "a", "number": 3, "float": 0.5, "truth": True}
+    assert json_values({**plain, "day": day, "list": [1, day]}) == {
+        **plain, "day": "2020-01-02", "list": "[1, datetime.date(2020, 1, 2)]",
+    }  # fmt: skip

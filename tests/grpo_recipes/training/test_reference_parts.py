@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -621,6 +622,48 @@ def test_a_checkpoint_s_reference_is_frozen_or_removed_again(had_one: bool, even
     assert (REF in policy.peft_config) is had_one
     assert not any(tensor.requires_grad for tensor in adapter_tensors(policy, REF).values())
     assert any(tensor.requires_grad for tensor in adapter_tensors(policy, "default").values())
+
+
+# ---- dropout
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"), [("a", "a"), ([{"role": "system", "content": "b"}, {"role": "user", "content": 2}], "b\n2")]
+)
+def test_dropout_is_announced_with_the_distance_that_it_causes(
+    prompt: Any, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = model(attention_dropout=0.1)
+    trainer: Any = SimpleNamespace(
+        model=policy, beta=0.1, train_dataset=[{"prompt": prompt}, {"prompt": "second"}],
+        accelerator=SimpleNamespace(device=torch.device("cpu"), is_main_process=True),
+    )  # fmt: skip
+    seen: list[Any] = []
+
+    def distance(given: Any, texts: Any) -> float:
+        assert given is trainer
+        assert policy.training, "an evaluation has no dropout"
+        seen.append(texts)
+        torch.rand(3)
+        return 0.0123
+
+    monkeypatch.setattr(reference, "kl_to_reference", distance)
+    state = torch.get_rng_state()
+    policy.eval()
+    with pytest.warns(UserWarning, match=r"dropout is on \(attention_dropout 0.1\).* at step 0 is 0.012 on the first"):
+        reference._warn_of_dropout(trainer)
+    assert torch.equal(torch.get_rng_state(), state), "the run samples as it would without the warning"
+    assert seen == [[text]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.accelerator.is_main_process = False
+        reference._warn_of_dropout(trainer)
+        assert len(seen) == 2, "every rank computes the distance, and one says it"
+        trainer.beta = 0.0
+        reference._warn_of_dropout(trainer)
+        trainer.beta, trainer.model = 0.1, model()
+        reference._warn_of_dropout(trainer)
+    assert len(seen) == 2
 
 
 # ---- the file of a refreshed reference

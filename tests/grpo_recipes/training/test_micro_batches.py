@@ -384,6 +384,14 @@ def test_images_keep_the_micro_batches_as_they_are(key: str, rows: int) -> None:
         assert all(mine[name] is value for name, value in trls.items())
 
 
+def test_the_padded_layout_keeps_the_micro_batches_as_they_are() -> None:
+    buffer = buffer_of([(1, 2, 0.0), (2, 1, 1.0), (1, 5, 1.0), (2, 3, 0.0)], 2)
+    ours = regroup(buffer, 2, Layout.PADDED, Exactness(True, True))
+    for mine, trls in zip(ours, buffer, strict=True):
+        assert all(mine[name] is value for name, value in trls.items())
+        assert mine[HOST].ids.tolist() == torch.cat([trls["prompt_ids"], trls["completion_ids"]], dim=1).tolist()
+
+
 # ---- logged metrics
 
 

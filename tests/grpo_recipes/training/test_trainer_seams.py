@@ -100,6 +100,24 @@ def test_the_rewards_are_kept_for_the_rule(made: Any) -> None:
     assert trainer._gathered_rewards == given
 
 
+# ---- the loss
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_micro_batch_of_the_training_is_counted_once_with_its_log_probabilities(made: Any, training: bool) -> None:
+    counted: list[Any] = []
+    trainer = made(training=training, _passes=SimpleNamespace(add=lambda *given: counted.append(given)))
+
+    def loss(*given: Any) -> Any:
+        trainer._loss_log_probs = "log-probabilities"
+        return given
+
+    trainer._loss = loss
+    assert trainer.compute_loss("model", "inputs", True, 7) == ("model", "inputs", True, 7)
+    assert counted == [("inputs", "log-probabilities")] * training
+    assert trainer._loss_log_probs is None, "they would stay in memory until the next loss"
+
+
 # ---- the full KL
 
 

@@ -81,8 +81,9 @@ def test_outputs_that_nobody_reads_are_dropped_after_each_step(monkeypatch: pyte
     monkeypatch.setattr(callbacks, "drop_closed_outputs", lambda: dropped.append(len(dropped)))
     monkeypatch.setattr(callbacks, "largest_of_ranks", lambda ours, device: ours)
     callback = StopOnSignal(lambda step: True)
+    args: Any = SimpleNamespace(device="cpu")
     for step in (1, 2):
-        callback.on_step_end(SimpleNamespace(device="cpu"), state(step), control())  # type: ignore[arg-type]
+        callback.on_step_end(args, state(step), control())
     assert dropped == [0, 1]
 
 

@@ -191,12 +191,11 @@ def test_completions_are_cut_behind_their_stop_strings(stops: bool, monkeypatch:
     monkeypatch.setattr(generation, "base_model", lambda policy: f"base of {policy}")
     monkeypatch.setattr(generation, "decoding", entering)
     monkeypatch.setattr(generation, "Ends", lambda stop: SimpleNamespace(stop=stop, cut=lambda rows: [rows[0][:1]]))
-    found = object.__new__(Generation)
-    found.stop = "stop" if stops else None  # type: ignore[assignment]
-    found.trainer = SimpleNamespace(generation_config="own")  # type: ignore[assignment]
-    found.published = SimpleNamespace(aside=entering)  # type: ignore[assignment]
-    request: Any = "request"
-    assert found._run(lambda: ([[1, 2]], None), "policy", request) == ([[1]] if stops else [[1, 2]])  # type: ignore[arg-type]
+    found: Any = object.__new__(Generation)
+    found.stop = "stop" if stops else None
+    found.trainer = SimpleNamespace(generation_config="own")
+    found.published = SimpleNamespace(aside=entering)
+    assert found._run(lambda: ([[1, 2]], None), "policy", "request") == ([[1]] if stops else [[1, 2]])
     (aside, (base, given, ends)) = entered
     assert (aside, base, given) == (("policy", "own"), "base of policy", "request")
     assert [end.stop for end in ends] == ["stop"] * stops

@@ -209,7 +209,7 @@ def test_a_copy_must_have_every_tensor_of_its_original(monkeypatch: pytest.Monke
 
 
 def test_a_new_adapter_may_have_another_one_as_its_reference(tmp_path: Path) -> None:
-    """Of other layers and another rank, and in another dtype. The policy that adds nothing yet is not used instead."""
+    """It has other layers, another rank and another dtype. The policy that adds nothing yet is not used instead."""
     where = str(tmp_path)
     other = adapted(r=1, target_modules=["v_proj"])
     other.save_pretrained(where)

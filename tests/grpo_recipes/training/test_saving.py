@@ -274,7 +274,8 @@ def events(due: str) -> Any:
 def test_nothing_is_written_to_a_folder_that_was_lost(
     event: str, due: str, checkpoints: CompleteCheckpoints, tmp_path: Path
 ) -> None:
-    checkpoints.held = folder = Folder()  # type: ignore[assignment]
+    folder: Any = Folder()
+    checkpoints.held = folder
     trainer: Any = checkpoints.trainer
     trainer.state = state = SimpleNamespace(global_step=8, best_model_checkpoint=None)
     for hook in ("on_step_end", "on_epoch_end", "on_log"):
@@ -291,16 +292,18 @@ def test_older_checkpoints_stay_if_the_folder_is_lost_while_one_is_pushed(
 ) -> None:
     older, newest = saved(tmp_path, 1), tmp_path / "checkpoint-2"
     newest.mkdir()
-    checkpoints.held = folder = Folder()  # type: ignore[assignment]
+    folder: Any = Folder()
+    checkpoints.held = folder
     checkpoints.limit, checkpoints.pushes = 1, True
     trainer: Any = checkpoints.trainer
     trainer._push_from_checkpoint = lambda path: setattr(folder, "is_lost", True)
     trainer.args.should_save, trainer.args.save_only_model = True, False
     trainer._tr_loss, trainer._globalstep_last_logged, trainer._total_loss_scalar = torch.tensor(0.5), 1, 1.0
     trainer._metrics = {"train": {}}
-    trainer.state = state = SimpleNamespace(global_step=2, best_model_checkpoint=None)
+    state: Any = SimpleNamespace(global_step=2, best_model_checkpoint=None)
+    trainer.state = state
     with pytest.raises(FolderLost, match="checkpoint-2 is its last checkpoint"):
-        checkpoints.on_save(trainer.args, state)  # type: ignore[arg-type]
+        checkpoints.on_save(trainer.args, state)
     assert older.is_dir()
 
 
@@ -317,7 +320,8 @@ def test_a_launch_begins_once_all_ranks_have_read_the_folder_that_it_holds(
     assert did == ["gathered", (tmp_path, None)] * 2
     assert not (tmp_path / LIVE).exists()
     (tmp_path / LIVE).write_text("of another launch")
-    checkpoints.held = folder = Folder()  # type: ignore[assignment]
+    folder: Any = Folder()
+    checkpoints.held = folder
     folder.is_lost = True
     with pytest.raises(FolderLost, match="this launch stops before its first step"):
         checkpoints.resumption(None)

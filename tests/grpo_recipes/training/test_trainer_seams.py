@@ -1,4 +1,4 @@
-"""What the trainer's overrides pass to TRL and make of its results, with TRL's own methods replaced by stand-ins."""
+"""Arguments that the trainer's overrides pass to TRL, and their use of its results, on stand-ins for TRL's methods."""
 
 from __future__ import annotations
 

@@ -355,10 +355,10 @@ def test_the_loop_has_the_generator_parser_template_and_tools_of_the_trainer(mon
         _tokenizer=tokenizer, _get_tool_suffix_ids=print, _environment_pool="pool", environments="environments",
         _generate_single_turn=lambda *given, num_generations: (given, num_generations),
     )  # fmt: skip
+    found: Any
     found, said = turns(trainer)
-    found._positions, found.runner = None, "runner"  # type: ignore[assignment]
-    found._finish = lambda: did.append("finished")  # type: ignore[method-assign]
-    values: Any = found([[1] * 40, [1]], [[2], [3]], [["m"], ["n"]], None)  # type: ignore[list-item]
+    found._positions, found.runner, found._finish = None, "runner", lambda: did.append("finished")
+    values = found([[1] * 40, [1]], [[2], [3]], [["m"], ["n"]], None)
     assert values == ("values", found.rows)
     assert [(row.tools, row.log_probs) for row in found.rows] == [("own", None), ("other", None)]
     (parts,) = made
@@ -385,11 +385,11 @@ def test_the_metrics_of_all_ranks_are_logged_and_failures_stop_the_run(
     monkeypatch.setattr(tool_turns, "metrics", lambda counts: {"tools/x": len(counts), "tools/y": counts[1]})
     monkeypatch.setattr(tool_turns.FailureWindow, "of_rank", lambda results: results)
     logged: Any = {"train": {"tools/x": [], "tools/y": []}, "eval": {"tools/x": [], "tools/y": []}}
-    found, _ = turns(SimpleNamespace(model=nn.Linear(1, 1).train(training), _metrics=logged))
-    found.rows = [SimpleNamespace(turns=[["a", "b"], ["c"]]), SimpleNamespace(turns=[["d"]])]  # type: ignore[list-item]
+    found: Any = turns(SimpleNamespace(model=nn.Linear(1, 1).train(training), _metrics=logged))[0]
+    found.rows = [SimpleNamespace(turns=[["a", "b"], ["c"]]), SimpleNamespace(turns=[["d"]])]
     added: list[Any] = []
     reason = ""
-    found._failures = SimpleNamespace(add=added.append, reason_to_stop=lambda: reason)  # type: ignore[assignment]
+    found._failures = SimpleNamespace(add=added.append, reason_to_stop=lambda: reason)
     found._finish()
     assert added == [[["a", "b", "c", "d"], "their calls"]]
     name, other = ("train", "eval") if training else ("eval", "train")

@@ -337,6 +337,12 @@ def test_a_text_whose_beginning_has_more_tokens_is_cut_further() -> None:
         assert beginning(tokenizer, "abc", 2) == expected
 
 
+def test_half_of_a_character_at_the_cut_is_dropped() -> None:
+    half = "\N{REPLACEMENT CHARACTER}"
+    tokenizer: Any = Table({"aé.": [1, 2, 3], "a": [1], f"a{half}": [1, 4]}, {(1, 2): f"a{half}", (1,): "a"})
+    assert beginning(tokenizer, "aé.", 2) == "a"
+
+
 def test_log_probabilities_follow_the_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     row = Row([7] * 5, [8] * 3, [message(1)], RowTools({}), [-1.0, -2.0, -3.0])
     loop = ToolLoop(

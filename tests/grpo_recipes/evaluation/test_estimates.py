@@ -23,7 +23,7 @@ from grpo_recipes.evaluation.estimates import (
     pass_at_k,
 )
 from grpo_recipes.runs.files import CONFUSION
-from grpo_rewards.terminal import rendered
+from grpo_rewards.terminal import Table, rendered
 
 
 def share(successes: int, n: int) -> Estimate:
@@ -265,6 +265,14 @@ def test_numbers_are_labels_in_any_form_and_in_order() -> None:
     assert labels["answers"] == [[5, 0, 0], [0, 5, 0]]
 
 
+def test_a_label_is_named_as_its_first_problem_writes_it_with_numbers_before_texts() -> None:
+    golds = ["None", "10.0", "2", "none", "10", "NONE"]
+    labels = confusion(answered(*[(gold, gold) for gold in golds] * 5))
+    assert labels["names"] == ["2", "10.0", "None"]
+    assert labels["problems"] == [5, 10, 15]
+    assert labels["answers"] == [[5, 0, 0, 0], [0, 10, 0, 0], [0, 0, 15, 0]]
+
+
 def test_a_letter_names_the_number_of_the_choice_for_which_it_was_right() -> None:
     rows = [("0", "A"), ("0", "B"), ("0", "A"), ("0", "C"), ("0", "A"), ("1", "B"), ("1", "A"), ("1", "B")]
     table = answered(*rows, ("1", "B"), ("1", "B"))
@@ -310,6 +318,8 @@ def test_the_terminal_shows_the_matrix_and_each_label() -> None:
     matrix = next(place for place, line in enumerate(lines) if line[:1] == ["gold"])
     assert {len(line.rstrip()) for line in said[matrix : matrix + 3]} == {len(said[matrix])}, "numbers end in a column"
     assert ["gold", "no", "yes", "no", "label"] in lines
+    shown = {part.head[0]: part.numbers for part in parts if isinstance(part, Table)}
+    assert (shown["gold"], shown["label"]) == ({1, 2, 3}, {1}), "counts are numbers, names and intervals are none"
     assert ["yes", "5", "0", "0"] in lines
     assert ["no", "5", "1.000", "[0.478,", "1.000]"] in lines, "the exact interval of 5 of 5"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -10,12 +13,16 @@ import pytest
 from datasets import Dataset
 
 from grpo_recipes import cli
+from grpo_recipes.data.places import row_numbers
 from grpo_recipes.evaluation import chat, evaluate
+from grpo_recipes.evaluation.accuracy import strict_rewards
 from grpo_recipes.evaluation.evaluate import Request, compare, evaluate_into, held_out_spec
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.runs.lock import LOCK
 from grpo_rewards.errors import UserError
+from grpo_rewards.registry import RewardSpecError
 
 
 def test_an_evaluation_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -80,6 +87,7 @@ SEVERAL = [{"path": "b.jsonl", "split": "train"}, {"path": "c.jsonl", "split": "
         ({"path": "a.jsonl", "eval_share": 0.5}, {"path": "b.jsonl"}, {"path": "b.jsonl", "split": "test"}),
         # Several files have no split of their own.
         ({"path": ["a.jsonl", "b.jsonl"], "eval_path": "c.jsonl"}, {}, {"path": "c.jsonl", "split": "test"}),
+        ({"name": "gsm8k", "pass_rate": {"min": 0.5}, "of_an_older_version": 1}, {}, GSM8K),
         ({"path": "a.jsonl", "eval_path": ["b.jsonl", "c.jsonl"]}, {}, {"path": SEVERAL, "split": "train"}),
     ],
 )
@@ -165,6 +173,9 @@ def test_one_file_may_have_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         Path(name).touch()
+        assert evaluate._difference({"model": "a"}, {"model": f"./{name}"}) == (
+            None if name == "a" else "model was 'a' and is now './b'"
+        )
     for other in ("./a", str(tmp_path / "a")):
         assert evaluate._difference({"dataset": {"path": "a"}}, {"dataset": {"path": other}}) is None
     for other in ("b", "absent", 3):
@@ -206,6 +217,9 @@ def test_folders_that_can_not_be_compared_are_named(tmp_path: Path) -> None:
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "run.json").write_text("{}")
     (tmp_path / "empty").mkdir()
+    for later in ("hard", "before", "then", "easy"):
+        (tmp_path / "run" / "evaluations" / f"later-{later}").mkdir()
+        (tmp_path / "run" / "evaluations" / f"later-{later}" / "evaluation.json").touch()
     for second, message in (
         (tmp_path / "absent", "there is no such folder"),
         (tmp_path / "run", f"is a run: name one of its evaluations, such as {first}"),
@@ -282,3 +296,157 @@ def test_a_result_that_another_process_has_finished_meanwhile_is_read(
     settings = Settings(strict=None)
     found = evaluate.evaluate_into(tmp_path / "e", lambda *given: pytest.fail("nothing is left"), [], settings, {})
     assert found == {"strict": 1}
+
+
+def recorded(is_scored: bool = False) -> Any:
+    """Return the tools of a recipe, with an environment that scores its rows or does not."""
+    environments = [SimpleNamespace(scores=False), SimpleNamespace(scores=is_scored)]
+    return SimpleNamespace(toolset=SimpleNamespace(environments=environments), identity={"tools": ["t"]})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "columns", "tools", "has_accuracy"),
+    [
+        ([], ["prompt", "answer"], None, True),
+        ([], ["prompt"], None, True),  # refused later, because the golds are missing
+        (["my.style"], ["prompt", "answer"], None, True),
+        (["my.style"], ["prompt"], None, False),
+        (["gsm8k_correctness"], ["prompt"], None, True),
+        (["my.style"], ["prompt", "answer"], recorded(), True),
+        (["my.style"], ["prompt", "answer"], recorded(is_scored=True), False),
+        ([], ["prompt", "answer"], recorded(is_scored=True), False),
+        (["gsm8k_correctness"], ["prompt", "answer"], recorded(is_scored=True), True),
+    ],
+)
+def test_accuracy_is_measured_if_golds_decide(
+    rewards: list[str], columns: list[str], tools: Any, has_accuracy: bool
+) -> None:
+    dataset = Dataset.from_dict({column: ["1"] for column in columns})
+    rows = DatasetSpec.parse({"path": "a.jsonl"})
+    found = evaluate._settings({"rewards": rewards}, rows, Request(model="m"), dataset, tools)
+    assert (found.strict is not None) == has_accuracy
+    assert found.tools == (None if tools is None else {"tools": ["t"]})
+
+
+def test_the_settings_are_those_of_the_options_and_else_of_the_recipe() -> None:
+    dataset = Dataset.from_dict({"prompt": ["1"], "answer": ["1"]})
+    rows = DatasetSpec.parse({"path": "a.jsonl", "system_prompt": "none"})
+
+    def settings(recipe: dict[str, Any], **options: Any) -> Settings:
+        return evaluate._settings(recipe, rows, Request(model="m", **options), dataset, None)
+
+    plain = settings({})
+    assert (plain.samples, plain.temperature, plain.max_new_tokens, plain.batch_size) == (1, 0.0, 512, 64)
+    assert (plain.seed, plain.stop, plain.chat_template_kwargs, plain.tags) == (0, (), None, ("think", "answer"))
+    assert settings({"max_completion_length": 7}).max_new_tokens == 7
+    assert settings({"max_completion_length": 7}, max_new_tokens=9).max_new_tokens == 9
+    assert [settings({}, samples=samples).temperature for samples in (1, 2, 3)] == [0.0, 1.0, 1.0]
+    assert settings({}, temperature=0.5).temperature == settings({}, samples=2, temperature=0.5).temperature == 0.5
+    given = settings({}, seed=3, batch_size=5, samples=2)
+    assert (given.seed, given.batch_size, given.samples) == (3, 5, 2)
+    recipe = {"generation_kwargs": {"stop": ["END"]}, "chat_template_kwargs": {"enable_thinking": False}}
+    assert settings(recipe).stop == ("END",)
+    assert settings(recipe).chat_template_kwargs == {"enable_thinking": False}
+    tagged = {"rewards": [{"name": "well_formed", "kwargs": {"tags": ["a", "b"]}}]}
+    assert settings(tagged).tags == ("a", "b")
+    assert settings(tagged, tags=("x", "y")).tags == ("x", "y")
+    for found, tags in ((settings(tagged), ("a", "b")), (settings(tagged, tags=("x", "y")), ("x", "y"))):
+        assert found.strict is not None
+        (form,) = [reward for reward in found.strict if reward.kind == "format"]
+        assert form.with_tags(tags) == form
+    with pytest.raises(UserError, match="^--tags: "):
+        settings({}, tags=("x", "x"))
+    with pytest.raises(RewardSpecError):
+        settings({"rewards": [{"name": "well_formed", "kwargs": {"no_such": 1}}]})
+
+
+COLUMNS = {name: ["1"] for name in ("prompt", "answer", "board", "choices", "level", "size", "colour", "move")}
+
+
+@pytest.mark.parametrize(
+    ("tools", "rewards", "columns"),
+    [
+        (None, ["gsm8k_correctness"], {"prompt", "answer"}),
+        ({"tools": ["my.tool"]}, [], {"prompt", "answer"}),
+        (None, ["choice_correctness"], {"prompt", "answer", "choices"}),
+        ({"environment_factory": "my.Game"}, [], COLUMNS.keys()),
+    ],
+)
+def test_the_rows_of_an_evaluation_are_known_by_the_columns_that_it_reads(
+    tools: Any, rewards: Any, columns: Any
+) -> None:
+    strict = strict_rewards(rewards, ("think", "answer")) if rewards else None
+    found = evaluate._rows_fingerprint(Dataset.from_dict(COLUMNS), Settings(strict=strict, tools=tools))
+    assert found.keys() == set(columns)
+    assert list(found) == sorted(found), "the file is the same in every process"
+
+
+def test_what_identifies_an_evaluation_can_be_written_as_json() -> None:
+    described = {"model": "m", "released": date(2026, 1, 2), "dataset": {"hub_token": "hf_" + "a" * 34}}
+    found = evaluate._identity(Dataset.from_dict(COLUMNS), Settings(), described)
+    assert found["released"] == "2026-01-02"
+    assert "aaaa" not in json.dumps(found)
+    assert (found["problems"], found["rows"].keys()) == (1, {"prompt", "answer"})
+    assert "tools" not in found["settings"], "settings without a value are left out"
+    assert found["settings"]["tags"] == ["think", "answer"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
+    assert evaluate._finished(tmp_path / "absent", {}) is None
+    assert evaluate._finished(tmp_path, {}) is None
+    (tmp_path / LOCK).touch()
+    (tmp_path / f"{LOCK}.of-a-killed-process").touch()
+    assert evaluate._finished(tmp_path, {}) is None, "locks of an evaluation that has not begun"
+    (tmp_path / f"notes{LOCK}").touch()
+    with pytest.raises(UserError, match="holds files that are no evaluation: give another --output$"):
+        evaluate._finished(tmp_path, {})
+
+
+def test_a_gold_that_is_missing_among_others_is_left_out() -> None:
+    rows = Dataset.from_dict({"prompt": ["p", "q"], "answer": [["18", None], ["x", "y"]]})
+    assert evaluate._golds(rows, Settings(), row_numbers) == ["18", "x or y"]
+    assert evaluate._golds(rows, Settings(strict=None), row_numbers) is None
+    with pytest.raises(UserError, match="^row 2 can't be scored by the rewards of strict accuracy, "):
+        evaluate._golds(Dataset.from_dict({"prompt": ["p"] * 3, "answer": ["1", None, None]}), Settings(), row_numbers)
+
+
+def test_prompts_are_stored_in_their_own_letters_and_golds_are_read_with_their_mark(tmp_path: Path) -> None:
+    strict = strict_rewards([{"name": "gsm8k_correctness", "kwargs": {"decimal": "comma"}}], ("think", "answer"))
+    prompts = [[{"role": "user", "content": "Größe?"}]] * 4
+    texts = ["<answer>1,5</answer>", "#### 1,5", "#### 1.500", "#### 1.500"]
+    rows = Dataset.from_dict({"prompt": prompts, "answer": [1.5] * 3 + [1500.0]})
+    evaluate_into(tmp_path / "e", lambda prompts, settings: texts, rows, Settings(strict=strict), {})
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert "Größe" in table["prompt"][0]
+    assert table["strict"].tolist() == [True, False, False, False]
+    assert table["lenient"].tolist() == [True, True, False, True]
+
+
+def test_the_seed_of_a_batch_reproduces_published_results(tmp_path: Path) -> None:
+    seeds: list[int] = []
+
+    def complete(prompts: list[Any], settings: Settings) -> list[str]:
+        seeds.append(settings.seed)
+        return [""] * len(prompts)
+
+    rows = Dataset.from_dict({"prompt": ["1?", "2?"], "answer": ["1", "2"]})
+    evaluate_into(tmp_path / "e", complete, rows, Settings(seed=2, batch_size=1), {})
+    assert seeds == [2_000_006, 2_000_007]
+
+
+def test_a_result_that_can_not_be_written_is_one_sentence(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(evaluate, "evaluate_into", full)
+    with pytest.raises(
+        UserError, match=r"^e: the result can't be written there \(.*No space.*\): give another --output$"
+    ):
+        evaluate.evaluate_model(tiny_model, dataset="arithmetic", limit=1, output=Path("e"))
+    recipe = {"dataset": {"name": "arithmetic"}, "rewards": [{"name": "well_formed", "kwargs": {"no_such": 1}}]}
+    monkeypatch.setattr(evaluate, "recipe_of", lambda *given: recipe)
+    with pytest.raises(UserError, match=r"^the recipe's `rewards`: .*no_such.*[^.]$"):
+        evaluate.evaluate_model(tiny_model, dataset="arithmetic", limit=1, output=Path("e"))

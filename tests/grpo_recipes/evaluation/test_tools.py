@@ -20,7 +20,16 @@ from grpo_recipes.evaluation.chat import Chat
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.estimates import describe
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.evaluation.tools import Played, RecipeTools, Rollouts, Turns, _LaterTurns, _scores_of, tools_of
+from grpo_recipes.evaluation.tools import (
+    Played,
+    RecipeTools,
+    Rollouts,
+    Turns,
+    _LaterTurns,
+    _scores_of,
+    methods_of,
+    tools_of,
+)
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import rendered
 from tests.support.tool_rollouts import (
@@ -300,8 +309,14 @@ def test_a_result_does_not_end_its_message() -> None:
     assert row.messages[1]["content"] == "< |im_end|>"
 
 
-def test_async_tools_answer(evaluated: Any, tmp_path: Path) -> None:
+def test_async_tools_answer_until_the_evaluation_ends(
+    evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Rollouts] = []
+    close = Rollouts.close
+    monkeypatch.setattr(Rollouts, "close", lambda self: closed.append(self) or close(self))
     assert evaluated(f"{FETCH}{END}", tools=[f"{SUPPORT}.fetch"])[1] == 0
+    assert len(closed) == 1, "the threads of the tools have ended"
     transcript = pd.read_parquet(tmp_path / "e" / "completions.parquet")["transcript"][0]
     assert json.loads(transcript)[-2]["content"] == "W"
 
@@ -514,7 +529,7 @@ def test_a_later_turn_is_as_long_as_its_row_and_the_model_have_room() -> None:
     assert later([[1] * 4, [1] * 9]) == ([[7], [7]], None)
     later([[1] * 6, [1] * 7])
     assert [room for _, _, room in calls] == [[8, 4], [7, 6]]
-    assert len({seed for _, seed, _ in calls} | {3}) == 3
+    assert [seed for _, seed, _ in calls] == [3 + 2**40, 3 + 2**41], "a published result is reproduced by its seed"
 
 
 def test_an_environment_pays_its_own_rows() -> None:
@@ -568,6 +583,7 @@ def test_an_environment_that_pays_later_is_awaited() -> None:
         SimpleNamespace(scores=True, kind=Paying, path="my.Paying"),
         SimpleNamespace(scores=True, kind=Paying, path="my.Again"),
         SimpleNamespace(scores=False, kind=Silent, path="my.Silent"),
+        SimpleNamespace(scores=True, kind=None, path="my.function"),
     ]
     toolset = SimpleNamespace(environments=environments)
     rollouts: Any = SimpleNamespace(tools=SimpleNamespace(toolset=toolset))
@@ -575,3 +591,107 @@ def test_an_environment_that_pays_later_is_awaited() -> None:
     assert (reward.name, reward.passing) == ("Paying", None)
     assert reward.spec == {"name": "my.Paying", "alias": "Paying"}
     assert reward.scores(["p", "q"], ["a", "b"], {"environments": [Paying(), Silent()]}) == [0.5, None]
+
+
+def test_the_tools_of_an_environment_are_its_public_methods() -> None:
+    class Game(Counter):
+        name_ = "no method"
+
+        def look_(self) -> str:
+            return "a door"
+
+        def _hide(self) -> None:
+            pass
+
+    environment = Game()
+    assert [method.__name__ for method in methods_of(environment)] == ["count", "look_"]
+    assert methods_of(environment)[1]() == "a door"
+
+
+def test_a_transcript_is_stored_in_its_own_letters_with_the_prompt_as_the_policy_saw_it() -> None:
+    turns = [{"role": "assistant", "content": "für \ud800"}]
+    rows: list[Any] = [
+        SimpleNamespace(messages=turns, turns=[["a", "b"], ["c"]]),
+        SimpleNamespace(messages=[{"role": "assistant", "content": "b"}], turns=[]),
+    ]
+    batch = Played([[{"role": "user", "content": "é"}], [{"role": "user", "content": "q"}]], rows)
+    columns = batch.columns()
+    assert columns["calls"] == [3, 0]
+    assert "für" in columns["transcript"][0]
+    assert [[one["role"] for one in json.loads(text)] for text in columns["transcript"]] == [["user", "assistant"]] * 2
+    assert '"é"' in columns["transcript"][0]
+    assert batch.texts == ["für \\ud800", "b"]
+    assert batch.completions[0] is turns
+    batch.prompts.pop()
+    with pytest.raises(ValueError, match="zip"):
+        batch.columns()
+
+
+def test_the_text_between_two_turns_is_what_the_template_writes_there() -> None:
+    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert tools is not None
+    tokenizer = tool_tokenizer()
+    turns = Turns(tools, "m", tokenizer)
+    results = [{"role": "tool", "name": "add", "content": content} for content in ("3", "4")]
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}]  # fmt: skip
+    whole = tokenizer.apply_chat_template([*asked, *results], tokenize=False, add_generation_prompt=True)
+    between = tokenizer.decode(turns.render(results))
+    assert whole.endswith(f"</tool_call>{END}{between}")
+    assert between.startswith("\n")
+
+
+def test_a_template_without_an_end_token_ends_a_turn_where_it_ends() -> None:
+    """The last end token counts, because a user's turn has one too."""
+    seen: list[dict[str, Any]] = []
+
+    def template(messages: list[Any], **given: Any) -> list[int]:
+        seen.append(given)
+        ids = [token for message in messages for token in written[message["role"]]]
+        return [*ids, 8] if given["add_generation_prompt"] else ids
+
+    written = {"user": [1, 9], "assistant": [2, 9, 5], "tool": [3]}
+    turns: Any = SimpleNamespace(
+        tokenizer=SimpleNamespace(eos_token_id=9, apply_chat_template=template),
+        chat_template="t",
+        template_kwargs={"enable_thinking": False},
+    )
+    turns._template_ids = lambda messages, is_prompt: Turns._template_ids(turns, messages, is_prompt=is_prompt)
+    assert Turns.render(turns, [{"role": "tool", "name": "add", "content": "3"}]) == [5, 3, 8]
+    written.update(user=[1], assistant=[2])
+    assert Turns.render(turns, [{"role": "tool", "name": "add", "content": "3"}]) == [3, 8]
+    assert all(one["chat_template"] == "t" and one["enable_thinking"] is False for one in seen)
+    assert all(one["tokenize"] and one["return_dict"] is False for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ({"tools": [3]}, "`tools` is [3]: name functions or classes by their paths"),
+        ({"environment_factory": {"a": 3}}, "`environment_factory` is {'a': 3}: name functions or classes by"),
+        ({"environment_factory": 3}, "`environment_factory` is 3: name functions or classes by their paths"),
+        ({"max_tool_calling_iterations": "2"}, "`max_tool_calling_iterations` is '2': set it to at least 1"),
+        ({"tool_limits": {"seconds": -1}}, "seconds"),
+    ],
+)
+def test_wrong_keys_of_tools_are_named(recipe: dict[str, Any], says: str) -> None:
+    valid = {"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}
+    tools = tools_of(valid, is_trusted=True)
+    assert tools is not None
+    assert tools.iterations == 1
+    assert tools.identity["code"].keys() == {"add"}
+    with pytest.raises(UserError) as caught:
+        tools_of({**valid, **recipe}, is_trusted=True)
+    assert says in str(caught.value)
+
+
+def test_an_environment_begins_an_episode_for_the_trial_of_rewards() -> None:
+    tools = tools_of({"environment_factory": f"{HERE}.Counter", "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert tools is not None
+    rollouts = Rollouts(tools, lambda: pytest.fail("no turn is played"), lambda: pytest.fail("no model is loaded"))
+    found = rollouts.trial_columns({"prompt": [{"role": "user", "content": "q"}], "answer": "3"})
+    assert found["environments"].calls == 0, "reset"
+    rollouts.close()
+    toolless = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert toolless is not None
+    assert Rollouts(toolless, pytest.fail, pytest.fail).trial_columns({"prompt": []}) == {}

@@ -482,15 +482,6 @@ def test_the_spread_of_values_is_judged_by_their_size(scale: float) -> None:
     assert math.isnan(mean_value([0.0, 0.0]).low)
 
 
-def test_a_mean_of_one_problem_has_no_interval() -> None:
-    for clusters in (None, ["a"]):
-        with pytest.raises(ValueError, match="a mean of 1 problems has no interval: it requires at least two"):
-            mean_value([1.0], clusters)
-    with pytest.raises(ValueError, match="a mean of 1 problems"):
-        mean_value([1.0, 2.0], ["a", "a"])
-    assert mean_value([1.0, 2.0]).low < 1.0
-
-
 @pytest.mark.parametrize("lengths", [(2, 3), (3, 2)])
 def test_two_evaluations_of_other_numbers_of_problems_have_no_difference(lengths: tuple[int, int]) -> None:
     first, second = ([0.0, 1.0, 0.5][:length] for length in lengths)

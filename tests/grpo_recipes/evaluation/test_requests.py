@@ -8,11 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from datasets import Dataset
+from safetensors.numpy import save_file
 
 from grpo_recipes import cli
+from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.data.places import row_numbers
 from grpo_recipes.evaluation import chat, evaluate
 from grpo_recipes.evaluation.accuracy import strict_rewards
@@ -423,7 +426,7 @@ def test_prompts_are_stored_in_their_own_letters_and_golds_are_read_with_their_m
     assert table["lenient"].tolist() == [True, True, False, True]
 
 
-def test_the_seed_of_a_batch_reproduces_published_results(tmp_path: Path) -> None:
+def test_the_seed_of_a_batch_reproduces_published_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seeds: list[int] = []
 
     def complete(prompts: list[Any], settings: Settings) -> list[str]:
@@ -433,6 +436,14 @@ def test_the_seed_of_a_batch_reproduces_published_results(tmp_path: Path) -> Non
     rows = Dataset.from_dict({"prompt": ["1?", "2?"], "answer": ["1", "2"]})
     evaluate_into(tmp_path / "e", complete, rows, Settings(seed=2, batch_size=1), {})
     assert seeds == [2_000_006, 2_000_007]
+    shown = capsys.readouterr().err
+    assert "evaluating: 100%" in shown
+    assert "batch" in shown
+    assert (tmp_path / "e" / "evaluation.json").read_text().startswith('{\n  "'), "a line for each key"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "e" / "parts").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="a link leads out of"):
+        evaluate_into(tmp_path / "e", complete, rows, Settings(seed=2, batch_size=1), {})
 
 
 def test_a_result_that_can_not_be_written_is_one_sentence(
@@ -450,3 +461,61 @@ def test_a_result_that_can_not_be_written_is_one_sentence(
     monkeypatch.setattr(evaluate, "recipe_of", lambda *given: recipe)
     with pytest.raises(UserError, match=r"^the recipe's `rewards`: .*no_such.*[^.]$"):
         evaluate.evaluate_model(tiny_model, dataset="arithmetic", limit=1, output=Path("e"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "column"),
+    [
+        ({"name": "well_formed", "alias": "form"}, "reward/form"),
+        ({"name": "my.rewards.style"}, "reward/style"),
+        ({"name": "gsm8k_correctness", "alias": "right"}, "passed/right"),
+    ],
+)
+def test_a_damaged_column_of_a_compared_reward_is_named(spec: dict[str, Any], column: str, tmp_path: Path) -> None:
+    path = finished(tmp_path / "e") / "completions.parquet"
+    table = pd.read_parquet(path)
+    assert evaluate._read_completions(path.parent, [spec]).equals(table), "a reward that was not measured has no column"
+    table.assign(**{column: "text"}).to_parquet(path)
+    with pytest.raises(UserError, match=f"completions.parquet: .*{column}.*evaluate anew, into another --output"):
+        evaluate._read_completions(path.parent, [spec])
+    assert len(evaluate._read_completions(path.parent, [])) == 2
+
+
+@pytest.mark.parametrize("base", [None, ""])
+def test_an_adapter_without_a_named_base_is_known_by_its_own_files(base: str | None, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+    save_file({"a": np.zeros(2)}, tmp_path / "adapter_model.safetensors")
+    found = evaluate.weights_fingerprint(str(tmp_path))
+    assert "adapter_model.safetensors" in found
+    assert "base" not in found
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
+    assert evaluate.weights_fingerprint(str(tmp_path)) == {}
+
+
+def test_what_the_command_evaluates_is_recorded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(evaluate, "evaluate_into", lambda *given: seen.append(given) or {})
+    monkeypatch.setattr(evaluate, "hub_commit", lambda name: None)
+    template = ChatTemplate(tmp_path, "{{ messages }}", None)
+    for rewards, chosen in (([], None), ([{"name": "well_formed", "weight": 2.0}], template)):
+        recipe = {"dataset": {"name": "arithmetic"}, "rewards": rewards}
+        monkeypatch.setattr(evaluate, "recipe_of", lambda *given, recipe=recipe: recipe)
+        monkeypatch.setattr(evaluate, "chat_template_of", lambda *given, chosen=chosen, **more: chosen)
+        evaluate.evaluate_model(tiny_model, limit=3, output=tmp_path / "e")
+    plain, full = (given[4] for given in seen)
+    assert plain.keys() == {"model", "dataset", "engine", "weights"}
+    assert (plain["model"], plain["engine"], plain["dataset"]["name"]) == (
+        str(tiny_model),
+        "transformers",
+        "arithmetic",
+    )
+    assert plain["weights"] == evaluate.weights_fingerprint(str(tiny_model))
+    assert full == {**plain, "chat_template": template.digest, "paid_by": [{"name": "well_formed"}]}
+    folder, engine, dataset, _, _, rewards, record, places = seen[1]
+    assert (folder, engine.chat_template, len(dataset)) == (tmp_path / "e", template, 3)
+    assert [reward.name for reward in rewards] == ["well_formed"]
+    assert len(places([2])) == 1
+    assert record == engine.record
+    assert evaluate.weights_fingerprint("org/unknown") == {}

@@ -280,7 +280,7 @@ def paired_difference(
 def p_text(p: float, digits: int) -> str:
     """Return a p-value with a number of significant digits, or with more if it would be rounded across 0.05."""
     text = f"{p:.{digits}g}"
-    while (float(text) < LEVEL) != (p < LEVEL):
+    while p < LEVEL <= float(text):
         digits += 1
         text = f"{p:.{digits}g}"
     return text

@@ -126,6 +126,8 @@ def test_a_task_without_golds_is_evaluated_and_compared(
     assert "McNemar" not in output
     evaluated([], rows=rows, name="g", code=2)
     assert "`rewards` is missing" in capsys.readouterr().err
+    evaluated([f"{HERE}needs_a_trainer"], rows=rows, name="h", code=2)
+    assert "there is nothing to measure: the held-out rows have no `answer`" in capsys.readouterr().err
 
 
 def test_an_evaluation_without_golds_is_reported(evaluated: Callable, tmp_path: Path) -> None:

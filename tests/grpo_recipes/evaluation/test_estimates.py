@@ -86,6 +86,8 @@ def test_the_effective_number_of_trials_is_bounded() -> None:
 def test_an_interval_does_not_jump_if_a_share_changes_a_little(completions: int) -> None:
     same, close = mean_share([0.5, 0.5], completions), mean_share([0.5, 0.51], completions)
     assert (close.low, close.high) == pytest.approx((same.low, same.high), abs=0.02)
+    every = share(completions // 2, completions)
+    assert (same.low, same.high) == pytest.approx((every.low, every.high)), "problems that agree exactly"
 
 
 def test_problems_of_which_few_were_ever_solved_have_a_wide_interval() -> None:
@@ -222,6 +224,8 @@ def test_an_interval_excludes_0_if_p_is_below_5_percent(counts: list[tuple[int, 
 def test_a_p_value_is_not_rounded_across_5_percent() -> None:
     assert [p_text(p, 1) for p in (0.0499, 0.051, 0.05, 0.3, 2e-6)] == ["0.0499", "0.05", "0.05", "0.3", "2e-06"]
     assert p_text(0.04998, 3) == "0.04998"
+    assert p_text(0.0461, 1) == "0.046", "as few digits as possible"
+    assert p_text(math.nan, 2) == "nan"
 
 
 def test_a_difference_is_second_minus_first() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from safetensors.numpy import save_file
@@ -18,11 +19,12 @@ from grpo_recipes import cli
 from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.data.places import row_numbers
 from grpo_recipes.evaluation import chat, evaluate
-from grpo_recipes.evaluation.accuracy import strict_rewards
+from grpo_recipes.evaluation.accuracy import MeasuredReward, strict_rewards
 from grpo_recipes.evaluation.evaluate import Request, compare, evaluate_into, held_out_spec
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.runs import lock
 from grpo_recipes.runs.lock import LOCK
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import RewardSpecError
@@ -53,6 +55,8 @@ def test_several_tables_get_a_folder_each() -> None:
 
 def test_options_of_vllm_need_vllm() -> None:
     assert Request(model="m").engine() is None
+    with pytest.raises(UserError, match="^--vllm_max_model_length is an option of vLLM: add --vllm$"):
+        Request(model="m", vllm_max_model_length=0).engine()
     given = {"vllm_tensor_parallel_size": 2, "vllm_max_model_length": 64, "vllm_gpu_memory_utilization": 0.5}
     assert Request(model="m", vllm=True, **given).engine() == VLLM(**given)  # type: ignore[arg-type]
     for name, value in {**given, "vllm_server_base_url": "http://x"}.items():
@@ -155,6 +159,7 @@ FOUND = {
     [
         (FOUND, None),
         ({**FOUND, "model": "copy"}, None),  # with equal weights
+        ({**FOUND, "model": "copy", "rows": {"prompt": "2"}}, "the problems have changed since"),
         ({**FOUND, "model": "copy", "weights": {"sha": "2"}}, "model was 'm' and is now 'copy'"),
         ({**FOUND, "weights": {"sha": "2"}}, "the model's weights or its tokenizer have changed since"),
         ({**FOUND, "rows": {"prompt": "2"}}, "the problems have changed since"),
@@ -280,6 +285,10 @@ def test_the_command_and_python_have_the_same_defaults(command: str, monkeypatch
          "dataset.model was 'a' and is now 'b'"),
         ({"settings": {"stop": ["x"]}}, {"settings": {}}, "settings.stop was ['x'] and is now None"),
         ({}, {"rows": {"prompt": "1"}}, "it does not record `rows`"),
+        ({"paid_by": []}, {"paid_by": ["r"]}, "the rewards of the recipe have changed since"),
+        ({"dataset": {"a": 1}}, {"dataset": "x"}, "dataset was {'a': 1} and is now 'x'"),
+        ({"dataset": "x"}, {"dataset": {"a": 1}}, "dataset was 'x' and is now {'a': 1}"),
+        ({"engine": "."}, {"engine": "./"}, "engine was '.' and is now './'"),
         ({"rows": {"prompt": "2"}}, {"rows": {"prompt": "1"}}, "the problems have changed since"),
     ],
 )  # fmt: skip
@@ -410,6 +419,11 @@ def test_a_gold_that_is_missing_among_others_is_left_out() -> None:
     rows = Dataset.from_dict({"prompt": ["p", "q"], "answer": [["18", None], ["x", "y"]]})
     assert evaluate._golds(rows, Settings(), row_numbers) == ["18", "x or y"]
     assert evaluate._golds(rows, Settings(strict=None), row_numbers) is None
+    numbers = Dataset.from_dict({"prompt": ["p", "q"], "answer": [0, 5]})
+    assert evaluate._golds(numbers, Settings(), row_numbers) == ["0", "5"]
+    strict = strict_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "prompt"}}], ("think", "answer"))
+    with pytest.raises(ValueError, match="needs the dataset column `prompt`"):
+        evaluate._golds(numbers, Settings(strict=strict), row_numbers)
     with pytest.raises(UserError, match="^row 2 can't be scored by the rewards of strict accuracy, "):
         evaluate._golds(Dataset.from_dict({"prompt": ["p"] * 3, "answer": ["1", None, None]}), Settings(), row_numbers)
 
@@ -452,6 +466,12 @@ def test_a_result_that_can_not_be_written_is_one_sentence(
     def full(*given: Any) -> None:
         raise OSError(28, "No space left on device")
 
+    def lacking(*given: Any) -> None:
+        raise ValueError("a reward needs the column `key`")
+
+    monkeypatch.setattr(evaluate, "evaluate_into", lacking)
+    with pytest.raises(UserError, match="^a reward needs the column `key`$"):
+        evaluate.evaluate_model(tiny_model, dataset="arithmetic", limit=1, output=Path("e"))
     monkeypatch.setattr(evaluate, "evaluate_into", full)
     with pytest.raises(
         UserError, match=r"^e: the result can't be written there \(.*No space.*\): give another --output$"
@@ -498,6 +518,8 @@ def test_what_the_command_evaluates_is_recorded(
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(evaluate, "evaluate_into", lambda *given: seen.append(given) or {})
     monkeypatch.setattr(evaluate, "hub_commit", lambda name: None)
+    tried: list[Any] = []
+    monkeypatch.setattr(MeasuredReward, "fails_on", lambda self, row, samples: tried.append(row))
     template = ChatTemplate(tmp_path, "{{ messages }}", None)
     for rewards, chosen in (([], None), ([{"name": "well_formed", "weight": 2.0}], template)):
         recipe = {"dataset": {"name": "arithmetic"}, "rewards": rewards}
@@ -517,5 +539,66 @@ def test_what_the_command_evaluates_is_recorded(
     assert (folder, engine.chat_template, len(dataset)) == (tmp_path / "e", template, 3)
     assert [reward.name for reward in rewards] == ["well_formed"]
     assert len(places([2])) == 1
+    assert [row["prompt"] for row in tried] == [dataset["prompt"][0]], "each reward is tried on the first row"
     assert record == engine.record
     assert evaluate.weights_fingerprint("org/unknown") == {}
+
+
+def test_the_rows_of_a_share_are_those_that_training_holds_out(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{n}?", "answer": "1"}) + "\n" for n in range(10)))
+    held_out = evaluate._problems(DatasetSpec.parse({"path": str(file), "eval_share": 0.3}), None)
+    assert len(held_out.dataset) == 3
+    assert len(evaluate._problems(DatasetSpec.parse({"path": str(file)}), None).dataset) == 10
+
+
+def test_a_reward_gets_every_column_but_the_prompt(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def score(**given: Any) -> list[float]:
+        seen.append(given)
+        return [1.0] * len(given["prompts"])
+
+    rows = Dataset.from_dict({"prompt": ["1?", "2?"], "answer": ["1", "2"], "zone": ["a", "b"]})
+    settings = Settings(samples=2, temperature=1.0, strict=None)
+    reward = MeasuredReward("mine", score, None)
+    evaluate_into(tmp_path / "e", lambda prompts, settings: ["a", "b", "c", "d"], rows, settings, {}, [reward])
+    assert seen == [
+        {
+            "prompts": ["1?", "1?", "2?", "2?"],
+            "completions": ["a", "b", "c", "d"],
+            "answer": ["1", "1", "2", "2"],
+            "zone": ["a", "a", "b", "b"],
+        }
+    ]
+    names = pq.read_schema(tmp_path / "e" / "completions.parquet").names
+    assert names == ["problem", "sample", "prompt", "completion", "reward/mine"]
+
+
+def test_a_folder_that_is_lost_before_the_result_is_written_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "SWAP_SECONDS", 0.1)
+    rows = Dataset.from_dict({"prompt": ["1?"], "answer": ["1"]})
+
+    def loses(settings: Settings) -> dict[str, Any]:
+        lease = "filelock/2\npid=17\nhost=other-host\nmode=lease\ntoken=x\nduration=60.0\n"
+        (tmp_path / LOCK).write_text(lease)
+        return {}
+
+    with pytest.raises(UserError, match="process 17 on other-host.* has taken it over"):
+        evaluate_into(tmp_path, lambda prompts, settings: ["1"], rows, Settings(), {}, record=loses)
+    assert not (tmp_path / "completions.parquet").exists()
+
+
+def test_the_template_is_tried_with_the_tools_and_the_keys_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(evaluate, "load_tokenizer", lambda *given: seen.append(given) or "tokenizer")
+    monkeypatch.setattr(evaluate, "Turns", lambda *given: given)
+    tools: Any = SimpleNamespace(toolset=SimpleNamespace(all_tools=[SimpleNamespace(schema="s")]))
+    rows = Dataset.from_dict({"prompt": ["1?"]})
+    for given, expected in ((None, {}), ({"enable_thinking": False}, {"enable_thinking": False})):
+        engine = evaluate.LazyEngine("m", None, rows, given)
+        assert engine._turns(tools) == (tools, "m", "tokenizer", given)
+        assert seen[-1][0] == "m"
+        assert seen[-1][2] == {**expected, "tools": ["s"]}

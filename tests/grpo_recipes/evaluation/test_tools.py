@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from grpo_recipes import GRPOTrainer, cli
 from grpo_recipes.evaluation import chat, evaluate
@@ -565,6 +566,7 @@ def test_each_row_has_an_instance_of_its_own_environment_which_later_batches_use
     rows = [{"environment": name} for name in "aba"]
     assert list(rollouts.environments(rows)) == ["a 1", "b 2", "a 3"]
     assert list(rollouts.environments(rows[1:])) == ["b 2", "a 1"], "used again"
+    assert list(rollouts.environments(rows[:1] * 4)) == ["a 1", "a 3", "a 4", "a 5"]
     toolset.is_routed = False
     assert rollouts._name({"environment": "of a column"}) is None
     toolset.environments = []
@@ -644,9 +646,11 @@ def test_the_text_between_two_turns_is_what_the_template_writes_there() -> None:
 def test_a_template_without_an_end_token_ends_a_turn_where_it_ends() -> None:
     """The last end token counts, because a user's turn has one too."""
     seen: list[dict[str, Any]] = []
+    called: list[str] = []
 
     def template(messages: list[Any], **given: Any) -> list[int]:
         seen.append(given)
+        called.extend(call["function"]["name"] for call in messages[1]["tool_calls"])
         ids = [token for message in messages for token in written[message["role"]]]
         return [*ids, 8] if given["add_generation_prompt"] else ids
 
@@ -659,7 +663,8 @@ def test_a_template_without_an_end_token_ends_a_turn_where_it_ends() -> None:
     turns._template_ids = lambda messages, is_prompt: Turns._template_ids(turns, messages, is_prompt=is_prompt)
     assert Turns.render(turns, [{"role": "tool", "name": "add", "content": "3"}]) == [5, 3, 8]
     written.update(user=[1], assistant=[2])
-    assert Turns.render(turns, [{"role": "tool", "name": "add", "content": "3"}]) == [3, 8]
+    assert Turns.render(turns, [{"role": "tool", "name": name, "content": "3"} for name in ("add", "sub")]) == [3, 3, 8]
+    assert called[-1] == "add", "as in TRL's trainer"
     assert all(one["chat_template"] == "t" and one["enable_thinking"] is False for one in seen)
     assert all(one["tokenize"] and one["return_dict"] is False for one in seen)
 
@@ -695,3 +700,63 @@ def test_an_environment_begins_an_episode_for_the_trial_of_rewards() -> None:
     toolless = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
     assert toolless is not None
     assert Rollouts(toolless, pytest.fail, pytest.fail).trial_columns({"prompt": []}) == {}
+
+
+def test_a_prompt_is_rendered_as_in_training_with_the_keys_of_the_recipe() -> None:
+    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 3}, is_trusted=True)
+    assert tools is not None
+    tokenizer = tool_tokenizer()
+    end = tokenizer.eos_token_id
+    # A tokenizer that begins each text with a token, which the template has already.
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, end)])
+    turns = Turns(tools, "m", tokenizer, {"enable_thinking": False})
+    prompt = [{"role": "user", "content": "q"}]
+    schemas = [tool.schema for tool in tools.toolset.tools]
+    text = tokenizer.apply_chat_template(
+        prompt, tools=schemas, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    ids = turns.prompt_ids(prompt)
+    assert ids[0] != end
+    assert tokenizer.decode(ids) == text
+    assert text.endswith("</think>\n\n"), "the model does not think"
+    row = turns.row(ids, tokenizer(f"{ADD}{END}", add_special_tokens=False)["input_ids"], [TOOLS[0]], None)
+    assert row.tools.functions == {"add": TOOLS[0]}
+    assert row.tools.schemas == schemas
+    assert [one["function"]["name"] for one in row.messages[0]["tool_calls"]] == ["add"]
+    runner: Any = object()
+    for given, expected in ((runner, runner), (None, turns.runner)):
+        loop = turns.loop(pytest.fail, 7, 9, given)
+        assert loop.runner is expected
+        assert (loop.limits.iterations, loop.limits.completion, loop.limits.positions) == (3, 7, 9)
+
+
+def test_a_turn_is_read_with_its_prompt_and_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL reads the message of a turn whose beginning the prompt holds, such as an open thinking block."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "grpo_recipes.evaluation.tools.parse_response", lambda *given, **more: seen.append((given, more))
+    )
+    turns: Any = SimpleNamespace(tokenizer="t")
+    Turns.parse(turns, [1], [2], ("schema",))
+    assert seen == [(("t", [1]), {"prefix": [2], "tools": ["schema"]})]
+
+
+def test_an_environment_has_its_own_tools_beside_those_of_all_rows() -> None:
+    recipe = {"tools": [f"{SUPPORT}.add"], "environment_factory": f"{HERE}.Counter", "max_tool_calling_iterations": 1}
+    tools = tools_of(recipe, is_trusted=True)
+    assert tools is not None
+    rows = [{"prompt": [{"role": "user", "content": "case 0"}], "answer": "3"}]
+    (row,) = played(tools, Scripted(f"{ADD}{COUNT}{END}"), rows).rows
+    assert [message["content"] for message in row.messages if message["role"] == "tool"] == ["3", "1 1 "]
+
+
+def test_a_tool_without_source_code_is_recognised_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.evaluation.tools.source_digest", lambda one: None)
+    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert tools is not None
+    assert "code" not in tools.identity
+
+
+def test_rows_that_name_no_environment_are_refused(evaluated: Any, capsys: Any) -> None:
+    assert evaluated(environment_factory={"a": f"{HERE}.Counter"})[1] == 2
+    assert "the dataset has no column 'environment' that names the environment" in capsys.readouterr().err

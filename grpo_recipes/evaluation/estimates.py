@@ -435,7 +435,7 @@ def majority(answers: Iterable[Any], right: Iterable[Any]) -> bool:
     """
     stated = []
     for answer, is_right in zip(answers, right, strict=True):
-        if answer is not None and not pd.isna(answer):
+        if not pd.isna(answer):
             stated.append((_comparable(answer), bool(is_right)))
     if not stated:
         return False
@@ -635,7 +635,7 @@ def _reward_table(rewards: Mapping[str, Any]) -> Table:
         }
         rows.append(cells)
     columns = [column for column in rows[0] if any(cells[column] for cells in rows)]
-    return Table([tuple(cells[column] for column in columns) for cells in rows], tuple(columns))
+    return Table([[cells[column] for column in columns] for cells in rows], columns)
 
 
 def describe_comparison(result: Mapping[str, Any]) -> list[Part]:

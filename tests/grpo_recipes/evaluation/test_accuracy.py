@@ -454,6 +454,9 @@ def test_a_reward_is_tried_on_a_row_with_as_many_empty_completions_as_are_sample
     assert reward.fails_on({"prompt": "p", "answer": "7"}, 3) is None
     assert seen == [(["p"] * 3, [""] * 3, ["7"] * 3)]
     assert reward.fails_on({"prompt": "p"}, 1).startswith("TypeError: ")
+    unknown = reward.fails_on({"prompt": "p", "answer": "7", "zone": "a"}, 1)
+    assert unknown is not None
+    assert "'zone'" in unknown, "every column is given"
 
 
 def test_only_a_correctness_reward_has_a_share_of_passes() -> None:
@@ -533,6 +536,7 @@ JUDGE = {"name": "choice_correctness", "weight": 0.5}
     ("spec", "names"),
     [
         ("my.style", ["my.style"]),
+        ({"name": "my.style", "alias": "mine"}, ["my.style"]),
         (JUDGE, ["choice_correctness"]),
         ({"name": "sum", "rewards": [JUDGE, "my.style"]}, ["choice_correctness", "my.style"]),
         ({"name": "gate", "reward": "my.a", "only_if": {"name": "sum", "rewards": ["my.b"]}}, ["my.a", "my.b"]),
@@ -544,4 +548,17 @@ def test_code_that_a_run_names_is_found_in_every_part_of_a_reward(spec: Any, nam
     skipped = accuracy.measurable_rewards([spec], {"prompt": "p"}, 1, is_trusted=False)[1]
     strange = any(name.startswith("my.") for name in names)
     reason = "(code that the run names: give its recipe with --recipe)"
-    assert skipped == [f"{mapping['name']} {reason}"] if strange else reason not in skipped[0]
+    assert skipped == [f"{mapping.get('alias', mapping['name'])} {reason}"] if strange else reason not in skipped[0]
+
+
+def test_an_answer_that_the_reward_did_not_read_is_read_in_any_layout() -> None:
+    class Reading(Judging):
+        kind = "correctness"
+
+        def __call__(self, *, log_extra: Any, **given: Any) -> list[float]:
+            log_extra("extracted", ["", None, None])
+            return [0.0] * 3
+
+    rewards: Any = [Reading()]
+    texts = ["#### 7", "#### 7", "<b>a</b><c>eight</c>"]
+    assert accuracy.stated_answers(rewards, texts, {}, ("b", "c")) == ["", "7", "eight"]

@@ -284,6 +284,12 @@ def test_a_letter_names_the_number_of_the_choice_for_which_it_was_right() -> Non
     assert confusion(table)["answers"] == [[3, 1, 1], [1, 4, 0]]
 
 
+def test_a_completion_that_was_right_without_an_answer_names_no_label() -> None:
+    table = answered(*[("a", "a")] * 4, ("a", None), *[("b", "b")] * 4, ("b", "0"))
+    table["lenient"] = True
+    assert confusion(table)["answers"] == [[4, 0, 1], [0, 5, 0]], "0 was right for b alone"
+
+
 def test_an_answer_that_was_right_for_two_labels_names_none() -> None:
     table = answered(*[("0", "0")] * 5, *[("1", "1")] * 5, ("0", "first"), ("1", "first"))
     table.loc[10:, "lenient"] = True

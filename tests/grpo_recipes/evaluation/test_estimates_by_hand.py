@@ -163,6 +163,8 @@ def test_numbers_are_written_for_json_and_read_back() -> None:
         ([None, None], [True, True], False),
         ([None, None, "8"], [True, True, False], False),
         ([], [], False),
+        (["", "", "7"], [False, False, True], False),  # an empty answer is one
+        (["8", "0", "0.0"], [False, True, True], True),
     ],
 )
 def test_the_most_frequent_answer_wins(answers: list[Any], right: list[bool], expected: bool) -> None:
@@ -252,6 +254,7 @@ def test_two_small_evaluations_are_compared_by_hand() -> None:
     second = table(strict=True).iloc[::2].assign(**{"reward/right": [1.0, 0.0, 2.0, 1.0], "passed/right": True})
     found = compare_tables(first, second)
     assert found["mcnemar"] == {"only_first": 0, "only_second": 2, "p": 0.5}
+    assert compare_tables(second, first)["mcnemar"] == {"only_first": 2, "only_second": 0, "p": 0.5}
     assert [values(found["strict"][key]) for key in ("first", "second", "difference")] == [0.5, 1.0, 0.5]
     assert [values(found["lenient"][key]) for key in ("first", "second", "difference")] == [0.5, 0.5, 0.0]
     right = found["rewards"]["right"]
@@ -301,7 +304,7 @@ def lines(parts: Sequence[Any]) -> list[str]:
 
 def test_the_terminal_shows_an_evaluation_with_its_rewards_and_tools() -> None:
     heads = [part.head for part in describe(SUMMARY) if isinstance(part, Table)]
-    assert [len(head) for head in heads] == [2, 5, 3], "each column has a head"
+    assert [len(head) for head in heads] == [2, 6, 3], "each column has a head"
     assert lines(describe(SUMMARY)) == [
         "8 problems, 2 completions each; 95 % intervals",
         "accuracy share",
@@ -371,6 +374,12 @@ def test_the_terminal_shows_two_evaluations_and_the_sign_of_their_difference() -
     assert colours == ["good", "", "bad", "good"]
 
 
+def test_a_p_value_of_0_is_shown() -> None:
+    certain = {"first": share(0.5), "second": share(1.0), "difference": share(0.5, p=0.0)}
+    shown = lines(describe_comparison({"problems": 8, "warnings": [], "strict": certain}))
+    assert shown[-1] == "strict 0.500 [0.375, 0.625] 1.000 [0.875, 1.125] 0.500 [0.375, 0.625] 0"
+
+
 def test_a_p_value_is_that_of_an_interval_which_includes_0_though_the_sign_test_rejects() -> None:
     """Seven of eleven problems gain up to a quarter, so that the signs alone are clearer than the mean."""
     before = [0.125, 0.25, 0.25, 0.5, 0.875, 0.375, 0.75, 1.0, 0.375, 0.875, 0.0]
@@ -393,6 +402,7 @@ def test_only_what_both_evaluations_measured_is_compared() -> None:
     found = compare_tables(first, second)
     assert list(found["rewards"]) == ["right", "zero"]
     assert "passed" not in found["rewards"]["right"]
+    assert "passed" not in compare_tables(second, first)["rewards"]["right"]
     assert found["rewards"]["zero"]["mean"]["first"]["value"] == 0.5
     without = first.drop(columns=["strict", "lenient"])
     for one, other in ((first, without), (without, first)):
@@ -489,7 +499,8 @@ def test_two_evaluations_of_other_numbers_of_problems_have_no_difference(lengths
         with pytest.raises(ValueError, match="zip"):
             difference(first, second)
     for found in (mean_share, mean_value):
-        with pytest.raises(ValueError, match="zip"):
-            found(first, clusters=["a", "b", "c", "d"])
+        for clusters in ([], ["a", "b", "c", "d"]):
+            with pytest.raises(ValueError, match="zip"):
+                found(first, clusters=clusters)
     with pytest.raises(ValueError, match="zip"):
         majority(["7"] * lengths[0], [True] * lengths[1])

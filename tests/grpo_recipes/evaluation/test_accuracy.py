@@ -555,8 +555,8 @@ def test_an_answer_that_the_reward_did_not_read_is_read_in_any_layout() -> None:
     class Reading(Judging):
         kind = "correctness"
 
-        def __call__(self, *, log_extra: Any, **given: Any) -> list[float]:
-            log_extra("extracted", ["", None, None])
+        def __call__(self, **given: Any) -> list[float]:
+            given["log_extra"]("extracted", ["", None, None])
             return [0.0] * 3
 
     rewards: Any = [Reading()]

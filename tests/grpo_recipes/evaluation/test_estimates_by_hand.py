@@ -498,7 +498,8 @@ def test_two_evaluations_of_other_numbers_of_problems_have_no_difference(lengths
     for difference in (paired_difference, paired_mean):
         with pytest.raises(ValueError, match="zip"):
             difference(first, second)
-    for found in (mean_share, mean_value):
+    means: list[Any] = [mean_share, mean_value]
+    for found in means:
         for clusters in ([], ["a", "b", "c", "d"]):
             with pytest.raises(ValueError, match="zip"):
                 found(first, clusters=clusters)

@@ -39,6 +39,7 @@ from tests.support.tool_rollouts import (
     END,
     FETCH,
     TOOLS,
+    add,
     call,
     tool_policy,
     tool_tokenizer,
@@ -719,13 +720,14 @@ def test_a_prompt_is_rendered_as_in_training_with_the_keys_of_the_recipe() -> No
     assert ids[0] != end
     assert tokenizer.decode(ids) == text
     assert text.endswith("</think>\n\n"), "the model does not think"
-    row = turns.row(ids, tokenizer(f"{ADD}{END}", add_special_tokens=False)["input_ids"], [TOOLS[0]], None)
-    assert row.tools.functions == {"add": TOOLS[0]}
+    row = turns.row(ids, tokenizer(f"{ADD}{END}", add_special_tokens=False)["input_ids"], [add], None)
+    assert row.tools.functions == {"add": add}
     assert row.tools.schemas == schemas
     assert [one["function"]["name"] for one in row.messages[0]["tool_calls"]] == ["add"]
     runner: Any = object()
+    generate: Any = pytest.fail
     for given, expected in ((runner, runner), (None, turns.runner)):
-        loop = turns.loop(pytest.fail, 7, 9, given)
+        loop = turns.loop(generate, 7, 9, given)
         assert loop.runner is expected
         assert (loop.limits.iterations, loop.limits.completion, loop.limits.positions) == (3, 7, 9)
 

@@ -144,7 +144,8 @@ def judging_reward(spec: Mapping[str, Any]) -> BaseReward | None:
     # The class is checked before anything is built: other kinds may take a model's name, or the spec of another reward.
     if own is None or resolve(own).kind not in ("correctness", "format"):
         return None
-    return build_rewards([spec])[0].declared
+    (built,) = build_rewards([spec])
+    return built.declared
 
 
 def is_right(rewards: Sequence[BaseReward], completions: Sequence[str], columns: Columns) -> list[bool]:

@@ -280,7 +280,7 @@ def paired_difference(
 def p_text(p: float, digits: int) -> str:
     """Return a p-value with a number of significant digits, or with more if it would be rounded across 0.05."""
     text = f"{p:.{digits}g}"
-    while (float(text) < LEVEL) != (p < LEVEL):
+    while p < LEVEL <= float(text):
         digits += 1
         text = f"{p:.{digits}g}"
     return text
@@ -354,30 +354,30 @@ def _scored(table: pd.DataFrame, reward: str) -> pd.DataFrame:
 
 def _by_problem(table: pd.DataFrame, column: str) -> pd.Series:
     """Return the mean of a column over the completions of each problem, by problem."""
-    return table.groupby("problem", sort=True)[column].mean().astype(float)
+    return table.groupby("problem")[column].mean().astype(float)
 
 
-def _clusters(table: pd.DataFrame) -> pd.Series:
+def _clusters(table: pd.DataFrame) -> list[Hashable]:
     """Return the label of each problem, by problem. Problems with one label are copies of one another.
 
     Two rows with the same prompt are copies. A prompt need not name the state of an environment. So in a table with
     transcripts the golds of copies are equal too, and rows without golds are different problems.
     """
     keys = ["prompt"] if "transcript" not in table else ["prompt", "gold"]
-    firsts = table.groupby("problem", sort=True).first()
+    firsts = table.groupby("problem").first()
     if not all(key in firsts for key in keys):
-        return pd.Series(firsts.index, index=firsts.index)
-    return pd.Series(list(firsts[keys].itertuples(index=False, name=None)), index=firsts.index)
+        return list(firsts.index)
+    return list(firsts[keys].itertuples(index=False, name=None))
 
 
 def _mean_of_shares(table: pd.DataFrame, column: str) -> Estimate:
     """Return the mean over problems of the share of completions with a true value in a column."""
-    return mean_share(_by_problem(table, column).tolist(), len(table), _clusters(table).tolist())
+    return mean_share(_by_problem(table, column).tolist(), len(table), _clusters(table))
 
 
 def _mean_score(scored: pd.DataFrame, reward: str) -> dict[str, Any]:
     """Return the mean score of a reward over problems, or nothing if fewer than two different problems have one."""
-    clusters = _clusters(scored).tolist()
+    clusters = _clusters(scored)
     if len(set(clusters)) < 2:
         return {}
     return {"mean": mean_value(_by_problem(scored, PAY.format(reward)).tolist(), clusters).as_dict()}
@@ -410,12 +410,12 @@ def _several_samples(table: pd.DataFrame, column: str, vote_column: str) -> dict
 
     A problem with fewer than k completions, because a reward could not score some, is not in the mean of pass@k.
     """
-    groups = [rows for _, rows in table.groupby("problem", sort=True)]
+    groups = [rows for _, rows in table.groupby("problem")]
     samples = max(map(len, groups))
     if samples == 1:
         return {}
     result: dict[str, Any] = {"pass_at": {}}
-    clusters = _clusters(table).tolist()
+    clusters = _clusters(table)
     for k in sorted({2**power for power in range(samples.bit_length())} | {samples}):
         enough = [place for place, rows in enumerate(groups) if len(rows) >= k]
         chances = [pass_at_k(len(groups[place]), int(groups[place][column].sum()), k) for place in enough]
@@ -435,7 +435,7 @@ def majority(answers: Iterable[Any], right: Iterable[Any]) -> bool:
     """
     stated = []
     for answer, is_right in zip(answers, right, strict=True):
-        if answer is not None and not pd.isna(answer):
+        if not pd.isna(answer):
             stated.append((_comparable(answer), bool(is_right)))
     if not stated:
         return False
@@ -522,7 +522,7 @@ def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
         if pay not in second:
             continue
         tables = _on_shared_problems(_scored(first, name), _scored(second, name))
-        clusters = _clusters(tables[0]).tolist()
+        clusters = _clusters(tables[0])
         if len(set(clusters)) < 2:
             continue
         before, after = (_by_problem(table, pay).tolist() for table in tables)
@@ -535,7 +535,8 @@ def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
         for name in ("strict", "lenient"):
             result[name] = _compared_shares(first, second, name)
         is_single = all(table["problem"].is_unique for table in (first, second))
-        if is_single and _clusters(first).is_unique:
+        clusters = _clusters(first)
+        if is_single and len(set(clusters)) == len(clusters):
             before, after = (_by_problem(table, "strict") for table in (first, second))
             only_first, only_second = int((before > after).sum()), int((after > before).sum())
             p = mcnemar(only_first, only_second)
@@ -550,7 +551,7 @@ def _on_shared_problems(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.D
 
 def _compared_shares(first: pd.DataFrame, second: pd.DataFrame, column: str) -> dict[str, Any]:
     before, after = (_by_problem(table, column).tolist() for table in (first, second))
-    difference = paired_difference(before, after, _clusters(first).tolist())
+    difference = paired_difference(before, after, _clusters(first))
     return _pair(_mean_of_shares(first, column), _mean_of_shares(second, column), difference)
 
 
@@ -634,7 +635,7 @@ def _reward_table(rewards: Mapping[str, Any]) -> Table:
         }
         rows.append(cells)
     columns = [column for column in rows[0] if any(cells[column] for cells in rows)]
-    return Table([tuple(cells[column] for column in columns) for cells in rows], tuple(columns))
+    return Table([[cells[column] for column in columns] for cells in rows], columns)
 
 
 def describe_comparison(result: Mapping[str, Any]) -> list[Part]:

@@ -434,7 +434,7 @@ def evaluate_into(
         if finished is not None:
             return finished
         parts = files.inside(folder, "parts")
-        parts.mkdir(parents=True, exist_ok=True)
+        parts.mkdir(exist_ok=True)
         files.write_atomically(folder / REQUEST, json.dumps(identity))
         tables = []
         columns = {**files.EVALUATED, **accuracy.reward_columns(rewards)}

@@ -126,6 +126,8 @@ def test_a_task_without_golds_is_evaluated_and_compared(
     assert "McNemar" not in output
     evaluated([], rows=rows, name="g", code=2)
     assert "`rewards` is missing" in capsys.readouterr().err
+    evaluated([f"{HERE}needs_a_trainer"], rows=rows, name="h", code=2)
+    assert "there is nothing to measure: the held-out rows have no `answer`" in capsys.readouterr().err
 
 
 def test_an_evaluation_without_golds_is_reported(evaluated: Callable, tmp_path: Path) -> None:
@@ -452,6 +454,9 @@ def test_a_reward_is_tried_on_a_row_with_as_many_empty_completions_as_are_sample
     assert reward.fails_on({"prompt": "p", "answer": "7"}, 3) is None
     assert seen == [(["p"] * 3, [""] * 3, ["7"] * 3)]
     assert reward.fails_on({"prompt": "p"}, 1).startswith("TypeError: ")
+    unknown = reward.fails_on({"prompt": "p", "answer": "7", "zone": "a"}, 1)
+    assert unknown is not None
+    assert "'zone'" in unknown, "every column is given"
 
 
 def test_only_a_correctness_reward_has_a_share_of_passes() -> None:
@@ -481,3 +486,79 @@ def test_a_reward_of_whole_groups_needs_several_samples_and_a_judge_needs_trust(
             other = accuracy._obstacle(built("other", groups=groups), samples, is_trusted=trusted)
             assert (judge is None) == trusted
             assert (other is None) == (samples > 1 or not groups)
+
+
+class Judging:
+    """Reward whose verdicts are given."""
+
+    def __init__(self, *verdicts: bool) -> None:
+        self.verdicts = list(verdicts)
+
+    def __call__(self, **given: Any) -> list[float]:
+        return [float(verdict) for verdict in self.verdicts]
+
+    def passed(self, scores: list[float]) -> list[bool]:
+        return [score == 1 for score in scores]
+
+    def validate(self, rows: int, columns: Any) -> list[bool]:
+        return self.verdicts
+
+
+def test_every_reward_decides_on_every_completion() -> None:
+    pair: Any = (Judging(True, True, False), Judging(True, False, True))
+    assert accuracy.is_right(pair, ["a", "b", "c"], {}) == [True, False, False]
+    assert accuracy.can_score(pair, 3, {}) == [True, False, False]
+    short: Any = (Judging(True, True), Judging(True))
+    for rewards in (short, short[::-1]):
+        with pytest.raises(ValueError, match="zip"):
+            accuracy.is_right(rewards, ["a", "b"], {})
+        with pytest.raises(ValueError, match="zip"):
+            accuracy.can_score(rewards, 2, {})
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_no_finite_number_is_refused(score: float) -> None:
+    reward = accuracy.MeasuredReward("mine", lambda **given: [0.0, score], None)
+    with pytest.raises(ValueError, match=f"^{score} is no finite number$"):
+        reward.scores(["p", "q"], ["", ""], {})
+    with pytest.raises(UserError, match=r"^reward `mine` can't score the held-out rows \(ValueError: "):
+        accuracy.reward_values([reward], ["p", "q"], ["", ""], {})
+    assert accuracy.MeasuredReward("mine", lambda **given: [None, 1], None).scores(["p", "q"], ["", ""], {}) == [
+        None,
+        1,
+    ]
+
+
+JUDGE = {"name": "choice_correctness", "weight": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("my.style", ["my.style"]),
+        ({"name": "my.style", "alias": "mine"}, ["my.style"]),
+        (JUDGE, ["choice_correctness"]),
+        ({"name": "sum", "rewards": [JUDGE, "my.style"]}, ["choice_correctness", "my.style"]),
+        ({"name": "gate", "reward": "my.a", "only_if": {"name": "sum", "rewards": ["my.b"]}}, ["my.a", "my.b"]),
+    ],
+)
+def test_code_that_a_run_names_is_found_in_every_part_of_a_reward(spec: Any, names: list[str]) -> None:
+    mapping = {"name": spec} if isinstance(spec, str) else spec
+    assert list(accuracy._called_names(mapping)) == names
+    skipped = accuracy.measurable_rewards([spec], {"prompt": "p"}, 1, is_trusted=False)[1]
+    strange = any(name.startswith("my.") for name in names)
+    reason = "(code that the run names: give its recipe with --recipe)"
+    assert skipped == [f"{mapping.get('alias', mapping['name'])} {reason}"] if strange else reason not in skipped[0]
+
+
+def test_an_answer_that_the_reward_did_not_read_is_read_in_any_layout() -> None:
+    class Reading(Judging):
+        kind = "correctness"
+
+        def __call__(self, **given: Any) -> list[float]:
+            given["log_extra"]("extracted", ["", None, None])
+            return [0.0] * 3
+
+    rewards: Any = [Reading()]
+    texts = ["#### 7", "#### 7", "<b>a</b><c>eight</c>"]
+    assert accuracy.stated_answers(rewards, texts, {}, ("b", "c")) == ["", "7", "eight"]

@@ -23,7 +23,7 @@ from grpo_recipes.evaluation.estimates import (
     pass_at_k,
 )
 from grpo_recipes.runs.files import CONFUSION
-from grpo_rewards.terminal import rendered
+from grpo_rewards.terminal import Table, rendered
 
 
 def share(successes: int, n: int) -> Estimate:
@@ -86,6 +86,8 @@ def test_the_effective_number_of_trials_is_bounded() -> None:
 def test_an_interval_does_not_jump_if_a_share_changes_a_little(completions: int) -> None:
     same, close = mean_share([0.5, 0.5], completions), mean_share([0.5, 0.51], completions)
     assert (close.low, close.high) == pytest.approx((same.low, same.high), abs=0.02)
+    every = share(completions // 2, completions)
+    assert (same.low, same.high) == pytest.approx((every.low, every.high)), "problems that agree exactly"
 
 
 def test_problems_of_which_few_were_ever_solved_have_a_wide_interval() -> None:
@@ -222,6 +224,8 @@ def test_an_interval_excludes_0_if_p_is_below_5_percent(counts: list[tuple[int, 
 def test_a_p_value_is_not_rounded_across_5_percent() -> None:
     assert [p_text(p, 1) for p in (0.0499, 0.051, 0.05, 0.3, 2e-6)] == ["0.0499", "0.05", "0.05", "0.3", "2e-06"]
     assert p_text(0.04998, 3) == "0.04998"
+    assert p_text(0.0461, 1) == "0.046", "as few digits as possible"
+    assert p_text(math.nan, 2) == "nan"
 
 
 def test_a_difference_is_second_minus_first() -> None:
@@ -265,11 +269,25 @@ def test_numbers_are_labels_in_any_form_and_in_order() -> None:
     assert labels["answers"] == [[5, 0, 0], [0, 5, 0]]
 
 
+def test_a_label_is_named_as_its_first_problem_writes_it_with_numbers_before_texts() -> None:
+    golds = ["None", "10.0", "2", "none", "10", "NONE"]
+    labels = confusion(answered(*[(gold, gold) for gold in golds] * 5))
+    assert labels["names"] == ["2", "10.0", "None"]
+    assert labels["problems"] == [5, 10, 15]
+    assert labels["answers"] == [[5, 0, 0, 0], [0, 10, 0, 0], [0, 0, 15, 0]]
+
+
 def test_a_letter_names_the_number_of_the_choice_for_which_it_was_right() -> None:
     rows = [("0", "A"), ("0", "B"), ("0", "A"), ("0", "C"), ("0", "A"), ("1", "B"), ("1", "A"), ("1", "B")]
     table = answered(*rows, ("1", "B"), ("1", "B"))
     table["lenient"] = [gold == str("AB".find(answer)) for gold, answer in zip(table.gold, table.answer, strict=True)]
     assert confusion(table)["answers"] == [[3, 1, 1], [1, 4, 0]]
+
+
+def test_a_completion_that_was_right_without_an_answer_names_no_label() -> None:
+    table = answered(*[("a", "a")] * 4, ("a", None), *[("b", "b")] * 4, ("b", "0"))
+    table["lenient"] = True
+    assert confusion(table)["answers"] == [[4, 0, 1], [0, 5, 0]], "0 was right for b alone"
 
 
 def test_an_answer_that_was_right_for_two_labels_names_none() -> None:
@@ -310,6 +328,8 @@ def test_the_terminal_shows_the_matrix_and_each_label() -> None:
     matrix = next(place for place, line in enumerate(lines) if line[:1] == ["gold"])
     assert {len(line.rstrip()) for line in said[matrix : matrix + 3]} == {len(said[matrix])}, "numbers end in a column"
     assert ["gold", "no", "yes", "no", "label"] in lines
+    shown = {part.head[0]: part.numbers for part in parts if isinstance(part, Table)}
+    assert (shown["gold"], shown["label"]) == ({1, 2, 3}, {1}), "counts are numbers, names and intervals are none"
     assert ["yes", "5", "0", "0"] in lines
     assert ["no", "5", "1.000", "[0.478,", "1.000]"] in lines, "the exact interval of 5 of 5"
 

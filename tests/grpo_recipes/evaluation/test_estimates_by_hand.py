@@ -163,6 +163,8 @@ def test_numbers_are_written_for_json_and_read_back() -> None:
         ([None, None], [True, True], False),
         ([None, None, "8"], [True, True, False], False),
         ([], [], False),
+        (["", "", "7"], [False, False, True], False),  # an empty answer is one
+        (["8", "0", "0.0"], [False, True, True], True),
     ],
 )
 def test_the_most_frequent_answer_wins(answers: list[Any], right: list[bool], expected: bool) -> None:
@@ -241,7 +243,7 @@ def test_three_completions_have_pass_at_1_2_and_3() -> None:
 
 
 def test_the_numbers_of_draws_double_and_end_with_all_samples() -> None:
-    for samples, draws in ((2, "1 2"), (8, "1 2 4 8"), (11, "1 2 4 8 11")):
+    for samples, draws in ((2, "1 2"), (8, "1 2 4 8"), (11, "1 2 4 8 11"), (33, "1 2 4 8 16 32 33")):
         rows = pd.DataFrame({"problem": 0, "prompt": "a", "gold": "7", "answer": "7", "strict": [True] * samples})
         found = summarise(rows.assign(lenient=True))
         assert " ".join(found["pass_at"]) == draws
@@ -252,6 +254,7 @@ def test_two_small_evaluations_are_compared_by_hand() -> None:
     second = table(strict=True).iloc[::2].assign(**{"reward/right": [1.0, 0.0, 2.0, 1.0], "passed/right": True})
     found = compare_tables(first, second)
     assert found["mcnemar"] == {"only_first": 0, "only_second": 2, "p": 0.5}
+    assert compare_tables(second, first)["mcnemar"] == {"only_first": 2, "only_second": 0, "p": 0.5}
     assert [values(found["strict"][key]) for key in ("first", "second", "difference")] == [0.5, 1.0, 0.5]
     assert [values(found["lenient"][key]) for key in ("first", "second", "difference")] == [0.5, 0.5, 0.0]
     right = found["rewards"]["right"]
@@ -300,6 +303,8 @@ def lines(parts: Sequence[Any]) -> list[str]:
 
 
 def test_the_terminal_shows_an_evaluation_with_its_rewards_and_tools() -> None:
+    heads = [part.head for part in describe(SUMMARY) if isinstance(part, Table)]
+    assert [len(head) for head in heads] == [2, 6, 3], "each column has a head"
     assert lines(describe(SUMMARY)) == [
         "8 problems, 2 completions each; 95 % intervals",
         "accuracy share",
@@ -349,7 +354,7 @@ def test_the_terminal_shows_two_evaluations_and_the_sign_of_their_difference() -
         "strict": pair(0.5, 0.75, p=0.0123),
         "lenient": pair(0.5, 0.5, p=0.9),
         "rewards": {"right": {"mean": pair(1.0, 0.5, p=0.04999), "passed": pair(0.5, 0.75)}},
-        "mcnemar": {"only_first": 1, "only_second": 3, "p": 0.625},
+        "mcnemar": {"only_first": 1, "only_second": 3, "p": 0.0703125},
     }
     parts = describe_comparison(result)
     assert lines(parts) == [
@@ -360,11 +365,19 @@ def test_the_terminal_shows_two_evaluations_and_the_sign_of_their_difference() -
         "lenient 0.500 [0.375, 0.625] 0.500 [0.375, 0.625] 0.000 [-0.125, 0.125] 0.9",
         "right, mean 1.000 [0.875, 1.125] 0.500 [0.375, 0.625] -0.500 [-0.625, -0.375] 0.04999",
         "right, passed 0.500 [0.375, 0.625] 0.750 [0.625, 0.875] 0.250 [0.125, 0.375]",
-        "McNemar: A alone right on 1, B alone on 3; exact p = 0.625",
+        "McNemar: A alone right on 1, B alone on 3; exact p = 0.0703",
     ]
     (shown,) = (part for part in parts if isinstance(part, Table))
+    assert list(shown.head) == ["", "A", "B", "B - A", "p"]
+    assert shown.numbers == {4}, "p-values end in a column"
     colours = [cell.style for row in shown.rows for cell in row if isinstance(cell, Cell)]
     assert colours == ["good", "", "bad", "good"]
+
+
+def test_a_p_value_of_0_is_shown() -> None:
+    certain = {"first": share(0.5), "second": share(1.0), "difference": share(0.5, p=0.0)}
+    shown = lines(describe_comparison({"problems": 8, "warnings": [], "strict": certain}))
+    assert shown[-1] == "strict 0.500 [0.375, 0.625] 1.000 [0.875, 1.125] 0.500 [0.375, 0.625] 0"
 
 
 def test_a_p_value_is_that_of_an_interval_which_includes_0_though_the_sign_test_rejects() -> None:
@@ -389,6 +402,7 @@ def test_only_what_both_evaluations_measured_is_compared() -> None:
     found = compare_tables(first, second)
     assert list(found["rewards"]) == ["right", "zero"]
     assert "passed" not in found["rewards"]["right"]
+    assert "passed" not in compare_tables(second, first)["rewards"]["right"]
     assert found["rewards"]["zero"]["mean"]["first"]["value"] == 0.5
     without = first.drop(columns=["strict", "lenient"])
     for one, other in ((first, without), (without, first)):
@@ -403,3 +417,91 @@ def test_golds_that_are_labels_have_their_confusion_matrix_in_the_summary() -> N
     found = summarise(rows.assign(strict=True, lenient=True))
     assert found["labels"]["answers"] == [[5, 0, 0], [0, 5, 0]]
     assert "labels" not in summarise(rows.assign(strict=True, lenient=True, gold="yes"))
+
+
+def test_each_interval_of_a_summary_is_that_of_its_shares() -> None:
+    """The shares of six problems with four completions each, of which two problems are one."""
+    right = [4, 3, 1, 0, 2, 2]
+    prompts = ["a", "b", "c", "d", "e", "e"]
+    verdicts = [sample < count for count in right for sample in range(4)]
+    rows = pd.DataFrame({"problem": [n for n in range(6) for _ in range(4)], "strict": verdicts, "lenient": verdicts})
+    rows["prompt"] = [prompts[n] for n in rows["problem"]]
+    rows["gold"], rows["answer"] = "7", ["7" if verdict else "8" for verdict in verdicts]
+    rows["reward/r"], rows["passed/r"] = [2.0 * verdict for verdict in verdicts], verdicts
+    rows["calls"] = [2 * verdict for verdict in verdicts]
+    found = summarise(rows)
+    strict = mean_share([count / 4 for count in right], 24, prompts).as_dict()
+    assert found["strict"] == found["lenient"] == found["rewards"]["r"]["passed"] == found["tools"]["called"] == strict
+    pairs = [1 - (4 - count) * (3 - count) / 12 for count in right]
+    assert found["pass_at"]["2"] == pytest.approx(mean_share(pairs, 12, prompts).as_dict())
+    assert found["pass_at"]["4"] == mean_share([float(count > 0) for count in right], 6, prompts).as_dict()
+    assert found["pass_at"] == found["rewards"]["r"]["pass_at"]
+    votes = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]  # the first answer wins a tie
+    assert found["majority"] == found["rewards"]["r"]["majority"] == mean_share(votes, clusters=prompts).as_dict()
+    assert found["rewards"]["r"]["mean"] == mean_value([count / 2 for count in right], prompts).as_dict()
+
+
+def test_a_score_of_two_problems_has_a_mean_unless_they_are_copies() -> None:
+    two = {"reward/right": [1.0, math.nan, 0.0, *[math.nan] * 5]}
+    found = summarise(table(**two))
+    assert found["rewards"]["right"]["mean"] == mean_value([1.0, 0.0]).as_dict()
+    copies = summarise(table(prompt="a", **two))
+    assert "mean" not in copies["rewards"]["right"]
+    assert copies["rewards"]["right"]["passed"]["value"] == 1.0
+
+
+def test_a_reward_that_scored_nothing_has_no_estimate() -> None:
+    found = summarise(table(**{"reward/right": math.nan}))
+    assert found["rewards"] == {"right": {"unscored": 8}}
+    assert found["tools"]["with_call"]["rewards"] == {"right": {}}
+    # Only the completions without a call are scored.
+    scores = [math.nan if calls else 1.0 for calls in table()["calls"]]
+    tools = values(summarise(table(**{"reward/right": scores})))["tools"]
+    assert tools["with_call"]["rewards"] == {"right": {}}
+    assert tools["without_call"]["rewards"]["right"].keys() == {"mean", "passed"}
+
+
+def test_calls_are_counted_without_rewards_and_without_golds() -> None:
+    rewardless = summarise(table().drop(columns=["reward/right", "passed/right"]))
+    assert "rewards" not in rewardless
+    assert rewardless["tools"]["with_call"].keys() == {"problems", "strict", "lenient"}
+    goldless = summarise(table().drop(columns=["strict", "lenient", "gold", "answer", "passed/right"]))
+    assert goldless.keys() == {"rewards", "tools"}
+    assert goldless["tools"]["with_call"].keys() == {"problems", "rewards"}
+    assert goldless["rewards"]["right"].keys() == {"unscored", "mean"}
+
+
+def test_a_reward_is_compared_on_the_problems_that_both_sides_scored() -> None:
+    first = table().iloc[::2].assign(**{"reward/right": [5.0, 1.0, 0.0, math.nan], "passed/right": True})
+    second = table().iloc[::2].assign(**{"reward/right": [math.nan, 3.0, 4.0, 9.0]})
+    right = compare_tables(first, second)["rewards"]["right"]
+    assert right["mean"]["difference"] == paired_mean([1.0, 0.0], [3.0, 4.0]).as_dict()
+    assert [values(right["mean"][side]) for side in ("first", "second")] == [0.5, 3.5]
+    assert [values(right["passed"][side]) for side in ("first", "second")] == [1.0, 0.5]
+    # Two copies of one problem have no spread.
+    copies = {"prompt": ["a", "b", "b", "c"]}
+    assert "rewards" not in compare_tables(first.assign(**copies), second.assign(**copies))
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_the_spread_of_values_is_judged_by_their_size(scale: float) -> None:
+    plain, scaled = mean_value([-1.0, -2.0, -4.0]), mean_value([-scale, -2 * scale, -4 * scale])
+    assert (scaled.low, scaled.high) == pytest.approx((scale * plain.low, scale * plain.high))
+    assert math.isnan(mean_value([0.3 * scale, (0.1 + 0.2) * scale]).low), "equal but for rounding"
+    assert math.isnan(paired_mean([0.3 * scale, 0.0], [0.6 * scale, (0.1 + 0.2) * scale]).p)
+    assert math.isnan(mean_value([0.0, 0.0]).low)
+
+
+@pytest.mark.parametrize("lengths", [(2, 3), (3, 2)])
+def test_two_evaluations_of_other_numbers_of_problems_have_no_difference(lengths: tuple[int, int]) -> None:
+    first, second = ([0.0, 1.0, 0.5][:length] for length in lengths)
+    for difference in (paired_difference, paired_mean):
+        with pytest.raises(ValueError, match="zip"):
+            difference(first, second)
+    means: list[Any] = [mean_share, mean_value]
+    for found in means:
+        for clusters in ([], ["a", "b", "c", "d"]):
+            with pytest.raises(ValueError, match="zip"):
+                found(first, clusters=clusters)
+    with pytest.raises(ValueError, match="zip"):
+        majority(["7"] * lengths[0], [True] * lengths[1])

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import json
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
+from safetensors.numpy import save_file
 
 from grpo_recipes import cli
+from grpo_recipes.checks.tokenizer import ChatTemplate
+from grpo_recipes.data.places import row_numbers
 from grpo_recipes.evaluation import chat, evaluate
+from grpo_recipes.evaluation.accuracy import MeasuredReward, strict_rewards
 from grpo_recipes.evaluation.evaluate import Request, compare, evaluate_into, held_out_spec
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.runs import lock
+from grpo_recipes.runs.lock import LOCK
 from grpo_rewards.errors import UserError
+from grpo_rewards.registry import RewardSpecError
 
 
 def test_an_evaluation_has_a_folder_of_its_own(tmp_path: Path) -> None:
@@ -43,6 +55,8 @@ def test_several_tables_get_a_folder_each() -> None:
 
 def test_options_of_vllm_need_vllm() -> None:
     assert Request(model="m").engine() is None
+    with pytest.raises(UserError, match="^--vllm_max_model_length is an option of vLLM: add --vllm$"):
+        Request(model="m", vllm_max_model_length=0).engine()
     given = {"vllm_tensor_parallel_size": 2, "vllm_max_model_length": 64, "vllm_gpu_memory_utilization": 0.5}
     assert Request(model="m", vllm=True, **given).engine() == VLLM(**given)  # type: ignore[arg-type]
     for name, value in {**given, "vllm_server_base_url": "http://x"}.items():
@@ -80,6 +94,7 @@ SEVERAL = [{"path": "b.jsonl", "split": "train"}, {"path": "c.jsonl", "split": "
         ({"path": "a.jsonl", "eval_share": 0.5}, {"path": "b.jsonl"}, {"path": "b.jsonl", "split": "test"}),
         # Several files have no split of their own.
         ({"path": ["a.jsonl", "b.jsonl"], "eval_path": "c.jsonl"}, {}, {"path": "c.jsonl", "split": "test"}),
+        ({"name": "gsm8k", "pass_rate": {"min": 0.5}, "of_an_older_version": 1}, {}, GSM8K),
         ({"path": "a.jsonl", "eval_path": ["b.jsonl", "c.jsonl"]}, {}, {"path": SEVERAL, "split": "train"}),
     ],
 )
@@ -144,6 +159,7 @@ FOUND = {
     [
         (FOUND, None),
         ({**FOUND, "model": "copy"}, None),  # with equal weights
+        ({**FOUND, "model": "copy", "rows": {"prompt": "2"}}, "the problems have changed since"),
         ({**FOUND, "model": "copy", "weights": {"sha": "2"}}, "model was 'm' and is now 'copy'"),
         ({**FOUND, "weights": {"sha": "2"}}, "the model's weights or its tokenizer have changed since"),
         ({**FOUND, "rows": {"prompt": "2"}}, "the problems have changed since"),
@@ -165,6 +181,9 @@ def test_one_file_may_have_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         Path(name).touch()
+        assert evaluate._difference({"model": "a"}, {"model": f"./{name}"}) == (
+            None if name == "a" else "model was 'a' and is now './b'"
+        )
     for other in ("./a", str(tmp_path / "a")):
         assert evaluate._difference({"dataset": {"path": "a"}}, {"dataset": {"path": other}}) is None
     for other in ("b", "absent", 3):
@@ -206,6 +225,9 @@ def test_folders_that_can_not_be_compared_are_named(tmp_path: Path) -> None:
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained" / "run.json").write_text("{}")
     (tmp_path / "empty").mkdir()
+    for later in ("hard", "before", "then", "easy"):
+        (tmp_path / "run" / "evaluations" / f"later-{later}").mkdir()
+        (tmp_path / "run" / "evaluations" / f"later-{later}" / "evaluation.json").touch()
     for second, message in (
         (tmp_path / "absent", "there is no such folder"),
         (tmp_path / "run", f"is a run: name one of its evaluations, such as {first}"),
@@ -263,6 +285,10 @@ def test_the_command_and_python_have_the_same_defaults(command: str, monkeypatch
          "dataset.model was 'a' and is now 'b'"),
         ({"settings": {"stop": ["x"]}}, {"settings": {}}, "settings.stop was ['x'] and is now None"),
         ({}, {"rows": {"prompt": "1"}}, "it does not record `rows`"),
+        ({"paid_by": []}, {"paid_by": ["r"]}, "the rewards of the recipe have changed since"),
+        ({"dataset": {"a": 1}}, {"dataset": "x"}, "dataset was {'a': 1} and is now 'x'"),
+        ({"dataset": "x"}, {"dataset": {"a": 1}}, "dataset was 'x' and is now {'a': 1}"),
+        ({"engine": "."}, {"engine": "./"}, "engine was '.' and is now './'"),
         ({"rows": {"prompt": "2"}}, {"rows": {"prompt": "1"}}, "the problems have changed since"),
     ],
 )  # fmt: skip
@@ -282,3 +308,297 @@ def test_a_result_that_another_process_has_finished_meanwhile_is_read(
     settings = Settings(strict=None)
     found = evaluate.evaluate_into(tmp_path / "e", lambda *given: pytest.fail("nothing is left"), [], settings, {})
     assert found == {"strict": 1}
+
+
+def recorded(is_scored: bool = False) -> Any:
+    """Return the tools of a recipe, with an environment that scores its rows or does not."""
+    environments = [SimpleNamespace(scores=False), SimpleNamespace(scores=is_scored)]
+    return SimpleNamespace(toolset=SimpleNamespace(environments=environments), identity={"tools": ["t"]})
+
+
+@pytest.mark.parametrize(
+    ("rewards", "columns", "tools", "has_accuracy"),
+    [
+        ([], ["prompt", "answer"], None, True),
+        ([], ["prompt"], None, True),  # refused later, because the golds are missing
+        (["my.style"], ["prompt", "answer"], None, True),
+        (["my.style"], ["prompt"], None, False),
+        (["gsm8k_correctness"], ["prompt"], None, True),
+        (["my.style"], ["prompt", "answer"], recorded(), True),
+        (["my.style"], ["prompt", "answer"], recorded(is_scored=True), False),
+        ([], ["prompt", "answer"], recorded(is_scored=True), False),
+        (["gsm8k_correctness"], ["prompt", "answer"], recorded(is_scored=True), True),
+    ],
+)
+def test_accuracy_is_measured_if_golds_decide(
+    rewards: list[str], columns: list[str], tools: Any, has_accuracy: bool
+) -> None:
+    dataset = Dataset.from_dict({column: ["1"] for column in columns})
+    rows = DatasetSpec.parse({"path": "a.jsonl"})
+    found = evaluate._settings({"rewards": rewards}, rows, Request(model="m"), dataset, tools)
+    assert (found.strict is not None) == has_accuracy
+    assert found.tools == (None if tools is None else {"tools": ["t"]})
+
+
+def test_the_settings_are_those_of_the_options_and_else_of_the_recipe() -> None:
+    dataset = Dataset.from_dict({"prompt": ["1"], "answer": ["1"]})
+    rows = DatasetSpec.parse({"path": "a.jsonl", "system_prompt": "none"})
+
+    def settings(recipe: dict[str, Any], **options: Any) -> Settings:
+        return evaluate._settings(recipe, rows, Request(model="m", **options), dataset, None)
+
+    plain = settings({})
+    assert (plain.samples, plain.temperature, plain.max_new_tokens, plain.batch_size) == (1, 0.0, 512, 64)
+    assert (plain.seed, plain.stop, plain.chat_template_kwargs, plain.tags) == (0, (), None, ("think", "answer"))
+    assert settings({"max_completion_length": 7}).max_new_tokens == 7
+    assert settings({"max_completion_length": 7}, max_new_tokens=9).max_new_tokens == 9
+    assert [settings({}, samples=samples).temperature for samples in (1, 2, 3)] == [0.0, 1.0, 1.0]
+    assert settings({}, temperature=0.5).temperature == settings({}, samples=2, temperature=0.5).temperature == 0.5
+    given = settings({}, seed=3, batch_size=5, samples=2)
+    assert (given.seed, given.batch_size, given.samples) == (3, 5, 2)
+    recipe = {"generation_kwargs": {"stop": ["END"]}, "chat_template_kwargs": {"enable_thinking": False}}
+    assert settings(recipe).stop == ("END",)
+    assert settings(recipe).chat_template_kwargs == {"enable_thinking": False}
+    tagged = {"rewards": [{"name": "well_formed", "kwargs": {"tags": ["a", "b"]}}]}
+    assert settings(tagged).tags == ("a", "b")
+    assert settings(tagged, tags=("x", "y")).tags == ("x", "y")
+    for found, tags in ((settings(tagged), ("a", "b")), (settings(tagged, tags=("x", "y")), ("x", "y"))):
+        assert found.strict is not None
+        (form,) = [reward for reward in found.strict if reward.kind == "format"]
+        assert form.with_tags(tags) == form
+    with pytest.raises(UserError, match="^--tags: "):
+        settings({}, tags=("x", "x"))
+    with pytest.raises(RewardSpecError):
+        settings({"rewards": [{"name": "well_formed", "kwargs": {"no_such": 1}}]})
+
+
+COLUMNS = {name: ["1"] for name in ("prompt", "answer", "board", "choices", "level", "size", "colour", "move")}
+
+
+@pytest.mark.parametrize(
+    ("tools", "rewards", "columns"),
+    [
+        (None, ["gsm8k_correctness"], {"prompt", "answer"}),
+        ({"tools": ["my.tool"]}, [], {"prompt", "answer"}),
+        (None, ["choice_correctness"], {"prompt", "answer", "choices"}),
+        ({"environment_factory": "my.Game"}, [], COLUMNS.keys()),
+    ],
+)
+def test_the_rows_of_an_evaluation_are_known_by_the_columns_that_it_reads(
+    tools: Any, rewards: Any, columns: Any
+) -> None:
+    strict = strict_rewards(rewards, ("think", "answer")) if rewards else None
+    found = evaluate._rows_fingerprint(Dataset.from_dict(COLUMNS), Settings(strict=strict, tools=tools))
+    assert found.keys() == set(columns)
+    assert list(found) == sorted(found), "the file is the same in every process"
+
+
+def test_what_identifies_an_evaluation_can_be_written_as_json() -> None:
+    described = {"model": "m", "released": date(2026, 1, 2), "dataset": {"hub_token": "hf_" + "a" * 34}}
+    found = evaluate._identity(Dataset.from_dict(COLUMNS), Settings(), described)
+    assert found["released"] == "2026-01-02"
+    assert "aaaa" not in json.dumps(found)
+    assert (found["problems"], found["rows"].keys()) == (1, {"prompt", "answer"})
+    assert "tools" not in found["settings"], "settings without a value are left out"
+    assert found["settings"]["tags"] == ["think", "answer"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_folder_of_other_files_is_left_alone(tmp_path: Path) -> None:
+    assert evaluate._finished(tmp_path / "absent", {}) is None
+    assert evaluate._finished(tmp_path, {}) is None
+    (tmp_path / LOCK).touch()
+    (tmp_path / f"{LOCK}.of-a-killed-process").touch()
+    assert evaluate._finished(tmp_path, {}) is None, "locks of an evaluation that has not begun"
+    (tmp_path / f"notes{LOCK}").touch()
+    with pytest.raises(UserError, match="holds files that are no evaluation: give another --output$"):
+        evaluate._finished(tmp_path, {})
+
+
+def test_a_gold_that_is_missing_among_others_is_left_out() -> None:
+    rows = Dataset.from_dict({"prompt": ["p", "q"], "answer": [["18", None], ["x", "y"]]})
+    assert evaluate._golds(rows, Settings(), row_numbers) == ["18", "x or y"]
+    assert evaluate._golds(rows, Settings(strict=None), row_numbers) is None
+    numbers = Dataset.from_dict({"prompt": ["p", "q"], "answer": [0, 5]})
+    assert evaluate._golds(numbers, Settings(), row_numbers) == ["0", "5"]
+    strict = strict_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "prompt"}}], ("think", "answer"))
+    with pytest.raises(ValueError, match="needs the dataset column `prompt`"):
+        evaluate._golds(numbers, Settings(strict=strict), row_numbers)
+    with pytest.raises(UserError, match="^row 2 can't be scored by the rewards of strict accuracy, "):
+        evaluate._golds(Dataset.from_dict({"prompt": ["p"] * 3, "answer": ["1", None, None]}), Settings(), row_numbers)
+
+
+def test_prompts_are_stored_in_their_own_letters_and_golds_are_read_with_their_mark(tmp_path: Path) -> None:
+    strict = strict_rewards([{"name": "gsm8k_correctness", "kwargs": {"decimal": "comma"}}], ("think", "answer"))
+    prompts = [[{"role": "user", "content": "Größe?"}]] * 4
+    texts = ["<answer>1,5</answer>", "#### 1,5", "#### 1.500", "#### 1.500"]
+    rows = Dataset.from_dict({"prompt": prompts, "answer": [1.5] * 3 + [1500.0]})
+    evaluate_into(tmp_path / "e", lambda prompts, settings: texts, rows, Settings(strict=strict), {})
+    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
+    assert "Größe" in table["prompt"][0]
+    assert table["strict"].tolist() == [True, False, False, False]
+    assert table["lenient"].tolist() == [True, True, False, True]
+
+
+def test_the_seed_of_a_batch_reproduces_published_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seeds: list[int] = []
+
+    def complete(prompts: list[Any], settings: Settings) -> list[str]:
+        seeds.append(settings.seed)
+        return [""] * len(prompts)
+
+    rows = Dataset.from_dict({"prompt": ["1?", "2?"], "answer": ["1", "2"]})
+    evaluate_into(tmp_path / "e", complete, rows, Settings(seed=2, batch_size=1), {})
+    assert seeds == [2_000_006, 2_000_007]
+    shown = capsys.readouterr().err
+    assert "evaluating: 100%" in shown
+    assert "batch" in shown
+    assert (tmp_path / "e" / "evaluation.json").read_text().startswith('{\n  "'), "a line for each key"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "e" / "parts").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="a link leads out of"):
+        evaluate_into(tmp_path / "e", complete, rows, Settings(seed=2, batch_size=1), {})
+
+
+def test_a_result_that_can_not_be_written_is_one_sentence(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def lacking(*given: Any) -> None:
+        raise ValueError("a reward needs the column `key`")
+
+    monkeypatch.setattr(evaluate, "evaluate_into", lacking)
+    with pytest.raises(UserError, match="^a reward needs the column `key`$"):
+        evaluate.evaluate_model(tiny_model, dataset="arithmetic", limit=1, output=Path("e"))
+    monkeypatch.setattr(evaluate, "evaluate_into", full)
+    with pytest.raises(
+        UserError, match=r"^e: the result can't be written there \(.*No space.*\): give another --output$"
+    ):
+        evaluate.evaluate_model(tiny_model, dataset="arithmetic", limit=1, output=Path("e"))
+    recipe = {"dataset": {"name": "arithmetic"}, "rewards": [{"name": "well_formed", "kwargs": {"no_such": 1}}]}
+    monkeypatch.setattr(evaluate, "recipe_of", lambda *given: recipe)
+    with pytest.raises(UserError, match=r"^the recipe's `rewards`: .*no_such.*[^.]$"):
+        evaluate.evaluate_model(tiny_model, dataset="arithmetic", limit=1, output=Path("e"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "column"),
+    [
+        ({"name": "well_formed", "alias": "form"}, "reward/form"),
+        ({"name": "my.rewards.style"}, "reward/style"),
+        ({"name": "gsm8k_correctness", "alias": "right"}, "passed/right"),
+    ],
+)
+def test_a_damaged_column_of_a_compared_reward_is_named(spec: dict[str, Any], column: str, tmp_path: Path) -> None:
+    path = finished(tmp_path / "e") / "completions.parquet"
+    table = pd.read_parquet(path)
+    assert evaluate._read_completions(path.parent, [spec]).equals(table), "a reward that was not measured has no column"
+    table.assign(**{column: "text"}).to_parquet(path)
+    with pytest.raises(UserError, match=f"completions.parquet: .*{column}.*evaluate anew, into another --output"):
+        evaluate._read_completions(path.parent, [spec])
+    assert len(evaluate._read_completions(path.parent, [])) == 2
+
+
+@pytest.mark.parametrize("base", [None, ""])
+def test_an_adapter_without_a_named_base_is_known_by_its_own_files(base: str | None, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": base}))
+    save_file({"a": np.zeros(2)}, tmp_path / "adapter_model.safetensors")
+    found = evaluate.weights_fingerprint(str(tmp_path))
+    assert "adapter_model.safetensors" in found
+    assert "base" not in found
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
+    assert evaluate.weights_fingerprint(str(tmp_path)) == {}
+
+
+def test_what_the_command_evaluates_is_recorded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(evaluate, "evaluate_into", lambda *given: seen.append(given) or {})
+    monkeypatch.setattr(evaluate, "hub_commit", lambda name: None)
+    tried: list[Any] = []
+    monkeypatch.setattr(MeasuredReward, "fails_on", lambda self, row, samples: tried.append(row))
+    template = ChatTemplate(tmp_path, "{{ messages }}", None)
+    for rewards, chosen in (([], None), ([{"name": "well_formed", "weight": 2.0}], template)):
+        recipe = {"dataset": {"name": "arithmetic"}, "rewards": rewards}
+        monkeypatch.setattr(evaluate, "recipe_of", lambda *given, recipe=recipe: recipe)
+        monkeypatch.setattr(evaluate, "chat_template_of", lambda *given, chosen=chosen, **more: chosen)
+        evaluate.evaluate_model(tiny_model, limit=3, output=tmp_path / "e")
+    plain, full = (given[4] for given in seen)
+    assert plain.keys() == {"model", "dataset", "engine", "weights"}
+    assert (plain["model"], plain["engine"], plain["dataset"]["name"]) == (
+        str(tiny_model),
+        "transformers",
+        "arithmetic",
+    )
+    assert plain["weights"] == evaluate.weights_fingerprint(str(tiny_model))
+    assert full == {**plain, "chat_template": template.digest, "paid_by": [{"name": "well_formed"}]}
+    folder, engine, dataset, _, _, rewards, record, places = seen[1]
+    assert (folder, engine.chat_template, len(dataset)) == (tmp_path / "e", template, 3)
+    assert [reward.name for reward in rewards] == ["well_formed"]
+    assert len(places([2])) == 1
+    assert [row["prompt"] for row in tried] == [dataset["prompt"][0]], "each reward is tried on the first row"
+    assert record == engine.record
+    assert evaluate.weights_fingerprint("org/unknown") == {}
+
+
+def test_the_rows_of_a_share_are_those_that_training_holds_out(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{n}?", "answer": "1"}) + "\n" for n in range(10)))
+    held_out = evaluate._problems(DatasetSpec.parse({"path": str(file), "eval_share": 0.3}), None)
+    assert len(held_out.dataset) == 3
+    assert len(evaluate._problems(DatasetSpec.parse({"path": str(file)}), None).dataset) == 10
+
+
+def test_a_reward_gets_every_column_but_the_prompt(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def score(**given: Any) -> list[float]:
+        seen.append(given)
+        return [1.0] * len(given["prompts"])
+
+    rows = Dataset.from_dict({"prompt": ["1?", "2?"], "answer": ["1", "2"], "zone": ["a", "b"]})
+    settings = Settings(samples=2, temperature=1.0, strict=None)
+    reward = MeasuredReward("mine", score, None)
+    evaluate_into(tmp_path / "e", lambda prompts, settings: ["a", "b", "c", "d"], rows, settings, {}, [reward])
+    assert seen == [
+        {
+            "prompts": ["1?", "1?", "2?", "2?"],
+            "completions": ["a", "b", "c", "d"],
+            "answer": ["1", "1", "2", "2"],
+            "zone": ["a", "a", "b", "b"],
+        }
+    ]
+    names = pq.read_schema(tmp_path / "e" / "completions.parquet").names
+    assert names == ["problem", "sample", "prompt", "completion", "reward/mine"]
+
+
+def test_a_folder_that_is_lost_before_the_result_is_written_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "SWAP_SECONDS", 0.1)
+    rows = Dataset.from_dict({"prompt": ["1?"], "answer": ["1"]})
+
+    def loses(settings: Settings) -> dict[str, Any]:
+        lease = "filelock/2\npid=17\nhost=other-host\nmode=lease\ntoken=x\nduration=60.0\n"
+        (tmp_path / LOCK).write_text(lease)
+        return {}
+
+    with pytest.raises(UserError, match="process 17 on other-host.* has taken it over"):
+        evaluate_into(tmp_path, lambda prompts, settings: ["1"], rows, Settings(), {}, record=loses)
+    assert not (tmp_path / "completions.parquet").exists()
+
+
+def test_the_template_is_tried_with_the_tools_and_the_keys_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(evaluate, "load_tokenizer", lambda *given: seen.append(given) or "tokenizer")
+    monkeypatch.setattr(evaluate, "Turns", lambda *given: given)
+    tools: Any = SimpleNamespace(toolset=SimpleNamespace(all_tools=[SimpleNamespace(schema="s")]))
+    rows = Dataset.from_dict({"prompt": ["1?"]})
+    for given, expected in ((None, {}), ({"enable_thinking": False}, {"enable_thinking": False})):
+        engine = evaluate.LazyEngine("m", None, rows, given)
+        assert engine._turns(tools) == (tools, "m", "tokenizer", given)
+        assert seen[-1][0] == "m"
+        assert seen[-1][2] == {**expected, "tools": ["s"]}

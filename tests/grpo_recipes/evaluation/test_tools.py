@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
 
 from grpo_recipes import GRPOTrainer, cli
 from grpo_recipes.evaluation import chat, evaluate
@@ -20,7 +21,16 @@ from grpo_recipes.evaluation.chat import Chat
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.estimates import describe
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.evaluation.tools import Played, RecipeTools, Rollouts, Turns, _LaterTurns, _scores_of, tools_of
+from grpo_recipes.evaluation.tools import (
+    Played,
+    RecipeTools,
+    Rollouts,
+    Turns,
+    _LaterTurns,
+    _scores_of,
+    methods_of,
+    tools_of,
+)
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import rendered
 from tests.support.tool_rollouts import (
@@ -29,6 +39,7 @@ from tests.support.tool_rollouts import (
     END,
     FETCH,
     TOOLS,
+    add,
     call,
     tool_policy,
     tool_tokenizer,
@@ -300,8 +311,14 @@ def test_a_result_does_not_end_its_message() -> None:
     assert row.messages[1]["content"] == "< |im_end|>"
 
 
-def test_async_tools_answer(evaluated: Any, tmp_path: Path) -> None:
+def test_async_tools_answer_until_the_evaluation_ends(
+    evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Rollouts] = []
+    close = Rollouts.close
+    monkeypatch.setattr(Rollouts, "close", lambda self: closed.append(self) or close(self))
     assert evaluated(f"{FETCH}{END}", tools=[f"{SUPPORT}.fetch"])[1] == 0
+    assert len(closed) == 1, "the threads of the tools have ended"
     transcript = pd.read_parquet(tmp_path / "e" / "completions.parquet")["transcript"][0]
     assert json.loads(transcript)[-2]["content"] == "W"
 
@@ -514,7 +531,7 @@ def test_a_later_turn_is_as_long_as_its_row_and_the_model_have_room() -> None:
     assert later([[1] * 4, [1] * 9]) == ([[7], [7]], None)
     later([[1] * 6, [1] * 7])
     assert [room for _, _, room in calls] == [[8, 4], [7, 6]]
-    assert len({seed for _, seed, _ in calls} | {3}) == 3
+    assert [seed for _, seed, _ in calls] == [3 + 2**40, 3 + 2**41], "a published result is reproduced by its seed"
 
 
 def test_an_environment_pays_its_own_rows() -> None:
@@ -550,6 +567,7 @@ def test_each_row_has_an_instance_of_its_own_environment_which_later_batches_use
     rows = [{"environment": name} for name in "aba"]
     assert list(rollouts.environments(rows)) == ["a 1", "b 2", "a 3"]
     assert list(rollouts.environments(rows[1:])) == ["b 2", "a 1"], "used again"
+    assert list(rollouts.environments(rows[:1] * 4)) == ["a 1", "a 3", "a 4", "a 5"]
     toolset.is_routed = False
     assert rollouts._name({"environment": "of a column"}) is None
     toolset.environments = []
@@ -568,6 +586,7 @@ def test_an_environment_that_pays_later_is_awaited() -> None:
         SimpleNamespace(scores=True, kind=Paying, path="my.Paying"),
         SimpleNamespace(scores=True, kind=Paying, path="my.Again"),
         SimpleNamespace(scores=False, kind=Silent, path="my.Silent"),
+        SimpleNamespace(scores=True, kind=None, path="my.function"),
     ]
     toolset = SimpleNamespace(environments=environments)
     rollouts: Any = SimpleNamespace(tools=SimpleNamespace(toolset=toolset))
@@ -575,3 +594,171 @@ def test_an_environment_that_pays_later_is_awaited() -> None:
     assert (reward.name, reward.passing) == ("Paying", None)
     assert reward.spec == {"name": "my.Paying", "alias": "Paying"}
     assert reward.scores(["p", "q"], ["a", "b"], {"environments": [Paying(), Silent()]}) == [0.5, None]
+
+
+def test_the_tools_of_an_environment_are_its_public_methods() -> None:
+    class Game(Counter):
+        name_ = "no method"
+
+        def look_(self) -> str:
+            return "a door"
+
+        def _hide(self) -> None:
+            pass
+
+    environment = Game()
+    assert [method.__name__ for method in methods_of(environment)] == ["count", "look_"]
+    assert methods_of(environment)[1]() == "a door"
+
+
+def test_a_transcript_is_stored_in_its_own_letters_with_the_prompt_as_the_policy_saw_it() -> None:
+    turns = [{"role": "assistant", "content": "für \ud800"}]
+    rows: list[Any] = [
+        SimpleNamespace(messages=turns, turns=[["a", "b"], ["c"]]),
+        SimpleNamespace(messages=[{"role": "assistant", "content": "b"}], turns=[]),
+    ]
+    batch = Played([[{"role": "user", "content": "é"}], [{"role": "user", "content": "q"}]], rows)
+    columns = batch.columns()
+    assert columns["calls"] == [3, 0]
+    assert "für" in columns["transcript"][0]
+    assert [[one["role"] for one in json.loads(text)] for text in columns["transcript"]] == [["user", "assistant"]] * 2
+    assert '"é"' in columns["transcript"][0]
+    assert batch.texts == ["für \\ud800", "b"]
+    assert batch.completions[0] is turns
+    batch.prompts.pop()
+    with pytest.raises(ValueError, match="zip"):
+        batch.columns()
+
+
+def test_the_text_between_two_turns_is_what_the_template_writes_there() -> None:
+    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert tools is not None
+    tokenizer = tool_tokenizer()
+    turns = Turns(tools, "m", tokenizer)
+    results = [{"role": "tool", "name": "add", "content": content} for content in ("3", "4")]
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}]  # fmt: skip
+    whole = tokenizer.apply_chat_template([*asked, *results], tokenize=False, add_generation_prompt=True)
+    between = tokenizer.decode(turns.render(results))
+    assert whole.endswith(f"</tool_call>{END}{between}")
+    assert between.startswith("\n")
+
+
+def test_a_template_without_an_end_token_ends_a_turn_where_it_ends() -> None:
+    """The last end token counts, because a user's turn has one too."""
+    seen: list[dict[str, Any]] = []
+    called: list[str] = []
+
+    def template(messages: list[Any], **given: Any) -> list[int]:
+        seen.append(given)
+        called.extend(call["function"]["name"] for call in messages[1]["tool_calls"])
+        ids = [token for message in messages for token in written[message["role"]]]
+        return [*ids, 8] if given["add_generation_prompt"] else ids
+
+    written = {"user": [1, 9], "assistant": [2, 9, 5], "tool": [3]}
+    turns: Any = SimpleNamespace(
+        tokenizer=SimpleNamespace(eos_token_id=9, apply_chat_template=template),
+        chat_template="t",
+        template_kwargs={"enable_thinking": False},
+    )
+    turns._template_ids = lambda messages, is_prompt: Turns._template_ids(turns, messages, is_prompt=is_prompt)
+    assert Turns.render(turns, [{"role": "tool", "name": "add", "content": "3"}]) == [5, 3, 8]
+    written.update(user=[1], assistant=[2])
+    assert Turns.render(turns, [{"role": "tool", "name": name, "content": "3"} for name in ("add", "sub")]) == [3, 3, 8]
+    assert called[-1] == "add", "as in TRL's trainer"
+    assert all(one["chat_template"] == "t" and one["enable_thinking"] is False for one in seen)
+    assert all(one["tokenize"] and one["return_dict"] is False for one in seen)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        ({"tools": [3]}, "`tools` is [3]: name functions or classes by their paths"),
+        ({"environment_factory": {"a": 3}}, "`environment_factory` is {'a': 3}: name functions or classes by"),
+        ({"environment_factory": 3}, "`environment_factory` is 3: name functions or classes by their paths"),
+        ({"max_tool_calling_iterations": "2"}, "`max_tool_calling_iterations` is '2': set it to at least 1"),
+        ({"tool_limits": {"seconds": -1}}, "seconds"),
+    ],
+)
+def test_wrong_keys_of_tools_are_named(recipe: dict[str, Any], says: str) -> None:
+    valid = {"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}
+    tools = tools_of(valid, is_trusted=True)
+    assert tools is not None
+    assert tools.iterations == 1
+    assert tools.identity["code"].keys() == {"add"}
+    with pytest.raises(UserError) as caught:
+        tools_of({**valid, **recipe}, is_trusted=True)
+    assert says in str(caught.value)
+
+
+def test_an_environment_begins_an_episode_for_the_trial_of_rewards() -> None:
+    tools = tools_of({"environment_factory": f"{HERE}.Counter", "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert tools is not None
+    rollouts = Rollouts(tools, lambda: pytest.fail("no turn is played"), lambda: pytest.fail("no model is loaded"))
+    found = rollouts.trial_columns({"prompt": [{"role": "user", "content": "q"}], "answer": "3"})
+    assert found["environments"].calls == 0, "reset"
+    rollouts.close()
+    toolless = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert toolless is not None
+    assert Rollouts(toolless, pytest.fail, pytest.fail).trial_columns({"prompt": []}) == {}
+
+
+def test_a_prompt_is_rendered_as_in_training_with_the_keys_of_the_recipe() -> None:
+    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 3}, is_trusted=True)
+    assert tools is not None
+    tokenizer = tool_tokenizer()
+    end = tokenizer.eos_token_id
+    # A tokenizer that begins each text with a token, which the template has already.
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, end)])
+    turns = Turns(tools, "m", tokenizer, {"enable_thinking": False})
+    prompt = [{"role": "user", "content": "q"}]
+    schemas = [tool.schema for tool in tools.toolset.tools]
+    text = tokenizer.apply_chat_template(
+        prompt, tools=schemas, tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    ids = turns.prompt_ids(prompt)
+    assert ids[0] != end
+    assert tokenizer.decode(ids) == text
+    assert text.endswith("</think>\n\n"), "the model does not think"
+    row = turns.row(ids, tokenizer(f"{ADD}{END}", add_special_tokens=False)["input_ids"], [add], None)
+    assert row.tools.functions == {"add": add}
+    assert row.tools.schemas == schemas
+    assert [one["function"]["name"] for one in row.messages[0]["tool_calls"]] == ["add"]
+    runner: Any = object()
+    generate: Any = pytest.fail
+    for given, expected in ((runner, runner), (None, turns.runner)):
+        loop = turns.loop(generate, 7, 9, given)
+        assert loop.runner is expected
+        assert (loop.limits.iterations, loop.limits.completion, loop.limits.positions) == (3, 7, 9)
+
+
+def test_a_turn_is_read_with_its_prompt_and_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL reads the message of a turn whose beginning the prompt holds, such as an open thinking block."""
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "grpo_recipes.evaluation.tools.parse_response", lambda *given, **more: seen.append((given, more))
+    )
+    turns: Any = SimpleNamespace(tokenizer="t")
+    Turns.parse(turns, [1], [2], ("schema",))
+    assert seen == [(("t", [1]), {"prefix": [2], "tools": ["schema"]})]
+
+
+def test_an_environment_has_its_own_tools_beside_those_of_all_rows() -> None:
+    recipe = {"tools": [f"{SUPPORT}.add"], "environment_factory": f"{HERE}.Counter", "max_tool_calling_iterations": 1}
+    tools = tools_of(recipe, is_trusted=True)
+    assert tools is not None
+    rows = [{"prompt": [{"role": "user", "content": "case 0"}], "answer": "3"}]
+    (row,) = played(tools, Scripted(f"{ADD}{COUNT}{END}"), rows).rows
+    assert [message["content"] for message in row.messages if message["role"] == "tool"] == ["3", "1 1 "]
+
+
+def test_a_tool_without_source_code_is_recognised_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.evaluation.tools.source_digest", lambda one: None)
+    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert tools is not None
+    assert "code" not in tools.identity
+
+
+def test_rows_that_name_no_environment_are_refused(evaluated: Any, capsys: Any) -> None:
+    assert evaluated(environment_factory={"a": f"{HERE}.Counter"})[1] == 2
+    assert "the dataset has no column 'environment' that names the environment" in capsys.readouterr().err

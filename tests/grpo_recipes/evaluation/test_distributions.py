@@ -31,12 +31,15 @@ def test_a_beta_quantile_has_its_probability(a: float, b: float) -> None:
 
 @pytest.mark.parametrize(("a", "b"), SHAPES)
 def test_a_quantile_is_found_in_few_steps(a: float, b: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step costs a value of the incomplete beta function."""
+    """Each step costs a value of the incomplete beta function. Newton's method needs fewer than bisection, about 45."""
     values: list[float] = []
     monkeypatch.setattr(distributions, "beta_cdf", lambda *given: values.append(given[0]) or beta_cdf(*given))
     for probability in (0.025, 0.5, 0.975):
         beta_quantile(probability, a, b)
-        print(a, b, probability, len(values))
+        most = 90
+        if min(a, b) > 6 and max(a, b) < 1_000:
+            most = 4 if probability == 0.5 else 15
+        assert len(values) <= most, probability
         values.clear()
 
 
@@ -50,9 +53,7 @@ def test_a_fraction_that_does_not_converge_is_an_error_and_a_search_ends(monkeyp
     monkeypatch.setattr(distributions, "MAX_STEPS", 2)
     assert 0 < beta_quantile(exact, 3e3, 12) < 1
     monkeypatch.setattr(distributions, "MAX_TERMS", 3)
-    with pytest.raises(
-        ArithmeticError, match="the incomplete beta function at 0.99 of 3000.0 and 12 does not converge"
-    ):
+    with pytest.raises(ArithmeticError, match="function at 0.99 of 3000.0 and 12 does not converge"):
         beta_cdf(0.99, 3e3, 12)
 
 

@@ -1,6 +1,7 @@
 """Requests of an evaluation to vLLM, which a stub replaces. tests/vllm compares real completions with transformers."""
 
 import io
+import itertools
 import json
 import sys
 import threading
@@ -168,14 +169,18 @@ def test_a_default_lora_is_served_without_merging(
     assert made_with(str(folder), VLLM())["adapter"] == "LoRARequest"
 
 
-@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (130, 256), (512, 512), (513, 513)])
 def test_vllm_gets_the_smallest_room_that_an_adapters_rank_fits_into(
-    rank: int, room: int, policy: Path, tmp_path: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    LoraConfig(r=rank, target_modules=["q_proj"], base_model_name_or_path=str(policy)).save_pretrained(tmp_path)
+    """The rooms are those of `MaxLoRARanks` in vLLM's `config/lora.py`. A larger rank is left to vLLM to refuse."""
     monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda *_: tiny.byte_tokenizer())
-    load_vllm(str(tmp_path), VLLM())
-    assert stub.made[0]["max_lora_rank"] == room
+    rooms = [8, 16, 32, 64, 128, 256, 320, 512]
+    expected = {1: 8, 513: 513} | {room: room for room in rooms}
+    expected |= {room + 1: larger for room, larger in itertools.pairwise(rooms)}
+    for rank in expected:
+        LoraConfig(r=rank, target_modules=["q_proj"], base_model_name_or_path=str(policy)).save_pretrained(tmp_path)
+        load_vllm(str(tmp_path), VLLM())
+    assert [made["max_lora_rank"] for made in stub.made] == list(expected.values())
 
 
 def test_what_vllm_applies_or_only_training_reads_needs_no_merging(tmp_path: Path) -> None:

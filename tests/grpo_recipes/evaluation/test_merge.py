@@ -346,3 +346,14 @@ def test_a_damaged_adapter_is_refused_before_its_base_is_loaded(
     monkeypatch.setattr(merge, "AutoModelForCausalLM", None)
     with pytest.raises(UserError, match=": copy or download the folder again, or name another checkpoint$"):
         merge.merged_adapter(run)
+
+
+def test_texts_are_written_in_utf_8_whatever_encoding_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda path, text, encoding="ascii": write(path, text, encoding))
+    saved = SimpleNamespace(save_pretrained=lambda place: place.mkdir(exist_ok=True))
+    merge.write_model(tmp_path / "a" / "out", saved, saved, {"README.md": "déjà vu", "NOTICE": "©"})
+    assert (tmp_path / "a" / "out" / "README.md").read_bytes() == "déjà vu".encode()
+    assert (tmp_path / "a" / "out" / "NOTICE").read_bytes() == "©".encode()

@@ -415,6 +415,12 @@ def test_options_replace_the_system_prompt_and_the_form_of_prompts() -> None:
     found = chat._prompting(changed, recipe)
     assert (found.system, found.is_text) == ("Be long.", False)
     assert chat._prompting(request, {}).is_text is None, "the tokenizer decides"
+    assert chat._prompting(request, {}).template_kwargs == {}
+    for name in ("max_new_tokens", "temperature"):
+        with pytest.raises(UserError, match=f"--{name} is "):
+            chat._settings(chat.Request(model="m", **{name: -1 if name == "temperature" else 0}), {}, 1.0)
+    with pytest.raises(UserError, match="^--prompt is empty: write a message$"):
+        chat._check_text(" \n", "--prompt")
 
 
 def test_the_tokenizer_decides_the_form_of_prompts_that_no_recipe_has() -> None:
@@ -503,7 +509,9 @@ def test_an_answer_that_ends_is_not_noted_as_cut_after_one_that_was(talk: Script
 
 
 @pytest.mark.parametrize(
-    ("completion", "cut_at"), [([7, 8], 2), ([7, 257], None), ([257, 7], 2), ([66, 67], None)], ids=str
+    ("completion", "cut_at"),
+    [([7, 8], 2), ([7, 257], None), ([257, 7], 2), ([7, 257, 8], 3), ([7, 8, 257], None), ([66, 67], None)],
+    ids=str,
 )
 def test_an_answer_is_cut_unless_it_ends_with_an_end_token_or_a_stop_string(
     completion: list[int], cut_at: int | None, talk: Scripted, monkeypatch: pytest.MonkeyPatch
@@ -716,5 +724,7 @@ def test_the_form_of_prompts_needs_no_held_out_rows_and_no_pass_rates(tmp_path: 
     ],
 )
 def test_the_wording_of_several_columns_is_the_users(keys: dict[str, Any], way: str, capsys: Any) -> None:
+    chat._note_columns(DatasetSpec.parse({"path": "rows.jsonl"}))
+    assert capsys.readouterr().err == "", "its prompts are a column"
     chat._note_columns(DatasetSpec.parse({**keys, "path": "rows.jsonl"}))
     assert capsys.readouterr().err.strip().endswith(f"write all of them into it, {way}")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import peft
 import pytest
@@ -101,8 +103,10 @@ def test_only_rows_of_the_first_batch_are_checked(monkeypatch: pytest.MonkeyPatc
     for temperature in (0.5, 0.0):
         engine = Transformers(model, byte_tokenizer())
         for _ in range(2):
-            engine(PROMPTS * 3, Settings(temperature=temperature, max_new_tokens=4, batch_size=72))
-    assert checked == [(36, 0.5), (36, 1.0)], "greedy decoding divides no logit"
+            engine((PROMPTS * 3)[:64], Settings(temperature=temperature, max_new_tokens=4, batch_size=64))
+    assert checked == [(32, 0.5), (32, 1.0)], "greedy decoding divides no logit"
+    Transformers(model, byte_tokenizer())(PROMPTS, Settings(max_new_tokens=4))
+    assert checked[2:] == [(24, 1.0)], "all of a small batch"
 
 
 def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
@@ -301,6 +305,7 @@ def test_an_evaluation_records_how_the_base_is_quantized(tmp_path: Path) -> None
         ({"temperature": 0.7, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.2, "min_p": 0.05}, None),
         ({"top_k": -1}, {"top_k": 0}),  # vLLM's "off"
         ({"top_k": None, "min_p": None}, {}),
+        ({"temperature": None, "top_p": 0.5, "min_p": 0.0}, {"top_p": 0.5, "min_p": 0.0}),
         ({"temperature": 0.7, "generation_kwargs": {"temperature": 0.5}}, {"temperature": 0.5}),  # TRL's rule
         ({"generation_kwargs": {"min_p": 0.1, "do_sample": True}}, {"min_p": 0.1}),
     ],
@@ -322,7 +327,7 @@ def test_a_sampling_key_that_is_no_number_is_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("declared", "ends"), [(None, [7]), (7, [7]), (3, [3, 7]), ([9, 7, 9], [7, 9]), ([], [7])], ids=str
+    ("declared", "ends"), [(None, [7]), (7, [7]), (3, [3, 7]), (0, [0, 7]), ([9, 7, 9], [7, 9]), ([], [7])], ids=str
 )
 def test_a_completion_ends_at_any_token_that_model_or_tokenizer_declare(declared: Any, ends: list[int]) -> None:
     model = SimpleNamespace(eos_token_id=declared)
@@ -392,6 +397,10 @@ def test_a_record_that_describes_no_model_is_named(tmp_path: Path, monkeypatch: 
     record[0] = {"recipe": {"load_in_4bit": True, "bnb_4bit_quant_type": 7}}
     with pytest.raises(UserError, match="its run.json describes no model .*: restore the file"):
         engines.trained_quantization(tmp_path)
+    for error in (AttributeError("a"), TypeError("a"), ValueError("a")):
+        monkeypatch.setattr(engines, "get_quantization_config", Mock(side_effect=error))
+        with pytest.raises(UserError, match=r"its run.json describes no model \(a\): restore the file"):
+            engines.trained_quantization(tmp_path)
     monkeypatch.setattr(engines, "missing_quantization", lambda recipe: ["bitsandbytes is missing"])
     with pytest.raises(UserError, match="was trained on a quantized base: bitsandbytes is missing"):
         engines.trained_quantization(tmp_path)
@@ -628,6 +637,40 @@ def test_the_dtype_of_a_model_of_images_and_text_is_that_of_its_text(
 def test_a_folder_that_does_not_exist_is_named() -> None:
     with pytest.raises(UserError, match="^./runs/none: the model can't be loaded: there is no such folder"):
         engines.check_model("./runs/none")
+
+
+def test_the_first_missing_tensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (policy(), {"missing_keys": ["c", "a", "b"]})
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: found)
+    with pytest.raises(UserError, match=r"^m: its weights lack 3 of the model's tensors \(such as a\): copy or downlo"):
+        engines.load_model("m")
+
+
+@pytest.mark.parametrize(("device", "seeded"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])
+def test_the_random_state_of_the_models_gpu_is_restored(
+    device: str, seeded: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forked: list[list[torch.device]] = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext(forked.append(devices)))
+    state = torch.get_rng_state()
+    with engines.seeded(SimpleNamespace(device=torch.device(device)), 3):
+        drawn = torch.rand(2)
+    torch.set_rng_state(state)
+    assert forked == [seeded]
+    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(3)))
+
+
+def test_one_token_of_the_first_batch_under_another_log_probability_is_a_mismatch(
+    logged_sentences: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 the largest difference decides."""
+    gaps = torch.zeros(1_000)
+    monkeypatch.setattr(engines, "differences", lambda *_: gaps)
+    for gap, sentences in ((5e-5, 0), (2e-4, 1)):
+        gaps[7] = gap
+        Transformers(ending(), byte_tokenizer())(PROMPTS, Settings(max_new_tokens=2))
+        assert len(logged_sentences()) == sentences
+    assert "the first batch" in logged_sentences()[0]
 
 
 def test_a_turn_that_was_not_recorded_is_not_compared() -> None:

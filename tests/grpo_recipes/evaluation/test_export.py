@@ -216,6 +216,7 @@ def test_the_card_of_a_merged_adapter_says_so(adapter: Path, tmp_path: Path) -> 
     assert exported.origin.startswith(f"{source} merged into ")
     (source / "README.md").unlink()
     assert not (export(source, tmp_path / "other").folder / "README.md").exists(), "the base's card is not the run's"
+    assert (tmp_path / "other" / "NOTICE").read_text() == "a notice"
 
 
 def test_a_source_that_is_no_model_is_refused(run: Path, tmp_path: Path) -> None:

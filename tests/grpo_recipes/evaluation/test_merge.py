@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -258,7 +260,7 @@ def test_logits_are_those_of_tokens_from_the_whole_vocabulary() -> None:
             self.tokens = input_ids
             return SimpleNamespace(logits=input_ids[..., None].bfloat16())
 
-    for vocabulary, tokens in ((5, [0, 1, 2, 3, 4]), (merge.PROBE_TOKENS * 2 - 1, range(0, merge.PROBE_TOKENS * 2, 2))):
+    for vocabulary, tokens in ((5, [0, 1, 2, 3, 4]), (127, range(0, 128, 2))):
         model = Recorder(vocabulary)
         logits = merge._logits(model)  # type: ignore[arg-type]
         assert model.tokens.tolist() == [list(tokens)]
@@ -273,6 +275,20 @@ def test_logits_are_those_of_tokens_from_the_whole_vocabulary() -> None:
 def test_a_card_that_is_none_is_named(tmp_path: Path, card: str) -> None:
     (tmp_path / "README.md").write_text(card)
     with pytest.raises(UserError, match=r"README\.md: it can't be read as a model card \(.+\); correct or remove it$"):
+        merge._card(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError])
+def test_whatever_a_card_makes_the_hubs_library_raise_is_told(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = r"README\.md: it can't be read as a model card \(.+\); correct or remove it$"
+    (tmp_path / "README.md").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=says):
+        merge._card(tmp_path)
+    (tmp_path / "README.md").write_text(CARD)
+    monkeypatch.setattr(merge, "ModelCard", Mock(side_effect=kind("no card")))
+    with pytest.raises(UserError, match=says):
         merge._card(tmp_path)
 
 
@@ -353,7 +369,63 @@ def test_texts_are_written_in_utf_8_whatever_encoding_the_machine_has(
 ) -> None:
     write = Path.write_text
     monkeypatch.setattr(Path, "write_text", lambda path, text, encoding="ascii": write(path, text, encoding))
-    saved = SimpleNamespace(save_pretrained=lambda place: place.mkdir(exist_ok=True))
+    places: set[Path] = set()
+
+    def save(place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        places.add(place.parent.parent)
+
+    saved = SimpleNamespace(save_pretrained=save)
     merge.write_model(tmp_path / "a" / "out", saved, saved, {"README.md": "déjà vu", "NOTICE": "©"})
     assert (tmp_path / "a" / "out" / "README.md").read_bytes() == "déjà vu".encode()
     assert (tmp_path / "a" / "out" / "NOTICE").read_bytes() == "©".encode()
+    assert places == {tmp_path / "a"}, "no other file system, from which a folder can't be renamed"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "merged", "passes"),
+    [
+        (torch.float32, [-7.994, 1.0], True),
+        (torch.float32, [-8.012, 1.0], False),
+        (torch.float32, [-8.0, 1.012], False),
+        (torch.bfloat16, [-7.7, 1.0], True),
+        (torch.float16, [-7.7, 1.0], True),
+        (torch.bfloat16, [-7.5, 1.0], False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_merge_is_judged_by_the_largest_logit(
+    is_given: bool,
+    dtype: torch.dtype,
+    merged: list[float],
+    passes: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = torch.tensor([-8.0, 1.0])
+    logits = {"base": torch.tensor([1.0, 0.5]), "adapted": expected, "merged": torch.tensor(merged)}
+    if is_given:
+        logits["adapted"] = expected + 100  # an adapter on the dequantized base, which decides nothing
+    base = SimpleNamespace(dtype=dtype, name="base")
+    adapted = SimpleNamespace(name="adapted", merge_and_unload=lambda safe_merge: SimpleNamespace(name="merged"))
+    monkeypatch.setattr(merge, "_logits", lambda model: logits[model.name])
+    monkeypatch.setattr(merge, "PeftModel", SimpleNamespace(from_pretrained=lambda *given: adapted))
+    if not passes:
+        with pytest.raises(UserError, match="its logits change by up to .*, where rounding could change them by "):
+            merge._merged(base, tmp_path, expected if is_given else None)
+        return
+    model, report = merge._merged(base, tmp_path, expected if is_given else None)
+    assert model.name == "merged"
+    changed = f"{abs(merged[0] + 8):.2g}"
+    named = str(dtype).removeprefix("torch.")
+    assert report == f"{named}; the adapter moves logits by up to 9, merging it changes them by up to {changed}"
+
+
+def test_a_merge_that_changes_nothing_is_exact_for_a_model_of_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = SimpleNamespace(merge_and_unload=lambda safe_merge: "merged")
+    monkeypatch.setattr(merge, "_logits", lambda model: torch.zeros(2))
+    monkeypatch.setattr(merge, "PeftModel", SimpleNamespace(from_pretrained=lambda *given: adapted))
+    assert merge._merged(SimpleNamespace(dtype=torch.float32), tmp_path, None)[0] == "merged"

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_recipes.checks.tokenizer import ChatTemplate
@@ -190,6 +190,25 @@ def test_what_vllm_applies_or_only_training_reads_needs_no_merging(tmp_path: Pat
     config.auto_mapping = {"base_model_class": "LlamaForCausalLM"}
     config.save_pretrained(tmp_path)
     assert needs_merging(str(tmp_path)) is None
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**written, "rank_pattern": None, "bias": None}))
+    assert needs_merging(str(tmp_path)) is None, "what is off needs nothing"
+    PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2).save_pretrained(tmp_path)
+    assert needs_merging(str(tmp_path)) == "its kind, PROMPT_TUNING"
+
+
+def test_an_empty_address_is_one_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty variable of a script must not start an engine in this process."""
+    options = VLLM(vllm_server_base_url="")
+    monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda *_: "tokenizer")
+    monkeypatch.setattr(vllm_engine, "Server", lambda *given: given)
+    assert load_vllm("m", options) == ("", "m", "tokenizer")
+    assert options.name == "vllm server"
+    for address in ("", "gpu1"):
+        with pytest.raises(
+            UserError, match=f"^the vLLM server {address} does not answer .unknown url type: .*: start it"
+        ):
+            made_with("m", VLLM(vllm_server_base_url=address))
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], ".*q_proj", None])
@@ -220,8 +239,9 @@ def test_a_model_that_vllm_can_not_load_is_named(
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "max_model_length", "gpu_memory_utilization"])
 def test_an_option_of_the_engine_in_this_process_is_not_one_of_a_server(name: str) -> None:
     given = {f"vllm_{name}": 0}
-    with pytest.raises(UserError, match=f"^--vllm_{name} is set where the server is started"):
-        VLLM(vllm_server_base_url="http://h", **given)
+    for url in ("http://h", ""):
+        with pytest.raises(UserError, match=f"^--vllm_{name} is set where the server is started"):
+            VLLM(vllm_server_base_url=url, **given)
     named = {"max_model_length": "max_model_len"}.get(name, name)
     assert VLLM(**given).arguments() == {named: 0}, "vLLM says what is wrong with it"
     assert (VLLM().arguments(), VLLM().name) == ({}, "vllm")
@@ -397,11 +417,11 @@ def test_a_server_names_a_model_by_its_id_or_its_folder(
         ("owner/model", {"id": "owner/model", "max_model_len": 9}),
         ("owner/model", {"id": "mine", "root": "owner/model", "max_model_len": None}),
     ):
-        rows[1:] = [row, {**row, "max_model_len": 5}]
+        rows[1:] = [row, {"id": "later", "root": row.get("root") or name, "max_model_len": 5}]
         engine = vllm_engine.Server("http://h", name, "tokenizer")
         assert (engine.model, engine.positions) == (row["id"], row["max_model_len"] or float("inf"))
         assert engine.sampling == (name, "tokenizer")
-    with pytest.raises(UserError, match="the vLLM server http://h serves base, mine, mine, and not owner/other: name"):
+    with pytest.raises(UserError, match="the vLLM server http://h serves base, mine, later, and not owner/other: name"):
         vllm_engine.Server("http://h", "owner/other", "tokenizer")
 
 

@@ -503,8 +503,8 @@ def test_a_plain_text_prompt_that_is_too_long_can_only_be_shortened(talk: Script
 
 def test_an_answer_that_ends_is_not_noted_as_cut_after_one_that_was(talk: Scripted) -> None:
     talk.chat.cut_at = 7
-    talk.script = ["one"]
-    assert talk.chat.answer("a") == "one"
+    talk.script = ["one", "two"]
+    assert [talk.chat.answer("a"), talk.chat.answer("b")] == ["one", "two"]
     assert talk.chat.cut_at is None
 
 

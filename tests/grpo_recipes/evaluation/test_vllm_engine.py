@@ -205,9 +205,7 @@ def test_an_empty_address_is_one_of_a_server(monkeypatch: pytest.MonkeyPatch) ->
     assert load_vllm("m", options) == ("", "m", "tokenizer")
     assert options.name == "vllm server"
     for address in ("", "gpu1"):
-        with pytest.raises(
-            UserError, match=f"^the vLLM server {address} does not answer .unknown url type: .*: start it"
-        ):
+        with pytest.raises(UserError, match=f"^the vLLM server {address} does not answer .unknown url type: "):
             made_with("m", VLLM(vllm_server_base_url=address))
 
 

@@ -175,7 +175,7 @@ def needs_merging(name: str) -> str | None:
     if config.peft_type != PeftType.LORA:
         return f"its kind, {adapter_kind(config)}"
     assert isinstance(config, LoraConfig)
-    defaults = LoraConfig(target_modules=config.target_modules).to_dict()
+    defaults = LoraConfig().to_dict()
     for key, value in config.to_dict().items():
         if key not in SERVED_KEYS and value and value != defaults.get(key):
             return f"`{key}`"
@@ -339,8 +339,8 @@ def _request(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """Return the JSON answer of a server. Raises `UserError` if it does not answer, or answers with an error."""
     url = url.rstrip("/").removesuffix("/v1")
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
+        request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import cli
@@ -21,9 +22,10 @@ from grpo_recipes.evaluation.chat import Chat, Prompting, converse
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.tools.bounded import Result
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import visible_lines
-from tests.support.tiny import byte_tokenizer, chat_tokenizer, policy
+from tests.support.tiny import CHATML, byte_tokenizer, chat_tokenizer, policy
 
 QUESTION = "Ann has 3 pens and buys 4 more. How many pens does Ann have now?"
 SYSTEM = (
@@ -413,6 +415,12 @@ def test_options_replace_the_system_prompt_and_the_form_of_prompts() -> None:
     found = chat._prompting(changed, recipe)
     assert (found.system, found.is_text) == ("Be long.", False)
     assert chat._prompting(request, {}).is_text is None, "the tokenizer decides"
+    assert chat._prompting(request, {}).template_kwargs == {}
+    for name in ("max_new_tokens", "temperature"):
+        with pytest.raises(UserError, match=f"--{name} is "):
+            chat._settings(chat.Request(model="m", **{name: -1 if name == "temperature" else 0}), {}, 1.0)
+    with pytest.raises(UserError, match="^--prompt is empty: write a message$"):
+        chat._check_text(" \n", "--prompt")
 
 
 def test_the_tokenizer_decides_the_form_of_prompts_that_no_recipe_has() -> None:
@@ -466,3 +474,257 @@ def test_tools_need_messages_and_no_environment() -> None:
         chat._tools(request, {"environment_factory": "x"})
     with pytest.raises(UserError, match="`tools` needs messages, and the prompts are text: leave out --prompt_format"):
         chat._tool_turns(None, "m", Prompting(is_text=True), "tried")
+
+
+@pytest.mark.parametrize(("stdin", "stdout"), [(True, False), (False, True), (False, False)])
+def test_a_prompt_is_shown_only_if_input_and_output_are_a_terminal(
+    stdin: bool, stdout: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def ask(prompt: str) -> str:
+        assert prompt == ""
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: stdin)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: stdout)
+    with pytest.raises(EOFError):
+        chat._line()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_plain_text_prompt_that_is_too_long_can_only_be_shortened(talk: Scripted) -> None:
+    talk.chat.turns = [{"role": "user", "content": "x"}]
+    with pytest.raises(UserError, match="begin a new conversation with an empty line$"):
+        talk.chat._room(128)
+    talk.chat.prompting = Prompting(is_text=True)
+    with pytest.raises(UserError, match="write a shorter one$"):
+        talk.chat._room(1_280)
+
+
+def test_an_answer_that_ends_is_not_noted_as_cut_after_one_that_was(talk: Scripted) -> None:
+    talk.chat.cut_at = 7
+    talk.script = ["one", "two"]
+    assert [talk.chat.answer("a"), talk.chat.answer("b")] == ["one", "two"]
+    assert talk.chat.cut_at is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "cut_at"),
+    [([7, 8], 2), ([7, 257], None), ([257, 7], 2), ([7, 257, 8], 3), ([7, 8, 257], None), ([66, 67], None)],
+    ids=str,
+)
+def test_an_answer_is_cut_unless_it_ends_with_an_end_token_or_a_stop_string(
+    completion: list[int], cut_at: int | None, talk: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return torch.cat([input_ids, torch.tensor([completion])], 1)
+
+    monkeypatch.setattr(talk.chat.model, "generate", generate)
+    stop = talk.chat.tokenizer.decode([66, 67])
+    talk.chat.stop = chat.StopStrings((stop,), talk.chat.tokenizer)
+    inputs = {"input_ids": torch.tensor([[257, 257, 257]])}
+    assert talk.chat._generate(inputs, talk.chat.settings, chat.Streamer(talk.chat.tokenizer)) == completion
+    assert talk.chat.cut_at == cut_at
+
+
+def test_a_conversation_is_rendered_with_the_arguments_of_the_recipe_and_no_other_special_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    template = "{{ mode }}" + CHATML
+    talk = Scripted(monkeypatch, Prompting(is_text=False, template_kwargs={"mode": "slow"}))
+    talk.chat.tokenizer = chat_tokenizer(template)
+    begin = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 257)])
+    talk.chat.tokenizer.backend_tokenizer.post_processor = begin
+    talk.script = ["one", "two"]
+    talk.chat.answer("a")
+    assert talk.prompts == ["slow<|im_start|>user\na<|im_end|><|im_start|>assistant\n"]
+    talk.chat.prompting = Prompting(is_text=True)
+    talk.chat.answer("a")
+    assert talk.prompts[1] == "<|im_end|>a", "as the tokenizer begins a text"
+
+
+# ---- tools
+
+
+def test_each_result_is_shown_in_one_line_of_bounded_length(capsys: Any) -> None:
+    results = [[Result("first", "a\nb"), Result("second", "x" * 600)], [], [Result("third", {"n": 1})]]
+    calls = [["call"], [], ["other"]]
+
+    def run(given: Any) -> Any:
+        assert given is calls
+        return results
+
+    assert chat.ShownCalls(SimpleNamespace(run=run)).run(calls) is results
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["[first: a b]", f"[second: {'x' * 497}...]", "[third: {'n': 1}]"]
+
+
+class ToolTalk:
+    """A conversation with tools whose loop generates one more turn, after a result of ten tokens."""
+
+    def __init__(self, talk: Scripted, monkeypatch: pytest.MonkeyPatch, ending: str = "answered") -> None:
+        self.chat, self.seen, self.ending = talk.chat, [], ending
+        self.made: list[Any] = [[7, 7, 7], [8]]
+        self.looped: list[Any] = []
+        tool = SimpleNamespace(function=len)
+        toolset = SimpleNamespace(tools=[tool], all_tools=[tool])
+        self.chat.tools = SimpleNamespace(
+            tools=SimpleNamespace(toolset=toolset),
+            prompt_ids=self.prompt_ids,
+            row=self.row,
+            loop=self.loop,
+            runner="runner",
+        )
+        monkeypatch.setattr(self.chat, "_generate", self.generate)
+
+    def prompt_ids(self, prompt: Any) -> list[int]:
+        self.prompt = prompt
+        return [5] * 50
+
+    def row(self, prompt: list[int], first: list[int], functions: list[Any], name: None) -> Any:
+        assert (prompt, first, functions, name) == ([5] * 50, [7, 7, 7], [len], None)
+        return SimpleNamespace(
+            completion=first, messages=[{"role": "assistant", "content": "a call"}], ending="answered"
+        )
+
+    def loop(self, next_turn: Any, room: int, positions: int, runner: Any) -> Any:
+        self.looped.append((room, positions, type(runner), runner.runner))
+
+        def run(rows: list[Any]) -> None:
+            (row,) = rows
+            row.completion = [*row.completion, *[9] * 10]
+            row.messages.append({"role": "tool", "name": "len", "content": "3"})
+            ((turn,), _) = next_turn([[5] * 50 + row.completion])
+            row.completion = [*row.completion, *turn]
+            row.messages.append({"role": "assistant", "content": "the answer"})
+            row.ending = self.ending
+
+        return run
+
+    def generate(self, inputs: Any, settings: Settings, streamer: Any) -> list[int]:
+        assert inputs["attention_mask"].tolist() == [[1] * inputs["input_ids"].shape[1]]
+        self.seen.append((inputs["input_ids"].tolist(), settings.max_new_tokens))
+        made = self.made.pop(0)
+        if made is KeyboardInterrupt:
+            streamer.parts.append("half of it")
+            raise KeyboardInterrupt
+        streamer.parts.append("streamed")
+        return made
+
+
+def test_an_answer_with_tools_shares_its_tokens_among_its_turns(
+    talk: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tools = ToolTalk(talk, monkeypatch)
+    talk.chat.cut_at = 3
+    assert talk.chat.answer("how long?") == "the answer"
+    question = {"role": "user", "content": "how long?"}
+    assert tools.prompt == [{"role": "system", "content": "Be brief."}, question]
+    room = 128 - 50
+    assert tools.looped == [(room, 129, chat.ShownCalls, "runner")]
+    assert tools.seen == [([[5] * 50], room), ([[5] * 50 + [7] * 3 + [9] * 10], room - 13)]
+    assert [turn["content"] for turn in talk.chat.turns] == ["how long?", "a call", "3", "the answer"]
+    assert talk.chat.cut_at is None
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ending", ["iterations", "no room", "full", "dropped"])
+def test_an_answer_that_ends_in_a_call_says_why(
+    ending: str, talk: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    ToolTalk(talk, monkeypatch, ending)
+    talk.chat.answer("how long?")
+    assert capsys.readouterr().err == f"({chat.UNANSWERED[ending]})\n"
+
+
+@pytest.mark.parametrize("made", [[KeyboardInterrupt], [[7, 7, 7], KeyboardInterrupt]], ids=len)
+def test_ctrl_c_keeps_the_turn_with_tools_that_was_printed_last(
+    made: list[Any], talk: Scripted, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tools = ToolTalk(talk, monkeypatch)
+    tools.made = made
+    with pytest.raises(KeyboardInterrupt):
+        talk.chat.answer("how long?")
+    assert talk.chat.turns == [
+        {"role": "user", "content": "how long?"},
+        {"role": "assistant", "content": "half of it"},
+    ]
+    assert capsys.readouterr().out == "\n", "the line of the answer ends"
+
+
+# ---- what a request is made of
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tried"),
+    [("x" * 100_001, "x" * 100_000), (None, "How are you?"), ("1 + 1", "1 + 1")],
+    ids=["a", "b", "c"],
+)
+@pytest.mark.parametrize("with_tools", [False, True])
+def test_the_tokenizer_is_tried_on_the_beginning_of_the_first_message(
+    with_tools: bool, prompt: str | None, tried: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, ...]] = []
+
+    def load(*words: object) -> None:
+        given.append(words)
+        raise Stopped
+
+    tool = SimpleNamespace(schema={"name": "len"})
+    tools = SimpleNamespace(toolset=SimpleNamespace(tools=[], all_tools=[tool]))
+    trusted: list[bool] = []
+    monkeypatch.setattr(chat, "check_model", lambda name: None)
+    monkeypatch.setattr(
+        chat, "tools_of", lambda recipe, is_trusted: trusted.append(is_trusted) or (tools if with_tools else None)
+    )
+    monkeypatch.setattr(chat, "load_tokenizer" if with_tools else "load_engine", load)
+    (tmp_path / "template").mkdir()
+    (tmp_path / "template" / "chat_template.jinja").write_text("a template")
+    recipe = {
+        "dataset": {"name": "gsm8k", "system_prompt": "none", "prompt_format": "conversational"},
+        "chat_template_kwargs": {"thinking": True},
+        "chat_template_path": str(tmp_path / "template"),
+    }
+    monkeypatch.setattr(chat, "recipe_of", lambda *_: recipe)
+    for named in ("r.yaml", None):
+        with pytest.raises(Stopped):
+            chat.chat(chat.Request(model="m", prompt=prompt, recipe=named))
+    template = chat.ChatTemplate.read(str(tmp_path / "template"))
+    kwargs = {"thinking": True, **({"tools": [{"name": "len"}]} if with_tools else {})}
+    messages = [{"role": "user", "content": tried}]
+    assert given == [("m", [messages], kwargs, template), ("m", [messages], kwargs, None)], "a run has saved its own"
+    assert trusted == [True, False]
+
+
+def test_tools_are_rendered_by_the_models_tokenizer_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = SimpleNamespace(toolset=SimpleNamespace(all_tools=[]))
+    monkeypatch.setattr(chat, "load_tokenizer", lambda *_: "tokenizer")
+    monkeypatch.setattr(chat, "ToolTurns", lambda *given: given)
+    prompting = Prompting(is_text=False, template_kwargs={"thinking": True})
+    assert chat._tool_turns(tools, "m", prompting, []) == (tools, "m", "tokenizer", {"thinking": True})
+
+
+def test_the_form_of_prompts_needs_no_held_out_rows_and_no_pass_rates(tmp_path: Path) -> None:
+    """A single row has no share to hold out, and the evaluation of its pass rate may be gone."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
+    dataset = {"path": str(tmp_path / "rows.jsonl"), "eval_share": 0.5}
+    for more in ({}, {"pass_rate": {"evaluation": "gone", "keep": [0.1, 0.9]}}):
+        assert chat._prompting(chat.Request(model="m"), {"dataset": {**dataset, **more}}).is_text is True
+
+
+@pytest.mark.parametrize(
+    ("keys", "way"),
+    [
+        ({"prompt_template": "{{ a }} {{ b }}", "prompt_format": "text"}, "in the words of `dataset.prompt_template`)"),
+        ({"name": "multiple_choice"}, "as in training)"),
+    ],
+)
+def test_the_wording_of_several_columns_is_the_users(keys: dict[str, Any], way: str, capsys: Any) -> None:
+    chat._note_columns(DatasetSpec.parse({"path": "rows.jsonl"}))
+    assert capsys.readouterr().err == "", "its prompts are a column"
+    chat._note_columns(DatasetSpec.parse({**keys, "path": "rows.jsonl"}))
+    assert capsys.readouterr().err.strip().endswith(f"write all of them into it, {way}")

@@ -568,9 +568,10 @@ def answered(place: int, error: str | None = None) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("outputs", "says"),
     [
-        ([answered(0), answered(1, "CUDA out of memory")], "1 of 2 completions failed.*CUDA out of memory"),
-        ([answered(1)], "1 of 2 completions failed.*stopped"),
-        ([], "2 of 2 completions failed"),
+        ([answered(0), answered(1, "CUDA out of memory")], "^1 of 2 completions failed.*CUDA out of memory"),
+        ([answered(0, "out of room"), answered(1, "lost")], "^2 of 2 completions failed .out of room.: run the same"),
+        ([answered(1)], "^1 of 2 completions failed.*stopped"),
+        ([], "^2 of 2 completions failed"),
     ],
 )
 def test_failed_completions_do_not_count_as_wrong_answers(tiny_model: Path, outputs: list, says: str) -> None:

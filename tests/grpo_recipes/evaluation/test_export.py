@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from grpo_recipes import cli
 from grpo_recipes.evaluation.engines import load_engine
-from grpo_recipes.evaluation.export import Exported, _texts, export
+from grpo_recipes.evaluation.export import Exported, _serving_config, _texts, export
 from grpo_recipes.evaluation.settings import Settings
 from grpo_rewards.errors import UserError
 from tests.support import tiny
@@ -201,6 +202,57 @@ def test_the_card_and_every_license_are_copied(tmp_path: Path) -> None:
     (tmp_path / "NOTICE").mkdir()
     with pytest.raises(UserError, match=r"NOTICE.*; correct or remove the file$"):
         _texts(tmp_path)
+
+
+def test_the_card_of_a_merged_adapter_says_so(adapter: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(adapter, tmp_path / "source")
+    (source / "README.md").write_text("---\nlibrary_name: peft\n---\n\n# the run\n")
+    (source / "NOTICE").write_text("a notice")
+    exported = export(source, tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert card.endswith("# the run\n\nThe adapter is merged into its base here.\n")
+    assert (tmp_path / "out" / "NOTICE").read_text() == "a notice"
+    assert exported.origin.startswith(f"{source} merged into ")
+    (source / "README.md").unlink()
+    assert not (export(source, tmp_path / "other").folder / "README.md").exists(), "the base's card is not the run's"
+    assert (tmp_path / "other" / "NOTICE").read_text() == "a notice"
+
+
+def test_a_source_that_is_no_model_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none: there is no such folder.*: name a run, a checkpoint, a model or an ad"):
+        export(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(UserError, match="holds no model .*: its newest checkpoint is .*checkpoint-3; name that folder"):
+        export(tmp_path, tmp_path / "out")
+    source = shutil.copytree(run, tmp_path / "source")
+    (source / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=": copy or download the folder again, or name another checkpoint$"):
+        export(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("published", "end", "pad", "expected"),
+    [
+        ({"bos_token_id": 3, "eos_token_id": 60, "pad_token_id": 9}, 1, 0, (3, [1, 60], 0)),
+        ({"eos_token_id": None}, 1, None, (None, [1], 1)),
+        ({"eos_token_id": None}, None, None, (None, None, None)),
+    ],
+)
+def test_a_server_begins_ends_and_pads_as_the_training_did(
+    published: dict[str, Any], end: int | None, pad: int | None, expected: tuple[Any, ...]
+) -> None:
+    tokenizer = SimpleNamespace(eos_token_id=end, pad_token_id=pad)
+    config = _serving_config(GenerationConfig(**published), {"temperature": 0.5, "min_p": 0.1}, tokenizer)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == expected
+    assert (config.do_sample, config.temperature, config.min_p) == (True, 0.5, 0.1)
+
+
+def test_a_long_published_setting_is_shortened_to_one_line() -> None:
+    exported = Exported(Path("a"), "x", "bfloat16", {"top_p": 1.0}, {"bad_words_ids": ["1\n"] * 50}, ())
+    assert exported.describe()[-1] == (
+        f"not taken from the model's own generation_config.json: bad_words_ids {str(['1' + chr(10)] * 50)[:57]}..."
+    )
 
 
 def test_an_export_says_how_it_is_served() -> None:

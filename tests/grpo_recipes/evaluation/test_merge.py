@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes.checks import packages
@@ -44,19 +47,27 @@ def run_with(folder: Path, policy: Path, config: PeftConfig, dtype: torch.dtype 
 def test_the_merged_model_computes_what_base_and_adapter_compute(policy: Path, tmp_path: Path) -> None:
     run = run_with(tmp_path / "run", policy, LORA)
     report = merge.merge(run, tmp_path / "out" / "model")
-    base = AutoModelForCausalLM.from_pretrained(policy)
-    alone = log_probabilities(base, TEXT)
-    together = log_probabilities(PeftModel.from_pretrained(base, run), TEXT)
+    base = AutoModelForCausalLM.from_pretrained(policy).eval()
+    row = torch.linspace(0, 257, 64).long()[None]
+    alone, before = log_probabilities(base, TEXT), base(row).logits
+    adapted = PeftModel.from_pretrained(base, run).eval()
+    together, after = log_probabilities(adapted, TEXT), adapted(row).logits
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert not hasattr(merged, "peft_config")
     torch.testing.assert_close(log_probabilities(merged, TEXT), together, atol=1e-5, rtol=0)
     assert (together - alone).abs().max() > 0.01, "the adapter does something"
-    assert "float32" in report
+    found = re.fullmatch(
+        r"(.+): (.+) merged into (.+), float32; the adapter moves .* to (.+), merging .* to (.+)", report
+    )
+    assert found is not None
+    assert found.groups()[:3] == (str(tmp_path / "out" / "model"), str(run), str(policy))
+    assert float(found[4]) == pytest.approx((after - before).abs().max().item(), rel=0.06)
+    assert float(found[5]) < 1e-4
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
     assert tokenizer(TEXT)["input_ids"] == AutoTokenizer.from_pretrained(policy)(TEXT)["input_ids"]
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert "library_name: transformers" in card
-    assert "# the run" in card
+    assert card.endswith("\n\n# the run\n\nThe adapter is merged into its base here.\n")
 
 
 def test_the_merged_model_has_the_dtype_of_the_base(policy: Path, tmp_path: Path) -> None:
@@ -97,12 +108,24 @@ def test_a_merge_that_loses_the_adapter_is_refused(policy: Path, tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize(("error", "passes"), [(5e-4, True), (2e-3, False), (float("nan"), False)])
+@pytest.mark.parametrize(
+    ("dtype", "error", "passes"),
+    [
+        (torch.float32, 5e-4, True),
+        (torch.float32, -2e-3, False),
+        (torch.float32, float("nan"), False),
+        (torch.float64, 5e-7, True),
+        (torch.float64, 2e-6, False),
+        (torch.bfloat16, 2e-2, True),
+        (torch.bfloat16, 7e-2, False),
+    ],
+    ids=str,
+)
 def test_a_merge_may_change_no_logit_by_more_than_rounding(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, passes: bool
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, error: float, passes: bool
 ) -> None:
-    """In float32, a thousandth of the largest logit is allowed. One logit of one token is wrong, as in a lost row."""
-    run, logits = run_with(tmp_path / "run", policy, LORA), merge._logits
+    """A thousandth of the largest logit is allowed in float32. One logit of one token is wrong, as in a lost row."""
+    run, logits = run_with(tmp_path / "run", policy, LORA, dtype), merge._logits
     largest: list[float] = []
 
     def merge_and_mark(model: PeftModel, **options: bool) -> torch.nn.Module:
@@ -120,11 +143,61 @@ def test_a_merge_may_change_no_logit_by_more_than_rounding(
     monkeypatch.setattr(PeftModel, "merge_and_unload", merge_and_mark, raising=False)
     monkeypatch.setattr(merge, "_logits", damaged_logits)
     if passes:
-        assert "float32" in merge.merge(run, tmp_path / "model")
+        assert f", {str(dtype).removeprefix('torch.')}; " in merge.merge(run, tmp_path / "model")
         return
     with pytest.raises(UserError, match="its logits change by up to"):
         merge.merge(run, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("error", [AttributeError("no"), NotImplementedError("no"), ValueError("no")], ids=repr)
+def test_an_adapter_that_peft_can_not_merge_is_named_with_its_kind(
+    error: Exception, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(model: PeftModel, **options: bool) -> None:
+        assert options == {"safe_merge": True}, "which refuses weights that are no numbers"
+        raise error
+
+    run = run_with(tmp_path / "run", policy, LORA)
+    monkeypatch.setattr(PeftModel, "merge_and_unload", fails, raising=False)
+    with pytest.raises(UserError, match=r"run: peft can't merge an adapter of kind LORA \(no\): use it as it is$"):
+        merge.merge(run, tmp_path / "model")
+
+
+def test_a_quantized_base_is_loaded_again_to_be_dequantized(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits that the merge is compared with are those of the adapter on the quantized base."""
+    run = run_with(tmp_path / "run", policy, LORA)
+    loaded: list[SimpleNamespace] = []
+    checked: list[object] = []
+
+    def load(name: str, **options: object) -> SimpleNamespace:
+        assert options["quantization_config"] == f"that of {run}"
+        number = len(loaded)
+        loaded.append(SimpleNamespace(is_quantized=True, dequantize=lambda: f"base {number} with ordinary weights"))
+        return loaded[-1]
+
+    monkeypatch.setattr(merge, "trained_quantization", lambda folder: f"that of {folder}")
+    monkeypatch.setattr(merge, "check_model_sizes", lambda *given, **options: checked.append((given, options)))
+    monkeypatch.setattr(merge.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(merge, "keep_4bit_layout", checked.append)
+    monkeypatch.setattr(merge.PeftModel, "from_pretrained", lambda base, folder: ("adapted", base, folder))
+    monkeypatch.setattr(merge, "_logits", lambda model: ("logits", *model))
+    monkeypatch.setattr(merge, "_merged", lambda *given: (given, "report"))
+    merged = merge.merged_adapter(run)
+    expected = ("logits", "adapted", loaded[0], str(run))
+    assert merged.model == ("base 1 with ordinary weights", run, expected)
+    assert merged.report == f"{run} merged into {policy}, dequantized, report"
+    assert checked == [((str(policy), "main"), {"local_only": False}), loaded[0]]
+
+
+def test_a_quantized_base_without_ordinary_weights_is_refused(tmp_path: Path) -> None:
+    def fails() -> None:
+        raise NotImplementedError("no method")
+
+    with pytest.raises(UserError, match=r": its quantized base can't be dequantized \(no method\): use it as it is$"):
+        merge._dequantized(SimpleNamespace(dequantize=fails), tmp_path)
 
 
 def test_models_that_cannot_be_merged_are_refused(policy: Path, tmp_path: Path) -> None:
@@ -144,7 +217,8 @@ def test_models_that_cannot_be_merged_are_refused(policy: Path, tmp_path: Path) 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_model_loads(policy: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, words in (("file/model", "file is no folder"), ("file", "is a file"), ("link", "is a link")):
+    places = [("file/model", "file is no folder"), ("file", "is a file"), ("link", "is a link")]
+    for name, words in (*places, ("x" * 300, r"can't be written \(File name too long\)")):
         with pytest.raises(UserError, match=f"--output {tmp_path / name} .*{words}.*: name a"):
             merge.merge(policy, tmp_path / name)  # a full model, which would be refused otherwise
 
@@ -186,7 +260,7 @@ def test_logits_are_those_of_tokens_from_the_whole_vocabulary() -> None:
             self.tokens = input_ids
             return SimpleNamespace(logits=input_ids[..., None].bfloat16())
 
-    for vocabulary, tokens in ((5, [0, 1, 2, 3, 4]), (merge.PROBE_TOKENS * 2 - 1, range(0, merge.PROBE_TOKENS * 2, 2))):
+    for vocabulary, tokens in ((5, [0, 1, 2, 3, 4]), (127, range(0, 128, 2))):
         model = Recorder(vocabulary)
         logits = merge._logits(model)  # type: ignore[arg-type]
         assert model.tokens.tolist() == [list(tokens)]
@@ -201,6 +275,20 @@ def test_logits_are_those_of_tokens_from_the_whole_vocabulary() -> None:
 def test_a_card_that_is_none_is_named(tmp_path: Path, card: str) -> None:
     (tmp_path / "README.md").write_text(card)
     with pytest.raises(UserError, match=r"README\.md: it can't be read as a model card \(.+\); correct or remove it$"):
+        merge._card(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError])
+def test_whatever_a_card_makes_the_hubs_library_raise_is_told(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says = r"README\.md: it can't be read as a model card \(.+\); correct or remove it$"
+    (tmp_path / "README.md").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=says):
+        merge._card(tmp_path)
+    (tmp_path / "README.md").write_text(CARD)
+    monkeypatch.setattr(merge, "ModelCard", Mock(side_effect=kind("no card")))
+    with pytest.raises(UserError, match=says):
         merge._card(tmp_path)
 
 
@@ -239,9 +327,10 @@ def test_a_folder_above_that_takes_no_folder_is_named(tmp_path: Path, monkeypatc
         (OSError(122, "Disk quota exceeded"), "free space, or name another folder"),
         (OSError(27, "File too large"), "free space, or name another folder"),
         (OSError("unknown"), "free space, or name another folder"),
+        (SafetensorError("I/O error: No space left on device"), "free space, or name another folder"),
     ],
 )
-def test_a_model_that_can_not_be_written_leaves_nothing(error: OSError, fix: str, tmp_path: Path) -> None:
+def test_a_model_that_can_not_be_written_leaves_nothing(error: Exception, fix: str, tmp_path: Path) -> None:
     def fails(place: Path) -> None:
         place.mkdir()
         raise error
@@ -251,3 +340,92 @@ def test_a_model_that_can_not_be_written_leaves_nothing(error: OSError, fix: str
         merge.write_model(tmp_path / "out", model, None, {})
     assert str(raised.value).endswith(f"): {fix}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_base_that_can_not_be_loaded_without_a_reason_is_named_with_the_kind_of_error(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(name: str, **options: object) -> None:
+        raise RuntimeError
+
+    run = run_with(tmp_path / "run", policy, LORA)
+    monkeypatch.setattr(merge.AutoModelForCausalLM, "from_pretrained", fails)
+    with pytest.raises(UserError, match=r"its base .* can't be loaded: .* \(RuntimeError\)$"):
+        merge.merged_adapter(run)
+
+
+def test_a_damaged_adapter_is_refused_before_its_base_is_loaded(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(tmp_path / "run", policy, LORA)
+    (run / "adapter_model.safetensors").write_bytes(b"damaged")
+    monkeypatch.setattr(merge, "AutoModelForCausalLM", None)
+    with pytest.raises(UserError, match=": copy or download the folder again, or name another checkpoint$"):
+        merge.merged_adapter(run)
+
+
+def test_texts_are_written_in_utf_8_whatever_encoding_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", lambda path, text, encoding="ascii": write(path, text, encoding))
+    places: set[Path] = set()
+
+    def save(place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        places.add(place.parent.parent)
+
+    saved = SimpleNamespace(save_pretrained=save)
+    merge.write_model(tmp_path / "a" / "out", saved, saved, {"README.md": "déjà vu", "NOTICE": "©"})
+    assert (tmp_path / "a" / "out" / "README.md").read_bytes() == "déjà vu".encode()
+    assert (tmp_path / "a" / "out" / "NOTICE").read_bytes() == "©".encode()
+    assert places == {tmp_path / "a"}, "no other file system, from which a folder can't be renamed"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "merged", "passes"),
+    [
+        (torch.float32, [-7.994, 1.0], True),
+        (torch.float32, [-8.012, 1.0], False),
+        (torch.float32, [-8.0, 1.012], False),
+        (torch.bfloat16, [-7.7, 1.0], True),
+        (torch.float16, [-7.7, 1.0], True),
+        (torch.bfloat16, [-7.5, 1.0], False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_merge_is_judged_by_the_largest_logit(
+    is_given: bool,
+    dtype: torch.dtype,
+    merged: list[float],
+    passes: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = torch.tensor([-8.0, 1.0])
+    logits = {"base": torch.tensor([1.0, 0.5]), "adapted": expected, "merged": torch.tensor(merged)}
+    if is_given:
+        logits["adapted"] = expected + 100  # an adapter on the dequantized base, which decides nothing
+    base = SimpleNamespace(dtype=dtype, name="base")
+    adapted = SimpleNamespace(name="adapted", merge_and_unload=lambda safe_merge: SimpleNamespace(name="merged"))
+    monkeypatch.setattr(merge, "_logits", lambda model: logits[model.name])
+    monkeypatch.setattr(merge, "PeftModel", SimpleNamespace(from_pretrained=lambda *given: adapted))
+    if not passes:
+        with pytest.raises(UserError, match="its logits change by up to .*, where rounding could change them by "):
+            merge._merged(base, tmp_path, expected if is_given else None)
+        return
+    model, report = merge._merged(base, tmp_path, expected if is_given else None)
+    assert model.name == "merged"
+    changed = f"{abs(merged[0] + 8):.2g}"
+    named = str(dtype).removeprefix("torch.")
+    assert report == f"{named}; the adapter moves logits by up to 9, merging it changes them by up to {changed}"
+
+
+def test_a_merge_that_changes_nothing_is_exact_for_a_model_of_zeros(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = SimpleNamespace(merge_and_unload=lambda safe_merge: "merged")
+    monkeypatch.setattr(merge, "_logits", lambda model: torch.zeros(2))
+    monkeypatch.setattr(merge, "PeftModel", SimpleNamespace(from_pretrained=lambda *given: adapted))
+    assert merge._merged(SimpleNamespace(dtype=torch.float32), tmp_path, None)[0] == "merged"

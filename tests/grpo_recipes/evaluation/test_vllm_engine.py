@@ -1,6 +1,7 @@
 """Requests of an evaluation to vLLM, which a stub replaces. tests/vllm compares real completions with transformers."""
 
 import io
+import itertools
 import json
 import sys
 import threading
@@ -13,9 +14,10 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from peft import IA3Config, LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.evaluation import evaluate, vllm_engine
 from grpo_recipes.evaluation.estimates import describe, describe_comparison
 from grpo_recipes.evaluation.settings import Settings
@@ -43,6 +45,8 @@ class StubLLM:
 
     made: ClassVar[list[dict[str, Any]]] = []
     sampling: ClassVar[list[Any]] = []
+    inputs: ClassVar[list[Any]] = []
+    requests: ClassVar[list[dict[str, Any]]] = []
     llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=CONTEXT))
 
     def __init__(self, **settings: Any) -> None:
@@ -50,9 +54,12 @@ class StubLLM:
 
     def generate(self, inputs: list, sampling: list, use_tqdm: bool, **more: Any) -> list[SimpleNamespace]:
         assert len(sampling) == len(inputs)
+        assert not use_tqdm
         self.sampling.extend(sampling)
+        self.inputs.extend(inputs)
+        self.requests.append(more)
         texts = [f"{row.seed} {row.temperature} {row.max_tokens}" for row in sampling]
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens(text))]) for text in texts]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[*tokens(text), 1])]) for text in texts]
 
 
 def tokens(text: str) -> list[int]:
@@ -61,12 +68,12 @@ def tokens(text: str) -> list[int]:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubLLM]:
-    lora = SimpleNamespace(LoRARequest=lambda name, number, path: (name, path))
+    lora = SimpleNamespace(LoRARequest=lambda name, number, path: (name, number, path))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=StubLLM, SamplingParams=SimpleNamespace))
     monkeypatch.setitem(sys.modules, "vllm.lora", SimpleNamespace(request=lora))
     monkeypatch.setitem(sys.modules, "vllm.lora.request", lora)
-    monkeypatch.setattr(StubLLM, "made", [])
-    monkeypatch.setattr(StubLLM, "sampling", [])
+    for name in ("made", "sampling", "inputs", "requests"):
+        monkeypatch.setattr(StubLLM, name, [])
     return StubLLM
 
 
@@ -100,7 +107,10 @@ def test_vllm_gets_the_dtype_the_options_and_the_end_tokens(policy: Path, stub: 
     load_vllm(str(policy), options)(PROMPTS, SETTINGS)
     (made,) = stub.made
     given = {"tensor_parallel_size": 2, "max_model_len": CONTEXT, "gpu_memory_utilization": 0.5}
-    assert made.items() >= {"model": str(policy), "dtype": "float32", "generation_config": "vllm", **given}.items()
+    fixed = {"dtype": "float32", "generation_config": "vllm", "trust_remote_code": False}
+    assert made == {"model": str(policy), **fixed, **given}
+    assert stub.inputs == [{"prompt_token_ids": tokens(prompt)} for prompt in PROMPTS]
+    assert stub.requests == [{}], "no adapter"
     for row in stub.sampling:
         assert (row.stop, row.include_stop_str_in_output, row.stop_token_ids) == (["</b>"], True, [1])
         assert vars(row).items() >= NEUTRAL.items()
@@ -147,13 +157,141 @@ def test_a_completion_that_vllm_would_cut_is_refused(policy: Path, stub: type[St
 
 @pytest.mark.parametrize("kind", ["plain", "rslora"])
 def test_a_default_lora_is_served_without_merging(
-    kind: str, policy: Path, adapters: dict[str, Path], stub: type[StubLLM]
+    kind: str, policy: Path, adapters: dict[str, Path], stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = adapters[kind]
-    engine = load_vllm(str(folder), VLLM())
-    assert engine.request == ("policy", str(folder))
-    assert stub.made[0].items() >= {"model": str(policy), "enable_lora": True, "max_lora_rank": 8}.items()
+    monkeypatch.chdir(folder.parent)
+    engine = load_vllm(folder.name, VLLM())
+    fixed = {"dtype": "float32", "generation_config": "vllm", "trust_remote_code": False}
+    assert stub.made == [{"model": str(policy), **fixed, "enable_lora": True, "max_loras": 1, "max_lora_rank": 8}]
+    engine(PROMPTS, SETTINGS)
+    assert stub.requests == [{"lora_request": ("policy", 1, str(folder))}]
     assert made_with(str(folder), VLLM())["adapter"] == "LoRARequest"
+
+
+def test_vllm_gets_the_smallest_room_that_an_adapters_rank_fits_into(
+    policy: Path, tmp_path: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rooms are those of `MaxLoRARanks` in vLLM's `config/lora.py`. A larger rank is left to vLLM to refuse."""
+    monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda *_: tiny.byte_tokenizer())
+    rooms = [8, 16, 32, 64, 128, 256, 320, 512]
+    expected = {1: 8, 513: 513} | {room: room for room in rooms}
+    expected |= {room + 1: larger for room, larger in itertools.pairwise(rooms)}
+    for rank in expected:
+        LoraConfig(r=rank, target_modules=["q_proj"], base_model_name_or_path=str(policy)).save_pretrained(tmp_path)
+        load_vllm(str(tmp_path), VLLM())
+    assert [made["max_lora_rank"] for made in stub.made] == list(expected.values())
+
+
+def test_what_vllm_applies_or_only_training_reads_needs_no_merging(tmp_path: Path) -> None:
+    served = {"r": 3, "lora_alpha": 7, "lora_dropout": 0.5, "use_rslora": True, "init_lora_weights": "gaussian"}
+    named = {"base_model_name_or_path": "owner/base", "revision": "v2", "task_type": "CAUSAL_LM"}
+    config = LoraConfig(**served, **named, inference_mode=True, target_modules=["q_proj", "v_proj"])
+    config.auto_mapping = {"base_model_class": "LlamaForCausalLM"}
+    config.save_pretrained(tmp_path)
+    assert needs_merging(str(tmp_path)) is None
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**written, "rank_pattern": None, "bias": None}))
+    assert needs_merging(str(tmp_path)) is None, "what is off needs nothing"
+    PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2).save_pretrained(tmp_path)
+    assert needs_merging(str(tmp_path)) == "its kind, PROMPT_TUNING"
+
+
+def test_an_empty_address_is_one_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty variable of a script must not start an engine in this process."""
+    options = VLLM(vllm_server_base_url="")
+    monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda *_: "tokenizer")
+    monkeypatch.setattr(vllm_engine, "Server", lambda *given: given)
+    assert load_vllm("m", options) == ("", "m", "tokenizer")
+    assert options.name == "vllm server"
+    for address in ("", "gpu1"):
+        with pytest.raises(UserError, match=f"^the vLLM server {address} does not answer .unknown url type: "):
+            made_with("m", VLLM(vllm_server_base_url=address))
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], ".*q_proj", None])
+def test_weights_outside_of_the_layers_and_patterns_of_names_need_merging(targets: Any, tmp_path: Path) -> None:
+    LoraConfig(target_modules=targets).save_pretrained(tmp_path)
+    assert needs_merging(str(tmp_path)) == (None if targets is None else "`target_modules`")
+
+
+def test_an_adapter_on_a_quantized_base_needs_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
+    monkeypatch.setattr(vllm_engine, "trained_quantization", lambda folder: BitsAndBytesConfig(load_in_8bit=True))
+    assert needs_merging(str(tmp_path)) == "a base that was quantized for training"
+
+
+@pytest.mark.parametrize("error", [OSError("no\nroom"), RuntimeError("no room"), ValueError("no room")], ids=repr)
+def test_a_model_that_vllm_can_not_load_is_named(
+    error: Exception, policy: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, **settings: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(StubLLM, "__init__", fails)
+    with pytest.raises(UserError) as raised:
+        load_vllm(str(policy), VLLM())
+    assert str(raised.value) == f"{policy}: vLLM can't load it: no room"
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "max_model_length", "gpu_memory_utilization"])
+def test_an_option_of_the_engine_in_this_process_is_not_one_of_a_server(name: str) -> None:
+    given = {f"vllm_{name}": 0}
+    for url in ("http://h", ""):
+        with pytest.raises(UserError, match=f"^--vllm_{name} is set where the server is started"):
+            VLLM(vllm_server_base_url=url, **given)
+    named = {"max_model_length": "max_model_len"}.get(name, name)
+    assert VLLM(**given).arguments() == {named: 0}, "vLLM says what is wrong with it"
+    assert (VLLM().arguments(), VLLM().name) == ({}, "vllm")
+    assert VLLM(vllm_server_base_url="http://h").name == "vllm server"
+
+
+def test_the_record_names_version_dtype_and_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "versions", lambda: {"torch": "2", "vllm": "0.30.0"})
+    monkeypatch.setattr(vllm_engine, "checkpoint_dtype", lambda name: {"owner/m": "bfloat16"}.get(name))
+    monkeypatch.setattr(vllm_engine, "quantization_of", lambda name: {"quantization": f"that of {name}"})
+    assert made_with("owner/m", VLLM()) == {
+        **{"version": "0.30.0", "dtype": "bfloat16"},
+        "quantization": "that of owner/m",
+    }
+    monkeypatch.setattr(vllm_engine, "versions", lambda: {"torch": "2"})
+    found = made_with(str(tmp_path), VLLM())
+    assert (found["version"], found["dtype"]) == (None, "float32"), "no file names a dtype"
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_the_tokenizer_is_tried_as_the_prompts_are_rendered(
+    served: bool, policy: Path, stub: type[StubLLM], server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[object, ...]] = []
+    tokenizer, template = tiny.byte_tokenizer(), ChatTemplate(Path("chat_template.jinja"), "text", None)
+    monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda *words: given.append(words) or tokenizer)
+    options = VLLM(vllm_server_base_url=server) if served else VLLM()
+    engine = load_vllm(str(policy), options, ["p"], {"thinking": True}, template)
+    assert given == [(str(policy), ["p"], {"thinking": True}, template)]
+    assert engine.tokenizer is tokenizer
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_each_row_has_the_length_that_it_has_room_for(
+    served: bool, policy: Path, stub: type[StubLLM], server: str
+) -> None:
+    """The results of tools take room. Rows with room are not refused for the length of the others."""
+    engine = load_vllm(str(policy), VLLM(vllm_server_base_url=server) if served else VLLM())
+    settings = Settings(max_new_tokens=int(engine.positions))
+    assert engine.positions == (512 if served else CONTEXT)
+    engine.generate([[5], [5, 6]], settings, [2, 3])
+    lengths = [(len(row["prompt"]), row["max_tokens"]) for row in StubServer.requests]
+    if not served:
+        lengths = [
+            (len(given["prompt_token_ids"]), row.max_tokens)
+            for given, row in zip(stub.inputs, stub.sampling, strict=True)
+        ]
+    assert sorted(lengths) == [(1, 2), (2, 3)]
+    with pytest.raises(UserError, match="a prompt of 1 tokens"):
+        engine.generate([[5]], settings)
+    with pytest.raises(ValueError, match="shorter|longer"):
+        engine.generate([[5], [5, 6]], settings, [2])
 
 
 @pytest.mark.parametrize("kind", ["use_dora", "modules_to_save", "rank_pattern", "target_modules", "IA3"])
@@ -169,6 +307,7 @@ def test_merging_an_adapter_logs_a_warning(
     assert "merged into its base for vLLM, which takes no adapter with `use_dora`" in caplog.text
     merged = Path(stub.made[0]["model"])
     assert engine.request is None
+    assert merged.parent.name.startswith("merged-")
     assert (merged / "model.safetensors").is_file()
     assert not (merged / "adapter_config.json").exists()
 
@@ -189,7 +328,7 @@ class StubServer(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(body)
         assert body["return_token_ids"]
-        self.answer({"choices": [{"token_ids": tokens(f"{len(body['prompt'])} {body['seed']}")}]})
+        self.answer({"choices": [{"token_ids": [*tokens(f"{len(body['prompt'])} {body['seed']}"), 1]}]})
 
     def answer(self, value: Any) -> None:
         self.send_response(200)
@@ -205,7 +344,7 @@ def server(policy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setattr(StubServer, "requests", [])
     monkeypatch.setattr(StubServer, "model", str(policy))
     with ThreadingHTTPServer(("127.0.0.1", 0), StubServer) as running:
-        threading.Thread(target=running.serve_forever, daemon=True).start()
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
         running.shutdown()
 
@@ -214,6 +353,7 @@ def test_a_server_completes_each_prompt_with_its_own_seed(policy: Path, server: 
     options = VLLM(vllm_server_base_url=f"{server}/v1")
     made = load_vllm(str(policy), options)(["1 + 1 =", "2 +"], SETTINGS)
     assert [text.split()[0] for text in made] == ["7", "3"]
+    assert all(text.split()[1].isdecimal() for text in made), "without the end token"
     requests = {body["seed"]: body for body in StubServer.requests}
     assert len(requests) == 2
     for body in requests.values():
@@ -262,6 +402,65 @@ def test_a_server_of_another_model_is_refused(tmp_path: Path, server: str) -> No
         load_vllm(other, VLLM(vllm_server_base_url=server))
 
 
+def test_a_server_names_a_model_by_its_id_or_its_folder(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(policy.parent)
+    monkeypatch.setattr(vllm_engine, "Sampling", lambda *given: given)
+    rows: list[dict[str, Any]] = [{"id": "base", "root": "owner/base"}]
+    monkeypatch.setattr(vllm_engine, "_request", lambda url, path: {"/v1/models": {"data": rows}}[path])
+    for name, row in (
+        (policy.name, {"id": "mine", "root": str(policy), "max_model_len": 9}),
+        (policy.name, {"id": policy.name, "root": None, "max_model_len": 9}),
+        ("owner/model", {"id": "owner/model", "max_model_len": 9}),
+        ("owner/model", {"id": "mine", "root": "owner/model", "max_model_len": None}),
+    ):
+        rows[1:] = [row, {"id": "later", "root": row.get("root") or name, "max_model_len": 5}]
+        engine = vllm_engine.Server("http://h", name, "tokenizer")
+        assert (engine.model, engine.positions) == (row["id"], row["max_model_len"] or float("inf"))
+        assert engine.sampling == (name, "tokenizer")
+    with pytest.raises(UserError, match="the vLLM server http://h serves base, mine, later, and not owner/other: name"):
+        vllm_engine.Server("http://h", "owner/other", "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("answer", "dtype"),
+    [
+        ({"vllm_config": {"model_config": {"dtype": "torch.float16"}}}, "float16"),
+        ({"vllm_config": {"model_config": {"dtype": "float32"}}}, "float32"),
+        ({"vllm_config": {"model_config": {"dtype": None}}}, None),
+        ({"vllm_config": {}}, None),
+        ({}, None),
+        (UserError("no such page"), None),
+    ],
+)
+def test_the_dtype_of_a_server_may_be_unknown(answer: Any, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def request(url: str, path: str) -> Any:
+        assert (url, path.partition("?")[0]) == ("http://h", "/server_info")
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(vllm_engine, "_request", request)
+    assert vllm_engine._server_dtype("http://h") == dtype
+
+
+@pytest.mark.parametrize("answer", [io.BytesIO(b"<html>"), TimeoutError("timed out"), ValueError("unknown url type")])
+def test_a_server_that_answers_no_json_is_named(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion may take ten minutes."""
+
+    def opened(request: Any, timeout: float) -> Any:
+        assert (timeout, request.data) == (600, b'{"n": 1}')
+        assert request.headers == {"Content-type": "application/json"}
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(vllm_engine.urllib.request, "urlopen", opened)
+    with pytest.raises(UserError, match=r"^the vLLM server http://h does not answer \(.+\): start it, or correct"):
+        vllm_engine._request("http://h/v1", "/v1/completions", {"n": 1})
+
+
 def test_a_comparison_warns_about_different_engines(policy: Path, server: str, tmp_path: Path) -> None:
     options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 4, "prompt_format": "text"}
     summary = evaluate.evaluate_model(policy, output=tmp_path / "a", **options)
@@ -302,6 +501,7 @@ def test_a_prompt_and_its_completion_may_fill_the_context() -> None:
 def test_each_request_has_a_seed_of_its_own_that_the_evaluations_seed_decides() -> None:
     seeds = vllm_engine._seeds(3, 50)
     assert len(set(seeds)) == 50
+    assert 2**30 < max(seeds) < 2**31, "vLLM's seeds are whole numbers of 32 bits"
     assert seeds == vllm_engine._seeds(3, 50) != vllm_engine._seeds(4, 50)
     assert vllm_engine._lengths([[1], [2]], Settings(max_new_tokens=7, strict=None), None) == [7, 7]
     assert vllm_engine._lengths([[1], [2]], Settings(max_new_tokens=7, strict=None), [3, 4]) == [3, 4]

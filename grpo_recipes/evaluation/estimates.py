@@ -370,6 +370,11 @@ def _clusters(table: pd.DataFrame) -> list[Hashable]:
     return list(firsts[keys].itertuples(index=False, name=None))
 
 
+def _common_clusters(first: pd.DataFrame, second: pd.DataFrame) -> list[Hashable]:
+    """Return the labels of the problems of two tables, from the one with transcripts if only one has them."""
+    return _clusters(second if "transcript" in second else first)
+
+
 def _mean_of_shares(table: pd.DataFrame, column: str) -> Estimate:
     """Return the mean over problems of the share of completions with a true value in a column."""
     return mean_share(_by_problem(table, column).tolist(), len(table), _clusters(table))
@@ -522,7 +527,7 @@ def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
         if pay not in second:
             continue
         tables = _on_shared_problems(_scored(first, name), _scored(second, name))
-        clusters = _clusters(tables[0])
+        clusters = _common_clusters(*tables)
         if len(set(clusters)) < 2:
             continue
         before, after = (_by_problem(table, pay).tolist() for table in tables)
@@ -535,7 +540,7 @@ def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
         for name in ("strict", "lenient"):
             result[name] = _compared_shares(first, second, name)
         is_single = all(table["problem"].is_unique for table in (first, second))
-        clusters = _clusters(first)
+        clusters = _common_clusters(first, second)
         if is_single and len(set(clusters)) == len(clusters):
             before, after = (_by_problem(table, "strict") for table in (first, second))
             only_first, only_second = int((before > after).sum()), int((after > before).sum())
@@ -551,7 +556,7 @@ def _on_shared_problems(first: pd.DataFrame, second: pd.DataFrame) -> tuple[pd.D
 
 def _compared_shares(first: pd.DataFrame, second: pd.DataFrame, column: str) -> dict[str, Any]:
     before, after = (_by_problem(table, column).tolist() for table in (first, second))
-    difference = paired_difference(before, after, _clusters(first))
+    difference = paired_difference(before, after, _common_clusters(first, second))
     return _pair(_mean_of_shares(first, column), _mean_of_shares(second, column), difference)
 
 

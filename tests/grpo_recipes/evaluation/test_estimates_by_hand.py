@@ -265,6 +265,18 @@ def test_two_small_evaluations_are_compared_by_hand() -> None:
     assert "mcnemar" not in compare_tables(first.assign(**copies), second.assign(**copies))
 
 
+def test_the_order_of_two_evaluations_does_not_matter_if_one_has_transcripts() -> None:
+    """With transcripts, rows with one prompt and different golds are different problems."""
+    first = table(strict=True).iloc[::2].assign(prompt="a", gold=["1", "2", "3", "4"])
+    second = table().iloc[::2].assign(prompt="a", gold=["1", "2", "3", "4"], transcript="[]")
+    found, reverse = compare_tables(first, second), compare_tables(second, first)
+    assert found["mcnemar"] == {"only_first": 2, "only_second": 0, "p": 0.5}
+    assert reverse["mcnemar"] == {"only_first": 0, "only_second": 2, "p": 0.5}
+    assert found["rewards"].keys() == reverse["rewards"].keys() == {"right"}
+    one, other = found["strict"]["difference"], reverse["strict"]["difference"]
+    assert (one["low"], one["high"]) == (-other["high"], -other["low"])
+
+
 def share(value: float, **more: Any) -> dict[str, Any]:
     return {"value": value, "low": value - 0.125, "high": value + 0.125, **more}
 

@@ -30,7 +30,7 @@ QUICK = 24
 """Number of cells of which the quick tests compare one, in float64, for the loss types that they take."""
 
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-10}
-LOSS_LIMIT = {torch.float32: 3e-6, torch.float64: 1e-10}
+LOSS_LIMIT = {torch.float32: 1e-6, torch.float64: 1e-10}
 METRIC_LIMIT = {torch.float32: 1e-5, torch.float64: 1e-6}
 
 

@@ -32,6 +32,10 @@ CASES = {
 }
 
 
+VESPO_LOSS_LIMIT = 2e-6
+"""Largest difference of VESPO's loss in float32. Its weight is the product of all ratios, whose rounding adds up."""
+
+
 def by_policy(tokens: Sequence[int]) -> list[bool]:
     """Return True for each token of a completion that the policy wrote. The others differ from row to row."""
     return [place == 0 or (place + tokens[0]) % 3 > 0 for place in range(len(tokens))]
@@ -108,7 +112,8 @@ def with_advantage(row: Completion, without: list[int] | None) -> Completion:
 def test_float32_cells(loss_type: str, case: str, every: int, scenario: ScenarioFactory, record_cell: Callable) -> None:
     for geometry, objective in cells(loss_type, every):
         found = compare(scenario(geometry, objective.temperature, torch.float32), objective, *CASES[case])
-        assert found.loss <= LOSS_LIMIT[torch.float32], (geometry, objective, found)
+        limit = VESPO_LOSS_LIMIT if loss_type == "vespo" else LOSS_LIMIT[torch.float32]
+        assert found.loss <= limit, (geometry, objective, found)
         assert found.gradient <= LIMIT[torch.float32], (geometry, objective, found)
         record_cell("micro-batching in float32", found)
 

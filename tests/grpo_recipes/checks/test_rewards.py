@@ -618,7 +618,7 @@ def test_only_the_same_error_accuses_a_row(other: Exception, is_async: bool) -> 
 def test_the_search_for_the_row_takes_ten_seconds(
     row_seconds: float, scored_alone: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other ranks wait (docs/scaling.md). The error of as many rows as were tried is known of no other row."""
+    """The other ranks wait meanwhile (docs/scaling.md). Rows that were not tried in time are not accused."""
     calls, clock = [], itertools.count(100, row_seconds)
 
     def judge(completions: list, **columns: Any) -> list[float]:

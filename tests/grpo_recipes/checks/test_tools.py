@@ -684,7 +684,7 @@ def environments_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **named: str)
 
 
 def test_only_functions_of_a_class_are_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As TRL looks for them. A static method takes no instance."""
+    """TRL lists the functions of a class. A static method takes no instance."""
     toolset = environments_of(tmp_path, monkeypatch, every="WithOtherMembers")
     assert {tool.name: list(tool.schema["function"]["parameters"]["properties"]) for tool in toolset.all_tools} == {
         "look": ["at"],
@@ -945,7 +945,7 @@ def test_the_tokens_of_a_turn_are_those_of_the_written_call_and_of_all_around_a_
 
 
 def test_without_an_end_token_a_turn_is_counted_as_it_is_written() -> None:
-    """Here the end of a sequence is a token that no turn ends with, and results follow its last place."""
+    """The tokenizer's EOS token opens a turn here, so no turn ends with it. A result follows the last EOS token."""
     tokenizer = chat_tokenizer(template_of("qwen2_5"))
     tokenizer.eos_token = "<|im_start|>"
     call = '<tool_call>\n{"name": "many", "arguments": ' + MANY + "}\n</tool_call><|im_end|>\n"

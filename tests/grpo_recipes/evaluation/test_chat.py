@@ -652,7 +652,7 @@ def test_ctrl_c_keeps_the_turn_with_tools_that_was_printed_last(
     assert capsys.readouterr().out == "\n", "the line of the answer ends"
 
 
-# ---- what a request is made of
+# ---- Settings and prompts of a request
 
 
 class Stopped(Exception):

@@ -432,7 +432,7 @@ def test_golds_that_are_labels_have_their_confusion_matrix_in_the_summary() -> N
 
 
 def test_each_interval_of_a_summary_is_that_of_its_shares() -> None:
-    """The shares of six problems with four completions each, of which two problems are one."""
+    """Six problems have four completions each. Two of the problems have the same prompt and count as one."""
     right = [4, 3, 1, 0, 2, 2]
     prompts = ["a", "b", "c", "d", "e", "e"]
     verdicts = [sample < count for count in right for sample in range(4)]

@@ -477,7 +477,7 @@ def test_a_folder_that_is_held_no_more_costs_no_descriptor_and_is_not_lost(tmp_p
 
 
 def test_a_folder_is_held_without_standard_input_too(tmp_path: Path, short_lease: None) -> None:
-    """The folder is opened under the number 0 then."""
+    """Without standard input, the folder's file descriptor has the number 0."""
     kept = os.dup(0)
     try:
         os.close(0)

@@ -76,7 +76,7 @@ def test_signals_are_handled_while_the_training_runs(monkeypatch: pytest.MonkeyP
 
 
 def test_outputs_that_nobody_reads_are_dropped_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launcher that ends closes them, and the next line of the log would end the run."""
+    """A launcher that ends closes the outputs, and writing the next line of the log would end the run."""
     dropped: list[int] = []
     monkeypatch.setattr(callbacks, "drop_closed_outputs", lambda: dropped.append(len(dropped)))
     monkeypatch.setattr(callbacks, "largest_of_ranks", lambda ours, device: ours)

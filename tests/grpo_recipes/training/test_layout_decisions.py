@@ -910,7 +910,7 @@ def test_modes_buffers_random_numbers_and_gradients_are_restored() -> None:
 
 
 def test_reentrant_checkpointing_leaves_the_gradients_of_the_run() -> None:
-    """It computes all gradients or none, in the parameters themselves."""
+    """Reentrant checkpointing writes into `grad` of every parameter: it can't compute the gradients of some alone."""
     weight = nn.Parameter(torch.ones(4, 3))
 
     class Bare(nn.Module):

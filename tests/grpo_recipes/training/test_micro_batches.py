@@ -309,7 +309,7 @@ def test_a_row_keeps_its_weight_with_bnpo(skip: bool) -> None:
 
 
 def test_only_values_of_the_completions_are_cut_with_them() -> None:
-    """A value of each row, of another width, is a script's own."""
+    """A user's script may add tensors of another width, which have nothing to do with the completions."""
     buffer = buffer_of([(2, 6, 1.0), (1, 1, 1.0), (2, 5, 1.0), (1, 2, 1.0), (1, 5, 0.0), (1, 4, 0.0)], 3)
     for number, batch in enumerate(buffer):
         batch["own"] = torch.arange(8).expand(2, 8) + 100 * number

@@ -53,11 +53,9 @@ def refused(key: str, *values: float, words: str) -> list[Case]:
     ]
 
 
-def allowed(key: str, *values: Any, **also: Any) -> list[Case]:
-    """Return rows for values at the border of a key's range, which must stay allowed."""
-    return [
-        Case("grpo-recipes plan {recipe}", ("optimizer step",), 0, changes={key: value, **also}) for value in values
-    ]
+def allowed(**changes: Any) -> Case:
+    """Return a row for values at the border of their keys' ranges, which must stay allowed."""
+    return Case("grpo-recipes plan {recipe}", ("optimizer step",), 0, changes=changes)
 
 
 LORA = {"use_peft": True, "lora_r": 4}
@@ -96,15 +94,34 @@ RECIPE: list[Case] = [
     *refused("top_k", -2, words="number of at least 0, or -1"),
     *refused("repetition_penalty", 0.0, words="number above 0"),
     *refused("adam_beta2", 1.0, words="number of at least 0 and below 1"),
-    *allowed("temperature", 0.01),
-    *allowed("max_completion_length", 1),
-    *allowed("learning_rate", 0.0, 1e-2),
-    *allowed("beta", 0.0),
-    *allowed("epsilon_high", 0.0, 5.0),
-    *allowed("delta", 4.0),
-    *allowed("top_p", 1.0),
-    *allowed("min_p", 0.0, 1.0),
-    *allowed("generation_kwargs", {"stop": "</answer>"}, {"stop": ["a", "b"]}),
+    allowed(
+        temperature=0.01,
+        max_completion_length=1,
+        learning_rate=0.0,
+        beta=0.0,
+        epsilon_high=0.0,
+        delta=4.0,
+        top_p=1.0,
+        min_p=0.0,
+        top_k=0,
+        generation_kwargs={"stop": "</answer>"},
+        top_entropy_quantile=1.0,
+        vllm_gpu_memory_utilization=1.0,
+        max_grad_norm=0.0,
+        weight_decay=0.0,
+        seed=0,
+        max_steps=1,
+    ),
+    allowed(
+        learning_rate=1e-2,
+        epsilon_high=5.0,
+        min_p=1.0,
+        top_k=-1,
+        generation_kwargs={"stop": ["a", "b"]},
+        max_steps=-1,
+        use_peft=True,
+        lora_r=1,
+    ),
     Case("train --config {recipe} --generation_kwargs.stop 3", ("`generation_kwargs.stop` must be a string", "not 3")),
     Case(
         "train --config {recipe} --generation_kwargs.stop [b] --use_transformers_continuous_batching true",
@@ -115,14 +132,6 @@ RECIPE: list[Case] = [
         ("`generation_kwargs.stop_strings`: write `stop` instead",),
         changes={"generation_kwargs": {"stop_strings": ["b"]}},
     ),
-    *allowed("top_k", 0, -1),
-    *allowed("top_entropy_quantile", 1.0),
-    *allowed("vllm_gpu_memory_utilization", 1.0),
-    *allowed("max_grad_norm", 0.0),
-    *allowed("weight_decay", 0.0),
-    *allowed("seed", 0),
-    *allowed("max_steps", -1, 1),
-    *allowed("lora_r", 1, use_peft=True),
     Case(
         "grpo-recipes plan {recipe}",
         ("note", "`learning_rate` is 0.05", "above 0.01"),
@@ -227,9 +236,8 @@ RECIPE: list[Case] = [
         ("`load_in_8bit` loads a base that vLLM can't hold",),
         changes={"use_vllm": True, "load_in_8bit": True, **LORA},
     ),
-    *allowed("vllm_tensor_parallel_size", 3, use_vllm=True, vllm_mode="server"),
-    *allowed("vllm_max_model_length", 20, use_vllm=True, vllm_mode="server"),
-    *allowed("vllm_max_model_length", 2000, use_vllm=True),
+    allowed(use_vllm=True, vllm_mode="server", vllm_tensor_parallel_size=3, vllm_max_model_length=20),
+    allowed(use_vllm=True, vllm_max_model_length=2000),
     Case(
         "grpo-recipes plan {recipe} --model_name_or_path prompts",
         ("prompts is an adapter of the kind PROMPT_TUNING", "can't be merged", "`use_vllm: false`"),

@@ -15,7 +15,8 @@ import torch
 
 # Tiny models gain nothing from threads, and lose a factor of ten to them where cores are shared. And sums of floats
 # depend on how many there are: no test may.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
+torch.set_num_threads(1)
 
 # The tables that tests make go with the tests, those of the processes that they start too.
 _CACHE = tempfile.TemporaryDirectory(prefix="datasets-of-tests-")

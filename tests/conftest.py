@@ -80,9 +80,12 @@ def gsm8k_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark nightly tests as slow too, so that `-m "not slow"` is always the quick part."""
+    """Mark as slow what is nightly, and the cases that `one_case_in` leaves out: `-m "not slow"` is the quick part."""
     if item.get_closest_marker("nightly"):
         item.add_marker("slow")
+    for share in item.iter_markers("one_case_in"):
+        if isinstance(item, pytest.Function) and sum(item.callspec.indices.values()) % share.args[0]:
+            item.add_marker("slow")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -199,6 +199,7 @@ def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
         yield stream
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("words", "code"),
     [

@@ -438,6 +438,7 @@ def test_a_harmful_file_ends_in_one_error_line(
         assert (place.parent.name if file in WHOLENESS else place.name) in last, last
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_harmful_lock_does_not_stop_a_run_from_being_read(
     scene: Scene, fault: str, capsys: pytest.CaptureFixture[str]

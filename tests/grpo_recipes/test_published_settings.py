@@ -196,6 +196,7 @@ STEERED = {"min_new_tokens", "num_beams", "repetition_penalty", "stop_strings", 
 """Fields of the quick test of training: some of those that changed a step before they were put aside."""
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     "field", [pytest.param(name, marks=() if name in STEERED else pytest.mark.slow) for name in FIELDS]
 )
@@ -203,6 +204,7 @@ def test_a_published_field_does_not_change_training(field: str, tmp_path: Path, 
     assert_same_run(trained(tmp_path, publish(model(), **{field: VALUES[field]})), expected)
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("field", only([*STEERED, *[*FIELDS][::5]], FIELDS))
 def test_a_published_field_does_not_change_an_evaluation(field: str, expected_evaluation: list[str]) -> None:
     assert evaluated(publish(ending(), **{field: VALUES[field]})) == expected_evaluation
@@ -245,6 +247,7 @@ OFTEN = {"sequence_bias"}
 """Field of the quick tests."""
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "changes",
     [

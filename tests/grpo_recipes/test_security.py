@@ -479,6 +479,7 @@ VERBS = [
 ]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 9, 18)))
 def test_no_command_runs_the_code_of_a_model_folder(
     line: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch

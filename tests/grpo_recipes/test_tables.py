@@ -128,6 +128,7 @@ def right_completion(name: str, row: Mapping[str, Any]) -> str:
     return answer(str(row["answer"]))
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", only([name for name in EXPECTED if not name.startswith("code")], EXPECTED))
 def test_init_finds_the_task_and_the_rewards_pay_its_golds_and_no_wrong_answer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -137,6 +137,7 @@ def near_misses(value: int) -> set[int]:
     return (others | {int(shown + shown[-1]), int(shown[::-1]), int(shown[:3])}) - {value}
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_accepted_for_the_right_value_and_no_wrong_one(form):
     reward = GSM8KCorrectness()
@@ -359,6 +360,7 @@ def test_the_shortest_text_of_a_number(number, text):
     assert number_text(number) == text
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("golds", "answer", "verdict", "best", "rows"),
     [

@@ -129,6 +129,7 @@ def record_everywhere(kind):
     return [[score(reward, text, "18") for text in texts] for reward in REWARDS]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_adversarial_text_scores_the_same_in_threads_and_coroutines(kind):
     expected = record_everywhere(kind)
@@ -145,6 +146,7 @@ def test_an_adversarial_text_scores_the_same_in_threads_and_coroutines(kind):
     assert [*outcomes, asyncio.run(in_a_coroutine())] == [expected, expected]
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_scores():
     kinds = ["short digits", "lone surrogates", "opening braces"]
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:

@@ -427,6 +427,7 @@ PIECES = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("piece", only(PIECES[::8], PIECES))
 def test_the_cost_is_linear_in_the_length(piece):
     for place in ("{}", "<answer>{}</answer>", "The answer is {}"):

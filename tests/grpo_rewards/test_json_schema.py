@@ -568,6 +568,7 @@ ADVERSARIAL = {
 COSTLY = {"twice as much at each level", "an error for each of two branches"}
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind in COSTLY else kind for kind in ADVERSARIAL]
 )

@@ -263,6 +263,7 @@ NO_REPLY = {
 }
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("kind", NO_REPLY)
 def test_one_failure_drops_its_group_and_no_other(kind, caplog):
     with serving(failing_for("bad", NO_REPLY[kind])) as server:

@@ -171,6 +171,7 @@ VERBS = "finds sells paints carries forgets borrows counts opens mends follows d
 PLACES = ["near the mill", "on Monday", "for a friend", "without a word", "in the rain", "at noon", "after the feast"]
 
 
+@pytest.mark.slow
 def test_prose_is_hardly_penalised_and_loops_are():
     rng = random.Random(4)
     fines, loops = [], []
@@ -230,6 +231,7 @@ def test_a_bad_argument_names_its_key(kwargs):
 PIECES = ["a ", "ab", "!", "! ", "\U0001f642", "\u6211", "_", "a!", "\u200b", "a!!!!!!! "]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("piece", only(PIECES[::3], PIECES))
 def test_the_cost_is_linear_in_the_length(piece):
     assert growth(lambda length: score(piece * (length // len(piece))), int, 30_000) < 12

@@ -217,6 +217,7 @@ QUICK_HOSTILE = (
 )  # fmt: skip
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", only(QUICK_HOSTILE, HOSTILE))
 def test_a_hostile_program_earns_nothing_and_leaves_nothing(
     name: str,

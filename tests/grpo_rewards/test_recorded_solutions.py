@@ -37,6 +37,7 @@ CELLS = list(itertools.product([False, True], [False, True], [GSM8KCorrectness, 
 """Cells of (True for a chat turn, True for `extract: auto`, reward, layout)."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", only([0], range(4)))
 def test_every_label_is_matched(solutions, start):
     for cell in CELLS[start::4]:

@@ -128,6 +128,7 @@ def test_a_program_reads_its_input_and_prints(isolation: str) -> None:
     assert (outcome.ended, outcome.code, outcome.stdout, outcome.stderr) == ("exited", 0, b"300000\n", b"done")
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("isolation", only(["namespaces"], ISOLATIONS), indirect=True)
 @pytest.mark.parametrize(
     ("program", "ended", "code"),
@@ -155,6 +156,7 @@ def test_every_end_is_told_apart(program: str, ended: str | None, code: int | No
     assert len(outcome.stderr) <= SMALL.output_bytes
 
 
+@pytest.mark.slow
 def test_sleep_counts(isolation: str) -> None:
     outcome = hostile("import time; time.sleep(60)", isolation, limits=replace(SMALL, wall_seconds=1))
     assert (outcome.ended, outcome.cpu_seconds < 1) == ("timeout", True)

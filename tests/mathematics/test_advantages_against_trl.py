@@ -85,6 +85,7 @@ def check(
         assert metrics[name] == pytest.approx(value, abs=1e-6, nan_ok=True), name
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("weights", WEIGHT_SETS, ids=str)
 @pytest.mark.parametrize(("scale", "aggregation"), SETTINGS)
@@ -94,6 +95,7 @@ def test_chosen_rewards(checkpoint: Path, scale: str, aggregation: str, weights:
         check(scorer, table, weights, scale, aggregation)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("scale", "aggregation"),

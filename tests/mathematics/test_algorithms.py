@@ -48,6 +48,7 @@ def check(held: Held, name: str, layout: str) -> None:
     assert worst <= float(FIGURES[name][layout]), f"{held}: {MADE}"
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", only(["grpo", "gspo", "gdpo"], PAPERS))
 def test_a_recipe_equals_its_paper_with_two_updates_and_accumulation(
     name: str, checkpoint: Path, record_cell: Callable
@@ -158,6 +159,7 @@ def test_the_expected_gradient_of_dr_grpo(size: int) -> None:
     assert torch.allclose(found, (size - 1) / size * gradient_of(lambda p: p), atol=1e-14)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_the_expected_gradient_of_maxrl(size: int) -> None:
     found = expected_gradient(lambda rewards: papers.over_the_mean([[[r] for r in rewards]], 0.0)[0], size)

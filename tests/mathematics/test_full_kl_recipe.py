@@ -60,6 +60,7 @@ def test_the_recipe_has_the_settings_of_full_vocabulary_kl() -> None:
     assert reward.function(prompts=[""] * 3, completions=tagged, answer=["#### 18"] * 3) == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "peft", only([[]], [[], ["--use_peft", "--lora_target_modules=all-linear"]]), ids=["full", "lora"]
 )

@@ -32,6 +32,7 @@ def weights_of(name: str, checkpoint: Path, rows: int, accumulation: int) -> dic
     return final_weights(checkpoint, INVARIANCE_CELLS[name], rows, accumulation)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", only(["grpo", "dapo", "luspo", "grpo + router loss"], INVARIANCE_CELLS))
 def test_accumulation_against_a_large_batch(

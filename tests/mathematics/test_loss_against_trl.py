@@ -68,6 +68,7 @@ def compare_cells(
         record(f"TRL's loss in {str(dtype).removeprefix('torch.')}", difference)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
     ("loss_type", "every"),

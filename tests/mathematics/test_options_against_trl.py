@@ -67,6 +67,7 @@ def test_the_off_policy_mask_drops_some_completions(scenario: ScenarioFactory) -
     assert any(kept[i] for i, row in enumerate(rows) if row.advantage < 0)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("loss_type", only(["grpo", "dapo", "luspo"], LOSS_TYPES))
 def test_truncated_completions_are_masked(loss_type: str, checkpoint: Path, record_cell: Callable) -> None:

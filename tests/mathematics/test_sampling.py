@@ -174,6 +174,7 @@ def compare(
     return difference(model, [of_all_rows], case.trainer.model, [loss])
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", CASES)

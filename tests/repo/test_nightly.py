@@ -97,6 +97,7 @@ def test_a_part_that_takes_too_long_is_stopped(rows: Path, monkeypatch: pytest.M
     assert row.result.startswith("stopped after 0 minutes: ")
 
 
+@pytest.mark.slow
 def test_a_part_that_is_interrupted_ends_with_its_processes_and_leaves_no_row(tmp_path: Path) -> None:
     """The shell that starts it ignores Ctrl-C, as for a background job. The part takes half a second to end."""
     (tmp_path / "slow.json").write_text("an earlier row")

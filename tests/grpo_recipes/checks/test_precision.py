@@ -337,6 +337,7 @@ SOURCE = [
 ]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("name", "layout", "more", "size", "share", "cure"), SOURCE)
 def test_the_precision_of_the_original_runs_is_an_override_that_warns(
     name: str, layout: str, more: list, size: str, share: str, cure: str, tmp_path: Path, capsys: pytest.CaptureFixture
@@ -377,6 +378,7 @@ def test_4_bit_keeps_updates_unless_the_recipe_names_the_optimizer_of_trl(
     assert seen[0]["memory"]["optimizer"] - seen[1]["memory"]["optimizer"] == 6 * trained
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("gpu", "recommended"),
     [

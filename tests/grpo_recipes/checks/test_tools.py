@@ -457,6 +457,7 @@ FINE_CASES = [
 ]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("case", FINE_CASES, ids=lambda case: case.words[0][:70])
 def test_a_plan_names_the_tools(case: Case, tmp_path: Path, tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_case(case, tmp_path, tool_model, monkeypatch)

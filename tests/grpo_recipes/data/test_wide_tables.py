@@ -75,6 +75,7 @@ def test_the_limits_count_the_keys_of_all_rows(tmp_path: Path) -> None:
         load(write_jsonl(path, [{"meta": {f"key {row} {key}": 1 for key in range(FIELDS // 50)}} for row in range(51)]))
 
 
+@pytest.mark.slow
 def test_a_wide_parquet_file_is_read_if_few_columns_are_selected(tmp_path: Path) -> None:
     columns = {"question": ["a", "b"], **{name: [1, 2] for name in names(COLUMNS)}}
     parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")

@@ -162,6 +162,7 @@ def test_samples_of_one_problem_are_not_counted_as_problems() -> None:
     assert independent.high - independent.low < 0.07
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("problems", "samples", "solved"),
     [(60, 4, 0.5), (5, 64, 0.5), (20, 64, 0.2)],

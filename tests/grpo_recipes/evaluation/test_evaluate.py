@@ -174,6 +174,7 @@ DECLARED = [  # rewards of a recipe; columns of a row; strictly right completion
 ]  # fmt: skip
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("rewards", "row", "right", "wrong"), DECLARED)
 def test_strict_accuracy_uses_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, rewards, row, right, wrong):
     script = {f"p{n}": completion for n, completion in enumerate([*right, *wrong])}

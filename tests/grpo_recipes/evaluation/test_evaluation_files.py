@@ -77,6 +77,7 @@ def test_the_shares_equal_a_recount_of_the_completions(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "e").iterdir()) == sorted(FILES)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("settings", [{}, {"samples": 3, "temperature": 1.0}])
 @pytest.mark.parametrize("died_in", [1, 2, 3])
 def test_a_killed_evaluation_continues_to_the_same_files(tmp_path: Path, settings: dict, died_in: int) -> None:
@@ -317,6 +318,7 @@ def samples(verdicts: dict[int, list[tuple[str | None, bool]]]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@pytest.mark.slow
 def test_the_same_model_by_another_path_is_the_same_evaluation(tiny_model: Path, tmp_path: Path, monkeypatch) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
@@ -587,6 +589,7 @@ def test_failed_completions_do_not_count_as_wrong_answers(tiny_model: Path, outp
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -108,6 +108,7 @@ def test_a_merge_that_loses_the_adapter_is_refused(policy: Path, tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("dtype", "error", "passes"),
     [
@@ -267,6 +268,7 @@ def test_logits_are_those_of_tokens_from_the_whole_vocabulary() -> None:
         assert (logits.shape, logits.dtype, model.training) == ((len(tokens), 1), torch.float32, False)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "card",
     ["---\na: [\n---\n", "---\n- a\n---\n", f"---\na: {'[' * 3000}\n---\n", "---\ntags: 3\nlicense: [\n---\n"],

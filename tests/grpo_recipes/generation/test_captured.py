@@ -260,6 +260,7 @@ def test_the_next_call_draws_the_same_numbers_whatever_was_captured() -> None:
     assert left[0] == left[1]
 
 
+@pytest.mark.slow
 def test_a_replayed_token_is_one_launch_and_the_host_waits_for_every_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts of the pretend GPU, per token of all rows: of group decoding, and of replayed steps."""
     policy = tiny("LlamaConfig")
@@ -286,6 +287,7 @@ def test_a_replayed_token_is_one_launch_and_the_host_waits_for_every_eighth(monk
     assert replayed == [1, 1 / READ_EVERY, 0]
 
 
+@pytest.mark.slow
 def test_rows_leave_on_the_device_in_few_waits_and_copies(graphs: list[int]) -> None:
     policy = tiny("LlamaConfig")
     expected = generated(policy, CapturedTurn(record_every=3), **SAMPLED)

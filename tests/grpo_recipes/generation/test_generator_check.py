@@ -268,6 +268,7 @@ LOOPS = pytest.mark.parametrize("generation", ["auto", "off"])
 ONE_LOOP = pytest.mark.parametrize("generation", only(["auto"], ["auto", "off"]))
 
 
+@pytest.mark.one_case_in(3)
 @ONE_LOOP
 @pytest.mark.parametrize("name", UNNAMED)
 def test_a_setting_that_the_user_does_not_name_stops_the_run(

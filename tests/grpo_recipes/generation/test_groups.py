@@ -34,6 +34,7 @@ def test_the_quick_pairs_contain_every_architecture_and_setting() -> None:
     assert {setting for _, setting in COVER} == set(SETTINGS)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("architecture", "setting"), COVER)
 def test_the_same_tokens(architecture: str, setting: str) -> None:
     assert_same(tiny(architecture), **SETTINGS[setting])

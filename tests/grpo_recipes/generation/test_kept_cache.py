@@ -103,6 +103,7 @@ def forwards(policy: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 # ---- the same tokens
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("architecture", only([*ARCHITECTURES][::2], ARCHITECTURES))
 @pytest.mark.parametrize("do_sample", only([True], [True, False]))
 def test_the_same_tokens(architecture: str, do_sample: bool) -> None:
@@ -142,6 +143,7 @@ def branched(contexts: Rows, completions: Rows, turn: int) -> Rows:
     return [*following, contexts[0] + completions[0], contexts[0] + completions[0][:-1]]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("following", "do_sample"), covering([one_long_result, shortened, padded, with_new_rows, branched], [True, False])
 )

@@ -55,6 +55,7 @@ def until_end(ids: list[int], ends: set[int]) -> list[int]:
     return ids[: next((n + 1 for n, token in enumerate(ids) if token in ends), len(ids))]
 
 
+@pytest.mark.one_case_in(4)
 @LOOPS
 @pytest.mark.parametrize("how", only([name for name in OWN if name != "watermark"], OWN))
 @pytest.mark.parametrize(
@@ -84,6 +85,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.one_case_in(4)
 @LOOPS
 @pytest.mark.parametrize("name", only(["sequence_bias", "min_p", "do_sample"], OTHERS))
 @pytest.mark.parametrize("asked", ["sampled", "repetition penalty"])

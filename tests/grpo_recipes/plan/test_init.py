@@ -294,6 +294,7 @@ def written(table: datasets.Dataset, folder: Path, machine: Machine = CPU, **wis
     return guess, check(parse_recipe(["--config", str(file)]), machine)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("name", "has_gpu"), covering(TABLES, [False, True]))
 def test_the_recipe_passes_every_check(name: str, has_gpu: bool, tmp_path: Path) -> None:
     row, *_ = TABLES[name]
@@ -398,6 +399,7 @@ def single(names: list[str]) -> dict[str, list[Any]]:
     return {name: [f"{name} text {n}" for n in range(20)] for name in names}
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("names", "answers", "labels"),
     [

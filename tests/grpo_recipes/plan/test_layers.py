@@ -111,6 +111,7 @@ def measured(config: PretrainedConfig, precision: Precision, adapter: Any, promp
     return found
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_layer_keeps_and_needs_what_it_adds_to_a_model(name: str) -> None:
     model, precision, adapter = MODELS[name]

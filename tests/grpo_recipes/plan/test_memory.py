@@ -72,11 +72,13 @@ def deepspeeds_estimate(run: MemoryPlan, trained: int) -> float:
     )[1]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("size", qwen.SIZES)
 def test_the_number_of_parameters_agrees_with_the_model_card(configs: dict[str, Path], size: str) -> None:
     assert load_shape(str(configs[size])).parameters == pytest.approx(qwen.PARAMETERS[size], rel=0.01)
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("recipe", "layout", "size"),
     [
@@ -99,6 +101,7 @@ def test_model_states_of_full_fine_tuning_agree_with_deepspeed(
         assert run.host() == pytest.approx(host, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "layout", "size"),
     [
@@ -222,6 +225,7 @@ def test_temporaries_of_adamw_bf16_count_where_a_micro_batch_takes_less() -> Non
     assert replace(run, optim="adamw_torch").parts()["activations"] < 0.5 * meter.peak
 
 
+@pytest.mark.slow
 def test_turns_keep_a_copy_of_the_kv_cache_within_a_share_of_the_gpu(configs: dict[str, Path], rows: Path) -> None:
     kept = "KV cache kept between turns"
 

@@ -235,6 +235,7 @@ def test_the_plan_holds_the_peak_of_a_micro_batch(case: Case, tmp_path: Path) ->
     check_case(case, tmp_path)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "changes",
     [(), WITHOUT, ("--kl_estimator", "full", "--beta", "0.04")],
@@ -276,6 +277,7 @@ def test_the_plan_holds_the_peak_of_a_larger_packed_row(case: Case, factor: int,
     check_packed(case, tmp_path, factor)
 
 
+@pytest.mark.slow
 def test_the_plan_holds_the_peak_of_a_small_models_packed_row(tmp_path: Path) -> None:
     check_packed(Case("rlaif-minimind-internlm2", "MiniMind2-Small", changes=WITHOUT), tmp_path, 2)
 

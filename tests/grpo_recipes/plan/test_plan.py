@@ -82,6 +82,7 @@ WRITTEN_FOR = [
 ]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("recipe", "layout", "processes", "gpu", "size"),
     [pytest.param(*cell, marks=pytest.mark.slow if index % 3 else ()) for index, cell in enumerate(WRITTEN_FOR[:-1])]
@@ -137,6 +138,7 @@ def planned_on_24gb(capsys: pytest.CaptureFixture[str], folder: Path, *changes: 
     return found
 
 
+@pytest.mark.slow
 def test_a_larger_micro_batch_of_packed_rows_is_recommended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     before = planned_on_24gb(capsys, tmp_path)
     (note,) = [note for note in before["notes"] if "packed rows also fit" in note]

@@ -39,6 +39,7 @@ def refused(name: str, **changes: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
 def test_a_recipe_is_found_by_its_name_and_passes_every_check(file: Path) -> None:
     assert find_file("recipes", file.stem) == file
@@ -89,6 +90,7 @@ def test_three_steps(file: Path, tiny_model: Path, tmp_path: Path) -> None:
     assert state["global_step"] == 3
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_key_that_a_loss_ignores_is_refused_and_one_that_it_reads_is_not(loss_type: str) -> None:
     needed = {"epsilon_high": 5.0} if loss_type == "cispo" else {}

@@ -274,6 +274,7 @@ def test_a_check_that_does_not_apply_is_not_counted(tmp_path: Path, capsys: pyte
     assert any(re.match(r"\s*does not apply +kl_blow_up +`beta` is 0", line) for line in lines), lines
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("metric", HEALTHY)
 def test_a_check_without_its_metric_is_reported_as_unchecked(tmp_path: Path, metric: str) -> None:
     """A check does not count as made if a metric that it reads is missing."""
@@ -335,6 +336,7 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
         assert found_in(Run.read(write_run(tmp_path / str(seed), {"eval_reward": ramp(0.8, 2.0)}, seed=seed))) == []
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_planted_problem_gets_its_sentence_and_no_other(tmp_path: Path, problem: str) -> None:
     planted, says = PROBLEMS[problem]

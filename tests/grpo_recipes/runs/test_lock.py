@@ -592,6 +592,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("event", "flags", "looks"), WRITES)
 def test_the_folder_is_checked_before_every_write(
     tmp_path: Path, short_lease: None, event: str, flags: dict[str, bool], looks: bool
@@ -605,6 +606,7 @@ def test_the_folder_is_checked_before_every_write(
             getattr(checkpoints, event)(*arguments)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("after", "written"), [("confirm_checkpoint", []), ("build_trainer", []), ("train", ["run.json"])]
 )

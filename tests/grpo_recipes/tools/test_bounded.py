@@ -265,6 +265,7 @@ def test_rows_without_calls_take_the_place_of_no_other(runner: ToolRunner) -> No
 # Tools that do not return
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("tool", [hang, hang_async, swallow_cancellation])
 def test_a_call_that_does_not_return_is_abandoned(
     runner: ToolRunner, said: list[str], tool: Callable[..., Any]
@@ -331,6 +332,7 @@ def test_the_end_of_a_run_tells_how_many_calls_still_run(said: list[str], count:
     assert said[1:] == [sentence]
 
 
+@pytest.mark.slow
 def test_an_async_tool_that_blocks_its_loop_harms_no_later_call(runner: ToolRunner) -> None:
     assert only(runner.run([[call(block_the_loop)]])).timed_out
     assert only(runner.run([[call(add_later, a=1, b=2)]])).content == "3"
@@ -724,6 +726,7 @@ VALUES: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("number", range(len(VALUES)))  # pytest would call methods of a value in its name
 @pytest.mark.parametrize("is_async", [False, True])
 def test_any_value_becomes_text(runner: ToolRunner, number: int, is_async: bool) -> None:

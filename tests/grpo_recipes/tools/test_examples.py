@@ -98,6 +98,7 @@ def test_a_program_returns_its_output_and_how_it_failed(code: str, result: str) 
     assert examples.python(code) == result
 
 
+@pytest.mark.slow
 def test_a_program_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (examples.SANDBOX.cpu_seconds, examples.SANDBOX.wall_seconds) == (4, 10.0)
     monkeypatch.setattr(examples, "SANDBOX", Limits(cpu_seconds=1, wall_seconds=1.0, output_bytes=4096))

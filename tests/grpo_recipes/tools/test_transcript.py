@@ -424,6 +424,7 @@ def test_true_turns_pass(own_loop: bool, scripted: Any) -> None:
     assert scripted.loops[-1][4] == 9
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_fault_is_named(fault: Callable[[Any, Values], None], scripted: Any) -> None:
     planted(scripted, fault)
@@ -433,6 +434,7 @@ def test_a_planted_fault_is_named(fault: Callable[[Any, Values], None], scripted
     assert str(caught.value).endswith("set `generation_check: false` to go on anyway")
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     "fault",
     only([*FAULTS][::3], [fault for fault in FAULTS if fault not in NEEDS_MESSAGES]),
@@ -584,6 +586,7 @@ def one_mask_changed(batch: dict[str, Any]) -> None:
     batch["tool_mask"][1, 3] = 0
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("fault", "named"),
     [

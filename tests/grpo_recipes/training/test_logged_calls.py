@@ -102,6 +102,7 @@ def train_on(trainer: GRPOTrainer, turns: list[list[Message]], monkeypatch: pyte
     return pd.read_parquet(Path(trainer.args.output_dir) / "completions" / "completions_00001.parquet")
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("kind", only([kind for kind in TURNS if kind != "huge"], TURNS))
 def test_a_run_survives_its_table(trainer: GRPOTrainer, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = TURNS[kind]

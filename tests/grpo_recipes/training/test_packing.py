@@ -166,6 +166,7 @@ def test_every_label_is_predicted_once_from_its_own_context(pairs: list[tuple[li
 # ---- log-probabilities, entropies and gradients
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("architecture", EXACT)
 def test_packed_log_probabilities_are_those_of_unpadded_rows(architecture: str, tmp_path: Path, logged: Any) -> None:
     policy = model(getattr(transformers, architecture), **EXACT[architecture])
@@ -178,6 +179,7 @@ def test_packed_log_probabilities_are_those_of_unpadded_rows(architecture: str, 
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 9])
 @pytest.mark.parametrize("pack_rows", [True, False])
 def test_every_batch_size_gives_the_same_values_in_as_many_model_calls(
@@ -298,6 +300,7 @@ FALLS_BACK: dict[str, tuple[str, dict[str, Any]]] = {
 """Reason for which a model is not packed, and a model with that reason."""
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("reason", only(FALLS_BACK.keys() - {"layers of linear_attention"}, FALLS_BACK))
 def test_a_model_that_cannot_be_packed_logs_the_reason_once(reason: str, tmp_path: Path, logged: Any) -> None:
     name, config = FALLS_BACK[reason]
@@ -556,6 +559,7 @@ def on_two_ranks(trainers: list[GRPOTrainer], rows: list[Rows]) -> list[list[str
     return done
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize(
     ("name", "config", "first", "second", "found"),

@@ -152,6 +152,7 @@ def test_gradients_are_those_of_the_cpu() -> None:
 # ---- Training
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("layout", only(["packed", "shared"], ["packed", "shared", "trimmed", "padded"]))
 def test_training_mixes_no_devices_and_bounds_its_waits(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +171,7 @@ def test_training_mixes_no_devices_and_bounds_its_waits(
     assert later.launches <= LAUNCHES[layout]
 
 
+@pytest.mark.slow
 def test_the_metrics_of_passes_wait_for_nothing(tmp_path: Path) -> None:
     """In the second iteration of a generation batch each micro-batch waits as often as one without the metrics."""
     second_iteration = counts(GRPOTrainer, tmp_path, num_iterations=2)[MICRO_BATCHES:]
@@ -197,6 +199,7 @@ LAUNCHES = {"packed": 380, "shared": 670, "trimmed": 365, "padded": 362}
 # ---- 16 bits: autocast, and the kernel of FlashAttention
 
 
+@pytest.mark.slow
 def test_full_kl_mixes_no_dtypes_under_autocast(tmp_path: Path) -> None:
     stock = counts(TRLGRPOTrainer, tmp_path / "trl", bf16=True)
     ours = counts(GRPOTrainer, tmp_path / "ours", bf16=True, beta=0.04, kl_estimator="full")
@@ -210,6 +213,7 @@ LATER_FULL_KL = (19, 649)
 """Largest numbers of waits and launches in a micro-batch that is not the first of its generation batch."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "capability", "taken"),
     [
@@ -273,6 +277,7 @@ RUNS = {
 """Runs of two steps. About 270 of the waits belong to the check of the layout, once in a run."""
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", only(["generated", "full KL", "refreshed reference", "captured"], list(RUNS)))
 def test_a_run_mixes_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RUNS[name]
@@ -298,6 +303,7 @@ def test_a_run_mixes_no_devices(name: str, tmp_path: Path, monkeypatch: pytest.M
 # ---- Runs whose completions are recorded, or call tools
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("recorded", [False, True], ids=["without log-probabilities", "with log-probabilities"])
 def test_an_offline_run_mixes_no_devices(recorded: bool, tmp_path: Path) -> None:
     columns: dict[str, list[Any]] = {

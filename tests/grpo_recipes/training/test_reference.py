@@ -239,6 +239,7 @@ def test_the_reference_does_not_change_the_policy(policy: Path, tmp_path: Path, 
     assert logged_kl(ours)[0] <= ZERO
 
 
+@pytest.mark.slow
 def test_dropout_raises_a_warning_with_its_kl(policy: Path, tmp_path: Path) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(lora_dropout=0.05), continued=True)
@@ -377,6 +378,7 @@ TABLE: dict[str, tuple[PeftConfig, bool]] = {
 QUICK = ("new LoRA", "continued LoRA", "continued modules_to_save", "LoRA, normal factors", "continued OFT")
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("case", only(QUICK, TABLE))
 def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
     config, continued = TABLE[case]
@@ -603,6 +605,7 @@ class KillAt(TrainerCallback):
             raise Killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", only(["full"], ["new LoRA", "embedding LoRA", "full"]))
 @pytest.mark.parametrize("alpha", only([0.6], [1.0, 0.6]))
 def test_a_run_killed_between_refreshes_resumes_to_equal_bits(

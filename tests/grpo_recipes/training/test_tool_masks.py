@@ -67,6 +67,7 @@ def gap(folder: Path, option: str, recording: Recording = TURNS, **config: Any) 
     return compare(recording, folder, **settings)
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("option", "loss_type", "micro_batching"), CELLS, ids=str)
 def test_the_gradient_is_trls(option: str, loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)  # LoRA's weights
@@ -74,6 +75,7 @@ def test_the_gradient_is_trls(option: str, loss_type: str, micro_batching: Any, 
     assert gap(tmp_path, option, loss_type=loss_type, micro_batching=micro_batching) <= limit
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("loss_type", "micro_batching"), covering(LOSS_TYPES, LAYOUTS[:-1]), ids=str)
 def test_full_kl_is_the_same_in_every_layout(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     """The KL over the vocabulary is ours: the padded layout, which the oracle is compared with, stands for TRL."""
@@ -96,6 +98,7 @@ def test_full_kl_is_the_same_in_every_layout(loss_type: str, micro_batching: Any
     assert largest_gap(steps[1], steps[0]) <= LIMIT
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("micro_batching", LAYOUTS, ids=str)
 def test_rewritten_tool_tokens_change_the_context_only(micro_batching: Any, tmp_path: Path) -> None:
     """A tool token behind the last turn is read by nothing: other tokens there leave the gradient as it is."""

@@ -84,6 +84,7 @@ def sent_by_trl(model: PeftModel) -> dict[str, torch.Tensor]:
     return dict(exporter(model)._iter_named_params())
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("beta", [0.04, 0.0])
 @pytest.mark.parametrize("name", ["default", "policy"])
 @pytest.mark.parametrize("kind", ["LoRA", "modules_to_save"])

@@ -247,6 +247,7 @@ def test_a_command_whose_output_is_lost_has_failed(
     assert "standard output can't be written (No space left on device)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_log_on_a_full_disk_does_not_stop_a_training(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, both: bool

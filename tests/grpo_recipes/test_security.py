@@ -637,6 +637,7 @@ def test_control_characters_are_shown_as_escapes() -> None:
         assert visible(text) == text
 
 
+@pytest.mark.slow
 def test_only_the_terminal_module_prints() -> None:
     printing = {
         module
@@ -729,6 +730,7 @@ HOSTILE_LINES = [
 ]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 26, 30)))
 def test_no_command_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)

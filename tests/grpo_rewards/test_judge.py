@@ -200,6 +200,7 @@ QUOTING = {
 }
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("kind", QUOTING)
 def test_a_reply_that_is_not_only_a_verdict_is_unreadable(kind):
     with pytest.raises(ValueError, match=r"\w"):

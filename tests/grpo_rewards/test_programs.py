@@ -79,6 +79,7 @@ def test_the_output_of_each_pair_is_compared_but_for_trailing_space() -> None:
     assert logged["verdict"][3] == "passes 0 of 2: pair 1 ends with code 1"
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
@@ -389,6 +390,7 @@ def test_rows_whose_tests_cannot_be_used_are_none_without_a_run(monkeypatch: pyt
         unit_tests(completions=["x"])
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("form", [ADD, "\n".join(ADD), json.dumps(ADD), tuple(ADD)])
 def test_tests_may_be_a_list_or_text(form: Any) -> None:
     assert unit_tests(completions=[fenced("def add(a, b): return a + b")], tests=[form]) == [1.0]

@@ -226,6 +226,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

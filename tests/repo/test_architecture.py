@@ -89,6 +89,7 @@ def folder_of(module: str) -> str | None:
     return rest.partition(".")[0] if package == "grpo_recipes" and rest else None
 
 
+@pytest.mark.slow
 def test_imports_go_down_only() -> None:
     upward = []
     for module, targets in graph().items():

@@ -142,6 +142,7 @@ def test_the_gpu_benchmark_names_a_wrong_kernel(
     assert results["SDPA, padded rows"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_row_that_takes_too_long_or_fails_does_not_end_the_gpu_benchmark(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -130,6 +130,7 @@ sys.exit(nightly.main([]))
         os.kill(child, 0)
 
 
+@pytest.mark.slow
 def test_a_row_states_the_versions_of_its_environment() -> None:
     versions = nightly._versions(Path(sys.executable))
     assert (versions["python"], versions["torch"]) == (platform.python_version(), version("torch"))

@@ -50,6 +50,7 @@ DATA: list[Case] = [
 ]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("case", DATA, ids=lambda case: case.line[:90])
 def test_bad_input_ends_with_one_message(
     case: Case, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch

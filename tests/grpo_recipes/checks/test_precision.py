@@ -58,6 +58,7 @@ def precision(stored: str = "bfloat16", **changes: object) -> Precision:
     return Precision(stored, **values)  # type: ignore[arg-type]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("learning_rate", [1e-6, 5e-6, 2e-5, 1e-4])
 def test_the_surviving_share_agrees_with_a_simulated_run(learning_rate: float) -> None:
     """`torch`'s AdamW on bfloat16 and on float32 weights, with gradients that are noise."""

@@ -262,6 +262,7 @@ def test_a_judge_is_not_called_before_training_and_needs_the_columns_of_its_temp
         check_columns(rewards, ["prompt", "answer"])
 
 
+@pytest.mark.slow
 def test_the_golds_of_gsm8k_are_checked_in_seconds_without_symbolic_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symbolic, "_server", lambda: pytest.fail("a symbolic comparison"))
     dataset = golds(*(f"\\frac{{{n}}}{{7}}" if n % 2 else f"{n:,}" for n in range(7_473)))

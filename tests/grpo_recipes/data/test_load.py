@@ -129,6 +129,7 @@ def test_the_final_answer_follows_the_last_mark(answer, final):
 # Sources
 
 
+@pytest.mark.slow
 def test_gsm8k_has_its_published_rows(gsm8k_dir):
     dataset = load(DatasetSpec("gsm8k", path=str(gsm8k_dir / "train.jsonl")))
     assert dataset.num_rows == 7473

@@ -77,6 +77,7 @@ def ending() -> Any:
     return model
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.usefixtures("same_stream")
 def test_group_decoding_gives_the_completions_of_transformers_own_loop(
@@ -169,6 +170,7 @@ def test_a_model_in_training_is_evaluated_without_dropout_and_goes_on_training(
 # ---- stop strings
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("in_groups", "pad_is_eos"), list(product([True, False], [True, False])))
 def test_a_completion_ends_at_its_first_stop_string(
     in_groups: bool, pad_is_eos: bool, decoded: list[int], monkeypatch: pytest.MonkeyPatch

@@ -277,6 +277,7 @@ def test_the_result_of_a_model_that_changed_on_disk_is_not_reused(tiny_model: Pa
     assert "the model's weights or its tokenizer have changed since" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_another_spelling_of_a_models_path_names_the_same_model(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,6 +368,7 @@ def test_ctrl_c_before_the_evaluation_prints_no_traceback(monkeypatch, capsys) -
     assert capsys.readouterr().err == "stopped by Ctrl-C: nothing was evaluated\n"
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("damage", [b"", b"junk", None])
 def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, damage: bytes | None) -> None:
     def dies(prompts: list[str], settings: Settings) -> list[str]:

@@ -59,6 +59,7 @@ FILTERED = {"do_sample": True, "temperature": 0.7, "top_k": 10, "top_p": 0.9, "m
 SETTINGS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sampled": SAMPLED, "filtered": FILTERED}
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("setting", only(["sampled", "greedy"], list(SETTINGS)))
 @pytest.mark.parametrize("architecture", only(["LlamaConfig", "Gemma3TextConfig", "GPT2Config"], list(ARCHITECTURES)))
 def test_the_tokens_of_group_decoding(architecture: str, setting: str, graphs: list[int]) -> None:
@@ -92,6 +93,7 @@ def test_the_tokens_of_a_model_with_layers_of_several_kinds(model_type: str, gra
     assert len(set(graphs)) > 1, "rows leave"
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("read_every", [1, 5, 100])
 @pytest.mark.parametrize("smallest", [1, 100])
 def test_sampled_tokens_depend_on_no_size_and_no_interval(

@@ -105,6 +105,7 @@ def test_a_16_bit_engine_hides_no_fault(fault: str, tmp_path: Path, monkeypatch:
     assert run.state.global_step == 0
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("generation", ["auto", "off"])
 def test_generate_without_the_adapter_stops_the_run(
     generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -208,6 +209,7 @@ def test_an_adapter_applied_twice_from_step_10_stops_the_run_there(
     assert run.state.global_step == 10
 
 
+@pytest.mark.slow
 def test_the_check_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     serve(monkeypatch, "off")
     run = trainer(tmp_path, generation_check=False, max_steps=2, **SETTINGS, **CONTINUED)

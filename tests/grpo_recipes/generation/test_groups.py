@@ -65,6 +65,7 @@ def test_the_same_tokens_if_all_rows_end_at_once() -> None:
     assert assert_same(tiny("LlamaConfig"), eos_token_id=list(range(40))).shape == (16, 12)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("lengths", [(5,), (5, 5), (1, 9, 1, 9)])
 def test_prompts_without_padding_and_prompts_that_are_equal(lengths: tuple[int, ...]) -> None:
     inputs = batch(lengths)

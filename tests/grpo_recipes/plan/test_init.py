@@ -571,6 +571,7 @@ def test_rows_without_an_answer_are_named_and_left_out(tmp_path: Path) -> None:
     assert len(checked.train_dataset) + len(checked.eval_dataset) == 30
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("rows", [2, 3, 5, 12, 20])
 def test_a_small_table_holds_out_a_larger_share_or_nothing(rows: int, tmp_path: Path) -> None:
     _, checked = written(golds("answer", [n * 3 for n in range(rows)]), tmp_path)
@@ -1213,6 +1214,7 @@ def test_a_table_without_rows_is_refused(tmp_path: Path) -> None:
         write_first_recipe(str(tmp_path / "t.csv"), tmp_path / "r.yaml", machine=CPU)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("decimal", ["comma", "point"])
 def test_a_decimal_mark_is_a_key_of_tables_with_cells_only(decimal: Any, tmp_path: Path) -> None:
     rows = [{"Frage": f"Wie viele sind es am Tag {n}?", "x": f"{1 + n % 9}.{200 + n}"} for n in range(40)]

@@ -235,7 +235,7 @@ def test_the_plan_holds_the_peak_of_a_micro_batch(case: Case, tmp_path: Path) ->
     check_case(case, tmp_path)
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [(), WITHOUT, ("--kl_estimator", "full", "--beta", "0.04")],

@@ -30,6 +30,7 @@ def test_no_key_of_ours_or_of_trl_is_called_another_trainers() -> None:
     assert KEYS.isdisjoint(OTHER_NAMES)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("name", "key"),
     [

@@ -398,6 +398,7 @@ def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict
     }
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", ["other", "judge", "length"])
 def test_a_reward_of_another_kind_may_judge_correctness(tmp_path: Path, kind: str) -> None:
     """A rising format reward is no finding if the other reward rises too.

@@ -198,6 +198,7 @@ def repeated(rows: int, size: int, nested: bool) -> pa.Table:
     return pa.table(columns)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("rows", "size", "nested"),
     [

@@ -27,6 +27,7 @@ def diagnosed(simulation: Simulation, folder: Path, seed: int = 0) -> Diagnosis:
     return diagnose(Run.read(simulation.write(folder / str(seed), seed)))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", only(QUICK, HEALTHY))
 def test_a_healthy_run_has_no_findings(name: str, tmp_path: Path) -> None:
     for seed in SEEDS:
@@ -173,6 +174,7 @@ SPARED: dict[str, tuple[str, dict[str, Curve | None], str]] = {
 }
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", SPARED)
 def test_a_change_with_a_good_reason_is_no_finding(name: str, tmp_path: Path) -> None:
     check, metrics, says = SPARED[name]

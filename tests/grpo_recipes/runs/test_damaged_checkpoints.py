@@ -92,6 +92,7 @@ def restored(finished: Path) -> Iterator[Path]:
     output.with_name("copy").rename(output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", only(["one bit"], DAMAGES))
 def test_every_damage_to_every_file_is_noticed(kind: str, finished: Path, restored: Path) -> None:
     assert resumed(finished).newest == restored / "checkpoint-3"

@@ -202,6 +202,7 @@ def test_a_recipe_notices_another_model_behind_its_adapter(
     assert f"the weights of the {role} have changed (" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", only([*CHANGES][1:3], CHANGES))
 def test_a_script_notices_changes_behind_its_paths(place: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     change, words = CHANGES[kind]

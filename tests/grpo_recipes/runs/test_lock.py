@@ -124,6 +124,7 @@ def test_a_killed_launch_is_taken_over_at_once(tmp_path: Path, capsys: pytest.Ca
         assert "taken over" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_without_an_exchange_of_names_a_killed_launch_is_taken_over_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short_lease: None
 ) -> None:

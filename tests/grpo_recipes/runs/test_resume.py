@@ -84,6 +84,7 @@ def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy
     assert last.checkpoints.resumed_from == run / "checkpoint-8"
 
 
+@pytest.mark.slow
 def test_a_branch_that_saved_nothing_resumes_at_its_branch_point(run: Path, policy: str) -> None:
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     assert (steps_saved(run), steps_abandoned(run)) == ([2], [4, 6])

@@ -507,6 +507,7 @@ def with_ids(change: Callable[[list[int]], list[int]]) -> Prompts:
     return tokenize
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("tokenize", "named"),
     [
@@ -1185,6 +1186,7 @@ def test_turns_that_end_with_a_stop_string_pass(tmp_path: Any) -> None:
     assert made.loops[-1][4] > 0
 
 
+@pytest.mark.slow
 def test_sampled_turns_pass(trainer: Any) -> None:
     torch.manual_seed(0)
     generate(trainer)

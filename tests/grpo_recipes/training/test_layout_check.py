@@ -72,6 +72,7 @@ MIXES_TOKENS: dict[str, tuple[peft.PeftConfig, Layout, str]] = {
 }
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", quickly(MIXES_TOKENS, "Lily", "Shadow", "PVeRA"))
 def test_a_new_adapter_that_will_mix_tokens_is_noticed(kind: str, tmp_path: Path, logged: Any) -> None:
     """The adapter adds nothing yet, so packed rows have the log-probabilities of TRL's rows."""
@@ -319,6 +320,7 @@ IN_16_BIT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("architecture", IN_16_BIT)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_a_16_bit_model_gets_the_layout_of_float32(

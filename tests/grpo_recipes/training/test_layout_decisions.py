@@ -151,6 +151,7 @@ def trial(rows: Rows = ROWS, **changes: Any) -> Any:
 EXPECTED: Any = (torch.zeros(4, 2), ())
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("doubtful", "most", "layout", "reason", "agrees"),
     [

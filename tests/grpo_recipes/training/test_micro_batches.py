@@ -73,6 +73,7 @@ def test_the_gradient_for_every_loss_type(loss_type: str, beta: float, micro_bat
     assert gap(UNEVEN, tmp_path, lambda: model().double(), **settings) <= LIMIT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("loss_type", only(["grpo", "luspo"], ["grpo", "luspo", "bnpo", "dapo"]))
 def test_the_gradient_with_sequence_level_ratios(loss_type: str, tmp_path: Path) -> None:
     options = {"importance_sampling_level": "sequence", "num_iterations": 3, "delta": 1.5}
@@ -142,6 +143,7 @@ def test_the_gradient_with_completions_of_equal_length(micro_batching: Any, tmp_
     assert gap(recording, tmp_path, micro_batching=micro_batching) <= LIMIT
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("loss_type", "micro_batching"), covering(LOSS_TYPES, ["auto", TRIM_ONLY]), ids=str)
 def test_a_batch_of_zero_advantages_still_makes_a_step(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     nothing = Recording.random(seed=1, zero=range(4))

@@ -504,6 +504,7 @@ class CountsFromTheRow(nn.Module):
         return self.table(hidden, torch.arange(hidden.shape[1])[None], **kwargs)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("rows", [[4], [0, 4], [5, 0]], ids=str)
 @pytest.mark.parametrize("fault", [MixesNeighbours, CountsFromTheRow])
 def test_one_row_is_packed_twice_if_no_prompt_is_shared(

@@ -97,6 +97,7 @@ def logged(trainer: GRPOTrainer, number: int, step: int) -> dict[str, float]:
 LOSSES = [("dapo", "token"), ("cispo", "token"), ("grpo", "sequence"), ("bnpo", "token")]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("loss", only(LOSSES[:2], LOSSES))
 @pytest.mark.parametrize("layout", only(["packed"], ["packed", "trimmed", "padded"]))
 def test_each_iteration_has_its_own_metrics(loss: tuple[str, str], layout: str, tmp_path: Path) -> None:

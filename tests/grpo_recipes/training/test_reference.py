@@ -97,6 +97,7 @@ COMPLETE_IN_TRL: dict[str, PeftConfig] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", only(["LoRA on the embedding", "trainable tokens"], INCOMPLETE_IN_TRL))
 def test_the_reference_copies_every_tensor_of_the_adapter(policy: Path, tmp_path: Path, kind: str) -> None:
     def model() -> PeftModel:
@@ -401,6 +402,7 @@ def test_a_trained_head_beside_an_untrained_lora_is_part_of_the_initial_policy(p
     assert kls[0] <= ZERO < kls[1]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("changes", "dtype"), covering([{}, {"tie_word_embeddings": True}], [torch.float32, torch.bfloat16]), ids=str
 )
@@ -551,6 +553,7 @@ def test_stock_trl_cannot_refresh_a_lora_reference(policy: Path, tmp_path: Path)
         trainer(TRLGRPOTrainer, REFRESHED["new LoRA"](policy), arguments(tmp_path, sync_ref_model=True))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", only(["new LoRA", "full"], REFRESHED))
 def test_the_kl_is_0_after_a_hard_refresh_and_grows(policy: Path, tmp_path: Path, kind: str) -> None:
     args = arguments(tmp_path, max_steps=5, sync_ref_model=True, ref_model_sync_steps=3, ref_model_mixup_alpha=1.0)

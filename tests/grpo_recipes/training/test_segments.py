@@ -58,6 +58,7 @@ def both(
     return found[0], found[1], layout_of(trainer)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in ("qwen3_5_text", "gpt2") else pytest.mark.slow) for kind in KINDS]
 )
@@ -363,6 +364,7 @@ def test_rows_that_leave_the_window_of_a_packed_model_share_their_prompts(
     torch.testing.assert_close(scored(trainer, rows), one_by_one(policy, rows), atol=1e-5, rtol=0)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("part", ["dropout", "router"])
 def test_prompts_are_not_shared_where_their_rows_would_share_noise_or_a_loss(
     part: str, tmp_path: Path, logged: Any

@@ -94,6 +94,7 @@ def first_end(tokens: list[int]) -> int | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", only(["off"], ["auto", "off"]))
 @pytest.mark.parametrize("pad_is_eos", only([True], [False, True]))
 def test_a_completion_goes_to_its_first_stop_string(generation: str, pad_is_eos: bool, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_vllm_gets_the_merged_weights(policy: Path, tmp_path: Path, kind: str, n
     assert_sent(built, expected)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind not in ("LoRA", "modules_to_save")])
 def test_vllm_gets_the_merged_weights_of_every_kind_of_adapter(policy: Path, tmp_path: Path, kind: str) -> None:
     built = with_vllm(adapted(policy, ADAPTERS[kind], continued=True), arguments(tmp_path, beta=0.0))

@@ -62,6 +62,7 @@ def results(
     return [output.detach(), *torch.autograd.grad((output.float() * weights).sum(), states)]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("architecture", "changes"),

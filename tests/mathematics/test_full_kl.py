@@ -118,7 +118,6 @@ def with_full_kl(
     return add
 
 
-@pytest.mark.one_case_in(3)
 @pytest.mark.usefixtures("kernel_in_float64")
 @pytest.mark.parametrize(
     ("loss_type", "geometry"), covering(LOSS_TYPES, [Geometry(2, 4, 1), Geometry(1, 1, 3)]), ids=str

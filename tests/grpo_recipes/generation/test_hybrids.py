@@ -132,7 +132,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("model_type", "fault"), covering(QUICK, FAULTS))
 def test_a_fault_changes_tokens(model_type: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above notices each of them."""

@@ -143,7 +143,6 @@ def branched(contexts: Rows, completions: Rows, turn: int) -> Rows:
     return [*following, contexts[0] + completions[0], contexts[0] + completions[0][:-1]]
 
 
-@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("following", "do_sample"), covering([one_long_result, shortened, padded, with_new_rows, branched], [True, False])
 )

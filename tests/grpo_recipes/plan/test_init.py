@@ -294,7 +294,6 @@ def written(table: datasets.Dataset, folder: Path, machine: Machine = CPU, **wis
     return guess, check(parse_recipe(["--config", str(file)]), machine)
 
 
-@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("name", "has_gpu"), covering(TABLES, [False, True]))
 def test_the_recipe_passes_every_check(name: str, has_gpu: bool, tmp_path: Path) -> None:
     row, *_ = TABLES[name]

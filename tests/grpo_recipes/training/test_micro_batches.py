@@ -62,7 +62,6 @@ def gap(recording: Recording, folder: Path, *build: Callable[[], PreTrainedModel
 # ---- the same gradient
 
 
-@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("loss_type", "beta", "micro_batching"), covering(LOSS_TYPES, [0.0, 0.04], ["auto", TRIM_ONLY]), ids=str
 )
@@ -80,7 +79,6 @@ def test_the_gradient_with_sequence_level_ratios(loss_type: str, tmp_path: Path)
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, **options) <= LIMIT
 
 
-@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("window", "loss_type"), covering(WINDOWS, ["grpo", "dapo", "bnpo"]))
 def test_the_gradient_for_every_window_size(window: str, loss_type: str, tmp_path: Path) -> None:
     assert gap(UNEVEN, tmp_path, loss_type=loss_type, **WINDOWS[window]) <= LIMIT
@@ -98,7 +96,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("option", "loss_type"), covering(OPTIONS, ["grpo", "bnpo", "dapo"]), ids=str)
 def test_the_gradient_with_each_option(option: dict[str, Any], loss_type: str, tmp_path: Path) -> None:
     recording = Recording.random(seed=1, zero=(2,))
@@ -143,7 +140,6 @@ def test_the_gradient_with_completions_of_equal_length(micro_batching: Any, tmp_
     assert gap(recording, tmp_path, micro_batching=micro_batching) <= LIMIT
 
 
-@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("loss_type", "micro_batching"), covering(LOSS_TYPES, ["auto", TRIM_ONLY]), ids=str)
 def test_a_batch_of_zero_advantages_still_makes_a_step(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     nothing = Recording.random(seed=1, zero=range(4))

@@ -402,7 +402,6 @@ def test_a_trained_head_beside_an_untrained_lora_is_part_of_the_initial_policy(p
     assert kls[0] <= ZERO < kls[1]
 
 
-@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("changes", "dtype"), covering([{}, {"tie_word_embeddings": True}], [torch.float32, torch.bfloat16]), ids=str
 )

@@ -75,7 +75,6 @@ def test_the_gradient_is_trls(option: str, loss_type: str, micro_batching: Any, 
     assert gap(tmp_path, option, loss_type=loss_type, micro_batching=micro_batching) <= limit
 
 
-@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("loss_type", "micro_batching"), covering(LOSS_TYPES, LAYOUTS[:-1]), ids=str)
 def test_full_kl_is_the_same_in_every_layout(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     """The KL over the vocabulary is ours: the padded layout, which the oracle is compared with, stands for TRL."""

@@ -357,7 +357,7 @@ def percent(value: float) -> str:
     if abs(points) >= 1e6:
         return number(value)
     decimals = 0 if abs(points) >= 10 or abs(points - round(points)) < 0.005 else 1
-    return f"{points:.{decimals}f} %"
+    return f"{points:z.{decimals}f} %"  # z: no -0
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

@@ -349,6 +349,18 @@ def test_bands_are_drawn_for_one_run_or_two_and_the_axis_reaches_the_highest_sco
     assert (other.unit, other.range, other.note, list(other.bands)) == ("", None, "", [])
 
 
+def test_a_reward_that_only_takes_away_is_of_at_most_0() -> None:
+    penalty = {"name": "right", "kind": "other", "highest_pay": 0.0}
+    chart = only([logged({"rewards/right/mean": [-1.0, -0.5]}, rewards=[penalty])], "Reward right")
+    assert (chart.unit, chart.range) == ("of at most 0", (0.0, 0.0))
+
+
+def test_scores_of_three_values_have_a_band() -> None:
+    rows = with_scores([0.0, 1.0, 2.0, 2.0] * 2, [0.0, 1.0, 2.0, 2.0] * 2)
+    (band,) = only([logged({"rewards/right/mean": [1.0, 1.5]}, rows=rows, rewards=[RIGHT])], "Reward right").bands
+    assert (band.low, band.high) == ([0.75, 0.75], [2.0, 2.0])
+
+
 def test_the_accuracy_of_evaluations_in_training_is_a_line_with_whiskers(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = [(10, Estimate(0.25, 0.2, 0.3)), (20, Estimate(0.5, 0.4, 0.6))]
     runs = [logged({"reward": [0.5]}), logged({"reward": [0.5]})]

@@ -258,7 +258,7 @@ def test_the_row_that_stopped_a_run_is_the_first_card() -> None:
     )
     (card,) = cards.cards(run)
     assert (card.title, card.why, card.step) == ("Stopped the run", "mine could not score it", 0)
-    assert (card.prompt, card.characters) == ("2 + 2", 18)
+    assert (card.prompt, card.characters, card.turns) == ("2 + 2", 18, 0)
     assert [piece.kind for piece in card.pieces] == ["tag", "answer", "tag"]
     run.fault = {"reason": "no row"}
     assert cards.cards(run) == []

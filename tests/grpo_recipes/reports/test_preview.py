@@ -329,7 +329,11 @@ def test_the_terminal_shows_the_numbers_of_the_sample() -> None:
     assert "completion of 30 tokens, cut: reward 0.5" in second
     heading = next(line for line in said.splitlines() if "full score" in line)
     row = next(line for line in said.splitlines() if line.startswith(f"  {CORRECT} "))
-    assert len(heading) == len(row), "all columns but the first are aligned at their right"
+    assert len(heading) == len(row)
+    values = {"weight": "0.5", "mean": "0.875", "full score": "88%", "no score": "0 of 8", "varies in": "1 of 2 groups"}
+    row = next(line for line in said.splitlines() if line.startswith(f"  {FORMAT} "))
+    for name, value in values.items():
+        assert heading.index(name) + len(name) == row.index(value) + len(value), "aligned at their right"
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert f"{CORRECT} 1 1.429 62% 1 of 8 1 of 2 groups" in lines
     assert f"{FORMAT} 0.5 0.875 88% 0 of 8 1 of 2 groups" in lines
@@ -490,3 +494,25 @@ def test_a_completion_of_turns_is_printed_turn_by_turn() -> None:
     assert "  | 14 + 1" in lines
     assert f"  | {RIGHT}" not in "\n".join(lines), "the last message is one of the turns"
     assert any(line.startswith(f"    {CORRECT} 2: gold `2`") for line in lines)
+
+
+def test_a_total_of_0_is_above_a_negative_one_and_nine_completions_are_shown_by_three() -> None:
+    totals = {"none": None, "less": -1.0, "zero": 0.0}
+    few = [replace(MIXED[0], text=text, total=total) for text, total in totals.items()]
+    assert [one.text for one in Group("p", 1, few).extremes()] == ["zero", "less", "none"]
+    nine = [replace(MIXED[0], text=f"{total}", total=float(total)) for total in range(9)]
+    assert [one.text for one in Group("p", 1, nine).extremes()] == ["8", "4", "0"]
+
+
+def test_a_gradient_that_takes_no_time_is_a_part_of_the_step() -> None:
+    cost = replace(preview_of(MIXED).cost, training=0.0)
+    assert cost.step()["training"] == 0.0
+    assert "`per_device_train_batch_size`" not in only_finding(replace(preview_of(MIXED), cost=cost))
+
+
+def test_a_penalty_is_earned_in_full_by_those_that_it_spares() -> None:
+    rewards = [replace(reward, highest_pay=0.0) for reward in build_rewards([CORRECT, FORMAT])]
+    preview = preview_of([sampled(0.0), sampled(-1.0), sampled(0.0), sampled(-0.5)], rewards=rewards)
+    assert preview.as_dict()["rewards"][CORRECT]["full"] == 0.5
+    cut = [replace(one, is_cut=place < 2) for place, one in enumerate(MIXED)]
+    assert preview_of(cut).as_dict()["cut"] == 2

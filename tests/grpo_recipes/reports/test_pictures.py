@@ -279,6 +279,8 @@ def test_tokens_a_second_are_those_since_the_entry_before() -> None:
     assert (rates.steps, rates.values) == ([2, 5], [50.0, 150.0])
     short = tokens_per_second(logged({"num_tokens": [100.0, 300.0], "step_time": [0.25, 0.5]}))
     assert (short.steps, short.values) == ([2], [400.0])
+    slow = tokens_per_second(logged({"num_tokens": [1.0, 2.0], "step_time": [2.0, 2.0]}))
+    assert (slow.steps, slow.values) == ([2], [0.5])
     # Steps of no time or of a negative one, counts that fall, and rates that can't be drawn, all of damaged logs.
     times, tokens = [1.0, 0.0, -1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 2.0, 1e300]
     damaged = tokens_per_second(logged({"num_tokens": tokens, "step_time": times}))
@@ -300,6 +302,8 @@ def test_evaluations_are_bars_in_the_order_of_the_training() -> None:
     }
     run = replace(logged({"reward": [1.0, 2.0]}, evaluations=measured), folder=Path("/run"))
     assert [label for label, _ in labelled(run)] == ["before", "other", "unjudged", "after"]
+    named = logged({}, evaluations={"another": {}, "after": {}, "before": {}})
+    assert [label for label, _ in labelled(named)] == ["before", "another", "after"]
     chart = groups([run])[0].charts[0]
     bars = [(bar.label, bar.estimate.value, bar.is_filled) for bar in chart.bars]
     assert bars == [

@@ -79,6 +79,7 @@ def test_a_policy_that_solves_nothing_is_told_so() -> None:
     first, second = preview_of(FAILED, FAILED).findings()
     assert first == f"`{CORRECT}` pays for none of 8 completions"
     assert second.startswith("too hard: in 2 of 2")
+    assert preview_of(FAILED, FAILED, rewards=build_rewards([FORMAT, CORRECT])).findings()[0] == first
 
 
 def test_a_reward_without_a_known_maximum_is_judged_by_what_was_paid() -> None:
@@ -130,6 +131,8 @@ def test_groups_that_repeat_one_text_need_a_higher_temperature() -> None:
 def test_a_reward_that_scores_nothing_is_named() -> None:
     group = [replace(one, scores={CORRECT: None, FORMAT: 1.0}) for one in MIXED]
     assert only_finding(preview_of(group)).startswith(f"`{CORRECT}` scores none of 4 completions")
+    never = [replace(one, scores={CORRECT: None, FORMAT: 0.0}) for one in MIXED]
+    assert preview_of(never).findings()[1].startswith(f"no completion has the format of `{FORMAT}`")
 
 
 def test_a_group_is_flat_by_its_total_or_by_every_reward() -> None:
@@ -458,6 +461,12 @@ def test_the_middle_of_unknown_rewards_lies_between_the_totals() -> None:
     low, high = ([replace(one, total=total) for one in SOLVED] for total in (1.0, 3.0))
     assert only_finding_of(preview_of(low, low, high, rewards=unknown)).startswith("too hard: in 2 of 3")
     assert only_finding_of(preview_of(low, high, high, rewards=unknown)).startswith("too easy: in 2 of 3")
+    low, high = ([replace(one, total=total) for one in SOLVED] for total in (1.2, 2.0))
+    assert only_finding_of(preview_of(low, low, high, rewards=unknown)).startswith("too easy: in 3 of 3"), "from 0"
+    # 0.6 is above the middle of the totals, and below that of the most that a reward and its deduction could sum to.
+    deducted = [one if one.name == CORRECT else replace(one, weight=-0.5) for one in build_rewards([CORRECT, FORMAT])]
+    groups = [[replace(one, total=total) for one in SOLVED] for total in (0.6, 0.6, 0.9)]
+    assert only_finding_of(preview_of(*groups, rewards=deducted)).startswith("too easy: in 3 of 3")
     negative = [[replace(one, total=total) for one in SOLVED] for total in (-3.0, -1.0, -1.0)]
     assert only_finding_of(preview_of(*negative, rewards=unknown)).startswith("too easy: in 2 of 3"), "from -3 to -1"
 
@@ -517,5 +526,7 @@ def test_a_penalty_is_earned_in_full_by_those_that_it_spares() -> None:
     paid = [replace(one, total=1.2) for one in SOLVED]  # of at most 2, which a penalty does not raise
     rewards = [build_rewards([CORRECT])[0], rewards[1]]
     assert only_finding_of(preview_of(paid, paid, rewards=rewards)).startswith("too easy")
+    less = [replace(one, total=0.9) for one in SOLVED]
+    assert only_finding_of(preview_of(less, less, rewards=rewards)).startswith("too hard")
     cut = [replace(one, is_cut=place < 2) for place, one in enumerate(MIXED)]
     assert preview_of(cut).as_dict()["cut"] == 2

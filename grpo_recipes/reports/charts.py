@@ -213,7 +213,7 @@ class Chart:
             label = f"{number(100 * tick)} %" if self.is_share else number(tick)
             yield _text(LEFT - 6, up(tick) + 4, label, "end")
         for tick in ticks(*self.steps):
-            if abs(tick - round(tick)) < 1e-9:  # there are no fractions of a step
+            if tick.is_integer():  # there are no fractions of a step
                 yield _text(across(tick), HEIGHT - 8, f"{tick:,.0f}", "middle" if tick > self.steps[0] else "start")
         yield _text(LEFT - 6, HEIGHT - 8, "step", "end")
         for band in self.bands:
@@ -357,7 +357,7 @@ def percent(value: float) -> str:
     if abs(points) >= 1e6:
         return number(value)
     decimals = 0 if abs(points) >= 10 or abs(points - round(points)) < 0.005 else 1
-    return f"{points:.{decimals}f} %"
+    return f"{points:z.{decimals}f} %"  # z: no -0
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:

@@ -412,6 +412,8 @@ def format_never_met(preview: Preview) -> Iterator[str]:
     """Suggest another prompt if no completion earns the full score of a format reward."""
     rewards = {summary.reward.name for summary in preview.summaries()}
     for summary in preview.summaries():
+        if summary.mean is None:  # it scores nothing, as `unscorable` says
+            continue
         if summary.reward.kind == "format" and summary.full == 0 and summary.reward.weight > 0:
             partly = " (some earn a part)" if summary.mean else ""
             partial_credit = "add a reward with partial credit (`tag_presence`), "

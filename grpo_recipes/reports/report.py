@@ -99,7 +99,6 @@ def _environment() -> jinja2.Environment:
         finalize=lambda value: value if isinstance(value, (Markup, int)) else visible_lines(value),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
-        lstrip_blocks=True,
     )
     environment.filters["coded"] = _coded
     environment.filters["estimate"] = _estimate
@@ -250,7 +249,8 @@ def _verdict_by_reward(run: Run) -> Verdict:
 
 def _points(share: float) -> str:
     points = 100 * share
-    return f"{points:+.0f}" if abs(points) >= 10 or abs(points - round(points)) < 0.05 else f"{points:+.1f}"
+    decimals = 0 if abs(points) >= 10 or abs(points - round(points)) < 0.05 else 1
+    return f"{points:+z.{decimals}f}"  # z: no -0
 
 
 def _interval(share: Estimate) -> str:
@@ -323,8 +323,9 @@ def _state(run: Run) -> str:
     progress = f"step {done:,} of {planned:,}" if planned > done else f"step {done:,}"
     if run.is_running:
         took = seconds(run)
-        left = f", about {duration(took / done * (planned - done))} left" if took and done and planned > done else ""
-        return f"This run is still in progress: {progress}{left}."
+        left = duration(took / done * (planned - done)) if took and planned > done else ""
+        estimate = f", about {left} left" if left else ""
+        return f"This run is still in progress: {progress}{estimate}."
     if run.fault is not None or planned > done:
         unknown = "" if run.fault or run.log.has_ended else " No cause was recorded: its process was probably killed."
         return f"This run was stopped at {progress}.{unknown}"

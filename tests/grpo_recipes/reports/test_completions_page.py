@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import gzip
+import hashlib
 import html
 import json
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +17,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from grpo_recipes.reports import completions_page
+from grpo_recipes.reports import completions_page, report
 from grpo_recipes.reports.report import write_report
 from grpo_recipes.reports.run import Run
+from grpo_recipes.reports.transcript import Part
 from tests.support.browser import CONTRAST, OUTSIDE, Browser, Tab, chromium
 from tests.support.synthetic import healthy_completions, tool_completions, write_run
 
@@ -275,3 +278,98 @@ def test_a_note_says_if_steps_or_completions_are_left_out(
         f"The page holds 4 completions of 2 of {logged} logged steps. TRL logs the last generation before each logging "
         f"step.{others} A page holds at most 100 million characters of at most 1,000 steps."
     )
+
+
+def test_a_policy_allows_one_style_and_perhaps_one_script() -> None:
+    def source(kind: str, text: str) -> str:
+        return f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    style, script = source("style", "p { content: '→' }"), source("script", "let a = 1")
+    ends = "base-uri 'none'; form-action 'none'"
+    assert completions_page.policy("p { content: '→' }") == f"default-src 'none'; {style}; {ends}"
+    assert (
+        completions_page.policy("p { content: '→' }", "let a = 1") == f"default-src 'none'; {style}; {script}; {ends}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        *((0.1234567, 0.123457), (1234567.0, 1234570.0), (-2, -2.0), (0, 0.0), (1e-9, 1e-9)),
+        *((None, None), (float("nan"), None), (float("inf"), None), ("1", None)),
+    ],
+)
+def test_a_number_of_the_page_has_six_digits(value: Any, shown: float | None) -> None:
+    assert completions_page._number(value) == shown
+
+
+def test_a_text_that_is_missing_is_empty_and_a_hidden_character_visible() -> None:
+    assert [completions_page._text(value) for value in ("4", "a\u202eb", None, 4)] == ["4", "a\\u202eb", "", ""]
+
+
+def test_the_packed_items_are_one_array_of_which_only_the_end_is_padded() -> None:
+    letters = random.Random(0)
+    items = [{"größe": "→"}, *("".join(letters.choices("abcdefgh", k=30_000)) for _ in range(8)), [1, None]]
+    parts = list(completions_page._packed(iter(items)))
+    assert sum(map(bool, parts)) > 2, "written while the items are read"
+    text = gzip.decompress(base64.b64decode(b"".join(parts), validate=True)).decode()
+    assert json.loads(text) == items
+    assert text.startswith('[{"größe": "→"},\n"'), "letters are not escaped, which would take more room"
+
+
+def alone(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write the page with these completions without its report."""
+    run = Run.read(write_run(folder / "run", completions=rows))
+    completions_page.write_completions_page(run, folder, "page.html", report._environment(), "")
+    return folder / "page.html"
+
+
+def test_a_prompt_is_written_once_before_the_first_of_its_completions(tmp_path: Path) -> None:
+    rows = judged()
+    for row in rows:
+        row["prompt"] = [{"role": "user", "content": "the same" if row["step"] != 20 else "another"}]
+    _, prompts, shown = data(alone(tmp_path, rows))
+    assert prompts == ["the same", "another"]
+    assert [row[1] for row in shown] == [0] * 8 + [1] * 8 + [0] * 16
+
+
+def test_a_reward_that_no_completion_has_is_not_on_the_page(tmp_path: Path) -> None:
+    rows = [{key: value for key, value in row.items() if key != "tag_presence"} for row in judged()]
+    rows[0] |= {"advantage": float("nan"), "gold": None}
+    names, _, shown = data(alone(tmp_path, rows))
+    assert names["rewards"] == ["gsm8k_correctness"]
+    assert shown[0][3:] == ["", "exact", None, 2.0, 2.0]
+
+
+def test_of_a_long_transcript_the_page_has_the_first_150_and_the_last_50_parts() -> None:
+    parts = [Part("text", number, "x" * 5000) for number in range(1, 211)]
+    shown = completions_page._transcript(parts)
+    assert [label for _, label, _ in shown] == [
+        *(f"Turn {number}" for number in range(1, 151)),
+        "Left out",
+        *(f"Turn {number}" for number in range(161, 211)),
+    ]
+    assert shown[0] == ("text", "Turn 1", "x" * 5000), "the policy's own text is whole"
+    assert completions_page._transcript([]) == []
+
+
+def test_of_a_long_result_the_page_has_1500_characters_of_its_beginning_and_500_of_its_end() -> None:
+    texts = ["r" * 2000, "a" * 1500 + "b" * 1234 + "c" * 500]
+    (_, label, whole), (_, _, cut) = completions_page._transcript([Part("result", 1, text, "add") for text in texts])
+    assert label == "Result of add, not trained on"
+    assert (whole, cut) == (texts[0], "a" * 1500 + "\n… 1,234 characters …\n" + "c" * 500)
+
+
+def test_the_page_is_described_by_its_file(tmp_path: Path) -> None:
+    run = Run.read(write_run(tmp_path / "run", completions=judged()))
+    found = completions_page.write_completions_page(run, tmp_path, "some.html", report._environment(), "p {}")
+    assert found is not None
+    assert (found.name, found.rows, found.size) == ("some.html", 32, (tmp_path / "some.html").stat().st_size)
+    text = (tmp_path / "some.html").read_text(encoding="utf-8")
+    assert "<style>p {}</style>" in text
+    assert html.escape(found.note, quote=False) in text
+    script = (completions_page.TEMPLATES / "completions.js").read_text(encoding="utf-8")
+    assert f"<script>{script}</script>" in text
+    assert completions_page.policy("p {}", script) in html.unescape(text)
+    assert text.index('id="data">') < text.index("<script>")
+    assert text.rstrip().endswith("</html>")

@@ -4,11 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from grpo_recipes.reports.model_card import _dataset, write_model_card
+from grpo_recipes.evaluation.estimates import mean_share
+from grpo_recipes.reports.model_card import _dataset, _without_paths, write_model_card
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -160,3 +162,146 @@ def test_a_card_tells_how_often_the_run_was_resumed(launches: int | None, said: 
 @pytest.mark.parametrize(("processes", "launcher"), [(1, "python"), (2, "accelerate launch --num_processes 2")])
 def test_a_card_has_the_command_for_as_many_processes(processes: int, launcher: str, tmp_path: Path) -> None:
     assert f"```bash\n{launcher} -m grpo_recipes.train --config " in card(tmp_path, world_size=processes).text
+
+
+CARD = """---
+base_model: Qwen/Qwen2.5-1.5B-Instruct
+datasets:
+- openai/gsm8k
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- grpo
+- grpo-recipes
+- trl
+---
+
+# my-run
+
+[Qwen/Qwen2.5-1.5B-Instruct](https://huggingface.co/Qwen/Qwen2.5-1.5B-Instruct), trained with GRPO on 7,473 prompts of \
+[openai/gsm8k](https://huggingface.co/datasets/openai/gsm8k) by grpo-recipes 0.1.0 with \
+[TRL](https://github.com/huggingface/trl).
+
+## Rewards
+
+| reward | weight |
+|---|---|
+| `gsm8k_correctness` | 1 |
+| `tag_presence` | 0.25 |
+
+## Recipe
+
+```bash
+python -m grpo_recipes.train --config gsm8k-qwen2.5-1.5b-lora --learning_rate=1e-5
+```
+
+Resolved from the file and the command line. Every other key has TRL's default:
+
+```yaml
+model_name_or_path: Qwen/Qwen2.5-1.5B-Instruct
+dataset:
+  name: gsm8k
+rewards:
+- name: gsm8k_correctness
+  kwargs:
+    tags:
+    - think
+    - größer
+learning_rate: 1.0e-05
+```
+
+## Versions
+
+| | |
+|---|---|
+| grpo-recipes | 0.1.0 |
+| trl | 1.16.0 |
+"""
+
+
+def test_a_card_has_all_its_sections_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = [{"name": "gsm8k_correctness", "kwargs": {"tags": ["think", "größer"]}}]
+    card(tmp_path / "my-run", recipe={"rewards": rewards, "resume_from_checkpoint": "last"})
+    assert (tmp_path / "my-run" / "README.md").read_text(encoding="utf-8") == CARD
+    monkeypatch.chdir(tmp_path / "my-run")
+    write_model_card(Path())
+    assert Path("README.md").read_text(encoding="utf-8") == CARD, "named by its folder, however that is given"
+
+
+def test_secrets_are_not_on_a_card(tmp_path: Path) -> None:
+    secret = "hf_abcdefghijklmnopqrst"
+    text = card(tmp_path, arguments=["--hub_token", secret], recipe={"hub_token": secret}).text
+    assert secret not in text
+    assert text.count("hub_token") == 2
+    assert "python -m grpo_recipes.train \n" in card(tmp_path, arguments=None).text
+
+
+def test_accuracy_in_training_is_a_row_for_each_step(tmp_path: Path) -> None:
+    (tmp_path / "completions").mkdir()
+    right = {5: [2.0, 0.0, 2.0, 2.0], 15: [0.0, 0.0, 2.0, 0.0]}
+    for step, scores in right.items():
+        rows = {"step": step, "prompt": list("abcd"), "completion": "x", "judge": scores}
+        pd.DataFrame(rows).to_parquet(tmp_path / "completions" / f"eval_completions_{step:05}.parquet")
+    for label, measured in (("after", {"strict": 0.5, "lenient": 0.75}), ("unjudged", {})):
+        folder = tmp_path / "evaluations" / label
+        folder.mkdir(parents=True)
+        shares = {name: {"value": value, "low": 0.25, "high": 1.0} for name, value in measured.items()}
+        (folder / "evaluation.json").write_text(json.dumps({"problems": 8, "settings": {"samples": 1}, **shares}))
+    rewards = [{"name": "judge", "source": "judge", "weight": 1.0, "kind": "correctness"}]
+    text = card(tmp_path, rewards=rewards).text
+    first, last = (
+        mean_share([float(score > 0) for score in scores], clusters=list("abcd")) for scores in right.values()
+    )
+    assert text.partition("## Accuracy\n\n")[2].partition("\n\n")[0].splitlines() == [
+        "| held-out accuracy | problems | strict (95 % interval) | lenient (95 % interval) |",
+        "|---|---|---|---|",
+        "| `evaluate`, after | 8 | 0.500 [0.250, 1.000] | 0.750 [0.250, 1.000] |",
+        f"| in training, step 5 | | {first} |  |",
+        f"| in training, step 15 | | {last} |  |",
+    ]
+    assert (first.value, last.value) == (0.75, 0.25)
+    assert text.index("# ") < text.index("## Accuracy") < text.index("## Rewards")
+
+
+@pytest.mark.parametrize("name", ["mine/sft", "a b/c", "x/y/z"])
+def test_a_name_that_is_not_on_the_hub_is_not_linked(tmp_path: Path, name: str) -> None:
+    (tmp_path / "mine" / "sft").mkdir(parents=True)
+    recipe = {"model_name_or_path": name, "dataset": {"path": name}}
+    written = card(tmp_path / "run", directory=str(tmp_path), recipe=recipe)
+    assert (written.data.base_model, written.data.datasets) == (None, None)
+    last = name.rpartition("/")[2]
+    assert f"`{last}`, trained with GRPO on 7,473 prompts of `{last}` by" in written.text
+
+
+def test_an_adapter_is_found_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B"}))
+    written = card(tmp_path / "run", directory=str(tmp_path), recipe={"model_name_or_path": "sft"})
+    assert (written.data.base_model, written.data.library_name) == ("Qwen/Qwen2.5-7B", "transformers")
+    assert "(from the adapter `sft`), trained" in written.text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("data/rows.jsonl", "rows.jsonl"),
+        ("data/missing.jsonl", "data/missing.jsonl"),
+        ("--config=data/rows.jsonl", "--config=rows.jsonl"),
+        ("--config=data/a=b.yaml", "--config=a=b.yaml"),
+        ("--a=data=x/rows.jsonl", "--a=rows.jsonl"),
+        ("a=/home/ann/x.yaml", "a=x.yaml"),
+        ("see /home/ann/x.yaml, ~/y", "see x.yaml, y"),
+        ("--resume", "--resume"),
+        (".", "."),
+        ("", ""),
+        ("1/2 of </think> at https://a.b/c", "1/2 of </think> at https://a.b/c"),
+        ({"path": ["/home/ann/x", 3, None], "rate": 0.5}, {"path": ["x", 3, None], "rate": 0.5}),
+        (("/home/ann/x", True), ["x", True]),
+    ],
+    ids=str,
+)
+def test_a_local_path_is_cut_wherever_it_stands(tmp_path: Path, value: Any, shown: Any) -> None:
+    for name in ("data/rows.jsonl", "data/a=b.yaml", "data=x/rows.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert _without_paths(value, {"directory": str(tmp_path)}) == shown

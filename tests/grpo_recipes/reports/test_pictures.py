@@ -153,6 +153,65 @@ def test_a_metric_that_never_changes_is_a_line_of_text() -> None:
     assert only([run], "Entropy").lines
     two = [run, logged({"kl": [0.25, 0.25]})]
     assert groups(two)[1].flat[0] == "KL to the reference 0.5, 0.25 nats per token"
+    assert groups([run, run])[1].flat[0] == "KL to the reference 0.5 nats per token"
+    assert only([run, logged({"kl": [0.25, 0.5]})], "KL to the reference").lines, "one of two lines changes"
+
+
+@pytest.mark.parametrize(
+    ("values", "is_flat"),
+    [
+        *(([500.0, 499.0], True), ([500.0, 498.9], False), ([500.0, 498.0], False), ([-500.0, -499.0], True)),
+        *(([0.0, 1e-9], False), ([1e308, 1e308], True), ([1.7e308, -1.7e308], False), ([5.0, 5.0, 6.0, 5.0], False)),
+    ],
+)
+def test_a_line_that_moves_by_less_than_a_third_of_a_pixel_is_flat(values: list[float], is_flat: bool) -> None:
+    group = groups([logged({"grad_norm": values})])[3]
+    assert (len(group.flat), len(group.charts)) == (is_flat, not is_flat)
+
+
+def test_a_group_counts_if_it_has_a_chart_or_a_line_of_text() -> None:
+    chart = Chart("name", "Title")
+    found = [bool(pictures.Group("id", "Title", *parts)) for parts in (([], []), ([chart], []), ([], ["flat"]))]
+    assert found == [False, True, True]
+
+
+def test_at_most_four_thresholds_are_drawn_each_once() -> None:
+    runs = [logged({"entropy": [start] * 4 + [0.0] * 4}) for start in (1.0, 2.0, 2.0, 3.0, 4.0, 5.0)]
+    assert [limit.value for limit in only(runs, "Entropy").limits] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+
+
+@pytest.mark.parametrize("cap", [None, 0])
+def test_a_run_without_a_cap_has_no_threshold_of_length(cap: int | None) -> None:
+    run = logged({"completions/mean_length": [5.0, 9.0]}, config={"max_completion_length": cap})
+    assert list(only([run], "Completion length").limits) == []
+
+
+def test_the_axis_of_a_run_of_one_step_has_that_step() -> None:
+    assert only([logged({"kl": [0.5, 1.0]}, steps=[0, 1])], "KL to the reference").steps == (0, 1)
+
+
+def test_passes_are_in_the_order_of_their_numbers() -> None:
+    runs = [logged({f"passes/{n}/effective_sample_size": [1.0, 0.5] for n in numbers}) for numbers in ((16, 8), (1, 9))]
+    labels = [line.label for line in only(runs, "Effective sample size").lines]
+    assert labels == ["nowhere, pass 8", "nowhere, pass 16", "nowhere, pass 1", "nowhere, pass 9"]
+
+
+def test_the_calls_of_all_runs_decide_which_tools_are_drawn() -> None:
+    first = {"tools/a/calls": [6.0, 5.0], "tools/b/calls": [1.0, 2.0], "tools/a/failures": [0.5, 0.25]}
+    second = {"tools/a/calls": [1.0, 0.0], "tools/b/calls": [2.0, 4.0], "tools/b/seconds": [1.0, 2.0]}
+    runs = [logged(first), logged(second)]
+    labels = [line.label for line in only(runs, "Calls by tool").lines]
+    assert labels == ["nowhere, a", "nowhere, b", "nowhere, a", "nowhere, b"]
+    assert [line.hue for line in only(runs, "Faults of a").lines] == [0], "logged by one run alone"
+    assert [line.hue for line in only(runs, "Time of a call of b").lines] == [1]
+
+
+def test_a_long_name_gives_a_short_title_and_file() -> None:
+    charts = groups([logged({f"tools/{'x' * 300}/calls": [1.0, 2.0], f"rewards/{'Ä ' * 300}/mean": [1.0, 2.0]})])
+    (reward,), (tool,) = charts[0].charts, charts[2].charts
+    assert reward.name.startswith("reward-ä-ä-")
+    assert max(len(reward.name), len(tool.name)) <= 100
+    assert len(tool.title) < 110
 
 
 def test_at_most_four_tools_are_drawn_those_called_most() -> None:
@@ -218,6 +277,14 @@ def test_tokens_a_second_are_those_since_the_entry_before() -> None:
     metrics = {"num_tokens": [100.0, 300.0, 300.0, 900.0], "step_time": [1.0, 4.0, 1.0, 2.0]}
     rates = tokens_per_second(logged(metrics, steps=[1, 2, 3, 5]))
     assert (rates.steps, rates.values) == ([2, 5], [50.0, 150.0])
+    short = tokens_per_second(logged({"num_tokens": [100.0, 300.0], "step_time": [0.25, 0.5]}))
+    assert (short.steps, short.values) == ([2], [400.0])
+    slow = tokens_per_second(logged({"num_tokens": [1.0, 2.0], "step_time": [2.0, 2.0]}))
+    assert (slow.steps, slow.values) == ([2], [0.5])
+    # Steps of no time or of a negative one, counts that fall, and rates that can't be drawn, all of damaged logs.
+    times, tokens = [1.0, 0.0, -1.0, 1.0, 1.0], [1.0, 2.0, 3.0, 2.0, 1e300]
+    damaged = tokens_per_second(logged({"num_tokens": tokens, "step_time": times}))
+    assert (damaged.steps, damaged.values) == ([], [])
     elsewhere = tokens_per_second(logged({"num_tokens": [1.0, 2.0], "step_time": [1.0]}))
     assert (elsewhere.steps, elsewhere.values) == ([], [])
 
@@ -235,6 +302,8 @@ def test_evaluations_are_bars_in_the_order_of_the_training() -> None:
     }
     run = replace(logged({"reward": [1.0, 2.0]}, evaluations=measured), folder=Path("/run"))
     assert [label for label, _ in labelled(run)] == ["before", "other", "unjudged", "after"]
+    named = logged({}, evaluations={"another": {}, "after": {}, "before": {}})
+    assert [label for label, _ in labelled(named)] == ["before", "another", "after"]
     chart = groups([run])[0].charts[0]
     bars = [(bar.label, bar.estimate.value, bar.is_filled) for bar in chart.bars]
     assert bars == [
@@ -244,6 +313,9 @@ def test_evaluations_are_bars_in_the_order_of_the_training() -> None:
         ("after, lenient", 0.875, False),
     ]
     assert len(groups([run, run])[0].charts[0].bars) == 8
+    both = {str(place): {"strict": share(0.5), "lenient": share(0.75)} for place in range(4)}
+    nine = logged({}, evaluations={**both, "4": {"strict": share(0.5)}})
+    assert [bar.label for bar in groups([nine])[0].charts[0].bars] == [f"{place}, strict" for place in range(5)]
     three = groups([run] * 3)[0].charts[0].bars  # more than eight: the strict ones
     assert [(bar.label, bar.hue) for bar in three[-3:]] == [
         ("run before, strict", 2),
@@ -285,6 +357,18 @@ def test_bands_are_drawn_for_one_run_or_two_and_the_axis_reaches_the_highest_sco
     assert (other.unit, other.range, other.note, list(other.bands)) == ("", None, "", [])
 
 
+def test_a_reward_that_only_takes_away_is_of_at_most_0() -> None:
+    penalty = {"name": "right", "kind": "other", "highest_pay": 0.0}
+    chart = only([logged({"rewards/right/mean": [-1.0, -0.5]}, rewards=[penalty])], "Reward right")
+    assert (chart.unit, chart.range) == ("of at most 0", (0.0, 0.0))
+
+
+def test_scores_of_three_values_have_a_band() -> None:
+    rows = with_scores([0.0, 1.0, 2.0, 2.0] * 2, [0.0, 1.0, 2.0, 2.0] * 2)
+    (band,) = only([logged({"rewards/right/mean": [1.0, 1.5]}, rows=rows, rewards=[RIGHT])], "Reward right").bands
+    assert (band.low, band.high) == ([0.75, 0.75], [2.0, 2.0])
+
+
 def test_the_accuracy_of_evaluations_in_training_is_a_line_with_whiskers(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = [(10, Estimate(0.25, 0.2, 0.3)), (20, Estimate(0.5, 0.4, 0.6))]
     runs = [logged({"reward": [0.5]}), logged({"reward": [0.5]})]
@@ -293,4 +377,7 @@ def test_the_accuracy_of_evaluations_in_training_is_a_line_with_whiskers(monkeyp
     (line,) = chart.lines
     assert (list(line.steps), list(line.values), line.hue) == ([10, 20], [0.25, 0.5], 1)
     assert list(chart.points) == [(1, 10, shares[0][1]), (1, 20, shares[1][1])]
+    assert chart.legend == [("c1 d0", "nowhere", "25 % → 50 %")]
     assert list(pictures._held_out(runs[:1])) == []
+    (both,) = pictures._held_out([runs[1], runs[1]])
+    assert [point[:2] for point in both.points] == [(0, 10), (0, 20), (1, 10), (1, 20)]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from grpo_recipes.checks.geometry import Geometry
-from grpo_recipes.reports.preview import Completion, Cost, Group, Preview
+from grpo_recipes.reports.preview import Completion, Cost, Group, Preview, _seconds
 from grpo_recipes.reports.transcript import Part as Turn
 from grpo_rewards.registry import BuiltReward, build_rewards
 from grpo_rewards.terminal import rendered
@@ -79,6 +79,7 @@ def test_a_policy_that_solves_nothing_is_told_so() -> None:
     first, second = preview_of(FAILED, FAILED).findings()
     assert first == f"`{CORRECT}` pays for none of 8 completions"
     assert second.startswith("too hard: in 2 of 2")
+    assert preview_of(FAILED, FAILED, rewards=build_rewards([FORMAT, CORRECT])).findings()[0] == first
 
 
 def test_a_reward_without_a_known_maximum_is_judged_by_what_was_paid() -> None:
@@ -130,6 +131,8 @@ def test_groups_that_repeat_one_text_need_a_higher_temperature() -> None:
 def test_a_reward_that_scores_nothing_is_named() -> None:
     group = [replace(one, scores={CORRECT: None, FORMAT: 1.0}) for one in MIXED]
     assert only_finding(preview_of(group)).startswith(f"`{CORRECT}` scores none of 4 completions")
+    never = [replace(one, scores={CORRECT: None, FORMAT: 0.0}) for one in MIXED]
+    assert preview_of(never).findings()[1].startswith(f"no completion has the format of `{FORMAT}`")
 
 
 def test_a_group_is_flat_by_its_total_or_by_every_reward() -> None:
@@ -329,7 +332,11 @@ def test_the_terminal_shows_the_numbers_of_the_sample() -> None:
     assert "completion of 30 tokens, cut: reward 0.5" in second
     heading = next(line for line in said.splitlines() if "full score" in line)
     row = next(line for line in said.splitlines() if line.startswith(f"  {CORRECT} "))
-    assert len(heading) == len(row), "all columns but the first are aligned at their right"
+    assert len(heading) == len(row)
+    values = {"weight": "0.5", "mean": "0.875", "full score": "88%", "no score": "0 of 8", "varies in": "1 of 2 groups"}
+    row = next(line for line in said.splitlines() if line.startswith(f"  {FORMAT} "))
+    for name, value in values.items():
+        assert heading.index(name) + len(name) == row.index(value) + len(value), "aligned at their right"
     lines = [" ".join(line.split()) for line in said.splitlines()]
     assert f"{CORRECT} 1 1.429 62% 1 of 8 1 of 2 groups" in lines
     assert f"{FORMAT} 0.5 0.875 88% 0 of 8 1 of 2 groups" in lines
@@ -370,3 +377,156 @@ def test_a_text_is_shown_whole_up_to_30_lines() -> None:
     fits = "\n".join(f"line {number}" for number in range(30))
     assert "…" not in rendered(preview_of([replace(one, text=fits) for one in MIXED]).describe())
     assert "…" in rendered(preview_of([replace(one, text=f"{fits}\nx") for one in MIXED]).describe())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.0949, "95 ms"), (0.095, "0.1 s"), (9.949, "9.9 s"), (9.95, "10 s"), (119.9, "120 s"), (7199.0, "120 min")],
+)
+def test_a_unit_ends_where_the_next_has_two_digits(seconds: float, shown: str) -> None:
+    assert _seconds(seconds) == shown
+
+
+def test_a_reward_without_weight_gives_a_group_no_variance() -> None:
+    """Correctness is the same in all completions. Only the format differs, which weighs nothing."""
+    group = [sampled(2.0, form) for form in (0.0, 1.0, 0.0, 1.0)]
+    weights = [
+        replace(one, weight=weight) for one, weight in zip(build_rewards([CORRECT, FORMAT]), (1, 0), strict=True)
+    ]
+    assert len(preview_of(group, by_reward=True, rewards=weights).flat_groups()) == 1
+    assert preview_of(group, by_reward=True).flat_groups() == []
+
+
+@pytest.mark.parametrize(
+    ("totals", "is_flat"),
+    [([0.0, 1e-9], True), ([0.0, 1e-8], False), ([1.0], True), ([], True), ([None, 1.0], True), ([-1.0, -2.0], False)],
+)
+def test_a_group_varies_if_two_totals_differ_by_more_than_rounding(totals: list[float | None], is_flat: bool) -> None:
+    preview = preview_of([replace(MIXED[0], total=total) for total in totals])
+    assert bool(preview.flat_groups()) == is_flat
+
+
+def test_the_caveat_says_if_training_generates_more_at_once() -> None:
+    preview = preview_of(MIXED)
+    for completions, says in ((23, True), (24, False), (25, False)):
+        said = " ".join(
+            rendered(replace(preview, cost=replace(preview.cost, completions=completions)).describe()).split()
+        )
+        assert ("training. The update and messages between processes are not included" in said) is True
+        assert ("Training generates 24 completions at once" in said) == says
+
+
+def test_groups_that_no_reward_scores_point_to_the_rewards() -> None:
+    unscored = [sampled(None, None, text=str(number)) for number in range(4)]
+    first, second, last = preview_of(unscored, unscored).findings()
+    assert first == (
+        f"`{CORRECT}` scores none of 8 completions: its gold can't be read in these rows; correct `dataset.columns`, "
+        "or the reward's `kwargs` in `rewards`"
+    )
+    assert second.startswith(f"`{FORMAT}` scores none of 8")
+    assert last == (
+        "2 of 2 groups have zero variance, and all completions earn the same: check `rewards` against the completions "
+        "above"
+    )
+    found = preview_of(unscored).as_dict()
+    assert [found["rewards"][name]["mean"] for name in (CORRECT, FORMAT)] == [None, None]
+    assert "no reward scores it" in rendered(preview_of(unscored).describe())
+
+
+def test_groups_without_totals_do_not_decide_what_is_hard() -> None:
+    unscored = [sampled(None, None, text=str(number)) for number in range(4)]
+    assert only_finding_of(preview_of(SOLVED, unscored, unscored)).startswith("too easy: in 1 of 3 groups")
+    assert only_finding_of(preview_of(FAILED, unscored, unscored, MIXED)).startswith("too hard: in 1 of 4 groups")
+
+
+def test_a_reward_without_weight_does_not_hide_what_the_others_can_pay() -> None:
+    known, unknown = build_rewards([CORRECT, FORMAT])
+    rewards = [known, replace(unknown, weight=0, highest_pay=None)]
+    half = [replace(one, total=1.0) for one in FAILED]
+    more = [replace(one, total=1.5) for one in FAILED]
+    assert only_finding_of(preview_of(half, half, rewards=rewards)).startswith("too hard"), "1 of 2"
+    assert only_finding_of(preview_of(more, more, rewards=rewards)).startswith("too easy"), "1.5 of 2"
+
+
+def test_what_is_taken_away_belongs_to_the_range_of_the_rewards() -> None:
+    """From -2 to 2.5, a total of 0.5 is above the middle."""
+    paid = [replace(one, total=0.5) for one in SOLVED]
+    taken = [replace(MIXED[0], total=total) for total in (-2.0, 0.0, 0.0, 0.0)]
+    assert only_finding_of(preview_of(paid, paid, taken)).startswith("too easy: in 2 of 3")
+    assert only_finding_of(preview_of(paid, paid, MIXED)).startswith("too hard: in 2 of 3")
+
+
+def test_the_middle_of_unknown_rewards_lies_between_the_totals() -> None:
+    unknown = [replace(reward, highest_pay=None) for reward in build_rewards([CORRECT, FORMAT])]
+    low, high = ([replace(one, total=total) for one in SOLVED] for total in (1.0, 3.0))
+    assert only_finding_of(preview_of(low, low, high, rewards=unknown)).startswith("too hard: in 2 of 3")
+    assert only_finding_of(preview_of(low, high, high, rewards=unknown)).startswith("too easy: in 2 of 3")
+    low, high = ([replace(one, total=total) for one in SOLVED] for total in (1.2, 2.0))
+    assert only_finding_of(preview_of(low, low, high, rewards=unknown)).startswith("too easy: in 3 of 3"), "from 0"
+    # 0.6 is above the middle of the totals, and below that of the most that a reward and its deduction could sum to.
+    deducted = [one if one.name == CORRECT else replace(one, weight=-0.5) for one in build_rewards([CORRECT, FORMAT])]
+    groups = [[replace(one, total=total) for one in SOLVED] for total in (0.6, 0.6, 0.9)]
+    assert only_finding_of(preview_of(*groups, rewards=deducted)).startswith("too easy: in 3 of 3")
+    negative = [[replace(one, total=total) for one in SOLVED] for total in (-3.0, -1.0, -1.0)]
+    assert only_finding_of(preview_of(*negative, rewards=unknown)).startswith("too easy: in 2 of 3"), "from -3 to -1"
+
+
+def test_a_correctness_reward_that_only_takes_away_pays_for_none() -> None:
+    scores = ((-1.0, 0.0), (0.0, 1.0), (-1.0, 0.0), (0.0, 1.0))
+    group = [sampled(score, form, f"so {place}") for place, (score, form) in enumerate(scores)]
+    assert f"`{CORRECT}` pays for none of 4 completions" in only_finding(preview_of(group))
+
+
+def test_all_that_follows_is_said_in_the_order_of_its_weight() -> None:
+    same = [sampled(0.0, 0.0, text="x", is_cut=True) for _ in range(4)]
+    preview = preview_of(same)
+    findings = replace(preview, cost=replace(preview.cost, training=None)).findings()
+    assert [sentence.split(":")[0][:40] for sentence in findings] == [
+        "the loss and its gradient need more memory than the device has"[:40],
+        f"no completion has the format of `{FORMAT}`"[:40],
+        f"`{CORRECT}` pays for none of 4 completions"[:40],
+        "too hard",
+        "4 of 4 completions are cut at 10 tokens, and an answer behind the cut is lost"[:40],
+        "1 of 1 groups repeat one completion, so that there is nothing to compare"[:40],
+    ]
+
+
+def test_a_completion_of_turns_is_printed_turn_by_turn() -> None:
+    turns = tuple(Turn("call", number, f"{number} + 1", "add") for number in range(1, 15))
+    group = [replace(MIXED[0], turns=turns, logged={CORRECT: {"gold": "2"}, FORMAT: {}})]
+    lines = rendered(preview_of(group).describe()).splitlines()
+    assert [line.strip() for line in lines if line.startswith("    Turn")] == [
+        f"Turn {number} calls add" for number in (*range(1, 7), *range(9, 15))
+    ]
+    assert "    Left out" in lines
+    assert "  | … 2 parts …" in lines
+    assert "  | 14 + 1" in lines
+    assert f"  | {RIGHT}" not in "\n".join(lines), "the last message is one of the turns"
+    assert any(line.startswith(f"    {CORRECT} 2: gold `2`") for line in lines)
+
+
+def test_a_total_of_0_is_above_a_negative_one_and_nine_completions_are_shown_by_three() -> None:
+    totals = {"none": None, "less": -1.0, "zero": 0.0}
+    few = [replace(MIXED[0], text=text, total=total) for text, total in totals.items()]
+    assert [one.text for one in Group("p", 1, few).extremes()] == ["zero", "less", "none"]
+    nine = [replace(MIXED[0], text=f"{total}", total=float(total)) for total in range(9)]
+    assert [one.text for one in Group("p", 1, nine).extremes()] == ["8", "4", "0"]
+
+
+def test_a_gradient_that_takes_no_time_is_a_part_of_the_step() -> None:
+    cost = replace(preview_of(MIXED).cost, training=0.0)
+    assert cost.step()["training"] == 0.0
+    assert "`per_device_train_batch_size`" not in only_finding(replace(preview_of(MIXED), cost=cost))
+
+
+def test_a_penalty_is_earned_in_full_by_those_that_it_spares() -> None:
+    rewards = [replace(reward, highest_pay=0.0) for reward in build_rewards([CORRECT, FORMAT])]
+    preview = preview_of([sampled(0.0), sampled(-1.0), sampled(0.0), sampled(-0.5)], rewards=rewards)
+    assert preview.as_dict()["rewards"][CORRECT]["full"] == 0.5
+    paid = [replace(one, total=1.2) for one in SOLVED]  # of at most 2, which a penalty does not raise
+    rewards = [build_rewards([CORRECT])[0], rewards[1]]
+    assert only_finding_of(preview_of(paid, paid, rewards=rewards)).startswith("too easy")
+    less = [replace(one, total=0.9) for one in SOLVED]
+    assert only_finding_of(preview_of(less, less, rewards=rewards)).startswith("too hard")
+    cut = [replace(one, is_cut=place < 2) for place, one in enumerate(MIXED)]
+    assert preview_of(cut).as_dict()["cut"] == 2

@@ -6,7 +6,9 @@ import io
 import json
 from typing import Any
 
+import numpy as np
 import pandas as pd
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -109,3 +111,99 @@ def test_arguments_that_json_has_no_form_for_are_named_by_their_type() -> None:
     circular.append(circular)
     (part,) = transcript(called({"values": circular}))
     assert part.text == "a dict that can't be shown"
+
+
+def test_arguments_that_are_too_deep_are_named_by_their_type() -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    (part,) = transcript(called(deep))
+    assert part.text == "a list that can't be shown"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({(1, 2): "x"}, "a dict that can't be shown"),  # JSON has no such key
+        ({"x": "größer"}, '{"x": "größer"}'),
+        ({"x": np.array([[1, 2], [3, 4]])}, '{"x": [[1, 2], [3, 4]]}'),
+        ({"x": np.int64(3)}, '{"x": 3}'),
+        ({"x": 1 + 2j}, '{"x": "(1+2j)"}'),
+    ],
+)
+def test_arguments_of_any_type_have_a_text(arguments: Any, text: str) -> None:
+    (part,) = transcript(called(arguments))
+    assert (part.kind, part.text, part.name) == ("call", text, "add")
+
+
+@pytest.mark.parametrize("calls", [None, "text", {"function": {"name": "add"}}, 7, []])
+def test_calls_that_are_no_list_are_none(calls: Any) -> None:
+    messages = [{"role": "assistant", "content": "x", "tool_calls": calls}, {"role": "user", "content": "y"}]
+    assert [(part.kind, part.text) for part in transcript(messages)] == [("text", "x"), ("result", "y")]
+
+
+def test_a_call_that_is_no_mapping_is_shown_and_one_without_a_function_is_read_itself() -> None:
+    calls = ["add(1)", {"name": "add", "arguments": {"a": 1}}, {"function": {"arguments": {}}}, {"function": None}]
+    assert transcript([{"role": "assistant", "tool_calls": calls}]) == [
+        Part("call", 1, '"add(1)"', "unknown"),
+        Part("call", 1, '{"a": 1}', "add"),
+        Part("call", 1, "{}", "unknown"),
+        Part("call", 1, "{}", "unknown"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, ""),
+        ("", ""),
+        ("seen", "seen"),
+        (7, "7"),
+        ({"type": "text", "text": "seen"}, '{"type": "text", "text": "seen"}'),
+        ([{"type": "text", "text": "one"}, "stray", {"type": "text", "text": "two"}], "onetwo"),
+        ([{"type": "image"}, {"type": "image"}, {"type": "audio"}], " [image] [image]"),
+    ],
+    ids=str,
+)
+def test_a_result_of_any_form_has_a_text(content: Any, text: str) -> None:
+    (part,) = transcript([{"role": "tool", "name": "look", "content": content}])
+    assert part == Part("result", 0, text, "look")
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        ({"role": "tool", "name": "add"}, "add"),
+        ({"role": "tool"}, "unknown"),
+        ({"role": "tool", "name": ""}, "unknown"),
+        ({"role": "tool", "name": 7}, "unknown"),
+        ({"role": "tool", "name": "two\nlines"}, "two lines"),
+        ({"role": "user", "name": "ann"}, "user"),
+    ],
+    ids=str,
+)
+def test_a_message_of_another_role_is_named_by_its_tool_or_its_role(message: dict[str, Any], name: str) -> None:
+    (part,) = transcript([{**message, "content": "x"}])
+    assert (part.kind, part.name) == ("result", name)
+
+
+def test_a_long_name_is_cut_to_80_characters() -> None:
+    names = ["x" * 80, "x" * 81]
+    parts = transcript([{"role": "tool", "name": name, "content": ""} for name in names])
+    assert parts[0].name == names[0]
+    assert len(parts[1].name) <= 80
+    assert parts[1].name.startswith("xxx")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_found_under_the_key_of_any_template(key: str) -> None:
+    thought = {"role": "assistant", "content": "4", key: "2 + 2"}
+    assert transcript([thought]) == [Part("reasoning", 1, "2 + 2"), Part("text", 1, "4")]
+    for none in ("", None, ["2 + 2"]):
+        assert transcript([{**thought, key: none}]) == [], "a plain answer"
+
+
+def test_messages_without_text_still_count_as_turns() -> None:
+    empty, answer = {"role": "assistant", "content": ""}, {"content": "4"}
+    assert transcript([empty, answer, "stray"]) == [Part("text", 1, ""), Part("text", 2, "4")]
+    assert transcript([answer, "stray"]) == []

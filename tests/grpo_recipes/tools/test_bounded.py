@@ -1009,8 +1009,16 @@ class _Shelf(list[str]):
         return f"{name}: {len(self)}"
 
 
+class _EmptyPartial(functools.partial[Any]):
+    """Async tool that is false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 def test_an_empty_container_may_be_a_tool(runner: ToolRunner) -> None:
     assert only(runner.run([[call(_Shelf(), name="books")]])).content == "books: 0"
+    assert only(runner.run([[call(_EmptyPartial(add_later, b=2), a=1)]])).content == "3"
 
 
 def test_names_are_bounded_and_harmless(runner: ToolRunner) -> None:

@@ -244,7 +244,8 @@ def test_a_processor_that_holds_the_prompts_of_all_rows_needs_all_rows() -> None
 
 def test_the_prompts_are_prepared_as_in_transformers_own_loop() -> None:
     def prepared(turn: Turn | None) -> list[tuple[bool, int]]:
-        policy, seen = tiny("LlamaConfig"), []
+        policy: Any = tiny("LlamaConfig")
+        seen: list[tuple[bool, int]] = []
         stock = policy.prepare_inputs_for_generation
 
         @functools.wraps(stock)
@@ -252,7 +253,7 @@ def test_the_prompts_are_prepared_as_in_transformers_own_loop() -> None:
             seen.append((given.get("is_first_iteration", False), given["attention_mask"].shape[1]))
             return stock(ids, **given)
 
-        policy.prepare_inputs_for_generation = prepare  # type: ignore[method-assign]
+        policy.prepare_inputs_for_generation = prepare
         generated(policy, turn, eos_token_id=10_000, max_new_tokens=3)
         return seen
 

@@ -165,7 +165,7 @@ def test_rows_without_padding_are_scored_one_by_one() -> None:
     assert found.tolist() == [pytest.approx(row) for row in ([0.1, 0.2, 0.3], [0.4, 0, 0], [0.1, 0.2, 0])]
 
 
-def test_processed_scores_are_those_of_each_row_alone() -> None:
+def test_processed_scores_are_those_of_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits before a completion's token are those at the token before it, the last prompt token's first."""
     policy = Policy()
     processing = Processing(top_k=3)
@@ -178,7 +178,7 @@ def test_processed_scores_are_those_of_each_row_alone() -> None:
     expected = processing.log_probs(logits, torch.tensor([5, 1, 2, 3]), 0.5)
     torch.testing.assert_close(found, expected[None])
     own = policy.forward
-    policy.forward = lambda **given: own(**{**given, "logits_to_keep": 6})  # type: ignore[method-assign]
+    monkeypatch.setattr(policy, "forward", lambda **given: own(**{**given, "logits_to_keep": 6}))
     row = ROWS.select(slice(1, 2)).trimmed()[0]
     found = score._score_processed(policy, row, processing)
     expected = processing.log_probs(3 * logits[:1], torch.tensor([6, 7, 8, 4]), 0.5)

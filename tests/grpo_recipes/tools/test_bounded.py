@@ -372,10 +372,10 @@ def test_a_loop_has_a_second_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     loop = bounded._Loop()
     monkeypatch.setattr(bounded, "Event", Late)
-    loop._loop.call_soon_threadsafe = lambda *_: None  # type: ignore[method-assign, assignment]
-    assert loop.responds() is False
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._loop, "call_soon_threadsafe", lambda *_: None)
+        assert loop.responds() is False
     assert waits == [1.0]
-    del loop._loop.call_soon_threadsafe
     loop.close()
 
 
@@ -976,8 +976,9 @@ def test_the_body_of_a_decorated_tool_does_not_run_with_unfit_arguments(runner: 
     assert not ran
     assert only(runner.run([[call(decorated, a=1, b=2)]])).content == "3"
     ran.clear()
-    decorated.__signature__ = inspect.signature(add)  # type: ignore[attr-defined]
-    del decorated.__wrapped__
+    signed: Any = decorated
+    signed.__signature__ = inspect.signature(add)
+    del signed.__wrapped__
     assert only(runner.run([[call(decorated, a=1)]])).refused
     assert not ran, "a signature of its own says as little about the body"
 

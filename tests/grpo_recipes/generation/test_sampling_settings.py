@@ -264,7 +264,8 @@ def begun(monkeypatch: pytest.MonkeyPatch, settings: GenerationConfig, **inputs:
 
 def test_the_processors_of_a_row_are_built_from_the_call_and_its_own_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = GenerationConfig(do_sample=True, min_new_tokens=4)
-    _, seen = begun(monkeypatch, settings)
+    comparison, seen = begun(monkeypatch, settings)
+    assert comparison.filters() == [], "none is built"
     every = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert [call["encoder_input_ids"].tolist() for call in seen] == [[every[0]], [every[2]], every, every]
     for call in seen:

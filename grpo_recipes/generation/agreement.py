@@ -315,4 +315,4 @@ def _best_fits(evidence: Evidence) -> tuple[tuple[str, ...], float]:
     """Return the hypotheses that explain most, and their share. bfloat16 is judged by its size, not by its fit."""
     shares = {name: evidence.share(name) for name in evidence.fits if name != BFLOAT16}
     best = max(shares.values(), default=-math.inf)
-    return tuple(name for name, share in shares.items() if share > best - TIE), best
+    return tuple(name for name, share in shares.items() if share >= best - TIE), best

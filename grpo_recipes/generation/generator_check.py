@@ -261,7 +261,7 @@ class GenerationCheck:
         """
         if comparison is None:
             return
-        distances, shifts = comparison.measured(completions).double().cpu()
+        distances, shifts = comparison.measured(completions).cpu()
         largest = distances.max().item() if len(distances) else 0.0
         ours = [len(distances), distances.sum().item(), largest, shifts.sum().item()]
         ours += [bool(comparison.difference), bool(comparison.other_mode)]

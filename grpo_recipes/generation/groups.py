@@ -243,7 +243,6 @@ class Batch:
         # Row of the batch that each row of logits and cache belongs to. Out of order once a row has finished.
         self.generating = list(range(self.size))
         self.index = torch.arange(self.size, device=input_ids.device)  # `generating` on the device
-        self.unfinished = torch.ones(self.size, dtype=torch.bool, device=input_ids.device)
         self.row_wise = all(map(_is_row_wise, logits_processor))
         self.recorded = {row: place for place, row in enumerate(turn.recorded_rows(self.size))}
         self.log_probs = torch.zeros(len(self.recorded), room, dtype=torch.float32, device=input_ids.device)
@@ -405,8 +404,8 @@ class Batch:
         """Append a token to each generating row, and remove finished rows. Return True if any row goes on."""
         self.ids[self.index, self.end] = tokens
         self.end += 1
-        self.unfinished &= ~self.criteria(self.ids[:, : self.end], None)
-        going = self.unfinished[self.index].tolist()  # waits for the device, as the stock loop does here
+        ended = self.criteria(self.ids[:, : self.end], None)[self.index]
+        going = (~ended).tolist()  # waits for the device, as the stock loop does here
         if self.turn.kept is not None and not self.turn.not_kept:
             self.keep_finished(going, self.turn.kept)
         if any(going) and not all(going):

@@ -599,7 +599,7 @@ def _python_message(call: Call, described: str) -> str:
     try:
         function(**call.arguments)  # type: ignore[misc, arg-type]
     except TypeError as error:
-        return str(error)
+        described = str(error)
     return described
 
 
@@ -696,7 +696,7 @@ def _write(value: Any, parts: list[str], room: int, outer: set[int]) -> int:
 
     kind = type(value)
     if kind not in _BRACKETS or not value:
-        add(repr(value[: max(0, room)]) if kind in (str, bytes, bytearray) else _first(repr(value), room + 1))
+        add(repr(value[: max(0, room)]) if kind in (str, bytes, bytearray) else _first(repr(value), room))
         return room
     opening, closing = _BRACKETS[kind]
     if id(value) in outer:  # contains itself

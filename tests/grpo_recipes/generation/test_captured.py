@@ -23,6 +23,7 @@ from transformers.generation import (
 from grpo_recipes.generation import captured
 from grpo_recipes.generation.captured import READ_EVERY, CapturedBatch, CapturedTurn, Step, bucket_sizes
 from grpo_recipes.generation.groups import Turn, decode_step, decoding
+from grpo_recipes.generation.kv_cache import FullBuffer, HybridBuffer
 from grpo_recipes.generation.sampling import BLOCK
 from tests.support.architectures import ARCHITECTURES, SAMPLED, batch, config, tiny
 from tests.support.grids import only
@@ -63,8 +64,8 @@ SETTINGS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sampled"
 @pytest.mark.parametrize("setting", only(["sampled", "greedy"], list(SETTINGS)))
 @pytest.mark.parametrize("architecture", only(["LlamaConfig", "Gemma3TextConfig", "GPT2Config"], list(ARCHITECTURES)))
 def test_the_tokens_of_group_decoding(architecture: str, setting: str, graphs: list[int]) -> None:
-    policy, turn = tiny(architecture), CapturedTurn(record_every=3)
-    plain = Turn(record_every=3)
+    policy, turn = tiny(architecture), CapturedTurn(record_every=3, temperature=0.7)
+    plain = Turn(record_every=3, temperature=0.7)
     expected = generated(policy, plain, **SETTINGS[setting])
     assert generated(policy, turn, **SETTINGS[setting]).tolist() == expected.tolist()
     assert turn.captured
@@ -106,14 +107,18 @@ def test_sampled_tokens_depend_on_no_size_and_no_interval(
     assert generated(policy, CapturedTurn(), **SAMPLED).tolist() == expected.tolist()
 
 
-def test_tokens_behind_the_last_end_are_cut() -> None:
+def test_tokens_behind_the_last_end_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row ends before the longest completion, and between two questions of the host."""
     policy, early = tiny("LlamaConfig"), {**SAMPLED, "eos_token_id": list(range(1, 15))}
     expected = generated(policy, Turn(), **early)
     assert (expected.shape[1] - 12) % READ_EVERY
     assert expected.shape[1] < 11 + 24
+    steps: list[int] = []
+    advance = CapturedBatch.advance
+    monkeypatch.setattr(CapturedBatch, "advance", lambda batch: (steps.append(batch.end), advance(batch)))
     turn = CapturedTurn(record_every=1)
     assert generated(policy, turn, **early).tolist() == expected.tolist()
+    assert 0 <= len(steps) - (expected.shape[1] - 12) < READ_EVERY, "no steps after the last row has ended"
     assert turn.log_probs.shape[1] == expected.shape[1] - 11
 
 
@@ -161,6 +166,10 @@ def test_what_is_not_captured(changes: dict[str, Any], reason: str, graphs: list
         ({"turn": {"kept": []}}, "keys and values are kept between the turns of a tool loop"),
         ({"layers": [DummyLayer()]}, ""),
         ({"layers": [DummyLayer(), DynamicLayer()]}, "the model has layers without keys and values of their own"),
+        (
+            {"layers": [DummyLayer(), object.__new__(HybridBuffer)]},
+            "the model has layers with recurrent states beside keys and values",
+        ),
         ({"attention": "sdpa"}, ""),
         ({"attention": "flash_attention_2"}, "attention of the implementation flash_attention_2 takes no mask"),
         (
@@ -237,8 +246,25 @@ def test_layers_with_states_beside_keys_are_not_captured(graphs: list[int]) -> N
     assert not graphs
 
 
+def test_keys_and_values_of_different_sizes_stand_in_columns_of_a_fixed_number() -> None:
+    layer, keys, values = DynamicLayer(), torch.rand(2, 3, 4, 5), torch.rand(2, 3, 4, 7)
+    layer.update(keys, values)
+    buffer = FullBuffer(layer, torch.arange(2), 2)
+    cache = SimpleNamespace(layers=[DummyLayer(), buffer])
+    call: Any = SimpleNamespace(ids=torch.zeros(2, 12), first=1, end=6, cache=cache, buffers=[buffer])
+    CapturedBatch.fix_cache(call)
+    (fixed,) = call.fixed
+    assert cache.layers[1] is fixed
+    assert (fixed.keys.shape, fixed.values.shape) == ((2, 3, 11, 5), (2, 3, 11, 7))
+    assert torch.equal(fixed.keys[:, :, :4], keys)
+    assert torch.equal(fixed.values[:, :, :4], values)
+    assert (int(fixed.cumulative_length), call.buffers) == (4, [])
+
+
 def test_a_failed_capture_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = []
+    attempts, done = [], []
+    step = CapturedBatch.step
+    monkeypatch.setattr(CapturedBatch, "step", lambda batch: (done.append(len(attempts)), step(batch)))
 
     def fail(step: Any) -> Any:
         attempts.append(step)
@@ -251,6 +277,7 @@ def test_a_failed_capture_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> N
     assert turn.not_captured == "the capture failed (operation not permitted when stream is capturing)"
     assert not turn.captured
     assert len(attempts) == 1
+    assert done[0] == 0, "a step runs as it is before any is captured, because the first loads libraries"
 
 
 def test_the_next_call_draws_the_same_numbers_whatever_was_captured() -> None:

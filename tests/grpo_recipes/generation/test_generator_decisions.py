@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import GenerationConfig
 
 from grpo_recipes.generation import generator_check
@@ -160,6 +161,17 @@ def test_an_engine_has_a_dtype_and_processors_of_its_own() -> None:
     assert check(use_transformers_continuous_batching=True)[0].settings is None
 
 
+def test_adapters_of_sharded_weights_are_not_kept() -> None:
+    """Their shards would have to be gathered at every step."""
+    policy = get_peft_model(model(), LoraConfig(r=1, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    zero3 = SimpleNamespace(is_zero3=True)
+    for changes, is_kept in (({}, True), ({"_dist": zero3}, False), ({"is_fsdp_enabled": True}, False)):
+        adapters = check(model=policy, **changes)[0].adapters
+        for step in range(2):
+            adapters.keep(step)
+        assert adapters.has_earlier is is_kept
+
+
 def test_float32_is_the_precision_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = check()
     assert found.is_float32
@@ -211,7 +223,9 @@ def test_the_rows_that_are_compared_and_those_that_hypotheses_are_computed_on(mo
     monkeypatch.setattr(found, "_measure", lambda *_: [difference])
     monkeypatch.setattr(found, "_explore", lambda *_: [difference])
     recorded = {row: torch.zeros(1) for row in range(34)}
+    assert found.batches == 0
     found([[1]] * 34, [[2]] * 34, recorded)
+    assert found.batches == 1
     assert asked == [[0, 17], [0, 4, 8, 12, 16, 20, 24, 28]]
     asked.clear()
     few = {row: torch.zeros(1) for row in (0, 2, 4)}
@@ -317,6 +331,10 @@ def test_sums_leave_out_padding_and_tokens_without_a_log_probability() -> None:
     assert sums.tolist() == [3.0, 1.5, 1.0, 1.25]
     fit = generator_check._sums_of_fit(rows, recorded, expected, other)
     assert fit.tolist() == [0.0625 + 1 + 4, 0.0625 + 0 + 4, 0.25 + 1 + 2]
+    ones = Rows.of_tokens([[5]], [[1] * 301], torch.device("cpu"))
+    zeros = torch.zeros(1, 301, dtype=torch.bfloat16)
+    of_16_bits = generator_check._sums_of_fit(ones, torch.zeros(1, 301), zeros, zeros + 1)
+    assert of_16_bits.tolist() == [301.0] * 3, "in float32, whatever the policy computes in"
     none = generator_check._sums(rows, torch.full((2, 3), -math.inf), expected)
     assert none.tolist() == [0.0] * 4
     two, _ = check(ranks=2)

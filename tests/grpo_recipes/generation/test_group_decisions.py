@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +72,10 @@ HOLES = "the attention mask has holes, or padding on the right"
             {"model": {"rope_parameters": {"rope_type": "longrope"}}},
             "a rotary table of type longrope depends on the longest row of the batch",
         ),
-        ({"token_type_ids": torch.zeros(1), "audio": 0, "none": None}, "the model takes audio, token_type_ids"),
+        (
+            {"token_type_ids": torch.zeros(1), "z": 1, "none": None, "pixels": 1, "audio": 0, "y": 1, "x": 1},
+            "the model takes audio, pixels, token_type_ids, x, y, z",
+        ),
         ({"logits_to_keep": 1, "position_ids": torch.zeros(1)}, ""),
         ({"settings": {"return_dict_in_generate": True}}, "return_dict_in_generate asks for more than tokens"),
         ({"settings": {"prefill_chunk_size": 0}}, "prefill_chunk_size asks for prompts in chunks"),
@@ -189,6 +193,14 @@ def test_a_call_without_a_mask_has_no_padding() -> None:
     call = Batch(Turn(), tiny("LlamaConfig"), ids, LogitsProcessorList(), criteria, settings, past_key_values=cache())
     assert (call.mask, call.starts, call.first) == (None, [0, 0], 0)
     assert call.ids.tolist() == [[5, 6, 7, *[0] * 6], [8, 9, 9, *[0] * 6]]
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        given = (LogitsProcessorList(), criteria, settings)
+        recorded = Batch(Turn(record_every=1), call.model, ids, *given, past_key_values=cache()).log_probs
+    finally:
+        torch.set_default_dtype(before)
+    assert (recorded.dtype, recorded.shape) == (torch.float32, (2, 6))
 
 
 @pytest.mark.parametrize(
@@ -228,6 +240,53 @@ def test_a_processor_that_holds_the_prompts_of_all_rows_needs_all_rows() -> None
 
 
 # ---- calls of `generate`
+
+
+def test_the_prompts_are_prepared_as_in_transformers_own_loop() -> None:
+    def prepared(turn: Turn | None) -> list[tuple[bool, int]]:
+        policy: Any = tiny("LlamaConfig")
+        seen: list[tuple[bool, int]] = []
+        stock = policy.prepare_inputs_for_generation
+
+        @functools.wraps(stock)
+        def prepare(ids: Tensor, **given: Any) -> Any:
+            seen.append((given.get("is_first_iteration", False), given["attention_mask"].shape[1]))
+            return stock(ids, **given)
+
+        policy.prepare_inputs_for_generation = prepare
+        generated(policy, turn, eos_token_id=10_000, max_new_tokens=3)
+        return seen
+
+    ours, stock = prepared(Turn()), prepared(None)
+    assert ours[0] == stock[0] == (True, 11)
+    assert [first for first, _ in ours] == [first for first, _ in stock] == [True, False, False]
+
+
+def test_processors_of_each_row_alone_run_on_the_generating_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    stock = processors.TopKLogitsWarper.__call__
+
+    def counted(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+        sizes.append(len(scores))
+        return stock(self, ids, scores)
+
+    monkeypatch.setattr(processors.TopKLogitsWarper, "__call__", counted)
+    tokens = generated(tiny("LlamaConfig"), Turn(), top_k=20)
+    ends = lengths(tokens, 11)
+    assert sizes == [sum(end > token for end in ends) for token in range(max(ends))]
+    assert sizes[0] > sizes[-1]
+
+
+def test_a_call_without_token_ids_is_not_recorded() -> None:
+    class Stock:
+        def generate(self, **kwargs: Any) -> dict[str, Any]:
+            return kwargs
+
+    policy: Any = Stock()
+    turn = Turn(grouped=False, record_every=1)
+    with decoding(policy, turn):
+        assert policy.generate(inputs_embeds="embeddings") == {"inputs_embeds": "embeddings"}
+    assert turn.log_probs is None
 
 
 def test_ranks_that_have_finished_go_on_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,15 +193,24 @@ def test_a_probability_below_the_smallest_counts_as_zero() -> None:
         assert draw(rows, torch.zeros(1, dtype=torch.float64)).tolist() == [token]
 
 
-def test_a_call_takes_one_number_of_the_global_generator_and_keeps_all_bits_of_its_own() -> None:
-    torch.manual_seed(5)
+@pytest.mark.parametrize(("uniform", "token"), [(0.1, 2), (0.2, 1), (0.9, 1)])
+def test_places_between_two_sums_draw_the_token_that_reaches_them(uniform: float, token: int) -> None:
+    """The sums are 0, 4 and 5, and the places 4.5, 4 and 0.5."""
+    rows = torch.tensor([[0.0, 4.0, 1.0]]) * 2.0**-60
+    assert draw(rows, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_call_takes_one_number_of_the_global_generator_and_keeps_all_bits_of_its_own(seed: int) -> None:
+    assert Uniforms(3, torch.device("meta")).block.device.type == "meta"
+    torch.manual_seed(seed)
     uniforms = Uniforms(3, torch.device("cpu"))
     after = torch.rand(1)
     found = []
     for token in range(70):
         uniforms.show(token)
         found.append(uniforms.of(token).clone())
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     own = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, ())))
     assert torch.equal(after, torch.rand(1))
     blocks = [torch.rand(64, 3, dtype=torch.float64, generator=own) for _ in range(2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -45,6 +46,14 @@ def settings(**changes: Any) -> Any:
         (
             {"generation_kwargs": {"logit_bias": {}}, "vllm_structured_outputs_regex": "a+"},
             *(Processing(), "logit_bias, vllm_structured_outputs_regex may change the scores of tokens"),
+        ),
+        (
+            {"generation_kwargs": dict.fromkeys(["f", "c", "e", "b", "a", "d"], 1)},
+            *(Processing(), "a, b, c, d, e, f may change the scores of tokens"),
+        ),
+        (
+            {"vllm_structured_outputs_regex": ""},
+            *(Processing(), "vllm_structured_outputs_regex may change the scores of tokens"),
         ),
     ],
 )  # fmt: skip
@@ -156,7 +165,7 @@ def test_rows_without_padding_are_scored_one_by_one() -> None:
     assert found.tolist() == [pytest.approx(row) for row in ([0.1, 0.2, 0.3], [0.4, 0, 0], [0.1, 0.2, 0])]
 
 
-def test_processed_scores_are_those_of_each_row_alone() -> None:
+def test_processed_scores_are_those_of_each_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The logits before a completion's token are those at the token before it, the last prompt token's first."""
     policy = Policy()
     processing = Processing(top_k=3)
@@ -168,6 +177,12 @@ def test_processed_scores_are_those_of_each_row_alone() -> None:
     logits = torch.stack([place * torch.arange(16.0) / 8 for place in (1, 2, 3)])
     expected = processing.log_probs(logits, torch.tensor([5, 1, 2, 3]), 0.5)
     torch.testing.assert_close(found, expected[None])
+    own = policy.forward
+    monkeypatch.setattr(policy, "forward", lambda **given: own(**{**given, "logits_to_keep": 6}))
+    row = ROWS.select(slice(1, 2)).trimmed()[0]
+    found = score._score_processed(policy, row, processing)
+    expected = processing.log_probs(3 * logits[:1], torch.tensor([6, 7, 8, 4]), 0.5)
+    torch.testing.assert_close(found, expected[None], msg="a model may know no `logits_to_keep`")
 
 
 def test_processed_rows_are_scored_one_by_one_and_padded_back() -> None:
@@ -293,6 +308,11 @@ def test_each_hypothesis_runs_what_its_name_says() -> None:
     twice = logits(found["twice"])
     assert not torch.allclose(twice, with_adapter)
     assert not torch.allclose(twice, base)
+    doubled = copy.deepcopy(lora)
+    for name, parameter in doubled.named_parameters():
+        if "lora_B" in name:
+            parameter.data *= 2
+    torch.testing.assert_close(twice, doubled(input_ids=ids).logits)
     bfloat16 = logits(found["bfloat16"])
     assert torch.equal(lora(input_ids=ids).logits, with_adapter), "nothing changes outside of the contexts"
     assert 0 < (bfloat16.float() - with_adapter).abs().max() < 0.2

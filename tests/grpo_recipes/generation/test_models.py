@@ -86,6 +86,8 @@ def test_policies_that_are_not_decoded_in_groups(
         values = {"is_prompt_learning": False, "alora_invocation_tokens": None, "peft_type": kind}
         policy.active_peft_config = SimpleNamespace(**{**values, **adapter})
     assert unfit(policy) == reason
+    policy["drop"].p = 0.0
+    assert unfit(policy) == ("" if adapter is None else reason), "without dropout, training changes nothing"
     if adapter == {}:
         for kind.value in ("LILY", "SHADOW"):
             assert unfit(policy) == f"the adapter ({kind.value}) computes a token from more than those before it"
@@ -129,8 +131,8 @@ def test_16_bit_weights_are_float32_copies_inside_and_the_same_objects_afterward
     policy = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).bfloat16()
     policy[1].weight = policy[0].weight  # tied
     policy[1].bias.requires_grad_(False)
-    policy.register_buffer("table", torch.ones(1, dtype=torch.float16))
     policy.register_buffer("counts", torch.ones(1, dtype=torch.long))
+    policy.register_buffer("table", torch.ones(1, dtype=torch.float16))
     policy[0].bias.data = policy[0].bias.data.float()
     before = [*policy.parameters(), *policy.buffers()]
     stock, wrapped = policy.forward, lambda given: "autocast"
@@ -172,8 +174,14 @@ class Mamba(nn.Module):
         """Take the arguments of the Mamba family before transformers 5.24."""
 
 
+class PassingOn(nn.Module):
+    def forward(self, input_ids: Any, **kwargs: Any) -> None:
+        """Take any arguments, as a wrapper does."""
+
+
 @pytest.mark.parametrize(
-    ("model", "name"), [(EarlierModel, "past_key_values"), (LaterModel, "cache"), (Mamba, "cache_params")]
+    ("model", "name"),
+    [(PassingOn, "past_key_values"), (EarlierModel, "past_key_values"), (LaterModel, "cache"), (Mamba, "cache_params")],
 )
 def test_a_cache_is_given_under_the_name_that_the_model_has_for_it(model: type[nn.Module], name: str) -> None:
     assert cache_argument(model()) == name

@@ -70,6 +70,8 @@ def test_the_logarithms_of_hand_computed_probabilities() -> None:
     """Two tokens at temperature 2, from bfloat16: odds of e to one in the second row, and of one to one elsewhere."""
     recorder = Recorder([2, 1], 2.0)
     assert recorder.log_probs is None
+    elsewhere = torch.zeros(3, 2, dtype=torch.long, device="meta")
+    assert Recorder([0], 1.0)(elsewhere, None).device.type == "meta"
     logits = torch.zeros(3, 2, dtype=torch.bfloat16)
     logits[1, 1] = 2.0
     ids = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 1]])

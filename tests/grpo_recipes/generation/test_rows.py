@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from grpo_recipes.generation import agreement
 from grpo_recipes.generation.agreement import (
     BFLOAT16,
     NO_AUTOCAST,
@@ -101,6 +102,8 @@ def test_rows_are_widened_and_trimmed() -> None:
     assert index.tolist() == [0, 1, 3]
     assert torch.equal(trimmed.input_ids, ROWS.input_ids[[0, 1, 3]])
     assert trimmed.logits_to_keep == 3
+    unlabelled, index = ROWS.select(np.array([2, 2])).trimmed()
+    assert (index.tolist(), unlabelled.input_ids.tolist()) == ([0], [[7, 0]])
     same, index = ROWS.select(np.array([0, 3])).trimmed()
     assert (index.tolist(), same.input_ids.tolist()) == ([0, 1], ROWS.input_ids[[0, 3]].tolist())
     assert on_device(np.array([3, 1]), torch.device("cpu")).tolist() == [3, 1]
@@ -121,7 +124,7 @@ def test_evidence_of_two_sets_of_tokens_is_added() -> None:
     assert Evidence(0, 0.0, 0.0, 0.0, {"off": Fit(0.0, 0.0, 0.0)}).share("off") == -math.inf
 
 
-def test_the_hypotheses_that_explain_most_are_named_together() -> None:
+def test_the_hypotheses_that_explain_most_are_named_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def best(**residuals: float) -> tuple[tuple[str, ...], float]:
         fits = {name: Fit(1.0, residual, 1.0) for name, residual in residuals.items()}
         return _best_fits(Evidence(100, 10.0, 1.0, 1.0, fits))
@@ -131,6 +134,8 @@ def test_the_hypotheses_that_explain_most_are_named_together() -> None:
     assert best(off=0.265, twice=0.25) == (("twice",), 0.75)
     assert best(bfloat16=0.0, off=0.5) == (("off",), 0.5)
     assert best(bfloat16=0.0) == ((), -math.inf)
+    monkeypatch.setattr(agreement, "TIE", 0.25)
+    assert best(off=0.25, twice=0.5) == (("off", "twice"), 0.75), "at the largest distance"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +183,9 @@ def test_a_gradient_is_compared_with_the_largest_entry_of_its_tensor() -> None:
     assert found((100.0, 100.0), (5e-3, 1e-6)) == "5.0e-02"
     assert found((1e-3, 0.0)) == "1.0e+27", "nothing else has a size"
     assert found((-1.0, 1.0)) == found((1.0, -1.0)) == "2.0e+00"
+    empty = torch.zeros(0)
+    phrase = gradient_disagreement([empty, torch.tensor([2e-6])], [empty, torch.tensor([1e-6])], is_float32=True)
+    assert phrase.startswith("gradients by 1.0e+00 "), "a tensor without entries has no size"
 
 
 def test_16_bit_gradients_are_compared_by_the_norm_over_all_tensors() -> None:
@@ -218,6 +226,18 @@ def test_recorded_log_probabilities_are_compared_with_a_forward_of_each_row() ->
     with pytest.raises(ValueError, match="argument"):
         differences(model, [[1]], [[1]], recorded, 0.5)
 
+    def every(input_ids: torch.Tensor, **_: Any) -> Any:
+        """Return logits of all tokens in 16 bits, as a model that knows no `logits_to_keep`."""
+        logits = torch.tensor([[5.0, 5.0, 5.0], [1.0, 2.0, 3.0], [9.0, 8.0, 7.0]], device=input_ids.device)
+        return SimpleNamespace(logits=logits.bfloat16()[None])
+
+    of_all: Any = every
+    odds = torch.tensor([1.0, 2.0, 3.0]).log_softmax(-1)
+    found = differences(of_all, [[1, 2]], [[0]], odds[None, :1], 1.0)
+    torch.testing.assert_close(found, torch.zeros(1), atol=1e-6, rtol=0)
+    found = differences(of_all, [[1, 2]], [[0]], odds[None, :1].to("meta"), 1.0)
+    assert found.device.type == "meta", "the tokens are on the device of the log-probabilities"
+
 
 def conclusion(
     mean: float, is_float32: bool = True, baseline: float | None = None, bfloat16: float | None = None
@@ -251,6 +271,7 @@ def test_what_nothing_explains_is_judged_by_the_baseline(
     mean: float, is_float32: bool, baseline: float | None, is_wrong: bool
 ) -> None:
     assert conclusion(mean, is_float32, baseline) == Conclusion(is_wrong)
+    assert conclusion(mean, is_float32, baseline).explained == 0
 
 
 def test_a_generator_in_bfloat16_differs_by_at_most_three_times_what_bfloat16_moves() -> None:

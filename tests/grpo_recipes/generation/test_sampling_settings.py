@@ -183,6 +183,7 @@ def test_the_settings_that_the_loss_does_not_apply_are_named() -> None:
         ({"temperature": 0.7}, 1.0, ["temperature 0.7"]),
         ({"do_sample": False, "top_k": 12}, 1.0, ["do_sample False"]),
         ({"min_p": 0.02, "top_k": 12, "top_p": 1.0}, 1.0, ["min_p 0.02", "top_k 12"]),
+        ({"min_p": 0.02, "typical_p": 0.9}, 1.0, ["min_p 0.02", "typical_p 0.9"]),
         ({"repetition_penalty": 1.2, "min_new_tokens": 3}, 1.0, ["min_new_tokens 3", "repetition_penalty 1.2"]),
     ):
         given = config(**more)
@@ -265,7 +266,8 @@ def begun(monkeypatch: pytest.MonkeyPatch, settings: GenerationConfig, **inputs:
 
 def test_the_processors_of_a_row_are_built_from_the_call_and_its_own_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = GenerationConfig(do_sample=True, min_new_tokens=4)
-    _, seen = begun(monkeypatch, settings)
+    comparison, seen = begun(monkeypatch, settings)
+    assert comparison.filters() == [], "none is built"
     every = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert [call["encoder_input_ids"].tolist() for call in seen] == [[every[0]], [every[2]], every, every]
     for call in seen:
@@ -276,6 +278,8 @@ def test_the_processors_of_a_row_are_built_from_the_call_and_its_own_prompt(monk
         assert call["generation_config"]._eos_token_tensor.tolist() == [1, 2]
     assert [call["generation_config"].min_length for call in seen] == [7, 7, 7, None]
     assert (settings.min_length, settings.max_length) == (None, None), "the user's own are left as they are"
+    beams, _ = begun(monkeypatch, GenerationConfig(do_sample=False, num_beams=2))
+    assert beams.other_mode == "the generation mode is sample, not beam_search"
     _, seen = begun(monkeypatch, GenerationConfig(do_sample=True, min_new_tokens=0), model_kwargs={})
     assert {call["model_kwargs"]["attention_mask"] for call in seen} == {None}
     assert [call["generation_config"].min_length for call in seen] == [3, 3, 3, None]

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import functools
 import gc
+import inspect
 import json
 import os
 import random
@@ -189,12 +190,18 @@ def test_a_value_that_contains_itself_is_rendered() -> None:
     assert beginnings == [str(loop)[:count] for count in range(len(str(loop)))]
 
 
+SHARED = [1]
+"""List that stands in a value several times, but not in itself."""
+
+
 @pytest.mark.parametrize(
     "value",
     [
         [[[[1, 2], [3]], 4], 5],
         [{"k": {"l": [(), (6,), {}, set()]}, "m": (7, 8)}, frozenset({9}), b"bytes", "text"],
         {1: {2: {3: {4: "a long text"}}}},
+        [SHARED, {"k": SHARED}, SHARED],
+        "a text",
     ],
 )
 def test_a_text_begins_as_python_writes_the_whole_value(value: Any) -> None:
@@ -207,6 +214,23 @@ def test_no_more_of_a_text_is_rendered_than_fits() -> None:
     parts: list[str] = []
     bounded._write({"key": "x" * 10_000}, parts, 9, set())
     assert len("".join(parts)) < 30
+
+
+@pytest.mark.parametrize("value", [[1] * 1000, dict.fromkeys(range(1000), 1)], ids=["list", "mapping"])
+def test_no_more_entries_of_a_value_are_visited_than_fit(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool may return millions, which would take seconds after the text is complete."""
+    visited: list[int] = []
+
+    def counted(entries: Any) -> Iterator[Any]:
+        for number, entry in enumerate(entries):
+            visited.append(number)
+            yield number, entry
+
+    monkeypatch.setattr(bounded, "enumerate", counted, raising=False)
+    parts: list[str] = []
+    bounded._write(value, parts, 30, set())
+    assert str(value).startswith("".join(parts)[:30])
+    assert 3 < len(visited) < 15
 
 
 def test_rows_run_at_the_same_time_and_calls_of_a_row_one_after_the_other(runner: ToolRunner) -> None:
@@ -336,6 +360,61 @@ def test_the_end_of_a_run_tells_how_many_calls_still_run(said: list[str], count:
 def test_an_async_tool_that_blocks_its_loop_harms_no_later_call(runner: ToolRunner) -> None:
     assert only(runner.run([[call(block_the_loop)]])).timed_out
     assert only(runner.run([[call(add_later, a=1, b=2)]])).content == "3"
+
+
+def test_a_loop_has_a_second_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    class Late:
+        set = print
+
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return False
+
+    loop = bounded._Loop()
+    monkeypatch.setattr(bounded, "Event", Late)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._loop, "call_soon_threadsafe", lambda *_: None)
+        assert loop.responds() is False
+    assert waits == [1.0]
+    loop.close()
+
+
+@pytest.mark.parametrize(
+    ("is_alive", "is_over", "is_running", "is_lost"),
+    [(True, False, True, False), (True, True, False, False), (False, False, False, True), (False, True, False, False)],
+)
+def test_a_call_is_lost_if_its_thread_has_ended_before_it(
+    is_alive: bool, is_over: bool, is_running: bool, is_lost: bool
+) -> None:
+    where: Any = SimpleNamespace(is_alive=lambda: is_alive)
+    nothing: Any = None
+    attempt = bounded._Attempt(nothing, where, 100, nothing)
+    assert not attempt.has_begun
+    attempt.is_over = is_over
+    assert (attempt.is_running(), attempt.is_lost()) == (is_running, is_lost)
+
+
+def test_a_thread_that_has_ended_gets_no_further_call(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call would wait until the threads are looked at again, here past its time limit."""
+    monkeypatch.setattr(bounded, "_POLL_SECONDS", 60.0)
+    runner = ToolRunner(ToolLimits(seconds=0.5, result_tokens=TOKENS), cut, said.append)
+    answer = bounded._Attempt._answer
+
+    def answer_and_end(attempt: bounded._Attempt, outcome: Any) -> None:
+        worker: Any = attempt.where
+        worker.is_alive = lambda: False
+        worker.retire()
+        answer(attempt, outcome)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bounded._Attempt, "_answer", answer_and_end)
+        assert only(runner.run([[call(add, a=1, b=2)]])).content == "3"
+    assert only(runner.run([[call(add, a=3, b=4)]])).content == "7"
+    runner.close()
+    assert only(runner.run([[call(add, a=5, b=6)]])).content == "11", "the threads of a closed runner have ended too"
+    runner.close()
 
 
 def test_many_abandoned_calls_stop_further_ones(runner: ToolRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,8 +551,12 @@ def test_helpers_of_async_tools_run_in_threads_that_delay_no_end(runner: ToolRun
     async def elsewhere() -> None:
         seen.append(await asyncio.to_thread(threading.current_thread))
 
+    async def fail_elsewhere() -> None:
+        await asyncio.to_thread(fail, "there")
+
     assert only(runner.run([[call(elsewhere)]])).content == "None"
     assert [(thread.name, thread.daemon) for thread in seen] == [("tool", True)]
+    assert only(runner.run([[call(fail_elsewhere)]])).fault == "ValueError: there"
 
 
 def test_a_thread_of_a_call_that_was_cancelled_does_not_run_it() -> None:
@@ -559,6 +642,9 @@ def test_async_tools_may_run_on_a_loop_of_the_caller(said: list[str]) -> None:
     assert seen == [loop]
     assert said[-1] == "1 abandoned call of tools still runs"
     assert loop.is_running()  # it is the caller's
+    assert only(runner.run([[call(where)]])).content == "here"
+    assert seen[1] is not loop, "a closed runner leaves the caller's loop alone"
+    runner.close()
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
 
@@ -717,6 +803,7 @@ VALUES: list[tuple[Any, str]] = [
     ([1, "2"], "[1, '2']"),
     ([{"type": "text", "text": 3}], "[{'type': 'text', 'text': 3}]"),
     ([{"type": "video", "video": "v"}], "[{'type': 'video', 'video': 'v'}]"),
+    (({"type": "text", "text": "x"},), "({'type': 'text', 'text': 'x'},)"),
     (_Silent(), "{'error': 'no text'}"),
     ([_Endless()], "{'error': 'no result within 0.4 s'}"),
     (_Number(3), "{'error': '__str__ returned non-string (type int)'}"),
@@ -891,12 +978,32 @@ def test_the_body_of_a_decorated_tool_does_not_run_with_unfit_arguments(runner: 
     assert result.content == str({"error": "missing a required argument: 'b'"})
     assert not ran
     assert only(runner.run([[call(decorated, a=1, b=2)]])).content == "3"
+    ran.clear()
+    signed: Any = decorated
+    signed.__signature__ = inspect.signature(add)
+    del signed.__wrapped__
+    assert only(runner.run([[call(decorated, a=1)]])).refused
+    assert not ran, "a signature of its own says as little about the body"
 
 
-@pytest.mark.parametrize("function", [print, dict, SimpleNamespace, functools.partial(add, b=1), str.upper])
-def test_callables_of_other_kinds(runner: ToolRunner, function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("function", "content"),
+    [
+        (dict, "{'a': 1}"),  # without a signature
+        (SimpleNamespace, "namespace(a=1)"),
+        (functools.partial(add, b=1), "2"),
+        (print, "unexpected keyword argument 'a'"),
+        (str.upper, "missing a required argument: 'self'"),
+    ],
+)
+def test_callables_of_other_kinds(runner: ToolRunner, function: Callable[..., Any], content: str) -> None:
     result = only(runner.run([[Call("x", {"a": 1}, function)]]))
-    assert isinstance(result.content, str)
+    assert content in result.content
+    assert bool(result.refused or result.fault) == ("argument" in content)
+    for arguments in ([1], None):
+        result = only(runner.run([[Call("x", arguments, function)]]))
+        assert result.refused
+        assert "mapping" in result.content
 
 
 class _Shelf(list[str]):
@@ -906,8 +1013,16 @@ class _Shelf(list[str]):
         return f"{name}: {len(self)}"
 
 
+class _EmptyPartial(functools.partial[Any]):
+    """Async tool that is false."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 def test_an_empty_container_may_be_a_tool(runner: ToolRunner) -> None:
     assert only(runner.run([[call(_Shelf(), name="books")]])).content == "books: 0"
+    assert only(runner.run([[call(_EmptyPartial(add_later, b=2), a=1)]])).content == "3"
 
 
 def test_names_are_bounded_and_harmless(runner: ToolRunner) -> None:

@@ -309,11 +309,14 @@ def test_no_more_of_a_text_is_tokenized_than_needed() -> None:
     assert beginning(cast(Any, wider), text, 3) == text[:300]
     assert wider.lengths == [48, 96, 192, 384, 300]
     assert beginning(cast(Any, wider), text[:150], 3) == text[:150]
+    assert beginning(cast(Any, wide), text, 4) == text[:80], "the first 64 characters end inside of the fourth token"
 
 
 def test_a_text_that_fits_is_left_as_it_is() -> None:
     assert beginning(cast(Any, Wide(2)), "a .b", 2) == "a .b"
     assert beginning(cast(Any, Wide(2)), "a .b.", 2) == "a .b"
+    half = "abc\N{REPLACEMENT CHARACTER}"
+    assert beginning(cast(Any, Wide(2)), half, 2) == half, "its last character is its own"
     assert result_text(cast(Any, Wide(1)), 3)("abcdef") == "abc", "a tokenizer without special tokens"
 
 
@@ -514,6 +517,11 @@ def test_ranks_pad_to_the_largest_number_of_rows(tokenizer: PreTrainedTokenizerF
     assert asked[1] == [[2], [2]]
     assert values.completion_ids[0][-4:] == [9] * 4
     assert len(values.completion_ids) == 1
+    asked.clear()
+    counts.clear()
+    unset = ToolLoop(generate, loop.parse, loop.render, loop.shorten, Recorder(), Limits(1, 100, 1000), largest)
+    unset([Row([7] * 5, [8] * 10, [message(1)], RowTools({}))])
+    assert asked[0][1:] == [[0], [0]], "every vocabulary has the token 0"
 
 
 def launched(kind: str, folder: Path, *options: str, layout: str = "ddp_cpu", **env: str) -> list[dict[str, Any]]:

@@ -688,6 +688,8 @@ LONG = "".join(map(chr, range(48, 89)))
         (TWO_TURNS, 30, "ab.<3>x", "token 7: 3 tokens that were sampled here are missing: 'yz.'"),
         ({"p": ["ab"]}, 30, "a", "token 1: 1 token that was sampled here is missing: 'b'"),
         ({"p": ["ab."], "pab.<3>": [""]}, 30, "ab.<3>", None),
+        ({"p": ["ab."]}, 30, "ab.<3>", None),  # the generator was not asked for another turn
+        ({"p": ["abb."]}, 30, "ab.", "token 2: 1 token that was sampled here is missing: 'b'"),
         ({"p": [""]}, 30, "", None),
         ({"p": ["a.", "b."]}, 30, "b.", "token 0: these tokens were sampled for row 1"),
         (
@@ -801,6 +803,18 @@ def test_a_shift_between_three_segments_is_named_at_its_first() -> None:
     row = Transcript(0, ids_of("p"), ids_of("ab.<3>c."), [1, 1, 1, 1, 0, 0, 0, 1], None)
     found = proof({"p": ["ab."], "pab.<3>": ["c."]})(row, with_messages=False)
     assert str(found) == "row 0, token 4: the tool mask is shifted by one token to the right"
+
+
+@pytest.mark.parametrize("longest", [7, 30])
+def test_a_shift_is_named_in_a_row_whose_last_turn_is_cut_too(longest: int) -> None:
+    row = Transcript(0, ids_of("p"), ids_of("a.<3>cd"), [1, 0, 0, 0, 0, 1, 1], None)
+    shifted_back = replace(row, mask=[1, 1, 0, 0, 0, 1, 1])
+    assert str(proof({"p": ["a."], "pa.<3>": ["cd."]}, longest)(shifted_back, with_messages=False)) == (
+        "None" if longest == 7 else "row 0, token 7: the end token that was sampled here is missing"
+    )
+    row = replace(row, mask=[1, 0, 0, 0, 1, 1, 1])
+    found = str(proof({"p": ["a."], "pa.<3>": ["cd."]}, longest)(row, with_messages=False))
+    assert ("the tool mask is shifted by one token to the left" in found) == (longest == 7)
 
 
 def test_a_mask_is_called_shifted_only_if_nothing_else_is_wrong() -> None:

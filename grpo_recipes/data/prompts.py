@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
-from jinja2 import StrictUndefined, Template, TemplateError, meta
+from jinja2 import StrictUndefined, Template, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes.data.places import Place, Places, selected
@@ -84,9 +84,6 @@ _CHOICES = pa.struct([("text", pa.list_(pa.string())), ("label", pa.list_(pa.str
 
 CONVERSATIONS = ("messages", "conversations")
 """Columns that are the prompt if there is neither a column `prompt` nor `question`."""
-
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
-"""Errors that rendering a `prompt_template` raises."""
 
 # Placeholder for a row's position in an error message. Finding the position takes a pass over the file.
 _PLACE = "\0"
@@ -229,7 +226,8 @@ class _Phrasing:
             return turns, made, _hash(turns)
         try:
             content = template.render(row)
-        except TEMPLATE_ERRORS as error:
+            content.encode()  # fails for half of a surrogate pair
+        except Exception as error:  # a template is a program, whose filters raise any class
             place, reason = self.place(index), reason_of(error)
             raise UserError(
                 f"`dataset.prompt_template` fails on {place} ({reason}): correct template or row"
@@ -410,9 +408,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _template_columns(template: str) -> tuple[str, ...]:
     """Return the columns that a template names, sorted. Raise `UserError` for an invalid template."""
+    environment = _environment()
     try:
-        return tuple(sorted(meta.find_undeclared_variables(_environment().parse(template))))
-    except TemplateError as error:
+        environment.from_string(template)
+        return tuple(sorted(meta.find_undeclared_variables(environment.parse(template))))
+    except Exception as error:  # jinja2 makes a program of it, which Python may refuse, as it does deep nesting
         raise UserError(
             f"`dataset.prompt_template` is not a jinja2 template ({reason_of(error)}): correct it"
         ) from error
@@ -446,7 +446,7 @@ def phrased_text(spec: DatasetSpec, text: str) -> str:
         return text if spec.labels is None else with_labels(text, spec.labels)
     try:
         return _environment().from_string(spec.prompt_template).render({columns[0]: text})
-    except TEMPLATE_ERRORS as error:
+    except Exception as error:  # a template is a program, whose filters raise any class
         raise UserError(
             f"`dataset.prompt_template` fails on this text ({reason_of(error)}): write another text"
         ) from error

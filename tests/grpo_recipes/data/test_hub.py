@@ -93,9 +93,16 @@ def test_datasets_come_from_the_cache_while_the_hub_is_silent(
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", is_offline)
     monkeypatch.setattr(hub, "hub_answers", lambda: answers)
-    with pytest.raises(KeyError), hub.cache_only_if_hub_is_silent():
-        assert datasets.config.HF_HUB_OFFLINE is (is_offline or not answers)
-        raise KeyError
+    found = []
+
+    def fail() -> None:
+        with hub.cache_only_if_hub_is_silent():
+            found.append(datasets.config.HF_HUB_OFFLINE)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert found == [is_offline or not answers]
     assert datasets.config.HF_HUB_OFFLINE is is_offline
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import date
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import xxhash
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 
-from grpo_recipes.data import prompts, tables
+from grpo_recipes.data import prompts, sources, tables, text_files
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.data.sources import Keys
+from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
 from grpo_rewards import choice_correctness, gsm8k_correctness
 from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import read_gold
@@ -85,7 +88,7 @@ def test_text_is_not_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
 def test_the_type_of_a_column_depends_on_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """The first batches have narrower types than the whole file."""
-    monkeypatch.setattr(tables, "BATCH", 4)
+    monkeypatch.setattr(text_files, "BATCH", 4)
     rows = [{"question": f"{n}?", "share": n if n < 9 else n / 2, "late": None if n < 9 else "x"} for n in range(10)]
     table = load(DatasetSpec.parse({"path": write(tmp_path / f"rows{ending}", rows)}))
     assert table["share"][:] == [*map(float, range(9)), 4.5]
@@ -110,6 +113,117 @@ def test_a_table_is_written_once_and_memory_mapped(tmp_path: Path, monkeypatch: 
     write(tmp_path / "rows.jsonl", ROWS[:5])
     assert len(load(spec(path))) == 5
     assert len(written) == 5
+
+
+def test_a_name_with_brackets_may_be_a_file(tmp_path: Path) -> None:
+    """A file of the name comes first. A glob may reach into folders, and into the home of a user."""
+    write(tmp_path / "rows1.jsonl", ROWS[:1])
+    assert len(load(spec(str(tmp_path / "rows[1].jsonl")))) == 1
+    write(tmp_path / "rows[1].jsonl", ROWS[:2])
+    assert len(load(spec(str(tmp_path / "rows[1].jsonl")))) == 2
+
+
+def test_paths_begin_at_the_home_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    write(tmp_path / "deep" / "er" / "rows.jsonl", ROWS[:3])
+    write(tmp_path / "saved", ROWS[:4])
+    for path, count in (("~/deep/er/rows.jsonl", 3), ("~/**/*.jsonl", 3), ("~/deep/*/*.jsonl", 3), ("~/saved", 4)):
+        assert len(load(spec(path))) == count
+    assert sources.guess_source("~/deep/er/rows.jsonl") == SourceSpec("~/deep/er/rows.jsonl")
+    recorded = [{"prompt": "p", "response": "r", "reward": 1.0}]
+    write(tmp_path / "scored.jsonl", recorded)
+    for path in ("~/scored.jsonl", "~/score[d].jsonl"):
+        assert len(load(DatasetSpec.parse({"name": "scored", "path": path}))) == 1
+    (tmp_path / "semicolons.csv").write_text("question;answer\na;1\n")
+    for path in ("~/semicolons.csv", "~/semi*.csv"):
+        assert sources.guess_source(path) == SourceSpec(path, delimiter=";")
+
+
+def test_what_is_read_under_any_split(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(list(ROWS))
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=table, test=table).save_to_disk(str(tmp_path / "two"))
+    write(tmp_path / "rows.csv")
+    for path in (str(tmp_path / "one"), str(tmp_path / "rows.csv"), "absent.jsonl", "absent.jsonl.gz", "absent-*.csv"):
+        assert sources.has_one_split(path), path
+    for path in (str(tmp_path / "two"), "openai/gsm8k", "absent.csv"):
+        assert not sources.has_one_split(path), path
+
+
+@pytest.mark.parametrize(
+    ("path", "unread"),
+    [
+        ("a.csv", set()),
+        ("a.tsv.gz", set()),
+        ("a.jsonl", {"delimiter", "decimal"}),
+        ("a.json.zst", {"delimiter", "decimal"}),
+        ("a.parquet", {"delimiter", "decimal", "encoding"}),
+        ("openai/gsm8k", {"delimiter", "decimal", "encoding"}),
+    ],
+)
+def test_keys_of_a_text_file_have_no_effect_on_others(path: str, unread: set[str]) -> None:
+    assert sources.unread_notation(path) == unread
+
+
+def test_a_saved_folder_and_the_hub_have_no_notation(tmp_path: Path) -> None:
+    saved = write(tmp_path / "saved")
+    for path in (saved, "openai/gsm8k"):
+        with pytest.raises(UserError) as caught:
+            load(DatasetSpec.parse({"path": path, "encoding": "cp1252"}))
+        assert str(caught.value) == (
+            f"`dataset.encoding` describes text files, and {path} is none: remove it, or give each source of a list "
+            "keys of its own"
+        )
+
+
+def test_files_that_are_none_or_of_two_kinds_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    write(tmp_path / "b.jsonl")
+    write(tmp_path / "c.json")
+    kinds = ".jsonl, .json, .csv, .tsv, .parquet file (.gz or .zst may follow, except for .parquet)"
+    (tmp_path / "d.txt").write_text("x")
+    (tmp_path / "e.csv").mkdir()
+    for pattern, message in (
+        ("*.json*", f"{tmp_path}/a.jsonl and {tmp_path}/c.json are of two kinds: name files of one kind"),
+        ("*.txt", f"{tmp_path}/d.txt is not a {kinds}: convert it"),
+        ("*.csv", f"{tmp_path}/e.csv is no ordinary file: name a {kinds}"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load(spec(str(tmp_path / pattern)))
+        assert str(caught.value) == f"`dataset.path`: {message}"
+
+
+def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
+    for pattern, named in (("a.parquet", f"{tmp_path}/a.parquet"), ("*.parquet", f"{tmp_path}/a.parquet and 2 more")):
+        with pytest.raises(UserError, match=rf"^`dataset\.path`: {named} can't be read as Parquet \(.+\): replace it$"):
+            load(spec(str(tmp_path / pattern)))
+
+
+@pytest.mark.parametrize(
+    "error", [datasets.exceptions.DatasetGenerationError("no rows."), OSError("no rows"), ValueError("no rows.")]
+)
+def test_what_a_library_does_not_read_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load_dataset(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    for path, message in (
+        (f"{tmp_path}/rows.parquet", f"{tmp_path}/rows.parquet can't be read as Parquet (no rows): replace it"),
+        (
+            "org/rows",
+            "'org/rows' can't be loaded from the Hugging Face Hub (no rows): correct the path, the config or the split",
+        ),
+    ):
+        with pytest.raises(UserError) as caught:
+            load(spec(path))
+        assert str(caught.value) == f"`dataset.path`: {message}"
 
 
 # Columns and prompts
@@ -181,6 +295,47 @@ def test_a_template_can_use_any_column(tmp_path: Path) -> None:
     worked = write(tmp_path / "worked.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
     preset = {"name": "gsm8k", "path": worked, "prompt_template": "{{ question }} Think.", "system_prompt": "none"}
     assert load(DatasetSpec.parse(preset)).to_list() == [{"prompt": user("1 + 1? Think."), "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ level|wordwrap }}", "'int' object has no attribute 'splitlines'"),
+        ("{{ problem + 1 }}", "can only concatenate str"),
+        ("{{ problem[9:1:0] }}", "slice step cannot be zero"),
+        ("{{ '{5}'.format() }}", "out of range"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ problem.x }}", "'str object' has no attribute 'x'"),
+        ("{{ problem|truncate(1) }}", "expected length >= 3, got 1"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
+        (r"{{ '\ud800' }}", "surrogates not allowed"),
+        ("\ud800", "surrogates not allowed"),
+    ],
+)
+def test_what_fails_in_a_template_is_named_with_its_row(tmp_path: Path, template: str, reason: str) -> None:
+    path = write(tmp_path / "rows.jsonl")
+    with pytest.raises(
+        UserError, match=rf"`dataset\.prompt_template` fails on .*line 1 \(.*{reason}.*\): correct temp"
+    ):
+        load(spec(path, columns=None, prompt_template=template))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ a", "{% for x in a %}" * 30 + "{% endfor %}" * 30, "{{ " + "(" * 3000 + " }}"]
+)
+def test_what_is_no_template_is_refused(template: str) -> None:
+    with pytest.raises(UserError, match=r"^`dataset\.prompt_template` is not a jinja2 template \(.+\): correct it$"):
+        prompts.columns_of_prompt(DatasetSpec.parse({"path": "a", "prompt_template": template}))
+
+
+def test_a_template_takes_the_values_that_json_lacks(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"day": [date(2024, 1, 2), date(2024, 1, 3), date(2024, 1, 2)]})
+    table.to_parquet(tmp_path / "rows.parquet")
+    made = load_prompts(
+        DatasetSpec.parse({"path": str(tmp_path / "rows.parquet"), "prompt_template": "What day is {{ day }}?"})
+    )
+    assert made.dataset["prompt"][0] == user("What day is 2024-01-02?")
+    assert made.identities[0] == made.identities[2] != made.identities[1]
 
 
 def test_boxed_golds_are_extracted(tmp_path: Path) -> None:
@@ -263,6 +418,16 @@ def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path: Path) -> No
     rows = load(DatasetSpec.parse({"path": str(tmp_path / "rows.parquet")}))
     assert rows["answer"][:] == [0.1, 2.3, 1.234]
     assert rows.column_names == ["prompt", "answer"]
+    # Other numbers and the order of the columns stay.
+    table = {"x": answers, "question": ["a", "b", "c"], "n": [1, 2, 3], "d": [0.1, 0.2, None], "y": answers}
+    datasets.Dataset.from_dict(table).to_parquet(tmp_path / "all.parquet")
+    keys = Keys("path", "split")
+    every = sources.read(SourceSpec(str(tmp_path / "all.parquet")), keys).table
+    assert every.to_dict() == {**table, "x": [0.1, 2.3, 1.234], "y": [0.1, 2.3, 1.234]}
+    assert every.column_names == [*table]
+    assert len(sources.read(SourceSpec(str(tmp_path / "all.parquet"), split="train[:0]"), keys).table) == 0
+    alone = sources.read(SourceSpec(str(tmp_path / "all.parquet"), columns=["x", "y"]), keys).table
+    assert alone.to_dict() == {"x": [0.1, 2.3, 1.234], "y": [0.1, 2.3, 1.234]}
 
 
 # Conversations in ShareGPT's notation
@@ -341,6 +506,55 @@ def test_a_mixture_accepts_the_keys_of_trl(tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
+def test_halves_of_rows_are_rounded_as_in_trl(tmp_path: Path) -> None:
+    """The shares are 3/7 and 4/7 of a mixture of 3.5 rows: 1.5 rows, which floats make a little more, and 2."""
+    rows = [{"question": f"{n}?"} for n in range(4)]
+    sources = [
+        {"path": write(tmp_path / "a.jsonl", rows[:2]), "fraction": 0.6},
+        {"path": write(tmp_path / "b.jsonl", rows[2:]), "fraction": 0.8},
+    ]
+    theirs = get_dataset(
+        DatasetMixtureConfig(
+            datasets=[
+                DatasetConfig(path="json", data_files=source["path"], fraction=source["fraction"]) for source in sources
+            ]
+        )
+    )["train"]
+    ours = load(DatasetSpec.parse({"path": sources}))
+    assert [row["prompt"][0]["content"] for row in ours] == theirs["question"][:]
+
+
+def test_a_source_with_a_configuration_is_called_by_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
+    files = {name: write(tmp_path / f"{name}.jsonl", [{"question": name}]) for name in ("easy", "hard")}
+    sources = [{"path": "json", "name": name, "data_files": file} for name, file in files.items()]
+    sources.append({"path": "json", "data_dir": str(tmp_path), "data_files": "hard.jsonl"})
+    made = load(DatasetSpec.parse({"path": sources}))
+    assert made["source"][:] == ["json/easy", "json/hard", "json"]
+    assert [row["prompt"][0]["content"] for row in made] == ["easy", "hard", "hard"]
+
+
+def test_a_column_that_is_null_in_one_source_has_the_type_of_the_other(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [{"question": "a", "level": None}])
+    second = write(tmp_path / "b.jsonl", [{"question": "b", "level": 3}])
+    for order, levels in (([first, second], [None, 3]), ([second, first], [3, None])):
+        assert load(DatasetSpec.parse({"path": order}))["level"][:] == levels
+
+
+@pytest.mark.parametrize(
+    ("level", "name"), [("hard", "string"), ([1], "list"), ({"a": 1}, "dict"), (2.5, "float64"), (True, "bool")]
+)
+def test_columns_of_two_types_are_named_by_both(tmp_path: Path, level: Any, name: str) -> None:
+    first = write(tmp_path / "a.jsonl", [{"question": "a", "level": 3}])
+    second = write(tmp_path / "b.jsonl", [{"question": "b", "level": level}])
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec.parse({"path": [first, second]}))
+    assert str(caught.value) == (
+        f"`dataset.path`: the column 'level' is int64 in {first} and {name} in {second}: give both one type, or rename "
+        "one in its `columns`"
+    )
+
+
 def test_a_mixture_survives_a_round_trip_through_json(tmp_path: Path) -> None:
     made = DatasetSpec.parse({"path": three_sources(tmp_path), "eval_share": 0.2})
     written = json.loads(json.dumps(made.as_dict()))
@@ -374,6 +588,26 @@ def test_a_row_stays_training_or_held_out_when_the_table_changes(tmp_path: Path)
     # A larger share keeps all rows of a smaller one.
     _, half = sides(DatasetSpec.parse({"path": path, "eval_share": 0.5}))
     assert held_out < half
+
+
+def test_a_row_is_on_the_same_side_in_every_version(tmp_path: Path) -> None:
+    """A side is decided by the XXH64 of what the prompt is made from, as JSON."""
+    path = write(tmp_path / "rows.jsonl", [{"question": "Größe?", "n": 1}])
+    for keys, content in (
+        ({}, '[{"content": "Größe?", "role": "user"}]'),
+        ({"system_prompt": "think"}, '[{"content": "Größe?", "role": "user"}]'),
+        ({"prompt_template": "{{ question }} {{ n }}"}, '[1, "Größe?"]'),
+        ({"columns": {"prompt": "question"}}, '"Größe?"'),
+    ):
+        (identity,) = load_prompts(DatasetSpec.parse({"path": path, **keys})).identities
+        assert identity == xxhash.xxh64_intdigest(content.encode())
+        # The held-out share holds the smallest hashes.
+        share = float(identity) / 2.0**64
+        for factor, evaluation in ((0.99, False), (1.01, True)):
+            made = DatasetSpec.parse({"path": path, "eval_share": share * factor, **keys})
+            assert len(load(made, evaluation=evaluation)) == 1
+            with pytest.raises(UserError, match=r"`dataset\.eval_share`: .* of the rows of .*rows\.jsonl is empty"):
+                load(made, evaluation=not evaluation)
 
 
 def test_the_wording_of_a_template_does_not_change_identities(tmp_path: Path) -> None:
@@ -456,6 +690,18 @@ def test_the_last_assistant_turn_of_a_conversation_is_the_gold(name: str) -> Non
     table = load(DatasetSpec.parse({"path": str(nested), "columns": {name: "conversation.messages"}}))
     assert table["prompt"][:] == [conversation[:-1] for conversation in turns]
     assert table["answer"][:] == [conversation[-1]["content"] for conversation in turns]
+
+
+def test_a_blank_last_turn_is_no_gold(tmp_path: Path) -> None:
+    """A later conversation may end with the user's turn, and has no gold either."""
+    answers = ["a ", " ", None]
+    turns = [
+        [*user("q"), *([] if answer is None else [{"role": "assistant", "content": answer}])] for answer in answers
+    ]
+    path = write(tmp_path / "rows.jsonl", [{"messages": conversation} for conversation in turns])
+    made = load(DatasetSpec.parse({"path": path}))
+    assert made["answer"][:] == ["a", None, None]
+    assert made["prompt"][:] == [user("q")] * 3
 
 
 def test_a_conversation_without_a_last_assistant_turn_is_a_prompt(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 import xxhash
+from pyarrow import parquet
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 
 from grpo_recipes.data import prompts, sources, tables, text_files
@@ -629,6 +631,188 @@ def test_a_held_out_row_that_is_also_a_training_row_is_refused(tmp_path: Path) -
         check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
     made = spec(path, eval_path=write(tmp_path / "new.jsonl", other))
     check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
+
+
+# Prompts of many rows, and single prompts
+
+
+@pytest.mark.parametrize("drop_missing", [False, True])
+def test_rows_of_later_batches_keep_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop_missing: bool
+) -> None:
+    monkeypatch.setattr(prompts, "BATCH", 2)
+    rows: list[dict[str, Any]] = [{"question": f"{n}?", "answer": n, "level": 1} for n in range(7)]
+    if drop_missing:
+        rows[1]["question"] = rows[4]["answer"] = None
+    left = [row["answer"] for row in rows if row["question"] is not None and row["answer"] is not None]
+    keys = {"path": write(tmp_path / "rows.jsonl", rows), "drop_missing": drop_missing}
+    made = load_prompts(DatasetSpec.parse(keys))
+    assert made.dataset["answer"][:] == left
+    assert [row["prompt"][0]["content"] for row in made.dataset] == [f"{n}?" for n in left]
+    assert [place.number for place in made.places(range(len(left)))] == [n + 1 for n in left]
+    rows[6]["level"] = 0
+    template = {"path": write(tmp_path / "rows.jsonl", rows), "prompt_template": "{{ 1 // level }}"}
+    with pytest.raises(UserError, match=r"fails on .*rows\.jsonl, line 7 \("):
+        load(DatasetSpec.parse({**keys, **template}))
+    rows[6]["question"] = 3
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 7: the column 'question' has values of several types"):
+        load(DatasetSpec.parse({"path": write(tmp_path / "rows.jsonl", rows)}))
+
+
+S = {"role": "system", "content": "s"}
+A = {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "system", "is_text", "expected"),
+    [
+        ("q", None, True, "q"),
+        ("q", "t", True, "t\nq"),
+        ("q", None, False, user("q")),
+        ("q", "t", False, [{"role": "system", "content": "t"}, *user("q")]),
+        ([S, *user("q")], "t", False, [S, *user("q")]),
+        ([S, *user("q")], None, True, "s\nq"),
+        ([*user("q"), A, *user("r")], "t", True, "t\nq\na\nr"),
+        ([*user("q"), S], "t", False, [{"role": "system", "content": "t"}, *user("q"), S]),
+    ],
+)
+def test_a_system_prompt_comes_first_unless_the_turns_bring_one(
+    turns: Any, system: str | None, is_text: bool, expected: Any
+) -> None:
+    before = list(turns)
+    assert prompts.prompt_of(turns, system, is_text) == expected
+    assert list(turns) == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "columns", "message"),
+    [
+        ({"name": "gsm8k"}, ("question",), "a {{ b"),
+        ({"name": "multiple_choice"}, ("question", "choices"), " a {{ b "),
+        ({"name": "extraction"}, ("text",), "a {{ b"),
+        (
+            {"name": "classification", "labels": ["x", "y"]},
+            ("text",),
+            "a {{ b\n\nAnswer with one of these labels: x, y.",
+        ),
+        ({"name": "rlaif"}, (), " a {{ b "),
+        ({}, None, " a {{ b "),
+        ({"prompt_template": "Q: {{ q }}!"}, ("q",), "Q:  a {{ b !"),
+        ({"prompt_template": "{{ q }}{{ a }}"}, ("a", "q"), " a {{ b "),
+        ({"prompt_template": "Play."}, (), " a {{ b "),
+        ({"prompt_template": ""}, (), " a {{ b "),
+        ({"name": "gsm8k", "prompt_template": "{{ x }}"}, ("x",), " a {{ b "),
+    ],
+)
+def test_a_text_is_asked_as_a_row_with_one_column_would_be(keys: dict[str, Any], columns: Any, message: str) -> None:
+    made = DatasetSpec.parse({"path": "a", **keys})
+    assert prompts.columns_of_prompt(made) == columns
+    assert prompts.phrased_text(made, " a {{ b ") == message
+
+
+def test_a_text_on_which_the_template_fails_is_named() -> None:
+    made = DatasetSpec.parse({"path": "a", "prompt_template": "{{ q[9:1:0] }}"})
+    with pytest.raises(UserError) as caught:
+        prompts.phrased_text(made, "text")
+    reason = "slice step cannot be zero"
+    assert str(caught.value) == f"`dataset.prompt_template` fails on this text ({reason}): write another text"
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "sentence"),
+    [
+        ("gsm8k", {"question": "q", "gold": 1}, "none is 'answer': map one with `columns: {answer: ...}`"),
+        ("math", {"problem": "q", "x": 1}, "none is 'answer' or 'solution': map one with `columns: {answer: ...}`"),
+        (
+            "multiple_choice",
+            {"question": "q", "A": "x", "answer": "A"},
+            "none is 'choices': map one with `columns: {choices: ...}`, or one for each choice with `columns: {A: ..., "
+            "B: ...}`",
+        ),
+        ("extraction", {"object": "{}"}, "none is 'text' or 'question': map one with `columns: {text: ...}`"),
+        (
+            None,
+            {"problem": "q"},
+            "none is 'prompt', 'question', 'messages' or 'conversations': map one with `columns: {question: ...}`, or "
+            "write a `prompt_template`",
+        ),
+    ],
+)
+def test_a_missing_column_is_named_with_the_key_that_maps_one(
+    tmp_path: Path, name: str | None, row: dict[str, Any], sentence: str
+) -> None:
+    path = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec.parse({"name": name, "path": path}))
+    assert str(caught.value) == f"`dataset`: {path}, line 1 has the columns {', '.join(row)}, and {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "golds"),
+    [
+        ([1.5, 2.0], pa.float64(), [1.5, 2.0]),
+        ([1, 20], pa.int64(), ["1", "20"]),
+        (["#### 1", "b"], pa.large_string(), ["1", "b"]),
+        ([[1.5], [2.0, 3.0]], pa.large_list(pa.float64()), [[1.5], [2.0, 3.0]]),
+        ([["#### 1", "2"], ["b"]], pa.list_(pa.string()), [["1", "2"], ["b"]]),
+    ],
+)
+def test_golds_have_the_type_of_the_answers(tmp_path: Path, answers: Any, kind: pa.DataType, golds: Any) -> None:
+    parquet.write_table(
+        pa.table({"question": ["q", "r"], "answer": pa.array(answers, kind)}), tmp_path / "rows.parquet"
+    )
+    assert load(DatasetSpec.parse({"name": "gsm8k", "path": str(tmp_path / "rows.parquet")}))["answer"][:] == golds
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_choices_of_text_become_lists_and_lists_stay(tmp_path: Path, kind: pa.DataType) -> None:
+    for number, choices in enumerate((pa.array(["x | y"], kind), pa.array([["x", "y"]], pa.large_list(kind)))):
+        table = pa.table({"question": ["q"], "choices": choices, "answer": ["B"]})
+        parquet.write_table(table, tmp_path / f"{number}.parquet")
+        made = load(DatasetSpec.parse({"name": "multiple_choice", "path": str(tmp_path / f"{number}.parquet")}))
+        assert made["answer"][:] == ["B"]
+        assert made["choices"][0] == (["x", "y"] if number else {"text": ["x", "y"], "label": ["A", "B"]})
+
+
+def test_messages_of_a_large_list_are_kept(tmp_path: Path) -> None:
+    for turn in ({"role": "user", "content": "q"}, {"from": "human", "value": "q"}):
+        kind = pa.large_list(pa.struct([(key, pa.string()) for key in turn]))
+        parquet.write_table(pa.table({"prompt": pa.array([[turn]], kind)}), tmp_path / "rows.parquet")
+        made = load(DatasetSpec.parse({"path": str(tmp_path / "rows.parquet")}))
+        assert made["prompt"][:] == [user("q")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+        *("environments", "image", "images"),
+    ],
+)
+def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "q", name: 1}])
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec.parse({"path": path}))
+    assert str(caught.value) == (
+        f"`dataset`: {path}, line 1 has a column {name!r}, a name that the trainer takes for itself: rename it, as in "
+        f"`columns: {{other_{name}: {name}}}`"
+    )
+
+
+def test_a_template_replaces_a_column_prompt_and_keeps_what_else_it_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "question": "q", "answer": 1}])
+    for template, content in (("{{ prompt }} {{ answer }}", "p 1"), ("{{ question }}", "q")):
+        made = load(DatasetSpec.parse({"path": path, "prompt_template": template}))
+        assert made.to_list() == [{"prompt": user(content), "question": "q", "answer": 1}]
+    worked = write(tmp_path / "worked.jsonl", [{"question": "q", "answer": "#### 1", "hint": "h"}])
+    keys = {"name": "gsm8k", "path": worked, "prompt_template": "{{ answer }} {{ hint }}", "system_prompt": "none"}
+    assert load(DatasetSpec.parse(keys)).to_list() == [{"prompt": user("#### 1 h"), "answer": "1", "hint": "h"}]
+
+
+def test_prompts_without_another_column_are_a_table_too(tmp_path: Path) -> None:
+    for row in ({"question": "q"}, {"prompt": "q"}, {"prompt": user("q")}):
+        made = load(DatasetSpec.parse({"path": write(tmp_path / "rows.jsonl", [row])}))
+        assert made.to_list() == [{"prompt": "q" if row.get("prompt") == "q" else user("q")}]
 
 
 # The sample of a large table

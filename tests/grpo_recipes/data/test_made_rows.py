@@ -417,6 +417,52 @@ def test_log_probabilities_are_given_for_all_responses_or_none(tmp_path: Path) -
         load(recorded(tmp_path, some))
 
 
+def test_recorded_prompts_of_one_file_are_not_both_trained_and_evaluated_on(tmp_path: Path) -> None:
+    lines = [{"prompt": prompt, "response": "r", "reward": 1.0} for prompt in "aabbc"]
+    path = recorded(tmp_path, lines).path
+    spec = DatasetSpec.parse({"name": "scored", "path": path, "split": "train[:2]", "eval_split": "train[2:]"})
+    assert [load(spec, evaluation=side)["prompt"][:] for side in (False, True)] == [["a", "b"], ["c"]]
+    for split, shared in (("test", 2), ("train[1:]", 1)):
+        spec = DatasetSpec.parse({"name": "scored", "path": path, "split": "train[:2]", "eval_split": split})
+        with pytest.raises(UserError) as caught:
+            load(spec, evaluation=True)
+        assert str(caught.value) == (
+            f"`dataset.eval_split`: {shared} rows of {path}, which holds one split, would be both trained and "
+            "evaluated on: set eval_path, slices that do not overlap, or eval_share"
+        )
+
+
+def test_a_missing_cell_of_a_recorded_line_is_no_value(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "p", "response": "a", "reward": 1, "responses": None},
+        {"prompt": "q", "responses": ["b"], "rewards": [2], "logprobs": None},
+    ]
+    assert load(recorded(tmp_path, lines)).to_list() == [
+        {"prompt": "p", "responses": ["a"], "rewards": [1.0]},
+        {"prompt": "q", "responses": ["b"], "rewards": [2.0]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"prompt": ""}, "text that is not empty"),
+        ({"response": None, "responses": [3]}, "text"),
+        ({"reward": math.inf}, "a finite number"),
+        ({"logprobs": [0.5]}, "a finite number of at most 0"),
+        ({"logprobs": [-math.inf]}, "a finite number of at most 0"),
+    ],
+)
+def test_a_recorded_value_that_can_not_be_is_named(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    line = {"prompt": "p", "response": "a", "reward": 1.0, "logprobs": [0.0], **change}
+    if "responses" in change:
+        line = {"prompt": "p", "responses": [3], "rewards": [1.0]}
+    with pytest.raises(
+        UserError, match=rf"^`dataset`: .*rows\.jsonl, line 1: .*{problem}.*: correct or remove the line$"
+    ):
+        load(recorded(tmp_path, [line]))
+
+
 def test_a_group_needs_enough_recorded_responses(tmp_path: Path) -> None:
     table = load(
         recorded(tmp_path, [{"prompt": p, "responses": ["a"] * n, "rewards": [1] * n} for p, n in (("p", 2), ("q", 3))])

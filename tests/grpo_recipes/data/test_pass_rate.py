@@ -61,6 +61,42 @@ def test_rows_are_kept_by_their_pass_rate(evaluated: Path) -> None:
     assert kept(evaluated, 0, 1) == list(range(10))
 
 
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_the_kept_rows_are_counted_once(
+    evaluated: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: str | None
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with caplog.at_level("INFO", "grpo_recipes.data.load"):
+        kept(evaluated, 0.5, 0.75)
+    line = "pass rate: 4 of 10 rows kept, solved 0.5 to 0.75 of the time; 4 were solved less often, 2 more often"
+    assert caplog.messages == ([] if rank == "1" else [line])
+
+
+def test_an_evaluation_without_golds_has_no_pass_rates(evaluated: Path) -> None:
+    file = evaluated / "evaluation" / "evaluation.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "strict"}))
+    with pytest.raises(RecipeError, match="evaluation measured no accuracy, since its rows have no golds: name"):
+        kept(evaluated, 0, 1)
+    file.unlink()
+    with pytest.raises(RecipeError) as caught:
+        kept(evaluated, 0, 1)
+    assert str(caught.value) == (
+        f"{evaluated}/mine.yaml: `dataset.pass_rate.evaluation` {evaluated}/evaluation has no finished evaluation: run "
+        "`grpo-recipes evaluate MODEL --recipe RECIPE --split train --samples 8 --output "
+        f"{evaluated}/evaluation`"
+    )
+
+
+def test_a_share_of_training_rows_is_filtered_and_may_be_empty(evaluated: Path) -> None:
+    rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0, 1]}
+    rows = [recipe_prompts(recipe(evaluated, pass_rate=rate, eval_share=0.5), evaluation=side) for side in (0, 1)]
+    assert sum(len(prompts.dataset) for prompts in rows) == 10
+    with pytest.raises(RecipeError, match=r"`dataset\.split`: 'train\[:0\]' of .* is empty"):
+        recipe_prompts(recipe(evaluated, pass_rate=rate, split="train[:0]"))
+
+
 def test_held_out_rows_are_not_filtered(evaluated: Path) -> None:
     """The key also survives a round trip through run.json."""
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9]}

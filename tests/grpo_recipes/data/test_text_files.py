@@ -162,7 +162,7 @@ def test_a_blank_line_and_a_long_cell_are_read(tmp_path: Path) -> None:
     assert load(dataset(path))["prompt"][0] == [{"role": "user", "content": f"{long}."}]
 
 
-@pytest.mark.parametrize("start", ["", "\ufeff", " \n\t"])
+@pytest.mark.parametrize("start", ["", "\ufeff", " \n\t", " " * 1_000])
 def test_a_json_file_holds_an_array_or_one_object_per_line(tmp_path: Path, start: str) -> None:
     path = tmp_path / "rows.json"
     rows = [{"question": "a"}, {"question": "[b"}]
@@ -385,6 +385,7 @@ def test_the_notation_of_a_table_is_guessed(name: str, expected: dict[str, str])
         ("a;b|c\n1;2|3\n", (";", None, None)),  # the first that splits
         ("q;a\n\nx;1\n", (";", None, None)),  # a blank line is no record
         ('q;a\n"x;1\n', (None, None, None)),
+        ("q,a\nx,1\ny\n", (None, None, None)),
         ("", (None, None, None)),
     ],
 )
@@ -399,6 +400,14 @@ def test_a_guess_reads_the_whole_file_for_its_encoding_and_the_head_for_the_rest
     (tmp_path / "rows.csv").write_bytes(f"text;note\n{rows}Größe;2,5\n".encode("cp1252"))
     source = guess_source(str(tmp_path / "rows.csv"))
     assert (source.delimiter, source.encoding, source.decimal) == (";", "cp1252", "comma")
+
+
+def test_several_files_are_described_by_the_first(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("q;a\nx;1\n")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    (tmp_path / "c.csv").write_text("q|a\nx|1\n")
+    assert guess_source(str(tmp_path / "*")) == SourceSpec(str(tmp_path / "*"), delimiter=";")
+    assert guess_source(str(tmp_path / "[bc]*")) == SourceSpec(str(tmp_path / "[bc]*"))
 
 
 def test_what_is_no_text_table_gets_no_guess(tmp_path: Path) -> None:

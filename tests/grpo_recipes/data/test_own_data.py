@@ -266,6 +266,8 @@ def test_a_column_prompt_is_the_prompt(tmp_path: Path) -> None:
     turns = [*user("hi"), {"role": "assistant", "content": "yes?"}, *user("1 + 1?")]
     messages = write(tmp_path / "messages.jsonl", [{"prompt": turns, "name": "x"}])
     assert load(DatasetSpec.parse({"path": messages})).to_list() == [{"prompt": turns, "name": "x"}]
+    named = write(tmp_path / "named.jsonl", [{"prompt": [{**turns[0], "name": "Ann"}]}])
+    assert load(DatasetSpec.parse({"path": named})).to_list() == [{"prompt": [{**turns[0], "name": "Ann"}]}]
     assert load(DatasetSpec.parse({"path": messages, "system_prompt": "Be brief."}))[0]["prompt"] == [system, *turns]
     assert load(DatasetSpec.parse({"path": messages, "prompt_format": "text"}))[0]["prompt"] == "hi\nyes?\n1 + 1?"
 

@@ -172,6 +172,13 @@ def test_a_json_file_holds_an_array_or_one_object_per_line(tmp_path: Path, start
     assert load(dataset(path)).num_rows == 2
 
 
+def test_only_a_newline_ends_a_line_in_any_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for encoding in ("utf-8", "utf-16"):
+        path.write_bytes('{"question":\r"a"}\r\n{"question": "b\u2028"}\n'.encode(encoding))
+        assert load(dataset(path, encoding=encoding)).num_rows == 2
+
+
 def test_a_mistake_in_a_json_array_names_its_entry(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for entry, problem in (('"b"', "is not a JSON object"), ('{"q": "\\udc00"}', "has half of a surrogate pair")):

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +336,54 @@ def test_a_table_has_at_most_so_many_columns_and_keys() -> None:
     tables.check_fields([half, other], "a.jsonl")  # each object and each list counts too
     with pytest.raises(UserError, match=r"^`dataset`: the objects in a\.jsonl have more than 10,000 different keys:"):
         tables.check_fields([half, other, pa.int64()], "a.jsonl")
+
+
+def test_a_reason_is_a_clause() -> None:
+    assert tables.reason_of(ValueError("no  rows.\n Give some.")) == "no rows. Give some"
+    assert tables.reason_of(KeyError()) == "KeyError"
+
+
+def test_a_table_is_stored_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "a" / "cache"))
+    folder = tmp_path / "a" / "cache" / "grpo_recipes"
+    tries: list[int] = []
+
+    def batches(good: int, error: Exception | None) -> Iterator[pa.Table]:
+        tries.append(good)
+        for number in range(good):
+            yield pa.table({"a": [number]})
+        if error is not None and (not isinstance(error, tables.Widened) or len(tries) == 1):
+            raise error
+
+    with pytest.raises(KeyError):
+        tables.stored("one", lambda: batches(2, KeyError()))
+    assert [path.name for path in folder.iterdir() if path.suffix != ".lock"] == []
+    tries.clear()
+    assert tables.stored("one", lambda: batches(3, tables.Widened()))["a"][:] == [0, 1, 2]
+    assert tries == [3, 3]
+    assert tables.stored("one", lambda: batches(9, None))["a"][:] == [0, 1, 2], "it is not written again"
+    assert len(tries) == 2
+    assert len(tables.stored("none", lambda: batches(0, None))) == 0
+    assert sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") == ["none.arrow", "one.arrow"]
+
+
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError) as caught:
+        load(rows(tmp_path, "question\na\n"))
+    assert str(caught.value) == (
+        f"`dataset`: {tmp_path}/file/grpo_recipes is not writable (Not a directory): make room, or set "
+        "HF_DATASETS_CACHE"
+    )
+
+
+def test_a_name_with_a_nul_is_refused_every_time(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "x\\u0000y": 1}\n')
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            load(DatasetSpec.parse({"path": str(tmp_path / "rows.jsonl")}))
+        assert str(caught.value) == "`dataset`: names of columns have control characters: rename the columns"
 
 
 def test_rows_of_several_tables_are_found_where_they_are() -> None:

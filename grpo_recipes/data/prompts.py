@@ -130,7 +130,7 @@ class _Reading:
     @property
     def is_prompt_column(self) -> bool:
         """True if the column `prompt` is the prompt."""
-        return self.read is _given_prompt and self.template is None
+        return self.read is _given_prompt
 
 
 def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:

@@ -343,19 +343,28 @@ def test_either_side_may_be_a_mixture(jsonl, tmp_path):
         ({"eval_path": "{empty}"}, True, "`dataset.split`: 'train' of {empty}"),
         ({"eval_path": ["{empty}", "{empty}"]}, True, "`dataset.split`: 'train' of {empty}, {empty}"),
         ({"eval_share": 1e-9}, True, "`dataset.eval_share`: 1e-09 of the rows of {path}"),
+        ({"path": "{empty}", "eval_share": 0.5}, True, "`dataset.eval_share`: 0.5 of the rows of {empty}"),
+        ({"path": "{empty}", "eval_share": 0.5}, False, "`dataset.eval_share`: 0.5 of the rows of {empty}"),
+        (
+            {"path": [{"path": "{path}", "split": "train[:0]"}, {"path": "{empty}", "split": "test"}]},
+            False,
+            "`dataset.split`: 'train[:0]' of {path}, {empty}",
+        ),
     ],
 )
 def test_a_side_without_rows_is_named(jsonl, tmp_path, keys, evaluation, part):
     names = {"path": jsonl, "empty": write_jsonl(tmp_path / "empty.jsonl", [])}
-    filled = json.loads(json.dumps(keys).replace("{empty}", names["empty"]))
+    filled = json.loads(json.dumps(keys).replace("{empty}", names["empty"]).replace("{path}", jsonl))
     with pytest.raises(UserError) as caught:
-        load(DatasetSpec("gsm8k", path=jsonl, **filled), evaluation=evaluation)
+        load(DatasetSpec(**{"name": "gsm8k", "path": jsonl, **filled}), evaluation=evaluation)
     assert str(caught.value) == f"{part.format(**names)} is empty: choose other rows"
 
 
 def test_evaluation_needs_held_out_rows(jsonl):
     with pytest.raises(UserError, match=r"`dataset\.eval_split`: missing"):
         load(DatasetSpec("gsm8k", path=jsonl), evaluation=True)
+    with pytest.raises(UserError, match=r"`dataset\.eval_split`: '' can't be read"):
+        load(DatasetSpec("gsm8k", path=jsonl, eval_split=""), evaluation=True)
 
 
 # Bad input
@@ -574,10 +583,10 @@ def test_longer_messages_are_cut_from_the_left_of_the_question(word_tokenizer):
 def test_prompts_of_several_batches_are_cut_where_they_are(word_tokenizer, monkeypatch):
     monkeypatch.setattr("grpo_recipes.data.prompts.BATCH", 2)
     spec = DatasetSpec("gsm8k", max_prompt_tokens=9, overlong_prompts="cut_left")
-    lengths = [3, 6, 4, 9, 2]
+    lengths = [3, 6, 5, 9, 2]
     dataset = as_dataset([conversation(length) for length in lengths])
     kept, cut = limit_prompts(dataset, spec, word_tokenizer)
-    assert cut == 2
+    assert cut == 3
     assert kept.column_names == dataset.column_names
     assert kept.features == dataset.features
     contents = [words(length).split()[-4:] for length in lengths]

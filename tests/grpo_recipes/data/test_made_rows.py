@@ -46,6 +46,13 @@ def test_a_seed_stands_for_the_same_problems_in_every_version(name: str, digest:
     assert hashlib.sha256(repr(problems).encode()).hexdigest()[:4] == digest
 
 
+def test_the_default_seed_is_zero() -> None:
+    assert presets.arithmetic_problems("train", 3) == presets.arithmetic_problems("train", 3, 0)
+    assert arithmetic.product_problems("train", 3) == arithmetic.product_problems("train", 3, 0)
+    assert arithmetic.secret_numbers("train", 3) == arithmetic.secret_numbers("train", 3, 0)
+    assert DatasetSpec.parse("arithmetic").seed == 0
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_size_is_refused_above_twenty_thousand(name: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -102,6 +109,7 @@ def test_a_zero_is_not_missing(value: Any) -> None:
         ({"from": "model", "value": "a"}, ("assistant", "a")),
         ({"from": "system", "value": "a"}, ("system", "a")),
         ({"role": None, "from": "human", "value": "a"}, ("user", "a")),
+        ({"role": "", "from": "human", "value": "a"}, ("", None)),
         ({"from": 3, "value": "a"}, (None, None)),
         ("text", (None, None)),
     ],
@@ -285,6 +293,8 @@ def rows(folder: Path, text: str, **keys: Any) -> DatasetSpec:
 
 
 def test_an_empty_template_is_no_missing_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"`dataset\.prompt_template` leaves the prompt of .*rows\.csv, line 2 empty"):
+        load(rows(tmp_path, "level\n1\n", prompt_template=""))
     with pytest.raises(UserError, match=r"`dataset\.prompt_template` leaves the prompt of .*rows\.csv, line 2 empty"):
         load(rows(tmp_path, "question\na\n", prompt_template=""))
 
@@ -484,10 +494,12 @@ def test_a_missing_cell_of_a_recorded_line_is_no_value(tmp_path: Path) -> None:
     lines = [
         {"prompt": "p", "response": "a", "reward": 1, "responses": None},
         {"prompt": "q", "responses": ["b"], "rewards": [2], "logprobs": None},
+        {"prompt": "r", "response": "", "reward": 0},
     ]
     assert load(recorded(tmp_path, lines)).to_list() == [
         {"prompt": "p", "responses": ["a"], "rewards": [1.0]},
         {"prompt": "q", "responses": ["b"], "rewards": [2.0]},
+        {"prompt": "r", "responses": [""], "rewards": [0.0]},
     ]
 
 

@@ -117,6 +117,23 @@ def test_a_table_is_written_once_and_memory_mapped(tmp_path: Path, monkeypatch: 
     assert len(written) == 5
 
 
+def test_all_rows_of_a_table_are_that_table(tmp_path: Path) -> None:
+    """A selection of them would cost an index for each row."""
+    keys = Keys("path", "split")
+    rows = sources.file_rows(SourceSpec(write(tmp_path / "rows.jsonl")), keys)
+    assert sources.sliced({"": rows}, "train", keys) is rows
+    assert sources.sliced({"": rows}, "train[0:30]", keys) is rows
+    assert [len(sources.sliced({"": rows}, split, keys).table) for split in ("train[1:]", "train[:29]")] == [29, 29]
+
+
+def test_a_saved_folder_without_splits_is_named_by_the_split(tmp_path: Path) -> None:
+    datasets.DatasetDict().save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(
+        UserError, match=r"^`dataset\.split`: 'train' can't be read \(.+\): write for example train or "
+    ):
+        load(spec(str(tmp_path / "saved")))
+
+
 def test_a_name_with_brackets_may_be_a_file(tmp_path: Path) -> None:
     """A file of the name comes first. A glob may reach into folders, and into the home of a user."""
     write(tmp_path / "rows1.jsonl", ROWS[:1])
@@ -352,6 +369,14 @@ def test_boxed_golds_are_extracted(tmp_path: Path) -> None:
         assert load(DatasetSpec.parse({"name": "math", "path": path})).to_list() == [{**expected, "level": "Level 1"}]
 
 
+def test_the_first_name_of_a_part_is_read(tmp_path: Path) -> None:
+    row = {"problem": "p", "question": "q", "answer": "1", "solution": "2"}
+    made = load(
+        DatasetSpec.parse({"name": "math", "path": write(tmp_path / "a.jsonl", [row]), "system_prompt": "none"})
+    )
+    assert made.to_list() == [{"prompt": user("p"), "answer": "1", "question": "q", "solution": "2"}]
+
+
 def test_multiple_choice_reads_the_forms_of_mmlu_and_arc(tmp_path: Path) -> None:
     mmlu = {"question": "The capital of Italy?", "choices": ["Paris", "Rome"], "answer": 1, "subject": "geography"}
     arc = {
@@ -429,7 +454,9 @@ def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path: Path) -> No
     every = sources.read(SourceSpec(str(tmp_path / "all.parquet")), keys).table
     assert every.to_dict() == {**table, "x": [0.1, 2.3, 1.234], "y": [0.1, 2.3, 1.234]}
     assert every.column_names == [*table]
-    assert len(sources.read(SourceSpec(str(tmp_path / "all.parquet"), split="train[:0]"), keys).table) == 0
+    for count in range(3):
+        part = sources.read(SourceSpec(str(tmp_path / "all.parquet"), split=f"train[:{count}]"), keys).table
+        assert part["x"][:] == [0.1, 2.3, 1.234][:count]
     alone = sources.read(SourceSpec(str(tmp_path / "all.parquet"), columns=["x", "y"]), keys).table
     assert alone.to_dict() == {"x": [0.1, 2.3, 1.234], "y": [0.1, 2.3, 1.234]}
 
@@ -867,6 +894,8 @@ def test_a_dotted_path_reads_the_rows_of_a_slice_and_of_parquet(tmp_path: Path) 
 def test_a_missing_object_has_no_nested_value(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"question": "a", "meta": {"level": 1}}, {"question": "b", "meta": None}])
     assert load(DatasetSpec.parse({"path": path, "columns": {"level": "meta.level"}}))["level"][:] == [1, None]
+    later = load(DatasetSpec.parse({"path": path, "columns": {"the_level": "meta.level"}}))
+    assert later.column_names == ["prompt", "the_level", "meta"]
 
 
 @pytest.mark.parametrize("name", ["messages", "prompt"])

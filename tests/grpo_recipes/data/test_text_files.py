@@ -329,6 +329,12 @@ def test_a_damaged_compressed_file_ends_with_one_sentence(tmp_path: Path, suffix
         ("a.csv", b'question,x\na,1\n"b\n\nc",2,3\n', {}, r"a.csv, line 3 has 3 cells, and the first line names 2"),
         ("a.csv", b'question,x\na,"1"2\n', {}, r"a.csv, line 2 is not CSV \(.+\): correct its quotes"),
         ("a.csv", b'"question\n', {}, r"a.csv, line 1 is not CSV \(.+\): correct its quotes"),
+        (
+            "a.jsonl",
+            b'{"question": "a", "m": {}}\n{"question": "b", "m": {}}\n{"question": "c", "m": 3}\n',
+            {},
+            r"a\.jsonl, line 3: the column 'm' has values of several types, here 3: give all one type, or leave it out",
+        ),
         ("a.parquet.gz", b"", {}, r"a\.parquet\.gz is not a \.jsonl, \.json, \.csv, \.tsv, \.parquet file"),
     ],
 )
@@ -379,6 +385,7 @@ def test_the_notation_of_a_table_is_guessed(name: str, expected: dict[str, str])
         ("q;a\nx;1.200\ny;2,5\n", (";", None, "comma")),
         ("q;a\nx;2,5\ny;\n", (";", None, "comma")),  # an empty cell is no text
         ("q;a\nx;\ny;\n", (";", None, None)),
+        ("q;a\nx;0,5\ny;0\n", (";", None, "comma")),
         ("a;q\n2,5;x\n3,5;1,5 or 2\n", (";", None, "comma")),  # one column of numbers
         ("q;a\nx;1.25\ny;2,5\n", (";", None, None)),  # both marks
         ('q,a\nx,"1,5"\n', (None, None, "comma")),
@@ -413,6 +420,7 @@ def test_several_files_are_described_by_the_first(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("q;a\nx;1\n")
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
     (tmp_path / "c.csv").write_text("q|a\nx|1\n")
+    (tmp_path / "d").mkdir()
     assert guess_source(str(tmp_path / "*")) == SourceSpec(str(tmp_path / "*"), delimiter=";")
     assert guess_source(str(tmp_path / "[bc]*")) == SourceSpec(str(tmp_path / "[bc]*"))
 
@@ -443,6 +451,8 @@ def test_an_encoding_is_guessed_only_if_it_gives_text(tmp_path: Path, content: b
     (tmp_path / "rows.jsonl").write_bytes(content)
     source = guess_source(str(tmp_path / "rows.jsonl"))
     assert source.encoding == (None if encoding == "?" else encoding)
+    (tmp_path / "rows.csv").write_bytes(content)
+    assert guess_source(str(tmp_path / "rows.csv")).encoding == source.encoding
     found = text_files.guess_encoding(tmp_path / "rows.jsonl")
     assert found == {None: "utf-8", "?": None}.get(encoding, encoding)
 

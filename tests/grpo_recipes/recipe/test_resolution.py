@@ -313,7 +313,7 @@ def test_what_stands_alone_on_the_command_line_may_be_a_recipe(recipe: Write, tm
         ("--lr=1", ": here it is `learning_rate`"),
     ):
         with pytest.raises(RecipeError) as caught:
-            parse_recipe(["--config", str(tmp_path / "mine.yaml"), word], ["--gpu_memory"])
+            parse_recipe(["--config", str(tmp_path / "mine.yaml"), word, "--last_of_all"], ["--gpu_memory"])
         assert str(caught.value) == f"command line: unknown argument `{word}`{hint}"
 
 
@@ -360,6 +360,8 @@ INF, NAN = math.inf, math.nan
         (Range(0, 1, above=True, below=True), [0.5], [0, 1]),
         (Range(0, or_=-1), [-1, 0, 50], [-2, -0.5]),
         (Range(1, 65535), [1, 65535], [0, 65536]),
+        (Range(-2, 0), [-2, 0], [-3, 1]),
+        (Range(1, or_=0), [0, 1], [-1, 0.5]),
     ],
     ids=str,
 )

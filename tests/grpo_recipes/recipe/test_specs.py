@@ -27,6 +27,7 @@ def test_tool_limits_have_defaults_and_take_numbers_as_yaml_writes_them() -> Non
     assert ToolLimits.parse({}) == ToolLimits(seconds=30.0, result_tokens=512, failures=0.5)
     assert ToolLimits.parse({"seconds": "2.5", "result_tokens": 64.0}) == ToolLimits(2.5, 64)
     assert ToolLimits.parse({"failures": 0}).failures == 0.0
+    assert ToolLimits.parse({"seconds": 0.5}).seconds == 0.5
 
 
 @pytest.mark.parametrize(
@@ -185,6 +186,7 @@ def test_recorded_responses_are_in_one_table_of_text() -> None:
         ({"path": [3]}, "`dataset.path` must be a name, or a mapping of path, name, data_dir, "),
         ({"pass_rate": {"evaluation": "e"}}, "`dataset.pass_rate.keep` is missing: give it"),
         ({"encoding": "undefined"}, "`dataset.encoding` is 'undefined', which Python does not know: set for example"),
+        ({"system_prompt": ""}, "`dataset.system_prompt` is empty: write `none` for no system prompt"),
         ({"system_prompt": "two \ud800"}, "`dataset.system_prompt` has half of a surrogate pair: correct it"),
         ({"system_prompt": "xyz"}, "`dataset.system_prompt` can't be the one word `xyz`: choose reasoning or think or"),
     ],
@@ -306,6 +308,9 @@ def test_a_secret_is_not_shown_in_an_error() -> None:
         (Literal["1", "2"], "2", "2"),
         (Literal["on", "off"] | None, None, None),
         (str, False, "false"),
+        (int | None, 0, 0),
+        (str | None, "", ""),
+        (list[str] | None, [], []),
         (int | str, False, "false"),
         (int | None, None, None),
         (int, 8.0, 8),

@@ -139,6 +139,7 @@ def test_a_label_is_text(value: Any, text: str) -> None:
     [
         ('["a", "b"]', ["a", "b"]),
         (" ['a', \"b\"]", ["a", "b"]),
+        (r'["1\/2", "1"]', ["1/2", "1"]),  # JSON, which Python reads otherwise
         ("('a', 'b')", ("a", "b")),
         ('{"text": ["a"], "label": ["A"]}', {"text": ["a"], "label": ["A"]}),
         ("a | b|c", ["a", "b", "c"]),

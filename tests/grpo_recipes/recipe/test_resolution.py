@@ -130,6 +130,8 @@ def test_tools_have_limits_and_limits_have_tools(recipe: Write) -> None:
     assert recipe(**TOOLS).tool_limits == specs.ToolLimits()
     assert recipe(**TOOLS, tool_limits={"seconds": 2}).tool_limits == specs.ToolLimits(seconds=2.0)
     assert recipe().tool_limits is None
+    with pytest.raises(RecipeError, match="`tool_limits.seconds` must be a number, not ''"):
+        recipe(**TOOLS, tool_limits="")
     for key, value in (("tool_limits", {}), ("max_tool_calling_iterations", 2)):
         with pytest.raises(RecipeError, match=f"`{key}` has no effect without `tools`"):
             recipe(**{key: value})

@@ -159,6 +159,34 @@ def test_paths_begin_at_the_home_of_a_user(tmp_path: Path, monkeypatch: pytest.M
         assert sources.guess_source(path) == SourceSpec(path, delimiter=";")
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "~nobody-here/rows.jsonl",
+            "~nobody-here/rows.jsonl can't be read (No such file or directory): correct the pa",
+        ),
+        ("~nobody-here/rows", "there is no file or folder ~nobody-here/rows (relative to "),
+        ("~nobody-here/*.csv", "no file matches ~nobody-here/*.csv (relative to "),
+        ("rows\0.jsonl", "rows\0.jsonl can't be read (embedded null byte): correct the path or the file"),
+        ("rows\ud800.jsonl", "rows\ud800.jsonl can't be read ('utf-8' codec can't encode character "),
+        ("org/na\0me", "there is no file or folder org/na\0me (relative to "),
+    ],
+)
+def test_a_path_that_no_file_has_is_named(path: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec.parse({"path": path}))
+    assert str(caught.value).startswith(f"`dataset.path`: {message}")
+
+
+def test_arguments_that_the_library_does_not_expect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
+    with pytest.raises(
+        UserError, match=r"^`dataset\.path`: 'json' can't be loaded from the Hugging Face Hub \(.+\): corr"
+    ):
+        load(DatasetSpec.parse({"path": [{"path": "json", "data_files": {"train": 3}}]}))
+
+
 def test_what_is_read_under_any_split(tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(list(ROWS))
     table.save_to_disk(str(tmp_path / "one"))

@@ -235,6 +235,7 @@ def test_a_chat_template_lies_beside_its_recipe_or_where_the_command_is_given(
     monkeypatch.chdir("/")
     assert recipe(chat_template_path="own").chat_template_path == str(tmp_path / "own")
     assert recipe(chat_template_path="/own").chat_template_path == "/own"
+    assert recipe(chat_template_path="~/own").chat_template_path == str(Path.home() / "own")
     assert recipe("--chat_template_path", "own", chat_template_path="other").chat_template_path == "own"
     assert recipe().chat_template_path is None
     relative = Path("tmp") / tmp_path.relative_to("/tmp") if tmp_path.is_relative_to("/tmp") else None

@@ -26,10 +26,16 @@ def recipe(folder: Path, **dataset: Any) -> Recipe:
     return parse_recipe(["--config", str(path)])
 
 
+def write_rows(path: Path, count: int) -> None:
+    """Write rows whose questions have letters beyond ASCII, which JSON may write as escapes."""
+    launching.write_rows(path, count)
+    path.write_text(path.read_text().replace("What is", "Wie groß ist"), encoding="utf-8")
+
+
 @pytest.fixture
 def evaluated(tmp_path: Path) -> Path:
     """Evaluate ten rows, where row n is solved in n % 5 of 4 samples, with the prompts of the filtered recipe."""
-    launching.write_rows(tmp_path / "rows.jsonl", 10)
+    write_rows(tmp_path / "rows.jsonl", 10)
     filtered = recipe(tmp_path, pass_rate={"evaluation": str(tmp_path / "evaluation"), "keep": [0, 1]})
     spec = held_out_spec(filtered.as_dict()["dataset"], Request(model="m", split="train"))
     dataset = load(spec)
@@ -129,12 +135,12 @@ def test_an_invalid_pass_rate_is_reported_with_its_key(evaluated: Path, change: 
 
 
 def test_rows_that_were_not_evaluated_are_refused(evaluated: Path) -> None:
-    launching.write_rows(evaluated / "rows.jsonl", 12)
+    write_rows(evaluated / "rows.jsonl", 12)
     with pytest.raises(
         RecipeError, match=r"2 of 12 training prompts are not in it \(.*rows\.jsonl, line 11 is the first\)"
     ):
         kept(evaluated, 0, 1)
-    launching.write_rows(evaluated / "rows.jsonl", 10)
+    write_rows(evaluated / "rows.jsonl", 10)
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0, 1]}
     other_prompts = recipe(evaluated, pass_rate=rate, system_prompt="boxed")
     with pytest.raises(RecipeError, match="10 of 10 training prompts"):
@@ -142,7 +148,7 @@ def test_rows_that_were_not_evaluated_are_refused(evaluated: Path) -> None:
 
 
 def test_a_folder_alone_is_refused_because_keep_is_missing(tmp_path: Path) -> None:
-    launching.write_rows(tmp_path / "rows.jsonl", 2)
+    write_rows(tmp_path / "rows.jsonl", 2)
     with pytest.raises(RecipeError, match="`dataset.pass_rate.keep` is missing"):
         recipe(tmp_path, pass_rate="evaluation")
 

@@ -157,8 +157,7 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
             "the user's message, or `text` to put the system prompt before it"
         )
     is_text = has_text if spec.prompt_format is None else spec.prompt_format == "text"
-    is_unchanged = reading.is_prompt_column and system is None and is_text == has_text
-    is_unchanged = is_unchanged and (has_text or _has_roles(table))
+    is_unchanged = reading.is_prompt_column and system is None and is_text == has_text and _has_roles(table)
     # A template may name no column, and `datasets` can't count the rows of a table without columns.
     read = list(dict.fromkeys(reading.columns.values()))
     inputs = table.select_columns(read or table.column_names[:1])
@@ -352,7 +351,7 @@ def _ends_with_gold(table: datasets.Dataset, column: str) -> bool:
 
 
 def _has_roles(table: datasets.Dataset) -> bool:
-    """Return True if the messages of the column `prompt` have the key `role`, which ShareGPT's turns lack."""
+    """Return True if the column `prompt` is text, or messages with the key `role`, which ShareGPT's turns lack."""
     kind = table.features.arrow_schema.field("prompt").type
     is_turns = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
     return not is_turns or kind.value_type.get_field_index("role") >= 0

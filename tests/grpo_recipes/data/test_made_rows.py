@@ -145,6 +145,8 @@ def test_a_label_is_text(value: Any, text: str) -> None:
         ("a | b|c", ["a", "b", "c"]),
         ("[a|b]", ["[a", "b]"]),
         ("a || b", None),
+        ("1, 2", None),
+        ("'a', 'b'", None),
         ("a", None),
         ('["a"]', None),
         ("['a' 'b']", None),

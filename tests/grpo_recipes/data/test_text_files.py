@@ -179,8 +179,39 @@ def test_only_a_newline_ends_a_line_in_any_encoding(tmp_path: Path) -> None:
         assert load(dataset(path, encoding=encoding)).num_rows == 2
 
 
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("a.csv", ".csv"),
+        ("a.csv.gz", ".csv"),
+        ("a.json.zst", ".json"),
+        ("a.json.csv", ".csv"),
+        ("a.parquet.gz", ".gz"),
+        ("a.b.zst", ".zst"),
+        ("a.gz", ".gz"),
+        ("a", ""),
+    ],
+)
+def test_the_suffix_of_a_format_comes_before_that_of_a_compression(name: str, suffix: str) -> None:
+    assert text_files.suffix_of(Path(name)) == suffix
+
+
+def test_each_selection_of_files_is_a_table_of_its_own(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": name}) + "\n  \n")
+    for pattern, names in (("*.jsonl", "ab"), ("[b].jsonl", "b"), ("b.jsonl", "b")):
+        prompts = load(dataset(tmp_path / pattern))["prompt"][:]
+        assert prompts == [[{"role": "user", "content": name}] for name in names]
+
+
 def test_a_mistake_in_a_json_array_names_its_entry(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
+    path.write_text('{"question": "a"}\n{"question": null}\n')
+    with pytest.raises(UserError, match=r"rows\.json, line 2 has the question None"):
+        load(dataset(path))
+    path.write_text('[{"question": "a"}, {"question": null}]')
+    with pytest.raises(UserError, match=r"rows\.json, entry 2 has the question None"):
+        load(dataset(path))
     for entry, problem in (('"b"', "is not a JSON object"), ('{"q": "\\udc00"}', "has half of a surrogate pair")):
         path.write_text('[{"question": "a"}, ' + entry + "]")
         with pytest.raises(UserError, match=rf"rows\.json, entry 2 {problem}"):
@@ -224,6 +255,7 @@ def test_a_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_array_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "ARRAY_BYTES", 40)
+    monkeypatch.setattr(text_files, "_CHUNK", 16)
     path = tmp_path / "rows.json"
     path.write_text('[{"question": "a"}]'.ljust(40))
     assert load(dataset(path)).num_rows == 1

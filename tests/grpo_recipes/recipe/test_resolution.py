@@ -13,7 +13,16 @@ import yaml
 from trl import GRPOConfig
 
 from grpo_recipes.recipe import specs
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe, resolved, shipped
+from grpo_recipes.recipe.recipe import (
+    Recipe,
+    RecipeError,
+    find_file,
+    model_config,
+    parse_recipe,
+    resolved,
+    shipped,
+    shipped_files,
+)
 from grpo_recipes.recipe.specs import (
     DatasetSpec,
     MicroBatching,
@@ -197,6 +206,8 @@ def test_a_folder_and_an_unknown_name_are_no_files(tmp_path: Path, monkeypatch: 
             find_file("recipes", name)
         assert str(caught.value) == message
     assert shipped("recipes", "no-such") is None
+    folders = [file.parent.name for file in shipped_files("recipes").values()]
+    assert folders == sorted(folders, key="recipes".__ne__), "those of inner folders come last"
     assert shipped("accelerate_configs", "cpu.yaml") == shipped("accelerate_configs", "cpu") is not None
 
 

@@ -34,7 +34,7 @@ from grpo_recipes.recipe.recipe import Recipe, RecipeError
 from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.files import UnreadableFile, read_text, relative_to
+from grpo_rewards.files import UnreadableFile, expanded, read_text, relative_to
 
 Load = Callable[[], PreTrainedTokenizerBase]
 
@@ -91,7 +91,7 @@ class ChatTemplate:
         """
         if path is None:
             return None
-        folder = Path(path).expanduser()
+        folder = expanded(path)
         file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         if not file.is_file():
             raise UserError(

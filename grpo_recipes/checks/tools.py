@@ -30,7 +30,7 @@ from grpo_recipes.process.faults import RunFault
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.runs.weights import tokenizer_source
 from grpo_rewards.errors import UserError, did_you_mean, one_line, shortened
-from grpo_rewards.files import relative_to
+from grpo_rewards.files import expanded, relative_to
 from grpo_rewards.registry import BuiltReward
 
 TOOLS, FACTORY = "tools", "environment_factory"
@@ -268,7 +268,7 @@ def imported(path: str, key: str) -> Any:
     file, colon, attribute = path.rpartition(":")
     place = file
     if colon:
-        module = _module_of_file(Path(file).expanduser(), path, key)
+        module = _module_of_file(expanded(file), path, key)
     else:
         place, _, attribute = path.rpartition(".")
         if not place:

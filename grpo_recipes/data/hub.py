@@ -13,6 +13,7 @@ import datasets
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from grpo_recipes.runs.files import RECORD
+from grpo_rewards.files import expanded
 
 _TIMEOUT_SECONDS = 5
 _FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".gz", ".zst")
@@ -34,7 +35,7 @@ def cache_only_if_hub_is_silent() -> Iterator[None]:
 
 def is_missing(name: str) -> bool:
     """Return True if `name` is a path that does not exist. A name that the hub could have is not a path."""
-    if Path(name).expanduser().exists():
+    if expanded(name).exists():
         return False
     try:
         validate_repo_id(name)
@@ -43,7 +44,7 @@ def is_missing(name: str) -> bool:
     if Path(name).suffix in _FILE_SUFFIXES:
         return True
     # `runs/x` could be a name on the hub. Beside other runs, it is the misspelt name of a run.
-    parent = Path(name).expanduser().parent
+    parent = expanded(name).parent
     return parent != Path() and any(parent.glob(f"*/{RECORD}"))
 
 

@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import xxhash
-from jinja2 import StrictUndefined, Template, TemplateError, meta
+from jinja2 import StrictUndefined, Template, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from grpo_recipes.data.places import Place, Places, selected
@@ -85,9 +85,6 @@ _CHOICES = pa.struct([("text", pa.list_(pa.string())), ("label", pa.list_(pa.str
 CONVERSATIONS = ("messages", "conversations")
 """Columns that are the prompt if there is neither a column `prompt` nor `question`."""
 
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError)
-"""Errors that rendering a `prompt_template` raises."""
-
 # Placeholder for a row's position in an error message. Finding the position takes a pass over the file.
 _PLACE = "\0"
 
@@ -133,7 +130,7 @@ class _Reading:
     @property
     def is_prompt_column(self) -> bool:
         """True if the column `prompt` is the prompt."""
-        return self.read is _given_prompt and self.template is None
+        return self.read is _given_prompt
 
 
 def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
@@ -160,8 +157,7 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
             "the user's message, or `text` to put the system prompt before it"
         )
     is_text = has_text if spec.prompt_format is None else spec.prompt_format == "text"
-    is_unchanged = reading.is_prompt_column and system is None and is_text == has_text
-    is_unchanged = is_unchanged and (has_text or _has_roles(table))
+    is_unchanged = reading.is_prompt_column and system is None and is_text == has_text and _has_roles(table)
     # A template may name no column, and `datasets` can't count the rows of a table without columns.
     read = list(dict.fromkeys(reading.columns.values()))
     inputs = table.select_columns(read or table.column_names[:1])
@@ -229,7 +225,8 @@ class _Phrasing:
             return turns, made, _hash(turns)
         try:
             content = template.render(row)
-        except TEMPLATE_ERRORS as error:
+            content.encode()  # fails for half of a surrogate pair
+        except Exception as error:  # a template is a program, whose filters raise any class
             place, reason = self.place(index), reason_of(error)
             raise UserError(
                 f"`dataset.prompt_template` fails on {place} ({reason}): correct template or row"
@@ -354,7 +351,7 @@ def _ends_with_gold(table: datasets.Dataset, column: str) -> bool:
 
 
 def _has_roles(table: datasets.Dataset) -> bool:
-    """Return True if the messages of the column `prompt` have the key `role`, which ShareGPT's turns lack."""
+    """Return True if the column `prompt` is text, or messages with the key `role`, which ShareGPT's turns lack."""
     kind = table.features.arrow_schema.field("prompt").type
     is_turns = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
     return not is_turns or kind.value_type.get_field_index("role") >= 0
@@ -410,9 +407,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _template_columns(template: str) -> tuple[str, ...]:
     """Return the columns that a template names, sorted. Raise `UserError` for an invalid template."""
+    environment = _environment()
     try:
-        return tuple(sorted(meta.find_undeclared_variables(_environment().parse(template))))
-    except TemplateError as error:
+        environment.from_string(template)
+        return tuple(sorted(meta.find_undeclared_variables(environment.parse(template))))
+    except Exception as error:  # jinja2 makes a program of it, which Python may refuse, as it does deep nesting
         raise UserError(
             f"`dataset.prompt_template` is not a jinja2 template ({reason_of(error)}): correct it"
         ) from error
@@ -446,7 +445,7 @@ def phrased_text(spec: DatasetSpec, text: str) -> str:
         return text if spec.labels is None else with_labels(text, spec.labels)
     try:
         return _environment().from_string(spec.prompt_template).render({columns[0]: text})
-    except TEMPLATE_ERRORS as error:
+    except Exception as error:  # a template is a program, whose filters raise any class
         raise UserError(
             f"`dataset.prompt_template` fails on this text ({reason_of(error)}): write another text"
         ) from error

@@ -33,7 +33,7 @@ from grpo_recipes.data.text_files import (
 )
 from grpo_recipes.recipe.specs import RecipeError, SourceSpec
 from grpo_rewards.errors import UserError
-from grpo_rewards.files import relative_to
+from grpo_rewards.files import expanded, relative_to
 
 SOURCE = "source"
 """Column with the source of each row of a mixture."""
@@ -96,7 +96,7 @@ def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
 
     The only split of a table without splits has the name "".
     """
-    path = Path(source.path).expanduser()
+    path = expanded(source.path)
     if path.is_dir():
         _check_notation(source, vars(TextFormat()))
         return _saved_splits(path, keys)
@@ -108,7 +108,7 @@ def local_splits(source: SourceSpec, keys: Keys) -> dict[str, Rows] | None:
 
 def has_one_split(path: str) -> bool:
     """Return True if a path is read under any split name: files, or one saved `Dataset`."""
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_dir():
         return not (folder / "dataset_dict.json").is_file()
     return folder.exists() or suffix_of(folder) == ".jsonl" or glob.has_magic(path)
@@ -116,7 +116,7 @@ def has_one_split(path: str) -> bool:
 
 def file_rows(source: SourceSpec, keys: Keys) -> Rows:
     """Return all rows of a file or a glob."""
-    return _file_rows(_matching(source.path, keys) or [Path(source.path).expanduser()], source, keys)
+    return _file_rows(_matching(source.path, keys) or [expanded(source.path)], source, keys)
 
 
 def guess_source(path: str) -> SourceSpec:
@@ -127,7 +127,7 @@ def guess_source(path: str) -> SourceSpec:
     Raises:
         UserError: the file can't be read, or a glob matches none.
     """
-    paths = _matching(path, Keys("path", "split")) or [Path(path).expanduser()]
+    paths = _matching(path, Keys("path", "split")) or [expanded(path)]
     if not paths[0].is_file() or suffix_of(paths[0]) not in TEXT_SUFFIXES:
         return SourceSpec(path)
     return SourceSpec(path, **vars(guess_format(paths[0])))
@@ -135,7 +135,7 @@ def guess_source(path: str) -> SourceSpec:
 
 def _matching(pattern: str, keys: Keys) -> list[Path] | None:
     """Return the files that match a glob, sorted by name, or None if `pattern` is no glob."""
-    path = Path(pattern).expanduser()
+    path = expanded(pattern)
     if path.exists() or not glob.has_magic(pattern):
         return None
     paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
@@ -220,7 +220,7 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
             f"`dataset.{keys.path}`: {source.path!r} is no file or folder here, the Hugging Face Hub can't be reached "
             "and its cache has no copy: connect, or give a local .jsonl file or save_to_disk folder"
         ) from error
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    except Exception as error:  # datasets raises any class for arguments that it does not expect
         raise UserError(
             f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub "
             f"({tables.reason_of(error)}): correct the path, the config or the split"

@@ -80,7 +80,7 @@ class Widened(Exception):
 
 def fingerprint(*parts: object) -> str:
     """Return the name of the cached table that is made from `parts`. Parts with the same text give the same name."""
-    return xxhash.xxh3_128_hexdigest("\0".join(map(str, parts)).encode(errors="surrogateescape"))
+    return xxhash.xxh3_128_hexdigest("\0".join(map(str, parts)).encode(errors="surrogatepass"))
 
 
 def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dataset:

@@ -119,7 +119,7 @@ def read_text_files(paths: Sequence[Path], key: str, notation: TextFormat) -> da
     for path in paths:
         try:
             stat = path.stat()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a name that no file system takes
             raise _unreadable(path, key, error) from error
         parts += [path.resolve(), stat.st_size, stat.st_mtime_ns]
     return stored(fingerprint(*parts), _TextTables(paths, key, notation))
@@ -334,8 +334,8 @@ def _naming(path: Path, key: str, notation: TextFormat) -> Iterator[None]:
         raise _unreadable(path, key, error) from error
 
 
-def _unreadable(path: Path, key: str, error: OSError) -> UserError:
-    reason = error.strerror or reason_of(error)  # Arrow's errors have no `strerror`
+def _unreadable(path: Path, key: str, error: OSError | ValueError) -> UserError:
+    reason = getattr(error, "strerror", None) or reason_of(error)  # Arrow's errors have none
     return UserError(f"`dataset.{key}`: {path} can't be read ({reason}): correct the path or the file")
 
 

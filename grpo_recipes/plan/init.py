@@ -27,7 +27,7 @@ from grpo_recipes.plan.columns import Column, LastTurns, SingleChoices
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.recipe.specs import DatasetName, DatasetSpec, SourceSpec
 from grpo_rewards.errors import UserError
-from grpo_rewards.files import relative_to, write_atomically
+from grpo_rewards.files import expanded, relative_to, write_atomically
 from grpo_rewards.math.answers import gold_answer
 from grpo_rewards.math.decimals import Decimal, decimal_marks
 
@@ -641,7 +641,7 @@ def _source(path: str, wishes: Wishes) -> SourceSpec:
 
 def _has_cells(path: str) -> bool:
     """Return True for a CSV file, or a glob of CSV files."""
-    return has_cells(Path(path)) and (Path(path).expanduser().is_file() or glob.has_magic(path))
+    return has_cells(Path(path)) and (expanded(path).is_file() or glob.has_magic(path))
 
 
 def _check_number_cells(source: SourceSpec, guess: Guess) -> None:

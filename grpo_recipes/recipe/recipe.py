@@ -27,7 +27,7 @@ from grpo_recipes.recipe.specs import RecipeError, Spec, hints
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.errors import UserError, did_you_mean, one_line
-from grpo_rewards.files import UnreadableFile, read_text, relative_to
+from grpo_rewards.files import UnreadableFile, expanded, read_text, relative_to
 from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
 from grpo_rewards.strict import DuplicateKey, load_yaml
@@ -208,7 +208,7 @@ def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
     raw = _read_recipe(path) if path else {}
     if path and isinstance(template := raw.get("chat_template_path"), str):
         # It ships with the recipe, so it is found wherever the recipe is used. The command line means its own folder.
-        raw["chat_template_path"] = str(path.absolute().parent / template)
+        raw["chat_template_path"] = str(path.absolute().parent / expanded(template))
     for dotted, text in overrides:
         _set_nested(raw, dotted, text)
     raw.setdefault("output_dir", f"runs/{path.stem if path else 'grpo'}")

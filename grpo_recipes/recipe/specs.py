@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.other_names import known_elsewhere
 from grpo_rewards.errors import UserError, did_you_mean
-from grpo_rewards.files import UnreadableFile, read_text
+from grpo_rewards.files import UnreadableFile, expanded, read_text
 from grpo_rewards.math.decimals import Decimal
 from grpo_rewards.redaction import HIDDEN, is_secret, redacted
 
@@ -226,7 +226,8 @@ class SourceSpec(Spec):
 def _check_columns(columns: list[str] | dict[str, Any] | None) -> None:
     names = [*columns, *columns.values()] if isinstance(columns, dict) else columns or []
     for name in names:
-        if not isinstance(name, str) or not name:
+        # Arrow cuts a name at a NUL, and can't encode half of a surrogate pair.
+        if not isinstance(name, str) or not name or re.search("[\0\ud800-\udfff]", name):
             raise UserError(f"`dataset.columns` has {name!r} in place of a column's name: write `question: problem`")
 
 
@@ -244,7 +245,7 @@ def _check_notation(spec: SourceSpec | DatasetSpec) -> None:
     if encoding is not None:
         try:
             "".encode(encoding)
-        except (LookupError, UnicodeError, ValueError) as error:
+        except (LookupError, ValueError) as error:
             raise UserError(
                 f"`{spec.KEY}.encoding` is {encoding!r}, which Python does not know: set for example cp1252 or utf-16"
             ) from error
@@ -374,6 +375,9 @@ class DatasetSpec(Spec):
             raise UserError(f"`dataset.path` is missing: name the file, folder or hub id {what}")
         unread = self.FOREIGN.get(self.name, ("size", "seed", "labels"))
         self._check_unset(unread, f"does not go with the dataset `{self.name or 'path'}`")
+        for key in ("path", "eval_path"):
+            if getattr(self, key) == "":
+                raise UserError(f"`dataset.{key}` is empty: name a file, a folder or a hub id")
         if self.name == "classification" and len(set(self.labels or [])) < 2:
             raise UserError(
                 "`dataset.labels` must name the labels of `classification`: give two or more, as in "
@@ -436,13 +440,15 @@ def _prompt_text(given: str | dict[str, Any] | None) -> str | None:
             raise UserError(f"`dataset.system_prompt` must be a name, the text, or {{file: prompt.txt}}, not {given!r}")
         place = f" (read from {file})"
         try:
-            given = read_text(Path(file).expanduser()).removeprefix("\ufeff")
-        except (OSError, RuntimeError, UnreadableFile) as error:  # RuntimeError: the home of an unknown user
-            reason = getattr(error, "problem", None) or getattr(error, "strerror", None) or error
+            given = read_text(expanded(file)).removeprefix("\ufeff")
+        except (OSError, UnreadableFile) as error:
+            reason = error.problem if isinstance(error, UnreadableFile) else error.strerror
             raise UserError(f"`dataset.system_prompt`: {file} can't be read ({reason}): correct the path") from error
     text = given.strip()
     if not text:
         raise UserError(f"`dataset.system_prompt`{place} is empty: write `none` for no system prompt")
+    if re.search("[\ud800-\udfff]", text):
+        raise UserError(f"`dataset.system_prompt`{place} has half of a surrogate pair: correct it")
     # A single word is taken for a name. Otherwise a misspelt name would silently become the prompt.
     if re.fullmatch(r"[A-Za-z0-9_-]+", text) and (place or text not in SYSTEM_PROMPT_NAMES):
         names = " or ".join(SYSTEM_PROMPT_NAMES)

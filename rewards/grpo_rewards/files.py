@@ -239,9 +239,14 @@ def nesting_depth(content: bytes) -> int:
     return _depth(_brackets(content))
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path in which `~` stands for the home of a user. A name that is no user's stays as it is written."""
+    return Path(os.path.expanduser(path))  # `Path.expanduser` raises an error for a name that is no user's
+
+
 def relative_to(path: str | Path) -> str:
     """Return a clause for messages on a missing file: the folder in which a relative path begins, or ""."""
-    return "" if Path(path).expanduser().is_absolute() else f" (relative to {Path.cwd()})"
+    return "" if expanded(path).is_absolute() else f" (relative to {Path.cwd()})"
 
 
 @contextmanager

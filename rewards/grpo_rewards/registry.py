@@ -25,11 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 from grpo_rewards.completions import check_rows
 from grpo_rewards.errors import UserError, did_you_mean, one_line
+from grpo_rewards.files import expanded
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
 from grpo_rewards.reward import BaseReward, FunctionReward, Kind, LogColumn, LogMetric, callable_name, checked_number
 
@@ -412,7 +412,7 @@ def _import(module: str, name: str) -> Any:
 
 def _module_of_file(file: str, name: str) -> Any:
     """Return the module of a Python file. A file with the same content is executed once in a process."""
-    path = Path(file).expanduser()
+    path = expanded(file)
     try:
         source = path.read_bytes()
     except OSError as error:

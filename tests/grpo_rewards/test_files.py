@@ -249,3 +249,12 @@ def test_a_relative_path_is_named_with_its_folder(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     assert files.relative_to("rows.jsonl") == f" (relative to {tmp_path})"
     assert files.relative_to("/rows.jsonl") == files.relative_to("~/rows.jsonl") == ""
+
+
+def test_a_home_is_that_of_a_known_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.expanded("~/rows.csv") == files.expanded(Path("~/rows.csv")) == tmp_path / "rows.csv"
+    assert files.expanded("~nobody-here/rows.csv") == Path("~nobody-here/rows.csv")
+    assert files.expanded("a/~/rows.csv") == Path("a/~/rows.csv")
+    assert files.relative_to("~/rows.csv") == ""
+    assert files.relative_to("~nobody-here/rows.csv") == f" (relative to {Path.cwd()})"

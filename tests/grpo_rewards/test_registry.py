@@ -478,6 +478,7 @@ def test_a_function_in_a_file_is_a_reward(tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("nowhere.py:score", "nowhere.py can't be read"),
+        ("~nobody-here/own.py:score", "~nobody-here/own.py can't be read (No such file or directory)"),
         ("own.py:scor", "`own.py` has no `scor`: did you mean `score`?"),
         ("broken.py:score", "broken.py can't be imported (ZeroDivisionError: division by zero)"),
         ("own.txt:score", "own.txt is no Python file"),

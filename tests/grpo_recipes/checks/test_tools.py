@@ -301,6 +301,7 @@ CASES: list[Case] = [
     refused("`tools`: broken.x can't be imported (No module named 'nothing_of_this_name')", tools=["broken.x"]),
     refused("`tools`: broken.py:x can't be imported (No module named", tools=["broken.py:x"]),
     refused("`tools`: nowhere.py:add: there is no such file (relative to", tools=["nowhere.py:add"]),
+    refused("`tools`: ~nobody-here/a.py:add: there is no such file (relative to", tools=["~nobody-here/a.py:add"]),
     refused("`tools`: train.jsonl:add: train.jsonl is no Python file", tools=["train.jsonl:add"]),
     refused("`tools`: my_tools.py has no `ad`: did you mean `add`?", tools=["my_tools.py:ad"]),
     refused("`tools`: a:b.py has no `ad`: did you mean `add`?", tools=["a:b.py:ad"]),

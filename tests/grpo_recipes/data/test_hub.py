@@ -1,11 +1,19 @@
-"""Names of models and datasets: which are paths, and which the hub could have."""
+"""Names of models and datasets: which are paths, which the hub could have, and what is done if it does not answer."""
 
 from __future__ import annotations
 
+import ssl
+import urllib.error
+from email.message import Message
 from pathlib import Path
+from typing import Any
 
+import datasets
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import EntryNotFoundError
 
+from grpo_recipes.data import hub
 from grpo_recipes.data.hub import is_missing
 
 
@@ -20,3 +28,110 @@ def test_a_misspelt_run_beside_other_runs_is_no_name_on_the_hub(
     assert not is_missing("runs/prices")
     assert not is_missing("Qwen/Qwen2.5-1.5B-Instruct")
     assert not is_missing("gpt2")
+
+
+def test_a_name_without_a_folder_is_not_looked_for_beside_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prices").mkdir()
+    (tmp_path / "prices" / "run.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert not is_missing("gpt2")
+
+
+def test_the_home_of_a_user_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "runs" / "prices").mkdir(parents=True)
+    (tmp_path / "runs" / "prices" / "run.json").write_text("{}")
+    assert not is_missing("~/runs/prices")
+    assert is_missing("~/runs/price")
+
+
+@pytest.mark.parametrize(
+    "name", ["a.json", "a.jsonl", "a.parquet", "a.csv", "a.tsv", "a.jsonl.gz", "a.csv.zst", "no/such/folder", "a b"]
+)
+def test_a_name_that_the_hub_can_not_have_is_a_missing_path(name: str) -> None:
+    assert is_missing(name)
+
+
+REFUSED = urllib.error.HTTPError("https://hub", 403, "Forbidden", Message(), None)
+
+
+@pytest.mark.parametrize(
+    ("error", "answers"),
+    [
+        (None, True),
+        (REFUSED, True),
+        (urllib.error.URLError(ssl.SSLError("no certificate")), True),
+        (urllib.error.URLError(ConnectionRefusedError("refused")), False),
+        (TimeoutError("timed out"), False),
+    ],
+)
+def test_the_hub_answers_with_any_status(
+    error: Exception | None, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class Response:
+        def close(self) -> None:
+            asked.append("closed")
+
+    def urlopen(request: Any, timeout: float) -> Response:
+        asked.append((request.full_url, request.get_method(), timeout))
+        if error is not None:
+            raise error
+        return Response()
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "https://hub")
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    assert hub.hub_answers() is answers
+    assert asked == [("https://hub", "HEAD", 5), *(["closed"] if error is None else [])]
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+@pytest.mark.parametrize("answers", [False, True])
+def test_datasets_come_from_the_cache_while_the_hub_is_silent(
+    is_offline: bool, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(hub, "hub_answers", lambda: answers)
+    found = []
+
+    def fail() -> None:
+        with hub.cache_only_if_hub_is_silent():
+            found.append(datasets.config.HF_HUB_OFFLINE)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert found == [is_offline or not answers]
+    assert datasets.config.HF_HUB_OFFLINE is is_offline
+
+
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("error", [EntryNotFoundError("no file"), OSError("no disk"), ValueError("no name")])
+def test_the_commit_is_that_of_the_first_configuration_there_is(
+    error: Exception, answers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"adapter_config.json": "/cache/snapshots/abc/adapter_config.json"}
+    asked = []
+
+    def hf_hub_download(name: str, file: str, *, revision: str | None, local_files_only: bool) -> str:
+        asked.append((name, file, revision, local_files_only))
+        if file not in found:
+            raise error
+        return found[file]
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(hub, "hub_answers", lambda: answers)
+    assert hub.hub_commit("org/name", "v1") == "abc"
+    assert asked == [("org/name", file, "v1", not answers) for file in ("config.json", "adapter_config.json")]
+    assert hub.hub_commit("org/name") == "abc"
+    assert asked[-1][2] is None
+    found.clear()
+    assert hub.hub_commit("org/name") is None
+    found["config.json"] = "/cache/snapshots/def/config.json"
+    assert hub.hub_commit("org/name") == "def"
+
+
+def test_a_folder_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "hub_answers", lambda: pytest.fail("the hub was asked about a folder"))
+    assert hub.hub_commit(str(tmp_path)) is None

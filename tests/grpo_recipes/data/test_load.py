@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from grpo_recipes.data.load import load
+from grpo_recipes.data.load import check_disjoint, load, load_prompts
 from grpo_recipes.data.presets import MAX_ARITHMETIC_SIZE, arithmetic_problems, final_answer
-from grpo_recipes.data.prompts import limit_prompts
+from grpo_recipes.data.prompts import PromptTools, _without_oldest_turns, limit_prompts, rendered
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
+from tests.support.tiny import byte_tokenizer
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
 
@@ -197,6 +198,8 @@ def test_a_saved_folder_without_rows_is_named(tmp_path):
     ("keys", "expected"),
     [
         ({}, ("openai/gsm8k", "main", "train")),
+        ({"path": "openai/gsm8k", "split": "test"}, ("openai/gsm8k", "main", "test")),
+        ({"config": "socratic"}, ("openai/gsm8k", "socratic", "train")),
         ({"path": "someone/problems"}, ("someone/problems", None, "train")),
         (
             {"path": "someone/problems", "config": "hard", "split": "test[:1%]"},
@@ -214,6 +217,20 @@ def test_a_hub_id_is_read_with_its_configuration_and_split(monkeypatch, silent_h
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load(DatasetSpec("gsm8k", **keys)).num_rows == 20
     assert calls == [expected]
+
+
+def test_the_hub_holds_the_rows_of_both_sides(monkeypatch, silent_hub):
+    calls = []
+
+    def load_dataset(path, config, *, split):
+        calls.append((path, config, split))
+        return datasets.Dataset.from_list([{"problem": "1?", "solution": r"\boxed{1}"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    spec = DatasetSpec("math", eval_split="test[:9]")
+    assert load_prompts(spec).places([0])[0].table == "DigitalLearningGmbH/MATH-lighteval, train"
+    assert load(spec, evaluation=True).num_rows == 1
+    assert calls == [("DigitalLearningGmbH/MATH-lighteval", None, split) for split in ("train", "test[:9]")]
 
 
 def test_an_unreachable_hub_is_reported_without_retries(silent_hub, tmp_path, monkeypatch):
@@ -289,9 +306,66 @@ def test_rows_of_one_file_are_not_both_trained_and_evaluated_on(jsonl, split, ev
         load(DatasetSpec("gsm8k", path=jsonl, split=split, eval_split=eval_split), evaluation=True)
 
 
+def test_the_key_of_equal_rows_on_both_sides_is_named(jsonl, tmp_path):
+    saved = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(ROWS[:15]), test=datasets.Dataset.from_list([*ROWS[15:], *ROWS[3:5]])
+    )
+    saved.save_to_disk(str(tmp_path / "saved"))
+    first = f"{tmp_path}/saved, test, row 6 is the first"
+    for keys, key, place in (
+        ({"path": str(tmp_path / "saved"), "eval_split": "test"}, "eval_split", first),
+        ({"path": jsonl, "eval_path": str(tmp_path / "saved"), "eval_split": "test[5:]"}, "eval_path", first),
+    ):
+        spec = DatasetSpec("gsm8k", **keys)
+        held_out = load_prompts(spec, evaluation=True)
+        with pytest.raises(UserError) as caught:
+            check_disjoint(load_prompts(spec), held_out, spec)
+        assert str(caught.value) == (
+            f"`dataset.{key}`: 2 of {len(held_out.dataset)} held-out rows are training rows too ({place}): remove them "
+            "from one side, or set `dataset.eval_share`"
+        )
+
+
+def test_either_side_may_be_a_mixture(jsonl, tmp_path):
+    parts = [write_jsonl(tmp_path / f"{n}.jsonl", [{"question": f"part {n}?", "answer": "1"}]) for n in range(2)]
+    spec = DatasetSpec("gsm8k", path=jsonl, eval_path=parts)
+    assert load(spec).column_names == ["prompt", "answer"]
+    assert load(spec, evaluation=True)["source"][:] == parts
+    spec = DatasetSpec("gsm8k", path=parts, eval_path=jsonl)
+    assert load(spec)["source"][:] == parts
+    assert load(spec, evaluation=True).column_names == ["prompt", "answer"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "evaluation", "part"),
+    [
+        ({"split": "train[5:5]"}, False, "`dataset.split`: 'train[5:5]' of {path}"),
+        ({"split": "train[:9]", "eval_split": "test[9:9]"}, True, "`dataset.eval_split`: 'test[9:9]' of {path}"),
+        ({"eval_path": "{empty}"}, True, "`dataset.split`: 'train' of {empty}"),
+        ({"eval_path": ["{empty}", "{empty}"]}, True, "`dataset.split`: 'train' of {empty}, {empty}"),
+        ({"eval_share": 1e-9}, True, "`dataset.eval_share`: 1e-09 of the rows of {path}"),
+        ({"path": "{empty}", "eval_share": 0.5}, True, "`dataset.eval_share`: 0.5 of the rows of {empty}"),
+        ({"path": "{empty}", "eval_share": 0.5}, False, "`dataset.eval_share`: 0.5 of the rows of {empty}"),
+        (
+            {"path": [{"path": "{path}", "split": "train[:0]"}, {"path": "{empty}", "split": "test"}]},
+            False,
+            "`dataset.split`: 'train[:0]' of {path}, {empty}",
+        ),
+    ],
+)
+def test_a_side_without_rows_is_named(jsonl, tmp_path, keys, evaluation, part):
+    names = {"path": jsonl, "empty": write_jsonl(tmp_path / "empty.jsonl", [])}
+    filled = json.loads(json.dumps(keys).replace("{empty}", names["empty"]).replace("{path}", jsonl))
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec(**{"name": "gsm8k", "path": jsonl, **filled}), evaluation=evaluation)
+    assert str(caught.value) == f"{part.format(**names)} is empty: choose other rows"
+
+
 def test_evaluation_needs_held_out_rows(jsonl):
     with pytest.raises(UserError, match=r"`dataset\.eval_split`: missing"):
         load(DatasetSpec("gsm8k", path=jsonl), evaluation=True)
+    with pytest.raises(UserError, match=r"`dataset\.eval_split`: '' can't be read"):
+        load(DatasetSpec("gsm8k", path=jsonl, eval_split=""), evaluation=True)
 
 
 # Bad input
@@ -435,6 +509,15 @@ def test_the_preset_arithmetic_gives_the_generated_problems():
     assert questions(load(spec, evaluation=True)) == [row["question"] for row in arithmetic_problems("test", 15, 4)]
 
 
+def test_problems_of_several_slices_follow_each_other():
+    spec = DatasetSpec("arithmetic", size=9, seed=1, split="train[2:4]+test[:3]+train[8:]", system_prompt="none")
+    train, test = (arithmetic_problems(split, 9, 1) for split in ("train", "test"))
+    assert questions(load(spec)) == [row["question"] for row in (*train[2:4], *test[:3], *train[8:])]
+    prompts = load_prompts(spec)
+    assert str(prompts.places([5])[0]) == "arithmetic, row 6"
+    assert load(DatasetSpec("arithmetic", split="train[1995:]")).num_rows == 5  # there are 2,000 by default
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -496,6 +579,66 @@ def test_longer_messages_are_cut_from_the_left_of_the_question(word_tokenizer):
     assert kept[0]["prompt"] == conversation(3)
     assert kept[1]["prompt"] == [{"role": "system", "content": "w0 w1"}, {"role": "user", "content": "w2 w3 w4 w5"}]
     assert kept["answer"][:] == ["0", "1"]
+
+
+def test_prompts_of_several_batches_are_cut_where_they_are(word_tokenizer, monkeypatch):
+    monkeypatch.setattr("grpo_recipes.data.prompts.BATCH", 2)
+    spec = DatasetSpec("gsm8k", max_prompt_tokens=9, overlong_prompts="cut_left")
+    lengths = [3, 6, 5, 9, 2]
+    dataset = as_dataset([conversation(length) for length in lengths])
+    kept, cut = limit_prompts(dataset, spec, word_tokenizer)
+    assert cut == 3
+    assert kept.column_names == dataset.column_names
+    assert kept.features == dataset.features
+    contents = [words(length).split()[-4:] for length in lengths]
+    assert [prompt[1]["content"].split() for prompt in kept["prompt"]] == contents
+    assert kept["answer"][:] == list("01234")
+
+
+def test_a_character_that_a_cut_splits_is_left_out():
+    tokenizer = byte_tokenizer()
+    spec = DatasetSpec("gsm8k", prompt_format="text", max_prompt_tokens=4, overlong_prompts="cut_left")
+    kept, _ = limit_prompts(as_dataset(["a\u20acbc"]), spec, tokenizer)  # the euro sign has three bytes
+    assert kept["prompt"][:] == ["bc"]
+
+
+@pytest.mark.parametrize(
+    ("roles", "kept"),
+    [
+        ("suau", [0, 3]),
+        ("uauau", [2, 3, 4]),
+        ("suuau", [0, 2, 3, 4]),
+        ("su", None),
+        ("ua", None),
+        ("sa", None),
+    ],
+)
+def test_the_oldest_turns_end_before_the_second_of_the_user(roles, kept):
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    turns = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
+    assert _without_oldest_turns(turns) == (None if kept is None else [turns[place] for place in kept])
+
+
+def test_a_prompt_is_rendered_as_the_model_receives_it(word_tokenizer):
+    assert rendered("w1 w2", word_tokenizer, {}) == "w1 w2"
+    assert rendered(conversation(2), word_tokenizer, {}) == "[SYS] w0 w1 [USR] w0 w1 [GEN]"
+    other = {"chat_template": "{{ messages|length }}{{ x }}", "x": "!"}
+    assert rendered(conversation(2), word_tokenizer, other) == "2!"
+    given = {"chat_template": "{% for m in messages %}w1 w2 {% endfor %}{{ x }}", "x": "w3"}
+    spec = DatasetSpec("gsm8k", max_prompt_tokens=5)
+    assert limit_prompts(as_dataset([conversation(9)]), spec, word_tokenizer, given)[1] == 0
+    spec = DatasetSpec("gsm8k", max_prompt_tokens=4)
+    with pytest.raises(UserError, match="the shortest has 5"):
+        limit_prompts(as_dataset([conversation(9)]), spec, word_tokenizer, given)
+
+
+def test_the_tools_of_a_prompt_are_those_of_its_environment():
+    one, two = {"name": "one"}, {"name": "two"}
+    assert PromptTools({None: [one]}).template_kwargs() == {"tools": [one]}
+    assert PromptTools({None: [one]}).template_kwargs("a") == {"tools": [one]}
+    by_name = PromptTools({"a": [two], "b": []}, "template")
+    assert by_name.template_kwargs("a") == {"tools": [two], "chat_template": "template"}
+    assert by_name.template_kwargs("b") == {"tools": None, "chat_template": "template"}
 
 
 def test_longer_text_keeps_its_last_tokens(word_tokenizer):

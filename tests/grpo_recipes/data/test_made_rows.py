@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,13 @@ def test_a_seed_stands_for_the_same_problems_in_every_version(name: str, digest:
     problems = MAKERS[name]("train", 600, 7)
     assert problems[0]["question"] == first
     assert hashlib.sha256(repr(problems).encode()).hexdigest()[:4] == digest
+
+
+def test_the_default_seed_is_zero() -> None:
+    assert presets.arithmetic_problems("train", 3) == presets.arithmetic_problems("train", 3, 0)
+    assert arithmetic.product_problems("train", 3) == arithmetic.product_problems("train", 3, 0)
+    assert arithmetic.secret_numbers("train", 3) == arithmetic.secret_numbers("train", 3, 0)
+    assert DatasetSpec.parse("arithmetic").seed == 0
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -102,6 +109,7 @@ def test_a_zero_is_not_missing(value: Any) -> None:
         ({"from": "model", "value": "a"}, ("assistant", "a")),
         ({"from": "system", "value": "a"}, ("system", "a")),
         ({"role": None, "from": "human", "value": "a"}, ("user", "a")),
+        ({"role": "", "from": "human", "value": "a"}, ("", None)),
         ({"from": 3, "value": "a"}, (None, None)),
         ("text", (None, None)),
     ],
@@ -131,11 +139,14 @@ def test_a_label_is_text(value: Any, text: str) -> None:
     [
         ('["a", "b"]', ["a", "b"]),
         (" ['a', \"b\"]", ["a", "b"]),
+        (r'["1\/2", "1"]', ["1/2", "1"]),  # JSON, which Python reads otherwise
         ("('a', 'b')", ("a", "b")),
         ('{"text": ["a"], "label": ["A"]}', {"text": ["a"], "label": ["A"]}),
         ("a | b|c", ["a", "b", "c"]),
         ("[a|b]", ["[a", "b]"]),
         ("a || b", None),
+        ("1, 2", None),
+        ("'a', 'b'", None),
         ("a", None),
         ('["a"]', None),
         ("['a' 'b']", None),
@@ -286,6 +297,8 @@ def rows(folder: Path, text: str, **keys: Any) -> DatasetSpec:
 
 def test_an_empty_template_is_no_missing_one(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"`dataset\.prompt_template` leaves the prompt of .*rows\.csv, line 2 empty"):
+        load(rows(tmp_path, "level\n1\n", prompt_template=""))
+    with pytest.raises(UserError, match=r"`dataset\.prompt_template` leaves the prompt of .*rows\.csv, line 2 empty"):
         load(rows(tmp_path, "question\na\n", prompt_template=""))
 
 
@@ -336,6 +349,54 @@ def test_a_table_has_at_most_so_many_columns_and_keys() -> None:
     tables.check_fields([half, other], "a.jsonl")  # each object and each list counts too
     with pytest.raises(UserError, match=r"^`dataset`: the objects in a\.jsonl have more than 10,000 different keys:"):
         tables.check_fields([half, other, pa.int64()], "a.jsonl")
+
+
+def test_a_reason_is_a_clause() -> None:
+    assert tables.reason_of(ValueError("no  rows.\n Give some.")) == "no rows. Give some"
+    assert tables.reason_of(KeyError()) == "KeyError"
+
+
+def test_a_table_is_stored_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "a" / "cache"))
+    folder = tmp_path / "a" / "cache" / "grpo_recipes"
+    tries: list[int] = []
+
+    def batches(good: int, error: Exception | None) -> Iterator[pa.Table]:
+        tries.append(good)
+        for number in range(good):
+            yield pa.table({"a": [number]})
+        if error is not None and (not isinstance(error, tables.Widened) or len(tries) == 1):
+            raise error
+
+    with pytest.raises(KeyError):
+        tables.stored("one", lambda: batches(2, KeyError()))
+    assert [path.name for path in folder.iterdir() if path.suffix != ".lock"] == []
+    tries.clear()
+    assert tables.stored("one", lambda: batches(3, tables.Widened()))["a"][:] == [0, 1, 2]
+    assert tries == [3, 3]
+    assert tables.stored("one", lambda: batches(9, None))["a"][:] == [0, 1, 2], "it is not written again"
+    assert len(tries) == 2
+    assert len(tables.stored("none", lambda: batches(0, None))) == 0
+    assert sorted(path.name for path in folder.iterdir() if path.suffix != ".lock") == ["none.arrow", "one.arrow"]
+
+
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError) as caught:
+        load(rows(tmp_path, "question\na\n"))
+    assert str(caught.value) == (
+        f"`dataset`: {tmp_path}/file/grpo_recipes is not writable (Not a directory): make room, or set "
+        "HF_DATASETS_CACHE"
+    )
+
+
+def test_a_name_with_a_nul_is_refused_every_time(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "x\\u0000y": 1}\n')
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            load(DatasetSpec.parse({"path": str(tmp_path / "rows.jsonl")}))
+        assert str(caught.value) == "`dataset`: names of columns have control characters: rename the columns"
 
 
 def test_rows_of_several_tables_are_found_where_they_are() -> None:
@@ -415,6 +476,54 @@ def test_log_probabilities_are_given_for_all_responses_or_none(tmp_path: Path) -
     ]
     with pytest.raises(UserError, match="some responses of .* have logprobs and some have none: give all or none"):
         load(recorded(tmp_path, some))
+
+
+def test_recorded_prompts_of_one_file_are_not_both_trained_and_evaluated_on(tmp_path: Path) -> None:
+    lines = [{"prompt": prompt, "response": "r", "reward": 1.0} for prompt in "aabbc"]
+    path = recorded(tmp_path, lines).path
+    spec = DatasetSpec.parse({"name": "scored", "path": path, "split": "train[:2]", "eval_split": "train[2:]"})
+    assert [load(spec, evaluation=side)["prompt"][:] for side in (False, True)] == [["a", "b"], ["c"]]
+    for split, shared in (("test", 2), ("train[1:]", 1)):
+        spec = DatasetSpec.parse({"name": "scored", "path": path, "split": "train[:2]", "eval_split": split})
+        with pytest.raises(UserError) as caught:
+            load(spec, evaluation=True)
+        assert str(caught.value) == (
+            f"`dataset.eval_split`: {shared} rows of {path}, which holds one split, would be both trained and "
+            "evaluated on: set eval_path, slices that do not overlap, or eval_share"
+        )
+
+
+def test_a_missing_cell_of_a_recorded_line_is_no_value(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": "p", "response": "a", "reward": 1, "responses": None},
+        {"prompt": "q", "responses": ["b"], "rewards": [2], "logprobs": None},
+        {"prompt": "r", "response": "", "reward": 0},
+    ]
+    assert load(recorded(tmp_path, lines)).to_list() == [
+        {"prompt": "p", "responses": ["a"], "rewards": [1.0]},
+        {"prompt": "q", "responses": ["b"], "rewards": [2.0]},
+        {"prompt": "r", "responses": [""], "rewards": [0.0]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"prompt": ""}, "text that is not empty"),
+        ({"response": None, "responses": [3]}, "text"),
+        ({"reward": math.inf}, "a finite number"),
+        ({"logprobs": [0.5]}, "a finite number of at most 0"),
+        ({"logprobs": [-math.inf]}, "a finite number of at most 0"),
+    ],
+)
+def test_a_recorded_value_that_can_not_be_is_named(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    line = {"prompt": "p", "response": "a", "reward": 1.0, "logprobs": [0.0], **change}
+    if "responses" in change:
+        line = {"prompt": "p", "responses": [3], "rewards": [1.0]}
+    with pytest.raises(
+        UserError, match=rf"^`dataset`: .*rows\.jsonl, line 1: .*{problem}.*: correct or remove the line$"
+    ):
+        load(recorded(tmp_path, [line]))
 
 
 def test_a_group_needs_enough_recorded_responses(tmp_path: Path) -> None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import date
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
+import xxhash
+from pyarrow import parquet
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 
-from grpo_recipes.data import prompts, tables
+from grpo_recipes.data import prompts, sources, tables, text_files
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.data.sources import Keys
+from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
 from grpo_rewards import choice_correctness, gsm8k_correctness
 from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import read_gold
@@ -85,7 +90,7 @@ def test_text_is_not_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".jsonl", ".csv"])
 def test_the_type_of_a_column_depends_on_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
     """The first batches have narrower types than the whole file."""
-    monkeypatch.setattr(tables, "BATCH", 4)
+    monkeypatch.setattr(text_files, "BATCH", 4)
     rows = [{"question": f"{n}?", "share": n if n < 9 else n / 2, "late": None if n < 9 else "x"} for n in range(10)]
     table = load(DatasetSpec.parse({"path": write(tmp_path / f"rows{ending}", rows)}))
     assert table["share"][:] == [*map(float, range(9)), 4.5]
@@ -110,6 +115,162 @@ def test_a_table_is_written_once_and_memory_mapped(tmp_path: Path, monkeypatch: 
     write(tmp_path / "rows.jsonl", ROWS[:5])
     assert len(load(spec(path))) == 5
     assert len(written) == 5
+
+
+def test_all_rows_of_a_table_are_that_table(tmp_path: Path) -> None:
+    """A selection of them would cost an index for each row."""
+    keys = Keys("path", "split")
+    rows = sources.file_rows(SourceSpec(write(tmp_path / "rows.jsonl")), keys)
+    assert sources.sliced({"": rows}, "train", keys) is rows
+    assert sources.sliced({"": rows}, "train[0:30]", keys) is rows
+    assert [len(sources.sliced({"": rows}, split, keys).table) for split in ("train[1:]", "train[:29]")] == [29, 29]
+
+
+def test_a_saved_folder_without_splits_is_named_by_the_split(tmp_path: Path) -> None:
+    datasets.DatasetDict().save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(
+        UserError, match=r"^`dataset\.split`: 'train' can't be read \(.+\): write for example train or "
+    ):
+        load(spec(str(tmp_path / "saved")))
+
+
+def test_a_name_with_brackets_may_be_a_file(tmp_path: Path) -> None:
+    """A file of the name comes first. A glob may reach into folders, and into the home of a user."""
+    write(tmp_path / "rows1.jsonl", ROWS[:1])
+    assert len(load(spec(str(tmp_path / "rows[1].jsonl")))) == 1
+    write(tmp_path / "rows[1].jsonl", ROWS[:2])
+    assert len(load(spec(str(tmp_path / "rows[1].jsonl")))) == 2
+
+
+def test_paths_begin_at_the_home_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    write(tmp_path / "deep" / "er" / "rows.jsonl", ROWS[:3])
+    write(tmp_path / "saved", ROWS[:4])
+    for path, count in (("~/deep/er/rows.jsonl", 3), ("~/**/*.jsonl", 3), ("~/deep/*/*.jsonl", 3), ("~/saved", 4)):
+        assert len(load(spec(path))) == count
+    assert sources.guess_source("~/deep/er/rows.jsonl") == SourceSpec("~/deep/er/rows.jsonl")
+    recorded = [{"prompt": "p", "response": "r", "reward": 1.0}]
+    write(tmp_path / "scored.jsonl", recorded)
+    for path in ("~/scored.jsonl", "~/score[d].jsonl"):
+        assert len(load(DatasetSpec.parse({"name": "scored", "path": path}))) == 1
+    (tmp_path / "semicolons.csv").write_text("question;answer\na;1\n")
+    for path in ("~/semicolons.csv", "~/semi*.csv"):
+        assert sources.guess_source(path) == SourceSpec(path, delimiter=";")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "~nobody-here/rows.jsonl",
+            "~nobody-here/rows.jsonl can't be read (No such file or directory): correct the pa",
+        ),
+        ("~nobody-here/rows", "there is no file or folder ~nobody-here/rows (relative to "),
+        ("~nobody-here/*.csv", "no file matches ~nobody-here/*.csv (relative to "),
+        ("rows\0.jsonl", "rows\0.jsonl can't be read (embedded null byte): correct the path or the file"),
+        ("rows\ud800.jsonl", "rows\ud800.jsonl can't be read ('utf-8' codec can't encode character "),
+        ("org/na\0me", "there is no file or folder org/na\0me (relative to "),
+    ],
+)
+def test_a_path_that_no_file_has_is_named(path: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec.parse({"path": path}))
+    assert str(caught.value).startswith(f"`dataset.path`: {message}")
+
+
+def test_arguments_that_the_library_does_not_expect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
+    with pytest.raises(
+        UserError, match=r"^`dataset\.path`: 'json' can't be loaded from the Hugging Face Hub \(.+\): corr"
+    ):
+        load(DatasetSpec.parse({"path": [{"path": "json", "data_files": {"train": 3}}]}))
+
+
+def test_what_is_read_under_any_split(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list(list(ROWS))
+    table.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=table, test=table).save_to_disk(str(tmp_path / "two"))
+    write(tmp_path / "rows.csv")
+    for path in (str(tmp_path / "one"), str(tmp_path / "rows.csv"), "absent.jsonl", "absent.jsonl.gz", "absent-*.csv"):
+        assert sources.has_one_split(path), path
+    for path in (str(tmp_path / "two"), "openai/gsm8k", "absent.csv"):
+        assert not sources.has_one_split(path), path
+
+
+@pytest.mark.parametrize(
+    ("path", "unread"),
+    [
+        ("a.csv", set()),
+        ("a.tsv.gz", set()),
+        ("a.jsonl", {"delimiter", "decimal"}),
+        ("a.json.zst", {"delimiter", "decimal"}),
+        ("a.parquet", {"delimiter", "decimal", "encoding"}),
+        ("openai/gsm8k", {"delimiter", "decimal", "encoding"}),
+    ],
+)
+def test_keys_of_a_text_file_have_no_effect_on_others(path: str, unread: set[str]) -> None:
+    assert sources.unread_notation(path) == unread
+
+
+def test_a_saved_folder_and_the_hub_have_no_notation(tmp_path: Path) -> None:
+    saved = write(tmp_path / "saved")
+    for path in (saved, "openai/gsm8k"):
+        with pytest.raises(UserError) as caught:
+            load(DatasetSpec.parse({"path": path, "encoding": "cp1252"}))
+        assert str(caught.value) == (
+            f"`dataset.encoding` describes text files, and {path} is none: remove it, or give each source of a list "
+            "keys of its own"
+        )
+
+
+def test_files_that_are_none_or_of_two_kinds_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    write(tmp_path / "b.jsonl")
+    write(tmp_path / "c.json")
+    kinds = ".jsonl, .json, .csv, .tsv, .parquet file (.gz or .zst may follow, except for .parquet)"
+    (tmp_path / "d.txt").write_text("x")
+    (tmp_path / "e.csv").mkdir()
+    for pattern, message in (
+        ("*.json*", f"{tmp_path}/a.jsonl and {tmp_path}/c.json are of two kinds: name files of one kind"),
+        ("*.txt", f"{tmp_path}/d.txt is not a {kinds}: convert it"),
+        ("*.csv", f"{tmp_path}/e.csv is no ordinary file: name a {kinds}"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load(spec(str(tmp_path / pattern)))
+        assert str(caught.value) == f"`dataset.path`: {message}"
+
+
+def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
+    for pattern, named in (("a.parquet", f"{tmp_path}/a.parquet"), ("*.parquet", f"{tmp_path}/a.parquet and 2 more")):
+        with pytest.raises(UserError, match=rf"^`dataset\.path`: {named} can't be read as Parquet \(.+\): replace it$"):
+            load(spec(str(tmp_path / pattern)))
+
+
+@pytest.mark.parametrize(
+    "error", [datasets.exceptions.DatasetGenerationError("no rows."), OSError("no rows"), ValueError("no rows.")]
+)
+def test_what_a_library_does_not_read_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load_dataset(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    for path, message in (
+        (f"{tmp_path}/rows.parquet", f"{tmp_path}/rows.parquet can't be read as Parquet (no rows): replace it"),
+        (
+            "org/rows",
+            "'org/rows' can't be loaded from the Hugging Face Hub (no rows): correct the path, the config or the split",
+        ),
+    ):
+        with pytest.raises(UserError) as caught:
+            load(spec(path))
+        assert str(caught.value) == f"`dataset.path`: {message}"
 
 
 # Columns and prompts
@@ -150,6 +311,8 @@ def test_a_column_prompt_is_the_prompt(tmp_path: Path) -> None:
     turns = [*user("hi"), {"role": "assistant", "content": "yes?"}, *user("1 + 1?")]
     messages = write(tmp_path / "messages.jsonl", [{"prompt": turns, "name": "x"}])
     assert load(DatasetSpec.parse({"path": messages})).to_list() == [{"prompt": turns, "name": "x"}]
+    named = write(tmp_path / "named.jsonl", [{"prompt": [{**turns[0], "name": "Ann"}]}])
+    assert load(DatasetSpec.parse({"path": named})).to_list() == [{"prompt": [{**turns[0], "name": "Ann"}]}]
     assert load(DatasetSpec.parse({"path": messages, "system_prompt": "Be brief."}))[0]["prompt"] == [system, *turns]
     assert load(DatasetSpec.parse({"path": messages, "prompt_format": "text"}))[0]["prompt"] == "hi\nyes?\n1 + 1?"
 
@@ -183,6 +346,47 @@ def test_a_template_can_use_any_column(tmp_path: Path) -> None:
     assert load(DatasetSpec.parse(preset)).to_list() == [{"prompt": user("1 + 1? Think."), "answer": "2"}]
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ level|wordwrap }}", "'int' object has no attribute 'splitlines'"),
+        ("{{ problem + 1 }}", "can only concatenate str"),
+        ("{{ problem[9:1:0] }}", "slice step cannot be zero"),
+        ("{{ '{5}'.format() }}", "out of range"),
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ problem.x }}", "'str object' has no attribute 'x'"),
+        ("{{ problem|truncate(1) }}", "expected length >= 3, got 1"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
+        (r"{{ '\ud800' }}", "surrogates not allowed"),
+        ("\ud800", "surrogates not allowed"),
+    ],
+)
+def test_what_fails_in_a_template_is_named_with_its_row(tmp_path: Path, template: str, reason: str) -> None:
+    path = write(tmp_path / "rows.jsonl")
+    with pytest.raises(
+        UserError, match=rf"`dataset\.prompt_template` fails on .*line 1 \(.*{reason}.*\): correct temp"
+    ):
+        load(spec(path, columns=None, prompt_template=template))
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ a", "{% for x in a %}" * 30 + "{% endfor %}" * 30, "{{ " + "(" * 3000 + " }}"]
+)
+def test_what_is_no_template_is_refused(template: str) -> None:
+    with pytest.raises(UserError, match=r"^`dataset\.prompt_template` is not a jinja2 template \(.+\): correct it$"):
+        prompts.columns_of_prompt(DatasetSpec.parse({"path": "a", "prompt_template": template}))
+
+
+def test_a_template_takes_the_values_that_json_lacks(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_dict({"day": [date(2024, 1, 2), date(2024, 1, 3), date(2024, 1, 2)]})
+    table.to_parquet(tmp_path / "rows.parquet")
+    made = load_prompts(
+        DatasetSpec.parse({"path": str(tmp_path / "rows.parquet"), "prompt_template": "What day is {{ day }}?"})
+    )
+    assert made.dataset["prompt"][0] == user("What day is 2024-01-02?")
+    assert made.identities[0] == made.identities[2] != made.identities[1]
+
+
 def test_boxed_golds_are_extracted(tmp_path: Path) -> None:
     """MATH has a problem and a solution, and MATH-500 has a column for the answer too."""
     system = {"role": "system", "content": prompts.SYSTEM_PROMPTS["boxed"]}
@@ -191,6 +395,14 @@ def test_boxed_golds_are_extracted(tmp_path: Path) -> None:
     for given in (row, {**row, "answer": "\\frac{5}{6}"}):
         path = write(tmp_path / f"{len(given)}.jsonl", [given])
         assert load(DatasetSpec.parse({"name": "math", "path": path})).to_list() == [{**expected, "level": "Level 1"}]
+
+
+def test_the_first_name_of_a_part_is_read(tmp_path: Path) -> None:
+    row = {"problem": "p", "question": "q", "answer": "1", "solution": "2"}
+    made = load(
+        DatasetSpec.parse({"name": "math", "path": write(tmp_path / "a.jsonl", [row]), "system_prompt": "none"})
+    )
+    assert made.to_list() == [{"prompt": user("p"), "answer": "1", "question": "q", "solution": "2"}]
 
 
 def test_multiple_choice_reads_the_forms_of_mmlu_and_arc(tmp_path: Path) -> None:
@@ -263,6 +475,18 @@ def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path: Path) -> No
     rows = load(DatasetSpec.parse({"path": str(tmp_path / "rows.parquet")}))
     assert rows["answer"][:] == [0.1, 2.3, 1.234]
     assert rows.column_names == ["prompt", "answer"]
+    # Other numbers and the order of the columns stay.
+    table = {"x": answers, "question": ["a", "b", "c"], "n": [1, 2, 3], "d": [0.1, 0.2, None], "y": answers}
+    datasets.Dataset.from_dict(table).to_parquet(tmp_path / "all.parquet")
+    keys = Keys("path", "split")
+    every = sources.read(SourceSpec(str(tmp_path / "all.parquet")), keys).table
+    assert every.to_dict() == {**table, "x": [0.1, 2.3, 1.234], "y": [0.1, 2.3, 1.234]}
+    assert every.column_names == [*table]
+    for count in range(3):
+        part = sources.read(SourceSpec(str(tmp_path / "all.parquet"), split=f"train[:{count}]"), keys).table
+        assert part["x"][:] == [0.1, 2.3, 1.234][:count]
+    alone = sources.read(SourceSpec(str(tmp_path / "all.parquet"), columns=["x", "y"]), keys).table
+    assert alone.to_dict() == {"x": [0.1, 2.3, 1.234], "y": [0.1, 2.3, 1.234]}
 
 
 # Conversations in ShareGPT's notation
@@ -341,6 +565,55 @@ def test_a_mixture_accepts_the_keys_of_trl(tmp_path: Path, monkeypatch: pytest.M
     ]
 
 
+def test_halves_of_rows_are_rounded_as_in_trl(tmp_path: Path) -> None:
+    """The shares are 3/7 and 4/7 of a mixture of 3.5 rows: 1.5 rows, which floats make a little more, and 2."""
+    rows = [{"question": f"{n}?"} for n in range(4)]
+    sources = [
+        {"path": write(tmp_path / "a.jsonl", rows[:2]), "fraction": 0.6},
+        {"path": write(tmp_path / "b.jsonl", rows[2:]), "fraction": 0.8},
+    ]
+    theirs = get_dataset(
+        DatasetMixtureConfig(
+            datasets=[
+                DatasetConfig(path="json", data_files=source["path"], fraction=source["fraction"]) for source in sources
+            ]
+        )
+    )["train"]
+    ours = load(DatasetSpec.parse({"path": sources}))
+    assert [row["prompt"][0]["content"] for row in ours] == theirs["question"][:]
+
+
+def test_a_source_with_a_configuration_is_called_by_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
+    files = {name: write(tmp_path / f"{name}.jsonl", [{"question": name}]) for name in ("easy", "hard")}
+    sources = [{"path": "json", "name": name, "data_files": file} for name, file in files.items()]
+    sources.append({"path": "json", "data_dir": str(tmp_path), "data_files": "hard.jsonl"})
+    made = load(DatasetSpec.parse({"path": sources}))
+    assert made["source"][:] == ["json/easy", "json/hard", "json"]
+    assert [row["prompt"][0]["content"] for row in made] == ["easy", "hard", "hard"]
+
+
+def test_a_column_that_is_null_in_one_source_has_the_type_of_the_other(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [{"question": "a", "level": None}])
+    second = write(tmp_path / "b.jsonl", [{"question": "b", "level": 3}])
+    for order, levels in (([first, second], [None, 3]), ([second, first], [3, None])):
+        assert load(DatasetSpec.parse({"path": order}))["level"][:] == levels
+
+
+@pytest.mark.parametrize(
+    ("level", "name"), [("hard", "string"), ([1], "list"), ({"a": 1}, "dict"), (2.5, "float64"), (True, "bool")]
+)
+def test_columns_of_two_types_are_named_by_both(tmp_path: Path, level: Any, name: str) -> None:
+    first = write(tmp_path / "a.jsonl", [{"question": "a", "level": 3}])
+    second = write(tmp_path / "b.jsonl", [{"question": "b", "level": level}])
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec.parse({"path": [first, second]}))
+    assert str(caught.value) == (
+        f"`dataset.path`: the column 'level' is int64 in {first} and {name} in {second}: give both one type, or rename "
+        "one in its `columns`"
+    )
+
+
 def test_a_mixture_survives_a_round_trip_through_json(tmp_path: Path) -> None:
     made = DatasetSpec.parse({"path": three_sources(tmp_path), "eval_share": 0.2})
     written = json.loads(json.dumps(made.as_dict()))
@@ -376,6 +649,26 @@ def test_a_row_stays_training_or_held_out_when_the_table_changes(tmp_path: Path)
     assert held_out < half
 
 
+def test_a_row_is_on_the_same_side_in_every_version(tmp_path: Path) -> None:
+    """A side is decided by the XXH64 of what the prompt is made from, as JSON."""
+    path = write(tmp_path / "rows.jsonl", [{"question": "Größe?", "n": 1}])
+    for keys, content in (
+        ({}, '[{"content": "Größe?", "role": "user"}]'),
+        ({"system_prompt": "think"}, '[{"content": "Größe?", "role": "user"}]'),
+        ({"prompt_template": "{{ question }} {{ n }}"}, '[1, "Größe?"]'),
+        ({"columns": {"prompt": "question"}}, '"Größe?"'),
+    ):
+        (identity,) = load_prompts(DatasetSpec.parse({"path": path, **keys})).identities
+        assert identity == xxhash.xxh64_intdigest(content.encode())
+        # The held-out share holds the smallest hashes.
+        share = float(identity) / 2.0**64
+        for factor, evaluation in ((0.99, False), (1.01, True)):
+            made = DatasetSpec.parse({"path": path, "eval_share": share * factor, **keys})
+            assert len(load(made, evaluation=evaluation)) == 1
+            with pytest.raises(UserError, match=r"`dataset\.eval_share`: .* of the rows of .*rows\.jsonl is empty"):
+                load(made, evaluation=not evaluation)
+
+
 def test_the_wording_of_a_template_does_not_change_identities(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl")
     identities = [
@@ -395,6 +688,188 @@ def test_a_held_out_row_that_is_also_a_training_row_is_refused(tmp_path: Path) -
         check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
     made = spec(path, eval_path=write(tmp_path / "new.jsonl", other))
     check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
+
+
+# Prompts of many rows, and single prompts
+
+
+@pytest.mark.parametrize("drop_missing", [False, True])
+def test_rows_of_later_batches_keep_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop_missing: bool
+) -> None:
+    monkeypatch.setattr(prompts, "BATCH", 2)
+    rows: list[dict[str, Any]] = [{"question": f"{n}?", "answer": n, "level": 1} for n in range(7)]
+    if drop_missing:
+        rows[1]["question"] = rows[4]["answer"] = None
+    left = [row["answer"] for row in rows if row["question"] is not None and row["answer"] is not None]
+    keys = {"path": write(tmp_path / "rows.jsonl", rows), "drop_missing": drop_missing}
+    made = load_prompts(DatasetSpec.parse(keys))
+    assert made.dataset["answer"][:] == left
+    assert [row["prompt"][0]["content"] for row in made.dataset] == [f"{n}?" for n in left]
+    assert [place.number for place in made.places(range(len(left)))] == [n + 1 for n in left]
+    rows[6]["level"] = 0
+    template = {"path": write(tmp_path / "rows.jsonl", rows), "prompt_template": "{{ 1 // level }}"}
+    with pytest.raises(UserError, match=r"fails on .*rows\.jsonl, line 7 \("):
+        load(DatasetSpec.parse({**keys, **template}))
+    rows[6]["question"] = 3
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 7: the column 'question' has values of several types"):
+        load(DatasetSpec.parse({"path": write(tmp_path / "rows.jsonl", rows)}))
+
+
+S = {"role": "system", "content": "s"}
+A = {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("turns", "system", "is_text", "expected"),
+    [
+        ("q", None, True, "q"),
+        ("q", "t", True, "t\nq"),
+        ("q", None, False, user("q")),
+        ("q", "t", False, [{"role": "system", "content": "t"}, *user("q")]),
+        ([S, *user("q")], "t", False, [S, *user("q")]),
+        ([S, *user("q")], None, True, "s\nq"),
+        ([*user("q"), A, *user("r")], "t", True, "t\nq\na\nr"),
+        ([*user("q"), S], "t", False, [{"role": "system", "content": "t"}, *user("q"), S]),
+    ],
+)
+def test_a_system_prompt_comes_first_unless_the_turns_bring_one(
+    turns: Any, system: str | None, is_text: bool, expected: Any
+) -> None:
+    before = list(turns)
+    assert prompts.prompt_of(turns, system, is_text) == expected
+    assert list(turns) == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "columns", "message"),
+    [
+        ({"name": "gsm8k"}, ("question",), "a {{ b"),
+        ({"name": "multiple_choice"}, ("question", "choices"), " a {{ b "),
+        ({"name": "extraction"}, ("text",), "a {{ b"),
+        (
+            {"name": "classification", "labels": ["x", "y"]},
+            ("text",),
+            "a {{ b\n\nAnswer with one of these labels: x, y.",
+        ),
+        ({"name": "rlaif"}, (), " a {{ b "),
+        ({}, None, " a {{ b "),
+        ({"prompt_template": "Q: {{ q }}!"}, ("q",), "Q:  a {{ b !"),
+        ({"prompt_template": "{{ q }}{{ a }}"}, ("a", "q"), " a {{ b "),
+        ({"prompt_template": "Play."}, (), " a {{ b "),
+        ({"prompt_template": ""}, (), " a {{ b "),
+        ({"name": "gsm8k", "prompt_template": "{{ x }}"}, ("x",), " a {{ b "),
+    ],
+)
+def test_a_text_is_asked_as_a_row_with_one_column_would_be(keys: dict[str, Any], columns: Any, message: str) -> None:
+    made = DatasetSpec.parse({"path": "a", **keys})
+    assert prompts.columns_of_prompt(made) == columns
+    assert prompts.phrased_text(made, " a {{ b ") == message
+
+
+def test_a_text_on_which_the_template_fails_is_named() -> None:
+    made = DatasetSpec.parse({"path": "a", "prompt_template": "{{ q[9:1:0] }}"})
+    with pytest.raises(UserError) as caught:
+        prompts.phrased_text(made, "text")
+    reason = "slice step cannot be zero"
+    assert str(caught.value) == f"`dataset.prompt_template` fails on this text ({reason}): write another text"
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "sentence"),
+    [
+        ("gsm8k", {"question": "q", "gold": 1}, "none is 'answer': map one with `columns: {answer: ...}`"),
+        ("math", {"problem": "q", "x": 1}, "none is 'answer' or 'solution': map one with `columns: {answer: ...}`"),
+        (
+            "multiple_choice",
+            {"question": "q", "A": "x", "answer": "A"},
+            "none is 'choices': map one with `columns: {choices: ...}`, or one for each choice with `columns: {A: ..., "
+            "B: ...}`",
+        ),
+        ("extraction", {"object": "{}"}, "none is 'text' or 'question': map one with `columns: {text: ...}`"),
+        (
+            None,
+            {"problem": "q"},
+            "none is 'prompt', 'question', 'messages' or 'conversations': map one with `columns: {question: ...}`, or "
+            "write a `prompt_template`",
+        ),
+    ],
+)
+def test_a_missing_column_is_named_with_the_key_that_maps_one(
+    tmp_path: Path, name: str | None, row: dict[str, Any], sentence: str
+) -> None:
+    path = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec.parse({"name": name, "path": path}))
+    assert str(caught.value) == f"`dataset`: {path}, line 1 has the columns {', '.join(row)}, and {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "golds"),
+    [
+        ([1.5, 2.0], pa.float64(), [1.5, 2.0]),
+        ([1, 20], pa.int64(), ["1", "20"]),
+        (["#### 1", "b"], pa.large_string(), ["1", "b"]),
+        ([[1.5], [2.0, 3.0]], pa.large_list(pa.float64()), [[1.5], [2.0, 3.0]]),
+        ([["#### 1", "2"], ["b"]], pa.list_(pa.string()), [["1", "2"], ["b"]]),
+    ],
+)
+def test_golds_have_the_type_of_the_answers(tmp_path: Path, answers: Any, kind: pa.DataType, golds: Any) -> None:
+    parquet.write_table(
+        pa.table({"question": ["q", "r"], "answer": pa.array(answers, kind)}), tmp_path / "rows.parquet"
+    )
+    assert load(DatasetSpec.parse({"name": "gsm8k", "path": str(tmp_path / "rows.parquet")}))["answer"][:] == golds
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
+def test_choices_of_text_become_lists_and_lists_stay(tmp_path: Path, kind: pa.DataType) -> None:
+    for number, choices in enumerate((pa.array(["x | y"], kind), pa.array([["x", "y"]], pa.large_list(kind)))):
+        table = pa.table({"question": ["q"], "choices": choices, "answer": ["B"]})
+        parquet.write_table(table, tmp_path / f"{number}.parquet")
+        made = load(DatasetSpec.parse({"name": "multiple_choice", "path": str(tmp_path / f"{number}.parquet")}))
+        assert made["answer"][:] == ["B"]
+        assert made["choices"][0] == (["x", "y"] if number else {"text": ["x", "y"], "label": ["A", "B"]})
+
+
+def test_messages_of_a_large_list_are_kept(tmp_path: Path) -> None:
+    for turn in ({"role": "user", "content": "q"}, {"from": "human", "value": "q"}):
+        kind = pa.large_list(pa.struct([(key, pa.string()) for key in turn]))
+        parquet.write_table(pa.table({"prompt": pa.array([[turn]], kind)}), tmp_path / "rows.parquet")
+        made = load(DatasetSpec.parse({"path": str(tmp_path / "rows.parquet")}))
+        assert made["prompt"][:] == [user("q")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
+        *("environments", "image", "images"),
+    ],
+)
+def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"question": "q", name: 1}])
+    with pytest.raises(UserError) as caught:
+        load(DatasetSpec.parse({"path": path}))
+    assert str(caught.value) == (
+        f"`dataset`: {path}, line 1 has a column {name!r}, a name that the trainer takes for itself: rename it, as in "
+        f"`columns: {{other_{name}: {name}}}`"
+    )
+
+
+def test_a_template_replaces_a_column_prompt_and_keeps_what_else_it_names(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "question": "q", "answer": 1}])
+    for template, content in (("{{ prompt }} {{ answer }}", "p 1"), ("{{ question }}", "q")):
+        made = load(DatasetSpec.parse({"path": path, "prompt_template": template}))
+        assert made.to_list() == [{"prompt": user(content), "question": "q", "answer": 1}]
+    worked = write(tmp_path / "worked.jsonl", [{"question": "q", "answer": "#### 1", "hint": "h"}])
+    keys = {"name": "gsm8k", "path": worked, "prompt_template": "{{ answer }} {{ hint }}", "system_prompt": "none"}
+    assert load(DatasetSpec.parse(keys)).to_list() == [{"prompt": user("#### 1 h"), "answer": "1", "hint": "h"}]
+
+
+def test_prompts_without_another_column_are_a_table_too(tmp_path: Path) -> None:
+    for row in ({"question": "q"}, {"prompt": "q"}, {"prompt": user("q")}):
+        made = load(DatasetSpec.parse({"path": write(tmp_path / "rows.jsonl", [row])}))
+        assert made.to_list() == [{"prompt": "q" if row.get("prompt") == "q" else user("q")}]
 
 
 # The sample of a large table
@@ -447,6 +922,8 @@ def test_a_dotted_path_reads_the_rows_of_a_slice_and_of_parquet(tmp_path: Path) 
 def test_a_missing_object_has_no_nested_value(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"question": "a", "meta": {"level": 1}}, {"question": "b", "meta": None}])
     assert load(DatasetSpec.parse({"path": path, "columns": {"level": "meta.level"}}))["level"][:] == [1, None]
+    later = load(DatasetSpec.parse({"path": path, "columns": {"the_level": "meta.level"}}))
+    assert later.column_names == ["prompt", "the_level", "meta"]
 
 
 @pytest.mark.parametrize("name", ["messages", "prompt"])
@@ -456,6 +933,18 @@ def test_the_last_assistant_turn_of_a_conversation_is_the_gold(name: str) -> Non
     table = load(DatasetSpec.parse({"path": str(nested), "columns": {name: "conversation.messages"}}))
     assert table["prompt"][:] == [conversation[:-1] for conversation in turns]
     assert table["answer"][:] == [conversation[-1]["content"] for conversation in turns]
+
+
+def test_a_blank_last_turn_is_no_gold(tmp_path: Path) -> None:
+    """A later conversation may end with the user's turn, and has no gold either."""
+    answers = ["a ", " ", None]
+    turns = [
+        [*user("q"), *([] if answer is None else [{"role": "assistant", "content": answer}])] for answer in answers
+    ]
+    path = write(tmp_path / "rows.jsonl", [{"messages": conversation} for conversation in turns])
+    made = load(DatasetSpec.parse({"path": path}))
+    assert made["answer"][:] == ["a", None, None]
+    assert made["prompt"][:] == [user("q")] * 3
 
 
 def test_a_conversation_without_a_last_assistant_turn_is_a_prompt(tmp_path: Path) -> None:

@@ -26,10 +26,16 @@ def recipe(folder: Path, **dataset: Any) -> Recipe:
     return parse_recipe(["--config", str(path)])
 
 
+def write_rows(path: Path, count: int) -> None:
+    """Write rows whose questions have letters beyond ASCII, which JSON may write as escapes."""
+    launching.write_rows(path, count)
+    path.write_text(path.read_text().replace("What is", "Wie groß ist"), encoding="utf-8")
+
+
 @pytest.fixture
 def evaluated(tmp_path: Path) -> Path:
     """Evaluate ten rows, where row n is solved in n % 5 of 4 samples, with the prompts of the filtered recipe."""
-    launching.write_rows(tmp_path / "rows.jsonl", 10)
+    write_rows(tmp_path / "rows.jsonl", 10)
     filtered = recipe(tmp_path, pass_rate={"evaluation": str(tmp_path / "evaluation"), "keep": [0, 1]})
     spec = held_out_spec(filtered.as_dict()["dataset"], Request(model="m", split="train"))
     dataset = load(spec)
@@ -59,6 +65,42 @@ def test_rows_are_kept_by_their_pass_rate(evaluated: Path) -> None:
     assert kept(evaluated, 0.5, 0.75) == [2, 3, 7, 8], "both ends are kept"
     assert kept(evaluated, 0, 0) == [0, 5]
     assert kept(evaluated, 0, 1) == list(range(10))
+
+
+@pytest.mark.parametrize("rank", [None, "0", "1"])
+def test_the_kept_rows_are_counted_once(
+    evaluated: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: str | None
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with caplog.at_level("INFO", "grpo_recipes.data.load"):
+        kept(evaluated, 0.5, 0.75)
+    line = "pass rate: 4 of 10 rows kept, solved 0.5 to 0.75 of the time; 4 were solved less often, 2 more often"
+    assert caplog.messages == ([] if rank == "1" else [line])
+
+
+def test_an_evaluation_without_golds_has_no_pass_rates(evaluated: Path) -> None:
+    file = evaluated / "evaluation" / "evaluation.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "strict"}))
+    with pytest.raises(RecipeError, match="evaluation measured no accuracy, since its rows have no golds: name"):
+        kept(evaluated, 0, 1)
+    file.unlink()
+    with pytest.raises(RecipeError) as caught:
+        kept(evaluated, 0, 1)
+    assert str(caught.value) == (
+        f"{evaluated}/mine.yaml: `dataset.pass_rate.evaluation` {evaluated}/evaluation has no finished evaluation: run "
+        "`grpo-recipes evaluate MODEL --recipe RECIPE --split train --samples 8 --output "
+        f"{evaluated}/evaluation`"
+    )
+
+
+def test_a_share_of_training_rows_is_filtered_and_may_be_empty(evaluated: Path) -> None:
+    rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0, 1]}
+    rows = [recipe_prompts(recipe(evaluated, pass_rate=rate, eval_share=0.5), evaluation=side) for side in (0, 1)]
+    assert sum(len(prompts.dataset) for prompts in rows) == 10
+    with pytest.raises(RecipeError, match=r"`dataset\.split`: 'train\[:0\]' of .* is empty"):
+        recipe_prompts(recipe(evaluated, pass_rate=rate, split="train[:0]"))
 
 
 def test_held_out_rows_are_not_filtered(evaluated: Path) -> None:
@@ -93,12 +135,12 @@ def test_an_invalid_pass_rate_is_reported_with_its_key(evaluated: Path, change: 
 
 
 def test_rows_that_were_not_evaluated_are_refused(evaluated: Path) -> None:
-    launching.write_rows(evaluated / "rows.jsonl", 12)
+    write_rows(evaluated / "rows.jsonl", 12)
     with pytest.raises(
         RecipeError, match=r"2 of 12 training prompts are not in it \(.*rows\.jsonl, line 11 is the first\)"
     ):
         kept(evaluated, 0, 1)
-    launching.write_rows(evaluated / "rows.jsonl", 10)
+    write_rows(evaluated / "rows.jsonl", 10)
     rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0, 1]}
     other_prompts = recipe(evaluated, pass_rate=rate, system_prompt="boxed")
     with pytest.raises(RecipeError, match="10 of 10 training prompts"):
@@ -106,7 +148,7 @@ def test_rows_that_were_not_evaluated_are_refused(evaluated: Path) -> None:
 
 
 def test_a_folder_alone_is_refused_because_keep_is_missing(tmp_path: Path) -> None:
-    launching.write_rows(tmp_path / "rows.jsonl", 2)
+    write_rows(tmp_path / "rows.jsonl", 2)
     with pytest.raises(RecipeError, match="`dataset.pass_rate.keep` is missing"):
         recipe(tmp_path, pass_rate="evaluation")
 

@@ -78,6 +78,11 @@ def test_the_gold_of_an_extraction_is_the_json_of_its_object(tmp_path: Path, as_
     assert golds == objects
 
 
+def test_an_empty_object_is_a_gold(tmp_path: Path) -> None:
+    rows = [{"text": "a", "object": "{}"}]
+    assert load(DatasetSpec.parse({"name": "extraction", "path": write(tmp_path, rows)}))["answer"][:] == ["{}"]
+
+
 @pytest.mark.parametrize("gold", ["[1]", "Köln", "{'city': 1}"])
 def test_a_gold_that_is_no_json_object_is_refused(tmp_path: Path, gold: str) -> None:
     rows = [{"text": "a", "object": '{"a": 1}'}, {"text": "b", "object": gold}]

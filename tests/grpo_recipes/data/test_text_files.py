@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +116,161 @@ def test_objects_without_any_key_are_a_column(tmp_path: Path) -> None:
     assert load(dataset(path))["meta"][:] == [{}, {}]
 
 
+@pytest.mark.parametrize(
+    ("decimal", "cell", "value"),
+    [
+        (None, "0", 0),
+        (None, "-5", -5),
+        (None, "007", "007"),
+        (None, "+5", "+5"),
+        (None, "9" * 18, 10**18 - 1),
+        (None, "9" * 19, "9" * 19),  # 64 bits hold only some of 19 digits
+        (None, "1.50", 1.5),
+        (None, "1.", "1."),
+        (None, ".5", ".5"),
+        (None, "1,5", "1,5"),
+        (None, "1e5", "1e5"),
+        (None, "\u0663", "\u0663"),  # a digit of another script
+        ("comma", "0", 0),
+        ("comma", "-1.234", -1234),
+        ("comma", "999.999.999.999.999.999", 10**18 - 1),
+        ("comma", "1.000.000.000.000.000.000", "1.000.000.000.000.000.000"),
+        ("comma", "0.123", "0.123"),
+        ("comma", "1.23", "1.23"),
+        ("comma", "1.2345", "1.2345"),
+        ("comma", "1234.567", "1234.567"),
+        ("comma", "12.345,5", 12345.5),
+        ("comma", "0,50", 0.5),
+        ("comma", "1,", "1,"),
+        ("comma", "1,2,3", "1,2,3"),
+    ],
+)
+def test_a_cell_is_a_number_only_if_it_is_written_as_one(
+    tmp_path: Path, decimal: str | None, cell: str, value: Any
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"question;x\na;{cell}\n", encoding="utf-8")
+    found = load(dataset(path, delimiter=";", decimal=decimal))["x"][0]
+    assert (found, type(found)) == (value, type(value))
+
+
+def test_a_blank_line_and_a_long_cell_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    long = "word " * 40_000  # Python's own limit is 128 KiB
+    path.write_text(f"question,answer\n\n{long}.,1\n\nb,\n")
+    assert load(dataset(path))["answer"][:] == [1, None]
+    assert load(dataset(path))["prompt"][0] == [{"role": "user", "content": f"{long}."}]
+
+
+@pytest.mark.parametrize("start", ["", "\ufeff", " \n\t", " " * 1_000])
+def test_a_json_file_holds_an_array_or_one_object_per_line(tmp_path: Path, start: str) -> None:
+    path = tmp_path / "rows.json"
+    rows = [{"question": "a"}, {"question": "[b"}]
+    path.write_text(start + json.dumps(rows), encoding="utf-8")
+    assert load(dataset(path)).num_rows == 2
+    path.write_text(start + "\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert load(dataset(path)).num_rows == 2
+
+
+def test_only_a_newline_ends_a_line_in_any_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    for encoding in ("utf-8", "utf-16"):
+        path.write_bytes('{"question":\r"a"}\r\n{"question": "b\u2028"}\n'.encode(encoding))
+        assert load(dataset(path, encoding=encoding)).num_rows == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("a.csv", ".csv"),
+        ("a.csv.gz", ".csv"),
+        ("a.json.zst", ".json"),
+        ("a.json.csv", ".csv"),
+        ("a.parquet.gz", ".gz"),
+        ("a.b.zst", ".zst"),
+        ("a.gz", ".gz"),
+        ("a", ""),
+    ],
+)
+def test_the_suffix_of_a_format_comes_before_that_of_a_compression(name: str, suffix: str) -> None:
+    assert text_files.suffix_of(Path(name)) == suffix
+
+
+def test_each_selection_of_files_is_a_table_of_its_own(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": name}) + "\n  \n")
+    for pattern, names in (("*.jsonl", "ab"), ("[b].jsonl", "b"), ("b.jsonl", "b")):
+        prompts = load(dataset(tmp_path / pattern))["prompt"][:]
+        assert prompts == [[{"role": "user", "content": name}] for name in names]
+
+
+def test_a_mistake_in_a_json_array_names_its_entry(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"question": "a"}\n{"question": null}\n')
+    with pytest.raises(UserError, match=r"rows\.json, line 2 has the question None"):
+        load(dataset(path))
+    path.write_text('[{"question": "a"}, {"question": null}]')
+    with pytest.raises(UserError, match=r"rows\.json, entry 2 has the question None"):
+        load(dataset(path))
+    for entry, problem in (('"b"', "is not a JSON object"), ('{"q": "\\udc00"}', "has half of a surrogate pair")):
+        path.write_text('[{"question": "a"}, ' + entry + "]")
+        with pytest.raises(UserError, match=rf"rows\.json, entry 2 {problem}"):
+            load(dataset(path))
+
+
+@pytest.mark.parametrize(("text", "is_whole"), [("\\ud83d\\ude00", True), ("\\uD83D", False), ("\\ude00", False)])
+def test_only_half_of_a_surrogate_pair_is_refused(tmp_path: Path, text: str, is_whole: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "a"}\n{"question": "' + text + '"}\n')
+    if is_whole:
+        assert load(dataset(path))["prompt"][1] == [{"role": "user", "content": "\U0001f600"}]
+        return
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 2 has half of a surrogate pair: correct or remove"):
+        load(dataset(path))
+
+
+def test_a_file_name_that_is_not_utf8_is_read(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"rows\xff.jsonl")
+    path.write_text('{"question": "a"}\n')
+    assert load(dataset(path)).num_rows == 1
+
+
+# Bounds
+
+
+def test_a_line_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "LINE_BYTES", 40)
+    for name, start, end in (("rows.jsonl", '{"question": "', '"}'), ("rows.csv", "question\n", "")):
+        path = tmp_path / name
+        last = start.rpartition("\n")[2]
+        within = "a" * (38 - len(last + end))
+        path.write_text(f"{start}{within}{end}\n")
+        assert load(dataset(path)).num_rows == 1
+        path.write_text(f"{start}{within}a{end}\n")
+        with pytest.raises(
+            UserError, match=rf"`dataset\.path`: .*{name} has a line of 40 bytes or more: correct the file"
+        ):
+            load(dataset(path))
+
+
+def test_an_array_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_files, "ARRAY_BYTES", 40)
+    monkeypatch.setattr(text_files, "_CHUNK", 16)
+    path = tmp_path / "rows.json"
+    path.write_text('[{"question": "a"}]'.ljust(40))
+    assert load(dataset(path)).num_rows == 1
+    path.write_text('[{"question": "a"}]'.ljust(41))
+    with pytest.raises(UserError, match=r"rows\.json holds an array of more than 40 bytes: write one object a line"):
+        load(dataset(path))
+
+
+def test_content_of_exactly_the_limit_is_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b'{"question": "a"}\n' * 10
+    path = compressed(tmp_path / "rows.jsonl.gz", content)
+    monkeypatch.setattr(text_files, "DECOMPRESSED_BYTES", len(content))
+    assert load(dataset(path)).num_rows == 10
+
+
 # Compression
 
 
@@ -193,6 +351,22 @@ def test_a_damaged_compressed_file_ends_with_one_sentence(tmp_path: Path, suffix
             r"`dataset.decimal` describes .csv and .tsv files, and .*a.parquet is",
         ),
         ("a.parquet", b"", {"encoding": "cp1252"}, r"`dataset.encoding` describes text files, and .*a.parquet is none"),
+        ("a.csv", b"question\na\n", {"encoding": ""}, r"`dataset.encoding` is '', which Python does not know"),
+        ("a.csv", b"question\na\n", {"encoding": "undefined"}, r"`dataset.encoding` is 'undefined', which Python"),
+        ("a.csv", b"question\na\n", {"encoding": "a\0b"}, r"`dataset.encoding` is 'a\\x00b', which Python"),
+        ("a.csv", "question\nÄ\n".encode("cp1252"), {"encoding": "ascii"}, r"is not ascii text: set .*: cp1252"),
+        ("a.csv", b"question\n\x81\n", {"encoding": "ascii"}, r"is not ascii text: correct the path or the file"),
+        ("a.jsonl", b"{}\n" * 3 + b"\xff\xff", {}, r"a.jsonl, line 4 is not UTF-8 text: set `dataset.encoding: cp1252"),
+        ("a.csv", b"question\na\n\nb,c\n", {}, r"a.csv, line 4 has 2 cells, and the first line names 1 columns: put"),
+        ("a.csv", b'question,x\na,1\n"b\n\nc",2,3\n', {}, r"a.csv, line 3 has 3 cells, and the first line names 2"),
+        ("a.csv", b'question,x\na,"1"2\n', {}, r"a.csv, line 2 is not CSV \(.+\): correct its quotes"),
+        ("a.csv", b'"question\n', {}, r"a.csv, line 1 is not CSV \(.+\): correct its quotes"),
+        (
+            "a.jsonl",
+            b'{"question": "a", "m": {}}\n{"question": "b", "m": {}}\n{"question": "c", "m": 3}\n',
+            {},
+            r"a\.jsonl, line 3: the column 'm' has values of several types, here 3: give all one type, or leave it out",
+        ),
         ("a.parquet.gz", b"", {}, r"a\.parquet\.gz is not a \.jsonl, \.json, \.csv, \.tsv, \.parquet file"),
     ],
 )
@@ -243,6 +417,7 @@ def test_the_notation_of_a_table_is_guessed(name: str, expected: dict[str, str])
         ("q;a\nx;1.200\ny;2,5\n", (";", None, "comma")),
         ("q;a\nx;2,5\ny;\n", (";", None, "comma")),  # an empty cell is no text
         ("q;a\nx;\ny;\n", (";", None, None)),
+        ("q;a\nx;0,5\ny;0\n", (";", None, "comma")),
         ("a;q\n2,5;x\n3,5;1,5 or 2\n", (";", None, "comma")),  # one column of numbers
         ("q;a\nx;1.25\ny;2,5\n", (";", None, None)),  # both marks
         ('q,a\nx,"1,5"\n', (None, None, "comma")),
@@ -251,6 +426,13 @@ def test_the_notation_of_a_table_is_guessed(name: str, expected: dict[str, str])
         ("q|a\nx|1\n", ("|", None, None)),
         ("q,list\nx,A;B;C\ny,D;E;F\n", (None, None, None)),
         ("q\nx;y\nz;w\n", (None, None, None)),  # the header has one column
+        ("q\ta\nx\t1\n", ("\t", None, None)),
+        ("a|b,c;d\n1|2,3;4\n", (None, None, None)),  # the default splits too
+        ("a;b|c\n1;2|3\n", (";", None, None)),  # the first that splits
+        ("q;a\n\nx;1\n", (";", None, None)),  # a blank line is no record
+        ('q;a\n"x;1\n', (None, None, None)),
+        ("q,a\nx,1\ny\n", (None, None, None)),
+        ("", (None, None, None)),
     ],
 )
 def test_only_what_is_certain_is_guessed(tmp_path: Path, content: str, expected: tuple[str | None, ...]) -> None:
@@ -266,6 +448,72 @@ def test_a_guess_reads_the_whole_file_for_its_encoding_and_the_head_for_the_rest
     assert (source.delimiter, source.encoding, source.decimal) == (";", "cp1252", "comma")
 
 
+def test_several_files_are_described_by_the_first(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("q;a\nx;1\n")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    (tmp_path / "c.csv").write_text("q|a\nx|1\n")
+    (tmp_path / "d").mkdir()
+    assert guess_source(str(tmp_path / "*")) == SourceSpec(str(tmp_path / "*"), delimiter=";")
+    assert guess_source(str(tmp_path / "[bc]*")) == SourceSpec(str(tmp_path / "[bc]*"))
+
+
 def test_what_is_no_text_table_gets_no_guess(tmp_path: Path) -> None:
     for path in ("openai/gsm8k", str(tmp_path), str(tmp_path / "absent.csv")):
         assert guess_source(path) == SourceSpec(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding"),
+    [
+        ("Größe".encode(), None),
+        ("Größe".encode("utf-8-sig"), None),
+        (b"\x01\x0b a", None),  # UTF-8 is evidence enough
+        (b"a\0b", "?"),
+        ("Größe".encode("cp1252"), "cp1252"),
+        ("Größe\t\r\n".encode("cp1252"), "cp1252"),
+        *((b"Gr\xf6\xdfe" + bytes([control]), "?") for control in (0, 1, 8, 11, 12, 14, 31)),
+        (b"\x81", "?"),
+        ("Größe".encode("utf-16"), "utf-16"),
+        (codecs.BOM_UTF16_BE + "Größe".encode("utf-16-be"), "utf-16"),
+        ("Größe".encode("utf-16")[:-1], "?"),
+        ("a\x01".encode("utf-16"), "?"),
+    ],
+)
+def test_an_encoding_is_guessed_only_if_it_gives_text(tmp_path: Path, content: bytes, encoding: str | None) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    source = guess_source(str(tmp_path / "rows.jsonl"))
+    assert source.encoding == (None if encoding == "?" else encoding)
+    (tmp_path / "rows.csv").write_bytes(content)
+    assert guess_source(str(tmp_path / "rows.csv")).encoding == source.encoding
+    found = text_files.guess_encoding(tmp_path / "rows.jsonl")
+    assert found == {None: "utf-8", "?": None}.get(encoding, encoding)
+
+
+def test_a_guess_from_the_head_leaves_out_the_record_that_the_head_cuts(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("q;a\n" + "x;1,5\n" * 20_000)
+    source = guess_source(str(path))
+    assert (source.delimiter, source.decimal) == (";", "comma")
+
+
+def test_a_damaged_file_gets_no_guess(tmp_path: Path) -> None:
+    path = compressed(tmp_path / "rows.csv.gz", b"question;answer\n" * 100)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"`dataset\.path`: .*rows\.csv\.gz can't be read \(.+\): correct the path or"):
+        guess_source(str(path))
+
+
+def test_places_are_found_without_reading_the_lines_behind_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"q": 1}\n\n{"q": 2}\n')
+    (tmp_path / "b.jsonl").write_text('{"q": 3}\nno JSON\n')
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    places = partial(text_files.text_places, paths, "path", text_files.TextFormat())
+    assert [str(place) for place in places([2, 0, 1])] == [
+        f"{tmp_path}/b.jsonl, line 1",
+        f"{tmp_path}/a.jsonl, line 1",
+        f"{tmp_path}/a.jsonl, line 3",
+    ]
+    assert places([]) == []
+    (tmp_path / "b.jsonl").write_text('{"q": 3}\n')
+    with pytest.raises(KeyError):
+        places([3])

@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from grpo_recipes import cli
 from grpo_recipes.data import load as data
+from grpo_recipes.data import prompts, text_files
 from grpo_recipes.data.tables import COLUMNS, FIELDS, listed
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
@@ -96,6 +97,17 @@ def test_a_message_shows_only_the_beginning_of_a_long_value(tmp_path: Path) -> N
     with pytest.raises(UserError, match=r"has the question \['word', .*\.\.\.: it must be text") as refused:
         load(path)
     assert len(str(refused.value)) < 400 + len(str(tmp_path))
+
+
+def test_the_limits_are_those_that_the_pages_state() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    data = " ".join((docs / "data.md").read_text(encoding="utf-8").split())
+    assert f"may have {COLUMNS:,} columns, and {FIELDS:,} keys in total" in data
+    assert f"more than {prompts.SAMPLE:,} rows, golds and prompt lengths are checked on a random sample" in data
+    security = (docs / "security.md").read_text(encoding="utf-8")
+    assert f"at most {text_files.DECOMPRESSED_BYTES / 2**30:g} GiB when decompressed" in security
+    assert f"| a file of rows that is one JSON array | {text_files.ARRAY_BYTES / 2**30:g} GiB |" in security
+    assert f"| a line of a file of rows | {text_files.LINE_BYTES / 2**20:g} MiB |" in security
 
 
 def test_listed_names_end_with_the_number_of_the_others() -> None:

@@ -36,8 +36,10 @@ def test_stop_strings_are_read_from_generation_kwargs(given: Any, strings: tuple
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty string": ({"stop": [""]}, "`generation_kwargs.stop` must be a string or a list of strings"),
+    "an empty text": ({"stop": ""}, "`generation_kwargs.stop` must be a string or a list of strings"),
     "a number": ({"stop": [3]}, "`generation_kwargs.stop` must be a string or a list of strings"),
     "a mapping": ({"stop": {"a": 1}}, "`generation_kwargs.stop` must be a string or a list of strings"),
+    "transformers' key, empty": ({"stop_strings": []}, "`generation_kwargs.stop_strings`: write `stop` instead"),
     "transformers' key": ({"stop_strings": ["a"]}, "`generation_kwargs.stop_strings`: write `stop` instead"),
 }
 

@@ -13,7 +13,16 @@ import yaml
 from trl import GRPOConfig
 
 from grpo_recipes.recipe import specs
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, parse_recipe, resolved, shipped
+from grpo_recipes.recipe.recipe import (
+    Recipe,
+    RecipeError,
+    find_file,
+    model_config,
+    parse_recipe,
+    resolved,
+    shipped,
+    shipped_files,
+)
 from grpo_recipes.recipe.specs import (
     DatasetSpec,
     MicroBatching,
@@ -130,6 +139,8 @@ def test_tools_have_limits_and_limits_have_tools(recipe: Write) -> None:
     assert recipe(**TOOLS).tool_limits == specs.ToolLimits()
     assert recipe(**TOOLS, tool_limits={"seconds": 2}).tool_limits == specs.ToolLimits(seconds=2.0)
     assert recipe().tool_limits is None
+    with pytest.raises(RecipeError, match="`tool_limits.seconds` must be a number, not ''"):
+        recipe(**TOOLS, tool_limits="")
     for key, value in (("tool_limits", {}), ("max_tool_calling_iterations", 2)):
         with pytest.raises(RecipeError, match=f"`{key}` has no effect without `tools`"):
             recipe(**{key: value})
@@ -179,6 +190,177 @@ def test_a_name_is_a_file_first_and_a_shipped_recipe_only_without_a_folder(
     assert find_file("recipes", "quickstart.yaml") == Path("quickstart.yaml")
 
 
+def test_a_folder_and_an_unknown_name_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    for name, message in (
+        ("own", "own is a folder: name a YAML file, or one that ships in recipes/"),
+        (
+            "quickstrt.yaml",
+            f"quickstrt.yaml: there is no such file (relative to {tmp_path}), and none of that name ships in recipes/: "
+            "did you mean `quickstart`?",
+        ),
+        (f"{tmp_path}/x", f"{tmp_path}/x: there is no such file, and none of that name ships in recipes/"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            find_file("recipes", name)
+        assert str(caught.value) == message
+    assert shipped("recipes", "no-such") is None
+    folders = [file.parent.name for file in shipped_files("recipes").values()]
+    assert folders == sorted(folders, key="recipes".__ne__), "those of inner folders come last"
+    assert shipped("accelerate_configs", "cpu.yaml") == shipped("accelerate_configs", "cpu") is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"- a\n", "a recipe is a YAML mapping of `key: value` lines, not list"),
+        (b"", "a recipe is a YAML mapping of `key: value` lines, not NoneType"),
+        (b"a: 1\na: 2\n", "`a` is given twice, in line 1 and in line 2: keep one"),
+        (b"a: caf\xe9\n", "not YAML: it is not UTF-8"),
+        (b"a: [1\n", "not YAML: "),
+        (b"a: " + b"[" * 1_000, "not YAML: "),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(["--config", str(tmp_path / "mine.yaml")])
+    assert str(caught.value).startswith(f"{tmp_path}/mine.yaml: {message}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_a_table_is_sent_to_init(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    path.write_text("a: 1\n")
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(["--config", str(path)])
+    message = f"{path} is a table, not a recipe: write one for it with `grpo-recipes init {path}`"
+    assert str(caught.value) == message
+
+
+def test_a_chat_template_lies_beside_its_recipe_or_where_the_command_is_given(
+    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    assert recipe(chat_template_path="own").chat_template_path == str(tmp_path / "own")
+    assert recipe(chat_template_path="/own").chat_template_path == "/own"
+    assert recipe(chat_template_path="~/own").chat_template_path == str(Path.home() / "own")
+    assert recipe("--chat_template_path", "own", chat_template_path="other").chat_template_path == "own"
+    assert recipe().chat_template_path is None
+    relative = Path("tmp") / tmp_path.relative_to("/tmp") if tmp_path.is_relative_to("/tmp") else None
+    if relative is not None:
+        found = parse_recipe(["--config", str(relative / "mine.yaml"), "--chat_template_path=x"])
+        assert found.chat_template_path == "x"
+
+
+def test_a_recipe_needs_no_file() -> None:
+    made = parse_recipe(
+        ["--model_name_or_path", "m", "--dataset=gsm8k", "--rewards", "[tag_count]", "--optim", "adamw_bf16"]
+    )
+    assert (made.source, made.output_dir, made.dataset.name) == ("command line", Path("runs/grpo"), "gsm8k")
+    assert made.training["optim"] == "adamw_bf16"
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(["--model_name_or_path", "m", "--dataset=gsm8k"])
+    assert str(caught.value) == "command line: `rewards` is missing: add it to the recipe or pass `--rewards`"
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe([])
+    assert str(caught.value) == (
+        "command line: name a recipe: `--config FILE`, or one that ships, as `--config quickstart`"
+    )
+
+
+def test_a_value_of_the_command_line_is_yaml_or_a_text(recipe: Write) -> None:
+    for text in ("a: b: c", "[x", "{{ question }}", "- a\n b: c: d"):
+        assert recipe("--dataset.prompt_template", text).dataset.prompt_template == text
+    assert recipe("--dataset.seed", "-3").dataset.seed == -3
+    assert recipe("--dataset.system_prompt=--x-- y").dataset.system_prompt == "--x-- y"
+    assert recipe("--rewards.0", "tag_count").rewards == ["tag_count"]
+    assert recipe("--micro-batching", "off").micro_batching == MicroBatching("padded")
+    with pytest.raises(RecipeError) as caught:
+        recipe("--dataset", "{name: gsm8k, name: math}")
+    assert str(caught.value).startswith("command line: `--dataset`: `name` is given twice")
+    with pytest.raises(RecipeError, match=r"command line: `--dataset\.path` needs a value"):
+        recipe("--dataset.path")
+    with pytest.raises(RecipeError, match="command line: `--config` needs a value"):
+        parse_recipe(["--config"])
+
+
+def test_a_path_into_a_value_without_keys_is_named(recipe: Write) -> None:
+    for arguments, keys, message in (
+        (["--max_steps.x", "1"], {"max_steps": 3}, "`max_steps` is 3, which has no keys: leave `.x` out"),
+        (["--dataset.size.x.y", "1"], {}, "`dataset.size` is 64, which has no keys: leave `.x` out"),
+        (["--dataset.size.x", "1"], {}, "`dataset.size` is 64, which has no keys: leave `.x` out"),
+        (["--rewards.2", "x"], {}, "`rewards` is a list and has no entry `2`: give an index below 1"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            recipe(*arguments, **keys)
+        assert str(caught.value) == f"command line: `{arguments[0]}`: {message}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"trl": {}}, "unknown key `trl`: "),
+        ({"trl": {"inner": {"beta": 1}}}, "unknown key `trl.inner.beta`: here it is `beta`, without `trl.inner`"),
+        ({"training": {"lr": 1}}, "unknown key `training.lr`: here it is `learning_rate`"),
+        ({"lora_config": {"x": 1}}, "unknown key `lora_config.x`: here it is `use_peft`"),
+        ({".beta": 1}, "unknown key `.beta`: did you mean `beta`?"),
+        ({"xqzt": 1}, "unknown key `xqzt`: remove it"),
+        ({"reward": ["a"]}, "unknown key `reward`: did you mean `rewards`?"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(recipe: Write, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(**keys)
+    assert str(caught.value).partition("mine.yaml: ")[2].startswith(message)
+
+
+def test_what_stands_alone_on_the_command_line_may_be_a_recipe(recipe: Write, tmp_path: Path) -> None:
+    recipe()
+    for word, hint in (
+        ("quickstart", ": did you mean `--config quickstart`?"),
+        (f"{tmp_path}/mine.yaml", f": did you mean `--config {tmp_path}/mine.yaml`?"),
+        ("--gpu_memry", ": did you mean `--gpu_memory`?"),
+        ("--confg=x", ": did you mean `--config`?"),
+        ("--lr=1", ": here it is `learning_rate`"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            parse_recipe(["--config", str(tmp_path / "mine.yaml"), word, "--last_of_all"], ["--gpu_memory"])
+        assert str(caught.value) == f"command line: unknown argument `{word}`{hint}"
+
+
+def test_trls_refusal_of_model_arguments_names_the_file(recipe: Write, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=rf"^{tmp_path}/mine\.yaml: .*8 bit.*4 bit"):
+        model_config(recipe(load_in_8bit=True, load_in_4bit=True))
+
+
+def test_tokens_that_are_not_hidden_stay(tmp_path: Path) -> None:
+    init = {"token": "mine", "attn_implementation": "eager"}
+    recorded = {**MINIMAL, "hub_token": "mine", "model_init_kwargs": init}
+    (tmp_path / "run.json").write_text(json.dumps({"recipe": recorded, "launches": [{"recipe": recorded}]}))
+    again = parse_recipe(["--config", str(tmp_path / "run.json")])
+    assert again.training["hub_token"] == "mine"
+    assert again.training["model_init_kwargs"] == init
+
+
+@pytest.mark.parametrize(
+    ("keys", "uses", "evaluates", "whole"),
+    [
+        ({}, False, False, False),
+        (TOOLS, True, False, False),
+        ({"environment_factory": "a.b", "max_tool_calling_iterations": 1}, True, False, False),
+        ({"tools": [], "eval_strategy": "steps"}, False, True, False),
+        ({"offline": "batch", "dataset": {"name": "scored", "path": "a.jsonl"}}, False, False, True),
+        ({"offline": "group", "dataset": {"name": "scored", "path": "a.jsonl"}}, False, False, False),
+    ],
+)
+def test_what_a_recipe_does(recipe: Write, keys: dict[str, Any], uses: bool, evaluates: bool, whole: bool) -> None:
+    made = recipe(**keys)
+    assert (made.uses_tools, made.evaluates, made.compares_whole_batch) == (uses, evaluates, whole)
+
+
 INF, NAN = math.inf, math.nan
 
 
@@ -192,6 +374,8 @@ INF, NAN = math.inf, math.nan
         (Range(0, 1, above=True, below=True), [0.5], [0, 1]),
         (Range(0, or_=-1), [-1, 0, 50], [-2, -0.5]),
         (Range(1, 65535), [1, 65535], [0, 65536]),
+        (Range(-2, 0), [-2, 0], [-3, 1]),
+        (Range(1, or_=0), [0, 1], [-1, 0.5]),
     ],
     ids=str,
 )

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
 
-from grpo_recipes.recipe.specs import DatasetSpec, PassRateSpec, SamplingSpec, SourceSpec, ToolLimits, typed
+from grpo_recipes.recipe.specs import (
+    DatasetSpec,
+    MicroBatching,
+    OfflineSpec,
+    PassRateSpec,
+    ReferenceSpec,
+    SamplingSpec,
+    SourceSpec,
+    ToolLimits,
+    typed,
+)
 from grpo_rewards.errors import UserError
+from grpo_rewards.redaction import HIDDEN
 
 
 def test_tool_limits_have_defaults_and_take_numbers_as_yaml_writes_them() -> None:
     assert ToolLimits.parse({}) == ToolLimits(seconds=30.0, result_tokens=512, failures=0.5)
     assert ToolLimits.parse({"seconds": "2.5", "result_tokens": 64.0}) == ToolLimits(2.5, 64)
     assert ToolLimits.parse({"failures": 0}).failures == 0.0
+    assert ToolLimits.parse({"seconds": 0.5}).seconds == 0.5
 
 
 @pytest.mark.parametrize(
@@ -157,6 +170,25 @@ def test_recorded_responses_are_in_one_table_of_text() -> None:
         ),
         ({"columns": {"question": ""}}, "`dataset.columns` has '' in place of a column's name"),
         ({"columns": {"question": 3}}, "`dataset.columns` has 3 in place of a column's name"),
+        ({"columns": {"a\0": "b"}}, "`dataset.columns` has 'a\\x00' in place of a column's name"),
+        ({"columns": ["a\ud800"]}, "`dataset.columns` has 'a\\ud800' in place of a column's name"),
+        ({"path": ""}, "`dataset.path` is empty: name a file, a folder or a hub id"),
+        ({"eval_path": ""}, "`dataset.eval_path` is empty: name a file, a folder or a hub id"),
+        ({"eval_path": []}, "`dataset.eval_path` is an empty list: name at least one source"),
+        ({"eval_path": ["b"], "config": "main"}, "`dataset.config` does not go with a list of sources"),
+        ({"eval_path": ["b"], "eval_split": "x"}, "`dataset.eval_split` does not go with a list of sources"),
+        ({"eval_path": ["b", {"path": "c", "fraction": 1}]}, "`dataset.eval_path`: give every source a `fraction`"),
+        ({"path": ["b"], "decimal": "comma"}, "`dataset.decimal` does not go with a list of sources"),
+        ({"path": [{"path": "a", "delimiter": ";;"}]}, "`dataset.path.delimiter` is ';;': set one character"),
+        ({"path": [{"path": "a", "encoding": "cp99"}]}, "`dataset.path.encoding` is 'cp99', which Python does not"),
+        ({"path": [{"path": "a", "columns": {"q": ""}}]}, "`dataset.columns` has '' in place of a column's name"),
+        ({"path": [{"name": "a"}]}, "`dataset.path.path` is missing: give it"),
+        ({"path": [3]}, "`dataset.path` must be a name, or a mapping of path, name, data_dir, "),
+        ({"pass_rate": {"evaluation": "e"}}, "`dataset.pass_rate.keep` is missing: give it"),
+        ({"encoding": "undefined"}, "`dataset.encoding` is 'undefined', which Python does not know: set for example"),
+        ({"system_prompt": ""}, "`dataset.system_prompt` is empty: write `none` for no system prompt"),
+        ({"system_prompt": "two \ud800"}, "`dataset.system_prompt` has half of a surrogate pair: correct it"),
+        ({"system_prompt": "xyz"}, "`dataset.system_prompt` can't be the one word `xyz`: choose reasoning or think or"),
     ],
 )
 def test_a_mistake_in_a_dataset_is_named(given: dict[str, Any], message: str) -> None:
@@ -172,15 +204,114 @@ def test_what_lies_on_a_limit_of_a_dataset_is_taken() -> None:
     mixture = DatasetSpec.parse({"path": [{"path": "a", "fraction": 1}, {"path": "b", "fraction": 0.5}]})
     assert isinstance(mixture.path, list)
     assert [source.fraction for source in mixture.path] == [1.0, 0.5]
-    held_out = DatasetSpec.parse({"path": "a", "split": "x", "eval_path": ["b", "c"]})
+    held_out = DatasetSpec.parse({"path": "a", "split": "x", "encoding": "cp1252", "eval_path": ["b", "c"]})
     assert [source.path for source in held_out.eval_path or [] if isinstance(source, SourceSpec)] == ["b", "c"]
     for name in ("reasoning", "think", "boxed", "program", "minimind", "none", "two words"):
         assert DatasetSpec.parse({"path": "a", "system_prompt": f" {name}\n"}).system_prompt == name
 
 
 @pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file or directory"),
+        (b"caf\xe9", "it is not UTF-8"),
+        ("a folder", "it is no ordinary file"),
+    ],
+)
+def test_a_file_of_a_system_prompt_that_can_not_be_read_is_named(tmp_path: Path, content: Any, reason: str) -> None:
+    file = tmp_path / "prompt.txt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content:
+        file.mkdir()
+    with pytest.raises(UserError) as caught:
+        DatasetSpec.parse({"path": "a", "system_prompt": {"file": str(file)}})
+    assert str(caught.value).startswith(f"`dataset.system_prompt`: {file} can't be read ({reason}")
+    assert str(caught.value).endswith("): correct the path")
+
+
+def test_a_file_of_a_system_prompt_may_lie_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "prompt.txt").write_text("Be brief.")
+    assert DatasetSpec.parse({"path": "a", "system_prompt": {"file": "~/prompt.txt"}}).system_prompt == "Be brief."
+    (tmp_path / "prompt.txt").write_text(" \n")
+    for file, message in (
+        ("~/prompt.txt", " (read from ~/prompt.txt) is empty: write `none` for no system prompt"),
+        ("~nobody-here/a.txt", ": ~nobody-here/a.txt can't be read (No such file or directory): correct the path"),
+    ):
+        with pytest.raises(UserError) as caught:
+            DatasetSpec.parse({"path": "a", "system_prompt": {"file": file}})
+        assert str(caught.value) == f"`dataset.system_prompt`{message}"
+
+
+def test_a_reference_has_a_name_or_an_adapter() -> None:
+    assert ReferenceSpec.parse("base") == ReferenceSpec(name="base")
+    assert ReferenceSpec.parse({}).as_dict() == {"name": "initial", "reset_optimizer_on_sync": False}
+    assert ReferenceSpec.parse({"adapter": "a"}).as_dict() == {"adapter": "a", "reset_optimizer_on_sync": False}
+    for given, message in (
+        ({"name": "base", "adapter": ""}, "`reference` has both `name` and `adapter`: keep one, as in"),
+        ({"adapter": ""}, "`reference.adapter` is empty: name a folder or a hub id"),
+        ("bsae", "`reference.name` can't be `bsae`: did you mean `base`?"),
+    ):
+        with pytest.raises(UserError) as caught:
+            ReferenceSpec.parse(given)
+        assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("of", "`micro_batching` must be auto, off, or a mapping of layout, skip_zero_advantage, not 'of'"),
+        (True, "`micro_batching` must be auto, off, or a mapping of layout, skip_zero_advantage, not True"),
+        ({"layout": "of"}, "`micro_batching.layout` can't be `of`: choose packed or shared or trimmed or padded"),
+        ({"rows": 1}, "unknown key `micro_batching.rows`: choose from layout, skip_zero_advantage"),
+        ({"n": 1}, "unknown key `micro_batching.n`: here it is `num_generations`"),
+    ],
+)
+def test_a_mistake_in_a_mapping_or_its_word_is_named(given: Any, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        MicroBatching.parse(given)
+    assert str(caught.value) == message
+
+
+def test_a_mapping_that_is_parsed_stays_as_it_is() -> None:
+    spec = MicroBatching("trimmed")
+    assert MicroBatching.parse(spec) is spec
+    assert [OfflineSpec.parse(word).compares_whole_batch for word in ("group", "batch")] == [False, True]
+    assert OfflineSpec.parse({}).baseline == "group"
+    assert [SamplingSpec.parse(word).is_unbiased for word in ("informative", {"informative": "unbiased"})] == [
+        False,
+        True,
+    ]
+
+
+def test_a_secret_is_not_shown_in_an_error() -> None:
+    for value in (["hf_0123456789abcdefghij"], "a secret of one's own"):
+        with pytest.raises(UserError) as caught:
+            typed("hub_token", value, bool)
+        assert str(caught.value) == f"`hub_token` must be true or false, not {HIDDEN}"
+    with pytest.raises(UserError) as caught:
+        typed("wandb", {"api_key": "0123456789abcdef", "name": "x"}, bool)
+    assert "0123456789abcdef" not in str(caught.value)
+    assert "'name': 'x'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("hint", "given", "expected"),
     [
+        (str, Path("a/b"), "a/b"),
+        (list[str], 1.5, ["1.5"]),
+        (list[int], ["1", 2.0], [1, 2]),
+        (list, [1, "a"], [1, "a"]),
+        (dict[str, Any], {"a": 1}, {"a": 1}),
+        (float, -3, -3.0),
+        (Literal["1", "2"], "2", "2"),
+        (Literal["on", "off"] | None, None, None),
+        (str, False, "false"),
+        (int | None, 0, 0),
+        (str | None, "", ""),
+        (list[str] | None, [], []),
+        (int | str, False, "false"),
         (int | None, None, None),
         (int, 8.0, 8),
         (int, "8", 8),
@@ -217,6 +348,12 @@ def test_the_word_no_of_yaml_is_a_strategy() -> None:
         (float, "much", "`key` must be a number, not 'much'"),
         (bool, "yes", "`key` must be true or false, not 'yes'"),
         (bool, 1, "`key` must be true or false, not 1"),
+        (int | float, "x", "`key` must be a whole number or a number, not 'x'"),
+        (str | Literal["a"] | None, [], "`key` can't be `[]`: choose a"),
+        (list[int], ["x"], "`key` must be a list, not ['x']"),
+        (list[str], {"a": 1}, "`key` must be a list, not {'a': 1}"),
+        (int, "8.5", "`key` must be a whole number, not '8.5'"),
+        (int, float("inf"), "`key` must be a whole number, not inf"),
         (dict[str, Any] | None, 3, "`key` must be a mapping, not 3"),
         (list[int] | int, "x", "`key` must be a list or a whole number, not 'x'"),
         (str | list[str], {}, "`key` must be text or a list, not {}"),

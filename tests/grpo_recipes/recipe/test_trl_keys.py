@@ -29,6 +29,8 @@ def test_every_row_names_a_key_of_trl_and_allows_its_default(key: str) -> None:
         (trl_keys.SHARE, (0.1, 1), (0, 1.1, math.nan), "above 0 and at most 1"),
         (trl_keys.Range(0, 1, below=True), (0, 0.99), (1, -0.1), "of at least 0 and below 1"),
         (trl_keys.Range(1, or_=-1), (1, 9, -1), (0, -2, math.inf), "of at least 1, or -1"),
+        (trl_keys.Range(1, or_=0), (1, 0), (-1,), "of at least 1, or 0"),
+        (trl_keys.Range(-2_000, 0, below=True), (-2_000, -1), (0, 1), "of at least -2,000 and below 0"),
     ],
 )
 def test_a_range_contains_the_numbers_of_its_description(allowed, inside, outside, words: str) -> None:
@@ -54,6 +56,8 @@ def test_a_high_learning_rate_gives_a_warning(rate: float, is_warned_of: bool) -
         ({"lora_r": 8}, ["`lora_r` has no effect without `use_peft: true`, which makes a new adapter"]),
         ({"lora_r": 8, "use_peft": True}, []),
         ({"lora_r": None}, []),
+        ({"lora_dropout": 0.0}, ["`lora_dropout` has no effect without `use_peft: true`, which makes a new adapter"]),
+        ({"use_peft": False, "load_in_4bit": True}, []),
     ],
 )
 def test_lora_keys_without_an_adapter_are_noted(model: dict[str, Any], notes: list[str]) -> None:
@@ -152,6 +156,19 @@ def test_the_bound_of_cispo_is_a_ratio(bounds: dict[str, Any], message: str | No
         return
     with pytest.raises(UserError, match=message):
         trl_keys.check_objective({}, config, sampled_kl=False)
+
+
+def test_a_zero_is_a_value_that_a_loss_may_ignore() -> None:
+    config = SimpleNamespace(loss_type="sapo", importance_sampling_level="token", multi_objective_aggregation="")
+    trl_keys.check_objective({"epsilon": None, "beta": 0.0}, config, sampled_kl=True)
+    with pytest.raises(UserError, match="^`epsilon` has no effect with `loss_type: sapo`: remove it$"):
+        trl_keys.check_objective({"epsilon": 0.0}, config, sampled_kl=True)
+
+
+@pytest.mark.parametrize(("given", "mapping"), [("", {}), ("{}", {}), ({}, {}), ('{"a": 1}', {"a": 1}), (None, None)])
+def test_an_empty_text_is_an_empty_mapping(given: Any, mapping: Any) -> None:
+    for key in ("chat_template_kwargs", "model_init_kwargs"):
+        assert trl_keys.normalized({key: given}) == {key: mapping}
 
 
 def test_our_defaults_differ_from_trls_in_three_keys() -> None:

@@ -707,7 +707,7 @@ def _groups(run: Run) -> pd.DataFrame:
         size=("completion", "size"),
     ).reset_index()
     table["spread"] = table["highest"] - table["lowest"]
-    table["identical"] = (table["texts"] == 1) & (table["size"] > 1)
+    table["identical"] = table["texts"] == 1
     return table
 
 

@@ -50,7 +50,8 @@ def test_the_highest_total_is_known_only_if_every_part_is() -> None:
         return checking.highest_total(run(rewards=tuple(named)))
 
     assert highest((2.0, 1.0), (0.5, 3.0)) == 3.5
-    assert highest((2.0, 1.0), (0.5, 0.0)) == 2.0
+    assert highest((2.0, 1.0), (0.5, 0.0)) == highest((2.0, 1.0), (0.0, 1.0)) == 2.0
+    assert highest((0.5, 1.0)) == 0.5
     assert highest((2.0, 1.0), (None, 1.0)) is None
     assert highest((2.0, 1.0), (0.5, -1.0)) is None
     assert highest((0.0, 1.0)) is None

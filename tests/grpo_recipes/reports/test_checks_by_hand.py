@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -15,7 +16,7 @@ import pytest
 
 from grpo_recipes.reports import diagnostics, tool_checks, update_checks
 from grpo_recipes.reports.checking import MOVING_PROMPTS, DoesNotApply, NoData
-from grpo_recipes.reports.run import Run
+from grpo_recipes.reports.run import OutOfTime, Run, Sampled
 from tests.support.logged_runs import logged, scored
 
 RISING = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]  # from 0.15 to 0.95 by quarters
@@ -355,6 +356,12 @@ NOISY = [0.0, 0.4, 0.0, 0.4, 0.0, 0.4, 0.0, 0.4, 0.5, 0.5]
             (10, f"{RISES} by step 10, while `other` goes from 0.50 to 0.50: {GATE}"),
         ),
         (
+            # A length is no correctness, as long as another reward may be.
+            {"rewards/tags/mean": RISING, "rewards/short/mean": RISING, "rewards/other/mean": flat(0.5)},
+            {"rewards": [TAGS, {"name": "short", "kind": "length"}, OTHER]},
+            (10, f"{RISES} by step 10, while `other` goes from 0.50 to 0.50: {GATE}"),
+        ),
+        (
             # 4 is half of the way from 0.5 to 7.5.
             paid(flat(0.5), [float(place) for place in range(9)]),
             {"rewards": [RIGHT, {**TAGS, "highest_pay": 8.0}]},
@@ -465,6 +472,20 @@ GROWTH = "74% of the completion tokens are growth"  # 5 + 15 + ... + 85 of 550
                 "pay for short answers (`group_length`)",
             ),
         ),
+        (
+            [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5],  # 12.25 of 22 are beyond 1.25
+            5,
+            (
+                7,
+                "completions grow from 1 to 4 tokens, into the cap of 5 (`max_completion_length`) from step 7: 56% of "
+                "the completion tokens are growth; raise the cap, or pay for short answers (`group_length`)",
+            ),
+        ),
+        (
+            [10.0, 10.0, 90.0, 10.0, 90.0, 10.0, 20.0, 20.0],  # a rise within its noise
+            10,
+            "completions go from 10 to 20 tokens on average, where the cap is 10",
+        ),
         (LENGTHS, 119, "completions go from 15 to 95 tokens on average, where the cap is 119"),
         (
             [100.0, 108.0, 117.0, 125.0],
@@ -538,6 +559,13 @@ def test_growth_by_a_quarter_is_dated_from_exactly_a_quarter() -> None:
     assert "from 16 to 65 tokens, by a quarter from step 3, while" in sentence
 
 
+def test_the_largest_mean_stands_for_an_unknown_highest_pay() -> None:
+    """The reward dips from 1 to 0.4 and comes back: a rise of 5 % of 1 can't be excluded, a tenth can."""
+    dip = [1 - 0.6 * math.sin(math.pi * place / 199) for place in range(200)]
+    metrics = {"completions/mean_length": [10.0 + place for place in range(200)], "reward": dip}
+    assert "while the reward goes from 0.78 to 0.78" in result(diagnostics.length_without_gain, logged(metrics))[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
@@ -568,6 +596,12 @@ MASK = ", or set `mask_truncated_completions: true`"
         (flat(0.3), flat(50.0), {}, (10, CUT.format(30, MASK))),
         (flat(0.3), flat(50.0, 9), {"max_completion_length": 100}, (10, CUT.format(30, MASK))),
         (
+            flat(0.3, 9),
+            flat(50.0),
+            {"max_completion_length": 100},
+            (9, CUT.format(27, MASK).replace("step 10", "step 9")),
+        ),
+        (
             flat(0.3),
             flat(0.5),
             {"max_completion_length": 2, "mask_truncated_completions": True},
@@ -591,6 +625,9 @@ def test_entropy_collapses_below_a_tenth_of_its_start() -> None:
         "exploring, and 30% of the run's tokens come after step 7; lower `learning_rate`, raise `temperature` or "
         "`epsilon_high`, or add a KL term (`beta`)",
     )
+    times_4 = result(diagnostics.entropy_collapse, logged({"entropy": [4 * value for value in falling]}))
+    assert times_4[0] == 7
+    assert times_4[1].startswith("entropy falls from 4.000 to 0.200 nats per token, below a tenth from step 7: ")
     at_limit = [*falling[:6], 0.1, 0.1, 0.1, 0.1]
     assert result(diagnostics.entropy_collapse, logged({"entropy": at_limit})) == (
         "entropy goes from 1.000 to 0.100 nats per token"
@@ -1011,6 +1048,13 @@ NOT_SINCE = (
             {"rewards": [PAYS_2]},
             (18, NOT_SINCE.format(18, 1.0, 1.0, 44)),
         ),
+        (
+            # The plateau is at 20 and has a margin of 1, so that it begins at 19.
+            {"reward": [10.0, 12.0, 14.0, 16.0, 17.0, 18.0, 19.0, 19.0, *flat(20.0, 8)]},
+            EVEN,
+            {"rewards": [{**RIGHT, "highest_pay": 100.0}]},
+            (14, NOT_SINCE.format(14, 20.0, 20.0, 56)),
+        ),
         # From 1 to 6 in all and from 5 to 6 in the second half, which is a fifth and not more than its noise.
         (
             {"reward": [*flat(1.0, 4), 2.0, 3.0, 4.0, 5.0, 5.0, 5.0, 6.0, 5.0, *flat(6.0, 4)]},
@@ -1372,8 +1416,8 @@ FEW = (NoData, "too few scored completions with calls were logged")
 
 
 def by_step(*totals: float, calls: Sequence[int] = (1, 1, 2, 2)) -> list[tuple[int, int, float]]:
-    """Return eight completions of each of four steps, all of a step with one reward."""
-    return [row for step in range(4) for row in eight(step + 1, calls[step], totals[step])]
+    """Return eight completions of each of some steps, all of a step with one reward."""
+    return [row for step, total in enumerate(totals) for row in eight(step + 1, calls[step], total)]
 
 
 TURNS = ": look whether a reward pays for calls instead of what they achieve"
@@ -1431,6 +1475,41 @@ HALVES = [*eight(1, 1, 0)[:4], *eight(1, 2, 0)[:4], *eight(2, 1, 0), *eight(3, 1
             (
                 4,
                 "calls per completion go from 0 to 1 by step 4, and the reward rises by 1.00, but by 0.00 among "
+                f"completions with equally many calls{TURNS}",
+            ),
+        ),
+        # Four fifths of the variance are explained, which does not matter where answers are judged.
+        (
+            [row for step in (1, 2, 3, 4) for row in eight(step, 1 + (step > 2), *((0, 1) if step < 3 else (2, 3)))],
+            [RIGHT],
+            (
+                4,
+                f"{COUNTS} by step 4, and the reward rises by 2.00, but by 0.00 among completions with equally many "
+                f"calls{TURNS}",
+            ),
+        ),
+        # Means of calls are compared, not their extremes.
+        (
+            [*by_step(0.0, 0.0, 0.0, calls=(2, 2, 2)), *eight(4, 1, 1)[:4], *eight(4, 3, 1)[:4]],
+            [RIGHT],
+            "calls per completion go from 2 to 2",
+        ),
+        (
+            [*eight(1, 1, 0)[:4], *eight(1, 4, 0)[:4], *eight(2, 1, 0), *eight(3, 1, 0), *eight(4, 3, 1)],
+            [RIGHT],
+            (
+                4,
+                "calls per completion go from 2.5 to 3 by step 4, and the reward rises by 1.00, but by 0.00 among "
+                f"completions with equally many calls{TURNS}",
+            ),
+        ),
+        # A tenth of a rise of 4 is 0.4.
+        (
+            [*HALVES, *eight(4, 2, 0.5)[:4], *eight(4, 3, 7.5)[:4]],
+            [RIGHT],
+            (
+                4,
+                "calls per completion go from 1.5 to 2.5 by step 4, and the reward rises by 4.00, but by 0.25 among "
                 f"completions with equally many calls{TURNS}",
             ),
         ),
@@ -1553,11 +1632,28 @@ def test_groups_of_one_or_without_rewards_repeat_nothing() -> None:
     assert result(diagnostics.identical_completions, run) == f"50% {REPEAT} (limit 50%)"
 
 
-def test_empty_completions_have_no_text_to_compare() -> None:
-    rows = pd.DataFrame(groups(True, True, True, True) + BEST).assign(calls=0, characters=0)
+@pytest.mark.parametrize(("characters", "share"), [(0, "0%"), (1, "100%")])
+def test_nearly_all_completions_may_be_empty(characters: int, share: str) -> None:
+    rows = pd.DataFrame(groups(True, True, True, True) + BEST).assign(calls=0)
+    rows["characters"] = [characters, *[0] * (len(rows) - 1)]
     run = logged({"reward": flat(0.5)}, rows=rows)
     step, sentence = result(diagnostics.identical_completions, run)
-    assert (step, "there is nothing to compare in 0% of the logged text" in sentence) == (1, True)
+    assert (step, f"there is nothing to compare in {share} of the logged text" in sentence) == (1, True)
+
+
+def test_a_group_is_a_prompt_at_a_step_that_earns_less_than_the_best_by_a_millionth() -> None:
+    """Two prompts, each at three steps: a group repeats its text, and no other group has the same."""
+    rows = [
+        {"step": step, "prompt": prompt, "total": 0.0, "completion": f"{step} {prompt}", "characters": 10, "calls": 0}
+        for step in (1, 2, 3)
+        for prompt in (1, 2)
+        for _ in range(2)
+    ]
+    best = {**rows[0], "step": 4}
+    run = logged({"reward": flat(0.5)}, rows=pd.DataFrame([*rows, {**best, "total": 1.0}]))
+    assert result(diagnostics.identical_completions, run)[1].startswith(f"100% {REPEAT} throughout, from step 1")
+    run = logged({"reward": flat(0.5)}, rows=pd.DataFrame([*rows, {**best, "total": 1e-6}]))
+    assert result(diagnostics.identical_completions, run) == "6 of 6 groups earn the best reward"
 
 
 NO_PARSED = (NoData, "no reward logs how many answers it finds (`rewards/*/parsed`)")
@@ -1599,3 +1695,49 @@ def test_rows_that_are_not_named_are_an_ellipsis(count: int, rest: str) -> None:
         "remove them",
     )
     assert diagnostics.unscorable_golds(logged({})) is None
+
+
+def test_answers_are_looked_for_in_the_last_thousand_completions() -> None:
+    recipe = {"rewards": ["tag_presence", {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}]}
+    run = logged({"rewards/gsm8k_correctness/parsed": flat(0.0)}, rows=scored([(1, 0, 0.0)] * 1001), recipe=recipe)
+    vars(run)["texts"] = lambda rows: pd.DataFrame({"completion": ["<answer>7</answer>"] * len(rows)})
+    _, sentence = result(diagnostics.no_answer_found, run)
+    assert "`extract: answer_tag` finds one in 1,000 of 1,000" in sentence.replace("1000", "1,000")
+
+
+# All checks
+
+
+def test_one_check_with_data_is_enough_to_look_fine() -> None:
+    names = [check.__name__ for check in diagnostics.CHECKS]
+    diagnosis = diagnostics.Diagnosis([], {names[0]: "fine"}, dict.fromkeys(names[2:], "no data"), {names[1]: "no"})
+    assert (diagnosis.applicable, diagnosis.checked, diagnosis.looks_fine) == (len(names) - 1, 1, True)
+    assert diagnostics.as_dict(diagnosis)["looks_fine"]
+    assert not replace(diagnosis, unchecked=dict.fromkeys(names, "no data"), not_applicable={}, fine={}).looks_fine
+    assert not replace(diagnosis, findings=[diagnostics.Finding(names[0], 1, "bad")], fine={}).looks_fine
+
+
+def test_what_a_check_looks_for_is_the_first_line_of_its_docstring() -> None:
+    def check(run: Run) -> str:
+        """Look for trouble.
+
+        Look for more of it.
+        """
+        return "fine"
+
+    assert diagnostics.looks_for(check) == "trouble"
+    assert diagnostics.looks_for(lambda run: "fine") == ""
+
+
+def test_the_deadline_holds_for_checks_that_read_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(run: Run) -> str:
+        return "fine"
+
+    monkeypatch.setattr(diagnostics, "CHECKS", (check,))
+    run = logged({})
+    vars(run)["completion_files"] = Sampled([], 0, 0)
+    assert diagnostics.diagnose(run).fine == {"check": "fine"}
+    late = replace(run, deadline=-math.inf)
+    vars(late)["completion_files"] = Sampled([], 0, 0)
+    with pytest.raises(OutOfTime):
+        diagnostics.diagnose(late)

@@ -404,7 +404,17 @@ def test_a_damaged_line_of_a_log_is_named(tmp_path: Path, line: bytes, problem: 
 
 def test_letters_that_are_no_utf_8_do_not_hide_the_numbers_of_a_line(tmp_path: Path) -> None:
     (tmp_path / "_log.jsonl").write_bytes(b'{"step": 3, "note": "\xff", "a": 0.5}\n')
-    assert list(read_log(tmp_path).metrics["a"][1]) == [0.5]
+    log = read_log(tmp_path)
+    assert list(log.metrics["a"][1]) == [0.5]
+    assert (log.last_step, log.max_steps, log.began, log.has_ended) == (3, 0, None, False)
+
+
+def test_an_empty_log_is_that_of_a_run_that_is_over_unless_it_is_known_to_go_on(tmp_path: Path) -> None:
+    live(tmp_path)
+    with pytest.raises(files.RunError, match="the run logged nothing$"):
+        read_log(tmp_path)
+    with pytest.raises(files.RunError, match="the run has logged nothing yet: ask again after its first step$"):
+        read_log(tmp_path, is_running=True)
 
 
 @pytest.mark.parametrize("name", ["_log.jsonl", "trainer_state.json"])
@@ -428,7 +438,8 @@ def test_a_disk_that_fails_and_a_folder_in_place_of_a_log_are_errors(
         return Failing()
 
     monkeypatch.setattr(runs, "open_ordinary", opened)
-    with pytest.raises(files.RunError, match="Input/output error.*; restore or remove the file"):
+    place = "line 1 can't be read as JSON .*" if name == "_log.jsonl" else ""
+    with pytest.raises(files.RunError, match=f"{place}Input/output error.*; restore or remove the file"):
         read_log(tmp_path)
 
 
@@ -449,3 +460,4 @@ def test_the_step_of_a_state_is_read_from_its_head(tmp_path: Path) -> None:
     # A state that was saved before a launch began is its beginning, and a later one is from another launch.
     assert last({"global_step": 10, "log_history": entries}, 9, step=10) == 2.0
     assert last({"global_step": 10, "log_history": entries}, 9, step=9) == 3.0
+    assert last({"global_step": 10, "log_history": entries}, 9, step=0) == 3.0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -14,7 +16,7 @@ import pytest
 
 from grpo_recipes.reports import run as runs
 from grpo_recipes.reports.run import PARTS, OutOfTime, Run, RunReward, Series, last_message, prompt_text, spread
-from grpo_recipes.runs import files
+from grpo_recipes.runs import completions, files
 from tests.support.synthetic import tool_completions, write_run
 
 
@@ -79,6 +81,14 @@ def test_a_change_as_large_as_the_margin_is_no_trend() -> None:
     assert series([56.0, 57.5, 59.0, 60.5]).trend == 1
 
 
+def test_numbers_near_the_largest_float_have_an_infinite_margin_and_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = series([1e308, -1e308] * 3)
+        assert not found.margin < math.inf
+        assert found.trend == 0
+
+
 # Rewards
 
 
@@ -138,7 +148,10 @@ def test_a_run_without_completions_has_a_table_of_the_same_columns(tmp_path: Pat
 
 @pytest.mark.parametrize("size", [2, 3, 9])
 def test_texts_do_not_depend_on_the_size_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    made = [{"step": place // 4, "prompt": f"p{place}", "completion": f"c{place}", "a": place} for place in range(9)]
+    more = {"advantage": 0.5, "gold": "7", "verdict": "right", "other": "x"}
+    made = [
+        {"step": place // 4, "prompt": f"p{place}", "completion": f"c{place}", "a": place, **more} for place in range(9)
+    ]
     monkeypatch.setattr(files, "BATCH_ROWS", size)
     run = completed(tmp_path, made, [{"name": "a"}])
     assert run.rows["row"].tolist() == list(range(9))
@@ -146,6 +159,8 @@ def test_texts_do_not_depend_on_the_size_of_a_batch(tmp_path: Path, monkeypatch:
         texts = run.texts(run.rows.iloc[places])
         assert texts["completion"].tolist() == [f"c{place}" for place in places]
         assert texts["total"].tolist() == places
+        columns = {"step", "prompt", "completion", "question", PARTS, "a", "total", "advantage", "gold", "verdict"}
+        assert set(texts) == columns
         batches = list(run.batches(run.rows.iloc[places]))
         assert all(list(batch.index.names) == ["file", "row"] for batch in batches)
         assert sorted(place for batch in batches for place in batch.index) == [(0, place) for place in sorted(places)]
@@ -191,7 +206,7 @@ def test_equal_last_messages_differ_by_their_calls(tmp_path: Path) -> None:
 def test_a_message_is_shown_by_its_texts() -> None:
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert prompt_text([{"content": blocks}, {"content": None}, {}, {"content": "c"}]) == "ab\n\n\nc"
-    assert last_message([{"content": "a"}, {"content": "b"}]) == "b"
+    assert last_message([{"content": "a"}, {"content": "b"}, {"content": "c"}]) == "c"
     assert (prompt_text("text"), last_message("text"), last_message([])) == ("text", "text", "")
 
 
@@ -221,10 +236,17 @@ def test_items_that_are_kept_are_spread_from_the_first_to_the_last(count: int, m
     assert spread(range(count), most) == kept
 
 
+def test_completions_of_at_most_a_thousand_steps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [completions.Logged(step, Path(f"{step}.parquet")) for step in range(1001)]
+    monkeypatch.setattr(completions, "logged", lambda folder, kind: steps)
+    found = Run(Path("/nowhere"), {}, runs.Log()).completion_files
+    assert (found.read, found.count, len(found.kept)) == (1000, 1001, 1000)
+
+
 # Folders
 
 
-def test_reading_stops_at_the_deadline(tmp_path: Path) -> None:
+def test_reading_stops_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "completions" / "eval_completions_00010.parquet").write_bytes(
         (folder / "completions" / "completions_00010.parquet").read_bytes()
@@ -243,6 +265,11 @@ def test_reading_stops_at_the_deadline(tmp_path: Path) -> None:
         with pytest.raises(OutOfTime, match="run is too large to be read before the deadline"):
             read()
     assert len(run.held_out_accuracy()) == 1
+    # The deadline passes after the files were listed.
+    clock = iter((0.0, 2.0))
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(OutOfTime):
+        replace(run, deadline=1.0).held_out_accuracy()
 
 
 def test_evaluations_are_in_order_of_their_names(tmp_path: Path) -> None:
@@ -266,6 +293,7 @@ def test_the_first_fault_of_a_run_that_did_not_finish_is_its_cause(tmp_path: Pat
         log = runs.Log(max_steps=changed.pop("max_steps", 0), last_step=changed.pop("last_step", 0))
         return replace(run, log=log, **changed).fault
 
+    assert Run.read_evaluations(tmp_path).fault == run.fault
     assert fault(is_running=True) is None
     assert fault(max_steps=1, last_step=1) is None
     assert fault(max_steps=5, last_step=5) is None

@@ -449,7 +449,8 @@ def test_the_step_of_a_state_is_read_from_its_head(tmp_path: Path) -> None:
 
     def last(saved: dict[str, Any], logged: int, **began: int) -> float:
         (tmp_path / "trainer_state.json").write_text(json.dumps(saved))
-        live(tmp_path, *([{"step": 0, "max_steps": 40, **began}] if began else []), {"step": logged, "a": 3.0})
+        beginning: list[dict[str, Any]] = [{"max_steps": 40, **began}] if began else []
+        live(tmp_path, *beginning, {"step": logged, "a": 3.0})
         return read_log(tmp_path).metrics["a"][1][-1]
 
     assert last({"global_step": 10, "log_history": entries}, 10) == 3.0

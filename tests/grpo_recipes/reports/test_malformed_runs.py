@@ -390,7 +390,7 @@ def test_the_limits_of_a_log_are_256_mebibytes_2_gibibytes_8_mebibytes_a_line_an
     ("line", "problem"),
     [
         (b'{"reward": 1.0}', "`line 2` has no `step`"),
-        (b"[" * 100_000, "line 2 can't be read as JSON (maximum recursion depth exceeded"),
+        (b"[" * 100_000, "line 2 can't be read as JSON ("),
         (b"{", "line 2 can't be read as JSON (Expecting property name"),
     ],
 )

@@ -759,6 +759,23 @@ ALONE = (DoesNotApply, "no reward is beside one of another kind that it must not
             ),
         ),
         ({"right": 0.0, "tags": 0.0}, [RIGHT, TAGS], "the rewards have no variance"),
+        *(
+            (
+                {"other": 1.0, kind: 5.0},
+                [OTHER, {"name": kind, "kind": kind}],
+                (
+                    10,
+                    f"`{kind}` carries 96% of the rewards' variance up to step 10: the others have hardly any effect "
+                    "on 100% of the run's tokens; lower its `weight`",
+                ),
+            )
+            for kind in ("format", "length")
+        ),
+        (
+            {"other": 1.0, "judge": 5.0, "tags": 0.0},
+            [OTHER, {"name": "judge", "kind": "judge"}, TAGS],
+            "the largest part of the rewards' variance is 96%, that of `judge`",
+        ),
         ({"tags": 1.0}, [TAGS], ALONE),
         ({"right": 1.0, "more": 9.0}, [RIGHT, {**RIGHT, "name": "more"}], ALONE),
         ({"other": 1.0, "more": 9.0}, [OTHER, {"name": "more", "kind": "judge"}], ALONE),

@@ -146,24 +146,26 @@ def test_a_run_without_completions_has_a_table_of_the_same_columns(tmp_path: Pat
     assert len(Run.read_evaluations(tmp_path / "empty").texts(empty)) == 0
 
 
-@pytest.mark.parametrize("size", [2, 3, 9])
-def test_texts_do_not_depend_on_the_size_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_texts_do_not_depend_on_the_size_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"advantage": 0.5, "gold": "7", "verdict": "right", "other": "x"}
     made = [
         {"step": place // 4, "prompt": f"p{place}", "completion": f"c{place}", "a": place, **more} for place in range(9)
     ]
-    monkeypatch.setattr(files, "BATCH_ROWS", size)
-    run = completed(tmp_path, made, [{"name": "a"}])
-    assert run.rows["row"].tolist() == list(range(9))
-    for places in ([8, 0, 3], [2], [3], [0, 1, 2, 3], [6, 5, 4]):
-        texts = run.texts(run.rows.iloc[places])
-        assert texts["completion"].tolist() == [f"c{place}" for place in places]
-        assert texts["total"].tolist() == places
-        columns = {"step", "prompt", "completion", "question", PARTS, "a", "total", "advantage", "gold", "verdict"}
-        assert set(texts) == columns
-        batches = list(run.batches(run.rows.iloc[places]))
-        assert all(list(batch.index.names) == ["file", "row"] for batch in batches)
-        assert sorted(place for batch in batches for place in batch.index) == [(0, place) for place in sorted(places)]
+    for size in (2, 3, 9):
+        monkeypatch.setattr(files, "BATCH_ROWS", size)
+        run = completed(tmp_path, made, [{"name": "a"}])
+        assert run.rows["row"].tolist() == list(range(9))
+        for places in ([8, 0, 3], [2], [3], [0, 1, 2, 3], [6, 5, 4]):
+            texts = run.texts(run.rows.iloc[places])
+            assert texts["completion"].tolist() == [f"c{place}" for place in places]
+            assert texts["total"].tolist() == places
+            columns = {"step", "prompt", "completion", "question", PARTS, "a", "total", "advantage", "gold", "verdict"}
+            assert set(texts) == columns
+            batches = list(run.batches(run.rows.iloc[places]))
+            assert all(list(batch.index.names) == ["file", "row"] for batch in batches)
+            assert sorted(place for batch in batches for place in batch.index) == [
+                (0, place) for place in sorted(places)
+            ]
 
 
 def test_a_total_is_the_weighted_sum_of_the_rewards_that_a_completion_has(tmp_path: Path) -> None:

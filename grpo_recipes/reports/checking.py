@@ -94,7 +94,7 @@ def is_solved(run: Run, share: float = NEAR_BEST) -> bool:
 def is_near_best(run: Run, share: float = NEAR_BEST) -> bool:
     """Return True if correctness, or the sum of all rewards, ends at a share of its highest pay."""
     highest, reward = highest_total(run), run.series("reward")
-    return is_solved(run, share) or (highest is not None and len(reward) > 0 and reward.end >= share * highest)
+    return is_solved(run, share) or (highest is not None and reward.end >= share * highest)
 
 
 # ---- The cost of a problem

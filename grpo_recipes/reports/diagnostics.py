@@ -417,12 +417,15 @@ def truncated(run: Run) -> Found | str:
 
 
 def _truncated_tokens(run: Run, share: Series) -> Series:
-    """Return the share of the tokens in truncated completions, or of these completions if their length is unknown."""
+    """Return the share of the tokens in truncated completions, or of these completions if their length is unknown.
+
+    The logged means may make it more than 1, which `cost` counts as 1.
+    """
     lengths, cap = run.series("completions/mean_length"), run.config.get("max_completion_length")
     if not cap or lengths.steps != share.steps:
         return share
     pairs = zip(share.values, lengths.values, strict=True)
-    return Series(share.steps, [min(1.0, clipped * cap / max(length, 1.0)) for clipped, length in pairs])
+    return Series(share.steps, [clipped * cap / max(length, 1.0) for clipped, length in pairs])
 
 
 def identical_completions(run: Run) -> Found | str:
@@ -707,7 +710,7 @@ def _groups(run: Run) -> pd.DataFrame:
         size=("completion", "size"),
     ).reset_index()
     table["spread"] = table["highest"] - table["lowest"]
-    table["identical"] = (table["texts"] == 1) & (table["size"] > 1)
+    table["identical"] = table["texts"] == 1
     return table
 
 

@@ -87,7 +87,7 @@ def failing_tools(run: Run) -> Found | str:
         raise NoData("no tool was called")
     for tool in tools(run):
         faults = run.series(f"tools/{tool}/failures")
-        if len(faults) and faults.mean > FAULTS_LIMIT:
+        if faults.mean > FAULTS_LIMIT:
             step = last_step(faults)
             return step, (
                 f"`{tool}` fails in {faults.mean:.0%} of its calls up to step {step}: it raises, or passes "

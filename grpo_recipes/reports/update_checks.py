@@ -136,7 +136,7 @@ def clipped_limit(run: Run) -> float:
 def gradient_spikes(run: Run) -> Found | str:
     """Look for gradient norms of 10 times the median and more, or norms that are NaN or infinite until the end.
 
-    A spike must also exceed the median of the logarithms by six robust standard deviations. The first tenth of the run,
+    A spike must also lie six robust standard deviations above the median of the logarithms. The first tenth of the run,
     and steps in which every group has zero variance, do not count.
     """
     if lost := _not_finite(run):
@@ -153,7 +153,7 @@ def gradient_spikes(run: Run) -> Found | str:
     deviation = 1.4826 * median(abs(value - middle) for value in logarithms)
     limit = middle + max(math.log(SPIKE), SPIKE_DEVIATIONS * deviation)
     settled = SETTLING * run.log.last_step
-    spikes = [(at, norm) for at, norm in points if math.log(norm) > limit and at > settled]
+    spikes = [(at, norm) for at, norm in points if math.log(norm) >= limit and at > settled]
     usual = f"the gradient norm has a median of {median(norm for _, norm in points):.2g}"
     if not spikes:
         largest = max(norm for _, norm in points)
@@ -198,7 +198,7 @@ def stale_tokens(run: Run) -> Found | str:
         if 1 in with_mismatch:
             found += f", and {mismatch:.0%} in pass 1 with the generator's log-probabilities"
         return f"{found} (limit {SAMPLE_SIZE_LIMIT:.0%})"
-    if mismatch < SAMPLE_SIZE_LIMIT and mismatch <= sizes[worst]:
+    if mismatch <= sizes[worst]:
         series, advice = mismatched[1], "see docs/generation-check.md, and compute generator and policy in one dtype"
         found = (
             f"with the generator's log-probabilities the effective sample size is {mismatch:.0%} of the tokens already "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from grpo_recipes.reports.run import Log, Run
 
 
 def logged(
-    metrics: dict[str, Sequence[float]],
+    metrics: Mapping[str, Sequence[float]],
     steps: Sequence[int] | None = None,
     rows: pd.DataFrame | None = None,
     infinite: Sequence[int] = (),

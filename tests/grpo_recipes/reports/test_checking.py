@@ -50,7 +50,8 @@ def test_the_highest_total_is_known_only_if_every_part_is() -> None:
         return checking.highest_total(run(rewards=tuple(named)))
 
     assert highest((2.0, 1.0), (0.5, 3.0)) == 3.5
-    assert highest((2.0, 1.0), (0.5, 0.0)) == 2.0
+    assert highest((2.0, 1.0), (0.5, 0.0)) == highest((2.0, 1.0), (0.0, 1.0)) == 2.0
+    assert highest((0.5, 1.0)) == 0.5
     assert highest((2.0, 1.0), (None, 1.0)) is None
     assert highest((2.0, 1.0), (0.5, -1.0)) is None
     assert highest((0.0, 1.0)) is None
@@ -71,6 +72,9 @@ def test_a_run_is_solved_if_all_rewards_of_correctness_end_at_nine_tenths() -> N
     assert not solved(0.9, 1.79)
     assert not checking.is_solved(run(rewards=(RunReward("c", kind="format", highest_pay=1.0),), c=[1.0] * 4))
     assert not checking.is_solved(run(rewards=(RunReward("a", kind="correctness"),), a=[1.0] * 4))
+    # A reward that was not logged is left out.
+    both = tuple(RunReward(name, kind="correctness", highest_pay=1.0) for name in "ab")
+    assert checking.is_solved(run(rewards=both, a=[1.0] * 4))
     assert not checking.is_solved(run(rewards=(RunReward("a", kind="correctness", highest_pay=1.0),)))
 
 
@@ -98,6 +102,9 @@ def test_a_cost_is_a_share_of_the_tokens_or_else_of_the_steps() -> None:
     assert checking.cost(run(num_tokens=[100.0, 400.0]), Series([2, 4], [-1.0, 2.0])) == "75% of the run's tokens"
     assert checking.cost_after(run(num_tokens=[100.0, 400.0]), 2) == "75% of the run's tokens come after step 2"
     assert checking.cost_after(run(), 1) == "75% of the run's steps come after step 1"
+    assert checking.cost_after(run(num_tokens=[100.0, 400.0]), 1) == "88% of the run's tokens come after step 1"
+    assert checking.cost_after(run(num_tokens=[0.0, 400.0]), 2) == "100% of the run's tokens come after step 2"
+    assert checking.cost_after(run(0), 0) == "0% of the run's steps come after step 0"
     # A launch that counts from 0 again spent nothing until it passed the count before.
     assert (
         checking.cost_after(run(6, num_tokens=[300.0, 50.0, 400.0]), 4) == "25% of the run's tokens come after step 4"

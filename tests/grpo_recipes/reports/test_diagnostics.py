@@ -205,7 +205,9 @@ def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
     diagnosis = diagnose(Run.read(nothing))
     assert (diagnosis.findings, diagnosis.checked) == ([], 0)
     assert set(diagnosis.unchecked) == set(PROBLEMS) - set(TOOL_PROBLEMS)
-    assert describe(diagnosis).startswith("diagnosis:\n  nothing could be checked")
+    assert describe(diagnosis) == (
+        "diagnosis:\n  nothing could be checked: the run logged none of the metrics that the checks read"
+    )
 
 
 def test_golds_that_were_counted_as_unscorable_are_found(tmp_path: Path) -> None:
@@ -324,6 +326,7 @@ def test_a_reward_that_finds_no_answer_gets_a_hint_at_the_layout(tmp_path: Path)
         "no completion states an answer where `extract: boxed` looks; `extract: answer_tag` finds one in 32 of 32: ask"
     )
     assert wanted in output(boxed, "tag_presence")
+    assert wanted in output("tag_presence", boxed)
     assert wanted in output({"name": "sum", "rewards": ["tag_presence", boxed]})
     assert wanted in output({"name": "grpo_rewards.math.correctness.gsm8k_correctness", "kwargs": {"extract": "boxed"}})
     assert "states an answer where it looks" in output({"name": "x.y", "alias": "gsm8k_correctness"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +357,109 @@ def test_a_log_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(runs, "LOG_BYTES", 1000)
     with pytest.raises(files.RunError, match=r"_log.jsonl: it has 5,\d+ bytes, and at most 1,000 are read"):
         read_log(tmp_path)
+
+
+def test_the_limits_of_a_log_are_256_mebibytes_2_gibibytes_8_mebibytes_a_line_and_20_000_names(tmp_path: Path) -> None:
+    """Files without contents take no room on the disk."""
+    for name, limit in (("trainer_state.json", 1 << 28), ("_log.jsonl", 1 << 31)):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(limit + 1)
+        with pytest.raises(files.RunError) as error:
+            read_log(tmp_path)
+        fix = "restore or remove the file"
+        assert str(error.value) == (
+            f"{tmp_path / name}: it has {limit + 1:,} bytes, and at most {limit:,} are read; {fix}"
+        )
+        (tmp_path / name).unlink()
+    (tmp_path / "_log.jsonl").write_bytes(b'{"step": 1}\n' + bytes(1 << 23))
+    with pytest.raises(files.RunError) as error:
+        read_log(tmp_path)
+    assert str(error.value) == f"{tmp_path / '_log.jsonl'}: line 2 has more than {1 << 23:,} bytes; {fix}"
+    (tmp_path / "_log.jsonl").write_bytes(b'{"step": 1}\n' + bytes((1 << 23) - 1))
+    assert read_log(tmp_path).last_step == 1, "a last line without an end is skipped"
+    names = {f"m{number}": None for number in range(19_999)}
+    live(tmp_path, {"step": 1, **names}, {"step": 2, **names})
+    assert len(read_log(tmp_path).metrics) == 20_000
+    live(tmp_path, {"step": 1, **names}, {"step": 2, "another": None})
+    assert len(read_log(tmp_path).metrics) == 20_001
+    live(tmp_path, {"step": 1, **names}, {"step": 2, "another": None}, {"step": 3})
+    with pytest.raises(files.RunError, match="its entries have more than 20,000 names; restore"):
+        read_log(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"reward": 1.0}', "`line 2` has no `step`"),
+        (b"[" * 100_000, "line 2 can't be read as JSON ("),
+        (b"{", "line 2 can't be read as JSON (Expecting property name"),
+    ],
+)
+def test_a_damaged_line_of_a_log_is_named(tmp_path: Path, line: bytes, problem: str) -> None:
+    (tmp_path / "_log.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(files.RunError) as error:
+        read_log(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / '_log.jsonl'}: {problem}")
+    assert str(error.value).endswith("; restore or remove the file")
+
+
+def test_letters_that_are_no_utf_8_do_not_hide_the_numbers_of_a_line(tmp_path: Path) -> None:
+    (tmp_path / "_log.jsonl").write_bytes(b'{"step": 3, "note": "\xff", "a": 0.5}\n')
+    log = read_log(tmp_path)
+    assert list(log.metrics["a"][1]) == [0.5]
+    assert (log.last_step, log.max_steps, log.began, log.has_ended) == (3, 0, None, False)
+
+
+def test_an_empty_log_is_that_of_a_run_that_is_over_unless_it_is_known_to_go_on(tmp_path: Path) -> None:
+    live(tmp_path)
+    with pytest.raises(files.RunError, match="the run logged nothing$"):
+        read_log(tmp_path)
+    with pytest.raises(files.RunError, match="the run has logged nothing yet: ask again after its first step$"):
+        read_log(tmp_path, is_running=True)
+
+
+@pytest.mark.parametrize("name", ["_log.jsonl", "trainer_state.json"])
+def test_a_disk_that_fails_and_a_folder_in_place_of_a_log_are_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(files.RunError) as error:
+        read_log(tmp_path)
+    assert str(error.value) == f"{tmp_path / name}: it is no ordinary file; restore or remove the file"
+
+    class Failing(BytesIO):
+        def read(self, *_: Any) -> bytes:
+            raise OSError(5, "Input/output error")
+
+        readline = read
+
+    def opened(path: Path, most: int) -> BytesIO:
+        if path.name != name:
+            raise FileNotFoundError
+        return Failing()
+
+    monkeypatch.setattr(runs, "open_ordinary", opened)
+    place = "line 1 can't be read as JSON .*" if name == "_log.jsonl" else ""
+    with pytest.raises(files.RunError, match=f"{place}Input/output error.*; restore or remove the file"):
+        read_log(tmp_path)
+
+
+def test_the_step_of_a_state_is_read_from_its_head(tmp_path: Path) -> None:
+    """A launch that saved nothing is newer than a state if it reached the same step."""
+    entries = [{"step": 1, "a": 1.0, "global_step": 3}, {"step": 9, "a": 2.0, "global_step": 3, "log_history": 1}]
+
+    def last(saved: dict[str, Any], logged: int, **began: int) -> float:
+        (tmp_path / "trainer_state.json").write_text(json.dumps(saved))
+        beginning: list[dict[str, Any]] = [{"max_steps": 40, **began}] if began else []
+        live(tmp_path, *beginning, {"step": logged, "a": 3.0})
+        return read_log(tmp_path).metrics["a"][1][-1]
+
+    assert last({"global_step": 10, "log_history": entries}, 10) == 3.0
+    assert last({"global_step": 10, "log_history": entries}, 9) == 2.0
+    # Without a step in the head, that of the last entry counts.
+    assert last({"log_history": entries, "global_step": 10}, 9) == 3.0
+    assert last({"log_history": entries, "global_step": 10}, 8) == 2.0
+    # A state that was saved before a launch began is its beginning, and a later one is from another launch.
+    assert last({"global_step": 10, "log_history": entries}, 9, step=10) == 2.0
+    assert last({"global_step": 10, "log_history": entries}, 9, step=9) == 3.0
+    assert last({"global_step": 10, "log_history": entries}, 9, step=0) == 3.0

@@ -1,10 +1,23 @@
-"""Trend of a logged metric: the change that its noise alone can't make."""
+"""A run as it is read from its folder, and the trend of a logged metric: the change that its noise can't make."""
 
+from __future__ import annotations
+
+import json
 import math
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pandas as pd
 import pytest
 
-from grpo_recipes.reports.run import Series
+from grpo_recipes.reports import run as runs
+from grpo_recipes.reports.run import PARTS, OutOfTime, Run, RunReward, Series, last_message, prompt_text, spread
+from grpo_recipes.runs import completions, files
+from tests.support.synthetic import tool_completions, write_run
 
 
 def series(values: list[float]) -> Series:
@@ -59,3 +72,237 @@ def test_a_running_median_has_five_points_and_fewer_at_both_ends() -> None:
     series = Series([1, 2, 3, 4, 5, 6], [9.0, 1.0, 3.0, 7.0, 5.0, 4.0])
     # Medians, the lower one of two, of 9 1 3, 9 1 3 7, 9 1 3 7 5, 1 3 7 5 4, 3 7 5 4, and 7 5 4.
     assert series.smoothed == Series([1, 2, 3, 4, 5, 6], [3.0, 3.0, 5.0, 4.0, 4.0, 5.0])
+
+
+def test_a_change_as_large_as_the_margin_is_no_trend() -> None:
+    """Even steps have no noise, and the margin is 5 % of 60."""
+    assert series([57.0, 58.0, 59.0, 60.0]).trend == 0
+    assert series([-57.0, -58.0, -59.0, -60.0]).trend == 0
+    assert series([56.0, 57.5, 59.0, 60.5]).trend == 1
+
+
+def test_numbers_near_the_largest_float_have_an_infinite_margin_and_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = series([1e308, -1e308] * 3)
+        assert not found.margin < math.inf
+        assert found.trend == 0
+
+
+# Rewards
+
+
+def test_a_reward_counts_once_and_is_of_no_known_kind_unless_the_record_says_more() -> None:
+    parts = [{"name": "b", "kind": "format", "highest_pay": 2.0}]
+    entry = {"name": "a", "weight": 0.5, "kind": "judge", "parts": parts, "highest_pay": 3.0}
+    part = RunReward("b", 1.0, "format", (), 2.0)
+    assert RunReward.from_dict(entry) == RunReward("a", 0.5, "judge", (part,), 3.0)
+    assert RunReward.from_dict({"name": "a"}) == RunReward("a") == RunReward("a", 1.0, "other", (), None)
+
+
+def test_rewards_without_a_record_are_known_by_their_names_in_the_log() -> None:
+    log = runs.Log()
+    names = ("gsm8k_correctness", "think_format_reward", "mine")
+    entry = {f"rewards/{name}/{kind}": 1.0 for name in names for kind in ("mean", "std")}
+    log.add({"step": 1, **entry, "reward": 3.0, "kl/mean": 1.0}, Path("x"))
+    run = Run(Path("/nowhere"), {}, log)
+    assert run.rewards == [
+        RunReward("gsm8k_correctness", 1.0, "correctness"),
+        RunReward("think_format_reward", 1.0, "format"),
+        RunReward("mine", 1.0, "other"),
+    ]
+    assert replace(run, record={"rewards": []}).rewards == []
+
+
+# Completions
+
+
+def completed(folder: Path, rows: list[dict[str, Any]], rewards: list[dict[str, Any]], name: str = "") -> Run:
+    """Return a run with one file of completions."""
+    (folder / "completions").mkdir(parents=True, exist_ok=True)
+    pd.DataFrame(rows).to_parquet(folder / "completions" / (name or "completions_00001.parquet"))
+    record = {"rewards": [{"source": reward["name"], "weight": 1.0, "kind": "other", **reward} for reward in rewards]}
+    (folder / "run.json").write_text(json.dumps({"recipe": {}, **record}))
+    return Run.read_evaluations(folder)
+
+
+def test_completions_are_in_order_of_steps_and_else_as_in_their_files(tmp_path: Path) -> None:
+    """A compacted file is read to its end, and the steps of two files may alternate."""
+    made = [{"step": place % 3, "prompt": "p", "completion": f"text {place}"} for place in range(40)]
+    run = completed(tmp_path, made, [])
+    assert list(run.rows.index) == list(range(40))
+    wanted = sorted(range(40), key=lambda place: place % 3)
+    assert run.rows["row"].tolist() == wanted
+    assert run.texts(run.rows)["completion"].tolist() == [f"text {place}" for place in wanted]
+
+
+def test_a_run_without_completions_has_a_table_of_the_same_columns(tmp_path: Path) -> None:
+    logged = Run.read(write_run(tmp_path / "run")).rows
+    assert {"pay/gsm8k_correctness", "pay/tag_presence"} < set(logged)
+    (tmp_path / "empty").mkdir()
+    empty = Run.read_evaluations(tmp_path / "empty").rows
+    assert list(empty) == [name for name in logged if not name.startswith("pay/")]
+    assert len(empty) == 0
+    assert len(Run.read_evaluations(tmp_path / "empty").texts(empty)) == 0
+
+
+def test_texts_do_not_depend_on_the_size_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"advantage": 0.5, "gold": "7", "verdict": "right", "other": "x"}
+    made = [
+        {"step": place // 4, "prompt": f"p{place}", "completion": f"c{place}", "a": place, **more} for place in range(9)
+    ]
+    for size in (2, 3, 9):
+        monkeypatch.setattr(files, "BATCH_ROWS", size)
+        run = completed(tmp_path, made, [{"name": "a"}])
+        assert run.rows["row"].tolist() == list(range(9))
+        for places in ([8, 0, 3], [2], [3], [0, 1, 2, 3], [6, 5, 4]):
+            texts = run.texts(run.rows.iloc[places])
+            assert texts["completion"].tolist() == [f"c{place}" for place in places]
+            assert texts["total"].tolist() == places
+            columns = {"step", "prompt", "completion", "question", PARTS, "a", "total", "advantage", "gold", "verdict"}
+            assert set(texts) == columns
+            batches = list(run.batches(run.rows.iloc[places]))
+            assert all(list(batch.index.names) == ["file", "row"] for batch in batches)
+            assert sorted(place for batch in batches for place in batch.index) == [
+                (0, place) for place in sorted(places)
+            ]
+
+
+def test_a_total_is_the_weighted_sum_of_the_rewards_that_a_completion_has(tmp_path: Path) -> None:
+    scores = [(1.0, 2.0), (math.nan, 2.0), (1.0, math.nan), (math.nan, math.nan)]
+    made = [{"step": 1, "prompt": "p", "completion": "c", "a": a, "b": b} for a, b in scores]
+    run = completed(tmp_path, made, [{"name": "a", "weight": 0.5}, {"name": "b", "weight": 3.0}, {"name": "absent"}])
+    assert run.rows["total"].tolist()[:3] == [6.5, 6.0, 0.5]
+    assert math.isnan(run.rows["total"][3])
+    assert run.rows["pay/b"].tolist()[:2] == [2.0, 2.0]
+    assert "pay/absent" not in run.rows
+    assert completed(tmp_path, made, []).rows["total"].isna().all()
+
+
+def test_characters_and_calls_of_a_completion_are_counted(tmp_path: Path) -> None:
+    """The characters of a question count, those of a system prompt do not."""
+    prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
+    one = tool_completions()[2]["completion"]  # two calls
+    made = [
+        {"step": 1, "prompt": prompt, "completion": [{"role": "assistant", "content": "two"}]},
+        {"step": 1, "prompt": prompt, "completion": one},
+    ]
+    run = completed(tmp_path, made, [])
+    assert run.rows["calls"].tolist() == [0, 2]
+    (parts,) = run.texts(run.rows.iloc[[1]])[PARTS]
+    assert run.rows["characters"].tolist() == [7, 4 + sum(len(part.text) + len(part.label) for part in parts)]
+    texts = run.texts(run.rows)
+    assert texts["prompt"].tolist() == ["be brief\n1+1?"] * 2
+    assert texts["question"].tolist() == ["1+1?"] * 2
+    assert run.rows["prompt"].nunique() == 1
+
+
+def test_equal_last_messages_differ_by_their_calls(tmp_path: Path) -> None:
+    rows = [{"step": 1, "prompt": "p", "completion": tool_completions()[n]["completion"][:-1]} for n in (1, 2, 1)]
+    for row in rows:
+        row["completion"] = [*row["completion"], {"role": "assistant", "content": "done"}]
+    first, second, third = completed(tmp_path, rows, []).rows["completion"]
+    assert first == third != second
+
+
+def test_a_message_is_shown_by_its_texts() -> None:
+    blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert prompt_text([{"content": blocks}, {"content": None}, {}, {"content": "c"}]) == "ab\n\n\nc"
+    assert last_message([{"content": "a"}, {"content": "b"}, {"content": "c"}]) == "c"
+    assert (prompt_text("text"), last_message("text"), last_message([])) == ("text", "text", "")
+
+
+def test_accuracy_is_read_from_every_evaluation_that_has_a_verdict(tmp_path: Path) -> None:
+    """The first file lacks the reward, and the second one holds its steps in another order."""
+    rows = [{"step": step, "prompt": f"p{place}", "completion": "c"} for place, step in enumerate((3, 3, 2, 2))]
+    judged = [{**row, "right": right} for row, right in zip(rows, (1.0, 0.0, -1.0, 0.0), strict=True)]
+    rewards = [{"name": "right", "kind": "correctness"}, {"name": "tags", "kind": "format"}]
+    tags = [{**row, "step": 1, "tags": 1.0} for row in rows]
+    completed(tmp_path, tags, rewards, "eval_completions_00001.parquet")
+    run = completed(tmp_path, [{**row, "tags": 1.0} for row in judged], rewards, "eval_completions_00002.parquet")
+    assert [(step, found.value) for step, found in run.held_out_accuracy()] == [(2, 0.0), (3, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "kept"),
+    [
+        (5, 5, [0, 1, 2, 3, 4]),
+        (6, 5, [0, 1, 2, 3, 5]),
+        (9, 5, [0, 2, 4, 6, 8]),
+        (9, 2, [0, 8]),
+        (9, 1, [0]),
+        (0, 5, []),
+    ],
+)
+def test_items_that_are_kept_are_spread_from_the_first_to_the_last(count: int, most: int, kept: list[int]) -> None:
+    assert spread(range(count), most) == kept
+
+
+def test_completions_of_at_most_a_thousand_steps_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [completions.Logged(step, Path(f"{step}.parquet")) for step in range(1001)]
+    monkeypatch.setattr(completions, "logged", lambda folder, kind: steps)
+    found = Run(Path("/nowhere"), {}, runs.Log()).completion_files
+    assert (found.read, found.count, len(found.kept)) == (1000, 1001, 1000)
+
+
+# Folders
+
+
+def test_reading_stops_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "completions" / "eval_completions_00010.parquet").write_bytes(
+        (folder / "completions" / "completions_00010.parquet").read_bytes()
+    )
+    run = Run.read(folder, within=60)
+    source = run.completion_files.kept[0]
+    late = replace(run, deadline=time.monotonic() - 1)
+    vars(late)["completion_files"] = run.completion_files
+    for read in (
+        lambda: late.series("reward"),
+        lambda: next(late._completions(source)),
+        lambda: late._sampled("completions"),
+        late.held_out_accuracy,
+        lambda: replace(run, deadline=time.monotonic() - 1).completion_files,
+    ):
+        with pytest.raises(OutOfTime, match="run is too large to be read before the deadline"):
+            read()
+    assert len(run.held_out_accuracy()) == 1
+    # The deadline passes after the files were listed.
+    clock = iter((0.0, 2.0))
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(OutOfTime):
+        replace(run, deadline=1.0).held_out_accuracy()
+
+
+def test_evaluations_are_in_order_of_their_names(tmp_path: Path) -> None:
+    names = [*"hgfedcba", "after", "before"]
+    share = {"value": 0.5, "low": 0.25, "high": 0.75}
+    for name in names:
+        (tmp_path / "evaluations" / name).mkdir(parents=True)
+        content = {"problems": 2, "strict": share, "settings": {"samples": 1}}
+        (tmp_path / "evaluations" / name / "evaluation.json").write_text(json.dumps(content))
+    assert list(Run.read_evaluations(tmp_path).evaluations) == sorted(names)
+
+
+def test_the_first_fault_of_a_run_that_did_not_finish_is_its_cause(tmp_path: Path) -> None:
+    for rank, at in enumerate((3, 1, 2, 1, 1)):
+        (tmp_path / f"fault-rank{rank}.json").write_text(json.dumps({"sentence": f"rank {rank}", "time": at}))
+    run = Run.read(tmp_path)  # it failed before it logged anything
+    assert run.fault is not None
+    assert run.fault["sentence"] == "rank 1"
+
+    def fault(**changed: Any) -> Any:
+        log = runs.Log(max_steps=changed.pop("max_steps", 0), last_step=changed.pop("last_step", 0))
+        return replace(run, log=log, **changed).fault
+
+    assert Run.read_evaluations(tmp_path).fault == run.fault
+    assert fault(is_running=True) is None
+    assert fault(max_steps=1, last_step=1) is None
+    assert fault(max_steps=5, last_step=5) is None
+    assert fault(max_steps=5, last_step=4) is not None
+    assert fault(max_steps=0, last_step=4) is not None
+    for path in tmp_path.glob("fault-rank*.json"):
+        path.unlink()
+    assert fault() is None
+    with pytest.raises(files.RunError, match=r"no `trainer_state\.json` here or in a checkpoint"):
+        Run.read(tmp_path)

@@ -480,7 +480,7 @@ def _parse_digits(text: str, trusted: bool) -> Number | None:
     return -value * scale if "-" in (match["sign"], match["inner_sign"]) else value * scale
 
 
-def _unit_scale(unit: str, trusted: bool = False, has_unit: bool = False) -> int | None:
+def _unit_scale(unit: str, trusted: bool, has_unit: bool = False) -> int | None:
     """Return the factor of a unit: 1, or the scale of "18 thousand dollars". Return None if the text is not a unit.
 
     Args:

@@ -611,6 +611,11 @@ def test_the_end_of_a_turn_depends_on_the_arguments_of_the_template(tmp_path: Pa
     check_chat_template(stops, load_tokenizer(stops), PROMPTS[0])
 
 
+def test_a_template_that_ends_turns_with_text_is_not_refused(tmp_path: Path) -> None:
+    recipe = recipe_of(save_model(tmp_path / "m", PLAIN_USERS.replace("END", "'.'")))
+    check_chat_template(recipe, load_tokenizer(recipe), PROMPTS[0])
+
+
 class FirstIsSpecial:
     """Tokenizer whose end of a turn is the token 0."""
 

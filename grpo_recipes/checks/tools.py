@@ -303,7 +303,7 @@ def _module_of_file(file: Path, path: str, key: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # `inspect` finds the source of a class by it
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, file, "exec"), vars(module))  # these bytes, not a compiled copy
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, Exception):

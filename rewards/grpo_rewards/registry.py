@@ -429,7 +429,7 @@ def _module_of_file(file: str, name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # `inspect` finds the source of a class by it
     try:
-        spec.loader.exec_module(module)
+        exec(compile(source, path, "exec"), vars(module))  # these bytes, not a compiled copy
     except BaseException as error:
         del sys.modules[module_name]
         if not isinstance(error, Exception):

@@ -474,6 +474,16 @@ def test_a_function_in_a_file_is_a_reward(tmp_path, monkeypatch):
     assert [reward.function(prompts=["p"], completions=["c"]) for reward in built] == [[1.0], [1.0]]
 
 
+def test_a_changed_file_is_read_again_in_the_same_second(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    file, paid = tmp_path / "own.py", []
+    for value in (0, 1):  # Python takes its compiled copy for current if size and second are equal
+        file.write_text(f"def score(prompts, completions, **columns):\n    return [{value}.0]\n")
+        (reward,) = build_rewards([f"{file}:score"])
+        paid.append(reward.function(prompts=["p"], completions=["c"]))
+    assert paid == [[0.0], [1.0]]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

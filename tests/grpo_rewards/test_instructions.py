@@ -418,6 +418,7 @@ UNITS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("unit", only(UNITS[::12], UNITS, slow=UNITS[::3]))
 def test_the_cost_of_an_adversarial_text_is_linear(unit):
     # 4 is linear, 16 quadratic.

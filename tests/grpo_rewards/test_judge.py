@@ -400,6 +400,7 @@ def too_much(request, handler):
         handler.wfile.write(b" " * 2**20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", only([dripping], [dripping, dripping_headers, endless_continues, silent]))
 def test_a_slow_reply_ends_at_the_time_out(answer):
     with serving(answer) as server:

@@ -253,6 +253,7 @@ def run_test(fault: Fault, checkpoint: Path, scenario: Callable[..., Scenario]) 
     fault.test(**{name: value for name, value in fixtures.items() if name in wanted}, **fault.arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", only(FAULTS[::12], FAULTS), ids=lambda fault: fault.name)
 def test_fault_is_caught(fault: Fault, checkpoint: Path, sound: Callable[..., Scenario]) -> None:
     with float64_trl(), contextlib.ExitStack() as planted:

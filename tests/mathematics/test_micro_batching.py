@@ -107,6 +107,7 @@ def with_advantage(row: Completion, without: list[int] | None) -> Completion:
     return replace(row, advantage=0.0) if row.prompt == without else row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES, rest=pytest.mark.nightly))
 @pytest.mark.parametrize("every", [48, pytest.param(24, marks=pytest.mark.slow)])
 def test_float32_cells(loss_type: str, case: str, every: int, scenario: ScenarioFactory, record_cell: Callable) -> None:

@@ -100,6 +100,7 @@ def test_imports_go_down_only() -> None:
     assert upward == []
 
 
+@pytest.mark.slow
 def test_no_imports_in_a_circle() -> None:
     TopologicalSorter(graph()).prepare()
 

@@ -423,6 +423,7 @@ def test_the_state_bytes_of_each_optimizer(tmp_path: Path) -> None:
         assert run.parts()["optimizer"] == size * run.shape.parameters, optim
 
 
+@pytest.mark.slow
 def test_a_base_in_4_bits_is_as_large_as_published(tmp_path: Path) -> None:
     """`bitsandbytes`' NF4 of Qwen2.5-1.5B: 1.31 billion linear weights at 0.5625 bytes, the rest in 16 bits."""
     asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-lora", "--load_in_4bit", "true")

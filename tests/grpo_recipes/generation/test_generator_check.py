@@ -493,6 +493,7 @@ def test_processors_are_compared_on_the_batches_that_are_due(tmp_path: Path) -> 
 # ---- healthy runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
@@ -568,6 +569,7 @@ def test_unprocessed_log_probabilities_of_a_server_are_the_policys(
     assert run._generation_check.scorer.processing is None
 
 
+@pytest.mark.slow
 def test_a_new_adapter_is_reported_once_the_check_can_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:

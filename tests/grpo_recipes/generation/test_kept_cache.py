@@ -467,6 +467,7 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert run._generation.is_reuse_verified
 
 
+@pytest.mark.slow
 def test_a_sliding_window_is_announced_once(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reused = count_reuse(monkeypatch)
     run = multi_turn(tmp_path, policy=model(MistralConfig, sliding_window=6), max_steps=2)

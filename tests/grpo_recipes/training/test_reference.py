@@ -293,6 +293,7 @@ def test_trainable_parameters_beside_the_adapter_are_refused(policy: Path, tmp_p
     trainer(GRPOTrainer, model, arguments(tmp_path, beta=0.0))
 
 
+@pytest.mark.slow
 def test_a_continued_adapter_with_replicated_layers(policy: Path, tmp_path: Path) -> None:
     """PEFT replicates the policy's layers again for each added adapter with `layer_replication`."""
     config = lora(layer_replication=[(0, 2), (1, 2)])

@@ -303,6 +303,7 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     assert not any("forward" in vars(layer) or layer._forward_hooks for layer in layers)
 
 
+@pytest.mark.slow
 def test_no_tensor_waits_for_the_garbage_collector(tmp_path: Path) -> None:
     """Tensors in a circle of references would stay in memory, with those of all layers, until Python looks for them."""
     trainer = trainer_on(build("qwen3_5_text"), tmp_path)

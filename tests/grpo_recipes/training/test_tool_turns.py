@@ -175,6 +175,7 @@ def test_lengths_and_the_loss_count_the_tokens_of_the_policy(tmp_path: Path) -> 
     assert made._buffered_inputs[0]["num_items_in_batch"] == sum(lengths)
 
 
+@pytest.mark.slow
 def test_a_tool_that_fails_too_often_stops_the_run(tmp_path: Path) -> None:
     made = tool_trainer(GRPOTrainer, tmp_path, [[[BROKEN * 10, ADD]] * 4] * 2, max_completion_length=2000)
     with pytest.raises(RunFault, match=r"% of the last \d+ calls of tools failed.*`broken`.*can't read x"):

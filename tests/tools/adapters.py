@@ -46,7 +46,11 @@ from tests.support.recorded import (
 )
 from tests.support.trainers import make_trainer
 
-GRADIENT_TOLERANCE, REFERENCE_TOLERANCE = 1e-4, 1e-5
+GRADIENT_TOLERANCE = 1e-4
+REFERENCE_TOLERANCE = 3e-5
+"""Largest change of a log-probability that is rounding. PEFT decomposes KaSA's base weights again, in float32, whenever
+an adapter is added, as the reference is: that moves log-probabilities by 1e-5."""
+
 INVOCATION = 39
 """The token from which an aLoRA adapter acts; it stands in every prompt."""
 

@@ -580,6 +580,7 @@ def test_the_cost_of_an_adversarial_text_is_linear_or_flat(kind):
     assert growth(call, make, 20_000) < 9
 
 
+@pytest.mark.slow
 def test_a_validation_that_doubles_with_each_level_ends():
     assert score('{"a":' * 30 + "1" + "}" * 30, TWICE) == (0.0, "too costly to validate")
     assert score('{"a":' * 4 + '{"b":1,"c":1}' + "}" * 4, TWICE)[1].startswith("does not fit")

@@ -422,7 +422,9 @@ def check_verdicts(rounds):
         server.close()
 
 
-test_verdicts_are_those_of_an_undisturbed_run = settings(max_examples=12, deadline=None)(given(ROUNDS)(check_verdicts))
+test_verdicts_are_those_of_an_undisturbed_run = pytest.mark.slow(
+    settings(max_examples=12, deadline=None)(given(ROUNDS)(check_verdicts))
+)
 test_verdicts_are_those_of_an_undisturbed_run_at_length = pytest.mark.nightly(
     settings(max_examples=400, deadline=None)(given(ROUNDS)(check_verdicts))
 )

@@ -579,6 +579,7 @@ def test_vllms_completions_reach_the_ranks_that_asked(mode: str, script: str, tm
                 assert len(turns) == len(SCRIPTS[script][rank][member]) + 1
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("spare", [400, 150])
 def test_rows_end_before_a_server_refuses_their_next_turn(
     spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -43,7 +43,7 @@ def first_layer(policy: PreTrainedModel) -> Any:
     return next(getattr(backbone, name) for name in ("layers", "h") if hasattr(backbone, name))[0]
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "launches", "zero"),
     [

@@ -79,7 +79,6 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {
 QUICK = ("TRL 1.16, LoRA and a server, new adapter", "TRL 5312, full model")
 
 
-@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in PLANTED])
 def test_a_planted_fault_is_named_within_two_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any

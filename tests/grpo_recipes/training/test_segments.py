@@ -183,7 +183,6 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any
 }
 
 
-@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -80,11 +80,13 @@ def gsm8k_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark as slow what is nightly, and the cases that `one_case_in` leaves out: `-m "not slow"` is the quick part."""
+    """Mark as slow all nightly tests, and the cases that `one_case_in` does not keep."""
     if item.get_closest_marker("nightly"):
         item.add_marker("slow")
     for share in item.iter_markers("one_case_in"):
-        if isinstance(item, pytest.Function) and sum(item.callspec.indices.values()) % share.args[0]:
+        if not hasattr(item, "callspec"):
+            raise pytest.UsageError(f"{item.nodeid} has no parameters: remove `one_case_in`")
+        if sum(item.callspec.indices.values()) % share.args[0]:
             item.add_marker("slow")
 
 

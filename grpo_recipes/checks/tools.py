@@ -290,9 +290,11 @@ def _module_of_file(file: Path, path: str, key: str) -> ModuleType:
     """Return the module of a file. A file with the same content is executed once in a process."""
     try:
         source = file.read_bytes()
-    except OSError as error:
-        where = relative_to(str(file)) if not file.exists() else f" that can be read ({error.strerror})"
-        raise UserError(f"`{key}`: {path}: there is no such file{where}: correct it") from error
+    except FileNotFoundError as error:
+        raise UserError(f"`{key}`: {path}: there is no such file{relative_to(file)}: correct it") from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"`{key}`: {path}: there is no such file that can be read ({reason}): correct it") from error
     digest = xxhash.xxh64_hexdigest(str(file.resolve()).encode() + b"\0" + source)
     name = f"{file.stem}_of_recipe_{digest}"
     if name in sys.modules:
@@ -303,7 +305,8 @@ def _module_of_file(file: Path, path: str, key: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # `inspect` finds the source of a class by it
     try:
-        exec(compile(source, file, "exec"), vars(module))  # these bytes, not a compiled copy
+        # These bytes, not a compiled copy of earlier ones, and without the `__future__` imports of this file.
+        exec(compile(source, file, "exec", dont_inherit=True), vars(module))
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, Exception):

@@ -226,7 +226,7 @@ class _Phrasing:
         try:
             content = template.render(row)
             content.encode()  # fails for half of a surrogate pair
-        except Exception as error:  # a template is a program, whose filters raise any class
+        except Exception as error:  # a filter or method in a template may raise any
             place, reason = self.place(index), reason_of(error)
             raise UserError(
                 f"`dataset.prompt_template` fails on {place} ({reason}): correct template or row"
@@ -411,7 +411,7 @@ def _template_columns(template: str) -> tuple[str, ...]:
     try:
         environment.from_string(template)
         return tuple(sorted(meta.find_undeclared_variables(environment.parse(template))))
-    except Exception as error:  # jinja2 makes a program of it, which Python may refuse, as it does deep nesting
+    except Exception as error:  # Python may refuse the code that jinja2 makes of it, such as deep nesting
         raise UserError(
             f"`dataset.prompt_template` is not a jinja2 template ({reason_of(error)}): correct it"
         ) from error
@@ -445,7 +445,7 @@ def phrased_text(spec: DatasetSpec, text: str) -> str:
         return text if spec.labels is None else with_labels(text, spec.labels)
     try:
         return _environment().from_string(spec.prompt_template).render({columns[0]: text})
-    except Exception as error:  # a template is a program, whose filters raise any class
+    except Exception as error:  # a filter or method in a template may raise any
         raise UserError(
             f"`dataset.prompt_template` fails on this text ({reason_of(error)}): write another text"
         ) from error

@@ -220,7 +220,7 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
             f"`dataset.{keys.path}`: {source.path!r} is no file or folder here, the Hugging Face Hub can't be reached "
             "and its cache has no copy: connect, or give a local .jsonl file or save_to_disk folder"
         ) from error
-    except Exception as error:  # datasets raises any class for arguments that it does not expect
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise UserError(
             f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub "
             f"({tables.reason_of(error)}): correct the path, the config or the split"

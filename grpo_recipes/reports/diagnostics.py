@@ -419,7 +419,7 @@ def truncated(run: Run) -> Found | str:
 def _truncated_tokens(run: Run, share: Series) -> Series:
     """Return the share of the tokens in truncated completions, or of these completions if their length is unknown.
 
-    The logged means may make it more than 1, which `cost` counts as 1.
+    A share may exceed 1, because both factors are means over a logging interval. `cost` clips it to 1.
     """
     lengths, cap = run.series("completions/mean_length"), run.config.get("max_completion_length")
     if not cap or lengths.steps != share.steps:

@@ -412,7 +412,7 @@ def format_never_met(preview: Preview) -> Iterator[str]:
     """Suggest another prompt if no completion earns the full score of a format reward."""
     rewards = {summary.reward.name for summary in preview.summaries()}
     for summary in preview.summaries():
-        if summary.mean is None:  # it scores nothing, as `unscorable` says
+        if summary.mean is None:  # the reward scored no completion, which `unscorable` reports
             continue
         if summary.reward.kind == "format" and summary.full == 0 and summary.reward.weight > 0:
             partly = " (some earn a part)" if summary.mean else ""

@@ -240,8 +240,11 @@ def nesting_depth(content: bytes) -> int:
 
 
 def expanded(path: str | Path) -> Path:
-    """Return a path in which `~` stands for the home of a user. A name that is no user's stays as it is written."""
-    return Path(os.path.expanduser(path))  # `Path.expanduser` raises an error for a name that is no user's
+    """Return `path` with the home of a user in place of a leading `~` or `~user`, or unchanged without such a user."""
+    try:
+        return Path(os.path.expanduser(path))  # `Path.expanduser` raises `RuntimeError` for an unknown user
+    except ValueError:  # no user's name has a NUL or half of a surrogate pair
+        return Path(path)
 
 
 def relative_to(path: str | Path) -> str:

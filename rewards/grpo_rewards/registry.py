@@ -415,10 +415,9 @@ def _module_of_file(file: str, name: str) -> Any:
     path = expanded(file)
     try:
         source = path.read_bytes()
-    except OSError as error:
-        raise RewardSpecError(
-            f"reward `{name}`: {file} can't be read ({error.strerror}): name a Python file"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise RewardSpecError(f"reward `{name}`: {file} can't be read ({reason}): name a Python file") from error
     digest = hashlib.sha256(str(path.resolve()).encode() + b"\0" + source).hexdigest()[:16]
     module_name = f"{path.stem}_of_reward_{digest}"
     if module_name in sys.modules:
@@ -429,7 +428,8 @@ def _module_of_file(file: str, name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # `inspect` finds the source of a class by it
     try:
-        exec(compile(source, path, "exec"), vars(module))  # these bytes, not a compiled copy
+        # These bytes, not a compiled copy of earlier ones, and without the `__future__` imports of this file.
+        exec(compile(source, path, "exec", dont_inherit=True), vars(module))
     except BaseException as error:
         del sys.modules[module_name]
         if not isinstance(error, Exception):

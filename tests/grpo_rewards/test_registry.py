@@ -484,12 +484,20 @@ def test_a_changed_file_is_read_again_in_the_same_second(tmp_path, monkeypatch):
     assert paid == [[0.0], [1.0]]
 
 
+def test_the_annotations_of_a_file_stay_types(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def score(prompts: list, completions, **columns):\n    return [0.0]\n\nkept = score\n")
+    (reward,) = build_rewards([f"{file}:score"])
+    assert inspect.unwrap(reward.function).__globals__["kept"].__annotations__ == {"prompts": list}
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("nowhere.py:score", "nowhere.py can't be read"),
         ("~nobody-here/own.py:score", "~nobody-here/own.py can't be read (No such file or directory)"),
         ("own.py:scor", "`own.py` has no `scor`: did you mean `score`?"),
+        ("ow\0n.py:score", "can't be read ("),
         ("broken.py:score", "broken.py can't be imported (ZeroDivisionError: division by zero)"),
         ("own.txt:score", "own.txt is no Python file"),
     ],

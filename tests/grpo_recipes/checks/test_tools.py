@@ -603,6 +603,21 @@ def test_a_changed_file_is_read_again(tmp_path: Path, tool_model: Path, monkeypa
     assert values == [1, 2]
 
 
+def test_a_tool_may_be_annotated_with_a_type_of_its_function(tmp_path: Path, tool_model: Path) -> None:
+    """Its annotation must stay a type: `from __future__ import annotations` would make a text of it."""
+    (tmp_path / "own.py").write_text(
+        "def make():\n"
+        "    from typing import Literal as Kind\n\n"
+        "    def one(kind: Kind['a', 'b']) -> int:\n"
+        '        """Return a number.\n\n        Args:\n            kind: Kind of number.\n        """\n'
+        "        return 1\n\n"
+        "    return one\n\n\none = make()\n"
+    )
+    toolset = load_toolset(recipe_with(tool_model, f"--tools={tmp_path}/own.py:one"))
+    assert toolset is not None
+    assert toolset.tools[0].function("a") == 1
+
+
 def test_a_saved_tool_policy_has_its_template(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

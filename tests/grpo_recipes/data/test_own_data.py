@@ -135,7 +135,7 @@ def test_a_saved_folder_without_splits_is_named_by_the_split(tmp_path: Path) -> 
 
 
 def test_a_name_with_brackets_may_be_a_file(tmp_path: Path) -> None:
-    """A file of the name comes first. A glob may reach into folders, and into the home of a user."""
+    """A file of exactly that name comes before the files that match it as a glob."""
     write(tmp_path / "rows1.jsonl", ROWS[:1])
     assert len(load(spec(str(tmp_path / "rows[1].jsonl")))) == 1
     write(tmp_path / "rows[1].jsonl", ROWS[:2])
@@ -168,7 +168,8 @@ def test_paths_begin_at_the_home_of_a_user(tmp_path: Path, monkeypatch: pytest.M
         ),
         ("~nobody-here/rows", "there is no file or folder ~nobody-here/rows (relative to "),
         ("~nobody-here/*.csv", "no file matches ~nobody-here/*.csv (relative to "),
-        ("rows\0.jsonl", "rows\0.jsonl can't be read (embedded null byte): correct the path or the file"),
+        ("rows\0.jsonl", "rows\0.jsonl can't be read ("),
+        ("~\0x/rows.jsonl", "~\0x/rows.jsonl can't be read ("),
         ("rows\ud800.jsonl", "rows\ud800.jsonl can't be read ('utf-8' codec can't encode character "),
         ("org/na\0me", "there is no file or folder org/na\0me (relative to "),
     ],
@@ -356,7 +357,7 @@ def test_a_template_can_use_any_column(tmp_path: Path) -> None:
         ("{{ 1 // 0 }}", "by zero"),
         ("{{ problem.x }}", "'str object' has no attribute 'x'"),
         ("{{ problem|truncate(1) }}", "expected length >= 3, got 1"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "maximum recursion depth exceeded"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         (r"{{ '\ud800' }}", "surrogates not allowed"),
         ("\ud800", "surrogates not allowed"),
     ],
@@ -370,7 +371,7 @@ def test_what_fails_in_a_template_is_named_with_its_row(tmp_path: Path, template
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ a", "{% for x in a %}" * 30 + "{% endfor %}" * 30, "{{ " + "(" * 3000 + " }}"]
+    "template", ["{{ a", "{% for x in a %}" * 150 + "{% endfor %}" * 150, "{{ " + "(" * 3000 + " }}"]
 )
 def test_what_is_no_template_is_refused(template: str) -> None:
     with pytest.raises(UserError, match=r"^`dataset\.prompt_template` is not a jinja2 template \(.+\): correct it$"):

@@ -29,7 +29,9 @@ def recipe(folder: Path, **dataset: Any) -> Recipe:
 def write_rows(path: Path, count: int) -> None:
     """Write rows whose questions have letters beyond ASCII, which JSON may write as escapes."""
     launching.write_rows(path, count)
-    path.write_text(path.read_text().replace("What is", "Wie groß ist"), encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
+    assert "What is" in text
+    path.write_text(text.replace("What is", "Wie groß ist"), encoding="utf-8")
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def chosen_totals(*logged: tuple[int, str, list[float]]) -> dict[str, tuple[int,
 
 
 def test_the_best_and_the_worst_are_of_the_last_quarter_of_the_steps() -> None:
-    """Of eight steps, the last two are the last quarter. Step 6 has lower and higher rewards than both."""
+    """The last quarter of eight steps is steps 7 and 8. Step 6 has the lowest and the highest reward."""
     totals = {6: [0.0, 50.0, 99.0], 7: [2.0, 50.0, 97.0], 8: [40.0, 50.0, 60.0]}
     chosen = chosen_totals(*[(step, "p", totals.get(step, [49.0, 50.0, 51.0])) for step in range(1, 9)])
     assert (chosen["Best"], chosen["Worst"]) == ((7, 97.0), (7, 2.0))

@@ -1059,7 +1059,7 @@ NOT_SINCE = (
             (1, NOT_SINCE.format(1, 1.0, 1.0, 97)),
         ),
         (
-            # The window of the second half begins behind 0.7.
+            # The window of the second half begins after 0.7.
             {"reward": [0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, *flat(1.0, 8)]},
             EVEN,
             {"rewards": [PAYS_2]},
@@ -1136,7 +1136,7 @@ def test_a_measure_must_rise_in_the_second_half_alone(evaluations: int, is_found
 
 
 def test_the_second_half_of_an_odd_number_of_points_is_the_larger_one() -> None:
-    """Of 19 points the last ten count, whose first two are 0.8 and 1."""
+    """The second half of 19 points is the last ten. Its first two are 0.8 and 1."""
     reward = [*flat(0.0, 9), 0.8, *flat(1.0, 9)]
     found = result(
         diagnostics.plateau, logged({"reward": reward}, range(2, 40, 2), rewards=[{**RIGHT, "highest_pay": 100.0}])
@@ -1428,7 +1428,6 @@ def test_calls_help_if_the_reward_rises_or_is_higher_with_them(rows: Any, reward
 
 
 COUNTS = "calls per completion go from 1 to 2"
-TENTH = 1 - tool_checks.CALL_COUNT_LIMIT
 FEW = (NoData, "too few scored completions with calls were logged")
 
 
@@ -1548,16 +1547,6 @@ HALVES = [*eight(1, 1, 0)[:4], *eight(1, 2, 0)[:4], *eight(2, 1, 0), *eight(3, 1
                 f"completions with equally many calls{TURNS}",
             ),
         ),
-        # Half of the completions have two calls in both quarters, and earn a fifth more: a tenth of the rise of 1.
-        (
-            [*HALVES, *eight(4, 2, 2 * TENTH)[:4], *eight(4, 3, 2 - 2 * TENTH)[:4]],
-            [RIGHT],
-            (
-                4,
-                "calls per completion go from 1.5 to 2.5 by step 4, and the reward rises by 1.00, but by 0.10 among "
-                f"completions with equally many calls{TURNS}",
-            ),
-        ),
         (
             [row for step in (1, 2, 3, 4) for row in eight(step, 1, float(step))],
             [RIGHT],
@@ -1575,6 +1564,16 @@ def test_a_reward_for_calls_alone_is_told_from_one_for_what_they_achieve(
 ) -> None:
     run = logged({"reward": RISING, "tools/calls": []}, rows=scored(rows), rewards=rewards)
     assert result(tool_checks.reward_by_calls_alone, run) == expected
+
+
+def test_a_rise_at_equal_calls_of_exactly_the_limit_is_explained_by_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is 7/8 here, so that all means are exact. Half of the completions rise by 1/4, 1/8 of the rise of 1."""
+    monkeypatch.setattr(tool_checks, "CALL_COUNT_LIMIT", 0.875)
+    rows = [*HALVES, *eight(4, 2, 0.25)[:4], *eight(4, 3, 1.75)[:4]]
+    run = logged({"reward": RISING, "tools/calls": []}, rows=scored(rows), rewards=[RIGHT])
+    step, sentence = result(tool_checks.reward_by_calls_alone, run)
+    assert step == 4
+    assert "the reward rises by 1.00, but by 0.12 among" in sentence
 
 
 @pytest.mark.parametrize(
@@ -1719,7 +1718,7 @@ def test_answers_are_looked_for_in_the_last_thousand_completions() -> None:
     run = logged({"rewards/gsm8k_correctness/parsed": flat(0.0)}, rows=scored([(1, 0, 0.0)] * 1001), recipe=recipe)
     vars(run)["texts"] = lambda rows: pd.DataFrame({"completion": ["<answer>7</answer>"] * len(rows)})
     _, sentence = result(diagnostics.no_answer_found, run)
-    assert "`extract: answer_tag` finds one in 1,000 of 1,000" in sentence.replace("1000", "1,000")
+    assert "`extract: answer_tag` finds one in 1000 of 1000" in sentence
 
 
 # All checks

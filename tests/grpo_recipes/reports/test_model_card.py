@@ -260,7 +260,7 @@ def test_accuracy_in_training_is_a_row_for_each_step(tmp_path: Path) -> None:
         f"| in training, step 15 | | {last} |  |",
     ]
     assert (first.value, last.value) == (0.75, 0.25)
-    assert text.index("# ") < text.index("## Accuracy") < text.index("## Rewards")
+    assert text.index("\n# ") < text.index("## Accuracy") < text.index("## Rewards")
 
 
 @pytest.mark.parametrize("name", ["mine/sft", "a b/c", "x/y/z"])

@@ -412,7 +412,7 @@ def test_the_caveat_says_if_training_generates_more_at_once() -> None:
         said = " ".join(
             rendered(replace(preview, cost=replace(preview.cost, completions=completions)).describe()).split()
         )
-        assert ("training. The update and messages between processes are not included" in said) is True
+        assert "training. The update and messages between processes are not included" in said
         assert ("Training generates 24 completions at once" in said) == says
 
 
@@ -481,14 +481,15 @@ def test_all_that_follows_is_said_in_the_order_of_its_weight() -> None:
     same = [sampled(0.0, 0.0, text="x", is_cut=True) for _ in range(4)]
     preview = preview_of(same)
     findings = replace(preview, cost=replace(preview.cost, training=None)).findings()
-    assert [sentence.split(":")[0][:40] for sentence in findings] == [
-        "the loss and its gradient need more memory than the device has"[:40],
-        f"no completion has the format of `{FORMAT}`"[:40],
-        f"`{CORRECT}` pays for none of 4 completions"[:40],
+    beginnings = [
+        "the loss and its gradient need more memory than the device has",
+        f"no completion has the format of `{FORMAT}`",
+        f"`{CORRECT}` pays for none of 4 completions",
         "too hard",
-        "4 of 4 completions are cut at 10 tokens, and an answer behind the cut is lost"[:40],
-        "1 of 1 groups repeat one completion, so that there is nothing to compare"[:40],
+        "4 of 4 completions are cut at 10 tokens, and an answer behind the cut is lost",
+        "1 of 1 groups repeat one completion, so that there is nothing to compare",
     ]
+    assert [sentence[: len(start)] for sentence, start in zip(findings, beginnings, strict=True)] == beginnings
 
 
 def test_a_completion_of_turns_is_printed_turn_by_turn() -> None:

@@ -309,7 +309,7 @@ def test_one_run_has_its_bars_beside_the_answer_and_several_are_named(tmp_path: 
 
 
 def test_a_value_that_a_template_lacks_is_an_error_and_no_empty_text() -> None:
-    with pytest.raises(jinja2.UndefinedError, match="all_completions|undefined|no attribute"):
+    with pytest.raises(jinja2.UndefinedError):
         report.page([logged({})], [], [{}])
 
 

@@ -366,7 +366,8 @@ def test_a_loop_has_a_second_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     class Late:
-        set = print
+        def set(self) -> None:
+            """Do nothing: nobody waits for the event."""
 
         def wait(self, seconds: float) -> bool:
             waits.append(seconds)
@@ -399,7 +400,7 @@ def test_a_call_is_lost_if_its_thread_has_ended_before_it(
 def test_a_thread_that_has_ended_gets_no_further_call(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The call would wait until the threads are looked at again, here past its time limit."""
     monkeypatch.setattr(bounded, "_POLL_SECONDS", 60.0)
-    runner = ToolRunner(ToolLimits(seconds=0.5, result_tokens=TOKENS), cut, said.append)
+    runner = ToolRunner(ToolLimits(seconds=10, result_tokens=TOKENS), cut, said.append)
     answer = bounded._Attempt._answer
 
     def answer_and_end(attempt: bounded._Attempt, outcome: Any) -> None:
@@ -993,7 +994,7 @@ def test_the_body_of_a_decorated_tool_does_not_run_with_unfit_arguments(runner: 
         (SimpleNamespace, "namespace(a=1)"),
         (functools.partial(add, b=1), "2"),
         (print, "unexpected keyword argument 'a'"),
-        (str.upper, "missing a required argument: 'self'"),
+        (str.upper, "argument: 'self'"),
     ],
 )
 def test_callables_of_other_kinds(runner: ToolRunner, function: Callable[..., Any], content: str) -> None:

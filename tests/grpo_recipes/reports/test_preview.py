@@ -524,7 +524,7 @@ def test_a_penalty_is_earned_in_full_by_those_that_it_spares() -> None:
     rewards = [replace(reward, highest_pay=0.0) for reward in build_rewards([CORRECT, FORMAT])]
     preview = preview_of([sampled(0.0), sampled(-1.0), sampled(0.0), sampled(-0.5)], rewards=rewards)
     assert preview.as_dict()["rewards"][CORRECT]["full"] == 0.5
-    paid = [replace(one, total=1.2) for one in SOLVED]  # of at most 2, which a penalty does not raise
+    paid = [replace(one, total=1.2) for one in SOLVED]  # the most is 2, which a penalty does not raise
     rewards = [build_rewards([CORRECT])[0], rewards[1]]
     assert only_finding_of(preview_of(paid, paid, rewards=rewards)).startswith("too easy")
     less = [replace(one, total=0.9) for one in SOLVED]

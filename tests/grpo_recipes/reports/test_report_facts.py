@@ -106,7 +106,7 @@ def at(
         (at(4, 0, fault={"sentence": "no"}), "This run was stopped at step 4."),
         (at(1_234, 5_000, ended=True), "This run was stopped at step 1,234 of 5,000."),
         (at(3, 5, running=True, time=100.0), "This run is still in progress: step 3 of 5, about 3 min 20 s left."),
-        (at(3, 5, running=True, time=1e12), "This run is still in progress: step 3 of 5."),  # of a damaged log
+        (at(3, 5, running=True, time=1e12), "This run is still in progress: step 3 of 5."),  # a damaged log
         (at(4, 4), ""),
         (at(4, 0), ""),
     ],

@@ -912,8 +912,8 @@ def test_keys_of_objects_are_part_of_the_answer() -> None:
     assert (guess.form, guess.columns, guess.others) == (OBJECT, {"text": "Frage", "object": "x1"}, [])
     assert guess.schema["required"] == ["city", "day"]
     assert guessed(golds("x1", objects), Wishes(answer="x1.day")).columns["answer"] == "x1.day"
-    worked = [{"text": f"It is\n#### {n}", "more": f"It is\n#### {n}"} for n in range(9)]
-    with pytest.raises(UserError, match="the columns 'x1.text' and 'x1.more' could each be the answer"):
+    worked = [{"more": f"It is\n#### {n}", "text": f"It is\n#### {n}"} for n in range(9)]
+    with pytest.raises(UserError, match="the columns 'x1.more' and 'x1.text' could each be the answer"):
         guessed(golds("x1", worked), Wishes(question="Frage", task="numbers"))
 
 

@@ -226,7 +226,7 @@ class _Phrasing:
         try:
             content = template.render(row)
             content.encode()  # fails for half of a surrogate pair
-        except Exception as error:  # a filter or method in a template may raise any
+        except Exception as error:  # a filter or method in a template may raise any exception
             place, reason = self.place(index), reason_of(error)
             raise UserError(
                 f"`dataset.prompt_template` fails on {place} ({reason}): correct template or row"
@@ -445,7 +445,7 @@ def phrased_text(spec: DatasetSpec, text: str) -> str:
         return text if spec.labels is None else with_labels(text, spec.labels)
     try:
         return _environment().from_string(spec.prompt_template).render({columns[0]: text})
-    except Exception as error:  # a filter or method in a template may raise any
+    except Exception as error:  # a filter or method in a template may raise any exception
         raise UserError(
             f"`dataset.prompt_template` fails on this text ({reason_of(error)}): write another text"
         ) from error

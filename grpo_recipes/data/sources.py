@@ -221,6 +221,7 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
             "and its cache has no copy: connect, or give a local .jsonl file or save_to_disk folder"
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        # The last three come from arguments that datasets does not expect.
         raise UserError(
             f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub "
             f"({tables.reason_of(error)}): correct the path, the config or the split"

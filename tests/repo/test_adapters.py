@@ -6,7 +6,6 @@ from pathlib import Path
 
 import peft
 import pytest
-import torch
 
 from tests.tools import adapters
 
@@ -24,7 +23,6 @@ SAMPLE = ["LORA, aLoRA", "LORA, layer_replication", "LORA, norms trained beside"
     ],
 )
 def test_no_adapter_is_wrong_without_a_word(name: str) -> None:
-    torch.set_num_threads(1)
     row = adapters.examine(name)
     assert not row.wrong, str(row)
 

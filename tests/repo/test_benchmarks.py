@@ -38,7 +38,6 @@ def step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     draw = step.Batch.draw
     monkeypatch.setattr(step.Batch, "draw", lambda _, seed: draw("a", seed))  # (d) is 128 tokens long
     monkeypatch.setitem(step.QWEN2, "small", (32, 1, 4))
-    torch.set_num_threads(1)
     return step
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from transformers import Gemma3TextConfig, PreTrainedConfig
 
@@ -20,7 +19,6 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "model-layouts.md"
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", models.SAMPLE)
 def test_the_gradient_of_a_model_is_that_of_trl(model_type: str) -> None:
-    torch.set_num_threads(1)
     row = models.measure(model_type)
     assert row.layout != models.NONE, row.reason
     assert not row.is_far, row

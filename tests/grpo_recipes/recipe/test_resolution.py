@@ -356,7 +356,9 @@ def test_tokens_that_are_not_hidden_stay(tmp_path: Path) -> None:
         ({"offline": "group", "dataset": {"name": "scored", "path": "a.jsonl"}}, False, False, False),
     ],
 )
-def test_what_a_recipe_does(recipe: Write, keys: dict[str, Any], uses: bool, evaluates: bool, whole: bool) -> None:
+def test_a_recipe_knows_if_it_uses_tools_evaluates_or_compares_whole_batches(
+    recipe: Write, keys: dict[str, Any], uses: bool, evaluates: bool, whole: bool
+) -> None:
     made = recipe(**keys)
     assert (made.uses_tools, made.evaluates, made.compares_whole_batch) == (uses, evaluates, whole)
 

@@ -40,7 +40,7 @@ from grpo_recipes.generation.agreement import (
     disagreement,
 )
 from grpo_recipes.generation.hypotheses import PROCESSED_TOKENS, Adapters, Processing, Scorer, hypotheses
-from grpo_recipes.generation.models import is_float32
+from grpo_recipes.generation.models import computes_in_float32
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.generation.sampling_settings import ProcessorComparison
 from grpo_recipes.process.faults import NotThePolicy
@@ -159,10 +159,7 @@ class GenerationCheck:
     def is_float32(self) -> bool:
         """True if generator and policy both compute in float32, as far as is known."""
         mixed = self.accelerator.mixed_precision != "no" and self.scorer.autocast
-        if not is_float32(self.policy) or mixed or self.is_16bit:
-            return False
-        # TF32 products have the mantissa of float16.
-        return self.accelerator.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest"
+        return not mixed and not self.is_16bit and computes_in_float32(self.policy, self.accelerator.device)
 
     # ---- the comparisons
 

@@ -85,6 +85,22 @@ def is_float32(model: nn.Module) -> bool:
     return next(model.parameters()).dtype in (torch.float32, torch.float64)
 
 
+def computes_in_float32(model: nn.Module, device: torch.device) -> bool:
+    """Return True if a model has float32 weights, and no products in TF32, which has the mantissa of float16."""
+    if not is_float32(model):
+        return False
+    if device.type == "cpu":
+        return True
+    # transformers' `tf32` sets `fp32_precision`. From then on torch's older getter raises.
+    if not _float32_settings():
+        return torch.get_float32_matmul_precision() == "highest"
+    backends: Any = torch.backends
+    used = [backends.cuda.matmul]
+    if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in model.modules()):
+        used.append(backends.cudnn.conv)
+    return all(setting.fp32_precision in ("none", "ieee") for setting in used)
+
+
 def tensors_16bit(model: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers that are bfloat16 or float16."""
     return [tensor for tensor in chain(model.parameters(), model.buffers()) if tensor.dtype in DTYPES_16BIT]
@@ -230,6 +246,41 @@ def eval_no_grad(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def _float32_settings() -> list[Any]:
+    """Return the objects whose `fp32_precision` decides how torch multiplies and convolves in float32.
+
+    Before torch 2.9 there are none.
+    """
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):
+        return []
+    return [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+
+
+@contextmanager
+def full_float32_products() -> Iterator[None]:
+    """Compute products and convolutions of float32 tensors in float32 inside this block."""
+    settings = _float32_settings()
+    if not settings:
+        precision = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+        return
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, precision in zip(settings, before, strict=True):
+            setting.fp32_precision = "none"  # a setting that was inherited is inherited again
+            if setting.fp32_precision != precision:
+                setting.fp32_precision = precision
+
+
 @contextmanager
 def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Run `model` inside this block with float32 copies of its 16-bit weights and without autocast.
@@ -239,7 +290,7 @@ def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     gradients would go with them, and the ranks would train apart without an error.
     """
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
-    native, precision = accelerator.native_amp, torch.get_float32_matmul_precision()
+    native = accelerator.native_amp
     # accelerate wraps the instance's `forward` in autocast and keeps the stock method beside it.
     autocast = vars(model).get("forward") if "_original_forward" in vars(model) else None
     try:
@@ -247,11 +298,10 @@ def in_float32(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
         accelerator.native_amp = False
         if autocast is not None:
             vars(model)["forward"] = vars(model)["_original_forward"]
-        torch.set_float32_matmul_precision("highest")  # TF32 would round the factors of every product
-        with torch.autocast(accelerator.device.type, enabled=False):
+        # TF32 would round the factors of every product.
+        with full_float32_products(), torch.autocast(accelerator.device.type, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(precision)
         if autocast is not None:
             vars(model)["forward"] = autocast
         accelerator.native_amp = native

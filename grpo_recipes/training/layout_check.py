@@ -38,11 +38,11 @@ from trl.models.utils import disable_gradient_checkpointing
 from grpo_recipes.generation.agreement import REPEATED, disagreement, gradient_disagreement
 from grpo_recipes.generation.models import (
     base_model,
+    computes_in_float32,
     eval_no_grad,
     has_dropout,
     in_float32,
     in_mode,
-    is_float32,
     kept_scores,
     rotary_of_the_longest,
     scaled_by_position,
@@ -327,7 +327,7 @@ class LayoutCheck:
         short = sample(rows, np.flatnonzero(usable), SAMPLE_TOKENS)
         if found in (Layout.SHARED, Layout.SHARED_PADDED):
             short = with_edges(short, *self._sample_lengths(bare, rows))
-        computes_in_float32 = widen or self._computes_in_float32(bare)
+        full_precision = widen or self._computes_in_float32(bare)
         with self._widened(bare) if widen else nullcontext(), perturbed(bare):
             # A sharded model must be called through the wrappers that gather its weights, and no rank has its full
             # gradient. Any other is called without wrappers, because DDP's would wait for a backward pass.
@@ -338,7 +338,7 @@ class LayoutCheck:
                 padded,
                 called,
                 bare,
-                computes_in_float32,
+                full_precision,
                 "a few short rows",
                 " once it has trained",
                 parameters,
@@ -498,7 +498,7 @@ class LayoutCheck:
     # ---- What the checks share
 
     def _computes_in_float32(self, bare: nn.Module) -> bool:
-        return is_float32(bare) and self.accelerator.mixed_precision == "no"
+        return self.accelerator.mixed_precision == "no" and computes_in_float32(bare, self.accelerator.device)
 
     def _any_rank(self, flag: bool) -> bool:
         return on_any_rank(flag, self.accelerator.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.utils.import_utils import enable_tf32
 
 from grpo_recipes.generation import models
 from grpo_recipes.generation.models import (
+    _float32_settings,
     cache_argument,
+    computes_in_float32,
     dropout_rates,
     eval_no_grad,
+    full_float32_products,
     in_float32,
     kept_scores,
     method_replaced,
@@ -138,7 +143,6 @@ def test_16_bit_weights_are_float32_copies_inside_and_the_same_objects_afterward
     stock, wrapped = policy.forward, lambda given: "autocast"
     vars(policy).update(forward=wrapped, _original_forward=stock)
     accelerator: Any = SimpleNamespace(native_amp=True, device=torch.device("cpu"))
-    torch.set_float32_matmul_precision("high")
     with suppress(RuntimeError), torch.autocast("cpu", torch.bfloat16), in_float32(policy, accelerator):
         assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
         assert policy[0].weight is policy[1].weight
@@ -147,16 +151,48 @@ def test_16_bit_weights_are_float32_copies_inside_and_the_same_objects_afterward
         assert policy[0].bias is before[1], "it is float32 already"
         assert accelerator.native_amp is False
         assert vars(policy)["forward"] is stock
-        assert torch.get_float32_matmul_precision() == "highest"
         assert not torch.is_autocast_enabled("cpu")
         raise RuntimeError
-    found = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    assert found == "high"
     after = [*policy.parameters(), *policy.buffers()]
     assert [id(one) for one in before] == [id(one) for one in after]
     assert accelerator.native_amp is True
     assert vars(policy)["forward"] is wrapped
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Restore torch's settings of float32 products after the test."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for setting in _float32_settings():
+        setting.fp32_precision = "none"
+    if _float32_settings():
+        torch.backends.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.parametrize("tf32", [lambda: enable_tf32(True), lambda: torch.set_float32_matmul_precision("high")])
+def test_tf32_products_are_full_float32_inside_and_tf32_afterwards(tf32: Callable[[], None]) -> None:
+    policy, gpu = nn.Linear(2, 2), torch.device("cuda")
+    tf32()
+    assert computes_in_float32(policy, torch.device("cpu"))
+    for _ in range(2):
+        assert not computes_in_float32(policy, gpu)
+        with suppress(RuntimeError), full_float32_products():
+            assert computes_in_float32(nn.Sequential(policy, nn.Conv1d(2, 2, 1)), gpu)
+            raise RuntimeError
+    assert not computes_in_float32(policy.half(), gpu)
+
+
+@pytest.mark.usefixtures("precision")
+@pytest.mark.skipif(not _float32_settings(), reason="torch before 2.9 has one setting for all products")
+def test_an_inherited_precision_is_inherited_again() -> None:
+    """A later run in the same process may switch `tf32` off."""
+    enable_tf32(True)
+    with full_float32_products():
+        pass
+    enable_tf32(False)
+    assert computes_in_float32(nn.Linear(2, 2), torch.device("cuda"))
 
 
 class EarlierModel(nn.Module):

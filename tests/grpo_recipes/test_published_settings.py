@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch
 from peft import get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, PreTrainedModel
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from grpo_recipes.evaluation import engines
-from grpo_recipes.evaluation.engines import Transformers, generate_continuously
+from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.sampling_settings import KEPT, PublishedSettings, ignored_fields, neutral
 from tests.support.architectures import ENDS, adapter, trainer
@@ -266,21 +263,7 @@ def test_a_published_field_does_not_change_other_ways_to_generate(
     assert_same_run(trained(tmp_path / "published", publish(model(), **{field: VALUES[field]}), **changes), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_published_field_does_not_change_continuous_batching(field: str) -> None:
-    def completed(policy: PreTrainedModel) -> list[list[int]]:
-        settings = Settings(temperature=1.0, max_new_tokens=8)
-        prompts = tokenizer()(["t5 t6", "t8"] * 4)["input_ids"]
-        cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-        policy.generate_batch = partial(policy.generate_batch, continuous_batching_config=cache)
-        return generate_continuously(policy, tokenizer(), prompts, settings, PublishedSettings(print))
-
-    assert completed(publish(ending(), **{field: VALUES[field]})) == completed(ending())
-
-
-@pytest.mark.parametrize("kind", ["training", "evaluation"])
-def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, said: Any) -> None:
+def test_continuous_batching_sees_neutral_settings(tmp_path: Path, said: Any) -> None:
     """`transformers` 5.23 reads the model's settings only if none are passed. A later one may fill those at None."""
     policy, seen = publish(model(), sequence_bias=BIAS), []
 
@@ -289,14 +272,9 @@ def test_continuous_batching_sees_neutral_settings(kind: str, tmp_path: Path, sa
         raise KeyboardInterrupt
 
     policy.generate_batch = generate_batch
-    if kind == "training":
-        run = trainer(tmp_path, policy=policy, use_transformers_continuous_batching=True)
-        complete = run.train
-    else:
-        published = PublishedSettings(engines.logger.warning)
-        complete = partial(generate_continuously, policy, tokenizer(), [[5]], Settings(), published)
+    run = trainer(tmp_path, policy=policy, use_transformers_continuous_batching=True)
     with pytest.raises(KeyboardInterrupt):
-        complete()
+        run.train()
     assert seen == [None]
     assert policy.generation_config.sequence_bias == BIAS
     assert len(said()) == 1

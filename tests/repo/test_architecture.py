@@ -32,7 +32,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("process",),
 )
-REWARDS_WITH_TORCH = {"grpo_rewards.reward_model", "grpo_rewards.internlm2"}
+REWARDS_WITH_TORCH = {"grpo_rewards.attention", "grpo_rewards.internlm2", "grpo_rewards.reward_model"}
 
 
 @cache

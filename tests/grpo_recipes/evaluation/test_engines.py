@@ -190,17 +190,6 @@ def test_a_completion_ends_at_its_first_stop_string(
         assert not any(stop in text[:-1] for stop in STOP), "cut at the first one"
 
 
-def test_padded_batches_are_used_for_stop_strings_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Continuous batching in transformers does not support stop strings."""
-    calls: list[str] = []
-    monkeypatch.setattr(engines, "generate_continuously", lambda *_: calls.append("continuously") or [])
-    monkeypatch.setattr(Transformers, "generate_padded", lambda *_: calls.append("padded") or [])
-    engine = Transformers(SimpleNamespace(device=torch.device("cuda")), byte_tokenizer())
-    engine(["1"], Settings())
-    engine(["1"], Settings(stop=("b",)))
-    assert calls == ["continuously", "padded"]
-
-
 def test_an_evaluation_uses_the_stop_strings_of_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Settings] = []
 

@@ -7,18 +7,15 @@ import json
 import os
 import shutil
 from collections import Counter
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pandas as pd
 import pytest
-import torch
 
 from grpo_recipes import cli
 from grpo_recipes.data.load import load
-from grpo_recipes.evaluation import engines, evaluate
+from grpo_recipes.evaluation import evaluate
 from grpo_recipes.evaluation.estimates import mean_share, summarise
 from grpo_recipes.evaluation.evaluate import (
     compare,
@@ -27,7 +24,6 @@ from grpo_recipes.evaluation.evaluate import (
     weights_fingerprint,
 )
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError
@@ -532,63 +528,6 @@ def test_the_command_evaluates_a_model_by_its_recipe(tiny_model: Path, tmp_path:
     prompts = pd.read_parquet(folder / "completions.parquet")["prompt"]
     assert json.loads(prompts[0])[0]["role"] == "system"
     assert Counter(prompts).most_common(1)[0][1] == 1
-
-
-@pytest.mark.slow
-def test_continuous_batching_gives_the_completions_of_padded_batches(tiny_model: Path, monkeypatch) -> None:
-    """Continuous batching is used on a GPU. With greedy decoding it must agree with padding on a CPU."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-    prompts = ["1 + 1 =", "Ann has 3 figs.", "How many?"]
-    settings = Settings(max_new_tokens=5, batch_size=2)
-    padded = engines.Transformers(model, tokenizer)(prompts, settings)
-    # By default the cache would take 60 % of the free memory of a CPU.
-    cache = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    monkeypatch.setattr(model, "generate_batch", partial(model.generate_batch, continuous_batching_config=cache))
-    state = torch.get_rng_state()
-    ids = engines.token_ids(prompts, tokenizer, settings)
-    made = engines.generate_continuously(model, tokenizer, ids, settings, PublishedSettings(print))
-    assert tokenizer.batch_decode(made, skip_special_tokens=True) == padded
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-class Continuous:
-    """Model whose `generate_batch` returns given outputs and draws from the global random state."""
-
-    def __init__(self, *outputs: SimpleNamespace) -> None:
-        self.outputs = {f"req_{n}": output for n, output in enumerate(outputs)}
-        self.device, self.generation_config = torch.device("cpu"), SimpleNamespace(eos_token_id=None)
-
-    def generate_batch(self, inputs: list[list[int]], generation_config: object) -> dict[str, SimpleNamespace]:
-        torch.rand(1)
-        return self.outputs
-
-
-def answered(place: int, error: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(request_id=f"req_{place}", generated_tokens=[] if error else [place + 5], error=error)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "says"),
-    [
-        ([answered(0), answered(1, "CUDA out of memory")], "^1 of 2 completions failed.*CUDA out of memory"),
-        ([answered(0, "out of room"), answered(1, "lost")], "^2 of 2 completions failed .out of room.: run the same"),
-        ([answered(1)], "^1 of 2 completions failed.*stopped"),
-        ([], "^2 of 2 completions failed"),
-    ],
-)
-def test_failed_completions_do_not_count_as_wrong_answers(tiny_model: Path, outputs: list, says: str) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    settings = Settings(temperature=1.0, max_new_tokens=5, batch_size=2)
-    state = torch.get_rng_state()
-    with pytest.raises(UserError, match=says):
-        engines.generate_continuously(Continuous(*outputs), tokenizer, [[5], [6]], settings, PublishedSettings(print))
-    whole = Continuous(answered(0), answered(1))
-    assert len(engines.generate_continuously(whole, tokenizer, [[5], [6]], settings, PublishedSettings(print))) == 2
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.one_case_in(3)

@@ -27,8 +27,10 @@ from grpo_recipes.generation.kept_cache import KeptCache, Prefix, aligned, split
 from grpo_recipes.generation.kv_cache import LAYERS, ROOM, Buffer, FullBuffer, StateBuffer, is_supported, is_unused
 from grpo_recipes.generation.models import CACHES, kept_scores, method_replaced, rotary_of_the_longest
 from grpo_recipes.generation.recorder import Recorder
+from grpo_recipes.generation.rows import on_device
 from grpo_recipes.generation.sampling import Uniforms, draw
 from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
+from grpo_rewards.attention import without_cudnn_attention
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import CausalLM
@@ -141,7 +143,7 @@ def decoding(model: CausalLM, turn: Turn | None, stopping: Sequence[StoppingCrit
         # A `generate` of the model's own need not run one forward per token, nor accept a criterion.
         return stock(*args, **kwargs) if own else turn.record(model, stock, *args, **kwargs)
 
-    with method_replaced(model, "generate", generate):
+    with method_replaced(model, "generate", generate), without_cudnn_attention():  # each token has shapes of its own
         yield
 
 
@@ -292,7 +294,7 @@ class Batch:
         pairs = zip(rectangles, caches, strict=True)
         logits = torch.cat([self.run_prompts(rectangle, kept, cache) for rectangle, cache in pairs])
         order = [row for rectangle in rectangles for row in rectangle]
-        rows = torch.tensor([order.index(distinct[number]) for number in copied], device=logits.device)
+        rows = on_device(torch.tensor([order.index(distinct[number]) for number in copied]), logits.device)
         if reason := self.reason_in_the_cache():
             raise Declined(reason)
         for index, layer in enumerate(self.cache.layers):
@@ -359,27 +361,31 @@ class Batch:
 
     def choose(self, logits: Tensor) -> Tensor:
         """Return the next token of each row that is still generating, (rows,), and record its log-probability."""
-        places = self.recorded_places
+        recorded = self.recorded_places
         # Before the processors, which may write to the logits.
-        log_probs = (logits[places] / self.turn.temperature).log_softmax(-1) if len(places) else None
-        compared = [place for place, row in enumerate(self.generating) if row in self.compared]
-        before = logits[compared] if compared else None
+        log_probs = (logits[recorded] / self.turn.temperature).log_softmax(-1) if len(recorded) else None
+        before = logits[self.compared_places] if self.compared_rows else None
         scores = self.process(logits)
         tokens = self.pick(scores)
         if self.turn.comparison is not None and before is not None:
-            rows = [self.generating[place] for place in compared]
-            self.turn.comparison.compare(rows, self.ids[rows, : self.end], before, scores[compared], tokens[compared])
+            places = self.compared_places
+            ids = self.ids[self.index[places], : self.end]
+            self.turn.comparison.compare(self.compared_rows, ids, before, scores[places], tokens[places])
         if log_probs is not None:
-            chosen = log_probs.gather(1, tokens[places][:, None])[:, 0]
+            chosen = log_probs.gather(1, tokens[recorded][:, None])[:, 0]
             self.log_probs[self.recorded_rows, self.end - self.width] = chosen
         return tokens
 
     def find_recorded(self) -> None:
-        """Find the recorded rows among the generating ones, and their places in the record, both on the device."""
+        """Find the recorded and the compared rows among the generating ones, and their places, on the device."""
         found = [(place, self.recorded[row]) for place, row in enumerate(self.generating) if row in self.recorded]
         # Copied to the device when a row finishes, and not for each token.
-        pairs = torch.tensor(found, dtype=torch.long, device=self.ids.device).reshape(-1, 2)
+        pairs = on_device(torch.tensor(found, dtype=torch.long).reshape(-1, 2), self.ids.device)
         self.recorded_places, self.recorded_rows = pairs.unbind(1)
+        places = [place for place, row in enumerate(self.generating) if row in self.compared]
+        self.compared_rows = [self.generating[place] for place in places]
+        if places:
+            self.compared_places = on_device(torch.tensor(places), self.ids.device)
 
     def process(self, logits: Tensor) -> Tensor:
         """Return the scores that transformers' processors make of the logits, (rows, vocabulary)."""
@@ -445,7 +451,7 @@ class Batch:
         for hole, mover in zip(holes, movers, strict=True):
             self.generating[hole] = self.generating[mover]
         del self.generating[count:]
-        self.index = torch.tensor(self.generating, device=self.index.device)
+        self.index = on_device(torch.tensor(self.generating), self.index.device)
         self.find_recorded()
         for layer in self.buffers:
             layer.keep(holes, movers, count)

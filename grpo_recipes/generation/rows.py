@@ -129,8 +129,8 @@ class Rows:
         """Pad lists of token IDs to stock TRL layout."""
         left, left_mask = _padded(prompts, "left")
         right, right_mask = _padded(completions, "right")
-        ids = torch.cat([left, right], 1).to(device)
-        return cls(ids, torch.cat([left_mask, right_mask], 1).to(device), right.shape[1])
+        ids, mask = torch.cat([left, right], 1), torch.cat([left_mask, right_mask], 1)
+        return cls(on_device(ids, device), on_device(mask, device), right.shape[1])
 
     @cached_property
     def host(self) -> HostRows:
@@ -177,9 +177,11 @@ class Rows:
         return self.select(slice(None) if len(index) == len(self.input_ids) else index, left, width), index
 
 
-def on_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Return a copy of an array on a device."""
-    return torch.from_numpy(values).to(device)
+def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Return a copy of an array or a tensor of the host on a device, without waiting for it."""
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    # Memory that is not pinned is copied only after all kernels that were launched before.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _kept(ids: np.ndarray, mask: np.ndarray) -> list[np.ndarray]:

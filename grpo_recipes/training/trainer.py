@@ -23,7 +23,7 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.models import base_model, keep_4bit_layout
-from grpo_recipes.generation.rows import HostRows, PerToken, Rows
+from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.messages import log_progress, tied_weights
 from grpo_recipes.recipe.losses import LOSS_TYPES
@@ -64,6 +64,7 @@ from grpo_recipes.training.trl_patches import (
     take_over_mask,
 )
 from grpo_recipes.training.turn_check import TurnCheck
+from grpo_rewards.attention import without_cudnn_attention
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer as TRLGRPOTrainer
@@ -169,6 +170,18 @@ class GRPOTrainer(TRLGRPOTrainer):
             self.accelerator, self.args, self._trl_log_probs, layout, self.aux_loss_enabled, reason
         )
 
+    # ---- Around a step: kernels of attention
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss of TRL's micro-batch after its backward pass. Our layouts have other shapes each time."""
+        with without_cudnn_attention():
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
+        """Return TRL's loss of a batch of an evaluation."""
+        with without_cudnn_attention():
+            return super().prediction_step(*args, **kwargs)
+
     # ---- Seam 1: the buffer of a generation batch, after TRL has generated, scored, shuffled and split it
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -194,7 +207,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         ours = microbatch.regroup(padded, window, layout, exact)
         tokens = [self._log_probs.tokens(self.model, batch[microbatch.HOST], layout) for batch in ours]
         counts = microbatch.count(padded, ours, tokens, window, layout)
-        efficiency = microbatch.mark_empty(ours, self.accelerator.reduce(counts.to(self.accelerator.device)))
+        efficiency = microbatch.mark_empty(ours, self.accelerator.reduce(on_device(counts, self.accelerator.device)))
         for name, value in efficiency.metrics().items():
             self._metrics["train"][name].append(value)
         self._efficiency = efficiency if self._efficiency is None else self._efficiency + efficiency

@@ -40,6 +40,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_rewards import internlm2
+from grpo_rewards.attention import without_cudnn_attention
 from grpo_rewards.completions import check_rows, completion_text
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.reward import BaseReward, Kind, Scored, check_choice, check_count, checked_number, checked_positive
@@ -392,6 +393,7 @@ class LoadedRewardModel:
         return ordinary
 
     @torch.inference_mode()
+    @without_cudnn_attention()
     def score(
         self, groups: Sequence[Sequence[TokenIds]], max_batch_tokens: int, prefix_sharing: bool
     ) -> dict[TokenIds, float]:

@@ -26,6 +26,7 @@ from transformers.generation import logits_process as processors
 
 from grpo_recipes.generation.groups import Batch, Turn, decode_step
 from grpo_recipes.generation.kv_cache import Buffer, HybridBuffer, StateBuffer
+from grpo_recipes.generation.rows import on_device
 from grpo_recipes.generation.sampling import BLOCK, draw
 
 if TYPE_CHECKING:
@@ -50,12 +51,18 @@ MASKED = {"eager", "sdpa"}
 Step = Callable[[], None]
 
 
-def cuda_graph(step: Step) -> Step:
-    """Capture a step in a CUDA graph, and return what replays it. The step has run before, but not now."""
-    graph = torch.cuda.CUDAGraph()
-    # Calls of other threads, such as a data loader that pins memory, do not spoil the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
+def cuda_graph(step: Step, device: torch.device) -> Step:
+    """Capture a step in a CUDA graph of a device, and return what replays it. The step has run before, but not now."""
+    with torch.cuda.device(device):  # the process may use another one
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # A stream of this device: torch would take the one of its first capture, on whatever device that was.
+            # Calls of other threads, such as a data loader that pins memory, do not spoil the capture.
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                step()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # torch stays on the stream of a capture that ends with an error
+            raise
     return graph.replay
 
 
@@ -67,6 +74,8 @@ class CapturedTurn(Turn):
     """True if steps were captured."""
     not_captured: str = ""
     """Reason why each step was launched kernel by kernel, or ""."""
+    failed: bool = False
+    """True if a capture ended with an error."""
 
     def batch(self, model: CausalLM, input_ids: Tensor, **given: Any) -> Batch:
         """Return the loop of one call of `generate`."""
@@ -190,9 +199,11 @@ class CapturedBatch(Batch):
         if self.turn.not_captured:
             return self.step
         try:
-            replay = cuda_graph(self.step)
+            replay = cuda_graph(self.step, self.ids.device)
         except RuntimeError as error:  # a kernel that waits for the host, or memory that is not there
-            self.turn.not_captured = f"the capture failed ({str(error).splitlines()[0]})"
+            self.turn.failed = True
+            # torch ends a failed capture with an error of its own, after the one that made it fail.
+            self.turn.not_captured = f"the capture failed ({str(error.__context__ or error).splitlines()[0]})"
             return self.step
         self.turn.captured = True
         return replay
@@ -237,8 +248,8 @@ class CapturedBatch(Batch):
         for hole, mover in zip(holes, movers, strict=False):
             kept[hole] = mover
         self.generating = [self.generating[place] for place in kept]
-        self.index = torch.tensor(self.generating, device=self.index.device)
-        order = torch.tensor(kept, device=self.index.device)
+        self.index = on_device(torch.tensor(self.generating), self.index.device)
+        order = on_device(torch.tensor(kept), self.index.device)
         self.going, self.last = self.going[order], self.last[order]
         for states in self.states:
             states.keep_states(holes[: len(movers)], movers, size)

@@ -42,7 +42,7 @@ class RecordedGraph(TorchDispatchMode):
                     to.copy_(of)
 
 
-def recorded_graph(step: Callable[[], None]) -> Callable[[], None]:
+def recorded_graph(step: Callable[[], None], _: torch.device | None = None) -> Callable[[], None]:
     """Stand in for `captured.cuda_graph`."""
     graph = RecordedGraph()
     with graph:

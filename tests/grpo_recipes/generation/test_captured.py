@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from grpo_recipes.generation.captured import READ_EVERY, CapturedBatch, Captured
 from grpo_recipes.generation.groups import Turn, decode_step, decoding
 from grpo_recipes.generation.kv_cache import FullBuffer, HybridBuffer
 from grpo_recipes.generation.sampling import BLOCK
+from tests.support import device
 from tests.support.architectures import ARCHITECTURES, SAMPLED, batch, config, tiny
 from tests.support.grids import only
 from tests.support.pretend_gpu import PretendGPU
@@ -38,12 +39,12 @@ SIZES_IN_USE = bucket_sizes(64)
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Replace CUDA graphs by recorded ones. Return the list of the rows of each captured step."""
+    """Replace CUDA graphs by recorded ones without a GPU. Return the list of the rows of each captured step."""
     rows: list[int] = []
 
-    def capture(step: Any) -> Any:
+    def capture(step: Any, where: torch.device) -> Any:
         rows.append(len(step.__self__.generating))
-        return recorded_graph(step)
+        return (REAL_CAPTURE if device.NAME == "cuda" else recorded_graph)(step, where)
 
     monkeypatch.setattr(captured, "cuda_graph", capture)
     monkeypatch.setattr(captured, "SMALLEST", 2)
@@ -53,7 +54,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def generated(policy: PreTrainedModel, turn: Turn, **how: Any) -> Tensor:
     torch.manual_seed(3)
     with decoding(policy, turn):
-        return policy.generate(**batch(), generation_config=config(**how))
+        return policy.generate(**device.here(batch()), generation_config=config(**how))
 
 
 FILTERED = {"do_sample": True, "temperature": 0.7, "top_k": 10, "top_p": 0.9, "min_p": 0.02}
@@ -63,8 +64,9 @@ SETTINGS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sampled"
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("setting", only(["sampled", "greedy"], list(SETTINGS)))
 @pytest.mark.parametrize("architecture", only(["LlamaConfig", "Gemma3TextConfig", "GPT2Config"], list(ARCHITECTURES)))
+@pytest.mark.gpu
 def test_the_tokens_of_group_decoding(architecture: str, setting: str, graphs: list[int]) -> None:
-    policy, turn = tiny(architecture), CapturedTurn(record_every=3, temperature=0.7)
+    policy, turn = device.here(tiny(architecture)), CapturedTurn(record_every=3, temperature=0.7)
     plain = Turn(record_every=3, temperature=0.7)
     expected = generated(policy, plain, **SETTINGS[setting])
     assert generated(policy, turn, **SETTINGS[setting]).tolist() == expected.tolist()
@@ -223,20 +225,67 @@ def test_a_step_reads_one_position_of_each_row_and_a_mask_only_beside_padding(
     assert set(seen) == {(masked, (8, 1))}
 
 
-def test_a_graph_is_captured_beside_other_threads_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_capture_runs_on_the_models_gpu_and_leaves_its_stream(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The context is that of torch, on a pretend driver. If `capture_end` raises, it stays on its stream."""
     done: list[str] = []
+    streams = ["stream of training"]
 
     @contextmanager
-    def graph(which: Any, capture_error_mode: str) -> Iterator[None]:
-        done.append(f"begin {capture_error_mode}")
+    def of(name: str) -> Iterator[None]:
+        done.append(name)
         yield
-        done.append("end")
+        done.append(f"no longer {name}")
 
-    made = SimpleNamespace(replay=lambda: done.append("replay"))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: made)
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    REAL_CAPTURE(lambda: done.append("step"))()
-    assert done == ["begin thread_local", "step", "end", "replay"]
+    class Graph:
+        def capture_begin(self, capture_error_mode: str, **_: Any) -> None:
+            done.append(f"begin {capture_error_mode} on {streams[-1]}")
+
+        def capture_end(self) -> None:
+            if fails:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            done.append("end")
+
+        def replay(self) -> None:
+            done.append("replay")
+
+    class Switched:
+        def __init__(self, stream: str) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            streams.append(self.stream)
+
+        def __exit__(self, *_: object) -> None:
+            streams.pop()
+
+    driver = {
+        "CUDAGraph": Graph,
+        "Stream": lambda: "its own stream",
+        "stream": Switched,
+        "device": lambda device: of(f"GPU {device.index}"),
+        "current_stream": lambda: streams[-1],
+        "set_stream": streams.append,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+    }
+    for name, stand_in in driver.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+
+    def step() -> None:
+        done.append("step")
+        if fails:
+            raise ZeroDivisionError
+
+    with nullcontext() if not fails else pytest.raises(RuntimeError, match="previous error") as error:
+        REAL_CAPTURE(step, torch.device("cuda:1"))()
+    assert done[:3] == ["GPU 1", "begin thread_local on its own stream", "step"]
+    assert streams[-1] == "stream of training"
+    if fails:
+        assert isinstance(error.value.__context__, ZeroDivisionError)
+    else:
+        assert done[3:] == ["end", "no longer GPU 1", "replay"]
 
 
 def test_layers_with_states_beside_keys_are_not_captured(graphs: list[int]) -> None:
@@ -266,7 +315,7 @@ def test_a_failed_capture_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> N
     step = CapturedBatch.step
     monkeypatch.setattr(CapturedBatch, "step", lambda batch: (done.append(len(attempts)), step(batch)))
 
-    def fail(step: Any) -> Any:
+    def fail(step: Any, _: torch.device) -> Any:
         attempts.append(step)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -275,6 +324,7 @@ def test_a_failed_capture_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> N
     expected = generated(tiny("LlamaConfig"), Turn(), **SAMPLED)
     assert generated(tiny("LlamaConfig"), turn, **SAMPLED).tolist() == expected.tolist()
     assert turn.not_captured == "the capture failed (operation not permitted when stream is capturing)"
+    assert turn.failed
     assert not turn.captured
     assert len(attempts) == 1
     assert done[0] == 0, "a step runs as it is before any is captured, because the first loads libraries"
@@ -294,7 +344,7 @@ def test_a_replayed_token_is_one_launch_and_the_host_waits_for_every_eighth(monk
     """Counts of the pretend GPU, per token of all rows: of group decoding, and of replayed steps."""
     policy = tiny("LlamaConfig")
     with PretendGPU() as gpu:
-        monkeypatch.setattr(captured, "cuda_graph", lambda step: counted(gpu, recorded_graph(step)))
+        monkeypatch.setattr(captured, "cuda_graph", lambda step, _: counted(gpu, recorded_graph(step)))
         policy.to("cuda")
         inputs = {name: value.to("cuda") for name, value in batch((5, 3)).items()}
 

@@ -367,7 +367,7 @@ def test_a_faulty_capture_is_noticed_and_generated_again(
 ) -> None:
     """A graph that computes with earlier positions than it should."""
 
-    def earlier_positions(step: Any) -> Any:
+    def earlier_positions(step: Any, _: torch.device) -> Any:
         batch = step.__self__
         batch.next_positions -= 3
         return step
@@ -378,6 +378,22 @@ def test_a_faulty_capture_is_noticed_and_generated_again(
     assert "not captured: a captured step picks tokens under other log-probabilities than the policy's" in sentence
     assert run._generation.is_verified
     assert not run._generation.is_capture_verified
+
+
+def test_a_run_captures_no_more_after_a_failure(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator of torch may still be capturing."""
+    attempts: list[str] = []
+
+    def fail(step: Any, _: torch.device) -> Any:
+        attempts.append("capture")
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(captured, "cuda_graph", fail)
+    plain, ours = trained(tmp_path / "auto", captures=False), trained(tmp_path / "captured")
+    assert len(attempts) == 1
+    (sentence,) = said()
+    assert "operation not permitted" in sentence
+    assert history(ours) == history(plain)
 
 
 # ---- several ranks

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from grpo_recipes.generation.models import DTYPES_16BIT
+from grpo_recipes.generation.rows import on_device
 from grpo_recipes.training.packed_attention import GroupSpans, Span, sdpa
 
 try:
@@ -72,7 +73,7 @@ class Segments:
         sizes = [sum(lengths), sum(queries), *(sum(map(len, places)) for places in copies.values())]
         query_ends = np.append(0, queries.cumsum())
         flat = np.concatenate([*parts, query_ends, ends]).astype(np.int32)
-        whole = torch.from_numpy(flat).to(device)
+        whole = on_device(flat, device)
         key, own_key, *copied, query_end, key_end = whole.split([*map(int, sizes), len(query_ends), len(ends)])
         prefixes = list(zip(copies, copied, strict=True))
         return cls(key, own_key, prefixes, query_end, key_end, int(queries.max()), int(lengths.max()))
@@ -173,7 +174,8 @@ class VarlenKernel:
             return drawn.to(like.device, like.dtype).requires_grad_()
 
         tensors = (noise(query), noise(key), noise(value))
-        with torch.enable_grad():
+        # Gradient checkpointing runs a layer again, and compares what it stores. A trial is made once.
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             expected = _with_gradients(sdpa(spans, *tensors, scaling), tensors)
             reason: object = "it has no causal mask, or no scaling of scores"
             for form in _forms(query, key, scaling):

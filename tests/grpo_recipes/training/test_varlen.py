@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from grpo_recipes.training import packed_attention, varlen
 from grpo_recipes.training.packed_attention import GroupSpans, sdpa
@@ -102,6 +103,21 @@ def test_outputs_and_gradients_are_those_of_sdpa(key_heads: int, recomputed: boo
     got = results(VarlenKernel(pytest.fail), states, weights, recomputed=recomputed)
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_the_trial_may_be_made_in_a_checkpointed_layer(on_gpu: Any) -> None:
+    """Checkpointing compares the tensors that a layer stores with those of its second run, which makes no trial."""
+    on_gpu(torch_2_11)
+    said: list[str] = []
+    attend = VarlenKernel(said.append)
+
+    def checkpointed(*inputs: Any) -> Tensor:
+        return checkpoint(attend, *inputs, use_reentrant=False)
+
+    expected = results(sdpa, *row())
+    for mine, theirs in zip(results(checkpointed, *row(), recomputed=True), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    assert said == []
 
 
 def test_bfloat16_results_are_as_near_to_float32_as_sdpas(on_gpu: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from grpo_recipes.generation.rows import on_device
+
 BLOCK = 64
 """Number of tokens per row whose random numbers are drawn at once."""
 
@@ -32,7 +34,8 @@ class Uniforms:
     def show(self, token: int) -> None:
         """Let `block` hold the numbers of a token. Tokens are shown one after the other, beginning with 0."""
         if token % BLOCK == 0:
-            self.block.copy_(torch.rand(self.block.shape, dtype=torch.float64, generator=self._generator))
+            drawn = torch.rand(self.block.shape, dtype=torch.float64, generator=self._generator)
+            self.block.copy_(on_device(drawn, self.block.device))
 
     def of(self, token: int) -> Tensor:
         """Return the numbers of all rows for the token that `show` has shown, (rows,)."""

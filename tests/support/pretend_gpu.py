@@ -289,7 +289,9 @@ class PretendGPU(TorchFunctionMode):
             fills = name != "index" and not isinstance(args[2], PretendTensor)  # with a number: `masked_fill`
             if masks and not fills:
                 self.wait("boolean index")
-            self.uploads += sum(not isinstance(index, PretendTensor) for index in indices)
+            for index in indices:
+                if not isinstance(index, PretendTensor):
+                    self.upload("index of the CPU")
 
     def _check_devices(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         if name == "copy_":  # the one operator between devices
@@ -297,7 +299,7 @@ class PretendGPU(TorchFunctionMode):
             if not isinstance(target, PretendTensor):
                 self.wait("copy_ to the CPU")
             elif not isinstance(source, PretendTensor):
-                self.uploads += 1
+                self.upload(name, source, non_blocking=kwargs.get("non_blocking", len(args) > 2 and args[2]))
             return
         checked = [args[0], *args[2:]] if name in INDEXING else [*args, kwargs]
         tensors = [leaf for leaf in tree_leaves(checked) if isinstance(leaf, Tensor)]
@@ -307,6 +309,12 @@ class PretendGPU(TorchFunctionMode):
         on_cpu = [tensor for tensor in tensors if not isinstance(tensor, PretendTensor)]
         if any(tensor.ndim or not takes_numbers or tensor is written for tensor in on_cpu):
             raise MixedDevices(f"{func} got tensors of the CPU and of the GPU at {_site()}")
+
+    def upload(self, kind: str, source: Tensor | None = None, *, non_blocking: bool = False) -> None:
+        """Count a copy to the device, for which the host waits unless it is asynchronous and its memory pinned."""
+        self.uploads += 1
+        if not (non_blocking and getattr(source, "is_pinned_memory", False)):
+            self.wait(f"copy to the device ({kind})")
 
     def wait(self, kind: str) -> None:
         """Count a wait of the host."""
@@ -322,7 +330,9 @@ class PretendGPU(TorchFunctionMode):
             if name in ("to", "cuda", "cpu", "type_as"):
                 return self._move(name, first, args[1:], kwargs)
             if name == "pin_memory":
-                return first
+                pinned = first.clone()
+                pinned.is_pinned_memory = True
+                return pinned
         if isinstance(first, PretendTensor):
             if name in ("numpy", "__array__"):
                 raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first.")
@@ -330,14 +340,15 @@ class PretendGPU(TorchFunctionMode):
                 self.wait("tolist")
                 return first.host.tolist()
             if name == "new_tensor":
-                self.uploads += 1
+                self.upload(name)
                 return PretendTensor(func(first.host, *args[1:], **kwargs))
             if name == "scaled_dot_product_attention" and kwargs.pop("enable_gqa", False):
                 heads = first.shape[-3] // args[1].shape[-3]
                 args = (first, *(_EqualHeads.apply(states, heads) for states in args[1:3]), *args[3:])
         device = kwargs.get("device")
         if _is_gpu(device):
-            self.uploads += name in FACTORIES_FROM_DATA
+            if name in FACTORIES_FROM_DATA:
+                self.upload(name)
             self.launches += name not in FACTORIES_FROM_DATA | WITHOUT_KERNEL
             kwargs["device"] = "cpu"
             return tree_map(_wrapped, func(*args, **kwargs))
@@ -360,7 +371,7 @@ class PretendGPU(TorchFunctionMode):
             elif argument is not None and not isinstance(argument, bool):
                 device = argument
         on_gpu = isinstance(tensor, PretendTensor)
-        wanted = on_gpu if device is None else _is_gpu(device)
+        wanted, source = on_gpu if device is None else _is_gpu(device), tensor
         if dtype is not None and dtype != tensor.dtype:
             tensor = torch._C._TensorBase.to(tensor, dtype)
         elif kwargs.get("copy"):
@@ -368,7 +379,7 @@ class PretendGPU(TorchFunctionMode):
         if wanted == on_gpu:
             return tensor
         if wanted:
-            self.uploads += 1
+            self.upload(name, source, non_blocking=kwargs.get("non_blocking", False))
         else:
             self.wait("copy to the CPU")
         moved: Tensor = _Move.apply(tensor) if tensor.requires_grad else _moved(tensor)  # type: ignore[no-untyped-call]

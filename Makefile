@@ -8,6 +8,8 @@ VLLM_VENV := .venv-vllm
 VLLM_ROWS ?= slow or not slow
 DEBIAN ?= trixie
 TORCH ?= 2.15.0
+# Files with tests marked `gpu`. Others import packages that a GPU machine may lack.
+GPU_TESTS := tests/grpo_recipes/generation tests/grpo_recipes/training
 
 .PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants notebook lint docs bench \
 	real-model gpu-bundle dist test-oldest test-torch test-debian next-trl clean
@@ -29,6 +31,7 @@ test: $(INSTALLED)  ## the quick part of the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(INSTALLED)  ## launches on two processes, full grids, installs: minutes
+	GRPO_TEST_DEVICE=pretend $(BIN)/python -m pytest -n 2 --dist worksteal -m "gpu and not slow" $(GPU_TESTS)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not nightly"
 
 test-nightly: $(INSTALLED)  ## the largest grids and fuzzing, the tutorial: tens of minutes

@@ -7,11 +7,14 @@ import os
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.support import device
 
 # Tiny models gain nothing from threads, and lose a factor of ten to them where cores are shared. And sums of floats
 # depend on how many there are: no test may.
@@ -90,6 +93,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker("slow")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests of the CPU on another device."""
+    if device.NAME != "cpu":
+        others = [item for item in items if item.get_closest_marker("gpu") is None]
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is not None]
+        config.hook.pytest_deselected(items=others)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Remove the locks that a killed test run left on DeepSpeed's compiled extensions, before any worker starts."""
     if config.pluginmanager.hasplugin("cacheprovider") and not hasattr(config, "workerinput"):
@@ -113,6 +124,14 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _device_of_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run a test marked `gpu` on the device of the tests."""
+    on_device = request.node.get_closest_marker("gpu") is not None
+    with device.device_of_tests() if on_device else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

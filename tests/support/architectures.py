@@ -15,6 +15,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.groups import Turn, decoding
+from tests.support import device
 from tests.support.exact_generation import exact_generation, generate_exactly
 from tests.support.recorded import model, tokenizer
 from tests.support.trainers import make_trainer
@@ -54,8 +55,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def tiny(architecture: str, **changes: Any) -> PreTrainedModel:
-    """Build a model of an architecture, ready to generate."""
-    return model(getattr(transformers, architecture), **{**ARCHITECTURES.get(architecture, {}), **changes}).eval()
+    """Build a model of an architecture on the device of the tests, ready to generate."""
+    built = model(getattr(transformers, architecture), **{**ARCHITECTURES.get(architecture, {}), **changes})
+    moved: PreTrainedModel = device.here(built.eval())
+    return moved
 
 
 def batch(lengths: tuple[int, ...] = (3, 11, 1, 7), group: int = 4) -> dict[str, Tensor]:
@@ -63,10 +66,13 @@ def batch(lengths: tuple[int, ...] = (3, 11, 1, 7), group: int = 4) -> dict[str,
     generator, width = torch.Generator().manual_seed(1), max(lengths)
     prompts = [torch.randint(4, 40, (length,), generator=generator).tolist() for length in lengths]
     rows = [prompt for prompt in prompts for _ in range(group)]
-    return {
-        "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
-        "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
-    }
+    inputs: dict[str, Tensor] = device.here(
+        {
+            "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
+            "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
+        }
+    )
+    return inputs
 
 
 def config(**changes: Any) -> GenerationConfig:

@@ -145,7 +145,10 @@ def make_trainer(
 def moved(state: dict[str, Tensor], seed: int, size: float = 0.05) -> dict[str, Tensor]:
     """Weights after a stand-in for an optimizer step."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: value + size * torch.randn(value.shape, generator=generator) for name, value in state.items()}
+    return {
+        name: value + size * torch.randn(value.shape, generator=generator).to(value.device)
+        for name, value in state.items()
+    }
 
 
 def gradients(trainer: TRLGRPOTrainer, rows: list[dict[str, str]], generations: int = 1) -> list[dict[str, Tensor]]:

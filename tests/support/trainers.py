@@ -12,9 +12,10 @@ from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
+from tests.support import device
 
 SETTINGS: dict[str, Any] = {
-    "use_cpu": True,
+    "use_cpu": device.NAME != "cuda",
     "bf16": False,
     "report_to": "none",
     "disable_tqdm": True,
@@ -77,7 +78,7 @@ def make_trainer(
         args = arguments(args, **settings)
     elif settings:
         raise TypeError(f"{sorted(settings)} would be lost: put them into `args`")
-    return cls(
+    trainer = cls(
         model=model,
         reward_funcs=rewards,
         args=args,
@@ -88,3 +89,5 @@ def make_trainer(
         **theirs,
         **(ours if not isinstance(cls, type) or issubclass(cls, GRPOTrainer) else {}),
     )
+    device.adopt(trainer)
+    return trainer

@@ -54,19 +54,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def generated(policy: PreTrainedModel, turn: Turn, **how: Any) -> Tensor:
     torch.manual_seed(3)
     with decoding(policy, turn):
-        return policy.generate(**device.here(batch()), generation_config=config(**how))
+        return policy.generate(**batch(), generation_config=config(**how))
 
 
 FILTERED = {"do_sample": True, "temperature": 0.7, "top_k": 10, "top_p": 0.9, "min_p": 0.02}
 SETTINGS: dict[str, dict[str, Any]] = {"greedy": {"do_sample": False}, "sampled": SAMPLED, "filtered": FILTERED}
 
 
+@pytest.mark.gpu
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("setting", only(["sampled", "greedy"], list(SETTINGS)))
 @pytest.mark.parametrize("architecture", only(["LlamaConfig", "Gemma3TextConfig", "GPT2Config"], list(ARCHITECTURES)))
-@pytest.mark.gpu
 def test_the_tokens_of_group_decoding(architecture: str, setting: str, graphs: list[int]) -> None:
-    policy, turn = device.here(tiny(architecture)), CapturedTurn(record_every=3, temperature=0.7)
+    policy, turn = tiny(architecture), CapturedTurn(record_every=3, temperature=0.7)
     plain = Turn(record_every=3, temperature=0.7)
     expected = generated(policy, plain, **SETTINGS[setting])
     assert generated(policy, turn, **SETTINGS[setting]).tolist() == expected.tolist()
@@ -77,6 +77,7 @@ def test_the_tokens_of_group_decoding(architecture: str, setting: str, graphs: l
         torch.testing.assert_close(turn.log_probs[row, :length], plain.log_probs[row, :length], atol=1e-5, rtol=0)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "model_type",
     only(
@@ -86,7 +87,7 @@ def test_the_tokens_of_group_decoding(architecture: str, setting: str, graphs: l
 )
 def test_the_tokens_of_a_model_with_layers_of_several_kinds(model_type: str, graphs: list[int]) -> None:
     """Layers with states, with keys and values, and without anything of their own."""
-    policy = build(model_type).eval()
+    policy = device.here(build(model_type).eval())
     for how in SETTINGS.values():
         turn = CapturedTurn()
         expected = generated(policy, Turn(), **how)
@@ -310,6 +311,7 @@ def test_keys_and_values_of_different_sizes_stand_in_columns_of_a_fixed_number()
     assert (int(fixed.cumulative_length), call.buffers) == (4, [])
 
 
+@pytest.mark.gpu
 def test_a_failed_capture_is_no_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts, done = [], []
     step = CapturedBatch.step

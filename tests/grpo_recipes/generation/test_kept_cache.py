@@ -17,6 +17,7 @@ from grpo_recipes.generation import kept_cache
 from grpo_recipes.generation.groups import Batch, Turn, decoding
 from grpo_recipes.generation.kept_cache import KeptCache, Prefix, split_by_width
 from grpo_recipes.process.faults import NotThePolicy
+from tests.support import device
 from tests.support.architectures import ARCHITECTURES, ENDS, adapter, batch, config, tiny, trainer
 from tests.support.exact_generation import exact_generation
 from tests.support.grids import covering, only
@@ -53,6 +54,7 @@ def generated(policy: PreTrainedModel, rows: Rows, turn: Turn | None, **how: Any
         "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
         "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
     }
+    inputs = device.here(inputs)
     torch.manual_seed(len(rows))
     with exact_generation(), decoding(policy, turn):
         tokens = policy.generate(**inputs, generation_config=config(**how))
@@ -103,6 +105,7 @@ def forwards(policy: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 # ---- the same tokens
 
 
+@pytest.mark.gpu
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("architecture", only([*ARCHITECTURES][::2], ARCHITECTURES))
 @pytest.mark.parametrize("do_sample", only([True], [True, False]))

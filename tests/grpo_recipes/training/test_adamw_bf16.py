@@ -9,6 +9,7 @@ import torch
 
 from grpo_recipes.training import adamw_bf16
 from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge, split_into
+from tests.support import device
 
 OPTIONS = {"lr": 5e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 EVERY_FLOAT16_PATTERN = torch.arange(-(2**15), 2**15, dtype=torch.int32)
@@ -18,13 +19,13 @@ def weights(seed: int = 0) -> list[torch.Tensor]:
     """Return a matrix, a vector, the ones of a norm and a scalar, with values as in a model."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(shape, generator=generator) * 0.02 for shape in [(40, 30), (7,)]]
-    return [tensor.bfloat16() for tensor in [*drawn, torch.ones(30), torch.tensor(0.3)]]
+    return [device.here(tensor.bfloat16()) for tensor in [*drawn, torch.ones(30), torch.tensor(0.3)]]
 
 
 def gradients(step: int, like: list[torch.Tensor]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     scale = 1.0 if step < 10 else 0.1
-    return [(torch.randn(tensor.shape, generator=generator) * scale).bfloat16() for tensor in like]
+    return [(torch.randn(tensor.shape, generator=generator) * scale).bfloat16().to(tensor.device) for tensor in like]
 
 
 def train(optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -51,6 +52,7 @@ def float32_weights(optimizer: AdamWBF16) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("chunk", [2**22, 500])
 def test_the_float32_numbers_equal_torchs_adamw_to_the_bit(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(adamw_bf16, "CHUNK", chunk)

@@ -23,6 +23,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.training import buckets, layout_check, log_probs, segments
 from grpo_recipes.training.packing import Layout
 from tests.grpo_recipes.training.test_packing import flat, layout_of, one_by_one, padded, scored, trainer_on
+from tests.support import device
 from tests.support.recorded import Recording, gradients, largest_gap, make_trainer, model
 from tests.tools.models import build
 
@@ -58,6 +59,7 @@ def both(
     return found[0], found[1], layout_of(trainer)
 
 
+@pytest.mark.gpu
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in ("qwen3_5_text", "gpt2") else pytest.mark.slow) for kind in KINDS]
@@ -68,12 +70,15 @@ def test_the_gradient_is_trls(kind: str, tmp_path: Path) -> None:
     assert largest_gap(ours, theirs) < 1e-3
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss", "zamba2", "gpt2"])
 def test_the_gradient_with_checkpointing_is_trls(kind: str, use_reentrant: bool, tmp_path: Path) -> None:
     """Layers inside a layer of Zamba 2 checkpoint too, and GPT-2's backbone passes no cache while it checkpoints."""
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    if use_reentrant and device.NAME == "pretend":
+        pytest.skip("C++ fills in gradients of zeros on the device of C++")
     if kind == "zamba2" and use_reentrant:  # its layers share the embeddings, which TRL can't train either
         pytest.skip("reentrant checkpointing runs the graph of the embeddings twice")
     theirs, ours, layout = both(kind, tmp_path, **options)
@@ -81,6 +86,7 @@ def test_the_gradient_with_checkpointing_is_trls(kind: str, use_reentrant: bool,
     assert largest_gap(ours, theirs) < 1e-3
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss", "lfm2_moe"])
 def test_the_gradient_of_an_adapter_is_trls(kind: str, tmp_path: Path) -> None:

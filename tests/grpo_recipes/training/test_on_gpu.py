@@ -1,0 +1,311 @@
+"""Runs and kernels that a GPU must show: `GRPO_TEST_DEVICE=cuda pytest -m gpu`.
+
+Without one they run on a CPU or the pretend GPU, with stand-ins for the kernels.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.utils.import_utils import enable_tf32
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.evaluation.engines import Transformers
+from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.generation import captured
+from grpo_recipes.generation.captured import CapturedBatch
+from grpo_recipes.plan.memory import ModelShape, Sharding, memory_plan
+from grpo_recipes.training import varlen
+from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
+from grpo_recipes.training.packed_attention import GroupSpans
+from grpo_recipes.training.varlen import TRIAL_TOLERANCE, VarlenKernel
+from grpo_rewards.reward_model import RewardModelScore
+from tests.grpo_recipes.training.test_pretend_gpu import RUNS
+from tests.support import device, short_runs, tiny
+from tests.support.grids import only
+from tests.support.recorded import Recording, largest_gap, make_trainer, model
+from tests.support.recorded_graph import recorded_graph
+from tests.support.tool_rollouts import ADD, CASES, add, tool_policy, tool_tokenizer, transcript_reward
+from tests.support.varlen_kernel import torch_2_12
+
+ON_GPU = device.NAME == "cuda"
+only_on_gpu = pytest.mark.skipif(not ON_GPU, reason="measures a GPU")
+pytestmark = pytest.mark.gpu
+
+
+# ---- Kernels
+
+
+SPANS = [((0, 40), [(40, 50), (50, 130), (130, 131)]), ((131, 131), [(131, 140)]), ((140, 141), [(141, 160)])]
+"""Suffixes shorter and longer than their prefix, of one token, and an empty prefix."""
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the attention of `SPANS` by its formula, (1, N, heads, D)."""
+    heads = query.shape[1] // key.shape[1]
+    parts = []
+    for (start, stop), suffixes in SPANS:
+        for context, (first, last) in [((start, start), (start, stop)), *(((start, stop), own) for own in suffixes)]:
+            seen = torch.cat([torch.arange(*context), torch.arange(first, last)]).to(query.device)
+            own = torch.arange(first, last, device=query.device)
+            keys, values = (states[0, :, seen].repeat_interleave(heads, 0) for states in (key, value))
+            scores = query[0, :, own] @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
+            weights = scores.masked_fill(seen > own[:, None], -torch.inf).softmax(-1)
+            parts.append((weights @ values).transpose(0, 1))
+    return torch.cat(parts)[None]
+
+
+@pytest.mark.parametrize("group", [1, 2, 7])
+@pytest.mark.parametrize("size", only([64], [64, 80, 128, 256]))
+def test_the_varlen_kernel_is_the_formula(size: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        monkeypatch.setattr(varlen, "varlen_attn", torch_2_12)
+        monkeypatch.setattr(varlen, "is_candidate", lambda _: True)
+    generator = torch.Generator().manual_seed(0)
+    place = "cuda" if ON_GPU else "cpu"
+    states = [torch.randn(1, n, 160, size, generator=generator).to(place) for n in (2 * group, 2, 2)]
+    exact = [tensor.clone().requires_grad_() for tensor in states]
+    rounded = [tensor.bfloat16().requires_grad_() for tensor in states]
+    said: list[str] = []
+    output = VarlenKernel(said.append)(GroupSpans(SPANS), *rounded, None)
+    assert output is not None, said
+    expected = attention(*exact)
+    weights = torch.randn(expected.shape, generator=generator).to(place)
+    found = [output, *torch.autograd.grad((output.float() * weights).sum(), rounded)]
+    for mine, theirs in zip(found, [expected, *torch.autograd.grad((expected * weights).sum(), exact)], strict=True):
+        gap = (mine.detach().float() - theirs.detach()).abs().max() / theirs.detach().abs().max()
+        assert float(gap) < TRIAL_TOLERANCE
+
+
+def test_adamw_bf16_is_torchs_fused_adamw() -> None:
+    """On a GPU with the largest weights of Qwen2.5-0.5B."""
+    shapes = [(151936, 896), (4864, 896), (896,)] if ON_GPU else [(64, 32), (32,)]
+    torch.manual_seed(0)
+    start = [device.here((torch.randn(shape) * 0.02).bfloat16()) for shape in shapes]
+    ours = [torch.nn.Parameter(weight.clone()) for weight in start]
+    exact = [torch.nn.Parameter(weight.float()) for weight in start]
+    optimizers = AdamWBF16(ours, lr=5e-6), torch.optim.AdamW(exact, lr=5e-6, fused=True)
+    for _ in range(3):
+        for weight, copy in zip(ours, exact, strict=True):
+            weight.grad = torch.randn_like(weight)
+            copy.grad = weight.grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    for weight, copy in zip(ours, exact, strict=True):
+        (found,) = merge([weight.detach()], [optimizers[0].state[weight]["low_bits"]])[1]
+        # A compiler may contract a product and a sum into one rounding.
+        torch.testing.assert_close(found, copy.detach(), rtol=1e-6 if ON_GPU else 0, atol=1e-9 if ON_GPU else 0)
+
+
+# ---- Runs
+
+
+def losses(trainer: Any) -> list[float]:
+    """Train, and return the loss of each step."""
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def saved_policy(folder: Path) -> Any:
+    policy = tiny.policy(vocab_size=258, num_hidden_layers=1)
+    policy.save_pretrained(folder / "policy")
+    policy.config._name_or_path = str(folder / "policy")
+    return policy
+
+
+@pytest.mark.parametrize("name", only(["generated"], list(RUNS)))
+def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RUNS[name]
+    arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **run.arguments)
+    if not ON_GPU:
+        monkeypatch.setattr(captured, "cuda_graph", recorded_graph)
+    trainer: Any = short_runs.trainer(GRPOTrainer, saved_policy(tmp_path), arguments, **run.more)
+    trainer._generation.captures = name == "captured"  # also where no graph can be captured
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+    assert trainer._generation.is_verified == (run.more.get("generation") != "off")
+    assert trainer._generation.is_capture_verified == (name == "captured")
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {device.TYPE}
+
+
+def test_a_run_with_a_tool(tmp_path: Path) -> None:
+    tokenizer = tool_tokenizer()
+    sampled = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([ADD])}
+    suppressed = [token for token in range(len(tokenizer)) if token not in sampled]
+    arguments = short_runs.arguments(
+        tmp_path,
+        beta=0.0,
+        max_completion_length=160,
+        max_tool_calling_iterations=2,
+        generation_kwargs={"suppress_tokens": suppressed},
+    )
+    parts: dict[str, Any] = {"rows": CASES, "tokenizer": tokenizer, "rewards": transcript_reward, "tools": [add]}
+    trainer = short_runs.trainer(GRPOTrainer, tool_policy(tokenizer, num_hidden_layers=1), arguments, **parts)
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+    assert trainer.state.log_history[0]["tools/turns"] > 1
+
+
+@pytest.fixture
+def tf32() -> Iterator[dict[str, Any]]:
+    """Return the arguments of a run with TF32, which transformers refuses without a GPU: then it is on before."""
+    if not ON_GPU:
+        enable_tf32(True)
+    yield {"tf32": True} if ON_GPU else {}
+    backends: Any = torch.backends
+    settings = (backends, backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+    for setting in settings if hasattr(backends, "fp32_precision") else ():
+        setting.fp32_precision = "none"
+
+
+def test_a_run_with_tf32(tf32: dict[str, Any], tmp_path: Path) -> None:
+    policy = tiny.policy(vocab_size=258, num_hidden_layers=1).to(torch.bfloat16)
+    trainer = short_runs.trainer(GRPOTrainer, policy, short_runs.arguments(tmp_path, beta=0.0, max_steps=2, **tf32))
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+
+
+def test_a_run_after_a_failed_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[str] = []
+    capture, step = captured.cuda_graph if ON_GPU else recorded_graph, CapturedBatch.step
+
+    def waiting(batch: CapturedBatch) -> None:
+        batch.used.item()  # the host can't wait inside a capture
+        step(batch)
+
+    def counted(*args: Any) -> Any:
+        attempts.append("capture")
+        return capture(*args)
+
+    monkeypatch.setattr(CapturedBatch, "step", waiting)
+    monkeypatch.setattr(captured, "cuda_graph", counted)
+    arguments = short_runs.arguments(tmp_path, beta=0.0, max_steps=3)
+    policy = tiny.policy(vocab_size=258, num_hidden_layers=1)
+    trainer: Any = short_runs.trainer(GRPOTrainer, policy, arguments, generation="captured", generation_check=False)
+    trainer._generation.captures = True
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+    assert len(attempts) == 1
+    if ON_GPU:
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.skipif(device.NAME == "pretend", reason="safetensors reads the memory, which a pretend GPU lacks")
+def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    def trainer() -> Any:
+        arguments = short_runs.arguments(
+            tmp_path / "run", beta=0.0, max_steps=4, save_strategy="steps", save_steps=2, learning_rate=1e-4
+        )
+        return short_runs.trainer(GRPOTrainer, tiny.policy(vocab_size=258, num_hidden_layers=1), arguments)
+
+    whole = trainer()
+    whole.train()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
+    # The backward pass of FlashAttention adds in an order that changes from run to run.
+    worst = max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
+    assert worst <= (1e-6 if ON_GPU else 0)
+
+
+# ---- Against TRL
+
+RAGGED = Recording.random(prompts=2, group=4, seed=3)
+
+
+def of_a_step(cls: type[TRLGRPOTrainer], folder: Path, **config: Any) -> dict[str, Tensor]:
+    """Return the gradients of one optimizer step of a model with heads of 64 dimensions, in float32."""
+    policy = model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    trainer: Any = make_trainer(cls, RAGGED, policy, folder / cls.__module__, per_device_train_batch_size=8, **config)
+    trainer.model.train()
+    if trainer.args.gradient_checkpointing:
+        trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.training_step(trainer.model, RAGGED.rows(), None)
+    return {name: parameter.grad.float() for name, parameter in trainer.model.named_parameters()}
+
+
+def test_a_step_in_bfloat16_with_checkpointing_is_as_exact_as_trls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast, the varlen kernel where there is one, and layers that run again in the backward pass."""
+    exact = of_a_step(TRLGRPOTrainer, tmp_path / "exact")
+    options = {"bf16": True, "gradient_checkpointing": True}
+    stock = largest_gap([of_a_step(TRLGRPOTrainer, tmp_path / "stock", **options)], [exact])
+    calls: list[int] = []
+    attended = varlen._attended
+    monkeypatch.setattr(varlen, "_attended", lambda *args: (calls.append(1), attended(*args))[1])
+    ours = largest_gap([of_a_step(GRPOTrainer, tmp_path / "ours", **options)], [exact])
+    assert ours <= 2 * stock
+    assert bool(calls) or not ON_GPU
+
+
+@only_on_gpu
+def test_the_host_waits_no_more_often_than_in_trl(tmp_path: Path) -> None:
+    def waits(cls: type[TRLGRPOTrainer]) -> int:
+        """Return the waits of the second micro-batch of the second generation batch."""
+        options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+        trainer: Any = make_trainer(cls, RAGGED, model(), tmp_path / cls.__module__, **options)
+        trainer.current_gradient_accumulation_steps = 2
+        for _ in range(3):
+            trainer.training_step(trainer.model, RAGGED.rows(), None)
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.training_step(trainer.model, RAGGED.rows(), None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return len(caught)
+
+    assert waits(GRPOTrainer) <= waits(TRLGRPOTrainer)
+
+
+@only_on_gpu
+@pytest.mark.parametrize("cls", [TRLGRPOTrainer, GRPOTrainer])
+def test_the_peak_of_a_micro_batch_is_at_most_the_planned_one(cls: type[TRLGRPOTrainer], tmp_path: Path) -> None:
+    """Gradients and activations of 8 rows of 160 + 256 tokens."""
+    random = torch.Generator().manual_seed(0)
+    sizes = [[[256, *torch.randint(20, 256, (7,), generator=random).tolist()]] for _ in range(1)]
+    prompts = [torch.randint(2, 40, (160,), generator=random).tolist()]
+    completions = [[torch.randint(2, 40, (size,), generator=random).tolist() for size in row] for row in sizes[0]]
+    recording = Recording(prompts, completions, [[float(n) for n in range(8)]])
+    wide = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 8, "max_position_embeddings": 1024}
+    policy = model(num_attention_heads=14, num_key_value_heads=2, vocab_size=32000, **wide).bfloat16()
+    options = {"per_device_train_batch_size": 8, "max_completion_length": 256}
+    trainer: Any = make_trainer(cls, recording, policy, tmp_path, **options)
+    trainer.current_gradient_accumulation_steps = 1
+    for _ in range(2):
+        before, _ = device.allocated()
+        trainer.training_step(trainer.model, recording.rows(), None)
+        trainer.model.zero_grad()
+        _, peak = device.allocated()
+    shape = ModelShape.from_config(trainer.model.config, None)
+    plan = memory_plan(trainer.args, "bfloat16", shape, Sharding(), prompt_tokens=160, steps_per_generation=1)
+    parts = plan.parts()
+    assert peak - before <= parts["gradients"] + parts["activations"]
+
+
+# ---- Evaluation and reward models
+
+
+def test_an_evaluation_answers_as_on_a_cpu() -> None:
+    policy, tokenizer = tiny.policy(num_hidden_layers=1), tiny.byte_tokenizer()
+    prompts, settings = ["2 + 2 =", "1 =", "a longer prompt"], Settings(max_new_tokens=8, batch_size=2)
+    expected = Transformers(policy, tokenizer)(prompts, settings)
+    engine = Transformers(device.here(policy), tokenizer)
+    assert engine(prompts, settings) == expected
+    assert engine.stock_because == ""
+
+
+def test_a_reward_model_scores_as_on_a_cpu(tmp_path: Path) -> None:
+    tiny.save_reward_model(tmp_path)
+    rows: dict[str, Any] = {"prompts": ["What is 2 + 2?"] * 3 + ["Hi."] * 2, "completions": ["4", "five", "", "a", "b"]}
+    expected = RewardModelScore(str(tmp_path), device="cpu")(**rows)
+    got = RewardModelScore(str(tmp_path), device=device.TYPE)(**rows)
+    assert got == pytest.approx(expected, abs=device.tolerance(1e-5))

@@ -72,7 +72,7 @@ docs: $(INSTALLED)  ## the documentation as a site in build/site, which opens fr
 	$(BIN)/python docs/build_site.py
 
 bench: $(INSTALLED)  ## every benchmark that runs on a CPU, each printing a table of ratios
-	for file in $(filter-out benchmarks/gpu%.py benchmarks/real_model%.py benchmarks/workloads.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file || exit 1; done
+	for file in $(filter-out benchmarks/gpu%.py benchmarks/real_model%.py benchmarks/unshared.py benchmarks/workloads.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file || exit 1; done
 
 real-model: $(INSTALLED)  ## a pretrained model of 135M parameters, trained by TRL and by ours, and with a tool: hours on two cores, resumable
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt gguf
@@ -83,16 +83,16 @@ real-model: $(INSTALLED)  ## a pretrained model of 135M parameters, trained by T
 	$(BIN)/python benchmarks/real_model_tools.py
 	$(BIN)/python benchmarks/real_model_tools.py --record
 
-# What a GPU machine with torch, transformers, accelerate, peft, pandas and pyarrow may lack beside the two packages.
-GPU_PACKAGES := trl transformers datasets dill multiprocess xxhash fsspec filelock psutil math-verify latex2sympy2_extended \
-	antlr4-python3-runtime rich markdown-it-py mdurl pygments
-gpu-bundle: $(INSTALLED)  ## wheels for benchmarks/gpu.py on a GPU machine without a network, in dist/gpu (GPU_PYTHON=3.12)
+# What a GPU machine with torch, accelerate, pandas, pyarrow and pytest may lack beside the two packages, or have too old.
+GPU_PACKAGES := trl transformers peft datasets dill multiprocess xxhash fsspec filelock psutil math-verify latex2sympy2_extended \
+	antlr4-python3-runtime rich markdown-it-py mdurl pygments pytest-timeout hypothesis sortedcontainers
+gpu-bundle: $(INSTALLED)  ## wheels for a GPU machine without a network, in dist/gpu (GPU_PYTHON=3.12): docs/gpu.md
 	rm -rf dist/gpu
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist/gpu ./rewards .
 	$(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --constraint constraints.txt \
 		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --dest dist/gpu $(GPU_PACKAGES)
 	@du -sh dist/gpu
-	@echo 'there: pip install --no-deps --no-index --find-links dist/gpu dist/gpu/*.whl && python benchmarks/gpu.py'
+	@echo 'there, in this folder: docs/gpu.md, "On a machine with a GPU"'
 
 dist:  ## both packages as wheels and source archives in dist, checked by twine
 	rm -rf dist/*.whl dist/*.tar.gz

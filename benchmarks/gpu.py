@@ -1,17 +1,19 @@
 """Figures that need a GPU: our kernels against the reference ones, and times and memory at the sizes of real training.
 
-    python benchmarks/gpu.py                                   # every section, on one GPU, in under 8 minutes
-    python benchmarks/gpu.py --sections attention micro_batch --minutes 4
-    python benchmarks/gpu.py --policy FOLDER                   # with a pretrained model to train for 100 steps
-    PYTHONPATH=.:rewards python benchmarks/gpu.py              # where neither package is installed
+    PYTHONPATH=.:rewards python benchmarks/gpu.py              # every section, on one GPU, in under 8 minutes
+    python benchmarks/gpu.py --sections micro_batch whole_step --minutes 4
+    python benchmarks/gpu.py --policy runs/quickstart/policy-seed0       # with a model that is trained for 100 steps
 
-Without a GPU everything runs on a CPU at tiny sizes, and the figures mean nothing. The first six sections need torch
-2.10, transformers 5.17, numpy and, for decoding, psutil. The others need trl 1.16, and are skipped without it.
+Without a GPU everything runs on a CPU at tiny sizes, and the figures mean nothing. Needed are torch 2.10, transformers
+5.23, numpy and psutil. The modules `gpu_trl` and, for LoRA, `gpu_torch` also need trl 1.16 and peft; what lacks a
+package is skipped.
 
-Models have random weights in the shapes of Qwen2.5-0.5B and 1.5B. Completions are those of benchmarks/step.py. After
-each row, the JSON file (`--output`) holds every figure so far, with the machine and the versions. A row whose kernel,
-package or time is missing says "not run" and the reason. Times are wall time after the device has finished, medians
-without the first call or step. The exit code is 1 if a comparison finds a difference, or a row fails.
+Models have random weights in the shapes of Qwen2.5-0.5B, 1.5B and 7B. Completions are those of benchmarks/step.py.
+"TRL" is its padded layout, "TRL's default" has float32 weights, autocast and gradient checkpointing as well, and
+"packed apart" is a packed row that shares no prompt. After each row, the JSON file (`--output`) holds every figure so
+far, with the machine and the versions. A row whose kernel, package or time is missing has the result "not run" and the
+reason. Times are wall time after the device has finished, medians without the first call or step. The exit code is 1 if
+a comparison finds a difference, or a row fails.
 """
 
 from __future__ import annotations
@@ -32,19 +34,23 @@ from gpu_rows import Bench, Row, Section
 from transformers.utils import logging as transformers_logging
 
 SECTIONS = {
-    "attention": "gpu_attention",
-    "micro_batch": "gpu_torch",
-    "adamw_bf16": "gpu_torch",
-    "decode_step": "gpu_torch",
-    "reward_model": "gpu_torch",
-    "precision": "gpu_torch",
     "correctness": "gpu_trl",
-    "training": "gpu_trl",
-    "generation": "gpu_trl",
+    "micro_batch": "gpu_torch",
+    "decode_step": "gpu_torch",
     "whole_step": "gpu_trl",
+    "memory": "gpu_trl",
+    "training": "gpu_trl",
+    "adamw_bf16": "gpu_torch",
+    "reward_model": "gpu_torch",
+    "attention": "gpu_attention",
+    "precision": "gpu_torch",
     "pretrained": "gpu_trl",
+    "generation": "gpu_trl",
 }
-"""Module of each section, whose function has the section's name. A section is imported when its turn comes."""
+"""Module of each section, whose function has the section's name, in the order of a user's questions.
+
+A section is imported when its turn comes.
+"""
 
 
 def installed(package: str) -> str:

@@ -196,11 +196,11 @@ def _kernel(name: str, row: PackedRow, padded: PaddedRows | None) -> Callable[[T
     return one_call
 
 
-def seconds(bench: Bench, work: Callable[[], object], calls: int = 1) -> float:
-    """Return the median time of a call, without the first one, over five series of `calls` calls."""
+def seconds(bench: Bench, work: Callable[[], object], calls: int = 1, series: int = 5) -> float:
+    """Return the median time of a call, without the first one, over `series` series of `calls` calls."""
     work()
     found = []
-    for _ in range(5):
+    for _ in range(series):
         bench.synchronise()
         started = time.perf_counter()
         for _ in range(calls):

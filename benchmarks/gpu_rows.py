@@ -21,12 +21,14 @@ SHAPES: dict[str, dict[str, int]] = {
              "num_attention_heads": 14, "num_key_value_heads": 2},
     "1.5B": {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
              "num_attention_heads": 12, "num_key_value_heads": 2},
+    "7B": {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+           "num_attention_heads": 28, "num_key_value_heads": 4},
     "check": {"vocab_size": VOCABULARY, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
               "num_attention_heads": 8, "num_key_value_heads": 2},
     "tiny": {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2},
 }  # fmt: skip
-"""Configurations of Qwen2.5, without weights. The head sizes are 64, 128, 64 and 8."""
+"""Configurations of Qwen2.5, without weights. The head sizes are 64, 128, 128, 64 and 8."""
 
 DENSE_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165}
 """Peak of dense bfloat16 by the name of a GPU, from NVIDIA's data sheets, in 1e12 operations per second."""
@@ -90,7 +92,7 @@ class Bench:
         )
         # Drawn on the device in seconds, and in float32, so that models of two dtypes differ by rounding only.
         with torch.device(self.device):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, **({"dtype": self.dtype} if shape == "7B" else {}))
         return model.to(dtype or self.dtype)
 
     def batch(self, workload: str, seed: int) -> Batch:

@@ -5,47 +5,82 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from gpu_attention import seconds
-from gpu_rows import Bench, Measurement, Row
+from gpu_rows import Bench, Measurement, Row, release
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
+from unshared import pack_apart
 from workloads import GROUP
 
 from grpo_recipes.generation.rows import Rows
 from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
 from grpo_recipes.training.packed_attention import AttentionSwitch, GroupSpans
-from grpo_recipes.training.packing import pack
+from grpo_recipes.training.packing import PackedRow, pack
 from grpo_recipes.training.varlen import VarlenKernel
+from grpo_rewards.attention import without_cudnn_attention
 
 # ---- Forward and backward pass of a model
 
 
+class Case(NamedTuple):
+    """Micro-batch of a workload, and how the model is trained."""
+
+    model: str
+    workload: str
+    rows: int
+    tuning: str = "full"
+    checkpointing: bool = False
+
+
 def micro_batch(bench: Bench) -> Iterator[Measurement]:
-    """Compare the gradient of a packed micro-batch with that of padded rows, and measure both."""
+    """Compare the gradient of a packed micro-batch with that of padded rows, and measure the layouts."""
     yield Measurement({"model": bench.check_shape, "dtype": "float32"}, partial(_gradients_agree, bench))
-    for shape in bench.shapes:
-        for workload in ("a", "b"):
-            head = {"model": shape, "workload": workload}
-            yield Measurement(head, partial(_micro_batch_times, bench, shape, workload))
+    small, large, largest = ("tiny",) * 3 if bench.tiny else ("0.5B", "1.5B", "7B")
+    cases = [
+        Case(small, "e", 2 * GROUP),
+        Case(large, "e", 2 * GROUP, checkpointing=True),
+        Case(largest, "e", GROUP, "LoRA", checkpointing=True),
+        *(Case(model, workload, GROUP) for workload in "ab" for model in bench.shapes),
+    ]
+    for case in cases:
+        yield Measurement(case._asdict(), partial(_micro_batch_times, bench, case))
 
 
 class MicroBatch:
-    """One prompt with its completions, and the sum of their log-probabilities in both layouts."""
+    """Prompts with their completions, and the sum of the log-probabilities in each layout.
 
-    def __init__(self, bench: Bench, shape: str, workload: str, dtype: torch.dtype) -> None:
-        self.model: PreTrainedModel = bench.model(shape, dtype).train()
-        batch = bench.batch(workload, 0)
+    Args:
+        bench: device and sizes.
+        case: model and workload.
+        dtype: dtype of the weights.
+        autocast: True to run padded rows under autocast.
+    """
+
+    def __init__(self, bench: Bench, case: Case, dtype: torch.dtype, autocast: bool = False) -> None:
+        self.autocast, self.device = autocast, bench.device
+        self.model: PreTrainedModel = bench.model(case.model, dtype).train()
+        if case.checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if case.tuning == "LoRA":
+            from peft import LoraConfig, get_peft_model
+
+            self.model.enable_input_require_grads()
+            get_peft_model(self.model, LoraConfig(r=16, target_modules="all-linear")).to(dtype)
+        batch = bench.batch(case.workload, 0)
         prompts = [prompt for prompt in batch.prompts for _ in range(GROUP)]
         completions = [row for group in batch.completions for row in group]
-        self.rows = Rows.of_tokens(prompts, completions, torch.device(bench.device)).select(slice(0, GROUP))
-        self.packed_row = pack(self.rows)
+        rows = Rows.of_tokens(prompts, completions, torch.device(bench.device))
+        self.rows = rows.select(slice(0, case.rows))
+        self.checkpointing = case.checkpointing
         self.refusals: list[str] = []
         self.kernel = VarlenKernel(self.refusals.append)
         self.used = "SDPA"
@@ -55,22 +90,29 @@ class MicroBatch:
         """Return the sum from the rows that TRL would run."""
         self.attention.restore(self.model)
         keep = self.rows.logits_to_keep
-        hidden = self.model.model(
-            input_ids=self.rows.input_ids, attention_mask=self.rows.attention_mask, use_cache=False
-        )
-        labelled = self.rows.attention_mask[:, -keep:].bool()
-        labels = self.rows.input_ids[:, -keep:][labelled]
-        return self._sum(hidden.last_hidden_state[:, -keep - 1 : -1][labelled], labels)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.autocast):
+            hidden = self.model.model(
+                input_ids=self.rows.input_ids, attention_mask=self.rows.attention_mask, use_cache=False
+            )
+            labelled = self.rows.attention_mask[:, -keep:].bool()
+            labels = self.rows.input_ids[:, -keep:][labelled]
+            return self._sum(hidden.last_hidden_state[:, -keep - 1 : -1][labelled], labels)
 
     def packed(self) -> Tensor:
-        """Return the sum from the packed row."""
+        """Return the sum from our packed row."""
+        return self._of_row(pack(self.rows))
+
+    def apart(self) -> Tensor:
+        """Return the sum from a packed row that shares no prompt."""
+        return self._of_row(pack_apart(self.rows))
+
+    def _of_row(self, row: PackedRow) -> Tensor:
         self.attention.pack(self.model)
-        row = self.packed_row
         hidden = self.model.model(
             input_ids=row.input_ids,
             position_ids=row.position_ids,
             attention_mask=torch.ones_like(row.input_ids),
-            group_spans=GroupSpans(row.groups, self._attend),
+            group_spans=GroupSpans(row.groups, self._attend, recomputed=self.checkpointing),
             use_cache=False,
         )
         return self._sum(hidden.last_hidden_state[0, row.positions], row.labels[0, row.positions])
@@ -81,37 +123,67 @@ class MicroBatch:
         return output
 
     def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.model.lm_head(hidden).float(), labels, reduction="sum")
+        """Return the sum of log-probabilities by TRL's head, or by whole logits where TRL is not installed."""
+        head = self.model.lm_head.weight
+        try:
+            from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+            from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+        except ImportError:
+            return cross_entropy((hidden @ head.T).float(), labels, reduction="sum")
+        options = (1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("entropy",))
+        return -ChunkedLogProbFunction.apply(hidden, head, None, labels, *options)[0].sum()
 
     def gradients(self, loss: Callable[[], Tensor]) -> list[Tensor]:
         """Return the gradients of a sum, and keep none."""
-        loss().backward()
+        # TRL's rows get the kernel that torch chooses.
+        with nullcontext() if loss == self.padded else without_cudnn_attention():
+            loss().backward()
         found = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         self.model.zero_grad()
         return found
 
 
 def _gradients_agree(bench: Bench) -> Row:
-    case = MicroBatch(bench, bench.check_shape, "a", torch.float32)
-    expected, found = case.gradients(case.padded), case.gradients(case.packed)
+    case = MicroBatch(bench, Case(bench.check_shape, "a", GROUP), torch.float32)
+    expected = case.gradients(case.padded)
     largest = max(float(gradient.abs().max()) for gradient in expected)
-    gap = max(float((mine - stock).abs().max()) for mine, stock in zip(found, expected, strict=True)) / largest
-    return {"difference": f"{gap:.1e}", "limit": "1e-04", "result": "ok" if gap <= 1e-4 else "WRONG"}
+    gaps = []
+    for layout in (case.packed, case.apart):
+        pairs = zip(case.gradients(layout), expected, strict=True)
+        gaps.append(max(float((mine - stock).abs().max()) for mine, stock in pairs) / largest)
+    return {"difference": f"{max(gaps):.1e}", "limit": "1e-04", "result": "ok" if max(gaps) <= 1e-4 else "WRONG"}
 
 
-def _micro_batch_times(bench: Bench, shape: str, workload: str) -> Row:
-    case = MicroBatch(bench, shape, workload, bench.dtype)
-    padded, packed = (seconds(bench, partial(case.gradients, loss)) for loss in (case.padded, case.packed))
-    return {
-        "padded tokens": case.rows.input_ids.numel(),
-        "packed tokens": case.packed_row.input_ids.numel(),
-        "padded, ms": f"{1000 * padded:.1f}",
-        "packed, ms": f"{1000 * packed:.1f}",
-        "padded ÷ packed": f"{padded / packed:.2f}",
-        "padded, peak GiB": _peak(bench, partial(case.gradients, case.padded)),
-        "packed, peak GiB": _peak(bench, partial(case.gradients, case.packed)),
-        "attention": case.refusals[0] if case.refusals else case.used,
+def _micro_batch_times(bench: Bench, case: Case) -> Row:
+    made = MicroBatch(bench, case, bench.dtype)
+    layouts = {"TRL": made.padded, "packed apart": made.apart, "ours": made.packed}
+    found: Row = {
+        "padded tokens": made.rows.input_ids.numel(),
+        "packed tokens": made.rows.host.packed_tokens(),
     }
+    costs = {name: _cost(bench, partial(made.gradients, layout)) for name, layout in layouts.items()}
+    kernel = made.refusals[0] if made.refusals else made.used
+    if case.tuning == "full" and not bench.tiny:
+        del made, layouts
+        release()
+        # Weights in float32, autocast and gradient checkpointing.
+        stock = MicroBatch(bench, case._replace(checkpointing=True), torch.float32, autocast=True)
+        costs["TRL's default"] = _cost(bench, partial(stock.gradients, stock.padded))
+    for name, (taken, peak) in costs.items():
+        found |= {f"{name}, ms": f"{1000 * taken:.1f}" if taken else "out of memory", f"{name}, peak GiB": peak}
+    ours = costs.pop("ours")[0]
+    found |= {f"{name} ÷ ours": f"{taken / ours:.2f}" for name, (taken, _) in costs.items() if taken and ours}
+    return {**found, "attention": kernel}
+
+
+def _cost(bench: Bench, work: Callable[[], object]) -> tuple[float | None, str]:
+    """Return the seconds of a call, or None if it does not fit, and the GiB that it takes."""
+    try:
+        return seconds(bench, work, series=3), _peak(bench, work)
+    except torch.OutOfMemoryError:
+        return None, "-"
+    finally:
+        release()
 
 
 def _peak(bench: Bench, work: Callable[[], object]) -> str:
@@ -186,17 +258,42 @@ def _token_times(bench: Bench, shape: str) -> Row:
         del loops["captured"]
     few, many = (2, 4) if bench.tiny else (8, 40)
     each = {}
-    for name, generate in loops.items():
-        generate(few)
-        times = []
-        for tokens in (few, many):
-            bench.synchronise()
-            started = time.perf_counter()
-            generate(tokens)
-            bench.synchronise()
-            times.append(time.perf_counter() - started)
-        each[name] = 1000 * (times[1] - times[0]) / (many - few)
-    return {"rows": 64, **{f"{name}, ms a token": f"{value:.2f}" for name, value in each.items()}}
+    with _timed_captures(bench) as captures:
+        for name, generate in loops.items():
+            generate(few)
+            times = []
+            for tokens in (few, many):
+                bench.synchronise()
+                started = time.perf_counter()
+                generate(tokens)
+                bench.synchronise()
+                times.append(time.perf_counter() - started)
+            each[name] = 1000 * (times[1] - times[0]) / (many - few)
+    return {
+        "rows": 64,
+        **{f"{name}, ms a token": f"{value:.2f}" for name, value in each.items()},
+        "a capture, ms": f"{1000 * median(captures):.0f}" if captures else "-",
+    }
+
+
+@contextmanager
+def _timed_captures(bench: Bench) -> Iterator[list[float]]:
+    """Yield a list that grows by the seconds of each capture inside this block."""
+    from grpo_recipes.generation import captured
+
+    found: list[float] = []
+    capture = captured.cuda_graph
+
+    def timed(*args: Any) -> Any:
+        bench.synchronise()
+        started = time.perf_counter()
+        replay = capture(*args)
+        bench.synchronise()
+        found.append(time.perf_counter() - started)
+        return replay
+
+    with patch.object(captured, "cuda_graph", timed):
+        yield found
 
 
 def _generations(bench: Bench, shape: str, dtype: torch.dtype) -> dict[str, Callable[[int], Tensor]]:

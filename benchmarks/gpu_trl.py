@@ -6,6 +6,7 @@ import copy
 import json
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_rows import DENSE_TFLOPS, Bench, Measurement, NotRun, Row
+from gpu_rows import DENSE_TFLOPS, SHAPES, Bench, Measurement, NotRun, Row
 from step import MICRO_BATCHES, Trainer, compete, median, paged_cache, tokens
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -112,23 +113,93 @@ def distance(got: list[Tensor], expected: list[Tensor]) -> float:
 # ---- Time and memory
 
 
-def training(bench: Bench) -> Iterator[Measurement]:
-    """Measure the training phase, stock TRL and ours in turns."""
+def whole_step(bench: Bench) -> Iterator[Measurement]:
+    """Measure complete steps: generation, scoring, loss and gradient."""
+    for shape in bench.shapes:
+        for lengths in ("recorded", FIXED):
+            yield Measurement({"model": shape, "lengths": lengths}, partial(_step_times, bench, shape, lengths))
+
+
+FIXED = "128 tokens each"
+"""Completions without a criterion of the host, which a captured step would wait for."""
+
+
+class FixedLength(Trainer):
+    """Trainer whose completions all have the largest length, before they are replaced by the recorded ones."""
+
+    def generate(self) -> None:
+        """Generate the completions of the prompts of a step."""
+        self.trainer._generate_single_turn(self.prompts, None, {}, GROUP)
+
+
+def _step_times(bench: Bench, shape: str, lengths: str) -> Row:
+    is_fixed = lengths == FIXED
+    tokens = 8 if bench.tiny else 128
+    kind = FixedLength if is_fixed else Trainer
+    config = {
+        "gradient_checkpointing": False,
+        "loss_type": "grpo",
+        "max_completion_length": tokens if is_fixed else cap("a"),
+        # A token that the model never samples, or a criterion of the recorded lengths.
+        "generation_kwargs": {"eos_token_id": SHAPES[shape]["vocab_size"]} if is_fixed else {"suppress_tokens": [EOS]},
+    }
+    loops = {"TRL": (TRLGRPOTrainer, {}), "ours": (GRPOTrainer, {})}
+    if is_fixed and bench.device != "cpu":
+        loops["ours, captured"] = (GRPOTrainer, {"generation": "captured"})
+    each = {
+        name: kind(cls, bench.model(shape), True, False, bench.device, **config, **more)
+        for name, (cls, more) in loops.items()
+    }
+    compete(each, [bench.batch("a", seed) for seed in range(bench.steps)])
+    seconds = {name: median(one.measured.whole) for name, one in each.items()}
+    generation = {name: median(one.measured.phases["generation"]) for name, one in each.items()}
+    row = {
+        **{f"{name}, s": f"{value:.2f}" for name, value in seconds.items()},
+        **{f"{name}, generation, s": f"{value:.2f}" for name, value in generation.items()},
+        "TRL ÷ ours": f"{seconds['TRL'] / seconds['ours']:.2f}",
+        "ours, first step, s": f"{each['ours'].measured.whole[0]:.2f}",
+    }
+    if "ours, captured" in each:
+        made = each["ours, captured"].trainer._generation
+        row["generation, ours ÷ captured"] = f"{generation['ours'] / generation['ours, captured']:.2f}"
+        row["captured"] = "yes" if made.is_capture_verified and made.captures else "no: see the log"
+    return row
+
+
+def memory(bench: Bench) -> Iterator[Measurement]:
+    """Compare the peak of a micro-batch in TRL's layout and in ours with the one that `plan` expects of TRL's."""
     for shape in bench.shapes:
         for lora in (False, True):
-            for workload in "abc":
+            head = {"model": shape, "tuning": "LoRA" if lora else "full", "workload": "e"}
+            yield Measurement(head, partial(_peaks, bench, shape, lora))
+
+
+def _peaks(bench: Bench, shape: str, lora: bool) -> Row:
+    each = {name: _trainer(bench, shape, lora, name) for name in ("TRL", "ours")}
+    compete(each, [bench.batch("e", seed) for seed in range(2)])
+    peaks = {f"{name}, peak GiB": f"{median(one.measured.memory) / 1024:.2f}" for name, one in each.items()}
+    return {**peaks, "planned, GiB": f"{planned(each['ours'], bench, 'e') / 2**30:.2f}"}
+
+
+def _trainer(bench: Bench, shape: str, lora: bool, name: str) -> Trainer:
+    """Return TRL's trainer or ours, for the training phase."""
+    config = {"gradient_checkpointing": False, "loss_type": "grpo", "learning_rate": 1e-6}
+    cls = TRLGRPOTrainer if name == "TRL" else GRPOTrainer
+    return Trainer(cls, bench.model(shape), False, lora, bench.device, **config)
+
+
+def training(bench: Bench) -> Iterator[Measurement]:
+    """Measure the training phase, stock TRL and ours in turns."""
+    for workload in "ea":
+        for shape in bench.shapes:
+            for lora in (False, True):
                 head = {"model": shape, "tuning": "LoRA" if lora else "full", "workload": workload}
                 yield Measurement(head, partial(phase, bench, shape, lora, workload))
 
 
 def phase(bench: Bench, shape: str, lora: bool, workload: str) -> Row:
     """Return a row of `training`."""
-    config = {"gradient_checkpointing": False, "loss_type": "grpo", "learning_rate": 1e-6}
-    makers = {"TRL": (TRLGRPOTrainer, {}), "ours": (GRPOTrainer, {"micro_batching": "auto"})}
-    each = {
-        name: Trainer(cls, bench.model(shape), False, lora, bench.device, **config, **more)
-        for name, (cls, more) in makers.items()
-    }
+    each = {name: _trainer(bench, shape, lora, name) for name in ("TRL", "ours")}
     compete(each, [bench.batch(workload, seed) for seed in range(bench.steps)])
     stock, ours = each["TRL"].measured, each["ours"].measured
     computed, needed = tokens(each["ours"])
@@ -141,23 +212,40 @@ def phase(bench: Bench, shape: str, lora: bool, workload: str) -> Row:
         "TRL, s": f"{median(stock.training):.2f}",
         "ours, s": f"{seconds:.2f}",
         "TRL ÷ ours": f"{median(stock.training) / seconds:.2f}",
+        "ours, first step, s": f"{ours.training[0]:.2f}",  # with the checks of the layout
         "tokens/s": f"{needed / seconds:,.0f}",
         "computed ÷ needed": f"{computed / needed:.2f}",
         "MFU": f"{flops / seconds / peak / 1e12:.1%}" if peak else "unknown peak",
         "TRL, peak GiB": f"{median(stock.memory) / 1024:.2f}",
         "ours, peak GiB": f"{median(ours.memory) / 1024:.2f}",
-        "planned, GiB": f"{planned(each['ours'], bench, workload) / 2**30:.2f}",
+        **{f"{name}, waits a step": str(waits(bench, one, workload)) for name, one in each.items()},
     }
+
+
+def waits(bench: Bench, trainer: Trainer, workload: str) -> int | str:
+    """Return the number of times that the host waits for the GPU in a step."""
+    if bench.device == "cpu":
+        return "-"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trainer.step(bench.batch(workload, bench.steps))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
 def planned(trainer: Trainer, bench: Bench, workload: str) -> float:
     """Return the bytes of gradients and activations that `plan` expects of a micro-batch in TRL's layout."""
     args = copy.copy(trainer.trainer.args)
-    args.max_completion_length = cap(workload)
+    batch = bench.batch(workload, 1)
+    args.max_completion_length = batch.longest
+    prompt_tokens = max(map(len, batch.prompts))
     peft_config = getattr(trainer.trainer.model, "peft_config", {}).get("default")
     shape = ModelShape.from_config(trainer.trainer.model.config, peft_config)
     dtype = str(bench.dtype).removeprefix("torch.")
-    plan = memory_plan(args, dtype, shape, Sharding(), prompt_tokens=160, steps_per_generation=MICRO_BATCHES)
+    plan = memory_plan(args, dtype, shape, Sharding(), prompt_tokens=prompt_tokens, steps_per_generation=MICRO_BATCHES)
     parts = plan.parts()
     return parts["gradients"] + parts["activations"]
 
@@ -171,13 +259,28 @@ def gpu_kind(bench: Bench) -> str:
 def generation(bench: Bench) -> Iterator[Measurement]:
     """Measure eight prompts × eight completions of recorded lengths: transformers' loop, ours, continuous batching."""
     for shape in bench.shapes:
-        for workload in ("a", "b"):
-            yield Measurement({"model": shape, "workload": workload}, partial(loops, bench, shape, workload))
+        yield Measurement({"model": shape, "workload": "a"}, partial(loops, bench, shape, "a"))
 
 
 def loops(bench: Bench, shape: str, workload: str) -> Row:
     """Return a row of `generation`."""
-    each = steppers(bench, shape, workload)
+    config = {
+        "gradient_checkpointing": False,
+        "loss_type": "grpo",
+        "max_completion_length": cap(workload),
+        "generation_kwargs": {"suppress_tokens": [EOS]},
+    }
+    batching: dict[str, Any] = {"use_transformers_continuous_batching": True}
+    if bench.device == "cpu":  # where the default needs a mask of gigabytes
+        batching["transformers_continuous_batching_config"] = paged_cache(workload)
+    kinds = (
+        ("TRL", TRLGRPOTrainer, {}),
+        ("TRL, continuous batching", TRLGRPOTrainer, batching),
+        ("ours", GRPOTrainer, {}),
+    )
+    each = {
+        name: Trainer(cls, bench.model(shape), True, False, bench.device, **config, **more) for name, cls, more in kinds
+    }
     compete(each, [bench.batch(workload, seed) for seed in range(bench.steps)])
     seconds = {name: median(one.measured.phases["generation"]) for name, one in each.items()}
     memory = {name: median(one.measured.memory) / 1024 for name, one in each.items()}
@@ -186,44 +289,6 @@ def loops(bench: Bench, shape: str, workload: str) -> Row:
         "TRL ÷ ours": f"{seconds['TRL'] / seconds['ours']:.2f}",
         "TRL, peak GiB": f"{memory['TRL']:.2f}",
         "ours, peak GiB": f"{memory['ours']:.2f}",
-    }
-
-
-def steppers(bench: Bench, shape: str, workload: str) -> dict[str, Trainer]:
-    """Return the trainers that take complete steps."""
-    config = {
-        "gradient_checkpointing": False,
-        "loss_type": "grpo",
-        "max_completion_length": cap(workload),
-        "generation_kwargs": {"suppress_tokens": [EOS]},
-    }
-    batching = {
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": paged_cache(workload),
-    }
-    return {
-        name: Trainer(cls, bench.model(shape), True, False, bench.device, **config, **more)
-        for name, cls, more in (
-            ("TRL", TRLGRPOTrainer, {}),
-            ("TRL, continuous batching", TRLGRPOTrainer, batching),
-            ("ours", GRPOTrainer, {}),
-        )
-    }
-
-
-def whole_step(bench: Bench) -> Iterator[Measurement]:
-    """Measure complete steps: generation, scoring, loss and gradient."""
-    for shape in bench.shapes:
-        yield Measurement({"model": shape, "workload": "a"}, partial(_step_times, bench, shape))
-
-
-def _step_times(bench: Bench, shape: str) -> Row:
-    each = steppers(bench, shape, "a")
-    compete(each, [bench.batch("a", seed) for seed in range(bench.steps)])
-    seconds = {name: median(one.measured.whole) for name, one in each.items()}
-    return {
-        **{f"{name}, s": f"{value:.2f}" for name, value in seconds.items()},
-        "TRL ÷ ours": f"{seconds['TRL'] / seconds['ours']:.2f}",
     }
 
 

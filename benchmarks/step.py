@@ -9,7 +9,9 @@
 Each step has 8 prompts × 8 completions in 8 micro-batches. Workloads: (a) prompts as long as GSM8K's, completions
 log-normal(4.4, 0.6) of at most 256 tokens; (b) log-normal(4.79, 0.9), at most 1024; (c) = (b), half of the groups
 without variance in their rewards; (d) the worst case: equal lengths and prompts of two tokens, so that nothing is
-padded or shared.
+padded or shared; (e) prompts of 200 to 500 tokens, completions log-normal(5.55, 0.55), 300 tokens on average.
+
+The layout "prompts not shared" packs each completion with a prompt of its own, as padding-free trainers do.
 
 Trainers take turns step by step, on one thread. Times are CPU time of this process, medians over steps. Ratios are
 stock TRL over ours. Memory is the peak above the memory in use before the step.
@@ -63,6 +65,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
+from unshared import prompts_not_shared
 from workloads import EOS, GROUP, PAD, PROMPTS, VOCABULARY, Batch, cap
 
 from grpo_recipes import GRPOTrainer
@@ -85,12 +88,13 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 }
 """Models that can't be packed, of hidden size 256 and 6 layers: a gated delta rule, and sinks with a sliding window."""
 MODELS = (*QWEN2, *ARCHITECTURES)
-WORKLOADS = ("a", "b", "c", "d")
+WORKLOADS = ("a", "b", "c", "d", "e")
 PHASES = ("generation", "reference", "forward", "backward")
 MEASURING = "measuring"
-ONE_BUCKET = "one bucket"
-LAYOUTS = {"auto": "auto", "trimmed": {"layout": "trimmed"}, ONE_BUCKET: {"layout": "trimmed"}}
-"""Settings of the layouts: the best one, and trimmed rows in buckets of similar length and without buckets."""
+ONE_BUCKET, UNSHARED = "one bucket", "packed, prompts not shared"
+LAYOUTS = {"auto": "auto", UNSHARED: "auto", "trimmed": {"layout": "trimmed"}, ONE_BUCKET: {"layout": "trimmed"}}
+"""Settings of the layouts: the best one, packed rows that share no prompt, and trimmed rows in buckets of similar
+length and without buckets."""
 OTHERS = ("TRL, continuous batching", "from scratch", "ours, generation off", "ours")
 """Contestants of complete steps beside TRL."""
 
@@ -100,7 +104,7 @@ def paged_cache(workload: str) -> dict[str, int]:
 
     The default, all free memory in batches of 8192 tokens, needs a mask of gigabytes on a CPU.
     """
-    page, longest_prompt = 32, 160
+    page, longest_prompt = 32, 500 if workload == "e" else 160
     pages = -(-(longest_prompt + cap(workload)) // page)
     return {"page_size": page, "num_blocks": PROMPTS * GROUP * pages, "max_batch_tokens": 512}
 
@@ -289,18 +293,23 @@ class Trainer:
 
         self.trainer._generate_and_score_completions = timed
 
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Return the prompt of each row of the step."""
+        return [prompt for prompt in self.batch.prompts for _ in range(GROUP)]
+
+    def generate(self) -> None:
+        """Generate completions as long as the recorded ones."""
+        with recorded_lengths(self.trainer.model, self.batch):
+            self.trainer._generate_single_turn(self.prompts, None, {}, GROUP)
+
     def rollout(self, prompts: list[str], trainer: TRLGRPOTrainer) -> dict[str, Any]:
         """Return the recorded completions and discard the generated tokens."""
-        prompts = [prompt for prompt in self.batch.prompts for _ in range(GROUP)]
         if self.generates:
-            with (
-                self.measured.peak_memory(),
-                self.measured.phase("generation"),
-                recorded_lengths(trainer.model, self.batch),
-            ):
-                trainer._generate_single_turn(prompts, None, {}, GROUP)
+            with self.measured.peak_memory(), self.measured.phase("generation"):
+                self.generate()
         return {
-            "prompt_ids": prompts,
+            "prompt_ids": self.prompts,
             "completion_ids": [completion for group in self.batch.completions for completion in group],
             "logprobs": None,
             "recorded": [reward for group in self.batch.rewards for reward in group],
@@ -323,6 +332,15 @@ class Trainer:
     def parameters(self) -> list[Tensor]:
         """Return the parameters of the policy."""
         return list(self.trainer.model.parameters())
+
+
+class Unshared(Trainer):
+    """Ours, with a prompt of its own for each completion of a packed row."""
+
+    def step(self, batch: Batch) -> None:
+        """Take one optimizer step and measure it."""
+        with prompts_not_shared():
+            super().step(batch)
 
 
 class FromScratch:
@@ -494,7 +512,8 @@ def training_phase(
     contestants = {"trl": Trainer(TRLGRPOTrainer, policy(size, folder), False, tuning == "lora", **config)}
     for name, micro_batching in layouts.items():
         more = {**config, "micro_batching": micro_batching}
-        contestants[name] = Trainer(GRPOTrainer, policy(size, folder), False, tuning == "lora", **more)
+        kind = Unshared if name == UNSHARED else Trainer
+        contestants[name] = kind(GRPOTrainer, policy(size, folder), False, tuning == "lora", **more)
         if name == ONE_BUCKET:
             contestants[name].trainer._log_probs.launches = math.inf
     gap = compete(contestants, [Batch.draw(workload, seed) for seed in range(steps)])
@@ -600,7 +619,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["small"])
     parser.add_argument("--tuning", nargs="+", choices=("full", "lora"), default=["full"])
     parser.add_argument("--checkpointing", nargs="+", choices=("off", "on"), default=["off"])
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["auto", "trimmed"])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["auto", UNSHARED, "trimmed"])
     parser.add_argument(
         "--steps",
         type=int,

@@ -27,7 +27,9 @@ class Batch:
         """Return the batch of a step."""
         random = np.random.default_rng(seed)
         prompts = np.clip(np.exp(random.normal(4.47, 0.36, PROMPTS)), 30, 160).astype(int)
-        mean, spread = (4.4, 0.6) if workload == "a" else (4.79, 0.9)
+        if workload == "e":
+            prompts = random.integers(200, 501, PROMPTS)
+        mean, spread = {"a": (4.4, 0.6), "e": (5.55, 0.55)}.get(workload, (4.79, 0.9))
         lengths = np.clip(np.exp(random.normal(mean, spread, (PROMPTS, GROUP))), 1, cap(workload)).astype(int)
         if workload == "d":
             prompts, lengths = np.full_like(prompts, 2), np.full_like(lengths, 128)

@@ -83,9 +83,10 @@ def test_gpu_sections_run_without_trl_and_datasets(monkeypatch: pytest.MonkeyPat
     for name, rows in found["sections"].items():
         assert any(row.get("result") == "ok" for row in rows), name
         unmeasured = {row["result"] for row in rows if row.get("result", "ok") != "ok"}
-        assert unmeasured <= {"not run: varlen_attn takes 16 bits on a GPU", NO_CAPTURE}
+        assert unmeasured <= {"not run: varlen_attn takes 16 bits on a GPU", NO_CAPTURE, NO_PEFT}
 
 
+NO_PEFT = "not run: import of peft halted; None in sys.modules"
 NO_CAPTURE = "not run: CUDA graphs need a GPU"
 
 
@@ -119,8 +120,19 @@ def test_rows_of_a_gpu_have_its_memory(gpu: ModuleType, monkeypatch: pytest.Monk
     peaks = {row["peak, MiB"] for row in found["sections"]["attention"] if row["result"] == "ok"}
     assert peaks == {"2048.0"}
     times = found["sections"]["micro_batch"][1]
-    assert times["padded, peak GiB"] == times["packed, peak GiB"] == "2.00"
+    assert times["TRL, peak GiB"] == times["packed apart, peak GiB"] == times["ours, peak GiB"] == "2.00"
     assert waits
+
+
+def test_the_first_questions_to_a_gpu_are_answered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    probe = import_module("gpu_probe")
+    probe.main(["--device", "cpu"])
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [next(iter(answer)) for answer in answers] == [question.__name__ for question in probe.QUESTIONS]
+    assert not any("FAILED" in answer[next(iter(answer))] for answer in answers)
 
 
 @pytest.mark.slow
@@ -187,7 +199,7 @@ def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(gpu: ModuleType, tmp_path: P
     assert found["reward_model"][0]["result"] == "ok"
     assert len(found["precision"]) >= 4
     timed = [row for name in ("training", "generation", "whole_step") for row in found[name] if "result" not in row]
-    assert len(timed) == 6 + 2 + 1
+    assert len(timed) == 4 + 1 + 2
     assert all(float(row["TRL ÷ ours"]) > 0 for row in timed)
     (said,) = found["pretrained"]
     assert said["result"].startswith("not run: `--policy FOLDER`")

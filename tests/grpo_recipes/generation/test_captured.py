@@ -48,6 +48,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(captured, "cuda_graph", capture)
     monkeypatch.setattr(captured, "SMALLEST", 2)
+    # Gemma 3n makes a distribution, which checks numbers of the host: a capture allows it, a recorded one can't tell.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", False)
     return rows
 
 

@@ -59,7 +59,7 @@ def without_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget our modules, and let no module import trl, datasets, peft and accelerate."""
 
     def ours() -> list[str]:
-        return [name for name in sys.modules if name.partition(".")[0].partition("_")[0] in ("grpo", "gpu")]
+        return [name for name in sys.modules if name.partition(".")[0].partition("_")[0] in ("grpo", "gpu", "unshared")]
 
     for name in ours():  # a module that has imported these packages would not miss them
         monkeypatch.delitem(sys.modules, name)

@@ -9,7 +9,6 @@ import pytest
 from grpo_rewards.math import answers, formulas
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.correctness import MathCorrectness
-from grpo_rewards.math.symbolic import equivalent
 
 FORMULAS = ["R", "x+1", "\\sqrt{2}", "\\frac{\\pi}{2}", "(1,2)", "\\{1,2\\}", "[1,3)", "y = 2x", "2\\sqrt{3}"]
 # Text behind or around a formula that math-verify drops.
@@ -334,12 +333,6 @@ def test_a_call_has_a_budget_and_simple_answers_come_first(monkeypatch):
     assert columns["verdict"][:100] == ["timeout"] * 100
     assert now[0] <= 4 * 2.0 + 0.03 * len(texts) + 2.0
     assert "y+x" in asked[:2]
-
-
-@pytest.mark.parametrize("extra", ["", " \\text{ is wrong}"])
-def test_math_verify_alone_drops_the_words(extra):
-    """Show that math-verify itself pays here: the reading of the whole formula is what earns nothing."""
-    assert equivalent("x+1", f"x+1{extra}") is True
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
 from grpo_rewards.math.formulas import TooComplex, comparisons
+from grpo_rewards.math.kinds import kind_of
 from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure
 from grpo_rewards.math.prose import (
     CJK_NUMERALS,
@@ -718,7 +719,14 @@ def _units_differ(gold: str, answer: str) -> bool:
 @lru_cache(maxsize=1024)
 def _value(gold: str) -> Fraction | None:
     """Return the exact value of a gold that is arithmetic, such as `2^{10}`, or None."""
-    return value_of(undress(fold_unicode(gold)))
+    text = undress(fold_unicode(gold))
+    if kind_of(text) is not None:
+        return None
+    *calculations, result = text.split("=")
+    # An equation between numbers states its right side.
+    if any(re.search("[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", side)) for side in calculations):
+        return None
+    return value_of(result)
 
 
 _ALTERNATIVE = re.compile(r"\bor\b")

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from grpo_rewards.math.kinds import kind_of, pairs_of
 from grpo_rewards.math.phrases import word_set
 from grpo_rewards.math.prose import is_doubt
 from grpo_rewards.math.units import is_unit, stated_units, units_differ
@@ -29,7 +30,7 @@ _MAX_POWERS = 2
 
 _SPACE = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|thinspace|enspace|allowbreak)(?![a-zA-Z])"
-    r"|\\[,;:!> ]|~|\$|(?<!\\)\\\Z"
+    r"|(?<!\\)\\[,;:!> ]|~|\$|(?<!\\)\\\Z"
 )
 _SAME = (
     (re.compile(r"\\(?:d|t|c)frac(?![a-zA-Z])"), r"\\frac"),
@@ -119,6 +120,10 @@ def comparisons(gold: str, answer: str) -> list[tuple[str, str]] | None:
         return None
     if "=" not in gold and (label := _TEXT_LABEL.match(answer)) and not any(map(is_doubt, label[1].lower().split())):
         answer = answer[label.end() :]
+    if (kind := kind_of(gold)) is not None:
+        return [] if _plain(gold) == _plain(answer) else pairs_of(kind, kind_of(answer))
+    if _bars(gold) > _bars(answer):
+        return None
     wanted, stated = _read(gold), _read(answer)
     if wanted is None or stated is None:
         return [(gold, answer)] if _same(gold) == _same(answer) else None
@@ -133,6 +138,18 @@ def comparisons(gold: str, answer: str) -> list[tuple[str, str]] | None:
         if not _same_brackets(left, right):
             return None
     return pairs
+
+
+def _plain(text: str) -> str:
+    """Return a form that two spellings of a text share."""
+    for pattern, replacement in _SAME:
+        text = pattern.sub(replacement, text)
+    return _same(_TEXT.sub(r" \1 ", _SPACE.sub(" ", text)))
+
+
+def _bars(text: str) -> int:
+    """Return the number of absolute values of letters."""
+    return len(re.findall(r"\|[^|]*[a-zA-Z][^|]*\|", _COMMAND.sub(" ", text)))
 
 
 def _check_size(text: str) -> None:
@@ -237,7 +254,10 @@ def _without_units(text: str) -> tuple[str, str]:
         if word and (not is_unit(word.group().lower()) and word.group().lower() != "per"):
             break
         start = match.start()
-        body = body[:start].rstrip(" /\\*")
+        rest = body[:start].rstrip(" /\\*")
+        if word and len(word.group()) == 1 and _letters(rest):
+            break  # a letter beside others is one of the formula
+        body = rest
         if not body:
             return text, ""
     return body, text[len(body) :]
@@ -335,11 +355,22 @@ def _items(text: str) -> list[str]:
     return [item.strip() for item in items if item.strip()]
 
 
+def _connectives(text: str) -> set[str]:
+    return {match.group().strip("{}").split("{")[-1].strip().lower() for match in _CONNECTIVE.finditer(text)}
+
+
 def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
     """Return the sides to compare: every side of the answer's equations must equal the gold, but for a name first."""
     gold_items, answer_items = _items(gold), _items(answer)
     gold_primes, equations = gold.count("'"), [_split(item, "=") for item in answer_items]
     if len(gold_items) > 1 or len(answer_items) > 1:
+        if len({*map(_same, gold_items)}) < len(gold_items):  # math-verify's sets hold an item once
+            if len(answer_items) != len(gold_items):
+                return None
+            return list(zip(gold_items, answer_items, strict=True))
+        joined = (_connectives(gold), _connectives(answer))
+        if _RELATION.search(gold) and all(joined) and joined[0] != joined[1]:
+            return None
         for sides in equations:
             if len(sides) > 2 or (
                 len(sides) == 2 and not _NAME.fullmatch(sides[0]) and answer.count("=") > gold.count("=")
@@ -362,7 +393,8 @@ def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
             return None
         pairs = [(wanted[0], side) for side in stated]
     elif len(wanted) == 2 and len(stated) == 1:
-        if not _NAME.fullmatch(wanted[0]):
+        # An equation between numbers states its right side.
+        if not _NAME.fullmatch(wanted[0]) and _letters(wanted[0] + wanted[1]):
             return None
         pairs = [(wanted[1], side) for side in stated]
     elif len(wanted) == len(stated) == 2 and _NAME.fullmatch(wanted[0]) and _same(wanted[0]) == _same(stated[0]):

@@ -1,0 +1,101 @@
+r"""Answers that are not one formula. math-verify would multiply, subtract or drop their parts.
+
+| kind | examples | equal to |
+|---|---|---|
+| ratio | `1:2:3` | a ratio of as many parts, part by part |
+| range | `5-7`, `1914-1918`, `2020-05-07` | a range, number by number |
+| sizes | `2 \times 3, 4 \times 2` | as many sizes, number by number |
+| quantities | `3 hours 20 minutes`, `(a) 5 (b) 4`, `5' 10"` | as many quantities of the same names |
+| cycles | `(1 2)(3 4)` | the same text |
+| marked | `A^T`, `n \equiv 1 \mod 4`, `\angle ABC`, `f^{-1}(x)`, `b > a > c`, `IV` | the same text |
+
+Spaces, braces around one character and the spelling of a fraction do not count. A ratio of two parts is a fraction.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from grpo_rewards.math.units import stated_units
+
+_TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|mathrm|operatorname\*?)\s*\{([^{}]*)\}")
+_SPACING = re.compile(r"(?<!\\)\\[,;:!> ]|~|\$|\\(?:left|right|quad|qquad)(?![a-zA-Z])")
+_RANGE = re.compile(r"\d+(?:\.\d+)?(?:\s*[-–—]\s*\d+(?:\.\d+)?)+")
+_SIZE = re.compile(r"(\d+)\s*(?:\\times|×)\s*(\d+)")
+_CYCLES = re.compile(r"(?:\(\d+(?:\s+\d+)+\)\s*)+")
+_MARK = re.compile(
+    r"\\(?:[bp]?mod|partial|angle|Gamma)(?![a-zA-Z])"
+    r"|\\operatorname|[a-zA-Z)]\s*\^\s*(?:\{\s*T\s*\}|T)(?![a-zA-Z])"
+    r"|(?<![a-zA-Z\\])[a-zA-Z]\s*\^\s*\{\s*-1\s*\}\s*\([a-z]"
+    r"|\\mathbf\s*\{?[a-z]\}?\s*\\(?:times|cdot)"
+    r"|\A\s*[a-zA-Z](?:\s*[<>]\s*[a-zA-Z]){2,}\s*\Z|\A[IVXLCDM]{2,}\Z"
+)
+_PART = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?)|(?P<label>\([a-z]\))|(?P<word>[a-zA-Z]+)|(?P<mark>['\"])|[\s,;.]")
+
+
+class Kind(NamedTuple):
+    """Kind of an answer, the names of its parts, and the parts."""
+
+    name: str
+    names: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+def kind_of(text: str) -> Kind | None:
+    """Return the kind of an answer that is not one formula, or None for a formula."""
+    plain = _SPACING.sub(" ", text).strip().rstrip(".")
+    if _MARK.search(plain):
+        return Kind("marked", (), ())
+    plain = _TEXT.sub(r" \1 ", plain).strip()
+    ratio = [part.strip() for part in plain.split(":")]
+    if len(ratio) > 2 and all(ratio):
+        return Kind("ratio", (), tuple(ratio))
+    if _RANGE.fullmatch(plain):
+        return Kind("range", (), tuple(re.findall(r"\d+(?:\.\d+)?", plain)))
+    sizes = [_SIZE.fullmatch(item.strip()) for item in plain.split(",")]
+    if len(sizes) > 1 and all(sizes):
+        return Kind("sizes", (), tuple(number for size in sizes if size for number in size.groups()))
+    if _CYCLES.fullmatch(plain):
+        return Kind("cycles", (), ())
+    return _quantities(plain)
+
+
+def _quantities(text: str) -> Kind | None:
+    """Return several numbers with names, by name, or None for any other text."""
+    found: list[list[str]] = []  # names and numbers in turn
+    end = 0
+    for match in _PART.finditer(text):
+        if match.start() != end:
+            return None
+        end = match.end()
+        if match.lastgroup is None or match.group().lower() == "and":
+            continue
+        is_number = match.lastgroup == "number"
+        if is_number and found and found[-1][0] == "number":
+            return None
+        if is_number or not found or found[-1][0] == "number":
+            found.append(["number" if is_number else "name"])
+        found[-1].append(match.group())
+    numbers = [part[1] for part in found if part[0] == "number"]
+    names = [_name(part[1:]) for part in found if part[0] == "name"]
+    if end != len(text) or len(numbers) < 2 or len(names) not in (len(numbers), len(numbers) - 1):
+        return None
+    names += [""] * (len(numbers) - len(names))
+    pairs = sorted(zip(names, numbers, strict=True), key=lambda pair: pair[0])
+    return Kind("quantities", tuple(name for name, _ in pairs), tuple(number for _, number in pairs))
+
+
+def _name(words: list[str]) -> str:
+    """Return one name for all spellings of a unit."""
+    name = " ".join(words).lower()
+    return "*".join(stated_units(f"1 {name}")) or name
+
+
+def pairs_of(gold: Kind, answer: Kind | None) -> list[tuple[str, str]] | None:
+    """Return the pairs of parts that must be equal for an answer to be the gold, or None if it can't be."""
+    if answer is None or not gold.parts or (gold.name, gold.names, len(gold.parts)) != (
+        answer.name, answer.names, len(answer.parts)
+    ):  # fmt: skip
+        return None
+    return list(zip(gold.parts, answer.parts, strict=True))

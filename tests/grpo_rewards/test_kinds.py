@@ -42,12 +42,16 @@ WRONG = {
     "T, F, T": ["T, T, F"],
     "-1,-1,1,1": ["-1,1,1,1"],
     "x<2 or x>3": ["x<2 and x>3"],
+    r"\cos (e) \approx-0.912": [r"\cos (e) \approx+0.912"],
+    r"\sqrt{2} \approx 1.41": [r"\sqrt{2} \approx 2.41", r"\sqrt{3} \approx 1.41"],
+    r"x = \ln 5 \approx 1.609": [r"x = \ln 5 \approx 3"],
     r"\pi r^2 h": [r"\pi r^2"],
     r"\frac{1}{2} b h": [r"\frac{1}{2} q h"],
 }
 """Golds, and answers that are other values or other statements."""
 
 RIGHT = {
+    r"\sqrt{2} \approx 1.41": [r"\sqrt{2}", r"\sqrt2 \approx 1.414"],
     "2^{10}=1024": ["1024", "2^{10}=1024"],
     r"\binom{10}{3}=120": ["120"],
     r"\frac12+\frac13=\frac56": [r"\frac56"],

@@ -87,6 +87,8 @@ _NAME = re.compile(
 )
 _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(\d+)\s+(\d+)\s*/\s*(\d+)")
 _NO_MIXED = re.compile(r"(?:[\d.,}^_]|\\[a-zA-Z]+|\\sqrt\s*\[[^\]]*\])\s*\Z")
+_APPROXIMATELY = re.compile(r"\\approx(?![a-zA-Z])|≈")
+_DECIMAL = re.compile(r"[-+]?\d+(?:\.(?P<places>\d+))?")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -124,6 +126,11 @@ def comparisons(gold: str, answer: str) -> list[tuple[str, str]] | None:
         return [] if _plain(gold) == _plain(answer) else pairs_of(kind, kind_of(answer))
     if _bars(gold) > _bars(answer):
         return None
+    wanted_parts, stated_parts = _APPROXIMATELY.split(gold), _APPROXIMATELY.split(answer)
+    if len(wanted_parts) == 2:
+        if len(stated_parts) == 2 and not _same_decimals(wanted_parts[1], stated_parts[1]):
+            return None
+        return comparisons(wanted_parts[0].strip(), stated_parts[0].strip()) if len(stated_parts) <= 2 else None
     wanted, stated = _read(gold), _read(answer)
     if wanted is None or stated is None:
         return [(gold, answer)] if _same(gold) == _same(answer) else None
@@ -150,6 +157,16 @@ def _plain(text: str) -> str:
 def _bars(text: str) -> int:
     """Return the number of absolute values of letters."""
     return len(re.findall(r"\|[^|]*[a-zA-Z][^|]*\|", _COMMAND.sub(" ", text)))
+
+
+def _same_decimals(gold: str, answer: str) -> bool:
+    """Return True if two decimals are roundings of one number."""
+    decimals = [_DECIMAL.fullmatch(text.strip()) for text in (gold, answer)]
+    if decimals[0] is None or decimals[1] is None:
+        return _plain(gold) == _plain(answer)
+    coarser = min(len(match["places"] or "") for match in decimals if match)
+    first, second = (float(match.group()) for match in decimals if match)
+    return abs(first - second) <= 0.5000001 * 10**-coarser
 
 
 def _check_size(text: str) -> None:

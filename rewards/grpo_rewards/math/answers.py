@@ -219,7 +219,7 @@ def gold_answer(gold: object) -> str | None:
     r"""Return the final answer of a dataset's gold, or None if it has none.
 
     A gold is a GSM8K solution (`... #### N`), a solution that ends in an `A: N` line or holds a `\boxed{N}`, or a bare
-    answer. Prose of more than five words without such a mark has no final answer.
+    answer. Prose of more than five words without such a mark has no final answer. LaTeX is not prose.
     """
     if isinstance(gold, Real) and not isinstance(gold, bool) and gold == gold:  # not NaN
         gold = number_text(gold)
@@ -232,7 +232,7 @@ def gold_answer(gold: object) -> str | None:
         if answer is not None:
             return answer or None
     bare = gold.strip()
-    if not bare or len(_WORD.findall(bare)) > 5:
+    if not bare or len(_WORD.findall(_MATHS.sub(" ", bare))) > 5:
         return None
     return bare
 
@@ -247,6 +247,9 @@ def number_text(number: Real | float) -> str:
     return format(PlainDecimal(text), "f") if "e" in text else text
 
 
+_MATHS = re.compile(
+    r"\$[^$]*\$|\\\(.*?\\\)|\\(?:begin|end|text\w*|mbox|math\w+)\s*\{[^{}]*\}|\\[a-zA-Z]+|[_^{}]", re.DOTALL
+)
 _WORD = re.compile(r"(?<![^\W\d_\\])[^\W\d_]{2,}")
 
 

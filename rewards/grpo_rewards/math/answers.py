@@ -35,7 +35,7 @@ from grpo_rewards.claims import is_bound, is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
-from grpo_rewards.math.formulas import TooComplex, comparisons
+from grpo_rewards.math.formulas import TooComplex, comparisons, is_same_formula
 from grpo_rewards.math.kinds import kind_of
 from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure
 from grpo_rewards.math.prose import (
@@ -683,7 +683,7 @@ class Judge:
         if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
             return "wrong"
         gold, answer = undress(fold_unicode(gold)), undress(fold_unicode(answer))
-        if _comparable(gold) == _comparable(answer):
+        if _comparable(gold) == _comparable(answer) or is_same_formula(gold, answer):
             return "equal"
         if _comparable(gold).replace(" ", "").isalpha() and len(gold) > 2:
             return "wrong"  # as formulas, words would be products of letters, and "dear" would equal "read"

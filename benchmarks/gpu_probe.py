@@ -187,11 +187,14 @@ def failed_capture(device: Device) -> Answer:
     gpu, numbers = torch.device("cuda", torch.cuda.current_device()), torch.ones(4, device="cuda")
     before = torch.cuda.current_stream()
 
+    def wait() -> None:
+        numbers.sum().item()
+
     def train() -> None:
         torch.ones(8, 8, device="cuda", requires_grad=True).square().sum().backward()
 
     steps: dict[str, Callable[[], object]] = {
-        "capture that waits": lambda: cuda_graph(lambda: numbers.sum().item(), gpu),  # type: ignore[arg-type, return-value]
+        "capture that waits": lambda: cuda_graph(wait, gpu),
         "empty_cache": torch.cuda.empty_cache,
         "256 MiB": lambda: torch.empty(2**28, dtype=torch.uint8, device="cuda"),
         "training": train,

@@ -341,11 +341,12 @@ class Batch:
             columns = 0  # padding of all rows
         if columns:
             self.fill(cache, columns, rows, kept)
+        index = on_device(torch.tensor(rows), self.ids.device)
         return decode_step(
             self.model,
-            self.ids[rows, columns : self.width],
-            attention_mask=None if self.mask is None else self.mask[rows, : self.width],
-            position_ids=None if self.positions is None else self.positions[rows, columns:],
+            self.ids[index, columns : self.width],
+            attention_mask=None if self.mask is None else self.mask[index, : self.width],
+            position_ids=None if self.positions is None else self.positions[index, columns:],
             is_first_iteration=True,
             **{self.cache_name: cache},
             **self.keep,

@@ -384,7 +384,7 @@ def test_rows_leave_on_the_device_in_few_waits_and_copies(graphs: list[int]) -> 
         torch.manual_seed(3)
         with decoding(policy, CapturedTurn(record_every=3)):
             tokens = policy.generate(**inputs, generation_config=config(**SAMPLED))
-        assert gpu.synchronisations <= 15, gpu.sites  # 3 of them for 24 tokens
+        assert gpu.synchronisations <= 25, gpu.sites  # 3 of them for 24 tokens, most before the first
         assert gpu.uploads <= 22
         assert tokens.tolist() == expected.tolist()
     assert graphs == sizes

@@ -40,7 +40,7 @@ from grpo_recipes import __version__
 from grpo_recipes.checks import checks, packages
 from grpo_recipes.checks.checks import Checked, Machine
 from grpo_recipes.checks.precision import Precision
-from grpo_recipes.checks.rewards import checked_reward, describe_rewards
+from grpo_recipes.checks.rewards import checked_reward, describe_rewards, prefilled_notes
 from grpo_recipes.checks.tokenizer import ChatTemplate, check_chat_template, load_tokenizer
 from grpo_recipes.checks.tools import check_template
 from grpo_recipes.data import prompts
@@ -283,7 +283,9 @@ def build_inputs(recipe: Recipe, machine: Machine) -> tuple[Checked, PreTrainedT
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length
             rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
-    return checked, tokenizer, rollout
+    template_kwargs = recipe.config.chat_template_kwargs or {}
+    prompt = prompts.first_prompt(checked.train_dataset, tokenizer, template_kwargs, tools)
+    return replace(checked, prompt_notes=prefilled_notes(checked.rewards, prompt)), tokenizer, rollout
 
 
 def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
@@ -588,7 +590,7 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
         notes.append(warning)
     if checked.golds:
         notes.append(checked.golds.describe())
-    notes += checked.gold_notes
+    notes += [*checked.gold_notes, *checked.prompt_notes]
     notes += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     for note in notes:
         _say(f"  note            {note}")

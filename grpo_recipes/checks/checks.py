@@ -116,6 +116,7 @@ class Checked:
         golds: Training rows whose gold no correctness reward can score, or None if there are none.
         gold_notes: Sentences about golds that may mean something else than a reward reads.
         toolset: Tools and environments, or None without any.
+        prompt_notes: Sentences about rewards that do not fit the rendered prompt, once there is a tokenizer.
     """
 
     geometry: Geometry
@@ -125,6 +126,7 @@ class Checked:
     golds: GoldCheck | None = None
     gold_notes: Sequence[str] = ()
     toolset: Toolset | None = None
+    prompt_notes: Sequence[str] = ()
 
     @property
     def all_rewards(self) -> list[BuiltReward]:

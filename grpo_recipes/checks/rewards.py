@@ -21,7 +21,7 @@ from grpo_recipes.process.faults import FaultyRow, RewardFault
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
-from grpo_rewards.reward import BaseReward
+from grpo_rewards.reward import BaseReward, TaggedReward
 
 # Arguments that TRL passes to every reward beside the dataset's columns (`GRPOTrainer._calculate_rewards`).
 TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -351,6 +351,50 @@ def gold_notes(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places 
                 if note is not None:
                     notes.append(f"{reward.name}: {note}")
     return notes
+
+
+def prefilled_notes(rewards: Iterable[BuiltReward], prompt: str) -> list[str]:
+    """Return a sentence if the `prefilled` of some rewards is not the reasoning tag that the prompt opens, else [].
+
+    Args:
+        rewards: Rewards with their weights.
+        prompt: First prompt, as the model receives it.
+    """
+    tagged, prompt = _tagged_rewards(rewards), prompt.rstrip()
+    for tag, answer in (*(reward.tags for reward in tagged.values()), TaggedReward.tags):
+        if not prompt.endswith(f"<{tag}>"):
+            continue
+        unset = {name: reward.tags for name, reward in tagged.items() if reward.prefilled != tag}
+        fix = f"set `prefilled: {tag}` in"
+        if any(first != tag for first, _ in unset.values()):
+            fix = f"set `tags: [{tag}, {answer}]` and `prefilled: {tag}` in"
+        problem = f"ends in `<{tag}>`, so completions start inside the thinking, and an unfinished thought may be paid"
+        return _prompt_note(problem, fix, unset)
+    # A template may write some words behind the tag, and a message above may mention it.
+    end = "\n".join(prompt.splitlines()[-2:])
+    needless = []
+    for name, reward in tagged.items():
+        if reward.prefilled and end.rfind(f"<{reward.prefilled}>") <= end.rfind(f"</{reward.prefilled}>"):
+            needless.append(name)
+    problem = "opens no reasoning tag, so a completion without a closing tag is read as an unfinished thought"
+    return _prompt_note(problem, "remove `prefilled` from", needless)
+
+
+def _tagged_rewards(rewards: Iterable[BuiltReward]) -> dict[str, TaggedReward]:
+    """Return the rewards that read tags, also those inside other rewards, by name and place."""
+    found: dict[str, TaggedReward] = {}
+    for reward in rewards:
+        for leaf in leaves([reward]):
+            if isinstance(leaf.unbound, TaggedReward):
+                name = leaf.name if leaf.name == reward.name else f"{leaf.name} in {reward.name}"
+                found[name] = leaf.unbound
+    return found
+
+
+def _prompt_note(problem: str, fix: str, names: Iterable[str]) -> list[str]:
+    """Return a sentence on a prompt that does not fit the rewards `names`, or [] without any."""
+    named = " and ".join(names)
+    return [f"`rewards`: the prompt {problem}: {fix} the `kwargs` of {named}"] if named else []
 
 
 def _correctness_rewards(reward: BuiltReward) -> list[BaseReward]:

@@ -547,6 +547,19 @@ def rendered(prompt: Turns, tokenizer: PreTrainedTokenizerBase, template_kwargs:
     return cast(str, text)  # the type with `tokenize=False`
 
 
+def first_prompt(
+    dataset: datasets.Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    tools: PromptTools | None = None,
+) -> str:
+    """Return the first prompt of a dataset as the model receives it, with the tools of its row."""
+    row = dataset[0]
+    if tools is not None:
+        template_kwargs = {**template_kwargs, **tools.template_kwargs(row.get(ENVIRONMENT))}
+    return rendered(row["prompt"], tokenizer, template_kwargs)
+
+
 def limit_prompts(
     dataset: datasets.Dataset,
     spec: DatasetSpec,

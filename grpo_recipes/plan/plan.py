@@ -27,7 +27,7 @@ from grpo_recipes.checks.checks import (
 )
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
-from grpo_recipes.checks.rewards import describe_rewards
+from grpo_recipes.checks.rewards import describe_rewards, prefilled_notes
 from grpo_recipes.checks.tools import Toolset, load_toolset
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.plan import memory
@@ -257,7 +257,7 @@ def _model_is_made_elsewhere(recipe: Recipe) -> bool:
 
 
 def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> PromptReport:
-    """Return the report on the prompts. Add what is to be known of golds and sampling to `notes`."""
+    """Return the report on the prompts. Add what is to be known of golds, tags and sampling to `notes`."""
     shown = prompt_report(recipe, checked.train_dataset, checked.toolset)
     # A sample may miss the longest prompt: training measures all of them again.
     longest = shown.lengths.longest_trained(recipe.dataset) if shown.lengths else None
@@ -267,6 +267,8 @@ def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> Prom
     if checked.golds:
         notes.append(checked.golds.describe())
     notes += checked.gold_notes
+    if shown.unknown is None:
+        notes += prefilled_notes(checked.rewards, shown.text)
     notes += sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     notes += _row_notes(recipe, checked)
     notes += _position_notes(recipe, shown.lengths.longest if shown.lengths else 0)

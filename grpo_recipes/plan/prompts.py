@@ -12,7 +12,7 @@ import numpy as np
 from grpo_recipes.checks.tokenizer import TokenizerUnavailable, check_chat_template, load_tokenizer
 from grpo_recipes.checks.tools import Toolset, TurnTokens, check_template
 from grpo_recipes.data.hub import hub_answers
-from grpo_recipes.data.prompts import ENVIRONMENT, rendered, sample_of_rows, token_lengths
+from grpo_recipes.data.prompts import first_prompt, sample_of_rows, token_lengths
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.weights import tokenizer_source
@@ -164,9 +164,7 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
         tokens = int(lengths[0] if sample[0] == 0 else token_lengths(row, tokenizer, template_kwargs, tools)[0])
         bare = tokens if tools is None else int(token_lengths(row, tokenizer, template_kwargs)[0])
     summary = Lengths.of(lengths, len(dataset), recipe.dataset.max_prompt_tokens)
-    if tools is not None:
-        template_kwargs = {**template_kwargs, **tools.template_kwargs(dataset[0].get(ENVIRONMENT))}
-    text = rendered(first, tokenizer, template_kwargs)
+    text = first_prompt(dataset, tokenizer, template_kwargs, tools)
     return PromptReport(text, tokens, summary, None, _tool_tokens(recipe, turns, tokens - bare))
 
 

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo_recipes.checks.geometry import Geometry
+from grpo_recipes.checks.rewards import prefilled_notes
 from grpo_recipes.evaluation.estimates import Estimate, mean_share
 from grpo_recipes.reports.diagnostics import FLAT_GROUPS_LIMIT, TRUNCATED_LIMIT
 from grpo_recipes.reports.transcript import Part as Turn
@@ -408,6 +409,11 @@ def _range(preview: Preview) -> tuple[float, float]:
     return min(0.0, *totals), max(highest, *totals)
 
 
+def another_tag_opened(preview: Preview) -> Iterator[str]:
+    """Name the rewards whose `prefilled` is not the reasoning tag that the prompt opens."""
+    yield from prefilled_notes(preview.rewards, preview.groups[0].prompt)
+
+
 def format_never_met(preview: Preview) -> Iterator[str]:
     """Suggest another prompt if no completion earns the full score of a format reward."""
     rewards = {summary.reward.name for summary in preview.summaries()}
@@ -480,6 +486,7 @@ def memory_too_small(preview: Preview) -> Iterator[str]:
 CHECKS: tuple[Callable[[Preview], Iterator[str]], ...] = (
     memory_too_small,
     unscorable,
+    another_tag_opened,
     format_never_met,
     never_right,
     too_hard_or_easy,

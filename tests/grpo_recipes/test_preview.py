@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes import GRPOTrainer, preview, train
+from grpo_recipes.checks.checks import Machine
 from grpo_recipes.checks.geometry import Geometry
 from grpo_recipes.cli import main
 from grpo_recipes.data.load import load
@@ -118,6 +120,27 @@ def test_the_terminal_shows_prompts_scores_and_what_follows(
     assert "what follows" in said
     assert "no completion has the format of `well_formed`" in " ".join(said.split())
     assert all(letter.isprintable() or letter == "\n" for letter in said.replace("�", ""))
+
+
+def test_plan_preview_and_train_name_prefilled_for_a_chat_template_that_opens_the_thinking(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    with (model / "chat_template.jinja").open("a", encoding="utf-8") as file:
+        file.write("{% if add_generation_prompt and enable_thinking is not false %}{{ '<think>\\n' }}{% endif %}")
+    arguments = ["quickstart", "--model_name_or_path", str(model)]
+    note = (
+        "`rewards`: the prompt ends in `<think>`, so completions start inside the thinking, and an unfinished thought "
+        "may be paid: set `prefilled: think` in the `kwargs` of gsm8k_correctness and well_formed"
+    )
+    assert main(["plan", *arguments]) == 0
+    assert f"note {note}" in " ".join(capsys.readouterr().out.split())
+    assert previewed(capsys, *arguments, "--prompts", "1", *SHORT)["findings"].count(note) == 1
+    checked, _, _ = train.build_inputs(parse_recipe(["--config", *arguments]), Machine.here())
+    assert checked.prompt_notes == [note]
+    assert main(["plan", *arguments, "--chat_template_kwargs.enable_thinking", "false"]) == 0
+    assert "prefilled" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -469,6 +469,7 @@ def test_a_run_is_described_with_its_tools_and_notes(
     geometry = SimpleNamespace(describe=lambda: "geometry", describe_epoch=lambda rows, length: f"{rows} of {length}")
     checked = SimpleNamespace(
         all_rewards=[], geometry=geometry, train_dataset=[0] * 5, golds=None, gold_notes=["a gold note"],
+        prompt_notes=["a prompt note"],
         toolset=SimpleNamespace(describe=lambda most: f"tools, at most {most}"),
     )  # fmt: skip
     monkeypatch.setattr(train, "measured_precision", lambda prepared, trainer: (precision, 0.25))
@@ -492,6 +493,7 @@ def test_a_run_is_described_with_its_tools_and_notes(
         "  note            a caution",
         "  note            updates are lost: 0.25",
         "  note            a gold note",
+        "  note            a prompt note",
         "  note            5 sampled",
     ]
     assert capsys.readouterr().out.splitlines() == lines

@@ -28,6 +28,7 @@ from grpo_recipes.checks.rewards import (
     check_weights,
     checked_reward,
     gold_notes,
+    prefilled_notes,
 )
 from grpo_recipes.data.places import row_numbers
 from grpo_recipes.data.prompts import sample_of_rows
@@ -701,3 +702,50 @@ def test_asynchronous_rewards_are_checked_too() -> None:
     assert is_async_callable(checked)
     with pytest.raises(RewardFault, match="`Judge` returned nan for row 0"):
         asyncio.run(checked(prompts=TEXTS, completions=TEXTS))
+
+
+PLAIN = "<|im_start|>user\nThink between <think> and </think>.<|im_end|>\n<|im_start|>assistant\n"
+PREFILLED: dict[str, Any] = {"name": "well_formed", "kwargs": {"prefilled": "think"}}
+PLANNED: dict[str, Any] = {"name": "well_formed", "kwargs": {"tags": ["plan", "out"]}}
+
+
+@pytest.mark.parametrize(
+    ("specs", "end", "ending"),
+    [
+        (["math_correctness"], "", None),
+        (["math_correctness", "repetition"], "<think>\n", "set `prefilled: think` in the `kwargs` of math_correctness"),
+        ([PREFILLED], "<think>\n", None),
+        # Qwen3 without thinking, and a template that also writes the first words of the thought.
+        (["math_correctness"], "<think>\n\n</think>\n\n", None),
+        ([PREFILLED], "<think>\n\n</think>\n\n", "remove `prefilled` from the `kwargs` of well_formed"),
+        ([PREFILLED], "<think>\nOkay, so", None),
+        ([PREFILLED, "tag_count"], "", "remove `prefilled` from the `kwargs` of well_formed"),
+        # Rewards inside others.
+        (
+            ["group_length", PREFILLED],
+            "<think>",
+            "set `prefilled: think` in the `kwargs` of gsm8k_correctness in group_length",
+        ),
+        (
+            [{"name": "sum", "rewards": ["tag_count", PREFILLED]}, "math_correctness"],
+            "<think>",
+            "set `prefilled: think` in the `kwargs` of tag_count in sum and math_correctness",
+        ),
+        ([PLANNED], "<plan>", "set `prefilled: plan` in the `kwargs` of well_formed"),
+        (
+            [PLANNED, "tag_count"],
+            "<plan>",
+            "set `tags: [plan, out]` and `prefilled: plan` in the `kwargs` of well_formed and tag_count",
+        ),
+        ([PLANNED], "<think>", "set `tags: [think, answer]` and `prefilled: think` in the `kwargs` of well_formed"),
+        ([HERE + "by_level"], "<think>", None),
+    ],
+)
+def test_rewards_whose_prefilled_is_not_the_tag_that_the_prompt_opens_are_named(
+    specs: list[Any], end: str, ending: str | None
+) -> None:
+    notes = prefilled_notes(build_rewards(specs, num_generations=2), PLAIN + end)
+    assert len(notes) == (ending is not None)
+    for note in notes:
+        assert note.startswith("`rewards`: the prompt ")
+        assert note.endswith(f": {ending}")

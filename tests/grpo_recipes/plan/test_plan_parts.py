@@ -697,13 +697,20 @@ def test_what_is_known_of_golds_and_prompts_is_noted(
     monkeypatch.setattr(plans, "_row_notes", lambda *_: ["rows"])
     monkeypatch.setattr(plans, "_position_notes", lambda recipe, longest: [f"longest {longest}"])
     golds = SimpleNamespace(describe=lambda: "golds")
-    checked: Any = SimpleNamespace(train_dataset=range(40), toolset=None, golds=golds, gold_notes=["g"], geometry=None)
+    monkeypatch.setattr(plans, "prefilled_notes", lambda rewards, prompt: [f"{rewards} of {prompt}"])
+    checked: Any = SimpleNamespace(
+        train_dataset=range(40), toolset=None, golds=golds, gold_notes=["g"], geometry=None, rewards="rewards"
+    )
+    tags = f"rewards of {SHOWN.text}"
     given: Any = SimpleNamespace(dataset=SPEC, naming_this_file=nullcontext, config=None)
     notes = ["before"]
     assert _checked_prompts(given, checked, notes) == replace(SHOWN, lengths=lengths)
-    assert notes == ["before", "golds", "g", "40 rows", "rows", f"longest {longest or 0}"]
+    assert notes == ["before", "golds", "g", tags, "40 rows", "rows", f"longest {longest or 0}"]
     assert asked == ([] if longest is None else [longest])
     checked.golds = None
+    _checked_prompts(given, checked, notes := [])
+    assert notes == ["g", tags, "40 rows", "rows", f"longest {longest or 0}"]
+    monkeypatch.setattr(plans, "prompt_report", lambda *_: replace(SHOWN, lengths=lengths, unknown="no tokenizer"))
     _checked_prompts(given, checked, notes := [])
     assert notes == ["g", "40 rows", "rows", f"longest {longest or 0}"]
 

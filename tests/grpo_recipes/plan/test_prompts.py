@@ -218,7 +218,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(plan_prompts, "check_chat_template", lambda *given: found.append(given[1:]))
     monkeypatch.setattr(plan_prompts, "check_template", lambda *_: TurnTokens("for training", 3, 4))
     monkeypatch.setattr(plan_prompts, "token_lengths", token_lengths)
-    monkeypatch.setattr(plan_prompts, "rendered", lambda first, tokenizer, kwargs: f"{first} {tokenizer} {kwargs}")
+    monkeypatch.setattr(prompts, "rendered", lambda first, tokenizer, kwargs: f"{first} {tokenizer} {kwargs}")
     return found
 
 

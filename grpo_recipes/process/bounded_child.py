@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from grpo_rewards.errors import UserError, one_line, shortened
-from grpo_rewards.math.symbolic import limit_cpu, limit_memory
+from grpo_rewards.limits import limit_cpu, limit_memory
 
 Announce = Callable[[str], None]
 """Function that announces the stage a bounded call begins. The error of a stopped call names it."""

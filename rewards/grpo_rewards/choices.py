@@ -8,8 +8,9 @@ r"""A reward for multiple choice: the one choice that a completion names, by its
 
 An answer is read by a small grammar instead of searched for a letter. It is a letter, a choice's text, or both in
 agreement. A phrase may introduce it ("the correct option is", "I think it's"), and a reason ("because ...") or a claim
-("is correct") may follow. Anything else names no choice, so that "A cat", "I don't know", "A or B" and "not B" earn
-nothing.
+("is correct") may follow. Behind a label in another language ("La respuesta es", "正解は") only the choice, its text
+and a reason may stand, because the hedges of all languages can't be listed. Anything else names no choice, so that "A
+cat", "I don't know", "A or B" and "not B" earn nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, ClassVar
 
-from grpo_rewards.claims import is_denied, is_retraction, is_unclaimed
+from grpo_rewards import languages
+from grpo_rewards.claims import is_denial, is_denied, is_retraction, is_unclaimed
 from grpo_rewards.completions import completion_text, needed_column
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.math.phrases import word_set
@@ -36,11 +38,16 @@ _MAX_EXTRA_CHARS = 1000
 _MAX_CLAIMS = 20
 """Number of claims of a completion that are read, from its end."""
 
+_MAX_CORRECTION_WORDS = 4
+_MAX_CORRECTION_CHARS = 40
+"""Number of words, and of their characters, of a sentence in another language that may take an answer back."""
+
 _LABEL = re.compile(r"[A-Za-z0-9]{1,3}")
 _LABELLED = re.compile(r"\s*\(?([A-Za-z])(?:\)|[.:](?=\s))\s*(\S.*)", re.DOTALL)
 
 _FOLDED = {**dict.fromkeys("−‐‑–—﹣―", "-"), **dict.fromkeys("‘’‚‛", "'"), **dict.fromkeys("“”„«»", '"'),
-           "。": ".", "、": ",", "\n": " ", "\t": " ", "\r": " "}  # fmt: skip
+           "。": ". ", "、": ", ", "，": ", ", "：": ": ", "；": "; ", "！": "! ", "？": "? ", "।": ". ", "،": ", ",
+           "؟": "? ", "\n": " ", "\t": " ", "\r": " "}  # fmt: skip
 _LATEX_COMMAND = re.compile(
     r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|[bf]?boxed|fbox|underline|emph|operatorname)\s*\{([^{}]*)\}"
 )
@@ -154,7 +161,7 @@ def _choices(labels: tuple[str, ...], texts: tuple[str, ...]) -> Choices | None:
     head = re.compile(
         rf"""(?P<word>(?:the\ )?(?:option|choice|answer|letter|alternative|statement)\ )?
         (?P<open>[(\[{{<]*)\ ?(?P<label>{either})
-        (?P<close>(?:\ ?[)\]}}>.:,;!]|\ -)*) (?: (?=\s|\Z) | (?<=[)\]:.])(?=[^\W\d]) )""",
+        (?P<close>(?:\ ?[)\]}}>.:,;!]|\ -)*) (?: (?=\s|\Z) | (?<=[)\]:.])(?=[^\W\d]) | (?<=[)\]])(?=[-\d]) )""",
         re.VERBOSE | re.IGNORECASE,
     )
     mention = re.compile(rf"(?<![\w'-])([(\[]?)({either})([)\]]?)(?![\w'-])(?=(\ [a-z]+)?)", re.IGNORECASE)
@@ -295,6 +302,8 @@ _IS_RULED_OUT = re.compile(
 _IS = re.compile(r"(?:is|was|seems|looks|would be|could be|may be|might be)\b", re.IGNORECASE)
 _CONTRAST = re.compile(r"(?:and )?(?:not|rather than|instead of|over|as opposed to) ", re.IGNORECASE)
 _BUT = re.compile(r"not (?P<others>.{1,300}?),? but (?:rather |instead )?(?P<rest>.+)", re.IGNORECASE)
+# Characters between a choice's letter and its text.
+_SEPARATORS = " .,;:!=-\u2705\u2713\u2714"
 # Characters of a key that may follow a choice's text: "5!" and "5/2" are not 5.
 _AFTER_TEXT = ("", " ", ",", ".", ";", ":", "(", ")", "[", "]")
 _KEYWORD = re.compile(
@@ -336,7 +345,14 @@ def named_choice(answer: str, choices: Choices) -> str | None:
     rest = cleaned[_end_of(_INTRODUCTION, cleaned) :]
     if rest in ("a", "i") and not _ASKS_FOR_LETTER.search(cleaned):
         return None  # "It is a", cut off
-    return _parsed(rest, choices)
+    if label := _parsed(rest, choices):
+        return label
+    end = 0
+    for start, label_end in languages.find_labels(cleaned, of_choices=True):
+        if start != end:  # not "Respuesta: La respuesta es C", but two sentences
+            return None
+        end = label_end
+    return _named_alone(cleaned[end:], choices) if end else None
 
 
 def _parsed(text: str, choices: Choices) -> str | None:
@@ -350,9 +366,13 @@ def _parsed(text: str, choices: Choices) -> str | None:
     if head and not _is_word(head, text):  # a letter first: "B) Paris"
         label = choices.by_label[head["label"].casefold()]
         sure = bool(head["word"] or head["open"] or head["close"])
-        if head["close"].endswith(".") and text[head.end() : head.end() + 1].isalpha():  # "A.Paris", but "A.M."
-            return label if _by_text(text[head.end() :], choices) == label else None
-        return label if _agrees(text[head.end() :], label, sure, choices) else None
+        rest = text[head.end() :]
+        # "A.Paris", but "A.M."; "(A)-5", but "(A)-(B)"
+        if (head["close"].endswith(".") and rest[:1].isalpha()) or rest[:1] == "-" or rest[:1].isdecimal():
+            return label if _by_text(rest, choices) == label else None
+        if head["close"].endswith("-") and _by_text(f"-{rest}", choices) == label:  # "A - 19" for the text "-19"
+            return label
+        return label if _agrees(rest, label, sure, choices) else None
     # A text first: "Paris (B)". The longest texts come first, so that "New York" is not read as "New".
     known, label = _leading(text, choices.keys)
     return label if label and _agrees(_after_text(text, known), label, False, choices) else None
@@ -398,13 +418,24 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
     """
     is_first = True
     while True:
-        rest = rest.strip(" .,;:!=-\u2705\u2713\u2714")
+        rest = _without_separators(rest, choices)
+        if named := _by_text(rest, choices):  # before "5!" loses its mark
+            return named == label
+        rest = rest.rstrip(_SEPARATORS)
         inner = rest[1:-1] if rest[:1] + rest[-1:] in ("()", "[]") else rest
         inner = inner[_end_of(_KEYWORD, inner) :]
         if not inner:
             return True
         if named := _exactly(inner, choices):  # "B) Paris": the letter and the text must agree
             return named == label
+        # A choice's text, which goes on: "B) Paris, the capital". It may be "False" or "No", so denials are read later.
+        opened = rest.lstrip("([")
+        known, named = _leading(opened, choices.keys)
+        if named == label:
+            rest, sure, is_first = _after_text(opened, known).lstrip(")]"), True, False
+            continue
+        if named or (opened[:1] == "-" and _leading(opened[1:], choices.keys)[1] == label):  # "(B) -5" for the text "5"
+            return False
         if _IS_RULED_OUT.match(rest) or is_denied("", rest):  # "A is impossible", "A. I lied"
             return False
         if _REASON.match(inner):  # "(because ...)": a reason may mention any other choice
@@ -417,16 +448,22 @@ def _agrees(rest: str, label: str, sure: bool, choices: Choices) -> bool:
         if is_first and _IS.match(rest):  # "A is what a fool would pick"
             return False
         is_first = False
-        # The choice's own text, which goes on: "B) Paris, the capital".
-        opened = rest.lstrip("([")
-        own, _ = _leading(opened, [pair for pair in choices.keys if pair[1] == label])
-        if own:
-            rest, sure = _after_text(opened, own).lstrip(")]"), True
-            continue
         if reason := _REASON.search(rest):  # only the remark before a reason can contradict
             rest = rest[: reason.start()]
             continue
         return sure and not _DOUBT.search(rest) and not _mentioned(rest, choices) - {label}
+
+
+def _without_separators(rest: str, choices: Choices) -> str:
+    """Return a text without the separators at its start, but with a sign, or a point, that starts a choice's text."""
+    start = len(rest) - len(rest.lstrip(_SEPARATORS))
+    signed = [pair for pair in choices.keys if pair[0][0] in _SEPARATORS]
+    for position in range(max(0, start - 3), start if signed else 0):
+        if rest[position] != " " and _leading(rest[position:], signed)[1]:
+            return rest[position:].rstrip()
+    if rest[start : start + 1].isdecimal() and rest[:start].endswith("-"):  # no separator: "(A) -5"
+        start -= 1
+    return rest[start:].rstrip()
 
 
 def _names_only_others(text: str, label: str | None, choices: Choices) -> bool:
@@ -466,7 +503,6 @@ _CLAIM = re.compile(
         (?:\ (?:to|for)\ (?:the|this|that)\ (?:question|problem)|\ here|,\ then,|\ I\ (?:choose|chose))?[ \t]{0,3}
         (?: (?:is|'s|was|would\ be|must\ be|should\ be|has\ to\ be)\b [*_]{0,3}\s{0,3}[:=\uff1a]?
           | [:=\uff1a] | (?=\n) )
-      | \u7b54\u6848 (?:\u662f|\u4e3a|\u70ba)? [:\uff1a]?  # Chinese: "the answer is"
       | \bans\ ?[:=] | \blet's\ go\ with\b
       | \bI(?:\ will|\ would|'ll|'d)?\ (?:choose|pick|select|go\ with)\b
       | (?P<right>\b(?:is|must\ be|seems\ to\ be)\ (?:the\ )?(?:most\ )?(?:correct|right|best|likely\ answer)\b
@@ -479,18 +515,30 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)")
 
 def _claimed(text: str, choices: Choices) -> tuple[bool, str | None]:
     """Return True if a sentence claims an answer, and the one choice that the last such sentence names."""
-    claims = deque(_CLAIM.finditer(text), maxlen=_MAX_CLAIMS)
+    text = unicodedata.normalize("NFC", text)
     end = len(text)
-    for claim in reversed(claims):
-        if claim["right"]:
+    for start, claim_end, claim in reversed(_claims(text)):
+        if claim is not None and claim["right"]:
             if label := _claimed_before(text, claim, choices):
                 return True, label
-        elif not is_unclaimed(text[: claim.start()], _names_answer(claim)):
-            claimed, label = _claimed_after(text[claim.end() : min(end, claim.end() + choices.max_chars)], choices)
+        elif not is_unclaimed(text[:start], claim is not None and _names_answer(claim)):
+            segment = text[claim_end : min(end, claim_end + choices.max_chars)]
+            claimed, label = _claimed_after(segment, choices, is_english=claim is not None)
             if claimed:
                 return True, label
-        end = claim.start()
+        end = start
     return False, None
+
+
+def _claims(text: str) -> list[tuple[int, int, re.Match[str] | None]]:
+    """Return where the last claims start and end, and their match, or None for a claim in another language."""
+    english = deque(_CLAIM.finditer(text), maxlen=_MAX_CLAIMS)
+    claims: list[tuple[int, int, re.Match[str] | None]] = [(match.start(), match.end(), match) for match in english]
+    ends = {end for _, end, _ in claims}
+    for start, end in languages.find_labels(text, of_choices=True)[-_MAX_CLAIMS:]:
+        if end not in ends:  # "Solution:" is English and French
+            claims.append((start, end, None))
+    return sorted(claims, key=lambda claim: claim[:2])[-_MAX_CLAIMS:]
 
 
 def _names_answer(claim: re.Match[str]) -> bool:
@@ -511,24 +559,89 @@ def _claimed_before(text: str, claim: re.Match[str], choices: Choices) -> str | 
     return None
 
 
-def _claimed_after(segment: str, choices: Choices) -> tuple[bool, str | None]:
+def _claimed_after(segment: str, choices: Choices, is_english: bool = True) -> tuple[bool, str | None]:
     """Read the first line behind "the answer is", and check that the rest does not take the answer back."""
     segment = segment.lstrip(" \t\r\n*_:=,")
     line, _, below = segment.partition("\n")
     if not line:
         return False, None
     cleaned = _cleaned(line)
+    named = named_choice if is_english else _named_alone
     ends = [match.end() for match in _SENTENCE_END.finditer(cleaned)][:4]
     for end in [*ends, len(cleaned)]:
         sentence, following = cleaned[:end], f"{cleaned[end:]}\n{below}"
-        if label := named_choice(sentence, choices):
-            return True, None if _taken_back(following, label, choices) else label
-    return bool(_mentioned(cleaned, choices)), None
+        if label := named(sentence, choices):
+            taken_back = _taken_back(following, label, choices)
+            if not is_english:
+                taken_back = taken_back or _taken_back_elsewhere(following, label, choices)
+            return True, None if taken_back else label
+    mentioned = _mentioned(cleaned, choices)
+    if not is_english:
+        mentioned |= _letters_in(cleaned, choices)
+    return bool(mentioned), None
+
+
+def _named_alone(sentence: str, choices: Choices) -> str | None:
+    """Return the choice of a sentence in any language that holds its letter, its text or both, and perhaps a reason.
+
+    Hedges and alternatives of all languages can't be listed, so any other word leaves the choice unnamed.
+    """
+    frame, reason = _frame_of_choice(), _reasons().search(sentence)
+    for said in (sentence, sentence[: reason.start()] if reason else ""):
+        bare = frame.sub("", said.strip(" .,;:!"))
+        for text in (said, bare):
+            label = _parsed(text, choices)
+            if label and _squashed(text) in _own_spellings(label, choices):
+                return label
+    return None
+
+
+def _own_spellings(label: str, choices: Choices) -> set[str]:
+    letter = _squashed(label)
+    text = _squashed(_cleaned(dict(zip(choices.labels, choices.texts, strict=False)).get(label, "")))
+    return {letter, text, letter + text, text + letter}
+
+
+def _squashed(text: str) -> str:
+    return "".join(filter(str.isalnum, text.casefold()))
+
+
+@lru_cache(maxsize=1)
+def _frame_of_choice() -> re.Pattern[str]:
+    """Return the pattern of the words that may surround a choice, as in "la opción C" and "Cです"."""
+    nouns, ends = languages.any_word("choice"), languages.any_word("end")
+    article = r"(?:(?:la|el|die|a|o)\s|l['\u2019])?"
+    return re.compile(rf"\A{article}{nouns}\s?(?=\W|[A-Z]\b|\d)|\s?{ends}\Z", re.IGNORECASE)
+
+
+@lru_cache(maxsize=1)
+def _reasons() -> re.Pattern[str]:
+    return re.compile(languages.any_word("because"), re.IGNORECASE)
+
+
+def _letters_in(text: str, choices: Choices) -> set[str]:
+    """Return the letters, as written, that no other ASCII letter or digit touches, as C in "CかD"."""
+    return {label for label in choices.labels if re.search(rf"(?<![A-Za-z\d]){re.escape(label)}(?![A-Za-z\d])", text)}
+
+
+def _taken_back_elsewhere(following: str, label: str, choices: Choices) -> bool:
+    """Return True if the next sentence corrects or denies an answer in any language: "Oder D.", "Das ist falsch."."""
+    line = _cleaned(following.strip().partition("\n")[0])
+    words = _SENTENCE_END.split(line)[0].casefold().replace(",", " ").split()
+    if not words or len(words) > _MAX_CORRECTION_WORDS or sum(map(len, words)) > _MAX_CORRECTION_CHARS:
+        return False
+    if _reasons().match(line):
+        return False
+    others = _letters_in(line, choices) - {label}
+    # A line that starts with another letter is about that choice: "D. no es correcta".
+    if others:
+        return line[:1] not in others
+    return any(map(is_denial, words))
 
 
 def _taken_back(following: str, label: str, choices: Choices) -> bool:
     """Return True if the next sentence is another choice's text ("B. London"), or corrects to another choice."""
-    following = following.strip()
+    following = _after_own_text(following.strip(), label, choices)
     line = following.partition("\n")[0]
     next_sentence = _cleaned(_SENTENCE_END.split(line)[0])
     # A letter counts only alone on its line: "B. New York is ..." may go on to say why not.
@@ -538,6 +651,14 @@ def _taken_back(following: str, label: str, choices: Choices) -> bool:
     if is_retraction(following):
         return True
     return bool(_CORRECTION.match(following) and _mentioned(_cleaned(following), choices) - {label})
+
+
+def _after_own_text(following: str, label: str, choices: Choices) -> str:
+    """Return a text without the choice's own text at its start, "False" of "D. False", which takes nothing back."""
+    line, _, below = following.partition("\n")
+    cleaned = _cleaned(line)
+    own, named = _leading(cleaned, choices.keys)
+    return f"{_after_text(cleaned, own)}\n{below}".strip() if named == label else following
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Surface forms of right and wrong answers, texts made to earn an undeserved reward, and golds."""
 
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -257,7 +258,7 @@ def test_a_misplaced_gold_earns_nothing(text, extract):
         ("answer_tag", "<answer>17<answer>18</answer>", "18"),
         ("answer_tag", "18", None),
         ("hashes", "#### 17\nmore\n####18 \nend", "18"),
-        ("boxed", "\\boxed{17} and \\boxed{\\frac{1}{2}} so", "\\frac{1}{2}"),
+        ("boxed", "\\boxed{17} and \\boxed{\\frac{1}{2}} so", "17, \\frac{1}{2}"),
         ("boxed", "\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
         ("boxed", "\\boxed{1 + \\boxed{2} + 3}, {so} it is", "1 + \\boxed{2} + 3"),
         ("a_line", "Because.\nA: 18\nThanks", "18"),
@@ -551,3 +552,36 @@ def test_an_empty_a_long_and_an_answer_in_another_unit_are_wrong(gold, answer, v
 def test_a_row_accepts_64_golds():
     assert len(read_golds(["7"] * 64)) == 64
     assert read_golds(["7"] * 65) == ()
+
+
+STATED = r"""
+    **Answer: 12** | **The final answer is 12.** | __Answer: 12__ | > **Answer: $12$** | **Answer: 12** apples
+    <b>Answer: 12</b> | <strong>Answer:</strong> 12 | The answer is <b>12</b>. | ### Answer: 12 🎉 | The answer is 12 ✅
+    Answer:¶$$¶12¶$$ | The answer is:¶```¶12¶``` | The answer is \[12\] | The answer is:¶¶$$12$$ apples
+    The answer is 12, which is the total. | The answer is 12 because the box is full. | The answer is 12; she has enough.
+    The answer is 12, in total, so the farmer earns that much. | The answer equals 12. | The answer to this problem is 12.
+    So $\boxed 12$. | So $\fbox{12}$. | \boxed {12} | \boxed{\textbf{12 cm}} | Answer: She pays $12! | Answer: \boxed{12}
+    La respuesta es 12. | **Respuesta: 12** | Die Antwort lautet 12 Äpfel. | Ответ: 12 яблок | 答案是12。 | 答：12页
+    정답: 12개 | La réponse finale est $12$. | 正解は12です。 | উত্তর: 12 টাকা | คำตอบคือ 12 บาท | Jibu ni 12.
+"""
+NOT_STATED = r"""
+    Is the answer 12? | Wrong answer: 12 | The answer is 12? I don't know. | Could the answer be: 12? No.
+    The answer is 12, which is wrong. | The answer is 12, or 13. | The answer is 12 because I guessed
+    The answer is:¶```python¶print(12)¶``` | \boxed{12} and \boxed{13} | La respuesta no es 12. | Die Antwort ist 12 oder 13.
+    Die falsche Antwort ist 12. | 答案不是12。 | Ответ: 12 или 13 | 答：12万 | 答案是12左右。 | La respuesta es 12. No.
+"""
+
+
+def test_the_layouts_of_instruction_tuned_models_are_read():
+    for table, pay in ((STATED, 1.0), (NOT_STATED, 0.0)):
+        texts = [text.strip().replace("¶", "\n") for text in re.split(r"[|\n]", table) if text.strip()]
+        pays = MathCorrectness()(completions=texts, answer=["12"] * len(texts))
+        assert [text for text, paid in zip(texts, pays, strict=True) if paid != pay] == []
+
+
+def test_a_row_with_a_json_list_or_a_choice_and_its_value_accepts_each():
+    assert [gold.text for gold in read_golds('["\\\\frac{1}{2}", "0.5"]')] == ["\\frac{1}{2}", "0.5"]
+    assert [gold.text for gold in read_golds("\\textbf{(C)}\\ 5")] == ["\\textbf{(C)}\\ 5", "C", "5"]
+    assert [gold.text for gold in read_golds('["1"')] == ['["1"']
+    assert gold_answer("So $x=\\boxed{2}$, and the sum is $\\boxed{3}$.") == "3"
+    assert gold_answer("They are $\\boxed{2}$ and $\\boxed{3}$.") == "2, 3"

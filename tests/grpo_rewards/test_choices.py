@@ -2,6 +2,8 @@
 
 import pickle
 import random
+import re
+import unicodedata
 
 import numpy
 import pytest
@@ -186,6 +188,92 @@ TRAPS = {
 def test_a_trap_earns_nothing(kind):
     result, named, _ = score(TRAPS[kind])
     assert (result, named == "A") == (0.0, False)
+
+
+SIGNED = ["-19", "-10", "19", "10"]
+TRUTHS = ["True, True", "False, False", "True, False", "False, True"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "right", "wrong"),
+    [
+        (SIGNED, "(A) -19 | (A)-19 | A - 19 | (A) −19 | A: -19 is right | The answer is A. -19 | \\text{(A) }-19",
+         "(A) 19 | (A) 10 | (C) -19 | (C)-19 | The answer is C. -19"),
+        (["7", "x"], "(A) 7 | A - 7", "(A) -7 | (A) -7 because it fits"),
+        ([".5", "5!", "5"], "(A) .5 | (B) 5! | (C) 5", "(C) .5 | (C) 5! | (A) 5"),
+        (TRUTHS, "The answer is D. False, True | (D) False, True | (D) False, True, since it is so | D\nFalse, True",
+         "The answer is D. True, False | The answer is D. False, True. That is wrong. | (D) True, False"),
+        (["Yes", "No"], "The answer is B. No. | (B) No, since it rains",
+         "The answer is A. No. | The answer is B. No, A."),
+        (["Possible", "Impossible"], "The answer is B. Impossible", "The answer is A. Impossible"),
+        (["New York", "New York City"], "(B) New York City, the big one", "(A) New York City, the big one"),
+        (["3", "4"], "(A)3", "(A)2 | (A)-3 | (A)-(B)"),
+    ],
+)  # fmt: skip
+def test_a_letter_and_a_text_with_a_sign_or_a_denial_must_agree(choices, right, wrong):
+    """The separators before a text, a minus sign among them, and words such as "False" are read as the text first."""
+    for text in right.split(" | "):
+        gold = re.search(r"\b[A-D]\b", text)[0]
+        assert score(text, gold=gold, choices=choices)[0] == 1.0, text
+    for text in wrong.split(" | "):
+        for gold in "ABCD"[: len(choices)]:
+            assert score(text, gold=gold, choices=choices)[0] == 0.0, text
+
+
+CAPITALS = ["Paris", "London", "Oslo", "Rome"]
+CLAIMS_BY_LANGUAGE = {
+    "ar": "الإجابة: C | الإجابة الصحيحة هي C. | الجواب هو C | لذلك، الإجابة هي C",
+    "bn": "উত্তর: C | সঠিক উত্তর হল C। | **উত্তর: C**",
+    "de": "Antwort: C | **Antwort:** C | Die richtige Antwort lautet: C) Oslo | Daher ist die richtige Antwort C. | "
+    "Die Antwort ist C, weil Oslo die Hauptstadt ist. | ### Antwort\nC",
+    "es": "La respuesta es C. | **Respuesta: C** | La opción correcta es la C) Oslo. | La respuesta es Oslo. | "
+    "La respuesta es A. No, la respuesta es C. | Respuesta: La respuesta correcta es C. | "
+    "La respuesta es A.\nAnswer: C",
+    "fr": "Réponse : C | La réponse est C. | La bonne réponse est la C, car A est faux. | La solution est donc C.",
+    "hi": "उत्तर: C | सही उत्तर C है। | सही उत्तर है C.",
+    "id": "Jawaban: C | Jawaban yang benar adalah C. | Jadi, jawabannya adalah C. Oslo",
+    "it": "Risposta: C | La risposta corretta è la C. | L'opzione corretta è l'opzione C.",
+    "ja": "正解はC | 正解はCです。 | 答え：C | したがって、答えは(C)です。 | 正しい選択肢はCです。",
+    "ko": "정답: C | 정답은 C입니다 | 따라서 정답은 (C) Oslo입니다. | 답은 C이다.",
+    "pt": "Resposta: C | A resposta correta é a letra C. | A resposta é a C.",
+    "ru": "Ответ: C | ОТВЕТ: C | Правильный ответ — C. | Правильный ответ C | Ответ: вариант C",
+    "sw": "Jibu: C | Kwa hiyo, jibu ni C. | Jibu sahihi ni C.",
+    "te": "సమాధానం: C | సరైన సమాధానం C.",
+    "th": "คำตอบ: C | ดังนั้นคำตอบคือ C | คำตอบที่ถูกต้องคือ ข้อ C",
+    "yo": "Ìdáhùn: C | Idahun: C | Ìdáhùn tó tọ́ ni C.",
+    "zh": "答案：C | 答案是C。因为别的不对。 | 正确答案是C，因为更好 | 所以答案选C | 故选C | 【答案】C | 答案是C选项。",
+    "layouts": "<answer>La respuesta es C</answer> | \\boxed{答案：C} | #### Respuesta: C",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("language", CLAIMS_BY_LANGUAGE)
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_an_answer_may_be_labelled_in_another_language(language, form):
+    for text in unicodedata.normalize(form, CLAIMS_BY_LANGUAGE[language]).split(" | "):
+        assert score(text, gold="C", choices=CAPITALS) == (1.0, "C", "right"), text
+
+
+NO_CLAIMS = r"""
+الإجابة ليست C | সঠিক উত্তর C নয় | Die Antwort ist nicht C | Die falsche Antwort ist C
+Die Antwort ist C. Das ist falsch.
+Die Antwort ist vielleicht C | La respuesta no es C | La respuesta es C o D | La respuesta es C, quizás
+La respuesta es C. O D. | La respuesta es C.\nNo, D. | La respuesta es C) Rome | La respuesta es C. Rome
+La respuesta es C.\nLa respuesta es D. | La respuesta del alumno es C | ¿La respuesta es C? | Si la respuesta es C
+The answer is C. La respuesta es D. | La réponse n'est pas C | La réponse est C, ou D | उत्तर C नहीं है | गलत उत्तर: C
+Jawabannya bukan C | Jawaban yang salah adalah C | La risposta non è C | 正解はCではありません | 正解はCかD | 不正解はC
+正解はC。いや、D。 | 오답은 C입니다 | 정답은 C가 아닙니다 | 정답은 C 또는 D | A resposta não é C | Sua resposta: C
+Ответ не C | Ответ: не C | Неправильный ответ: C | Ответ C или D | Jibu si C | คำตอบไม่ใช่ C | 答案不是C | 错误的答案是C
+小明的答案是C | 如果答案是C | 我不认为答案是C | 答案是C？ | 答案是C还是D
+答案是C。不对。 | <answer>La respuesta no es C</answer>
+<answer>La respuesta es A. La respuesta es C</answer>
+"""
+
+
+@pytest.mark.parametrize("line", NO_CLAIMS.strip().splitlines())
+def test_an_answer_that_another_language_denies_or_doubts_earns_nothing(line):
+    for text in line.replace("\\n", "\n").split(" | "):
+        result, named, _ = score(text, gold="C", choices=CAPITALS)
+        assert (result, named == "C") == (0.0, False), text
 
 
 MORE_TRAPS = {

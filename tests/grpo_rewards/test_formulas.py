@@ -196,10 +196,10 @@ def test_arithmetic_has_a_value_up_to_each_limit_and_none_beyond(inside, value, 
         ("a = b = c", "a = b", [("a = b = c", "a = b")]), ("x+1 = 2", "x+1 = 3 = 2", None),
         ("x <= 2", "x \\le 2", [("x <= 2", "x \\le 2")]), ("x != 2", "x != 2", [("x != 2", "x != 2")]),
         # Lists, tuples, sets and intervals.
-        ("1,2", "2,1", [("1,2", "2,1")]), ("1,2", "x=1, x=2", [("1,2", "x=1, x=2")]), ("1,2", "x=y=1, 2", None),
+        ("1,2", "2,1", [("1,2", "2,1")]), ("1,2", "x=1, x=2", [("1, 2", "1, 2")]), ("1,2", "x=y=1, 2", None),
         ("1,2", "x+1=1, 2", None), ("x+1=1, 2", "x+1=1, 2", [("x+1=1, 2", "x+1=1, 2")]), ("1,2", "1,2'", None),
         ("1", "1 and 2", None), ("(1,2)", "[1,2]", None), ("(1,2)", "1,2", None), ("\\{1,2\\}", "1,2",
-         [("\\{1,2\\}", "1,2")]), ("1 < x < 2", "(1,2)", [("1 < x < 2", "(1,2)")]), ("(1,2,3)", "(1,2)", None),
+         [("\\{1,2\\}", "1,2")]), ("1 < x < 2", "(1,2)", [("(1,2)", "(1,2)")]), ("(1,2,3)", "(1,2)", None),
         ("1,000", "1000", [("1,000", "1000")]), ("(1,000)", "(1000)", None),
         # Bases, primes, letters and marks.
         ("101_2", "101_{2}", []), ("101_2", "101_3", None), ("x'", "x'", [("x'", "x'")]), ("x'", "x", None),
@@ -219,7 +219,7 @@ def test_arithmetic_has_a_value_up_to_each_limit_and_none_beyond(inside, value, 
         # Characters, words and commands that only one side holds.
         ("x \\text{ not}", "x \\text{ not}", [("x", "x")]), ("2", "\\text{Not it} = 2", None),
         ("2x", "x+zw = 2x", None), ("a=b=c", "a=b=c=d", None),
-        ("x", "x@", None), ("x", "xé", None), ("n o t x", "not x", None), ("x", "sin x", [("x", "sin x")]),
+        ("x", "x@", None), ("x", "xé", None), ("n o t x", "not x", None), ("x", "sin x", [("x", "\\sin x")]),
         ("XY", "yx", [("XY", "yx")]), ("x \\ldots", "x", None), ("x?", "x", None), ("x?", "x?", [("x?", "x?")]),
         ("x", "\\alpha x", [("x", "\\alpha x")]), ("\\foo x", "x", [("\\foo x", "x")]),
         ("\\foo x", "\\foo\\foo x", None),
@@ -233,7 +233,7 @@ def test_arithmetic_has_a_value_up_to_each_limit_and_none_beyond(inside, value, 
         ("a", "b=c=d=e=a", None), ("a=b=c", "a=b=c", [("a=b=c", "a=b=c")]), ("1", "x=1,y=2", None),
         ("1,2", "x=1,y=2", [("1,2", "x=1,y=2")]), ("1,2", "x=1=1,2", None), ("x", "", [("x", "")]), ("x", ",", None),
         ("1,2,3", "\\{1,2\\}", None), ("\\{1\\}", "1", None), ("2", "(2)", [("2", "(2)")]), ("101", "101_2", None),
-        ("\\frac{1}{2}_3", "\\frac12_3", []), ("x \\le 2", "(-\\infty,2]", [("x \\le 2", "(-\\infty,2]")]),
+        ("\\frac{1}{2}_3", "\\frac12_3", []), ("x \\le 2", "(-\\infty,2]", [("(-\\infty,2]", "(-\\infty,2]")]),
     ],
 )  # fmt: skip
 def test_an_answer_is_compared_side_by_side_or_can_not_be_the_gold(gold, answer, pairs):
@@ -344,7 +344,7 @@ def test_a_call_has_a_budget_and_simple_answers_come_first(monkeypatch):
     ],
 )  # fmt: skip
 def test_an_equation_is_split_outside_its_brackets(text, sides):
-    assert formulas._split(text, "=") == sides
+    assert formulas.split_outside(text, "=") == sides
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,10 @@ def test_a_number_with_harmless_words_is_stated(text):
 
 
 def test_the_words_of_a_gold_are_trusted():
-    gold = read_gold("18 Äpfel")
+    gold = read_gold("18 gloop")
     assert gold is not None
     assert gold.number == 18
-    assert parse_number("18 Äpfel") is None
+    assert parse_number("18 gloop") is None
 
 
 @pytest.mark.parametrize(

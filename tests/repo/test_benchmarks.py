@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import sys
 import time
@@ -308,3 +309,82 @@ def test_the_coverage_is_that_of_the_estimates(
 def test_the_hardest_cells_are_covered(coverage: ModuleType, cell: tuple) -> None:
     """The standard error of 3,000 draws is 0.4 points."""
     assert coverage.measure(coverage.Cell(*cell), 3_000, np.random.default_rng(5)).coverage >= 0.93
+
+
+@pytest.fixture
+def golds(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/golds.py."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import golds
+
+    return golds
+
+
+SOME_GOLDS = ["1", "15 (balls)", r"$\frac{1}{2}$", r"\{1,2,3\}", "x^2-1"]
+
+
+def recorded_golds(golds: ModuleType, folder: Path, *options: str) -> dict[str, list[str]]:
+    """Run benchmarks/golds.py on SOME_GOLDS, and return the cells after the reward's name for each reward."""
+    rows = [json.dumps({"gold": gold}) for gold in SOME_GOLDS]
+    (folder / "some.jsonl").write_text("\n".join(rows) + "\n")
+    golds.main([str(folder), "--record", str(folder / "page.md"), *options])
+    table = [line.split(" | ") for line in (folder / "page.md").read_text().splitlines() if line.startswith("| all")]
+    return {reward: cells for _, _, reward, *cells in table}
+
+
+def test_golds_are_paid_by_themselves_and_not_by_other_answers(golds: ModuleType, tmp_path: Path) -> None:
+    found = recorded_golds(golds, tmp_path)
+    assert found.keys() == golds.REWARDS.keys()
+    for unscorable, *right, constants, another, digit, sign, timeouts, _ in found.values():
+        assert [unscorable, *right, timeouts] == ["0", "5/5", "3/3", "1/1", "0"]
+        assert constants.endswith("(0)/40")
+        assert [another, digit, sign] == ["0 (0)/5"] * 3
+
+
+def test_payments_for_every_answer_are_counted_and_listed(
+    golds: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(golds, "REWARDS", {"generous": lambda scored: ["paid"] * len(scored)})
+    found = recorded_golds(golds, tmp_path, "--list")["generous"]
+    assert found[:-2] == ["0", "5/5", "3/3", "1/1", "40 (37)/40", "5 (5)/5", "5 (5)/5", "5 (5)/5"]
+    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("some\tgenerous\t")]
+    assert len(listed) == 37 + 15
+    assert not [line for line in listed if line.endswith("\tpaid\t'1'\t'0=1'")]
+
+
+def test_a_column_without_golds_is_named(golds: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "some.jsonl").write_text('{"question": "1 + 1"}\n')
+    with pytest.raises(SystemExit, match="the columns question. Name the gold's column"):
+        golds.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("gold", "respelled", "reversed_items", "toggled_sign", "value"),
+    [
+        ("58,500", "58,500", "58,500", "-58,500", 58_500),
+        ("-1,2", "- 1 , 2", "2, -1", "1,2", None),
+        (r"x-\frac{1}{2}", r"x - \dfrac{1}{2}", r"x-\frac{1}{2}", r"x-\frac{-1}{2}", None),
+        ("c_{1}x-4", "c_{1}x - 4", "c_{1}x-4", "c_{1}x+4", None),
+        (r"\{(1,2),3\}", r"\{(1 , 2) , 3\}", r"\{3, (1,2)\}", r"\{(-1,2),3\}", None),
+        (r"\{x \mid x>1, x<3\}", r"\{x \mid x > 1 , x < 3\}", r"\{x \mid x>1, x<3\}", r"\{x \mid x>-1, x<3\}", None),
+        (r"t, t \geq 0", r"t , t \geq 0", r"t, t \geq 0", r"t, t \geq 0", None),
+        ("1.5e-3", "1.5e-3", "1.5e-3", "-1.5e-3", 0.0015),
+        ("right-angled", "right-angled", "right-angled", "right-angled", None),
+        (r"\pm 2", r"\pm 2", r"\pm 2", r"\pm 2", None),
+        ("x=6 (apples)", "x=6 (apples)", "x=6 (apples)", "x=-6 (apples)", 6),
+        ("52_8", "52_8", "52_8", "-52_8", None),
+    ],
+)
+def test_mutations_of_a_gold(
+    golds: ModuleType, gold: str, respelled: str, reversed_items: str, toggled_sign: str, value: float | None
+) -> None:
+    import gold_answers
+
+    assert gold_answers.respelled(gold) == respelled
+    assert gold_answers.reversed_items(gold) == reversed_items
+    assert gold_answers.toggled_sign(gold) == toggled_sign
+    found = gold_answers.value(gold)
+    assert found == (value if value is None else pytest.approx(value))
+    changed = gold_answers.changed_digit(gold, random.Random(0))
+    differing = [(old, new) for old, new in zip(gold, changed, strict=True) if old != new]
+    assert len(differing) == any(character.isdigit() for character in gold)

@@ -20,6 +20,7 @@ Where several readings are defensible, these rules decide (docs/rewards.md has t
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -31,11 +32,12 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
+from grpo_rewards import languages
 from grpo_rewards.claims import is_bound, is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
-from grpo_rewards.math.formulas import TooComplex, comparisons, is_same_formula
+from grpo_rewards.math.formulas import TooComplex, comparisons, is_name, is_same_formula, split_outside
 from grpo_rewards.math.kinds import kind_of
 from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure
 from grpo_rewards.math.prose import (
@@ -44,12 +46,13 @@ from grpo_rewards.math.prose import (
     SCALES,
     SMALL,
     is_doubt,
+    is_foreign_measure,
     is_numeral,
     is_vague_number,
     stated_quantity,
 )
 from grpo_rewards.math.symbolic import equivalent
-from grpo_rewards.math.units import is_unit, units_differ
+from grpo_rewards.math.units import are_opposed, currency_of, is_unit, units_differ
 from grpo_rewards.reward import check_choice
 
 Number = int | Fraction
@@ -76,12 +79,14 @@ def _last_hashes(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
+    text = _with_braces(text)
     span = _last_box(text)
-    return span and text[slice(*span)].strip()
+    return span and _with_boxes_before(text, span)
 
 
 def _last_claimed_box(text: str) -> str | None:
     """Return the text of the last box that the words before it don't deny; None if those behind it take it back."""
+    text = _with_braces(text)
     end = len(text)
     for _ in range(_MAX_DENIED):
         span = _last_box(text[:end])
@@ -89,9 +94,29 @@ def _last_claimed_box(text: str) -> str | None:
             return None
         before = span[0] - len(_BOXED)
         if not is_denied(text[:before], ""):
-            return text[slice(*span)].strip()
+            return _with_boxes_before(text, span)
         end = before
     return None
+
+
+def _with_braces(text: str) -> str:
+    r"""Return a text with `\boxed{5}` for `\boxed 5`, `\boxed {5}` and `\fbox{5}`."""
+    if "\\fbox" in text or _BOXED not in text:
+        text = _BOX_TOKEN.sub(r"\\boxed{\1}", _BOX.sub(r"\\boxed{", text))
+    return text
+
+
+def _with_boxes_before(text: str, span: tuple[int, int]) -> str:
+    """Return the content of a box, behind those of the boxes that a comma or "and" joins to it."""
+    content = text[slice(*span)].strip()
+    for _ in range(_MAX_JOINED):
+        start = span[0] - len(_BOXED)
+        joint = _JOINT.search(text, max(0, start - 40), start)
+        previous = _last_box(text[: joint.start() + 1]) if joint else None
+        if previous is None or not joint or previous[1] != joint.start():
+            break
+        span, content = previous, f"{text[slice(*previous)].strip()}, {content}"
+    return content
 
 
 def _last_box(text: str) -> tuple[int, int] | None:
@@ -119,6 +144,8 @@ def _last_a_line(text: str) -> str | None:
 
 
 def _last_sentence(text: str) -> str | None:
+    if "</" in text:
+        text = _HTML_BOLD.sub("**", text)
     lower = text.lower()
     if len(lower) != len(text):  # a few characters change their length, and positions in `lower` would be wrong
         lower = text
@@ -131,12 +158,40 @@ def _last_sentence(text: str) -> str | None:
             if denied > _MAX_DENIED:
                 return None
             continue
-        line = _line(text, claim.end())
-        end = _SENTENCE_END.search(line)
-        stated = line[: end.start()] if end else line
-        after = text.find(stated, claim.end()) + len(stated)
-        return None if is_denied("", text[after:]) else stated
-    return None
+        return _claimed(text, claim.end())
+    labels = languages.find_labels(text)
+    return _claimed(text, labels[-1][1]) if labels else None
+
+
+def _claimed(text: str, start: int) -> str | None:
+    """Return what a claim states behind its label, or None if the text behind it takes it back."""
+    stated, after = _stated(text, start)
+    return None if is_denied("", text[after:]) else _without_reason(stated)
+
+
+def _stated(text: str, start: int) -> tuple[str, int]:
+    """Return what a claim states, up to the end of its sentence or of the block that follows it, and where it ends."""
+    if block := _BLOCK.match(text, start):
+        closing = _BLOCK_ENDS[block[1][:2]]
+        if (close := text.find(closing, block.end())) > 0:
+            return text[block.end() : close].strip(), close + len(closing)
+    line = _line(text, start)
+    after = text.find(line, start)
+    for mark in _UNPAIRED.findall(line):  # the mark that remains of "**Answer: 12**"
+        if line.count(mark) % 2:
+            line = line.replace(mark, " " * len(mark), 1)
+    if end := _SENTENCE_END.search(line):
+        line = line[: end.start()]
+    return line.strip(), after + len(line)
+
+
+def _without_reason(stated: str) -> str:
+    """Return a claim without the reason behind it, as in "72, which is the total", unless the reason may be a doubt."""
+    reason = _REASON.search(stated)
+    if reason is None or not _REASON_WORDS.fullmatch(rest := stated[reason.start() :]):
+        return stated
+    words = [word.lower() for word in _LETTERS.findall(rest)]
+    return stated if any(map(is_doubt, words)) else stated[: reason.start()]
 
 
 def _line(text: str, start: int) -> str:
@@ -146,11 +201,23 @@ def _line(text: str, start: int) -> str:
 
 _BOXED = "\\boxed{"
 _BRACE = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BOX_TOKEN = re.compile(r"\\boxed\s+(\w+(?:[./]\d+)?)(?=[\s$.,]|\Z)")
+_MAX_JOINED = 8
+_JOINT = re.compile(r"\}[\s$]*(?:,|,?\s*(?:and|\\text\{\s*and\s*\}))[\s$]*\Z")
 _ANSWER_IS = re.compile(
-    r"answer[*_]{0,3}(?:\s+to\s+(?:the|this)\s+(?:problem|question))?(?:\s+is\b\s*[:=]?|\s*[:=](?:[*_]{1,3}(?=\s))?)\s*",
+    r"answer[*_]{0,3}(?:\s+(?:to|for|of)\s+(?:the|this)\s+(?:problem|question|exercise))?"
+    r"(?:\s+(?:is|equals)\b\s*[:=]?|\s*[:=](?:[*_]{1,3}(?=\s))?)\s*",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
+_BLOCK = re.compile(r"(\$\$|\\\[|```\w*\n)\s*")
+_BLOCK_ENDS = {"$$": "$$", "\\[": "\\]", "``": "```"}
+_UNPAIRED = re.compile(r"\*\*|__|\*(?=\.?\Z)")
+_REASON = re.compile(
+    r",?\s+(?:because|since)\b|,\s+(?:which|so|as|in\s+total|and\s+(?:so|thus|hence|therefore))\b|;\s", re.IGNORECASE
+)
+_REASON_WORDS = re.compile(r"[^\d?=<>\\$]*")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[。！？।]")
 
 _LAYOUTS: dict[str, Callable[[str], str | None]] = {
     "hashes": _last_hashes,
@@ -273,6 +340,7 @@ _LETTERS = re.compile(r"[^\W\d_]+")
 _UNIT_OF_NUMBER = re.compile(r"(?<=\d) ?[^\W\d_]{2,}(?: [^\W\d_]{2,})?")
 _MAX_SIDES = 6
 _GLUED = re.compile(r"(?!st|nd|rd|th|USD|pm|am)[a-zA-Z]{2,3}(?![a-zA-Z])")
+_HTML_BOLD = re.compile(r"</?(?:b|strong|em|i)>", re.IGNORECASE)
 _WRAPPERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"),
              ("_", "_"), ("```", "```"), ("`", "`"), ('"', '"'), ("'", "'"), ("\\boxed{", "}"))  # fmt: skip
 _BRACES = (("{", "}"),)
@@ -289,9 +357,15 @@ _LABEL = re.compile(
 )
 # A number that is set off from its unit, as in "**18** apples".
 _SET_OFF = re.compile(r"(?:(\*\*|__|\*|`|\")([^*_`\"]+)\1|\\boxed\{([^{}]+)\})(?=\s)")
-_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))")
+_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(?P<sign>-?)\s*(\d+)\s*\}|(\d))")
+_REPEATING = re.compile(
+    r"(\d+)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(?P<braced>\d+)\}|(?P<digit>\d))|\((?P<bracketed>\d+)\))(?!\s*[\d\\(])"
+)
+_SPELLED_TWICE = re.compile(r"(.*\d)\s*\(([a-zA-Z -]+)\)")
+# A letter behind the number of a formula, or behind a negative number, is a variable and no unit: `$2s$`, `-3 m`.
+_TIMES_A_LETTER = re.compile(r"\s*\$\s*-?[\d.,/]+\s*[a-zA-Z]\s*\$\s*|\s*-\s*[\d.,/]+\s+[a-zA-Z]\s*")
 _LATEX = (
-    (re.compile(r"\\!|\\left\b|\\right\b|\\displaystyle\b"), ""),
+    (re.compile(r"\\!\s*|\\left\b|\\right\b|\\displaystyle\b"), ""),
     (re.compile(r"\\[,;: ]|\\quad|(?<=[\w{}.])~"), " "),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree"), "°"),
@@ -299,6 +373,7 @@ _LATEX = (
     (re.compile(r"\\\$"), "¤"),
     (re.compile(r"\\([%_#&])"), r"\1"),
     (re.compile(r"\\(?:text\w*|math(?:rm|bf|it|sf|tt)|mbox|operatorname|emph|underline|fbox)\s*\{([^{}]*)\}"), r" \1"),
+    (re.compile(r"\\frac\s*\{\s*([a-zA-Z]+)\s*\}\s*\{\s*([a-zA-Z]+(?:\s*\^\s*\{?\d\}?)?)\s*\}"), r" \1/\2"),
 )
 _SUPERSCRIPTS = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+", strict=True))
 _SUPERSCRIPT_RUN = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
@@ -334,6 +409,7 @@ def _fold_character(character: str) -> str:
 
 _FOLDED_CATEGORIES = {"Cf": "", "Zs": " ", "Sc": "¤"}
 _FOLDED = {**dict.fromkeys("−‐‑–﹣", "-"), **dict.fromkeys("‘’‚", "'"), **dict.fromkeys("“”„«»", '"'),
+           **dict.fromkeys("✅✓✔☑🎉👍💯😀😊🙂️", ""),
            "⁄": "/", "∕": "/", "·": "×", "⋅": "×", "∙": "×", "٬": ",", "٫": ".", "。": "."}  # fmt: skip
 
 
@@ -373,7 +449,8 @@ def _end_of_any_label(text: str) -> int:
     """Return where a label ends that may be a name ("Tom: ") and is neither a number nor a doubt; 0 for none."""
     match = _LABEL.match(text)
     if match is None:
-        return 0
+        label = languages.answer_labels().match(text) if languages.may_label(text) else None
+        return label.end() if label else 0
     for word in map(str.lower, _LETTERS.findall(match.group())):
         if is_doubt(word) or is_bound(word) or is_numeral(word) or is_vague_number(word):
             return 0
@@ -401,12 +478,14 @@ def parse_number(text: str, *, trusted: bool = False) -> Number | None:
     if _PLAIN_DECIMAL.fullmatch(text):
         whole, _, digits = text.partition(".")
         return Fraction(int(whole + digits), 10 ** len(digits))
-    text = _plain_latex(fold_unicode(text))
+    text = _plain_latex(fold_unicode(" ".join(text.split())))
     brackets = () if "," in text else _BRACKETS  # "(2,100)" is a pair
     text = undress(text, (*_WRAPPERS, *_BRACES, *brackets), _end_of_any_label if trusted else _end_of_label)
     if set_off := _SET_OFF.match(text):
         text = (set_off[2] or set_off[3]).strip() + text[set_off.end() :]
     text = _plain_digits(text)
+    if (twice := _SPELLED_TWICE.fullmatch(text)) and parse_number(twice[1]) == _parse_words(twice[2], trusted):
+        text = twice[1]  # "7 (seven)"
     negative = text.lower().startswith(("minus ", "negative "))
     if negative:
         text = text.partition(" ")[2]
@@ -440,9 +519,11 @@ def _number_of_sentence(text: str) -> Number | None:
 def _right_side(text: str) -> Number | None:
     """Return the number on the right of an equation whose other sides are arithmetic with its value, or None."""
     text = undress(fold_unicode(text), end_of_label=_end_of_any_label)
-    *calculations, result = text.split("=")
+    *calculations, result = split_outside(text, "=")
     if not 1 <= len(calculations) < _MAX_SIDES:
         return None
+    if is_name(calculations[0]):
+        calculations = calculations[1:]
     number = parse_number(result)
     if number is None:
         number = _number_of_sentence(result)
@@ -460,8 +541,17 @@ def _without_harmless_unit(match: re.Match[str]) -> str:
 
 def _plain_digits(text: str) -> str:
     """Return `text` with fractions as `1/2` and without separators of thousands."""
-    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
+    if "\\" in text or "(" in text:
+        text = _REPEATING.sub(_fraction_of_repeating, text)
+    text = _FRACTION.sub(lambda m: f" {m['sign'] or ''}{m[1] or m[2]}/{m[4] or m[5]}".replace("--", ""), text)
     return _THOUSANDS.sub(lambda m: m.group().replace(m[1], ""), text)
+
+
+def _fraction_of_repeating(match: re.Match[str]) -> str:
+    r"""Return `36/99` for `0.\overline{36}`."""
+    period = match["braced"] or match["digit"] or match["bracketed"]
+    start = match[1] + match[2]
+    return f" {int(start + period) - int(start)}/{(10 ** len(period) - 1) * 10 ** len(match[2])}"
 
 
 def _parse_digits(text: str, trusted: bool) -> Number | None:
@@ -492,13 +582,15 @@ def _unit_scale(unit: str, trusted: bool, has_unit: bool = False) -> int | None:
         trusted: True to take any words for a unit, as behind a gold.
         has_unit: True if the number has a unit in front, such as a currency sign.
     """
-    if unit == "th":
+    if unit == "th" or (not unit.isascii() and is_foreign_measure(unit)):
         return 1
     words = _LETTERS.findall(unit)
     if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.endswith(("..", "-", "/", "(")):
         return None
     if (glued := _GLUED.match(unit)) and not is_unit(glued.group().lower()):
         return None  # "2xy" is a product
+    if _UNIT_EXPONENT.sub("", unit).lower().strip(" .") in ("min", "in"):
+        return 1  # minutes and inches, alone behind a number
     scale = 1
     if words and words[0].lower() in SCALES:
         scale = SCALES[words.pop(0).lower()]
@@ -519,8 +611,8 @@ def _is_no_unit(word: str) -> bool:
     return not word.isalpha() or not CJK_NUMERALS.isdisjoint(word)
 
 
-def _parse_words(text: str, trusted: bool) -> int | None:
-    """Return the number of "two thousand and five apples", or None if the words do not spell a number."""
+def _parse_words(text: str, trusted: bool) -> Number | None:
+    """Return the number of "two thousand and five apples" or "two thirds", or None if the words spell no number."""
     words = text.lower().replace("-", " ").replace(",", " ").split()
     if not words or (words[0] not in SMALL and words[0] not in ("a", "an")):
         return None
@@ -544,9 +636,15 @@ def _parse_words(text: str, trusted: bool) -> int | None:
     else:
         taken = len(words)
     rest = " ".join(words[taken:])
+    if taken and rest.rstrip("s") in _PARTS:
+        return Fraction(total + group, _PARTS[rest.rstrip("s")])
     if taken == 0 or _unit_scale(f" {rest}" if rest else "", trusted) != 1:
         return None
     return total + group
+
+
+_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7,
+          "eighth": 8, "ninth": 9, "tenth": 10, "hundredth": 100}  # fmt: skip
 
 
 class Gold(NamedTuple):
@@ -567,7 +665,18 @@ def read_gold(gold: object, decimal: Decimal = "point") -> Gold | None:
     if text is None:
         return None
     is_comma = decimal == "comma" and isinstance(gold, str)  # Python writes a number with a point
-    return Gold(text, parse_number(with_point(text) if is_comma else text, trusted=True))
+    return Gold(text, _number_of_gold(with_point(text) if is_comma else text))
+
+
+def _number_of_gold(text: str) -> Number | None:
+    """Return the number that a gold states, alone or behind a name as in `f(2) = 5`, or None."""
+    if _TIMES_A_LETTER.fullmatch(text):
+        return None
+    number = parse_number(text, trusted=True)
+    if number is None and "=" in text:
+        name, *values = split_outside(undress(text), "=")
+        return parse_number(values[0], trusted=True) if len(values) == 1 and is_name(name) else None
+    return number
 
 
 def accepted_golds(value: object) -> list[Any]:
@@ -592,7 +701,25 @@ def read_golds(value: object, decimal: Decimal = "point") -> tuple[Gold, ...]:
     Returns:
         The golds, or () if no gold can be read, or if the row has more than `MAX_GOLDS`.
     """
-    return tuple(gold for entry in accepted_golds(value) if (gold := read_gold(entry, decimal)) is not None)
+    if isinstance(value, str) and value.startswith('["') and value.endswith('"]'):
+        value = _of_json(value)
+    golds = [gold for entry in accepted_golds(value) if (gold := read_gold(entry, decimal)) is not None]
+    for gold in golds.copy():
+        if choice := _CHOICE.fullmatch(gold.text):
+            golds += [read for part in choice.groups() if (read := read_gold(part, decimal)) is not None]
+    return tuple(golds)
+
+
+def _of_json(text: str) -> object:
+    r"""Return the list of a gold that is JSON, as in Skywork-OR1 (`["\\frac{1}{2}"]`), and any other text as it is."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+# The letter of a choice and its value, as AMC's solutions end: `\textbf{(C)}\ 5`.
+_CHOICE = re.compile(r"\\text(?:bf|rm)?\s*\{\s*\(([A-E])\)\s*\}\s*(?:\\[ ,;:!]|\\q?quad|~|\s)*(\S.*)")
 
 
 class Judge:
@@ -632,8 +759,9 @@ class Judge:
         if gold.number is not None:
             return "equal" if answer_number(answer) == gold.number and not _units_differ(gold_text, answer) else "wrong"
         number = parse_number(answer)
-        if number is not None:
-            return "equal" if _value(gold_text) == number else "wrong"
+        if number is not None and not _is_time(gold_text):
+            same = _value(gold_text) == number or _spelling(gold_text) == _spelling(answer)
+            return "equal" if same else "wrong"
         self.symbolic_rows += 1
         key = (gold_text, answer)
         if key not in self._symbolic:
@@ -683,12 +811,10 @@ class Judge:
         if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
             return "wrong"
         gold, answer = undress(fold_unicode(gold)), undress(fold_unicode(answer))
-        if _comparable(gold) == _comparable(answer) or is_same_formula(gold, answer):
+        if _spelling(gold) == _spelling(answer) or is_same_formula(gold, answer):
             return "equal"
-        if _comparable(gold).replace(" ", "").isalpha() and len(gold) > 2:
+        if _spelling(gold).replace(" ", "").isalpha() and len(gold) > 2:
             return "wrong"  # as formulas, words would be products of letters, and "dear" would equal "read"
-        if len(_ALTERNATIVE.findall(answer)) > len(_ALTERNATIVE.findall(gold)):
-            return "wrong"
         try:
             pairs = comparisons(gold, answer)
         except TooComplex:
@@ -716,7 +842,17 @@ def _units_differ(gold: str, answer: str) -> bool:
     """Return True if two answers state known units that differ. A gold without a unit agrees with each."""
     if gold.isdecimal():
         return False
-    return units_differ(_plain_latex(fold_unicode(gold)), _plain_latex(fold_unicode(answer)))
+    currencies = currency_of(gold), currency_of(answer)
+    if all(currencies) and currencies[0] != currencies[1]:
+        return True
+    gold, answer = _plain_latex(fold_unicode(gold)), _plain_latex(fold_unicode(answer))
+    return units_differ(gold, answer) or are_opposed(gold, answer)
+
+
+@lru_cache(maxsize=1024)
+def _is_time(gold: str) -> bool:
+    kind = kind_of(undress(fold_unicode(gold)))
+    return kind is not None and kind.name == "time"
 
 
 @lru_cache(maxsize=1024)
@@ -732,9 +868,14 @@ def _value(gold: str) -> Fraction | None:
     return value_of(result)
 
 
-_ALTERNATIVE = re.compile(r"\bor\b")
+_PRODUCT = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])")
+_LETTER = re.compile(r"\(\s*([A-J])\s*\)|([A-J])[).:]")
 
 
-def _comparable(text: str) -> str:
-    text = " ".join(_plain_latex(text).split())
+def _spelling(text: str) -> str:
+    """Return a form that two spellings of words, or of the letter of a choice, share."""
+    text = undress(fold_unicode(text))
+    text = " ".join(text.split() if _PRODUCT.search(text) else _plain_latex(text).split())
+    if letter := _LETTER.fullmatch(text):
+        return letter[1] or letter[2]
     return text.casefold() if len(text) > 1 and text.replace(" ", "").isalpha() else text

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from grpo_rewards.math.kinds import kind_of, pairs_of
 from grpo_rewards.math.phrases import word_set
 from grpo_rewards.math.prose import is_doubt
-from grpo_rewards.math.units import is_unit, stated_units, units_differ
+from grpo_rewards.math.sets import INTERVAL, RELATION, condition_of, interval_of, with_both_signs
+from grpo_rewards.math.spellings import FUNCTIONS, respelled, squeezed
+from grpo_rewards.math.units import are_opposed, is_unit, stated_units, units_differ
 
 
 class TooComplex(Exception):
@@ -28,29 +30,6 @@ _MAX_DIGITS = 200
 _MAX_POWER_DIGITS = 4
 _MAX_POWERS = 2
 
-_SPACE = re.compile(
-    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|thinspace|enspace|allowbreak)(?![a-zA-Z])"
-    r"|(?<!\\)\\[,;:!> ]|~|\$|(?<!\\)\\\Z"
-)
-_SAME = (
-    (re.compile(r"\\(?:d|t|c)frac(?![a-zA-Z])"), r"\\frac"),
-    (re.compile(r"\^\s*(?:\{\s*)?(?:\\prime|')\s*\}?|\\prime(?![a-zA-Z])"), "'"),
-    (re.compile(r"''|\""), "''"),
-    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])"), "°"),
-    (re.compile(r"\\(?:[lcvdi]?dots[cbmio]?)(?![a-zA-Z])|\.\.+|…|⋯"), r"\\ldots "),
-    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
-    (re.compile(r"\\([lr])brack(?![a-zA-Z])"), lambda match: "[" if match[1] == "l" else "]"),
-    (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
-    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
-    (re.compile(r"π"), r"\\pi "),
-    (re.compile(r"√\s*(\d+|[a-zA-Z]|(?=\())"), r"\\sqrt{\1}"),
-    (re.compile(r"∞"), r"\\infty "),
-    (re.compile(r"≤"), r"\\le "),
-    (re.compile(r"≥"), r"\\ge "),
-    (re.compile(r"∪"), r"\\cup "),
-    (re.compile(r"∈"), r"\\in "),
-)
 _TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|math(?:rm|bf|it|sf|tt)|operatorname\*?|emph|underline|fbox)\s*\{([^{}]*)\}")
 _TEXT_TAIL = re.compile(
     r"\\(?:text\w*|mbox|hbox|math(?:rm|it|sf|tt))\s*\{(?P<text>[a-zA-Z/.\s]+)\}\s*"
@@ -62,9 +41,8 @@ _UNIT_TAIL = re.compile(r"(?:°|(?<![a-zA-Z\\])[a-zA-Z]{2,}\.?|(?<=\s)[a-zA-Z]{2
 _BARE_RUN = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]{2,}")
 _COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{([a-zA-Z]*\*?)\}(?:\{[lcr|]*\})?")
-_FUNCTIONS = word_set("sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp sqrt pi max min gcd lcm")
 # Commands that math-verify reads, or that change nothing. The answer may hold another only if the gold holds it too.
-_COMMANDS = _FUNCTIONS | word_set("""
+_COMMANDS = FUNCTIONS | word_set("""
     frac binom dbinom tbinom cdot times div pm mp le leq leqslant ge geq geqslant lt gt ne neq in infty cup cap
     emptyset varnothing lfloor rfloor lceil rceil lvert rvert vert mid sum prod int lim to arcsec arccsc arccot
     alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon
@@ -72,13 +50,14 @@ _COMMANDS = _FUNCTIONS | word_set("""
     setminus langle rangle angle triangle overline
 """)
 _CHARACTERS = frozenset("+-*/^_=<>()[]{}|,.;:!&\\ '°%×÷·αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ\n\t")
-_RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|leq|geq|leqslant|geqslant|ne|neq)(?![a-zA-Z])")
 _BASED = re.compile(r"\d\s*\}?\s*_")
 # A name that an equation gives a value to: `x`, `x_1`, `y'`, `f(x)`, `\theta`, `\frac{dy}{dx}`, `|AB|`, `P(X = 1)`.
 _NAME = re.compile(
     r"""\s*(?: \\frac\{\s*d\^?\d?\s*[a-zA-Z]?\}\{\s*d[a-zA-Z](?:\^\{?\d\}?)?\s*\}(?:[a-zA-Z](?:\([a-zA-Z]\))?)?
+      | \\frac\s*\{\s*[A-Z]{2}\s*\}\s*\{\s*[A-Z]{2}\s*\} | \([a-zA-Z](?:,\s*[a-zA-Z]){1,4}\)
+      | \\(?:sin|cos|tan|cot|angle)\s*(?:\^\{?2\}?\s*)?(?:\d?\s*[a-zA-Z]|\([^()=]{1,12}\))
       | \|?(?:[a-zA-Z]
-           |(?:\\(?:sin|cos|tan)\s*)?\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|omega)
+           |(?:\\(?:sin|cos|tan|cot)\s*)?\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|omega)
            |(?:\\(?:angle|triangle|overline|vec|mathbf|mathrm|text)\s*)\{?\s*[a-zA-Z\ ]+\}?
            |[A-Z]{2,4}|[a-zA-Z]{2,20}(?:\s+[a-zA-Z]{2,20}){0,3})
         '{0,3} (?:\s*\^\s*\{?-1\}?)? (?:_(?:\{[\w\ ,\\]*\}|\w))? '{0,3}\|?
@@ -124,27 +103,61 @@ def comparisons(gold: str, answer: str) -> list[tuple[str, str]] | None:
         answer = answer[label.end() :]
     if (kind := kind_of(gold)) is not None:
         return [] if _plain(gold) == _plain(answer) else pairs_of(kind, kind_of(answer))
-    if _bars(gold) > _bars(answer):
+    if _bars(gold) > _bars(respelled(answer)):
         return None
     wanted_parts, stated_parts = _APPROXIMATELY.split(gold), _APPROXIMATELY.split(answer)
     if len(wanted_parts) == 2:
         if len(stated_parts) == 2 and not _same_decimals(wanted_parts[1], stated_parts[1]):
             return None
         return comparisons(wanted_parts[0].strip(), stated_parts[0].strip()) if len(stated_parts) <= 2 else None
+    if len(stated_parts) == 2 and not _DECIMAL.fullmatch(gold) and _DECIMAL.fullmatch(stated_parts[1].strip()):
+        answer = stated_parts[0].strip()
     wanted, stated = _read(gold), _read(answer)
     if wanted is None or stated is None:
-        return [(gold, answer)] if _same(gold) == _same(answer) else None
+        return [(gold, answer)] if squeezed(gold) == squeezed(answer) else None
     if not _is_read_whole(wanted, stated):
         return None
     if _BASED.search(wanted.body) or _BASED.search(stated.body):
-        return [] if _same(wanted.body) == _same(stated.body) else None
-    pairs = _sides(wanted.body, stated.body)
-    if pairs is None:
+        return [] if squeezed(wanted.body) == squeezed(stated.body) else None
+    pairs = _sides(*_in_one_notation(wanted.body, stated.body))
+    if pairs is None or not all(_same_brackets(left, right) for left, right in pairs):
         return None
-    for left, right in pairs:
-        if not _same_brackets(left, right):
-            return None
-    return pairs
+    return [(left.replace("°", r"^{\circ}"), right.replace("°", r"^{\circ}")) for left, right in pairs]
+
+
+def is_name(text: str) -> bool:
+    """Return True if a text is the sign of a value, as the left side of `f(2) = 5` is. Words are no sign."""
+    return re.search(r"(?<![a-zA-Z\\])[a-zA-Z]?[a-z]{2}", text) is None and _NAME.fullmatch(respelled(text)) is not None
+
+
+def _in_one_notation(gold: str, answer: str) -> tuple[str, str]:
+    """Return two formulas with their sets in the notation that both can have; see `sets`."""
+    gold, answer = condition_of(gold), condition_of(answer)
+    if INTERVAL.search(gold) and RELATION.search(answer) and not RELATION.search(gold):
+        answer = interval_of(answer) or answer
+    elif INTERVAL.search(answer) and RELATION.search(gold) and not RELATION.search(answer):
+        gold = interval_of(gold) or gold
+    gold, answer = _with_both_signs(gold), _with_both_signs(answer)
+    items, others = _items(gold), _items(answer)
+    if max(len(items), len(others)) > 1:
+        names = {re.sub(r"_\{?\d\}?", "", _name_of(item)) for item in items + others} - {""}
+        if len(names) == 1:
+            gold, answer = (", ".join(map(_without_name, side)) for side in (items, others))
+    return gold, answer
+
+
+def _with_both_signs(text: str) -> str:
+    r"""Return a list with two values for each item that holds a `\pm`."""
+    if r"\pm" not in text and r"\mp" not in text:
+        return text
+    is_set = text.startswith(r"\{") and text.endswith(r"\}")
+    items = _items(_without_name(text[2:-2] if is_set else text))
+    return ", ".join(value for item in items for value in with_both_signs(item))
+
+
+def _name_of(item: str) -> str:
+    sides = split_outside(item, "=")
+    return squeezed(sides[0]) if len(sides) == 2 and _NAME.fullmatch(sides[0]) else ""
 
 
 def is_same_formula(gold: str, answer: str) -> bool:
@@ -154,10 +167,8 @@ def is_same_formula(gold: str, answer: str) -> bool:
 
 def _plain(text: str) -> str:
     """Return a form that two spellings of a text share."""
-    for pattern, replacement in _SAME:
-        text = pattern.sub(replacement, text)
-    text = re.sub(r"(?<=\d)\s+(?=\d)", "¦", text)  # "1 8" is not 18
-    return _same(_TEXT.sub(r" \1 ", _SPACE.sub(" ", text)))
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "¦", respelled(text))  # "1 8" is not 18
+    return squeezed(_TEXT.sub(r" \1 ", text))
 
 
 def _bars(text: str) -> int:
@@ -224,9 +235,7 @@ def _tower(text: str) -> int:
 
 def _read(text: str) -> _Formula | None:
     """Return a formula without its words and units, or None if it holds a mixed number with two meanings."""
-    for pattern, replacement in _SAME:
-        text = pattern.sub(replacement, text)
-    text, measured = _without_unit_texts(_SPACE.sub(" ", text).strip())
+    text, measured = _without_unit_texts(respelled(text).strip())
     text, words = _without_texts(text)
     body, units = _without_units(text)
     mixed = _with_sums(body)
@@ -250,7 +259,7 @@ def _without_texts(text: str) -> tuple[str, tuple[str, ...]]:
 
     def content(match: re.Match[str]) -> str:
         inner = match[1].strip()
-        if re.fullmatch(r"\(?[a-zA-Z]\)?|\W*\d[\d.,\s]*", inner) and "?" not in inner:
+        if re.fullmatch(r"\(?[a-zA-Z]\)?|\W*\d[\d.,\s]*(?:(?:and|or)[\d.,\s]+)*", inner) and "?" not in inner:
             return f" {inner} " if len(inner) > 1 else inner
         lower = inner.lower().strip(" .")
         parts = re.findall(r"[^\W\d_]+|[^\w\s./^*-]", lower)
@@ -260,7 +269,7 @@ def _without_texts(text: str) -> tuple[str, tuple[str, ...]]:
             return f" {inner} "
         if all(is_unit(part) or part == "per" for part in parts):
             return f" {inner} "
-        if lower in _FUNCTIONS:
+        if lower in FUNCTIONS:
             return f"\\{lower} "
         words.append(" ".join(lower.split()))
         return " "
@@ -272,6 +281,8 @@ def _without_units(text: str) -> tuple[str, str]:
     """Return a formula without the known units at its end, and those units."""
     text = text.strip()
     body = text.rstrip(".")
+    if "°" in body and not FUNCTIONS.isdisjoint(_COMMAND.findall(body)):
+        return text, ""  # the argument's unit
     while match := _UNIT_TAIL.search(body):
         word = re.match(r"[a-zA-Z]+", match.group().strip())
         if word and (not is_unit(word.group().lower()) and word.group().lower() != "per"):
@@ -304,7 +315,7 @@ def _with_sums(text: str) -> str | None:
 
 def _is_read_whole(gold: _Formula, answer: _Formula) -> bool:
     """Return True if nothing in the answer is left over that math-verify would skip and the gold does not hold."""
-    if Counter(answer.words) - Counter(gold.words):
+    if Counter(answer.words) - Counter(gold.words) or are_opposed(" ".join(gold.words), " ".join(answer.words)):
         return False
     missing = list((Counter(gold.words) - Counter(answer.words)).elements())
     if any(is_doubt(word) or not word.isalpha() for text in missing for word in text.split()):
@@ -331,7 +342,7 @@ def _is_read_whole(gold: _Formula, answer: _Formula) -> bool:
     for run in _BARE_RUN.findall(_bare(_without_name(answer.body))):
         lower = run.lower()
         if (
-            lower not in _FUNCTIONS
+            lower not in FUNCTIONS
             and not _CONNECTIVE.match(run)
             and (is_doubt(lower) or not set(lower) <= letters)
             and run not in gold.body
@@ -350,11 +361,11 @@ def _letters(text: str) -> str:
 
 
 def _without_name(text: str) -> str:
-    sides = _split(text, "=")
+    sides = split_outside(text, "=")
     return " = ".join(sides[1:]) if len(sides) > 1 and _NAME.fullmatch(sides[0]) else text
 
 
-def _split(text: str, separator: str) -> list[str]:
+def split_outside(text: str, separator: str) -> list[str]:
     r"""Split at a separator outside all brackets, but not at the "=" of `<=`, `>=`, `!=` and `\le=`."""
     parts, depth, start = [], 0, 0
     for position, character in enumerate(text):
@@ -373,7 +384,7 @@ def _split(text: str, separator: str) -> list[str]:
 def _items(text: str) -> list[str]:
     """Return the items of a list that is not in brackets."""
     items: list[str] = []
-    for item in _split(text, ","):
+    for item in split_outside(text, ","):
         items += _CONNECTIVE.split(item)
     return [item.strip() for item in items if item.strip()]
 
@@ -385,14 +396,16 @@ def _connectives(text: str) -> set[str]:
 def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
     """Return the sides to compare: every side of the answer's equations must equal the gold, but for a name first."""
     gold_items, answer_items = _items(gold), _items(answer)
-    gold_primes, equations = gold.count("'"), [_split(item, "=") for item in answer_items]
+    if len(gold_items) == 1 and "or" in _connectives(answer) and "or" not in _connectives(gold):
+        return None
+    gold_primes, equations = gold.count("'"), [split_outside(item, "=") for item in answer_items]
     if len(gold_items) > 1 or len(answer_items) > 1:
-        if len({*map(_same, gold_items)}) < len(gold_items):  # math-verify's sets hold an item once
+        if len({*map(squeezed, gold_items)}) < len(gold_items):  # math-verify's sets hold an item once
             if len(answer_items) != len(gold_items):
                 return None
             return list(zip(gold_items, answer_items, strict=True))
         joined = (_connectives(gold), _connectives(answer))
-        if _RELATION.search(gold) and all(joined) and joined[0] != joined[1]:
+        if RELATION.search(gold) and all(joined) and joined[0] != joined[1]:
             return None
         for sides in equations:
             if len(sides) > 2 or (
@@ -400,15 +413,15 @@ def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
             ):
                 return None
         return [(gold, answer)] if answer.count("'") == gold_primes else None
-    wanted, stated = _split(gold, "="), equations[0] if equations else [""]
+    wanted, stated = split_outside(gold, "="), equations[0] if equations else [""]
     if len(stated) > _MAX_SIDES:
         return None
     if len(stated) > len(wanted):
         if len(wanted) == 2:
-            if _same(wanted[0]) != _same(stated[0]) or not _NAME.fullmatch(wanted[0]):
+            if squeezed(wanted[0]) != squeezed(stated[0]) or not _NAME.fullmatch(wanted[0]):
                 return None
             wanted, stated = wanted[1:], stated[1:]
-        elif len(wanted) == 1 and _NAME.fullmatch(stated[0]) and _same(wanted[0]) != _same(stated[0]):
+        elif len(wanted) == 1 and _NAME.fullmatch(stated[0]) and squeezed(wanted[0]) != squeezed(stated[0]):
             if stated[0] in _letters(stated[-1]):  # "x = 2x" says something about x
                 return None
             stated = stated[1:]
@@ -420,7 +433,7 @@ def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
         if not _NAME.fullmatch(wanted[0]) and _letters(wanted[0] + wanted[1]):
             return None
         pairs = [(wanted[1], side) for side in stated]
-    elif len(wanted) == len(stated) == 2 and _NAME.fullmatch(wanted[0]) and _same(wanted[0]) == _same(stated[0]):
+    elif len(wanted) == len(stated) == 2 and _NAME.fullmatch(wanted[0]) and squeezed(wanted[0]) == squeezed(stated[0]):
         pairs = [(wanted[1], stated[1])]
     else:
         pairs = [(gold, answer)]
@@ -432,8 +445,10 @@ def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
 
 def _same_brackets(gold: str, answer: str) -> bool:
     """Return True if both hold the same tuples, intervals and sets. A bare list may be a set."""
-    if bool(_RELATION.search(gold)) != bool(_RELATION.search(answer)):
-        return True  # an inequality and an interval
+    if bool(RELATION.search(gold)) != bool(RELATION.search(answer)) or re.search(
+        r"\\(?:setminus|mathbb)", gold + answer
+    ):
+        return True  # an inequality and an interval, or a set without brackets
     wanted, stated = _brackets(gold), _brackets(answer)
     return wanted == stated or _with_sets(wanted) == _with_sets(stated)
 
@@ -467,8 +482,3 @@ def _brackets(text: str) -> Counter[tuple[str, int]]:
     if open_groups[0][1]:
         found["", int(str(open_groups[0][1]))] += 1
     return found
-
-
-def _same(text: str) -> str:
-    """Return a form that two spellings of a formula share: no spaces, no braces around one character."""
-    return re.sub(r"\{(\w)\}", r"\1", re.sub(r"\s", "", text))

@@ -6,6 +6,7 @@ r"""Answers that are not one formula. math-verify would multiply, subtract or dr
 | range | `5-7`, `1914-1918`, `2020-05-07` | a range, number by number |
 | sizes | `2 \times 3, 4 \times 2` | as many sizes, number by number |
 | quantities | `3 hours 20 minutes`, `(a) 5 (b) 4`, `5' 10"` | as many quantities of the same names |
+| time | `5:30 \text{ p.m.}`, `10 am` | a time of the same half of the day, number by number |
 | cycles | `(1 2)(3 4)` | the same text |
 | marked | `A^T`, `n \equiv 1 \mod 4`, `\angle ABC`, `f^{-1}(x)`, `b > a > c`, `IV` | the same text |
 
@@ -23,6 +24,7 @@ _TEXT = re.compile(r"\\(?:text\w*|mbox|hbox|mathrm|operatorname\*?)\s*\{([^{}]*)
 _SPACING = re.compile(r"(?<!\\)\\[,;:!> ]|~|\$|\\(?:left|right|quad|qquad)(?![a-zA-Z])")
 _RANGE = re.compile(r"\d+(?:\.\d+)?(?:\s*[-–—]\s*\d+(?:\.\d+)?)+")
 _SIZE = re.compile(r"(\d+)\s*(?:\\times|×)\s*(\d+)")
+_TIME = re.compile(r"(\d{1,2})(?::(\d{2}))?\s*([ap])\.?\s*m\.?", re.IGNORECASE)
 _CYCLES = re.compile(r"(?:\(\d+(?:\s+\d+)+\)\s*)+")
 _MARK = re.compile(
     r"\\(?:[bp]?mod|partial|angle|Gamma)(?![a-zA-Z])"
@@ -48,6 +50,8 @@ def kind_of(text: str) -> Kind | None:
     if _MARK.search(plain):
         return Kind("marked", (), ())
     plain = _TEXT.sub(r" \1 ", plain).strip()
+    if time := _TIME.fullmatch(" ".join(plain.split())):
+        return Kind("time", (time[3].lower(),), (time[1], time[2] or "00"))
     ratio = [part.strip() for part in plain.split(":")]
     if len(ratio) > 2 and all(ratio):
         return Kind("ratio", (), tuple(ratio))
@@ -71,6 +75,8 @@ def _quantities(text: str) -> Kind | None:
         end = match.end()
         if match.lastgroup is None or match.group().lower() == "and":
             continue
+        if match.group().lower() == "or":
+            return None
         is_number = match.lastgroup == "number"
         if is_number and found and found[-1][0] == "number":
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from grpo_rewards import languages
 from grpo_rewards.math.units import is_unit
 
 
@@ -21,12 +22,9 @@ def word_set(text: str) -> frozenset[str]:
 UNIT_LETTERS = frozenset("mghslLKCFAVWJN")
 """Letters that are units. Any other single letter is a variable, or a constant such as pi."""
 
-# Plurals without an "s", units of languages that form no plural with it, and counters of Chinese, Japanese and Korean.
+# Plurals without an "s". Those of other languages are in `languages.yaml`.
 _NOUNS = word_set("""
     people children men women feet teeth mice geese sheep fish deer cattle dice staff data money salmon shrimp aircraft
-    grad stunden minuten sekunden tage wochen monate jahre prozent stück personen mark franken kronen schilling
-    metri chili grammi litri ore giorni settimane mesi anni minuti secondi persone uur dagen weken jaar
-    元 块 圆 円 원 个 個 人 名 只 本 张 枚 次 杯 명 개 岁 歳 天 小时 時間 시간 分钟 米 厘米 公里 公斤 千克 克 升
 """)
 _PLURAL = re.compile(r"[^\W\d_]{2,}(?<!s)(?<!u)(?<!i)s", re.ASCII)
 _NO_PLURALS = word_set("""
@@ -62,14 +60,16 @@ _QUANTITIES = word_set("""
     width height depth area perimeter circumference volume radius diameter weight mass speed rate time duration age
     average mean median mode difference remainder quotient product ratio percentage percent share score output
     probability angle temperature population capacity size left remaining final conclusion
-    antwort ergebnis réponse résultat respuesta resultado resposta risposta risultato ответ результат odpowiedź wynik
-    antwoord svar cevap sonuç jawaban 答案 答 答え 結果 结果 정답 답
 """)
 
 
 def is_plural(word: str) -> bool:
     """Return True if a word in lower case has the form of an English noun in the plural."""
-    return word in _NOUNS or (_PLURAL.fullmatch(word) is not None and word not in _NO_PLURALS)
+    return (
+        word in _NOUNS
+        or word in languages.words("unit")
+        or (_PLURAL.fullmatch(word) is not None and word not in _NO_PLURALS)
+    )
 
 
 def is_noun(word: str) -> bool:
@@ -79,7 +79,7 @@ def is_noun(word: str) -> bool:
 
 def is_quantity(word: str) -> bool:
     """Return True if a word in lower case names a quantity or an answer."""
-    return word in _QUANTITIES
+    return word in _QUANTITIES or word in languages.words("answer")
 
 
 def is_measure(words: Sequence[str], has_noun: bool = False) -> bool:
@@ -117,7 +117,7 @@ def _is_complement(link: str, rest: Sequence[str], has_noun: bool) -> bool:
 
 
 def _is_known(word: str) -> bool:
-    return is_noun(word) or word in _REFERENTS or word in _LINKS or word in _QUANTITIES or len(word) == 1
+    return is_noun(word) or word in _REFERENTS or word in _LINKS or is_quantity(word) or len(word) == 1
 
 
 def is_label(words: Sequence[str], mark: str) -> bool:
@@ -129,4 +129,4 @@ def is_label(words: Sequence[str], mark: str) -> bool:
         return False
     if mark != ":":
         return True
-    return any(word in _QUANTITIES or is_noun(word) for word in words) or all(len(word) == 1 for word in words)
+    return any(is_quantity(word) or is_noun(word) for word in words) or all(len(word) == 1 for word in words)

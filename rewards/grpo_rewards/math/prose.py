@@ -12,10 +12,12 @@ doubtful are mostly grammar and can be counted.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from grpo_rewards import languages
 from grpo_rewards.claims import is_denial
 from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure, is_plural, is_quantity, word_set
 
@@ -81,6 +83,34 @@ def is_doubt(word: str) -> bool:
         return True
     return _CONTRACTED_NOT.fullmatch(word) is not None
 
+
+def is_foreign_measure(text: str) -> bool:
+    """Return True if the text behind a number is one word or two beyond ASCII that may be what is counted."""
+    words = text.lower().strip(" .").split()
+    unspaced = [word for code in ("ja", "ko", "th", "zh") for word in languages.table("no_unit")[code]]
+    for word in words:
+        if word in languages.words("unit"):
+            continue
+        if (
+            word.isascii()
+            or _SYMBOL.search(word)
+            or len(word) > _MAX_FOREIGN
+            or word in languages.words("no_unit")
+            or is_denial(word)
+        ):
+            return False
+        if (
+            not CJK_NUMERALS.isdisjoint(word)
+            or any(other in word for other in unspaced)
+            or not all(unicodedata.category(c)[0] in "LM" for c in word)
+        ):
+            return False
+    return 0 < len(words) <= 2
+
+
+_SYMBOL = re.compile(r"[\u0370-\u03ff\u2000-\u2bff\U0001d400-\U0001d7ff]|\A[\u0080-\u04ff]\Z")  # π is no noun
+_MAX_FOREIGN = 20
+"""Number of characters of the longest word of another language that is taken for what is counted."""
 
 _MAX_NUMBERS = 8
 """Number of quantities of the longest sentence that is read."""

@@ -22,7 +22,6 @@ import atexit
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import IO, Any
 
+from grpo_rewards.limits import limit_cpu, limit_memory, readable
 from grpo_rewards.math.exact import contradicts
 
 MEMORY_BYTES = 160 * 2**20
@@ -289,32 +289,6 @@ def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     if not line:
         raise EOFError
     return line
-
-
-def limit_memory(additional_bytes: int) -> None:
-    """Let this process allocate `additional_bytes` more than it has. Without /proc (macOS) there is no limit."""
-    import resource
-
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm") as statm:
-            used = int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + additional_bytes, used + additional_bytes))
-
-
-def limit_cpu(seconds: float) -> None:
-    """End this process by SIGXCPU after `seconds` more of CPU time, rounded up."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))
-
-
-def readable(descriptor: int, seconds: float) -> bool:
-    """Return True if a pipe has data, or has ended, within `seconds`."""
-    # Not `select`, which fails for descriptors over 1023.
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(max(seconds, 0) * 1000))
 
 
 _WARM_UP = (("x+1", "1+x"), (r"\sqrt{8}", r"2\sqrt{2}"), ("(1,2)", "(1,3)"), (r"\frac{\sqrt{3}}{2}", r"\frac{1}{3}"))

@@ -19,13 +19,13 @@ _ALIASES = """
     l liter liters litre litres | ml milliliter milliliters millilitre millilitres | gal gallon gallons
     qt quart quarts | pt pint pints | cup cups | tbsp tablespoon tablespoons | tsp teaspoon teaspoons
     acre acres | hectare hectares ha | deg degree degrees ° | rad rads radian radians | gradian gradians
-    celsius °c | fahrenheit °f | kelvin kelvins | % percent pct | dollar dollars usd buck bucks | cent cents ¢
-    euro euros eur | gbp sterling | yen jpy | rupee rupees inr | dime dimes | nickel nickels | penny pennies
-    n newton newtons | j joule joules | kj kilojoule kilojoules | w watt watts | kw kilowatt kilowatts | v volt volts
-    pa pascal pascals | hz hertz | mol mole moles | cal calorie calories | kcal kilocalorie kilocalories
+    celsius °c | fahrenheit °f | kelvin kelvins | % percent percentage pct | dollar dollars usd buck bucks
+    cent cents ¢ | euro euros eur | gbp sterling | yen jpy | rupee rupees inr | dime dimes | nickel nickels
+    penny pennies | n newton newtons | j joule joules | kj kilojoule kilojoules | w watt watts | kw kilowatt kilowatts
+    v volt volts | pa pascal pascals | hz hertz | mol mole moles | cal calorie calories | kcal kilocalorie kilocalories
     mph | kph kmh | knot knots | bit bits | byte bytes | kb kilobyte kilobytes | mb megabyte megabytes
     gb gigabyte gigabytes | unit units | pound pounds | cad | aud | chf | cny yuan rmb | krw won | baht | rand
-    dozen dozens | sqft | mil mils
+    dozen dozens | sqft
 """
 _CANONICAL: dict[str, str] = {}
 for _group in re.split(r"[|\n]", _ALIASES):
@@ -35,6 +35,19 @@ for _group in re.split(r"[|\n]", _ALIASES):
 _POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cu": "^3", "cubed": "^3"}
 _AFTER_NUMBER = re.compile(r"(?:\d|\})[\d.,/]*\s*[-*]{0,2}\s*(?P<tail>[^\d]*(?:\^\{?-?\d\}?[^\d]*)*)\Z")
 _MONEY = ("dollar", "euro", "gbp", "pound", "yen", "rupee", "cad", "aud", "chf", "cny", "krw", "baht", "rand")
+_CURRENCY = re.compile(r"\\\$|[€£¥₹]|\A\s*\$(?=\s*\d[^$]*\Z)")
+_CURRENCIES = {"\\$": "dollar", "$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+_SAME_CURRENCY = {"gbp": "pound", "cny": "yen"}  # ¥ is the sign of both the yen and the yuan
+_COMPOUND = {"mph": ("mi", "h"), "kph": ("km", "h")}
+_OPPOSITES = """
+    loss | profit gain; increase | decrease; rise | fall drop; clockwise | counterclockwise anticlockwise
+    left | right; up | down; above | below; north | south; east | west; before | after; am | pm
+    more | less fewer; faster | slower; older | younger; taller | shorter; inside | outside; win | lose; odd | even
+"""
+_SIDE_OF_PAIR: dict[str, tuple[int, int]] = {}
+for _pair, _text in enumerate(re.split(r"[;\n]", _OPPOSITES)):
+    for _side, _words in enumerate(_text.split("|")):
+        _SIDE_OF_PAIR.update((_word, (_pair, _side)) for _word in _words.split())
 _PART = re.compile(r"°\s*[CF](?![a-zA-Z])|[^\W\d_]+|[°%¢]|\^\{?-?\d\}?")
 
 
@@ -52,6 +65,25 @@ def units_differ(gold: str, answer: str) -> bool:
     if not wanted:
         return "¤" in gold and bool(stated) and stated[0] not in _MONEY
     return stated != wanted[: len(stated)]
+
+
+def currency_of(text: str) -> str:
+    """Return the name of the currency that an answer states by a sign or a word, or "". `text` is as written."""
+    if sign := _CURRENCY.search(text):
+        return _CURRENCIES[sign.group().strip()]
+    names = [_CANONICAL[word] for word in re.findall(r"[a-z]+", text.lower()) if word in _CANONICAL]
+    return next((_SAME_CURRENCY.get(name, name) for name in names if name in _MONEY), "")
+
+
+def are_opposed(gold: str, answer: str) -> bool:
+    """Return True if an answer holds the opposite of a word of the gold, such as a gain instead of a loss."""
+    wanted, stated = (_sides_of_pairs(text) for text in (gold, answer))
+    return any((pair, 1 - side) in wanted and (pair, side) not in wanted for pair, side in stated)
+
+
+def _sides_of_pairs(text: str) -> set[tuple[int, int]]:
+    words = re.findall(r"[a-z]+", text.lower().replace(".m.", "m"))
+    return {_SIDE_OF_PAIR[word] for word in words if word in _SIDE_OF_PAIR}
 
 
 @lru_cache(maxsize=4096)
@@ -83,4 +115,5 @@ def stated_units(text: str) -> tuple[str, ...]:
             power = ""
         else:
             break
+    units = [part for unit in units for part in _COMPOUND.get(unit, (unit,))]
     return tuple(unit for unit in units if not unit.startswith("unit"))

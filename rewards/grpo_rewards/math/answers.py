@@ -79,6 +79,8 @@ def _last_hashes(text: str) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
+    if "box" not in text:
+        return None
     text = _with_braces(text)
     span = _last_box(text)
     return span and _with_boxes_before(text, span)
@@ -86,6 +88,8 @@ def _last_boxed(text: str) -> str | None:
 
 def _last_claimed_box(text: str) -> str | None:
     """Return the text of the last box that the words before it don't deny; None if those behind it take it back."""
+    if "box" not in text:
+        return None
     text = _with_braces(text)
     end = len(text)
     for _ in range(_MAX_DENIED):
@@ -101,7 +105,7 @@ def _last_claimed_box(text: str) -> str | None:
 
 def _with_braces(text: str) -> str:
     r"""Return a text with `\boxed{5}` for `\boxed 5`, `\boxed {5}` and `\fbox{5}`."""
-    if "\\fbox" in text or _BOXED not in text:
+    if "\\fbox" in text or ("\\boxed" in text and _BOXED not in text):
         text = _BOX_TOKEN.sub(r"\\boxed{\1}", _BOX.sub(r"\\boxed{", text))
     return text
 
@@ -449,7 +453,9 @@ def _end_of_any_label(text: str) -> int:
     """Return where a label ends that may be a name ("Tom: ") and is neither a number nor a doubt; 0 for none."""
     match = _LABEL.match(text)
     if match is None:
-        label = languages.answer_labels().match(text) if languages.may_label(text) else None
+        if (text.isascii() and not text[:3].isalpha()) or not languages.may_label(text):
+            return 0
+        label = languages.answer_labels().match(text)
         return label.end() if label else 0
     for word in map(str.lower, _LETTERS.findall(match.group())):
         if is_doubt(word) or is_bound(word) or is_numeral(word) or is_vague_number(word):
@@ -478,13 +484,17 @@ def parse_number(text: str, *, trusted: bool = False) -> Number | None:
     if _PLAIN_DECIMAL.fullmatch(text):
         whole, _, digits = text.partition(".")
         return Fraction(int(whole + digits), 10 ** len(digits))
-    text = _plain_latex(fold_unicode(" ".join(text.split())))
+    text = _plain_latex(fold_unicode(" ".join(text.split()) if "  " in text else text))
     brackets = () if "," in text else _BRACKETS  # "(2,100)" is a pair
     text = undress(text, (*_WRAPPERS, *_BRACES, *brackets), _end_of_any_label if trusted else _end_of_label)
     if set_off := _SET_OFF.match(text):
         text = (set_off[2] or set_off[3]).strip() + text[set_off.end() :]
     text = _plain_digits(text)
-    if (twice := _SPELLED_TWICE.fullmatch(text)) and parse_number(twice[1]) == _parse_words(twice[2], trusted):
+    if (
+        text.endswith(")")
+        and (twice := _SPELLED_TWICE.fullmatch(text))
+        and parse_number(twice[1]) == _parse_words(twice[2], trusted)
+    ):
         text = twice[1]  # "7 (seven)"
     negative = text.lower().startswith(("minus ", "negative "))
     if negative:
@@ -541,7 +551,7 @@ def _without_harmless_unit(match: re.Match[str]) -> str:
 
 def _plain_digits(text: str) -> str:
     """Return `text` with fractions as `1/2` and without separators of thousands."""
-    if "\\" in text or "(" in text:
+    if "." in text and ("\\" in text or "(" in text):
         text = _REPEATING.sub(_fraction_of_repeating, text)
     text = _FRACTION.sub(lambda m: f" {m['sign'] or ''}{m[1] or m[2]}/{m[4] or m[5]}".replace("--", ""), text)
     return _THOUSANDS.sub(lambda m: m.group().replace(m[1], ""), text)
@@ -589,7 +599,7 @@ def _unit_scale(unit: str, trusted: bool, has_unit: bool = False) -> int | None:
         return None
     if (glued := _GLUED.match(unit)) and not is_unit(glued.group().lower()):
         return None  # "2xy" is a product
-    if _UNIT_EXPONENT.sub("", unit).lower().strip(" .") in ("min", "in"):
+    if unit.strip(" .^{23}").lower() in ("min", "in"):
         return 1  # minutes and inches, alone behind a number
     scale = 1
     if words and words[0].lower() in SCALES:
@@ -668,11 +678,12 @@ def read_gold(gold: object, decimal: Decimal = "point") -> Gold | None:
     return Gold(text, _number_of_gold(with_point(text) if is_comma else text))
 
 
+@lru_cache(maxsize=4096)
 def _number_of_gold(text: str) -> Number | None:
     """Return the number that a gold states, alone or behind a name as in `f(2) = 5`, or None."""
-    if _TIMES_A_LETTER.fullmatch(text):
-        return None
     number = parse_number(text, trusted=True)
+    if number is not None and not text.isdecimal() and _TIMES_A_LETTER.fullmatch(text):
+        return None
     if number is None and "=" in text:
         name, *values = split_outside(undress(text), "=")
         return parse_number(values[0], trusted=True) if len(values) == 1 and is_name(name) else None
@@ -705,7 +716,7 @@ def read_golds(value: object, decimal: Decimal = "point") -> tuple[Gold, ...]:
         value = _of_json(value)
     golds = [gold for entry in accepted_golds(value) if (gold := read_gold(entry, decimal)) is not None]
     for gold in golds.copy():
-        if choice := _CHOICE.fullmatch(gold.text):
+        if gold.text.startswith("\\text") and (choice := _CHOICE.fullmatch(gold.text)):
             golds += [read for part in choice.groups() if (read := read_gold(part, decimal)) is not None]
     return tuple(golds)
 

@@ -12,7 +12,7 @@ from grpo_rewards.math.answers import gold_answer
 
 RIGHT = ("by itself", "respelled", "reversed")
 WRONG = ("constants", "another", "digit", "sign")
-CONSTANTS = {"1=1": "1", "0=1": "1", "0": "0", "1": "1", "x": "x", r"\emptyset": r"\emptyset", "42": "42", "": ""}
+CONSTANTS = {"1=1": "1", "0=1": "0=1", "0": "0", "1": "1", "x": "x", r"\emptyset": r"\emptyset", "42": "42", "": ""}
 """Constant answers, each with the gold for which it is right."""
 
 

@@ -323,7 +323,7 @@ def test_an_answer_in_a_prefilled_block_is_not_extracted():
         (1.234, "1.234"), (0.1, "0.1"), (-3.0, "-3"), (1e-05, "0.00001"), (1e15, "1000000000000000"), (1e16, "1e+16"),
         ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("\\boxed{ 5 }", "5"), ("Steps.\nA: 18", "18"),
         ("no solution", "no solution"), ("a red house near the hill", "a red house near the hill"),
-        ("a red house near the old hill", None),
+        ("a red house near the old hill", "a red house near the old hill"), ("a red house near the hill of 2 towns and 3 rivers", None),
         ("", None), ("  ", None), (None, None), (float("nan"), None), ([["18"]], None), ("Steps.\n####", None),
         ("#### ", None), ("She sold 48/2 = <<48/2=24>>24 clips in May and 48 in April.", None),
         ({}, None), (True, None),

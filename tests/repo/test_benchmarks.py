@@ -346,10 +346,10 @@ def test_payments_for_every_answer_are_counted_and_listed(
 ) -> None:
     monkeypatch.setattr(golds, "REWARDS", {"generous": lambda scored: ["paid"] * len(scored)})
     found = recorded_golds(golds, tmp_path, "--list")["generous"]
-    assert found[:-2] == ["0", "5/5", "3/3", "1/1", "40 (37)/40", "5 (5)/5", "5 (5)/5", "5 (5)/5"]
+    assert found[:-2] == ["0", "5/5", "3/3", "1/1", "40 (38)/40", "5 (5)/5", "5 (5)/5", "5 (5)/5"]
     listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("some\tgenerous\t")]
-    assert len(listed) == 37 + 15
-    assert not [line for line in listed if line.endswith("\tpaid\t'1'\t'0=1'")]
+    assert len(listed) == 38 + 15
+    assert not [line for line in listed if line.endswith("\tpaid\t'1'\t'1=1'")]
 
 
 def test_a_column_without_golds_is_named(golds: ModuleType, tmp_path: Path) -> None:

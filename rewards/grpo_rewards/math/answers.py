@@ -290,7 +290,8 @@ def gold_answer(gold: object) -> str | None:
     r"""Return the final answer of a dataset's gold, or None if it has none.
 
     A gold is a GSM8K solution (`... #### N`), a solution that ends in an `A: N` line or holds a `\boxed{N}`, or a bare
-    answer. Prose of more than five words without such a mark has no final answer. LaTeX is not prose.
+    answer. Prose of more than five words without such a mark is a final answer if it states one number, and if it has
+    mathematics or, in at most 15 words, no digit. Then only the same text equals it. Other prose has no final answer.
     """
     if isinstance(gold, Real) and not isinstance(gold, bool) and gold == gold:  # not NaN
         gold = number_text(gold)
@@ -303,9 +304,20 @@ def gold_answer(gold: object) -> str | None:
         if answer is not None:
             return answer or None
     bare = gold.strip()
-    if not bare or len(_WORD.findall(_MATHS.sub(" ", bare))) > 5:
+    if not bare or (is_prose(bare) and (len(bare) > MAX_ANSWER_CHARS or not _is_final(bare))):
         return None
     return bare
+
+
+def is_prose(text: str) -> bool:
+    """Return True if a text has more than five words outside its mathematics."""
+    return text.count(" ") > 4 and len(_WORD.findall(_MATHS.sub(" ", text))) > _MAX_WORDS
+
+
+def _is_final(prose: str) -> bool:
+    if not {"$", "\\"}.isdisjoint(prose) or _number_of_sentence(prose) is not None:
+        return True
+    return len(prose.split()) <= _MAX_WORDS_OF_TEXT and not any(map(str.isdigit, prose))
 
 
 def number_text(number: Real | float) -> str:
@@ -321,6 +333,7 @@ def number_text(number: Real | float) -> str:
 _MATHS = re.compile(
     r"\$[^$]*\$|\\\(.*?\\\)|\\(?:begin|end|text\w*|mbox|math\w+)\s*\{[^{}]*\}|\\[a-zA-Z]+|[_^{}]", re.DOTALL
 )
+_MAX_WORDS, _MAX_WORDS_OF_TEXT = 5, 15
 _WORD = re.compile(r"(?<![^\W\d_\\])[^\W\d_]{2,}")
 
 
@@ -681,11 +694,13 @@ def read_gold(gold: object, decimal: Decimal = "point") -> Gold | None:
 @lru_cache(maxsize=4096)
 def _number_of_gold(text: str) -> Number | None:
     """Return the number that a gold states, alone or behind a name as in `f(2) = 5`, or None."""
+    if is_prose(text):
+        return _number_of_sentence(text)
     number = parse_number(text, trusted=True)
     if number is not None and not text.isdecimal() and _TIMES_A_LETTER.fullmatch(text):
         return None
-    if number is None and "=" in text:
-        name, *values = split_outside(undress(text), "=")
+    if number is None and ("=" in text or r"\approx" in text):
+        name, *values = split_outside(undress(text).replace(r"\approx", "="), "=")
         return parse_number(values[0], trusted=True) if len(values) == 1 and is_name(name) else None
     return number
 
@@ -768,7 +783,9 @@ class Judge:
         if self.decimal == "comma":
             gold_text, answer = with_point(gold_text), with_point(answer)
         if gold.number is not None:
-            return "equal" if answer_number(answer) == gold.number and not _units_differ(gold_text, answer) else "wrong"
+            if answer_number(answer) == gold.number and not _units_differ(gold_text, answer):
+                return "equal"
+            return "equal" if r"\approx" in gold_text and is_same_formula(gold_text, answer) else "wrong"
         number = parse_number(answer)
         if number is not None and not _is_time(gold_text):
             same = _value(gold_text) == number or _spelling(gold_text) == _spelling(answer)
@@ -824,7 +841,7 @@ class Judge:
         gold, answer = undress(fold_unicode(gold)), undress(fold_unicode(answer))
         if _spelling(gold) == _spelling(answer) or is_same_formula(gold, answer):
             return "equal"
-        if _spelling(gold).replace(" ", "").isalpha() and len(gold) > 2:
+        if (_spelling(gold).replace(" ", "").isalpha() and len(gold) > 2) or is_prose(gold):
             return "wrong"  # as formulas, words would be products of letters, and "dear" would equal "read"
         try:
             pairs = comparisons(gold, answer)

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import completion_text, needed_column
+from grpo_rewards.errors import shortened
 from grpo_rewards.math.answers import (
     LAYOUTS,
     MAX_GOLDS,
@@ -20,6 +21,7 @@ from grpo_rewards.math.answers import (
     accepted_golds,
     answer_extractor,
     gold_answer,
+    is_prose,
     read_golds,
 )
 from grpo_rewards.math.decimals import DECIMALS, Decimal, decimal_marks
@@ -29,6 +31,8 @@ Judgement = tuple[str | None, str | None, str, float | None]
 """Answer found in a completion, gold that it was compared with, name of the outcome such as "equal", and score. None
 stands for a completion without an answer, and for the gold and the score of a gold that can't be read."""
 
+
+_SHOWN = 40
 
 CALL_DEADLINES, ROW_SECONDS = 4, 0.03
 """Budget of one call for symbolic comparisons: 4 times the deadline of one comparison, plus 0.03 seconds per row."""
@@ -172,11 +176,16 @@ class GSM8KCorrectness(GoldReward):
         return f"where `extract: {self.extract}` looks"
 
     def gold_note(self, golds: Iterable[tuple[object, Any]]) -> str | None:
-        """Return a sentence if golds may have another decimal mark than this reward reads; else None."""
+        """Return a sentence on golds with another decimal mark than this reward reads, and on golds that are prose."""
         texts: list[tuple[object, str]] = []
         for row, gold in golds:
             texts += [(row, gold_answer(text) or "") for text in accepted_golds(gold) if isinstance(text, str)]
-        return decimal_marks(texts).note(self.decimal)
+        notes = [decimal_marks(texts).note(self.decimal)]
+        if prose := [(row, text) for row, text in texts if is_prose(text)]:
+            row, text = prose[0]
+            equal = "only the same text equals them, or their one number"
+            notes.append(f"{len(prose)} of the golds are prose ({row}: `{shortened(text, _SHOWN)}`): {equal}")
+        return "; ".join(filter(None, notes)) or None
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
         """Return a sentence with the layout that finds most answers if this layout finds none; else None."""

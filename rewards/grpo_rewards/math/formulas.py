@@ -107,6 +107,8 @@ def comparisons(gold: str, answer: str) -> list[tuple[str, str]] | None:
         return None
     wanted_parts, stated_parts = _APPROXIMATELY.split(gold), _APPROXIMATELY.split(answer)
     if len(wanted_parts) == 2:
+        if is_name(wanted_parts[0]):
+            return None
         if len(stated_parts) == 2 and not _same_decimals(wanted_parts[1], stated_parts[1]):
             return None
         return comparisons(wanted_parts[0].strip(), stated_parts[0].strip()) if len(stated_parts) <= 2 else None
@@ -242,11 +244,15 @@ def _read(text: str) -> _Formula | None:
     return None if mixed is None else _Formula(mixed.strip(), f"{units} {measured}", words)
 
 
+def _are_units(words: list[str]) -> bool:
+    return all(is_unit(word) or word == "per" for word in words)
+
+
 def _without_unit_texts(text: str) -> tuple[str, str]:
     r"""Return a formula without the texts at its end that are known units, `\text{ cm}^2`, and those units."""
     units = ""
     while (match := _TEXT_TAIL.search(text)) and match.start():
-        if not all(is_unit(word) or word == "per" for word in re.findall(r"[^\W\d_]+", match["text"].lower())):
+        if not _are_units(re.findall(r"[^\W\d_]+", match["text"].lower())):
             break
         units = f"{match['text']}{match['power'] or ''} {units}"
         text = text[: match.start()].rstrip(" /")
@@ -265,9 +271,7 @@ def _without_texts(text: str) -> tuple[str, tuple[str, ...]]:
         parts = re.findall(r"[^\W\d_]+|[^\w\s./^*-]", lower)
         if lower in ("and", "or"):
             return match.group()
-        if not parts:
-            return f" {inner} "
-        if all(is_unit(part) or part == "per" for part in parts):
+        if _are_units(parts):
             return f" {inner} "
         if lower in FUNCTIONS:
             return f"\\{lower} "
@@ -285,7 +289,7 @@ def _without_units(text: str) -> tuple[str, str]:
         return text, ""  # the argument's unit
     while match := _UNIT_TAIL.search(body):
         word = re.match(r"[a-zA-Z]+", match.group().strip())
-        if word and (not is_unit(word.group().lower()) and word.group().lower() != "per"):
+        if word and not _are_units([word.group().lower()]):
             break
         start = match.start()
         rest = body[:start].rstrip(" /\\*")

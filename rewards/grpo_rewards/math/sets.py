@@ -23,10 +23,7 @@ RELATION = re.compile(r"<=?|>=?|\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt|neq|n
 INTERVAL = re.compile(r"[(\[][^()\[\]]*,[^()\[\]]*[)\]]|\\mathbb\s*\{?R")
 """An interval, or the real numbers."""
 
-_BELOW = ("<", "\\lt")
-_AT_MOST = ("<=", "\\le", "\\leq", "\\leqslant")
-_ABOVE = (">", "\\gt")
-_AT_LEAST = (">=", "\\ge", "\\geq", "\\geqslant")
+_STRICT = ("<", ">", "\\lt", "\\gt")
 _MAX_SIGNS = 2
 
 
@@ -57,30 +54,22 @@ def interval_of(condition: str) -> str | None:
 def _interval(text: str) -> str | None:
     relations = [match.group() for match in RELATION.finditer(text)]
     sides = [side.strip() for side in RELATION.split(text)]
-    if len(sides) == 2 and re.fullmatch(_NAME, sides[1]):  # "3 > m"
+    is_above = [relation[:2] in (">", ">=", "\\g") for relation in relations]
+    if len(sides) not in (2, 3) or len(set(is_above)) > 1 or any(relation[:2] == "\\n" for relation in relations):
+        return None
+    if is_above[0]:
         sides.reverse()
-        relations = [_reversed(relations[0])]
-    if len(sides) == 2 and re.fullmatch(_NAME, sides[0]) and not _holds(sides[1], sides[0]):
-        relation, end = relations[0], sides[1]
-        if relation in _BELOW + _AT_MOST:
-            return f"(-\\infty,{end}{']' if relation in _AT_MOST else ')'}"
-        if relation in _ABOVE + _AT_LEAST:
-            return f"{'[' if relation in _AT_LEAST else '('}{end},\\infty)"
-    if len(sides) == 3 and re.fullmatch(_NAME, sides[1]):
-        if all(relation in _ABOVE + _AT_LEAST for relation in relations):
-            sides.reverse()
-            relations = [_reversed(relation) for relation in reversed(relations)]
-        if all(relation in _BELOW + _AT_MOST for relation in relations):
-            left, right = ("[" if relations[0] in _AT_MOST else "("), ("]" if relations[1] in _AT_MOST else ")")
-            return f"{left}{sides[0]},{sides[2]}{right}"
+        relations.reverse()
+    left, right = ("(" if relations[0] in _STRICT else "["), (")" if relations[-1] in _STRICT else "]")
+    if len(sides) == 3:
+        return f"{left}{sides[0]},{sides[2]}{right}" if re.fullmatch(_NAME, sides[1]) else None
+    lower, upper = sides
+    if re.fullmatch(_NAME, lower) and not _holds(upper, lower):
+        return f"(-\\infty,{upper}{right}"
+    if re.fullmatch(_NAME, upper) and not _holds(lower, upper):
+        return f"{left}{lower},\\infty)"
     return None
 
 
 def _holds(text: str, name: str) -> bool:
     return re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z])", text) is not None
-
-
-def _reversed(relation: str) -> str:
-    if relation in _BELOW + _AT_MOST:
-        return ">=" if relation in _AT_MOST else ">"
-    return "<=" if relation in _AT_LEAST else "<" if relation in _ABOVE else relation

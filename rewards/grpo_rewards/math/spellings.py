@@ -21,6 +21,9 @@ _SPACE = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|quad|qquad|thinspace|enspace|allowbreak)(?![a-zA-Z])"
     r"|(?<!\\)\\[,;:!> ]|~|\$|(?<!\\)\\\Z"
 )
+_BRACKETS = {"lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]"}
+_SIGNS = str.maketrans({"π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "∪": "\\cup ",
+                        "∈": "\\in ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}"})  # fmt: skip
 _GREEK = "alpha|beta|gamma|delta|theta|lambda|sigma|phi|omega"
 _SAME: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\(?:d|t|c)frac(?![a-zA-Z])"), r"\\frac"),
@@ -28,21 +31,11 @@ _SAME: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] 
     (re.compile(r"''|\""), "''"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])"), "°"),
     (re.compile(r"\\(?:[lcvdi]?dots[cbmio]?)(?![a-zA-Z])|\.\.+|…|⋯"), r"\\ldots "),
-    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
-    (re.compile(r"\\([lr])brack(?![a-zA-Z])"), lambda match: "[" if match[1] == "l" else "]"),
-    (re.compile(r"\\\{\s*\\\}"), r"\\emptyset "),
-    (re.compile(r"\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
-    (re.compile(r"π|(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"\\([lr]brac[ek])(?![a-zA-Z])"), lambda match: _BRACKETS[match[1]]),
+    (re.compile(r"\\\{\s*\\\}|\\varnothing(?![a-zA-Z])"), r"\\emptyset "),
+    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"√\s*(\d+|[a-zA-Z]|(?=\())"), r"\\sqrt{\1}"),
-    (re.compile(r"∞|(?<![a-zA-Z\\])(?:infinity|infty|inf|oo)(?![a-zA-Z])"), r"\\infty "),
-    (re.compile(r"≤"), r"\\le "),
-    (re.compile(r"≥"), r"\\ge "),
-    (re.compile(r"±"), r"\\pm "),
-    (re.compile(r"∪"), r"\\cup "),
-    (re.compile(r"∈"), r"\\in "),
-    (re.compile(r"∅"), r"\\emptyset "),
-    (re.compile(r"ℝ"), r"\\mathbb{R}"),
+    (re.compile(r"(?<![a-zA-Z\\])(?:infinity|infty|inf|oo)(?![a-zA-Z])"), r"\\infty "),
     (re.compile(rf"(?<![a-zA-Z\\])({_GREEK})(?![a-zA-Z])"), r"\\\1 "),
     (
         re.compile(
@@ -65,6 +58,7 @@ _SAME: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] 
 
 def respelled(text: str) -> str:
     """Return a formula in one spelling of each sign, without the commands that only change its layout."""
+    text = text.translate(_SIGNS)
     for pattern, replacement in _SAME:
         text = pattern.sub(replacement, text)
     return _SPACE.sub(" ", text)

@@ -70,13 +70,14 @@ def reversed_items(text: str) -> str:
 
     Set builders, words, lists with dots and digits that may have thousands commas stay as they are.
     """
-    whole = _SET.fullmatch(text.strip())
-    opening, inner, closing = whole.groups() if whole else ("", text, "")
+    bare = text.strip().removesuffix(".")
+    whole = _SET.fullmatch(bare)
+    opening, inner, closing = whole.groups() if whole else ("", bare, "")
     parts = items(inner)
     relations = {bool(re.search(r"[=<>]|\\(?:[lg]eq?|neq?)\b", part)) for part in parts}
     if len(relations) != 1 or "" in parts:  # "x, y > 0" is not a list
         return text
-    if re.search(r"dots|\.\.\.|\\mid|[|:]|" + _THOUSANDS, inner) or _WORD.search(inner):
+    if re.search(r"dots|\.\.\.|\\mid|[|:]|" + _THOUSANDS, text) or _WORD.search(text):
         return text
     separator = "; " if ";" in inner else ", "
     return opening + separator.join(reversed(parts)) + closing if parts != parts[::-1] else text

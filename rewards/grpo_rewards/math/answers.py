@@ -20,6 +20,7 @@ Where several readings are defensible, these rules decide (docs/rewards.md has t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -35,22 +36,12 @@ from typing import Any, NamedTuple
 from grpo_rewards import languages
 from grpo_rewards.claims import is_bound, is_denied, is_unclaimed
 from grpo_rewards.completions import thinking_remover
+from grpo_rewards.math import prose
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
 from grpo_rewards.math.formulas import TooComplex, comparisons, is_name, is_same_formula, split_outside
 from grpo_rewards.math.kinds import kind_of
 from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure
-from grpo_rewards.math.prose import (
-    CJK_NUMERALS,
-    NO_UNITS,
-    SCALES,
-    SMALL,
-    is_doubt,
-    is_foreign_measure,
-    is_numeral,
-    is_vague_number,
-    stated_quantity,
-)
 from grpo_rewards.math.symbolic import equivalent
 from grpo_rewards.math.units import are_opposed, currency_of, is_unit, units_differ
 from grpo_rewards.reward import check_choice
@@ -195,7 +186,7 @@ def _without_reason(stated: str) -> str:
     if reason is None or not _REASON_WORDS.fullmatch(rest := stated[reason.start() :]):
         return stated
     words = [word.lower() for word in _LETTERS.findall(rest)]
-    return stated if any(map(is_doubt, words)) else stated[: reason.start()]
+    return stated if any(map(prose.is_doubt, words)) else stated[: reason.start()]
 
 
 def _line(text: str, start: int) -> str:
@@ -314,10 +305,10 @@ def is_prose(text: str) -> bool:
     return text.count(" ") > 4 and len(_WORD.findall(_MATHS.sub(" ", text))) > _MAX_WORDS
 
 
-def _is_final(prose: str) -> bool:
-    if not {"$", "\\"}.isdisjoint(prose) or _number_of_sentence(prose) is not None:
+def _is_final(text: str) -> bool:
+    if not {"$", "\\"}.isdisjoint(text) or _number_of_sentence(text) is not None:
         return True
-    return len(prose.split()) <= _MAX_WORDS_OF_TEXT and not any(map(str.isdigit, prose))
+    return len(text.split()) <= _MAX_WORDS_OF_TEXT and not any(map(str.isdigit, text))
 
 
 def number_text(number: Real | float) -> str:
@@ -471,7 +462,7 @@ def _end_of_any_label(text: str) -> int:
         label = languages.answer_labels().match(text)
         return label.end() if label else 0
     for word in map(str.lower, _LETTERS.findall(match.group())):
-        if is_doubt(word) or is_bound(word) or is_numeral(word) or is_vague_number(word):
+        if prose.is_doubt(word) or is_bound(word) or prose.is_numeral(word) or prose.is_vague_number(word):
             return 0
     return match.end()
 
@@ -535,7 +526,7 @@ def answer_number(text: str) -> Number | None:
 
 def _number_of_sentence(text: str) -> Number | None:
     text = _plain_latex(fold_unicode(text))
-    quantity = stated_quantity(_UNIT_EXPONENT.sub("", _plain_digits(text)))
+    quantity = prose.stated_quantity(_UNIT_EXPONENT.sub("", _plain_digits(text)))
     return parse_number(quantity) if quantity else None
 
 
@@ -605,7 +596,7 @@ def _unit_scale(unit: str, trusted: bool, has_unit: bool = False) -> int | None:
         trusted: True to take any words for a unit, as behind a gold.
         has_unit: True if the number has a unit in front, such as a currency sign.
     """
-    if unit == "th" or (not unit.isascii() and is_foreign_measure(unit)):
+    if unit == "th" or (not unit.isascii() and prose.is_foreign_measure(unit)):
         return 1
     words = _LETTERS.findall(unit)
     if len(words) > 6 or _UNIT.sub("", _UNIT_EXPONENT.sub("", unit)) or unit.endswith(("..", "-", "/", "(")):
@@ -615,8 +606,8 @@ def _unit_scale(unit: str, trusted: bool, has_unit: bool = False) -> int | None:
     if unit.strip(" .^{23}").lower() in ("min", "in"):
         return 1  # minutes and inches, alone behind a number
     scale = 1
-    if words and words[0].lower() in SCALES:
-        scale = SCALES[words.pop(0).lower()]
+    if words and words[0].lower() in prose.SCALES:
+        scale = prose.SCALES[words.pop(0).lower()]
     if any(map(_is_no_unit, words)):
         return None
     has_unit = has_unit or bool(_UNIT_SIGN.match(unit))
@@ -627,33 +618,33 @@ def _is_no_unit(word: str) -> bool:
     lower = word.lower()
     if len(word) == 1 and lower != word.upper() and word not in UNIT_LETTERS:
         return True  # a variable, or a constant such as pi
-    if lower in NO_UNITS or lower in SCALES or lower in SMALL or is_doubt(lower):
+    if lower in prose.NO_UNITS or lower in prose.SCALES or lower in prose.SMALL or prose.is_doubt(lower):
         return True
-    if is_vague_number(lower) and lower not in ("dozen", "dozens"):
+    if prose.is_vague_number(lower) and lower not in ("dozen", "dozens"):
         return True
-    return not word.isalpha() or not CJK_NUMERALS.isdisjoint(word)
+    return not word.isalpha() or not prose.CJK_NUMERALS.isdisjoint(word)
 
 
 def _parse_words(text: str, trusted: bool) -> Number | None:
     """Return the number of "two thousand and five apples" or "two thirds", or None if the words spell no number."""
     words = text.lower().replace("-", " ").replace(",", " ").split()
-    if not words or (words[0] not in SMALL and words[0] not in ("a", "an")):
+    if not words or (words[0] not in prose.SMALL and words[0] not in ("a", "an")):
         return None
     total, group, taken = 0, 0, 0
     limit: float = math.inf  # bound of the next scale
     room: float = math.inf  # bound of the next summand: after "twenty" only 1..9 may follow, after "five" only a scale
     for taken, word in enumerate(words):
-        if word == "and" and taken + 1 < len(words) and words[taken + 1] in SMALL:
+        if word == "and" and taken + 1 < len(words) and words[taken + 1] in prose.SMALL:
             continue
-        if word in ("a", "an") and taken == 0 and len(words) > 1 and words[1] in SCALES:
+        if word in ("a", "an") and taken == 0 and len(words) > 1 and words[1] in prose.SCALES:
             group = 1
-        elif word in SMALL and (value := SMALL[word]) < room and (value or taken == 0):
+        elif word in prose.SMALL and (value := prose.SMALL[word]) < room and (value or taken == 0):
             group, room = group + value, 10 if value >= 20 else 0
         elif word == "hundred" and 0 < group < 20:
             group, room = group * 100, math.inf
-        elif word in SCALES and word not in ("hundred", "k") and group and SCALES[word] < limit:
-            limit = SCALES[word]
-            total, group, room = total + group * SCALES[word], 0, math.inf
+        elif word in prose.SCALES and word not in ("hundred", "k") and group and prose.SCALES[word] < limit:
+            limit = prose.SCALES[word]
+            total, group, room = total + group * prose.SCALES[word], 0, math.inf
         else:
             break
     else:
@@ -728,20 +719,13 @@ def read_golds(value: object, decimal: Decimal = "point") -> tuple[Gold, ...]:
         The golds, or () if no gold can be read, or if the row has more than `MAX_GOLDS`.
     """
     if isinstance(value, str) and value.startswith('["') and value.endswith('"]'):
-        value = _of_json(value)
+        with contextlib.suppress(ValueError, RecursionError):  # as in Skywork-OR1
+            value = json.loads(value)
     golds = [gold for entry in accepted_golds(value) if (gold := read_gold(entry, decimal)) is not None]
     for gold in golds.copy():
         if gold.text.startswith("\\text") and (choice := _CHOICE.fullmatch(gold.text)):
             golds += [read for part in choice.groups() if (read := read_gold(part, decimal)) is not None]
     return tuple(golds)
-
-
-def _of_json(text: str) -> object:
-    r"""Return the list of a gold that is JSON, as in Skywork-OR1 (`["\\frac{1}{2}"]`), and any other text as it is."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
 
 
 # The letter of a choice and its value, as AMC's solutions end: `\textbf{(C)}\ 5`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 MAX_CHARS = 200
@@ -201,31 +202,24 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 def _root(value: Fraction, degree: Fraction) -> Fraction:
     if degree.denominator != 1 or not 2 <= degree <= 20 or value < 0:
         raise _NoValue
-    upper, lower = (_whole_root(number, degree.numerator) for number in value.as_integer_ratio())
+    upper, lower = (_nearest(number, lambda n: n ** (1 / degree)) for number in value.as_integer_ratio())
+    if Fraction(upper**degree.numerator, lower**degree.numerator) != value:
+        raise _NoValue
     return Fraction(upper, lower)
 
 
-def _whole_root(number: int, degree: int) -> int:
-    """Return the integer root by bisection, or raise if there is none."""
-    low, high = 0, 1 << (number.bit_length() // degree + 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if middle**degree <= number:
-            low = middle
-        else:
-            high = middle - 1
-    if low**degree != number:
-        raise _NoValue
-    return low
+def _nearest(number: int, function: Callable[[float], float]) -> int:
+    """Return the integer nearest to the value of a function; a caller proves that it is the value."""
+    try:
+        return round(function(float(number)))
+    except OverflowError:
+        raise _NoValue from None
 
 
 def _logarithm(base: Fraction, value: Fraction) -> Fraction:
     if base.denominator != 1 or base < 2 or value.denominator != 1 or value < 1:
         raise _NoValue
-    exponent, rest = 0, value.numerator
-    while rest % base.numerator == 0:
-        rest //= base.numerator
-        exponent += 1
-    if rest != 1:
+    exponent = _nearest(value.numerator, lambda n: math.log(n, base.numerator))
+    if base.numerator**exponent != value:
         raise _NoValue
     return Fraction(exponent)

@@ -47,7 +47,7 @@ _COMMANDS = FUNCTIONS | word_set("""
     emptyset varnothing lfloor rfloor lceil rceil lvert rvert vert mid sum prod int lim to arcsec arccsc arccot
     alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau upsilon
     phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell mathbb mathbf det
-    setminus langle rangle angle triangle overline
+    text ldots setminus langle rangle angle triangle overline
 """)
 _CHARACTERS = frozenset("+-*/^_=<>()[]{}|,.;:!&\\ '°%×÷·αβγδεζηθικλμνξρστυφχψωΓΔΘΛΞΠΣΦΨΩ\n\t")
 _BASED = re.compile(r"\d\s*\}?\s*_")
@@ -196,12 +196,9 @@ def _check_size(text: str) -> None:
         deepest = max(deepest, depth)
     if deepest > _MAX_DEPTH or text.count("{") > 4 * _MAX_DEPTH * 2:
         raise TooComplex
-    for digits in re.findall(r"\d+", text):
-        if len(digits) > _MAX_DIGITS:
-            raise TooComplex
-    if re.search(rf"\^\s*\{{?\s*-?(?:\d{{{_MAX_POWER_DIGITS + 1},}}|\d{{3,}}\s*!)|\d{{5,}}\s*!|!\s*!\s*!", text):
+    if any(len(digits) > _MAX_DIGITS for digits in re.findall(r"\d+", text)) or _tower(text) > _MAX_POWERS:
         raise TooComplex
-    if _tower(text) > _MAX_POWERS:
+    if re.search(rf"\^\s*\{{?\s*-?(?:\d{{{_MAX_POWER_DIGITS + 1},}}|\d{{3,}}\s*!)|\d{{5,}}\s*!|!\s*!\s*!", text):
         raise TooComplex
 
 
@@ -329,28 +326,16 @@ def _is_read_whole(gold: _Formula, answer: _Formula) -> bool:
     # An angle without a unit is in radians.
     if "deg" in stated_units(f"1 {answer.units}") and "deg" not in stated_units(f"1 {gold.units}"):
         return False
-    for mark in (r"\ldots", "°", "?"):
-        if gold.body.count(mark) != answer.body.count(mark):
-            return False
-    commands, known = (
-        Counter(_COMMAND.findall(_ENVIRONMENT.sub(" ", answer.body))),
-        Counter(_COMMAND.findall(gold.body)),
-    )
-    for command in commands - known:
-        if command not in _COMMANDS and command not in ("text", "ldots"):
-            return False
-    for character in set(answer.body) - set(gold.body):
-        if not (character in _CHARACTERS or (character.isascii() and character.isalnum())):
-            return False
+    if any(gold.body.count(mark) != answer.body.count(mark) for mark in (r"\ldots", "°", "?")):
+        return False
+    commands = Counter(_COMMAND.findall(_ENVIRONMENT.sub(" ", answer.body))) - Counter(_COMMAND.findall(gold.body))
+    others = {character for character in set(answer.body) - set(gold.body) if not character.isascii()}
+    if not commands.keys() <= _COMMANDS or not others <= _CHARACTERS or not {*"#@`"}.isdisjoint(answer.body):
+        return False
     letters = set(_letters(gold.body))
     for run in _BARE_RUN.findall(_bare(_without_name(answer.body))):
-        lower = run.lower()
-        if (
-            lower not in FUNCTIONS
-            and not _CONNECTIVE.match(run)
-            and (is_doubt(lower) or not set(lower) <= letters)
-            and run not in gold.body
-        ):
+        is_known = run in gold.body or run.lower() in FUNCTIONS or _CONNECTIVE.match(run)
+        if not is_known and (is_doubt(run.lower()) or not set(run.lower()) <= letters):
             return False
     return True
 
@@ -402,49 +387,43 @@ def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
     gold_items, answer_items = _items(gold), _items(answer)
     if len(gold_items) == 1 and "or" in _connectives(answer) and "or" not in _connectives(gold):
         return None
-    gold_primes, equations = gold.count("'"), [split_outside(item, "=") for item in answer_items]
-    if len(gold_items) > 1 or len(answer_items) > 1:
-        if len({*map(squeezed, gold_items)}) < len(gold_items):  # math-verify's sets hold an item once
-            if len(answer_items) != len(gold_items):
-                return None
-            return list(zip(gold_items, answer_items, strict=True))
-        joined = (_connectives(gold), _connectives(answer))
-        if RELATION.search(gold) and all(joined) and joined[0] != joined[1]:
+    is_list = max(len(gold_items), len(answer_items)) > 1
+    pairs = _sides_of_lists(gold, answer) if is_list else _sides_of_equations(gold, answer)
+    return None if pairs is None or any(left.count("'") != right.count("'") for left, right in pairs) else pairs
+
+
+def _sides_of_lists(gold: str, answer: str) -> list[tuple[str, str]] | None:
+    gold_items, answer_items = _items(gold), _items(answer)
+    if len({*map(squeezed, gold_items)}) < len(gold_items):  # math-verify's sets hold an item once
+        return list(zip(gold_items, answer_items, strict=True)) if len(answer_items) == len(gold_items) else None
+    joined = (_connectives(gold), _connectives(answer))
+    if RELATION.search(gold) and all(joined) and joined[0] != joined[1]:
+        return None
+    for sides in (split_outside(item, "=") for item in answer_items):
+        if len(sides) > 2 or (
+            len(sides) == 2 and not _NAME.fullmatch(sides[0]) and answer.count("=") > gold.count("=")
+        ):
             return None
-        for sides in equations:
-            if len(sides) > 2 or (
-                len(sides) == 2 and not _NAME.fullmatch(sides[0]) and answer.count("=") > gold.count("=")
-            ):
-                return None
-        return [(gold, answer)] if answer.count("'") == gold_primes else None
-    wanted, stated = split_outside(gold, "="), equations[0] if equations else [""]
+    return [(gold, answer)]
+
+
+def _sides_of_equations(gold: str, answer: str) -> list[tuple[str, str]] | None:
+    wanted, stated = split_outside(gold, "="), split_outside(answer, "=")
+    is_named = len(wanted) == 2 and _NAME.fullmatch(wanted[0]) is not None
+    same_first = squeezed(wanted[0]) == squeezed(stated[0])
     if len(stated) > _MAX_SIDES:
         return None
-    if len(stated) > len(wanted):
-        if len(wanted) == 2:
-            if squeezed(wanted[0]) != squeezed(stated[0]) or not _NAME.fullmatch(wanted[0]):
-                return None
-            wanted, stated = wanted[1:], stated[1:]
-        elif len(wanted) == 1 and _NAME.fullmatch(stated[0]) and squeezed(wanted[0]) != squeezed(stated[0]):
-            if stated[0] in _letters(stated[-1]):  # "x = 2x" says something about x
-                return None
-            stated = stated[1:]
-        if len(wanted) != 1:
+    if is_named and same_first and len(stated) > 1:
+        wanted, stated = wanted[1:], stated[1:]
+    elif len(wanted) == 2 and len(stated) == 1 and (is_named or not _letters(gold)):
+        wanted = wanted[1:]  # an equation between numbers states its right side
+    elif len(wanted) == 1 and len(stated) > 1 and _NAME.fullmatch(stated[0]) and not same_first:
+        if stated[0] in _letters(stated[-1]):  # "x = 2x" says something about x
             return None
-        pairs = [(wanted[0], side) for side in stated]
-    elif len(wanted) == 2 and len(stated) == 1:
-        # An equation between numbers states its right side.
-        if not _NAME.fullmatch(wanted[0]) and _letters(wanted[0] + wanted[1]):
-            return None
-        pairs = [(wanted[1], side) for side in stated]
-    elif len(wanted) == len(stated) == 2 and _NAME.fullmatch(wanted[0]) and squeezed(wanted[0]) == squeezed(stated[0]):
-        pairs = [(wanted[1], stated[1])]
-    else:
-        pairs = [(gold, answer)]
-    for left, right in pairs:
-        if left.count("'") != right.count("'"):
-            return None
-    return pairs
+        stated = stated[1:]
+    if len(wanted) == 1:
+        return [(wanted[0], side) for side in stated]
+    return None if len(stated) > len(wanted) or len(wanted) == 2 > len(stated) else [(gold, answer)]
 
 
 def _same_brackets(gold: str, answer: str) -> bool:

@@ -33,7 +33,9 @@ _MARK = re.compile(
     r"|\\mathbf\s*\{?[a-z]\}?\s*\\(?:times|cdot)"
     r"|\A\s*[a-zA-Z](?:\s*[<>]\s*[a-zA-Z]){2,}\s*\Z|\A[IVXLCDM]{2,}\Z"
 )
-_PART = re.compile(r"(?P<number>\d[\d,]*(?:\.\d+)?)|(?P<label>\([a-z]\))|(?P<word>[a-zA-Z]+)|(?P<mark>['\"])|[\s,;.]")
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+_NAMES = re.compile(r"(?:\([a-z]\)|[a-zA-Z]+|['\"]|[\s,;.])*")
+_NAME = re.compile(r"\([a-z]\)|[a-zA-Z]+|['\"]")
 
 
 class Kind(NamedTuple):
@@ -67,28 +69,15 @@ def kind_of(text: str) -> Kind | None:
 
 def _quantities(text: str) -> Kind | None:
     """Return several numbers with names, by name, or None for any other text."""
-    found: list[list[str]] = []  # names and numbers in turn
-    end = 0
-    for match in _PART.finditer(text):
-        if match.start() != end:
-            return None
-        end = match.end()
-        if match.lastgroup is None or match.group().lower() == "and":
-            continue
-        if match.group().lower() == "or":
-            return None
-        is_number = match.lastgroup == "number"
-        if is_number and found and found[-1][0] == "number":
-            return None
-        if is_number or not found or found[-1][0] == "number":
-            found.append(["number" if is_number else "name"])
-        found[-1].append(match.group())
-    numbers = [part[1] for part in found if part[0] == "number"]
-    names = [_name(part[1:]) for part in found if part[0] == "name"]
-    if end != len(text) or len(numbers) < 2 or len(names) not in (len(numbers), len(numbers) - 1):
+    numbers, between = _NUMBER.findall(text), _NUMBER.split(text)
+    names = [[word for word in _NAME.findall(part) if word.lower() != "and"] for part in between]
+    words = {word.lower() for name in names for word in name}
+    if len(numbers) < 2 or not all(map(_NAMES.fullmatch, between)) or "or" in words or not all(names[1:-1]):
         return None
-    names += [""] * (len(numbers) - len(names))
-    pairs = sorted(zip(names, numbers, strict=True), key=lambda pair: pair[0])
+    if names[0] and names[-1]:
+        return None
+    named = zip(map(_name, names[:-1] if names[0] else names[1:]), numbers, strict=True)
+    pairs = sorted(named, key=lambda pair: pair[0])
     return Kind("quantities", tuple(name for name, _ in pairs), tuple(number for _, number in pairs))
 
 

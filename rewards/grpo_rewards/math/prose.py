@@ -87,25 +87,15 @@ def is_doubt(word: str) -> bool:
 def is_foreign_measure(text: str) -> bool:
     """Return True if the text behind a number is one word or two beyond ASCII that may be what is counted."""
     words = text.lower().strip(" .").split()
-    unspaced = [word for code in ("ja", "ko", "th", "zh") for word in languages.table("no_unit")[code]]
-    for word in words:
-        if word in languages.words("unit"):
-            continue
-        if (
-            word.isascii()
-            or _SYMBOL.search(word)
-            or len(word) > _MAX_FOREIGN
-            or word in languages.words("no_unit")
-            or is_denial(word)
-        ):
-            return False
-        if (
-            not CJK_NUMERALS.isdisjoint(word)
-            or any(other in word for other in unspaced)
-            or not all(unicodedata.category(c)[0] in "LM" for c in word)
-        ):
-            return False
-    return 0 < len(words) <= 2
+    if not 0 < len(words) <= 2 or re.search(languages.any_word("no_unit"), text.lower()):
+        return False
+    return all(word in languages.words("unit") or _is_foreign_noun(word) for word in words)
+
+
+def _is_foreign_noun(word: str) -> bool:
+    if word.isascii() or len(word) > _MAX_FOREIGN or _SYMBOL.search(word) or not CJK_NUMERALS.isdisjoint(word):
+        return False
+    return not is_denial(word) and all(unicodedata.category(character)[0] in "LM" for character in word)
 
 
 _SYMBOL = re.compile(r"[\u0370-\u03ff\u2000-\u2bff\U0001d400-\U0001d7ff]|\A[\u0080-\u04ff]\Z")  # π is no noun

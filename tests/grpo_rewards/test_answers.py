@@ -323,7 +323,8 @@ def test_an_answer_in_a_prefilled_block_is_not_extracted():
         (1.234, "1.234"), (0.1, "0.1"), (-3.0, "-3"), (1e-05, "0.00001"), (1e15, "1000000000000000"), (1e16, "1e+16"),
         ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("\\boxed{ 5 }", "5"), ("Steps.\nA: 18", "18"),
         ("no solution", "no solution"), ("a red house near the hill", "a red house near the hill"),
-        ("a red house near the old hill", "a red house near the old hill"), ("a red house near the hill of 2 towns and 3 rivers", None),
+        ("a red house near the old hill", "a red house near the old hill"),
+        ("a red house near the hill of 2 towns and 3 rivers", None),
         ("", None), ("  ", None), (None, None), (float("nan"), None), ([["18"]], None), ("Steps.\n####", None),
         ("#### ", None), ("She sold 48/2 = <<48/2=24>>24 clips in May and 48 in April.", None),
         ({}, None), (True, None),
@@ -558,16 +559,18 @@ STATED = r"""
     **Answer: 12** | **The final answer is 12.** | __Answer: 12__ | > **Answer: $12$** | **Answer: 12** apples
     <b>Answer: 12</b> | <strong>Answer:</strong> 12 | The answer is <b>12</b>. | ### Answer: 12 🎉 | The answer is 12 ✅
     Answer:¶$$¶12¶$$ | The answer is:¶```¶12¶``` | The answer is \[12\] | The answer is:¶¶$$12$$ apples
-    The answer is 12, which is the total. | The answer is 12 because the box is full. | The answer is 12; she has enough.
-    The answer is 12, in total, so the farmer earns that much. | The answer equals 12. | The answer to this problem is 12.
-    So $\boxed 12$. | So $\fbox{12}$. | \boxed {12} | \boxed{\textbf{12 cm}} | Answer: She pays $12! | Answer: \boxed{12}
+    The answer is 12, which is the total. | The answer is 12 because the box is full. | The answer equals 12.
+    The answer is 12; she has enough. | The answer is 12, in total, so he earns that much.
+    So $\boxed 12$. | So $\fbox{12}$. | \boxed {12} | \boxed{\textbf{12 cm}} | Answer: She pays $12!
+    Answer: \boxed{12} | The answer to this problem is 12.
     La respuesta es 12. | **Respuesta: 12** | Die Antwort lautet 12 Äpfel. | Ответ: 12 яблок | 答案是12。 | 答：12页
     정답: 12개 | La réponse finale est $12$. | 正解は12です。 | উত্তর: 12 টাকা | คำตอบคือ 12 บาท | Jibu ni 12.
 """
 NOT_STATED = r"""
     Is the answer 12? | Wrong answer: 12 | The answer is 12? I don't know. | Could the answer be: 12? No.
     The answer is 12, which is wrong. | The answer is 12, or 13. | The answer is 12 because I guessed
-    The answer is:¶```python¶print(12)¶``` | \boxed{12} and \boxed{13} | La respuesta no es 12. | Die Antwort ist 12 oder 13.
+    The answer is:¶```python¶print(12)¶``` | \boxed{12} and \boxed{13} | La respuesta no es 12.
+    Die Antwort ist 12 oder 13.
     Die falsche Antwort ist 12. | 答案不是12。 | Ответ: 12 или 13 | 答：12万 | 答案是12左右。 | La respuesta es 12. No.
 """
 

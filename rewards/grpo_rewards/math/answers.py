@@ -39,7 +39,7 @@ from grpo_rewards.completions import thinking_remover
 from grpo_rewards.math import prose
 from grpo_rewards.math.arithmetic import value_of
 from grpo_rewards.math.decimals import Decimal, with_point
-from grpo_rewards.math.formulas import TooComplex, comparisons, is_name, is_same_formula, split_outside
+from grpo_rewards.math.formulas import TooComplex, comparisons, is_name, is_same_formula, names_differ, split_outside
 from grpo_rewards.math.kinds import kind_of
 from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure
 from grpo_rewards.math.symbolic import equivalent
@@ -757,22 +757,22 @@ class Judge:
 
     def verdict(self, gold: Gold | None, answer: str | None) -> str:
         """Return the verdict by string, then by exact arithmetic, then, if neither side is a number, by math-verify."""
-        if gold is None:
-            return "no gold"
-        if answer is None:
-            return "missing"
+        if gold is None or answer is None:
+            return "no gold" if gold is None else "missing"
         if answer == gold.text:
             return "exact"
         gold_text = gold.text
         if self.decimal == "comma":
             gold_text, answer = with_point(gold_text), with_point(answer)
         if gold.number is not None:
-            if answer_number(answer) == gold.number and not _units_differ(gold_text, answer):
+            number = answer_number(answer)
+            if number == gold.number and not _units_differ(gold_text, answer) and not names_differ(gold_text, answer):
                 return "equal"
-            return "equal" if r"\approx" in gold_text and is_same_formula(gold_text, answer) else "wrong"
+            same = number is None and "~" not in answer and is_same_formula(gold_text, answer)
+            return "equal" if same else "wrong"
         number = parse_number(answer)
         if number is not None and not _is_time(gold_text):
-            same = _value(gold_text) == number or _spelling(gold_text) == _spelling(answer)
+            same = _value(gold_text) == number or is_same_formula(undress(gold_text), undress(answer))
             return "equal" if same else "wrong"
         self.symbolic_rows += 1
         key = (gold_text, answer)
@@ -881,13 +881,12 @@ def _value(gold: str) -> Fraction | None:
 
 
 _PRODUCT = re.compile(r"\\(?:times|cdot)(?![a-zA-Z])")
-_LETTER = re.compile(r"\(\s*([A-J])\s*\)|([A-J])[).:]")
+_LETTER = re.compile(r"\A(?:\(\s*([A-J])\s*\)|([A-J])[).:])\Z")
 
 
 def _spelling(text: str) -> str:
     """Return a form that two spellings of words, or of the letter of a choice, share."""
     text = undress(fold_unicode(text))
     text = " ".join(text.split() if _PRODUCT.search(text) else _plain_latex(text).split())
-    if letter := _LETTER.fullmatch(text):
-        return letter[1] or letter[2]
+    text = _LETTER.sub(r"\1\2", text)
     return text.casefold() if len(text) > 1 and text.replace(" ", "").isalpha() else text

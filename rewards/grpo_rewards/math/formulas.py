@@ -61,7 +61,7 @@ _NAME = re.compile(
            |(?:\\(?:angle|triangle|overline|vec|mathbf|mathrm|text)\s*)\{?\s*[a-zA-Z\ ]+\}?
            |[A-Z]{2,4}|[a-zA-Z]{2,20}(?:\s+[a-zA-Z]{2,20}){0,3})
         '{0,3} (?:\s*\^\s*\{?-1\}?)? (?:_(?:\{[\w\ ,\\]*\}|\w))? '{0,3}\|?
-        (?:\s*\([a-zA-Z0-9,\ =\\]{0,20}\))? )\s*""",
+        (?:\s*\([a-zA-Z0-9,\ =\\_{}<>|^]{0,20}\))? )\s*""",
     re.VERBOSE,
 )
 _MIXED = re.compile(r"(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))|(\d+)\s+(\d+)\s*/\s*(\d+)")
@@ -130,6 +130,14 @@ def comparisons(gold: str, answer: str) -> list[tuple[str, str]] | None:
 def is_name(text: str) -> bool:
     """Return True if a text is the sign of a value, as the left side of `f(2) = 5` is. Words are no sign."""
     return re.search(r"(?<![a-zA-Z\\])[a-zA-Z]?[a-z]{2}", text) is None and _NAME.fullmatch(respelled(text)) is not None
+
+
+def names_differ(gold: str, answer: str) -> bool:
+    """Return True if both give a value to a function's value, but not to the same: `P(X=4) = 1` and `P(X=3) = 1`."""
+    if not ("=" in gold and "=" in answer and "(" in gold and "(" in answer):
+        return False
+    names = [_name_of(respelled(text).strip()) for text in (gold, answer)]
+    return all("(" in name for name in names) and names[0] != names[1]
 
 
 def _in_one_notation(gold: str, answer: str) -> tuple[str, str]:
@@ -371,9 +379,10 @@ def split_outside(text: str, separator: str) -> list[str]:
 
 
 def _items(text: str) -> list[str]:
-    """Return the items of a list that is not in brackets."""
+    """Return the items of a list that is not in brackets, or of several lines of equations."""
     items: list[str] = []
-    for item in split_outside(text, ","):
+    lines = [line for line in text.split("\n") if line.strip()]
+    for item in split_outside(",".join(lines) if all("=" in line for line in lines) else text, ","):
         items += _CONNECTIVE.split(item)
     return [item.strip() for item in items if item.strip()]
 
@@ -389,16 +398,22 @@ def _sides(gold: str, answer: str) -> list[tuple[str, str]] | None:
         return None
     is_list = max(len(gold_items), len(answer_items)) > 1
     pairs = _sides_of_lists(gold, answer) if is_list else _sides_of_equations(gold, answer)
-    return None if pairs is None or any(left.count("'") != right.count("'") for left, right in pairs) else pairs
+    return pairs if pairs is not None and all(left.count("'") == right.count("'") for left, right in pairs) else None
 
 
 def _sides_of_lists(gold: str, answer: str) -> list[tuple[str, str]] | None:
     gold_items, answer_items = _items(gold), _items(answer)
     if len({*map(squeezed, gold_items)}) < len(gold_items):  # math-verify's sets hold an item once
         return list(zip(gold_items, answer_items, strict=True)) if len(answer_items) == len(gold_items) else None
-    joined = (_connectives(gold), _connectives(answer))
+    joined = [_connectives(gold), _connectives(answer)]
     if RELATION.search(gold) and all(joined) and joined[0] != joined[1]:
         return None
+    if all("=" in item for item in gold_items + answer_items):
+        # In the order of their left sides, which say what the right sides are.
+        gold_items, answer_items = sorted(map(squeezed, gold_items)), sorted(map(squeezed, answer_items))
+        pairs = list(map(_sides_of_equations, gold_items, answer_items))
+        is_whole = len(gold_items) == len(answer_items) and None not in pairs
+        return [pair for found in pairs for pair in found or ()] if is_whole else None
     for sides in (split_outside(item, "=") for item in answer_items):
         if len(sides) > 2 or (
             len(sides) == 2 and not _NAME.fullmatch(sides[0]) and answer.count("=") > gold.count("=")

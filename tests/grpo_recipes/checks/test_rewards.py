@@ -37,7 +37,7 @@ from grpo_rewards.errors import UserError
 from grpo_rewards.math import symbolic
 from grpo_rewards.registry import build_rewards, leaves
 
-PROSE = "There is no short answer to a question of this kind."
+PROSE = "There are 2 short answers and 17 long ones to a question of this kind."
 
 
 def golds(*answers: object, **columns: list) -> datasets.Dataset:

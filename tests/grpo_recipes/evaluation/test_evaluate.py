@@ -284,7 +284,7 @@ def test_amounts_names_and_order_of_rewards_do_not_matter():
     [
         ([], "nothing to evaluate on"),
         (
-            ["18", "nobody could say what it is in the end"],
+            ["18", "the first of the 2 said 17 and the other 18"],
             "row 2 can't be scored by the rewards of strict accuracy, right by",
         ),
     ],

@@ -822,7 +822,7 @@ class Judge:
     def _symbolic_verdict(self, gold: str, answer: str) -> str:
         if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
             return "wrong"
-        gold, answer = undress(fold_unicode(gold)), undress(fold_unicode(answer))
+        gold, answer = (undress(fold_unicode(re.sub(r"(\s)\s+", r"\1", text))) for text in (gold, answer))
         if _spelling(gold) == _spelling(answer) or is_same_formula(gold, answer):
             return "equal"
         if (_spelling(gold).replace(" ", "").isalpha() and len(gold) > 2) or is_prose(gold):

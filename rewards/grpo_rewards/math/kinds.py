@@ -34,7 +34,7 @@ _MARK = re.compile(
     r"|\A\s*[a-zA-Z](?:\s*[<>]\s*[a-zA-Z]){2,}\s*\Z|\A[IVXLCDM]{2,}\Z"
 )
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
-_NAMES = re.compile(r"(?:\([a-z]\)|[a-zA-Z]+|['\"]|[\s,;.])*")
+_NAMES = re.compile(r"(?:\([a-z]\)|[a-zA-Z]|['\"]|[\s,;.])*")
 _NAME = re.compile(r"\([a-z]\)|[a-zA-Z]+|['\"]")
 
 

@@ -24,6 +24,7 @@ _SPACE = re.compile(
 _BRACKETS = {"lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]"}
 _SIGNS = str.maketrans({"π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "∪": "\\cup ",
                         "∈": "\\in ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}"})  # fmt: skip
+_RUN_OF_SPACES = re.compile(r"(\s)\s+")  # patterns below take a time that is quadratic in their lengths
 _GREEK = "alpha|beta|gamma|delta|theta|lambda|sigma|phi|omega"
 _SAME: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\(?:d|t|c)frac(?![a-zA-Z])"), r"\\frac"),
@@ -58,10 +59,10 @@ _SAME: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] 
 
 def respelled(text: str) -> str:
     """Return a formula in one spelling of each sign, without the commands that only change its layout."""
-    text = text.translate(_SIGNS)
+    text = _RUN_OF_SPACES.sub(r"\1", _SPACE.sub(" ", text.translate(_SIGNS)))
     for pattern, replacement in _SAME:
         text = pattern.sub(replacement, text)
-    return _SPACE.sub(" ", text)
+    return text
 
 
 def squeezed(text: str) -> str:

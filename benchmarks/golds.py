@@ -1,4 +1,4 @@
-r"""How `math_correctness` and Math-Verify treat the golds of public data sets.
+r"""Golds of public data sets, paid or not by `math_correctness` and Math-Verify.
 
     python benchmarks/golds.py FOLDER [--limit 200] [--list] [--record benchmarks/results/golds.md]
     python benchmarks/golds.py --dataset openai/gsm8k:main --split test [--column answer]

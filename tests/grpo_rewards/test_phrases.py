@@ -30,7 +30,7 @@ DOUBT = r"""
     18 nCr 2 | 18 cubed | 18 factorial | negative 18 | −18 | (−18) | -(18) | 18/2 | 18½ | 18 1/2 | 18 ½ | 1 8
     1.8. | 18.18 | 18:00 | 18 o'clock | 18am | 1/8 | 18-1 | 18–1 | 18 × 2 | 18*2 | 18·2 | 2·18 | (2)(18) | 2×18
     double 18 | half of 18 | 18 times as many | 18 less than 20 | 18 short | 18 out of 20 | 18 in 20 | 18 to 20
-    18 versus | 18 however | 18 unless | 18 except Tuesday | at least 18 | max 18 | 18 min. | over 18 | less than 18
+    18 versus | 18 however | 18 unless | 18 except Tuesday | at least 18 | max 18 | 18 max. | over 18 | less than 18
     between 17 and 19 | 18 and more | 18 & 17 | 18 \ | 1) 18 | Step 18 | Section 18 | Chapter 18 | row 18 | #18
     §18 | § 18 | v18 | option 18 | Eq. (18) | see 18 | ref 18 | room 18 | level 18 | age 18 | year 18 | 18 May
     day 18 | 18st | 18 th | Louis XVIII | 18 (kidding) | 18 jk | 18 is a lie | 18 yeah right | 18 in your dreams

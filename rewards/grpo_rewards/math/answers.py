@@ -42,6 +42,7 @@ from grpo_rewards.math.decimals import Decimal, with_point
 from grpo_rewards.math.formulas import TooComplex, comparisons, is_name, is_same_formula, names_differ, split_outside
 from grpo_rewards.math.kinds import kind_of
 from grpo_rewards.math.phrases import UNIT_LETTERS, is_label, is_measure
+from grpo_rewards.math.spellings import without_runs
 from grpo_rewards.math.symbolic import equivalent
 from grpo_rewards.math.units import are_opposed, currency_of, is_unit, units_differ
 from grpo_rewards.reward import check_choice
@@ -212,14 +213,11 @@ _REASON = re.compile(
     r",?\s+(?:because|since)\b|,\s+(?:which|so|as|in\s+total|and\s+(?:so|thus|hence|therefore))\b|;\s", re.IGNORECASE
 )
 _REASON_WORDS = re.compile(r"[^\d?=<>\\$]*")
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[。！？।]")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[。！।]")
 
 _LAYOUTS: dict[str, Callable[[str], str | None]] = {
-    "hashes": _last_hashes,
-    "boxed": _last_claimed_box,
-    "a_line": _last_a_line,
-    "sentence": _last_sentence,
-}
+    "hashes": _last_hashes, "boxed": _last_claimed_box, "a_line": _last_a_line, "sentence": _last_sentence
+}  # fmt: skip
 LAYOUTS = ("answer_tag", *_LAYOUTS, "auto")
 
 
@@ -768,10 +766,15 @@ class Judge:
             number = answer_number(answer)
             if number == gold.number and not _units_differ(gold_text, answer) and not names_differ(gold_text, answer):
                 return "equal"
-            same = number is None and "~" not in answer and is_same_formula(gold_text, answer)
+            same = (
+                number is None
+                and not answer.endswith("\\")
+                and "~" not in answer
+                and is_same_formula(gold_text, answer)
+            )
             return "equal" if same else "wrong"
         number = parse_number(answer)
-        if number is not None and not _is_time(gold_text):
+        if number is not None:
             same = _value(gold_text) == number or is_same_formula(undress(gold_text), undress(answer))
             return "equal" if same else "wrong"
         self.symbolic_rows += 1
@@ -822,7 +825,7 @@ class Judge:
     def _symbolic_verdict(self, gold: str, answer: str) -> str:
         if max(len(gold), len(answer)) > MAX_ANSWER_CHARS:
             return "wrong"
-        gold, answer = (undress(fold_unicode(re.sub(r"(\s)\s+", r"\1", text))) for text in (gold, answer))
+        gold, answer = (undress(fold_unicode(without_runs(text))) for text in (gold, answer))
         if _spelling(gold) == _spelling(answer) or is_same_formula(gold, answer):
             return "equal"
         if (_spelling(gold).replace(" ", "").isalpha() and len(gold) > 2) or is_prose(gold):
@@ -859,12 +862,6 @@ def _units_differ(gold: str, answer: str) -> bool:
         return True
     gold, answer = _plain_latex(fold_unicode(gold)), _plain_latex(fold_unicode(answer))
     return units_differ(gold, answer) or are_opposed(gold, answer)
-
-
-@lru_cache(maxsize=1024)
-def _is_time(gold: str) -> bool:
-    kind = kind_of(undress(fold_unicode(gold)))
-    return kind is not None and kind.name == "time"
 
 
 @lru_cache(maxsize=1024)

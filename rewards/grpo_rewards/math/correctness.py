@@ -32,8 +32,6 @@ Judgement = tuple[str | None, str | None, str, float | None]
 stands for a completion without an answer, and for the gold and the score of a gold that can't be read."""
 
 
-_SHOWN = 40
-
 CALL_DEADLINES, ROW_SECONDS = 4, 0.03
 """Budget of one call for symbolic comparisons: 4 times the deadline of one comparison, plus 0.03 seconds per row."""
 
@@ -184,7 +182,7 @@ class GSM8KCorrectness(GoldReward):
         if prose := [(row, text) for row, text in texts if is_prose(text)]:
             row, text = prose[0]
             equal = "only the same text equals them, or their one number"
-            notes.append(f"{len(prose)} of the golds are prose ({row}: `{shortened(text, _SHOWN)}`): {equal}")
+            notes.append(f"{len(prose)} of the golds are prose ({row}: `{shortened(text, 40)}`): {equal}")
         return "; ".join(filter(None, notes)) or None
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:

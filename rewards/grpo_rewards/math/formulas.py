@@ -150,8 +150,8 @@ def _in_one_notation(gold: str, answer: str) -> tuple[str, str]:
     gold, answer = _with_both_signs(gold), _with_both_signs(answer)
     items, others = _items(gold), _items(answer)
     if max(len(items), len(others)) > 1:
-        names = {re.sub(r"_\{?\d\}?", "", _name_of(item)) for item in items + others} - {""}
-        if len(names) == 1:
+        names = {re.sub(r"_\{?\d\}?", "", _name_of(item)) for item in items + others if "=" in item}
+        if len(names) == 1 and "" not in names:
             gold, answer = (", ".join(map(_without_name, side)) for side in (items, others))
     return gold, answer
 
@@ -192,8 +192,7 @@ def _same_decimals(gold: str, answer: str) -> bool:
     if decimals[0] is None or decimals[1] is None:
         return _plain(gold) == _plain(answer)
     coarser = min(len(match["places"] or "") for match in decimals if match)
-    first, second = (float(match.group()) for match in decimals if match)
-    return abs(first - second) <= 0.5000001 * 10**-coarser
+    return abs(float(decimals[0].group()) - float(decimals[1].group())) <= 0.5000001 * 10**-coarser
 
 
 def _check_size(text: str) -> None:
@@ -438,6 +437,8 @@ def _sides_of_equations(gold: str, answer: str) -> list[tuple[str, str]] | None:
         stated = stated[1:]
     if len(wanted) == 1:
         return [(wanted[0], side) for side in stated]
+    if len(wanted) == len(stated) and (len(wanted) > 2 or not _letters(gold)):
+        return list(zip(wanted, stated, strict=True))
     return None if len(stated) > len(wanted) or len(wanted) == 2 > len(stated) else [(gold, answer)]
 
 

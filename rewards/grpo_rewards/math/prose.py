@@ -32,7 +32,7 @@ CJK_NUMERALS = frozenset("〇一二三四五六七八九十百千万萬億亿兆
 # Words that, directly after a number, make it a bound, a guess or part of a larger number: "18 max", "18 squared".
 TAIL_WORDS = word_set("ish odd something some tops below plus minus point squared cubed pi")
 # Words that are no unit after "18" but put nothing in doubt elsewhere in a sentence.
-NO_UNITS = TAIL_WORDS | word_set("and to over is are was isn both")
+NO_UNITS = TAIL_WORDS | word_set("and to over is are was isn both am pm")
 
 _DOUBTS = word_set("""
     no not non nor never none neither nobody nothing nowhere cannot without barely hardly scarcely wrong false untrue

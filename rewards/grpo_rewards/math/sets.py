@@ -64,12 +64,8 @@ def _interval(text: str) -> str | None:
     if len(sides) == 3:
         return f"{left}{sides[0]},{sides[2]}{right}" if re.fullmatch(_NAME, sides[1]) else None
     lower, upper = sides
-    if re.fullmatch(_NAME, lower) and not _holds(upper, lower):
-        return f"(-\\infty,{upper}{right}"
-    if re.fullmatch(_NAME, upper) and not _holds(lower, upper):
-        return f"{left}{lower},\\infty)"
+    rays = {lower: (upper, f"(-\\infty,{upper}{right}"), upper: (lower, f"{left}{lower},\\infty)")}
+    for name, (end, ray) in rays.items():
+        if re.fullmatch(_NAME, name) and not re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z])", end):
+            return ray
     return None
-
-
-def _holds(text: str, name: str) -> bool:
-    return re.search(rf"(?<![a-zA-Z\\]){re.escape(name)}(?![a-zA-Z])", text) is not None

@@ -24,7 +24,8 @@ _SPACE = re.compile(
 _BRACKETS = {"lbrace": "\\{", "rbrace": "\\}", "lbrack": "[", "rbrack": "]"}
 _SIGNS = str.maketrans({"π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "∪": "\\cup ",
                         "∈": "\\in ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}"})  # fmt: skip
-_RUN_OF_SPACES = re.compile(r"(\s)\s+")  # patterns below take a time that is quadratic in their lengths
+_LINES = re.compile(r"\\(?:begin|end)\s*\{(?:align|gather|split)[a-z]*\*?\}")
+_TABLE = re.compile(r"\\begin\s*\{(?!align|gather|split)")
 _GREEK = "alpha|beta|gamma|delta|theta|lambda|sigma|phi|omega"
 _SAME: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (re.compile(r"\\(?:d|t|c)frac(?![a-zA-Z])"), r"\\frac"),
@@ -57,9 +58,16 @@ _SAME: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] 
 )
 
 
+def without_runs(text: str) -> str:
+    """Return a text without runs of white space, in whose length other patterns take quadratic time."""
+    return re.sub(r"[^\S\n]{2,}", " ", re.sub(r"\s*\n\s*", "\n", text))
+
+
 def respelled(text: str) -> str:
     """Return a formula in one spelling of each sign, without the commands that only change its layout."""
-    text = _RUN_OF_SPACES.sub(r"\1", _SPACE.sub(" ", text.translate(_SIGNS)))
+    if r"\\" in text and not _TABLE.search(text):
+        text = _LINES.sub("", text).replace("&", "").replace(r"\\", "\n")
+    text = without_runs(_SPACE.sub(" ", text.translate(_SIGNS)))
     for pattern, replacement in _SAME:
         text = pattern.sub(replacement, text)
     return text

@@ -3,6 +3,17 @@
 from grpo_rewards.math.answers import compare
 
 WRONG = {
+    r"\cos(\frac{2\pi}{3})=-\frac12, \sin(\frac{2\pi}{3})=\frac{\sqrt3}{2}": [
+        r"\cos(\frac{3\pi}{3})=-\frac12, \sin(\frac{2\pi}{3})=\frac{\sqrt3}{2}"
+    ],
+    "y_1=e^{x}\ny_2=e^{2x}": ["y_1=e^{3x}\ny_2=e^{2x}"],
+    r"\begin{align*} a&=b+c\\ d&=e-f\end{align*}": [r"\begin{align*} a&=b+2c\\ d&=e-f\end{align*}"],
+    r"x=1\\y=2": [r"x=3\\y=2", "x=2, y=1"],
+    r"P(X_n=4)=\frac58": [r"P(X_n=3)=\frac58"],
+    r"\log_2(3^{-\log_3(2)})=-1": [r"\log_1(3^{-\log_3(2)})=-1"],
+    r"\frac{82}{198}=\frac{41}{99}=0.41": [r"\frac{83}{198}=\frac{41}{99}=0.41"],
+    r"x \approx 1.3098": ["x", "1.3"],
+    "The steady state current is 2 amps.": ["3", "amps"],
     "2+3=5": ["2+3=6", "1=1", "6"],
     "25=5^2": ["36=6^2"],
     r"20\%=0.2": [r"30\%=0.3"],
@@ -103,6 +114,13 @@ WRONG = {
 """Golds, and answers that are other values or other statements."""
 
 RIGHT = {
+    r"\begin{align*} a&=b+c\\ d&=e-f\end{align*}": ["d=e-f, a=c+b"],
+    r"x=1\\y=2": ["y=2, x=1"],
+    r"y^{2}=2 x+1,a=\frac{3}{4}": [r"a=\frac34, y^{2}=2x+1"],
+    r"P(X_n=4)=\frac58": [r"P(X_n=4)=0.625"],
+    r"x \approx 1.3098": ["1.3098", r"x\approx 1.3098"],
+    "The steady state current is 2 amps.": ["2", "2 amps"],
+    "$2,365,200,000$ beats/lifetime": ["2,365,200,000 beats/lifetime"],
     r"\sqrt{2} \approx 1.41": [r"\sqrt{2}", r"\sqrt2 \approx 1.414"],
     "2^{10}=1024": ["1024", "2^{10}=1024"],
     r"\binom{10}{3}=120": ["120"],

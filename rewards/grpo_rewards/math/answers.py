@@ -857,11 +857,9 @@ def _units_differ(gold: str, answer: str) -> bool:
     """Return True if two answers state known units that differ. A gold without a unit agrees with each."""
     if gold.isdecimal():
         return False
-    currencies = currency_of(gold), currency_of(answer)
-    if all(currencies) and currencies[0] != currencies[1]:
-        return True
+    currencies = {currency_of(gold), currency_of(answer)} - {""}
     gold, answer = _plain_latex(fold_unicode(gold)), _plain_latex(fold_unicode(answer))
-    return units_differ(gold, answer) or are_opposed(gold, answer)
+    return len(currencies) > 1 or units_differ(gold, answer) or are_opposed(gold, answer)
 
 
 @lru_cache(maxsize=1024)

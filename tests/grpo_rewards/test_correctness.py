@@ -226,3 +226,11 @@ def test_an_empty_call_scores_nothing():
 def test_a_bad_argument_names_its_key(kwargs):
     with pytest.raises(ValueError, match=next(iter(kwargs))):
         GSM8KCorrectness(**kwargs)
+
+
+def test_golds_that_are_prose_are_counted():
+    golds = ["5", "The vectors are linearly dependent, as $w=3u$ shows.", "The steady state current is 2 amps."]
+    note = MathCorrectness().gold_note([(f"row {row}", gold) for row, gold in enumerate(golds)])
+    assert note is not None
+    assert note.startswith("2 golds are prose, which only its text or its one number equals (row 1: `The vectors")
+    assert MathCorrectness().gold_note([("row 0", "5")]) is None

@@ -181,8 +181,10 @@ class GSM8KCorrectness(GoldReward):
         notes = [decimal_marks(texts).note(self.decimal)]
         if prose := [(row, text) for row, text in texts if is_prose(text)]:
             row, text = prose[0]
-            equal = "only the same text equals them, or their one number"
-            notes.append(f"{len(prose)} of the golds are prose ({row}: `{shortened(text, 40)}`): {equal}")
+            count = "1 gold is" if len(prose) == 1 else f"{len(prose)} golds are"
+            notes.append(
+                f"{count} prose, which only its text or its one number equals ({row}: `{shortened(text, 40)}`)"
+            )
         return "; ".join(filter(None, notes)) or None
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:

@@ -230,7 +230,7 @@ def test_a_bad_argument_names_its_key(kwargs):
 
 def test_golds_that_are_prose_are_counted():
     golds = ["5", "The vectors are linearly dependent, as $w=3u$ shows.", "The steady state current is 2 amps."]
-    note = MathCorrectness().gold_note([(f"row {row}", gold) for row, gold in enumerate(golds)])
+    note = gsm8k_correctness.gold_note([(f"row {row}", gold) for row, gold in enumerate(golds)])
     assert note is not None
     assert note.startswith("2 golds are prose, which only its text or its one number equals (row 1: `The vectors")
-    assert MathCorrectness().gold_note([("row 0", "5")]) is None
+    assert gsm8k_correctness.gold_note([("row 0", "5")]) is None

@@ -304,9 +304,8 @@ def is_prose(text: str) -> bool:
 
 
 def _is_final(text: str) -> bool:
-    if not {"$", "\\"}.isdisjoint(text) or _number_of_sentence(text) is not None:
-        return True
-    return len(text.split()) <= _MAX_WORDS_OF_TEXT and not any(map(str.isdigit, text))
+    is_short = len(text.split()) <= _MAX_WORDS_OF_TEXT and not any(map(str.isdigit, text))
+    return is_short or not {"$", "\\"}.isdisjoint(text) or _number_of_sentence(text) is not None
 
 
 def number_text(number: Real | float) -> str:

@@ -180,11 +180,9 @@ class GSM8KCorrectness(GoldReward):
             texts += [(row, gold_answer(text) or "") for text in accepted_golds(gold) if isinstance(text, str)]
         notes = [decimal_marks(texts).note(self.decimal)]
         if prose := [(row, text) for row, text in texts if is_prose(text)]:
-            row, text = prose[0]
             count = "1 gold is" if len(prose) == 1 else f"{len(prose)} golds are"
-            notes.append(
-                f"{count} prose, which only its text or its one number equals ({row}: `{shortened(text, 40)}`)"
-            )
+            shown = f"{prose[0][0]}: `{shortened(prose[0][1], 40)}`"
+            notes.append(f"{count} prose, which only its text or its one number equals ({shown})")
         return "; ".join(filter(None, notes)) or None
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:

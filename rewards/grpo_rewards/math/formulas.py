@@ -380,7 +380,7 @@ def split_outside(text: str, separator: str) -> list[str]:
 def _items(text: str) -> list[str]:
     """Return the items of a list that is not in brackets, or of several lines of equations."""
     items: list[str] = []
-    lines = [line for line in text.split("\n") if line.strip()]
+    lines = [line for line in re.split(r"[\n;]", text) if line.strip()]
     for item in split_outside(",".join(lines) if all("=" in line for line in lines) else text, ","):
         items += _CONNECTIVE.split(item)
     return [item.strip() for item in items if item.strip()]

@@ -3,6 +3,7 @@
 from grpo_rewards.math.answers import compare
 
 WRONG = {
+    "4": ["twenty-fifth", "twenty fifth"],
     r"\cos(\frac{2\pi}{3})=-\frac12, \sin(\frac{2\pi}{3})=\frac{\sqrt3}{2}": [
         r"\cos(\frac{3\pi}{3})=-\frac12, \sin(\frac{2\pi}{3})=\frac{\sqrt3}{2}"
     ],

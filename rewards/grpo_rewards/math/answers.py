@@ -363,9 +363,7 @@ _LABEL = re.compile(
 # A number that is set off from its unit, as in "**18** apples".
 _SET_OFF = re.compile(r"(?:(\*\*|__|\*|`|\")([^*_`\"]+)\1|\\boxed\{([^{}]+)\})(?=\s)")
 _FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(?P<sign>-?)\s*(\d+)\s*\}|(\d))")
-_REPEATING = re.compile(
-    r"(\d+)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(?P<braced>\d+)\}|(?P<digit>\d))|\((?P<bracketed>\d+)\))(?!\s*[\d\\(])"
-)
+_REPEATING = re.compile(r"(\d+)\.(\d*)(?:\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))|\((\d+)\))(?!\s*[\d\\(])")
 _SPELLED_TWICE = re.compile(r"(.*\d)\s*\(([a-zA-Z -]+)\)")
 # A letter behind the number of a formula, or behind a negative number, is a variable and no unit: `$2s$`, `-3 m`.
 _TIMES_A_LETTER = re.compile(r"\s*\$\s*-?[\d.,/]+\s*[a-zA-Z]\s*\$\s*|\s*-\s*[\d.,/]+\s+[a-zA-Z]\s*")
@@ -560,7 +558,7 @@ def _plain_digits(text: str) -> str:
 
 def _fraction_of_repeating(match: re.Match[str]) -> str:
     r"""Return `36/99` for `0.\overline{36}`."""
-    period = match["braced"] or match["digit"] or match["bracketed"]
+    period = match[3] or match[4] or match[5]
     start = match[1] + match[2]
     return f" {int(start + period) - int(start)}/{(10 ** len(period) - 1) * 10 ** len(match[2])}"
 
@@ -647,8 +645,9 @@ def _parse_words(text: str, trusted: bool) -> Number | None:
     else:
         taken = len(words)
     rest = " ".join(words[taken:])
-    if taken and rest.rstrip("s") in _PARTS:
-        return Fraction(total + group, _PARTS[rest.rstrip("s")])
+    part = rest.removesuffix("s")
+    if taken and part in _PARTS and (part == rest) == (total + group == 1):  # "twenty-fifth" is no fraction
+        return Fraction(total + group, _PARTS[part])
     if taken == 0 or _unit_scale(f" {rest}" if rest else "", trusted) != 1:
         return None
     return total + group

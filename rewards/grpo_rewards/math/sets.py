@@ -15,7 +15,7 @@ _NAME = r"(?:[a-zA-Z](?:_\{?\w\}?)?|\\(?:alpha|beta|gamma|theta|lambda|mu|omega|
 _SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])\s*")
 _IN = re.compile(rf"\A\s*{_NAME}\s*\\in(?![a-zA-Z])\s*")
 _BUILDER = re.compile(
-    rf"\A\s*\\\{{\s*{_NAME}\s*(?:\\in\s*(?:\\mathbb\s*\{{?R\}}?|\\R)\s*)?(?:\||:|\\(?:mid|vert)(?![a-zA-Z]))(.+)\\\}}\s*\Z"
+    rf"\s*\\\{{\s*{_NAME}\s*(?:\\in\s*(?:\\mathbb\s*\{{?R\}}?|\\R)\s*)?(?:\||:|\\(?:mid|vert)(?![a-zA-Z]))(.+)\\\}}\s*"
 )
 RELATION = re.compile(r"<=?|>=?|\\(?:leqslant|geqslant|leq|geq|le|ge|lt|gt|neq|ne)(?![a-zA-Z])")
 """A sign of order, or of two values that differ."""
@@ -29,7 +29,7 @@ _MAX_SIGNS = 2
 
 def condition_of(text: str) -> str:
     r"""Return the set of `x \in [1, 2]`, the condition of `\{x \mid x > 2\}`, and any other text as it is."""
-    if builder := _BUILDER.match(text):
+    if builder := _BUILDER.fullmatch(text):
         return builder[1].strip()
     return text[found.end() :] if (found := _IN.match(text)) else text
 

@@ -20,7 +20,6 @@ import numpy as np
 from grpo_recipes.data.arithmetic import MADE
 from grpo_recipes.data.places import numbered, selected
 from grpo_recipes.data.presets import DEFAULT_ARITHMETIC_SIZE, PRESETS, arithmetic_problems
-from grpo_recipes.data.programs import programming_tasks
 from grpo_recipes.data.prompts import Prompts, phrased
 from grpo_recipes.data.sources import Keys, Rows, file_rows, local_splits, mixed, read, rows_in_common, sliced, slices
 from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec, PassRateSpec, SourceSpec
@@ -43,6 +42,7 @@ if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do
 
 logger = logging.getLogger(__name__)
 
+_PROGRAMS = Path(__file__).with_name("programs.jsonl")  # a task a line: its split, question, tests and solution
 _MADE = {"arithmetic": arithmetic_problems, **MADE}
 _TRAINED = Keys("path", "split")
 _OTHER_SPLIT = Keys("path", "eval_split")  # held-out rows under the same path as the training rows
@@ -187,7 +187,10 @@ def _made(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
 
 
 def _programs(source: SourceSpec, keys: Keys) -> Rows:
-    tables = {split: programming_tasks(split) for split in ("train", "test")}
+    tables: dict[str, list[dict[str, Any]]] = {"train": [], "test": []}
+    for line in _PROGRAMS.read_text("utf-8").splitlines():
+        task = json.loads(line)
+        tables[task.pop("split")].append(task)
     tasks = []
     for split, start, stop in slices({split: len(table) for split, table in tables.items()}, source.split, keys):
         tasks += tables[split][start:stop]

@@ -22,8 +22,7 @@ from transformers.hf_argparser import DataClassType
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from grpo_recipes.recipe import specs, trl_keys
-from grpo_recipes.recipe.other_names import known_elsewhere
-from grpo_recipes.recipe.specs import RecipeError, Spec, hints
+from grpo_recipes.recipe.specs import DatasetSpec, RecipeError, Spec, hints
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.errors import UserError, did_you_mean, one_line
@@ -451,7 +450,7 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
 
 
 def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
-    """Return the key that another trainer calls `word`, or a question with the key or option nearest to it.
+    """Return a question with the key or option nearest to `word`.
 
     Of equally near keys, ours come first, then the model's, then those that TRL adds to transformers' trainer.
     """
@@ -459,9 +458,10 @@ def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
     first, _, last = word.lstrip("-").rpartition(".")
     if first and last in known:
         return f": here it is `{last}`, without `{first}`"
-    outer = first.partition(".")[0]
-    nearest = did_you_mean(word, known, otherwise=": remove it")
-    return known_elsewhere(word) or (known_elsewhere(outer) if outer else None) or nearest
+    inner = word.lstrip("-")
+    if inner in DatasetSpec.hints():
+        return f": did you mean `dataset.{inner}`?"
+    return did_you_mean(word, known, otherwise=": remove it")
 
 
 def _innermost(key: str, value: Any) -> str:

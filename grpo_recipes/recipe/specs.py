@@ -17,7 +17,6 @@ from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 from grpo_recipes.recipe.losses import LOSS_TYPES
-from grpo_recipes.recipe.other_names import known_elsewhere
 from grpo_rewards.errors import UserError, did_you_mean
 from grpo_rewards.files import UnreadableFile, expanded, read_text
 from grpo_rewards.math.decimals import Decimal
@@ -154,7 +153,7 @@ class Spec:
             if key not in cls.hints():
                 place = f"{cls.KEY}.{key}"
                 nearest = did_you_mean(str(key), cls.hints(), otherwise=f": choose from {', '.join(cls.hints())}")
-                raise UserError(f"unknown key `{place}`{known_elsewhere(place) or nearest}")
+                raise UserError(f"unknown key `{place}`{nearest}")
         for field in fields(cls):
             if field.default is MISSING and field.name not in mapping:
                 raise UserError(f"`{cls.KEY}.{field.name}` is missing: give it")

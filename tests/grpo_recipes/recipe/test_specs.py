@@ -265,7 +265,7 @@ def test_a_reference_has_a_name_or_an_adapter() -> None:
         (True, "`micro_batching` must be auto, off, or a mapping of layout, skip_zero_advantage, not True"),
         ({"layout": "of"}, "`micro_batching.layout` can't be `of`: choose packed or shared or trimmed or padded"),
         ({"rows": 1}, "unknown key `micro_batching.rows`: choose from layout, skip_zero_advantage"),
-        ({"n": 1}, "unknown key `micro_batching.n`: here it is `num_generations`"),
+        ({"n": 1}, "unknown key `micro_batching.n`: choose from layout, skip_zero_advantage"),
     ],
 )
 def test_a_mistake_in_a_mapping_or_its_word_is_named(given: Any, message: str) -> None:

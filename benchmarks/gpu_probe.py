@@ -178,43 +178,7 @@ def varlen_kernel(device: Device) -> Answer:
     return found
 
 
-def failed_capture(device: Device) -> Answer:
-    """Return what still works after a capture in which the host waits."""
-    if not device.is_gpu:
-        return {"capture": "needs a GPU"}
-    from grpo_recipes.generation.captured import cuda_graph
-
-    gpu, numbers = torch.device("cuda", torch.cuda.current_device()), torch.ones(4, device="cuda")
-    before = torch.cuda.current_stream()
-
-    def wait() -> None:
-        numbers.sum().item()
-
-    def train() -> None:
-        torch.ones(8, 8, device="cuda", requires_grad=True).square().sum().backward()
-
-    steps: dict[str, Callable[[], object]] = {
-        "capture that waits": lambda: cuda_graph(wait, gpu),
-        "empty_cache": torch.cuda.empty_cache,
-        "256 MiB": lambda: torch.empty(2**28, dtype=torch.uint8, device="cuda"),
-        "training": train,
-        "second capture": lambda: cuda_graph(lambda: numbers.add_(1), gpu)(),  # type: ignore[arg-type, return-value]
-        "training after it": train,
-    }
-    found: Answer = {}
-    for name, step in steps.items():
-        try:
-            step()
-            torch.cuda.synchronize()
-            found[name] = "ok"
-        except RuntimeError as error:
-            found[name] = str(error).splitlines()[0][:160]
-    return {**found, "stream restored": torch.cuda.current_stream() == before}
-
-
-QUESTIONS = (
-    machine, rates, new_training_shapes, new_decoding_shapes, nan_of_cudnn, varlen_kernel, failed_capture,
-)  # fmt: skip
+QUESTIONS = (machine, rates, new_training_shapes, new_decoding_shapes, nan_of_cudnn, varlen_kernel)
 
 
 def main(args: list[str] | None = None) -> None:

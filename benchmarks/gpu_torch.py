@@ -5,12 +5,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from gpu_attention import seconds
@@ -235,71 +234,39 @@ def _steps_agree(bench: Bench, shape: str) -> Row:
 
 
 def decode_step(bench: Bench) -> Iterator[Measurement]:
-    """Compare greedy tokens of group decoding, captured and not, with those of transformers' loop, and time a token."""
-    for loop in ("groups", "captured"):
-        cells = {"model": bench.check_shape, "dtype": "float32", "loop": loop}
-        yield Measurement(cells, partial(_greedy_tokens_agree, bench, loop))
+    """Compare greedy tokens of group decoding with those of transformers' loop, and time a token."""
+    yield Measurement({"model": bench.check_shape, "dtype": "float32"}, partial(_greedy_tokens_agree, bench))
     for shape in bench.shapes:
         yield Measurement({"model": shape}, partial(_token_times, bench, shape))
 
 
-def _greedy_tokens_agree(bench: Bench, loop: str) -> Row:
-    if loop == "captured" and torch.device(bench.device).type != "cuda":
-        return {"result": "not run: CUDA graphs need a GPU"}
+def _greedy_tokens_agree(bench: Bench) -> Row:
     loops = _generations(bench, bench.check_shape, torch.float32)
     tokens = 8 if bench.tiny else 32
-    same = torch.equal(loops["transformers"](tokens), loops[loop](tokens))
+    same = torch.equal(loops["transformers"](tokens), loops["groups"](tokens))
     return {"difference": "none" if same else "tokens differ", "result": "ok" if same else "WRONG"}
 
 
 def _token_times(bench: Bench, shape: str) -> Row:
     loops = _generations(bench, shape, bench.dtype)
-    if torch.device(bench.device).type != "cuda":
-        del loops["captured"]
     few, many = (2, 4) if bench.tiny else (8, 40)
     each = {}
-    with _timed_captures(bench) as captures:
-        for name, generate in loops.items():
-            generate(few)
-            times = []
-            for tokens in (few, many):
-                bench.synchronise()
-                started = time.perf_counter()
-                generate(tokens)
-                bench.synchronise()
-                times.append(time.perf_counter() - started)
-            each[name] = 1000 * (times[1] - times[0]) / (many - few)
-    return {
-        "rows": 64,
-        **{f"{name}, ms a token": f"{value:.2f}" for name, value in each.items()},
-        "a capture, ms": f"{1000 * median(captures):.0f}" if captures else "-",
-    }
-
-
-@contextmanager
-def _timed_captures(bench: Bench) -> Iterator[list[float]]:
-    """Yield a list that grows by the seconds of each capture inside this block."""
-    from grpo_recipes.generation import captured
-
-    found: list[float] = []
-    capture = captured.cuda_graph
-
-    def timed(*args: Any) -> Any:
-        bench.synchronise()
-        started = time.perf_counter()
-        replay = capture(*args)
-        bench.synchronise()
-        found.append(time.perf_counter() - started)
-        return replay
-
-    with patch.object(captured, "cuda_graph", timed):
-        yield found
+    for name, generate in loops.items():
+        generate(few)
+        times = []
+        for tokens in (few, many):
+            bench.synchronise()
+            started = time.perf_counter()
+            generate(tokens)
+            bench.synchronise()
+            times.append(time.perf_counter() - started)
+        each[name] = 1000 * (times[1] - times[0]) / (many - few)
+    return {"rows": 64, **{f"{name}, ms a token": f"{value:.2f}" for name, value in each.items()}}
 
 
 def _generations(bench: Bench, shape: str, dtype: torch.dtype) -> dict[str, Callable[[int], Tensor]]:
     """Return decoding loops by name, as functions of the number of tokens, on 64 rows of 8 prompts."""
-    from grpo_recipes.generation.captured import CapturedTurn  # needs psutil, which the other rows do not
-    from grpo_recipes.generation.groups import Turn, decoding
+    from grpo_recipes.generation.groups import Turn, decoding  # needs psutil, which the other rows do not
 
     model = bench.model(shape, dtype).eval()
     prompts = [prompt for prompt in bench.batch("a", 0).prompts for _ in range(GROUP)]
@@ -315,15 +282,15 @@ def _generations(bench: Bench, shape: str, dtype: torch.dtype) -> dict[str, Call
             max_new_tokens=tokens,
         )
 
-    def ours(kind: type[Turn], tokens: int) -> Tensor:
-        turn = kind()
+    def groups(tokens: int) -> Tensor:
+        turn = Turn()
         with decoding(model, turn):
             generated = stock(tokens)
-        if reason := turn.declined or getattr(turn, "not_captured", ""):
-            raise RuntimeError(f"not decoded as requested: {reason}")
+        if turn.declined:
+            raise RuntimeError(f"not decoded in groups: {turn.declined}")
         return generated
 
-    return {"transformers": stock, "groups": partial(ours, Turn), "captured": partial(ours, CapturedTurn)}
+    return {"transformers": stock, "groups": groups}
 
 
 # ---- Reward model

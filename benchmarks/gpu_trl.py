@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_rows import DENSE_TFLOPS, SHAPES, Bench, Measurement, NotRun, Row
+from gpu_rows import DENSE_TFLOPS, Bench, Measurement, NotRun, Row
 from step import MICRO_BATCHES, Trainer, compete, median, paged_cache, tokens
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -116,54 +116,29 @@ def distance(got: list[Tensor], expected: list[Tensor]) -> float:
 def whole_step(bench: Bench) -> Iterator[Measurement]:
     """Measure complete steps: generation, scoring, loss and gradient."""
     for shape in bench.shapes:
-        for lengths in ("recorded", FIXED):
-            yield Measurement({"model": shape, "lengths": lengths}, partial(_step_times, bench, shape, lengths))
+        yield Measurement({"model": shape}, partial(_step_times, bench, shape))
 
 
-FIXED = "128 tokens each"
-"""Completions without a criterion of the host, which a captured step would wait for."""
-
-
-class FixedLength(Trainer):
-    """Trainer whose completions all have the largest length, before they are replaced by the recorded ones."""
-
-    def generate(self) -> None:
-        """Generate the completions of the prompts of a step."""
-        self.trainer._generate_single_turn(self.prompts, None, {}, GROUP)
-
-
-def _step_times(bench: Bench, shape: str, lengths: str) -> Row:
-    is_fixed = lengths == FIXED
-    tokens = 8 if bench.tiny else 128
-    kind = FixedLength if is_fixed else Trainer
+def _step_times(bench: Bench, shape: str) -> Row:
     config = {
         "gradient_checkpointing": False,
         "loss_type": "grpo",
-        "max_completion_length": tokens if is_fixed else cap("a"),
-        # A token that the model never samples, or a criterion of the recorded lengths.
-        "generation_kwargs": {"eos_token_id": SHAPES[shape]["vocab_size"]} if is_fixed else {"suppress_tokens": [EOS]},
+        "max_completion_length": cap("a"),
+        "generation_kwargs": {"suppress_tokens": [EOS]},  # a criterion ends each row at its recorded length
     }
-    loops = {"TRL": (TRLGRPOTrainer, {}), "ours": (GRPOTrainer, {})}
-    if is_fixed and bench.device != "cpu":
-        loops["ours, captured"] = (GRPOTrainer, {"generation": "captured"})
     each = {
-        name: kind(cls, bench.model(shape), True, False, bench.device, **config, **more)
-        for name, (cls, more) in loops.items()
+        name: Trainer(cls, bench.model(shape), True, False, bench.device, **config)
+        for name, cls in (("TRL", TRLGRPOTrainer), ("ours", GRPOTrainer))
     }
     compete(each, [bench.batch("a", seed) for seed in range(bench.steps)])
     seconds = {name: median(one.measured.whole) for name, one in each.items()}
     generation = {name: median(one.measured.phases["generation"]) for name, one in each.items()}
-    row = {
+    return {
         **{f"{name}, s": f"{value:.2f}" for name, value in seconds.items()},
         **{f"{name}, generation, s": f"{value:.2f}" for name, value in generation.items()},
         "TRL ÷ ours": f"{seconds['TRL'] / seconds['ours']:.2f}",
         "ours, first step, s": f"{each['ours'].measured.whole[0]:.2f}",
     }
-    if "ours, captured" in each:
-        made = each["ours, captured"].trainer._generation
-        row["generation, ours ÷ captured"] = f"{generation['ours'] / generation['ours, captured']:.2f}"
-        row["captured"] = "yes" if made.is_capture_verified and made.captures else "no: see the log"
-    return row
 
 
 def memory(bench: Bench) -> Iterator[Measurement]:

@@ -97,11 +97,7 @@ class Turn:
         """
         if reason := reason_to_decline(model, **given):
             raise Declined(reason)
-        return self.batch(model, input_ids, **given).run()
-
-    def batch(self, model: CausalLM, input_ids: Tensor, **given: Any) -> Batch:
-        """Return the loop of one call of `generate`."""
-        return Batch(self, model, input_ids, **given)
+        return Batch(self, model, input_ids, **given).run()
 
     def record(self, model: CausalLM, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run transformers' own `generate`, and record its log-probabilities."""

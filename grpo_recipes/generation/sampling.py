@@ -29,7 +29,7 @@ class Uniforms:
         # One number of the global generator, whatever the lengths: the next call does not depend on this one's tokens.
         self._generator = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, ())))
         self.block = torch.empty(BLOCK, rows, dtype=torch.float64, device=device)
-        """Numbers of the current block of tokens, (tokens, rows). Its address stays the same."""
+        """Numbers of the current block of tokens, (tokens, rows)."""
 
     def show(self, token: int) -> None:
         """Let `block` hold the numbers of a token. Tokens are shown one after the other, beginning with 0."""

@@ -67,8 +67,7 @@ class Recipe:
     ] = field(default_factory=specs.MicroBatching)
     generation: Annotated[
         specs.GenerationMode,
-        "transformers' generation: the prompt of a group once where that is exact (auto), with CUDA graphs as well "
-        "(captured, never run on a GPU yet), or as in TRL (off)",
+        "transformers' generation: the prompt of a group once where that is exact (auto), or as in TRL (off)",
     ] = "auto"
     sampling: Annotated[
         specs.SamplingSpec | None,

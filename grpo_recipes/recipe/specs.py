@@ -36,11 +36,8 @@ KLEstimator = Literal["sampled", "full"]
 AdvantageRule = Literal["max_rl"]
 """Name of a rule for advantages that TRL's options cannot express. `training/advantages.py` computes them."""
 
-GenerationMode = Literal["auto", "captured", "off"]
-"""Mode of transformers' `generate`: each prompt once and without finished rows where this is exact, or as in TRL.
-
-`captured` is `auto` with decoding steps in CUDA graphs.
-"""
+GenerationMode = Literal["auto", "off"]
+"""Mode of transformers' `generate`: each prompt once and without finished rows where this is exact, or as in TRL."""
 
 DatasetName = Literal[
     "gsm8k",

@@ -82,8 +82,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         micro_batching: "auto", "off", or a mapping of `layout` and `skip_zero_advantage`, by which the training phase
             avoids padding, repeated prompts and zero-advantage rows. See docs/efficiency.md.
         generation: "auto" to let transformers' `generate` run each prompt of a batch once and drop finished rows if the
-            tokens stay the same, "captured" to replay decoding steps as CUDA graphs as well (never run on a GPU), or
-            "off". It does not concern vLLM and continuous batching.
+            tokens stay the same, or "off". It does not concern vLLM and continuous batching.
         sampling: "informative" or a mapping, to skip prompts whose last groups had zero variance. See docs/sampling.md.
         advantages: "max_rl" or None, the rule that computes the advantages in place of TRL. See docs/algorithms.md.
         generation_check: True to compare completions with the policy, and stop a run whose policy did not generate

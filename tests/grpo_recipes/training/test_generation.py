@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import nn
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes.generation import captured, groups, kv_cache
 from grpo_recipes.generation import generator_check as generation_check
+from grpo_recipes.generation import groups, kv_cache
 from grpo_recipes.generation.models import unfit
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.training.generation import unfit_for_groups
@@ -27,7 +27,6 @@ from tests.support import launching
 from tests.support.architectures import PROMPTS, adapter, moved_no_states, tiny, trainer
 from tests.support.grids import only
 from tests.support.recorded import model
-from tests.support.recorded_graph import recorded_graph
 from tests.tools.models import build
 
 MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
@@ -330,70 +329,8 @@ def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason:
 
 
 def test_generation_is_one_of_three_words(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`generation` can't be `fast`: choose auto or captured or off"):
+    with pytest.raises(UserError, match="`generation` can't be `fast`: choose auto or off"):
         trainer(tmp_path, generation="fast")
-
-
-# ---- captured steps
-
-
-def trained(folder: Path, captures: bool = True) -> Any:
-    """Train with decoding steps captured on the CPU, from the first batch on, with the random numbers of users."""
-    run = trainer(folder, generation_check=False, max_steps=2)
-    del run._generate_single_turn
-    run._generation.captures = captures
-    run.train()
-    return run
-
-
-def test_steps_are_not_captured_on_a_cpu(tmp_path: Path, said: Any) -> None:
-    trainer(tmp_path, generation="captured")
-    (sentence,) = said()
-    assert "decoding steps are not captured: the policy is not on a GPU of NVIDIA or AMD" in sentence
-
-
-def test_a_run_with_captured_steps_is_the_same_run(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "cuda_graph", recorded_graph)
-    plain, ours = trained(tmp_path / "auto", captures=False), trained(tmp_path / "captured")
-    assert ours._generation.is_capture_verified
-    assert said() == []
-    assert history(ours) == history(plain)
-    for mine, other in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-5, rtol=0)
-
-
-def test_a_faulty_capture_is_noticed_and_generated_again(
-    tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph that computes with earlier positions than it should."""
-
-    def earlier_positions(step: Any, _: torch.device) -> Any:
-        batch = step.__self__
-        batch.next_positions -= 3
-        return step
-
-    monkeypatch.setattr(captured, "cuda_graph", earlier_positions)
-    run = trained(tmp_path)
-    (sentence,) = said()
-    assert "not captured: a captured step picks tokens under other log-probabilities than the policy's" in sentence
-    assert run._generation.is_verified
-    assert not run._generation.is_capture_verified
-
-
-def test_a_run_captures_no_more_after_a_failure(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator of torch may still be capturing."""
-    attempts: list[str] = []
-
-    def fail(step: Any, _: torch.device) -> Any:
-        attempts.append("capture")
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(captured, "cuda_graph", fail)
-    plain, ours = trained(tmp_path / "auto", captures=False), trained(tmp_path / "captured")
-    assert len(attempts) == 1
-    (sentence,) = said()
-    assert "operation not permitted" in sentence
-    assert history(ours) == history(plain)
 
 
 # ---- several ranks

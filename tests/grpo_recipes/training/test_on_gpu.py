@@ -20,8 +20,6 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation import captured
-from grpo_recipes.generation.captured import CapturedBatch
 from grpo_recipes.plan.memory import ModelShape, Sharding, memory_plan
 from grpo_recipes.training import varlen
 from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
@@ -32,7 +30,6 @@ from tests.grpo_recipes.training.test_pretend_gpu import RUNS
 from tests.support import device, short_runs, tiny
 from tests.support.grids import only
 from tests.support.recorded import Recording, largest_gap, make_trainer, model
-from tests.support.recorded_graph import recorded_graph
 from tests.support.tool_rollouts import ADD, CASES, add, tool_policy, tool_tokenizer, transcript_reward
 from tests.support.varlen_kernel import torch_2_12
 
@@ -122,16 +119,12 @@ def saved_policy(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", only(["generated"], list(RUNS)))
-def test_a_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run(name: str, tmp_path: Path) -> None:
     run = RUNS[name]
     arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **run.arguments)
-    if not ON_GPU:
-        monkeypatch.setattr(captured, "cuda_graph", recorded_graph)
     trainer: Any = short_runs.trainer(GRPOTrainer, saved_policy(tmp_path), arguments, **run.more)
-    trainer._generation.captures = name == "captured"  # also where no graph can be captured
     assert all(math.isfinite(loss) for loss in losses(trainer))
     assert trainer._generation.is_verified == (run.more.get("generation") != "off")
-    assert trainer._generation.is_capture_verified == (name == "captured")
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {device.TYPE}
 
 
@@ -168,31 +161,6 @@ def test_a_run_with_tf32(tf32: dict[str, Any], tmp_path: Path) -> None:
     policy = tiny.policy(vocab_size=258, num_hidden_layers=1).to(torch.bfloat16)
     trainer = short_runs.trainer(GRPOTrainer, policy, short_runs.arguments(tmp_path, beta=0.0, max_steps=2, **tf32))
     assert all(math.isfinite(loss) for loss in losses(trainer))
-
-
-def test_a_run_after_a_failed_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[str] = []
-    capture, step = captured.cuda_graph if ON_GPU else recorded_graph, CapturedBatch.step
-
-    def waiting(batch: CapturedBatch) -> None:
-        batch.used.item()  # the host can't wait inside a capture
-        step(batch)
-
-    def counted(*args: Any) -> Any:
-        attempts.append("capture")
-        return capture(*args)
-
-    monkeypatch.setattr(CapturedBatch, "step", waiting)
-    monkeypatch.setattr(captured, "cuda_graph", counted)
-    arguments = short_runs.arguments(tmp_path, beta=0.0, max_steps=3)
-    policy = tiny.policy(vocab_size=258, num_hidden_layers=1)
-    trainer: Any = short_runs.trainer(GRPOTrainer, policy, arguments, generation="captured", generation_check=False)
-    trainer._generation.captures = True
-    assert all(math.isfinite(loss) for loss in losses(trainer))
-    assert len(attempts) == 1
-    if ON_GPU:
-        assert torch.cuda.current_stream() == torch.cuda.default_stream()
-        torch.cuda.empty_cache()
 
 
 @pytest.mark.skipif(device.NAME == "pretend", reason="safetensors reads the memory, which a pretend GPU lacks")

@@ -124,7 +124,7 @@ def test_a_value_under_a_similar_key_is_kept(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     ["hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnopqrst", "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
-     "Bearer abcdefghij", "https://me:pass@host/x", "AKIAABCDEFGHIJKLMNOP", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc"],
+     "https://me:pass@host/x", "AKIAABCDEFGHIJKLMNOP"],
 )  # fmt: skip
 def test_a_value_with_the_form_of_a_secret_is_hidden_under_any_key(text: str) -> None:
     shown = redacted({"headers": {"x": f"before {text} behind"}})["headers"]["x"]
@@ -262,12 +262,8 @@ TEXT_KEYS = (
 SHAPES = {
     "slash": "http://bob:{}@h",
     "bucket": "s3://KEY:{}@bucket",
-    "query": "https://h/p?page=2&X-Amz-Signature={}",
     "google": "AIzaSyCanary{}",
-    "groq": "gsk_canarycanarycanary{}",
-    "nvidia": "nvapi-canarycanarycanary-{}",
-    "xai": "xai-canarycanarycanarycanary{}",
-    "pem": "-----BEGIN PRIVATE KEY-----\n{}canarycanary==\n-----END PRIVATE KEY-----\n",
+    "hub": "hf_canarycanarycanary{}",
 }
 
 

@@ -456,15 +456,13 @@ def _add_chat(commands: Commands) -> None:
     chat = commands.add_parser(
         "chat",
         help="talk to a trained model, prompted and sampled as in training",
-        epilog="Each line of standard input is a message. Ctrl-C stops an answer; Ctrl-C twice, or Ctrl-D, leaves.",
+        epilog="Each line of standard input is a message. Ctrl-C stops an answer, Ctrl-D leaves.",
     )
     chat.set_defaults(function=chat_with_model)
     option = chat.add_argument
     option("model", help="a model or adapter: a folder, a run, or a hub id")
     option("--recipe", help="recipe with system prompt, template and length (default: the run's)")
     option("--prompt", metavar="TEXT", help="answer this message and end")
-    option("--system_prompt", metavar="TEXT", help="name of a system prompt, or its text (default: the recipe's)")
-    option("--prompt_format", metavar="FORMAT", help="conversational or text (default: the recipe's)")
     option("--temperature", metavar="T", type=float, help="0 for greedy decoding (default: the recipe's, or 1)")
     option("--max_new_tokens", metavar="N", type=int, help="default: the recipe's max_completion_length, or 512")
     option("--seed", metavar="N", type=int, default=0, help="random seed for sampling answers (default: 0)")
@@ -473,10 +471,10 @@ def _add_chat(commands: Commands) -> None:
 @fewer_library_messages()
 def chat_with_model(options: argparse.Namespace) -> int:
     """Answer a prompt, or the lines of standard input. Raises `UserError` if the model or an option is wrong."""
-    from grpo_recipes.evaluation.chat import Request, chat
+    from grpo_recipes.evaluation.chat import chat
 
-    own = ("command", "function", "known", "overrides")
-    chat(Request(**{key: value for key, value in vars(options).items() if key not in own}))
+    names = ("model", "recipe", "prompt", "temperature", "max_new_tokens", "seed")
+    chat(**{name: getattr(options, name) for name in names})
     return 0
 
 

@@ -18,7 +18,6 @@ from transformers.cache_utils import DynamicLayer
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.evaluation.chat import Chat, Prompting
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.groups import Turn, decoding
@@ -414,19 +413,6 @@ def test_an_evaluation_in_padded_batches_bounds_its_waits_per_token() -> None:
 
 EVALUATED = (245, 26, 13)
 """Launches, waits and copies to the device of an evaluation that generates two tokens."""
-
-
-def test_an_answer_of_a_chat_is_generated_on_the_device() -> None:
-    policy, tokenizer = tiny.policy(num_hidden_layers=1), tiny.byte_tokenizer()
-    settings = Settings(max_new_tokens=2, strict=None)
-    expected = Chat(Transformers(policy, tokenizer), Prompting(is_text=True), settings, {}).answer("2 + 2 =")
-    with PretendGPU() as gpu:
-        policy.to("cuda")
-        chat = Chat(Transformers(policy, tokenizer), Prompting(is_text=True), settings, {})
-        gpu.reset()
-        assert chat.answer("2 + 2 =") == expected
-        assert gpu.synchronisations <= 16, gpu.sites
-        assert gpu.uploads <= 6
 
 
 def test_vllms_processing_of_logits_stays_on_the_device() -> None:

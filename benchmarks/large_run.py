@@ -1,13 +1,13 @@
 """Time and memory of `grpo-recipes diagnose` and `report` on a run of many steps, written here without training.
 
-    python benchmarks/large_run.py [--steps 100000] [--rows 96000]
+    python benchmarks/large_run.py [--steps 100000]
     python benchmarks/large_run.py --train 2000
 
 The second command trains a model of a few hundred parameters instead, logs and saves often, and prints the figures that
 may grow with the number of steps: resident memory, open files, files in the folder, and the time of a save.
 
-The log of the first command holds the 45 metrics of a real run at every step. The completions lie in one file for every
-100 steps. Each command runs in a process of its own, whose peak of resident memory is read at its end.
+The log of the first command holds the 45 metrics of a real run at every step. Every tenth step has a file of eight
+completions. Each command runs in a process of its own, whose peak of resident memory is read at its end.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ REWARDS = [
     {"name": "gsm8k_correctness", "source": "gsm8k_correctness", "weight": 1.0, "kind": "correctness"},
     {"name": "tag_presence", "source": "tag_presence", "weight": 1.0, "kind": "format"},
 ]
-ROWS_PER_GROUP = 8
+ROWS = 8  # of one prompt
+STEPS_PER_FILE = 10
 
 
-def write_run(folder: Path, steps: int, rows: int) -> Path:
-    """Write a run of `steps` logged steps and `rows` logged completions of 1,000 characters."""
+def write_run(folder: Path, steps: int) -> Path:
+    """Write a run of `steps` logged steps, with completions of 1,000 characters."""
     draw = random.Random(0)
     (folder / "completions").mkdir(parents=True)
     with (folder / "trainer_state.json").open("w") as file, (folder / "_log.jsonl").open("w") as live:
@@ -65,17 +66,15 @@ def write_run(folder: Path, steps: int, rows: int) -> Path:
         "rewards": REWARDS,
     }
     (folder / "run.json").write_text(json.dumps(record))
-    files = max(1, min(steps // 100, rows // ROWS_PER_GROUP))
-    for number in range(files):
-        step, count = (number + 1) * steps // files, rows // files
-        group = [place // ROWS_PER_GROUP for place in range(count)]
+    for step in range(STEPS_PER_FILE, steps + 1, STEPS_PER_FILE):
+        question = f"question {step} " + "words " * 40
         table = {
-            "step": [step] * count,
-            "prompt": [[{"role": "user", "content": f"question {step} {place} " + "words " * 40}] for place in group],
-            "completion": [[{"role": "assistant", "content": draw.randbytes(500).hex()}] for _ in group],
-            "gsm8k_correctness": [float(draw.random() < 0.5) for _ in group],
-            "tag_presence": [draw.random() for _ in group],
-            "advantage": [0.0] * count,
+            "step": [step] * ROWS,
+            "prompt": [[{"role": "user", "content": question}]] * ROWS,
+            "completion": [[{"role": "assistant", "content": draw.randbytes(500).hex()}] for _ in range(ROWS)],
+            "gsm8k_correctness": [float(draw.random() < 0.5) for _ in range(ROWS)],
+            "tag_presence": [draw.random() for _ in range(ROWS)],
+            "advantage": [0.0] * ROWS,
         }
         pd.DataFrame(table).to_parquet(folder / "completions" / f"completions_{step:05d}.parquet")
     return folder
@@ -155,7 +154,6 @@ def train(folder: Path, steps: int, save_steps: int) -> None:
     trainer.add_callback(LiveLog(folder / LIVE))
     trainer.add_callback(_between_steps(folder, save_steps))
     trainer.train()
-    print(f"\nAfter the end: {len(list((folder / 'completions').iterdir()))} files of completions.")
 
 
 def _between_steps(folder: Path, save_steps: int) -> Any:
@@ -180,11 +178,11 @@ def _between_steps(folder: Path, save_steps: int) -> Any:
             if step % (SAVES_PER_ROW * save_steps):
                 return
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-            names = [path.name for path in (folder / "completions").iterdir()]
+            tables = len(os.listdir(folder / "completions"))
             saved = (folder / f"checkpoint-{step}" / "trainer_state.json").stat().st_size / 1e6
             print(
                 f"| {step:,} | {resident:.0f} | {pa.total_allocated_bytes() / 1e6:.1f} | "
-                f"{len(os.listdir('/proc/self/fd'))} | {len(names):,} ({sum('-' in name for name in names)}) | "
+                f"{len(os.listdir('/proc/self/fd'))} | {tables:,} | "
                 f"{saved:.2f} | {statistics.median(logs):.0f} | "
                 f"{statistics.median(saves):.0f} | {max(saves):.0f} |",
                 flush=True,
@@ -193,7 +191,7 @@ def _between_steps(folder: Path, save_steps: int) -> Any:
             saves.clear()
 
     print(
-        "| step | resident, MB | held by pyarrow, MB | open files | files of completions (compacted) | "
+        "| step | resident, MB | held by pyarrow, MB | open files | files of completions | "
         "trainer_state.json, MB | "
         "log, ms | save, ms | longest save, ms |\n|---|---|---|---|---|---|---|---|---|"
     )
@@ -204,7 +202,6 @@ def main() -> None:
     """Print a table of both commands at a quarter of the size and at the full size, or of a training run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100_000)
-    parser.add_argument("--rows", type=int, default=96_000)
     parser.add_argument("--train", type=int, metavar="STEPS", help="number of steps to train instead")
     parser.add_argument(
         "--save_steps", type=int, default=25, help="steps between two saves of the training run (default: 25)"
@@ -220,16 +217,17 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             train(Path(folder), options.train, options.save_steps)
         return
-    print(
-        "| command | steps | rows of completions | seconds | CPU seconds | peak memory, MB |\n|---|---|---|---|---|---|"
-    )
+    print("| command | steps | files of completions | seconds | CPU s | peak memory, MB |\n|---|---|---|---|---|---|")
     for share in (4, 1):
-        steps, rows = options.steps // share, options.rows // share
+        steps = options.steps // share
         with tempfile.TemporaryDirectory() as folder:
-            run = str(write_run(Path(folder) / "run", steps, rows))
+            run = str(write_run(Path(folder) / "run", steps))
             for command in ("diagnose", "report"):
                 seconds, cpu, peak = measure(command, run)
-                print(f"| {command} | {steps:,} | {rows:,} | {seconds:.1f} | {cpu:.1f} | {peak:.0f} |", flush=True)
+                print(
+                    f"| {command} | {steps:,} | {steps // STEPS_PER_FILE:,} | {seconds:.1f} | {cpu:.1f} | {peak:.0f} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

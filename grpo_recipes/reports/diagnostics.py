@@ -164,8 +164,8 @@ class Diagnosis:
 def diagnose(run: Run) -> Diagnosis:
     """Make every check on a run."""
     sampled, reading = run.completion_files, ""
-    if sampled.read < sampled.count:
-        reading = f"of the completions, {sampled.read:,} of {sampled.count:,} steps were read, evenly spread"
+    if len(sampled.kept) < sampled.count:
+        reading = f"of the completions, {len(sampled.kept):,} of {sampled.count:,} steps were read, evenly spread"
     diagnosis = Diagnosis([], {}, {}, {}, reading)
     for check in CHECKS:
         run.check_time()

@@ -421,8 +421,8 @@ class Run:
         sum of the rewards; `pay/NAME`, the value of each reward. A missing value is NaN.
         """
         parts = []
-        for number, source in enumerate(self.completion_files.kept):
-            for start, batch in self._completions(source):
+        for number, path in enumerate(self.completion_files.kept):
+            for start, batch in self._completions(path):
                 part = {
                     "file": number,
                     "row": range(start, start + len(batch)),
@@ -440,8 +440,7 @@ class Run:
         if not parts:
             names = ("file", "row", "step", "prompt", "completion", "characters", "calls", "total")
             return pd.DataFrame({name: [] for name in names})
-        # The steps of compacted files with different columns may alternate.
-        return pd.concat(parts).sort_values("step", kind="stable", ignore_index=True)
+        return pd.concat(parts, ignore_index=True)
 
     def texts(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the completions at some of `rows`, in the same order, with their texts.
@@ -462,8 +461,8 @@ class Run:
         The index of a batch has the place of each completion: `file` and `row`.
         """
         for number, places in rows.groupby("file")["row"]:
-            source = self.completion_files.kept[int(number)]
-            for start, batch in self._completions(source, ("advantage", "gold", "verdict")):
+            path = self.completion_files.kept[int(number)]
+            for start, batch in self._completions(path, ("advantage", "gold", "verdict")):
                 end = start + len(batch)
                 wanted = places[(places >= start) & (places < end)].astype("int64").tolist()
                 if wanted:
@@ -472,7 +471,7 @@ class Run:
                 if places.max() < end:
                     break
 
-    def _completions(self, source: completions.Source, more: Iterable[str] = ()) -> Iterator[tuple[int, pd.DataFrame]]:
+    def _completions(self, path: Path, more: Iterable[str] = ()) -> Iterator[tuple[int, pd.DataFrame]]:
         """Yield the completions of a file in batches, each with the number of its first row.
 
         The columns `more` are read if the file has them.
@@ -485,7 +484,7 @@ class Run:
         columns |= {f"{name}?": files.ANYTHING for name in more}
         columns |= {f"{reward.name}?": files.NUMBERS for reward in self.rewards}
         start = 0
-        for batch in completions.read_batches(source, columns):
+        for batch in files.read_batches(path, columns):
             self.check_time()
             batch["question"] = [last_message(prompt) for prompt in batch["prompt"]]
             batch["prompt"] = [prompt_text(prompt) for prompt in batch["prompt"]]
@@ -511,8 +510,8 @@ class Run:
         columns: dict[str, files.Kind] = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS}
         columns |= {f"{name}?": files.NUMBERS for name in judges}
         verdicts: dict[int, tuple[list[float], list[str]]] = {}
-        for source in self._sampled(completions.EVALUATION).kept:
-            for batch in completions.read_batches(source, columns):
+        for path in self._sampled(completions.EVALUATION).kept:
+            for batch in files.read_batches(path, columns):
                 self.check_time()
                 scores = batch[[name for name in judges if name in batch.columns]]
                 if scores.empty:
@@ -530,17 +529,15 @@ class Run:
         logged = completions.logged(self.folder / completions.FOLDER, kind)
         self.check_time()
         read = spread(logged, MAX_STEPS)
-        return Sampled(completions.sources(read), len(read), len(logged))
+        return Sampled([one.path for one in read], len(logged))
 
 
 @dataclass(frozen=True)
 class Sampled:
     """Logged steps of one kind of completions, of which at most `MAX_STEPS` are read."""
 
-    kept: list[completions.Source]
+    kept: list[Path]
     """Files of the steps that are read."""
-    read: int
-    """Number of steps that are read."""
     count: int
     """Number of steps that were logged."""
 

@@ -206,9 +206,7 @@ def read_table(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) -> p
     return pd.concat(list(read_batches(path, columns, fix)), ignore_index=True)
 
 
-def read_batches(
-    path: Path, columns: Mapping[str, Kind], fix: str = RESTORE, row_groups: Sequence[int] | None = None
-) -> Iterator[pd.DataFrame]:
+def read_batches(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) -> Iterator[pd.DataFrame]:
     """Yield some columns of a parquet file, at most `BATCH_ROWS` rows at a time.
 
     A few kilobytes of parquet can stand for terabytes of repeated text. Text is therefore decoded only if it stays
@@ -218,7 +216,6 @@ def read_batches(
         path: file to read.
         columns: kinds of the columns to read, by name. A `column?` may be absent.
         fix: end of the error message, which tells the user what to do.
-        row_groups: row groups to read, or None for all. The limits apply to what is read.
 
     Raises:
         RunError: the file is missing, damaged, too large, or has other columns.
@@ -228,15 +225,14 @@ def read_batches(
         with parquet.ParquetFile(path) as file:
             metadata = file.metadata
             names = _columns(path, file, columns, fix)
-            groups = range(metadata.num_row_groups) if row_groups is None else row_groups
-            if metadata.num_rows > FILE_ROWS or _stored_bytes(file, names, groups) > FILE_BYTES:
+            if metadata.num_rows > FILE_ROWS or _stored_bytes(file, names) > FILE_BYTES:
                 raise _too_large(path, fix)
             # Repeated text stays encoded as a dictionary until its decoded size is known.
             leaves = [file.schema.column(place) for place in range(len(file.schema))]
             texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
         with parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts) as file:
             decoded = 0
-            for batch in _batches_or_empty(file, names, groups):
+            for batch in _batches_or_empty(file, names):
                 size = sum(map(_decoded_bytes, batch.columns))
                 decoded += size
                 if size > BATCH_BYTES or decoded > FILE_BYTES:
@@ -265,10 +261,10 @@ def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind],
     return names
 
 
-def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str], row_groups: Sequence[int]) -> int:
+def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str]) -> int:
     """Return the size of some columns before they are decoded, as the file claims: at least one byte per value."""
     size = 0
-    for number in row_groups:
+    for number in range(file.metadata.num_row_groups):
         group = file.metadata.row_group(number)
         for place in range(group.num_columns):
             chunk = group.column(place)
@@ -277,12 +273,11 @@ def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str], row_groups: S
     return size
 
 
-def _batches_or_empty(
-    file: parquet.ParquetFile, names: Sequence[str], row_groups: Sequence[int]
-) -> Iterator[pa.RecordBatch]:
+def _batches_or_empty(file: parquet.ParquetFile, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Yield the batches of some columns, or one batch without rows, so that the types of the columns are checked."""
     is_empty = True
-    for group in row_groups:  # each group has a dictionary of its own, and pyarrow can't always join them
+    # Each group has a dictionary of its own, and pyarrow can't always join them.
+    for group in range(file.metadata.num_row_groups):
         for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(names)):
             is_empty = False
             yield batch

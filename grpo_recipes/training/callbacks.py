@@ -16,7 +16,6 @@ from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import HubStrategy
 
 from grpo_recipes.data.hub import hub_commit
 from grpo_recipes.generation.models import run_folder
@@ -108,21 +107,14 @@ class StopOnSignal(TrainerCallback):
         return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._interrupted_at < ECHO_SECONDS
 
 
-class CompactCompletions(TrainerCallback):
-    """Merges the files of logged completions after saves and at the end of a training (`runs/completions.py`).
-
-    Only the first rank, which writes the files, does so.
-    """
+class DropLaterCompletions(TrainerCallback):
+    """Removes the logged completions after the step that a training continues from: it logs these steps again."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self._compaction: completions.Compaction | None = None
-        self._is_due = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Remove the completions after the step that the training continues from, because it logs these steps again."""
-        # A script may call `train` twice: nothing is left of the first training.
-        self._compaction, self._is_due = None, False
+        """Remove the files of later steps."""
         # On all ranks: another launch may have taken the folder over in the minutes that loading a checkpoint takes.
         self.trainer.checkpoints.check_folder()
         if not self.trainer.log_completions:
@@ -130,46 +122,11 @@ class CompactCompletions(TrainerCallback):
         folder = run_folder(args) / completions.FOLDER
         # If the files can't be removed, all ranks must raise, or the others would wait for the first one.
         dropped = on_first_rank(lambda: completions.drop_after(folder, state.global_step))
-        if not state.is_world_process_zero:
-            return
-        if dropped:
+        if dropped and state.is_world_process_zero:
             # A training that starts from step 0 in a used folder may do so by mistake.
             level = logging.INFO if state.global_step else logging.WARNING
             sentence = "%s: the completions of %d logged step(s) after step %d are removed"
             logger.log(level, sentence, folder, dropped, state.global_step)
-        if reason := self._why_not():
-            logger.warning("logged completions stay in one file per step: %s", reason)
-        else:
-            self._compaction = completions.Compaction(folder)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Compact at the next step: the checkpoint, which is more urgent, has its manifest by then."""
-        self._is_due = True
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Merge full thousands of files after a save."""
-        if self._is_due:
-            self._is_due = False
-            self._compact(state.global_step)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
-        """Merge the remaining files."""
-        self._compact(state.global_step, rest=True)
-
-    def _compact(self, step: int, *, rest: bool = False) -> None:
-        self.trainer.checkpoints.check_folder()  # on all ranks: another launch may have taken the folder over
-        if self._compaction is not None:
-            self._compaction.compact(step, rest=rest)
-
-    def _why_not(self) -> str:
-        """Return why the files must stay, or "" if they may be merged."""
-        # The hub keeps pushed files: with merged ones it would hold each row twice.
-        if self.trainer.args.log_completions_hub_repo:
-            return "`log_completions_hub_repo` has pushed the files already, and would push their rows again"
-        if self.trainer.checkpoints.pushes and self.trainer.args.hub_strategy != HubStrategy.END:
-            sentence = "`push_to_hub` has pushed the files already, and would push their rows again"
-            return f"{sentence} (unless `hub_strategy: end`)"
-        return ""
 
 
 class RecipeInTrackers(TrainerCallback):

@@ -43,7 +43,7 @@ from grpo_recipes.training import offline
 from grpo_recipes.training.adamw_bf16 import UpdateSample
 from grpo_recipes.training.adapters import adapter_dtype_kept, with_its_base
 from grpo_recipes.training.advantages import advantages as advantages_by_rule
-from grpo_recipes.training.callbacks import CompactCompletions, identity_of, starting_weights
+from grpo_recipes.training.callbacks import DropLaterCompletions, identity_of, starting_weights
 from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
 from grpo_recipes.training.full_kl import READS_PADDED_ROWS, FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation import Generation
@@ -148,7 +148,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._sources = starting_weights(model, self.model, reference)
         self.checkpoints = CompleteCheckpoints(self, lambda: identity_of(self, self._sources))
         self.add_callback(self.checkpoints)
-        self.add_callback(CompactCompletions(self))
+        self.add_callback(DropLaterCompletions(self))
 
     def _set_up_micro_batches(self) -> None:
         """Decide which changes of micro-batches are exact for this loss, and which layouts may be tried."""

@@ -1751,9 +1751,9 @@ def test_the_deadline_holds_for_checks_that_read_nothing(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(diagnostics, "CHECKS", (check,))
     run = logged({})
-    vars(run)["completion_files"] = Sampled([], 0, 0)
+    vars(run)["completion_files"] = Sampled([], 0)
     assert diagnostics.diagnose(run).fine == {"check": "fine"}
     late = replace(run, deadline=-math.inf)
-    vars(late)["completion_files"] = Sampled([], 0, 0)
+    vars(late)["completion_files"] = Sampled([], 0)
     with pytest.raises(OutOfTime):
         diagnostics.diagnose(late)

@@ -25,7 +25,7 @@ from tests.support.synthetic import healthy_completions, ramp, write_run
 
 @pytest.mark.parametrize("command", only([], ["diagnose", "report"], slow=["report"]))  # it diagnoses too
 def test_a_hundred_thousand_steps_take_less_than_500_megabytes(tmp_path: Path, command: str) -> None:
-    folder = large_run.write_run(tmp_path / "run", steps=100_000, rows=96_000)
+    folder = large_run.write_run(tmp_path / "run", steps=100_000)
     _, cpu, megabytes = large_run.measure(command, str(folder))
     print(f"{command}: {cpu:.1f} s of CPU, {megabytes:.0f} MB")
     assert megabytes < 500
@@ -99,7 +99,6 @@ def test_the_benchmark_of_a_training_prints_a_row_for_every_ten_saves(
     large_run.train(tmp_path / "run", steps=40, save_steps=2)
     output = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in output if re.match(r"\| \d", line)] == ["| 20", "| 40"]
-    assert output[-1] == "After the end: 2 files of completions."
 
 
 @pytest.mark.parametrize("reached", ["log", "checks", "completions"])

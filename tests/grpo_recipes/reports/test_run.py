@@ -126,16 +126,6 @@ def completed(folder: Path, rows: list[dict[str, Any]], rewards: list[dict[str, 
     return Run.read_evaluations(folder)
 
 
-def test_completions_are_in_order_of_steps_and_else_as_in_their_files(tmp_path: Path) -> None:
-    """A compacted file is read to its end, and the steps of two files may alternate."""
-    made = [{"step": place % 3, "prompt": "p", "completion": f"text {place}"} for place in range(40)]
-    run = completed(tmp_path, made, [])
-    assert list(run.rows.index) == list(range(40))
-    wanted = sorted(range(40), key=lambda place: place % 3)
-    assert run.rows["row"].tolist() == wanted
-    assert run.texts(run.rows)["completion"].tolist() == [f"text {place}" for place in wanted]
-
-
 def test_a_run_without_completions_has_a_table_of_the_same_columns(tmp_path: Path) -> None:
     logged = Run.read(write_run(tmp_path / "run")).rows
     assert {"pay/gsm8k_correctness", "pay/tag_presence"} < set(logged)
@@ -242,7 +232,7 @@ def test_completions_of_at_most_a_thousand_steps_are_read(monkeypatch: pytest.Mo
     steps = [completions.Logged(step, Path(f"{step}.parquet")) for step in range(1001)]
     monkeypatch.setattr(completions, "logged", lambda folder, kind: steps)
     found = Run(Path("/nowhere"), {}, runs.Log()).completion_files
-    assert (found.read, found.count, len(found.kept)) == (1000, 1001, 1000)
+    assert (found.count, len(found.kept)) == (1001, 1000)
 
 
 # Folders

@@ -14,7 +14,7 @@ from torch import nn
 
 from grpo_recipes.runs.identity import Source
 from grpo_recipes.training import callbacks
-from grpo_recipes.training.callbacks import CompactCompletions, RecipeInTrackers, StopOnSignal, starting_weights
+from grpo_recipes.training.callbacks import DropLaterCompletions, RecipeInTrackers, StopOnSignal, starting_weights
 from tests.support.recorded import model
 
 
@@ -131,89 +131,23 @@ def test_the_first_signal_names_the_stop(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- completions
 
 
-class Compaction:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.calls = folder, []
-
-    def compact(self, step: int, *, rest: bool) -> None:
-        self.calls.append((step, rest))
-
-
-@pytest.fixture
-def compacting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Return a function that makes the callback, and a list of the events."""
+@pytest.mark.parametrize("logs", [True, False])
+def test_completions_after_the_first_step_are_removed(
+    logs: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A training that starts from step 0 in a used folder may do so by mistake: this is a warning."""
     events: list[Any] = []
-    monkeypatch.setattr(callbacks.completions, "Compaction", Compaction)
     monkeypatch.setattr(callbacks.completions, "drop_after", lambda folder, step: events.append((folder, step)) or 3)
-
-    def make(**changes: Any) -> tuple[CompactCompletions, Any, list[Any]]:
-        args = {"output_dir": str(tmp_path), "log_completions_hub_repo": None, "hub_strategy": "every_save"}
-        checkpoints = SimpleNamespace(
-            check_folder=lambda: events.append("checked"), pushes=changes.pop("pushes", False)
-        )
-        logs = changes.pop("log_completions", True)
-        trainer = SimpleNamespace(
-            args=SimpleNamespace(**{**args, **changes}), checkpoints=checkpoints, log_completions=logs
-        )
-        return CompactCompletions(trainer), trainer.args, events
-
-    return make
-
-
-def test_completions_are_merged_at_the_step_after_a_save_and_at_the_end(compacting: Any, tmp_path: Path) -> None:
-    callback, args, events = compacting()
-    callback.on_train_begin(args, state(5))
-    assert events == ["checked", (tmp_path / "completions", 5)]
-    compaction = callback._compaction
-    assert compaction.folder == tmp_path / "completions"
-    callback.on_step_begin(args, state(6))
-    assert compaction.calls == []
-    callback.on_save(args, state(6))
-    callback.on_step_begin(args, state(7))
-    callback.on_step_begin(args, state(8))
-    callback.on_train_end(args, state(9))
-    assert compaction.calls == [(7, False), (9, True)]
-    assert events.count("checked") == 3
-    callback.on_save(args, state(9))
-    callback.on_train_begin(args, state(0))
-    callback.on_step_begin(args, state(0))
-    assert compaction.calls == [*callback._compaction.calls, (7, False), (9, True)], "nothing is left of the first"
-
-
-@pytest.mark.parametrize(("changes", "is_first", "events"), [({"log_completions": False}, True, 1), ({}, False, 2)])
-def test_only_the_first_rank_of_a_run_that_logs_completions_merges(
-    compacting: Any, changes: dict[str, Any], is_first: bool, events: int
-) -> None:
-    callback, args, found = compacting(**changes)
-    callback.on_train_begin(args, state(0, is_first=is_first))
-    assert callback._compaction is None
-    assert len(found) == events
-    callback.on_train_end(args, state(1))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, ""),
-        ({"log_completions_hub_repo": "a/b"}, "`log_completions_hub_repo` has pushed the files already"),
-        ({"pushes": True}, "`push_to_hub` has pushed the files already, and would push their rows again (unless"),
-        ({"pushes": True, "hub_strategy": "end"}, ""),
-    ],
-)
-def test_files_that_were_pushed_stay(
-    compacting: Any, changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    callback, args, _ = compacting(**changes)
+    checkpoints = SimpleNamespace(check_folder=lambda: events.append("checked"))
+    args: Any = SimpleNamespace(output_dir=str(tmp_path))
+    callback = DropLaterCompletions(SimpleNamespace(args=args, checkpoints=checkpoints, log_completions=logs))
     with caplog.at_level(logging.INFO):
-        callback.on_train_begin(args, state(5))
-        callback.on_train_begin(args, state(0))
-    assert (callback._compaction is None) is bool(reason)
+        for step in (5, 0):
+            callback.on_train_begin(args, state(step))
+    folder = tmp_path / "completions"
+    assert events == (["checked", (folder, 5), "checked", (folder, 0)] if logs else ["checked"] * 2)
     removed = [record for record in caplog.records if "are removed" in record.getMessage()]
-    assert [record.levelno for record in removed] == [logging.INFO, logging.WARNING]
-    assert removed[0].getMessage().endswith("completions: the completions of 3 logged step(s) after step 5 are removed")
-    stay = [record.getMessage() for record in caplog.records if "stay in one file per step" in record.getMessage()]
-    assert len(stay) == 2 * bool(reason)
-    assert all(reason in sentence for sentence in stay)
+    assert [record.levelno for record in removed] == [logging.INFO, logging.WARNING] * logs
 
 
 # ---- trackers

@@ -79,8 +79,6 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
         log_completions=True,
         generation_check=False,
     )
-    # The files stay one per step, so that a test can look at each.
-    made.remove_callback(next(type(one) for one in made.callback_handler.callbacks if "Compact" in type(one).__name__))
     return made
 
 

@@ -6,15 +6,11 @@ and the ends of the sequences, as FlashAttention does. It shows nothing about th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from grpo_recipes.generation.models import DTYPES_16BIT
-from tests.support.pretend_gpu import MixedDevices, PretendGPU, PretendTensor
 
 
 def formula(
@@ -135,60 +131,3 @@ VERSIONS: dict[str, Callable[..., Tensor]] = {"2.10": torch_2_10, "2.11": torch_
 
 
 # On the pretend GPU
-
-
-class OneLaunch(torch.autograd.Function):
-    """A kernel, and its backward pass, as one launch each on the pretend GPU. Its graph stores what the kernel's does.
-
-    Raises:
-        MixedDevices: a tensor lies on the CPU.
-        RuntimeError: FlashAttention has no kernel for the GPU, the dtype or the size of the heads.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, kernel: Callable[..., Tensor], *tensors_and_lengths: Any) -> Tensor:
-        """Return the kernel's output."""
-        tensors, lengths = tensors_and_lengths[:5], tensors_and_lengths[5:]
-        refuse(tensors[0])
-        ctx.save_for_backward(*tensors)
-        ctx.kernel, ctx.lengths = kernel, lengths
-        return PretendTensor(kernel(*hosts(tensors), *lengths))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Return the kernel's gradients."""
-        *inputs, gradient = hosts((*ctx.saved_tensors, gradients[0]))
-        states = [x.detach().requires_grad_() for x in inputs[:3]]
-        with torch.enable_grad():
-            output = ctx.kernel(*states, *inputs[3:], *ctx.lengths)
-        found = torch.autograd.grad(output, states, gradient)
-        return None, *map(PretendTensor, found), *[None] * (2 + len(ctx.lengths))
-
-
-def hosts(tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Count a launch, and return the data of the tensors."""
-    if not all(isinstance(tensor, PretendTensor) for tensor in tensors):
-        raise MixedDevices("varlen_attn got a tensor of the CPU")
-    assert PretendGPU.current is not None
-    PretendGPU.current.launches += 1
-    return [tensor.host for tensor in tensors if isinstance(tensor, PretendTensor)]
-
-
-def refuse(query: Tensor) -> None:
-    """Raise as FlashAttention does for what it has no kernel for."""
-    if torch.cuda.get_device_capability(0) < (8, 0):
-        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-    if query.dtype not in DTYPES_16BIT:
-        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
-    if query.shape[-1] % 8:
-        raise RuntimeError("FlashAttention only supports head sizes that are a multiple of 8")
-
-
-def on_pretend_gpu(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a kernel with the same arguments for tensors of the pretend GPU."""
-
-    @functools.wraps(kernel)
-    def launched(*args: Any, **options: Any) -> Tensor:
-        return OneLaunch.apply(functools.partial(kernel, **options), *args)
-
-    return launched

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 from transformers.utils.import_utils import enable_tf32
 from trl import GRPOTrainer as TRLGRPOTrainer
@@ -26,10 +27,10 @@ from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
 from grpo_recipes.training.packed_attention import GroupSpans
 from grpo_recipes.training.varlen import TRIAL_TOLERANCE, VarlenKernel
 from grpo_rewards.reward_model import RewardModelScore
-from tests.grpo_recipes.training.test_pretend_gpu import RUNS
 from tests.support import device, short_runs, tiny
 from tests.support.grids import only
 from tests.support.recorded import Recording, largest_gap, make_trainer, model
+from tests.support.short_runs import PROMPTS
 from tests.support.tool_rollouts import ADD, CASES, add, tool_policy, tool_tokenizer, transcript_reward
 from tests.support.varlen_kernel import torch_2_12
 
@@ -118,13 +119,27 @@ def saved_policy(folder: Path) -> Any:
     return policy
 
 
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+REFRESH = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "generated": ({}, {}),
+    "full KL": ({}, {"kl_estimator": "full"}),
+    "refreshed reference": (REFRESH, {"reference": {"name": "initial", "reset_optimizer_on_sync": True}}),
+    "adapter switched off for the reference": ({}, {"peft_config": LORA}),
+    "evaluated": ({"eval_strategy": "steps", "eval_steps": 2}, {"eval_dataset": PROMPTS.select(range(4))}),
+    "informative prompts": ({}, {"sampling": "informative"}),
+    "transformers' own generation": ({}, {"generation": "off"}),
+    "two iterations": ({"num_iterations": 2}, {}),
+}
+
+
 @pytest.mark.parametrize("name", only(["generated"], list(RUNS)))
 def test_a_run(name: str, tmp_path: Path) -> None:
-    run = RUNS[name]
-    arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **run.arguments)
-    trainer: Any = short_runs.trainer(GRPOTrainer, saved_policy(tmp_path), arguments, **run.more)
+    given, more = RUNS[name]
+    arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **given)
+    trainer: Any = short_runs.trainer(GRPOTrainer, saved_policy(tmp_path), arguments, **more)
     assert all(math.isfinite(loss) for loss in losses(trainer))
-    assert trainer._generation.is_verified == (run.more.get("generation") != "off")
+    assert trainer._generation.is_verified == (more.get("generation") != "off")
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {device.TYPE}
 
 

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from grpo_recipes import cli
 from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.data.places import row_numbers
-from grpo_recipes.evaluation import chat, evaluate
+from grpo_recipes.evaluation import evaluate
 from grpo_recipes.evaluation.accuracy import MeasuredReward, strict_rewards
 from grpo_recipes.evaluation.evaluate import Request, compare, evaluate_into, held_out_spec
 from grpo_recipes.evaluation.settings import Settings
@@ -257,8 +257,7 @@ def test_a_limit_keeps_the_first_problems() -> None:
         assert evaluate._problems(rows, limit).dataset["prompt"][:] == every[:limit]
 
 
-@pytest.mark.parametrize("command", ["evaluate", "chat"])
-def test_the_command_and_python_have_the_same_defaults(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_and_python_have_the_same_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """`evaluate_model(model)` and `grpo-recipes evaluate MODEL` are one evaluation."""
 
     class Asked(Exception):
@@ -268,11 +267,10 @@ def test_the_command_and_python_have_the_same_defaults(command: str, monkeypatch
         raise Asked(request)
 
     monkeypatch.setattr(evaluate, "evaluate_request", ask)
-    monkeypatch.setattr(chat, "chat", ask)
     with pytest.raises(Asked) as caught:
-        cli.main([command, "m"])
+        cli.main(["evaluate", "m"])
     (request,) = caught.value.args
-    assert request == (Request if command == "evaluate" else chat.Request)(model="m")
+    assert request == Request(model="m")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from grpo_recipes import __version__
 from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.process.signals import INTERRUPTED, NOTHING_DONE
 from grpo_rewards.errors import UserError, did_you_mean
+from grpo_rewards.startup import prepare_libraries
 from grpo_rewards.terminal import Parser, lasting_output, say, say_error, show, visible_messages
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
         0, 1 if `diagnose` found something or a training failed, 2 if the command can't run as written, or 130 after
         Ctrl-C.
     """
+    prepare_libraries()
     if "" not in sys.path:
         sys.path.insert(0, "")  # rewards of the user are importable from the working directory, as with `python -m`
     arguments = sys.argv[1:] if args is None else list(args)

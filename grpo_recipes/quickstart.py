@@ -23,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.process.signals import INTERRUPTED, leave_on_interrupt, raise_on_interrupt
+from grpo_rewards.startup import prepare_libraries
 
 if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
+    prepare_libraries()
 
 from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed

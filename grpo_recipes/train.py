@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from grpo_recipes.process.signals import INTERRUPTED, NOTHING_DONE, leave_on_interrupt, raise_on_interrupt
+from grpo_rewards.startup import prepare_libraries
 
 if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
+    prepare_libraries()
 
 import torch
 from peft import PeftModel

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
+from grpo_rewards.startup import hide_import_messages
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -21,11 +23,6 @@ progress = logging.getLogger("grpo_recipes.progress")
 _RENAMED = r"`(is_)?gradient_checkpointing(_\w+)?` is deprecated"
 
 _MISSING_KEYS = "There were missing keys in the checkpoint"
-_IMPORT_MESSAGES = {
-    "DeepSpeed": "Setting accelerator to CPU",
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-}
-"""Start of a warning at the import of a library, by the library's logger."""
 _WEIGHT_BARS = ("Loading weights", "Writing model shards")
 
 
@@ -69,20 +66,13 @@ def fewer_library_messages() -> Iterator[None]:
     from transformers.utils import logging as library_logging  # takes seconds to import, which `--help` should not
 
     previous = library_logging.set_tqdm_hook(_hide_weight_bars)
-    for name in _IMPORT_MESSAGES:  # the import sets DeepSpeed's level anew, and leaves its filters
-        logging.getLogger(name).addFilter(_is_no_import_message)
+    hide_import_messages()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_RENAMED, category=FutureWarning)
             yield
     finally:
-        for name in _IMPORT_MESSAGES:
-            logging.getLogger(name).removeFilter(_is_no_import_message)
         library_logging.set_tqdm_hook(previous)
-
-
-def _is_no_import_message(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_IMPORT_MESSAGES[record.name])
 
 
 def _hide_weight_bars(bar: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

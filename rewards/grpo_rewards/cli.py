@@ -32,6 +32,7 @@ from grpo_rewards.registry import (
     registered_names,
     resolve,
 )
+from grpo_rewards.startup import prepare_libraries
 from grpo_rewards.terminal import (
     Cell,
     Parser,
@@ -67,6 +68,7 @@ Logged = dict[str, list[dict[str, Any]]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `grpo-rewards` and return its exit code: 0 for success, 1 if some rows could not be used, 2 for bad usage."""
+    prepare_libraries()
     if "" not in sys.path:
         sys.path.insert(0, "")  # the working folder, as with `python -m`, so that the user's own rewards are found
     with lasting_output() as output:

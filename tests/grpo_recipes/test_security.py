@@ -14,11 +14,15 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib import request
 
 import pandas as pd
 import pytest
@@ -623,6 +627,64 @@ def test_code_named_in_a_record_is_not_called(evil_module: Path, tmp_path: Path,
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x00\u202e\u2066\x9b31m\u2028\r\x08\u200b\ud800"
 SHOWN = r"\x1b[2J\x1b]0;owned\x07\x00\u202e\u2066\x9b31m\u2028\r\x08\u200b\ud800"
+
+
+def reports_as_vllm_does(completions: Sequence[str], **columns: Any) -> list[float]:
+    """Report to the statistics server as vLLM's `usage_lib` does when an engine starts."""
+    if os.environ.get("VLLM_NO_USAGE_STATS", "0") != "1":
+        request.urlopen(request.Request(os.environ["VLLM_USAGE_STATS_SERVER"], b"{}"), timeout=5)
+    return launching.variety(completions)
+
+
+@contextlib.contextmanager
+def recording_server() -> Iterator[tuple[str, list[str]]]:
+    """Yield the address of a server that answers `{}` to every request, and the list of requested paths."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(b"{}")
+
+        do_HEAD = do_POST = do_GET
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_training_sends_no_statistics_unless_the_user_switches_them_on(is_on: bool, tmp_path: Path) -> None:
+    rows = launching.write_rows(tmp_path / "train.jsonl", 8)
+    policy = launching.build_policy(tmp_path / "policy")
+    changes = {"rewards": [f"{__name__}.reports_as_vllm_does"], "max_steps": 1}
+    recipe = launching.write_recipe(tmp_path / "recipe.yaml", policy, rows, tmp_path / "run", **changes)
+    switches = ("CI", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
+    environment = {name: value for name, value in os.environ.items() if name not in switches}
+    paths = f"{launching.ROOT}{os.pathsep}{launching.ROOT / 'rewards'}"
+    environment |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
+    if is_on:
+        environment |= {"HF_HUB_DISABLE_TELEMETRY": "0", "VLLM_NO_USAGE_STATS": "0"}
+    with recording_server() as (url, asked):
+        environment |= {"HF_ENDPOINT": url, "VLLM_USAGE_STATS_SERVER": f"{url}/vllm"}
+        command = [sys.executable, "-m", "grpo_recipes.train", "--config", str(recipe)]
+        done = subprocess.run(command, env=environment, cwd=launching.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    expected = {"/api/telemetry/trl/other", "/api/agent-harnesses", "/vllm"} if is_on else set()
+    assert set(asked) == expected
 
 
 def test_control_characters_are_shown_as_escapes() -> None:

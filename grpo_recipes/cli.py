@@ -368,9 +368,9 @@ def _add_compare(commands: Commands) -> None:
 
 def compare_evaluations(options: argparse.Namespace) -> int:
     """Print how two evaluations differ. Raises `UserError` if they can't be compared."""
-    from grpo_recipes.evaluation import estimates, evaluate
+    from grpo_recipes.evaluation import comparison, estimates
 
-    result = evaluate.compare(options.first, options.second)
+    result = comparison.compare(options.first, options.second)
     if options.json:
         _say_json(result)
     else:

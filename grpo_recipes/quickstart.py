@@ -36,8 +36,8 @@ from trl import SFTConfig, SFTTrainer
 from grpo_recipes import cli
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import arithmetic_problems, final_answer
+from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import describe_comparison
-from grpo_recipes.evaluation.evaluate import compare
 from grpo_recipes.process import faults
 from grpo_recipes.process.messages import fewer_library_messages, progress
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped

@@ -35,7 +35,7 @@ from grpo_recipes.data.places import Places, row_numbers
 from grpo_recipes.data.prompts import Prompts
 from grpo_recipes.data.sources import has_one_split, unread_notation
 from grpo_recipes.evaluation import accuracy, vllm_engine
-from grpo_recipes.evaluation.accuracy import PASSED, PAY, MeasuredReward
+from grpo_recipes.evaluation.accuracy import MeasuredReward
 from grpo_recipes.evaluation.engines import (
     Complete,
     Engine,
@@ -47,7 +47,7 @@ from grpo_recipes.evaluation.engines import (
     quantization_of,
     template_kwargs_of,
 )
-from grpo_recipes.evaluation.estimates import compare_tables, summarise
+from grpo_recipes.evaluation.estimates import summarise
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.tools import RecipeTools, Rollouts, Turns, tools_of
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm
@@ -59,13 +59,12 @@ from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
 from grpo_recipes.runs.record import record_of_model
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
-from grpo_rewards.files import relative_to
 from grpo_rewards.math.answers import RIGHT_VERDICTS, Judge, accepted_golds, read_golds
 from grpo_rewards.redaction import redacted
-from grpo_rewards.registry import RewardSpecError, attribute_name
+from grpo_rewards.registry import RewardSpecError
 
 DEFAULT_NEW_TOKENS = 512
-REQUEST, RESULT, COMPLETIONS = "request.json", "evaluation.json", "completions.parquet"
+REQUEST = "request.json"
 DATASET_OPTIONS = ("path", "split", "system_prompt", "prompt_format")
 
 logger = logging.getLogger(__name__)
@@ -449,8 +448,8 @@ def evaluate_into(
         table = pd.concat(tables, ignore_index=True)
         summary = {**identity, **record(settings), **summarise(table)}
         _check_held(held)
-        _write_table(folder / COMPLETIONS, table)
-        files.write_atomically(folder / RESULT, json.dumps(summary, indent=2) + "\n")
+        _write_table(folder / files.RESULT_TABLE, table)
+        files.write_atomically(folder / files.RESULT, json.dumps(summary, indent=2) + "\n")
         # Only now, so that an evaluation that is killed before can continue.
         shutil.rmtree(parts)
         (folder / REQUEST).unlink()
@@ -552,7 +551,7 @@ def _check_held(held: Held) -> None:
 def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
     """Return the result if the folder holds this evaluation, finished. Raises `UserError` if it holds another one."""
     fix = "remove the folder, or give another --output"
-    shapes: dict[str, files.Shape] = {RESULT: files.EVALUATION, REQUEST: {}}
+    shapes: dict[str, files.Shape] = {files.RESULT: files.EVALUATION, REQUEST: {}}
     for name, shape in shapes.items():
         try:
             found = files.read_object(folder / name, shape, fix)
@@ -560,7 +559,7 @@ def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
             continue
         if difference := _difference(found, identity):
             raise UserError(f"{folder} holds another evaluation: {difference}; {fix}")
-        return found if name == RESULT else None
+        return found if name == files.RESULT else None
     if folder.exists() and any(not path.name.startswith(LOCK) for path in folder.iterdir()):
         raise UserError(f"{folder} holds files that are no evaluation: give another --output")
     return None
@@ -601,81 +600,3 @@ def _is_one_path(first: Any, second: Any) -> bool:
 def _write_table(path: Path, table: pd.DataFrame) -> None:
     with files.replacing(path) as part:
         table.to_parquet(part, index=False)
-
-
-# Comparison
-
-
-def compare(first: Path, second: Path) -> dict[str, Any]:
-    """Return the paired differences second - first of two finished evaluations of the same problems.
-
-    The differences are of the problems' shares of right completions, so that the numbers of samples may differ. Rewards
-    are compared if both recipes have them with equal specs.
-
-    Raises:
-        UserError: A folder has no finished evaluation, the problems or the rewards of strict accuracy differ, or a file
-            is damaged.
-    """
-    records = [_read_record(folder) for folder in (first, second)]
-    if records[0]["settings"].get("strict") != records[1]["settings"].get("strict"):
-        raise UserError(
-            f"{first} and {second} define strict accuracy differently (`settings.strict` of their evaluation.json): "
-            "evaluate both with the same --recipe"
-        )
-    shared = [spec for spec in records[0].get("paid_by", []) if spec in records[1].get("paid_by", [])]
-    tables = [_read_completions(folder, shared) for folder in (first, second)]
-    prompts = [table.groupby("problem")["prompt"].first() for table in tables]
-    if not prompts[0].equals(prompts[1]):
-        raise UserError(f"{first} and {second} are not on the same problems: evaluate both with the same options")
-    return {"problems": len(prompts[0]), "warnings": _warnings(*records), **compare_tables(*tables)}
-
-
-def _warnings(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
-    """Return a sentence if two evaluations were sampled at different temperatures, or by different engines or versions.
-
-    A difference of greedy and sampled completions is not a difference of two models.
-    """
-    made = []
-    for record in (first, second):
-        settings = {"temperature": record["settings"].get("temperature")}
-        made.append({**settings, "engine": record.get("engine"), **record.get("made_with", {})})
-    differences = []
-    for key in {**made[0], **made[1]}:
-        values = [one.get(key) for one in made]
-        if values[0] != values[1]:
-            texts = ["not recorded" if value is None else str(value) for value in values]
-            differences.append(f"{key} {texts[0]} and {texts[1]}")
-    if not differences:
-        return []
-    return [f"A and B were not generated alike ({'; '.join(differences)}), which may explain a part of the difference"]
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    try:
-        return files.read_object(folder / RESULT, files.EVALUATION)
-    except FileNotFoundError as error:
-        raise UserError(_no_evaluation(folder)) from error
-
-
-def _no_evaluation(folder: Path) -> str:
-    """Return the message for a folder without a finished evaluation, which may be the folder of a run."""
-    if not folder.exists():
-        return f"{folder}: there is no such folder{relative_to(str(folder))}: correct the path"
-    if inside := sorted(folder.glob(f"evaluations/*/{RESULT}")):
-        return f"{folder} is a run: name one of its evaluations, such as {inside[0].parent}"
-    if (folder / files.RECORD).is_file():
-        return f"{folder} is a run that has not been evaluated: run `grpo-recipes evaluate {folder}` first"
-    return f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output"
-
-
-def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return the completions of an evaluation, with the scores of the rewards that some specs describe."""
-    columns: dict[str, files.Kind] = dict(files.EVALUATED)
-    for spec in specs:
-        name = str(spec.get("alias") or attribute_name(str(spec.get("name"))))
-        columns[f"{PAY.format(name)}?"] = files.NUMBERS
-        columns[f"{PASSED.format(name)}?"] = files.BOOLEANS
-    table = files.read_table(folder / COMPLETIONS, columns, "evaluate anew, into another --output")
-    if not len(table):
-        raise UserError(f"{folder / COMPLETIONS}: it holds no completions; evaluate anew")
-    return table

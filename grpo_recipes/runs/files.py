@@ -26,6 +26,7 @@ from grpo_rewards.files import write_atomically as write_atomically
 
 RECORD, LIVE = "run.json", "_log.jsonl"  # transformers pushes no file whose name begins with `_`
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
+RESULT, RESULT_TABLE = "evaluation.json", "completions.parquet"
 
 FILE_SUFFIXES = frozenset({".bin", ".jinja", ".json", ".jsonl", ".md", ".model", ".parquet", ".png", ".safetensors"})
 """Suffixes of the files that a run writes into its folder."""

@@ -11,7 +11,7 @@ import pytest
 from grpo_recipes import preview
 from grpo_recipes.checks import checks
 from grpo_recipes.cli import main
-from grpo_recipes.evaluation import chat, estimates, evaluate, export, merge
+from grpo_recipes.evaluation import chat, comparison, estimates, evaluate, export, merge
 from grpo_recipes.plan import init, plan
 from grpo_recipes.process import launcher
 from grpo_recipes.process.faults import RunFault
@@ -101,7 +101,7 @@ def test_ctrl_c_in_an_evaluation_tells_what_is_kept(
 def test_compare_prints_the_difference_of_the_second_to_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "compare", lambda first, second: {"from": str(first), "to": str(second)})
+    monkeypatch.setattr(comparison, "compare", lambda first, second: {"from": str(first), "to": str(second)})
     monkeypatch.setattr(estimates, "describe_comparison", lambda result: [f"from {result['from']} to {result['to']}"])
     assert printed(capsys, "compare a b") == "from a to b\n"
     assert json.loads(printed(capsys, "compare a b --json")) == {"from": "a", "to": "b"}

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from grpo_recipes import cli
-from grpo_recipes.evaluation import accuracy, evaluate
+from grpo_recipes.evaluation import accuracy, comparison, evaluate
 from grpo_recipes.evaluation.estimates import Estimate, compare_tables, mean_value, paired_mean, summarise
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.reports.report import write_report
@@ -200,13 +200,13 @@ def test_rewards_whose_specs_differ_are_not_compared(evaluated: Callable, tmp_pa
     evaluated([CORRECT])
     evaluated([{**CORRECT, "kwargs": {"extract": "hashes"}}], name="f")
     with pytest.raises(UserError, match="define strict accuracy differently"):
-        evaluate.compare(tmp_path / "e", tmp_path / "f")
+        comparison.compare(tmp_path / "e", tmp_path / "f")
     evaluated([{**CORRECT, "weight": 0.5}], name="g")
-    assert "gsm8k_correctness" in evaluate.compare(tmp_path / "e", tmp_path / "g")["rewards"]
+    assert "gsm8k_correctness" in comparison.compare(tmp_path / "e", tmp_path / "g")["rewards"]
     evaluated([CORRECT, "repetition"], name="h")
     evaluated([CORRECT, {"name": "repetition", "kwargs": {"ngram": 2}}], name="i")
     for first, second in (("h", "i"), ("i", "h")):
-        assert list(evaluate.compare(tmp_path / first, tmp_path / second)["rewards"]) == ["gsm8k_correctness"]
+        assert list(comparison.compare(tmp_path / first, tmp_path / second)["rewards"]) == ["gsm8k_correctness"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from trl import GRPOConfig
 
 from grpo_recipes import cli
 from grpo_recipes.checks.tokenizer import ChatTemplate
-from grpo_recipes.evaluation import engines, evaluate
+from grpo_recipes.evaluation import comparison, engines, evaluate
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import needs_merging
@@ -282,7 +282,7 @@ def test_an_evaluation_records_how_the_base_is_quantized(tmp_path: Path) -> None
     made_with = json.loads((tmp_path / "b" / "evaluation.json").read_text())["made_with"]
     assert made_with["dtype"] == "bfloat16"
     assert made_with["quantization"] == "4 bits (nf4, nested)"
-    (warning,) = evaluate.compare(tmp_path / "a", tmp_path / "b")["warnings"]
+    (warning,) = comparison.compare(tmp_path / "a", tmp_path / "b")["warnings"]
     assert "quantization not recorded and 4 bits (nf4, nested)" in warning
 
 

@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,9 +18,9 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.data.load import load
 from grpo_recipes.evaluation import evaluate
+from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import mean_share, summarise
 from grpo_recipes.evaluation.evaluate import (
-    compare,
     evaluate_into,
     held_out_spec,
     weights_fingerprint,
@@ -660,3 +662,14 @@ def test_a_run_on_recorded_responses_is_refused_with_a_command_that_works(
     fix = output.partition("`")[2].partition("`")[0].replace("PROBLEMS.jsonl", str(gsm8k_file)).split()
     assert cli.main(command(run_folder, tmp_path / "e", *fix)) == 0
     assert "2 problems" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_comparison_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run(tmp_path / name)
+    program = "import sys\nsys.modules.update(torch=None, transformers=None)\nfrom grpo_recipes.cli import main\n"
+    command = [sys.executable, "-c", f"{program}sys.exit(main(['compare', 'a', 'b']))"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "strict" in done.stdout

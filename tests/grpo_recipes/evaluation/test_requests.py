@@ -18,9 +18,10 @@ from safetensors.numpy import save_file
 from grpo_recipes import cli
 from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.data.places import row_numbers
-from grpo_recipes.evaluation import evaluate
+from grpo_recipes.evaluation import comparison, evaluate
 from grpo_recipes.evaluation.accuracy import MeasuredReward, strict_rewards
-from grpo_recipes.evaluation.evaluate import Request, compare, evaluate_into, held_out_spec
+from grpo_recipes.evaluation.comparison import compare
+from grpo_recipes.evaluation.evaluate import Request, evaluate_into, held_out_spec
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM
 from grpo_recipes.recipe.specs import DatasetSpec
@@ -492,11 +493,13 @@ def test_a_result_that_can_not_be_written_is_one_sentence(
 def test_a_damaged_column_of_a_compared_reward_is_named(spec: dict[str, Any], column: str, tmp_path: Path) -> None:
     path = finished(tmp_path / "e") / "completions.parquet"
     table = pd.read_parquet(path)
-    assert evaluate._read_completions(path.parent, [spec]).equals(table), "a reward that was not measured has no column"
+    assert comparison._read_completions(path.parent, [spec]).equals(table), (
+        "a reward that was not measured has no column"
+    )
     table.assign(**{column: "text"}).to_parquet(path)
     with pytest.raises(UserError, match=f"completions.parquet: .*{column}.*evaluate anew, into another --output"):
-        evaluate._read_completions(path.parent, [spec])
-    assert len(evaluate._read_completions(path.parent, [])) == 2
+        comparison._read_completions(path.parent, [spec])
+    assert len(comparison._read_completions(path.parent, [])) == 2
 
 
 @pytest.mark.parametrize("base", [None, ""])

@@ -18,7 +18,7 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_recipes.checks.tokenizer import ChatTemplate
-from grpo_recipes.evaluation import evaluate, vllm_engine
+from grpo_recipes.evaluation import comparison, evaluate, vllm_engine
 from grpo_recipes.evaluation.estimates import describe, describe_comparison
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm, made_with, needs_merging
@@ -468,12 +468,12 @@ def test_a_comparison_warns_about_different_engines(policy: Path, server: str, t
     assert summary["made_with"]["dtype"] == "float32"
     served = {"vllm": True, "vllm_server_base_url": server, "output": tmp_path / "b"}
     assert evaluate.evaluate_model(policy, **options, **served)["engine"] == "vllm server"
-    result = evaluate.compare(tmp_path / "a", tmp_path / "b")
+    result = comparison.compare(tmp_path / "a", tmp_path / "b")
     (warning,) = result["warnings"]
     assert "engine transformers and vllm server; version" in warning
     assert "dtype float32 and bfloat16" in warning
     assert f"  warning: {warning}" in describe_comparison(result)
-    assert evaluate.compare(tmp_path / "a", tmp_path / "a")["warnings"] == []
+    assert comparison.compare(tmp_path / "a", tmp_path / "a")["warnings"] == []
 
 
 def test_what_a_server_answers_to_a_wrong_request_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from grpo_recipes.data.tables import listed, shown
+from grpo_recipes.data.tables import is_image_part, listed, shown
 from grpo_recipes.recipe.specs import DatasetName, DatasetSpec
 from grpo_rewards.choices import Choices, read_choices, read_gold
 from grpo_rewards.errors import UserError
@@ -131,6 +131,10 @@ def message(turn: Any, where: str) -> Message:
     role, content = role_and_content(turn)
     if role in ("system", "user", "assistant") and isinstance(content, str):
         return {"role": role, "content": content}
+    if isinstance(content, list) and any(map(is_image_part, content)):
+        raise UserError(
+            f"`dataset`: {where} has a message with an image or a sound, which is not supported: name rows of text"
+        )
     raise UserError(
         f"`dataset`: {where} has the turn {shown(turn)}: it needs a role (system, user or assistant) and text"
     )

@@ -33,7 +33,7 @@ from grpo_recipes.data.presets import (
     with_labels,
 )
 from grpo_recipes.data.sources import Rows
-from grpo_recipes.data.tables import BATCH, fingerprint, listed, reason_of, shown, stored
+from grpo_recipes.data.tables import BATCH, IMAGE_COLUMNS, fingerprint, listed, reason_of, shown, stored
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.errors import UserError
 
@@ -61,7 +61,7 @@ SYSTEM_PROMPTS: Mapping[str, str | None] = {
 
 RESERVED = (
     *("prompts", "completion", "completions", "completion_ids"),
-    *("trainer_state", "log_extra", "log_metric", "environments", "image", "images"),
+    *("trainer_state", "log_extra", "log_metric", "environments", *IMAGE_COLUMNS),
 )
 """Names that columns of a row can't have, because TRL fills them or gives them a meaning of its own."""
 

@@ -85,6 +85,7 @@ def read(source: SourceSpec, keys: Keys) -> Rows:
     rows = _with_columns(Rows(_in_double_precision(rows.table), rows.places), source)
     tables.check_columns(len(rows.table.column_names), source.path)
     tables.check_fields(rows.table.features.arrow_schema.types, source.path)
+    tables.check_no_images(rows.table, source.path)
     return rows
 
 

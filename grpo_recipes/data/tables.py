@@ -7,11 +7,12 @@ processes share its pages.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute as pc
 import xxhash
 from filelock import FileLock
 
@@ -29,7 +30,14 @@ FIELDS = 10_000
 SHOWN = 200
 """Largest number of characters that an error message shows of a row's value."""
 
+IMAGE_COLUMNS = ("image", "images")
+"""Columns that TRL takes for images."""
+
 _NAMES, _NAME_CHARACTERS = 20, 60
+_MEDIA = ("image", "audio", "video")  # types of content parts, `image_url` and `input_image` among them
+_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_IMAGE_BYTES = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
+_IMAGE_BASE64 = ("iVBORw0KGgo", "/9j/4", "R0lGODlh", "R0lGODdh")  # PNG, JPEG and GIF
 
 
 def check_columns(count: int, where: object) -> None:
@@ -51,6 +59,62 @@ def check_fields(kinds: Iterable[pa.DataType], where: object) -> None:
         raise UserError(
             f"`dataset`: the objects in {where} have more than {FIELDS:,} different keys: write them as text (JSON)"
         )
+
+
+def check_no_images(table: datasets.Dataset, where: object) -> None:
+    """Raise `UserError` if a column holds images, as `datasets.Image` stores them, as bytes, base64 or file names.
+
+    `datasets` stores sounds and videos alike. Without the check, a policy of text would be asked about a picture.
+    """
+    for name in table.column_names:
+        if _holds_images(table.data.column(name), is_named=name in IMAGE_COLUMNS):
+            raise UserError(
+                f"`dataset`: {where} has images or sounds in the column {name!r}, which are not supported: name a "
+                "table of text, or columns that need no picture (`columns: [question, answer]`)"
+            )
+
+
+def check_no_image_columns(table: datasets.Dataset | datasets.IterableDataset) -> None:
+    """Raise `UserError` if a table for a policy of text has a column that TRL takes for images."""
+    for name in table.column_names or ():  # a streamed table may not know its columns
+        if name in IMAGE_COLUMNS:
+            raise UserError(
+                f"`train_dataset` has a column {name!r}, and the policy reads text alone: remove the column, or load a "
+                "policy that reads images"
+            )
+
+
+def is_image_part(part: object) -> bool:
+    """Return True for a part of a message's content that is an image, a sound or a video."""
+    return isinstance(part, Mapping) and str(part.get("type", "")).removeprefix("input_").startswith(_MEDIA)
+
+
+def _holds_images(column: pa.ChunkedArray, *, is_named: bool) -> bool:
+    """Return True if values of a column are images, the values in its lists and objects included."""
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return _holds_images(pc.list_flatten(column), is_named=is_named)
+    if pa.types.is_struct(kind):
+        keys = [kind.field(number).name for number in range(kind.num_fields)]
+        inner = [pc.struct_field(column, number) for number in range(kind.num_fields)]
+        if set(keys) == {"bytes", "path"}:
+            return any(values.null_count < len(values) for values in inner)
+        return any(_holds_images(values, is_named=is_named) for values in inner)
+    value = _first_value(column)
+    if isinstance(value, bytes):
+        return value.startswith(_IMAGE_BYTES)
+    if not isinstance(value, str):
+        return False
+    is_file = is_named and value.lower().endswith(_IMAGE_SUFFIXES)
+    return is_file or value.startswith(("data:image/", *_IMAGE_BASE64))
+
+
+def _first_value(column: pa.ChunkedArray) -> object:
+    """Return the first value of a column that is not null, or None."""
+    for chunk in column.chunks:
+        if chunk.null_count < len(chunk):
+            return chunk[pc.index(chunk.is_valid(), True).as_py()].as_py()
+    return None
 
 
 def shown(value: object) -> str:

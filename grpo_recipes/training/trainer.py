@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes.data.tables import check_no_image_columns
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.models import base_model, keep_4bit_layout
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
@@ -128,6 +129,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         # one.
         with without_trl_reference(args), sampling_by_seed(args), neutral_engine():
             super().__init__(with_its_base(model, args), reward_funcs, args, *rest, **kwargs)
+        if not self._is_vlm:
+            check_no_image_columns(self.train_dataset)
         keep_4bit_layout(self.model)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         if not self.is_deepspeed_enabled:  # DeepSpeed's optimizer updates float32 weights of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Sequence
 from datetime import date
@@ -855,6 +856,49 @@ def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path, name: str) -> 
         f"`dataset`: {path}, line 1 has a column {name!r}, a name that the trainer takes for itself: rename it, as in "
         f"`columns: {{other_{name}: {name}}}`"
     )
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
+STORED = {"bytes": PNG, "path": None}
+CODED = base64.b64encode(PNG).decode()
+MIXED_PARTS = [{"role": "user", "content": [{"type": "image_url", "text": None}, {"type": "text", "text": "q"}]}]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "feature"),
+    [
+        ("picture", STORED, datasets.Image()),
+        ("pictures", [STORED], datasets.List(datasets.Image())),
+        ("page", {"scan": STORED}, {"scan": datasets.Image()}),
+        ("picture", STORED, None),
+        ("picture", {"bytes": CODED, "path": "a.png"}, None),
+        ("raw", PNG, None),
+        ("link", f"data:image/png;base64,{CODED}", None),
+        ("coded", CODED, None),
+        ("image", "pictures/1.JPG", None),
+        ("prompt", MIXED_PARTS, None),
+    ],
+)
+def test_images_are_refused_unless_other_columns_are_selected(
+    tmp_path: Path, column: str, value: Any, feature: Any
+) -> None:
+    features = datasets.Dataset.from_list([{"question": "q", column: value}]).features
+    if feature is not None:
+        features[column] = feature
+    path = tmp_path / "rows.parquet"
+    rows = [{"question": "q", column: value}, {"question": "q", column: None}]
+    datasets.Dataset.from_list(rows[:: 1 if column == "prompt" else -1], features).to_parquet(path)
+    with pytest.raises(UserError, match="image"):
+        load(DatasetSpec.parse({"path": str(path)}))
+    assert len(load(DatasetSpec.parse({"path": str(path), "columns": ["question"]}))) == 2
+
+
+def test_a_table_with_names_of_images_or_an_empty_column_of_images_is_read(tmp_path: Path) -> None:
+    row = {"question": "Is data:image/png a path?", "file": "1.png", "raw": b"x", "scan": None}
+    kinds = {"question": "string", "file": "string", "raw": "binary"}
+    features = {**{name: datasets.Value(kind) for name, kind in kinds.items()}, "scan": datasets.Image()}
+    datasets.Dataset.from_list([row], datasets.Features(features)).to_parquet(tmp_path / "rows.parquet")
+    assert len(load(DatasetSpec.parse({"path": str(tmp_path / "rows.parquet")}))) == 1
 
 
 def test_a_template_replaces_a_column_prompt_and_keeps_what_else_it_names(tmp_path: Path) -> None:

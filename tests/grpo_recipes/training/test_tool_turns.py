@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
@@ -204,6 +205,12 @@ def test_policies_that_read_images_keep_trls_loop(tmp_path: Path, caplog: pytest
     made.train()
     assert len(made.loops) == 2
     assert caplog.text.count("are called by TRL's own loop, without `tool_limits`") == 1
+
+
+def test_images_for_a_policy_of_text_are_refused(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"prompt": "q", "images": []}])
+    with pytest.raises(UserError, match="`train_dataset` has a column 'images', and the policy reads text alone"):
+        tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["none"], rows=rows)
 
 
 def test_images_on_several_ranks_are_refused(tmp_path: Path) -> None:

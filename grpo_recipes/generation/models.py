@@ -171,6 +171,16 @@ def has_dropout(model: nn.Module) -> bool:
     return next(dropout_rates(model), None) is not None
 
 
+def describe_dropout(model: nn.Module) -> str:
+    """Return a clause with the setting that switches a model's dropout off, or "" if the model has none."""
+    paths = [path for path, _, _ in dropout_rates(model)]
+    if not paths:
+        return ""
+    is_adapters = all("lora_dropout" in path for path in paths)
+    fix = "lora_dropout: 0" if is_adapters else "disable_dropout: true"
+    return f"the model has dropout (`{fix}` switches it off)"
+
+
 def unfit(policy: nn.Module) -> str:
     """Return why a policy, as it is now, is not decoded in groups, or "" if nothing prevents it."""
     adapter = getattr(policy, "active_peft_config", None)
@@ -180,8 +190,8 @@ def unfit(policy: nn.Module) -> str:
         return "the adapter is given the place in each row from which it acts (aLoRA)"
     if adapter is not None and adapter.peft_type.value in MIXES_TOKENS:
         return f"the adapter ({adapter.peft_type.value}) computes a token from more than those before it"
-    if policy.training and has_dropout(base_model(policy)):
-        return "the model has dropout, and completions of a prompt would share its mask"
+    if policy.training and (dropout := describe_dropout(base_model(policy))):
+        return f"{dropout}, and completions of a prompt would share its mask"
     return ""
 
 

@@ -88,8 +88,8 @@ class MemoryUnknown(UserError):
     """Error for memory that can't be estimated. Its message names what is missing."""
 
 
-class NoTargetModules(UserError):
-    """Error for an adapter that matches no module. Its message names modules that could be adapted."""
+class RefusedAdapter(UserError):
+    """Error for an adapter that PEFT can't add to the model. Its message names the key and a value that would do."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _cache_sizes(model: Any) -> tuple[int, int]:
 
 
 def _with_adapter(model: Any, peft_config: Any) -> Any:
-    """Return `model` with a new adapter. Raise `NoTargetModules` if the adapter matches none of its modules."""
+    """Return `model` with a new adapter. Raise `RefusedAdapter` if PEFT can't add it."""
     from peft import get_peft_model
     from peft.utils.error import NoMatchingPeftModuleError
     from torch import nn
@@ -260,13 +260,22 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         wanted = peft_config.target_modules
         # TRL turns a list of one name into a string, and peft reads a string as a pattern.
         if isinstance(wanted, str) and wanted in linear:
-            raise NoTargetModules(
-                f"a single name is a pattern for the whole path: write `.*{wanted}`, or name two modules"
+            raise RefusedAdapter(
+                f"`lora_target_modules`: a single name is a pattern for the whole path: write `.*{wanted}`, or name "
+                "two modules"
             ) from error
-        names = wanted if isinstance(wanted, str) else ", ".join(sorted(wanted))
-        raise NoTargetModules(
-            f"{names} matches no module of the model: name some of {', '.join(sorted(linear))}, or `all-linear`"
+        names = wanted if isinstance(wanted, str) else ", ".join(sorted(wanted or ["PEFT's default"]))
+        raise RefusedAdapter(
+            f"`lora_target_modules`: {names} matches no module of the model: name some of "
+            f"{', '.join(sorted(linear))}, or `all-linear`"
         ) from error
+    except ValueError as error:
+        if peft_config.lora_dropout and "lora_dropout" in str(error):
+            raise RefusedAdapter(
+                "`lora_dropout`: the adapter covers experts of the model, for which PEFT has no dropout: "
+                "set `lora_dropout: 0`"
+            ) from error
+        raise RefusedAdapter(f"PEFT can't add the adapter ({one_line(error)}): correct the `lora_*` keys") from error
 
 
 # Weights in transfer to a vLLM server (`vllm.distributed.weight_transfer.packed_tensor`, 0.30).
@@ -760,7 +769,7 @@ def load_model(model: str, peft_config: Any = None) -> tuple[ModelShape, nn.Modu
 
     Raises:
         MemoryUnknown: There is no configuration, or transformers can't build a model from it.
-        UserError: The file is damaged, a size is impossible, or the adapter matches no module.
+        UserError: The file is damaged, a size is impossible, or PEFT can't add the adapter.
     """
     from transformers import AutoConfig
 
@@ -793,20 +802,20 @@ def policy_model(recipe: Recipe, model_config_file: str | None = None) -> tuple[
     Both are made from the model's configuration, or from the file given in its place.
 
     Raises:
-        RecipeError: `lora_target_modules` match nothing.
+        RecipeError: PEFT can't add the adapter.
         MemoryUnknown: The configuration can't be read here.
     """
     arguments = model_config(recipe)
     model = model_config_file or str(arguments.model_name_or_path)
     try:
         return load_model(model, get_peft_config(arguments))
-    except NoTargetModules as error:
-        raise recipe.error(f"`lora_target_modules`: {error}") from error
+    except RefusedAdapter as error:
+        raise recipe.error(str(error)) from error
 
 
 def check_adapter(recipe: Recipe) -> None:
-    """Raise `RecipeError` if the new adapter of a recipe would adapt nothing, as far as the files here tell."""
-    if recipe.model.get("use_peft") and recipe.model.get("lora_target_modules") not in (None, ["all-linear"]):
+    """Raise `RecipeError` if PEFT can't add the new adapter of a recipe, as far as the files here tell."""
+    if recipe.model.get("use_peft"):
         with contextlib.suppress(MemoryUnknown):  # without a configuration, loading the model fails with the reason
             policy_model(recipe)
 

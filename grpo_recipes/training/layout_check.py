@@ -39,8 +39,8 @@ from grpo_recipes.generation.agreement import REPEATED, disagreement, gradient_d
 from grpo_recipes.generation.models import (
     base_model,
     computes_in_float32,
+    describe_dropout,
     eval_no_grad,
-    has_dropout,
     in_float32,
     in_mode,
     kept_scores,
@@ -640,8 +640,8 @@ def unshareable(model: nn.Module) -> str:
         return "the adapter puts virtual tokens before the prompt"
     if getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None):
         return "the adapter acts from its invocation tokens to the end of a row (aLoRA)"
-    if has_dropout(base):
-        return "the model has dropout, and a shared prompt would share one mask among its completions"
+    if dropout := describe_dropout(base):
+        return f"{dropout}, and a shared prompt would share one mask among its completions"
     return ""
 
 

@@ -59,6 +59,10 @@ def allowed(**changes: Any) -> Case:
 
 
 LORA = {"use_peft": True, "lora_r": 4}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE = {"model_type": "qwen3_moe", **SIZES, **HEADS, **EXPERTS}
 
 
 NAN, INFINITE = float("nan"), float("inf")
@@ -254,6 +258,18 @@ RECIPE: list[Case] = [
         "grpo-recipes plan {recipe}",
         ("`lora_target_modules`: c_attn matches no module of the model", "q_proj"),
         changes={**LORA, "lora_target_modules": ["c_attn"]},
+    ),
+    Case(
+        "grpo-recipes plan {recipe} --model_config moe.json",
+        ("`lora_dropout`: the adapter covers experts", "set `lora_dropout: 0`"),
+        files={"moe.json": json.dumps(MOE)},
+        changes={**LORA, "lora_target_modules": "all-linear"},
+    ),
+    Case(
+        "grpo-recipes plan {recipe} --model_config moe.json",
+        ("PEFT can't add the adapter", "without also targeting up_proj", "correct the `lora_*` keys"),
+        files={"moe.json": json.dumps(MOE)},
+        changes={**LORA, "lora_target_modules": ["gate_proj", "q_proj"]},
     ),
     Case(
         "train --config {recipe}",

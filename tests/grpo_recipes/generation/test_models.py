@@ -17,6 +17,7 @@ from grpo_recipes.generation.models import (
     _float32_settings,
     cache_argument,
     computes_in_float32,
+    describe_dropout,
     dropout_rates,
     eval_no_grad,
     full_float32_products,
@@ -67,11 +68,21 @@ def test_dropout_is_found_in_modules_and_in_numbers_of_other_layers() -> None:
     assert [(path, name) for path, _, name in dropout_rates(policy)] == [("a", "p"), ("c", "attention_dropout")]
 
 
+@pytest.mark.parametrize("rate", [0.05, 0.0])
+def test_the_dropout_of_an_adapter_alone_is_switched_off_by_its_own_key(rate: float) -> None:
+    layer = nn.ModuleDict({"lora_dropout": nn.ModuleDict({"default": nn.Dropout(0.1)}), "attention": Attention(rate)})
+    key = "disable_dropout: true" if rate else "lora_dropout: 0"
+    assert f"`{key}` switches it off" in describe_dropout(layer)
+
+
+DROPS = "the model has dropout (`disable_dropout: true` switches it off)"
+
+
 @pytest.mark.parametrize(
     ("adapter", "training", "reason"),
     [
         (None, False, ""),
-        (None, True, "the model has dropout, and completions of a prompt would share its mask"),
+        (None, True, f"{DROPS}, and completions of a prompt would share its mask"),
         ({"is_prompt_learning": True}, False, "the adapter puts virtual tokens before the prompt"),
         (
             {"alora_invocation_tokens": [7]},

@@ -11,16 +11,21 @@ therefore not find the expected value in a frame, replace `abs`, or return an ob
 | judgement | here | literals, comparisons, `in`, `is None`, `and`, `or`, `not`, `+`, `-`, functions in `FUNCTIONS` |
 
 Each comparison has a side without a call. An assertion that lets the program judge itself, such as
-`assert f(1) == g(1)` or `assert all(f(n) == n for n in range(3))`, is refused with the reason.
+`assert f(1) == g(1)` or `assert all(f(n) == n for n in range(3))`, is left out with the reason.
+
+Statements around the assertions (imports, `root = Node(1)`) run beside the program, in their order. A name that they
+give to a literal stays here, unless a call needs it: `expected = [1, 2]` never reaches the program.
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_rewards.errors import shortened
@@ -37,19 +42,20 @@ Integers with equal hashes make a set quadratic in them. That many characters ho
 
 _MAX_DEPTH = 64
 _MAX_DIGITS = 30
+_MAX_BITS = 4096
 
 # All are linear in their arguments, which are bounded, or nearly so: no power, no product, no formatting.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "math.isclose": math.isclose,
+    **{"isclose": math.isclose, "math.fabs": math.fabs, "math.isclose": math.isclose},
     **{kind.__name__: kind for kind in (bool, float, frozenset, int, list, set, str, tuple)},
     **{function.__name__: function for function in (abs, all, any, len, max, min, round, sorted, sum)},
 }
 """Functions of an assertion that are evaluated outside of the program."""
 
-_KEYWORDS = {"math.isclose": ("rel_tol", "abs_tol"), "sorted": ("reverse",)}
+_KEYWORDS = {**dict.fromkeys(("isclose", "math.isclose"), ("rel_tol", "abs_tol")), "sorted": ("reverse",)}
 # Functions that take any iterable. A generator or a range is no data: its items are listed beside the program.
 _OF_ITEMS = ("all", "any", "frozenset", "list", "max", "min", "set", "sorted", "sum", "tuple")
-_TWO_ARGUMENTS = ("math.isclose", "max", "min", "round")
+_TWO_ARGUMENTS = ("isclose", "math.isclose", "max", "min", "round")
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not},
     **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
@@ -58,6 +64,11 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.USub: operator.neg, ast.UAdd: operator.pos},
     ast.Not: operator.not_,
+}
+# Between literals only, and bounded.
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv},
+    **{ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow},
 }
 
 
@@ -77,11 +88,13 @@ class Assertion:
         source: The assertion as written.
         calls: Expressions to evaluate beside the program.
         judgement: The expression around them, in which the name "0" stands for the value of the first call.
+        setup: Statements to run beside the program before the first call.
     """
 
     source: str
     calls: tuple[str, ...]
     judgement: ast.expr
+    setup: str = ""
 
     def holds(self, values: Sequence[Any]) -> bool:
         """Return True if the assertion holds for the values of its calls, and False if judging them fails."""
@@ -91,45 +104,280 @@ class Assertion:
             return False
 
 
-def read_assertions(source: str) -> list[Assertion]:
-    """Return the assertions of a text that holds nothing else.
+def read_assertions(*sources: str, entry_point: str = "") -> list[Assertion]:
+    """Return the assertions of test code that can be split. One that calls nothing of the program tests nothing.
+
+    Args:
+        sources: texts of Python code, in the order in which they run.
+        entry_point: expression for the parameter of `def check(candidate)`, unless the code calls `check` itself.
 
     Raises:
-        AssertionForm: the text is no Python, holds something else, or an assertion can't be split.
+        AssertionForm: a text is not Python, or no assertion of several can be split.
     """
-    shown = shortened(source.strip(), 80)
+    tests = read_tests(*sources, entry_point=entry_point)
+    assertions = [test for test in tests if isinstance(test, Assertion)]
+    if not assertions:
+        for reason in tests:
+            raise reason  # type: ignore[misc]
+    return assertions
+
+
+def read_tests(*sources: str, entry_point: str = "") -> list[Assertion | AssertionForm]:
+    """Return the assertions of test code, or the reason why one can't be split. The arguments are as above."""
+    reader, shown = _Reader(), ""
     try:
-        statements = ast.parse(source).body
-        return [_split(statement, shown) for statement in statements]
+        for source in sources:
+            shown = shortened(source.strip(), 80)
+            reader.read(_inlined(ast.parse(source), entry_point))
+        return reader.tests()
     except AssertionForm:
         raise
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise AssertionForm(f"`{shown}` is not Python ({type(error).__name__})") from error
 
 
-def _split(statement: ast.stmt, shown: str) -> Assertion:
-    if not isinstance(statement, ast.Assert):
-        raise AssertionForm(f"`{shown}` has more than assertions")
-    names = {node.id for node in ast.walk(statement.test) if isinstance(node, ast.Name)}
-    # Without any other name, the program itself defines a function of such a name: `assert sum(10, 15) == 6`.
-    splitter = _Splitter(FUNCTIONS if names - {"math", *FUNCTIONS} else {})
-    judgement = splitter.split(statement.test)
-    if not splitter.calls:
-        raise AssertionForm(f"`{shown}` calls nothing of the program")
-    return Assertion(ast.unparse(statement), tuple(splitter.calls), judgement)
+def _inlined(tree: ast.Module, entry_point: str) -> Iterator[ast.stmt]:
+    """Yield the statements of test code: of HumanEval's `def check(candidate)`, its body."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _is_check(node) and len(node.args) == 1:
+            entry_point = ast.unparse(node.args[0])
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef) and statement.name == "check" and len(statement.args.args) == 1:
+            name = statement.args.args[0].arg
+            if not entry_point:
+                raise AssertionForm(f"`def check({name})` needs the dataset column `entry_point`")
+            yield from _Replaced({name: ast.parse(entry_point, mode="eval").body}).visit(statement).body
+        elif not (isinstance(statement, ast.Expr) and _is_check(statement.value)):
+            yield statement
+
+
+def _is_check(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
+
+
+class _Replaced(ast.NodeTransformer):
+    """Replacement of names by expressions."""
+
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self._values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the expression for a name that is read."""
+        return self._values.get(node.id, node) if isinstance(node.ctx, ast.Load) else node
+
+
+class _Folded(ast.NodeTransformer):
+    """Replacement of arithmetic between literals by its value: `2.0 / 3.0`, `10 ** 9 + 7`, `[0] * 5`."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        """Return the value of an operation between literals, or the operation if there are names or it is too large."""
+        self.generic_visit(node)
+        if type(node.op) in _ARITHMETIC and _is_literal(node.left) and _is_literal(node.right):
+            left, right = ast.literal_eval(node.left), ast.literal_eval(node.right)
+            if _is_bounded(node.op, left, right):
+                try:
+                    value = _ARITHMETIC[type(node.op)](left, right)
+                except (TypeError, ValueError, ArithmeticError):  # the assertion fails by itself
+                    return node
+                if not isinstance(value, (complex, float)) or math.isfinite(abs(value)):
+                    return ast.copy_location(ast.Constant(value), node)
+        return node
+
+
+def _is_bounded(operation: ast.operator, left: Any, right: Any) -> bool:
+    """Return True if an operation between two values takes little time and memory."""
+    numbers = [isinstance(value, (int, float)) for value in (left, right)]
+    bits = [value.bit_length() if isinstance(value, int) else 64 for value in (left, right)]
+    if isinstance(operation, ast.Pow):
+        return all(numbers) and bits[1] <= 64 and (bits[0] or 1) * abs(right) <= _MAX_BITS
+    if all(numbers):
+        return sum(bits) <= _MAX_BITS
+    sizes = [
+        len(repr(value)) if not number else abs(value) for value, number in zip((left, right), numbers, strict=True)
+    ]
+    return math.prod(sizes) <= MAX_VALUE_CHARS
+
+
+class _Reader:
+    """Reader of test code, one statement after the other.
+
+    What the code names has one of three meanings. A literal is a value of ours. `result = f(1)` is a value of the
+    program, as `f(1)` itself is. Anything else, such as an import, may be an argument of a call, but judges nothing:
+    the program could have replaced what it is made of.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Assertion, list[ast.stmt], set[str], set[str]] | AssertionForm] = []
+        self._before: list[ast.stmt] = []  # statements since the last assertion
+        self._literals: dict[str, ast.expr] = {}
+        self._named: set[str] = set()
+        self._others: set[str] = set()  # names with the third meaning
+        self._missing: set[str] = set()  # names that statements would define which can't run
+        self._shown: set[str] = set()  # literals that the program can read
+
+    def tests(self) -> list[Assertion | AssertionForm]:
+        """Return each assertion with the statements that run before it, or the reason why it can't be used."""
+        tests: list[Assertion | AssertionForm] = []
+        before: list[ast.stmt] = []
+        for found in self._found:
+            if isinstance(found, AssertionForm):
+                tests.append(found)
+                continue
+            assertion, statements, expected, given = found
+            before += statements
+            if readable := (expected & self._shown) - given:
+                reason = f"`{shortened(assertion.source, 80)}` compares with `{min(readable)}`, which other calls show"
+                tests.append(AssertionForm(reason))
+                continue
+            run = [one for one in before if not self._is_kept(one)]
+            tests.append(replace(assertion, setup="\n".join(map(ast.unparse, run))))
+            before = []
+        return tests
+
+    def _is_kept(self, statement: ast.stmt) -> bool:
+        """Return True if a statement names a literal that no call needs."""
+        return _names_literal(statement) and not _stored(statement) & self._shown
+
+    def read(self, statements: Iterable[ast.stmt]) -> None:
+        """Read statements that follow those read before."""
+        for statement in statements:
+            if isinstance(statement, ast.Assert):
+                self._read_assertion(statement)
+            elif not isinstance(statement, (ast.Pass, ast.Return)) and not _is_text(statement):
+                self._read_other(_Folded().visit(statement))
+
+    def _read_assertion(self, statement: ast.Assert) -> None:
+        source = ast.unparse(statement)
+        test = _Folded().visit(statement.test)
+        names = _names(test)
+        if missing := names & self._missing:
+            self._found.append(AssertionForm(f"`{shortened(source, 80)}` needs `{min(missing)}`, which is not there"))
+            return
+        # Without any other name, the program itself defines a function of such a name: `assert sum(10, 15) == 6`.
+        functions = FUNCTIONS if names - {"math", *FUNCTIONS, *self._literals} else {}
+        splitter = _Splitter(functions, self._literals, self._others)
+        try:
+            judgement = splitter.split(test)
+        except AssertionForm as reason:
+            self._found.append(reason)
+            return
+        if splitter.calls:
+            given = set().union(*(_names(ast.parse(call)) for call in splitter.calls))
+            assertion = Assertion(source, tuple(splitter.calls), judgement)
+            self._found.append((assertion, self._before, splitter.expected, given))
+            self._before = []
+            self._show(given)
+
+    def _read_other(self, statement: ast.stmt) -> None:
+        """Read a statement that runs beside the program, unless it holds assertions or needs what is missing."""
+        names, stored = _names(statement), _stored(statement)
+        is_inside = any(isinstance(part, ast.Assert) for part in ast.walk(statement))
+        if is_inside:
+            shown = shortened(ast.unparse(statement), 80)
+            self._found.append(AssertionForm(f"`{shown}` has assertions inside another statement: write them apart"))
+        is_missing = is_inside or bool(names & self._missing) or not _is_standard(statement)
+        if not is_missing:
+            self._before.append(statement)
+            if not _names_literal(statement):
+                self._show(names)
+        for name in stored:
+            self._literals.pop(name, None)
+        self._missing = self._missing | stored if is_missing else self._missing - stored
+        if not is_missing and isinstance(statement, ast.Assign) and _names_literal(statement):
+            self._literals.update(dict.fromkeys(stored, statement.value))
+        self._others -= stored
+        if not self._is_plain(statement):
+            self._others |= stored | (names & self._named)
+        self._named |= stored
+
+    def _show(self, names: set[str]) -> None:
+        """Let the program read the literals of these names. From then on it may change them, so they are its values."""
+        for name in names & self._literals.keys():
+            self._shown.add(name)
+            del self._literals[name]
+
+    def _is_plain(self, statement: ast.stmt) -> bool:
+        """Return True for a call of the program, alone or with a name or an attribute for its value."""
+        if _names_literal(statement):
+            return True
+        if not isinstance(statement, (ast.Assign, ast.Expr)):
+            return False
+        for part in ast.walk(statement.value):
+            # An object of the program could take part: `difference = f(1) - 3`.
+            if isinstance(part, (ast.BinOp, ast.BoolOp, ast.Compare)) and _has_call(part):
+                return False
+        try:
+            _check_call(statement.value, self._others | {"math", *FUNCTIONS})
+        except AssertionForm:
+            return False
+        return True
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """Return the names that code reads."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return names
+
+
+def _names_literal(statement: ast.stmt) -> bool:
+    """Return True for a statement such as `expected = [1, 2]`."""
+    if not isinstance(statement, ast.Assign) or not _is_literal(statement.value):
+        return False
+    return len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name)
+
+
+def _stored(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement defines, those inside a function or class included."""
+    stored = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            stored.add(node.id)
+        elif isinstance(node, ast.alias):
+            stored.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            stored.add(node.name)
+    return stored
+
+
+def _is_standard(statement: ast.stmt) -> bool:
+    """Return False for an import of a module that the sandbox lacks."""
+    for node in ast.walk(statement):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            modules.append(node.module or "")
+        if any(module.partition(".")[0] not in sys.stdlib_module_names for module in modules):
+            return False
+    return True
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _has_call(node: ast.AST) -> bool:
+    return any(isinstance(part, ast.Call) for part in ast.walk(node))
 
 
 class _Splitter:
     """Replacement of the calls in an expression by names "0", "1", …, and the sources of these calls."""
 
-    def __init__(self, functions: Mapping[str, Any]) -> None:
+    def __init__(self, functions: Mapping[str, Any], literals: Mapping[str, ast.expr], others: set[str]) -> None:
         self.calls: list[str] = []
-        self._functions = functions
+        self.expected: set[str] = set()  # names of literals in the judgement
+        self._functions, self._literals, self._others = functions, literals, others
 
     def split(self, node: ast.expr) -> ast.expr:
         """Return the judgement in an expression. Raise `AssertionForm` if the program would judge itself."""
         if _is_literal(node):
             return node
+        if (names := _names(node)) and names <= self._literals.keys() and _is_literal(value := self._with_values(node)):
+            self.expected |= names
+            return value
         if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATIONS:
             return ast.UnaryOp(node.op, self.split(node.operand))
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
@@ -140,9 +388,12 @@ class _Splitter:
             return self._comparison(node)
         if isinstance(node, ast.Call) and ast.unparse(node.func) in self._functions:
             return self._function(node, ast.unparse(node.func))
-        _check_call(node)
+        _check_call(node, self._others)
         self.calls.append(ast.unparse(node))
         return ast.Name(str(len(self.calls) - 1))
+
+    def _with_values(self, node: ast.expr) -> ast.expr:
+        return _Folded().visit(_Replaced(self._literals).visit(copy.deepcopy(node)))
 
     def _comparison(self, node: ast.Compare) -> ast.Compare:
         left, *comparators = [self._side(side) for side in (node.left, *node.comparators)]
@@ -192,8 +443,13 @@ def _is_small(node: ast.expr) -> bool:
     return _is_literal(node) and type(value := ast.literal_eval(node)) is int and abs(value) <= _MAX_DIGITS
 
 
-def _check_call(node: ast.expr) -> None:
-    """Raise `AssertionForm` if an expression is no call of the program, or if it judges a value of the program."""
+def _check_call(node: ast.expr, others: Collection[str] = ()) -> None:
+    """Raise `AssertionForm` if an expression is not a call of the program, or if it judges a value of the program.
+
+    Args:
+        node: an expression.
+        others: names of the tests that are not values of the program.
+    """
     if not any(isinstance(part, (ast.Call, ast.Name)) for part in ast.walk(node)):
         raise AssertionForm(f"`{ast.unparse(node)}` is neither a literal nor a call: write its value")
     pending: list[ast.expr | None] = [node]
@@ -213,7 +469,7 @@ def _check_call(node: ast.expr) -> None:
             pending.append(part.operand)
         elif isinstance(part, ast.Call):
             pending.append(part.func)
-        elif not (part is None or isinstance(part, ast.Constant) or _is_name(part)):
+        elif not (part is None or isinstance(part, ast.Constant) or _is_name(part, others)):
             raise AssertionForm(f"`{ast.unparse(node)}` lets the program judge itself: compare a value with a literal")
 
 
@@ -221,8 +477,8 @@ def _check_call(node: ast.expr) -> None:
 _JUDGES = frozenset({"all", "any", "bool", "callable", "eval", "hasattr", "isinstance", "issubclass"})
 
 
-def _is_name(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id not in _JUDGES
+def _is_name(node: ast.expr, others: Collection[str]) -> bool:
+    return isinstance(node, ast.Name) and node.id not in _JUDGES and node.id not in others
 
 
 def _judged(node: ast.expr, values: Sequence[Any]) -> Any:

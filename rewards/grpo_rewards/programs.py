@@ -7,9 +7,10 @@
 | passes none, is missing, or can't be loaded | 0 |
 | its row has no test, or one that can't be used | None |
 
-The tests of a row are assertions, or pairs of input and output. An assertion is split (`assertions`): only its calls
-are evaluated beside the program, and their values are judged here. The output of a pair is compared here. No expected
-value enters the sandbox (`sandbox.run`), so that a program can pass a test only by what it returns or prints.
+The tests of a row are assertions, pairs of input and output, or calls with their values. An assertion is split
+(`assertions`): only its calls are evaluated beside the program, and their values are judged here. The output of a pair
+is compared here. No expected value enters the sandbox (`sandbox.run`), so that a program can pass a test only by what
+it returns or prints.
 
 The file is not called unit_tests.py because `grpo_rewards.unit_tests` is the reward itself, which a submodule of that
 name would hide.
@@ -21,15 +22,17 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_rewards.assertions import MAX_CHARS, Assertion, Unreadable, read_assertions, read_value
-from grpo_rewards.completions import completion_text, fenced_blocks, needed_column
+from grpo_rewards.assertions import MAX_CHARS, Assertion, Unreadable, read_assertions, read_tests, read_value
+from grpo_rewards.completions import check_rows, completion_text, fenced_blocks, needed_column
 from grpo_rewards.errors import UserError, shortened
 from grpo_rewards.reward import BaseReward, Kind, Scored, TaggedReward, check_choice, check_count
 from grpo_rewards.sandbox.run import Limits, Outcome, active_mechanisms, described_isolation, run
@@ -37,13 +40,20 @@ from grpo_rewards.sandbox.run import Limits, Outcome, active_mechanisms, describ
 logger = logging.getLogger(__name__)
 
 MAX_TESTS = 100
-"""Number of tests that a row may have."""
+"""Number of tests of a row that count, from the first."""
+
+MAX_JSON_CHARS = 1_000_000
+"""Number of characters that the tests of a row may have as JSON. Code may have fewer (`assertions.MAX_CHARS`)."""
 
 WALL_FACTOR = 3
 """Seconds on the clock that the tests of a program may take for each of its seconds of computing."""
 
 _LABELS = ("python", "python3", "py")
 _SHOWN_CHARS = 60
+_SETUP_COLUMNS = ("test_imports", "test_setup_code")  # MBPP's
+# A number with this many decimals is rounded.
+_ROUNDED = re.compile(r"-?\d{1,20}\.(\d{6,20})", re.ASCII)
+_DECIMAL = re.compile(r"-?\d{1,20}(?:\.\d{1,30})?(?:[eE][+-]?\d{1,2})?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -54,11 +64,43 @@ class Pair:
     expected: str
 
     def holds(self, output: str) -> bool:
-        """Return True if the output is the expected one, up to white space at the end of each line and of the text."""
-        return _without_trailing_space(output) == _without_trailing_space(self.expected)
+        """Return True if the output is the expected one, line by line.
+
+        White space at the end of a line and of the text does not count, as in the evaluation of APPS. APPS also takes
+        numbers within a relative error of 1e-5, which makes 100001 of 100000. Here only a number with six decimals or
+        more is rounded: any number within half a unit of its last decimal equals it.
+        Source: https://github.com/hendrycks/apps/blob/main/eval/testing_util.py
+        """
+        printed, expected = _without_trailing_space(output), _without_trailing_space(self.expected)
+        return len(printed) == len(expected) and all(map(_is_same_line, printed, expected))
 
 
-Tests = tuple[Assertion, ...] | tuple[Pair, ...]
+@dataclass(frozen=True)
+class Returned:
+    """Call of a function of the program, and the values that it may return.
+
+    Attributes:
+        source: The call as in the tests.
+        calls: The expression to evaluate beside the program.
+        accepted: Values, one of which it must return. A tuple counts as a list, because JSON has none.
+        setup: Statements to run before the call.
+    """
+
+    source: str
+    calls: tuple[str]
+    accepted: tuple[Any, ...]
+    setup: str = ""
+
+    def holds(self, values: Sequence[Any]) -> bool:
+        """Return True if the value of the call is accepted."""
+        value = _with_lists(values[0])
+        return any(value == accepted for accepted in self.accepted)
+
+
+_Job = tuple[str, tuple[str, ...]]
+"""Program, and the tests of its row as texts."""
+
+Tests = tuple[Assertion, ...] | tuple[Pair, ...] | tuple[Returned, ...]
 
 
 @dataclass(frozen=True)
@@ -98,10 +140,21 @@ class UnitTests(TaggedReward):
     The program is the last closed fence outside the thinking that is marked `python`, or the last unmarked one if none
     is. It has Python's standard library, no network, and an empty folder.
 
-    A row's tests are a list of assertions, a list of mappings `{"input": …, "output": …}`, or a string of either (JSON,
-    or lines of `assert`). Values are compared as Python compares literals: `True == 1`, `-0.0 == 0.0`, `[1] != (1,)`,
-    NaN equals nothing, and there is no tolerance but the one that an assertion states. An object of a class of the
-    program equals nothing. White space at the end of a line or of the whole output does not count.
+    A row's tests are one of these, also as JSON. Of more than 100, the first 100 count.
+
+    | tests | as in |
+    |---|---|
+    | code with `assert`, or a list of it; the columns `test_imports` and `test_setup_code` run before it | MBPP |
+    | code with `def check(candidate)`; the column `entry_point` names the function | HumanEval |
+    | `{"inputs": […], "outputs": […]}` of standard input and output | APPS, TACO |
+    | the same with `fn_name`: lists of arguments, and the values to return | APPS, TACO |
+    | a list of mappings `{"input": …, "output": …}` of standard input and output | – |
+
+    Values are compared as Python compares literals: `True == 1`, `-0.0 == 0.0`, `[1] != (1,)`, NaN equals nothing, and
+    there is no tolerance but the one that an assertion states. An object of a class of the program equals nothing.
+    White space at the end of a line or of the whole output does not count. A number that the expected output writes
+    with six decimals or more equals any number within half a unit of its last decimal. Of a row's assertions, those
+    that can't be judged outside of the program are left out; a row without any other is None.
 
     The assertions of a row are evaluated in one process, in their order. A test that ends the process, or its time,
     also ends those after it. Each pair starts a process of its own. The time is that of all tests of a program. At the
@@ -126,8 +179,8 @@ class UnitTests(TaggedReward):
     kind: ClassVar[Kind] = "correctness"
     payments: ClassVar[tuple[str, ...]] = ("pay",)
     gold_forms: ClassVar[str] = (
-        "a row's tests are assertions, each of which compares a call with a literal as in `assert f(1) == 2`, or pairs "
-        "{input, output}"
+        "a row's tests are assertions, each of which compares a call with a literal as in `assert f(1) == 2`, "
+        "`def check(candidate)` with `entry_point`, pairs {input, output}, or {inputs, outputs}"
     )
 
     extract: str = "fence"
@@ -160,6 +213,11 @@ class UnitTests(TaggedReward):
         return (self.gold_column,)
 
     @property
+    def optional_columns(self) -> tuple[str, ...]:
+        """Names of the columns with code that runs before the tests, and with the function that they check."""
+        return (*_SETUP_COLUMNS, "entry_point")
+
+    @property
     def looks_at(self) -> str:
         """Clause for messages that says where in a completion the reward looks for a program."""
         return "in the last fence" if self.extract == "fence" else f"in the last <{self.tags[1]}> block"
@@ -168,6 +226,16 @@ class UnitTests(TaggedReward):
         """Return a sentence if no completion has a program where this reward looks for one; else None."""
         is_found = any(self._program(completion) is not None for completion in completions)
         return None if is_found else f"no completion has a program {self.looks_at}"
+
+    def gold_note(self, golds: Iterable[tuple[object, Any]]) -> str | None:
+        """Return a sentence if assertions are left out, of which others in their row are used; else None."""
+        left_out = [(row, reason) for row, tests in golds for reason in _left_out(_tests_text(tests))]
+        if not left_out:
+            return None
+        row, reason = left_out[0]
+        return (
+            f"{len(left_out)} tests are left out, because they can't be judged outside of the program ({row}: {reason})"
+        )
 
     def with_unit_pay(self) -> BaseReward | None:
         """Return this reward paying 1 or 0, without its name and prefix, or None if no completion earns anything."""
@@ -182,10 +250,13 @@ class UnitTests(TaggedReward):
         return f"{self.name} runs programs under: {checked_isolation(self.isolation)}"
 
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
-        rows = [_tests_text(row) for row in needed_column(self, "gold_column", columns, completions)]
-        tests = [_read_tests(row) for row in rows]
+        given = needed_column(self, "gold_column", columns, completions)
+        others = [columns.get(column, [""] * len(completions)) for column in self.optional_columns]
+        check_rows(self.name, completions=completions, **dict(zip(self.optional_columns, others, strict=True)))
+        rows = [tuple(map(_tests_text, (tests, *row))) for tests, *row in zip(given, *others, strict=True)]
+        tests = [_read_tests(*row) for row in rows]
         programs = [self._program(completion) for completion in completions]
-        jobs: dict[tuple[str, str], Tests] = {}
+        jobs: dict[_Job, Tests] = {}
         for program, row, read in zip(programs, rows, tests, strict=True):
             if program is not None and not isinstance(read, str):
                 jobs[program, row] = read
@@ -222,7 +293,7 @@ class UnitTests(TaggedReward):
 
     # --- Runs ---
 
-    def _run(self, jobs: Mapping[tuple[str, str], Tests]) -> dict[tuple[str, str], Verdict]:
+    def _run(self, jobs: Mapping[_Job, Tests]) -> dict[_Job, Verdict]:
         """Return the verdict on each program. As many run at once as this process has processors."""
         if not jobs:
             return {}
@@ -237,7 +308,7 @@ class UnitTests(TaggedReward):
     def _judge(self, program: str, tests: Tests) -> Verdict:
         if pairs := [test for test in tests if isinstance(test, Pair)]:
             return self._judge_pairs(program, pairs)
-        return self._judge_assertions(program, [test for test in tests if isinstance(test, Assertion)])
+        return self._judge_calls(program, [test for test in tests if not isinstance(test, Pair)])
 
     def _outcome(self, program: str, given: str, seconds: float, wall_seconds: float) -> Outcome:
         limits = Limits(
@@ -245,8 +316,10 @@ class UnitTests(TaggedReward):
         )
         return run(program, given, limits)
 
-    def _judge_assertions(self, program: str, tests: Sequence[Assertion]) -> Verdict:
-        calls = [call for test in tests for call in test.calls]
+    def _judge_calls(self, program: str, tests: Sequence[Assertion | Returned]) -> Verdict:
+        calls: list[tuple[str, str]] = []
+        for test in tests:
+            calls += zip((test.setup, *[""] * len(test.calls)), test.calls, strict=False)
         request = json.dumps({"program": program, "calls": calls})
         outcome = self._outcome(_harness(), request, self.seconds, WALL_FACTOR * self.seconds)
         lines = iter(outcome.stdout.decode("utf-8", "replace").split("\n")[:-1])  # the last one may be cut off
@@ -349,14 +422,38 @@ def _without_trailing_space(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
+def _is_same_line(printed: str, expected: str) -> bool:
+    if printed == expected:
+        return True
+    words, wanted = re.split(r"(\s)", printed), re.split(r"(\s)", expected)
+    return len(words) == len(wanted) and all(map(_is_same_word, words, wanted))
+
+
+def _is_same_word(printed: str, expected: str) -> bool:
+    rounded = _ROUNDED.fullmatch(expected)
+    if printed == expected or rounded is None or not _DECIMAL.fullmatch(printed):
+        return printed == expected
+    difference = abs(Fraction(printed) - Fraction(expected))
+    # Of a number with all its decimals, the last ones are noise.
+    noise = abs(Fraction(expected)) / 10**12
+    return difference <= max(Fraction(1, 2 * 10 ** len(rounded[1])), noise)
+
+
+def _with_lists(value: Any) -> Any:
+    """Return a value with lists for its tuples."""
+    if isinstance(value, (list, tuple)):
+        return [_with_lists(part) for part in value]
+    return {key: _with_lists(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
 # --- Tests of a row ---
 
 
 def _tests_text(row: Any) -> str:
-    """Return the tests of a row as text: as they are, or as JSON."""
+    """Return the tests of a row, or code of another column, as text: as it is, or as JSON. Return "" for none."""
     row = row.tolist() if hasattr(row, "tolist") else row  # an array of numpy or pyarrow
-    if isinstance(row, str):
-        return row
+    if isinstance(row, str) or row is None:
+        return row or ""
     try:
         return json.dumps(row)
     except (TypeError, ValueError, RecursionError):
@@ -364,37 +461,108 @@ def _tests_text(row: Any) -> str:
 
 
 @lru_cache(maxsize=256)
-def _read_tests(text: str) -> Tests | str:
-    """Return the tests in a text, or the reason why they can't be used."""
-    if len(text) > MAX_CHARS:
-        return f"tests of more than {MAX_CHARS:,} characters"
+def _read_tests(text: str, imports: str = "", setup: str = "", entry_point: str = "") -> Tests | str:
+    """Return the tests in a text, or the reason why they can't be used. The other texts are those of other columns."""
     try:
-        tests = _tests(text)
-    except ValueError as error:
-        return str(error)
-    if not tests:
-        return "no tests"
-    return tests if len(tests) <= MAX_TESTS else f"{len(tests)} tests, more than {MAX_TESTS}"
-
-
-def _tests(text: str) -> Tests:
-    if not text.lstrip().startswith(("[", "{", "null")):
-        return tuple(read_assertions(text))
-    try:
-        entries = json.loads(text)
+        tests = _tests(text, [*_codes(imports), *_codes(setup)], entry_point)
     except (ValueError, RecursionError) as error:
-        raise ValueError("tests that are neither assertions nor JSON") from error
-    if entries is None or entries == []:
-        return ()
-    if isinstance(entries, list) and all(isinstance(entry, str) for entry in entries):
-        return tuple(assertion for entry in entries for assertion in read_assertions(entry))
+        return str(error)
+    return tests[:MAX_TESTS] or "no tests"
+
+
+def _tests(text: str, setup: Sequence[str], entry_point: str) -> Tests:
+    entries = _entries(text)
+    if isinstance(entries, dict) and {"inputs", "outputs"} <= entries.keys():
+        return _of_inputs(entries)
+    if _are_codes(entries):
+        if sum(map(len, entries)) > MAX_CHARS:
+            raise ValueError(f"tests of more than {MAX_CHARS:,} characters")
+        return tuple(read_assertions(*setup, *entries, entry_point=entry_point))
     if isinstance(entries, list) and all(_is_pair(entry) for entry in entries):
         return tuple(Pair(entry["input"], entry["output"]) for entry in entries)
     raise ValueError("tests that are neither all assertions nor all pairs {input, output} of strings")
 
 
+def _entries(text: str) -> Any:
+    """Return what a text holds: JSON, or a list of code."""
+    if len(text) > MAX_JSON_CHARS:
+        raise ValueError(f"tests of more than {MAX_JSON_CHARS:,} characters")
+    if not text.lstrip().startswith(("[", "{", "null")):
+        return [text]
+    try:
+        return json.loads(text) or []
+    except (ValueError, RecursionError) as error:
+        raise ValueError("tests that are neither assertions nor JSON") from error
+
+
+def _are_codes(entries: Any) -> bool:
+    return isinstance(entries, list) and all(isinstance(entry, str) for entry in entries)
+
+
+def _codes(text: str) -> list[str]:
+    """Return the code of a column that is a string or a list of strings."""
+    entries = _entries(text)
+    if not _are_codes(entries):
+        raise ValueError("code before the tests that is neither a string nor a list of strings")
+    return entries
+
+
+def _left_out(text: str) -> list[str]:
+    """Return the reasons why some assertions of a row are left out, if others are not."""
+    try:
+        entries = _entries(text)
+        tests = read_tests(*entries, entry_point="f") if _are_codes(entries) else []
+    except ValueError:
+        return []
+    reasons = [str(test) for test in tests if not isinstance(test, Assertion)]
+    return reasons if len(reasons) < len(tests) else []
+
+
 def _is_pair(entry: Any) -> bool:
     return isinstance(entry, dict) and all(isinstance(entry.get(key), str) for key in ("input", "output"))
+
+
+def _of_inputs(entries: Mapping[str, Any]) -> tuple[Pair, ...] | tuple[Returned, ...]:
+    """Return the tests of APPS and TACO: texts, or with `fn_name` the arguments and the values of a function.
+
+    Raises:
+        ValueError: there is not one output for each input, or one is of another type.
+    """
+    inputs, outputs, function = entries["inputs"], entries["outputs"], entries.get("fn_name")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("tests without one output for each input")
+    if not function:
+        texts = [(_lines(given), _lines(expected)) for given, expected in zip(inputs, outputs, strict=True)]
+        return tuple(Pair(given, expected) for given, expected in texts)
+    if not isinstance(function, str) or not function.isidentifier() or not all(isinstance(one, list) for one in inputs):
+        raise ValueError("tests with `fn_name` that are not lists of arguments of a function")
+    returned = []
+    for given, expected in zip(_with_whole_keys(inputs), _with_whole_keys(outputs), strict=True):
+        # As in the evaluation of APPS, the value may be in a list, and a class Solution may hold the function.
+        accepted = (expected, expected[0]) if isinstance(expected, list) and len(expected) == 1 else (expected,)
+        found = f"({function} if {function!r} in globals() else Solution().{function})"
+        arguments = f"({', '.join(map(repr, given))})"
+        returned.append(Returned(function + arguments, (found + arguments,), accepted))
+    return tuple(returned)
+
+
+def _lines(text: Any) -> str:
+    """Return the text of an input or output, which may be a list of its lines."""
+    if isinstance(text, str):
+        return text
+    if not _are_codes(text):
+        raise ValueError("tests with an input or output that is not text")
+    return "\n".join(text)
+
+
+def _with_whole_keys(value: Any) -> Any:
+    """Return a value of JSON with whole numbers for keys, where all keys of a mapping are such numbers as text."""
+    if isinstance(value, list):
+        return [_with_whole_keys(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    is_whole = all(re.fullmatch(r"-?\d{1,20}", key, re.ASCII) for key in value)
+    return {int(key) if is_whole else key: _with_whole_keys(part) for key, part in value.items()}
 
 
 unit_tests = UnitTests()

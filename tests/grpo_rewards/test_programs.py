@@ -109,6 +109,134 @@ def test_the_program_may_be_in_the_answer_tag() -> None:
     assert tagged(completions=completions, tests=[["assert answer == 2"]] * 3) == [1.0, 1.0, 0.0]
 
 
+# --- Tests as code sets have them ---
+
+IO = {"inputs": ["1 2\n", ["-1 1", ""]], "outputs": ["3\n", ["0"]]}
+CALLS = {"fn_name": "add", "inputs": [[1, 2], [-1, 1]], "outputs": [[3], 0]}
+CHECK = """
+METADATA = {'author': 'jt', 'dataset': 'test'}
+
+def check(candidate):
+    assert True, "This prints if this assert fails 1 (good for debugging!)"
+    wanted = [0]
+    # Check some simple cases
+    assert candidate(1, 2) == 3, "message"
+    assert [candidate(-1, 1)] == wanted
+    assert abs(candidate(0.1, 0.2) - 3 / 10) < 1e-9
+"""
+PRINT_SUM, SUM = "print(sum(map(int, input().split())))", "def add(a, b): return a + b"
+PRODUCT = "def add(a, b): return a * b"
+SOLUTION = "class Solution:\n    def add(self, a, b): return a {} b"
+OF_SETS = {
+    "APPS": ({"tests": json.dumps(IO)}, PRINT_SUM, "print(3)"),
+    "APPS without a function": ({"tests": {**IO, "fn_name": None}}, PRINT_SUM, SUM),
+    "TACO with a function": ({"tests": json.dumps(CALLS)}, SUM, PRODUCT),
+    "a class Solution": ({"tests": CALLS}, SOLUTION.format("+"), SOLUTION.format("*")),
+    "HumanEval": ({"tests": CHECK, "entry_point": "add"}, SUM, PRODUCT),
+    "HumanEval with its call": ({"tests": CHECK + "\ncheck(add)"}, SUM, "def add(*numbers): return []"),
+    "LeetCode": ({"tests": CHECK, "entry_point": "Solution().add"}, SOLUTION.format("+"), SOLUTION.format("*")),
+    "MBPP": (
+        {"tests": ["assert (height(root)) == 2 ", "assert isclose(area(1), math.pi, rel_tol=0.001)"],
+         "test_setup_code": "root = Node(1); \r\nroot.left = Node(2)", "test_imports": ["import math"]},
+        "class Node:\n  def __init__(self, x): self.left = None\n"
+        "def height(n): return 1 + height(n.left) if n else 0\ndef area(r): return 3.14159 * r * r",
+        "class Node:\n  def __init__(self, x): self.left = None\ndef height(n): return 1\ndef area(r): return 3 * r",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_SETS)
+def test_tests_are_read_as_code_sets_have_them(name: str) -> None:
+    columns, right, wrong = OF_SETS[name]
+    rows = {column: [value] * 3 for column, value in columns.items()}
+    logged: dict[str, Any] = {}
+    completions = [fenced(right), fenced(wrong), fenced("def add(a, b)")]
+    scores = unit_tests(completions=completions, log_extra=logged.__setitem__, **rows)
+    assert scores[0] == 1.0, logged["verdict"]
+    assert scores[1] is not None
+    assert scores[1] < 1
+    assert scores[2] == 0
+    assert UnitTests().validate(3, rows) == [True] * 3
+
+
+def test_the_values_of_a_function_are_those_of_json() -> None:
+    tests = {"fn_name": "f", "inputs": [[{"1": [2]}], ["x"], [[]], [{"a": 1}]],
+             "outputs": [[{"1": "2"}], [[1, [2]]], [[3]], {"b": [4]}]}  # fmt: skip
+    program = "def f(x):\n    if x == {1: [2]}: return {1: '2'}\n    if x == 'x': return 1, (2,)\n    return "
+    completions = [fenced(program + "[3] if x == [] else {'b': (4,)}"), fenced(program + "3 if x == [] else {'b': 4}")]
+    assert scored(unit_tests, completions, tests)[0] == [1.0, 0.5]
+    # Of an expected list of several items, the first alone is not the value, unlike in the evaluation of APPS.
+    tests = {"fn_name": "f", "inputs": [[0]], "outputs": [[1, 2]]}
+    assert scored(unit_tests, [fenced("f = lambda x: 1"), fenced("f = lambda x: (1, 2)")], tests)[0] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "holds"),
+    [
+        ("0.333333", "0.3333333333333333", True),
+        ("0.333333", "0.33333", False),
+        ("0.333333", "0.333334", False),
+        ("x 0.30000000000000004\n2", "x 0.3\n2  \n\n", True),
+        ("1e5 0.100000", "100000 0.1", False),
+        ("0.100000", "1e-1", True),
+        ("0.00000001", "0", False),
+        ("100000", "100001", False),
+        ("3.0", "3", False),
+        ("3.00000", "3.0000001", False),
+        ("1 2", "1  2", False),
+        ("a\nb", "b\na", False),
+        ("a\n\nb", "a\nb", False),
+        ("0.100000", "nan", False),
+        ("0.100000", "1e99999999", False),
+        ("0.100000", "9" * 100_000, False),
+    ],
+)
+def test_the_output_is_compared_by_lines_and_rounded_numbers(expected: str, printed: str, holds: bool) -> None:
+    assert programs.Pair("", expected).holds(printed) is holds
+
+
+# Each passes where the tests run in the program's own process, and states nothing right.
+CHEATS = {
+    "an early exit": "import sys\nsys.exit(0)",
+    "an early exit of the process": "import os\nos._exit(0)",
+    "an exit in the call": "import os\ndef add(a, b): os._exit(0)",
+    "a sentinel": "import sys\nfor s in ('PASSED', 'ok', '1.0', 'true', '{\"passed\": true}'):\n"
+    "  print(s)\n  print(s, file=sys.stderr)\nsys.exit(0)",
+    "another check": "def check(candidate): return True\ndef candidate(*a): return True\nadd = candidate",
+    "another check in builtins": "import builtins\nbuiltins.check = builtins.candidate = lambda *a: True\n"
+    "builtins.AssertionError = SystemExit\ndef add(a, b): raise AssertionError",
+    "another AssertionError": "class AssertionError(BaseException):\n  def __init__(self, *a): raise SystemExit(0)\n"
+    "def add(a, b): raise AssertionError",
+    "an object that equals everything": "class Any:\n  def __eq__(self, other): return True\n"
+    "  __ne__ = __lt__ = __le__ = __gt__ = __sub__ = __rsub__ = __abs__ = __bool__ = __float__ = __eq__\n"
+    "def add(a, b): return Any()",
+    "a list that equals everything": "class Any(list):\n  def __eq__(self, other): return True\n"
+    "def add(a, b): return Any([9])",
+    "the names of the tests": "def add(a, b):\n  import sys\n  seen = {**globals()}\n  frame = sys._getframe()\n"
+    "  while frame:\n    seen |= frame.f_globals | frame.f_locals\n    frame = frame.f_back\n"
+    "  for name in ('wanted', 'expected', 'METADATA', 'tests'):\n    if name in seen: return seen[name][0]\n",
+    "replaced functions": "import builtins, math\nmath.isclose = math.fabs = lambda *a, **k: True\n"
+    "builtins.abs = builtins.all = builtins.eval = lambda *a, **k: True\ndef add(a, b): return 9",
+}  # fmt: skip
+CHEATED = {
+    "assertions": {"tests": [*ADD, "wanted = [4]", "assert [add(2, 2)] == wanted"], "test_setup_code": "import math"},
+    "check": {"tests": CHECK, "entry_point": "add"},
+    "calls": {"tests": CALLS},
+    "pairs": {"tests": IO},
+}
+
+
+@pytest.mark.one_case_in(3)
+@pytest.mark.parametrize("name", CHEATS)
+def test_no_cheat_passes_a_test_of_any_form(name: str) -> None:
+    columns: dict[str, list[Any]] = {}
+    for column in ("tests", "entry_point", "test_setup_code"):
+        columns[column] = [row.get(column) for row in CHEATED.values()]
+    logged: dict[str, Any] = {}
+    scores = QUICK(completions=[fenced(CHEATS[name])] * 4, log_extra=logged.__setitem__, **columns)
+    assert scores == [0.0] * 4, logged["verdict"]
+
+
 # --- Hostile programs: each defines `add` or prints, and passes no test of `ADD` or `SUMS`. ---
 
 ANY = "class Any:\n  def __eq__(self, other): return True\n  __lt__ = __le__ = __sub__ = __rsub__ = __abs__ = __eq__\n"
@@ -373,8 +501,16 @@ def test_rows_whose_tests_cannot_be_used_are_none_without_a_run(monkeypatch: pyt
         '[{"input": "1"}]': "neither all assertions nor all pairs",
         '["assert f() == 1", {"input": "", "output": ""}]': "neither all assertions nor all pairs",
         "[" * 100_000: "neither assertions nor JSON",
-        "assert f() == 1\n" * 101: "101 tests, more than 100",
         "#" * 100_001: "more than 100,000 characters",
+        "[" + " " * 1_000_000: "more than 1,000,000 characters",
+        '{"inputs": ["1"], "outputs": []}': "without one output for each input",
+        '{"inputs": "1", "outputs": "2"}': "without one output for each input",
+        '{"inputs": [1], "outputs": ["2"]}': "input or output that is not text",
+        '{"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}': "not lists of arguments",
+        '{"inputs": [[1]], "outputs": [2], "fn_name": "f()"}': "not lists of arguments",
+        f'{{"inputs": {"[" * 900 + "]" * 900}, "outputs": [2], "fn_name": "f"}}': "",
+        "def check(candidate):\n    assert candidate(1) == 2": "needs the dataset column `entry_point`",
+        "assert True": "no tests",
         '["assert f() == 1"': "neither assertions nor JSON",
         "null": "no tests",
     }
@@ -394,6 +530,20 @@ def test_rows_whose_tests_cannot_be_used_are_none_without_a_run(monkeypatch: pyt
 @pytest.mark.parametrize("form", [ADD, "\n".join(ADD), json.dumps(ADD), tuple(ADD)])
 def test_tests_may_be_a_list_or_text(form: Any) -> None:
     assert unit_tests(completions=[fenced("def add(a, b): return a + b")], tests=[form]) == [1.0]
+
+
+def test_the_first_hundred_tests_of_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran(("exited", 0, 0.1, 0.1, "1\n" * 99 + "2\n"), monkeypatch=monkeypatch)
+    assert unit_tests(completions=[fenced("x = 1")], tests=["assert f() == 1\n" * 300]) == [0.99]
+
+
+def test_tests_that_are_left_out_are_named() -> None:
+    rows = [("row 1", ADD), ("row 2", [*ADD, "assert add(1, 2) == add(2, 1)"]), ("row 3", ["assert f() == g()"])]
+    note = unit_tests.gold_note(rows)
+    assert note is not None
+    assert "1 tests are left out" in note
+    assert "row 2: `add(1, 2) == add(2, 1)` compares two values" in note
+    assert unit_tests.gold_note(rows[:1]) is None
 
 
 def test_strict_isolation_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 It is sent to the sandbox as source, and compares nothing: no expected value ever enters the process in which the
 model's program runs. Whoever takes over this process can only say what a call returned, which a function can say too.
 
-The input is `{"program": …, "calls": […]}`, and the output one line of JSON for each call. Values are written down as
-data of Python's own types. An object of any other class has no data that its own code would not make up.
+The input is `{"program": …, "calls": [[setup, call], …]}`, where a setup is statements to run before the call. The
+output is one line of JSON for each call. Values are written down as data of Python's own types. An object of any other
+class has no data that its own code would not make up.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def main() -> None:
         lines = [["!", type(error).__name__]]
         os.write(results, json.dumps(lines[0]).encode() + b"\n")
         os._exit(1)
-    for call in request["calls"]:
+    for setup, call in request["calls"]:
         try:
+            exec(setup, vars(module))
             line = encode(eval(call, vars(module)))
         except BaseException as error:
             line = ["!", type(error).__name__]

@@ -338,10 +338,14 @@ def _is_conversation(value: Any) -> bool:
 
 
 def is_assertions(value: Any) -> bool:
-    """Return True for tests of a program: assertions, or pairs of input and output, as a list or as text."""
+    """Return True for tests of a program: assertions, HumanEval's `check`, or inputs and outputs, also as text."""
     if isinstance(value, str):
         is_pairs = value.lstrip().startswith("[{") and '"input"' in value and '"output"' in value
-        return is_pairs or re.match(r"\s*(\[\s*[\"'])?assert\b", value) is not None
+        is_inputs = value.lstrip().startswith("{") and '"inputs"' in value and '"outputs"' in value
+        is_check = re.search(r"^def check\(\w+\):$", value, re.MULTILINE) is not None
+        return is_pairs or is_inputs or is_check or re.match(r"\s*(\[\s*[\"'])?assert\b", value) is not None
+    if isinstance(value, Mapping):
+        return {"inputs", "outputs"} <= set(value)
     if not isinstance(value, list) or not value:
         return False
     return all(_is_test(test) for test in value)

@@ -174,6 +174,7 @@ class Guess:
         texts: Names of other columns with text.
         noun: Name of the column with the answers, for the prompt of a task with texts.
         has_marks: True if marks between digits decide about short answers, as in `(1,12)` and `(11,2)`.
+        has_calls: True if the tests of a program are lists of assertions, the first of which names the function.
     """
 
     form: Form
@@ -191,6 +192,7 @@ class Guess:
     texts: Sequence[str] = ()
     noun: str = ""
     has_marks: bool = False
+    has_calls: bool = False
 
     def describe(self) -> str:
         """Return a sentence with the form of the answers and the number of rows that have it."""
@@ -261,7 +263,10 @@ def guessed(table: datasets.Dataset, wishes: Wishes = Wishes()) -> Guess:
         missing=_missing(table, [part for name, part in parts.items() if name not in optional]),
         texts=[column.name for column in texts],
     )
-    return guess if answer is None else _with_golds(guess, _sampled(table, answer), wishes)
+    if answer is None:
+        return guess
+    guess = _with_golds(guess, _sampled(table, answer), wishes)
+    return replace(guess, has_calls=False) if question.is_messages else guess
 
 
 def _question(columns: Sequence[Column], wishes: Wishes) -> tuple[Column, str]:
@@ -496,6 +501,9 @@ def _with_golds(guess: Guess, golds: Column, wishes: Wishes) -> Guess:
         return replace(guess, has_marks=any(found.has_marks(value) for value in golds.filled))
     if guess.form in (NUMBER, WORKED, BOXED):
         return replace(guess, decimal=_decimal(golds, wishes))
+    if guess.form is CODE:
+        is_list = [isinstance(tests, list) and isinstance(tests[0], str) for tests in golds.filled]
+        return replace(guess, has_calls=all(is_list))
     return guess
 
 
@@ -557,6 +565,10 @@ HELD_OUT = 10
 """Number of rows that are held out, if that is at most a fifth of the rows."""
 
 ABOUT_FILE = "Written by `grpo-recipes init`; check it with `grpo-recipes plan`, run it with `grpo-recipes train`."
+CALL_TEMPLATE = (
+    '{{ question }}\nYour program is called like this: {{ tests[0].split("==")[0] | replace("assert ", "") }}'
+)
+# MBPP's question does not name the function. The expected value is left out.
 ABOUT_GPU = "LoRA on one GPU."
 ABOUT_CPU = "For a CPU, as there is no GPU with bfloat16 here: all parameters, in float32."
 ABOUT_REWARDS = (
@@ -682,6 +694,8 @@ def dataset_keys(source: SourceSpec, guess: Guess) -> dict[str, Any]:
     system_prompt = _system_prompt(guess) if guess.requests_layout else None
     if system_prompt is not None:
         keys["system_prompt"] = system_prompt
+    if guess.has_calls:
+        keys["prompt_template"] = CALL_TEMPLATE.replace("question", "prompt" if guess.brings_prompts else "question")
     return keys
 
 

@@ -26,6 +26,10 @@ FIRST = {
         "Write a Python function add(a, b) that returns the sum.",
         {"tests": ["assert add(1, 2) == 3"]},
     ),
+    "mbpp.yaml": (
+        "Write a function to find the largest item.\nYour program is called like this: top([1, 3, 2]) ",
+        {"tests": ["assert top([1, 3, 2]) == 3", "assert top([-1]) == -1"], "test_setup_code": ""},
+    ),
     "news.yaml": (
         "The council met for three hours. It will plant 72 trees in spring.",
         {"answer": "The city plants 72 trees."},

@@ -18,6 +18,7 @@ from grpo_recipes.plan import init
 from grpo_recipes.plan.columns import Column
 from grpo_recipes.plan.init import (
     BOXED,
+    CALL_TEMPLATE,
     CHOICE,
     CODE,
     LABEL,
@@ -196,6 +197,8 @@ def test_each_form_has_its_keys_of_a_recipe(name: str) -> None:
     guess = guessed(datasets.Dataset.from_list([row] * 10))
     dataset = dataset_keys(SourceSpec(path="a/b.jsonl"), guess)
     expected = {"name": preset, "path": "a/b.jsonl", "columns": columns, "system_prompt": system_prompt}
+    if form is CODE:  # the question does not name the function
+        expected["prompt_template"] = CALL_TEMPLATE
     assert dataset == {key: value for key, value in expected.items() if value}
     text = recipe_text(dataset, guess, "some/model", has_gpu=True, rows=10, share=None)
     assert yaml.safe_load(text)["rewards"] == rewards
@@ -203,6 +206,19 @@ def test_each_form_has_its_keys_of_a_recipe(name: str) -> None:
     assert [line.removeprefix("  ") for line in guess.describe_columns()] == sentences
     no_answers = "found no column of answers, so a judge scores the completions"
     assert guess.describe() == (no_answers if form is NONE else f"the answers are {form.what} in 10 of 10 rows")
+
+
+def test_a_prompt_in_words_names_the_function_of_its_tests() -> None:
+    """MBPP's sanitized table has its questions in `prompt`. A conversation and HumanEval's prompts stay as they are."""
+    for prompt, tests, template in (
+        ("Write f.", ["assert f(1) == 2"], "{{ prompt }}\nYour program"),
+        (CHAT, ["assert f(1) == 2"], ""),
+        ("def f(n):\n", "def check(candidate):\n    assert candidate(1) == 2\n", ""),
+    ):
+        guess = guessed(datasets.Dataset.from_dict({"prompt": [prompt] * 9, "tests": [tests] * 9}))
+        keys = dataset_keys(SourceSpec(path="a.jsonl"), guess)
+        assert keys.get("prompt_template", "").startswith(template)
+        assert ("prompt_template" in keys) is bool(template)
 
 
 CHAT = [{"role": "user", "content": QUESTION}]

@@ -14,30 +14,43 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import completion_text, needed_column
-from grpo_rewards.errors import shortened
 from grpo_rewards.math.answers import MAX_GOLDS, accepted_golds, number_text
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.reward import Scored, check_choice
 from grpo_rewards.strict import linear_search
 
-_SHOWN = 40
-
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-# A sign, a decimal mark, a fraction, a time, a power or a factorial. A comma between groups of three digits is no part
-# of the number's value.
-_MEANINGFUL_MARK = re.compile(r"(?<![\w)])(?:-\s?\.?|\.)\d|\d\s?[./:^*-]\s?\d|\d,(?!\d{3}(?!\d))\d|\d!", re.ASCII)
+# A sign, a decimal mark, a fraction, a time, a power, or the end of `C++`, `C#` and `A-`. A comma between groups of
+# three digits is not part of the number's value.
+_MARK = re.compile(
+    r"(?<![\w)])-\s?(?=\.?\d)|(?<!\w)\.(?=\d)|(?<=\d)[./:^*-](?=\d)|(?<=\d),(?!\d{3}(?!\d))(?=\d)"
+    r"|(?<=[a-z])(?<![a-z]{2})[+#-](?!\w)",
+    re.ASCII | re.IGNORECASE,
+)
+_OPERATOR = re.compile(rf"{_MARK.pattern}|[-+/^<>=]|(?<=\w)(?:!|\*(?=\w))", re.ASCII | re.IGNORECASE)
+_WORD = re.compile(r"[^\W\d_]{2}")
+_PRIVATE_USE = 0xE000
 
 
 def squad_normalised(text: str) -> str:
     """Return `text` as SQuAD's script normalises it: no case, ASCII punctuation, articles and runs of white space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def _normalised(text: str, gold: str) -> str:
+    """Return `text` as SQuAD's script normalises it, with the marks of its numbers.
+
+    Operators and signs stay too if the gold consists of them, digits and single letters: `<=`, `C++`, `A-`, `5!`.
+    """
+    marks = _OPERATOR if _OPERATOR.search(gold) and not _WORD.search(gold) else _MARK
+    return squad_normalised(marks.sub(lambda mark: chr(_PRIVATE_USE + ord(mark[0][0])), text))
 
 
 def folded(text: str) -> str:
@@ -54,15 +67,15 @@ def _casefold(answer: str, gold: str) -> float:
 
 
 def _squad(answer: str, gold: str) -> float:
-    normalised = squad_normalised(gold)
-    if not normalised:  # a gold such as "The" or "+", which would equal any answer that normalises to nothing
+    normalised = _normalised(gold, gold)
+    if not normalised:  # a gold such as "The" or "?", which would equal any answer that normalises to nothing
         return _casefold(answer, gold)
-    return float(squad_normalised(answer) == normalised)
+    return float(_normalised(answer, gold) == normalised)
 
 
 def _f1(answer: str, gold: str) -> float:
     """Return SQuAD's F1: the harmonic mean of the shares of the answer's and of the gold's words that are in both."""
-    words, wanted = squad_normalised(answer).split(), squad_normalised(gold).split()
+    words, wanted = _normalised(answer, gold).split(), _normalised(gold, gold).split()
     if not wanted:
         return _casefold(answer, gold)
     common = (Counter(words) & Counter(wanted)).total()
@@ -106,6 +119,8 @@ class StringMatch(AgainstGold):
     | `f1` | as `squad`; pays in part for words in common, each as often as both have it |
     | `pattern` | the regular expression (RE2's syntax) matches the whole answer |
 
+    Unlike in SQuAD's script, signs, decimal points and operators of numbers stay, and of golds that consist of them.
+
     Args:
         match: comparison, as above. `pattern` needs google-re2: `pip install 'grpo-rewards[patterns]'`.
         pattern: with `match: pattern`, one pattern for every row. Without it each gold is a pattern, and a gold that
@@ -143,22 +158,6 @@ class StringMatch(AgainstGold):
     def columns_read(self) -> tuple[str, ...]:
         """Name of the dataset column with the gold; none if one pattern serves every row."""
         return () if self.pattern is not None else super().columns_read
-
-    def gold_note(self, golds: Iterable[tuple[object, Any]]) -> str | None:
-        """Return a sentence if SQuAD's normalisation changes the numbers of some golds; else None."""
-        if self.match not in ("squad", "f1"):
-            return None
-        changed: list[tuple[object, str]] = []
-        for row, value in golds:
-            changed += [(row, gold) for gold in self._golds(value) if _MEANINGFUL_MARK.search(gold)]
-        if not changed:
-            return None
-        row, gold = changed[0]
-        count = "1 gold holds" if len(changed) == 1 else f"{len(changed)} golds hold"
-        return (
-            f"{count} digits with marks that `match: {self.match}` removes ({row}: `{shortened(gold, _SHOWN)}` equals "
-            f"`{shortened(squad_normalised(gold), _SHOWN)}`): set `match: exact`"
-        )
 
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         given: Sequence[Any] = [self.pattern] * len(completions)

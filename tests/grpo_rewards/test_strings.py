@@ -108,24 +108,27 @@ def test_a_gold_may_be_a_string_a_list_or_a_mapping(gold, expected):
 
 
 @pytest.mark.parametrize(
-    ("gold", "equals"),
+    ("gold", "other"),
     [("1.5", "15"), ("-5", "5"), ("1/2", "12"), (".5", "5"), ("18:30", "1830"), ("2^10", "210"), ("1,5", "15"),
-     ("- 3 m", "3 m"), ("5!", "5"), (-5, "5"), ("(-2, 3)", "2 3")],
+     ("- 3 m", "3 m"), ("5!", "5"), (-5, "5"), ("(-2, 3)", "2 3"), ("1.5 million", "15 million"), ("1.2.3", "1.23"),
+     ("+", "-"), ("<=", ">="), ("<", "="), ("x+y", "xy"), ("C++", "C"), ("C#", "C"), ("A-", "A"), ("a - b", "a b")],
 )  # fmt: skip
-def test_golds_whose_number_the_normalisation_changes_are_named(gold, equals):
-    golds = [("row 1", "Paris"), ("row 2", gold), ("row 3", ["Rome", "2.5"])]
-    assert score(equals, gold)[0] == 1.0
-    assert StringMatch().gold_note(golds) == (
-        f"2 golds hold digits with marks that `match: squad` removes (row 2: `{gold}` equals `{equals}`): "
-        "set `match: exact`"
-    )
-    assert StringMatch(match="f1").gold_note(golds[1:2]).startswith("1 gold holds digits with marks that `match: f1`")
-    assert StringMatch(match="exact").gold_note(golds) is None
+@pytest.mark.parametrize("match", ["squad", "f1"])
+def test_signs_decimal_points_and_operators_are_compared(gold, other, match):
+    assert score(str(gold), gold, match)[0] == 1.0
+    assert score(f"the {gold}.", gold, match)[0] == 1.0
+    assert score(other, gold, match)[0] < 1.0
+    assert score(str(gold), other, match)[0] < 1.0 or gold in ("5!", "x+y", "a - b")
 
 
-@pytest.mark.parametrize("gold", ["Paris", "C++", "1,000", "12,345,678", "$5", "5%", "No. 5", "Apollo 11.", "the 90s"])
-def test_a_gold_whose_number_stays_gets_no_note(gold):
-    assert StringMatch().gold_note([("row 1", gold)]) is None
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("5", "**5**"), ("18", "18!"), ("1,000", "1000"), ("12,345,678", "12345678"), ("$5", "5"), ("5%", "5"),
+     ("Apollo 11", "Apollo 11."), ("No. 5", "No 5"), ("Eiffel-Tower", "Eiffeltower"), ("AC/DC", "acdc"),
+     ("- 3 m", "-3 m"), ("J. R.", "J R")],
+)  # fmt: skip
+def test_other_punctuation_does_not_count(gold, answer):
+    assert score(answer, gold)[0] == 1.0
 
 
 def test_numbers_and_arrays_are_golds():

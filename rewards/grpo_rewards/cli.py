@@ -139,6 +139,7 @@ def _add_audit_options(command: Parser) -> None:
         help="name or mapping, a function in a file (rewards.py:score), or a recipe with all its rewards (recipe.yaml)",
     )
     add("--gold_column", metavar="NAME", help="column with the gold (default: the column that the reward reads)")
+    add("--right", metavar="COLUMN", help="column with a right completion, for a reward that verifies without a gold")
     add("--layout", metavar="TEXT", help="completion with {answer} in it (default: the layout that pays best)")
     add("--rows", type=int, default=24, metavar="N", help="rows to make wrong completions for (default: 24)")
     add("--seed", type=int, default=0, metavar="N", help="seed of the choice of rows (default: 0)")
@@ -542,6 +543,7 @@ def _audit(options: argparse.Namespace) -> int:
             [(row.number, row.columns) for row in rows],
             options.file,
             gold_column=options.gold_column,
+            right=options.right,
             layout=options.layout,
             most=options.rows,
             seed=options.seed,

@@ -335,3 +335,49 @@ def test_a_wrong_call_is_one_sentence(options, message, tmp_path, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+COUNTDOWN = [
+    {"nums": [20, 5], "target": 15, "right": "<think>\nMinus.\n</think>\n<answer>20 - 5</answer>", "formula": "20 - 5"},
+    {"nums": [7, 2, 4], "target": 9, "right": [{"role": "assistant", "content": "<answer>7 - 2 + 4</answer>"}],
+     "formula": "7 - 2 + 4"},
+    {"nums": [30, 6], "target": 36, "right": "It is:\n<answer>\n30 + 6\n</answer>", "formula": "30 + 6"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("right", ["right", "formula"])
+def test_a_reward_that_verifies_is_given_a_right_completion(right):
+    found = audited({"name": f"{SLOPPY}.countdown", "kind": "correctness"}, COUNTDOWN, right=right)
+    (verdict,) = found.verdicts
+    assert (verdict.setting.right, verdict.setting.wrong, verdict.unpaid) == (1.0, 0.0, [])
+    assert not found.found, paid_kinds(found)
+    assert found.kinds > 20
+
+
+def test_a_reward_that_verifies_is_not_told_of_another_layout_alone(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in COUNTDOWN))
+    reward = f"{{name: {SLOPPY}.countdown, kind: correctness}}"
+    assert main(["audit", str(path), "--reward", reward]) == 1
+    assert "name right completions by --right COLUMN if the reward verifies" in capsys.readouterr().out
+    assert main(["audit", str(path), "--reward", reward, "--right", "right"]) == 0
+    assert main(["audit", str(path), "--reward", reward, "--right", "none"]) == 2
+    assert "has no column `none` (--right)" in capsys.readouterr().err
+    assert main(["audit", str(path), "--reward", reward, "--right", "nums"]) == 2
+    assert "no gold in `nums` can be read: name the column by --right" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("<think>a</think>\n<final>\n3 + 4\n</final>\n", "3 + 4"),
+        ("So \\boxed{3 + 4}.", "3 + 4"),
+        ("Here:\n```python\nx = 1\n```\n", "x = 1"),
+        ("3 + 4", "3 + 4"),
+        ("<answer>a < b</answer>", "a < b"),
+    ],
+)
+def test_a_right_completion_is_read_where_it_states_its_answer(completion, answer):
+    question = question_of(1, {"right": completion}, "right", None, "right")
+    assert question is not None
+    assert question.golds == (answer,)

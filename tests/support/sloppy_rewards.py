@@ -178,3 +178,14 @@ def messages_only(prompts, completions, answer, **columns):
 
 def with_penalty(prompts, completions, answer, **columns):
     return [2 * score - 1 for score in careful(prompts, completions, answer)]
+
+
+def countdown(prompts, completions, nums, target, **columns):
+    """Verify that the last answer tag makes the target of the numbers: it compares with no gold."""
+    scores = []
+    for completion, numbers, goal in zip(completions, nums, target, strict=True):
+        answer = last_tagged(text_of(completion)) or ""
+        is_formula = re.fullmatch(r"\d+( [-+] \d+)*", answer) is not None
+        is_complete = sorted(map(int, re.findall(r"\d+", answer))) == sorted(numbers)
+        scores.append(float(is_formula and is_complete and eval(answer) == goal))
+    return scores

@@ -15,13 +15,14 @@ from functools import cached_property
 from typing import Any, Literal
 
 from grpo_rewards.choices import Choices, named_choice, read_choices, read_gold
-from grpo_rewards.completions import completion_text
+from grpo_rewards.completions import completion_text, fenced_blocks
 from grpo_rewards.math.answers import (
     RIGHT_VERDICTS,
     Number,
     accepted_golds,
     answer_number,
     compare,
+    extract_answer,
     gold_answer,
     number_text,
     parse_number,
@@ -140,7 +141,11 @@ def _is_equal_formula(golds: Sequence[str], answer: str) -> bool:
 
 
 def question_of(
-    number: int, columns: Mapping[str, Any], gold_column: str, solution_column: str | None
+    number: int,
+    columns: Mapping[str, Any],
+    gold_column: str,
+    solution_column: str | None,
+    right_column: str | None = None,
 ) -> Question | None:
     """Return the question of a row, or None if its gold can't be read.
 
@@ -149,11 +154,15 @@ def question_of(
         columns: columns of the row.
         gold_column: name of the column with the gold.
         solution_column: name of the column with a right answer, for a reward whose gold is none, such as tests.
+        right_column: name of the column with a right completion or answer, for a reward that verifies.
     """
     prompt = next((prompt_text(columns[name]) for name in PROMPT_COLUMNS if columns.get(name)), "")
     if solution_column is not None:
         solution = columns.get(solution_column)
         return Question(number, columns, prompt, (solution,), "program") if isinstance(solution, str) else None
+    if right_column is not None:
+        answer = _stated(completion_text(columns.get(right_column)))
+        return Question(number, columns, prompt, (answer,), "program") if answer else None
     gold = columns.get(gold_column)
     choice = _choice(columns, gold)
     if choice is not None:
@@ -163,6 +172,15 @@ def question_of(
         return Question(number, columns, prompt, (json.dumps(gold, ensure_ascii=False),), "object")
     golds = [text for entry in accepted_golds(gold) if (text := _gold_text(entry))]
     return Question(number, columns, prompt, tuple(golds), _form(golds[0])) if golds else None
+
+
+def _stated(completion: str) -> str:
+    """Return the answer of a right completion: in its last tag, where `extract: auto` looks, in a fence, or all."""
+    text = completion.strip()
+    if tagged := re.search(r"<(\w+)>([^<]*)</\1>\Z", text):
+        return tagged[2].strip()
+    fences = fenced_blocks(text)
+    return extract_answer(text, "auto") or (fences[-1][1].strip() if fences else text)
 
 
 def _choice(columns: Mapping[str, Any], gold: Any) -> tuple[Choices, str] | None:

@@ -95,11 +95,13 @@ def _verdict_parts(verdict: Verdict, most: int | None) -> Iterator[Part]:
     if verdict.unpaid:
         few = ", ".join(map(str, verdict.unpaid[:5])) + (", …" if len(verdict.unpaid) > 5 else "")
         count = f"{len(verdict.unpaid)} of {verdict.rows} rows ({few})"
-        yield Cell(
-            f"  the right answer earns no more than a wrong one in {count}: "
-            "if the reward reads another layout, name it by --layout",
-            "bad" if len(verdict.unpaid) == verdict.rows else "",
-        )
+        is_all, hint = len(verdict.unpaid) == verdict.rows, ": if the reward reads another layout, name it by --layout"
+        if is_all:
+            hint = (
+                ": name right completions by --right COLUMN if the reward verifies instead of comparing with a gold, "
+                "or its layout by --layout"
+            )
+        yield Cell(f"  the right answer earns no more than a wrong one in {count}{hint}", "bad" if is_all else "")
     rows = []
     for kind in sorted(verdict.kinds, key=lambda one: -one.best.share if one.best else 0.0):
         if kind.best is None or (not kind.paid and kind.best.share <= 0):

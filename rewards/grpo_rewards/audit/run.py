@@ -24,6 +24,7 @@ def audit_rows(
     file: object,
     *,
     gold_column: str | None = None,
+    right: str | None = None,
     layout: str | None = None,
     most: int = 24,
     seed: int = 0,
@@ -35,6 +36,7 @@ def audit_rows(
         rows: rows of a dataset.
         file: name of the dataset, for messages.
         gold_column: name of the column with the gold; None for the one that the rewards read.
+        right: name of the column with a right completion of each row, for a reward that compares with no gold.
         layout: completion with `{answer}` in it; None to search for the layout that pays best.
         most: largest number of audited rows.
         seed: seed of the choice of rows and of wrong answers.
@@ -42,7 +44,7 @@ def audit_rows(
     Raises:
         UserError: a reward can't be built or needs a column that the rows lack, or no gold can be read.
     """
-    auditor, pool = _auditor(specs, rows, file, gold_column, layout, most, seed)
+    auditor, pool = _auditor(specs, rows, file, gold_column, layout, most, seed, right)
     return auditor.audit(unreadable=len(rows) - len(pool))
 
 
@@ -77,23 +79,28 @@ def _auditor(
     layout: str | None = None,
     most: int = 24,
     seed: int = 0,
+    right: str | None = None,
 ) -> tuple[Auditor, list[Question]]:
     """Return the auditor of rewards on rows, and every question whose gold can be read."""
     rewards = build_rewards(specs, num_generations=GROUP)
     singles = different_rewards(rewards)
     columns = sorted({name for _, row in rows for name in row})
-    gold = gold_column or _gold_column(singles, columns, file)
+    if right is not None and right not in columns:
+        listed = ", ".join(f"`{name}`" for name in columns)
+        raise UserError(f"{file} has no column `{right}` (--right): it has {listed}")
+    gold = gold_column or right or _gold_column(singles, columns, file)
     names = [gold] if gold_column in (None, "answer") else [gold, "answer"]
     for reward in singles:
         check_columns(reward, [*columns, *names], file)
-    solution = _solution_column(singles, columns)
+    solution = _solution_column(singles, columns) if right is None else None
     pool: list[Question] = []
     for number, row in rows:
-        question = question_of(number, row, gold, solution)
+        question = question_of(number, row, gold, solution, right)
         if question is not None:
             pool.append(question)
     if not pool:
-        raise UserError(f"{file}: no gold in `{solution or gold}` can be read: name the column by --gold_column")
+        option = "--gold_column" if right is None else "--right"
+        raise UserError(f"{file}: no gold in `{solution or gold}` can be read: name the column by {option}")
     by_number = {str(question.number): question for question in pool}
     chosen = sorted(
         (by_number[number] for number in shuffled(list(by_number), seed)[:most]), key=lambda one: one.number

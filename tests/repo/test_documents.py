@@ -1,10 +1,9 @@
-"""README and the pages that it leads to: their commands, their figures, and how many clicks away an answer is."""
+"""README and the pages that it leads to: their figures, and how many clicks away an answer is."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,37 +15,7 @@ from tests.repo.test_site import build_site
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ("README.md", "docs/why.md", "docs/faq.md", "docs/references.md")
 PROGRAM = "grpo-recipes "
-
-
-def commands(page: str) -> Iterator[str]:
-    """Yield the complete commands of a page: between backquotes, or lines of a block of shell."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(?:bash|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
-    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    yield from (line for line in [*lines, *re.findall(r"`([^`]+)`", outside)] if line.startswith(PROGRAM))
-
-
-ALL = [(page, command) for page in PAGES for command in dict.fromkeys(commands(page))]
-
-
-@pytest.mark.parametrize(("page", "command"), ALL, ids=[command for _, command in ALL])
-def test_a_command_of_a_page(page: str, command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`plan` runs as it stands, or refuses where the page says so; the others are commands with such options."""
-    verb, *rest = shlex.split(command.removeprefix(PROGRAM))
-    if verb == "plan" and rest and "RECIPE" not in rest:
-        refused = any(option in rest for option in ("--lerning_rate", "--dataset.size")) or "7" in rest
-        assert cli.main([verb, *rest]) == (2 if refused else 0)
-        assert "Traceback" not in capsys.readouterr().err
-        return
-    with pytest.raises(SystemExit):
-        cli.main([verb, "--help"])
-    known = capsys.readouterr().out
-    assert f"grpo-recipes {verb}" in known, "there is such a command"
-    options = [word for word in rest if word.startswith("--")]
-    assert all(option in known or option == "--rewards" for option in options)
 
 
 def test_the_recipe_in_the_readme_is_one(tmp_path: Path) -> None:

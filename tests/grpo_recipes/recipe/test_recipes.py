@@ -106,7 +106,8 @@ def test_the_table_of_recipes_has_a_row_with_the_command(recipe: Path) -> None:
     table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
     (row,) = [line for line in table.splitlines() if line.startswith(f"| [{recipe.stem}]({recipe.name})")]
     assert len([cell for cell in row.split("|")[1:-1] if cell.strip()]) == 6
-    assert "--config" in row or "make quickstart" in row
+    commands = (f"--config {recipe.stem}`", f"`grpo-recipes train {recipe.stem} ", "`make quickstart`")
+    assert any(command in row for command in commands)
 
 
 def test_every_path_in_the_seeds_table_exists() -> None:

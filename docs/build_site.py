@@ -1,9 +1,9 @@
 """Build the documentation as a site in build/site: python docs/build_site.py, from a checkout (`make docs`).
 
-The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands, the Python API and
-the errors. Each is written to build/docs with its links turned to the other pages, or, where a link leads to another
-file of the repository, to that file on the web; mkdocs then builds the site and fails on a link, an anchor or a page
-that is missing.
+The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands and the Python API,
+which are committed in docs/ and renewed here, and the errors, which only the site has. Each is written to build/docs with
+its links turned to the other pages, or, where a link leads to another file of the repository, to that file on the web;
+mkdocs then builds the site and fails on a link, an anchor or a page that is missing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class MissingTarget(ValueError):
 
 
 def main() -> int:
-    """Build the site. Returns mkdocs' exit code."""
+    """Renew the committed pages and build the site. Returns mkdocs' exit code."""
+    for place, make in COMMITTED.items():
+        (ROOT / "docs" / place).write_text(make(), encoding="utf-8")
     return build(pages(), ROOT)
 
 
@@ -87,11 +89,11 @@ def how_to_pages() -> set[str]:
 
 def pages() -> dict[str, str]:
     """Every page of the site by its place: its Markdown, with links as the site has them."""
-    return {**written_pages(), **{place: make() for place, make in MADE.items()}}
+    return {**written_pages(), "errors.md": error_pages.page(SOURCE_URL)}
 
 
 def written_pages() -> dict[str, str]:
-    """Return the hand-written pages with their links as the site has them.
+    """Return the pages of the repository with their links as the site has them.
 
     Raises:
         MissingTarget: If a link leads nowhere.
@@ -107,7 +109,7 @@ def relinked(source: str, places: Mapping[str, str]) -> str:
     def target_of(link: re.Match[str]) -> str:
         path, anchor = link[1], link[2] or ""
         target = PurePosixPath(os.path.normpath(PurePosixPath(source).parent / path)).as_posix()
-        place = places.get(target) or MADE_AT.get(target)
+        place = places.get(target)
         if place is None and not (ROOT / target).exists():
             raise MissingTarget(f"{source}: the link to {path} leads nowhere")
         if place is None and any(PurePosixPath(target).match(f"docs/**/{pattern}") for pattern in ASSETS):
@@ -229,19 +231,8 @@ def docstring(thing: object) -> str:
     return re.sub(r"^(Args|Attributes|Returns|Raises):\n((?: {4}.*\n?|\n)+)", as_list, text, flags=re.MULTILINE)
 
 
-def errors_page() -> str:
-    """Every refusal, with an anchor."""
-    return error_pages.page(SOURCE_URL)
-
-
-MADE: Mapping[str, Callable[[], str]] = {
-    "commands.md": commands_page,
-    "python.md": python_page,
-    "errors.md": errors_page,
-}
-"""The pages that are made here, by their places."""
-
-MADE_AT = {f"docs/{place}": place for place in MADE}
+COMMITTED: Mapping[str, Callable[[], str]] = {"commands.md": commands_page, "python.md": python_page}
+"""The pages in docs/ that are made here."""
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def lines_of(path: Path) -> Iterator[str]:
     for line in re.sub(r" *\\\n\s*", " ", text).splitlines():
         if line.startswith("```"):
             block = line.removeprefix("```") if block is None else None
-        elif block in ("bash", "console") or line.startswith("  "):
+        elif block in ("bash", "console") or (block is None and line.startswith("  ")):
             yield line.strip().removeprefix("$ ")
         elif block is None:
             prose.append(line)
@@ -114,7 +114,7 @@ def check_make(words: Sequence[str]) -> None:
 def check_python(words: Sequence[str]) -> None:
     """Look up a script, and its options in its text."""
     if words[:2] == ["-m", "grpo_recipes.train"]:
-        if words[2:]:
+        if words[2:] not in ([], ["--help"]):
             assert words[2] == "--config"
             check_recipe(words[3], words[4:])
         return

@@ -34,8 +34,8 @@ a worked example for each task.
 
 REWARDS = """
 An entry is a name (`grpo-rewards list`), the dotted path of your own function, or a mapping of `name`, `weight` (1),
-`alias` (its name in logs) and `kwargs` (the arguments of its constructor). [docs/rewards.md](rewards.md) has the
-details.
+`alias` (its name in logs) and `kwargs` (the arguments of its constructor). The mapping of a reward of your own may have
+`kind`, `highest_pay` and `passes_at`. [docs/rewards.md](rewards.md) has the details.
 """
 
 TRL_HEAD = """

@@ -5,7 +5,8 @@ names and amounts make no difference. Without a recipe, it must consist of one r
 the right answer.
 
 Each reward of the recipe is also measured by itself, without its weight. A completion *passes* a correctness reward if
-it earns the most, where a number in another form counts as equal.
+it earns the most, where a number in another form counts as equal. It passes a reward of the user's own from the score
+`passes_at` of the spec on, or, if the reward judges correctness, from its `highest_pay` on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from grpo_rewards.registry import (
     resolve,
     spec_parts,
 )
-from grpo_rewards.reward import BaseReward, Kind
+from grpo_rewards.reward import BaseReward, Kind, is_passing, reaches
 from grpo_rewards.terminal import visible
 
 PAY, PASSED = "reward/{}", "passed/{}"
@@ -216,9 +217,24 @@ class MeasuredReward:
     name: str
     function: Callable[..., Any]
     passing: BaseReward | None
-    """Reward that a passing completion earns in full, or None if the reward does not judge correctness."""
+    """Reward of this package that a passing completion earns in full, or None if the reward is not such a judge."""
     spec: Mapping[str, Any] = field(default_factory=dict)
     """Spec of the recipe without the weight, which does not matter."""
+    passes_at: float | None = None
+    """Smallest score of a completion that passes any other reward, or None if that is not known."""
+    highest_pay: float | None = None
+    """Largest score of one completion, or None if it is not known."""
+
+    @property
+    def has_verdict(self) -> bool:
+        """True if it is known which completions pass."""
+        return self.passing is not None or self.passes_at is not None
+
+    def passed(self, texts: Sequence[str], scores: Sequence[float | None], columns: Columns) -> list[bool]:
+        """Return True for each completion that passes. `has_verdict` must be true."""
+        if self.passing is not None:
+            return is_right((self.passing,), texts, columns)
+        return [score is not None and bool(is_passing(score, self.passes_at)) for score in scores]
 
     def scores(self, prompts: Sequence[Prompt], completions: Sequence[Any], columns: Columns) -> list[float | None]:
         """Return the score of each completion, or None for one that the reward can't score.
@@ -241,8 +257,12 @@ class MeasuredReward:
             scores = asyncio.run(scores)
         values = listed_scores(self.name, scores, len(messages))
         for value in values:
-            if value is not None and not math.isfinite(value):
+            if value is None:
+                continue
+            if not math.isfinite(value):
                 raise ValueError(f"{value} is no finite number")
+            if self.highest_pay is not None and not reaches(self.highest_pay, value):
+                raise ValueError(f"{value:g} is more than its `highest_pay` {self.highest_pay:g}: correct its spec")
         return [None if value is None else float(value) for value in values]
 
     def fails_on(self, row: Mapping[str, Any], samples: int) -> str | None:
@@ -286,7 +306,7 @@ def measurable_rewards(
         judge = judging_reward(mapping)
         passing = judge.with_unit_pay() if judge is not None and judge.kind == "correctness" else None
         unweighted = {key: value for key, value in mapping.items() if key != "weight"}
-        reward = MeasuredReward(built.name, built.function, passing, unweighted)
+        reward = MeasuredReward(built.name, built.function, passing, unweighted, built.passes_at, built.highest_pay)
         reason = _obstacle(built, samples, is_trusted=is_trusted) or reward.fails_on(row, samples)
         if reason is None:
             measured.append(reward)
@@ -326,7 +346,7 @@ def reward_columns(rewards: Iterable[MeasuredReward]) -> dict[str, ColumnKind]:
     columns: dict[str, ColumnKind] = {}
     for reward in rewards:
         columns[PAY.format(reward.name)] = NUMBERS
-        if reward.passing is not None:
+        if reward.has_verdict:
             columns[PASSED.format(reward.name)] = BOOLEANS
     return columns
 
@@ -347,7 +367,7 @@ def reward_values(
             raise UserError(f"reward `{reward.name}` can't score the held-out rows ({_reason(error)})") from error
         # In pandas None becomes NaN only with the type given.
         values[PAY.format(reward.name)] = pd.Series(scores, dtype="float64")
-        if reward.passing is not None:
+        if reward.has_verdict:
             texts = [completion_text(completion) for completion in completions]
-            values[PASSED.format(reward.name)] = is_right((reward.passing,), texts, columns)
+            values[PASSED.format(reward.name)] = reward.passed(texts, scores, columns)
     return values

@@ -13,6 +13,7 @@ import pandas as pd
 from grpo_recipes.reports.charts import number
 from grpo_recipes.reports.run import PARTS, Run, last_message
 from grpo_recipes.reports.transcript import Part, limited
+from grpo_rewards.reward import is_passing
 
 EXAMPLES = 4
 HEAD, TAIL = 500, 300
@@ -146,7 +147,7 @@ def _card(run: Run, title: str, why: str, row: pd.Series, tags: Sequence[str]) -
             score = row[reward.name]
             pays.append((reward.name, "–" if pd.isna(score) else number(float(score))))
             if reward.kind == "correctness" and not pd.isna(score):
-                verdicts.append(score > 0)
+                verdicts.append(bool(is_passing(score, reward.passes_at)))
     completion, advantage = str(row["completion"]), row.get("advantage")
     parts: list[Part] = row[PARTS]
     return Card(

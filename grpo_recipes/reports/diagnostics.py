@@ -57,6 +57,7 @@ from grpo_recipes.reports.update_checks import (
 )
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.registry import RewardSpecError, attribute_name
+from grpo_rewards.reward import is_passing
 from grpo_rewards.terminal import Cell, Part, Table, visible
 
 LATEST_TEXTS = 1000
@@ -353,10 +354,11 @@ def plateau(run: Run) -> Found | str:
     change = f"in the second half of the run the reward goes from {late.start:.2f} to {late.end:.2f}"
     if better := _better(run, late.steps[0] - 1):
         return f"in the second half of the run {better}"
-    # If the highest pay is unknown, the best of the logged completions shows it: NaN, if none was logged.
-    highest = highest_total(run) or run.rows["total"].max()
-    if is_near_best(run, PLATEAU_NEAR_BEST) or reward.end >= PLATEAU_NEAR_BEST * highest > 0:
+    if is_near_best(run, PLATEAU_NEAR_BEST):
         return f"{change}, and has little room to rise"
+    # If the highest pay is unknown, the best of the logged completions may be it: NaN, if none was logged.
+    if highest_total(run) is None and reward.end >= PLATEAU_NEAR_BEST * run.rows["total"].max() > 0:
+        return f"{change}, which is near the best that any logged completion earned"
     if run.series("frac_reward_zero_std").end >= SOLVED_LIMIT:
         return f"{change}, because most groups have no variance"
     if run.recipe.get("sampling"):
@@ -698,30 +700,48 @@ def _strict_accuracy_rises(run: Run) -> bool:
 def _groups(run: Run) -> pd.DataFrame:
     """Return a table of the logged groups.
 
-    Columns: step, mean reward, spread, size, characters, and `identical`, True if all texts are.
+    Columns: step, mean reward, size, characters, and `identical`, True if all texts are.
     """
     grouped = run.rows.groupby(["step", "prompt"], sort=False)
     table = grouped.agg(
         reward=("total", "mean"),
-        highest=("total", "max"),
-        lowest=("total", "min"),
         texts=("completion", "nunique"),
         characters=("characters", "sum"),
         size=("completion", "size"),
     ).reset_index()
-    table["spread"] = table["highest"] - table["lowest"]
     table["identical"] = table["texts"] == 1
     return table
 
 
 def _easy_or_hard(run: Run) -> str:
-    """Return a clause on the zero-variance groups: those with a reward in the upper half of the range are easy."""
-    groups, totals = _groups(run), run.rows["total"]
-    flat = groups[groups["spread"] < 1e-9] if len(groups) else groups
-    if not len(flat) or totals.max() - totals.min() < 1e-9:
+    """Return a clause on how many zero-variance groups are easy, or "" if it is not known what earns much."""
+    much = _earns_much(run)
+    if much is None:
         return ""
-    easy = (flat["reward"] > (totals.max() + totals.min()) / 2).mean()
+    grouped = run.rows.assign(much=much).groupby(["step", "prompt"])
+    groups = grouped.agg(highest=("total", "max"), lowest=("total", "min"), easy=("much", "all"))
+    flat = groups[groups["highest"] - groups["lowest"] < 1e-9]
+    if not len(flat):
+        return ""
+    easy = flat["easy"].mean()
     return f" (of those logged, {easy:.0%} are too easy: all earn much; {1 - easy:.0%} too hard: all earn little)"
+
+
+def _earns_much(run: Run) -> pd.Series | None:
+    """Return True for each logged completion that earns much, or None if it is not known what that is.
+
+    It earns much if it passes, or, without a reward that declares what passes, more than half of the highest total.
+    """
+    rows = run.rows
+    judges = [reward for reward in run.rewards if reward.weight > 0 and reward.passes_at is not None]
+    logged = [is_passing(rows[f"pay/{one.name}"], one.passes_at) for one in judges if f"pay/{one.name}" in rows]
+    if logged:
+        return pd.concat(logged, axis=1).all(axis=1)
+    highest = highest_total(run)
+    if highest is None:
+        return None
+    low, high = min(0.0, rows["total"].min()), max(highest, rows["total"].max())
+    return rows["total"] > (low + high) / 2
 
 
 def _weighted_variances(run: Run, reward: RunReward) -> dict[int, float]:

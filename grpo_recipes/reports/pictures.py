@@ -347,7 +347,7 @@ def _held_out(runs: Sequence[Run]) -> Iterator[Chart | str]:
             "held-out-accuracy",
             "Accuracy on the held-out split while training",
             "share right",
-            "Completions with a positive correctness reward. Whiskers: 95 % intervals.",
+            "Completions that pass a correctness reward. Whiskers: 95 % intervals.",
             lines,
             points=points,
         )

@@ -19,6 +19,7 @@ from grpo_recipes.reports.transcript import Part as Turn
 from grpo_recipes.reports.transcript import limited
 from grpo_rewards.explain import json_values, score_line
 from grpo_rewards.registry import BuiltReward
+from grpo_rewards.reward import is_passing, reaches
 from grpo_rewards.terminal import Cell, Labelled, Part, Table
 
 SHOWN_PROMPTS = 4
@@ -311,7 +312,7 @@ def _summary(reward: BuiltReward, groups: Sequence[Group]) -> RewardSummary:
     scored = [score for score in scores if score is not None]
     mean = fmean(scored) if scored else None
     highest = reward.highest_pay
-    full = None if highest is None else sum(score == highest for score in scored) / len(scores)
+    full = None if highest is None else sum(reaches(score, highest) for score in scored) / len(scores)
     varies = sum(_varies(group.scores(reward.name)) for group in groups)
     return RewardSummary(reward, mean, full, len(scores) - len(scored), varies)
 
@@ -377,36 +378,74 @@ def too_hard_or_easy(preview: Preview) -> Iterator[str]:
     flat, count = preview.flat_groups(), len(preview.groups)
     if len(flat) <= FLAT_GROUPS_LIMIT * count:
         return
-    low, high = _range(preview)
-    totals = [fmean(group.totals()) for group in flat if group.totals()]
-    easy = sum(total > low + EASY * (high - low) for total in totals)
-    if high - low <= _FLAT or not totals:
+    totals = [total for group in preview.groups for total in group.totals()] or [0.0]
+    judged = _earn_much(preview, flat)
+    if judged:
+        easy = sum(judged)
+        if easy > len(judged) / 2:
+            yield (
+                f"too easy: in {easy} of {count} groups all completions earn much, so nothing is learned from them: "
+                "keep harder rows (`dataset.pass_rate`), or raise `temperature`"
+            )
+        else:
+            yield (
+                f"too hard: in {len(judged) - easy} of {count} groups all completions earn little, so nothing is "
+                "learned from them: keep easier rows (`dataset.pass_rate`), raise `num_generations`, or begin with a "
+                "policy that solves some (`model_name_or_path`)"
+            )
+    elif max(totals) - min(totals) <= _FLAT:
         yield (
             f"{len(flat)} of {count} groups have zero variance, and all completions earn the same: check `rewards` "
-            "against the completions above"
-        )
-    elif easy > len(totals) / 2:
-        yield (
-            f"too easy: in {easy} of {count} groups all completions earn much, so nothing is learned from them: keep "
-            "harder rows (`dataset.pass_rate`), or raise `temperature`"
+            f"against the completions above{_undeclared(preview)}"
         )
     else:
         yield (
-            f"too hard: in {len(totals) - easy} of {count} groups all completions earn little, so nothing is learned "
-            "from them: keep easier rows (`dataset.pass_rate`), raise `num_generations`, or begin with a policy that "
-            "solves some (`model_name_or_path`)"
+            f"{len(flat)} of {count} groups have zero variance, so nothing is learned from them: raise "
+            f"`num_generations` or `temperature`, or train on other rows{_undeclared(preview)}"
         )
 
 
-def _range(preview: Preview) -> tuple[float, float]:
-    """Return the lowest and the highest total: of the completions, or what the rewards can pay if that is known."""
-    totals = [total for group in preview.groups for total in group.totals()] or [0.0]
+def _earn_much(preview: Preview, flat: Sequence[Group]) -> list[bool]:
+    """Return True for each zero-variance group whose completions earn much, and False for the others.
+
+    The completions of a group earn much if all of them pass, or, without a reward that says what passes, if they earn
+    more than half of what the rewards can pay. Groups without a score are left out. If neither is known, the list is
+    empty.
+    """
+    judges = [reward for reward in preview.rewards if reward.weight > 0 and reward.passes_at is not None]
+    if judges:
+        much = []
+        for group in flat:
+            scores = [(judge, score) for judge in judges for score in group.scores(judge.name)]
+            if scores:
+                much.append(all(is_passing(score, judge.passes_at) for judge, score in scores))
+        return much
     highest = 0.0
     for reward in preview.rewards:
         if reward.weight and (reward.highest_pay is None or reward.weight < 0):
-            return min(0.0, *totals), max(totals)
+            return []
         highest += reward.weight * (reward.highest_pay or 0.0)
-    return min(0.0, *totals), max(highest, *totals)
+    totals = [total for group in preview.groups for total in group.totals()] or [0.0]
+    low, high = min(0.0, *totals), max(highest, *totals)
+    if high - low <= _FLAT:
+        return []
+    return [fmean(group.totals()) > low + EASY * (high - low) for group in flat if group.totals()]
+
+
+def _undeclared(preview: Preview) -> str:
+    """Return a clause that names the rewards whose highest pay is not known, or ""."""
+    names = [f"`{reward.name}`" for reward in preview.rewards if reward.weight and reward.highest_pay is None]
+    if not names:
+        return ""
+    return f". Set `highest_pay` in the spec of {' and '.join(names)}, to learn which rows to keep"
+
+
+def paid_above(preview: Preview) -> Iterator[str]:
+    """Name the rewards that pay more than their declared highest pay."""
+    for reward in preview.rewards:
+        most = max((score for group in preview.groups for score in group.scores(reward.name)), default=None)
+        if most is not None and reward.highest_pay is not None and not reaches(reward.highest_pay, most):
+            yield f"`{reward.name}` pays {most:g}, more than its `highest_pay` {reward.highest_pay:g}: correct its spec"
 
 
 def another_tag_opened(preview: Preview) -> Iterator[str]:
@@ -435,12 +474,13 @@ def format_never_met(preview: Preview) -> Iterator[str]:
 def never_right(preview: Preview) -> Iterator[str]:
     """Suggest another place to look for the answer if no completion earns anything from a correctness reward."""
     texts = [one.text for one in preview.completions]
-    for summary in preview.summaries():
-        if summary.reward.kind != "correctness" or summary.mean is None or summary.mean > 0:
+    for reward in preview.rewards:
+        scores = [score for group in preview.groups for score in group.scores(reward.name)]
+        if reward.kind != "correctness" or not scores or any(is_passing(score, reward.passes_at) for score in scores):
             continue
-        note = summary.reward.declared.unparsed_note(texts)
+        note = reward.declared.unparsed_note(texts)
         reason = f": {note}. Ask for an answer in the prompt, or set `extract` in `rewards`" if note else ""
-        yield f"`{summary.reward.name}` pays for none of {len(texts)} completions{reason}"
+        yield f"`{reward.name}` pays for none of {len(texts)} completions{reason}"
 
 
 def cut_at_the_cap(preview: Preview) -> Iterator[str]:
@@ -486,6 +526,7 @@ def memory_too_small(preview: Preview) -> Iterator[str]:
 CHECKS: tuple[Callable[[Preview], Iterator[str]], ...] = (
     memory_too_small,
     unscorable,
+    paid_above,
     another_tag_opened,
     format_never_met,
     never_right,

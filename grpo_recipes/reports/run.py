@@ -34,6 +34,7 @@ from grpo_rewards.errors import one_line
 from grpo_rewards.files import UnreadableFile, open_ordinary, relative_to
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import REGISTERED, TRL_REWARDS, resolve
+from grpo_rewards.reward import is_passing
 
 STATE = "trainer_state.json"
 STATE_BYTES = 1 << 28
@@ -290,12 +291,15 @@ class RunReward:
     """Rewards that a `sum` adds."""
     highest_pay: float | None = None
     """Highest value for one completion, without the weight, or None if it is unknown."""
+    passes_at: float | None = None
+    """Smallest value of a completion that passes, or None if it is unknown."""
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> RunReward:
         """Return the reward that an entry of `run.json` describes."""
         parts = tuple(map(cls.from_dict, entry.get("parts", ())))
-        return cls(entry["name"], entry.get("weight", 1.0), entry.get("kind", "other"), parts, entry.get("highest_pay"))
+        highest_pay, passes_at = entry.get("highest_pay"), entry.get("passes_at")
+        return cls(entry["name"], entry.get("weight", 1.0), entry.get("kind", "other"), parts, highest_pay, passes_at)
 
 
 @dataclass(frozen=True)
@@ -502,11 +506,11 @@ class Run:
     def held_out_accuracy(self) -> list[tuple[int, Estimate]]:
         """Return the accuracy of each evaluation during training, with its step.
 
-        The accuracy is the share of completions for which a correctness reward is positive, among those that one can
+        The accuracy is the share of completions that pass a correctness reward (`is_passing`), among those that one can
         score. Its interval is clustered by prompt. The list is empty if the recipe has no correctness reward outside a
         `sum`.
         """
-        judges = [reward.name for reward in self.rewards if reward.kind == "correctness"]
+        judges = {reward.name: reward for reward in self.rewards if reward.kind == "correctness"}
         columns: dict[str, files.Kind] = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS}
         columns |= {f"{name}?": files.NUMBERS for name in judges}
         verdicts: dict[int, tuple[list[float], list[str]]] = {}
@@ -516,7 +520,8 @@ class Run:
                 scores = batch[[name for name in judges if name in batch.columns]]
                 if scores.empty:
                     continue
-                is_scored, is_right = scores.notna().any(axis=1), (scores > 0).any(axis=1)
+                is_scored = scores.notna().any(axis=1)
+                is_right = scores.apply(lambda column: is_passing(column, judges[column.name].passes_at)).any(axis=1)
                 scored = batch[is_scored]
                 for step, prompt, right in zip(scored["step"], scored["prompt"], is_right[is_scored], strict=True):
                     of_step, prompts = verdicts.setdefault(int(step), ([], []))

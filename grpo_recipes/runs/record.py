@@ -52,8 +52,9 @@ SHAPE: Shape = {
             "source": TEXT,
             "weight?": NUMBER,
             "kind?": TEXT,
-            "parts?": [{"name": TEXT, "highest_pay?": NUMBER_OR_NULL}],
+            "parts?": [{"name": TEXT, "highest_pay?": NUMBER_OR_NULL, "passes_at?": NUMBER_OR_NULL}],
             "highest_pay?": NUMBER_OR_NULL,
+            "passes_at?": NUMBER_OR_NULL,
         }
     ],
     "versions?": {},
@@ -133,6 +134,7 @@ def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[di
             "weight": reward.weight,
             "kind": reward.kind,
             "highest_pay": reward.highest_pay,
+            "passes_at": reward.passes_at,
             "parts": _described(spec_parts(spec), reward.parts),
         }
         described.append(entry)

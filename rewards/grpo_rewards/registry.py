@@ -3,14 +3,15 @@
 A spec is a name (registered, or a dotted path), or one of the mappings
 
     {name: gsm8k_correctness, weight: 1.0, alias: strict, kwargs: {extract: hashes}}
-    {name: my_rewards.unit_tests, kind: correctness}
+    {name: my_rewards.unit_tests, kind: correctness, highest_pay: 1.0, passes_at: 1.0}
     {name: my_rewards.py:unit_tests}
     {name: sum, rewards: [spec, ...], weight: 1.0, alias: total}
     {name: gate, reward: spec, only_if: spec, at_least: 1.0, weight: 1.0, alias: gated}
 
 A class is instantiated, with `kwargs` or without arguments. A plain function is the reward itself. With `kwargs` (even
 `{}`) it is a factory, which is called with them. A dataclass instance is the reward itself, with `kwargs` replacing its
-fields. A registered name stands for its class. `kind` sets the kind of a reward that declares none.
+fields. A registered name stands for its class. `kind`, `highest_pay` and `passes_at` are declarations for a reward that
+declares none: its kind, its largest score, and the smallest score of a completion that passes.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ TRL_REWARDS: Mapping[str, tuple[Kind, float]] = {
     "get_repetition_penalty_reward": ("other", 0.0),
     "repetition_penalty_reward": ("other", 0.0),
 }
-_SPEC_KEYS = ("name", "weight", "alias", "kind", "kwargs")
+_SPEC_KEYS = ("name", "weight", "alias", "kind", "highest_pay", "passes_at", "kwargs")
 # Keys of the rewards made of others. They have no `kwargs`: each part has its own.
 _COMPOSED_KEYS: Mapping[str, tuple[str, ...]] = {
     "sum": ("name", "weight", "alias", "rewards"),
@@ -83,7 +84,9 @@ class RewardSpecError(UserError):
 class BuiltReward:
     """Reward as a trainer takes it, with `function.__name__ == name`, a unique name and a finite weight.
 
-    `highest_pay` is the largest score of one completion, before the weight, or None if it is not known.
+    `highest_pay` is the largest score of one completion, before the weight, or None if it is not known. `passes_at` is
+    the smallest score of a completion that passes, or None if that is not known or the reward is one of this package,
+    whose method `passed` decides.
     """
 
     function: Reward
@@ -91,6 +94,7 @@ class BuiltReward:
     name: str
     kind: Kind = "other"
     highest_pay: float | None = None
+    passes_at: float | None = None
 
     @property
     def unbound(self) -> Reward:
@@ -512,8 +516,7 @@ class _Builder:
         alias = spec.get("alias") or callable_name(function)
         if not isinstance(alias, str):
             raise RewardSpecError(f"reward `{name}`: alias must be a string, not {alias!r}")
-        built = _with_declarations(_named(function, alias), weight, name)
-        return replace(built, kind=_checked_kind(name, spec["kind"], built)) if "kind" in spec else built
+        return _with_spec(_with_declarations(_named(function, alias), weight, name), name, spec)
 
     def build_sum(self, spec: Mapping[str, Any]) -> SumReward:
         parts = self.build_all(spec.get("rewards", ()))
@@ -577,6 +580,29 @@ def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[s
         return check(*args)
     except Exception as error:  # the user's own constructor may raise any error
         raise RewardSpecError(f"reward `{name}`: {scrubbed(_described(error), secret_values(kwargs))}") from error
+
+
+def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltReward:
+    """Return a reward with the declarations of its spec."""
+    if "kind" in spec:
+        built = replace(built, kind=_checked_kind(name, spec["kind"], built))
+    if "highest_pay" in spec:
+        if built.highest_pay is not None:
+            raise RewardSpecError(
+                f"reward `{name}`: `highest_pay` is {built.highest_pay:g} and can't be set: remove it"
+            )
+        built = replace(built, highest_pay=_checked(name, checked_number, spec["highest_pay"], "highest_pay"))
+    if "passes_at" not in spec:
+        is_judge = built.kind == "correctness" and own_name(name) is None and not built.parts
+        return replace(built, passes_at=built.highest_pay) if is_judge else built
+    if own_name(name) is not None:
+        raise RewardSpecError(f"reward `{name}`: it decides itself which completions pass: remove `passes_at`")
+    passes_at = _checked(name, checked_number, spec["passes_at"], "passes_at")
+    if built.highest_pay is not None and passes_at > built.highest_pay:
+        raise RewardSpecError(
+            f"reward `{name}`: `passes_at` {passes_at:g} is above `highest_pay` {built.highest_pay:g}: correct one"
+        )
+    return replace(built, passes_at=passes_at)
 
 
 def _checked_kind(name: str, kind: Any, built: BuiltReward) -> Kind:

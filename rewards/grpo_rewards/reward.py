@@ -61,6 +61,24 @@ def checked_positive(value: Any, key: str) -> float:
     return number
 
 
+def reaches(score: Any, pay: float) -> Any:
+    """Return True if a score is at least `pay`, up to the rounding of float32, in which trainers keep scores.
+
+    `score` may also be an array or a pandas object, which is compared by element.
+    """
+    return score >= pay - 1e-6 * abs(pay)
+
+
+def is_passing(score: Any, passes_at: float | None) -> Any:
+    """Return True if a score of a correctness reward is that of a right completion; any positive one if not known.
+
+    Args:
+        score: score, or scores as in `reaches`.
+        passes_at: smallest score of a right completion; None if it is not known.
+    """
+    return score > 0 if passes_at is None else reaches(score, passes_at)
+
+
 def check_count(value: Any, key: str, least: int = 1, most: float = math.inf) -> None:
     """Raise ValueError with the name of the key unless `value` is an integer from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:

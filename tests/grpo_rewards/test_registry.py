@@ -384,6 +384,37 @@ def test_a_kind_is_one_of_five_and_belongs_to_rewards_that_declare_none():
         one({"name": "tag_count", "kind": "length"})
 
 
+@pytest.mark.parametrize(
+    ("keys", "declared"),
+    [
+        ({"kind": "correctness", "highest_pay": 2}, ("correctness", 2.0, 2.0)),
+        ({"kind": "correctness", "highest_pay": 2, "passes_at": "5e-1"}, ("correctness", 2.0, 0.5)),
+        ({"highest_pay": 2}, ("other", 2.0, None)),
+        ({"passes_at": 1}, ("other", None, 1.0)),
+        ({"kind": "correctness"}, ("correctness", None, None)),
+    ],
+)
+def test_a_spec_declares_what_a_reward_of_ones_own_pays_and_what_passes(keys, declared):
+    built = one({"name": f"{HERE}.length_reward", **keys})
+    assert (built.kind, built.highest_pay, built.passes_at) == declared
+    total = one({"name": "sum", "rewards": [{"name": f"{HERE}.length_reward", **keys}, "tag_count"]})
+    assert total.highest_pay == (None if declared[1] is None else declared[1] + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"name": "tag_count", "highest_pay": 1}, "`tag_count`: `highest_pay` is 1 and can't be set: remove it$"),
+        ({"name": "gsm8k_correctness", "passes_at": 1}, "decides itself which completions pass: remove `passes_at`$"),
+        ({"name": f"{HERE}.length_reward", "highest_pay": "all"}, "highest_pay must be a finite number, not 'all'$"),
+        ({"name": f"{HERE}.length_reward", "highest_pay": 1, "passes_at": 2}, "`passes_at` 2 is above `highest_pay` 1"),
+    ],
+)
+def test_a_declaration_that_cannot_be_true_is_refused(spec, message):
+    with pytest.raises(RewardSpecError, match=message):
+        one(spec)
+
+
 def test_the_leaves_carry_their_weight_in_the_total():
     gated = {
         "name": "gate",
@@ -718,7 +749,8 @@ def test_the_arguments_that_a_factory_needs_are_listed(kwargs, message):
         ({"name": "gate", "kwargs": {}},
          "reward `gate`: unknown key `kwargs`: its keys are name, weight, alias, reward, only_if, at_least$"),
         ({"name": "tag_count", "x": []},
-         "reward `tag_count`: unknown key `x`: its keys are name, weight, alias, kind, kwargs$"),
+         "reward `tag_count`: unknown key `x`: its keys are name, weight, alias, kind, "
+         "highest_pay, passes_at, kwargs$"),
         ({"name": ""}, "a reward is a name or a mapping with the key `name`, not {'name': ''}$"),
         ({"name": "math.pi"}, "reward `math.pi` is a float, which can't be called as a reward$"),
     ],

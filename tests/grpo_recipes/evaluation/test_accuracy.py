@@ -108,6 +108,28 @@ def test_several_samples_give_pass_at_k(evaluated: Callable) -> None:
     assert correctness["majority"]["value"] == 0.5
 
 
+def pays_a_floor(completions: list, answer: list, **columns: Any) -> list[float]:
+    return [
+        0.9 if completion[0]["content"].endswith(f" {gold}") else 0.1
+        for completion, gold in zip(completions, answer, strict=True)
+    ]
+
+
+def test_a_reward_of_ones_own_that_declares_what_passes_has_accuracy_and_pass_at_k(
+    evaluated: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = {"name": f"{HERE}pays_a_floor", "kind": "correctness", "highest_pay": 1.0, "passes_at": 0.9}
+    options = ("--samples", "2", "--temperature", "1")
+    found = evaluated([CORRECT, mine], *options)["rewards"]
+    for key in ("passed", "pass_at", "majority"):
+        assert found["pays_a_floor"][key] == found["gsm8k_correctness"][key]
+    assert re.search(r"pays_a_floor .*@1 0\.750 \[.*@2 1\.000 \[", capsys.readouterr().out)
+    unknown = evaluated([{"name": f"{HERE}pays_a_floor", "kind": "correctness"}], *options, name="unknown")["rewards"]
+    assert "passed" not in unknown["pays_a_floor"]
+    evaluated([{**mine, "highest_pay": 0.5, "passes_at": 0.5}], *options, name="false", code=2)
+    assert "0.9 is more than its `highest_pay` 0.5" in capsys.readouterr().err
+
+
 def test_a_task_without_golds_is_evaluated_and_compared(
     evaluated: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

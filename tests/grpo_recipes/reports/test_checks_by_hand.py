@@ -658,7 +658,7 @@ GROUPS = scored([(1, 0, 0.0), (1, 0, 0.0), (2, 0, 4.0), (2, 0, 4.0), (3, 0, 4.0)
         (flat(0.6), {}, (1, f"60% {NO_VARIANCE}, more than half first at step 1{IGNORED.format(60)}{INFORMATIVE}")),
         (
             flat(0.6),
-            {"rows": GROUPS, "recipe": {"sampling": "informative"}},
+            {"rows": GROUPS, "recipe": {"sampling": "informative"}, "rewards": [RIGHT]},
             (
                 1,
                 f"60% {NO_VARIANCE}, more than half first at step 1 (of those logged, 67% are too easy: all earn much; "
@@ -686,26 +686,32 @@ def test_groups_without_variance_count_in_the_run_and_at_its_end(shares: Any, mo
     assert result(diagnostics.zero_variance, logged({"frac_reward_zero_std": shares}, **more)) == expected
 
 
+HALF_EASY = " (of those logged, 50% are too easy: all earn much; 50% too hard: all earn little)"
+
+
 @pytest.mark.parametrize(
-    ("totals", "says"),
+    ("totals", "declared", "says"),
     [
-        # Groups of two. The rewards reach from 10 to 14, so that a group at 12 is not in the upper half.
-        (
-            [10, 10, 14, 14, 12, 12, 13, 13],
-            " (of those logged, 50% are too easy: all earn much; 50% too hard: all earn little)",
-        ),
-        (
-            [10.0, 10.25, 10.75, 11.0, 10.75, 10.75],
-            " (of those logged, 100% are too easy: all earn much; 0% too hard: all earn little)",
-        ),
-        ([10, 14, 14, 10], ""),
-        ([10, 10, 10, 10], ""),
-        ([], ""),
+        # Groups of two. Of at most 14, a group at 7 is not in the upper half.
+        ([10, 10, 14, 0, 7, 7], {"highest_pay": 14.0}, HALF_EASY),
+        ([-6, -6, 14, 0, 5, 5], {"highest_pay": 14.0}, HALF_EASY),
+        # All earn the floor of a reward.
+        ([0.01] * 4, {"highest_pay": 1.0}, HALF_EASY.replace("50%", "0%", 1).replace("50%", "100%")),
+        ([0.6, 0.6, 1, 0.6, 1, 1], {"highest_pay": 1.0, "passes_at": 1.0}, HALF_EASY),
+        ([0.6, 0.6, 1, 0.6, 1, 1], {}, ""),
+        ([10, 14, 14, 10], {"highest_pay": 14.0}, ""),
+        ([], {"highest_pay": 14.0}, ""),
     ],
 )
-def test_groups_are_easy_in_the_upper_half_of_the_rewards(totals: list[float], says: str) -> None:
+def test_groups_are_easy_by_what_passes_or_by_what_can_be_paid(
+    totals: list[float], declared: dict[str, float], says: str
+) -> None:
     rows = scored([(place // 2, 0, total) for place, total in enumerate(totals)])
-    _, sentence = result(diagnostics.zero_variance, logged({"frac_reward_zero_std": flat(0.6)}, rows=rows))
+    rows["pay/mine"] = rows["total"]
+    rewards = [{"name": "mine", "kind": "correctness", **declared}]
+    _, sentence = result(
+        diagnostics.zero_variance, logged({"frac_reward_zero_std": flat(0.6)}, rows=rows, rewards=rewards)
+    )
     assert f"more than half first at step 1{says}: the policy gradient ignores" in sentence
 
 
@@ -1097,7 +1103,7 @@ NOT_SINCE = (
             {"reward": ROSE},
             EVEN,
             {"rewards": [OTHER], "rows": scored([(1, 0, 0.0), (1, 0, 1.25)])},
-            f"{SECOND_HALF}, and has little room to rise",
+            f"{SECOND_HALF}, which is near the best that any logged completion earned",
         ),
         (
             {"reward": ROSE, "frac_reward_zero_std": flat(0.5, 16)},

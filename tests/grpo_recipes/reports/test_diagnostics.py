@@ -18,7 +18,15 @@ from grpo_recipes.reports.diagnostics import FINE as FINE_RESULT
 from grpo_recipes.reports.run import Run, Series
 from grpo_recipes.runs.files import RunError
 from tests.support.grids import only
-from tests.support.synthetic import HEALTHY, TOOL_METRICS, healthy_completions, ramp, tool_completions, write_run
+from tests.support.synthetic import (
+    HEALTHY,
+    REWARDS,
+    TOOL_METRICS,
+    healthy_completions,
+    ramp,
+    tool_completions,
+    write_run,
+)
 
 
 def found_in(run: Run) -> list[Finding]:
@@ -565,7 +573,8 @@ def test_groups_without_variance_are_split_by_their_reward(tmp_path: Path, right
     for row in rows[:-4]:
         row["gsm8k_correctness"] = right
     metrics = {"frac_reward_zero_std": ramp(0.9, 0.9)}
-    findings = found_in(Run.read(write_run(tmp_path / "run", metrics, completions=rows)))
+    rewards = [{**reward, "highest_pay": most} for reward, most in zip(REWARDS, (2.0, 0.8), strict=True)]
+    findings = found_in(Run.read(write_run(tmp_path / "run", metrics, completions=rows, rewards=rewards)))
     assert [finding.check for finding in findings] == ["zero_variance"]
     assert says in findings[0].sentence
 

@@ -82,14 +82,58 @@ def test_a_policy_that_solves_nothing_is_told_so() -> None:
     assert preview_of(FAILED, FAILED, rewards=build_rewards([FORMAT, CORRECT])).findings()[0] == first
 
 
-def test_a_reward_without_a_known_maximum_is_judged_by_what_was_paid() -> None:
-    unknown = [replace(reward, highest_pay=None) for reward in build_rewards([CORRECT, FORMAT])]
-    flat = preview_of(SOLVED, SOLVED, rewards=unknown)
-    assert "too easy" in only_finding(flat)
-    half_known = [replace(unknown[0], highest_pay=100.0), unknown[1]]
-    assert "too easy" in only_finding(preview_of(SOLVED, SOLVED, rewards=half_known))
-    zero = [sampled(0.0, 0.0, text=str(number)) for number in range(4)]
-    assert any("all completions earn the same" in sentence for sentence in preview_of(zero, rewards=unknown).findings())
+def of_floor(*totals: float, **declared: float) -> Preview:
+    """Return a preview with a group for each total, which all its completions earn from one reward."""
+    (known,) = build_rewards([FORMAT])
+    reward = replace(
+        known, kind="correctness", highest_pay=declared.get("highest_pay"), passes_at=declared.get("passes_at")
+    )
+    groups = []
+    for total in totals:
+        groups.append([Completion(str(n), 10, False, {FORMAT: total}, {FORMAT: {}}, total) for n in range(4)])
+    return preview_of(*groups, rewards=[reward])
+
+
+@pytest.mark.parametrize(
+    ("totals", "declared", "says"),
+    [
+        # float32's 0.01, 0.6 and 0.9, as a trainer's tensor of scores returns them
+        ((0.009999999776482582,) * 2, {"highest_pay": 1.0}, "too hard: in 2 of 2"),
+        ((0.6000000238418579,) * 2, {"highest_pay": 1.0, "passes_at": 0.9}, "too hard: in 2 of 2"),
+        ((0.8999999761581421,) * 2, {"highest_pay": 1.0, "passes_at": 0.9}, "too easy: in 2 of 2"),
+        ((0.01, 0.01, 1.0), {"highest_pay": 1.0, "passes_at": 1.0}, "too hard: in 2 of 3"),
+    ],
+)
+def test_a_reward_with_a_floor_is_judged_by_its_declarations(
+    totals: tuple[float, ...], declared: dict[str, float], says: str
+) -> None:
+    assert any(sentence.startswith(says) for sentence in of_floor(*totals, **declared).findings())
+
+
+@pytest.mark.parametrize("totals", [(0.01, 0.01), (0.01, 0.02, 0.02), (1.0, 1.0), (-3.0, -1.0), (0.0, 0.0)])
+def test_nothing_is_easy_or_hard_if_the_highest_pay_is_not_known(totals: tuple[float, ...]) -> None:
+    *_, sentence = of_floor(*totals).findings()
+    assert f"{len(totals)} of {len(totals)} groups have zero variance" in sentence
+    assert f"`highest_pay` in the spec of `{FORMAT}`" in sentence
+    assert "too " not in sentence
+    deducted = [one if one.name == CORRECT else replace(one, weight=-0.5) for one in build_rewards([CORRECT, FORMAT])]
+    assert "easy" not in only_finding(preview_of(SOLVED, SOLVED, rewards=deducted))
+    one_known = [replace(reward, highest_pay=most) for reward, most in zip(deducted, (100.0, None), strict=True)]
+    assert "easy" not in only_finding(preview_of(SOLVED, SOLVED, rewards=one_known))
+
+
+def test_a_full_score_is_recognised_in_float32() -> None:
+    (reward,) = build_rewards([{"name": FORMAT, "kwargs": {"pay": 0.1}}])
+    paid = 0.10000000149011612  # float32's 0.1
+    group = [Completion(str(n), 10, False, {FORMAT: score}, {FORMAT: {}}, score) for n, score in enumerate((paid, 0.0))]
+    preview = preview_of(group, rewards=[reward])
+    assert preview.summaries()[0].full == 0.5
+    assert "nothing stands in the way" in only_finding(preview)
+
+
+def test_a_declared_highest_pay_that_is_exceeded_is_named() -> None:
+    (sentence,) = of_floor(3.0, 1.0, 1.0, highest_pay=1.0).findings()[:1]
+    assert sentence == f"`{FORMAT}` pays 3, more than its `highest_pay` 1: correct its spec"
 
 
 def test_a_format_that_is_never_met_is_named_with_the_keys_that_help() -> None:
@@ -456,19 +500,10 @@ def test_what_is_taken_away_belongs_to_the_range_of_the_rewards() -> None:
     assert only_finding_of(preview_of(paid, paid, MIXED)).startswith("too hard: in 2 of 3")
 
 
-def test_the_middle_of_unknown_rewards_lies_between_the_totals() -> None:
-    unknown = [replace(reward, highest_pay=None) for reward in build_rewards([CORRECT, FORMAT])]
-    low, high = ([replace(one, total=total) for one in SOLVED] for total in (1.0, 3.0))
-    assert only_finding_of(preview_of(low, low, high, rewards=unknown)).startswith("too hard: in 2 of 3")
-    assert only_finding_of(preview_of(low, high, high, rewards=unknown)).startswith("too easy: in 2 of 3")
-    low, high = ([replace(one, total=total) for one in SOLVED] for total in (1.2, 2.0))
-    assert only_finding_of(preview_of(low, low, high, rewards=unknown)).startswith("too easy: in 3 of 3"), "from 0"
-    # 0.6 is above the middle of the totals, and below that of the most that a reward and its deduction could sum to.
-    deducted = [one if one.name == CORRECT else replace(one, weight=-0.5) for one in build_rewards([CORRECT, FORMAT])]
-    groups = [[replace(one, total=total) for one in SOLVED] for total in (0.6, 0.6, 0.9)]
-    assert only_finding_of(preview_of(*groups, rewards=deducted)).startswith("too easy: in 3 of 3")
-    negative = [[replace(one, total=total) for one in SOLVED] for total in (-3.0, -1.0, -1.0)]
-    assert only_finding_of(preview_of(*negative, rewards=unknown)).startswith("too easy: in 2 of 3"), "from -3 to -1"
+def test_a_reward_that_takes_away_for_wrong_answers_pays_for_right_ones() -> None:
+    scores = ((-1.0, 0.0), (-1.0, 1.0), (1.0, 0.0), (-1.0, 1.0))
+    group = [sampled(score, form, f"so {place}") for place, (score, form) in enumerate(scores)]
+    assert "nothing stands in the way" in only_finding(preview_of(group))
 
 
 def test_a_correctness_reward_that_only_takes_away_pays_for_none() -> None:

@@ -3,7 +3,8 @@
 Each check looks for one problem. It reports the problem in a sentence with the figure, the step, what the problem costs
 and what to change, or the figure that is fine. A check whose metrics the run did not log raises `NoData`, and a check
 that means nothing for the run raises `DoesNotApply`, so that "nothing looks wrong" counts only the checks that had
-data. The thresholds are rules of thumb. The report draws the constant thresholds into its charts.
+data, at least half of those that apply. The thresholds are rules of thumb. The report draws the constant thresholds
+into its charts.
 
 Rewards are means of few completions, so each check of a trend asks whether the change exceeds the noise of the points
 (`Series.margin`). A check for a reward that does *not* rise asks in addition whether the noise could hide a rise.
@@ -139,19 +140,38 @@ class Diagnosis:
         return self.applicable - len(self.unchecked)
 
     @property
+    def is_judged(self) -> bool:
+        """True if at least half of the checks that apply had data."""
+        return 0 < self.applicable <= 2 * self.checked
+
+    @property
     def looks_fine(self) -> bool:
-        """True if at least one check had data and none found a problem."""
-        return self.checked > 0 and not self.findings
+        """True if at least half of the checks had data and none found a problem."""
+        return self.is_judged and not self.findings
+
+    @property
+    def verdict(self) -> str:
+        """Result in a few words, or "" if no check had data."""
+        if self.findings:
+            return f"{len(self.findings)} problem{'s' * (len(self.findings) > 1)}"
+        if not self.checked:
+            return ""
+        return "nothing looks wrong" if self.looks_fine else "too short to judge"
 
     @property
     def coverage(self) -> str:
         """Clause on the checks that had data."""
         if not self.checked:
-            return "nothing could be checked: the run logged none of the metrics that the checks read"
+            return "nothing could be checked, because the run logged none of the metrics that the checks read"
         clauses = [f"{self.checked} of {self.applicable} checks had data"]
         if self.reading:
             clauses.append(self.reading)
         return "; ".join(clauses)
+
+    @property
+    def headline(self) -> str:
+        """Line with the verdict and the number of checks that it rests on."""
+        return f"diagnosis: {', '.join(filter(None, [self.verdict, self.coverage]))}"
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return result, name and text of every check: problems first, and checks that do not apply last."""
@@ -192,31 +212,28 @@ def looks_for(check: Check) -> str:
 
 
 def as_table(diagnosis: Diagnosis) -> list[Part]:
-    """Return every check for the terminal as a table, with a summary."""
+    """Return every check for the terminal as a table below the headline."""
     styles = {PROBLEM: ("bad", ""), FINE: ("good", "dim"), NOT_CHECKED: ("dim", "dim"), NOT_APPLICABLE: ("dim", "dim")}
     rows = []
     for result, name, text in diagnosis.rows():
         style, text_style = styles[result]
         rows.append((Cell(result, style), name, Cell(text, text_style)))
-    head = Cell("diagnosis: nothing looks wrong", "good") if diagnosis.looks_fine else Cell("diagnosis:", "head")
-    return [head, Table(rows), f"  {diagnosis.coverage}"]
+    return [Cell(diagnosis.headline, "good" if diagnosis.looks_fine else "head"), Table(rows)]
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return a diagnosis for `--json`."""
-    counts = {"looks_fine": diagnosis.looks_fine, "checks": len(CHECKS), "checked": diagnosis.checked}
-    return {**counts, **asdict(diagnosis)}
+    counts = {"checks": len(CHECKS), "checked": diagnosis.checked}
+    return {"looks_fine": diagnosis.looks_fine, "verdict": diagnosis.verdict, **counts, **asdict(diagnosis)}
 
 
 def describe(diagnosis: Diagnosis) -> str:
-    """Return the findings, and how many checks had data, as lines of text."""
-    head = "diagnosis: nothing looks wrong" if diagnosis.looks_fine else "diagnosis:"
-    findings = [f"  - {visible(finding.sentence)}" for finding in diagnosis.findings]
-    coverage = diagnosis.coverage
+    """Return the headline and the findings as lines of text."""
+    head = diagnosis.headline
     if diagnosis.checked and diagnosis.unchecked:
         # A short run has data for few checks, and a reason for each of the others would be a paragraph.
-        coverage += f"; `grpo-recipes diagnose` says why {len(diagnosis.unchecked)} had none"
-    return "\n".join([head, *findings, f"  {visible(coverage)}"])
+        head += f"; `grpo-recipes diagnose` says why {len(diagnosis.unchecked)} had none"
+    return "\n".join([visible(head), *(f"  - {visible(finding.sentence)}" for finding in diagnosis.findings)])
 
 
 # Checks

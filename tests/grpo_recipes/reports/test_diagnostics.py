@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 from grpo_recipes import cli, train
 from grpo_recipes.data.prompts import SYSTEM_PROMPTS
-from grpo_recipes.reports.diagnostics import CHECKS, Finding, describe, diagnose
+from grpo_recipes.reports.diagnostics import CHECKS, Diagnosis, Finding, as_dict, as_table, describe, diagnose
 from grpo_recipes.reports.diagnostics import FINE as FINE_RESULT
 from grpo_recipes.reports.run import Run, Series
 from grpo_recipes.runs.files import RunError
+from grpo_rewards.terminal import rendered
 from tests.support.grids import only
 from tests.support.synthetic import (
     HEALTHY,
@@ -198,12 +200,11 @@ def test_every_check_has_a_planted_problem() -> None:
 
 def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
     whole = diagnose(Run.read(write_run(tmp_path / "whole", {"eval_reward": ramp(0.8, 2.0)})))
-    assert describe(whole) == "diagnosis: nothing looks wrong\n  16 of 16 checks had data"
+    assert describe(whole) == "diagnosis: nothing looks wrong, 16 of 16 checks had data"
     part = diagnose(Run.read(write_run(tmp_path / "part", {"kl": None, "completions/clipped_ratio": None})))
-    assert describe(part).splitlines() == [
-        "diagnosis: nothing looks wrong",
-        "  13 of 16 checks had data; `grpo-recipes diagnose` says why 3 had none",
-    ]
+    assert describe(part) == (
+        "diagnosis: nothing looks wrong, 13 of 16 checks had data; `grpo-recipes diagnose` says why 3 had none"
+    )
     assert part.unchecked == {
         "truncated": "`completions/clipped_ratio` was not logged",
         "kl_blow_up": "`kl` was not logged",
@@ -214,8 +215,22 @@ def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
     assert (diagnosis.findings, diagnosis.checked) == ([], 0)
     assert set(diagnosis.unchecked) == set(PROBLEMS) - set(TOOL_PROBLEMS)
     assert describe(diagnosis) == (
-        "diagnosis:\n  nothing could be checked: the run logged none of the metrics that the checks read"
+        "diagnosis: nothing could be checked, because the run logged none of the metrics that the checks read"
     )
+
+
+@pytest.mark.parametrize(("checked", "applicable", "is_judged"), [(2, 14, False), (6, 13, False), (7, 14, True)])
+def test_a_run_is_judged_if_half_of_the_checks_had_data(checked: int, applicable: int, is_judged: bool) -> None:
+    names = [check.__name__ for check in CHECKS]
+    fine, unchecked, others = names[:checked], names[checked:applicable], names[applicable:]
+    found = Diagnosis([], *(dict.fromkeys(part, "reason") for part in (fine, unchecked, others)))
+    head = f"nothing looks wrong, {checked} of" if is_judged else f"too short to judge, {checked} of"
+    assert found.looks_fine is is_judged
+    for line in (describe(found), rendered(as_table(found)).splitlines()[0]):
+        assert line.startswith(f"diagnosis: {head} {applicable} checks had data")
+    assert found.verdict == as_dict(found)["verdict"] == head.partition(",")[0]
+    assert not replace(found, findings=[Finding("plateau", 1, "")] * 2).looks_fine
+    assert describe(replace(found, findings=[Finding("plateau", 1, "flat")])).startswith("diagnosis: 1 problem, ")
 
 
 def test_golds_that_were_counted_as_unscorable_are_found(tmp_path: Path) -> None:
@@ -740,7 +755,7 @@ def test_reward_hacking_is_found_in_a_real_run(tmp_path: Path, gsm8k_file: Path,
     assert "no reward pays a correct answer" in findings["format_without_correctness"]
     output = capsys.readouterr().out
     assert findings["format_without_correctness"] in output
-    assert re.search(r"\d of \d+ checks had data; .* says why \d had none$", output.splitlines()[-1])
+    assert re.search(r"^diagnosis: \d problems?, \d of \d+ checks had data; .* says why \d had none$", output, re.M)
 
 
 # ---- Tools

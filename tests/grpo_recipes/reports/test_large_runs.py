@@ -106,7 +106,7 @@ def test_a_diagnosis_that_takes_too_long_is_skipped_with_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: str
 ) -> None:
     folder = write_run(tmp_path / "run", {"frac_reward_zero_std": ramp(0.9, 0.9)})
-    assert train.diagnosis(folder).startswith("diagnosis:\n  - 9")
+    assert "had none\n  - 9" in train.diagnosis(folder)
     run = Run.read(folder, within=60)
     if reached == "completions":
         (_, batch), *_ = run._completions(run.completion_files.kept[0])

@@ -435,6 +435,11 @@ def test_a_run_with_hardly_any_metric_has_a_report(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.0, "reward": None}]}))
     assert "nothing could be checked" in report(folder, code=2).text
+    log = [{"step": step, "entropy": 1.0} for step in range(1, 5)]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    text = report(folder).text
+    assert "Too short to judge." in text
+    assert "looks wrong" not in text
     assert cli.main(["report", str(tmp_path / "missing")]) == 2
 
 

@@ -20,6 +20,7 @@ from grpo_recipes.evaluation.accuracy import PASSED, PAY
 from grpo_recipes.evaluation.distributions import beta_cdf, beta_quantile, student_quantile, student_tail
 from grpo_recipes.runs.files import MAX_LABELS
 from grpo_rewards.math.answers import answer_number
+from grpo_rewards.reward import reaches
 from grpo_rewards.terminal import Cell, Part, Table
 
 LABEL_CHARS = 60
@@ -108,10 +109,15 @@ def mean_share(
     """
     value = fmean(shares)
     sums = _cluster_sums(shares, clusters)
-    least = len(shares) ** 2 / math.fsum(count**2 for _, count in sums)  # the number of clusters if they are equal
+    least = _least_trials(sums)
     most = max(least, len(shares) if completions is None else completions)
     trials = min(most, max(least, _effective_trials(value, sums, most)))
     return Estimate(value, *_exact_interval(min(1.0, max(0.0, value)), trials))
+
+
+def _least_trials(sums: Sequence[tuple[float, int]]) -> float:
+    """Return the number of clusters if they are equal, and otherwise the effective number."""
+    return _effective_number([count for _, count in sums])
 
 
 def _cluster_sums(values: Sequence[float], clusters: Sequence[Hashable] | None) -> list[tuple[float, int]]:
@@ -178,12 +184,59 @@ def mean_value(values: Sequence[float], clusters: Sequence[Hashable] | None = No
     return Estimate(mean, mean - half_width, mean + half_width)
 
 
+def mean_score(values: Sequence[float], highest: float | None, clusters: Sequence[Hashable] | None = None) -> Estimate:
+    """Return the mean of one score per problem, with an interval that does not leave what a reward can pay.
+
+    A reward is taken to pay from 0, or from its lowest score if that is below 0, to `highest`. As shares of this range
+    the scores have the interval of `mean_share`. But scores inside the range may vary less than 0 and 1 do, so that the
+    effective number of trials may exceed the number of completions, up to `MOST_FREEDOM`. Equal scores count as one
+    trial per problem, as if they were 0 and 1: no scores of this range and mean vary more. If the range is not known or
+    has no width, the interval is that of `mean_value`.
+
+    Args:
+        values: Scores of the problems.
+        highest: Largest score that the reward pays, or None if it is not known.
+        clusters: Label of each problem, as in `mean_share`.
+
+    Raises:
+        ValueError: There are fewer than two problems.
+    """
+    known = mean_value(values, clusters)
+    lowest = _lowest(values, highest)
+    if lowest is None or highest is None:
+        return known
+    span = highest - lowest
+    shares = [min(1.0, (value - lowest) / span) for value in values]
+    sums = _cluster_sums(shares, clusters)
+    share = min(1.0, fmean(shares))
+    trials = _least_trials(sums)
+    if not math.isnan(known.low):
+        trials = min(MOST_FREEDOM, max(trials, _effective_trials(share, sums, MOST_FREEDOM)))
+    low, high = (min(highest, lowest + end * span) for end in _exact_interval(share, trials))
+    return Estimate(known.value, min(low, known.value), max(high, known.value))
+
+
+def _lowest(values: Sequence[float], highest: float | None) -> float | None:
+    """Return the lowest score that a reward may pay: 0, or a lower value.
+
+    Returns None if the range up to `highest` is not known, has no width, or does not hold all values.
+    """
+    if highest is None or not reaches(highest, max(values)):
+        return None
+    lowest = min(0.0, *values)
+    return lowest if lowest < highest else None
+
+
 def paired_mean(
-    first: Sequence[float], second: Sequence[float], clusters: Sequence[Hashable] | None = None
+    first: Sequence[float],
+    second: Sequence[float],
+    clusters: Sequence[Hashable] | None = None,
+    highest: float | None = None,
 ) -> Difference:
     """Return the mean of second - first over the same problems, of any range, with Student's interval and test.
 
-    Equal differences have no interval, as in `mean_value`.
+    Equal differences have no interval, as in `mean_value`. If the largest score `highest` is known, the interval is cut
+    where a difference would exceed the range of the scores (see `mean_score`), which changes neither its sign nor p.
 
     Raises:
         ValueError: There are fewer than two problems, or the lengths differ.
@@ -192,7 +245,11 @@ def paired_mean(
     found = mean_value(differences, clusters)
     mean, error, freedom = _mean_and_error(differences, clusters)
     p = student_tail(mean / error, freedom) if error else math.nan
-    return Difference(found.value, found.low, found.high, p)
+    lowest = _lowest([*first, *second], highest)
+    if lowest is None or highest is None or math.isnan(found.low):
+        return Difference(found.value, found.low, found.high, p)
+    span = highest - lowest
+    return Difference(found.value, max(-span, found.low), min(span, found.high), p)
 
 
 def _mean_and_error(values: Sequence[float], clusters: Sequence[Hashable] | None) -> tuple[float, float, int]:
@@ -312,19 +369,28 @@ def mcnemar(only_first: int, only_second: int) -> float:
 # Tables of completions
 
 
-def summarise(table: pd.DataFrame) -> dict[str, Any]:
+Pays = Mapping[str, float | None]
+"""Largest score of one completion by the name of the reward, or None if it is not known."""
+
+
+def summarise(table: pd.DataFrame, highest: Pays | None = None) -> dict[str, Any]:
     """Return the shares and means of an evaluation from its completions (columns of `completions.parquet`).
+
+    Args:
+        table: Completions.
+        highest: Largest scores of the rewards, which bound the intervals of their means.
 
     Returns:
         `strict` and `lenient`, mean shares over problems; `pass_at`, the probability that one of k completions is
         strictly right; `majority`, the share of problems whose most frequent answer is right; `labels`, the confusion
         matrix if the golds are labels. These need golds. Under `rewards`, for each reward of the recipe: `mean` score,
-        share of completions that `passed` with its own `pass_at` and `majority`, and number of `unscored` completions,
-        which are in none of these.
+        share of completions that `passed` with its own `pass_at` and `majority`, `highest_pay` if it is known, and the
+        number of `unscored` completions, which are in none of these.
         Under `tools`, if the recipe has tools: share of completions that `called` one, mean number of `calls`, and the
         results of the completions `with_call` and `without_call`, over the problems that have such completions.
         Each estimate has its 95 % interval. Rows with the same prompt count as one problem.
     """
+    highest = highest or {}
     summary: dict[str, Any] = {}
     if "strict" in table:
         for name in ("strict", "lenient"):
@@ -335,7 +401,9 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
     rewards: dict[str, Any] = {}
     for name in reward_names(table):
         passed, scored = PASSED.format(name), _scored(table, name)
-        entry: dict[str, Any] = {"unscored": len(table) - len(scored), **_mean_score(scored, name)}
+        entry: dict[str, Any] = {"unscored": len(table) - len(scored), **_mean_score(scored, name, highest)}
+        if highest.get(name) is not None:
+            entry["highest_pay"] = highest[name]
         if passed in table and len(scored):
             entry["passed"] = _mean_of_shares(scored, passed).as_dict()
             entry |= _several_samples(scored, passed, passed)
@@ -343,7 +411,7 @@ def summarise(table: pd.DataFrame) -> dict[str, Any]:
     if rewards:
         summary["rewards"] = rewards
     if "calls" in table:
-        summary["tools"] = _by_call(table)
+        summary["tools"] = _by_call(table, highest)
     return summary
 
 
@@ -380,15 +448,16 @@ def _mean_of_shares(table: pd.DataFrame, column: str) -> Estimate:
     return mean_share(_by_problem(table, column).tolist(), len(table), _clusters(table))
 
 
-def _mean_score(scored: pd.DataFrame, reward: str) -> dict[str, Any]:
+def _mean_score(scored: pd.DataFrame, reward: str, highest: Pays) -> dict[str, Any]:
     """Return the mean score of a reward over problems, or nothing if fewer than two different problems have one."""
     clusters = _clusters(scored)
     if len(set(clusters)) < 2:
         return {}
-    return {"mean": mean_value(_by_problem(scored, PAY.format(reward)).tolist(), clusters).as_dict()}
+    values = _by_problem(scored, PAY.format(reward)).tolist()
+    return {"mean": mean_score(values, highest.get(reward), clusters).as_dict()}
 
 
-def _by_call(table: pd.DataFrame) -> dict[str, Any]:
+def _by_call(table: pd.DataFrame, highest: Pays) -> dict[str, Any]:
     """Return how often tools were called, and the results of the completions that called one, and of the others."""
     has_called = table["calls"] > 0
     called = _mean_of_shares(table.assign(called=has_called), "called")
@@ -403,7 +472,7 @@ def _by_call(table: pd.DataFrame) -> dict[str, Any]:
         rewards = {}
         for reward in reward_names(table):
             scored = _scored(chosen, reward)
-            rewards[reward] = _mean_score(scored, reward)
+            rewards[reward] = _mean_score(scored, reward, highest)
             if (passed := PASSED.format(reward)) in table and len(scored):
                 rewards[reward]["passed"] = _mean_of_shares(scored, passed).as_dict()
         summary[name] = {**entry, **({"rewards": rewards} if rewards else {})}
@@ -507,7 +576,7 @@ def reward_names(table: pd.DataFrame) -> list[str]:
     return [name.removeprefix(prefix) for name in table.columns if name.startswith(prefix)]
 
 
-def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
+def compare_tables(first: pd.DataFrame, second: pd.DataFrame, highest: Pays | None = None) -> dict[str, Any]:
     """Return the paired differences second - first of two tables on the same problems, with both values.
 
     Both sides are shares of completions, so that their numbers of samples may differ.
@@ -515,6 +584,7 @@ def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
     Args:
         first: Completions of one evaluation.
         second: Completions of the other one. Rewards that are not in both tables are skipped.
+        highest: Largest scores of the rewards, as in `summarise`.
 
     Returns:
         `rewards`, by name; and, with golds, `strict` and `lenient`. Each has the values of `first` and `second` and
@@ -531,8 +601,9 @@ def compare_tables(first: pd.DataFrame, second: pd.DataFrame) -> dict[str, Any]:
         if len(set(clusters)) < 2:
             continue
         before, after = (_by_problem(table, pay).tolist() for table in tables)
-        values = mean_value(before, clusters), mean_value(after, clusters), paired_mean(before, after, clusters)
-        rewards[name] = {"mean": _pair(*values)}
+        most = (highest or {}).get(name)
+        means = [mean_score(values, most, clusters) for values in (before, after)]
+        rewards[name] = {"mean": _pair(*means, paired_mean(before, after, clusters, most))}
         if passed in first and passed in second:
             rewards[name]["passed"] = _compared_shares(*tables, passed)
     result: dict[str, Any] = {"rewards": rewards} if rewards else {}

@@ -446,7 +446,8 @@ def evaluate_into(
                 _write_table(part, table)
             tables.append(files.read_table(part, columns, "remove the file: the same command makes it again"))
         table = pd.concat(tables, ignore_index=True)
-        summary = {**identity, **record(settings), **summarise(table)}
+        highest = {reward.name: reward.highest_pay for reward in rewards}
+        summary = {**identity, **record(settings), **summarise(table, highest)}
         _check_held(held)
         _write_table(folder / files.RESULT_TABLE, table)
         files.write_atomically(folder / files.RESULT, json.dumps(summary, indent=2) + "\n")

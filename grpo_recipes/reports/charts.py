@@ -23,7 +23,8 @@ LINE = 15.0
 """Height of a line of text in the header of a file."""
 BAR = 34.0
 """Height of a bar with its label."""
-MAX_LABEL = 60
+MAX_LABEL, MIN_LABEL = 60, 12
+"""Largest number of characters of a label, and of a label before the means of its line."""
 MARKED = 25
 """Smallest number of points for which a line does not mark each point."""
 SMOOTHED = 60
@@ -145,7 +146,8 @@ class Chart:
     range: tuple[float, float] | None = None
     """Smallest range of the vertical axis."""
     legend: Sequence[tuple[str, str, str]] = ()
-    """CSS classes, label and text of each line. The text has the means of the first and the last quarter."""
+    """CSS classes, label and text of each line. The text has the means of the first and the last quarter, with their
+    steps."""
     steps: tuple[int, int] = (0, 1)
     """Range of the horizontal axis."""
 
@@ -197,7 +199,8 @@ class Chart:
         row = Markup('<g class="{}"><polyline class="{}" points="8,{} 28,{}"/></g><text x="34" y="{}">{}</text>')
         for place, (style, label, value) in enumerate(entries):
             y = 18 + LINE * (place + 1)
-            parts.append(row.format(style, style, y - 4, y - 4, y, _label(f"{label} {value}")))
+            name = shortened(label, max(MIN_LABEL, MAX_LABEL - len(value) - 1))
+            parts.append(row.format(style, style, y - 4, y - 4, y, visible(f"{name} {value}")))
         parts += [Markup('<g transform="translate(0 {})">').format(number(top)), self._drawn(), Markup("</g></svg>\n")]
         return str(Markup("").join(parts))
 

@@ -500,9 +500,11 @@ def zero_variance(run: Run) -> Found | str:
             f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
             f"{_easy_or_hard(run)}{wasted}{advice}"
         )
-    shares = f"{share.mean:.0%} of the groups have no variance in their rewards (limit {FLAT_GROUPS_LIMIT:.0%})"
     if share.end <= SATURATED_LIMIT:
-        return shares
+        return (
+            f"{share.mean:.0%} of the groups have no variance in their rewards (limit {FLAT_GROUPS_LIMIT:.0%}), and "
+            f"{share.end:.0%} at the end of the run (limit {SATURATED_LIMIT:.0%})"
+        )
     step = first_step(share, lambda value: value > SATURATED_LIMIT)
     return step, (
         f"{share.end:.0%} of the groups have no variance in their rewards at the end of the run, more than "

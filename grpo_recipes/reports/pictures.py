@@ -26,6 +26,8 @@ BANDS = 24
 """Number of windows of steps in which a band has a value."""
 MIN_SCORES = 8
 """Smallest number of completions in such a window."""
+LAST_QUARTER = "check of the last quarter:"
+"""Label of a threshold that a check compares with the mean of the last quarter, which the legend shows."""
 FLAT = 0.002
 """Largest range of a metric that counts as constant, as a share of its largest value: a third of a pixel."""
 
@@ -45,13 +47,13 @@ class Metric:
 
 def _length_limits(run: Run) -> Iterator[Limit]:
     if cap := run.config.get("max_completion_length"):
-        yield Limit(diagnostics.LENGTH_LIMIT * cap, "check:")
+        yield Limit(diagnostics.LENGTH_LIMIT * cap, "check of the last quarter, after growth:")
         yield Limit(cap, "cap:")
 
 
 def _entropy_limits(run: Run) -> Iterator[Limit]:
     if (entropy := run.series("entropy")).has_trend:
-        yield Limit(diagnostics.ENTROPY_LIMIT * entropy.start, "check:")
+        yield Limit(diagnostics.ENTROPY_LIMIT * entropy.start, LAST_QUARTER)
 
 
 LEARNT = (Metric("Total reward", "weighted sum", (("reward", "in training"), ("eval_reward", "held out"))),)
@@ -61,7 +63,7 @@ TRUSTED = (
         "nats per token",
         (("kl", "sampled"), ("kl/full", "over the vocabulary")),
         "Distance of the policy from the reference policy.",
-        lambda run: [Limit(update_checks.KL_LIMIT, "check:")],
+        lambda run: [Limit(update_checks.KL_LIMIT, "check of the median of 5:")],
     ),
     Metric(
         "Entropy",
@@ -82,21 +84,24 @@ TRUSTED = (
         "share of completions",
         (("completions/clipped_ratio", ""),),
         "Cut off at `max_completion_length`. An answer behind the cut is lost.",
-        lambda run: [Limit(diagnostics.TRUNCATED_LIMIT, "check:")],
+        lambda run: [Limit(diagnostics.TRUNCATED_LIMIT, LAST_QUARTER)],
     ),
     Metric(
         "Groups without variance",
         "share of groups",
         (("frac_reward_zero_std", ""),),
         "All completions of the prompt have one reward, so the group has no gradient.",
-        lambda run: [Limit(diagnostics.FLAT_GROUPS_LIMIT, "check:")],
+        lambda run: [
+            Limit(diagnostics.FLAT_GROUPS_LIMIT, "check of the mean:"),
+            Limit(diagnostics.SATURATED_LIMIT, LAST_QUARTER),
+        ],
     ),
     Metric(
         "Clipped tokens",
         "share of tokens",
         (("clip_ratio/region_mean", ""), ("cispo_clip_ratio", "CISPO")),
         "Tokens whose probability has changed too much for the update to count.",
-        lambda run: [Limit(update_checks.clipped_limit(run), "check:")],
+        lambda run: [Limit(update_checks.clipped_limit(run), "check of the mean and the last quarter:")],
     ),
     Metric(
         "Weights that a step changes",
@@ -144,7 +149,7 @@ TOOLS = (
         "share of calls",
         (("tools/failure_frequency", ""),),
         "Faults of the tools, unknown names, and arguments that don't fit.",
-        lambda run: [Limit(tool_checks.FAILED_CALLS_LIMIT, "check:")],
+        lambda run: [Limit(tool_checks.FAILED_CALLS_LIMIT, LAST_QUARTER)],
     ),
     Metric(
         "Completions that a limit ended",
@@ -155,7 +160,7 @@ TOOLS = (
             ("tools/rows_results_dropped", "results dropped"),
         ),
         "`max_tool_calling_iterations` limits the turns, and `max_completion_length` the tokens.",
-        lambda run: [Limit(tool_checks.TOOL_LIMITS_LIMIT, "check:")],
+        lambda run: [Limit(tool_checks.TOOL_LIMITS_LIMIT, "check of the last quarter, summed:")],
     ),
     Metric(
         "Tokens of results",
@@ -246,7 +251,7 @@ def _by_pass(runs: Sequence[Run]) -> Iterator[Metric]:
         "share of tokens",
         tuple(keys),
         "Of the importance weights in each pass over a generation. It falls as the tokens become stale.",
-        lambda run: [Limit(update_checks.SAMPLE_SIZE_LIMIT, "check:")],
+        lambda run: [Limit(update_checks.SAMPLE_SIZE_LIMIT, LAST_QUARTER)],
     )
 
 
@@ -383,14 +388,15 @@ def _is_flat(series: Series) -> bool:
 
 
 def _with_legend(chart: Chart, series: Sequence[Series]) -> Chart | str:
-    """Return a chart with the values at the start and the end of each line, or a text if no line ever changes."""
+    """Return a chart with the means of both ends of each line and their steps, or a text if no line ever changes."""
     if all(map(_is_flat, series)):
         values = ", ".join(dict.fromkeys(chart.format(one.values[0]) for one in series))
         return f"{chart.title} {values}" if chart.is_share else f"{chart.title} {values} {chart.unit}".rstrip()
     legend = []
     for line, one in zip(chart.lines, series, strict=True):
         first, last = chart.format(one.start), chart.format(one.end)
-        legend.append((line.style, line.label, last if len(one) == 1 else f"{first} → {last}"))
+        values = last if len(one) == 1 else f"{first} → {last}, {one.quarters}"
+        legend.append((line.style, line.label, values))
     return replace(chart, legend=legend)
 
 

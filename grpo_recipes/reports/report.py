@@ -238,13 +238,14 @@ def _verdict_by_reward(run: Run) -> Verdict:
     if not len(reward):
         return Verdict("Nothing was measured", "The log has no reward, and no evaluation is in the run's folder")
     sure = (
-        "Reward on the training prompts, which the policy was trained for. Accuracy on held-out problems was not "
-        f"measured: run `grpo-recipes evaluate {run.folder}`"
+        "on the training prompts, which the policy was trained for. Accuracy on held-out problems was not measured: "
+        f"run `grpo-recipes evaluate {run.folder}`"
     )
     if len(reward) == 1:
-        return Verdict(f"Training reward {number(reward.start)} at step {reward.steps[0]}", sure)
+        return Verdict(f"Training reward {number(reward.start)} at step {reward.steps[0]}", f"Reward {sure}")
     ends = f"{number(reward.start)} → {number(reward.end)}"
-    return Verdict(f"Training reward {ends} over {run.log.last_step:,} optimizer steps", sure)
+    steps = reward.quarters[:1].upper() + reward.quarters[1:]
+    return Verdict(f"Training reward {ends} over {run.log.last_step:,} optimizer steps", f"{steps} {sure}")
 
 
 def _points(share: float) -> str:

@@ -239,6 +239,15 @@ class Series:
         return _mean(self.values[-self.quarter :])
 
     @property
+    def quarters(self) -> str:
+        """Clause with the steps of which `start` and `end` are the means."""
+        size = self.quarter
+        if size == 1:
+            return f"steps {self.steps[0]:,} and {self.steps[-1]:,}"
+        first, last = self.steps[:size], self.steps[-size:]
+        return f"means of steps {first[0]:,}–{first[-1]:,} and {last[0]:,}–{last[-1]:,}"
+
+    @property
     def mean(self) -> float:
         """Mean of all points."""
         return _mean(self.values)

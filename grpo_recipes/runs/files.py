@@ -145,7 +145,14 @@ EVALUATION: Shape = {
     "made_with?": {},
     "sampling?": {},
     "rewards?": {
-        "*?": {"mean?": ESTIMATE, "passed?": SHARE, "majority?": SHARE, "pass_at?": {"*?": SHARE}, "unscored": INTEGER}
+        "*?": {
+            "mean?": ESTIMATE,
+            "passed?": SHARE,
+            "majority?": SHARE,
+            "pass_at?": {"*?": SHARE},
+            "unscored": INTEGER,
+            "highest_pay?": NUMBER,
+        }
     },
     # Present if the recipe has tools.
     "tools?": {"called": SHARE, "calls": NUMBER, "with_call?": BY_CALL, "without_call?": BY_CALL},

@@ -16,7 +16,15 @@ import yaml
 
 from grpo_recipes import cli
 from grpo_recipes.evaluation import accuracy, comparison, evaluate
-from grpo_recipes.evaluation.estimates import Estimate, compare_tables, mean_value, paired_mean, summarise
+from grpo_recipes.evaluation.estimates import (
+    Estimate,
+    compare_tables,
+    mean_score,
+    mean_share,
+    mean_value,
+    paired_mean,
+    summarise,
+)
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.reports.report import write_report
 from grpo_recipes.reports.run import Run
@@ -83,6 +91,8 @@ def test_every_reward_is_measured(evaluated: Callable, capsys: pytest.CaptureFix
     found = evaluated([CORRECT, f"{HERE}pays_the_level", f"{HERE}answers_later"])["rewards"]
     assert found["gsm8k_correctness"]["mean"]["value"] == pytest.approx(2.0 * 4 / 8)
     assert found["gsm8k_correctness"]["passed"]["value"] == 0.5
+    for end in ("low", "high"):
+        assert found["gsm8k_correctness"]["mean"][end] == pytest.approx(2 * found["gsm8k_correctness"]["passed"][end])
     level = found["pays_the_level"]
     assert level["unscored"] == 2
     # 0, 1, 2, 0, 1, 2: by hand, with Student's quantile for five degrees of freedom
@@ -224,7 +234,11 @@ def test_rewards_whose_specs_differ_are_not_compared(evaluated: Callable, tmp_pa
     with pytest.raises(UserError, match="define strict accuracy differently"):
         comparison.compare(tmp_path / "e", tmp_path / "f")
     evaluated([{**CORRECT, "weight": 0.5}], name="g")
-    assert "gsm8k_correctness" in comparison.compare(tmp_path / "e", tmp_path / "g")["rewards"]
+    mean = comparison.compare(tmp_path / "e", tmp_path / "g")["rewards"]["gsm8k_correctness"]["mean"]
+    assert (
+        mean["first"]
+        == json.loads((tmp_path / "e/evaluation.json").read_text())["rewards"]["gsm8k_correctness"]["mean"]
+    )
     evaluated([CORRECT, "repetition"], name="h")
     evaluated([CORRECT, {"name": "repetition", "kwargs": {"ngram": 2}}], name="i")
     for first, second in (("h", "i"), ("i", "h")):
@@ -262,6 +276,49 @@ def test_equal_values_have_no_interval(values: list[float]) -> None:
         assert found.sign == 0
         assert str(found).endswith(" (all equal)")
         assert str(Estimate.from_dict(found.as_dict())) == str(found)
+
+
+@pytest.mark.parametrize("right", [0, 1, 39, 40])
+@pytest.mark.parametrize("highest", [1.0, 2.0, 0.3])
+def test_a_mean_of_all_or_nothing_has_the_interval_of_the_share(right: int, highest: float) -> None:
+    verdicts = [1.0] * right + [0.0] * (40 - right)
+    share, found = mean_share(verdicts), mean_score([highest * one for one in verdicts], highest)
+    for end in ("value", "low", "high"):
+        assert getattr(found, end) == pytest.approx(highest * getattr(share, end))
+    assert 0 <= found.low <= found.value <= found.high <= highest + 1e-12
+    penalties = mean_score([highest * one - highest for one in verdicts], 0.0)
+    if right < 40:  # otherwise no penalty was seen, so that the range is not known
+        assert penalties.low == pytest.approx(found.low - highest)
+        assert penalties.high == pytest.approx(found.high - highest)
+
+
+def test_a_mean_inside_the_range_has_students_width() -> None:
+    scores = [0.5 + 0.01 * math.sin(n) for n in range(100)]
+    found, known = mean_score(scores, 1.0), mean_value(scores)
+    assert found.value == known.value
+    assert found.high - found.low == pytest.approx(known.high - known.low, rel=0.02)
+    equal = mean_score([0.5] * 100, 1.0)
+    assert (equal.low, equal.high) == pytest.approx((0.398, 0.602), abs=1e-3), "Clopper and Pearson for 50 of 100"
+
+
+@pytest.mark.parametrize(("scores", "highest"), [([1.0, 0.5], None), ([0.0, 0.0], 0.0), ([3.0, 1.0, 1.0], 1.0)])
+def test_a_mean_without_a_known_range_has_students_interval(scores: list[float], highest: float | None) -> None:
+    assert str(mean_score(scores, highest)) == str(mean_value(scores))
+
+
+def test_a_difference_of_means_does_not_exceed_the_range() -> None:
+    first, second = [0.0] * 39 + [1.0], [1.0] * 40
+    wide, cut = paired_mean(first, second), paired_mean(first, second, highest=1.0)
+    assert (wide.low, wide.p) == (cut.low, cut.p)
+    assert (wide.high > 1.0, cut.high) == (True, 1.0)
+    assert paired_mean(second, first, highest=1.0).low == -1.0
+    tables = [pd.DataFrame({"problem": range(40), "reward/r": scores}) for scores in (first, second)]
+    mean = compare_tables(*tables, {"r": 1.0})["rewards"]["r"]["mean"]
+    assert (mean["second"]["high"], mean["difference"]["high"]) == (1.0, 1.0)
+    assert 0 < mean["second"]["low"] < 1
+    assert summarise(tables[1], {"r": 1.0})["rewards"]["r"]["highest_pay"] == 1.0
+    called = summarise(tables[1].assign(calls=1), {"r": 1.0})["tools"]["with_call"]["rewards"]["r"]
+    assert called["mean"] == summarise(tables[1], {"r": 1.0})["rewards"]["r"]["mean"]
 
 
 def test_the_p_value_of_a_mean_difference_is_students() -> None:

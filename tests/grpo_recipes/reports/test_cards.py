@@ -157,6 +157,12 @@ def test_a_completion_is_right_if_every_correctness_reward_that_scored_it_pays()
     assert card(right=0.0, also=0.0).is_right is False
     assert card(style=0.0).is_right is True
     assert card(also=nan).is_right is True
+    run = logged({}, rewards=[{"name": "right", "kind": "correctness", "passes_at": 0.9}])
+    for score, is_right in ((0.5, False), (0.8999999761581421, True)):
+        row = pd.Series(
+            {"step": 7, "question": "", "completion": "", "total": 1.5, PARTS: [], "right": score}, dtype=object
+        )
+        assert cards._card(run, "Best", "", row, TAGS).is_right is is_right
     unscored = card(right=nan, also=nan, style=1.0)
     assert unscored.is_right is None
     assert unscored.pays == [("right", "–"), ("also", "–"), ("style", "1")]

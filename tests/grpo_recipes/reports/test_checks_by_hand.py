@@ -654,7 +654,7 @@ GROUPS = scored([(1, 0, 0.0), (1, 0, 0.0), (2, 0, 4.0), (2, 0, 4.0), (3, 0, 4.0)
 @pytest.mark.parametrize(
     ("shares", "more", "expected"),
     [
-        (flat(0.5, 4), {}, f"50% {NO_VARIANCE} (limit 50%)"),
+        (flat(0.5, 4), {}, f"50% {NO_VARIANCE} (limit 50%), and 50% at the end of the run (limit 80%)"),
         (flat(0.6), {}, (1, f"60% {NO_VARIANCE}, more than half first at step 1{IGNORED.format(60)}{INFORMATIVE}")),
         (
             flat(0.6),
@@ -679,7 +679,11 @@ GROUPS = scored([(1, 0, 0.0), (1, 0, 0.0), (2, 0, 4.0), (2, 0, 4.0), (3, 0, 4.0)
             {},
             (6, f"60% {NO_VARIANCE}, more than half first at step 6{IGNORED.format(60)}{INFORMATIVE}"),
         ),
-        (flat(0.0, 8) + flat(0.8, 2), {}, f"16% {NO_VARIANCE} (limit 50%)"),
+        (
+            flat(0.0, 8) + flat(0.8, 2),
+            {},
+            f"16% {NO_VARIANCE} (limit 50%), and 80% at the end of the run (limit 80%)",
+        ),
     ],
 )
 def test_groups_without_variance_count_in_the_run_and_at_its_end(shares: Any, more: Any, expected: Any) -> None:
@@ -1730,11 +1734,13 @@ def test_answers_are_looked_for_in_the_last_thousand_completions() -> None:
 # All checks
 
 
-def test_one_check_with_data_is_enough_to_look_fine() -> None:
+def test_checks_that_do_not_apply_are_not_counted() -> None:
     names = [check.__name__ for check in diagnostics.CHECKS]
     diagnosis = diagnostics.Diagnosis([], {names[0]: "fine"}, dict.fromkeys(names[2:], "no data"), {names[1]: "no"})
-    assert (diagnosis.applicable, diagnosis.checked, diagnosis.looks_fine) == (len(names) - 1, 1, True)
-    assert diagnostics.as_dict(diagnosis)["looks_fine"]
+    assert (diagnosis.applicable, diagnosis.checked, diagnosis.looks_fine) == (len(names) - 1, 1, False)
+    assert not diagnostics.as_dict(diagnosis)["looks_fine"]
+    most = replace(diagnosis, fine=dict.fromkeys(names[2:], "fine"), unchecked={names[0]: "no data"})
+    assert diagnostics.as_dict(most)["looks_fine"]
     assert not replace(diagnosis, unchecked=dict.fromkeys(names, "no data"), not_applicable={}, fine={}).looks_fine
     assert not replace(diagnosis, findings=[diagnostics.Finding(names[0], 1, "bad")], fine={}).looks_fine
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from grpo_recipes.evaluation.estimates import Estimate
-from grpo_recipes.reports import pictures
+from grpo_recipes.reports import diagnostics, pictures
 from grpo_recipes.reports.charts import Band, Chart
 from grpo_recipes.reports.pictures import groups, labelled, tokens_per_second
 from grpo_recipes.reports.run import Run
@@ -23,15 +23,27 @@ DRAWN: dict[str, dict[str, tuple[list[str], list[str]]]] = {
         "Reward right, of at most 4": (["rewards/right/mean"], []),
     },
     "trust": {
-        "KL to the reference, nats per token": (["kl: sampled", "kl/full: over the vocabulary"], ["check: 1"]),
-        "Entropy, nats per token": (["entropy"], ["check: 0.15"]),  # a tenth of the start
+        "KL to the reference, nats per token": (
+            ["kl: sampled", "kl/full: over the vocabulary"],
+            ["check of the median of 5: 1"],
+        ),
+        "Entropy, nats per token": (["entropy"], ["check of the last quarter: 0.15"]),  # a tenth of the start
         "Completion length, tokens": (
             ["completions/mean_length: mean", "completions/max_length: longest"],
-            ["check: 80", "cap: 100"],
+            ["check of the last quarter, after growth: 80", "cap: 100"],
         ),
-        "Truncated completions, share of completions": (["completions/clipped_ratio"], ["check: 25 %"]),
-        "Groups without variance, share of groups": (["frac_reward_zero_std"], ["check: 50 %"]),
-        "Clipped tokens, share of tokens": (["clip_ratio/region_mean: ", "cispo_clip_ratio: CISPO"], ["check: 20 %"]),
+        "Truncated completions, share of completions": (
+            ["completions/clipped_ratio"],
+            ["check of the last quarter: 25 %"],
+        ),
+        "Groups without variance, share of groups": (
+            ["frac_reward_zero_std"],
+            ["check of the mean: 50 %", "check of the last quarter: 80 %"],
+        ),
+        "Clipped tokens, share of tokens": (
+            ["clip_ratio/region_mean: ", "cispo_clip_ratio: CISPO"],
+            ["check of the mean and the last quarter: 20 %"],
+        ),
         "Weights that a step changes, share of those sampled": (
             ["updates/changed: changed", "updates/expected: if no update were lost"],
             [],
@@ -45,21 +57,21 @@ DRAWN: dict[str, dict[str, tuple[list[str], list[str]]]] = {
         ),
         "Effective sample size, share of tokens": (
             ["passes/1/effective_sample_size: pass 1", "passes/2/effective_sample_size: pass 2"],
-            ["check: 80 %"],
+            ["check of the last quarter: 80 %"],
         ),
     },
     "tools": {
         "Turns, per completion": (["tools/turns"], []),
         "Calls of tools, per completion": (["tools/call_frequency: all", "tools/unknown/calls: of unknown names"], []),
         "Completions that call a tool, share of completions": (["tools/rows_with_calls"], []),
-        "Failed calls, share of calls": (["tools/failure_frequency"], ["check: 50 %"]),
+        "Failed calls, share of calls": (["tools/failure_frequency"], ["check of the last quarter: 50 %"]),
         "Completions that a limit ended, share of completions": (
             [
                 "tools/rows_at_limit: no turns left",
                 "tools/rows_out_of_budget: no tokens left",
                 "tools/rows_results_dropped: results dropped",
             ],
-            ["check: 25 %"],
+            ["check of the last quarter, summed: 25 %"],
         ),
         "Tokens of results, share of completion tokens": (["tools/tokens_share"], []),
         "Calls by tool, per completion that has the tool": (["tools/find/calls: find", "tools/add/calls: add"], []),
@@ -123,14 +135,31 @@ def only(runs: list[Run], name: str) -> Chart:
 def test_a_legend_has_the_means_of_both_quarters_and_the_names_of_several_runs() -> None:
     first = replace(logged({"reward": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}), folder=Path("/a"))
     second = replace(logged({"reward": [2.0], "eval_reward": [3.0, 5.0]}), folder=Path("/b"))
-    assert only([first], "Total reward").legend == [("c0 d0", "", "0.5 → 6.5")]
-    assert only([second], "Total reward").legend == [("c0 d0", "in training", "2"), ("c0 d1", "held out", "3 → 5")]
+    assert only([first], "Total reward").legend == [("c0 d0", "", "0.5 → 6.5, means of steps 1–2 and 7–8")]
+    assert only([second], "Total reward").legend == [
+        ("c0 d0", "in training", "2"),
+        ("c0 d1", "held out", "3 → 5, steps 1 and 2"),
+    ]
     assert only([first, second], "Total reward").legend == [
-        ("c0 d0", "a, in training", "0.5 → 6.5"),
+        ("c0 d0", "a, in training", "0.5 → 6.5, means of steps 1–2 and 7–8"),
         ("c1 d0", "b, in training", "2"),
-        ("c1 d1", "b, held out", "3 → 5"),
+        ("c1 d1", "b, held out", "3 → 5, steps 1 and 2"),
     ]
     assert only([first, second], "Total reward").steps == (0, 8)
+
+
+def test_the_chart_of_groups_without_variance_has_the_figures_and_thresholds_of_its_check() -> None:
+    run = logged({"frac_reward_zero_std": [0.0, 0.0, 0.1, 0.2, 0.4, 0.5, 0.6, 0.8]})
+    chart, sentence = only([run], "Groups without variance"), diagnostics.zero_variance(run)
+    assert isinstance(sentence, str), "no finding, although the line crosses one half"
+    ((_, _, value),) = chart.legend
+    assert value == "0 % → 70 %, means of steps 1–2 and 7–8"
+    assert [(limit.label, limit.value) for limit in chart.limits] == [
+        ("check of the mean:", 0.5),
+        ("check of the last quarter:", 0.8),
+    ]
+    assert "33% of the groups have no variance in their rewards (limit 50%), and 70% at the end" in sentence
+    assert sentence.endswith("(limit 80%)")
 
 
 def test_a_metric_that_never_changes_is_a_line_of_text() -> None:
@@ -377,7 +406,7 @@ def test_the_accuracy_of_evaluations_in_training_is_a_line_with_whiskers(monkeyp
     (line,) = chart.lines
     assert (list(line.steps), list(line.values), line.hue) == ([10, 20], [0.25, 0.5], 1)
     assert list(chart.points) == [(1, 10, shares[0][1]), (1, 20, shares[1][1])]
-    assert chart.legend == [("c1 d0", "nowhere", "25 % → 50 %")]
+    assert chart.legend == [("c1 d0", "nowhere", "25 % → 50 %, steps 10 and 20")]
     assert list(pictures._held_out(runs[:1])) == []
     (both,) = pictures._held_out([runs[1], runs[1]])
     assert [point[:2] for point in both.points] == [(0, 10), (0, 20), (1, 10), (1, 20)]

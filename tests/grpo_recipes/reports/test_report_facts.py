@@ -187,8 +187,8 @@ LOW, HIGH = interval(0.4, 0.35, 0.45), interval(0.525, 0.5, 0.55)
         (
             logged({"reward": [0.5, 1.0, 1.5, 2.0] * 300}),
             "Training reward 1.25 → 1.25 over 1,200 optimizer steps",
-            "Reward on the training prompts, which the policy was trained for. Accuracy on held-out problems was not "
-            "measured: run `grpo-recipes evaluate /nowhere`",
+            "Means of steps 1–300 and 901–1,200 on the training prompts, which the policy was trained for. Accuracy "
+            "on held-out problems was not measured: run `grpo-recipes evaluate /nowhere`",
             "neutral",
         ),
         (

@@ -211,6 +211,10 @@ def test_accuracy_is_read_from_every_evaluation_that_has_a_verdict(tmp_path: Pat
     completed(tmp_path, tags, rewards, "eval_completions_00001.parquet")
     run = completed(tmp_path, [{**row, "tags": 1.0} for row in judged], rewards, "eval_completions_00002.parquet")
     assert [(step, found.value) for step, found in run.held_out_accuracy()] == [(2, 0.0), (3, 0.5)]
+    with_floor = [{**row, "right": row["right"] / 2 + 0.5, "tags": 1.0} for row in judged]
+    declared = [{**rewards[0], "highest_pay": 1.0, "passes_at": 0.9}, rewards[1]]
+    run = completed(tmp_path, with_floor, declared, "eval_completions_00002.parquet")
+    assert [(step, found.value) for step, found in run.held_out_accuracy()] == [(2, 0.0), (3, 0.5)]
 
 
 @pytest.mark.parametrize(

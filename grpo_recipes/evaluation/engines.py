@@ -6,15 +6,14 @@ vLLM is in `vllm_engine.py`. It uses the tokenizer, prompts and options defined 
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from transformers import BitsAndBytesConfig, GenerationConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, GenerationConfig
 from trl import ModelConfig, get_quantization_config
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
@@ -25,6 +24,7 @@ from grpo_recipes.data.prompts import rendered
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement
 from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import base_model, computes_in_float32, keep_4bit_layout, unfit
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
@@ -152,36 +152,23 @@ def load_model(name: str) -> Any:
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    missing: list[str] = []
     is_adapter = (Path(name) / ADAPTER_CONFIG).is_file()
     quantization = trained_quantization(Path(name)) if is_adapter else None
     try:
-        if is_adapter:
-            with warnings.catch_warnings():
-                # PEFT only warns if it fills missing weights with those of a new adapter.
-                warnings.filterwarnings("error", message="Found missing adapter keys")
+        with complete_weights():
+            if is_adapter:
                 model = AutoPeftModelForCausalLM.from_pretrained(
-                    name,
-                    dtype="auto",
-                    quantization_config=quantization,
-                    use_safetensors=True,
-                    trust_remote_code=False,
+                    name, dtype="auto", quantization_config=quantization, use_safetensors=True, trust_remote_code=False
                 )
                 keep_4bit_layout(model)
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(
-                name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True
-            )
-            # Transformers does not declare the pair that `output_loading_info` returns.
-            model, loading = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
-            missing = sorted(loading["missing_keys"])
+            else:
+                model = AutoModelForCausalLM.from_pretrained(
+                    name, dtype="auto", use_safetensors=True, trust_remote_code=False
+                )
+    except UserError:
+        raise
     except Exception as error:  # a stranger's files can make transformers raise anything
         raise UserError(f"{name}: the model can't be loaded: {_reason(error)}") from error
-    if missing:  # transformers fills them with random numbers
-        raise UserError(
-            f"{name}: its weights lack {len(missing)} of the model's tensors (such as {missing[0]}): copy or download "
-            f"it again"
-        )
     return model
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer, trained_quantization
+from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import keep_4bit_layout
 from grpo_recipes.runs import files
 from grpo_recipes.runs.weights import adapter_config, adapter_kind
@@ -103,13 +104,16 @@ def merged_adapter(folder: Path) -> Merged:
 
     def load() -> PreTrainedModel:
         try:
-            return AutoModelForCausalLM.from_pretrained(
-                base_name,
-                revision=revision,
-                dtype="auto",
-                quantization_config=quantization,
-                trust_remote_code=False,
-            )
+            with complete_weights():
+                return AutoModelForCausalLM.from_pretrained(
+                    base_name,
+                    revision=revision,
+                    dtype="auto",
+                    quantization_config=quantization,
+                    trust_remote_code=False,
+                )
+        except UserError:
+            raise
         except Exception as error:  # a stranger's files can make transformers raise anything
             raise UserError(
                 f"{folder}: its base {base_name} can't be loaded: set `base_model_name_or_path` in its "
@@ -119,10 +123,15 @@ def merged_adapter(folder: Path) -> Merged:
     base, expected, kind = load(), None, ""
     if getattr(base, "is_quantized", False):
         keep_4bit_layout(base)
-        expected, kind = _logits(PeftModel.from_pretrained(base, str(folder))), ", dequantized"
+        expected, kind = _logits(_adapted(base, folder)), ", dequantized"
         base = _dequantized(load(), folder)
     merged, report = _merged(base, folder, expected)
     return Merged(merged, tokenizer, card, f"{folder} merged into {base_name}{kind}, {report}")
+
+
+def _adapted(base: PreTrainedModel, folder: Path) -> PeftModel:
+    with complete_weights():
+        return PeftModel.from_pretrained(base, str(folder))
 
 
 def _dequantized(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -210,7 +219,7 @@ def _merged(base: PreTrainedModel, folder: Path, expected: torch.Tensor | None) 
         UserError: The logits differ too much.
     """
     dtype, before = base.dtype, _logits(base)
-    adapted = PeftModel.from_pretrained(base, str(folder))
+    adapted = _adapted(base, folder)
     if expected is None:
         expected = _logits(adapted)
     try:

@@ -217,9 +217,9 @@ def keep_4bit_layout(model: nn.Module) -> None:
 
 
 @contextmanager
-def method_replaced(owner: object, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method of one object, and not of its class, inside this block."""
-    stock, own = getattr(owner, name), name in vars(owner)
+def method_replaced(owner: object, name: str, replacement: object) -> Iterator[None]:
+    """Replace a method of one object (a class too), and not of its class, inside this block."""
+    own, stock = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, replacement)
     try:
         yield

@@ -252,7 +252,7 @@ class PassRateSpec(Spec):
     """Training rows that an evaluation solved neither too often nor too rarely.
 
     Attributes:
-        evaluation: folder of an evaluation of the training split, `grpo-recipes evaluate MODEL --split train --samples N`.
+        evaluation: folder of `grpo-recipes evaluate MODEL --split train --samples N`, on the training split.
         keep: smallest and largest share of right samples of the rows that are kept.
     """
 

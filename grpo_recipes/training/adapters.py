@@ -17,6 +17,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig
 from trl.trainer.utils import create_model_from_path
 
+from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import method_replaced
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError, one_line
@@ -70,7 +71,7 @@ def load_adapter(
         **init: further arguments of the base.
 
     Raises:
-        UserError: the base cannot be loaded.
+        UserError: the base cannot be loaded, or the weights of base or adapter are incomplete.
     """
     # `GRPOConfig.__post_init__` has parsed JSON, and PEFT writes the base's name with each adapter.
     base_init = dict(cast("dict[str, Any] | None", args.model_init_kwargs) or {})
@@ -81,7 +82,10 @@ def load_adapter(
         base_init["device_map"] = None  # "auto", TRL's default, would spread each rank's model over all GPUs
     args.model_init_kwargs = None  # TRL would warn that it ignores them
     try:
-        base = create_model_from_path(base_name, **base_init)
+        with complete_weights():
+            base = create_model_from_path(base_name, **base_init)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(
             f"`{key}` {name} is an adapter, and its base {base_name} can't be loaded: set "
@@ -89,7 +93,10 @@ def load_adapter(
         ) from error
     # PEFT would cast the adapter to float32, and ZeRO-3 needs one dtype (huggingface/trl#6089).
     autocast = not is_deepspeed_zero3_enabled()
-    return PeftModel.from_pretrained(base, name, is_trainable=True, revision=revision, autocast_adapter_dtype=autocast)
+    with complete_weights():
+        return PeftModel.from_pretrained(
+            base, name, is_trainable=True, revision=revision, autocast_adapter_dtype=autocast
+        )
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes.data.tables import check_no_image_columns
 from grpo_recipes.generation.generator_check import GenerationCheck
+from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import base_model, keep_4bit_layout
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
 from grpo_recipes.generation.stop_strings import StopStrings
@@ -127,8 +128,9 @@ class GRPOTrainer(TRLGRPOTrainer):
             hide_secrets(args)
         # TRL's own reference would be a second model in memory, also where an adapter that is switched off serves as
         # one.
-        with without_trl_reference(args), sampling_by_seed(args), neutral_engine():
-            super().__init__(with_its_base(model, args), reward_funcs, args, *rest, **kwargs)
+        policy = with_its_base(model, args)
+        with without_trl_reference(args), sampling_by_seed(args), neutral_engine(), complete_weights():
+            super().__init__(policy, reward_funcs, args, *rest, **kwargs)
         if not self._is_vlm:
             check_no_image_columns(self.train_dataset)
         keep_4bit_layout(self.model)

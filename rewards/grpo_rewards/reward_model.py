@@ -43,6 +43,7 @@ from grpo_rewards import internlm2
 from grpo_rewards.attention import without_cudnn_attention
 from grpo_rewards.completions import check_rows, completion_text
 from grpo_rewards.errors import UserError, one_line
+from grpo_rewards.loading import check_loaded, without_load_report
 from grpo_rewards.reward import BaseReward, Kind, Scored, check_choice, check_count, checked_number, checked_positive
 
 logger = logging.getLogger(__name__)
@@ -572,12 +573,16 @@ def _load_classifier(name: str, folder: Path, dtype: str) -> tuple[PreTrainedMod
             f"{name}: its tokenizer can't be loaded; copy the model's tokenizer files into it ({one_line(error)})"
         ) from error
     try:
-        network, report = AutoModelForSequenceClassification.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        )
+        with without_load_report():
+            network, report = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `check_loaded` names the tensor
+            )
     except Exception as error:
         raise UserError(f"{name} can't be loaded as a sequence classifier ({one_line(error)})") from error
-    absent = sorted(report["missing_keys"])
-    if absent:
-        raise UserError(f"{name} lacks {', '.join(absent[:3])}: it is not a trained reward model")
+    check_loaded(name, report)
     return network, tokenizer

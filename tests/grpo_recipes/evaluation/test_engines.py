@@ -454,7 +454,7 @@ def test_a_model_or_tokenizer_that_can_not_be_loaded_is_named_with_the_reason(
     assert str(raised.value) == f"{model}: its tokenizer can't be loaded: {says}"
     plain = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
     assert seen == [
-        (str(model), {**plain, "output_loading_info": True}),
+        (str(model), {**plain}),
         (str(adapter), {**plain, "quantization_config": ("quantized as", adapter)}),
         (str(model), {"trust_remote_code": False}),
     ]
@@ -628,13 +628,6 @@ def test_the_dtype_of_a_model_of_images_and_text_is_that_of_its_text(
 def test_a_folder_that_does_not_exist_is_named() -> None:
     with pytest.raises(UserError, match="^./runs/none: the model can't be loaded: there is no such folder"):
         engines.check_model("./runs/none")
-
-
-def test_the_first_missing_tensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = (policy(), {"missing_keys": ["c", "a", "b"]})
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: found)
-    with pytest.raises(UserError, match=r"^m: its weights lack 3 of the model's tensors \(such as a\): copy or downlo"):
-        engines.load_model("m")
 
 
 @pytest.mark.parametrize(("device", "seeded"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])

@@ -1,0 +1,118 @@
+"""Weights that lack a tensor: refused wherever a trainer loads a policy, an adapter or a reward model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedModel
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.generation.loading import complete_weights
+from grpo_rewards.errors import UserError
+from tests.support import short_runs
+from tests.support.tiny import byte_tokenizer, policy, save_reward_model
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+Tensors = dict[str, torch.Tensor]
+
+
+def changed(folder: Path, change: Callable[[Tensors], object], file: str = "model.safetensors") -> str:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, {"format": "pt"})
+    return str(folder)
+
+
+def saved_policy(folder: Path, **config: object) -> Path:
+    policy(**config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def trained(model: object, tmp_path: Path, **more: object) -> GRPOTrainer:
+    arguments = short_runs.arguments(tmp_path / "out", beta=0.0, model_init_kwargs={"dtype": "float32"})
+    return short_runs.trainer(GRPOTrainer, model, arguments, **more)
+
+
+def narrow(tensors: Tensors) -> None:
+    tensors[DOWN] = tensors[DOWN][:, :-1].contiguous()
+
+
+def renamed(tensors: Tensors) -> None:
+    tensors["other.weight"] = tensors.pop(DOWN)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(DOWN), rf"lack 1 of the model's tensors \(such as {DOWN}\): copy or download"),
+        (narrow, rf"another shape in 1 tensors \(such as {DOWN}, \(32, 63\) in place of \(32, 64\)\)"),
+        (renamed, rf"lack 1 .* \(such as {DOWN}\) and hold 1 that the model does not have \(such as other.weight\)"),
+    ],
+)
+def test_a_policy_of_which_a_tensor_is_missing_is_refused(
+    change: Callable[[Tensors], object], message: str, tmp_path: Path
+) -> None:
+    name = changed(saved_policy(tmp_path / "policy"), change)
+    with pytest.raises(UserError, match=message):
+        trained(name, tmp_path)
+    assert LlamaForCausalLM.from_pretrained.__self__ is LlamaForCausalLM  # restored for all classes
+
+
+def test_an_unexpected_tensor_is_listed_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = changed(saved_policy(tmp_path / "policy"), lambda tensors: tensors.update({"mtp.norm": torch.ones(2)}))
+    with caplog.at_level(logging.WARNING):
+        trained(name, tmp_path)
+    assert [record.message for record in caplog.records if "mtp" in record.message] == [
+        f"{name}: not loaded: 1 tensor in its files that the model does not have (such as mtp.norm)"
+    ]
+
+
+def test_tied_weights_are_complete(tmp_path: Path) -> None:
+    folder = saved_policy(tmp_path / "policy", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    with complete_weights():
+        model = LlamaForCausalLM.from_pretrained(folder)
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+
+
+def drop_one(tensors: Tensors) -> None:
+    tensors.popitem()
+
+
+def narrow_all(tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor[:-1].contiguous()
+
+
+@pytest.mark.parametrize("change", [drop_one, narrow_all])
+def test_an_adapter_and_its_base_are_complete(change: Callable[[Tensors], None], tmp_path: Path) -> None:
+    base = saved_policy(tmp_path / "base")
+    short_runs.adapted(base, LoraConfig(task_type="CAUSAL_LM"), continued=True).save_pretrained(tmp_path / "adapter")
+    assert isinstance(trained(str(tmp_path / "adapter"), tmp_path).model, PeftModel)
+    whole = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    changed(tmp_path / "adapter", change, "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"adapter: the adapter can't be loaded: .*lora_"):
+        trained(str(tmp_path / "adapter"), tmp_path)
+    save_file(whole, tmp_path / "adapter" / "adapter_model.safetensors")
+    changed(base, lambda tensors: tensors.pop(DOWN))
+    with pytest.raises(UserError, match=f"base: its weights lack 1 .*{DOWN}"):
+        trained(str(tmp_path / "adapter"), tmp_path)
+
+
+def test_a_reward_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
+    model = saved_policy(tmp_path / "policy")
+
+    def built(head: type[PreTrainedModel]) -> GRPOTrainer:
+        return trained(str(model), tmp_path, rewards=str(save_reward_model(tmp_path / head.__name__, head)))
+
+    assert len(built(LlamaForSequenceClassification).reward_funcs) == 1
+    with pytest.raises(UserError, match=r"ForCausalLM: its weights lack 1 of .* \(such as score.weight\)"):
+        built(LlamaForCausalLM)

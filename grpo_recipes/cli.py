@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_recipes import __version__
+from grpo_recipes.process.faults import RunFault, no_exit
 from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.process.signals import INTERRUPTED, NOTHING_DONE
 from grpo_rewards.errors import UserError, did_you_mean
@@ -94,11 +95,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Run the function of a command, and print its error on one line. Returns the exit code."""
     try:
-        with visible_messages():
+        with visible_messages(), no_exit():
             return options.function(options)
     except UserError as error:
         say_error(error)
         return 2
+    except RunFault as error:
+        say_error(error)
+        return 1
     except KeyboardInterrupt:  # `train` and `evaluate` print a message of their own
         say("stopped by Ctrl-C", to_stderr=True)
         return INTERRUPTED
@@ -215,21 +219,17 @@ def _add_preview(commands: Commands) -> None:
 
 @fewer_library_messages()
 def preview_recipe(options: argparse.Namespace) -> int:
-    """Print a sample of a recipe's untrained policy. Returns 1 if the policy or a reward failed on it.
+    """Print a sample of a recipe's untrained policy.
 
     Raises:
         UserError: the recipe can't run as written.
+        RunFault: the policy or a reward failed on the sample.
     """
     from grpo_recipes.preview import preview
-    from grpo_recipes.process.faults import RunFault
 
     arguments = ["--config", options.recipe, *options.overrides]
-    try:
-        with redirect_stdout(sys.stderr):  # messages of the preparation
-            found = preview(arguments, prompts=options.prompts, seed=options.seed, options=options.known)
-    except RunFault as error:
-        say_error(error)
-        return 1
+    with redirect_stdout(sys.stderr):  # messages of the preparation
+        found = preview(arguments, prompts=options.prompts, seed=options.seed, options=options.known)
     if options.json:
         _say_json(found.as_dict())
     else:

@@ -26,7 +26,7 @@ from grpo_recipes.checks import checks
 from grpo_recipes.checks.checks import Checked, Machine, choose_layout
 from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.generation.models import method_replaced
-from grpo_recipes.process.faults import RunFault
+from grpo_recipes.process.faults import RunFault, no_exit
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from grpo_recipes.reports.preview import Completion, Cost, Group, Preview
 from grpo_recipes.reports.transcript import transcript
@@ -296,7 +296,8 @@ def generator_name(trainer: GRPOTrainer) -> str:
 def _one_line_errors(recipe: Recipe) -> Iterator[None]:
     """Turn any error of the block into a `RunFault` of one line. The traceback of an unknown error is printed."""
     try:
-        yield
+        with no_exit():
+            yield
     except (UserError, RunFault):
         raise
     except torch.OutOfMemoryError as error:

@@ -159,7 +159,7 @@ def _main(arguments: Sequence[str]) -> int:
     prepared: Prepared | None = None
     try:
         recipe = parse_recipe(arguments)
-        with visible_messages():
+        with visible_messages(), faults.no_exit():
             prepared = prepare(recipe, Machine.here())
             with only_run(prepared) as prepared:
                 return run(prepared)

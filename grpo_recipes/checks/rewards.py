@@ -153,7 +153,7 @@ def checked_reward(reward: Reward) -> Reward:
         batch = _Batch(name, prompts, completions, columns)
         try:
             scores = reward(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raised = []
             for arguments in batch.rows_alone():
                 raised.append(_raises(error, reward, arguments))
@@ -166,7 +166,7 @@ def checked_reward(reward: Reward) -> Reward:
         batch = _Batch(name, prompts, completions, columns)
         try:
             scores = await reward(prompts=prompts, completions=completions, **columns)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raised = []
             for arguments in batch.rows_alone():
                 raised.append(await _raises_async(error, reward, arguments))
@@ -226,7 +226,7 @@ class _Batch:
     def _excerpt(self, row: int) -> str:
         return repr(shortened(one_line(completion_text(self.completions[row])), EXCERPT))
 
-    def fault_of(self, error: Exception, raised: Sequence[bool]) -> RewardFault:
+    def fault_of(self, error: BaseException, raised: Sequence[bool]) -> RewardFault:
         """Return the error to raise for an error of the reward.
 
         Args:
@@ -248,25 +248,33 @@ def _log_nothing(*values: Any) -> None:
     """Take the place of TRL's functions for logging."""
 
 
-def _raises(error: Exception, reward: Reward, arguments: Mapping[str, Any]) -> bool:
+def _raises(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) -> bool:
     """Return True if a call raises the same error."""
     try:
         reward(**arguments)
-    except Exception as other:
+    except (Exception, SystemExit) as other:
         return _is_same(error, other)
     return False
 
 
-async def _raises_async(error: Exception, reward: Reward, arguments: Mapping[str, Any]) -> bool:
+async def _raises_async(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) -> bool:
     """Return True if an asynchronous call raises the same error within `SEARCH_SECONDS`."""
+
+    async def fault() -> BaseException | None:
+        try:
+            await reward(**arguments)
+        except (Exception, SystemExit) as other:  # an exit that leaves a task would end the event loop
+            return other
+        return None
+
     try:
-        await asyncio.wait_for(reward(**arguments), SEARCH_SECONDS)
-    except Exception as other:
-        return _is_same(error, other)
-    return False
+        other = await asyncio.wait_for(fault(), SEARCH_SECONDS)
+    except TimeoutError:
+        return False
+    return other is not None and _is_same(error, other)
 
 
-def _is_same(error: Exception, other: Exception) -> bool:
+def _is_same(error: BaseException, other: BaseException) -> bool:
     # A reward that compares the completions of a group may raise something else for a single row.
     return type(other) is type(error) and str(other) == str(error)
 
@@ -292,10 +300,12 @@ def _finite_scores(batch: _Batch, scores: Any) -> list[float | None]:
 
 
 def _is_finite(score: Any) -> bool:
+    if isinstance(score, np.ndarray) and score.ndim:
+        return False  # a row of a 2-d array, of which torch would make a second dimension
     try:
         # Compared in float32, to which TRL converts rewards.
         return math.isfinite(score) and abs(float(score)) <= LARGEST_FLOAT32
-    except (TypeError, OverflowError):
+    except (TypeError, ValueError, OverflowError):  # ValueError: a tensor of several elements
         return False
 
 

@@ -106,7 +106,7 @@ class CheckedFactory:
         place = f"{self.path}.reset"
         try:
             observation = reset(**columns)
-        except Exception as error:  # the user's own method may raise any error
+        except (Exception, SystemExit) as error:  # the user's own method may raise any error
             raise RunFault(f"{place} raised {_described(error)}, for the row {_excerpt(columns)}") from error
         if fault := observation_fault(observation):
             raise RunFault(f"{place} {fault}, for the row {_excerpt(columns)}: return a text or None")
@@ -275,7 +275,7 @@ def imported(path: str, key: str) -> Any:
             raise UserError(f"`{key}`: {path!r} is no path: write module and name, as in `my_tools.{path or 'search'}`")
         try:
             module = importlib.import_module(place)
-        except Exception as error:  # the user's own module may raise any error
+        except (Exception, SystemExit) as error:  # the user's own module may raise any error
             raise UserError(f"`{key}`: {path} can't be imported ({_described(error)}): correct it") from error
     found = module
     for name in attribute.split("."):
@@ -309,13 +309,13 @@ def _module_of_file(file: Path, path: str, key: str) -> ModuleType:
         exec(compile(source, file, "exec", dont_inherit=True), vars(module))
     except BaseException as error:
         del sys.modules[name]
-        if not isinstance(error, Exception):
+        if not isinstance(error, (Exception, SystemExit)):
             raise
         raise UserError(f"`{key}`: {path} can't be imported ({_described(error)}): correct it") from error
     return module
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     text = shortened(one_line(error).rstrip("."), ERROR_CHARS)
     return text if isinstance(error, ImportError) and text else f"{type(error).__name__}: {text}"
 
@@ -369,7 +369,7 @@ def _environment(name: str | None, path: str, call: bool) -> Environment:
     if call:
         try:
             kind = type(factory())
-        except Exception as error:  # the user's own constructor may raise any error
+        except (Exception, SystemExit) as error:  # the user's own constructor may raise any error
             raise UserError(
                 f"{place} makes no environment ({_described(error)}): TRL calls it without arguments"
             ) from error

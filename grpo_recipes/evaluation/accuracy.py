@@ -270,12 +270,12 @@ class MeasuredReward:
         columns = {name: [value] * samples for name, value in row.items() if name != "prompt"}
         try:
             self.scores([row["prompt"]] * samples, [""] * samples, columns)
-        except Exception as error:  # such as a missing column, or an argument that only a trainer gives
+        except (Exception, SystemExit) as error:  # such as a missing column, or an argument that only a trainer gives
             return _reason(error)
         return None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return one_line(f"{type(error).__name__}: {error}")
 
 
@@ -363,7 +363,7 @@ def reward_values(
     for reward in rewards:
         try:
             scores = reward.scores(prompts, completions, columns)
-        except Exception as error:  # a user's function may fail in any way
+        except (Exception, SystemExit) as error:  # a user's function may fail in any way
             raise UserError(f"reward `{reward.name}` can't score the held-out rows ({_reason(error)})") from error
         # In pandas None becomes NaN only with the type given.
         values[PAY.format(reward.name)] = pd.Series(scores, dtype="float64")

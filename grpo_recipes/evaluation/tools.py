@@ -314,7 +314,7 @@ class Rollouts:
         given = {key: value for key, value in row.items() if not (is_routed and key == ENVIRONMENT)}
         try:
             observation = environment.reset(**given)
-        except Exception as error:  # the user's own method may raise any error
+        except (Exception, SystemExit) as error:  # the user's own method may raise any error
             reason = one_line(f"{type(error).__name__}: {error}")
             raise UserError(
                 f"`{FACTORY}`: `reset` of {type(environment).__name__} fails on a held-out row ({reason}): correct it"

@@ -14,10 +14,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import time
 import traceback
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,26 @@ class NothingTrained(RunFault):
 
 class NotThePolicy(RunFault):
     """Error for completions that were sampled from another distribution than the policy's."""
+
+
+@contextmanager
+def no_exit() -> Iterator[None]:
+    """Turn a `SystemExit` of user code inside this block into a `RunFault` that names its place.
+
+    `sys.exit(0)` in a callback would otherwise end the run as if it had finished.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        # A script may end its run from a signal handler, and its launcher may read the exit code.
+        handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
+        if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
+            raise
+        # `exit()` is a function of the module `_sitebuiltins`.
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "_sitebuiltins" not in frame.filename]
+        frame = frames[-1]
+        place = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+        raise RunFault(f"sys.exit({error.code!r}) was called in {place}: raise an exception or return there") from error
 
 
 def report(

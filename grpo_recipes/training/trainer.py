@@ -27,6 +27,7 @@ from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import base_model, keep_4bit_layout
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
 from grpo_recipes.generation.stop_strings import StopStrings
+from grpo_recipes.process.faults import no_exit
 from grpo_recipes.process.messages import log_progress, tied_weights
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.specs import (
@@ -423,7 +424,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any) -> Any:
         """Run TRL's training, resumed only from a complete checkpoint. True stands for the newest one."""
         try:
-            with tied_weights(self.model):
+            with tied_weights(self.model), no_exit():
                 return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
         finally:
             self._log_probs.restore_attention(self.model)
@@ -454,5 +455,5 @@ class GRPOTrainer(TRLGRPOTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Run TRL's evaluation, with its completions in a file of their own."""
-        with separate_eval_completions(self, eval_dataset, metric_key_prefix):
+        with separate_eval_completions(self, eval_dataset, metric_key_prefix), no_exit():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

@@ -291,7 +291,7 @@ def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) ->
     try:
         scores = reward.function(**batch)
         scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(_failure(reward.name, error)) from error
     try:
         scores = listed_scores(reward.name, scores, len(rows))
@@ -300,7 +300,7 @@ def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) ->
     return [_checked_score(reward.name, score, row.number) for score, row in zip(scores, rows, strict=True)]
 
 
-def _failure(name: str, error: Exception) -> str:
+def _failure(name: str, error: BaseException) -> str:
     """Return one sentence about a reward that raised: the text of our own error, or another's with its place."""
     text = one_line(error).rstrip(".")
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -384,7 +384,7 @@ def resolve(name: str) -> Any:
     if name not in REGISTERED and name in (points := _entry_points()):
         try:
             return points[name].load()
-        except Exception as error:  # another package may raise any error
+        except (Exception, SystemExit) as error:  # another package may raise any error
             raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_described(error)})") from error
     file, colon, attribute = name.rpartition(":")
     if colon:
@@ -405,7 +405,7 @@ def resolve(name: str) -> Any:
 def _import(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # the user's own module may raise any error
+    except (Exception, SystemExit) as error:  # the user's own module may raise any error
         if name in REGISTERED and isinstance(error, ImportError):
             needs = missing_package(error)
             raise RewardSpecError(f"reward `{name}` needs {needs}: pip install 'grpo-rewards[models]'") from error
@@ -436,7 +436,7 @@ def _module_of_file(file: str, name: str) -> Any:
         exec(compile(source, path, "exec", dont_inherit=True), vars(module))
     except BaseException as error:
         del sys.modules[module_name]
-        if not isinstance(error, Exception):
+        if not isinstance(error, (Exception, SystemExit)):
             raise
         raise RewardSpecError(f"reward `{name}`: {file} can't be imported ({_described(error)})") from error
     return module
@@ -447,7 +447,7 @@ def missing_package(error: ImportError) -> str | None:
     return error.name if isinstance(error, ModuleNotFoundError) else f"another version ({error})"
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """Return the text of an error on one line, with the name of its class if that is not to be expected."""
     text = one_line(error).rstrip(".")
     return text if isinstance(error, (ImportError, ValueError)) and text else f"{type(error).__name__}: {text}"
@@ -578,7 +578,7 @@ def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[s
     """Return `check(*args)`. Raise its error as one of the reward `name`, without the secrets in `kwargs`."""
     try:
         return check(*args)
-    except Exception as error:  # the user's own constructor may raise any error
+    except (Exception, SystemExit) as error:  # the user's own constructor may raise any error
         raise RewardSpecError(f"reward `{name}`: {scrubbed(_described(error), secret_values(kwargs))}") from error
 
 

@@ -542,13 +542,22 @@ def test_a_place_in_a_file_that_is_no_reward_is_named(name, message, tmp_path, m
         build_rewards([name])
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit"])
-def test_an_interrupt_while_a_file_is_imported_is_no_error_of_the_file(error, tmp_path):
+def test_an_interrupt_while_a_file_is_imported_is_not_an_error_of_the_file(tmp_path):
     file = tmp_path / "own.py"
-    file.write_text(f"raise {error}\n")
+    file.write_text("raise KeyboardInterrupt\n")
     for _ in range(2):  # a module whose import ended early is not taken for a finished one
-        with pytest.raises(KeyboardInterrupt if error == "KeyboardInterrupt" else SystemExit):
+        with pytest.raises(KeyboardInterrupt):
             build_rewards([f"{file}:score"])
+
+
+@pytest.mark.parametrize("spec", ["exits_early.py:score", "exits_early.score", {"name": "exits_late.S", "kwargs": {}}])
+def test_a_reward_that_exits_while_it_is_built_is_named(spec, tmp_path, monkeypatch):
+    (tmp_path / "exits_early.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "exits_late.py").write_text("class S:\n    def __init__(self):\n        raise SystemExit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RewardSpecError, match="exits_.*SystemExit: 0"):
+        build_rewards([spec])
 
 
 def test_a_builtin_without_a_signature_is_a_reward():

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from trl.trainer.utils import is_async_callable
@@ -468,7 +469,11 @@ def returning(*values: object):
 
 
 @pytest.mark.parametrize(
-    "value", [math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", "", [], 1j, 1e39, -1e39, 10**400]
+    "value",
+    [
+        *(math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", "", [], 1j, 1e39, -1e39, 10**400),
+        *(np.ones(1), np.ones(2), torch.ones(2), [1.0]),  # rows of a 2-d array
+    ],
 )
 def test_a_score_that_is_no_finite_number_is_reported_with_its_row(value: object) -> None:
     checked = checked_reward(returning(1.0, None, value))
@@ -749,3 +754,17 @@ def test_rewards_whose_prefilled_is_not_the_tag_that_the_prompt_opens_are_named(
     for note in notes:
         assert note.startswith("`rewards`: the prompt ")
         assert note.endswith(f": {ending}")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_that_exits_is_named_with_the_row(is_async: bool) -> None:
+    def judge(prompts: list, completions: list, **columns: object) -> list[float]:
+        if "two" in completions:
+            sys.exit(0)
+        return [1.0] * len(completions)
+
+    async def judge_async(prompts: list, completions: list, **columns: object) -> list[float]:
+        return judge(prompts, completions)
+
+    with pytest.raises(RewardFault, match=r"`judge(_async)?` raised SystemExit: 0, for row 1"):
+        scored(judge_async if is_async else judge, TEXTS)

@@ -904,10 +904,10 @@ def cast_type(kind: type | None) -> type:
 
 def test_a_file_that_failed_is_executed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for error in (KeyboardInterrupt, SystemExit):
-        Path("own.py").write_text(f"raise {error.__name__}")
+    for raised, seen in (("KeyboardInterrupt", KeyboardInterrupt), ("SystemExit(0)", UserError)):
+        Path("own.py").write_text(f"raise {raised}")
         for _ in range(2):
-            with pytest.raises(error):
+            with pytest.raises(seen):
                 toolset_of(["own.py:one"], None)
 
 

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -325,3 +327,26 @@ def test_a_failure_before_the_training_is_worth_a_resume_only_if_a_service_was_a
 ) -> None:
     assert faults.is_resumable(error, began=False) == resumable
     assert faults.is_resumable(error, began=True)
+
+
+def test_an_exit_of_user_code_is_an_error_that_names_its_place() -> None:
+    with pytest.raises(faults.RunFault, match=r"sys.exit\(0\) was called in .*test_faults.py, line \d+, in leaves:"):
+
+        def leaves() -> None:
+            exit(0)
+
+        with faults.no_exit():
+            leaves()
+
+
+def test_a_signal_handler_of_a_script_may_end_it() -> None:
+    def leave(signum: int, frame: object) -> None:
+        sys.exit(143)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        with pytest.raises(SystemExit, match="143"), faults.no_exit():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -192,7 +192,7 @@ def check_build_locks(patience: float = LOCK_SECONDS) -> None:
     while stale := [lock for lock in _extensions_folder().glob("*/lock") if not _has_compiler(lock.parent)]:
         if time.monotonic() >= deadline:
             with suppress(FileNotFoundError):  # it has just been removed
-                age = time.time() - stale[0].stat().st_mtime
+                age = max(0.0, time.time() - stale[0].stat().st_mtime)  # the clock may have been set back
                 raise UserError(
                     f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {age:.0f} s old, on "
                     "which every later run waits for ever: remove that file (unless another machine that shares the "

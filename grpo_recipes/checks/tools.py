@@ -396,11 +396,16 @@ def _check_names(toolset: Toolset) -> None:
         if not tools and known:
             path = next(one.path for one in toolset.environments if one.name == name)
             raise UserError(f"`{FACTORY}`: {path} has no public method that the policy could call: add one")
-        seen: set[str] = set()
-        for tool in tools:
-            if tool.name in seen:
-                raise UserError(f"two tools are named `{tool.name}`, so that a call can't tell them apart: rename one")
-            seen.add(tool.name)
+        check_unique(tool.name for tool in tools)
+
+
+def check_unique(names: Iterable[str]) -> None:
+    """Raise `UserError` if two tools of a row have one name."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise UserError(f"two tools are named `{name}`, so that a call can't tell them apart: rename one")
+        seen.add(name)
 
 
 def check_rewards(toolset: Toolset | None, rewards: Sequence[BuiltReward]) -> None:

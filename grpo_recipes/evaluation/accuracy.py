@@ -22,7 +22,7 @@ import pandas as pd
 
 from grpo_recipes.runs.files import BOOLEANS, NUMBERS
 from grpo_recipes.runs.files import Kind as ColumnKind
-from grpo_rewards.completions import completion_text, listed_scores
+from grpo_rewards.completions import completion_text, copied, listed_scores
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.format_tags import WellFormed
 from grpo_rewards.math.answers import extract_answer
@@ -252,7 +252,7 @@ class MeasuredReward:
             # TRL gives rewards the completion of a conversation as messages.
             is_whole = isinstance(prompt, str) or not isinstance(completion, str)
             messages.append(completion if is_whole else [{"role": "assistant", "content": completion}])
-        scores = self.function(prompts=list(prompts), completions=messages, **columns)
+        scores = self.function(**copied({**columns, "prompts": list(prompts), "completions": messages}))
         if inspect.iscoroutine(scores):
             scores = asyncio.run(scores)
         values = listed_scores(self.name, scores, len(messages))

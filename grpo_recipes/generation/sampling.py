@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,17 @@ BLOCK = 64
 
 WEIGHT = 2.0**60
 """Whole number that stands for a probability of 1. Probabilities below its inverse count as 0."""
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the state of torch's random numbers after this block of user code, from which generation draws.
+
+    A tool or reward that calls `torch.manual_seed` would otherwise make every generation draw the same numbers.
+    """
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        yield
 
 
 class Uniforms:

@@ -261,6 +261,11 @@ def check_tools(config: TrainingConfig, key: str) -> None:
             f"`max_tool_calling_iterations` is missing, and `{key}` without it lets a completion call tools without "
             "end: set the largest number of turns with calls, as in `max_tool_calling_iterations: 4`"
         )
+    check_turn_ends(config, key)
+
+
+def check_turn_ends(config: TrainingConfig, key: str) -> None:
+    """Raise `UserError` for stop strings beside tools. The arguments are those of `check_tools`."""
     if stop := stop_strings(config.generation_kwargs):
         raise UserError(
             f"`generation_kwargs.stop`: {stop[0]!r} may cut a turn before its end token, after which the result of "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,12 +75,17 @@ def flush(path: Path) -> None:
 def check_names(folder: Path) -> None:
     """Raise `RunError` if a run could not write to a name in its folder or among its completions.
 
-    A link may lead out of the folder, opening a pipe waits for a reader, and a folder in place of a file stops a save.
+    A link may lead out of the folder, opening a pipe waits for a reader, and a folder in place of a file, or a file in
+    place of a checkpoint, stops a save.
     """
     for names in ("*", "completions/*", "completions/images/*"):
         for path in folder.glob(names):
             if path.is_symlink():
                 inside(folder, *path.relative_to(folder).parts)
+            if re.fullmatch(r"checkpoint-\d+", path.name):
+                if path.exists() and not path.is_dir():
+                    raise RunError(f"{path}: it is not a folder, and the run can't save a checkpoint there: remove it")
+                continue
             is_file_name = path.suffix in FILE_SUFFIXES
             if path.exists() and not path.is_file() and (is_file_name or not path.is_dir()):
                 raise RunError(f"{path}: it is no ordinary file, and the run can't write there: remove it")

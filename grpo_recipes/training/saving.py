@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo_recipes.generation.models import run_folder
+from grpo_recipes.process.faults import RunFault
 from grpo_recipes.process.ranks import gather, on_first_rank, raise_alike, rank
 from grpo_recipes.runs.checkpoints import Manifest, read_manifest, rejection, write_manifest
 from grpo_recipes.runs.files import LIVE, NUMBER, NUMBER_OR_NULL, STEP, RunError, Shape, read_object, write_atomically
@@ -147,6 +148,8 @@ class CompleteCheckpoints(TrainerCallback):
         """Check the folder before transformers and TRL write a log, completions or a checkpoint."""
         if control.should_log or control.should_evaluate or control.should_save:
             self.check_folder()
+        if control.should_save:
+            _check_place(run_folder(args) / f"checkpoint-{state.global_step}")
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -239,6 +242,13 @@ def check_held(held: Held, when: str, last_saved: Path | None) -> None:
     # Only the first rank holds the folder. All ranks must leave together, or the others would wait for it.
     if found := next(filter(None, gather(sentence)), None):
         raise FolderLost(found)
+
+
+def _check_place(checkpoint: Path) -> None:
+    """Raise `RunFault` on every rank if no checkpoint can be saved under this name. Collective."""
+    is_blocked = checkpoint.is_symlink() or (checkpoint.exists() and not checkpoint.is_dir())
+    if any(gather(is_blocked)):
+        raise RunFault(f"{checkpoint}: it is a link or a file, and a checkpoint is to be saved there: remove it")
 
 
 def _rotate(checkpoints: Sequence[Path], limit: int, kept: Set[Path]) -> None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from accelerate.logging import get_logger
 from trl.chat_template_utils import parse_response
 
+from grpo_recipes.checks.tools import check_unique
+from grpo_recipes.generation.sampling import random_state_kept
 from grpo_recipes.process.faults import RunFault
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather, largest_of_ranks, on_first_rank
 from grpo_recipes.recipe.specs import ToolLimits
-from grpo_recipes.tools.bounded import FailureWindow, ToolRunner
+from grpo_recipes.tools.bounded import Call, FailureWindow, Result, ToolRunner
 from grpo_recipes.tools.loop import (
     Ids,
     Limits,
@@ -43,7 +45,7 @@ class ToolTurns:
         limits: limits on each call.
 
     Raises:
-        UserError: the policy reads images, and there are several ranks.
+        UserError: two tools of a row have one name, or the policy reads images and there are several ranks.
     """
 
     def __init__(self, trainer: TRLTrainer, limits: ToolLimits) -> None:
@@ -56,6 +58,9 @@ class ToolTurns:
         self._failures = FailureWindow(limits.failures)
         self._announcer = Announcer(logger.warning)
         self._positions: float | None = None
+        if trainer.environment_factories is not None:
+            for tools in trainer._env_tools.values():
+                check_unique(tool.__name__ for tool in tools)
         if trainer.tools and trainer._is_vlm:
             self._check_one_process()
 
@@ -95,7 +100,7 @@ class ToolTurns:
             parse=self._parse,
             render=trainer._get_tool_suffix_ids,
             shorten=partial(beginning, trainer._tokenizer),
-            runner=self.runner,
+            runner=self,
             limits=Limits(trainer.max_tool_calling_iterations, trainer.max_completion_length, self._positions),
             largest=partial(largest_of_ranks, device=trainer.accelerator.device),
             padding=trainer._tokenizer.pad_token_id,
@@ -111,6 +116,11 @@ class ToolTurns:
             drop_abandoned(trainer._environment_pool, trainer.environments, self.rows)
         self._finish()
         return values
+
+    def run(self, calls: Sequence[Sequence[Call]]) -> list[list[Result]]:
+        """Run the calls of each row without an effect on what is sampled next, and return the results of each row."""
+        with random_state_kept():
+            return self.runner.run(calls)
 
     def _generate(self, prompts: list[Ids]) -> tuple[list[Ids], list[list[float]] | None]:
         # Each row has a history of its own, so there is one completion per prompt.

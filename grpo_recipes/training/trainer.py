@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -21,11 +21,13 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
+from grpo_recipes.checks.tools import check_unique
 from grpo_recipes.data.tables import check_no_image_columns
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import base_model, keep_4bit_layout
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
+from grpo_recipes.generation.sampling import random_state_kept
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.faults import no_exit
 from grpo_recipes.process.messages import log_progress, tied_weights
@@ -40,7 +42,7 @@ from grpo_recipes.recipe.specs import (
     ToolLimits,
     typed,
 )
-from grpo_recipes.recipe.trl_keys import check_advantages, check_generation
+from grpo_recipes.recipe.trl_keys import check_advantages, check_generation, check_turn_ends
 from grpo_recipes.training import micro_batches as microbatch
 from grpo_recipes.training import offline
 from grpo_recipes.training.adamw_bf16 import UpdateSample
@@ -61,8 +63,10 @@ from grpo_recipes.training.trl_patches import (
     correct_counts,
     hide_secrets,
     neutral_engine,
+    on_copies,
     sampling_by_seed,
     separate_eval_completions,
+    steady_clock,
     storable_logs,
     take_over_mask,
 )
@@ -127,6 +131,10 @@ class GRPOTrainer(TRLGRPOTrainer):
             check_generation(args)
             check_advantages(advantages, args)
             hide_secrets(args)
+            for key in ("tools", "environment_factory"):
+                if kwargs.get(key):
+                    check_turn_ends(args, key)
+        check_unique(tool.__name__ for tool in kwargs.get("tools") or ())
         # TRL's own reference would be a second model in memory, also where an adapter that is switched off serves as
         # one.
         policy = with_its_base(model, args)
@@ -149,6 +157,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._generation_check = GenerationCheck(self, self._trl_log_probs, generation_check)
         self._generation = Generation(self, self._generation_check, self._stop, generation)
         self._tool_turns = ToolTurns(self, limits)
+        self._resets = ExitStack()
+        """Context of the resets of a generation batch's environments, which ends when generation begins."""
         self._turn_check = TurnCheck(self, self._stop, generation_check)
         self._prompts = PromptSampling.added_to(self, sampling)
         self._sources = starting_weights(model, self.model, reference)
@@ -338,7 +348,9 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _generate_with_advantages(self, inputs: list[Any]) -> dict[str, Any]:
         """Run TRL's generation and scoring, then replace its advantages in the batch and in the log by the rule's."""
-        output = super()._generate_and_score_completions(inputs)
+        with ExitStack() as self._resets:
+            self._resets.enter_context(random_state_kept())
+            output = super()._generate_and_score_completions(inputs)
         if self._advantage_rule is None:
             return output
         group = self.num_generations if self.model.training else self.num_generations_eval
@@ -354,7 +366,13 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return TRL's rewards (completions of all ranks, functions), and keep them for the rule for advantages."""
-        self._gathered_rewards = super()._calculate_rewards(*args, **kwargs)
+        functions = self.reward_funcs
+        self.reward_funcs = [on_copies(function) for function in functions]
+        try:
+            with random_state_kept():
+                self._gathered_rewards = super()._calculate_rewards(*args, **kwargs)
+        finally:
+            self.reward_funcs = functions
         return self._gathered_rewards
 
     # ---- Seam 5: generation, in a context around TRL's own
@@ -380,6 +398,7 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _generate(self, prompts: list[Any]) -> Any:
         """Return TRL's completions, with its metrics and mask corrected for those that end with a stop string."""
+        self._resets.close()
         self._tool_turns.rows = []
         self._turn_check.start(prompts)
         self._log_probs.restore_attention(self.model)
@@ -424,7 +443,7 @@ class GRPOTrainer(TRLGRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **kwargs: Any) -> Any:
         """Run TRL's training, resumed only from a complete checkpoint. True stands for the newest one."""
         try:
-            with tied_weights(self.model), no_exit():
+            with tied_weights(self.model), no_exit(), steady_clock():
                 return super().train(self.checkpoints.resumption(resume_from_checkpoint), *rest, **kwargs)
         finally:
             self._log_probs.restore_attention(self.model)
@@ -455,5 +474,5 @@ class GRPOTrainer(TRLGRPOTrainer):
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Run TRL's evaluation, with its completions in a file of their own."""
-        with separate_eval_completions(self, eval_dataset, metric_key_prefix), no_exit():
+        with separate_eval_completions(self, eval_dataset, metric_key_prefix), no_exit(), steady_clock():
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

@@ -1,18 +1,21 @@
 """Replacements inside TRL and transformers at run time. Overrides of the trainer's methods are in `trainer.py`.
 
-In this order: weights, seed and settings of vLLM; continuous batching; counts of completions that end with a stop
-string; files of an evaluation's completions; tables of completions; training arguments that hide their secrets.
+In this order: weights, seed and settings of vLLM; continuous batching; arguments of rewards; durations; counts of
+completions that end with a stop string; files of an evaluation's completions; tables of completions; training arguments
+that hide their secrets.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import DeepSpeedPlugin
@@ -25,15 +28,20 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers import trainer as transformers_trainer
 from trl import GRPOConfig
 from trl.generation import vllm_generation
+from trl.trainer.utils import is_async_callable
 
 from grpo_recipes.generation.models import run_folder
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import StopStrings
+from grpo_recipes.process.faults import no_exit
 from grpo_recipes.runs.completions import storable
+from grpo_rewards.completions import copied
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import HIDDEN, hidden_places, is_secret, redacted
+from grpo_rewards.reward import callable_name
 
 if TYPE_CHECKING:
     from grpo_recipes.generation.models import TRLTrainer
@@ -189,6 +197,56 @@ def continuous_batching(
         yield
     finally:
         config.num_blocks, config.max_batch_tokens = blocks, tokens
+
+
+# ---- rewards
+
+
+def on_copies(reward: Any) -> Any:
+    """Return a reward function that is called with copies of its arguments. A reward model is returned as it is.
+
+    TRL passes all rewards the lists that it logs, so that a reward which overwrites them would change what later
+    rewards and the table of completions hold.
+    """
+    if isinstance(reward, torch.nn.Module):
+        return reward
+    name = callable_name(reward)
+
+    def call(**columns: Any) -> Any:
+        return _one_dimensional(name, reward(**copied(columns)))
+
+    async def call_async(**columns: Any) -> Any:
+        with no_exit():  # an exit that leaves a task ends TRL's event loop, and TRL would wait for ever
+            return _one_dimensional(name, await reward(**copied(columns)))
+
+    return call_async if is_async_callable(reward) else call
+
+
+def _one_dimensional(name: str, scores: Any) -> Any:
+    """Return the scores of a reward. Raises `ValueError` for an array with other than one dimension."""
+    if isinstance(scores, np.ndarray) and scores.ndim != 1:
+        raise ValueError(f"reward `{name}` returned an array of shape {scores.shape}: return one number per completion")
+    return scores
+
+
+# ---- durations
+
+
+@contextmanager
+def steady_clock() -> Iterator[None]:
+    """Let transformers measure durations inside this block without the jumps of the system's clock."""
+    stock = transformers_trainer.speed_metrics
+    ahead = time.time() - time.monotonic()
+
+    def speed_metrics(split: str, start_time: float, *args: Any, **kwargs: Any) -> dict[str, float]:
+        jump = time.time() - time.monotonic() - ahead
+        return stock(split, start_time + jump, *args, **kwargs)
+
+    transformers_trainer.speed_metrics = speed_metrics
+    try:
+        yield
+    finally:
+        transformers_trainer.speed_metrics = stock
 
 
 # ---- stop strings: TRL knows one end of a completion, a token, and counts others as cut off at `max_completion_length`

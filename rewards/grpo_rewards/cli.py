@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_rewards import __version__
-from grpo_rewards.completions import completion_text, listed_scores
+from grpo_rewards.completions import completion_text, copied, listed_scores
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.explain import Reasons, columns_read, json_values, score_line
 from grpo_rewards.files import LINE_BYTES, replacing
@@ -289,7 +289,7 @@ def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) ->
         takes = "a reward takes prompts, completions and, by name, the columns it needs and **columns for the others"
         raise UserError(f"reward `{reward.name}` can't be called ({error}): {takes}") from error
     try:
-        scores = reward.function(**batch)
+        scores = reward.function(**copied(dict(batch)))
         scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
     except (Exception, SystemExit) as error:
         raise UserError(_failure(reward.name, error)) from error

@@ -85,6 +85,15 @@ def listed_scores(reward: str, scores: Any, completions: int) -> list[Any]:
     return listed
 
 
+def copied(value: Any) -> Any:
+    """Return a copy of nested lists and dictionaries, whose other entries (images, environments) are shared."""
+    if isinstance(value, dict):
+        return {key: copied(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [copied(entry) if isinstance(entry, (dict, list)) else entry for entry in value]
+    return value
+
+
 def needed_column(reward: Any, key: str, columns: Mapping[str, Any], completions: Sequence[Any]) -> Sequence[Any]:
     """Return the column of a batch that a field of a reward names.
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from grpo_rewards.completions import check_rows
+from grpo_rewards.completions import check_rows, copied
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.files import expanded
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
@@ -229,7 +229,7 @@ class ComposedReward(BaseReward):
             for key, log in (("log_extra", log_extra), ("log_reason", log_reason)):
                 if log is not None:
                     columns[key] = partial(_log_under, log, f"{label}/")
-            column = part.function(**columns)
+            column = part.function(**copied(columns))
             check_rows(part.name, completions=completions, scores=column)
             scores.append(column)
             scored = [score for score in column if score is not None]

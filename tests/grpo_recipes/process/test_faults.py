@@ -330,13 +330,12 @@ def test_a_failure_before_the_training_is_worth_a_resume_only_if_a_service_was_a
 
 
 def test_an_exit_of_user_code_is_an_error_that_names_its_place() -> None:
+    @faults.no_exit()
+    def leaves() -> None:
+        exit(0)
+
     with pytest.raises(faults.RunFault, match=r"sys.exit\(0\) was called in .*test_faults.py, line \d+, in leaves:"):
-
-        def leaves() -> None:
-            exit(0)
-
-        with faults.no_exit():
-            leaves()
+        leaves()
 
 
 def test_a_signal_handler_of_a_script_may_end_it() -> None:
@@ -346,7 +345,6 @@ def test_a_signal_handler_of_a_script_may_end_it() -> None:
     before = signal.signal(signal.SIGTERM, leave)
     try:
         with pytest.raises(SystemExit, match="143"), faults.no_exit():
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
+            signal.raise_signal(signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict, deque
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +31,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             {
                 "model": nn.Linear(1, 1).train(training),
                 "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
+                "_resets": ExitStack(),
             }
         )
         vars(trainer).update(attributes)
@@ -94,7 +95,7 @@ def test_the_advantages_of_the_rule_replace_trls_in_the_batch_and_in_the_log(
 
 
 def test_the_rewards_are_kept_for_the_rule(made: Any) -> None:
-    trainer = made("_calculate_rewards")
+    trainer = made("_calculate_rewards", reward_funcs=[])
     given = ("_calculate_rewards", (1, 2), ("more", 3))
     assert trainer._calculate_rewards(1, 2, more=3) == given
     assert trainer._gathered_rewards == given

@@ -2,8 +2,8 @@
 
 The pages are docs/*.md, those of `ELSEWHERE`, and those that are made from the code: the commands and the Python API,
 which are committed in docs/ and renewed here, and the errors, which only the site has. Each is written to build/docs
-with its links turned to the other pages, or, where a link leads to another file of the repository, to that file on the web;
-mkdocs then builds the site and fails on a link, an anchor or a page that is missing.
+with its links turned to the other pages, or, where a link leads to another file of the repository, to that file on the
+web; mkdocs then builds the site and fails on a link, an anchor or a page that is missing.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     if not prompts[0].equals(prompts[1]):
         raise UserError(f"{first} and {second} are not on the same problems: evaluate both with the same options")
     highest = {name: entry.get("highest_pay") for name, entry in records[0].get("rewards", {}).items()}
-    return {"problems": len(prompts[0]), "warnings": _warnings(*records), **compare_tables(*tables, highest)}
+    differences = compare_tables(tables[0], tables[1], highest)
+    return {"problems": len(prompts[0]), "warnings": _warnings(*records), **differences}
 
 
 def _warnings(first: dict[str, Any], second: dict[str, Any]) -> list[str]:

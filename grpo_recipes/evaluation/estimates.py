@@ -602,8 +602,8 @@ def compare_tables(first: pd.DataFrame, second: pd.DataFrame, highest: Pays | No
             continue
         before, after = (_by_problem(table, pay).tolist() for table in tables)
         most = (highest or {}).get(name)
-        means = [mean_score(values, most, clusters) for values in (before, after)]
-        rewards[name] = {"mean": _pair(*means, paired_mean(before, after, clusters, most))}
+        mean = mean_score(before, most, clusters), mean_score(after, most, clusters)
+        rewards[name] = {"mean": _pair(*mean, paired_mean(before, after, clusters, most))}
         if passed in first and passed in second:
             rewards[name]["passed"] = _compared_shares(*tables, passed)
     result: dict[str, Any] = {"rewards": rewards} if rewards else {}

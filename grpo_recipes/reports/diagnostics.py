@@ -202,7 +202,7 @@ def diagnose(run: Run) -> Diagnosis:
                 diagnosis.fine[name] = result
             else:
                 diagnosis.findings.append(Finding(name, *result))
-    diagnosis.findings.extend(filter(None, (unscorable_golds(run), stopped(run))))
+    diagnosis.findings.extend(filter(None, (unscorable_golds(run), unscored(run), stopped(run))))
     return diagnosis
 
 
@@ -681,6 +681,24 @@ def unscorable_golds(run: Run) -> Finding | None:
         0,
         f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward ({rows}): correct "
         "or remove them",
+    )
+
+
+def unscored(run: Run) -> Finding | None:
+    """Return a finding for rewards that returned None for every completion. TRL logs NaN as the mean of such a reward.
+
+    It is not among `CHECKS`, because it would be fine in nearly every run.
+    """
+    keys = {reward.name: f"rewards/{reward.name}/mean" for reward in run.rewards}
+    names = [name for name, key in keys.items() if key in run.log.metrics and not len(run.series(key))]
+    if not names:
+        return None
+    effect = "nothing was learned" if len(names) == len(run.rewards) else "nothing was learned from it"
+    return Finding(
+        "unscored",
+        run.log.last_step,
+        f"{' and '.join(f'`{name}`' for name in names)} returned None for every completion, so {effect}: correct the "
+        "reward, or the columns that it reads",
     )
 
 

@@ -1769,3 +1769,20 @@ def test_the_deadline_holds_for_checks_that_read_nothing(monkeypatch: pytest.Mon
     vars(late)["completion_files"] = Sampled([], 0)
     with pytest.raises(OutOfTime):
         diagnostics.diagnose(late)
+
+
+@pytest.mark.parametrize(
+    ("means", "named"),
+    [
+        ({"a": [], "b": []}, "`a` and `b` returned None for every completion, so nothing was learned:"),
+        ({"a": [0.5], "b": []}, "`b` returned None for every completion, so nothing was learned from it:"),
+        ({"a": [0.5], "b": [0.0]}, None),
+    ],
+)
+def test_a_reward_that_scored_no_completion_is_named(means: dict[str, list[float]], named: str | None) -> None:
+    rewards = [{"name": name} for name in means]
+    finding = diagnostics.unscored(
+        logged({f"rewards/{name}/mean": values for name, values in means.items()}, [1, 2], rewards=rewards)
+    )
+    assert (finding is None) == (named is None)
+    assert finding is None or named in finding.sentence

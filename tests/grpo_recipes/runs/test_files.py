@@ -310,3 +310,9 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
             files.check_names(folder)
         place.unlink()
     files.check_names(folder)
+
+
+def test_a_file_in_place_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-4").touch()
+    with pytest.raises(files.RunError, match="checkpoint-4: it is not a folder, .*: remove it"):
+        files.check_names(tmp_path)

@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 from collections import defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_recipes.process.faults import RunFault
 from grpo_recipes.runs.checkpoints import Manifest, read_manifest, write_manifest
 from grpo_recipes.runs.files import LIVE, RunError
 from grpo_recipes.runs.identity import Identity
@@ -371,3 +373,22 @@ def test_a_run_is_evaluated_before_its_first_step_only_once(checkpoints: Complet
     checkpoints.resumed_from = tmp_path
     checkpoints.on_train_begin(args, state)
     assert args.eval_on_start is False
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "folder"])
+def test_a_checkpoint_is_not_saved_through_a_link_or_over_a_file(
+    checkpoints: CompleteCheckpoints, tmp_path: Path, kind: str
+) -> None:
+    place = tmp_path / "checkpoint-4"
+    match kind:
+        case "link":
+            (tmp_path / "outside").mkdir()
+            place.symlink_to(tmp_path / "outside")
+        case "file":
+            place.touch()
+        case "folder":
+            place.mkdir()  # of an earlier launch, which is saved again
+    state: Any = SimpleNamespace(global_step=4)
+    control: Any = SimpleNamespace(should_log=False, should_evaluate=False, should_save=True)
+    with nullcontext() if kind == "folder" else pytest.raises(RunFault, match="checkpoint-4: it is a link or a file"):
+        checkpoints.on_step_end(checkpoints.trainer.args, state, control)

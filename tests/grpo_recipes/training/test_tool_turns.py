@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from trl import GRPOTrainer as TRLGRPOTrainer
 
@@ -223,3 +224,53 @@ def test_images_on_several_ranks_are_refused(tmp_path: Path) -> None:
             made._tool_turns.are_trls({})
     finally:
         made.accelerator.state._shared_state["num_processes"] = 1
+
+
+class Seeding(Counter):
+    """Environment that seeds torch, as games do that are to begin alike."""
+
+    def reset(self, **columns: Any) -> None:
+        super().reset(**columns)
+        torch.manual_seed(0)
+
+    def count(self, times: int) -> str:
+        """Count a call.
+
+        Args:
+            times: Length of the answer.
+        """
+        torch.manual_seed(0)
+        return super().count(times)
+
+
+def test_user_code_that_seeds_torch_does_not_repeat_what_is_sampled(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"tools": None, "environment_factory": Seeding, "max_completion_length": 300}
+    made = tool_trainer(GRPOTrainer, tmp_path, [[[COUNT, COUNT]] * 4] * 2, max_steps=2, **settings)
+    (reward, *others), turn, drawn = made.reward_funcs, made._generate_single_turn, []
+
+    def seeding_reward(**columns: Any) -> Any:
+        torch.manual_seed(0)
+        return reward(**columns)
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        drawn.append(torch.rand(()).item())
+        return turn(*args, **kwargs)
+
+    made.reward_funcs = [seeding_reward, *others]
+    made._generate_single_turn = generate
+    made.train()
+    assert len(drawn) == 6  # two batches of three turns
+    assert len(set(drawn)) == 6
+
+
+def test_a_tool_with_the_name_of_an_environments_tool_is_refused(tmp_path: Path) -> None:
+    def count(times: int) -> str:
+        """Count.
+
+        Args:
+            times: Number.
+        """
+        return "1"
+
+    with pytest.raises(UserError, match="two tools are named `count`"):
+        tool_trainer(GRPOTrainer, tmp_path, [[[COUNT]] * 4] * 2, tools=[count], environment_factory=Counter)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer
+from grpo_recipes.process.faults import RunFault
 from grpo_recipes.training.data_order import SetSamplerEpoch
 from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.passes import Passes
+from tests.support import short_runs, tiny
 from tests.support.recorded import Recording, make_trainer, model
+from tests.support.tool_rollouts import add
 
 SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
 UNEVEN = Recording.random(seed=1, zero=(2,))
@@ -42,6 +47,9 @@ def built(folder: Path, **config: Any) -> Any:
         ({"tool_limits": ""}, "`tool_limits.seconds`"),
         ({"tool_limits": {"second": 3}}, "tool_limits.second"),
         ({"args": {"generation_kwargs": {"stop_strings": 3}}}, "stop_strings"),
+        ({"tools": [add, add]}, "two tools are named `add`"),
+        ({"args": {"generation_kwargs": {"stop": "END"}}, "tools": [add]}, "`generation_kwargs.stop`"),
+        ({"args": {"generation_kwargs": {"stop": "END"}}, "environment_factory": dict}, "`generation_kwargs.stop`"),
         ({"args": {"scale_rewards": "group"}, "advantages": "max_rl"}, "`scale_rewards`"),
     ],
     ids=str,
@@ -178,3 +186,60 @@ def test_the_sampled_kl_is_logged_without_an_effect_on_the_loss() -> None:
         assert trainer.beta != 0.0
         assert (trainer.beta * torch.tensor([1e30, math.pi])).tolist() == [0.0, 0.0]
     assert trainer.beta == 0.04
+
+
+# ---- code of the user
+
+
+def exits(**columns: Any) -> Any:
+    sys.exit(0)
+
+
+async def exits_later(**columns: Any) -> Any:
+    sys.exit(0)
+
+
+def leave_rollout(prompts: list, trainer: Any) -> Any:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [{"rewards": exits}, {"rewards": exits_later}, {"rollout_func": leave_rollout}, {"rows": "a transform"}],
+    ids=str,
+)
+def test_an_exit_of_the_code_of_a_script_is_an_error(tmp_path: Path, parts: dict[str, Any]) -> None:
+    if "rows" in parts:
+        parts = {"rows": short_runs.PROMPTS.with_transform(lambda rows: sys.exit(0))}
+    trainer = short_runs.trainer(GRPOTrainer, tiny.policy(), short_runs.arguments(tmp_path, max_steps=1), **parts)
+    with pytest.raises(RunFault, match=r"sys.exit\(0\) was called in .*test_trainer_parts.py"):
+        trainer.train()
+
+
+def test_a_reward_can_change_neither_the_log_nor_what_later_rewards_read(tmp_path: Path) -> None:
+    def overwrites(prompts: list, completions: list, completion_ids: list, **columns: Any) -> list[float]:
+        for place in range(len(completions)):
+            completions[place], prompts[place] = "overwritten", "overwritten"
+            completion_ids[place].clear()
+        return [0.0] * len(completions)
+
+    def reads(completions: list, completion_ids: list, **columns: Any) -> list[float]:
+        return [
+            float("overwritten" in (text, ids) or not ids)
+            for text, ids in zip(completions, completion_ids, strict=True)
+        ]
+
+    made = short_runs.trainer(GRPOTrainer, tiny.policy(), short_runs.arguments(tmp_path), rewards=[overwrites, reads])
+    made.train()
+    assert made.state.log_history[0]["rewards/reads/mean"] == 0.0
+    assert "overwritten" not in (*made._logs["completion"], *made._logs["prompt"])
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (4, 2)])
+def test_a_two_dimensional_array_is_named_with_its_reward(tmp_path: Path, shape: tuple[int, int]) -> None:
+    def judge(**columns: Any) -> Any:
+        return np.ones(shape)
+
+    made = short_runs.trainer(GRPOTrainer, tiny.policy(), short_runs.arguments(tmp_path), rewards=judge)
+    with pytest.raises(ValueError, match=r"reward `judge` returned an array of shape \(4, "):
+        made.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import GenerationConfig, TrainingArguments
+from transformers import trainer as transformers_trainer
 
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.training import trl_patches
@@ -30,6 +32,7 @@ from grpo_recipes.training.trl_patches import (
     send_policy,
     send_settings,
     separate_eval_completions,
+    steady_clock,
     storable_logs,
     take_over_mask,
     without_secrets,
@@ -365,3 +368,14 @@ def test_types_stay_where_nothing_is_hidden() -> None:
         assert copied.zero_stage == 3
         assert "k3y" not in str(vars(copied))
         assert vars(plugin)["wandb"] == {"api_key": "k3y"}
+
+
+def test_durations_have_no_jumps_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stock = time.time, transformers_trainer.speed_metrics
+    with steady_clock():
+        started = time.time()
+        monkeypatch.setattr(time, "time", lambda: clock() - 3600)
+        found = transformers_trainer.speed_metrics("train", started, num_steps=2)
+    assert 0 <= found["train_runtime"] < 60
+    assert found["train_steps_per_second"] > 0
+    assert transformers_trainer.speed_metrics is stock

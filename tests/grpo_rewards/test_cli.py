@@ -330,14 +330,24 @@ FILE = Path("rows.jsonl")
         ("check rows.jsonl --reward r --gold_column g", {"file": FILE, "reward": "r", "gold_column": "g"}),
         (
             "audit rows.jsonl --reward r",
-            {"file": FILE, "reward": ["r"], "gold_column": None, "layout": None, "rows": 24, "seed": 0, "json": False},
+            {
+                "file": FILE,
+                "reward": ["r"],
+                "gold_column": None,
+                "right": None,
+                "layout": None,
+                "rows": 24,
+                "seed": 0,
+                "json": False,
+            },
         ),
         (
-            "audit rows.jsonl --reward r --gold_column g --layout {answer} --rows 2 --seed 3 --json",
+            "audit rows.jsonl --reward r --gold_column g --right c --layout {answer} --rows 2 --seed 3 --json",
             {
                 "file": FILE,
                 "reward": ["r"],
                 "gold_column": "g",
+                "right": "c",
                 "layout": "{answer}",
                 "rows": 2,
                 "seed": 3,
@@ -371,7 +381,7 @@ def test_the_help_explains_every_argument(command, capsys):
     assert " ".join(usage.split()).endswith(f" {operands}" if operands else "[-h]")
     # A value is called by its form, rather than by the name of its option once more.
     for option, value in re.findall(r"--(\w+) (\w+)", usage):
-        assert value in {"SPEC", "NAME", "G", "FILE", "TEXT", "N"}, option
+        assert value in {"SPEC", "NAME", "COLUMN", "G", "FILE", "TEXT", "N"}, option
 
 
 @pytest.mark.parametrize(
@@ -720,12 +730,12 @@ def test_an_audit_gets_what_the_command_line_says(is_found, code, tmp_path, monk
     recipe = tmp_path / "recipe.yml"
     recipe.write_text("rewards: [tag_count, {name: tag_presence}]  # é", encoding="utf-8")
     words = ["--reward", str(recipe), "--reward", "{name: well_formed}", "--layout", "A: {answer}", "--rows", "1"]
-    assert main(["audit", path, *words, "--seed", "5", "--gold_column", "key"]) == code
+    assert main(["audit", path, *words, "--right", "c", "--seed", "5", "--gold_column", "key"]) == code
     assert main(["audit", path, "--reward", "tag_count", "--json"]) == code
     specs = ["tag_count", {"name": "tag_presence"}, {"name": "well_formed"}]
-    named = {"gold_column": "key", "layout": "A: {answer}", "most": 1, "seed": 5}
+    named = {"gold_column": "key", "right": "c", "layout": "A: {answer}", "most": 1, "seed": 5}
     assert calls[0] == ((specs, [(2, {"key": "7"})], Path(path)), named)
-    assert calls[1][1] == {"gold_column": None, "layout": None, "most": 24, "seed": 0}
+    assert calls[1][1] == {"gold_column": None, "right": None, "layout": None, "most": 24, "seed": 0}
     assert printed == [(result, False), (result, True)]
     monkeypatch.setattr("grpo_rewards.audit.run.audit_rows", lambda *given, **named: signal.raise_signal(signal.SIGINT))
     assert main(["audit", path, "--reward", "tag_count"]) == 130

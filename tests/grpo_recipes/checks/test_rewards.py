@@ -225,7 +225,7 @@ def test_rows_whose_tests_cannot_be_split_are_named_with_the_possible_forms() ->
     found = check_golds(build_rewards(["unit_tests"]), dataset)
     assert found is not None
     assert "unit_tests: no completion earns anything from it on row 2 (counted from 1)" in found.describe()
-    assert "compares a call with a literal as in `assert f(1) == 2`, or pairs {input, output}" in found.describe()
+    assert "compares a call with a literal as in `assert f(1) == 2`, `def check(candidate)`" in found.describe()
 
 
 def test_schemas_are_read_from_a_column_unless_one_is_given_for_all_rows() -> None:

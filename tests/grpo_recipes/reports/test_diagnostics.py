@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import cli, train
 from grpo_recipes.data.prompts import SYSTEM_PROMPTS
@@ -19,6 +20,7 @@ from grpo_recipes.reports.diagnostics import FINE as FINE_RESULT
 from grpo_recipes.reports.run import Run, Series
 from grpo_recipes.runs.files import RunError
 from grpo_rewards.terminal import rendered
+from tests.support import short_runs
 from tests.support.grids import only
 from tests.support.synthetic import (
     HEALTHY,
@@ -29,6 +31,7 @@ from tests.support.synthetic import (
     tool_completions,
     write_run,
 )
+from tests.support.tiny import policy
 
 
 def found_in(run: Run) -> list[Finding]:
@@ -880,3 +883,15 @@ def test_logged_arguments_may_be_text_or_structs(tmp_path: Path) -> None:
     assert check(tmp_path / "structs", "calls_without_gain", **with_tools({}, rows)) == check(
         tmp_path / "text", "calls_without_gain", **with_tools()
     )
+
+
+def test_a_run_of_plain_trl_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = short_runs.arguments(
+        tmp_path / "run", max_steps=6, save_steps=6, log_completions=True, save_strategy="steps", beta=0.0
+    )
+    short_runs.trainer(TRLGRPOTrainer, policy(), args).train()
+    capsys.readouterr()
+    assert cli.main(["diagnose", str(tmp_path / "run")]) in (0, 1)
+    assert "no `run.json` holds the rewards' weights" in capsys.readouterr().out
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert re.search(r"\d+ \+ \d+ =", (tmp_path / "run" / "report" / "report.html").read_text()), "a prompt"

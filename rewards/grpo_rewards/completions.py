@@ -87,9 +87,9 @@ def listed_scores(reward: str, scores: Any, completions: int) -> list[Any]:
 
 def copied(value: Any) -> Any:
     """Return a copy of nested lists and dictionaries, whose other entries (images, environments) are shared."""
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: copied(entry) for key, entry in value.items()}
-    if isinstance(value, list):
+    if type(value) is list:
         return [copied(entry) if isinstance(entry, (dict, list)) else entry for entry in value]
     return value
 

@@ -25,7 +25,7 @@ from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.loading import complete_weights
-from grpo_recipes.generation.models import base_model, computes_in_float32, keep_4bit_layout, unfit
+from grpo_recipes.generation.models import base_model, computes_in_float32, describe_nonfinite, keep_4bit_layout, unfit
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.recipe.trl_keys import check_numbers, generation_mapping
@@ -147,7 +147,7 @@ def load_model(name: str) -> Any:
     A base that was quantized for training is quantized again, and bitsandbytes puts it on the GPU if there is one.
 
     Raises:
-        UserError: The model can't be loaded, or its weights are incomplete.
+        UserError: The model can't be loaded, or its weights are incomplete or not finite.
     """
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
@@ -169,6 +169,8 @@ def load_model(name: str) -> Any:
         raise
     except Exception as error:  # a stranger's files can make transformers raise anything
         raise UserError(f"{name}: the model can't be loaded: {_reason(error)}") from error
+    if clause := describe_nonfinite(model):
+        raise UserError(f"{name}: {clause}: name an earlier checkpoint or another model")
     return model
 
 

@@ -40,10 +40,10 @@ from grpo_recipes.generation.agreement import (
     disagreement,
 )
 from grpo_recipes.generation.hypotheses import PROCESSED_TOKENS, Adapters, Processing, Scorer, hypotheses
-from grpo_recipes.generation.models import computes_in_float32
+from grpo_recipes.generation.models import computes_in_float32, describe_nonfinite
 from grpo_recipes.generation.rows import PerToken, Rows
 from grpo_recipes.generation.sampling_settings import ProcessorComparison
-from grpo_recipes.process.faults import NotThePolicy
+from grpo_recipes.process.faults import NotFinite, NotThePolicy
 from grpo_recipes.process.messages import Announcer
 
 if TYPE_CHECKING:
@@ -255,6 +255,7 @@ class GenerationCheck:
 
         Raises:
             NotThePolicy: `generate` applies other processors, or another generation mode.
+            NotFinite: the policy computes NaN.
         """
         if comparison is None:
             return
@@ -269,6 +270,8 @@ class GenerationCheck:
             # its batch may keep one token more or less at the edge of `top_p`: the mean decides, as between 16-bit
             # kernels. Other processors have no such excuse.
             differs = disagreement(mean, most, is_float32=bool(other_processors), where="the compared tokens")
+            if math.isnan(mean):
+                raise self._not_finite()
             if other_mode or differs:
                 # Every rank raises, so this second collective is one of all ranks too.
                 causes = gather_object([comparison.other_mode or comparison.difference])
@@ -297,7 +300,10 @@ class GenerationCheck:
 
         Raises:
             NotThePolicy: the generator of a rank is not the policy.
+            NotFinite: the policy of a rank computes NaN.
         """
+        if any(math.isnan(rank.mean) for rank in ranks):
+            raise self._not_finite()
         if not self.is_float32:
             # A few rounding outliers decide a small sample: wait for more tokens, as long as the hypotheses are the
             # same.
@@ -412,6 +418,14 @@ class GenerationCheck:
             "before: `vllm_importance_sampling_correction` takes that for a difference of policies "
             f"(huggingface/trl#6789), at step {self.trainer.state.global_step} {shift:.2g} a token on average; leave "
             "these keys out, or set it to false",
+        )
+
+    def _not_finite(self) -> NotFinite:
+        """Return the error of a policy that computes NaN. Collective."""
+        clause = describe_nonfinite(self.policy) or "its weights are finite, and may be too large"
+        return NotFinite(
+            f"step {self.trainer.state.global_step + 1}: the policy's log-probabilities are NaN, and {clause}: lower "
+            "`learning_rate`, or compute in a wider dtype"
         )
 
     def _wrong_processors(self, where: str, cause: str, mean: float, largest: float) -> str:

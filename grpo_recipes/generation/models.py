@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel, TrainingArguments
 
+from grpo_recipes.process.ranks import gather
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -228,6 +230,42 @@ def method_replaced(owner: object, name: str, replacement: object) -> Iterator[N
             setattr(owner, name, stock)
         else:
             delattr(owner, name)  # a bound method left on the object would be pickled and copied with it
+
+
+@torch.no_grad()
+def nonfinite_weights(model: nn.Module) -> list[str]:
+    """Return the names of the parameters with a NaN or an infinity in the part that this rank holds."""
+    names: list[str] = []
+    largest: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        part = _part_of_rank(parameter)
+        if part.is_floating_point() and part.numel() and not part.is_meta:
+            values = part.float() if part.element_size() == 1 else part  # float8 has no norm
+            names.append(name)
+            # Propagates NaN, and is exact in every dtype: the largest absolute value is one of the values.
+            largest.append(torch.linalg.vector_norm(values, ord=math.inf).float())
+    if not names:
+        return []
+    finite = torch.stack([value.to(largest[0].device) for value in largest]).isfinite().tolist()
+    return [name for name, is_finite in zip(names, finite, strict=True) if not is_finite]
+
+
+def describe_nonfinite(model: nn.Module) -> str:
+    """Return a clause on the parameters that hold a NaN or an infinity on any rank, or "". Collective."""
+    names = list(dict.fromkeys(name for found in gather(nonfinite_weights(model)) for name in found))
+    return f"{len(names)} of its weights are not finite (such as {names[0]})" if names else ""
+
+
+def _part_of_rank(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter that this rank holds: a part under ZeRO-3 and FSDP2, else all of them."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter
+    part = parameter.ds_tensor
+    # DeepSpeed does not initialize the end of the last rank's part, behind the last value of the parameter.
+    first = part.numel() * torch.distributed.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
+    return part[: max(0, parameter.ds_numel - first)]  # type: ignore[attr-defined]
 
 
 def run_folder(args: TrainingArguments) -> Path:

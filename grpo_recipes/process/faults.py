@@ -99,6 +99,10 @@ class NotThePolicy(RunFault):
     """Error for completions that were sampled from another distribution than the policy's."""
 
 
+class NotFinite(RunFault):
+    """Error for a loss, a gradient, advantages or weights that are NaN or infinite."""
+
+
 @contextmanager
 def no_exit() -> Iterator[None]:
     """Turn a `SystemExit` of user code inside this block into a `RunFault` that names its place.

@@ -25,11 +25,12 @@ import xxhash
 from grpo_recipes.process.ranks import gather, rank
 from grpo_recipes.runs import files
 from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, RECORD, TEXT, RunError, Shape, read_object
-from grpo_recipes.runs.weights import ADAPTER_CONFIG, INDICES, check_weight_file, check_weight_files
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, INDICES, check_weight_file, check_weight_files, nonfinite_tensor
 from grpo_rewards.files import SMALL_JSON, UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3_128"
+SAFETENSORS = ".safetensors"
 SHAPE: Shape = {
     "step": INTEGER,
     "num_processes": INTEGER,
@@ -142,15 +143,22 @@ def size_damage(checkpoint: Path, manifest: Manifest) -> str | None:
     return None
 
 
-def content_damage(checkpoint: Path, manifest: Manifest, *, each_node: bool) -> str | None:
-    """Return a file whose contents differ from the manifest, as a clause, or None. Collective: all ranks agree.
+def content_damage(checkpoint: Path, manifest: Manifest | None, *, each_node: bool) -> str | None:
+    """Return a file whose contents differ from the manifest or are not finite, as a clause, or None. Collective.
 
-    Each rank reads a share of the files.
+    All ranks agree, and each rank reads a share of the files. Without a manifest only weights are read.
     """
-    listings = gather((_disk(each_node), {name: entry["bytes"] for name, entry in manifest.files.items()}))
+    if manifest is not None:
+        sizes = {name: entry["bytes"] for name, entry in manifest.files.items()}
+    else:
+        sizes = {name: size for name, size in files_in(checkpoint).items() if name.endswith(SAFETENSORS)}
+    listings = gather((_disk(each_node), sizes))
     found = None
     for name in share(listings, rank()):
-        found = found or _difference(checkpoint / name, manifest.files[name][CHECKSUM])
+        if found is None and manifest is not None:
+            found = _difference(checkpoint / name, manifest.files[name][CHECKSUM])
+        if found is None and name.endswith(SAFETENSORS):
+            found = _nonfinite(checkpoint / name)
     return next(filter(None, gather(found)), None)
 
 
@@ -202,6 +210,14 @@ def _difference(path: Path, expected: str) -> str | None:
         return None if checksum(path) == expected else f"{path} is damaged: its checksum is not the manifest's"
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
+
+
+def _nonfinite(path: Path) -> str | None:
+    try:
+        tensor = nonfinite_tensor(path)
+    except RunError:  # a damaged file: the checksum shows it, or transformers does when it loads another trainer's
+        return None
+    return f"{path} holds NaN or infinity (in {tensor})" if tensor is not None else None
 
 
 def _disk(each_node: bool) -> str:

@@ -212,9 +212,9 @@ def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected]]:
 
 
 def confirmed(point: Resume, *, each_node: bool) -> Resume:
-    """Return the decision with only the newest checkpoint whose contents agree with its manifest. Collective.
+    """Return the decision with only the newest checkpoint that is finite and agrees with its manifest. Collective.
 
-    A checkpoint without a manifest (another trainer's) counts as confirmed: nothing says what it should contain.
+    Nothing says what else a checkpoint without a manifest (another trainer's) should contain.
     Damaged checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` says so.
     """
     # Ranks that see different disks may propose different checkpoints.
@@ -222,8 +222,7 @@ def confirmed(point: Resume, *, each_node: bool) -> Resume:
     rejected = list(point.rejected)
     for checkpoint in point.checkpoints:
         if all(checkpoint.name in names for names in proposed):
-            manifest = read_manifest(checkpoint)
-            damage = manifest and content_damage(checkpoint, manifest, each_node=each_node)
+            damage = content_damage(checkpoint, read_manifest(checkpoint), each_node=each_node)
         else:
             damage = f"{checkpoint} is not complete on every machine"
         if not damage:

@@ -1,7 +1,8 @@
 """Weight files of a model or an adapter on disk: which files they are, whether they are complete, and their identity.
 
-No tensor is loaded. safetensors compares the size of a file with the offsets in its header. `torch.save` writes a zip
-file, which has its directory at the end with a checksum of each tensor, so a file that was cut off has no directory.
+No tensor is loaded, except to look for NaN. safetensors compares the size of a file with the offsets in its header.
+`torch.save` writes a zip file, which has its directory at the end with a checksum of each tensor, so a file that was
+cut off has no directory.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import hashlib
 import json
 import os
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from grpo_recipes.runs.files import ADAPTER as ADAPTER_SHAPE
@@ -41,6 +44,11 @@ TENSOR_BYTES = 1 << 12
 
 DIRECTORY_BYTES = 1 << 24
 """Largest directory of a zip file that is read. torch writes about 100 bytes per tensor."""
+
+EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}
+"""Integer type and exponent bits of each dtype of safetensors. Only NaN and infinity have all exponent bits set."""
+CHUNK = 1 << 18
+"""Values that are looked at together."""
 
 SHARD = Kind("the name of a file in the same folder", lambda value: isinstance(value, str) and _is_name(value))
 
@@ -190,6 +198,15 @@ def identify_weights(file: Path) -> str:
 
 def _hash_tensors(file: Path, opened: BinaryIO, digest: hashlib._Hash) -> None:
     """Add the header of a safetensors file, without its metadata, and the start of each tensor to a digest."""
+    header, data = _header(file, opened)
+    digest.update(json.dumps(header).encode())
+    for start, end in sorted(entry["data_offsets"] for entry in header.values()):
+        opened.seek(data + start)
+        digest.update(opened.read(min(TENSOR_BYTES, end - start)))
+
+
+def _header(file: Path, opened: BinaryIO) -> tuple[Mapping[str, Any], int]:
+    """Return the entries of a safetensors file by the tensor's name, and the position of its first value."""
     opened.seek(0)
     length = int.from_bytes(opened.read(8), "little")
     try:
@@ -197,10 +214,33 @@ def _hash_tensors(file: Path, opened: BinaryIO, digest: hashlib._Hash) -> None:
     except UnreadableFile as error:
         raise RunError(f"{file} is damaged: its header {error.problem}") from error
     header.pop("__metadata__", None)
-    digest.update(json.dumps(header).encode())
-    for start, end in sorted(entry["data_offsets"] for entry in header.values()):
-        opened.seek(8 + length + start)
-        digest.update(opened.read(min(TENSOR_BYTES, end - start)))
+    return header, 8 + length
+
+
+def nonfinite_tensor(file: Path) -> str | None:
+    """Return the name of the first tensor of a safetensors file with a NaN or an infinity, or None. Reads every value.
+
+    numpy has no bfloat16, so the bits are compared.
+
+    Raises:
+        RunError: the file is missing or damaged.
+    """
+    with _opened(file) as opened:
+        _check_safetensors(file)
+        header, data = _header(file, opened)
+        for name, entry in header.items():
+            if entry["dtype"] not in EXPONENTS:
+                continue
+            integer, exponent = EXPONENTS[entry["dtype"]]
+            start, end = entry["data_offsets"]
+            opened.seek(data + start)
+            left = (end - start) // np.dtype(integer).itemsize
+            while left > 0:
+                bits = np.fromfile(opened, integer, min(CHUNK, left))
+                if (bits & exponent).max() == exponent:
+                    return str(name)
+                left -= CHUNK
+    return None
 
 
 def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | None:

@@ -50,6 +50,7 @@ from grpo_recipes.training.adapters import adapter_dtype_kept, with_its_base
 from grpo_recipes.training.advantages import advantages as advantages_by_rule
 from grpo_recipes.training.callbacks import DropLaterCompletions, identity_of, starting_weights
 from grpo_recipes.training.data_order import EpochSampler, SetSamplerEpoch
+from grpo_recipes.training.finite import FiniteSteps
 from grpo_recipes.training.full_kl import READS_PADDED_ROWS, FullKL, Projection, check_full_kl, last_hidden_states
 from grpo_recipes.training.generation import Generation
 from grpo_recipes.training.log_probs import LogProbs
@@ -152,6 +153,8 @@ class GRPOTrainer(TRLGRPOTrainer):
             check_full_kl(self.beta, self.loss_type, images=self._is_vlm, fsdp=self.is_fsdp_enabled)
             self._full_kl = FullKL(base_model(self.model), self.temperature)
         self._set_up_micro_batches()
+        self._finite = FiniteSteps(self)
+        self.add_callback(self._finite)
         self._stop = StopStrings.of(self.args.generation_kwargs, self._tokenizer)
         self._masks_truncated = self._stop is not None and take_over_mask(self)
         self._generation_check = GenerationCheck(self, self._trl_log_probs, generation_check)
@@ -185,12 +188,19 @@ class GRPOTrainer(TRLGRPOTrainer):
             self.accelerator, self.args, self._trl_log_probs, layout, self.aux_loss_enabled, reason
         )
 
-    # ---- Around a step: kernels of attention
+    # ---- Around a step: kernels of attention, and values that are not finite
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of TRL's micro-batch after its backward pass. Our layouts have other shapes each time."""
         with without_cudnn_attention():
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
+        self._finite.add_loss(loss)
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Tensor | float | None:
+        """Return the gradient norm of an optimizer step, which is checked once it is known on the host."""
+        self._finite.norm = super()._get_grad_norm(*args, **kwargs)
+        return self._finite.norm
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None, None]:
         """Return TRL's loss of a batch of an evaluation."""
@@ -348,9 +358,11 @@ class GRPOTrainer(TRLGRPOTrainer):
 
     def _generate_with_advantages(self, inputs: list[Any]) -> dict[str, Any]:
         """Run TRL's generation and scoring, then replace its advantages in the batch and in the log by the rule's."""
+        self._finite.check_steps()  # weights that are not finite would be taken for another generator's
         with ExitStack() as self._resets:
             self._resets.enter_context(random_state_kept())
             output = super()._generate_and_score_completions(inputs)
+        self._finite.check_rewards()
         if self._advantage_rule is None:
             return output
         group = self.num_generations if self.model.training else self.num_generations_eval
@@ -452,6 +464,11 @@ class GRPOTrainer(TRLGRPOTrainer):
         """Load the weights of a checkpoint as transformers does, but keep the dtype of an adapter."""
         with adapter_dtype_kept(self.model if model is None else model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint as transformers does, unless a step or the weights are not finite."""
+        self._finite.check_weights()
+        super()._save_checkpoint(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as TRL does, and one line on the tokens computed for the generation batches since the last log."""

@@ -1,5 +1,6 @@
 """Checkpoints with a missing, empty, cut-off or changed file: a resume uses the one before, or is refused."""
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, train
@@ -149,6 +151,24 @@ def test_several_damaged_checkpoints_are_passed_over_but_not_all(finished: Path,
     for step in (1, 2, 3):
         (restored / f"checkpoint-{step}" / MANIFEST).unlink()
     assert resumed(finished).newest is None  # a run that never finished a save starts again
+
+
+def test_a_checkpoint_with_nan_is_passed_over_with_and_without_a_manifest(finished: Path, restored: Path) -> None:
+    for step in (2, 3):
+        checkpoint = restored / f"checkpoint-{step}"
+        file = next(checkpoint.glob("*model.safetensors"))
+        tensors = load_file(file)
+        name = sorted(tensors)[1]
+        tensors[name].view(-1)[-1] = math.nan
+        save_file(tensors, file, {"format": "pt"})
+        manifest = read_manifest(checkpoint)
+        assert manifest is not None
+        write_manifest(checkpoint, manifest, each_node=False, writes=True)
+    assert resumed(finished).newest == restored / "checkpoint-1"
+    with pytest.raises(UserError, match=rf"checkpoint-3/.*model.safetensors holds NaN or infinity \(in {name}\)"):
+        resumed(finished, str(restored / "checkpoint-3"))
+    (checkpoint / MANIFEST).unlink()
+    assert not confirmed(Resume(restored, 1, checkpoint, [checkpoint]), each_node=False).checkpoints
 
 
 def test_a_run_without_its_record_is_not_resumed(

@@ -266,3 +266,16 @@ def test_json_of_a_script_in_a_checkpoint_is_ignored(tmp_path: Path, content: st
         (tmp_path / name).write_text(content)
         assert f"{tmp_path / name}: " in str(description_damage(tmp_path))
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "largest"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_first_tensor_that_is_not_finite_is_named(
+    dtype: torch.dtype, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "CHUNK", 4)
+    tensors = {"a": torch.arange(9), "b": torch.randn(5).to(dtype), "c": torch.randn(11).to(dtype)}
+    tensors["c"][9] = torch.finfo(dtype).max if value == "largest" else float(value)
+    save_file(tensors, tmp_path / "x.safetensors", {"format": "pt"})
+    expected = None if tensors["c"].isfinite().all() else "c"
+    assert weights.nonfinite_tensor(tmp_path / "x.safetensors") == expected

@@ -1,0 +1,150 @@
+"""A step or weights that are NaN or infinite: named at once and never saved, without a wait for the device."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.evaluation.engines import load_model
+from grpo_recipes.generation.models import nonfinite_weights
+from grpo_recipes.process.faults import NotFinite
+from grpo_recipes.training.finite import FiniteSteps
+from grpo_rewards.errors import UserError
+from tests.support import short_runs
+from tests.support.tiny import save_policy
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+class SpoilWeights(TrainerCallback):
+    """Writes a NaN into the weights at the end of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            with torch.no_grad():
+                model.get_parameter(DOWN)[0, 0] = math.nan
+
+
+def trainer(tmp_path: Path, check: bool = True, rewards: Any = short_runs.reward, **changes: Any) -> GRPOTrainer:
+    values = {"max_steps": 3, "beta": 0.0, "learning_rate": 1e-4, "logging_steps": 1, **changes}
+    args = short_runs.arguments(tmp_path / "run", **values)
+    policy = str(save_policy(tmp_path / "policy"))
+    made: GRPOTrainer = short_runs.trainer(GRPOTrainer, policy, args, generation_check=check, rewards=rewards)
+    return made
+
+
+def saved(tmp_path: Path) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(("value", "every"), [(math.nan, 1), (math.inf, 1), (math.nan, 100)])
+def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step(value: float, every: int, tmp_path: Path) -> None:
+    run = trainer(tmp_path, check=False, logging_steps=every, save_strategy="steps", save_steps=every)
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * value if run.state.global_step == 1 else gradient
+
+    run.model.get_parameter(DOWN).register_hook(spoil)
+    with pytest.raises(NotFinite, match=r"^step 2: the gradient norm of the policy is not finite, and .* lower"):
+        run.train()
+    assert saved(tmp_path) == (["checkpoint-1"] if every == 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("step", "changes", "message"),
+    [
+        (2, {"save_strategy": "steps", "save_steps": 1}, f"^step 2: the policy is not saved, because 1 .*{DOWN}"),
+        (3, {}, f"^step 3: the policy is not saved, because 1 .*{DOWN}"),  # what `save_model` would write
+        (1, {}, rf"^step 2: the policy's log-probabilities are NaN, and 1 of its weights are not finite .*{DOWN}"),
+    ],
+)
+def test_weights_that_are_not_finite_are_named_and_not_saved(
+    step: int, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    run = trainer(tmp_path, **changes)
+    run.add_callback(SpoilWeights(step))
+    with pytest.raises(NotFinite, match=message):
+        run.train()
+    assert saved(tmp_path) == (["checkpoint-1"] if changes else [])
+
+
+def test_a_policy_that_is_not_finite_is_neither_trained_nor_evaluated(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    with torch.no_grad():
+        run.model.get_parameter(DOWN)[1, 1] = math.inf
+    with pytest.raises(UserError, match=f"can't be trained, because 1 of its weights are not finite .*{DOWN}"):
+        run.train()
+    run.save_model(str(tmp_path / "spoilt"))
+    with pytest.raises(UserError, match=f"spoilt: 1 of its weights are not finite .*{DOWN}"):
+        load_model(str(tmp_path / "spoilt"))
+
+
+def test_a_reward_too_large_for_advantages_is_named(tmp_path: Path) -> None:
+    def boundless(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [None, 0.0, *(1e30 for _ in completions[2:])]
+
+    with pytest.raises(NotFinite, match=r"^step 1: the reward boundless pays 1e\+30"):
+        trainer(tmp_path, rewards=boundless).train()
+
+
+class Steps:
+    """A `FiniteSteps` of a trainer with two ranks, the other of which has finite values."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        self.accelerator = SimpleNamespace(device=torch.device("cpu"), reduce=self.reduce)
+        self.checked = FiniteSteps(SimpleNamespace(accelerator=self.accelerator, model=nn.Linear(2, 2)))  # type: ignore[arg-type]
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        self.reads += 1
+        return values
+
+    def step(self, number: int, loss: float, norm: float, *, skipped: bool = False, logs: bool = False) -> None:
+        self.checked.add_loss(torch.tensor(0.5))
+        self.checked.add_loss(torch.tensor(loss))
+        self.checked.norm = torch.tensor(norm)
+        self.accelerator.optimizer_step_was_skipped = skipped
+        control = TrainerControl(should_log=logs)
+        self.checked.on_step_end(None, TrainerState(global_step=number), control)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "named"),
+    [
+        (math.inf, 1.0, "the loss"),
+        (1.0, math.nan, "the gradient norm"),
+        (1.0, -1.0, "the gradient norm"),  # DeepSpeed's mark of a norm that is not finite
+    ],
+)
+def test_values_are_read_only_with_the_log_and_name_the_first_step(loss: float, norm: float, named: str) -> None:
+    steps = Steps()
+    steps.step(1, 1.0, 1.0)
+    steps.step(2, math.nan, math.inf, skipped=True)  # as fp16's loss scaling skips it
+    steps.step(3, loss, norm)
+    steps.step(4, math.nan, math.nan)
+    assert steps.reads == 0
+    with pytest.raises(NotFinite, match=f"^step 3: {named} of the policy is not finite, and its weights are finite"):
+        steps.step(5, 1.0, 1.0, logs=True)
+    assert steps.reads == 1
+
+
+def test_only_the_part_of_a_rank_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed leaves the end of the last rank's part as it was in memory."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.ds_tensor, model.weight.ds_numel = torch.tensor([1.0, 2.0, math.nan, math.inf]), 6
+    model.weight.ds_process_group = None
+    assert nonfinite_weights(model) == []
+    model.weight.ds_numel = 7
+    assert nonfinite_weights(model) == ["weight"]

@@ -43,6 +43,8 @@ Integers with equal hashes make a set quadratic in them. That many characters ho
 _MAX_DEPTH = 64
 _MAX_DIGITS = 30
 _MAX_BITS = 4096
+_MAX_INSERTED = 500_000
+"""Number of characters that literals with a name may add to the assertions of a row."""
 
 # All are linear in their arguments, which are bounded, or nearly so: no power, no product, no formatting.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
@@ -210,6 +212,8 @@ class _Reader:
         self._found: list[tuple[Assertion, list[ast.stmt], set[str], set[str]] | AssertionForm] = []
         self._before: list[ast.stmt] = []  # statements since the last assertion
         self._literals: dict[str, ast.expr] = {}
+        self._sizes: dict[str, int] = {}
+        self._left = _MAX_INSERTED
         self._named: set[str] = set()
         self._others: set[str] = set()  # names with the third meaning
         self._missing: set[str] = set()  # names that statements would define which can't run
@@ -255,7 +259,8 @@ class _Reader:
             return
         # Without any other name, the program itself defines a function of such a name: `assert sum(10, 15) == 6`.
         functions = FUNCTIONS if names - {"math", *FUNCTIONS, *self._literals} else {}
-        splitter = _Splitter(functions, self._literals, self._others)
+        literals = self._insertable(test)
+        splitter = _Splitter(functions, literals, self._others)
         try:
             judgement = splitter.split(test)
         except AssertionForm as reason:
@@ -285,10 +290,18 @@ class _Reader:
         self._missing = self._missing | stored if is_missing else self._missing - stored
         if not is_missing and isinstance(statement, ast.Assign) and _names_literal(statement):
             self._literals.update(dict.fromkeys(stored, statement.value))
+            self._sizes.update(dict.fromkeys(stored, len(ast.unparse(statement.value))))
         self._others -= stored
         if not self._is_plain(statement):
             self._others |= stored | (names & self._named)
         self._named |= stored
+
+    def _insertable(self, test: ast.expr) -> Mapping[str, ast.expr]:
+        """Return the literals that an assertion may compare with, or none if their names occur too often."""
+        for node in ast.walk(test):
+            if isinstance(node, ast.Name) and node.id in self._literals:
+                self._left -= self._sizes[node.id]
+        return self._literals if self._left > 0 else {}
 
     def _show(self, names: set[str]) -> None:
         """Let the program read the literals of these names. From then on it may change them, so they are its values."""

@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from decimal import Decimal
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -433,10 +433,10 @@ def _is_same_word(printed: str, expected: str) -> bool:
     rounded = _ROUNDED.fullmatch(expected)
     if printed == expected or rounded is None or not _DECIMAL.fullmatch(printed):
         return printed == expected
-    difference = abs(Fraction(printed) - Fraction(expected))
+    value = Decimal(expected)
     # Of a number with all its decimals, the last ones are noise.
-    noise = abs(Fraction(expected)) / 10**12
-    return difference <= max(Fraction(1, 2 * 10 ** len(rounded[1])), noise)
+    noise = abs(value).scaleb(-12)
+    return abs(Decimal(printed) - value) <= max(Decimal(5).scaleb(-1 - len(rounded[1])), noise)
 
 
 def _with_lists(value: Any) -> Any:

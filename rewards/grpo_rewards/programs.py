@@ -434,7 +434,7 @@ def _is_same_word(printed: str, expected: str) -> bool:
     if printed == expected or rounded is None or not _DECIMAL.fullmatch(printed):
         return printed == expected
     value = Decimal(expected)
-    # Of a number with all its decimals, the last ones are noise.
+    # The last decimals of a number that has all of them are noise.
     noise = abs(value).scaleb(-12)
     return abs(Decimal(printed) - value) <= max(Decimal(5).scaleb(-1 - len(rounded[1])), noise)
 

@@ -165,7 +165,7 @@ def test_the_values_of_a_function_are_those_of_json() -> None:
     program = "def f(x):\n    if x == {1: [2]}: return {1: '2'}\n    if x == 'x': return 1, (2,)\n    return "
     completions = [fenced(program + "[3] if x == [] else {'b': (4,)}"), fenced(program + "3 if x == [] else {'b': 4}")]
     assert scored(unit_tests, completions, tests)[0] == [1.0, 0.5]
-    # Of an expected list of several items, the first alone is not the value, unlike in the evaluation of APPS.
+    # The first item alone is not the value of a list of several, unlike in the evaluation of APPS.
     tests = {"fn_name": "f", "inputs": [[0]], "outputs": [[1, 2]]}
     assert scored(unit_tests, [fenced("f = lambda x: 1"), fenced("f = lambda x: (1, 2)")], tests)[0] == [0.0, 1.0]
 

@@ -87,7 +87,8 @@ class FiniteSteps(TrainerCallback):
     def check_rewards(self) -> None:
         """Raise `NotFinite` if a reward of the last generation batch is too large for TRL's advantages."""
         # TRL has gathered them from all ranks to log them. NaN stands for a completion without a reward.
-        for name, values in self.trainer._logs["rewards"].items():
+        logged: Any = self.trainer._logs["rewards"]
+        for name, values in logged.items():
             for value in values:
                 if abs(value) > LARGEST_REWARD:
                     raise NotFinite(

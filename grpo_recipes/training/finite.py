@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -87,8 +87,8 @@ class FiniteSteps(TrainerCallback):
     def check_rewards(self) -> None:
         """Raise `NotFinite` if a reward of the last generation batch is too large for TRL's advantages."""
         # TRL has gathered them from all ranks to log them. NaN stands for a completion without a reward.
-        logged: Any = self.trainer._logs["rewards"]
-        for name, values in logged.items():
+        rewards = cast("dict[str, list[float]]", self.trainer._logs["rewards"])
+        for name, values in rewards.items():
             for value in values:
                 if abs(value) > LARGEST_REWARD:
                     raise NotFinite(

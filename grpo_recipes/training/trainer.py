@@ -362,7 +362,8 @@ class GRPOTrainer(TRLGRPOTrainer):
         with ExitStack() as self._resets:
             self._resets.enter_context(random_state_kept())
             output = super()._generate_and_score_completions(inputs)
-        self._finite.check_rewards()
+        if self.model.training:
+            self._finite.check_rewards()
         if self._advantage_rule is None:
             return output
         group = self.num_generations if self.model.training else self.num_generations_eval

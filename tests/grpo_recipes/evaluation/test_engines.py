@@ -466,7 +466,7 @@ def test_a_model_keeps_the_dtype_of_its_files(tmp_path: Path) -> None:
 
 
 def test_an_adapters_base_keeps_its_layout_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept = object(), []
+    model, kept = torch.nn.Module(), []
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setattr(engines, "trained_quantization", lambda folder: None)
     monkeypatch.setattr(engines, "keep_4bit_layout", kept.append)

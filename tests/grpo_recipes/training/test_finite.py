@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def trainer(tmp_path: Path, check: bool = True, rewards: Any = short_runs.reward
     values = {"max_steps": 3, "beta": 0.0, "learning_rate": 1e-4, "logging_steps": 1, **changes}
     args = short_runs.arguments(tmp_path / "run", **values)
     policy = str(save_policy(tmp_path / "policy"))
-    made: GRPOTrainer = short_runs.trainer(GRPOTrainer, policy, args, generation_check=check, rewards=rewards)
-    return made
+    made: Any = short_runs.trainer(GRPOTrainer, policy, args, generation_check=check, rewards=rewards)
+    return cast(GRPOTrainer, made)
 
 
 def saved(tmp_path: Path) -> list[str]:
@@ -143,8 +143,9 @@ def test_only_the_part_of_a_rank_is_looked_at(monkeypatch: pytest.MonkeyPatch) -
     """DeepSpeed leaves the end of the last rank's part as it was in memory."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
     model = nn.Linear(1, 1, bias=False)
-    model.weight.ds_tensor, model.weight.ds_numel = torch.tensor([1.0, 2.0, math.nan, math.inf]), 6
-    model.weight.ds_process_group = None
+    weight: Any = model.weight
+    weight.ds_tensor, weight.ds_numel = torch.tensor([1.0, 2.0, math.nan, math.inf]), 6
+    weight.ds_process_group = None
     assert nonfinite_weights(model) == []
-    model.weight.ds_numel = 7
+    weight.ds_numel = 7
     assert nonfinite_weights(model) == ["weight"]

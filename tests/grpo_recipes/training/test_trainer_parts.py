@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -52,7 +53,7 @@ def built(folder: Path, **config: Any) -> Any:
         ({"args": {"generation_kwargs": {"stop": "END"}}, "environment_factory": dict}, "`generation_kwargs.stop`"),
         ({"args": {"scale_rewards": "group"}, "advantages": "max_rl"}, "`scale_rewards`"),
     ],
-    ids=str,
+    ids=lambda given: re.sub(" at 0x[0-9a-f]+", "", str(given)),
 )
 def test_a_mistake_in_an_argument_is_found_before_the_model_is_loaded(
     tmp_path: Path, arguments: dict[str, Any], says: str
@@ -206,7 +207,7 @@ def leave_rollout(prompts: list, trainer: Any) -> Any:
 @pytest.mark.parametrize(
     "parts",
     [{"rewards": exits}, {"rewards": exits_later}, {"rollout_func": leave_rollout}, {"rows": "a transform"}],
-    ids=str,
+    ids=["reward", "async reward", "rollout", "transform"],
 )
 def test_an_exit_of_the_code_of_a_script_is_an_error(tmp_path: Path, parts: dict[str, Any]) -> None:
     if "rows" in parts:

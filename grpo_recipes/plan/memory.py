@@ -381,7 +381,13 @@ class MemoryPlan:
         """Return True if the peak and vLLM's weights fit on the GPU, or None if its size is not given."""
         if (usable := self.usable()) is None:
             return None
-        return self.peak() <= usable and self.vllm_weights() < self.vllm_budget()
+        if self.vllm_weights() >= self.vllm_budget():
+            return False
+        # The measurement of layers takes seconds, so the parts are compared in the order of their cost.
+        states = self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()
+        if states["parameters"] + states["optimizer"] > usable or sum(states.values()) + self._micro_batch() > usable:
+            return False
+        return self.peak() <= usable
 
     def _deepspeed_states(self) -> dict[str, float]:
         """Return the states under ZeRO. In full fine-tuning their sum is DeepSpeed's estimate."""
@@ -493,11 +499,14 @@ class MemoryPlan:
 
     def _measured_micro_batch(self) -> float:
         """Return the bytes of a micro-batch whose decoder layers are measured."""
+        assert self.layers is not None
         measured, casts = self._measured(), 0.0
         kept: list[float] = [layer.kept for layer in measured.layers]
         most = [layer.backward for layer in measured.layers]
         if self.gradient_checkpointing:
-            casts = sum(layer.kept for layer in self._measured_check().layers)
+            # Without gradients, layers keep copies of weights alone, which are the same for rows of any size.
+            shortest = self.layers.measure(self._precision(), RowSizes(1, 0, CHECK_PADDING), trains=False)
+            casts = sum(layer.kept for layer in shortest.layers)
             kept = [measured.between] * len(kept)
             most = [max(layer.forward, layer.backward) for layer in measured.layers]
         dequantised = self._dequantised()
@@ -922,10 +931,10 @@ def best_precision(plan: MemoryPlan) -> str:
     ]
     texts = []
     for change, way in ways:
-        text = f"{change} ({gib(way.peak())})"
-        if way.fits():
-            return text
-        texts.append(text)
+        if (fits := way.fits()) is not False:
+            texts.append(f"{change} ({gib(way.peak())})")
+        if fits:
+            return texts[-1]
     if plan.gpu_memory is None:
         return ", else ".join(texts)
     return "none of these fits this GPU: an adapter (`use_peft: true`) is kept in float32"
@@ -948,7 +957,9 @@ def _changes(plan: MemoryPlan, accumulation: int) -> list[tuple[str, MemoryPlan]
     if not plan.gradient_checkpointing:
         changes.append(("gradient_checkpointing: true", replace(plan, gradient_checkpointing=True)))
     divisors = [divisor for divisor in range(plan.rows // 2, 0, -1) if plan.rows % divisor == 0]
-    rows = next((rows for rows in divisors if replace(plan, rows=rows).fits()), 1)
+    rows = 1
+    if plan.rows > 1 and replace(plan, rows=1).fits():  # otherwise more rows do not fit either
+        rows = next(rows for rows in divisors if replace(plan, rows=rows).fits())
     if rows < plan.rows:
         factor = plan.rows // rows
         text = f"per_device_train_batch_size: {rows} with gradient_accumulation_steps: {accumulation * factor}"

@@ -400,8 +400,8 @@ def _in_layout(
 
 
 def _padded_rows(estimate: memory.MemoryPlan | str | None) -> list[str]:
-    """Return a note on the memory that a run needs whose prompts are not shared against expectation."""
-    if not isinstance(estimate, memory.MemoryPlan) or estimate.prompts is None:
+    """Return a note on the memory that a run needs whose prompts are not shared against expectation, if it fits."""
+    if not isinstance(estimate, memory.MemoryPlan) or estimate.prompts is None or estimate.fits() is False:
         return []
     peak = replace(estimate, prompts=None, rows_as=Layout.PADDED).peak()
     if peak <= estimate.peak():

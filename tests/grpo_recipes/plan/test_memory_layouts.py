@@ -28,6 +28,7 @@ from transformers.utils import logging
 from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes.plan import memory
+from grpo_recipes.plan.layers import LayerBytes, Measured
 from grpo_recipes.plan.memory import (
     GIB,
     HOST_BUFFERS,
@@ -547,3 +548,17 @@ def test_half_of_a_micro_batch_is_tried_first() -> None:
     assert "per_device_train_batch_size: 6 with gradient_accumulation_steps: 2" in texts
     odd = [text for text, _ in memory._changes(replace(run, rows=9), 1)]
     assert "per_device_train_batch_size: 3 with gradient_accumulation_steps: 3" in odd
+
+
+@pytest.mark.parametrize(("gpu_memory", "measured"), [(1, []), (200 * GIB, ["check", "rows"])])
+def test_layers_are_measured_only_where_the_states_alone_may_fit(gpu_memory: float, measured: list[str]) -> None:
+    found: list[str] = []
+
+    def measure(precision: Any, sizes: Any, *, trains: bool = True) -> Measured:
+        found.append("rows" if trains else "check")
+        return Measured([LayerBytes(1, 1, 1)], 0, 1)
+
+    layers: Any = SimpleNamespace(measure=measure)
+    plan = replace(FULL, layers=layers, gpu_memory=gpu_memory)
+    assert plan.fits() is bool(measured)
+    assert sorted(set(found)) == measured

@@ -53,8 +53,10 @@ class FiniteSteps(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the values of a step, and read all that are kept if the host waits for the device now anyway."""
-        # fp16's loss scaling skips a step whose scaled gradient overflows, and lowers the scale.
-        if not self.trainer.accelerator.optimizer_step_was_skipped:
+        # fp16's loss scaling skips a step whose scaled gradient overflows, and lowers the scale. DeepSpeed skips such a
+        # step in every dtype, where no later one fares better.
+        accelerator = self.trainer.accelerator
+        if accelerator.mixed_precision != "fp16" or not accelerator.optimizer_step_was_skipped:
             self._steps.append((state.global_step, self._losses, self.norm))
         self._losses, self.norm = [], None
         if control.should_log or control.should_evaluate or control.should_save:
@@ -75,7 +77,7 @@ class FiniteSteps(TrainerCallback):
         for (step, _, _), (losses, norms) in zip(steps, counts, strict=True):
             if losses or norms:
                 what = "the loss" if losses else "the gradient norm"
-                clause = describe_nonfinite(self.trainer.model) or "its weights are finite so far"
+                clause = describe_nonfinite(self.trainer.model) or "its weights are still finite"
                 raise NotFinite(f"step {step}: {what} of the policy is not finite, and {clause}: {FIX}")
 
     def check_weights(self) -> None:

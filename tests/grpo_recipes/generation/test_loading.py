@@ -31,7 +31,7 @@ def changed(folder: Path, change: Callable[[Tensors], object], file: str = "mode
     return str(folder)
 
 
-def saved_policy(folder: Path, **config: object) -> Path:
+def saved_policy(folder: Path, **config: Any) -> Path:
     policy(**config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder

@@ -110,31 +110,33 @@ class Steps:
         self.reads += 1
         return values
 
-    def step(self, number: int, loss: float, norm: float, *, skipped: bool = False, logs: bool = False) -> None:
+    def step(self, number: int, loss: float, norm: float, *, skips: str = "", logs: bool = False) -> None:
         self.checked.add_loss(torch.tensor(0.5))
         self.checked.add_loss(torch.tensor(loss))
         self.checked.norm = torch.tensor(norm)
-        self.accelerator.optimizer_step_was_skipped = skipped
+        self.accelerator.optimizer_step_was_skipped, self.accelerator.mixed_precision = bool(skips), skips or "bf16"
         control = TrainerControl(should_log=logs)
         self.checked.on_step_end(None, TrainerState(global_step=number), control)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "named"),
+    ("loss", "norm", "skips", "named"),
     [
-        (math.inf, 1.0, "the loss"),
-        (1.0, math.nan, "the gradient norm"),
-        (1.0, -1.0, "the gradient norm"),  # DeepSpeed's mark of a norm that is not finite
+        (math.inf, 1.0, "", "the loss"),
+        (1.0, math.nan, "", "the gradient norm"),
+        (1.0, -1.0, "bf16", "the gradient norm"),  # DeepSpeed's mark of a norm that is not finite, and its skip
     ],
 )
-def test_values_are_read_only_with_the_log_and_name_the_first_step(loss: float, norm: float, named: str) -> None:
+def test_values_are_read_only_with_the_log_and_name_the_first_step(
+    loss: float, norm: float, skips: str, named: str
+) -> None:
     steps = Steps()
     steps.step(1, 1.0, 1.0)
-    steps.step(2, math.nan, math.inf, skipped=True)  # as fp16's loss scaling skips it
-    steps.step(3, loss, norm)
+    steps.step(2, math.nan, math.inf, skips="fp16")  # loss scaling
+    steps.step(3, loss, norm, skips=skips)
     steps.step(4, math.nan, math.nan)
     assert steps.reads == 0
-    with pytest.raises(NotFinite, match=f"^step 3: {named} of the policy is not finite, and its weights are finite"):
+    with pytest.raises(NotFinite, match=f"^step 3: {named} of the policy is not finite, and its weights are still finite"):
         steps.step(5, 1.0, 1.0, logs=True)
     assert steps.reads == 1
 

@@ -252,7 +252,7 @@ class PassRateSpec(Spec):
     """Training rows that an evaluation solved neither too often nor too rarely.
 
     Attributes:
-        evaluation: folder of `grpo-recipes evaluate MODEL --split train --samples N`, on the training split.
+        evaluation: folder that `grpo-recipes evaluate MODEL --split train --samples N` has written.
         keep: smallest and largest share of right samples of the rows that are kept.
     """
 

@@ -123,6 +123,8 @@ def relinked(source: str, places: Mapping[str, str]) -> str:
 
 # Pages made from the code
 
+MADE_BY = "`make docs` writes this page, and a test compares it with the code."
+
 
 def commands_page() -> str:
     """Return the page of commands: the output of `--help` of each."""
@@ -130,7 +132,8 @@ def commands_page() -> str:
     from grpo_rewards import cli as rewards_cli
 
     parts = [
-        "# Commands\n\nWhat each command says of itself. `python -m grpo_recipes.train --help` lists a recipe's keys.\n"
+        "# Commands\n\nThe `--help` of each command. `python -m grpo_recipes.train --help` lists a recipe's keys. "
+        f"{MADE_BY}\n"
     ]
     for program, run in (("grpo-recipes", cli.main), ("grpo-rewards", rewards_cli.main)):
         whole = help_of(run, [])
@@ -168,7 +171,8 @@ PYTHON = {
 
 def python_page() -> str:
     """Signature and docstring of every public name."""
-    parts = ["# Python\n\nWhat a script may import. [Recipe keys](recipes.md) are those of `Recipe`'s YAML form.\n"]
+    head = "What a script may import. [Recipe keys](recipes.md) are those of `Recipe`'s YAML form."
+    parts = [f"# Python\n\n{head} {MADE_BY}\n"]
     for name, names in PYTHON.items():
         module = importlib.import_module(name)
         parts.append(f"\n## {name}\n")

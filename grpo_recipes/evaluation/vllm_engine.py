@@ -34,7 +34,7 @@ from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.runs.record import VLLM as DISTRIBUTIONS
 from grpo_recipes.runs.record import versions
-from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind, check_finite_files
 from grpo_rewards.errors import UserError, one_line
 
 CONCURRENT_REQUESTS = 64
@@ -226,6 +226,8 @@ class Local:
             from vllm import LLM
         except ImportError as error:
             raise UserError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
+        if Path(name).is_dir():
+            check_finite_files(Path(name))
         self.tokenizer = tokenizer
         self.request: Any = None
         self._merged: tempfile.TemporaryDirectory[str] | None = None

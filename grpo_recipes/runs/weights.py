@@ -217,6 +217,13 @@ def _header(file: Path, opened: BinaryIO) -> tuple[Mapping[str, Any], int]:
     return header, 8 + length
 
 
+def check_finite_files(folder: Path) -> None:
+    """Raise `RunError` if a safetensors file of a model or an adapter holds a NaN or an infinity. Reads every value."""
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors" and (tensor := nonfinite_tensor(file)) is not None:
+            raise RunError(f"{file} holds NaN or infinity (in {tensor}): name an earlier checkpoint or another model")
+
+
 def nonfinite_tensor(file: Path) -> str | None:
     """Return the name of the first tensor of a safetensors file with a NaN or an infinity, or None. Reads every value.
 

@@ -65,7 +65,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step(value: float, ev
     ("step", "changes", "message"),
     [
         (2, {"save_strategy": "steps", "save_steps": 1}, f"^step 2: the policy is not saved, because 1 .*{DOWN}"),
-        (3, {}, f"^step 3: the policy is not saved, because 1 .*{DOWN}"),  # what `save_model` would write
+        (3, {}, f"^step 3: the policy is not saved, because 1 .*{DOWN}"),  # `save_model` would write them
         (1, {}, rf"^step 2: the policy's log-probabilities are NaN, and 1 of its weights are not finite .*{DOWN}"),
     ],
 )
@@ -136,7 +136,9 @@ def test_values_are_read_only_with_the_log_and_name_the_first_step(
     steps.step(3, loss, norm, skips=skips)
     steps.step(4, math.nan, math.nan)
     assert steps.reads == 0
-    with pytest.raises(NotFinite, match=f"^step 3: {named} of the policy is not finite, and its weights are still"):
+    with pytest.raises(
+        NotFinite, match=f"^step 3: {named} of the policy is not finite, and its weights are still finite"
+    ):
         steps.step(5, 1.0, 1.0, logs=True)
     assert steps.reads == 1
 

@@ -326,14 +326,11 @@ RUN, OTHER = Path("runs/a"), Path("runs/b")
         ("merge runs/a --output runs/b", {"run": RUN, "output": OTHER}),
         (
             "chat m",
-            {"model": "m", "recipe": None, "prompt": None, "system_prompt": None, "prompt_format": None}
-            | {"temperature": None, "max_new_tokens": None, "seed": 0},
+            {"model": "m", "recipe": None, "prompt": None, "temperature": None, "max_new_tokens": None, "seed": 0},
         ),
         (
-            "chat m --recipe r --prompt p --system_prompt s --prompt_format text --temperature 0 --max_new_tokens 9 "
-            "--seed 7",
-            {"model": "m", "recipe": "r", "prompt": "p", "system_prompt": "s", "prompt_format": "text"}
-            | {"temperature": 0.0, "max_new_tokens": 9, "seed": 7},
+            "chat m --recipe r --prompt p --temperature 0 --max_new_tokens 9 --seed 7",
+            {"model": "m", "recipe": "r", "prompt": "p", "temperature": 0.0, "max_new_tokens": 9, "seed": 7},
         ),
         ("export runs/a --to runs/b", {"run": RUN, "to": OTHER}),
     ],

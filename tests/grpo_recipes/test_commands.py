@@ -229,9 +229,11 @@ def test_merge_chat_and_export_pass_their_options_on(
     monkeypatch.setattr(export, "export", lambda source, output: asked.append((source, output)) or exported)
     assert printed(capsys, "export runs/a --to b") == "files\n\nvllm serve\n"
     assert asked == [(Path("runs/a"), Path("b"))]
-    monkeypatch.setattr(chat, "chat", asked.append)
+    monkeypatch.setattr(chat, "chat", lambda **options: asked.append(options))
     assert printed(capsys, "chat m --prompt hello --temperature 0.5 --seed 3") == ""
-    assert asked[1] == chat.Request(model="m", prompt="hello", temperature=0.5, seed=3)
+    assert asked[1] == {
+        "model": "m", "recipe": None, "prompt": "hello", "temperature": 0.5, "max_new_tokens": None, "seed": 3
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "named"), [("merge a --to b", "--output"), ("export a --output b", "--to")])

@@ -615,7 +615,7 @@ assert __name__ == "program" and sys.modules[__name__].f is f and f.__annotation
 assert sys.stdin.read() == ""
 """
     calls = ["f(21)", "f((1,))", "g()", "h()", "missing", "f", "'\\ud800'", "2 ** 60"]
-    request = json.dumps({"program": program, "calls": calls})
+    request = json.dumps({"program": program, "calls": [["", call] for call in calls]})
     ended = subprocess.run([sys.executable, "-S", harness.__file__], input=request, capture_output=True, text=True)
     lines = [json.loads(line) for line in ended.stdout.splitlines()]
     values = [harness.encode(value) for value in (42, (1, 1))]
@@ -627,7 +627,7 @@ assert sys.stdin.read() == ""
 
 
 def test_a_program_that_does_not_load_is_one_line_of_the_harness() -> None:
-    request = json.dumps({"program": "raise SystemExit(0)", "calls": ["1"]})
+    request = json.dumps({"program": "raise SystemExit(0)", "calls": [["", "1"]]})
     ended = subprocess.run([sys.executable, "-S", harness.__file__], input=request, capture_output=True, text=True)
     assert json.loads(ended.stdout) == ["!", "SystemExit"]
     assert harness.encode("x") == "x"

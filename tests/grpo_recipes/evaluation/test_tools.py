@@ -16,8 +16,7 @@ from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
 from grpo_recipes import GRPOTrainer, cli
-from grpo_recipes.evaluation import chat, evaluate
-from grpo_recipes.evaluation.chat import Chat
+from grpo_recipes.evaluation import evaluate
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.estimates import describe
 from grpo_recipes.evaluation.settings import Settings
@@ -407,36 +406,6 @@ def test_a_template_without_tools_is_refused_before_the_model_loads(
     ]
     assert cli.main([*command, "--output", str(tmp_path / "e")]) == 2
     assert "its chat template renders no tool calls and results" in capsys.readouterr().err
-
-
-# ---- chat
-
-
-def test_chat_runs_and_shows_calls(
-    evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    evaluated(tools=[f"{SUPPORT}.{tool.__name__}" for tool in TOOLS])  # writes the recipe and the tokenizer
-    calling_policy(tool_tokenizer()).save_pretrained(tmp_path / "model")
-    seen: list[Chat] = []
-    monkeypatch.setattr(chat, "_note_cut", seen.append)
-    capsys.readouterr()
-    command = ["chat", str(tmp_path / "model"), "--recipe", str(tmp_path / "r.yaml"), "--temperature", "0"]
-    assert cli.main([*command, "--prompt", "case 6 so so so so so so "]) == 0
-    shown = capsys.readouterr().out
-    (talk,) = seen
-    roles = [message["role"] for message in talk.turns]
-    assert roles[:3] == ["user", "assistant", "tool"]
-    for message in talk.turns:
-        if message["role"] == "tool":
-            assert f"[{message['name']}: {message['content']}]" in shown
-    talk.answer("case 1")
-    assert [message["role"] for message in talk.turns][: len(roles) + 1] == [*roles, "user"]
-
-
-def test_chat_refuses_environments(evaluated: Any, tmp_path: Path, capsys: Any) -> None:
-    evaluated(environment_factory=f"{HERE}.Counter")
-    assert cli.main(["chat", str(tmp_path / "model"), "--recipe", str(tmp_path / "r.yaml"), "--prompt", "case 1"]) == 2
-    assert "an environment begins with a row of a dataset" in capsys.readouterr().err
 
 
 # ---- vLLM

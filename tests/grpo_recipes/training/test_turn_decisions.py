@@ -298,7 +298,7 @@ def test_the_context_must_hold_the_longest_prompt_and_all_its_turns(monkeypatch:
     assert [(row.prompt, row.log_probs) for row in rows] == list(zip(prompts, ([0.1], [0.2], [0.3]), strict=True))
     assert found.rows == rows
     (parts,) = made
-    assert (parts["render"], parts["runner"], parts["padding"], parts["largest"](7)) == (print, print, 0, 7)
+    assert (parts["render"], parts["runner"], parts["padding"], parts["largest"](7)) == (print, found, 0, 7)
     assert {"generate", "parse", "shorten"} <= parts.keys()
     assert (parts["limits"].iterations, parts["limits"].completion, parts["limits"].positions) == (4, 100, 150)
     assert [row.log_probs for row in found(prompts, [[1]] * 3, [[]] * 3, None)] == [None] * 3
@@ -366,7 +366,7 @@ def test_the_loop_has_the_generator_parser_template_and_tools_of_the_trainer(mon
     assert parts["parse"]([5], [6], ("t",)) == ((tokenizer, [5]), {"prefix": [6], "tools": ["t"]})
     assert parts["shorten"](7) == ("beginning", (tokenizer, 7))
     assert parts["largest"](8) == (8, "device")
-    assert (parts["render"], parts["runner"], parts["padding"]) == (print, "runner", 3)
+    assert (parts["render"], parts["runner"], parts["padding"]) == (print, found, 3)
     limits = parts["limits"]
     assert (limits.iterations, limits.completion, limits.positions) == (4, 100, 901)
     assert (did, said) == (["finished"], [])

@@ -515,13 +515,13 @@ def print_hostile() -> None:
 
 def print_audit(rows: Sequence[tuple[str, str, str]]) -> None:
     """Print the time of an audit of 24 rows."""
-    from grpo_rewards.audit.run import audit_rows
+    from grpo_rewards.audit.audit import auditor_of
 
     questions = [(number, {"question": body, "answer": gold}) for number, (body, _, gold) in enumerate(rows[:200], 1)]
     print("\nAn audit of 24 rows")
     for name in ("gsm8k_correctness", "math_correctness"):
         start = time.perf_counter()
-        audit_rows([name], questions, "rows")
+        auditor_of([name], questions, "rows").audit()
         print(f"{name:36}{time.perf_counter() - start:>11.1f} s", flush=True)
 
 

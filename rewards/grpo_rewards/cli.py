@@ -448,13 +448,18 @@ def _check(options: argparse.Namespace) -> int:
 
 def _check_own(options: argparse.Namespace) -> int:
     """Check the golds of a correctness reward of the user's own, in the layout that pays them best."""
-    from grpo_rewards.audit.run import pays_of_golds
+    from grpo_rewards.audit.audit import auditor_of
 
     rows, complaints = _read(options.file, options.gold_column)
     numbered = [(row.number, row.columns) for row in rows]
-    pays = pays_of_golds(_spec(options.reward), numbered, options.file, options.gold_column)
-    full = max((pay.score for pay in pays if pay.score is not None), default=0.0)
-    below = [f"row {pay.row}: {_excerpt(pay.gold)}" for pay in pays if pay.score is None or pay.score < full]
+    auditor = auditor_of(
+        [_spec(options.reward)], numbered, options.file, gold_column=options.gold_column, most=len(rows)
+    )
+    pays = auditor.pays_of_golds()
+    full = max((score for _, _, score in pays if isinstance(score, float)), default=0.0)
+    below = [
+        f"row {row}: {_excerpt(gold)}" for row, gold, score in pays if not isinstance(score, float) or score < full
+    ]
     say(f"{options.file}: {len(pays)} golds, {len(pays) - len(below)} earn the most that any earns ({full:g})")
     if below:
         say(f"{len(below)} earn less:")
@@ -526,8 +531,8 @@ def _right_completion(reward: Any, answer: str | None) -> str:
 
 
 def _audit(options: argparse.Namespace) -> int:
+    from grpo_rewards.audit.audit import auditor_of
     from grpo_rewards.audit.report import print_audit
-    from grpo_rewards.audit.run import audit_rows
 
     if options.rows < 1:
         raise UserError(f"--rows must be at least 1, not {options.rows}")
@@ -538,7 +543,7 @@ def _audit(options: argparse.Namespace) -> int:
         specs += _recipe_rewards(Path(text)) if text.endswith((".yaml", ".yml")) else [_spec(text)]
     rows, complaints = _read(options.file, options.gold_column)
     try:
-        result = audit_rows(
+        result = auditor_of(
             specs,
             [(row.number, row.columns) for row in rows],
             options.file,
@@ -547,7 +552,7 @@ def _audit(options: argparse.Namespace) -> int:
             layout=options.layout,
             most=options.rows,
             seed=options.seed,
-        )
+        ).audit()
     except KeyboardInterrupt:
         say_error("interrupted: nothing was written")
         return 130

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
-from grpo_rewards.audit.questions import question_of
-from grpo_rewards.audit.run import audit_rows
+from grpo_rewards.audit.audit import Caller, auditor_of
+from grpo_rewards.audit.wrong_completions import KINDS, Case, Layout, question_of
 from grpo_rewards.cli import main
+from grpo_rewards.errors import UserError
+from grpo_rewards.registry import build_rewards
 from tests.support.word_problems import gsm8k_rows
 
 SLOPPY = "tests.support.sloppy_rewards"
@@ -31,11 +33,11 @@ FORMULAS = [
 
 def audited(reward, rows, **options):
     name = reward if isinstance(reward, dict) or reward.endswith("correctness") else f"{SLOPPY}.{reward}"
-    return audit_rows([name], list(enumerate(rows, 1)), "rows.jsonl", **options)
+    return auditor_of([name], list(enumerate(rows, 1)), "rows.jsonl", **options).audit()
 
 
 def paid_kinds(audit):
-    return {kind.name for verdict in audit.verdicts for kind in verdict.paid_kinds}
+    return {kind.name for verdict in audit.verdicts for kind in verdict.kinds if kind.paid}
 
 
 def broken_checks(audit):
@@ -45,16 +47,16 @@ def broken_checks(audit):
 @pytest.mark.parametrize(
     ("reward", "kinds"),
     [
-        ("last_number", {"denied", "either-or", "gold in the thinking only", "every gold in a list", "unclosed tag"}),
-        ("contains", {"inside a longer value", "every gold in a list", "several answers, the last wrong"}),
+        ("last_number", {"denied or taken back", "several values", "gold in the thinking only"}),
+        ("contains", {"inside a longer answer", "several values"}),
         ("evaluates", {"code"}),
-        ("any_json", {"JSON without the answer", "NaN and infinity", "gold of another row"}),
-        ("format_only", {"format without an answer", "refusal", "gold of another row"}),
-        ("any_tag", {"format without an answer", "thinking without an answer", "marks of every format"}),
-        ("folded_substring", {"inside a longer value", "either-or", "denied"}),
-        ("length", {"padded with words", "keywords repeated"}),
+        ("any_json", {"JSON with another answer, or none", "values that break a parser", "another answer"}),
+        ("format_only", {"format without an answer", "no answer", "another answer"}),
+        ("any_tag", {"format without an answer", "gold in the thinking only"}),
+        ("folded_substring", {"inside a longer answer", "several values", "denied or taken back"}),
+        ("length", {"keywords and padding"}),
         ("in_thinking", {"gold in the thinking only"}),
-        ("first_match", {"several answers, the last wrong"}),
+        ("first_match", {"several values"}),
     ],
 )
 def test_a_sloppy_reward_is_found_by_the_kinds_that_it_pays(reward, kinds):
@@ -91,20 +93,20 @@ def test_a_broken_contract_is_named(reward, check):
 @pytest.mark.parametrize(
     ("reward", "kind"),
     [
-        ("no_punctuation", "negated"),
-        ("sorted_characters", "digits or letters in another order"),
-        ("rounds", "off by less than one"),
-        ("starts_with", "inside a longer value"),
-        ("is_start_of", "cut short"),
-        ("largest", "every gold in a list"),
-        ("no_spaces", "digits apart"),
-        ("near", "off by less than one"),
-        ("absolute", "negated"),
-        ("long_thinking", "padded with words"),
-        ("any_box", "gold of another row"),
-        ("counts_wait", "keywords repeated"),
-        ("counts_own_word", "keywords repeated"),
-        ("any_json_value", "gold under another key"),
+        ("no_punctuation", "another number"),
+        ("sorted_characters", "cut short or reordered"),
+        ("rounds", "another number"),
+        ("starts_with", "inside a longer answer"),
+        ("is_start_of", "cut short or reordered"),
+        ("largest", "several values"),
+        ("no_spaces", "cut short or reordered"),
+        ("near", "another number"),
+        ("absolute", "another number"),
+        ("long_thinking", "keywords and padding"),
+        ("any_box", "another answer"),
+        ("counts_wait", "keywords and padding"),
+        ("counts_own_word", "keywords and padding"),
+        ("any_json_value", "JSON with another answer, or none"),
     ],
 )
 def test_a_sibling_of_a_sloppy_reward_is_found(reward, kind):
@@ -126,7 +128,7 @@ def test_printing_is_noted_and_does_not_fail():
 
 def test_a_tag_of_the_rewards_own_is_found_in_its_source():
     (verdict,) = audited("custom_tag", NUMBERS[:2]).verdicts
-    assert "final" in verdict.setting.layouts[0].name
+    assert "final" in verdict.called
     assert verdict.unpaid == []
 
 
@@ -145,10 +147,10 @@ OWN = [
 @pytest.mark.parametrize(("spec", "rows"), OWN, ids=lambda value: str(value)[:60] if isinstance(value, dict) else "")
 def test_no_fault_is_found_in_our_rewards(spec, rows):
     audit = audited(spec, rows, most=2)
-    found = {kind.name: kind.best for verdict in audit.verdicts for kind in verdict.paid_kinds}
+    found = {kind.name: kind.completion for verdict in audit.verdicts for kind in verdict.kinds if kind.paid}
     assert (found, audit.broken, audit.found) == ({}, [], False)
     assert audit.verdicts[0].unpaid == []
-    assert audit.kinds >= 25
+    assert len(audit.verdicts[0].kinds) >= 12
 
 
 @pytest.mark.slow
@@ -163,7 +165,7 @@ def test_no_fault_is_found_in_our_rewards(spec, rows):
 )
 def test_no_fault_is_found_in_our_rewards_on_more_rows(spec, rows):
     audit = audited(spec, rows)
-    found = {kind.name: kind.best for verdict in audit.verdicts for kind in verdict.paid_kinds}
+    found = {kind.name: kind.completion for verdict in audit.verdicts for kind in verdict.kinds if kind.paid}
     assert (found, audit.broken) == ({}, [])
 
 
@@ -188,7 +190,7 @@ def test_an_answer_equal_to_the_gold_is_not_called_wrong():
     ],
 )
 def test_the_form_of_a_gold_decides_what_equals_it(columns, form, right, wrong):
-    question = question_of(1, columns, "answer", None)
+    question = question_of(1, columns, "answer", None, None)
     assert question.form == form
     assert [question.is_right(text) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
 
@@ -215,7 +217,7 @@ def test_the_command_names_a_fault_and_an_example_and_exits_with_1(own_reward, t
     rows = [{"question": row["question"], "solution": row["answer"]} for row in NUMBERS]
     assert main(["audit", write(tmp_path / "rows.jsonl", rows), "--reward", own_reward, "--rows", "2"]) == 1
     output = capsys.readouterr().out
-    assert "inside a longer value" in output
+    assert "inside a longer answer" in output
     assert "kinds are paid" in output
     assert "2 rows" in output
     assert "\x1b" not in output
@@ -252,10 +254,10 @@ def test_json_has_every_kind_with_its_best_completion(own_reward, tmp_path, caps
     path = write(tmp_path / "rows.jsonl", rows)
     assert main(["audit", path, "--reward", own_reward, "--rows", "2", "--json"]) == 1
     result = json.loads(capsys.readouterr().out)
-    kinds = result["rewards"]["score"]["kinds"]
+    (verdict,) = result["verdicts"]
     assert result["found"]
-    assert result["kinds"] == len(kinds)
-    best = kinds["inside a longer value"]["best"]
+    assert (verdict["name"], result["broken"]) == ("score", [])
+    (best,) = (kind for kind in verdict["kinds"] if kind["name"] == "inside a longer answer")
     assert best["share"] == 1
     assert rows[best["row"] - 1]["solution"] in best["completion"]
 
@@ -276,22 +278,31 @@ def test_a_recipe_is_judged_by_its_correctness_reward(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", NUMBERS)
     assert main(["audit", path, "--reward", str(recipe), "--rows", "2"]) == 0
     output = capsys.readouterr().out
-    assert "all rewards together pay 12 for right answers and at most 10" in output
-    assert "tag_count was not judged: it is of kind format" in output
+    assert "gsm8k_correctness\n" in output
+    assert "tag_count" not in output
 
 
 def test_a_declared_kind_decides_what_is_judged():
     rows = list(enumerate(NUMBERS[:2], 1))
     sloppy = {"name": f"{SLOPPY}.contains", "alias": "sloppy", "kind": "correctness"}
     beside = {"name": f"{SLOPPY}.any_tag", "alias": "beside", "kind": "format"}
-    assert [verdict.name for verdict in audit_rows([sloppy, beside], rows, "f").verdicts] == ["sloppy"]
-    assert not audit_rows([beside], rows, "f").found
-    assert audit_rows([f"{SLOPPY}.any_tag"], rows, "f").found
+    assert [verdict.name for verdict in auditor_of([sloppy, beside], rows, "f").audit().verdicts] == ["sloppy"]
+    alone = auditor_of([beside], rows, "f").audit()
+    assert (alone.found, alone.verdicts) == (False, [])
+    assert auditor_of([f"{SLOPPY}.any_tag"], rows, "f").audit().found
+    with pytest.raises(UserError, match="rewards `reward`, `two` declare no kind: set `kind: correctness`"):
+        auditor_of([f"{SLOPPY}.any_tag", {"name": f"{SLOPPY}.contains", "alias": "two"}], rows, "f").audit()
+
+
+def test_a_reward_that_calls_a_model_is_not_audited():
+    judge = {"name": "judge", "kwargs": {"base_url": "http://localhost/v1", "model": "m", "num_generations": 4}}
+    with pytest.raises(UserError, match="reward `judge` calls a model"):
+        auditor_of([judge], list(enumerate(NUMBERS, 1)), "f").audit()
 
 
 def test_a_solution_is_reduced_to_its_answer_if_the_reward_needs_that():
     audit = audited("careful", gsm8k_rows(3))
-    assert audit.verdicts[0].setting.reduces_golds
+    assert "golds are reduced" in audit.verdicts[0].called
     assert not audit.found
 
 
@@ -302,18 +313,11 @@ def test_a_reward_that_pays_no_right_answer_is_found():
     assert audit.verdicts[0].unpaid == [1, 2]
 
 
-def test_the_constant_that_earns_most_is_named():
-    rows = [{"question": f"q{number}", "answer": "18" if number % 4 else "7"} for number in range(8)]
-    lazy = audited("gsm8k_correctness", rows, most=2).verdicts[0].lazy
-    assert lazy.share == 0.75
-    assert "18" in lazy.completion
-
-
 def test_the_audit_ends_on_ctrl_c(tmp_path, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("grpo_rewards.audit.run.audit_rows", interrupted)
+    monkeypatch.setattr("grpo_rewards.audit.audit.auditor_of", interrupted)
     assert main(["audit", write(tmp_path / "rows.jsonl", NUMBERS), "--reward", "gsm8k_correctness"]) == 130
     assert "interrupted" in capsys.readouterr().err
 
@@ -349,9 +353,9 @@ COUNTDOWN = [
 def test_a_reward_that_verifies_is_given_a_right_completion(right):
     found = audited({"name": f"{SLOPPY}.countdown", "kind": "correctness"}, COUNTDOWN, right=right)
     (verdict,) = found.verdicts
-    assert (verdict.setting.right, verdict.setting.wrong, verdict.unpaid) == (1.0, 0.0, [])
+    assert (verdict.right, verdict.wrong, verdict.unpaid) == (1.0, 0.0, [])
     assert not found.found, paid_kinds(found)
-    assert found.kinds > 20
+    assert len(verdict.kinds) >= 10
 
 
 def test_a_reward_that_verifies_is_not_told_of_another_layout_alone(tmp_path, capsys):
@@ -362,9 +366,9 @@ def test_a_reward_that_verifies_is_not_told_of_another_layout_alone(tmp_path, ca
     assert "name right completions by --right COLUMN if the reward verifies" in capsys.readouterr().out
     assert main(["audit", str(path), "--reward", reward, "--right", "right"]) == 0
     assert main(["audit", str(path), "--reward", reward, "--right", "none"]) == 2
-    assert "has no column `none` (--right)" in capsys.readouterr().err
+    assert "has no column `none`: name" in capsys.readouterr().err
     assert main(["audit", str(path), "--reward", reward, "--right", "nums"]) == 2
-    assert "no gold in `nums` can be read: name the column by --right" in capsys.readouterr().err
+    assert "no gold in `nums` can be read: name it by" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -381,3 +385,45 @@ def test_a_right_completion_is_read_where_it_states_its_answer(completion, answe
     question = question_of(1, {"right": completion}, "right", None, "right")
     assert question is not None
     assert question.golds == (answer,)
+
+
+CITIES = {"answer": "B", "choices": ["Paris", "Rome", "Oslo"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "texts"),
+    [
+        ("another answer", {"answer": "18"}, ["7", "19"]),
+        ("another answer", {"answer": {"a": 1}}, ["7", '{"a": "something else"}', "{}"]),
+        ("another number", {"answer": "-2.5"}, ["-1.5", "-3.5", "-2.1", "-2.9", "-1.6", "2.5", "-25", "-0.25", "0"]),
+        ("another number", {"answer": "0"}, ["1", "-1", "0.4", "-0.4", "0.9"]),
+        ("another number", {"answer": "Rome"}, []),
+        ("inside a longer answer", {"answer": "-18"}, ["-187", "-718", "-3184", "-0.181"]),
+        ("inside a longer answer", {"answer": "x^2+1"}, ["x^2+1+1", "1+x^2+1"]),
+        ("inside a longer answer", {"answer": "x<2"}, []),
+        ("cut short or reordered", {"answer": "123"}, ["12", "23", "1", "3", "321", "231", "213", "1 2 3", "1, 2, 3"]),
+        ("cut short or reordered", {"answer": "7"}, []),
+        ("several values", {"answer": "18"}, ["18 or 7", "7 or 18", "18]\n[7"]),
+        ("several values", CITIES, ["B or A", "A, C, B"]),
+        ("denied or taken back", {"answer": "18"}, ["not 18", "18. Wait, no: 7"]),
+        ("no answer", {"answer": "0", "question": "Why?"}, ["", "unknown", "Why?"]),
+    ],
+)
+def test_a_kind_changes_the_answer_in_its_way(kind, columns, texts):
+    question = question_of(1, columns, "answer", None, None)
+    right, *others = next(iter(question.ways().values()))
+    found = KINDS[kind](Case(question, Layout("[{answer}]"), right, others or ["7"]))
+    assert {f"[{text}]" for text in texts} <= set(found)
+    assert texts or not found
+    assert f"[{right}]" not in found
+
+
+def test_a_conversation_reaches_the_reward_as_a_trainer_passes_it():
+    (reward,) = build_rewards([f"{SLOPPY}.careful"])
+    prompt = [{"role": "system", "content": "Count."}, {"role": "user", "content": "Why?"}]
+    question = question_of(1, {"answer": "So.\n#### 7", "prompt": prompt}, "answer", None, None)
+    batch = Caller(reward, ["answer", "prompt"], "messages", ["answer"]).batch([(question, "It is 7.")])
+    assert batch["prompts"] == [prompt]
+    assert batch["completions"] == [[{"role": "assistant", "content": "It is 7."}]]
+    assert (batch["answer"], batch["completion_ids"]) == (["7"], [[0, 1, 2]])
+    assert Caller(reward, ["answer", "prompt"], "text").batch([(question, "")])["prompts"] == ["Why?"]

@@ -721,7 +721,8 @@ def test_an_audit_gets_what_the_command_line_says(is_found, code, tmp_path, monk
     calls, printed = [], []
     result = types.SimpleNamespace(found=is_found)
     monkeypatch.setattr(
-        "grpo_rewards.audit.run.audit_rows", lambda *given, **named: calls.append((given, named)) or result
+        "grpo_rewards.audit.audit.auditor_of",
+        lambda *given, **named: calls.append((given, named)) or types.SimpleNamespace(audit=lambda: result),
     )
     monkeypatch.setattr(
         "grpo_rewards.audit.report.print_audit", lambda found, as_json: printed.append((found, as_json))
@@ -737,7 +738,9 @@ def test_an_audit_gets_what_the_command_line_says(is_found, code, tmp_path, monk
     assert calls[0] == ((specs, [(2, {"key": "7"})], Path(path)), named)
     assert calls[1][1] == {"gold_column": None, "right": None, "layout": None, "most": 24, "seed": 0}
     assert printed == [(result, False), (result, True)]
-    monkeypatch.setattr("grpo_rewards.audit.run.audit_rows", lambda *given, **named: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        "grpo_rewards.audit.audit.auditor_of", lambda *given, **named: signal.raise_signal(signal.SIGINT)
+    )
     assert main(["audit", path, "--reward", "tag_count"]) == 130
     assert capsys.readouterr().err == "error: interrupted: nothing was written\n"
 

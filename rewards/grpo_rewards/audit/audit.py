@@ -1,75 +1,275 @@
-"""Audit of rewards: which wrong completions they pay, whether they keep their contract, and what laziness earns."""
+"""Audit of rewards: which wrong completions they pay, and whether they keep their contract.
+
+A reward returns one finite number or None for any completion, the same whenever and beside whatever it is scored.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import io
+import itertools
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_rewards.audit.calls import Caller, Failure, Item, Outcome, Shape
-from grpo_rewards.audit.contract import Broken, contract
-from grpo_rewards.audit.layouts import Layout, layouts_for, source_texts
-from grpo_rewards.audit.questions import Question
-from grpo_rewards.audit.wrong_completions import GENERATORS, Case, shuffled, wrong_completions
-from grpo_rewards.errors import UserError
-from grpo_rewards.registry import BuiltReward, leaves
-from grpo_rewards.reward import FunctionReward
+from grpo_rewards.audit import wrong_completions
+from grpo_rewards.audit.wrong_completions import GOLD_COLUMNS, KINDS, Case, Layout, Question, question_of, shuffled
+from grpo_rewards.completions import listed_scores
+from grpo_rewards.errors import UserError, one_line, shortened
+from grpo_rewards.registry import BuiltReward, Spec, build_rewards, leaves
+
+# --- Calls and their contract ---
+
+CHECKS = ("raises", "count", "finite", "none", "columns", "deterministic", "other rows", "order", "arguments", "prints")
+"""Names of the checks."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of a reward on a completion.
+
+    Attributes:
+        check: name of the contract check that it breaks: `raises`, `count` or `finite`.
+        reason: clause that describes it.
+    """
+
+    check: str
+    reason: str
+
+
+Outcome = float | None | Failure
+Item = tuple[Question, str]
+"""Question and completion."""
+
+
+@dataclass
+class Caller:
+    """Reward that is called with questions and texts.
+
+    Attributes:
+        reward: reward to call.
+        columns: names of the columns that every call passes.
+        shape: shape of prompts and completions: text or messages.
+        reduced: names of columns that hold the right answer alone, as a preset leaves them.
+        known: outcome of each completion that was scored.
+        printed: first text that the reward printed.
+    """
+
+    reward: BuiltReward
+    columns: Sequence[str]
+    shape: str
+    reduced: Sequence[str] = ()
+    known: dict[Item, Outcome] = field(default_factory=dict)
+    printed: str = ""
+
+    def scores(self, items: Sequence[Item]) -> list[Outcome]:
+        """Return the outcome of each completion. One that was seen before is not scored again."""
+        new = list(dict.fromkeys(item for item in items if item not in self.known))
+        for start in range(0, len(new), 128):
+            batch = new[start : start + 128]
+            outcomes = self.call(batch)
+            if all(isinstance(outcome, Failure) for outcome in outcomes):
+                single = [self.call([item])[0] for item in batch]
+                # A failure that no completion causes alone is one of the whole batch.
+                outcomes = single if any(isinstance(outcome, Failure) for outcome in single) else outcomes
+            self.known.update(zip(batch, outcomes, strict=True))
+        return [self.known[item] for item in items]
+
+    def batch(self, items: Sequence[Item]) -> dict[str, Any]:
+        """Return everything that a trainer passes."""
+        batch: dict[str, Any] = {}
+        for name in self.columns:
+            batch[name] = [question.columns.get(name) for question, _ in items]
+        batch.update({name: [question.gold for question, _ in items] for name in self.reduced})
+        batch["prompts"] = [self._shaped(question.prompt, "user") for question, _ in items]
+        if self.shape == "messages" and all(isinstance(prompt, list) for prompt in batch.get("prompt", ["text"])):
+            batch["prompts"] = batch["prompt"]
+        batch["completions"] = [self._shaped(text, "assistant") for _, text in items]
+        batch["completion_ids"] = [list(range(len(text.split()))) for _, text in items]
+        batch["trainer_state"] = types.SimpleNamespace(global_step=0, max_steps=1, epoch=0.0)
+        batch["log_extra"] = batch["log_metric"] = lambda *logged: None
+        return batch
+
+    def _shaped(self, text: str, role: str) -> Any:
+        return text if self.shape == "text" else [{"role": role, "content": text}]
+
+    def call(self, items: Sequence[Item], batch: Mapping[str, Any] | None = None) -> list[Outcome]:
+        """Return the outcomes of one call. If the whole call fails, each of them is the failure."""
+        batch = self.batch(items) if batch is None else batch
+        left_out = untaken(self.reward, batch)
+        given = {name: batch[name] for name in batch if name not in left_out}
+        output = io.StringIO()
+        try:
+            with redirect_stdout(output), redirect_stderr(output):
+                scores = self.reward.function(**given)
+                scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {one_line(error) or '(no message)'}"
+            return [Failure("raises", shortened(reason, 160))] * len(items)
+        finally:
+            self.printed = self.printed or output.getvalue()
+        try:
+            return [_outcome(score) for score in listed_scores(self.reward.name, scores, len(items))]
+        except ValueError as error:
+            return [Failure("count", str(error))] * len(items)
+
+
+def parameters(reward: BuiltReward) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a reward by name; none for a builtin without a signature."""
+    try:
+        return inspect.signature(reward.unbound).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def untaken(reward: BuiltReward, batch: Mapping[str, Any]) -> list[str]:
+    """Return the names of the arguments that a reward does not take."""
+    found = parameters(reward)
+    takes_any = not found or any(parameter.kind is parameter.VAR_KEYWORD for parameter in found.values())
+    return [] if takes_any else sorted(batch.keys() - found.keys())
+
+
+def _outcome(score: Any) -> Outcome:
+    if score is None:
+        return None
+    try:
+        value = math.nan if isinstance(score, (str, bytes)) else float(score)
+    except (TypeError, ValueError):
+        value = math.nan
+    return value if math.isfinite(value) else Failure("finite", f"returned {shortened(repr(score))}")
+
+
+_FAILURES = {
+    "raises": ("raises", "a completion may be any text: pay it as a wrong one"),
+    "count": ("returns not one score per completion", "return a list with one number for each completion"),
+    "finite": ("returns scores that are not finite", "return a number, or None for a row that can't be scored"),
+    "none": ("returns None for a row that it can score", "pay a wrong answer, because None drops its completion"),
+}
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Broken contract.
+
+    Attributes:
+        reward: name of the reward.
+        check: name of the check.
+        reason: clause that describes the fault, and the fix.
+        is_serious: False if training works nevertheless.
+        example: completion that shows it; None if none does.
+    """
+
+    reward: str
+    check: str
+    reason: str
+    is_serious: bool = True
+    example: str | None = None
+
+
+def contract(caller: Caller, items: Sequence[Item]) -> list[Broken]:
+    """Return the broken contracts of a reward.
+
+    Args:
+        caller: reward to call, with the completions that it has scored so far.
+        items: right and wrong completions of different questions.
+    """
+    name = caller.reward.name
+    broken = [*_failures(caller), *_differences(caller, items)]
+    batch = caller.batch(items)
+    if left_out := untaken(caller.reward, batch):
+        reason = f"takes no `{left_out[0]}`, and a trainer passes it: add `**columns` to its parameters"
+        broken.append(Broken(name, "columns", reason))
+    # A reward may change the other arguments.
+    before = {key: repr(batch[key]) for key in (*caller.columns, "prompts", "completions", "completion_ids")}
+    caller.call(items, batch)
+    if changed := [key for key in before if repr(batch[key]) != before[key]]:
+        reason = f"changes its argument `{changed[0]}`, which the next reward reads: change a copy"
+        broken.append(Broken(name, "arguments", reason))
+    if caller.printed:
+        reason = f"prints ({shortened(one_line(caller.printed), 60)}): use `log_extra`"
+        broken.append(Broken(name, "prints", reason, is_serious=False))
+    return broken
+
+
+def _failures(caller: Caller) -> list[Broken]:
+    """Return one broken contract for each way in which a reward failed, with its shortest example."""
+    scored = {question for (question, _), outcome in caller.known.items() if isinstance(outcome, float)}
+    found: dict[str, list[tuple[str, str]]] = {}
+    for (question, text), outcome in caller.known.items():
+        if isinstance(outcome, Failure):
+            found.setdefault(outcome.check, []).append((text, f" ({outcome.reason})"))
+        elif outcome is None and question in scored:
+            found.setdefault("none", []).append((text, ""))
+    broken = []
+    for check, failures in found.items():
+        what, fix = _FAILURES[check]
+        shortest, reason = min(failures, key=lambda failure: len(failure[0]))
+        counted = f"{what} for {len(failures)} of {len(caller.known)} completions{reason}: {fix}"
+        broken.append(Broken(caller.reward.name, check, counted, example=shortest))
+    return broken
+
+
+def _differences(caller: Caller, items: Sequence[Item]) -> list[Broken]:
+    """Return the broken contracts of a reward whose scores depend on the call."""
+    first = caller.call(items)
+    name, by_itself = caller.reward.name, "score each completion by itself"
+    for _ in range(3):
+        if found := _difference(items, first, caller.call(items)):
+            reason = f"gives the same completion another score ({found[1]}): remove randomness and state"
+            # A reward that gives another score each time depends on everything else too.
+            return [Broken(name, "deterministic", reason, example=found[0])]
+    broken = []
+    alone = [caller.call([item])[0] for item in items[:8]]
+    if found := _difference(items, first, alone):
+        reason = f"gives a completion another score without the other rows ({found[1]}): {by_itself}"
+        broken.append(Broken(name, "other rows", f"{reason}, or declare `needs_whole_groups`", example=found[0]))
+    if found := _difference(items, first, caller.call(items[::-1])[::-1]):
+        reason = f"gives a completion another score in another order of the rows ({found[1]}): {by_itself}"
+        broken.append(Broken(name, "order", reason, example=found[0]))
+    return broken
+
+
+def _difference(items: Sequence[Item], one: Sequence[Outcome], other: Sequence[Outcome]) -> tuple[str, str] | None:
+    """Return the first completion, and both scores as text, where two calls differ."""
+    for (_, text), first, second in zip(items, one, other, strict=False):
+        has_failed = isinstance(first, Failure) or isinstance(second, Failure)
+        are_numbers = isinstance(first, float) and isinstance(second, float)
+        # A sum in another order may differ in the last digit.
+        if not has_failed and (abs(first - second) > 1e-6 if are_numbers else first != second):  # type: ignore[operator]
+            return text, f"{first}, then {second}"
+    return None
+
+
+# --- Wrong completions ---
 
 PAID = 0.5
 """Share of the right answer's pay from which a wrong completion counts as paid."""
 
 _PROBED = 8
-_OTHERS = 60
-_MOST_CONSTANTS = 12
-_LAZY_ROWS = 200
-
-
-@dataclass(frozen=True)
-class Subject:
-    """Reward, or sum of rewards, that must tell right answers from wrong ones.
-
-    Attributes:
-        name: name for messages.
-        parts: rewards with their weights.
-    """
-
-    name: str
-    parts: Sequence[tuple[BuiltReward, float]]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Way to call a subject, and the places in which it looks for the answer.
+    """Way to call a reward, and the place in which it looks for the answer.
 
     Attributes:
-        shape: shape of prompts and completions.
-        reduces_golds: True if the column with the gold holds only its final answer, as a preset leaves it.
+        caller: reward with the shape of its completions and the form of its golds.
         way: way to state the answer.
-        layouts: layouts in which the right answer is paid best, the preferred one first.
+        layout: layout in which the right answer is paid best.
         right: mean pay of the right answer there.
-        wrong: mean pay of another question's answer there.
+        wrong: mean pay of another answer there.
     """
 
-    shape: Shape
-    reduces_golds: bool
+    caller: Caller
     way: str
-    layouts: Sequence[Layout]
-    right: float
-    wrong: float
-
-
-@dataclass(frozen=True)
-class Paid:
-    """Wrong completion, its pay, and the pay of the right answer to the same question."""
-
-    row: int
-    completion: str
-    pay: float
-    right: float
-    share: float
+    layout: Layout
+    right: float = 0.0
+    wrong: float = 0.0
 
 
 @dataclass
@@ -80,52 +280,40 @@ class Kind:
         name: name of the kind.
         tried: number of completions.
         paid: number of completions paid at least `PAID` of what the right one is paid.
-        best: completion with the largest share; None if none was scored.
+        share: largest share of the right answer's pay; 0 if none earns more.
+        row: number of the row of that completion.
+        completion: completion with the largest share.
     """
 
     name: str
-    tried: int = 0
+    tried: int
     paid: int = 0
-    best: Paid | None = None
-
-
-@dataclass
-class Lazy:
-    """Constant completion that earns most, as a share of what right answers earn."""
-
-    completion: str
-    share: float
-    rows: int
-
-
-@dataclass
-class Total:
-    """Weighted sum of all rewards: the mean for right answers, and the most for a wrong completion."""
-
-    right: float
-    wrong: float
-    kind: str
-    completion: str
+    share: float = 0.0
+    row: int = 0
+    completion: str = ""
 
 
 @dataclass
 class Verdict:
-    """Result of a subject."""
+    """Result of a reward that judges correctness.
+
+    Attributes:
+        name: name of the reward.
+        called: way in which it is called: the layout and the shape of completions, and the form of the golds.
+        right: mean pay of the right answer.
+        wrong: mean pay of another answer.
+        rows: number of rows that it scores.
+        kinds: results of the kinds of wrong completions that were tried.
+        unpaid: numbers of the rows whose right answer earns no more than a wrong one.
+    """
 
     name: str
-    setting: Setting
-    rows: int
+    called: str
+    right: float
+    wrong: float
+    rows: int = 0
     kinds: list[Kind] = field(default_factory=list)
     unpaid: list[int] = field(default_factory=list)
-    """Numbers of the rows whose right answer earns nothing."""
-    lazy: Lazy | None = None
-    total: Total | None = None
-    """Pay of all rewards together, if there are several."""
-
-    @property
-    def paid_kinds(self) -> list[Kind]:
-        """Kinds with a completion that is paid."""
-        return [kind for kind in self.kinds if kind.paid]
 
 
 @dataclass
@@ -135,65 +323,37 @@ class Audit:
     Attributes:
         rows: number of audited rows.
         unreadable: number of rows whose gold can't be read.
-        verdicts: results of the subjects.
+        verdicts: results of the rewards that judge correctness.
         broken: broken contract checks of every reward.
-        checks: number of contract checks.
-        ignored: names of rewards that were not judged, each with the reason.
-        is_judged: False if no reward judges correctness, so that a paid wrong completion is no finding.
     """
 
     rows: int
     unreadable: int
     verdicts: list[Verdict]
     broken: list[Broken]
-    checks: int
-    ignored: dict[str, str]
-    is_judged: bool
-
-    @property
-    def kinds(self) -> int:
-        """Number of kinds of wrong completions that were tried."""
-        return len({kind.name for verdict in self.verdicts for kind in verdict.kinds if kind.tried})
 
     @property
     def found(self) -> bool:
         """True if a reward pays a wrong completion, pays no right answer, or breaks its contract."""
-        is_paid = any(verdict.paid_kinds or _pays_nothing(verdict) for verdict in self.verdicts)
-        return (self.is_judged and is_paid) or any(broken.is_serious for broken in self.broken)
+        pays_wrong = any(kind.paid for verdict in self.verdicts for kind in verdict.kinds)
+        pays_nothing = any(len(verdict.unpaid) == verdict.rows > 0 for verdict in self.verdicts)
+        return pays_wrong or pays_nothing or any(broken.is_serious for broken in self.broken)
 
 
-def _pays_nothing(verdict: Verdict) -> bool:
-    return verdict.rows > 0 and len(verdict.unpaid) == verdict.rows
-
-
-def subjects(rewards: Sequence[BuiltReward]) -> tuple[list[Subject], dict[str, str], bool]:
-    """Return what is judged, the rewards that are not, each with the reason, and True if any judges correctness.
-
-    Where a reward declares the kind `correctness`, each such reward is judged. Otherwise the weighted sum of the
-    rewards that declare no kind is judged, and if all declare another kind, the weighted sum of all.
-    """
+def judged_rewards(rewards: Sequence[BuiltReward]) -> list[BuiltReward]:
+    """Return the rewards that are judged: those of the kind `correctness`, or else the one that declares no kind."""
     single = different_rewards(rewards)
-    for reward in single:
-        if _calls_a_model(reward):
-            raise UserError(
-                f"reward `{reward.name}` calls a model, and an audit would call it thousands of times: "
-                "audit the other rewards"
-            )
+    models = [reward.name for reward in single if reward.kind == "judge" or reward.declared.model_source is not None]
+    if models:
+        raise UserError(f"reward `{models[0]}` calls a model, which an audit does thousands of times: audit the others")
     alone = [reward for reward in single if not reward.needs_whole_groups]
     correct = [reward for reward in alone if reward.kind == "correctness"]
-    undeclared = [reward for reward in alone if _declares_no_kind(reward) and reward.kind == "other"]
-    judged = correct or undeclared
-    ignored = {}
-    for reward in single:
-        if reward.needs_whole_groups:
-            ignored[reward.name] = "compares the completions of a group"
-        elif reward not in judged:
-            ignored[reward.name] = f"is of kind {reward.kind}" if reward not in undeclared else "declares no kind"
-    if correct:
-        return [Subject(reward.name, [(reward, 1.0)]) for reward in correct], ignored, True
-    parts = [(reward, reward.weight) for reward in undeclared or alone]
-    name = parts[0][0].name if len(parts) == 1 else "sum of " + ", ".join(reward.name for reward, _ in parts)
-    return [Subject(name, parts)] if parts else [], ignored, bool(undeclared)
+    other = [reward for reward in alone if reward.kind == "other"]
+    undeclared = [reward for reward in other if getattr(reward.declared, "declared_kind", "other") is None]
+    if len(undeclared) > 1 and not correct:
+        names = ", ".join(f"`{reward.name}`" for reward in undeclared)
+        raise UserError(f"rewards {names} declare no kind: set `kind: correctness` in the spec of the one to judge")
+    return correct or undeclared
 
 
 def different_rewards(rewards: Sequence[BuiltReward]) -> list[BuiltReward]:
@@ -205,242 +365,116 @@ def different_rewards(rewards: Sequence[BuiltReward]) -> list[BuiltReward]:
     return different
 
 
-def _declares_no_kind(reward: BuiltReward) -> bool:
-    declared = reward.declared
-    return isinstance(declared, FunctionReward) and declared.declared_kind is None
-
-
-def _calls_a_model(reward: BuiltReward) -> bool:
-    return reward.kind == "judge" or reward.declared.model_source is not None
-
-
+@dataclass(frozen=True)
 class Auditor:
-    """Audit of one set of rewards on one set of questions.
+    """Audit of rewards on questions.
 
-    Args:
+    Attributes:
         rewards: rewards of a recipe.
         questions: questions of the audit.
-        pool: all questions of the file, for the answers of others and for lazy strategies.
-        gold_columns: names of the columns with the gold. The first is the dataset's, and rewards may read it by another
-            name too.
+        pool: all questions of the file, for the answers of others.
+        unreadable: number of rows whose gold can't be read.
+        gold_columns: names of the columns with the gold.
         template: layout that replaces the search for one; None to search.
         seed: seed of the choice among answers of other questions.
     """
 
-    def __init__(
-        self,
-        rewards: Sequence[BuiltReward],
-        questions: Sequence[Question],
-        pool: Sequence[Question],
-        gold_columns: Sequence[str],
-        template: str | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.rewards, self.questions, self.pool = list(rewards), questions, pool
-        self.gold_columns, self.template, self.seed = gold_columns, template, seed
-        self.columns = sorted({name for question in pool for name in question.columns} - {"prompts", "completions"})
-        self._callers: dict[tuple[int, Shape, bool], Caller] = {}
+    rewards: Sequence[BuiltReward]
+    questions: Sequence[Question]
+    pool: Sequence[Question]
+    unreadable: int
+    gold_columns: Sequence[str]
+    template: str | None = None
+    seed: int = 0
 
-    def audit(self, unreadable: int = 0) -> Audit:
-        """Return the result. `unreadable` is the number of rows that were left out because their gold can't be read."""
-        judged, ignored, is_judged = subjects(self.rewards)
-        verdicts, broken, checks = [], [], 0
-        for subject in judged:
-            setting = self.setting_of(subject)
-            verdicts.append(self.verdict(subject, setting))
+    def audit(self) -> Audit:
+        """Return the result."""
+        judged = judged_rewards(self.rewards)
+        verdicts, broken = [], []
         for reward in different_rewards(self.rewards):
-            setting = next((one.setting for one in verdicts if one.name == reward.name), None) or (
-                verdicts[0].setting if verdicts else self.setting_of(Subject(reward.name, [(reward, 1.0)]))
-            )
-            caller = self.caller(reward, setting)
-            found, checks = contract(caller, self._right_items(setting))
-            broken += found
-        return Audit(len(self.questions), unreadable, verdicts, broken, checks, ignored, is_judged)
+            if not reward.needs_whole_groups:
+                setting = self.setting_of(reward)
+                verdict = self.verdict(setting)  # its calls also show whether the contract is kept
+                verdicts += [verdict] if reward in judged else []
+                cases = self.cases(setting, _PROBED)
+                broken += contract(setting.caller, [*_right(cases), *_wrong(cases)])
+        return Audit(len(self.questions), self.unreadable, verdicts, broken)
 
-    # --- Calls ---
+    def pays_of_golds(self) -> list[tuple[int, str, Outcome]]:
+        """Return the row, the gold and its score as an answer, in the layout that the judged reward pays best."""
+        setting = self.setting_of(judged_rewards(self.rewards)[0])
+        cases = self.cases(setting)
+        scores = setting.caller.scores(_right(cases))
+        return [(case.question.number, case.question.gold, score) for case, score in zip(cases, scores, strict=True)]
 
-    def caller(self, reward: BuiltReward, setting: Setting) -> Caller:
-        """Return the caller of a reward in a setting, the same one each time."""
-        return self._caller(reward, setting.shape, setting.reduces_golds)
-
-    def _caller(self, reward: BuiltReward, shape: Shape, reduces_golds: bool) -> Caller:
-        key = id(reward.function), shape, reduces_golds
-        if key not in self._callers:
-            answers = {question.number: question.gold for question in self.pool} if reduces_golds else None
-            self._callers[key] = Caller(reward, self.columns, shape, self.gold_columns, answers)
-        return self._callers[key]
-
-    def scores(self, subject: Subject, setting: Setting, items: Sequence[Item]) -> list[Outcome]:
-        """Return the weighted sum of a subject's rewards for each completion."""
-        columns = []
-        for reward, weight in subject.parts:
-            column: list[Outcome] = []
-            for outcome in self.caller(reward, setting).scores(items):
-                column.append(weight * outcome if isinstance(outcome, float) else outcome)
-            columns.append(column)
-        return [_sum(row) for row in zip(*columns, strict=True)]
-
-    # --- Where the reward looks for the answer ---
-
-    def setting_of(self, subject: Subject) -> Setting:
-        """Return the setting in which a subject pays right answers best and tells them from others."""
-        functions: list[Any] = [reward.unbound for reward, _ in subject.parts]
-        tags = [function.tags for function in functions if isinstance(getattr(function, "tags", None), tuple)]
-        layouts = layouts_for(functions, tags, self.template)
-        best: Setting | None = None
-        for shape, reduces_golds in self._ways_to_call():
-            for way in dict.fromkeys(way for question in self.questions[:_PROBED] for way in question.answers()):
-                setting = self._probed(subject, shape, reduces_golds, way, layouts)
-                is_better = best is None or (setting.right > setting.wrong and setting.right > best.right)
-                if is_better or (best is not None and best.right <= best.wrong and setting.right > best.right):
-                    best = setting
-            if best is not None and best.right > best.wrong:
-                break
-        assert best is not None
-        self._check_call(subject, best)
+    def setting_of(self, reward: BuiltReward) -> Setting:
+        """Return the first way to call a reward in which it tells right answers from others, in its best layout."""
+        tags, words = getattr(reward.unbound, "tags", None), wrong_completions.source_texts(reward.unbound)
+        layouts = wrong_completions.layouts_for(words, tags if isinstance(tags, tuple) else None, self.template)
+        ways = dict.fromkeys(way for question in self.questions[:_PROBED] for way in question.ways())
+        shapes: list[str] = ["text", "messages"]
+        if isinstance(self.questions[0].columns.get("prompt"), list):
+            shapes.reverse()
+        columns = sorted({name for question in self.pool for name in question.columns} - {"prompts", "completions"})
+        tried: list[Setting] = []
+        for reduced, shape in itertools.product(((), self.gold_columns), shapes):
+            caller = Caller(reward, columns, shape, reduced)
+            for way, layout in itertools.product(ways, layouts):
+                cases = self.cases(Setting(caller, way, layout), _PROBED)
+                right, wrong = (_mean(caller.scores(items)) for items in (_right(cases), _wrong(cases)))
+                tried.append(Setting(caller, way, layout, right, wrong))
+            if telling := [setting for setting in tried if setting.right > setting.wrong]:
+                return max(telling, key=lambda setting: setting.right)
+        best = max(tried, key=lambda setting: setting.right)
+        outcomes = best.caller.scores(_right(self.cases(best, _PROBED)))
+        reasons = [one.reason for one in outcomes if isinstance(one, Failure) and one.check == "raises"]
+        if len(reasons) == len(outcomes):
+            raise UserError(f"reward `{reward.name}` raises for every right answer: {reasons[0]}")
         return best
 
-    def _check_call(self, subject: Subject, setting: Setting) -> None:
-        """Raise UserError if a reward raises for every right answer, so that there is nothing to audit."""
-        cases = self._cases(self.questions[:_PROBED], setting)
-        items = [(case.question, case.place(case.right)) for case in cases]
-        for reward, _ in subject.parts:
-            outcomes = self.caller(reward, setting).scores(items)
-            reasons = [one.reason for one in outcomes if isinstance(one, Failure) and one.check == "raises"]
-            if len(reasons) == len(items):
-                raise UserError(f"reward `{reward.name}` raises for every right answer: {reasons[0]}")
-
-    def _ways_to_call(self) -> Iterator[tuple[Shape, bool]]:
-        is_conversation = isinstance(self.questions[0].columns.get("prompt"), list)
-        shapes: tuple[Shape, ...] = ("messages", "text") if is_conversation else ("text", "messages")
-        for reduces_golds in (False, True):
-            for shape in shapes:
-                yield shape, reduces_golds
-
-    def _probed(
-        self, subject: Subject, shape: Shape, reduces_golds: bool, way: str, layouts: Sequence[Layout]
-    ) -> Setting:
-        """Return the setting of one way to call, with the layouts that pay best."""
-        questions = self.questions[:_PROBED]
-        found = []
-        for layout in layouts:
-            setting = Setting(shape, reduces_golds, way, [layout], 0.0, 0.0)
-            right, wrong = [], []
-            for case in self._cases(questions, setting):
-                right.append((case.question, case.place(case.right)))
-                wrong.append((case.question, case.place(case.other)))
-            earned = _mean(self.scores(subject, setting, right))
-            lost = _mean(self.scores(subject, setting, wrong))
-            found.append((earned, lost, layout))
-        telling = [one for one in found if one[0] > one[1]]
-        right_pay, wrong_pay, _ = max(telling or found, key=lambda one: one[0])
-        equal = [layout for earned, _, layout in telling or found if earned >= right_pay - 1e-9]
-        if not telling:
-            equal = equal[:1]
-        return Setting(shape, reduces_golds, way, equal, right_pay, wrong_pay)
-
-    def _cases(self, questions: Sequence[Question], setting: Setting, words: Sequence[str] = ()) -> Iterator[Case]:
-        """Yield the cases of each question: in the preferred layout, and in another one that pays as well."""
-        golds = [question.answers().get(setting.way, question.gold) for question in self.pool]
-        for index, question in enumerate(questions):
-            right = question.answers().get(setting.way, question.gold)
-            others = question.options(setting.way)
+    def cases(self, setting: Setting, most: int | None = None, words: Sequence[str] = ()) -> list[Case]:
+        """Return the cases of the first questions."""
+        golds = [question.ways().get(setting.way, [question.gold])[0] for question in self.pool]
+        cases = []
+        for question in self.questions[:most]:
+            right, *others = question.ways().get(setting.way, [question.gold])
             if not others:
                 # `is_right` of a formula is slow, so few candidates are compared.
-                candidates = [gold for gold in shuffled(golds, self.seed + question.number) if gold != right]
-                most = 5 if question.form == "formula" else _OTHERS
-                others = [gold for gold in candidates[:most] if not question.is_right(gold)]
-            chosen = [setting.layouts[0], setting.layouts[index % len(setting.layouts)]]
-            for layout in dict.fromkeys(chosen):
-                yield Case(question, layout, right, setting.way, others, words)
+                few = shuffled(golds, self.seed + question.number)[: 5 if question.form == "formula" else 60]
+                others = [gold for gold in few if not question.is_right(gold)]
+            cases.append(Case(question, setting.layout, right, others, words))
+        return cases
 
-    def _right_items(self, setting: Setting) -> list[Item]:
-        items = []
-        for index, case in enumerate(self._cases(self.questions[:_PROBED], setting)):
-            items.append((case.question, case.place(case.right, thinking=f"Attempt {index}.")))
-            items.append((case.question, case.place(case.other, thinking=f"Another attempt {index}.")))
-        return items
-
-    # --- Verdicts ---
-
-    def verdict(self, subject: Subject, setting: Setting) -> Verdict:
-        """Return what a subject pays for wrong completions."""
-        words = [word for reward, _ in subject.parts for word in source_texts(reward.unbound)]
-        cases = list(self._cases(self.questions, setting, words))
-        right = self.scores(subject, setting, [(case.question, case.place(case.right)) for case in cases])
+    def verdict(self, setting: Setting) -> Verdict:
+        """Return what a reward pays for wrong completions."""
+        caller = setting.caller
+        cases = self.cases(setting, words=wrong_completions.source_texts(caller.reward.unbound))
+        right = caller.scores(_right(cases))
         usual = statistics.median([score for score in right if isinstance(score, float)] or [0.0])
-        verdict = Verdict(subject.name, setting, len(self.questions))
-        reference: dict[int, float] = {}
-        for case, score in zip(cases, right, strict=True):
-            number = case.question.number
-            if score is None:
-                continue
-            own = score if isinstance(score, float) else 0.0
-            reference[number] = max(own, usual, reference.get(number, own))
-            if own <= setting.wrong and number not in verdict.unpaid:
-                verdict.unpaid.append(number)
-        verdict.rows = len(reference)
-        wrong: dict[str, list[Item]] = {}
-        for name in GENERATORS:
-            items = []
-            for case in cases:
-                if case.question.number in reference:
-                    items += [(case.question, text) for text in wrong_completions(case, name)]
-            wrong[name] = list(dict.fromkeys(items))
-        for name, items in _tracked(wrong):
-            verdict.kinds.append(self._kind(subject, setting, name, items, reference))
-        verdict.lazy = self.lazy(subject, setting)
-        right_items = [(case.question, case.place(case.right)) for case in cases]
-        verdict.total = self._total(setting, right_items, wrong)
+        scored = [(case, score) for case, score in zip(cases, right, strict=True) if score is not None]
+        golds = "reduced to final answers" if caller.reduced else "as in the file"
+        called = f"layout {setting.layout.slot!r}, completions are {caller.shape}, golds are {golds}"
+        verdict = Verdict(caller.reward.name, called, setting.right, setting.wrong, len(scored))
+        for case, score in scored:
+            verdict.unpaid += [] if isinstance(score, float) and score > setting.wrong else [case.question.number]
+        for name, completions in KINDS.items():
+            items = list(dict.fromkeys((case.question, text) for case, _ in scored for text in completions(case)))
+            kind = Kind(name, len(items))
+            for (question, text), paid in zip(items, caller.scores(items), strict=True):
+                share = paid_share(paid, usual, setting.wrong) if isinstance(paid, float) else 0.0
+                kind.paid += share >= PAID
+                if share > kind.share:
+                    kind.share, kind.row, kind.completion = share, question.number, text
+            verdict.kinds += [kind] if items else []
         return verdict
 
-    def _total(self, setting: Setting, right: Sequence[Item], wrong: Mapping[str, Sequence[Item]]) -> Total | None:
-        """Return what all rewards pay together; None for a single one."""
-        parts = [(reward, reward.weight) for reward in self.rewards if not reward.needs_whole_groups]
-        if len(list(leaves(self.rewards))) < 2 or not parts:
-            return None
-        every = Subject("all rewards", parts)
-        total = Total(_mean(self.scores(every, setting, right)), -math.inf, "", "")
-        for name, items in wrong.items():
-            for (_, text), score in zip(items, self.scores(every, setting, items), strict=True):
-                if isinstance(score, float) and score > total.wrong:
-                    total.wrong, total.kind, total.completion = score, name, text
-        return total
 
-    def _kind(
-        self, subject: Subject, setting: Setting, name: str, items: Sequence[Item], reference: Mapping[int, float]
-    ) -> Kind:
-        kind = Kind(name, len(items))
-        for (question, text), score in zip(items, self.scores(subject, setting, items), strict=True):
-            if not isinstance(score, float):
-                continue
-            right = reference[question.number]
-            share = paid_share(score, right, setting.wrong)
-            kind.paid += share >= PAID
-            if kind.best is None or share > kind.best.share:
-                kind.best = Paid(question.number, text, score, right, share)
-        return kind
+def _right(cases: Sequence[Case]) -> list[Item]:
+    return [(case.question, case.place(case.right)) for case in cases]
 
-    def lazy(self, subject: Subject, setting: Setting) -> Lazy | None:
-        """Return the constant completion that earns most over the dataset."""
-        questions = self.pool[:_LAZY_ROWS]
-        layout = setting.layouts[0]
-        answers = [question.answers().get(setting.way, question.gold) for question in questions]
-        common = [answer for answer, _ in Counter(answers).most_common(_MOST_CONSTANTS)]
-        constants = ["", layout.render(""), *map(layout.render, [*common, "0", "1", "yes"]), *common]
-        stated = [(question, layout.render(answer)) for question, answer in zip(questions, answers, strict=True)]
-        right = self._mean_over(subject, setting, stated)
-        if right <= 0:
-            return None
-        best: Lazy | None = None
-        for constant in dict.fromkeys(constants):
-            share = self._mean_over(subject, setting, [(question, constant) for question in questions]) / right
-            if best is None or share > best.share:
-                best = Lazy(constant, share, len(questions))
-        return best
 
-    def _mean_over(self, subject: Subject, setting: Setting, items: Sequence[Item]) -> float:
-        return _mean(self.scores(subject, setting, items))
+def _wrong(cases: Sequence[Case]) -> list[Item]:
+    return [(case.question, case.place(case.other)) for case in cases]
 
 
 def paid_share(pay: float, right: float, wrong: float) -> float:
@@ -453,30 +487,65 @@ def paid_share(pay: float, right: float, wrong: float) -> float:
     """
     if right > 0:
         return pay / right
-    if right > wrong:
-        return (pay - wrong) / (right - wrong)
-    return 1.0 if pay > right else 0.0
-
-
-def _tracked(wrong: Mapping[str, list[Item]]) -> Iterable[tuple[str, list[Item]]]:
-    """Return the kinds with their completions, and draw a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(stderr=True)
-    return track(list(wrong.items()), "auditing", console=console, disable=not console.is_terminal)
-
-
-def _sum(row: Sequence[Outcome]) -> Outcome:
-    total = 0.0
-    for outcome in row:
-        if outcome is None or isinstance(outcome, Failure):
-            return outcome
-        total += outcome
-    return total
+    return (pay - wrong) / (right - wrong) if right > wrong else float(pay > right)
 
 
 def _mean(outcomes: Sequence[Outcome]) -> float:
     """Return the mean of the scores. A completion without one earns nothing."""
-    scores = [outcome if isinstance(outcome, float) else 0.0 for outcome in outcomes]
-    return statistics.fmean(scores) if scores else 0.0
+    return statistics.fmean(outcome if isinstance(outcome, float) else 0.0 for outcome in outcomes)
+
+
+def auditor_of(
+    specs: Sequence[Spec],
+    rows: Sequence[tuple[int, Mapping[str, Any]]],
+    file: object,
+    *,
+    gold_column: str | None = None,
+    right: str | None = None,
+    layout: str | None = None,
+    most: int = 24,
+    seed: int = 0,
+) -> Auditor:
+    """Return the auditor of rewards on rows.
+
+    Args:
+        specs: specs of the rewards, as in a recipe.
+        rows: rows of a dataset, each with its number in the file.
+        file: name of the dataset, for messages.
+        gold_column: name of the column with the gold; None for the one that the rewards read.
+        right: name of the column with a right completion of each row, for a reward that compares with no gold.
+        layout: completion with `{answer}` in it; None to search for the layout that pays best.
+        most: largest number of audited rows.
+        seed: seed of the choice of rows and of wrong answers.
+
+    Raises:
+        UserError: a reward can't be built, or no gold can be read.
+    """
+    rewards = build_rewards(specs, num_generations=2)
+    columns = sorted({name for _, row in rows for name in row})
+    gold = gold_column or right or _gold_column(list(leaves(rewards)), columns) or "answer"
+    if gold not in columns:
+        listed = ", ".join(f"`{name}`" for name in columns)
+        raise UserError(f"{file} has no column `{gold}`: name the gold's by --gold_column or --right ({listed})")
+    solutions = [reward.declared.solution_column for reward in leaves(rewards) if right is None]
+    solution = next((name for name in solutions if name in columns), None)
+    # Rewards that read the gold as `answer` find it there too.
+    names = [gold] if gold_column is None else [gold, "answer"]
+    pool = []
+    for number, row in rows:
+        extended = {**row, **dict.fromkeys(names, row.get(gold))}
+        question = question_of(number, extended, gold, solution, right)
+        if question is not None:
+            pool.append(question)
+    if not pool:
+        raise UserError(f"{file}: no gold in `{solution or gold}` can be read: name it by --gold_column or --right")
+    numbers = shuffled([str(question.number) for question in pool], seed)[:most]
+    chosen = [question for question in pool if str(question.number) in numbers]
+    return Auditor(rewards, chosen, pool, len(rows) - len(pool), names, layout, seed)
+
+
+def _gold_column(rewards: Sequence[BuiltReward], columns: Sequence[str]) -> str | None:
+    """Return the name of the column with the gold: one that a reward declares or takes by name, else a usual one."""
+    declared = [reward.declared.gold_column for reward in rewards]
+    taken = [name for reward in rewards for name in GOLD_COLUMNS if name in parameters(reward)]
+    return next((name for name in (*declared, *taken, *GOLD_COLUMNS) if name in columns), None)

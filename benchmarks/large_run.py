@@ -43,7 +43,7 @@ REWARDS = [
     {"name": "gsm8k_correctness", "source": "gsm8k_correctness", "weight": 1.0, "kind": "correctness"},
     {"name": "tag_presence", "source": "tag_presence", "weight": 1.0, "kind": "format"},
 ]
-ROWS = 8  # of one prompt
+ROWS = 8  # completions of one prompt
 STEPS_PER_FILE = 10
 
 

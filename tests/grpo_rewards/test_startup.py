@@ -1,4 +1,4 @@
-"""What a command sets before it imports a library."""
+"""Settings that a command makes before it imports a library."""
 
 import os
 import subprocess

@@ -79,7 +79,7 @@ def commands(path: Path) -> list[list[str]]:
     return list(found.values())
 
 
-# What each program makes of a command
+# Parsers of each program
 
 
 def check_ours(words: Sequence[str]) -> None:

@@ -387,7 +387,7 @@ def test_a_checkpoint_is_not_saved_through_a_link_or_over_a_file(
         case "file":
             place.touch()
         case "folder":
-            place.mkdir()  # of an earlier launch, which is saved again
+            place.mkdir()  # a checkpoint of an earlier launch, which is saved again
     state: Any = SimpleNamespace(global_step=4)
     control: Any = SimpleNamespace(should_log=False, should_evaluate=False, should_save=True)
     with nullcontext() if kind == "folder" else pytest.raises(RunFault, match="checkpoint-4: it is a link or a file"):

@@ -162,7 +162,7 @@ class Diagnosis:
     def coverage(self) -> str:
         """Clause on the checks that had data."""
         if not self.checked:
-            return "nothing could be checked, because the run logged none of the metrics that the checks read"
+            return "nothing could be checked: the run has too few steps, or logged no metric that the checks read"
         clauses = [f"{self.checked} of {self.applicable} checks had data"]
         if self.reading:
             clauses.append(self.reading)

@@ -313,6 +313,11 @@ def test_a_reward_that_pays_no_right_answer_is_found():
     assert audit.verdicts[0].unpaid == [1, 2]
 
 
+def test_a_reward_that_scores_no_right_answer_is_named():
+    with pytest.raises(UserError, match="`unscored` returns None for the right answer of each of 2 rows"):
+        audited("unscored", NUMBERS[:2])
+
+
 def test_the_audit_ends_on_ctrl_c(tmp_path, capsys, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

@@ -189,3 +189,8 @@ def countdown(prompts, completions, nums, target, **columns):
         is_complete = sorted(map(int, re.findall(r"\d+", answer))) == sorted(numbers)
         scores.append(float(is_formula and is_complete and eval(answer) == goal))
     return scores
+
+
+def unscored(completions, **columns):
+    """Return None for every completion."""
+    return [None] * len(completions)

@@ -452,6 +452,9 @@ class Auditor:
         right = caller.scores(_right(cases))
         usual = statistics.median([score for score in right if isinstance(score, float)] or [0.0])
         scored = [(case, score) for case, score in zip(cases, right, strict=True) if score is not None]
+        if not scored:
+            found = f"reward `{caller.reward.name}` returns None for the right answer of each of {len(cases)} rows"
+            raise UserError(f"{found}: name the column of the gold by --gold_column, or correct the reward")
         golds = "reduced to final answers" if caller.reduced else "as in the file"
         called = f"layout {setting.layout.slot!r}, completions are {caller.shape}, golds are {golds}"
         verdict = Verdict(caller.reward.name, called, setting.right, setting.wrong, len(scored))

@@ -218,7 +218,7 @@ def test_only_checks_that_had_data_call_a_run_healthy(tmp_path: Path) -> None:
     assert (diagnosis.findings, diagnosis.checked) == ([], 0)
     assert set(diagnosis.unchecked) == set(PROBLEMS) - set(TOOL_PROBLEMS)
     assert describe(diagnosis) == (
-        "diagnosis: nothing could be checked, because the run logged none of the metrics that the checks read"
+        "diagnosis: nothing could be checked: the run has too few steps, or logged no metric that the checks read"
     )
 
 
@@ -758,7 +758,7 @@ def test_reward_hacking_is_found_in_a_real_run(tmp_path: Path, gsm8k_file: Path,
     assert "no reward pays a correct answer" in findings["format_without_correctness"]
     output = capsys.readouterr().out
     assert findings["format_without_correctness"] in output
-    assert re.search(r"^diagnosis: \d problems?, \d of \d+ checks had data; .* says why \d had none$", output, re.M)
+    assert re.search(r"^diagnosis: \d problems?, \d+ of \d+ checks had data; .* says why \d had none$", output, re.M)
 
 
 # ---- Tools

@@ -199,7 +199,7 @@ def test_the_gpu_benchmark_runs_to_its_end_on_a_cpu(gpu: ModuleType, tmp_path: P
     assert found["reward_model"][0]["result"] == "ok"
     assert len(found["precision"]) >= 4
     timed = [row for name in ("training", "generation", "whole_step") for row in found[name] if "result" not in row]
-    assert len(timed) == 4 + 1 + 2
+    assert len(timed) == 4 + 1 + 1
     assert all(float(row["TRL ÷ ours"]) > 0 for row in timed)
     (said,) = found["pretrained"]
     assert said["result"].startswith("not run: `--policy FOLDER`")

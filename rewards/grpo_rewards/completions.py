@@ -85,12 +85,15 @@ def listed_scores(reward: str, scores: Any, completions: int) -> list[Any]:
     return listed
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of nested lists and dictionaries, whose other entries (images, environments) are shared."""
-    if type(value) is dict:
-        return {key: copied(entry) for key, entry in value.items()}
-    if type(value) is list:
-        return [copied(entry) if isinstance(entry, (dict, list)) else entry for entry in value]
+def copied(value: Any, levels: int = 50) -> Any:
+    """Return a copy of nested lists and dictionaries, whose other entries (images, environments) are shared.
+
+    What is nested deeper than `levels` is shared too: arguments that a policy writes can have any depth.
+    """
+    if levels and type(value) is dict:
+        return {key: copied(entry, levels - 1) for key, entry in value.items()}
+    if levels and type(value) is list:
+        return [copied(entry, levels - 1) if isinstance(entry, (dict, list)) else entry for entry in value]
     return value
 
 

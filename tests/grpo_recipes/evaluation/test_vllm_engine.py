@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from grpo_recipes.checks.tokenizer import ChatTemplate
@@ -177,6 +179,7 @@ def test_vllm_gets_the_smallest_room_that_an_adapters_rank_fits_into(
     rooms = [8, 16, 32, 64, 128, 256, 320, 512]
     expected = {1: 8, 513: 513} | {room: room for room in rooms}
     expected |= {room + 1: larger for room, larger in itertools.pairwise(rooms)}
+    save_file({"weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     for rank in expected:
         LoraConfig(r=rank, target_modules=["q_proj"], base_model_name_or_path=str(policy)).save_pretrained(tmp_path)
         load_vllm(str(tmp_path), VLLM())

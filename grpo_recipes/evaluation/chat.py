@@ -144,7 +144,7 @@ def chat(
 
 def converse(talk: Chat) -> None:
     """Answer one line of standard input after another, until its end, or Ctrl-C while no answer is generated."""
-    lines = "is a prompt of its own" if talk.is_text else "continues the conversation, and an empty line begins one"
+    lines = "is a prompt of its own" if talk.is_text else "continues the conversation, an empty line begins a new one"
     say(f"each line {lines}; Ctrl-C stops an answer, Ctrl-D leaves", to_stderr=True)
     while True:
         try:

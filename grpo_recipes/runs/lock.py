@@ -149,7 +149,9 @@ def _acquire(lease: SoftFileLease, writer: Writer) -> None:
             # and never an empty file, which a crash of the machine leaves.
             lease.force_break()
         lease.acquire(blocking=False)
-    except (Timeout, LeaseSettingsMismatch, IsADirectoryError) as error:
+    except (Timeout, LeaseSettingsMismatch, IsADirectoryError, PermissionError) as error:
+        if isinstance(error, PermissionError) and not os.path.lexists(lock):  # the folder itself can't be written
+            raise
         raise UserError(
             f"{writer.key}{lock.parent}: another {writer.name} writes there just now ({_holder(lease)}): wait for it "
             f"or stop it; if it no longer runs, remove {lock}"

@@ -214,7 +214,8 @@ def _survey(folder: Path, processes: int) -> tuple[list[Path], list[Rejected]]:
 def confirmed(point: Resume, *, each_node: bool) -> Resume:
     """Return the decision with only the newest checkpoint that is finite and agrees with its manifest. Collective.
 
-    Nothing says what else a checkpoint without a manifest (another trainer's) should contain.
+    Of a checkpoint without a manifest (another trainer's), only the weights are checked: what else it should contain is
+    unknown.
     Damaged checkpoints are added to `rejected`. If every checkpoint is damaged, `obstacle` says so.
     """
     # Ranks that see different disks may propose different checkpoints.

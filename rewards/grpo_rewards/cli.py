@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_rewards import __version__
-from grpo_rewards.completions import completion_text, copied, listed_scores
+from grpo_rewards.completions import completion_text, copied, listed_scores, score_value
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.explain import Reasons, columns_read, json_values, score_line
 from grpo_rewards.files import LINE_BYTES, replacing
@@ -311,13 +311,8 @@ def _failure(name: str, error: BaseException) -> str:
 
 
 def _checked_score(name: str, score: Any, number: int) -> float | None:
-    if score is None:
-        return None
-    try:
-        value = math.nan if isinstance(score, (str, bytes)) else float(score)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
+    value = score_value(score)
+    if value is not None and not math.isfinite(value):
         raise UserError(f"reward `{name}` returned {score!r} for row {number}: a score is a finite number, or None")
     return value
 

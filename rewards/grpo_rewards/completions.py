@@ -5,6 +5,7 @@ No reward is defined here, so there is no pay table.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
@@ -83,6 +84,16 @@ def listed_scores(reward: str, scores: Any, completions: int) -> list[Any]:
     if len(listed) != completions:
         raise ValueError(f"reward `{reward}` returned {len(listed)} scores for {completions} completions: {one_each}")
     return listed
+
+
+def score_value(score: Any) -> float | None:
+    """Return one of `listed_scores` as a float, NaN if it is not a number, or None for a row without a score."""
+    if score is None:
+        return None
+    try:
+        return math.nan if isinstance(score, (str, bytes)) else float(score)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def copied(value: Any, levels: int = 50) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 from grpo_rewards.audit import wrong_completions
 from grpo_rewards.audit.wrong_completions import GOLD_COLUMNS, KINDS, Case, Layout, Question, question_of, shuffled
-from grpo_rewards.completions import listed_scores
+from grpo_rewards.completions import listed_scores, score_value
 from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.registry import BuiltReward, Spec, build_rewards, leaves
 
@@ -101,8 +101,7 @@ class Caller:
     def call(self, items: Sequence[Item], batch: Mapping[str, Any] | None = None) -> list[Outcome]:
         """Return the outcomes of one call. If the whole call fails, each of them is the failure."""
         batch = self.batch(items) if batch is None else batch
-        left_out = untaken(self.reward, batch)
-        given = {name: batch[name] for name in batch if name not in left_out}
+        given = {name: batch[name] for name in batch.keys() - untaken(self.reward, batch)}
         output = io.StringIO()
         try:
             with redirect_stdout(output), redirect_stderr(output):
@@ -135,13 +134,10 @@ def untaken(reward: BuiltReward, batch: Mapping[str, Any]) -> list[str]:
 
 
 def _outcome(score: Any) -> Outcome:
-    if score is None:
-        return None
-    try:
-        value = math.nan if isinstance(score, (str, bytes)) else float(score)
-    except (TypeError, ValueError):
-        value = math.nan
-    return value if math.isfinite(value) else Failure("finite", f"returned {shortened(repr(score))}")
+    value = score_value(score)
+    if value is None or math.isfinite(value):
+        return value
+    return Failure("finite", f"returned {shortened(repr(score))}")
 
 
 _FAILURES = {
@@ -237,10 +233,12 @@ def _differences(caller: Caller, items: Sequence[Item]) -> list[Broken]:
 def _difference(items: Sequence[Item], one: Sequence[Outcome], other: Sequence[Outcome]) -> tuple[str, str] | None:
     """Return the first completion, and both scores as text, where two calls differ."""
     for (_, text), first, second in zip(items, one, other, strict=False):
-        has_failed = isinstance(first, Failure) or isinstance(second, Failure)
-        are_numbers = isinstance(first, float) and isinstance(second, float)
-        # A sum in another order may differ in the last digit.
-        if not has_failed and (abs(first - second) > 1e-6 if are_numbers else first != second):  # type: ignore[operator]
+        if isinstance(first, Failure) or isinstance(second, Failure):
+            continue
+        differs = first != second
+        if isinstance(first, float) and isinstance(second, float):
+            differs = abs(first - second) > 1e-6  # a sum in another order may differ in the last digit
+        if differs:
             return text, f"{first}, then {second}"
     return None
 

@@ -104,7 +104,8 @@ class Steps:
     def __init__(self) -> None:
         self.reads = 0
         self.accelerator = SimpleNamespace(device=torch.device("cpu"), reduce=self.reduce)
-        self.checked = FiniteSteps(SimpleNamespace(accelerator=self.accelerator, model=nn.Linear(2, 2)))  # type: ignore[arg-type]
+        trainer: Any = SimpleNamespace(accelerator=self.accelerator, model=nn.Linear(2, 2))
+        self.checked = FiniteSteps(trainer)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
         self.reads += 1

@@ -4,6 +4,7 @@ import functools
 import gc
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
@@ -20,6 +21,9 @@ from tests.support import device
 # depend on how many there are: no test may.
 os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
 torch.set_num_threads(1)
+
+# A script's `( … &)` starts its processes with SIGINT ignored. The processes that tests interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The tables that tests make go with the tests, those of the processes that they start too.
 _CACHE = tempfile.TemporaryDirectory(prefix="datasets-of-tests-")

@@ -317,7 +317,8 @@ class _Reader:
             return False
         for part in ast.walk(statement.value):
             # An object of the program could take part: `difference = f(1) - 3`.
-            if isinstance(part, (ast.BinOp, ast.BoolOp, ast.Compare)) and _has_call(part):
+            is_operation = isinstance(part, (ast.BinOp, ast.BoolOp, ast.Compare))
+            if is_operation and any(isinstance(inner, ast.Call) for inner in ast.walk(part)):
                 return False
         try:
             _check_call(statement.value, self._others | {"math", *FUNCTIONS})
@@ -370,10 +371,6 @@ def _is_standard(statement: ast.stmt) -> bool:
 
 def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-
-
-def _has_call(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Call) for part in ast.walk(node))
 
 
 class _Splitter:

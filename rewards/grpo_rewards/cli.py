@@ -353,7 +353,7 @@ def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Sequence
         return summary
     values = [score for score, _ in scored]
     summary |= {"mean": statistics.fmean(values), "standard_deviation": statistics.pstdev(values)}
-    summary["histogram"] = [{"pay": label, "share": share, "rows": count} for label, share, count in _histogram(values)]
+    summary["histogram"] = list(_histogram(values))
     for title, examples in (("worst", scored[:_EXAMPLES]), ("best", scored[: -_EXAMPLES - 1 : -1])):
         summary[title] = []
         for score, index in examples:
@@ -364,17 +364,16 @@ def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Sequence
     return summary
 
 
-def _histogram(values: Sequence[float]) -> Iterator[tuple[str, float, int]]:
-    """Yield the label, share and count of each bar for values in ascending order."""
+def _histogram(values: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Yield each bar for values in ascending order, as in the JSON of a summary."""
     counts = Counter(values)
-    if len(counts) <= _BINS:
-        for value, count in counts.items():
-            yield f"{value:g}", count / len(values), count
-        return
-    low, width = values[0], (values[-1] - values[0]) / _BINS
-    bins = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
-    for i in range(_BINS):
-        yield f"{low + i * width:.3g} … {low + (i + 1) * width:.3g}", bins[i] / len(values), bins[i]
+    bars = [(f"{value:g}", count) for value, count in counts.items()]
+    if len(counts) > _BINS:
+        low, width = values[0], (values[-1] - values[0]) / _BINS
+        bins = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
+        bars = [(f"{low + i * width:.3g} … {low + (i + 1) * width:.3g}", bins[i]) for i in range(_BINS)]
+    for label, count in bars:
+        yield {"pay": label, "share": count / len(values), "rows": count}
 
 
 def _described(name: str, summary: Mapping[str, Any]) -> Iterator[Part]:
@@ -446,10 +445,8 @@ def _check_own(options: argparse.Namespace) -> int:
     from grpo_rewards.audit.audit import auditor_of
 
     rows, complaints = _read(options.file, options.gold_column)
-    numbered = [(row.number, row.columns) for row in rows]
-    auditor = auditor_of(
-        [_spec(options.reward)], numbered, options.file, gold_column=options.gold_column, most=len(rows)
-    )
+    specs = [_spec(options.reward)]
+    auditor = auditor_of(specs, rows, options.file, gold_column=options.gold_column, most=len(rows))
     pays = auditor.pays_of_golds()
     full = max((score for _, _, score in pays if isinstance(score, float)), default=0.0)
     below = [
@@ -540,7 +537,7 @@ def _audit(options: argparse.Namespace) -> int:
     try:
         result = auditor_of(
             specs,
-            [(row.number, row.columns) for row in rows],
+            rows,
             options.file,
             gold_column=options.gold_column,
             right=options.right,

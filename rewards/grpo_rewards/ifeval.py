@@ -75,11 +75,6 @@ class Instructions(TaggedReward):
         check_choice(self.rule, "rule", ("share", "strict"))
 
     @property
-    def highest_pay(self) -> float:
-        """Pay for following every instruction, or 0 if that is negative."""
-        return max(self.pay, 0.0)
-
-    @property
     def columns_read(self) -> tuple[str, ...]:
         """Names of the two dataset columns that the reward needs."""
         return self.ids_column, self.kwargs_column
@@ -87,12 +82,8 @@ class Instructions(TaggedReward):
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
         names = needed_column(self, "ids_column", columns, completions)
         arguments = needed_column(self, "kwargs_column", columns, completions)
-        verdicts: list[str] = []
-        scores: list[float | None] = []
-        for row in zip(completions, names, arguments, strict=True):
-            verdict, score = self._judge(*row)
-            verdicts.append(verdict)
-            scores.append(score)
+        judged = list(map(self._judge, completions, names, arguments))
+        verdicts, scores = [verdict for verdict, _ in judged], [score for _, score in judged]
         unscorable = scores.count(None)
         metrics = {"unscorable": float(unscorable)}
         if unscorable < len(scores):

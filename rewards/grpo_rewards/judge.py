@@ -139,11 +139,6 @@ class JudgeScore(TaggedReward):
         object.__setattr__(self, "request", _request_text(self.request))
 
     @property
-    def highest_pay(self) -> float:
-        """Largest score of a completion."""
-        return max(self.pay, 0.0)
-
-    @property
     def columns_read(self) -> tuple[str, ...]:
         """Names of the dataset columns in the template."""
         return tuple(name for name in self._placeholders if name not in ("prompt", "completion"))

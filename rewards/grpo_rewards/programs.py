@@ -203,11 +203,6 @@ class UnitTests(TaggedReward):
         check_count(self.memory_mb, "memory_mb", 64)
 
     @property
-    def highest_pay(self) -> float:
-        """Pay for passing every test, or 0 if that is negative."""
-        return max(self.pay, 0.0)
-
-    @property
     def columns_read(self) -> tuple[str, ...]:
         """Name of the dataset column with the tests."""
         return (self.gold_column,)

@@ -504,7 +504,11 @@ class _Builder:
         name = spec.get("name") if isinstance(spec, Mapping) else None
         if not isinstance(name, str) or not name:
             raise RewardSpecError(f"a reward is a name or a mapping with the key `name`, not {redacted(spec)!r}")
-        _check_keys(name, spec)
+        allowed = _COMPOSED_KEYS.get(name, _SPEC_KEYS)
+        for key in spec:
+            if key not in allowed:
+                hint = did_you_mean(str(key), allowed, f": its keys are {', '.join(allowed)}")
+                raise RewardSpecError(f"reward `{name}`: unknown key `{key}`{hint}")
         weight = _checked(name, checked_number, spec.get("weight", 1.0), "weight")
         function: Reward
         if name == "sum":
@@ -566,14 +570,6 @@ class _Builder:
         return _checked(name, lambda: make(**arguments), kwargs=kwargs)
 
 
-def _check_keys(name: str, spec: Mapping[str, Any]) -> None:
-    allowed = _COMPOSED_KEYS.get(name, _SPEC_KEYS)
-    for key in spec:
-        if key not in allowed:
-            hint = did_you_mean(str(key), allowed, f": its keys are {', '.join(allowed)}")
-            raise RewardSpecError(f"reward `{name}`: unknown key `{key}`{hint}")
-
-
 def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
     """Return `check(*args)`. Raise its error as one of the reward `name`, without the secrets in `kwargs`."""
     try:
@@ -585,7 +581,12 @@ def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[s
 def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltReward:
     """Return a reward with the declarations of its spec."""
     if "kind" in spec:
-        built = replace(built, kind=_checked_kind(name, spec["kind"], built))
+        kind = spec["kind"]
+        if (declared := _declared_kind(built)) is not None:
+            raise RewardSpecError(f"reward `{name}`: `kind` is {declared} and can't be set: remove it")
+        if kind not in get_args(Kind):
+            raise RewardSpecError(f"reward `{name}`: `kind` must be one of {', '.join(get_args(Kind))}, not {kind!r}")
+        built = replace(built, kind=kind)
     if "highest_pay" in spec:
         if built.highest_pay is not None:
             raise RewardSpecError(
@@ -603,14 +604,6 @@ def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltR
             f"reward `{name}`: `passes_at` {passes_at:g} is above `highest_pay` {built.highest_pay:g}: correct one"
         )
     return replace(built, passes_at=passes_at)
-
-
-def _checked_kind(name: str, kind: Any, built: BuiltReward) -> Kind:
-    if (declared := _declared_kind(built)) is not None:
-        raise RewardSpecError(f"reward `{name}`: `kind` is {declared} and can't be set: remove it")
-    if kind not in get_args(Kind):
-        raise RewardSpecError(f"reward `{name}`: `kind` must be one of {', '.join(get_args(Kind))}, not {kind!r}")
-    return kind
 
 
 def _declared_kind(built: BuiltReward) -> Kind | None:

@@ -275,8 +275,9 @@ class TaggedReward(BaseReward):
 
     @property
     def highest_pay(self) -> float:
-        """Largest of the amounts that the reward pays."""
-        return max(getattr(self, key) for key in self.payments)
+        """Largest of the amounts that the reward pays, of which one alone stands beside 0."""
+        amounts = [getattr(self, key) for key in self.payments]
+        return max(amounts) if len(amounts) > 1 else max(*amounts, 0.0)
 
     def with_unit_pay(self) -> BaseReward | None:
         """Return this reward with its class's amounts, name and prefix, or None if no completion earns anything."""

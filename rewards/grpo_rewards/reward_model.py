@@ -56,8 +56,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _CUTS = ("prompt", "completion")
 # Cost of one more forward pass, in tokens of forward work: next to nothing on a CPU, and the launch of a few hundred
 # kernels on an accelerator.
-_FORWARD_COST = {"cpu": 8}
-_FORWARD_COST_ELSEWHERE = 512
+_FORWARD_COST_ON_CPU, _FORWARD_COST_ELSEWHERE = 8, 512
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,10 @@ class RewardModelScore(BaseReward):
         full: list[Conversation] = []
         answers: list[Conversation | None] = []
         for prompt, completion in zip(prompts, completions, strict=True):
-            history, text = self._messages(prompt), completion_text(completion)
+            if prompt is None:
+                raise ValueError(f"{self.name} scores an answer to its prompt: every row needs a `prompt`")
+            history = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            text = completion_text(completion)
             answer = _tag_content(text, self.answer_tag) if self.answer_tag and self.answer_weight else None
             full.append(_with_reply(history, text))
             answers.append(None if answer is None else _with_reply(history, answer))
@@ -178,11 +180,6 @@ class RewardModelScore(BaseReward):
     def token_ids(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         """Return the token ids of each conversation, before any cut to `max_length`."""
         return self.load().encode(conversations, self.parse_special_tokens)
-
-    def _messages(self, prompt: str | Conversation | None) -> Conversation:
-        if prompt is None:
-            raise ValueError(f"{self.name} scores an answer to its prompt: every row needs a `prompt`")
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
     def _clamped(self, score: float) -> float | None:
         if not math.isfinite(score):
@@ -318,7 +315,7 @@ class LoadedRewardModel:
         self._shares_up_to, self._obstacle = (
             _sharing_limit(network) if self._head else (0, "its head is not a linear `score` on the last token")
         )
-        self._forward_cost = _FORWARD_COST.get(network.device.type, _FORWARD_COST_ELSEWHERE)
+        self._forward_cost = _FORWARD_COST_ON_CPU if network.device.type == "cpu" else _FORWARD_COST_ELSEWHERE
 
     def summary(self) -> str:
         """Return one line for the start of a run: the model, its size and its device."""
@@ -340,7 +337,8 @@ class LoadedRewardModel:
         texts = [self._render(conversation) for conversation in conversations]
         encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
         for row, conversation in enumerate(conversations):
-            if not parse_special_tokens and self._forges(conversation):
+            forges = any(self._special.search(_content(message)) for message in conversation)
+            if forges and not parse_special_tokens:
                 encoded[row] = self._encode_as_text(conversation)
         end = getattr(self.network.config, "reward_token_id", None)
         return [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in encoded]
@@ -351,9 +349,6 @@ class LoadedRewardModel:
         )
         # Tokenizers raise for lone surrogates.
         return cast(str, text).encode("utf-8", errors="replace").decode("utf-8")
-
-    def _forges(self, conversation: Conversation) -> bool:
-        return any(self._special.search(_content(message)) for message in conversation)
 
     def _encode_as_text(self, conversation: Conversation) -> list[int]:
         """Return the token ids of a conversation whose messages contain special-token strings, read as text.

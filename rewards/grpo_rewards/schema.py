@@ -146,12 +146,8 @@ class JsonSchema(TaggedReward):
         golds: Sequence[Any] = [None] * len(completions)
         if self.gold_column is not None:
             golds = needed_column(self, "gold_column", columns, completions)
-        verdicts: list[str] = []
-        scores: list[float | None] = []
-        for completion, schema, gold in zip(completions, schemas, golds, strict=True):
-            verdict, score = self._judge(completion_text(completion), schema, gold)
-            verdicts.append(verdict)
-            scores.append(score)
+        judged = list(map(self._judge, map(completion_text, completions), schemas, golds))
+        verdicts, scores = [verdict for verdict, _ in judged], [score for _, score in judged]
         rows = max(len(verdicts), 1)
         fitting = sum(verdict.startswith("fits") for verdict in verdicts)
         parsed = fitting + sum(verdict.startswith("does not fit") for verdict in verdicts)
@@ -534,7 +530,10 @@ def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: 
 
 
 def _unique_items(validator: Any, unique: bool, instance: Any, schema: Any) -> Iterator[Any]:
-    if unique and isinstance(instance, list) and len(set(map(_canonical, instance))) < len(instance):
+    if not unique or not isinstance(instance, list):
+        return
+    # The texts of two values are equal if JSON Schema holds the values equal: 1 and 1.0, but not 1 and true.
+    if len({json.dumps(_normal(item), sort_keys=True) for item in instance}) < len(instance):
         yield _complaint("has equal items")
 
 
@@ -552,11 +551,6 @@ _LINEAR: Mapping[str, _Keyword] = {
     "uniqueItems": _unique_items,
     "multipleOf": _multiple_of,
 }
-
-
-def _canonical(value: Any) -> str:
-    """Return a string that two JSON values share if JSON Schema holds them equal: 1 and 1.0, but not 1 and true."""
-    return json.dumps(_normal(value), sort_keys=True)
 
 
 def _normal(value: Any) -> Any:

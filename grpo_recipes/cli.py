@@ -440,7 +440,6 @@ def report_runs(options: argparse.Namespace) -> int:
 def _add_merge(commands: Commands) -> None:
     merge = commands.add_parser("merge", help="merge a run's adapter into its base, as one model")
     merge.set_defaults(function=merge_adapter)
-    merge.other_names = {"--to": "--output"}
     merge.add_argument("run", type=Path, help="a run with an adapter, or one of its checkpoints")
     merge.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="folder for the merged model")
 
@@ -483,7 +482,6 @@ def chat_with_model(options: argparse.Namespace) -> int:
 def _add_export(commands: Commands) -> None:
     export = commands.add_parser("export", help="write a model for vLLM, transformers and llama.cpp, adapter merged")
     export.set_defaults(function=export_model)
-    export.other_names = {"--output": "--to"}
     export.add_argument("run", type=Path, help="a run, one of its checkpoints, or the folder of a model or adapter")
     export.add_argument(
         "--to", metavar="FOLDER", type=Path, required=True, help="folder to write, which is new or empty"

@@ -274,8 +274,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "allow_abbrev": False})
-        self.other_names: dict[str, str] = {}
-        """Options that this command has under another name, by the name that a user may know from another command."""
 
     @property
     def long_options(self) -> list[str]:
@@ -285,12 +283,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse like argparse, with hyphens or underscores in the names of options."""
-        words = [self._underscored(word) for word in (sys.argv[1:] if args is None else args)]
-        for word in words:  # before argparse names a required option that is missing, which is the same one
-            name = word.partition("=")[0]
-            if name in self.other_names:
-                self.error(f"unknown argument `{name}`: did you mean `{self.other_names[name]}`?")
-        return super().parse_known_args(words, namespace)
+        words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(list(map(self._underscored, words)), namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print one sentence and exit with code 2."""

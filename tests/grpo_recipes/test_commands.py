@@ -236,15 +236,6 @@ def test_merge_chat_and_export_pass_their_options_on(
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "named"), [("merge a --to b", "--output"), ("export a --output b", "--to")])
-def test_the_option_of_the_other_command_that_writes_a_model_is_corrected(
-    given: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(given.split())
-    assert capsys.readouterr().err.endswith(f": did you mean `{named}`?\n")
-
-
 def test_the_working_directory_is_importable_and_the_command_line_is_read_only_if_nothing_is_given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -233,7 +233,6 @@ def parser() -> Parser:
     found = Parser(prog="tool")
     found.add_argument("--max_rows", type=int)
     found.add_argument("-o", "--out")
-    found.other_names = {"--limit": "--max_rows"}
     return found
 
 
@@ -245,17 +244,10 @@ def test_options_are_accepted_with_hyphens_too(name: str) -> None:
     assert parser().long_options == ["--help", "--max_rows", "--out"]
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--limit=3"], "unknown argument `--limit`: did you mean `--max_rows`?"),
-        (["--max_rows", "x"], "argument --max_rows: invalid int value: 'x'"),
-    ],
-)
-def test_a_wrong_option_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_option_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        parser().parse_args(words)
-    assert (ended.value.code, capsys.readouterr().err) == (2, f"error: {sentence}\n")
+        parser().parse_args(["--max_rows", "x"])
+    assert (ended.value.code, capsys.readouterr().err) == (2, "error: argument --max_rows: invalid int value: 'x'\n")
 
 
 @pytest.mark.parametrize(

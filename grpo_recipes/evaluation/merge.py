@@ -156,33 +156,17 @@ def check_output(option: str, output: Path, source: Path, *, may_exist: bool) ->
         RunError: A link leads out of `source`.
     """
     try:
-        _check_place(f"{option} {output}", output, may_exist)
-    except OSError as error:  # a name that is too long, or a folder that can't be read
+        if output.is_symlink() or (output.exists() and not output.is_dir()):
+            raise UserError(f"{option} {output} is a file or a link: name a folder")
+        if output.exists() and not (may_exist and not any(output.iterdir())):
+            raise UserError(f"{option} {output} exists{' and is not empty' * may_exist}: name another folder")
+        above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+        with tempfile.TemporaryDirectory(dir=above):  # permissions do not tell of a file system that takes no folder
+            pass
+    except OSError as error:  # a file above it, a folder that can't be read or written, or a name that is too long
         raise UserError(f"{option} {output} can't be written ({error.strerror}): name another folder") from error
     if output.absolute().is_relative_to(source.absolute()):
         files.inside(source, *output.absolute().relative_to(source.absolute()).parts)
-
-
-def _check_place(named: str, output: Path, may_exist: bool) -> None:
-    """Raise `UserError` as `check_output` does. `named` is the subject of its message."""
-    if output.is_symlink():
-        raise UserError(f"{named} is a link: name a folder")
-    if output.exists() and not output.is_dir():
-        raise UserError(f"{named} is a file: name a folder")
-    if output.exists() and not may_exist:
-        raise UserError(f"{named} exists: name a folder that does not")
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"{named} is not empty: name another folder")
-    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
-    if not above.is_dir():
-        raise UserError(f"{named} can't be made, because {above} is no folder: name another folder")
-    try:
-        with tempfile.TemporaryDirectory(dir=above):  # permissions do not tell of a file system that takes no folder
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{named} can't be made, because {above} can't be written ({error.strerror}): name another folder"
-        ) from error
 
 
 def write_model(output: Path, model: Any, tokenizer: Any, texts: Mapping[str, str]) -> None:

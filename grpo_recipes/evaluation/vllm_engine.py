@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import tempfile
 import urllib.error
@@ -139,16 +140,12 @@ def made_with(name: str, options: VLLM) -> dict[str, Any]:
     url = options.vllm_server_base_url
     if url is not None:
         return {"version": str(_request(url, "/version")["version"]), "dtype": _server_dtype(url)}
-    made: dict[str, Any] = {"version": _version(), "dtype": _dtype(name), **quantization_of(name)}
+    installed = versions()
+    version = next((installed[package] for package in DISTRIBUTIONS if package in installed), None)
+    made: dict[str, Any] = {"version": version, "dtype": _dtype(name), **quantization_of(name)}
     if _is_adapter(name):
         made["adapter"] = "merged" if needs_merging(name) else "LoRARequest"
     return made
-
-
-def _version() -> str | None:
-    """Return the version of vLLM, or None if it is not installed."""
-    installed = versions()
-    return next((installed[name] for name in DISTRIBUTIONS if name in installed), None)
 
 
 def _dtype(name: str) -> str:
@@ -218,7 +215,41 @@ class Sampling:
         }
 
 
-class Local:
+class _Requests:
+    """Base class of both engines: requests with equal settings, and completions as texts."""
+
+    tokenizer: Any
+    sampling: Sampling
+    positions: float
+    """Number of tokens of prompt and completion that vLLM can read."""
+
+    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
+        """Complete each prompt once, in order. vLLM's own text lacks the bytes of a character that was cut off."""
+        made = self.generate(token_ids(prompts, self.tokenizer, settings), settings)
+        return self.tokenizer.batch_decode(made, skip_special_tokens=True)
+
+    def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
+        """Return the token IDs of one completion of each prompt, as `Engine.generate` does."""
+        raise NotImplementedError
+
+    def requests(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None) -> list[dict[str, Any]]:
+        """Return the fields of `SamplingParams` for each prompt. Raises `UserError` if a prompt leaves too little room.
+
+        Args:
+            prompts: Token IDs of each prompt.
+            settings: Settings of sampling.
+            room: Largest length of each completion in tokens, if it is not `settings.max_new_tokens`.
+        """
+        if room is None:
+            check_lengths(prompts, settings.max_new_tokens, self.positions)
+            room = [settings.max_new_tokens] * len(prompts)
+        fixed = self.sampling(settings)
+        # With one seed, copies of a prompt would get equal completions.
+        seeds = random.Random(settings.seed).sample(range(2**31), len(prompts))
+        return [{**fixed, "max_tokens": most, "seed": seed} for most, seed in zip(room, seeds, strict=True)]
+
+
+class Local(_Requests):
     """Completions by an engine in this process, in the checkpoint's dtype. By default vLLM runs float32 as bfloat16."""
 
     def __init__(self, name: str, options: VLLM, tokenizer: Any) -> None:
@@ -238,12 +269,8 @@ class Local:
             self.llm = LLM(trust_remote_code=False, generation_config="vllm", **arguments)
         except (OSError, RuntimeError, ValueError) as error:
             raise UserError(f"{name}: vLLM can't load it: {one_line(error)}") from error
+        self.positions = self.llm.llm_engine.model_config.max_model_len
         self.sampling = Sampling(name, tokenizer)
-
-    @property
-    def positions(self) -> float:
-        """Number of tokens of prompt and completion that vLLM can read."""
-        return self.llm.llm_engine.model_config.max_model_len
 
     def _adapter_arguments(self, name: str) -> dict[str, Any]:
         """Return the arguments of `LLM` for an adapter, which is merged into its base if vLLM does not support it."""
@@ -262,27 +289,18 @@ class Local:
         rank = next((room for room in RANKS if room >= config.r), config.r)
         return {"model": config.base_model_name_or_path, "enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
-    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
-        """Complete each prompt once, in order."""
-        return _texts(self, prompts, settings)
-
     def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
         """Return the token IDs of one completion of each prompt, as `Engine.generate` does."""
         from vllm import SamplingParams
 
-        if room is None:
-            check_lengths(prompts, settings.max_new_tokens, self.positions)
-        fixed = self.sampling(settings)
-        sampling = []
-        for most, seed in zip(_lengths(prompts, settings, room), _seeds(settings.seed, len(prompts)), strict=True):
-            sampling.append(SamplingParams(**{**fixed, "seed": seed, "max_tokens": most}))
+        sampling = [SamplingParams(**request) for request in self.requests(prompts, settings, room)]
         rows = [{"prompt_token_ids": ids} for ids in prompts]
         adapter = {"lora_request": self.request} if self.request is not None else {}
         outputs = self.llm.generate(rows, sampling, use_tqdm=False, **adapter)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-class Server:
+class Server(_Requests):
     """Completions by a running server, one request each, because the prompts of one request would share a seed."""
 
     def __init__(self, url: str, name: str, tokenizer: Any) -> None:
@@ -296,45 +314,27 @@ class Server:
             served = ", ".join(str(model["id"]) for model in models)
             raise UserError(f"the vLLM server {url} serves {served}, and not {name}: name what it serves")
         self.model = found[0]["id"]
-        self.limit = found[0].get("max_model_len")
+        self.positions = found[0].get("max_model_len") or math.inf
         self.sampling = Sampling(name, tokenizer)
-
-    @property
-    def positions(self) -> float:
-        """Number of tokens of prompt and completion that the server can read."""
-        return float("inf") if self.limit is None else self.limit
-
-    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
-        """Complete each prompt once, in order."""
-        return _texts(self, prompts, settings)
 
     def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
         """Return the token IDs of one completion of each prompt, as `Engine.generate` does."""
-        if room is None:
-            check_lengths(prompts, settings.max_new_tokens, self.positions)
-        fixed = {"model": self.model, **self.sampling(settings), "return_token_ids": True}
-        lengths = _lengths(prompts, settings, room)
-        bodies = []
-        for ids, most, seed in zip(prompts, lengths, _seeds(settings.seed, len(prompts)), strict=True):
-            bodies.append({**fixed, "prompt": ids, "max_tokens": most, "seed": seed})
+        fixed = {"model": self.model, "return_token_ids": True}
+        requests = self.requests(prompts, settings, room)
+        bodies = [{**fixed, **request, "prompt": ids} for request, ids in zip(requests, prompts, strict=True)]
         with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
             answers = list(pool.map(lambda body: _request(self.url, "/v1/completions", body), bodies))
         made: list[Ids] = []
-        for answer, most in zip(answers, lengths, strict=True):
-            choice = answer["choices"][0]
-            self._check_length(choice, most)
+        for request, answer in zip(requests, answers, strict=True):
+            choice, most = answer["choices"][0], request["max_tokens"]
+            length = len(choice["token_ids"])
+            if choice.get("finish_reason") == "length" and length < most:
+                raise UserError(
+                    f"the vLLM server {self.url} cuts completions at {length} tokens, and --max_new_tokens is {most}: "
+                    "start it with `--generation-config vllm`, since a published `max_new_tokens` limits every request"
+                )
             made.append(choice["token_ids"])
         return made
-
-    def _check_length(self, choice: Mapping[str, Any], most: int) -> None:
-        """Raise `UserError` if the server has cut a completion below `most` tokens, the requested length."""
-        length = len(choice["token_ids"])
-        if choice.get("finish_reason") == "length" and length < most:
-            raise UserError(
-                f"the vLLM server {self.url} cuts completions at {length} tokens, and --max_new_tokens is "
-                f"{most}: start it with `--generation-config vllm`, since a published `max_new_tokens` "
-                "limits every request"
-            )
 
 
 def _request(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -372,19 +372,3 @@ def check_lengths(prompts: list[Ids], max_new_tokens: int, limit: float) -> None
             f"a prompt of {longest} tokens and --max_new_tokens {max_new_tokens} need {longest + max_new_tokens}, and "
             f"vLLM's context has {limit}: raise --vllm_max_model_length, or lower --max_new_tokens"
         )
-
-
-def _texts(engine: Local | Server, prompts: list[Any], settings: Settings) -> list[str]:
-    """Complete each prompt once, in order. vLLM's own text lacks the bytes of a character that was cut off."""
-    made = engine.generate(token_ids(prompts, engine.tokenizer, settings), settings)
-    return engine.tokenizer.batch_decode(made, skip_special_tokens=True)
-
-
-def _lengths(prompts: list[Ids], settings: Settings, room: Sequence[int] | None) -> Sequence[int]:
-    """Return the largest length of the completion of each prompt in tokens."""
-    return [settings.max_new_tokens] * len(prompts) if room is None else room
-
-
-def _seeds(seed: int, count: int) -> list[int]:
-    """Return a seed for each request. With one seed, copies of a prompt would get equal completions."""
-    return random.Random(seed).sample(range(2**31), count)

@@ -502,9 +502,15 @@ def test_a_prompt_and_its_completion_may_fill_the_context() -> None:
 
 
 def test_each_request_has_a_seed_of_its_own_that_the_evaluations_seed_decides() -> None:
-    seeds = vllm_engine._seeds(3, 50)
+    engine = vllm_engine._Requests()
+    engine.sampling, engine.positions = lambda settings: {"top_k": 0}, 9.0
+
+    def requests(seed: int, room: list[int] | None = None) -> list[dict[str, Any]]:
+        return engine.requests([[1]] * 50, Settings(max_new_tokens=7, seed=seed, strict=None), room)
+
+    seeds = [request["seed"] for request in requests(3)]
     assert len(set(seeds)) == 50
     assert 2**30 < max(seeds) < 2**31, "vLLM's seeds are whole numbers of 32 bits"
-    assert seeds == vllm_engine._seeds(3, 50) != vllm_engine._seeds(4, 50)
-    assert vllm_engine._lengths([[1], [2]], Settings(max_new_tokens=7, strict=None), None) == [7, 7]
-    assert vllm_engine._lengths([[1], [2]], Settings(max_new_tokens=7, strict=None), [3, 4]) == [3, 4]
+    assert requests(3) == requests(3) != requests(4)
+    assert requests(3)[0] == {"top_k": 0, "max_tokens": 7, "seed": seeds[0]}
+    assert [request["max_tokens"] for request in requests(3, [3] * 50)] == [3] * 50

@@ -1,4 +1,4 @@
-"""Parts of the reference: which adapters add nothing, the descriptions, the refresh, and what the callback does."""
+"""Parts of the reference: which adapters add nothing, refused policies, the refresh, and what the callback does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from trl.trainer.callbacks import SyncRefModelCallback
@@ -39,14 +39,6 @@ def fill(policy: Any, part: str, value: float) -> None:
 
 
 # ---- whether an adapter adds anything
-
-
-def test_one_entry_is_enough_to_add_something() -> None:
-    policy = adapted()
-    (last,) = list(adapter_tensors(policy, "default").values())[-1:]
-    with torch.no_grad():
-        last[-1, -1] = 0.25
-    assert not reference._adds_nothing(policy, "default")
 
 
 @pytest.mark.parametrize(
@@ -92,55 +84,11 @@ def test_a_start_that_changes_the_base_is_known_by_its_name(start: Any, changes:
     assert not reference._changes_the_base(other)
 
 
-def test_another_kind_of_adapter_is_always_copied() -> None:
-    config = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
-    assert not reference._adds_nothing(get_peft_model(model(), config), "default")
-
-
 # ---- references of a policy with an adapter
-
-COUNT = 2 * 2 * (32 + 32)
-"""Parameters of the adapter: rank 2 on a square matrix of 32 in each of two layers."""
 
 
 def described(policy: Any, source: Any, *, keep_copy: bool = False) -> str:
     return reference._adapter_reference(policy, ReferenceSpec.parse(source), keep_copy=keep_copy)
-
-
-def test_each_reference_is_described_with_its_parameters(tmp_path: Path) -> None:
-    assert described(adapted(), "base") == "the base model: the adapter switched off"
-    new = adapted()
-    assert described(new, "initial") == ("the initial policy: the adapter adds nothing yet, so it is switched off")
-    assert REF not in new.peft_config
-    kept = adapted()
-    copied = f"the initial policy: a frozen copy of the adapter `default` ({COUNT} parameters)"
-    assert described(kept, "initial", keep_copy=True) == copied
-    assert REF in kept.peft_config
-    trained = adapted()
-    fill(trained, "lora_", 0.5)
-    assert described(trained, "initial") == copied
-    mine, theirs = adapter_tensors(trained, "default"), adapter_tensors(trained, REF)
-    for name, tensor in mine.items():
-        assert torch.equal(tensor, theirs[name])
-        assert tensor is not theirs[name]
-        assert (tensor.requires_grad, theirs[name].requires_grad) == (True, False)
-    assert trained.active_adapters == ["default"]
-    assert trained.peft_config[REF].inference_mode, "as its description in a checkpoint says"
-    assert described(trained, {"adapter": REF}) == f"the model's adapter `ref` ({COUNT} parameters)"
-    trained.delete_adapter(REF)
-    trained.add_adapter("sft", LoraConfig(**{**ATTENTION, "r": 1}))
-    assert described(trained, {"adapter": "sft"}) == f"the model's adapter `sft` ({COUNT // 2} parameters)"
-    trained.delete_adapter(REF)
-    policy = adapted()
-    base = str(tmp_path / "base")
-    policy.config.save_pretrained(base)
-    policy.peft_config["default"].base_model_name_or_path = base
-    policy.save_pretrained(tmp_path / "sft")
-    where = str(tmp_path / "sft")
-    trained.train()
-    assert described(trained, {"adapter": where}) == (f"the adapter in {where}, trained on {base} ({COUNT} parameters)")
-    assert trained.training, "PEFT puts a model into eval mode when it loads an adapter"
-    assert described(adapted().eval(), {"adapter": where})
 
 
 @pytest.mark.parametrize(
@@ -208,29 +156,6 @@ def test_a_copy_must_have_every_tensor_of_its_original(monkeypatch: pytest.Monke
         described(policy, "initial", keep_copy=True)
 
 
-def test_a_new_adapter_may_have_another_one_as_its_reference(tmp_path: Path) -> None:
-    """It has other layers, another rank and another dtype. The policy that adds nothing yet is not used instead."""
-    where = str(tmp_path)
-    other = adapted(r=1, target_modules=["v_proj"])
-    other.save_pretrained(where)
-    policy = adapted()
-    for tensor in adapter_tensors(policy, "default").values():
-        tensor.data = tensor.data.double()
-    count = sum(tensor.numel() for tensor in adapter_tensors(other, "default").values())
-    assert described(policy, {"adapter": where}).startswith(f"the adapter in {where}, trained on ")
-    assert reference._count(adapter_tensors(policy, REF).values()) == count
-    held = adapter_tensors(policy, REF)
-    assert held.keys() == adapter_tensors(other, "default").keys()
-    assert not any(tensor.requires_grad for tensor in held.values())
-    same = adapted()
-    same.save_pretrained(where)
-    again = adapted()
-    for tensor in adapter_tensors(again, "default").values():
-        tensor.data = tensor.data.double()
-    described(again, {"adapter": where})
-    assert {tensor.dtype for tensor in adapter_tensors(again, REF).values()} == {torch.float64}
-
-
 def test_a_reference_has_the_dtype_of_the_policy_s_adapter_and_no_dropout() -> None:
     policy = adapted(lora_dropout=0.3)
     fill(policy, "lora_", 0.3)  # 0.3 is not a bfloat16
@@ -248,20 +173,6 @@ def test_a_reference_has_the_dtype_of_the_policy_s_adapter_and_no_dropout() -> N
 
 
 # ---- the arithmetic of a refresh
-
-
-@pytest.mark.parametrize(("alpha", "expected"), [(0.25, [1.75, 0.25]), (1.0, [4.0, 1.0])])
-def test_a_refresh_moves_the_reference_a_share_of_the_way(alpha: float, expected: list[float]) -> None:
-    source, target = torch.tensor([4.0, 1.0], requires_grad=True), torch.tensor([1.0, 0.0])
-    reference._blend(source, target, alpha)
-    assert target.tolist() == expected
-    assert source.tolist() == [4.0, 1.0]
-    infinite = torch.tensor([float("inf"), 0.0])
-    reference._blend(source, infinite, 1.0)
-    assert infinite.tolist() == [4.0, 1.0]
-    counter = torch.tensor([3])
-    reference._blend(torch.tensor([8]), counter, 0.25)
-    assert counter.tolist() == [8]
 
 
 @pytest.mark.parametrize(
@@ -304,24 +215,6 @@ def test_the_checkpoint_of_a_resume_is_that_of_its_step(tmp_path: Path) -> None:
     for given, found in ((True, own), (None, own), ("elsewhere/checkpoint-4", own), (str(other), other)):
         args: Any = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=given)
         assert reference._resumed_checkpoint(args, state) == found
-
-
-def test_shared_tensors_are_paired_once_and_never_with_themselves() -> None:
-    shared, own, twice = torch.ones(2), torch.zeros(2), torch.zeros(3)
-    source = {"a": torch.ones(2), "b": shared, "c": torch.ones(3), "d": torch.ones(3)}
-    target = {"a": own, "b": shared, "c": twice, "d": twice}
-    pairs = reference._paired(source, target)
-    assert [(id(left), id(right)) for left, right in pairs] == [
-        (id(source["a"]), id(own)), (id(source["d"]), id(twice)),
-    ]  # fmt: skip
-    assert [right is left for left, right in reference._own({}, {"x": own})] == [True]
-    for other in ({**target, "a": torch.zeros(3)}, {"a": own}):
-        with pytest.raises(UserError, match="other tensors than the policy"):
-            reference._paired(source, other)
-    partitioned = torch.zeros(0)
-    partitioned.ds_shape = torch.Size([2])  # type: ignore[attr-defined]
-    assert reference._paired({"a": partitioned}, {"a": own}) == [(partitioned, own)]
-    assert reference._count([partitioned, twice]) == 5
 
 
 # ---- setting a reference
@@ -418,46 +311,6 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-def test_the_sentence_names_refreshes_and_dropout(sent: list[Any]) -> None:
-    def sentence(policy: Any, source: Any = None, **args: Any) -> str:
-        trainer: Any = Trainer(policy, **args)
-        found = set_reference(trainer, source)
-        assert trainer.beta == trainer.args.beta
-        assert len(trainer.callbacks) == (trainer.beta != 0)
-        assert sent[-1] is trainer
-        return found
-
-    assert sentence(adapted(), beta=0.0) == "none: `beta` is 0"
-    off = "the initial policy: the adapter adds nothing yet, so it is switched off"
-    assert sentence(adapted()) == off
-    copied = f"the initial policy: a frozen copy of the adapter `default` ({COUNT} parameters)"
-    soft = f"{copied}; moved 0.6 of the way to the policy every 512 optimizer steps"
-    assert sentence(adapted(), sync_ref_model=True) == soft
-    hard = sentence(adapted(), sync_ref_model=True, ref_model_mixup_alpha=1.0, ref_model_sync_steps=3)
-    assert hard == f"{copied}; replaced by the policy every 3 optimizer steps"
-    with_ref = adapted()
-    with_ref.add_adapter(REF, LoraConfig(**ATTENTION))
-    assert sentence(with_ref) == f"the model's adapter `ref` ({COUNT} parameters)"
-    dropping = adapted(lora_dropout=0.25)
-    assert (
-        sentence(dropping, disable_dropout=True)
-        == f"{off}; `disable_dropout` covers the adapter's `lora_dropout` of 0.25"
-    )
-    assert {module.p for module in dropping.modules() if isinstance(module, nn.Dropout)} <= {0.0}
-    kept = adapted(lora_dropout=0.25)
-    assert sentence(kept) == off
-    assert 0.25 in {module.p for module in kept.modules() if isinstance(module, nn.Dropout)}
-    assert sentence(adapted(), disable_dropout=True) == off
-    two = adapted(lora_dropout=0.25)
-    two.add_adapter("more", LoraConfig(**{**ATTENTION, "lora_dropout": 0.5}))
-    assert sentence(two, disable_dropout=True).endswith("`lora_dropout` of 0.5"), "the largest of all adapters"
-    without = get_peft_model(
-        model(), IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
-    )
-    assert "lora_dropout" not in sentence(without, "base", disable_dropout=True)
-    assert "lora_dropout" not in sentence(model(), disable_dropout=True)
-
-
 @pytest.mark.parametrize(
     "error", [AttributeError, KeyError, NotImplementedError, OSError, RuntimeError, TypeError, ValueError]
 )
@@ -481,13 +334,6 @@ def test_an_adapter_that_peft_refuses_is_a_mistake_of_the_user(
         loading.load_adapter = refuses
         with pytest.raises(UserError, match=r"`reference.adapter`: there does not fit this policy: '?no'?$"):
             reference._load_reference(loading, "there")
-
-
-def test_dropout_is_named_by_its_own_layer() -> None:
-    policy = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"attn_dropout": nn.Dropout(0.25)})])})
-    policy["layers"].append(nn.ModuleDict({"lora_dropout": nn.ModuleDict({"default": nn.Dropout(0.5)})}))
-    policy["layers"].append(nn.ModuleDict({"off": nn.Dropout(0.0)}))
-    assert reference._dropout(policy) == {"attn_dropout": 0.25, "lora_dropout": 0.5}
 
 
 def test_a_second_reference_replaces_the_first(sent: list[Any]) -> None:
@@ -556,37 +402,6 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(reference, "_store", lambda trainer, path: found.append(("store", str(path))))
     monkeypatch.setattr(reference, "_warn_of_dropout", lambda trainer: found.append("dropout"))
     return found
-
-
-def test_the_reference_is_refreshed_stored_and_restored(events: list[Any]) -> None:
-    trainer: Any = Trainer(model(), sync_ref_model=True, ref_model_sync_steps=3)
-    callback = ReferenceCallback(trainer, ReferenceSpec.parse("initial"))
-    args: Any = SimpleNamespace(output_dir="out", resume_from_checkpoint=True)
-
-    def state(step: int) -> Any:
-        return SimpleNamespace(global_step=step)
-
-    callback.on_train_begin(args, state(0))
-    assert events == ["dropout"]
-    for step in (1, 2, 3, 4, 6):
-        callback.on_step_end(args, state(step))
-    assert events[1:] == [("refresh", 0.6)] * 2
-    callback.on_save(args, state(5))
-    callback.on_train_begin(args, state(5))
-    args.resume_from_checkpoint = "elsewhere/checkpoint-5"
-    callback.on_train_begin(args, state(5))
-    args.resume_from_checkpoint = "elsewhere/copy"
-    callback.on_train_begin(args, state(5))
-    assert events[3:] == [
-        ("store", "out/checkpoint-5"), ("restore", "out/checkpoint-5"), ("restore", "elsewhere/checkpoint-5"),
-        ("restore", "out/checkpoint-5"),
-    ]  # fmt: skip
-    events.clear()
-    trainer.args.sync_ref_model = False
-    callback.on_step_end(args, state(3))
-    callback.on_save(args, state(3))
-    callback.on_train_begin(args, state(3))
-    assert events == []
 
 
 @pytest.mark.parametrize("resets", [True, False])

@@ -17,7 +17,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,7 +137,8 @@ def report(
         secrets: Texts removed from all that is printed and written, since the error of a service may quote its key.
     """
     rank = int(os.environ.get("RANK", "0"))
-    message = _message_of_another_rank(folder) if _is_lost_contact(error) else None
+    has_lost_contact = _is_lost_contact(error)
+    message = _message_of_another_rank(folder) if has_lost_contact else None
     if message is None:
         # Scrubbed before it is split into lines, because a secret may span several lines.
         trace = scrubbed("".join(traceback.format_exception(error)), secrets)
@@ -146,16 +147,20 @@ def report(
         with suppress(OSError):
             if is_full(folder):  # torch and safetensors report a failed write without its reason
                 message += f"; the disk of {folder} is full: make room first"
-        with suppress(OSError):
-            _write_fault_file(message, trace.splitlines(keepends=True), error, folder, rank, secrets)
+        record: dict[str, Any] = {"sentence": message, "rank": rank, "traceback": trace.splitlines(keepends=True)}
+        if isinstance(error, RewardFault) and error.row is not None:
+            record["row"] = error.row.as_dict(secrets)
+        if not has_lost_contact:  # which says nothing of the cause that the other ranks look for
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                _write_fault_file(folder, rank, record)
     end_with_error(message)
 
 
 def record_stop(message: str, folder: Path) -> None:
     """Write why a run was stopped, by a signal for example, where `report` looks for the cause of a failure."""
     with suppress(OSError):  # the message is printed too
-        content = {"sentence": message, "rank": 0, "time": time.time()}
-        write_atomically(_fault_file(folder, 0), json.dumps(content, indent=2) + "\n")
+        _write_fault_file(folder, 0, {"sentence": message, "rank": 0})
 
 
 def end_with_error(message: str) -> int:
@@ -257,17 +262,9 @@ def _fault_file(folder: Path, rank: int) -> Path:
     return folder / f"fault-rank{rank}.json"
 
 
-def _write_fault_file(
-    message: str, trace: list[str], error: Exception, folder: Path, rank: int, secrets: Iterable[str]
-) -> None:
-    """Write this rank's message where the other ranks look for it, unless it only tells that another rank is lost."""
-    if _is_lost_contact(error):
-        return
-    record: dict[str, Any] = {"sentence": message, "rank": rank, "traceback": trace, "time": time.time()}
-    if isinstance(error, RewardFault) and error.row is not None:
-        record["row"] = error.row.as_dict(secrets)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(_fault_file(folder, rank), json.dumps(record, indent=2) + "\n")
+def _write_fault_file(folder: Path, rank: int, record: Mapping[str, Any]) -> None:
+    """Write a record with the present time where the other ranks look for it."""
+    write_atomically(_fault_file(folder, rank), json.dumps({**record, "time": time.time()}, indent=2) + "\n")
 
 
 def _message_of_another_rank(folder: Path) -> str | None:

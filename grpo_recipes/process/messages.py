@@ -93,22 +93,12 @@ def tied_weights(model: nn.Module) -> Iterator[None]:
         if not message.startswith(_MISSING_KEYS):
             return True
         missing = set(re.findall("'([^']*)'", message))
-        return not missing or not missing <= _names_loaded_elsewhere(model, missing)
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        loaded = {id(weight) for name, weight in weights.items() if name not in missing}
+        return not missing or any(id(weights.get(name)) not in loaded for name in missing)
 
     logger.addFilter(is_shown)
     try:
         yield
     finally:
         logger.removeFilter(is_shown)
-
-
-def _names_loaded_elsewhere(model: nn.Module, missing: set[str]) -> set[str]:
-    """Return all names of the weights that have at least one name outside of `missing`."""
-    names_of_weight: dict[int, set[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names_of_weight.setdefault(id(weight), set()).add(name)
-    loaded: set[str] = set()
-    for names in names_of_weight.values():
-        if names - missing:
-            loaded |= names
-    return loaded

@@ -426,10 +426,7 @@ def _check(options: argparse.Namespace) -> int:
     without = f", {untried} without a `{function.solution_column}` were only read" if untried else ""
     say(f"{options.file}: {len(rows)} golds, {full_pay} earn full pay ({full:g}){without}")
     for title, listed in (("can't be scored", unscorable), ("earn less than full pay", below)):
-        if listed:
-            say(f"{len(listed)} {title}:")
-        for line in _first_lines(listed):
-            say(f"  {line}")
+        _say_listed(listed, title)
     if missing := sum(_is_empty(row.columns.get(gold_column)) for row in rows):
         have = "row has" if missing == 1 else "rows have"
         say(f"{missing} {have} no gold: remove them, or set `dataset.drop_missing: true` in a recipe")
@@ -453,14 +450,18 @@ def _check_own(options: argparse.Namespace) -> int:
         f"row {row}: {_excerpt(gold)}" for row, gold, score in pays if not isinstance(score, float) or score < full
     ]
     say(f"{options.file}: {len(pays)} golds, {len(pays) - len(below)} earn the most that any earns ({full:g})")
-    if below:
-        say(f"{len(below)} earn less:")
-    for line in _first_lines(below):
-        say(f"  {line}")
+    _say_listed(below, "earn less")
     if len(pays) < len(rows):
         complaints.append(f"{len(rows) - len(pays)} golds can't be read")
     say("`grpo-rewards audit` shows which wrong completions the reward pays")
     return max(_complain(options.file, complaints), int(bool(below)))
+
+
+def _say_listed(lines: Sequence[str], title: str) -> None:
+    if lines:
+        say(f"{len(lines)} {title}:")
+    for line in _first_lines(lines):
+        say(f"  {line}")
 
 
 def _is_empty(gold: Any) -> bool:

@@ -203,11 +203,6 @@ class UnitTests(TaggedReward):
         check_count(self.memory_mb, "memory_mb", 64)
 
     @property
-    def columns_read(self) -> tuple[str, ...]:
-        """Name of the dataset column with the tests."""
-        return (self.gold_column,)
-
-    @property
     def optional_columns(self) -> tuple[str, ...]:
         """Names of the columns with code that runs before the tests, and with the function that they check."""
         return (*_SETUP_COLUMNS, "entry_point")

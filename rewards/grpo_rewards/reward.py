@@ -152,8 +152,8 @@ class BaseReward:
 
     @property
     def columns_read(self) -> tuple[str, ...]:
-        """Names of the dataset columns that the reward needs."""
-        return ()
+        """Names of the dataset columns that the reward needs: that with the gold, if it has one."""
+        return () if self.gold_column is None else (self.gold_column,)
 
     @property
     def optional_columns(self) -> tuple[str, ...]:

@@ -272,7 +272,7 @@ def build_inputs(recipe: Recipe, machine: Machine) -> tuple[Checked, PreTrainedT
     checked = checks.check(recipe, machine)
     check_adapter(recipe)
     toolset = checked.toolset
-    tokenizer = load_tokenizer(recipe, checked.train_dataset, toolset=toolset)
+    tokenizer = load_tokenizer(recipe)
     check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
     tools = None
     if toolset is not None:
@@ -285,8 +285,8 @@ def build_inputs(recipe: Recipe, machine: Machine) -> tuple[Checked, PreTrainedT
         if recipe.offline is not None:
             limit = recipe.config.max_completion_length
             rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
-    template_kwargs = recipe.config.chat_template_kwargs or {}
-    prompt = prompts.first_prompt(checked.train_dataset, tokenizer, template_kwargs, tools)
+        template_kwargs = recipe.config.chat_template_kwargs or {}
+        prompt = prompts.first_prompt(checked.train_dataset, tokenizer, template_kwargs, tools)
     return replace(checked, prompt_notes=prefilled_notes(checked.rewards, prompt)), tokenizer, rollout
 
 

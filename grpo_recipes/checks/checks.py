@@ -16,7 +16,7 @@ from datasets import Dataset
 from transformers.training_args import OptimizerNames
 from trl import GRPOConfig
 
-from grpo_recipes.checks import model_sizes, packages
+from grpo_recipes.checks import packages
 from grpo_recipes.checks import rewards as reward_checks
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, quantises, uses_bf16
@@ -157,7 +157,6 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         _check_groups(recipe, geometry, rewards)
         check_reference(recipe)
         check_model_folders(recipe)
-        check_model(recipe)
         _check_offline(recipe)
         check_early_stopping(recipe)
         check_machine(recipe, machine)
@@ -288,24 +287,18 @@ def check_model_exists(recipe: Recipe) -> None:
         raise recipe.error(f"`model_name_or_path` {name}: there is no such folder{relative_to(name)}: correct the path")
 
 
-def check_model(recipe: Recipe) -> None:
-    """Raise `UserError` if the configuration of the policy or of its base has an impossible size.
-
-    Only files on this machine are read. A model that is still on the hub is checked before its tokenizer is loaded.
-    """
-    name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
-    model_sizes.check_model_sizes(name, revision)
-    if _holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
-        base_revision = adapter.revision or "main"
-        model_sizes.check_model_sizes(str(adapter.base_model_name_or_path), base_revision)
-
-
 def model_positions(recipe: Recipe) -> int | None:
     """Return the positions that the policy or its base was made for, or None if no file on this machine says."""
     name, revision = str(recipe.model["model_name_or_path"]), recipe.model.get("model_revision", "main")
     if _holds_adapter(Path(name)) and (adapter := adapter_config(name)) is not None:
         name, revision = str(adapter.base_model_name_or_path), adapter.revision or "main"
-    return model_sizes.largest_position(name, revision)
+    from transformers import AutoConfig  # takes seconds
+
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision, local_files_only=True, trust_remote_code=False)
+    except Exception:  # loading the model reports what is wrong
+        return None
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def check_reference(recipe: Recipe) -> None:

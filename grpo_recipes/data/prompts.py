@@ -35,10 +35,10 @@ from grpo_recipes.data.presets import (
 from grpo_recipes.data.sources import Rows
 from grpo_recipes.data.tables import BATCH, IMAGE_COLUMNS, fingerprint, listed, reason_of, shown, stored
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -531,20 +531,27 @@ def _token_ids(
         raise UserError(
             "`dataset.prompt_format`: the tokenizer has no chat template: set it to text, or use an instruct model"
         )
-    # Transformers declares text as the content of a message, and one return type for all of these arguments.
-    messages = cast("list[list[dict[str, str]]]", list(prompts))
-    tokens = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **template_kwargs
-    )
-    return cast("BatchEncoding", tokens)["input_ids"]
+    tokens = _templated(list(prompts), tokenizer, tokenize=True, return_dict=True, **template_kwargs)
+    return tokens["input_ids"]
 
 
 def rendered(prompt: Turns, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
     """Return a prompt as the model receives it: messages go through the chat template with the generation prompt."""
     if isinstance(prompt, str):
         return prompt
-    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **template_kwargs)
-    return cast(str, text)  # the type with `tokenize=False`
+    return _templated(prompt, tokenizer, tokenize=False, **template_kwargs)
+
+
+def _templated(prompts: Any, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Any:
+    """Return what the chat template makes of one prompt or several. Raises `UserError` if the template fails."""
+    try:
+        return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, **options)
+    except Exception as error:  # a template is a program, and may raise any class
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(
+            f"{tokenizer.name_or_path}: its chat template fails on a prompt ({reason}): change `dataset.system_prompt` "
+            "or the rows, or name another template with `chat_template_path`"
+        ) from error
 
 
 def first_prompt(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from grpo_recipes.checks.tokenizer import CHARACTERS
 from grpo_recipes.checks.tools import FACTORY, TOOLS
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import Message, user_turn
@@ -128,12 +127,11 @@ def chat(
         is_text = isinstance(load(replace(dataset, pass_rate=None, eval_share=None))[0]["prompt"], str)
     if len(columns := columns_of_prompt(dataset) or ()) > 1:
         say(f"prompts have the columns {listed(columns)}: write them into a message, as in training", to_stderr=True)
-    first = _worded((prompt or "How are you?")[:CHARACTERS], dataset)
-    tried = prompt_of([first], system_text(dataset), bool(is_text))
     template = engines.chat_template_of(trained, is_named=recipe is not None)
-    engine = engines.load_engine(model, [tried], settings.chat_template_kwargs, template)
-    if is_text is False and not engine.tokenizer.chat_template:
+    tokenizer = engines.load_tokenizer(model, template)
+    if is_text is False and not tokenizer.chat_template:
         raise UserError(f"{model}: its tokenizer has no chat template, and the recipe's prompts are messages")
+    engine = engines.load_engine(model, tokenizer)
     talk = Chat(engine, dataset, is_text or not engine.tokenizer.chat_template, settings, sampling)
     with engines.seeded(engine.model, seed):
         if prompt is None:

@@ -16,9 +16,8 @@ import torch
 from transformers import BitsAndBytesConfig, GenerationConfig
 from trl import ModelConfig, get_quantization_config
 
-from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.checks.packages import missing_quantization
-from grpo_recipes.checks.tokenizer import CHAT_TEMPLATE_PATH, ChatTemplate, load_after_trial
+from grpo_recipes.checks.tokenizer import CHAT_TEMPLATE_PATH, ChatTemplate, read_tokenizer
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.data.prompts import rendered
 from grpo_recipes.evaluation.settings import Settings
@@ -107,7 +106,6 @@ def check_model_folder(folder: Path) -> None:
         check_weight_files(folder)
     except files.RunError as error:
         raise UserError(f"{error}: {restore}, or name another checkpoint") from error
-    check_model_sizes(str(folder))  # compares with the weights, which are checked now
     if not adapter.is_file():
         return
     base = files.read_object(adapter, files.ADAPTER, restore)["base_model_name_or_path"]
@@ -120,24 +118,16 @@ def check_model_folder(folder: Path) -> None:
         )
 
 
-def load_engine(
-    name: str,
-    prompts: Sequence[Any] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: ChatTemplate | None = None,
-) -> Transformers:
+def load_engine(name: str, tokenizer: Any) -> Transformers:
     """Return the engine of a model or adapter, on the GPU if there is one.
 
     Args:
         name: Folder, or name on the hub.
-        prompts: Prompts on which the tokenizer is tried first.
-        template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
-        chat_template: Chat template that replaces the model's.
+        tokenizer: Tokenizer from `load_tokenizer`.
 
     Raises:
-        UserError: The model can't be loaded, its weights are incomplete, or its tokenizer is refused.
+        UserError: The model can't be loaded, or its weights are incomplete.
     """
-    tokenizer = load_tokenizer(name, prompts, template_kwargs, chat_template)  # before the model takes its memory
     return Transformers(load_model(name).to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer)
 
 
@@ -167,7 +157,7 @@ def load_model(name: str) -> Any:
                 )
     except UserError:
         raise
-    except Exception as error:  # a stranger's files can make transformers raise anything
+    except Exception as error:  # transformers raises any class for a damaged file
         raise UserError(f"{name}: the model can't be loaded: {_reason(error)}") from error
     if clause := describe_nonfinite(model):
         raise UserError(f"{name}: {clause}: name an earlier checkpoint or another model")
@@ -209,18 +199,13 @@ def _reason(error: Exception) -> str:
     return one_line(error) or type(error).__name__
 
 
-def load_tokenizer(
-    name: str,
-    prompts: Sequence[Any] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: ChatTemplate | None = None,
-) -> Any:
+def load_tokenizer(name: str, chat_template: ChatTemplate | None = None) -> Any:
     """Return the tokenizer of a model or adapter like `saved_tokenizer`, with the end token to pad with if need be.
 
     Raises:
         UserError: See `saved_tokenizer`, or the tokenizer has neither token.
     """
-    tokenizer = saved_tokenizer(name, prompts, template_kwargs, chat_template)
+    tokenizer = saved_tokenizer(name, chat_template)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
@@ -230,35 +215,13 @@ def load_tokenizer(
     return tokenizer
 
 
-def saved_tokenizer(
-    name: str,
-    prompts: Sequence[Any] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: ChatTemplate | None = None,
-) -> Any:
-    """Return the tokenizer of a model or adapter as it was saved, but for its chat template.
-
-    Args:
-        name: Folder, or name on the hub.
-        prompts: Prompts on which a bounded child process tries the tokenizer first.
-        template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
-        chat_template: Chat template that replaces the model's.
+def saved_tokenizer(name: str, chat_template: ChatTemplate | None = None) -> Any:
+    """Return the tokenizer of a model or adapter as it was saved, with a recipe's chat template if there is one.
 
     Raises:
-        UserError: The tokenizer can't be loaded, is too slow or too large, or fails on a prompt.
+        UserError: The tokenizer can't be loaded.
     """
-    from transformers import AutoTokenizer
-
-    source = tokenizer_source(name)
-
-    def load() -> Any:
-        try:
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except Exception as error:  # a stranger's files can make transformers and tokenizers raise anything
-            raise UserError(f"{name}: its tokenizer can't be loaded: {_reason(error)}") from error
-
-    check_model_sizes(source, local_only=False)  # transformers reads the sizes to find the tokenizer's class
-    return load_after_trial(source, load, prompts, template_kwargs, chat_template)
+    return read_tokenizer(tokenizer_source(name), chat_template, trust_remote_code=False)
 
 
 def checkpoint_dtype(name: str) -> str | None:

@@ -27,12 +27,12 @@ import pandas as pd
 from datasets import Dataset
 from tqdm.auto import tqdm
 
-from grpo_recipes.checks.tokenizer import ChatTemplate, trial_prompts
+from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.checks.tools import FACTORY, check_rows
 from grpo_recipes.data.hub import hub_commit
 from grpo_recipes.data.load import load_prompts
 from grpo_recipes.data.places import Places, row_numbers
-from grpo_recipes.data.prompts import Prompts
+from grpo_recipes.data.prompts import Prompts, rendered
 from grpo_recipes.data.sources import has_one_split, unread_notation
 from grpo_recipes.evaluation import accuracy, vllm_engine
 from grpo_recipes.evaluation.accuracy import MeasuredReward
@@ -223,7 +223,7 @@ class LazyEngine:
     Args:
         model: Folder, or name on the hub.
         vllm: Options of vLLM, or None for transformers.
-        dataset: Rows whose prompts the tokenizer is tried on.
+        dataset: Rows to complete.
         template_kwargs: TRL's `chat_template_kwargs`.
         tools: Tools of the recipe, or None without any.
         chat_template: Chat template that replaces the model's.
@@ -247,17 +247,15 @@ class LazyEngine:
 
     @cached_property
     def _loaded(self) -> Engine:
-        tried = trial_prompts(self.dataset)
+        tokenizer = load_tokenizer(self.model, self.chat_template)
+        # A chat template that fails is reported before the model is loaded.
+        rendered(self.dataset[0]["prompt"], tokenizer, self.template_kwargs or {})
         if self.vllm is None:
-            return load_engine(self.model, tried, self.template_kwargs, self.chat_template)
-        return load_vllm(self.model, self.vllm, tried, self.template_kwargs, self.chat_template)
+            return load_engine(self.model, tokenizer)
+        return load_vllm(self.model, self.vllm, tokenizer)
 
     def _turns(self, tools: RecipeTools) -> Turns:
-        """Return the turns of the model, whose chat template is tried on the tools before the model is loaded."""
-        schemas = [tool.schema for tool in tools.toolset.all_tools]
-        tried = trial_prompts(self.dataset)
-        kwargs = {**(self.template_kwargs or {}), "tools": schemas}
-        tokenizer = load_tokenizer(self.model, tried, kwargs, self.chat_template)
+        tokenizer = load_tokenizer(self.model, self.chat_template)
         return Turns(tools, self.model, tokenizer, self.template_kwargs)
 
     def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:

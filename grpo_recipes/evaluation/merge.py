@@ -17,7 +17,6 @@ from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer, trained_quantization
 from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import keep_4bit_layout
@@ -97,7 +96,6 @@ def merged_adapter(folder: Path) -> Merged:
             "as it is"
         )
     base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
-    check_model_sizes(base_name, revision, local_only=False)
     card = _card(folder)
     tokenizer = saved_tokenizer(str(folder))  # before the base takes its memory
     quantization = trained_quantization(folder)
@@ -114,7 +112,7 @@ def merged_adapter(folder: Path) -> Merged:
                 )
         except UserError:
             raise
-        except Exception as error:  # a stranger's files can make transformers raise anything
+        except Exception as error:  # transformers raises any class for a damaged file
             raise UserError(
                 f"{folder}: its base {base_name} can't be loaded: set `base_model_name_or_path` in its "
                 f"adapter_config.json ({one_line(error) or type(error).__name__})"

@@ -17,14 +17,12 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.evaluation.engines import (
     Engine,
     Ids,
     checkpoint_dtype,
     end_tokens,
     generation_options,
-    load_tokenizer,
     published_config,
     quantization_of,
     token_ids,
@@ -106,26 +104,17 @@ class VLLM:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def load_vllm(
-    name: str,
-    options: VLLM,
-    prompts: Sequence[Any] = (),
-    template_kwargs: Mapping[str, Any] | None = None,
-    chat_template: ChatTemplate | None = None,
-) -> Engine:
+def load_vllm(name: str, options: VLLM, tokenizer: Any) -> Engine:
     """Return the vLLM engine of a model or adapter.
 
     Args:
         name: Folder, or name on the hub.
         options: Options of vLLM.
-        prompts: Prompts on which the tokenizer is tried first.
-        template_kwargs: TRL's `chat_template_kwargs`, with which the prompts are tried.
-        chat_template: Chat template that replaces the model's.
+        tokenizer: Tokenizer from `load_tokenizer`.
 
     Raises:
         UserError: The model can't be loaded, or the server does not serve it.
     """
-    tokenizer = load_tokenizer(name, prompts, template_kwargs, chat_template)
     if options.vllm_server_base_url is not None:
         return Server(options.vllm_server_base_url, name, tokenizer)
     return Local(name, options, tokenizer)

@@ -20,7 +20,6 @@ from typing import Any
 from torch import nn
 from trl import ModelConfig, get_peft_config
 
-from grpo_recipes.checks.model_sizes import check_model_sizes
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.generation.kept_cache import MEMORY_SHARE
 from grpo_recipes.generation.models import cache_argument
@@ -778,7 +777,7 @@ def load_model(model: str, peft_config: Any = None) -> tuple[ModelShape, nn.Modu
 
     Raises:
         MemoryUnknown: There is no configuration, or transformers can't build a model from it.
-        UserError: The file is damaged, a size is impossible, or PEFT can't add the adapter.
+        UserError: The file is damaged, or PEFT can't add the adapter.
     """
     from transformers import AutoConfig
 
@@ -793,7 +792,6 @@ def load_model(model: str, peft_config: Any = None) -> tuple[ModelShape, nn.Modu
         read_object(path, {}, "give a model's config.json")
     try:
         here_only = path.exists() or not hub_answers()
-        check_model_sizes(model, local_only=here_only)
         # Without `trust_remote_code`, transformers asks on the terminal whether to run the code of a folder.
         config = AutoConfig.from_pretrained(model, local_files_only=here_only, trust_remote_code=False)
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about peft's own use of transformers

@@ -147,7 +147,7 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
     name = tokenizer_source(recipe.model["model_name_or_path"])
     try:
         local_only = Path(name).exists() or not hub_answers()
-        tokenizer = load_tokenizer(recipe, dataset, local_only=local_only, toolset=toolset)
+        tokenizer = load_tokenizer(recipe, local_only=local_only)
     except TokenizerUnavailable as error:
         return PromptReport(_as_messages(first), None, None, str(error).removeprefix(f"{recipe.source}: "))
     check_chat_template(recipe, tokenizer, first)
@@ -163,8 +163,8 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
         row = dataset.select([0])
         tokens = int(lengths[0] if sample[0] == 0 else token_lengths(row, tokenizer, template_kwargs, tools)[0])
         bare = tokens if tools is None else int(token_lengths(row, tokenizer, template_kwargs)[0])
+        text = first_prompt(dataset, tokenizer, template_kwargs, tools)
     summary = Lengths.of(lengths, len(dataset), recipe.dataset.max_prompt_tokens)
-    text = first_prompt(dataset, tokenizer, template_kwargs, tools)
     return PromptReport(text, tokens, summary, None, _tool_tokens(recipe, turns, tokens - bare))
 
 

@@ -39,11 +39,6 @@ from grpo_rewards.reward import is_passing
 STATE = "trainer_state.json"
 STATE_BYTES = 1 << 28
 """Largest `trainer_state.json` that is read, because all of it is in memory at once: about 200,000 steps."""
-LOG_BYTES = 1 << 31
-"""Largest `_log.jsonl` that is read, one line at a time: more than a million steps."""
-LINE_BYTES = 1 << 23
-MAX_METRICS = 20_000
-"""Largest number of metrics. Each one has a column, so many names would take many times the size of the file."""
 
 MAX_STEPS = 1000
 """Largest number of steps whose completions are read."""
@@ -85,10 +80,8 @@ class Log:
     has_ended: bool = False
     not_finite: dict[str, array[int]] = field(default_factory=dict)
 
-    def add(self, entry: Mapping[str, Any], path: Path) -> None:
-        """Add an entry of a file. Raises `RunError` if the file has more than `MAX_METRICS` metrics."""
-        if max(len(entry), len(self.metrics)) > MAX_METRICS:
-            raise files.RunError(f"{path}: its entries have more than {MAX_METRICS:,} names; {_FIX}")
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Add an entry of a file."""
         step = entry["step"]
         self.last_step = max(self.last_step, step)
         for key, value in entry.items():
@@ -148,7 +141,7 @@ def _states(folder: Path, live: Log | None) -> list[tuple[int, Path]]:
 def _last_step(path: Path) -> int:
     """Return the step at which a `trainer_state.json` was written. Raises FileNotFoundError or `RunError`."""
     try:
-        with open_ordinary(path, LOG_BYTES) as file:
+        with open_ordinary(path) as file:
             head = file.read(_HEAD_BYTES).partition(b'"log_history"')[0]
     except (UnreadableFile, OSError) as error:
         if isinstance(error, FileNotFoundError):
@@ -164,7 +157,7 @@ def _read_state(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
     state = files.read_object(path, {"log_history": [_ENTRY], "global_step?": files.STEP}, most=STATE_BYTES)
     log = Log()
     for entry in state["log_history"]:
-        log.add(entry, path)
+        log.add(entry)
         tick()
     if files.STEP.holds(state.get("max_steps")):
         log.max_steps = state["max_steps"]
@@ -181,7 +174,7 @@ def _read_live(path: Path, tick: Callable[[], None]) -> Log | None:
             elif entry.get("ended") is True:
                 live.has_ended = True
             else:
-                live.add(entry, path)
+                live.add(entry)
             tick()
     except FileNotFoundError:
         return None
@@ -195,11 +188,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     number = 1
     try:
-        with open_ordinary(path, LOG_BYTES) as file:
-            for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES), b""), start=1):
+        with open_ordinary(path) as file:
+            for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
-                    if len(line) == LINE_BYTES:
-                        raise files.RunError(f"{path}: line {number} has more than {len(line):,} bytes; {_FIX}")
                     return
                 entry = json.loads(line.decode(errors="replace"))
                 if problem := files.mismatch(entry, _ENTRY, f"line {number}"):

@@ -26,7 +26,7 @@ from grpo_recipes.process.ranks import gather, rank
 from grpo_recipes.runs import files
 from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, RECORD, TEXT, RunError, Shape, read_object
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, INDICES, check_weight_file, check_weight_files, nonfinite_tensor
-from grpo_rewards.files import SMALL_JSON, UnreadableFile, parse_json, read_text
+from grpo_rewards.files import MODEL_JSON, UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
 CHECKSUM = "xxh3_128"
@@ -47,7 +47,7 @@ SHAPE: Shape = {
     CHECKSUM: TEXT,
 }
 
-RESUMED_JSON = (*SMALL_JSON, *INDICES, ADAPTER_CONFIG, "logged.json", "prompts.json")
+RESUMED_JSON = (*MODEL_JSON, *INDICES, ADAPTER_CONFIG, "logged.json", "prompts.json")
 """JSON files of a checkpoint that a resume reads, those of `training/saving.py` and `prompt_sampler.py` included."""
 
 Listing = tuple[str, Mapping[str, int]]
@@ -106,7 +106,7 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     path = checkpoint / MANIFEST
     try:
         text = read_text(path)
-        content: Any = parse_json(path, text.encode()) if text else None
+        content: Any = parse_json(path, text) if text else None
     except FileNotFoundError:
         return None
     except UnreadableFile as error:

@@ -1,8 +1,7 @@
 """Files of runs and evaluations: their names, their formats, and how they are read. Nothing here imports torch.
 
 A file is written under another name and renamed, so that a reader finds it complete or not at all. A file may still be
-cut off, edited, or made by a stranger to do harm. Its contents are therefore compared with the shape that readers rely
-on, and errors name the file.
+cut off or edited. Its contents are therefore compared with the shape that readers rely on, and errors name the file.
 """
 
 from __future__ import annotations
@@ -10,18 +9,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-from pyarrow import compute, parquet
+from pyarrow import parquet
 
 from grpo_rewards.errors import UserError, one_line, shortened
-from grpo_rewards.files import JSON_BYTES, UnreadableFile, read_json
+from grpo_rewards.files import JSON_BYTES, UnreadableFile, open_ordinary, read_json
 from grpo_rewards.files import replacing as replacing
 from grpo_rewards.files import write_atomically as write_atomically
 
@@ -29,17 +27,8 @@ RECORD, LIVE = "run.json", "_log.jsonl"  # transformers pushes no file whose nam
 EVALUATIONS, BEFORE, AFTER = "evaluations", "before", "after"
 RESULT, RESULT_TABLE = "evaluation.json", "completions.parquet"
 
-FILE_SUFFIXES = frozenset({".bin", ".jinja", ".json", ".jsonl", ".md", ".model", ".parquet", ".png", ".safetensors"})
-"""Suffixes of the files that a run writes into its folder."""
-
 BATCH_ROWS = 1024
 """Largest number of rows of a table that are decoded at once."""
-BATCH_BYTES = 1 << 28
-"""Largest size of those rows, decoded."""
-FILE_ROWS = 10_000_000
-"""Largest number of rows of a table."""
-FILE_BYTES = 1 << 30
-"""Largest size of a table, decoded. It holds about 100,000 long completions."""
 
 MAX_LABELS = 20
 """Largest number of labels of a confusion matrix."""
@@ -73,22 +62,11 @@ def flush(path: Path) -> None:
 
 
 def check_names(folder: Path) -> None:
-    """Raise `RunError` if a run could not write to a name in its folder or among its completions.
-
-    A link may lead out of the folder, opening a pipe waits for a reader, and a folder in place of a file, or a file in
-    place of a checkpoint, stops a save.
-    """
+    """Raise `RunError` if a link among the names that a run writes leads out of its folder."""
     for names in ("*", "completions/*", "completions/images/*"):
         for path in folder.glob(names):
             if path.is_symlink():
                 inside(folder, *path.relative_to(folder).parts)
-            if re.fullmatch(r"checkpoint-\d+", path.name):
-                if path.exists() and not path.is_dir():
-                    raise RunError(f"{path}: it is not a folder, and the run can't save a checkpoint there: remove it")
-                continue
-            is_file_name = path.suffix in FILE_SUFFIXES
-            if path.exists() and not path.is_file() and (is_file_name or not path.is_dir()):
-                raise RunError(f"{path}: it is no ordinary file, and the run can't write there: remove it")
 
 
 @dataclass(frozen=True)
@@ -204,7 +182,7 @@ def read_object(path: Path, shape: Shape, fix: str = RESTORE, *, most: int = JSO
 
     Raises:
         FileNotFoundError: there is no such file.
-        RunError: the path is a pipe or a device, or the file is too large, damaged, or of another shape.
+        RunError: the file is not a regular one, is too large or damaged, or has another shape.
     """
     try:
         content = read_json(path, most)
@@ -221,10 +199,7 @@ def read_table(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) -> p
 
 
 def read_batches(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) -> Iterator[pd.DataFrame]:
-    """Yield some columns of a parquet file, at most `BATCH_ROWS` rows at a time.
-
-    A few kilobytes of parquet can stand for terabytes of repeated text. Text is therefore decoded only if it stays
-    below `BATCH_BYTES`, and below `FILE_BYTES` over the entire file.
+    """Yield some columns of a parquet file, at most `BATCH_ROWS` rows at a time, and at least one batch.
 
     Args:
         path: file to read.
@@ -232,28 +207,19 @@ def read_batches(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) ->
         fix: end of the error message, which tells the user what to do.
 
     Raises:
-        RunError: the file is missing, damaged, too large, or has other columns.
+        RunError: the file is missing, damaged, or has other columns.
     """
-    check_ordinary(path, fix)
     try:
-        with parquet.ParquetFile(path) as file:
-            metadata = file.metadata
+        with open_ordinary(path) as opened, parquet.ParquetFile(opened) as file:
             names = _columns(path, file, columns, fix)
-            if metadata.num_rows > FILE_ROWS or _stored_bytes(file, names) > FILE_BYTES:
-                raise _too_large(path, fix)
-            # Repeated text stays encoded as a dictionary until its decoded size is known.
-            leaves = [file.schema.column(place) for place in range(len(file.schema))]
-            texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
-        with parquet.ParquetFile(path, metadata=metadata, read_dictionary=texts) as file:
-            decoded = 0
-            for batch in _batches_or_empty(file, names):
-                size = sum(map(_decoded_bytes, batch.columns))
-                decoded += size
-                if size > BATCH_BYTES or decoded > FILE_BYTES:
-                    raise _too_large(path, fix)
-                yield _checked_batch(path, batch, columns, fix)
+            if file.metadata.num_rows == 0:  # the types of the columns are checked all the same
+                yield _checked(path, file.read(names).to_pandas(), columns, fix)
+            for batch in file.iter_batches(BATCH_ROWS, columns=names):
+                yield _checked(path, batch.to_pandas(), columns, fix)
     except RunError:
         raise
+    except UnreadableFile as error:
+        raise RunError(f"{error}; {fix}") from error
     except (pa.ArrowException, OSError, ValueError, OverflowError, IndexError) as error:
         raise RunError(f"{path}: can't be read as parquet ({one_line(error)}); {fix}") from error
 
@@ -275,64 +241,13 @@ def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind],
     return names
 
 
-def _stored_bytes(file: parquet.ParquetFile, names: Sequence[str]) -> int:
-    """Return the size of some columns before they are decoded, as the file claims: at least one byte per value."""
-    size = 0
-    for number in range(file.metadata.num_row_groups):
-        group = file.metadata.row_group(number)
-        for place in range(group.num_columns):
-            chunk = group.column(place)
-            if chunk.path_in_schema.partition(".")[0] in names:
-                size += max(chunk.total_uncompressed_size, chunk.num_values)
-    return size
-
-
-def _batches_or_empty(file: parquet.ParquetFile, names: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of some columns, or one batch without rows, so that the types of the columns are checked."""
-    is_empty = True
-    # Each group has a dictionary of its own, and pyarrow can't always join them.
-    for group in range(file.metadata.num_row_groups):
-        for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(names)):
-            is_empty = False
-            yield batch
-    if is_empty:
-        yield pa.RecordBatch.from_pylist([], schema=pa.schema([file.schema_arrow.field(name) for name in names]))
-
-
-def _decoded_bytes(array: pa.Array) -> int:
-    """Return the size of an array after its repeated texts are written out."""
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        lengths = compute.binary_length(array.dictionary).take(array.indices)
-        return 8 * len(array) + (compute.sum(lengths).as_py() or 0)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return 8 * len(array) + _decoded_bytes(array.flatten())
-    if pa.types.is_struct(kind):
-        return sum(map(_decoded_bytes, array.flatten()))
-    return max(array.nbytes, len(array))
-
-
-def _checked_batch(path: Path, batch: pa.RecordBatch, columns: Mapping[str, Kind], fix: str) -> pd.DataFrame:
-    """Return a batch as a table. Raises `RunError` if a column is of another kind."""
-    decoded = []
-    for column in batch.columns:
-        decoded.append(column.dictionary_decode() if pa.types.is_dictionary(column.type) else column)
-    table = pa.RecordBatch.from_arrays(decoded, names=batch.schema.names).to_pandas()
+def _checked(path: Path, table: pd.DataFrame, columns: Mapping[str, Kind], fix: str) -> pd.DataFrame:
+    """Return a table. Raises `RunError` if a column is of another kind."""
     for key, kind in columns.items():
         name = key.removesuffix("?")
         if name in table.columns and not kind.holds(table[name]):
             raise RunError(f"{path}: its column `{name}` does not hold {kind.name}; {fix}")
     return table
-
-
-def _too_large(path: Path, fix: str) -> RunError:
-    return RunError(f"{path}: it decodes to more than {FILE_BYTES >> 20} MiB, the most that is read; {fix}")
-
-
-def check_ordinary(path: Path, fix: str) -> None:
-    """Raise `RunError` if a path is a folder, a pipe or a device: reading a pipe or a device may never end."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise RunError(f"{path}: it is no ordinary file; {fix}")
 
 
 def mismatch(value: Any, shape: Shape, place: str = "") -> str | None:

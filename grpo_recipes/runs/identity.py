@@ -39,7 +39,7 @@ from grpo_recipes.runs.files import RunError, read_object
 from grpo_recipes.runs.record import versions
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, identify_weights, weight_files
 from grpo_rewards.errors import UserError
-from grpo_rewards.files import LARGE_BYTES
+from grpo_rewards.files import JSON_BYTES
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 
 NOT_IDENTIFIED = "not identified"
@@ -295,7 +295,7 @@ def _beside_weights(folder: Path) -> dict[str, str]:
 def _tokenizer_digest(file: Path) -> str:
     """Return a checksum of a tokenizer's file. Of a file too large to be one, only the size and both ends count."""
     # Loading the tokenizer reports such a file, and comes later.
-    return checksum(file) if file.stat().st_size <= LARGE_BYTES else identify_weights(file)
+    return checksum(file) if file.stat().st_size <= JSON_BYTES else identify_weights(file)
 
 
 def reward_models(

@@ -42,9 +42,6 @@ END_BYTES = 1 << 20
 TENSOR_BYTES = 1 << 12
 """Bytes at the start of each tensor in a safetensors file that are a part of the file's identity."""
 
-DIRECTORY_BYTES = 1 << 24
-"""Largest directory of a zip file that is read. torch writes about 100 bytes per tensor."""
-
 EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}
 """Integer type and exponent bits of each dtype of safetensors. Only NaN and infinity have all exponent bits set."""
 CHUNK = 1 << 18
@@ -60,10 +57,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def check_descriptions(folder: Path, fix: str = "copy or download the folder again") -> None:
-    """Raise `RunError` if a file beside the weights that loading `folder` reads is damaged or hostile.
-
-    Such a file is a pipe or a device, too large, or not a JSON object where one is expected. Missing files are allowed.
-    """
+    """Raise `RunError` if a JSON file beside the weights that loading `folder` reads is damaged. It may be missing."""
     try:
         check_model_files(folder)
     except UnreadableFile as error:
@@ -151,27 +145,12 @@ def _opened(file: Path) -> BinaryIO:
 
 
 def _check_directory(file: Path) -> None:
-    """Raise `RunError` if the directory of a zip file is damaged, or larger than `DIRECTORY_BYTES`."""
+    """Raise `RunError` if the directory of a zip file is damaged."""
     try:
-        with _opened(file) as opened, zipfile.ZipFile(_BoundedReads(opened)):
+        with _opened(file) as opened, zipfile.ZipFile(opened):
             pass
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise RunError(f"{file} is damaged: its directory can't be read ({error})") from error
-
-
-class _BoundedReads:
-    """A file that reads at most `DIRECTORY_BYTES` at once: the end of a zip file claims the size of its directory."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
-
-    def read(self, size: int = -1) -> bytes:
-        """Return the next `size` bytes, or all bytes to the end. Raises ValueError if that is too many."""
-        content = self._file.read(min(size, DIRECTORY_BYTES + 1) if size >= 0 else DIRECTORY_BYTES + 1)
-        if len(content) > DIRECTORY_BYTES:
-            raise ValueError(f"more than {DIRECTORY_BYTES:,} bytes")
-        return content
 
 
 def identify_weights(file: Path) -> str:
@@ -210,7 +189,7 @@ def _header(file: Path, opened: BinaryIO) -> tuple[Mapping[str, Any], int]:
     opened.seek(0)
     length = int.from_bytes(opened.read(8), "little")
     try:
-        header = parse_json(file, opened.read(length))
+        header = parse_json(file, opened.read(length).decode())
     except UnreadableFile as error:
         raise RunError(f"{file} is damaged: its header {error.problem}") from error
     header.pop("__metadata__", None)

@@ -22,7 +22,7 @@ from grpo_rewards import __version__
 from grpo_rewards.completions import completion_text, copied, listed_scores, score_value
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.explain import Reasons, columns_read, json_values, score_line
-from grpo_rewards.files import LINE_BYTES, replacing
+from grpo_rewards.files import replacing
 from grpo_rewards.registry import (
     BuiltReward,
     RewardSpecError,
@@ -614,9 +614,7 @@ def _problem(row: dict[str, Any], needed: Sequence[str]) -> str | None:
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the number of each line with its row, or with a complaint about it."""
     with path.open("rb") as lines:
-        for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES), b""), 1):
-            if len(line) == LINE_BYTES:
-                raise UserError(f"{path} has a line of {LINE_BYTES:,} bytes or more: correct the file")
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import yaml
 
 from grpo_rewards.errors import UserError
-from grpo_rewards.files import nesting_depth
 
 MAX_CHARS = 100_000
 """Number of characters that a JSON text written by a model may have."""
@@ -45,11 +44,23 @@ def parse_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
     """
     if len(text) > MAX_CHARS:
         raise ValueError(f"longer than {MAX_CHARS} characters")
-    if nesting_depth(text.encode("utf-8", "surrogatepass")) > max_depth:
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_decimal, parse_constant=_constant
+        )
+        depth = _depth(value)
+    except RecursionError:
+        depth = max_depth + 1
+    if depth > max_depth:
         raise ValueError(f"nested deeper than {max_depth}")
-    return json.loads(
-        text, object_pairs_hook=_object, parse_int=_integer, parse_float=_decimal, parse_constant=_constant
-    )
+    return value
+
+
+def _depth(value: Any) -> int:
+    """Return the number of arrays and objects of a JSON value that are open at once."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, list) else 0
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from trl import GRPOConfig
 
 from grpo_recipes import GRPOTrainer, cli, train
@@ -37,22 +36,17 @@ from grpo_recipes.recipe.recipe import OUR_KEYS, find_file, parse_recipe, resolv
 from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching, ReferenceSpec, SamplingSpec
 from grpo_recipes.reports.model_card import write_model_card
 from grpo_recipes.runs.record import add_launch, describe_launch
-from grpo_recipes.training.trl_patches import without_secrets
 from grpo_rewards import cli as rewards_cli
 from grpo_rewards.redaction import (
     HIDDEN,
     hidden_places,
     is_secret,
     redacted,
-    redacted_arguments,
-    scrubbed,
-    secret_values,
 )
 from grpo_rewards.registry import REGISTERED, resolve
 from grpo_rewards.terminal import visible, visible_lines
 from tests.repo.test_architecture import modules
 from tests.support import launching
-from tests.support.grids import covering
 from tests.support.synthetic import healthy_completions, ramp, write_run
 
 COMMANDS = {"grpo-recipes": cli.main, "grpo-rewards": rewards_cli.main, "train": train.main}
@@ -96,45 +90,6 @@ SECRETS = {
     "shape": "hf_canarycanarycanarycanary",
     "url": "someone:canary-of-a-url",
 }
-
-
-@pytest.mark.parametrize(
-    "key",
-    ["token", "hub_token", "api_key", "apiKey", "X-Api-Key", "openai_api_key", "password", "db_password", "secret",
-     "client_secret", "Authorization", "access_token", "private_key", "credentials", "tokens_secret", "auth"],
-)  # fmt: skip
-def test_a_value_under_the_key_of_a_secret_is_hidden(key: str) -> None:
-    assert redacted({"kwargs": [{key: "x9"}]}) == {"kwargs": [{key: HIDDEN}]}
-    assert redacted({key: {"user": "x9"}}) == {key: HIDDEN}
-    assert redacted_arguments([f"--kwargs.{key}", "x9", f"--{key}=x9"]) == [
-        f"--kwargs.{key}",
-        HIDDEN,
-        f"--{key}={HIDDEN}",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("eos_token", "</s>"), ("pad_token", "<pad>"), ("max_prompt_tokens", 5), ("num_input_tokens", 3),
-     ("api_key_env", "KEY"),
-     ("tokenizer", "gpt2"), ("token", True), ("token", None), ("key", "question"), ("author", "me"),
-     ("stop_token", "."),
-     ("importance_sampling_level", "token"), ("answer_token", "a"), ("monkey", "x"), ("tags", ["think", "answer"])],
-)  # fmt: skip
-def test_a_value_under_a_similar_key_is_kept(key: str, value: Any) -> None:
-    assert redacted({key: value}) == {key: value}
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnopqrst", "ghp_abcdefghijklmnopqrstuvwxyz0123456789",
-     "https://me:pass@host/x", "AKIAABCDEFGHIJKLMNOP"],
-)  # fmt: skip
-def test_a_value_with_the_form_of_a_secret_is_hidden_under_any_key(text: str) -> None:
-    shown = redacted({"headers": {"x": f"before {text} behind"}})["headers"]["x"]
-    assert HIDDEN in shown
-    assert shown.startswith("before ")
-    assert text not in scrubbed(f"it said {text}.")
 
 
 def test_the_hub_token_is_the_only_hidden_key_of_trl() -> None:
@@ -236,26 +191,6 @@ def test_a_placeholder_is_never_used_as_the_secret(secrets_path: Path) -> None:
     assert rerun.training["model_init_kwargs"] == {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fails", [False, True])
-def test_no_file_of_a_run_holds_a_secret(secrets_path: Path, fails: bool) -> None:
-    """`transformers` pickles its arguments with each save, and services quote keys in errors."""
-    policy = launching.build_policy(secrets_path / "policy")
-    config = secret_recipe(secrets_path, policy, kwargs={"fails": fails}, report_to="none")
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        assert train.main(["--config", str(config)]) == (1 if fails else 0)
-    run = secrets_path / "run"
-    assert any(run.rglob("training_args.bin")) is not fails
-    assert any(run.glob("fault-rank0.json")) is fails
-    if not fails:
-        assert run_command(f"grpo-recipes report {run}")[0] in (0, 2)
-        assert os.environ["HF_TOKEN"] == SECRETS["hub_token"]
-        assert train.main(["--config", str(config), "--resume_from_checkpoint", "true"]) == 0
-    assert canaries(run) == []
-    assert [secret for secret in SECRETS.values() if secret in printed.getvalue()] == []
-
-
 # A secret for each TRL key that takes any text, and for values inside TRL's mappings.
 CANARY = "pa/ss@word-{}-canary9"
 TEXT_KEYS = (
@@ -347,23 +282,6 @@ def test_saved_arguments_are_those_of_trl_with_placeholders(tiny_model: Path, tm
     assert canaries(tmp_path / "run", ["pa/ss", "canary"]) == []
 
 
-def test_the_configuration_of_deepspeed_is_saved_without_secrets() -> None:
-    config = {
-        "train_batch_size": 1,
-        "comet": {"enabled": True, "api_key": "canary-of-comet"},
-        "zero_optimization": {"stage": 2},
-    }
-    kept = HfTrainerDeepSpeedConfig(config)
-    harmless = {"zero_optimization": {"stage": 2}}
-    hidden = without_secrets({"hf_deepspeed_config": kept, "deepspeed": config, "pair": ("a", 1), "harmless": harmless})
-    assert kept.config["comet"]["api_key"] == "canary-of-comet"
-    assert hidden["hf_deepspeed_config"].config["comet"]["api_key"] == hidden["deepspeed"]["comet"]["api_key"] == HIDDEN
-    assert type(hidden["hf_deepspeed_config"]) is HfTrainerDeepSpeedConfig
-    assert hidden["deepspeed"]["zero_optimization"] == {"stage": 2}
-    assert hidden["pair"] == ("a", 1)
-    assert hidden["harmless"] is harmless
-
-
 def test_an_evaluation_holds_no_secret(tiny_model: Path, tmp_path: Path) -> None:
     """The request and the result are searched. The prompts, in a parquet file, are data."""
     url = f"http://{SECRETS['url']}@h"
@@ -419,12 +337,6 @@ def test_the_working_directory_is_not_taken_for_a_password(monkeypatch: pytest.M
     known = train.known_secrets(parse_recipe(["--config", str(secret_recipe(secrets_path, secrets_path))]))
     assert "/a/folder" not in known
     assert "canary-of-a-database" in known
-
-
-def test_a_changed_secret_is_no_change_of_the_recipe() -> None:
-    secrets = {"rewards": [{"name": "x", "kwargs": {"api_key": SECRETS["api_key"]}}]}
-    assert secret_values(secrets) == {SECRETS["api_key"]}
-    assert redacted(secrets) == redacted(redacted(secrets))
 
 
 # Code in model folders
@@ -752,44 +664,31 @@ def hostile_rows(path: Path) -> Path:
 
 HOSTILE_LINES = [
     "grpo-recipes diagnose run",
-    "grpo-recipes report run",
     "grpo-recipes report named\x1b[2J\u202e",
-    "grpo-recipes diagnose nothing\x1b[2J",
     "grpo-recipes diagnose damaged",
-    "grpo-recipes plan mine.yaml",
     "grpo-recipes plan mine.yaml --json",
-    "grpo-recipes plan fine.yaml --model_config model/config.json",
     "grpo-recipes plan odd\x1b[2J.yaml",
     "grpo-recipes plan mine.yaml --lerning\x1b[2J 1",
-    "grpo-recipes evaluate model --dataset gsm8k --path rows.jsonl",
     "grpo-recipes evaluate model --dataset arithmetic --limit 1",
-    "grpo-recipes evaluate run --dataset arithmetic --limit 1",
     "grpo-recipes evaluate finished --dataset arithmetic --limit 1 --output finished/out",
     "grpo-recipes compare run run",
-    "grpo-recipes init rows.jsonl --output first.yaml",
     "grpo-recipes init odd_columns.jsonl --output first.yaml",
     "grpo-recipes merge run --output merged",
-    "grpo-recipes chat run --prompt 1\x1b[2J",
     "grpo-recipes chat finished --prompt 1\x1b[2J --max_new_tokens 2",
-    "grpo-recipes export run --to exported",
     "grpo-recipes export finished --to exported\x1b[2J",
     "grpo-recipes plan odd_names.yaml --resolved",
     "grpo-recipes \x1b[2J",
-    "grpo-rewards \x1b[2J",
     "grpo-rewards list",
     "grpo-rewards score rows.jsonl --reward gsm8k_correctness",
-    "grpo-rewards score rows.jsonl --reward odd_reward.reward --out out.jsonl",
     "grpo-rewards score rows.jsonl --reward odd_reward.fails",
-    "grpo-rewards score rows.jsonl --reward odd\x1b[2J",
     "grpo-rewards check rows.jsonl",
-    "grpo-rewards check rows.jsonl --gold_column nothing\x1b[2J",
     "grpo-rewards convert-internlm2 model out",
     "train --config mine.yaml",
 ]
 
 
 @pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 5, 13, 26, 30)))
+@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 4, 7, 16, 18)))
 def test_no_command_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -913,24 +812,6 @@ def test_a_run_is_not_written_through_a_link(
     assert (code, "a link leads out of" in output) == (2, True), output
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    covering(["training_args.bin", "completions/completions_00001.parquet", "checkpoint-1"], ["a pipe", "a folder"]),
-)
-def test_a_run_is_not_written_to_a_pipe_or_a_folder(tiny_model: Path, tmp_path: Path, name: str, kind: str) -> None:
-    """A pipe would block the last save after all steps, and a folder would make it fail."""
-    rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
-    config = launching.write_recipe(tmp_path / "mine.yaml", tiny_model, rows, tmp_path / "run")
-    place = tmp_path / "run" / name
-    place.parent.mkdir(parents=True)
-    os.mkfifo(place) if kind == "a pipe" else place.mkdir()
-    code, output = run_command(f"train --config {config} --resume_from_checkpoint true")
-    is_refused = f"{place}: it is no" in output
-    # An empty checkpoint is one that was cut off: the run sets it aside and starts at the beginning.
-    must_refuse = kind == "a pipe" or name != "checkpoint-1"
-    assert (code, is_refused) == (2 if must_refuse else 0, must_refuse), output
-
-
 def test_scores_replace_their_file_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text('{"completion": "7"}\n')
@@ -943,42 +824,6 @@ def test_scores_replace_their_file_atomically(tmp_path: Path, monkeypatch: pytes
         "as it was",
         ["out.jsonl", "rows.jsonl"],
     )
-
-
-# Pipes and devices
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows"])
-@pytest.mark.parametrize("verb", ["grpo-recipes plan", "train --config", "grpo-recipes evaluate"])
-def test_a_pipe_is_refused_as_a_dataset(tmp_path: Path, tiny_model: Path, name: str, verb: str) -> None:
-    os.mkfifo(tmp_path / name)
-    config = launching.write_recipe(tmp_path / "mine.yaml", tiny_model, tmp_path / name, tmp_path / "run")
-    line = f"{verb} {config}" if "evaluate" not in verb else f"{verb} {tiny_model} --path {tmp_path / name}"
-    code, output = run_command(line)
-    assert code == 2
-    assert str(tmp_path / name) in output
-
-
-@pytest.mark.parametrize("name", ["/dev/zero", "zero.jsonl"])
-def test_a_device_is_refused_as_a_dataset(tmp_path: Path, tiny_model: Path, name: str) -> None:
-    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
-    config = launching.write_recipe(tmp_path / "mine.yaml", tiny_model, tmp_path / name, tmp_path / "run")
-    for line in (f"grpo-recipes plan {config}", f"grpo-rewards score {tmp_path / name} --reward tag_count"):
-        assert run_command(line)[0] == 2
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["trainer_state.json", "run.json", "completions/completions_00040.parquet", "evaluations/before/evaluation.json"],
-)
-@pytest.mark.parametrize("verb", mostly_slow(["diagnose", "report"], (0,)))
-def test_a_pipe_in_a_run_is_not_waited_for(tmp_path: Path, name: str, verb: str) -> None:
-    folder = write_run(tmp_path / "run")
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    code, output = run_command(f"grpo-recipes {verb} {folder}")
-    assert (code, f"{folder / name}: it is no ordinary file" in output) == (2, True), output
 
 
 @pytest.mark.slow

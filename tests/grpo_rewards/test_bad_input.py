@@ -146,7 +146,7 @@ REWARDS: list[Case] = [
     Case("grpo-rewards convert-internlm2 empty out", ("has no config.json",), files={"empty/file": ""}),
     Case("grpo-rewards convert-internlm2 odd out", ("config.json: can't be read as JSON",),
          files={"odd/config.json": "{"}),
-    Case("grpo-rewards convert-internlm2 odd out", ("config.json: it is a list, not an object",),
+    Case("grpo-rewards convert-internlm2 odd out", ("config.json: it is not a JSON object",),
          files={"odd/config.json": "[]"}),
     Case("grpo-rewards convert-internlm2 odd out", ("config.json lacks vocab_size",),
          files={"odd/config.json": '{"architectures": ["InternLM2ForRewardModel"]}'}),

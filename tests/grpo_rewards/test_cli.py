@@ -745,16 +745,6 @@ def test_an_audit_gets_what_the_command_line_says(is_found, code, tmp_path, monk
     assert capsys.readouterr().err == "error: interrupted: nothing was written\n"
 
 
-def test_a_line_that_is_too_long_ends_the_command(tmp_path, monkeypatch, capsys):
-    rows = [{"completion": "x" * (64 - len('{"completion": ""}') - 1)}]
-    path = write(tmp_path / "rows.jsonl", rows)
-    assert Path(path).stat().st_size == 64
-    for most, code in ((65, 0), (64, 2)):
-        monkeypatch.setattr(cli, "LINE_BYTES", most)
-        assert main(["score", path, "--reward", f"{__name__}.length"]) == code
-    assert capsys.readouterr().err == f"error: {path} has a line of 64 bytes or more: correct the file\n"
-
-
 def test_a_bar_of_forty_blocks_stands_for_all_rows(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", [{"completion": text} for text in ("a", "b", "cc")])
     assert main(["score", path, "--reward", f"{__name__}.length"]) == 0

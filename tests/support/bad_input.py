@@ -1,7 +1,8 @@
 """Rows of bad input: a command line, the files it reads, and the message it must end with.
 
 Every row runs in this process, in its own folder. For exit code 2, no model may have been loaded, standard error must
-end with one message (`error: ...`), and no traceback is printed. Rows with exit code 0 hold what must stay allowed.
+end with one message (`error: ...`), no traceback is printed, and no file is written. Rows with exit code 0 hold what
+must stay allowed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
 ZIP = b"PK\x05\x06" + bytes(18)  # an empty one, as torch.save writes them
 
 
+Content = str | bytes | Callable[[Path], None]
+
+
 @dataclass(frozen=True)
 class Case:
     """One command line with bad input.
@@ -48,7 +52,7 @@ class Case:
         line: Command line. `{model}` stands for a tiny model's folder, `{recipe}` for a valid recipe.
         words: Words that the message must contain. For exit code 0, the whole output must contain them.
         code: Exit code.
-        files: Files to write into the folder first, by name.
+        files: Files to write into the folder first, by name: their contents, or a function that makes the file.
         changes: Keys of the valid recipe to replace. None removes a key.
         run: Keys of the valid recipe that a run in `run`, with a checkpoint of step 2, was launched with. None for no
             run.
@@ -57,7 +61,7 @@ class Case:
     line: str
     words: tuple[str, ...]
     code: int = 2
-    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    files: Mapping[str, Content] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
     run: Mapping[str, Any] | None = None
 
@@ -93,11 +97,16 @@ def check(case: Case, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Monk
     for name, content in case.files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        if callable(content):
+            path.unlink(missing_ok=True)
+            content(path)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
     values = {key: value for key, value in {**recipe, **case.changes}.items() if value is not None}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values))
     line = case.line.replace("{recipe}", "recipe.yaml").replace("{model}", str(tiny_model))
     program, *arguments = shlex.split(line)
+    before = _names(tmp_path)
     with _captured() as (out, err):
         code = _exit_code(COMMANDS[program], arguments)
     said = out.getvalue() + err.getvalue()
@@ -108,6 +117,7 @@ def check(case: Case, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Monk
         assert word in sentence, said
     if code == 2:
         assert _is_one_sentence(sentence), sentence
+        assert _names(tmp_path) == before
 
 
 def _lay_a_run(folder: Path, recipe: Mapping[str, Any]) -> None:
@@ -122,6 +132,10 @@ def _lay_a_run(folder: Path, recipe: Mapping[str, Any]) -> None:
     for name in ("rng_state.pth", "optimizer.pt", "scheduler.pt"):
         (checkpoint / name).write_bytes(ZIP)
     write_manifest(checkpoint, Manifest(2, 1, False, {}), each_node=False, writes=True)
+
+
+def _names(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from grpo_rewards.registry import build_rewards
 ROOT = Path(__file__).parents[3]
 CPU = Machine(1, bf16=False)
 ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "nowhere/base", "target_modules": ["q_proj"]}
-CONFIG = {"model_type": "llama", "hidden_size": 8, "max_position_embeddings": 64}
+CONFIG = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 64}
 
 
 @pytest.fixture(autouse=True)
@@ -162,15 +162,6 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (
         lambda: {"model_name_or_path": adapter(base_model_name_or_path=write("base/config.json", "["))},
         "base/config.json",
-    ),
-    (lambda: {"model_name_or_path": write("m/config.json", {**CONFIG, "vocab_size": 0})}, "`vocab_size` is 0"),
-    (
-        lambda: {
-            "model_name_or_path": adapter(
-                base_model_name_or_path=write("base/config.json", {**CONFIG, "vocab_size": 10**9})
-            )
-        },
-        "`vocab_size` is 1000000000",
     ),
     (lambda: {"offline": {"baseline": "group"}}, "set both, or neither"),
     (lambda: {**scored_rows(), "offline": ...}, "set both, or neither"),
@@ -359,7 +350,6 @@ def test_the_hub_is_not_asked_about_a_model_before_its_tokenizer_is_loaded(monke
     monkeypatch.setattr(checks, "adapter_config", adapter_config)
     mine = recipe(reference={"adapter": "org/adapter"}, use_peft=True)
     checks.check_model_folders(mine)
-    checks.check_model(mine)
     assert checks.model_positions(mine) is None
 
 
@@ -455,22 +445,6 @@ def test_the_policy_must_be_a_folder_with_a_model_or_on_the_hub(name: Callable[[
         checks.check_model_exists(mine)
 
 
-@pytest.mark.parametrize("revision", ["v3", None])
-def test_the_sizes_of_an_adapter_are_those_of_its_base(revision: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(checks.model_sizes, "check_model_sizes", lambda name, revision: seen.append((name, revision)))
-    monkeypatch.setattr(checks.model_sizes, "largest_position", lambda name, revision: (name, revision))
-    mine = recipe(model_name_or_path=adapter(revision=revision), model_revision="v2")
-    checks.check_model(mine)
-    assert seen == [("adapter", "v2"), ("nowhere/base", revision or "main")]
-    assert checks.model_positions(mine) == ("nowhere/base", revision or "main")
-    seen.clear()
-    checks.check_model(recipe(model_revision="v2"))
-    assert seen == [("nowhere/model", "v2")]
-    assert checks.model_positions(recipe(model_revision="v2")) == ("nowhere/model", "v2")
-    assert checks.model_positions(recipe()) == ("nowhere/model", "main")
-
-
 def test_the_positions_of_an_adapter_are_those_of_its_base() -> None:
     base = write("base/config.json", CONFIG)
     assert checks.model_positions(recipe(model_name_or_path=base)) == 64
@@ -492,12 +466,6 @@ def test_the_folder_of_a_launch_that_failed_at_once_is_free() -> None:
         checks.check_output_dir(recipe(resume_from_checkpoint="true"))
         checks.check_output_dir(recipe(output_dir="other"))
         (Path("run") / name).unlink()
-
-
-def test_a_name_that_a_run_could_not_write_is_refused() -> None:
-    (Path("run") / "run.json").mkdir(parents=True)
-    with pytest.raises(RecipeError, match="mine.yaml: run/run.json: it is no ordinary file"):
-        checks.check_output_dir(recipe())
 
 
 class Probe:

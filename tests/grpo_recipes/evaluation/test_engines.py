@@ -199,6 +199,7 @@ def test_an_evaluation_uses_the_stop_strings_of_its_recipe(tmp_path: Path, monke
 
     complete.sampling = lambda settings: {}
     monkeypatch.setattr(evaluate, "load_engine", lambda *_: complete)
+    monkeypatch.setattr(evaluate, "load_tokenizer", lambda *_: chat_tokenizer())
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "model_name_or_path: m\ndataset: {name: arithmetic}\nrewards: gsm8k_correctness\n"
@@ -402,28 +403,11 @@ def test_a_tokenizer_pads_with_its_end_token_if_it_has_no_other(monkeypatch: pyt
     for pad, end, expected in (("<pad>", "<end>", "<pad>"), (None, "<end>", "<end>")):
         tokenizer = SimpleNamespace(pad_token=pad, eos_token=end)
         monkeypatch.setattr(engines, "saved_tokenizer", lambda *words, found=tokenizer: given.append(words) or found)
-        assert engines.load_tokenizer("m", ["p"], {"thinking": True}, TEMPLATE).pad_token == expected
-    assert given == [("m", ["p"], {"thinking": True}, TEMPLATE)] * 2
+        assert engines.load_tokenizer("m", TEMPLATE).pad_token == expected
+    assert given == [("m", TEMPLATE)] * 2
     monkeypatch.setattr(engines, "saved_tokenizer", lambda *given: SimpleNamespace(pad_token=None, eos_token=None))
     with pytest.raises(UserError, match="m: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in"):
         engines.load_tokenizer("m")
-
-
-def test_a_tokenizer_is_tried_with_the_prompts_their_arguments_and_the_chat_template(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An adapter's tokenizer may be that of its base. Transformers reads the base's sizes to load it."""
-    sizes: list[object] = []
-    monkeypatch.setattr(engines, "tokenizer_source", lambda name: f"base of {name}")
-    monkeypatch.setattr(engines, "check_model_sizes", lambda *given, **options: sizes.append((given, options)))
-    monkeypatch.setattr(engines, "load_after_trial", lambda name, load, *given: (name, load(), given))
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name, **options: (name, options))
-    assert engines.saved_tokenizer("m", ["p"], {"thinking": True}, TEMPLATE) == (
-        "base of m",
-        ("base of m", {"trust_remote_code": False}),
-        (["p"], {"thinking": True}, TEMPLATE),
-    )
-    assert sizes == [(("base of m",), {"local_only": False})], "a model of the hub has sizes too"
 
 
 @pytest.mark.parametrize(
@@ -476,21 +460,17 @@ def test_an_adapters_base_keeps_its_layout_in_4_bits(tmp_path: Path, monkeypatch
 
 
 def test_an_engine_is_on_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    model = SimpleNamespace(to=lambda device: calls.append(device) or f"on {device}")
-    monkeypatch.setattr(engines, "load_tokenizer", lambda *given: calls.append(given) or "tokenizer")
-    monkeypatch.setattr(engines, "load_model", lambda name: calls.append(name) or model)
+    model = SimpleNamespace(to=lambda device: f"on {device}")
+    monkeypatch.setattr(engines, "load_model", lambda name: model)
     for has_gpu, device in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        engine = engines.load_engine("m", ["p"], {"thinking": True}, TEMPLATE)
+        engine = engines.load_engine("m", "tokenizer")
         assert (engine.model, engine.tokenizer) == (f"on {device}", "tokenizer")
-        assert calls == [("m", ["p"], {"thinking": True}, TEMPLATE), "m", device], "the tokenizer first"
-        calls.clear()
 
 
 def test_an_adapters_local_base_is_checked_as_the_adapter_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, str]] = []
-    names = ("check_descriptions", "check_weight_files", "check_model_sizes")
+    names = ("check_descriptions", "check_weight_files")
     for name in names:
         monkeypatch.setattr(engines, name, lambda folder, name=name: calls.append((name, str(folder))))
     base, adapter = tmp_path / "base", tmp_path / "adapter"

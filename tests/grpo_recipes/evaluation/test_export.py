@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from grpo_recipes import cli
-from grpo_recipes.evaluation.engines import load_engine
+from grpo_recipes.evaluation.engines import load_engine, load_tokenizer
 from grpo_recipes.evaluation.export import Exported, _serving_config, _texts, export
 from grpo_recipes.evaluation.settings import Settings
 from grpo_rewards.errors import UserError
@@ -64,7 +64,7 @@ def greedy(folder: Path) -> list[str]:
 @pytest.mark.parametrize("kind", only(["adapter"], ["run", "adapter"]))
 def test_the_folder_gives_the_greedy_tokens_of_the_run(kind: str, tmp_path: Path, request: Any) -> None:
     source = request.getfixturevalue(kind)
-    expected = load_engine(str(source))(PROMPTS, Settings(max_new_tokens=30, strict=None))
+    expected = load_engine(str(source), load_tokenizer(str(source)))(PROMPTS, Settings(max_new_tokens=30, strict=None))
     assert len(set(map(len, expected))) > 1, "some end at an end token"
     export(source, tmp_path / "out")
     assert greedy(tmp_path / "out") == expected
@@ -189,7 +189,9 @@ def test_a_checkpoint_is_exported_with_the_sampling_of_its_run(kind: str, tmp_pa
     (checkpoint.parent / "run.json").write_text(json.dumps(record))
     export(checkpoint, tmp_path / "out")
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
-    assert greedy(tmp_path / "out") == load_engine(str(source))(PROMPTS, Settings(max_new_tokens=30, strict=None))
+    assert greedy(tmp_path / "out") == load_engine(str(source), load_tokenizer(str(source)))(
+        PROMPTS, Settings(max_new_tokens=30, strict=None)
+    )
     assert not (tmp_path / "out" / "optimizer.pt").exists()
 
 

@@ -590,16 +590,3 @@ def test_a_folder_that_is_lost_before_the_result_is_written_is_left_alone(
     with pytest.raises(UserError, match="process 17 on other-host.* has taken it over"):
         evaluate_into(tmp_path, lambda prompts, settings: ["1"], rows, Settings(), {}, record=loses)
     assert not (tmp_path / "completions.parquet").exists()
-
-
-def test_the_template_is_tried_with_the_tools_and_the_keys_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(evaluate, "load_tokenizer", lambda *given: seen.append(given) or "tokenizer")
-    monkeypatch.setattr(evaluate, "Turns", lambda *given: given)
-    tools: Any = SimpleNamespace(toolset=SimpleNamespace(all_tools=[SimpleNamespace(schema="s")]))
-    rows = Dataset.from_dict({"prompt": ["1?"]})
-    for given, expected in ((None, {}), ({"enable_thinking": False}, {"enable_thinking": False})):
-        engine = evaluate.LazyEngine("m", None, rows, given)
-        assert engine._turns(tools) == (tools, "m", "tokenizer", given)
-        assert seen[-1][0] == "m"
-        assert seen[-1][2] == {**expected, "tools": ["s"]}

@@ -19,11 +19,10 @@ from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.evaluation import comparison, evaluate, vllm_engine
 from grpo_recipes.evaluation.estimates import describe, describe_comparison
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.evaluation.vllm_engine import VLLM, load_vllm, made_with, needs_merging
+from grpo_recipes.evaluation.vllm_engine import VLLM, made_with, needs_merging
 from grpo_rewards.errors import UserError
 from tests.support import tiny
 
@@ -40,6 +39,10 @@ NEUTRAL = {
     "min_tokens": 0,
 }
 """Neutral values of every field that vLLM would read from a generation_config.json, and of its penalties."""
+
+
+def load_vllm(name: str, options: VLLM) -> Any:
+    return vllm_engine.load_vllm(name, options, tiny.byte_tokenizer())
 
 
 class StubLLM:
@@ -172,10 +175,9 @@ def test_a_default_lora_is_served_without_merging(
 
 
 def test_vllm_gets_the_smallest_room_that_an_adapters_rank_fits_into(
-    policy: Path, tmp_path: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, stub: type[StubLLM]
 ) -> None:
     """The rooms are those of `MaxLoRARanks` in vLLM's `config/lora.py`. A larger rank is left to vLLM to refuse."""
-    monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda *_: tiny.byte_tokenizer())
     rooms = [8, 16, 32, 64, 128, 256, 320, 512]
     expected = {1: 8, 513: 513} | {room: room for room in rooms}
     expected |= {room + 1: larger for room, larger in itertools.pairwise(rooms)}
@@ -203,9 +205,8 @@ def test_what_vllm_applies_or_only_training_reads_needs_no_merging(tmp_path: Pat
 def test_an_empty_address_is_one_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty variable of a script must not start an engine in this process."""
     options = VLLM(vllm_server_base_url="")
-    monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda *_: "tokenizer")
     monkeypatch.setattr(vllm_engine, "Server", lambda *given: given)
-    assert load_vllm("m", options) == ("", "m", "tokenizer")
+    assert vllm_engine.load_vllm("m", options, "tokenizer") == ("", "m", "tokenizer")
     assert options.name == "vllm server"
     for address in ("", "gpu1"):
         with pytest.raises(UserError, match=f"^the vLLM server {address} does not answer .unknown url type: "):
@@ -260,19 +261,6 @@ def test_the_record_names_version_dtype_and_quantization(tmp_path: Path, monkeyp
     monkeypatch.setattr(vllm_engine, "versions", lambda: {"torch": "2"})
     found = made_with(str(tmp_path), VLLM())
     assert (found["version"], found["dtype"]) == (None, "float32"), "no file names a dtype"
-
-
-@pytest.mark.parametrize("served", [False, True])
-def test_the_tokenizer_is_tried_as_the_prompts_are_rendered(
-    served: bool, policy: Path, stub: type[StubLLM], server: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[tuple[object, ...]] = []
-    tokenizer, template = tiny.byte_tokenizer(), ChatTemplate(Path("chat_template.jinja"), "text", None)
-    monkeypatch.setattr(vllm_engine, "load_tokenizer", lambda *words: given.append(words) or tokenizer)
-    options = VLLM(vllm_server_base_url=server) if served else VLLM()
-    engine = load_vllm(str(policy), options, ["p"], {"thinking": True}, template)
-    assert given == [(str(policy), ["p"], {"thinking": True}, template)]
-    assert engine.tokenizer is tokenizer
 
 
 @pytest.mark.parametrize("served", [False, True])

@@ -438,14 +438,13 @@ def test_a_configuration_is_read_here_or_from_a_hub_that_answers(
         return LlamaConfig(**SIZES, **HEADS)
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", read)
-    monkeypatch.setattr(memory, "check_model_sizes", lambda model, *, local_only: asked.append((model, local_only)))
     monkeypatch.setattr(memory, "hub_answers", lambda: answers)
     folder = tmp_path / "model"
     LlamaConfig(**SIZES, **HEADS).save_pretrained(folder)
     for model, here_only in (("some/model", not answers), (str(folder), True)):
         asked.clear()
         shape, built = memory.load_model(model)
-        assert asked == [(model, here_only)] * 2
+        assert asked == [(model, here_only)]
         assert memory.load_shape(model) == shape == ModelShape.from_config(built.config)
 
 

@@ -209,8 +209,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append((len(table), kwargs))
         return np.array([len(text) + (100 if tools else 0) for text in table["prompt"]])
 
-    def load_tokenizer(recipe: Any, dataset: Any, *, local_only: bool, toolset: Any) -> str:
-        found.append((local_only, toolset))
+    def load_tokenizer(recipe: Any, *, local_only: bool) -> str:
+        found.append(local_only)
         return "tokenizer"
 
     monkeypatch.setattr(plan_prompts, "hub_answers", lambda: False)
@@ -225,7 +225,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_report_without_tools_tokenizes_each_prompt_once(calls: list[Any]) -> None:
     report = prompt_report(given(), TABLE)
     assert report == PromptReport("a tokenizer {}", 1, Lengths(4, 4, 1, 3, 4, 4, 1), None, None)
-    assert calls == [(True, None), ("tokenizer", "a"), (4, {})]
+    assert calls == [True, ("tokenizer", "a"), (4, {})]
     with_options = given(config=SimpleNamespace(chat_template_kwargs={"thinks": False}, max_tool_calling_iterations=5))
     assert prompt_report(with_options, TABLE).text == "a tokenizer {'thinks': False}"
 
@@ -248,7 +248,6 @@ def test_tools_lengthen_the_first_prompt(calls: list[Any]) -> None:
     report = prompt_report(given(), TABLE, tools)
     assert (report.text, report.tokens) == ("a tokenizer {'tools': 'w'}", 101)
     assert report.tools == ToolTokens(schemas=100, call=3, result=4, turns=5, limit=9)
-    assert calls[0] == (True, tools)
     assert prompt_report(given(tool_limits=None), TABLE, tools).tools is None
 
 
@@ -259,7 +258,7 @@ def test_the_hub_is_asked_for_a_tokenizer_if_it_answers(
 ) -> None:
     monkeypatch.setattr(plan_prompts, "hub_answers", lambda: answers)
     prompt_report(given(model={"model_name_or_path": name}), TABLE)
-    assert calls[0] == (local_only, None)
+    assert calls[0] == local_only
 
 
 def test_a_report_without_a_tokenizer_has_the_messages_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

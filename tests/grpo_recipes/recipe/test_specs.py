@@ -215,7 +215,7 @@ def test_what_lies_on_a_limit_of_a_dataset_is_taken() -> None:
     [
         (None, "No such file or directory"),
         (b"caf\xe9", "it is not UTF-8"),
-        ("a folder", "it is no ordinary file"),
+        ("a folder", "it is not a regular file"),
     ],
 )
 def test_a_file_of_a_system_prompt_that_can_not_be_read_is_named(tmp_path: Path, content: Any, reason: str) -> None:

@@ -104,7 +104,7 @@ def test_rewards_without_a_record_are_known_by_their_names_in_the_log() -> None:
     log = runs.Log()
     names = ("gsm8k_correctness", "think_format_reward", "mine")
     entry = {f"rewards/{name}/{kind}": 1.0 for name in names for kind in ("mean", "std")}
-    log.add({"step": 1, **entry, "reward": 3.0, "kl/mean": 1.0}, Path("x"))
+    log.add({"step": 1, **entry, "reward": 3.0, "kl/mean": 1.0})
     run = Run(Path("/nowhere"), {}, log)
     assert run.rewards == [
         RunReward("gsm8k_correctness", 1.0, "correctness"),

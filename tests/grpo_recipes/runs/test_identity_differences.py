@@ -17,7 +17,7 @@ import pytest
 from grpo_recipes.runs import identity
 from grpo_recipes.runs.identity import NOT_IDENTIFIED, Identity, Source, differences, source_digest, weights_of
 from grpo_recipes.runs.weights import identify_weights
-from grpo_rewards.files import LARGE_BYTES
+from grpo_rewards.files import JSON_BYTES
 from grpo_rewards.registry import BuiltReward, build_rewards
 from tests.support import tiny
 
@@ -199,7 +199,7 @@ def test_every_byte_of_a_tokenizer_counts_and_of_weights_both_ends(tmp_path: Pat
     after = weights_of(Source(str(folder)))
     assert {name for name in after if before[name] != after[name]} == {"vocab.txt"}
     with vocabulary.open("r+b") as file:
-        file.truncate(LARGE_BYTES + 1)  # no tokenizer is as large: it is not read to its end
+        file.truncate(JSON_BYTES + 1)  # no tokenizer is as large: it is not read to its end
     assert weights_of(Source(str(folder)))["vocab.txt"] == identify_weights(vocabulary)
 
 

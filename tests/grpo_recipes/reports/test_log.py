@@ -1,0 +1,156 @@
+"""Logs of a run, with and without a saved state, and runs with values that no trainer writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from grpo_recipes import cli
+from grpo_recipes.reports.run import read_log
+from grpo_recipes.runs import files
+from tests.support.stored import HISTORY, RECORD, run_files
+from tests.support.synthetic import CONFIG, REWARDS, healthy_completions
+
+
+def state(*entries: Any, **more: Any) -> dict[str, Any]:
+    return {"log_history": list(entries), "global_step": 40, **more}
+
+
+def renamed(name: str) -> dict[str, Any]:
+    """Return the files of a healthy run whose correctness reward has another name."""
+
+    def changed(value: Any) -> Any:
+        return json.loads(json.dumps(value).replace("gsm8k_correctness", name))
+
+    sink = pa.BufferOutputStream()
+    parquet.write_table(pa.Table.from_pylist(changed(healthy_completions())), sink)
+    return {
+        "state": state(*changed(HISTORY)),
+        "record": {**RECORD, "rewards": changed(REWARDS)},
+        "completions": sink.getvalue().to_pybytes(),
+    }
+
+
+def large(value: float) -> dict[str, Any]:
+    """Return the log and the record of a run whose numbers are all `value`, with alternating sign."""
+    entries = [
+        {key: number if key == "step" else value * (-1) ** entry["step"] for key, number in entry.items()}
+        for entry in HISTORY
+    ]
+    rewards = [{**reward, "weight": value} for reward in REWARDS]
+    return {"state": state(*entries), "record": {**RECORD, "rewards": rewards, "config": {**CONFIG, "beta": value}}}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        renamed("../../evil.x"),
+        large(1e308),
+        large(float("inf")),
+        {"record": {**RECORD, "recipe": {"rewards": [3, None, [], {"name": {}}, {"name": "gate", "reward": 3}]}}},
+    ],
+    ids=["a reward named as a path", "numbers of 1e308", "infinite", "a recipe of odd values"],
+)
+def test_odd_values_are_reported_within_the_folder(contents: dict[str, Any], tmp_path: Path) -> None:
+    for path, content in run_files("run", **contents).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert cli.main(["diagnose", str(tmp_path / "run")]) in (0, 1)
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# The log
+
+
+def live(folder: Path, *lines: dict[str, Any]) -> Path:
+    """Write a `_log.jsonl`."""
+    (folder / files.LIVE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"indent": 2, "sort_keys": True}, {"separators": (",", ":")}])
+@pytest.mark.parametrize("is_live", [False, True])
+def test_a_log_holds_the_numbers_of_its_entries(tmp_path: Path, is_live: bool, layout: dict[str, Any]) -> None:
+    nested = {"deep": [{"log_history": [1, "]"]}, '\\" {[,'], "é\u2028": None, "n": -1.5e-7}
+    entries = [
+        {"step": 1, "a": 1.25, "text": 'x"]}', **nested},
+        {"step": 20, "a": 3, "b": True},
+        {"step": 3, "a": float("inf")},
+    ]
+    if is_live:
+        live(tmp_path, {"step": 0, "max_steps": 7}, *entries)
+    else:
+        content = {"epoch": 0.5, "global_step": 20, **nested, "log_history": entries, "max_steps": 7}
+        (tmp_path / "trainer_state.json").write_text(json.dumps(content, **layout))
+    log = read_log(tmp_path)
+    assert {key: (list(steps), list(values)) for key, (steps, values) in log.metrics.items()} == {
+        "step": ([1, 20, 3], [1, 20, 3]), "a": ([1, 20], [1.25, 3]), "text": ([], []), "deep": ([], []),
+        "é\u2028": ([], []), "n": ([1], [-1.5e-7]), "b": ([], [])}  # fmt: skip
+    assert (log.last_step, log.max_steps) == (20, 7)
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2, "sort_keys": True}])
+def test_a_state_that_is_cut_off_is_refused(tmp_path: Path, layout: dict[str, Any]) -> None:
+    text = json.dumps({"global_step": 40, "log_history": HISTORY[:3], "max_steps": 7}, **layout)
+    for cut in range(1, len(text), 37):
+        (tmp_path / "trainer_state.json").write_text(text[:cut])
+        with pytest.raises(files.RunError, match="can't be read as JSON"):
+            read_log(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"reward": 1.0}', "`line 2` has no `step`"),
+        (b"[" * 100_000, "line 2 can't be read as JSON ("),
+        (b"{", "line 2 can't be read as JSON (Expecting property name"),
+    ],
+)
+def test_a_damaged_line_of_a_log_is_named(tmp_path: Path, line: bytes, problem: str) -> None:
+    (tmp_path / "_log.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(files.RunError) as error:
+        read_log(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / '_log.jsonl'}: {problem}")
+    assert str(error.value).endswith("; restore or remove the file")
+
+
+def test_letters_that_are_no_utf_8_do_not_hide_the_numbers_of_a_line(tmp_path: Path) -> None:
+    (tmp_path / "_log.jsonl").write_bytes(b'{"step": 3, "note": "\xff", "a": 0.5}\n')
+    log = read_log(tmp_path)
+    assert list(log.metrics["a"][1]) == [0.5]
+    assert (log.last_step, log.max_steps, log.began, log.has_ended) == (3, 0, None, False)
+
+
+def test_an_empty_log_is_that_of_a_run_that_is_over_unless_it_is_known_to_go_on(tmp_path: Path) -> None:
+    live(tmp_path)
+    with pytest.raises(files.RunError, match="the run logged nothing$"):
+        read_log(tmp_path)
+    with pytest.raises(files.RunError, match="the run has logged nothing yet: ask again after its first step$"):
+        read_log(tmp_path, is_running=True)
+
+
+def test_the_step_of_a_state_is_read_from_its_head(tmp_path: Path) -> None:
+    """A launch that saved nothing is newer than a state if it reached the same step."""
+    entries = [{"step": 1, "a": 1.0, "global_step": 3}, {"step": 9, "a": 2.0, "global_step": 3, "log_history": 1}]
+
+    def last(saved: dict[str, Any], logged: int, **began: int) -> float:
+        (tmp_path / "trainer_state.json").write_text(json.dumps(saved))
+        beginning: list[dict[str, Any]] = [{"max_steps": 40, **began}] if began else []
+        live(tmp_path, *beginning, {"step": logged, "a": 3.0})
+        return read_log(tmp_path).metrics["a"][1][-1]
+
+    assert last({"global_step": 10, "log_history": entries}, 10) == 3.0
+    assert last({"global_step": 10, "log_history": entries}, 9) == 2.0
+    # Without a step in the head, that of the last entry counts.
+    assert last({"log_history": entries, "global_step": 10}, 9) == 3.0
+    assert last({"log_history": entries, "global_step": 10}, 8) == 2.0
+    # A state that was saved before a launch began is its beginning, and a later one is from another launch.
+    assert last({"global_step": 10, "log_history": entries}, 9, step=10) == 2.0
+    assert last({"global_step": 10, "log_history": entries}, 9, step=9) == 3.0
+    assert last({"global_step": 10, "log_history": entries}, 9, step=0) == 3.0

@@ -727,25 +727,6 @@ def test_no_command_prints_a_control_character(line: str, tmp_path: Path, tiny_m
     assert controls(output) == [], output
 
 
-@pytest.mark.slow
-def test_training_prints_no_control_character(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "odd_reward", raising=False)
-    (tmp_path / "odd_reward.py").write_text(
-        f"def fails(prompts, completions, **columns): raise ValueError({HOSTILE!r})\n"
-    )
-    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
-    config = launching.write_recipe(
-        tmp_path / "mine.yaml", policy, rows, tmp_path / "run", rewards=["odd_reward.fails"], disable_tqdm=True
-    )
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        assert train.main(["--config", str(config)]) == 1
-    assert "odd_reward" in printed.getvalue()
-    assert SHOWN in printed.getvalue()
-    assert controls(printed.getvalue()) == []
-
-
 # Links
 
 

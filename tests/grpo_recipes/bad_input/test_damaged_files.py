@@ -78,6 +78,7 @@ FAULTS: list[tuple[str, str, Content, str]] = [
     (OF_SFT, "sft/adapter_model.safetensors", CUT_OFF, "cut off"),
     (f"{TRAIN} --use_peft --beta 0.1 --reference '{{adapter: sft}}'", "sft/adapter_model.safetensors", CUT_OFF, "cut"),
     (RESUME, "run/run.json", '{"recipe": {', "restore"),
+    (RESUME, "run/run.json", lambda path: None, "restore"),
     (RESUME, "run/_launch.json", "[", "remove the file"),
     (RESUME, "run/checkpoint-2/model.safetensors", SAFETENSORS[:9], "remove the folder run/checkpoint-2"),
     (RESUME, "run/checkpoint-2/optimizer.pt", ZIP[:9], "cut off"),

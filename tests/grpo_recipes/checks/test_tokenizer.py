@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from grpo_recipes.checks import tokenizer as tokenizer_checks
 from grpo_recipes.checks.tokenizer import (
@@ -94,8 +94,10 @@ def test_a_folder_that_is_missing_is_said_before_anything_is_loaded() -> None:
         load_tokenizer(recipe_of("./nowhere"))
 
 
-def test_a_model_without_the_files_of_its_tokenizer_is_refused(tmp_path: Path) -> None:
-    LlamaConfig(**tiny._SIZES).save_pretrained(tmp_path)
+@pytest.mark.parametrize("config", [LlamaConfig(**tiny._SIZES), Qwen2Config()], ids=["llama", "qwen2"])
+def test_a_model_without_the_files_of_its_tokenizer_is_refused(config: PretrainedConfig, tmp_path: Path) -> None:
+    """For Qwen2, transformers makes a tokenizer without a vocabulary."""
+    config.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path}: its tokenizer"):
         read_tokenizer(str(tmp_path))
 

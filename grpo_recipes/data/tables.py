@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import datasets
@@ -138,10 +139,6 @@ def listed(names: Iterable[str]) -> str:
 # Tables on disk
 
 
-class Widened(Exception):
-    """Signal that later rows need a wider schema than the written one, so that the table must be written again."""
-
-
 def fingerprint(*parts: object) -> str:
     """Return the name of the cached table that is made from `parts`. Parts with the same text give the same name."""
     return xxhash.xxh3_128_hexdigest("\0".join(map(str, parts)).encode(errors="surrogatepass"))
@@ -159,7 +156,7 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                _write(path, batches)
+                _write(path, batches())
     except OSError as error:
         raise UserError(
             f"`dataset`: {folder} is not writable ({error.strerror or error}): make room, or set HF_DATASETS_CACHE"
@@ -171,23 +168,15 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
         raise UserError("`dataset`: names of columns have control characters: rename the columns") from error
 
 
-def _write(path: Path, batches: Callable[[], Iterator[pa.Table]]) -> None:
+def _write(path: Path, batches: Iterator[pa.Table]) -> None:
     """Write the batches beside `path` and move the file there, so that `path` never holds half a table."""
     partial_path = path.with_suffix(f".{os.getpid()}")
     try:
-        try:
-            _write_stream(partial_path, batches())
-        except Widened:
-            _write_stream(partial_path, batches())
+        with pa.OSFile(str(partial_path), "wb") as sink:
+            first = next(batches, pa.table({}))
+            with pa.ipc.new_stream(sink, first.schema) as writer:
+                for table in chain([first], batches):
+                    writer.write_table(table, max_chunksize=BATCH)
         partial_path.replace(path)
     finally:
         partial_path.unlink(missing_ok=True)
-
-
-def _write_stream(path: Path, batches: Iterator[pa.Table]) -> None:
-    with pa.OSFile(str(path), "wb") as sink:
-        first = next(batches, pa.table({}))
-        with pa.ipc.new_stream(sink, first.schema) as writer:
-            writer.write_table(first)
-            for batch in batches:
-                writer.write_table(batch)

@@ -23,22 +23,22 @@ DATA: list[Case] = [
     )
     for command in ("grpo-recipes plan {recipe}", "train --config {recipe}")
     for spec, words in {
-        "path: rows.csv": ("rows.csv, line 2 has the columns problem, solution, level", "`columns: {question: ...}`"),
+        "path: rows.csv": ("rows.csv, row 2 has the columns problem, solution, level", "`columns: {question: ...}`"),
         "path: rows.csv, columns: {question: problm}": ("no column 'problm' (it has problem, solution, level)",),
         "path: rows.csv, columns: {question: problem, images: level}": (
             "a column 'images'",
             "`columns: {other_images:",
         ),
-        "path: wide.csv, columns: {question: problem}": ("wide.csv, line 4 has 4 cells",),
-        "path: null.csv, columns: {question: problem}": ("null.csv, line 4 has the question None",),
+        "path: wide.csv, columns: {question: problem}": ("wide.csv, row 4 has 4 cells",),
+        "path: null.csv, columns: {question: problem}": ("null.csv, row 4 has the question None",),
         'path: rows.csv, prompt_template: "{{ problem[9:1:0] }}"': (
-            "`dataset.prompt_template` fails on rows.csv, line 2",
+            "`dataset.prompt_template` fails on rows.csv, row 2",
         ),
         "path: no-*.csv": ("`dataset.path`: no file matches no-*.csv",),
         "path: [{path: rows.csv, fraction: 2}]": (
             "`dataset.path.fraction` of rows.csv is 2.0: set a number above 0 and at most 1",
         ),
-        "path: [rows.csv, train.jsonl]": ("rows.csv, line 2 has the question None",),
+        "path: [rows.csv, train.jsonl]": ("rows.csv, row 2 has the question None",),
     }.items()
 ] + [
     Case(

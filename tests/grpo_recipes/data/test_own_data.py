@@ -18,7 +18,7 @@ import xxhash
 from pyarrow import parquet
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 
-from grpo_recipes.data import prompts, sources, tables, text_files
+from grpo_recipes.data import prompts, sources, tables
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
 from grpo_recipes.data.sources import Keys
 from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
@@ -69,36 +69,6 @@ def test_a_glob_reads_its_files_sorted_by_name(tmp_path: Path, ending: str) -> N
         write(tmp_path / f"part-{part}{ending}", ROWS[10 * part : 10 * part + 10])
     assert load(spec(str(tmp_path / f"part-*{ending}"))).to_list() == EXPECTED
     assert load(spec(str(tmp_path / f"part-*{ending}"), split="train[5:12]")).to_list() == EXPECTED[5:12]
-
-
-def test_text_is_not_converted(tmp_path: Path) -> None:
-    """`datasets` would turn these texts into timestamps, nulls and numbers, or fail."""
-    dates = [{"question": f"When, {n}?", "answer": f"2024-01-{n:02d}"} for n in range(1, 5)]
-    assert load(DatasetSpec.parse({"path": write(tmp_path / "dates.jsonl", dates)}))["answer"][:] == [
-        row["answer"] for row in dates
-    ]
-    (tmp_path / "cells.csv").write_text(
-        'question,answer,code,size,share\na,NA,007,1,0.5\nb,None,12,20,1\n"c, d",,3,3,2\n'
-    )
-    table = load(DatasetSpec.parse({"path": str(tmp_path / "cells.csv")}))
-    assert table["answer"][:] == ["NA", "None", None]
-    assert table["code"][:] == ["007", "12", "3"]
-    assert table["size"][:] == [1, 20, 3]
-    assert table["share"][:] == [0.5, 1.0, 2.0]
-    assert table[2]["prompt"] == user("c, d")
-
-
-@pytest.mark.parametrize("ending", [".jsonl", ".csv"])
-def test_the_type_of_a_column_depends_on_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    """The first batches have narrower types than the whole file."""
-    monkeypatch.setattr(text_files, "BATCH", 4)
-    rows = [{"question": f"{n}?", "share": n if n < 9 else n / 2, "late": None if n < 9 else "x"} for n in range(10)]
-    table = load(DatasetSpec.parse({"path": write(tmp_path / f"rows{ending}", rows)}))
-    assert table["share"][:] == [*map(float, range(9)), 4.5]
-    assert table["late"][:] == [None] * 9 + ["x"]
-    codes = [{"question": f"{n}?", "code": str(n) if n < 9 else "x9"} for n in range(10)]
-    table = load(DatasetSpec.parse({"path": write(tmp_path / f"codes{ending}", codes)}))
-    assert table["code"][:] == [row["code"] for row in codes]
 
 
 def test_a_table_is_written_once_and_memory_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -714,7 +684,7 @@ def test_rows_of_later_batches_keep_their_places(
     with pytest.raises(UserError, match=r"fails on .*rows\.jsonl, line 7 \("):
         load(DatasetSpec.parse({**keys, **template}))
     rows[6]["question"] = 3
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 7: the column 'question' has values of several types"):
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 7: the column 'question' has 3, "):
         load(DatasetSpec.parse({"path": write(tmp_path / "rows.jsonl", rows)}))
 
 
@@ -1111,10 +1081,6 @@ def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, n
         ({"path": ["{folder}/rows.jsonl", "{folder}/sourced.jsonl"]}, r"sourced\.jsonl has a column 'source', which a"),
         ({"path": "{folder}/null.jsonl"}, r"null\.jsonl, line 3 has the question None"),
         ({"path": "{folder}/blank.jsonl"}, r"blank\.jsonl, line 2 has the question '  '"),
-        ({"path": "{folder}/wide.csv"}, r"wide\.csv, line 3 has 4 cells, and the first line names 3 columns"),
-        ({"path": "{folder}/quote.csv"}, r"quote\.csv, line 3 is not CSV \(unexpected end of data\)"),
-        ({"path": "{folder}/twice.csv"}, r"twice\.csv, line 1 must name every column once"),
-        ({"path": "{folder}/broken.json"}, r"broken\.json is not JSON"),
         ({"path": "{folder}/broken.parquet"}, r"broken\.parquet can't be read as Parquet"),
     ],
 )
@@ -1126,10 +1092,6 @@ def test_a_mistake_is_reported_with_its_fix(tmp_path: Path, keys: dict[str, Any]
     write(tmp_path / "null.jsonl", [*ROWS[:2], {**ROWS[2], "problem": None}])
     write(tmp_path / "blank.jsonl", [ROWS[0], {**ROWS[1], "problem": "  "}])
     write(tmp_path / "nested.jsonl", [{"meta": {"text": "q", "x": 1}}])
-    (tmp_path / "wide.csv").write_text("problem,solution,level\na,b,1\na,b,c,1\n")
-    (tmp_path / "quote.csv").write_text('problem,solution,level\na,b,1\na,"b,1\n\nc,d,1\n')
-    (tmp_path / "twice.csv").write_text("problem,solution,problem\na,b,c\n")
-    (tmp_path / "broken.json").write_text('[{"problem": 1')
     (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     filled = json.loads(json.dumps(keys).replace("{folder}", str(tmp_path)))
     with pytest.raises(UserError, match=message):

@@ -61,10 +61,10 @@ def test_rows_keep_their_lines_in_slices_and_after_blank_lines(tmp_path: Path) -
     assert f"on {path}, lines 59, 75: a gold" in named({"path": str(path), "split": "train[20:35]+train[36:]"})
 
 
-def test_records_of_several_lines_are_named_by_their_first_line(tmp_path: Path) -> None:
+def test_rows_of_a_csv_file_are_counted_from_its_header(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(f'question,answer\n"a\nb",1\nc,{PROSE}\n"d\ne\nf",{PROSE}\ng,2\n', encoding="utf-8")
-    assert f"on {path}, lines 4, 5: a gold" in named({"path": str(path)})
+    assert f"on {path}, rows 3, 4 (counted from 1): a gold" in named({"path": str(path)})
 
 
 def test_the_files_of_a_glob_and_the_sources_of_a_mixture_are_named(tmp_path: Path) -> None:

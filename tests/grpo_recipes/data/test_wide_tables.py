@@ -87,7 +87,7 @@ def test_a_wide_parquet_file_is_read_if_few_columns_are_selected(tmp_path: Path)
 
 @pytest.mark.parametrize("others", [["again"] * 1_000, ["long" * 1_000_000] * 2])
 def test_a_message_names_only_some_of_many_columns(tmp_path: Path, others: list[str]) -> None:
-    with pytest.raises(UserError, match="line 1 must name every column once") as refused:
+    with pytest.raises(UserError, match="row 1 must name every column once") as refused:
         load(write_csv(tmp_path / "rows.csv", others))
     assert len(str(refused.value)) < 600 + len(str(tmp_path))
 
@@ -105,9 +105,7 @@ def test_the_limits_are_those_that_the_pages_state() -> None:
     assert f"may have {COLUMNS:,} columns, and {FIELDS:,} keys in total" in data
     assert f"more than {prompts.SAMPLE:,} rows, golds and prompt lengths are checked on a random sample" in data
     security = (docs / "security.md").read_text(encoding="utf-8")
-    assert f"at most {text_files.DECOMPRESSED_BYTES / 2**30:g} GiB when decompressed" in security
-    assert f"| a file of rows that is one JSON array | {text_files.ARRAY_BYTES / 2**30:g} GiB |" in security
-    assert f"| a line of a file of rows | {text_files.LINE_BYTES / 2**20:g} MiB |" in security
+    assert f"at most {text_files.TEXT_BYTES / 2**30:g} GiB as text" in security
 
 
 def test_listed_names_end_with_the_number_of_the_others() -> None:

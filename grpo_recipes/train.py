@@ -71,7 +71,7 @@ from grpo_recipes.runs import resume, weights
 from grpo_recipes.runs.checkpoints import read_manifest, steps_done
 from grpo_recipes.runs.files import LIVE, RECORD
 from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
-from grpo_recipes.runs.lock import FolderLost, Held, only_launch
+from grpo_recipes.runs.lock import FolderLost, Held, only_writer
 from grpo_recipes.runs.record import add_launch, describe_launch
 from grpo_recipes.runs.resume import Resume
 from grpo_recipes.training.adamw_bf16 import adamw_bf16, draw_sample, stored_values
@@ -304,7 +304,7 @@ def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
 @contextmanager
 def only_run(prepared: Prepared) -> Iterator[Prepared]:
     """Hold the run's folder, confirm the checkpoint, load the reward models, and yield the updated `prepared`."""
-    with prepared.recipe.naming_this_file(), only_launch(prepared.recipe.output_dir) as held:
+    with prepared.recipe.naming_this_file(), only_writer(prepared.recipe.output_dir) as held:
         prepared = confirm_checkpoint(replace(prepared, held=held))
         load_reward_models(prepared.recipe, prepared.checked)
         try:

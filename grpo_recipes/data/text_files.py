@@ -155,8 +155,10 @@ def _utf8(path: Path, key: str, notation: TextFormat) -> bytes:
     """Return the content of a file, encoded as UTF-8. Raise `UserError` if it is not in the notation's encoding."""
     content = _content(path, key)
     codec = codecs.lookup(notation.encoding or "utf-8").name
-    codec = "utf-8-sig" if codec == "utf-8" else codec  # with and without a byte order mark
     try:
+        if codec == "utf-8":
+            content.decode()
+            return content.removeprefix(codecs.BOM_UTF8)
         # Unlike `decode`, a stream refuses UTF-16 without its byte order mark, which any text of even length could be.
         return io.TextIOWrapper(io.BytesIO(content), codec, newline="").read().encode()
     except UnicodeError as error:

@@ -59,11 +59,11 @@ def test_an_error_in_a_lost_folder_names_the_loss(
     opened, loaded = [], []
 
     @contextmanager
-    def only_launch(folder: Path) -> Iterator[Any]:
+    def only_writer(folder: Path) -> Iterator[Any]:
         opened.append(folder)
         yield held
 
-    monkeypatch.setattr(train, "only_launch", only_launch)
+    monkeypatch.setattr(train, "only_writer", only_writer)
     monkeypatch.setattr(train, "load_reward_models", lambda recipe, checked: loaded.append(checked))
 
     def fails() -> None:

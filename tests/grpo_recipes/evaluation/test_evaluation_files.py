@@ -27,7 +27,6 @@ from grpo_recipes.evaluation.evaluate import (
 )
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.lock import EVALUATION, LOCK, only_writer
 from grpo_rewards.errors import UserError
@@ -139,7 +138,6 @@ def test_the_command_refuses_a_second_evaluation_before_the_model_is_loaded(
 def test_an_evaluation_whose_folder_was_taken_over_writes_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "SWAP_SECONDS", 0.1)
     calls: list[list[str]] = []
 
     def loses(prompts: list[str], given: Settings) -> list[str]:

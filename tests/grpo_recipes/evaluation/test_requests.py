@@ -25,7 +25,6 @@ from grpo_recipes.evaluation.evaluate import Request, evaluate_into, held_out_sp
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.runs import lock
 from grpo_recipes.runs.lock import LOCK
 from grpo_rewards.errors import UserError
 from grpo_rewards.registry import RewardSpecError
@@ -579,7 +578,6 @@ def test_a_reward_gets_every_column_but_the_prompt(tmp_path: Path) -> None:
 def test_a_folder_that_is_lost_before_the_result_is_written_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "SWAP_SECONDS", 0.1)
     rows = Dataset.from_dict({"prompt": ["1?"], "answer": ["1"]})
 
     def loses(settings: Settings) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from grpo_recipes.process import live_line as live
 from grpo_recipes.process.live_line import Line, LiveLine, LiveLog
 from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.files import LIVE, RunError
-from grpo_recipes.runs.lock import only_launch
+from grpo_recipes.runs.lock import only_writer
 from tests.support.synthetic import write_run
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_has_logged_nothing_says_so(tmp_path: Path) -> None:
     log(tmp_path, range(0))
     with pytest.raises(RunError, match="the run logged nothing"):
         Run.read(tmp_path)
-    with only_launch(tmp_path), pytest.raises(RunError, match="has logged nothing yet: ask again"):
+    with only_writer(tmp_path), pytest.raises(RunError, match="has logged nothing yet: ask again"):
         Run.read(tmp_path)
 
 
@@ -170,7 +170,7 @@ def test_the_report_of_a_running_run_names_its_progress(tmp_path: Path) -> None:
     (folder / "trainer_state.json").unlink()
     log(folder, range(1, 11))
     page = folder / "report" / "report.html"
-    with only_launch(folder):
+    with only_writer(folder):
         assert Run.read(folder).is_running
         assert cli.main(["report", str(folder)]) == 0
         assert "This run is still in progress: step 10 of 40, about 1 min 0 s left." in page.read_text()

@@ -309,8 +309,8 @@ def _cells(path: Path, key: str, notation: TextFormat) -> pa.Table:
             f"`dataset`: {path}, row 1 must name every column once, and it has "
             f"{listed(name or '' for name in names) or 'nothing'}: rename or remove columns"
         )
-    if len(names) == 1 and (fix := _other_delimiter(content, path, notation)):
-        raise UserError(f"`dataset`: {path} has one column, {shown(names[0])}: {fix}")
+    if len(names) == 1 and (proposal := _other_delimiter(content, path, notation)):
+        raise UserError(f"`dataset`: {path} has one column, {shown(names[0])}: {proposal}")
     return table.slice(1).rename_columns(names)
 
 

@@ -34,7 +34,6 @@ from torch import Tensor
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
-TOKEN_MEAN_LOSS_TYPES = ("dapo", "cispo", "vespo")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from tests.mathematics.harness import EOS, NUM_GENERATIONS, PROMPTS, make_traine
 from tests.mathematics.oracle import Reward
 
 SCALES = ("group", "batch", "none")
-AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 SETTINGS = [(scale, "sum_then_normalize") for scale in SCALES] + [("group", "normalize_then_sum")]
 WEIGHT_SETS = ([1.0, 1.0], [1.0, 0.5], [2.0, -0.25])
 ROWS = 2 * NUM_GENERATIONS

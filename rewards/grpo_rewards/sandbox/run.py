@@ -29,7 +29,6 @@ MECHANISMS = ("namespaces", "landlock", "seccomp")
 """Mechanisms that a system may lack. Resource limits and, as root, an unprivileged user are always in force."""
 
 _GRACE_SECONDS = 20.0
-_TRIAL_SECONDS = 10.0
 # As a package without its `__init__`, which imports all rewards and takes ten times as long as the rest.
 _START = """\
 import sys, types

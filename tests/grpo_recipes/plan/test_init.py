@@ -816,7 +816,7 @@ def test_a_decimal_mark_reaches_the_reward_of_complete_prompts(decimal: Any, kwa
 @pytest.mark.parametrize(
     ("cells", "wishes", "outcome"),
     [
-        (["", "1.200", "3.400"], None, "'1.2'"),
+        (["", "1.200", "3.400"], None, "'1.200'"),
         (["1.200", "3.45"], None, None),  # 3.45 is no thousand
         (["1200", "3400"], None, None),
         (["1.200", "3.400"], "comma", None),
@@ -837,7 +837,7 @@ def test_number_cells_are_ambiguous_if_both_marks_make_numbers(
     assert guess.form is NUMBER
     written_recipe = yaml.safe_load(recipe.read_text())
     assert written_recipe["dataset"].get("decimal") == ("comma" if wishes == "comma" else None)
-    assert ("decimal" in written_recipe["rewards"][0]["kwargs"]) is (wishes == "comma")
+    assert written_recipe["rewards"][0]["kwargs"].get("decimal") == wishes
 
 
 @pytest.mark.parametrize(("path", "stem"), [("a-b_c.csv", "a-b_c"), ("-x-.csv", "x"), ("é 1.csv", "é-1")])

@@ -132,17 +132,19 @@ def _content(path: Path, key: str) -> bytes:
     """Return the content of a file, which is decompressed if its suffix names a compression."""
     compression, content = COMPRESSIONS.get(path.suffix), io.BytesIO()
     try:
+        size = path.stat().st_size
         with path.open("rb") as file:
             stream = file if compression is None else pa.CompressedInputStream(file, compression)
-            while chunk := stream.read(_CHUNK):
+            while size <= TEXT_BYTES and (chunk := stream.read(_CHUNK)):
                 content.write(chunk)
-                if content.tell() > TEXT_BYTES:
-                    raise UserError(
-                        f"`dataset.{key}`: {path} has more than {TEXT_BYTES:,} bytes, the limit for text tables: "
-                        "split it, or convert it to Parquet"
-                    )
+                size = max(size, content.tell())
     except OSError as error:
         raise _unreadable(path, key, error) from error
+    if size > TEXT_BYTES:
+        raise UserError(
+            f"`dataset.{key}`: {path} has more than {TEXT_BYTES:,} bytes, the limit for text tables: split it, or "
+            "convert it to Parquet"
+        )
     return content.getvalue()
 
 
@@ -223,8 +225,8 @@ def _json_rows(path: Path, key: str, notation: TextFormat) -> Iterator[tuple[Pla
         places = ((Place(str(path), "line", number), line) for number, line in lines if line.strip())
         values = ((place, _parsed(line, place)) for place, line in places)
     for place, value in values:
-        if not isinstance(value, dict):
-            raise UserError(f"`dataset`: {place} is not a JSON object: write one object with the row's columns")
+        if not isinstance(value, dict) or not value:  # Arrow does not count rows without columns
+            raise UserError(f"`dataset`: {place} is not a JSON object with columns: write the row's columns in one")
         yield place, value
 
 
@@ -270,24 +272,39 @@ def _cells(path: Path, key: str, notation: TextFormat) -> pa.Table:
     content = _utf8(path, key, notation)
     if not content.strip():
         return pa.table({})
-    delimiter = notation.delimiter or _DELIMITERS[suffix_of(path)]
+    table = _without_empty_end(_all_cells(content, path, notation))
+    names = [column[0].as_py() for column in table.columns]
+    if not names or None in names or len(set(names)) < len(names):
+        raise UserError(
+            f"`dataset`: {path}, row 1 must name every column once, and it has "
+            f"{listed(name or '' for name in names) or 'nothing'}: rename or remove columns"
+        )
+    if len(names) == 1 and (proposal := _other_delimiter(content, path, notation)):
+        raise UserError(f"`dataset`: {path} has one column, {shown(names[0])}: {proposal}")
+    last = table.columns[-1][-1].as_py()
+    if last is not None and last.endswith(_END):
+        row = f"{path}, row {len(table)}"
+        raise UserError(f"`dataset`: {row} has a double quote that is never closed: close or double it")
+    return table.slice(1).rename_columns(names)
+
+
+def _all_cells(content: bytes, path: Path, notation: TextFormat) -> pa.Table:
+    """Return the rows of a CSV file, the first row included. Raise `UserError` if they differ in their widths."""
     wrong: list[pyarrow.csv.InvalidRow] = []
 
     def refuse(row: pyarrow.csv.InvalidRow) -> str:
         wrong.append(row)
         return "error"
 
+    delimiter = notation.delimiter or _DELIMITERS[suffix_of(path)]
+    kinds = {f"f{number}": pa.string() for number in range(COLUMNS)}  # Arrow's own names of columns
     try:
         table = pyarrow.csv.read_csv(
             pa.BufferReader(content + _END.encode()),
             # Rows are numbered by one thread only, and a row must not be larger than a block.
             pyarrow.csv.ReadOptions(use_threads=False, block_size=1 << 30, autogenerate_column_names=True),
             pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=refuse),
-            pyarrow.csv.ConvertOptions(
-                column_types={f"f{number}": pa.string() for number in range(COLUMNS)},
-                strings_can_be_null=True,
-                null_values=[""],
-            ),
+            pyarrow.csv.ConvertOptions(column_types=kinds, strings_can_be_null=True, null_values=[""]),
         )
     except pa.ArrowInvalid as error:
         if not wrong:
@@ -298,20 +315,7 @@ def _cells(path: Path, key: str, notation: TextFormat) -> pa.Table:
             f"`dataset`: {path}, row {number} has {count} cells, and the first row names {expected} columns: {fix}"
         ) from error
     check_columns(table.num_columns, path)
-    table = _without_empty_end(table)
-    last = table.columns[-1][-1].as_py() if table.num_columns else None
-    if last is not None and last.endswith(_END):
-        row = f"{path}, row {len(table)}"
-        raise UserError(f"`dataset`: {row} has a double quote that is never closed: close or double it")
-    names = [column[0].as_py() for column in table.columns]
-    if not names or None in names or len(set(names)) < len(names):
-        raise UserError(
-            f"`dataset`: {path}, row 1 must name every column once, and it has "
-            f"{listed(name or '' for name in names) or 'nothing'}: rename or remove columns"
-        )
-    if len(names) == 1 and (proposal := _other_delimiter(content, path, notation)):
-        raise UserError(f"`dataset`: {path} has one column, {shown(names[0])}: {proposal}")
-    return table.slice(1).rename_columns(names)
+    return table
 
 
 def _without_empty_end(table: pa.Table) -> pa.Table:

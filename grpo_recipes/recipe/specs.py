@@ -233,7 +233,7 @@ _NOTATION = ("delimiter", "encoding", "decimal")  # keys that describe a text fi
 def _check_notation(spec: SourceSpec | DatasetSpec) -> None:
     """Raise `UserError` unless the delimiter is one ASCII character and Python knows the encoding."""
     delimiter, encoding = spec.delimiter, spec.encoding
-    if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n'):
+    if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n\0'):
         raise UserError(
             f'`{spec.KEY}.delimiter` is {delimiter!r}: set one ASCII character, as in `delimiter: ";"`, or '
             '`delimiter: "\\t"` for a tab'

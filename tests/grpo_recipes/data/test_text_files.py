@@ -111,8 +111,9 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str]] = [
     # JSON
     ("a.jsonl", '{"q": 1}\n\n{"q": \n', {}, r"a\.jsonl, line 3 is not JSON \(.+\):"),
     ("a.jsonl", '{"q": 1}\n' + "[" * 100_000, {}, r"a\.jsonl, line 2 is not JSON \(.+\):"),
-    ("a.jsonl", '{"q": 1}\n[1]\n', {}, r"a\.jsonl, line 2 is not a JSON object:"),
-    ("a.json", '[{"q": 1}, "x"]', {}, r"a\.json, entry 2 is not a JSON object:"),
+    ("a.jsonl", '{"q": 1}\n[1]\n', {}, r"a\.jsonl, line 2 is not a JSON object"),
+    ("a.jsonl", '{"q": 1}\n{}\n', {}, r"a\.jsonl, line 2 is not a JSON object"),
+    ("a.json", '[{"q": 1}, "x"]', {}, r"a\.json, entry 2 is not a JSON object"),
     ("a.jsonl", '{"q": 1}\n\n{"q": 2}\n{"q": "x"}\n', {}, r"a\.jsonl, line 4: the column 'q' has 'x', .*: give all"),
     ("a.jsonl", '{"m": {"k": 1}}\n{"m": 3}\n', {}, r"a\.jsonl, line 2: the column 'm' has 3, .*: give all"),
     ("a.json", '[{"q": "x"}, {"q": "\\ud83d"}]', {}, r"a\.json, entry 2: the column 'q' has '\\ud83d', "),
@@ -238,11 +239,12 @@ def test_a_row_is_named_by_its_file_and_number(tmp_path: Path) -> None:
 
 
 def test_the_size_of_a_table_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "TEXT_BYTES", len(LINES))
-    written(tmp_path, "a.jsonl", LINES)
-    assert rows(written(tmp_path, "a.jsonl.gz", gzip.compress(LINES.encode()))) == rows(tmp_path / "a.jsonl") == QA
-    for name, content in (("b.jsonl", LINES + "\n"), ("b.jsonl.gz", gzip.compress((LINES + "\n").encode()))):
-        with pytest.raises(UserError, match=rf"{name} has more than {len(LINES)} bytes, .*: split it"):
+    text = LINES * 20
+    monkeypatch.setattr(text_files, "TEXT_BYTES", len(text))
+    for name, content in (("a.jsonl", text.encode()), ("a.jsonl.gz", gzip.compress(text.encode()))):
+        assert len(rows(written(tmp_path, name, content))) == 40
+    for name, content in (("b.jsonl", f"{text}\n".encode()), ("b.jsonl.gz", gzip.compress(f"{text}\n".encode()))):
+        with pytest.raises(UserError, match=rf"{name} has more than {len(text):,} bytes, .*: split it"):
             rows(written(tmp_path, name, content))
 
 

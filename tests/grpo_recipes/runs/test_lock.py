@@ -128,14 +128,6 @@ def test_a_lock_that_was_removed_is_a_loss(tmp_path: Path, short_lease: None) ->
             time.sleep(0.01)
 
 
-def test_only_the_first_rank_takes_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    left(tmp_path / "run", marker())
-    with only_writer(tmp_path / "run") as held:
-        assert held.loss() is None
-    assert (tmp_path / "run" / LOCK).is_file()
-
-
 HOLDS = """
 import pathlib, sys
 from grpo_recipes.runs import lock

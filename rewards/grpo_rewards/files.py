@@ -19,9 +19,6 @@ from grpo_rewards.errors import UserError
 JSON_BYTES = 1 << 26
 """Size of the largest JSON file that is read. run.json takes 20 kB a launch, a large tokenizer.json 35 MB."""
 
-LINE_BYTES = 1 << 28
-"""Length of the longest line of a file of rows that is read. A file of zeros is one line."""
-
 MODEL_JSON = (
     "config.json",
     "generation_config.json",

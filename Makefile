@@ -11,7 +11,7 @@ TORCH ?= 2.15.0
 # Files with tests marked `gpu`. Others import packages that a GPU machine may lack.
 GPU_TESTS := tests/grpo_recipes/generation tests/grpo_recipes/training
 
-.PHONY: help install quickstart tutorial pictures test test-slow test-nightly test-vllm torture models mutants notebook lint docs bench \
+.PHONY: help install quickstart tutorial test test-slow test-nightly test-vllm torture models mutants notebook lint docs bench \
 	real-model gpu-bundle dist test-oldest test-torch test-debian next-trl clean
 
 help:  ## this list
@@ -55,13 +55,10 @@ models: $(INSTALLED)  ## every causal language model of transformers and adapter
 	$(BIN)/python -m tests.tools.adapters --record docs/adapter-layouts.md
 
 tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
-	$(BIN)/python docs/tutorial.py
+	$(BIN)/python -m docs.tutorial
 
 notebook: $(INSTALLED)  ## the outputs of notebooks/one_gpu.ipynb, on a CPU with a tiny model
 	$(BIN)/python -m tests.tools.notebook
-
-pictures: $(INSTALLED)  ## the screenshots of README and the documentation, in Chromium
-	$(BIN)/python -m docs.pictures
 
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .

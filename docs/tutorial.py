@@ -1,6 +1,7 @@
-"""Run the commands of docs/tutorial.md and copy its charts: python docs/tutorial.py, from the root of a checkout.
+"""Run the commands of docs/tutorial.md and make its pictures: python -m docs.tutorial, from the root of a checkout.
 
-The quickstart runs first unless its run exists. Then every command of sections 2 to 4 runs as written.
+The quickstart runs first unless its run exists. Then every command of sections 2 to 4 runs as written. The chart is the
+report's. The screenshots need Chromium, and stay as they are without it.
 """
 
 from __future__ import annotations
@@ -8,11 +9,12 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from grpo_recipes import cli, quickstart, train
+from tests.support.browser import Browser, chromium
 
-PICTURES = ("evaluation", "reward-gsm8k-correctness", "entropy", "groups-without-variance")
 RUN = Path("runs/quickstart/grpo-seed0")
 LAST_SECTION = "## 5."
 """First section that is not run, because it needs a GPU and a model from the hub."""
@@ -38,9 +40,27 @@ def main() -> int:
             return status
     pictures = Path(__file__).parent / "pictures"
     pictures.mkdir(exist_ok=True)
-    for name in PICTURES:
-        shutil.copy(RUN / "report" / f"{name}.svg", pictures)
+    shutil.copy(RUN / "report" / "evaluation.svg", pictures)
+    if chromium() is not None:
+        take_screenshots(RUN / "report", pictures)
     return 0
+
+
+# Resolves once the page of completions has unpacked them, which it does after its load.
+IS_READ = """new Promise(resolve => {
+  const ask = () => document.querySelector("#cards:empty") ? setTimeout(ask, 20) : resolve(0);
+  ask();
+})"""
+
+
+def take_screenshots(report: Path, folder: Path) -> None:
+    """Write the first screen of each page of a report as a PNG file into a folder."""
+    # Chromium's helper processes may write to the profile for a moment after their parent has ended.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as browser:
+        for name in ("report", "completions"):
+            tab = browser.open((report / f"{name}.html").resolve(), 1280)
+            tab.evaluate(IS_READ)
+            tab.screenshot(folder / f"{name}.png", 900)
 
 
 def commands(tutorial: str) -> list[str]:

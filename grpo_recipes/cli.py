@@ -405,12 +405,12 @@ def diagnose_run(options: argparse.Namespace) -> int:
 
 
 def _add_report(commands: Commands) -> None:
-    report = commands.add_parser("report", help="page on one or more runs: pictures, completions, findings, the recipe")
+    report = commands.add_parser("report", help="page on one or more runs: charts, completions, findings, the recipe")
     report.set_defaults(function=report_runs)
     report.add_argument("run", type=Path, help="`output_dir` of a run, finished or under way")
-    report.add_argument("others", metavar="run", type=Path, nargs="*", help="more runs, drawn into the same pictures")
+    report.add_argument("others", metavar="run", type=Path, nargs="*", help="more runs, drawn into the same charts")
     report.add_argument(
-        "--output", metavar="FOLDER", type=Path, help="folder for report.html and the SVGs (default: RUN/report)"
+        "--output", metavar="FOLDER", type=Path, help="folder for the pages and evaluation.svg (default: RUN/report)"
     )
 
 

@@ -11,12 +11,13 @@ import math
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback
@@ -28,7 +29,7 @@ from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.generation.models import method_replaced
 from grpo_recipes.process.faults import RunFault, no_exit
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
-from grpo_recipes.reports.preview import Completion, Cost, Group, Preview
+from grpo_recipes.reports.preview import Cost, Preview
 from grpo_recipes.reports.transcript import transcript
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_recipes.training.trl_patches import are_truncated
@@ -36,7 +37,6 @@ from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.explain import Reasons
 from grpo_rewards.redaction import scrubbed
-from grpo_rewards.registry import BuiltReward
 from grpo_rewards.terminal import say
 
 WARM_UP_SECONDS = 10.0
@@ -62,21 +62,17 @@ SET_KEYS = {
 
 @dataclass
 class Batch:
-    """Groups that were generated together, with the times of their generation, of all rewards, and in all.
+    """Completions that were generated together, with the times of their generation, of all rewards, and in all.
 
     The rest of the time is that of log-probabilities, loss and gradient. Times are in seconds.
     """
 
-    groups: list[Group]
+    completions: int
+    tokens: int
     generation: float
     scoring: float
     total: float | None = None
     """None if the gradient was not computed to its end."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths of the completions in tokens."""
-        return [one.tokens for group in self.groups for one in group.completions]
 
 
 class Sampled(Exception):
@@ -111,9 +107,11 @@ def preview(arguments: Sequence[str], *, prompts: int, seed: int | None = None, 
         # Only the first GPU is used. transformers would otherwise split a batch over all of them.
         training_args._n_gpu = min(training_args.n_gpu, 1)
         trainer = train.bare_trainer(sampling, machine, training_args, explained, tokenizer)
-        watch = Watch(trainer, listeners, batches, checked.all_rewards)
+        watch = Watch(trainer, listeners, batches)
         watch.run()
-    groups = [group for batch in watch.batches for group in batch.groups]
+    rows = pd.DataFrame(watch.rows)
+    weights = pd.Series({f"pay/{reward.name}": reward.weight for reward in checked.all_rewards})
+    rows["total"] = (rows[weights.index].astype(float) * weights).sum(axis=1, min_count=1)
     return Preview(
         source=recipe.source,
         model=str(recipe.model["model_name_or_path"]),
@@ -122,7 +120,8 @@ def preview(arguments: Sequence[str], *, prompts: int, seed: int | None = None, 
         temperature=recipe.config.temperature,
         by_reward=recipe.config.multi_objective_aggregation == "normalize_then_sum",
         rewards=checked.all_rewards,
-        groups=groups[:prompts],
+        prompts=watch.prompts[:prompts],
+        rows=rows[rows["prompt"] < prompts],
         cost=cost_of(recipe, checked, train.hardware(training_args), watch.batches[-1]),
     )
 
@@ -171,14 +170,13 @@ class Watch(TrainerCallback):
         trainer: Trainer of the preview.
         listeners: Listeners to what the rewards log, one per reward.
         needed: Number of generation batches to record.
-        rewards: Rewards of the listeners, then those of environments.
     """
 
-    def __init__(
-        self, trainer: GRPOTrainer, listeners: Sequence[Reasons], needed: int, rewards: Sequence[BuiltReward]
-    ) -> None:
+    def __init__(self, trainer: GRPOTrainer, listeners: Sequence[Reasons], needed: int) -> None:
         self.trainer, self.listeners, self.needed = trainer, listeners, needed
-        self.weights = {reward.name: reward.weight for reward in rewards}
+        self.prompts: list[str] = []
+        self.rows: list[dict[str, Any]] = []
+        """Completions, as in the table of a `Preview`, without their totals."""
         self.batches: list[Batch] = []
         self._generate, self._calculate_rewards = trainer._generate, trainer._calculate_rewards
         self._started: float
@@ -216,15 +214,24 @@ class Watch(TrainerCallback):
             listener.begin(len(prompts))
         before = self._elapsed()
         scores = self._calculate_rewards(rows, prompts, completions, completion_ids)
-        table = scores.tolist()
-        scoring = self._elapsed() - before
-        sampled = self._sampled(completions, completion_ids, table)
-        groups, size = [], self.trainer.num_generations
-        for first in range(0, len(sampled), size):
-            ids = self._generated[0][first]
-            prompt = self.trainer._tokenizer.decode(ids)
-            groups.append(Group(prompt, len(ids), sampled[first : first + size]))
-        self.batches.append(Batch(groups, self._generation, scoring))
+        lengths = [len(ids) for ids in completion_ids]
+        self.batches.append(Batch(len(lengths), sum(lengths), self._generation, self._elapsed() - before))
+        cut = are_truncated(self.trainer, completion_ids, self.trainer._stop)
+        for row, values in enumerate(scores.tolist()):
+            ids = self._generated[0][row]
+            if row % self.trainer.num_generations == 0:
+                self.prompts.append(self.trainer._tokenizer.decode(ids))
+            made = {
+                "prompt": len(self.prompts) - 1,
+                "prompt_tokens": len(ids),
+                "text": completion_text(completions[row]),
+                "turns": tuple(transcript(completions[row])),
+                "tokens": lengths[row],
+                "cut": cut[row],
+                "said": {listener.reward.name: listener.rows[row] for listener in self.listeners},
+            }
+            pays = zip(self.trainer.reward_func_names, values, strict=True)
+            self.rows.append({**made, **{f"pay/{name}": value for name, value in pays}})
         return scores
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -242,44 +249,21 @@ class Watch(TrainerCallback):
             torch.cuda.synchronize()
         return time.monotonic() - self._started
 
-    def _sampled(self, completions: list[Any], completion_ids: list[Any], table: list[list[float]]) -> list[Completion]:
-        """Return completions with their scores, (completions, rewards), and with what the rewards logged."""
-        cut = are_truncated(self.trainer, completion_ids, self.trainer._stop)
-        weights = self.weights
-        sampled = []
-        for row, values in enumerate(table):
-            pay = {name: _score(value) for name, value in zip(weights, values, strict=True)}
-            logged: dict[str, Any] = {name: {} for name in weights}
-            logged |= {listener.reward.name: listener.rows[row] for listener in self.listeners}
-            text, tokens = completion_text(completions[row]), len(completion_ids[row])
-            turns = tuple(transcript(completions[row]))
-            sampled.append(Completion(text, tokens, cut[row], pay, logged, _total(pay, weights), turns))
-        return sampled
-
-
-def _score(value: float) -> float | None:
-    """Return a score, or None for the NaN that TRL writes for None."""
-    return None if math.isnan(value) else value
-
-
-def _total(scores: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """Return the weighted sum as TRL forms it: without the rewards that give no score, or None if none gives one."""
-    terms = [weights[name] * score for name, score in scores.items() if score is not None]
-    return math.fsum(terms) if terms else None
-
 
 def cost_of(recipe: Recipe, checked: Checked, device: str, batch: Batch) -> Cost:
-    """Return the times of the last batch, which are nearest to those of training."""
-    training = None if batch.total is None else batch.total - batch.generation - batch.scoring
+    """Return the time of an optimizer step by that of the last batch, which is nearest to training."""
+    geometry = checked.geometry
+    trained = geometry.completions_per_optimizer_step / geometry.num_processes / batch.completions
+    generated = trained / geometry.num_iterations  # a generation batch serves this many times
+    step = {"generation": batch.generation * generated, "scoring": batch.scoring * generated}
+    if batch.total is not None:
+        step["training"] = (batch.total - batch.generation - batch.scoring) * trained
     return Cost(
-        geometry=checked.geometry,
         device=device,
-        steps=checked.geometry.optimizer_steps(recipe.config, len(checked.train_dataset)),
-        completions=len(batch.lengths),
-        tokens=sum(batch.lengths),
-        generation=batch.generation,
-        scoring=batch.scoring,
-        training=training,
+        tokens_per_second=batch.tokens / batch.generation,
+        steps=geometry.optimizer_steps(recipe.config, len(checked.train_dataset)),
+        completions=geometry.completions_per_optimizer_step,
+        step=step,
     )
 
 

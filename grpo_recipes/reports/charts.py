@@ -1,305 +1,418 @@
-"""Charts as SVG: lines over optimizer steps, bands, thresholds of the checks, and shares with their intervals.
+"""Charts of a report: a table of the metrics that are drawn, and a writer of lines over optimizer steps and of bars.
 
-A chart is about as wide as a phone, so that its text is never scaled down too far. On the page it uses the page's
-colours. `standalone` adds a title, a legend and colours, light and dark, for a file of its own.
+Colours and dashes are CSS classes of `templates/chart.css`. A run has a colour, and a metric has dashes. The thresholds
+of the checks are drawn as dashed lines.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from grpo_recipes.evaluation.estimates import Estimate
+from grpo_recipes.reports import diagnostics, tool_checks, update_checks
+from grpo_recipes.reports.run import Run, Series, spread
+from grpo_recipes.runs.files import AFTER, BEFORE
+from grpo_recipes.tools.metrics import UNKNOWN
 from grpo_rewards.errors import shortened
 from grpo_rewards.terminal import visible
 
 WIDTH, HEIGHT = 360.0, 184.0
-LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 24.0
-LINE = 15.0
-"""Height of a line of text in the header of a file."""
+LEFT, RIGHT, TOP, BOTTOM = 44.0, 350.0, 10.0, 160.0
+"""Edges of the area of a chart of lines."""
 BAR = 34.0
 """Height of a bar with its label."""
-MAX_LABEL, MIN_LABEL = 60, 12
-"""Largest number of characters of a label, and of a label before the means of its line."""
+HUES, DASHES = 6, 4
 MARKED = 25
 """Smallest number of points for which a line does not mark each point."""
 SMOOTHED = 60
-"""Number of points above which a line is drawn thin, with its moving mean."""
+"""Number of points above which a line is thin. A thick one then goes through the means of as many equal parts."""
 MAX_POINTS = 600
-TICKS = 4
-"""Number of ticks of an axis, about."""
+MAX_BARS = 8
+MAX_LABEL = 60
 LARGEST_DRAWN = 1e100
-HUES = 6
 
-COLOURS = {
-    "ink": ("#1b1f24", "#e6e9ee"),
-    "faint": ("#57606a", "#9aa4b1"),
-    "paper": ("#ffffff", "#0f1318"),
-    "rule": ("#d8dde3", "#2b333d"),
-    "warn": ("#b42318", "#ff8b7e"),
-    "c0": ("#1d63c4", "#6aa9ff"),
-    "c1": ("#b8500a", "#ff9d4d"),
-    "c2": ("#0f766e", "#3fd0bd"),
-    "c3": ("#7c3aed", "#b79bff"),
-    "c4": ("#be185d", "#ff86b7"),
-    "c5": ("#4d6b0f", "#b5d554"),
+
+class Metric(NamedTuple):
+    """Logged metrics that share a chart.
+
+    `keys` has the keys of the log, each with its label. A `*` in a key stands for the name of each pass or tool, and
+    `{}` in the label for the same name.
+    """
+
+    section: str
+    title: str
+    unit: str
+    keys: Mapping[str, str]
+
+
+SECTIONS = {
+    "learnt": "What was learnt",
+    "trust": "Can I trust it?",
+    "tools": "How tools were used",
+    "ran": "How it ran",
 }
-"""Light and dark colours of text, faint text, background, rules and lines.
+LIMITS = {
+    "tools/rows_at_limit": "no turns left",
+    "tools/rows_out_of_budget": "no tokens left",
+    "tools/rows_results_dropped": "results dropped",
+}
+LOGP, EFFICIENCY = "sampling/sampling_logp_difference", "efficiency/tokens_"
+METRICS = (
+    Metric("learnt", "Total reward", "weighted sum", {"reward": "in training", "eval_reward": "held out"}),
+    Metric("trust", "KL to the reference", "nats per token", {"kl": "sampled", "kl/full": "over the vocabulary"}),
+    Metric("trust", "Entropy", "nats per token", {"entropy": ""}),
+    Metric("trust", "Length", "tokens", {"completions/mean_length": "mean", "completions/max_length": "longest"}),
+    Metric("trust", "Truncated completions", "share of completions", {"completions/clipped_ratio": ""}),
+    Metric("trust", "Groups without variance", "share of groups", {"frac_reward_zero_std": ""}),
+    Metric("trust", "Clipped tokens", "share of tokens", {"clip_ratio/region_mean": "", "cispo_clip_ratio": "CISPO"}),
+    Metric("trust", "Weights that a step changes", "share", {"updates/changed": "", "updates/expected": "expected"}),
+    Metric("trust", "Generator–trainer mismatch", "nats", {f"{LOGP}/mean": "mean", f"{LOGP}/max": "largest"}),
+    Metric("trust", "Effective sample size", "share of tokens", {"passes/*/effective_sample_size": "pass {}"}),
+    Metric("tools", "Turns", "per completion", {"tools/turns": ""}),
+    Metric("tools", "Calls", "per completion", {"tools/call_frequency": "", f"tools/{UNKNOWN}/calls": "unknown names"}),
+    Metric("tools", "Completions that call a tool", "share of completions", {"tools/rows_with_calls": ""}),
+    Metric("tools", "Failed calls", "share of calls", {"tools/failure_frequency": ""}),
+    Metric("tools", "Completions that a limit ended", "share of completions", LIMITS),
+    Metric("tools", "Tokens of results", "share of completion tokens", {"tools/tokens_share": ""}),
+    Metric("tools", "Calls by tool", "per completion that has the tool", {"tools/*/calls": "{}"}),
+    Metric("tools", "Faults by tool", "share of its calls", {"tools/*/failures": "{}"}),
+    Metric("tools", "Calls that don't fit, by tool", "share of its calls", {"tools/*/refused": "{}"}),
+    Metric("tools", "Time of a call by tool", "seconds", {"tools/*/seconds": "{}"}),
+    Metric("ran", "Time of a step", "seconds", {"step_time": ""}),
+    Metric("ran", "Tokens of a step", "", {f"{EFFICIENCY}computed": "computed", f"{EFFICIENCY}needed": "needed"}),
+    Metric(
+        "ran", "Prompts", "share", {"prompts/generated": "generated", "prompts/kept_by_floor": "by the floor alone"}
+    ),
+    Metric("ran", "Gradient norm", "before clipping", {"grad_norm": ""}),
+    Metric("ran", "Learning rate", "", {"learning_rate": ""}),
+)
 
-Colour-blind readers can tell lines apart.
-"""
 
-MARKS = """
-svg.chart { display: block; width: 100%; height: auto; overflow: visible; }
-.chart text { font: 11px system-ui, sans-serif; fill: var(--faint); }
-.chart .title { font-size: 13px; font-weight: 600; fill: var(--ink); }
-.chart .grid { stroke: var(--rule); stroke-width: 1; }
-.chart polyline { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
-.chart .raw { stroke-width: 1; opacity: .35; }
-.chart circle { fill: currentColor; }
-.chart .band { fill: currentColor; opacity: .16; }
-.chart .limit { stroke: var(--warn); stroke-width: 1; stroke-dasharray: 4 3; }
-.chart text.limit { fill: var(--warn); stroke: var(--paper); stroke-width: 3; }
-.chart text.limit { stroke-dasharray: none; paint-order: stroke; }
-.chart .filled { fill: currentColor; }
-.chart .open { fill: none; stroke: currentColor; stroke-width: 1.5; }
-.chart .whisker { stroke: var(--ink); stroke-width: 1.5; }
-.d1 { stroke-dasharray: 6 4; } .d2 { stroke-dasharray: 2 4; } .d3 { stroke-dasharray: 8 3 2 3; }
-""" + "".join(f".c{hue} {{ color: var(--c{hue}); }}\n" for hue in range(HUES))
-
-
-def palette() -> str:
-    """Return the colours as CSS custom properties: light, dark on a dark screen, and light in print."""
-    light, dark = ("; ".join(f"--{name}: {pair[mode]}" for name, pair in COLOURS.items()) for mode in (0, 1))
-    return (
-        f":root {{ {light}; color-scheme: light dark; }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark}; }} }}\n"
-        f"@media print {{ :root {{ {light}; color-scheme: light; }} }}\n"
-    )
+def thresholds(run: Run) -> dict[str, dict[str, float]]:
+    """Return the thresholds of the checks by the key that they belong to, each with the figure that is compared."""
+    last, both = "check of the last quarter:", "check of the mean and the last quarter:"
+    limits: dict[str, dict[str, float]] = {
+        "kl": {"check of the median of 5:": update_checks.KL_LIMIT},
+        "completions/clipped_ratio": {last: diagnostics.TRUNCATED_LIMIT},
+        "frac_reward_zero_std": {
+            "check of the mean:": diagnostics.FLAT_GROUPS_LIMIT,
+            last: diagnostics.SATURATED_LIMIT,
+        },
+        "clip_ratio/region_mean": {both: update_checks.clipped_limit(run)},
+        "cispo_clip_ratio": {both: update_checks.clipped_limit(run)},
+        "passes/*/effective_sample_size": {last: update_checks.SAMPLE_SIZE_LIMIT},
+        "tools/failure_frequency": {last: tool_checks.FAILED_CALLS_LIMIT},
+        "tools/rows_at_limit": {"check of the last quarter, summed:": tool_checks.TOOL_LIMITS_LIMIT},
+    }
+    if (entropy := run.series("entropy")).has_trend:
+        limits["entropy"] = {last: diagnostics.ENTROPY_LIMIT * entropy.start}
+    if cap := run.config.get("max_completion_length"):
+        grown = "check of the last quarter, after growth:"
+        limits["completions/mean_length"] = {grown: diagnostics.LENGTH_LIMIT * cap, "cap:": cap}
+    return limits
 
 
 @dataclass(frozen=True)
 class Line:
-    """Values of a metric at optimizer steps."""
+    """Series in a chart, with CSS classes of its colour and dashes, and perhaps an interval for each point."""
 
-    steps: Sequence[int]
-    values: Sequence[float]
-    label: str = ""
-    hue: int = 0
-    """Number of the run, which sets the colour."""
-    dash: int = 0
-    """Number of the metric in a chart, which sets the dashes."""
-
-    @property
-    def style(self) -> str:
-        """CSS classes of the line."""
-        return f"c{self.hue % HUES} d{(self.dash + self.hue // HUES) % 4}"
-
-
-@dataclass(frozen=True)
-class Band:
-    """Range of the middle half of some values at optimizer steps."""
-
-    steps: list[float]
-    low: list[float]
-    high: list[float]
-    hue: int = 0
-
-
-@dataclass(frozen=True)
-class Limit:
-    """Horizontal line at a threshold."""
-
-    value: float
+    series: Series
     label: str
+    style: str
+    intervals: Sequence[Estimate] = ()
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Bar of a share, with its interval."""
+class Bar:
+    """Share with its interval, filled or outlined."""
 
     label: str
-    estimate: Estimate
-    hue: int = 0
-    is_filled: bool = True
+    share: Estimate
+    hue: int
+    is_filled: bool
 
 
 @dataclass(frozen=True)
 class Chart:
     """Chart of lines over optimizer steps, or of bars."""
 
-    name: str
-    """Name of the file, without its suffix."""
     title: str
     unit: str = ""
     note: str = ""
     lines: Sequence[Line] = ()
-    bands: Sequence[Band] = ()
-    limits: Sequence[Limit] = ()
-    points: Sequence[tuple[int, int, Estimate]] = ()
-    """Shares with whiskers, each as hue, step and share."""
-    bars: Sequence[Interval] = ()
-    range: tuple[float, float] | None = None
-    """Smallest range of the vertical axis."""
-    legend: Sequence[tuple[str, str, str]] = ()
-    """CSS classes, label and text of each line. The text has the means of the first and the last quarter, with their
-    steps."""
-    steps: tuple[int, int] = (0, 1)
-    """Range of the horizontal axis."""
+    limits: Sequence[tuple[str, float]] = ()
+    """Thresholds, each with its label."""
+    bars: Sequence[Bar] = ()
+    last_step: int = 1
 
     @property
     def is_share(self) -> bool:
         """True if the values are shares of 1."""
         return self.unit.startswith("share")
 
+    def shown(self, value: float) -> str:
+        """Return a value as text."""
+        return percent(value) if self.is_share else number(value)
+
     @property
-    def format(self) -> Callable[[float], str]:
-        """Function that writes a value as text."""
-        return percent if self.is_share else number
+    def legend(self) -> list[tuple[Line, str]]:
+        """Lines, each with the means of its first and its last quarter and their steps."""
+        legend = []
+        for line in self.lines:
+            first, last = self.shown(line.series.start), self.shown(line.series.end)
+            legend.append((line, last if len(line.series) == 1 else f"{first} → {last}, {line.series.quarters}"))
+        return legend
 
     @property
     def reading(self) -> str:
         """Text for readers who do not see the chart."""
-        parts = [": ".join(filter(None, (label, value))) for _, label, value in self.legend]
-        parts += [f"{limit.label} at {self.format(limit.value)}" for limit in self.limits]
-        parts += [f"{bar.label}: {bar.estimate}" for bar in self.bars]
-        unit = f" ({self.unit})" if self.unit else ""
-        return f"{self.title}{unit}: {'; '.join(parts)}"
+        parts = [": ".join(filter(None, (line.label, values))) for line, values in self.legend]
+        parts += [f"{label} {self.shown(value)}" for label, value in self.limits]
+        parts += [f"{bar.label}: {bar.share}" for bar in self.bars]
+        return f"{self.title}{f' ({self.unit})' if self.unit else ''}: {'; '.join(parts)}"
 
-    @property
-    def height(self) -> float:
-        """Height without the header of a file."""
-        return BAR * len(self.bars) + 26.0 if self.bars else HEIGHT
+    def svg(self, style: str = "") -> Markup:
+        """Return the chart for a page that has its CSS, or for a file of its own, into which the CSS is copied."""
+        height = BAR * len(self.bars) + 26.0 if self.bars else HEIGHT
+        drawn = Markup("").join(_bars(self, height - 22) if self.bars else _lines(self))
+        size: dict[str, Any] = {"viewBox": f"0 0 {WIDTH:g} {height:g}", "role": "img", "aria_label": self.reading}
+        if style:
+            size |= {"xmlns": "http://www.w3.org/2000/svg", "width": WIDTH, "height": height}
+            drawn = element("style", Markup(style)) + drawn
+        return element("svg", drawn, class_="chart", **size)
 
-    def svg(self) -> Markup:
-        """Return the chart for a page whose style has `MARKS` and `palette`."""
-        head = Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">')
-        size = number(WIDTH), number(self.height)
-        return head.format(*size, escape(visible(self.reading))) + self._drawn() + Markup("</svg>")
 
-    def standalone(self) -> str:
-        """Return the chart as the text of a file, with title, legend and colours."""
-        entries = [entry for entry in self.legend if entry[1]] if len(self.legend) > 1 else []
-        top = 24.0 + LINE * len(entries)
-        size = number(WIDTH), number(self.height + top)
-        title = f"{self.title}, {self.unit}" if self.unit else self.title
-        head = Markup(
-            '<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {} {}" width="{}" height="{}">'
+@dataclass(frozen=True)
+class Section:
+    """Charts that answer one question."""
+
+    id: str
+    title: str
+    charts: list[Chart]
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """Return the charts of some runs, by the question that they answer, without empty sections."""
+    last_step = max([1, *(run.log.last_step for run in runs)])
+    found = []
+    for name, title in SECTIONS.items():
+        charts = [chart for metric in METRICS if metric.section == name for chart in _metric(runs, metric)]
+        if name == "learnt":
+            charts = [*_evaluations(runs), *_held_out(runs), *charts, *_rewards(runs)]
+        if charts:
+            found.append(Section(name, title, [replace(chart, last_step=last_step) for chart in charts]))
+    return found
+
+
+def _metric(runs: Sequence[Run], metric: Metric) -> Iterator[Chart]:
+    """Yield the chart of a metric, if it was logged."""
+    keys: dict[str, str] = {}
+    note = ""
+    for key, label in metric.keys.items():
+        names = _matches(runs, key)
+        keys |= {key.replace("*", name): label.format(name) for name in spread(names, DASHES)}
+        if len(names) > DASHES:
+            note = f"{DASHES} of {len(names)} are drawn."
+    logged = [key for key in keys if any(len(run.series(key)) for run in runs)]
+    is_labelled = len(logged) > 1 or any("*" in key for key in metric.keys)
+    lines = []
+    for hue, run in enumerate(runs):
+        for dash, (key, label) in enumerate(keys.items()):
+            if len(series := run.series(key)):
+                shown = _label(runs, hue, label if is_labelled else "")
+                lines.append(Line(series, shown, f"c{hue % HUES} d{dash}"))
+    limits: dict[tuple[str, float], None] = {}
+    for run in runs:
+        drawn = thresholds(run)
+        limits |= dict.fromkeys(limit for key in metric.keys for limit in drawn.get(key, {}).items())
+    if lines:
+        yield Chart(metric.title, metric.unit, note, lines, list(limits)[:DASHES])
+
+
+def _matches(runs: Sequence[Run], key: str) -> list[str]:
+    """Return the passes or tools in the log that the `*` of a key stands for, or [""] for a key without one."""
+    start, star, end = key.partition("*")
+    if not star:
+        return [""]
+    names: dict[str, None] = {}
+    for run in runs:
+        for logged in run.logged(start):
+            name = logged[len(start) : -len(end)]
+            if logged.endswith(end) and name != UNKNOWN and "/" not in name and len(run.series(logged)):
+                names[name] = None
+    return list(names)
+
+
+def _rewards(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield a chart of the mean of each reward."""
+    lines: dict[str, list[Line]] = {}
+    highest: dict[str, float] = {}
+    for hue, run in enumerate(runs):
+        for reward, means in run.parts():
+            if len(means):
+                lines.setdefault(reward.name, []).append(Line(means, _label(runs, hue), f"c{hue % HUES} d0"))
+            if reward.highest_pay is not None:
+                highest[reward.name] = max(reward.highest_pay, highest.get(reward.name, reward.highest_pay))
+    for name, drawn in lines.items():
+        yield Chart(
+            f"Reward {shortened(name)}", f"of at most {number(highest[name])}" if name in highest else "", lines=drawn
         )
-        parts = [
-            head.format(*size, *size),
-            Markup("<style>{}svg {{ background: var(--paper); }}{}</style>").format(Markup(palette()), Markup(MARKS)),
-            Markup("<title>{}</title>").format(visible(self.reading)),
-            Markup('<text class="title" x="8" y="18">{}</text>').format(_label(title)),
-        ]
-        row = Markup('<g class="{}"><polyline class="{}" points="8,{} 28,{}"/></g><text x="34" y="{}">{}</text>')
-        for place, (style, label, value) in enumerate(entries):
-            y = 18 + LINE * (place + 1)
-            name = shortened(label, max(MIN_LABEL, MAX_LABEL - len(value) - 1))
-            parts.append(row.format(style, style, y - 4, y - 4, y, visible(f"{name} {value}")))
-        parts += [Markup('<g transform="translate(0 {})">').format(number(top)), self._drawn(), Markup("</g></svg>\n")]
-        return str(Markup("").join(parts))
 
-    def _drawn(self) -> Markup:
-        return Markup("").join(self._bars() if self.bars else self._axes_and_lines())
 
-    def _axes_and_lines(self) -> Iterable[Markup]:
-        low, high = self._vertical()
-        across, up = _scale(*self.steps, LEFT + 4, WIDTH - RIGHT - 4), _scale(low, high, HEIGHT - BOTTOM, TOP)
-        for tick in ticks(low, high):
-            yield _rule(LEFT, up(tick), WIDTH - RIGHT, up(tick), "grid")
-            # `percent` rounds more coarsely than the distance of ticks below 0.1 %.
-            label = f"{number(100 * tick)} %" if self.is_share else number(tick)
-            yield _text(LEFT - 6, up(tick) + 4, label, "end")
-        for tick in ticks(*self.steps):
-            if tick.is_integer():  # there are no fractions of a step
-                yield _text(across(tick), HEIGHT - 8, f"{tick:,.0f}", "middle" if tick > self.steps[0] else "start")
-        yield _text(LEFT - 6, HEIGHT - 8, "step", "end")
-        for band in self.bands:
-            # Along the upper edge and back along the lower one.
-            points = _points([*band.steps, *band.steps[::-1]], [*band.high, *band.low[::-1]], across, up)
-            yield Markup('<g class="c{}"><polygon class="band" points="{}"/></g>').format(band.hue % HUES, points)
-        for line in self.lines:
-            yield self._line(line, across, up)
-        for hue, step, share in self.points:
-            x = across(step)
-            yield Markup('<g class="c{}">').format(hue % HUES)
-            yield _rule(x, up(share.low), x, up(share.high), "whisker")
-            yield _dot(x, up(share.value), 3.5, f"step {step}: {share}") + Markup("</g>")
-        for limit in self.limits:
-            yield from self._limit(limit, low, high, up)
+def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield a chart of the accuracy on held-out problems, if it was measured."""
+    bars = []
+    for hue, run in enumerate(runs):
+        for label, evaluation in labelled(run):
+            for name in ("strict", "lenient"):
+                if name in evaluation:
+                    words = f"{_label(runs, hue)} {label}, {name}".strip()
+                    bars.append(Bar(words, Estimate.from_dict(evaluation[name]), hue, name == "strict"))
+    if len(bars) > MAX_BARS:
+        bars = [bar for bar in bars if bar.is_filled]
+    if bars:
+        note = "Filled: right and in the required format. Outlined: right in any format. Whiskers: 95 % intervals."
+        yield Chart("Accuracy on held-out problems", "share right", note, bars=bars)
 
-    def _limit(self, limit: Limit, low: float, high: float, up: Callable[[float], float]) -> Iterable[Markup]:
-        """Yield a threshold as a line, or as a note at the edge beyond which it lies."""
-        label = f"{limit.label} {self.format(limit.value)}"
-        right = WIDTH - RIGHT
-        if limit.value > high:
-            yield _text(right, TOP + 2, f"↑ {label}", "end", "limit")
-        elif limit.value < low:
-            yield _text(right, HEIGHT - BOTTOM - 4, f"↓ {label}", "end", "limit")
+
+def _held_out(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield a chart of the accuracy in evaluations during training, if there were any."""
+    lines = []
+    for hue, run in enumerate(runs):
+        if accuracy := run.held_out_accuracy():
+            shares = [share for _, share in accuracy]
+            series = Series([step for step, _ in accuracy], [share.value for share in shares])
+            lines.append(Line(series, _label(runs, hue), f"c{hue % HUES} d0", shares))
+    if lines:
+        note = "Completions that pass a correctness reward. Whiskers: 95 % intervals."
+        yield Chart("Accuracy on the held-out split while training", "share right", note, lines)
+
+
+def labelled(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return a run's evaluations with their names: before training, others by name, after training."""
+    order = {BEFORE: 0, AFTER: 2}
+    return sorted(run.evaluations.items(), key=lambda item: (order.get(item[0], 1), item[0]))
+
+
+def _label(runs: Sequence[Run], hue: int, label: str = "") -> str:
+    """Return the label of a line: the run's name if there are several runs, and the metric's label."""
+    return ", ".join(filter(None, [runs[hue].name if len(runs) > 1 else "", label]))
+
+
+# The writer
+
+
+def element(tag: str, content: object = "", **attributes: object) -> Markup:
+    """Return an SVG element. Whatever is not `Markup` is escaped, and coordinates have one decimal."""
+    written = Markup("")
+    for name, value in attributes.items():
+        text = f"{value:.1f}" if isinstance(value, float) else visible(value)
+        written += Markup(' {}="{}"').format(name.rstrip("_").replace("_", "-"), text)
+    inner = content if isinstance(content, Markup) else visible(content)
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(tag), written, inner)
+
+
+def _lines(chart: Chart) -> Iterator[Markup]:
+    low, high = _vertical(chart)
+
+    def across(step: float) -> float:
+        return _scaled(step / chart.last_step, LEFT + 4, RIGHT - 4)
+
+    def up(value: float) -> float:
+        return _scaled((value - low) / (high - low), BOTTOM, TOP)
+
+    for tick in ticks(low, high):
+        yield _rule(LEFT, up(tick), RIGHT, up(tick), "grid")
+        # `percent` rounds more coarsely than the distance of ticks below 0.1 %.
+        yield _text(LEFT - 6, up(tick) + 4, f"{number(100 * tick)} %" if chart.is_share else number(tick), "end")
+    for tick in ticks(0, chart.last_step):
+        if tick.is_integer():
+            yield _text(across(tick), HEIGHT - 8, f"{tick:,.0f}", "middle" if tick else "start")
+    yield _text(LEFT - 6, HEIGHT - 8, "step", "end")
+    for line in chart.lines:
+        yield element("g", Markup("").join(_line(chart, line, across, up)), class_=line.style.split()[0])
+    for label, value in chart.limits:
+        y, note = up(value), f"{label} {chart.shown(value)}"
+        if low <= value <= high:
+            yield _rule(LEFT, y, RIGHT, y, "limit")
+            yield _text(RIGHT, y - 4 if y > TOP + 14 else y + 12, note, "end", "limit")
         else:
-            y = up(limit.value)
-            yield _rule(LEFT, y, right, y, "limit")
-            yield _text(right, y - 4 if y > TOP + 14 else y + 12, label, "end", "limit")
+            place = (TOP + 2, f"↑ {note}") if value > high else (BOTTOM - 4, f"↓ {note}")
+            yield _text(RIGHT, *place, "end", "limit")
 
-    def _line(self, line: Line, across: Callable[[float], float], up: Callable[[float], float]) -> Markup:
-        all_steps, all_values = np.array(line.steps), np.array(line.values, dtype=float)
-        kept = envelope(all_values)
-        steps, values = all_steps[kept], drawable(all_values[kept])
-        is_smoothed = len(all_steps) > SMOOTHED
-        polyline = Markup('<polyline class="{}" points="{}"/>')
-        drawn = polyline.format("raw" if is_smoothed else line.style, _points(steps, values, across, up))
-        if is_smoothed:
-            window, smooth = moving_mean(all_values)
-            kept = envelope(smooth, MAX_POINTS // 2)
-            middle = all_steps[window // 2 : window // 2 + len(smooth)]
-            drawn += polyline.format(line.style, _points(middle[kept], drawable(smooth[kept]), across, up))
-        if len(steps) < MARKED:
-            for step, value in zip(steps, values, strict=True):
-                drawn += _dot(across(step), up(value), 2.5, f"step {step}: {self.format(value)}")
-        return Markup('<g class="c{}">{}</g>').format(line.hue % HUES, drawn)
 
-    def _bars(self) -> Iterable[Markup]:
-        across = _scale(0, 1, 8, WIDTH - RIGHT - 8)
-        bottom = self.height - 22
-        for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-            yield _rule(across(tick), 4, across(tick), bottom, "grid")
-            yield _text(across(tick), bottom + 14, percent(tick), {0.0: "start", 1.0: "end"}.get(tick, "middle"))
-        box = Markup('<g class="c{}"><rect class="{}" x="8" y="{:.1f}" width="{:.1f}" height="9" rx="2"/></g>')
-        for place, bar in enumerate(self.bars):
-            y, share = BAR * place + 14, bar.estimate
-            yield _text(12, y, _label(f"{bar.label}  {percent(share.value)}"), "start")
-            style = "filled" if bar.is_filled else "open"
-            yield box.format(bar.hue % HUES, style, y + 5, max(1.0, across(share.value) - 8))
-            yield _rule(across(share.low), y + 9.5, across(share.high), y + 9.5, "whisker")
-            for end in (share.low, share.high):
-                yield _rule(across(end), y + 6, across(end), y + 13, "whisker")
+def _line(chart: Chart, line: Line, across: Callable[[float], float], up: Callable[[float], float]) -> Iterator[Markup]:
+    """Yield a line through its points, or a thin one and the means of its parts, its intervals, and a few marks."""
+    steps, values = np.array(line.series.steps), _drawable(line.series.values)
 
-    def _vertical(self) -> tuple[float, float]:
-        """Return the ends of the vertical axis: everything drawn, `range`, and thresholds up to twice as far away."""
-        values = list(self.range or ())
-        for line in self.lines:
-            values += line.values
-        for band in self.bands:
-            values += [*band.low, *band.high]
-        for _, _, share in self.points:
-            values += [share.low, share.high]
-        low, high = (float(end) for end in drawable(np.array([min(values), max(values)])))
-        if low >= 0:  # a value that halves should look so
-            low = 0.0
-        for limit in self.limits:
-            if high < limit.value <= 2 * high:
-                high = limit.value * 1.02
-        if high - low < 1e-12 * max(1e-300, abs(high)):
-            high = low + (abs(low) or 1.0)
-        # Outwards to the next ticks.
-        step = _step(low, high)
-        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-        return low, min(high, 1.0) if self.is_share and max(values) <= 1 else high
+    def polyline(steps: Iterable[float], values: Iterable[float], style: str) -> Markup:
+        points = " ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in zip(steps, values, strict=True))
+        return element("polyline", class_=style, points=points)
+
+    is_smoothed = len(values) > SMOOTHED
+    kept = envelope(values)
+    yield polyline(steps[kept], values[kept], "raw" if is_smoothed else line.style)
+    if is_smoothed:
+        parts = np.array_split(steps, SMOOTHED), np.array_split(values, SMOOTHED)
+        yield polyline(*([part.mean() for part in one] for one in parts), line.style)
+    for step, share in zip(line.series.steps, line.intervals, strict=False):
+        yield _rule(across(step), up(share.low), across(step), up(share.high), "whisker")
+    if len(values) < MARKED:
+        for step, value in zip(line.series.steps, values, strict=True):
+            title = element("title", f"step {step}: {chart.shown(value)}")
+            yield element("circle", title, cx=across(step), cy=up(value), r=2.5)
+
+
+def _bars(chart: Chart, bottom: float) -> Iterator[Markup]:
+    def across(share: float) -> float:
+        return _scaled(share, 8, RIGHT - 8)
+
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        yield _rule(across(tick), 4.0, across(tick), bottom, "grid")
+        yield _text(across(tick), bottom + 14, percent(tick), {0.0: "start", 1.0: "end"}.get(tick, "middle"))
+    for place, bar in enumerate(chart.bars):
+        y, share = BAR * place + 14, bar.share
+        yield _text(12.0, y, f"{shortened(bar.label, MAX_LABEL)}  {percent(share.value)}", "start")
+        style, width = "filled" if bar.is_filled else "open", max(1.0, across(share.value) - 8)
+        box = element("rect", class_=style, x=8.0, y=y + 5, width=width, height=9.0, rx=2.0)
+        yield element("g", box, class_=f"c{bar.hue % HUES}")
+        yield _rule(across(share.low), y + 9.5, across(share.high), y + 9.5, "whisker")
+        for end in (share.low, share.high):
+            yield _rule(across(end), y + 6, across(end), y + 13, "whisker")
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Markup:
+    return element("line", class_=style, x1=x1, y1=y1, x2=x2, y2=y2)
+
+
+def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> Markup:
+    return element("text", text, class_=style, x=x, y=y, text_anchor=anchor)
+
+
+def _vertical(chart: Chart) -> tuple[float, float]:
+    """Return the ends of the vertical axis: all values and intervals, and thresholds up to twice as far away."""
+    values: list[float] = []
+    for line in chart.lines:
+        values += line.series.values
+        values += [end for share in line.intervals for end in (share.low, share.high)]
+    low, high = (float(end) for end in _drawable([min(values), max(values)]))
+    if low >= 0:  # a value that halves should look so
+        low = 0.0
+    for _, limit in chart.limits:
+        if high < limit <= 2 * high:
+            high = limit * 1.02
+    if high - low < 1e-12 * max(1e-300, abs(high)):
+        high = low + (abs(low) or 1.0)
+    # Outwards to the next ticks.
+    step = _step(low, high)
+    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    return low, min(high, 1.0) if chart.is_share and max(values) <= 1 else high
 
 
 def envelope(values: Sequence[float] | np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
@@ -317,29 +430,27 @@ def envelope(values: Sequence[float] | np.ndarray, most: int = MAX_POINTS) -> np
     return np.unique(kept)
 
 
-def moving_mean(values: Sequence[float] | np.ndarray) -> tuple[int, np.ndarray]:
-    """Return the number of points in each mean, a twentieth of the series, and the means."""
-    window = max(2, len(values) // 20)
-    sums = np.cumsum(np.concatenate([[0.0], drawable(np.asarray(values, dtype=float))]))
-    return window, (sums[window:] - sums[:-window]) / window
-
-
-def drawable(values: np.ndarray) -> np.ndarray:
-    """Return values that can be scaled. The largest floats would overflow in a product."""
-    return np.clip(values, -LARGEST_DRAWN, LARGEST_DRAWN)
-
-
 def ticks(low: float, high: float) -> list[float]:
-    """Return about `TICKS` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    """Return about four round values in [low, high]."""
     step = _step(low, high)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [place * step for place in range(first, last + 1)]
 
 
 def _step(low: float, high: float) -> float:
-    rough = max(high - low, 1e-300) / TICKS
+    rough = max(high - low, 1e-300) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+
+
+def _drawable(values: Iterable[float]) -> np.ndarray:
+    """Return values that can be scaled. The largest floats would overflow in a product."""
+    return np.clip(np.array(list(values), dtype=float), -LARGEST_DRAWN, LARGEST_DRAWN)
+
+
+def _scaled(share: float, start: float, end: float) -> float:
+    """Return the place at a share of the way from `start` to `end`, at most a little outside."""
+    return start + (end - start) * float(np.clip(share, -0.05, 1.05))
 
 
 def number(value: float) -> str:
@@ -363,31 +474,14 @@ def percent(value: float) -> str:
     return f"{points:z.{decimals}f} %"  # z: no -0
 
 
-def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return a function that maps values in [low, high] to pixels in [start, end], clipped near the ends."""
-    span = (high - low) or 1.0
-    return lambda value: start + (end - start) * float(np.clip((value - low) / span, -0.05, 1.05))
-
-
-def _points(
-    steps: Iterable[float], values: Iterable[float], across: Callable[[float], float], up: Callable[[float], float]
-) -> str:
-    return " ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in zip(steps, values, strict=True))
-
-
-def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Markup:
-    return Markup('<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>').format(style, x1, y1, x2, y2)
-
-
-def _dot(x: float, y: float, radius: float, title: str) -> Markup:
-    circle = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}</title></circle>')
-    return circle.format(x, y, radius, title)
-
-
-def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> Markup:
-    marked = Markup(' class="{}"').format(style) if style else Markup("")
-    return Markup('<text{} x="{:.1f}" y="{:.1f}" text-anchor="{}">{}</text>').format(marked, x, y, anchor, text)
-
-
-def _label(text: str) -> str:
-    return visible(shortened(text, MAX_LABEL))
+def duration(seconds: float) -> str:
+    """Return a time in one or two units: 94 ms; 9.9 s; 3 min 20 s; 1 h 2 min; 2 d 1 h."""
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.5 or not math.isfinite(seconds):
+        return f"{seconds:.2g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24:,} d {hours % 24} h"

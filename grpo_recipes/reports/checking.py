@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from grpo_recipes.reports.run import Run, RunReward, Series
+from grpo_rewards.registry import BuiltReward
 
 NEAR_BEST = 0.9
 """Share of the highest pay from which on a reward has no room to rise."""
@@ -73,10 +74,10 @@ def leaves(rewards: Iterable[RunReward]) -> Iterator[RunReward]:
             yield reward
 
 
-def highest_total(run: Run) -> float | None:
+def highest_total(rewards: Iterable[RunReward | BuiltReward]) -> float | None:
     """Return the highest weighted sum of the rewards for one completion, or None if it is unknown."""
     total = 0.0
-    for reward in run.rewards:
+    for reward in rewards:
         if reward.highest_pay is None or reward.weight < 0:
             return None
         total += reward.weight * reward.highest_pay
@@ -93,7 +94,7 @@ def is_solved(run: Run, share: float = NEAR_BEST) -> bool:
 
 def is_near_best(run: Run, share: float = NEAR_BEST) -> bool:
     """Return True if correctness, or the sum of all rewards, ends at a share of its highest pay."""
-    highest, reward = highest_total(run), run.series("reward")
+    highest, reward = highest_total(run.rewards), run.series("reward")
     return is_solved(run, share) or (highest is not None and reward.end >= share * highest)
 
 

@@ -57,7 +57,7 @@ from grpo_recipes.reports.update_checks import (
     stale_tokens,
 )
 from grpo_recipes.runs.files import AFTER, BEFORE
-from grpo_rewards.registry import RewardSpecError, attribute_name
+from grpo_rewards.registry import BuiltReward, RewardSpecError, attribute_name
 from grpo_rewards.reward import is_passing
 from grpo_rewards.terminal import Cell, Part, Table, visible
 
@@ -374,7 +374,7 @@ def plateau(run: Run) -> Found | str:
     if is_near_best(run, PLATEAU_NEAR_BEST):
         return f"{change}, and has little room to rise"
     # If the highest pay is unknown, the best of the logged completions may be it: NaN, if none was logged.
-    if highest_total(run) is None and reward.end >= PLATEAU_NEAR_BEST * run.rows["total"].max() > 0:
+    if highest_total(run.rewards) is None and reward.end >= PLATEAU_NEAR_BEST * run.rows["total"].max() > 0:
         return f"{change}, which is near the best that any logged completion earned"
     if run.series("frac_reward_zero_std").end >= SOLVED_LIMIT:
         return f"{change}, because most groups have no variance"
@@ -403,7 +403,7 @@ def _plateau_begins(reward: Series, late: Series) -> int:
 
 def _excludes_gain(run: Run, reward: Series) -> bool:
     """Return True if a series of rewards excludes a rise of 10 % of the highest value."""
-    highest = highest_total(run) or max(abs(value) for value in reward.values)
+    highest = highest_total(run.rewards) or max(abs(value) for value in reward.values)
     return reward.end - reward.start + reward.margin < GAIN_LIMIT * highest
 
 
@@ -596,7 +596,7 @@ def _flat_held_out(run: Run, trained: Series, held_out: Series) -> Found | None:
     """
     if not held_out.has_trend or held_out.trend > 0:
         return None
-    highest = highest_total(run)
+    highest = highest_total(run.rewards)
     if highest is not None and held_out.end >= NEAR_BEST * highest:
         return None
     since = after(trained, held_out.steps[0] - 1)
@@ -752,7 +752,7 @@ def _groups(run: Run) -> pd.DataFrame:
 
 def _easy_or_hard(run: Run) -> str:
     """Return a clause on how many zero-variance groups are easy, or "" if it is not known what earns much."""
-    much = _earns_much(run)
+    much = earns_much(run.rows, run.rewards)
     if much is None:
         return ""
     grouped = run.rows.assign(much=much).groupby(["step", "prompt"])
@@ -764,17 +764,20 @@ def _easy_or_hard(run: Run) -> str:
     return f" (of those logged, {easy:.0%} are too easy: all earn much; {1 - easy:.0%} too hard: all earn little)"
 
 
-def _earns_much(run: Run) -> pd.Series | None:
-    """Return True for each logged completion that earns much, or None if it is not known what that is.
+def earns_much(rows: pd.DataFrame, rewards: Sequence[RunReward | BuiltReward]) -> pd.Series | None:
+    """Return True for each completion that earns much, or None if it is not known what that is.
 
     It earns much if it passes, or, without a reward that declares what passes, more than half of the highest total.
+
+    Args:
+        rows: Table with the columns `total` and `pay/NAME`, as `Run.rows`.
+        rewards: Rewards of the sum.
     """
-    rows = run.rows
-    judges = [reward for reward in run.rewards if reward.weight > 0 and reward.passes_at is not None]
+    judges = [reward for reward in rewards if reward.weight > 0 and reward.passes_at is not None]
     logged = [is_passing(rows[f"pay/{one.name}"], one.passes_at) for one in judges if f"pay/{one.name}" in rows]
     if logged:
         return pd.concat(logged, axis=1).all(axis=1)
-    highest = highest_total(run)
+    highest = highest_total(rewards)
     if highest is None:
         return None
     low, high = min(0.0, rows["total"].min()), max(highest, rows["total"].max())

@@ -1,9 +1,9 @@
 """HTML page on one run, or on several side by side: `grpo-recipes report RUN [RUN ...]`.
 
 The page begins with the answer: is the policy better, did the checks find a problem, and what was run. It holds its
-charts inline, loads nothing and runs no script, so that it can be mailed, archived and read on a phone. The charts are
-also written as SVG files into the same folder, and all completions as a page of their own (`completions_page`). The
-page's text is in `templates/`.
+charts inline, loads nothing and runs no script, so that it can be mailed, archived and read on a phone. Beside it are
+all completions as a page of their own (`completions_page`), and the accuracy as an SVG file. The page's text is in
+`templates/`.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from markupsafe import Markup, escape
 
 from grpo_recipes.evaluation import accuracy
 from grpo_recipes.evaluation.estimates import Estimate, compare_tables, p_text
-from grpo_recipes.reports import cards, charts
-from grpo_recipes.reports.charts import number, percent
+from grpo_recipes.reports import cards
+from grpo_recipes.reports.charts import HUES, Section, duration, labelled, number, percent, sections
 from grpo_recipes.reports.completions_page import TEMPLATES, policy, write_completions_page
 from grpo_recipes.reports.diagnostics import CHECKS, NOT_CHECKED, Diagnosis, diagnose, looks_for
-from grpo_recipes.reports.pictures import Group, groups, labelled
 from grpo_recipes.reports.run import Run
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATED, EVALUATIONS, read_table, write_atomically
 from grpo_rewards.redaction import redacted, redacted_arguments
 from grpo_rewards.terminal import visible_lines
 
+Pairs = tuple[pd.DataFrame, pd.DataFrame]
+"""Completions of the same held-out problems before and after training."""
+
 
 def write_report(runs: Sequence[Run], folder: Path) -> Path:
-    """Write `report.html`, the completions and an SVG file for each chart into a folder. Return the page's path."""
+    """Write the page and the completions into a folder, and `evaluation.svg`. Return the page's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = groups(runs)
+    drawn = sections(runs)
     described = [_described(run, hue) for hue, run in enumerate(runs)]  # reads all files, before anything is written
     for place, (run, values) in enumerate(zip(runs, described, strict=True), start=1):
         name = "completions.html" if place == 1 else f"completions-{place}.html"
         values["all_completions"] = write_completions_page(run, folder, name, _environment(), _style())
     text = page(runs, drawn, described)
-    for group in drawn:
-        for chart in group.charts:
-            write_atomically(folder / f"{chart.name}.svg", chart.standalone())
+    for chart in [chart for section in drawn for chart in section.charts if chart.bars]:
+        write_atomically(folder / "evaluation.svg", chart.svg(_css("chart.css")))
     path = folder / "report.html"
     write_atomically(path, text)
     return path
 
 
-def page(runs: Sequence[Run], drawn: Sequence[Group], described: Sequence[Mapping[str, Any]]) -> str:
+def page(runs: Sequence[Run], drawn: Sequence[Section], described: Sequence[Mapping[str, Any]]) -> str:
     """Return the HTML of the page.
 
     Args:
@@ -61,33 +62,35 @@ def page(runs: Sequence[Run], drawn: Sequence[Group], described: Sequence[Mappin
         drawn: Their charts.
         described: Values of the template for each run.
     """
-    style = _style()
     evaluations = [evaluation for run in runs for evaluation in run.evaluations.values()]
     strict = [evaluation["settings"].get("strict") for evaluation in evaluations]
-    required = {accuracy.describe(rewards) for rewards in strict if rewards}
-    bars = [chart for group in drawn for chart in group.charts if chart.bars]
+    bars = [chart for section in drawn for chart in section.charts if chart.bars]
     return (
         _environment()
         .get_template("report.html")
         .render(
-            style=Markup(style),
-            policy=policy(style),
+            style=Markup(_style()),
+            policy=policy(_style()),
             title=" and ".join(run.name for run in runs),
             named=len(runs) > 1,
             runs=described,
-            groups=[group for group in drawn if group],
+            sections=drawn,
             first=bars[0] if bars and len(runs) == 1 else None,  # the chart beside the answer
             many=any(evaluation.get("pass_at") for evaluation in evaluations),
             has_rewards=any(evaluation.get("rewards") for evaluation in evaluations),
-            requirements="; ".join(sorted(required)),
+            requirements="; ".join(sorted({accuracy.describe(rewards) for rewards in strict if rewards})),
             made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         )
     )
 
 
+def _css(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
 def _style() -> str:
     """Return the CSS of every page."""
-    return charts.palette() + charts.MARKS + (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    return _css("chart.css") + _css("report.css")
 
 
 @cache
@@ -100,14 +103,24 @@ def _environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    environment.filters["coded"] = _coded
-    environment.filters["estimate"] = _estimate
+    environment.filters |= {"coded": _coded, "estimate": _estimate, "tagged": _tagged, "shortened": cards.shortened}
     return environment
 
 
 def _coded(text: str) -> Markup:
     """Return a sentence with its parts in backquotes set as code. Everything is escaped first."""
     return Markup(re.sub(r"`([^`]{1,200})`", r"<code>\1</code>", str(escape(visible_lines(text)))))
+
+
+def _tagged(text: str, tags: Sequence[str]) -> Markup:
+    """Return a shortened text with the contents of the reasoning tag and the answer tag marked. It is escaped first."""
+    shown = str(escape(visible_lines(cards.shortened(text))))
+    for tag, kind in zip(tags, ("reasoning", "answer"), strict=True):
+        name = re.escape(str(escape(visible_lines(tag))))
+        shown = re.sub(
+            rf"(&lt;{name}&gt;)(.*?)(?=&lt;/{name}&gt;|\Z)", rf'\1<span class="{kind}">\2</span>', shown, flags=re.S
+        )
+    return Markup(shown)
 
 
 def _estimate(found: Mapping[str, float] | None) -> str:
@@ -118,18 +131,18 @@ def _estimate(found: Mapping[str, float] | None) -> str:
 def _described(run: Run, hue: int) -> dict[str, Any]:
     """Return the template's values for a run."""
     diagnosis, pairs = diagnose(run), paired_completions(run)
-    counts, changes = cards.changes(_first_completions(pairs), cards.tags_of(run))
+    counts, changes = cards.changes(pairs)
     return {
         "name": run.name,
-        "hue": hue % charts.HUES,
+        "hue": hue % HUES,
         "verdict": verdict(run, pairs),
-        "checked": _checked(diagnosis),
         "diagnosis": diagnosis,
         "checks": _checks(diagnosis),
         "facts": _facts(run),
         "made_with": _made_with(run.record),
         "state": _state(run),
         "evaluations": labelled(run),
+        "tags": cards.tags_of(run),
         "cards": cards.cards(run),
         "counts": counts,
         "changes": changes,
@@ -151,33 +164,19 @@ class Verdict:
     """`better`, `worse` or `neutral`."""
 
 
-Pairs = tuple[pd.DataFrame, pd.DataFrame]
-"""Completions before and after training, of the held-out problems that are in both evaluations."""
-
-
 def paired_completions(run: Run) -> Pairs | None:
-    """Return the completions of the held-out problems before and after training, or None without both or golds."""
-    tables = []
-    for label in (BEFORE, AFTER):
-        path = run.folder / EVALUATIONS / label / "completions.parquet"
-        if not path.is_file():
-            return None
-        tables.append(read_table(path, EVALUATED))
-    if not all("strict" in table for table in tables):
-        return None
-    prompts = [table.groupby("problem")["prompt"].first() for table in tables]
-    before, after = prompts[0].align(prompts[1], join="inner")
-    shared = before.index[before == after]
-    first, second = (table[table["problem"].isin(shared)] for table in tables)
-    return first, second
+    """Return the completions of the held-out problems before and after training.
 
-
-def _first_completions(pairs: Pairs | None) -> pd.DataFrame | None:
-    """Return the first completion of each problem before and after. The columns of the latter end in `_after`."""
-    if pairs is None:
+    The result is None without both, without golds, or if the problems are not the same.
+    """
+    paths = [run.folder / EVALUATIONS / label / "completions.parquet" for label in (BEFORE, AFTER)]
+    if not all(path.is_file() for path in paths):
         return None
-    before, after = (table[table["sample"] == 0].set_index("problem") for table in pairs)
-    return before.join(after, rsuffix="_after", how="inner")
+    before, after = (read_table(path, EVALUATED) for path in paths)
+    if "strict" not in before or "strict" not in after:
+        return None
+    prompts = [table.groupby("problem")["prompt"].first() for table in (before, after)]
+    return (before, after) if prompts[0].equals(prompts[1]) else None
 
 
 def verdict(run: Run, pairs: Pairs | None) -> Verdict:
@@ -187,49 +186,36 @@ def verdict(run: Run, pairs: Pairs | None) -> Verdict:
         run: The run.
         pairs: Result of `paired_completions`.
     """
-    evaluations = {label: run.evaluations.get(label, {}) for label in (BEFORE, AFTER)}
-    shares = {label: Estimate.from_dict(one["strict"]) for label, one in evaluations.items() if "strict" in one}
-    if AFTER not in shares:
+    first, second = (run.evaluations.get(label, {}) for label in (BEFORE, AFTER))
+    if "strict" not in second:
         return _verdict_by_reward(run)
-    after, problems = shares[AFTER], evaluations[AFTER]["problems"]
-    if BEFORE in shares:
-        return _verdict_by_change(shares[BEFORE], after, evaluations, pairs)
-    return Verdict(
-        f"Accuracy {percent(after.value)} on {problems:,} held-out problems",
-        f"{_interval(after)}; accuracy before training was not measured: run `grpo-recipes evaluate` on the model that "
-        f"the run began with, with `--output {run.folder / EVALUATIONS / BEFORE}`",
-    )
-
-
-def _verdict_by_change(
-    before: Estimate, after: Estimate, evaluations: Mapping[str, Any], pairs: Pairs | None
-) -> Verdict:
-    problems = evaluations[AFTER]["problems"]
-    change = f"Accuracy {percent(before.value)} → {percent(after.value)} on {problems:,} held-out problems"
-    first, second = (evaluations[label]["settings"] for label in (BEFORE, AFTER))
-    if first.get("strict") != second.get("strict"):
+    after, problems = Estimate.from_dict(second["strict"]), f"on {second['problems']:,} held-out problems"
+    if "strict" not in first:
+        return Verdict(
+            f"Accuracy {percent(after.value)} {problems}",
+            f"{_interval(after)}; accuracy before training was not measured: run `grpo-recipes evaluate` on the model "
+            f"that the run began with, with `--output {run.folder / EVALUATIONS / BEFORE}`",
+        )
+    before = Estimate.from_dict(first["strict"])
+    change = f"Accuracy {percent(before.value)} → {percent(after.value)} {problems}"
+    if first["settings"].get("strict") != second["settings"].get("strict"):
         return Verdict(change, "Judged by different rewards before and after, so that the two can't be compared")
-    gain = after.value - before.value
-    if pairs is None or not _are_all(pairs, evaluations):
-        sure = f"{_points(gain)} points; before {_interval(before)}, after {_interval(after)}"
+    if pairs is None:
+        sure = f"{_points(after.value - before.value)} points; before {_interval(before)}, after {_interval(after)}"
         sign = (after.low > before.high) - (after.high < before.low)
     else:
         compared = compare_tables(*pairs)
         found = compared["strict"]["difference"]
         difference = Estimate.from_dict(found)
-        ends = f"{_points(difference.low)} to {_points(difference.high)}"
         test = "McNemar's test: " if "mcnemar" in compared else ""
-        sure = f"{_points(difference.value)} points (95 %: {ends}; {test}p = {p_text(found['p'], digits=1)})"
+        sure = (
+            f"{_points(difference.value)} points (95 %: {_points(difference.low)} to {_points(difference.high)}; "
+            f"{test}p = {p_text(found['p'], digits=1)})"
+        )
         sign = difference.sign
     if not sign:
         return Verdict(change, f"{sure}: no clear difference")
     return Verdict(change, sure, "better" if sign > 0 else "worse")
-
-
-def _are_all(pairs: Pairs, evaluations: Mapping[str, Any]) -> bool:
-    """Return True if both evaluations are of the paired problems and of no other ones."""
-    counts = [table["problem"].nunique() for table in pairs]
-    return counts == [evaluations[label]["problems"] for label in (BEFORE, AFTER)]
 
 
 def _verdict_by_reward(run: Run) -> Verdict:
@@ -237,21 +223,16 @@ def _verdict_by_reward(run: Run) -> Verdict:
     reward = run.series("reward")
     if not len(reward):
         return Verdict("Nothing was measured", "The log has no reward, and no evaluation is in the run's folder")
-    sure = (
-        "on the training prompts, which the policy was trained for. Accuracy on held-out problems was not measured: "
-        f"run `grpo-recipes evaluate {run.folder}`"
-    )
-    if len(reward) == 1:
-        return Verdict(f"Training reward {number(reward.start)} at step {reward.steps[0]}", f"Reward {sure}")
-    ends = f"{number(reward.start)} → {number(reward.end)}"
     steps = reward.quarters[:1].upper() + reward.quarters[1:]
-    return Verdict(f"Training reward {ends} over {run.log.last_step:,} optimizer steps", f"{steps} {sure}")
+    return Verdict(
+        f"Training reward {number(reward.start)} → {number(reward.end)} over {run.log.last_step:,} optimizer steps",
+        f"{steps} on the training prompts, which the policy was trained for. Accuracy on held-out problems was not "
+        f"measured: run `grpo-recipes evaluate {run.folder}`",
+    )
 
 
 def _points(share: float) -> str:
-    points = 100 * share
-    decimals = 0 if abs(points) >= 10 or abs(points - round(points)) < 0.05 else 1
-    return f"{points:+z.{decimals}f}"  # z: no -0
+    return f"{100 * share:+z.1f}"  # z: no -0
 
 
 def _interval(share: Estimate) -> str:
@@ -259,15 +240,6 @@ def _interval(share: Estimate) -> str:
 
 
 # Checks and facts
-
-
-def _checked(diagnosis: Diagnosis) -> str:
-    """Return how many checks had data and how many found a problem, as a sentence without its full stop."""
-    if not diagnosis.checked:
-        return diagnosis.coverage
-    found = len({finding.check for finding in diagnosis.findings})
-    result = f"{found} found something" if found else "none found anything"
-    return f"{diagnosis.checked} of {diagnosis.applicable} checks had data, {result}"
 
 
 def _checks(diagnosis: Diagnosis) -> list[dict[str, str]]:
@@ -281,40 +253,35 @@ def _checks(diagnosis: Diagnosis) -> list[dict[str, str]]:
     return checks
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
-    """Return what was run, as names and values."""
-    record = run.record
-    spec = run.recipe.get("dataset")
+def _facts(run: Run) -> dict[str, str]:
+    """Return what was run, as far as it is known."""
+    record, spec = run.record, run.recipe.get("dataset")
     data = []
     if isinstance(spec, Mapping):
         data.append(_last_part(spec.get("name") or spec.get("path") or ""))
     if isinstance(record.get("train_prompts"), int):
         data.append(f"{record['train_prompts']:,} prompts")
-    tokens, processes = run.series("num_tokens"), record.get("world_size")
-    hardware = record.get("hardware") or ""
-    if not hardware and processes is not None:
-        hardware = f"{processes} process{'es' if processes != 1 else ''}"
+    tokens, times = run.series("num_tokens"), _seconds(run)
     facts = {
         "Model": _last_part(run.recipe.get("model_name_or_path", "")),
         "Data": ", ".join(filter(None, data)),
         "Optimizer steps": f"{run.log.last_step:,}",
-        "Time in steps": duration(seconds(run)),
+        "Time in steps": duration(times) if times else "",
         "Tokens": f"{number(tokens.values[-1])} in prompts and completions" if len(tokens) else "",
-        "Hardware": str(hardware),
+        "Hardware": str(record.get("hardware") or ""),
+        "Processes": str(record.get("world_size") or ""),
         "Recipe": _last_part(record.get("source", "")),
     }
-    return [(name, value) for name, value in facts.items() if value]
+    return {name: value for name, value in facts.items() if value}
 
 
 def _made_with(record: Mapping[str, Any]) -> str:
     """Return when the run was started, and the versions."""
     versions = record.get("versions") or {}
-    parts = []
-    if "started" in record:
-        parts.append(f"Started {record['started']}".replace("T", " ").replace("Z", " UTC"))
-    for name in ("grpo-recipes", "trl", "transformers", "torch"):
-        if name in versions:
-            parts.append(f"{name} {versions[name]}")
+    parts = [f"Started {record['started']}"] if "started" in record else []
+    parts += [
+        f"{name} {versions[name]}" for name in ("grpo-recipes", "trl", "transformers", "torch") if name in versions
+    ]
     return "; ".join(parts)
 
 
@@ -323,36 +290,20 @@ def _state(run: Run) -> str:
     done, planned = run.log.last_step, run.log.max_steps
     progress = f"step {done:,} of {planned:,}" if planned > done else f"step {done:,}"
     if run.is_running:
-        took = seconds(run)
-        left = duration(took / done * (planned - done)) if took and planned > done else ""
-        estimate = f", about {left} left" if left else ""
-        return f"This run is still in progress: {progress}{estimate}."
+        took = _seconds(run)
+        left = f", about {duration(took / done * (planned - done))} left" if took and planned > done else ""
+        return f"This run is still in progress: {progress}{left}."
     if run.fault is not None or planned > done:
         unknown = "" if run.fault or run.log.has_ended else " No cause was recorded: its process was probably killed."
         return f"This run was stopped at {progress}.{unknown}"
     return ""
 
 
-def seconds(run: Run) -> float | None:
-    """Return the time of all optimizer steps, from the mean time of a step at each log entry, or None."""
+def _seconds(run: Run) -> float:
+    """Return the time of all optimizer steps, from the mean time of a step at each log entry."""
     times = run.series("step_time")
-    if not len(times):
-        return None
     spans = [step - before for before, step in zip([0, *times.steps], times.steps, strict=False)]
     return math.fsum(span * time for span, time in zip(spans, times.values, strict=True) if span > 0)
-
-
-def duration(length: float | None) -> str:
-    """Return a number of seconds as text, in its two largest units."""
-    if length is None or not 0 <= length < 1e10:
-        return ""
-    if length < 60:
-        return f"{length:.0f} s"
-    minutes, rest = divmod(round(length), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def _last_part(path: Any) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import io
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,15 +144,6 @@ def test_plan_preview_and_train_name_prefilled_for_a_chat_template_that_opens_th
 
 
 @pytest.mark.slow
-def test_a_limit_of_the_dataset_is_announced_beside_the_json(
-    capsys: pytest.CaptureFixture[str], tiny_model: Path
-) -> None:
-    limit = ["--dataset.max_prompt_tokens", "90", "--dataset.size", "200"]
-    found = previewed(capsys, "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "8", *limit, *SHORT)
-    assert max(group["tokens"] for group in found["groups"]) <= 90
-
-
-@pytest.mark.slow
 def test_another_seed_gives_other_prompts_and_the_same_seed_the_same(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, sampled: dict[str, Any]
 ) -> None:
@@ -246,7 +237,6 @@ def test_more_prompts_than_a_generation_batch_holds_are_sampled_in_several(
     found = previewed(capsys, *model, *small, "--prompts", "6", "--gradient_checkpointing", "true", "--beta", "0.1")
     at_once = previewed(capsys, *model, "--prompts", "6")
     assert [group["prompt"] for group in found["groups"]] == [group["prompt"] for group in at_once["groups"]]
-    assert found["cost"]["completions"] == 32
     assert found["cost"]["step"].keys() == {"generation", "scoring", "training"}
     assert min(found["cost"]["step"].values()) > 0
 
@@ -261,7 +251,7 @@ def test_a_gradient_that_does_not_fit_leaves_the_sample(
     monkeypatch.setattr("grpo_recipes.training.trainer.GRPOTrainer.compute_loss", fails)
     found = previewed(capsys, "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "2", *SHORT)
     assert len(found["groups"]) == 2
-    assert found["cost"]["training"] is None
+    assert "training" not in found["cost"]["step"]
     assert any("`per_device_train_batch_size`" in sentence for sentence in found["findings"])
 
 
@@ -312,17 +302,14 @@ def test_a_completion_with_tools_is_shown_as_turns(
     arguments += ["--prompts", "1", "--bf16", "false", "--num_generations", "2", "--max_completion_length", "400"]
     arguments += ["--max_tool_calling_iterations", "1", "--generation_check", "false"]
     (group,) = previewed(capsys, *arguments)["groups"]
-    plain, turns = (one.get("turns") for one in group["completions"])
-    assert plain is None
+    plain, turns = (one["turns"] for one in group["completions"])
+    assert plain == []
     assert [turn["kind"] for turn in turns] == ["call", "result", "text"]
     assert main(["preview", *arguments]) == 0
     said = capsys.readouterr().out
     assert "Turn 1 calls calls_once" in said
     assert "Result of calls_once, not trained on" in said
     assert "\x1b" not in said
-
-
-# Parts of a preview, without a policy
 
 
 def test_the_sampling_recipe_has_one_process_and_one_batch_more_than_is_needed(tmp_path: Path) -> None:
@@ -350,274 +337,36 @@ REMOVED = ("deepspeed", "fsdp", "fsdp_config", "generation_batch_size", "resume_
 """Keys of several processes, of evaluations, and of what a run writes, which a preview must not do."""
 
 
-def watch(needed: int) -> tuple[preview.Watch, list[Any]]:
-    asked: list[Any] = []
-    trainer = SimpleNamespace(
-        _generate=lambda prompts: asked.append(prompts) or "generated",
-        _calculate_rewards=None,
-        accelerator=SimpleNamespace(device=torch.device("cpu")),
+def test_the_cost_of_a_step_is_that_of_one_process() -> None:
+    """A step has 2 × 8 × 3 completions, of which each of the 2 processes generates 24, at half a second each."""
+    geometry = Geometry(
+        num_processes=2,
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=3,
+        steps_per_generation=3,
+        num_generations=4,
+        num_iterations=1,
     )
-    return preview.Watch(trainer, [], needed, []), asked
-
-
-@pytest.mark.parametrize(
-    ("needed", "totals", "goes_on"),
-    [
-        (1, [], True),
-        (1, [9.9], True),
-        (1, [10.0], False),
-        (1, [1.0, 1.0], False),
-        (2, [1.0], True),
-        (2, [1.0] * 2, False),
-    ],
-)
-def test_a_single_short_batch_is_timed_again(needed: int, totals: list[float], goes_on: bool) -> None:
-    """The first batch also loads kernels, which would be counted as training."""
-    made, asked = watch(needed)
-    made.batches = [preview.Batch([], 0.0, 0.0, total) for total in totals]
-    if goes_on:
-        assert made.generate(["p"]) == "generated"
-        assert asked == [["p"]]
-    else:
-        with pytest.raises(preview.Sampled):
-            made.generate(["p"])
-        assert asked == []
-    assert [batch.total for batch in made.batches] == totals, "the times of earlier batches stay"
-
-
-def test_the_next_generation_ends_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = watch(2)
-    made.batches = [preview.Batch([], 3.0, 1.0)]
-    made._started = 100.0
-    monkeypatch.setattr(preview.time, "monotonic", lambda: 107.0)
-    made.generate(["p"])
-    assert made.batches[0].total == 7.0
-
-
-def test_the_inputs_are_checked_for_the_processes_that_training_would_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    called: list[Any] = []
     recipe = parse_recipe(["--config", "quickstart"])
-    monkeypatch.setattr(preview, "choose_layout", lambda *given, use_cpu: SimpleNamespace(num_processes=3))
-    for name in ("check_packages", "dry_config", "check_model_exists"):
-        monkeypatch.setattr(preview.checks, name, lambda recipe, *rest, name=name: called.append((name, *rest)))
-    monkeypatch.setattr(preview, "geometry_of", lambda recipe, processes: called.append(("geometry", processes)))
-    monkeypatch.setattr(train, "build_inputs", lambda recipe, machine: ("checked", "tokenizer", "recorded"))
-    monkeypatch.setattr(train, "load_reward_models", lambda recipe, checked: called.append(("rewards", checked)))
-    checked, tokenizer, machine = preview.checked_inputs(recipe)
-    assert (checked, tokenizer, machine.num_processes) == ("checked", "tokenizer", 3)
-    assert called == [
-        ("check_packages",), ("geometry", 3), ("dry_config", machine), ("check_model_exists",), ("rewards", "checked"),
-    ]  # fmt: skip
-
-
-def test_the_gradient_ends_the_last_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = watch(1)
-    times = iter([100.0, 103.0, 108.0])
-    monkeypatch.setattr(preview.time, "monotonic", lambda: next(times))
-    made.generate(["p"])
-    assert made._generation == 3.0
-    made.batches.append(preview.Batch([], 3.0, 1.0))
-    with pytest.raises(preview.Sampled):
-        made.on_pre_optimizer_step()
-    assert made.batches[0].total == 8.0
-
-
-@pytest.mark.parametrize(
-    ("scores", "total"),
-    [({"a": 1.0, "b": 2.0}, 2.0), ({"a": 1.0, "b": None}, 1.0), ({"a": None, "b": 2.0}, 1.0), ({"a": None}, None)],
-)
-def test_a_total_leaves_out_what_gives_no_score(scores: dict[str, float | None], total: float | None) -> None:
-    assert preview._total(scores, {"a": 1.0, "b": 0.5}) == total
-    assert preview._score(float("nan")) is None
-    assert preview._score(0.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("vllm", "batching", "verified", "name"),
-    [
-        (True, False, True, "vLLM"),
-        (False, True, True, "transformers' continuous batching"),
-        (False, False, True, "group decoding"),
-        (False, False, False, "transformers' generate"),
-    ],
-)
-def test_the_generator_is_named(vllm: bool, batching: bool, verified: bool, name: str) -> None:
-    generation = SimpleNamespace(is_verified=verified)
-    trainer = SimpleNamespace(use_vllm=vllm, use_transformers_continuous_batching=batching, _generation=generation)
-    assert preview.generator_name(trainer) == name
-
-
-def test_the_cost_of_a_step_is_that_of_the_last_batch() -> None:
-    recipe = parse_recipe(["--config", "quickstart"])
-    geometry = Geometry.from_config(recipe.config, 1)
-    checked = SimpleNamespace(geometry=geometry, train_dataset=[0] * 80)
-    group = SimpleNamespace(completions=[SimpleNamespace(tokens=3), SimpleNamespace(tokens=5)])
-    batch = preview.Batch([group, group], generation=2.0, scoring=0.5, total=6.0)
+    batch = preview.Batch(completions=8, tokens=80, generation=4.0, scoring=2.0, total=7.0)
+    checked: Any = SimpleNamespace(geometry=geometry, train_dataset=[0] * 80)
     cost = preview.cost_of(recipe, checked, "CPU", batch)
-    assert (cost.completions, cost.tokens, cost.generation, cost.scoring, cost.training) == (4, 16, 2.0, 0.5, 3.5)
-    assert (cost.device, cost.steps) == ("CPU", geometry.optimizer_steps(recipe.config, 80))
-    batch.total = None
-    assert preview.cost_of(recipe, checked, "CPU", batch).training is None
-
-
-@pytest.fixture
-def staged_parts(monkeypatch: pytest.MonkeyPatch) -> tuple[SimpleNamespace, list[Any]]:
-    """Replace all that needs a policy: a process holds 16 completions of a generation, in groups of 4.
-
-    Returns the checked recipe, and what `preview` asks for.
-    """
-    asked: list[Any] = []
-    checked = Checked(SimpleNamespace(completions_per_rank=16, num_generations=4), [], [], "held out")
-    args = SimpleNamespace(n_gpu=4)
-
-    class Watched:
-        def __init__(self, trainer: Any, listeners: list[Any], batches: int, rewards: list[Any]) -> None:
-            asked.append((trainer, batches))
-            self.batches = [
-                preview.Batch([f"group {batch}.{n}" for n in range(4)], 1.0, 1.0) for batch in range(batches)
-            ]
-
-        def run(self) -> None:
-            asked.append("run")
-
-    def bare_trainer(recipe: Any, machine: Any, args: Any, checked: Any, tokenizer: Any) -> str:
-        asked.append((recipe, args._n_gpu, checked.eval_dataset))
-        return "trainer"
-
-    monkeypatch.setattr(preview, "checked_inputs", lambda recipe: (checked, "tokenizer", "machine"))
-    monkeypatch.setattr(preview, "sampling_recipe", lambda recipe, together, batches, folder: (together, batches))
-    monkeypatch.setattr(preview.checks, "grpo_config", lambda recipe: args)
-    monkeypatch.setattr(train, "leave_token_to_environment", lambda args: args)
-    monkeypatch.setattr(train, "bare_trainer", bare_trainer)
-    monkeypatch.setattr(train, "hardware", lambda args: "a CPU")
-    monkeypatch.setattr(preview, "Watch", Watched)
-    monkeypatch.setattr(preview, "generator_name", lambda trainer: f"generator of {trainer}")
-    monkeypatch.setattr(preview, "cost_of", lambda recipe, checked, device, batch: (device, batch.groups[0]))
-    return checked, asked
-
-
-@dataclass(frozen=True)
-class Checked:
-    geometry: SimpleNamespace
-    rewards: list[Any]
-    all_rewards: list[Any]
-    eval_dataset: str | None
-
-
-@pytest.mark.parametrize(
-    ("prompts", "held", "together", "batches"),
-    [(6, 18, 4, 2), (8, 16, 4, 2), (9, 16, 4, 3), (2, 16, 2, 1), (2, 2, 1, 2)],
-)
-def test_prompts_are_sampled_in_batches_that_a_process_holds(
-    prompts: int, held: int, together: int, batches: int, staged_parts: tuple[SimpleNamespace, list[Any]]
-) -> None:
-    checked, asked = staged_parts
-    checked.geometry.completions_per_rank = held
-    arguments = ["--config", "quickstart", "--model_name_or_path", "m", "--temperature", "0.7"]
-    found = preview.preview(arguments, prompts=prompts)
-    assert asked == [((together, batches), 1, None), ("trainer", batches), "run"]
-    every = [f"group {batch}.{n}" for batch in range(batches) for n in range(4)]
-    assert found.groups == every[:prompts]
-    assert found.cost == ("a CPU", f"group {batches - 1}.0"), "the last batch is nearest to training"
-    assert (found.model, found.generator, found.temperature) == ("m", "generator of trainer", 0.7)
-    assert found.max_completion_length == parse_recipe(arguments).config.max_completion_length
-    assert found.by_reward is False
-    each = preview.preview([*arguments, "--multi_objective_aggregation", "normalize_then_sum"], prompts=1)
-    assert each.by_reward is True
+    assert (cost.tokens_per_second, cost.completions) == (20.0, 48)
+    assert cost.step == pytest.approx({"generation": 12, "scoring": 6, "training": 3})
+    checked.geometry = replace(geometry, num_iterations=2)
+    cost = preview.cost_of(recipe, checked, "CPU", replace(batch, total=None))
+    assert cost.step == pytest.approx({"generation": 6, "scoring": 3}), "without a gradient"
 
 
 def test_an_error_of_the_sampling_is_one_line_without_secrets(
-    staged_parts: tuple[SimpleNamespace, list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "known_secrets", lambda recipe: {"hunter2"})
-    errors = [
-        (
-            ValueError("no\nroom for hunter2"),
-            RunFault,
-            r"quickstart.*: the policy can't be sampled \(ValueError: no room for <h",
-        ),
-        (
-            torch.OutOfMemoryError("x" * 200),
-            RunFault,
-            r"quickstart.*: one device has too little memory .* \(x{117}\.\.\.\): lower",
-        ),
-        (RunFault("as it is"), RunFault, r"^as it is$"),
-        (UserError("as it is"), UserError, r"^as it is$"),
-    ]
-    for error, kind, says in errors:
-
-        def fails(*given: Any, error: Exception = error) -> None:
-            raise error
-
-        monkeypatch.setattr(train, "bare_trainer", fails)
-        with pytest.raises(kind, match=says):
-            preview.preview(["--config", "quickstart"], prompts=1)
-        printed = capsys.readouterr().err
-        assert ("Traceback" in printed) == (type(error) is ValueError)
-        assert "hunter2" not in printed
-
-
-def test_the_sample_holds_what_every_reward_logged_and_the_time_of_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment's reward has no listener. Two groups of two completions, of prompts of 3 tokens."""
-    begun: list[int] = []
-    listener = SimpleNamespace(
-        reward=SimpleNamespace(name="own"), rows=[{"gold": n} for n in range(4)], begin=begun.append
-    )
-    nan = float("nan")
-    trainer = SimpleNamespace(
-        _generate=lambda prompts: ([[1, 2, 3], [1, 2, 3], [4, 5, 6], [4, 5, 6]],),
-        _calculate_rewards=lambda *given: torch.tensor([[1.0, nan], [0.5, 2.0], [nan, nan], [0.0, 0.0]]),
-        _tokenizer=SimpleNamespace(decode=lambda ids: f"prompt of {ids}"), num_generations=2, _stop=None,
-        accelerator=SimpleNamespace(device=torch.device("cpu")),
-    )  # fmt: skip
-    monkeypatch.setattr(preview, "are_truncated", lambda trainer, ids, stop: [len(one) > 1 for one in ids])
-    rewards = [SimpleNamespace(name="own", weight=2.0), SimpleNamespace(name="Game", weight=0.5)]
-    made = preview.Watch(trainer, [listener], 1, rewards)
-    times = iter([100.0, 102.0, 103.0, 107.0])
-    monkeypatch.setattr(preview.time, "monotonic", lambda: next(times))
-    made.generate(["p"] * 4)
-    scores = made.score([], ["p"] * 4, ["a", "b", "c", "d"], [[7], [7, 8], [7], [7]])
-    assert scores.shape == (4, 2)
-    assert begun == [4]
-    (batch,) = made.batches
-    assert (batch.generation, batch.scoring, batch.total) == (2.0, 4.0, None)
-    assert [(group.prompt, group.tokens) for group in batch.groups] == [
-        ("prompt of [1, 2, 3]", 3),
-        ("prompt of [4, 5, 6]", 3),
-    ]
-    completions = [one for group in batch.groups for one in group.completions]
-    assert [one.text for one in completions] == ["a", "b", "c", "d"]
-    assert [one.is_cut for one in completions] == [False, True, False, False]
-    assert batch.lengths == [1, 2, 1, 1]
-    assert [one.total for one in completions] == [2.0, 2.0, None, 0.0]
-    assert completions[0].scores == {"own": 1.0, "Game": None}
-    assert [one.logged for one in completions] == [{"own": {"gold": n}, "Game": {}} for n in range(4)]
-
-
-def test_a_policy_that_does_not_fit_after_the_first_batch_leaves_its_sample() -> None:
-    made, _ = watch(1)
-
-    def run_out() -> None:
-        raise torch.OutOfMemoryError("x")
-
-    added: list[Any] = []
-    trainer: Any = made.trainer
-    trainer.add_callback, trainer.train = added.append, run_out
-    with pytest.raises(torch.OutOfMemoryError):
-        made.run()
-    made.batches.append(preview.Batch([], 0.0, 0.0))
-    made.run()
-    assert added == [made, made]
-
-
-def test_a_seed_of_0_replaces_that_of_the_recipe(
-    staged_parts: tuple[SimpleNamespace, list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preview, "cost_of", lambda recipe, *rest: recipe.config.seed)
-    arguments = ["--config", "quickstart", "--seed", "5"]
-    seeds = [preview.preview(arguments, prompts=1, seed=seed).cost for seed in (None, 0, 7)]
-    assert seeds == [5, 0, 7]
+    recipe = parse_recipe(["--config", "quickstart"])
+    with pytest.raises(RunFault, match=r"ValueError: no room for <h"), preview._one_line_errors(recipe):
+        raise ValueError("no\nroom for hunter2")
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert "hunter2" not in printed
+    with pytest.raises(UserError, match="as it is"), preview._one_line_errors(recipe):
+        raise UserError("as it is")

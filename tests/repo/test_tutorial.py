@@ -36,14 +36,14 @@ def test_findings_of_diagnose_do_not_stop_the_tutorial(
     pictures = tutorial.RUN / "report"
     pictures.mkdir(parents=True)
     (tutorial.RUN.parent / "evaluation.json").write_text("{}")
-    for name in tutorial.PICTURES:
-        (pictures / f"{name}.svg").write_bytes(b"")
+    (pictures / "evaluation.svg").write_bytes(b"")
     called = []
 
     def run(command: Sequence[str]) -> int:
         called.append(command[0])
         return answer if command[0] == "diagnose" else 0
 
+    monkeypatch.setattr(tutorial, "chromium", lambda: None)
     monkeypatch.setattr(tutorial, "PROGRAMS", dict.fromkeys(tutorial.PROGRAMS, run))
     assert tutorial.main() == (0 if goes_on else answer)
     assert called[:4] == ["preview", "evaluate", "evaluate", "compare"]
@@ -80,5 +80,5 @@ def test_every_command_of_the_tutorial_runs_as_written(
     said = capsys.readouterr().out
     for words in ("B - A", "pass@8", "majority", "report.html"):
         assert words in said
-    for picture in tutorial.PICTURES:
-        assert (Path("pictures") / f"{picture}.svg").stat().st_size > 1_000
+    for picture in Path("pictures").iterdir():
+        assert picture.stat().st_size > 1_000

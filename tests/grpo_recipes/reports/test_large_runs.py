@@ -15,8 +15,7 @@ from benchmarks import large_run
 from grpo_recipes import train
 from grpo_recipes.reports import diagnostics
 from grpo_recipes.reports import run as run_module
-from grpo_recipes.reports.charts import envelope
-from grpo_recipes.reports.pictures import groups
+from grpo_recipes.reports.charts import envelope, sections
 from grpo_recipes.reports.run import OutOfTime, Run, Series
 from tests.support.grids import only
 from tests.support.growth import FACTOR, growth
@@ -72,10 +71,10 @@ def test_no_chart_draws_more_points_than_it_has_pixels(tmp_path: Path) -> None:
         for step in range(9000)
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
-    charts = [chart for group in groups([Run.read(tmp_path)]) for chart in group.charts]
-    assert [chart.name for chart in charts] == ["total-reward", "reward-x"]
+    charts = [chart for section in sections([Run.read(tmp_path)]) for chart in section.charts]
+    assert [chart.title for chart in charts] == ["Total reward", "Reward x"]
     drawn = [len(points.split()) for chart in charts for points in re.findall('points="([^"]+)"', chart.svg())]
-    assert len(drawn) == 4, "each metric and its moving mean"
+    assert len(drawn) == 4, "each metric and its means"
     assert max(drawn) <= 602
 
 

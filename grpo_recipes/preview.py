@@ -115,9 +115,6 @@ def preview(arguments: Sequence[str], *, prompts: int, seed: int | None = None, 
     return Preview(
         source=recipe.source,
         model=str(recipe.model["model_name_or_path"]),
-        generator=generator_name(trainer),
-        max_completion_length=recipe.config.max_completion_length,
-        temperature=recipe.config.temperature,
         by_reward=recipe.config.multi_objective_aggregation == "normalize_then_sum",
         rewards=checked.all_rewards,
         prompts=watch.prompts[:prompts],
@@ -265,15 +262,6 @@ def cost_of(recipe: Recipe, checked: Checked, device: str, batch: Batch) -> Cost
         completions=geometry.completions_per_optimizer_step,
         step=step,
     )
-
-
-def generator_name(trainer: GRPOTrainer) -> str:
-    """Return what generates the completions in training."""
-    if trainer.use_vllm:
-        return "vLLM"
-    if trainer.use_transformers_continuous_batching:
-        return "transformers' continuous batching"
-    return "group decoding" if trainer._generation.is_verified else "transformers' generate"
 
 
 @contextmanager

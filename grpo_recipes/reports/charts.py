@@ -359,8 +359,9 @@ def _line(chart: Chart, line: Line, across: Callable[[float], float], up: Callab
     kept = envelope(values)
     yield polyline(steps[kept], values[kept], "raw" if is_smoothed else line.style)
     if is_smoothed:
-        parts = np.array_split(steps, SMOOTHED), np.array_split(values, SMOOTHED)
-        yield polyline(*([part.mean() for part in one] for one in parts), line.style)
+        middles = [part.mean() for part in np.array_split(steps, SMOOTHED)]
+        means = [part.mean() for part in np.array_split(values, SMOOTHED)]
+        yield polyline(middles, means, line.style)
     for step, share in zip(line.series.steps, line.intervals, strict=False):
         yield _rule(across(step), up(share.low), across(step), up(share.high), "whisker")
     if len(values) < MARKED:

@@ -56,9 +56,6 @@ class Preview:
     Attributes:
         source: File of the recipe.
         model: Name of the policy.
-        generator: Name of what generated the completions.
-        max_completion_length: Tokens after which a completion is cut.
-        temperature: Temperature of the sampling.
         by_reward: True if each reward is normalized before the weighted sum, so that each needs a variance of its own.
         rewards: Rewards with their weights.
         prompts: Prompts as the model sees them.
@@ -71,9 +68,6 @@ class Preview:
 
     source: str
     model: str
-    generator: str
-    max_completion_length: int
-    temperature: float
     by_reward: bool
     rewards: Sequence[BuiltReward]
     prompts: Sequence[str]
@@ -152,17 +146,14 @@ class Preview:
             yield self._why_flat(f"{flat} of {count} groups have zero variance, so nothing is learned from them")
         if cut > TRUNCATED_LIMIT * len(self.rows):
             yield (
-                f"{cut} of {len(self.rows)} completions are cut at {self.max_completion_length} tokens, and an answer "
-                "behind the cut is lost: raise `max_completion_length`, or set `mask_truncated_completions: true`. A "
-                "base model that never ends needs `generation_kwargs.stop`"
+                f"{cut} of {len(self.rows)} completions are cut, and an answer behind the cut is lost: raise "
+                "`max_completion_length`, or set `mask_truncated_completions: true`. A base model that never ends "
+                "needs `generation_kwargs.stop`"
             )
         contents = [(*row.turns, row.text) for row in self.rows.itertuples()]
         repeated = int(pd.Series(contents).groupby(self.rows["prompt"].tolist()).nunique().eq(1).sum())
         if repeated > IDENTICAL_LIMIT * count:
-            yield (
-                f"{repeated} of {count} groups repeat one completion, so that there is nothing to compare: raise "
-                f"`temperature` above {self.temperature:g}"
-            )
+            yield f"{repeated} of {count} groups repeat one completion: raise `temperature`"
         if "training" not in self.cost.step:
             yield (
                 "the loss and its gradient need more memory than the device has: lower `per_device_train_batch_size`, "
@@ -228,9 +219,8 @@ class Preview:
             "zero variance": f"{self.is_flat.sum()} of {len(self.prompts)} groups (95 % interval {share.low:.0%} to "
             f"{share.high:.0%}): their advantages are 0",
             "completions": f"{lengths.min()} to {lengths.max()} tokens, mean {lengths.mean():.0f}; "
-            f"{self.rows['cut'].sum()} of {len(lengths)} are cut at `max_completion_length` "
-            f"{self.max_completion_length}",
-            "generation": f"{cost.tokens_per_second:,.0f} tokens/s on {cost.device} by {self.generator}",
+            f"{self.rows['cut'].sum()} of {len(lengths)} are cut at `max_completion_length`",
+            "generation": f"{cost.tokens_per_second:,.0f} tokens/s on {cost.device}",
             "optimizer step": f"{duration(spent)} for {cost.completions} completions, about "
             f"{cost.completions * lengths.mean():,.0f} tokens: {parts}. The update and messages between processes are "
             "not included",
@@ -249,7 +239,6 @@ class Preview:
         return {
             "recipe": self.source,
             "model": self.model,
-            "generator": self.generator,
             "groups": groups,
             "rewards": self.reward_table(),
             "zero_variance": {**flat, **self.flat_share.as_dict()},

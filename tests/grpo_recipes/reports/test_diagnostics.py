@@ -24,7 +24,6 @@ from tests.support import short_runs
 from tests.support.grids import only
 from tests.support.synthetic import (
     HEALTHY,
-    REWARDS,
     TOOL_METRICS,
     healthy_completions,
     ramp,
@@ -375,24 +374,6 @@ def test_a_planted_problem_gets_its_sentence_and_no_other(tmp_path: Path, proble
     assert finding.step in range(1, 41)
 
 
-def test_a_format_reward_alone_is_compared_with_the_evaluation(tmp_path: Path) -> None:
-    rewards = [{"name": "tags", "source": "tag_presence", "weight": 1.0, "kind": "format"}]
-    metrics = {"rewards/tags/mean": ramp(0.1, 0.8), "rewards/gsm8k_correctness/mean": None}
-    metrics["rewards/gsm8k_correctness/std"] = None
-
-    def checks(folder: str, evaluations: dict) -> list[str]:
-        run = write_run(
-            tmp_path / folder, metrics, rewards=rewards, evaluations=evaluations, completions=healthy_completions()
-        )
-        return [finding.check for finding in found_in(Run.read(run))]
-
-    assert checks("unknown", {}) == ["format_without_correctness"]
-    assert checks("same", {"before": strict(0.2, 0.1, 0.3), "after": strict(0.3, 0.2, 0.4)}) == [
-        "format_without_correctness"
-    ]
-    assert checks("better", {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}) == []
-
-
 @pytest.mark.parametrize("source", ["sum", "gate"])
 def test_the_parts_of_a_sum_or_a_gate_are_checked_one_by_one(tmp_path: Path, source: str) -> None:
     metrics = {
@@ -427,49 +408,6 @@ def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict
     }
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("kind", ["other", "judge", "length"])
-def test_a_reward_of_another_kind_may_judge_correctness(tmp_path: Path, kind: str) -> None:
-    """A rising format reward is no finding if the other reward rises too.
-
-    If that stays flat, the finding shows its values.
-    """
-    rewards = {"tag_presence": "format", "check": kind}
-    rising = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 1.5))
-    assert found_in(Run.read(write_run(tmp_path / "rising", **rising))) == []
-    flat = paid_by(rewards, tag_presence=ramp(0.3, 0.9), check=ramp(0.2, 0.2))
-    (finding,) = found_in(Run.read(write_run(tmp_path / "flat", **flat)))
-    assert finding.check == "format_without_correctness"
-    assert re.search(
-        r"while `check` goes from 0\.20 to 0\.20: 4\d% of the run's tokens come after step 2\d", finding.sentence
-    ), finding.sentence
-    better = {"before": strict(0.2, 0.1, 0.3), "after": strict(0.6, 0.5, 0.7)}
-    assert found_in(Run.read(write_run(tmp_path / "better", **flat, evaluations=better))) == []
-
-
-def test_correctness_that_rises_within_its_noise_is_no_finding(tmp_path: Path) -> None:
-    def noisy(start: float, end: float, swing: float):
-        return lambda over: start + (end - start) * over + swing * (round(39 * over) % 2)
-
-    metrics = {"rewards/gsm8k_correctness/mean": noisy(0.2, 0.45, 0.25)}
-    run = Run.read(write_run(tmp_path / "rising", metrics))
-    assert run.series("rewards/gsm8k_correctness/mean").trend == 0
-    assert found_in(run) == []
-    metrics = {"rewards/gsm8k_correctness/mean": noisy(0.2, 0.25, 0.1)}
-    (finding,) = found_in(Run.read(write_run(tmp_path / "flat", metrics)))
-    assert finding.check == "format_without_correctness"
-
-
-def test_a_rising_length_reward_hides_nothing(tmp_path: Path) -> None:
-    kinds = {"gsm8k_correctness": "correctness", "tag_presence": "format", "get_soft_overlong_punishment": "length"}
-    rewards = [{"name": name, "source": name, "weight": 1.0, "kind": kind} for name, kind in kinds.items()]
-    metrics = {"rewards/gsm8k_correctness/mean": ramp(0.5, 0.5)}
-    metrics |= {"rewards/get_soft_overlong_punishment/mean": ramp(-1, -0.1)}
-    (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
-    assert "`tag_presence` rises" in finding.sentence
-    assert "`gsm8k_correctness` goes from" in finding.sentence
-
-
 def test_a_sum_with_a_reward_model_may_judge_correctness(tmp_path: Path) -> None:
     """The shipped recipe rlaif has such a sum."""
     sums = paid_by({"minimind": "other"}, minimind=ramp(0.5, 2.0))
@@ -495,17 +433,6 @@ def test_a_run_of_trl_alone_has_no_findings_from_missing_data(tmp_path: Path) ->
     assert found_in(Run.read(folder)) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "accused"),
-    [("other", False), ("judge", False), ("correctness", False), ("format", True), ("length", True)],
-)
-def test_only_format_and_length_rewards_count_as_dominant(tmp_path: Path, kind: str, accused: bool) -> None:
-    planted = paid_by({"big": kind, "small": "format"}, big=ramp(0.3, 0.9), small=ramp(0.9, 0.9))
-    planted["metrics"].update({"rewards/big/std": ramp(0.5, 0.5), "rewards/small/std": ramp(0.01, 0.01)})
-    findings = {finding.check for finding in found_in(Run.read(write_run(tmp_path / "run", **planted)))}
-    assert ("dominant_reward" in findings) == accused
-
-
 def test_the_cap_is_that_of_the_resolved_configuration(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {"completions/mean_length": ramp(200, 500)})
     record = json.loads((folder / "run.json").read_text())
@@ -516,15 +443,6 @@ def test_the_cap_is_that_of_the_resolved_configuration(tmp_path: Path) -> None:
     record["config"]["max_completion_length"] = None  # in TRL: no cap but the model's
     (folder / "run.json").write_text(json.dumps(record))
     assert found_in(Run.read(folder)) == []
-
-
-def test_a_fall_of_held_out_accuracy_is_found(tmp_path: Path) -> None:
-    evaluations = {"before": strict(0.6, 0.55, 0.65), "after": strict(0.4, 0.35, 0.45)}
-    (finding,) = found_in(Run.read(write_run(tmp_path / "run", evaluations=evaluations)))
-    assert finding.check == "overfitting"
-    assert "from 0.600 to 0.400" in finding.sentence
-    overlapping = {"before": strict(0.6, 0.5, 0.7), "after": strict(0.48, 0.4, 0.56)}
-    assert found_in(Run.read(write_run(tmp_path / "noise", evaluations=overlapping))) == []
 
 
 def test_a_flat_held_out_reward_is_found(tmp_path: Path) -> None:
@@ -541,60 +459,6 @@ def test_a_flat_held_out_reward_is_found(tmp_path: Path) -> None:
         noise = random.Random(seed)
         noisy = {"eval_reward": lambda over, noise=noise: noise.gauss(1.5, 3)}
         assert "stays at" not in check(tmp_path / f"noisy{seed}", "overfitting", metrics=noisy, seed=seed)
-
-
-def test_flat_strict_accuracy_is_found_if_its_intervals_exclude_a_gain(tmp_path: Path) -> None:
-    def found(name: str, before: dict, after: dict) -> str:
-        return check(tmp_path / name, "overfitting", evaluations={"before": before, "after": after})
-
-    flat = found("flat", strict(0.3, 0.29, 0.31), strict(0.305, 0.295, 0.315))
-    assert "strict accuracy on held-out problems stays flat, from 0.300 to 0.305" in flat
-    assert flat.startswith("problem")
-    assert "98% of the run's tokens come after step 1; train on more prompts" in flat
-    assert found("few", strict(0.3, 0.2, 0.4), strict(0.3, 0.2, 0.4)).startswith("fine")
-    assert found("gain", strict(0.3, 0.29, 0.31), strict(0.4, 0.39, 0.41)).startswith("fine")
-    assert found("high", strict(0.97, 0.96, 0.98), strict(0.97, 0.96, 0.98)).startswith("fine")
-
-
-def test_groups_saturated_at_the_end_are_found(tmp_path: Path) -> None:
-    def ending_at(share: float) -> dict[str, Any]:
-        return {"frac_reward_zero_std": lambda over: 0.1 if over < 0.7 else share}
-
-    (finding,) = found_in(Run.read(write_run(tmp_path / "run", ending_at(0.95))))
-    assert (finding.check, finding.step) == ("zero_variance", 28)
-    assert re.match(r"9[456]% of the groups have no variance in their rewards at the end", finding.sentence)
-    for seed in range(3):
-        assert found_in(Run.read(write_run(tmp_path / str(seed), ending_at(0.6), seed=seed))) == []
-
-
-def test_long_completions_that_hardly_grow_are_no_finding(tmp_path: Path) -> None:
-    """The length is above 80 % of the cap of 256 from the start, and grows only by a factor of 1.15."""
-    assert found_in(Run.read(write_run(tmp_path / "run", {"completions/mean_length": ramp(212, 244)}))) == []
-
-
-@pytest.mark.parametrize(("weight", "accused"), [(4.0, False), (5.0, True)])
-def test_a_weight_counts_by_its_square(tmp_path: Path, weight: float, accused: bool) -> None:
-    """A standard deviation of 1 with weight 5 is 25/26 of the variance beside one with weight 1.
-
-    With weight 4 it is 16/17.
-    """
-    planted = paid_by({"tags": "format", "right": "correctness"}, tags=ramp(0.9, 0.9), right=ramp(0.3, 0.9))
-    planted["metrics"].update({"rewards/tags/std": ramp(1.0, 1.0), "rewards/right/std": ramp(1.0, 1.0)})
-    planted["rewards"][0]["weight"] = weight
-    findings = {finding.check for finding in found_in(Run.read(write_run(tmp_path / "run", **planted)))}
-    assert ("dominant_reward" in findings) == accused
-
-
-@pytest.mark.parametrize(("right", "says"), [(2.0, "100% are too easy"), (0.0, "; 100% too hard")])
-def test_groups_without_variance_are_split_by_their_reward(tmp_path: Path, right: float, says: str) -> None:
-    rows = healthy_completions()
-    for row in rows[:-4]:
-        row["gsm8k_correctness"] = right
-    metrics = {"frac_reward_zero_std": ramp(0.9, 0.9)}
-    rewards = [{**reward, "highest_pay": most} for reward, most in zip(REWARDS, (2.0, 0.8), strict=True)]
-    findings = found_in(Run.read(write_run(tmp_path / "run", metrics, completions=rows, rewards=rewards)))
-    assert [finding.check for finding in findings] == ["zero_variance"]
-    assert says in findings[0].sentence
 
 
 def test_a_drift_is_distinguished_from_noise() -> None:
@@ -837,17 +701,6 @@ def test_calls_that_the_policy_writes_wrongly_are_found(tmp_path: Path) -> None:
     ), wrong
     never = with_tools({"tools/call_frequency": ramp(0, 0), "tools/failure_frequency": ramp(0, 0)})
     assert check(tmp_path / "none", "failing_tools", **never) == "not checked: no tool was called"
-
-
-@pytest.mark.parametrize(
-    ("key", "says"),
-    [
-        ("tools/rows_out_of_budget", "have no room for a result in `max_completion_length`: raise it, or lower"),
-        ("tools/rows_results_dropped", "lose a result that can't be cut"),
-    ],
-)
-def test_the_limit_that_ends_most_completions_is_named(tmp_path: Path, key: str, says: str) -> None:
-    assert says in check(tmp_path / "run", "tool_limits_hit", **with_tools({key: ramp(0.3, 0.4)}))
 
 
 def test_rewards_that_rise_by_more_than_calls_are_fine(tmp_path: Path) -> None:

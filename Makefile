@@ -54,7 +54,7 @@ models: $(INSTALLED)  ## every causal language model of transformers and adapter
 	$(BIN)/python -m tests.tools.models --record docs/model-layouts.md
 	$(BIN)/python -m tests.tools.adapters --record docs/adapter-layouts.md
 
-tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the pictures of docs/tutorial.md
+tutorial: $(INSTALLED)  ## the quickstart, evaluated, diagnosed and reported; makes the picture of docs/tutorial.md
 	$(BIN)/python -m docs.tutorial
 
 notebook: $(INSTALLED)  ## the outputs of notebooks/one_gpu.ipynb, on a CPU with a tiny model

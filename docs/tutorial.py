@@ -1,7 +1,6 @@
-"""Run the commands of docs/tutorial.md and make its pictures: python -m docs.tutorial, from the root of a checkout.
+"""Run the commands of docs/tutorial.md and make its picture: python -m docs.tutorial, from the root of a checkout.
 
-The quickstart runs first unless its run exists. Then every command of sections 2 to 4 runs as written. The chart is the
-report's. The screenshots need Chromium, and stay as they are without it.
+The quickstart runs first unless its run exists. Then every command of sections 2 to 4 runs as written.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from grpo_recipes import cli, quickstart, train
-from tests.support.browser import Browser, chromium
 
 RUN = Path("runs/quickstart/grpo-seed0")
 LAST_SECTION = "## 5."
@@ -41,26 +38,7 @@ def main() -> int:
     pictures = Path(__file__).parent / "pictures"
     pictures.mkdir(exist_ok=True)
     shutil.copy(RUN / "report" / "evaluation.svg", pictures)
-    if chromium() is not None:
-        take_screenshots(RUN / "report", pictures)
     return 0
-
-
-# Resolves once the page of completions has unpacked them, which it does after its load.
-IS_READ = """new Promise(resolve => {
-  const ask = () => document.querySelector("#cards:empty") ? setTimeout(ask, 20) : resolve(0);
-  ask();
-})"""
-
-
-def take_screenshots(report: Path, folder: Path) -> None:
-    """Write the first screen of each page of a report as a PNG file into a folder."""
-    # Chromium's helper processes may write to the profile for a moment after their parent has ended.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(Path(profile)) as browser:
-        for name in ("report", "completions"):
-            tab = browser.open((report / f"{name}.html").resolve(), 1280)
-            tab.evaluate(IS_READ)
-            tab.screenshot(folder / f"{name}.png", 900)
 
 
 def commands(tutorial: str) -> list[str]:

@@ -130,10 +130,11 @@ class Preview:
                 yield f"`{name}` pays {scores.max():g}, more than its `highest_pay` {highest:g}: correct its spec"
             earns_full = highest is None or reaches(scores, highest).any()
             if reward.kind == "format" and reward.weight > 0 and not earns_full:
+                has_parts = "pay/tag_presence" in self.rows
                 yield (
                     f"no completion has the format of `{name}`, and training only raises what is sampled: describe the "
-                    "format in `dataset.system_prompt`, pay its parts (`tag_presence`), or begin with a policy that "
-                    "knows the format (`model_name_or_path`)"
+                    f"format in `dataset.system_prompt`{'' if has_parts else ', pay its parts (`tag_presence`)'}, or "
+                    "begin with a policy that knows the format (`model_name_or_path`)"
                 )
             if reward.kind == "correctness" and not is_passing(scores, reward.passes_at).any():
                 note = reward.declared.unparsed_note(self.rows["text"].tolist())

@@ -223,7 +223,7 @@ def _verdict_by_reward(run: Run) -> Verdict:
     reward = run.series("reward")
     if not len(reward):
         return Verdict("Nothing was measured", "The log has no reward, and no evaluation is in the run's folder")
-    steps = reward.quarters[:1].upper() + reward.quarters[1:]
+    steps = reward.quarters.capitalize() if len(reward) > 1 else f"Step {reward.steps[0]:,}"
     return Verdict(
         f"Training reward {number(reward.start)} → {number(reward.end)} over {run.log.last_step:,} optimizer steps",
         f"{steps} on the training prompts, which the policy was trained for. Accuracy on held-out problems was not "

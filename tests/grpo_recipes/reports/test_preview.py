@@ -101,6 +101,10 @@ def test_a_suggestion_names_the_key_to_change() -> None:
     assert "`extract: hashes` finds one in 4 of 4" in sentence
     assert "`highest_pay` in the spec of `gsm8k_correctness`" in preview_of(SOLVED, rewards=NO_MAXIMUM).findings()[0]
     assert "`dataset.pass_rate`" in preview_of(SOLVED).findings()[0]
+    never = preview_of(NEVER)
+    assert "`tag_presence`" in never.findings()[0]
+    never.rows["pay/tag_presence"] = 0.5  # the recipe pays the parts already
+    assert "`tag_presence`" not in never.findings()[0]
 
 
 def test_a_group_is_flat_by_its_total_or_by_every_reward() -> None:

@@ -268,6 +268,7 @@ def test_the_verdict_names_what_was_not_measured(tmp_path: Path) -> None:
     page = report(folder).text
     assert "Accuracy 80 % on 4 held-out problems" in page
     assert "accuracy before training was not measured" in page
+    assert verdict(logged({"reward": [0.5]}, steps=[7]), None).sure.startswith("Step 7 on the training prompts")
 
 
 def test_the_labels_of_an_evaluation_are_a_table(tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import gzip
-import hashlib
 import html
 import json
 import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -257,56 +255,6 @@ def test_a_page_keeps_the_steps_that_fit(
     assert (kept["step"].drop_duplicates().tolist(), len(kept)) == (steps, rows)
 
 
-@pytest.mark.parametrize(
-    ("size", "shown"),
-    [(400, "0 kB"), (1_600, "2 kB"), (999_000, "999 kB"), (1_000_000, "1.0 MB"), (2_340_000, "2.3 MB")],
-)
-def test_the_size_of_a_page_is_in_kilobytes_or_megabytes(size: int, shown: str) -> None:
-    assert completions_page.CompletionsPage("page", 1, size, "").shown_size == shown
-
-
-@pytest.mark.parametrize(
-    ("shown", "logged", "whole", "leaves_out"), [(2, 2, 4, False), (2, 3, 4, True), (2, 2, 5, True)]
-)
-def test_a_note_says_if_steps_or_completions_are_left_out(
-    shown: int, logged: int, whole: int, leaves_out: bool
-) -> None:
-    rows = pd.DataFrame({"step": [step for step in range(shown) for _ in range(2)]})
-    run: Any = SimpleNamespace(completion_files=SimpleNamespace(count=logged), rows=range(whole))
-    others = " The other steps are left out, evenly spread." if leaves_out else ""
-    assert completions_page._note(run, rows) == (
-        f"The page holds 4 completions of 2 of {logged} logged steps. TRL logs the last generation before each logging "
-        f"step.{others} A page holds at most 100 million characters of at most 1,000 steps."
-    )
-
-
-def test_a_policy_allows_one_style_and_perhaps_one_script() -> None:
-    def source(kind: str, text: str) -> str:
-        return f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-    style, script = source("style", "p { content: '→' }"), source("script", "let a = 1")
-    ends = "base-uri 'none'; form-action 'none'"
-    assert completions_page.policy("p { content: '→' }") == f"default-src 'none'; {style}; {ends}"
-    assert (
-        completions_page.policy("p { content: '→' }", "let a = 1") == f"default-src 'none'; {style}; {script}; {ends}"
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        *((0.1234567, 0.123457), (1234567.0, 1234570.0), (-2, -2.0), (0, 0.0), (1e-9, 1e-9)),
-        *((None, None), (float("nan"), None), (float("inf"), None), ("1", None)),
-    ],
-)
-def test_a_number_of_the_page_has_six_digits(value: Any, shown: float | None) -> None:
-    assert completions_page._number(value) == shown
-
-
-def test_a_text_that_is_missing_is_empty_and_a_hidden_character_visible() -> None:
-    assert [completions_page._text(value) for value in ("4", "a\u202eb", None, 4)] == ["4", "a\\u202eb", "", ""]
-
-
 def test_the_packed_items_are_one_array_of_which_only_the_end_is_padded() -> None:
     letters = random.Random(0)
     items = [{"größe": "→"}, *("".join(letters.choices("abcdefgh", k=30_000)) for _ in range(8)), [1, None]]
@@ -351,13 +299,6 @@ def test_of_a_long_transcript_the_page_has_the_first_150_and_the_last_50_parts()
     ]
     assert shown[0] == ("text", "Turn 1", "x" * 5000), "the policy's own text is whole"
     assert completions_page._transcript([]) == []
-
-
-def test_of_a_long_result_the_page_has_1500_characters_of_its_beginning_and_500_of_its_end() -> None:
-    texts = ["r" * 2000, "a" * 1500 + "b" * 1234 + "c" * 500]
-    (_, label, whole), (_, _, cut) = completions_page._transcript([Part("result", 1, text, "add") for text in texts])
-    assert label == "Result of add, not trained on"
-    assert (whole, cut) == (texts[0], "a" * 1500 + "\n… 1,234 characters …\n" + "c" * 500)
 
 
 def test_the_page_is_described_by_its_file(tmp_path: Path) -> None:

@@ -433,18 +433,6 @@ def test_a_run_of_trl_alone_has_no_findings_from_missing_data(tmp_path: Path) ->
     assert found_in(Run.read(folder)) == []
 
 
-def test_the_cap_is_that_of_the_resolved_configuration(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", {"completions/mean_length": ramp(200, 500)})
-    record = json.loads((folder / "run.json").read_text())
-    record["config"]["max_completion_length"] = 512  # TRL's default
-    (folder / "run.json").write_text(json.dumps(record))
-    (finding,) = found_in(Run.read(folder))
-    assert "into the cap of 512" in finding.sentence
-    record["config"]["max_completion_length"] = None  # in TRL: no cap but the model's
-    (folder / "run.json").write_text(json.dumps(record))
-    assert found_in(Run.read(folder)) == []
-
-
 def test_a_flat_held_out_reward_is_found(tmp_path: Path) -> None:
     flat = {"eval_reward": ramp(0.9, 0.9)}
     (finding,) = found_in(Run.read(write_run(tmp_path / "run", flat)))
@@ -666,19 +654,6 @@ def check(folder: Path, name: str, **run: Any) -> str:
     return next(f"{result}: {text}" for result, checked, text in rows if checked == name)
 
 
-def test_a_policy_that_stops_calling_is_found(tmp_path: Path) -> None:
-    stopping = with_tools({"tools/call_frequency": lambda over: max(0.0, 0.5 - over)})
-    found = check(tmp_path / "run", "tools_never_called", **stopping)
-    assert found.startswith("problem: completions stop calling tools: the last calls are at step 19")
-
-
-def test_a_tool_that_is_never_called_is_named(tmp_path: Path) -> None:
-    unused = with_tools({"tools/find/calls": ramp(0, 0)})
-    assert check(tmp_path / "run", "tools_never_called", **unused).endswith(
-        "at the end of the run; never called: `find`"
-    )
-
-
 def test_calls_that_all_completions_need_are_fine(tmp_path: Path) -> None:
     def sentence(name: str, calls: Callable[[int, int], int], pay: Callable[[int, int], float]) -> str:
         rows = tool_completions(calls, pay)
@@ -692,15 +667,6 @@ def test_calls_that_all_completions_need_are_fine(tmp_path: Path) -> None:
     assert re.match(r"fine: 100% .* those with a call earn 0\.75 and those without 0\.0", learnt), learnt
     useless = sentence("useless", lambda step, member: int(step > 20), lambda step, member: float(member % 2))
     assert re.search("problem: .* those with a call earn 0.50 and those without 0.50: look", useless), useless
-
-
-def test_calls_that_the_policy_writes_wrongly_are_found(tmp_path: Path) -> None:
-    wrong = check(tmp_path / "run", "failing_tools", **with_tools({"tools/failure_frequency": late(0.2, 0.8)}))
-    assert re.match(
-        r"problem: [67]\d% of the calls fail at the end of the run \(step 40\): calls name no tool", wrong
-    ), wrong
-    never = with_tools({"tools/call_frequency": ramp(0, 0), "tools/failure_frequency": ramp(0, 0)})
-    assert check(tmp_path / "none", "failing_tools", **never) == "not checked: no tool was called"
 
 
 def test_rewards_that_rise_by_more_than_calls_are_fine(tmp_path: Path) -> None:

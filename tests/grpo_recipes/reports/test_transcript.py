@@ -99,20 +99,6 @@ def test_no_message_raises(messages: list[dict[str, Any]]) -> None:
         json.dumps([part.kind, part.label, part.text])
 
 
-def test_every_kind_of_part_has_its_heading() -> None:
-    labels = [Part(kind, 2, "text", "add").label for kind in ("reasoning", "text", "call", "result", "gap")]
-    assert labels == [
-        "Turn 2, reasoning", "Turn 2", "Turn 2 calls add", "Result of add, not trained on", "Left out",
-    ]  # fmt: skip
-
-
-def test_arguments_that_json_has_no_form_for_are_named_by_their_type() -> None:
-    circular: list[Any] = []
-    circular.append(circular)
-    (part,) = transcript(called({"values": circular}))
-    assert part.text == "a dict that can't be shown"
-
-
 def test_arguments_that_are_too_deep_are_named_by_their_type() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
@@ -134,12 +120,6 @@ def test_arguments_that_are_too_deep_are_named_by_their_type() -> None:
 def test_arguments_of_any_type_have_a_text(arguments: Any, text: str) -> None:
     (part,) = transcript(called(arguments))
     assert (part.kind, part.text, part.name) == ("call", text, "add")
-
-
-@pytest.mark.parametrize("calls", [None, "text", {"function": {"name": "add"}}, 7, []])
-def test_calls_that_are_no_list_are_none(calls: Any) -> None:
-    messages = [{"role": "assistant", "content": "x", "tool_calls": calls}, {"role": "user", "content": "y"}]
-    assert [(part.kind, part.text) for part in transcript(messages)] == [("text", "x"), ("result", "y")]
 
 
 def test_a_call_that_is_no_mapping_is_shown_and_one_without_a_function_is_read_itself() -> None:
@@ -187,23 +167,9 @@ def test_a_message_of_another_role_is_named_by_its_tool_or_its_role(message: dic
     assert (part.kind, part.name) == ("result", name)
 
 
-def test_a_long_name_is_cut_to_80_characters() -> None:
-    names = ["x" * 80, "x" * 81]
-    parts = transcript([{"role": "tool", "name": name, "content": ""} for name in names])
-    assert parts[0].name == names[0]
-    assert len(parts[1].name) <= 80
-    assert parts[1].name.startswith("xxx")
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_found_under_the_key_of_any_template(key: str) -> None:
     thought = {"role": "assistant", "content": "4", key: "2 + 2"}
     assert transcript([thought]) == [Part("reasoning", 1, "2 + 2"), Part("text", 1, "4")]
     for none in ("", None, ["2 + 2"]):
         assert transcript([{**thought, key: none}]) == [], "a plain answer"
-
-
-def test_messages_without_text_still_count_as_turns() -> None:
-    empty, answer = {"role": "assistant", "content": ""}, {"content": "4"}
-    assert transcript([empty, answer, "stray"]) == [Part("text", 1, ""), Part("text", 2, "4")]
-    assert transcript([answer, "stray"]) == []

@@ -11,7 +11,7 @@ If that is not certain, this loop declines, before the first forward if it can, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -29,7 +29,6 @@ from grpo_recipes.generation.models import CACHES, kept_scores, method_replaced,
 from grpo_recipes.generation.recorder import Recorder
 from grpo_recipes.generation.rows import on_device
 from grpo_recipes.generation.sampling import Uniforms, draw
-from grpo_recipes.generation.sampling_settings import ProcessorComparison, each_built
 from grpo_rewards.attention import without_cudnn_attention
 
 if TYPE_CHECKING:
@@ -72,8 +71,6 @@ class Turn:
     """Divisor of the logits in these log-probabilities. No other processor enters them, as none enters the loss."""
     together: bool = False
     """True to run as many forwards as the rank with the longest completion: under ZeRO-3 each is a collective."""
-    comparison: ProcessorComparison | None = None
-    """Comparison of the processors with those of the user's settings, or None."""
     kept: KeptCache | None = None
     """Keys and values of earlier turns, or None to keep none."""
     reused: bool = False
@@ -102,13 +99,13 @@ class Turn:
     def record(self, model: CausalLM, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run transformers' own `generate`, and record its log-probabilities."""
         prompts = kwargs.get("input_ids", args[0] if args else None)
-        if not (self.record_every or self.comparison is not None) or not isinstance(prompts, Tensor):
+        if not self.record_every or not isinstance(prompts, Tensor):
             return stock(*args, **kwargs)
-        recorder = Recorder(self.recorded_rows(len(prompts)), self.temperature, self.comparison)
+        recorder = Recorder(self.recorded_rows(len(prompts)), self.temperature)
         criteria = StoppingCriteriaList([*(kwargs.pop("stopping_criteria", None) or ()), recorder])
         with recorder.reading(model):
             output = stock(*args, stopping_criteria=criteria, **kwargs)
-        self.log_probs = recorder.log_probs if self.record_every else None
+        self.log_probs = recorder.log_probs
         return output
 
 
@@ -132,8 +129,7 @@ def decoding(model: CausalLM, turn: Turn | None, stopping: Sequence[StoppingCrit
                     raise Declined("the model brings a `generate` of its own")
                 if given := {name for name in DROPPED if kwargs.get(name) is not None}:
                     raise Declined(f"`generate` was called with {', '.join(sorted(given))}")
-                with nullcontext() if turn.comparison is None else each_built(model, turn.comparison.start):
-                    return stock(*args, custom_generate=turn.decode, **kwargs)
+                return stock(*args, custom_generate=turn.decode, **kwargs)
             except Declined as reason:
                 turn.declined = str(reason)
         # A `generate` of the model's own need not run one forward per token, nor accept a criterion.
@@ -244,7 +240,6 @@ class Batch:
         self.row_wise = all(map(_is_row_wise, logits_processor))
         self.recorded = {row: place for place, row in enumerate(turn.recorded_rows(self.size))}
         self.log_probs = torch.zeros(len(self.recorded), room, dtype=torch.float32, device=input_ids.device)
-        self.compared = set() if turn.comparison is None else set(turn.comparison.rows)
         self.find_recorded()
         self.uniforms: Uniforms | None = None
 
@@ -361,28 +356,18 @@ class Batch:
         recorded = self.recorded_places
         # Before the processors, which may write to the logits.
         log_probs = (logits[recorded] / self.turn.temperature).log_softmax(-1) if len(recorded) else None
-        before = logits[self.compared_places] if self.compared_rows else None
-        scores = self.process(logits)
-        tokens = self.pick(scores)
-        if self.turn.comparison is not None and before is not None:
-            places = self.compared_places
-            ids = self.ids[self.index[places], : self.end]
-            self.turn.comparison.compare(self.compared_rows, ids, before, scores[places], tokens[places])
+        tokens = self.pick(self.process(logits))
         if log_probs is not None:
             chosen = log_probs.gather(1, tokens[recorded][:, None])[:, 0]
             self.log_probs[self.recorded_rows, self.end - self.width] = chosen
         return tokens
 
     def find_recorded(self) -> None:
-        """Find the recorded and the compared rows among the generating ones, and their places, on the device."""
+        """Find the recorded rows among the generating ones, and their places, on the device."""
         found = [(place, self.recorded[row]) for place, row in enumerate(self.generating) if row in self.recorded]
         # Copied to the device when a row finishes, and not for each token.
         pairs = on_device(torch.tensor(found, dtype=torch.long).reshape(-1, 2), self.ids.device)
         self.recorded_places, self.recorded_rows = pairs.unbind(1)
-        places = [place for place, row in enumerate(self.generating) if row in self.compared]
-        self.compared_rows = [self.generating[place] for place in places]
-        if places:
-            self.compared_places = on_device(torch.tensor(places), self.ids.device)
 
     def process(self, logits: Tensor) -> Tensor:
         """Return the scores that transformers' processors make of the logits, (rows, vocabulary)."""

@@ -26,7 +26,6 @@ from grpo_recipes.generation.agreement import (
     EARLIER,
     NO_AUTOCAST,
     OFF,
-    REFERENCE,
     TWICE,
     UNPADDED,
     UNPROCESSED,
@@ -126,38 +125,41 @@ class Scorer:
     autocast: bool = True
     """True if the policy runs under autocast, as in the loss."""
 
-    def __call__(self, model: nn.Module, rows: Rows, size: int) -> Tensor:
-        """Return log-probabilities (B, T) in forwards of at most `size` rows. Those of padding mean nothing."""
-        if self.processing is not None or not self.padded:
+    def __call__(self, rows: Rows) -> Tensor:
+        """Return float32 log-probabilities (B, T), in forwards of as many rows as in the loss.
+
+        Those of padding mean nothing.
+        """
+        model, args, accelerator = self.trainer.model, self.trainer.args, self.trainer.accelerator
+        size = args.per_device_train_batch_size if model.training else args.per_device_eval_batch_size
+        alone = self.processing is not None or not self.padded
+        if alone:
             # Rows without padding have widths of their own, and processed scores hold a vocabulary for each token.
             size = 1
-        chunks = [slice(start, start + size) for start in range(0, len(rows.input_ids), size)]
-        kwargs = self.trainer.args.gradient_checkpointing_kwargs
-        accelerator = self.trainer.accelerator
-        precision = nullcontext() if self.autocast else in_float32(accelerator.unwrap_model(model), accelerator)
+        precision = nullcontext() if self.autocast else in_float32(self.policy, accelerator)
         # TRL's annotation leaves out models with an adapter.
-        checkpointing = disable_gradient_checkpointing(cast(PreTrainedModel, self.policy), kwargs)
+        policy = cast(PreTrainedModel, self.policy)
+        checkpointing = disable_gradient_checkpointing(policy, args.gradient_checkpointing_kwargs)
+        scores = []
         with eval_no_grad(model), checkpointing, precision:
-            return torch.cat([self._score(model, rows.select(chunk)) for chunk in chunks])
+            for start in range(0, len(rows.input_ids), size):
+                chunk = rows.select(slice(start, start + size))
+                if alone:
+                    chunk, _ = chunk.trimmed()
+                if self.processing is not None:
+                    values = self._score_processed(chunk, self.processing)
+                else:
+                    values = self.trl_log_probs(model, chunk, False)[0]
+                # Trimmed rows are narrower than the batch that they go back into.
+                scores.append(nn.functional.pad(values, (0, rows.logits_to_keep - values.shape[1])))
+        return torch.cat(scores).float()
 
-    def _score(self, model: nn.Module, rows: Rows) -> Tensor:
-        """Return log-probabilities (B, T) in one forward."""
-        width = rows.logits_to_keep
-        if self.processing is not None or not self.padded:
-            rows, _ = rows.trimmed()
-        if self.processing is not None:
-            values = self._score_processed(model, rows, self.processing)
-        else:
-            values = self.trl_log_probs(model, rows, False)[0]
-        # Trimmed rows are narrower than the batch that they go back into.
-        return nn.functional.pad(values, (0, width - values.shape[1]))
-
-    def _score_processed(self, model: nn.Module, row: Rows, processing: Processing) -> Tensor:
+    def _score_processed(self, row: Rows, processing: Processing) -> Tensor:
         """Return log-probabilities (1, T) of one row after processing."""
         keep = row.logits_to_keep
         # One logit more than tokens: the last prompt token predicts the first of the completion.
         with self.trainer.accelerator.autocast():
-            output = model(
+            output = self.trainer.model(
                 input_ids=row.input_ids, attention_mask=row.attention_mask, logits_to_keep=keep + 1, use_cache=False
             )
         ids = row.input_ids[0, row.attention_mask[0].bool()]
@@ -179,11 +181,6 @@ class Adapters:
             self.kept = dict([*self.kept.items()][-1:])  # the newest one becomes the earlier one
             self.kept[step] = [parameter.detach().to("cpu", copy=True) for parameter in self.trained]
 
-    @property
-    def has_earlier(self) -> bool:
-        """True if there is an earlier step than the newest."""
-        return len(self.kept) > 1
-
     @contextmanager
     def earlier(self) -> Iterator[None]:
         """Set the adapter inside this block to its values at the step before the newest."""
@@ -202,14 +199,8 @@ class Adapters:
                 parameter.copy_(value)
 
 
-@dataclass(frozen=True)
-class Hypothesis:
-    """One way in which the tokens may have been generated."""
-
-    context: AbstractContextManager[Any]
-    """Context that the model runs in, entered once."""
-    model: nn.Module
-    scorer: Scorer
+Hypothesis = tuple[AbstractContextManager[Any], Scorer]
+"""One way in which the tokens may have been generated: the context of the forward, entered once, and its scorer."""
 
 
 def hypotheses(trainer: TRLTrainer, adapters: Adapters, scorer: Scorer, with_bfloat16: bool) -> dict[str, Hypothesis]:
@@ -222,26 +213,23 @@ def hypotheses(trainer: TRLTrainer, adapters: Adapters, scorer: Scorer, with_bfl
         with_bfloat16: True to add the policy in bfloat16, if it is float32.
     """
     # The contexts change nothing before they are entered.
-    model, policy = trainer.model, scorer.policy
+    policy, accelerator = scorer.policy, trainer.accelerator
     found: dict[str, Hypothesis] = {}
     if isinstance(policy, PeftModel):
-        found[OFF] = Hypothesis(policy.disable_adapter(), model, scorer)
+        found[OFF] = policy.disable_adapter(), scorer
         # Other adapters have no scale: to apply one twice has no meaning that all of them share.
         if any(isinstance(module, LoraLayer) for module in policy.modules()):
-            found[TWICE] = Hypothesis(rescale_adapter_scale(policy, 2), model, scorer)
-        if adapters.has_earlier:
-            found[EARLIER] = Hypothesis(adapters.earlier(), model, scorer)
-    elif (reference := getattr(trainer, "ref_model", None)) is not None:
-        found[REFERENCE] = Hypothesis(nullcontext(), reference, scorer)
+            found[TWICE] = rescale_adapter_scale(policy, 2), scorer
+        if len(adapters.kept) > 1:
+            found[EARLIER] = adapters.earlier(), scorer
     if with_bfloat16 and is_float32(policy):
-        context = torch.autocast(trainer.accelerator.device.type, torch.bfloat16)
-        found[BFLOAT16] = Hypothesis(context, model, replace(scorer, autocast=True))
-    if is_float32(policy) and trainer.accelerator.mixed_precision != "no" and scorer.autocast:
+        found[BFLOAT16] = torch.autocast(accelerator.device.type, torch.bfloat16), replace(scorer, autocast=True)
+    if is_float32(policy) and accelerator.mixed_precision != "no" and scorer.autocast:
         # The loss adds an adapter's output to the base's under autocast. bfloat16 rounds away most of what a new
         # adapter adds, and `generate`, which runs without autocast, does not.
-        found[NO_AUTOCAST] = Hypothesis(nullcontext(), model, replace(scorer, autocast=False))
+        found[NO_AUTOCAST] = nullcontext(), replace(scorer, autocast=False)
     if scorer.processing is not None:
-        found[UNPROCESSED] = Hypothesis(nullcontext(), model, replace(scorer, processing=None))
+        found[UNPROCESSED] = nullcontext(), replace(scorer, processing=None)
     elif scorer.padded:
-        found[UNPADDED] = Hypothesis(nullcontext(), model, replace(scorer, padded=False))
+        found[UNPADDED] = nullcontext(), replace(scorer, padded=False)
     return found

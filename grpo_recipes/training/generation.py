@@ -1,8 +1,7 @@
 """Generation for a trainer, by whichever generator it has, in the context and with the check that this generator needs.
 
 With transformers' `generate`, groups are decoded if that is exact, which the first batch decides. Keys and values are
-kept between the turns of a generation batch if that is exact, which the first turn that uses them decides. Captured
-decoding steps likewise, by the first batch that has them.
+kept between the turns of a generation batch if that is exact, which the first turn that uses them decides.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from grpo_recipes.generation.generator_check import GenerationCheck, unfit_layou
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.kept_cache import KeptCache, memory_limit
 from grpo_recipes.generation.models import base_model, has_dropout, unfit
-from grpo_recipes.generation.sampling_settings import ProcessorComparison, PublishedSettings
+from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.recipe.specs import GenerationMode
@@ -98,10 +97,9 @@ class Generation:
             return completions, None, self.check(prompts, completions, None)
         # No other computation repeats a dropout mask, so these completions have nothing to be compared with.
         drops = trainer.model.training and has_dropout(base_model(policy))
-        comparison = self.check.processor_comparison(len(prompts))
-        completions, recorded = self._generate(turn, policy, prompts, drops, comparison)
+        completions, recorded = self._generate(turn, policy, prompts, drops)
         difference = self.check(prompts, completions, recorded, DROPOUT if drops else OTHER_LOOP)
-        self.check.compare_processors(completions, comparison)
+        self.check.check_processors()
         return completions, None, difference
 
     @contextmanager
@@ -133,7 +131,6 @@ class Generation:
         policy: nn.Module,
         prompts: Sequence[Sequence[int]],
         drops: bool,
-        comparison: ProcessorComparison | None,
     ) -> tuple[Completions, Mapping[int, Tensor] | None]:
         """Return completions of transformers' `generate`, and recorded log-probabilities of some rows, by row.
 
@@ -155,7 +152,6 @@ class Generation:
             record_every=0 if drops else every,
             temperature=self.trainer.temperature,
             together=self.trainer._dist.is_zero3,
-            comparison=comparison,
             kept=kept,
         )
         completions = self._run(turn, policy, request)
@@ -172,13 +168,13 @@ class Generation:
                     f"group decoding picks tokens under other log-probabilities than the policy's ({difference})"
                 )
                 # Nothing has been trained on these tokens yet, so they can be thrown away.
-                return self._generate(turn, policy, prompts, drops, comparison)
+                return self._generate(turn, policy, prompts, drops)
             self.is_verified = True
         elif may_reuse and any(self._on_any_rank(request.reused)):
             assert recorded is not None
             if difference := self.check.verify(prompts, completions, recorded, "the first turn that uses them"):
                 self._stop_keeping(f"tokens are picked under other log-probabilities than the policy's ({difference})")
-                return self._generate(turn, policy, prompts, drops, comparison)
+                return self._generate(turn, policy, prompts, drops)
             self.is_reuse_verified = True
         if kept is not None and request.not_kept:  # a property of the model: the same on every rank
             self._stop_keeping(request.not_kept)
@@ -192,7 +188,8 @@ class Generation:
         """Return the completions of TRL's call of `generate`, cut at their stop strings."""
         ends = [] if self.stop is None else [Ends(self.stop)]
         published = self.published.aside(policy, self.trainer.generation_config)
-        with published, decoding(base_model(policy), request, ends):
+        model = base_model(policy)
+        with published, self.check.watching_processors(model), decoding(model, request, ends):
             completions, _ = turn()
         # TRL reads a completion up to its first end token, and would keep the padding behind a stop string.
         for end in ends:

@@ -24,7 +24,8 @@ class Engine:
     Args:
         fault: Planted fault. "" is none. "off" and "twice" change how the adapter gets into the weights. "ago" delays
             each weight transfer by a step, and "start" drops them all. "disk" loads the weights from disk after each
-            transfer. "merged" is no fault: the adapter is merged before the weights are rounded, as TRL does.
+            transfer. "merged" is no fault: the adapter is merged before the weights are rounded, as TRL does. Nor is
+            "raw": log-probabilities are those before the filters.
         dtype: Computation dtype, or None for the policy's own.
     """
 
@@ -73,10 +74,14 @@ class Engine:
                 max_new_tokens=self.settings["max_completion_length"],
                 return_dict_in_generate=True,
                 output_scores=True,
+                output_logits=True,
                 **{name: self.settings[name] for name in names},
             )
         tokens = made.sequences[:, width:]
-        scores = torch.stack(made.scores, 1).float().log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+        scored = (
+            [logits / self.settings["temperature"] for logits in made.logits] if self.fault == "raw" else made.scores
+        )
+        scores = torch.stack(list(scored), 1).float().log_softmax(-1).gather(2, tokens[..., None])[..., 0]
         ends = [next((n + 1 for n, token in enumerate(row) if token in ENDS), len(row)) for row in tokens.tolist()]
         completions = [row[:end] for row, end in zip(tokens.tolist(), ends, strict=True)]
         log_probs = [[[value] for value in row[:end]] for row, end in zip(scores.tolist(), ends, strict=True)]

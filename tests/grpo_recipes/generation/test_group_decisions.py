@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers.generation import EosTokenCriteria, LogitsProcessorList, MaxLe
 from transformers.generation import logits_process as processors
 
 from grpo_recipes.generation import groups
-from grpo_recipes.generation.groups import Batch, Turn, decode_step, decoding, reason_to_decline
+from grpo_recipes.generation.groups import Batch, Turn, decoding, reason_to_decline
 from tests.support.architectures import batch, config, generated, lengths, tiny
 
 
@@ -54,64 +53,38 @@ class Until(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.columns)
 
 
-NO_END = "no maximum length, or no end-of-sequence token, is set"
-HOLES = "the attention mask has holes, or padding on the right"
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, ""),
-        ({"settings": {"num_beams": 2}}, "the generation mode is beam_search"),
+        ({"settings": {"num_beams": 2}}, "beam_search"),
         ({"settings": {"do_sample": True}}, ""),
-        ({"model": {"is_encoder_decoder": True}}, "the model has an encoder"),
-        ({"model": {"text": object()}}, "the model is multimodal"),
-        ({"model": {"sub_configs": {"text_config": 1, "vision_config": 2}}}, "the model is multimodal"),
+        ({"model": {"is_encoder_decoder": True}}, "encoder"),
+        ({"model": {"text": object()}}, "multimodal"),
+        ({"model": {"sub_configs": {"text_config": 1, "vision_config": 2}}}, "multimodal"),
         ({"model": {"sub_configs": {"text_config": 1}}}, ""),
-        (
-            {"model": {"rope_parameters": {"rope_type": "longrope"}}},
-            "a rotary table of type longrope depends on the longest row of the batch",
-        ),
-        (
-            {"token_type_ids": torch.zeros(1), "z": 1, "none": None, "pixels": 1, "audio": 0, "y": 1, "x": 1},
-            "the model takes audio, pixels, token_type_ids, x, y, z",
-        ),
+        ({"model": {"rope_parameters": {"rope_type": "longrope"}}}, "longrope"),
+        ({"token_type_ids": torch.zeros(1), "none": None, "pixels": 1}, "takes pixels, token_type_ids"),
         ({"logits_to_keep": 1, "position_ids": torch.zeros(1)}, ""),
-        ({"settings": {"return_dict_in_generate": True}}, "return_dict_in_generate asks for more than tokens"),
-        ({"settings": {"prefill_chunk_size": 0}}, "prefill_chunk_size asks for prompts in chunks"),
-        ({"use_cache": False}, "use_cache is false"),
-        ({"use_cache": None}, "use_cache is false"),
-        ({"past_key_values": None}, "the cache is a NoneType, not an empty DynamicCache on the model's device"),
-        ({"past_key_values": cache(1)}, "the cache is a DynamicCache, not an empty DynamicCache on the model's device"),
-        (
-            {"past_key_values": DynamicCache()},
-            "the cache is a DynamicCache, not an empty DynamicCache on the model's device",
-        ),
-        (
-            {"past_key_values": offloading()},
-            "the cache is a DynamicCache, not an empty DynamicCache on the model's device",
-        ),
-        ({"past_key_values": of_static_layers()}, "the cache has layers of OwnLayer"),
+        ({"settings": {"return_dict_in_generate": True}}, "return_dict_in_generate"),
+        ({"settings": {"prefill_chunk_size": 0}}, "prefill_chunk_size"),
+        ({"use_cache": None}, "use_cache"),
+        ({"past_key_values": None}, "NoneType"),
+        ({"past_key_values": cache(1)}, "not an empty DynamicCache"),
+        ({"past_key_values": DynamicCache()}, "not an empty DynamicCache"),
+        ({"past_key_values": offloading()}, "not an empty DynamicCache"),
+        ({"past_key_values": of_static_layers()}, "layers of OwnLayer"),
         ({"past_key_values": None, "cache_params": cache()}, ""),
         ({"past_key_values": None, "cache": cache()}, ""),
-        (
-            {"past_key_values": None, "cache": DynamicCache()},
-            "the cache is a DynamicCache, not an empty DynamicCache on the model's device",
-        ),
-        ({"criteria": [END]}, NO_END),
-        ({"criteria": [LENGTH]}, NO_END),
-        ({"criteria": [LENGTH, Until(3)]}, NO_END),
+        ({"past_key_values": None, "cache": DynamicCache()}, "not an empty DynamicCache"),
+        ({"criteria": [END]}, "no maximum length"),
+        ({"criteria": [LENGTH, Until(3)]}, "no end-of-sequence token"),
         ({"criteria": [END, LENGTH, Until(3)]}, ""),
         ({"model": {"index_topk": 9}}, ""),
-        (
-            {"model": {"index_topk": 8}},
-            "attention keeps the 8 highest scores (index_topk), and padding decides between equal ones",
-        ),
+        ({"model": {"index_topk": 8}}, "8 highest scores (index_topk)"),
         ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 1], [0, 1, 1]])}, ""),
-        ({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 0]])}, HOLES),
-        ({"attention_mask": torch.tensor([[1, 0, 0], [1, 1, 1]])}, HOLES),
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, HOLES),
-        ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, HOLES),
+        ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, "holes"),
+        ({"attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}, "padding on the right"),
     ],
 )
 def test_calls_that_are_left_to_transformers_own_loop(changes: dict[str, Any], reason: str) -> None:
@@ -123,7 +96,9 @@ def test_calls_that_are_left_to_transformers_own_loop(changes: dict[str, Any], r
     given |= {name: value for name, value in changes.items() if name not in ("model", "settings", "criteria")}
     criteria = StoppingCriteriaList(changes.get("criteria", [END, LENGTH]))
     requested = GenerationConfig(**changes.get("settings", {}))
-    assert reason_to_decline(policy, criteria, requested, **given) == reason
+    found = reason_to_decline(policy, criteria, requested, **given)
+    assert reason in found
+    assert bool(found) == bool(reason)
 
 
 def layer(columns: int) -> DynamicLayer:
@@ -164,69 +139,6 @@ def test_a_prompt_leaves_all_that_tokens_depend_on_in_the_cache(layers: list[Any
     assert Batch.reason_in_the_cache(call) == reason
 
 
-def test_a_step_asks_for_the_logits_of_the_last_token_in_float32() -> None:
-    asked: list[dict[str, Any]] = []
-
-    class Policy:
-        def prepare_inputs_for_generation(self, tokens: Tensor, **given: Any) -> dict[str, Any]:
-            asked.append(given)
-            return {"tokens": tokens}
-
-        def __call__(self, **given: Any) -> Any:
-            asked.append(given)
-            return SimpleNamespace(logits=torch.arange(24.0).reshape(2, 3, 4).bfloat16())
-
-    policy: Any = Policy()
-    tokens = torch.tensor([[5, 6, 7], [8, 9, 9]])
-    logits = decode_step(policy, tokens, position_ids="positions")
-    assert logits.dtype == torch.float32
-    assert logits.tolist() == [[8, 9, 10, 11], [20, 21, 22, 23]]
-    assert asked[0] == {"next_sequence_length": 3, "use_cache": True, "position_ids": "positions"}
-    assert asked[1] == {"tokens": tokens, "return_dict": True}
-
-
-def test_a_call_without_a_mask_has_no_padding() -> None:
-    settings: Any = GenerationConfig(do_sample=False)
-    settings._pad_token_tensor = torch.tensor(0)
-    criteria = StoppingCriteriaList([LENGTH])
-    ids = torch.tensor([[5, 6, 7], [8, 9, 9]])
-    call = Batch(Turn(), tiny("LlamaConfig"), ids, LogitsProcessorList(), criteria, settings, past_key_values=cache())
-    assert (call.mask, call.starts, call.first) == (None, [0, 0], 0)
-    assert call.ids.tolist() == [[5, 6, 7, *[0] * 6], [8, 9, 9, *[0] * 6]]
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        given = (LogitsProcessorList(), criteria, settings)
-        recorded = Batch(Turn(record_every=1), call.model, ids, *given, past_key_values=cache()).log_probs
-    finally:
-        torch.set_default_dtype(before)
-    assert (recorded.dtype, recorded.shape) == (torch.float32, (2, 6))
-
-
-@pytest.mark.parametrize(
-    ("starts", "generating", "first", "spare"),
-    [
-        ([2, 5, 1], [0, 1], 0, 2),
-        ([2, 5, 1], [0, 1], 2, None),
-        ([2, 5, 1], [1], 2, 3),
-        ([2, 3, 0], [1, 0], 1, 1),
-        ([2, 3, 0], [2, 1, 0], 0, None),
-    ],
-)
-def test_the_padding_of_all_rows_that_still_generate_is_cut(
-    starts: list[int], generating: list[int], first: int, spare: int | None
-) -> None:
-    cut: list[int] = []
-    values = {"starts": starts, "generating": generating, "first": first, "buffers": [SimpleNamespace(cut=cut.append)]}
-    call: Any = SimpleNamespace(positions=torch.zeros(1), **values)
-    Batch.cut_padding(call)
-    assert cut == ([] if spare is None else [spare])
-    assert call.first == first + (spare or 0)
-    call.positions, call.first = None, first
-    Batch.cut_padding(call)
-    assert call.first == first, "the model counts its cache"
-
-
 def test_a_processor_that_holds_the_prompts_of_all_rows_needs_all_rows() -> None:
     penalty = processors.RepetitionPenaltyLogitsProcessor
     for processor, is_row_wise in (
@@ -240,26 +152,6 @@ def test_a_processor_that_holds_the_prompts_of_all_rows_needs_all_rows() -> None
 
 
 # ---- calls of `generate`
-
-
-def test_the_prompts_are_prepared_as_in_transformers_own_loop() -> None:
-    def prepared(turn: Turn | None) -> list[tuple[bool, int]]:
-        policy: Any = tiny("LlamaConfig")
-        seen: list[tuple[bool, int]] = []
-        stock = policy.prepare_inputs_for_generation
-
-        @functools.wraps(stock)
-        def prepare(ids: Tensor, **given: Any) -> Any:
-            seen.append((given.get("is_first_iteration", False), given["attention_mask"].shape[1]))
-            return stock(ids, **given)
-
-        policy.prepare_inputs_for_generation = prepare
-        generated(policy, turn, eos_token_id=10_000, max_new_tokens=3)
-        return seen
-
-    ours, stock = prepared(Turn()), prepared(None)
-    assert ours[0] == stock[0] == (True, 11)
-    assert [first for first, _ in ours] == [first for first, _ in stock] == [True, False, False]
 
 
 def test_processors_of_each_row_alone_run_on_the_generating_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,23 +214,6 @@ def test_buffers_have_room_for_the_completions_and_no_more() -> None:
     )
     generated(policy, Turn(), eos_token_id=10_000)
     assert shapes == {(16, 2, 11 + 24, 8)}
-
-
-@pytest.mark.parametrize(("prompts", "masked"), [((5, 5), False), ((3, 11), True)])
-def test_a_step_has_a_mask_only_beside_padding(
-    prompts: tuple[int, ...], masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A mask of ones would slow attention."""
-    seen: list[bool] = []
-
-    def step(policy: Any, tokens: Tensor, **inputs: Any) -> Tensor:
-        seen.append(inputs["attention_mask"] is not None)
-        assert inputs["position_ids"].shape == tokens.shape
-        return decode_step(policy, tokens, **inputs)
-
-    monkeypatch.setattr(groups, "decode_step", step)
-    generated(tiny("LlamaConfig"), Turn(), batch(prompts), eos_token_id=10_000, max_new_tokens=4)
-    assert seen[1:] == [masked] * 3
 
 
 @pytest.mark.parametrize("grouped", [True, False])

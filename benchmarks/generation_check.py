@@ -1,15 +1,13 @@
 """Cost of the check that compares generator and trainer, as a share of the step that it belongs to.
 
-    python benchmarks/generation_check.py                   # ten minutes of CPU time
+    python benchmarks/generation_check.py                   # two minutes of CPU time
     python benchmarks/generation_check.py --loops stock --steps 6
 
-The steps are complete steps of benchmarks/step.py (8 prompts × 8 completions with GSM8K's lengths), with LoRA, for
-which most hypotheses are computed. The share is the CPU time inside the check divided by that of the step around it,
-within one run, because the difference of two runs is smaller than their noise. There are three kinds of steps: two rows
-are compared; two rows are compared and hypotheses computed for them; and the first four steps of a launch, in which
-hypotheses are computed for eight rows. With transformers' own loop the time of recording is measured where it happens.
-In group decoding it is measured by recording everything once more. The comparison of the logits processors is measured
-where it happens in both, and has a column of its own too.
+The steps are complete steps of benchmarks/step.py (8 prompts × 8 completions with GSM8K's lengths), with LoRA. The
+share is the CPU time inside the check divided by that of the step around it, within one run, because the difference of
+two runs is smaller than their noise. Two rows are compared, and eight in the first four steps of a launch. Hypotheses
+are computed only where a run differs from its policy, which these do not. With transformers' own loop the time of
+recording is measured where it happens. In group decoding it is measured by recording everything once more.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from grpo_recipes.generation import generator_check as generation_check
 from grpo_recipes.generation import groups
 from grpo_recipes.generation.generator_check import GenerationCheck
 from grpo_recipes.generation.recorder import Recorder
-from grpo_recipes.generation.sampling_settings import ProcessorComparison
+from grpo_recipes.generation.sampling_settings import ProcessorCheck
 
 LOOPS = {"groups": "auto", "stock": "off"}
 
@@ -63,18 +61,16 @@ class Clock:
 
 def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
     """Return the rows of the table: a kind of step, the CPU time of its check and of the step, and the share."""
-    clock, again, processors = Clock(), Clock(), Clock()
-    call, choose = GenerationCheck.__call__, groups.Batch.choose
-    GenerationCheck.__call__ = clock.timed(call)
-    Recorder.__call__ = clock.timed(record := Recorder.__call__)
-    parts_of_comparison = [
-        (ProcessorComparison, "start"),
-        (ProcessorComparison, "compare"),
-        (GenerationCheck, "compare_processors"),
+    clock, again, choose = Clock(), Clock(), groups.Batch.choose
+    parts_of_check = [
+        (GenerationCheck, "__call__"),
+        (GenerationCheck, "check_processors"),
+        (ProcessorCheck, "_compare"),
+        (Recorder, "__call__"),
     ]
-    untimed = [getattr(owner, name) for owner, name in parts_of_comparison]
-    for owner, name in parts_of_comparison:  # calls inside `Recorder` count once, on the first clock
-        setattr(owner, name, clock.timed(processors.timed(getattr(owner, name))))
+    untimed = [getattr(owner, name) for owner, name in parts_of_check]
+    for owner, name in parts_of_check:
+        setattr(owner, name, clock.timed(getattr(owner, name)))
 
     def recording_again(batch: groups.Batch, logits: Tensor) -> Tensor:
         places = [place for place, row in enumerate(batch.generating) if row in batch.recorded]
@@ -91,26 +87,20 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
         run = step.Trainer(GRPOTrainer, step.policy(size, tempfile.mkdtemp()), True, True, **config)
         check = run.trainer._generation_check
         run.step(step.Batch.draw("d", 0))  # the first step warms up, and decides whether groups are decoded
-        every, means = generation_check.EVERY, []
-        for kind, batches in (("15 of 16", 10 * every), ("every 16th", 10 * every - 1), ("the first four", 0)):
-            parts, wholes, compared = [], [], []
+        for kind, batches in (("from the fifth on", generation_check.FIRST), ("the first four", 0)):
+            parts, wholes = [], []
             for number in range(steps):
-                check.batches = batches  # the first step decides which hypotheses are computed
+                check.batches = batches  # it decides how many rows are compared
                 run.trainer.state.global_step += 1
-                clock.spent = again.spent = processors.spent = 0.0
+                clock.spent = again.spent = 0.0
                 run.step(step.Batch.draw(workload, number))
                 parts.append(clock.spent + again.spent)
                 wholes.append(run.measured.whole[-1] - again.spent)
-                compared.append(processors.spent)
-            part, whole, few = (statistics.median(values) for values in (parts, wholes, compared))
-            means.append(part / whole)
-            seconds = f"{part:.3f} | {few:.3f} | {whole:.2f}"
-            yield f"| {size} | {workload} | {loop} | {kind} | {seconds} | {part / whole:.2%} |"
-        mean = ((every - 1) * means[0] + means[1]) / every
-        yield f"| {size} | {workload} | {loop} | mean from the fifth on | | | | {mean:.2%} |"
+            part, whole = statistics.median(parts), statistics.median(wholes)
+            yield f"| {size} | {workload} | {loop} | {kind} | {part:.3f} | {whole:.2f} | {part / whole:.2%} |"
     finally:
-        GenerationCheck.__call__, groups.Batch.choose, Recorder.__call__ = call, choose, record
-        for (owner, name), method in zip(parts_of_comparison, untimed, strict=True):
+        groups.Batch.choose = choose
+        for (owner, name), method in zip(parts_of_check, untimed, strict=True):
             setattr(owner, name, method)
 
 
@@ -123,10 +113,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        "| model | workload | loop | a step | the check, CPU s | of it the processors | the step, CPU s | share |\n"
-        "|---|---|---|---|---|---|---|---|"
-    )
+    print("| model | workload | loop | a step | the check, CPU s | the step, CPU s | share |")
+    print("|---|---|---|---|---|---|---|")
     for size in args.models:
         for workload in args.workloads:
             for loop in args.loops:

@@ -348,8 +348,9 @@ class GenerationCheck:
         for place, (values, ids) in enumerate(zip(recorded.values(), cut, strict=True)):
             count = min(len(ids), len(values))
             log_probs[place, :count] = values[:count].to(log_probs)
-        is_comparable = rows.completion_mask.bool() & log_probs.isfinite()  # vLLM gives NaN for some tokens
         expected = self.scorer(rows)
+        # vLLM gives NaN for some tokens. A NaN of the policy must stay, also if the generator has the same.
+        is_comparable = rows.completion_mask.bool() & (log_probs.isfinite() | expected.isnan())
         moved = {}
         if explore:
             # An engine has a dtype of its own, which is known once it has agreed.

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from grpo_recipes.evaluation.evaluate import evaluate_model
     from grpo_recipes.recipe.recipe import Recipe
+    from grpo_recipes.tools import ToolError
     from grpo_recipes.train import run_recipe
     from grpo_recipes.training.reference import set_reference
     from grpo_recipes.training.trainer import GRPOTrainer
 
-__all__ = ["GRPOTrainer", "Recipe", "evaluate_model", "run_recipe", "set_reference"]
+__all__ = ["GRPOTrainer", "Recipe", "ToolError", "evaluate_model", "run_recipe", "set_reference"]
 __version__ = "0.1.0"
 
 _MODULES = {
     "GRPOTrainer": "grpo_recipes.training.trainer",
     "Recipe": "grpo_recipes.recipe.recipe",
+    "ToolError": "grpo_recipes.tools",
     "evaluate_model": "grpo_recipes.evaluation.evaluate",
     "run_recipe": "grpo_recipes.train",
     "set_reference": "grpo_recipes.training.reference",

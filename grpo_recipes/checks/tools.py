@@ -8,18 +8,13 @@ message. The functions here try all of them before a model is loaded.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
-import xxhash
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
@@ -29,9 +24,9 @@ from grpo_recipes.data.prompts import ENVIRONMENT, PromptTools
 from grpo_recipes.process.faults import RunFault
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.runs.weights import tokenizer_source
+from grpo_recipes.tools.loop import suffix_ids
 from grpo_rewards.errors import UserError, did_you_mean, one_line, shortened
-from grpo_rewards.files import expanded, relative_to
-from grpo_rewards.registry import BuiltReward
+from grpo_rewards.registry import BuiltReward, module_of_file
 
 TOOLS, FACTORY = "tools", "environment_factory"
 OWN_METHODS = ("reset", "get_reward")
@@ -265,54 +260,23 @@ def imported(path: str, key: str) -> Any:
     Raises:
         UserError: There is no such file, module or name, or importing it fails.
     """
-    file, colon, attribute = path.rpartition(":")
-    place = file
+    module, colon, attribute = path.rpartition(":")
     if colon:
-        module = _module_of_file(expanded(file), path, key)
+        found = module_of_file(module, f"`{key}`: {path}")
     else:
-        place, _, attribute = path.rpartition(".")
-        if not place:
+        module, _, attribute = path.rpartition(".")
+        if not module:
             raise UserError(f"`{key}`: {path!r} is no path: write module and name, as in `my_tools.{path or 'search'}`")
         try:
-            module = importlib.import_module(place)
+            found = importlib.import_module(module)
         except (Exception, SystemExit) as error:  # the user's own module may raise any error
             raise UserError(f"`{key}`: {path} can't be imported ({_described(error)}): correct it") from error
-    found = module
     for name in attribute.split("."):
-        known = [one for one in vars(found) if not one.startswith("_")] if hasattr(found, "__dict__") else []
         if not hasattr(found, name):
-            raise UserError(f"`{key}`: {place} has no `{name}`{did_you_mean(name, known, otherwise=': correct it')}")
+            known = [one for one in getattr(found, "__dict__", ()) if not one.startswith("_")]
+            raise UserError(f"`{key}`: {module} has no `{name}`{did_you_mean(name, known, otherwise=': correct it')}")
         found = getattr(found, name)
     return found
-
-
-def _module_of_file(file: Path, path: str, key: str) -> ModuleType:
-    """Return the module of a file. A file with the same content is executed once in a process."""
-    try:
-        source = file.read_bytes()
-    except FileNotFoundError as error:
-        raise UserError(f"`{key}`: {path}: there is no such file{relative_to(file)}: correct it") from error
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"`{key}`: {path}: there is no such file that can be read ({reason}): correct it") from error
-    digest = xxhash.xxh64_hexdigest(str(file.resolve()).encode() + b"\0" + source)
-    name = f"{file.stem}_of_recipe_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"`{key}`: {path}: {file} is no Python file: name one, as in `my_tools.py:search`")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # `inspect` finds the source of a class by it
-    try:
-        # These bytes, not a compiled copy of earlier ones, and without the `__future__` imports of this file.
-        exec(compile(source, file, "exec", dont_inherit=True), vars(module))
-    except BaseException as error:
-        del sys.modules[name]
-        if not isinstance(error, (Exception, SystemExit)):
-            raise
-        raise UserError(f"`{key}`: {path} can't be imported ({_described(error)}): correct it") from error
-    return module
 
 
 def _described(error: BaseException) -> str:
@@ -320,7 +284,7 @@ def _described(error: BaseException) -> str:
     return text if isinstance(error, ImportError) and text else f"{type(error).__name__}: {text}"
 
 
-def _tool(path: str, function: Any, key: str = TOOLS, *, is_method: bool = False) -> Tool:
+def _tool(path: str, function: Any, key: str = TOOLS) -> Tool:
     """Return a tool with its schema. Raise `UserError` unless the function is typed and documented."""
     place = f"`{key}`: {path}"
     if inspect.isclass(function):
@@ -329,35 +293,29 @@ def _tool(path: str, function: Any, key: str = TOOLS, *, is_method: bool = False
         raise UserError(f"{place} is of the type {type(function).__name__}, which can't be called: name a function")
     if not isinstance(getattr(function, "__name__", None), str):
         raise UserError(f"{place} has no `__name__`, by which the policy would call it: write a function with `def`")
-    _check_parameters(place, function, is_method=is_method)
+    wrapped = inspect.unwrap(function)
+    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, wrapped)):
+        raise UserError(f"{place} is a generator, whose values the policy would not see: return a list or a text")
+    if inspect.iscoroutinefunction(wrapped) and not inspect.iscoroutinefunction(function):
+        raise UserError(
+            f"{place} is asynchronous behind a decorator that is not, so that nothing waits for it: write the "
+            "decorator's function with `async def`"
+        )
     try:
+        parameters = list(inspect.signature(function).parameters.values())
         schema = get_json_schema(function)
     except Exception as error:  # type hints are code, which may raise any error
         reason = shortened(one_line(error).rstrip(".!"), ERROR_CHARS)
         raise UserError(
             f"{place} has no schema that a prompt could show ({reason}): give each argument a type that JSON has, and "
-            "a line under `Args:` in the docstring"
+            "describe the function, and each argument in a line under `Args:`, in the docstring"
         ) from error
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise UserError(f"{place} takes `{parameter}`, which a call can't name: write each argument without * or /")
     if not schema["function"]["description"]:
         raise UserError(f"{place} has no description, by which the policy would know it: begin its docstring with one")
     return Tool(function, schema)
-
-
-def _check_parameters(place: str, function: Callable[..., Any], *, is_method: bool) -> None:
-    """Raise `UserError` for a parameter that a call with arguments by name can't fill, or that has no type or text."""
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{place} has no signature: wrap it in a function with typed arguments") from error
-    if not inspect.getdoc(function):
-        raise UserError(f"{place} has no docstring, by which the policy would know it: describe it and its arguments")
-    for parameter in parameters[1:] if is_method else parameters:
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise UserError(f"{place} takes `{parameter}`, which no schema describes: name each argument")
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise UserError(f"{place} takes `{parameter.name}` by position only, and calls name it: drop `/`")
-        if parameter.annotation is parameter.empty:
-            raise UserError(f"{place} has no type for `{parameter.name}`: write for example `{parameter.name}: str`")
 
 
 def _environment(name: str | None, path: str, call: bool) -> Environment:
@@ -384,8 +342,7 @@ def _environment(name: str | None, path: str, call: bool) -> Environment:
     tools = []
     for method_name, method in methods.items():
         if method_name not in OWN_METHODS and not method_name.startswith("_"):
-            is_bound = not isinstance(inspect.getattr_static(kind, method_name), staticmethod)
-            tools.append(_tool(f"{path}.{method_name}", method, FACTORY, is_method=is_bound))
+            tools.append(_tool(f"{path}.{method_name}", method, FACTORY))
     return Environment(name, path, factory, kind, tuple(tools))
 
 
@@ -631,23 +588,15 @@ def _value(schema: Mapping[str, Any]) -> Any:
 
 
 def _result_tokens(name: str, template: _Template, tool: str) -> int:
-    """Return the number of tokens around an empty result, as TRL computes them (`_get_tool_suffix_ids`)."""
-    call = {"type": "function", "function": {"name": tool, "arguments": {}}}
-    user: dict[str, Any] = {"role": "user", "content": "dummy"}
-    turns = [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    """Return the number of tokens around an empty result."""
+    result = {"role": "tool", "name": tool, "content": ""}
     try:
-        before = template.up_to_end(template.ids(turns, is_prompt=False))
-        after = template.ids([*turns, {"role": "tool", "name": tool, "content": ""}], is_prompt=True)
+        return len(suffix_ids(template.tokenizer, [result], template.text, template.kwargs))
     except Exception as error:  # a template is a program, and may raise any class
         raise UserError(
-            f"{name}: its chat template fails on the result of `{tool}` ({_described(error)}): use another model"
+            f"{name}: its chat template fails on the result of `{tool}` ({_described(error)}): remove "
+            "`chat_template_kwargs`, or use another model"
         ) from error
-    if after[: len(before)] != before:
-        raise UserError(
-            f"{name}: its chat template with `chat_template_kwargs` writes earlier turns otherwise once a tool has "
-            "answered: remove `chat_template_kwargs`, or use another model"
-        )
-    return len(after) - len(before)
 
 
 def _check_budget(recipe: Recipe, tokens: TurnTokens) -> None:

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from trl.chat_template_utils import parse_response
-
 from grpo_recipes.checks.tools import (
     FACTORY,
     OWN_METHODS,
@@ -35,7 +33,6 @@ from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.runs.completions import storable
 from grpo_recipes.runs.identity import source_digest
 from grpo_recipes.tools import examples
-from grpo_recipes.tools.bounded import FailureWindow, Result, ToolRunner
 from grpo_recipes.tools.loop import (
     Generate,
     Ids,
@@ -47,8 +44,11 @@ from grpo_recipes.tools.loop import (
     ToolLoop,
     beginning,
     drop_abandoned,
+    read_turn,
     result_text,
+    suffix_ids,
 )
+from grpo_recipes.tools.run import FailureWindow, ToolRunner
 from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import UserError, one_line, shortened
 
@@ -133,7 +133,7 @@ class Turns:
         self.chat_template = tried.chat_template
         self.in_prompts = tools.toolset.in_prompts(tried.chat_template)
         cut = result_text(tokenizer, tools.limits.result_tokens)
-        self.runner = ToolRunner(tools.limits, cut, logger.warning)
+        self.runner = ToolRunner(tools.limits, cut)
 
     def prompt_ids(self, prompt: Any, environment: str | None = None) -> Ids:
         """Return the token IDs of a prompt with the tools of an environment, or with those of all rows."""
@@ -148,30 +148,11 @@ class Turns:
 
     def parse(self, ids: Ids, prefix: Ids, schemas: Sequence[Any]) -> Message:
         """Return the message of a turn."""
-        return parse_response(self.tokenizer, ids, prefix=prefix, tools=list(schemas))
+        return read_turn(self.tokenizer, ids, prefix, list(schemas))
 
     def render(self, messages: Sequence[Message]) -> Ids:
-        """Return the token IDs between the end of a turn with calls and the next turn, as TRL's trainer does."""
-        call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
-        turns: list[Message] = [{"role": "user", "content": "dummy"}]
-        turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        before = self._template_ids(turns, is_prompt=False)
-        after = self._template_ids([*turns, *messages], is_prompt=True)
-        end = self.tokenizer.eos_token_id
-        # Some templates write a line feed after the end token, which the policy did not generate.
-        if end in before:
-            before = before[: len(before) - before[::-1].index(end)]
-        return after[len(before) :]
-
-    def _template_ids(self, messages: Sequence[Message], *, is_prompt: bool) -> Ids:
-        return self.tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=self.chat_template,
-            add_generation_prompt=is_prompt,
-            tokenize=True,
-            return_dict=False,
-            **self.template_kwargs,
-        )
+        """Return the token IDs between the end of a turn with calls and the next turn."""
+        return suffix_ids(self.tokenizer, messages, self.chat_template, self.template_kwargs)
 
     def loop(self, generate: Generate, completion: int, positions: float, runner: Runner | None = None) -> ToolLoop:
         """Return the loop of training with a generator.
@@ -260,7 +241,7 @@ class Rollouts:
         later = _LaterTurns(played.rows, engine, settings)
         turns.loop(later, settings.max_new_tokens, engine.positions)(played.rows)
         drop_abandoned(self._pool, environments, played.rows)
-        self._check_failures([result for row in played.rows for turn in row.turns for result in turn])
+        self._check_failures(played.rows)
         return played
 
     def environments(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
@@ -333,8 +314,10 @@ class Rollouts:
             observation = [{"type": "text", "text": observation}]
         return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
 
-    def _check_failures(self, results: Sequence[Result]) -> None:
-        self._failures.add([FailureWindow.of_rank(results)])
+    def _check_failures(self, rows: Sequence[Row]) -> None:
+        self._failures.add([FailureWindow.of_rank(rows)])
+        for sentence in self._failures.without_success():
+            logger.warning(sentence)
         if reason := self._failures.reason_to_stop():
             raise UserError(reason)
 

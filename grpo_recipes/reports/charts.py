@@ -60,7 +60,6 @@ SECTIONS = {
 LIMITS = {
     "tools/rows_at_limit": "no turns left",
     "tools/rows_out_of_budget": "no tokens left",
-    "tools/rows_results_dropped": "results dropped",
 }
 LOGP, EFFICIENCY = "sampling/sampling_logp_difference", "efficiency/tokens_"
 METRICS = (
@@ -82,7 +81,7 @@ METRICS = (
     Metric("tools", "Tokens of results", "share of completion tokens", {"tools/tokens_share": ""}),
     Metric("tools", "Calls by tool", "per completion that has the tool", {"tools/*/calls": "{}"}),
     Metric("tools", "Faults by tool", "share of its calls", {"tools/*/failures": "{}"}),
-    Metric("tools", "Calls that don't fit, by tool", "share of its calls", {"tools/*/refused": "{}"}),
+    Metric("tools", "Mistakes of the policy, by tool", "share of its calls", {"tools/*/mistakes": "{}"}),
     Metric("tools", "Time of a call by tool", "seconds", {"tools/*/seconds": "{}"}),
     Metric("ran", "Time of a step", "seconds", {"step_time": ""}),
     Metric("ran", "Tokens of a step", "", {f"{EFFICIENCY}computed": "computed", f"{EFFICIENCY}needed": "needed"}),

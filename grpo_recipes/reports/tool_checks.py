@@ -91,7 +91,7 @@ def failing_tools(run: Run) -> Found | str:
             step = last_step(faults)
             return step, (
                 f"`{tool}` fails in {faults.mean:.0%} of its calls up to step {step}: it raises, or passes "
-                "`tool_limits.seconds`; correct the tool"
+                "`tool_limits.seconds`; correct the tool, or let it raise `ToolError` for mistakes of the policy"
             )
     shares = f"{failed.end:.0%} of the calls fail at the end of the run"
     if failed.end <= FAILED_CALLS_LIMIT:
@@ -110,8 +110,6 @@ def tool_limits_hit(run: Run) -> Found | str:
         "tools/rows_at_limit": "still call a tool after `max_tool_calling_iterations` turns: raise it",
         "tools/rows_out_of_budget": "have no room for a result in `max_completion_length`: raise it, or lower "
         "`tool_limits.result_tokens`",
-        "tools/rows_results_dropped": "lose a result that can't be cut to `max_completion_length`: raise it, or let "
-        "the tool return a text",
     }
     shares = {key: run.series(key) for key in advice if len(run.series(key))}
     if not shares:

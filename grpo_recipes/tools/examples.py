@@ -3,7 +3,7 @@
     tools: [grpo_recipes.tools.examples.calculator]
 
 They show what a tool of your own needs: a type for each argument, and a docstring with a line for each under `Args:`.
-An error that a tool raises becomes the result that the policy reads.
+What the policy does wrong is raised as a `ToolError`, whose text becomes the result that it reads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_recipes.tools import ToolError
 from grpo_rewards.sandbox.run import Limits, run
 
 MAX_EXPRESSION = 200
@@ -39,34 +40,34 @@ def calculator(expression: str) -> str:
         The value of the expression.
     """
     if len(expression) > MAX_EXPRESSION:
-        raise ValueError(f"the expression has more than {MAX_EXPRESSION} characters")
+        raise ToolError(f"the expression has more than {MAX_EXPRESSION} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError("this is no arithmetic expression") from error
-    value = _value(tree.body)
-    if not abs(value) < float("inf"):
-        raise ValueError("the result is too large")
+        raise ToolError("this is not an arithmetic expression") from error
+    try:
+        value = _value(tree.body)
+        is_finite = abs(value) < float("inf")
+    except ZeroDivisionError as error:
+        raise ToolError("division by zero") from error
+    except OverflowError:
+        is_finite = False
+    if not is_finite:
+        raise ToolError("the result is too large")
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = int(value)
     return str(value)
 
 
 def _value(node: ast.expr) -> int | float:
-    """Return the value of a node. Raise `ValueError` for anything but numbers and the four operators."""
+    """Return the value of a node. Raise `ToolError` for anything but numbers and the four operators."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value  # type: ignore[return-value]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        left, right = _value(node.left), _value(node.right)
-        try:
-            return _BINARY[type(node.op)](left, right)
-        except ZeroDivisionError as error:
-            raise ValueError("division by zero") from error
-        except OverflowError as error:
-            raise ValueError("the result is too large") from error
-    raise ValueError("only numbers, parentheses and + - * / are allowed")
+        return _BINARY[type(node.op)](_value(node.left), _value(node.right))
+    raise ToolError("only numbers, parentheses and + - * / are allowed: write a power as a product")
 
 
 def python(code: str) -> str:
@@ -111,7 +112,6 @@ class GuessNumber:
         Returns:
             "right", "higher" if the hidden number is higher than the guess, or "lower".
         """
-        number = int(number)  # the policy may write anything
         self.guesses.append(number)
         if number < self.number:
             return "higher"

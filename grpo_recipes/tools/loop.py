@@ -11,7 +11,7 @@ they don't fit, where they hold special tokens, and with several ranks:
   sampled after a result that was cut for lack of room. Reserving room for the longest allowed result would be simpler,
   but would refuse most calls whose results are short.
 - A result is text only: special tokens in it are written with a space (`result_text`).
-- Results are dropped after their calls only if they can't be cut to fit, as with a list of content blocks.
+- A call that can't be read gets a result (`read_turn`). TRL reads its whole turn as text, with all other calls.
 - Before each generation all ranks agree on the largest number of rows. Ranks with fewer rows pad with a prompt of one
   token, whose completion is discarded. So every rank makes the same calls with the same number of rows: TRL's client of
   a vLLM server slices the completions of all ranks by `process_index * len(prompts)`, and the comparison of completions
@@ -22,14 +22,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
-from grpo_recipes.tools.bounded import Call, Result
+from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.response_templates import load_response_template
+from trl import chat_template_utils as trl_templates
+from trl.chat_template_utils import parse_response
+
+from grpo_recipes.tools.metrics import UNKNOWN
+from grpo_recipes.tools.run import Call, Result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+CALLS = "tool_calls"
 
 CHARACTERS = 16
 """Number of characters per token that are tokenized at first to find the beginning of a long text."""
@@ -247,8 +256,7 @@ class ToolLoop:
         """Return `messages` with texts of at most `tokens` tokens, and their rendering."""
         cut = []
         for message in messages:
-            content = message["content"]
-            cut.append({**message, "content": self.shorten(content, tokens) if isinstance(content, str) else content})
+            cut.append({**message, "content": self.shorten(message["content"], tokens)})
         return cut, self.render(cut)
 
     def _next_turn(self, rows: Sequence[Row], count: int) -> None:
@@ -279,7 +287,7 @@ def values(rows: Sequence[Row]) -> Values:
         [row.completion for row in rows],
         log_probs,
         len(results),
-        sum(bool(result.fault or result.refused) for result in results),
+        sum(bool(result.fault or result.mistake or not result.made) for result in results),
         [[] for _ in rows],
     )
 
@@ -307,15 +315,105 @@ def drop_abandoned(
 def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]) -> Call:
     """Return a call as the policy wrote it, in TRL's form or without the key "function"."""
     function = call.get("function", call)
-    name = str(function.get("name", "unknown"))
-    kind = call.get("type", "function")
-    refusal = "" if kind == "function" else f"Unsupported tool call type: {kind}"
-    return Call(name, function.get("arguments"), functions.get(name), refusal)
+    name, arguments = function["name"], function.get("arguments")
+    refusal = ""
+    if (kind := call.get("type", "function")) != "function":
+        refusal = f"Unsupported tool call type: {kind}"
+    elif not isinstance(arguments, Mapping):
+        refusal = "The call can't be read as a name and an object of arguments."
+    return Call(name, arguments, functions.get(name), refusal)
+
+
+def read_turn(
+    tokenizer: PreTrainedTokenizerBase, ids: Ids, prefix: Ids | None = None, tools: list[Any] | None = None
+) -> Message:
+    """Return the message of a turn as TRL's `parse_response` does, with the calls that can't be read among the others.
+
+    TRL reads a turn with malformed JSON as text, so that none of its calls gets a result. Here a malformed call has the
+    text that was written as its arguments. A turn that was cut off within a call is read as text.
+    """
+    message: Message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+    with suppress(RecursionError):  # JSON that is nested deeply
+        message = parse_response(tokenizer, ids, prefix=prefix, tools=tools)
+    template = getattr(tokenizer, "response_template", None)
+    # The last token is special if it is an end token.
+    is_cut = not ids or tokenizer.decode(ids[-1:], skip_special_tokens=True) != ""
+    if message.get("tool_calls") or template is None or prefix is None or is_cut:
+        return message
+    parser = _Parser(load_response_template(template), prefix=tokenizer.decode(prefix), tools=tools)
+    with suppress(ValueError):  # a field that is no call can't be read
+        parser.feed(tokenizer.decode(ids))
+        found, _ = parser.finalize()
+        if found.get(CALLS):
+            return {**found, "content": found.get("content", "").removesuffix(tokenizer.eos_token)}
+    return message
+
+
+class _Parser(ResponseParser):
+    """transformers' parser of a turn, which keeps the text of a call that it can't read."""
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        field, text, name = self._current, self._body, self._captures.get("name", UNKNOWN)
+        before = list(self._output.get(CALLS, ()))
+        try:
+            super()._close_current(events)
+            new = self._output.get(CALLS, [])[len(before) :]
+            if field != CALLS or all(_is_call(call) for call in new):
+                return
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if field != CALLS:
+                raise
+            self._reset_to_implicit()
+        malformed = {"type": "function", "function": {"name": name, "arguments": text}}
+        self._output[CALLS] = [*before, malformed]
+
+
+def _is_call(call: Any) -> bool:
+    """Return True if TRL takes this for a call."""
+    try:
+        trl_templates._validate_tool_calls([call])
+    except ValueError:
+        return False
+    return True
 
 
 def tool_message(name: str, content: Any) -> Message:
     """Return the message of a result."""
     return {"role": "tool", "name": name, "content": content}
+
+
+def suffix_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    chat_template: str | None,
+    template_kwargs: Mapping[str, Any],
+) -> Ids:
+    """Return the token IDs between the end of a turn with calls and the next turn, as TRL's trainer does.
+
+    Raises:
+        ValueError: the template writes the turn otherwise once a tool has answered.
+    """
+    call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
+    turns: list[Any] = [{"role": "user", "content": "dummy"}]
+    turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    before, after = (
+        tokenizer.apply_chat_template(
+            conversation,
+            chat_template=chat_template,
+            add_generation_prompt=conversation is not turns,
+            tokenize=True,
+            return_dict=False,
+            **template_kwargs,
+        )
+        for conversation in (turns, [*turns, *messages])
+    )
+    end = tokenizer.eos_token_id
+    # Some templates write a line feed after the end token, which the policy did not generate.
+    if end in before:
+        before = before[: len(before) - before[::-1].index(end)]
+    if after[: len(before)] != before:
+        raise ValueError("the template writes a turn otherwise once a tool has answered")
+    return after[len(before) :]
 
 
 def result_text(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Callable[[str], str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -163,9 +163,7 @@ class Proof:
             return Fault(row.number, 0, f"the mask holds {min(odd)}, which is neither 0 nor 1")
         if with_messages and (fault := self._prompt_fault(row)):
             return fault
-        for fault in self._faults(row, with_messages):
-            return self._shifted(row) or fault
-        return None
+        return next(self._faults(row, with_messages), None)
 
     def covers(self, row: Transcript) -> bool:
         """Return True if the turns of a row were recorded. Those of a `rollout_func` may come from elsewhere."""
@@ -253,7 +251,7 @@ class Proof:
         if self.in_order and segment.start == 0 and len(self.turns.first) > row.number:
             prompt, ids = self.turns.first[row.number]
             if prompt != tuple(row.prompt):
-                yield Fault(row.number, 0, f"the row has another prompt than was given to the generator{self._of(row)}")
+                yield Fault(row.number, 0, "the row has another prompt than was given to the generator")
                 return
             choices = [ids]
         else:
@@ -340,7 +338,7 @@ class Proof:
             made = []
             for result in results:
                 function = row.tools.functions.get(result.name)
-                if not result.refused and inspect.iscoroutinefunction(function) == is_async:
+                if result.made and inspect.iscoroutinefunction(function) == is_async:
                     made.append(places.index(id(result.arguments)))
             if made != sorted(made):
                 yield Fault(number, segment.stop, "the results after this turn are in another order than its calls")
@@ -362,18 +360,6 @@ class Proof:
         )
 
     # ---- descriptions of faults
-
-    def _shifted(self, row: Transcript) -> Fault | None:
-        """Return the fault of a row whose mask is right but for a shift by one token."""
-        mask = list(row.mask)
-        if len(set(mask)) < 2:
-            return None
-        places = [segment.start for segment in row.segments()][1:]
-        for to_the, shifted in (("right", [*mask[1:], mask[-1]]), ("left", [mask[0], *mask[:-1]])):
-            other = replace(row, mask=shifted)
-            if len(other.segments()) == len(row.segments()) and not any(self._faults(other, with_messages=True)):
-                return Fault(row.number, places[0], f"the tool mask is shifted by one token to the {to_the}")
-        return None
 
     def _unknown_context(self, row: Transcript, start: int) -> Fault:
         """Return the fault of sampled tokens, from `start` on, whose context the generator was never given."""
@@ -424,13 +410,6 @@ class Proof:
             return self.decode(list(ids))
         except OverflowError:  # a number that can't be a token
             return str(list(ids))
-
-    def _of(self, row: Transcript) -> str:
-        """Return ", that of row n" if the row has the prompt of another row."""
-        for number, (prompt, _) in enumerate(self.turns.first):
-            if prompt == tuple(row.prompt):
-                return f", that of row {number}"
-        return ""
 
 
 def grouped(messages: Sequence[Message]) -> list[list[Message]]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accelerate.logging import get_logger
-from trl.chat_template_utils import parse_response
 
 from grpo_recipes.checks.tools import check_unique
 from grpo_recipes.generation.sampling import random_state_kept
@@ -15,7 +14,6 @@ from grpo_recipes.process.faults import RunFault
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather, largest_of_ranks, on_first_rank
 from grpo_recipes.recipe.specs import ToolLimits
-from grpo_recipes.tools.bounded import Call, FailureWindow, Result, ToolRunner
 from grpo_recipes.tools.loop import (
     Ids,
     Limits,
@@ -26,9 +24,12 @@ from grpo_recipes.tools.loop import (
     Values,
     beginning,
     drop_abandoned,
+    read_turn,
     result_text,
 )
-from grpo_recipes.tools.metrics import Counts, metrics
+from grpo_recipes.tools.metrics import counts_of, metrics
+from grpo_recipes.tools.run import Call, FailureWindow, Result, ToolRunner
+from grpo_recipes.training.callbacks import StopOnSignal
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class ToolTurns:
         """Rows of the last generation batch."""
         cut = result_text(trainer._tokenizer, limits.result_tokens)
         # Async tools and async rewards share TRL's event loop.
-        self.runner = ToolRunner(limits, cut, logger.warning, loop=getattr(trainer, "async_loop", None))
+        loop = getattr(trainer, "async_loop", None)
+        self.runner = ToolRunner(limits, cut, loop=loop, is_stopping=self._is_stopping)
         self._failures = FailureWindow(limits.failures)
         self._announcer = Announcer(logger.warning)
         self._positions: float | None = None
@@ -97,7 +99,7 @@ class ToolTurns:
         self._warn_of_short_context(max(map(len, prompt_ids)), self._positions)
         loop = ToolLoop(
             generate=self._generate,
-            parse=self._parse,
+            parse=partial(read_turn, trainer._tokenizer),
             render=trainer._get_tool_suffix_ids,
             shorten=partial(beginning, trainer._tokenizer),
             runner=self,
@@ -126,8 +128,9 @@ class ToolTurns:
         # Each row has a history of its own, so there is one completion per prompt.
         return self.trainer._generate_single_turn(prompts, None, {}, num_generations=1)
 
-    def _parse(self, ids: Ids, prefix: Ids, tools: Sequence[Any]) -> Message:
-        return parse_response(self.trainer._tokenizer, ids, prefix=prefix, tools=list(tools))
+    def _is_stopping(self) -> bool:
+        callbacks = self.trainer.callback_handler.callbacks
+        return any(isinstance(one, StopOnSignal) and one.requested for one in callbacks)
 
     def _warn_of_short_context(self, longest: int, readable: float) -> None:
         """Warn if the turns of a prompt of `longest` tokens have less than `max_completion_length` at a server."""
@@ -143,13 +146,14 @@ class ToolTurns:
 
     def _finish(self) -> None:
         """Log the metrics of all ranks' rows, and stop the run if too many of their calls failed. Collective."""
-        results = [result for row in self.rows for turn in row.turns for result in turn]
         # One gather, because ranks wait for each other in each.
-        ranks = gather((Counts.of(self.rows), FailureWindow.of_rank(results)))
+        ranks = gather((counts_of(self.rows), FailureWindow.of_rank(self.rows)))
         logged = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
         for name, value in metrics([counts for counts, _ in ranks]).items():
             logged[name].append(value)
         self._failures.add([calls for _, calls in ranks])
+        for sentence in self._failures.without_success():
+            logger.warning(sentence)
         if reason := self._failures.reason_to_stop():
             raise RunFault(reason)
 

@@ -63,6 +63,7 @@ from grpo_recipes.training.tool_turns import ToolTurns
 from grpo_recipes.training.trl_patches import (
     correct_counts,
     hide_secrets,
+    malformed_calls,
     neutral_engine,
     on_copies,
     sampling_by_seed,
@@ -415,7 +416,7 @@ class GRPOTrainer(TRLGRPOTrainer):
         self._tool_turns.rows = []
         self._turn_check.start(prompts)
         self._log_probs.restore_attention(self.model)
-        with self._generation.one_batch():
+        with self._generation.one_batch(), malformed_calls(self):
             output = super()._generate(prompts)
         # Before the mask of truncated completions, which takes sampled tokens out of the loss.
         self._turn_check(output, self._tool_turns.rows)

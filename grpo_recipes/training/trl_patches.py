@@ -1,8 +1,8 @@
 """Replacements inside TRL and transformers at run time. Overrides of the trainer's methods are in `trainer.py`.
 
-In this order: weights, seed and settings of vLLM; continuous batching; arguments of rewards; durations; counts of
-completions that end with a stop string; files of an evaluation's completions; tables of completions; training arguments
-that hide their secrets.
+In this order: weights, seed and settings of vLLM; continuous batching; arguments of rewards; durations; malformed
+calls; counts of completions that end with a stop string; files of an evaluation's completions; tables of completions;
+training arguments that hide their secrets.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from transformers import (
 from transformers import trainer as transformers_trainer
 from trl import GRPOConfig
 from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import is_async_callable
 
 from grpo_recipes.generation.models import run_folder
@@ -38,6 +39,7 @@ from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.faults import no_exit
 from grpo_recipes.runs.completions import storable
+from grpo_recipes.tools.loop import read_turn
 from grpo_rewards.completions import copied
 from grpo_rewards.errors import UserError
 from grpo_rewards.redaction import HIDDEN, hidden_places, is_secret, redacted
@@ -247,6 +249,20 @@ def steady_clock() -> Iterator[None]:
         yield
     finally:
         transformers_trainer.speed_metrics = stock
+
+
+# ---- calls: TRL reads a turn with malformed JSON as text, and ends the run at JSON that is nested deeply
+
+
+@contextmanager
+def malformed_calls(trainer: TRLTrainer) -> Iterator[None]:
+    """Let TRL read the turns of a policy with tools inside this block as `read_turn` does."""
+    stock = grpo_trainer.parse_response
+    grpo_trainer.parse_response = read_turn if trainer.tools else stock
+    try:
+        yield
+    finally:
+        grpo_trainer.parse_response = stock
 
 
 # ---- stop strings: TRL knows one end of a completion, a token, and counts others as cut off at `max_completion_length`

@@ -9,18 +9,18 @@ and renders and parses the messages of some.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.logging import get_logger
-from trl.chat_template_utils import parse_response
 
 from grpo_recipes.generation.generator_check import compare_every
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import gather
-from grpo_recipes.tools.loop import Ids, Message, Row
+from grpo_recipes.tools.loop import Ids, Message, Row, read_turn
 from grpo_recipes.tools.transcript import Fault, Key, Proof, Transcript, Turns
 from grpo_recipes.training.tool_turns import tools_of_rows
 
@@ -178,15 +178,12 @@ class TurnCheck:
             turns=turns,
             longest=trainer.max_completion_length,
             decode=trainer._tokenizer.decode,
-            parse=self._parse,
+            parse=partial(read_turn, trainer._tokenizer),
             render=trainer._get_tool_suffix_ids,
             render_prompt=self._render_prompt,
             ends=self._ends,
             in_order=trainer.rollout_func is None,
         )
-
-    def _parse(self, ids: Ids, prefix: Ids, tools: Sequence[Any]) -> Message:
-        return parse_response(self.trainer._tokenizer, ids, prefix=prefix, tools=list(tools))
 
     def _render_prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> Ids:
         trainer = self.trainer

@@ -388,7 +388,7 @@ def resolve(name: str) -> Any:
             raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_described(error)})") from error
     file, colon, attribute = name.rpartition(":")
     if colon:
-        module, imported = file, _module_of_file(file, name)
+        module, imported = file, module_of_file(file, f"reward `{name}`")
     else:
         module, _, attribute = REGISTERED.get(name, name).rpartition(".")
         if not module:
@@ -414,21 +414,25 @@ def _import(module: str, name: str) -> Any:
         ) from error
 
 
-def _module_of_file(file: str, name: str) -> Any:
-    """Return the module of a Python file. A file with the same content is executed once in a process."""
+def module_of_file(file: str, place: str) -> Any:
+    """Return the module of a Python file. A file with the same content is executed once in a process.
+
+    Raises:
+        RewardSpecError: the file can't be read or imported. The message begins with `place`.
+    """
     path = expanded(file)
     try:
         source = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         reason = getattr(error, "strerror", None) or error
-        raise RewardSpecError(f"reward `{name}`: {file} can't be read ({reason}): name a Python file") from error
+        raise RewardSpecError(f"{place}: {file} can't be read ({reason}): name a Python file") from error
     digest = hashlib.sha256(str(path.resolve()).encode() + b"\0" + source).hexdigest()[:16]
-    module_name = f"{path.stem}_of_reward_{digest}"
+    module_name = f"{path.stem}_of_recipe_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise RewardSpecError(f"reward `{name}`: {file} is no Python file: name one, as in `my_rewards.py:score`")
+        raise RewardSpecError(f"{place}: {file} is no Python file: name one, as in `my_rewards.py:score`")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # `inspect` finds the source of a class by it
     try:
@@ -438,7 +442,7 @@ def _module_of_file(file: str, name: str) -> Any:
         del sys.modules[module_name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        raise RewardSpecError(f"reward `{name}`: {file} can't be imported ({_described(error)})") from error
+        raise RewardSpecError(f"{place}: {file} can't be imported ({_described(error)})") from error
     return module
 
 

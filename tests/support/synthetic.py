@@ -75,12 +75,11 @@ TOOL_METRICS: dict[str, Callable[[float], float]] = {
     "tools/rows_with_calls": ramp(0.6, 0.8),
     "tools/rows_at_limit": ramp(0.05, 0.02),
     "tools/rows_out_of_budget": ramp(0.05, 0.06),
-    "tools/rows_results_dropped": ramp(0.0, 0.0),
     "tools/tokens_share": ramp(0.3, 0.4),
     "tools/unknown/calls": ramp(0.02, 0.0),
     "tools/add/calls": ramp(0.7, 1.0),
     "tools/add/failures": ramp(0.02, 0.01),
-    "tools/add/refused": ramp(0.1, 0.02),
+    "tools/add/mistakes": ramp(0.1, 0.02),
     "tools/add/seconds": ramp(0.01, 0.02),
     "tools/find/calls": ramp(0.1, 0.2),
 }

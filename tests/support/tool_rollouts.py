@@ -94,7 +94,7 @@ SCRIPTS: dict[str, Script] = {
     "deep": [[[ADD] * (member + 3) for member in range(GROUP)] for _ in range(2)],
     "none": [[[]] * GROUP] * 2,
     "all": [[[ADD + REPEAT, ADD + ADD], [ADD], [REPEAT], [ADD, ADD]]] * 2,
-    "errors": [[[UNKNOWN, ADD], [UNFIT], [BROKEN + ADD, UNKNOWN], [MALFORMED]], [[ADD], [], [BROKEN], [UNFIT]]],
+    "errors": [[[UNKNOWN, ADD], [BROKEN], [BROKEN + ADD, UNKNOWN], [ADD]], [[ADD], [], [BROKEN], [UNKNOWN]]],
     "async": [[[FETCH + ADD + LOST, FETCH], [LOST], [FETCH + FETCH], [ADD]], [[], [FETCH], [ADD + FETCH + ADD], []]],
     "first": [[[ADD], [ADD, ADD], [ADD], [ADD]], [[], [], [ADD], []]],
     "second": [[[], [], [ADD], []], [[ADD], [ADD, ADD], [ADD], [ADD]]],
@@ -165,7 +165,8 @@ def only_calls(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """Return `generation_kwargs` under which a policy samples calls, a few words and the end token."""
     sampled = tokenizer("so 12", add_special_tokens=False)["input_ids"]
     sampled += [tokenizer.eos_token_id, *tokenizer.get_added_vocab().values()]
-    sampled = set(sampled) - {tokenizer.pad_token_id, tokenizer.convert_tokens_to_ids("<|im_start|>")}
+    # TRL answers calls that do not fit otherwise.
+    sampled = set(sampled) - set(tokenizer.convert_tokens_to_ids(["<pad>", "<|im_start|>", UNFIT, MALFORMED]))
     return {"suppress_tokens": [token for token in range(len(tokenizer)) if token not in sampled]}
 
 

@@ -297,7 +297,7 @@ def test_other_limits_are_another_evaluation(evaluated: Any, capsys: Any) -> Non
 def test_a_tool_that_fails_too_often_stops_the_evaluation(
     evaluated: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("grpo_recipes.tools.bounded.ENOUGH_CALLS", 2)
+    monkeypatch.setattr("grpo_recipes.tools.run.ENOUGH_CALLS", 2)
     assert evaluated(f"{BROKEN}{END}", tools=[f"{SUPPORT}.broken"])[1] == 2
     assert "100.0% of the last 2 calls of tools failed" in capsys.readouterr().err
 

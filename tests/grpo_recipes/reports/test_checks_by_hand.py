@@ -434,10 +434,9 @@ TOOLS: dict[str, list[Case]] = {
         (tool(failure_frequency=0.6, call_frequency=0, a__calls=0, a__failures=0.2), {}, "no data: no tool was called"),
     ],
     "tool_limits_hit": [
-        (tool(rows_at_limit=0.125, rows_out_of_budget=0.125, rows_results_dropped=0), {}, "fine: limits end 25%"),
+        (tool(rows_at_limit=0.125, rows_out_of_budget=0.125), {}, "fine: limits end 25%"),
         (tool(rows_at_limit=0.25, rows_out_of_budget=0.125), {}, "4: … 38% … 25% … `max_tool_calling_iterations`"),
         (tool(rows_at_limit=0.125, rows_out_of_budget=0.25), {}, "4: … 38% … 25% have … `tool_limits.result_tokens`"),
-        (tool(rows_results_dropped=0.255), {}, "4: … 26% … 26% lose a result"),
         (tool(turns=1.0), {}, "no data: "),
     ],
     "calls_without_gain": [

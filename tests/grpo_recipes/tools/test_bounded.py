@@ -24,8 +24,8 @@ from typing import Any
 import pytest
 
 from grpo_recipes.recipe.specs import ToolLimits
-from grpo_recipes.tools import bounded
-from grpo_recipes.tools.bounded import CALLS_PER_TURN, Call, FailureWindow, Result, ToolRunner
+from grpo_recipes.tools import run as bounded
+from grpo_recipes.tools.run import CALLS_PER_TURN, Call, FailureWindow, Result, ToolRunner
 
 SECONDS = 0.4
 TOKENS = 20
@@ -1144,7 +1144,7 @@ def test_refused_calls_are_not_gathered() -> None:
 CHILD = """
 import signal, sys, threading, time
 from grpo_recipes.recipe.specs import ToolLimits
-from grpo_recipes.tools.bounded import Call, ToolRunner
+from grpo_recipes.tools.run import Call, ToolRunner
 import asyncio
 
 def swallow() -> None:

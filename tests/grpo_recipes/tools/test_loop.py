@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import pytest
 import torch
 from transformers import AddedToken, PreTrainedTokenizerFast
 from trl import GRPOTrainer as TRLGRPOTrainer
+from trl.chat_template_utils import llama3_template, parse_response, qwen3_template
 from trl.generation import vllm_generation
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.tools.bounded import Call, Result
-from grpo_recipes.tools.loop import Limits, Row, RowTools, ToolLoop, Values, beginning, result_text
+from grpo_recipes.tools.loop import Limits, Row, RowTools, ToolLoop, Values, as_call, beginning, read_turn, result_text
 from grpo_recipes.tools.loop import values as values_of
-from tests.support import launching, train_tools
+from grpo_recipes.tools.run import Call, Result
+from tests.support import launching, tool_rollouts, train_tools
 from tests.support.grids import covering, only
-from tests.support.tool_rollouts import ADD, SCRIPTS, tool_tokenizer, tool_trainer
+from tests.support.tool_rollouts import ADD, END, MALFORMED, SCRIPTS, UNFIT, add, call, tool_tokenizer, tool_trainer
 
 TRL_SOURCES = {
     "_tool_call_loop": "1c501f7f3b469f7e",
@@ -221,25 +223,6 @@ def test_a_long_result_is_cut_to_the_room_that_is_left(tokenizer: PreTrainedToke
     assert len(values.completion_ids[0]) == 10 + max(size for size in sizes if size <= 50)
 
 
-def test_a_result_that_cannot_be_cut_is_dropped_and_counted(tokenizer: PreTrainedTokenizerFast) -> None:
-    blocks = [{"type": "text", "text": "ab " * 100}]
-    rows, runner, values = run(tokenizer, [1], 60, content=blocks)
-    assert runner.ran == ["add"]
-    assert rows[0].ending == "dropped"
-    assert values.completions == [[message(1)]]
-    assert values.completion_ids == [[8] * 10]
-    assert values.tool_call_count == 1
-
-
-def test_a_context_of_all_positions_is_not_prolonged(tokenizer: PreTrainedTokenizerFast) -> None:
-    least = len(rendered(tokenizer, [{"content": "0"}]))
-    rows, runner, _ = run(tokenizer, [1], 1000, positions=15 + least)
-    assert rows[0].ending == "no room"
-    assert runner.ran == []
-    rows, runner, _ = run(tokenizer, [1], 1000, positions=16 + least)
-    assert rows[0].ending == "answered"
-
-
 def test_calls_of_the_last_turn_are_not_run(tokenizer: PreTrainedTokenizerFast) -> None:
     rows, runner, values = run(tokenizer, [1, 0], 100, iterations=0)
     assert [row.ending for row in rows] == ["iterations", "answered"]
@@ -277,90 +260,6 @@ def test_the_beginning_of_a_text(tokenizer: PreTrainedTokenizerFast, text: str, 
     assert len(tokenizer(cut)["input_ids"]) <= tokens
     if len(tokenizer(text)["input_ids"]) <= tokens:
         assert cut == text
-
-
-class Wide:
-    """Tokenizer with a token for each `width` characters, which records the lengths of the texts that it is given."""
-
-    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
-    all_special_tokens: ClassVar[list[str]] = []
-
-    def __init__(self, width: int) -> None:
-        self.width, self.lengths = width, []
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[Any]]:
-        self.lengths.append(len(text))
-        parts = [text[start : start + self.width] for start in range(0, len(text), self.width)]
-        return {"input_ids": ["<begin>"] * add_special_tokens + parts}
-
-    def decode(self, ids: list[str], clean_up_tokenization_spaces: bool = True) -> str:
-        text = "".join(ids)
-        return text.replace(" .", ".") if clean_up_tokenization_spaces else text
-
-
-def test_no_more_of_a_text_is_tokenized_than_needed() -> None:
-    """At first 16 characters per token, and then twice as many until there are too many tokens."""
-    text = "".join(chr(33 + n % 90) for n in range(10_000))
-    narrow, wide, wider = Wide(1), Wide(20), Wide(100)
-    assert beginning(cast(Any, narrow), text, 5) == text[:5]
-    assert narrow.lengths == [80, 5]
-    assert beginning(cast(Any, wide), text, 2) == text[:40]
-    assert wide.lengths == [32, 64, 40]
-    assert beginning(cast(Any, wider), text, 3) == text[:300]
-    assert wider.lengths == [48, 96, 192, 384, 300]
-    assert beginning(cast(Any, wider), text[:150], 3) == text[:150]
-    assert beginning(cast(Any, wide), text, 4) == text[:80], "the first 64 characters end inside of the fourth token"
-
-
-def test_a_text_that_fits_is_left_as_it_is() -> None:
-    assert beginning(cast(Any, Wide(2)), "a .b", 2) == "a .b"
-    assert beginning(cast(Any, Wide(2)), "a .b.", 2) == "a .b"
-    half = "abc\N{REPLACEMENT CHARACTER}"
-    assert beginning(cast(Any, Wide(2)), half, 2) == half, "its last character is its own"
-    assert result_text(cast(Any, Wide(1)), 3)("abcdef") == "abc", "a tokenizer without special tokens"
-
-
-class Table:
-    """Tokenizer whose tokens are written in a table. A text that is not there has more tokens than any limit."""
-
-    def __init__(self, ids: dict[str, list[int]], texts: dict[tuple[int, ...], str]) -> None:
-        self.ids, self.texts = ids, texts
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": self.ids.get(text, [0] * 99)}
-
-    def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
-        return self.texts[tuple(ids)]
-
-
-def test_a_text_whose_beginning_has_more_tokens_is_cut_further() -> None:
-    texts = {(1, 2): "ab", (1,): "a"}
-    for fits, expected in (({"a": [1]}, "a"), ({"ab": [3, 4]}, "ab"), ({}, "")):
-        tokenizer: Any = Table({"abc": [1, 2, 3], **fits}, texts)
-        assert beginning(tokenizer, "abc", 2) == expected
-
-
-def test_half_of_a_character_at_the_cut_is_dropped() -> None:
-    half = "\N{REPLACEMENT CHARACTER}"
-    tokenizer: Any = Table({"aé.": [1, 2, 3], "a": [1], f"a{half}": [1, 4]}, {(1, 2): f"a{half}", (1,): "a"})
-    assert beginning(tokenizer, "aé.", 2) == "a"
-
-
-def test_log_probabilities_follow_the_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    row = Row([7] * 5, [8] * 3, [message(1)], RowTools({}), [-1.0, -2.0, -3.0])
-    loop = ToolLoop(
-        generate=lambda prompts: ([[9] * 4 for _ in prompts], [[-4.0] * 4 for _ in prompts]),
-        parse=lambda ids, prefix, tools: {"role": "assistant", "content": "end"},
-        render=lambda messages: rendered(tokenizer, messages),
-        shorten=lambda text, tokens: text,
-        runner=Recorder(),
-        limits=Limits(3, 100, 1000),
-    )
-    values = loop([row])
-    assert values.logprobs is not None
-    results = len(values.completion_ids[0]) - 7
-    assert values.logprobs[0] == [-1.0, -2.0, -3.0] + [0.0] * results + [-4.0] * 4
-    assert values.tool_mask[0] == [1] * 3 + [0] * results + [1] * 4
 
 
 def test_the_last_turn_is_cut_to_the_room_and_read_behind_its_context(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -431,6 +330,8 @@ def test_a_result_of_which_no_token_fits_is_cut_to_nothing() -> None:
     row, _, values = alone(lambda text: {"": 1, "0": 1}.get(text, 9), Limits(3, 4, 1000))
     assert (row.ending, row.completion) == ("full", [8, 5])
     assert values.completions[0][-1] == {"role": "tool", "name": "add", "content": ""}
+    row, ran, values = alone(lambda text: {"0": 1}.get(text, 9), Limits(3, 4, 1000))
+    assert (ran, row.ending, row.completion) == (["add"], "dropped", [8]), "an empty text takes more too"
 
 
 @pytest.mark.parametrize(
@@ -451,19 +352,10 @@ def test_the_values_of_rows_hold_log_probabilities_only_if_all_rows_do() -> None
     assert values_of([made([]), made([-1.0])]).logprobs == [[], [-1.0]]
     assert values_of([made(None), made([-1.0])]).logprobs is None
     assert values_of([made([-1.0]), made(None)]).logprobs is None
-    failed = made([-1.0], Result("a", "x", fault="E"), Result("a", "x"), Result("a", "x", refused=True))
+    failed = made([-1.0], Result("a", "x", fault="E"), Result("a", "x"), Result("a", "x", mistake="M", made=False))
     counted = values_of([failed, made([], Result("b", "x", fault="E"))])
     assert (counted.tool_call_count, counted.tool_failure_count) == (4, 3)
     assert counted.tool_images == [[], []]
-
-
-def test_a_first_turn_without_tokens_has_log_probabilities_too() -> None:
-    row = Row([7], [], [message(1)], RowTools({}), [])
-    with pytest.raises(ValueError, match="the turn after a tool call has none"):
-        row.append_turn([9], None)
-    row.append_turn([], [])
-    row.append_turn([9], [-3.0])
-    assert row.log_probs == [-3.0]
 
 
 def test_log_probabilities_must_not_end_after_the_first_turn() -> None:
@@ -482,6 +374,91 @@ def test_the_room_of_results_leaves_a_position_for_the_next_turn(completion: int
     """The limit is the smaller of both: of the completion, and of the positions behind prompt and one token."""
     row = Row([7], [8, 8], [message(1)], RowTools({}))
     assert row.room(Limits(1, completion, positions)) == room
+
+
+# ---- turns with calls that can't be read
+
+
+def read(text: str, tokenizer: PreTrainedTokenizerFast, template: dict[str, Any] = qwen3_template) -> dict[str, Any]:
+    """Return the message of a turn of a policy with the tool `add`."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.response_template = template
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    prefix = tokenizer(template["start_anchor"], add_special_tokens=False)["input_ids"]
+    return read_turn(tokenizer, ids, prefix, [tool_rollouts.add])
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{'name': add}",
+        '{"name": "add", "arguments": {"a": 1, "b": 2}',
+        '{"name": "add", "arguments": {"a": 1' + "1" * 5000 + "}}",
+        "[" * 3000,
+        "add(1, 2)",
+        "",
+        "[1]",
+        '"add"',
+        "{}",
+        '{"arguments": {"a": 1}}',
+        '{"name": 3, "arguments": {}}',
+        '{"name": null}',
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_malformed_call_stands_among_the_others(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    written = f"so <tool_call>{text}</tool_call>"
+    message = read(f"{ADD}{written}{ADD}{END}", tokenizer)
+    fine = ("add", {"a": 1, "b": 2})
+    assert calls_of(message) == [fine, ("unknown", text), fine]
+    (refused,) = [as_call(one, {"add": add}).refusal for one in message["tool_calls"][1:2]]
+    assert "can't be read" in refused
+    assert calls_of(read(f"{written}{END}", tokenizer)) == [("unknown", text)]
+    assert message["content"] == "so"
+
+
+def test_a_call_without_its_closing_tag_is_malformed(tokenizer: PreTrainedTokenizerFast) -> None:
+    opened = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}'
+    ((name, text),) = calls_of(read(opened + END, tokenizer))
+    assert (name, text) == ("unknown", opened.removeprefix("<tool_call>") + END)
+    assert read(opened[:30], tokenizer) == {"role": "assistant", "content": opened[:30]}, "a turn that was cut off"
+
+
+def test_the_name_of_a_malformed_call_is_kept_where_it_is_written_outside(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([AddedToken("<|eot_id|>", special=True)])
+    message = read('{"name": "add", "parameters": {"a": 1,}}<|eot_id|>', tokenizer, llama3_template)
+    assert calls_of(message) == [("add", '{"a": 1,}')]
+
+
+def test_turns_that_can_be_read_are_trls(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.response_template = qwen3_template
+    prefix = tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    for text in (ADD, f"<think>\na\n</think>\n\nb {ADD}{UNFIT}", "no call", "", call("add", a="7")):
+        ids = tokenizer(text + END, add_special_tokens=False)["input_ids"]
+        tools: list[Any] = [tool_rollouts.add]
+        assert read_turn(tokenizer, ids, prefix, tools) == parse_response(tokenizer, ids, prefix=prefix, tools=tools)
+
+
+def test_a_trainer_runs_the_valid_calls_of_a_turn_with_a_malformed_one(tmp_path: Path) -> None:
+    deep = "<tool_call>" + "[" * 300 + "</tool_call>"
+    made = tool_trainer(
+        GRPOTrainer, tmp_path, [[[MALFORMED + ADD], [ADD, MALFORMED], [deep], [UNFIT]]] * 2, max_completion_length=700
+    )
+    made.train()
+    shown = [[one["content"] for one in messages if one["role"] == "tool"] for messages in made.loops[0][1]]
+    assert shown[0][1:] == ["3"]
+    assert shown[1][:1] == ["3"]
+    assert all("error" in text for text in (shown[0][0], shown[1][1], *shown[2], *shown[3]))
+    logged = made.state.log_history[0]
+    assert logged["tools/mistakes"] == pytest.approx(4 / 6)
+    assert logged["tools/unknown/calls"] == pytest.approx(3 / 4)
+    assert logged["tools/add/failures"] == 0
 
 
 # ---- ranks

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.tools.bounded import Result
+from grpo_recipes.tools.run import Result
 from grpo_recipes.tools.loop import Ending, Row, RowTools, as_call, drop_abandoned
 from grpo_recipes.tools.metrics import UNKNOWN, Counts, metric_name, metrics
 from tests.support.tool_rollouts import ADD, BROKEN, UNFIT, tool_trainer

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import RunFault
-from grpo_recipes.tools import bounded
+from grpo_recipes.tools import run as bounded
 from tests.support.tool_rollouts import ADD, BROKEN, GROUP, UNFIT, UNKNOWN, tool_trainer
 
 

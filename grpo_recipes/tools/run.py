@@ -148,6 +148,8 @@ class ToolRunner:
         answers: _Answers = SimpleQueue()
         try:
             while waiting or running:
+                stop_by = min(self._stop_by, time.monotonic() + STOP_SECONDS)
+                self._stop_by = stop_by if self._is_stopping() else float("inf")
                 while waiting and len({id(job.row) for job in running}) < ROWS_AT_ONCE:
                     running += self._begin_next(waiting.popleft(), answers)
                 for job, result in self._ended(running, answers):
@@ -253,7 +255,6 @@ class ToolRunner:
             while True:
                 ended.append(answers.get_nowait())
         now = time.monotonic()
-        self._stop_by = min(self._stop_by, now + STOP_SECONDS) if self._is_stopping() else float("inf")
         answered = {job for job, _ in ended}
         for job in running:
             if job not in answered and now >= min(job.begun + limit, self._stop_by):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 
+from grpo_recipes import ToolError
 from grpo_recipes.tools import examples
 from grpo_recipes.tools.examples import GuessNumber, calculator
 from grpo_rewards.sandbox.run import Limits
@@ -49,7 +49,8 @@ def test_whole_results_have_no_decimals(text: str, result: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        *(("1 +", "no arithmetic expression"), ("", "no arithmetic expression"), ("1 2", "no arithmetic expression")),
+        *(("1 +", "expression"), ("", "expression"), ("1 2", "expression"), ("two plus two", "expression")),
+        *(("(" * 200, "expression"), ("12 = 12", "expression"), ("\\frac{1}{2}", "expression"), ("2^10", "power")),
         *(("2 ** 9", "only numbers"), ("True", "only numbers"), ("x", "only numbers"), ("abs(1)", "only numbers")),
         *(("~1", "only numbers"), ("'a' * 9", "only numbers"), ("7 // 2", "only numbers"), ("1j", "only numbers")),
         *(("1 / 0", "division by zero"), ("1e308 * 10", "too large"), ("-1e308 * 10", "too large")),
@@ -57,25 +58,13 @@ def test_whole_results_have_no_decimals(text: str, result: str) -> None:
     ],
 )
 def test_anything_else_is_refused_with_a_reason_that_the_policy_reads(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ToolError, match=reason):
         calculator(text)
-
-
-@pytest.mark.parametrize("error", [SyntaxError, ValueError, RecursionError, MemoryError])
-def test_whatever_the_parser_raises_is_a_reason_that_the_policy_reads(
-    error: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def parse(*_: object, **__: object) -> None:
-        raise error("in the parser")
-
-    monkeypatch.setattr(examples, "ast", SimpleNamespace(parse=parse))
-    with pytest.raises(ValueError, match="this is no arithmetic expression"):
-        calculator("1 + 1")
 
 
 def test_an_expression_has_at_most_200_characters() -> None:
     assert calculator("+".join(["1"] * 100) + "0") == "109"
-    with pytest.raises(ValueError, match="more than 200 characters"):
+    with pytest.raises(ToolError, match="more than 200 characters"):
         calculator("+".join(["1"] * 101))
 
 
@@ -115,7 +104,6 @@ def test_a_program_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch)
         ([8], ["lower"], 0.1),
         ([1, 9, 4], ["higher", "lower", "higher"], 0.2 / 3),
         ([7, 7], ["right", "right"], 1.0),
-        (["6", 7.0], ["higher", "right"], 1 / 1.1),
     ],
 )
 def test_a_hidden_number_is_found_by_answers_and_pays_for_few_guesses(

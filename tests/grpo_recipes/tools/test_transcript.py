@@ -14,8 +14,8 @@ import torch
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import NotThePolicy
-from grpo_recipes.tools.run import Result
 from grpo_recipes.tools.loop import Row, RowTools, ToolLoop
+from grpo_recipes.tools.run import Result
 from grpo_recipes.tools.transcript import Proof, Transcript, Turns
 from tests.support import tool_rollouts
 from tests.support.grids import only

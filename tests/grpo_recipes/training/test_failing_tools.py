@@ -8,14 +8,15 @@ import pytest
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import RunFault
-from grpo_recipes.tools import run as bounded
-from tests.support.tool_rollouts import ADD, BROKEN, GROUP, UNFIT, UNKNOWN, tool_trainer
+from grpo_recipes.tools import run
+from grpo_recipes.tools.examples import calculator
+from tests.support.tool_rollouts import ADD, BROKEN, GROUP, UNFIT, UNKNOWN, call, tool_trainer
 
 
 @pytest.fixture(autouse=True)
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge after 16 calls: a generation batch of the tests has few."""
-    monkeypatch.setattr(bounded, "ENOUGH_CALLS", 16)
+    monkeypatch.setattr(run, "ENOUGH_CALLS", 16)
 
 
 def test_a_tool_that_mostly_fails_stops_the_run(tmp_path: Path) -> None:
@@ -24,7 +25,20 @@ def test_a_tool_that_mostly_fails_stops_the_run(tmp_path: Path) -> None:
         trainer.train()
     message = str(stopped.value)
     assert message.startswith("66.7% of the last 24 calls of tools failed, most of them of `broken` (last error: OS")
-    assert message.endswith("correct the tool, or raise `tool_limits.failures`, which is 0.5")
+    assert all(words in message for words in ("ToolError", "`tool_limits.failures`, which is 0.5"))
+
+
+def test_a_policy_that_calls_a_tool_wrongly_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The shipped calculator refuses what a weak policy writes, which is no fault of the tool."""
+    wrong = call("calculator", expression="2^10") + call("calculator", expression="two") + call("calculator", a=1)
+    trainer = tool_trainer(
+        GRPOTrainer, tmp_path, [[[wrong]] * GROUP] * 2, tools=[calculator], max_steps=2, max_completion_length=600
+    )
+    trainer.train()
+    assert trainer.state.global_step == 2
+    logged = trainer.state.log_history[0]
+    assert (logged["tools/mistakes"], logged["tools/calculator/failures"]) == (1, 0)
+    assert caplog.text.count("calls of `calculator` were mistakes of the policy") == 1
 
 
 @pytest.mark.slow

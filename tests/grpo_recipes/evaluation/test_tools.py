@@ -26,8 +26,6 @@ from grpo_recipes.evaluation.tools import (
     Rollouts,
     Turns,
     _LaterTurns,
-    _scores_of,
-    methods_of,
     tools_of,
 )
 from grpo_rewards.errors import UserError
@@ -37,7 +35,9 @@ from tests.support.tool_rollouts import (
     BROKEN,
     END,
     FETCH,
+    MALFORMED,
     TOOLS,
+    UNFIT,
     add,
     call,
     tool_policy,
@@ -302,6 +302,15 @@ def test_a_tool_that_fails_too_often_stops_the_evaluation(
     assert "100.0% of the last 2 calls of tools failed" in capsys.readouterr().err
 
 
+def test_mistakes_of_the_policy_stop_no_evaluation(
+    evaluated: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("grpo_recipes.tools.run.ENOUGH_CALLS", 2)
+    monkeypatch.setattr("grpo_recipes.tools.run.FEW_CALLS", 2)
+    assert evaluated(f"{MALFORMED}{UNFIT}{END}", tools=[f"{SUPPORT}.add"])[1] == 0
+    assert "calls of `add` were mistakes of the policy" in caplog.text
+
+
 def test_a_result_does_not_end_its_message() -> None:
     tools = tools_of({"tools": [f"{HERE}.quote"], "max_tool_calling_iterations": 1}, is_trusted=True)
     assert tools is not None
@@ -466,23 +475,6 @@ def test_the_text_of_a_reset_follows_the_last_message(
     assert given.keys() == row.keys() - ({"environment"} if is_routed else set())
 
 
-def test_a_reset_that_fails_is_named_with_its_class() -> None:
-    class Game:
-        def reset(self, **columns: Any) -> Any:
-            if columns["level"]:
-                raise KeyError("level")
-            return 3
-
-    rollouts: Any = SimpleNamespace(tools=SimpleNamespace(toolset=SimpleNamespace(is_routed=False)))
-    with pytest.raises(UserError) as caught:
-        Rollouts._observed(rollouts, Game(), {"prompt": TURNS, "level": 1})
-    assert str(caught.value) == (
-        "`environment_factory`: `reset` of Game fails on a held-out row (KeyError: 'level'): correct it"
-    )
-    with pytest.raises(UserError, match=r"^`environment_factory`: `reset` of Game .* on a held-out row: return a text"):
-        Rollouts._observed(rollouts, Game(), {"prompt": TURNS, "level": 0})
-
-
 def test_a_later_turn_is_as_long_as_its_row_and_the_model_have_room() -> None:
     """Rows that end in a result go on, each batch of turns with random numbers of its own."""
     calls: list[tuple[Any, int, list[int]]] = []
@@ -501,46 +493,6 @@ def test_a_later_turn_is_as_long_as_its_row_and_the_model_have_room() -> None:
     later([[1] * 6, [1] * 7])
     assert [room for _, _, room in calls] == [[8, 4], [7, 6]]
     assert [seed for _, seed, _ in calls] == [3 + 2**40, 3 + 2**41], "a published result is reproduced by its seed"
-
-
-def test_an_environment_pays_its_own_rows() -> None:
-    class Paying:
-        def get_reward(self) -> float:
-            return 0.5
-
-    class Child(Paying):
-        pass
-
-    assert _scores_of(Paying, [Paying(), Child(), None]) == [0.5, None, None]
-
-
-def test_an_evaluation_is_recognised_by_what_its_recipe_names_alone() -> None:
-    recipe = {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 2}
-    tools = tools_of(recipe, is_trusted=True)
-    assert tools is not None
-    assert tools.identity.keys() == {"tools", "tool_limits", "max_tool_calling_iterations"}
-    assert tools_of({}, is_trusted=True) is None
-    with pytest.raises(UserError, match="`max_tool_calling_iterations` is 0: set it to at least 1"):
-        tools_of({**recipe, "max_tool_calling_iterations": 0}, is_trusted=True)
-
-
-def test_each_row_has_an_instance_of_its_own_environment_which_later_batches_use_again() -> None:
-    made: list[str] = []
-
-    def factory(name: str) -> Any:
-        return SimpleNamespace(name=name, factory=lambda: made.append(name) or f"{name} {len(made)}")
-
-    toolset = SimpleNamespace(is_routed=True, environments=[factory("a"), factory("b")])
-    tools: Any = SimpleNamespace(toolset=toolset, limits=SimpleNamespace(failures=None))
-    rollouts = Rollouts(tools, lambda: pytest.fail("no turn is played"), lambda: pytest.fail("no model is loaded"))
-    rows = [{"environment": name} for name in "aba"]
-    assert list(rollouts.environments(rows)) == ["a 1", "b 2", "a 3"]
-    assert list(rollouts.environments(rows[1:])) == ["b 2", "a 1"], "used again"
-    assert list(rollouts.environments(rows[:1] * 4)) == ["a 1", "a 3", "a 4", "a 5"]
-    toolset.is_routed = False
-    assert rollouts._name({"environment": "of a column"}) is None
-    toolset.environments = []
-    assert list(rollouts.environments(rows)) == []
 
 
 def test_an_environment_that_pays_later_is_awaited() -> None:
@@ -565,40 +517,6 @@ def test_an_environment_that_pays_later_is_awaited() -> None:
     assert reward.scores(["p", "q"], ["a", "b"], {"environments": [Paying(), Silent()]}) == [0.5, None]
 
 
-def test_the_tools_of_an_environment_are_its_public_methods() -> None:
-    class Game(Counter):
-        name_ = "no method"
-
-        def look_(self) -> str:
-            return "a door"
-
-        def _hide(self) -> None:
-            pass
-
-    environment = Game()
-    assert [method.__name__ for method in methods_of(environment)] == ["count", "look_"]
-    assert methods_of(environment)[1]() == "a door"
-
-
-def test_a_transcript_is_stored_in_its_own_letters_with_the_prompt_as_the_policy_saw_it() -> None:
-    turns = [{"role": "assistant", "content": "für \ud800"}]
-    rows: list[Any] = [
-        SimpleNamespace(messages=turns, turns=[["a", "b"], ["c"]]),
-        SimpleNamespace(messages=[{"role": "assistant", "content": "b"}], turns=[]),
-    ]
-    batch = Played([[{"role": "user", "content": "é"}], [{"role": "user", "content": "q"}]], rows)
-    columns = batch.columns()
-    assert columns["calls"] == [3, 0]
-    assert "für" in columns["transcript"][0]
-    assert [[one["role"] for one in json.loads(text)] for text in columns["transcript"]] == [["user", "assistant"]] * 2
-    assert '"é"' in columns["transcript"][0]
-    assert batch.texts == ["für \\ud800", "b"]
-    assert batch.completions[0] is turns
-    batch.prompts.pop()
-    with pytest.raises(ValueError, match="zip"):
-        batch.columns()
-
-
 def test_the_text_between_two_turns_is_what_the_template_writes_there() -> None:
     tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
     assert tools is not None
@@ -611,32 +529,6 @@ def test_the_text_between_two_turns_is_what_the_template_writes_there() -> None:
     between = tokenizer.decode(turns.render(results))
     assert whole.endswith(f"</tool_call>{END}{between}")
     assert between.startswith("\n")
-
-
-def test_a_template_without_an_end_token_ends_a_turn_where_it_ends() -> None:
-    """The last end token counts, because a user's turn has one too."""
-    seen: list[dict[str, Any]] = []
-    called: list[str] = []
-
-    def template(messages: list[Any], **given: Any) -> list[int]:
-        seen.append(given)
-        called.extend(call["function"]["name"] for call in messages[1]["tool_calls"])
-        ids = [token for message in messages for token in written[message["role"]]]
-        return [*ids, 8] if given["add_generation_prompt"] else ids
-
-    written = {"user": [1, 9], "assistant": [2, 9, 5], "tool": [3]}
-    turns: Any = SimpleNamespace(
-        tokenizer=SimpleNamespace(eos_token_id=9, apply_chat_template=template),
-        chat_template="t",
-        template_kwargs={"enable_thinking": False},
-    )
-    turns._template_ids = lambda messages, is_prompt: Turns._template_ids(turns, messages, is_prompt=is_prompt)
-    assert Turns.render(turns, [{"role": "tool", "name": "add", "content": "3"}]) == [5, 3, 8]
-    written.update(user=[1], assistant=[2])
-    assert Turns.render(turns, [{"role": "tool", "name": name, "content": "3"} for name in ("add", "sub")]) == [3, 3, 8]
-    assert called[-1] == "add", "as in TRL's trainer"
-    assert all(one["chat_template"] == "t" and one["enable_thinking"] is False for one in seen)
-    assert all(one["tokenize"] and one["return_dict"] is False for one in seen)
 
 
 @pytest.mark.parametrize(
@@ -693,39 +585,6 @@ def test_a_prompt_is_rendered_as_in_training_with_the_keys_of_the_recipe() -> No
     assert row.tools.functions == {"add": add}
     assert row.tools.schemas == schemas
     assert [one["function"]["name"] for one in row.messages[0]["tool_calls"]] == ["add"]
-    runner: Any = object()
-    generate: Any = pytest.fail
-    for given, expected in ((runner, runner), (None, turns.runner)):
-        loop = turns.loop(generate, 7, 9, given)
-        assert loop.runner is expected
-        assert (loop.limits.iterations, loop.limits.completion, loop.limits.positions) == (3, 7, 9)
-
-
-def test_a_turn_is_read_with_its_prompt_and_its_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL reads the message of a turn whose beginning the prompt holds, such as an open thinking block."""
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        "grpo_recipes.evaluation.tools.parse_response", lambda *given, **more: seen.append((given, more))
-    )
-    turns: Any = SimpleNamespace(tokenizer="t")
-    Turns.parse(turns, [1], [2], ("schema",))
-    assert seen == [(("t", [1]), {"prefix": [2], "tools": ["schema"]})]
-
-
-def test_an_environment_has_its_own_tools_beside_those_of_all_rows() -> None:
-    recipe = {"tools": [f"{SUPPORT}.add"], "environment_factory": f"{HERE}.Counter", "max_tool_calling_iterations": 1}
-    tools = tools_of(recipe, is_trusted=True)
-    assert tools is not None
-    rows = [{"prompt": [{"role": "user", "content": "case 0"}], "answer": "3"}]
-    (row,) = played(tools, Scripted(f"{ADD}{COUNT}{END}"), rows).rows
-    assert [message["content"] for message in row.messages if message["role"] == "tool"] == ["3", "1 1 "]
-
-
-def test_a_tool_without_source_code_is_recognised_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_recipes.evaluation.tools.source_digest", lambda one: None)
-    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
-    assert tools is not None
-    assert "code" not in tools.identity
 
 
 def test_rows_that_name_no_environment_are_refused(evaluated: Any, capsys: Any) -> None:

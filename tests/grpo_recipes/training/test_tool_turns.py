@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import RunFault
+from grpo_recipes.training.callbacks import StopOnSignal
 from grpo_rewards.errors import UserError
 from tests.support.tool_rollouts import ADD, BROKEN, CASES, SCRIPTS, call, tool_trainer
 
@@ -186,6 +190,31 @@ def test_a_tool_that_fails_too_often_stops_the_run(tmp_path: Path) -> None:
         GRPOTrainer, tmp_path, [[[BROKEN * 10, ADD]] * 4] * 2, max_completion_length=2000, tool_limits={"failures": 1.0}
     )
     made.train()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_stop_by_sigterm_does_not_wait_for_the_limit_of_a_tool(is_async: bool, tmp_path: Path) -> None:
+    def hang() -> None:
+        """Ask the run to stop, and hang."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(300)
+
+    async def hang_later() -> None:
+        """Ask the run to stop, and hang."""
+        await asyncio.to_thread(hang)
+
+    hang_later.__name__ = "hang"
+    limits = {"seconds": 600}
+    tools = [hang_later if is_async else hang]
+    script = [[[call("hang"), call("hang")]] * 4] * 2
+    made = tool_trainer(GRPOTrainer, tmp_path, script, tools=tools, tool_limits=limits, max_steps=5)
+    stop = StopOnSignal(lambda step: True)
+    made.add_callback(stop)
+    begun = time.monotonic()
+    made.train()
+    assert time.monotonic() - begun < 60
+    assert (made.state.global_step, stop.name) == (1, "SIGTERM")
+    assert "stops" in results(made.loops[0][1][0])[0]
 
 
 def test_an_unknown_limit_is_refused(tmp_path: Path) -> None:

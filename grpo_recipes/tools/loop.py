@@ -324,9 +324,7 @@ def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
     return Call(name, arguments, functions.get(name), refusal)
 
 
-def read_turn(
-    tokenizer: PreTrainedTokenizerBase, ids: Ids, prefix: Ids | None = None, tools: list[Any] | None = None
-) -> Message:
+def read_turn(tokenizer: Any, ids: Ids, prefix: Ids | None = None, tools: list[Any] | None = None) -> Message:
     """Return the message of a turn as TRL's `parse_response` does, with the calls that can't be read among the others.
 
     TRL reads a turn with malformed JSON as text, so that none of its calls gets a result. Here a malformed call has the
@@ -383,10 +381,7 @@ def tool_message(name: str, content: Any) -> Message:
 
 
 def suffix_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    chat_template: str | None,
-    template_kwargs: Mapping[str, Any],
+    tokenizer: Any, messages: Sequence[Message], chat_template: str | None, template_kwargs: Mapping[str, Any]
 ) -> Ids:
     """Return the token IDs between the end of a turn with calls and the next turn, as TRL's trainer does.
 

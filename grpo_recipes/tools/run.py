@@ -375,7 +375,7 @@ _Validator = validators.extend(
 )
 
 
-def arguments_validator(function: Callable[..., Any] | None) -> Any:
+def arguments_validator(function: Any) -> Any:
     """Return jsonschema's validator of a tool's arguments, by the schema that the policy is shown."""
     schema = get_json_schema(function)["function"]["parameters"]
     return _Validator({**schema, "additionalProperties": False})
@@ -448,10 +448,11 @@ class _Job:
         if inspect.isawaitable(value) or inspect.isgenerator(value) or inspect.isasyncgen(value):
             kind = type(value).__name__
             raise TypeError(f"the tool returned an object of the type {kind}: write `async def`, or return a value")
-        if isinstance(value, list) and value:  # content blocks, which only a policy that reads images takes as they are
-            texts = [block.get("text") for block in value if isinstance(block, dict) and block.get("type") == "text"]
-            if len(texts) == len(value) and all(isinstance(text, str) for text in texts):
-                value = "".join(texts)
+        # Content blocks, which only a policy that reads images takes as they are.
+        blocks = value if isinstance(value, list) and all(isinstance(block, dict) for block in value) else []
+        texts = [str(block.get("text")) for block in blocks if block.get("type") == "text"]
+        if texts and len(texts) == len(value):
+            value = "".join(texts)
         return self.result(str(value))
 
     def failure(self, error: BaseException) -> Result:

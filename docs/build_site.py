@@ -161,7 +161,7 @@ def help_of(run: Callable[[list[str]], int], command: list[str]) -> str:
 
 
 PYTHON = {
-    "grpo_recipes": ("GRPOTrainer", "Recipe", "run_recipe", "evaluate_model"),
+    "grpo_recipes": ("GRPOTrainer", "Recipe", "run_recipe", "evaluate_model", "ToolError"),
     "grpo_recipes.training.reference": ("without_trl_reference", "set_reference", "kl_to_reference"),
     "grpo_recipes.evaluation.evaluate": ("Request",),
     "grpo_rewards": (),

@@ -7,31 +7,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pytest
-from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import chat_template_utils as trl_templates
 
 from grpo_recipes import train
-from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.checks.checks import Machine
 from grpo_recipes.checks.tools import (
-    CheckedFactory,
     Tool,
     Toolset,
     TurnTokens,
     check_template,
     load_toolset,
-    observation_fault,
     toolset_of,
     try_template,
 )
-from grpo_recipes.data.prompts import PromptTools, limit_prompts, token_lengths
-from grpo_recipes.process.faults import RunFault
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
-from grpo_recipes.recipe.specs import DatasetSpec, ToolLimits
-from grpo_recipes.tools.examples import GuessNumber, calculator
+from grpo_recipes.recipe.specs import ToolLimits
+from grpo_recipes.tools.examples import calculator
 from grpo_rewards.errors import UserError
 from tests.support.bad_input import ROWS_JSONL, Case
 from tests.support.bad_input import check as check_case
@@ -591,47 +585,6 @@ def test_the_limit_of_turns_must_fit_into_a_completion(tmp_path: Path) -> None:
         check_template(short, toolset, chat_tokenizer(trl_templates.qwen2_5_chat_template))
 
 
-def test_lengths_count_the_schemas_of_each_row() -> None:
-    tokenizer = chat_tokenizer(trl_templates.qwen2_5_chat_template)
-    turns = [{"role": "user", "content": "hi"}]
-    rows = Dataset.from_list([{"prompt": turns, "environment": name} for name in ("a", "b", "a")])
-    one, two = get_json_schema(calculator), get_json_schema(GuessNumber().guess)
-
-    def length(*tools: dict[str, Any]) -> int:
-        given = {"tools": list(tools) or None, "add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        return len(tokenizer.apply_chat_template(turns, **given))
-
-    routed = PromptTools({"a": [one, two], "b": []})
-    assert token_lengths(rows, tokenizer, {}, routed).tolist() == [length(one, two), length(), length(one, two)]
-    assert token_lengths(rows, tokenizer, {}, PromptTools({None: [one]})).tolist() == [length(one)] * 3
-    spec = DatasetSpec(path="x.jsonl", max_prompt_tokens=length() + 1)
-    left, dropped = limit_prompts(rows, spec, tokenizer, {}, routed)
-    assert (left["environment"], dropped) == (["b"], 2)
-    cutting = DatasetSpec(path="x.jsonl", max_prompt_tokens=length(one, two) - 1, overlong_prompts="cut_left")
-    left, cut = limit_prompts(rows, cutting, tokenizer, {}, routed)
-    assert cut == 2
-    assert np.array_equal(
-        token_lengths(left, tokenizer, {}, routed), [length(one, two) - 1, length(), length(one, two) - 1]
-    )
-
-
-def test_what_a_trainer_gets(tool_model: Path) -> None:
-    recipe = recipe_with(tool_model, "--environment_factory={game: grpo_recipes.tools.examples.GuessNumber}")
-    toolset = load_toolset(recipe)
-    assert toolset is not None
-    assert toolset.functions == [calculator]
-    assert isinstance(toolset.factory, dict)
-    assert type(toolset.factory["game"]()) is GuessNumber
-    assert [tool.name for tool in toolset.by_environment["game"]] == ["calculator", "guess"]
-    assert [tool.schema for tool in toolset.all_tools] == [
-        get_json_schema(calculator),
-        get_json_schema(GuessNumber().guess),
-    ]
-    assert [(reward.name, reward.weight) for reward in toolset.rewards()] == [("GuessNumber", 1.0)]
-    with pytest.raises(UserError, match="no column 'environment'"):
-        check(recipe, Machine(1, False))
-
-
 def test_the_trainer_has_the_limits_of_its_recipe(
     tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -651,21 +604,6 @@ def test_a_changed_file_is_read_again(tmp_path: Path, tool_model: Path, monkeypa
         assert toolset is not None
         values.append(toolset.tools[0].function())
     assert values == [1, 2]
-
-
-def test_a_tool_may_be_annotated_with_a_type_of_its_function(tmp_path: Path, tool_model: Path) -> None:
-    """Its annotation must stay a type: `from __future__ import annotations` would make a text of it."""
-    (tmp_path / "own.py").write_text(
-        "def make():\n"
-        "    from typing import Literal as Kind\n\n"
-        "    def one(kind: Kind['a', 'b']) -> int:\n"
-        '        """Return a number.\n\n        Args:\n            kind: Kind of number.\n        """\n'
-        "        return 1\n\n"
-        "    return one\n\n\none = make()\n"
-    )
-    toolset = load_toolset(recipe_with(tool_model, f"--tools={tmp_path}/own.py:one"))
-    assert toolset is not None
-    assert toolset.tools[0].function("a") == 1
 
 
 ENVS = """
@@ -717,17 +655,6 @@ def test_a_fault_of_an_environment_ends_the_run_with_its_name(
     assert words in capsys.readouterr().err.rstrip().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("observation", "fault"),
-    [
-        (None, ""), ("text", ""), ([], ""), ([{"type": "text", "text": "x"}], ""), (7, "returned the type int"),
-        ([{"type": "text"}, "x"], "returned a list that does not consist of content blocks"),
-    ],
-)  # fmt: skip
-def test_an_observation_is_a_text_content_blocks_or_nothing(observation: object, fault: str) -> None:
-    assert observation_fault(observation) == fault
-
-
 # Environments
 
 
@@ -749,39 +676,6 @@ def test_only_functions_of_a_class_are_tools(tmp_path: Path, monkeypatch: pytest
     assert [environment.scores for environment in toolset.environments] == [True]
     assert not environments_of(tmp_path, monkeypatch, every="Plain").environments[0].scores
     assert not environments_of(tmp_path, monkeypatch, every="made").environments[0].scores
-
-
-class Resets:
-    """Environment whose `reset` returns or raises what it is given."""
-
-    def __init__(self, result: Any = None) -> None:
-        self.result = result
-
-    def reset(self, **columns: Any) -> Any:
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
-
-
-@pytest.mark.parametrize(
-    ("columns", "excerpt"),
-    [
-        (
-            {"answer": "4", "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "2+2?"}]},
-            "{'prompt': '2+2?', 'answer': '4'}",
-        ),
-        ({"prompt": [], "answer": "4"}, "{'answer': '4'}"),
-        ({"answer": "x" * 187}, "{'answer': '" + "x" * 185 + "..."),
-    ],
-)
-def test_a_reset_that_fails_names_environment_and_row(columns: dict[str, Any], excerpt: str) -> None:
-    with pytest.raises(RunFault) as fault:
-        CheckedFactory("envs.Game", lambda: Resets(OSError("no display.")))().reset(**columns)
-    assert str(fault.value) == f"envs.Game.reset raised OSError: no display, for the row {excerpt}"
-    assert len(excerpt) <= 200
-    with pytest.raises(RunFault) as fault:
-        CheckedFactory("envs.Game", lambda: Resets(7))().reset(**columns)
-    assert str(fault.value) == (f"envs.Game.reset returned the type int, for the row {excerpt}: return a text or None")
 
 
 # Tokens of turns
@@ -872,17 +766,6 @@ def test_a_template_that_fails_on_a_call_or_a_result_is_refused(condition: str, 
     tokenizer.response_template = trl_templates.qwen3_template
     with pytest.raises(UserError, match=f"^m: its chat template {words} .*not here"):
         try_template("m", toolset_with(calculator), tokenizer)
-
-
-def test_arguments_of_a_template_that_change_earlier_turns_are_refused() -> None:
-    begins = "{{ (more if messages[-1].role == 'tool' else 'b') if short }}"
-    tokenizer = chat_tokenizer(begins + template_of("qwen2_5"))
-    tokenizer.response_template = trl_templates.qwen3_template
-    try_template("m", toolset_with(calculator), tokenizer)
-    try_template("m", toolset_with(calculator), tokenizer, {"short": True, "more": "b"})
-    for more in ("a", "c"):
-        with pytest.raises(UserError, match="^m: its chat template fails on the result .* writes a turn otherwise"):
-            try_template("m", toolset_with(calculator), tokenizer, {"short": True, "more": more})
 
 
 def test_the_largest_number_of_turns_that_fits_is_named(tmp_path: Path) -> None:

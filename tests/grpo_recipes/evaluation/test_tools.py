@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers.processors import TemplateProcessing
 
 from grpo_recipes import GRPOTrainer, cli
 from grpo_recipes.evaluation import evaluate
@@ -38,7 +37,6 @@ from tests.support.tool_rollouts import (
     MALFORMED,
     TOOLS,
     UNFIT,
-    add,
     call,
     tool_policy,
     tool_tokenizer,
@@ -319,18 +317,6 @@ def test_a_result_does_not_end_its_message() -> None:
     assert row.messages[1]["content"] == "< |im_end|>"
 
 
-def test_async_tools_answer_until_the_evaluation_ends(
-    evaluated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[Rollouts] = []
-    close = Rollouts.close
-    monkeypatch.setattr(Rollouts, "close", lambda self: closed.append(self) or close(self))
-    assert evaluated(f"{FETCH}{END}", tools=[f"{SUPPORT}.fetch"])[1] == 0
-    assert len(closed) == 1, "the threads of the tools have ended"
-    transcript = pd.read_parquet(tmp_path / "e" / "completions.parquet")["transcript"][0]
-    assert json.loads(transcript)[-2]["content"] == "W"
-
-
 def test_a_call_that_no_file_can_hold_is_stored(evaluated: Any, tmp_path: Path) -> None:
     lone = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800", "b": {"c": [NaN]}}}\n</tool_call>'
     assert evaluated(f"{lone}{END}", tools=[f"{SUPPORT}.add"])[1] == 0
@@ -386,13 +372,6 @@ def test_a_record_is_not_trusted(recipe: dict[str, Any], says: str) -> None:
         tools_of({"max_tool_calling_iterations": 2, **recipe}, is_trusted=False)
 
 
-def test_the_examples_of_this_package_are_trusted() -> None:
-    recipe = {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 2}
-    tools = tools_of(recipe, is_trusted=False)
-    assert tools is not None
-    assert [tool.name for tool in tools.toolset.tools] == ["calculator"]
-
-
 def test_a_template_without_tools_is_refused_before_the_model_loads(
     tiny_model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,29 +397,6 @@ def test_a_template_without_tools_is_refused_before_the_model_loads(
 
 
 # ---- vLLM
-
-
-def test_vllm_continues_each_row_within_its_room(evaluated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Scripted(f"{ADD}{END}")
-    lengths: list[list[int]] = []
-
-    class Stub:
-        llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=4096))
-
-        def __init__(self, **settings: Any) -> None:
-            pass
-
-        def generate(self, inputs: list[dict[str, Any]], sampling: list[Any], **more: Any) -> list[Any]:
-            lengths.append([one.max_tokens for one in sampling])
-            made = script.generate([row["prompt_token_ids"] for row in inputs], Settings())
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=ids)]) for ids in made]
-
-    monkeypatch.setitem(__import__("sys").modules, "vllm", SimpleNamespace(LLM=Stub, SamplingParams=SimpleNamespace))
-    assert evaluated(options=["--vllm"], tools=[f"{SUPPORT}.add"])[1] == 0
-    first, later = lengths
-    assert first == [400] * 4
-    assert len(later) == 2
-    assert all(300 < length < 400 for length in later)
 
 
 TURNS = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]
@@ -550,41 +506,6 @@ def test_wrong_keys_of_tools_are_named(recipe: dict[str, Any], says: str) -> Non
     with pytest.raises(UserError) as caught:
         tools_of({**valid, **recipe}, is_trusted=True)
     assert says in str(caught.value)
-
-
-def test_an_environment_begins_an_episode_for_the_trial_of_rewards() -> None:
-    tools = tools_of({"environment_factory": f"{HERE}.Counter", "max_tool_calling_iterations": 1}, is_trusted=True)
-    assert tools is not None
-    rollouts = Rollouts(tools, lambda: pytest.fail("no turn is played"), lambda: pytest.fail("no model is loaded"))
-    found = rollouts.trial_columns({"prompt": [{"role": "user", "content": "q"}], "answer": "3"})
-    assert found["environments"].calls == 0, "reset"
-    rollouts.close()
-    toolless = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
-    assert toolless is not None
-    assert Rollouts(toolless, pytest.fail, pytest.fail).trial_columns({"prompt": []}) == {}
-
-
-def test_a_prompt_is_rendered_as_in_training_with_the_keys_of_the_recipe() -> None:
-    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 3}, is_trusted=True)
-    assert tools is not None
-    tokenizer = tool_tokenizer()
-    end = tokenizer.eos_token_id
-    # A tokenizer that begins each text with a token, which the template has already.
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, end)])
-    turns = Turns(tools, "m", tokenizer, {"enable_thinking": False})
-    prompt = [{"role": "user", "content": "q"}]
-    schemas = [tool.schema for tool in tools.toolset.tools]
-    text = tokenizer.apply_chat_template(
-        prompt, tools=schemas, tokenize=False, add_generation_prompt=True, enable_thinking=False
-    )
-    ids = turns.prompt_ids(prompt)
-    assert ids[0] != end
-    assert tokenizer.decode(ids) == text
-    assert text.endswith("</think>\n\n"), "the model does not think"
-    row = turns.row(ids, tokenizer(f"{ADD}{END}", add_special_tokens=False)["input_ids"], [add], None)
-    assert row.tools.functions == {"add": add}
-    assert row.tools.schemas == schemas
-    assert [one["function"]["name"] for one in row.messages[0]["tool_calls"]] == ["add"]
 
 
 def test_rows_that_name_no_environment_are_refused(evaluated: Any, capsys: Any) -> None:

@@ -20,7 +20,6 @@ from trl.generation import vllm_generation
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.tools.loop import Limits, Row, RowTools, ToolLoop, Values, as_call, beginning, read_turn, result_text
-from grpo_recipes.tools.loop import values as values_of
 from grpo_recipes.tools.run import Call, Result
 from tests.support import launching, tool_rollouts, train_tools
 from tests.support.grids import covering, only
@@ -223,13 +222,6 @@ def test_a_long_result_is_cut_to_the_room_that_is_left(tokenizer: PreTrainedToke
     assert len(values.completion_ids[0]) == 10 + max(size for size in sizes if size <= 50)
 
 
-def test_calls_of_the_last_turn_are_not_run(tokenizer: PreTrainedTokenizerFast) -> None:
-    rows, runner, values = run(tokenizer, [1, 0], 100, iterations=0)
-    assert [row.ending for row in rows] == ["iterations", "answered"]
-    assert runner.ran == []
-    assert values.tool_mask == [[1] * 10] * 2
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -260,30 +252,6 @@ def test_the_beginning_of_a_text(tokenizer: PreTrainedTokenizerFast, text: str, 
     assert len(tokenizer(cut)["input_ids"]) <= tokens
     if len(tokenizer(text)["input_ids"]) <= tokens:
         assert cut == text
-
-
-def test_the_last_turn_is_cut_to_the_room_and_read_behind_its_context(tokenizer: PreTrainedTokenizerFast) -> None:
-    read: list[tuple[list[int], list[int]]] = []
-
-    def parse(ids: list[int], prefix: list[int], tools: Any) -> dict[str, Any]:
-        read.append((ids, prefix))
-        return {"role": "assistant", "content": "end"}
-
-    row = Row([7] * 5, [8] * 3, [message(1)], RowTools({}), [-1.0] * 3)
-    results = rendered(tokenizer, [{"content": "3"}])
-    loop = ToolLoop(
-        generate=lambda prompts: ([[9] * 4 for _ in prompts], [[-4.0] * 4 for _ in prompts]),
-        parse=parse,
-        render=lambda messages: rendered(tokenizer, messages),
-        shorten=lambda text, tokens: text,
-        runner=Recorder(),
-        limits=Limits(3, 3 + len(results) + 2, 1000),
-    )
-    values = loop([row])
-    assert read == [([9] * 2, [7] * 5 + [8] * 3 + results)]
-    assert values.completion_ids[0] == [8] * 3 + results + [9] * 2
-    assert values.logprobs is not None
-    assert values.logprobs[0][-3:] == [0.0, -4.0, -4.0]
 
 
 def alone(
@@ -345,19 +313,6 @@ def test_tools_run_in_as_many_turns_as_are_allowed(iterations: int, calling: int
     assert values.completion_ids == [[8] + [5, 5, 9] * ran]
 
 
-def test_the_values_of_rows_hold_log_probabilities_only_if_all_rows_do() -> None:
-    def made(log_probs: list[float] | None, *results: Result) -> Row:
-        return Row([7], [8] * len(log_probs or ()), [], RowTools({}), log_probs, turns=[[one] for one in results])
-
-    assert values_of([made([]), made([-1.0])]).logprobs == [[], [-1.0]]
-    assert values_of([made(None), made([-1.0])]).logprobs is None
-    assert values_of([made([-1.0]), made(None)]).logprobs is None
-    failed = made([-1.0], Result("a", "x", fault="E"), Result("a", "x"), Result("a", "x", mistake="M", made=False))
-    counted = values_of([failed, made([], Result("b", "x", fault="E"))])
-    assert (counted.tool_call_count, counted.tool_failure_count) == (4, 3)
-    assert counted.tool_images == [[], []]
-
-
 def test_log_probabilities_must_not_end_after_the_first_turn() -> None:
     row = Row([7], [8, 8], [message(1)], RowTools({}), [-1.0, -2.0])
     with pytest.raises(ValueError, match="the turn after a tool call has none: let the `rollout_func` return None"):
@@ -367,13 +322,6 @@ def test_log_probabilities_must_not_end_after_the_first_turn() -> None:
     bare = Row([7], [8, 8], [message(1)], RowTools({}))
     bare.append_turn([9], None)
     assert (bare.context(), bare.log_probs) == ([7, 8, 8, 9], None)
-
-
-@pytest.mark.parametrize(("completion", "positions", "room"), [(10, 100, 8), (100, 10, 6), (9, 10, 6), (8, 12, 6)])
-def test_the_room_of_results_leaves_a_position_for_the_next_turn(completion: int, positions: int, room: int) -> None:
-    """The limit is the smaller of both: of the completion, and of the positions behind prompt and one token."""
-    row = Row([7], [8, 8], [message(1)], RowTools({}))
-    assert row.room(Limits(1, completion, positions)) == room
 
 
 # ---- turns with calls that can't be read

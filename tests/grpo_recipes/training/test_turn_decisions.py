@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from grpo_recipes.process.faults import NotThePolicy
-from grpo_recipes.tools.loop import RowTools
-from grpo_recipes.tools.transcript import Fault
 from grpo_recipes.training import tool_turns, turn_check
-from grpo_recipes.training.tool_turns import ToolTurns, positions, tools_of_rows
+from grpo_recipes.training.tool_turns import ToolTurns, positions
 from grpo_recipes.training.turn_check import TurnCheck
 
 
@@ -62,47 +60,6 @@ def test_turns_are_recorded_where_there_may_be_several(changes: dict[str, Any], 
     found.start([])
     assert (found._turns is not None) is needed
     found.record([[1]], [[2]], None)
-
-
-def test_proven_rows_are_those_that_may_be_trained_on(monkeypatch: pytest.MonkeyPatch, ranks: list[Any]) -> None:
-    found = check()
-    fault: Any = None
-    monkeypatch.setattr(TurnCheck, "_first_fault", lambda self, turns, *_: fault)
-    output = ([[5, 6], [7]], [[1, 2], [3]], [[1, 0], [1]], [[], []], None, "more")
-    found(output, [])
-    assert found.batches == 0, "nothing was recorded"
-    found.start([])
-    found(output, [])
-    assert found.batches == 1
-    assert found._turns is None
-    assert found._proven == {((5, 6), (1, 2)): {(1, 0)}, ((7,), (3,)): {(1,)}}
-    found.start([])
-    found(output, [])
-    assert found.batches == 2
-    evaluated = check()
-    evaluated.trainer.model.eval()
-    evaluated.start([])
-    evaluated(output, [])
-    assert (evaluated.batches, evaluated._proven) == (1, {})
-    fault = Fault(1, 3, "a token was not sampled")
-    what = "at step 7 does not consist of the turns that were sampled and their tool results: "
-    found.start([])
-    assert message(lambda: found(output, [])) == f"a completion {what}{fault}{END}"
-    ranks.append(None)
-    found.start([])
-    assert message(lambda: found(output, [])) == f"a completion of rank 1 {what}{fault}{END}"
-    ranks[:] = ["theirs"]
-    fault = None
-    found.start([])
-    assert message(lambda: found(output, [])) == f"a completion of rank 0 {what}theirs{END}"
-    ranks.clear()
-    without_mask = (*output[:2], None, *output[3:])
-    found.start([])
-    assert "there is no mask of tool tokens" in message(lambda: found(without_mask, []))
-    rollout = check(tools=[], rollout_func=print)
-    rollout.start([])
-    rollout(without_mask, [])
-    assert rollout._proven == {}
 
 
 def batch(*rows: tuple[list[int], list[int], list[int]]) -> dict[str, torch.Tensor]:
@@ -197,20 +154,3 @@ def test_a_server_whose_context_is_too_small_for_all_turns_is_announced_once() -
     local, said = turns(server(1000, "colocate"))
     local._warn_of_short_context(50, 1)
     assert said == []
-
-
-def test_each_row_has_the_tools_of_its_environment() -> None:
-    def one() -> None: ...
-
-    def other() -> None: ...
-
-    trainer: Any = SimpleNamespace(
-        _sync_tool_dicts=[{"a": one}, {"a": one, "b": one}], _async_tool_dicts=[{"b": other}, {"b": other}],
-        tools=[one], environment_factories=None,
-    )  # fmt: skip
-    assert tools_of_rows(trainer) == [
-        RowTools({"b": other, "a": one}, [one]), RowTools({"b": one, "a": one}, [one]),
-    ]  # fmt: skip
-    trainer.environment_factories, trainer._env_tools = {}, {"x": ["of x"], "y": ["of y"]}
-    trainer._batch_environments = ["y", "x"]
-    assert [row.schemas for row in tools_of_rows(trainer)] == [["of y"], ["of x"]]

@@ -1,6 +1,6 @@
 """Tools and environments of a recipe in an evaluation: the turns of training's loop, with the evaluation's engine.
 
-`tools/loop.py` and `tools/bounded.py` run the turns and the calls, as in training. Prompts, results and environments
+`tools/loop.py` and `tools/run.py` run the turns and the calls, as in training. Prompts, results and environments
 are those of TRL's trainer (`_tokenize_prompts`, `_get_tool_suffix_ids`, `_generate_and_score_completions`).
 """
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CALLS = "tool_calls"
+UNREAD = ""
+"""Name of the argument that holds the text of a malformed call."""
 
 CHARACTERS = 16
 """Number of characters per token that are tokenized at first to find the beginning of a long text."""
@@ -319,7 +321,7 @@ def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
     refusal = ""
     if (kind := call.get("type", "function")) != "function":
         refusal = f"Unsupported tool call type: {kind}"
-    elif not isinstance(arguments, Mapping):
+    elif not isinstance(arguments, Mapping) or arguments.keys() == {UNREAD}:
         refusal = "The call can't be read as a name and an object of arguments."
     return Call(name, arguments, functions.get(name), refusal)
 
@@ -328,10 +330,10 @@ def read_turn(tokenizer: Any, ids: Ids, prefix: Ids | None = None, tools: list[A
     """Return the message of a turn as TRL's `parse_response` does, with the calls that can't be read among the others.
 
     TRL reads a turn with malformed JSON as text, so that none of its calls gets a result. Here a malformed call has the
-    text that was written as its arguments. A turn that was cut off within a call is read as text.
+    text that was written as its only argument. A turn that was cut off within a call is read as text.
     """
     message: Message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
-    with suppress(RecursionError):  # JSON that is nested deeply
+    with suppress(RecursionError, KeyError):  # JSON that is nested deeply, or a template whose parts are missing
         message = parse_response(tokenizer, ids, prefix=prefix, tools=tools)
     template = getattr(tokenizer, "response_template", None)
     # The last token is special if it is an end token.
@@ -362,7 +364,8 @@ class _Parser(ResponseParser):
             if field != CALLS:
                 raise
             self._reset_to_implicit()
-        malformed = {"type": "function", "function": {"name": name, "arguments": text}}
+        # A mapping, because rewards look arguments up by their names.
+        malformed = {"type": "function", "function": {"name": name, "arguments": {UNREAD: text}}}
         self._output[CALLS] = [*before, malformed]
 
 

@@ -362,17 +362,17 @@ def test_a_malformed_call_stands_among_the_others(text: str, tokenizer: PreTrain
     written = f"so <tool_call>{text}</tool_call>"
     message = read(f"{ADD}{written}{ADD}{END}", tokenizer)
     fine = ("add", {"a": 1, "b": 2})
-    assert calls_of(message) == [fine, ("unknown", text), fine]
+    assert calls_of(message) == [fine, ("unknown", {"": text}), fine]
     (refused,) = [as_call(one, {"add": add}).refusal for one in message["tool_calls"][1:2]]
     assert "can't be read" in refused
-    assert calls_of(read(f"{written}{END}", tokenizer)) == [("unknown", text)]
+    assert calls_of(read(f"{written}{END}", tokenizer)) == [("unknown", {"": text})]
     assert message["content"] == "so"
 
 
 def test_a_call_without_its_closing_tag_is_malformed(tokenizer: PreTrainedTokenizerFast) -> None:
     opened = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}'
-    ((name, text),) = calls_of(read(opened + END, tokenizer))
-    assert (name, text) == ("unknown", opened.removeprefix("<tool_call>") + END)
+    ((name, arguments),) = calls_of(read(opened + END, tokenizer))
+    assert (name, arguments[""]) == ("unknown", opened.removeprefix("<tool_call>") + END)
     assert read(opened[:30], tokenizer) == {"role": "assistant", "content": opened[:30]}, "a turn that was cut off"
 
 
@@ -380,7 +380,7 @@ def test_the_name_of_a_malformed_call_is_kept_where_it_is_written_outside(tokeni
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens([AddedToken("<|eot_id|>", special=True)])
     message = read('{"name": "add", "parameters": {"a": 1,}}<|eot_id|>', tokenizer, llama3_template)
-    assert calls_of(message) == [("add", '{"a": 1,}')]
+    assert calls_of(message) == [("add", {"": '{"a": 1,}'})]
 
 
 def test_turns_that_can_be_read_are_trls(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -46,7 +46,10 @@ On several machines, start training with accelerate's own launcher on each machi
   accelerate launch --config_file FILE -m grpo_recipes.train --config RECIPE
 """
 
-TASKS = (*("code", "numbers", "boxed", "extraction", "classification", "words", "text", "multiple_choice", "judged"),)
+TASKS = (
+    *("code", "numbers", "boxed", "multiple_choice", "classification", "extraction", "words", "text", "instructions"),
+    "judged",
+)
 """Tasks of `init`: `plan.init.TASKS`, whose import takes seconds."""
 
 PRINTS_ONLY = ("plan", "preview", "compare", "diagnose", "chat")
@@ -121,10 +124,14 @@ def _add_init(commands: Commands) -> None:
     init.add_argument(
         "--output", metavar="FILE", type=Path, help="file of the recipe (default: the table's name, .yaml)"
     )
-    init.add_argument("--task", choices=TASKS, help="what the answers are (default: judged by their form)")
+    init.add_argument("--task", choices=TASKS, help="what the answers are (default: by their form)")
     init.add_argument("--question", metavar="COLUMN", help="column with the question, or with the text to work on")
     init.add_argument("--answer", metavar="COLUMN", help="column with the answer, label, object or tests")
-    init.add_argument("--choices", metavar="COLUMN", help="column with the choices of each question")
+    init.add_argument(
+        "--choices",
+        metavar="COLUMN",
+        help="column with the choices, or the columns of one choice each, separated by commas",
+    )
     init.add_argument("--decimal", choices=("point", "comma"), help="decimal mark of the answers, if it is ambiguous")
 
 
@@ -136,10 +143,13 @@ def first_recipe(options: argparse.Namespace) -> int:
 
     file = options.output or first.default_output(options.path)
     wishes = first.Wishes(options.question, options.answer, options.choices, options.task, options.decimal)
-    guess = first.write_first_recipe(
-        options.path, file, options.model or first.MODEL, machine=Machine.here(), wishes=wishes
-    )
-    say("\n".join([f"wrote {file}: {guess.describe()}", *guess.describe_columns()]))
+    model, machine = options.model or first.MODEL, Machine.here()
+    try:
+        proposal = first.write_first_recipe(options.path, file, model, machine=machine, wishes=wishes)
+    except first.NoQuestion as error:
+        say(error.example, to_stderr=True)
+        raise
+    say("\n  ".join([f"wrote {file}: {proposal.about}", *proposal.roles, *proposal.notes]))
     say(f"next: grpo-recipes plan {file}, then grpo-recipes train {file}")
     return 0
 

@@ -82,7 +82,7 @@ def read(source: SourceSpec, keys: Keys) -> Rows:
     if source.data_files is None and source.data_dir is None:
         splits = local_splits(source, keys)
     rows = _hub_rows(source, keys) if splits is None else sliced(splits, source.split, keys)
-    rows = _with_columns(Rows(_in_double_precision(rows.table), rows.places), source)
+    rows = _with_columns(Rows(_as_written(rows.table), rows.places), source)
     tables.check_columns(len(rows.table.column_names), source.path)
     tables.check_fields(rows.table.features.arrow_schema.types, source.path)
     tables.check_no_images(rows.table, source.path)
@@ -285,16 +285,22 @@ def _joined(parts: Sequence[Rows]) -> Rows:
 # Columns and mixtures
 
 
-def _in_double_precision(table: datasets.Dataset) -> datasets.Dataset:
-    """Return the table with columns of 32-bit floats as the 64-bit floats of the same text: 0.1, not 0.10000000149."""
-    names = [name for name, kind in table.features.items() if kind == datasets.Value("float32")]
-    if not names or len(table) == 0:
+def _as_written(table: datasets.Dataset) -> datasets.Dataset:
+    """Return the table with the names of class labels for their numbers, and 0.1 for the 32-bit float 0.10000000149."""
+    columns = {}
+    for name, kind in table.features.items():
+        is_label = isinstance(kind, datasets.ClassLabel) and kind.names
+        if len(table) > 0 and (is_label or kind == datasets.Value("float32")):
+            read = table.select_columns([name]).with_format("arrow")[:][name]
+            if is_label:  # -1 stands for no label
+                columns[name] = pc.take(pa.array(kind.names), pc.if_else(pc.less(read, 0), None, read))
+            else:
+                columns[name] = pc.cast(pc.cast(read, pa.string()), pa.float64())
+    if not columns:
         return table
-    read = table.select_columns(names).with_format("arrow")[:]
-    columns = {name: pc.cast(pc.cast(read[name], pa.string()), pa.float64()) for name in names}
-    others = table.select_columns([name for name in table.column_names if name not in names])
-    double = datasets.Dataset(pa.table(columns), fingerprint=f"{table._fingerprint}-double")
-    parts = [others, double] if others.column_names else [double]
+    others = table.select_columns([name for name in table.column_names if name not in columns])
+    written = datasets.Dataset(pa.table(columns), fingerprint=f"{table._fingerprint}-written")
+    parts = [others, written] if others.column_names else [written]
     return datasets.concatenate_datasets(parts, axis=1).select_columns(table.column_names)
 
 

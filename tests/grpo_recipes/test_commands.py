@@ -12,7 +12,7 @@ from grpo_recipes import preview
 from grpo_recipes.checks import checks
 from grpo_recipes.cli import main
 from grpo_recipes.evaluation import chat, comparison, estimates, evaluate, export, merge
-from grpo_recipes.plan import init, plan
+from grpo_recipes.plan import plan
 from grpo_recipes.process import launcher
 from grpo_recipes.process.faults import RunFault
 from grpo_recipes.recipe.recipe import shipped_files
@@ -105,27 +105,6 @@ def test_compare_prints_the_difference_of_the_second_to_the_first(
     monkeypatch.setattr(estimates, "describe_comparison", lambda result: [f"from {result['from']} to {result['to']}"])
     assert printed(capsys, "compare a b") == "from a to b\n"
     assert json.loads(printed(capsys, "compare a b --json")) == {"from": "a", "to": "b"}
-
-
-def test_init_passes_its_options_on_and_names_the_next_commands(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    guess = SimpleNamespace(describe=lambda: "numbers", describe_columns=lambda: ["question: q"])
-    asked = []
-    monkeypatch.setattr(init, "write_first_recipe", lambda *given, **named: asked.append((given, named)) or guess)
-    options = "--question q --answer a --choices c --task numbers --decimal comma"
-    said = printed(capsys, f"init t.csv --model m --output mine.yaml {options}")
-    assert said == (
-        "wrote mine.yaml: numbers\nquestion: q\nnext: grpo-recipes plan mine.yaml, then grpo-recipes train mine.yaml\n"
-    )
-    assert asked[0][0] == ("t.csv", Path("mine.yaml"), "m")
-    assert asked[0][1]["wishes"] == init.Wishes("q", "a", "c", "numbers", "comma")
-    assert printed(capsys, "init folder/t.csv --decimal point").startswith("wrote t.yaml: ")
-    assert asked[1][0] == ("folder/t.csv", Path("t.yaml"), init.MODEL)
-    assert asked[1][1]["wishes"] == init.Wishes(decimal="point")
-    for task in init.TASKS:
-        printed(capsys, f"init t.csv --task {task}")
-        assert asked[-1][1]["wishes"] == init.Wishes(task=task)
 
 
 def test_plan_passes_its_options_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

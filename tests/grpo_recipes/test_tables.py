@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,19 +18,21 @@ from grpo_recipes.data.load import load
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe
 from grpo_rewards.registry import BuiltReward
 from tests.support.chat_server import completion, serving
-from tests.support.grids import only
 
 TABLES = Path(__file__).resolve().parents[1] / "data" / "tables"
 
 
 class Expected(NamedTuple):
-    """Recipe that `init` writes for a table, and a right and a wrong completion for the first row."""
+    """Recipe that `init` writes for a table with options, and a right and a wrong completion for the first row.
 
-    task: str
+    Without the options, `init` asks for the first of them. A table without a reward is asked about with any.
+    """
+
     reward: str
     keys: Mapping[str, Any]
-    right: str
-    wrong: str
+    right: str = ""
+    wrong: str = ""
+    options: Sequence[str] = ()
 
 
 def answer(text: str) -> str:
@@ -42,49 +45,76 @@ def program(text: str) -> str:
 
 MULTIPLY = "print(int(input()) * {})".format
 
+GERMAN = ("--question", "Frage")
+SPANISH = ("--question", "enunciado")
+SINGLE = ",".join(f"opción {letter}" for letter in "abcd")
+
 EXPECTED: dict[str, Expected] = {
-    "boxed.csv": Expected("boxed", "math_correctness", {}, r"\boxed{x^2+10x+21}", r"\boxed{x^2+10x-21}"),
-    "boxed.jsonl": Expected("boxed", "math_correctness", {}, r"Son \boxed{\frac74}", r"\boxed{\frac47}"),
-    "choices.jsonl.gz": Expected("choice", "choice_correctness", {}, answer("A"), answer("A or B")),
-    "choices_missing.jsonl": Expected(
-        "choice", "choice_correctness", {"drop_missing": True}, answer("B"), answer("A, B, C, D")
+    "apps.jsonl": Expected("unit_tests", {}, program("print(int(input()))"), program("print(1)")),
+    "bigmath.jsonl": Expected("math_correctness", {}, r"So \boxed{0.5}", r"So \boxed{2}"),
+    "boxed.csv": Expected(
+        *("math_correctness", {"name": "math"}, r"\boxed{x^2+10x+21}", r"\boxed{x^2+10x-21}"),
+        ("--answer", "Worked Solution"),
     ),
-    "choices_columns.csv": Expected("choice", "choice_correctness", {}, answer("iron"), answer("b")),
-    "choices_text.csv": Expected("choice", "choice_correctness", {}, answer("1 km"), answer("B")),
+    "boxed.jsonl": Expected(
+        *("math_correctness", {"name": "math"}, r"Son \boxed{\frac74}", r"\boxed{\frac47}"),
+        (*SPANISH, "--answer", "solución"),
+    ),
+    "choices.jsonl.gz": Expected(
+        *("choice_correctness", {}, answer("A"), answer("A or B")),
+        (*GERMAN, "--choices", "optionen", "--answer", "richtig"),
+    ),
+    "choices_missing.jsonl": Expected("choice_correctness", {"drop_missing": True}, answer("B"), answer("A, B, C, D")),
+    "choices_columns.csv": Expected(
+        *("choice_correctness", {}, answer("iron"), answer("b")),
+        ("--question", "Pregunta", "--choices", SINGLE, "--answer", "Clave"),
+    ),
+    "choices_text.csv": Expected("choice_correctness", {}, answer("1 km"), answer("B")),
     "code.jsonl": Expected(
-        *("tests", "unit_tests", {}),
-        *(program("def add(a, b):\n    return a + b"), program("def add(a, b):\n    return 3")),
+        *("unit_tests", {}, program("def add(a, b):\n    return a + b"), program("def add(a, b):\n    return 3")),
+        ("--question", "prompt_text"),
     ),
-    "code_pairs.csv": Expected("tests", "unit_tests", {}, program(MULTIPLY(8)), program("print(8)")),
+    "code_pairs.csv": Expected("unit_tests", {}, program(MULTIPLY(8)), program("print(8)")),
+    "dapo17k.jsonl": Expected("math_correctness", {}, "Answer: 0", "Answer: 1"),
     "decimal_comma.csv": Expected(
-        *("numbers", "gsm8k_correctness", {"delimiter": ";", "decimal": "comma"}),
-        *(answer("2.881,62 €"), answer("2.88162")),
+        *("gsm8k_correctness", {"delimiter": ";", "decimal": "comma"}, answer("2.881,62 €"), answer("2.88162")),
+        ("--question", "Aufgabe", "--answer", "Ergebnis"),
     ),
     "extraction.csv": Expected(
-        *("JSON objects", "json_schema", {"name": "extraction"}),
+        *("json_schema", {"name": "extraction"}),
         *(answer('{"quantity": 56, "name": "Eva Ruiz"}'), answer('{"quantity": 56, "name": "Bo Chen"}')),
     ),
     "extraction_nested.jsonl": Expected(
-        *("JSON objects", "json_schema", {"name": "extraction"}),
+        *("json_schema", {"name": "extraction"}),
         *(answer('{"city": "Oslo", "day": 13}'), answer('{"city": "Oslo", "day": 14}')),
     ),
+    "humaneval.jsonl": Expected(
+        "unit_tests",
+        {"columns": {"question": "prompt", "tests": "test"}, "system_prompt": "program"},
+        program("def add_0(a):\n    return a"),
+        program("def add_0(a):\n    return 1"),
+    ),
+    "ifeval.jsonl": Expected("instructions", {}, "word " * 60, "No, no."),
     "labels.jsonl": Expected(
-        *("labels", "string_match", {"labels": ["not spam", "spam"]}),
-        *(answer("Spam"), answer("not spam, spam")),
+        "string_match", {"labels": ["not spam", "spam"]}, answer("Spam"), answer("not spam, spam")
     ),
     "labels_cp1252.csv": Expected(
-        *("labels", "string_match", {"encoding": "cp1252", "labels": ["negativ", "neutral", "positiv"]}),
+        *("string_match", {"encoding": "cp1252", "labels": ["negativ", "neutral", "positiv"]}),
         *(answer("positiv"), answer("negativ, neutral, positiv")),
+        ("--question", "Bewertung", "--answer", "Urteil"),
     ),
-    "letters.csv": Expected("judge", "judge", {}, "", ""),
-    "nested.jsonl": Expected("numbers", "gsm8k_correctness", {}, answer("20"), answer("21")),
-    "numbers.tsv": Expected("numbers", "gsm8k_correctness", {}, answer("5628"), answer("5.628")),
-    "sharegpt.json": Expected("numbers", "gsm8k_correctness", {}, answer("7"), answer("5 + 2")),
+    "letters.csv": Expected("judge", {}),
+    "nested.jsonl": Expected("math_correctness", {}, "The answer is 20.", "It is 21."),
+    "numbers.tsv": Expected("gsm8k_correctness", {}, answer("5628"), answer("5.628"), ("--answer", "value")),
+    "sciq.jsonl": Expected("", {}),
+    "sharegpt.json": Expected("math_correctness", {}, "The answer is 7.", "5 + 2"),
+    "skywork_or1.jsonl": Expected("math_correctness", {}, r"So \boxed{0.5}", r"So \boxed{2}"),
     "summaries.jsonl": Expected(
-        *("texts", "string_match", {}),
+        *("string_match", {"system_prompt": "Write the summary of the text. Answer with it alone."}),
         "The council of Lyon will plant 72 trees along the river in spring, with schools taking part in the work.",
         "No.",
     ),
+    "xlam.jsonl": Expected("", {}),
 }
 
 SOLUTIONS = "\n".join(
@@ -102,7 +132,7 @@ def test_every_table_is_tried() -> None:
 def init(name: str, model: str = "some/model") -> tuple[str, Recipe]:
     """Run `init` on a copy of a table in the working directory, and return the recipe's name and the recipe."""
     shutil.copy(TABLES / name, name)
-    assert cli.main(["init", name, "--model", model]) == 0
+    assert cli.main(["init", name, "--model", model, *EXPECTED[name].options]) == 0
     recipe = f"{name.partition('.')[0]}.yaml"
     return recipe, parse_recipe(["--config", recipe])
 
@@ -115,28 +145,40 @@ def paid(reward: BuiltReward, row: Mapping[str, Any], text: str) -> float | None
     return score
 
 
-def right_completion(name: str, row: Mapping[str, Any]) -> str:
+def right_completion(name: str, row: Mapping[str, Any], reward: str) -> str:
     """Return a right completion for any row of a table, from its gold alone or from programs written here."""
+    asked = str(row["prompt"])
     if name == "code.jsonl":
         return program(SOLUTIONS)
     if name == "code_pairs.csv":
-        return program(MULTIPLY(str(row["prompt"]).partition(" times ")[2].partition(".")[0]))
-    if name.startswith("boxed"):
-        return rf"So \boxed{{{row['answer']}}}."
-    if name == "summaries.jsonl":
-        return str(row["answer"])
-    return answer(str(row["answer"]))
+        return program(MULTIPLY(asked.partition(" times ")[2].partition(".")[0]))
+    if name == "apps.jsonl":
+        return program(f"print(int(input()) + {asked.partition('print n + ')[2].partition('.')[0]})")
+    if name == "humaneval.jsonl":
+        number = re.search(r"add_(\d+)", asked)
+        assert number is not None
+        return program(f"def add_{number[1]}(a):\n    return a + {number[1]}")
+    if reward == "instructions":
+        return "word " * 100
+    if reward == "math_correctness":
+        return rf"So \boxed{{{json.loads(row['answer'])[0] if name.startswith('skywork') else row['answer']}}}."
+    return str(row["answer"]) if name == "summaries.jsonl" else answer(str(row["answer"]))
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("name", only([name for name in EXPECTED if not name.startswith("code")], EXPECTED))
-def test_init_finds_the_task_and_the_rewards_pay_its_golds_and_no_wrong_answer(
+@pytest.mark.parametrize("name", EXPECTED)
+def test_init_asks_or_its_rewards_pay_the_golds_and_no_wrong_answer(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     expected = EXPECTED[name]
+    if expected.options or not expected.reward:
+        shutil.copy(TABLES / name, name)
+        assert cli.main(["init", name]) == 2
+        assert (*expected.options, "--question")[0] in capsys.readouterr().err
+        assert not list(tmp_path.glob("*.yaml"))
+        if not expected.reward:
+            return
     _, recipe = init(name)
-    assert expected.task in capsys.readouterr().out
     for key, value in expected.keys.items():
         assert getattr(recipe.dataset, key) == value
     checked = check(recipe, Machine(1, bf16=False))
@@ -148,7 +190,7 @@ def test_init_finds_the_task_and_the_rewards_pay_its_golds_and_no_wrong_answer(
     if reward.name == "judge":
         return
     for row in (*checked.train_dataset, *checked.eval_dataset):
-        score = paid(reward, row, right_completion(name, row))
+        score = paid(reward, row, right_completion(name, row, reward.name))
         assert score is not None
         assert score >= 1, row
     first = load(replace(recipe.dataset, eval_share=None))[0]
@@ -163,12 +205,18 @@ def kind(request: dict[str, Any], handler: Any) -> tuple[int, Any]:
     return 200, completion(json.dumps({"reason": "fine", "score": 7}))
 
 
+COMMANDS = (
+    *("boxed.csv", "choices_missing.jsonl", "code.jsonl", "decimal_comma.csv", "extraction.csv", "humaneval.jsonl"),
+    *("ifeval.jsonl", "labels_cp1252.csv", "letters.csv", "nested.jsonl", "summaries.jsonl"),
+)
+"""A table of each form and notation."""
+
 LAUNCHED = "choices_missing.jsonl"
 """Table whose training runs in processes of its own. A launch imports everything anew, which takes most of its time."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_runs_on_the_table_without_an_edit(
     name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

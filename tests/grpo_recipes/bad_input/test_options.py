@@ -75,7 +75,7 @@ FRONT_DOOR: list[Case] = [
     Case("grpo-recipes init t.csv --output x.yaml", ("only one row: name another",), files={"t.csv": "a,b\n1,2\n"}),
     Case(
         "grpo-recipes init t.csv --output x.yaml --model m",
-        ("none of the columns 'a', 'b' looks like a question: name one with `--question COLUMN`",),
+        ("name one with `--question COLUMN`",),
         files={"t.csv": "a,b\n" + "1,2\n" * 20},
     ),
     Case("grpo-recipes train", ("required: recipe",)),

@@ -61,6 +61,7 @@ POSITIONS = ("answer_idx", "answer_index", "correct_option", "correct_choice", "
 SOLUTIONS = ("solution",)
 SUMMARIES = ("summary", "highlights")
 OUTPUTS = (*SUMMARIES, "output", "response", "completion")
+RATINGS = ("score", "rating", "reward", "quality", "helpfulness", "correctness")
 CHOICES = ("choices", "options")
 OBJECTS = ("object", "fields", "json", "target")
 
@@ -249,6 +250,11 @@ def _is_test(test: Any) -> bool:
     return (
         isinstance(test, str) and re.search(r"^(assert\b|def check\(\w+\):)", test.lstrip(), re.MULTILINE) is not None
     )
+
+
+def asks(value: Any) -> bool:
+    """Return True for a text with a question mark."""
+    return isinstance(value, str) and re.search("[?？]", value) is not None
 
 
 def is_letter(value: Any) -> bool:

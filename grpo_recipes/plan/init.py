@@ -84,9 +84,13 @@ def _tagged(reward: str, bare: Rewards, **kwargs: Any) -> dict[str, Any]:
     return {"rewards": rewards, "bare": bare, "system_prompt": "reasoning"}
 
 
-_BOX = {"rewards": [("math_correctness", {"extract": "boxed"})], "bare": _MATHS, "system_prompt": "boxed"}
+_BOX: dict[str, Any] = {
+    "rewards": [("math_correctness", {"extract": "boxed"})],
+    "bare": _MATHS,
+    "system_prompt": "boxed",
+}
 _LABELLED = _tagged("string_match", _WHOLE, match="casefold")
-_OBJECTS = {"rewards": [("json_schema", _TAGS)], "bare": [("json_schema", {})]}
+_OBJECTS: dict[str, Any] = {"rewards": [("json_schema", _TAGS)], "bare": [("json_schema", {})]}
 _CHOSEN = _tagged("choice_correctness", _CHOICE)
 
 CODE = Form("code", "tests of a program", known.is_tests, [("unit_tests", {})], (), ("question", "tests"), "program")
@@ -289,14 +293,14 @@ def _question(columns: Sequence[Column], path: str, wishes: Wishes) -> Column:
             raise _ambiguous_columns(found, "question")
         if found:
             return found[0]
-    names = [one.name for one in columns if one.name.isidentifier() and one.key not in known.METADATA] or ["column"]
+    fields = [one.name for one in columns if one.name.isidentifier() and one.key not in known.METADATA] or ["column"]
     raise NoQuestion(
         f"no column of {listed(repr(column.name) for column in columns)} has the name of a question, and texts that "
         "differ: name one with `--question COLUMN`, or write a template and a reward of your own",
-        f"dataset: {{path: {path}, prompt_template: 'Work on {{{{ {names[0]} }}}}.'}}\nrewards: [mine.score]\n"
-        f"# mine.py:\ndef score(completions, {names[-1]}, **columns):\n"
+        f"dataset: {{path: {path}, prompt_template: 'Work on {{{{ {fields[0]} }}}}.'}}\nrewards: [mine.score]\n"
+        f"# mine.py:\ndef score(completions, {fields[-1]}, **columns):\n"
         '    texts = [completion[-1]["content"] for completion in completions]\n'
-        f"    return [float(str(gold) in text) for gold, text in zip({names[-1]}, texts)]",
+        f"    return [float(str(gold) in text) for gold, text in zip({fields[-1]}, texts)]",
     )
 
 
@@ -322,6 +326,12 @@ def _answer(
         form = _form_of(answer, wishes)
         if wishes.task is None:
             _check_certain(form, answer, question, rest)
+        needs_question = wishes.question is None and question.key in known.TEXTS
+        if needs_question and form in (NUMBER, WORDS, FORMULA) and question.share(known.asks) < 0.5:
+            raise UserError(
+                f"{question.name!r} may be a text without a question: name it with `--question {question.name}`, or "
+                "add a question with `dataset.prompt_template`"
+            )
         return form, answer, {}
     ignored = (*known.METADATA, *known.CONVERSATIONS, *known.CONTEXTS, *known.INPUTS)
     unknown = [repr(one.name) for one in rest if len(one.path) == 1 and one.filled and one.key not in ignored]
@@ -438,6 +448,8 @@ def _check_certain(form: Form, answer: Column, question: Column, rest: Sequence[
     problem = ""
     if len(texts) > 2 and len(set(texts)) == 1:
         problem = "are the same in all rows: name another `--answer COLUMN`, or choose `--task words`"
+    elif answer.key in known.OUTPUTS and any(column.key in known.RATINGS for column in rest):
+        problem = "are rated, so that they may be wrong: choose `--task judged`, or name another `--answer COLUMN`"
     elif needs_name and not is_named:
         problem = "call a function that no column names: add a column `starter_code`, or choose `--task code`"
     elif texts and set(texts) <= {column.name for column in rest}:
@@ -514,7 +526,8 @@ def _system_prompt(roles: Roles, schema: Mapping[str, Any]) -> str | None:
 
 def _template(roles: Roles, labels: Sequence[str] | None) -> str | None:
     """Return the template of a prompt with contexts or with the call of a function, or None if it needs none."""
-    before, behind = [], []
+    before: list[str] = []
+    behind: list[str] = []
     for one in roles.contexts:
         is_before = one.key in known.CONTEXTS
         part = f"{{{{ {one.key} }}}}\n\n" if is_before else f"\n\n{{{{ {one.key} }}}}"
@@ -524,7 +537,7 @@ def _template(roles: Roles, labels: Sequence[str] | None) -> str | None:
     if roles.form is CODE and roles.answer is not None and not roles.is_complete:
         first = roles.answer.filled[0]
         tests = "tests[0]" if isinstance(first, list) else "tests"
-        if re.match(r"[\[\"'\s]*assert ", str(first)):
+        if re.search(r"\bassert ", str(first)) and "def check(" not in str(first):
             # A question such as MBPP's does not name the function. The expected value is left out.
             call = f'{{{{ {tests}.split("assert ")[1].split("==")[0] }}}}'
             behind.append(f"\nYour program is called like this: {call}")

@@ -172,6 +172,10 @@ PROPOSED: dict[str, Shape] = {
         lambda n: {"question": question(n), "tests": json.dumps([f"assert f{n}({n}) == {n}"])},
         *("unit_tests", {"system_prompt": "program"}, "called like this: f0(0)", FENCED),
     ),
+    "assertions behind an import": Shape(
+        lambda n: {"instruction": question(n), "tests": f"import math\nassert f{n}({n}) == {n}\nassert f{n}(1) == 1"},
+        *("unit_tests", {"system_prompt": "program"}, "called like this: f0(0)", FENCED),
+    ),
     "prompts alone": Shape(lambda n: {"instruction": f"Write a poem about topic {n}.", "source": "x"}, "judge"),
     "a prompt with a wanted length": Shape(lambda n: {"prompt": f"Write about topic {n}.", "length": n}, "judge"),
     "UltraChat": Shape(
@@ -289,6 +293,11 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         r"--answer answer\.value",
     ),
     "prompts with an unknown column": (lambda n: {"prompt": question(n), "reference": n}, "'reference'.*--task judged"),
+    "HelpSteer: a rated response": (
+        lambda n: {"prompt": question(n), "response": f"town {n}", "helpfulness": n % 5},
+        "--task judged",
+    ),
+    "a text and an answer without a question": (lambda n: {"text": text(n), "answer": f"town {n}"}, "--question text"),
     "a corpus": (lambda n: {"text": text(n)}, "--answer"),
     "labels without names": (lambda n: {"text": text(n), "label": n % 3}, "--task classification.*--answer"),
     "answers of 0 and 1": (lambda n: {"question": question(n), "answer": n % 2}, "--task classification"),
@@ -393,7 +402,7 @@ def golds(values: list[Any], name: str = "answer", **others: list[Any]) -> datas
 
 
 def test_options_decide_between_columns_and_forms(tmp_path: Path) -> None:
-    others = {"x2": [2 * n for n in range(20)], "x3": [["x", "y"]] * 20}
+    others: dict[str, list[Any]] = {"x2": [2 * n for n in range(20)], "x3": [["x", "y"]] * 20}
     table = golds([3 * n for n in range(20)], "x1", **others)
     by_answer = proposed(table, "t", Wishes(answer="x2"))
     assert (by_answer.task, by_answer.dataset["columns"]) == ("numbers", {"answer": "x2"})
@@ -597,7 +606,7 @@ def test_a_table_of_less_than_two_rows_is_refused(rows: str, count: str, tmp_pat
 
 
 def test_a_column_name_cannot_add_a_line_to_the_recipe(tmp_path: Path) -> None:
-    _, recipe, _ = written(golds(["7", "8", "9"], **{"x\nbf16: true\n": [1, 2, 4]}), tmp_path)
+    _, recipe, _ = written(golds(["7", "8", "9"]).add_column("x\nbf16: true\n", [1, 2, 4]), tmp_path)
     assert recipe["bf16"] is False
 
 

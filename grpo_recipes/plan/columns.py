@@ -74,18 +74,8 @@ HELD = (
 METADATA = (
     *("id", "idx", "index", "nr", "uid", "uuid", "url", "source", "data_source", "dataset", "split", "date", "year"),
     *("level", "difficulty", "meta", "metadata", "info", "extra", "extra_info", "subject", "topic", "type", "lang"),
-    *(
-        "language",
-        "author",
-        "ability",
-        "domain",
-        "length",
-        "task_id",
-        "problem_id",
-        "prompt_id",
-        "title",
-        "reward_model",
-    ),
+    *("language", "author", "ability", "domain", "length", "task_id", "problem_id", "prompt_id", "title"),
+    *("reward_model", "question_type", "problem_type"),
 )
 """Names of columns that describe a row."""
 

@@ -81,7 +81,6 @@ FRONT_DOOR: list[Case] = [
     Case("grpo-recipes train", ("required: recipe",)),
     Case("grpo-recipes train quickstrt", ("did you mean `quickstart`?",)),
     Case("grpo-recipes merge a", ("required: --output",)),
-    Case("grpo-recipes merge a --to b", ("unknown argument `--to`: did you mean `--output`?",)),
     Case("grpo-recipes merge nowhere --output b", ("nowhere holds no adapter", "there is no such folder")),
     Case("grpo-recipes merge {model} --output b", ("holds no adapter", "needs no merging, use it as it is")),
     Case("grpo-recipes merge run --output b", ("its newest checkpoint is run/checkpoint-2; name that folder",), run={}),

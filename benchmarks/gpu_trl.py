@@ -21,7 +21,8 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from workloads import EOS, GROUP, cap
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.plan.memory import ModelShape, Sharding, memory_plan
+from grpo_recipes.plan.activations import Activations
+from grpo_recipes.plan.memory import MemoryPlan, ModelShape, Sharding
 from grpo_recipes.training import packed_attention, varlen
 
 # ---- Correctness
@@ -218,9 +219,17 @@ def planned(trainer: Trainer, bench: Bench, workload: str) -> float:
     args.max_completion_length = batch.longest
     prompt_tokens = max(map(len, batch.prompts))
     peft_config = getattr(trainer.trainer.model, "peft_config", {}).get("default")
-    shape = ModelShape.from_config(trainer.trainer.model.config, peft_config)
-    dtype = str(bench.dtype).removeprefix("torch.")
-    plan = memory_plan(args, dtype, shape, Sharding(), prompt_tokens=prompt_tokens, steps_per_generation=MICRO_BATCHES)
+    shape, model = ModelShape.built(trainer.trainer.model.config, peft_config)
+    plan = MemoryPlan(
+        shape,
+        Activations(model),
+        Sharding(),
+        args,
+        rows=args.per_device_train_batch_size,
+        steps_per_generation=MICRO_BATCHES,
+        prompt_tokens=prompt_tokens,
+        dtype_bytes=bench.dtype.itemsize,
+    )
     parts = plan.parts()
     return parts["gradients"] + parts["activations"]
 

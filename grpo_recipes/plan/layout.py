@@ -29,7 +29,6 @@ from grpo_recipes.training.layout_check import (
     attention_window,
     kept_scores,
     text_config,
-    unsupported,
 )
 from grpo_recipes.training.micro_batches import asked_layout
 from grpo_recipes.training.packing import Layout
@@ -90,14 +89,12 @@ class ExpectedLayout:
         layout: The layout, or None for a type whose layout is not recorded.
         reason: Reason for which no more preferred layout is expected, or "".
         changes: Expected layout after each change of a setting that would make it another one.
-        is_measured: True if the model's decoder layers differ from those that the formulas of the memory describe.
     """
 
     model_type: str
     layout: Layout | None
     reason: str
     changes: Mapping[str, Layout] = field(default_factory=dict)
-    is_measured: bool = False
 
     def describe(self) -> str:
         """Return the layout as one sentence."""
@@ -212,12 +209,11 @@ def expected_layout(recipe: Recipe, model: nn.Module, sharding: str, tokens: int
         if other is not None and other is not layout:
             changes[change] = other
     if has_dropout(base_model(model)):
-        with _without_dropout(model):
+        with without_dropout(model):
             other, _ = case.decide()
         if other is not None and other is not layout:
             changes["without dropout"] = other
-    is_measured = bool(unsupported(model)) or layout in (Layout.SHARED, Layout.SHARED_PADDED)
-    return ExpectedLayout(_model_type(model), layout, reason, changes, is_measured)
+    return ExpectedLayout(_model_type(model), layout, reason, changes)
 
 
 def _settings(config: Any) -> SimpleNamespace:
@@ -247,7 +243,7 @@ def _model_type(model: nn.Module) -> str:
 
 
 @contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """Set all rates of dropout to 0 inside this block."""
     rates = [(module, name, vars(module)[name]) for _, module, name in dropout_rates(model)]
     for module, name, _ in rates:

@@ -6,12 +6,12 @@ import math
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from trl.trainer.utils import disable_dropout_in_model
 
 from grpo_recipes.checks import packages
 from grpo_recipes.checks.checks import (
@@ -31,8 +31,8 @@ from grpo_recipes.checks.rewards import describe_rewards, prefilled_notes
 from grpo_recipes.checks.tools import Toolset, load_toolset
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.plan import memory
-from grpo_recipes.plan.layers import MeasuredLayers, NotMeasured
-from grpo_recipes.plan.layout import ExpectedLayout, expected_layout
+from grpo_recipes.plan.activations import Activations, NotMeasured
+from grpo_recipes.plan.layout import ExpectedLayout, expected_layout, without_dropout
 from grpo_recipes.plan.prompts import PromptReport, prompt_report
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import (
@@ -45,6 +45,7 @@ from grpo_recipes.recipe.recipe import (
     shipped_files,
 )
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16, cautions, ignored_keys
+from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.packing import Layout
 from grpo_rewards.files import relative_to
 from grpo_rewards.redaction import redacted
@@ -126,7 +127,7 @@ class Plan:
         heading = [Cell("  memory of one GPU", "head")]
         need: list[Part] = []
         if isinstance(self.memory, memory.MemoryPlan):
-            need = [*heading, *memory.describe(self.memory, config.gradient_accumulation_steps)]
+            need = [*heading, *memory.describe(self.memory)]
         elif self.memory is not None:
             need = [*heading, Labelled("memory", f"unknown: {self.memory}")]
         return [
@@ -226,25 +227,30 @@ def plan(
         prompts, shown = str(error), None
     estimate: memory.MemoryPlan | str | None
     spread = memory.ModelShape.initializer_range
-    expected, tokens = None, None
+    expected, tokens, padded_note = None, None, []
+    trains_on_cpu = recipe.config.use_cpu and gpu_memory is None
     try:
         layout = memory.Sharding.described(described) if described is not None else memory.Sharding()
         layout = replace(layout, num_processes=machine.num_processes)
-        padded, expected = _memory(recipe, machine, geometry, layout, usable, model_config_file, notes)
+        longest, length_notes = _longest_prompt(recipe, shown)
+        padded, expected = _memory(recipe, machine, geometry, layout, usable, model_config_file, longest, notes)
+        spread = padded.shape.initializer_range
         estimate = _in_layout(recipe, geometry, padded, expected.layout)
-        tokens = Tokens(estimate.computed(), padded.computed())
-        spread = estimate.shape.initializer_range
-        notes += expected.notes()
+        tokens = Tokens(estimate.micro_batch().tokens, padded.micro_batch().tokens)
+        notes += [*length_notes, *expected.notes()]
+        if not trains_on_cpu:
+            padded_note = _padded_rows(estimate, padded)
     except memory.MemoryUnknown as error:
         estimate = str(error)
+    except NotMeasured as error:
+        kind = expected.model_type if expected is not None else "this model"
+        estimate = f"{kind} can't run without data, so its memory is not predicted ({error})"
+    if trains_on_cpu:
+        estimate = None
     precision = precision_of(recipe, machine)
     surviving = precision.surviving(initial_weights(spread))
     notes += _precision_notes(precision, surviving, estimate)
-    if expected is not None:
-        notes += _padded_rows(estimate)
-        notes += _larger_micro_batch(recipe, geometry, estimate, expected.layout)
-    if recipe.config.use_cpu and gpu_memory is None:
-        estimate = None
+    notes += padded_note
     return Plan(
         recipe, geometry, rewards, prompts, expected, tokens, estimate, precision, surviving, notes, shown, toolset
     )
@@ -271,7 +277,7 @@ def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> Prom
         notes += prefilled_notes(checked.rewards, shown.text)
     notes += sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     notes += _row_notes(recipe, checked)
-    notes += _position_notes(recipe, shown.lengths.longest if shown.lengths else 0)
+    notes += _position_notes(recipe, longest or 0)
     return shown
 
 
@@ -342,6 +348,7 @@ def _memory(
     layout: memory.Sharding,
     gpu_memory: float | None,
     model_config_file: str | None,
+    prompt_tokens: int,
     notes: list[str],
 ) -> tuple[memory.MemoryPlan, ExpectedLayout]:
     """Return the estimate of the memory in TRL's rows, and the expected layout. Add what it leaves out to `notes`.
@@ -349,64 +356,80 @@ def _memory(
     Raises:
         MemoryUnknown: The layout or the model is not covered by the estimate, or can't be read.
     """
-    arguments = model_config(recipe)
+    arguments, config = model_config(recipe), recipe.config
     quantised = memory.quantised_bytes(arguments)
     if quantised is not None and layout.sharding != "none":
         raise memory.MemoryUnknown("quantised models are estimated only if each GPU holds the complete model")
     shape, model = memory.policy_model(recipe, model_config_file)
     if quantised is not None and shape.trained == shape.parameters:
         raise memory.MemoryUnknown("a quantised model can only be trained with an adapter: set `use_peft: true`")
-    estimate = memory.memory_plan(
-        recipe.config,
-        arguments.dtype,
-        shape,
-        layout,
-        prompt_tokens=recipe.dataset.max_prompt_tokens,
+    # Dropout that the run switches off still counts in its memory, as an upper limit.
+    with without_dropout(model) if config.disable_dropout else nullcontext():
+        expected = expected_layout(recipe, model, layout.sharding, prompt_tokens + config.max_completion_length)
+    estimate = memory.MemoryPlan(
+        shape=shape,
+        activations=Activations(model),
+        layout=layout,
+        config=config,
+        rows=config.per_device_train_batch_size,
         steps_per_generation=geometry.steps_per_generation,
+        prompt_tokens=prompt_tokens,
+        dtype_bytes=4 if arguments.dtype in (None, "float32") else 2,
+        optim=optimizer_name(recipe, machine),
         reward_parameters=_reward_parameters(recipe, notes),
         gpu_memory=gpu_memory,
-        optim=optimizer_name(recipe, machine),
         quantised_bytes=quantised,
         keeps_turns=bool(recipe.tools or recipe.environment_factory) and recipe.generation != "off",
+        decodes_groups=recipe.generation != "off",
         full_kl=recipe.kl_estimator == "full",
     )
-    if recipe.config.disable_dropout:
-        disable_dropout_in_model(model)
-    expected = expected_layout(recipe, model, layout.sharding, estimate.tokens)
-    if not expected.is_measured or recipe.config.use_cpu:
-        return estimate, expected
-    measured = replace(estimate, layers=MeasuredLayers(model))
-    try:
-        _in_layout(recipe, geometry, measured, expected.layout).peak()
-    except NotMeasured as error:
-        notes.append(f"the layers of {expected.model_type} are counted as if they were Llama's: {error}")
-        return estimate, expected
-    return measured, expected
+    return estimate, expected
+
+
+def _longest_prompt(recipe: Recipe, shown: PromptReport | None) -> tuple[int, list[str]]:
+    """Return the tokens of the longest prompt, and a note if they are not those of all prompts."""
+    lengths, limit = shown.lengths if shown else None, recipe.dataset.max_prompt_tokens
+    longest = lengths.longest_trained(recipe.dataset) if lengths else None
+    if lengths is None or longest is None:
+        if limit is not None:
+            return limit, []
+        assumed = memory.ASSUMED_PROMPT_TOKENS
+        return assumed, [f"prompts are taken to have {assumed} tokens: `dataset.max_prompt_tokens` sets a limit"]
+    if not lengths.is_sample or longest == limit:
+        return longest, []
+    return longest, [
+        f"memory is that of the longest prompt of a sample, {longest:,} tokens, and of {lengths.rows:,} prompts others "
+        "may be longer: `dataset.max_prompt_tokens` sets a limit"
+    ]
 
 
 def _in_layout(
     recipe: Recipe, geometry: Geometry, padded: memory.MemoryPlan, layout: Layout | None
 ) -> memory.MemoryPlan:
-    """Return the estimate of the rows of the expected layout, which raises `NotMeasured` when it is used."""
+    """Return the estimate of the rows of the expected layout."""
     if layout is None or not layout.shares_prompts:
-        return padded if layout is None else replace(padded, rows_as=layout)
-    group, accumulation = geometry.num_generations, geometry.gradient_accumulation_steps
-    shared = memory.sharing_prompts(padded, 1, group, accumulation, layout)
-    if _keeps_groups_together(recipe, geometry):
-        return shared
-    if layout is Layout.PACKED:  # the number of prompts in a row, and with it the memory of attention, is not known
         return padded
-    return replace(shared, prompts=min(shared.rows, math.ceil(geometry.completions_per_rank / group) + 1))
+    rows, group = padded.rows, geometry.num_generations
+    if _keeps_groups_together(recipe, geometry):
+        # Rows are sorted by prompt, and each micro-batch takes the next ones. It may begin and end inside a group.
+        starts = range(0, math.lcm(rows, group), rows)
+        prompts = max((start + rows - 1) // group - start // group + 1 for start in starts)
+    elif layout is Layout.PACKED:  # the number of prompts in a row, and with it the memory of attention, is not known
+        return padded
+    else:
+        prompts = min(rows, math.ceil(geometry.completions_per_rank / group) + 1)
+    shared = replace(padded, prompts=prompts, rows_as=layout)
+    # Training packs no row that is hardly shorter for it.
+    saves = shared.micro_batch().tokens <= MAX_PACKED_SHARE * padded.micro_batch().tokens
+    return shared if saves else padded
 
 
-def _padded_rows(estimate: memory.MemoryPlan | str | None) -> list[str]:
-    """Return a note on the memory that a run needs whose prompts are not shared against expectation, if it fits."""
-    if not isinstance(estimate, memory.MemoryPlan) or estimate.prompts is None or estimate.fits() is False:
+def _padded_rows(estimate: memory.MemoryPlan, padded: memory.MemoryPlan) -> list[str]:
+    """Return a note on the memory of TRL's rows, if it is more than that of the expected layout."""
+    peak = estimate.peak()
+    if estimate is padded or padded.peak() <= peak:
         return []
-    peak = replace(estimate, prompts=None, rows_as=Layout.PADDED).peak()
-    if peak <= estimate.peak():
-        return []
-    return [f"a run that warns of trimmed or padded rows needs up to {memory.gib(peak)}"]
+    return [f"a run that warns of trimmed or padded rows needs up to {memory.gib(padded.peak())}"]
 
 
 def _precision_notes(
@@ -421,35 +444,6 @@ def _precision_notes(
         if warning or has_better:
             notes.append(f"recommended, of what keeps every update: {best}")
     return notes
-
-
-def _larger_micro_batch(
-    recipe: Recipe, geometry: Geometry, estimate: memory.MemoryPlan | str | None, layout: Layout | None
-) -> list[str]:
-    """Return a note on the largest micro-batch that fits with shared prompts, if it is larger than the recipe's.
-
-    It joins micro-batches of one generation batch and one optimizer step, whose gradient stays the same.
-    """
-    if layout is None or not layout.shares_prompts or not _keeps_groups_together(recipe, geometry):
-        return []
-    if not isinstance(estimate, memory.MemoryPlan) or not estimate.fits():
-        return []
-    parts, accumulation = geometry.steps_per_generation, geometry.gradient_accumulation_steps
-    for factor in range(parts, 1, -1):
-        larger = memory.sharing_prompts(estimate, factor, geometry.num_generations, accumulation, layout)
-        if parts % factor == 0 and larger.fits():
-            break
-    else:
-        return []
-    text = f"`per_device_train_batch_size: {larger.rows}` with `gradient_accumulation_steps: {accumulation // factor}`"
-    if recipe.config.steps_per_generation is not None:
-        text += f" and `steps_per_generation: {parts // factor}`"
-    padded = replace(larger, prompts=None, rows_as=Layout.PADDED)
-    return [
-        f"{layout.name.lower()} rows also fit at {text}, which makes fewer model calls for the same gradient: "
-        f"{memory.gib(larger.peak())} at the peak. A run that warns of trimmed or padded rows needs up to "
-        f"{memory.gib(padded.peak())}"
-    ]
 
 
 def _keeps_groups_together(recipe: Recipe, geometry: Geometry) -> bool:
@@ -468,14 +462,9 @@ def _keeps_groups_together(recipe: Recipe, geometry: Geometry) -> bool:
 
 
 def _notes(recipe: Recipe) -> list[str]:
-    """Return notes on unusual values, packages that this machine lacks, and the assumed length of prompts."""
+    """Return notes on unusual values, and on packages that this machine lacks."""
     notes = [*cautions(recipe.config, recipe.model), *packages.missing(recipe.config)]
-    notes += packages.missing_quantization(recipe.model)
-    if recipe.dataset.max_prompt_tokens is None:
-        notes.append(
-            f"prompts are taken to have {memory.ASSUMED_PROMPT_TOKENS} tokens: `dataset.max_prompt_tokens` sets a limit"
-        )
-    return notes
+    return [*notes, *packages.missing_quantization(recipe.model)]
 
 
 def _unbuilt(rewards: Sequence[BuiltReward]) -> list[str]:
@@ -500,16 +489,19 @@ def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:
     total = 0
     for model in _reward_models(recipe.rewards):
         try:
-            total += memory.load_shape(model).parameters
+            total += memory.load_model(model)[0].parameters
         except memory.MemoryUnknown:
             notes.append(f"the reward model {model} is not counted: its configuration can't be read here")
     return total
 
 
 def _reward_models(specs: Sequence[Any]) -> Iterator[str]:
-    """Yield the models that reward specs name, including those inside sums and gates."""
+    """Yield the models that rewards hold on the training GPU, including those inside sums and gates."""
     for spec in specs:
         if isinstance(spec, Mapping):
-            if isinstance(model := (spec.get("kwargs") or {}).get("model"), str):
-                yield model
+            kwargs = spec.get("kwargs") or {}
+            # A judge runs behind its `base_url`.
+            is_here = "base_url" not in kwargs and str(kwargs.get("device")) != "cpu"
+            if is_here and isinstance(kwargs.get("model"), str):
+                yield kwargs["model"]
             yield from _reward_models(spec_parts(spec))

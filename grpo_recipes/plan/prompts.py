@@ -32,6 +32,7 @@ class Lengths:
         median: Median length.
         percentile_95: Length that 95 % of the prompts do not exceed.
         longest: Length of the longest prompt.
+        longest_kept: Length of the longest prompt within `max_prompt_tokens`, or None if all are longer.
         over_limit: Number of measured prompts longer than `max_prompt_tokens`, or None without a limit.
     """
 
@@ -41,27 +42,29 @@ class Lengths:
     median: int
     percentile_95: int
     longest: int
+    longest_kept: int | None
     over_limit: int | None
+
+    @property
+    def is_sample(self) -> bool:
+        """True if not all prompts were measured."""
+        return self.measured < self.rows
 
     @classmethod
     def of(cls, lengths: np.ndarray, rows: int, limit: int | None) -> Lengths:
         """Return the summary of measured `lengths`, (N,), from a dataset of `rows` rows."""
         low, middle, high, top = np.quantile(lengths, [0, 0.5, 0.95, 1], method="higher").tolist()
         over = None if limit is None else int((lengths > limit).sum())
-        return cls(len(lengths), rows, low, middle, high, top, over)
+        kept = lengths if limit is None else lengths[lengths <= limit]
+        return cls(len(lengths), rows, low, middle, high, top, int(kept.max()) if len(kept) else None, over)
 
     def longest_trained(self, spec: DatasetSpec) -> int | None:
-        """Return the length of the longest prompt after the limit, or None if prompts are dropped.
-
-        Of a sample, the longest prompt that remains is not known.
-        """
-        if not self.over_limit:
-            return self.longest
-        return spec.max_prompt_tokens if spec.overlong_prompts == "cut_left" else None
+        """Return the length of the longest measured prompt that is trained on, or None if all are dropped."""
+        return spec.max_prompt_tokens if self.over_limit and spec.overlong_prompts == "cut_left" else self.longest_kept
 
     def describe(self, spec: DatasetSpec) -> str:
         """Return the summary as one sentence."""
-        sampled = "" if self.measured == self.rows else f", of a random sample of {self.measured:,} of {self.rows:,}"
+        sampled = "" if not self.is_sample else f", of a random sample of {self.measured:,} of {self.rows:,}"
         sentence = f"{self.shortest} to {self.longest} tokens, median {self.median}, 95 % at most {self.percentile_95}"
         sentence += sampled
         if self.over_limit is None:

@@ -162,13 +162,6 @@ def test_the_recorded_layout_limits_that_of_a_run(
     monkeypatch.setattr(layout, "recorded", lambda: Records("5.0", {"llama": record}))
     run = expected(policies["llama"], *changes)
     assert (run.layout, run.reason) == (found, reason)
-    assert run.is_measured is (found in (Layout.SHARED, Layout.SHARED_PADDED))
-
-
-def test_layers_unlike_llamas_are_measured_in_any_layout(policies: dict[str, nn.Module]) -> None:
-    assert expected(policies["qwen3_next"], sharding=FSDP2).is_measured
-    assert expected(policies["qwen3_5_text"], "--micro_batching", "off").is_measured
-    assert not expected(policies["llama"], "--micro_batching", "off").is_measured
 
 
 def test_layouts_under_another_sharding_are_named(policies: dict[str, nn.Module]) -> None:
@@ -244,4 +237,3 @@ def test_another_version_of_transformers_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(layout, "version", lambda package: "0.1")
     assert f"transformers {recorded().transformers} (installed: 0.1); the run" in found.notes()[0]
     assert found.describe() == "packed (one row without padding, with each prompt once)"
-    assert not found.is_measured

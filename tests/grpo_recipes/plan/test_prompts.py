@@ -77,7 +77,7 @@ def test_plan_shows_a_prompt_and_the_lengths(tmp_path: Path, capsys: pytest.Capt
     lengths = np.arange(length, length + 40)
     assert shown["lengths"] == {
         **{"measured": 40, "rows": 40, "shortest": length, "median": length + 20, "percentile_95": length + 38},
-        **{"longest": length + 39, "over_limit": int((lengths > 70).sum())},
+        **{"longest": length + 39, "longest_kept": min(length + 39, 70), "over_limit": int((lengths > 70).sum())},
     }
     assert main(["plan", recipe]) == 0
     output = capsys.readouterr().out
@@ -224,7 +224,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_report_without_tools_tokenizes_each_prompt_once(calls: list[Any]) -> None:
     report = prompt_report(given(), TABLE)
-    assert report == PromptReport("a tokenizer {}", 1, Lengths(4, 4, 1, 3, 4, 4, 1), None, None)
+    assert report == PromptReport("a tokenizer {}", 1, Lengths(4, 4, 1, 3, 4, 4, 3, 1), None, None)
     assert calls == [True, ("tokenizer", "a"), (4, {})]
     with_options = given(config=SimpleNamespace(chat_template_kwargs={"thinks": False}, max_tool_calling_iterations=5))
     assert prompt_report(with_options, TABLE).text == "a tokenizer {'thinks': False}"
@@ -232,7 +232,7 @@ def test_a_report_without_tools_tokenizes_each_prompt_once(calls: list[Any]) -> 
 
 @pytest.mark.parametrize(
     ("sample", "lengths", "counted"),
-    [([1, 3], (2, 4, 2, 4, 4, 4, 1), [2, 1]), ([0, 3], (2, 4, 1, 4, 4, 4, 1), [2])],
+    [([1, 3], (2, 4, 2, 4, 4, 4, 2, 1), [2, 1]), ([0, 3], (2, 4, 1, 4, 4, 4, 1, 1), [2])],
 )
 def test_the_first_prompt_is_counted_if_the_sample_misses_it(
     sample: list[int], lengths: Any, counted: list[int], calls: list[Any], monkeypatch: pytest.MonkeyPatch

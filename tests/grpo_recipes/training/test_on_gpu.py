@@ -21,7 +21,8 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.plan.memory import ModelShape, Sharding, memory_plan
+from grpo_recipes.plan.activations import Activations
+from grpo_recipes.plan.memory import MemoryPlan, ModelShape, Sharding
 from grpo_recipes.training import varlen
 from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
 from grpo_recipes.training.packed_attention import GroupSpans
@@ -268,8 +269,8 @@ def test_the_peak_of_a_micro_batch_is_at_most_the_planned_one(cls: type[TRLGRPOT
         trainer.training_step(trainer.model, recording.rows(), None)
         trainer.model.zero_grad()
         _, peak = device.allocated()
-    shape = ModelShape.from_config(trainer.model.config, None)
-    plan = memory_plan(trainer.args, "bfloat16", shape, Sharding(), prompt_tokens=160, steps_per_generation=1)
+    shape, built = ModelShape.built(trainer.model.config)
+    plan = MemoryPlan(shape, Activations(built), Sharding(), trainer.args, 8, 1, prompt_tokens=160, dtype_bytes=2)
     parts = plan.parts()
     assert peak - before <= parts["gradients"] + parts["activations"]
 

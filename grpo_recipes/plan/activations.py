@@ -250,7 +250,7 @@ class _Emulated(torch.autograd.Function):
         return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in sizes.outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         run, sizes = ctx.run, ctx.sizes
         if ctx.kept is None:  # the layer is computed again
             _bytes(max(sizes.forward, sizes.backward))

@@ -155,10 +155,9 @@ class ModelShape:
             modules = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
             head, linear = model.get_output_embeddings(), [m for m in model.modules() if isinstance(m, nn.Linear)]
             matrices = [module.weight.numel() for module in linear if module is not head]
-            lists = lists_of_layers(model.base_model, text.num_hidden_layers)
-            layers = [
-                sum(p.numel() for p in layer.parameters()) for module, name in lists for layer in module._modules[name]
-            ]
+            layers = []
+            for module, name in lists_of_layers(model.base_model, text.num_hidden_layers):
+                layers += [sum(p.numel() for p in layer.parameters()) for layer in getattr(module, name)]
             if peft_config is not None:
                 model = _with_adapter(model, peft_config)
         shape = cls(
@@ -421,12 +420,12 @@ class MemoryPlan:
         """Return the most bytes that a micro-batch or the optimizer's step holds beside the states."""
         batch = self.micro_batch()
         new = self._trained_bytes() * self.shape.trained  # the states count all gradients
-        held = self.activations.measure(batch) - (new if batch.makes_gradients else 0)
+        held: float = self.activations.measure(batch) - (new if batch.makes_gradients else 0)
         if self.rows_as.shares_prompts:
             # The run compares its layout with a forward pass of a few padded rows, before the first gradient.
-            rows, prompt = min(self.rows, COMPARED_ROWS), self.prompt_tokens + 2 * EXTRA_PADDING
-            padded = {"rows": rows, "prompt": prompt, "layout": Layout.PADDED, "makes_gradients": False}
-            check = self.activations.measure(replace(batch, **padded, checkpointing=False, trains=False))
+            padded = self._forward(min(self.rows, COMPARED_ROWS), self.prompt_tokens + 2 * EXTRA_PADDING)
+            completion = self.config.max_completion_length
+            check = self.activations.measure(replace(padded, completion=completion, autocast=batch.autocast))
             held = max(held, check - (new if self.layout.sharding == "none" else 0), self._simpler_rows(batch))
         dequantised = 0 if self.quantised_bytes is None else self._compute_bytes() * self.shape.largest_matrix
         batch_bytes = BATCH_BYTES * self.rows * self.tokens
@@ -479,8 +478,8 @@ class MemoryPlan:
         }
 
     def _forward(self, rows: int, tokens: int) -> MicroBatch:
-        """Return rows that run forward in generation, where there is no autocast."""
-        batch = replace(self.micro_batch(), rows=rows, prompt=tokens - 1, completion=1, prompts=1, layout=Layout.PADDED)
+        """Return padded rows that run forward without gradients and, as in generation, without autocast."""
+        batch = replace(self.micro_batch(), rows=rows, prompt=tokens, completion=1, prompts=1, layout=Layout.PADDED)
         return replace(batch, autocast=False, checkpointing=False, makes_gradients=False, full_kl=False, trains=False)
 
     def _packs(self) -> float:

@@ -363,6 +363,10 @@ def _memory(
     shape, model = memory.policy_model(recipe, model_config_file)
     if quantised is not None and shape.trained == shape.parameters:
         raise memory.MemoryUnknown("a quantised model can only be trained with an adapter: set `use_peft: true`")
+    stored = getattr(model.config, "quantization_config", None)
+    if stored:
+        kind = stored["quant_method"] if isinstance(stored, Mapping) else stored.quant_method
+        notes.append(f"the checkpoint is stored in {kind}: memory counts its weights as {arguments.dtype or 'float32'}")
     # Dropout that the run switches off still counts in its memory, as an upper limit.
     with without_dropout(model) if config.disable_dropout else nullcontext():
         expected = expected_layout(recipe, model, layout.sharding, prompt_tokens + config.max_completion_length)

@@ -141,6 +141,13 @@ def test_memory_is_that_of_the_expected_layout_and_a_note_names_trls(planned: An
     assert short["memory"]["peak"] < shared["memory"]["peak"] < limit["memory"]["peak"]
 
 
+def test_a_checkpoint_in_fewer_bits_is_named(planned: Any, tmp_path: Path) -> None:
+    file = tmp_path / "model" / "config.json"
+    assert "stored in" not in " ".join(planned()["notes"])
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+    assert "stored in mxfp4" in " ".join(planned()["notes"])
+
+
 def test_a_model_that_cannot_run_without_data_has_unknown_memory(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations._Run, "peak", lambda self: 1 / 0)
     found = planned()

@@ -152,6 +152,8 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
         local_only = Path(name).exists() or not hub_answers()
         tokenizer = load_tokenizer(recipe, local_only=local_only)
     except TokenizerUnavailable as error:
+        if Path(name).exists():
+            raise
         return PromptReport(_as_messages(first), None, None, str(error).removeprefix(f"{recipe.source}: "))
     check_chat_template(recipe, tokenizer, first)
     turns = tools = None

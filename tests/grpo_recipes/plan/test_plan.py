@@ -269,7 +269,7 @@ def test_a_folder_that_is_no_model_is_refused(
     for policy, words in (
         (rows, "is a file: name the folder of a model"),
         (empty, "holds no model (no config.json, no adapter_config.json): name the folder of a model"),
-        (whole, "gives no token: correct the file, or name another model"),
+        (whole, "its tokenizer has no vocabulary"),
     ):
         arguments = ["--model_name_or_path", str(policy), "--dataset.prompt_format", "text"]
         assert main(["plan", "quickstart", *arguments]) == 2

@@ -18,23 +18,14 @@ import pandas as pd
 from grpo_recipes.evaluation import accuracy
 from grpo_recipes.evaluation.accuracy import PASSED, PAY
 from grpo_recipes.evaluation.distributions import beta_cdf, beta_quantile, student_quantile, student_tail
-from grpo_recipes.runs.files import MAX_LABELS
 from grpo_rewards.math.answers import answer_number
 from grpo_rewards.reward import reaches
 from grpo_rewards.terminal import Cell, Part, Table
-
-LABEL_CHARS = 60
-"""Largest number of characters of a label."""
-LABEL_PROBLEMS = 5
-"""Smallest number of problems per label for which golds count as labels."""
-NO_LABEL = "no label"
-"""Name of the column for answers that are no label."""
 
 LEVEL = 0.05
 """P-value below which a difference is clear. The intervals have 1 - LEVEL = 95 % confidence."""
 MOST_FREEDOM = 1e6
 """Degrees of freedom above which Student's distribution is normal within 1e-6."""
-_LABEL_KEYS = ("names", "problems", "answers", "accuracy")
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 
 
@@ -382,10 +373,10 @@ def summarise(table: pd.DataFrame, highest: Pays | None = None) -> dict[str, Any
 
     Returns:
         `strict` and `lenient`, mean shares over problems; `pass_at`, the probability that one of k completions is
-        strictly right; `majority`, the share of problems whose most frequent answer is right; `labels`, the confusion
-        matrix if the golds are labels. These need golds. Under `rewards`, for each reward of the recipe: `mean` score,
-        share of completions that `passed` with its own `pass_at` and `majority`, `highest_pay` if it is known, and the
-        number of `unscored` completions, which are in none of these.
+        strictly right; `majority`, the share of problems whose most frequent answer is right. These need golds.
+        Under `rewards`, for each reward of the recipe: `mean` score, share of completions that `passed` with its own
+        `pass_at` and `majority`, `highest_pay` if it is known, and the number of `unscored` completions, which are in
+        none of these.
         Under `tools`, if the recipe has tools: share of completions that `called` one, mean number of `calls`, and the
         results of the completions `with_call` and `without_call`, over the problems that have such completions.
         Each estimate has its 95 % interval. Rows with the same prompt count as one problem.
@@ -396,8 +387,6 @@ def summarise(table: pd.DataFrame, highest: Pays | None = None) -> dict[str, Any
         for name in ("strict", "lenient"):
             summary[name] = _mean_of_shares(table, name).as_dict()
         summary |= _several_samples(table, "strict", "lenient")
-        if (labels := confusion(table)) is not None:
-            summary["labels"] = labels
     rewards: dict[str, Any] = {}
     for name in reward_names(table):
         passed, scored = PASSED.format(name), _scored(table, name)
@@ -523,53 +512,6 @@ def _comparable(answer: str) -> Any:
     return answer.strip().casefold() if number is None else number
 
 
-def confusion(table: pd.DataFrame) -> dict[str, Any] | None:
-    """Return a confusion matrix if the golds are labels: from 2 to `MAX_LABELS` texts, each of several problems.
-
-    The golds are no labels if a text is longer than `LABEL_CHARS`, or if there are fewer than `LABEL_PROBLEMS` problems
-    per label. An answer names the label that it equals, where numbers are equal in any form and letters in either case.
-    If it equals none, as a letter where the golds are numbers of choices, it names the label for which it was right.
-
-    Returns:
-        `names` of the labels in order, number of `problems` of each, number of completions by gold and answer in
-        `answers` (the last column counts answers that are no label, and missing ones), and `accuracy`, the share of
-        the completions of each label that name it. None if the golds are no labels.
-    """
-    golds = {_comparable(gold): gold for gold in table["gold"].drop_duplicates()[::-1]}
-    problems = table["problem"].nunique()
-    if not 2 <= len(golds) <= MAX_LABELS or problems < LABEL_PROBLEMS * len(golds):
-        return None
-    if any(len(gold) > LABEL_CHARS for gold in golds.values()):
-        return None
-    labels = sorted(golds, key=lambda label: (isinstance(label, str), label))
-    place = {label: number for number, label in enumerate(labels)}
-    gold_places = [place[_comparable(gold)] for gold in table["gold"]]
-    answer_places = _answer_places(table, place, gold_places)
-    answers = [[0] * (len(labels) + 1) for _ in labels]
-    for gold, answer in zip(gold_places, answer_places, strict=True):
-        answers[gold][answer] += 1
-    named = table.assign(label=gold_places)
-    named["named"] = named["label"] == answer_places
-    parts = [named[named["label"] == number] for number in range(len(labels))]
-    return {
-        "names": [golds[label] for label in labels],
-        "problems": [part["problem"].nunique() for part in parts],
-        "answers": answers,
-        "accuracy": [_mean_of_shares(part, "named").as_dict() for part in parts],
-    }
-
-
-def _answer_places(table: pd.DataFrame, place: Mapping[Any, int], gold_places: Sequence[int]) -> list[int]:
-    """Return the number of the label that each answer names, or the number of labels if it names none."""
-    keys = [None if pd.isna(answer) else _comparable(answer) for answer in table["answer"]]
-    right_for: dict[Any, set[int]] = {}
-    for key, gold, is_right in zip(keys, gold_places, table["lenient"], strict=True):
-        if is_right and key is not None:
-            right_for.setdefault(key, set()).add(gold)
-    places = {**{key: min(golds) for key, golds in right_for.items() if len(golds) == 1}, **place}
-    return [places.get(key, len(place)) for key in keys]
-
-
 def reward_names(table: pd.DataFrame) -> list[str]:
     """Return the names of the rewards that a table has scores of."""
     prefix = PAY.format("")
@@ -654,8 +596,6 @@ def describe(summary: Mapping[str, Any]) -> list[Part]:
         parts.append(Cell(f"  sampling: {', '.join(f'{key} {value}' for key, value in sampling.items())}", "dim"))
     if "strict" in summary:
         parts.append(Cell(f"  strict: {accuracy.describe(settings['strict'])}", "dim"))
-    if labels := summary.get("labels"):
-        parts += ["", *_label_tables(labels)]
     if rewards := summary.get("rewards"):
         parts += ["", _reward_table(rewards)]
     if tools := summary.get("tools"):
@@ -677,22 +617,6 @@ def _tool_table(tools: Mapping[str, Any]) -> list[Part]:
     rows = [(name, *(found.get(way, "") for way in ways)) for name, found in cells.items()]
     head = f"  {called} of the completions call a tool, {tools['calls']:.2f} calls per completion"
     return [Table(rows, ("", "with a call", "without")), Cell(head, "dim")]
-
-
-def _label_tables(labels: Mapping[str, Any]) -> list[Part]:
-    """Return the confusion matrix, and the accuracy of each label."""
-    names = labels["names"]
-    counts, shares = [], []
-    for name, problems, answers, share in zip(*(labels[key] for key in _LABEL_KEYS), strict=True):
-        counts.append((name, *answers))
-        shares.append((name, problems, Estimate.from_dict(share)))
-    numbers = frozenset(range(1, len(names) + 2))
-    return [
-        Table(counts, ("gold", *names, NO_LABEL), numbers),
-        Cell("  rows: label of the gold; columns: label of the answer, in completions", "dim"),
-        "",
-        Table(shares, ("label", "problems", "accuracy"), frozenset({1})),
-    ]
 
 
 def _reward_table(rewards: Mapping[str, Any]) -> Table:

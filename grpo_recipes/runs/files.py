@@ -30,9 +30,6 @@ RESULT, RESULT_TABLE = "evaluation.json", "completions.parquet"
 BATCH_ROWS = 1024
 """Largest number of rows of a table that are decoded at once."""
 
-MAX_LABELS = 20
-"""Largest number of labels of a confusion matrix."""
-
 STATE_BYTES = 1 << 31
 """Largest `trainer_state.json` that a resume reads. That of a million steps has 1.3 GB."""
 
@@ -93,8 +90,6 @@ ESTIMATE = Kind(
     "a number with an interval (low <= value <= high, or both ends null)", lambda value: _is_estimate(value, True)
 )
 
-CONFUSION = Kind("a confusion matrix", lambda value: _is_confusion(value))
-
 # Kinds of columns. A column without any value has no type of its own.
 INTEGERS = Kind("integers", lambda column: column.dtype.kind in "iu")
 NUMBERS = Kind("numbers", lambda column: column.dtype.kind in "biuf" or column.isna().all())
@@ -124,7 +119,6 @@ EVALUATION: Shape = {
     "lenient?": SHARE,
     "majority?": SHARE,
     "pass_at?": {"*?": SHARE},
-    "labels?": CONFUSION,
     "settings": {"samples": INTEGER, "strict?": [{"name": TEXT}]},
     "made_with?": {},
     "sampling?": {},
@@ -302,16 +296,6 @@ def _is_estimate(value: Any, may_lack_interval: bool = False) -> bool:
     if not all(NUMBER.holds(value.get(key)) for key in ("low", "value", "high")):
         return False
     return -math.inf < value["low"] <= value["value"] <= value["high"] < math.inf  # False for NaN
-
-
-def _is_confusion(value: Any) -> bool:
-    """Return True for the entry `labels` that `estimates.confusion` makes."""
-    shape: Shape = {"names": [TEXT], "problems": [STEP], "answers": [[STEP]], "accuracy": [SHARE]}
-    if mismatch(value, shape) is not None:
-        return False
-    names, rows = len(value["names"]), [value["problems"], *value["answers"], value["accuracy"]]
-    lengths = [names, *[names + 1] * names, names]
-    return 1 < names <= MAX_LABELS and [len(row) for row in rows] == lengths
 
 
 def _is_conversation(value: Any) -> bool:

@@ -5,15 +5,12 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_recipes.evaluation.estimates import (
     Estimate,
-    confusion,
-    describe,
     mcnemar,
     mean_share,
     mean_value,
@@ -22,8 +19,6 @@ from grpo_recipes.evaluation.estimates import (
     paired_mean,
     pass_at_k,
 )
-from grpo_recipes.runs.files import CONFUSION
-from grpo_rewards.terminal import Table, rendered
 
 
 def share(successes: int, n: int) -> Estimate:
@@ -233,121 +228,3 @@ def test_a_difference_is_second_minus_first() -> None:
     difference = paired_difference([0.0] * 50 + [1.0] * 50, [1.0] * 100)
     assert difference.value == 0.5
     assert 0.38 < difference.low < 0.5 < difference.high < 0.62
-
-
-# Labels
-
-
-def answered(*rows: tuple[str, str | None], samples: int = 1) -> pd.DataFrame:
-    """Return the table of an evaluation with these golds and answers."""
-    golds, answers = zip(*rows, strict=True)
-    problems = [place // samples for place in range(len(rows))]
-    right = [gold.casefold() == (answer or "").casefold() for gold, answer in rows]
-    return pd.DataFrame({"problem": problems, "gold": golds, "answer": answers, "lenient": right})
-
-
-def test_a_confusion_matrix_counts_answers_by_gold() -> None:
-    spam = [("spam", "spam")] * 3 + [("spam", "ham"), ("spam", "no idea")]
-    ham = [("ham", "HAM "), ("ham", "ham"), ("ham", "spam"), ("ham", None), ("ham", "ham")]
-    labels = confusion(answered(*spam, *ham))
-    assert labels is not None
-    assert CONFUSION.holds(labels)
-    assert (labels["names"], labels["problems"]) == (["ham", "spam"], [5, 5])
-    assert labels["answers"] == [[3, 1, 1], [1, 3, 1]], "rows: gold, columns: ham, spam, no label"
-    assert labels["accuracy"] == [share(3, 5).as_dict()] * 2
-
-
-def test_the_accuracy_of_a_label_is_clustered_by_problem() -> None:
-    rows = [("a", "a"), ("a", "b")] * 5 + [("b", "b")] * 10
-    labels = confusion(answered(*rows, samples=2))
-    assert labels["problems"] == [5, 5]
-    assert labels["accuracy"] == [mean_share([0.5] * 5, 10).as_dict(), mean_share([1.0] * 5, 10).as_dict()]
-
-
-def test_numbers_are_labels_in_any_form_and_in_order() -> None:
-    labels = confusion(answered(*[("10", "10.0")] * 5, *[("2", "2")] * 5))
-    assert labels["names"] == ["2", "10"]
-    assert labels["answers"] == [[5, 0, 0], [0, 5, 0]]
-
-
-def test_a_label_is_named_as_its_first_problem_writes_it_with_numbers_before_texts() -> None:
-    golds = ["None", "10.0", "2", "none", "10", "NONE"]
-    labels = confusion(answered(*[(gold, gold) for gold in golds] * 5))
-    assert labels["names"] == ["2", "10.0", "None"]
-    assert labels["problems"] == [5, 10, 15]
-    assert labels["answers"] == [[5, 0, 0, 0], [0, 10, 0, 0], [0, 0, 15, 0]]
-
-
-def test_a_letter_names_the_number_of_the_choice_for_which_it_was_right() -> None:
-    rows = [("0", "A"), ("0", "B"), ("0", "A"), ("0", "C"), ("0", "A"), ("1", "B"), ("1", "A"), ("1", "B")]
-    table = answered(*rows, ("1", "B"), ("1", "B"))
-    table["lenient"] = [gold == str("AB".find(answer)) for gold, answer in zip(table.gold, table.answer, strict=True)]
-    assert confusion(table)["answers"] == [[3, 1, 1], [1, 4, 0]]
-
-
-def test_a_completion_that_was_right_without_an_answer_names_no_label() -> None:
-    table = answered(*[("a", "a")] * 4, ("a", None), *[("b", "b")] * 4, ("b", "0"))
-    table["lenient"] = True
-    assert confusion(table)["answers"] == [[4, 0, 1], [0, 5, 0]], "0 was right for b alone"
-
-
-def test_an_answer_that_was_right_for_two_labels_names_none() -> None:
-    table = answered(*[("0", "0")] * 5, *[("1", "1")] * 5, ("0", "first"), ("1", "first"))
-    table.loc[10:, "lenient"] = True
-    assert confusion(table)["answers"] == [[5, 0, 1], [0, 5, 1]]
-
-
-@pytest.mark.parametrize(
-    "golds",
-    [
-        ["a"] * 20,  # one label
-        [f"{place}" for place in range(100)],  # as many golds as problems
-        [f"label {place}" for place in range(21)] * 10,
-        ["a", "b" * 61] * 10,
-        ["a"] * 5 + ["b"] * 4,  # fewer than five problems per label
-    ],
-)
-def test_golds_that_are_no_labels_have_no_confusion_matrix(golds: list[str]) -> None:
-    assert confusion(answered(*[(gold, gold) for gold in golds])) is None
-
-
-def test_a_label_may_have_60_characters_and_there_may_be_20() -> None:
-    long = confusion(answered(*[("a", "a"), ("b" * 60, "b" * 60)] * 5))
-    assert long["names"] == ["a", "b" * 60]
-    many = confusion(answered(*[(f"label {place:02}", None) for place in range(20)] * 5))
-    assert len(many["names"]) == 20
-
-
-def test_the_terminal_shows_the_matrix_and_each_label() -> None:
-    labels = confusion(answered(*[("yes", "no")] * 5, *[("no", "no")] * 5))
-    shares = {"strict": share(5, 10).as_dict(), "lenient": share(6, 10).as_dict()}
-    parts = describe({"problems": 10, "settings": {"samples": 1, "strict": []}, **shares, "labels": labels})
-    said = rendered(parts).splitlines()
-    lines = [line.split() for line in said]
-    assert lines[0][:2] == ["10", "problems,"], "the matrix follows the shares"
-    assert ["label", "problems", "accuracy"] in lines
-    matrix = next(place for place, line in enumerate(lines) if line[:1] == ["gold"])
-    assert {len(line.rstrip()) for line in said[matrix : matrix + 3]} == {len(said[matrix])}, "numbers end in a column"
-    assert ["gold", "no", "yes", "no", "label"] in lines
-    shown = {part.head[0]: part.numbers for part in parts if isinstance(part, Table)}
-    assert (shown["gold"], shown["label"]) == ({1, 2, 3}, {1}), "counts are numbers, names and intervals are none"
-    assert ["yes", "5", "0", "0"] in lines
-    assert ["no", "5", "1.000", "[0.478,", "1.000]"] in lines, "the exact interval of 5 of 5"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"names": ["a"] * 21},
-        {"names": ["a", 3]},
-        {"answers": [[1, 2, 3]]},
-        {"answers": [[1, 2], [3, 4]]},
-        {"answers": [[1, 2, -3], [1, 2, 3]]},
-        {"accuracy": []},
-        {"problems": None},
-    ],
-)
-def test_a_damaged_confusion_matrix_is_refused(change: dict) -> None:
-    labels = confusion(answered(*[("yes", "no")] * 5, *[("no", "no")] * 5))
-    assert CONFUSION.holds(labels)
-    assert not CONFUSION.holds({**labels, **change})

@@ -423,14 +423,6 @@ def test_only_what_both_evaluations_measured_is_compared() -> None:
     assert compare_tables(first.drop(columns=rewards), first).keys() == {"strict", "lenient", "mcnemar"}
 
 
-def test_golds_that_are_labels_have_their_confusion_matrix_in_the_summary() -> None:
-    golds = ["yes"] * 5 + ["no"] * 5
-    rows = pd.DataFrame({"problem": range(10), "prompt": range(10), "gold": golds, "answer": golds})
-    found = summarise(rows.assign(strict=True, lenient=True))
-    assert found["labels"]["answers"] == [[5, 0, 0], [0, 5, 0]]
-    assert "labels" not in summarise(rows.assign(strict=True, lenient=True, gold="yes"))
-
-
 def test_each_interval_of_a_summary_is_that_of_its_shares() -> None:
     """Six problems have four completions each. Two of the problems have the same prompt and count as one."""
     right = [4, 3, 1, 0, 2, 2]

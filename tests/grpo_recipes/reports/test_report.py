@@ -271,18 +271,6 @@ def test_the_verdict_names_what_was_not_measured(tmp_path: Path) -> None:
     assert verdict(logged({"reward": [0.5]}, steps=[7]), None).sure.startswith("Step 7 on the training prompts")
 
 
-def test_the_labels_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    evaluation(folder, "after", BETTER, [True, True, True, False])
-    path = folder / "evaluations" / "after" / "evaluation.json"
-    labels = {"names": ["<b>ham", "spam"], "problems": [2, 2], "answers": [[41, 2, 3], [4, 52, 6]]}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "labels": {**labels, "accuracy": [SHARE, BETTER]}}))
-    page = report(folder)
-    rows = re.sub(r"\s+", " ", page.text)
-    assert "Labels of the evaluation after: number of completions" in rows
-    assert "gold<b>hamspamno labelproblemsaccuracy <b>ham412320.400 [0.350, 0.450] spam452620.800" in rows
-
-
 def test_the_cards_are_of_both_ends_and_the_extremes(run_folder: Path) -> None:
     rows = Run.read(run_folder).rows
     first, last, best, worst = examples.cards(Run.read(run_folder))

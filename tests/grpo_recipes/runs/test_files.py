@@ -24,16 +24,6 @@ NO_INTERVALS = [
 ]  # fmt: skip
 
 
-def confusion(names: int, problems: int = 0, answers: int = 0, columns: int = 0, accuracy: int = 0) -> dict[str, Any]:
-    """Return a confusion matrix, with so many entries too many in each of its parts."""
-    return {
-        "names": [str(name) for name in range(names)],
-        "problems": [1] * (names + problems),
-        "answers": [[1] * (names + 1 + columns)] * (names + answers),
-        "accuracy": [interval(0, 0, 1)] * (names + accuracy),
-    }
-
-
 HELD: list[tuple[Kind, list[Any], list[Any]]] = [
     (files.TEXT, ["", "a"], [None, 1, []]),
     (files.TEXT_OR_NULL, [None, "", "a"], [1, []]),
@@ -51,21 +41,6 @@ HELD: list[tuple[Kind, list[Any], list[Any]]] = [
         files.SHARE,
         [interval(0, 0.5, 1), interval(0, 0, 0)],
         [interval(-0.1, 0, 1), interval(0, 1, 1.1), interval(None, 0.5, None), *NO_INTERVALS],
-    ),
-    (
-        files.CONFUSION,
-        [confusion(2), confusion(20)],
-        [
-            confusion(1),
-            confusion(21),
-            confusion(2, problems=1),
-            confusion(2, answers=-1),
-            confusion(2, columns=-1),
-            confusion(2, accuracy=1),
-            {**confusion(2), "names": ["a", 3]},
-            {},
-            [],
-        ],
     ),
 ]
 COLUMNS: list[tuple[Kind, list[list[Any]], list[list[Any]]]] = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -49,29 +49,9 @@ def too_few(metric: str, least: str = "four") -> NoData:
     return NoData(f"`{metric}` was logged fewer than {least} times")
 
 
-def after(series: Series, step: int) -> Series:
-    """Return the points of a series after a step."""
-    first = sum(logged_at <= step for logged_at in series.steps)
-    return Series(series.steps[first:], series.values[first:])
-
-
-def first_step(series: Series, is_reached: Callable[[float], bool]) -> int:
-    """Return the step of the first value for which `is_reached` is True."""
-    return next(step for step, value in zip(series.steps, series.values, strict=True) if is_reached(value))
-
-
-def last_step(series: Series) -> int:
-    """Return the step of the last point, or 0 if there is none."""
-    return series.steps[-1] if len(series) else 0
-
-
-def leaves(rewards: Iterable[RunReward]) -> Iterator[RunReward]:
-    """Yield the rewards, with the parts of each reward that has some in its place."""
-    for reward in rewards:
-        if reward.parts:
-            yield from leaves(reward.parts)
-        else:
-            yield reward
+def judges_correctness(rewards: Iterable[RunReward]) -> bool:
+    """Return True if one of the rewards, or a part of one, judges correctness."""
+    return any(reward.kind == "correctness" or judges_correctness(reward.parts) for reward in rewards)
 
 
 def highest_total(rewards: Iterable[RunReward | BuiltReward]) -> float | None:
@@ -86,10 +66,10 @@ def highest_total(rewards: Iterable[RunReward | BuiltReward]) -> float | None:
 
 def is_solved(run: Run, share: float = NEAR_BEST) -> bool:
     """Return True if there are rewards that judge correctness, and all end at a share of their highest pay."""
-    judges = [(reward, means) for reward, means in run.parts() if reward.kind == "correctness" and len(means)]
-    return bool(judges) and all(
-        reward.highest_pay and means.end >= share * reward.highest_pay for reward, means in judges
-    )
+    judges = [
+        (reward.highest_pay, means.end) for reward, means in run.parts() if reward.kind == "correctness" and len(means)
+    ]
+    return bool(judges) and all(highest and end >= share * highest for highest, end in judges)
 
 
 def is_near_best(run: Run, share: float = NEAR_BEST) -> bool:

@@ -21,6 +21,7 @@ import pandas as pd
 
 from grpo_recipes.data.places import NAMED_ROWS
 from grpo_recipes.evaluation.accuracy import judging_reward, single_specs
+from grpo_recipes.reports import tool_checks, update_checks
 from grpo_recipes.reports.checking import (
     MOVING_PROMPTS,
     NEAR_BEST,
@@ -28,34 +29,17 @@ from grpo_recipes.reports.checking import (
     DoesNotApply,
     Found,
     NoData,
-    after,
     cost,
     cost_after,
-    first_step,
     highest_total,
     is_near_best,
     is_solved,
-    last_step,
-    leaves,
+    judges_correctness,
     logged,
     too_few,
     trending,
 )
 from grpo_recipes.reports.run import Run, RunReward, Series
-from grpo_recipes.reports.tool_checks import (
-    calls_without_gain,
-    failing_tools,
-    reward_by_calls_alone,
-    tool_limits_hit,
-    tools_never_called,
-)
-from grpo_recipes.reports.update_checks import (
-    clipped_tokens,
-    gradient_spikes,
-    kl_blow_up,
-    lost_updates,
-    stale_tokens,
-)
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.registry import BuiltReward, RewardSpecError, attribute_name
 from grpo_rewards.reward import is_passing
@@ -140,14 +124,9 @@ class Diagnosis:
         return self.applicable - len(self.unchecked)
 
     @property
-    def is_judged(self) -> bool:
-        """True if at least half of the checks that apply had data."""
-        return 0 < self.applicable <= 2 * self.checked
-
-    @property
     def looks_fine(self) -> bool:
-        """True if at least half of the checks had data and none found a problem."""
-        return self.is_judged and not self.findings
+        """True if at least half of the checks that apply had data and none found a problem."""
+        return not self.findings and 0 < self.applicable <= 2 * self.checked
 
     @property
     def verdict(self) -> str:
@@ -163,10 +142,7 @@ class Diagnosis:
         """Clause on the checks that had data."""
         if not self.checked:
             return "nothing could be checked: the run has too few steps, or logged no metric that the checks read"
-        clauses = [f"{self.checked} of {self.applicable} checks had data"]
-        if self.reading:
-            clauses.append(self.reading)
-        return "; ".join(clauses)
+        return "; ".join(filter(None, [f"{self.checked} of {self.applicable} checks had data", self.reading]))
 
     @property
     def headline(self) -> str:
@@ -213,11 +189,10 @@ def looks_for(check: Check) -> str:
 
 def as_table(diagnosis: Diagnosis) -> list[Part]:
     """Return every check for the terminal as a table below the headline."""
-    styles = {PROBLEM: ("bad", ""), FINE: ("good", "dim"), NOT_CHECKED: ("dim", "dim"), NOT_APPLICABLE: ("dim", "dim")}
+    styles = {PROBLEM: "bad", FINE: "good"}
     rows = []
     for result, name, text in diagnosis.rows():
-        style, text_style = styles[result]
-        rows.append((Cell(result, style), name, Cell(text, text_style)))
+        rows.append((Cell(result, styles.get(result, "dim")), name, Cell(text, "" if result == PROBLEM else "dim")))
     return [Cell(diagnosis.headline, "good" if diagnosis.looks_fine else "head"), Table(rows)]
 
 
@@ -250,22 +225,19 @@ def format_without_correctness(run: Run) -> Found | str:
         raise NoData("no reward was logged")
     if not formats:
         raise DoesNotApply("no reward judges the format alone")
-    name = formats[0][0].name
-    formats = [(reward, means) for reward, means in formats if len(means) >= FORMAT_POINTS]
-    if not formats:
-        raise too_few(name, str(FORMAT_POINTS))
-    rising = [(reward, means) for reward, means in formats if means.trend > 0]
-    if not rising:
-        reward, means = formats[0]
-        return f"no format reward rises: `{reward.name}` goes from {means.start:.2f} to {means.end:.2f}"
-    reward, means = rising[0]
-    rises = f"`{reward.name}` rises from {means.start:.2f} to {means.end:.2f}"
-    others = [(reward, means) for reward, means in parts if reward.kind != "format"]
-    correctness = [(reward, means) for reward, means in others if reward.kind == "correctness"]
-    judges = correctness or [(reward, means) for reward, means in others if reward.kind != "length"] or others
+    long = [(reward, means) for reward, means in formats if len(means) >= FORMAT_POINTS]
+    if not long:
+        raise too_few(formats[0][0].name, str(FORMAT_POINTS))
+    reward, means = next((one for one in long if one[1].trend > 0), long[0])
+    if means.trend <= 0:
+        return f"no format reward rises: `{reward.name}` goes {means.change()}"
+    rises = f"`{reward.name}` rises {means.change()}"
+    others = [(judge, risen) for judge, risen in parts if judge.kind != "format"]
+    correctness = [(judge, risen) for judge, risen in others if judge.kind == "correctness"]
+    judges = correctness or [(judge, risen) for judge, risen in others if judge.kind != "length"] or others
     for judge, risen in judges:
         if risen.trend > 0:
-            return f"{rises}, and so does `{judge.name}`, from {risen.start:.2f} to {risen.end:.2f}"
+            return f"{rises}, and so does `{judge.name}`, {risen.change()}"
     if is_solved(run):
         return f"{rises}, and correctness has little room to rise"
     if not correctness and _strict_accuracy_rises(run):
@@ -274,15 +246,21 @@ def format_without_correctness(run: Run) -> Found | str:
         if run.series("eval_reward").trend > 0:
             return f"{rises}, and so does the held-out reward"
         raise NoData(MOVING_PROMPTS)
-    for judge, risen in judges:
-        # Correctness of a few completions is noisy. A rise of half the format's size does not show that it stays flat,
-        # nor does one that is smaller by less than a standard error.
-        if risen.has_trend and _rise(judge, risen, risen.margin / 3) >= _rise(reward, means) / 2:
-            return f"{rises}, and `{judge.name}` goes from {risen.start:.2f} to {risen.end:.2f}, which may be noise"
-    half = first_step(means, lambda value: value >= (means.start + means.end) / 2)
-    return last_step(means), (
-        f"{rises} by step {last_step(means)}, while {_flat(judges)}: {cost_after(run, half)}, where half of the "
-        "format is learnt; lower its `weight`, or pay it only with a right answer (`gate`)"
+    flat = "no reward pays a correct answer: the format can be earned without solving anything"
+    if judges:
+        known = [(judge, risen) for judge, risen in judges if risen.has_trend]
+        if not known:
+            raise too_few(judges[0][0].name)
+        for judge, risen in known:
+            # Correctness of a few completions is noisy. A rise of half the format's size does not show that it stays
+            # flat, nor does one that is smaller by less than a standard error.
+            if _rise(judge, risen, risen.margin / 3) >= _rise(reward, means) / 2:
+                return f"{rises}, and `{judge.name}` goes {risen.change()}, which may be noise"
+        flat = f"`{known[0][0].name}` goes {known[0][1].change()}"
+    half = means.first_step(lambda value: value >= (means.start + means.end) / 2)
+    return means.last_step, (
+        f"{rises} by step {means.last_step}, while {flat}: {cost_after(run, half)}, where half of the format is "
+        "learnt; lower its `weight`, or pay it only with a right answer (`gate`)"
     )
 
 
@@ -295,16 +273,6 @@ def _rise(reward: RunReward, means: Series, error: float = 0.0) -> float:
     return (means.end - means.start + error) / max(highest, 1e-9)
 
 
-def _flat(judges: Sequence[tuple[RunReward, Series]]) -> str:
-    """Return a clause on the first reward with a trend, none of which rises. Raises `NoData` if none has a trend."""
-    if not judges:
-        return "no reward pays a correct answer: the format can be earned without solving anything"
-    for judge, means in judges:
-        if means.has_trend:
-            return f"`{judge.name}` goes from {means.start:.2f} to {means.end:.2f}"
-    raise too_few(judges[0][0].name)
-
-
 def length_into_cap(run: Run) -> Found | str:
     """Look for completions that grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
     lengths, cap = trending(run, "completions/mean_length"), run.config.get("max_completion_length")
@@ -313,12 +281,11 @@ def length_into_cap(run: Run) -> Found | str:
     if cap is None:
         raise DoesNotApply("`max_completion_length` is not set")
     if not _grow(lengths) or lengths.end < LENGTH_LIMIT * cap:
-        return f"completions go from {lengths.start:.0f} to {lengths.end:.0f} tokens on average, where the cap is {cap}"
-    step = first_step(lengths, lambda value: value >= LENGTH_LIMIT * cap)
+        return f"completions go {lengths.change(0)} tokens on average, where the cap is {cap}"
+    step = lengths.first_step(lambda value: value >= LENGTH_LIMIT * cap)
     return step, (
-        f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, into the cap of {cap} "
-        f"(`max_completion_length`) from step {step}: {_growth(lengths)}; raise the cap, or pay for short answers "
-        "(`group_length`)"
+        f"completions grow {lengths.change(0)} tokens, into the cap of {cap} (`max_completion_length`) from step "
+        f"{step}: {_growth(lengths)}; raise the cap, or pay for short answers (`group_length`)"
     )
 
 
@@ -328,20 +295,19 @@ def length_without_gain(run: Run) -> Found | str:
     The reward must be known well enough to exclude a rise of 10 % of its highest value.
     """
     lengths, reward = trending(run, "completions/mean_length"), trending(run, "reward")
-    grow = f"completions go from {lengths.start:.0f} to {lengths.end:.0f} tokens"
+    grow, change = f"completions go {lengths.change(0)} tokens", f"the reward goes {reward.change()}"
     if not _grow(lengths):
         return grow
-    change = f"the reward goes from {reward.start:.2f} to {reward.end:.2f}"
     if better := _better(run, -1):
         return f"{grow}, and {better}"
     if run.recipe.get("sampling"):
         raise NoData(MOVING_PROMPTS)
     if not _excludes_gain(run, reward):
         return f"{grow}, and {change}, which may be noise"
-    step = first_step(lengths, lambda value: value >= GROWTH_LIMIT * lengths.start)
+    step = lengths.first_step(lambda value: value >= GROWTH_LIMIT * lengths.start)
     return step, (
-        f"completions grow from {lengths.start:.0f} to {lengths.end:.0f} tokens, by a quarter from step {step}, while "
-        f"{change}: {_growth(lengths)}; pay for short answers (`group_length`), or lower `max_completion_length`"
+        f"completions grow {lengths.change(0)} tokens, by a quarter from step {step}, while {change}: "
+        f"{_growth(lengths)}; pay for short answers (`group_length`), or lower `max_completion_length`"
     )
 
 
@@ -367,8 +333,8 @@ def plateau(run: Run) -> Found | str:
         raise too_few("reward", str(PLATEAU_POINTS))
     if run.log.last_step < PLATEAU_STEPS:
         raise NoData(f"the run has fewer than {PLATEAU_STEPS} steps")
-    late = after(reward, reward.steps[int(len(reward) * (1 - PLATEAU_SHARE)) - 1])
-    change = f"in the second half of the run the reward goes from {late.start:.2f} to {late.end:.2f}"
+    late = reward.after(reward.steps[int(len(reward) * (1 - PLATEAU_SHARE)) - 1])
+    change = f"in the second half of the run the reward goes {late.change()}"
     if better := _better(run, late.steps[0] - 1):
         return f"in the second half of the run {better}"
     if is_near_best(run, PLATEAU_NEAR_BEST):
@@ -385,9 +351,9 @@ def plateau(run: Run) -> Found | str:
         return f"{change}, which may be a rise within its noise"
     step = _plateau_begins(reward, late)
     return step, (
-        f"the reward has not risen since step {step}, and goes from {late.start:.2f} to {late.end:.2f} in the second "
-        f"half of the run: {cost_after(run, step)}; end the run there, or change what may limit it (the prompts' "
-        "difficulty, `learning_rate`, `beta`)"
+        f"the reward has not risen since step {step}, and goes {late.change()} in the second half of the run: "
+        f"{cost_after(run, step)}; end the run there, or change what may limit it (the prompts' difficulty, "
+        "`learning_rate`, `beta`)"
     )
 
 
@@ -410,13 +376,11 @@ def _excludes_gain(run: Run, reward: Series) -> bool:
 def _better(run: Run, step: int) -> str:
     """Return a clause on a measure of the policy that rises after a step, or ""."""
     measures = [("the reward", run.series("reward")), ("the held-out reward", run.series("eval_reward"))]
-    measures += [
-        (f"`{reward.name}`", means) for reward, means in run.parts() if reward.kind not in ("format", "length")
-    ]
+    measures += [(f"`{part.name}`", means) for part, means in run.parts() if part.kind not in ("format", "length")]
     for name, series in measures:
-        late = after(series, step)
+        late = series.after(step)
         if late.trend > 0:
-            return f"{name} rises from {late.start:.2f} to {late.end:.2f}"
+            return f"{name} rises {late.change()}"
     return "strict accuracy rises" if _strict_accuracy_rises(run) else ""
 
 
@@ -425,44 +389,42 @@ def truncated(run: Run) -> Found | str:
     share = trending(run, "completions/clipped_ratio")
     if share.end <= TRUNCATED_LIMIT:
         return f"{share.end:.0%} of the completions are cut off at the end of the run (limit {TRUNCATED_LIMIT:.0%})"
-    step = last_step(share)
-    masked = ", or end the run earlier"
+    masked = "end the run earlier"
     if not run.config.get("mask_truncated_completions"):
-        masked = ", or set `mask_truncated_completions: true`"
-    return step, (
-        f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {step}, and an answer "
-        f"behind the cut is lost: {cost(run, _truncated_tokens(run, share))} are in such completions; raise it{masked}"
+        masked = "set `mask_truncated_completions: true`"
+    # A truncated completion has as many tokens as the cap. `cost` clips shares above 1, which means over an interval
+    # of logging may give.
+    tokens, lengths, cap = share, run.series("completions/mean_length"), run.config.get("max_completion_length")
+    if cap and lengths.steps == share.steps:
+        pairs = zip(share.values, lengths.values, strict=True)
+        tokens = Series(share.steps, [clipped * cap / max(length, 1.0) for clipped, length in pairs])
+    return share.last_step, (
+        f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {share.last_step}, and an "
+        f"answer behind the cut is lost: {cost(run, tokens)} are in such completions; raise it, or {masked}"
     )
-
-
-def _truncated_tokens(run: Run, share: Series) -> Series:
-    """Return the share of the tokens in truncated completions, or of these completions if their length is unknown.
-
-    A share may exceed 1, because both factors are means over a logging interval. `cost` clips it to 1.
-    """
-    lengths, cap = run.series("completions/mean_length"), run.config.get("max_completion_length")
-    if not cap or lengths.steps != share.steps:
-        return share
-    pairs = zip(share.values, lengths.values, strict=True)
-    return Series(share.steps, [clipped * cap / max(length, 1.0) for clipped, length in pairs])
 
 
 def identical_completions(run: Run) -> Found | str:
     """Look for groups that repeat one text, in more than half of the groups that could still earn more."""
-    groups = _groups(run)
-    scored = groups[groups["reward"].notna() & (groups["size"] > 1)] if len(groups) else groups
+    groups = run.rows.groupby(["step", "prompt"], sort=False).agg(
+        reward=("total", "mean"),
+        texts=("completion", "nunique"),
+        characters=("characters", "sum"),
+        size=("completion", "size"),
+    )
+    scored = groups[groups["reward"].notna() & (groups["size"] > 1)].reset_index()
     if len(scored) < 4:
         raise NoData("fewer than four groups of completions were logged")
-    improvable = scored[scored["reward"] < run.rows["total"].max() - 1e-6]
-    if len(improvable) < 4:
-        return f"{len(scored) - len(improvable):,} of {len(scored):,} groups earn the best reward"
-    repeats = (
-        f"{improvable['identical'].mean():.0%} of the groups that don't earn the best reward repeat one completion"
-    )
-    if improvable["identical"].mean() <= IDENTICAL_LIMIT:
+    identical = scored["texts"] == 1
+    improvable = scored["reward"] < run.rows["total"].max() - 1e-6
+    if improvable.sum() < 4:
+        return f"{(~improvable).sum():,} of {len(scored):,} groups earn the best reward"
+    share = identical[improvable].mean()
+    repeats = f"{share:.0%} of the groups that don't earn the best reward repeat one completion"
+    if share <= IDENTICAL_LIMIT:
         return f"{repeats} (limit {IDENTICAL_LIMIT:.0%})"
-    step = int(improvable.loc[improvable["identical"], "step"].min())
-    wasted = scored.loc[scored["identical"], "characters"].sum() / max(scored["characters"].sum(), 1)
+    step = int(scored.loc[improvable & identical, "step"].min())
+    wasted = scored.loc[identical, "characters"].sum() / max(scored["characters"].sum(), 1)
     return step, (
         f"{repeats} throughout, from step {step}: there is nothing to compare in {wasted:.0%} of the logged text; "
         "raise `temperature`"
@@ -472,15 +434,16 @@ def identical_completions(run: Run) -> Found | str:
 def entropy_collapse(run: Run) -> Found | str:
     """Look for a policy whose entropy falls below a tenth of its start."""
     entropy = trending(run, "entropy")
+    change = f"{entropy.change(3)} nats per token"
     if entropy.trend >= 0 or entropy.end >= ENTROPY_LIMIT * entropy.start:
-        return f"entropy goes from {entropy.start:.3f} to {entropy.end:.3f} nats per token"
+        return f"entropy goes {change}"
     if is_near_best(run):
-        return f"entropy goes from {entropy.start:.3f} to {entropy.end:.3f} nats per token, and nearly all is solved"
-    step = first_step(entropy, lambda value: value < ENTROPY_LIMIT * entropy.start)
+        return f"entropy goes {change}, and nearly all is solved"
+    step = entropy.first_step(lambda value: value < ENTROPY_LIMIT * entropy.start)
     return step, (
-        f"entropy falls from {entropy.start:.3f} to {entropy.end:.3f} nats per token, below a tenth from step {step}: "
-        f"the policy has stopped exploring, and {cost_after(run, step)}; lower `learning_rate`, raise `temperature` or "
-        "`epsilon_high`, or add a KL term (`beta`)"
+        f"entropy falls {change}, below a tenth from step {step}: the policy has stopped exploring, and "
+        f"{cost_after(run, step)}; lower `learning_rate`, raise `temperature` or `epsilon_high`, or add a KL term "
+        "(`beta`)"
     )
 
 
@@ -490,25 +453,20 @@ def zero_variance(run: Run) -> Found | str:
     The completions of such a group all have one reward, so that their advantages are zero.
     """
     share = trending(run, "frac_reward_zero_std")
-    wasted = (
-        f": the policy gradient ignores {cost(run, share)}; end the run earlier, or use prompts of another difficulty"
-    )
-    advice = "" if run.recipe.get("sampling") else ", or fewer such prompts (`sampling: informative`)"
-    if share.mean > FLAT_GROUPS_LIMIT:
-        step = first_step(share, lambda value: value > FLAT_GROUPS_LIMIT)
-        return step, (
-            f"{share.mean:.0%} of the groups have no variance in their rewards, more than half first at step {step}"
-            f"{_easy_or_hard(run)}{wasted}{advice}"
-        )
-    if share.end <= SATURATED_LIMIT:
+    most, place, limit = share.mean, "", FLAT_GROUPS_LIMIT
+    if most <= limit and share.end <= SATURATED_LIMIT:
         return (
-            f"{share.mean:.0%} of the groups have no variance in their rewards (limit {FLAT_GROUPS_LIMIT:.0%}), and "
-            f"{share.end:.0%} at the end of the run (limit {SATURATED_LIMIT:.0%})"
+            f"{most:.0%} of the groups have no variance in their rewards (limit {limit:.0%}), and {share.end:.0%} at "
+            f"the end of the run (limit {SATURATED_LIMIT:.0%})"
         )
-    step = first_step(share, lambda value: value > SATURATED_LIMIT)
+    if most <= limit:
+        most, place, limit = share.end, " at the end of the run", SATURATED_LIMIT
+    step = share.first_step(lambda value: value > limit)
+    advice = "" if run.recipe.get("sampling") else ", or fewer such prompts (`sampling: informative`)"
     return step, (
-        f"{share.end:.0%} of the groups have no variance in their rewards at the end of the run, more than "
-        f"{SATURATED_LIMIT:.0%} first at step {step}{_easy_or_hard(run)}{wasted}{advice}"
+        f"{most:.0%} of the groups have no variance in their rewards{place}, more than {limit:.0%} first at step {step}"
+        f"{_easy_or_hard(run)}: the policy gradient ignores {cost(run, share)}; end the run earlier, or use prompts of "
+        f"another difficulty{advice}"
     )
 
 
@@ -522,38 +480,29 @@ def dominant_reward(run: Run) -> Found | str:
     kinds = {reward.kind for reward in run.rewards}
     if len(run.rewards) < 2 or not (kinds & {"format", "length"} or (len(kinds) > 1 and "correctness" in kinds)):
         raise DoesNotApply("no reward is beside one of another kind that it must not dominate")
-    variances = {reward: _weighted_variances(run, reward) for reward in run.rewards}
-    total = sum(sum(values.values()) for values in variances.values())
-    if not total > 0:  # also if it is NaN
+    columns = []
+    for reward in run.rewards:
+        spread = trending(run, f"rewards/{reward.name}/std")
+        columns.append(pd.Series(dict(zip(spread.steps, spread.values, strict=True))) * reward.weight)
+    variances = pd.concat(columns, axis=1).fillna(0.0) ** 2
+    sums = variances.sum()
+    if not sums.sum() > 0:  # also if it is NaN
         return "the rewards have no variance"
-    reward = max(variances, key=lambda one: sum(variances[one].values()))
-    share = sum(variances[reward].values()) / total
+    place = int(sums.idxmax())
+    reward, share = run.rewards[place], sums[place] / sums.sum()
     is_unwanted = reward.kind in ("format", "length") or (reward.kind != "correctness" and "correctness" in kinds)
     if not is_unwanted or share <= VARIANCE_LIMIT:
         return f"the largest part of the rewards' variance is {share:.0%}, that of `{reward.name}`"
-    step = last_step(run.series(f"rewards/{reward.name}/std"))
-    wasted = cost(run, _dominated(variances, reward))
+    is_dominated = (variances[place] > VARIANCE_LIMIT * variances.sum(axis=1)).astype(float)
+    wasted = cost(run, Series(is_dominated.index.tolist(), is_dominated.tolist()))
+    advice = "lower its `weight`"
+    if sums.drop(place).sum() == 0:  # no weight helps
+        advice = "use prompts of which the policy solves some, because the other rewards are constant"
+    step = run.series(f"rewards/{reward.name}/std").last_step
     return step, (
         f"`{reward.name}` carries {share:.0%} of the rewards' variance up to step {step}: the others have hardly any "
-        f"effect on {wasted}; {_balance(variances, reward)}"
+        f"effect on {wasted}; {advice}"
     )
-
-
-def _balance(variances: Mapping[RunReward, Mapping[int, float]], dominant: RunReward) -> str:
-    """Return what to change so that a reward no longer dominates. A weight does not help against constant rewards."""
-    others = sum(sum(values.values()) for reward, values in variances.items() if reward is not dominant)
-    if others > 0:
-        return "lower its `weight`"
-    return "use prompts of which the policy solves some, because the other rewards are constant"
-
-
-def _dominated(variances: Mapping[RunReward, Mapping[int, float]], dominant: RunReward) -> Series:
-    """Return 1 for each step at which a reward has more than 95 % of the variance, and 0 for the others."""
-    found = []
-    for step, variance in variances[dominant].items():
-        total = sum(values.get(step, 0.0) for values in variances.values())
-        found.append(float(variance > VARIANCE_LIMIT * total))
-    return Series(list(variances[dominant]), found)
 
 
 def overfitting(run: Run) -> Found | str:
@@ -562,82 +511,71 @@ def overfitting(run: Run) -> Found | str:
     if not held_out.has_trend and len(strict) < 2:
         raise NoData("neither four evaluations during training nor one before and one after")
     if trained.trend <= 0:
-        return f"the training reward does not rise: it goes from {trained.start:.2f} to {trained.end:.2f}"
-    sentence = f"the training reward rises from {trained.start:.2f} to {trained.end:.2f}, while "
+        return f"the training reward does not rise: it goes {trained.change()}"
+    rises, accuracy = f"the training reward rises {trained.change()}, while", "strict accuracy on held-out problems"
+    change = " to ".join(f"{share['value']:.3f}" for share in strict)
     if held_out.trend < 0:
         best = held_out.steps[held_out.values.index(max(held_out.values))]
-        step = last_step(held_out)
-        fall = f"the held-out reward falls from {held_out.start:.2f} to {held_out.end:.2f} by step {step}"
-        return step, (
-            f"{sentence}{fall}: it was best at step {best}, and {cost_after(run, best)}; use a checkpoint near it, and "
-            "train on more prompts"
+        return held_out.last_step, (
+            f"{rises} the held-out reward falls {held_out.change()} by step {held_out.last_step}: it was best at step "
+            f"{best}, and {cost_after(run, best)}; use a checkpoint near it, and train on more prompts"
         )
     if len(strict) == 2 and strict[1]["high"] < strict[0]["low"]:
-        step = last_step(trained)
-        fall = f"strict accuracy on held-out problems falls from {strict[0]['value']:.3f} to {strict[1]['value']:.3f}"
-        return step, (
-            f"{sentence}{fall} by step {step}: all of the run's tokens made it worse; train on more prompts, or with a "
-            "lower `learning_rate`, and evaluate during training (`eval_strategy: steps`)"
+        return trained.last_step, (
+            f"{rises} {accuracy} falls from {change} by step {trained.last_step}: all of the run's tokens made it "
+            "worse; train on more prompts, or with a lower `learning_rate`, and evaluate during training "
+            "(`eval_strategy: steps`)"
         )
-    if flat := _flat_held_out(run, trained, held_out) or _flat_accuracy(trained, held_out, strict):
-        step, clause = flat
-        return step, f"{sentence}{clause}: {cost_after(run, step)}; train on more prompts, or end the run earlier"
+    step, flat = held_out.steps[0] if held_out.has_trend else 0, ""
+    if _is_flat_reward(run, trained, held_out):
+        flat = f"the held-out reward stays at {held_out.end:.2f} from step {step} on"
+    elif _is_flat_accuracy(held_out, strict):
+        step, flat = trained.steps[0], f"{accuracy} stays flat, from {change}"
+    if flat:
+        return step, f"{rises} {flat}: {cost_after(run, step)}; train on more prompts, or end the run earlier"
     if held_out.has_trend:
-        return f"{sentence}the held-out reward goes from {held_out.start:.2f} to {held_out.end:.2f}"
-    change = f"from {strict[0]['value']:.3f} to {strict[1]['value']:.3f}"
-    return f"{sentence}strict accuracy on held-out problems goes {change}"
+        return f"{rises} the held-out reward goes {held_out.change()}"
+    return f"{rises} {accuracy} goes from {change}"
 
 
-def _flat_held_out(run: Run, trained: Series, held_out: Series) -> Found | None:
-    """Return the first evaluation and a clause if the held-out reward does not follow the training reward.
+def _is_flat_reward(run: Run, trained: Series, held_out: Series) -> bool:
+    """Return True if the held-out reward does not follow the training reward, from the first evaluation on.
 
-    The training reward counts from the first evaluation on. If the evaluations are too noisy to show a rise of that
-    size, or have no room to rise, None is returned.
+    It is not flat if the evaluations are too noisy to show a rise of that size, or have no room to rise.
     """
-    if not held_out.has_trend or held_out.trend > 0:
-        return None
     highest = highest_total(run.rewards)
-    if highest is not None and held_out.end >= NEAR_BEST * highest:
-        return None
-    since = after(trained, held_out.steps[0] - 1)
+    if not held_out.has_trend or held_out.trend > 0 or (highest and held_out.end >= NEAR_BEST * highest):
+        return False
+    since = trained.after(held_out.steps[0] - 1)
     rise = since.end - since.start
-    if since.trend <= 0 or held_out.margin >= rise or held_out.end - held_out.start >= HELD_OUT_LIMIT * rise:
-        return None
-    return held_out.steps[0], f"the held-out reward stays at {held_out.end:.2f} from step {held_out.steps[0]} on"
+    return since.trend > 0 and held_out.margin < rise and held_out.end - held_out.start < HELD_OUT_LIMIT * rise
 
 
-def _flat_accuracy(trained: Series, held_out: Series, strict: list[Mapping[str, float]]) -> Found | None:
-    """Return the first step and a clause if the intervals of strict accuracy exclude a gain.
+def _is_flat_accuracy(held_out: Series, strict: Sequence[Mapping[str, float]]) -> bool:
+    """Return True if the intervals of strict accuracy exclude a gain.
 
     A held-out reward that rises, or an accuracy that can't gain as much, is no sign of overfitting.
     """
-    if len(strict) < 2 or held_out.trend > 0 or strict[0]["high"] > 1 - ACCURACY_GAIN:
-        return None
-    if strict[1]["high"] - strict[0]["low"] > ACCURACY_GAIN:
-        return None
-    change = f"from {strict[0]['value']:.3f} to {strict[1]['value']:.3f}"
-    return trained.steps[0], f"strict accuracy on held-out problems stays flat, {change}"
+    if len(strict) < 2 or held_out.trend > 0:
+        return False
+    return strict[0]["high"] <= 1 - ACCURACY_GAIN and strict[1]["high"] - strict[0]["low"] <= ACCURACY_GAIN
 
 
 def no_answer_found(run: Run) -> Found | str:
     """Look for a correctness reward that finds no answer in any completion of the run, so that it can't pay."""
-    found = {}
-    for key in run.logged("rewards/"):
-        if key.endswith("/parsed") and len(shares := run.series(key)):
-            found[key.removeprefix("rewards/").removesuffix("/parsed")] = shares
+    keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
+    found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
     if not found:
-        if run.rewards and not any(reward.kind == "correctness" for reward in leaves(run.rewards)):
+        if run.rewards and not judges_correctness(run.rewards):
             raise DoesNotApply("no reward compares answers")
         raise NoData("no reward logs how many answers it finds (`rewards/*/parsed`)")
-    for name, shares in found.items():
-        if max(shares.values) == 0:
-            step = last_step(shares)
-            return step, (
-                f"`{name}` has paid nothing up to step {step}, on all of the run's tokens: "
-                f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`"
-            )
     name, shares = min(found.items(), key=lambda item: item[1].mean)
-    return f"`{name}` finds an answer in {shares.mean:.0%} of the completions"
+    if max(shares.values) > 0:
+        return f"`{name}` finds an answer in {shares.mean:.0%} of the completions"
+    return shares.last_step, (
+        f"`{name}` has paid nothing up to step {shares.last_step}, on all of the run's tokens: "
+        f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`"
+    )
 
 
 CHECKS: tuple[Check, ...] = (
@@ -648,20 +586,16 @@ CHECKS: tuple[Check, ...] = (
     identical_completions,
     entropy_collapse,
     zero_variance,
-    kl_blow_up,
+    update_checks.kl_blow_up,
     dominant_reward,
     overfitting,
     plateau,
     no_answer_found,
-    lost_updates,
-    clipped_tokens,
-    stale_tokens,
-    gradient_spikes,
-    tools_never_called,
-    calls_without_gain,
-    failing_tools,
-    tool_limits_hit,
-    reward_by_calls_alone,
+    update_checks.lost_updates,
+    update_checks.clipped_tokens,
+    update_checks.stale_tokens,
+    update_checks.gradient_spikes,
+    *tool_checks.CHECKS,
 )
 
 
@@ -673,15 +607,9 @@ def unscorable_golds(run: Run) -> Finding | None:
     golds = run.record.get("unscorable_golds")
     if not golds:
         return None
-    rows = "; ".join(map(str, golds["rows"]))
-    if golds["count"] > NAMED_ROWS:
-        rows += "; …"
-    return Finding(
-        "unscorable_golds",
-        0,
-        f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward ({rows}): correct "
-        "or remove them",
-    )
+    rows = "; ".join([*map(str, golds["rows"]), *["…"] * (golds["count"] > NAMED_ROWS)])
+    sentence = f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward ({rows})"
+    return Finding("unscorable_golds", 0, f"{sentence}: correct or remove them")
 
 
 def unscored(run: Run) -> Finding | None:
@@ -690,16 +618,11 @@ def unscored(run: Run) -> Finding | None:
     It is not among `CHECKS`, because it would be fine in nearly every run.
     """
     keys = {reward.name: f"rewards/{reward.name}/mean" for reward in run.rewards}
-    names = [name for name, key in keys.items() if key in run.log.metrics and not len(run.series(key))]
+    names = [f"`{name}`" for name, key in keys.items() if key in run.log.metrics and not len(run.series(key))]
     if not names:
         return None
-    effect = "nothing was learned" if len(names) == len(run.rewards) else "nothing was learned from it"
-    return Finding(
-        "unscored",
-        run.log.last_step,
-        f"{' and '.join(f'`{name}`' for name in names)} returned None for every completion, so {effect}: correct the "
-        "reward, or the columns that it reads",
-    )
+    sentence = f"{' and '.join(names)} returned None for every completion, so nothing was learned from it"
+    return Finding("unscored", run.log.last_step, f"{sentence}: correct the reward, or the columns that it reads")
 
 
 def stopped(run: Run) -> Finding | None:
@@ -734,22 +657,6 @@ def _strict_accuracy_rises(run: Run) -> bool:
     return len(strict) == 2 and strict[1]["low"] > strict[0]["high"]
 
 
-def _groups(run: Run) -> pd.DataFrame:
-    """Return a table of the logged groups.
-
-    Columns: step, mean reward, size, characters, and `identical`, True if all texts are.
-    """
-    grouped = run.rows.groupby(["step", "prompt"], sort=False)
-    table = grouped.agg(
-        reward=("total", "mean"),
-        texts=("completion", "nunique"),
-        characters=("characters", "sum"),
-        size=("completion", "size"),
-    ).reset_index()
-    table["identical"] = table["texts"] == 1
-    return table
-
-
 def _easy_or_hard(run: Run) -> str:
     """Return a clause on how many zero-variance groups are easy, or "" if it is not known what earns much."""
     much = earns_much(run.rows, run.rewards)
@@ -782,10 +689,3 @@ def earns_much(rows: pd.DataFrame, rewards: Sequence[RunReward | BuiltReward]) -
         return None
     low, high = min(0.0, rows["total"].min()), max(highest, rows["total"].max())
     return rows["total"] > (low + high) / 2
-
-
-def _weighted_variances(run: Run, reward: RunReward) -> dict[int, float]:
-    """Return the variance of a weighted reward by step. Raises `NoData` if there are fewer than four."""
-    spread = trending(run, f"rewards/{reward.name}/std")
-    squares = [(reward.weight * value) ** 2 for value in spread.values]
-    return dict(zip(spread.steps, squares, strict=True))

@@ -244,6 +244,24 @@ class Series:
         return _mean(self.values)
 
     @property
+    def last_step(self) -> int:
+        """Step of the last point, or 0 if there is none."""
+        return self.steps[-1] if self.steps else 0
+
+    def change(self, digits: int = 2) -> str:
+        """Return a clause with `start` and `end`."""
+        return f"from {self.start:.{digits}f} to {self.end:.{digits}f}"
+
+    def after(self, step: int) -> Series:
+        """Return the points after a step."""
+        first = sum(logged_at <= step for logged_at in self.steps)
+        return Series(self.steps[first:], self.values[first:])
+
+    def first_step(self, is_reached: Callable[[float], bool]) -> int:
+        """Return the step of the first value for which `is_reached` is True."""
+        return next(step for step, value in zip(self.steps, self.values, strict=True) if is_reached(value))
+
+    @property
     def has_trend(self) -> bool:
         """True if there are at least four points, which a trend needs."""
         return len(self) >= 4

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 
-from grpo_recipes.reports.checking import DoesNotApply, Found, NoData, last_step, leaves, logged, trending
+from grpo_recipes.reports.checking import DoesNotApply, Found, NoData, judges_correctness, logged, trending
 from grpo_recipes.reports.run import Run
 from grpo_recipes.tools.metrics import UNKNOWN
 
@@ -20,8 +18,6 @@ TOOL_LIMITS_LIMIT = 0.25
 """Largest share of completions that a limit on turns or tokens ends."""
 CALL_COUNT_LIMIT = 0.9
 """Share of a rise of the reward from which on the number of calls explains it."""
-NAMED_TOOLS = 5
-"""Largest number of tools that a sentence names."""
 MIN_ROWS = 8
 """Smallest number of completions whose mean reward is compared."""
 
@@ -31,14 +27,13 @@ def tools_never_called(run: Run) -> Found | str:
     _check_tools(run)
     calls = logged(run, "tools/call_frequency")
     if calls.end > 0:
-        unused = [tool for tool in tools(run) if not any(run.series(f"tools/{tool}/calls").values)]
-        never = f"; never called: {_quoted(unused)}" if unused else ""
+        unused = [f"`{tool}`" for tool in tools(run) if not any(run.series(f"tools/{tool}/calls").values)]
+        never = f"; never called: {', '.join(unused)}" if unused else ""
         return f"a completion makes {calls.end:.2g} calls on average at the end of the run{never}"
     if not any(calls.values):
-        step = last_step(calls)
-        return step, (
-            f"no completion calls a tool up to step {step}: ask for calls in the prompt, or begin with a model that "
-            "writes them, because GRPO can't reinforce what is never sampled"
+        return calls.last_step, (
+            f"no completion calls a tool up to step {calls.last_step}: ask for calls in the prompt, or begin with a "
+            "model that writes them, because GRPO can't reinforce what is never sampled"
         )
     step = max(step for step, value in zip(calls.steps, calls.values, strict=True) if value > 0)
     return step, (
@@ -50,8 +45,8 @@ def tools_never_called(run: Run) -> Found | str:
 def calls_without_gain(run: Run) -> Found | str:
     """Look for completions that all call a tool, although neither calls nor training raise the reward."""
     _check_tools(run)
-    rows = _scored(run)
-    late = _last_rows(rows)
+    rows = run.rows.dropna(subset="total")
+    _, late = _ends(rows)
     if len(late) < MIN_ROWS:
         raise NoData(f"fewer than {MIN_ROWS} scored completions were logged at the end of the run")
     calling = (late["calls"] > 0).mean()
@@ -59,7 +54,7 @@ def calls_without_gain(run: Run) -> Found | str:
     if calling < CALLING_LIMIT:
         return f"{calls} (limit {CALLING_LIMIT:.0%})"
     reward = trending(run, "reward")
-    change = f"the reward goes from {reward.start:.2f} to {reward.end:.2f}"
+    change = f"the reward goes {reward.change()}"
     if reward.trend > 0:
         return f"{calls}, and {change}"
     lowest, highest = rows["total"].min(), rows["total"].max()
@@ -88,18 +83,16 @@ def failing_tools(run: Run) -> Found | str:
     for tool in tools(run):
         faults = run.series(f"tools/{tool}/failures")
         if faults.mean > FAULTS_LIMIT:
-            step = last_step(faults)
-            return step, (
-                f"`{tool}` fails in {faults.mean:.0%} of its calls up to step {step}: it raises, or passes "
+            return faults.last_step, (
+                f"`{tool}` fails in {faults.mean:.0%} of its calls up to step {faults.last_step}: it raises, or passes "
                 "`tool_limits.seconds`; correct the tool, or let it raise `ToolError` for mistakes of the policy"
             )
     shares = f"{failed.end:.0%} of the calls fail at the end of the run"
     if failed.end <= FAILED_CALLS_LIMIT:
         return f"{shares} (limit {FAILED_CALLS_LIMIT:.0%})"
-    step = last_step(failed)
-    return step, (
-        f"{shares} (step {step}): calls name no tool, have arguments that don't fit, or a tool raises; describe the "
-        "arguments in its docstring, and read the results in the report"
+    return failed.last_step, (
+        f"{shares} (step {failed.last_step}): calls name no tool, have arguments that don't fit, or a tool raises; "
+        "describe the arguments in its docstring, and read the results in the report"
     )
 
 
@@ -117,10 +110,9 @@ def tool_limits_hit(run: Run) -> Found | str:
     total = sum(share.end for share in shares.values())
     if total <= TOOL_LIMITS_LIMIT:
         return f"limits end {total:.0%} of the completions at the end of the run (limit {TOOL_LIMITS_LIMIT:.0%})"
-    worst = max(shares, key=lambda key: shares[key].end)
-    step = last_step(shares[worst])
-    return step, (
-        f"limits end {total:.0%} of the completions by step {step}, and {shares[worst].end:.0%} {advice[worst]}"
+    key, worst = max(shares.items(), key=lambda item: item[1].end)
+    return worst.last_step, (
+        f"limits end {total:.0%} of the completions by step {worst.last_step}, and {worst.end:.0%} {advice[key]}"
     )
 
 
@@ -131,17 +123,17 @@ def reward_by_calls_alone(run: Run) -> Found | str:
     are compared, because a policy that learns to call its tool at all is meant to earn more.
     """
     _check_tools(run)
-    rows = _scored(run)
+    rows = run.rows.dropna(subset="total")
     reward = trending(run, "reward")
     if reward.trend <= 0:
-        return f"the reward does not rise: it goes from {reward.start:.2f} to {reward.end:.2f}"
+        return f"the reward does not rise: it goes {reward.change()}"
     for judge, means in run.parts():
         if judge.kind == "correctness" and means.trend > 0:
-            return f"`{judge.name}` rises too, from {means.start:.2f} to {means.end:.2f}"
-    is_judged = any(reward.kind == "correctness" for reward in leaves(run.rewards))
+            return f"`{judge.name}` rises too, {means.change()}"
+    is_judged = judges_correctness(run.rewards)
     if not is_judged:
         rows = rows[rows["calls"] > 0]
-    first, last = _first_rows(rows), _last_rows(rows)
+    first, last = _ends(rows)
     if min(len(first), len(last)) < MIN_ROWS or rows["step"].nunique() < 4:
         raise NoData("too few scored completions with calls were logged")
     counts = f"calls per completion go from {first['calls'].mean():.2g} to {last['calls'].mean():.2g}"
@@ -159,6 +151,9 @@ def reward_by_calls_alone(run: Run) -> Found | str:
     )
 
 
+CHECKS = (tools_never_called, calls_without_gain, failing_tools, tool_limits_hit, reward_by_calls_alone)
+
+
 def tools(run: Run) -> list[str]:
     """Return the names of the tools in the log, in order of appearance."""
     logged = [key.split("/") for key in run.logged("tools/") if key.endswith("/calls")]
@@ -171,32 +166,11 @@ def _check_tools(run: Run) -> None:
         raise DoesNotApply("the policy has no tools")
 
 
-def _quoted(names: Sequence[str]) -> str:
-    listed = ", ".join(f"`{name}`" for name in names[:NAMED_TOOLS])
-    return f"{listed}, …" if len(names) > NAMED_TOOLS else listed
-
-
-def _scored(run: Run) -> pd.DataFrame:
-    """Return the logged completions with a reward."""
-    return run.rows.dropna(subset="total")
-
-
-def _first_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the first quarter of the logged steps."""
-    return rows[rows["step"].isin(_steps(rows)[: _quarter(rows)])]
-
-
-def _last_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the last quarter of the logged steps."""
-    return rows[rows["step"].isin(_steps(rows)[-_quarter(rows) :])]
-
-
-def _steps(rows: pd.DataFrame) -> list[int]:
-    return sorted(rows["step"].unique())
-
-
-def _quarter(rows: pd.DataFrame) -> int:
-    return max(1, rows["step"].nunique() // 4)
+def _ends(rows: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the rows of the first quarter of the logged steps, and those of the last quarter."""
+    steps = sorted(rows["step"].unique())
+    quarter = max(1, len(steps) // 4)
+    return rows[rows["step"].isin(steps[:quarter])], rows[rows["step"].isin(steps[-quarter:])]
 
 
 def _rise_at_equal_calls(first: pd.DataFrame, last: pd.DataFrame) -> float:

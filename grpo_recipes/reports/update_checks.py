@@ -5,18 +5,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
-from grpo_recipes.reports.checking import (
-    DoesNotApply,
-    Found,
-    NoData,
-    after,
-    cost,
-    cost_after,
-    first_step,
-    last_step,
-    logged,
-    too_few,
-)
+from grpo_recipes.reports.checking import DoesNotApply, Found, NoData, cost, cost_after, logged, too_few
 from grpo_recipes.reports.run import Run, Series
 
 KL_LIMIT = 1.0
@@ -61,7 +50,7 @@ def kl_blow_up(run: Run) -> Found | str:
     kl = logged(run, "kl").smoothed
     if max(kl.values) <= KL_LIMIT:
         return f"KL to the reference is at most {max(kl.values):.2g} nats per token (limit {KL_LIMIT:g})"
-    step = first_step(kl, lambda value: value > KL_LIMIT)
+    step = kl.first_step(lambda value: value > KL_LIMIT)
     return step, (
         f"KL to the reference reaches {max(kl.values):.1f} nats per token, above 1 from step {step}: "
         f"{cost_after(run, step)}; lower `learning_rate` or raise `beta`"
@@ -78,17 +67,16 @@ def lost_updates(run: Run) -> Found | str:
     shares = logged(run, "updates/changed")
     if not len(run.series("updates/expected")):
         raise DoesNotApply("`updates/expected` is logged only for optimizers with the moments of AdamW")
-    changed, expected = after(shares, 20), after(run.series("updates/expected"), 20)
+    changed, expected = shares.after(20), run.series("updates/expected").after(20)
     if not len(changed) or not len(expected):
         raise NoData("the run has no more than 20 steps")
-    step = last_step(changed)
     found = (
-        f"a step changes {changed.mean:.1%} of the trained weights up to step {step}, where {expected.mean:.1%} would "
-        "change if no update were lost to rounding"
+        f"a step changes {changed.mean:.1%} of the trained weights up to step {changed.last_step}, where "
+        f"{expected.mean:.1%} would change if no update were lost to rounding"
     )
     if changed.mean >= UPDATES_LIMIT * expected.mean:
         return found
-    return step, (
+    return changed.last_step, (
         f"{found}, so that {1 - changed.mean / expected.mean:.0%} of the changes are wasted: set `dtype: float32` or "
         "`optim: adamw_bf16` (docs/precision.md)"
     )
@@ -96,9 +84,7 @@ def lost_updates(run: Run) -> Found | str:
 
 def clipped_tokens(run: Run) -> Found | str:
     """Look for more than 20 % of the tokens clipped by the loss, in the whole run or at its end (GSPO: 50 %)."""
-    clipped = run.series("clip_ratio/region_mean")
-    if not len(clipped):
-        clipped = run.series("cispo_clip_ratio")
+    clipped = max(run.series("clip_ratio/region_mean"), run.series("cispo_clip_ratio"), key=len)
     if not len(clipped):
         if run.config.get("loss_type") in ("sapo", "vespo"):
             raise DoesNotApply(f"the loss `{run.config['loss_type']}` clips no tokens")
@@ -111,20 +97,21 @@ def clipped_tokens(run: Run) -> Found | str:
     found = f"the loss clips {share:.0%} of the tokens {place}"
     if share <= limit:
         return f"{found} (limit {limit:.0%})"
-    step = first_step(clipped, lambda value: value > limit)
+    step = clipped.first_step(lambda value: value > limit)
     by_pass = {number: shares.end for number, shares in passes(run, "clip_share").items()}
-    found += f", more than {limit:.0%} first at step {step}{_by_pass(by_pass)}"
+    advice = (
+        "the tokens are stale: lower `learning_rate`, `num_iterations` or `steps_per_generation`, or raise `epsilon` "
+        "and `epsilon_high`"
+    )
     if by_pass.get(1, 0.0) > limit / 2:
         advice = (
             "pass 1 comes before any update, so that sampling or the log-probabilities of the loss differ from the "
             "policy that generated (docs/generation-check.md)"
         )
-    else:
-        advice = (
-            "the tokens are stale: lower `learning_rate`, `num_iterations` or `steps_per_generation`, or raise "
-            "`epsilon` and `epsilon_high`"
-        )
-    return step, f"{found}: {cost(run, clipped)} have no gradient; {advice}"
+    return step, (
+        f"{found}, more than {limit:.0%} first at step {step}{_by_pass(by_pass)}: {cost(run, clipped)} have no "
+        f"gradient; {advice}"
+    )
 
 
 def clipped_limit(run: Run) -> float:
@@ -139,8 +126,13 @@ def gradient_spikes(run: Run) -> Found | str:
     A spike must also lie six robust standard deviations above the median of the logarithms. The first tenth of the run,
     and steps in which every group has zero variance, do not count.
     """
-    if lost := _not_finite(run):
-        return lost
+    last_finite = run.series("grad_norm").last_step
+    lost = [step for step in run.log.not_finite.get("grad_norm", ()) if step > last_finite]
+    if len(lost) >= NOT_FINITE_POINTS:  # float16 skips single ones
+        return lost[0], (
+            f"the gradient norm is NaN or infinite from step {lost[0]} to the end: {cost_after(run, lost[0] - 1)} and "
+            "train nothing; resume from an earlier checkpoint with a lower `learning_rate`, or with `dtype: float32`"
+        )
     norms = logged(run, "grad_norm")
     flat_groups = run.series("frac_reward_zero_std")
     flat = {step for step, share in zip(flat_groups.steps, flat_groups.values, strict=True) if share >= 1}
@@ -159,8 +151,7 @@ def gradient_spikes(run: Run) -> Found | str:
         largest = max(norm for _, norm in points)
         return f"{usual} and is at most {largest:.2g} (a spike has {math.exp(min(limit, LARGEST_EXPONENT)):.2g})"
     step, largest = max(spikes, key=lambda spike: spike[1])
-    at_spikes = {at for at, _ in spikes}
-    shares = Series(norms.steps, [float(at in at_spikes) for at in norms.steps])
+    shares = Series(norms.steps, [float(at in dict(spikes)) for at in norms.steps])
     return spikes[0][0], (
         f"{usual}, and {len(spikes)} of {len(points)} norms are spikes, the largest {largest:.2g} at step {step}: "
         f"{cost(run, shares)} are in updates that few rows decide; look at the completions of these steps, and lower "
@@ -168,48 +159,34 @@ def gradient_spikes(run: Run) -> Found | str:
     )
 
 
-def _not_finite(run: Run) -> Found | None:
-    """Return a finding if the last gradient norms are all NaN or infinite. Single ones are skipped by float16."""
-    last_finite = last_step(run.series("grad_norm"))
-    last = [step for step in run.log.not_finite.get("grad_norm", ()) if step > last_finite]
-    if len(last) < NOT_FINITE_POINTS:
-        return None
-    return last[0], (
-        f"the gradient norm is NaN or infinite from step {last[0]} to the end: {cost_after(run, last[0] - 1)} and "
-        "train nothing; resume from an earlier checkpoint with a lower `learning_rate`, or with `dtype: float32`"
-    )
-
-
 def stale_tokens(run: Run) -> Found | str:
     """Look for a pass over a generation whose effective sample size is below 80 % of its tokens."""
-    stale, mismatched = passes(run, "effective_sample_size"), passes(run, "effective_sample_size_with_mismatch")
+    stale, mismatched = passes(run, "effective_sample_size"), passes(run, "effective_sample_size_with_mismatch").get(1)
     if not stale:
         if _is_one_pass(run):
             raise DoesNotApply("each generation is trained on in one pass")
         raise NoData("`passes/1/effective_sample_size` was not logged")
     if not all(size.has_trend for size in stale.values()):
         raise too_few(f"passes/{max(stale)}/effective_sample_size")
-    sizes = {number: size.end for number, size in stale.items()}
-    with_mismatch = {number: size.end for number, size in mismatched.items()}
-    worst = min(sizes, key=sizes.__getitem__)
-    found = f"the effective sample size is {sizes[worst]:.0%} of the tokens in pass {worst} at the end of the run"
-    mismatch = with_mismatch.get(1, 1.0)
-    if min(sizes[worst], mismatch) >= SAMPLE_SIZE_LIMIT:
-        if 1 in with_mismatch:
+    number, worst = min(stale.items(), key=lambda item: item[1].end)
+    found = f"the effective sample size is {worst.end:.0%} of the tokens in pass {number} at the end of the run"
+    mismatch = 1.0 if mismatched is None else mismatched.end
+    if min(worst.end, mismatch) >= SAMPLE_SIZE_LIMIT:
+        if mismatched is not None:
             found += f", and {mismatch:.0%} in pass 1 with the generator's log-probabilities"
         return f"{found} (limit {SAMPLE_SIZE_LIMIT:.0%})"
-    if mismatch <= sizes[worst]:
-        series, advice = mismatched[1], "see docs/generation-check.md, and compute generator and policy in one dtype"
+    if mismatched is not None and mismatch <= worst.end:
+        worst, advice = mismatched, "see docs/generation-check.md, and compute generator and policy in one dtype"
         found = (
             f"with the generator's log-probabilities the effective sample size is {mismatch:.0%} of the tokens already "
             "in pass 1, before any update: the generator is not the policy"
         )
     else:
-        series, advice = stale[worst], "lower `learning_rate`, `num_iterations` or `steps_per_generation`"
-        found += f"{_by_pass(sizes)}: the tokens are stale"
-    step = first_step(series, lambda value: value < SAMPLE_SIZE_LIMIT)
-    wasted = cost(run, Series(series.steps, [1 - value for value in series.values]))
-    return step, (f"{found}. It is below {SAMPLE_SIZE_LIMIT:.0%} first at step {step}, which wastes {wasted}; {advice}")
+        advice = "lower `learning_rate`, `num_iterations` or `steps_per_generation`"
+        found += f"{_by_pass({number: size.end for number, size in stale.items()})}: the tokens are stale"
+    step = worst.first_step(lambda value: value < SAMPLE_SIZE_LIMIT)
+    wasted = cost(run, Series(worst.steps, [1 - value for value in worst.values]))
+    return step, f"{found}. It is below {SAMPLE_SIZE_LIMIT:.0%} first at step {step}, which wastes {wasted}; {advice}"
 
 
 def _is_one_pass(run: Run) -> bool:

@@ -36,11 +36,11 @@ def test_a_metric_without_points_or_with_too_few_is_no_data() -> None:
 
 def test_points_after_a_step_and_the_first_step_of_a_condition() -> None:
     series = Series([2, 4, 6], [1.0, 5.0, 9.0])
-    assert checking.after(series, 3).values == checking.after(series, 2).values == [5.0, 9.0]
-    assert checking.after(series, 4).steps == [6]
-    assert checking.after(series, 0).steps == [2, 4, 6]
-    assert checking.first_step(series, lambda value: value >= 5) == 4
-    assert (checking.last_step(series), checking.last_step(NOTHING)) == (6, 0)
+    assert series.after(3).values == series.after(2).values == [5.0, 9.0]
+    assert series.after(4).steps == [6]
+    assert series.after(0).steps == [2, 4, 6]
+    assert series.first_step(lambda value: value >= 5) == 4
+    assert (series.last_step, NOTHING.last_step) == (6, 0)
 
 
 def test_the_highest_total_is_known_only_if_every_part_is() -> None:
@@ -86,10 +86,9 @@ def test_a_run_is_near_its_best_by_correctness_or_by_the_total() -> None:
 
 
 def test_a_sum_of_rewards_is_judged_by_its_parts() -> None:
-    inner = RunReward("inner", parts=(RunReward("a"), RunReward("b")))
-    assert [
-        one.name for one in checking.leaves([RunReward("outer", parts=(inner, RunReward("c"))), RunReward("d")])
-    ] == [*("a", "b", "c", "d")]
+    inner = RunReward("inner", parts=(RunReward("a"), RunReward("b", kind="correctness")))
+    assert checking.judges_correctness([RunReward("outer", parts=(inner, RunReward("c")))])
+    assert not checking.judges_correctness([RunReward("d", kind="format")])
 
 
 def test_a_cost_is_a_share_of_the_tokens_or_else_of_the_steps() -> None:

@@ -489,7 +489,7 @@ def dominant_reward(run: Run) -> Found | str:
     if not sums.sum() > 0:  # also if it is NaN
         return "the rewards have no variance"
     place = int(sums.idxmax())
-    reward, share = run.rewards[place], sums[place] / sums.sum()
+    reward, share = run.rewards[place], float(sums[place]) / float(sums.sum())
     is_unwanted = reward.kind in ("format", "length") or (reward.kind != "correctness" and "correctness" in kinds)
     if not is_unwanted or share <= VARIANCE_LIMIT:
         return f"the largest part of the rewards' variance is {share:.0%}, that of `{reward.name}`"

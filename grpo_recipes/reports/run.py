@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ import pandas as pd
 
 from grpo_recipes.evaluation.estimates import Estimate, mean_share
 from grpo_recipes.process.faults import FAULT_FILES
-from grpo_recipes.reports.transcript import Part, transcript
+from grpo_recipes.reports.transcript import transcript
 from grpo_recipes.runs import completions, files
 from grpo_recipes.runs.checkpoints import numbered, step_in_name
 from grpo_recipes.runs.lock import is_held
@@ -46,7 +45,6 @@ MAX_STEPS = 1000
 PARTS = "parts of the completion"
 """Column of transcripts. No reward has a name with spaces."""
 
-_HEAD_BYTES = 1 << 16
 Item = TypeVar("Item")
 _ENTRY: files.Shape = {"step": files.STEP}
 _FIX = "restore or remove the file"
@@ -68,7 +66,6 @@ class Log:
         metrics: Steps and values of each metric, in order of appearance.
         last_step: Highest step of an entry, or 0 if there is none.
         max_steps: Planned number of steps, or 0 if it is unknown.
-        began: Step after which the last launch began, or None if the file does not hold it.
         has_ended: True if a `_log.jsonl` says that its last launch has ended.
         not_finite: Steps at which a metric was NaN or infinite.
     """
@@ -76,7 +73,6 @@ class Log:
     metrics: dict[str, tuple[array[int], array[float]]] = field(default_factory=dict)
     last_step: int = 0
     max_steps: int = 0
-    began: int | None = None
     has_ended: bool = False
     not_finite: dict[str, array[int]] = field(default_factory=dict)
 
@@ -99,8 +95,8 @@ class Log:
 def read_log(folder: Path, tick: Callable[[], None] = lambda: None, *, is_running: bool = False) -> Log:
     """Return the log of the run in `folder`.
 
-    `_log.jsonl` takes little memory, because each line becomes numbers before the next one is read. It is used if it
-    reaches the last step that the last launch saved. Otherwise the newest `trainer_state.json` is read.
+    `_log.jsonl` takes little memory, because each line becomes numbers before the next one is read. It is used unless
+    a later checkpoint is in the folder. Otherwise the newest `trainer_state.json` is read.
 
     Args:
         folder: Folder of the run.
@@ -111,50 +107,25 @@ def read_log(folder: Path, tick: Callable[[], None] = lambda: None, *, is_runnin
         RunError: There is no log, or its files are damaged.
     """
     live = _read_live(folder / files.LIVE, tick)
-    for step, path in _states(folder, live):
-        if live is not None and live.last_step >= step:
-            return live
-        with suppress(FileNotFoundError):  # rotation has just removed the checkpoint
-            return _read_state(path, tick)
-    if live is None:
+    saved = [checkpoint for checkpoint in numbered(folder) if (checkpoint / STATE).exists()]
+    newest = max(saved, key=step_in_name, default=None)
+    if live is not None and (newest is None or step_in_name(newest) <= live.last_step):
+        if not live.last_step:
+            found = "has logged nothing yet: ask again after its first step" if is_running else "logged nothing"
+            raise NothingLogged(f"{folder}: the run {found}")
+        return live
+    logs = [] if live is None else [live]
+    for path in [folder] * (live is None) + [newest] * (newest is not None):
+        with suppress(FileNotFoundError):  # rotation may just have removed the checkpoint
+            logs.append(_read_state(path / STATE, tick))
+    if not logs:
         raise NothingLogged(f"{folder}: no `{STATE}` here or in a checkpoint; name the `output_dir` of a run")
-    if not live.last_step:
-        found = "has logged nothing yet: ask again after its first step" if is_running else "logged nothing"
-        raise NothingLogged(f"{folder}: the run {found}")
-    return live
+    return max(logs, key=lambda log: log.last_step)
 
 
-def _states(folder: Path, live: Log | None) -> list[tuple[int, Path]]:
-    """Return the saved states of the last launch with their steps, newest first."""
-    states: list[tuple[int, Path]] = []
-    for checkpoint in numbered(folder):
-        if (checkpoint / STATE).exists():
-            states.append((step_in_name(checkpoint), checkpoint / STATE))
-    with suppress(FileNotFoundError):
-        step = _last_step(folder / STATE)
-        # A launch writes its own state at its end. Before, the file is from an earlier launch, perhaps abandoned.
-        if live is None or live.began is None or live.has_ended or step <= live.began:
-            states.append((step, folder / STATE))
-    return sorted(states, key=lambda state: state[0], reverse=True)
-
-
-def _last_step(path: Path) -> int:
-    """Return the step at which a `trainer_state.json` was written. Raises FileNotFoundError or `RunError`."""
-    try:
-        with open_ordinary(path) as file:
-            head = file.read(_HEAD_BYTES).partition(b'"log_history"')[0]
-    except (UnreadableFile, OSError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise files.RunError(f"{one_line(error)}; {_FIX}") from error
-    # transformers sorts the keys, so that this one is found without reading the log.
-    found = re.search(rb'"global_step":\s*(\d{1,18})\b', head)
-    return int(found[1]) if found else _read_state(path).last_step
-
-
-def _read_state(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
+def _read_state(path: Path, tick: Callable[[], None]) -> Log:
     """Return the log in a `trainer_state.json`. Raises FileNotFoundError or `RunError`."""
-    state = files.read_object(path, {"log_history": [_ENTRY], "global_step?": files.STEP}, most=STATE_BYTES)
+    state = files.read_object(path, {"log_history": [_ENTRY]}, most=STATE_BYTES)
     log = Log()
     for entry in state["log_history"]:
         log.add(entry)
@@ -165,43 +136,35 @@ def _read_state(path: Path, tick: Callable[[], None] = lambda: None) -> Log:
 
 
 def _read_live(path: Path, tick: Callable[[], None]) -> Log | None:
-    """Return the contents of a `_log.jsonl`, or None if there is no such file. Raises `RunError` if it is damaged."""
-    live = Log()
-    try:
-        for entry in _lines(path):
-            if files.STEP.holds(entry.get("max_steps")):
-                live.began, live.max_steps = entry["step"], entry["max_steps"]
-            elif entry.get("ended") is True:
-                live.has_ended = True
-            else:
-                live.add(entry)
-            tick()
-    except FileNotFoundError:
-        return None
-    return live
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the entries of a `_log.jsonl`. Raises FileNotFoundError, or `RunError` if the file is damaged.
+    """Return the contents of a `_log.jsonl`, or None if there is no such file. Raises `RunError` if it is damaged.
 
     An incomplete last line is skipped: a launch is still writing it, or was killed.
     """
-    number = 1
+    log, number = Log(), 1
     try:
         with open_ordinary(path) as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
-                    return
+                    break
                 entry = json.loads(line.decode(errors="replace"))
                 if problem := files.mismatch(entry, _ENTRY, f"line {number}"):
                     raise files.RunError(f"{path}: {problem}; {_FIX}")
-                yield entry
-    except (FileNotFoundError, files.RunError):
+                if files.STEP.holds(entry.get("max_steps")):
+                    log.max_steps = entry["max_steps"]
+                elif entry.get("ended") is True:
+                    log.has_ended = True
+                else:
+                    log.add(entry)
+                tick()
+    except FileNotFoundError:
+        return None
+    except files.RunError:
         raise
     except UnreadableFile as error:
         raise files.RunError(f"{error}; {_FIX}") from error
     except (ValueError, RecursionError, OSError) as error:
         raise files.RunError(f"{path}: line {number} can't be read as JSON ({one_line(error)}); {_FIX}") from error
+    return log
 
 
 @dataclass(frozen=True)
@@ -413,8 +376,10 @@ class Run:
         if "rewards" in self.record:
             return [RunReward.from_dict(entry) for entry in self.record["rewards"]]
         keys = [key for key in self.logged("rewards/") if key.endswith("/mean")]
+        kinds = {name: kind for name, (kind, *_) in TRL_REWARDS.items()}
+        kinds |= {name: resolve(name).kind for name in REGISTERED}
         names = [key.removeprefix("rewards/").removesuffix("/mean") for key in keys]
-        return [RunReward(name, kind=_kind_by_name(name)) for name in names]
+        return [RunReward(name, kind=kinds.get(name, "other")) for name in names]
 
     def parts(self) -> Iterator[tuple[RunReward, Series]]:
         """Yield each reward with its mean. A `sum` is replaced by its parts if their means were logged."""
@@ -442,27 +407,25 @@ class Run:
         `characters`, the length of completion and prompt; `calls`, the number of calls of tools; `total`, the weighted
         sum of the rewards; `pay/NAME`, the value of each reward. A missing value is NaN.
         """
-        parts = []
+        names = ("file", "row", "step", "prompt", "completion", "characters", "calls", "total")
+        tables = [pd.DataFrame({name: [] for name in names})]
         for number, path in enumerate(self.completion_files.kept):
             for start, batch in self._completions(path):
-                part = {
-                    "file": number,
-                    "row": range(start, start + len(batch)),
-                    "step": batch["step"].astype("int64"),
-                    "prompt": [hash(text) for text in batch["prompt"]],
-                    "completion": [*map(_identity, batch["completion"], batch[PARTS])],
-                    "characters": [*map(_length, batch["completion"], batch[PARTS], batch["question"])],
-                    "calls": [*map(_calls, batch[PARTS])],
-                    "total": batch["total"].astype(float),
-                }
+                lengths, calls, hashes = [], [], []
+                for text, parts, question in zip(batch["completion"], batch[PARTS], batch["question"], strict=True):
+                    hashes.append(hash((text, *parts)))  # completions with one last message may differ in their calls
+                    written = sum(len(part.text) + len(part.label) for part in parts) if parts else len(text)
+                    lengths.append(written + len(question))
+                    calls.append(sum(part.kind == "call" for part in parts))
+                prompts = [hash(text) for text in batch["prompt"]]
+                places = (number, range(start, start + len(batch)), batch["step"].astype("int64"))
+                columns = (*places, prompts, hashes, lengths, calls, batch["total"].astype(float))
+                table = pd.DataFrame(dict(zip(names, columns, strict=True)))
                 for reward in self.rewards:
                     if reward.name in batch.columns:
-                        part[f"pay/{reward.name}"] = batch[reward.name].astype(float)
-                parts.append(pd.DataFrame(part))
-        if not parts:
-            names = ("file", "row", "step", "prompt", "completion", "characters", "calls", "total")
-            return pd.DataFrame({name: [] for name in names})
-        return pd.concat(parts, ignore_index=True)
+                        table[f"pay/{reward.name}"] = batch[reward.name].astype(float)
+                tables.append(table)
+        return pd.concat(tables[1:] or tables, ignore_index=True)
 
     def texts(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the completions at some of `rows`, in the same order, with their texts.
@@ -498,11 +461,8 @@ class Run:
 
         The columns `more` are read if the file has them.
         """
-        columns: dict[str, files.Kind] = {
-            "step": files.INTEGERS,
-            "prompt": files.CONVERSATIONS,
-            "completion": files.CONVERSATIONS,
-        }
+        columns: dict[str, files.Kind] = {"step": files.INTEGERS}
+        columns |= {"prompt": files.CONVERSATIONS, "completion": files.CONVERSATIONS}
         columns |= {f"{name}?": files.ANYTHING for name in more}
         columns |= {f"{reward.name}?": files.NUMBERS for reward in self.rewards}
         start = 0
@@ -513,11 +473,8 @@ class Run:
             conversations = [_listed(completion) for completion in batch["completion"]]
             batch[PARTS] = [transcript(conversation) for conversation in conversations]
             batch["completion"] = [completion_text(conversation) for conversation in conversations]
-            weighted = []
-            for reward in self.rewards:
-                if reward.name in batch.columns:
-                    weighted.append(batch[reward.name].astype(float) * reward.weight)
-            batch["total"] = pd.concat(weighted, axis=1).sum(axis=1, min_count=1) if weighted else math.nan
+            weights = pd.Series({one.name: one.weight for one in self.rewards if one.name in batch}, dtype=float)
+            batch["total"] = (batch[weights.index].astype(float) * weights).sum(axis=1, min_count=1)
             yield start, batch
             start += len(batch)
 
@@ -531,21 +488,20 @@ class Run:
         judges = {reward.name: reward for reward in self.rewards if reward.kind == "correctness"}
         columns: dict[str, files.Kind] = {"step": files.INTEGERS, "prompt": files.CONVERSATIONS}
         columns |= {f"{name}?": files.NUMBERS for name in judges}
-        verdicts: dict[int, tuple[list[float], list[str]]] = {}
+        tables = []
         for path in self._sampled(completions.EVALUATION).kept:
             for batch in files.read_batches(path, columns):
                 self.check_time()
-                scores = batch[[name for name in judges if name in batch.columns]]
+                scores = batch[[name for name in judges if name in batch]]
                 if scores.empty:
                     continue
-                is_scored = scores.notna().any(axis=1)
-                is_right = scores.apply(lambda column: is_passing(column, judges[column.name].passes_at)).any(axis=1)
-                scored = batch[is_scored]
-                for step, prompt, right in zip(scored["step"], scored["prompt"], is_right[is_scored], strict=True):
-                    of_step, prompts = verdicts.setdefault(int(step), ([], []))
-                    of_step.append(float(right))
-                    prompts.append(prompt_text(prompt))
-        return [(step, mean_share(right, clusters=prompts)) for step, (right, prompts) in sorted(verdicts.items())]
+                right = scores.apply(lambda column: is_passing(column, judges[column.name].passes_at)).any(axis=1)
+                table = batch[["step"]].assign(right=right.astype(float), prompt=batch["prompt"].map(prompt_text))
+                tables.append(table[scores.notna().any(axis=1)])
+        steps = pd.concat(tables).groupby("step") if tables else ()
+        return [
+            (int(step), mean_share(rows["right"].tolist(), clusters=rows["prompt"].tolist())) for step, rows in steps
+        ]
 
     def _sampled(self, kind: str) -> Sampled:
         """Return all logged steps, or `MAX_STEPS` of them, evenly spread, the last included."""
@@ -571,13 +527,6 @@ def spread(items: Sequence[Item], count: int) -> list[Item]:
     if last < count:
         return list(items)
     return [items[number * last // max(1, count - 1)] for number in range(count)]
-
-
-def _kind_by_name(name: str) -> str:
-    """Return the kind of one of our rewards or TRL's, by the name in the logs."""
-    if name in REGISTERED:
-        return resolve(name).kind
-    return TRL_REWARDS[name][0] if name in TRL_REWARDS else "other"
 
 
 def prompt_text(prompt: Any) -> str:
@@ -609,21 +558,6 @@ def _content(message: Mapping[str, Any]) -> str:
     """Return the text of a message, or the texts of its content blocks."""
     content = message.get("content")
     return completion_text([{"content": content}]) if isinstance(content, list) else str(content or "")
-
-
-def _identity(text: str, parts: Sequence[Part]) -> int:
-    """Return a hash of a completion. Transcripts with one last message may differ in their calls."""
-    return hash((text, *parts))
-
-
-def _length(text: str, parts: Sequence[Part], question: str) -> int:
-    """Return the number of characters of a question and of the completion or its transcript."""
-    completion = sum(len(part.text) + len(part.label) for part in parts) if parts else len(text)
-    return completion + len(question)
-
-
-def _calls(parts: Sequence[Part]) -> int:
-    return sum(part.kind == "call" for part in parts)
 
 
 def _mean(values: list[float]) -> float:

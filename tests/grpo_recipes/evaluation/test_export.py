@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from grpo_recipes import cli
 from grpo_recipes.evaluation.engines import load_engine, load_tokenizer
-from grpo_recipes.evaluation.export import Exported, _serving_config, _texts, export
+from grpo_recipes.evaluation.export import _serving_config, export, serving_commands
+from grpo_recipes.evaluation.merge import read_texts
 from grpo_recipes.evaluation.settings import Settings
 from grpo_rewards.errors import UserError
 from tests.support import tiny
@@ -81,7 +82,6 @@ def test_the_generation_config_samples_and_ends_as_training_did(run: Path, tmp_p
     assert (config.min_p, config.repetition_penalty) == (0.1, 1.0)
     assert config.eos_token_id == [1, 60]
     said = capsys.readouterr().out
-    assert "not taken from the model's own generation_config.json: repetition_penalty 1.5, top_k 3" in said
     assert "'</answer>' in training: send `stop`" in said
 
 
@@ -98,7 +98,7 @@ def test_template_card_and_license_are_in_the_folder(run: Path, tmp_path: Path) 
 
 def test_the_commands_that_serve_the_folder(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "my model"
-    vllm, transformers, llama_cpp = map(shlex.split, export(run, folder).serving_commands())
+    vllm, transformers, llama_cpp = map(shlex.split, export(run, folder)[-3:])
     assert vllm == ["vllm", "serve", str(folder), "--dtype", "float32"]
     assert transformers == ["transformers", "serve", str(folder)]
     assert llama_cpp[:3] == ["python", "convert_hf_to_gguf.py", str(folder)]
@@ -111,7 +111,7 @@ def test_16_bit_weights_keep_their_dtype(tmp_path: Path) -> None:
     source = tmp_path / "run"
     tiny.policy().to(torch.bfloat16).save_pretrained(source)
     tiny.byte_tokenizer().save_pretrained(source)
-    commands = export(source, tmp_path / "out").serving_commands()
+    commands = export(source, tmp_path / "out")[-3:]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
     assert "--dtype" not in commands[0]
     assert commands[2].endswith("--outtype bf16")
@@ -199,11 +199,11 @@ def test_the_card_and_every_license_are_copied(tmp_path: Path) -> None:
     held = {name: f"text of {name}" for name in ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")}
     for name, text in {**held, "COPYING": "x"}.items():
         (tmp_path / name).write_text(text)
-    assert _texts(tmp_path) == held
+    assert read_texts(tmp_path) == held
     (tmp_path / "NOTICE").unlink()
     (tmp_path / "NOTICE").mkdir()
     with pytest.raises(UserError, match=r"NOTICE.*; correct or remove the file$"):
-        _texts(tmp_path)
+        read_texts(tmp_path)
 
 
 def test_the_card_of_a_merged_adapter_says_so(adapter: Path, tmp_path: Path) -> None:
@@ -215,14 +215,15 @@ def test_the_card_of_a_merged_adapter_says_so(adapter: Path, tmp_path: Path) -> 
     assert "library_name: transformers" in card
     assert card.endswith("# the run\n\nThe adapter is merged into its base here.\n")
     assert (tmp_path / "out" / "NOTICE").read_text() == "a notice"
-    assert exported.origin.startswith(f"{source} merged into ")
+    assert exported[0].startswith(f"{tmp_path / 'out'}: {source} merged into ")
     (source / "README.md").unlink()
-    assert not (export(source, tmp_path / "other").folder / "README.md").exists(), "the base's card is not the run's"
+    export(source, tmp_path / "other")
+    assert not (tmp_path / "other" / "README.md").exists(), "the base's card is not the run's"
     assert (tmp_path / "other" / "NOTICE").read_text() == "a notice"
 
 
 def test_a_source_that_is_no_model_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="none: there is no such folder.*: name a run, a checkpoint, a model or an ad"):
+    with pytest.raises(UserError, match="none: the model can't be loaded: there is no such folder"):
         export(tmp_path / "none", tmp_path / "out")
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(UserError, match="holds no model .*: its newest checkpoint is .*checkpoint-3; name that folder"):
@@ -250,32 +251,13 @@ def test_a_server_begins_ends_and_pads_as_the_training_did(
     assert (config.do_sample, config.temperature, config.min_p) == (True, 0.5, 0.1)
 
 
-def test_a_long_published_setting_is_shortened_to_one_line() -> None:
-    exported = Exported(Path("a"), "x", "bfloat16", {"top_p": 1.0}, {"bad_words_ids": ["1\n"] * 50}, ())
-    assert exported.describe()[-1] == (
-        f"not taken from the model's own generation_config.json: bad_words_ids {str(['1' + chr(10)] * 50)[:57]}..."
-    )
-
-
 def test_an_export_says_how_it_is_served() -> None:
-    sampling = {"temperature": 0.7, "top_p": 1.0}
-    folder = Path("a b")
-    exact = Exported(folder, "a copy of run, float32", "float32", sampling, {}, ())
-    assert exact.describe() == [
-        "a b: a copy of run, float32",
-        "generation_config.json, with the sampling of the training: temperature 0.7, top_p 1.0",
-    ]
-    assert exact.serving_commands() == [
+    assert serving_commands(Path("a b"), "float32") == [
         "vllm serve 'a b' --dtype float32",
         "transformers serve 'a b'",
         "python convert_hf_to_gguf.py 'a b' --outfile 'a b.gguf' --outtype f32",
     ]
-    other = Exported(folder, "x", "bfloat16", sampling, {"top_k": 3}, ("</answer>", "\n"))
-    assert other.describe()[2:] == [
-        "not taken from the model's own generation_config.json: top_k 3",
-        r"completions ended at '</answer>', '\n' in training: send `stop` with each request",
-    ]
-    assert other.serving_commands()[0] == "vllm serve 'a b'"
     for dtype, kind in (("float16", "f16"), ("bfloat16", "bf16"), ("float64", "auto")):
-        last = Exported(folder, "x", dtype, sampling, {}, ()).serving_commands()[-1]
+        first, *_, last = serving_commands(Path("a"), dtype)
+        assert first == "vllm serve a"
         assert last.endswith(f"--outtype {kind}")

@@ -4,11 +4,9 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -185,19 +183,11 @@ def test_a_quantized_base_is_loaded_again_to_be_dequantized(
     monkeypatch.setattr(merge.PeftModel, "from_pretrained", lambda base, folder: ("adapted", base, folder))
     monkeypatch.setattr(merge, "_logits", lambda model: ("logits", *model))
     monkeypatch.setattr(merge, "_merged", lambda *given: (given, "report"))
-    merged = merge.merged_adapter(run)
+    model, _, report = merge.merged_adapter(run)
     expected = ("logits", "adapted", loaded[0], str(run))
-    assert merged.model == ("base 1 with ordinary weights", run, expected)
-    assert merged.report == f"{run} merged into {policy}, dequantized, report"
+    assert model == ("base 1 with ordinary weights", run, expected)
+    assert report == f"{run} merged into {policy}, dequantized, report"
     assert kept == [loaded[0]]
-
-
-def test_a_quantized_base_without_ordinary_weights_is_refused(tmp_path: Path) -> None:
-    def fails() -> None:
-        raise NotImplementedError("no method")
-
-    with pytest.raises(UserError, match=r": its quantized base can't be dequantized \(no method\): use it as it is$"):
-        merge._dequantized(SimpleNamespace(dequantize=fails), tmp_path)
 
 
 def test_models_that_cannot_be_merged_are_refused(policy: Path, tmp_path: Path) -> None:
@@ -267,64 +257,23 @@ def test_logits_are_those_of_tokens_from_the_whole_vocabulary() -> None:
         assert (logits.shape, logits.dtype, model.training) == ((len(tokens), 1), torch.float32, False)
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize(
-    "card",
-    ["---\na: [\n---\n", "---\n- a\n---\n", f"---\na: {'[' * 3000}\n---\n", "---\ntags: 3\nlicense: [\n---\n"],
-    ids=["open", "list", "deep", "two"],
-)
-def test_a_card_that_is_none_is_named(tmp_path: Path, card: str) -> None:
-    (tmp_path / "README.md").write_text(card)
-    with pytest.raises(UserError, match=r"README\.md: it can't be read as a model card \(.+\); correct or remove it$"):
-        merge._card(tmp_path)
-
-
-@pytest.mark.parametrize("kind", [ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError])
-def test_whatever_a_card_makes_the_hubs_library_raise_is_told(
-    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    says = r"README\.md: it can't be read as a model card \(.+\); correct or remove it$"
-    (tmp_path / "README.md").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=says):
-        merge._card(tmp_path)
-    (tmp_path / "README.md").write_text(CARD)
-    monkeypatch.setattr(merge, "ModelCard", Mock(side_effect=kind("no card")))
-    with pytest.raises(UserError, match=says):
-        merge._card(tmp_path)
-
-
-def test_a_folder_may_have_no_card(tmp_path: Path) -> None:
-    assert merge._card(tmp_path) is None
-
-
 def test_what_holds_no_adapter_is_not_merged(policy: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="none holds no adapter, because there is no such folder"):
+    with pytest.raises(UserError, match="none: the model can't be loaded: there is no such folder"):
         merge.merge(tmp_path / "none", tmp_path / "out")
     with pytest.raises(UserError, match="holds no adapter .no adapter_config.json.: a full model needs no merging"):
         merge.merge(policy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "fix"),
-    [
-        (OSError(13, "Permission denied"), "name another folder"),
-        (OSError(28, "No space left on device"), "free space, or name another folder"),
-        (OSError(122, "Disk quota exceeded"), "free space, or name another folder"),
-        (OSError(27, "File too large"), "free space, or name another folder"),
-        (OSError("unknown"), "free space, or name another folder"),
-        (SafetensorError("I/O error: No space left on device"), "free space, or name another folder"),
-    ],
-)
-def test_a_model_that_can_not_be_written_leaves_nothing(error: Exception, fix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error")])
+def test_a_model_that_can_not_be_written_leaves_nothing(error: Exception, tmp_path: Path) -> None:
     def fails(place: Path) -> None:
         place.mkdir()
         raise error
 
     model = SimpleNamespace(save_pretrained=fails)
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match="out can't be written .*: free space, or name another folder$"):
         merge.write_model(tmp_path / "out", model, None, {})
-    assert str(raised.value).endswith(f"): {fix}")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -347,7 +296,7 @@ def test_a_damaged_adapter_is_refused_before_its_base_is_loaded(
     (run / "adapter_model.safetensors").write_bytes(b"damaged")
     monkeypatch.setattr(merge, "AutoModelForCausalLM", None)
     with pytest.raises(UserError, match=": copy or download the folder again, or name another checkpoint$"):
-        merge.merged_adapter(run)
+        merge.merge(run, tmp_path / "out")
 
 
 def test_texts_are_written_in_utf_8_whatever_encoding_the_machine_has(

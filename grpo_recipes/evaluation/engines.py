@@ -191,8 +191,7 @@ def quantization_of(name: str) -> dict[str, str]:
         return {}
     if config.load_in_8bit:
         return {"quantization": "8 bits"}
-    nested = ", nested" if config.bnb_4bit_use_double_quant else ""
-    return {"quantization": f"4 bits ({config.bnb_4bit_quant_type}{nested})"}
+    return {"quantization": f"4 bits ({config.bnb_4bit_quant_type})"}
 
 
 def _reason(error: Exception) -> str:

@@ -382,26 +382,34 @@ def summarise(table: pd.DataFrame, highest: Pays | None = None) -> dict[str, Any
         Each estimate has its 95 % interval. Rows with the same prompt count as one problem.
     """
     highest = highest or {}
-    summary: dict[str, Any] = {}
+    summary = _results(table, highest)
     if "strict" in table:
-        for name in ("strict", "lenient"):
-            summary[name] = _mean_of_shares(table, name).as_dict()
         summary |= _several_samples(table, "strict", "lenient")
-    rewards: dict[str, Any] = {}
-    for name in reward_names(table):
-        passed, scored = PASSED.format(name), _scored(table, name)
-        entry: dict[str, Any] = {"unscored": len(table) - len(scored), **_mean_score(scored, name, highest)}
+    for name, entry in summary.get("rewards", {}).items():
+        scored = _scored(table, name)
+        entry["unscored"] = len(table) - len(scored)
         if highest.get(name) is not None:
             entry["highest_pay"] = highest[name]
-        if passed in table and len(scored):
-            entry["passed"] = _mean_of_shares(scored, passed).as_dict()
-            entry |= _several_samples(scored, passed, passed)
-        rewards[name] = entry
-    if rewards:
-        summary["rewards"] = rewards
+        if "passed" in entry:
+            entry |= _several_samples(scored, PASSED.format(name), PASSED.format(name))
     if "calls" in table:
         summary["tools"] = _by_call(table, highest)
     return summary
+
+
+def _results(table: pd.DataFrame, highest: Pays) -> dict[str, Any]:
+    """Return the accuracy of some completions, and the mean and the share of passes of each reward."""
+    results: dict[str, Any] = {}
+    for name in ("strict", "lenient"):
+        if name in table:
+            results[name] = _mean_of_shares(table, name).as_dict()
+    rewards = {}
+    for name in reward_names(table):
+        passed, scored = PASSED.format(name), _scored(table, name)
+        rewards[name] = _mean_score(scored, name, highest)
+        if passed in table and len(scored):
+            rewards[name]["passed"] = _mean_of_shares(scored, passed).as_dict()
+    return {**results, "rewards": rewards} if rewards else results
 
 
 def _scored(table: pd.DataFrame, reward: str) -> pd.DataFrame:
@@ -452,19 +460,8 @@ def _by_call(table: pd.DataFrame, highest: Pays) -> dict[str, Any]:
     called = _mean_of_shares(table.assign(called=has_called), "called")
     summary: dict[str, Any] = {"called": called.as_dict(), "calls": float(table["calls"].mean())}
     for name, chosen in (("with_call", table[has_called]), ("without_call", table[~has_called])):
-        if not len(chosen):
-            continue
-        entry: dict[str, Any] = {"problems": chosen["problem"].nunique()}
-        for verdict in ("strict", "lenient"):
-            if verdict in table:
-                entry[verdict] = _mean_of_shares(chosen, verdict).as_dict()
-        rewards = {}
-        for reward in reward_names(table):
-            scored = _scored(chosen, reward)
-            rewards[reward] = _mean_score(scored, reward, highest)
-            if (passed := PASSED.format(reward)) in table and len(scored):
-                rewards[reward]["passed"] = _mean_of_shares(scored, passed).as_dict()
-        summary[name] = {**entry, **({"rewards": rewards} if rewards else {})}
+        if len(chosen):
+            summary[name] = {"problems": chosen["problem"].nunique(), **_results(chosen, highest)}
     return summary
 
 

@@ -194,11 +194,9 @@ def evaluate_request(options: Request) -> dict[str, Any]:
     try:
         return evaluate_into(folder, complete, dataset, settings, described, rewards, engine.record, problems.places)
     except KeyboardInterrupt as error:
-        parts = len(list((folder / "parts").glob("[0-9]*.parquet")))
         saved = "no batch was finished, so nothing is saved; the same command starts again"
-        if parts:
-            batches = "1 batch is" if parts == 1 else f"{parts} batches are"
-            saved = f"{batches} saved in {folder / 'parts'}; the same command continues from there"
+        if any((folder / "parts").glob("[0-9]*.parquet")):
+            saved = f"the finished batches are saved in {folder / 'parts'}; the same command continues from there"
         raise KeyboardInterrupt(f"stopped by Ctrl-C: {saved}") from error
     except OSError as error:
         raise UserError(f"{folder}: the result can't be written there ({error}): give another --output") from error

@@ -92,50 +92,43 @@ class Log:
                 self.not_finite.setdefault(key, array("q")).append(step)
 
 
-def read_log(folder: Path, tick: Callable[[], None] = lambda: None, *, is_running: bool = False) -> Log:
+def read_log(folder: Path) -> Log:
     """Return the log of the run in `folder`.
 
     `_log.jsonl` takes little memory, because each line becomes numbers before the next one is read. It is used unless
     a later checkpoint is in the folder. Otherwise the newest `trainer_state.json` is read.
 
-    Args:
-        folder: Folder of the run.
-        tick: Function called after each entry. It may raise to stop the reading.
-        is_running: True if a launch is writing to the folder, which an error message mentions.
-
     Raises:
         RunError: There is no log, or its files are damaged.
     """
-    live = _read_live(folder / files.LIVE, tick)
+    live = _read_live(folder / files.LIVE)
     saved = [checkpoint for checkpoint in numbered(folder) if (checkpoint / STATE).exists()]
     newest = max(saved, key=step_in_name, default=None)
     if live is not None and (newest is None or step_in_name(newest) <= live.last_step):
         if not live.last_step:
-            found = "has logged nothing yet: ask again after its first step" if is_running else "logged nothing"
-            raise NothingLogged(f"{folder}: the run {found}")
+            raise NothingLogged(f"{folder}: the run has logged nothing yet; ask again after its first step")
         return live
     logs = [] if live is None else [live]
     for path in [folder] * (live is None) + [newest] * (newest is not None):
         with suppress(FileNotFoundError):  # rotation may just have removed the checkpoint
-            logs.append(_read_state(path / STATE, tick))
+            logs.append(_read_state(path / STATE))
     if not logs:
         raise NothingLogged(f"{folder}: no `{STATE}` here or in a checkpoint; name the `output_dir` of a run")
     return max(logs, key=lambda log: log.last_step)
 
 
-def _read_state(path: Path, tick: Callable[[], None]) -> Log:
+def _read_state(path: Path) -> Log:
     """Return the log in a `trainer_state.json`. Raises FileNotFoundError or `RunError`."""
     state = files.read_object(path, {"log_history": [_ENTRY]}, most=STATE_BYTES)
     log = Log()
     for entry in state["log_history"]:
         log.add(entry)
-        tick()
     if files.STEP.holds(state.get("max_steps")):
         log.max_steps = state["max_steps"]
     return log
 
 
-def _read_live(path: Path, tick: Callable[[], None]) -> Log | None:
+def _read_live(path: Path) -> Log | None:
     """Return the contents of a `_log.jsonl`, or None if there is no such file. Raises `RunError` if it is damaged.
 
     An incomplete last line is skipped: a launch is still writing it, or was killed.
@@ -155,7 +148,6 @@ def _read_live(path: Path, tick: Callable[[], None]) -> Log | None:
                     log.has_ended = True
                 else:
                     log.add(entry)
-                tick()
     except FileNotFoundError:
         return None
     except files.RunError:
@@ -285,7 +277,7 @@ class RunReward:
 
 @dataclass(frozen=True)
 class Run:
-    """Files of a run. After `deadline`, whatever reads further raises `OutOfTime`."""
+    """Files of a run. After `deadline`, reading more completions raises `OutOfTime`."""
 
     folder: Path
     record: Mapping[str, Any]
@@ -293,7 +285,7 @@ class Run:
     log: Log
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     deadline: float = math.inf
-    """Time of `time.monotonic` until which files may be read."""
+    """Time of `time.monotonic` until which completions may be read."""
     is_running: bool = False
     """True if a launch was writing to the folder when it was read."""
 
@@ -303,7 +295,7 @@ class Run:
 
         Args:
             folder: `output_dir` of the run.
-            within: Seconds from now after which reading, here or later, raises `OutOfTime`.
+            within: Seconds from now after which reading completions raises `OutOfTime`.
 
         Raises:
             RunError: The folder holds neither a log nor the cause of a failure, or a file is damaged.
@@ -313,7 +305,7 @@ class Run:
             raise files.RunError(f"{folder}: {place}; name the `output_dir` of a run")
         run = replace(cls.read_evaluations(folder, within), is_running=is_held(folder))
         try:
-            return replace(run, log=read_log(folder, run.check_time, is_running=run.is_running))
+            return replace(run, log=read_log(folder))
         except NothingLogged:
             if run.fault is None:
                 raise
@@ -362,7 +354,6 @@ class Run:
 
     def series(self, key: str) -> Series:
         """Return the values logged under a key, or an empty series."""
-        self.check_time()
         steps, values = self.log.metrics.get(key, ((), ()))
         return Series(list(steps), list(values))
 
@@ -491,7 +482,6 @@ class Run:
         tables = []
         for path in self._sampled(completions.EVALUATION).kept:
             for batch in files.read_batches(path, columns):
-                self.check_time()
                 scores = batch[[name for name in judges if name in batch]]
                 if scores.empty:
                     continue
@@ -506,9 +496,7 @@ class Run:
     def _sampled(self, kind: str) -> Sampled:
         """Return all logged steps, or `MAX_STEPS` of them, evenly spread, the last included."""
         logged = completions.logged(self.folder / completions.FOLDER, kind)
-        self.check_time()
-        read = spread(logged, MAX_STEPS)
-        return Sampled([one.path for one in read], len(logged))
+        return Sampled([one.path for one in spread(logged, MAX_STEPS)], len(logged))
 
 
 @dataclass(frozen=True)

@@ -282,9 +282,9 @@ def test_an_evaluation_records_how_the_base_is_quantized(tmp_path: Path) -> None
     evaluate.evaluate_model(checkpoint, output=tmp_path / "b", **options)
     made_with = json.loads((tmp_path / "b" / "evaluation.json").read_text())["made_with"]
     assert made_with["dtype"] == "bfloat16"
-    assert made_with["quantization"] == "4 bits (nf4, nested)"
+    assert made_with["quantization"] == "4 bits (nf4)"
     (warning,) = comparison.compare(tmp_path / "a", tmp_path / "b")["warnings"]
-    assert "quantization not recorded and 4 bits (nf4, nested)" in warning
+    assert "quantization not recorded and 4 bits (nf4)" in warning
 
 
 # ---- settings of training
@@ -365,7 +365,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_for_a_dtype(
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"quantization": "4 bits (nf4)"}),
         (
             {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
-            {"quantization": "4 bits (fp4, nested)"},
+            {"quantization": "4 bits (fp4)"},
         ),
     ],
 )

@@ -348,7 +348,8 @@ def test_ctrl_c_reports_what_is_saved_and_the_same_command_continues(
         "stopped by Ctrl-C: no batch was finished, so nothing is saved; the same command starts again"
     )
     assert output[1].splitlines()[-1] == (
-        f"stopped by Ctrl-C: 2 batches are saved in {tmp_path / 'e' / 'parts'}; the same command continues from there"
+        f"stopped by Ctrl-C: the finished batches are saved in {tmp_path / 'e' / 'parts'}; the same command continues "
+        "from there"
     )
     assert "Traceback" not in "".join(output)
     assert cli.main(arguments) == 0

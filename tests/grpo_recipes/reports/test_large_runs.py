@@ -100,7 +100,7 @@ def test_the_benchmark_of_a_training_prints_a_row_for_every_ten_saves(
     assert [line.split(" | ")[0] for line in output if re.match(r"\| \d", line)] == ["| 20", "| 40"]
 
 
-@pytest.mark.parametrize("reached", ["log", "checks", "completions"])
+@pytest.mark.parametrize("reached", ["checks", "completions"])
 def test_a_diagnosis_that_takes_too_long_is_skipped_with_a_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reached: str
 ) -> None:
@@ -113,7 +113,6 @@ def test_a_diagnosis_that_takes_too_long_is_skipped_with_a_message(
     object.__setattr__(run, "deadline", time.monotonic() - 1)
     with pytest.raises(OutOfTime):
         {
-            "log": lambda: Run.read(folder, within=-1),
             "checks": lambda: diagnostics.diagnose(run),
             "completions": lambda: run.rows,
         }[reached]()
@@ -138,6 +137,6 @@ def test_only_the_newest_state_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "trainer_state.json").unlink()
     read: list[Path] = []
     real = run_module._read_state
-    monkeypatch.setattr(run_module, "_read_state", lambda path, tick: read.append(path) or real(path, tick))
+    monkeypatch.setattr(run_module, "_read_state", lambda path: read.append(path) or real(path))
     assert Run.read(folder).log.last_step == 1
     assert read == [folder / "trainer_state.json", folder / "checkpoint-30" / "trainer_state.json"]

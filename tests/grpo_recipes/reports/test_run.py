@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 
 from grpo_recipes.reports import run as runs
-from grpo_recipes.reports.run import PARTS, OutOfTime, Run, RunReward, Series, last_message, prompt_text, spread
+from grpo_recipes.reports.run import PARTS, Run, RunReward, Series, last_message, prompt_text, spread
 from grpo_recipes.runs import completions, files
 from tests.support.synthetic import tool_completions, write_run
 
@@ -240,32 +238,6 @@ def test_completions_of_at_most_a_thousand_steps_are_read(monkeypatch: pytest.Mo
 
 
 # Folders
-
-
-def test_reading_stops_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_run(tmp_path / "run")
-    (folder / "completions" / "eval_completions_00010.parquet").write_bytes(
-        (folder / "completions" / "completions_00010.parquet").read_bytes()
-    )
-    run = Run.read(folder, within=60)
-    source = run.completion_files.kept[0]
-    late = replace(run, deadline=time.monotonic() - 1)
-    vars(late)["completion_files"] = run.completion_files
-    for read in (
-        lambda: late.series("reward"),
-        lambda: next(late._completions(source)),
-        lambda: late._sampled("completions"),
-        late.held_out_accuracy,
-        lambda: replace(run, deadline=time.monotonic() - 1).completion_files,
-    ):
-        with pytest.raises(OutOfTime, match="run is too large to be read before the deadline"):
-            read()
-    assert len(run.held_out_accuracy()) == 1
-    # The deadline passes after the files were listed.
-    clock = iter((0.0, 2.0))
-    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with pytest.raises(OutOfTime):
-        replace(run, deadline=1.0).held_out_accuracy()
 
 
 def test_evaluations_are_in_order_of_their_names(tmp_path: Path) -> None:

@@ -49,13 +49,12 @@ def _warnings(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     """
     made = []
     for record in (first, second):
-        settings = {"temperature": record["settings"].get("temperature")}
-        made.append({**settings, "engine": record.get("engine"), **record.get("made_with", {})})
+        engine = {"temperature": record["settings"].get("temperature"), "engine": record.get("engine")}
+        made.append({**engine, **record.get("made_with", {})})
     differences = []
     for key in {**made[0], **made[1]}:
-        values = [one.get(key) for one in made]
-        if values[0] != values[1]:
-            texts = ["not recorded" if value is None else str(value) for value in values]
+        texts = ["not recorded" if one.get(key) is None else str(one[key]) for one in made]
+        if texts[0] != texts[1]:
             differences.append(f"{key} {texts[0]} and {texts[1]}")
     if not differences:
         return []

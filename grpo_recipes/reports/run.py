@@ -109,9 +109,10 @@ def read_log(folder: Path) -> Log:
             raise NothingLogged(f"{folder}: the run has logged nothing yet; ask again after its first step")
         return live
     logs = [] if live is None else [live]
-    for path in [folder] * (live is None) + [newest] * (newest is not None):
-        with suppress(FileNotFoundError):  # rotation may just have removed the checkpoint
-            logs.append(_read_state(path / STATE))
+    for place in (folder if live is None else None, newest):
+        if place is not None:
+            with suppress(FileNotFoundError):  # rotation may just have removed the checkpoint
+                logs.append(_read_state(place / STATE))
     if not logs:
         raise NothingLogged(f"{folder}: no `{STATE}` here or in a checkpoint; name the `output_dir` of a run")
     return max(logs, key=lambda log: log.last_step)

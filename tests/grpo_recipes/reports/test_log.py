@@ -141,5 +141,5 @@ def test_a_log_that_ends_before_the_newest_checkpoint_is_not_used(tmp_path: Path
         return read_log(tmp_path).metrics["a"][1][-1]
 
     live(tmp_path, {"step": 0, "max_steps": 40}, {"step": 9, "a": 3.0})
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state({"step": 40, "a": 1.0})))  # an earlier launch wrote this
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state({"step": 40, "a": 1.0})))  # Older.
     assert [last(9), last(10)] == [3.0, 2.0]

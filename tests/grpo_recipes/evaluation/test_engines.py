@@ -606,7 +606,7 @@ def test_the_dtype_of_a_model_of_images_and_text_is_that_of_its_text(
 
 
 def test_a_folder_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UserError, match="^./runs/none: the model can't be loaded: there is no such folder"):
+    with pytest.raises(UserError, match="^runs/none: the model can't be loaded: there is no such folder"):
         engines.check_model("./runs/none")
 
 

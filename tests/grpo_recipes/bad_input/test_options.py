@@ -97,7 +97,7 @@ FRONT_DOOR: list[Case] = [
     Case("grpo-recipes export {model}", ("required: --to",)),
     Case(
         "grpo-recipes export nope --to b",
-        ("nope: the model can't be loaded: there is no such folder", "name a run, a checkpoint"),
+        ("nope: the model can't be loaded: there is no such folder",),
     ),
     Case("grpo-recipes export {model} --to {model}", ("is not empty: name another folder",)),
     Case("grpo-recipes export {model} --to file", ("--to file is a file",), files={"file": ""}),

@@ -212,18 +212,12 @@ def plan_recipe(options: argparse.Namespace) -> int:
 def _add_preview(commands: Commands) -> None:
     preview = commands.add_parser(
         "preview",
-        help="sample the untrained policy: completions, rewards, cost of a step",
+        help="sample the untrained policy: completions and their rewards",
         epilog="Further --key value pairs override the recipe, as in training. Nothing is trained or written.",
     )
     preview.set_defaults(function=preview_recipe)
     preview.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
     preview.add_argument("--prompts", metavar="N", type=int, default=8, help="number of prompts (default: 8)")
-    preview.add_argument(
-        "--seed",
-        metavar="N",
-        type=int,
-        help="random seed of prompts and sampling (default: the recipe's)",
-    )
     preview.add_argument("--json", action="store_true", help="print the preview as JSON, with every completion")
 
 
@@ -239,7 +233,7 @@ def preview_recipe(options: argparse.Namespace) -> int:
 
     arguments = ["--config", options.recipe, *options.overrides]
     with redirect_stdout(sys.stderr):  # messages of the preparation
-        found = preview(arguments, prompts=options.prompts, seed=options.seed, options=options.known)
+        found = preview(arguments, prompts=options.prompts, options=options.known)
     if options.json:
         _say_json(found.as_dict())
     else:

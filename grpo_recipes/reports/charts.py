@@ -1,4 +1,4 @@
-"""Charts of a report: a table of the metrics that are drawn, and a writer of lines over optimizer steps and of bars.
+"""Charts of a report: a table of the metrics that are drawn, and a writer of lines over optimizer steps.
 
 Colours and dashes are CSS classes of `templates/chart.css`. A run has a colour, and a metric has dashes. The thresholds
 of the checks are drawn as dashed lines.
@@ -7,6 +7,7 @@ of the checks are drawn as dashed lines.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -24,17 +25,11 @@ from grpo_rewards.terminal import visible
 
 WIDTH, HEIGHT = 360.0, 184.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 350.0, 10.0, 160.0
-"""Edges of the area of a chart of lines."""
-BAR = 34.0
-"""Height of a bar with its label."""
+"""Edges of the area of the lines."""
 HUES, DASHES = 6, 4
-MARKED = 25
-"""Smallest number of points for which a line does not mark each point."""
 SMOOTHED = 60
 """Number of points above which a line is thin. A thick one then goes through the means of as many equal parts."""
 MAX_POINTS = 600
-MAX_BARS = 8
-MAX_LABEL = 60
 LARGEST_DRAWN = 1e100
 
 
@@ -57,10 +52,8 @@ SECTIONS = {
     "tools": "How tools were used",
     "ran": "How it ran",
 }
-LIMITS = {
-    "tools/rows_at_limit": "no turns left",
-    "tools/rows_out_of_budget": "no tokens left",
-}
+ACCURACY, IN_TRAINING = "Accuracy on held-out problems", "Accuracy on the held-out split while training"
+LIMITS = {"tools/rows_at_limit": "no turns left", "tools/rows_out_of_budget": "no tokens left"}
 LOGP, EFFICIENCY = "sampling/sampling_logp_difference", "efficiency/tokens_"
 METRICS = (
     Metric("learnt", "Total reward", "weighted sum", {"reward": "in training", "eval_reward": "held out"}),
@@ -73,47 +66,38 @@ METRICS = (
     Metric("trust", "Weights that a step changes", "share", {"updates/changed": "", "updates/expected": "expected"}),
     Metric("trust", "Generator–trainer mismatch", "nats", {f"{LOGP}/mean": "mean", f"{LOGP}/max": "largest"}),
     Metric("trust", "Effective sample size", "share of tokens", {"passes/*/effective_sample_size": "pass {}"}),
-    Metric("tools", "Turns", "per completion", {"tools/turns": ""}),
     Metric("tools", "Calls", "per completion", {"tools/call_frequency": "", f"tools/{UNKNOWN}/calls": "unknown names"}),
-    Metric("tools", "Completions that call a tool", "share of completions", {"tools/rows_with_calls": ""}),
     Metric("tools", "Failed calls", "share of calls", {"tools/failure_frequency": ""}),
     Metric("tools", "Completions that a limit ended", "share of completions", LIMITS),
-    Metric("tools", "Tokens of results", "share of completion tokens", {"tools/tokens_share": ""}),
-    Metric("tools", "Calls by tool", "per completion that has the tool", {"tools/*/calls": "{}"}),
     Metric("tools", "Faults by tool", "share of its calls", {"tools/*/failures": "{}"}),
     Metric("tools", "Mistakes of the policy, by tool", "share of its calls", {"tools/*/mistakes": "{}"}),
-    Metric("tools", "Time of a call by tool", "seconds", {"tools/*/seconds": "{}"}),
     Metric("ran", "Time of a step", "seconds", {"step_time": ""}),
     Metric("ran", "Tokens of a step", "", {f"{EFFICIENCY}computed": "computed", f"{EFFICIENCY}needed": "needed"}),
-    Metric(
-        "ran", "Prompts", "share", {"prompts/generated": "generated", "prompts/kept_by_floor": "by the floor alone"}
-    ),
+    Metric("ran", "Prompts", "share", {"prompts/generated": "generated", "prompts/kept_by_floor": "by the floor"}),
     Metric("ran", "Gradient norm", "before clipping", {"grad_norm": ""}),
     Metric("ran", "Learning rate", "", {"learning_rate": ""}),
 )
 
 
-def thresholds(run: Run) -> dict[str, dict[str, float]]:
-    """Return the thresholds of the checks by the key that they belong to, each with the figure that is compared."""
-    last, both = "check of the last quarter:", "check of the mean and the last quarter:"
-    limits: dict[str, dict[str, float]] = {
-        "kl": {"check of the median of 5:": update_checks.KL_LIMIT},
-        "completions/clipped_ratio": {last: diagnostics.TRUNCATED_LIMIT},
-        "frac_reward_zero_std": {
-            "check of the mean:": diagnostics.FLAT_GROUPS_LIMIT,
-            last: diagnostics.SATURATED_LIMIT,
-        },
-        "clip_ratio/region_mean": {both: update_checks.clipped_limit(run)},
-        "cispo_clip_ratio": {both: update_checks.clipped_limit(run)},
-        "passes/*/effective_sample_size": {last: update_checks.SAMPLE_SIZE_LIMIT},
-        "tools/failure_frequency": {last: tool_checks.FAILED_CALLS_LIMIT},
-        "tools/rows_at_limit": {"check of the last quarter, summed:": tool_checks.TOOL_LIMITS_LIMIT},
-    }
+def thresholds(run: Run) -> list[tuple[str, str, float]]:
+    """Return the thresholds of the checks: the key of the log, the figure that is compared, and the value."""
+    last, clipped = "check of the last quarter:", update_checks.clipped_limit(run)
+    limits = [
+        ("kl", "check of the median of 5:", update_checks.KL_LIMIT),
+        ("completions/clipped_ratio", last, diagnostics.TRUNCATED_LIMIT),
+        ("frac_reward_zero_std", "check of the mean:", diagnostics.FLAT_GROUPS_LIMIT),
+        ("frac_reward_zero_std", last, diagnostics.SATURATED_LIMIT),
+        ("clip_ratio/region_mean", "check of the mean and the last quarter:", clipped),
+        ("cispo_clip_ratio", "check of the mean and the last quarter:", clipped),
+        ("passes/*/effective_sample_size", last, update_checks.SAMPLE_SIZE_LIMIT),
+        ("tools/failure_frequency", last, tool_checks.FAILED_CALLS_LIMIT),
+        ("tools/rows_at_limit", "check of the last quarter, summed:", tool_checks.TOOL_LIMITS_LIMIT),
+    ]
     if (entropy := run.series("entropy")).has_trend:
-        limits["entropy"] = {last: diagnostics.ENTROPY_LIMIT * entropy.start}
+        limits.append(("entropy", last, diagnostics.ENTROPY_LIMIT * entropy.start))
     if cap := run.config.get("max_completion_length"):
         grown = "check of the last quarter, after growth:"
-        limits["completions/mean_length"] = {grown: diagnostics.LENGTH_LIMIT * cap, "cap:": cap}
+        limits.append(("completions/mean_length", grown, diagnostics.LENGTH_LIMIT * cap))
     return limits
 
 
@@ -128,18 +112,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Bar:
-    """Share with its interval, filled or outlined."""
-
-    label: str
-    share: Estimate
-    hue: int
-    is_filled: bool
-
-
-@dataclass(frozen=True)
 class Chart:
-    """Chart of lines over optimizer steps, or of bars."""
+    """Chart of lines over optimizer steps."""
 
     title: str
     unit: str = ""
@@ -147,7 +121,6 @@ class Chart:
     lines: Sequence[Line] = ()
     limits: Sequence[tuple[str, float]] = ()
     """Thresholds, each with its label."""
-    bars: Sequence[Bar] = ()
     last_step: int = 1
 
     @property
@@ -168,21 +141,13 @@ class Chart:
             legend.append((line, last if len(line.series) == 1 else f"{first} → {last}, {line.series.quarters}"))
         return legend
 
-    @property
-    def reading(self) -> str:
-        """Text for readers who do not see the chart."""
-        parts = [": ".join(filter(None, (line.label, values))) for line, values in self.legend]
-        parts += [f"{label} {self.shown(value)}" for label, value in self.limits]
-        parts += [f"{bar.label}: {bar.share}" for bar in self.bars]
-        return f"{self.title}{f' ({self.unit})' if self.unit else ''}: {'; '.join(parts)}"
-
     def svg(self, style: str = "") -> Markup:
         """Return the chart for a page that has its CSS, or for a file of its own, into which the CSS is copied."""
-        height = BAR * len(self.bars) + 26.0 if self.bars else HEIGHT
-        drawn = Markup("").join(_bars(self, height - 22) if self.bars else _lines(self))
-        size: dict[str, Any] = {"viewBox": f"0 0 {WIDTH:g} {height:g}", "role": "img", "aria_label": self.reading}
+        drawn = Markup("").join(_lines(self))
+        label = f"Chart over optimizer steps: {self.title} {self.unit}"
+        size: dict[str, Any] = {"viewBox": f"0 0 {WIDTH:g} {HEIGHT:g}", "role": "img", "aria_label": label}
         if style:
-            size |= {"xmlns": "http://www.w3.org/2000/svg", "width": WIDTH, "height": height}
+            size |= {"xmlns": "http://www.w3.org/2000/svg", "width": WIDTH, "height": HEIGHT}
             drawn = element("style", Markup(style)) + drawn
         return element("svg", drawn, class_="chart", **size)
 
@@ -197,106 +162,80 @@ class Section:
 
 
 def sections(runs: Sequence[Run]) -> list[Section]:
-    """Return the charts of some runs, by the question that they answer, without empty sections."""
+    """Return the charts of some runs, by the question that they answer. A page has evaluations under the first one."""
     last_step = max([1, *(run.log.last_step for run in runs)])
     found = []
     for name, title in SECTIONS.items():
         charts = [chart for metric in METRICS if metric.section == name for chart in _metric(runs, metric)]
         if name == "learnt":
-            charts = [*_evaluations(runs), *_held_out(runs), *charts, *_rewards(runs)]
-        if charts:
+            charts = [*_accuracy(runs), *charts, *_rewards(runs)]
+        if charts or (name == "learnt" and any(run.evaluations for run in runs)):
             found.append(Section(name, title, [replace(chart, last_step=last_step) for chart in charts]))
     return found
 
 
 def _metric(runs: Sequence[Run], metric: Metric) -> Iterator[Chart]:
-    """Yield the chart of a metric, if it was logged."""
+    """Yield the chart of a metric, if it was logged. Of many passes or tools, a few are drawn."""
     keys: dict[str, str] = {}
     note = ""
-    for key, label in metric.keys.items():
-        names = _matches(runs, key)
-        keys |= {key.replace("*", name): label.format(name) for name in spread(names, DASHES)}
-        if len(names) > DASHES:
-            note = f"{DASHES} of {len(names)} are drawn."
-    logged = [key for key in keys if any(len(run.series(key)) for run in runs)]
-    is_labelled = len(logged) > 1 or any("*" in key for key in metric.keys)
+    for pattern, label in metric.keys.items():
+        logged = _logged(runs, pattern)
+        keys |= {key: label.format(logged[key]) for key in spread(list(logged), DASHES)}
+        if len(logged) > DASHES:
+            note = f"{DASHES} of {len(logged)} are drawn."
     lines = []
     for hue, run in enumerate(runs):
         for dash, (key, label) in enumerate(keys.items()):
             if len(series := run.series(key)):
-                shown = _label(runs, hue, label if is_labelled else "")
-                lines.append(Line(series, shown, f"c{hue % HUES} d{dash}"))
-    limits: dict[tuple[str, float], None] = {}
-    for run in runs:
-        drawn = thresholds(run)
-        limits |= dict.fromkeys(limit for key in metric.keys for limit in drawn.get(key, {}).items())
+                lines.append(Line(series, _label(runs, hue, label), f"c{hue % HUES} d{dash}"))
+    limits = [(label, value) for run in runs for key, label, value in thresholds(run) if key in metric.keys]
     if lines:
-        yield Chart(metric.title, metric.unit, note, lines, list(limits)[:DASHES])
+        yield Chart(metric.title, metric.unit, note, lines, list(dict.fromkeys(limits)))
 
 
-def _matches(runs: Sequence[Run], key: str) -> list[str]:
-    """Return the passes or tools in the log that the `*` of a key stands for, or [""] for a key without one."""
-    start, star, end = key.partition("*")
-    if not star:
-        return [""]
-    names: dict[str, None] = {}
+def _logged(runs: Sequence[Run], pattern: str) -> dict[str, str]:
+    """Return the logged keys of a pattern, each with the pass or tool that its `*` stands for."""
+    wanted = re.compile(re.escape(pattern).replace(r"\*", f"(?!{UNKNOWN}/)([^/]+)"))
+    found = {}
     for run in runs:
-        for logged in run.logged(start):
-            name = logged[len(start) : -len(end)]
-            if logged.endswith(end) and name != UNKNOWN and "/" not in name and len(run.series(logged)):
-                names[name] = None
-    return list(names)
+        for key in run.logged(pattern.partition("*")[0]):
+            if (match := wanted.fullmatch(key)) and len(run.series(key)):
+                found[key] = "".join(match.groups())
+    return found
 
 
 def _rewards(runs: Sequence[Run]) -> Iterator[Chart]:
     """Yield a chart of the mean of each reward."""
     lines: dict[str, list[Line]] = {}
-    highest: dict[str, float] = {}
     for hue, run in enumerate(runs):
         for reward, means in run.parts():
             if len(means):
                 lines.setdefault(reward.name, []).append(Line(means, _label(runs, hue), f"c{hue % HUES} d0"))
-            if reward.highest_pay is not None:
-                highest[reward.name] = max(reward.highest_pay, highest.get(reward.name, reward.highest_pay))
     for name, drawn in lines.items():
-        yield Chart(
-            f"Reward {shortened(name)}", f"of at most {number(highest[name])}" if name in highest else "", lines=drawn
-        )
+        yield Chart(f"Reward {shortened(name)}", lines=drawn)
 
 
-def _evaluations(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Yield a chart of the accuracy on held-out problems, if it was measured."""
-    bars = []
-    for hue, run in enumerate(runs):
-        for label, evaluation in labelled(run):
-            for name in ("strict", "lenient"):
-                if name in evaluation:
-                    words = f"{_label(runs, hue)} {label}, {name}".strip()
-                    bars.append(Bar(words, Estimate.from_dict(evaluation[name]), hue, name == "strict"))
-    if len(bars) > MAX_BARS:
-        bars = [bar for bar in bars if bar.is_filled]
-    if bars:
-        note = "Filled: right and in the required format. Outlined: right in any format. Whiskers: 95 % intervals."
-        yield Chart("Accuracy on held-out problems", "share right", note, bars=bars)
+def _accuracy(runs: Sequence[Run]) -> Iterator[Chart]:
+    """Yield a chart of the accuracy before and after training, and one of the accuracy in evaluations during it."""
+    strict, passing = "Right and in the required format.", "Completions that pass a correctness reward."
+    measured = {(ACCURACY, strict): _before_and_after, (IN_TRAINING, passing): Run.held_out_accuracy}
+    for (title, note), shares_of in measured.items():
+        lines = []
+        for hue, run in enumerate(runs):
+            if shares := shares_of(run):
+                series = Series([step for step, _ in shares], [share.value for _, share in shares])
+                lines.append(Line(series, _label(runs, hue), f"c{hue % HUES} d0", [share for _, share in shares]))
+        if lines:
+            yield Chart(title, "share right", f"{note} Whiskers: 95 % intervals.", lines)
 
 
-def _held_out(runs: Sequence[Run]) -> Iterator[Chart]:
-    """Yield a chart of the accuracy in evaluations during training, if there were any."""
-    lines = []
-    for hue, run in enumerate(runs):
-        if accuracy := run.held_out_accuracy():
-            shares = [share for _, share in accuracy]
-            series = Series([step for step, _ in accuracy], [share.value for share in shares])
-            lines.append(Line(series, _label(runs, hue), f"c{hue % HUES} d0", shares))
-    if lines:
-        note = "Completions that pass a correctness reward. Whiskers: 95 % intervals."
-        yield Chart("Accuracy on the held-out split while training", "share right", note, lines)
-
-
-def labelled(run: Run) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return a run's evaluations with their names: before training, others by name, after training."""
-    order = {BEFORE: 0, AFTER: 2}
-    return sorted(run.evaluations.items(), key=lambda item: (order.get(item[0], 1), item[0]))
+def _before_and_after(run: Run) -> list[tuple[int, Estimate]]:
+    """Return the strict accuracy of the evaluations before and after training, each with its step."""
+    shares = []
+    for label, step in ((BEFORE, 0), (AFTER, run.log.last_step)):
+        if "strict" in (evaluation := run.evaluations.get(label, {})):
+            shares.append((step, Estimate.from_dict(evaluation["strict"])))
+    return shares
 
 
 def _label(runs: Sequence[Run], hue: int, label: str = "") -> str:
@@ -335,7 +274,7 @@ def _lines(chart: Chart) -> Iterator[Markup]:
             yield _text(across(tick), HEIGHT - 8, f"{tick:,.0f}", "middle" if tick else "start")
     yield _text(LEFT - 6, HEIGHT - 8, "step", "end")
     for line in chart.lines:
-        yield element("g", Markup("").join(_line(chart, line, across, up)), class_=line.style.split()[0])
+        yield element("g", Markup("").join(_line(line, across, up)), class_=line.style.split()[0])
     for label, value in chart.limits:
         y, note = up(value), f"{label} {chart.shown(value)}"
         if low <= value <= high:
@@ -346,9 +285,9 @@ def _lines(chart: Chart) -> Iterator[Markup]:
             yield _text(RIGHT, *place, "end", "limit")
 
 
-def _line(chart: Chart, line: Line, across: Callable[[float], float], up: Callable[[float], float]) -> Iterator[Markup]:
-    """Yield a line through its points, or a thin one and the means of its parts, its intervals, and a few marks."""
-    steps, values = np.array(line.series.steps), _drawable(line.series.values)
+def _line(line: Line, across: Callable[[float], float], up: Callable[[float], float]) -> Iterator[Markup]:
+    """Yield a line through its points, or a thin one and the means of its parts, and its intervals."""
+    steps, values = np.array(line.series.steps), np.array(line.series.values)
 
     def polyline(steps: Iterable[float], values: Iterable[float], style: str) -> Markup:
         points = " ".join(f"{across(step):.1f},{up(value):.1f}" for step, value in zip(steps, values, strict=True))
@@ -361,30 +300,10 @@ def _line(chart: Chart, line: Line, across: Callable[[float], float], up: Callab
         middles = [part.mean() for part in np.array_split(steps, SMOOTHED)]
         means = [part.mean() for part in np.array_split(values, SMOOTHED)]
         yield polyline(middles, means, line.style)
+    if len(values) == 1:  # a polyline of one point is invisible
+        yield element("circle", cx=across(steps[0]), cy=up(values[0]), r=2.5)
     for step, share in zip(line.series.steps, line.intervals, strict=False):
         yield _rule(across(step), up(share.low), across(step), up(share.high), "whisker")
-    if len(values) < MARKED:
-        for step, value in zip(line.series.steps, values, strict=True):
-            title = element("title", f"step {step}: {chart.shown(value)}")
-            yield element("circle", title, cx=across(step), cy=up(value), r=2.5)
-
-
-def _bars(chart: Chart, bottom: float) -> Iterator[Markup]:
-    def across(share: float) -> float:
-        return _scaled(share, 8, RIGHT - 8)
-
-    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
-        yield _rule(across(tick), 4.0, across(tick), bottom, "grid")
-        yield _text(across(tick), bottom + 14, percent(tick), {0.0: "start", 1.0: "end"}.get(tick, "middle"))
-    for place, bar in enumerate(chart.bars):
-        y, share = BAR * place + 14, bar.share
-        yield _text(12.0, y, f"{shortened(bar.label, MAX_LABEL)}  {percent(share.value)}", "start")
-        style, width = "filled" if bar.is_filled else "open", max(1.0, across(share.value) - 8)
-        box = element("rect", class_=style, x=8.0, y=y + 5, width=width, height=9.0, rx=2.0)
-        yield element("g", box, class_=f"c{bar.hue % HUES}")
-        yield _rule(across(share.low), y + 9.5, across(share.high), y + 9.5, "whisker")
-        for end in (share.low, share.high):
-            yield _rule(across(end), y + 6, across(end), y + 13, "whisker")
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Markup:
@@ -401,7 +320,8 @@ def _vertical(chart: Chart) -> tuple[float, float]:
     for line in chart.lines:
         values += line.series.values
         values += [end for share in line.intervals for end in (share.low, share.high)]
-    low, high = (float(end) for end in _drawable([min(values), max(values)]))
+    # The largest floats would overflow in a product.
+    low, high = max(min(values), -LARGEST_DRAWN), min(max(values), LARGEST_DRAWN)
     if low >= 0:  # a value that halves should look so
         low = 0.0
     for _, limit in chart.limits:
@@ -411,22 +331,20 @@ def _vertical(chart: Chart) -> tuple[float, float]:
         high = low + (abs(low) or 1.0)
     # Outwards to the next ticks.
     step = _step(low, high)
-    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    return low, min(high, 1.0) if chart.is_share and max(values) <= 1 else high
+    return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
 
 
-def envelope(values: Sequence[float] | np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
+def envelope(values: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
     """Return the indices of the points to draw, in order.
 
     These are all points, or the lowest and the highest of each of `most / 2` equal parts. A chart is a few hundred
     pixels wide, so a line through these points covers the same pixels as one through all points.
     """
-    points = np.asarray(values, dtype=float)
-    if len(points) <= most:
-        return np.arange(len(points))
-    kept = [0, len(points) - 1]
-    for part in np.array_split(np.arange(len(points)), most // 2):
-        kept += [part[points[part].argmin()], part[points[part].argmax()]]
+    if len(values) <= most:
+        return np.arange(len(values))
+    kept = [0, len(values) - 1]
+    for part in np.array_split(np.arange(len(values)), most // 2):
+        kept += [part[values[part].argmin()], part[values[part].argmax()]]
     return np.unique(kept)
 
 
@@ -443,45 +361,29 @@ def _step(low: float, high: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 
 
-def _drawable(values: Iterable[float]) -> np.ndarray:
-    """Return values that can be scaled. The largest floats would overflow in a product."""
-    return np.clip(np.array(list(values), dtype=float), -LARGEST_DRAWN, LARGEST_DRAWN)
-
-
 def _scaled(share: float, start: float, end: float) -> float:
     """Return the place at a share of the way from `start` to `end`, at most a little outside."""
     return start + (end - start) * float(np.clip(share, -0.05, 1.05))
 
 
 def number(value: float) -> str:
-    """Return a number in few characters: 1,250; 3.4M; 0.013; 1e-05."""
-    size = abs(value)
-    if 1e4 <= size < 1e15:
-        for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if size >= unit:
-                return f"{value / unit:.3g}{name}"
-    if 1e3 <= size < 1e4:
-        return f"{value:,.0f}"
-    return f"{0.0 if size < 1e-300 else value:.3g}"
+    """Return a number in few characters: 1.25k; 3.4M; 0.013; 1e-05."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if unit <= abs(value) < 1e12:
+            return f"{value / unit:.3g}{name}"
+    return f"{value:.3g}"
 
 
 def percent(value: float) -> str:
     """Return a share in percent, with a decimal only if it is small."""
     points = 100 * value
-    if abs(points) >= 1e6:
-        return number(value)
     decimals = 0 if abs(points) >= 10 or abs(points - round(points)) < 0.005 else 1
     return f"{points:z.{decimals}f} %"  # z: no -0
 
 
 def duration(seconds: float) -> str:
-    """Return a time in one or two units: 94 ms; 9.9 s; 3 min 20 s; 1 h 2 min; 2 d 1 h."""
-    if seconds < 0.0995:
-        return f"{seconds * 1000:.0f} ms"
-    if seconds < 59.5 or not math.isfinite(seconds):
+    """Return a time in one or two units: 0.094 s; 9.9 s; 3 min 20 s; 49 h 2 min."""
+    if seconds < 59.5:
         return f"{seconds:.2g} s"
     minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24:,} d {hours % 24} h"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"

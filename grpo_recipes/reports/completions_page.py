@@ -8,12 +8,13 @@ page names by its hash. The script shows every text as text: nothing in a comple
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
+import io
 import json
 import math
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,47 +23,22 @@ import jinja2
 import pandas as pd
 from markupsafe import Markup
 
-from grpo_recipes.reports.cards import shortened, tags_of
-from grpo_recipes.reports.run import MAX_STEPS, PARTS, Run, spread
-from grpo_recipes.reports.transcript import Part, limited
-from grpo_recipes.runs.files import replacing
+from grpo_recipes.reports.run import PARTS, Run
+from grpo_recipes.runs.files import write_atomically
 from grpo_rewards.terminal import visible, visible_lines
 
-DATA = '<script type="text/plain" id="data">'
-"""Beginning of the element with the completions, which are written behind it and are never in memory as a whole."""
-GZIP = 31
-"""Argument of zlib for a stream with the header of gzip."""
 TEMPLATES = Path(__file__).parent / "templates"
 LIMIT = 100_000_000
-"""Largest number of characters of all completions and prompts on a page. A browser holds them in memory."""
-
-
-RESULT_HEAD, RESULT_TAIL = 1500, 500
-"""Characters that are shown of a long result of a tool."""
-FIRST_PARTS, LAST_PARTS = 150, 50
-"""Parts that are shown of a long transcript."""
+"""Number of characters of all completions and prompts above which a page has some steps only. A browser holds them."""
 
 
 @dataclass(frozen=True)
 class CompletionsPage:
-    """Written page with completions.
-
-    Attributes:
-        name: Name of the file.
-        rows: Number of completions on the page.
-        size: Size of the file in bytes.
-        note: Sentences on what the page holds, and on what is left out.
-    """
+    """Written page with completions: its file, their number, and sentences on what it holds and leaves out."""
 
     name: str
     rows: int
-    size: int
     note: str
-
-    @property
-    def shown_size(self) -> str:
-        """Size of the file in megabytes or kilobytes."""
-        return f"{self.size / 1e6:.1f} MB" if self.size >= 1e6 else f"{self.size / 1e3:.0f} kB"
 
 
 def policy(style: str, script: str = "") -> str:
@@ -93,51 +69,28 @@ def write_completions_page(
         return None
     rows = _within_limit(run.rows)
     script = (TEMPLATES / "completions.js").read_text(encoding="utf-8")
-    note = _note(run, rows)
+    note = (
+        f"The page holds {len(rows):,} completions of {rows['step'].nunique():,} of {run.completion_files.count:,} "
+        "logged steps, evenly spread. TRL logs the last generation before each logging step."
+    )
     text = environment.get_template("completions.html").render(
         run=run.name,
         style=Markup(style),
         script=Markup(script),
         policy=policy(style, script),
         note=note,
+        data=_packed(_items(run, rows)),
         made=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     )
-    before, mark, after = text.partition(DATA)
-    with replacing(folder / name) as part:
-        with part.open("wb") as file:
-            file.write(f"{before}{mark}".encode())
-            file.writelines(_packed(_items(run, rows)))
-            file.write(after.encode())
-        size = part.stat().st_size
-    return CompletionsPage(name, len(rows), size, note)
+    write_atomically(folder / name, text)
+    return CompletionsPage(name, len(rows), note)
 
 
 def _within_limit(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of as many steps as fit into `LIMIT`, evenly spread, or the first rows of the last step."""
-    sizes = rows.groupby("step")["characters"].sum()
-    count = len(sizes)
-    while True:
-        kept = spread(list(sizes.index), count)
-        if count == 1 or sizes[kept].sum() <= LIMIT:
-            break
-        count = math.floor(0.9 * count)
-    if count == 1:
-        kept = [sizes.index[-1]]
-    rows = rows[rows["step"].isin(kept)]
-    return rows[rows["characters"].cumsum() <= LIMIT]
-
-
-def _note(run: Run, rows: pd.DataFrame) -> str:
-    """Return which completions the page holds, and the limit."""
-    steps, logged = rows["step"].nunique(), run.completion_files.count
-    sentences = [
-        f"The page holds {len(rows):,} completions of {steps:,} of {logged:,} logged steps. TRL logs the last "
-        "generation before each logging step."
-    ]
-    if steps < logged or len(rows) < len(run.rows):
-        sentences.append("The other steps are left out, evenly spread.")
-    limit = f"A page holds at most {LIMIT // 1_000_000:,} million characters of at most {MAX_STEPS:,} steps."
-    return " ".join([*sentences, limit])
+    """Return all rows, or those of every second, third, … step up to the last one, so that about `LIMIT` remain."""
+    every = math.ceil(rows["characters"].sum() / LIMIT)
+    steps = sorted(rows["step"].unique())
+    return rows[rows["step"].isin(steps[::-1][:: max(1, every)])]
 
 
 def _items(run: Run, rows: pd.DataFrame) -> Iterator[Any]:
@@ -147,7 +100,7 @@ def _items(run: Run, rows: pd.DataFrame) -> Iterator[Any]:
     of the text, a transcript is a list of kind, heading and text of each part.
     """
     rewards = [reward.name for reward in run.rewards if f"pay/{reward.name}" in rows.columns]
-    yield {"rewards": [visible(name) for name in rewards], "tags": [visible(tag) for tag in tags_of(run)]}
+    yield {"rewards": [visible(name) for name in rewards]}
     prompts: dict[int, int] = {}
     for batch in run.batches(rows):
         for row in batch.to_dict("records"):
@@ -157,16 +110,8 @@ def _items(run: Run, rows: pd.DataFrame) -> Iterator[Any]:
                 yield visible_lines(row["question"])
             texts = [_text(row.get(key)) for key in ("gold", "verdict")]
             numbers = [_number(row.get(key)) for key in ("advantage", "total", *rewards)]
-            shown = _transcript(row[PARTS]) or visible_lines(row["completion"])
-            yield [int(row["step"]), prompts[prompt], shown, *texts, *numbers]
-
-
-def _transcript(parts: Sequence[Part]) -> list[tuple[str, str, str]]:
-    shown: list[tuple[str, str, str]] = []
-    for part in limited(parts, FIRST_PARTS, LAST_PARTS):
-        text = shortened(part.text, RESULT_HEAD, RESULT_TAIL) if part.kind == "result" else part.text
-        shown.append((part.kind, visible(part.label), visible_lines(text)))
-    return shown
+            parts = [(part.kind, visible(part.label), visible_lines(part.text)) for part in row[PARTS]]
+            yield [int(row["step"]), prompts[prompt], parts or visible_lines(row["completion"]), *texts, *numbers]
 
 
 def _text(value: Any) -> str:
@@ -178,14 +123,11 @@ def _number(value: Any) -> float | None:
     return float(f"{value:.6g}") if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
-def _packed(items: Iterator[Any]) -> Iterator[bytes]:
-    """Yield the parts of a JSON array of the items, compressed by gzip and in base64."""
-    compressor = zlib.compressobj(wbits=GZIP)
-    opening, waiting = b"[", b""
-    for item in items:
-        waiting += compressor.compress(opening + json.dumps(item, ensure_ascii=False).encode())
-        opening = b",\n"
-        whole = len(waiting) // 3 * 3  # base64 writes three bytes as four characters, and pads only at the end
-        yield base64.b64encode(waiting[:whole])
-        waiting = waiting[whole:]
-    yield base64.b64encode(waiting + compressor.compress(b"]") + compressor.flush())
+def _packed(items: Iterator[Any]) -> Markup:
+    """Return a JSON array of the items, compressed by gzip and in base64. Only the compressed form is held."""
+    packed = io.BytesIO()
+    with gzip.open(packed, "wt", encoding="utf-8") as file:
+        for place, item in enumerate(items):
+            file.write(f"{',' if place else '['}\n{json.dumps(item, ensure_ascii=False)}")
+        file.write("]")
+    return Markup(base64.b64encode(packed.getvalue()).decode())

@@ -1,7 +1,7 @@
 """Model card of a run, `README.md` in its folder: base model, data, rewards, recipe, versions and accuracy.
 
 TRL's own card names no rewards and no recipe, and links a local base model as `None`. Everything here is read from the
-run's files. Names on the hub are linked. Of a local path, only the last part is shown.
+run's files. Names on the hub are linked. Of an absolute path, only the last part is shown.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ def write_model_card(folder: Path) -> None:
         pipeline_tag="text-generation",
         tags=["grpo", "grpo-recipes", "trl"],
     )
-    given = str(record["recipe"]["model_name_or_path"])
-    adapter = f" (from the adapter `{_name(given)}`)" if given != base else ""
     opening = (
         f"# {folder.resolve().name}\n\n"
-        f"{_linked(base, record)}{adapter}, trained with GRPO on {record['train_prompts']:,} prompts of "
+        f"{_linked(base, record)}, trained with GRPO on {record['train_prompts']:,} prompts of "
         f"{_linked(data, record, 'datasets/')} by grpo-recipes {record['versions']['grpo-recipes']} with [TRL]({TRL})."
     )
     rewards = [f"`{reward['name']}` | {reward['weight']:g}" for reward in record["rewards"]]
@@ -71,30 +69,26 @@ def _table(title: str, head: str, rows: list[str]) -> str:
 
 
 def _accuracy(folder: Path) -> str:
-    """Return a section on the run's evaluations, those during training included, or an empty text."""
+    """Return a section on the run's evaluations, or an empty text."""
     run = Run.read_evaluations(folder)
     rows = []
     for label, result in run.evaluations.items():
         if "strict" in result:
             strict, lenient = Estimate.from_dict(result["strict"]), Estimate.from_dict(result["lenient"])
-            rows.append(f"`evaluate`, {label} | {result['problems']} | {strict} | {lenient}")
-    for step, estimate in run.held_out_accuracy():
-        rows.append(f"in training, step {step} | | {estimate} | ")
-    head = "held-out accuracy | problems | strict (95 % interval) | lenient (95 % interval)"
+            rows.append(f"{label} | {result['problems']} | {strict} | {lenient}")
+    head = "evaluation | problems | strict (95 % interval) | lenient (95 % interval)"
     return _table("Accuracy", head, rows) if rows else ""
 
 
 def _recipe(record: Mapping[str, Any]) -> str:
     """Return a section with the launch command and the resolved recipe."""
     recipe = {key: value for key, value in redacted(record["recipe"]).items() if key not in OMITTED}
-    text = yaml.safe_dump(_without_paths(recipe, record), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(_without_paths(recipe), sort_keys=False, allow_unicode=True)
     processes = record["world_size"]
     launcher = "python" if processes == 1 else f"accelerate launch --num_processes {processes}"
-    command = shlex.join(_without_paths(redacted_arguments(record.get("arguments") or []), record))
-    resumes = len(record.get("launches") or [record]) - 1
-    resumed = f"\n\nResumed {resumes} time{'s' if resumes > 1 else ''}; this is the last launch." if resumes else ""
+    command = shlex.join(_without_paths(redacted_arguments(record.get("arguments") or [])))
     return (
-        f"## Recipe\n\n```bash\n{launcher} -m grpo_recipes.train {command}\n```{resumed}\n\n"
+        f"## Recipe\n\n```bash\n{launcher} -m grpo_recipes.train {command}\n```\n\n"
         f"Resolved from the file and the command line. Every other key has TRL's default:\n\n```yaml\n{text}```"
     )
 
@@ -134,15 +128,12 @@ def _name(path: str) -> str:
     return Path(path).resolve().name
 
 
-def _without_paths(value: Any, record: Mapping[str, Any]) -> Any:
-    """Return `value` with every local path cut to its last part."""
+def _without_paths(value: Any) -> Any:
+    """Return `value` with every path from the root or a home directory cut to its last part."""
     if isinstance(value, Mapping):
-        return {key: _without_paths(entry, record) for key, entry in value.items()}
+        return {key: _without_paths(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_paths(entry, record) for entry in value]
+        return [_without_paths(entry) for entry in value]
     if not isinstance(value, str):
         return value
-    option, equals, path = value.partition("=") if value.startswith("--") else ("", "", value)
-    if "/" in path and Path(record["directory"], path).exists():
-        path = _name(path)
-    return option + equals + _PATH.sub(lambda found: _name(found[0]), path)
+    return _PATH.sub(lambda found: _name(found[0]), value)

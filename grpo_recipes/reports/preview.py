@@ -1,10 +1,11 @@
-"""Samples of the untrained policy: completions, their rewards, the cost of a step, and what follows from them.
+"""Samples of the untrained policy: completions, their rewards, and what follows from them.
 
 `grpo_recipes.preview` draws the sample. What follows uses the thresholds of `diagnostics`, which are rules of thumb.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -13,40 +14,19 @@ from typing import Any
 import pandas as pd
 
 from grpo_recipes.checks.rewards import prefilled_notes
-from grpo_recipes.evaluation.estimates import Estimate, mean_share
+from grpo_recipes.evaluation.estimates import mean_share
 from grpo_recipes.reports.cards import FIRST_PARTS, LAST_PARTS, shortened
 from grpo_recipes.reports.charts import duration
-from grpo_recipes.reports.diagnostics import FLAT_GROUPS_LIMIT, IDENTICAL_LIMIT, TRUNCATED_LIMIT, earns_much
+from grpo_recipes.reports.diagnostics import FLAT_GROUPS_LIMIT, TRUNCATED_LIMIT, earns_much
 from grpo_recipes.reports.transcript import Part as Turn
 from grpo_recipes.reports.transcript import limited
-from grpo_rewards.explain import json_values, score_line
+from grpo_rewards.explain import score_line
 from grpo_rewards.registry import BuiltReward
 from grpo_rewards.reward import is_passing, reaches
 from grpo_rewards.terminal import Cell, Labelled, Part, Table
 
-SHOWN_PROMPTS = 4
-"""Number of prompts that are printed. `--json` has all of them."""
 FLAT = 1e-9
 """Largest range of scores that counts as no variance."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Time of an optimizer step in seconds, as the sample suggests.
-
-    Attributes:
-        device: Name of the device that generated.
-        tokens_per_second: Speed of the generation.
-        steps: Optimizer steps of the run.
-        completions: Completions of an optimizer step, on all processes.
-        step: Expected time of the parts of an optimizer step. `training` is missing if its memory was not enough.
-    """
-
-    device: str
-    tokens_per_second: float
-    steps: int
-    completions: int
-    step: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -63,7 +43,7 @@ class Preview:
             last message of a completion with tools; `turns`, its transcript; `tokens`; `cut`, True if
             `max_completion_length` has cut it; `total`, the weighted sum of the scores; `pay/NAME`, the score of each
             reward, NaN for none; and `said`, the values that each reward logged, by its name.
-        cost: Times of the sample.
+        seconds_per_completion: Mean time of its generation and its rewards.
     """
 
     source: str
@@ -72,7 +52,7 @@ class Preview:
     rewards: Sequence[BuiltReward]
     prompts: Sequence[str]
     rows: pd.DataFrame
-    cost: Cost
+    seconds_per_completion: float
 
     @cached_property
     def is_flat(self) -> pd.Series:
@@ -82,32 +62,9 @@ class Preview:
             columns = [f"pay/{reward.name}" for reward in self.rewards if reward.weight]
         return ~self._varies(columns).any(axis=1)
 
-    @property
-    def flat_share(self) -> Estimate:
-        """Share of zero-variance groups. Groups of the same prompt count as one cluster."""
-        return mean_share(self.is_flat.astype(float).tolist(), clusters=list(self.prompts))
-
     def _varies(self, columns: Sequence[str]) -> pd.DataFrame:
         groups = self.rows.groupby("prompt")[list(columns)]
         return groups.max() - groups.min() > FLAT
-
-    def reward_table(self) -> dict[str, dict[str, Any]]:
-        """Return what each reward pays: weight, kind, mean, and the share of completions that earn the full score.
-
-        `unscored` is the number of completions without a score, `varies` that of groups in which the score varies.
-        """
-        table = {}
-        for reward in self.rewards:
-            scores, highest = self.rows[f"pay/{reward.name}"], reward.highest_pay
-            table[reward.name] = {
-                "weight": reward.weight,
-                "kind": reward.kind,
-                "mean": float(scores.mean()) if scores.notna().any() else None,
-                "full": None if highest is None else float(reaches(scores, highest).mean()),
-                "unscored": int(scores.isna().sum()),
-                "varies": int(self._varies([f"pay/{reward.name}"]).sum().item()),
-            }
-        return table
 
     def findings(self) -> list[str]:
         """Return what follows from the sample, each sentence with the key of the recipe to change."""
@@ -130,11 +87,11 @@ class Preview:
                 yield f"`{name}` pays {scores.max():g}, more than its `highest_pay` {highest:g}: correct its spec"
             earns_full = highest is None or reaches(scores, highest).any()
             if reward.kind == "format" and reward.weight > 0 and not earns_full:
-                has_parts = "pay/tag_presence" in self.rows
+                parts = "" if "pay/tag_presence" in self.rows else ", pay its parts (`tag_presence`)"
                 yield (
                     f"no completion has the format of `{name}`, and training only raises what is sampled: describe the "
-                    f"format in `dataset.system_prompt`{'' if has_parts else ', pay its parts (`tag_presence`)'}, or "
-                    "begin with a policy that knows the format (`model_name_or_path`)"
+                    f"format in `dataset.system_prompt`{parts}, or begin with a policy that knows the format "
+                    "(`model_name_or_path`)"
                 )
             if reward.kind == "correctness" and not is_passing(scores, reward.passes_at).any():
                 note = reward.declared.unparsed_note(self.rows["text"].tolist())
@@ -151,26 +108,15 @@ class Preview:
                 "`max_completion_length`, or set `mask_truncated_completions: true`. A base model that never ends "
                 "needs `generation_kwargs.stop`"
             )
-        contents = [(*row.turns, row.text) for row in self.rows.itertuples()]
-        repeated = int(pd.Series(contents).groupby(self.rows["prompt"].tolist()).nunique().eq(1).sum())
-        if repeated > IDENTICAL_LIMIT * count:
-            yield f"{repeated} of {count} groups repeat one completion: raise `temperature`"
-        if "training" not in self.cost.step:
-            yield (
-                "the loss and its gradient need more memory than the device has: lower `per_device_train_batch_size`, "
-                "and raise `gradient_accumulation_steps` as much"
-            )
 
     def _why_flat(self, problem: str) -> str:
         """Return a sentence on zero-variance groups: whether most are too easy or too hard, if that is known."""
         much = earns_much(self.rows, [reward for reward in self.rewards if reward.weight])
         is_scored = self.rows.groupby("prompt")["total"].count() > 0
         if much is None or not (is_scored & self.is_flat).any():
-            unknown = [f"`{reward.name}`" for reward in self.rewards if reward.weight and reward.highest_pay is None]
-            declare = f". Set `highest_pay` in the spec of {' and '.join(unknown)}, to learn which rows to keep"
             return (
                 f"{problem}: check `rewards` against the completions above, raise `num_generations` or `temperature`, "
-                f"or train on other rows{declare if unknown else ''}"
+                "or train on other rows"
             )
         is_easy = much.groupby(self.rows["prompt"]).all()[is_scored & self.is_flat]
         if is_easy.mean() > 0.5:
@@ -187,79 +133,45 @@ class Preview:
     def describe(self) -> list[Part]:
         """Return the preview for the terminal."""
         parts: list[Part] = [Cell(f"{self.source}: {self.model} before training", "head")]
-        for number, prompt in enumerate(self.prompts[:SHOWN_PROMPTS]):
+        for number, prompt in enumerate(self.prompts):
             rows = self.rows[self.rows["prompt"] == number]
             title = f"prompt {number + 1}: {rows['prompt_tokens'].iloc[0]} tokens, exactly as the model sees it"
             parts += ["", Cell(title, "head"), *_indented(prompt)]
             for _, row in _extremes(rows).iterrows():
                 parts += _completion(row)
-        if len(self.prompts) > SHOWN_PROMPTS:
-            parts += ["", f"  {SHOWN_PROMPTS} of {len(self.prompts)} prompts are shown; `--json` has all of them"]
         parts += ["", self._rewards(), ""]
         parts += [Labelled(label, text) for label, text in self._figures().items()]
         return [*parts, *(Labelled("what follows", sentence) for sentence in self.findings())]
 
     def _rewards(self) -> Table:
+        """Return what each reward pays, and in how many groups its score varies."""
         rows = []
-        for name, one in self.reward_table().items():
-            mean = "-" if one["mean"] is None else f"{one['mean']:.3f}"
-            full = "-" if one["full"] is None else f"{one['full']:.0%}"
-            unscored, varies = (
-                f"{one['unscored']} of {len(self.rows)}",
-                f"{one['varies']} of {len(self.prompts)} groups",
-            )
-            rows.append((name, f"{one['weight']:g}", mean, full, unscored, varies))
+        for reward in self.rewards:
+            scores, highest = self.rows[f"pay/{reward.name}"], reward.highest_pay
+            mean = "-" if scores.isna().all() else f"{scores.mean():.3f}"
+            full = "-" if highest is None else f"{reaches(scores, highest).mean():.0%}"
+            unscored = f"{scores.isna().sum()} of {len(scores)}"
+            varies = f"{self._varies([scores.name]).sum().item()} of {len(self.prompts)} groups"
+            rows.append((reward.name, f"{reward.weight:g}", mean, full, unscored, varies))
         head = ("reward", "weight", "mean", "full score", "no score", "varies in")
         return Table(rows, head, frozenset({1, 2, 3, 4, 5}))
 
     def _figures(self) -> dict[str, str]:
-        share, lengths, cost = self.flat_share, self.rows["tokens"], self.cost
-        spent = sum(cost.step.values())
-        parts = ", ".join(f"{duration(seconds)} {name}" for name, seconds in cost.step.items())
+        lengths, count = self.rows["tokens"], len(self.prompts)
+        share = mean_share(self.is_flat.astype(float).tolist(), clusters=list(self.prompts))
         return {
-            "zero variance": f"{self.is_flat.sum()} of {len(self.prompts)} groups (95 % interval {share.low:.0%} to "
+            "zero variance": f"{self.is_flat.sum()} of {count} groups (95 % interval {share.low:.0%} to "
             f"{share.high:.0%}): their advantages are 0",
             "completions": f"{lengths.min()} to {lengths.max()} tokens, mean {lengths.mean():.0f}; "
             f"{self.rows['cut'].sum()} of {len(lengths)} are cut at `max_completion_length`",
-            "generation": f"{cost.tokens_per_second:,.0f} tokens/s on {cost.device}",
-            "optimizer step": f"{duration(spent)} for {cost.completions} completions, about "
-            f"{cost.completions * lengths.mean():,.0f} tokens: {parts}. The update and messages between processes are "
-            "not included",
-            "run": f"{cost.steps:,} optimizer steps: {duration(cost.steps * spent)}, if the lengths stay",
+            "time": f"{duration(self.seconds_per_completion)} per completion, for generation and rewards",
         }
 
     def as_dict(self) -> dict[str, Any]:
         """Return the preview for `--json`."""
-        groups = []
-        for number, prompt in enumerate(self.prompts):
-            rows = self.rows[self.rows["prompt"] == number]
-            completions = [self._json(row) for _, row in rows.iterrows()]
-            tokens, is_flat = int(rows["prompt_tokens"].iloc[0]), bool(self.is_flat[number])
-            groups.append({"prompt": prompt, "tokens": tokens, "zero_variance": is_flat, "completions": completions})
-        flat, mean = {"groups": int(self.is_flat.sum()), "of": len(self.prompts)}, float(self.rows["tokens"].mean())
-        return {
-            "recipe": self.source,
-            "model": self.model,
-            "groups": groups,
-            "rewards": self.reward_table(),
-            "zero_variance": {**flat, **self.flat_share.as_dict()},
-            "cut": int(self.rows["cut"].sum()),
-            "mean_length": mean,
-            "cost": asdict(self.cost),
-            "findings": self.findings(),
-        }
-
-    def _json(self, row: pd.Series) -> dict[str, Any]:
-        scores = {reward.name: row[f"pay/{reward.name}"] for reward in self.rewards}
-        return {
-            "text": row["text"],
-            "tokens": int(row["tokens"]),
-            "cut": bool(row["cut"]),
-            "turns": [asdict(turn) for turn in row["turns"]],
-            "total": _score(row["total"]),
-            "pay": {name: _score(score) for name, score in scores.items()},
-            "said": {name: json_values(values) for name, values in row["said"].items()},
-        }
+        turns = [[asdict(turn) for turn in row] for row in self.rows["turns"]]
+        text = self.rows.assign(turns=turns).to_json(orient="records", double_precision=15, default_handler=str)
+        return {"prompts": list(self.prompts), "completions": json.loads(text), "findings": self.findings()}
 
 
 def _score(value: float) -> float | None:

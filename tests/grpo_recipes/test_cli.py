@@ -290,8 +290,8 @@ RUN, OTHER = Path("runs/a"), Path("runs/b")
             {"recipe": "r", "accelerate_config": "ddp", "num_processes": 2, "gpu_memory": "80GB"}
             | {"model_config": "c.json", "build": True, "json": True, "resolved": True},
         ),
-        ("preview r", {"recipe": "r", "prompts": 8, "seed": None, "json": False}),
-        ("preview r --prompts 3 --seed 7 --json", {"recipe": "r", "prompts": 3, "seed": 7, "json": True}),
+        ("preview r", {"recipe": "r", "prompts": 8, "json": False}),
+        ("preview r --prompts 3 --json", {"recipe": "r", "prompts": 3, "json": True}),
         ("train r", {"recipe": "r", "accelerate_config": None, "num_processes": None}),
         (
             "train r --accelerate_config ddp --num_processes 2",

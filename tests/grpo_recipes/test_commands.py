@@ -138,9 +138,9 @@ def test_preview_prints_its_result_only_and_fails_with_the_policy(
     monkeypatch.setattr(preview, "preview", sampled)
     assert printed(capsys, "preview mine.yaml --prompts 3 --seed 7 --beta 0.1") == "the sample\n"
     ((given, named),) = asked
-    assert given == (["--config", "mine.yaml", "--beta", "0.1"],)
+    assert given == (["--config", "mine.yaml", "--seed", "7", "--beta", "0.1"],)
     assert "--prompts" in named.pop("options"), "an unknown argument may be a misspelt option"
-    assert named == {"prompts": 3, "seed": 7}
+    assert named == {"prompts": 3}
     assert printed(capsys, "preview mine.yaml --json") == '{\n  "a": 1\n}\n'
 
     def fails(*given: Any, **named: Any) -> Any:

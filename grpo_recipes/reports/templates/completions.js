@@ -7,7 +7,7 @@ const [STEP, PROMPT, TEXT, GOLD, VERDICT, ADVANTAGE, TOTAL] = [0, 1, 2, 3, 4, 5,
 const byId = id => document.getElementById(id);
 const prompts = [];
 const rows = [];
-let names = { rewards: [], tags: [] };
+let names = { rewards: [] };
 let found = [];
 let first = 0;
 
@@ -79,19 +79,8 @@ function element(tag, name, ...inside) {
 }
 
 function completion(text) {
-  const shown = element("pre", "completion");
+  const shown = element("pre", "completion", text);
   shown.tabIndex = 0;
-  const kinds = new Map([[names.tags[0], "reasoning"], [names.tags[1], "answer"]]);
-  let inside = "";
-  for (const part of text.split(/(<\/?[A-Za-z][\w-]{0,30}>)/)) {
-    const tag = /^<(\/?)([A-Za-z][\w-]{0,30})>$/.exec(part);
-    if (tag && kinds.has(tag[2])) {
-      shown.append(element("span", "tag", part));
-      inside = tag[1] ? "" : kinds.get(tag[2]);
-    } else if (part) {
-      shown.append(inside ? element("span", inside, part) : part);
-    }
-  }
   return shown;
 }
 

@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from grpo_recipes.evaluation.estimates import mean_share
 from grpo_recipes.reports.model_card import _dataset, _without_paths, write_model_card
 
 
@@ -81,7 +79,7 @@ def test_local_paths_are_cut_to_their_last_part(tmp_path: Path) -> None:
             "--a=~/b c",
         ],
         recipe={
-            "model_name_or_path": "models/sft",
+            "model_name_or_path": str(tmp_path / "models" / "sft"),
             "dataset": {"name": "gsm8k", "path": str(tmp_path / "rows.jsonl")},
             "rewards": rewards,
             "vllm_server_base_url": "http://node7:8000/v1",
@@ -106,7 +104,6 @@ def test_the_card_of_an_adapter_names_its_base(tmp_path: Path) -> None:
     (tmp_path / "run" / "adapter_config.json").write_text("{}")
     written = card(tmp_path / "run", recipe={"model_name_or_path": str(tmp_path / "sft")})
     assert (written.data.base_model, written.data.library_name) == ("Qwen/Qwen2.5-7B", "peft")
-    assert "(from the adapter `sft`), trained" in written.text
 
 
 @pytest.mark.parametrize("made_here", ["arithmetic", "scored"])
@@ -126,7 +123,7 @@ def test_measured_accuracy_is_shown_with_its_intervals(tmp_path: Path) -> None:
     }
     (folder / "evaluation.json").write_text(json.dumps({"problems": 400, "settings": {"samples": 1}, **shares}))
     text = card(tmp_path / "run").text
-    assert "| `evaluate`, after | 400 | 0.750 [0.705, 0.790] | 0.800 [0.760, 0.840] |" in text
+    assert "| after | 400 | 0.750 [0.705, 0.790] | 0.800 [0.760, 0.840] |" in text
 
 
 @pytest.mark.parametrize(
@@ -142,21 +139,6 @@ def test_measured_accuracy_is_shown_with_its_intervals(tmp_path: Path) -> None:
 )
 def test_the_source_of_the_rows_is_named(spec: dict[str, Any], shown: str) -> None:
     assert _dataset({"recipe": {"dataset": spec}}) == shown
-
-
-@pytest.mark.parametrize(
-    ("launches", "said"),
-    [
-        (None, None),
-        (1, None),
-        (2, "Resumed 1 time; this is the last launch."),
-        (3, "Resumed 2 times; this is the last"),
-    ],
-)
-def test_a_card_tells_how_often_the_run_was_resumed(launches: int | None, said: str | None, tmp_path: Path) -> None:
-    text = card(tmp_path, **({} if launches is None else {"launches": [record()] * launches})).text
-    assert ("Resumed" in text) == (said is not None)
-    assert (said or "") in text
 
 
 @pytest.mark.parametrize(("processes", "launcher"), [(1, "python"), (2, "accelerate launch --num_processes 2")])
@@ -236,33 +218,6 @@ def test_secrets_are_not_on_a_card(tmp_path: Path) -> None:
     assert "python -m grpo_recipes.train \n" in card(tmp_path, arguments=None).text
 
 
-def test_accuracy_in_training_is_a_row_for_each_step(tmp_path: Path) -> None:
-    (tmp_path / "completions").mkdir()
-    right = {5: [2.0, 0.0, 2.0, 2.0], 15: [0.0, 0.0, 2.0, 0.0]}
-    for step, scores in right.items():
-        rows = {"step": step, "prompt": list("abcd"), "completion": "x", "judge": scores}
-        pd.DataFrame(rows).to_parquet(tmp_path / "completions" / f"eval_completions_{step:05}.parquet")
-    for label, measured in (("after", {"strict": 0.5, "lenient": 0.75}), ("unjudged", {})):
-        folder = tmp_path / "evaluations" / label
-        folder.mkdir(parents=True)
-        shares = {name: {"value": value, "low": 0.25, "high": 1.0} for name, value in measured.items()}
-        (folder / "evaluation.json").write_text(json.dumps({"problems": 8, "settings": {"samples": 1}, **shares}))
-    rewards = [{"name": "judge", "source": "judge", "weight": 1.0, "kind": "correctness"}]
-    text = card(tmp_path, rewards=rewards).text
-    first, last = (
-        mean_share([float(score > 0) for score in scores], clusters=list("abcd")) for scores in right.values()
-    )
-    assert text.partition("## Accuracy\n\n")[2].partition("\n\n")[0].splitlines() == [
-        "| held-out accuracy | problems | strict (95 % interval) | lenient (95 % interval) |",
-        "|---|---|---|---|",
-        "| `evaluate`, after | 8 | 0.500 [0.250, 1.000] | 0.750 [0.250, 1.000] |",
-        f"| in training, step 5 | | {first} |  |",
-        f"| in training, step 15 | | {last} |  |",
-    ]
-    assert (first.value, last.value) == (0.75, 0.25)
-    assert text.index("\n# ") < text.index("## Accuracy") < text.index("## Rewards")
-
-
 @pytest.mark.parametrize("name", ["mine/sft", "a b/c", "x/y/z"])
 def test_a_name_that_is_not_on_the_hub_is_not_linked(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine" / "sft").mkdir(parents=True)
@@ -278,17 +233,13 @@ def test_an_adapter_is_found_beside_the_recipe(tmp_path: Path) -> None:
     (tmp_path / "sft" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B"}))
     written = card(tmp_path / "run", directory=str(tmp_path), recipe={"model_name_or_path": "sft"})
     assert (written.data.base_model, written.data.library_name) == ("Qwen/Qwen2.5-7B", "transformers")
-    assert "(from the adapter `sft`), trained" in written.text
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
-        ("data/rows.jsonl", "rows.jsonl"),
-        ("data/missing.jsonl", "data/missing.jsonl"),
-        ("--config=data/rows.jsonl", "--config=rows.jsonl"),
-        ("--config=data/a=b.yaml", "--config=a=b.yaml"),
-        ("--a=data=x/rows.jsonl", "--a=rows.jsonl"),
+        ("data/rows.jsonl", "data/rows.jsonl"),
+        ("--config=/data/a=b.yaml", "--config=a=b.yaml"),
         ("a=/home/ann/x.yaml", "a=x.yaml"),
         ("see /home/ann/x.yaml, ~/y", "see x.yaml, y"),
         ("--resume", "--resume"),
@@ -300,8 +251,5 @@ def test_an_adapter_is_found_beside_the_recipe(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_local_path_is_cut_wherever_it_stands(tmp_path: Path, value: Any, shown: Any) -> None:
-    for name in ("data/rows.jsonl", "data/a=b.yaml", "data=x/rows.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    assert _without_paths(value, {"directory": str(tmp_path)}) == shown
+def test_an_absolute_path_is_cut_wherever_it_stands(value: Any, shown: Any) -> None:
+    assert _without_paths(value) == shown

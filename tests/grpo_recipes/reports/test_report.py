@@ -19,7 +19,7 @@ import pytest
 from grpo_recipes import cli
 from grpo_recipes.reports import cards as examples
 from grpo_recipes.reports import report as page_parts
-from grpo_recipes.reports.report import paired_completions, verdict, write_report
+from grpo_recipes.reports.report import verdict, write_report
 from grpo_recipes.reports.run import Run
 from grpo_recipes.reports.transcript import Part
 from tests.support.browser import CONTRAST, OUTSIDE, Browser, chromium
@@ -88,9 +88,6 @@ def test_the_page_is_self_contained_and_has_all_facts(run_folder: Path) -> None:
     for words in (
         "KL to the reference reaches 3",
         "0.400 [0.350, 0.450]",
-        "2 of 4 problems gained, 1 lost",
-        "after says 2",
-        "held-out question 3",
         "max_completion_length: 256",
         "question 40.0",
     ):
@@ -122,7 +119,8 @@ def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
             {**json.loads((folder / "run.json").read_text()), "source": evil, "hardware": evil, "arguments": [evil]}
         )
     )
-    evaluation(folder, evil.replace("/", ""), SHARE, [True, False])
+    for label in (evil.replace("/", ""), "after"):
+        evaluation(folder, label, SHARE, [True, False])
     page = report(folder)
     assert not {"script", "img", "i"} & set(page.tags)
     assert page.text.count("alert(1)") >= 10
@@ -138,10 +136,10 @@ def test_the_page_begins_with_the_answer(run_folder: Path) -> None:
     assert "Accuracy 40 % → 80 % on 4 held-out problems" in first
     # By hand: 2 of 4 gained and 1 lost is 1/4, and every split of 3 is at least as uneven as 2 : 1.
     assert "+25.0 points (95 %: " in first
-    assert "McNemar's test: p = 1)" in first
+    assert "2 gained, 1 lost; McNemar's test: p = 1)" in first
     assert "no clear difference" in first
     assert "1 problem, 16 of 16 checks had data" in first
-    for fact in ("Model", "tiny", "Optimizer steps", "40", "Time in steps", "1 min 20 s"):
+    for fact in ("Model", "tiny", "Optimizer steps", "40", "Time in steps", "1 min 20 s", "trl 1.16.0"):
         assert fact in first
     for group in ("What was learnt", "Can I trust it?", "How it ran"):
         assert page.count(group) == 2, "in the contents, and over the charts"
@@ -156,13 +154,13 @@ def test_the_page_begins_with_the_answer(run_folder: Path) -> None:
             [False] * 40,
             [True] * 20 + [False] * 20,
             "better",
-            "+50.0 points (95 %: +31.1 to +64.1; McNemar's test: p = 2e-06)",
+            "+50.0 points (95 %: +31.1 to +64.1; 20 gained, 0 lost; McNemar's test: p = 2e-06)",
         ),
         (
             [True] * 20 + [False] * 20,
             [False] * 40,
             "worse",
-            "-50.0 points (95 %: -64.1 to -31.1; McNemar's test: p = 2e-06)",
+            "-50.0 points (95 %: -64.1 to -31.1; 0 gained, 20 lost; McNemar's test: p = 2e-06)",
         ),
         ([True, False] * 20, [False, True] * 20, "neutral", "+0.0 points"),
     ],
@@ -175,13 +173,12 @@ def test_the_verdict_distinguishes_gain_and_loss(
         value = sum(right) / len(right)
         evaluation(folder, label, {"value": value, "low": max(0, value - 0.1), "high": value + 0.1}, right)
     run = Run.read(folder)
-    answer = verdict(run, paired_completions(run))
+    answer = verdict(run)
     assert answer.tone == tone
     assert answer.sure.startswith(says)
-    (folder / "evaluations" / "before" / "completions.parquet").unlink()  # without pairs the two intervals decide
-    assert paired_completions(run) is None
-    answer = verdict(run, None)
-    assert answer.tone == tone
+    (folder / "evaluations" / "before" / "completions.parquet").unlink()
+    answer = verdict(run)
+    assert answer.tone == "neutral"
     assert "McNemar" not in answer.sure
 
 
@@ -205,7 +202,7 @@ def test_several_samples_are_compared_problem_by_problem(tmp_path: Path) -> None
         }
         (path / "evaluation.json").write_text(json.dumps(summary))
     run = Run.read(folder)
-    answer = verdict(run, paired_completions(run))
+    answer = verdict(run)
     assert answer.sentence.startswith("Accuracy 50 % → 38 % on 40")
     assert answer.sure.startswith("-12.5 points (95 %: "), "and not +50, the first samples alone"
     assert "McNemar" not in answer.sure
@@ -219,37 +216,22 @@ def test_the_verdict_agrees_with_the_p_value(tmp_path: Path) -> None:
         evaluation(folder, "before", SHARE, [False] * 10)
         evaluation(folder, "after", BETTER, [True] * gained + [False] * (10 - gained))
         run = Run.read(folder)
-        answer = verdict(run, paired_completions(run))
+        answer = verdict(run)
         assert answer.tone == tone
         assert f"McNemar's test: p = {2 * 0.5**gained:.1g})" in answer.sure
 
 
-def test_evaluations_of_other_problems_are_compared_by_their_intervals(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
-    evaluation(folder, "before", SHARE, [False] * 12)
-    evaluation(folder, "after", BETTER, [True] * 10)
-    run = Run.read(folder)
-    answer = verdict(run, paired_completions(run))
-    assert answer.sure.startswith("+40.0 points; before 95 %: ")
-    assert "p = " not in answer.sure
-    assert answer.tone == "better"
-    path = folder / "evaluations" / "before" / "evaluation.json"
-    wide = {"value": 0.4, "low": 0.2, "high": 0.76}  # overlaps the interval after training, from 0.75 on
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"strict": wide}))
-    run = Run.read(folder)
-    assert verdict(run, paired_completions(run)).tone == "neutral"
-
-
-def test_problems_with_the_same_number_and_other_prompts_are_no_pairs(tmp_path: Path) -> None:
+def test_evaluations_of_other_problems_are_not_compared(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     evaluation(folder, "before", SHARE, [False] * 10)
     evaluation(folder, "after", BETTER, [True] * 10)
     path = folder / "evaluations" / "after" / "completions.parquet"
     table = pd.read_parquet(path)
     table.loc[3, "prompt"] = "another question"
-    table.to_parquet(path)
-    run = Run.read(folder)
-    assert paired_completions(run) is None
+    for other in (table, table.head(8)):
+        other.to_parquet(path)
+        answer = verdict(Run.read(folder))
+        assert (answer.tone, "p = " in answer.sure) == ("neutral", False)
 
 
 def test_the_time_of_steps_that_were_not_logged_counts(tmp_path: Path) -> None:
@@ -268,16 +250,16 @@ def test_the_verdict_names_what_was_not_measured(tmp_path: Path) -> None:
     page = report(folder).text
     assert "Accuracy 80 % on 4 held-out problems" in page
     assert "accuracy before training was not measured" in page
-    assert verdict(logged({"reward": [0.5]}, steps=[7]), None).sure.startswith("Step 7 on the training prompts")
+    assert verdict(logged({"reward": [0.5]}, steps=[7])).sure.startswith("Step 7 on the training prompts")
 
 
 def test_the_cards_are_of_both_ends_and_the_extremes(run_folder: Path) -> None:
     rows = Run.read(run_folder).rows
-    first, last, best, worst = examples.cards(Run.read(run_folder))
-    assert [card.title for card in (first, last, best, worst)] == ["First", "Last", "Best", "Worst"]
+    first, last, best = examples.cards(Run.read(run_folder))  # the last is the worst too
+    assert [card.title.split()[0] for card in (first, last, best)] == ["First", "Last", "Best"]
     assert (first.step, last.step) == (10, 40)
     assert best.figures["total"] == f"{rows[rows['step'] == 40]['total'].max():.3g}"
-    assert (best.is_right, worst.is_right) == (True, False)
+    assert (best.is_right, last.is_right) == (True, False)
     assert best.figures["advantage"] == "+1.50"
     assert [part.text for part in best.parts] == ["<answer>0</answer> <b>40</b>"]
 
@@ -299,43 +281,8 @@ def test_a_completion_is_right_if_every_correctness_reward_that_scored_it_passes
     assert (card.figures["gold"], card.figures["verdict"], card.figures["style"]) == ("4", "exact", "0")
 
 
-def test_changes_of_verdicts_are_counted_and_shown_up_to_four_of_each() -> None:
-    conversation = json.dumps([{"role": "user", "content": "first"}, {"role": "user", "content": "2 + 2"}])
-    table = pd.DataFrame({"problem": range(12), "sample": 0, "gold": "7", "prompt": [conversation, *"abcdefghijk"]})
-    before = table.assign(completion="b", strict=[6 <= n < 9 for n in range(12)])
-    after = table.assign(completion="a", strict=[n < 6 or n == 9 for n in range(12)])
-    later = after.assign(sample=1, strict=False)  # only the first sample counts
-    sentence, shown = examples.changes((before, pd.concat([after, later])))
-    assert sentence == "7 of 12 problems gained, 3 lost"
-    assert [one.is_gained for one in shown] == [True] * 4 + [False] * 3
-    assert (shown[0].prompt, shown[0].gold, shown[0].before, shown[0].after) == ("2 + 2", "7", "b", "a")
-    assert examples.changes(None) == ("", [])
-
-
-def test_the_contents_of_tags_are_marked_and_all_else_escaped() -> None:
-    marked = page_parts._tagged("a <think>b < c</think> <answer>4", ["think", "answer"])
-    assert str(marked) == (
-        'a &lt;think&gt;<span class="reasoning">b &lt; c</span>&lt;/think&gt; '
-        '&lt;answer&gt;<span class="answer">4</span>'
-    )
-    assert str(page_parts._tagged("<b>x</b></think>", ["think", "answer"])) == "&lt;b&gt;x&lt;/b&gt;&lt;/think&gt;"
-    assert str(page_parts._tagged("<[>x", ["[", "answer"])) == '&lt;[&gt;<span class="reasoning">x</span>'
-    assert str(page_parts._tagged("a" * 500 + "b" * 1200 + "c" * 300, ["t", "u"])) == (
-        "a" * 500 + "\n… 1,200 characters …\n" + "c" * 300
-    )
+def test_a_sentence_has_code_and_all_else_is_escaped() -> None:
     assert str(page_parts._coded("set `a < b`, not <b>")) == "set <code>a &lt; b</code>, not &lt;b&gt;"
-
-
-@pytest.mark.parametrize(
-    ("rewards", "tags"),
-    [
-        (None, ("think", "answer")),
-        ([{"name": "x"}, {"name": "y", "kwargs": {"tags": ["c", "d"]}}], ("c", "d")),
-        ([{"name": "x", "kwargs": {"tags": "ab"}}], ("think", "answer")),
-    ],
-)
-def test_tags_are_those_of_the_first_reward_that_has_some(rewards: Any, tags: tuple[str, str]) -> None:
-    assert examples.tags_of(logged({}, recipe={"rewards": rewards})) == tags
 
 
 def tool_run(folder: Path, completions: list[dict] | None = None, **metrics: Any) -> Path:
@@ -398,7 +345,7 @@ def test_two_runs_share_their_charts(run_folder: Path, tmp_path: Path) -> None:
     assert page.pictures == alone
     assert "run-a and run-b" in page.text
     assert "Nothing looks wrong, 14 of 16 checks had data." in page.text
-    assert "kl was not logged. It looks for a KL to the reference that stays above 1 nat per token." in page.text
+    assert "Kl was not logged." in page.text
 
 
 def test_a_run_with_hardly_any_metric_has_a_report(tmp_path: Path) -> None:
@@ -433,7 +380,7 @@ def test_a_stopped_run_shows_its_cause_and_the_completion(tmp_path: Path, capsys
     assert "No cause was recorded" not in page.text
     assert "The run stopped: reward judge raised ValueError: no." in page.text
     card = examples.cards(Run.read(folder))[0]
-    assert (card.title, card.prompt, card.step) == ("Stopped the run", "What is it?", 40)
+    assert (card.prompt, card.step) == ("What is it?", 40)
     assert card.parts == [Part("text", 1, "<answer>no</answer> number")]
     assert "judge could not score it" in page.text
     capsys.readouterr()
@@ -564,13 +511,11 @@ RECORD: dict[str, Any] = {
     "world_size": 2,
     "hardware": "2 × H100",
     "source": "/home/me/recipes/gsm8k.yaml",
-    "started": "2026-01-02T03:04:05Z",
     "versions": {"torch": "2.8", "trl": "1.16.0", "numpy": "2", "grpo-recipes": "0.1"},
-    "arguments": ["--config", "a b.yaml", "--hub_token", "hf_abcdefghijklmnop", 3],
 }
 
 
-def test_what_was_run_is_named_shortly_and_without_secrets() -> None:
+def test_what_was_run_is_named_shortly() -> None:
     metrics = {"step_time": [2.0, 2.0, 2.0], "num_tokens": [100.0, 200.0, 12_345.0]}
     assert page_parts._facts(logged(metrics, **RECORD)) == {
         "Model": "tiny",
@@ -581,6 +526,7 @@ def test_what_was_run_is_named_shortly_and_without_secrets() -> None:
         "Hardware": "2 × H100",
         "Processes": "2",
         "Recipe": "gsm8k.yaml",
+        "Versions": "grpo-recipes 0.1, trl 1.16.0, torch 2.8",
     }
     assert page_parts._facts(logged({})) == {"Optimizer steps": "0"}
     paths = {"Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B", "./tiny": "tiny", "models/base/tiny": "tiny", "~/tiny": "tiny"}
@@ -588,16 +534,12 @@ def test_what_was_run_is_named_shortly_and_without_secrets() -> None:
         assert page_parts._facts(logged({}, recipe={"model_name_or_path": path}))["Model"] == name
     mixed = {"dataset": {"path": ["a", "b"]}}
     assert page_parts._facts(logged({}, recipe=mixed))["Data"] == "2 sources mixed"
-    assert page_parts._made_with(RECORD) == "Started 2026-01-02T03:04:05Z; grpo-recipes 0.1; trl 1.16.0; torch 2.8"
-    command = page_parts._command(RECORD)
-    assert command.startswith("python -m grpo_recipes.train --config 'a b.yaml' --hub_token ")
-    assert "abcdefghijklmnop" not in command
 
 
 @pytest.mark.parametrize(
     ("planned", "state", "sentence"),
     [
-        (10, {"is_running": True}, "This run is still in progress: step 4 of 10, about 12 s left."),
+        (10, {"is_running": True}, "This run is still in progress: step 4 of 10."),
         (4, {"is_running": True}, "This run is still in progress: step 4."),
         (10, {}, "This run was stopped at step 4 of 10. No cause was recorded: its process was probably killed."),
         (10, {"has_ended": True}, "This run was stopped at step 4 of 10."),
@@ -615,7 +557,7 @@ def test_an_unfinished_run_shows_how_far_it_is(planned: int, state: dict[str, An
 def test_evaluations_by_different_rewards_are_not_compared() -> None:
     measured = {"problems": 9, "settings": {"strict": "a"}, "strict": SHARE}
     run = logged({}, evaluations={"before": measured, "after": {**measured, "settings": {}, "strict": BETTER}})
-    answer = verdict(run, None)
+    answer = verdict(run)
     assert (answer.sentence, answer.tone) == ("Accuracy 40 % → 80 % on 9 held-out problems", "neutral")
     assert "different rewards" in answer.sure
 

@@ -1,4 +1,4 @@
-"""What follows from a preview, from samples written by hand."""
+"""Findings of a preview, from samples written by hand."""
 
 from __future__ import annotations
 

@@ -144,12 +144,8 @@ def first_recipe(options: argparse.Namespace) -> int:
     file = options.output or first.default_output(options.path)
     wishes = first.Wishes(options.question, options.answer, options.choices, options.task, options.decimal)
     model, machine = options.model or first.MODEL, Machine.here()
-    try:
-        proposal = first.write_first_recipe(options.path, file, model, machine=machine, wishes=wishes)
-    except first.NoQuestion as error:
-        say(error.example, to_stderr=True)
-        raise
-    say("\n  ".join([f"wrote {file}: {proposal.about}", *proposal.roles, *proposal.notes]))
+    proposal = first.write_first_recipe(options.path, file, model, machine=machine, wishes=wishes)
+    say("\n  ".join([f"wrote {file}", *proposal.notes]))
     say(f"next: grpo-recipes plan {file}, then grpo-recipes train {file}")
     return 0
 

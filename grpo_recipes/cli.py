@@ -21,11 +21,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_recipes import __version__
 from grpo_recipes.process.faults import RunFault, no_exit
@@ -52,6 +52,8 @@ TASKS = (
 )
 """Tasks of `init`: `plan.init.TASKS`, whose import takes seconds."""
 
+OVERRIDES = "Further --key value pairs override the recipe, as in training."
+
 PRINTS_ONLY = ("plan", "preview", "compare", "diagnose", "chat")
 """Commands whose only result is what they print. They have failed if printing failed."""
 
@@ -75,12 +77,8 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options of a command, with its function as `function` and overrides of the recipe as `overrides`."""
-    parser = Parser(
-        prog="grpo-recipes",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="grpo-recipes", description=DESCRIPTION, epilog=EPILOG, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     first = (_add_init, _add_plan, _add_preview, _add_train)
@@ -111,70 +109,57 @@ def run(options: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
+def _add(commands: Commands, name: str, function: Callable[..., int], purpose: str, epilog: str | None = None) -> Any:
+    """Add a command with its function, and return the function that adds its arguments."""
+    command = commands.add_parser(name, help=purpose, epilog=epilog)
+    command.set_defaults(function=function)
+    return command.add_argument
+
+
 def _say_json(result: object) -> None:
     """Print a result as JSON, with a line for each entry."""
     say(json.dumps(result, indent=2))
 
 
 def _add_init(commands: Commands) -> None:
-    init = commands.add_parser("init", help="write a first recipe for a table of problems")
-    init.set_defaults(function=first_recipe)
-    init.add_argument("path", help="a CSV, JSON, JSONL or Parquet file, a glob of files, a saved folder, or a hub id")
-    init.add_argument("--model", help="model to train: a folder or a hub id (default: a Qwen2.5)")
-    init.add_argument(
-        "--output", metavar="FILE", type=Path, help="file of the recipe (default: the table's name, .yaml)"
-    )
-    init.add_argument("--task", choices=TASKS, help="what the answers are (default: by their form)")
-    init.add_argument("--question", metavar="COLUMN", help="column with the question, or with the text to work on")
-    init.add_argument("--answer", metavar="COLUMN", help="column with the answer, label, object or tests")
-    init.add_argument(
-        "--choices",
-        metavar="COLUMN",
-        help="column with the choices, or the columns of one choice each, separated by commas",
-    )
-    init.add_argument("--decimal", choices=("point", "comma"), help="decimal mark of the answers, if it is ambiguous")
+    option = _add(commands, "init", first_recipe, "write a first recipe for a table of problems")
+    option("path", help="a CSV, JSON, JSONL or Parquet file, a glob of files, a saved folder, or a hub id")
+    option("--model", help="model to train: a folder or a hub id (default: a Qwen2.5)")
+    option("--output", metavar="FILE", type=Path, help="file of the recipe (default: the table's name, .yaml)")
+    option("--task", choices=TASKS, help="what the answers are (default: by their form)")
+    option("--question", metavar="COLUMN", help="column with the question, or with the text to work on")
+    option("--answer", metavar="COLUMN", help="column with the answer, label, object or tests")
+    option("--choices", metavar="COLUMN", help="column with the choices, or one column a choice, separated by commas")
+    option("--decimal", choices=("point", "comma"), help="decimal mark of the answers, if it is ambiguous")
 
 
 @fewer_library_messages()
 def first_recipe(options: argparse.Namespace) -> int:
     """Write a first recipe for a table and check it. Raises `UserError` for a table that can't be used."""
     from grpo_recipes.checks.checks import Machine
-    from grpo_recipes.plan import init as first
+    from grpo_recipes.plan import init
 
-    file = options.output or first.default_output(options.path)
-    wishes = first.Wishes(options.question, options.answer, options.choices, options.task, options.decimal)
-    model, machine = options.model or first.MODEL, Machine.here()
-    proposal = first.write_first_recipe(options.path, file, model, machine=machine, wishes=wishes)
+    file = options.output or init.default_output(options.path)
+    wishes = init.Wishes(options.question, options.answer, options.choices, options.task, options.decimal)
+    model = options.model or init.MODEL
+    proposal = init.write_first_recipe(options.path, file, model, machine=Machine.here(), wishes=wishes)
     say("\n  ".join([f"wrote {file}", *proposal.notes]))
     say(f"next: grpo-recipes plan {file}, then grpo-recipes train {file}")
     return 0
 
 
 def _add_plan(commands: Commands) -> None:
-    plan = commands.add_parser(
-        "plan",
-        help="check a recipe and print its batch geometry and memory",
-        epilog="Further --key value pairs override the recipe, as in training.",
+    option = _add(commands, "plan", plan_recipe, "check a recipe and print its batch geometry and memory", OVERRIDES)
+    option("recipe", nargs="?", help="a YAML file, or the name of a shipped recipe (default: list the shipped recipes)")
+    option(
+        "--accelerate_config", metavar="FILE", help="accelerate configuration, or a shipped one (default: this machine)"
     )
-    plan.set_defaults(function=plan_recipe)
-    plan.add_argument(
-        "recipe", nargs="?", help="a YAML file, or the name of a shipped recipe (default: list the shipped recipes)"
-    )
-    plan.add_argument(
-        "--accelerate_config",
-        metavar="FILE",
-        help="accelerate configuration of the machine, or the name of a shipped one (default: this machine)",
-    )
-    plan.add_argument("--num_processes", metavar="N", type=int, help="number of processes (default: the file's, or 1)")
-    plan.add_argument(
-        "--gpu_memory", metavar="SIZE", help="check whether the run fits on GPUs of this size, such as 80GB"
-    )
-    plan.add_argument("--model_config", metavar="FILE", help="config.json of the model, if the hub can't be reached")
-    plan.add_argument("--build", action="store_true", help="also build the rewards of other packages, as training does")
-    plan.add_argument("--json", action="store_true", help="print the plan as JSON, with sizes in bytes")
-    plan.add_argument(
-        "--resolved", action="store_true", help="print the recipe with TRL's defaults as YAML, instead of the plan"
-    )
+    option("--num_processes", metavar="N", type=int, help="number of processes (default: the file's, or 1)")
+    option("--gpu_memory", metavar="SIZE", help="check whether the run fits on GPUs of this size, such as 80GB")
+    option("--model_config", metavar="FILE", help="config.json of the model, if the hub can't be reached")
+    option("--build", action="store_true", help="also build the rewards of other packages, as training does")
+    option("--json", action="store_true", help="print the plan as JSON, with sizes in bytes")
+    option("--resolved", action="store_true", help="print the recipe with TRL's defaults as YAML, instead of the plan")
 
 
 @fewer_library_messages()
@@ -189,15 +174,9 @@ def plan_recipe(options: argparse.Namespace) -> int:
     if options.resolved:
         say(resolved_yaml(arguments, options.known).rstrip())
         return 0
-    planned = plan(
-        arguments,
-        accelerate_config=options.accelerate_config,
-        num_processes=options.num_processes,
-        gpu_memory=options.gpu_memory,
-        model_config_file=options.model_config,
-        build=options.build,
-        options=options.known,
-    )
+    names = ("accelerate_config", "num_processes", "gpu_memory", "build")
+    given = {name: getattr(options, name) for name in names}
+    planned = plan(arguments, model_config_file=options.model_config, options=options.known, **given)
     if options.json:
         _say_json(planned.as_dict())
     else:
@@ -206,15 +185,11 @@ def plan_recipe(options: argparse.Namespace) -> int:
 
 
 def _add_preview(commands: Commands) -> None:
-    preview = commands.add_parser(
-        "preview",
-        help="sample the untrained policy: completions and their rewards",
-        epilog="Further --key value pairs override the recipe, as in training. Nothing is trained or written.",
-    )
-    preview.set_defaults(function=preview_recipe)
-    preview.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
-    preview.add_argument("--prompts", metavar="N", type=int, default=8, help="number of prompts (default: 8)")
-    preview.add_argument("--json", action="store_true", help="print the preview as JSON, with every completion")
+    purpose = "sample the untrained policy: completions and their rewards"
+    option = _add(commands, "preview", preview_recipe, purpose, f"{OVERRIDES} Nothing is trained or written.")
+    option("recipe", help="a YAML file, or the name of a shipped recipe")
+    option("--prompts", metavar="N", type=int, default=8, help="number of prompts (default: 8)")
+    option("--json", action="store_true", help="print the preview as JSON, with every completion")
 
 
 @fewer_library_messages()
@@ -238,20 +213,12 @@ def preview_recipe(options: argparse.Namespace) -> int:
 
 
 def _add_train(commands: Commands) -> None:
-    train = commands.add_parser(
-        "train",
-        help="check a recipe, then train it",
-        epilog="Further --key value pairs override the recipe; `python -m grpo_recipes.train --help` lists the keys.",
-    )
-    train.set_defaults(function=train_recipe)
-    train.add_argument("recipe", help="a YAML file, or the name of a shipped recipe")
-    train.add_argument(
-        "--accelerate_config",
-        metavar="FILE",
-        help="accelerate configuration of the processes, or the name of a shipped one (default: one process, "
-        "or one for each GPU)",
-    )
-    train.add_argument("--num_processes", metavar="N", type=int, help="number of processes (default: the file's)")
+    keys = "Further --key value pairs override the recipe; `python -m grpo_recipes.train --help` lists the keys."
+    option = _add(commands, "train", train_recipe, "check a recipe, then train it", keys)
+    option("recipe", help="a YAML file, or the name of a shipped recipe")
+    files = "accelerate configuration, or a shipped one (default: one process, or one for each GPU)"
+    option("--accelerate_config", metavar="FILE", help=files)
+    option("--num_processes", metavar="N", type=int, help="number of processes (default: the file's)")
 
 
 @fewer_library_messages()
@@ -286,9 +253,8 @@ def train_recipe(options: argparse.Namespace) -> int:
 
 
 def _add_evaluate(commands: Commands) -> None:
-    evaluate = commands.add_parser("evaluate", help="accuracy on held-out problems, with 95 %% intervals; resumable")
-    evaluate.set_defaults(function=evaluate_policy)
-    option = evaluate.add_argument
+    purpose = "accuracy on held-out problems, with 95 %% intervals; resumable"
+    option = _add(commands, "evaluate", evaluate_policy, purpose)
     option("model", help="a model or adapter: a folder, a run, or a hub id")
     option("--recipe", help="recipe with the dataset, tags and lengths (default: the run's own)")
     option("--dataset", metavar="NAME", help="gsm8k (the default), rlaif or arithmetic")
@@ -303,31 +269,16 @@ def _add_evaluate(commands: Commands) -> None:
     option("--limit", metavar="N", type=int, help="evaluate the first N problems only")
     option("--batch_size", metavar="N", type=int, default=64, help="completions generated at once (default: 64)")
     option("--seed", metavar="N", type=int, default=0, help="random seed for sampling completions (default: 0)")
-    _add_vllm_options(evaluate)
-    option(
-        "--output",
-        metavar="FOLDER",
-        type=Path,
-        help="folder for the result, or for the results of several tables (default: MODEL/evaluations/after, with "
-        "-TABLE added for each of several tables, and -N-samples with --samples N)",
-    )
-    option("--json", action="store_true", help="print the contents of evaluation.json, by --path if there are several")
-
-
-def _add_vllm_options(evaluate: argparse.ArgumentParser) -> None:
-    option = evaluate.add_argument
     option("--vllm", action="store_true", help="generate with vLLM, in the checkpoint's own dtype")
     option("--vllm_server_base_url", metavar="URL", help="address of a running vLLM server of the model")
     option("--vllm_tensor_parallel_size", metavar="N", type=int, help="number of GPUs that share the model")
     option(
         "--vllm_max_model_length", metavar="N", type=int, help="tokens of prompt and completion (default: the model's)"
     )
-    option(
-        "--vllm_gpu_memory_utilization",
-        metavar="SHARE",
-        type=float,
-        help="share of each GPU's memory (default: vLLM's)",
-    )
+    option("--vllm_gpu_memory_utilization", metavar="SHARE", type=float, help="share of each GPU (default: vLLM's)")
+    folder = "folder for the results (default: MODEL/evaluations/after, with -TABLE and -N-samples added where needed)"
+    option("--output", metavar="FOLDER", type=Path, help=folder)
+    option("--json", action="store_true", help="print the contents of evaluation.json, by --path if there are several")
 
 
 @fewer_library_messages()
@@ -357,13 +308,11 @@ def evaluate_policy(options: argparse.Namespace) -> int:
 
 
 def _add_compare(commands: Commands) -> None:
-    compare = commands.add_parser(
-        "compare", help="difference of two evaluations on the same problems, with its interval"
-    )
-    compare.set_defaults(function=compare_evaluations)
-    compare.add_argument("first", metavar="A", type=Path, help="folder of a finished evaluation")
-    compare.add_argument("second", metavar="B", type=Path, help="folder of another finished evaluation")
-    compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    purpose = "difference of two evaluations on the same problems, with its interval"
+    option = _add(commands, "compare", compare_evaluations, purpose)
+    option("first", metavar="A", type=Path, help="folder of a finished evaluation")
+    option("second", metavar="B", type=Path, help="folder of another finished evaluation")
+    option("--json", action="store_true", help="print the comparison as JSON")
 
 
 def compare_evaluations(options: argparse.Namespace) -> int:
@@ -379,10 +328,10 @@ def compare_evaluations(options: argparse.Namespace) -> int:
 
 
 def _add_diagnose(commands: Commands) -> None:
-    diagnose = commands.add_parser("diagnose", help="print what looks wrong in a run (exit code 1 if anything does)")
-    diagnose.set_defaults(function=diagnose_run)
-    diagnose.add_argument("run", type=Path, help="`output_dir` of a run, finished or under way")
-    diagnose.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
+    purpose = "print what looks wrong in a run (exit code 1 if anything does)"
+    option = _add(commands, "diagnose", diagnose_run, purpose)
+    option("run", type=Path, help="`output_dir` of a run, finished or under way")
+    option("--json", action="store_true", help="print the diagnosis as JSON")
 
 
 def diagnose_run(options: argparse.Namespace) -> int:
@@ -405,11 +354,11 @@ def diagnose_run(options: argparse.Namespace) -> int:
 
 
 def _add_report(commands: Commands) -> None:
-    report = commands.add_parser("report", help="page on one or more runs: charts, completions, findings, the recipe")
-    report.set_defaults(function=report_runs)
-    report.add_argument("run", type=Path, help="`output_dir` of a run, finished or under way")
-    report.add_argument("others", metavar="run", type=Path, nargs="*", help="more runs, drawn into the same charts")
-    report.add_argument(
+    purpose = "page on one or more runs: charts, completions, findings, the recipe"
+    option = _add(commands, "report", report_runs, purpose)
+    option("run", type=Path, help="`output_dir` of a run, finished or under way")
+    option("others", metavar="run", type=Path, nargs="*", help="more runs, drawn into the same charts")
+    option(
         "--output", metavar="FOLDER", type=Path, help="folder for the pages and evaluation.svg (default: RUN/report)"
     )
 
@@ -438,10 +387,9 @@ def report_runs(options: argparse.Namespace) -> int:
 
 
 def _add_merge(commands: Commands) -> None:
-    merge = commands.add_parser("merge", help="merge a run's adapter into its base, as one model")
-    merge.set_defaults(function=merge_adapter)
-    merge.add_argument("run", type=Path, help="a run with an adapter, or one of its checkpoints")
-    merge.add_argument("--output", metavar="FOLDER", type=Path, required=True, help="folder for the merged model")
+    option = _add(commands, "merge", merge_adapter, "merge a run's adapter into its base, as one model")
+    option("run", type=Path, help="a run with an adapter, or one of its checkpoints")
+    option("--output", metavar="FOLDER", type=Path, required=True, help="folder for the merged model")
 
 
 @fewer_library_messages()
@@ -454,13 +402,9 @@ def merge_adapter(options: argparse.Namespace) -> int:
 
 
 def _add_chat(commands: Commands) -> None:
-    chat = commands.add_parser(
-        "chat",
-        help="talk to a trained model, prompted and sampled as in training",
-        epilog="Each line of standard input is a message. Ctrl-C stops an answer, Ctrl-D leaves.",
-    )
-    chat.set_defaults(function=chat_with_model)
-    option = chat.add_argument
+    purpose = "talk to a trained model, prompted and sampled as in training"
+    keys = "Each line of standard input is a message. Ctrl-C stops an answer, Ctrl-D leaves."
+    option = _add(commands, "chat", chat_with_model, purpose, keys)
     option("model", help="a model or adapter: a folder, a run, or a hub id")
     option("--recipe", help="recipe with system prompt, template and length (default: the run's)")
     option("--prompt", metavar="TEXT", help="answer this message and end")
@@ -480,12 +424,10 @@ def chat_with_model(options: argparse.Namespace) -> int:
 
 
 def _add_export(commands: Commands) -> None:
-    export = commands.add_parser("export", help="write a model for vLLM, transformers and llama.cpp, adapter merged")
-    export.set_defaults(function=export_model)
-    export.add_argument("run", type=Path, help="a run, one of its checkpoints, or the folder of a model or adapter")
-    export.add_argument(
-        "--to", metavar="FOLDER", type=Path, required=True, help="folder to write, which is new or empty"
-    )
+    purpose = "write a model for vLLM, transformers and llama.cpp, adapter merged"
+    option = _add(commands, "export", export_model, purpose)
+    option("run", type=Path, help="a run, one of its checkpoints, or the folder of a model or adapter")
+    option("--to", metavar="FOLDER", type=Path, required=True, help="folder to write, which is new or empty")
 
 
 @fewer_library_messages()

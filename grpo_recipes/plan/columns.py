@@ -35,10 +35,10 @@ _NAMES = {
     "conversation": "messages conversations",
     # Texts to work on. Where the table has a question too, such a column may belong to its prompt.
     "text": "text article document review sentence content body tweet comment",
-    # What a question is about, which a prompt shows before the question.
+    # Texts that a question is about. A prompt shows them before the question.
     "context": "context passage paragraph background story article document evidence table tables paragraphs passages "
     "documents facts",
-    # What an instruction is applied to, which a prompt shows behind it. Many rows may have none.
+    # Texts that an instruction is applied to. A prompt shows them behind it. Many rows may have none.
     "input": "input starter_code",
     "choices": "choices options",
     "tests": "tests test test_list test_cases testcases unit_tests input_output assertions",

@@ -202,9 +202,6 @@ def evaluate_request(options: Request) -> dict[str, Any]:
         raise UserError(f"{folder}: the result can't be written there ({error}): give another --output") from error
     except ValueError as error:  # a reward needs a column that the rows lack
         raise UserError(str(error)) from error
-    finally:
-        if engine.rollouts is not None:
-            engine.rollouts.close()
 
 
 def _problems(spec: DatasetSpec, limit: int | None) -> Prompts:

@@ -40,7 +40,6 @@ from grpo_recipes.tools.loop import (
     Message,
     Row,
     RowTools,
-    Runner,
     ToolLoop,
     beginning,
     drop_abandoned,
@@ -154,21 +153,20 @@ class Turns:
         """Return the token IDs between the end of a turn with calls and the next turn."""
         return suffix_ids(self.tokenizer, messages, self.chat_template, self.template_kwargs)
 
-    def loop(self, generate: Generate, completion: int, positions: float, runner: Runner | None = None) -> ToolLoop:
+    def loop(self, generate: Generate, completion: int, positions: float) -> ToolLoop:
         """Return the loop of training with a generator.
 
         Args:
             generate: Generator of a turn.
             completion: Number of tokens of all turns and results of a row.
             positions: Number of tokens that the generator can read.
-            runner: Runner of calls, if it is not `self.runner`.
         """
         return ToolLoop(
             generate=generate,
             parse=self.parse,
             render=self.render,
             shorten=partial(beginning, self.tokenizer),
-            runner=runner or self.runner,
+            run=self.runner.run,
             limits=Limits(self.tools.iterations, completion, positions),
         )
 
@@ -280,11 +278,6 @@ class Rollouts:
             scores = partial(_awaited_scores_of if is_async else _scores_of, kind)
             found.append(MeasuredReward(kind.__name__, scores, None, spec))
         return found
-
-    def close(self) -> None:
-        """End the threads of the tools."""
-        if self._turns is not None:
-            self._turns.runner.close()
 
     def _name(self, row: Mapping[str, Any]) -> str | None:
         return row[ENVIRONMENT] if self.tools.toolset.is_routed else None

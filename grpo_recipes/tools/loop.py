@@ -21,11 +21,13 @@ they don't fit, where they hold special tokens, and with several ranks:
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import load_response_template
@@ -42,9 +44,6 @@ CALLS = "tool_calls"
 UNREAD = ""
 """Name of the argument that holds the text of a malformed call."""
 
-CHARACTERS = 16
-"""Number of characters per token that are tokenized at first to find the beginning of a long text."""
-
 Ids = list[int]
 Message = dict[str, Any]
 
@@ -56,19 +55,9 @@ Render = Callable[[Sequence[Message]], Ids]
 """Function from the tool messages of a turn to the token IDs between the end of that turn and the next one."""
 Shorten = Callable[[str, int], str]
 """Function from a text to its beginning of at most a number of tokens."""
-Ending = Literal["answered", "iterations", "no room", "full", "dropped"]
-
-
-def own_number(number: int) -> int:
-    """Return `number`, the largest of a single rank's."""
-    return number
-
-
-class Runner(Protocol):
-    """Part of `ToolRunner` that the loop needs."""
-
-    def run(self, calls: Sequence[Sequence[Call]]) -> list[list[Result]]:
-        """Run the calls of each row, and return the results of each row."""
+Run = Callable[[Sequence[Sequence[Call]]], list[list[Result]]]
+"""Function from the calls of each row to the results of each row."""
+Ending = Literal["answered", "iterations", "no room", "full"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +98,7 @@ class Row:
     ending: Ending = "answered"
     """Reason why the row ended: "answered" if its last turn calls no tool, "iterations" if it has no turns left,
     "no room" if its last calls were not run because no result would fit, "full" if its results take all room that was
-    left, "dropped" if its last calls were run and the policy never saw their results."""
+    left."""
 
     def __post_init__(self) -> None:
         if not self.mask:
@@ -130,25 +119,12 @@ class Row:
         positions = limits.positions - 1 - len(self.prompt)
         return min(limits.completion, positions) - len(self.completion)
 
-    def append_results(self, messages: Sequence[Message], ids: Ids) -> None:
-        """Append the results of a turn and their rendering."""
-        self.messages.extend(messages)
-        self._append(ids, 0, [0.0] * len(ids))
-
-    def append_turn(self, ids: Ids, log_probs: Sequence[float] | None) -> None:
-        """Append the tokens of the policy's next turn."""
-        if self.log_probs is not None and log_probs is None:
-            raise ValueError(
-                "the first turn has log-probabilities and the turn after a tool call has none: let the `rollout_func` "
-                "return None as its log-probabilities"
-            )
-        self._append(ids, 1, log_probs or ())
-
-    def _append(self, ids: Ids, mask: int, log_probs: Sequence[float]) -> None:
+    def append(self, ids: Ids, mask: int, log_probs: Sequence[float] | None) -> None:
+        """Append the tokens of a turn, or those of results with the mask 0."""
         self.completion = self.completion + ids  # a new list: a generator may keep those it was given
         self.mask += [mask] * len(ids)
         if self.log_probs is not None:
-            self.log_probs += log_probs
+            self.log_probs = [*self.log_probs, *(log_probs if mask else [0.0] * len(ids))]
 
 
 class Values(NamedTuple):
@@ -173,7 +149,7 @@ class ToolLoop:
         parse: parser of a turn.
         render: renderer of tool results.
         shorten: function that cuts a text to a number of tokens.
-        runner: runner of calls. It cuts each result to the limit of the recipe.
+        run: runner of calls. It cuts each result to the limit of the recipe.
         limits: limits on the turns of a row.
         largest: function that returns the largest of all ranks' numbers. Collective. The default is for one rank.
         padding: token of the prompts that pad the rows of a rank.
@@ -183,9 +159,9 @@ class ToolLoop:
     parse: Parse
     render: Render
     shorten: Shorten
-    runner: Runner
+    run: Run
     limits: Limits
-    largest: Callable[[int], int] = own_number
+    largest: Callable[[int], int] = int
     padding: int = 0
 
     def __call__(self, rows: Sequence[Row]) -> Values:
@@ -213,7 +189,7 @@ class ToolLoop:
                 running.append(row)
             else:
                 row.ending = "no room"
-        found = self.runner.run([row.calls for row in running]) if running else []
+        found = self.run([row.calls for row in running]) if running else []
         for row, results in zip(running, found, strict=True):
             self._append_results(row, results)
         return [row for row in running if row.ending == "answered"]
@@ -229,37 +205,25 @@ class ToolLoop:
         row.turns.append(list(results))
         messages = [tool_message(result.name, result.content) for result in results]
         ids = self.render(messages)
-        room = row.room(self.limits)
+        room = int(row.room(self.limits))
         if len(ids) > room:
             row.ending = "full"
-            messages, ids = self._cut(messages, int(room))
+            # The tokens of a text depend on the template around it, so they can't be added up.
+            fitting = bisect_right(
+                range(room + 1), room, key=lambda tokens: len(self.render(self._cut(tokens, messages)))
+            )
+            messages = self._cut(max(0, fitting - 1), messages)
+            ids = self.render(messages)
             if len(ids) > room:
-                row.ending = "dropped"
-                return
+                return  # the policy never sees these results
         elif len(row.completion) + len(ids) == self.limits.completion:
             row.ending = "full"  # TRL generates one more turn, and discards all of it
-        row.append_results(messages, ids)
+        row.messages.extend(messages)
+        row.append(ids, 0, None)
 
-    def _cut(self, messages: Sequence[Message], room: int) -> tuple[list[Message], Ids]:
-        """Cut the texts to the largest common number of tokens whose rendering fits, or to nothing if none fits."""
-        # Found by bisection: the tokens of a text depend on the template around it, so they can't be added up.
-        best = self._cut_to(0, messages)
-        low, high = 0, room
-        while low < high:
-            middle = (low + high + 1) // 2
-            tried = self._cut_to(middle, messages)
-            if len(tried[1]) <= room:
-                low, best = middle, tried
-            else:
-                high = middle - 1
-        return best
-
-    def _cut_to(self, tokens: int, messages: Sequence[Message]) -> tuple[list[Message], Ids]:
-        """Return `messages` with texts of at most `tokens` tokens, and their rendering."""
-        cut = []
-        for message in messages:
-            cut.append({**message, "content": self.shorten(message["content"], tokens)})
-        return cut, self.render(cut)
+    def _cut(self, tokens: int, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages of results with texts of at most `tokens` tokens."""
+        return [{**message, "content": self.shorten(message["content"], tokens)} for message in messages]
 
     def _next_turn(self, rows: Sequence[Row], count: int) -> None:
         """Generate the next turn of `rows`, with as many prompts as the rank with most rows. Collective."""
@@ -269,7 +233,7 @@ class ToolLoop:
         for number, row in enumerate(rows):  # the padding's completions are discarded
             left = self.limits.completion - len(row.completion)
             ids = list(completions[number])[:left]
-            row.append_turn(ids, None if log_probs is None else log_probs[number][:left])
+            row.append(ids, 1, None if log_probs is None else log_probs[number][:left])
             if ids:
                 row.messages.append(self.parse(ids, contexts[number], row.tools.schemas))
 
@@ -277,17 +241,12 @@ class ToolLoop:
 def values(rows: Sequence[Row]) -> Values:
     """Return TRL's values of rows that have ended."""
     results = [result for row in rows for turn in row.turns for result in turn]
-    log_probs: list[list[float]] | None = []
-    for row in rows:
-        if row.log_probs is None or log_probs is None:
-            log_probs = None
-        else:
-            log_probs.append(row.log_probs)
+    log_probs = [row.log_probs for row in rows if row.log_probs is not None]
     return Values(
         [row.mask for row in rows],
         [row.messages for row in rows],
         [row.completion for row in rows],
-        log_probs,
+        log_probs if len(log_probs) == len(rows) else None,
         len(results),
         sum(bool(result.fault or result.mistake or not result.made) for result in results),
         [[] for _ in rows],
@@ -391,27 +350,16 @@ def suffix_ids(
     Raises:
         ValueError: the template writes the turn otherwise once a tool has answered.
     """
-    call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
-    turns: list[Any] = [{"role": "user", "content": "dummy"}]
-    turns.append({"role": "assistant", "content": "", "tool_calls": [call]})
-    before, after = (
-        tokenizer.apply_chat_template(
-            conversation,
-            chat_template=chat_template,
-            add_generation_prompt=conversation is not turns,
-            tokenize=True,
-            return_dict=False,
-            **template_kwargs,
-        )
-        for conversation in (turns, [*turns, *messages])
+    from trl import GRPOTrainer  # takes seconds
+
+    trainer = SimpleNamespace(
+        _is_vlm=False,
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        chat_template=chat_template,
+        chat_template_kwargs=template_kwargs,
     )
-    end = tokenizer.eos_token_id
-    # Some templates write a line feed after the end token, which the policy did not generate.
-    if end in before:
-        before = before[: len(before) - before[::-1].index(end)]
-    if after[: len(before)] != before:
-        raise ValueError("the template writes a turn otherwise once a tool has answered")
-    return after[len(before) :]
+    return GRPOTrainer._get_tool_suffix_ids(trainer, messages)
 
 
 def result_text(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Callable[[str], str]:
@@ -432,14 +380,9 @@ def result_text(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Callable[[st
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> str:
     """Return the beginning of `text` of at most `tokens` tokens, or `text` if it is not longer."""
-    # A tool may return 100 MB, and tokenizing all of it would take minutes.
-    size = CHARACTERS * tokens
-    ids = _tokenized(tokenizer, text[:size])
-    while len(ids) <= tokens and 0 < size < len(text):
-        size *= 2
-        ids = _tokenized(tokenizer, text[:size])
+    ids = _tokenized(tokenizer, text)
     if len(ids) <= tokens:
-        return text[:size]
+        return text
     # The decoded tokens may be encoded by other tokens, and by more of them.
     for count in range(tokens, 0, -1):
         # transformers declares a list of texts too, which it returns for a list of rows. Half of a character decodes to

@@ -37,7 +37,7 @@ def counts_of(rows: Iterable[Row]) -> Counts:
         counts["", "turns"] += len(turns)
         counts["", "rows_with_calls"] += any(turn.get("tool_calls") for turn in turns)
         counts["", "rows_at_limit"] += row.ending == "iterations"
-        counts["", "rows_out_of_budget"] += row.ending in ("no room", "full", "dropped")
+        counts["", "rows_out_of_budget"] += row.ending in ("no room", "full")
         counts["", "tokens"] += len(row.mask)
         counts["", "tool_tokens"] += len(row.mask) - sum(row.mask)
         for name in row.tools.functions:

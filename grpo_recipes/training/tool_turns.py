@@ -102,7 +102,7 @@ class ToolTurns:
             parse=partial(read_turn, trainer._tokenizer),
             render=trainer._get_tool_suffix_ids,
             shorten=partial(beginning, trainer._tokenizer),
-            runner=self,
+            run=self._run,
             limits=Limits(trainer.max_tool_calling_iterations, trainer.max_completion_length, self._positions),
             largest=partial(largest_of_ranks, device=trainer.accelerator.device),
             padding=trainer._tokenizer.pad_token_id,
@@ -119,7 +119,7 @@ class ToolTurns:
         self._finish()
         return values
 
-    def run(self, calls: Sequence[Sequence[Call]]) -> list[list[Result]]:
+    def _run(self, calls: Sequence[Sequence[Call]]) -> list[list[Result]]:
         """Run the calls of each row without an effect on what is sampled next, and return the results of each row."""
         with random_state_kept():
             return self.runner.run(calls)

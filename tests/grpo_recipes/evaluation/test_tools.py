@@ -169,10 +169,7 @@ def calling_policy(tokenizer: Any) -> Any:
 def played(tools: RecipeTools, engine: Any, rows: Sequence[dict[str, Any]], **settings: Any) -> Played:
     tokenizer = tool_tokenizer()
     rollouts = Rollouts(tools, lambda: Turns(tools, "m", tokenizer), lambda: engine)
-    try:
-        return rollouts.play(rows, Settings(strict=None, **settings))
-    finally:
-        rollouts.close()
+    return rollouts.play(rows, Settings(strict=None, **settings))
 
 
 @pytest.mark.slow
@@ -275,10 +272,7 @@ def test_an_environment_with_an_abandoned_call_is_not_used_again() -> None:
     engine = Scripted(f"{COUNT}{END}")
     rows = [{"prompt": [{"role": "user", "content": f"case {n}"}], "answer": "3"} for n in range(3)]
     rollouts = Rollouts(tools, lambda: Turns(tools, "m", engine.tokenizer), lambda: engine)
-    try:
-        first, second = [rollouts.play(rows, Settings(strict=None)).environments for _ in range(2)]
-    finally:
-        rollouts.close()
+    first, second = [rollouts.play(rows, Settings(strict=None)).environments for _ in range(2)]
     assert [one in first for one in second] == [True, False, False], "only the call of row 1 was not made"
 
 
@@ -303,8 +297,7 @@ def test_a_tool_that_fails_too_often_stops_the_evaluation(
 def test_mistakes_of_the_policy_stop_no_evaluation(
     evaluated: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("grpo_recipes.tools.run.ENOUGH_CALLS", 2)
-    monkeypatch.setattr("grpo_recipes.tools.run.FEW_CALLS", 2)
+    monkeypatch.setattr("grpo_recipes.tools.run.ENOUGH_MISTAKES", 2)
     assert evaluated(f"{MALFORMED}{UNFIT}{END}", tools=[f"{SUPPORT}.add"])[1] == 0
     assert "calls of `add` were mistakes of the policy" in caplog.text
 

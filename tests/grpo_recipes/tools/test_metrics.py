@@ -52,7 +52,7 @@ def test_metrics_are_means_over_the_rows_of_all_ranks() -> None:
         row([Result("add", "", **REFUSED), Result("invented", "", **REFUSED)], "iterations"),
         row([], "no room"),
     ]
-    second = [row([Result("add", "4", seconds=4.0)], "full"), row([], "dropped", tools=("find",))]
+    second = [row([Result("add", "4", seconds=4.0)], "full"), row([], "full", tools=("find",))]
     assert metrics([counts_of(first), counts_of(second)]) == {
         "tools/turns": 2.0,
         "tools/rows_with_calls": 0.6,

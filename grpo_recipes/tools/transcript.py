@@ -25,6 +25,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from grpo_recipes.tools.loop import Ids, Message, Parse, Render, Row
+from grpo_rewards.errors import shortened
 
 Key = tuple[int, ...]
 LogProbs = tuple[float, ...]
@@ -256,19 +257,14 @@ class Proof:
             choices = [ids]
         else:
             choices = self.turns.of(row.context(segment.start))
-        if not choices:
-            yield self._unknown_context(row, segment.start)
-        elif self.in_order:
-            yield from self._whole_turn(row, segment, choices)
-        else:
-            yield from self._parts_of_turns(row, segment)
-
-    def _whole_turn(self, row: Transcript, segment: Segment, choices: Sequence[Key]) -> Iterator[Fault]:
         ids = tuple(row.completion[segment.start : segment.stop])
         is_cut = segment.stop == len(row.completion) == self.longest
-        if ids in choices or (is_cut and any(choice[: len(ids)] == ids for choice in choices)):
-            return
-        yield self._wrong_turn(row, segment.start, ids, choices)
+        if not choices:
+            yield self._unknown_context(row, segment.start)
+        elif not self.in_order:
+            yield from self._parts_of_turns(row, segment)
+        elif ids not in choices and not (is_cut and any(choice[: len(ids)] == ids for choice in choices)):
+            yield self._wrong_turn(row, segment.start, ids, choices)
 
     def _parts_of_turns(self, row: Transcript, segment: Segment) -> Iterator[Fault]:
         """Yield the fault of a segment that is not one turn, or the beginning of one, after the other."""
@@ -375,9 +371,6 @@ class Proof:
 
     def _wrong_turn(self, row: Transcript, start: int, ids: Key, choices: Sequence[Key]) -> Fault:
         """Return the fault of tokens that are none of what was sampled in their context."""
-        for number, (_, other) in enumerate(self.turns.first):
-            if start == 0 and number != row.number and ids == other:
-                return Fault(row.number, start, f"these tokens were sampled for row {number}")
         if any(ids in sampled for sampled in self.turns.sampled.values()):
             return Fault(row.number, start, "these tokens were sampled for another row or turn")
         nearest = max(choices, key=lambda choice: alike(choice, ids))
@@ -387,29 +380,14 @@ class Proof:
     def _difference(self, expected: Sequence[int], ids: Sequence[int], done: str) -> tuple[int, str]:
         """Return the place of the first difference of `ids` from `expected`, and a description."""
         place = alike(expected, ids)
+        if self.decode(list(expected)) == self.decode(list(ids)):
+            return place, f"the same text was {done} as other tokens: it was tokenized again"
         behind = alike(expected[place:][::-1], ids[place:][::-1])
         missing, more = expected[place : len(expected) - behind], ids[place : len(ids) - behind]
-        if not more:
-            last = place + len(missing) == len(expected)
-            if last and len(missing) == 1 and done == "sampled" and self.ends(list(expected)):
-                return place, "the end token that was sampled here is missing"
-            verbs = f"{was(missing)} {done} here {was(missing, 'is')} missing"
-            return place, f"{tokens(missing)} that {verbs}: {self._text(missing)}"
-        if not missing:
-            return place, f"{tokens(more)} {was(more)} not {done}: {self._text(more)}"
-        if self._decoded(expected) == self._decoded(ids):
-            return place, f"the same text was {done} as other tokens: it was tokenized again"
         return place, f"{self._text(more)} stands where {self._text(missing)} was {done}"
 
     def _text(self, ids: Sequence[int]) -> str:
-        text = self._decoded(ids)
-        return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        try:
-            return self.decode(list(ids))
-        except OverflowError:  # a number that can't be a token
-            return str(list(ids))
+        return repr(shortened(self.decode(list(ids)), SHOWN))
 
 
 def grouped(messages: Sequence[Message]) -> list[list[Message]]:
@@ -423,14 +401,3 @@ def alike(one: Sequence[int], other: Sequence[int]) -> int:
         if mine != others:
             return place
     return min(len(one), len(other))
-
-
-def tokens(ids: Sequence[int]) -> str:
-    """Return "1 token", "2 tokens"."""
-    return f"{len(ids)} token{'s' if len(ids) != 1 else ''}"
-
-
-def was(ids: Sequence[int], verb: str = "was") -> str:
-    """Return a verb for the number of `ids`."""
-    plural = {"was": "were", "is": "are"}
-    return verb if len(ids) == 1 else plural[verb]

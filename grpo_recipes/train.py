@@ -276,7 +276,7 @@ def build_inputs(recipe: Recipe, machine: Machine) -> tuple[Checked, PreTrainedT
     check_chat_template(recipe, tokenizer, checked.train_dataset[0]["prompt"])
     tools = None
     if toolset is not None:
-        tools = toolset.in_prompts(check_template(recipe, toolset, tokenizer).chat_template)
+        tools = toolset.in_prompts(check_template(recipe, toolset, tokenizer))
     with recipe.naming_this_file():
         StopStrings.of(recipe.config.generation_kwargs, tokenizer)  # raises for a tokenizer that can't be searched
         checked = limit_prompts(recipe, checked, tokenizer, tools)

@@ -149,7 +149,7 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
     geometry = geometry_of(recipe, machine.num_processes)
     rewards = recipe.build_rewards(call_factories=call_factories)
     with recipe.naming_this_file():
-        toolset = load_toolset(recipe, call_factories=call_factories)
+        toolset = load_toolset(recipe)
         check_environment_rewards(toolset, rewards)
         if rewards:
             reward_checks.check_weights(rewards)

@@ -17,11 +17,9 @@ from typing import Any
 
 from grpo_recipes.checks.tools import (
     FACTORY,
-    OWN_METHODS,
     TOOLS,
-    Environment,
     Toolset,
-    observation_fault,
+    tool_methods,
     toolset_of,
     try_template,
 )
@@ -126,11 +124,10 @@ class Turns:
     def __init__(
         self, tools: RecipeTools, name: str, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        tried = try_template(name, tools.toolset, tokenizer, template_kwargs)
+        self.chat_template = try_template(name, tools.toolset, tokenizer, template_kwargs)
         self.tools, self.tokenizer = tools, tokenizer
         self.template_kwargs = dict(template_kwargs or {})
-        self.chat_template = tried.chat_template
-        self.in_prompts = tools.toolset.in_prompts(tried.chat_template)
+        self.in_prompts = tools.toolset.in_prompts(self.chat_template)
         cut = result_text(tokenizer, tools.limits.result_tokens)
         self.runner = ToolRunner(tools.limits, cut)
 
@@ -234,7 +231,8 @@ class Rollouts:
         for number, completion in enumerate(first):
             functions = [tool.function for tool in self.tools.toolset.tools]
             if environments:
-                functions += methods_of(environments[number])
+                environment = environments[number]
+                functions += [getattr(environment, method) for method in tool_methods(type(environment))]
             played.rows.append(turns.row(ids[number], completion, functions, names[number]))
         later = _LaterTurns(played.rows, engine, settings)
         turns.loop(later, settings.max_new_tokens, engine.positions)(played.rows)
@@ -245,12 +243,12 @@ class Rollouts:
     def environments(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield an environment for each row, or nothing if the recipe has none. Instances are used again, as in TRL."""
         taken: Counter[str | None] = Counter()
-        factories = {one.name: one.factory for one in self.tools.toolset.environments}
-        for row in rows if factories else ():
+        kinds = {one.name: one.kind for one in self.tools.toolset.environments}
+        for row in rows if kinds else ():
             name = self._name(row)
             pool = self._pool.setdefault(name, [])
             if taken[name] == len(pool):
-                pool.append(factories[name]())
+                pool.append(kinds[name]())
             yield pool[taken[name]]
             taken[name] += 1
 
@@ -267,17 +265,14 @@ class Rollouts:
 
     def rewards(self) -> list[MeasuredReward]:
         """Return the rewards of the environments, one for each class, as in TRL."""
-        kinds: dict[type, Environment] = {}
+        found = {}
         for one in self.tools.toolset.environments:
-            if one.scores and one.kind is not None:
-                kinds.setdefault(one.kind, one)
-        found = []
-        for kind, one in kinds.items():
-            spec = {"name": one.path, "alias": kind.__name__}
-            is_async = inspect.iscoroutinefunction(getattr(kind, "get_reward", None))
-            scores = partial(_awaited_scores_of if is_async else _scores_of, kind)
-            found.append(MeasuredReward(kind.__name__, scores, None, spec))
-        return found
+            if one.scores:
+                is_async = inspect.iscoroutinefunction(getattr(one.kind, "get_reward", None))
+                scores = partial(_awaited_scores_of if is_async else _scores_of, one.kind)
+                spec = {"name": one.path, "alias": one.kind.__name__}
+                found.setdefault(one.kind, MeasuredReward(one.kind.__name__, scores, None, spec))
+        return list(found.values())
 
     def _name(self, row: Mapping[str, Any]) -> str | None:
         return row[ENVIRONMENT] if self.tools.toolset.is_routed else None
@@ -293,19 +288,13 @@ class Rollouts:
             raise UserError(
                 f"`{FACTORY}`: `reset` of {type(environment).__name__} fails on a held-out row ({reason}): correct it"
             ) from error
-        if fault := observation_fault(observation):
+        if not isinstance(observation, str | None):
             raise UserError(
-                f"`{FACTORY}`: `reset` of {type(environment).__name__} {fault} on a held-out row: return a text or None"
+                f"`{FACTORY}`: `reset` of {type(environment).__name__} returned the type {type(observation).__name__} "
+                "on a held-out row: return a text or None"
             )
-        prompt = row["prompt"]
-        if observation is None:
-            return prompt
-        content = prompt[-1]["content"]
-        if isinstance(observation, list) and isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        if isinstance(observation, str) and isinstance(content, list):
-            observation = [{"type": "text", "text": observation}]
-        return [*prompt[:-1], {**prompt[-1], "content": content + observation}]
+        *before, last = row["prompt"]
+        return [*before, {**last, "content": last["content"] + observation}] if observation else row["prompt"]
 
     def _check_failures(self, rows: Sequence[Row]) -> None:
         self._failures.add([FailureWindow.of_rank(rows)])
@@ -339,15 +328,6 @@ class _LaterTurns:
             left = settings.max_new_tokens - len(row.completion)
             room.append(int(min(left, self.engine.positions - len(prompt))))
         return self.engine.generate(prompts, settings, room), None
-
-
-def methods_of(environment: Any) -> list[Callable[..., Any]]:
-    """Return the methods of an environment that are tools."""
-    methods = []
-    for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction):
-        if name not in OWN_METHODS and not name.startswith("_"):
-            methods.append(getattr(environment, name))
-    return methods
 
 
 def encodable(text: str) -> str:

@@ -121,8 +121,6 @@ class Plan:
         tools = []
         if self.toolset is not None:
             tools.append(f"  tools           {self.toolset.describe(config.max_tool_calling_iterations)}")
-            if self.shown is not None and self.shown.tools is not None:
-                tools.append(f"  turns           {self.shown.tools.describe(config.max_completion_length)}")
         head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
         heading = [Cell("  memory of one GPU", "head")]
         need: list[Part] = []
@@ -214,7 +212,7 @@ def plan(
     dry_config(recipe, machine)
     rewards = recipe.build_rewards(call_factories=build)
     with recipe.naming_this_file():
-        toolset = load_toolset(recipe, call_factories=build)
+        toolset = load_toolset(recipe)
     if toolset is not None:
         rewards = [*rewards, *toolset.rewards()]
     notes = [*_notes(recipe), *_unbuilt(rewards), *_own_rewards(recipe, rewards)]

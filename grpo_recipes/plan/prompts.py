@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 
 from grpo_recipes.checks.tokenizer import TokenizerUnavailable, check_chat_template, load_tokenizer
-from grpo_recipes.checks.tools import Toolset, TurnTokens, check_template
+from grpo_recipes.checks.tools import Toolset, check_template
 from grpo_recipes.data.hub import hub_answers
 from grpo_recipes.data.prompts import first_prompt, sample_of_rows, token_lengths
 from grpo_recipes.recipe.recipe import Recipe
@@ -74,35 +74,6 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class ToolTokens:
-    """Tokens that tools take of prompts and completions.
-
-    Attributes:
-        schemas: Number of tokens by which the schemas lengthen the first prompt.
-        call: Number of tokens of the shortest turn with a call.
-        result: Number of tokens around one result, without its text.
-        turns: Largest number of turns with calls.
-        limit: Largest number of tokens of one result (`tool_limits.result_tokens`).
-    """
-
-    schemas: int
-    call: int
-    result: int
-    turns: int
-    limit: int
-
-    def describe(self, max_completion_length: int) -> str:
-        """Return the tokens as one sentence."""
-        least = self.turns * (self.call + self.result)
-        most = self.turns * (self.call + self.result + self.limit)
-        return (
-            f"schemas {self.schemas:,} tokens of each prompt; a turn takes at least {self.call} for its call and "
-            f"{self.result} around each result, which has at most {self.limit}; {self.turns} such turns take "
-            f"{least:,} to {most:,} of `max_completion_length` {max_completion_length:,}"
-        )
-
-
-@dataclass(frozen=True)
 class PromptReport:
     """First prompt and lengths of all.
 
@@ -111,14 +82,12 @@ class PromptReport:
         tokens: Number of tokens of the first prompt, or None without a tokenizer.
         lengths: Lengths of all prompts, or None without a tokenizer.
         unknown: Reason why there is no tokenizer, or None.
-        tools: Tokens of tools and turns, or None without tools or without a tokenizer.
     """
 
     text: str
     tokens: int | None
     lengths: Lengths | None
     unknown: str | None
-    tools: ToolTokens | None = None
 
     def describe(self, spec: DatasetSpec) -> tuple[list[str], list[str]]:
         """Return the labelled lines, which may be wrapped, and the lines of the prompt, which must not be."""
@@ -137,11 +106,7 @@ class PromptReport:
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for `plan --json`."""
         lengths = asdict(self.lengths) if self.lengths else None
-        tools = asdict(self.tools) if self.tools else None
-        return {
-            **{"text": self.text, "tokens": self.tokens, "lengths": lengths, "unknown": self.unknown},
-            **({"tools": tools} if tools else {}),
-        }
+        return {"text": self.text, "tokens": self.tokens, "lengths": lengths, "unknown": self.unknown}
 
 
 def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | None = None) -> PromptReport:
@@ -156,28 +121,21 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
             raise
         return PromptReport(_as_messages(first), None, None, str(error).removeprefix(f"{recipe.source}: "))
     check_chat_template(recipe, tokenizer, first)
-    turns = tools = None
+    tools = None
     if toolset is not None:
-        turns = check_template(recipe, toolset, tokenizer)
-        tools = toolset.in_prompts(turns.chat_template)
+        tools = toolset.in_prompts(check_template(recipe, toolset, tokenizer))
     with recipe.naming_this_file():
         sample = sample_of_rows(len(dataset))
         measured = dataset.select(sample) if len(sample) < len(dataset) else dataset
         lengths = token_lengths(measured, tokenizer, template_kwargs, tools)
         # A prompt may be long: what is known is not tokenized again.
-        row = dataset.select([0])
-        tokens = int(lengths[0] if sample[0] == 0 else token_lengths(row, tokenizer, template_kwargs, tools)[0])
-        bare = tokens if tools is None else int(token_lengths(row, tokenizer, template_kwargs)[0])
+        first_lengths = lengths
+        if sample[0] != 0:
+            first_lengths = token_lengths(dataset.select([0]), tokenizer, template_kwargs, tools)
+        tokens = int(first_lengths[0])
         text = first_prompt(dataset, tokenizer, template_kwargs, tools)
     summary = Lengths.of(lengths, len(dataset), recipe.dataset.max_prompt_tokens)
-    return PromptReport(text, tokens, summary, None, _tool_tokens(recipe, turns, tokens - bare))
-
-
-def _tool_tokens(recipe: Recipe, turns: TurnTokens | None, schemas: int) -> ToolTokens | None:
-    if turns is None or recipe.tool_limits is None:
-        return None
-    most = recipe.config.max_tool_calling_iterations
-    return ToolTokens(schemas, turns.call, turns.result, most, recipe.tool_limits.result_tokens)
+    return PromptReport(text, tokens, summary, None)
 
 
 def _as_messages(prompt: Any) -> str:

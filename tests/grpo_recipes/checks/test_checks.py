@@ -97,13 +97,6 @@ def test_a_configuration_of_accelerate_needs_a_number_of_processes() -> None:
 # Every check
 
 
-class Refuses:
-    """Reward or environment whose construction must not happen."""
-
-    def __init__(self) -> None:
-        raise OSError("was called")
-
-
 def by_environment(completions: list, environments: list, **columns: Any) -> list[float]:
     return [0.0 for _ in environments]
 
@@ -375,21 +368,6 @@ def test_held_out_rows_are_kept_apart_from_the_training_rows() -> None:
     assert found.eval_dataset is not None
     assert (len(found.train_dataset), len(found.eval_dataset)) == (16, 8)
     assert checks.check(recipe(**{**changes, "eval_strategy": "no"}), CPU).eval_dataset is None
-
-
-def test_factories_are_called_only_if_asked() -> None:
-    here = "tests.grpo_recipes.checks.test_checks.Refuses"
-    turns = {"max_tool_calling_iterations": 2, "max_completion_length": 900}
-    mine = recipe(environment_factory="envs.py:Broken", **turns)
-    write(
-        "envs.py",
-        "from tests.grpo_recipes.checks.test_checks import Refuses\n\n\ndef Broken():\n    return Refuses()\n",
-    )
-    checks.check(mine, CPU, call_factories=False)
-    with pytest.raises(RecipeError, match="envs.py:Broken makes no environment .OSError: was called"):
-        checks.check(mine, CPU)
-    with pytest.raises(RecipeError, match="was called"):
-        checks.check(recipe(rewards=["tag_count", here]), CPU)
 
 
 # Before a launch

@@ -17,7 +17,6 @@ from grpo_recipes.checks.checks import Machine
 from grpo_recipes.checks.tools import (
     Tool,
     Toolset,
-    TurnTokens,
     check_template,
     load_toolset,
     toolset_of,
@@ -61,13 +60,6 @@ def silent(a: int) -> int:
 
 def undescribed(a: int) -> int:
     """Count."""
-
-
-def only_a_result() -> int:
-    """
-    Returns:
-        A number.
-    """
 
 
 def custom(a: object) -> int:
@@ -155,7 +147,6 @@ async def ticks_later(a: int):
     yield a
 
 
-ticks_behind = logged(ticks)
 nameless = functools.partial(add, b=2)
 number = 3
 
@@ -206,11 +197,6 @@ class AsyncReset(Game):
         pass
 
 
-class NeedsArgument(Game):
-    def __init__(self, size):
-        pass
-
-
 class Asynchronous(Game):
     async def look(self, at: str) -> str:
         """Look at something.
@@ -231,14 +217,6 @@ class Untyped(Game):
         """
 
 
-class NoTool:
-    def reset(self, **columns):
-        pass
-
-    def get_reward(self) -> float:
-        return 1.0
-
-
 class OneColumn(Game):
     def reset(self, answer):
         pass
@@ -251,10 +229,6 @@ class Adds(Game):
         Args:
             a: The first.
         """
-
-
-def made():
-    return Game()
 
 
 class WithOtherMembers(Game):
@@ -275,28 +249,8 @@ class WithOtherMembers(Game):
         return cls()
 
 
-class TwoColumns(Game):
-    def reset(self, prompt, answer):
-        pass
-
-
-def fails():
-    raise OSError("no display.")
-
-
-class Slots:
-    __slots__ = ()
-
-    def reset(self, **columns):
-        return 7
-
-
-class Frozen:
-    def reset(self, **columns):
-        return 7
-
-    def __setattr__(self, name, value):
-        raise TypeError("frozen")
+def made():
+    return Game()
 
 
 number = 3
@@ -308,7 +262,7 @@ FILES: Mapping[str, str] = {
     "broken.py": "import nothing_of_this_name\n",
 }
 FINE: Mapping[str, Any] = {"max_tool_calling_iterations": 2, "max_completion_length": 900}
-PLAN, TRAIN = "grpo-recipes plan {recipe}", "train --config {recipe} --model_name_or_path {model}"
+PLAN = "grpo-recipes plan {recipe}"
 
 
 def with_environment(*names: str) -> str:
@@ -344,7 +298,7 @@ CASES: list[Case] = [
         generation_kwargs={"stop": ["</tool_call>"]},
     ),
     # Paths.
-    refused("`tools`: 'add' is no path: write module and name", tools=["add"]),
+    refused("`tools`: add can't be imported (ValueError: Empty module name): write module and name", tools=["add"]),
     refused("`tools`: my_tool.add can't be imported (No module named 'my_tool')", tools=["my_tool.add"]),
     refused("`tools`: my_tools has no `ad`: did you mean `add`?", tools=["my_tools.ad"]),
     refused("`tools`: broken.x can't be imported (No module named 'nothing_of_this_name')", tools=["broken.x"]),
@@ -352,57 +306,39 @@ CASES: list[Case] = [
     refused("`tools`: nowhere.py:add: nowhere.py can't be read (No such file", tools=["nowhere.py:add"]),
     refused("`tools`: train.jsonl:add: train.jsonl is no Python file", tools=["train.jsonl:add"]),
     refused("`tools`: my_tools.py has no `ad`: did you mean `add`?", tools=["my_tools.py:ad"]),
-    refused("`tools`: my_tools.py has no `real_part`: correct it", tools=["my_tools.py:number.real_part"]),
+    refused("`tools`: my_tools.py has no `population`: correct it", tools=["my_tools.py:population"]),
     # Functions.
     refused("my_tools.untyped has no schema that a prompt could show", tools=["my_tools.untyped"]),
     refused("my_tools.silent has no schema that a prompt could show", tools=["my_tools.silent"]),
     refused("my_tools.record has no schema that a prompt could show", tools=["my_tools.record"]),
-    refused("my_tools.behind is asynchronous behind a decorator", tools=["my_tools.behind"]),
-    refused("my_tools.cached is asynchronous behind a decorator", tools=["my_tools.cached"]),
+    refused("my_tools.behind is a generator, or asynchronous behind a decorator", tools=["my_tools.behind"]),
+    refused("my_tools.cached is a generator, or asynchronous behind", tools=["my_tools.cached"]),
     refused("my_tools.ticks is a generator", tools=["my_tools.ticks"]),
     refused("my_tools.ticks_later is a generator", tools=["my_tools.ticks_later"]),
-    refused("my_tools.ticks_behind is a generator", tools=["my_tools.ticks_behind"]),
-    refused("my_envs.Asynchronous.look is asynchronous behind", environment_factory="my_envs.Asynchronous"),
+    refused(
+        "my_envs.Asynchronous.look is a generator, or asynchronous behind", environment_factory="my_envs.Asynchronous"
+    ),
     refused("my_tools.undescribed has no schema that a prompt could show", tools=["my_tools.undescribed"]),
-    refused("my_tools.only_a_result has no description", tools=["my_tools.only_a_result"]),
     refused("my_tools.custom has no schema that a prompt could show", tools=["my_tools.custom"]),
-    refused("my_tools.variadic takes `**values: int`, which a call can't name", tools=["my_tools.variadic"]),
-    refused("my_tools.by_position takes `a: int`, which a call can't name", tools=["my_tools.by_position"]),
+    refused("(a call can't name `**values: int`)", tools=["my_tools.variadic"]),
+    refused("(a call can't name `a: int`)", tools=["my_tools.by_position"]),
     refused("builtins.max has no schema that a prompt could show", tools=["builtins.max"]),
-    refused("my_tools.nameless has no `__name__`", tools=["my_tools.nameless"]),
-    refused("my_tools.number is of the type int, which can't be called", tools=["my_tools.number"]),
-    refused("my_tools.Other is a class: name it as `environment_factory`", tools=["my_tools.Other"]),
+    refused("my_tools.nameless is not a function", tools=["my_tools.nameless"]),
+    refused("my_tools.number is not a function", tools=["my_tools.number"]),
+    refused("my_tools.Other is not a function: name one, or name a class as `environment_f", tools=["my_tools.Other"]),
     refused("two tools are named `add`", tools=["my_tools.add", "my_tools.py:add"]),
     refused("two tools are named `add`", tools=["my_tools.add"], environment_factory="my_envs.Adds"),
     # Environments.
-    refused("my_envs.NoReset has no method `reset`", environment_factory="my_envs.NoReset"),
-    refused("my_envs.AsyncReset: `reset` is asynchronous", environment_factory="my_envs.AsyncReset"),
-    refused(
-        "my_envs.NeedsArgument makes no environment (TypeError", TRAIN, environment_factory="my_envs.NeedsArgument"
-    ),
-    refused("my_envs.fails makes no environment (OSError: no display)", TRAIN, environment_factory="my_envs.fails"),
-    refused("my_envs.number is of the type int, which makes no environments", environment_factory="my_envs.number"),
-    refused(
-        "my_envs.NoTool has no public method",
-        environment_factory={"a": "my_envs.made", "b": "my_envs.NoTool"},
-        files={"train.jsonl": ROWS_JSONL},
-    ),
-    refused(
-        "my_envs.OneColumn.reset can't take the columns",
-        environment_factory={"a": "my_envs.made", "b": "my_envs.OneColumn"},
-        files={
-            "train.jsonl": "".join(
-                json.dumps({**json.loads(r), "environment": "b"}) + "\n" for r in ROWS_JSONL.splitlines()
-            )
-        },
-    ),
+    refused("my_envs.NoReset is not a class with a method `reset`", environment_factory="my_envs.NoReset"),
+    refused("my_envs.AsyncReset is not a class with a method `reset`", environment_factory="my_envs.AsyncReset"),
+    refused("my_envs.made is not a class with a method `reset`", environment_factory="my_envs.made"),
+    refused("my_envs.number is not a class with a method `reset`", environment_factory="my_envs.number"),
     refused(
         "`environment_factory` needs messages, to which calls and results are added, and the prompts are text",
         environment_factory="my_envs.Game",
         dataset={"name": "gsm8k", "path": "train.jsonl", "prompt_format": "text"},
     ),
     refused("my_envs.Untyped.look has no schema", environment_factory="my_envs.Untyped"),
-    refused("my_envs.NoTool has no public method", environment_factory="my_envs.NoTool"),
     refused("my_envs.OneColumn.reset can't take the columns", environment_factory="my_envs.OneColumn"),
     refused("no environment has a method `get_reward`", environment_factory="my_envs.Plain", rewards=[]),
     refused("`environment_factory` must map names to paths", environment_factory={"game": 3}),
@@ -411,11 +347,6 @@ CASES: list[Case] = [
         environment_factory={3: "my_envs.Game"},
     ),
     refused("`environment_factory` must be text or a mapping", environment_factory=["my_envs.Game"]),
-    refused(
-        "the reward of Game has the name of one in `rewards`",
-        environment_factory="my_envs.Game",
-        rewards=[{"name": "gsm8k_correctness", "alias": "Game"}],
-    ),
     # Rows.
     refused(
         "`tools` needs messages, to which calls and results are added, and the prompts are text: set "
@@ -439,17 +370,10 @@ CASES: list[Case] = [
         environment_factory=ROUTED,
         files={"train.jsonl": with_environment("game", "xyz")},
     ),
-    refused("my_envs.NoTool has no public method", environment_factory={"game": "my_envs.Game", "b": "my_envs.NoTool"}),
     refused("`tools`: my_tools has no `ad`: did you mean `add`?", tools=["my_tools.add", "my_tools.ad"]),
     refused("has no `_secret`: correct it", tools=["my_tools._secret"]),
     # Chat template.
     refused("its chat template renders no tool calls and results", tools=["my_tools.add"]),
-    refused(
-        "`max_tool_calling_iterations` 9 takes at least",
-        PLAN + " --model_name_or_path {model}",
-        tools=["my_tools.add"],
-        max_tool_calling_iterations=9,
-    ),
 ]
 
 
@@ -464,7 +388,7 @@ def test_bad_tools_end_with_one_message(
 FINE_CASES = [
     Case(
         PLAN + " --model_name_or_path {model}",
-        ("tools  ", "add, in at most 2 turns", "turns  ", "around each result, which has at most 512", '"name": "add"'),
+        ("tools  ", "add, in at most 2 turns", '"name": "add"'),
         0,
         FILES,
         {**FINE, "tools": [path]},
@@ -480,13 +404,6 @@ FINE_CASES = [
     ),
     Case(
         PLAN + " --model_name_or_path {model}",
-        ("my_envs.made (not built)",),
-        0,
-        FILES,
-        {**FINE, "environment_factory": "my_envs.made"},
-    ),
-    Case(
-        PLAN + " --model_name_or_path {model}",
         ("by_environment × 1", "Game × 1"),
         0,
         FILES,
@@ -494,10 +411,10 @@ FINE_CASES = [
     ),
     Case(
         PLAN + " --model_name_or_path {model} --build",
-        ("game: my_envs.Game (look), sum: my_envs.made (look)", "Game × 1"),
+        ("game: my_envs.Game (look), sum: my_envs.Adds (add, look)", "Game × 1"),
         0,
         {**FILES, "train.jsonl": with_environment("game", "sum")},
-        {**FINE, "environment_factory": {"game": "my_envs.Game", "sum": "my_envs.made"}},
+        {**FINE, "environment_factory": {"game": "my_envs.Game", "sum": "my_envs.Adds"}},
     ),
 ]
 
@@ -538,9 +455,8 @@ def test_every_template_that_trl_reads_passes(tmp_path: Path) -> None:
         recipe = recipe_with(tmp_path, "--max_completion_length=4000")
         toolset = load_toolset(recipe)
         assert toolset is not None
-        tokens = check_template(recipe, toolset, chat_tokenizer(text))
-        assert tokens.call > 10, name
-        assert (tokens.chat_template is not None) == (name == "qwen3"), name
+        chat_template = check_template(recipe, toolset, chat_tokenizer(text))
+        assert (chat_template is not None) == (name == "qwen3"), name
 
 
 def broken(template: str, before: str, after: str) -> str:
@@ -572,19 +488,6 @@ def test_a_template_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
     assert "renders no tool calls and results" in sentence(chat_tokenizer())
 
 
-def test_the_limit_of_turns_must_fit_into_a_completion(tmp_path: Path) -> None:
-    recipe = recipe_with(tmp_path)
-    toolset = load_toolset(recipe)
-    assert toolset is not None
-    tokens = check_template(recipe, toolset, chat_tokenizer(trl_templates.qwen2_5_chat_template))
-    needed = tokens.least(2)
-    fits = recipe_with(tmp_path, f"--max_completion_length={needed + 1}")
-    assert check_template(fits, toolset, chat_tokenizer(trl_templates.qwen2_5_chat_template)) == tokens
-    short = recipe_with(tmp_path, f"--max_completion_length={needed}")
-    with pytest.raises(RecipeError, match=f"takes at least {needed} tokens.*lower it to 1, or raise"):
-        check_template(short, toolset, chat_tokenizer(trl_templates.qwen2_5_chat_template))
-
-
 def test_the_trainer_has_the_limits_of_its_recipe(
     tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -613,45 +516,22 @@ from grpo_recipes.tools.examples import GuessNumber
 class Scores(GuessNumber):
     def get_reward(self):
         return float("nan")
-
-
-class Fails(GuessNumber):
-    def reset(self, answer, **columns):
-        raise OSError(f"no display for {answer}")
-
-
-class Returns(GuessNumber):
-    def reset(self, answer, **columns):
-        super().reset(answer)
-        return 7
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Scores", "reward `Scores` returned nan for row 0 of this rank's generation"),
-        ("Fails", "my_envs.py:Fails.reset raised OSError: no display for"),
-        ("Returns", "my_envs.py:Returns.reset returned the type int, for the row {'prompt': "),
-    ],
-)
 def test_a_fault_of_an_environment_ends_the_run_with_its_name(
-    name: str,
-    words: str,
-    tool_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("my_envs.py").write_text(ENVS)
-    given = [f"--model_name_or_path={tool_model}", "--output_dir=run", f"--environment_factory=my_envs.py:{name}"]
+    given = [f"--model_name_or_path={tool_model}", "--output_dir=run", "--environment_factory=my_envs.py:Scores"]
     given += ["--max_tool_calling_iterations=1", "--max_completion_length=200", "--use_cpu=true", "--bf16=false"]
     given += ["--num_generations=4", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1"]
     given += ["--dtype=float32", "--report_to=none", "--max_steps=1", "--dataset.size=8"]
     Path("recipe.yaml").write_text("dataset: {name: secret_number}\n")
     assert train.main(["--config", "recipe.yaml", *given]) == 1
+    words = "reward `Scores` returned nan for row 0 of this rank's generation"
     assert words in capsys.readouterr().err.rstrip().splitlines()[-1]
 
 
@@ -659,11 +539,11 @@ def test_a_fault_of_an_environment_ends_the_run_with_its_name(
 
 
 def environments_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **named: str) -> Toolset:
-    """Return the environments of `ENVS_PY`, read from a file of this test, without calling functions."""
+    """Return the environments of `ENVS_PY`, read from a file of this test."""
     (folder / "envs.py").write_text(ENVS_PY)
     monkeypatch.chdir(folder)
     paths = {name: f"envs.py:{attribute}" for name, attribute in named.items()}
-    return toolset_of([], paths.get("every") or paths, call_factories=False)
+    return toolset_of([], paths.get("every") or paths)
 
 
 def test_only_functions_of_a_class_are_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -675,10 +555,9 @@ def test_only_functions_of_a_class_are_tools(tmp_path: Path, monkeypatch: pytest
     }
     assert [environment.scores for environment in toolset.environments] == [True]
     assert not environments_of(tmp_path, monkeypatch, every="Plain").environments[0].scores
-    assert not environments_of(tmp_path, monkeypatch, every="made").environments[0].scores
 
 
-# Tokens of turns
+# Calls in the chat template
 
 
 def many(
@@ -700,9 +579,6 @@ def many(
     return ""
 
 
-MANY = '{"flag": true, "count": 7, "share": 1.5, "kind": "x", "items": [], "either": 7, "table": {}}'
-
-
 def template_of(name: str) -> str:
     return (Path(trl_templates.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
 
@@ -711,30 +587,11 @@ def toolset_with(*functions: Callable[..., Any]) -> Toolset:
     return Toolset(tuple(Tool(function, get_json_schema(function)) for function in functions))
 
 
-def bytes_of(text: str) -> int:
-    """Return the tokens of a text: one for each byte, and one for each of the two special tokens."""
-    return len(text.replace("<|im_start|>", "a").replace("<|im_end|>", "a").encode())
-
-
-def test_the_tokens_of_a_turn_are_those_of_the_written_call_and_of_all_around_a_result() -> None:
-    tokenizer = chat_tokenizer(template_of("qwen2_5"))
-    call = '<tool_call>\n{"name": "many", "arguments": ' + MANY + "}\n</tool_call><|im_end|>"
-    around = "\n<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    expected = TurnTokens(None, bytes_of(call), bytes_of(around))
-    assert try_template("m", toolset_with(many), tokenizer) == expected
-    shorter = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "a"}}\n</tool_call><|im_end|>'
-    for functions in ((many, calculator), (calculator, many)):
-        found = try_template("m", toolset_with(*functions), tokenizer)
-        assert found == TurnTokens(None, bytes_of(shorter), bytes_of(around))
-    assert TurnTokens(None, 10, 5).least(3) == 45
-
-
 @pytest.mark.parametrize(("name", "is_replaced"), [("qwen3", True), ("glm4moe", False), ("lfm2_2_5", False)])
 def test_calls_of_several_styles_are_read_back(name: str, is_replaced: bool) -> None:
     """GLM's arguments get their types from the tools, LFM2's are Python, and TRL trains Qwen3 on another template."""
-    tokens = try_template("m", toolset_with(many), chat_tokenizer(template_of(name)))
-    assert (tokens.chat_template is not None) is is_replaced
-    assert tokens.call > len(MANY) / 2
+    chat_template = try_template("m", toolset_with(many), chat_tokenizer(template_of(name)))
+    assert (chat_template is not None) is is_replaced
 
 
 def test_the_arguments_of_the_template_are_those_of_the_recipe(tmp_path: Path) -> None:
@@ -748,31 +605,10 @@ def test_the_arguments_of_the_template_are_those_of_the_recipe(tmp_path: Path) -
         check_template(strict, toolset, tokenizer)
 
 
-def test_a_template_that_fails_renders_no_calls() -> None:
-    with pytest.raises(UserError, match="^m: its chat template renders no tool calls and results"):
-        try_template("m", toolset_with(calculator), chat_tokenizer("{{ 1 / 0 }}"))
-
-
-@pytest.mark.parametrize(
-    ("condition", "words"),
-    [
-        ("messages[-1].tool_calls and tools", "fails on a call of `calculator`"),
-        ("messages[-1].role == 'tool' and messages[-1].name == 'calculator'", "fails on the result of `calculator`"),
-    ],
-)
-def test_a_template_that_fails_on_a_call_or_a_result_is_refused(condition: str, words: str) -> None:
+def test_a_template_that_fails_on_a_call_is_refused() -> None:
+    condition = "messages[-1].tool_calls and tools"
     template = "{% if " + condition + " %}{{ raise_exception('not here') }}{% endif %}" + template_of("qwen2_5")
     tokenizer = chat_tokenizer(template)
     tokenizer.response_template = trl_templates.qwen3_template
-    with pytest.raises(UserError, match=f"^m: its chat template {words} .*not here"):
+    with pytest.raises(UserError, match="^m: its chat template fails on a call of `calculator` .*not here"):
         try_template("m", toolset_with(calculator), tokenizer)
-
-
-def test_the_largest_number_of_turns_that_fits_is_named(tmp_path: Path) -> None:
-    template = template_of("qwen2_5")
-    toolset = toolset_with(calculator)
-    one = try_template("m", toolset, chat_tokenizer(template)).least(1)
-    for room, words in ((one, "raise"), (one + 1, "lower it to 1, or raise"), (2 * one, "lower it to 1, or raise")):
-        recipe = recipe_with(tmp_path, f"--max_completion_length={room}", "--max_tool_calling_iterations=3")
-        with pytest.raises(RecipeError, match=f"`max_completion_length` is {room}: {words} `max_completion_length` ab"):
-            check_template(recipe, toolset, chat_tokenizer(template))

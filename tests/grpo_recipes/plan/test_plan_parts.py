@@ -26,7 +26,7 @@ from grpo_recipes.plan.plan import (
     resolved_yaml,
     shipped_recipes,
 )
-from grpo_recipes.plan.prompts import Lengths, PromptReport, ToolTokens
+from grpo_recipes.plan.prompts import Lengths, PromptReport
 from grpo_recipes.recipe.recipe import find_file
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.recipe.trl_keys import ignored_keys
@@ -191,23 +191,15 @@ def test_memory_is_that_of_the_longest_measured_prompt(
     assert len(notes) == bool(note)
 
 
-def test_the_tokens_of_tools_are_added_up() -> None:
-    assert ToolTokens(schemas=1_500, call=20, result=7, turns=3, limit=300).describe(2_048) == (
-        "schemas 1,500 tokens of each prompt; a turn takes at least 20 for its call and 7 around each result, which "
-        "has at most 300; 3 such turns take 81 to 981 of `max_completion_length` 2,048"
-    )
-
-
 def test_a_report_on_prompts() -> None:
     lengths = Lengths.of(np.array([9]), 1, 70)
-    report = PromptReport("a\nb", 9, lengths, None, ToolTokens(1, 2, 3, 4, 5))
+    report = PromptReport("a\nb", 9, lengths, None)
     head, prompt = report.describe(SPEC)
     assert head == [
         f"  prompt lengths  {lengths.describe(SPEC)}",
         "  first prompt    9 tokens, exactly as the model sees it:",
     ]
     assert prompt == ["  | a", "  | b"]
-    assert report.as_dict()["tools"] == {"schemas": 1, "call": 2, "result": 3, "turns": 4, "limit": 5}
     unknown = PromptReport("user: a", None, None, "no tokenizer")
     assert unknown.describe(SPEC)[0] == [
         "  prompt lengths  unknown: no tokenizer",

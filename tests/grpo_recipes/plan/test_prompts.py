@@ -23,12 +23,11 @@ from grpo_recipes.checks.tokenizer import (
     load_tokenizer,
     stop_ids,
 )
-from grpo_recipes.checks.tools import TurnTokens
 from grpo_recipes.cli import main
 from grpo_recipes.data import prompts
 from grpo_recipes.data.load import load
 from grpo_recipes.plan import prompts as plan_prompts
-from grpo_recipes.plan.prompts import Lengths, PromptReport, ToolTokens, prompt_report
+from grpo_recipes.plan.prompts import Lengths, PromptReport, prompt_report
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.registry import build_rewards
@@ -216,7 +215,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(plan_prompts, "hub_answers", lambda: False)
     monkeypatch.setattr(plan_prompts, "load_tokenizer", load_tokenizer)
     monkeypatch.setattr(plan_prompts, "check_chat_template", lambda *given: found.append(given[1:]))
-    monkeypatch.setattr(plan_prompts, "check_template", lambda *_: TurnTokens("for training", 3, 4))
+    monkeypatch.setattr(plan_prompts, "check_template", lambda *_: "for training")
     monkeypatch.setattr(plan_prompts, "token_lengths", token_lengths)
     monkeypatch.setattr(prompts, "rendered", lambda first, tokenizer, kwargs: f"{first} {tokenizer} {kwargs}")
     return found
@@ -224,7 +223,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_report_without_tools_tokenizes_each_prompt_once(calls: list[Any]) -> None:
     report = prompt_report(given(), TABLE)
-    assert report == PromptReport("a tokenizer {}", 1, Lengths(4, 4, 1, 3, 4, 4, 3, 1), None, None)
+    assert report == PromptReport("a tokenizer {}", 1, Lengths(4, 4, 1, 3, 4, 4, 3, 1), None)
     assert calls == [True, ("tokenizer", "a"), (4, {})]
     with_options = given(config=SimpleNamespace(chat_template_kwargs={"thinks": False}, max_tool_calling_iterations=5))
     assert prompt_report(with_options, TABLE).text == "a tokenizer {'thinks': False}"
@@ -247,8 +246,6 @@ def test_tools_lengthen_the_first_prompt(calls: list[Any]) -> None:
     tools: Any = Toolset()
     report = prompt_report(given(), TABLE, tools)
     assert (report.text, report.tokens) == ("a tokenizer {'tools': 'w'}", 101)
-    assert report.tools == ToolTokens(schemas=100, call=3, result=4, turns=5, limit=9)
-    assert prompt_report(given(tool_limits=None), TABLE, tools).tools is None
 
 
 @pytest.mark.parametrize(("name", "answers", "local_only"), [("some/model", True, False), ("some/model", False, True),

@@ -25,7 +25,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -167,16 +166,14 @@ class ToolLoop:
     def __call__(self, rows: Sequence[Row]) -> Values:
         """Run tools and generate until no row calls one, and return TRL's values. Collective."""
         calling = [row for row in rows if row.calls]
-        iterations = 0
         # Every rank goes through this loop equally often: it ends for all by the same number, or by the same limit.
-        while iterations < self.limits.iterations:
+        for _ in range(self.limits.iterations):
             continuing = self._answer(calling)
             count = self.largest(len(continuing))
             if count == 0:
                 return values(rows)
             self._next_turn(continuing, count)
             calling = [row for row in continuing if row.calls]
-            iterations += 1
         for row in calling:
             row.ending = "iterations"
         return values(rows)
@@ -266,7 +263,7 @@ def drop_abandoned(
         rows: rows of the batch, which have ended.
     """
     abandoned = set()
-    for environment, row in zip(environments or (), rows, strict=bool(environments)):
+    for environment, row in zip(environments or (), rows, strict=False):
         if any(result.timed_out for turn in row.turns for result in turn):
             abandoned.add(id(environment))  # a class may define equality
     for pool in pools.values():
@@ -277,11 +274,8 @@ def as_call(call: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
     """Return a call as the policy wrote it, in TRL's form or without the key "function"."""
     function = call.get("function", call)
     name, arguments = function["name"], function.get("arguments")
-    refusal = ""
-    if (kind := call.get("type", "function")) != "function":
-        refusal = f"Unsupported tool call type: {kind}"
-    elif not isinstance(arguments, Mapping) or arguments.keys() == {UNREAD}:
-        refusal = "The call can't be read as a name and an object of arguments."
+    is_read = isinstance(arguments, Mapping) and arguments.keys() != {UNREAD}
+    refusal = "" if is_read else "The call can't be read as a name and an object of arguments."
     return Call(name, arguments, functions.get(name), refusal)
 
 
@@ -371,10 +365,9 @@ def result_text(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Callable[[st
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     # A space can't split a single character, and such a token can't look like the end of a message.
     names = {name for name in names.union(tokenizer.all_special_tokens) if len(name) > 1}
-    if not names:
-        return partial(beginning, tokenizer, tokens=tokens)
+    pattern = "|".join(map(re.escape, sorted(names))) or "(?!)"
     # The first character only is consumed, because the end of one name may be the beginning of another.
-    first_characters = re.compile(f"(?={'|'.join(map(re.escape, sorted(names)))})(.)", re.DOTALL)
+    first_characters = re.compile(f"(?={pattern})(.)", re.DOTALL)
     return lambda text: beginning(tokenizer, first_characters.sub(r"\1 ", text), tokens)
 
 

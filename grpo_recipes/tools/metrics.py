@@ -7,7 +7,6 @@ name are counted together, so that a policy that invents names does not fill the
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 PREFIX = "tools/"
 UNKNOWN = "unknown"
 """Name in the metrics of all names that no tool has."""
-NAME_CHARACTERS = 64
-"""Largest number of characters of a tool's name in a metric."""
-
 # Characters that a tracker may refuse in a metric's name. A slash would look like a further level.
 _UNSAFE = re.compile(r"[^\w.\-]")
 
@@ -41,10 +37,10 @@ def counts_of(rows: Iterable[Row]) -> Counts:
         counts["", "tokens"] += len(row.mask)
         counts["", "tool_tokens"] += len(row.mask) - sum(row.mask)
         for name in row.tools.functions:
-            counts[metric_name(name), "rows"] += 1
+            counts[_UNSAFE.sub("_", name), "rows"] += 1
         for result in (result for turn in row.turns for result in turn):
             is_known = result.name in row.tools.functions
-            for tool in ("", metric_name(result.name) if is_known else UNKNOWN):
+            for tool in ("", _UNSAFE.sub("_", result.name) if is_known else UNKNOWN):
                 counts[tool, "calls"] += 1
                 counts[tool, "faults"] += bool(result.fault)
                 counts[tool, "mistakes"] += bool(result.mistake)
@@ -72,11 +68,3 @@ def metrics(ranks: Sequence[Counts]) -> dict[str, float]:
         if made:
             found[f"{tool}/seconds"] = counts[tool, "seconds"] / made
     return {PREFIX + name: value for name, value in found.items()}
-
-
-def metric_name(tool: str) -> str:
-    """Return the name of a tool in metrics. A name that has to be changed gets a checksum, so that none is shared."""
-    safe = _UNSAFE.sub("_", tool)[:NAME_CHARACTERS]
-    if safe == tool and safe not in ("", UNKNOWN):
-        return safe
-    return f"{safe}-{zlib.crc32(tool.encode('utf-8', 'backslashreplace')):08x}"

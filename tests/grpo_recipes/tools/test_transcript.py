@@ -362,7 +362,7 @@ FAULTS: dict[Callable[[Any, Values], None], str] = {
     swapped_messages: "row 0, token 0: the assistant's message is not what these tokens parse to",
     without_end: r"row 7, token .*: '.*' stands where '.*<\|im_end\|>.*' was sampled",
     without_last_end: r"row 3, token .*: '.*' stands where '.*<\|im_end\|>.*' was sampled",
-    cut_result: "row 1, token .*: the tool result is not the template's rendering of its messages: '.*' stands where '.+' was rendered",
+    cut_result: "row 1, token .*: the tool result is not the template's rendering .*'.+' was rendered",
     cut_message: r"row 1, token .*: the tool result is not the template's rendering of its messages: ",
     other_result: "row 2, token .*: the tool result is not the template's rendering of its messages: '3",
     lost_turn: "row 5, token .*: the turn that was sampled after this tool result is missing",

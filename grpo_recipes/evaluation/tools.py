@@ -265,7 +265,7 @@ class Rollouts:
 
     def rewards(self) -> list[MeasuredReward]:
         """Return the rewards of the environments, one for each class, as in TRL."""
-        found = {}
+        found: dict[type, MeasuredReward] = {}
         for one in self.tools.toolset.environments:
             if one.scores:
                 is_async = inspect.iscoroutinefunction(getattr(one.kind, "get_reward", None))

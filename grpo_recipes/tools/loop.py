@@ -123,7 +123,9 @@ class Row:
         self.completion = self.completion + ids  # a new list: a generator may keep those it was given
         self.mask += [mask] * len(ids)
         if self.log_probs is not None:
-            self.log_probs = [*self.log_probs, *(log_probs if mask else [0.0] * len(ids))]
+            if log_probs is None:
+                raise ValueError("a `rollout_func` must return log-probabilities for every turn, or for none")
+            self.log_probs = [*self.log_probs, *log_probs]
 
 
 class Values(NamedTuple):
@@ -216,7 +218,7 @@ class ToolLoop:
         elif len(row.completion) + len(ids) == self.limits.completion:
             row.ending = "full"  # TRL generates one more turn, and discards all of it
         row.messages.extend(messages)
-        row.append(ids, 0, None)
+        row.append(ids, 0, [0.0] * len(ids))
 
     def _cut(self, tokens: int, messages: Sequence[Message]) -> list[Message]:
         """Return the messages of results with texts of at most `tokens` tokens."""
@@ -346,7 +348,7 @@ def suffix_ids(
     """
     from trl import GRPOTrainer  # takes seconds
 
-    trainer = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         _is_vlm=False,
         processing_class=tokenizer,
         _tokenizer=tokenizer,

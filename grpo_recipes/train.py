@@ -252,8 +252,6 @@ def prepare(recipe: Recipe, machine: Machine) -> Prepared:
         if change := resume.layout_change(before, order_of(recipe, checked)):
             raise _other_run(recipe, change)
         check_same_content(recipe, checkpoint, identity)
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        packages.check_build_locks()
     training_args = leave_token_to_environment(checks.grpo_config(recipe))
     # Trackers show this name.
     training_args.run_name = redacted(training_args.run_name or recipe.output_dir.resolve().name)
@@ -593,7 +591,6 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     if checked.golds:
         notes.append(checked.golds.describe())
     notes += [*checked.gold_notes, *checked.prompt_notes]
-    notes += checks.sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     for note in notes:
         _say(f"  note            {note}")
 

@@ -153,7 +153,6 @@ def check(recipe: Recipe, machine: Machine, *, call_factories: bool = True) -> C
         check_environment_rewards(toolset, rewards)
         if rewards:
             reward_checks.check_weights(rewards)
-        reward_checks.check_punished_lengths(rewards, recipe.config.max_completion_length)
         _check_groups(recipe, geometry, rewards)
         check_reference(recipe)
         check_model_folders(recipe)
@@ -194,16 +193,6 @@ def check_launch(recipe: Recipe, machine: Machine) -> None:
     check_packages(recipe)
     dry_config(recipe, machine)
     check(recipe, machine)
-
-
-def sampling_note(recipe: Recipe, geometry: Geometry, num_prompts: int) -> list[str]:
-    """Return a note if `sampling` has no effect in a run of this length, else []."""
-    epoch = geometry.optimizer_steps_per_epoch(num_prompts)
-    if recipe.sampling is None or geometry.optimizer_steps(recipe.config, num_prompts) > epoch:
-        return []
-    return [
-        f"`sampling` learns in an epoch for the next, and this run ends in the first ({epoch} steps): it has no effect"
-    ]
 
 
 def check_early_stopping(recipe: Recipe) -> None:

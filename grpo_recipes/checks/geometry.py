@@ -5,14 +5,12 @@ Every count follows TRL 1.16: `GRPOConfig.__post_init__` for the generation batc
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_rewards.errors import UserError
-from grpo_rewards.terminal import Table
 
 
 @dataclass(frozen=True)
@@ -203,34 +201,6 @@ class Geometry:
             f"{counts['max_tokens']:,} tokens)"
         )
 
-    def cells(self) -> list[list[list[int]]]:
-        """Return the prompts of the first generation batch by micro-batch, rank and row, numbered in sampling order.
-
-        Each rank takes a contiguous part of the batch (`BatchSamplerShard`) and splits it into micro-batches. TRL
-        shuffles a rank's rows over its micro-batches after they are scored, so the cells show which rank generates
-        which prompts.
-        """
-        size = self.per_device_train_batch_size
-        micro_batches = []
-        for micro_batch in range(self.steps_per_generation):
-            ranks = []
-            for rank in range(self.num_processes):
-                first = rank * self.completions_per_rank + micro_batch * size
-                ranks.append([row // self.num_generations for row in range(first, first + size)])
-            micro_batches.append(ranks)
-        return micro_batches
-
-    def picture(self) -> Table:
-        """Return the first generation batch as a table: one row per micro-batch, one column per rank.
-
-        A cell counts the completions of each prompt: `0×8 1×8`.
-        """
-        texts = [["micro-batch", *(f"rank {rank}" for rank in range(self.num_processes))]]
-        for number, ranks in enumerate(self.cells()):
-            texts.append([str(number), *map(_counted, ranks)])
-        head, *rows = _without_middle([_without_middle(row) for row in texts])
-        return Table(rows, head)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the fields and the derived counts, for `run.json`."""
         return {
@@ -277,20 +247,6 @@ def _check_multiple(key: str, size: int, factor: int, divisor: int, reason: str)
         step = divisor // math.gcd(divisor, factor)
         fits = math.ceil(size / step) * step
         raise UserError(f"{reason}, and {size * factor} is no multiple of {divisor}: set `{key}` to {fits}")
-
-
-def _without_middle(items: list[Any], most: int = 9) -> list[Any]:
-    """Return the first items and the last one, with "…" in place of those that would make a table too large."""
-    if len(items) <= most:
-        return items
-    gap = "…" if isinstance(items[0], str) else ["…"] * len(items[0])
-    return [*items[: most - 2], gap, items[-1]]
-
-
-def _counted(prompts: list[int]) -> str:
-    """Return the runs of equal prompts, `0×8 1×8`, without those in the middle of a long list."""
-    runs = [f"{prompt}×{len(list(same))}" for prompt, same in itertools.groupby(prompts)]
-    return " ".join(runs if len(runs) <= 3 else [runs[0], "…", runs[-1]])
 
 
 def _plural(count: int, noun: str, suffix: str = "s") -> str:

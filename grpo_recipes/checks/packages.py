@@ -1,15 +1,12 @@
-"""Checks of what a recipe uses beside TRL: trackers, vLLM, and builds of DeepSpeed's extensions.
+"""Checks of what a recipe uses beside TRL: trackers, optimizers, quantization and vLLM.
 
 TRL finds these mistakes when the model is loaded, at the first generation, or not at all.
 """
 
 from __future__ import annotations
 
-import os
-import time
 import warnings
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,9 +35,6 @@ OPTIMIZER_PACKAGES: Mapping[str, tuple[str, str]] = {
     "stable_adamw": ("optimi", "torch-optimi"),
 }
 """Module and package of an optimizer, by the beginning of its name. transformers imports the module after the model."""
-
-LOCK_SECONDS = 30.0
-"""Seconds for which a build lock may exist without a compiler: torch takes the lock before it starts the compiler."""
 
 
 def missing(config: Any) -> list[str]:
@@ -179,39 +173,3 @@ def check_vllm_lengths(config: Any, longest: int) -> None:
 def _vllm_context(config: Any) -> int | None:
     """Return the tokens of vLLM's context, or None if the recipe does not set them or a server has its own limit."""
     return config.vllm_max_model_length if config.use_vllm and config.vllm_mode == "colocate" else None
-
-
-def check_build_locks(patience: float = LOCK_SECONDS) -> None:
-    """Raise `UserError` if a build of a torch extension was killed and left its lock.
-
-    torch takes the lock (`torch.utils.file_baton`) before it starts a compiler in the same folder, and waits without
-    end for the lock of another process. A lock without a compiler for `patience` seconds counts as left behind. Only
-    Linux tells where processes work: elsewhere every lock that exists for so long counts.
-    """
-    deadline = time.monotonic() + patience
-    while stale := [lock for lock in _extensions_folder().glob("*/lock") if not _has_compiler(lock.parent)]:
-        if time.monotonic() >= deadline:
-            with suppress(FileNotFoundError):  # it has just been removed
-                age = max(0.0, time.time() - stale[0].stat().st_mtime)  # the clock may have been set back
-                raise UserError(
-                    f"{stale[0]}: a build of DeepSpeed's extensions was killed and left this lock, {age:.0f} s old, on "
-                    "which every later run waits for ever: remove that file (unless another machine that shares the "
-                    "folder is building just now)"
-                )
-        time.sleep(min(1.0, patience))
-
-
-def _extensions_folder() -> Path:
-    """Return the folder in which torch builds extensions: `TORCH_EXTENSIONS_DIR`, or its own default."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return Path(_get_build_directory("deepspeed_shm_comm", verbose=False)).parent
-
-
-def _has_compiler(folder: Path) -> bool:
-    """Return True if a process of this machine works in `folder`, as the compiler of an extension does."""
-    for link in Path("/proc").glob("[0-9]*/cwd"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
-            if os.readlink(link) == str(folder):
-                return True
-    return False

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,8 +65,7 @@ class GoldCheck:
         total = f"{self.total:,}" if sampled else str(self.total)
         fix = ""
         if self.missing:
-            what = "they are" if self.missing == self.count else f"{self.missing} of them are"
-            fix = f"; {what} empty: set `dataset.drop_missing: true` to leave these rows out"
+            fix = f"; {self.missing} of them are empty: set `dataset.drop_missing: true` to leave these rows out"
         return (
             f"{self.count} of {total} golds{sampled} can't be scored by {' or '.join(self.rewards)}: no completion "
             f"earns anything from it on {rows}"
@@ -93,18 +91,6 @@ def check_weights(rewards: Sequence[BuiltReward]) -> None:
     """Raise `UserError` if no reward can change the total."""
     if not any(reward.weight for reward in leaves(rewards)):
         raise UserError("`rewards`: all weights are 0, so that nothing is learned: give one reward a weight")
-
-
-def check_punished_lengths(rewards: Sequence[BuiltReward], max_completion_length: int) -> None:
-    """Raise `UserError` if TRL's overlong punishment begins at a length that no completion reaches."""
-    for reward in leaves(rewards):
-        longest, cache = (getattr(reward.unbound, key, None) for key in ("max_completion_len", "soft_punish_cache"))
-        if isinstance(longest, int) and isinstance(cache, int) and longest - cache >= max_completion_length:
-            raise UserError(
-                f"`rewards`: {reward.name} punishes completions of more than {longest - cache} tokens, and "
-                f"`max_completion_length` ends them at {max_completion_length}: set its `max_completion_len` to "
-                f"{max_completion_length}, and `soft_punish_cache` below that"
-            )
 
 
 def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> None:
@@ -154,25 +140,15 @@ def checked_reward(reward: Reward) -> Reward:
         try:
             scores = reward(prompts=prompts, completions=completions, **columns)
         except (Exception, SystemExit) as error:
-            raised = []
-            for arguments in batch.rows_alone():
-                raised.append(_raises(error, reward, arguments))
-                if len(set(raised)) > 1:
-                    break
-            raise batch.fault_of(error, raised) from error
+            raise batch.fault_of(error, batch.row_that_raises(error, reward)) from error
         return _finite_scores(batch, scores)
 
     async def call_async(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         batch = _Batch(name, prompts, completions, columns)
         try:
             scores = await reward(prompts=prompts, completions=completions, **columns)
-        except (Exception, SystemExit) as error:
-            raised = []
-            for arguments in batch.rows_alone():
-                raised.append(await _raises_async(error, reward, arguments))
-                if len(set(raised)) > 1:
-                    break
-            raise batch.fault_of(error, raised) from error
+        except (Exception, SystemExit) as error:  # an exit that leaves a task would end the event loop
+            raise batch.fault_of(error, None) from error
         return _finite_scores(batch, scores)
 
     checked: Reward = call_async if is_async_callable(reward) else call
@@ -189,20 +165,31 @@ class _Batch:
     completions: Sequence[Any]
     columns: Mapping[str, Any]
 
-    def rows_alone(self) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of a call for each row alone, which logs nothing, for at most `SEARCH_SECONDS`."""
+    def row_that_raises(self, error: BaseException, reward: Reward) -> int | None:
+        """Return the row that raises the same error when it is scored alone, after at most `SEARCH_SECONDS`.
+
+        The search ends once a row differs from the others. None is returned if all rows agree, because an error of all
+        rows, such as that of a server that is down, is not the fault of one.
+        """
         until = time.monotonic() + SEARCH_SECONDS
+        raised: list[bool] = []
         for row in range(len(self.completions)):
-            if time.monotonic() > until:
-                return
-            alone: dict[str, Any] = {"prompts": [self.prompts[row]], "completions": [self.completions[row]]}
-            for key, column in self.columns.items():
-                is_column = isinstance(column, list) and len(column) == len(self.completions)
-                alone[key] = [column[row]] if is_column else column
-            for key in ("log_extra", "log_metric"):
-                if key in self.columns:
-                    alone[key] = _log_nothing
-            yield alone
+            if time.monotonic() > until or len(set(raised)) > 1:
+                break
+            raised.append(_raises(error, reward, self._row_alone(row)))
+        is_found = len(set(raised)) > 1 or (len(self.completions) == 1 and raised == [True])
+        return raised.index(True) if is_found else None
+
+    def _row_alone(self, row: int) -> dict[str, Any]:
+        """Return the arguments of a call for one row, which logs nothing."""
+        alone: dict[str, Any] = {"prompts": [self.prompts[row]], "completions": [self.completions[row]]}
+        for key, column in self.columns.items():
+            is_column = isinstance(column, list) and len(column) == len(self.completions)
+            alone[key] = [column[row]] if is_column else column
+        for key in ("log_extra", "log_metric"):
+            if key in self.columns:
+                alone[key] = _log_nothing
+        return alone
 
     def row(self, row: int) -> FaultyRow:
         """Return the description of a row for the error."""
@@ -212,35 +199,22 @@ class _Batch:
         return FaultyRow(self.reward, row, prompt, completion_text(self.completions[row]), self._step())
 
     def _step(self) -> int | None:
-        step = getattr(self.columns.get("trainer_state"), "global_step", None)
-        return step if isinstance(step, int) else None
+        return getattr(self.columns.get("trainer_state"), "global_step", None)
 
     def place(self, row: int) -> str:
         """Return a clause on the place and the text of a row."""
-        return f"row {row} {self._generation()} (completion {self._excerpt(row)})"
+        excerpt = shortened(one_line(completion_text(self.completions[row])), EXCERPT)
+        return f"row {row} {self._generation()} (completion {excerpt!r})"
 
     def _generation(self) -> str:
         step = self._step()
         return "of this rank's generation" + ("" if step is None else f" after step {step}")
 
-    def _excerpt(self, row: int) -> str:
-        return repr(shortened(one_line(completion_text(self.completions[row])), EXCERPT))
-
-    def fault_of(self, error: BaseException, raised: Sequence[bool]) -> RewardFault:
-        """Return the error to raise for an error of the reward.
-
-        Args:
-            error: Error of the reward for all rows.
-            raised: True for each row that raises the same error when it is scored alone, as far as this was tried.
-        """
+    def fault_of(self, error: BaseException, row: int | None) -> RewardFault:
+        """Return the error to raise for an error of the reward, and for the row that it was found to raise on."""
         what = f"reward `{self.reward}` raised {type(error).__name__}: {shortened(one_line(error), ERROR_CHARS)}"
-        if not any(raised):
+        if row is None:
             return RewardFault(f"{what}, for the {len(self.completions)} completions {self._generation()}")
-        # An error of all rows, as of a server that is down, says nothing about the first one.
-        if len(raised) == len(self.completions) > 1 and all(raised):
-            first = f"the first completion is {self._excerpt(0)}"
-            return RewardFault(f"{what}, for each of {len(raised)} rows {self._generation()} ({first})", self.row(0))
-        row = raised.index(True)
         return RewardFault(f"{what}, for {self.place(row)}", self.row(row))
 
 
@@ -249,34 +223,12 @@ def _log_nothing(*values: Any) -> None:
 
 
 def _raises(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) -> bool:
-    """Return True if a call raises the same error."""
+    """Return True if a call raises the same error. Another one is of a reward that compares a group's completions."""
     try:
         reward(**arguments)
     except (Exception, SystemExit) as other:
-        return _is_same(error, other)
+        return type(other) is type(error) and str(other) == str(error)
     return False
-
-
-async def _raises_async(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) -> bool:
-    """Return True if an asynchronous call raises the same error within `SEARCH_SECONDS`."""
-
-    async def fault() -> BaseException | None:
-        try:
-            await reward(**arguments)
-        except (Exception, SystemExit) as other:  # an exit that leaves a task would end the event loop
-            return other
-        return None
-
-    try:
-        other = await asyncio.wait_for(fault(), SEARCH_SECONDS)
-    except TimeoutError:
-        return False
-    return other is not None and _is_same(error, other)
-
-
-def _is_same(error: BaseException, other: BaseException) -> bool:
-    # A reward that compares the completions of a group may raise something else for a single row.
-    return type(other) is type(error) and str(other) == str(error)
 
 
 def _finite_scores(batch: _Batch, scores: Any) -> list[float | None]:

@@ -6,18 +6,17 @@ processes share its pages.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
-import pyarrow.compute as pc
 import xxhash
 from filelock import FileLock
 
 from grpo_rewards.errors import UserError, one_line, shortened
+from grpo_rewards.files import replacing
 
 BATCH = 10_000
 """Number of rows that are read, changed and written at once."""
@@ -25,20 +24,13 @@ BATCH = 10_000
 COLUMNS = 2_000
 """Largest number of columns of a table. `datasets` joins tables in time that is quadratic in it."""
 
-FIELDS = 10_000
-"""Largest number of columns and of keys in their objects, all rows together."""
-
 SHOWN = 200
 """Largest number of characters that an error message shows of a row's value."""
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns that TRL takes for images."""
 
-_NAMES, _NAME_CHARACTERS = 20, 60
 _MEDIA = ("image", "audio", "video")  # types of content parts, `image_url` and `input_image` among them
-_IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-_IMAGE_BYTES = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF")
-_IMAGE_BASE64 = ("iVBORw0KGgo", "/9j/4", "R0lGODlh", "R0lGODdh")  # PNG, JPEG and GIF
 
 
 def check_columns(count: int, where: object) -> None:
@@ -49,30 +41,24 @@ def check_columns(count: int, where: object) -> None:
         )
 
 
-def check_fields(kinds: Iterable[pa.DataType], where: object) -> None:
-    """Raise `UserError` if columns of these types, and the objects in them, have more than `FIELDS` keys together."""
-    count, waiting = 0, list(kinds)
-    while waiting:
-        kind = waiting.pop()
-        count += 1
-        waiting += [kind.field(number).type for number in range(kind.num_fields)]
-    if count > FIELDS:
-        raise UserError(
-            f"`dataset`: the objects in {where} have more than {FIELDS:,} different keys: write them as text (JSON)"
-        )
-
-
 def check_no_images(table: datasets.Dataset, where: object) -> None:
-    """Raise `UserError` if a column holds images, as `datasets.Image` stores them, as bytes, base64 or file names.
+    """Raise `UserError` if a column holds bytes, as `datasets` stores images, sounds and videos.
 
-    `datasets` stores sounds and videos alike. Without the check, a policy of text would be asked about a picture.
+    Without the check, a policy of text would be asked about a picture.
     """
     for name in table.column_names:
-        if _holds_images(table.data.column(name), is_named=name in IMAGE_COLUMNS):
+        column = table.data.column(name)
+        if _has_bytes(column.type) and column.null_count < len(column):
             raise UserError(
-                f"`dataset`: {where} has images or sounds in the column {name!r}, which are not supported: name a "
-                "table of text, or columns that need no picture (`columns: [question, answer]`)"
+                f"`dataset`: {where} has bytes, such as images or sounds, in the column {name!r}, which are not "
+                "supported: name a table of text, or columns that need no picture (`columns: [question, answer]`)"
             )
+
+
+def _has_bytes(kind: pa.DataType) -> bool:
+    """Return True if values of a type, or values in its lists and objects, are bytes."""
+    inner = [kind.field(number).type for number in range(kind.num_fields)]
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or any(map(_has_bytes, inner))
 
 
 def check_no_image_columns(table: datasets.Dataset | datasets.IterableDataset) -> None:
@@ -90,34 +76,6 @@ def is_image_part(part: object) -> bool:
     return isinstance(part, Mapping) and str(part.get("type", "")).removeprefix("input_").startswith(_MEDIA)
 
 
-def _holds_images(column: pa.ChunkedArray, *, is_named: bool) -> bool:
-    """Return True if values of a column are images, the values in its lists and objects included."""
-    kind = column.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return _holds_images(pc.list_flatten(column), is_named=is_named)
-    if pa.types.is_struct(kind):
-        keys = [kind.field(number).name for number in range(kind.num_fields)]
-        inner = [pc.struct_field(column, number) for number in range(kind.num_fields)]
-        if set(keys) == {"bytes", "path"}:
-            return any(values.null_count < len(values) for values in inner)
-        return any(_holds_images(values, is_named=is_named) for values in inner)
-    value = _first_value(column)
-    if isinstance(value, bytes):
-        return value.startswith(_IMAGE_BYTES)
-    if not isinstance(value, str):
-        return False
-    is_file = is_named and value.lower().endswith(_IMAGE_SUFFIXES)
-    return is_file or value.startswith(("data:image/", *_IMAGE_BASE64))
-
-
-def _first_value(column: pa.ChunkedArray) -> object:
-    """Return the first value of a column that is not null, or None."""
-    for chunk in column.chunks:
-        if chunk.null_count < len(chunk):
-            return chunk[pc.index(chunk.is_valid(), True).as_py()].as_py()
-    return None
-
-
 def shown(value: object) -> str:
     """Return a value of a row for an error message, shortened to `SHOWN` characters."""
     return shortened(repr(value), SHOWN)
@@ -129,11 +87,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the first names of columns and the number of the others, for an error message."""
-    all_names = list(names)
-    text = ", ".join(shortened(name, _NAME_CHARACTERS) for name in all_names[:_NAMES])
-    more = len(all_names) - _NAMES
-    return f"{text} and {more:,} more" if more > 0 else text
+    """Return names of columns for an error message, shortened to twice `SHOWN` characters."""
+    return shortened(", ".join(names), 2 * SHOWN)
 
 
 # Tables on disk
@@ -161,22 +116,13 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
         raise UserError(
             f"`dataset`: {folder} is not writable ({error.strerror or error}): make room, or set HF_DATASETS_CACHE"
         ) from error
-    try:
-        return datasets.Dataset.from_file(str(path))
-    except ValueError as error:  # Arrow cuts a column's name at a NUL, so the table and its schema have different names
-        path.unlink(missing_ok=True)
-        raise UserError("`dataset`: names of columns have control characters: rename the columns") from error
+    return datasets.Dataset.from_file(str(path))
 
 
 def _write(path: Path, batches: Iterator[pa.Table]) -> None:
-    """Write the batches beside `path` and move the file there, so that `path` never holds half a table."""
-    partial_path = path.with_suffix(f".{os.getpid()}")
-    try:
-        with pa.OSFile(str(partial_path), "wb") as sink:
-            first = next(batches, pa.table({}))
-            with pa.ipc.new_stream(sink, first.schema) as writer:
-                for table in chain([first], batches):
-                    writer.write_table(table, max_chunksize=BATCH)
-        partial_path.replace(path)
-    finally:
-        partial_path.unlink(missing_ok=True)
+    """Write the batches to `path`, which never holds half a table."""
+    with replacing(path) as part, pa.OSFile(str(part), "wb") as sink:
+        first = next(batches, pa.table({}))
+        with pa.ipc.new_stream(sink, first.schema) as writer:
+            for table in chain([first], batches):
+                writer.write_table(table, max_chunksize=BATCH)

@@ -9,11 +9,11 @@ row.
 from __future__ import annotations
 
 import codecs
-import csv
 import io
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,6 @@ from grpo_recipes.data.tables import (
     BATCH,
     COLUMNS,
     check_columns,
-    check_fields,
     fingerprint,
     listed,
     reason_of,
@@ -37,11 +36,7 @@ from grpo_recipes.data.tables import (
     stored,
 )
 from grpo_rewards.errors import UserError
-from grpo_rewards.math.answers import parse_number
-from grpo_rewards.math.decimals import Decimal, decimal_marks, with_point
-
-TEXT_BYTES = 1 << 32
-"""Largest size of a text table, which is read in one piece. A small compressed file may decompress to any size."""
+from grpo_rewards.math.decimals import Decimal
 
 COMPRESSIONS: Mapping[str, str] = {".gz": "gzip", ".zst": "zstd"}
 """Arrow's name of a compression by the suffix that follows the format's suffix, as in `rows.csv.gz`."""
@@ -50,13 +45,12 @@ TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 """Suffixes of the text files that are read here."""
 
 _DELIMITERS: Mapping[str, str] = {".csv": ",", ".tsv": "\t"}  # the default by suffix
-_GUESSED_DELIMITERS = (",", ";", "\t", "|")
+_GUESSED_DELIMITERS = ",;\t|"
 
 _VERSION = 2
 """Part of a cached table's name. It must be raised when the same file gives another table."""
 
-_HEAD = 1 << 16  # characters from which delimiter and decimal mark are guessed
-_CHUNK = 1 << 20
+_HEAD = 1 << 16  # bytes from which the delimiter is guessed
 
 # Errors of Arrow for values that do not fit one column.
 _NO_COLUMN = (pa.ArrowException, OverflowError, TypeError, ValueError)
@@ -130,22 +124,13 @@ def text_places(paths: Sequence[Path], key: str, notation: TextFormat, indices: 
 
 def _content(path: Path, key: str) -> bytes:
     """Return the content of a file, which is decompressed if its suffix names a compression."""
-    compression, content = COMPRESSIONS.get(path.suffix), io.BytesIO()
+    compression = COMPRESSIONS.get(path.suffix)
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             stream = file if compression is None else pa.CompressedInputStream(file, compression)
-            while size <= TEXT_BYTES and (chunk := stream.read(_CHUNK)):
-                content.write(chunk)
-                size = max(size, content.tell())
+            return stream.read()
     except OSError as error:
         raise _unreadable(path, key, error) from error
-    if size > TEXT_BYTES:
-        raise UserError(
-            f"`dataset.{key}`: {path} has more than {TEXT_BYTES:,} bytes, the limit for text tables: split it, or "
-            "convert it to Parquet"
-        )
-    return content.getvalue()
 
 
 def _unreadable(path: Path, key: str, error: OSError | ValueError) -> UserError:
@@ -164,11 +149,10 @@ def _utf8(path: Path, key: str, notation: TextFormat) -> bytes:
         # Unlike `decode`, a stream refuses UTF-16 without its byte order mark, which any text of even length could be.
         return io.TextIOWrapper(io.BytesIO(content), codec, newline="").read().encode()
     except UnicodeError as error:
+        if notation.encoding is not None:
+            raise UserError(f"`dataset.encoding`: {path} is not {notation.encoding} text: correct the key") from error
         found = _guess_encoding(content)
         fix = "correct the path or the file" if found is None else f"set `dataset.encoding: {found}`"
-        if notation.encoding is not None:
-            fix = "remove `dataset.encoding`, as it is UTF-8" if found == "utf-8" else fix
-            raise UserError(f"`dataset.encoding`: {path} is not {notation.encoding} text: {fix}") from error
         line = content.count(b"\n", 0, getattr(error, "start", 0)) + 1
         raise UserError(f"`dataset.{key}`: {path}, line {line} is not UTF-8 text: {fix}") from error
 
@@ -188,7 +172,6 @@ def _json_table(paths: Sequence[Path], key: str, notation: TextFormat) -> pa.Tab
                 wider = _common(schema, part.schema)
             except _NO_COLUMN as error:
                 raise _misfit(batch, schema, error) from error
-            check_fields(wider.types, path)
             schema = wider
             parts.append(part)
     return pa.concat_tables(parts, promote_options="permissive")
@@ -217,7 +200,7 @@ def _json_rows(path: Path, key: str, notation: TextFormat) -> Iterator[tuple[Pla
     """Yield the objects of a file that holds one object per line, or one array. Blank lines are skipped."""
     content = _utf8(path, key, notation)
     values: Iterator[tuple[Place, Any]]
-    if suffix_of(path) == ".json" and content[:_HEAD].lstrip().startswith(b"["):
+    if suffix_of(path) == ".json" and content.lstrip().startswith(b"["):
         entries = enumerate(_parsed(content, path), start=1)
         values = ((Place(str(path), "entry", number), value) for number, value in entries)
     else:
@@ -328,78 +311,43 @@ def _without_empty_end(table: pa.Table) -> pa.Table:
 
 def _other_delimiter(content: bytes, path: Path, notation: TextFormat) -> str | None:
     """Return the sentence that proposes another delimiter, or None if the recipe names one or none fits better."""
-    default = _DELIMITERS[suffix_of(path)]
-    found = _guess_delimiter(_head(content, "utf-8"), default)
-    if notation.delimiter is not None or found == default:
+    found = _guess_delimiter(content, path)
+    if notation.delimiter is not None or found is None:
         return None
     return f"set `dataset.delimiter: {json.dumps(found)}`"
 
 
 # Guesses
 
-# Characters that no text file has, although the encoding decodes them. UTF-8 is itself evidence of text.
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]")
-
 
 def guess_format(path: Path) -> TextFormat:
-    """Return the delimiter, the encoding and the decimal mark of a text table, each None if the default reads it.
-
-    Delimiter and decimal mark are guessed from the first records, and only if all of these records agree.
+    """Return the delimiter and the encoding of a text table, each None if the default reads it.
 
     Raises:
         UserError: the file can't be read.
     """
     content = _content(path, "path")
     encoding = _guess_encoding(content)
-    given = None if encoding == "utf-8" else encoding
-    if not has_cells(path) or encoding is None:
-        return TextFormat(encoding=given)
-    head = _head(content, "utf-8-sig" if given is None else given)
-    default = _DELIMITERS[suffix_of(path)]
-    delimiter = _guess_delimiter(head, default)
-    decimal = _guess_decimal(_head_records(head, delimiter))
-    return TextFormat(None if delimiter == default else delimiter, given, decimal)
+    if encoding is None:
+        return TextFormat()
+    delimiter = _guess_delimiter(content.decode(encoding).encode(), path) if has_cells(path) else None
+    return TextFormat(delimiter, None if encoding == "utf-8" else encoding)
 
 
 def _guess_encoding(content: bytes) -> str | None:
     """Return `utf-8`, `utf-16` (with a byte order mark) or `cp1252`, the first that decodes the content, or None."""
     is_utf16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     for encoding in ("utf-16",) if is_utf16 else ("utf-8", "cp1252"):
-        try:
+        with suppress(UnicodeError):
             text = content.decode(encoding)
-        except UnicodeError:
-            continue
-        if encoding == "utf-8" or not _CONTROL.search(text):
-            return encoding
+            # cp1252 decodes nearly all bytes, and a text file has no NUL.
+            return encoding if encoding == "utf-8" or "\0" not in text else None
     return None
 
 
-def _head(content: bytes, codec: str) -> str:
-    return content[: 4 * _HEAD].decode(codec, "replace")[:_HEAD]  # a character has at most four bytes
-
-
-def _head_records(head: str, delimiter: str) -> list[list[str]]:
-    """Return the complete records of a file's first characters."""
-    records = list(csv.reader(io.StringIO(head, newline=""), delimiter=delimiter))
-    if len(head) == _HEAD:
-        records = records[:-1]  # the last record goes on behind the head
-    return [record for record in records if record]
-
-
-def _guess_delimiter(head: str, default: str) -> str:
-    """Return the first delimiter that gives several columns, all records agreeing, or the default."""
-    for delimiter in (default, *_GUESSED_DELIMITERS):
-        widths = set(map(len, _head_records(head, delimiter)))
-        if len(widths) == 1 and max(widths) > 1:
-            return delimiter
-    return default
-
-
-def _guess_decimal(records: Sequence[Sequence[str]]) -> Decimal | None:
-    """Return "comma" if the columns of numbers, with units or without, can only have a decimal comma; else None."""
-    cells: list[tuple[int, str]] = []
-    for column in zip(*records[1:], strict=False):
-        filled = [cell for cell in column if cell]
-        if filled and all(parse_number(with_point(cell)) is not None for cell in filled):
-            cells += enumerate(filled)
-    return "comma" if decimal_marks(cells).certain == "comma" else None
+def _guess_delimiter(content: bytes, path: Path) -> str | None:
+    """Return the delimiter that the first row has most often, outside of quotes, or None if it is the default."""
+    default = _DELIMITERS[suffix_of(path)]
+    header = re.sub(rb'"[^"]*"', b"", content[:_HEAD]).partition(b"\n")[0].decode(errors="replace")
+    found = max((default, *_GUESSED_DELIMITERS), key=header.count)
+    return found if header.count(found) > header.count(default) else None

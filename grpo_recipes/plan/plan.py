@@ -23,7 +23,6 @@ from grpo_recipes.checks.checks import (
     model_positions,
     optimizer_name,
     precision_of,
-    sampling_note,
 )
 from grpo_recipes.checks.geometry import Geometry, geometry_of
 from grpo_recipes.checks.precision import Precision, initial_weights
@@ -130,11 +129,7 @@ class Plan:
             need = [*heading, Labelled("memory", f"unknown: {self.memory}")]
         return [
             Cell(self.recipe.source, "head"),
-            *_labelled([rewards, *tools, precision, self.geometry.describe()]),
-            "",
-            self.geometry.picture(),
-            "",
-            *_labelled([epoch, *self._describe_layout(), *head]),
+            *_labelled([rewards, *tools, precision, self.geometry.describe(), epoch, *self._describe_layout(), *head]),
             *prompt,
             "",
             *need,
@@ -155,7 +150,7 @@ class Plan:
         longest = self.recipe.config.max_completion_length
         return {
             "recipe": self.recipe.source,
-            "geometry": {**self.geometry.as_dict(), "cells": self.geometry.cells()},
+            "geometry": self.geometry.as_dict(),
             **({"tools": [tool.name for tool in self.toolset.all_tools]} if self.toolset else {}),
             "epoch": self.geometry.epoch(self.prompts, longest) if isinstance(self.prompts, int) else None,
             "prompts": self.shown.as_dict() if self.shown else None,
@@ -273,7 +268,6 @@ def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> Prom
     notes += checked.gold_notes
     if shown.unknown is None:
         notes += prefilled_notes(checked.rewards, shown.text)
-    notes += sampling_note(recipe, checked.geometry, len(checked.train_dataset))
     notes += _row_notes(recipe, checked)
     notes += _position_notes(recipe, longest or 0)
     return shown

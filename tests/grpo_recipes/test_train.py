@@ -106,7 +106,7 @@ def test_a_run_that_a_reward_stops_has_a_report_with_the_completion(
 ) -> None:
     more = ("--max_steps=3", "--rewards=tests.support.probe_rewards.broken_later")
     assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", *more)) == 1
-    says = r"`broken_later` raised ValueError: no answer, for each of \d+ rows of this rank's generation after step 1 "
+    says = "`broken_later` raised ValueError: no answer, for row 0 of this rank's generation after step 1 "
     assert re.search(says, capsys.readouterr().err.splitlines()[-1])
     fault = Run.read(tmp_path / "run").fault
     assert (fault["row"]["reward"], fault["row"]["row"], fault["row"]["step"]) == ("broken_later", 0, 1)

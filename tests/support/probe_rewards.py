@@ -18,12 +18,16 @@ def broken(completions: list, **columns: object) -> list[float]:
     raise KeyError("gold")
 
 
-def broken_later(completions: list, trainer_state: TrainerState, **columns: object) -> list[float]:
-    """Raise for each completion of the second step, with its length."""
-    lengths = [float(len(completion_text(completion))) for completion in completions]
-    if trainer_state.global_step == 1:
+BROKEN: list[str] = []
+
+
+def broken_later(prompts: list, completions: list, trainer_state: TrainerState, **columns: object) -> list[float]:
+    """Raise for the first prompt of the second step, and return the lengths of the completions otherwise."""
+    if trainer_state.global_step == 1 and not BROKEN:
+        BROKEN.append(str(prompts[0]))
+    if any(str(prompt) in BROKEN for prompt in prompts):
         raise ValueError("no answer")
-    return lengths
+    return [float(len(completion_text(completion))) for completion in completions]
 
 
 def interrupted_once(completions: list, trainer_state: TrainerState, **columns: object) -> list[float]:

@@ -127,16 +127,8 @@ def column_of_one_side() -> dict[str, Any]:
     return {**changes, "dataset": paths, "rewards": ["tests.grpo_recipes.checks.test_rewards.by_level"]}
 
 
-PUNISHED = {
-    "name": "trl.rewards.get_soft_overlong_punishment",
-    "kwargs": {"max_completion_len": 256, "soft_punish_cache": 0},
-}
 REFUSED: list[tuple[Callable[[], dict[str, Any]], str]] = [
     (lambda: {"rewards": [{"name": "tag_count", "weight": 0}]}, "all weights are 0"),
-    (
-        lambda: {"rewards": ["tag_count", PUNISHED], "max_completion_length": 256},
-        "punishes completions of more than 256 tokens",
-    ),
     (lambda: {"reference": "base", "sync_ref_model": True, "beta": 0.1, "use_peft": True}, "`reference: base` is the"),
     (lambda: {"reference": {"adapter": "./nowhere"}, "use_peft": True}, "no such folder with an adapter_config.json"),
     (lambda: {"model_name_or_path": adapter(), "use_peft": True}, "`use_peft` asks for a new adapter, and"),
@@ -205,7 +197,6 @@ def test_a_recipe_that_can_not_run_is_refused(changes: Callable[[], dict[str, An
 
 
 ALLOWED: list[Callable[[], dict[str, Any]]] = [
-    lambda: {"rewards": ["tag_count", PUNISHED], "max_completion_length": 257},
     lambda: {"reference": {"adapter": "org/adapter"}, "use_peft": True},
     lambda: {"reference": {"adapter": adapter("reference")}, "use_peft": True},
     lambda: {"reference": "base"},  # a model on the hub may be an adapter
@@ -540,16 +531,6 @@ def test_trl_is_asked_about_the_batches_of_all_processes_of_another_machine() ->
             checks.dry_config(recipe(**changes), CPU)
     with pytest.raises(RecipeError, match="mine.yaml"):
         checks.dry_config(recipe(**{**held_out, "per_device_eval_batch_size": 3}), Machine(2, bf16=True))
-
-
-@pytest.mark.parametrize(("steps", "has_effect"), [(8, False), (9, True)])
-def test_sampling_that_learns_from_an_epoch_needs_a_second_one(steps: int, has_effect: bool) -> None:
-    mine, geometry = recipe(sampling={}, max_steps=steps), Geometry(1, 8, 1, 1, 4, 1)
-    assert geometry.optimizer_steps_per_epoch(16) == 8
-    notes = checks.sampling_note(mine, geometry, 16)
-    assert (notes == []) is has_effect
-    assert has_effect or "this run ends in the first (8 steps): it has no effect" in notes[0]
-    assert checks.sampling_note(recipe(max_steps=steps), geometry, 16) == []
 
 
 def test_the_optimizer_of_a_script_may_be_a_member_of_an_enumeration() -> None:

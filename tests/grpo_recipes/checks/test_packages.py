@@ -1,8 +1,6 @@
 """Packages that a recipe needs: trackers, vLLM and builds of DeepSpeed's extensions."""
 
 import json
-import os
-import subprocess
 import sys
 import warnings
 from importlib import metadata
@@ -17,11 +15,10 @@ from transformers.integrations import integration_utils
 from transformers.training_args import OptimizerNames
 from trl import import_utils
 
-from grpo_recipes import train
 from grpo_recipes.checks import packages
 from grpo_recipes.data.prompts import PromptTools
 from grpo_rewards.errors import UserError
-from tests.support import launching, tiny
+from tests.support import tiny
 
 
 @pytest.mark.parametrize("tracker", integration_utils.INTEGRATION_TO_CALLBACK)
@@ -98,48 +95,6 @@ def test_a_quantized_base_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) ->
     assert packages.missing_quantization({"load_in_4bit": False, "dtype": "bfloat16"}) == []
     monkeypatch.setattr(packages, "find_spec", lambda module: module)
     assert packages.missing_quantization({"load_in_4bit": True}) == []
-
-
-def test_a_build_lock_without_a_compiler_is_refused_with_its_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    packages.check_build_locks(patience=0)
-    lock = tmp_path / "deepspeed_shm_comm" / "lock"
-    lock.parent.mkdir(exist_ok=True)
-    lock.touch()
-    with pytest.raises(UserError, match=f"^{lock}: .*remove that file"):
-        packages.check_build_locks(patience=0)
-
-
-def test_a_build_lock_with_a_compiler_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    folder = tmp_path / "cpu_adam"
-    folder.mkdir()
-    (folder / "lock").touch()
-    compiler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd=folder)
-    try:
-        packages.check_build_locks(patience=0)
-    finally:
-        compiler.kill()
-        compiler.wait()
-    with pytest.raises(UserError):
-        packages.check_build_locks(patience=0)
-
-
-def test_a_recipe_with_deepspeed_is_refused_while_a_stale_lock_exists(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(packages.check_build_locks, "__defaults__", (0.0,))
-    (tmp_path / "extensions" / "deepspeed_shm_comm").mkdir(parents=True)
-    (tmp_path / "extensions" / "deepspeed_shm_comm" / "lock").touch()
-    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
-    recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run")
-    assert train.main(["--config", str(recipe)]) == 2
-    assert "remove that file" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_trackers_of_other_names_are_the_packages_of_transformers() -> None:
@@ -254,63 +209,3 @@ def test_prompts_are_measured_as_the_model_sees_them() -> None:
     assert not fits(0, table(1)), "a limit of 0 is one too"
     assert fits(40, None)
     assert fits(40)
-
-
-class Clock:
-    """Clock that moves only while somebody sleeps, and calls `then` at a time."""
-
-    def __init__(self, at: float = 1e9, then: object = None) -> None:
-        self.now, self.at, self.then = 0.0, at, then
-        self.slept: list[float] = []
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return 2_000_000_000 + self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
-        self.now += seconds
-        if self.now >= self.at:
-            self.then()  # type: ignore[operator]
-
-
-@pytest.fixture
-def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Return two locks that were left behind 100 s and 200 s before the year 2033."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    found = []
-    for name, age in (("one", 100), ("two", 200)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "lock").touch()
-        os.utime(tmp_path / name / "lock", (0, 2_000_000_000 - age))
-        found.append(tmp_path / name / "lock")
-    return found
-
-
-@pytest.mark.parametrize(("patience", "slept"), [(0.0, []), (0.25, [0.25]), (3.0, [1.0] * 3), (None, [1.0] * 30)])
-def test_a_lock_is_left_behind_if_no_compiler_comes_in_time(
-    patience: float | None, slept: list[float], locks: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch takes its lock before it starts the compiler, so a launch waits for half a minute."""
-    clock = Clock()
-    monkeypatch.setattr(packages, "time", clock)
-    with pytest.raises(UserError) as refused:
-        packages.check_build_locks() if patience is None else packages.check_build_locks(patience)
-    ages = {locks[0]: 100 + sum(slept), locks[1]: 200 + sum(slept)}
-    assert any(
-        str(refused.value).startswith(f"{lock}: a build of DeepSpeed's extensions was killed")
-        and f"left this lock, {age:.0f} s old, on which" in str(refused.value)
-        for lock, age in ages.items()
-    )
-    assert clock.slept == slept
-
-
-def test_a_lock_that_is_taken_away_while_waiting_ends_the_wait(
-    locks: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = Clock(2.0, lambda: [lock.unlink() for lock in locks])
-    monkeypatch.setattr(packages, "time", clock)
-    packages.check_build_locks(5.0)
-    assert clock.slept == [1.0, 1.0]

@@ -127,8 +127,7 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str]] = [
     ),
     ("a.jsonl", LINES.encode("utf-16"), {}, r"line 1 is not UTF-8 text: set `dataset\.encoding: utf-16`"),
     ("a.csv", b"PK\x03\x04\xff\x00q", {}, r"line 1 is not UTF-8 text: correct the path or the file"),
-    ("a.csv", "q,x\na,b\n", {"encoding": "utf-16"}, r"is not utf-16 text: remove `dataset\.encoding`"),
-    ("a.csv", "q\nÄ\n".encode("cp1252"), {"encoding": "ascii"}, r"is not ascii text: set `dataset\.encoding: cp1252`"),
+    ("a.csv", "q,x\na,b\n", {"encoding": "utf-16"}, r"`dataset\.encoding`: .* is not utf-16 text: correct"),
     # Damage
     *[
         (f"a.jsonl{suffix}", content, {}, rf"^`dataset\.path`: .*a\.jsonl{suffix} can't be read \(.+\): correct")
@@ -238,40 +237,23 @@ def test_a_row_is_named_by_its_file_and_number(tmp_path: Path) -> None:
         assert [str(place) for place in places(indices)] == [f"{tmp_path}/{place}" for place in expected]
 
 
-def test_the_size_of_a_table_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = LINES * 20
-    monkeypatch.setattr(text_files, "TEXT_BYTES", len(text))
-    for name, content in (("a.jsonl", text.encode()), ("a.jsonl.gz", gzip.compress(text.encode()))):
-        assert len(rows(written(tmp_path, name, content))) == 40
-    for name, content in (("b.jsonl", f"{text}\n".encode()), ("b.jsonl.gz", gzip.compress(f"{text}\n".encode()))):
-        with pytest.raises(UserError, match=rf"{name} has more than {len(text):,} bytes, .*: split it"):
-            rows(written(tmp_path, name, content))
-
-
 # Guesses
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("q;a\nx;1.200\ny;2.500\n", (";", None, None)),  # 1.2 or 1200
-        ("q;a\nx;1.200\ny;2,5\n", (";", None, "comma")),
-        ("q;a\nx;2,5\ny;\n", (";", None, "comma")),
-        ("a;q\n2,5;x\n3,5;1,5 or 2\n", (";", None, "comma")),  # one column of numbers
-        ("q;a\nx;1.25\ny;2,5\n", (";", None, None)),  # both marks
-        ('q,a\nx,"1,500"\n', (None, None, None)),  # thousands, as in English
-        ("q;a\nabout 1,5 km;7\n", (";", None, None)),  # a mark in prose is not a notation of numbers
+        ("q;a\nx;1.200\ny;2,5\n", (";", None, None)),
         ("q|a\nx|1\n", ("|", None, None)),
         ("q,list\nx,A;B;C\ny,D;E;F\n", (None, None, None)),
+        ('"q;x","a;b;c"\nx,1\n', (None, None, None)),  # only delimiters outside of quotes count
         ("q\nx;y\nz;w\n", (None, None, None)),  # the header has one column
-        ("a;b|c\n1;2|3\n", (";", None, None)),  # the first that splits
         ("q,a\nx,1\ny\n", (None, None, None)),
-        ("q;a\n" + "x;1,5\n" * 20_000, (";", None, "comma")),  # the end of the head cuts a record
-        (("text;note\n" + "gut;1,5\n" * 20_000 + "Größe;2,5\n").encode("cp1252"), (";", "cp1252", "comma")),
-        ("q;a\nGröße;2,5\n".encode("utf-16"), (";", "utf-16", "comma")),
+        (("text;note\n" + "gut;1,5\n" * 20_000 + "Größe;2,5\n").encode("cp1252"), (";", "cp1252", None)),
+        ("q;a\nGröße;2,5\n".encode("utf-16"), (";", "utf-16", None)),
         (codecs.BOM_UTF16_BE + "q;a".encode("utf-16-be"), (";", "utf-16", None)),
         ("Größe".encode("utf-8-sig"), (None, None, None)),
-        (b"Gr\xf6\xdfe\x01", (None, None, None)),  # not text in any encoding
+        (b"Gr\xf6\xdfe\x00", (None, None, None)),  # not text in any encoding
         (b"\x81", (None, None, None)),
         ("Größe".encode("utf-16")[:-1], (None, None, None)),
         (b"", (None, None, None)),

@@ -21,8 +21,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
 from grpo_recipes import train
-from grpo_recipes.checks.checks import Machine, check, sampling_note
-from grpo_recipes.checks.geometry import geometry_of
+from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import SamplingSpec
@@ -431,14 +430,6 @@ def test_a_run_with_another_sampling_is_not_resumed(tmp_path: Path, capsys: pyte
     resume = ["--config", str(recipe), "--resume_from_checkpoint", "true", "--max_steps", "2"]
     assert train.main([*resume, "--sampling", "informative"]) == 2
     assert "`sampling.informative` was not set and is biased" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("steps", "has_note"), [(2, True), (3, False)])
-def test_a_run_that_ends_within_its_first_epoch_gets_a_note(tmp_path: Path, steps: int, has_note: bool) -> None:
-    recipe = recipe_with(tmp_path, sampling="informative", max_steps=steps, per_device_train_batch_size=16)
-    notes = sampling_note(recipe, geometry_of(recipe, 1), 8)
-    assert bool(notes) is has_note
-    assert not sampling_note(recipe_with(tmp_path, max_steps=1), geometry_of(recipe, 1), 8)
 
 
 def test_sampling_is_refused_with_recorded_responses(tmp_path: Path) -> None:

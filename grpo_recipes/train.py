@@ -71,7 +71,7 @@ from grpo_recipes.runs import resume, weights
 from grpo_recipes.runs.checkpoints import read_manifest, steps_done
 from grpo_recipes.runs.files import LIVE, RECORD
 from grpo_recipes.runs.identity import Identity, Source, compare, identify, reward_models
-from grpo_recipes.runs.lock import FolderLost, Held, only_writer
+from grpo_recipes.runs.lock import GO_ON, FolderLost, Held, only_writer
 from grpo_recipes.runs.record import add_launch, describe_launch
 from grpo_recipes.runs.resume import Resume
 from grpo_recipes.training.adamw_bf16 import adamw_bf16, draw_sample, stored_values
@@ -312,7 +312,7 @@ def only_run(prepared: Prepared) -> Iterator[Prepared]:
         except Exception as error:
             # A library that could not write into a lost folder raises an error that does not name the reason.
             if loss := held.loss():
-                raise FolderLost(f"{loss.reason}; this launch failed ({type(error).__name__}): {loss.fix}") from error
+                raise FolderLost(f"{loss}; this launch failed ({type(error).__name__}): {GO_ON}") from error
             raise
 
 

@@ -55,7 +55,7 @@ from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.recipe.trl_keys import stop_strings
 from grpo_recipes.runs import files
 from grpo_recipes.runs.identity import Source, column_digests, weights_of
-from grpo_recipes.runs.lock import EVALUATION, LOCK, Held, only_writer
+from grpo_recipes.runs.lock import LOCK, Held, only_writer
 from grpo_recipes.runs.record import record_of_model
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
 from grpo_rewards.errors import UserError
@@ -421,7 +421,7 @@ def evaluate_into(
     finished = _finished(folder, identity)
     if finished is not None:
         return finished
-    with only_writer(folder, EVALUATION) as held:
+    with only_writer(folder, "evaluation") as held:
         finished = _finished(folder, identity)  # by the process that held the folder until now
         if finished is not None:
             return finished
@@ -539,7 +539,10 @@ def _completed(
 def _check_held(held: Held) -> None:
     """Raise `UserError` if another process has taken the folder over, or if it was moved or removed."""
     if loss := held.loss():
-        raise UserError(f"{loss.reason}; this evaluation stops and writes nothing more there: {loss.fix}")
+        raise UserError(
+            f"{loss}; this evaluation stops and writes nothing more there: wait for the other evaluation or stop it, "
+            "and the same command continues from what is there"
+        )
 
 
 def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:

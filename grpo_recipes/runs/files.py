@@ -229,8 +229,6 @@ def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind],
                 continue
             found = shortened(", ".join(present)) if present else "none"
             raise RunError(f"{path}: it has no column `{name}` (its columns: {found}); {fix}")
-        if present.count(name) > 1:
-            raise RunError(f"{path}: it has {present.count(name)} columns `{name}`; {fix}")
         names.append(name)
     return names
 

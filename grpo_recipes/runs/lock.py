@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from filelock import SoftFileLease, Timeout
 
@@ -30,29 +29,8 @@ class FolderLost(RuntimeError):
     """The folder no longer belongs to this process: another process took it over, or its lock was removed."""
 
 
-class Writer(NamedTuple):
-    """A kind of process that writes to a folder, in the words of its messages.
-
-    Attributes:
-        name: Noun for the process.
-        key: Key of the recipe that names the folder, followed by a space, or empty.
-        again: Command that continues the work of a process that ended early.
-    """
-
-    name: str
-    key: str
-    again: str
-
-
-LAUNCH = Writer("launch", "`output_dir` ", "`--resume_from_checkpoint true`")
-EVALUATION = Writer("evaluation", "", "the same command")
-
-
-class Loss(NamedTuple):
-    """Loss of a folder that a process held: a clause with the reason, and one with the user's next step."""
-
-    reason: str
-    fix: str
+GO_ON = "wait for the other launch or stop it, and `--resume_from_checkpoint true` continues from what is there"
+"""Fix for a launch that lost its folder, in error messages."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +39,15 @@ class Held:
 
     Attributes:
         folder: The folder.
-        writer: Kind of this process.
+        writer: Noun for this process: launch or evaluation.
         lease: Lease on the folder, or None on ranks other than the first, which never lose it.
     """
 
     folder: Path
-    writer: Writer
+    writer: str
     lease: SoftFileLease | None
 
-    def loss(self) -> Loss | None:
+    def loss(self) -> str | None:
         """Return why the folder no longer belongs to this process, or None while it does.
 
         The lock file is read each time, because filelock's heartbeat notices a takeover up to two beats late.
@@ -78,17 +56,14 @@ class Held:
             return None
         owner, compromise = self.lease.owner, self.lease.compromise
         if owner is not None and owner.token != self.lease.token:
-            reason = f"another {self.writer.name} ({_holder(self.lease)}) has taken it over"
-        elif compromise is not None:  # an unreadable lock may be a passing error of a network's file system
-            reason = f"its lock {LOCK} is lost ({compromise.reason})"
-        else:
-            return None
-        fix = f"wait for the other {self.writer.name} or stop it, and {self.writer.again} continues from what is there"
-        return Loss(f"{self.writer.key}{self.folder}: {reason}", fix)
+            return f"{self.folder}: another {self.writer} ({_holder(self.lease)}) has taken it over"
+        if compromise is not None:  # an unreadable lock may be a passing error of a network's file system
+            return f"{self.folder}: its lock {LOCK} is lost ({compromise.reason})"
+        return None
 
 
 @contextmanager
-def only_writer(folder: Path, writer: Writer = LAUNCH) -> Iterator[Held]:
+def only_writer(folder: Path, writer: str = "launch") -> Iterator[Held]:
     """Hold a folder inside this block, so that no other process writes to it. It is created if missing.
 
     Only the first rank takes the lock.
@@ -121,7 +96,7 @@ def is_held(folder: Path) -> bool:
     return touched is not None and time.time() - touched < LEASE_SECONDS
 
 
-def _acquire(lease: SoftFileLease, folder: Path, writer: Writer) -> None:
+def _acquire(lease: SoftFileLease, folder: Path, writer: str) -> None:
     """Acquire the lease. Raise `UserError` if another process touches the lock while this one waits."""
     try:
         with suppress(Timeout):
@@ -138,8 +113,8 @@ def _acquire(lease: SoftFileLease, folder: Path, writer: Writer) -> None:
         lease.acquire(blocking=False)
     except Timeout as error:
         raise UserError(
-            f"{writer.key}{folder}: another {writer.name} writes there just now ({_holder(lease)}): wait for it or "
-            f"stop it; if it no longer runs, remove {folder / LOCK}"
+            f"{folder}: another {writer} writes there just now ({_holder(lease)}): wait for it or stop it; if it no "
+            f"longer runs, remove {folder / LOCK}"
         ) from error
 
 

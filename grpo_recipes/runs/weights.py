@@ -56,8 +56,9 @@ def check_weight_files(folder: Path) -> None:
         check_weight_file(file)
 
 
-def check_descriptions(folder: Path, fix: str = "copy or download the folder again") -> None:
+def check_descriptions(folder: Path) -> None:
     """Raise `RunError` if a JSON file beside the weights that loading `folder` reads is damaged. It may be missing."""
+    fix = "copy or download the folder again"
     try:
         check_model_files(folder)
     except UnreadableFile as error:

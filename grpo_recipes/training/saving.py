@@ -23,7 +23,7 @@ from grpo_recipes.process.ranks import gather, on_first_rank, raise_alike, rank
 from grpo_recipes.runs.checkpoints import Manifest, read_manifest, rejection, write_manifest
 from grpo_recipes.runs.files import LIVE, NUMBER, NUMBER_OR_NULL, STEP, RunError, Shape, read_object, write_atomically
 from grpo_recipes.runs.identity import Identity, compare
-from grpo_recipes.runs.lock import FolderLost, Held
+from grpo_recipes.runs.lock import GO_ON, FolderLost, Held
 from grpo_recipes.runs.resume import ABANDONED, Resume, begin_launch, confirmed, decide, oldest_first, unfit
 from grpo_rewards.files import give_default_mode
 
@@ -238,7 +238,7 @@ def check_held(held: Held, when: str, last_saved: Path | None) -> None:
     sentence = None
     if (loss := held.loss()) is not None:
         saved = f"{last_saved.name} is its last checkpoint" if last_saved else "it has no checkpoint"
-        sentence = f"{loss.reason}; this launch stops {when} and writes nothing more there, {saved}: {loss.fix}"
+        sentence = f"{loss}; this launch stops {when} and writes nothing more there, {saved}: {GO_ON}"
     # Only the first rank holds the folder. All ranks must leave together, or the others would wait for it.
     if found := next(filter(None, gather(sentence)), None):
         raise FolderLost(found)

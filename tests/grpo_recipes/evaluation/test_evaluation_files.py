@@ -28,7 +28,7 @@ from grpo_recipes.evaluation.evaluate import (
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.lock import EVALUATION, LOCK, only_writer
+from grpo_recipes.runs.lock import LOCK, only_writer
 from grpo_rewards.errors import UserError
 
 FILES = ("completions.parquet", "evaluation.json")
@@ -125,7 +125,7 @@ def test_the_command_refuses_a_second_evaluation_before_the_model_is_loaded(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(evaluate, "load_engine", lambda name: pytest.fail("the model was loaded"))
-    with only_writer(tmp_path / "e", EVALUATION):
+    with only_writer(tmp_path / "e", "evaluation"):
         arguments = ["--dataset", "arithmetic", "--limit", "2", "--output", str(tmp_path / "e")]
         assert cli.main(["evaluate", str(tiny_model), *arguments]) == 2
         output = capsys.readouterr().err.splitlines()[-1]

@@ -137,14 +137,8 @@ def test_repeated_texts_and_messages_are_read_as_pandas_reads_them(tmp_path: Pat
 def test_what_is_wrong_with_a_table_is_named(tmp_path: Path) -> None:
     path = tmp_path / "table.parquet"
     parquet.write_table(pa.Table.from_arrays([pa.array([1])] * 3, names=["a", "b", "b"]), path)
-    for name, says in (
-        ("c", "it has no column `c` (its columns: a, b, b)"),
-        ("b", "it has 2 columns `b`"),
-        ("b?", "it has 2 columns `b`"),
-    ):
-        with pytest.raises(files.RunError) as error:
-            files.read_table(path, {name: files.INTEGERS}, "make it again")
-        assert str(error.value) == f"{path}: {says}; make it again"
+    with pytest.raises(files.RunError, match=r"it has no column `c` \(its columns: a, b, b\); make it again"):
+        files.read_table(path, {"c": files.INTEGERS}, "make it again")
     parquet.write_table(pa.table({}), path)
     with pytest.raises(files.RunError, match=r"no column `a` \(its columns: none\)"):
         files.read_table(path, {"a": files.INTEGERS})

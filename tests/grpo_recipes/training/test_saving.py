@@ -17,7 +17,7 @@ from grpo_recipes.process.faults import RunFault
 from grpo_recipes.runs.checkpoints import Manifest, read_manifest, write_manifest
 from grpo_recipes.runs.files import LIVE, RunError
 from grpo_recipes.runs.identity import Identity
-from grpo_recipes.runs.lock import FolderLost, Loss
+from grpo_recipes.runs.lock import FolderLost
 from grpo_recipes.runs.resume import Resume
 from grpo_recipes.training import saving
 from grpo_recipes.training.saving import LOGGED, CompleteCheckpoints
@@ -253,9 +253,9 @@ class Folder:
     def __init__(self) -> None:
         self.is_lost, self.asked = False, 0
 
-    def loss(self) -> Loss | None:
+    def loss(self) -> str | None:
         self.asked += 1
-        return Loss("it was taken over", "look there") if self.is_lost else None
+        return "it was taken over" if self.is_lost else None
 
 
 def events(due: str) -> Any:
@@ -349,8 +349,7 @@ def test_a_launch_says_which_later_checkpoints_it_renames(
 
 
 def test_a_launch_that_stops_names_the_newest_checkpoint(checkpoints: CompleteCheckpoints, tmp_path: Path) -> None:
-    loss = Loss("it was taken over", "look there")
-    checkpoints.held = SimpleNamespace(loss=lambda: loss)  # type: ignore[assignment]
+    checkpoints.held = SimpleNamespace(loss=lambda: "it was taken over")  # type: ignore[assignment]
     checkpoints.trainer.state = SimpleNamespace(global_step=8)  # type: ignore[assignment]
     for resumed, newest, said in (
         (None, None, "it has no checkpoint"),
@@ -358,7 +357,7 @@ def test_a_launch_that_stops_names_the_newest_checkpoint(checkpoints: CompleteCh
         (tmp_path / "checkpoint-3", tmp_path / "checkpoint-6", "checkpoint-6 is its last checkpoint"),
     ):
         checkpoints.resumed_from, checkpoints.last_saved = resumed, newest
-        with pytest.raises(FolderLost, match=f"it was taken over; this launch stops after step 8 .*, {said}: look"):
+        with pytest.raises(FolderLost, match=f"it was taken over; this launch stops after step 8 .*, {said}: wait"):
             checkpoints.check_folder()
 
 

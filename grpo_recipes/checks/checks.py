@@ -265,9 +265,7 @@ def check_model_exists(recipe: Recipe) -> None:
     """Raise `RecipeError` if the policy is a folder that does not exist or holds no model, or is a file."""
     name = str(recipe.model["model_name_or_path"])
     folder = Path(name)
-    if folder.is_file():
-        raise recipe.error(f"`model_name_or_path` {name} is a file: name the folder of a model")
-    if folder.is_dir() and not _holds_adapter(folder) and not (folder / "config.json").exists():
+    if folder.exists() and not _holds_adapter(folder) and not (folder / "config.json").exists():
         raise recipe.error(
             f"`model_name_or_path` {name} holds no model (no config.json, no adapter_config.json): name the folder "
             "of a model"

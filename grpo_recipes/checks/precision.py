@@ -39,7 +39,6 @@ class Precision:
         beta1: Decay rate of AdamW's first moment.
         optim_args: Options of the optimizer.
         deepspeed: True if DeepSpeed updates float32 weights of its own and rounds them into the stored ones.
-        quantised: True if an adapter on a base in 4 or 8 bits is trained, whose dtype is not the recipe's.
     """
 
     stored: str
@@ -49,7 +48,6 @@ class Precision:
     beta1: float
     optim_args: str | None = None
     deepspeed: bool = False
-    quantised: bool = False
 
     @classmethod
     def of(cls, recipe: Recipe, optim: str, backend: str, *, is_adapter: bool) -> Precision:
@@ -60,11 +58,10 @@ class Precision:
             mixed = "bfloat16"
         elif config.fp16:
             mixed = "float16"
-        is_quantised = is_adapter and quantises(recipe)
         # In this order, because DeepSpeed casts adapters too.
         if is_deepspeed:
             stored = mixed or "float32"  # DeepSpeed casts the model
-        elif is_quantised:
+        elif is_adapter and quantises(recipe):
             stored = "bfloat16"  # TRL casts an adapter on a quantized base
         elif is_adapter or (backend == "fsdp" and mixed is not None):
             stored = "float32"  # PEFT's `autocast_adapter_dtype`, accelerate's `fsdp2_prepare_model`
@@ -73,7 +70,7 @@ class Precision:
         else:
             stored = dtype or "float32"
         computed, rate = mixed or stored, config.learning_rate
-        return cls(stored, computed, optim, rate, config.adam_beta1, config.optim_args, is_deepspeed, is_quantised)
+        return cls(stored, computed, optim, rate, config.adam_beta1, config.optim_args, is_deepspeed)
 
     @property
     def updated(self) -> str:
@@ -142,11 +139,9 @@ class Precision:
         """Return what to do if most of an update is lost, or None if it survives or the share is not known."""
         if share is None or share >= WARN_BELOW:
             return None
-        fix = f"set `optim: {ADAMW_BF16}`"
-        if not self.quantised:
-            fix += ", or `dtype: float32`, which `bf16: true` still computes in bfloat16"
         return (
-            f"{share:.0%} of an update survives the rounding of the weights to {self.stored}: {fix} (docs/precision.md)"
+            f"{share:.0%} of an update survives the rounding of the weights to {self.stored}: set "
+            f"`optim: {ADAMW_BF16}` (docs/precision.md)"
         )
 
 

@@ -17,7 +17,7 @@ from grpo_recipes.recipe.recipe import Recipe, RecipeError
 from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import adapter_config, tokenizer_source
 from grpo_rewards.errors import UserError, one_line
-from grpo_rewards.files import UnreadableFile, expanded, read_text, relative_to
+from grpo_rewards.files import expanded, read_text, relative_to
 
 CHAT_TEMPLATE_PATH = "chat_template_path"
 
@@ -61,11 +61,9 @@ class ChatTemplate:
         try:
             text = read_text(file)
             if config.is_file():
-                response = read_object(config, {}, "correct the file").get("response_template")
-        except UnreadableFile as error:
-            raise UserError(f"`{CHAT_TEMPLATE_PATH}`: {error}; correct the file") from error
-        except (OSError, UserError) as error:
-            raise UserError(f"`{CHAT_TEMPLATE_PATH}`: {one_line(error)}") from error
+                response = read_object(config, {}, "it must be an object").get("response_template")
+        except UserError as error:
+            raise UserError(f"`{CHAT_TEMPLATE_PATH}`: {one_line(error)}; correct the file") from error
         if response is not None:
             try:
                 load_response_template(response)

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import datasets
@@ -495,31 +494,27 @@ def token_lengths(
     Raises:
         UserError: the prompts are messages, and the tokenizer has no chat template.
     """
-    if tools is not None and None not in tools.schemas:
-        return _lengths_by_environment(dataset, tokenizer, template_kwargs, tools)
-    if tools is not None:
-        template_kwargs = {**template_kwargs, **tools.template_kwargs()}
-    lengths: list[int] = []
-    for batch in dataset.select_columns(["prompt"]).iter(1_000):
-        lengths += map(len, _token_ids(batch["prompt"], tokenizer, template_kwargs))
-    return np.asarray(lengths, np.int64)
-
-
-def _lengths_by_environment(
-    dataset: datasets.Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: Mapping[str, Any],
-    tools: PromptTools,
-) -> np.ndarray:
-    """Return the length (N,) of every prompt, each with the tools of its row's environment."""
+    if tools is None or None in tools.schemas:
+        lengths: list[int] = []
+        given = _arguments(template_kwargs, tools)
+        for batch in dataset.select_columns(["prompt"]).iter(1_000):
+            lengths += map(len, _token_ids(batch["prompt"], tokenizer, given))
+        return np.asarray(lengths, np.int64)
     names = np.asarray(dataset[ENVIRONMENT], object)
-    lengths = np.zeros(len(dataset), np.int64)
+    all_lengths = np.zeros(len(dataset), np.int64)
     for name in tools.schemas:
         rows = np.flatnonzero(names == name)
         if len(rows):
-            given = {**template_kwargs, **tools.template_kwargs(name)}
-            lengths[rows] = token_lengths(dataset.select(rows), tokenizer, given)
-    return lengths
+            given = _arguments(template_kwargs, tools, name)
+            all_lengths[rows] = token_lengths(dataset.select(rows), tokenizer, given)
+    return all_lengths
+
+
+def _arguments(
+    template_kwargs: Mapping[str, Any], tools: PromptTools | None, environment: str | None = None
+) -> Mapping[str, Any]:
+    """Return the arguments of the chat template, with the tools of an environment's rows, or of all rows."""
+    return template_kwargs if tools is None else {**template_kwargs, **tools.template_kwargs(environment)}
 
 
 def _token_ids(
@@ -562,9 +557,7 @@ def first_prompt(
 ) -> str:
     """Return the first prompt of a dataset as the model receives it, with the tools of its row."""
     row = dataset[0]
-    if tools is not None:
-        template_kwargs = {**template_kwargs, **tools.template_kwargs(row.get(ENVIRONMENT))}
-    return rendered(row["prompt"], tokenizer, template_kwargs)
+    return rendered(row["prompt"], tokenizer, _arguments(template_kwargs, tools, row.get(ENVIRONMENT)))
 
 
 def limit_prompts(
@@ -601,7 +594,7 @@ def limit_prompts(
     if count == 0:
         return dataset, 0
     if spec.overlong_prompts == "cut_left":
-        return _replaced(dataset, is_overlong, partial(_cut_row, limit, tokenizer, given, tools)), count
+        return _with_cut_prompts(dataset, is_overlong, limit, tokenizer, given, tools), count
     if count == len(lengths):
         raise UserError(
             f"`dataset.max_prompt_tokens`: all {count} prompts are longer than {limit} tokens (the shortest has "
@@ -610,44 +603,30 @@ def limit_prompts(
     return dataset.select(np.flatnonzero(~is_overlong)), count
 
 
-def _replaced(
-    dataset: datasets.Dataset, is_replaced: np.ndarray, replacement: Callable[[Turns, str | None], Turns]
+def _with_cut_prompts(
+    dataset: datasets.Dataset,
+    is_overlong: np.ndarray,
+    limit: int,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    tools: PromptTools | None,
 ) -> datasets.Dataset:
-    """Return the dataset with the prompts at `is_replaced` (N,) replaced.
-
-    Args:
-        dataset: table with the column `prompt`.
-        is_replaced: True for each prompt to replace.
-        replacement: function of a prompt and its row's environment (None without that column) that returns a prompt.
-    """
-    chunks, index = [], 0
+    """Return the dataset with the prompts at `is_overlong` (N,) cut as `_cut_left` does, each with its row's tools."""
+    chunks, start = [], 0
     kind = dataset.features.arrow_schema.field("prompt").type
     columns = [name for name in ("prompt", ENVIRONMENT) if name in dataset.column_names]
     for batch in dataset.select_columns(columns).iter(BATCH):
-        prompts = []
-        environments = batch.get(ENVIRONMENT, [None] * len(batch["prompt"]))
-        for prompt, environment in zip(batch["prompt"], environments, strict=True):
-            prompts.append(replacement(prompt, environment) if is_replaced[index] else prompt)
-            index += 1
+        prompts = list(batch["prompt"])
+        environments = batch.get(ENVIRONMENT, [None] * len(prompts))
+        for row in np.flatnonzero(is_overlong[start : start + len(prompts)]):
+            given = _arguments(template_kwargs, tools, environments[row])
+            prompts[row] = _cut_left(prompts[row], limit, tokenizer, given)
+        start += len(prompts)
         chunks.append(pa.array(prompts, kind))
     features = datasets.Features({"prompt": dataset.features["prompt"]})
     column = datasets.Dataset(pa.table({"prompt": pa.chunked_array(chunks)}), fingerprint=None).cast(features)
     others = dataset.select_columns([name for name in dataset.column_names if name != "prompt"])
     return datasets.concatenate_datasets([column, others], axis=1).select_columns(dataset.column_names)
-
-
-def _cut_row(
-    limit: int,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: Mapping[str, Any],
-    tools: PromptTools | None,
-    prompt: Turns,
-    environment: str | None,
-) -> Turns:
-    """Return the prompt of a row, cut as `_cut_left` does, with the tools of the row's environment."""
-    if tools is not None:
-        template_kwargs = {**template_kwargs, **tools.template_kwargs(environment)}
-    return _cut_left(prompt, limit, tokenizer, template_kwargs)
 
 
 def _cut_left(

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -32,7 +31,7 @@ from grpo_recipes.data.text_files import (
     text_places,
 )
 from grpo_recipes.recipe.specs import RecipeError, SourceSpec
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.files import expanded, relative_to
 
 SOURCE = "source"
@@ -310,7 +309,7 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
         return rows
     if isinstance(columns, dict):
         for new, old in columns.items():
-            table = _with_nested(table, old, source, keeps_parent=new != old.partition(".")[0])
+            table = _with_nested(table, old, keeps_parent=new != old.partition(".")[0])
     names = table.column_names
     wanted = list(columns.values()) if isinstance(columns, dict) else columns
     for name in wanted:
@@ -333,17 +332,13 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
     return Rows(datasets.concatenate_datasets([*parts, table.select_columns(others)], axis=1), rows.places)
 
 
-def _with_nested(table: datasets.Dataset, path: str, source: SourceSpec, *, keeps_parent: bool) -> datasets.Dataset:
+def _with_nested(table: datasets.Dataset, path: str, *, keeps_parent: bool) -> datasets.Dataset:
     """Return the table with the column at a dotted path, as in `conversation.messages`.
 
     Args:
         table: table with the column of the objects.
         path: name of a column, for which the table is returned as it is, or path of a key in the objects of a column.
-        source: source of the table, for the error message.
         keeps_parent: False to drop the column of the objects.
-
-    Raises:
-        UserError: the objects have no such key.
     """
     parent = path.partition(".")[0]
     if path in table.column_names or parent not in table.column_names:
@@ -351,10 +346,7 @@ def _with_nested(table: datasets.Dataset, path: str, source: SourceSpec, *, keep
     depth = path.count(".")
     flat = table.select_columns([parent]).flatten(max_depth=depth + 1)  # `datasets` flattens once less than its limit
     if path not in flat.column_names:
-        raise UserError(
-            f"`dataset.columns`: {source.path} has no {path!r} ({parent} has {tables.listed(flat.column_names)}): "
-            "correct the path"
-        )
+        return table  # the caller names the columns
     if not keeps_parent:
         table = table.remove_columns([parent])
     return datasets.concatenate_datasets([table, flat.select_columns([path])], axis=1)
@@ -375,30 +367,19 @@ def mixed(sources: Sequence[SourceSpec], keys: Keys) -> Rows:
         weights = [(source.fraction or 0.0) / total for source in sources]
         size = min(len(part.table) / weight for part, weight in zip(parts, weights, strict=True))
         parts = [_part(part, 0, round(weight * size)) for part, weight in zip(parts, weights, strict=True)]
-    _check_types(parts, sources, keys)
     named = []
-    for part, source in zip(parts, sources, strict=True):
-        name = source.path if source.name is None else f"{source.path}/{source.name}"
-        named.append(Rows(part.table.add_column(SOURCE, [name] * len(part.table)), part.places))
-    return _joined(named)
-
-
-def _check_types(parts: Sequence[Rows], sources: Sequence[SourceSpec], keys: Keys) -> None:
-    known: dict[str, tuple[Any, str]] = {}
     for part, source in zip(parts, sources, strict=True):
         if SOURCE in part.table.column_names:
             raise UserError(
                 f"`dataset.{keys.path}`: {source.path} has a column {SOURCE!r}, which a mixture adds: rename it in its "
                 "`columns`, as in `origin: source`"
             )
-        for name, feature in part.table.features.items():
-            before, path = known.setdefault(name, (feature, source.path))
-            if before != feature and datasets.Value("null") not in (before, feature):
-                raise UserError(
-                    f"`dataset.{keys.path}`: the column {name!r} is {_type_name(before)} in {path} and "
-                    f"{_type_name(feature)} in {source.path}: give both one type, or rename one in its `columns`"
-                )
-
-
-def _type_name(feature: Any) -> str:
-    return feature.dtype if isinstance(feature, datasets.Value) else type(feature).__name__.lower()
+        name = source.path if source.name is None else f"{source.path}/{source.name}"
+        named.append(Rows(part.table.add_column(SOURCE, [name] * len(part.table)), part.places))
+    try:
+        return _joined(named)
+    except ValueError as error:  # the message of `datasets` begins with the column and its two types
+        raise UserError(
+            f"`dataset.{keys.path}`: a column has different types in {' and '.join(source.path for source in sources)} "
+            f"({shortened(one_line(error), tables.SHOWN)}): give it one type, or rename it in `columns` of one"
+        ) from error

@@ -394,10 +394,7 @@ def test_a_launch_that_can_run_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            lambda: write("m/config.json", CONFIG) + "/config.json",
-            "m/config.json is a file: name the folder of a model",
-        ),
+        (lambda: write("m/config.json", CONFIG) + "/config.json", r"m/config.json holds no model \(no config.json"),
         (lambda: write("m/model.safetensors", ""), r"m holds no model \(no config.json, no adapter_config.json\)"),
         (lambda: "./nowhere", r"./nowhere: there is no such folder \(relative to .*\): correct the path"),
         (lambda: write("m/config.json", CONFIG), ""),

@@ -571,18 +571,12 @@ def test_a_column_that_is_null_in_one_source_has_the_type_of_the_other(tmp_path:
         assert load(DatasetSpec.parse({"path": order}))["level"][:] == levels
 
 
-@pytest.mark.parametrize(
-    ("level", "name"), [("hard", "string"), ([1], "list"), ({"a": 1}, "dict"), (2.5, "float64"), (True, "bool")]
-)
-def test_columns_of_two_types_are_named_by_both(tmp_path: Path, level: Any, name: str) -> None:
+@pytest.mark.parametrize("level", ["hard", [1], {"a": 1}, 2.5, True])
+def test_a_column_of_two_types_is_named_with_its_sources(tmp_path: Path, level: Any) -> None:
     first = write(tmp_path / "a.jsonl", [{"question": "a", "level": 3}])
     second = write(tmp_path / "b.jsonl", [{"question": "b", "level": level}])
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=rf"different types in {first} and {second} \(.*level"):
         load(DatasetSpec.parse({"path": [first, second]}))
-    assert str(caught.value) == (
-        f"`dataset.path`: the column 'level' is int64 in {first} and {name} in {second}: give both one type, or rename "
-        "one in its `columns`"
-    )
 
 
 def test_a_mixture_survives_a_round_trip_through_json(tmp_path: Path) -> None:
@@ -1020,9 +1014,9 @@ def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, n
         ),
         (
             {"columns": {"question": "meta.txt"}, "path": "{folder}/nested.jsonl"},
-            r"has no 'meta\.txt' \(meta has meta\.text",
+            r"has no column 'meta\.txt' \(it has",
         ),
-        ({"columns": {"question": "problem.text"}}, r"rows\.jsonl has no 'problem\.text' \(problem has problem\)"),
+        ({"columns": {"question": "problem.text"}}, r"rows\.jsonl has no column 'problem\.text'"),
         ({"columns": ["problem", "x"]}, r"rows\.jsonl has no column 'x'"),
         ({"columns": {"question": 3}}, r"`dataset\.columns` has 3 in place of a column's name"),
         (
@@ -1070,7 +1064,7 @@ def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, n
         ),
         (
             {"path": ["{folder}/rows.jsonl", "{folder}/clash.jsonl"]},
-            r"the column 'level' is int64 in .*rows\.jsonl and string in .*clash\.jsonl",
+            r"different types in .*rows\.jsonl and .*clash\.jsonl \(.*level",
         ),
         ({"path": ["{folder}/rows.jsonl", "{folder}/sourced.jsonl"]}, r"sourced\.jsonl has a column 'source', which a"),
         ({"path": "{folder}/null.jsonl"}, r"null\.jsonl, line 3 has the question None"),

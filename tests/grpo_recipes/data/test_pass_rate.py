@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -84,8 +85,9 @@ def test_the_kept_rows_are_counted_once(
 
 def test_an_evaluation_without_golds_has_no_pass_rates(evaluated: Path) -> None:
     file = evaluated / "evaluation" / "evaluation.json"
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "strict"}))
-    with pytest.raises(RecipeError, match="evaluation measured no accuracy, since its rows have no golds: name"):
+    table = evaluated / "evaluation" / "completions.parquet"
+    pd.read_parquet(table).drop(columns="strict").to_parquet(table)
+    with pytest.raises(RecipeError, match="has no column `strict`.*name an evaluation of rows with golds"):
         kept(evaluated, 0, 1)
     file.unlink()
     with pytest.raises(RecipeError) as caught:

@@ -267,7 +267,7 @@ def test_a_folder_that_is_no_model_is_refused(
     for file in [*whole.glob("*token*"), *whole.glob("chat_template*")]:
         file.unlink()
     for policy, words in (
-        (rows, "is a file: name the folder of a model"),
+        (rows, "holds no model (no config.json"),
         (empty, "holds no model (no config.json, no adapter_config.json): name the folder of a model"),
         (whole, "its tokenizer has no vocabulary"),
     ):

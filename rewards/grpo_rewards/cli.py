@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import inspect
 import json
 import math
@@ -21,15 +20,15 @@ from typing import Any, NamedTuple
 from grpo_rewards import __version__
 from grpo_rewards.completions import completion_text, copied, listed_scores, score_value
 from grpo_rewards.errors import UserError, did_you_mean, one_line
-from grpo_rewards.explain import Reasons, columns_read, json_values, score_line
-from grpo_rewards.files import replacing
+from grpo_rewards.explain import Reasons, score_line
+from grpo_rewards.files import read_text, replacing
 from grpo_rewards.registry import (
+    REGISTERED,
     BuiltReward,
     RewardSpecError,
     build_rewards,
     leaves,
     missing_package,
-    registered_names,
     resolve,
 )
 from grpo_rewards.startup import prepare_libraries
@@ -46,7 +45,6 @@ from grpo_rewards.terminal import (
     visible_messages,
 )
 
-_CHUNK_ROWS = 256
 _EXAMPLES = 2
 _MOST_LINES = 20
 _BINS = 8
@@ -57,13 +55,6 @@ class Row(NamedTuple):
 
     number: int
     columns: dict[str, Any]
-
-
-Scores = Mapping[str, list[float | None]]
-"""Scores by the name of the reward, one per row."""
-
-Logged = dict[str, list[dict[str, Any]]]
-"""Values that rewards logged: by the name of the reward, then one mapping from column to value per row."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -122,9 +113,8 @@ def _add_score_options(command: Parser) -> None:
     add("--reward", action="append", required=True, metavar="SPEC", help="name of a reward, or a recipe's mapping")
     add("--gold_column", metavar="NAME", help="column with the gold (default: answer)")
     add("--num_generations", type=int, metavar="G", help="rows per prompt, for rewards that compare a group")
-    add("--out", type=Path, metavar="FILE", help="file to write every row to, with its scores (.jsonl or .parquet)")
+    add("--out", type=Path, metavar="FILE", help="JSONL file to write every row to, with its scores")
     add("--explain", action="store_true", help="print the reason for the score of each row")
-    add("--json", action="store_true", help="print the result as JSON")
     command.set_defaults(run=_score)
 
 
@@ -148,7 +138,7 @@ def _add_audit_options(command: Parser) -> None:
 
 
 def _list(options: argparse.Namespace) -> int:
-    for name in registered_names():
+    for name in REGISTERED:
         say(name)
         try:
             documentation = inspect.getdoc(resolve(name)) or "(not documented)"
@@ -185,20 +175,26 @@ def _score(options: argparse.Namespace) -> int:
     gold_column = options.gold_column or "answer"
     rows, complaints = _read(options.file, "completion", optional=gold_column)
     _check_rows(options, rewards, rows, complaints)
-    scores, logged = _score_rows(rewards, rows, gold_column, explain=options.explain)
-    summaries = {reward.name: _summary(reward, scores[reward.name], rows) for reward in rewards}
-    explained = {"explained": _explanations(scores, logged, rows)} if options.explain else {}
-    if options.json:
-        say(json.dumps({"file": str(options.file), "rewards": summaries, **explained}, indent=2))
-    else:
-        if options.explain:
-            _show_explanations(explained["explained"], rows)
-        for name, summary in summaries.items():
-            show(*_described(name, summary))
+    batch = _columns(rows, _column_names(rows) - {"prompt", "completion"})
+    if gold_column in batch:
+        batch["answer"] = batch[gold_column]
+    batch["prompts"] = [row.columns.get("prompt") for row in rows]
+    batch["completions"] = [row.columns["completion"] for row in rows]
+    scores: dict[str, list[float | None]] = {}
+    reasons = {reward.name: Reasons(reward) for reward in rewards}
+    for reward in rewards:
+        heard = reasons[reward.name]
+        heard.begin(len(rows))
+        scores[reward.name] = _call(reward, {**batch, **(heard.loggers() if options.explain else {})}, rows)
+    for index, row in enumerate(rows if options.explain else []):
+        say(f"row {row.number}: {_excerpt(row.columns['completion'])}")
+        for name, heard in reasons.items():
+            say(f"  {score_line(name, scores[name][index], heard.rows[index])}")
+    for reward in rewards:
+        show(*_described(reward, scores[reward.name], rows))
     if options.out:
         _write_scores(options.out, scores, rows)
-        if not options.json:
-            say(f"\nwrote {len(rows)} rows to {options.out}")
+        say(f"\nwrote {len(rows)} rows to {options.out}")
     for reward in rewards:
         if all(score is None for score in scores[reward.name]):
             reason = _why_unscorable(reward, rows[0], gold_column)
@@ -207,8 +203,10 @@ def _score(options: argparse.Namespace) -> int:
 
 
 def _spec(text: str) -> str | Mapping[str, Any]:
-    if not text.lstrip().startswith("{"):
-        return text
+    return _yaml(text, f"--reward {text!r}") if text.lstrip().startswith("{") else text
+
+
+def _yaml(text: str, place: str) -> Any:
     import yaml
 
     from grpo_rewards.strict import load_yaml
@@ -216,14 +214,12 @@ def _spec(text: str) -> str | Mapping[str, Any]:
     try:
         return load_yaml(text)
     except yaml.YAMLError as error:
-        raise UserError(f"--reward {text!r} is not a YAML mapping ({str(error).splitlines()[0]})") from error
+        raise UserError(f"{place} is not YAML ({str(error).splitlines()[0]})") from error
 
 
 def _check_out(out: Path, source: Path) -> None:
-    if out.suffix not in (".jsonl", ".parquet"):
-        raise UserError(f"--out {out}: the name must end in .jsonl or .parquet")
-    if out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"--out {out} can't be written: choose a file in an existing folder of yours")
+    if out.suffix != ".jsonl" or out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"--out {out} can't be written: name a .jsonl file in an existing folder of yours")
     if out.exists() and source.exists() and out.samefile(source):
         raise UserError(f"--out {out} is the file to score: choose another name")
 
@@ -242,33 +238,6 @@ def _check_rows(
         raise UserError(
             f"{options.file}: {complaints[0]}: correct it first, because a dropped row would shift the groups"
         )
-
-
-def _score_rows(
-    rewards: Sequence[BuiltReward], rows: Sequence[Row], gold_column: str, *, explain: bool
-) -> tuple[dict[str, list[float | None]], Logged]:
-    """Return the scores and, with `explain`, the values that each reward logs by `log_extra` and `log_reason`."""
-    scores: dict[str, list[float | None]] = {reward.name: [] for reward in rewards}
-    logged: Logged = {reward.name: [] for reward in rewards}
-    # A group must be complete in one call. Other rewards are called with chunks, so that the progress bar moves.
-    size = len(rows) if any(reward.needs_whole_groups for reward in rewards) else _CHUNK_ROWS
-    names = _column_names(rows)
-    for chunk in _chunks(rows, size, "scoring"):
-        batch = _columns(chunk, names - {"prompt", "completion"})
-        if gold_column in batch:
-            batch["answer"] = batch[gold_column]
-        batch["prompts"] = [row.columns.get("prompt") for row in chunk]
-        batch["completions"] = [row.columns["completion"] for row in chunk]
-        for reward in rewards:
-            reasons = Reasons(reward)
-            reasons.begin(len(chunk))
-            loggers = reasons.loggers() if explain else {}
-            scores[reward.name] += _call(reward, {**batch, **loggers}, chunk)
-            if explain and not any(reasons.rows):
-                for column in columns_read(reward, batch):
-                    reasons.log(f"read {column}", batch[column])
-            logged[reward.name] += reasons.rows
-    return scores, logged
 
 
 def _column_names(rows: Sequence[Row]) -> set[str]:
@@ -325,47 +294,28 @@ def _why_unscorable(reward: BuiltReward, row: Row, gold_column: str) -> str:
     return f"no gold in `{column}` can be read (row {row.number}: {_excerpt(str(row.columns.get(column)), 60)!r})"
 
 
-# --- Output of score ---
-
-
-def _explanations(scores: Scores, logged: Logged, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return every row with its scores and the logged values, ready for JSON."""
-    explained = []
-    for index, row in enumerate(rows):
-        reasons = {name: json_values(values[index]) for name, values in logged.items()}
-        pay = {name: column[index] for name, column in scores.items()}
-        explained.append({"row": row.number, "pay": pay, "said": reasons})
-    return explained
-
-
-def _show_explanations(explained: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> None:
-    for row, reasons in zip(rows, explained, strict=True):
-        say(f"row {row.number}: {_excerpt(row.columns['completion'])}")
-        for name, score in reasons["pay"].items():
-            say(f"  {score_line(name, score, reasons['said'][name])}")
-
-
-def _summary(reward: BuiltReward, column: Sequence[float | None], rows: Sequence[Row]) -> dict[str, Any]:
-    """Return statistics and examples of a reward's scores, ready for JSON."""
+def _described(reward: BuiltReward, column: Sequence[float | None], rows: Sequence[Row]) -> Iterator[Part]:
+    """Yield a summary of a reward's scores: their mean and histogram, and the worst and best rows."""
     scored = sorted((score, index) for index, score in enumerate(column) if score is not None)
-    summary: dict[str, Any] = {"rows": len(column), "unscorable": len(column) - len(scored)}
+    yield ""
+    yield Cell(f"{reward.name}: {len(column)} rows, {len(column) - len(scored)} unscorable", "head")
     if not scored:
-        return summary
+        return
     values = [score for score, _ in scored]
-    summary |= {"mean": statistics.fmean(values), "standard_deviation": statistics.pstdev(values)}
-    summary["histogram"] = list(_histogram(values))
-    for title, examples in (("worst", scored[:_EXAMPLES]), ("best", scored[: -_EXAMPLES - 1 : -1])):
-        summary[title] = []
-        for score, index in examples:
+    yield f"  mean {statistics.fmean(values):.4f}, standard deviation {statistics.pstdev(values):.4f}"
+    yield Table(list(_histogram(values)), ("pay", "rows", "share"), frozenset({0, 1, 2}))
+    examples = []
+    for title, found in (("worst", scored[:_EXAMPLES]), ("best", scored[: -_EXAMPLES - 1 : -1])):
+        for score, index in found:
             excerpt = _excerpt(rows[index].columns["completion"])
-            summary[title].append({"row": rows[index].number, "pay": score, "completion": excerpt})
+            examples.append((f"{title}: row {rows[index].number}, {score:g}: {excerpt}",))
+    yield Table(examples)
     if note := reward.declared.unparsed_note([row.columns["completion"] for row in rows]):
-        summary["note"] = note
-    return summary
+        yield f"  {note}"
 
 
-def _histogram(values: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yield each bar for values in ascending order, as in the JSON of a summary."""
+def _histogram(values: Sequence[float]) -> Iterator[tuple[str, str, str]]:
+    """Yield the pay, the rows and the share of each value, or of eight bins, for values in ascending order."""
     counts = Counter(values)
     bars = [(f"{value:g}", count) for value, count in counts.items()]
     if len(counts) > _BINS:
@@ -373,27 +323,7 @@ def _histogram(values: Sequence[float]) -> Iterator[dict[str, Any]]:
         bins = Counter(min(int((value - low) / width), _BINS - 1) for value in values)
         bars = [(f"{low + i * width:.3g} … {low + (i + 1) * width:.3g}", bins[i]) for i in range(_BINS)]
     for label, count in bars:
-        yield {"pay": label, "share": count / len(values), "rows": count}
-
-
-def _described(name: str, summary: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield a summary for the terminal: the histogram, and the worst and best rows."""
-    yield ""
-    yield Cell(f"{name}: {summary['rows']} rows, {summary['unscorable']} unscorable", "head")
-    if "mean" not in summary:
-        return
-    yield f"  mean {summary['mean']:.4f}, standard deviation {summary['standard_deviation']:.4f}"
-    bars = []
-    for bar in summary["histogram"]:
-        bars.append((bar["pay"], "█" * round(40 * bar["share"]), f"{bar['rows']:,}", f"{bar['share']:.1%}"))
-    yield Table(bars, ("pay", "", "rows", "share"), frozenset({0, 2, 3}))
-    examples = []
-    for title in ("worst", "best"):
-        for example in summary[title]:
-            examples.append((f"{title}: row {example['row']}, {example['pay']:g}: {example['completion']}",))
-    yield Table(examples)
-    if "note" in summary:
-        yield f"  {summary['note']}"
+        yield label, f"{count:,}", f"{count / len(values):.1%}"
 
 
 def _excerpt(completion: Any, length: int = 90) -> str:
@@ -406,30 +336,26 @@ def _excerpt(completion: Any, length: int = 90) -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    found = _gold_reward(options.reward)
-    if found is None:
-        return _check_own(options)
-    reward, full = found
+    reward, full = _gold_reward(options.reward)
     function: Any = reward.function
     gold_column = options.gold_column or function.gold_column
     rows, complaints = _read(options.file, gold_column)
     unscorable, below, untried = [], [], 0
-    for chunk in _chunks(rows, _CHUNK_ROWS, "checking"):
-        for line, score, is_tried in _tried_golds(reward, chunk, gold_column):
-            if score is None:
-                unscorable.append(line)
-            elif not is_tried:
-                untried += 1
-            elif score != full:
-                below.append(line)
+    for line, score, is_tried in _tried_golds(reward, rows, gold_column):
+        if score is None:
+            unscorable.append(line)
+        elif not is_tried:
+            untried += 1
+        elif score != full:
+            below.append(line)
     full_pay = len(rows) - len(unscorable) - len(below) - untried
     without = f", {untried} without a `{function.solution_column}` were only read" if untried else ""
     say(f"{options.file}: {len(rows)} golds, {full_pay} earn full pay ({full:g}){without}")
     for title, listed in (("can't be scored", unscorable), ("earn less than full pay", below)):
-        _say_listed(listed, title)
-    if missing := sum(_is_empty(row.columns.get(gold_column)) for row in rows):
-        have = "row has" if missing == 1 else "rows have"
-        say(f"{missing} {have} no gold: remove them, or set `dataset.drop_missing: true` in a recipe")
+        if listed:
+            say(f"{len(listed)} {title}:")
+        for line in _first_lines(listed):
+            say(f"  {line}")
     if note := reward.declared.gold_note((f"row {row.number}", row.columns.get(gold_column)) for row in rows):
         say(note)
     if len(unscorable) == len(rows):
@@ -437,75 +363,39 @@ def _check(options: argparse.Namespace) -> int:
     return max(_complain(options.file, complaints), int(bool(unscorable or below)))
 
 
-def _check_own(options: argparse.Namespace) -> int:
-    """Check the golds of a correctness reward of the user's own, in the layout that pays them best."""
-    from grpo_rewards.audit.audit import auditor_of
-
-    rows, complaints = _read(options.file, options.gold_column)
-    specs = [_spec(options.reward)]
-    auditor = auditor_of(specs, rows, options.file, gold_column=options.gold_column, most=len(rows))
-    pays = auditor.pays_of_golds()
-    full = max((score for _, _, score in pays if isinstance(score, float)), default=0.0)
-    below = [
-        f"row {row}: {_excerpt(gold)}" for row, gold, score in pays if not isinstance(score, float) or score < full
-    ]
-    say(f"{options.file}: {len(pays)} golds, {len(pays) - len(below)} earn the most that any earns ({full:g})")
-    _say_listed(below, "earn less")
-    if len(pays) < len(rows):
-        complaints.append(f"{len(rows) - len(pays)} golds can't be read")
-    say("`grpo-rewards audit` shows which wrong completions the reward pays")
-    return max(_complain(options.file, complaints), int(bool(below)))
-
-
-def _say_listed(lines: Sequence[str], title: str) -> None:
-    if lines:
-        say(f"{len(lines)} {title}:")
-    for line in _first_lines(lines):
-        say(f"  {line}")
-
-
-def _is_empty(gold: Any) -> bool:
-    return gold is None or gold == [] or (isinstance(gold, str) and not gold.strip())
-
-
 def _tried_golds(
-    reward: BuiltReward, chunk: Sequence[Row], gold_column: str
+    reward: BuiltReward, rows: Sequence[Row], gold_column: str
 ) -> Iterator[tuple[str, float | None, bool]]:
     """Yield a line on each gold, the score of its answer, and False if it has no answer that could be tried."""
     function: Any = reward.function
-    batch = _columns(chunk, _column_names(chunk) - {"prompts", "completions"})
+    batch = _columns(rows, _column_names(rows) - {"prompts", "completions"})
     golds = batch[gold_column]
     batch |= {function.gold_column: golds, "prompts": golds}
     read: dict[str, list] = {}
     if function.solution_column is None:  # the golds as the reward reads them
-        _call(reward, {**batch, "completions": [""] * len(chunk), "log_extra": read.__setitem__}, chunk)
+        _call(reward, {**batch, "completions": [""] * len(rows), "log_extra": read.__setitem__}, rows)
         answers = read[f"{function.prefix}gold"]
     else:
-        answers = batch.get(function.solution_column, [None] * len(chunk))
+        answers = batch.get(function.solution_column, [None] * len(rows))
     batch["completions"] = [_right_completion(function, answer) for answer in answers]
-    scores = _call(reward, {**batch, "log_extra": read.__setitem__}, chunk)
-    for index, (row, gold, score) in enumerate(zip(chunk, golds, scores, strict=True)):
+    scores = _call(reward, {**batch, "log_extra": read.__setitem__}, rows)
+    for index, (row, gold, score) in enumerate(zip(rows, golds, scores, strict=True)):
         shown = _excerpt(str(gold))
         if function.solution_column is not None:
             shown = visible(one_line(read[f"{function.prefix}verdict"][index]))
         yield f"row {row.number}: {shown}", score, function.solution_column is None or answers[index] is not None
 
 
-def _gold_reward(text: str) -> tuple[BuiltReward, float] | None:
-    """Return the reward of a spec that reads golds, also inside a gate or a sum, and its largest score.
-
-    None stands for a correctness reward of the user's own.
-    """
+def _gold_reward(text: str) -> tuple[BuiltReward, float]:
+    """Return the reward of a spec that reads golds, also inside a gate or a sum, and its largest score."""
     built = build_rewards([_spec(text)])
     for reward in leaves(built):
         has_gold = reward.declared.gold_column is not None and bool(reward.declared.columns_read)
         if reward.kind == "correctness" and has_gold and reward.highest_pay is not None:
             return reward, reward.highest_pay
-    if any(reward.kind == "correctness" for reward in leaves(built)):
-        return None
     raise UserError(
-        f"check needs a correctness reward, to try each gold against itself, and `{built[0].name}` compares with no "
-        "gold: if it does, set `kind: correctness` in its spec, and `grpo-rewards audit` shows what it pays wrongly"
+        f"check needs a correctness reward of this package, to try each gold against itself, not `{built[0].name}`: "
+        "`grpo-rewards audit` tries a reward of your own"
     )
 
 
@@ -555,16 +445,10 @@ def _audit(options: argparse.Namespace) -> int:
 
 def _recipe_rewards(path: Path) -> list[Any]:
     """Return the reward specs of a recipe."""
-    import yaml
-
-    from grpo_rewards.strict import load_yaml
-
     try:
-        recipe = load_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--reward {path} can't be read ({one_line(error)})") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"--reward {path} is not YAML ({str(error).splitlines()[0]})") from error
+        recipe = _yaml(read_text(path), f"--reward {path}")
+    except FileNotFoundError as error:
+        raise UserError(f"--reward {path} is not a file") from error
     rewards = recipe.get("rewards") if isinstance(recipe, dict) else None
     if not isinstance(rewards, list) or not rewards:
         raise UserError(f"--reward {path} has no list `rewards`: name a recipe, or a reward")
@@ -625,34 +509,26 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    parquet = _pyarrow("pyarrow.parquet")
     try:
-        batches = parquet.ParquetFile(path).iter_batches()
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError("Parquet files need pyarrow: pip install 'grpo-rewards[parquet]'") from error
+    try:
+        yield from enumerate(parquet.ParquetFile(path).read().to_pylist(), 1)
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a Parquet file, or is damaged ({one_line(error)})") from error
 
 
-def _write_scores(path: Path, scores: Scores, rows: Sequence[Row]) -> None:
-    scored = []
+def _write_scores(path: Path, scores: Mapping[str, Sequence[float | None]], rows: Sequence[Row]) -> None:
+    lines = []
     for index, row in enumerate(rows):
-        scored.append({**row.columns, **{name: column[index] for name, column in scores.items()}})
-    parquet = _pyarrow("pyarrow.parquet") if path.suffix == ".parquet" else None
+        scored = {**row.columns, **{name: column[index] for name, column in scores.items()}}
+        lines.append(json.dumps(scored, default=str) + "\n")
     try:
         with replacing(path.resolve()) as part:
-            if parquet:
-                parquet.write_table(_pyarrow("pyarrow").Table.from_pylist(scored), part)
-            else:
-                part.write_text("".join(json.dumps(row) + "\n" for row in scored), encoding="utf-8")
-    except (OSError, TypeError, ValueError) as error:  # a full disk; a date in JSON; a column of two types in Parquet
+            part.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
         raise UserError(f"--out {path} can't be written ({one_line(error)})") from error
-
-
-def _pyarrow(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError("Parquet files need pyarrow: pip install 'grpo-rewards[parquet]'") from error
 
 
 def _complain(path: Path, complaints: Sequence[str]) -> int:
@@ -665,17 +541,6 @@ def _first_lines(lines: Sequence[str]) -> list[str]:
     if len(lines) <= _MOST_LINES:
         return list(lines)
     return [*lines[:_MOST_LINES], f"… and {len(lines) - _MOST_LINES} more"]
-
-
-def _chunks(rows: Sequence[Row], size: int, label: str) -> Iterator[Sequence[Row]]:
-    """Yield `size` rows at a time, and draw a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console, starts = Console(stderr=True), range(0, len(rows), size)
-    # Older versions of rich end a disabled bar with an empty line.
-    for start in track(starts, label, console=console) if console.is_terminal else starts:
-        yield rows[start : start + size]
 
 
 if __name__ == "__main__":

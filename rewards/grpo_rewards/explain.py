@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,14 +47,6 @@ class Reasons:
             )
         for row, value in zip(self.rows, values, strict=True):
             row[column] = value
-
-
-def columns_read(reward: BuiltReward, columns: Iterable[str]) -> list[str]:
-    """Return the names of the columns that a reward declares or takes by name, of those that a file has."""
-    read = {*reward.declared.columns_read, *reward.declared.optional_columns}
-    with suppress(TypeError, ValueError):  # a builtin without a signature
-        read |= set(inspect.signature(reward.unbound).parameters)
-    return sorted(read.intersection(columns) - {"prompts", "completions"})
 
 
 def score_line(name: str, score: float | None, logged: Mapping[str, Any]) -> str:

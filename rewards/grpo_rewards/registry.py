@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
+import math
 import re
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -32,9 +33,16 @@ from grpo_rewards.completions import check_rows, copied
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.files import expanded
 from grpo_rewards.redaction import redacted, scrubbed, secret_values
-from grpo_rewards.reward import BaseReward, FunctionReward, Kind, LogColumn, LogMetric, callable_name, checked_number
-
-ENTRY_POINT_GROUP = "grpo_rewards.rewards"
+from grpo_rewards.reward import (
+    BaseReward,
+    FunctionReward,
+    Kind,
+    LogColumn,
+    LogMetric,
+    callable_name,
+    check_choice,
+    checked_number,
+)
 
 # Paths instead of classes, so that one reward is imported without the others, and without torch, which `reward_model`
 # needs.
@@ -367,32 +375,22 @@ def attribute_name(name: str) -> str:
     return re.split(r"[.:]", name)[-1]
 
 
-def registered_names() -> list[str]:
-    """Return every name that a spec may use without a dotted path: ours and those of installed entry points."""
-    return [*REGISTERED, *(name for name in _entry_points() if name not in REGISTERED)]
-
-
 def resolve(name: str) -> Any:
     """Return the object that a reward name stands for: a class, a ready reward or a function.
 
-    A registered name stands for its class. An entry point, a dotted path or a place in a file (`rewards.py:score`)
-    stands for what it points at.
+    A registered name stands for its class. A dotted path or a place in a file (`rewards.py:score`) stands for what it
+    points at.
 
     Raises:
         RewardSpecError: no object has that name, or importing it failed.
     """
-    if name not in REGISTERED and name in (points := _entry_points()):
-        try:
-            return points[name].load()
-        except (Exception, SystemExit) as error:  # another package may raise any error
-            raise RewardSpecError(f"reward `{name}`: its entry point can't be loaded ({_described(error)})") from error
     file, colon, attribute = name.rpartition(":")
     if colon:
         module, imported = file, module_of_file(file, f"reward `{name}`")
     else:
         module, _, attribute = REGISTERED.get(name, name).rpartition(".")
         if not module:
-            hint = did_you_mean(name, registered_names()) or ": `grpo-rewards list` names all"
+            hint = did_you_mean(name, REGISTERED) or ": `grpo-rewards list` names all"
             raise RewardSpecError(f"unknown reward `{name}`{hint}")
         imported = _import(module, name)
     try:
@@ -430,10 +428,8 @@ def module_of_file(file: str, place: str) -> Any:
     module_name = f"{path.stem}_of_recipe_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise RewardSpecError(f"{place}: {file} is no Python file: name one, as in `my_rewards.py:score`")
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType(module_name)
+    module.__file__ = str(path)
     sys.modules[module_name] = module  # `inspect` finds the source of a class by it
     try:
         # These bytes, not a compiled copy of earlier ones, and without the `__future__` imports of this file.
@@ -455,12 +451,6 @@ def _described(error: BaseException) -> str:
     """Return the text of an error on one line, with the name of its class if that is not to be expected."""
     text = one_line(error).rstrip(".")
     return text if isinstance(error, (ImportError, ValueError)) and text else f"{type(error).__name__}: {text}"
-
-
-def _entry_points() -> dict[str, Any]:
-    from importlib.metadata import entry_points  # a third of this package's import time, and rarely needed
-
-    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 # --- Building ---
@@ -584,30 +574,20 @@ def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[s
 
 def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltReward:
     """Return a reward with the declarations of its spec."""
+    declared = {"kind": _declared_kind(built), "highest_pay": built.highest_pay, "passes_at": own_name(name)}
+    for key, value in declared.items():
+        if key in spec and value is not None:
+            raise RewardSpecError(f"reward `{name}` declares `{key}` itself: remove it from the spec")
     if "kind" in spec:
-        kind = spec["kind"]
-        if (declared := _declared_kind(built)) is not None:
-            raise RewardSpecError(f"reward `{name}`: `kind` is {declared} and can't be set: remove it")
-        if kind not in get_args(Kind):
-            raise RewardSpecError(f"reward `{name}`: `kind` must be one of {', '.join(get_args(Kind))}, not {kind!r}")
-        built = replace(built, kind=kind)
+        _checked(name, check_choice, spec["kind"], "kind", get_args(Kind))
+        built = replace(built, kind=spec["kind"])
     if "highest_pay" in spec:
-        if built.highest_pay is not None:
-            raise RewardSpecError(
-                f"reward `{name}`: `highest_pay` is {built.highest_pay:g} and can't be set: remove it"
-            )
         built = replace(built, highest_pay=_checked(name, checked_number, spec["highest_pay"], "highest_pay"))
     if "passes_at" not in spec:
         is_judge = built.kind == "correctness" and own_name(name) is None and not built.parts
         return replace(built, passes_at=built.highest_pay) if is_judge else built
-    if own_name(name) is not None:
-        raise RewardSpecError(f"reward `{name}`: it decides itself which completions pass: remove `passes_at`")
-    passes_at = _checked(name, checked_number, spec["passes_at"], "passes_at")
-    if built.highest_pay is not None and passes_at > built.highest_pay:
-        raise RewardSpecError(
-            f"reward `{name}`: `passes_at` {passes_at:g} is above `highest_pay` {built.highest_pay:g}: correct one"
-        )
-    return replace(built, passes_at=passes_at)
+    most = math.inf if built.highest_pay is None else built.highest_pay
+    return replace(built, passes_at=_checked(name, checked_number, spec["passes_at"], "passes_at", -math.inf, most))
 
 
 def _declared_kind(built: BuiltReward) -> Kind | None:
@@ -650,14 +630,6 @@ def _check_synchronous(name: str, parts: Iterable[BuiltReward]) -> None:
 
 def _unbuilt(name: str, target: Any) -> UnbuiltReward:
     """Return the placeholder for the reward that a class or a factory would make, with the class's declarations."""
-    if inspect.isclass(target):
-        # Not `getattr`: every class has the `__call__` of its metaclass, which makes instances.
-        calls = [vars(base)["__call__"] for base in target.__mro__ if "__call__" in vars(base)]
-        if not calls:
-            raise RewardSpecError(
-                f"reward `{name}` is a class without `__call__`, so that it can't be called as a reward"
-            )
-        _check_call(name, partial(calls[0], None))
     declared = FunctionReward(target, target)
     own = getattr(target, "name", None)
     own_or_callable = own if isinstance(own, str) and own else declared.name

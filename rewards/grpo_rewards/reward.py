@@ -48,7 +48,7 @@ def checked_number(value: Any, key: str, least: float = -math.inf, most: float =
     except (TypeError, ValueError):
         number = math.nan
     if not (math.isfinite(number) and least <= number <= most):
-        bounds = "" if least == -math.inf else f" from {least:g} to {most:g}"
+        bounds = "" if least == -math.inf and most == math.inf else f" from {least:g} to {most:g}"
         raise ValueError(f"{key} must be a finite number{bounds}, not {value!r}")
     return number
 

@@ -12,14 +12,12 @@ import argparse
 import io
 import logging
 import os
-import shutil
 import sys
 import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from grpo_rewards.errors import did_you_mean
@@ -106,38 +104,30 @@ def _safe(text: object) -> str:
 
 def show(*parts: Part) -> None:
     """Print text and tables, aligned. On a terminal they are wrapped to its width and coloured."""
-    is_terminal = sys.stdout.isatty()
-    has_colours = is_terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    width = shutil.get_terminal_size().columns if is_terminal else None
-    print(rendered(parts, width, has_colours=has_colours), flush=True)
+    from rich.console import Console
+
+    terminal = Console()
+    width = terminal.width if terminal.is_terminal else None
+    print(rendered(parts, width, terminal.color_system), flush=True)
 
 
-def rendered(parts: Iterable[Part], width: int | None = None, *, has_colours: bool = False) -> str:
+def rendered(parts: Iterable[Part], width: int | None = None, colours: str | None = None) -> str:
     """Return the text that `show` prints on a terminal of `width` columns, or into a file if `width` is None.
 
-    Every control character is escaped.
+    `colours` is rich's name of a colour system. Every control character is escaped.
     """
     from rich.console import Console
 
     file = io.StringIO()  # every text is a `Text`, in which rich reads neither markup nor names of emoji
-    console = Console(
-        file=file,
-        force_terminal=has_colours,
-        color_system="standard" if has_colours else None,
-        legacy_windows=False,
-    )
-    # Neighbouring labelled texts form one grid, so that their texts start in one column.
-    for kind, group in groupby(parts, type):
-        if kind is Labelled:
-            console.width = width or WIDTH
-            console.print(_labelled_grid([part for part in group if isinstance(part, Labelled)]))
-            continue
-        console.width = width or _UNWRAPPED
-        for part in group:
-            if isinstance(part, Table):
-                console.print(_grid(part, wraps=width is not None))
-            else:
-                console.print(_text(part), soft_wrap=width is None)
+    console = Console(file=file, force_terminal=bool(colours), color_system=colours)  # type: ignore[arg-type]
+    for part in parts:
+        console.width = width or (WIDTH if isinstance(part, Labelled) else _UNWRAPPED)
+        if isinstance(part, Labelled):
+            console.print(_labelled_grid(part))
+        elif isinstance(part, Table):
+            console.print(_grid(part))
+        else:
+            console.print(_text(part), soft_wrap=width is None)
     return "\n".join(line.rstrip() for line in file.getvalue().split("\n")).rstrip("\n")
 
 
@@ -148,23 +138,20 @@ def _text(part: object) -> Text:
     return Text(_safe(cell.text), style=_STYLES[cell.style])
 
 
-def _labelled_grid(parts: Sequence[Labelled]) -> Grid:
+def _labelled_grid(part: Labelled) -> Grid:
     from rich.table import Table as Grid
 
     grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold", min_width=_LABEL, no_wrap=True)
     grid.add_column(overflow="fold")
-    for part in parts:
-        grid.add_row(_text("  " + part.label), _text(part.text))
+    grid.add_row(_text("  " + part.label), _text(part.text))
     return grid
 
 
-def _grid(table: Table, *, wraps: bool) -> Grid:
-    from rich import box
+def _grid(table: Table) -> Grid:
     from rich.table import Table as Grid
 
-    style = box.SIMPLE_HEAD if wraps and table.head else None
-    grid = Grid(box=style, show_header=bool(table.head), pad_edge=False, padding=(0, 2, 0, 0), show_edge=False)
+    grid = Grid(box=None, show_header=bool(table.head), pad_edge=False, padding=(0, 2, 0, 0))
     columns = max([len(table.head), *map(len, table.rows)])
     head = [*table.head, *[""] * (columns - len(table.head))]
     for column, title in enumerate(_indented(head)):
@@ -214,33 +201,33 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         """Write text, or drop it after a failure."""
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._give_up(error)
-            return len(text)
+        with self._surviving():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Write the buffered text, or drop it after a failure."""
-        try:
+        with self._surviving():
             self._stream.flush()
-        except OSError as error:
-            self._give_up(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _give_up(self, error: OSError) -> None:
-        with suppress(OSError, ValueError):  # a stream without a file descriptor needs no replacement
-            # The interpreter flushes the buffer once more when it ends. Without this it would fail a second time.
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self._stream.fileno())
-            os.close(null)
-        if isinstance(error, BrokenPipeError) or self.error is not None:
-            return
-        self.error = error
-        if sys.stdout is self:
-            say_error(f"standard output can't be written ({error.strerror}): what follows is not shown", "warning")
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with suppress(OSError, ValueError):  # a stream without a file descriptor needs no replacement
+                # The interpreter flushes the buffer once more when it ends. Without this it would fail a second time.
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, self._stream.fileno())
+                os.close(null)
+            if isinstance(error, BrokenPipeError) or self.error is not None:
+                return
+            self.error = error
+            if sys.stdout is self:
+                say_error(f"standard output can't be written ({error.strerror}): what follows is not shown", "warning")
 
 
 @contextmanager
@@ -291,17 +278,13 @@ class Parser(argparse.ArgumentParser):
         say_error(message)
         raise SystemExit(2)
 
-    def check_command(self, arguments: Sequence[str], commands: Iterable[str]) -> None:
+    def check_command(self, arguments: Sequence[str], commands: Collection[str]) -> None:
         """Exit with one sentence unless `arguments` name one of `commands`, or ask for the help or the version."""
-        *others, last = commands
-        choices = f"{', '.join(others)} or {last}"
         word = next((word for word in arguments if not word.startswith("-")), None)
-        if word is None:
-            if not {"-h", "--help", "--version"} & set(arguments):
-                self.error(f"name a command, {choices}: `{self.prog} --help` says what each does")
-        elif word not in (*others, last):
-            nearest = did_you_mean(word, (*others, last), f": choose {choices}")
-            self.error(f"there is no command `{word}`{nearest}")
+        if word in commands or (word is None and not {"-h", "--help", "--version"}.isdisjoint(arguments)):
+            return
+        problem = "a command is missing" if word is None else f"there is no command `{word}`"
+        self.error(problem + did_you_mean(word or "", commands, f": choose {', '.join(commands)}"))
 
     def _underscored(self, word: str) -> str:
         if not word.startswith("--"):

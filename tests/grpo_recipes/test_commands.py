@@ -225,5 +225,5 @@ def test_the_working_directory_is_importable_and_the_command_line_is_read_only_i
     assert (sys.path[0], sys.path.count("")) == ("", 1)
     with pytest.raises(SystemExit):
         main([])
-    assert "error: name a command, init, plan, " in capsys.readouterr().err
+    assert "choose init, plan, " in capsys.readouterr().err
     assert main(["plan", ""]) == 2, "an empty name is not the list of recipes"

@@ -62,18 +62,6 @@ def test_score_summarises_and_writes_one_column_per_reward(rows, tmp_path, capsy
     assert output.endswith(f"\nwrote 3 rows to {out}\n")
 
 
-def test_score_prints_json(rows, tmp_path, capsys):
-    out = str(tmp_path / "scored.jsonl")
-    assert main(["score", rows, "--reward", "gsm8k_correctness", "--json", "--explain", "--out", out]) == 0
-    result = json.loads(capsys.readouterr().out)
-    summary = result["rewards"]["gsm8k_correctness"]
-    assert (summary["rows"], summary["unscorable"], summary["mean"], summary["standard_deviation"]) == (3, 1, 1.0, 1.0)
-    assert summary["histogram"] == [{"pay": "0", "share": 0.5, "rows": 1}, {"pay": "2", "share": 0.5, "rows": 1}]
-    assert [one["row"] for one in summary["worst"] + summary["best"]] == [2, 1, 1, 2]
-    assert [row["pay"]["gsm8k_correctness"] for row in result["explained"]] == [2.0, 0.0, None]
-    assert result["explained"][0]["said"]["gsm8k_correctness"]["verdict"] == "exact"
-
-
 def test_a_malformed_line_is_named_and_the_rest_is_scored(tmp_path, capsys):
     path = write(
         tmp_path / "rows.jsonl",
@@ -117,27 +105,13 @@ def test_a_group_is_scored_in_one_call(tmp_path, capsys):
     assert "row 2: not JSON" in capsys.readouterr().err
 
 
-def test_parquet_in_and_out(tmp_path):
-    pytest.importorskip("pyarrow")
-    import pyarrow
-    import pyarrow.parquet
-
-    source, out = tmp_path / "rows.parquet", tmp_path / "scored.parquet"
-    rows = [{"completion": RIGHT, "answer": "18"}, {"completion": WRONG, "answer": "18"}]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
-    assert main(["score", str(source), "--reward", "gsm8k_correctness", "--out", str(out)]) == 0
-    assert pyarrow.parquet.read_table(out).to_pylist() == [
-        {**row, "gsm8k_correctness": score} for row, score in zip(rows, (2.0, 0.0), strict=True)
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["score", "absent.jsonl", "--reward", "tag_count"], "absent.jsonl is not a file"),
         (["score", "{rows}", "--reward", "tag_cuont"], "did you mean `tag_count`"),
-        (["score", "{rows}", "--reward", "{{name: tag_count"], "is not a YAML mapping"),
-        (["score", "{rows}", "--reward", "tag_count", "--out", "scores.csv"], "must end in .jsonl or .parquet"),
+        (["score", "{rows}", "--reward", "{{name: tag_count"], "is not YAML"),
+        (["score", "{rows}", "--reward", "tag_count", "--out", "scores.csv"], "name a .jsonl file"),
         (["score", "{rows}", "--reward", "tag_count", "--out", "{rows}"], "choose another name"),
         (
             ["score", "{rows}", "--reward", "{{name: tag_count, alias: answer}}", "--out", "o.jsonl"],
@@ -145,10 +119,10 @@ def test_parquet_in_and_out(tmp_path):
         ),
         (
             ["score", "{rows}", "--reward", "tag_count", "--out", "no/such/o.jsonl"],
-            "no/such/o.jsonl can't be written: choose a file in an existing folder",
+            "no/such/o.jsonl can't be written",
         ),
         (["score", "absent.jsonl", "--reward", "tag_count", "--out", "{rows}"], "absent.jsonl is not a file"),
-        (["score", "{rows}", "--reward", "tag_count", "--out", "{folder}/o.jsonl"], "o.jsonl can't be written: choose"),
+        (["score", "{rows}", "--reward", "tag_count", "--out", "{folder}/o.jsonl"], "o.jsonl can't be written"),
         (
             ["score", "{rows}", "--reward", "tag_count", "--gold_column", "gold"],
             "rows.jsonl has no column `gold` (--gold_column): it has `completion`, `answer`\n",
@@ -162,7 +136,7 @@ def test_parquet_in_and_out(tmp_path):
             ["audit", "{rows}", "--reward", "gsm8k_correctness", "--layout", "answer"],
             "--layout 'answer' has no place for the answer: write {{answer}} where it belongs\n",
         ),
-        (["audit", "{rows}", "--reward", "absent.yaml"], "--reward absent.yaml can't be read ([Errno 2] No such file"),
+        (["audit", "{rows}", "--reward", "absent.yaml"], "--reward absent.yaml is not a file"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(rows, arguments, message, tmp_path, capsys):
@@ -217,10 +191,10 @@ def test_options_have_two_spellings(tmp_path, option):
     [
         (
             [],
-            "name a command, list, score, check, audit or convert-internlm2: `grpo-rewards --help` says what each does",
+            "a command is missing: choose list, score, check, audit, convert-internlm2",
         ),
         (["scor"], "there is no command `scor`: did you mean `score`?"),
-        (["train"], "there is no command `train`: choose list, score, check, audit or convert-internlm2"),
+        (["train"], "there is no command `train`: choose list, score, check, audit, convert-internlm2"),
         (
             ["check", "rows.jsonl", "--gold_colum", "x"],
             "unknown argument `--gold_colum`: did you mean `--gold_column`?",
@@ -318,13 +292,12 @@ FILE = Path("rows.jsonl")
         (
             "score rows.jsonl --reward r",
             {"file": FILE, "reward": ["r"], "gold_column": None, "num_generations": None, "out": None}
-            | {"explain": False, "json": False},
+            | {"explain": False},
         ),
         (
-            "score rows.jsonl --reward r --reward s --gold_column g --num_generations 4 --out rows.jsonl --explain "
-            "--json",
+            "score rows.jsonl --reward r --reward s --gold_column g --num_generations 4 --out rows.jsonl --explain",
             {"file": FILE, "reward": ["r", "s"], "gold_column": "g", "num_generations": 4, "out": FILE}
-            | {"explain": True, "json": True},
+            | {"explain": True},
         ),
         ("check rows.jsonl", {"file": FILE, "reward": "gsm8k_correctness", "gold_column": None}),
         ("check rows.jsonl --reward r --gold_column g", {"file": FILE, "reward": "r", "gold_column": "g"}),
@@ -371,7 +344,7 @@ def test_the_help_explains_every_argument(command, capsys):
         cli._options([*command.split(), "--help"])
     usage, _, described = capsys.readouterr().out.partition("\n\n")
     entries = re.findall(r"^ {2,4}(\S.*?)(?:  +|\n +)(\S.*)$", described, flags=re.MULTILINE)
-    assert len(entries) >= {"": 6, "score": 7, "audit": 6, "check": 3}.get(command, 1)
+    assert len(entries) >= {"": 6, "score": 6, "audit": 6, "check": 3}.get(command, 1)
     for name, explanation in entries:
         assert len(explanation.split()) >= 2, name
     explained = {re.split("[ ,]", name)[0] for name, _ in entries}
@@ -398,23 +371,22 @@ def length(prompts, completions, **columns):
     return [None if text == "?" else float(len(text)) for text in completions]
 
 
-def test_a_summary_has_a_bar_for_each_value_or_eight_bars(tmp_path, capsys):
+def test_a_summary_counts_each_value_or_eight_bins(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", [{"completion": "x" * n} for n in range(10)])
     assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
     assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()][1:] == [
         "length: 10 rows, 0 unscorable",
         "mean 4.5000, standard deviation 2.8723",
         "pay rows share",
-        f"0 … 1.12 {'█' * 8} 2 20.0%", f"1.12 … 2.25 {'█' * 4} 1 10.0%", f"2.25 … 3.38 {'█' * 4} 1 10.0%",
-        f"3.38 … 4.5 {'█' * 4} 1 10.0%", f"4.5 … 5.62 {'█' * 4} 1 10.0%", f"5.62 … 6.75 {'█' * 4} 1 10.0%",
-        f"6.75 … 7.88 {'█' * 4} 1 10.0%", f"7.88 … 9 {'█' * 8} 2 20.0%",
+        "0 … 1.12 2 20.0%", "1.12 … 2.25 1 10.0%", "2.25 … 3.38 1 10.0%", "3.38 … 4.5 1 10.0%",
+        "4.5 … 5.62 1 10.0%", "5.62 … 6.75 1 10.0%", "6.75 … 7.88 1 10.0%", "7.88 … 9 2 20.0%",
         "worst: row 1, 0:", "worst: row 2, 1: x", "best: row 10, 9: xxxxxxxxx", "best: row 9, 8: xxxxxxxx",
     ]  # fmt: skip
     path = write(tmp_path / "rows.jsonl", [{"completion": "x" * n} for n in (0, 1, 2, 3, 4, 5, 6, 7, 7, 7)])
     assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[4] == f"0 {'█' * 4} 1 10.0%"
-    assert lines[11] == f"7 {'█' * 12} 3 30.0%"
+    assert lines[4] == "0 1 10.0%"
+    assert lines[11] == "7 3 30.0%"
     path = write(tmp_path / "rows.jsonl", [{"completion": "?"}, {"completion": "?"}])
     assert main(["score", path, "--reward", f"{__name__}.length"]) == 1
     said = capsys.readouterr()
@@ -485,13 +457,10 @@ def test_check_counts_the_golds_that_earn_less(tmp_path, capsys):
         "2 can't be scored:",
         "  row 2: ",
         "  row 3: None",
-        "2 rows have no gold: remove them, or set `dataset.drop_missing: true` in a recipe",
     ]
     path = write(tmp_path / "rows.jsonl", [{"answer": ""}])
     assert main(["check", path]) == 1
-    said = capsys.readouterr()
-    assert "1 row has no gold: remove them" in said.out
-    assert said.err.strip() == f"error: {path}: none of 1 golds in `answer` can be read"
+    assert capsys.readouterr().err.strip() == f"error: {path}: none of 1 golds in `answer` can be read"
 
 
 CALLS = []
@@ -500,16 +469,6 @@ CALLS = []
 def recorded(prompts, completions, **columns):
     CALLS.append({"prompts": prompts, "completions": completions, **columns})
     return [1.0] * len(completions)
-
-
-def test_rows_are_scored_in_chunks_unless_a_reward_compares_a_group(tmp_path):
-    rows = [{"completion": RIGHT, "answer": "18", "prompt": f"p{n // 2}"} for n in range(258)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    for extra, sizes in ([], [256, 2]), (["--reward", "group_length", "--num_generations", "2"], [258]):
-        CALLS.clear()
-        assert main(["score", path, "--reward", f"{__name__}.recorded", *extra]) == 0
-        assert [len(call["completions"]) for call in CALLS] == sizes
-        assert CALLS[-1]["prompts"][-2:] == ["p128", "p128"]
 
 
 def test_a_reward_gets_the_columns_of_the_file_and_none_for_a_missing_value(tmp_path):
@@ -568,19 +527,20 @@ def test_check_runs_the_solutions_of_rows_that_have_one(has_solutions, tmp_path,
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        (b"rewards: [", "is not YAML (while parsing a flow node)"),
-        (b"rewards: tag_count", "has no list `rewards`: name a recipe, or a reward"),
-        (b"rewards: []", "has no list `rewards`: name a recipe, or a reward"),
-        (b"- tag_count", "has no list `rewards`: name a recipe, or a reward"),
-        (b"\xff", "can't be read ('utf-8' codec can't decode byte 0xff in position 0: invalid start byte)"),
+        (b"rewards: [", "is not YAML"),
+        (b"rewards: tag_count", "has no list `rewards`"),
+        (b"rewards: []", "has no list `rewards`"),
+        (b"- tag_count", "has no list `rewards`"),
+        (b"\xff", "it is not UTF-8 text"),
     ],
 )
-@pytest.mark.parametrize("suffix", [".yaml", ".yml"])
-def test_a_recipe_without_rewards_is_named(recipe, message, suffix, tmp_path, capsys):
-    path = tmp_path / f"recipe{suffix}"
+def test_a_recipe_without_rewards_is_named(recipe, message, tmp_path, capsys):
+    path = tmp_path / "recipe.yaml"
     path.write_bytes(recipe)
     assert main(["audit", write(tmp_path / "rows.jsonl", [{"answer": "18"}]), "--reward", str(path)]) == 2
-    assert capsys.readouterr().err == f"error: --reward {path} {message}\n"
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert message in error
 
 
 def test_an_error_of_our_own_is_shown_without_its_place(tmp_path, capsys):
@@ -602,8 +562,8 @@ def pair(prompts, completions):
 
 def test_a_reward_may_be_a_coroutine_and_return_any_sequence(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", [{"completion": "ab"}, {"completion": "abcd"}])
-    assert main(["score", path, "--reward", f"{__name__}.awaited", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rewards"]["awaited"]["mean"] == 3.0
+    assert main(["score", path, "--reward", f"{__name__}.awaited"]) == 0
+    assert "mean 3.0000" in capsys.readouterr().out
     assert main(["score", path, "--reward", f"{__name__}.pair"]) == 0
     path = write(tmp_path / "rows.jsonl", [{"completion": "ab", "key": "7"}])
     capsys.readouterr()
@@ -640,9 +600,7 @@ def undocumented(prompts, completions, **columns):
 
 
 def test_the_list_ends_a_description_before_the_arguments(monkeypatch, capsys):
-    monkeypatch.setattr(
-        cli, "registered_names", lambda: [f"{__name__}.documented", f"{__name__}.undocumented", "absnt"]
-    )
+    monkeypatch.setattr(cli, "REGISTERED", [f"{__name__}.documented", f"{__name__}.undocumented", "absnt"])
     assert main(["list"]) == 0
     assert capsys.readouterr().out.split("\n\n")[:3] == [
         f"{__name__}.documented\n    Sum of things.",
@@ -683,24 +641,10 @@ def test_a_conversion_passes_its_options_on_and_names_what_failed(tmp_path, monk
     assert calls == [("a/b", tmp_path, False), ("full", tmp_path, True)]
 
 
-def falling(prompts, completions, **columns):
-    return [float(gold == "9") for gold in columns["answer"]]
-
-
-def test_check_names_the_golds_that_a_reward_of_the_users_own_pays_less(tmp_path, capsys):
-    spec = f"{{name: {__name__}.falling, kind: correctness}}"
-    path = write(tmp_path / "rows.jsonl", [{"answer": "9"}, {"answer": "8"}, {"answer": "9"}])
-    assert main(["check", path, "--reward", spec]) == 1
-    assert capsys.readouterr().out.splitlines() == [
-        f"{path}: 3 golds, 2 earn the most that any earns (1)",
-        "1 earn less:",
-        "  row 2: 8",
-        "`grpo-rewards audit` shows which wrong completions the reward pays",
-    ]
-    path = write(tmp_path / "rows.jsonl", [{"answer": "9"}, "{", {"answer": "9"}])
-    assert main(["check", path, "--reward", spec]) == 1  # a line that can't be read
-    path = write(tmp_path / "rows.jsonl", [{"answer": "9"}, {"answer": "9"}])
-    assert main(["check", path, "--reward", spec]) == 0
+def test_check_refers_a_reward_of_the_users_own_to_the_audit(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"answer": "9"}])
+    assert main(["check", path, "--reward", f"{{name: {__name__}.length, kind: correctness}}"]) == 2
+    assert "`grpo-rewards audit`" in capsys.readouterr().err
 
 
 def test_rows_of_parquet_are_numbered_from_one(tmp_path, capsys):
@@ -745,15 +689,6 @@ def test_an_audit_gets_what_the_command_line_says(is_found, code, tmp_path, monk
     assert capsys.readouterr().err == "error: interrupted: nothing was written\n"
 
 
-def test_a_bar_of_forty_blocks_stands_for_all_rows(tmp_path, capsys):
-    path = write(tmp_path / "rows.jsonl", [{"completion": text} for text in ("a", "b", "cc")])
-    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
-    assert re.findall("█+", capsys.readouterr().out) == ["█" * 27, "█" * 13]  # 2/3 and 1/3 of 40
-    path = write(tmp_path / "rows.jsonl", [{"completion": "a"}])
-    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
-    assert re.findall("█+", capsys.readouterr().out) == ["█" * 40]
-
-
 def test_rewards_of_the_working_folder_are_found_where_python_does_not_look_there(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl", [{"completion": "a"}])
     (tmp_path / "own_of_the_folder.py").write_text("def one(prompts, completions, **columns):\n    return [1.0]\n")
@@ -768,26 +703,17 @@ def test_rewards_of_the_working_folder_are_found_where_python_does_not_look_ther
     assert sys.path == ["", *elsewhere], "once"
 
 
-def test_an_empty_list_of_golds_is_no_gold(tmp_path, capsys):
-    path = write(tmp_path / "rows.jsonl", [{"answer": gold} for gold in ([], "  ", ["Rhine"], "Rhine", [""], 0)])
-    assert main(["check", path, "--reward", "string_match"]) == 1
-    assert "\n2 rows have no gold: remove them" in capsys.readouterr().out
-
-
 def test_a_line_nested_too_deep_is_one_complaint(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", [{"completion": "a"}, "[" * 200_000])
     assert main(["score", path, "--reward", f"{__name__}.length"]) == 1
     assert f"error: {path}: row 2: not JSON (" in capsys.readouterr().err
 
 
-def test_values_that_the_format_of_the_output_lacks_are_one_sentence(tmp_path, capsys):
+def test_values_that_json_lacks_are_written_as_text(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    dated = tmp_path / "rows.parquet"
+    dated, out = tmp_path / "rows.parquet", tmp_path / "out.jsonl"
     parquet.write_table(pyarrow.Table.from_pylist([{"completion": "a", "day": date(2020, 1, 1)}]), dated)
-    mixed = write(tmp_path / "rows.jsonl", [{"completion": "a", "key": 1}, {"completion": "b", "key": "x"}])
-    for source, out in ((str(dated), tmp_path / "out.jsonl"), (mixed, tmp_path / "out.parquet")):
-        assert main(["score", source, "--reward", f"{__name__}.length", "--out", str(out)]) == 2
-        assert f"error: --out {out} can't be written (" in capsys.readouterr().err
-        assert not out.exists()
+    assert main(["score", str(dated), "--reward", f"{__name__}.length", "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"completion": "a", "day": "2020-01-01", "length": 1.0}

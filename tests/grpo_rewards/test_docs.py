@@ -23,7 +23,7 @@ from grpo_rewards import (
 )
 from grpo_rewards.cli import main
 from grpo_rewards.math.correctness import GSM8KCorrectness
-from grpo_rewards.registry import build_rewards, registered_names
+from grpo_rewards.registry import REGISTERED, build_rewards
 from tests.support.word_problems import gsm8k_rows
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def test_the_audit_of_the_page_finds_what_it_prints(tmp_path, monkeypatch, capsy
 
 
 def test_every_registered_reward_is_documented():
-    for name in registered_names():
+    for name in REGISTERED:
         assert f"| `{name}` |" in DOCS
 
 

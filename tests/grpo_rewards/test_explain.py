@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_rewards.errors import UserError
-from grpo_rewards.explain import Reasons, columns_read, json_values, score_line
+from grpo_rewards.explain import Reasons, json_values, score_line
 from grpo_rewards.registry import BuiltReward, build_rewards
 
 
@@ -19,15 +19,6 @@ def logs(prompts: Any, completions: list[str], log_extra: Any = None, **columns:
 
 def silent(prompts: list[str], completions: list[str], unit: str, answer: list[str]) -> list[float]:
     return [1.0] * len(completions)
-
-
-class WithoutSignature:
-    """Reward whose signature `inspect` refuses with a TypeError."""
-
-    __signature__ = 3
-
-    def __call__(self, **columns: Any) -> list[float]:
-        return [1.0]
 
 
 def built(name: str) -> BuiltReward:
@@ -55,14 +46,6 @@ def test_a_column_with_another_number_of_values_is_named(count: int) -> None:
     with pytest.raises(UserError, match=f"^reward `logs` logged {count} values of `seen` for 2 completions: give one"):
         reasons.log("seen", ["x"] * count)
     assert reasons.rows == [{}, {}]
-
-
-def test_the_columns_that_a_reward_reads_are_declared_or_taken_by_name() -> None:
-    file = ["unit", "prompts", "completions", "other", "answer"]
-    assert columns_read(built(".silent"), file) == ["answer", "unit"]
-    assert columns_read(built("gsm8k_correctness"), file) == ["answer"]
-    assert columns_read(built(".WithoutSignature"), file) == []
-    assert columns_read(built(".silent"), ["unit"]) == ["unit"]
 
 
 @pytest.mark.parametrize(

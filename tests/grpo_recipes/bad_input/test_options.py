@@ -20,7 +20,7 @@ FRONT_DOOR: list[Case] = [
     Case("grpo-rewards --version", ("grpo-rewards 0.",), code=0),
     Case(
         "grpo-recipes",
-        ("name a command, init, plan, preview, train, evaluate, compare, diagnose, report, merge, chat or export",),
+        ("choose init, plan, preview, train, evaluate, compare, diagnose, report, merge, chat, export",),
     ),
     Case("grpo-recipes pln {recipe}", ("no command `pln`", "did you mean `plan`?")),
     Case("grpo-recipes plan", ("gsm8k-qwen2.5-1.5b-lora",), 0),
@@ -112,7 +112,7 @@ FRONT_DOOR: list[Case] = [
     Case("grpo-recipes diagnose a b", ("unknown argument `b`",)),
     Case("grpo-recipes report nope", ("nope",)),
     Case("grpo-recipes report a --outptu b", ("did you mean `--output`?",)),
-    Case("grpo-rewards", ("name a command, list, score, check, audit or convert-internlm2",)),
+    Case("grpo-rewards", ("choose list, score, check, audit, convert-internlm2",)),
     Case("grpo-rewards scor", ("no command `scor`", "did you mean `score`?")),
 ]
 

@@ -15,9 +15,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 MAX_REPLY_BYTES = 4 * 2**20
@@ -42,14 +42,6 @@ class EndpointError(Exception):
     def __init__(self, message: str, *, retry: bool = True, wait: float = 0.0, for_all: bool = False) -> None:
         super().__init__(message)
         self.retry, self.wait, self.for_all = retry, wait, for_all
-
-
-class Reply(NamedTuple):
-    """Text of the endpoint's model, and its token counts (0 if the endpoint gives none)."""
-
-    content: str
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
 
 
 def checked_base_url(url: Any) -> str:
@@ -84,8 +76,8 @@ class ChatEndpoint:
     timeout: float
     attempts: int
 
-    def ask(self, body: bytes, *, attempts: int | None = None, may_ask: Callable[[], bool] = lambda: True) -> Reply:
-        """Return the reply to one request, which is repeated after a failure that may pass.
+    def ask(self, body: bytes, *, attempts: int | None = None, may_ask: Callable[[], bool] = lambda: True) -> str:
+        """Return the text of the reply to one request, which is repeated after a failure that may pass.
 
         Args:
             body: request as JSON.
@@ -175,17 +167,11 @@ def _seconds(header: str | None) -> float:
     return float(header) if header and re.fullmatch(r"[0-9]{1,6}(?:\.[0-9]{1,6})?", header.strip()) else 0.0
 
 
-def _read_reply(content: bytes) -> Reply:
+def _read_reply(content: bytes) -> str:
     try:
-        reply = json.loads(content)
-        text = reply["choices"][0]["message"]["content"]
+        text = json.loads(content)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise EndpointError("the reply is no chat completion") from error
     if not isinstance(text, str):
         raise EndpointError("the reply holds no text")
-    usage = reply.get("usage")
-    counts = []
-    for key in ("prompt_tokens", "completion_tokens"):
-        count = usage.get(key) if isinstance(usage, Mapping) else 0
-        counts.append(count if type(count) is int and count >= 0 else 0)
-    return Reply(text, *counts)
+    return text

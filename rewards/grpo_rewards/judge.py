@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, Reply, checked_base_url
+from grpo_rewards.chat_endpoint import ChatEndpoint, EndpointError, checked_base_url
 from grpo_rewards.completions import check_rows, completion_text, group_slices, outside_thinking
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import read_json
@@ -161,7 +161,7 @@ class JudgeScore(TaggedReward):
             reply = None if body is None else replies[body]
             verdict, score = ("blank", 0.0) if reply is None else self._verdict(reply)
             verdicts.append(verdict)
-            texts.append(reply.content if isinstance(reply, Reply) else "")
+            texts.append(reply if isinstance(reply, str) else "")
             scores.append(score)
         unscored = scores.count(None)
         reasons, groups_lost = _drop_incomplete_groups(scores, groups)
@@ -192,7 +192,7 @@ class JudgeScore(TaggedReward):
         verdict, score = self._verdict(reply)
         if score is None:
             raise UserError(
-                f"reward `{self.name}`: the reply of {self.model} to a sample is {verdict}: {reply.content[:200]!r}"
+                f"reward `{self.name}`: the reply of {self.model} to a sample is {verdict}: {reply[:200]!r}"
             )
         return f"judge {self.model} at {self.base_url}: a sample was scored in {time.monotonic() - start:.1f} s"
 
@@ -245,12 +245,12 @@ class JudgeScore(TaggedReward):
         }
         return json.dumps({key: value for key, value in body.items() if value is not None}, sort_keys=True).encode()
 
-    def _verdict(self, reply: Reply | EndpointError) -> tuple[str, float | None]:
+    def _verdict(self, reply: str | EndpointError) -> tuple[str, float | None]:
         """Return the verdict on one completion for the log, and the score that it gives."""
         if isinstance(reply, EndpointError):
             return f"failed: {reply}", None
         try:
-            score = read_score(reply.content, self.lowest, self.highest, self.score_pattern)
+            score = read_score(reply, self.lowest, self.highest, self.score_pattern)
         except ValueError as error:
             return f"unreadable: {error}", None
         return f"{score:g}", self.pay * (score - self.lowest) / (self.highest - self.lowest)
@@ -340,16 +340,16 @@ class _Session:
     def __init__(self, judge: JudgeScore) -> None:
         self.judge = judge
         self.endpoint = judge.endpoint()
-        self.counts = dict.fromkeys(("requests", "prompt_tokens", "completion_tokens"), 0)
+        self.counts = {"requests": 0}
         self._key = judge.base_url, judge.model
         self._lock = threading.Lock()
         self._failures_in_a_row = 0
         self._patience = 1
         self._given_up: EndpointError | None = None
 
-    def ask(self, bodies: Sequence[bytes]) -> dict[bytes, Reply | EndpointError]:
+    def ask(self, bodies: Sequence[bytes]) -> dict[bytes, str | EndpointError]:
         """Return a reply or an error for every request. Equal requests are made once."""
-        replies: dict[bytes, Reply | EndpointError] = {}
+        replies: dict[bytes, str | EndpointError] = {}
         pending = []
         for body in dict.fromkeys(bodies):
             cached = self._from_cache(body)
@@ -369,7 +369,7 @@ class _Session:
                 replies.update(zip(pending, pool.map(self._ask, pending), strict=True))
         return replies
 
-    def _ask(self, body: bytes, attempts: int | None = None) -> Reply | EndpointError:
+    def _ask(self, body: bytes, attempts: int | None = None) -> str | EndpointError:
         if self._given_up is not None:
             return self._given_up
         try:
@@ -397,11 +397,9 @@ class _Session:
                     "scores are dropped until it does; there is no further warning",
                 )
 
-    def _keep_reply(self, body: bytes, reply: Reply) -> None:
+    def _keep_reply(self, body: bytes, reply: str) -> None:
         with self._lock:
             self._failures_in_a_row = 0
-            self.counts["prompt_tokens"] += reply.prompt_tokens
-            self.counts["completion_tokens"] += reply.completion_tokens
         if _warned.pop(self._key, None) is not None:
             logger.warning("reward `%s`: %s answers again", self.judge.name, self.judge.base_url)
         _, score = self.judge._verdict(reply)
@@ -414,16 +412,15 @@ class _Session:
         digest = hashlib.sha256(self.judge.base_url.encode() + b"\n" + body).hexdigest()
         return Path(self.judge.cache) / digest[:2] / f"{digest}.json"
 
-    def _from_cache(self, body: bytes) -> Reply | None:
+    def _from_cache(self, body: bytes) -> str | None:
         path = self._cache_file(body)
         try:
-            content = read_json(path)["content"] if path else None
+            reply = read_json(path)["content"] if path else None
         except (OSError, ValueError, LookupError, TypeError):
             return None  # absent or damaged: the request is made, and the file is written again
-        reply = Reply(content) if isinstance(content, str) else None
-        return reply if reply and self.judge._verdict(reply)[1] is not None else None
+        return reply if isinstance(reply, str) and self.judge._verdict(reply)[1] is not None else None
 
-    def _to_cache(self, body: bytes, reply: Reply) -> None:
+    def _to_cache(self, body: bytes, reply: str) -> None:
         path = self._cache_file(body)
         if path is None:
             return
@@ -433,7 +430,7 @@ class _Session:
             # would make a file that the other users of the cache can't read.
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 part = Path(folder) / path.name
-                part.write_text(json.dumps(reply._asdict()), encoding="utf-8")
+                part.write_text(json.dumps({"content": reply}), encoding="utf-8")
                 part.replace(path)
         except OSError as error:
             folder = str(path.parent)

@@ -345,7 +345,6 @@ TASKS: dict[str, tuple[Scorer, str, str]] = {
     "string_match, match: f1": (ours(StringMatch(match="f1")), TAGGED, "the Danube"),
     "SQuAD's script": (squad_script, TAGGED, "the Danube"),
     "repetition": (ours(Repetition()), PLAIN, ""),
-    "repetition, unit: tokens": (with_token_ids(Repetition(unit="tokens")), PLAIN, ""),
     "TRL's repetition penalty": (with_token_ids(trl_repetition), PLAIN, ""),
     "open-r1's repetition penalty": (open_r1_repetition, PLAIN, ""),
     "json_schema, prose and a fence": (with_schema, FENCED, ANN),

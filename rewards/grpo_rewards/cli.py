@@ -401,7 +401,7 @@ def _gold_reward(text: str) -> tuple[BuiltReward, float]:
 
 def _right_completion(reward: Any, answer: str | None) -> str:
     """Return a completion that states `answer` in every place where `reward` may look for it."""
-    if reward.extract == "fence":
+    if reward.solution_column is not None:
         return f"```\n{answer}\n```"
     thinking, tag = f"<{reward.tags[0]}>\n…\n</{reward.tags[0]}>\n", reward.tags[1]
     if reward.extract == "whole":
@@ -541,7 +541,3 @@ def _first_lines(lines: Sequence[str]) -> list[str]:
     if len(lines) <= _MOST_LINES:
         return list(lines)
     return [*lines[:_MOST_LINES], f"… and {len(lines) - _MOST_LINES} more"]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from grpo_rewards.completions import check_rows, completion_text
-from grpo_rewards.reward import BaseReward, Kind, Scored, check_choice, check_count, check_less
+from grpo_rewards.completions import completion_text
+from grpo_rewards.reward import BaseReward, Kind, Scored, check_count, check_less
 
 # Scripts written without spaces, and emoji. Each of these characters is a word.
 _ALONE = (
@@ -98,11 +98,11 @@ def repeated_share(units: Sequence[Any], ngram: int) -> float | None:
     """Return the share of n-grams that occurred before, in [0, 1).
 
     Args:
-        units: words or token ids.
-        ngram: number of units in an n-gram.
+        units: words.
+        ngram: number of words in an n-gram.
 
     Returns:
-        The share, or None if there are fewer than `ngram` units.
+        The share, or None if there are fewer than `ngram` words.
     """
     total = len(units) - ngram + 1
     if total < 1:
@@ -122,14 +122,13 @@ class Repetition(BaseReward):
     | has no n-gram: fewer than `ngram` words | 0 |
 
     This is the penalty of TRL's `get_repetition_penalty_reward` (and open-r1's), on words that evasion does not change:
-    other case or punctuation, invisible characters, missing spaces and counters do not hide a loop. With `unit:
-    tokens` it is TRL's own. The thinking counts.
+    other case or punctuation, invisible characters, missing spaces and counters do not hide a loop. The
+    thinking counts.
 
     Args:
         ngram: number of words in an n-gram, 1 to 100.
         pay: score without any repetition. `pay: 1, pay_repeated: 0` pays for variety instead of penalising its absence.
         pay_repeated: score that a completion of nothing but repetition approaches; less than `pay`.
-        unit: "words", or "tokens", which needs the trainer's `completion_ids`.
         name: name of the reward in logs.
     """
 
@@ -139,14 +138,12 @@ class Repetition(BaseReward):
     ngram: int = 3
     pay: float = 0.0
     pay_repeated: float = -1.0
-    unit: str = "words"
     name: str = "repetition"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self.ngram, "ngram", most=_MAX_NGRAM)
         check_less(self, "pay_repeated", "pay")
-        check_choice(self.unit, "unit", ("words", "tokens"))
 
     @property
     def highest_pay(self) -> float:
@@ -154,17 +151,9 @@ class Repetition(BaseReward):
         return max(self.pay, 0.0)
 
     def _scored(self, prompts: Any, completions: Sequence[Any], columns: Mapping[str, Any]) -> Scored:
-        completion_ids = columns.get("completion_ids")
-        if self.unit == "words":
-            units: Sequence[Sequence[Any]] = [
-                without_counters(words(completion_text(completion))) for completion in completions
-            ]
-        elif completion_ids is None:
-            raise ValueError(f"reward `{self.name}` needs the trainer's completion_ids: set its kwarg unit to words")
-        else:
-            check_rows(self.name, completions=completions, completion_ids=completion_ids)
-            units = completion_ids
-        shares = [repeated_share(row, self.ngram) for row in units]
+        shares = []
+        for completion in completions:
+            shares.append(repeated_share(without_counters(words(completion_text(completion))), self.ngram))
         return Scored(
             list(map(self._pay, shares)),
             metrics={"repeated": sum(share or 0.0 for share in shares) / max(len(shares), 1)},
@@ -176,8 +165,8 @@ class Repetition(BaseReward):
 
     def _reason(self, share: float | None) -> str:
         if share is None:
-            return f"fewer than {self.ngram} {self.unit}"
-        return f"{share:.1%} of its {self.ngram}-grams of {self.unit} occurred before"
+            return f"fewer than {self.ngram} words"
+        return f"{share:.1%} of its {self.ngram}-grams of words occurred before"
 
 
 repetition = Repetition()

@@ -162,7 +162,6 @@ class UnitTests(TaggedReward):
     programs, each three times `seconds` and the starts of its sandboxes, divided by the number of processors.
 
     Args:
-        extract: place of the program. `fence` is the last fence, `answer_tag` the last answer block (and its fence).
         rule: `share` or `all`.
         pay: score for passing every test.
         seconds: seconds of computing that a program has for its tests; three times as many on the clock.
@@ -170,7 +169,7 @@ class UnitTests(TaggedReward):
         isolation: `best` uses what the system offers; `strict` refuses a system without namespaces (docs/security.md).
         gold_column: name of the dataset column with the tests.
         solution_column: name of the optional dataset column with a right program, which `grpo-rewards check` runs.
-        tags: names of the reasoning tag and the answer tag.
+        tags: names of the reasoning tag and the answer tag; only the first is read.
         prefilled: name of the reasoning tag if the prompt already opens it.
         prefix: prefix of the logged column `verdict`, for runs in which two rewards log it.
         name: name of the reward in logs.
@@ -183,7 +182,6 @@ class UnitTests(TaggedReward):
         "`def check(candidate)` with `entry_point`, pairs {input, output}, or {inputs, outputs}"
     )
 
-    extract: str = "fence"
     rule: str = "share"
     pay: float = 1.0
     seconds: int = 4
@@ -196,7 +194,6 @@ class UnitTests(TaggedReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.extract, "extract", ("fence", "answer_tag"))
         check_choice(self.rule, "rule", ("share", "all"))
         check_choice(self.isolation, "isolation", ("best", "strict"))
         check_count(self.seconds, "seconds")
@@ -210,7 +207,7 @@ class UnitTests(TaggedReward):
     @property
     def looks_at(self) -> str:
         """Clause for messages that says where in a completion the reward looks for a program."""
-        return "in the last fence" if self.extract == "fence" else f"in the last <{self.tags[1]}> block"
+        return "in the last fence"
 
     def unparsed_note(self, completions: Sequence[Any]) -> str | None:
         """Return a sentence if no completion has a program where this reward looks for one; else None."""
@@ -268,18 +265,10 @@ class UnitTests(TaggedReward):
 
     def _program(self, completion: Any) -> str | None:
         """Return the program of a completion, or None if it has none."""
-        text = self._outside_thinking(completion_text(completion))
-        if self.extract == "answer_tag":
-            before, end, _ = text.rpartition(f"</{self.tags[1]}>")
-            _, start, text = before.rpartition(f"<{self.tags[1]}>")
-            if not end or not start:
-                return None
-        blocks = fenced_blocks(text)
+        blocks = fenced_blocks(self._outside_thinking(completion_text(completion)))
         # An unmarked fence behind the program is mostly what it prints.
         programs = [body for label, body in blocks if label in _LABELS] or [body for label, body in blocks if not label]
-        if programs:
-            return programs[-1]
-        return text if self.extract == "answer_tag" and text.strip() else None
+        return programs[-1] if programs else None
 
     # --- Runs ---
 

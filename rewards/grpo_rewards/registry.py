@@ -657,9 +657,10 @@ def _checked_arguments(
     """Return `kwargs`, with `num_generations` if `target` takes it. Raise RewardSpecError for a wrong argument."""
     arguments = dict(kwargs)
     try:
-        parameters = inspect.signature(target).parameters
+        signature = inspect.signature(target)
     except (TypeError, ValueError):  # not callable, or a builtin without a signature
         return arguments
+    parameters = signature.parameters
     kinds = {parameter.kind for parameter in parameters.values()}
     for key in arguments:
         if key not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -667,13 +668,10 @@ def _checked_arguments(
             raise RewardSpecError(f"reward `{name}`: unknown kwarg `{key}`{hint}")
     if num_generations is not None and "num_generations" in parameters:
         arguments.setdefault("num_generations", num_generations)
-    missing = []
-    for key, parameter in parameters.items():
-        is_variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        if parameter.default is parameter.empty and not is_variable and key not in arguments:
-            missing.append(key)
-    if missing:
-        raise RewardSpecError(f"reward `{name}`: kwargs must give {', '.join(missing)}")
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise RewardSpecError(f"reward `{name}`: {error} in its kwargs") from error
     return arguments
 
 

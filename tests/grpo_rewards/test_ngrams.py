@@ -33,16 +33,6 @@ def test_variety_can_be_paid_for_and_an_empty_completion_earns_nothing():
     assert score("", **variety) == score("one two", **variety) == 0.0
 
 
-def test_tokens_are_counted_as_trl_counts_them():
-    trl_rewards = pytest.importorskip("trl.rewards")
-    rng = random.Random(0)
-    ids = [[rng.randrange(5) for _ in range(rng.randrange(40))] for _ in range(200)]
-    for ngram in (1, 2, 3, 20):
-        theirs = trl_rewards.get_repetition_penalty_reward(ngram_size=ngram, max_penalty=-0.7)
-        ours = Repetition(unit="tokens", ngram=ngram, pay_repeated=-0.7)
-        assert ours(completions=[""] * len(ids), completion_ids=ids) == pytest.approx(theirs(completion_ids=ids))
-
-
 def test_plain_words_are_counted_as_open_r1_counts_them():
     def open_r1(text, size=3):  # open-r1's rule from its description: lower-cased words between white space
         split = text.lower().split()
@@ -126,12 +116,6 @@ def test_a_counter_is_known_from_its_third_number_on(start, step):
     assert without_counters(["wait", *found]) == ["wait", *expected]
 
 
-def test_completions_and_their_tokens_are_counted():
-    assert Repetition(unit="tokens")(completions=[], completion_ids=[]) == []
-    with pytest.raises(ValueError, match="1 in `completions`, 2 in `completion_ids`"):
-        Repetition(unit="tokens")(completions=["a"], completion_ids=[[1], [2]])
-
-
 COUNTING = {
     "numbers": " ".join(map(str, range(1, 2001))),
     "lines": "\n".join(map(str, range(1, 2001))),
@@ -207,8 +191,6 @@ def test_metrics_kind_and_either_shape_of_completions():
     assert Repetition(pay=1, pay_repeated=0).highest_pay == 1.0
     assert pickle.loads(pickle.dumps(repetition)) == repetition
     assert repetition(completions=[]) == []
-    with pytest.raises(ValueError, match="completion_ids"):
-        Repetition(unit="tokens")(completions=["a"])
 
 
 @pytest.mark.parametrize(
@@ -220,7 +202,6 @@ def test_metrics_kind_and_either_shape_of_completions():
         {"ngram": 2.0},
         {"pay": "much"},
         {"pay_repeated": 0},
-        {"unit": "letters"},
     ],
 )
 def test_a_bad_argument_names_its_key(kwargs):

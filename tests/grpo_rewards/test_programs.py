@@ -100,13 +100,10 @@ def test_the_program_is_the_last_closed_fence_that_is_marked(completion: str, ex
     assert unit_tests(completions=[completion], tests=[["assert answer == 2"]]) == [expected]
 
 
-def test_the_program_may_be_in_the_answer_tag() -> None:
+def test_the_program_is_the_last_marked_fence() -> None:
     for label in ("python", "python3", "py", "Python"):
         assert UnitTests()._program(f"```{label}\nx = 1\n```\nIt prints:\n```\n1\n```") == "x = 1\n", label
     assert UnitTests()._program("```javascript\nx = 1\n```") is None
-    tagged = UnitTests(extract="answer_tag")
-    completions = ["<answer>\nanswer = 2\n</answer>", f"<answer>{fenced('answer = 2')}</answer>", fenced("answer = 2")]
-    assert tagged(completions=completions, tests=[["assert answer == 2"]] * 3) == [1.0, 1.0, 0.0]
 
 
 # --- Tests as code sets have them ---
@@ -606,7 +603,6 @@ def test_an_empty_program_is_run_like_any_other(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"extract": "boxed"}, "extract must be one of"),
         ({"rule": "any"}, "rule must be one of"),
         ({"isolation": "none"}, "isolation must be one of"),
         ({"seconds": 0}, "seconds must be"),
@@ -716,31 +712,17 @@ def test_the_defaults_are_those_of_the_documentation() -> None:
     page = Path(__file__).resolve().parents[2].joinpath("docs/rewards.md").read_text(encoding="utf-8")
     reward = UnitTests()
     assert f"A program has `seconds` ({reward.seconds}) of computing for all its tests" in " ".join(page.split())
-    assert (reward.extract, reward.rule, reward.isolation, reward.pay) == ("fence", "share", "best", 1.0)
+    assert (reward.rule, reward.isolation, reward.pay) == ("share", "best", 1.0)
     assert (reward.gold_column, reward.solution_column, reward.columns_read) == ("tests", "solution", ("tests",))
-    for kwargs in ({"extract": "answer_tag"}, {"rule": "all"}, {"isolation": "strict"}, {"memory_mb": 64}):
+    for kwargs in ({"rule": "all"}, {"isolation": "strict"}, {"memory_mb": 64}):
         UnitTests(**kwargs)
     with pytest.raises(ValueError, match="^memory_mb must be a whole number of at least 64, not 63$"):
         UnitTests(memory_mb=63)
 
 
-def test_the_program_is_looked_for_where_the_reward_says() -> None:
-    fence, block = "```python\nx = 1\n```", "<answer>x = 1</answer>"
-    for reward, found, place in (
-        (UnitTests(), fence, "in the last fence"),
-        (UnitTests(extract="answer_tag"), block, "in the last <answer> block"),
-    ):
-        assert reward.unparsed_note(["nothing", found]) is None
-        assert reward.unparsed_note(["nothing", "x = 1"]) == f"no completion has a program {place}"
-    for label in ("python", "python3", "py", "Python"):
-        assert UnitTests()._program(f"```{label}\nx = 1\n```\nIt prints:\n```\n1\n```") == "x = 1\n", label
-    assert UnitTests()._program("```javascript\nx = 1\n```") is None
-    tagged = UnitTests(extract="answer_tag")
-    for text, program in (
-        (block, "x = 1"), ("x = 1</answer>", None), ("<answer>x = 1", None), ("<answer> </answer>", None),
-        (f"<answer>a</answer>{block}", "x = 1"), (f"<answer>{fence}</answer>", "x = 1\n"), (fence, None),
-    ):  # fmt: skip
-        assert tagged._program(text) == program, text
+def test_completions_without_a_program_are_noted() -> None:
+    assert UnitTests().unparsed_note(["nothing", "```python\nx = 1\n```"]) is None
+    assert UnitTests().unparsed_note(["nothing", "x = 1"]) == "no completion has a program in the last fence"
 
 
 def test_a_pay_below_zero_is_no_highest_pay() -> None:

@@ -712,8 +712,8 @@ def needs_both(first, second, *rest, third=3, **others):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({}, "kwargs must give first, second$"),
-        ({"first": 1}, "kwargs must give second$"),
+        ({}, "missing a required argument: .first."),
+        ({"first": 1}, "missing a required argument: .second."),
         ({"first": 1, "second": 2, "fourth": 4}, None),
         ([1], r"kwargs must be a mapping of arguments, not \[1\]$"),
         ("abc", "kwargs must be a mapping of arguments, not 'abc'$"),

@@ -398,13 +398,6 @@ class Auditor:
                 broken += contract(setting.caller, [*_right(cases), *_wrong(cases)])
         return Audit(len(self.questions), self.unreadable, verdicts, broken)
 
-    def pays_of_golds(self) -> list[tuple[int, str, Outcome]]:
-        """Return the row, the gold and its score as an answer, in the layout that the judged reward pays best."""
-        setting = self.setting_of(judged_rewards(self.rewards)[0])
-        cases = self.cases(setting)
-        scores = setting.caller.scores(_right(cases))
-        return [(case.question.number, case.question.gold, score) for case, score in zip(cases, scores, strict=True)]
-
     def setting_of(self, reward: BuiltReward) -> Setting:
         """Return the first way to call a reward in which it tells right answers from others, in its best layout."""
         tags, words = getattr(reward.unbound, "tags", None), wrong_completions.source_texts(reward.unbound)

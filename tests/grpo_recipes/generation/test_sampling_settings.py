@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import SuppressTokensLogitsProcessor
 
 from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.generation.sampling_settings import ProcessorCheck
+from grpo_recipes.generation.sampling_settings import ProcessorCheck, PublishedSettings
 from tests.support.architectures import SAMPLED, SETTINGS, batch, config, tiny
 
 OWN: dict[str, dict[str, Any]] = {
@@ -35,6 +35,26 @@ def checked(policy: Any, given: GenerationConfig, settings: GenerationConfig, gr
 @pytest.mark.parametrize("how", OWN)
 def test_the_settings_own_processors_are_no_difference(how: str) -> None:
     assert checked(tiny("Qwen2Config"), config(**OWN[how]), config(**OWN[how]), how == "filters").difference == ""
+
+
+PUBLISHED: list[dict[str, Any]] = [
+    {"min_length": 14, "min_new_tokens": 4, "forced_bos_token_id": 3, "forced_eos_token_id": 1},
+    {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2, "no_repeat_ngram_size": 3},
+    {"renormalize_logits": True, "remove_invalid_values": True, "suppress_tokens": [9], "begin_suppress_tokens": [8]},
+    {"sequence_bias": [[[5], 50.0]], "bad_words_ids": [[6]], "exponential_decay_length_penalty": (2, 1.5)},
+    {"do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 0.6, "repetition_penalty": 1.05, "min_p": 0.1},
+    {"num_beams": 3, "guidance_scale": 2.0, "use_cache": False, "max_length": 50},
+    {"prompt_lookup_num_tokens": 3, "watermarking_config": {"greenlist_ratio": 0.25}},
+]
+"""Settings that models are published with, in their generation_config.json."""
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_the_published_settings_of_a_model_stop_no_run(published: dict[str, Any]) -> None:
+    policy, asked = tiny("Qwen2Config"), config()
+    policy.generation_config = GenerationConfig(**published)
+    with PublishedSettings(str).aside(policy, asked):
+        assert checked(policy, asked, asked).difference == ""
 
 
 @pytest.mark.parametrize("base", ["sampled", "repetition penalty"])

@@ -10,8 +10,6 @@ results, and the run's own folder holds every completion.
 
 import argparse
 import json
-import logging
-import os
 import random
 import shutil
 import sys
@@ -29,17 +27,16 @@ if __name__ == "__main__":  # before the imports that take seconds
     leave_on_interrupt()
     prepare_libraries()
 
-from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from datasets import Dataset, disable_progress_bars
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from grpo_recipes import cli
+from grpo_recipes import cli, train
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import arithmetic_problems, final_answer
 from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import describe_comparison
-from grpo_recipes.process import faults
-from grpo_recipes.process.messages import fewer_library_messages, progress
+from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS, write_atomically
@@ -89,9 +86,9 @@ def main(args: Sequence[str] | None = None) -> int:
     with lasting_output():
         try:
             return _main(_parse_arguments(args))
-        except KeyboardInterrupt as interrupted:
+        except KeyboardInterrupt:
             # Training and evaluation handle Ctrl-C themselves, so this one came before or between them.
-            say(str(interrupted) or "stopped by Ctrl-C: the same command starts again", to_stderr=True)
+            say("stopped by Ctrl-C: the same command starts again", to_stderr=True)
             return INTERRUPTED
 
 
@@ -112,7 +109,7 @@ def _main(options: argparse.Namespace) -> int:
     with _phase(f"2. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, before GRPO"):
         evaluate(policy_dir, run_dir / EVALUATIONS / BEFORE, recipe)
     with _phase(f"3. GRPO: python -m grpo_recipes.train {' '.join(arguments)}"):
-        status = train(arguments)
+        status = train.main(arguments)
     if status != 0:
         return status
     with _phase(f"4. Accuracy on {HELD_OUT_PROBLEMS} held-out problems, after GRPO"):
@@ -127,21 +124,9 @@ def _main(options: argparse.Namespace) -> int:
     show(*describe_comparison({key: result[key] for key in ("problems", "warnings", "strict", "lenient")}))
     say(f"{seconds:.0f} s in all; these numbers are in {file}")
     say("\nA report on the run, its diagnosis, and the plan for a real model:")
-    say("\n".join(next_commands(run_dir)))
+    say(f"grpo-recipes report {run_dir}\ngrpo-recipes diagnose {run_dir}")
+    say("grpo-recipes plan gsm8k-qwen2.5-1.5b-lora --accelerate_config single_gpu --gpu_memory 24GB")
     return 0
-
-
-def next_commands(run_dir: Path) -> list[str]:
-    """Return three commands to type next. They work from the working directory, whether or not `.venv` is active."""
-    here = Path(sys.executable).parent
-    command = "grpo-recipes"
-    if shutil.which(command) != str(here / command):
-        command = os.path.relpath(here / command) if here.is_relative_to(Path.cwd()) else str(here / command)
-    return [
-        f"{command} report {run_dir}",
-        f"{command} diagnose {run_dir}",
-        f"{command} plan gsm8k-qwen2.5-1.5b-lora --accelerate_config single_gpu --gpu_memory 24GB",
-    ]
 
 
 def warm_start(settings: WarmStart, prompts: DatasetSpec, folder: Path) -> None:
@@ -253,28 +238,9 @@ def fine_tune(
         report_to="none",
         seed=settings.seed,
     )
-    had_bars = not are_progress_bars_disabled()
     disable_progress_bars()  # tokenization would draw four bars in eight seconds
     trainer = QuietTrainer(policy, config, train_dataset=Dataset.from_list(conversations), processing_class=tokenizer)
-    if had_bars:
-        enable_progress_bars()
-    try:
-        trainer.train()
-    except KeyboardInterrupt:
-        faults.close_progress_bars(trainer.callback_handler.callbacks)
-        raise KeyboardInterrupt("stopped by Ctrl-C in the warm start: the same command starts again") from None
-
-
-def train(arguments: Sequence[str]) -> int:
-    """Run `grpo_recipes.train` like its command line, but without its lines on efficiency. Returns its exit code."""
-    from grpo_recipes import train as training
-
-    level = progress.level
-    progress.setLevel(logging.WARNING)
-    try:
-        return training.main(list(arguments))
-    finally:
-        progress.setLevel(level)
+    trainer.train()
 
 
 def evaluate(model: Path, output: Path, recipe: Recipe) -> None:

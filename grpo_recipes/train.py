@@ -79,7 +79,6 @@ from grpo_recipes.training.adapters import load_adapter
 from grpo_recipes.training.callbacks import RecipeInTrackers, StopOnSignal
 from grpo_recipes.training.data_order import ContinueSchedule, loading_only
 from grpo_recipes.training.offline import RecordedRollout
-from grpo_recipes.training.reference import REF
 from grpo_recipes.training.saving import check_held
 from grpo_recipes.training.trainer import GRPOTrainer
 from grpo_rewards.errors import UserError, one_line
@@ -295,7 +294,6 @@ def leave_token_to_environment(training_args: GRPOConfig) -> GRPOConfig:
     """
     if training_args.hub_token:
         os.environ["HF_TOKEN"], training_args.hub_token = training_args.hub_token, None
-        _say("  note            `hub_token` is kept in this process's HF_TOKEN: no file of the run holds it")
     return training_args
 
 
@@ -559,10 +557,7 @@ def run(prepared: Prepared) -> int:
     # An internal call does not push to the hub, which `finish` does after everything is written.
     trainer.save_model(training_args.output_dir, _internal_call=True)
     trainer.checkpoints.check_folder()
-    try:
-        finish(prepared, trainer, time.monotonic() - started)
-    except KeyboardInterrupt:
-        return _print_interruption(f"the run is finished, and its model is in {recipe.output_dir}")
+    finish(prepared, trainer, time.monotonic() - started)
     return 0
 
 
@@ -580,7 +575,7 @@ def describe_run(prepared: Prepared, trainer: GRPOTrainer) -> None:
     _say(f"{recipe.source}: {trained}, rewards {describe_rewards(checked.all_rewards)}")
     if checked.toolset is not None:
         _say(f"  tools           {checked.toolset.describe(recipe.config.max_tool_calling_iterations)}")
-    _say(f"  reference       {describe_reference(recipe, trainer)}")
+    _say(f"  reference       {trainer.reference_sentence}")
     precision, surviving = measured_precision(prepared, trainer)
     _say(precision.describe(surviving))
     _say(checked.geometry.describe())
@@ -774,15 +769,6 @@ def _print_interruption(rest: str) -> int:
     if _is_first_rank():
         print_last_line(f"stopped by Ctrl-C: {rest}", INTERRUPTED)
     return INTERRUPTED
-
-
-def describe_reference(recipe: Recipe, trainer: GRPOTrainer) -> str:
-    """Return a clause on the reference, and on the one that the model's checkpoint offers, if there is one."""
-    kept = Path(recipe.model["model_name_or_path"]) / REF
-    sentence = trainer.reference_sentence
-    if trainer.beta and (kept / "adapter_config.json").is_file() and recipe.reference.adapter != str(kept):
-        sentence += f"; {kept} holds the reference of an earlier run: `reference: {{adapter: {kept}}}` keeps it instead"
-    return sentence
 
 
 def diagnosis(folder: Path) -> str:

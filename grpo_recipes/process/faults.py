@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 import traceback
@@ -40,8 +41,6 @@ MESSAGE_SECONDS = 3.0
 
 # If a run fails and its disk has less room than this, the full disk is assumed to be the cause.
 FULL_BYTES = 1 << 20
-# Free entries (inodes). A save makes about 20 files, and those of a failed save may have been removed again.
-FULL_ENTRIES = 32
 
 # torch's backends raise RuntimeErrors for a lost rank. A server or tracker that went away raises an OSError.
 LOST_CONTACT = re.compile(r"closed by peer|reset by peer|broken pipe|\b(gloo|nccl)\b", re.IGNORECASE)
@@ -145,7 +144,8 @@ def report(
         say(trace, to_stderr=True)
         message = scrubbed(error_message(error, rank, checkpoint, resumable=resumable), secrets)
         with suppress(OSError):
-            if is_full(folder):  # torch and safetensors report a failed write without its reason
+            # torch and safetensors report a failed write without its reason.
+            if shutil.disk_usage(folder).free < FULL_BYTES:
                 message += f"; the disk of {folder} is full: make room first"
         record: dict[str, Any] = {"sentence": message, "rank": rank, "traceback": trace.splitlines(keepends=True)}
         if isinstance(error, RewardFault) and error.row is not None:
@@ -198,14 +198,6 @@ def is_resumable(error: Exception, *, began: bool) -> bool:
     Before training began, only a lost connection is likely to be gone at the next launch.
     """
     return began or _is_lost_contact(error) or isinstance(error, (ConnectionError, TimeoutError))
-
-
-def is_full(folder: Path) -> bool:
-    """Return True if the disk of `folder` has no room for another file: too few bytes or too few entries (inodes)."""
-    disk = os.statvfs(folder)
-    # A file system without a fixed number of entries, such as btrfs, reports 0.
-    has_no_entries = disk.f_files > 0 and disk.f_favail < FULL_ENTRIES
-    return disk.f_bavail * disk.f_frsize < FULL_BYTES or has_no_entries
 
 
 def remove_fault_file(folder: Path) -> None:

@@ -27,7 +27,7 @@ from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.files import UnreadableFile, expanded, read_text, relative_to
-from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
+from grpo_rewards.redaction import hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
 from grpo_rewards.strict import DuplicateKey, load_yaml
 
@@ -321,14 +321,7 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return read_yaml(path)
     record = read_record(path.parent)
     assert record is not None, "find_file has found it"
-    recipe = {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}
-    # Tokens of the hub are hidden in run.json. The hub's client finds its own again, in HF_TOKEN or from its log-in.
-    if recipe.get("hub_token") == HIDDEN:
-        del recipe["hub_token"]
-    init = recipe.get("model_init_kwargs")
-    if isinstance(init, dict) and init.get("token") == HIDDEN:
-        recipe["model_init_kwargs"] = {key: value for key, value in init.items() if key != "token"}
-    return recipe
+    return {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -432,8 +425,7 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
         if key in hints_of_trl:
             values[key] = specs.typed(key, value, hints_of_trl[key])
         elif key not in OUR_KEYS:
-            place = _innermost(str(key), value)
-            raise UserError(f"unknown key `{place}`{_nearest_key(place)}")
+            raise UserError(f"unknown key `{key}`{_nearest_key(str(key))}")
     classes = DataClassType(GRPOConfig), DataClassType(ModelConfig)
     parser = _Parser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
     parser.set_defaults(**dict.fromkeys(hints_of_trl, _UNSET))
@@ -454,18 +446,7 @@ def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
     Of equally near keys, ours come first, then the model's, then those that TRL adds to transformers' trainer.
     """
     known = [*OUR_KEYS, *hints(ModelConfig), *inspect.get_annotations(GRPOConfig), *options, *hints(GRPOConfig)]
-    first, _, last = word.lstrip("-").rpartition(".")
-    if first and last in known:
-        return f": here it is `{last}`, without `{first}`"
     inner = word.lstrip("-")
     if inner in DatasetSpec.hints():
         return f": did you mean `dataset.{inner}`?"
     return did_you_mean(word, known, otherwise=": remove it")
-
-
-def _innermost(key: str, value: Any) -> str:
-    """Return `key`, or the first key inside the nested mappings of an unknown key, as in `trl.beta`."""
-    while isinstance(value, Mapping) and value:
-        inner, value = next(iter(value.items()))
-        key = f"{key}.{inner}"
-    return key

@@ -111,8 +111,6 @@ class AdamWBF16(torch.optim.Optimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(saved, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name == _LOW:
-                    value = value.view(torch.bfloat16)  # older checkpoints hold them as int16
                 if name != "step":
                     self.state[param][name] = value.to(param.device)
 
@@ -280,7 +278,6 @@ class UpdateSample(TrainerCallback):
         expected = torch.ldexp(update, bits - exponent).clamp(max=1)
         # frexp gives 0 the exponent 0, the spacing of a weight of 1. In truth any update moves a weight of 0.
         expected = torch.where(self.before == 0, 1.0, expected)
-        # Not a product with `moves`: torch 2.8 computes ldexp(0, n) as 0 * 2^n, which is NaN where 2^n overflows.
         expected = torch.where(moves, expected, 0.0)
         counts = torch.stack([moves, changed & moves, expected]).sum(dim=1).tolist()
         if counts[0]:

@@ -40,7 +40,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.callbacks import SyncRefModelCallback
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model, use_adapter
 
-from grpo_recipes.generation.models import base_model, dropout_rates, run_folder
+from grpo_recipes.generation.models import base_model, describe_dropout, dropout_rates, run_folder
 from grpo_recipes.recipe.specs import ReferenceSpec
 from grpo_recipes.runs.files import replacing
 from grpo_recipes.runs.weights import adapter_config, adapter_kind
@@ -130,10 +130,6 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
         # TRL's own `disable_dropout` misses a rate that is an attribute of another layer, as of attention.
         for _, module, name in list(dropout_rates(model)):
             setattr(module, name, 0.0)
-        configs = getattr(model, "peft_config", {}).values()
-        rate = max((getattr(config, "lora_dropout", 0.0) for config in configs), default=0.0)
-        if rate:  # TRL's command line sets it to 0.05 by default
-            sentence += f"; `disable_dropout` covers the adapter's `lora_dropout` of {rate:g}"
     return sentence
 
 
@@ -479,34 +475,10 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     return reference.requires_grad_(False).eval()
 
 
-def _dropout(model: torch.nn.Module) -> dict[str, float]:
-    """Return the dropout probabilities above 0 in `model`, by kind."""
-    found = {}
-    for path, module, name in dropout_rates(model):
-        kind = path.rpartition(".")[2] if isinstance(module, torch.nn.Dropout) else name
-        found["lora_dropout" if "lora_dropout" in path else kind] = getattr(module, name)
-    return found
-
-
 def _warn_of_dropout(trainer: TRLTrainer) -> None:
-    """Warn if dropout is on, with the KL that it causes on the first prompt: two passes of one policy then differ."""
-    active = _dropout(trainer.model)
-    if not active or not trainer.beta:
-        return
-    prompt = next(iter(trainer.train_dataset))["prompt"]
-    text = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
-    trainer.model.train()
-    # The scoring draws dropout masks. Without the fork, a run with the warning would sample other completions.
-    device = trainer.accelerator.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        kl = kl_to_reference(trainer, [text])
-    if trainer.accelerator.is_main_process:
-        names = ", ".join(f"{name} {probability:g}" for name, probability in active.items())
-        warnings.warn(
-            f"dropout is on ({names}): the policy differs from itself, and the KL at step 0 is {kl:.2g} on the first "
-            "prompt instead of 0: set `disable_dropout: true`",
-            stacklevel=2,
-        )
+    """Warn if dropout is on, with which two passes of one policy differ."""
+    if trainer.beta and trainer.accelerator.is_main_process and (clause := describe_dropout(trainer.model)):
+        warnings.warn(f"{clause}: with it the KL at step 0 is not 0", stacklevel=2)
 
 
 def _refresh(trainer: TRLTrainer, alpha: float) -> None:

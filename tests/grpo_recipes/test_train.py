@@ -822,21 +822,6 @@ def test_the_summary_of_a_run(rewards: list[float | None], change: str) -> None:
     assert train.summary(trainer, 0.4) == f"7 optimizer steps in 0 s{change}; the adapter is in out"
 
 
-def test_the_reference_of_an_earlier_run_is_offered(tmp_path: Path) -> None:
-    kept = tmp_path / "ref"
-    recipe = SimpleNamespace(model={"model_name_or_path": str(tmp_path)}, reference=SimpleNamespace(adapter=None))
-    trainer = SimpleNamespace(reference_sentence="the base", beta=0.1)
-    assert train.describe_reference(recipe, trainer) == "the base"
-    kept.mkdir()
-    (kept / "adapter_config.json").write_text("{}")
-    offer = f"the base; {kept} holds the reference of an earlier run: `reference: {{adapter: {kept}}}` keeps it instead"
-    assert train.describe_reference(recipe, trainer) == offer
-    recipe.reference.adapter = str(kept)
-    assert train.describe_reference(recipe, trainer) == "the base"
-    recipe.reference.adapter, trainer.beta = None, 0.0
-    assert train.describe_reference(recipe, trainer) == "the base"
-
-
 def test_a_diagnosis_that_takes_too_long_or_fails_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(folder: Path, within: float) -> None:
         assert within == 5

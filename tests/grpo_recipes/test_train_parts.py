@@ -389,16 +389,6 @@ def test_a_run_that_was_stopped_or_took_no_step_saves_no_model(staged: tuple) ->
     assert train.run(over) == 0
 
 
-def test_ctrl_c_after_the_model_is_saved_says_so(
-    staged: tuple, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made, _, _ = staged
-    monkeypatch.setattr(train, "finish", raising(KeyboardInterrupt()))
-    assert train.run(made) == 130
-    line = f"stopped by Ctrl-C: the run is finished, and its model is in {made.recipe.output_dir}\n"
-    assert capsys.readouterr().err == line
-
-
 def test_the_training_starts_from_its_checkpoint_and_a_finished_run_only_loads_it(
     staged: tuple, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -471,11 +461,10 @@ def test_a_run_is_described_with_its_tools_and_notes(
         toolset=SimpleNamespace(describe=lambda most: f"tools, at most {most}"),
     )  # fmt: skip
     monkeypatch.setattr(train, "measured_precision", lambda prepared, trainer: (precision, 0.25))
-    monkeypatch.setattr(train, "describe_reference", lambda recipe, trainer: "the base")
     monkeypatch.setattr(train, "describe_rewards", lambda rewards: "none")
     monkeypatch.setattr(train, "cautions", lambda config, model: ["a caution"])
     model = torch.nn.Linear(1000, 2, bias=False)
-    trainer = SimpleNamespace(model=model, get_num_trainable_parameters=lambda: 1234)
+    trainer = SimpleNamespace(model=model, get_num_trainable_parameters=lambda: 1234, reference_sentence="the base")
     config = recipe.config
     config.max_tool_calling_iterations = 3
     made = prepared_of(recipe, checked=checked)

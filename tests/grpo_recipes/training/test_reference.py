@@ -241,18 +241,15 @@ def test_the_reference_does_not_change_the_policy(policy: Path, tmp_path: Path, 
 
 
 @pytest.mark.slow
-def test_dropout_raises_a_warning_with_its_kl(policy: Path, tmp_path: Path) -> None:
+def test_dropout_raises_a_warning(policy: Path, tmp_path: Path) -> None:
     def model() -> PeftModel:
         return adapted(policy, lora(lora_dropout=0.05), continued=True)
 
     args = arguments(tmp_path, disable_dropout=False)
     assert logged_kl(trainer(TRLGRPOTrainer, model(), args))[0] > SEEN
-    with pytest.warns(
-        UserWarning, match=r"lora_dropout 0.05.*KL at step 0 is (\d\.?\d*e-0\d|0\.\d+) .*disable_dropout"
-    ):
+    with pytest.warns(UserWarning, match=r"`lora_dropout: 0` switches it off"):
         trainer(GRPOTrainer, model(), args).train()
     silent = trainer(GRPOTrainer, model(), arguments(tmp_path))
-    assert "`disable_dropout` covers the adapter's `lora_dropout` of 0.05" in silent.reference_sentence
     assert logged_kl(silent)[0] <= ZERO
 
 
@@ -265,7 +262,6 @@ def test_disable_dropout_covers_attention_dropout(tmp_path: Path) -> None:
 def test_disable_dropout_works_without_a_reference(policy: Path, tmp_path: Path) -> None:
     folder = tiny.save_policy(tmp_path / "policy", attention_dropout=0.1)
     ours = trainer(GRPOTrainer, adapted(folder, lora(lora_dropout=0.1), continued=True), arguments(tmp_path, beta=0.0))
-    assert "`disable_dropout` covers the adapter's `lora_dropout` of 0.1" in ours.reference_sentence
     ids = torch.tensor([[5, 6, 7, 8]])
     ours.model.train()
     assert torch.equal(ours.model(input_ids=ids).logits, ours.model(input_ids=ids).logits)
@@ -680,26 +676,6 @@ def test_an_adapter_folder_saved_by_a_run_loads_in_peft(policy: Path, tmp_path: 
     again = PeftModel.from_pretrained(load(policy), tmp_path / "out")
     expected = log_probabilities(adapted(policy, lora(), continued=True), TEXTS[0])
     assert torch.equal(log_probabilities(again, TEXTS[0]), expected)
-
-
-def test_the_dropout_warning_measures_a_conversational_prompt(policy: Path, tmp_path: Path) -> None:
-    from datasets import Dataset
-
-    from grpo_recipes.training.reference import _warn_of_dropout
-
-    rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "1 + 1 ="}]]})
-    model = adapted(policy, lora(lora_dropout=0.1), continued=True)
-    args = arguments(tmp_path, disable_dropout=False)
-    ours = trainer(GRPOTrainer, model, args, rows=rows)
-    before = torch.random.get_rng_state()
-    with pytest.warns(UserWarning, match="dropout is on"):
-        _warn_of_dropout(ours)
-    assert torch.equal(before, torch.random.get_rng_state())
-    ids = torch.tensor([[5, 6, 7, 8]])
-    ours.model.train()
-    assert not torch.equal(ours.model(input_ids=ids).logits, ours.model(input_ids=ids).logits)
-    with reference_in(ours) as reference:
-        assert torch.equal(reference(input_ids=ids).logits, reference(input_ids=ids).logits), "its scores do not vary"
 
 
 def test_a_reference_whose_layers_share_tensors_is_stored_completely(

@@ -49,9 +49,6 @@ ROW_WISE = {
 CARRIED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *CACHES}
 """Model inputs that this loop can carry from token to token."""
 
-DROPPED = {"assistant_model", "custom_generate", "streamer", "synced_gpus", "tokenizer"}
-"""Arguments of `generate` that transformers passes to no loop but its own."""
-
 
 class Declined(Exception):
     """Reason why a call of `generate` is left to transformers' own loop."""
@@ -127,8 +124,6 @@ def decoding(model: CausalLM, turn: Turn | None, stopping: Sequence[StoppingCrit
             try:
                 if own:
                     raise Declined("the model brings a `generate` of its own")
-                if given := {name for name in DROPPED if kwargs.get(name) is not None}:
-                    raise Declined(f"`generate` was called with {', '.join(sorted(given))}")
                 return stock(*args, custom_generate=turn.decode, **kwargs)
             except Declined as reason:
                 turn.declined = str(reason)
@@ -154,8 +149,6 @@ def reason_to_decline(
         return f"a rotary table of type {rotary} depends on the longest row of the batch"
     if unknown := sorted(name for name in inputs.keys() - CARRIED - {"logits_processor"} if inputs[name] is not None):
         return f"the model takes {', '.join(unknown)}"
-    if config.return_dict_in_generate:
-        return "return_dict_in_generate asks for more than tokens"
     if config.prefill_chunk_size is not None:
         return "prefill_chunk_size asks for prompts in chunks"
     if not inputs.get("use_cache"):

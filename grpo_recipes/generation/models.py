@@ -183,13 +183,21 @@ def describe_dropout(model: nn.Module) -> str:
     return f"the model has dropout (`{fix}` switches it off)"
 
 
-def unfit(policy: nn.Module) -> str:
-    """Return why a policy, as it is now, is not decoded in groups, or "" if nothing prevents it."""
+def unfit_adapter(policy: nn.Module) -> str:
+    """Return why rows with a policy's adapter cannot share a prompt, or "" if they may."""
     adapter = getattr(policy, "active_peft_config", None)
     if adapter is not None and adapter.is_prompt_learning:
         return "the adapter puts virtual tokens before the prompt"
     if getattr(adapter, "alora_invocation_tokens", None):
-        return "the adapter is given the place in each row from which it acts (aLoRA)"
+        return "the adapter acts from its invocation tokens to the end of a row (aLoRA)"
+    return ""
+
+
+def unfit(policy: nn.Module) -> str:
+    """Return why a policy, as it is now, is not decoded in groups, or "" if nothing prevents it."""
+    if reason := unfit_adapter(policy):
+        return reason
+    adapter = getattr(policy, "active_peft_config", None)
     if adapter is not None and adapter.peft_type.value in MIXES_TOKENS:
         return f"the adapter ({adapter.peft_type.value}) computes a token from more than those before it"
     if policy.training and (dropout := describe_dropout(base_model(policy))):

@@ -443,8 +443,6 @@ def _prompt_text(given: str | dict[str, Any] | None) -> str | None:
     text = given.strip()
     if not text:
         raise UserError(f"`dataset.system_prompt`{place} is empty: write `none` for no system prompt")
-    if re.search("[\ud800-\udfff]", text):
-        raise UserError(f"`dataset.system_prompt`{place} has half of a surrogate pair: correct it")
     # A single word is taken for a name. Otherwise a misspelt name would silently become the prompt.
     if re.fullmatch(r"[A-Za-z0-9_-]+", text) and (place or text not in SYSTEM_PROMPT_NAMES):
         names = " or ".join(SYSTEM_PROMPT_NAMES)
@@ -473,8 +471,6 @@ class ReferenceSpec(Spec):
             raise UserError(
                 "`reference` has both `name` and `adapter`: keep one, as in `--reference '{adapter: FOLDER}'`"
             )
-        if self.adapter == "":
-            raise UserError("`reference.adapter` is empty: name a folder or a hub id")
         if self.adapter is None and self.name is None:
             object.__setattr__(self, "name", "initial")
 

@@ -47,6 +47,7 @@ from grpo_recipes.generation.models import (
     rotary_of_the_longest,
     scaled_by_position,
     tensors_16bit,
+    unfit_adapter,
 )
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
 from grpo_recipes.process.messages import Announcer
@@ -636,10 +637,8 @@ def unshareable(model: nn.Module) -> str:
     base = base_model(model)
     if is_compiled(model):
         return "the model is compiled, and would be compiled again for each shape of a micro-batch"
-    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-        return "the adapter puts virtual tokens before the prompt"
-    if getattr(getattr(model, "active_peft_config", None), "alora_invocation_tokens", None):
-        return "the adapter acts from its invocation tokens to the end of a row (aLoRA)"
+    if reason := unfit_adapter(model):
+        return reason
     if dropout := describe_dropout(base):
         return f"{dropout}, and a shared prompt would share one mask among its completions"
     return ""

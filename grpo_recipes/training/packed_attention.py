@@ -165,24 +165,16 @@ def packed_attention(
 
     Returns:
         The attention output, (1, N, heads, D), and None in place of the attention weights.
-
-    Raises:
-        RuntimeError: a packed row has attention dropout.
     """
     if group_spans is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if dropout > 0:  # `layout_check.unsupported` finds dropout first, unless the model changes it later
-        raise RuntimeError(
-            f"{type(module).__name__} has an attention dropout of {dropout:g}, which the completions of a packed row "
-            "would share: set `micro_batching: {layout: trimmed}`"
-        )
     # A boolean mask says only that attention is causal, and the spans imply that. A float mask is added to the scores
-    # and would be lost here, without an error, as would any other term: such a layer is not counted, and `LogProbs`
-    # rejects the row after the forward.
+    # and would be lost here, without an error, as would dropout and any other term: such a layer is not counted, and
+    # `LogProbs` rejects the row after the forward.
     has_other_mask = attention_mask is not None and attention_mask.is_floating_point()
-    if not has_other_mask and all(kwargs.get(name) is None for name in ADDED_TERMS):
+    if not has_other_mask and not dropout and all(kwargs.get(name) is None for name in ADDED_TERMS):
         group_spans.attended += 1
     query, key, value = _autocast(query, key, value)
     output = None

@@ -286,10 +286,7 @@ class PromptSampling(TrainerCallback):
     def _log(self, draw: Draw) -> None:
         metrics = self.trainer._metrics["train"]
         metrics["prompts/generated"].append(draw.share)
-        metrics["prompts/at_floor"].append(float(draw.at_floor.mean()))
         metrics["prompts/kept_by_floor"].append(float((draw.at_floor & draw.drawn).sum() / draw.drawn.sum()))
-        if self.spec.is_unbiased:
-            metrics["prompts/largest_weight"].append(float(1 / draw.probabilities[draw.drawn].min()))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Restore the numbers of zero-variance groups from the checkpoint of a resumed run."""

@@ -66,7 +66,6 @@ class Until(StoppingCriteria):
         ({"model": {"rope_parameters": {"rope_type": "longrope"}}}, "longrope"),
         ({"token_type_ids": torch.zeros(1), "none": None, "pixels": 1}, "takes pixels, token_type_ids"),
         ({"logits_to_keep": 1, "position_ids": torch.zeros(1)}, ""),
-        ({"settings": {"return_dict_in_generate": True}}, "return_dict_in_generate"),
         ({"settings": {"prefill_chunk_size": 0}}, "prefill_chunk_size"),
         ({"use_cache": None}, "use_cache"),
         ({"past_key_values": None}, "NoneType"),

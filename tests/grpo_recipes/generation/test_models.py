@@ -87,7 +87,7 @@ DROPS = "the model has dropout (`disable_dropout: true` switches it off)"
         (
             {"alora_invocation_tokens": [7]},
             False,
-            "the adapter is given the place in each row from which it acts (aLoRA)",
+            "the adapter acts from its invocation tokens to the end of a row (aLoRA)",
         ),
         ({}, False, ""),
     ],

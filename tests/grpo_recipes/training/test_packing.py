@@ -389,7 +389,7 @@ def test_attention_dropout_in_a_packed_row_raises(tmp_path: Path, monkeypatch: p
     )
     trainer = trainer_on(model(transformers.LlamaConfig, attention_dropout=0.5), tmp_path)
     trainer.model.train()
-    with pytest.raises(RuntimeError, match="attention dropout of 0.5.*micro_batching: {layout: trimmed}"):
+    with pytest.raises(RuntimeError, match="0 of its . layers keep the completions"):
         scored(trainer, flat(RAGGED))
 
 

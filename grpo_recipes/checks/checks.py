@@ -420,8 +420,8 @@ def grpo_config(recipe: Recipe) -> GRPOConfig:
         return GRPOConfig(**training, model_init_kwargs={**init, **extra})
 
 
-def dry_config(recipe: Recipe, machine: Machine) -> None:
-    """Raise `RecipeError` if `GRPOConfig` would refuse the recipe on `machine`, which may be another machine.
+def dry_config(recipe: Recipe, machine: Machine) -> GRPOConfig:
+    """Return TRL's training arguments on a CPU for a run on `machine`, or raise `RecipeError` if TRL refuses them.
 
     `GRPOConfig` counts the processes of this machine, so the batch of all processes is given to one.
     """
@@ -429,7 +429,7 @@ def dry_config(recipe: Recipe, machine: Machine) -> None:
     for key in ("per_device_train_batch_size", "per_device_eval_batch_size"):
         training[key] = getattr(recipe.config, key) * machine.num_processes
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # about TRL's own use of transformers
-        grpo_config(replace(recipe, training=training))
+        return grpo_config(replace(recipe, training=training))
 
 
 def _check_offline(recipe: Recipe) -> None:

@@ -1,8 +1,8 @@
 """Memory of a micro-batch, measured on tensors without data.
 
 The model runs forward and backward on shapes alone, and the bytes of its tensors are counted from their creation to
-their release. Only the first decoder layer of each kind runs. The others take and release as many bytes as that layer
-did, so that the time hardly depends on the number of layers.
+their release. One decoder layer of each kind runs, and then two. Each further layer is taken to add as much as the
+second one did, so that the time does not depend on the number of layers.
 
 Kernels are transformers' own in PyTorch. Optional kernel packages (flash-linear-attention, causal-conv1d, mamba-ssm)
 need less memory. Attention by SDPA and TRL's head are counted as a GPU computes them.
@@ -10,19 +10,19 @@ need less memory. Attention by SDPA and TRL's head are counted as a GPU computes
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers.utils import logging
 from trl.kernels import chunked_divergence, chunked_logprob
 
 from grpo_recipes.generation.models import base_model, method_replaced
@@ -57,8 +57,7 @@ class MicroBatch:
         makes_gradients: True if all gradients are new and stay. Otherwise they are added to those of an earlier
             micro-batch, or leave the GPU one by one.
         full_kl: True if the KL term is that over the vocabulary.
-        trains: False for a forward pass without gradients.
-        caches: True if the forward pass fills a cache.
+        trains: False for a forward pass without gradients, which fills a cache.
     """
 
     rows: int
@@ -73,7 +72,6 @@ class MicroBatch:
     makes_gradients: bool = False
     full_kl: bool = False
     trains: bool = True
-    caches: bool = False
 
     @property
     def tokens(self) -> int:
@@ -84,41 +82,175 @@ class MicroBatch:
         return self.prompts * (self.prompt - 1) + self.rows * self.completion
 
 
-@dataclass
+class Measured(NamedTuple):
+    """Bytes of a micro-batch.
+
+    Attributes:
+        forward: Most bytes in the forward pass.
+        backward: Most bytes in the backward pass, new gradients included, or 0 without one.
+        cache: Bytes of the cache that is filled without gradients, or of what is kept for the backward pass.
+    """
+
+    forward: int
+    backward: int
+    cache: int
+
+    @property
+    def peak(self) -> int:
+        """Most bytes that are held at once."""
+        return max(self.forward, self.backward)
+
+
 class Activations:
     """Activations of a model, which are measured when they are asked for.
 
     Args:
-        model: The model on the meta device, with or without an adapter. Its decoder layers are replaced.
+        model: The model on the meta device, with or without an adapter.
     """
 
-    model: nn.Module
-    _layers: list[_Layer] | None = None
-    _found: dict[MicroBatch, int] = field(default_factory=dict)
-    _cached: dict[MicroBatch, int] = field(default_factory=dict)
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._base = model, base_model(model)
+        config = text_config(model)
+        self._lists = lists_of_layers(cast(nn.Module, self._base.base_model), config.num_hidden_layers)
+        names, kinds = getattr(config, "layer_types", None), dict[Any, list[nn.Module]]()
+        for module, name in self._lists:
+            for number, layer in enumerate(cast(nn.ModuleList, module._modules[name])):
+                shapes = tuple((path, weight.shape) for path, weight in layer.named_parameters())
+                kinds.setdefault((type(layer), names[number] if names else "", shapes), []).append(layer)
+        self._kinds = list(kinds.values())
+        self._found: dict[MicroBatch, Measured] = {}
 
-    def measure(self, batch: MicroBatch) -> int:
-        """Return the most bytes that a micro-batch holds, its new gradients included.
+    def measure(self, batch: MicroBatch) -> Measured:
+        """Return the bytes of a micro-batch.
 
         Raises:
             NotMeasured: The model can't run on tensors without data.
         """
         if batch not in self._found:
+            logging.disable(logging.WARNING)  # transformers warns of kernels that are missing on this machine
             try:
-                if self._layers is None:
-                    self._layers = _replaced_layers(self.model)
-                with FakeTensorMode(allow_non_fake_inputs=True), gpu_kernels(), _quiet():
-                    run = _Run(self.model, self._layers, batch)
-                    self._found[batch], self._cached[batch] = run.peak(), run.cached
+                with FakeTensorMode(allow_non_fake_inputs=True), gpu_kernels():
+                    self._found[batch] = self._measured(batch)
             except Exception as error:  # the code of a model may need values, and raises any class then
                 raise NotMeasured(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+            finally:
+                logging.disable(logging.NOTSET)
         return self._found[batch]
 
-    def cache(self, batch: MicroBatch) -> int:
-        """Return the bytes of the cache that a forward pass without gradients fills. Raise as `measure` does."""
-        caching = replace(batch, caches=True)
-        self.measure(caching)
-        return self._cached[caching]
+    def _measured(self, batch: MicroBatch) -> Measured:
+        """Return the bytes of a micro-batch in all layers, from those in one and in two layers of each kind."""
+        first = [layers[0] for layers in self._kinds]
+        least = self._run(batch, first)
+        forward, backward, cache = least
+        for layers in self._kinds:
+            if len(layers) > 1:
+                more = self._run(batch, [*first, layers[1]])
+                others, kept = len(layers) - 1, more.forward - least.forward
+                forward += others * kept
+                # The peak may move to the end of the backward pass, where gradients take the place of what was kept.
+                new = _trained_bytes(layers[1]) if batch.makes_gradients else 0
+                backward += others * max(more.backward - least.backward, new)
+                cache += others * (more.cache - least.cache)
+        return Measured(forward, backward, cache)
+
+    def _run(self, batch: MicroBatch, layers: Sequence[nn.Module]) -> Measured:
+        """Return the bytes of a micro-batch that runs through `layers` only."""
+        with self._skipping(layers):
+            self.model.train(batch.trains)
+            _pretend(self.model, batch.weight_bytes, batch.trained_bytes)
+            if batch.checkpointing:
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                cast(Any, self._base).activation_checkpointing_enable(options)
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            if batch.trains and not batch.makes_gradients:
+                for parameter in trained:
+                    parameter.grad = torch.empty_like(parameter)
+            targets = torch.zeros(batch.rows * batch.completion, dtype=torch.long)
+            given, backbone = self._inputs(batch)
+            known = [*self.model.parameters(), *self.model.buffers(), *given, targets]
+            meter = _Meter([*known, *(parameter.grad for parameter in trained if parameter.grad is not None)])
+            try:
+                with meter, torch.set_grad_enabled(batch.trains):
+                    loss, cache = self._loss(batch, backbone, targets, meter)
+                    forward, meter.peak = meter.peak, 0
+                    if batch.trains:
+                        loss.backward()
+                    return Measured(forward, meter.peak, cache)
+            finally:
+                AttentionSwitch().restore(self.model)
+
+    @contextmanager
+    def _skipping(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        """Skip all other decoder layers inside this block."""
+        stock = [(module, name, cast(nn.ModuleList, module._modules[name])) for module, name in self._lists]
+        returned: list[int] = []
+        handles = []
+        for module, name, all_layers in stock:
+            handles.append(all_layers[0].register_forward_hook(partial(_note_form, returned)))
+            kept = [layer if layer in layers else _Skipped(layer, returned) for layer in all_layers]
+            module._modules[name] = nn.ModuleList(kept)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module, name, all_layers in stock:
+                module._modules[name] = all_layers
+
+    def _loss(
+        self, batch: MicroBatch, backbone: Callable[[], Any], targets: Tensor, meter: _Meter
+    ) -> tuple[Tensor, int]:
+        """Return a loss of the log-probabilities of `targets`, (completion tokens,), by TRL's head, and the cache."""
+        head, reference = self._base.get_output_embeddings(), None
+        with torch.autocast("cpu", torch.bfloat16, enabled=batch.autocast):
+            if batch.full_kl:
+                with torch.no_grad():
+                    reference = backbone().last_hidden_state[:, :-1][targets, targets]
+            output = backbone()
+            hidden = output.last_hidden_state
+            cache = meter.live - hidden.nbytes
+            # The values of these indices do not matter. A boolean mask, as TRL has it, needs data.
+            scored = hidden[:, :-1][targets, targets]
+            del output
+            chunk = chunked_divergence.VOCAB_CHUNK_SIZE
+            given = (scored, head.weight, head.bias, targets, 1.0, chunk, None, 1.0, ("entropy",))
+            loss = chunked_logprob.ChunkedLogProbFunction.apply(*given)[0].square().sum()
+            if reference is not None:
+                both = (scored, head.weight, head.bias, reference, head.weight, head.bias)
+                loss = loss + chunked_divergence.ChunkedDivergenceFunction.apply(*both, 1.0, 1.0)[0].sum()
+        return loss, cache
+
+    def _inputs(self, batch: MicroBatch) -> tuple[list[Tensor], Callable[[], Any]]:
+        """Return the inputs of a micro-batch, and a function that returns the output of the backbone."""
+        backbone = cast(Any, self._base.base_model)
+        if batch.layout is Layout.PACKED:
+            AttentionSwitch().pack(self.model)
+            ids = torch.zeros(1, batch.tokens, dtype=torch.long)
+            # transformers drops a mask of ones, which it cannot see without data, and leaves one of four dimensions.
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+            # One call of SDPA for each completion keeps more than a kernel for all.
+            rest = {"attention_mask": mask, "position_ids": ids, "group_spans": GroupSpans(_groups(batch), None, True)}
+            return [ids, mask], partial(backbone, input_ids=ids, use_cache=False, **rest)
+        if not batch.layout.shares_prompts:
+            ids = torch.zeros(batch.rows, batch.prompt + batch.completion, dtype=torch.long)
+            mask = torch.ones_like(ids)
+            return [ids, mask], partial(backbone, ids, attention_mask=mask, use_cache=not batch.trains)
+        segmented = SegmentedModel(self.model)
+        short = torch.zeros(2, 8, dtype=torch.long)
+        with torch.no_grad(), segmented.observed():
+            backbone(short, attention_mask=torch.ones_like(short), use_cache=False)
+        before = torch.zeros(batch.prompts, batch.prompt - 1, dtype=torch.long)
+        ids = torch.zeros(batch.rows, batch.completion, dtype=torch.long)
+        mask = torch.ones(batch.rows, batch.prompt - 1 + batch.completion, dtype=torch.long)
+        owners = torch.zeros(batch.rows, dtype=torch.long)
+        places = torch.zeros(ids.numel(), dtype=torch.long)
+        segments = Segments([Segment(ids, mask, owners)], places, Segment(before, torch.ones_like(before)))
+
+        def call() -> Any:
+            with segmented.taking_segments():
+                return backbone(segments=segments)
+
+        return [before, ids, mask, owners, places], call
 
 
 class _Meter(TorchDispatchMode):
@@ -153,302 +285,38 @@ class _Meter(TorchDispatchMode):
         self.live -= size
 
 
-# ---- Decoder layers
-
-
-@dataclass(frozen=True)
-class _LayerBytes:
-    """Bytes of a decoder layer.
-
-    Attributes:
-        forward: Most bytes in the forward pass, without the layer's input.
-        kept: Bytes kept for the backward pass, with the input if it is needed there.
-        backward: Most bytes in the backward pass with those that are kept, without the gradients of the outputs.
-        casts: Bytes of 16-bit copies of weights, which autocast keeps until the end of the forward pass.
-        outputs: Shapes and dtypes of the hidden states behind the layer.
-    """
-
-    forward: int
-    kept: int
-    backward: int
-    casts: int
-    outputs: Sequence[tuple[torch.Size, torch.dtype]]
-
-
-class _Kind:
-    """Decoder layers of the same shapes.
+class _Skipped(nn.Module):
+    """Stand-in for a decoder layer, which returns its input.
 
     Args:
-        layer: The first of these layers.
-        number: Its position among the layers.
+        layer: The layer, whose attributes the backbone may read.
+        returned: Length of the tuple that a layer returns, or 0 for a tensor, in a list that the first layer fills.
     """
 
-    def __init__(self, layer: nn.Module, number: int) -> None:
-        self.layer, self.number = layer, number
-        self.size: int | None = None
-        """Length of the tuple that a layer returns, 0 for a tensor, or None if none has run."""
-        self.found: dict[Any, _LayerBytes] = {}
-
-    def returned(self, states: Sequence[Tensor]) -> Any:
-        """Return hidden states in the form of a layer's result."""
-        return (states[0], *[None] * (self.size - 1)) if self.size else states[0]
-
-
-class _Layer(nn.Module):
-    """Stand-in for a decoder layer, which takes and releases the bytes of the layer.
-
-    Args:
-        kind: Kind of the layer.
-    """
-
-    def __init__(self, kind: _Kind) -> None:
+    def __init__(self, layer: nn.Module, returned: Sequence[int]) -> None:
         super().__init__()
         # Past `nn.Module.__setattr__`, which would register the layer as a submodule.
-        self.__dict__.update(kind=kind, run=None)
+        self.__dict__.update(layer=layer, returned=returned)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["kind"].layer, name)
+        return getattr(self.__dict__["layer"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return hidden states without values."""
-        kind, run = self.__dict__["kind"], self.__dict__["run"]
-        if run is None:
-            return super().__call__(*args, **kwargs)
-        states = _hidden(args) or [kwargs["hidden_states"]]
-        key = (states[0].dtype, torch.is_grad_enabled())
-        if key not in kind.found:
-            kind.found[key] = run.measured(self, states, args, kwargs)
-        outputs = run.emulated(kind, kind.found[key], states)
-        # A layer that gets all segments of a micro-batch (`segments.py`) returns the hidden states of each.
-        return outputs if "forward" in vars(self) else kind.returned(outputs)
+        """Return the hidden states. A layer that gets all segments (`segments.py`) returns those of each."""
+        return args if "forward" in vars(self) else super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer. Outside of a measurement, the layers behind the first of a kind pass their input on."""
-        kind = self.__dict__["kind"]
-        if self.__dict__["run"] is None and kind.size is not None:
-            return kind.returned(_hidden(args) or [kwargs["hidden_states"]])
-        output = kind.layer(*args, **kwargs)
-        kind.size = len(output) if isinstance(output, tuple) else 0
-        return output
+        """Return the hidden states in the form of a layer's result."""
+        hidden, size = args[0] if args else kwargs["hidden_states"], self.__dict__["returned"][0]
+        return (hidden, *[None] * (size - 1)) if size else hidden
 
 
-class _Emulated(torch.autograd.Function):
-    """Function that takes and releases the bytes of a decoder layer."""
-
-    @staticmethod
-    def forward(ctx: Any, run: _Run, kind: _Kind, sizes: _LayerBytes, *states: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.run, ctx.kind, ctx.sizes, ctx.kept = run, kind, sizes, None
-        if run.batch.checkpointing:
-            ctx.save_for_backward(*states)
-        ctx.shapes = [(state.shape, state.dtype) for state in states]
-        _bytes(max(sizes.forward, sizes.kept))
-        if run.batch.checkpointing:
-            run.held.append(_bytes(sizes.casts))
-        else:
-            ctx.kept = _bytes(sizes.kept)
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in sizes.outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        run, sizes = ctx.run, ctx.sizes
-        if ctx.kept is None:  # the layer is computed again
-            _bytes(max(sizes.forward, sizes.backward))
-        else:
-            _bytes(sizes.backward - sizes.kept)
-        ctx.kept = None
-        if run.batch.makes_gradients:
-            run.gradients.append(_bytes(_trained_bytes(ctx.kind.layer)))
-        return (None, None, None, *[torch.empty(shape, dtype=dtype) for shape, dtype in ctx.shapes])
-
-
-def _replaced_layers(model: nn.Module) -> list[_Layer]:
-    """Replace the decoder layers of a model by stand-ins, and return these."""
-    config = text_config(model)
-    names = getattr(config, "layer_types", None)
-    made = []
-    for module, name in lists_of_layers(cast(nn.Module, base_model(model).base_model), config.num_hidden_layers):
-        kinds: dict[Any, _Kind] = {}
-        stand_ins = []
-        for number, layer in enumerate(cast(nn.ModuleList, module._modules[name])):
-            shapes = tuple((path, weight.shape) for path, weight in layer.named_parameters())
-            key = (type(layer), names[number] if names else "", shapes)
-            stand_ins.append(_Layer(kinds.setdefault(key, _Kind(layer, number))))
-        module._modules[name] = nn.ModuleList(stand_ins)
-        made += stand_ins
-    return made
-
-
-def _kinds(layers: Sequence[_Layer]) -> list[_Kind]:
-    return list({id(layer.__dict__["kind"]): layer.__dict__["kind"] for layer in layers}.values())
-
-
-def _modules(model: nn.Module, layers: Sequence[_Layer]) -> nn.ModuleList:
-    """Return a model with the decoder layers that its stand-ins hide."""
-    return nn.ModuleList([model, *(kind.layer for kind in _kinds(layers))])
-
-
-# ---- Micro-batches
-
-
-class _Run:
-    """Forward and backward pass of a micro-batch.
-
-    Args:
-        model: Model without data.
-        layers: Stand-ins for its decoder layers.
-        batch: Sizes of the micro-batch.
-    """
-
-    def __init__(self, model: nn.Module, layers: Sequence[_Layer], batch: MicroBatch) -> None:
-        self.batch = batch
-        self.held: list[Tensor] = []
-        """Copies of weights, which autocast keeps until the end of the forward pass."""
-        self.gradients: list[Tensor] = []
-        self.cached = 0
-        """Bytes that the layers keep without gradients: those of a cache, or of 16-bit copies of weights."""
-        self._model, self._base, self._layers = model, base_model(model), layers
-        self._anchor = nn.Parameter(torch.zeros(()))
-
-    def peak(self) -> int:
-        """Return the most bytes that are held at once."""
-        batch, modules = self.batch, _modules(self._model, self._layers)
-        modules.train(batch.trains)
-        _pretend(modules, batch.weight_bytes, batch.trained_bytes)
-        for kind in _kinds(self._layers):
-            kind.found.clear()
-        for parameter in modules.parameters():
-            if parameter.requires_grad and batch.trains and not batch.makes_gradients:
-                parameter.grad = torch.empty_like(parameter)
-        targets = torch.zeros(batch.rows * batch.completion, dtype=torch.long)
-        given, backbone = self._inputs()
-        known = [*modules.parameters(), *modules.buffers(), *given, targets, self._anchor]
-        known += [parameter.grad for parameter in modules.parameters() if parameter.grad is not None]
-        self._meter = _Meter(known)
-        for layer in self._layers:
-            layer.__dict__["run"] = self
-        embeddings = self._base.get_input_embeddings().register_forward_hook(self._with_gradient)
-        try:
-            with self._meter, torch.set_grad_enabled(batch.trains):
-                loss = self._loss(backbone, targets)
-                self.held.clear()
-                if batch.trains:
-                    loss.backward()
-        finally:
-            embeddings.remove()
-            AttentionSwitch().restore(self._model)
-            for layer in self._layers:
-                layer.__dict__["run"] = None
-        return self._meter.peak
-
-    def _loss(self, backbone: Callable[[], Tensor], targets: Tensor) -> Tensor:
-        """Return a loss of the log-probabilities of `targets`, (completion tokens,), by TRL's head."""
-        head, reference = self._base.get_output_embeddings(), None
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.batch.autocast):
-            if self.batch.full_kl:
-                with torch.no_grad():
-                    reference = backbone()[:, :-1][targets, targets]
-                self.held.clear()
-            hidden = backbone()
-            # The values of these indices do not matter. A boolean mask, as TRL has it, needs data.
-            scored = hidden[:, :-1][targets, targets]
-            chunk = chunked_divergence.VOCAB_CHUNK_SIZE
-            given = (scored, head.weight, head.bias, targets, 1.0, chunk, None, 1.0, ("entropy",))
-            loss = chunked_logprob.ChunkedLogProbFunction.apply(*given)[0].square().sum()
-            if reference is not None:
-                both = (scored, head.weight, head.bias, reference, head.weight, head.bias)
-                loss = loss + chunked_divergence.ChunkedDivergenceFunction.apply(*both, 1.0, 1.0)[0].sum()
-        return loss
-
-    def _inputs(self) -> tuple[list[Tensor], Callable[[], Tensor]]:
-        """Return the inputs of the micro-batch, and a function that returns the last hidden states."""
-        batch, backbone = self.batch, cast(Any, self._base.base_model)
-        if batch.layout is Layout.PACKED:
-            AttentionSwitch().pack(self._model)
-            ids = torch.zeros(1, batch.tokens, dtype=torch.long)
-            # transformers drops a mask of ones, which it cannot see without data, and leaves one of four dimensions.
-            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-            # One call of SDPA for each completion keeps more than a kernel for all.
-            rest = {"attention_mask": mask, "position_ids": ids, "group_spans": GroupSpans(_groups(batch), None, True)}
-            return [ids, mask], lambda: backbone(input_ids=ids, use_cache=False, **rest).last_hidden_state
-        if not batch.layout.shares_prompts:
-            ids = torch.zeros(batch.rows, batch.prompt + batch.completion, dtype=torch.long)
-            mask = torch.ones_like(ids)
-            return [ids, mask], lambda: backbone(ids, attention_mask=mask, use_cache=batch.caches).last_hidden_state
-        segmented = SegmentedModel(self._model)
-        short = torch.zeros(2, 8, dtype=torch.long)
-        with torch.no_grad(), segmented.observed():
-            backbone(short, attention_mask=torch.ones_like(short), use_cache=False)
-        before = torch.zeros(batch.prompts, batch.prompt - 1, dtype=torch.long)
-        ids = torch.zeros(batch.rows, batch.completion, dtype=torch.long)
-        mask = torch.ones(batch.rows, batch.prompt - 1 + batch.completion, dtype=torch.long)
-        owners = torch.zeros(batch.rows, dtype=torch.long)
-        places = torch.zeros(ids.numel(), dtype=torch.long)
-        segments = Segments([Segment(ids, mask, owners)], places, Segment(before, torch.ones_like(before)))
-
-        def call() -> Tensor:
-            with segmented.taking_segments():
-                return cast(Tensor, backbone(segments=segments).last_hidden_state)
-
-        return [before, ids, mask, owners, places], call
-
-    def _with_gradient(self, module: nn.Module, given: Any, output: Tensor) -> Tensor:
-        """Return embeddings with a gradient. Layers whose input has none would keep less than those behind them."""
-        return output + self._anchor if torch.is_grad_enabled() and not output.requires_grad else output
-
-    def measured(self, layer: _Layer, states: Sequence[Tensor], args: Any, kwargs: dict[str, Any]) -> _LayerBytes:
-        """Return the bytes of a decoder layer, which runs forward and backward here on copies of its inputs."""
-        meter, before, peak = self._meter, self._meter.live, self._meter.peak
-        given_bytes = sum(state.nbytes for state in states)
-
-        def call() -> list[Tensor]:
-            # The copies are no leaves, which the graph would hold whether or not the layer needs them.
-            copies = {id(state): torch.empty_like(state) + self._anchor for state in states}
-            meter.peak = meter.live
-            given = [copies.get(id(value), value) for value in args]
-            named = {name: copies.get(id(value), value) for name, value in kwargs.items()}
-            return _hidden(layer.forward(*given, **named))
-
-        outputs = call()
-        held = sum(output.nbytes for output in outputs)
-        forward, kept, backward = meter.peak - before - given_bytes, meter.live - before - held, 0
-        if torch.is_grad_enabled():
-            gradients = [torch.empty_like(output) for output in outputs]
-            meter.peak = meter.live
-            torch.autograd.backward(outputs, gradients)
-            backward = meter.peak - before - 2 * held
-            del gradients
-            if self.batch.makes_gradients:
-                layer.__dict__["kind"].layer.zero_grad()
-        shapes = [(output.shape, output.dtype) for output in outputs]
-        del outputs
-        casts = meter.live - before
-        torch.clear_autocast_cache()
-        meter.peak = peak
-        return _LayerBytes(forward, kept, max(backward, kept), casts, shapes)
-
-    def emulated(self, kind: _Kind, sizes: _LayerBytes, states: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the hidden states behind a decoder layer."""
-        if torch.is_grad_enabled():
-            return cast("tuple[Tensor, ...]", _Emulated.apply(self, kind, sizes, *states))
-        _bytes(sizes.forward)
-        self.held.append(_bytes(sizes.kept))
-        self.cached += sizes.kept
-        return tuple(torch.empty(shape, dtype=dtype) for shape, dtype in sizes.outputs)
-
-
-def _bytes(size: int) -> Tensor:
-    return torch.empty(max(size, 0), dtype=torch.uint8)
+def _note_form(returned: list[int], module: nn.Module, given: Any, output: Any) -> None:
+    returned.append(len(output) if isinstance(output, tuple) else 0)
 
 
 def _trained_bytes(layer: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad)
-
-
-def _hidden(values: Any) -> list[Tensor]:
-    """Return the hidden states among the inputs or outputs of a layer."""
-    leaves = values if isinstance(values, (tuple, list)) else [values]
-    return [value for value in leaves if isinstance(value, Tensor) and value.ndim == 3]
 
 
 def _groups(batch: MicroBatch) -> list[tuple[tuple[int, int], list[tuple[int, int]]]]:
@@ -479,20 +347,6 @@ def _pretend(modules: nn.Module, weight_bytes: int, trained_bytes: int) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-
-
-# ---- Kernels of a GPU
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep back what transformers logs about kernels that are missing on this machine."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 @contextmanager

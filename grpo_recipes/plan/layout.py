@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import nn
+from trl import GRPOConfig
 
-from grpo_recipes.generation.models import base_model, dropout_rates, has_dropout
+from grpo_recipes.generation.models import base_model, dropout_rates
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.training.full_kl import READS_PADDED_ROWS
 from grpo_recipes.training.layout_check import (
@@ -43,10 +42,6 @@ _RUNS = {
     Layout.SHARED_PADDED: "each prompt once with TRL's padding, and its completions behind a cache of it in buckets",
     Layout.PADDED: "TRL's rows",
 }
-_SETTINGS = {"torch_compile": False, "pad_to_multiple_of": None, "neftune_noise_alpha": None}
-"""Settings that rule layouts out, and the values that don't."""
-
-_AS_YAML = {False: "false", None: "null"}
 
 
 @dataclass(frozen=True)
@@ -88,13 +83,11 @@ class ExpectedLayout:
         model_type: Model type, as its configuration names it.
         layout: The layout, or None for a type whose layout is not recorded.
         reason: Reason for which no more preferred layout is expected, or "".
-        changes: Expected layout after each change of a setting that would make it another one.
     """
 
     model_type: str
     layout: Layout | None
     reason: str
-    changes: Mapping[str, Layout] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return the layout as one sentence."""
@@ -104,19 +97,13 @@ class ExpectedLayout:
         return f"{self.layout.described} ({_RUNS[self.layout]}){because}"
 
     def notes(self) -> list[str]:
-        """Return notes on the source of the layout, and on what would change it."""
-        notes = []
-        if self.layout is not None and self.layout is not Layout.PADDED:
-            installed, made = version("transformers"), recorded().transformers
-            other = "" if installed == made else f" (installed: {installed})"
-            notes.append(
-                f"the layout is the one recorded for {self.model_type} with transformers {made}{other}; the run "
-                "verifies it before its first step, and a warning names the layout if it is another one"
-            )
-        if self.changes:
-            texts = [f"{layout.described} {change}" for change, layout in self.changes.items()]
-            notes.append(f"the layout would be {', '.join(texts)}")
-        return notes
+        """Return a note on the source of the layout, unless it is TRL's."""
+        if self.layout in (None, Layout.PADDED):
+            return []
+        return [
+            f"the layout is the one recorded for {self.model_type} with transformers {recorded().transformers}; the "
+            "run verifies it before its first step, and a warning names the layout if it is another one"
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for `plan --json`."""
@@ -124,105 +111,50 @@ class ExpectedLayout:
             "name": None if self.layout is None else self.layout.name.lower(),
             "model_type": self.model_type,
             "reason": self.reason,
-            "recorded_with": recorded().transformers,
-            "changes": {change: layout.name.lower() for change, layout in self.changes.items()},
         }
 
 
-@dataclass(frozen=True)
-class _Case:
-    """Model and settings that decide on a layout.
-
-    Attributes:
-        model: Policy on the meta device.
-        rules: Rules of the run's settings.
-        wanted: Most preferred layout that the recipe allows.
-        sharding: Way in which the weights are split over ranks, as `sharding_of` returns it.
-        tokens: Tokens of the longest row.
-    """
-
-    model: nn.Module
-    rules: LayoutRules
-    wanted: Layout
-    sharding: str
-    tokens: int
-
-    def decide(self) -> tuple[Layout | None, str]:
-        """Return the layout, or None if it is not recorded, and why no more preferred one is expected."""
-        text, kind = text_config(self.model), _model_type(self.model)
-        layout, reason = self.rules.allowed(self.model, self.wanted, self.sharding)
-        name, scores = kept_scores(text)
-        if layout is Layout.PADDED:
-            return layout, reason
-        if self.tokens > scores:
-            return Layout.PADDED, f"attention keeps the `{name}` {scores:,} highest scores of up to {self.tokens:,}"
-        record = recorded().layouts.get(kind)
-        if record is None:
-            return None, f"the layout of {kind} is not recorded"
-        if record in (Layout.PADDED, Layout.SHARED_PADDED):
-            depends = "its results depend on padding"
-            shares = self.wanted >= Layout.SHARED and not self.rules.unshared(self.model) and not self.sharding
-            return (record if shares else Layout.PADDED), depends
-        if record < layout:
-            layout = record
-            reason = "its results with shared prompts are not TRL's"
-        window = attention_window(text)
-        if layout is Layout.PACKED and window is not None and self.tokens > window:
-            reason = f"rows of more than {window:,} tokens leave the model's attention window"
-            return (Layout.TRIMMED if self.sharding else Layout.SHARED), reason
-        return layout, reason
-
-    def changes(self) -> Iterator[tuple[str, _Case]]:
-        """Yield changes of single settings."""
-        if self.rules.router_loss:
-            yield "with `router_aux_loss_coef: 0`", replace(self, rules=replace(self.rules, router_loss=False))
-        for name, value in _SETTINGS.items():
-            if getattr(self.rules.args, name) != value:
-                args = SimpleNamespace(**vars(self.rules.args) | {name: value})
-                yield f"with `{name}: {_AS_YAML[value]}`", replace(self, rules=replace(self.rules, args=args))
-        if self.wanted is not Layout.PACKED:
-            yield "with `micro_batching: auto`", replace(self, wanted=Layout.PACKED)
-        if self.sharding:
-            yield "where no weights are split", replace(self, sharding="")
-        for name, sharding in (("ZeRO-3", ZERO3), ("FSDP2", FSDP2)):
-            if self.sharding != sharding:
-                yield f"under {name}", replace(self, sharding=sharding)
-
-
-def expected_layout(recipe: Recipe, model: nn.Module, sharding: str, tokens: int) -> ExpectedLayout:
+def expected_layout(recipe: Recipe, config: GRPOConfig, model: nn.Module, sharding: str, tokens: int) -> ExpectedLayout:
     """Return the layout that a run is expected to get.
 
     Args:
         recipe: Recipe of the run.
+        config: TRL's training arguments of the run.
         model: Policy on the meta device, with its adapter, with the dropout of the run.
         sharding: Name of what is split over GPUs (`memory.Sharding`).
         tokens: Tokens of the longest prompt and completion together.
     """
     because = READS_PADDED_ROWS if recipe.kl_estimator == "full" else ""
-    rules = LayoutRules(_settings(recipe.config), has_router_loss(recipe.config, model), because)
+    rules = LayoutRules(config, has_router_loss(config, model), because)
     split = sharding if sharding in (ZERO3, FSDP2) else ""
-    case = _Case(model, rules, asked_layout(recipe.micro_batching), split, tokens)
-    layout, reason = case.decide()
-    changes = {}
-    for change, changed in case.changes():
-        other, _ = changed.decide()
-        if other is not None and other is not layout:
-            changes[change] = other
-    if has_dropout(base_model(model)):
-        with without_dropout(model):
-            other, _ = case.decide()
-        if other is not None and other is not layout:
-            changes["without dropout"] = other
-    return ExpectedLayout(_model_type(model), layout, reason, changes)
+    kind = cast(str, base_model(model).config.model_type)
+    return ExpectedLayout(kind, *_decide(model, rules, asked_layout(recipe.micro_batching), split, tokens))
 
 
-def _settings(config: Any) -> SimpleNamespace:
-    """Return the settings that rule layouts out, as `GRPOConfig.__post_init__` fills them."""
-    found = {name: getattr(config, name) for name in _SETTINGS}
-    if str(found["pad_to_multiple_of"]).lower() in ("auto", "none", "null"):
-        found["pad_to_multiple_of"] = None
-    found["torch_compile"] = bool(config.torch_compile or config.torch_compile_backend or config.torch_compile_mode)
-    return SimpleNamespace(**found)
+def _decide(
+    model: nn.Module, rules: LayoutRules, wanted: Layout, sharding: str, tokens: int
+) -> tuple[Layout | None, str]:
+    """Return the layout, or None if it is not recorded, and why no more preferred one is expected."""
+    text, kind = text_config(model), base_model(model).config.model_type
+    layout, reason = rules.allowed(model, wanted, sharding)
+    name, scores = kept_scores(text)
+    if layout is Layout.PADDED:
+        return layout, reason
+    if tokens > scores:
+        return Layout.PADDED, f"attention keeps the `{name}` {scores:,} highest scores of up to {tokens:,}"
+    record = recorded().layouts.get(kind)
+    if record is None:
+        return None, f"the layout of {kind} is not recorded"
+    if record in (Layout.PADDED, Layout.SHARED_PADDED):
+        shares = wanted >= Layout.SHARED and not rules.unshared(model) and not sharding
+        return (record if shares else Layout.PADDED), "its results depend on padding"
+    if record < layout:
+        layout, reason = record, "its results with shared prompts are not TRL's"
+    window = attention_window(text)
+    if layout is Layout.PACKED and window is not None and tokens > window:
+        reason = f"rows of more than {window:,} tokens leave the model's attention window"
+        return (Layout.TRIMMED if sharding else Layout.SHARED), reason
+    return layout, reason
 
 
 def has_router_loss(config: Any, model: nn.Module) -> bool:
@@ -236,10 +168,6 @@ def has_router_loss(config: Any, model: nn.Module) -> bool:
     if coefficient is None:
         coefficient = getattr(text, "router_aux_loss_coef", 0.0)
     return hasattr(text, "output_router_logits") and coefficient != 0.0
-
-
-def _model_type(model: nn.Module) -> str:
-    return cast(str, base_model(model).config.model_type)
 
 
 @contextmanager

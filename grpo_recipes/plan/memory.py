@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 from trl import ModelConfig, get_peft_config
 
+from grpo_recipes.checks.precision import uses_bf16
 from grpo_recipes.data.hub import hub_answers, is_missing
 from grpo_recipes.generation.kept_cache import MEMORY_SHARE
 from grpo_recipes.plan.activations import Activations, MicroBatch
@@ -25,10 +26,7 @@ from grpo_recipes.recipe.recipe import Recipe, model_config
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
 from grpo_recipes.runs.files import read_object
 from grpo_recipes.runs.weights import check_descriptions
-from grpo_recipes.training.adamw_bf16 import CHUNK
-from grpo_recipes.training.buckets import LAUNCH_TOKENS_ELSEWHERE
 from grpo_recipes.training.layout_check import COMPARED_ROWS, EXTRA_PADDING
-from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.segments import lists_of_layers
 from grpo_rewards.errors import UserError, one_line
@@ -42,31 +40,12 @@ GIB = 2**30
 MASTER_AND_MOMENTS = 12
 # Bytes per parameter of `adamw_bf16`: two float32 moments, and the 16 bits that a bfloat16 weight drops.
 ADAMW_BF16_STATE = 10
-# Bytes of temporaries of its step per weight of a chunk.
-ADAMW_BF16_TEMPORARY = 9
-# Bytes per token of the tensors that TRL computes from a generation batch: at most eight of 8 bytes.
-BATCH_BYTES = 64
 # What the allocator rounds up: blocks of more than 1 MiB to whole multiples of 2 MiB.
 ROUNDED = 1.02
-# State of other optimizers, as numbers in the weight's own dtype or as bytes. An optimizer that is not listed counts as
-# Adam.
-ADAM_MOMENTS = 2
-MOMENTS = {"sgd": 0, "adafactor": 0, "adagrad": 1, "rmsprop": 1, "lion_32bit": 1, "paged_lion_32bit": 1}
-STATE_BYTES = {
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), 2),
-    **dict.fromkeys(("adamw_torch_4bit", "lion_8bit", "paged_lion_8bit", "rmsprop_bnb_8bit"), 1),
-}
-# Bytes per weight in bitsandbytes' 8 and 4 bits. In 4 bits, 64 weights share a float32 scale. Nested quantization
-# stores the scale in 8 bits.
-QUANTISED_BYTES = {8: 1.0, 4: 0.5 + 4 / 64}
-NESTED_4BIT_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # A 16-bit gradient, and what DeepSpeed reserves beside it: together 18 bytes per parameter in its estimators.
 ZERO2_GRADIENT, ZERO3_GRADIENT = 6, 4
 # Bytes per parameter of a layer that ZeRO-3 gathers: the parameter and its gradient, 16 bits each.
 GATHERED = 4
-# Host memory as a multiple of the states, DeepSpeed's `additional_buffer_factor`.
-HOST_BUFFERS = 1.5
-
 # CUDA context with communication buffers, and the share lost to fragmentation. No estimator includes them.
 CONTEXT_BYTES = 1.5 * GIB
 FRAGMENTATION = 0.05
@@ -88,7 +67,6 @@ class Sharding:
     """Layout of a model: the number of GPUs, and what is split over them (`none`, `zero2`, `zero3` or `fsdp2`)."""
 
     num_processes: int = 1
-    num_machines: int = 1
     sharding: str = "none"
     offload_optimizer: bool = False
     offload_parameters: bool = False
@@ -102,7 +80,7 @@ class Sharding:
     def described(cls, accelerate_config: Path) -> Sharding:
         """Return the layout of an accelerate configuration. Raise `MemoryUnknown` if it is not covered here."""
         raw = load_yaml(accelerate_config.read_text(encoding="utf-8"))
-        kind, machines = raw.get("distributed_type", "NO"), raw.get("num_machines", 1)
+        kind = raw.get("distributed_type", "NO")
         deepspeed = raw.get("deepspeed_config") or {}
         if kind == "DEEPSPEED":
             sharding = {0: "none", 2: "zero2", 3: "zero3"}.get(deepspeed.get("zero_stage", -1))
@@ -112,7 +90,6 @@ class Sharding:
             raise MemoryUnknown(f"no estimate for the layout of {accelerate_config}")
         return cls(
             raw["num_processes"],
-            machines,
             sharding,
             offload_optimizer=deepspeed.get("offload_optimizer_device", "none") != "none",
             offload_parameters=deepspeed.get("offload_param_device", "none") != "none",
@@ -131,7 +108,6 @@ class ModelShape:
         in_layers: Parameters of all decoder layers.
         quantisable: Parameters quantized by loading in 4 or 8 bits: those of linear layers without the head.
         largest_matrix: Parameters of the largest of these linear layers.
-        initializer_range: Standard deviation of freshly drawn weights, 0.02 unless the configuration sets it.
     """
 
     parameters: int
@@ -141,7 +117,6 @@ class ModelShape:
     in_layers: int
     quantisable: int = 0
     largest_matrix: int = 0
-    initializer_range: float = 0.02
 
     @classmethod
     def built(cls, config: Any, peft_config: Any = None) -> tuple[ModelShape, nn.Module]:
@@ -149,14 +124,13 @@ class ModelShape:
         import torch
         from transformers import AutoModelForCausalLM
 
-        text = config.get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
             modules = [sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()]
             head, linear = model.get_output_embeddings(), [m for m in model.modules() if isinstance(m, nn.Linear)]
             matrices = [module.weight.numel() for module in linear if module is not head]
             layers = []
-            for module, name in lists_of_layers(model.base_model, text.num_hidden_layers):
+            for module, name in lists_of_layers(model.base_model, config.get_text_config().num_hidden_layers):
                 layers += [sum(p.numel() for p in layer.parameters()) for layer in getattr(module, name)]
             if peft_config is not None:
                 model = _with_adapter(model, peft_config)
@@ -168,7 +142,6 @@ class ModelShape:
             in_layers=sum(layers),
             quantisable=sum(matrices),
             largest_matrix=max(matrices, default=0),
-            initializer_range=getattr(text, "initializer_range", None) or cls.initializer_range,
         )
         return shape, model
 
@@ -177,36 +150,19 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
     """Return `model` with a new adapter. Raise `RefusedAdapter` if PEFT can't add it."""
     from peft import get_peft_model
     from peft.utils.error import NoMatchingPeftModuleError
-    from torch import nn
 
     linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    wanted = peft_config.target_modules
     try:
         return get_peft_model(model, peft_config)
     except NoMatchingPeftModuleError as error:
-        wanted = peft_config.target_modules
-        # TRL turns a list of one name into a string, and peft reads a string as a pattern.
-        if isinstance(wanted, str) and wanted in linear:
-            raise RefusedAdapter(
-                f"`lora_target_modules`: a single name is a pattern for the whole path: write `.*{wanted}`, or name "
-                "two modules"
-            ) from error
         names = wanted if isinstance(wanted, str) else ", ".join(sorted(wanted or ["PEFT's default"]))
-        raise RefusedAdapter(
-            f"`lora_target_modules`: {names} matches no module of the model: name some of "
-            f"{', '.join(sorted(linear))}, or `all-linear`"
-        ) from error
+        fix = f"name some of {', '.join(sorted(linear))}, or `all-linear`"
+        if wanted in linear:  # TRL turns a list of one name into a string, and PEFT reads a string as a pattern
+            fix = f"a single name is a pattern for the whole path: write `.*{wanted}`"
+        raise RefusedAdapter(f"`lora_target_modules`: {names} matches no module of the model: {fix}") from error
     except ValueError as error:
-        if peft_config.lora_dropout and "lora_dropout" in str(error):
-            raise RefusedAdapter(
-                "`lora_dropout`: the adapter covers experts of the model, for which PEFT has no dropout: "
-                "set `lora_dropout: 0`"
-            ) from error
         raise RefusedAdapter(f"PEFT can't add the adapter ({one_line(error)}): correct the `lora_*` keys") from error
-
-
-# Weights in transfer to a vLLM server (`vllm.distributed.weight_transfer.packed_tensor`, 0.30).
-PACK_BYTES = 1 << 30
-PACKS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -255,28 +211,20 @@ class MemoryPlan:
     def parts(self) -> dict[str, float]:
         """Return the bytes on one GPU by part.
 
-        `activations` belong to training, and the last six parts to generation. They are held at the same time only if
-        vLLM shares the GPU and does not sleep during training.
+        `activations` belong to training, and the parts behind them to generation. They are held at the same time only
+        if vLLM shares the GPU and does not sleep during training.
         """
         return {
             **(self._deepspeed_states() if self.layout.is_deepspeed else self._torch_states()),
-            "reference": self._weights() if self.full_reference else 0,
+            # The reference of an adapter is its own base.
+            "reference": self._weights() if self.config.beta != 0 and not self.is_adapter else 0,
             "reward model": 2 * self.reward_parameters,
             "activations": self._training(),
             **self._generation(),
         }
 
-    def peak(self) -> float:
-        """Return the most bytes held at once: the permanent parts, and the larger of training and generation."""
-        return sum(self._at_the_peak().values())
-
-    def largest(self) -> tuple[str, float]:
-        """Return the largest of the parts that are held at the peak, with its bytes."""
-        parts = self._at_the_peak()
-        name = max(parts, key=lambda name: parts[name])
-        return name, parts[name]
-
-    def _at_the_peak(self) -> dict[str, float]:
+    def at_the_peak(self) -> dict[str, float]:
+        """Return the parts that are held at the peak: the permanent ones, and the larger of training and generation."""
         parts, generation = self.parts(), self._generation()
         if self.vllm == "colocate" and not self.config.vllm_enable_sleep_mode:  # vLLM keeps its share during training
             return parts
@@ -284,15 +232,9 @@ class MemoryPlan:
         idle = set(generation) if is_training else {"activations"}
         return {name: size for name, size in parts.items() if name not in idle}
 
-    def host(self) -> float:
-        """Return the bytes of host memory that offloading needs on each machine."""
-        if not (self.layout.offload_parameters or self.layout.offload_optimizer):
-            return 0
-        # DeepSpeed's own figures: 16 bytes for the gradient, the float32 copy and the moments of a trained parameter,
-        # and 2 more for each parameter if those are offloaded, also for those of a reference.
-        models = 2 if self.full_reference else 1
-        weights = 2 * models * self.shape.parameters if self.layout.offload_parameters else 0
-        return (16 * self.shape.trained + weights) / self.layout.num_machines * HOST_BUFFERS
+    def peak(self) -> float:
+        """Return the most bytes held at once."""
+        return sum(self.at_the_peak().values())
 
     def usable(self) -> float | None:
         """Return the bytes of a GPU that are left for tensors, or None if its size is not given."""
@@ -300,14 +242,8 @@ class MemoryPlan:
 
     def fits(self) -> bool | None:
         """Return True if the peak and vLLM's weights fit on the GPU, or None if its size is not given."""
-        if (usable := self.usable()) is None:
-            return None
-        return self.vllm_weights() < self.vllm_budget() and self.peak() <= usable
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the longest prompt and completion together."""
-        return self.prompt_tokens + self.config.max_completion_length
+        usable = self.usable()
+        return None if usable is None else self.vllm_weights() < self.vllm_budget() and self.peak() <= usable
 
     @property
     def vllm(self) -> str | None:
@@ -317,13 +253,7 @@ class MemoryPlan:
     @property
     def mixed_precision(self) -> bool:
         """True if matrix products are computed in 16 bits."""
-        bf16 = self.config.bf16 if self.config.bf16 is not None else not self.config.use_cpu
-        return bool(bf16 or self.config.fp16)
-
-    @property
-    def full_reference(self) -> bool:
-        """True if a second, frozen model is held for the KL term. An adapter's reference is its own base."""
-        return self.config.beta != 0 and not self.is_adapter
+        return bool(uses_bf16(self.config) or self.config.fp16)
 
     @property
     def is_adapter(self) -> bool:
@@ -337,7 +267,7 @@ class MemoryPlan:
         splits_parameters = self.layout.sharding == "zero3"
         gathered = GATHERED * self.shape.largest_module if splits_parameters else 0
         trained = 0 if self.layout.offload_optimizer else self.shape.trained / self.layout.num_processes
-        adam = MASTER_AND_MOMENTS if self.mixed_precision else ADAM_MOMENTS * self.dtype_bytes
+        adam = MASTER_AND_MOMENTS if self.mixed_precision else 2 * self.dtype_bytes
         return {
             "parameters": self._weights() + gathered,
             "gradients": (ZERO3_GRADIENT if splits_parameters else ZERO2_GRADIENT) * trained,
@@ -358,9 +288,12 @@ class MemoryPlan:
         gathered = self._compute_bytes() * (outside + 2 * shape.largest_layer) if splits else 0
         # DistributedDataParallel copies gradients into buckets.
         copies = 2 if not splits and self.layout.num_processes > 1 else 1
-        state = STATE_BYTES.get(self.optim, MOMENTS.get(self.optim, ADAM_MOMENTS) * size)
-        if self.optim == ADAMW_BF16:
-            state = ADAMW_BF16_STATE if size == 2 else 4 * ADAM_MOMENTS
+        if self.optim == ADAMW_BF16 and size == 2:
+            state = ADAMW_BF16_STATE
+        elif self.optim in ("sgd", "adafactor"):
+            state = 0
+        else:  # every other optimizer counts as Adam
+            state = 2 if "8bit" in self.optim else 2 * size
         return {
             "parameters": base + size * trained + gathered,
             "gradients": copies * size * trained,
@@ -380,13 +313,6 @@ class MemoryPlan:
         # FSDP2 under mixed precision keeps trained parameters in float32, and PEFT keeps adapters in float32.
         holds_float32 = self.is_adapter or (self.layout.sharding == "fsdp2" and self.mixed_precision)
         return 4 if holds_float32 else self.dtype_bytes
-
-    def _stream_bytes(self) -> int:
-        """Return the bytes of a key or value in the cache, and of a weight that computes it.
-
-        DeepSpeed and FSDP2 cast weights to the compute precision. Autocast does not, and generation runs without it.
-        """
-        return self.dtype_bytes if self.layout.sharding == "none" else self._compute_bytes()
 
     def _weights(self) -> float:
         """Return the bytes of the weights alone, which are all that a reference model needs."""
@@ -408,7 +334,8 @@ class MemoryPlan:
             completion=self.config.max_completion_length,
             prompts=self.prompts,
             layout=self.rows_as,
-            weight_bytes=self._stream_bytes(),
+            # DeepSpeed and FSDP2 cast weights to the compute precision. Autocast does not.
+            weight_bytes=self.dtype_bytes if holds_all else self._compute_bytes(),
             trained_bytes=self._trained_bytes() if holds_all else self._compute_bytes(),
             autocast=holds_all and self.mixed_precision,
             checkpointing=self.config.gradient_checkpointing,
@@ -417,35 +344,17 @@ class MemoryPlan:
         )
 
     def _training(self) -> float:
-        """Return the most bytes that a micro-batch or the optimizer's step holds beside the states."""
+        """Return the most bytes that a micro-batch holds beside the states, which count all gradients."""
         batch = self.micro_batch()
-        new = self._trained_bytes() * self.shape.trained  # the states count all gradients
-        held: float = self.activations.measure(batch) - (new if batch.makes_gradients else 0)
-        if self.rows_as.shares_prompts:
+        new = batch.trained_bytes * self.shape.trained if self.layout.sharding == "none" else 0
+        held: float = self.activations.measure(batch).peak - (new if batch.makes_gradients else 0)
+        if batch.layout.shares_prompts:
             # The run compares its layout with a forward pass of a few padded rows, before the first gradient.
-            padded = self._forward(min(self.rows, COMPARED_ROWS), self.prompt_tokens + 2 * EXTRA_PADDING)
-            completion = self.config.max_completion_length
-            check = self.activations.measure(replace(padded, completion=completion, autocast=batch.autocast))
-            held = max(held, check - (new if self.layout.sharding == "none" else 0), self._simpler_rows(batch))
+            rows, prompt = min(self.rows, COMPARED_ROWS), self.prompt_tokens + 2 * EXTRA_PADDING
+            check = self._forward(rows, prompt, batch.completion)
+            held = max(held, self.activations.measure(replace(check, autocast=batch.autocast)).peak - new)
         dequantised = 0 if self.quantised_bytes is None else self._compute_bytes() * self.shape.largest_matrix
-        batch_bytes = BATCH_BYTES * self.rows * self.tokens
-        return max(ROUNDED * held + dequantised + batch_bytes, self._optimizer_step())
-
-    def _simpler_rows(self, batch: MicroBatch) -> float:
-        """Return the bytes of the longest rows with their own prompts that training prefers to shared prompts."""
-        padded = replace(batch, layout=Layout.PADDED, makes_gradients=False)
-        if batch.layout is Layout.PACKED:
-            most = batch.tokens / MAX_PACKED_SHARE
-        else:  # a segment of prompts costs as much as so many tokens, and TRL's rows have no bucket either
-            most = batch.tokens + LAUNCH_TOKENS_ELSEWHERE * (2 if batch.layout is Layout.SHARED_PADDED else 1)
-        return self.activations.measure(padded) * min(most / padded.tokens, 1)
-
-    def _optimizer_step(self) -> float:
-        """Return the bytes of the optimizer's temporaries."""
-        if self.optim != ADAMW_BF16 or self.layout.is_deepspeed or self._trained_bytes() != 2:
-            return 0
-        ranks = self.layout.num_processes if self.layout.sharding == "fsdp2" else 1
-        return ADAMW_BF16_TEMPORARY * min(CHUNK, self.shape.trained / ranks)
+        return ROUNDED * held + dequantised
 
     # ---- Generation
 
@@ -457,50 +366,32 @@ class MemoryPlan:
         """
         gathers = self.config.ds3_gather_for_generation if self.vllm is None else self.is_adapter
         weights = self._compute_bytes() * self.shape.parameters if gathers and self.layout.sharding == "zero3" else 0
-        prompts = cache = kept = 0.0
+        held = 0.0
         if self.vllm is None:
             rows = self.rows * self.steps_per_generation
             distinct = math.ceil(rows / self.config.num_generations) if self.decodes_groups else rows
-            prompts = ROUNDED * self.activations.measure(self._forward(distinct, self.prompt_tokens))
             # Every row is taken to have the longest prompt and completion.
-            cache = rows * self.activations.cache(self._forward(1, self.tokens))
+            longest = self._forward(1, self.prompt_tokens, self.config.max_completion_length)
+            cache = rows * self.activations.measure(longest).cache
+            prompts = self.activations.measure(self._forward(distinct, self.prompt_tokens, 1)).peak
+            held = cache + ROUNDED * prompts
             # Copies of rows whose completion calls a tool, which may be all rows.
             if self.keeps_turns and not self.config.use_transformers_continuous_batching:
-                kept = min(cache, MEMORY_SHARE * (self.gpu_memory or math.inf))
-        share = self.vllm_budget() if self.gpu_memory else self.vllm_weights()
-        return {
-            "gathered weights": weights,
-            "prompts in generation": prompts,
-            "KV cache": cache,
-            "KV cache kept between turns": kept,
-            "vLLM's share": share if self.vllm == "colocate" else 0,
-            "weights on their way": self._packs() if self.vllm == "server" else 0,
-        }
+                held += min(cache, MEMORY_SHARE * (self.gpu_memory or math.inf))
+        share = self.vllm_weights() if self.gpu_memory is None else self.vllm_budget()
+        shared = share if self.vllm == "colocate" else 0
+        return {"gathered weights": weights, "generation": held, "vLLM's share": shared}
 
-    def _forward(self, rows: int, tokens: int) -> MicroBatch:
+    def _forward(self, rows: int, prompt: int, completion: int) -> MicroBatch:
         """Return padded rows that run forward without gradients and, as in generation, without autocast."""
-        batch = replace(self.micro_batch(), rows=rows, prompt=tokens, completion=1, prompts=1, layout=Layout.PADDED)
-        return replace(batch, autocast=False, checkpointing=False, makes_gradients=False, full_kl=False, trains=False)
-
-    def _packs(self) -> float:
-        """Return the bytes on rank 0 while weights go to a vLLM server: two packs in flight, and sources of a third.
-
-        A pack is sent once it exceeds `PACK_BYTES` (vLLM's `pack_tensors`). Its sources are views if this rank holds
-        all weights, and copies if the weights are gathered from a split model or merged with an adapter.
-        """
-        size = self._compute_bytes() if self.layout.is_deepspeed else self.dtype_bytes
-        model = size * self.shape.parameters
-        pack = min(PACK_BYTES + size * self.shape.largest_module, model)
-        copies = pack if self.is_adapter or self.layout.sharding in ("zero3", "fsdp2") else 0
-        return min(PACKS_IN_FLIGHT * pack, model) + copies
+        batch = replace(self.micro_batch(), rows=rows, prompt=prompt, completion=completion, layout=Layout.PADDED)
+        return replace(batch, prompts=1, autocast=False, makes_gradients=False, full_kl=False, trains=False)
 
     def vllm_budget(self) -> float:
         """Return the bytes that vLLM may take on this GPU, infinite if it takes none or the GPU's size is not given."""
-        return (
-            self.config.vllm_gpu_memory_utilization * self.gpu_memory
-            if self.vllm == "colocate" and self.gpu_memory
-            else math.inf
-        )
+        if self.vllm != "colocate" or self.gpu_memory is None:
+            return math.inf
+        return float(self.config.vllm_gpu_memory_utilization * self.gpu_memory)
 
     def vllm_weights(self) -> float:
         """Return the bytes of vLLM's own copy of the weights on this GPU."""
@@ -567,45 +458,19 @@ def check_adapter(recipe: Recipe) -> None:
 def quantised_bytes(arguments: ModelConfig) -> float | None:
     """Return the bytes of a quantized weight, or None if `arguments` quantize nothing."""
     if arguments.load_in_4bit:
-        return NESTED_4BIT_BYTES if arguments.use_bnb_nested_quant else QUANTISED_BYTES[4]
-    return QUANTISED_BYTES[8] if arguments.load_in_8bit else None
-
-
-def best_precision(plan: MemoryPlan) -> str:
-    """Return the first precision that keeps small updates and fits, for full fine-tuning without DeepSpeed.
-
-    If the GPU's size is not given, return all of them with their peaks.
-    """
-    offloaded = replace(plan.layout, sharding="zero2", offload_optimizer=True)
-    in_host_memory = "accelerate_configs/zero2_offload.yaml, which keeps float32 weights in host memory"
-    ways = [
-        ("dtype: float32", replace(plan, dtype_bytes=4, optim="adamw_torch")),
-        (f"dtype: bfloat16 with optim: {ADAMW_BF16}", replace(plan, dtype_bytes=2, optim=ADAMW_BF16)),
-        (in_host_memory, replace(plan, dtype_bytes=2, layout=offloaded)),
-    ]
-    texts = []
-    for change, way in ways:
-        if (fits := way.fits()) is not False:
-            texts.append(f"{change} ({gib(way.peak())})")
-        if fits:
-            return texts[-1]
-    if plan.gpu_memory is None:
-        return ", else ".join(texts)
-    return "none of these fits this GPU: an adapter (`use_peft: true`) is kept in float32"
+        return 0.5 + 4 / 64  # 64 weights share a scale of at most four bytes
+    return 1.0 if arguments.load_in_8bit else None
 
 
 CHANGES = {
     **dict.fromkeys(("gradients", "optimizer"), "`use_peft: true` trains an adapter"),
-    "parameters": "`load_in_4bit: true` with `use_peft: true` quantizes them on a single GPU, and "
-    "`--accelerate_config zero3` splits them over several",
+    "parameters": "`load_in_4bit: true` quantizes those that an adapter freezes",
     "reference": "`beta: 0` needs none",
     "reward model": "`device: cpu` of the reward holds it elsewhere",
     "activations": "lower `per_device_train_batch_size`, and raise `gradient_accumulation_steps` as much",
     "gathered weights": "`ds3_gather_for_generation: false` gathers one layer at a time, which is far slower",
-    "prompts in generation": "lower `steps_per_generation` or `dataset.max_prompt_tokens`",
-    **dict.fromkeys(("KV cache", "KV cache kept between turns"), "lower `steps_per_generation`"),
-    "vLLM's share": "lower `vllm_gpu_memory_utilization`, or set `vllm_enable_sleep_mode: true`",
-    "weights on their way": "`use_vllm: false` sends none",
+    "generation": "lower `steps_per_generation`",
+    "vLLM's share": "lower `vllm_gpu_memory_utilization`",
 }
 """Change of a recipe that makes a part smaller."""
 
@@ -627,27 +492,27 @@ def gib(size: float) -> str:
 def describe(plan: MemoryPlan) -> list[Part]:
     """Return the estimate for the terminal: memory by part, whether it fits, and what to change if it does not."""
     sizes = {name: size for name, size in plan.parts().items() if size} | {"peak": plan.peak()}
-    if plan.host():
-        sizes["host memory, each machine"] = plan.host()
     rows = [(Cell(name, "head" if name == "peak" else ""), gib(size)) for name, size in sizes.items()]
     parts: list[Part] = [Table(rows, numbers=frozenset({1}))]
     usable = plan.usable()
-    if usable is None or plan.gpu_memory is None:
+    if usable is None:
         return parts
-    verdict = Cell("  fits in", "good") if plan.fits() else Cell("  does not fit in", "bad")
-    of = f"{gib(usable)}: a GPU of {gib(plan.gpu_memory)} less context and fragmentation"
-    parts.append(replace(verdict, text=f"{verdict.text} {of}"))
+    of = f"{gib(usable)}, which is the GPU less context and fragmentation"
+    parts.append(Cell(f"  fits in {of}", "good") if plan.fits() else Cell(f"  does not fit in {of}", "bad"))
     if plan.vllm_weights() >= plan.vllm_budget():
         parts.append(
             f"  vLLM's share of {gib(plan.vllm_budget())} can't hold its {gib(plan.vllm_weights())} of weights: raise "
             "`vllm_gpu_memory_utilization` or `vllm_tensor_parallel_size`"
         )
     if not plan.fits():
-        name, size = plan.largest()
+        parts_at_peak = plan.at_the_peak()
+        name = max(parts_at_peak, key=lambda name: parts_at_peak[name])
         change = CHANGES[name]
         if name == "activations" and not plan.config.gradient_checkpointing:
             change = "set `gradient_checkpointing: true`"
-        parts.append(Labelled("largest part", f"{name}, {gib(size)}: {change}"))
+        if name == "parameters" and plan.layout.num_processes > 1:
+            change = "`--accelerate_config zero3` splits them over the GPUs"
+        parts.append(Labelled("largest part", f"{name}, {gib(parts_at_peak[name])}: {change}"))
     return parts
 
 
@@ -656,9 +521,7 @@ def as_dict(plan: MemoryPlan) -> dict[str, Any]:
     return {
         **{name.replace("'s", "").replace(" ", "_").lower(): round(size) for name, size in plan.parts().items()},
         "peak": round(plan.peak()),
-        "host": round(plan.host()),
-        "usable": None if (usable := plan.usable()) is None else round(usable),
+        "usable": plan.usable(),
         "fits": plan.fits(),
         "shape": asdict(plan.shape),
-        "layout": asdict(plan.layout),
     }

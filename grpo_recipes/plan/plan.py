@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -43,37 +43,18 @@ from grpo_recipes.recipe.recipe import (
     resolved,
     shipped_files,
 )
-from grpo_recipes.recipe.trl_keys import ADAMW_BF16, cautions, ignored_keys
+from grpo_recipes.recipe.trl_keys import cautions, ignored_keys
+from grpo_recipes.training.layout_check import text_config
 from grpo_recipes.training.log_probs import MAX_PACKED_SHARE
 from grpo_recipes.training.packing import Layout
 from grpo_rewards.files import relative_to
 from grpo_rewards.redaction import redacted
-from grpo_rewards.registry import BuiltReward, UnbuiltReward, is_own, leaves, spec_parts
+from grpo_rewards.registry import BuiltReward, UnbuiltReward, leaves
+from grpo_rewards.reward_model import RewardModelScore
 from grpo_rewards.terminal import WIDTH, Cell, Labelled, Part
 
+_SPREAD = 0.02  # standard deviation of freshly drawn weights, unless the configuration sets it
 _TEXT = len("  optimizer step  ")  # width of a label, after which the text of a line begins
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Most tokens that run through the model in the forward of a micro-batch, padding included.
-
-    Attributes:
-        micro_batch: Tokens in the expected layout.
-        padded: Tokens of TRL's rows.
-    """
-
-    micro_batch: int
-    padded: int
-
-    def describe(self, accumulation: int) -> str:
-        """Return the tokens of a micro-batch, and of an optimizer step of `accumulation` micro-batches, as text."""
-        sentence = f"at most {self.micro_batch:,} in a micro-batch"
-        if self.micro_batch != self.padded:
-            sentence += f" ({self.padded:,} in TRL's rows)"
-        if accumulation > 1:
-            sentence += f", {accumulation * self.micro_batch:,} in an optimizer step of each process"
-        return sentence
 
 
 @dataclass(frozen=True)
@@ -86,7 +67,8 @@ class Plan:
         rewards: Rewards with their weights.
         prompts: Number of training prompts, or the reason why it is unknown.
         layout: Layout that the micro-batches are expected to get, or None if the model's configuration is unknown.
-        tokens: Most tokens of a micro-batch, as they run and in TRL's rows, or None if the layout is not given.
+        tokens: Most tokens of a micro-batch with padding, in the expected layout (`micro_batch`) and in TRL's rows
+            (`padded`). Empty if the layout is not given.
         memory: Estimate of the memory of a GPU, the reason why it is unknown, or None if the recipe trains on a CPU.
         precision: Dtypes and optimizer.
         surviving: Share of an update that survives rounding, in [0, 1], or None if it is not known.
@@ -100,7 +82,7 @@ class Plan:
     rewards: Sequence[BuiltReward]
     prompts: int | str
     layout: ExpectedLayout | None
-    tokens: Tokens | None
+    tokens: Mapping[str, int]
     memory: memory.MemoryPlan | str | None
     precision: Precision
     surviving: float | None
@@ -121,12 +103,11 @@ class Plan:
         if self.toolset is not None:
             tools.append(f"  tools           {self.toolset.describe(config.max_tool_calling_iterations)}")
         head, prompt = self.shown.describe(self.recipe.dataset) if self.shown else ([], [])
-        heading = [Cell("  memory of one GPU", "head")]
         need: list[Part] = []
-        if isinstance(self.memory, memory.MemoryPlan):
-            need = [*heading, *memory.describe(self.memory)]
-        elif self.memory is not None:
-            need = [*heading, Labelled("memory", f"unknown: {self.memory}")]
+        if self.memory is not None:
+            need.append(Cell("  memory of one GPU", "head"))
+            is_known = isinstance(self.memory, memory.MemoryPlan)
+            need += memory.describe(self.memory) if is_known else [Labelled("memory", f"unknown: {self.memory}")]
         return [
             Cell(self.recipe.source, "head"),
             *_labelled([rewards, *tools, precision, self.geometry.describe(), epoch, *self._describe_layout(), *head]),
@@ -137,13 +118,12 @@ class Plan:
         ]
 
     def _describe_layout(self) -> list[str]:
-        if self.layout is None or self.tokens is None:
+        if self.layout is None or not self.tokens:
             return []
-        accumulation = self.recipe.config.gradient_accumulation_steps
-        return [
-            f"  layout          {self.layout.describe()}",
-            f"  tokens          {self.tokens.describe(accumulation)}",
-        ]
+        tokens = f"at most {self.tokens['micro_batch']:,} in a micro-batch"
+        if self.tokens["micro_batch"] != self.tokens["padded"]:
+            tokens += f" ({self.tokens['padded']:,} in TRL's rows)"
+        return [f"  layout          {self.layout.describe()}", f"  tokens          {tokens}"]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan for `--json`, sizes in bytes. Unknown values are null, and `unknown` lists the reasons."""
@@ -155,7 +135,7 @@ class Plan:
             "epoch": self.geometry.epoch(self.prompts, longest) if isinstance(self.prompts, int) else None,
             "prompts": self.shown.as_dict() if self.shown else None,
             "layout": self.layout.as_dict() if self.layout else None,
-            "tokens": asdict(self.tokens) if self.tokens else None,
+            "tokens": self.tokens or None,
             "memory": memory.as_dict(self.memory) if isinstance(self.memory, memory.MemoryPlan) else None,
             "precision": {**asdict(self.precision), "updated": self.precision.updated, "surviving": self.surviving},
             "unknown": [reason for reason in (self.prompts, self.memory) if isinstance(reason, str)],
@@ -204,13 +184,14 @@ def plan(
         machine = replace(machine, num_processes=num_processes)
     # Geometry and rewards are planned even if the dataset can't be reached, so `check` comes after them.
     geometry = geometry_of(recipe, machine.num_processes)
-    dry_config(recipe, machine)
+    trl_config = dry_config(recipe, machine)
     rewards = recipe.build_rewards(call_factories=build)
     with recipe.naming_this_file():
         toolset = load_toolset(recipe)
     if toolset is not None:
         rewards = [*rewards, *toolset.rewards()]
-    notes = [*_notes(recipe), *_unbuilt(rewards), *_own_rewards(recipe, rewards)]
+    notes = [*cautions(recipe.config, recipe.model), *packages.missing(recipe.config)]
+    notes += [*packages.missing_quantization(recipe.model), *_unbuilt(rewards)]
     prompts: int | str
     try:
         checked = check(recipe, machine, call_factories=build)
@@ -218,32 +199,37 @@ def plan(
         shown = _checked_prompts(recipe, checked, notes)
     except DatasetUnreachable as error:
         prompts, shown = str(error), None
-    estimate: memory.MemoryPlan | str | None
-    spread = memory.ModelShape.initializer_range
-    expected, tokens, padded_note = None, None, []
+    expected, tokens, estimate = None, {}, None
+    spread = _SPREAD
     trains_on_cpu = recipe.config.use_cpu and gpu_memory is None
     try:
         layout = memory.Sharding.described(described) if described is not None else memory.Sharding()
         layout = replace(layout, num_processes=machine.num_processes)
         longest, length_notes = _longest_prompt(recipe, shown)
-        padded, expected = _memory(recipe, machine, geometry, layout, usable, model_config_file, longest, notes)
-        spread = padded.shape.initializer_range
-        estimate = _in_layout(recipe, geometry, padded, expected.layout)
-        tokens = Tokens(estimate.micro_batch().tokens, padded.micro_batch().tokens)
-        notes += [*length_notes, *expected.notes()]
+        padded = _padded(recipe, machine, geometry, layout, usable, model_config_file, longest)
+        padded = replace(padded, reward_parameters=_reward_parameters(rewards, notes))
+        model = padded.activations.model
+        spread = getattr(text_config(model), "initializer_range", None) or _SPREAD
+        # Dropout that the run switches off still counts in its memory, as an upper limit.
+        with without_dropout(model) if recipe.config.disable_dropout else nullcontext():
+            most = longest + recipe.config.max_completion_length
+            expected = expected_layout(recipe, trl_config, model, layout.sharding, most)
+        notes += [*length_notes, *_stored_notes(recipe, model), *expected.notes()]
+        planned = _in_layout(recipe, geometry, padded, expected.layout)
+        tokens = {"micro_batch": planned.micro_batch().tokens, "padded": padded.micro_batch().tokens}
         if not trains_on_cpu:
-            padded_note = _padded_rows(estimate, padded)
+            estimate = planned
+            if padded.peak() > planned.peak():
+                notes.append(f"a run that warns of trimmed or padded rows needs up to {memory.gib(padded.peak())}")
     except memory.MemoryUnknown as error:
-        estimate = str(error)
+        estimate = None if trains_on_cpu else str(error)
     except NotMeasured as error:
         kind = expected.model_type if expected is not None else "this model"
         estimate = f"{kind} can't run without data, so its memory is not predicted ({error})"
-    if trains_on_cpu:
-        estimate = None
     precision = precision_of(recipe, machine)
     surviving = precision.surviving(initial_weights(spread))
-    notes += _precision_notes(precision, surviving, estimate)
-    notes += padded_note
+    if warning := precision.warning(surviving):
+        notes.append(warning)
     return Plan(
         recipe, geometry, rewards, prompts, expected, tokens, estimate, precision, surviving, notes, shown, toolset
     )
@@ -268,24 +254,13 @@ def _checked_prompts(recipe: Recipe, checked: Checked, notes: list[str]) -> Prom
     notes += checked.gold_notes
     if shown.unknown is None:
         notes += prefilled_notes(checked.rewards, shown.text)
-    notes += _row_notes(recipe, checked)
-    notes += _position_notes(recipe, longest or 0)
-    return shown
-
-
-def _row_notes(recipe: Recipe, checked: Checked) -> list[str]:
-    """Return notes on a table with one row, and on the number of held-out rows."""
-    notes, rows = [], len(checked.train_dataset)
-    if rows == 1:
-        notes.append("the dataset has one row, so every group answers the same prompt: add rows to `dataset.path`")
-    if checked.eval_dataset is not None:
-        notes.append(f"{len(checked.eval_dataset):,} rows are held out for evaluation, and {rows:,} are trained on")
-    elif recipe.dataset.eval_share is not None:
+    if checked.eval_dataset is None and recipe.dataset.eval_share is not None:
         share = f"{recipe.dataset.eval_share:.0%}"
         notes.append(
             f"about {share} of the rows are held out, and no evaluation reads them: set `eval_strategy: steps`"
         )
-    return notes
+    notes += _position_notes(recipe, longest or 0)
+    return shown
 
 
 def _position_notes(recipe: Recipe, longest: int) -> list[str]:
@@ -333,7 +308,7 @@ def _labelled(texts: Sequence[str]) -> list[Part]:
     return [Labelled(line[:_TEXT].strip(), line[_TEXT:]) for line in lines]
 
 
-def _memory(
+def _padded(
     recipe: Recipe,
     machine: Machine,
     geometry: Geometry,
@@ -341,9 +316,8 @@ def _memory(
     gpu_memory: float | None,
     model_config_file: str | None,
     prompt_tokens: int,
-    notes: list[str],
-) -> tuple[memory.MemoryPlan, ExpectedLayout]:
-    """Return the estimate of the memory in TRL's rows, and the expected layout. Add what it leaves out to `notes`.
+) -> memory.MemoryPlan:
+    """Return the estimate of the memory in TRL's rows.
 
     Raises:
         MemoryUnknown: The layout or the model is not covered by the estimate, or can't be read.
@@ -355,14 +329,7 @@ def _memory(
     shape, model = memory.policy_model(recipe, model_config_file)
     if quantised is not None and shape.trained == shape.parameters:
         raise memory.MemoryUnknown("a quantised model can only be trained with an adapter: set `use_peft: true`")
-    stored = getattr(model.config, "quantization_config", None)
-    if stored:
-        kind = stored["quant_method"] if isinstance(stored, Mapping) else stored.quant_method
-        notes.append(f"the checkpoint is stored in {kind}: memory counts its weights as {arguments.dtype or 'float32'}")
-    # Dropout that the run switches off still counts in its memory, as an upper limit.
-    with without_dropout(model) if config.disable_dropout else nullcontext():
-        expected = expected_layout(recipe, model, layout.sharding, prompt_tokens + config.max_completion_length)
-    estimate = memory.MemoryPlan(
+    return memory.MemoryPlan(
         shape=shape,
         activations=Activations(model),
         layout=layout,
@@ -372,14 +339,22 @@ def _memory(
         prompt_tokens=prompt_tokens,
         dtype_bytes=4 if arguments.dtype in (None, "float32") else 2,
         optim=optimizer_name(recipe, machine),
-        reward_parameters=_reward_parameters(recipe, notes),
         gpu_memory=gpu_memory,
         quantised_bytes=quantised,
         keeps_turns=bool(recipe.tools or recipe.environment_factory) and recipe.generation != "off",
         decodes_groups=recipe.generation != "off",
         full_kl=recipe.kl_estimator == "full",
     )
-    return estimate, expected
+
+
+def _stored_notes(recipe: Recipe, model: Any) -> list[str]:
+    """Return a note on a checkpoint in few bits, such as gpt-oss's MXFP4."""
+    stored = getattr(model.config, "quantization_config", None)
+    if not stored:
+        return []
+    kind = stored["quant_method"] if isinstance(stored, Mapping) else stored.quant_method
+    dtype = model_config(recipe).dtype or "float32"
+    return [f"the checkpoint is stored in {kind}: memory counts its weights as {dtype}"]
 
 
 def _longest_prompt(recipe: Recipe, shown: PromptReport | None) -> tuple[int, list[str]]:
@@ -403,43 +378,15 @@ def _in_layout(
     recipe: Recipe, geometry: Geometry, padded: memory.MemoryPlan, layout: Layout | None
 ) -> memory.MemoryPlan:
     """Return the estimate of the rows of the expected layout."""
-    if layout is None or not layout.shares_prompts:
+    if layout is None or not layout.shares_prompts or not _keeps_groups_together(recipe, geometry):
         return padded
+    # Rows are sorted by prompt, and each micro-batch takes the next ones. It may begin and end inside a group.
     rows, group = padded.rows, geometry.num_generations
-    if _keeps_groups_together(recipe, geometry):
-        # Rows are sorted by prompt, and each micro-batch takes the next ones. It may begin and end inside a group.
-        starts = range(0, math.lcm(rows, group), rows)
-        prompts = max((start + rows - 1) // group - start // group + 1 for start in starts)
-    elif layout is Layout.PACKED:  # the number of prompts in a row, and with it the memory of attention, is not known
-        return padded
-    else:
-        prompts = min(rows, math.ceil(geometry.completions_per_rank / group) + 1)
+    prompts = math.ceil((rows - math.gcd(rows, group)) / group) + 1
     shared = replace(padded, prompts=prompts, rows_as=layout)
     # Training packs no row that is hardly shorter for it.
     saves = shared.micro_batch().tokens <= MAX_PACKED_SHARE * padded.micro_batch().tokens
     return shared if saves else padded
-
-
-def _padded_rows(estimate: memory.MemoryPlan, padded: memory.MemoryPlan) -> list[str]:
-    """Return a note on the memory of TRL's rows, if it is more than that of the expected layout."""
-    peak = estimate.peak()
-    if estimate is padded or padded.peak() <= peak:
-        return []
-    return [f"a run that warns of trimmed or padded rows needs up to {memory.gib(padded.peak())}"]
-
-
-def _precision_notes(
-    precision: Precision, surviving: float | None, estimate: memory.MemoryPlan | str | None
-) -> list[str]:
-    """Return notes on the updates that the precision loses, and on a precision that loses none and fits."""
-    warning = precision.warning(surviving)
-    notes = [warning] if warning else []
-    if isinstance(estimate, memory.MemoryPlan) and estimate.shape.trained == estimate.shape.parameters:
-        best = memory.best_precision(estimate)
-        has_better = precision.optim == ADAMW_BF16 and precision.stored == "bfloat16" and ADAMW_BF16 not in best
-        if warning or has_better:
-            notes.append(f"recommended, of what keeps every update: {best}")
-    return notes
 
 
 def _keeps_groups_together(recipe: Recipe, geometry: Geometry) -> bool:
@@ -457,12 +404,6 @@ def _keeps_groups_together(recipe: Recipe, geometry: Geometry) -> bool:
     return geometry.gradient_accumulation_steps % geometry.steps_per_generation == 0
 
 
-def _notes(recipe: Recipe) -> list[str]:
-    """Return notes on unusual values, and on packages that this machine lacks."""
-    notes = [*cautions(recipe.config, recipe.model), *packages.missing(recipe.config)]
-    return [*notes, *packages.missing_quantization(recipe.model)]
-
-
 def _unbuilt(rewards: Sequence[BuiltReward]) -> list[str]:
     """Return a note on the rewards that were only imported, and so not checked as training checks them."""
     names = [f"`{leaf.name}`" for leaf in leaves(rewards) if isinstance(leaf.unbound, UnbuiltReward)]
@@ -471,33 +412,13 @@ def _unbuilt(rewards: Sequence[BuiltReward]) -> list[str]:
     return [f"of another package, imported and not built: {', '.join(names)}; `--build` builds them, as training does"]
 
 
-def _own_rewards(recipe: Recipe, rewards: Sequence[BuiltReward]) -> list[str]:
-    """Return a note that names the audit, if the recipe has rewards that are neither ours nor TRL's."""
-    names = [f"`{leaf.name}`" for leaf in leaves(rewards) if is_own(leaf)]
-    if not names:
-        return []
-    command = f"grpo-rewards audit DATA --reward {recipe.source}"
-    return [f"rewards of your own: {', '.join(names)}; `{command}` shows which wrong completions they pay"]
-
-
-def _reward_parameters(recipe: Recipe, notes: list[str]) -> int:
-    """Return the parameters of the recipe's reward models, all of which every process holds."""
+def _reward_parameters(rewards: Sequence[BuiltReward], notes: list[str]) -> int:
+    """Return the parameters of reward models on the training GPU, all of which every process holds."""
     total = 0
-    for model in _reward_models(recipe.rewards):
+    functions = [leaf.unbound for leaf in leaves(rewards)]
+    for model in {one.model for one in functions if isinstance(one, RewardModelScore) and one.device != "cpu"}:
         try:
             total += memory.load_model(model)[0].parameters
         except memory.MemoryUnknown:
             notes.append(f"the reward model {model} is not counted: its configuration can't be read here")
     return total
-
-
-def _reward_models(specs: Sequence[Any]) -> Iterator[str]:
-    """Yield the models that rewards hold on the training GPU, including those inside sums and gates."""
-    for spec in specs:
-        if isinstance(spec, Mapping):
-            kwargs = spec.get("kwargs") or {}
-            # A judge runs behind its `base_url`.
-            is_here = "base_url" not in kwargs and str(kwargs.get("device")) != "cpu"
-            if is_here and isinstance(kwargs.get("model"), str):
-                yield kwargs["model"]
-            yield from _reward_models(spec_parts(spec))

@@ -64,9 +64,9 @@ class Lengths:
 
     def describe(self, spec: DatasetSpec) -> str:
         """Return the summary as one sentence."""
-        sampled = "" if not self.is_sample else f", of a random sample of {self.measured:,} of {self.rows:,}"
         sentence = f"{self.shortest} to {self.longest} tokens, median {self.median}, 95 % at most {self.percentile_95}"
-        sentence += sampled
+        if self.is_sample:
+            sentence += f", of a random sample of {self.measured:,} of {self.rows:,}"
         if self.over_limit is None:
             return f"{sentence}; `max_prompt_tokens` sets no limit"
         done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
@@ -91,22 +91,15 @@ class PromptReport:
 
     def describe(self, spec: DatasetSpec) -> tuple[list[str], list[str]]:
         """Return the labelled lines, which may be wrapped, and the lines of the prompt, which must not be."""
-        if self.lengths is None:
-            head = [
-                f"  prompt lengths  unknown: {self.unknown}",
-                "  first prompt    its messages, before the chat template:",
-            ]
-        else:
-            head = [
-                f"  prompt lengths  {self.lengths.describe(spec)}",
-                f"  first prompt    {self.tokens} tokens, exactly as the model sees it:",
-            ]
+        lengths, first = f"unknown: {self.unknown}", "its messages, before the chat template:"
+        if self.lengths is not None:
+            lengths, first = self.lengths.describe(spec), f"{self.tokens} tokens, exactly as the model sees it:"
+        head = [f"  prompt lengths  {lengths}", f"  first prompt    {first}"]
         return head, [_INDENT + line for line in self.text.split("\n")]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the entry for `plan --json`."""
-        lengths = asdict(self.lengths) if self.lengths else None
-        return {"text": self.text, "tokens": self.tokens, "lengths": lengths, "unknown": self.unknown}
+        return asdict(self)
 
 
 def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | None = None) -> PromptReport:
@@ -128,11 +121,7 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
         sample = sample_of_rows(len(dataset))
         measured = dataset.select(sample) if len(sample) < len(dataset) else dataset
         lengths = token_lengths(measured, tokenizer, template_kwargs, tools)
-        # A prompt may be long: what is known is not tokenized again.
-        first_lengths = lengths
-        if sample[0] != 0:
-            first_lengths = token_lengths(dataset.select([0]), tokenizer, template_kwargs, tools)
-        tokens = int(first_lengths[0])
+        tokens = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs, tools)[0])
         text = first_prompt(dataset, tokenizer, template_kwargs, tools)
     summary = Lengths.of(lengths, len(dataset), recipe.dataset.max_prompt_tokens)
     return PromptReport(text, tokens, summary, None)

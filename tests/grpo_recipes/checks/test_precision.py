@@ -23,7 +23,7 @@ from grpo_recipes.checks.checks import (
 )
 from grpo_recipes.checks.precision import Precision, initial_weights
 from grpo_recipes.cli import main
-from grpo_recipes.plan.memory import GIB, MemoryPlan, best_precision
+from grpo_recipes.plan.memory import GIB, MemoryPlan
 from grpo_recipes.plan.plan import plan
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from tests.support import launching, qwen
@@ -376,50 +376,6 @@ def test_4_bit_keeps_updates_unless_the_recipe_names_the_optimizer_of_trl(
     # 10 bytes of state per weight of the adapter, instead of 2 moments of 2 bytes.
     trained = seen[0]["memory"]["shape"]["trained"]
     assert seen[0]["memory"]["optimizer"] - seen[1]["memory"]["optimizer"] == 6 * trained
-
-
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize(
-    ("gpu", "recommended"),
-    [
-        ("80GB", "dtype: float32 ("),
-        ("32GB", "with optim: adamw_bf16 ("),
-        ("24GB", "zero2_offload"),
-        ("8GB", "use_peft"),
-    ],
-)
-def test_the_best_precision_that_fits_is_recommended(tmp_path: Path, gpu: str, recommended: str) -> None:
-    asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-24gb")
-    run = plan(
-        ["--config", *asked[1:2], *asked[4:]],
-        accelerate_config="single_gpu",
-        gpu_memory=gpu,
-        model_config_file=asked[3],
-    )
-    assert isinstance(run.memory, MemoryPlan)
-    assert recommended in best_precision(run.memory)
-    assert any(recommended in note for note in run.notes)
-    cured = plan(
-        ["--config", *asked[1:2], *asked[4:], "--optim", "adamw_bf16"],
-        accelerate_config="single_gpu",
-        gpu_memory=gpu,
-        model_config_file=asked[3],
-    )
-    assert any("recommended" in note for note in cured.notes) is (gpu != "32GB"), "32 GB: it is the best that fits"
-
-
-@pytest.mark.slow
-def test_the_state_bytes_of_each_optimizer(tmp_path: Path) -> None:
-    """The expected bytes per weight come from the source code of each optimizer."""
-    state = {"adamw_torch": 4, "adamw_bf16": 10, "adamw_bnb_8bit": 2, "adamw_torch_8bit": 2, "adamw_torch_4bit": 1}
-    state |= {"sgd": 0, "lion_32bit": 2, "adafactor": 0}
-    for optim, size in state.items():
-        asked = planned(tmp_path, "gsm8k-qwen2.5-1.5b-24gb", "--optim", optim)
-        run = plan(
-            ["--config", asked[1], *asked[4:]], accelerate_config="single_gpu", model_config_file=asked[3]
-        ).memory
-        assert isinstance(run, MemoryPlan)
-        assert run.parts()["optimizer"] == size * run.shape.parameters, optim
 
 
 @pytest.mark.slow

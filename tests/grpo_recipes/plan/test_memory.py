@@ -35,11 +35,9 @@ from grpo_recipes.plan.memory import (
 )
 from grpo_recipes.plan.plan import plan
 from grpo_recipes.recipe.recipe import find_file
-from grpo_recipes.training.adamw_bf16 import AdamWBF16
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import Cell, Labelled
 from tests.support import launching, qwen
-from tests.support.memory_meter import Meter
 from tests.tools.models import build
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -86,16 +84,12 @@ def test_model_states_agree_with_deepspeed(recipe: str, layout: str, processes: 
     run = planned(tmp_path, recipe, layout, size, num_processes=processes)
     given, shape = run.layout, run.shape
     assert shape.parameters - (shape.trained if run.is_adapter else 0) == pytest.approx(qwen.PARAMETERS[size], rel=0.01)
-    gpus = {"num_gpus_per_node": processes // given.num_machines, "num_nodes": given.num_machines}
+    gpus = {"num_gpus_per_node": processes, "num_nodes": 1}
     if layout == "zero2":
         expected = estimate_zero2_model_states_mem_needs(shape.trained, cpu_offload=False, **gpus)[1]
     else:
         offload = {"cpu_offload": given.offload_optimizer, "cpu_offload_params": given.offload_parameters}
-        host, expected, _ = estimate_zero3_model_states_mem_needs(
-            shape.trained, shape.largest_module, **offload, **gpus
-        )
-        if run.host():
-            assert run.host() == pytest.approx(host, rel=0.15)
+        _, expected, _ = estimate_zero3_model_states_mem_needs(shape.trained, shape.largest_module, **offload, **gpus)
     frozen = 2 * (shape.parameters - shape.trained) / processes
     assert sum(states(run)) == pytest.approx(expected + frozen, rel=0.15)
 
@@ -155,16 +149,16 @@ FSDP2_GATHERED = 2 * (OUT + 2 * L)
     ("trained", "layout", "changes", "expected"),
     [
         (P, Sharding(), {}, (2 * P, 2 * P, 4 * P)),
-        (P, Sharding(8, 2), {}, (2 * P, 2 * 2 * P, 4 * P)),  # DistributedDataParallel copies gradients into buckets
-        (P, Sharding(8, 2, "fsdp2"), {}, (4 * P / 8 + FSDP2_GATHERED, 4 * P / 8, 8 * P / 8)),
-        (P, Sharding(8, 2, "zero2"), {}, (2 * P, 6 * P / 8, 12 * P / 8)),
-        (P, Sharding(8, 2, "zero3"), {}, (2 * P / 8 + 4 * M, 4 * P / 8, 12 * P / 8)),
-        (P, Sharding(8, 1, "zero3", True, True), {}, (4 * M, 0, 0)),
-        (P, Sharding(8, 1, "zero2", True), {}, (2 * P, 0, 0)),
+        (P, Sharding(8), {}, (2 * P, 2 * 2 * P, 4 * P)),  # DistributedDataParallel copies gradients into buckets
+        (P, Sharding(8, "fsdp2"), {}, (4 * P / 8 + FSDP2_GATHERED, 4 * P / 8, 8 * P / 8)),
+        (P, Sharding(8, "zero2"), {}, (2 * P, 6 * P / 8, 12 * P / 8)),
+        (P, Sharding(8, "zero3"), {}, (2 * P / 8 + 4 * M, 4 * P / 8, 12 * P / 8)),
+        (P, Sharding(8, "zero3", True, True), {}, (4 * M, 0, 0)),
+        (P, Sharding(8, "zero2", True), {}, (2 * P, 0, 0)),
         (T, Sharding(), {}, (2 * (P - T) + 4 * T, 4 * T, 8 * T)),
-        (T, Sharding(8, 2), {}, (2 * (P - T) + 4 * T, 2 * 4 * T, 8 * T)),
-        (T, Sharding(8, 2, "fsdp2"), {}, ((2 * (P - T) + 4 * T) / 8 + FSDP2_GATHERED, 4 * T / 8, 8 * T / 8)),
-        (T, Sharding(8, 2, "zero2"), {}, (2 * P, 6 * T / 8, 12 * T / 8)),
+        (T, Sharding(8), {}, (2 * (P - T) + 4 * T, 2 * 4 * T, 8 * T)),
+        (T, Sharding(8, "fsdp2"), {}, ((2 * (P - T) + 4 * T) / 8 + FSDP2_GATHERED, 4 * T / 8, 8 * T / 8)),
+        (T, Sharding(8, "zero2"), {}, (2 * P, 6 * T / 8, 12 * T / 8)),
         (T, Sharding(), {"quantised_bytes": 0.5}, (2 * (P - T - 4_000) + 0.5 * 4_000 + 2 * T, 2 * T, 4 * T)),
     ],
 )  # fmt: skip
@@ -179,41 +173,26 @@ def test_the_states_of_a_layout(
 @pytest.mark.parametrize(
     ("optim", "adapter", "full"),
     # Bytes of state per float32 weight of an adapter and per bfloat16 weight, from the source of each optimizer.
-    [("adamw_torch_fused", 8, 4), ("adamw_bf16", 8, 10), ("sgd", 0, 0), ("adafactor", 0, 0), ("rmsprop", 4, 2),
-     ("adagrad", 4, 2), ("lion_32bit", 4, 2), ("paged_lion_32bit", 4, 2), ("lion_8bit", 1, 1), ("adamw_8bit", 2, 2),
-     ("paged_adamw_8bit", 2, 2), ("adamw_torch_8bit", 2, 2), ("adamw_bnb_8bit", 2, 2), ("adamw_torch_4bit", 1, 1),
-     ("rmsprop_bnb_8bit", 1, 1), ("paged_lion_8bit", 1, 1)],
-)  # fmt: skip
+    [
+        *[("adamw_torch_fused", 8, 4), ("adamw_bf16", 8, 10), ("sgd", 0, 0), ("adafactor", 0, 0)],
+        *[("adamw_8bit", 2, 2), ("paged_adamw_8bit", 2, 2), ("adamw_torch_8bit", 2, 2), ("adamw_bnb_8bit", 2, 2)],
+    ],
+)
 def test_the_state_of_each_optimizer(optim: str, adapter: int, full: int, tmp_path: Path) -> None:
     run = replace(given(tmp_path, TINY), optim=optim)
     for trained, size in ((P, full), (T, adapter)):
         assert states(replace(run, shape=ModelShape(P, trained, M, L, P)))[2] == size * trained
 
 
-def test_temporaries_of_adamw_bf16_count_where_a_micro_batch_takes_less(tmp_path: Path) -> None:
-    weights = torch.zeros(2**16, dtype=torch.bfloat16, requires_grad=True)
-    weights.grad = torch.ones_like(weights)
-    optimizer = AdamWBF16([weights])
-    optimizer.step()
-    with Meter([weights, weights.grad, *optimizer.state[weights].values()]) as meter:
-        optimizer.step()
-    run = replace(given(tmp_path, TINY, optim="adamw_bf16"), shape=ModelShape(2**16, 2**16, M, L, P))
-    assert meter.peak <= run._optimizer_step() <= 1.05 * meter.peak
-    assert replace(run, optim="adamw_torch")._optimizer_step() == 0
-
-
 def test_quantized_weights_are_counted_with_their_scales() -> None:
-    """64 weights share a scale. Nested quantization stores it in 8 bits, and 256 scales share a float32 number."""
-    nested = {"load_in_4bit": True, "use_bnb_nested_quant": True}
     assert quantised_bytes(ModelConfig()) is None
     assert quantised_bytes(ModelConfig(load_in_8bit=True)) == 1
     assert quantised_bytes(ModelConfig(load_in_4bit=True)) == 0.5 + 4 / 64
-    assert quantised_bytes(ModelConfig(**nested)) == pytest.approx(0.5 + 1 / 64 + 4 / 64 / 256)
 
 
 @pytest.mark.parametrize(("sharding", "share"), [("none", 1), ("zero2", 1), ("zero3", 1 / 8), ("fsdp2", 1 / 8)])
 def test_a_full_reference_is_split_where_parameters_are(sharding: str, share: float, tmp_path: Path) -> None:
-    layout = Sharding(8, 1, sharding)
+    layout = Sharding(8, sharding)
     run = given(tmp_path, TINY, layout=layout, beta=0.04)
     assert run.parts()["reference"] == 2 * run.shape.parameters * share
     assert given(tmp_path, TINY, LORA, layout=layout, beta=0.04).parts()["reference"] == 0
@@ -238,7 +217,9 @@ def test_the_cache_is_that_of_the_model(model_type: str, dtype: torch.dtype, tmp
         for kept in (getattr(layer, "conv_states", {}), getattr(layer, "recurrent_states", {})):
             tensors += kept.values()
         held += sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    assert held <= run.parts()["KV cache"] <= 1.1 * held + 10 * 512 * len(cache.layers)  # whole blocks
+    found = 3 * run.activations.measure(run._forward(1, 8, 8)).cache
+    assert held <= found <= 1.1 * held + 10 * 512 * len(cache.layers)  # whole blocks
+    assert found < run.parts()["generation"]
 
 
 def test_training_and_generation_share_memory_except_beside_vllm(tmp_path: Path) -> None:
@@ -253,22 +234,8 @@ def test_training_and_generation_share_memory_except_beside_vllm(tmp_path: Path)
     assert not replace(colocated, shape=replace(colocated.shape, parameters=20 * 10**9)).fits()
 
 
-@pytest.mark.parametrize(
-    ("adapter", "sharding", "copies"),
-    [(None, "none", 2), (None, "zero2", 2), (None, "zero3", 3), (None, "fsdp2", 3), (LORA, "none", 3)],
-)
-def test_weights_are_sent_to_a_server_in_packs(
-    adapter: LoraConfig | None, sharding: str, copies: int, tmp_path: Path
-) -> None:
-    """Two packs of 1 GiB and a tensor are in flight. Gathered or merged copies count too, and views do not."""
-    run = given(tmp_path, TINY, adapter, layout=Sharding(8, 1, sharding), use_vllm=True, vllm_mode="server")
-    trained = 1 if run.is_adapter else 10**10
-    large = replace(run, shape=replace(run.shape, parameters=10**10, trained=trained, largest_module=10**8))
-    assert large._packs() == copies * (GIB + 2 * 10**8)
-
-
 def test_split_weights_are_gathered_for_generation_and_for_the_merge_of_an_adapter(tmp_path: Path) -> None:
-    split = Sharding(8, 1, "zero3")
+    split = Sharding(8, "zero3")
     for adapter, vllm, is_gathered in ((None, False, True), (None, True, False), (LORA, True, True)):
         run = given(tmp_path, TINY, adapter, layout=split, use_vllm=vllm)
         assert run._generation()["gathered weights"] == (2 * run.shape.parameters if is_gathered else 0)
@@ -277,8 +244,10 @@ def test_split_weights_are_gathered_for_generation_and_for_the_merge_of_an_adapt
 def test_turns_keep_a_copy_of_the_cache_within_a_share_of_the_gpu(tmp_path: Path) -> None:
     run = given(tmp_path, TINY, keeps_turns=True)
     parts = run.parts()
-    assert 0 < parts["KV cache kept between turns"] == parts["KV cache"]
-    assert replace(run, gpu_memory=1000.0).parts()["KV cache kept between turns"] == 125
+    cache = 8 * run.activations.measure(run._forward(1, 8, 8)).cache
+    without = replace(run, keeps_turns=False).parts()["generation"]
+    assert parts["generation"] == pytest.approx(without + cache)
+    assert replace(run, gpu_memory=1000.0).parts()["generation"] == pytest.approx(without + 125)
 
 
 # ---- The verdict
@@ -286,7 +255,7 @@ def test_turns_keep_a_copy_of_the_cache_within_a_share_of_the_gpu(tmp_path: Path
 
 def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path: Path) -> None:
     run = given(tmp_path, TINY, gpu_memory=4 * GIB)
-    assert Cell("  fits in 2.3 GiB: a GPU of 4.0 GiB less context and fragmentation", "good") in describe(run)
+    assert Cell("  fits in 2.3 GiB, which is the GPU less context and fragmentation", "good") in describe(run)
     small = replace(run, gpu_memory=(1.5 * GIB + 10**4) / 0.95)
     assert small.fits() is False
     (said,) = [part for part in describe(small) if isinstance(part, Labelled)]
@@ -316,16 +285,16 @@ ZERO3 = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_
     ("text", "layout"),
     [
         ("num_processes: 2", Sharding(2)),
-        ("num_processes: 2\nnum_machines: 2\ndistributed_type: MULTI_CPU", Sharding(2, 2)),
+        ("num_processes: 2\nnum_machines: 2\ndistributed_type: MULTI_CPU", Sharding(2)),
         ("num_processes: 4\ndistributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", Sharding(4)),
         ("num_processes: 4\ndistributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 1}", None),
         ("num_processes: 2\ndistributed_type: DEEPSPEED\ndeepspeed_config:", None),
         ("num_processes: 2\ndistributed_type: MEGATRON_LM", None),
-        (ZERO3 + "offload_optimizer_device: nvme}", Sharding(2, 1, "zero3", offload_optimizer=True)),
-        (ZERO3 + "offload_param_device: cpu}", Sharding(2, 1, "zero3", offload_parameters=True)),
-        ("zero2_offload", Sharding(1, 1, "zero2", offload_optimizer=True)),
-        ("zero3_multinode", Sharding(16, 2, "zero3")),
-        ("fsdp2", Sharding(8, 1, "fsdp2")),
+        (ZERO3 + "offload_optimizer_device: nvme}", Sharding(2, "zero3", offload_optimizer=True)),
+        (ZERO3 + "offload_param_device: cpu}", Sharding(2, "zero3", offload_parameters=True)),
+        ("zero2_offload", Sharding(1, "zero2", offload_optimizer=True)),
+        ("zero3_multinode", Sharding(16, "zero3")),
+        ("fsdp2", Sharding(8, "fsdp2")),
     ],
 )
 def test_layouts_are_read_from_accelerate_configurations(text: str, layout: Sharding | None, tmp_path: Path) -> None:

@@ -9,19 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transformers
 
 from grpo_recipes.plan import plan as plans
-from grpo_recipes.plan.layout import ExpectedLayout, Records, as_json, recorded
+from grpo_recipes.plan.layout import Records, as_json
+from grpo_recipes.plan.memory import load_model
 from grpo_recipes.plan.plan import (
-    Tokens,
     _keeps_groups_together,
     _longest_prompt,
     _model_is_made_elsewhere,
-    _own_rewards,
     _position_notes,
-    _reward_models,
-    _row_notes,
+    _reward_parameters,
     _unbuilt,
     resolved_yaml,
     shipped_recipes,
@@ -31,47 +28,10 @@ from grpo_recipes.recipe.recipe import find_file
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.recipe.trl_keys import ignored_keys
 from grpo_recipes.training.packing import Layout
-from grpo_rewards.registry import UnbuiltReward
-
-"""No change is known to fit, so the smallest micro-batch and the fewest machines are tried."""
-
+from grpo_rewards.registry import UnbuiltReward, build_rewards
+from tests.support import tiny
 
 # ---- Layout, tokens, notes
-
-
-def test_tokens_name_padded_rows_and_an_optimizer_step_only_where_they_differ() -> None:
-    assert Tokens(1_200, 1_200).describe(1) == "at most 1,200 in a micro-batch"
-    assert Tokens(1_200, 4_000).describe(1) == "at most 1,200 in a micro-batch (4,000 in TRL's rows)"
-    assert Tokens(1_200, 4_000).describe(2) == (
-        "at most 1,200 in a micro-batch (4,000 in TRL's rows), 2,400 in an optimizer step of each process"
-    )
-
-
-def test_an_expected_layout_is_described() -> None:
-    unknown = ExpectedLayout("new", None, "the layout of new is not recorded")
-    assert unknown.describe() == (
-        "unknown: the layout of new is not recorded; tokens and memory are those of TRL's rows"
-    )
-    assert unknown.notes() == []
-    made = recorded().transformers
-    assert unknown.as_dict() == {
-        **{"name": None, "model_type": "new", "reason": "the layout of new is not recorded"},
-        **{"recorded_with": made, "changes": {}},
-    }
-    changes = {"with `a: 0`": Layout.SHARED, "under ZeRO-3": Layout.TRIMMED}
-    trimmed = ExpectedLayout("llama", Layout.TRIMMED, "a reason", changes)
-    assert trimmed.describe().endswith("): a reason")
-    assert ExpectedLayout("llama", Layout.TRIMMED, "").describe() == trimmed.describe().removesuffix(": a reason")
-    assert trimmed.as_dict()["changes"] == {"with `a: 0`": "shared", "under ZeRO-3": "trimmed"}
-    assert trimmed.as_dict()["name"] == "trimmed"
-    first, second = trimmed.notes()
-    other = "" if transformers.__version__ == made else f" (installed: {transformers.__version__})"
-    assert first == (
-        f"the layout is the one recorded for llama with transformers {made}{other}; the run verifies it before its "
-        "first step, and a warning names the layout if it is another one"
-    )
-    assert second == "the layout would be shared with `a: 0`, trimmed under ZeRO-3"
-    assert ExpectedLayout("llama", Layout.PADDED, "", {}).notes() == []
 
 
 def test_recorded_layouts_are_written_with_the_most_preferred_first() -> None:
@@ -119,25 +79,6 @@ def test_rows_move_between_micro_batches_where_no_statistic_of_one_needs_them(
     changes: dict[str, Any], batch: dict[str, Any], together: bool
 ) -> None:
     assert _keeps_groups_together(recipe(**changes), geometry(**batch)) is together
-
-
-def test_notes_on_rows_that_are_held_out_and_on_a_table_of_one_row() -> None:
-    def notes(trained: int, held_out: int | None, share: float | None) -> list[str]:
-        spec: Any = SimpleNamespace(dataset=SimpleNamespace(eval_share=share))
-        checked: Any = SimpleNamespace(
-            train_dataset=range(trained), eval_dataset=None if held_out is None else range(held_out)
-        )
-        return _row_notes(spec, checked)
-
-    assert notes(2, None, None) == []
-    assert notes(1, None, None) == [
-        "the dataset has one row, so every group answers the same prompt: add rows to `dataset.path`"
-    ]
-    assert notes(5_000, 1_200, 0.2) == ["1,200 rows are held out for evaluation, and 5,000 are trained on"]
-    assert notes(5_000, 0, None) == ["0 rows are held out for evaluation, and 5,000 are trained on"]
-    assert notes(80, None, 0.2) == [
-        "about 20% of the rows are held out, and no evaluation reads them: set `eval_strategy: steps`"
-    ]
 
 
 def test_a_note_names_positions_that_the_model_was_not_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,33 +181,26 @@ def test_a_resolved_recipe_keeps_its_order_and_its_letters() -> None:
     assert not ignored & {*keys}
 
 
-def test_models_of_rewards_count_where_the_training_gpu_holds_them() -> None:
-    model = {"name": "reward_model", "kwargs": {"model": "a/b"}}
+def test_models_of_rewards_count_where_the_training_gpu_holds_them(tmp_path: Path) -> None:
+    tiny.save_reward_model(tmp_path / "a")
+    size = load_model(str(tmp_path / "a"))[0].parameters
+    model = {"name": "reward_model", "kwargs": {"model": str(tmp_path / "a")}}
     judge = {"name": "judge", "kwargs": {"model": "e/f", "base_url": "http://127.0.0.1:8000/v1"}}
-    on_cpu = {"name": "reward_model", "kwargs": {"model": "g/h", "device": "cpu"}}
-    specs = ["tag_presence", judge, on_cpu, {"name": "x", "kwargs": {"model": 3}}, {"name": "y", "kwargs": None}]
-    inner = {"name": "reward_model", "kwargs": {"model": "c/d"}}
-    gate = {"name": "gate", "reward": inner, "only_if": {"name": "sum", "rewards": [model, judge, "length"]}}
-    assert list(_reward_models([*specs, gate])) == ["c/d", "a/b"]
+    on_cpu = {"name": "reward_model", "kwargs": {**model["kwargs"], "device": "cpu"}}
+    missing = {"name": "reward_model", "kwargs": {"model": "./none"}}
+    gate = {"name": "gate", "reward": "math_correctness", "only_if": model, "at_least": 0.5}
+    notes: list[str] = []
+    for specs, expected in (([judge, on_cpu], 0), ([gate, judge], size), ([missing], 0)):
+        assert _reward_parameters(build_rewards(specs), notes) == expected
+    assert len(notes) == 1
+    assert "./none is not counted" in notes[0]
 
 
-def test_rewards_that_were_not_built_and_those_of_the_user_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "is_own", lambda leaf: leaf.name != "length")
+def test_rewards_that_were_not_built_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "leaves", lambda rewards: rewards)
-    rewards: Any = [
-        SimpleNamespace(name=name, unbound=UnbuiltReward(name) if name == "b" else print)
-        for name in ("a", "b", "length")
-    ]
-    assert _unbuilt(rewards) == [
-        "of another package, imported and not built: `b`; `--build` builds them, as training does"
-    ]
+    rewards: Any = [SimpleNamespace(name=name, unbound=UnbuiltReward(name) if name == "b" else print) for name in "ab"]
+    assert "imported and not built: `b`" in _unbuilt(rewards)[0]
     assert _unbuilt(rewards[:1]) == []
-    given: Any = SimpleNamespace(source="r.yaml")
-    assert _own_rewards(given, rewards) == [
-        "rewards of your own: `a`, `b`; `grpo-rewards audit DATA --reward r.yaml` shows which wrong completions they "
-        "pay"
-    ]
-    assert _own_rewards(given, rewards[2:]) == []
 
 
 @pytest.mark.parametrize(

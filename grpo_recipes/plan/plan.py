@@ -106,8 +106,10 @@ class Plan:
         need: list[Part] = []
         if self.memory is not None:
             need.append(Cell("  memory of one GPU", "head"))
-            is_known = isinstance(self.memory, memory.MemoryPlan)
-            need += memory.describe(self.memory) if is_known else [Labelled("memory", f"unknown: {self.memory}")]
+            if isinstance(self.memory, memory.MemoryPlan):
+                need += memory.describe(self.memory)
+            else:
+                need.append(Labelled("memory", f"unknown: {self.memory}"))
         return [
             Cell(self.recipe.source, "head"),
             *_labelled([rewards, *tools, precision, self.geometry.describe(), epoch, *self._describe_layout(), *head]),
@@ -199,7 +201,8 @@ def plan(
         shown = _checked_prompts(recipe, checked, notes)
     except DatasetUnreachable as error:
         prompts, shown = str(error), None
-    expected, tokens, estimate = None, {}, None
+    expected, tokens = None, {}
+    estimate: memory.MemoryPlan | str | None = None
     spread = _SPREAD
     trains_on_cpu = recipe.config.use_cpu and gpu_memory is None
     try:

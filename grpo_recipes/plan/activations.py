@@ -147,8 +147,8 @@ class Activations:
                 more = self._run(batch, [*first, layers[1]])
                 others, kept = len(layers) - 1, more.forward - least.forward
                 forward += others * kept
-                # The peak may be at the start of the backward pass, or at its end, where gradients take the place of what
-                # was kept. With few layers it may be at the other one.
+                # The peak may be at the start of the backward pass, or at its end, where gradients take the place of
+                # what was kept. With few layers it may be at the other one.
                 new = max(_trained_bytes(layers[1]), kept) if batch.makes_gradients else 0
                 backward += others * max(more.backward - least.backward, new)
                 cache += others * (more.cache - least.cache)

@@ -53,11 +53,11 @@ EXPECTED: dict[str, Expected] = {
     "apps.jsonl": Expected("unit_tests", {}, program("print(int(input()))"), program("print(1)")),
     "bigmath.jsonl": Expected("math_correctness", {}, r"So \boxed{0.5}", r"So \boxed{2}"),
     "boxed.csv": Expected(
-        *("math_correctness", {"name": "math"}, r"\boxed{x^2+10x+21}", r"\boxed{x^2+10x-21}"),
+        *("math_correctness", {}, r"\boxed{x^2+10x+21}", r"\boxed{x^2+10x-21}"),
         ("--answer", "Worked Solution"),
     ),
     "boxed.jsonl": Expected(
-        *("math_correctness", {"name": "math"}, r"Son \boxed{\frac74}", r"\boxed{\frac47}"),
+        *("math_correctness", {}, r"Son \boxed{\frac74}", r"\boxed{\frac47}"),
         (*SPANISH, "--answer", "solución"),
     ),
     "choices.jsonl.gz": Expected(
@@ -78,15 +78,17 @@ EXPECTED: dict[str, Expected] = {
     "dapo17k.jsonl": Expected("math_correctness", {}, "Answer: 0", "Answer: 1"),
     "decimal_comma.csv": Expected(
         *("gsm8k_correctness", {"delimiter": ";"}, answer("2.881,62 €"), answer("2.88162")),
-        ("--question", "Aufgabe", "--answer", "Ergebnis"),
+        ("--question", "Aufgabe", "--answer", "Ergebnis", "--decimal", "comma"),
     ),
     "extraction.csv": Expected(
         *("json_schema", {"name": "extraction"}),
         *(answer('{"quantity": 56, "name": "Eva Ruiz"}'), answer('{"quantity": 56, "name": "Bo Chen"}')),
+        ("--task", "extraction"),
     ),
     "extraction_nested.jsonl": Expected(
         *("json_schema", {"name": "extraction"}),
         *(answer('{"city": "Oslo", "day": 13}'), answer('{"city": "Oslo", "day": 14}')),
+        ("--task", "extraction"),
     ),
     "humaneval.jsonl": Expected(
         "unit_tests",
@@ -99,13 +101,13 @@ EXPECTED: dict[str, Expected] = {
         "string_match", {"labels": ["not spam", "spam"]}, answer("Spam"), answer("not spam, spam")
     ),
     "labels_cp1252.csv": Expected(
-        *("string_match", {"encoding": "cp1252", "labels": ["negativ", "neutral", "positiv"]}),
+        *("string_match", {"encoding": "cp1252"}),
         *(answer("positiv"), answer("negativ, neutral, positiv")),
         ("--question", "Bewertung", "--answer", "Urteil"),
     ),
-    "letters.csv": Expected("judge", {}),
+    "letters.csv": Expected("judge", {}, options=("--task", "judged")),
     "nested.jsonl": Expected("math_correctness", {}, "The answer is 20.", "It is 21."),
-    "numbers.tsv": Expected("gsm8k_correctness", {}, answer("5628"), answer("5.628"), ("--answer", "value")),
+    "numbers.tsv": Expected("gsm8k_correctness", {}, answer("5628"), answer("5.628"), ("--question", "text", "--answer", "value")),
     "sciq.jsonl": Expected("", {}),
     "sharegpt.json": Expected("math_correctness", {}, "The answer is 7.", "5 + 2"),
     "skywork_or1.jsonl": Expected("math_correctness", {}, r"So \boxed{0.5}", r"So \boxed{2}"),
@@ -160,6 +162,8 @@ def right_completion(name: str, row: Mapping[str, Any], reward: str) -> str:
         return program(f"def add_{number[1]}(a):\n    return a + {number[1]}")
     if reward == "instructions":
         return "word " * 100
+    if name.startswith("boxed"):
+        return str(row["answer"])
     if reward == "math_correctness":
         return rf"So \boxed{{{json.loads(row['answer'])[0] if name.startswith('skywork') else row['answer']}}}."
     return str(row["answer"]) if name == "summaries.jsonl" else answer(str(row["answer"]))
@@ -186,10 +190,9 @@ def test_init_asks_or_its_rewards_pay_the_golds_and_no_wrong_answer(
     assert not checked.gold_notes
     reward = checked.rewards[0]
     assert reward.name == expected.reward
-    assert checked.eval_dataset is not None
     if reward.name == "judge":
         return
-    for row in (*checked.train_dataset, *checked.eval_dataset):
+    for row in (*checked.train_dataset, *(checked.eval_dataset or ())):
         score = paid(reward, row, right_completion(name, row, reward.name))
         assert score is not None
         assert score >= 1, row

@@ -27,7 +27,7 @@ from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.errors import UserError, did_you_mean, one_line
 from grpo_rewards.files import UnreadableFile, expanded, read_text, relative_to
-from grpo_rewards.redaction import hidden_places, redacted
+from grpo_rewards.redaction import HIDDEN, hidden_places, redacted
 from grpo_rewards.registry import BuiltReward, build_rewards
 from grpo_rewards.strict import DuplicateKey, load_yaml
 
@@ -321,7 +321,14 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         return read_yaml(path)
     record = read_record(path.parent)
     assert record is not None, "find_file has found it"
-    return {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}
+    recipe = {key: value for key, value in record["recipe"].items() if key != "resume_from_checkpoint"}
+    # Tokens of the hub are hidden in run.json. The hub's client finds its own again, in HF_TOKEN or from its log-in.
+    if recipe.get("hub_token") == HIDDEN:
+        del recipe["hub_token"]
+    init = recipe.get("model_init_kwargs")
+    if isinstance(init, dict) and init.get("token") == HIDDEN:
+        recipe["model_init_kwargs"] = {key: value for key, value in init.items() if key != "token"}
+    return recipe
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pandas as pd
 
 from grpo_recipes.reports.charts import number
@@ -50,7 +51,7 @@ def cards(run: Run) -> list[Card]:
 
 def _chosen(rows: pd.DataFrame) -> dict[int, str]:
     """Return the index of each row to show, with the reason."""
-    scored = rows.dropna(subset="total")
+    scored = rows[np.isfinite(rows["total"])]
     if not len(scored):
         return {}
     steps = sorted(scored["step"].unique())

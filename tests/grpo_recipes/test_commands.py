@@ -203,10 +203,11 @@ def test_merge_chat_and_export_pass_their_options_on(
 ) -> None:
     monkeypatch.setattr(merge, "merge", lambda source, output: f"{source} merged in {output}")
     assert printed(capsys, "merge runs/a --output b") == "runs/a merged in b\n"
-    exported = SimpleNamespace(describe=lambda: ["files"], serving_commands=lambda: ["vllm serve"])
     asked: list[Any] = []
-    monkeypatch.setattr(export, "export", lambda source, output: asked.append((source, output)) or exported)
-    assert printed(capsys, "export runs/a --to b") == "files\n\nvllm serve\n"
+    monkeypatch.setattr(
+        export, "export", lambda source, output: asked.append((source, output)) or ["files", "vllm serve"]
+    )
+    assert printed(capsys, "export runs/a --to b") == "files\nvllm serve\n"
     assert asked == [(Path("runs/a"), Path("b"))]
     monkeypatch.setattr(chat, "chat", lambda **options: asked.append(options))
     assert printed(capsys, "chat m --prompt hello --temperature 0.5 --seed 3") == ""

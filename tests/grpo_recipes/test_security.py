@@ -438,7 +438,6 @@ def evil_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "    kind = 'correctness'\n"
         "    def __init__(self, level=1): leave()\n"
         "    def __call__(self, prompts, completions, **columns): return [1.0] * len(completions)\n"
-        "class NoReward:\n    pass\n"
         "def factory(level=1):\n    leave()\n    return reward\n"
         "def reward(prompts, completions, **columns): return [1.0] * len(completions)\n"
         "def command(command): leave()\n"
@@ -478,7 +477,6 @@ def test_a_plan_calls_factories_of_other_packages_only_with_build(
     [
         ("os.system", "can't take `prompts` and `completions`"),
         ("strangers.command", "can't take `prompts` and `completions`"),
-        ("strangers.NoReward", "can't be called"),
         ({"name": "strangers.Reward", "kwargs": {"lvel": 2}}, "did you mean `level`?"),
         ({"name": "strangers.factory", "kwargs": {"x": 2}}, "unknown kwarg `x`"),
     ],

@@ -107,7 +107,9 @@ EXPECTED: dict[str, Expected] = {
     ),
     "letters.csv": Expected("judge", {}, options=("--task", "judged")),
     "nested.jsonl": Expected("math_correctness", {}, "The answer is 20.", "It is 21."),
-    "numbers.tsv": Expected("gsm8k_correctness", {}, answer("5628"), answer("5.628"), ("--question", "text", "--answer", "value")),
+    "numbers.tsv": Expected(
+        "gsm8k_correctness", {}, answer("5628"), answer("5.628"), ("--question", "text", "--answer", "value")
+    ),
     "sciq.jsonl": Expected("", {}),
     "sharegpt.json": Expected("math_correctness", {}, "The answer is 7.", "5 + 2"),
     "skywork_or1.jsonl": Expected("math_correctness", {}, r"So \boxed{0.5}", r"So \boxed{2}"),

@@ -150,7 +150,7 @@ def test_the_names_of_tags_are_words_with_dots_and_hyphens() -> None:
         ("5e-1", -math.inf, math.inf, None), (0, 0.0, 1.0, None), (1, 0.0, 1.0, None), (-7.5, -math.inf, 0.0, None),
         (-0.1, 0.0, 1.0, "k must be a finite number from 0 to 1, not -0.1"),
         (1.5, 0.0, 1.0, "k must be a finite number from 0 to 1, not 1.5"),
-        (1, -math.inf, 0.0, "k must be a finite number, not 1"),
+        (1, -math.inf, 0.0, "k must be a finite number from -inf to 0, not 1"),
         (True, -math.inf, math.inf, "k must be a finite number, not True"),
         ("inf", -math.inf, math.inf, "k must be a finite number, not 'inf'"),
         (None, -math.inf, math.inf, "k must be a finite number, not None"),

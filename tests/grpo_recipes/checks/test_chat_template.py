@@ -113,19 +113,6 @@ def test_files_that_can_not_be_used_are_named(files: dict[str, bytes], words: st
     assert words in sentence
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), UserError("a fault")])
-def test_a_template_that_can_not_be_opened_names_the_key(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_text(file: Path) -> str:
-        raise error
-
-    (tmp_path / "chat_template.jinja").write_text("x")
-    monkeypatch.setattr("grpo_recipes.checks.tokenizer.read_text", read_text)
-    with pytest.raises(UserError, match="^`chat_template_path`: .*(Permission denied|a fault)$"):
-        ChatTemplate.read(str(tmp_path))
-
-
 def test_an_empty_path_is_a_folder_without_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert ChatTemplate.read(None) is None

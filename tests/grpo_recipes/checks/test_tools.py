@@ -304,7 +304,7 @@ CASES: list[Case] = [
     refused("`tools`: broken.x can't be imported (No module named 'nothing_of_this_name')", tools=["broken.x"]),
     refused("`tools`: broken.py:x: broken.py can't be imported (No module named", tools=["broken.py:x"]),
     refused("`tools`: nowhere.py:add: nowhere.py can't be read (No such file", tools=["nowhere.py:add"]),
-    refused("`tools`: train.jsonl:add: train.jsonl is no Python file", tools=["train.jsonl:add"]),
+    refused("`tools`: train.jsonl has no `add`", tools=["train.jsonl:add"]),
     refused("`tools`: my_tools.py has no `ad`: did you mean `add`?", tools=["my_tools.py:ad"]),
     refused("`tools`: my_tools.py has no `population`: correct it", tools=["my_tools.py:population"]),
     # Functions.

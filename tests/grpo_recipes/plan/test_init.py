@@ -482,11 +482,11 @@ def test_number_cells_with_two_readings_are_asked_about(
     assert min(check(parse_recipe(["--config", "r.yaml"]), CPU).train_dataset["answer"]) >= 1200
 
 
-def test_answers_are_read_with_the_decimal_mark_of_the_table(tmp_path: Path) -> None:
+def test_the_decimal_mark_of_answers_is_asked_for(tmp_path: Path) -> None:
     lines = [f"How much are {n} of them?;{n}.234,50\n" for n in range(1, 21)]
     (tmp_path / "t.csv").write_text("question;answer\n" + "".join(lines))
-    proposal = write_first_recipe(str(tmp_path / "t.csv"), tmp_path / "r.yaml", "some/model", machine=CPU)
-    assert proposal.rewards[0]["kwargs"]["decimal"] == "comma"
+    with pytest.raises(UserError, match="--decimal"):
+        write_first_recipe(str(tmp_path / "t.csv"), tmp_path / "r.yaml", "some/model", machine=CPU)
 
 
 def test_rows_without_an_answer_are_counted_and_left_out(tmp_path: Path) -> None:

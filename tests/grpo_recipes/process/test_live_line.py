@@ -86,11 +86,8 @@ def test_a_resumed_launch_begins_its_log_with_the_entries_of_the_checkpoint(tmp_
 
 
 def test_a_state_that_is_newer_than_the_log_is_read(tmp_path: Path) -> None:
-    """TRL alone has continued the run, or the log could not be written to its end."""
+    """The log could not be written to its end."""
     log(tmp_path, range(1, 8)).end(7)
-    save(tmp_path, 9, -1.0)
-    assert Run.read(tmp_path).series("reward").values == [-1.0] * 9
-    (tmp_path / "trainer_state.json").unlink()
     save(tmp_path, 8, -2.0, "checkpoint-8")
     assert Run.read(tmp_path).series("reward").values == [-2.0] * 8
 
@@ -119,9 +116,9 @@ def test_an_incomplete_last_line_of_the_log_is_skipped(tmp_path: Path) -> None:
 
 def test_a_run_that_has_logged_nothing_says_so(tmp_path: Path) -> None:
     log(tmp_path, range(0))
-    with pytest.raises(RunError, match="the run logged nothing"):
+    with pytest.raises(RunError, match="logged nothing"):
         Run.read(tmp_path)
-    with only_writer(tmp_path), pytest.raises(RunError, match="has logged nothing yet: ask again"):
+    with only_writer(tmp_path), pytest.raises(RunError, match="has logged nothing yet"):
         Run.read(tmp_path)
 
 
@@ -173,7 +170,7 @@ def test_the_report_of_a_running_run_names_its_progress(tmp_path: Path) -> None:
     with only_writer(folder):
         assert Run.read(folder).is_running
         assert cli.main(["report", str(folder)]) == 0
-        assert "This run is still in progress: step 10 of 40, about 1 min 0 s left." in page.read_text()
+        assert "This run is still in progress: step 10 of 40" in page.read_text()
     assert not Run.read(folder).is_running
     assert cli.main(["report", str(folder)]) == 0
     assert "This run was stopped at step 10 of 40." in page.read_text()

@@ -136,13 +136,6 @@ def test_maxrl_supports_several_rewards_and_split_groups() -> None:
     assert check(recipe, Machine(2, bf16=False)).geometry.splits_groups
 
 
-def test_an_overlong_punishment_without_effect_is_refused() -> None:
-    message = refused("dapo", max_completion_length=38)
-    assert "overlong punishes completions of more than 38 tokens" in message
-    assert "set its `max_completion_len` to 38" in message
-    assert check(Recipe.load("dapo", max_completion_length=39), ONE)
-
-
 @pytest.mark.slow
 def test_the_commands_of_the_page(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -32,6 +32,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
                 "model": nn.Linear(1, 1).train(training),
                 "_metrics": {"train": defaultdict(list), "eval": defaultdict(list)},
                 "_resets": ExitStack(),
+                "tools": [],
                 "_finite": SimpleNamespace(check_steps=lambda: None, check_rewards=lambda: None),
             }
         )

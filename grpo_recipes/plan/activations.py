@@ -1,8 +1,8 @@
 """Memory of a micro-batch, measured on tensors without data.
 
 The model runs forward and backward on shapes alone, and the bytes of its tensors are counted from their creation to
-their release. One decoder layer of each kind runs, and then two. Each further layer is taken to add as much as the
-second one did, so that the time does not depend on the number of layers.
+their release. Two decoder layers of each kind run, and then three. Each further layer is taken to add as much as the
+third one did, so that the time does not depend on the number of layers.
 
 Kernels are transformers' own in PyTorch. Optional kernel packages (flash-linear-attention, causal-conv1d, mamba-ssm)
 need less memory. Attention by SDPA and TRL's head are counted as a GPU computes them.
@@ -138,18 +138,18 @@ class Activations:
         return self._found[batch]
 
     def _measured(self, batch: MicroBatch) -> Measured:
-        """Return the bytes of a micro-batch in all layers, from those in one and in two layers of each kind."""
-        first = [layers[0] for layers in self._kinds]
+        """Return the bytes of a micro-batch in all layers, from those in two and in three layers of each kind."""
+        first = [layer for layers in self._kinds for layer in layers[:2]]
         least = self._run(batch, first)
         forward, backward, cache = least
         for layers in self._kinds:
-            if len(layers) > 1:
-                more = self._run(batch, [*first, layers[1]])
-                others, kept = len(layers) - 1, more.forward - least.forward
+            if len(layers) > 2:
+                more = self._run(batch, [*first, layers[2]])
+                others, kept = len(layers) - 2, more.forward - least.forward
                 forward += others * kept
                 # The peak may be at the start of the backward pass, or at its end, where gradients take the place of
                 # what was kept. With few layers it may be at the other one.
-                new = max(_trained_bytes(layers[1]), kept) if batch.makes_gradients else 0
+                new = max(_trained_bytes(layers[2]), kept) if batch.makes_gradients else 0
                 backward += others * max(more.backward - least.backward, new)
                 cache += others * (more.cache - least.cache)
         return Measured(forward, backward, cache)

@@ -122,6 +122,7 @@ OTHER_LAYERS = [
     for model in ("qwen3_5_text", "gpt_oss", "qwen3_moe", "granitemoehybrid", "lfm2", "mamba2")
     for changes in ((), (*WITHOUT, "--dtype", "float32"), PADDED)
     for adapter in (NO_DROPOUT, ("--use_peft", "false"))
+    if model != "mamba2" or adapter != NO_DROPOUT  # PEFT adds no LoRA to its projections
 ]
 
 

@@ -116,7 +116,11 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
         raise UserError(
             f"`dataset`: {folder} is not writable ({error.strerror or error}): make room, or set HF_DATASETS_CACHE"
         ) from error
-    return datasets.Dataset.from_file(str(path))
+    try:
+        return datasets.Dataset.from_file(str(path))
+    except ValueError as error:  # Arrow cuts a column's name at a NUL, so the table and its schema have different names
+        path.unlink(missing_ok=True)
+        raise UserError("`dataset`: names of columns have control characters: rename the columns") from error
 
 
 def _write(path: Path, batches: Iterator[pa.Table]) -> None:

@@ -136,7 +136,7 @@ def test_errors_are_ordered_by_what_a_user_was_doing(refusals: list) -> None:
     assert headings == list(error_pages.ACTIVITIES)
     assert headings.index("Writing a recipe") < headings.index("Training") < headings.index("Evaluating and comparing")
     activity = {
-        "could each be the answer": "Writing a recipe",
+        "may have a decimal comma": "Writing a recipe",
         "api_key_env must be the name": "Using a judge, a reward model or a schema",
         "already holds files": "Planning, and the checks before a model is loaded",
     }

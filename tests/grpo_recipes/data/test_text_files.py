@@ -53,10 +53,10 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[dict[str, Any]]]] = [
     ("a.csv", "q,a\nカッコ,1\n".encode("utf-16"), {"encoding": "utf-16"}, [{"q": "カッコ", "a": 1}]),
     ("a.json", '[{"q": "カッコ"}]'.encode("shift_jis"), {"encoding": "shift_jis"}, [{"q": "カッコ"}]),
     ("a.jsonl", LINES.encode("utf-16"), {"encoding": "utf-16"}, QA),
-    ("a.csv.gz", gzip.compress(b"q,a\nx,1\ny,2\n"), {}, QA),
+    ("a.csv.gz", gzip.compress(b"q,a\nx,1\ny,2\n", mtime=0), {}, QA),
     ("a.tsv.zst", zstd(b"q\ta\nx\t1\ny\t2\n"), {}, QA),
-    ("a.json.gz", gzip.compress(json.dumps(QA).encode()), {}, QA),
-    ("a.jsonl.gz", b"".join(gzip.compress(line.encode()) for line in LINES.splitlines(keepends=True)), {}, QA),
+    ("a.json.gz", gzip.compress(json.dumps(QA).encode(), mtime=0), {}, QA),
+    ("a.jsonl.gz", b"".join(gzip.compress(line.encode(), mtime=0) for line in LINES.splitlines(keepends=True)), {}, QA),
     # Cells
     ("a.csv", 'q,a\n"a, ""b""\n\nc",1\n', {}, [{"q": 'a, "b"\n\nc', "a": 1}]),
     ("a.csv", 'q,a\nx,"y\n"\n', {}, [{"q": "x", "a": "y\n"}]),
@@ -132,7 +132,7 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str]] = [
     *[
         (f"a.jsonl{suffix}", content, {}, rf"^`dataset\.path`: .*a\.jsonl{suffix} can't be read \(.+\): correct")
         for suffix, content in (
-            *((".gz", gzip.compress(LINES.encode())[:-9]), (".gz", b"question\n")),
+            *((".gz", gzip.compress(LINES.encode(), mtime=0)[:-9]), (".gz", b"question\n")),
             *((".zst", zstd(LINES.encode() * 9)[:-9]), (".zst", b"question\n")),
         )
     ],

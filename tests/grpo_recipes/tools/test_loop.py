@@ -115,14 +115,12 @@ def test_sampled_turns_are_trls(tmp_path: Path) -> None:
         ["packed", "trimmed", "padded"],
         ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "luspo"],
         [0.0, 0.1],
-        ["ragged", "deep", "none", "all", "errors", "async", None],
+        ["ragged", "deep", "none", "all", "errors", "async"],
         strength=2,
         rest=pytest.mark.nightly,
     ),
 )
-def test_training_on_tools_is_trls(
-    layout: str, loss_type: str, beta: float, script: str | None, tmp_path: Path
-) -> None:
+def test_training_on_tools_is_trls(layout: str, loss_type: str, beta: float, script: str, tmp_path: Path) -> None:
     theirs, ours = both(
         tmp_path,
         script,
@@ -131,7 +129,7 @@ def test_training_on_tools_is_trls(
         beta=beta,
         num_iterations=2 if beta else 1,
         max_completion_length=1500,
-        max_tool_calling_iterations=2 if script in ("deep", None) else 8,
+        max_tool_calling_iterations=2 if script == "deep" else 8,
         mask_truncated_completions=layout == "packed",
         max_steps=3,
     )

@@ -261,7 +261,7 @@ RECIPE: list[Case] = [
     ),
     Case(
         "grpo-recipes plan {recipe} --model_config moe.json",
-        ("`lora_dropout`: the adapter covers experts", "set `lora_dropout: 0`"),
+        ("PEFT can't add the adapter", "lora_dropout", "correct the `lora_*` keys"),
         files={"moe.json": json.dumps(MOE)},
         changes={**LORA, "lora_target_modules": "all-linear"},
     ),
@@ -273,7 +273,7 @@ RECIPE: list[Case] = [
     ),
     Case(
         "train --config {recipe}",
-        ("`lora_target_modules`: a single name is a pattern", "`.*q_proj`"),
+        ("`lora_target_modules`: q_proj matches no module", "a single name is a pattern", "`.*q_proj`"),
         changes={**LORA, "lora_target_modules": "q_proj"},
     ),
     Case(

@@ -181,7 +181,7 @@ class _Batch:
         return raised.index(True) if is_found else None
 
     def _row_alone(self, row: int) -> dict[str, Any]:
-        """Return the arguments of a call for one row, which logs nothing."""
+        """Return the arguments for a call that scores one row and logs nothing."""
         alone: dict[str, Any] = {"prompts": [self.prompts[row]], "completions": [self.completions[row]]}
         for key, column in self.columns.items():
             is_column = isinstance(column, list) and len(column) == len(self.completions)
@@ -223,7 +223,10 @@ def _log_nothing(*values: Any) -> None:
 
 
 def _raises(error: BaseException, reward: Reward, arguments: Mapping[str, Any]) -> bool:
-    """Return True if a call raises the same error. Another one is of a reward that compares a group's completions."""
+    """Return True if a call raises the same error.
+
+    A reward that compares the completions of a group may raise another error for a single row.
+    """
     try:
         reward(**arguments)
     except (Exception, SystemExit) as other:

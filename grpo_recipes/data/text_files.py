@@ -105,9 +105,10 @@ def read_text_files(paths: Sequence[Path], key: str, notation: TextFormat) -> da
 
 
 def text_places(paths: Sequence[Path], key: str, notation: TextFormat, indices: Sequence[int]) -> list[Place]:
-    """Return the files and the lines, entries or rows of rows of the table from `read_text_files`.
+    """Return the place of each row at `indices` of the table: its file, and its line, entry or row there.
 
-    The files are read again. The header of a CSV file is its row 1, as in a spreadsheet.
+    The table is that of `read_text_files`, and the files are read again. The header of a CSV file is its row 1, as in
+    a spreadsheet.
     """
     places: list[Place] = []
     for path in paths:

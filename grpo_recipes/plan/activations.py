@@ -37,7 +37,7 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 class NotMeasured(RuntimeError):
-    """A model that can't run on tensors without data."""
+    """Error for a model that can't run on tensors without data."""
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ def expected_layout(recipe: Recipe, config: GRPOConfig, model: nn.Module, shardi
 def _decide(
     model: nn.Module, rules: LayoutRules, wanted: Layout, sharding: str, tokens: int
 ) -> tuple[Layout | None, str]:
-    """Return the layout, or None if it is not recorded, and why no more preferred one is expected."""
+    """Return the expected layout, or None if none is recorded, and the reason why no faster one is expected."""
     text, kind = text_config(model), base_model(model).config.model_type
     layout, reason = rules.allowed(model, wanted, sharding)
     name, scores = kept_scores(text)

@@ -40,7 +40,8 @@ GIB = 2**30
 MASTER_AND_MOMENTS = 12
 # Bytes per parameter of `adamw_bf16`: two float32 moments, and the 16 bits that a bfloat16 weight drops.
 ADAMW_BF16_STATE = 10
-# What the allocator rounds up: blocks of more than 1 MiB to whole multiples of 2 MiB.
+# Allowance for the rounding of CUDA's caching allocator, which takes large blocks in multiples of 2 MiB. The share is
+# an estimate, and has not been measured on a GPU.
 ROUNDED = 1.02
 # A 16-bit gradient, and what DeepSpeed reserves beside it: together 18 bytes per parameter in its estimators.
 ZERO2_GRADIENT, ZERO3_GRADIENT = 6, 4

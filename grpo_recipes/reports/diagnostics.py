@@ -182,11 +182,6 @@ def diagnose(run: Run) -> Diagnosis:
     return diagnosis
 
 
-def looks_for(check: Check) -> str:
-    """Return what a check looks for, as a clause: the first line of its docstring without "Look for"."""
-    return (check.__doc__ or "").partition("\n")[0].removeprefix("Look for ").rstrip(".")
-
-
 def as_table(diagnosis: Diagnosis) -> list[Part]:
     """Return every check for the terminal as a table below the headline."""
     styles = {PROBLEM: "bad", FINE: "good"}

@@ -59,15 +59,6 @@ def score_line(name: str, score: float | None, logged: Mapping[str, Any]) -> str
     return f"{name} {shown}: {', '.join(terms) or 'it gives no reason'}"
 
 
-def json_values(logged: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logged values, which may be anything: as text if JSON cannot hold them."""
-    values = {}
-    for column, value in logged.items():
-        is_plain = value is None or isinstance(value, (str, int, float, bool))
-        values[column] = value if is_plain else str(value)
-    return values
-
-
 def _takes(function: Callable[..., Any], keyword: str) -> bool:
     try:
         inspect.signature(function).bind_partial(**{keyword: None})

@@ -130,15 +130,6 @@ class BuiltReward:
         return reward.parts if isinstance(reward, ComposedReward) else ()
 
 
-def is_own(reward: BuiltReward) -> bool:
-    """Return True if a single reward is neither one of this package nor one of TRL."""
-    function = reward.unbound
-    if isinstance(function, UnbuiltReward):
-        return True
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return module.partition(".")[0] not in ("grpo_rewards", "trl")
-
-
 @dataclass(frozen=True)
 class BoundReward:
     """Reward under another name, or with arguments that every call adds. It is picklable if the reward is."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Any
 
 import pytest
 
 from grpo_rewards.errors import UserError
-from grpo_rewards.explain import Reasons, json_values, score_line
+from grpo_rewards.explain import Reasons, score_line
 from grpo_rewards.registry import BuiltReward, build_rewards
 
 
@@ -70,11 +69,3 @@ def test_a_long_reason_is_cut() -> None:
     shown = score_line("r", 1.0, {"text": "x" * 10_000})
     assert shown.endswith("...`")
     assert len(shown) < 1000
-
-
-def test_values_that_json_cannot_hold_are_text() -> None:
-    day = datetime.date(2020, 1, 2)
-    plain = {"none": None, "text": "a", "number": 3, "float": 0.5, "truth": True}
-    assert json_values({**plain, "day": day, "list": [1, day]}) == {
-        **plain, "day": "2020-01-02", "list": "[1, datetime.date(2020, 1, 2)]",
-    }  # fmt: skip

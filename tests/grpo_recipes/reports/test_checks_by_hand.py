@@ -525,7 +525,7 @@ COMPLETIONS: dict[str, list[Case]] = {
         (*shown(*groups(*[True] * 4), {**BEST[0], "total": 1e-6}, {**BEST[0], "total": 1e-6}), "fine: 5 of 5"),
     ],
     "zero_variance": [
-        # Of at most 14, a group at 7 is not in the upper half, nor is one at 5 of -6 to 14.
+        # A group at 7 of at most 14 is not in the upper half. Neither is a group at 5 between -6 and 14.
         (*scores([10, 10, 14, 0, 7, 7], highest_pay=14.0), "1: … 50% are too easy … 50% too hard"),
         (*scores([-6, -6, 14, 0, 5, 5], highest_pay=14.0), "1: … 50% are too easy"),
         (*scores([0.01] * 4, highest_pay=1.0), "1: … 0% are too easy … 100% too hard"),

@@ -27,6 +27,12 @@ def test_a_sentence_is_logged_once_per_key_and_announcer() -> None:
     assert announcer.keys == {"filters", "dtype"}
 
 
+@pytest.fixture(autouse=True)
+def bars_are_enabled() -> None:
+    """Undo what another test of the same process may have disabled."""
+    logging.enable_progress_bar()
+
+
 def draw_bar(**options: object) -> None:
     for _ in logging.tqdm(range(2), **options):
         pass

@@ -45,6 +45,7 @@ from grpo_recipes.tools.loop import (
     result_text,
     suffix_ids,
 )
+from grpo_recipes.tools.metrics import last_calls
 from grpo_recipes.tools.run import FailureWindow, ToolRunner
 from grpo_rewards.completions import completion_text
 from grpo_rewards.errors import UserError, one_line, shortened
@@ -297,7 +298,7 @@ class Rollouts:
         return [*before, {**last, "content": last["content"] + observation}] if observation else row["prompt"]
 
     def _check_failures(self, rows: Sequence[Row]) -> None:
-        self._failures.add([FailureWindow.of_rank(rows)])
+        self._failures.add([last_calls(rows)])
         for sentence in self._failures.without_success():
             logger.warning(sentence)
         if reason := self._failures.reason_to_stop():

@@ -150,7 +150,7 @@ def report(
         record: dict[str, Any] = {"sentence": message, "rank": rank, "traceback": trace.splitlines(keepends=True)}
         if isinstance(error, RewardFault) and error.row is not None:
             record["row"] = error.row.as_dict(secrets)
-        if not has_lost_contact:  # which says nothing of the cause that the other ranks look for
+        if not has_lost_contact:  # lost contact is not the cause that the other ranks look for
             with suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
                 _write_fault_file(folder, rank, record)

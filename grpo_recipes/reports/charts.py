@@ -19,7 +19,7 @@ from grpo_recipes.evaluation.estimates import Estimate
 from grpo_recipes.reports import diagnostics, tool_checks, update_checks
 from grpo_recipes.reports.run import Run, Series, spread
 from grpo_recipes.runs.files import AFTER, BEFORE
-from grpo_recipes.tools.metrics import UNKNOWN
+from grpo_recipes.tools import UNKNOWN
 from grpo_rewards.errors import shortened
 from grpo_rewards.terminal import visible
 

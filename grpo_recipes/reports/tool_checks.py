@@ -6,7 +6,7 @@ import pandas as pd
 
 from grpo_recipes.reports.checking import DoesNotApply, Found, NoData, judges_correctness, logged, trending
 from grpo_recipes.reports.run import Run
-from grpo_recipes.tools.metrics import UNKNOWN
+from grpo_recipes.tools import UNKNOWN
 
 CALLING_LIMIT = 0.95
 """Share of the last completions from which on every completion counts as one that calls a tool."""

@@ -1,5 +1,8 @@
 """Turns of a completion that calls tools: calls within limits, the loop over turns, and the proof of its tokens."""
 
+UNKNOWN = "unknown"
+"""Name in the metrics of all names that no tool has, and of a malformed call without a name."""
+
 
 class ToolError(Exception):
     """Mistake of the policy in a call, which a tool raises with a text that the policy reads.

@@ -33,7 +33,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 from trl import chat_template_utils as trl_templates
 from trl.chat_template_utils import parse_response
 
-from grpo_recipes.tools.metrics import UNKNOWN
+from grpo_recipes.tools import UNKNOWN
 from grpo_recipes.tools.run import Call, Result
 
 if TYPE_CHECKING:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from grpo_recipes.tools.loop import Row
+from grpo_recipes.tools import UNKNOWN
+from grpo_recipes.tools.loop import Row
+from grpo_recipes.tools.run import WINDOW
+from grpo_rewards.errors import one_line
 
 PREFIX = "tools/"
-UNKNOWN = "unknown"
-"""Name in the metrics of all names that no tool has."""
 # Characters that a tracker may refuse in a metric's name. A slash would look like a further level.
 _UNSAFE = re.compile(r"[^\w.\-]")
 
@@ -47,6 +46,16 @@ def counts_of(rows: Iterable[Row]) -> Counts:
                 counts[tool, "made"] += result.made
                 counts[tool, "seconds"] += result.seconds  # type: ignore[assignment]
     return counts
+
+
+def last_calls(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
+    """Return name, fault and mistake of the last calls of a rank's tools, which a `FailureWindow` adds."""
+    calls = []
+    for row in rows:
+        for result in (result for turn in row.turns for result in turn):
+            if result.name in row.tools.functions and (result.made or result.mistake):
+                calls.append((result.name, one_line(result.fault), one_line(result.mistake)))
+    return calls[-WINDOW:]
 
 
 def metrics(ranks: Sequence[Counts]) -> dict[str, float]:

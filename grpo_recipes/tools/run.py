@@ -19,12 +19,12 @@ import json
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jsonschema import Draft4Validator, Draft202012Validator, validators
 from jsonschema.exceptions import best_match
@@ -32,10 +32,7 @@ from transformers.utils import get_json_schema
 
 from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.tools import ToolError
-from grpo_rewards.errors import one_line, shortened
-
-if TYPE_CHECKING:
-    from grpo_recipes.tools.loop import Row
+from grpo_rewards.errors import shortened
 
 CALLS_PER_TURN = 32
 """Number of calls that one turn may make. No task needs more at once, and a policy that repeats itself writes hundreds,
@@ -273,16 +270,6 @@ class FailureWindow:
         self._all: deque[tuple[str, str]] = deque(maxlen=WINDOW)
         """Name and mistake of each call."""
         self._named: set[str] = set()
-
-    @staticmethod
-    def of_rank(rows: Iterable[Row]) -> list[tuple[str, str, str]]:
-        """Return name, fault and mistake of the calls of a rank's tools, the last ones only. Ranks gather them."""
-        calls = []
-        for row in rows:
-            for result in (result for turn in row.turns for result in turn):
-                if result.name in row.tools.functions and (result.made or result.mistake):
-                    calls.append((result.name, one_line(result.fault), one_line(result.mistake)))
-        return calls[-WINDOW:]
 
     def add(self, ranks: Sequence[Sequence[tuple[str, str, str]]]) -> None:
         """Add the calls of one generation batch, the last calls of every rank last."""

@@ -27,7 +27,7 @@ from grpo_recipes.tools.loop import (
     read_turn,
     result_text,
 )
-from grpo_recipes.tools.metrics import counts_of, metrics
+from grpo_recipes.tools.metrics import counts_of, last_calls, metrics
 from grpo_recipes.tools.run import Call, FailureWindow, Result, ToolRunner
 from grpo_recipes.training.callbacks import StopOnSignal
 from grpo_rewards.errors import UserError
@@ -147,7 +147,7 @@ class ToolTurns:
     def _finish(self) -> None:
         """Log the metrics of all ranks' rows, and stop the run if too many of their calls failed. Collective."""
         # One gather, because ranks wait for each other in each.
-        ranks = gather((counts_of(self.rows), FailureWindow.of_rank(self.rows)))
+        ranks = gather((counts_of(self.rows), last_calls(self.rows)))
         logged = self.trainer._metrics["train" if self.trainer.model.training else "eval"]
         for name, value in metrics([counts for counts, _ in ranks]).items():
             logged[name].append(value)

@@ -105,7 +105,7 @@ def test_a_planted_fault_is_named_within_two_steps(name: str, tmp_path: Path, mo
 
 
 LOOPS: dict[str, tuple[str, int, dict[str, Any], tuple[int, ...]]] = {
-    # how `generate` applies the adapter, from which step on, the run, at which step it may stop
+    # application of the adapter in `generate`, from which step on, the run, at which step it may stop
     "groups": ("off", 0, CONTINUED, (0,)),
     "stock loop": ("off", 0, {**CONTINUED, "generation": "off"}, (0,)),
     "stock loop, from step 10": ("twice", 10, {**CONTINUED, "generation": "off", "max_steps": 20}, (10,)),
@@ -359,7 +359,7 @@ def reach(patch: pytest.MonkeyPatch, **fields: Any) -> None:
 
 
 UNNAMED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    # what reaches `generate`, the run, the cause
+    # keys that reach `generate`, the run, the cause
     "sequence_bias": ({"sequence_bias": [[[5], 50.0]]}, {}, "`generate` applies SequenceBiasLogitsProcessor"),
     "suppress_tokens": ({"suppress_tokens": [7]}, {"generation": "off"}, "applies SuppressTokensLogitsProcessor"),
     "top_k": ({"top_k": 20}, {}, "`generate` applies TopKLogitsWarper(top_k=20) where the settings give nothing"),

@@ -112,7 +112,7 @@ def test_the_lengths_of_prompts_are_summed_up() -> None:
     ("lengths", "rows", "limit", "longest", "note"),
     [
         ([9, 17_721], 2, None, 17_721, ""),
-        ([9, 60, 17_721], 3, 70, 60, ""),  # what the limit drops does not count
+        ([9, 60, 17_721], 3, 70, 60, ""),  # dropped prompts do not count
         ([9, 17_721], 2_000, None, 17_721, "sample"),
         ([9, 60], 2_000, 70, 60, "sample"),
         ([90, 91], 2, 70, 70, ""),

@@ -20,6 +20,7 @@ from grpo_recipes import ToolError
 from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.tools import run
 from grpo_recipes.tools.loop import Row, RowTools
+from grpo_recipes.tools.metrics import last_calls
 from grpo_recipes.tools.run import Call, FailureWindow, Result, ToolRunner
 from tests.support.tool_rollouts import add, fetch, repeat
 
@@ -467,4 +468,4 @@ def test_only_calls_of_tools_are_judged() -> None:
     row = Row([], [], [], RowTools({"add": add}))
     row.turns = [[Result("add", "3"), Result("add", "", fault="E:\n1"), Result("none", "", mistake="no", made=False)]]
     row.turns.append([Result("add", "", made=False), Result("add", "", mistake="no", made=False)])
-    assert FailureWindow.of_rank([row]) == [FINE, ("add", "E: 1", ""), ("add", "", "no")]
+    assert last_calls([row]) == [FINE, ("add", "E: 1", ""), ("add", "", "no")]

@@ -214,7 +214,7 @@ def test_only_a_few_rows_are_checked_after_the_first_batch(tmp_path: Path, monke
     scorer = run._generation_check.scorer
     plain = scorer.trl_log_probs
     scorer.trl_log_probs = lambda model, rows, entropy: sizes.append(len(rows.input_ids)) or plain(model, rows, entropy)
-    run._generation_check.batches = generation_check.FIRST  # of which more rows are compared
+    run._generation_check.batches = generation_check.FIRST  # more rows of the first batches are compared
     run.train()
     assert sizes == [1, 1, 1]  # the first batch is logged like the others
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from torch import Tensor, nn
+from trl.models import unwrap_model_for_generation
 
 from grpo_recipes.generation.agreement import (
     BFLOAT16,
@@ -142,7 +143,7 @@ class GenerationCheck:
         """
         rows = verified_rows([len(completions[row]) for row in recorded], list(recorded))
         policy = base_model(self.scorer.policy)
-        with eval_no_grad(policy), without_cudnn_attention():  # each row has a shape of its own
+        with self._whole_policy(), eval_no_grad(policy), without_cudnn_attention():  # each row has a shape of its own
             gaps = differences(
                 policy,
                 [prompts[row] for row in rows],
@@ -153,6 +154,15 @@ class GenerationCheck:
         ranks = gather((gaps.mean().item(), gaps.max().item()))
         mean, largest = max(mean for mean, _ in ranks), max(largest for _, largest in ranks)
         return disagreement(mean, largest, is_float32=self.is_float32, where=where)
+
+    def _whole_policy(self) -> AbstractContextManager[Any]:
+        """Gather the weights that ZeRO-3 shards, as TRL does for `generate`. Collective."""
+        if not self.trainer._dist.is_zero3:
+            return nullcontext()
+        kwargs = self.args.gradient_checkpointing_kwargs
+        return unwrap_model_for_generation(
+            self.trainer.model_wrapped, self.accelerator, gradient_checkpointing_kwargs=kwargs
+        )
 
     def __call__(
         self,

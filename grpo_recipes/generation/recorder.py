@@ -30,7 +30,8 @@ class Recorder(StoppingCriteria):
 
     def __init__(self, places: Sequence[int], temperature: float) -> None:
         self.places, self.temperature = list(places), temperature
-        self._logits: Tensor | None = None  # logits of the forward since the newest token, (rows, vocabulary)
+        self._logits: Tensor | None = None  # logits of the newest forward since the newest token, (rows, vocabulary)
+        self._forwards = 0  # since the newest token
         self._columns: list[Tensor] = []  # log-probabilities of one token each, (places,)
         self._width: int  # number of columns at the newest token
         self._lost = False
@@ -45,20 +46,23 @@ class Recorder(StoppingCriteria):
             hook.remove()
 
     def _read_forward(self, module: Any, args: Any, output: Any) -> None:
-        # Guidance runs the model again, and prompts in chunks take several forwards.
-        self._lost = self._lost or self._logits is not None
+        self._forwards += 1
         self._logits = output.logits[:, -1]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Record the tokens that have just been appended to `input_ids`, (rows, columns). Return False for all rows."""
         logits, width = self._logits, input_ids.shape[1]
-        # Beams have rows of their own, and assisted decoding appends several tokens at once.
-        if logits is None or len(logits) != len(input_ids) or (self._columns and width != self._width + 1):
+        # Beams have rows of their own, and assisted decoding appends several tokens at once. Guidance runs the model
+        # again, and prompts in chunks take several forwards. Forwards behind the last token are those that ZeRO-3
+        # repeats until all ranks have ended.
+        is_one = logits is not None and self._forwards == 1 and len(logits) == len(input_ids)
+        if not is_one or (self._columns and width != self._width + 1):
             self._lost = True
         elif not self._lost:
+            assert logits is not None
             log_probs = (logits[self.places].float() / self.temperature).log_softmax(-1)
             self._columns.append(log_probs.gather(1, input_ids[self.places, -1:])[:, 0])
-        self._width, self._logits = width, None
+        self._width, self._logits, self._forwards = width, None, 0
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     @property

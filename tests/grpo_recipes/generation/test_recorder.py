@@ -9,6 +9,7 @@ import torch
 
 from grpo_recipes.generation.agreement import differences
 from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.recorder import Recorder
 from tests.support.architectures import ENDS, SETTINGS, batch, config, tiny
 
 
@@ -49,6 +50,19 @@ def test_nothing_is_recorded_where_tokens_and_forwards_do_not_go_together(change
         policy.generate(**inputs, generation_config=config(**changes))
     assert turn.log_probs is None
     assert not policy._forward_hooks
+
+
+def test_forwards_behind_the_last_token_lose_nothing() -> None:
+    """Under ZeRO-3 a rank that has ended repeats forwards until all have, and only its neighbours draw tokens."""
+    policy, ids = tiny("LlamaConfig"), torch.tensor([[3, 4], [5, 6]])
+    recorder = Recorder([0, 1], 1.0)
+    with torch.no_grad(), recorder.reading(policy):
+        drawn = policy(ids).logits[:, -1].argmax(-1, keepdim=True)
+        recorder(torch.cat([ids, drawn], 1), None)
+        policy(ids)
+        policy(ids)
+    assert recorder.log_probs is not None
+    assert recorder.log_probs.shape == (2, 1)
 
 
 def until_end(ids: list[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import yaml
 from peft import PeftModel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -144,6 +145,10 @@ class RecipeInTrackers(TrainerCallback):
             return
         for tracker in self.handler.callbacks:
             match type(tracker).__name__:
+                case "TensorBoardCallback" if tracker.tb_writer is not None:
+                    text = yaml.safe_dump(self.recipe, sort_keys=False, allow_unicode=True)
+                    # TensorBoard renders Markdown, in which four spaces keep text as it is.
+                    tracker.tb_writer.add_text("recipe", "\n".join(f"    {line}" for line in text.splitlines()))
                 # Trackers keep the first value of a key unless a change is allowed: a resumed run may have another
                 # recipe.
                 case "WandbCallback" if tracker._wandb is not None and tracker._wandb.run is not None:

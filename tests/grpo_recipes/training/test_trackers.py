@@ -93,6 +93,7 @@ def test_the_recipe_is_in_the_configuration_of_the_run(tracker: str, attribute: 
 @pytest.mark.parametrize(
     ("tracker", "attribute"),
     [
+        ("TensorBoardCallback", "self.tb_writer"),
         ("WandbCallback", "self._wandb"),
         ("TrackioCallback", "self._trackio"),
     ],

@@ -53,7 +53,7 @@ def test_nothing_is_recorded_where_tokens_and_forwards_do_not_go_together(change
 
 
 def test_forwards_behind_the_last_token_lose_nothing() -> None:
-    """Under ZeRO-3 a rank that has ended repeats forwards until all have, and only its neighbours draw tokens."""
+    """A rank that has ended repeats forwards under ZeRO-3 until all have."""
     policy, ids = tiny("LlamaConfig"), torch.tensor([[3, 4], [5, 6]])
     recorder = Recorder([0, 1], 1.0)
     with torch.no_grad(), recorder.reading(policy):

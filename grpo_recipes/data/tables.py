@@ -116,17 +116,19 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
         raise UserError(
             f"`dataset`: {folder} is not writable ({error.strerror or error}): make room, or set HF_DATASETS_CACHE"
         ) from error
-    try:
-        return datasets.Dataset.from_file(str(path))
-    except ValueError as error:  # Arrow cuts a column's name at a NUL, so the table and its schema have different names
-        path.unlink(missing_ok=True)
-        raise UserError("`dataset`: names of columns have control characters: rename the columns") from error
+    return datasets.Dataset.from_file(str(path))
 
 
 def _write(path: Path, batches: Iterator[pa.Table]) -> None:
     """Write the batches to `path`, which never holds half a table."""
-    with replacing(path) as part, pa.OSFile(str(part), "wb") as sink:
-        first = next(batches, pa.table({}))
-        with pa.ipc.new_stream(sink, first.schema) as writer:
-            for table in chain([first], batches):
-                writer.write_table(table, max_chunksize=BATCH)
+    first = next(batches, pa.table({}))
+    for name in first.schema.names:
+        if "\0" in name:  # Arrow would cut the name there
+            raise UserError(f"`dataset`: the name of the column {name!r} has a NUL: rename the column")
+    with (
+        replacing(path) as part,
+        pa.OSFile(str(part), "wb") as sink,
+        pa.ipc.new_stream(sink, first.schema) as writer,
+    ):
+        for table in chain([first], batches):
+            writer.write_table(table, max_chunksize=BATCH)

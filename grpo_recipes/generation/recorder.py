@@ -55,11 +55,10 @@ class Recorder(StoppingCriteria):
         # Beams have rows of their own, and assisted decoding appends several tokens at once. Guidance runs the model
         # again, and prompts in chunks take several forwards. Forwards behind the last token are those that ZeRO-3
         # repeats until all ranks have ended.
-        is_one = logits is not None and self._forwards == 1 and len(logits) == len(input_ids)
-        if not is_one or (self._columns and width != self._width + 1):
+        is_next = not self._columns or width == self._width + 1
+        if logits is None or self._forwards != 1 or len(logits) != len(input_ids) or not is_next:
             self._lost = True
         elif not self._lost:
-            assert logits is not None
             log_probs = (logits[self.places].float() / self.temperature).log_softmax(-1)
             self._columns.append(log_probs.gather(1, input_ids[self.places, -1:])[:, 0])
         self._width, self._logits, self._forwards = width, None, 0

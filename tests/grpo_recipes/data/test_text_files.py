@@ -117,6 +117,7 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str]] = [
     ("a.jsonl", '{"q": 1}\n\n{"q": 2}\n{"q": "x"}\n', {}, r"a\.jsonl, line 4: the column 'q' has 'x', .*: give all"),
     ("a.jsonl", '{"m": {"k": 1}}\n{"m": 3}\n', {}, r"a\.jsonl, line 2: the column 'm' has 3, .*: give all"),
     ("a.json", '[{"q": "x"}, {"q": "\\ud83d"}]', {}, r"a\.json, entry 2: the column 'q' has '\\ud83d', "),
+    ("a.jsonl", '{"q\\u0000": 1}\n', {}, r"the column 'q\\x00' has a NUL"),
     ("a.jsonl.zst", zstd(b'{"q": 1}\n\n[]\n'), {}, r"a\.jsonl\.zst, line 3 is not a JSON object"),
     # Encodings
     (

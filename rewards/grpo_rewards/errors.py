@@ -12,7 +12,30 @@ _SHORTEST_BEGINNING = 4
 
 
 class UserError(ValueError):
-    """Error that a user can fix. Its message names the file, the key and the fix."""
+    """Error that a user can fix.
+
+    Attributes:
+        place: File, key, row or command that the error is about, from outer to inner: "r.yaml: `dataset.path`".
+        problem: Clause on what is wrong there.
+        fix: What the user can do, as a command: "set a number above 0".
+    """
+
+    def __init__(self, place: object, problem: str = "", fix: str = "") -> None:
+        super().__init__(str(place), problem, fix)
+        self.place, self.problem, self.fix = str(place), problem, fix
+
+    def __str__(self) -> str:
+        """Return the sentence that is printed."""
+        return sentence(self.place, self.problem, self.fix)
+
+    def within(self, place: object) -> UserError:
+        """Return the same error with the file, row or command that its place is in."""
+        return type(self)(f"{place}: {self.place}", self.problem, self.fix)
+
+
+def sentence(place: str, problem: str, fix: str) -> str:
+    """Return the message of an error that a user can fix, from its parts that are not empty."""
+    return ": ".join(part for part in (place, problem, fix) if part)
 
 
 def one_line(text: object) -> str:

@@ -154,11 +154,11 @@ def _convert_internlm2(options: argparse.Namespace) -> int:
         from grpo_rewards.internlm2 import convert
     except ImportError as error:
         needs = missing_package(error)
-        raise UserError(f"convert-internlm2 needs {needs}: pip install 'grpo-rewards[models]'") from error
+        raise UserError("convert-internlm2", f"it needs {needs}", "pip install 'grpo-rewards[models]'") from error
     try:
         folder = convert(options.source, options.target, allow_pickle=options.allow_pickle)
     except OSError as error:
-        raise UserError(str(error)) from error
+        raise UserError("convert-internlm2", str(error), "name another folder") from error
     say(f"wrote {folder}: transformers, vLLM and TRL's reward_funcs load it as it is")
     return 0
 
@@ -168,7 +168,7 @@ def _convert_internlm2(options: argparse.Namespace) -> int:
 
 def _score(options: argparse.Namespace) -> int:
     if options.num_generations is not None and options.num_generations < 1:
-        raise UserError(f"--num_generations must be at least 1, not {options.num_generations}")
+        raise UserError("--num_generations", f"it is {options.num_generations}", "set it to at least 1")
     rewards = build_rewards([_spec(text) for text in options.reward], num_generations=options.num_generations)
     if options.out:
         _check_out(options.out, options.file)
@@ -209,19 +209,21 @@ def _spec(text: str) -> str | Mapping[str, Any]:
 def _yaml(text: str, place: str) -> Any:
     import yaml
 
-    from grpo_rewards.strict import load_yaml
+    from grpo_rewards.strict import DuplicateKey, load_yaml
 
     try:
         return load_yaml(text)
+    except DuplicateKey as error:
+        raise error.within(place) from error
     except yaml.YAMLError as error:
-        raise UserError(f"{place} is not YAML ({str(error).splitlines()[0]})") from error
+        raise UserError(place, f"it is not YAML ({str(error).splitlines()[0]})", "correct it") from error
 
 
 def _check_out(out: Path, source: Path) -> None:
     if out.suffix != ".jsonl" or out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"--out {out} can't be written: name a .jsonl file in an existing folder of yours")
+        raise UserError(f"--out {out}", "it can't be written", "name a .jsonl file in an existing folder of yours")
     if out.exists() and source.exists() and out.samefile(source):
-        raise UserError(f"--out {out} is the file to score: choose another name")
+        raise UserError(f"--out {out}", "it is the file to score", "choose another name")
 
 
 def _check_rows(
@@ -230,14 +232,15 @@ def _check_rows(
     columns = _column_names(rows)
     if options.gold_column and options.gold_column not in columns:
         found = ", ".join(f"`{key}`" for key in rows[0].columns)
-        raise UserError(f"{options.file} has no column `{options.gold_column}` (--gold_column): it has {found}")
+        problem, fix = f"there is no such column ({found})", "name one of them by --gold_column"
+        raise UserError(f"{options.file}: `{options.gold_column}`", problem, fix)
     clash = columns & {reward.name for reward in rewards}
     if clash and options.out:
-        raise UserError(f"{options.file} already has a column `{min(clash)}`: give that reward an alias")
+        problem = "the file already has a column of this name"
+        raise UserError(f"{options.file}: `{min(clash)}`", problem, "give that reward an alias")
     if complaints and any(reward.needs_whole_groups for reward in rewards):
-        raise UserError(
-            f"{options.file}: {complaints[0]}: correct it first, because a dropped row would shift the groups"
-        )
+        fix = "correct it first, because a dropped row would shift the groups"
+        raise UserError(options.file, complaints[0], fix)
 
 
 def _column_names(rows: Sequence[Row]) -> set[str]:
@@ -255,34 +258,35 @@ def _call(reward: BuiltReward, batch: Mapping[str, Any], rows: Sequence[Row]) ->
         with suppress(ValueError):  # a builtin without a signature
             inspect.signature(reward.function).bind(**batch)
     except TypeError as error:
-        takes = "a reward takes prompts, completions and, by name, the columns it needs and **columns for the others"
-        raise UserError(f"reward `{reward.name}` can't be called ({error}): {takes}") from error
+        fix = "let it take prompts, completions and, by name, the columns it needs and **columns for the others"
+        raise UserError(f"reward `{reward.name}`", f"it can't be called ({error})", fix) from error
     try:
         scores = reward.function(**copied(dict(batch)))
         scores = asyncio.run(scores) if inspect.iscoroutine(scores) else scores
     except (Exception, SystemExit) as error:
-        raise UserError(_failure(reward.name, error)) from error
+        raise _failure(reward.name, error) from error
     try:
         scores = listed_scores(reward.name, scores, len(rows))
     except ValueError as error:
-        raise UserError(str(error)) from error
+        raise UserError(f"--reward {reward.name}", str(error), "correct the reward") from error
     return [_checked_score(reward.name, score, row.number) for score, row in zip(scores, rows, strict=True)]
 
 
-def _failure(name: str, error: BaseException) -> str:
-    """Return one sentence about a reward that raised: the text of our own error, or another's with its place."""
+def _failure(name: str, error: BaseException) -> UserError:
+    """Return the error of a reward that raised: our own error, or another's with its place."""
     text = one_line(error).rstrip(".")
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if isinstance(error, ValueError) and Path(frame.filename).parent == Path(__file__).parent:
-        return text
-    place = f"{frame.filename}, line {frame.lineno}"
-    return f"reward `{name}` raised {type(error).__name__}: {text or '(no message)'} ({place})"
+        return error if isinstance(error, UserError) else UserError(f"--reward {name}", text, "correct it or the file")
+    problem = f"it raised {type(error).__name__}: {text or '(no message)'} ({frame.filename}, line {frame.lineno})"
+    return UserError(f"reward `{name}`", problem, "correct the reward")
 
 
 def _checked_score(name: str, score: Any, number: int) -> float | None:
     value = score_value(score)
     if value is not None and not math.isfinite(value):
-        raise UserError(f"reward `{name}` returned {score!r} for row {number}: a score is a finite number, or None")
+        problem = f"it returned {score!r} for row {number}"
+        raise UserError(f"reward `{name}`", problem, "return a finite number, or None")
     return value
 
 
@@ -393,10 +397,8 @@ def _gold_reward(text: str) -> tuple[BuiltReward, float]:
         has_gold = reward.declared.gold_column is not None and bool(reward.declared.columns_read)
         if reward.kind == "correctness" and has_gold and reward.highest_pay is not None:
             return reward, reward.highest_pay
-    raise UserError(
-        f"check needs a correctness reward of this package, to try each gold against itself, not `{built[0].name}`: "
-        "`grpo-rewards audit` tries a reward of your own"
-    )
+    problem = "it is not a correctness reward of this package, which tries each gold against itself"
+    raise UserError(f"reward `{built[0].name}`", problem, "try it with `grpo-rewards audit`")
 
 
 def _right_completion(reward: Any, answer: str | None) -> str:
@@ -418,9 +420,10 @@ def _audit(options: argparse.Namespace) -> int:
     from grpo_rewards.audit.report import print_audit
 
     if options.rows < 1:
-        raise UserError(f"--rows must be at least 1, not {options.rows}")
+        raise UserError("--rows", f"it is {options.rows}", "set it to at least 1")
     if options.layout is not None and "{answer}" not in options.layout:
-        raise UserError(f"--layout {options.layout!r} has no place for the answer: write {{answer}} where it belongs")
+        fix = "write {answer} where it belongs"
+        raise UserError(f"--layout {options.layout!r}", "it has no place for the answer", fix)
     specs: list[Any] = []
     for text in options.reward:
         specs += _recipe_rewards(Path(text)) if text.endswith((".yaml", ".yml")) else [_spec(text)]
@@ -448,10 +451,10 @@ def _recipe_rewards(path: Path) -> list[Any]:
     try:
         recipe = _yaml(read_text(path), f"--reward {path}")
     except FileNotFoundError as error:
-        raise UserError(f"--reward {path} is not a file") from error
+        raise UserError(f"--reward {path}", "it is not a file", "correct the path") from error
     rewards = recipe.get("rewards") if isinstance(recipe, dict) else None
     if not isinstance(rewards, list) or not rewards:
-        raise UserError(f"--reward {path} has no list `rewards`: name a recipe, or a reward")
+        raise UserError(f"--reward {path}", "it has no list `rewards`", "name a recipe, or a reward")
     return rewards
 
 
@@ -464,12 +467,12 @@ def _read(path: Path, needed: str | None, optional: str = "") -> tuple[list[Row]
     Every row needs the column `needed`, if one is named. If one row has the column `optional`, every row needs it.
     """
     if not path.is_file():
-        raise UserError(f"{path} is not a file")
+        raise UserError(path, "it is not a file", "correct the path")
     read = _parquet_rows if path.suffix == ".parquet" else _jsonl_rows
     try:
         numbered = list(read(path))
     except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror or error})") from error
+        raise UserError(path, f"it can't be read ({error.strerror or error})", "correct its permissions") from error
     columns = [needed] if needed else []
     if any(optional in row for _, row in numbered if isinstance(row, dict)):
         columns.append(optional)
@@ -482,7 +485,7 @@ def _read(path: Path, needed: str | None, optional: str = "") -> tuple[list[Row]
             complaints.append(f"row {number}: {problem}")
     if not rows:
         hint = f" ({complaints[0]})" if complaints else ""
-        raise UserError(f"{path} has no row that can be used{hint}")
+        raise UserError(path, f"it has no row that can be used{hint}", "correct its rows")
     return rows, complaints
 
 
@@ -512,11 +515,12 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         from pyarrow import parquet
     except ImportError as error:
-        raise UserError("Parquet files need pyarrow: pip install 'grpo-rewards[parquet]'") from error
+        raise UserError(path, "Parquet files need pyarrow", "pip install 'grpo-rewards[parquet]'") from error
     try:
         yield from enumerate(parquet.ParquetFile(path).read().to_pylist(), 1)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is not a Parquet file, or is damaged ({one_line(error)})") from error
+        problem = f"it is not a Parquet file, or is damaged ({one_line(error)})"
+        raise UserError(path, problem, "write it again") from error
 
 
 def _write_scores(path: Path, scores: Mapping[str, Sequence[float | None]], rows: Sequence[Row]) -> None:
@@ -528,7 +532,8 @@ def _write_scores(path: Path, scores: Mapping[str, Sequence[float | None]], rows
         with replacing(path.resolve()) as part:
             part.write_text("".join(lines), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--out {path} can't be written ({one_line(error)})") from error
+        fix = "name a file that you may write"
+        raise UserError(f"--out {path}", f"it can't be written ({one_line(error)})", fix) from error
 
 
 def _complain(path: Path, complaints: Sequence[str]) -> int:

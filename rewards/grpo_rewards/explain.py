@@ -41,10 +41,8 @@ class Reasons:
     def log(self, column: str, values: list) -> None:
         """Keep a column with one value per completion. Raise `UserError` for another number of values."""
         if len(values) != len(self.rows):
-            raise UserError(
-                f"reward `{self.reward.name}` logged {len(values)} values of `{column}` for {len(self.rows)} "
-                "completions: give one value per completion"
-            )
+            problem = f"it logged {len(values)} values of `{column}` for {len(self.rows)} completions"
+            raise UserError(f"reward `{self.reward.name}`", problem, "log one value per completion")
         for row, value in zip(self.rows, values, strict=True):
             row[column] = value
 

@@ -33,21 +33,7 @@ MODEL_JSON = (
 
 
 class UnreadableFile(UserError):
-    """A file that is not regular, is too large, or does not hold what it should.
-
-    Attributes:
-        path: path of the file.
-        problem: the error message without the path, for an error that adds the fix.
-    """
-
-    def __init__(self, sentence: str, path: Path) -> None:
-        super().__init__(sentence)
-        self.path = path
-        self.problem = sentence.removeprefix(f"{path}: ")
-
-    def __reduce__(self) -> tuple[type[UnreadableFile], tuple[str, Path]]:
-        """Return both arguments, so that a rank can send the error to others. The default pickles the message only."""
-        return type(self), (str(self), self.path)
+    """A file that is not regular, is too large, or does not hold what it should. The place is its path."""
 
 
 def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
@@ -68,12 +54,13 @@ def open_ordinary(path: Path, most: int | None = None) -> BinaryIO:
         raise
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         reason = getattr(error, "strerror", None) or error
-        raise UnreadableFile(f"{path}: it can't be opened ({reason})", path) from error
+        raise UnreadableFile(path, f"it can't be opened ({reason})", "correct the path or its permissions") from error
     if file is None:
-        raise UnreadableFile(f"{path}: it is not a regular file", path)
+        raise UnreadableFile(path, "it is not a regular file", "name a regular file")
     if most is not None and status.st_size > most:
         file.close()
-        raise UnreadableFile(f"{path}: it has {status.st_size:,} bytes, and at most {most:,} are read", path)
+        problem = f"it has {status.st_size:,} bytes, and at most {most:,} are read"
+        raise UnreadableFile(path, problem, "name a smaller file")
     return file
 
 
@@ -83,9 +70,9 @@ def read_text(path: Path, most: int = JSON_BYTES) -> str:
         try:
             return file.read().decode("utf-8")
         except OSError as error:
-            raise UnreadableFile(f"{path}: it can't be read ({error.strerror or error})", path) from error
+            raise UnreadableFile(path, f"it can't be read ({error.strerror or error})", "restore it") from error
         except UnicodeDecodeError as error:
-            raise UnreadableFile(f"{path}: it is not UTF-8 text (byte {error.start + 1})", path) from error
+            raise UnreadableFile(path, f"it is not UTF-8 text (byte {error.start + 1})", "save it as UTF-8") from error
 
 
 def read_json(path: Path, most: int = JSON_BYTES) -> Any:
@@ -98,9 +85,9 @@ def parse_json(path: Path, text: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise UnreadableFile(f"{path}: can't be read as JSON (it is nested too deeply)", path) from error
+        raise UnreadableFile(path, "it can't be read as JSON (it is nested too deeply)", "flatten it") from error
     except ValueError as error:  # a JSONDecodeError, or a number with too many digits
-        raise UnreadableFile(f"{path}: can't be read as JSON ({error})", path) from error
+        raise UnreadableFile(path, f"it can't be read as JSON ({error})", "correct it") from error
 
 
 def check_model_files(folder: Path) -> None:
@@ -108,7 +95,7 @@ def check_model_files(folder: Path) -> None:
     for name in MODEL_JSON:
         with suppress(FileNotFoundError):
             if not isinstance(read_json(folder / name), dict):
-                raise UnreadableFile(f"{folder / name}: it is not a JSON object", folder / name)
+                raise UnreadableFile(folder / name, "it is not a JSON object", "download it again")
 
 
 def expanded(path: str | Path) -> Path:

@@ -71,13 +71,11 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
             `linear` and `dynamic`.
     """
     if not is_internlm2_reward(config):
-        raise UserError(
-            f"config.json declares {config.get('architectures') or 'no architecture'}, not {ARCHITECTURE}: "
-            "this is not an InternLM2 reward checkpoint"
-        )
+        problem = f"it declares {config.get('architectures') or 'no architecture'}, not {ARCHITECTURE}"
+        raise UserError("config.json", problem, "name an InternLM2 reward checkpoint")
     missing = [key for key in _SAME_KEYS if key not in config]
     if missing:
-        raise UserError(f"config.json lacks {', '.join(missing)}: complete it from the model's page")
+        raise UserError("config.json", f"it lacks {', '.join(missing)}", "complete it from the model's page")
     try:
         # transformers generates a signature without the fields of the base class and a checkpoint's own ones.
         return LlamaConfig(  # type: ignore[call-arg]
@@ -97,16 +95,16 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
             dtype=config.get("torch_dtype") or config.get("dtype"),
         )
     except (StrictDataclassError, AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"config.json has a value that no such model can have ({one_line(error)}): download it again"
-        ) from error
+        problem = f"it has a value that no such model can have ({one_line(error)})"
+        raise UserError("config.json", problem, "download it again") from error
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(config.get("rope_scaling") or {})
     kind = scaling.pop("type", scaling.pop("rope_type", "default"))
     if kind not in ("default", "linear", "dynamic"):
-        raise UserError(f"config.json: rope_scaling type {kind!r} is unknown to InternLM2 (linear, dynamic)")
+        problem = f"InternLM2 has no type {kind!r} (linear, dynamic)"
+        raise UserError("config.json: `rope_scaling`", problem, "download it again")
     return {"rope_type": kind, "rope_theta": config.get("rope_theta", 10000), **scaling}
 
 
@@ -126,10 +124,9 @@ def checkpoint_folder(
     try:
         return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))
     except (HFValidationError, OSError) as error:
-        raise UserError(
-            f"{str(model)!r} is neither a folder nor a model that the hub or its local cache can give "
-            f"({type(error).__name__}): check the name and the revision, or download it first"
-        ) from error
+        kind = type(error).__name__
+        problem = f"it is neither a folder nor a model that the hub or its local cache can give ({kind})"
+        raise UserError(repr(str(model)), problem, "check the name and the revision, or download it first") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -142,9 +139,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         check_model_files(folder)
         return read_json(folder / "config.json")
     except FileNotFoundError as error:
-        raise UserError(f"{folder} has no config.json: this is not a model checkpoint") from error
+        raise UserError(folder, "it has no config.json", "name the folder of a model") from error
     except UnreadableFile as error:
-        raise UserError(f"{error}: download it again") from error
+        raise UserError(error.place, error.problem, "download it again") from error
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -157,16 +154,14 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """
     if not (folder / "tokenizer.json").is_file():
         if not (folder / "tokenizer.model").is_file():
-            raise UserError(
-                f"{folder} has neither tokenizer.json nor tokenizer.model: copy the model's tokenizer files into it"
-            )
+            problem = "it has neither tokenizer.json nor tokenizer.model"
+            raise UserError(folder, problem, "copy the model's tokenizer files into it")
         _require_sentencepiece(folder)
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # the tokenizers library raises this class
-        raise UserError(
-            f"{folder} has a tokenizer that can't be read ({one_line(error)}): download its files again"
-        ) from error
+        problem = f"its tokenizer can't be read ({one_line(error)})"
+        raise UserError(folder, problem, "download its files again") from error
     # The entry names remote code. Saved with the tokenizer, it would make other loaders ask for that code.
     tokenizer.init_kwargs.pop("auto_map", None)
     return tokenizer
@@ -177,10 +172,8 @@ def _require_sentencepiece(folder: Path) -> None:
         for package in ("sentencepiece", "google.protobuf"):
             importlib.import_module(package)
     except ImportError as error:
-        raise UserError(
-            f"{folder / 'tokenizer.model'} needs {error.name}: pip install 'grpo-rewards[models]', "
-            "or convert the checkpoint once where it is installed (grpo-rewards convert-internlm2)"
-        ) from error
+        fix = "pip install 'grpo-rewards[models]', or convert the checkpoint once where it is installed"
+        raise UserError(folder / "tokenizer.model", f"it needs {error.name}", fix) from error
 
 
 def load(
@@ -235,14 +228,13 @@ def _weight_files(folder: Path, allow_pickle: bool) -> list[Path]:
             continue
         absent = sorted(name for name in names if not (folder / name).is_file())
         if absent:
-            raise UserError(f"{folder} lacks the shard {', '.join(absent)} that {index} lists: download it again")
+            problem = f"it lacks the shard {', '.join(absent)} that {index} lists"
+            raise UserError(folder, problem, "download it again")
         return [folder / name for name in sorted(names)]
     if any(folder.glob("pytorch_model*.bin")):
-        raise UserError(
-            f"{folder} has pickled weights only, which can carry code: if you trust their source, convert them once "
-            "with grpo-rewards convert-internlm2 SRC DST --allow_pickle"
-        )
-    raise UserError(f"{folder} has no model.safetensors (nor its index): download the weights")
+        fix = "if you trust their source, convert them with `grpo-rewards convert-internlm2 SRC DST --allow_pickle`"
+        raise UserError(folder, "it has pickled weights only, which can carry code", fix)
+    raise UserError(folder, "it has no model.safetensors (nor its index)", "download the weights")
 
 
 def _listed_shards(index: Path) -> set[str]:
@@ -250,9 +242,9 @@ def _listed_shards(index: Path) -> set[str]:
         names = set(read_json(index)["weight_map"].values())
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         reason = error.problem if isinstance(error, UnreadableFile) else type(error).__name__
-        raise UserError(f"{index} is not an index of shards ({reason}): download it again") from error
+        raise UserError(index, f"it is not an index of shards ({reason})", "download it again") from error
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise UserError(f"{index} is not an index of shards (a shard is a file beside it): download it again")
+        raise UserError(index, "it is not an index of shards (a shard is a file beside it)", "download it again")
     return names
 
 
@@ -284,7 +276,7 @@ def _fill(
 
 
 def _of_another_model(problem: str) -> UserError:
-    return UserError(f"The checkpoint {problem}: its weights do not belong to its config.json")
+    return UserError("the checkpoint", f"it {problem}", "download weights and config.json of one model")
 
 
 def _sources(network: nn.Module) -> dict[str, list[str]]:
@@ -312,16 +304,15 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(file, framework="pt") as shard:
                 yield name, shard.get_tensor(name)
     except SafetensorError as error:
-        raise UserError(f"{file} is not a readable safetensors file ({error}): download it again") from error
+        raise UserError(file, f"it is not a readable safetensors file ({error})", "download it again") from error
 
 
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     try:
         return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except (pickle.UnpicklingError, RuntimeError) as error:
-        raise UserError(
-            f"{file} is not a plain file of tensors ({type(error).__name__}): it was not read any further"
-        ) from error
+        problem = f"it is not a plain file of tensors ({type(error).__name__}), and was not read any further"
+        raise UserError(file, problem, "use a checkpoint in safetensors") from error
 
 
 def split_wqkv(wqkv: torch.Tensor, config: LlamaConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -359,7 +350,7 @@ def convert(src: str | os.PathLike[str], dst: str | os.PathLike[str], *, allow_p
     """
     target = Path(dst)
     if target.exists():
-        raise UserError(f"{target} exists already: give convert-internlm2 a folder that does not exist yet")
+        raise UserError(target, "it exists already", "name a folder that does not exist yet")
     model, tokenizer = load(src, allow_pickle=allow_pickle)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as parts:

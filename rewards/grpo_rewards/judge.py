@@ -183,17 +183,18 @@ class JudgeScore(TaggedReward):
             try:
                 os.makedirs(self.cache, exist_ok=True)
             except OSError as error:
-                raise UserError(f"reward `{self.name}`: the cache {self.cache} can't be made ({error})") from error
+                place, fix = f"reward `{self.name}`: `cache` {self.cache}", "name a folder that you may write"
+                raise UserError(place, f"it can't be made ({error})", fix) from error
         start = time.monotonic()
         try:
             reply = self.endpoint().ask(body)
         except EndpointError as error:
-            raise UserError(f"reward `{self.name}`: {self.base_url} gives no score ({error})") from error
+            place, fix = f"reward `{self.name}`: {self.base_url}", "start the judge, or correct its kwargs"
+            raise UserError(place, f"it gives no score ({error})", fix) from error
         verdict, score = self._verdict(reply)
         if score is None:
-            raise UserError(
-                f"reward `{self.name}`: the reply of {self.model} to a sample is {verdict}: {reply[:200]!r}"
-            )
+            place, fix = f"reward `{self.name}`: {self.model}", "correct the template, or name another judge"
+            raise UserError(place, f"its reply to a sample is {verdict} ({reply[:200]!r})", fix)
         return f"judge {self.model} at {self.base_url}: a sample was scored in {time.monotonic() - start:.1f} s"
 
     def endpoint(self) -> ChatEndpoint:
@@ -201,12 +202,11 @@ class JudgeScore(TaggedReward):
         key = None
         if self.api_key_env is not None:
             key = os.environ.get(self.api_key_env, "").strip()
+            place, fix = f"reward `{self.name}`: `api_key_env` {self.api_key_env}", "set the variable to the key"
             if not key:
-                raise UserError(
-                    f"reward `{self.name}`: the environment variable {self.api_key_env} (api_key_env) is not set"
-                )
+                raise UserError(place, "the environment variable is not set", fix)
             if not (key.isascii() and key.isprintable()):
-                raise UserError(f"reward `{self.name}`: the key in {self.api_key_env} is no header value")
+                raise UserError(place, "its value can't be sent as a header", fix)
         return ChatEndpoint(self.base_url, key, self.timeout, self.attempts)
 
     def _bodies(

@@ -36,7 +36,8 @@ def check_loaded(name: str, report: Mapping[str, Any]) -> None:
         return
     if unexpected:
         problems.append(f"hold {len(unexpected)} that the model does not have (such as {unexpected[0]})")
-    raise UserError(f"{name}: its weights {' and '.join(problems)}: copy or download it again, or name a trained model")
+    fix = "copy or download it again, or name a trained model"
+    raise UserError(name, f"its weights {' and '.join(problems)}", fix)
 
 
 def log_unexpected(name: str, unexpected: Sequence[str]) -> None:

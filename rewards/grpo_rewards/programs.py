@@ -377,10 +377,8 @@ def checked_isolation(required: str) -> str:
     """
     described, is_strict = described_isolation(), "namespaces" in active_mechanisms()
     if required == "strict" and not is_strict:
-        raise UserError(
-            f"isolation strict needs namespaces, and this system offers {described}: allow user namespaces, or set "
-            "isolation to best"
-        )
+        problem = f"it needs namespaces, and this system offers {described}"
+        raise UserError("`isolation: strict`", problem, "allow user namespaces, or set `isolation: best`")
     logger.log(logging.INFO if is_strict else logging.WARNING, "programs run under: %s", described)
     return described
 

@@ -85,7 +85,7 @@ Spec = str | Mapping[str, Any]
 
 
 class RewardSpecError(UserError):
-    """Reward spec that can't be built. The message names the reward, the key and the fix."""
+    """Reward spec that can't be built. The place names the reward and the key."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class UnbuiltReward:
 
     def __call__(self, prompts: Any = None, completions: Sequence[Any] = (), **columns: Any) -> Any:
         """Raise RewardSpecError, because there is no reward to call yet."""
-        raise RewardSpecError(f"reward `{self.name}` was not built")
+        raise RewardSpecError(f"reward `{self.name}`", "it was not built", "build it with `call_factories=True`")
 
 
 # --- Rewards made of others ---
@@ -381,14 +381,15 @@ def resolve(name: str) -> Any:
     else:
         module, _, attribute = REGISTERED.get(name, name).rpartition(".")
         if not module:
-            hint = did_you_mean(name, REGISTERED) or ": `grpo-rewards list` names all"
-            raise RewardSpecError(f"unknown reward `{name}`{hint}")
+            fix = did_you_mean(name, REGISTERED, "choose one that `grpo-rewards list` names")
+            raise RewardSpecError(f"reward `{name}`", "there is none of that name", fix)
         imported = _import(module, name)
     try:
         return getattr(imported, attribute)
     except AttributeError as error:
-        hint = did_you_mean(attribute, [known for known in vars(imported) if not known.startswith("_")])
-        raise RewardSpecError(f"unknown reward `{name}`: `{module}` has no `{attribute}`{hint}") from error
+        known = [known for known in vars(imported) if not known.startswith("_")]
+        fix = did_you_mean(attribute, known, "correct the name")
+        raise RewardSpecError(f"reward `{name}`", f"`{module}` has no `{attribute}`", fix) from error
 
 
 def _import(module: str, name: str) -> Any:
@@ -397,24 +398,25 @@ def _import(module: str, name: str) -> Any:
     except (Exception, SystemExit) as error:  # the user's own module may raise any error
         if name in REGISTERED and isinstance(error, ImportError):
             needs = missing_package(error)
-            raise RewardSpecError(f"reward `{name}` needs {needs}: pip install 'grpo-rewards[models]'") from error
-        raise RewardSpecError(
-            f"reward `{name}`: the module `{module}` can't be imported ({_described(error)})"
-        ) from error
+            raise RewardSpecError(
+                f"reward `{name}`", f"it needs {needs}", "pip install 'grpo-rewards[models]'"
+            ) from error
+        problem = f"the module `{module}` can't be imported ({_described(error)})"
+        raise RewardSpecError(f"reward `{name}`", problem, "correct the module or its name") from error
 
 
 def module_of_file(file: str, place: str) -> Any:
     """Return the module of a Python file. A file with the same content is executed once in a process.
 
     Raises:
-        RewardSpecError: the file can't be read or imported. The message begins with `place`.
+        RewardSpecError: the file can't be read or imported. The place of the error begins with `place`.
     """
     path = expanded(file)
     try:
         source = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         reason = getattr(error, "strerror", None) or error
-        raise RewardSpecError(f"{place}: {file} can't be read ({reason}): name a Python file") from error
+        raise RewardSpecError(f"{place}: {file}", f"it can't be read ({reason})", "name a Python file") from error
     digest = hashlib.sha256(str(path.resolve()).encode() + b"\0" + source).hexdigest()[:16]
     module_name = f"{path.stem}_of_recipe_{digest}"
     if module_name in sys.modules:
@@ -429,7 +431,9 @@ def module_of_file(file: str, place: str) -> Any:
         del sys.modules[module_name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
-        raise RewardSpecError(f"{place}: {file} can't be imported ({_described(error)})") from error
+        raise RewardSpecError(
+            f"{place}: {file}", f"it can't be imported ({_described(error)})", "correct it"
+        ) from error
     return module
 
 
@@ -475,25 +479,25 @@ class _Builder:
 
     def build_all(self, specs: Sequence[Spec]) -> list[BuiltReward]:
         if isinstance(specs, (str, Mapping)) or not isinstance(specs, Sequence):
-            raise RewardSpecError(
-                f"rewards must be a list of specs, not {redacted(specs)!r}: write `rewards: [gsm8k_correctness]`"
-            )
+            problem = f"it is {redacted(specs)!r}, not a list of specs"
+            raise RewardSpecError("`rewards`", problem, "write `rewards: [gsm8k_correctness]`")
         built = [self.build(spec) for spec in specs]
         for name, count in Counter(reward.name for reward in built).items():
             if count > 1:
-                raise RewardSpecError(f"{count} rewards are named `{name}`: give all but one an alias of its own")
+                raise RewardSpecError(f"reward `{name}`", f"{count} have this name", "give all but one an own alias")
         return _with_separate_columns(built)
 
     def build(self, spec: Spec) -> BuiltReward:
         spec = {"name": spec} if isinstance(spec, str) else spec
         name = spec.get("name") if isinstance(spec, Mapping) else None
         if not isinstance(name, str) or not name:
-            raise RewardSpecError(f"a reward is a name or a mapping with the key `name`, not {redacted(spec)!r}")
+            problem = f"{redacted(spec)!r} is neither a name nor a mapping with the key `name`"
+            raise RewardSpecError("`rewards`", problem, "write one of the two")
         allowed = _COMPOSED_KEYS.get(name, _SPEC_KEYS)
         for key in spec:
             if key not in allowed:
-                hint = did_you_mean(str(key), allowed, f": its keys are {', '.join(allowed)}")
-                raise RewardSpecError(f"reward `{name}`: unknown key `{key}`{hint}")
+                fix = did_you_mean(str(key), allowed, f"choose from {', '.join(allowed)}")
+                raise RewardSpecError(f"reward `{name}`: `{key}`", "there is no such key", fix)
         weight = _checked(name, checked_number, spec.get("weight", 1.0), "weight")
         function: Reward
         if name == "sum":
@@ -504,25 +508,23 @@ class _Builder:
             function = self.build_single(name, spec.get("kwargs"))
         alias = spec.get("alias") or callable_name(function)
         if not isinstance(alias, str):
-            raise RewardSpecError(f"reward `{name}`: alias must be a string, not {alias!r}")
+            raise RewardSpecError(f"reward `{name}`: `alias`", f"it is {alias!r}, not a string", "write a name")
         return _with_spec(_with_declarations(_named(function, alias), weight, name), name, spec)
 
     def build_sum(self, spec: Mapping[str, Any]) -> SumReward:
         parts = self.build_all(spec.get("rewards", ()))
         if not parts:
-            raise RewardSpecError("reward `sum`: the key `rewards` must list at least one reward to add")
+            raise RewardSpecError("reward `sum`: `rewards`", "there is no reward to add", "list at least one")
         _check_synchronous("sum", parts)
         return SumReward(tuple(parts))
 
     def build_gate(self, spec: Mapping[str, Any]) -> GateReward:
         for key in ("reward", "only_if"):
             if key not in spec:
-                raise RewardSpecError(f"reward `gate`: the key `{key}` is missing: set it to a reward")
+                raise RewardSpecError(f"reward `gate`: `{key}`", "it is missing", "set it to a reward")
         condition, at_least = spec["only_if"], spec.get("at_least")
         if isinstance(condition, Mapping) and "weight" in condition:
-            raise RewardSpecError(
-                "reward `gate`: the weight of `only_if` has no effect: set the gate's `at_least` instead"
-            )
+            raise RewardSpecError("reward `gate`: `only_if`", "its weight has no effect", "set the gate's `at_least`")
         if at_least is not None:
             at_least = _checked("gate", checked_number, at_least, "at_least")
         parts = self.build_all([spec["reward"], condition])
@@ -531,14 +533,16 @@ class _Builder:
 
     def build_single(self, name: str, kwargs: Any) -> Reward:
         if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise RewardSpecError(f"reward `{name}`: kwargs must be a mapping of arguments, not {redacted(kwargs)!r}")
+            problem = f"it is {redacted(kwargs)!r}, not a mapping of arguments"
+            raise RewardSpecError(f"reward `{name}`: `kwargs`", problem, "write `{argument: value}`")
         target = resolve(name)
         if inspect.isclass(target) or kwargs is not None:
             reward = self.instantiate(name, target, kwargs or {})
         else:
             reward = _with_group_size(target, self.num_generations)
         if not callable(reward):
-            raise RewardSpecError(f"reward `{name}` is a {type(reward).__name__}, which can't be called as a reward")
+            problem = f"it is a {type(reward).__name__}, which can't be called"
+            raise RewardSpecError(f"reward `{name}`", problem, "name a function or a class")
         _check_call(name, reward)
         return reward
 
@@ -560,7 +564,11 @@ def _checked(name: str, check: Callable[..., Any], *args: Any, kwargs: Mapping[s
     try:
         return check(*args)
     except (Exception, SystemExit) as error:  # the user's own constructor may raise any error
-        raise RewardSpecError(f"reward `{name}`: {scrubbed(_described(error), secret_values(kwargs))}") from error
+        parts = ("", _described(error), "correct its spec")
+        if isinstance(error, UserError):
+            parts = (error.place, error.problem, error.fix)
+        place, problem, fix = (scrubbed(one_line(part), secret_values(kwargs)) for part in parts)
+        raise RewardSpecError(f"reward `{name}`{place and f': {place}'}", problem, fix) from error
 
 
 def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltReward:
@@ -568,7 +576,7 @@ def _with_spec(built: BuiltReward, name: str, spec: Mapping[str, Any]) -> BuiltR
     declared = {"kind": _declared_kind(built), "highest_pay": built.highest_pay, "passes_at": own_name(name)}
     for key, value in declared.items():
         if key in spec and value is not None:
-            raise RewardSpecError(f"reward `{name}` declares `{key}` itself: remove it from the spec")
+            raise RewardSpecError(f"reward `{name}`: `{key}`", "the reward declares it", "remove it from the spec")
     if "kind" in spec:
         _checked(name, check_choice, spec["kind"], "kind", get_args(Kind))
         built = replace(built, kind=spec["kind"])
@@ -614,9 +622,8 @@ def _with_separate_columns(built: list[BuiltReward]) -> list[BuiltReward]:
 def _check_synchronous(name: str, parts: Iterable[BuiltReward]) -> None:
     for part in parts:
         if _is_async(part.function):
-            raise RewardSpecError(
-                f"reward `{name}`: `{part.name}` is asynchronous; list it beside the {name}, not in it"
-            )
+            fix = f"list it beside the {name}, not in it"
+            raise RewardSpecError(f"reward `{name}`: `{part.name}`", "it is asynchronous", fix)
 
 
 def _unbuilt(name: str, target: Any) -> UnbuiltReward:
@@ -636,10 +643,9 @@ def _check_call(name: str, reward: Reward) -> None:
     try:
         signature.bind_partial(prompts=[], completions=[])
     except TypeError as error:
-        raise RewardSpecError(
-            f"reward `{name}` can't take `prompts` and `completions` by name ({error}): a reward is called as "
-            "`f(prompts=..., completions=..., **columns)`"
-        ) from error
+        problem = f"it can't take `prompts` and `completions` by name ({error})"
+        fix = "write it as `f(prompts=..., completions=..., **columns)`"
+        raise RewardSpecError(f"reward `{name}`", problem, fix) from error
 
 
 def _checked_arguments(
@@ -655,14 +661,14 @@ def _checked_arguments(
     kinds = {parameter.kind for parameter in parameters.values()}
     for key in arguments:
         if key not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            hint = did_you_mean(str(key), parameters, f": it takes {', '.join(parameters) or 'none'}")
-            raise RewardSpecError(f"reward `{name}`: unknown kwarg `{key}`{hint}")
+            fix = did_you_mean(str(key), parameters, f"choose from {', '.join(parameters) or 'none'}")
+            raise RewardSpecError(f"reward `{name}`: `{key}`", "there is no such kwarg", fix)
     if num_generations is not None and "num_generations" in parameters:
         arguments.setdefault("num_generations", num_generations)
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise RewardSpecError(f"reward `{name}`: {error} in its kwargs") from error
+        raise RewardSpecError(f"reward `{name}`: `kwargs`", str(error), "correct them") from error
     return arguments
 
 

@@ -302,7 +302,8 @@ class LoadedRewardModel:
 
     def __init__(self, name: str, network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         if tokenizer.chat_template is None:
-            raise UserError(f"{name}: its tokenizer has no chat template, so it can't be shown a conversation")
+            fix = "add one to its tokenizer, or name another model"
+            raise UserError(name, "its tokenizer has no chat template, so it can't be shown a conversation", fix)
         self.name = name
         self.network = network.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -552,21 +553,19 @@ def _load_classifier(name: str, folder: Path, dtype: str) -> tuple[PreTrainedMod
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except ValueError as error:
-        raise UserError(
-            f"{name} needs code from its own repository, which is never run here: use a reward model that transformers "
-            "has natively, or an InternLM2 one"
-        ) from error
+        problem = "it needs code from its own repository, which is never run here"
+        fix = "use a reward model that transformers has natively, or an InternLM2 one"
+        raise UserError(name, problem, fix) from error
     if config.num_labels != 1:
-        raise UserError(f"{name} has {config.num_labels} labels, not 1: it is not a scalar reward model")
+        raise UserError(name, f"it has {config.num_labels} labels, not 1", "name a scalar reward model")
     if not any(folder.glob("*.safetensors")):
-        raise UserError(f"{name} has no safetensors weights: choose a revision that has, or save it as such")
+        raise UserError(name, "it has no safetensors weights", "choose a revision that has, or save it as such")
     # A reader of a damaged file may raise any error. The tokenizers library raises `Exception` itself.
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
-        raise UserError(
-            f"{name}: its tokenizer can't be loaded; copy the model's tokenizer files into it ({one_line(error)})"
-        ) from error
+        fix = "copy the model's tokenizer files into it"
+        raise UserError(name, f"its tokenizer can't be loaded ({one_line(error)})", fix) from error
     try:
         with without_load_report():
             network, report = AutoModelForSequenceClassification.from_pretrained(
@@ -578,6 +577,7 @@ def _load_classifier(name: str, folder: Path, dtype: str) -> tuple[PreTrainedMod
                 ignore_mismatched_sizes=True,  # `check_loaded` names the tensor
             )
     except Exception as error:
-        raise UserError(f"{name} can't be loaded as a sequence classifier ({one_line(error)})") from error
+        problem = f"it can't be loaded as a sequence classifier ({one_line(error)})"
+        raise UserError(name, problem, "download it again, or name another model") from error
     check_loaded(name, report)
     return network, tokenizer

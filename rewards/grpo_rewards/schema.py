@@ -335,7 +335,7 @@ def _compiled(text: str) -> CompiledSchema | str:
 
 
 class _SchemaError(UserError):
-    """A schema that can't be used; one sentence says why."""
+    """A schema that can't be used."""
 
 
 def _compile(text: str) -> CompiledSchema:
@@ -343,25 +343,25 @@ def _compile(text: str) -> CompiledSchema:
         from jsonschema import exceptions, validators
         from referencing import Registry
     except ImportError as error:
-        raise UserError("json_schema needs jsonschema: pip install 'grpo-rewards[json]'") from error
+        raise UserError("json_schema", "it needs jsonschema", "pip install 'grpo-rewards[json]'") from error
     try:
         schema = parse_json(text, max_depth=MAX_SCHEMA_DEPTH)
     except ValueError as error:
-        raise _SchemaError(f"the schema is not JSON: {error}") from error
+        raise _SchemaError("the schema", f"it is not JSON ({error})", "correct it") from error
     if not isinstance(schema, dict):
-        raise _SchemaError("the schema is not a JSON object")
+        raise _SchemaError("the schema", "it is not a JSON object", "write one")
     dialect = schema.setdefault("$schema", validators.Draft202012Validator.META_SCHEMA["$schema"])
     draft = validators.validator_for(schema, default=None) if isinstance(dialect, str) else None
     if draft is None or draft is validators.Draft3Validator:
-        drafts = "4, 6, 7, 2019-09 and 2020-12"
-        raise _SchemaError(f"the schema's $schema must name one of the drafts {drafts}, not {dialect!r}")
+        fix = "name one of the drafts 4, 6, 7, 2019-09 and 2020-12"
+        raise _SchemaError("the schema: `$schema`", f"it is {dialect!r}", fix)
     try:
         # Without a format checker: `format: regex` would run each pattern through Python's own `re`.
         draft.check_schema(schema, format_checker=None)
     except exceptions.SchemaError as error:
-        raise _SchemaError(f"the schema is not valid: {error.message[:200]}") from error
+        raise _SchemaError("the schema", f"it is not valid ({error.message[:200]})", "correct it") from error
     except RecursionError as error:
-        raise _SchemaError("the schema is nested too deeply") from error
+        raise _SchemaError("the schema", "it is nested too deeply", "flatten it") from error
     targets = _check_constructs(schema)
     # A registry of its own: jsonschema's default would fetch from the network.
     validator = _bounded(draft)(schema, registry=Registry(), format_checker=_format_checker())
@@ -397,10 +397,11 @@ def _check_constructs(root: dict[str, Any]) -> dict[int, Any]:
         if not isinstance(node, dict) or id(node) in in_place:
             continue
         if node is not root and resource.id() is not None:
-            raise _SchemaError("the schema holds a second schema with an $id of its own, which is not supported")
+            problem = "a second schema with an identity of its own is not supported"
+            raise _SchemaError("the schema: `$id`", problem, "remove it")
         for keyword in ("$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"):
             if keyword in node:
-                raise _SchemaError(f"the schema uses {keyword}, which is not supported")
+                raise _SchemaError(f"the schema: `{keyword}`", "it is not supported", "remove it")
         _check_patterns(node)
         in_place[id(node)] = set(map(id, _applied_in_place(node)))
         if "$ref" in node:
@@ -411,7 +412,8 @@ def _check_constructs(root: dict[str, Any]) -> dict[int, Any]:
     try:
         TopologicalSorter(in_place).prepare()
     except CycleError as error:
-        raise _SchemaError("the schema has a $ref that leads back to itself without reading on") from error
+        problem = "it leads back to itself without reading on"
+        raise _SchemaError("the schema: `$ref`", problem, "remove it") from error
     return targets
 
 
@@ -423,18 +425,19 @@ def _check_patterns(schema: Mapping[str, Any]) -> None:
         try:
             linear_search(pattern)
         except PatternError as error:
-            raise _SchemaError(str(error)) from error
+            raise _SchemaError(f"the schema: {error.place}", error.problem, error.fix) from error
 
 
 def _target(ref: str, resolver: Any) -> Any:
     from referencing.exceptions import Unresolvable
 
     if not ref.startswith("#"):
-        raise _SchemaError(f"the schema's $ref {ref!r} leads outside the schema, where nothing is ever fetched")
+        problem = "it leads outside the schema, where nothing is ever fetched"
+        raise _SchemaError(f"the schema: `$ref` {ref!r}", problem, "copy its target into the schema")
     try:
         return resolver.lookup(ref).contents
     except (Unresolvable, TypeError, ValueError) as error:
-        raise _SchemaError(f"the schema's $ref {ref!r} leads nowhere") from error
+        raise _SchemaError(f"the schema: `$ref` {ref!r}", "it leads nowhere", "correct it") from error
 
 
 def _applied_in_place(schema: Mapping[str, Any]) -> Iterator[Any]:

@@ -94,7 +94,7 @@ def _constant(literal: str) -> NoReturn:
 
 
 class DuplicateKey(UserError, yaml.YAMLError):
-    """A mapping with one key given twice; the message names the key and both lines."""
+    """A mapping with one key given twice. The place is the key, and the problem names both lines."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -108,9 +108,8 @@ class _Loader(yaml.SafeLoader):
                 continue
             line, written = key.start_mark.line + 1, (key.tag, key.value)
             if written in lines:
-                raise DuplicateKey(
-                    f"`{key.value}` is given twice, in line {lines[written]} and in line {line}: keep one"
-                )
+                problem = f"it is given twice, in line {lines[written]} and in line {line}"
+                raise DuplicateKey(f"`{key.value}`", problem, "keep one")
             lines[written] = line
         return node
 
@@ -160,7 +159,7 @@ def linear_capture(pattern: str) -> Callable[[str], str | None]:
     """
     compiled = _compiled(pattern)
     if compiled.groups != 1:
-        raise PatternError(f"the pattern {pattern!r} must have exactly one group, and has {compiled.groups}")
+        raise PatternError(f"the pattern {pattern!r}", f"it has {compiled.groups} groups, not 1", "write one group")
 
     def capture(text: str) -> str | None:
         try:
@@ -176,13 +175,14 @@ def _compiled(pattern: str) -> Any:
     try:
         import re2
     except ImportError as error:
-        raise UserError(f"the pattern {pattern!r} needs google-re2: pip install 'grpo-rewards[patterns]'") from error
+        fix = "pip install 'grpo-rewards[patterns]'"
+        raise UserError(f"the pattern {pattern!r}", "it needs google-re2", fix) from error
     options = re2.Options()
     options.log_errors = False
     try:
         return re2.compile(pattern, options)
     except re2.error as error:
         reason = error.args[0].decode(errors="replace") if isinstance(error.args[0], bytes) else error
-        raise PatternError(f"the pattern {pattern!r} is not one for RE2 ({reason})") from error
+        raise PatternError(f"the pattern {pattern!r}", f"it is not one for RE2 ({reason})", "correct it") from error
     except UnicodeEncodeError as error:
-        raise PatternError(f"the pattern {pattern!r} is not valid Unicode") from error
+        raise PatternError(f"the pattern {pattern!r}", "it is not valid Unicode", "correct it") from error

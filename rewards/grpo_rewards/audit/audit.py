@@ -343,14 +343,16 @@ def judged_rewards(rewards: Sequence[BuiltReward]) -> list[BuiltReward]:
     single = different_rewards(rewards)
     models = [reward.name for reward in single if reward.kind == "judge" or reward.declared.model_source is not None]
     if models:
-        raise UserError(f"reward `{models[0]}` calls a model, which an audit does thousands of times: audit the others")
+        problem = "it calls a model, which an audit does thousands of times"
+        raise UserError(f"reward `{models[0]}`", problem, "audit the others")
     alone = [reward for reward in single if not reward.needs_whole_groups]
     correct = [reward for reward in alone if reward.kind == "correctness"]
     other = [reward for reward in alone if reward.kind == "other"]
     undeclared = [reward for reward in other if getattr(reward.declared, "declared_kind", "other") is None]
     if len(undeclared) > 1 and not correct:
         names = ", ".join(f"`{reward.name}`" for reward in undeclared)
-        raise UserError(f"rewards {names} declare no kind: set `kind: correctness` in the spec of the one to judge")
+        fix = "set `kind: correctness` in the spec of the one to judge"
+        raise UserError(f"rewards {names}", "they declare no kind", fix)
     return correct or undeclared
 
 
@@ -420,7 +422,8 @@ class Auditor:
         outcomes = best.caller.scores(_right(self.cases(best, _PROBED)))
         reasons = [one.reason for one in outcomes if isinstance(one, Failure) and one.check == "raises"]
         if len(reasons) == len(outcomes):
-            raise UserError(f"reward `{reward.name}` raises for every right answer: {reasons[0]}")
+            problem = f"it raises for every right answer ({reasons[0]})"
+            raise UserError(f"reward `{reward.name}`", problem, "correct the reward")
         return best
 
     def cases(self, setting: Setting, most: int | None = None, words: Sequence[str] = ()) -> list[Case]:
@@ -444,8 +447,9 @@ class Auditor:
         usual = statistics.median([score for score in right if isinstance(score, float)] or [0.0])
         scored = [(case, score) for case, score in zip(cases, right, strict=True) if score is not None]
         if not scored:
-            found = f"reward `{caller.reward.name}` returns None for the right answer of each of {len(cases)} rows"
-            raise UserError(f"{found}: name the column of the gold by --gold_column, or correct the reward")
+            problem = f"it returns None for the right answer of each of {len(cases)} rows"
+            fix = "name the column of the gold by --gold_column, or correct the reward"
+            raise UserError(f"reward `{caller.reward.name}`", problem, fix)
         golds = "reduced to final answers" if caller.reduced else "as in the file"
         called = f"layout {setting.layout.slot!r}, completions are {caller.shape}, golds are {golds}"
         verdict = Verdict(caller.reward.name, called, setting.right, setting.wrong, len(scored))
@@ -519,8 +523,8 @@ def auditor_of(
     columns = sorted({name for _, row in rows for name in row})
     gold = gold_column or right or _gold_column(list(leaves(rewards)), columns) or "answer"
     if gold not in columns:
-        listed = ", ".join(f"`{name}`" for name in columns)
-        raise UserError(f"{file} has no column `{gold}`: name the gold's by --gold_column or --right ({listed})")
+        problem = f"there is no such column ({', '.join(f'`{name}`' for name in columns)})"
+        raise UserError(f"{file}: `{gold}`", problem, "name the gold's by --gold_column or --right")
     solutions = [reward.declared.solution_column for reward in leaves(rewards) if right is None]
     solution = next((name for name in solutions if name in columns), None)
     # Rewards that read the gold as `answer` find it there too.
@@ -532,7 +536,8 @@ def auditor_of(
         if question is not None:
             pool.append(question)
     if not pool:
-        raise UserError(f"{file}: no gold in `{solution or gold}` can be read: name it by --gold_column or --right")
+        fix = "name the gold's column by --gold_column or --right"
+        raise UserError(f"{file}: `{solution or gold}`", "no gold can be read", fix)
     numbers = shuffled([str(question.number) for question in pool], seed)[:most]
     chosen = [question for question in pool if str(question.number) in numbers]
     return Auditor(rewards, chosen, pool, len(rows) - len(pool), names, layout, seed)

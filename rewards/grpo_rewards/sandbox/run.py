@@ -184,10 +184,8 @@ def active_mechanisms() -> tuple[str, ...]:
         UserError: the system is not Linux, or runs no program at all.
     """
     if sys.platform != "linux":
-        raise UserError(
-            f"programs of a model run on Linux only, and this is {platform.system()}: use a container or a machine "
-            "with Linux"
-        )
+        problem = f"they run on Linux only, and this is {platform.system()}"
+        raise UserError("programs of a model", problem, "use a container or a machine with Linux")
     active: list[str] = []
     for name in MECHANISMS:
         if name == "landlock" and "namespaces" in active:
@@ -195,7 +193,7 @@ def active_mechanisms() -> tuple[str, ...]:
         if _failure([*active, name]) is None:
             active.append(name)
     if reason := _failure(active):
-        raise UserError(f"no program can be run here: {reason}")
+        raise UserError("programs of a model", f"none can be run here ({reason})", "use another machine")
     return tuple(active)
 
 

@@ -1,11 +1,11 @@
 """The reward for one JSON object that fits a schema: pay, traps, an independent oracle, and bounds."""
 
 import asyncio
+import itertools
 import json
 import math
 import pickle
 import random
-import re
 import string
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rewards import schema as schemas
 from grpo_rewards.registry import RewardSpecError, build_rewards
-from grpo_rewards.schema import JsonSchema
+from grpo_rewards.schema import MAX_STEPS, JsonSchema
 from grpo_rewards.strict import MAX_CHARS, MAX_DEPTH
+from tests.support.errors import refused
 from tests.support.growth import growth, growth_of_steps
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -52,49 +52,10 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("draft", ["draft-04", "draft-06", "draft-07", "2019-09", "2020-12"])
-@pytest.mark.parametrize(
-    ("found", "fit", "fit_last"),
-    [
-        # Keys whose values fit, of all that any schema on the way requires, and of those that the last one requires.
-        ({"a": 7, "b": 1, "c": 1}, "abc", "c"),
-        ({"a": 3, "b": 1, "c": 1}, "bc", "c"),  # too small for the last schema, and an integer as the root asks
-        ({"a": "x", "b": 1, "c": 1}, "bc", "c"),  # no integer, and no number that could be too small
-        ({"a": 7, "b": 1, "c": "x"}, "ab", ""),
-        ({"a": 7, "c": 1}, "ac", "c"),
-        ({"b": "x"}, "", ""),
-    ],
-)
-def test_the_share_is_of_the_keys_that_the_root_and_what_it_refers_to_require(
-    draft: str, found: dict, fit: str, fit_last: str
-) -> None:
-    """Drafts before 2019-09 ignore what stands beside a `$ref`, so that the last schema alone counts."""
-    is_new = draft.startswith("20")
-    uri = f"https://json-schema.org/draft/{draft}/schema" if is_new else f"http://json-schema.org/{draft}/schema#"
-    place = "$defs" if is_new else "definitions"
-    root = {"$schema": uri, "$ref": "#/PLACE/first", "required": ["a"], "properties": {"a": {"type": "integer"}}}
-    schema = json.loads(json.dumps({**root, "PLACE": PARTS}).replace("PLACE", place))
-    fits = jsonschema.validators.validator_for(schema)(schema).is_valid(found)
-    share = len(fit) / 3 if is_new else len(fit_last)
-    result, verdict = score(json.dumps(found), schema)
-    assert result == pytest.approx(1.0 if fits else 0.5 * share), verdict
-
-
-@pytest.mark.parametrize("text", [f"<answer>{ANN}</answer>x</answer>", f"<answer>{ANN}</answer><answer>{ANN}</answer>"])
-def test_a_second_tag_is_a_second_answer(text: str) -> None:
-    assert score(text) == (0.0, "several answer blocks")
-
-
 def test_a_required_key_without_a_schema_takes_any_value() -> None:
     schema = {"required": ["a", "c"], "properties": {"b": {"type": "integer"}}}
     assert score('{"a": [], "c": null, "b": "x"}', schema)[0] == 0.5
     assert score('{"a": [], "b": "x"}', schema)[0] == 0.25
-
-
-def test_the_golds_values_in_an_object_that_does_not_fit_earn_a_part() -> None:
-    reward = JsonSchema(schema=PERSON, gold_column="gold")
-    gold, found = {"name": "Ann", "age": -3}, '{"age": -3, "name": "ann"}'
-    assert reward(completions=[found, found.replace("ann", "Bob")], gold=[gold, gold]) == [0.5, 0.25]
 
 
 REFERS_BACK = [
@@ -104,28 +65,6 @@ REFERS_BACK = [
     {"$schema": "http://json-schema.org/draft-07/schema#", "dependencies": {"a": {"$ref": "#"}}},
     {"not": {"$ref": "#/own/a"}, "own": {"a": {"if": {"$ref": "#"}}}},
 ]
-
-
-@pytest.mark.parametrize("schema", REFERS_BACK, ids=json.dumps)
-def test_a_schema_that_applies_itself_to_the_same_value_is_refused(schema: dict) -> None:
-    with pytest.raises(ValueError, match="a \\$ref that leads back to itself without reading on"):
-        JsonSchema(schema=schema)
-
-
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"$ref": "#/own/a", "own": {"a": {"pattern": "(?=a)"}}}, "(?=a)"),  # in a place where no draft has schemas
-        ({"$ref": "#/own/a", "own": {"a": {"patternProperties": {"(?=a)": {}}}}}, "(?=a)"),
-        ({"$schema": "https://json-schema.org/draft/2019-09/schema", "$recursiveRef": "#"}, "uses $recursiveRef"),
-        ({"properties": {"a": {"$dynamicRef": "#"}}}, "uses $dynamicRef"),
-        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "must name one of the drafts"),
-        ({"$defs": {"a": {"$id": "https://example.org/a"}}}, "an $id of its own"),
-    ],
-)
-def test_a_construct_without_bounds_is_refused_wherever_a_reference_leads(schema: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        JsonSchema(schema=schema)
 
 
 PAID = {
@@ -151,38 +90,6 @@ PAID = {
     "escapes": fenced('{"name": "\\u0041\\"\\n", "age": 1}'),
     "an integral float, an integer to JSON Schema": fenced('{"name": "Ann", "age": 30.0}'),
 }
-
-
-@pytest.mark.parametrize("kind", PAID)
-def test_an_object_that_fits_is_paid_in_full(kind):
-    assert score(PAID[kind]) == (1.0, "fits")
-
-
-@pytest.mark.parametrize(
-    ("text", "pay", "verdict"),
-    [
-        (fenced(ANN), 1.0, "fits"),
-        (
-            fenced('{"name": "Ann", "age": -1}'),
-            0.25,
-            "does not fit (minimum at $.age), 1 of 2 required keys do, not age",
-        ),
-        (fenced('{"name": "Ann"}'), 0.25, "does not fit (required at $), 1 of 2 required keys do, not age"),
-        (fenced('{"name": ["x"], "age": 1}'), 0.25, "does not fit (type at $.name), 1 of 2 required keys do, not name"),
-        (
-            fenced('{"name": "Ann", "age": 1, "x": 1}'),
-            0.5,
-            "does not fit (additionalProperties at $), 2 of 2 required keys do",
-        ),
-        (fenced("{}"), 0.0, "does not fit (required at $), 0 of 2 required keys do, not name, age"),
-        (fenced(ANN) * 2, 0.0, "several fences"),
-        ("", 0.0, "not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (fenced("[]"), 0.0, "not an object"),
-    ],
-)
-def test_a_completion_earns_the_pay_of_the_table(text, pay, verdict):
-    text = text.replace("``````", "```\n```")
-    assert score(text) == (pay, verdict)
 
 
 def test_the_pays_are_arguments():
@@ -211,14 +118,14 @@ TRAPS = {
     "a trailing comma": fenced('{"name": "Ann", "age": 30,}'),
     "single quotes": fenced("{'name': 'Ann', 'age': 30}"),
     "Python's True": fenced('{"name": "Ann", "age": True}'),
-    "a key that occurs twice": fenced('{"name": "Ann", "age": -1, "age": 30}'),
+    "a double key": fenced('{"name": "Ann", "age": -1, "age": 30}'),
     "NaN": fenced('{"name": "Ann", "age": NaN}'),
     "Infinity": fenced('{"name": "Ann", "age": Infinity}'),
     "a float beyond double precision": fenced('{"name": "Ann", "age": 1e999}'),
     "a float that is 0 to double precision": fenced('{"name": "Ann", "age": 1e-400}'),
     "an object before the fence": ANN + "\n" + fenced(ANN),
     "a number of 301 digits": fenced('{"name": "Ann", "age": ' + "9" * 301 + "}"),
-    "a byte order mark": "\ufeff" + ANN,
+    "BOM": "\ufeff" + ANN,
     "a line break in a string": fenced('{"name": "An\nn", "age": 30}'),
     "a list around the object": fenced(f"[{ANN}]"),
     "a string that holds the object": fenced(json.dumps(ANN)),
@@ -229,16 +136,11 @@ TRAPS = {
 }
 
 
-@pytest.mark.parametrize("kind", TRAPS)
-def test_a_trap_earns_nothing(kind):
-    assert score(TRAPS[kind])[0] == 0.0, score(TRAPS[kind])
-
-
 # A schema, a value that fits it, and one that only seems to. Some validators and shortcuts get these wrong.
 SUBTLE = {
     "true is not 1": ({"enum": [1]}, 1.0, True),
     "false is not 0": ({"const": 0}, 0, False),
-    "a boolean is no integer": ({"type": "integer"}, 0, False),
+    "false as an integer": ({"type": "integer"}, 0, False),
     "decimal multiples": ({"multipleOf": 0.01}, 19.99, 19.995),
     "large multiples": ({"multipleOf": 0.01}, 10**299, 1e-300),
     "equal items": ({"uniqueItems": True}, [1, True, "1"], [1, 1.0]),
@@ -260,54 +162,6 @@ SUBTLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", SUBTLE)
-def test_a_value_that_fits_and_one_that_only_seems_to(kind):
-    part, good, bad = SUBTLE[kind]
-    schema = {"properties": {"v": part}, "required": ["v"]}
-    assert score(json.dumps({"v": good}), schema)[0] == 1.0
-    assert score(json.dumps({"v": bad}), schema)[0] == 0.0
-
-
-def test_patterns_of_keys_are_searched():
-    schema = {"patternProperties": {"^x-": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
-    assert score('{"x-a": 1, "b": "c"}', schema)[0] == 1.0
-    assert score('{"x-a": "1"}', schema)[0] == 0.0
-    assert score('{"b": 1}', schema)[0] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("schema", "problem"),
-    [
-        ({"$ref": "https://example.org/person"}, "nothing is ever fetched"),
-        ({"properties": {"a": {"$ref": "other.json#/a"}}}, "nothing is ever fetched"),
-        ({"$ref": "file:///etc/passwd"}, "nothing is ever fetched"),
-        ({"$ref": "#"}, "back to itself"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"not": {"$ref": "#/$defs/a"}}}},
-         "back to itself"),
-        ({"$ref": "#/$defs/missing"}, "leads nowhere"),
-        ({"items": {"pattern": "(a)\\1"}}, "not one for RE2"),
-        ({"patternProperties": {"(?=a)": {}}}, "not one for RE2"),
-        ({"$dynamicRef": "#node"}, "not supported"),
-        ({"unevaluatedProperties": False}, "not supported"),
-        ({"properties": {"a": {"$id": "b"}}}, "not supported"),
-        ({"$schema": "https://example.org/my-draft"}, r"\$schema"),
-        ({"type": "strnig"}, "not valid"),
-        ({"required": "name"}, "not valid"),
-        ("{", "not JSON"),
-        ("[]", "not a JSON object"),
-        (3, "mapping or a string"),
-        ("[" * 100 + "]" * 100, "nested deeper"),
-    ],
-)  # fmt: skip
-def test_an_unusable_schema_is_refused_as_a_kwarg_and_none_in_a_column(schema, problem):
-    with pytest.raises(RewardSpecError, match=f"reward `json_schema`: .*{problem}"):
-        build_rewards([{"name": "json_schema", "kwargs": {"schema": schema}}])
-    metrics = {}
-    scores = JsonSchema()(completions=[ANN, ANN], schema=[schema, {}], log_metric=metrics.__setitem__)
-    assert scores == [None, 1.0]
-    assert metrics["rewards/json_schema/unscorable"] == 1.0
-
-
 def test_a_recursive_schema_reads_trees():
     tree = {
         "$ref": "#/$defs/node",
@@ -326,13 +180,10 @@ def test_a_recursive_schema_reads_trees():
     for value in range(MAX_DEPTH - 2):
         deep = {"v": value, "next": deep}
     assert score(json.dumps(deep), tree)[0] == 1.0
-    assert score('{"v": 1, "next": {"v": "2"}}', tree) == (
-        0.5,
-        "does not fit (anyOf at $.next), 1 of 1 required keys do",
-    )
+    assert score('{"v": 1, "next": {"v": "2"}}', tree)[0] == 0.5
     for _ in range(2):
         deep = {"v": 1, "next": deep}
-    assert score(json.dumps(deep), tree) == (0.0, f"not JSON: nested deeper than {MAX_DEPTH}")
+    assert score(json.dumps(deep), tree)[0] == 0.0
 
 
 def test_a_column_holds_schemas_as_strings_or_mappings():
@@ -342,20 +193,10 @@ def test_a_column_holds_schemas_as_strings_or_mappings():
     circular["properties"] = circular
     assert JsonSchema()(completions=[ANN] * 2, schema=[circular, {"type": {"object"}}]) == [None, None]
     assert JsonSchema(schema_column="form")(completions=[ANN], form=[PERSON], schema=["no"]) == [1.0]
-    with pytest.raises(ValueError, match="the kwarg schema or the dataset column `schema`"):
+    with pytest.raises(ValueError, match="`schema`.*answer"):
         JsonSchema()(completions=[ANN], answer=["x"])
-
-
-def test_a_bad_argument_is_named():
-    for arguments, message in (
-        ({"pay_partial": 1}, "pay_partial must be less than pay"),
-        ({"extract": "box"}, "extract must be one of"),
-        ({"prefilled": "answer"}, "prefilled must be null or the first tag"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            JsonSchema(**arguments)
-    assert score(f"thought</think>{ANN}", prefilled="think")[0] == 1.0
-    assert score(ANN, prefilled="think")[0] == 0.0
+    assert JsonSchema(schema={})(completions=['{"a": 1}', "[1]"]) == [1.0, 0.0]
+    assert (JsonSchema(schema_column="s").columns_read, JsonSchema(schema={}).columns_read) == (("s",), ())
 
 
 # --- an independent generator, and jsonschema's own validator as the oracle
@@ -438,48 +279,6 @@ def mutated(rng, value):
 
 
 # jsonschema alone takes 10 ms for a schema and its value, so the quick part has few rows.
-few_and_many = pytest.mark.parametrize("rows", [60, pytest.param(600, marks=pytest.mark.slow)])
-
-
-@few_and_many
-def test_right_answers_are_accepted_and_wrong_ones_as_the_oracle_says(rows):
-    rng = random.Random(5)
-    right = wrong = 0
-    for _ in range(rows):
-        schema, value = an_object(rng)
-        right += score(written(rng, value), schema)[0] == 1.0
-        other = mutated(rng, value)
-        # The oracle reads decimals as binary floats. Without that keyword the two must agree.
-        plain = json.loads(json.dumps(schema).replace('"multipleOf": 0.01, ', ""))
-        checker = jsonschema.FormatChecker(("date",))
-        fits = jsonschema.Draft202012Validator(plain, format_checker=checker).is_valid(other)
-        paid = score(written(rng, other), plain)[0]
-        assert (paid == 1.0) == fits, (plain, other)
-        wrong += not fits
-    assert right == rows
-    assert wrong > rows / 3
-
-
-@few_and_many
-def test_partial_pay_agrees_with_the_oracle_key_by_key(rows):
-    rng = random.Random(6)
-    seen = set()
-    for _ in range(rows):
-        schema, value = an_object(rng)
-        schema = json.loads(json.dumps(schema).replace('"multipleOf": 0.01, ', ""))
-        other = mutated(rng, mutated(rng, value))
-        if score(json.dumps(other), schema)[0] == 1.0:
-            continue
-        checker = jsonschema.FormatChecker(("date",))
-        good = [
-            key in other
-            and jsonschema.Draft202012Validator(schema["properties"][key], format_checker=checker).is_valid(other[key])
-            for key in schema["required"]
-        ]
-        expected = 0.5 * sum(good) / len(good)
-        assert score(json.dumps(other), schema)[0] == pytest.approx(expected)
-        seen.add(expected)
-    assert len(seen) > 5
 
 
 # --- any text
@@ -565,26 +364,6 @@ ADVERSARIAL = {
 
 
 # These take seconds each, and their times are not comparable beside other processes: nightly.
-COSTLY = {"twice as much at each level", "an error for each of two branches"}
-
-
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind in COSTLY else kind for kind in ADVERSARIAL]
-)
-def test_the_cost_of_an_adversarial_text_is_linear_or_flat(kind):
-    schema, make = ADVERSARIAL[kind]
-    reward = JsonSchema(schema=schema)
-    call = lambda text: reward(completions=[text])  # noqa: E731
-    assert growth_of_steps(call, make, 5_000) < 9  # 4 is linear, 16 quadratic
-    assert growth(call, make, 20_000) < 9
-
-
-@pytest.mark.slow
-def test_a_validation_that_doubles_with_each_level_ends():
-    assert score('{"a":' * 30 + "1" + "}" * 30, TWICE) == (0.0, "too costly to validate")
-    assert score('{"a":' * 4 + '{"b":1,"c":1}' + "}" * 4, TWICE)[1].startswith("does not fit")
-    assert score('{"x": "' + "y" * MAX_CHARS + '"}', {})[1].startswith("not JSON: longer than")
 
 
 def test_errors_about_a_large_value_do_not_cost_more():
@@ -632,66 +411,11 @@ def score_against(text, gold, schema=PERSON):
     return result
 
 
-@pytest.mark.parametrize("gold", [GOLD, json.dumps(GOLD)], ids=["mapping", "text"])
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (ANN, 1.0),
-        ('{"age": 30.0, "name": " ann"}', 1.0),
-        ('{"name": "Bob", "age": 30}', 0.25),
-        ('{"name": "Ann"}', 0.25),
-        ('{"name": "Ann", "age": 30, "mail": "a@b.c"}', 0.5 * 2 / 3),
-        ('{"name": "Ann", "age": 30, "guess": 1}', 0.5 * 2 / 3),
-        ('{"name": "Ann", "age": true}', 0.25),
-        ("{}", 0.0),
-        (f"{ANN} or {ANN}", 0.0),
-    ],
-)
-def test_full_pay_needs_the_values_of_the_gold(text, expected, gold):
-    assert score_against(text, gold) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("gold", [None, "", "[1]", "{", 7, {"day": math.nan}])
-def test_a_gold_that_is_no_object_is_not_scored(gold):
-    assert score_against(ANN, gold) is None
-
-
 def test_nested_values_are_compared_in_order_and_booleans_are_no_numbers():
     gold = {"tags": ["a", {"on": True, "off": None}]}
     assert score_against('{"tags": ["A", {"on": true}]}', gold, {}) == 1.0
     for other in ('{"tags": [{"on": true}, "a"]}', '{"tags": ["a", {"on": 1}]}', '{"tags": ["a"]}'):
         assert score_against(other, gold, {}) == 0.0
-
-
-@pytest.mark.parametrize("value", [0, "", [], {}, 0.0])
-def test_a_value_that_is_zero_or_empty_is_a_value(value):
-    gold = {"outer": {"inner": value}}
-    assert score_against(json.dumps(gold), gold, {}) == 1.0
-    for other in ({}, {"inner": None}, {"inner": [1]}):
-        assert score_against(json.dumps({"outer": other}), gold, {}) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("golds", "expected"),
-    [
-        ([{"name": "Bo", "age": 4}, json.dumps(GOLD)], 1.0),
-        ([{"name": "Bo", "age": 4}, {"name": "Ann", "age": 31}], 0.25),  # one of two values of the second
-        ([None, "no JSON", GOLD], 1.0),
-        ([{"text": "x"}], 0.0),
-        ([], None),
-        ([None, 7], None),
-        ([GOLD] * 65, None),
-    ],
-)
-def test_the_best_of_several_gold_objects_counts(golds, expected):
-    assert score_against(ANN, golds) == expected
-
-
-def test_the_column_of_golds_is_declared_and_needed():
-    assert JsonSchema(schema=PERSON, gold_column="answer").columns_read == ("answer",)
-    assert JsonSchema(gold_column="answer").columns_read == ("answer", "schema")
-    with pytest.raises(ValueError, match="needs the dataset column `answer`"):
-        JsonSchema(schema=PERSON, gold_column="answer")(completions=[ANN])
 
 
 def test_the_metrics_are_shares_of_the_batch():
@@ -704,287 +428,263 @@ def test_the_metrics_are_shares_of_the_batch():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("value", "instance", "steps"),
-    [(1, 2, 1), ([1, 2], 3, 3), ({"a": 1}, [1, 2, 3], 5), ({}, "x" * 99, 1), ([1], "x" * 250, 4), (1, {"a": 1}, 2)],
-)
-def test_a_keyword_costs_steps_by_the_size_of_what_it_compares(value, instance, steps):
-    token = schemas._steps.set([steps])
-    try:
-        called = schemas._counted(lambda *given: given)(None, value, instance, {})
-        assert called == (None, value, instance, {})
-        assert schemas._steps.get() == [0]
-        with pytest.raises(schemas._TooCostly):
-            schemas._counted(lambda *given: given)(None, value, instance, {})
-    finally:
-        schemas._steps.reset(token)
+# --- Tables of what is paid
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "fits"),
-    [
-        ("email", "a@b.c", True), ("email", "a@b", False), ("email", "a b@c.d", False), ("email", "a@b.c.d", True),
-        ("email", "a" * 250 + "@b.c", True), ("email", "a" * 251 + "@b.c", False), ("time", "23:59:60Z", True),
-        ("time", "24:00:00Z", False), ("time", "12:60:00Z", False), ("time", "12:00:00", False),
-        ("time", "12:00:00.5+01:30", True), ("date-time", "2024-02-29T12:00:00Z", True),
-        ("date-time", "2023-02-29T12:00:00Z", False), ("date-time", "2024-02-28 12:00:00z", True),
-        ("date-time", "2024-02-28x12:00:00Z", False), ("date-time", "20240228T12:00:00Z", False),
-        ("date", "2024-02-30", False), ("ipv4", "1.2.3.256", False), ("ipv6", "::1", True), ("uuid", "x", False),
-        ("color", "anything", True), ("ipv6", "1.2.3.4", False), ("ipv4", "::1", False), ("ipv4", "1.2.3.4", True),
-        ("email", "a@b.c d", False), ("email", "a@b.c\n", False), ("time", "12:00:00Z ", False), ("time", 3, True),
-        ("email", 3, True), ("date-time", 3, True), ("date", "2024-02-29", True), ("time", "12:00:00z", True),
-        ("date-time", "2024-02-29", False), ("date-time", "2024-02-29T24:00:00Z", False), ("ipv6", ":::", False),
-        ("uuid", "f81d4fae-7dec-11d0-a765-00a0c91e6bf6", True), ("time", "23:60:00Z", False),
-    ],
-)  # fmt: skip
-def test_the_formats_of_strings(name, text, fits):
-    schemas._format_checker.cache_clear()
-    schemas._compiled.cache_clear()
-    scores = JsonSchema()(completions=[json.dumps({"x": text})], schema=[{"properties": {"x": {"format": name}}}])
-    assert scores == [float(fits)]
+def test_an_object_that_fits_is_paid_in_full_and_a_trap_nothing():
+    assert {kind: score(text) for kind, text in PAID.items() if score(text) != (1.0, "fits")} == {}
+    assert {kind: score(text) for kind, text in TRAPS.items() if score(text)[0] != 0.0} == {}
+    assert len(PAID) + len(TRAPS) > 50
 
 
-@pytest.mark.parametrize(
-    ("schema", "value", "fits"),
-    [
-        ({"multipleOf": 0.01}, 19.99, True), ({"multipleOf": 0.01}, 19.995, False), ({"multipleOf": 2}, True, True),
-        ({"uniqueItems": True}, [1, 1.0], False), ({"uniqueItems": True}, [1, True], True),
-        ({"uniqueItems": True}, [{"a": 1, "b": 2}, {"b": 2, "a": 1}], False), ({"uniqueItems": False}, [1, 1], True),
-        ({"uniqueItems": True}, "aa", True), ({"uniqueItems": True}, 7, True), ({"uniqueItems": True}, {}, True),
-        ({"uniqueItems": True}, [1.5, 1.5], False), ({"uniqueItems": True}, ["1", 1], True),
-        ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": 1, "b": 1}, False),
-        ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": "x", "b": 1}, True),
-        ({"properties": {"a": {}}, "additionalProperties": False}, {"a": 1}, True),
-        ({"properties": {"a": {}}, "additionalProperties": False}, {"a": 1, "b": 1}, False),
-        ({"patternProperties": {"^b": {}}, "additionalProperties": False}, {"b1": 1}, True),
-        ({"additionalProperties": {"type": "string"}}, {"a": 1}, False),
-        ({"additionalProperties": {"type": "string"}}, {"a": "1"}, True), ({"pattern": "^a+$"}, "aab", False),
-        ({"pattern": "a"}, "bab", True), ({"pattern": "a"}, 3, True),
-    ],
-)  # fmt: skip
-def test_the_keywords_that_are_checked_in_linear_time(schema, value, fits):
-    scores = JsonSchema()(completions=[json.dumps({"x": value})], schema=[{"properties": {"x": schema}}])
-    assert scores == [float(fits)]
+def test_an_object_that_does_not_fit_earns_the_share_of_its_required_keys():
+    for text, pay in (
+        ('{"name": "Ann", "age": -1}', 0.25),
+        ('{"name": "Ann"}', 0.25), ('{"name": ["x"], "age": 1}', 0.25), ('{"name": "Ann", "age": 1, "x": 1}', 0.5),
+        ("{}", 0.0), ("[]", 0.0),
+    ):  # fmt: skip
+        assert score(fenced(text))[0] == pay, text
+    schema = {"required": ["a", "c"], "properties": {"b": {"type": "integer"}}}
+    assert score('{"a": [], "c": null, "b": "x"}', schema)[0] == 0.5, "a key without a schema takes any value"
+    assert score('{"a": [], "b": "x"}', schema)[0] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("schema", "value", "where"),
-    [
+def test_the_share_is_of_the_keys_that_the_root_and_what_it_refers_to_require():
+    """Drafts before 2019-09 ignore what stands beside a `$ref`, so that the last schema alone counts."""
+    # Keys whose values fit, of all that any schema on the way requires, and of those that the last one requires.
+    rows = (
+        ({"a": 7, "b": 1, "c": 1}, "abc", "c"), ({"a": 3, "b": 1, "c": 1}, "bc", "c"),
+        ({"a": "x", "b": 1, "c": 1}, "bc", "c"), ({"a": 7, "b": 1, "c": "x"}, "ab", ""), ({"a": 7, "c": 1}, "ac", "c"),
+        ({"b": "x"}, "", ""),
+    )  # fmt: skip
+    for draft in ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12"):
+        is_new = draft.startswith("20")
+        uri = f"https://json-schema.org/draft/{draft}/schema" if is_new else f"http://json-schema.org/{draft}/schema#"
+        root = {"$schema": uri, "$ref": "#/PLACE/first", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+        text = json.dumps({**root, "PLACE": PARTS}).replace("PLACE", "$defs" if is_new else "definitions")
+        schema = json.loads(text)
+        for found, fit, fit_last in rows:
+            fits = jsonschema.validators.validator_for(schema)(schema).is_valid(found)
+            share = len(fit) / 3 if is_new else len(fit_last)
+            assert score(json.dumps(found), schema)[0] == (1.0 if fits else pytest.approx(0.5 * share)), (draft, found)
+
+
+def test_a_value_that_fits_and_one_that_only_seems_to():
+    wrong = []
+    for kind, (part, good, bad) in SUBTLE.items():
+        schema = {"properties": {"v": part}, "required": ["v"]}
+        if [score(json.dumps({"v": value}), schema)[0] for value in (good, bad)] != [1.0, 0.0]:
+            wrong.append(kind)
+    assert wrong == []
+
+
+MORE = [
+    ({"format": "email"}, "a@b", False), ({"format": "email"}, "a b@c.d", False), ({"format": "email"}, 3, True),
+    ({"format": "email"}, "a" * 250 + "@b.c", True), ({"format": "email"}, "a" * 251 + "@b.c", False),
+    ({"format": "time"}, "23:59:60Z", True), ({"format": "time"}, "24:00:00Z", False),
+    ({"format": "time"}, "12:60:00Z", False), ({"format": "time"}, "12:00:00", False),
+    ({"format": "time"}, "12:00:00.5+01:30", True), ({"format": "time"}, "12:00:00z", True),
+    ({"format": "date-time"}, "2024-02-28x12:00:00Z", False), ({"format": "date-time"}, "20240228T12:00:00Z", False),
+    ({"format": "date-time"}, "2024-02-29", False), ({"format": "date"}, "2024-02-30", False),
+    ({"format": "ipv6"}, "::1", True), ({"format": "ipv6"}, "1.2.3.4", False), ({"format": "color"}, "any", True),
+    ({"multipleOf": 2}, True, True), ({"uniqueItems": False}, [1, 1], True), ({"uniqueItems": True}, "aa", True),
+    ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": 1, "b": 1}, False),
+    ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": "x", "b": 1}, True),
+    ({"properties": {"a": {}}, "additionalProperties": False}, {"a": 1, "b": 1}, False),
+    ({"patternProperties": {"^b": {}}, "additionalProperties": False}, {"b1": 1}, True),
+    ({"additionalProperties": {"type": "string"}}, {"a": 1}, False),
+    ({"additionalProperties": {"type": "string"}}, {"a": "1"}, True), ({"pattern": "a"}, 3, True),
+    ({"pattern": "^\\pL+$"}, "né", True),  # RE2's, which Python's `re` lacks
+]  # fmt: skip
+
+
+def test_formats_and_the_keywords_of_our_own():
+    wrong = []
+    for part, value, fits in MORE:
+        scores = JsonSchema()(completions=[json.dumps({"x": value})], schema=[{"properties": {"x": part}}])
+        if scores != [float(fits)]:
+            wrong.append((part, value))
+    assert wrong == []
+
+
+def test_a_verdict_names_the_keyword_and_the_place_in_a_few_words():
+    for part, value, where in (
         ({"patternProperties": {"^a": {"type": "string"}}}, {"ab": 1}, "type at $.x.ab"),
         ({"additionalProperties": {"type": "string"}}, {"ab": 1}, "type at $.x.ab"),
         ({"additionalProperties": False}, {"ab": 1}, "additionalProperties at $.x"),
         ({"items": {"minimum": 3}}, [5, 1], "minimum at $.x[1]"),
         ({"uniqueItems": True}, [1, 1], "uniqueItems at $.x"),
-        (False, 1, "false at $"),
-    ],
-)
-def test_a_verdict_names_the_keyword_and_the_place(schema, value, where):
-    logged = {}
-    completion = json.dumps({"x": value})
-    JsonSchema()(completions=[completion], schema=[{"properties": {"x": schema}}], log_extra=logged.__setitem__)
-    assert logged["verdict"] == [f"does not fit ({where}), 0 of 0 required keys do"]
+    ):
+        assert where in score(json.dumps({"x": value}), {"properties": {"x": part}})[1]
+    assert len(score("{}", {"required": [f"key{n:02}" for n in range(99)]})[1]) < 200
+    assert len(score(json.dumps({"k" * 999: 1}), {"additionalProperties": {"type": "string"}})[1]) < 200
+    assert "1 of 2" in score('{"name": "Ann"}')[1]
 
 
-EMPTY = "not JSON: Expecting value: line 1 column 1 (char 0)"
-
-
-@pytest.mark.parametrize(
-    ("layout", "text", "found"),
-    [
-        ("answer_tag", '<answer>{"a": 1}</answer>', {"a": 1}),
-        ("answer_tag", '{"a": 1}', "no answer block"),
-        ("answer_tag", '<answer>{"a": 1}', "no answer block"),
-        ("answer_tag", '{"a": 1}</answer>', "no answer block"),
-        ("answer_tag", "<answer>{}</answer></answer>", "several answer blocks"),
-        ("answer_tag", "<answer>{}<answer></answer>", "several answer blocks"),
+def test_each_layout_has_one_place_for_the_object():
+    rows = (
+        ("answer_tag", '<answer>{"a": 1}</answer>', {"a": 1}), ("answer_tag", '{"a": 1}', None),
+        ("answer_tag", '<answer>{"a": 1}', None), ("answer_tag", '{"a": 1}</answer>', None),
+        ("answer_tag", "<answer>{}</answer></answer>", None), ("answer_tag", "<answer>{}<answer></answer>", None),
         ("answer_tag", '<answer>\n```json\n{"a": 1}\n```\n</answer>', {"a": 1}),
-        ("answer_tag", "<answer>```json\n{}\n``` and</answer>", EMPTY),
-        ("answer_tag", "<answer>so ```json\n{}\n```</answer>", EMPTY),
-        ("fence", '{"a": 1}', "no fence"),
-        ("fence", "<answer>{}</answer>", "no fence"),
-        ("fence", '{"a": 2}\n```json\n{"a": 1}\n```', {"a": 1}),
-        ("fence", '```\n\n  {"a": 1}\n```', {"a": 1}),
-        ("fence", "```sh\n{}\n```\n```\n[1]\n```", "no fence"),
-        ("fence", "```json\n[1]\n```\n```\n{}\n```", "several fences"),
-        ("whole", '\u00a0{"a": "<answer>"}\x0b', {"a": "<answer>"}),
-        ("whole", '{"a": "```"}', {"a": "```"}),
-        ("whole", "```json\n{}\n```", EMPTY),
-        ("whole", "<answer>{}</answer>", EMPTY),
+        ("answer_tag", "<answer>so ```json\n{}\n```</answer>", None),
+        ("fence", '{"a": 1}', None), ("fence", "<answer>{}</answer>", None),
+        ("fence", '{"a": 2}\n```json\n{"a": 1}\n```', {"a": 1}), ("fence", '```\n\n  {"a": 1}\n```', {"a": 1}),
+        ("fence", "```sh\n{}\n```\n```\n[1]\n```", None), ("fence", "```json\n[1]\n```\n```\n{}\n```", None),
+        ("whole", '\u00a0{"a": "<answer>"}\x0b', {"a": "<answer>"}), ("whole", "```json\n{}\n```", None),
+        ("whole", "<answer>{}</answer>", None), ("auto", "[]", None), ("auto", "", None),
         ("auto", ' {"a": "```json\\n[]\\n```"} ', {"a": "```json\n[]\n```"}),
         ("auto", '[1]\n```json\n{"a": 1}\n``` <answer>{"a": 2}</answer>', {"a": 2}),
-        ("auto", "[]", "not an object"),
-        ("auto", "", EMPTY),
-    ],
-)
-def test_each_layout_has_one_place_for_the_object(layout: str, text: str, found: object) -> None:
-    if isinstance(found, dict):
-        assert schemas.find_object(text, layout, "answer") == found
-        return
-    with pytest.raises(ValueError, match=f"^{re.escape(str(found))}$"):
-        schemas.find_object(text, layout, "answer")
+    )  # fmt: skip
+    for layout, text, found in rows:
+        pay = score(text, {"const": found}, extract=layout)[0]
+        assert pay == float(found is not None), (layout, text)
 
 
-@pytest.mark.parametrize("layout", ["answer_tag", "fence", "whole", "auto"])
-def test_every_layout_is_a_choice_and_reads_its_own(layout: str) -> None:
-    texts = {"answer_tag": f"<answer>{ANN}</answer>", "fence": fenced(ANN), "whole": ANN, "auto": ANN}
-    assert score(texts[layout], extract=layout) == (1.0, "fits")
+# --- Schemas and arguments that are refused
+
+REFUSED = [
+    ({"$ref": "https://example.org/person"}, "https://example.org/person"), ({"$ref": "file:///etc/passwd"}, "$ref"),
+    ({"properties": {"a": {"$ref": "other.json#/a"}}}, "other.json#/a"), ({"$ref": "#"}, "$ref"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"not": {"$ref": "#/$defs/a"}}}},
+     "$ref"),
+    ({"$ref": "#/$defs/missing"}, "#/$defs/missing"), ({"$ref": "#/required/x", "required": ["a"]}, "#/required/x"),
+    ({"items": {"pattern": "(a)\\1"}}, "pattern"), ({"patternProperties": {"(?=a)": {}}}, "(?=a)"),
+    ({"$ref": "#/own/a", "own": {"a": {"pattern": "(?=a)"}}}, "(?=a)"),  # in a place where no draft has schemas
+    ({"$dynamicRef": "#node"}, "$dynamicRef"), ({"unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"items": {"unevaluatedItems": False}}, "unevaluatedItems"), ({"properties": {"a": {"$id": "b"}}}, "$id"),
+    ({"$schema": "https://json-schema.org/draft/2019-09/schema", "$recursiveRef": "#"}, "$recursiveRef"),
+    ({"$schema": "https://example.org/my-draft"}, "$schema"), ({"$schema": 7}, "$schema"),
+    ({"$schema": "http://json-schema.org/draft-03/schema#"}, "$schema"), ({"type": "strnig"}, "strnig"),
+    ({"required": "name"}, "name"), ("{", "schema"), ("[]", "schema"), (3, "schema"), ("[" * 100 + "]" * 100, "64"),
+    ('{"not":' * 64 + "{}" + "}" * 64, "64"), ("", "schema"), ({"enum": [{1, 2}]}, "schema"),
+    *((schema, "$ref") for schema in REFERS_BACK),
+]  # fmt: skip
 
 
-def test_arguments_that_do_not_fit_are_named() -> None:
-    for arguments, message in (
-        ({"pay_partial": -0.1}, "pay_partial must be a finite number from 0 to 1, not -0.1"),
-        ({"pay_partial": 1.0}, "pay_partial must be less than pay, 1, not 1"),
-        ({"schema": ""}, "schema must be a mapping or a string of JSON, not ''"),
-        ({"schema": " "}, "schema must be a mapping or a string of JSON, not ' '"),
-        ({"schema": {"enum": [{1, 2}]}}, "schema must be a mapping or a string of JSON, not {'enum': [{1, 2}]}"),
-        ({"schema": {}, "extract": "box"}, "extract must be one of answer_tag, fence, whole, auto, not 'box'"),
-    ):
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            JsonSchema(**arguments)
-    circle: dict = {}
-    circle["properties"] = circle
-    with pytest.raises(ValueError, match="schema must be a mapping or a string of JSON"):
-        JsonSchema(schema=circle)
-    reward = JsonSchema(schema={"type": "object"})
-    assert (reward.schema, reward.columns_read) == ('{"type": "object"}', ())
-    assert (JsonSchema().columns_read, JsonSchema(schema_column="s").columns_read) == (("schema",), ("s",))
-
-
-def test_an_empty_schema_takes_any_object_and_needs_no_column() -> None:
-    assert JsonSchema(schema={})(completions=['{"a": 1}', "[1]"]) == [1.0, 0.0]
-
-
-def test_a_verdict_names_what_its_row_lacks() -> None:
-    logged: dict = {}
-    JsonSchema(gold_column="gold")(
-        completions=[ANN] * 4,
-        schema=[None, " ", "[]", PERSON],
-        gold=[ANN, ANN, ANN, "no"],
-        log_extra=logged.__setitem__,
-    )
-    assert logged["verdict"] == ["no schema", "no schema", "the schema is not a JSON object", "no gold"]
-
-
-def test_a_verdict_on_values_counts_those_that_are_right() -> None:
-    logged: dict = {}
-    gold = {"name": "Ann", "age": 30, "mail": "a@b.c"}
-    completions = ['{"name": "Bo", "age": 31, "x": 1}', json.dumps(gold), '{"name": "Ann", "age": -1, "mail": "a@b.c"}']
-    scores = JsonSchema(schema=PERSON, gold_column="gold")(
-        completions=completions, gold=[{}, gold, json.dumps(gold)], log_extra=logged.__setitem__
-    )
-    assert scores == [0.0, 1.0, pytest.approx(0.5 * 2 / 3)]
-    assert logged["verdict"][0].endswith(", 0 of 3 values are right, not name, age, x")
-    assert logged["verdict"][1] == "fits"
-    assert logged["verdict"][2].endswith("not age, 2 of 3 values are right, not age")
-    # An object with the gold's values that does not fit the schema earns the smaller pay.
-    assert score_against('{"name": "Ann", "age": -1}', {"name": "Ann", "age": -1}) == 0.5
-    assert score_against('{"on": true}', {"on": False}, {}) == 0.0
-    assert score_against('{"on": false}', {"on": False}, {}) == 1.0
-    assert score_against("{}", {}, {}) == 1.0
-
-
-def test_long_places_and_lists_of_keys_are_cut_in_a_verdict() -> None:
-    keys = [f"key{n:02}" for n in range(20)]
-    _, verdict = score("{}", {"required": keys})
-    listed = ", ".join(keys)
-    assert verdict == f"does not fit (required at $), 0 of 20 required keys do, not {listed[:80]}"
-    deep = {"properties": {"k" * 90: {"type": "string"}}}
-    assert score(json.dumps({"k" * 90: 1}), deep)[1] == f"does not fit (type at $.{'k' * 79}), 0 of 0 required keys do"
-    _, verdict = score("{}", {}, gold_column=None)
-    assert verdict == "fits"
-
-
-@pytest.mark.parametrize("keyword", ["$dynamicRef", "$recursiveRef", "unevaluatedItems", "unevaluatedProperties"])
-def test_a_keyword_that_is_not_supported_is_named(keyword: str) -> None:
-    value = "#" if keyword.endswith("Ref") else False
-    with pytest.raises(ValueError, match=f"^the schema uses {re.escape(keyword)}, which is not supported$"):
-        JsonSchema(schema={"items": {keyword: value}})
-
-
-def test_the_root_alone_may_have_an_identifier() -> None:
+def test_an_unusable_schema_is_refused_as_a_kwarg_and_none_in_a_column():
+    for schema, figure in REFUSED:
+        with refused("reward `json_schema`", figure, by=RewardSpecError):
+            build_rewards([{"name": "json_schema", "kwargs": {"schema": schema}}])
+        metrics = {}
+        scores = JsonSchema()(completions=[ANN, ANN], schema=[schema, {}], log_metric=metrics.__setitem__)
+        assert scores == [None, 1.0], schema
+        assert metrics["rewards/json_schema/unscorable"] == 1.0
+    JsonSchema(schema='{"not":' * 63 + "{}" + "}" * 63)  # as deep as a schema may be
     inner = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "object"}}}
-    assert score("{}", {"$id": "https://example.org/a", **inner})[0] == 1.0
-    with pytest.raises(ValueError, match=r"holds a second schema with an \$id of its own"):
-        JsonSchema(schema={"properties": {"a": {"$id": "https://example.org/b"}}})
+    assert score("{}", {"$id": "https://example.org/a", **inner})[0] == 1.0, "the root may have an identifier"
 
 
-@pytest.mark.parametrize("keyword", ["not", "if", "then", "else", "allOf", "anyOf", "oneOf", "dependentSchemas"])
-def test_a_circle_through_any_keyword_of_the_same_value_is_refused(keyword: str) -> None:
-    back = {"$ref": "#/$defs/a"}
-    value = [back] if keyword.endswith("Of") else {"x": back} if keyword == "dependentSchemas" else back
-    schema = {"$defs": {"a": {keyword: value}}, "properties": {"b": {"$ref": "#/$defs/a"}}}
-    with pytest.raises(ValueError, match=r"has a \$ref that leads back to itself without reading on$"):
-        JsonSchema(schema=schema)
-    reading_on = {"$defs": {"a": {"properties": {"x": back}}}, "$ref": "#/$defs/a"}
-    assert score('{"x": {"x": {}}}', reading_on)[0] == 1.0
+def test_a_bad_argument_is_named():
+    for arguments, key in (
+        ({"pay_partial": 1}, "pay_partial"), ({"pay_partial": -0.1}, "pay_partial"), ({"extract": "box"}, "extract"),
+        ({"prefilled": "answer"}, "prefilled"), ({"schema": " "}, "schema"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=key):
+            JsonSchema(**arguments)
+    assert score(f"thought</think>{ANN}", prefilled="think")[0] == 1.0
+    assert score(ANN, prefilled="think")[0] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"$schema": 7}, "must name one of the drafts 4, 6, 7, 2019-09 and 2020-12, not 7"),
-        ({"$schema": "http://json-schema.org/draft-03/schema#"}, "must name one of the drafts 4, 6, 7"),
-        ({"$ref": "#/properties/x"}, r"the schema's \$ref '#/properties/x' leads nowhere"),
-        ({"$ref": "#/required/x", "required": ["a"]}, r"leads nowhere"),
-        ({"$ref": "a.json"}, r"the schema's \$ref 'a.json' leads outside the schema, where nothing is ever fetched"),
-    ],
-)
-def test_a_schema_that_cannot_be_used_is_described(schema: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        JsonSchema(schema=schema)
+# --- An oracle, and bounds
 
 
-def test_a_schema_may_be_nested_to_a_depth_of_64() -> None:
-    for depth, fits in ((64, True), (65, False)):
-        text = '{"not":' * (depth - 1) + "{}" + "}" * (depth - 1)
-        if fits:
-            JsonSchema(schema=text)
-        else:
-            with pytest.raises(ValueError, match="the schema is not JSON: nested deeper than 64"):
-                JsonSchema(schema=text)
+def check_against_the_oracle(rows):
+    """Compare pay in full, for what fits, and partial pay, key by key, with jsonschema's own validator."""
+    rng = random.Random(5)
+    checker = jsonschema.FormatChecker(("date",))
+    fit, shares = 0, set()
+    for _ in range(rows):
+        schema, value = an_object(rng)
+        assert score(written(rng, value), schema)[0] == 1.0
+        # The oracle reads decimals as binary floats. Without that keyword the two must agree.
+        plain = json.loads(json.dumps(schema).replace('"multipleOf": 0.01, ', ""))
+        other = mutated(rng, mutated(rng, value) if rng.random() < 0.5 else value)
+        good = []
+        for key in plain["required"]:
+            part = jsonschema.Draft202012Validator(plain["properties"][key], format_checker=checker)
+            good.append(key in other and part.is_valid(other[key]))
+        fits = jsonschema.Draft202012Validator(plain, format_checker=checker).is_valid(other)
+        expected = 1.0 if fits else 0.5 * sum(good) / len(good)
+        assert score(written(rng, other), plain)[0] == pytest.approx(expected), (plain, other)
+        fit += fits
+        shares.add(expected)
+    assert fit < rows * 2 / 3
+    assert len(shares) > 5
 
 
-def steps_of(schema: dict, value: object) -> int:
-    """Return the number of steps that the validation of a value takes."""
-    token = schemas._steps.set([schemas.MAX_STEPS])
-    try:
-        next(schemas._compiled(json.dumps(schema)).validator.iter_errors(schemas._quiet(value)), None)
-        return schemas.MAX_STEPS - schemas._steps.get()[0]
-    finally:
-        schemas._steps.reset(token)
+def test_pay_agrees_with_the_oracle():
+    check_against_the_oracle(60)  # jsonschema alone takes 10 ms for a schema and its value
 
 
-def test_the_longest_validation_is_that_of_the_documentation() -> None:
+@pytest.mark.slow
+def test_pay_agrees_with_the_oracle_at_length():
+    check_against_the_oracle(600)
+
+
+def check_cost(kind):
+    """Return the growth of the steps and of the time: 4 is linear, 16 quadratic."""
+    schema, make = ADVERSARIAL[kind]
+    reward = JsonSchema(schema=schema)
+    call = lambda text: reward(completions=[text])  # noqa: E731
+    return growth_of_steps(call, make, 5_000), growth(call, make, 20_000)
+
+
+@pytest.mark.parametrize("kind", ["fences", "keys", "a pattern that backtracks", "items that can't be sorted"])
+def test_the_cost_of_an_adversarial_text_is_linear_or_flat(kind):
+    assert max(check_cost(kind)) < 9
+
+
+@pytest.mark.nightly
+def test_the_cost_of_every_adversarial_text_is_linear_or_flat():
+    costs = {kind: check_cost(kind) for kind in ADVERSARIAL}
+    assert {kind: cost for kind, cost in costs.items() if max(cost) >= 9} == {}
+
+
+def test_a_validation_ends_at_the_number_of_steps_of_the_documentation():
     page = Path(__file__).resolve().parents[2].joinpath("docs/rewards.md").read_text(encoding="utf-8")
-    (most,) = re.findall(r"A validation of more than ([\d,]+) steps", page)
-    steps = int(most.replace(",", ""))
-    schema = {"properties": {"a": {"enum": list(range(10))}}, "required": ["a"]}
-    spent = steps_of(schema, {"a": 3})
-    token = schemas._steps.set([steps])
-    try:
-        JsonSchema(schema=schema)._validated(schemas._compiled(json.dumps(schema)), {"a": 3})
-        assert schemas._steps.get() == [steps - spent]
-    finally:
-        schemas._steps.reset(token)
+    assert f"{MAX_STEPS:,} steps" in page
+    # Each item is compared with 1,000 values, and a step is a value.
+    schema = {"properties": {"a": {"items": {"enum": [*range(1000)]}}}}
+    few, many = MAX_STEPS // 1000 - 10, MAX_STEPS // 1000 + 10
+    assert [score(json.dumps({"a": [7] * n}), schema)[0] for n in (few, many)] == [1.0, 0.0]
+    for long in ({"uniqueItems": True}, {"patternProperties": {"^a": {}}}):
+        assert score(json.dumps({"x": ["a" * 99_000]}), {"properties": {"x": long}})[0] == 1.0
+    assert score('{"a":' * 30 + "1" + "}" * 30, TWICE)[0] == 0.0
+    assert "does not fit" in score('{"a":' * 4 + '{"b":1,"c":1}' + "}" * 4, TWICE)[1]
+    assert score('{"x": "' + "y" * MAX_CHARS + '"}', {})[0] == 0.0
 
 
-def test_keywords_that_read_long_texts_cost_a_step_for_each_hundred_characters() -> None:
-    base = steps_of({"patternProperties": {"^a": True}}, {})  # the keyword itself, and `$schema`
-    key = "a" * 250
-    assert steps_of({"patternProperties": {"^a": True}}, {"b": 1}) == base + 1 + 1  # one entry more, one key compared
-    assert steps_of({"patternProperties": {"^b": True}}, {key: 1}) == base + 1 + 3
-    others = {"patternProperties": {"^b": True, "^c": True}, "additionalProperties": True}
-    extra = steps_of(others, {"d": 1}) - steps_of(others, {})
-    # One entry more for each of the two keywords, one step for each pattern of each, and none for `true`.
-    assert extra == 2 + 2 + 2
-    assert steps_of(others, {"d" * 100: 1}) - steps_of(others, {"d" * 99: 1}) == 2 + 2
-    items = {"uniqueItems": True}
-    assert steps_of(items, [1, 2]) - steps_of(items, []) == 2 + 2
-    assert steps_of(items, ["x" * 200]) - steps_of(items, ["x"]) == 2
-    assert steps_of(items, [{"a": 1}]) - steps_of(items, [1]) == 1
+# --- Golds
 
 
-def test_patterns_are_those_of_re2_alone() -> None:
-    r"""Python's `re`, which has no `\pL`, reads no pattern: some take it exponential time."""
-    schema = {"properties": {"a": {"pattern": "^\\pL+$"}, "b": {"format": "regex"}}}
-    assert JsonSchema(schema=schema)(completions=['{"a": "né", "b": "("}', '{"a": "n3"}']) == [1.0, 0.0]
+def test_full_pay_needs_the_values_of_the_gold():
+    rows = (
+        (ANN, 1.0), ('{"age": 30.0, "name": " ann"}', 1.0), ('{"name": "Bob", "age": 30}', 0.25),
+        ('{"name": "Ann"}', 0.25), ('{"name": "Ann", "age": 30, "mail": "a@b.c"}', 0.5 * 2 / 3),
+        ('{"name": "Ann", "age": 30, "guess": 1}', 0.5 * 2 / 3), ('{"name": "Ann", "age": true}', 0.25), ("{}", 0.0),
+        (f"{ANN} or {ANN}", 0.0),
+    )  # fmt: skip
+    for (text, expected), gold in itertools.product(rows, (GOLD, json.dumps(GOLD))):
+        assert score_against(text, gold) == pytest.approx(expected), text
+    for gold in (None, "", "[1]", "{", 7, {"day": math.nan}):
+        assert score_against(ANN, gold) is None, gold
+    assert score_against('{"name": "Ann", "age": -1}', {"name": "Ann", "age": -1}) == 0.5, "it does not fit the schema"
+    for value in (0, "", [], {}, 0.0):  # a value that is zero or empty is a value
+        gold = {"outer": {"inner": value}}
+        others = ({}, {"inner": None}, {"inner": [1]})
+        paid = [score_against(json.dumps({"outer": other}), gold, {}) for other in (gold["outer"], *others)]
+        assert paid == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_the_best_of_several_gold_objects_counts():
+    for golds, expected in (
+        ([{"name": "Bo", "age": 4}, json.dumps(GOLD)], 1.0),
+        ([{"name": "Bo", "age": 4}, {"name": "Ann", "age": 31}], 0.25),
+        ([None, "no JSON", GOLD], 1.0), ([{"text": "x"}], 0.0), ([], None), ([None, 7], None), ([GOLD] * 65, None),
+    ):  # fmt: skip
+        assert score_against(ANN, golds) == expected, golds
+    assert JsonSchema(schema=PERSON, gold_column="answer").columns_read == ("answer",)
+    assert JsonSchema(gold_column="answer").columns_read == ("answer", "schema")
+    with pytest.raises(ValueError, match="`answer`"):
+        JsonSchema(schema=PERSON, gold_column="answer")(completions=[ANN])

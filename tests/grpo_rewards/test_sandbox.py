@@ -5,7 +5,6 @@ While a program runs, this process adopts all orphans. A process that outlived i
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import ctypes
 import errno
@@ -13,30 +12,30 @@ import io
 import json
 import math
 import os
+import platform
 import re
-import resource
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from grpo_rewards.errors import UserError
 from grpo_rewards.sandbox import confinement, harness, supervisor
 from grpo_rewards.sandbox import run as sandbox
 from grpo_rewards.sandbox.run import Limits, Outcome, SandboxError, run
+from tests.support.errors import refused
 from tests.support.grids import only
 
 ISOLATIONS: dict[str, tuple[str, ...]] = {
@@ -46,8 +45,10 @@ ISOLATIONS: dict[str, tuple[str, ...]] = {
 }
 SMALL = Limits(cpu_seconds=1, wall_seconds=10, memory_bytes=256 * 2**20, output_bytes=2**16, disk_bytes=2**20)
 # Python of the system, for isolations that an interpreter in root's home can't be used with.
-SYSTEM_PYTHON = "/usr/bin/python3"
+PYTHON, SYSTEM_PYTHON = sys.executable, "/usr/bin/python3"
 _SUBREAPER = 36
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folders = tmp_path / "folders"
     folders.mkdir(mode=0o755)
     os.chmod(tmp_path, 0o755)
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(folders))
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     libc = ctypes.CDLL(None)
     libc.prctl(_SUBREAPER, 1, 0, 0, 0)
@@ -78,8 +79,6 @@ def isolation(request: pytest.FixtureRequest, no_trace: None, monkeypatch: pytes
 
 def usable(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip unless an isolation works here, perhaps with the system's Python."""
-    if sys.platform != "linux":
-        pytest.skip("the sandbox needs Linux")
     if reason := failure(ISOLATIONS[isolation], monkeypatch):
         pytest.skip(f"{isolation} is missing here: {reason}")
 
@@ -89,8 +88,8 @@ def failure(mechanisms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> str
     # Whatever hides files must show the interpreter.
     assert any(Path(sandbox.interpreter()).is_relative_to(path) for path in confinement.readable_paths())
     reason = sandbox._failure(mechanisms)
-    if reason and "install Python outside of" in reason and os.path.exists(SYSTEM_PYTHON):
-        monkeypatch.setattr(sandbox, "interpreter", lambda: os.path.realpath(SYSTEM_PYTHON))
+    if reason and "/root" in reason and os.path.exists(SYSTEM_PYTHON):
+        monkeypatch.setattr(sys, "executable", SYSTEM_PYTHON)
         reason = sandbox._failure(mechanisms)
     return reason
 
@@ -107,7 +106,6 @@ def is_offered(mechanism: str) -> bool:
     return Path("/proc/sys/kernel/seccomp/actions_avail").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 @pytest.mark.parametrize("mechanism", ["namespaces", "landlock", "seccomp"])
 def test_a_mechanism_that_the_kernel_offers_works(
     mechanism: str, no_trace: None, monkeypatch: pytest.MonkeyPatch
@@ -122,47 +120,6 @@ def hostile(program: str, isolation: str, stdin: str = "", limits: Limits = SMAL
     return run(textwrap.dedent(program), stdin, limits, ISOLATIONS[isolation])
 
 
-def test_a_program_reads_its_input_and_prints(isolation: str) -> None:
-    text = "x" * 300_000  # more than a pipe holds
-    outcome = hostile("import sys; print(len(input())); sys.stderr.write('done')", isolation, text)
-    assert (outcome.ended, outcome.code, outcome.stdout, outcome.stderr) == ("exited", 0, b"300000\n", b"done")
-
-
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("isolation", only(["namespaces"], ISOLATIONS), indirect=True)
-@pytest.mark.parametrize(
-    ("program", "ended", "code"),
-    [
-        ("exit(3)", "exited", 3),
-        ("import os; os._exit(0)", "exited", 0),
-        ("import os; os.abort()", "killed", -signal.SIGABRT),
-        ("import os; os.kill(os.getpid(), 9)", "killed", -signal.SIGKILL),
-        ("x = '\0'", "exited", 1),
-        ("'\ud800'", "exited", 1),
-        ("x = bytearray(10 * 2**30)", "exited", 1),
-        ("open('big', 'wb').write(bytes(2**24))", "exited", 1),
-        pytest.param("while True: pass", "timeout", None, marks=pytest.mark.slow),
-        ("while True: print('x' * 1000)", "output", None),
-        ("import os\nwhile True: os.write(2, b'x' * 1000)", "output", None),
-        pytest.param("def f(): f()\nimport sys; sys.setrecursionlimit(10**9); f()", None, None, marks=pytest.mark.slow),
-    ],
-    ids=lambda value: value[:24].replace("\n", " ") if isinstance(value, str) else None,
-)
-def test_every_end_is_told_apart(program: str, ended: str | None, code: int | None, isolation: str) -> None:
-    outcome = hostile(program, isolation)
-    assert ended in (None, outcome.ended)
-    assert code in (None, outcome.code)
-    assert len(outcome.stdout) <= SMALL.output_bytes
-    assert len(outcome.stderr) <= SMALL.output_bytes
-
-
-@pytest.mark.slow
-def test_sleep_counts(isolation: str) -> None:
-    outcome = hostile("import time; time.sleep(60)", isolation, limits=replace(SMALL, wall_seconds=1))
-    assert (outcome.ended, outcome.cpu_seconds < 1) == ("timeout", True)
-    assert outcome.wall_seconds >= 1
-
-
 FORKS = {
     "fork bomb": "while True:\n  try: os.fork()\n  except OSError: pass",
     "bomb of sessions": "while True:\n  try:\n    if not os.fork(): os.setsid()\n  except OSError: pass",
@@ -172,17 +129,6 @@ FORKS = {
     "orphans that fork": "while True:\n  try:\n    if os.fork(): os._exit(0)\n  except OSError: pass",
     "threads": "import threading\nfor n in range(100000): threading.Thread(target=time.sleep, args=(1000,)).start()",
 }
-
-
-QUICK_FORKS = ("deaf daemon",)
-
-
-@pytest.mark.parametrize(
-    "program", [name if name in QUICK_FORKS else pytest.param(name, marks=pytest.mark.slow) for name in FORKS]
-)
-def test_no_process_outlives_its_run(program: str, isolation: str) -> None:
-    outcome = hostile("import os, signal, time\n" + FORKS[program], isolation, limits=replace(SMALL, wall_seconds=1.5))
-    assert outcome.ended in ("exited", "timeout", "killed", "output")
 
 
 def test_the_number_of_processes_is_limited(isolation: str) -> None:
@@ -279,14 +225,10 @@ def test_no_socket_reaches_anything(name: str, no_trace: None, monkeypatch: pyte
                     print("failed")
         """
         outcome = hostile(program, name)
-    assert outcome.stdout.split() == [b"failed"] * 3
-
-
-def test_namespaces_alone_stop_the_network(no_trace: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    usable("namespaces", monkeypatch)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        program = f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
-        assert b"OSError" in run(program, "", SMALL, ["namespaces"]).stderr
+        assert outcome.stdout.split() == [b"failed"] * 3
+        if name == "namespaces":  # alone, too
+            program = f"import socket; socket.create_connection(('127.0.0.1', {port}))"
+            assert b"OSError" in run(program, "", SMALL, ["namespaces"]).stderr
 
 
 @pytest.mark.parametrize("name", ["namespaces", "landlock"])
@@ -326,7 +268,7 @@ def test_landlock_alone_keeps_from_files_sockets_and_processes(no_trace: None, m
     version = ctypes.CDLL(None).syscall(ctypes.c_long(444), None, ctypes.c_long(0), ctypes.c_long(1))
     if version < 6 or not os.path.exists(SYSTEM_PYTHON) or os.geteuid() != 0:
         pytest.skip("Landlock with sockets and signals, a Python for everybody, or root is missing here")
-    monkeypatch.setattr(sandbox, "interpreter", lambda: os.path.realpath(SYSTEM_PYTHON))
+    monkeypatch.setattr(sys, "executable", SYSTEM_PYTHON)
     bystander = subprocess.Popen(["sleep", "60"], user=65534)
     program = f"""
         import os, socket
@@ -376,10 +318,9 @@ def test_no_secret_is_inherited(isolation: str, monkeypatch: pytest.MonkeyPatch)
 def test_hashes_and_folders_are_the_same_in_every_run(isolation: str) -> None:
     program = "import os; print(hash('x'), {'a', 'b', 'c'}, os.listdir('.'), os.environ['TZ'])"
     assert hostile(program, isolation).stdout == hostile(program, isolation).stdout
-
-
-def test_no_setuid_program_gives_privileges(isolation: str) -> None:
-    assert hostile("import ctypes; print(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))", isolation).stdout == b"1\n"
+    assert b"ModuleNotFoundError" in hostile("import psutil", isolation).stderr
+    privileges = hostile("import ctypes; print(ctypes.CDLL(None).prctl(39, 0, 0, 0, 0))", isolation)
+    assert privileges.stdout == b"1\n", "a setuid program would give some"
 
 
 def test_ordinary_programs_work(isolation: str) -> None:
@@ -410,10 +351,6 @@ def test_ordinary_programs_work(isolation: str) -> None:
     assert outcome.stdout.decode().split("\n")[:2] == ["thread", f"Point(x=1) 832040 {math.factorial(50)} 1 __main__"]
 
 
-def test_installed_packages_are_not_there(isolation: str) -> None:
-    assert b"ModuleNotFoundError" in hostile("import psutil", isolation).stderr
-
-
 def is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(ChildProcessError):  # orphans become children of this process, a subreaper
         os.waitpid(process.pid, os.WNOHANG)
@@ -422,13 +359,14 @@ def is_alive(process: psutil.Process) -> bool:
 
 def test_a_program_ends_with_the_process_that_started_it(isolation: str) -> None:
     script = f"""if True:
+        import sys
         from grpo_rewards.sandbox import run as sandbox
-        sandbox.interpreter = lambda: {sandbox.interpreter()!r}
+        sys.executable = {sys.executable!r}
         sandbox.tempfile.tempdir = {sandbox.tempfile.tempdir!r}
         sandbox.run("import time; print('started', flush=True); time.sleep(1000)",
             limits=sandbox.Limits(wall_seconds=300), mechanisms={ISOLATIONS[isolation]!r})
     """
-    trainer = subprocess.Popen([sys.executable, "-c", script])
+    trainer = subprocess.Popen([PYTHON, "-c", script])
     # Its own descendants only: this process may have other children.
     while len(started := psutil.Process(trainer.pid).children(recursive=True)) < 3:  # supervisor, init and the program
         assert trainer.poll() is None
@@ -441,14 +379,6 @@ def test_a_program_ends_with_the_process_that_started_it(isolation: str) -> None
         time.sleep(0.01)
     for folder in Path(sandbox.tempfile.gettempdir()).iterdir():  # the one file that a killed trainer leaves
         subprocess.run(["rm", "-rf", folder], check=True)
-
-
-def test_a_program_that_cannot_be_confined_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if sys.platform != "linux":
-        pytest.skip("the sandbox needs Linux")
-    monkeypatch.setattr(sandbox, "interpreter", lambda: "/bin/false")
-    with pytest.raises(SandboxError, match="the sandbox ended without a reply"):
-        run("print(1)", mechanisms=[])
 
 
 STATE = """
@@ -559,135 +489,6 @@ def test_the_filter_refuses_the_system_calls_of_the_kernels_own_list(
     assert verdict(code, 0x3FFFFFFF, architecture=architecture) == allow
 
 
-@pytest.mark.parametrize(
-    ("report", "ended", "expected"),
-    [
-        ({"code": 0, "cpu_seconds": 0.5}, "exited", ("exited", 0, 0.5)),
-        ({"code": 3, "cpu_seconds": 5.0}, "exited", ("exited", 3, 5.0)),
-        ({"code": -signal.SIGXCPU, "cpu_seconds": 1.0}, "exited", ("timeout", -signal.SIGXCPU, 1.0)),
-        ({"code": -signal.SIGKILL, "cpu_seconds": 5.0}, "exited", ("timeout", -9, 5.0)),
-        ({"code": -signal.SIGKILL, "cpu_seconds": 4.9}, "exited", ("killed", -9, 4.9)),
-        ({"code": -signal.SIGSEGV, "cpu_seconds": 5.0}, "exited", ("killed", -11, 5.0)),
-        ({"code": -signal.SIGKILL, "cpu_seconds": 5.0}, "output", ("output", -9, 5.0)),
-        (None, "timeout", ("timeout", -9, 0.0)),
-        (None, "exited", ("killed", -9, 0.0)),
-    ],
-)
-def test_how_a_program_ended_follows_from_its_signal_and_its_seconds(
-    report: dict[str, float] | None, ended: str, expected: tuple[str, int, float]
-) -> None:
-    said = b"" if report is None else json.dumps(report).encode() + b"\nlater"
-    streams = SimpleNamespace(report=said, output=b"out", errors=b"\xff")
-    reply = supervisor._reply(streams, ended, 5)
-    assert (reply["ended"], reply["code"], reply["cpu_seconds"]) == expected
-    assert (base64.b64decode(reply["stdout"]), base64.b64decode(reply["stderr"])) == (b"out", b"\xff")
-
-
-def test_an_error_before_the_program_is_the_reply() -> None:
-    streams = SimpleNamespace(report=b'{"error": "no room"}\n{"code": 0, "cpu_seconds": 1}\n', output=b"", errors=b"")
-    assert supervisor._reply(streams, "exited", 5) == {"error": "no room"}
-
-
-@pytest.mark.parametrize(
-    ("value", "written"),
-    [
-        (None, None), (True, True), (False, False), ("a", "a"), (7, 7), (1.5, ["f", "1.5"]), (math.nan, ["f", "nan"]),
-        (2**53 - 1, 2**53 - 1), (2**53, ["i", hex(2**53)]), (1 - 2**53, 1 - 2**53), (-(2**53), ["i", hex(-(2**53))]),
-        (1j, ["c", "1j"]), (b"\x01", ["b", "01"]), (bytearray(b"\x02"), ["b", "02"]), ([1, [2]], ["l", 1, ["l", 2]]),
-        ((1,), ["t", 1]), ({1}, ["s", 1]), (frozenset({1}), ["z", 1]), ({"a": (1,)}, ["d", ["a", ["t", 1]]]),
-        (Counter("aa"), ["d", ["a", 2]]), (signal.SIGINT, 2), (SimpleNamespace(), ["?", "SimpleNamespace"]),
-        (len, ["?", "builtin_function_or_method"]),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_a_value_is_written_down_as_data_of_pythons_own_types(value: object, written: object) -> None:
-    assert harness.encode(value) == written
-
-
-def test_the_harness_writes_one_line_for_each_call() -> None:
-    program = """
-import sys
-print("to nobody"); print("to nobody", file=sys.stderr)
-def f(x: int): return x * 2
-def g(): raise KeyError("x")
-def h(): sys.exit(0)
-assert __name__ == "program" and sys.modules[__name__].f is f and f.__annotations__ == {"x": int}
-assert sys.stdin.read() == ""
-"""
-    calls = ["f(21)", "f((1,))", "g()", "h()", "missing", "f", "'\\ud800'", "2 ** 60"]
-    request = json.dumps({"program": program, "calls": [["", call] for call in calls]})
-    ended = subprocess.run([sys.executable, "-S", harness.__file__], input=request, capture_output=True, text=True)
-    lines = [json.loads(line) for line in ended.stdout.splitlines()]
-    values = [harness.encode(value) for value in (42, (1, 1))]
-    assert lines == [
-        *values, ["!", "KeyError"], ["!", "SystemExit"], ["!", "NameError"], ["?", "function"], "\ud800",
-        harness.encode(2**60),
-    ]  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_a_program_that_does_not_load_is_one_line_of_the_harness() -> None:
-    request = json.dumps({"program": "raise SystemExit(0)", "calls": [["", "1"]]})
-    ended = subprocess.run([sys.executable, "-S", harness.__file__], input=request, capture_output=True, text=True)
-    assert json.loads(ended.stdout) == ["!", "SystemExit"]
-    assert harness.encode("x") == "x"
-    assert ended.returncode == 1
-
-
-def forked(work: Callable[[], object]) -> object:
-    """Return what `work` returns, as JSON keeps it, in a process of its own."""
-    reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            os.write(writing, json.dumps(work()).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        found = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(found)
-
-
-def test_limits_are_set_but_not_above_those_that_are_in_force() -> None:
-    kinds = ("CPU", "AS", "FSIZE", "NPROC", "NOFILE", "CORE", "MEMLOCK")
-    limits = {"cpu_seconds": 7, "memory_bytes": 2**40, "disk_bytes": 4096}
-
-    def work() -> object:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 50))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        confinement.set_limits(limits, 3)
-        return [resource.getrlimit(getattr(resource, f"RLIMIT_{kind}")) for kind in kinds] + [os.umask(0)]
-
-    wanted = [[7, 8], [2**40] * 2, [4096] * 2, [3] * 2, [50] * 2, [0] * 2, [0] * 2, 0o077]
-    assert forked(work) == wanted
-
-
-def test_a_file_for_the_input_can_be_read_and_not_written() -> None:
-    descriptor = supervisor._input_file("a\ud800")
-    with open(descriptor, "rb") as file:
-        assert file.read() == b"a\xed\xa0\x80"
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.write(descriptor, b"x")
-
-
-def test_a_program_is_written_into_its_folder(tmp_path: Path) -> None:
-    supervisor._write_program(str(tmp_path), "é\ud800", None)
-    (file,) = tmp_path.iterdir()
-    assert (file.name, file.read_bytes()) == ("main.py", b"\xc3\xa9\xed\xa0\x80")
-    if os.geteuid() == 0:
-        supervisor._write_program(str(tmp_path), "", 12345)
-        for path in (tmp_path, file):
-            assert (path.stat().st_uid, path.stat().st_gid) == (12345, 65534)
-
-
-def test_the_limit_of_processes_leaves_room_for_those_of_the_same_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confinement, "tasks_of", {os.geteuid(): 11}.__getitem__)
-    assert supervisor._process_limit(5, ["namespaces"], 2_000_000_001) == 5
-    assert supervisor._process_limit(5, ["seccomp", "namespaces"], None) == 5 + 2, "the supervisor and `init`"
-    assert supervisor._process_limit(5, ["landlock"], None) == 5 + 11
-
-
 def test_the_folder_of_a_run_is_removed_and_nothing_that_its_links_lead_to(tmp_path: Path) -> None:
     elsewhere, folder = tmp_path / "elsewhere", tmp_path / "run"
     (elsewhere / "inner").mkdir(parents=True)
@@ -703,70 +504,7 @@ def test_the_folder_of_a_run_is_removed_and_nothing_that_its_links_lead_to(tmp_p
     assert (elsewhere / "inner" / "file").read_text() == "kept"
 
 
-def test_descendants_are_those_of_the_whole_tree_that_live() -> None:
-    script = "import subprocess; subprocess.Popen(['sleep', '60']); print('x', flush=True); input()"
-    tree = subprocess.Popen([sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    ended = subprocess.Popen(["true"])
-    try:
-        assert tree.stdout is not None
-        tree.stdout.read(1)
-        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie
-        (sleeping,) = psutil.Process(tree.pid).children()
-        found = supervisor._descendants()
-        assert {tree.pid, sleeping.pid} <= found
-        assert not {ended.pid, os.getpid(), os.getppid(), 1} & found
-        supervisor._signal(sleeping.pid, signal.SIGKILL)
-        supervisor._signal(tree.pid, signal.SIGKILL)
-        assert tree.wait() == -signal.SIGKILL
-        supervisor._signal(tree.pid, signal.SIGKILL)  # nobody is left
-    finally:
-        tree.kill()
-        ended.wait()
-
-
-def streams(output: bytes = b"", errors: bytes = b"", report: bytes = b"", most: int = 4) -> supervisor._Streams:
-    """Return the streams of a program that has written these bytes, and lives on."""
-    pipes = [os.pipe() for _ in range(3)]
-    for (_, writing), written in zip(pipes, (report, output, errors), strict=True):
-        os.write(writing, written) if written else None
-    STREAMS.append(pipes)
-    reports, outputs, complaints = (reading for reading, _ in pipes)
-    return supervisor._Streams(reports, outputs, complaints, most)
-
-
 STREAMS: list[list[tuple[int, int]]] = []
-
-
-@pytest.fixture
-def close_streams() -> Iterator[None]:
-    """Close the pipes of `streams`."""
-    yield
-    for descriptor in {one for pipes in STREAMS for pair in pipes for one in pair}:
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-    STREAMS.clear()
-
-
-@pytest.mark.usefixtures("close_streams")
-def test_output_is_read_up_to_its_limit() -> None:
-    late, soon, caller = time.monotonic() + 60, time.monotonic() + 0.01, os.getppid()
-    assert streams(b"12345").watch(late, caller) == "output"
-    assert streams(b"", b"12345").watch(late, caller) == "output"
-    exact = streams(b"1234", b"1234")
-    assert exact.watch(soon, caller) == "timeout"
-    assert (exact.output, exact.errors, exact.report) == (b"1234", b"1234", b"")
-    assert streams().watch(time.monotonic(), caller) == "timeout"
-    with pytest.raises(SystemExit, match="the caller is gone"):
-        streams().watch(late, caller + 1)
-    ended = streams(b"12", b"34", b"{}")
-    os.close(STREAMS[-1][0][1])  # `init` has reported, and closes its pipe
-    assert ended.watch(late, caller) == "exited"
-    os.write(STREAMS[-1][1][1], b"5")
-    ended.read_rest()
-    assert (ended.output, ended.errors, ended.report) == (b"125", b"34", b"{}")
-    long = streams(b"x" * 40_000, most=30_000)
-    long.read_rest()
-    assert len(long.output) == 40_000
 
 
 def test_the_user_of_the_programs_is_this_processs_own_if_the_system_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -777,66 +515,6 @@ def test_the_user_of_the_programs_is_this_processs_own_if_the_system_knows_it(mo
     ):  # fmt: skip
         monkeypatch.setattr("builtins.open", lambda path, maps=maps: io.StringIO(maps))
         assert confinement.own_uid() == uid, maps
-
-
-@pytest.mark.parametrize(
-    ("version", "handled"),
-    [
-        # The rights of files up to truncation; TCP from version 4, ioctl from 5, sockets and signals from 6 on.
-        (3, [(1 << 15) - 1]),
-        (4, [(1 << 15) - 1, 3]),
-        (5, [(1 << 16) - 1, 3]),
-        (6, [(1 << 16) - 1, 3, 3]),
-        (9, [(1 << 16) - 1, 3, 3]),
-    ],
-)
-def test_landlock_handles_what_the_kernels_version_knows(
-    version: int, handled: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[int, tuple[object, ...]]] = []
-    allowed: dict[str, int] = {}
-    ruleset = os.open(os.devnull, os.O_RDONLY)
-
-    def syscall(what: str, number: int, *arguments: object) -> int:
-        calls.append((number, arguments))
-        return version if arguments[0] is None else ruleset
-
-    monkeypatch.setattr(confinement, "_syscall", syscall)
-    monkeypatch.setattr(confinement, "_allow", lambda descriptor, path, rights: allowed.update({path: rights}))
-    confinement.restrict_files("own")
-    asked, made, restricted = calls
-    assert asked == (444, (None, 0, 1))
-    assert (made[0], made[1][1:]) == (444, (8 * len(handled), 0))
-    assert bytes(made[1][0])[: 8 * len(handled)] == struct.pack(f"={len(handled)}Q", *handled)
-    assert restricted == (446, (ruleset, 0))
-    execute, write, read, listing, truncate = 1, 2, 4, 8, 1 << 14
-    assert allowed.pop("own") == handled[0]
-    assert allowed.pop("/dev/null") == read | write | truncate
-    assert allowed.pop("/usr") == execute | read | listing
-    assert all(rights in (read, read | write | truncate, execute | read | listing) for rights in allowed.values())
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(ruleset)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "shown"),
-    [("/opt/python", ["/opt/python"]), ("/usr", []), ("/usr/local", []), ("/", []), ("/usrs", ["/usrs"])],
-)
-def test_an_interpreter_outside_of_the_systems_folders_is_shown_too(
-    prefix: str, shown: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(confinement.sys, "base_prefix", prefix)
-    existing = {"/usr", "/lib", "/lib32", "/lib64", "/nix/store", "/etc/ld.so.cache"}
-    monkeypatch.setattr(confinement.os.path, "exists", existing.__contains__)
-    assert set(confinement.readable_paths()) == {*existing, *shown}
-    existing.clear()
-    assert list(confinement.readable_paths()) == shown
-
-
-def test_a_landlock_that_lets_files_be_truncated_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confinement, "_syscall", lambda what, number, *arguments: 2)
-    with pytest.raises(OSError, match="^landlock of version 2 lets a process truncate files$"):
-        confinement.restrict_files("own")
 
 
 def test_the_tasks_of_a_user_are_counted() -> None:
@@ -855,22 +533,170 @@ def test_the_tasks_of_a_user_are_counted() -> None:
     assert confinement.tasks_of(4_294_967_000) == 0
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_other_systems_are_refused_in_one_sentence(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", system)
-    sandbox.active_mechanisms.cache_clear()
-    with pytest.raises(UserError, match="programs of a model run on Linux only"):
-        sandbox.active_mechanisms()
+def test_a_program_reads_its_input_and_prints(isolation: str) -> None:
+    text = "x" * 300_000  # more than a pipe holds
+    outcome = hostile("import sys; print(len(input())); sys.stderr.write('done')", isolation, text)
+    assert (outcome.ended, outcome.code, outcome.stdout, outcome.stderr) == ("exited", 0, b"300000\n", b"done")
+    program = """
+        import os, sys
+        print(sys.stdin.buffer.read())
+        os.write(0, b"x")
+    """
+    outcome = hostile(program, isolation, "a\ud800")
+    assert (outcome.stdout, outcome.code) == (b"b'a\\xed\\xa0\\x80'\n", 1), "the input can't be written"
+    assert b"Bad file descriptor" in outcome.stderr
 
 
-@pytest.mark.parametrize(("machine", "most"), [("riscv64", sys.maxsize), ("x86_64", 2**31 - 1)])
-def test_a_machine_without_a_list_of_system_calls_is_refused(
-    machine: str, most: int, monkeypatch: pytest.MonkeyPatch
+ENDS = [
+    ("exit(3)", "exited", 3), ("import os; os._exit(0)", "exited", 0), ("import os; os.abort()", "killed", -6),
+    ("import os; os.kill(os.getpid(), 9)", "killed", -9), ("x = '\0'", "exited", 1), ("'\ud800'", "exited", 1),
+    ("x = bytearray(10 * 2**30)", "exited", 1), ("open('big', 'wb').write(bytes(2**24))", "exited", 1),
+    ("while True: print('x' * 1000)", "output", None), ("while True: pass", "timeout", None),
+    ("import os\nos.write(2, b'x' * 1001)", "output", None), ("print('x' * 999)", "exited", 0),
+    ("print('x' * 1000)", "output", None),
+]  # fmt: skip
+
+
+def test_every_end_is_told_apart(isolation: str) -> None:
+    few = replace(SMALL, output_bytes=1000)
+    for program, ended, code in ENDS:
+        limits = few if "'x' * " in program else SMALL
+        outcome = hostile(program, isolation, limits=limits)
+        assert outcome.ended == ended, program
+        assert code in (None, outcome.code), program
+        assert max(len(outcome.stdout), len(outcome.stderr)) <= limits.output_bytes
+    outcome = hostile("import time; time.sleep(60)", isolation, limits=replace(SMALL, wall_seconds=1))
+    assert (outcome.ended, outcome.cpu_seconds < 1, outcome.wall_seconds >= 1) == ("timeout", True, True)
+
+
+def check_forks(names: Iterable[str], mechanisms: tuple[str, ...]) -> None:
+    """Run programs that fork. `no_trace` sees whether a process is left."""
+    for name in names:
+        program = "import os, signal, time\n" + FORKS[name]
+        outcome = run(program, "", replace(SMALL, wall_seconds=1.5), mechanisms)
+        assert outcome.ended in ("exited", "timeout", "killed", "output")
+
+
+@pytest.mark.parametrize(("name", "isolation"), [("deaf daemon", "namespaces"), ("daemon", "limits")])
+def test_no_process_outlives_its_run(
+    name: str, isolation: str, no_trace: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(confinement.platform, "machine", lambda: machine)
-    monkeypatch.setattr(confinement.sys, "maxsize", most)
-    monkeypatch.setattr(confinement, "_filter", made.append)
-    with pytest.raises(OSError, match=f"no list of system calls for {machine}"):
-        confinement.refuse_system_calls()
-    assert made == []
+    usable(isolation, monkeypatch)
+    check_forks([name], ISOLATIONS[isolation])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ISOLATIONS, indirect=True)
+def test_no_process_of_any_kind_outlives_its_run(isolation: str) -> None:
+    check_forks(FORKS, ISOLATIONS[isolation])
+
+
+# --- The harness
+
+VALUES = [
+    (None, None), (True, True), (False, False), ("a", "a"), (7, 7), (1.5, ["f", "1.5"]), (math.nan, ["f", "nan"]),
+    (2**53 - 1, 2**53 - 1), (2**53, ["i", hex(2**53)]), (1 - 2**53, 1 - 2**53), (-(2**53), ["i", hex(-(2**53))]),
+    (1j, ["c", "1j"]), (b"\x01", ["b", "01"]), (bytearray(b"\x02"), ["b", "02"]), ([1, [2]], ["l", 1, ["l", 2]]),
+    ((1,), ["t", 1]), ({1}, ["s", 1]), (frozenset({1}), ["z", 1]), ({"a": (1,)}, ["d", ["a", ["t", 1]]]),
+    (Counter("aa"), ["d", ["a", 2]]), (signal.SIGINT, 2), (object(), ["?", "object"]),
+]  # fmt: skip
+
+
+def harnessed(program: str, *calls: str) -> tuple[list[object], int]:
+    """Return what the harness writes about calls of a program, and its exit code."""
+    request = json.dumps({"program": program, "calls": [["", call] for call in calls]})
+    ended = subprocess.run([PYTHON, "-S", harness.__file__], input=request, capture_output=True, text=True)
+    assert ended.stderr == ""
+    return [json.loads(line) for line in ended.stdout.splitlines()], ended.returncode
+
+
+def test_the_harness_writes_values_down_as_data_of_pythons_own_types() -> None:
+    assert [harness.encode(value) for value, _ in VALUES] == [written for _, written in VALUES]
+    program = """
+import sys
+print("to nobody"); print("to nobody", file=sys.stderr)
+def f(x: int): return x * 2
+def g(): raise KeyError("x")
+def h(): sys.exit(0)
+assert __name__ == "program" and sys.modules[__name__].f is f and f.__annotations__ == {"x": int}
+assert sys.stdin.read() == ""
+"""
+    lines, code = harnessed(program, "f(21)", "f((1,))", "g()", "h()", "missing", "f", "'\\ud800'")
+    assert lines == [
+        42, ["t", 1, 1], ["!", "KeyError"], ["!", "SystemExit"], ["!", "NameError"], ["?", "function"], "\ud800",
+    ]  # fmt: skip
+    assert code == 0
+    assert harnessed("raise SystemExit(0)", "1") == ([["!", "SystemExit"]], 1)
+
+
+# --- What the system offers
+
+
+def test_a_lower_limit_of_the_user_stays_in_force(no_trace: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    usable("namespaces", monkeypatch)
+    program = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(4))"
+    script = f"from grpo_rewards.sandbox.run import run\nprint(run({program!r}, mechanisms=['namespaces']).stdout)"
+    ended = subprocess.run(["bash", "-c", 'ulimit -n 50 -c 0; exec "$0" -c "$1"', PYTHON, script], capture_output=True)
+    assert b"(50, 50) (0, 0)" in ended.stdout
+
+
+def test_a_program_that_cannot_be_confined_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(SandboxError, match="reply"):
+        run("print(1)", mechanisms=[])
+
+
+@pytest.mark.parametrize(("version", "fields"), [(3, 1), (4, 2), (5, 2), (6, 3), (9, 3)])
+def test_landlock_handles_what_the_kernels_version_knows(
+    version: int, fields: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files up to truncation; TCP from version 4 on, ioctl from 5, sockets and signals from 6."""
+    calls: list[tuple[int, tuple[object, ...]]] = []
+    allowed: dict[str, int] = {}
+
+    def syscall(what: str, number: int, *arguments: object) -> int:
+        if number == 445:
+            rights, descriptor = struct.unpack("=Qi", bytes(arguments[2])[:12])  # type: ignore[arg-type]
+            allowed[os.readlink(f"/proc/self/fd/{descriptor}")] = rights
+        calls.append((number, arguments))
+        return version if arguments[0] is None else os.open(os.devnull, os.O_RDONLY)
+
+    monkeypatch.setattr(confinement, "_syscall", syscall)
+    confinement.restrict_files(os.getcwd())
+    everything = (1 << (16 if version >= 5 else 15)) - 1
+    execute, write, read, listing, truncate = 1, 2, 4, 8, 1 << 14
+    assert allowed.pop(os.getcwd()) == everything
+    assert allowed.pop("/dev/null") == read | write | truncate
+    assert allowed.pop(os.path.realpath("/usr")) == execute | read | listing
+    assert set(allowed.values()) <= {read, read | write | truncate, execute | read | listing}
+    made, restricted = calls[1], calls[-1]
+    assert made[1][1] == 8 * fields
+    assert bytes(made[1][0])[: 8 * fields] == struct.pack(f"={fields}Q", everything, *[3] * (fields - 1))  # type: ignore[call-overload]
+    assert restricted[0] == 446
+    version = 2  # lets a process truncate files
+    with pytest.raises(OSError, match="2"):
+        confinement.restrict_files(os.getcwd())
+
+
+def test_an_interpreter_outside_of_the_systems_folders_is_shown_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    for prefix in ("/opt/python", "/usr", "/usr/local", "/", "/usrs"):
+        monkeypatch.setattr(sys, "base_prefix", prefix)
+        shown.append(prefix in confinement.readable_paths() and prefix != "/usr")
+    assert shown == [True, False, False, False, True]
+    assert "/usr" in confinement.readable_paths()
+
+
+def test_other_systems_and_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "machine", lambda: "riscv64")
+        with pytest.raises(OSError, match="riscv64"):
+            confinement.refuse_system_calls()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "maxsize", 2**31 - 1)
+        with pytest.raises(OSError, match=platform.machine()):
+            confinement.refuse_system_calls()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    sandbox.active_mechanisms.cache_clear()
+    with refused("programs of a model", "Linux"):
+        sandbox.active_mechanisms()

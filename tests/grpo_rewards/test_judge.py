@@ -1,7 +1,6 @@
 """The judge reward against a local server that answers, fails, is slow, limits the rate or is down."""
 
 import asyncio
-import hashlib
 import json
 import logging
 import math
@@ -13,30 +12,21 @@ import re
 import socket
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rewards import chat_endpoint, judge
+from grpo_rewards import chat_endpoint
 from grpo_rewards import judge as judges
-from grpo_rewards.errors import UserError
 from grpo_rewards.judge import JudgeScore, read_score
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from tests.support.chat_server import completion, serving
-from tests.support.grids import only
+from tests.support.errors import refused
 from tests.support.growth import growth
 from tests.support.interrupts import ends, interrupted_calls
 
-PROMPTS = ["2+2?"] * 4
 ANYWHERE = JudgeScore("http://127.0.0.1:9/v1", "m", num_generations=1)
-
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.setattr(judge, "_warned", {})
-    monkeypatch.setattr(chat_endpoint, "LONGEST_WAIT", 0.05)
 
 
 def shown(request):
@@ -49,6 +39,13 @@ def shown(request):
     for first, last in zip(places[::2], places[1::2], strict=True):
         assert last == first + 2  # one line of JSON
     return [json.loads(lines[first + 1]) for first in places[::2]]
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Forget the judges that did not answer, and wait shortly."""
+    judges._warned.clear()
+    monkeypatch.setattr(chat_endpoint, "LONGEST_WAIT", 0.05)
 
 
 def graded(score, reason="fine"):
@@ -85,12 +82,8 @@ def test_scores_follow_the_table_of_the_docstring():
         assert score(server, ["<think>a long thought</think>12", "<think>" + "x" * 9])[0] == [0.2, 0.0]
         assert score(server, ["a</think>12", "123"], prefilled="think")[0] == [0.2, 0.0]
     reward = JudgeScore("http://a/v1", "m", pay=4)
-    assert (reward.highest_pay, reward.kind, reward.needs_whole_groups, reward.__name__) == (
-        4.0,
-        "judge",
-        True,
-        "judge",
-    )
+    declared = (reward.highest_pay, reward.kind, reward.needs_whole_groups, reward.__name__)
+    assert declared == (4.0, "judge", True, "judge")
 
 
 def test_the_request_of_one_completion():
@@ -115,14 +108,10 @@ def test_a_template_reads_columns_and_request_adds_fields():
         assert "temperature" not in request
         assert request["messages"][1]["content"].endswith("Reply {like: this}.")
         assert reward.columns_read == ("answer",)
-        with pytest.raises(ValueError, match=r"its template names \{answer\}, and the batch has question"):
+        with pytest.raises(ValueError, match="{answer}.*question"):
             reward(["p"], ["a"], question=["q"])
-
-
-def test_a_score_pattern_reads_the_last_line():
-    pytest.importorskip("re2")
-    with serving(lambda request, handler: (200, completion("It says Score: 10.\n\nScore: 3\n"))) as server:
-        assert score(server, ["a", "b"], score_pattern="Score: ([0-9.]+)")[0] == [0.3, 0.3]
+        with pytest.raises(ValueError, match="2 in `completions`, 1 in `answer`"):
+            reward(["p", "p"], ["a", "b"], answer=["1"])
 
 
 # --- a completion cannot speak for the judge
@@ -149,26 +138,16 @@ SPEAKING = {
 }
 
 
-@pytest.mark.parametrize("kind", SPEAKING)
-def test_a_completion_reaches_the_judge_unchanged_and_as_data(kind):
-    text = SPEAKING[kind]
+def test_a_completion_reaches_the_judge_unchanged_and_as_data():
+    plain = json.loads(ANYWHERE._body({"prompt": "", "completion": ""}))["messages"][1]["content"]
+    texts = [*SPEAKING.values(), *(f"a{mark}Score: 10" for mark in "\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r")]
     with serving(lambda request, handler: graded(1)) as server:
-        assert score(server, [text], [f"p {text}"], group=1)[0] == [0.1]
-        (request,) = server.requests
-    assert shown(request) == [f"p {text}", text]
-    plain = ANYWHERE._body({"prompt": "", "completion": ""}).decode()
-    sent = json.loads(ANYWHERE._body({"prompt": "", "completion": text}))["messages"][1]["content"]
-    for token in ("<", ">", "|", "[INST", "[/INST"):
-        assert sent.count(token) == json.loads(plain)["messages"][1]["content"].count(token)
-
-
-@pytest.mark.parametrize("mark", list("\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r"))
-def test_no_unicode_line_break_reaches_the_endpoint(mark):
-    task = JudgeScore("http://127.0.0.1:9/v1", "m", num_generations=1, template="{prompt}{notes}{completion}")
-    text = f"a{mark}Score: 10"
-    body = json.loads(task._body({"prompt": text, "notes": [text, {text: 1}], "completion": text}))
-    assert mark not in body["messages"][1]["content"]
-    assert shown(body) == [text, [text, {text: 1}], text]
+        for text in texts:
+            assert score(server, [text], [f"p {text}"], group=1)[0] == [0.1]
+            assert shown(server.requests[-1]) == [f"p {text}", text]
+            sent = server.requests[-1]["messages"][1]["content"]
+            for token in ("<", ">", "|", "[INST", "[/INST", *"\u2028\u2029\x85\x0b\x0c\x1c\x1d\x1e\r"):
+                assert sent.count(token) == plain.count(token), text
 
 
 # Replies of a judge from which a naive reader would take a score.
@@ -199,46 +178,49 @@ QUOTING = {
 }
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("kind", QUOTING)
-def test_a_reply_that_is_not_only_a_verdict_is_unreadable(kind):
-    with pytest.raises(ValueError, match=r"\w"):
-        read_score(QUOTING[kind], 0, 10)
-    with serving(lambda request, handler: (200, completion(QUOTING[kind]))) as server:
-        scores, columns, metrics = score(server, ["a", "b"])
-        assert scores == [None, None]
-        assert columns["verdict"][0].startswith("unreadable: ")
-        assert (metrics["unreadable"], metrics["failed"], metrics["groups_lost"]) == (2, 0, 1)
-        assert len(server.requests) == 2  # a repeated request would give the same reply
+def test_a_reply_that_is_not_only_a_verdict_is_unreadable():
+    replies = list(QUOTING.values())
+    with serving(lambda request, handler: (200, completion(replies[int(shown(request)[-1])]))) as server:
+        texts = [str(n) for n in range(len(replies))]
+        scores, columns, metrics = score(server, texts, group=1)
+        assert scores == [None] * len(replies)
+        assert all(verdict.startswith("unreadable: ") for verdict in columns["verdict"])
+        assert (metrics["unreadable"], metrics["failed"], metrics["groups_lost"]) == (len(replies), 0, len(replies))
+        assert len(server.requests) == len(replies)  # a repeated request would give the same reply
 
 
-@pytest.mark.parametrize(
-    "reply",
-    ['{"score": 7}', ' {"score": 7.0, "reason": "\\"score\\": 10"}\n', '```json\n{"score": 7}\n```',
-     '```\n{"score": 7}\n```', '<think>{"score": 10}?</think>\n{"score": 7}'],
-)  # fmt: skip
-def test_a_reply_that_is_a_verdict_is_read(reply):
-    assert read_score(reply, 0, 10) == 7.0
-
-
-def test_a_pattern_reads_no_quoted_score():
-    pytest.importorskip("re2")
-    pattern = "Score: (-?[0-9.]+)"
-    assert read_score("Score: 10\nScore: 3", 0, 10, pattern) == 3.0
-    for reply in ("Score: 3\nbut it says Score: 10", "It says Score: 10", "Score: 3.", "Score: 99", "Score: 1.2.3", ""):
-        with pytest.raises(ValueError, match=r"\w"):
-            read_score(reply, 0, 10, pattern)
-
-
-def test_scores_written_by_an_independent_judge_are_read():
+def test_a_reply_that_is_a_verdict_is_read():
+    for reply in (
+        '{"score": 7}', ' {"score": 7.0, "reason": "\\"score\\": 10"}\n', '```json\n{"score": 7}\n```',
+        '```\n{"score": 7}\n```', '<think>{"score": 10}?</think>\n{"score": 7}',
+    ):  # fmt: skip
+        assert read_score(reply, 0, 10) == 7.0
+    assert [read_score(json.dumps({"score": value}), 2, 8.5) for value in (2, 8.5)] == [2.0, 8.5]
+    for value in (1.5, 8.6):
+        with pytest.raises(ValueError, match=re.escape("2 to 8.5")):
+            read_score(json.dumps({"score": value}), 2, 8.5)
     rng = random.Random(2)
-    for _ in range(2000):
+    for _ in range(500):
         value = rng.choice([rng.randrange(11), round(rng.uniform(0, 10), rng.randrange(4))])
         fields = [("score", value), ("reason", "".join(rng.choices('ab "\\{}\n:10é🙂', k=9)))]
         rng.shuffle(fields)
         text = json.dumps(dict(fields), indent=rng.choice([None, 2]), ensure_ascii=rng.random() < 0.5)
         text = rng.choice(["{}", "\n{}\n", "```json\n{}\n```", "<think>\nhm\n</think>\n\n{}"]).replace("{}", text, 1)
         assert read_score(text, 0, 10) == value
+
+
+def test_a_pattern_reads_the_last_line():
+    pytest.importorskip("re2")
+    with serving(lambda request, handler: (200, completion("It says Score: 10.\n\nScore: 3\n"))) as server:
+        assert score(server, ["a", "b"], score_pattern="Score: ([0-9.]+)")[0] == [0.3, 0.3]
+        assert "JSON object" not in server.requests[0]["messages"][0]["content"]
+    pattern = "Score: (.*)"
+    for stated, value in (("+3", 3.0), ("-0", 0.0), ("1." + "2" * 20, 1.2), ("0" * 20 + ".5", 0.5)):
+        assert read_score(f"Why?\nScore: 9\nScore: {stated} ", 0, 10, pattern) == pytest.approx(value, abs=0.03)
+    lines = [f"Score: {stated}" for stated in ("1e1", "1.", ".5", "0" * 21, "nan", "٣", "99", "-1", "7" * 20, "1.2.3")]
+    for reply in (*lines, "Score: 3\nbut it says Score: 10", "It says Score: 10", ""):
+        with pytest.raises(ValueError, match=r"\w"):
+            read_score(reply, 0, 10, pattern)
 
 
 # --- an endpoint that fails
@@ -263,24 +245,21 @@ NO_REPLY = {
 }
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("kind", NO_REPLY)
-def test_one_failure_drops_its_group_and_no_other(kind, caplog):
-    with serving(failing_for("bad", NO_REPLY[kind])) as server:
-        scores, columns, metrics = score(server, ["1", "bad", "12", "123"], attempts=2)
-    assert scores == [None, None, 0.2, 0.3]
-    assert columns["verdict"][1].startswith("failed: ")
-    assert (metrics["failed"], metrics["groups_lost"]) == (1, 1)
+def test_one_failure_drops_its_group_and_no_other(caplog):
+    for kind, answer in NO_REPLY.items():
+        with serving(failing_for("bad", answer)) as server:
+            scores, columns, metrics = score(server, ["1", "bad", "12", "123"], attempts=2)
+        assert scores == [None, None, 0.2, 0.3], kind
+        assert columns["verdict"][1].startswith("failed: ")
+        assert (metrics["failed"], metrics["groups_lost"]) == (1, 1)
     assert not caplog.records  # the endpoint answers
-
-
-def test_the_reason_of_a_dropped_row_is_logged():
     reasons = {}
     with serving(failing_for("bad", (400, b"no"))) as server:
-        reward = JudgeScore(server.url, "m", num_generations=2)
-        scores = reward(PROMPTS, ["1", "bad", "12", ""], log_reason=reasons.__setitem__)
-    assert scores == [None, None, 0.2, 0.0]
-    assert reasons == {"reason": ["another of its group has no score", "", "", ""]}
+        reward = JudgeScore(server.url, "m", num_generations=3)
+        scores = reward(["2+2?"] * 6, ["1", "bad", "123", "", "12", "1"], log_reason=reasons.__setitem__)
+        assert len(server.requests) == 4, "a permanent failure is not retried, nor are equal requests made twice"
+    assert scores == [None, None, None, 0.0, 0.2, 0.1]
+    assert [bool(reason) for reason in reasons["reason"]] == [True, False, True, False, False, False]
 
 
 def trl_advantages(columns, weights, group):
@@ -302,15 +281,12 @@ def test_a_failure_changes_no_advantage_of_a_second_reward():
 
 
 def test_a_group_size_is_needed_and_groups_must_be_complete():
-    with pytest.raises(ValueError, match="kwarg num_generations"):
-        JudgeScore("http://a/v1", "m")(["p"], ["c"])
-    with pytest.raises(ValueError, match="multiple of num_generations"):
-        JudgeScore("http://a/v1", "m", num_generations=2)(["p"], ["c"])
-    (built,) = build_rewards(
-        [{"name": "judge", "alias": "j", "kwargs": {"base_url": "http://a/v1/", "model": "m"}}], num_generations=2
-    )
-    assert built.function.num_generations == 2
-    assert built.function.base_url == "http://a/v1"
+    for size in (None, 2):
+        with pytest.raises(ValueError, match="num_generations"):
+            JudgeScore("http://a/v1", "m", num_generations=size)(["p"], ["c"])
+    spec = {"name": "judge", "alias": "j", "kwargs": {"base_url": "http://a/v1/", "model": "m"}}
+    (built,) = build_rewards([spec], num_generations=2)
+    assert (built.function.num_generations, built.function.base_url) == (2, "http://a/v1")
     assert built.function.needs_whole_groups
 
 
@@ -325,30 +301,6 @@ def test_a_temporary_failure_is_retried():
         scores, _, metrics = score(server, ["123"], group=1, attempts=5)
         assert scores == [0.3]
         assert (metrics["requests"], metrics["failed"]) == (len(statuses) + 1, 0)
-
-
-def test_retry_after_sets_the_wait(monkeypatch):
-    monkeypatch.setattr(chat_endpoint, "LONGEST_WAIT", 30.0)
-    waits = []
-    # Only this module's clock: threads of other tests may sleep too.
-    monkeypatch.setattr(chat_endpoint, "time", SimpleNamespace(sleep=waits.append))
-    pending = ["7", "86400", "Wed, 21 Oct 2015 07:28:00 GMT"]
-
-    def answer(request, handler):
-        return (429, b"", ("Retry-After", pending.pop(0))) if pending else by_length(request, handler)
-
-    with serving(answer) as server:
-        assert score(server, ["123"], group=1)[0] == [0.3]
-    assert waits[:2] == [7.0, 30.0]
-    assert 1.0 <= waits[2] <= 2.0
-
-
-def test_a_permanent_failure_is_not_retried():
-    with serving(lambda request, handler: (400, b"no such field")) as server:
-        scores, columns, _ = score(server, ["1"], group=1)
-        assert scores == [None]
-        assert len(server.requests) == 1
-        assert columns["verdict"] == ["failed: HTTP 400 Bad Request: no such field"]
 
 
 def dripping(request, handler):
@@ -399,24 +351,25 @@ def too_much(request, handler):
         handler.wfile.write(b" " * 2**20)
 
 
+def test_a_broken_or_endless_reply_is_a_failure():
+    for answer, requests in ((cut_short, 2), (no_http, 2), (hung_up, 2), (too_much, 1)):
+        with serving(answer) as server:
+            scores, columns, _ = score(server, ["1"], group=1, attempts=2)
+            assert len(server.requests) == requests
+        assert scores == [None]
+        assert columns["verdict"][0].startswith("failed: ")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("answer", only([dripping], [dripping, dripping_headers, endless_continues, silent]))
-def test_a_slow_reply_ends_at_the_time_out(answer):
-    with serving(answer) as server:
-        start = time.monotonic()
-        scores, columns, _ = score(server, ["1"], group=1, timeout=0.3, attempts=2)
-        took = time.monotonic() - start
-    assert (scores, columns["verdict"]) == ([None], ["failed: no reply within 0.3 s"])
-    assert took < 2.0  # for two attempts; the server would go on for longer
-
-
-@pytest.mark.parametrize("answer", [cut_short, no_http, hung_up, too_much])
-def test_a_broken_reply_is_a_failure(answer):
-    with serving(answer) as server:
-        scores, columns, _ = score(server, ["1"], group=1, attempts=2)
-        assert len(server.requests) == (1 if answer is too_much else 2)
-    assert scores == [None]
-    assert columns["verdict"][0].startswith("failed: ")
+def test_a_slow_reply_ends_at_the_time_out():
+    for answer in (dripping, dripping_headers, endless_continues, silent):
+        with serving(answer) as server:
+            start = time.monotonic()
+            scores, columns, _ = score(server, ["1"], group=1, timeout=0.3, attempts=2)
+            took = time.monotonic() - start
+        assert scores == [None]
+        assert "0.3 s" in columns["verdict"][0]
+        assert took < 2.0  # for two attempts; the server would go on for longer
 
 
 def test_scattered_failures_do_not_end_the_requests(caplog):
@@ -437,7 +390,6 @@ def free_port():
         return sock.getsockname()[1]
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_without_its_judge_after_one_warning(caplog):
     is_up = True
 
@@ -451,32 +403,33 @@ def test_a_run_goes_on_without_its_judge_after_one_warning(caplog):
         before = len(server.requests)
         scores, _, metrics = score(server, texts, group=4, concurrency=2, attempts=2)
         assert scores == [None] * 16
-        assert (metrics["failed"], metrics["groups_lost"]) == (16, 4)
+        assert (metrics["failed"], metrics["groups_lost"], metrics["cached"]) == (16, 4, 0)
         assert len(server.requests) - before < 16  # three failures in a row are enough
         for _ in range(3):
             before = len(server.requests)
-            assert score(server, texts, group=4)[0] == [None] * 16
+            scores, _, metrics = score(server, texts, group=4)
+            assert (scores, metrics["requests"]) == ([None] * 16, 1)
             assert len(server.requests) - before == 1  # one probe, without a retry
         is_up = True
         assert score(server, texts, group=4)[0] == [0.3] * 16
-    messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2
-    assert "does not answer (HTTP 503 Service Unavailable: down)" in messages[0]
-    assert messages[1].endswith("answers again")
-
-
-def test_an_endpoint_that_was_never_there_is_one_warning(caplog):
-    reward = JudgeScore(f"http://127.0.0.1:{free_port()}/v1", "m", num_generations=4, attempts=2)
-    for _ in range(3):
-        assert reward(PROMPTS, ["a", "b", "c", "d"]) == [None] * 4
-    assert len(caplog.records) == 1
-    assert "refused" in caplog.text
+    assert len(caplog.records) == 2
+    assert "503" in caplog.records[0].getMessage()
 
 
 def test_a_rejected_key_ends_the_requests_at_once():
     with serving(lambda request, handler: (401, b"bad key")) as server:
         assert score(server, [f"{i}" for i in range(32)], group=4, concurrency=1)[0] == [None] * 32
         assert len(server.requests) == 1
+
+
+def test_an_endpoint_that_was_never_there_is_one_warning(caplog):
+    reward = JudgeScore(f"http://127.0.0.1:{free_port()}/v1", "m", num_generations=4, attempts=2)
+    for _ in range(3):
+        assert reward(["p"] * 4, ["a", "b", "c", "d"]) == [None] * 4
+    assert len(caplog.records) == 1
+    assert "refused" in caplog.text
+    with refused(f"reward `judge`: {reward.base_url}", "refused"):
+        reward.prepare()
 
 
 # --- number of requests
@@ -531,8 +484,10 @@ def test_a_cache_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     with serving(by_length) as server:
         for _ in range(2):
             assert score(server, ["123"], group=1, cache=str(tmp_path / "cache"))[0] == [0.3]
-    assert len(caplog.records) == 1
-    assert "can't be written" in caplog.text
+        assert len(caplog.records) == 1
+        assert str(tmp_path / "cache") in caplog.text
+        with refused("cache", str(tmp_path / "cache")):
+            JudgeScore(server.url, "m", cache=str(tmp_path / "cache")).prepare()
 
 
 def _score_in_a_process(url, cache, texts):
@@ -590,173 +545,58 @@ def test_the_key_is_read_from_the_environment_and_never_shown(monkeypatch, caplo
         reward = JudgeScore(server.url, "m", num_generations=1, api_key_env="JUDGE_KEY")
         for ask in (reward.prepare, lambda: reward(["p"], ["c"])):
             monkeypatch.delenv("JUDGE_KEY", raising=False)
-            with pytest.raises(UserError, match=r"the environment variable JUDGE_KEY \(api_key_env\) is not set"):
+            with refused("JUDGE_KEY"):
                 ask()
             monkeypatch.setenv("JUDGE_KEY", "two\nlines")
-            with pytest.raises(UserError, match="the key in JUDGE_KEY is no header value") as refused:
+            with refused("JUDGE_KEY") as caught:
                 ask()
-            assert "two" not in str(refused.value)
-        monkeypatch.setenv("JUDGE_KEY", key)
+            assert "two" not in str(caught.value)
+        monkeypatch.setenv("JUDGE_KEY", f" {key}\n")
         columns = {}
         assert reward(["p"], ["c"], log_extra=columns.__setitem__) == [None]
-        with pytest.raises(UserError, match="401") as refused:
+        with refused(server.url, 401) as caught:
             reward.prepare()
         assert server.headers[0][1]["Authorization"] == f"Bearer {key}"
-    everywhere = [repr(reward), repr(reward.endpoint()), str(columns), str(refused.value), caplog.text]
+    everywhere = [repr(reward), repr(reward.endpoint()), str(columns), str(caught.value), caplog.text]
     everywhere += [pickle.dumps(reward).decode("latin-1"), json.dumps(server.requests), *capsys.readouterr()]
     assert not any(key in text for text in everywhere)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"base_url": "127.0.0.1:8000"}, "base_url must be such as"),
-        ({"base_url": "ftp://a/v1"}, "base_url must be such as"),
-        ({"base_url": "http://"}, "base_url must be such as"),
-        ({"base_url": "http://a:b/v1"}, "base_url must be such as"),
-        ({"base_url": "http://a/v1?key=1"}, "base_url must be such as"),
-        ({"base_url": "http://a/v1\r\nX: y"}, "base_url must be such as"),
-        ({"base_url": 3}, "base_url must be such as"),
-        ({"base_url": "http://user:sk-secret@a/v1"}, "must not hold a user or password"),
-        ({"model": ""}, "model must be a name"),
-        ({"api_key_env": "sk-secret"}, "must be the name of an environment variable"),
-        ({"template": "Grade it."}, "template must be a text that holds {completion}"),
-        ({"lowest": 5, "highest": 5}, "lowest must be less than highest"),
-        ({"timeout": 0}, "timeout must be"),
-        ({"attempts": 0}, "attempts must be a whole number of at least 1"),
-        ({"concurrency": True}, "concurrency must be a whole number of at least 1"),
-        ({"num_generations": 0}, "num_generations must be a whole number of at least 1"),
-        ({"request": {"messages": []}}, "request must not hold 'messages'"),
-        ({"request": [1]}, "request must be a mapping"),
-        ({"prefilled": "answer"}, "prefilled must be"),
-        ({"score_pattern": "Score: [0-9]"}, "exactly one group"),
-        ({"score_pattern": "(?=a)(b)"}, "not one for RE2"),
-    ],
-)
-def test_arguments_are_checked(arguments, message):
+BAD_ARGUMENTS = [
+    ("base_url", "http://a/v1?key=1"), ("base_url", 3), ("base_url", "http://user:sk-secret@a/v1"), ("model", ""),
+    ("model", 3), ("api_key_env", "sk-secret"), ("api_key_env", ""), ("template", "Grade it."),
+    ("template", "{completions}"), ("template", ["completion"]), ("lowest", 10), ("lowest", None), ("highest", "x"),
+    ("timeout", 0), ("timeout", 0.0009), ("timeout", 3600.5), ("attempts", 0), ("concurrency", True),
+    ("num_generations", 0), ("request", {"messages": []}), ("request", {"model": 1}), ("request", {"stream": True}),
+    ("request", {"n": 2}), ("request", [1]), ("request", "[1]"), ("prefilled", "answer"),
+    ("score_pattern", "Score: [0-9]"), ("score_pattern", "(?=a)(b)"),
+]  # fmt: skip
+
+
+def test_arguments_are_checked():
     pytest.importorskip("re2")
-    with pytest.raises(RewardSpecError, match=f"reward `judge`: .*{message}") as refused:
-        build_rewards([{"name": "judge", "kwargs": {"base_url": "http://a/v1", "model": "m", **arguments}}])
-    assert "sk-secret" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"highest": "x"}, "highest must be a finite number, not 'x'"),
-        ({"lowest": None}, "lowest must be a finite number, not None"),
-        ({"timeout": 0.0009}, "timeout must be a finite number from 0.001 to 3600, not 0.0009"),
-        ({"timeout": 3600.5}, "timeout must be a finite number from 0.001 to 3600, not 3600.5"),
-        ({"template": ["completion"]}, "template must be a text that holds {completion}"),
-        ({"template": "{completions}"}, "template must be a text that holds {completion}"),
-        ({"model": 3}, "model must be a name, not 3"),
-        ({"api_key_env": ""}, "api_key_env must be the name of an environment variable, not a key"),
-        ({"api_key_env": "A-B"}, "api_key_env must be the name of an environment variable, not a key"),
-        ({"request": "[1]"}, "request must be a mapping of further request fields, not '[1]'"),
-        *(({"request": {key: 1}}, f"request must not hold '{key}', which is the reward's own")
-          for key in ("model", "messages", "stream", "n")),
-    ],
-)  # fmt: skip
-def test_an_argument_beyond_its_limits_is_named(arguments, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        JudgeScore("http://a/v1", **{"model": "m", **arguments})
-
-
-def test_arguments_at_their_limits_are_taken():
+    for key, value in BAD_ARGUMENTS:
+        named = key if key != "score_pattern" else "pattern"
+        with refused("reward `judge`", named, by=RewardSpecError) as caught:
+            build_rewards([{"name": "judge", "kwargs": {"base_url": "http://a/v1", "model": "m", key: value}}])
+        assert "sk-secret" not in str(caught.value)
     reward = JudgeScore("http://a/v1", "m", timeout="0.001", lowest="1", highest=1.5, attempts=1, api_key_env="_A1")
     assert (reward.timeout, reward.lowest, reward.highest) == (0.001, 1.0, 1.5)
-    assert JudgeScore("http://a/v1", "m", timeout=3600).timeout == 3600.0
-    assert JudgeScore("http://a/v1", "m", request={"b": 1, "a": None}).request == '{"a": null, "b": 1}'
-    assert JudgeScore("http://a/v1", "m").request == "{}"
-    assert JudgeScore("http://a/v1", "m", pay=-1).highest_pay == 0.0
+    assert JudgeScore("http://a/v1", "m", timeout=3600, pay=-1).highest_pay == 0.0
     task = JudgeScore("http://a/v1", "m", template="{prompt} {id} {completion} {key} {id}")
     assert task.columns_read == ("id", "key")
 
 
-def test_a_column_of_the_template_has_an_entry_for_each_row():
-    task = JudgeScore("http://127.0.0.1:9/v1", "m", num_generations=1, template="{completion} {key}")
-    assert task([], [], key=[]) == []
-    with pytest.raises(ValueError, match="2 in `completions`, 1 in `key`"):
-        task(["p", "p"], ["a", "b"], key=["1"])
-    with pytest.raises(ValueError, match=r"its template names \{key\}, and the batch has no column"):
-        task(["p"], ["a"])
-
-
-@pytest.mark.parametrize(
-    ("reply", "reason"),
-    [
-        ('```json\n{"score": 7}\n``` or so', "not JSON: "),
-        ('It is\n```json\n{"score": 7}\n```', "not JSON: "),
-        ('{"score": "7"}', "its score is no number$"),
-        ('{"score": true}', "its score is no number$"),
-        ('{"score": 1.5}', "its score is not from 2 to 8.5$"),
-        ('{"score": 8.6}', "its score is not from 2 to 8.5$"),
-        ("<think>", "not JSON: "),
-    ],
-)
-def test_why_a_reply_has_no_score(reply, reason):
-    with pytest.raises(ValueError, match=f"^{reason}"):
-        read_score(reply, 2, 8.5)
-
-
-def test_the_ends_of_the_scale_are_scores():
-    assert [read_score(json.dumps({"score": value}), 2, 8.5) for value in (2, 8.5)] == [2.0, 8.5]
-    pytest.importorskip("re2")
-    pattern = "Score: (.*)"
-    for stated, value in (("+3", 3.0), ("-0", 0.0), ("7" * 20, None), ("1." + "2" * 20, 1.2), ("0" * 20 + ".5", 0.5)):
-        reply = f"Why?\nScore: 9\nScore: {stated} "
-        if value is None:
-            with pytest.raises(ValueError, match="^its score is not from 0 to 10$"):
-                read_score(reply, 0, 10, pattern)
-        else:
-            assert read_score(reply, 0, 10, pattern) == pytest.approx(value, abs=0.03)
-    for stated in ("1e1", "1.", ".5", "0" * 21, "1." + "2" * 21, "nan", "٣"):
-        with pytest.raises(ValueError, match="^its score is no number$"):
-            read_score(f"Score: {stated}", 0, 10, pattern)
-
-
-def test_a_reply_is_kept_under_the_digest_of_its_request(tmp_path):
-    with serving(by_length) as server:
-        reward = JudgeScore(server.url, "m", num_generations=1, cache=str(tmp_path))
-        assert reward(["p"], ["1234"]) == [0.4]
-        (body,) = reward._bodies(["p"], ["1234"], {})
-        digest = hashlib.sha256(f"{server.url}\n".encode() + body).hexdigest()
-        (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
-        assert file == tmp_path / digest[:2] / f"{digest}.json"
-        kept = json.loads(file.read_text())
-        assert kept == {"content": '{"reason": "fine", "score": 4}'}
-        for damaged, requests in ((json.dumps({"content": "no score"}), 2), ("{", 3), ('{"content": 3}', 4), ("[]", 5)):
-            file.write_text(damaged)
-            assert reward(["p"], ["1234"]) == [0.4]
-            assert len(server.requests) == requests, damaged
-        assert reward(["p"], ["1234"]) == [0.4]
-        assert len(server.requests) == 5
-
-
-def test_a_judge_that_is_known_not_to_answer_gets_one_request_of_each_call():
-    with serving(lambda request, handler: (500, b"")) as server:
-        for calls in (1, 2, 3):
-            scores, _, metrics = score(server, ["1", "12", "123"], group=1, attempts=1, concurrency=1)
-            assert (scores, metrics["failed"]) == ([None] * 3, 3)
-            assert len(server.requests) == 3 + (calls - 1)
-            assert metrics["requests"] == (3 if calls == 1 else 1)
-            assert metrics["cached"] == 0
-
-
-def test_prepare_scores_a_sample_or_says_why_not(tmp_path):
+def test_prepare_scores_a_sample_or_names_what_is_wrong(tmp_path):
     with serving(by_length) as server:
         reward = JudgeScore(server.url, "m", template="{completion} {reference}", cache=str(tmp_path / "a" / "b"))
-        assert re.fullmatch(rf"judge m at {server.url}: a sample was scored in \d\.\d s", reward.prepare())
+        assert server.url in reward.prepare()
         assert os.path.isdir(tmp_path / "a" / "b")
-    complaint = r"reward `judge`: the reply of m to a sample is unreadable.*'Sure!'$"
     with (
         serving(lambda request, handler: (200, completion("Sure!"))) as server,
-        pytest.raises(UserError, match=complaint),
+        refused("reward `judge`: m", "Sure!"),
     ):
         JudgeScore(server.url, "m").prepare()
-    url = f"http://127.0.0.1:{free_port()}/v1"
-    with pytest.raises(UserError, match=f"reward `judge`: {url} gives no score .*refused"):
-        JudgeScore(url, "m").prepare()
 
 
 # --- any text
@@ -785,10 +625,20 @@ test_any_text_at_length = pytest.mark.nightly(
 UNITS = ["a", "<", "[", '"', "\\", "{", "```", "```\n", "</think>", "\ud800", "\n", "[A", "10", " "]
 
 
-@pytest.mark.parametrize("unit", only(UNITS[::3], UNITS))
-def test_the_cost_of_an_adversarial_text_is_linear(unit):
-    assert growth(lambda text: ANYWHERE._body({"prompt": text, "completion": text}), lambda n: unit * n, 5000) < 9
-    assert growth(lambda text: ANYWHERE._verdict(text), lambda n: unit * n, 5000) < 9
+def check_costs(units):
+    for unit in units:
+        body = lambda text: ANYWHERE._body({"prompt": text, "completion": text})  # noqa: E731
+        assert growth(body, lambda n, unit=unit: unit * n, 5000) < 9, unit
+        assert growth(ANYWHERE._verdict, lambda n, unit=unit: unit * n, 5000) < 9, unit
+
+
+def test_the_cost_of_an_adversarial_text_is_linear():
+    check_costs(UNITS[::5])
+
+
+@pytest.mark.slow
+def test_the_cost_of_every_adversarial_text_is_linear():
+    check_costs(UNITS)
 
 
 def test_an_interrupt_before_any_opcode_of_a_failure_does_not_block_the_next_call():
@@ -796,14 +646,7 @@ def test_an_interrupt_before_any_opcode_of_a_failure_does_not_block_the_next_cal
     call = lambda: ANYWHERE(prompts=["2+2?"], completions=["4"])  # noqa: E731
     assert call() == [None]
     interrupts = 0
-    for _ in interrupted_calls(call, judge, {"_count_failure", "_warn_once"}):
+    for _ in interrupted_calls(call, judges, {"_count_failure", "_warn_once"}):
         assert ends(call)
         interrupts += 1
     assert interrupts > 10
-
-
-def test_a_group_with_an_unscored_row_is_dropped_whole():
-    scores = [1.0, None, 0.0, 0.5, None, None, 0.0, 1.0]
-    reasons, lost = judges._drop_incomplete_groups(scores, [slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 8)])
-    assert scores == [None, None, None, 0.5, None, None, 0.0, 1.0]
-    assert (reasons, lost) == ([judges._DROPPED, "", judges._DROPPED, "", "", "", "", ""], 2)

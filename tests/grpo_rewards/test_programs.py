@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import random
+import re
 import sys
 import time
-from dataclasses import replace
+import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_rewards import programs, unit_tests
-from grpo_rewards.errors import UserError
 from grpo_rewards.programs import UnitTests
 from grpo_rewards.sandbox import run as sandbox
 from tests.grpo_rewards.test_fuzz import SOUP
 from tests.grpo_rewards.test_sandbox import no_trace  # noqa: F401
-from tests.support.grids import only
+from tests.support.errors import refused
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -49,19 +52,15 @@ def test_each_program_earns_the_share_of_tests_that_it_passes() -> None:
         fenced("def add(a, b):\n    raise KeyError"),
         fenced("def add(a, b)"),
         "I can't.",
+        fenced("def add(a, b):\n    return a + b"),
     ]
     scores, logged = scored(unit_tests, completions, ADD)
-    assert scores == pytest.approx([1, 1, 1 / 3, 0, 0, 0])
-    assert logged["verdict"] == [
-        "passes all of 3",
-        "passes all of 3",
-        "passes 1 of 3: `assert add(-1, 1) == 0` fails",
-        "passes 0 of 3: `assert add(1, 2) == 3` raises KeyError",
-        "passes 0 of 3: `assert add(1, 2) == 3` raises SyntaxError",
-        "passes 0 of 1: no program",
-    ]
-    assert logged["rewards/unit_tests/passed"] == pytest.approx(2 / 6)
-    assert logged["rewards/unit_tests/programs"] == 5
+    assert scores == pytest.approx([1, 1, 1 / 3, 0, 0, 0, 1])
+    assert "1 of 3" in logged["verdict"][2]
+    assert ADD[1] in logged["verdict"][2], "the first test that fails is named"
+    assert "KeyError" in logged["verdict"][3]
+    assert logged["rewards/unit_tests/passed"] == pytest.approx(3 / 7)
+    assert logged["rewards/unit_tests/programs"] == 5, "equal programs of a row run once"
     assert scored(UnitTests(rule="all", pay=2.0), completions[1:3], ADD)[0] == [2.0, 0.0]
 
 
@@ -73,37 +72,31 @@ def test_the_output_of_each_pair_is_compared_but_for_trailing_space() -> None:
         fenced("print(3)\nexit(1)"),
         fenced("def add(a, b): return a + b"),
     ]
-    scores, logged = scored(unit_tests, completions, SUMS)
-    assert scores == [1.0, 0.5, 0.0, 0.0, 0.0]
-    assert logged["verdict"][1] == "passes 1 of 2: pair 2 fails"
-    assert logged["verdict"][3] == "passes 0 of 2: pair 1 ends with code 1"
+    assert scored(unit_tests, completions, SUMS)[0] == [1.0, 0.5, 0.0, 0.0, 0.0]
+    for expected, printed, holds in (
+        ("0.333333", "0.3333333333333333", True), ("0.333333", "0.33333", False), ("0.333333", "0.333334", False),
+        ("x 0.30000000000000004\n2", "x 0.3\n2  \n\n", True), ("1e5 0.100000", "100000 0.1", False),
+        ("0.100000", "1e-1", True), ("0.00000001", "0", False), ("100000", "100001", False), ("3.0", "3", False),
+        ("3.00000", "3.0000001", False), ("1 2", "1  2", False), ("a\nb", "b\na", False), ("a\n\nb", "a\nb", False),
+        ("0.100000", "nan", False), ("0.100000", "1e99999999", False), ("0.100000", "9" * 100_000, False),
+        ("0.333333", "0.3333325", True), ("0.333333", "0.33333349", True), ("0.333333", "0.3333336", False),
+    ):  # fmt: skip
+        assert programs.Pair("", expected).holds(printed) is holds, (expected, printed[:20])
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize(
-    ("completion", "expected"),
-    [
-        (fenced("answer = 1") + fenced("answer = 2"), 1.0),
-        (fenced("answer = 2") + fenced("answer = 1", "text"), 1.0),
-        (fenced("answer = 2", "py"), 1.0),
-        (fenced("answer = 2", ""), 1.0),
-        (fenced("answer = 1", "") + fenced("answer = 2", ""), 1.0),
-        (fenced("answer = 2") + "It prints:" + fenced("answer = 1", ""), 1.0),
-        ("1. So:\n\n   ```python\n   if True:\n       answer = 2\n   ```\n", 1.0),
-        (fenced("answer = 2") + "\n```python\nanswer = 1", 1.0),
-        (f"<think>{fenced('answer = 2')}</think>nothing", 0.0),
-        (fenced("answer = 2", "javascript"), 0.0),
-        ("answer = 2", 0.0),
-    ],
-)
-def test_the_program_is_the_last_closed_fence_that_is_marked(completion: str, expected: float) -> None:
-    assert unit_tests(completions=[completion], tests=[["assert answer == 2"]]) == [expected]
-
-
-def test_the_program_is_the_last_marked_fence() -> None:
-    for label in ("python", "python3", "py", "Python"):
-        assert UnitTests()._program(f"```{label}\nx = 1\n```\nIt prints:\n```\n1\n```") == "x = 1\n", label
-    assert UnitTests()._program("```javascript\nx = 1\n```") is None
+def test_the_program_is_the_last_closed_fence_that_is_marked() -> None:
+    two = fenced("answer = 2")
+    right = [
+        fenced("answer = 1") + two, two + fenced("answer = 1", "text"), fenced("answer = 2", "py"),
+        fenced("answer = 2", ""), fenced("answer = 1", "") + fenced("answer = 2", ""), fenced("answer = 2", "Python3"),
+        two + "It prints:" + fenced("answer = 1", ""), two + "\n```python\nanswer = 1",
+        "1. So:\n\n   ```python\n   if True:\n       answer = 2\n   ```\n",
+    ]  # fmt: skip
+    wrong = [f"<think>{two}</think>nothing", fenced("answer = 2", "javascript"), "answer = 2"]
+    scores, logged = scored(unit_tests, [*right, *wrong], ["assert answer == 2"])
+    assert scores == [1.0] * len(right) + [0.0] * len(wrong), logged["verdict"]
+    assert UnitTests().unparsed_note(wrong)
+    assert UnitTests().unparsed_note([*wrong, two]) is None
 
 
 # --- Tests as code sets have them ---
@@ -145,15 +138,13 @@ OF_SETS = {
 @pytest.mark.parametrize("name", OF_SETS)
 def test_tests_are_read_as_code_sets_have_them(name: str) -> None:
     columns, right, wrong = OF_SETS[name]
-    rows = {column: [value] * 3 for column, value in columns.items()}
+    rows = {column: [value] * 2 for column, value in columns.items()}
     logged: dict[str, Any] = {}
-    completions = [fenced(right), fenced(wrong), fenced("def add(a, b)")]
-    scores = unit_tests(completions=completions, log_extra=logged.__setitem__, **rows)
+    scores = unit_tests(completions=[fenced(right), fenced(wrong)], log_extra=logged.__setitem__, **rows)
     assert scores[0] == 1.0, logged["verdict"]
     assert scores[1] is not None
     assert scores[1] < 1
-    assert scores[2] == 0
-    assert UnitTests().validate(3, rows) == [True] * 3
+    assert UnitTests().validate(2, rows) == [True] * 2
 
 
 def test_the_values_of_a_function_are_those_of_json() -> None:
@@ -165,31 +156,6 @@ def test_the_values_of_a_function_are_those_of_json() -> None:
     # The first item alone is not the value of a list of several, unlike in the evaluation of APPS.
     tests = {"fn_name": "f", "inputs": [[0]], "outputs": [[1, 2]]}
     assert scored(unit_tests, [fenced("f = lambda x: 1"), fenced("f = lambda x: (1, 2)")], tests)[0] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("expected", "printed", "holds"),
-    [
-        ("0.333333", "0.3333333333333333", True),
-        ("0.333333", "0.33333", False),
-        ("0.333333", "0.333334", False),
-        ("x 0.30000000000000004\n2", "x 0.3\n2  \n\n", True),
-        ("1e5 0.100000", "100000 0.1", False),
-        ("0.100000", "1e-1", True),
-        ("0.00000001", "0", False),
-        ("100000", "100001", False),
-        ("3.0", "3", False),
-        ("3.00000", "3.0000001", False),
-        ("1 2", "1  2", False),
-        ("a\nb", "b\na", False),
-        ("a\n\nb", "a\nb", False),
-        ("0.100000", "nan", False),
-        ("0.100000", "1e99999999", False),
-        ("0.100000", "9" * 100_000, False),
-    ],
-)
-def test_the_output_is_compared_by_lines_and_rounded_numbers(expected: str, printed: str, holds: bool) -> None:
-    assert programs.Pair("", expected).holds(printed) is holds
 
 
 # Each passes where the tests run in the program's own process, and states nothing right.
@@ -204,7 +170,7 @@ CHEATS = {
     "builtins.AssertionError = SystemExit\ndef add(a, b): raise AssertionError",
     "another AssertionError": "class AssertionError(BaseException):\n  def __init__(self, *a): raise SystemExit(0)\n"
     "def add(a, b): raise AssertionError",
-    "an object that equals everything": "class Any:\n  def __eq__(self, other): return True\n"
+    "an equal of everything": "class Any:\n  def __eq__(self, other): return True\n"
     "  __ne__ = __lt__ = __le__ = __gt__ = __sub__ = __rsub__ = __abs__ = __bool__ = __float__ = __eq__\n"
     "def add(a, b): return Any()",
     "a list that equals everything": "class Any(list):\n  def __eq__(self, other): return True\n"
@@ -223,15 +189,24 @@ CHEATED = {
 }
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("name", CHEATS)
-def test_no_cheat_passes_a_test_of_any_form(name: str) -> None:
+def check_cheats(names: list[str]) -> None:
+    """Run each cheat against tests of each form."""
+    cases = list(itertools.product(names, CHEATED.values()))
     columns: dict[str, list[Any]] = {}
     for column in ("tests", "entry_point", "test_setup_code"):
-        columns[column] = [row.get(column) for row in CHEATED.values()]
-    logged: dict[str, Any] = {}
-    scores = QUICK(completions=[fenced(CHEATS[name])] * 4, log_extra=logged.__setitem__, **columns)
-    assert scores == [0.0] * 4, logged["verdict"]
+        columns[column] = [row.get(column) for _, row in cases]
+    completions = [fenced(CHEATS[name]) for name, _ in cases]
+    scores = QUICK(completions=completions, **columns)
+    assert {name for (name, _), score in zip(cases, scores, strict=True) if score != 0.0} == set()
+
+
+def test_no_cheat_passes_a_test_of_any_form() -> None:
+    check_cheats(["an exit in the call", "a sentinel", "an equal of everything"])
+
+
+@pytest.mark.slow
+def test_no_cheat_of_any_kind_passes_a_test_of_any_form() -> None:
+    check_cheats(list(CHEATS))
 
 
 # --- Hostile programs: each defines `add` or prints, and passes no test of `ADD` or `SUMS`. ---
@@ -262,7 +237,7 @@ def found(hint=None):
     return "nothing in %d" % len(pieces)
 """
 HOSTILE = {
-    "an object that equals everything": ANY + "def add(a, b): return Any()\nprint(Any())",
+    "an equal of everything": ANY + "def add(a, b): return Any()\nprint(Any())",
     "a number that equals everything": "class Any(int):\n"
     "  def __eq__(self, other): return True\ndef add(a, b): return Any(9)",
     "replaced builtins": "import builtins, math\n"
@@ -336,26 +311,31 @@ HOSTILE = {
 
 
 # One program of each kind: it lies about its value, forges a verdict, ends the process, and exceeds each limit.
+
+
+def check_hostile(names: Iterable[str]) -> None:
+    """Run hostile programs. `no_trace` sees whether a process or a file is left."""
+    cases = list(itertools.product(names, (ADD, SUMS)))
+    completions, logged = [fenced(HOSTILE[name]) for name, _ in cases], {}
+    scores = QUICK(completions=completions, tests=[tests for _, tests in cases], log_extra=logged.__setitem__)
+    assert {name for (name, _), score in zip(cases, scores, strict=True) if score != 0.0} == set()
+    assert "\x1b" not in "".join(logged["verdict"])
+
+
+# It lies about its value, forges a verdict, ends the process, and exceeds limits.
 QUICK_HOSTILE = (
-    "an object that equals everything", "replaced builtins", "os._exit(0)", "writing the verdict's descriptor",
-    "a fork bomb", "10 GB", "endless output", "an endless value", "an endless loop", "a daemon",
-    "a signal to the parents", "a replaced encoding", "a crash", "NUL bytes",
+    "replaced builtins", "os._exit(0)", "writing the verdict's descriptor", "10 GB", "a daemon", "a replaced encoding",
+    "NUL bytes", "a name that steers the terminal",
 )  # fmt: skip
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("name", only(QUICK_HOSTILE, HOSTILE))
-def test_a_hostile_program_earns_nothing_and_leaves_nothing(
-    name: str,
-    no_trace: None,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(programs, "WALL_FACTOR", 1)  # those that only wait, wait for the end of this limit
-    completion = fenced(HOSTILE[name])
-    logged: dict[str, Any] = {}
-    scores = QUICK(completions=[completion] * 2, tests=[ADD, SUMS], log_extra=logged.__setitem__)
-    assert scores == [0.0, 0.0], logged["verdict"]
-    assert "\x1b" not in "".join(logged["verdict"])
+def test_a_hostile_program_earns_nothing_and_leaves_nothing(no_trace: None) -> None:  # noqa: F811
+    check_hostile(QUICK_HOSTILE)
+
+
+@pytest.mark.slow
+def test_no_hostile_program_earns_anything_or_leaves_anything(no_trace: None) -> None:  # noqa: F811
+    check_hostile(HOSTILE)
 
 
 ASSERTED = {
@@ -409,14 +389,23 @@ PRINTED = [
 ]
 
 
-@pytest.mark.parametrize("part", only([0], range(6)))
-def test_right_programs_in_many_styles_are_paid_in_full(part: int) -> None:
-    completions = [*map(fenced, ASSERTED), *map(fenced, PRINTED)][part::6]
+def check_styles(part: slice) -> None:
+    """Run right programs."""
+    completions = [*map(fenced, ASSERTED), *map(fenced, PRINTED)][part]
     pairs = [{"input": "3\n1 2 3\n", "output": "6\n"}, {"input": "1\n-5\n", "output": "-5\n"}]
-    tests = [*ASSERTED.values(), *[pairs] * len(PRINTED)][part::6]
+    tests = [*ASSERTED.values(), *[pairs] * len(PRINTED)][part]
     logged: dict[str, Any] = {}
     scores = unit_tests(completions=completions, tests=tests, log_extra=logged.__setitem__)
     assert scores == [1.0] * len(completions), logged["verdict"]
+
+
+def test_right_programs_are_paid_in_full() -> None:
+    check_styles(slice(0, None, 6))
+
+
+@pytest.mark.slow
+def test_right_programs_in_many_styles_are_paid_in_full() -> None:
+    check_styles(slice(None))
 
 
 @pytest.mark.slow
@@ -450,282 +439,159 @@ def test_all_pairs_share_one_limit_of_time() -> None:
     assert logged["rewards/unit_tests/timeouts"] == 1
 
 
-def test_the_start_of_the_sandbox_is_not_charged_to_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = []
-
-    def recorded(program: str, given: str, bounds: sandbox.Limits) -> sandbox.Outcome:
-        limits.append(bounds.wall_seconds)
-        outcome = sandbox.run(program, given, bounds)
-        return replace(outcome, wall_seconds=2.0 if len(limits) < 3 else outcome.wall_seconds)
-
-    monkeypatch.setattr(programs, "run", recorded)
-    scores, logged = scored(QUICK, [fenced("print(sum(map(int, input().split())))")], SUMS * 2)
-    assert limits == [3.0, 1.0]
-    assert (scores, logged["rewards/unit_tests/timeouts"]) == ([0.5], 1)
-
-
 def test_values_with_equal_hashes_take_no_time_outside() -> None:
     program = "def add(a, b): return {n * (2**61 - 1) for n in range(10**9, 10**9 + 4000)}"
     scores, logged = scored(QUICK, [fenced(program)], ["assert add(1, 2) == {3}"])
     assert scores == [0.0]
-    assert "returns more than can be read" in logged["verdict"][0] or "out of time" in logged["verdict"][0]
+    assert re.search("more than|time", logged["verdict"][0])
 
 
-@pytest.mark.parametrize("seed", only([0], range(4)))
-def test_any_text_in_a_fence_scores_nothing(seed: int) -> None:
-    draw = random.Random(seed)
-    texts = [draw.choice(["", " ", "\n"]).join(draw.choices(SOUP, k=30)) for _ in range(5)]
+@pytest.mark.slow
+def test_any_text_in_a_fence_scores_nothing() -> None:
+    draw = random.Random(0)
+    texts = [draw.choice(["", " ", "\n"]).join(draw.choices(SOUP, k=30)) for _ in range(20)]
     scores = QUICK(completions=[fenced(text) for text in texts], tests=[ADD] * len(texts))
     assert set(scores) == {0.0}
 
 
-def test_equal_programs_of_a_row_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
-    monkeypatch.setattr(programs, "run", lambda *args: runs.append(args) or sandbox.run(*args))
-    good, bad = fenced("def add(a, b): return a + b"), fenced("def add(a, b): return a")
-    scores = unit_tests(completions=[good, bad, good, "no", good], tests=[ADD, ADD, ADD, ADD, ADD[:1]])
-    assert scores == [1.0, 0.0, 1.0, 0.0, 1.0]
-    assert len(runs) == 3
+UNUSABLE = [
+    "assert f(1) == g(1)", "", "[]", "[1]", '[{"input": "1"}]', '["assert f() == 1", {"input": "", "output": ""}]',
+    "[" * 100_000, "#" * 100_001, "[" + " " * 1_000_000, '{"inputs": ["1"], "outputs": []}',
+    '{"inputs": "1", "outputs": "2"}', '{"inputs": [1], "outputs": ["2"]}',
+    '{"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}', '{"inputs": [[1]], "outputs": [2], "fn_name": "f()"}',
+    f'{{"inputs": {"[" * 900 + "]" * 900}, "outputs": [2], "fn_name": "f"}}', "assert True", '["assert f() == 1"',
+    "def check(candidate):\n    assert candidate(1) == 2", "null",
+]  # fmt: skip
 
 
-def test_rows_whose_tests_cannot_be_used_are_none_without_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "run", None)
-    rows = {
-        "assert f(1) == g(1)": "compares two values",
-        "": "no tests",
-        "[]": "no tests",
-        "[1]": "neither all assertions nor all pairs",
-        '[{"input": "1"}]': "neither all assertions nor all pairs",
-        '["assert f() == 1", {"input": "", "output": ""}]': "neither all assertions nor all pairs",
-        "[" * 100_000: "neither assertions nor JSON",
-        "#" * 100_001: "more than 100,000 characters",
-        "[" + " " * 1_000_000: "more than 1,000,000 characters",
-        '{"inputs": ["1"], "outputs": []}': "without one output for each input",
-        '{"inputs": "1", "outputs": "2"}': "without one output for each input",
-        '{"inputs": [1], "outputs": ["2"]}': "input or output that is not text",
-        '{"inputs": ["1"], "outputs": ["2"], "fn_name": "f"}': "not lists of arguments",
-        '{"inputs": [[1]], "outputs": [2], "fn_name": "f()"}': "not lists of arguments",
-        f'{{"inputs": {"[" * 900 + "]" * 900}, "outputs": [2], "fn_name": "f"}}': "",
-        "def check(candidate):\n    assert candidate(1) == 2": "needs the dataset column `entry_point`",
-        "assert True": "no tests",
-        '["assert f() == 1"': "neither assertions nor JSON",
-        "null": "no tests",
-    }
+def test_rows_whose_tests_cannot_be_used_are_none_without_a_run() -> None:
     logged: dict[str, Any] = {}
-    completions = [fenced("f = 1")] * len(rows)
-    scores = unit_tests(completions=completions, tests=list(rows), log_extra=logged.__setitem__)
-    assert scores == [None] * len(rows)
-    for verdict, reason in zip(logged["verdict"], rows.values(), strict=True):
-        assert reason in verdict
-    assert unit_tests.validate(2, {"tests": [ADD, ["assert 1"]]}) == [True, False]
-    assert unit_tests.validate(3, {"tests": [ADD, [{"assert f() == 1"}], {1: object()}]}) == [True, False, False]
-    with pytest.raises(ValueError, match="reward `unit_tests` needs the dataset column `tests`"):
+    completions = [fenced("f = 1")] * len(UNUSABLE)
+    log = logged.__setitem__
+    assert unit_tests(completions=completions, tests=UNUSABLE, log_extra=log, log_metric=log) == [None] * len(UNUSABLE)
+    assert logged["rewards/unit_tests/programs"] == 0
+    assert logged["rewards/unit_tests/unscorable"] == len(UNUSABLE)
+    assert "entry_point" in logged["verdict"][-2]
+    assert unit_tests.validate(4, {"tests": [ADD, ["assert 1"], [{"assert f() == 1"}], {1: object()}]}) == [
+        True, False, False, False,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="`unit_tests`.*`tests`"):
         unit_tests(completions=["x"])
-
-
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("form", [ADD, "\n".join(ADD), json.dumps(ADD), tuple(ADD)])
-def test_tests_may_be_a_list_or_text(form: Any) -> None:
-    assert unit_tests(completions=[fenced("def add(a, b): return a + b")], tests=[form]) == [1.0]
-
-
-def test_the_first_hundred_tests_of_a_row_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran(("exited", 0, 0.1, 0.1, "1\n" * 99 + "2\n"), monkeypatch=monkeypatch)
-    assert unit_tests(completions=[fenced("x = 1")], tests=["assert f() == 1\n" * 300]) == [0.99]
-
-
-def test_tests_that_are_left_out_are_named() -> None:
     rows = [("row 1", ADD), ("row 2", [*ADD, "assert add(1, 2) == add(2, 1)"]), ("row 3", ["assert f() == g()"])]
     note = unit_tests.gold_note(rows)
     assert note is not None
-    assert "1 tests are left out" in note
-    assert "row 2: `add(1, 2) == add(2, 1)` compares two values" in note
+    assert re.search(r"^1 .*row 2.*`add\(1, 2\) == add\(2, 1\)`", note)
     assert unit_tests.gold_note(rows[:1]) is None
 
 
-def test_strict_isolation_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "active_mechanisms", lambda: ())
-    programs.checked_isolation.cache_clear()
-    with pytest.raises(UserError, match="isolation strict needs namespaces"):
-        UnitTests(isolation="strict").prepare()
-    with pytest.raises(UserError, match="isolation strict needs namespaces"):
-        UnitTests(isolation="strict")(completions=[fenced("x = 1")], tests=[["assert x == 1"]])
+def test_tests_may_be_a_list_or_text() -> None:
+    forms = [ADD, "\n".join(ADD), json.dumps(ADD), tuple(ADD)]
+    assert unit_tests(completions=[fenced("def add(a, b): return a + b")] * 4, tests=forms) == [1.0] * 4
 
 
-def test_the_active_isolation_is_announced() -> None:
+def test_isolation_is_announced_and_strict_refuses_a_weak_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     line = unit_tests.prepare()
     assert line is not None
-    assert all(name in line for name in (*sandbox.active_mechanisms(), "resource limits"))
-
-
-def test_weak_isolation_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(programs, "active_mechanisms", lambda: ("landlock",))
-    monkeypatch.setattr(programs, "described_isolation", lambda: "landlock, resource limits")
+    assert all(name in line for name in sandbox.active_mechanisms())
+    monkeypatch.setattr(programs, "active_mechanisms", lambda: ())
     programs.checked_isolation.cache_clear()
+    with refused("`isolation: strict`"):
+        UnitTests(isolation="strict").prepare()
+    with refused("`isolation: strict`"):
+        UnitTests(isolation="strict")(completions=[fenced("x = 1")], tests=[["assert x == 1"]])
+    caplog.clear()
     for _ in range(2):
         unit_tests.prepare()
-    assert [record.getMessage() for record in caplog.records] == ["programs run under: landlock, resource limits"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     programs.checked_isolation.cache_clear()
 
 
-def test_the_processes_of_a_launch_share_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs.os, "sched_getaffinity", lambda pid: set(range(16)))
-    for ranks, share in (("8", 2), ("1", 16), ("64", 1), ("0", 16), ("x", 16), ("3", 5)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert repr(programs._processors()) == str(share)
-    monkeypatch.delattr(programs.os, "sched_getaffinity")  # as on macOS
-    for known, share in ((12, 4), (None, 1)):
-        monkeypatch.setattr(programs.os, "cpu_count", lambda known=known: known)
-        assert programs._processors() == share
-
-
-def test_programs_that_wait_are_not_started_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-
-    def judge(self: UnitTests, program: str, tests: Any) -> None:
-        started.append(program)
-        if len(started) == 1:
-            raise sandbox.SandboxError("no room")
-        time.sleep(0.02)
-
-    monkeypatch.setattr(UnitTests, "_judge", judge)
-    monkeypatch.setattr(programs, "_processors", lambda: 1)
-    with pytest.raises(sandbox.SandboxError, match="no room"):
-        unit_tests(completions=[fenced(f"x = {number}") for number in range(40)], tests=[ADD] * 40)
-    assert len(started) < 40
-
-
-def test_an_empty_program_is_run_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran(("exited", 0, 0.1, 0.1, ""), monkeypatch=monkeypatch)
-    assert unit_tests(completions=["```python\n```"], tests=[[{"input": "", "output": ""}]]) == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"rule": "any"}, "rule must be one of"),
-        ({"isolation": "none"}, "isolation must be one of"),
-        ({"seconds": 0}, "seconds must be"),
-        ({"memory_mb": 1}, "memory_mb must be"),
-        ({"pay": "x"}, "pay must be"),
-    ],
-)
-def test_bad_arguments_are_refused(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        UnitTests(**kwargs)
-
-
-# Verdicts on runs that are made up, without a sandbox
-
-
-def ran(*outcomes: tuple[str, int, float, float, str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Let runs end so, in order: how, exit code, CPU seconds, seconds on the clock, output. Return their limits."""
-    limits: list[Any] = []
-    left = iter(outcomes)
-
-    def run(program: str, given: str, of: Any) -> sandbox.Outcome:
-        ended, code, cpu, wall, output = next(left)
-        limits.append((of.cpu_seconds, of.wall_seconds, of.memory_bytes >> 20))
-        return sandbox.Outcome(ended, code, cpu, wall, output.encode(), b"")  # type: ignore[arg-type]
-
-    monkeypatch.setattr(programs, "run", run)
-    return limits
-
-
-PAIRS = [programs.Pair("", f"{number}") for number in (1, 2, 3)]
-TIMED = UnitTests(seconds=4, memory_mb=100)
-
-
-def test_the_pairs_of_a_row_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    wall = programs.WALL_FACTOR * 4
-    limits = ran(("exited", 0, 1.5, 2.0, "1"), ("exited", 0, 0.75, 3.0, "2"), ("exited", 0, 0.1, 0.1, "3"),
-                 monkeypatch=monkeypatch)  # fmt: skip
-    verdict = TIMED._judge_pairs("", PAIRS)
-    assert (verdict.passed, verdict.total, verdict.reason, verdict.out_of_time) == (3, 3, "", False)
-    assert limits == [(4, wall, 100), (3, wall - 2.0, 100), (2, wall - 5.0, 100)], "CPU seconds are rounded up"
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "passed", "reason", "late", "runs"),
-    [
-        ([("exited", 0, 4.0, 1.0, "1")], 1, "pair 2 is out of time", True, 1),
-        ([("exited", 0, 3.5, 1.0, "1"), ("exited", 0, 0.5, 1.0, "2")], 2, "pair 3 is out of time", True, 2),
-        ([("exited", 0, 1.0, 999.0, "1")], 1, "pair 2 is out of time", True, 1),
-        ([("exited", 0, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "2"), ("exited", 0, 2.0, 1.0, "3")], 3, "", False, 3),
-        ([("timeout", -9, 4.0, 4.0, "")], 0, "pair 1 is out of time", True, 1),
-        ([("output", -9, 1.0, 1.0, "9"), ("timeout", -9, 3.0, 3.0, "")], 0, "pair 1 prints without end", True, 2),
-        ([("exited", 1, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "2"), ("exited", 0, 1.0, 1.0, "3")], 2, None, False, 3),
-        (
-            [("killed", -9, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "x"), ("exited", 0, 1.0, 1.0, "3")],
-            1,
-            None,
-            False,
-            3,
-        ),
-    ],
-)
-def test_a_row_ends_when_its_time_is_used_up(
-    outcomes: list[Any], passed: int, reason: str | None, late: bool, runs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = ran(*outcomes, monkeypatch=monkeypatch)
-    verdict = TIMED._judge_pairs("", PAIRS)
-    assert (verdict.passed, verdict.out_of_time, len(limits)) == (passed, late, runs)
-    assert verdict.reason.startswith("pair 1 ") if reason is None else verdict.reason == reason
-
-
-def test_the_rule_all_stops_at_the_first_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = ran(("exited", 0, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "x"), monkeypatch=monkeypatch)
-    verdict = replace(TIMED, rule="all")._judge_pairs("", PAIRS)
-    assert (verdict.passed, verdict.total, len(limits)) == (1, 3, 2)
-    assert verdict.reason.startswith("pair 2 ")
-
-
-def test_a_value_that_is_cut_off_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last line of an output that was stopped may be the beginning of another value: `3` of `37`."""
-    tests = programs._read_tests(json.dumps(["assert f(1) == 1", "assert f(2) == 3"]))
-    assert not isinstance(tests, str)
-    ran(("output", -9, 1.0, 1.0, "1\n3"), ("exited", 0, 1.0, 1.0, "1\n3\n"), monkeypatch=monkeypatch)
-    assert TIMED._judge("", tests).passed == 1
-    assert TIMED._judge("", tests).passed == 2
-
-
-def test_the_metrics_of_a_batch_count_programs_and_verdicts() -> None:
-    verdicts = [
-        programs.Verdict(3, 3, ""),
-        programs.Verdict(1, 3, "x", True),
-        programs.Verdict(0, 3, "x", True),
-        "no tests",
-    ]
-    assert programs._metrics(verdicts, 2) == {"programs": 2.0, "unscorable": 1.0, "passed": 1 / 3, "timeouts": 2.0}
-    assert programs._metrics(["no tests"], 0) == {"programs": 0.0, "unscorable": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("passed", "rule", "pay"),
-    [(3, "share", 2.0), (3, "all", 2.0), (1, "share", 2 / 3), (2, "all", 0.0), (0, "share", 0.0)],
-)
-def test_the_pay_of_a_share(passed: int, rule: str, pay: float) -> None:
-    assert UnitTests(pay=2.0, rule=rule)._pay(programs.Verdict(passed, 3, "")) == pytest.approx(pay)
-
-
-def test_the_defaults_are_those_of_the_documentation() -> None:
+def test_arguments_and_defaults() -> None:
+    for key, value in (("rule", "any"), ("isolation", "none"), ("seconds", 0), ("memory_mb", 63), ("pay", "x")):
+        with pytest.raises(ValueError, match=key):
+            UnitTests(**{key: value})  # type: ignore[arg-type]
+    reward = UnitTests(memory_mb=64, rule="share", isolation="best")
     page = Path(__file__).resolve().parents[2].joinpath("docs/rewards.md").read_text(encoding="utf-8")
-    reward = UnitTests()
-    assert f"A program has `seconds` ({reward.seconds}) of computing for all its tests" in " ".join(page.split())
-    assert (reward.rule, reward.isolation, reward.pay) == ("share", "best", 1.0)
+    assert f"`seconds` ({reward.seconds})" in " ".join(page.split())
+    assert (reward, UnitTests().memory_mb) == (UnitTests(memory_mb=64), 512)
     assert (reward.gold_column, reward.solution_column, reward.columns_read) == ("tests", "solution", ("tests",))
-    for kwargs in ({"rule": "all"}, {"isolation": "strict"}, {"memory_mb": 64}):
-        UnitTests(**kwargs)
-    with pytest.raises(ValueError, match="^memory_mb must be a whole number of at least 64, not 63$"):
-        UnitTests(memory_mb=63)
-
-
-def test_completions_without_a_program_are_noted() -> None:
-    assert UnitTests().unparsed_note(["nothing", "```python\nx = 1\n```"]) is None
-    assert UnitTests().unparsed_note(["nothing", "x = 1"]) == "no completion has a program in the last fence"
-
-
-def test_a_pay_below_zero_is_no_highest_pay() -> None:
     assert (UnitTests(pay=-1).highest_pay, UnitTests(pay=2).highest_pay) == (0.0, 2.0)
     assert UnitTests(pay=-1).with_unit_pay() is None
     assert UnitTests(pay=2, name="mine", prefix="p", rule="share").with_unit_pay() == UnitTests(rule="all")
+
+
+# --- Verdicts on runs that are made up, without a sandbox
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let programs end as `runs.ends` says: how, exit code, CPU seconds, seconds on the clock, output.
+
+    `runs.limits` are the limits of each run: CPU seconds, seconds on the clock, MiB.
+    """
+    made = types.SimpleNamespace(ends=[], limits=[])
+
+    def run(program: str, given: str, of: Any) -> sandbox.Outcome:
+        made.limits.append((of.cpu_seconds, of.wall_seconds, of.memory_bytes >> 20))
+        if not made.ends:
+            time.sleep(0.02)
+            raise sandbox.SandboxError("no room")
+        ended, code, cpu, wall, output = made.ends.pop(0)
+        return sandbox.Outcome(ended, code, cpu, wall, output.encode(), b"")
+
+    monkeypatch.setattr(programs, "run", run)
+    return made
+
+
+PAIRS = [{"input": "", "output": f"{number}"} for number in (1, 2, 3)]
+
+
+def timed(runs: Any, *ends: tuple[str, int, float, float, str], tests: Any = PAIRS, **options: Any) -> Any:
+    """Return the score of a program, its verdict, and the number of those that ran out of time."""
+    runs.ends[:], runs.limits[:] = ends, []
+    scores, logged = scored(UnitTests(seconds=4, memory_mb=100, **options), ["```python\n```"], tests)
+    return scores[0], logged["verdict"][0], logged["rewards/unit_tests/timeouts"]
+
+
+def test_the_pairs_of_a_row_share_its_time(runs: Any) -> None:
+    ends = [("exited", 0, 1.5, 2.0, "1"), ("exited", 0, 0.75, 3.0, "2"), ("exited", 0, 0.1, 0.1, "3")]
+    assert timed(runs, *ends)[::2] == (1.0, 0)
+    assert runs.limits == [(4, 12.0, 100), (3, 10.0, 100), (2, 7.0, 100)], "CPU seconds are rounded up"
+    for ends, passed, pair, late in (
+        ([("exited", 0, 4.0, 1.0, "1")], 1, 2, 1), ([("exited", 0, 1.0, 999.0, "1")], 1, 2, 1),
+        ([("exited", 0, 3.5, 1.0, "1"), ("exited", 0, 0.5, 1.0, "2")], 2, 3, 1),
+        ([("exited", 0, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "2"), ("exited", 0, 2.0, 1.0, "3")], 3, 0, 0),
+        ([("timeout", -9, 4.0, 4.0, "")], 0, 1, 1),
+        ([("output", -9, 1.0, 1.0, "9"), ("timeout", -9, 3.0, 3.0, "")], 0, 1, 1),
+        ([("exited", 1, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "2"), ("exited", 0, 1.0, 1.0, "3")], 2, 1, 0),
+        ([("killed", -9, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "x"), ("exited", 0, 1.0, 1.0, "3")], 1, 1, 0),
+    ):  # fmt: skip
+        score, verdict, timeouts = timed(runs, *ends)
+        assert (score, timeouts, len(runs.limits)) == (pytest.approx(passed / 3), late, len(ends))
+        assert f"pair {pair} " in verdict or not pair
+    ends = [("exited", 0, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "x")]
+    assert timed(runs, *ends, rule="all")[0] == 0.0, "the rule `all` stops at the first failure"
+
+
+def test_a_value_that_is_cut_off_is_none(runs: Any) -> None:
+    """The last line of an output that was stopped may be the beginning of another value: `3` of `37`."""
+    tests = ["assert f(1) == 1", "assert f(2) == 3"]
+    assert timed(runs, ("output", -9, 1.0, 1.0, "1\n3"), tests=tests)[0] == 0.5
+    assert timed(runs, ("exited", 0, 1.0, 1.0, "1\n3\n"), tests=tests)[0] == 1.0
+    assert timed(runs, ("timeout", -9, 1.0, 1.0, "1\n"), tests=tests)[::2] == (0.5, 1)
+    outputs = ("exited", 0, 0.1, 0.1, "1\n" * 99 + "2\n")
+    assert timed(runs, outputs, tests="assert f() == 1\n" * 300)[0] == 0.99, "the first hundred tests count"
+
+
+def test_the_processes_of_a_launch_share_the_processors(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error, programs that wait are not started."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    for ranks, share in (("8", 2), ("1", 16), ("64", 1), ("0", 16), ("x", 16), ("3", 5)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        runs.limits.clear()
+        with pytest.raises(sandbox.SandboxError, match="no room"):
+            unit_tests(completions=[fenced(f"x = {number}") for number in range(99)], tests=[ADD] * 99)
+        assert share <= len(runs.limits) < 99
+        assert programs._processors() == share

@@ -4,7 +4,6 @@ import asyncio
 import inspect
 import pickle
 import random
-import re
 import sys
 from dataclasses import dataclass
 
@@ -15,9 +14,7 @@ from grpo_rewards.cli import main
 from grpo_rewards.registry import (
     REGISTERED,
     TRL_REWARDS,
-    BuiltReward,
     RewardSpecError,
-    SumReward,
     UnbuiltReward,
     build_rewards,
     is_composed,
@@ -26,6 +23,7 @@ from grpo_rewards.registry import (
     resolve,
     spec_parts,
 )
+from tests.support.errors import refused
 
 HERE = __name__
 TEXT = "<think>\nsix threes\n</think>\n<answer>\n18\n</answer>"
@@ -68,30 +66,149 @@ def one(spec, **options):
     return built
 
 
-def test_a_registered_name_builds_the_ready_reward():
+def test_dotted_paths_name_functions_factories_and_classes():
+    for spec, expected in (
+        (f"{HERE}.length_reward", [3.0]), ({"name": f"{HERE}.length_factory", "kwargs": {"scale": 2}}, [6.0]),
+        ({"name": f"{HERE}.length_factory", "kwargs": {}}, [3.0]), (f"{HERE}.Constant", [1.0]),
+        ({"name": f"{HERE}.Constant", "kwargs": {"value": 4.0}}, [4.0]),
+        ({"name": "grpo_rewards.tag_count", "kwargs": {"tags": ["a", "b"]}}, [0.0]),
+    ):  # fmt: skip
+        assert one(spec).function(prompts=["p"], completions=["abc"]) == expected
     built = one("gsm8k_correctness")
     assert (built.function, built.weight, built.name) == (grpo_rewards.gsm8k_correctness, 1.0, "gsm8k_correctness")
+    assert one("builtins.max").function is max, "a builtin without a signature is a reward"
+
+
+def test_the_group_size_is_passed_unless_kwargs_set_it():
+    own = {"name": f"{HERE}.Constant", "kwargs": {"num_generations": 2}}
+    for spec, expected in ((f"{HERE}.group_size_reward", 4.0), (f"{HERE}.Constant", 4), (own, 2)):
+        assert one(spec, num_generations=4).function(prompts=["p"], completions=["c"]) == [expected]
+    assert one("group_length", num_generations=4).function.num_generations == 4
+    assert one(f"{HERE}.Constant").unbound.num_generations is None
+    assert one(f"{HERE}.length_reward", num_generations=4).function is length_reward
+    built = one({"name": f"{HERE}.group_size_reward", "alias": "size"}, num_generations=4)
+    assert built.unbound is group_size_reward
+
+
+# --- Specs that are refused
+
+
+def needs_both(first, second, *rest, third=3, **others):
+    return length_reward
+
+
+def raises(error):
+    if error == "text":
+        raise ValueError("  no\n  good. ")
+    raise {"key": KeyError("k"), "empty": ValueError(), "import": ImportError("no such thing.")}[error]
+
+
+class Secret:
+    def __init__(self, api_key):
+        raise ValueError(f"{api_key} is not a key")
+
+
+GATED = {"name": "gate", "reward": "tag_count", "only_if": "tag_presence"}
+REFUSED = [
+    ("gsm8k_corectness", "gsm8k_corectness", "gsm8k_correctness"), ("nothing_like_it", "nothing_like_it", "list"),
+    ("grpo_rewards.tag_prezence", "tag_prezence", "tag_presence"), ("no_such_package.reward", "", "no_such_package"),
+    ({"weight": 1.0}, "rewards", "name"), ({"name": ""}, "rewards", "name"), (7, "rewards", 7),
+    ({"name": "tag_count", "wieght": 1.0}, "`tag_count`: `wieght`", "weight"),
+    ({"name": "tag_count", "x": []}, "`tag_count`: `x`", "passes_at"),
+    ({"name": "tag_count", "rewards": []}, "`tag_count`: `rewards`"),
+    ({"name": "tag_count", "weight": float("nan")}, "tag_count", "weight"),
+    ({"name": "tag_count", "weight": True}, "tag_count", "weight"),
+    ({"name": "tag_count", "weight": "heavy"}, "tag_count", "heavy"),
+    ({"name": "tag_count", "kwargs": {"tag": []}}, "`tag_count`: `tag`", "tags"),
+    ({"name": "tag_count", "kwargs": {"tags": "think"}}, "tag_count", "tags"),
+    ({"name": "tag_count", "kwargs": ["think"]}, "kwargs", "think"), ({"name": "tag_count", "alias": 3}, "alias", 3),
+    ({"name": "gsm8k_correctness", "kwargs": {"extract": "tag"}}, "gsm8k_correctness", "extract", "answer_tag"),
+    ({"name": "gsm8k_correctness", "kwargs": {"pay_exact": "inf"}}, "gsm8k_correctness", "pay_exact"),
+    ({"name": "sum", "rewards": []}, "`sum`: `rewards`"), ({"name": "sum"}, "`sum`: `rewards`"),
+    ({"name": "sum", "reward": {}}, "`sum`: `reward`", "rewards"),
+    ({"name": "sum", "rewards": ["tag_count", "tag_count"]}, "tag_count", 2, "alias"),
+    ({"name": "sum", "rewards": ["tag_count", f"{HERE}.async_reward"]}, "`sum`: `async_reward`"),
+    ("math.pi", "math.pi", "float"), ({"name": "math.pi", "kwargs": {}}, "math.pi", "TypeError", "float"),
+    ({"name": "builtins.max", "kwargs": {}}, "builtins.max", "TypeError"),
+    ({"name": "gate", "only_if": "tag_count"}, "`gate`: `reward`"),
+    ({"name": "gate", "reward": "tag_count"}, "`gate`: `only_if`"),
+    ({**GATED, "only_if": "tag_count"}, "tag_count", 2), ({**GATED, "onlyif": "tag_count"}, "`onlyif`", "only_if"),
+    ({**GATED, "kwargs": {}}, "`gate`: `kwargs`", "at_least"), ({**GATED, "at_least": "all"}, "gate", "at_least"),
+    ({**GATED, "only_if": {"name": "tag_presence", "weight": 2}}, "`gate`: `only_if`", "at_least"),
+    ({**GATED, "reward": f"{HERE}.async_reward"}, "`gate`: `async_reward`"),
+    ({**GATED, "only_if": f"{HERE}.async_reward"}, "`gate`: `async_reward`"),
+    ({"name": f"{HERE}.length_reward", "kind": "speed"}, "length_reward", "speed", "correctness"),
+    ({"name": "tag_count", "kind": "length"}, "`tag_count`: `kind`"),
+    ({"name": "tag_count", "highest_pay": 1}, "`tag_count`: `highest_pay`"),
+    ({"name": "gsm8k_correctness", "passes_at": 1}, "`gsm8k_correctness`: `passes_at`"),
+    ({"name": f"{HERE}.length_reward", "highest_pay": "all"}, "length_reward", "highest_pay", "all"),
+    ({"name": f"{HERE}.length_reward", "highest_pay": 1, "passes_at": 2}, "length_reward", "passes_at", 2),
+    ({"name": f"{HERE}.needs_both", "kwargs": {}}, "needs_both`: `kwargs`", "first"),
+    ({"name": f"{HERE}.needs_both", "kwargs": {"first": 1}}, "needs_both`: `kwargs`", "second"),
+    ({"name": f"{HERE}.needs_both", "kwargs": "abc"}, "needs_both`: `kwargs`", "abc"),
+    ({"name": f"{HERE}.raises", "kwargs": {"error": "text"}}, "raises", "no good"),
+    ({"name": f"{HERE}.raises", "kwargs": {"error": "key"}}, "raises", "KeyError: 'k'"),
+    ({"name": f"{HERE}.raises", "kwargs": {"error": "empty"}}, "raises", "ValueError"),
+    ({"name": f"{HERE}.takes_neither"}, "takes_neither", "completions"),
+    ("nowhere.py:score", "nowhere.py"), ("~nobody-here/own.py:score", "~nobody-here/own.py", "No such file"),
+    ("own.py:scor", "own.py:scor", "`score`"), ("ow\0n.py:score", "n.py"), ("own.txt:score", "own.txt", "score"),
+    ("broken.py:score", "broken.py", "ZeroDivisionError: division by zero"),
+    ("exits_early.py:score", "exits_early", "SystemExit: 0"), ("exits_early.score", "exits_early", "SystemExit: 0"),
+    ({"name": "exits_late.S", "kwargs": {}}, "exits_late", "SystemExit: 0"),
+]  # fmt: skip
+
+
+def takes_neither(text):
+    return [0.0]
+
+
+def test_a_spec_that_cannot_be_built_is_named(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("def score(prompts, completions, **columns):\n    return []\n")
+    (tmp_path / "own.txt").write_text("")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "exits_early.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "exits_late.py").write_text("class S:\n    def __init__(self):\n        raise SystemExit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for spec, place, *figures in REFUSED:
+        with refused(place, *figures, by=RewardSpecError) as caught:
+            one(spec)
+        assert "\n" not in str(caught.value), spec
+    with refused("rewards", "gsm8k_correctness", by=RewardSpecError):
+        build_rewards("gsm8k_correctness")
+    with refused("tag_count", 2, by=RewardSpecError):
+        build_rewards(["tag_count", "tag_count"])
+    with refused("Secret", "is not a key", by=RewardSpecError) as caught:
+        one({"name": f"{HERE}.Secret", "kwargs": {"api_key": "sesame-open-now"}})
+    assert "sesame" not in str(caught.value)
+    assert (
+        one({"name": f"{HERE}.needs_both", "kwargs": {"first": 1, "second": 2, "fourth": 4}}).function is length_reward
+    )
+    (unbuilt,) = build_rewards([f"{HERE}.Constant"], call_factories=False)
+    assert isinstance(unbuilt.function, UnbuiltReward)
+    with refused("Constant", by=RewardSpecError):
+        unbuilt.function(completions=["a"])
+
+
+def test_a_missing_torch_names_the_extra(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "grpo_rewards.reward_model", raising=False)
+    monkeypatch.delitem(sys.modules, "grpo_rewards.internlm2", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with refused("reward_model", "torch", "grpo-rewards[models]", by=RewardSpecError):
+        build_rewards([{"name": "reward_model", "kwargs": {"model": "m"}}])
+    assert main(["convert-internlm2", "a", "b"]) == 2
+    assert "grpo-rewards[models]" in capsys.readouterr().err
+    assert main(["list"]) == 0
+    assert "grpo-rewards[models]" in capsys.readouterr().out
+
+
+# --- Rewards made of others
 
 
 def test_kwargs_reach_a_registered_class():
     built = one({"name": "gsm8k_correctness", "kwargs": {"extract": "hashes", "pay_exact": "3e0"}, "weight": 0.5})
     assert built.weight == 0.5
     assert built.function(prompts=None, completions=["#### 18"], answer=["18"]) == [3.0]
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        (f"{HERE}.length_reward", [3.0]),
-        ({"name": f"{HERE}.length_factory", "kwargs": {"scale": 2}}, [6.0]),
-        ({"name": f"{HERE}.length_factory", "kwargs": {}}, [3.0]),
-        (f"{HERE}.Constant", [1.0]),
-        ({"name": f"{HERE}.Constant", "kwargs": {"value": 4.0}}, [4.0]),
-        ({"name": "grpo_rewards.tag_count", "kwargs": {"tags": ["a", "b"]}}, [0.0]),
-    ],
-)
-def test_dotted_paths_name_functions_factories_and_classes(spec, expected):
-    assert one(spec).function(prompts=["p"], completions=["abc"]) == expected
 
 
 def test_a_trl_factory_is_called_first():
@@ -108,64 +225,6 @@ def test_an_alias_renames_functions_classes_and_coroutines():
         pickle.loads(pickle.dumps(built.function))
     assert inspect.iscoroutinefunction(built.function.__call__)
     assert asyncio.run(built.function(prompts=["p"], completions=["c"])) == [1.0]
-
-
-def test_the_group_size_is_passed_unless_kwargs_set_it():
-    specs = [
-        (f"{HERE}.group_size_reward", 4.0),
-        (f"{HERE}.Constant", 4),
-        ({"name": f"{HERE}.Constant", "kwargs": {"num_generations": 2}}, 2),
-    ]
-    for spec, expected in specs:
-        assert one(spec, num_generations=4).function(prompts=["p"], completions=["c"]) == [expected]
-    assert one("group_length", num_generations=4).function.num_generations == 4
-
-
-@pytest.mark.parametrize(
-    ("specs", "message"),
-    [
-        ("gsm8k_correctness", "must be a list"),
-        (["gsm8k_corectness"], "did you mean `gsm8k_correctness`"),
-        (["grpo_rewards.tag_prezence"], "did you mean `tag_presence`"),
-        (["no_such_package.reward"], "`no_such_package` can't be imported"),
-        ([{"weight": 1.0}], "key `name`"),
-        ([{"name": "tag_count", "wieght": 1.0}], "`tag_count`: unknown key `wieght`: did you mean `weight`"),
-        ([{"name": "tag_count", "rewards": []}], "unknown key `rewards`"),
-        ([{"name": "tag_count", "weight": float("nan")}], "weight must be a finite number"),
-        ([{"name": "tag_count", "weight": True}], "weight must be a finite number"),
-        ([{"name": "tag_count", "kwargs": {"tag": []}}], "unknown kwarg `tag`: did you mean `tags`"),
-        ([{"name": "tag_count", "kwargs": {"tags": "think"}}], "`tag_count`: tags must be two different tag names"),
-        ([{"name": "tag_count", "kwargs": ["think"]}], "kwargs must be a mapping"),
-        ([{"name": "tag_count", "alias": 3}], "alias must be a string"),
-        ([{"name": "gsm8k_correctness", "kwargs": {"extract": "tag"}}], "extract must be one of answer_tag, hashes"),
-        ([{"name": "gsm8k_correctness", "kwargs": {"pay_exact": "inf"}}], "pay_exact must be a finite number"),
-        ([{"name": "reward_model"}], "`reward_model`"),
-        (["tag_count", "tag_count"], "2 rewards are named `tag_count`"),
-        ([{"name": "sum", "rewards": []}], "at least one reward"),
-        ([{"name": "sum", "rewards": ["tag_count", "tag_count"]}], "2 rewards are named `tag_count`"),
-        ([{"name": "sum", "rewards": [f"{HERE}.async_reward"]}], "asynchronous"),
-        (["math.pi"], "can't be called"),
-        ([{"name": "gate", "only_if": "tag_count"}], "`gate`: the key `reward` is missing"),
-        ([{"name": "gate", "reward": "tag_count"}], "`gate`: the key `only_if` is missing"),
-        ([{"name": "gate", "reward": "tag_count", "only_if": "tag_count"}], "2 rewards are named `tag_count`"),
-        ([{"name": "gate", "reward": "tag_count", "onlyif": "tag_presence"}], "`onlyif`: did you mean `only_if`"),
-        ([{"name": "gate", "reward": "tag_count", "only_if": "tag_presence", "kwargs": {}}], "unknown key `kwargs`"),
-        (
-            [{"name": "gate", "reward": "tag_count", "only_if": "tag_presence", "at_least": "all"}],
-            "at_least must be a finite",
-        ),
-        (
-            [{"name": "gate", "reward": "tag_count", "only_if": {"name": "tag_presence", "weight": 2}}],
-            "set the gate's `at_least`",
-        ),
-        ([{"name": "gate", "reward": f"{HERE}.async_reward", "only_if": "tag_count"}], "asynchronous.*beside the gate"),
-        ([{"name": "gate", "reward": "tag_count", "only_if": f"{HERE}.async_reward"}], "asynchronous"),
-    ],
-)
-def test_a_bad_spec_raises_one_sentence(specs, message):
-    with pytest.raises(RewardSpecError, match=message) as caught:
-        build_rewards(specs)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_sum_adds_weighted_parts_and_logs_them():
@@ -185,11 +244,22 @@ def test_a_sum_adds_weighted_parts_and_logs_them():
     assert pickle.loads(pickle.dumps(total.function)) == total.function
 
 
+def one_score(completions, **columns):
+    return [1.0]
+
+
 def test_a_sum_with_an_unscorable_part_is_none():
-    total = one({"name": "sum", "rewards": ["tag_count", f"{HERE}.never_scores"]})
-    metrics = {}
-    assert total.function(prompts=["p"], completions=["c"], log_metric=metrics.__setitem__) == [None]
+    total = one({"name": "sum", "rewards": ["tag_count", {"name": f"{HERE}.never_scores", "weight": -0.5}]})
+    metrics, reasons = {}, {}
+    loggers = {"log_metric": metrics.__setitem__, "log_reason": reasons.__setitem__}
+    assert total.function(prompts=["p"], completions=["c"], **loggers) == [None]
     assert list(metrics) == ["rewards/sum/tag_count"]
+    assert "never_scores" in reasons["sum/reason"][0]
+    parts = ["tag_count", {"name": "well_formed", "weight": 0}, {"name": "tag_presence", "weight": 2.5}]
+    assert one({"name": "sum", "rewards": parts}).function(completions=["x"], **loggers) == [0.0]
+    assert reasons["sum/reason"] == ["1 * tag_count + 2.5 * tag_presence"]
+    with pytest.raises(ValueError, match="`one_score`.*2 in `completions`, 1 in `scores`"):
+        one({"name": "sum", "rewards": [f"{HERE}.one_score"]}).function(completions=["a", "b"])
 
 
 def gate(reward="gsm8k_correctness", only_if="well_formed", **keys):
@@ -197,35 +267,21 @@ def gate(reward="gsm8k_correctness", only_if="well_formed", **keys):
 
 
 RIGHT_ANSWER = "<answer>18</answer>"  # right, but not well formed
-
-
-@pytest.mark.parametrize(
-    ("keys", "completion", "gold", "pay"),
-    [
-        ({}, TEXT, "18", 2.0),
-        ({}, RIGHT_ANSWER, "18", 0.0),
-        ({}, TEXT, "17", 0.0),
-        ({}, TEXT, "", None),
-        ({}, RIGHT_ANSWER, "", None),
-        ({"only_if": f"{HERE}.never_scores"}, TEXT, "18", None),
-        ({"only_if": "tag_count"}, RIGHT_ANSWER, "18", 2.0),
-        ({"only_if": "tag_count", "at_least": 0.5}, RIGHT_ANSWER, "18", 2.0),
-        ({"only_if": "tag_count", "at_least": "1"}, RIGHT_ANSWER, "18", 0.0),
-        ({"only_if": "tag_count", "at_least": 0}, "", "18", 0.0),
-        ({"reward": {"name": "gsm8k_correctness", "weight": 0.5}}, TEXT, "18", 1.0),
-        ({"reward": {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}}, RIGHT_ANSWER, "17", -1.0),
-        ({"reward": {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}}, TEXT, "17", -1.0),
-        ({"reward": {"name": "gsm8k_correctness", "weight": -1}}, RIGHT_ANSWER, "18", -2.0),
-    ],
-)
-def test_a_gate_counts_its_reward_only_if_the_condition_holds(keys, completion, gold, pay):
-    assert gate(**keys).function(completions=[completion], answer=[gold]) == [pay]
-
-
 WRONG_ANSWER = TEXT.replace("18", "17")
 FINED = {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}
 FINES_FORMAT = {"name": "sum", "rewards": [{"name": "well_formed", "weight": -1}]}
 THINKS = "<think>\n<answer>18</answer>\n</think>"
+GATES = [
+    ({}, TEXT, "18", 2.0), ({}, TEXT, "17", 0.0), ({}, TEXT, "", None), ({}, RIGHT_ANSWER, "", None),
+    ({"only_if": f"{HERE}.never_scores"}, TEXT, "18", None), ({"only_if": "tag_count"}, RIGHT_ANSWER, "18", 2.0),
+    ({"only_if": "tag_count", "at_least": 0.5}, RIGHT_ANSWER, "18", 2.0),
+    ({"only_if": "tag_count", "at_least": "1"}, RIGHT_ANSWER, "18", 0.0),
+    ({"reward": f"{HERE}.length_reward", "only_if": "tag_count", "at_least": 0}, "xx", "18", 2.0),
+    ({"reward": f"{HERE}.length_reward", "only_if": "tag_count"}, "xx", "18", 0.0),
+    ({"reward": {"name": "gsm8k_correctness", "weight": 0.5}}, TEXT, "18", 1.0),
+    ({"reward": {"name": "gsm8k_correctness", "kwargs": {"pay_wrong": -1}}}, TEXT, "17", -1.0),
+    ({"reward": {"name": "gsm8k_correctness", "weight": -1}}, RIGHT_ANSWER, "18", -2.0),
+]  # fmt: skip
 # Completions that a sum, a product, or a gate on "not 0" would reward. The gold is 18.
 GATE_TRAPS = {
     "a right answer in no format": ({}, "18", 0.0),
@@ -252,10 +308,11 @@ GATE_TRAPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", GATE_TRAPS)
-def test_a_gate_is_not_opened_by(kind):
-    keys, completion, pay = GATE_TRAPS[kind]
-    assert gate(**keys).function(completions=[completion], answer=["18"]) == [pay]
+def test_a_gate_counts_its_reward_only_if_the_condition_holds():
+    for keys, completion, gold, pay in GATES:
+        assert gate(**keys).function(completions=[completion], answer=[gold]) == [pay], keys
+    for kind, (keys, completion, pay) in GATE_TRAPS.items():
+        assert gate(**keys).function(completions=[completion], answer=["18"]) == [pay], kind
 
 
 def test_a_gate_pays_right_answers_in_the_format_and_no_others():
@@ -272,12 +329,14 @@ def test_a_gate_pays_right_answers_in_the_format_and_no_others():
 
 
 def test_a_gate_logs_both_parts():
-    columns, metrics = {}, {}
+    columns, metrics, reasons = {}, {}, {}
     built = gate(alias="strict", weight=3)
     scores = built.function(
         prompts=["p"] * 3, completions=[TEXT, RIGHT_ANSWER, TEXT], answer=["18", "18", ""],
-        log_extra=columns.__setitem__, log_metric=metrics.__setitem__,
+        log_extra=columns.__setitem__, log_metric=metrics.__setitem__, log_reason=reasons.__setitem__,
     )  # fmt: skip
+    opened, closed, lost = reasons["strict/reason"]
+    assert ("open" in opened, "closed" in closed, "gsm8k_correctness" in lost) == (True, True, True)
     assert scores == [2.0, 0.0, None]
     assert columns["strict/gsm8k_correctness"] == [2.0, 2.0, None]
     assert columns["strict/well_formed"] == [1.0, 0.0, 1.0]
@@ -324,38 +383,45 @@ def test_a_gate_declares_the_properties_of_its_parts():
 TEXTS = ["", TEXT, "<answer>18</answer>", "\\boxed{18}", "18", "A", f"{TEXT}{TEXT}", "a b c a b c a b c", "<think>"]
 
 
-@pytest.mark.parametrize(
-    ("spec", "kind", "highest"),
-    [
-        ("gsm8k_correctness", "correctness", 2.0),
-        ("math_correctness", "correctness", 1.0),
-        ("choice_correctness", "correctness", 1.0),
-        ("string_match", "correctness", 1.0),
-        ({"name": "gsm8k_correctness", "kwargs": {"pay_equal": 3, "pay_exact": 1}}, "correctness", 3.0),
-        ("tag_structure", "format", 0.5),
-        ("tag_count", "format", 1.0),
-        ("tag_presence", "format", 0.8),
-        ("well_formed", "format", 1.0),
-        ({"name": "well_formed", "kwargs": {"pay": -1}}, "format", 0.0),
-        ({"name": "well_formed", "alias": "tidy", "kwargs": {"pay": 3}}, "format", 3.0),
-        ("group_length", "length", 0.5),
-        ("repetition", "other", 0.0),
-        ({"name": "sum", "rewards": [{"name": "tag_count", "weight": 3}, "well_formed"]}, "format", 4.0),
-        ({"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]}, "other", 3.0),
-        ({"name": "sum", "rewards": ["tag_count", {"name": "repetition", "weight": -1}]}, "other", None),
-        ({"name": "sum", "rewards": [{"name": "tag_count", "weight": 0.5}, "repetition"]}, "other", 0.5),
-        ({"name": "sum", "rewards": ["tag_count", {"name": f"{HERE}.length_reward", "weight": 0}]}, "format", 1.0),
-        ({"name": "sum", "rewards": ["tag_count", f"{HERE}.length_reward"]}, "other", None),
-        ({"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"}, "correctness", 2.0),
-        (f"{HERE}.length_reward", "other", None),
-        ({"name": f"{HERE}.length_reward", "kind": "length", "alias": "short"}, "length", None),
-    ],
-)
-def test_a_reward_declares_its_kind_and_its_largest_score(spec, kind, highest):
-    built = one(spec, num_generations=1)
-    assert (built.kind, built.highest_pay) == (kind, highest)
-    scores = built.function(prompts=["p"] * len(TEXTS), completions=TEXTS, answer=["18"] * len(TEXTS))
-    assert highest is None or all(score <= highest for score in scores if score is not None)
+DECLARED = [
+    ("gsm8k_correctness", "correctness", 2.0), ("math_correctness", "correctness", 1.0),
+    ("choice_correctness", "correctness", 1.0), ("string_match", "correctness", 1.0),
+    ({"name": "gsm8k_correctness", "kwargs": {"pay_equal": 3, "pay_exact": 1}}, "correctness", 3.0),
+    ("tag_structure", "format", 0.5), ("tag_count", "format", 1.0), ("tag_presence", "format", 0.8),
+    ("well_formed", "format", 1.0), ({"name": "well_formed", "kwargs": {"pay": -1}}, "format", 0.0),
+    ({"name": "well_formed", "alias": "tidy", "kwargs": {"pay": 3}}, "format", 3.0), ("group_length", "length", 0.5),
+    ("repetition", "other", 0.0),
+    ({"name": "sum", "rewards": [{"name": "tag_count", "weight": 3}, "well_formed"]}, "format", 4.0),
+    ({"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]}, "other", 3.0),
+    ({"name": "sum", "rewards": ["tag_count", {"name": "repetition", "weight": -1}]}, "other", None),
+    ({"name": "sum", "rewards": [{"name": "tag_count", "weight": 0.5}, "repetition"]}, "other", 0.5),
+    ({"name": "sum", "rewards": ["tag_count", {"name": f"{HERE}.length_reward", "weight": 0}]}, "format", 1.0),
+    ({"name": "sum", "rewards": ["tag_count", f"{HERE}.length_reward"]}, "other", None),
+    ({"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"}, "correctness", 2.0),
+    (f"{HERE}.length_reward", "other", None),
+    ({"name": f"{HERE}.length_reward", "kind": "length", "alias": "short"}, "length", None),
+]  # fmt: skip
+
+
+def test_a_reward_declares_its_kind_and_its_largest_score():
+    for spec, kind, highest in DECLARED:
+        built = one(spec, num_generations=1)
+        assert (built.kind, built.highest_pay) == (kind, highest), spec
+        scores = built.function(prompts=["p"] * len(TEXTS), completions=TEXTS, answer=["18"] * len(TEXTS))
+        assert highest is None or all(score <= highest for score in scores if score is not None)
+
+
+def test_a_spec_declares_what_a_reward_of_ones_own_pays_and_what_passes():
+    for keys, declared in (
+        ({"kind": "correctness", "highest_pay": 2}, ("correctness", 2.0, 2.0)),
+        ({"kind": "correctness", "highest_pay": 2, "passes_at": "5e-1"}, ("correctness", 2.0, 0.5)),
+        ({"highest_pay": 2}, ("other", 2.0, None)), ({"passes_at": 1}, ("other", None, 1.0)),
+        ({"kind": "correctness"}, ("correctness", None, None)),
+    ):  # fmt: skip
+        built = one({"name": f"{HERE}.length_reward", **keys})
+        assert (built.kind, built.highest_pay, built.passes_at) == declared
+        total = one({"name": "sum", "rewards": [{"name": f"{HERE}.length_reward", **keys}, "tag_count"]})
+        assert total.highest_pay == (None if declared[1] is None else declared[1] + 1.0)
 
 
 @pytest.mark.parametrize(
@@ -374,47 +440,6 @@ def test_trls_own_rewards_are_known_under_an_alias_too(name, kwargs, kind, highe
         built = one(spec if kwargs is None else {**spec, "kwargs": kwargs})
         assert (built.kind, built.highest_pay) == (kind, highest)
         assert TRL_REWARDS[built.unbound.__name__] == (kind, highest), "a factory makes a function of another name"
-
-
-def test_a_kind_is_one_of_five_and_belongs_to_rewards_that_declare_none():
-    with pytest.raises(RewardSpecError, match="kind must be one of correctness, format, .*'speed'"):
-        one({"name": f"{HERE}.length_reward", "kind": "speed"})
-    with pytest.raises(RewardSpecError, match="`tag_count` declares `kind` itself: remove it"):
-        one({"name": "tag_count", "kind": "length"})
-
-
-@pytest.mark.parametrize(
-    ("keys", "declared"),
-    [
-        ({"kind": "correctness", "highest_pay": 2}, ("correctness", 2.0, 2.0)),
-        ({"kind": "correctness", "highest_pay": 2, "passes_at": "5e-1"}, ("correctness", 2.0, 0.5)),
-        ({"highest_pay": 2}, ("other", 2.0, None)),
-        ({"passes_at": 1}, ("other", None, 1.0)),
-        ({"kind": "correctness"}, ("correctness", None, None)),
-    ],
-)
-def test_a_spec_declares_what_a_reward_of_ones_own_pays_and_what_passes(keys, declared):
-    built = one({"name": f"{HERE}.length_reward", **keys})
-    assert (built.kind, built.highest_pay, built.passes_at) == declared
-    total = one({"name": "sum", "rewards": [{"name": f"{HERE}.length_reward", **keys}, "tag_count"]})
-    assert total.highest_pay == (None if declared[1] is None else declared[1] + 1.0)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"name": "tag_count", "highest_pay": 1}, "`tag_count` declares `highest_pay` itself: remove it"),
-        ({"name": "gsm8k_correctness", "passes_at": 1}, "declares `passes_at` itself: remove it"),
-        ({"name": f"{HERE}.length_reward", "highest_pay": "all"}, "highest_pay must be a finite number, not 'all'$"),
-        (
-            {"name": f"{HERE}.length_reward", "highest_pay": 1, "passes_at": 2},
-            "passes_at must be .* to 1",
-        ),
-    ],
-)
-def test_a_declaration_that_cannot_be_true_is_refused(spec, message):
-    with pytest.raises(RewardSpecError, match=message):
-        one(spec)
 
 
 def test_the_leaves_carry_their_weight_in_the_total():
@@ -436,11 +461,6 @@ def test_the_leaves_carry_their_weight_in_the_total():
     ]
 
 
-def test_unbound_is_the_reward_without_name_and_arguments():
-    built = one({"name": f"{HERE}.group_size_reward", "alias": "size"}, num_generations=4)
-    assert built.unbound is group_size_reward
-
-
 def test_several_correctness_rewards_log_columns_of_their_own():
     # TRL appends two columns of one name to each other, and fails when it writes the table.
     lenient = {"name": "gsm8k_correctness", "alias": "lenient", "kwargs": {"extract": "auto"}}
@@ -454,33 +474,12 @@ def test_several_correctness_rewards_log_columns_of_their_own():
     assert columns == ["extracted", "gold", "verdict"]
 
 
-def test_a_sum_of_a_group_reward_needs_whole_groups():
-    class Grouped(Constant):
-        needs_whole_groups = True
-
-    built = BuiltReward(Grouped(), 1.0, "grouped")
-    assert SumReward((built,)).needs_whole_groups
-    assert not one("tag_count").function.__dict__.get("needs_whole_groups", False)
-
-
 def test_every_ready_reward_is_exported_and_named_as_registered():
     # These two need the name of a model or an endpoint.
     ready = [name for name in REGISTERED if name not in ("reward_model", "judge")]
     for name in ready:
         assert getattr(grpo_rewards, name).__name__ == name
         assert isinstance(getattr(grpo_rewards, name), resolve(name))
-
-
-def test_a_missing_torch_names_the_extra(monkeypatch, capsys):
-    monkeypatch.delitem(sys.modules, "grpo_rewards.reward_model", raising=False)
-    monkeypatch.delitem(sys.modules, "grpo_rewards.internlm2", raising=False)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(RewardSpecError, match=r"`reward_model` needs torch: pip install 'grpo-rewards\[models\]'$"):
-        build_rewards([{"name": "reward_model", "kwargs": {"model": "m"}}])
-    assert main(["convert-internlm2", "a", "b"]) == 2
-    assert "convert-internlm2 needs torch: pip install 'grpo-rewards[models]'" in capsys.readouterr().err
-    assert main(["list"]) == 0
-    assert "needs torch: pip install 'grpo-rewards[models]'" in capsys.readouterr().out
 
 
 def test_a_function_in_a_file_is_a_reward(tmp_path, monkeypatch):
@@ -510,52 +509,12 @@ def test_the_annotations_of_a_file_stay_types(tmp_path):
     assert inspect.unwrap(reward.function).__globals__["kept"].__annotations__ == {"prompts": list}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("nowhere.py:score", "nowhere.py can't be read"),
-        ("~nobody-here/own.py:score", "~nobody-here/own.py can't be read (No such file or directory)"),
-        ("own.py:scor", "`own.py` has no `scor`: did you mean `score`?"),
-        ("ow\0n.py:score", "can't be read ("),
-        ("broken.py:score", "broken.py can't be imported (ZeroDivisionError: division by zero)"),
-        ("own.txt:score", "`own.txt` has no `score`"),
-    ],
-)
-def test_a_place_in_a_file_that_is_no_reward_is_named(name, message, tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text("def score(prompts, completions, **columns):\n    return []\n")
-    (tmp_path / "own.txt").write_text("")
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RewardSpecError, match=re.escape(message)):
-        build_rewards([name])
-
-
 def test_an_interrupt_while_a_file_is_imported_is_not_an_error_of_the_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("raise KeyboardInterrupt\n")
     for _ in range(2):  # a module whose import ended early is not taken for a finished one
         with pytest.raises(KeyboardInterrupt):
             build_rewards([f"{file}:score"])
-
-
-@pytest.mark.parametrize("spec", ["exits_early.py:score", "exits_early.score", {"name": "exits_late.S", "kwargs": {}}])
-def test_a_reward_that_exits_while_it_is_built_is_named(spec, tmp_path, monkeypatch):
-    (tmp_path / "exits_early.py").write_text("import sys\nsys.exit(0)\n")
-    (tmp_path / "exits_late.py").write_text("class S:\n    def __init__(self):\n        raise SystemExit(0)\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RewardSpecError, match="exits_.*SystemExit: 0"):
-        build_rewards([spec])
-
-
-def test_a_builtin_without_a_signature_is_a_reward():
-    with pytest.raises(ValueError, match="no signature"):
-        inspect.signature(max)
-    assert one("builtins.max").function is max
-    with pytest.raises(RewardSpecError, match="^reward `builtins.max`: TypeError: max expected at least 1 argument"):
-        one({"name": "builtins.max", "kwargs": {}})
-    with pytest.raises(RewardSpecError, match="^reward `math.pi`: TypeError: 'float' object is not callable$"):
-        one({"name": "math.pi", "kwargs": {}})
 
 
 class Recorder(dict):
@@ -596,77 +555,29 @@ def test_a_part_logs_columns_under_its_name_and_metrics_as_they_are():
     assert metrics == {"own": 7.0, "rewards/gate/logs_each_way": 1.0, "rewards/gate/tag_count": 1.0}
 
 
-def test_the_reason_of_a_gate_is_its_state_or_the_part_without_a_score():
-    reasons = Recorder()
-    gate(alias="strict").function(completions=[TEXT, RIGHT_ANSWER, TEXT], answer=["18", "18", ""], log_reason=reasons)
-    assert reasons["strict/reason"] == [
-        "open: well_formed pays 1",
-        "closed: well_formed pays 0",
-        "gsm8k_correctness has no score",
-    ]
+def test_one_reward_that_logs_columns_needs_no_prefix():
+    (alone, _) = build_rewards(["gsm8k_correctness", "tag_count"])
+    assert alone.function.prefix == ""
+    spec = {"name": "math_correctness", "alias": "m", "kwargs": {"prefix": "own_"}}
+    (first, second) = build_rewards(["gsm8k_correctness", spec])
+    assert (first.function.prefix, second.function.prefix) == ("gsm8k_correctness/", "own_")
 
 
-def test_a_part_with_too_few_scores_is_named():
-    with pytest.raises(ValueError, match="2 in `completions`, 1 in `scores`") as caught:
-        one({"name": "sum", "rewards": [f"{HERE}.one_score"]}).function(completions=["a", "b"])
-    assert str(caught.value).startswith("reward `one_score`: ")
-
-
-def one_score(completions, **columns):
-    return [1.0]
-
-
-def test_a_reward_that_was_not_built_cannot_be_called():
-    (unbuilt,) = build_rewards([f"{HERE}.Constant"], call_factories=False)
-    assert isinstance(unbuilt.function, UnbuiltReward)
-    with pytest.raises(RewardSpecError, match="reward `Constant` was not built"):
-        unbuilt.function(completions=["a"])
-
-
-def test_a_row_without_a_score_names_the_part_and_one_of_zero_does_not():
-    reasons = Recorder()
-    total = {"name": "sum", "rewards": ["tag_count", {"name": f"{HERE}.never_scores", "weight": -0.5}]}
-    assert one(total).function(completions=["x"], log_reason=reasons) == [None]
-    assert reasons["sum/reason"] == ["never_scores has no score"]
-    parts = ["tag_count", {"name": "well_formed", "weight": 0}, {"name": "tag_presence", "weight": 2.5}]
-    assert one({"name": "sum", "rewards": parts}).function(completions=["x"], log_reason=reasons) == [0.0]
-    assert reasons["sum/reason"] == ["1 * tag_count + 2.5 * tag_presence"]
-
-
-@pytest.mark.parametrize(
-    ("spec", "parts", "composed"),
-    [
+def test_the_names_and_the_parts_of_specs():
+    for spec, parts, composed in (
         ({"name": "sum", "rewards": ["a", {"name": "b"}]}, ["a", {"name": "b"}], True),
         ({"name": "gate", "reward": "a", "only_if": "b"}, ["a", "b"], True),
-        ({"name": "gate", "only_if": "b"}, ["b"], True),
-        ({"name": "sum", "rewards": []}, [], False),
-        ({"name": "sum", "rewards": None}, [], False),
-        ({"name": "sum"}, [], False),
-        ({"name": "own", "rewards": ["a"]}, ["a"], False),
+        ({"name": "gate", "only_if": "b"}, ["b"], True), ({"name": "sum", "rewards": []}, [], False),
+        ({"name": "sum", "rewards": None}, [], False), ({"name": "own", "rewards": ["a"]}, ["a"], False),
         ("sum", [], False),
-    ],
-)
-def test_the_parts_of_a_spec_are_those_that_it_names(spec, parts, composed):
-    assert spec_parts(spec) == parts
-    assert is_composed(spec) is composed
-
-
-@pytest.mark.parametrize(
-    ("name", "registered"),
-    [
-        ("math_correctness", "math_correctness"),
-        ("grpo_rewards.math.correctness.MathCorrectness", "math_correctness"),
-        ("grpo_rewards.math.correctness.math_correctness", "math_correctness"),
-        ("grpo_rewards.math_correctness", "math_correctness"),
-        ("grpo_rewards.schema.json_schema", "json_schema"),
-        ("grpo_rewards.schema.math_correctness", None),
-        ("correctness.math_correctness", None),
-        ("MathCorrectness", None),
-        ("sum", None),
-    ],
-)
-def test_a_reward_of_ours_is_known_by_its_names(name, registered):
-    assert own_name(name) == registered
+    ):  # fmt: skip
+        assert (spec_parts(spec), is_composed(spec)) == (parts, composed)
+    ours = ("math_correctness", "grpo_rewards.math.correctness.MathCorrectness", "grpo_rewards.math_correctness",
+            "grpo_rewards.math.correctness.math_correctness")  # fmt: skip
+    assert {own_name(name) for name in ours} == {"math_correctness"}
+    assert own_name("grpo_rewards.schema.json_schema") == "json_schema"
+    for name in ("grpo_rewards.schema.math_correctness", "correctness.math_correctness", "MathCorrectness", "sum"):
+        assert own_name(name) is None
 
 
 def test_a_folder_may_have_a_colon_in_its_name(tmp_path):
@@ -674,94 +585,3 @@ def test_a_folder_may_have_a_colon_in_its_name(tmp_path):
     folder.mkdir()
     (folder / "own.py").write_text("def score(prompts, completions, **columns):\n    return [2.0] * len(completions)\n")
     assert one(f"{folder}/own.py:score").function(prompts=["p"], completions=["c"]) == [2.0]
-
-
-def raises(error):
-    if error == "text":
-        raise ValueError("  no\n  good. ")
-    raise {"key": KeyError("k"), "empty": ValueError(), "import": ImportError("no such thing.")}[error]
-
-
-@pytest.mark.parametrize(
-    ("error", "described"),
-    [("text", "no good"), ("key", "KeyError: 'k'"), ("empty", "ValueError: "), ("import", "no such thing")],
-)
-def test_the_error_of_a_factory_is_one_sentence(error, described):
-    with pytest.raises(RewardSpecError, match=f"^reward `{HERE}.raises`: {described}$"):
-        one({"name": f"{HERE}.raises", "kwargs": {"error": error}})
-
-
-def test_the_size_of_a_group_is_given_where_it_is_taken_and_kwargs_win():
-    spec = {"name": f"{HERE}.Constant", "kwargs": {"num_generations": 2}}
-    assert one(spec, num_generations=4).unbound.num_generations == 2
-    assert one(f"{HERE}.Constant", num_generations=4).unbound.num_generations == 4
-    assert one(f"{HERE}.Constant").unbound.num_generations is None
-    assert one(f"{HERE}.length_reward", num_generations=4).function is length_reward
-
-
-def needs_both(first, second, *rest, third=3, **others):
-    return length_reward
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({}, "missing a required argument: .first."),
-        ({"first": 1}, "missing a required argument: .second."),
-        ({"first": 1, "second": 2, "fourth": 4}, None),
-        ([1], r"kwargs must be a mapping of arguments, not \[1\]$"),
-        ("abc", "kwargs must be a mapping of arguments, not 'abc'$"),
-    ],
-)
-def test_the_arguments_that_a_factory_needs_are_listed(kwargs, message):
-    spec = {"name": f"{HERE}.needs_both", "kwargs": kwargs}
-    if message is None:
-        assert one(spec).function is length_reward
-        return
-    with pytest.raises(RewardSpecError, match=f"^reward `{HERE}.needs_both`: {message}"):
-        one(spec)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ({"name": "sum", "rewards": []}, "reward `sum`: the key `rewards` must list at least one reward to add$"),
-        ({"name": "gate", "reward": "tag_count"}, "reward `gate`: the key `only_if` is missing: set it to a reward$"),
-        ({"name": "gate", "only_if": "tag_count"}, "reward `gate`: the key `reward` is missing: set it to a reward$"),
-        ({"name": "gate", "reward": "tag_count", "only_if": "well_formed", "at_least": "x"},
-         "reward `gate`: at_least must be a finite number, not 'x'$"),
-        ({"name": "gate", "reward": "tag_count", "only_if": f"{HERE}.async_reward"},
-         "reward `gate`: `async_reward` is asynchronous; list it beside the gate, not in it$"),
-        ({"name": "sum", "rewards": ["tag_count", f"{HERE}.async_reward"]},
-         "reward `sum`: `async_reward` is asynchronous; list it beside the sum, not in it$"),
-        ({"name": "tag_count", "alias": 3}, "reward `tag_count`: alias must be a string, not 3$"),
-        ({"name": "tag_count", "weight": "heavy"}, "reward `tag_count`: weight must be a finite number, not 'heavy'$"),
-        ({"name": "sum", "reward": {}}, "reward `sum`: unknown key `reward`: did you mean `rewards`[?]$"),
-        ({"name": "sum", "x": {}}, "reward `sum`: unknown key `x`: its keys are name, weight, alias, rewards$"),
-        ({"name": "gate", "kwargs": {}},
-         "reward `gate`: unknown key `kwargs`: its keys are name, weight, alias, reward, only_if, at_least$"),
-        ({"name": "tag_count", "x": []},
-         "reward `tag_count`: unknown key `x`: its keys are name, weight, alias, kind, "
-         "highest_pay, passes_at, kwargs$"),
-        ({"name": ""}, "a reward is a name or a mapping with the key `name`, not {'name': ''}$"),
-        ({"name": "math.pi"}, "reward `math.pi` is a float, which can't be called as a reward$"),
-    ],
-)  # fmt: skip
-def test_a_spec_that_cannot_be_built_is_one_sentence(spec, message):
-    with pytest.raises(RewardSpecError, match=f"^{message}"):
-        one(spec)
-
-
-def test_a_gate_opens_from_zero_on_if_it_says_so():
-    spec = {"name": "gate", "reward": f"{HERE}.length_reward", "only_if": "tag_count"}
-    assert one(spec).function(completions=["xx"]) == [0.0]
-    assert one({**spec, "at_least": 0}).function(completions=["xx"]) == [2.0]
-    assert one({**spec, "at_least": "1e-1"}).function(completions=["xx"]) == [0.0]
-
-
-def test_one_reward_that_logs_columns_needs_no_prefix():
-    (alone, _) = build_rewards(["gsm8k_correctness", "tag_count"])
-    assert alone.function.prefix == ""
-    spec = {"name": "math_correctness", "alias": "m", "kwargs": {"prefix": "own_"}}
-    (first, second) = build_rewards(["gsm8k_correctness", spec])
-    assert (first.function.prefix, second.function.prefix) == ("gsm8k_correctness/", "own_")

@@ -94,6 +94,8 @@ def llama_config(config: Mapping[str, Any]) -> LlamaConfig:
             reward_token_id=config.get("reward_token_id", 92527),
             dtype=config.get("torch_dtype") or config.get("dtype"),
         )
+    except UserError:
+        raise
     except (StrictDataclassError, AttributeError, TypeError, ValueError) as error:
         problem = f"it has a value that no such model can have ({one_line(error)})"
         raise UserError("config.json", problem, "download it again") from error
@@ -124,8 +126,7 @@ def checkpoint_folder(
     try:
         return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))
     except (HFValidationError, OSError) as error:
-        kind = type(error).__name__
-        problem = f"it is neither a folder nor a model that the hub or its local cache can give ({kind})"
+        problem = f"neither a folder nor a model that the hub or its local cache can give ({type(error).__name__})"
         raise UserError(repr(str(model)), problem, "check the name and the revision, or download it first") from error
 
 

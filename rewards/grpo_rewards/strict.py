@@ -175,8 +175,9 @@ def _compiled(pattern: str) -> Any:
     try:
         import re2
     except ImportError as error:
-        fix = "pip install 'grpo-rewards[patterns]'"
-        raise UserError(f"the pattern {pattern!r}", "it needs google-re2", fix) from error
+        raise UserError(
+            f"the pattern {pattern!r}", "it needs google-re2", "pip install 'grpo-rewards[patterns]'"
+        ) from error
     options = re2.Options()
     options.log_errors = False
     try:

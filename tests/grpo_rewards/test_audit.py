@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from grpo_rewards.audit.audit import Caller, auditor_of
+from grpo_rewards.audit.audit import CHECKS, Caller, auditor_of
 from grpo_rewards.audit.wrong_completions import KINDS, Case, Layout, question_of
 from grpo_rewards.cli import main
-from grpo_rewards.errors import UserError
 from grpo_rewards.registry import build_rewards
+from tests.support.errors import refused
 from tests.support.word_problems import gsm8k_rows
 
 SLOPPY = "tests.support.sloppy_rewards"
@@ -40,6 +40,11 @@ def paid_kinds(audit):
     return {kind.name for verdict in audit.verdicts for kind in verdict.kinds if kind.paid}
 
 
+def is_paid(kind, audit):
+    """Return True if a kind whose name begins so is paid."""
+    return any(name.startswith(kind) for name in paid_kinds(audit))
+
+
 def broken_checks(audit):
     return {broken.check for broken in audit.broken if broken.is_serious}
 
@@ -47,22 +52,22 @@ def broken_checks(audit):
 @pytest.mark.parametrize(
     ("reward", "kinds"),
     [
-        ("last_number", {"denied or taken back", "several values", "gold in the thinking only"}),
-        ("contains", {"inside a longer answer", "several values"}),
+        ("last_number", {"denied or taken", "several values", "gold in the"}),
+        ("contains", {"inside a longer", "several values"}),
         ("evaluates", {"code"}),
-        ("any_json", {"JSON with another answer, or none", "values that break a parser", "another answer"}),
-        ("format_only", {"format without an answer", "no answer", "another answer"}),
-        ("any_tag", {"format without an answer", "gold in the thinking only"}),
-        ("folded_substring", {"inside a longer answer", "several values", "denied or taken back"}),
+        ("any_json", {"JSON with another", "values that break", "another answer"}),
+        ("format_only", {"format without", "no answer", "another answer"}),
+        ("any_tag", {"format without", "gold in the"}),
+        ("folded_substring", {"inside a longer", "several values", "denied or taken"}),
         ("length", {"keywords and padding"}),
-        ("in_thinking", {"gold in the thinking only"}),
+        ("in_thinking", {"gold in the"}),
         ("first_match", {"several values"}),
     ],
 )
 def test_a_sloppy_reward_is_found_by_the_kinds_that_it_pays(reward, kinds):
     audit = audited(reward, NUMBERS[:2])
     assert audit.found
-    assert kinds <= paid_kinds(audit)
+    assert {kind for kind in kinds if not is_paid(kind, audit)} == set()
 
 
 @pytest.mark.parametrize(
@@ -94,23 +99,23 @@ def test_a_broken_contract_is_named(reward, check):
     ("reward", "kind"),
     [
         ("no_punctuation", "another number"),
-        ("sorted_characters", "cut short or reordered"),
+        ("sorted_characters", "cut short"),
         ("rounds", "another number"),
-        ("starts_with", "inside a longer answer"),
-        ("is_start_of", "cut short or reordered"),
+        ("starts_with", "inside a longer"),
+        ("is_start_of", "cut short"),
         ("largest", "several values"),
-        ("no_spaces", "cut short or reordered"),
+        ("no_spaces", "cut short"),
         ("near", "another number"),
         ("absolute", "another number"),
         ("long_thinking", "keywords and padding"),
         ("any_box", "another answer"),
         ("counts_wait", "keywords and padding"),
         ("counts_own_word", "keywords and padding"),
-        ("any_json_value", "JSON with another answer, or none"),
+        ("any_json_value", "JSON with another"),
     ],
 )
 def test_a_sibling_of_a_sloppy_reward_is_found(reward, kind):
-    assert kind in paid_kinds(audited(reward, NUMBERS))
+    assert is_paid(kind, audited(reward, NUMBERS))
 
 
 @pytest.mark.parametrize("reward", ["careful", "messages_only", "with_penalty"])
@@ -217,26 +222,17 @@ def test_the_command_names_a_fault_and_an_example_and_exits_with_1(own_reward, t
     rows = [{"question": row["question"], "solution": row["answer"]} for row in NUMBERS]
     assert main(["audit", write(tmp_path / "rows.jsonl", rows), "--reward", own_reward, "--rows", "2"]) == 1
     output = capsys.readouterr().out
-    assert "inside a longer answer" in output
-    assert "kinds are paid" in output
+    assert "inside a longer" in output
     assert "2 rows" in output
     assert "\x1b" not in output
     assert "\u202e" not in output
-
-
-def test_check_sends_an_own_reward_to_audit(own_reward, tmp_path, capsys):
-    path = write(tmp_path / "rows.jsonl", NUMBERS)
-    assert main(["check", path, "--reward", own_reward]) == 2
-    assert "grpo-rewards audit" in capsys.readouterr().err
 
 
 def test_the_command_says_what_was_checked_if_nothing_is_found(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", NUMBERS)
     assert main(["audit", path, "--reward", "gsm8k_correctness", "--rows", "2"]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert last.startswith("nothing found: 2 rows, ")
-    assert "kinds of wrong completions" in last
-    assert "contract checks" in last
+    assert all(figure in last for figure in (" 2 rows", f" {len(CHECKS)} "))
 
 
 def test_json_has_every_kind_with_its_best_completion(own_reward, tmp_path, capsys):
@@ -247,7 +243,7 @@ def test_json_has_every_kind_with_its_best_completion(own_reward, tmp_path, caps
     (verdict,) = result["verdicts"]
     assert result["found"]
     assert (verdict["name"], result["broken"]) == ("score", [])
-    (best,) = (kind for kind in verdict["kinds"] if kind["name"] == "inside a longer answer")
+    (best,) = (kind for kind in verdict["kinds"] if kind["name"].startswith("inside a longer"))
     assert best["share"] == 1
     assert rows[best["row"] - 1]["solution"] in best["completion"]
 
@@ -280,13 +276,13 @@ def test_a_declared_kind_decides_what_is_judged():
     alone = auditor_of([beside], rows, "f").audit()
     assert (alone.found, alone.verdicts) == (False, [])
     assert auditor_of([f"{SLOPPY}.any_tag"], rows, "f").audit().found
-    with pytest.raises(UserError, match="rewards `reward`, `two` declare no kind: set `kind: correctness`"):
+    with refused("`reward`, `two`", "`kind: correctness`"):
         auditor_of([f"{SLOPPY}.any_tag", {"name": f"{SLOPPY}.contains", "alias": "two"}], rows, "f").audit()
 
 
 def test_a_reward_that_calls_a_model_is_not_audited():
     judge = {"name": "judge", "kwargs": {"base_url": "http://localhost/v1", "model": "m", "num_generations": 4}}
-    with pytest.raises(UserError, match="reward `judge` calls a model"):
+    with refused("reward `judge`"):
         auditor_of([judge], list(enumerate(NUMBERS, 1)), "f").audit()
 
 
@@ -304,30 +300,13 @@ def test_a_reward_that_pays_no_right_answer_is_found():
 
 
 def test_a_reward_that_scores_no_right_answer_is_named():
-    with pytest.raises(UserError, match="`unscored` returns None for the right answer of each of 2 rows"):
+    with refused("reward `unscored`", 2):
         audited("unscored", NUMBERS[:2])
-
-
-def test_the_audit_ends_on_ctrl_c(tmp_path, capsys, monkeypatch):
-    def interrupted(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("grpo_rewards.audit.audit.auditor_of", interrupted)
-    assert main(["audit", write(tmp_path / "rows.jsonl", NUMBERS), "--reward", "gsm8k_correctness"]) == 130
-    assert "interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ("--reward tests.support.sloppy_rewards.nothing", "has no `nothing`"),
-        ("--reward nowhere.py:score", "nowhere.py can't be read"),
-        ("--reward nowhere.yaml", "nowhere.yaml is not a file"),
-        ("--reward gsm8k_correctness --rows 0", "--rows must be at least 1"),
-        ("--reward gsm8k_correctness --layout answer", "write {answer} where it belongs"),
-        ("--reward gsm8k_correctness --gold_column nope", "no `nope`"),
-        ("--reward unit_tests", "needs the dataset column `tests`"),
-    ],
+    [("--reward gsm8k_correctness --gold_column nope", "`nope`"), ("--reward unit_tests", "`tests`")],
 )
 def test_a_wrong_call_is_one_sentence(options, message, tmp_path, capsys):
     assert main(["audit", write(tmp_path / "rows.jsonl", NUMBERS), *options.split()]) == 2
@@ -358,12 +337,12 @@ def test_a_reward_that_verifies_is_not_told_of_another_layout_alone(tmp_path, ca
     path.write_text("".join(json.dumps(row) + "\n" for row in COUNTDOWN))
     reward = f"{{name: {SLOPPY}.countdown, kind: correctness}}"
     assert main(["audit", str(path), "--reward", reward]) == 1
-    assert "name right completions by --right COLUMN if the reward verifies" in capsys.readouterr().out
+    assert "--right COLUMN" in capsys.readouterr().out
     assert main(["audit", str(path), "--reward", reward, "--right", "right"]) == 0
     assert main(["audit", str(path), "--reward", reward, "--right", "none"]) == 2
-    assert "has no column `none`: name" in capsys.readouterr().err
+    assert "`none`" in capsys.readouterr().err
     assert main(["audit", str(path), "--reward", reward, "--right", "nums"]) == 2
-    assert "no gold in `nums` can be read: name it by" in capsys.readouterr().err
+    assert "`nums`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -393,21 +372,22 @@ CITIES = {"answer": "B", "choices": ["Paris", "Rome", "Oslo"]}
         ("another number", {"answer": "-2.5"}, ["-1.5", "-3.5", "-2.1", "-2.9", "-1.6", "2.5", "-25", "-0.25", "0"]),
         ("another number", {"answer": "0"}, ["1", "-1", "0.4", "-0.4", "0.9"]),
         ("another number", {"answer": "Rome"}, []),
-        ("inside a longer answer", {"answer": "-18"}, ["-187", "-718", "-3184", "-0.181"]),
-        ("inside a longer answer", {"answer": "x^2+1"}, ["x^2+1+1", "1+x^2+1"]),
-        ("inside a longer answer", {"answer": "x<2"}, []),
-        ("cut short or reordered", {"answer": "123"}, ["12", "23", "1", "3", "321", "231", "213", "1 2 3", "1, 2, 3"]),
-        ("cut short or reordered", {"answer": "7"}, []),
+        ("inside a longer", {"answer": "-18"}, ["-187", "-718", "-3184", "-0.181"]),
+        ("inside a longer", {"answer": "x^2+1"}, ["x^2+1+1", "1+x^2+1"]),
+        ("inside a longer", {"answer": "x<2"}, []),
+        ("cut short", {"answer": "123"}, ["12", "23", "1", "3", "321", "231", "213", "1 2 3", "1, 2, 3"]),
+        ("cut short", {"answer": "7"}, []),
         ("several values", {"answer": "18"}, ["18 or 7", "7 or 18", "18]\n[7"]),
         ("several values", CITIES, ["B or A", "A, C, B"]),
-        ("denied or taken back", {"answer": "18"}, ["not 18", "18. Wait, no: 7"]),
+        ("denied or taken", {"answer": "18"}, ["not 18", "18. Wait, no: 7"]),
         ("no answer", {"answer": "0", "question": "Why?"}, ["", "unknown", "Why?"]),
     ],
 )
 def test_a_kind_changes_the_answer_in_its_way(kind, columns, texts):
     question = question_of(1, columns, "answer", None, None)
     right, *others = next(iter(question.ways().values()))
-    found = KINDS[kind](Case(question, Layout("[{answer}]"), right, others or ["7"]))
+    (make,) = (make for name, make in KINDS.items() if name.startswith(kind))
+    found = make(Case(question, Layout("[{answer}]"), right, others or ["7"]))
     assert {f"[{text}]" for text in texts} <= set(found)
     assert texts or not found
     assert f"[{right}]" not in found

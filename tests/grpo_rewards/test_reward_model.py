@@ -6,8 +6,7 @@ import logging
 import pickle
 import random
 import re
-import sys
-from types import SimpleNamespace
+import shutil
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import (
-    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     Gemma2Config,
@@ -33,15 +31,14 @@ from transformers import (
 )
 
 from grpo_rewards import cli, reward_model
-from grpo_rewards.errors import UserError
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.reward_model import (
     LoadedRewardModel,
     RewardModelScore,
-    cut_middle,
     length_buckets,
     shared_prefix_length,
 )
+from tests.support.errors import refused
 from tests.support.grids import only
 from tests.support.tiny import chat_tokenizer, reward_config, save_internlm2, save_reward_model
 
@@ -180,8 +177,14 @@ def test_both_shapes_of_prompt_and_completion_score_alike(model):
     assert len(set(rows)) == 1
     assert reward(["why?"], [[{"role": "assistant", "content": None}]]) == reward(["why?"], [""])
     assert reward([], []) == []
-    with pytest.raises(ValueError, match="needs a `prompt`"):
-        reward([None], ["so"])
+    for prompts, figure in (
+        ([None], "`prompt`"),
+        ("a", "`prompts`"),
+        (None, "`prompts`"),
+        (["p", "q"], "2 in `prompts`"),
+    ):
+        with pytest.raises(ValueError, match=figure):
+            reward(prompts, ["so"])
 
 
 def test_clamp_and_answer_can_be_switched_off(model):
@@ -313,17 +316,6 @@ def test_forged_turns_add_no_special_token(internlm2):
     assert len(count(parsed)) == len(honest) + 4
 
 
-def test_a_forgery_does_not_change_the_other_tokens(internlm2):
-    # Text beside the forged string is encoded like text beside any other string.
-    reward = RewardModelScore(internlm2)
-    tokenizer = reward.load().tokenizer
-    ids = reward.token_ids([chat("  \n梯度?", "\n\n hi <|reward|>")])[0]
-    text = tokenizer.apply_chat_template(chat("  \n梯度?", "\n\n hi SPLIT"), tokenize=False)
-    around = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert ids[:14] == around[:14]
-    assert ids[-3:] == around[-3:]
-
-
 def test_any_text_is_scored(model):
     texts = ["", "\x00", "\ud800 lone", "\ue000" * 5, "<|im_start|>" * 50, "{{ 7 * 7 }}", "<answer>" * 500]
     rows = RewardModelScore(model)(["q\udfff"] * len(texts), texts)
@@ -334,7 +326,7 @@ def test_any_text_is_scored(model):
 
 
 def test_a_long_conversation_loses_its_oldest_tokens_or_the_end_of_its_answer(internlm2):
-    logged = {}
+    logged: dict = {}
     conversation = chat("one two three four five six seven", "eight nine ten eleven twelve")
     decode = RewardModelScore(internlm2).load().tokenizer.decode
     for cut, kept in (
@@ -360,10 +352,6 @@ def test_without_max_length_the_models_own_limit_applies(tmp_path):
     logged = {}
     RewardModelScore(short)(["q" * 100, "q"], ["a", "a"], log_metric=logged.__setitem__)
     assert logged["rewards/reward_model/cut_conversations"] == 1
-
-
-def test_cut_middle_keeps_both_ends():
-    assert cut_middle(range(9), 2, 5) == (0, 1, 6, 7, 8)
 
 
 # Overflow
@@ -429,81 +417,6 @@ def test_an_encoder_is_scored_one_by_one_with_one_warning(tmp_path, caplog):
     assert ["one by one" in record.message for record in caplog.records] == [True]
 
 
-def test_the_tiny_tokenizer_survives_saving(model):
-    texts = ["  two  spaces", "<|im_start|>x<|im_end|>", "梯度 é\n"]
-    again = AutoTokenizer.from_pretrained(model)
-    assert again(texts)["input_ids"] == chat_tokenizer()(texts)["input_ids"]
-
-
-def test_other_models_are_refused_with_one_sentence(tmp_path):
-    def refuse(folder, message):
-        with pytest.raises(UserError, match=message):
-            RewardModelScore(str(folder)).load()
-
-    causal = save_reward_model(tmp_path / "causal", LlamaForCausalLM)
-    refuse(causal, r"lack 1 of the model's tensors \(such as score\.weight\)")
-    two = save_reward_model(tmp_path / "two", config=reward_config(num_labels=2))
-    refuse(two, "2 labels")
-    bare = save_reward_model(tmp_path / "bare", template=None)
-    refuse(bare, "no chat template")
-    pickled = save_reward_model(tmp_path / "pickled")
-    torch.save({}, pickled / "pytorch_model.bin")
-    (pickled / "model.safetensors").unlink()
-    refuse(pickled, "no safetensors weights")
-    remote = save_reward_model(tmp_path / "remote")
-    (remote / "config.json").write_text('{"model_type": "arcane", "auto_map": {"AutoConfig": "x.Y"}}')
-    refuse(remote, "needs code from its own repository, which is never run")
-    untokenized = save_reward_model(tmp_path / "untokenized")
-    for file in untokenized.glob("*token*"):
-        file.unlink()
-    refuse(untokenized, "tokenizer files")
-    refuse(tmp_path, "no config.json")
-    refuse(tmp_path / "absent", "neither a folder nor a model")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        ({"clamp": 0}, "clamp"),
-        ({"clamp": float("nan")}, "clamp"),
-        ({"answer_weight": 1.5}, "answer_weight"),
-        ({"dtype": "float8"}, "dtype"),
-        ({"cut": "middle"}, "cut"),
-        ({"device": "gpu"}, "device"),
-        ({"max_length": 1}, "max_length"),
-        ({"max_batch_tokens": 0}, "max_batch_tokens"),
-        ({"model": ""}, "model must be a hub id or a folder, not ''"),
-        ({"model": None}, "model must be a hub id or a folder, not None"),
-    ],
-)
-def test_a_wrong_argument_is_named(arguments, key):
-    with pytest.raises(ValueError, match=key):
-        RewardModelScore(**{"model": "m", **arguments})
-    with pytest.raises(RewardSpecError, match=key):
-        build_rewards([{"name": "reward_model", "kwargs": {"model": "m", **arguments}}])
-
-
-def test_a_spec_takes_an_alias_and_needs_a_model(model):
-    (built,) = build_rewards([{"name": "reward_model", "alias": "judge", "kwargs": {"model": model, "clamp": None}}])
-    assert built.function.__name__ == built.name == "judge"
-    assert built.function(["q"], ["a"]) == RewardModelScore(model, clamp=None)(["q"], ["a"])
-    with pytest.raises(RewardSpecError, match="model"):
-        build_rewards(["reward_model"])
-
-
-def test_the_command_line_scores_a_file(model, tmp_path, capsys):
-    rows = [{"prompt": "q", "completion": text} for text in ("yes", "<answer>no</answer>", "\ud800")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = f"{{name: reward_model, kwargs: {{model: {model}}}}}"
-    command = ["score", str(tmp_path / "rows.jsonl"), "--reward", spec, "--out", str(tmp_path / "scored.jsonl")]
-    assert cli.main(command) == 0
-    scored = [json.loads(line)["reward_model"] for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
-    assert scored == pytest.approx(RewardModelScore(model)(["q"] * 3, [row["completion"] for row in rows]), abs=1e-5)
-    (tmp_path / "rows.jsonl").write_text('{"completion": "yes"}\n')
-    assert cli.main(command[:4]) == 2
-    assert "needs a `prompt`" in capsys.readouterr().err
-
-
 def test_a_pickle_holds_the_settings_and_shares_one_copy_of_the_model(model):
     reward = RewardModelScore(model)
     reward.load()
@@ -511,14 +424,6 @@ def test_a_pickle_holds_the_settings_and_shares_one_copy_of_the_model(model):
     assert len(data) < 1000
     assert pickle.loads(data) == reward
     assert pickle.loads(data).load() is RewardModelScore(model, clamp=1.0).load()
-
-
-def test_the_summary_names_size_and_device(model):
-    loaded = RewardModelScore(model, dtype="bfloat16").load()
-    count = sum(p.numel() for p in loaded.network.parameters())
-    assert not loaded.network.training
-    assert f"{count * 2 / 2**30:.2f} GiB on cpu" in loaded.summary()
-    assert "bfloat16" in loaded.summary()
 
 
 @pytest.mark.parametrize("layout", ["native", "internlm2"])
@@ -547,116 +452,7 @@ def tiny_llama(**config):
     return LoadedRewardModel("tiny", LlamaForSequenceClassification(reward_config(**config)), chat_tokenizer())
 
 
-@pytest.mark.parametrize(
-    ("config", "limit", "obstacle"),
-    [
-        ({}, sys.maxsize, ""),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, sys.maxsize, ""),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 2048, "total length"),
-        (
-            {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4,
-                                 "rope_theta": 1e4, "original_max_position_embeddings": 64},
-             "original_max_position_embeddings": 64},
-            64,
-            "total length",
-        ),
-    ],
-)  # fmt: skip
-def test_a_prefix_is_shared_up_to_the_length_that_changes_the_rotary_embedding(config, limit, obstacle):
-    loaded = tiny_llama(**config)
-    assert loaded._shares_up_to == limit
-    assert loaded._obstacle.endswith(obstacle)
-
-
-def test_each_kind_of_layer_may_have_a_rotary_embedding_of_its_own():
-    one = {"rope_type": "default", "rope_theta": 1e4}
-    other = {"rope_type": "dynamic", "rope_theta": 1e6}
-    assert reward_model._ropes(SimpleNamespace(rope_parameters=one)) == [one]
-    both = {"full_attention": one, "sliding_attention": other, "note": "x"}
-    assert reward_model._ropes(SimpleNamespace(rope_parameters=both)) == [one, other]
-    assert reward_model._ropes(SimpleNamespace(rope_parameters=None)) == reward_model._ropes(SimpleNamespace()) == []
-
-
-@pytest.mark.parametrize(("shared", "expected"), [(8, 0), (9, 9)])
-def test_a_prefix_is_shared_if_that_saves_more_than_a_forward_pass(shared, expected):
-    """Two sequences of n + 1 tokens cost 2(n + 1) and a pass. Sharing n costs n + 2 and two passes, of 8 tokens."""
-    sequences = [(*range(shared), 100), (*range(shared), 101)]
-    loaded = tiny_llama()
-    assert loaded._worthwhile_prefix(sequences, 1000) == expected
-    assert loaded._worthwhile_prefix(sequences[:1], 1000) == 0
-
-
-def test_a_group_that_fits_no_batch_shares_its_prefix_too():
-    """Batches hold the prefix of each row: 3 rows of 5 + 1 tokens are one batch from 18 tokens on."""
-    assert length_buckets([1, 1, 1], 5, 18, 8) == (11, [slice(0, 3)])
-    assert length_buckets([1, 1, 1], 5, 17, 8)[0] == 19
-    assert length_buckets([], 5, 17, 8) == (0, [])
-
-
-def test_a_long_group_is_shared_up_to_the_limit_and_not_beyond(caplog):
-    loaded = tiny_llama()
-    loaded._shares_up_to, loaded._obstacle = 30, "of a test"
-    for length, expected in ((30, 29), (31, 0)):
-        sequences = [(*range(length - 1), 100), (*range(length - 1), 101)]
-        assert loaded._worthwhile_prefix(sequences, 1000) == expected
-    assert [record.message for record in caplog.records] == [
-        "tiny: the common prefix of a group is not shared beyond 30 tokens, because of a test."
-    ]
-
-
 # Arguments of a call, and checkpoints
-
-
-@pytest.mark.parametrize("prompts", ["ab", None, {"a": 1, "b": 2}])
-def test_prompts_that_are_no_list_are_named(model, prompts):
-    with pytest.raises(ValueError, match="reward `reward_model`: `prompts` must be a list with one entry per row"):
-        RewardModelScore(model)(prompts, ["c", "d"])
-
-
-def test_prompts_and_completions_of_different_lengths_are_counted(model):
-    with pytest.raises(ValueError, match="there are 1 in `prompts`, 2 in `completions`"):
-        RewardModelScore(model)(["p"], ["c", "d"])
-
-
-def test_nobody_is_asked_to_run_code_of_a_repository(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "no")
-    config = save_reward_model(tmp_path / "config")
-    (config / "config.json").write_text('{"model_type": "arcane", "auto_map": {"AutoConfig": "x.Y"}}')
-    tokenizer = save_reward_model(tmp_path / "tokenizer")
-    for file in tokenizer.glob("*token*"):
-        file.unlink()
-    (tokenizer / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "Arcane", "auto_map": {"AutoTokenizer": ["x.Y", "x.Y"]}}'
-    )
-    for folder in (config, tokenizer):
-        with pytest.raises(UserError, match=re.escape(str(folder))):
-            RewardModelScore(str(folder)).load()
-    assert asked == []
-
-
-def test_the_first_missing_weight_in_alphabetical_order_is_named(tmp_path):
-    folder = save_reward_model(tmp_path)
-    weights = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if "self_attn" not in name and "score" not in name}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    absent = sorted(set(weights) - set(kept))
-    assert len(absent) == 9
-    with pytest.raises(UserError, match=re.escape(f" lack 9 of the model's tensors (such as {absent[0]})")):
-        RewardModelScore(str(folder)).load()
-
-
-def test_the_device_is_that_of_accelerate_or_the_accelerator_or_the_cpu(monkeypatch):
-    from accelerate import PartialState
-
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(PartialState, "_shared_state", {})
-    assert reward_model._default_device() == torch.device("cuda")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
-    assert reward_model._default_device() == torch.device("cpu")
-    assert PartialState._shared_state == {}, "a look creates no state"
-    monkeypatch.setattr(PartialState, "_shared_state", {"device": torch.device("cuda:3"), "_cpu": False})
-    assert reward_model._default_device() == torch.device("cuda:3")
 
 
 # Loading and encoding
@@ -687,33 +483,6 @@ def test_a_special_token_that_begins_like_another_hides_neither():
     assert "a <|im b <|im_end|>" in tokenizer.decode(forged)
 
 
-def test_the_summary_counts_every_parameter():
-    config = reward_config(vocab_size=1 << 20, hidden_size=1024, intermediate_size=1 << 18, num_hidden_layers=1,
-                           num_attention_heads=8, num_key_value_heads=8, head_dim=128)  # fmt: skip
-    with torch.device("meta"):
-        network = LlamaForSequenceClassification(config).to(torch.bfloat16)
-    embedding, gates, attention, norms, head = 2**30, 3 * 2**28, 4 * 2**20, 3 * 2**10, 2**10
-    count = embedding + gates + attention + norms + head
-    assert LoadedRewardModel("large", network, chat_tokenizer()).summary() == (
-        f"reward model large: {count / 1e9:.2f} B parameters in bfloat16, {2 * count / 2**30:.2f} GiB on meta in every "
-        "process"
-    )
-
-
-@pytest.mark.parametrize("layout", ["native", "internlm2"])
-def test_the_dtype_of_the_arguments_is_that_of_the_loaded_model(layout, model, internlm2):
-    folder = model if layout == "native" else internlm2
-    assert RewardModelScore(folder, dtype="float16").load().network.dtype == torch.float16
-
-
-def test_pickled_weights_are_not_read_beside_safetensors_of_another_name(tmp_path):
-    folder = save_reward_model(tmp_path)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").rename(folder / "other.safetensors")
-    with pytest.raises(UserError, match="can't be loaded as a sequence classifier"):
-        RewardModelScore(str(folder)).load()
-
-
 def test_a_model_that_takes_pad_tokens_for_padding_reads_the_whole_conversation(tmp_path):
     """The template ends in the token that pads, and a row that is scored by itself has no padding."""
     torch.manual_seed(0)
@@ -735,35 +504,167 @@ _TWO_LAYERS = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "n
                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_labels": 1, "pad_token_id": 257,
                "initializer_range": 0.2}  # fmt: skip
 NOT_SHARED = {
-    "no cache": (
-        lambda: OpenAIGPTForSequenceClassification(
+    "no cache": lambda: (
+        OpenAIGPTForSequenceClassification(
             OpenAIGPTConfig(vocab_size=258, n_embd=32, n_layer=1, n_head=4, num_labels=1, pad_token_id=257)
-        ),
-        "the model keeps no key-value cache",
+        )
     ),
-    "a recurrent state": (
-        lambda: Qwen3NextForSequenceClassification(
+    "a recurrent state": lambda: (
+        Qwen3NextForSequenceClassification(
             Qwen3NextConfig(**_TWO_LAYERS, layer_types=["linear_attention", "full_attention"], num_experts=0,
                             linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8,
                             linear_value_head_dim=8)
-        ),
-        "the model has layers whose state is not a list of keys and values",
+        )
     ),
-    "attention to both sides": (two_ways_llama, "the model attends to later tokens"),
-    "attention to both sides, by another key": (
-        lambda: Gemma3TextForSequenceClassification(Gemma3TextConfig(**_TWO_LAYERS, use_bidirectional_attention=True)),
-        "the model attends to later tokens",
+    "attention to both sides": two_ways_llama,
+    "attention to both sides, by another key": lambda: (
+        Gemma3TextForSequenceClassification(Gemma3TextConfig(**_TWO_LAYERS, use_bidirectional_attention=True))
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", NOT_SHARED)
 def test_a_model_whose_prefix_depends_on_more_than_itself_shares_none(kind):
-    make, obstacle = NOT_SHARED[kind]
     torch.manual_seed(0)
-    loaded = LoadedRewardModel(kind, make(), chat_tokenizer())
-    assert (loaded._shares_up_to, loaded._obstacle) == (0, obstacle)
+    loaded = LoadedRewardModel(kind, NOT_SHARED[kind](), chat_tokenizer())
     prefix = tuple(range(40))
     group = [(*prefix, *tail) for tail in ((50, 51), (60,), (70, 71, 72, 73))]
     expected = {ids: pytest.approx(plain_score(loaded, ids), abs=1e-5) for ids in group}
     assert loaded.score([group], 16384, prefix_sharing=True) == expected
+
+
+# Refusals
+
+
+def test_other_models_are_refused(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question="": asked.append(question) or "no")
+    causal = save_reward_model(tmp_path / "causal", LlamaForCausalLM)
+    two = save_reward_model(tmp_path / "two", config=reward_config(num_labels=2))
+    bare = save_reward_model(tmp_path / "bare", template=None)
+    pickled = save_reward_model(tmp_path / "pickled")
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    other = shutil.copytree(pickled, tmp_path / "other")
+    (other / "model.safetensors").rename(other / "other.safetensors")
+    (pickled / "model.safetensors").unlink()
+    remote = save_reward_model(tmp_path / "remote")
+    (remote / "config.json").write_text('{"model_type": "arcane", "auto_map": {"AutoConfig": "x.Y"}}')
+    for name, config in (
+        ("untokenized", None),
+        ("own", '{"tokenizer_class": "Arcane", "auto_map": {"AutoTokenizer": ["x.Y", "x.Y"]}}'),
+    ):
+        for file in save_reward_model(tmp_path / name).glob("*token*"):
+            file.unlink()
+        (tmp_path / name / "tokenizer_config.json").write_text(config) if config else None
+    less = save_reward_model(tmp_path / "less")
+    weights = load_file(less / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if "self_attn" not in name and "score" not in name}
+    save_file(kept, less / "model.safetensors", {"format": "pt"})
+    for folder, *figures in (
+        (causal, 1, "score.weight"), (two, 2), (bare,), (pickled, "safetensors"), (other,), (remote,),
+        (tmp_path / "untokenized",), (tmp_path / "own",), (less, 9, min(set(weights) - set(kept))),
+        (tmp_path, "config.json"), (tmp_path / "absent",),
+    ):  # fmt: skip
+        with refused(folder, *figures):
+            RewardModelScore(str(folder)).load()
+    assert asked == [], "nobody is asked to run code of a repository"
+
+
+def test_a_wrong_argument_is_named(model):
+    for arguments in (
+        {"clamp": 0}, {"clamp": float("nan")}, {"answer_weight": 1.5}, {"dtype": "float8"}, {"cut": "middle"},
+        {"device": "gpu"}, {"max_length": 1}, {"max_batch_tokens": 0}, {"model": ""}, {"model": None},
+    ):  # fmt: skip
+        with refused("reward_model", *arguments, by=RewardSpecError):
+            build_rewards([{"name": "reward_model", "kwargs": {"model": "m", **arguments}}])
+    with refused("reward_model", "model", by=RewardSpecError):
+        build_rewards(["reward_model"])
+    (built,) = build_rewards([{"name": "reward_model", "alias": "judge", "kwargs": {"model": model, "clamp": None}}])
+    assert built.function.__name__ == built.name == "judge"
+    assert built.function(["q"], ["a"]) == RewardModelScore(model, clamp=None)(["q"], ["a"])
+
+
+def test_the_command_line_scores_a_file(model, tmp_path, capsys):
+    rows = [{"prompt": "q", "completion": text} for text in ("yes", "<answer>no</answer>", "\ud800")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = f"{{name: reward_model, kwargs: {{model: {model}}}}}"
+    command = ["score", str(tmp_path / "rows.jsonl"), "--reward", spec, "--out", str(tmp_path / "scored.jsonl")]
+    assert cli.main(command) == 0
+    scored = [json.loads(line)["reward_model"] for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
+    assert scored == pytest.approx(RewardModelScore(model)(["q"] * 3, [row["completion"] for row in rows]), abs=1e-5)
+    (tmp_path / "rows.jsonl").write_text('{"completion": "yes"}\n')
+    assert cli.main(command[:4]) == 2
+    assert "`prompt`" in capsys.readouterr().err
+
+
+# Prefixes and devices
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("linear", None), ("dynamic", 64), ("longrope", 64)])
+def test_a_prefix_is_shared_up_to_the_length_that_changes_the_rotary_embedding(kind, limit, monkeypatch):
+    """A shared prefix is a pass of one row, and then passes of shorter ones."""
+    ropes = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        ropes |= {"long_factor": [1.0] * 4, "short_factor": [1.0] * 4, "original_max_position_embeddings": 64}
+    torch.manual_seed(0)
+    own = {"original_max_position_embeddings": 64} if kind == "longrope" else {}
+    config = reward_config(rope_parameters=ropes, max_position_embeddings=64 if kind == "dynamic" else 256, **own)
+    loaded = LoadedRewardModel(kind, LlamaForSequenceClassification(config), chat_tokenizer())
+    base, shapes = loaded.network.base_model, []
+    original = base.forward
+
+    def forward(input_ids, **kwargs):
+        shapes.append(tuple(input_ids.shape))
+        return original(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(base, "forward", forward)
+    for length in (60, 64, 65):
+        shapes.clear()
+        loaded.score([[(*range(length - 1), 100), (*range(length - 1), 101)]], 1000, prefix_sharing=True)
+        is_shared = limit is None or length <= limit
+        assert shapes == ([(1, length - 1), (2, 1)] if is_shared else [(2, length)])
+
+
+@pytest.mark.parametrize(("shared", "expected"), [(8, [(2, 9)]), (9, [(1, 9), (2, 1)])])
+def test_a_prefix_is_shared_if_that_saves_more_than_a_forward_pass(shared, expected, model, forwards):
+    """Two sequences of n + 1 tokens cost 2(n + 1) and a pass. Sharing n costs n + 2 and two passes, of 8 tokens."""
+    sequences = [(*range(shared), 100), (*range(shared), 101)]
+    RewardModelScore(model).load().score([sequences], 1000, prefix_sharing=True)
+    assert forwards == expected
+    # Batches hold the prefix of each row: 3 rows of 5 + 1 tokens are one batch from 18 tokens on.
+    assert length_buckets([1, 1, 1], 5, 18, 8) == (11, [slice(0, 3)])
+    assert length_buckets([1, 1, 1], 5, 17, 8)[0] == 19
+    assert length_buckets([], 5, 17, 8) == (0, [])
+
+
+def test_the_device_is_that_of_accelerate_or_the_accelerator_or_the_cpu(monkeypatch, model):
+    from accelerate import PartialState
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    found = [reward_model._default_device()]
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
+    found.append(reward_model._default_device())
+    assert PartialState._shared_state == {}, "a look creates no state"
+    monkeypatch.setattr(PartialState, "_shared_state", {"device": torch.device("cuda:3"), "_cpu": False})
+    found.append(reward_model._default_device())
+    assert found == [torch.device("meta"), torch.device("cpu"), torch.device("cuda:3")]
+
+
+@pytest.mark.parametrize("layout", ["native", "internlm2"])
+def test_the_dtype_of_the_arguments_is_that_of_the_loaded_model(layout, model, internlm2):
+    loaded = RewardModelScore(model if layout == "native" else internlm2, dtype="bfloat16").load()
+    assert loaded.network.dtype == torch.bfloat16
+    assert not loaded.network.training
+    assert not any(parameter.requires_grad for parameter in loaded.network.parameters())
+
+
+def test_the_summary_names_the_size_the_dtype_and_the_device():
+    config = reward_config(vocab_size=1 << 20, hidden_size=1024, intermediate_size=1 << 18, num_hidden_layers=1,
+                           num_attention_heads=8, num_key_value_heads=8, head_dim=128)  # fmt: skip
+    with torch.device("meta"):
+        network = LlamaForSequenceClassification(config).to(torch.bfloat16)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    summary = LoadedRewardModel("large", network, chat_tokenizer()).summary()
+    for figure in ("large", f"{count / 1e9:.2f} B", "bfloat16", f"{2 * count / 2**30:.2f} GiB", "meta"):
+        assert figure in summary

@@ -18,7 +18,6 @@ from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 from grpo_rewards.ngrams import Repetition
 from grpo_rewards.registry import build_rewards
 from grpo_rewards.strings import StringMatch
-from tests.support.grids import only
 
 FORMAT = [tag_structure, tag_count, tag_presence, well_formed]
 LAYOUTS = ("answer_tag", "hashes", "boxed", "a_line", "sentence", "auto")
@@ -114,13 +113,6 @@ ADVERSARIAL = {
     "answers": "answer is\n\n" * 50_000,
     "A lines": "\nA:" * 100_000,
 }
-# Every reward scores each text in five places, three times. The longest texts are for the slow part.
-LONGEST_QUICK = 300_000
-COSTLY = ("A lines", "hashes")
-KINDS = [
-    pytest.param(kind, marks=pytest.mark.slow) if len(text) > LONGEST_QUICK or kind in COSTLY else kind
-    for kind, text in ADVERSARIAL.items()
-]
 PLACES = ["{}", "<answer>{}</answer>", "<think>a</think><answer>{}</answer>", "\\boxed{{{}}}", "<think>{}</think>"]
 
 
@@ -129,9 +121,8 @@ def record_everywhere(kind):
     return [[score(reward, text, "18") for text in texts] for reward in REWARDS]
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_adversarial_text_scores_the_same_in_threads_and_coroutines(kind):
+def check_everywhere(kind):
+    """Score a text in threads and coroutines: every reward, in five places."""
     expected = record_everywhere(kind)
     assert all(not value for row in expected[4:10] for value in row)  # the exact rule pays nothing in any layout
 
@@ -143,7 +134,18 @@ def test_an_adversarial_text_scores_the_same_in_threads_and_coroutines(kind):
     async def in_a_coroutine():
         return record_everywhere(kind)
 
-    assert [*outcomes, asyncio.run(in_a_coroutine())] == [expected, expected]
+    assert [*outcomes, asyncio.run(in_a_coroutine())] == [expected, expected], kind
+
+
+@pytest.mark.parametrize("kind", ["tower of ten", "nested fractions", "number words", "lone surrogates"])
+def test_an_adversarial_text_scores_the_same_in_threads_and_coroutines(kind):
+    check_everywhere(kind)
+
+
+@pytest.mark.slow
+def test_every_adversarial_text_scores_the_same_in_threads_and_coroutines():
+    for kind in ADVERSARIAL:
+        check_everywhere(kind)
 
 
 @pytest.mark.slow
@@ -153,8 +155,9 @@ def test_another_process_gives_the_same_scores():
         assert list(executor.map(record_everywhere, kinds)) == list(map(record_everywhere, kinds))
 
 
-@pytest.mark.parametrize("kind", only([], ADVERSARIAL, slow=list(ADVERSARIAL)[::3]))
-def test_an_adversarial_formula_is_not_equal(kind):
+@pytest.mark.slow
+def test_an_adversarial_formula_is_not_equal():
     reward = MathCorrectness(deadline=0.5)
-    for text in (f"<answer>{ADVERSARIAL[kind]}</answer>", f"\\boxed{{{ADVERSARIAL[kind]}}}"):
-        assert score(reward, text, "x+1") == 0.0
+    for kind in list(ADVERSARIAL)[::3]:
+        for text in (f"<answer>{ADVERSARIAL[kind]}</answer>", f"\\boxed{{{ADVERSARIAL[kind]}}}"):
+            assert score(reward, text, "x+1") == 0.0, kind

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rewards.ifeval import KINDS, Instructions, count_capital_words, count_sentences
-from tests.support.grids import only
 from tests.support.growth import growth
 
 
@@ -37,70 +36,14 @@ LOWER = ("change_case:english_lowercase", {})
 QUOTED = ("startend:quotation", {})
 
 
-@pytest.mark.parametrize(
-    ("text", "rule", "pay", "verdict"),
-    [
-        ('"a b"', "share", 1.0, "follows all"),
-        ('"a b"', "strict", 1.0, "follows all"),
-        ('"A b"', "share", 2 / 3, "breaks change_case:english_lowercase"),
-        ('"A b"', "strict", 0.0, "breaks change_case:english_lowercase"),
-        ("A, b", "share", 0.0, "breaks punctuation:no_comma, change_case:english_lowercase, startend:quotation"),
-        (" \n", "share", 0.0, "breaks punctuation:no_comma, change_case:english_lowercase, startend:quotation"),
-        ("<think>A, b</think>\n'a'", "share", 2 / 3, "breaks startend:quotation"),
-        ('<think>"a"', "share", 0.0, "breaks punctuation:no_comma, change_case:english_lowercase, startend:quotation"),
-    ],
-)
-def test_a_completion_earns_the_pay_of_the_table(text, rule, pay, verdict):
-    assert score(text, NO_COMMA, LOWER, QUOTED, rule=rule) == (pytest.approx(pay), verdict)
-
-
 def test_the_pay_is_an_argument():
     assert score("a, b", NO_COMMA, LOWER, pay=4)[0] == 2.0
     reward = Instructions(pay=4)
     assert (reward.highest_pay, reward.kind, reward.__name__) == (4.0, "correctness", "instructions")
     assert score("a</think>b, c", NO_COMMA, prefilled="think")[0] == 0.0
     assert score("a, b</think>c", NO_COMMA, prefilled="think")[0] == 1.0
-    with pytest.raises(ValueError, match="rule must be one of share, strict"):
+    with pytest.raises(ValueError, match="loose"):
         Instructions(rule="loose")
-
-
-@pytest.mark.parametrize(
-    ("ids", "arguments", "problem"),
-    [
-        (None, None, "no list"),
-        ([], [], "no list"),
-        (["punctuation:no_comma"], [], "no list"),
-        ("punctuation:no_comma", [{}], "no list"),
-        (["language:response_language"], [{"language": "de"}], "unknown instruction 'language:response_language'"),
-        (["punctuation:no_comma", "keywords:exists"], [{}, {}], "unknown instruction 'keywords:exists'"),
-        ([7], [{}], "unknown instruction 7"),
-        (["keywords:existence"], [{}], "keywords must be a list of strings"),
-        (["keywords:existence"], [{"keywords": "cat"}], "keywords must be a list of strings"),
-        (["keywords:existence"], [{"keywords": [""]}], "keywords must be a list of strings that are not blank"),
-        (["length_constraints:number_words"], [{"num_words": 3}], "relation must be 'less than' or 'at least'"),
-        (["length_constraints:number_words"], [{"num_words": -1, "relation": "at least"}], "must be a whole number"),
-        (["length_constraints:number_words"], [{"num_words": True, "relation": "at least"}], "must be a whole number"),
-        (["length_constraints:number_words"], [{"num_words": math.nan, "relation": "at least"}], "a whole number"),
-        (["length_constraints:number_words"], [{"num_words": math.inf, "relation": "at least"}], "a whole number"),
-        (["keywords:letter_frequency"], [{"letter": "ab", "let_frequency": 1, "let_relation": "at least"}], "one char"),
-        (["startend:end_checker"], [None], "end_phrase must be"),
-    ],
-)
-def test_a_row_that_cannot_be_checked_is_none(ids, arguments, problem):
-    # The reference draws a missing argument at random.
-    columns, metrics = {}, {}
-    scores = Instructions()(
-        completions=["a", "a"], instruction_id_list=[ids, ["punctuation:no_comma"]], kwargs=[arguments, [{}]],
-        log_extra=columns.__setitem__, log_metric=metrics.__setitem__,
-    )  # fmt: skip
-    assert scores == [None, 1.0]
-    assert problem in columns["verdict"][0]
-    assert metrics == {"rewards/instructions/unscorable": 1.0, "rewards/instructions/follows_all": 1.0}
-
-
-def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match="`kwargs` .its kwarg kwargs_column.; the batch has instruction_id_list"):
-        Instructions()(completions=["a"], instruction_id_list=[["punctuation:no_comma"]])
 
 
 # A completion that follows the instruction, one that only seems to, and the reason why it does not.
@@ -150,7 +93,7 @@ TRAPS = [
     ("detectable_format:multiple_sections", {"section_spliter": "S.", "num_sections": 1}, "S. 1", "Sx 1", "no regex"),
     ("detectable_format:json_format", {}, "```json\n{}\n```", "{} and more", "JSON and more"),
     ("detectable_format:json_format", {}, "[1]", "NaN", "NaN is not JSON"),
-    ("detectable_format:json_format", {}, '"a"', '{"a": 1, "a": 2}', "a key that occurs twice"),
+    ("detectable_format:json_format", {}, '"a"', '{"a": 1, "a": 2}', "a double key"),
     ("detectable_format:title", {}, "<<a>>", "<< >>", "a blank title"),
     ("detectable_format:title", {}, "<<<a>>>", "<<a\n>>", "a title in two lines"),
     ("combination:two_responses", {}, "a******b", "a****** a", "the same twice"),
@@ -173,24 +116,6 @@ TRAPS = [
     ("punctuation:no_comma", {}, "a; b", "1,000", "a comma in a number"),
     ("punctuation:no_comma", {}, "a، b", ",", "a comma alone"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "arguments", "good", "bad", "trap"), TRAPS)
-def test_a_trap_breaks_its_instruction(name, arguments, good, bad, trap):
-    assert score(good, (name, arguments)) == (1.0, "follows all")
-    assert score(bad, (name, arguments)) == (0.0, f"breaks {name}")
-
-
-def test_every_kind_has_a_trap():
-    assert {name for name, *_ in TRAPS} == set(KINDS)
-
-
-def test_sentences_of_prose_are_counted():
-    assert count_sentences("Dr. Ann Lee, e.g., paid $3.50. She left (quickly). “Why?” No. 5 knew!") == 4
-    assert count_sentences("J. R. Smith said: “ Yes. ”") == 1
-    assert count_sentences("So did I. Then we left.") == 2
-    assert count_sentences("One line\nwithout a period\n- and a list") == 1
-    assert count_sentences(" \n") == 0
 
 
 def test_words_in_capitals_are_counted():
@@ -296,7 +221,7 @@ def followed(rng, name):
 def test_completions_that_follow_by_construction_are_paid_in_full():
     rng = random.Random(3)
     for name in KINDS:
-        for _ in range(200):
+        for _ in range(60):
             arguments, text = followed(rng, name)
             thinking = rng.choice(["", "<think>\nHm, ok, [a], *b*.\n</think>\n"])
             nulls = dict.fromkeys(("num_words", "keywords", "end_phrase"))  # as IFEval's own data has them
@@ -418,14 +343,7 @@ UNITS = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("unit", only(UNITS[::12], UNITS, slow=UNITS[::3]))
-def test_the_cost_of_an_adversarial_text_is_linear(unit):
-    # 4 is linear, 16 quadratic.
-    assert growth(lambda text: score(text, *EVERY_KIND), lambda n: unit * (n // len(unit)), 20_000) < 9
-    assert growth(lambda text: score(text, *EVERY_KIND), lambda n: "x" + unit * (n // len(unit)) + "x", 20_000) < 9
-
-
+@pytest.mark.slow
 def test_scores_are_the_same_in_threads_processes_and_coroutines():
     reward = Instructions()
     assert pickle.loads(pickle.dumps(reward)) == reward
@@ -448,12 +366,6 @@ def _in_a_process(texts, columns):
     return Instructions()(completions=texts, **columns)
 
 
-def test_letters_may_be_any_character():
-    for letter in [*string.ascii_letters, "!", "#"]:
-        arguments = {"letter": letter, "let_frequency": 2, "let_relation": "at least"}
-        assert score(letter * 2, ("keywords:letter_frequency", arguments))[0] == 1.0
-
-
 THREE = {
     "keywords:frequency": ("Cat scatter CAT", {"keyword": "cat"}, "frequency", "relation"),
     "keywords:letter_frequency": ("A banan", {"letter": "a"}, "let_frequency", "let_relation"),
@@ -463,96 +375,6 @@ THREE = {
 }
 
 
-@pytest.mark.parametrize("name", THREE)
-def test_a_number_is_compared_as_the_relation_says(name):
-    text, given, count, relation = THREE[name]
-    for limit, at_least, less_than in ((2, True, False), (3, True, False), (4, False, True)):
-        assert score(text, (name, {**given, count: limit, relation: "at least"}))[0] == at_least, limit
-        assert score(text, (name, {**given, count: limit, relation: "less than"}))[0] == less_than, limit
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "key", "given", "held"),
-    [
-        ("length_constraints:number_paragraphs", "a\n***\nb *** c", "num_paragraphs", {}, [3]),
-        ("length_constraints:number_paragraphs", "*** a *** b *** c\n***", "num_paragraphs", {}, [3]),
-        ("length_constraints:number_paragraphs", "a ****** b", "num_paragraphs", {}, []),
-        ("detectable_format:number_bullet_lists", "- a\n * b\n-c\n**d**\ne - f", "num_bullets", {}, [3]),
-        ("detectable_format:number_bullet_lists", "- a\n*\n- c\n*", "num_bullets", {}, [3]),
-        ("detectable_content:number_placeholders", "[a] [b]\n[[c]\n[d\ne]", "num_placeholders", {}, [0, 1, 2, 3]),
-        ("detectable_format:number_highlighted_sections", "*a* * * *b*\n*c\nd*", "num_highlights", {}, [0, 1, 2]),
-        ("detectable_format:multiple_sections", "SECTION 1 SECTION2 Section 3", "num_sections",
-         {"section_spliter": "SECTION"}, [0, 1, 2]),
-    ],
-)  # fmt: skip
-def test_marks_are_counted(name, text, key, given, held):
-    assert [count for count in range(6) if score(text, (name, {**given, key: count}))[0]] == held
-
-
-@pytest.mark.parametrize(
-    ("text", "nth", "word", "holds"),
-    [
-        ("One a.\n\ntwo, b", 1, "ONE", True),
-        ("One a.\n\ntwo, b", 2, "Two", True),
-        ("One a.\n\ntwo, b", 3, "two", False),
-        ('One\n\n\'"Two" is', 2, "two", True),
-        ("One\n\n\n\ntwo", 2, "two", False),  # the blank one is the second
-        ("One\n\ntwo\n\nthree", 2, "two", False),
-        ("One\n\n \t\n\ntwo", 1, "one", True),  # one of spaces is blank too
-        ("One\n\n  two", 2, "two", True),
-    ],
-)
-def test_the_first_word_of_the_nth_paragraph(text, nth, word, holds):
-    given = {"num_paragraphs": 2, "nth_paragraph": nth, "first_word": word}
-    assert score(text, ("length_constraints:nth_paragraph_first_word", given))[0] == holds
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "readable"),
-    [
-        ("keywords:existence", {"keywords": ["a", ""]}, False),
-        ("keywords:existence", {"keywords": [" a ", "b"]}, True),
-        ("keywords:existence", {"keywords": ("a", 3)}, False),
-        ("startend:end_checker", {"end_phrase": " a "}, True),
-        ("startend:end_checker", {"end_phrase": "  "}, False),
-        ("keywords:letter_frequency", {"letter": " A ", "let_frequency": 0.0, "let_relation": "at least"}, True),
-        ("keywords:letter_frequency", {"letter": "ab", "let_frequency": 0, "let_relation": "at least"}, False),
-        ("keywords:letter_frequency", {"letter": "a", "let_frequency": 0.5, "let_relation": "at least"}, False),
-        ("keywords:letter_frequency", {"letter": "a", "let_frequency": "1", "let_relation": "at least"}, False),
-        ("keywords:letter_frequency", {"letter": "a", "let_frequency": 1, "let_relation": "more than"}, False),
-        ("length_constraints:nth_paragraph_first_word",
-         {"num_paragraphs": 0, "nth_paragraph": 0, "first_word": "a"}, False),
-        ("length_constraints:nth_paragraph_first_word",
-         {"num_paragraphs": 0, "nth_paragraph": 1, "first_word": "a"}, True),
-    ],
-)  # fmt: skip
-def test_an_argument_has_its_form_or_the_row_cannot_be_scored(name, given, readable):
-    pay, verdict = score("a b", (name, given))
-    assert (pay is not None) == readable, verdict
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("", 0), ("a", 1), ("Dr. Who came. He left.", 2), ("J. Doe came. I. She left.", 3), ("It is 3.5 m. long", 1),
-        ('He said "never." Then left', 2), ("(Yes!) Really", 2), ("See p. 3... and so on", 2),
-        ("e.g. This and i.e. That", 1), ("Wait... Then go", 2), ("a.m. Now", 1), ("end. (next", 1), ("end. (Next", 2),
-        # NLTK too puts a mark that stands alone at the end of the sentence before it.
-        ('What? " And', 2), ('He left. ” And so on', 2), ('" What?', 1), ('So it is. "', 1), ('Is it? " ) He left', 2),
-        ('"', 1), ('Mr. " Lee', 1), ('end. ( "Next" )', 2), ("I. She left.", 2), ("Why?! Yes", 2),
-        ("by Ann. 3 left", 2), ("Look at that. iPhones sell.", 1), ("Look at that. (eBay sells.", 1),
-    ],
-)  # fmt: skip
-def test_sentences_end_where_a_reader_ends_them(text, count):
-    assert count_sentences(text) == count
-
-
-@pytest.mark.parametrize("label", ["", "json", "Json", "JSON"])
-def test_a_fence_around_json_may_be_labelled_as_in_the_reference(label):
-    assert score(f"\n```{label}\n[1, 2]\n```\n", ("detectable_format:json_format", {}))[0] == 1.0
-    assert score(f"```{label}x\n[1, 2]\n```", ("detectable_format:json_format", {}))[0] == 0.0
-
-
 def test_the_columns_that_are_read_are_those_of_ifevals_data_or_the_given_ones():
     assert Instructions().columns_read == ("instruction_id_list", "kwargs")
     assert Instructions(ids_column="ids", kwargs_column="given").columns_read == ("ids", "given")
@@ -560,3 +382,131 @@ def test_the_columns_that_are_read_are_those_of_ifevals_data_or_the_given_ones()
         completions=["a"], ids=[["punctuation:no_comma"]], given=[[{}]]
     )
     assert scores == [1.0]
+
+
+# --- Tables
+
+
+def test_a_completion_earns_the_pay_of_the_table():
+    for text, rule, pay, broken in (
+        ('"a b"', "share", 1.0, []), ('"a b"', "strict", 1.0, []), ('"A b"', "share", 2 / 3, [LOWER]),
+        ('"A b"', "strict", 0.0, [LOWER]), ("A, b", "share", 0.0, [NO_COMMA, LOWER, QUOTED]),
+        (" \n", "share", 0.0, [NO_COMMA, LOWER, QUOTED]), ("<think>A, b</think>\n'a'", "share", 2 / 3, [QUOTED]),
+        ('<think>"a"', "share", 0.0, [NO_COMMA, LOWER, QUOTED]),
+    ):  # fmt: skip
+        found, verdict = score(text, NO_COMMA, LOWER, QUOTED, rule=rule)
+        assert found == pytest.approx(pay)
+        assert [one for one in (NO_COMMA, LOWER, QUOTED) if one[0] in verdict] == broken
+
+
+WORDS_3 = "length_constraints:number_words"
+LETTERS = "keywords:letter_frequency"
+UNREADABLE = [
+    (None, None), ([], []), (["punctuation:no_comma"], []), ("punctuation:no_comma", [{}]),
+    (["language:response_language"], [{"language": "de"}]), (["punctuation:no_comma", "keywords:exists"], [{}, {}]),
+    ([7], [{}]), (["keywords:existence"], [{}]), (["keywords:existence"], [{"keywords": "cat"}]),
+    (["keywords:existence"], [{"keywords": ["a", ""]}]), (["keywords:existence"], [{"keywords": ("a", 3)}]),
+    ([WORDS_3], [{"num_words": 3}]), ([WORDS_3], [{"num_words": -1, "relation": "at least"}]),
+    ([WORDS_3], [{"num_words": True, "relation": "at least"}]),
+    ([WORDS_3], [{"num_words": math.nan, "relation": "at least"}]),
+    ([WORDS_3], [{"num_words": math.inf, "relation": "at least"}]),
+    ([WORDS_3], [{"num_words": 3, "relation": "more than"}]),
+    ([LETTERS], [{"letter": "ab", "let_frequency": 1, "let_relation": "at least"}]),
+    ([LETTERS], [{"letter": "a", "let_frequency": 0.5, "let_relation": "at least"}]),
+    ([LETTERS], [{"letter": "a", "let_frequency": "1", "let_relation": "at least"}]),
+    (["startend:end_checker"], [None]), (["startend:end_checker"], [{"end_phrase": "  "}]),
+    (["length_constraints:nth_paragraph_first_word"], [{"num_paragraphs": 0, "nth_paragraph": 0, "first_word": "a"}]),
+]  # fmt: skip
+
+
+def test_a_row_that_cannot_be_checked_is_none():
+    # The reference draws a missing argument at random.
+    for ids, arguments in UNREADABLE:
+        metrics = {}
+        scores = Instructions()(
+            completions=["a", "a"], instruction_id_list=[ids, ["punctuation:no_comma"]], kwargs=[arguments, [{}]],
+            log_metric=metrics.__setitem__,
+        )  # fmt: skip
+        assert scores == [None, 1.0], ids
+        assert metrics == {"rewards/instructions/unscorable": 1.0, "rewards/instructions/follows_all": 1.0}
+    for name, arguments in (
+        ("keywords:existence", {"keywords": [" a ", "b"]}), ("startend:end_checker", {"end_phrase": " a b "}),
+        (LETTERS, {"letter": " A ", "let_frequency": 0.0, "let_relation": "at least"}),
+    ):  # fmt: skip
+        assert score("a b", (name, arguments))[0] == 1.0
+    with pytest.raises(ValueError, match="`kwargs`.*instruction_id_list"):
+        Instructions()(completions=["a"], instruction_id_list=[["punctuation:no_comma"]])
+
+
+def test_a_trap_breaks_its_instruction():
+    for name, arguments, good, bad, trap in TRAPS:
+        assert (score(good, (name, arguments))[0], score(bad, (name, arguments))[0]) == (1.0, 0.0), trap
+    assert {name for name, *_ in TRAPS} == set(KINDS)
+    for label in ("", "json", "Json", "JSON"):
+        assert score(f"\n```{label}\n[1, 2]\n```\n", ("detectable_format:json_format", {}))[0] == 1.0
+    for letter in [*string.ascii_letters, "!", "#"]:
+        assert (
+            score(letter * 2, (LETTERS, {"letter": letter, "let_frequency": 2, "let_relation": "at least"}))[0] == 1.0
+        )
+
+
+def test_a_number_is_compared_as_the_relation_says():
+    for name, (text, fixed, count, relation) in THREE.items():
+        for limit, at_least, less_than in ((2, True, False), (3, True, False), (4, False, True)):
+            assert score(text, (name, {**fixed, count: limit, relation: "at least"}))[0] == at_least, name
+            assert score(text, (name, {**fixed, count: limit, relation: "less than"}))[0] == less_than, name
+
+
+MARKS = [
+    ("length_constraints:number_paragraphs", "a\n***\nb *** c", "num_paragraphs", {}, [3]),
+    ("length_constraints:number_paragraphs", "*** a *** b *** c\n***", "num_paragraphs", {}, [3]),
+    ("length_constraints:number_paragraphs", "a ****** b", "num_paragraphs", {}, []),
+    ("detectable_format:number_bullet_lists", "- a\n * b\n-c\n**d**\ne - f", "num_bullets", {}, [3]),
+    ("detectable_format:number_bullet_lists", "- a\n*\n- c\n*", "num_bullets", {}, [3]),
+    ("detectable_content:number_placeholders", "[a] [b]\n[[c]\n[d\ne]", "num_placeholders", {}, [0, 1, 2, 3]),
+    ("detectable_format:number_highlighted_sections", "*a* * * *b*\n*c\nd*", "num_highlights", {}, [0, 1, 2]),
+    ("detectable_format:multiple_sections", "SECTION 1 SECTION2 Section 3", "num_sections",
+     {"section_spliter": "SECTION"}, [0, 1, 2]),
+]  # fmt: skip
+FIRST_WORDS = [
+    ("One a.\n\ntwo, b", 1, "ONE", True), ("One a.\n\ntwo, b", 2, "Two", True), ("One a.\n\ntwo, b", 3, "two", False),
+    ('One\n\n\'"Two" is', 2, "two", True), ("One\n\n\n\ntwo", 2, "two", False),  # the blank one is the second
+    ("One\n\ntwo\n\nthree", 2, "two", False), ("One\n\n  two", 2, "two", True),
+    ("One\n\n \t\n\ntwo", 1, "one", True),  # one of spaces is blank too
+]  # fmt: skip
+SENTENCES = [
+    ("", 0), ("a", 1), ("Dr. Who came. He left.", 2), ("J. Doe came. I. She left.", 3), ("It is 3.5 m. long", 1),
+    ('He said "never." Then left', 2), ("(Yes!) Really", 2), ("See p. 3... and so on", 2),
+    ("e.g. This and i.e. That", 1), ("Wait... Then go", 2), ("a.m. Now", 1), ("end. (next", 1), ("end. (Next", 2),
+    # NLTK too puts a mark that stands alone at the end of the sentence before it.
+    ('What? " And', 2), ('He left. ” And so on', 2), ('" What?', 1), ('So it is. "', 1), ('Is it? " ) He left', 2),
+    ('"', 1), ('Mr. " Lee', 1), ('end. ( "Next" )', 2), ("I. She left.", 2), ("Why?! Yes", 2), (" \n", 0),
+    ("by Ann. 3 left", 2), ("Look at that. iPhones sell.", 1), ("Look at that. (eBay sells.", 1),
+    ("Dr. Ann Lee, e.g., paid $3.50. She left (quickly). “Why?” No. 5 knew!", 4),
+    ("J. R. Smith said: “ Yes. ”", 1), ("One line\nwithout a period\n- and a list", 1),
+]  # fmt: skip
+
+
+def test_marks_first_words_and_sentences_are_counted():
+    for name, text, key, fixed, held in MARKS:
+        assert [count for count in range(6) if score(text, (name, {**fixed, key: count}))[0]] == held, text
+    for text, nth, word, holds in FIRST_WORDS:
+        arguments = {"num_paragraphs": 2, "nth_paragraph": nth, "first_word": word}
+        assert score(text, ("length_constraints:nth_paragraph_first_word", arguments))[0] == holds, text
+    for text, count in SENTENCES:
+        assert count_sentences(text) == count, text
+
+
+def check_costs(units):
+    for unit in units:
+        for make in (lambda n, unit=unit: unit * (n // len(unit)), lambda n, unit=unit: f"x{unit * (n // len(unit))}x"):
+            assert growth(lambda text: score(text, *EVERY_KIND), make, 20_000) < 9, unit  # 4 is linear, 16 quadratic
+
+
+def test_the_cost_of_an_adversarial_text_is_linear():
+    check_costs(['"'])
+
+
+@pytest.mark.slow
+def test_the_cost_of_every_adversarial_text_is_linear():
+    check_costs(UNITS[::3])

@@ -372,6 +372,7 @@ def test_errors_about_a_large_value_do_not_cost_more():
     assert growth(lambda n: reward(completions=['{"a":' * 7 + '{"x": "' + "y" * n + '"}' + "}" * 7]), int, 24_000) < 1.6
 
 
+@pytest.mark.slow
 def test_scores_are_the_same_in_threads_processes_and_coroutines():
     reward = JsonSchema(schema=PERSON)
     assert pickle.loads(pickle.dumps(reward)) == reward

@@ -327,7 +327,7 @@ def test_any_text_is_scored(model):
 
 def test_a_long_conversation_loses_its_oldest_tokens_or_the_end_of_its_answer(internlm2):
     logged: dict = {}
-    conversation = chat("one two three four five six seven", "eight nine ten eleven twelve")
+    conversation = chat("one two three four five six " + "seven", "eight nine ten " + "eleven twelve")
     decode = RewardModelScore(internlm2).load().tokenizer.decode
     for cut, kept in (
         ("prompt", "<s>eight nine ten eleven twelve<|im_end|>\n<|reward|>"),

@@ -57,23 +57,23 @@ def test_the_policy_table_has_all_its_rows():
     assert {len(row) for row in POLICY} == {5}
 
 
-@pytest.mark.parametrize(("question", "arguments", "gold", "completion", "verdict"), POLICY)
-def test_a_row_of_the_policy_table_is_true(question, arguments, gold, completion, verdict):
-    columns = {}
-    reward = GSM8KCorrectness(**({} if arguments == "–" else yaml.safe_load(code(arguments))))
-    (score,) = reward(completions=[code(completion)], answer=[code(gold)], log_extra=columns.__setitem__)
-    assert columns["verdict"] == [verdict]
-    assert score == {"exact": 2.0, "equal": 1.5, "no gold": None}.get(verdict, 0.0)
+def test_every_row_of_the_policy_table_is_true():
+    for question, arguments, gold, completion, verdict in POLICY:
+        columns = {}
+        reward = GSM8KCorrectness(**({} if arguments == "–" else yaml.safe_load(code(arguments))))
+        (score,) = reward(completions=[code(completion)], answer=[code(gold)], log_extra=columns.__setitem__)
+        assert columns["verdict"] == [verdict], question
+        assert score == {"exact": 2.0, "equal": 1.5, "no gold": None}.get(verdict, 0.0), question
 
 
-@pytest.mark.parametrize(("question", "choices", "gold", "completion", "names"), CHOICES)
-def test_a_row_of_the_table_of_choices_is_true(question, choices, gold, completion, names):
-    columns = {}
-    (score,) = choice_correctness(
-        completions=[code(completion)], answer=[gold], choices=[choices.split(", ")], log_extra=columns.__setitem__
-    )
-    assert columns["extracted"] == [None if names == "none" else names]
-    assert score == float(names == gold)
+def test_every_row_of_the_table_of_choices_is_true():
+    for question, choices, gold, completion, names in CHOICES:
+        columns = {}
+        (score,) = choice_correctness(
+            completions=[code(completion)], answer=[gold], choices=[choices.split(", ")], log_extra=columns.__setitem__
+        )
+        assert columns["extracted"] == [None if names == "none" else names], question
+        assert score == float(names == gold), question
 
 
 def test_the_audit_of_the_page_finds_what_it_prints(tmp_path, monkeypatch, capsys):

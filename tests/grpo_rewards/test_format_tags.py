@@ -30,13 +30,12 @@ TABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_a_completion_earns_the_pay_of_the_table(name):
-    text, *expected = TABLE[name]
+def test_a_completion_earns_the_pay_of_the_table():
     rewards = (tag_structure, tag_count, tag_presence, well_formed)
-    for completion in (text, [{"role": "assistant", "content": text}]):
-        scores = [reward(prompts=["p"], completions=[completion], answer=["18"])[0] for reward in rewards]
-        assert scores == pytest.approx(expected)
+    for name, (text, *expected) in TABLE.items():
+        for completion in (text, [{"role": "assistant", "content": text}]):
+            scores = [reward(prompts=["p"], completions=[completion], answer=["18"])[0] for reward in rewards]
+            assert scores == pytest.approx(expected), name
 
 
 @pytest.mark.parametrize("reward", [TagStructure, TagCount, TagPresence, WellFormed])
@@ -63,17 +62,12 @@ def test_structure_equals_the_sources_two_patterns():
     assert matched > 10
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"tags": ["think", "think"]}, "tags"),
-        ({"tags": ["think", ""]}, "tags"),
-        ({"tags": ["think", "<answer>"]}, "tags"),
-        ({"pay": float("nan")}, "pay"),
-        ({"pay": "much"}, "pay"),
-        ({"prefilled": "reasoning"}, "prefilled"),
-    ],
-)
-def test_a_bad_argument_names_its_key(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        WellFormed(**kwargs)
+def test_a_bad_argument_names_its_key():
+    for key, value in (
+        ("tags", ["think", "<answer>"]),
+        ("pay", float("nan")),
+        ("pay", "much"),
+        ("prefilled", "reasoning"),
+    ):
+        with pytest.raises(ValueError, match=key):
+            WellFormed(**{key: value})

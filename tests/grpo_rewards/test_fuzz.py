@@ -15,7 +15,6 @@ import pytest
 
 from grpo_rewards.registry import REGISTERED, build_rewards
 from tests.grpo_rewards.test_any_text import ADVERSARIAL, CHOICES, PIECES
-from tests.support.grids import only
 from tests.support.growth import FACTOR, growth
 
 COMPLETIONS = 200_000
@@ -60,17 +59,7 @@ EXTRA = r"""
 SOUP = [
     *PIECES.split(),
     *EXTRA.split(),
-    "\n",
-    "\n\n",
-    " ",
-    "\t",
-    "\r",
-    "\x00",
-    "\u200b",
-    "\u202e",
-    "\ud800",
-    "\U0010ffff",
-    "e\u0301",
+    *("\n", "\n\n", " ", "\t", "\r", "\x00", "\u200b", "\u202e", "\ud800", "\U0010ffff", "e\u0301"),
 ]
 GOLDS = ["18", "1,234", "Steps.\n#### 5", "1/2", "", "Tuesday", "x+1", "\\frac{\\sqrt{3}}{2}", "(1,2)", "A", None]
 # Golds that are compared without math-verify, which the test of `math_correctness` exercises enough.
@@ -161,10 +150,7 @@ def scored(function: Any) -> Callable[[str], Any]:
     return call
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("every", only([], [1, 5], slow=[5]))
-@pytest.mark.parametrize("name", CHEAP)
-def test_no_repeated_piece_costs_more_than_its_length(name: str, every: int) -> None:
+def check_repeated(name: str, every: int) -> None:
     """Compare the CPU time at one length and at four times that length, so that the machine makes no difference.
 
     A symbolic comparison is left out: it runs in another process and has its own deadline.
@@ -177,6 +163,19 @@ def test_no_repeated_piece_costs_more_than_its_length(name: str, every: int) -> 
                 if found > 2 * FACTOR:
                     too_fast.append((function.name, piece, shape, round(found, 1)))
     assert not too_fast
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHEAP)
+def test_no_repeated_piece_costs_more_than_its_length(name: str) -> None:
+    check_repeated(name, 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CHEAP)
+def test_no_repeated_piece_of_any_kind_costs_more_than_its_length(name: str) -> None:
+    check_repeated(name, 1)
 
 
 def growth_of(function: Any, piece: str, shape: str) -> float:

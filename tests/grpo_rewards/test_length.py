@@ -4,6 +4,7 @@ import pytest
 
 from grpo_rewards.length import GroupLength
 from grpo_rewards.registry import RewardSpecError, build_rewards
+from tests.support.errors import refused
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
@@ -42,13 +43,13 @@ def test_an_unscorable_gold_is_none():
 
 
 def test_a_layout_that_splits_groups_is_refused_with_the_fix():
-    with pytest.raises(ValueError, match="multiple of num_generations"):
+    with pytest.raises(ValueError, match="num_generations"):
         score([RIGHT] * 3, 2)
     with pytest.raises(ValueError, match=r"different prompts.*num_generations_eval"):
         score([RIGHT] * 4, 4, prompts=["p", "p", "q", "q"])
     with pytest.raises(ValueError, match="2 in `prompts`, 4 in `completions`"):
         score([RIGHT] * 4, 2, prompts=["p", "p"])
-    with pytest.raises(ValueError, match="needs num_generations"):
+    with pytest.raises(ValueError, match="num_generations"):
         GroupLength()(["p"], [RIGHT], answer=["18"])
 
 
@@ -60,7 +61,7 @@ def test_a_recipe_fills_in_the_group_size_and_the_correctness_reward():
     (built,) = build_rewards([spec], num_generations=2)
     assert built.function.needs_whole_groups
     assert built.function(["p", "p"], ["#### 18", "#### 18   "], answer=["18"] * 2) == [0.5, -0.5]
-    with pytest.raises(RewardSpecError, match="num_generations must be a whole number of at least 1"):
+    with refused("group_length", "num_generations", by=RewardSpecError):
         build_rewards([{"name": "group_length", "kwargs": {"num_generations": 0}}])
 
 
@@ -75,5 +76,5 @@ def test_reasons_are_logged_and_token_ids_passed_on():
     ids = [[0] * 10, [0] * 20, [0] * 30]
     assert reward(["p"] * 3, ["a", "b", "c"], completion_ids=ids, log_reason=reasons.__setitem__) == [0.5, 0.0, None]
     assert seen == [ids]
-    assert [reason.partition(",")[0] for reason in reasons["reason"]] == ["right", "wrong", "not scored"]
-    assert reasons["reason"][0] == "right, length 10 in a group of 10 to 30"
+    assert len(set(reasons["reason"])) == 3
+    assert all(figure in reasons["reason"][1] for figure in ("20", "10", "30"))

@@ -12,8 +12,10 @@ STATE = "import os, sys; print(os.environ['HF_HUB_DISABLE_TELEMETRY'], os.enviro
 LIBRARIES = "print([name for name in ('huggingface_hub', 'torch', 'bitsandbytes') if name in sys.modules])"
 
 
-@pytest.mark.parametrize("package", ["grpo_recipes", "grpo_rewards"])
-@pytest.mark.parametrize(("given", "kept"), [({}, "1 1"), ({"HF_HUB_DISABLE_TELEMETRY": "0"}, "0 1")])
+@pytest.mark.parametrize(
+    ("package", "given", "kept"),
+    [("grpo_recipes", {}, "1 1"), ("grpo_rewards", {"HF_HUB_DISABLE_TELEMETRY": "0"}, "0 1")],
+)
 def test_statistics_are_off_before_a_library_is_imported(package: str, given: dict[str, str], kept: str) -> None:
     program = f"from {package}.cli import main\ntry:\n    main(['--version'])\nfinally:\n    {STATE}; {LIBRARIES}"
     names = ("HF_HUB_DISABLE_TELEMETRY", "VLLM_NO_USAGE_STATS")

@@ -592,10 +592,7 @@ def test_prepare_scores_a_sample_or_names_what_is_wrong(tmp_path):
         reward = JudgeScore(server.url, "m", template="{completion} {reference}", cache=str(tmp_path / "a" / "b"))
         assert server.url in reward.prepare()
         assert os.path.isdir(tmp_path / "a" / "b")
-    with (
-        serving(lambda request, handler: (200, completion("Sure!"))) as server,
-        refused("reward `judge`: m", "Sure!"),
-    ):
+    with serving(lambda request, handler: (200, completion("Sure!"))) as server, refused("reward `judge`: m", "Sure!"):
         JudgeScore(server.url, "m").prepare()
 
 

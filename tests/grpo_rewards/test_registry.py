@@ -232,10 +232,7 @@ def test_a_sum_adds_weighted_parts_and_logs_them():
                  "rewards": ["tag_structure", {"name": "tag_count", "weight": 2.0}]})  # fmt: skip
     columns, metrics = {}, {}
     scores = total.function(
-        prompts=["p", "p"],
-        completions=[TEXT, "<think>"],
-        log_extra=columns.__setitem__,
-        log_metric=metrics.__setitem__,
+        prompts=["p", "p"], completions=[TEXT, "<think>"], log_extra=columns.__setitem__, log_metric=metrics.__setitem__
     )
     assert scores == [0.5 + 2 * 1.0, 2 * 0.25]
     assert columns == {"format/tag_structure": [0.5, 0.0], "format/tag_count": [1.0, 0.25]}

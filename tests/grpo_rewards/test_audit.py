@@ -73,21 +73,15 @@ def test_a_sloppy_reward_is_found_by_the_kinds_that_it_pays(reward, kinds):
 @pytest.mark.parametrize(
     ("reward", "check"),
     [
-        ("floats", "raises"),
-        ("not_finite", "finite"),
-        ("depends_on_batch", "other rows"),
+        ("floats", "raises"), ("not_finite", "finite"), ("depends_on_batch", "other rows"),
         pytest.param("depends_on_order", "other rows", marks=pytest.mark.slow),
         pytest.param("counts_calls", "deterministic", marks=pytest.mark.slow),
-        pytest.param("draws", "deterministic", marks=pytest.mark.slow),
-        ("returns_none", "count"),
+        pytest.param("draws", "deterministic", marks=pytest.mark.slow), ("returns_none", "count"),
         pytest.param("returns_too_few", "count", marks=pytest.mark.slow),
-        pytest.param("returns_text", "finite", marks=pytest.mark.slow),
-        ("none_for_wrong", "none"),
-        ("raises_on_empty", "raises"),
-        ("empties_completions", "arguments"),
-        ("takes_no_columns", "columns"),
+        pytest.param("returns_text", "finite", marks=pytest.mark.slow), ("none_for_wrong", "none"),
+        ("raises_on_empty", "raises"), ("empties_completions", "arguments"), ("takes_no_columns", "columns"),
     ],
-)
+)  # fmt: skip
 def test_a_broken_contract_is_named(reward, check):
     audit = audited(reward, NUMBERS[:2])
     assert audit.found
@@ -98,22 +92,14 @@ def test_a_broken_contract_is_named(reward, check):
 @pytest.mark.parametrize(
     ("reward", "kind"),
     [
-        ("no_punctuation", "another number"),
-        ("sorted_characters", "cut short"),
-        ("rounds", "another number"),
-        ("starts_with", "inside a longer"),
-        ("is_start_of", "cut short"),
-        ("largest", "several values"),
-        ("no_spaces", "cut short"),
-        ("near", "another number"),
-        ("absolute", "another number"),
-        ("long_thinking", "keywords and padding"),
-        ("any_box", "another answer"),
-        ("counts_wait", "keywords and padding"),
-        ("counts_own_word", "keywords and padding"),
+        ("no_punctuation", "another number"), ("sorted_characters", "cut short"), ("rounds", "another number"),
+        ("starts_with", "inside a longer"), ("is_start_of", "cut short"), ("largest", "several values"),
+        ("no_spaces", "cut short"), ("near", "another number"), ("absolute", "another number"),
+        ("long_thinking", "keywords and padding"), ("any_box", "another answer"),
+        ("counts_wait", "keywords and padding"), ("counts_own_word", "keywords and padding"),
         ("any_json_value", "JSON with another"),
     ],
-)
+)  # fmt: skip
 def test_a_sibling_of_a_sloppy_reward_is_found(reward, kind):
     assert is_paid(kind, audited(reward, NUMBERS))
 

@@ -18,16 +18,10 @@ UNSCORABLE = {"rows.jsonl": '{"completion": "<answer>18</answer>", "answer": ""}
 
 INTERNLM2 = json.dumps(
     {
-        "architectures": ["InternLM2ForRewardModel"],
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
+        "architectures": ["InternLM2ForRewardModel"], "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
     }
-)
+)  # fmt: skip
 
 
 JUDGE = {"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m", "attempts": 1}}

@@ -141,17 +141,10 @@ def test_a_group_is_scored_in_one_call(tmp_path, capsys):
 
 
 WRONG_CALLS = [
-    ("scor", "`score`"),
-    ("train", "`train`"),
-    ("", "audit"),
-    ("score", "--reward"),
-    ("score {rows}", "--reward"),
-    ("audit {rows}", "--reward"),
-    ("convert-internlm2 a", "DST"),
-    ("score --reward r", "file"),
-    ("check {rows} --gold_colum x", "`--gold_column`"),
-    ("score {rows} --reward r --num_generations x", "x"),
-]
+    ("scor", "`score`"), ("train", "`train`"), ("", "audit"), ("score", "--reward"), ("score {rows}", "--reward"),
+    ("audit {rows}", "--reward"), ("convert-internlm2 a", "DST"), ("score --reward r", "file"),
+    ("check {rows} --gold_colum x", "`--gold_column`"), ("score {rows} --reward r --num_generations x", "x"),
+]  # fmt: skip
 BAD_CALLS = [
     ("score absent.jsonl --reward tag_count", "absent.jsonl"), ("score {rows} --reward tag_cuont", "`tag_count`"),
     ("score {rows} --reward {{name:tag_count", "{name:tag_count"),
@@ -177,12 +170,8 @@ BAD_CALLS = [
 def test_bad_usage_is_one_line_and_exit_code_2(rows, tmp_path, capsys):
     (tmp_path / "o.jsonl").mkdir()
     recipes = {
-        "bad": b"rewards: [",
-        "text": b"rewards: tag_count",
-        "no": b"rewards: []",
-        "list": b"- a",
-        "bytes": b"\xff",
-    }
+        "bad": b"rewards: [", "text": b"rewards: tag_count", "no": b"rewards: []", "list": b"- a", "bytes": b"\xff",
+    }  # fmt: skip
     for name, content in recipes.items():
         (tmp_path / f"{name}.yaml").write_bytes(content)
     for line, *figures in WRONG_CALLS:

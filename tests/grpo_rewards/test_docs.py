@@ -157,13 +157,8 @@ def test_verifiers_adapter_scores_its_call(monkeypatch):
 
         def score(self, completion, answer):
             objects = {
-                "prompt": [],
-                "completion": completion,
-                "answer": answer,
-                "state": {},
-                "info": {},
-                "parser": None,
-            }
+                "prompt": [], "completion": completion, "answer": answer, "state": {}, "info": {}, "parser": None,
+            }  # fmt: skip
             return [float(func(**objects, task=None)) for func in self.funcs]
 
     monkeypatch.setitem(sys.modules, "verifiers", types.SimpleNamespace(Rubric=Rubric))

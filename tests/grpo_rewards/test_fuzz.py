@@ -38,18 +38,13 @@ MODELS = {"reward_model", "judge"}
 PROGRAMS = {"unit_tests"}  # its runs have tests of their own, in test_programs.py
 SPECS: dict[str, list[dict[str, Any]]] = {
     "gsm8k_correctness": [{"extract": layout} for layout in LAYOUTS] + [{"prefilled": "think"}],
-    "math_correctness": [{"deadline": 0.5}],
-    "tag_structure": [{}],
-    "tag_count": [{}],
-    "tag_presence": [{}, {"tags": ["reasoning", "answer"]}],
-    "well_formed": [{}, {"prefilled": "think"}],
+    "math_correctness": [{"deadline": 0.5}], "tag_structure": [{}], "tag_count": [{}],
+    "tag_presence": [{}, {"tags": ["reasoning", "answer"]}], "well_formed": [{}, {"prefilled": "think"}],
     "group_length": [{"num_generations": 4}],
     "choice_correctness": [{"extract": layout} for layout in ("answer_tag", "sentence", "whole", "auto")],
     "string_match": [{"match": match, "extract": "whole"} for match in ("exact", "casefold", "squad", "f1")],
-    "repetition": [{}, {"ngram": 20}],
-    "json_schema": [{"schema": SCHEMA}],
-    "instructions": [{}],
-}
+    "repetition": [{}, {"ngram": 20}], "json_schema": [{"schema": SCHEMA}], "instructions": [{}],
+}  # fmt: skip
 EXTRA = r"""
     {"n": 1} {"n": [}, "name": "x\u0000" } ```json ``` ```python ``` [[[ ]]] null true -0 1e400 NaN Infinity
     apples, dollars. P.S. * - 1. <<title>> [x] "quoted" 第一 答案是 ответ الجواب उत्तर ١٨ １８ Ⅷ ²

@@ -68,19 +68,14 @@ REFERS_BACK = [
 
 
 PAID = {
-    "a fence": fenced(ANN),
-    "a fence without a label": fenced(ANN, ""),
-    "a fence of four": f"````json\n{ANN}\n````",
-    "a fence in capitals": fenced(ANN, "JSON"),
-    "prose around a fence": f"Here it is:\n\n{fenced(ANN)}\nAnything else?",
+    "a fence": fenced(ANN), "a fence without a label": fenced(ANN, ""), "a fence of four": f"````json\n{ANN}\n````",
+    "a fence in capitals": fenced(ANN, "JSON"), "prose around a fence": f"Here it is:\n\n{fenced(ANN)}\nAnything else?",
     "another language's fence beside it": f"{fenced('ls', 'sh')}\n{fenced(ANN)}",
     "a shorter fence inside a longer one": "<think>a</think>\n````\n```json\n```\n````\n" + fenced(ANN),
     "a fence of output, unmarked, beside it": f"{fenced('total 0', '')}\n{fenced(ANN)}",
     "before a thinking block that never closes": f"{fenced(ANN)}\n<think>\n{fenced('{}')}",
-    "an indented fence": f"  ```json\n  {ANN}\n  ```",
-    "a tag": f"<answer>{ANN}</answer>",
-    "a fence in a tag": f"<answer>\n{fenced(ANN)}\n</answer>",
-    "nothing but the object": f"\n{ANN}\n",
+    "an indented fence": f"  ```json\n  {ANN}\n  ```", "a tag": f"<answer>{ANN}</answer>",
+    "a fence in a tag": f"<answer>\n{fenced(ANN)}\n</answer>", "nothing but the object": f"\n{ANN}\n",
     "behind the thinking": f"<think>{{}} or {fenced('{}')}?</think>\n{ANN}",
     "in several lines": fenced(json.dumps(json.loads(ANN), indent=2)),
     "braces in a string": fenced('{"name": "}{", "age": 1}'),
@@ -89,7 +84,7 @@ PAID = {
     "a fence in a string": '{"name": "```json\\n{}\\n```", "age": 1}',
     "escapes": fenced('{"name": "\\u0041\\"\\n", "age": 1}'),
     "an integral float, an integer to JSON Schema": fenced('{"name": "Ann", "age": 30.0}'),
-}
+}  # fmt: skip
 
 
 def test_the_pays_are_arguments():
@@ -103,37 +98,28 @@ def test_the_pays_are_arguments():
 # Completions that a naive reward pays for.
 TRAPS = {
     "two objects in two fences": fenced(ANN) + "\n" + fenced('{"name": "Bob", "age": 2}'),
-    "the same object twice": fenced(ANN) + "\n" + fenced(ANN),
-    "two objects in one fence": fenced(ANN + "\n" + ANN),
+    "the same object twice": fenced(ANN) + "\n" + fenced(ANN), "two objects in one fence": fenced(ANN + "\n" + ANN),
     "two answer blocks": f"<answer>{ANN}</answer><answer>{ANN}</answer>",
     "an object inside the thinking only": f"<think>{fenced(ANN)}</think>",
     "an object in a thinking block that never closes": f"<think>{fenced(ANN)}",
-    "a fence that never closes": f"```json\n{ANN}",
-    "a tag that never closes": f"<answer>{ANN}",
+    "a fence that never closes": f"```json\n{ANN}", "a tag that never closes": f"<answer>{ANN}",
     "a closing tag before the opening one": f"</answer>{ANN}<answer>",
-    "prose before a bare object": f"Here it is: {ANN}",
-    "prose after a bare object": f"{ANN} is it",
+    "prose before a bare object": f"Here it is: {ANN}", "prose after a bare object": f"{ANN} is it",
     "prose inside the tag": f"<answer>I say {ANN}</answer>",
     "a comment": fenced('{"name": "Ann", "age": 30 /* about */}'),
-    "a trailing comma": fenced('{"name": "Ann", "age": 30,}'),
-    "single quotes": fenced("{'name': 'Ann', 'age': 30}"),
+    "a trailing comma": fenced('{"name": "Ann", "age": 30,}'), "single quotes": fenced("{'name': 'Ann', 'age': 30}"),
     "Python's True": fenced('{"name": "Ann", "age": True}'),
-    "a double key": fenced('{"name": "Ann", "age": -1, "age": 30}'),
-    "NaN": fenced('{"name": "Ann", "age": NaN}'),
+    "a double key": fenced('{"name": "Ann", "age": -1, "age": 30}'), "NaN": fenced('{"name": "Ann", "age": NaN}'),
     "Infinity": fenced('{"name": "Ann", "age": Infinity}'),
     "a float beyond double precision": fenced('{"name": "Ann", "age": 1e999}'),
     "a float that is 0 to double precision": fenced('{"name": "Ann", "age": 1e-400}'),
     "an object before the fence": ANN + "\n" + fenced(ANN),
-    "a number of 301 digits": fenced('{"name": "Ann", "age": ' + "9" * 301 + "}"),
-    "BOM": "\ufeff" + ANN,
-    "a line break in a string": fenced('{"name": "An\nn", "age": 30}'),
-    "a list around the object": fenced(f"[{ANN}]"),
-    "a string that holds the object": fenced(json.dumps(ANN)),
-    "a fence of YAML": fenced(ANN, "yaml"),
+    "a number of 301 digits": fenced('{"name": "Ann", "age": ' + "9" * 301 + "}"), "BOM": "\ufeff" + ANN,
+    "a line break in a string": fenced('{"name": "An\nn", "age": 30}'), "a list around the object": fenced(f"[{ANN}]"),
+    "a string that holds the object": fenced(json.dumps(ANN)), "a fence of YAML": fenced(ANN, "yaml"),
     "an object beside the fence in the tag": f"<answer>{fenced(ANN)}{ANN}</answer>",
-    "the schema itself": fenced(json.dumps(PERSON)),
-    "null": fenced("null"),
-}
+    "the schema itself": fenced(json.dumps(PERSON)), "null": fenced("null"),
+}  # fmt: skip
 
 
 # A schema, a value that fits it, and one that only seems to. Some validators and shortcuts get these wrong.

@@ -46,14 +46,10 @@ def scored(reward: UnitTests, completions: list[str], tests: Any) -> tuple[list[
 
 def test_each_program_earns_the_share_of_tests_that_it_passes() -> None:
     completions = [
-        fenced("def add(a, b):\n    return a + b"),
-        fenced("def add(a, b):\n    return abs(a + b) if a < 1 else 3"),
-        fenced("def add(a, b):\n    return 3"),
-        fenced("def add(a, b):\n    raise KeyError"),
-        fenced("def add(a, b)"),
-        "I can't.",
-        fenced("def add(a, b):\n    return a + b"),
-    ]
+        fenced("def add(a, b):\n    return a + b"), fenced("def add(a, b):\n    return abs(a + b) if a < 1 else 3"),
+        fenced("def add(a, b):\n    return 3"), fenced("def add(a, b):\n    raise KeyError"), fenced("def add(a, b)"),
+        "I can't.", fenced("def add(a, b):\n    return a + b"),
+    ]  # fmt: skip
     scores, logged = scored(unit_tests, completions, ADD)
     assert scores == pytest.approx([1, 1, 1 / 3, 0, 0, 0, 1])
     assert "1 of 3" in logged["verdict"][2]

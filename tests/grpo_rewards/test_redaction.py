@@ -135,12 +135,8 @@ def test_an_error_that_quotes_a_part_of_a_secret_is_scrubbed() -> None:
     recipe = {"base_url": "http://bob:plain%20pass99@h", "kwargs": {"api_key": "two  words'9", "pwd": PEM}}
     known = secret_values(recipe)
     quoted = [
-        "no: plain%20pass99",
-        "no: plain pass99",
-        f"no: {'two words'}'9",
-        f"no: {recipe['kwargs']!r}",
-        json.dumps(PEM),
-    ]
+        "no: plain%20pass99", "no: plain pass99", f"no: {'two words'}'9", f"no: {recipe['kwargs']!r}", json.dumps(PEM),
+    ]  # fmt: skip
     for text in quoted:
         shown = scrubbed(text, known)
         assert HIDDEN in shown

@@ -122,16 +122,10 @@ def source_rule(get_score, messages, response, scale=3.0):
 
 
 TEXTS = [
-    "",
-    "plain",
-    "<answer>4</answer>",
-    "<think>\nx\n</think>\n<answer>\n 42 \n</answer>",
-    "<answer></answer>",
-    "<answer>unclosed",
-    "</answer>before<answer>",
-    "<answer>first</answer><answer>second</answer>",
+    "", "plain", "<answer>4</answer>", "<think>\nx\n</think>\n<answer>\n 42 \n</answer>", "<answer></answer>",
+    "<answer>unclosed", "</answer>before<answer>", "<answer>first</answer><answer>second</answer>",
     "<answer>a<answer>b</answer></answer>",
-]
+]  # fmt: skip
 
 
 def test_the_bias_of_the_head_is_added(model):

@@ -21,6 +21,8 @@ from grpo_rewards.reward import (
     checked_number,
     checked_positive,
     checked_tags,
+    is_passing,
+    reaches,
 )
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -219,3 +221,11 @@ def test_a_number_lies_within_its_bounds_or_is_named() -> None:
     built("judge", lowest=1.0, highest=1.5)
     with pytest.raises(ValueError, match=r"lowest.*highest.*1\.5"):
         built("judge", lowest=1.5, highest=1.5)
+
+
+def test_a_score_passes_up_to_the_rounding_of_float32() -> None:
+    third = 0.3333333432674408  # 1/3 in float32
+    assert [reaches(score, 1.0) for score in (1.0, 1 - 5e-7, 1.5, 1 - 2e-6)] == [True, True, True, False]
+    assert (reaches(third, 1 / 3), reaches(-1 - 5e-7, -1.0)) == (True, True)
+    assert [is_passing(score, None) for score in (0.0, 1e-9, -1.0)] == [False, True, False]
+    assert [is_passing(score, 0.5) for score in (0.5, 0.4)] == [True, False]

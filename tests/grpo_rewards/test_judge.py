@@ -392,6 +392,13 @@ def test_a_run_goes_on_without_its_judge_after_one_warning(caplog):
     assert "503" in caplog.records[0].getMessage()
 
 
+def test_requests_that_are_at_fault_themselves_do_not_end_the_others(caplog):
+    with serving(lambda request, handler: (400, b"too long")) as server:
+        assert score(server, [f"{i}" for i in range(12)], group=1, concurrency=1)[0] == [None] * 12
+        assert len(server.requests) == 12
+    assert not caplog.records
+
+
 def test_a_rejected_key_ends_the_requests_at_once():
     with serving(lambda request, handler: (401, b"bad key")) as server:
         assert score(server, [f"{i}" for i in range(32)], group=4, concurrency=1)[0] == [None] * 32

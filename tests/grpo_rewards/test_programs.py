@@ -58,6 +58,7 @@ def test_each_program_earns_the_share_of_tests_that_it_passes() -> None:
     assert logged["rewards/unit_tests/passed"] == pytest.approx(3 / 7)
     assert logged["rewards/unit_tests/programs"] == 5, "equal programs of a row run once"
     assert scored(UnitTests(rule="all", pay=2.0), completions[1:3], ADD)[0] == [2.0, 0.0]
+    assert scored(UnitTests(pay=2.0), completions[2:3], ADD)[0] == [pytest.approx(2 / 3)]
 
 
 def test_the_output_of_each_pair_is_compared_but_for_trailing_space() -> None:

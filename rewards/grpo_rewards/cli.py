@@ -236,8 +236,7 @@ def _check_rows(
         raise UserError(f"{options.file}: `{options.gold_column}`", problem, fix)
     clash = columns & {reward.name for reward in rewards}
     if clash and options.out:
-        problem = "the file already has a column of this name"
-        raise UserError(f"{options.file}: `{min(clash)}`", problem, "give that reward an alias")
+        raise UserError(f"{options.file}: `{min(clash)}`", "the file has this column", "give that reward an alias")
     if complaints and any(reward.needs_whole_groups for reward in rewards):
         fix = "correct it first, because a dropped row would shift the groups"
         raise UserError(options.file, complaints[0], fix)

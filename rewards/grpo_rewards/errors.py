@@ -21,9 +21,8 @@ class UserError(ValueError):
     """
 
     def __init__(self, place: object, problem: str = "", fix: str = "") -> None:
-        fix = fix.removeprefix(": ")  # as `did_you_mean` begins
-        super().__init__(str(place), problem, fix)
-        self.place, self.problem, self.fix = str(place), problem, fix
+        self.place, self.problem, self.fix = str(place), problem, fix.removeprefix(": ")  # as `did_you_mean` begins
+        super().__init__(self.place, self.problem, self.fix)
 
     def __str__(self) -> str:
         """Return the sentence that is printed."""

@@ -343,8 +343,7 @@ def judged_rewards(rewards: Sequence[BuiltReward]) -> list[BuiltReward]:
     single = different_rewards(rewards)
     models = [reward.name for reward in single if reward.kind == "judge" or reward.declared.model_source is not None]
     if models:
-        problem = "it calls a model, which an audit does thousands of times"
-        raise UserError(f"reward `{models[0]}`", problem, "audit the others")
+        raise UserError(f"reward `{models[0]}`", "it calls a model, thousands of times here", "audit the others")
     alone = [reward for reward in single if not reward.needs_whole_groups]
     correct = [reward for reward in alone if reward.kind == "correctness"]
     other = [reward for reward in alone if reward.kind == "other"]

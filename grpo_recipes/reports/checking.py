@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +16,28 @@ NEAR_BEST = 0.9
 MOVING_PROMPTS = "`sampling` draws harder prompts as the policy learns; `eval_strategy: steps` shows whether it does"
 """Reason why the training reward says nothing about progress."""
 
-Found = tuple[int, str]
-"""Optimizer step and sentence of a problem."""
-Check = Callable[[Run], Found | str]
+
+@dataclass(frozen=True)
+class Finding:
+    """Problem in a run."""
+
+    step: int
+    """Optimizer step at which the problem begins, or up to which it was seen."""
+    threshold: float | None
+    """Limit that the check compares a figure with, or None if it compares two intervals or counts."""
+    figures: Mapping[str, Any]
+    """Numbers, and names of rewards and tools, by name."""
+    sentence: str = ""
+    """Text for a reader, made of all that is above."""
+    check: str = ""
+    """Name of the check."""
+
+    def saying(self, words: str) -> Finding:
+        """Return the finding with a sentence. `words` has names of figures, `step` or `threshold` in braces."""
+        return replace(self, sentence=words.format(step=self.step, threshold=self.threshold, **self.figures))
+
+
+Check = Callable[[Run], Finding | str]
 """Function that returns a problem, or a clause with the figure that is fine."""
 
 
@@ -81,22 +102,22 @@ def is_near_best(run: Run, share: float = NEAR_BEST) -> bool:
 # ---- The cost of a problem
 
 
-def cost(run: Run, shares: Series) -> str:
-    """Return a clause with the share of the run's tokens, or of its steps if tokens were not logged, that is lost.
+def cost(run: Run, shares: Series) -> dict[str, Any]:
+    """Return the share of the run's tokens, or of its steps if tokens were not logged, that is `lost`, and its `unit`.
 
     Each value of `shares` is the share that is lost since the point before.
     """
     steps = np.array([0, *shares.steps])
     spent, unit = _spent(run)
     lost = float((np.diff(spent(steps)) * np.clip(shares.values, 0, 1)).sum())
-    return f"{lost / spent(np.array([run.log.last_step]))[0]:.0%} of the run's {unit}"
+    return {"lost": lost / float(spent(np.array([run.log.last_step]))[0]), "unit": unit}
 
 
-def cost_after(run: Run, step: int) -> str:
-    """Return a clause with the share of the run's tokens, or of its steps if tokens were not logged, after a step."""
+def cost_after(run: Run, step: int) -> dict[str, Any]:
+    """Return the share of the run's tokens, or of its steps if tokens were not logged, after the step `since`."""
     spent, unit = _spent(run)
     before, total = spent(np.array([step, run.log.last_step]))
-    return f"{1 - before / total:.0%} of the run's {unit} come after step {step}"
+    return {"lost": float(1 - before / total), "unit": unit, "since": step}
 
 
 def _spent(run: Run) -> tuple[Callable[[np.ndarray], np.ndarray], str]:

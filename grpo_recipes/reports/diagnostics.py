@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -27,7 +27,7 @@ from grpo_recipes.reports.checking import (
     NEAR_BEST,
     Check,
     DoesNotApply,
-    Found,
+    Finding,
     NoData,
     cost,
     cost_after,
@@ -60,6 +60,8 @@ HELD_OUT_LIMIT = 0.25
 """Smallest change of the held-out reward as a share of the training reward's rise in the same steps."""
 ACCURACY_GAIN = 0.05
 """Gain in strict accuracy below which the accuracy is flat. Both intervals must exclude it."""
+FORMAT_SHARE = 0.5
+"""Share of the format's rise from which on a rise of correctness explains it."""
 FORMAT_POINTS = 8
 """Smallest number of logged means of a format reward that are compared with correctness."""
 LENGTH_LIMIT = 0.8
@@ -87,15 +89,6 @@ VARIANCE_LIMIT = 0.95
 
 PROBLEM, FINE, NOT_CHECKED, NOT_APPLICABLE = "problem", "fine", "not checked", "does not apply"
 """Results of a check, in the order in which they are listed."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Problem in a run: the check that found it, the optimizer step, and a sentence."""
-
-    check: str
-    step: int
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,7 @@ def diagnose(run: Run) -> Diagnosis:
             if isinstance(result, str):
                 diagnosis.fine[name] = result
             else:
-                diagnosis.findings.append(Finding(name, *result))
+                diagnosis.findings.append(replace(result, check=name))
     diagnosis.findings.extend(filter(None, (unscorable_golds(run), unscored(run), stopped(run))))
     return diagnosis
 
@@ -192,7 +185,10 @@ def as_table(diagnosis: Diagnosis) -> list[Part]:
 
 
 def as_dict(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return a diagnosis for `--json`."""
+    """Return a diagnosis for `--json`.
+
+    Each of `findings` has `check`, `step`, `threshold`, `figures` (numbers and names, by name) and `sentence`.
+    """
     counts = {"checks": len(CHECKS), "checked": diagnosis.checked}
     return {"looks_fine": diagnosis.looks_fine, "verdict": diagnosis.verdict, **counts, **asdict(diagnosis)}
 
@@ -209,7 +205,7 @@ def describe(diagnosis: Diagnosis) -> str:
 # Checks
 
 
-def format_without_correctness(run: Run) -> Found | str:
+def format_without_correctness(run: Run) -> Finding | str:
     """Look for a format reward that rises while correctness does not: the policy may be learning a layout only.
 
     If no reward is known to judge correctness, any reward that does not judge format or length may do so.
@@ -226,7 +222,7 @@ def format_without_correctness(run: Run) -> Found | str:
     reward, means = next((one for one in long if one[1].trend > 0), long[0])
     if means.trend <= 0:
         return f"no format reward rises: `{reward.name}` goes {means.change()}"
-    rises = f"`{reward.name}` rises {means.change()}"
+    rises, figures = f"`{reward.name}` rises {means.change()}", {"reward": reward.name, **means.ends}
     others = [(judge, risen) for judge, risen in parts if judge.kind != "format"]
     correctness = [(judge, risen) for judge, risen in others if judge.kind == "correctness"]
     judges = correctness or [(judge, risen) for judge, risen in others if judge.kind != "length"] or others
@@ -249,13 +245,15 @@ def format_without_correctness(run: Run) -> Found | str:
         for judge, risen in known:
             # Correctness of a few completions is noisy. A rise of half the format's size does not show that it stays
             # flat, nor does one that is smaller by less than a standard error.
-            if _rise(judge, risen, risen.margin / 3) >= _rise(reward, means) / 2:
+            if _rise(judge, risen, risen.margin / 3) >= FORMAT_SHARE * _rise(reward, means):
                 return f"{rises}, and `{judge.name}` goes {risen.change()}, which may be noise"
-        flat = f"`{known[0][0].name}` goes {known[0][1].change()}"
+        flat = "`{judge}` goes from {judge_start:.2f} to {judge_end:.2f}"
+        figures |= {"judge": known[0][0].name, "judge_start": known[0][1].start, "judge_end": known[0][1].end}
     half = means.first_step(lambda value: value >= (means.start + means.end) / 2)
-    return means.last_step, (
-        f"{rises} by step {means.last_step}, while {flat}: {cost_after(run, half)}, where half of the format is "
-        "learnt; lower its `weight`, or pay it only with a right answer (`gate`)"
+    return Finding(means.last_step, FORMAT_SHARE, {**figures, **cost_after(run, half)}).saying(
+        "`{reward}` rises from {start:.2f} to {end:.2f} by step {step}, while " + flat + ": {lost:.0%} of the run's "
+        "{unit} come after step {since}, where half of the format is learnt; lower its `weight`, or pay it only with a "
+        "right answer (`gate`)"
     )
 
 
@@ -268,7 +266,7 @@ def _rise(reward: RunReward, means: Series, error: float = 0.0) -> float:
     return (means.end - means.start + error) / max(highest, 1e-9)
 
 
-def length_into_cap(run: Run) -> Found | str:
+def length_into_cap(run: Run) -> Finding | str:
     """Look for completions that grow by a quarter or more, to beyond 80 % of `max_completion_length`."""
     lengths, cap = trending(run, "completions/mean_length"), run.config.get("max_completion_length")
     if not run.config:
@@ -278,13 +276,14 @@ def length_into_cap(run: Run) -> Found | str:
     if not _grow(lengths) or lengths.end < LENGTH_LIMIT * cap:
         return f"completions go {lengths.change(0)} tokens on average, where the cap is {cap}"
     step = lengths.first_step(lambda value: value >= LENGTH_LIMIT * cap)
-    return step, (
-        f"completions grow {lengths.change(0)} tokens, into the cap of {cap} (`max_completion_length`) from step "
-        f"{step}: {_growth(lengths)}; raise the cap, or pay for short answers (`group_length`)"
+    return Finding(step, LENGTH_LIMIT * cap, {"cap": cap, **lengths.ends, "growth": _growth(lengths)}).saying(
+        "completions grow from {start:.0f} to {end:.0f} tokens, into the cap of {cap} (`max_completion_length`) from "
+        "step {step}: {growth:.0%} of the completion tokens are growth; raise the cap, or pay for short answers "
+        "(`group_length`)"
     )
 
 
-def length_without_gain(run: Run) -> Found | str:
+def length_without_gain(run: Run) -> Finding | str:
     """Look for completions that grow by a quarter or more while no reward and no accuracy rises.
 
     The reward must be known well enough to exclude a rise of 10 % of its highest value.
@@ -300,9 +299,11 @@ def length_without_gain(run: Run) -> Found | str:
     if not _excludes_gain(run, reward):
         return f"{grow}, and {change}, which may be noise"
     step = lengths.first_step(lambda value: value >= GROWTH_LIMIT * lengths.start)
-    return step, (
-        f"completions grow {lengths.change(0)} tokens, by a quarter from step {step}, while {change}: "
-        f"{_growth(lengths)}; pay for short answers (`group_length`), or lower `max_completion_length`"
+    figures = {**lengths.ends, "growth": _growth(lengths), "reward_start": reward.start, "reward_end": reward.end}
+    return Finding(step, GROWTH_LIMIT, figures).saying(
+        "completions grow from {start:.0f} to {end:.0f} tokens, by a quarter from step {step}, while the reward goes "
+        "from {reward_start:.2f} to {reward_end:.2f}: {growth:.0%} of the completion tokens are growth; pay for short "
+        "answers (`group_length`), or lower `max_completion_length`"
     )
 
 
@@ -311,13 +312,12 @@ def _grow(lengths: Series) -> bool:
     return lengths.trend > 0 and lengths.end >= GROWTH_LIMIT * lengths.start
 
 
-def _growth(lengths: Series) -> str:
-    """Return a clause with the share of all completion tokens beyond the length at the start."""
-    beyond = sum(max(0.0, value - lengths.start) for value in lengths.values)
-    return f"{beyond / sum(lengths.values):.0%} of the completion tokens are growth"
+def _growth(lengths: Series) -> float:
+    """Return the share of all completion tokens beyond the length at the start."""
+    return sum(max(0.0, value - lengths.start) for value in lengths.values) / sum(lengths.values)
 
 
-def plateau(run: Run) -> Found | str:
+def plateau(run: Run) -> Finding | str:
     """Look for a reward that does not rise in the second half of the run, below 80 % of its highest value.
 
     The reward must be known well enough to exclude a rise of 10 % of its highest value. Neither another reward nor a
@@ -345,10 +345,10 @@ def plateau(run: Run) -> Found | str:
     if is_slow_rise or not _excludes_gain(run, late):
         return f"{change}, which may be a rise within its noise"
     step = _plateau_begins(reward, late)
-    return step, (
-        f"the reward has not risen since step {step}, and goes {late.change()} in the second half of the run: "
-        f"{cost_after(run, step)}; end the run there, or change what may limit it (the prompts' difficulty, "
-        "`learning_rate`, `beta`)"
+    return Finding(step, GAIN_LIMIT, {**late.ends, **cost_after(run, step)}).saying(
+        "the reward has not risen since step {step}, and goes from {start:.2f} to {end:.2f} in the second half of the "
+        "run: {lost:.0%} of the run's {unit} come after step {since}; end the run there, or change what may limit it "
+        "(the prompts' difficulty, `learning_rate`, `beta`)"
     )
 
 
@@ -379,7 +379,7 @@ def _better(run: Run, step: int) -> str:
     return "strict accuracy rises" if _strict_accuracy_rises(run) else ""
 
 
-def truncated(run: Run) -> Found | str:
+def truncated(run: Run) -> Finding | str:
     """Look for more than a quarter of the completions cut off at the cap at the end of the run."""
     share = trending(run, "completions/clipped_ratio")
     if share.end <= TRUNCATED_LIMIT:
@@ -393,13 +393,13 @@ def truncated(run: Run) -> Found | str:
     if cap and lengths.steps == share.steps:
         pairs = zip(share.values, lengths.values, strict=True)
         tokens = Series(share.steps, [clipped * cap / max(length, 1.0) for clipped, length in pairs])
-    return share.last_step, (
-        f"{share.end:.0%} of the completions are cut off at `max_completion_length` by step {share.last_step}, and an "
-        f"answer behind the cut is lost: {cost(run, tokens)} are in such completions; raise it, or {masked}"
+    return Finding(share.last_step, TRUNCATED_LIMIT, {"share": share.end, **cost(run, tokens)}).saying(
+        "{share:.0%} of the completions are cut off at `max_completion_length` by step {step}, and an answer behind "
+        f"the cut is lost: {{lost:.0%}} of the run's {{unit}} are in such completions; raise it, or {masked}"
     )
 
 
-def identical_completions(run: Run) -> Found | str:
+def identical_completions(run: Run) -> Finding | str:
     """Look for groups that repeat one text, in more than half of the groups that could still earn more."""
     groups = run.rows.groupby(["step", "prompt"], sort=False).agg(
         reward=("total", "mean"),
@@ -414,19 +414,19 @@ def identical_completions(run: Run) -> Found | str:
     improvable = scored["reward"] < run.rows["total"].max() - 1e-6
     if improvable.sum() < 4:
         return f"{(~improvable).sum():,} of {len(scored):,} groups earn the best reward"
-    share = identical[improvable].mean()
-    repeats = f"{share:.0%} of the groups that don't earn the best reward repeat one completion"
+    share = float(identical[improvable].mean())
     if share <= IDENTICAL_LIMIT:
+        repeats = f"{share:.0%} of the groups that don't earn the best reward repeat one completion"
         return f"{repeats} (limit {IDENTICAL_LIMIT:.0%})"
     step = int(scored.loc[improvable & identical, "step"].min())
-    wasted = scored.loc[identical, "characters"].sum() / max(scored["characters"].sum(), 1)
-    return step, (
-        f"{repeats} throughout, from step {step}: there is nothing to compare in {wasted:.0%} of the logged text; "
-        "raise `temperature`"
+    wasted = float(scored.loc[identical, "characters"].sum() / max(scored["characters"].sum(), 1))
+    return Finding(step, IDENTICAL_LIMIT, {"share": share, "wasted": wasted}).saying(
+        "{share:.0%} of the groups that don't earn the best reward repeat one completion throughout, from step {step}: "
+        "there is nothing to compare in {wasted:.0%} of the logged text; raise `temperature`"
     )
 
 
-def entropy_collapse(run: Run) -> Found | str:
+def entropy_collapse(run: Run) -> Finding | str:
     """Look for a policy whose entropy falls below a tenth of its start."""
     entropy = trending(run, "entropy")
     change = f"{entropy.change(3)} nats per token"
@@ -435,14 +435,14 @@ def entropy_collapse(run: Run) -> Found | str:
     if is_near_best(run):
         return f"entropy goes {change}, and nearly all is solved"
     step = entropy.first_step(lambda value: value < ENTROPY_LIMIT * entropy.start)
-    return step, (
-        f"entropy falls {change}, below a tenth from step {step}: the policy has stopped exploring, and "
-        f"{cost_after(run, step)}; lower `learning_rate`, raise `temperature` or `epsilon_high`, or add a KL term "
-        "(`beta`)"
+    return Finding(step, ENTROPY_LIMIT * entropy.start, {**entropy.ends, **cost_after(run, step)}).saying(
+        "entropy falls from {start:.3f} to {end:.3f} nats per token, below a tenth from step {step}: the policy has "
+        "stopped exploring, and {lost:.0%} of the run's {unit} come after step {since}; lower `learning_rate`, raise "
+        "`temperature` or `epsilon_high`, or add a KL term (`beta`)"
     )
 
 
-def zero_variance(run: Run) -> Found | str:
+def zero_variance(run: Run) -> Finding | str:
     """Look for zero-variance groups, in more than half of the groups, or in more than 80 % at the end of the run.
 
     The completions of such a group all have one reward, so that their advantages are zero.
@@ -458,14 +458,19 @@ def zero_variance(run: Run) -> Found | str:
         most, place, limit = share.end, " at the end of the run", SATURATED_LIMIT
     step = share.first_step(lambda value: value > limit)
     advice = "" if run.recipe.get("sampling") else ", or fewer such prompts (`sampling: informative`)"
-    return step, (
-        f"{most:.0%} of the groups have no variance in their rewards{place}, more than {limit:.0%} first at step {step}"
-        f"{_easy_or_hard(run)}: the policy gradient ignores {cost(run, share)}; end the run earlier, or use prompts of "
-        f"another difficulty{advice}"
+    easy, logged_groups = _easy(run), ""
+    if easy is not None:
+        logged_groups = (
+            f" (of those logged, {easy:.0%} are too easy: all earn much; {1 - easy:.0%} too hard: all earn little)"
+        )
+    return Finding(step, limit, {"share": most, "easy": easy, **cost(run, share)}).saying(
+        f"{{share:.0%}} of the groups have no variance in their rewards{place}, more than {{threshold:.0%}} first at "
+        f"step {{step}}{logged_groups}: the policy gradient ignores {{lost:.0%}} of the run's {{unit}}; end the run "
+        f"earlier, or use prompts of another difficulty{advice}"
     )
 
 
-def dominant_reward(run: Run) -> Found | str:
+def dominant_reward(run: Run) -> Finding | str:
     """Look for a reward with more than 95 % of the variance of the weighted rewards that should not have it.
 
     A format or length reward must not dominate the others, and no reward those that judge correctness.
@@ -494,13 +499,13 @@ def dominant_reward(run: Run) -> Found | str:
     if sums.drop(place).sum() == 0:  # no weight helps
         advice = "use prompts of which the policy solves some, because the other rewards are constant"
     step = run.series(f"rewards/{reward.name}/std").last_step
-    return step, (
-        f"`{reward.name}` carries {share:.0%} of the rewards' variance up to step {step}: the others have hardly any "
-        f"effect on {wasted}; {advice}"
+    return Finding(step, VARIANCE_LIMIT, {"reward": reward.name, "share": share, **wasted}).saying(
+        "`{reward}` carries {share:.0%} of the rewards' variance up to step {step}: the others have hardly any effect "
+        f"on {{lost:.0%}} of the run's {{unit}}; {advice}"
     )
 
 
-def overfitting(run: Run) -> Found | str:
+def overfitting(run: Run) -> Finding | str:
     """Look for a training reward that rises while the held-out reward or strict accuracy falls or stays flat."""
     trained, held_out, strict = trending(run, "reward"), run.series("eval_reward"), _strict_shares(run)
     if not held_out.has_trend and len(strict) < 2:
@@ -508,26 +513,33 @@ def overfitting(run: Run) -> Found | str:
     if trained.trend <= 0:
         return f"the training reward does not rise: it goes {trained.change()}"
     rises, accuracy = f"the training reward rises {trained.change()}, while", "strict accuracy on held-out problems"
+    figures = {"start": trained.start, "end": trained.end, "held_out_start": None, "held_out_end": None}
+    if held_out.has_trend:
+        figures |= {"held_out_start": held_out.start, "held_out_end": held_out.end}
     change = " to ".join(f"{share['value']:.3f}" for share in strict)
+    accuracies = {"accuracies": [share["value"] for share in strict]}
     if held_out.trend < 0:
         best = held_out.steps[held_out.values.index(max(held_out.values))]
-        return held_out.last_step, (
-            f"{rises} the held-out reward falls {held_out.change()} by step {held_out.last_step}: it was best at step "
-            f"{best}, and {cost_after(run, best)}; use a checkpoint near it, and train on more prompts"
+        return Finding(held_out.last_step, None, {**figures, **cost_after(run, best)}).saying(
+            f"{rises} the held-out reward falls {held_out.change()} by step {{step}}: it was best at step {{since}}, "
+            "and {lost:.0%} of the run's {unit} come after step {since}; use a checkpoint near it, and train on more "
+            "prompts"
         )
     if len(strict) == 2 and strict[1]["high"] < strict[0]["low"]:
-        return trained.last_step, (
-            f"{rises} {accuracy} falls from {change} by step {trained.last_step}: all of the run's tokens made it "
-            "worse; train on more prompts, or with a lower `learning_rate`, and evaluate during training "
-            "(`eval_strategy: steps`)"
+        return Finding(trained.last_step, None, {**figures, **accuracies}).saying(
+            f"{rises} {accuracy} falls from {change} by step {{step}}: all of the run's tokens made it worse; train on "
+            "more prompts, or with a lower `learning_rate`, and evaluate during training (`eval_strategy: steps`)"
         )
-    step, flat = held_out.steps[0] if held_out.has_trend else 0, ""
+    step, flat, limit = held_out.steps[0] if held_out.has_trend else 0, "", HELD_OUT_LIMIT
     if _is_flat_reward(run, trained, held_out):
         flat = f"the held-out reward stays at {held_out.end:.2f} from step {step} on"
     elif _is_flat_accuracy(held_out, strict):
-        step, flat = trained.steps[0], f"{accuracy} stays flat, from {change}"
+        step, flat, limit = trained.steps[0], f"{accuracy} stays flat, from {change}", ACCURACY_GAIN
     if flat:
-        return step, f"{rises} {flat}: {cost_after(run, step)}; train on more prompts, or end the run earlier"
+        return Finding(step, limit, {**figures, **accuracies, **cost_after(run, step)}).saying(
+            f"{rises} {flat}: {{lost:.0%}} of the run's {{unit}} come after step {{since}}; train on more prompts, or "
+            "end the run earlier"
+        )
     if held_out.has_trend:
         return f"{rises} the held-out reward goes {held_out.change()}"
     return f"{rises} {accuracy} goes from {change}"
@@ -556,7 +568,7 @@ def _is_flat_accuracy(held_out: Series, strict: Sequence[Mapping[str, float]]) -
     return strict[0]["high"] <= 1 - ACCURACY_GAIN and strict[1]["high"] - strict[0]["low"] <= ACCURACY_GAIN
 
 
-def no_answer_found(run: Run) -> Found | str:
+def no_answer_found(run: Run) -> Finding | str:
     """Look for a correctness reward that finds no answer in any completion of the run, so that it can't pay."""
     keys = [key for key in run.logged("rewards/") if key.endswith("/parsed") and len(run.series(key))]
     found = {key.removeprefix("rewards/").removesuffix("/parsed"): run.series(key) for key in keys}
@@ -567,9 +579,9 @@ def no_answer_found(run: Run) -> Found | str:
     name, shares = min(found.items(), key=lambda item: item[1].mean)
     if max(shares.values) > 0:
         return f"`{name}` finds an answer in {shares.mean:.0%} of the completions"
-    return shares.last_step, (
-        f"`{name}` has paid nothing up to step {shares.last_step}, on all of the run's tokens: "
-        f"{_where_answers_are(run, name)}: ask for one in the prompt, or set another `extract`"
+    return Finding(shares.last_step, 0.0, {"reward": name, "where": _where_answers_are(run, name)}).saying(
+        "`{reward}` has paid nothing up to step {step}, on all of the run's tokens: {where}: ask for one in the "
+        "prompt, or set another `extract`"
     )
 
 
@@ -603,8 +615,9 @@ def unscorable_golds(run: Run) -> Finding | None:
     if not golds:
         return None
     rows = "; ".join([*map(str, golds["rows"]), *["…"] * (golds["count"] > NAMED_ROWS)])
-    sentence = f"{golds['count']} of {golds['total']} golds can't be scored by a correctness reward ({rows})"
-    return Finding("unscorable_golds", 0, f"{sentence}: correct or remove them")
+    return Finding(
+        0, None, {"count": golds["count"], "total": golds["total"], "rows": rows}, "", "unscorable_golds"
+    ).saying("{count} of {total} golds can't be scored by a correctness reward ({rows}): correct or remove them")
 
 
 def unscored(run: Run) -> Finding | None:
@@ -616,15 +629,18 @@ def unscored(run: Run) -> Finding | None:
     names = [f"`{name}`" for name, key in keys.items() if key in run.log.metrics and not len(run.series(key))]
     if not names:
         return None
-    sentence = f"{' and '.join(names)} returned None for every completion, so nothing was learned from it"
-    return Finding("unscored", run.log.last_step, f"{sentence}: correct the reward, or the columns that it reads")
+    return Finding(run.log.last_step, None, {"rewards": " and ".join(names)}, "", "unscored").saying(
+        "{rewards} returned None for every completion, so nothing was learned from it: correct the reward, or the "
+        "columns that it reads"
+    )
 
 
 def stopped(run: Run) -> Finding | None:
     """Return a finding with the cause for which the run stopped before its last step, if it was recorded."""
     if run.fault is None:
         return None
-    return Finding("stopped", run.log.last_step, f"the run stopped: {run.fault['sentence'].rstrip('.')}")
+    cause = run.fault["sentence"].rstrip(".")
+    return Finding(run.log.last_step, None, {"cause": cause}, f"the run stopped: {cause}", "stopped")
 
 
 def _where_answers_are(run: Run, name: str) -> str:
@@ -652,18 +668,15 @@ def _strict_accuracy_rises(run: Run) -> bool:
     return len(strict) == 2 and strict[1]["low"] > strict[0]["high"]
 
 
-def _easy_or_hard(run: Run) -> str:
-    """Return a clause on how many zero-variance groups are easy, or "" if it is not known what earns much."""
+def _easy(run: Run) -> float | None:
+    """Return the share of the logged zero-variance groups that are easy, or None if it is unknown what earns much."""
     much = earns_much(run.rows, run.rewards)
     if much is None:
-        return ""
+        return None
     grouped = run.rows.assign(much=much).groupby(["step", "prompt"])
     groups = grouped.agg(highest=("total", "max"), lowest=("total", "min"), easy=("much", "all"))
     flat = groups[groups["highest"] - groups["lowest"] < 1e-9]
-    if not len(flat):
-        return ""
-    easy = flat["easy"].mean()
-    return f" (of those logged, {easy:.0%} are too easy: all earn much; {1 - easy:.0%} too hard: all earn little)"
+    return float(flat["easy"].mean()) if len(flat) else None
 
 
 def earns_much(rows: pd.DataFrame, rewards: Sequence[RunReward | BuiltReward]) -> pd.Series | None:

@@ -47,7 +47,6 @@ PARTS = "parts of the completion"
 
 Item = TypeVar("Item")
 _ENTRY: files.Shape = {"step": files.STEP}
-_FIX = "restore or remove the file"
 
 
 class NothingLogged(files.RunError):
@@ -106,7 +105,7 @@ def read_log(folder: Path) -> Log:
     newest = max(saved, key=step_in_name, default=None)
     if live is not None and (newest is None or step_in_name(newest) <= live.last_step):
         if not live.last_step:
-            raise NothingLogged(f"{folder}: the run has logged nothing yet; ask again after its first step")
+            raise NothingLogged(folder, "the run has logged nothing yet", "ask again after its first step")
         return live
     logs = [] if live is None else [live]
     for place in (folder if live is None else None, newest):
@@ -114,7 +113,7 @@ def read_log(folder: Path) -> Log:
             with suppress(FileNotFoundError):  # rotation may just have removed the checkpoint
                 logs.append(_read_state(place / STATE))
     if not logs:
-        raise NothingLogged(f"{folder}: no `{STATE}` here or in a checkpoint; name the `output_dir` of a run")
+        raise NothingLogged(folder, f"no `{STATE}` here or in a checkpoint", "name the `output_dir` of a run")
     return max(logs, key=lambda log: log.last_step)
 
 
@@ -142,7 +141,7 @@ def _read_live(path: Path) -> Log | None:
                     break
                 entry = json.loads(line.decode(errors="replace"))
                 if problem := files.mismatch(entry, _ENTRY, f"line {number}"):
-                    raise files.RunError(f"{path}: {problem}; {_FIX}")
+                    raise files.RunError(path, problem, files.RESTORE)
                 if files.STEP.holds(entry.get("max_steps")):
                     log.max_steps = entry["max_steps"]
                 elif entry.get("ended") is True:
@@ -154,9 +153,10 @@ def _read_live(path: Path) -> Log | None:
     except files.RunError:
         raise
     except UnreadableFile as error:
-        raise files.RunError(f"{error}; {_FIX}") from error
+        raise files.RunError(error.place, error.problem, files.RESTORE) from error
     except (ValueError, RecursionError, OSError) as error:
-        raise files.RunError(f"{path}: line {number} can't be read as JSON ({one_line(error)}); {_FIX}") from error
+        problem = f"line {number} can't be read as JSON ({one_line(error)})"
+        raise files.RunError(path, problem, files.RESTORE) from error
     return log
 
 
@@ -203,6 +203,11 @@ class Series:
     def last_step(self) -> int:
         """Step of the last point, or 0 if there is none."""
         return self.steps[-1] if self.steps else 0
+
+    @property
+    def ends(self) -> dict[str, float]:
+        """`start` and `end` by name."""
+        return {"start": self.start, "end": self.end}
 
     def change(self, digits: int = 2) -> str:
         """Return a clause with `start` and `end`."""
@@ -302,8 +307,8 @@ class Run:
             RunError: The folder holds neither a log nor the cause of a failure, or a file is damaged.
         """
         if not folder.is_dir():
-            place = f"there is no such folder{relative_to(folder)}"
-            raise files.RunError(f"{folder}: {place}; name the `output_dir` of a run")
+            problem = f"there is no such folder{relative_to(folder)}"
+            raise files.RunError(folder, problem, "name the `output_dir` of a run")
         run = replace(cls.read_evaluations(folder, within), is_running=is_held(folder))
         try:
             return replace(run, log=read_log(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from grpo_recipes.reports.checking import DoesNotApply, Found, NoData, judges_correctness, logged, trending
+from grpo_recipes.reports.checking import DoesNotApply, Finding, NoData, judges_correctness, logged, trending
 from grpo_recipes.reports.run import Run
 from grpo_recipes.tools import UNKNOWN
 
@@ -22,7 +22,7 @@ MIN_ROWS = 8
 """Smallest number of completions whose mean reward is compared."""
 
 
-def tools_never_called(run: Run) -> Found | str:
+def tools_never_called(run: Run) -> Finding | str:
     """Look for tools that no completion calls, or that the policy has stopped calling by the end of the run."""
     _check_tools(run)
     calls = logged(run, "tools/call_frequency")
@@ -31,18 +31,18 @@ def tools_never_called(run: Run) -> Found | str:
         never = f"; never called: {', '.join(unused)}" if unused else ""
         return f"a completion makes {calls.end:.2g} calls on average at the end of the run{never}"
     if not any(calls.values):
-        return calls.last_step, (
-            f"no completion calls a tool up to step {calls.last_step}: ask for calls in the prompt, or begin with a "
-            "model that writes them, because GRPO can't reinforce what is never sampled"
+        return Finding(calls.last_step, 0.0, {"calls": 0.0}).saying(
+            "no completion calls a tool up to step {step}: ask for calls in the prompt, or begin with a model that "
+            "writes them, because GRPO can't reinforce what is never sampled"
         )
     step = max(step for step, value in zip(calls.steps, calls.values, strict=True) if value > 0)
-    return step, (
-        f"completions stop calling tools: the last calls are at step {step}: look whether a call lowers the reward, by "
+    return Finding(step, 0.0, {"calls": calls.end}).saying(
+        "completions stop calling tools: the last calls are at step {step}: look whether a call lowers the reward, by "
         "its length or by its errors"
     )
 
 
-def calls_without_gain(run: Run) -> Found | str:
+def calls_without_gain(run: Run) -> Finding | str:
     """Look for completions that all call a tool, although neither calls nor training raise the reward."""
     _check_tools(run)
     rows = run.rows.dropna(subset="total")
@@ -54,7 +54,7 @@ def calls_without_gain(run: Run) -> Found | str:
     if calling < CALLING_LIMIT:
         return f"{calls} (limit {CALLING_LIMIT:.0%})"
     reward = trending(run, "reward")
-    change = f"the reward goes {reward.change()}"
+    change, figures = f"the reward goes {reward.change()}", {"calling": float(calling), **reward.ends}
     if reward.trend > 0:
         return f"{calls}, and {change}"
     lowest, highest = rows["total"].min(), rows["total"].max()
@@ -67,14 +67,14 @@ def calls_without_gain(run: Run) -> Found | str:
         if with_calls.mean() - without.mean() > max(2 * error, 1e-9):
             return f"{calls}, and in the whole run {earned}"
         change += f", and in the whole run {earned}"
-    step = int(late["step"].max())
-    return step, (
-        f"{calls} (step {step}), while {change}: look in the report whether the results help, and whether the answer "
+        figures |= {"with_calls": float(with_calls.mean()), "without": float(without.mean())}
+    return Finding(int(late["step"].max()), CALLING_LIMIT, figures).saying(
+        f"{calls} (step {{step}}), while {change}: look in the report whether the results help, and whether the answer "
         "uses them"
     )
 
 
-def failing_tools(run: Run) -> Found | str:
+def failing_tools(run: Run) -> Finding | str:
     """Look for a tool that fails in more than a tenth of its calls, or calls that fail in more than a half."""
     _check_tools(run)
     failed, calls = logged(run, "tools/failure_frequency"), run.series("tools/call_frequency")
@@ -83,20 +83,19 @@ def failing_tools(run: Run) -> Found | str:
     for tool in tools(run):
         faults = run.series(f"tools/{tool}/failures")
         if faults.mean > FAULTS_LIMIT:
-            return faults.last_step, (
-                f"`{tool}` fails in {faults.mean:.0%} of its calls up to step {faults.last_step}: it raises, or passes "
+            return Finding(faults.last_step, FAULTS_LIMIT, {"tool": tool, "share": faults.mean}).saying(
+                "`{tool}` fails in {share:.0%} of its calls up to step {step}: it raises, or passes "
                 "`tool_limits.seconds`; correct the tool, or let it raise `ToolError` for mistakes of the policy"
             )
-    shares = f"{failed.end:.0%} of the calls fail at the end of the run"
     if failed.end <= FAILED_CALLS_LIMIT:
-        return f"{shares} (limit {FAILED_CALLS_LIMIT:.0%})"
-    return failed.last_step, (
-        f"{shares} (step {failed.last_step}): calls name no tool, have arguments that don't fit, or a tool raises; "
-        "describe the arguments in its docstring, and read the results in the report"
+        return f"{failed.end:.0%} of the calls fail at the end of the run (limit {FAILED_CALLS_LIMIT:.0%})"
+    return Finding(failed.last_step, FAILED_CALLS_LIMIT, {"share": failed.end}).saying(
+        "{share:.0%} of the calls fail at the end of the run (step {step}): calls name no tool, have arguments that "
+        "don't fit, or a tool raises; describe the arguments in its docstring, and read the results in the report"
     )
 
 
-def tool_limits_hit(run: Run) -> Found | str:
+def tool_limits_hit(run: Run) -> Finding | str:
     """Look for more than a quarter of the completions ended by a limit on turns or tokens at the end of the run."""
     _check_tools(run)
     advice = {
@@ -111,12 +110,12 @@ def tool_limits_hit(run: Run) -> Found | str:
     if total <= TOOL_LIMITS_LIMIT:
         return f"limits end {total:.0%} of the completions at the end of the run (limit {TOOL_LIMITS_LIMIT:.0%})"
     key, worst = max(shares.items(), key=lambda item: item[1].end)
-    return worst.last_step, (
-        f"limits end {total:.0%} of the completions by step {worst.last_step}, and {worst.end:.0%} {advice[key]}"
+    return Finding(worst.last_step, TOOL_LIMITS_LIMIT, {"share": total, "metric": key, "of_metric": worst.end}).saying(
+        f"limits end {{share:.0%}} of the completions by step {{step}}, and {{of_metric:.0%}} {advice[key]}"
     )
 
 
-def reward_by_calls_alone(run: Run) -> Found | str:
+def reward_by_calls_alone(run: Run) -> Finding | str:
     """Look for a reward that rises with the number of calls alone, and not among completions with equally many calls.
 
     Answers that become right explain a rise, where a reward judges them. Where none does, only completions with a call
@@ -144,10 +143,10 @@ def reward_by_calls_alone(run: Run) -> Found | str:
         return f"{counts}; at equal numbers of calls the reward rises by {alike:.2f} of {rise:.2f}"
     if not is_judged and (explained := _explained_by_calls(rows)) < CALL_COUNT_LIMIT:
         return f"{counts}, which explain {explained:.0%} of the differences between rewards"
-    step = int(last["step"].max())
-    return step, (
-        f"{counts} by step {step}, and the reward rises by {rise:.2f}, but by {alike:.2f} among completions with "
-        "equally many calls: look whether a reward pays for calls instead of what they achieve"
+    figures = {"start": float(first["calls"].mean()), "end": float(last["calls"].mean()), "rise": float(rise)}
+    return Finding(int(last["step"].max()), CALL_COUNT_LIMIT, {**figures, "at_equal_calls": alike}).saying(
+        f"{counts} by step {{step}}, and the reward rises by {{rise:.2f}}, but by {{at_equal_calls:.2f}} among "
+        "completions with equally many calls: look whether a reward pays for calls instead of what they achieve"
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import median
 
-from grpo_recipes.reports.checking import DoesNotApply, Found, NoData, cost, cost_after, logged, too_few
+from grpo_recipes.reports.checking import DoesNotApply, Finding, NoData, cost, cost_after, logged, too_few
 from grpo_recipes.reports.run import Run, Series
 
 KL_LIMIT = 1.0
@@ -42,7 +43,7 @@ The logarithms of the importance weights then have a standard deviation of 0.47.
 """
 
 
-def kl_blow_up(run: Run) -> Found | str:
+def kl_blow_up(run: Run) -> Finding | str:
     """Look for a KL to the reference that stays above 1 nat per token."""
     if run.config.get("beta") == 0 and not len(run.series("kl")):
         raise DoesNotApply("`beta` is 0, so that no KL is computed")
@@ -51,13 +52,13 @@ def kl_blow_up(run: Run) -> Found | str:
     if max(kl.values) <= KL_LIMIT:
         return f"KL to the reference is at most {max(kl.values):.2g} nats per token (limit {KL_LIMIT:g})"
     step = kl.first_step(lambda value: value > KL_LIMIT)
-    return step, (
-        f"KL to the reference reaches {max(kl.values):.1f} nats per token, above 1 from step {step}: "
-        f"{cost_after(run, step)}; lower `learning_rate` or raise `beta`"
+    return Finding(step, KL_LIMIT, {"highest": max(kl.values), **cost_after(run, step)}).saying(
+        "KL to the reference reaches {highest:.1f} nats per token, above {threshold:g} from step {step}: {lost:.0%} of "
+        "the run's {unit} come after step {since}; lower `learning_rate` or raise `beta`"
     )
 
 
-def lost_updates(run: Run) -> Found | str:
+def lost_updates(run: Run) -> Finding | str:
     """Look for updates lost to rounding: after 20 steps, fewer than 60 % of the expected weights change.
 
     In simulations with weights of N(0, 0.02) and learning rates from 1e-6 to 2e-5, plain AdamW on bfloat16 changes 20
@@ -70,19 +71,21 @@ def lost_updates(run: Run) -> Found | str:
     changed, expected = shares.after(20), run.series("updates/expected").after(20)
     if not len(changed) or not len(expected):
         raise NoData("the run has no more than 20 steps")
-    found = (
-        f"a step changes {changed.mean:.1%} of the trained weights up to step {changed.last_step}, where "
-        f"{expected.mean:.1%} would change if no update were lost to rounding"
+    found = Finding(changed.last_step, UPDATES_LIMIT, {"changed": changed.mean, "expected": expected.mean})
+    words = (
+        "a step changes {changed:.1%} of the trained weights up to step {step}, where {expected:.1%} would change if "
+        "no update were lost to rounding"
     )
     if changed.mean >= UPDATES_LIMIT * expected.mean:
-        return found
-    return changed.last_step, (
-        f"{found}, so that {1 - changed.mean / expected.mean:.0%} of the changes are wasted: set `dtype: float32` or "
-        "`optim: adamw_bf16` (docs/precision.md)"
+        return found.saying(words).sentence
+    wasted = {**found.figures, "wasted": 1 - changed.mean / expected.mean}
+    return replace(found, figures=wasted).saying(
+        f"{words}, so that {{wasted:.0%}} of the changes are wasted: set `dtype: float32` or `optim: adamw_bf16` "
+        "(docs/precision.md)"
     )
 
 
-def clipped_tokens(run: Run) -> Found | str:
+def clipped_tokens(run: Run) -> Finding | str:
     """Look for more than 20 % of the tokens clipped by the loss, in the whole run or at its end (GSPO: 50 %)."""
     clipped = max(run.series("clip_ratio/region_mean"), run.series("cispo_clip_ratio"), key=len)
     if not len(clipped):
@@ -94,9 +97,8 @@ def clipped_tokens(run: Run) -> Found | str:
     limit = clipped_limit(run)
     # At the end alone a rise counts that the mean of the run hides.
     place, share = ("of the run", clipped.mean) if clipped.mean > limit else ("at the end of the run", clipped.end)
-    found = f"the loss clips {share:.0%} of the tokens {place}"
     if share <= limit:
-        return f"{found} (limit {limit:.0%})"
+        return f"the loss clips {share:.0%} of the tokens {place} (limit {limit:.0%})"
     step = clipped.first_step(lambda value: value > limit)
     by_pass = {number: shares.end for number, shares in passes(run, "clip_share").items()}
     advice = (
@@ -108,9 +110,9 @@ def clipped_tokens(run: Run) -> Found | str:
             "pass 1 comes before any update, so that sampling or the log-probabilities of the loss differ from the "
             "policy that generated (docs/generation-check.md)"
         )
-    return step, (
-        f"{found}, more than {limit:.0%} first at step {step}{_by_pass(by_pass)}: {cost(run, clipped)} have no "
-        f"gradient; {advice}"
+    return Finding(step, limit, {"share": share, "passes": by_pass, **cost(run, clipped)}).saying(
+        f"the loss clips {{share:.0%}} of the tokens {place}, more than {{threshold:.0%}} first at step {{step}}"
+        f"{_by_pass(by_pass)}: {{lost:.0%}} of the run's {{unit}} have no gradient; {advice}"
     )
 
 
@@ -120,7 +122,7 @@ def clipped_limit(run: Run) -> float:
     return CLIPPED_SEQUENCES_LIMIT if is_sequence else CLIPPED_LIMIT
 
 
-def gradient_spikes(run: Run) -> Found | str:
+def gradient_spikes(run: Run) -> Finding | str:
     """Look for gradient norms of 10 times the median and more, or norms that are NaN or infinite until the end.
 
     A spike must also lie six robust standard deviations above the median of the logarithms. The first tenth of the run,
@@ -129,9 +131,10 @@ def gradient_spikes(run: Run) -> Found | str:
     last_finite = run.series("grad_norm").last_step
     lost = [step for step in run.log.not_finite.get("grad_norm", ()) if step > last_finite]
     if len(lost) >= NOT_FINITE_POINTS:  # float16 skips single ones
-        return lost[0], (
-            f"the gradient norm is NaN or infinite from step {lost[0]} to the end: {cost_after(run, lost[0] - 1)} and "
-            "train nothing; resume from an earlier checkpoint with a lower `learning_rate`, or with `dtype: float32`"
+        return Finding(lost[0], NOT_FINITE_POINTS, {"count": len(lost), **cost_after(run, lost[0] - 1)}).saying(
+            "the gradient norm is NaN or infinite from step {step} to the end: {lost:.0%} of the run's {unit} come "
+            "after step {since} and train nothing; resume from an earlier checkpoint with a lower `learning_rate`, or "
+            "with `dtype: float32`"
         )
     norms = logged(run, "grad_norm")
     flat_groups = run.series("frac_reward_zero_std")
@@ -146,20 +149,21 @@ def gradient_spikes(run: Run) -> Found | str:
     limit = middle + max(math.log(SPIKE), SPIKE_DEVIATIONS * deviation)
     settled = SETTLING * run.log.last_step
     spikes = [(at, norm) for at, norm in points if math.log(norm) >= limit and at > settled]
-    usual = f"the gradient norm has a median of {median(norm for _, norm in points):.2g}"
+    usual, spike = median(norm for _, norm in points), math.exp(min(limit, LARGEST_EXPONENT))
     if not spikes:
         largest = max(norm for _, norm in points)
-        return f"{usual} and is at most {largest:.2g} (a spike has {math.exp(min(limit, LARGEST_EXPONENT)):.2g})"
-    step, largest = max(spikes, key=lambda spike: spike[1])
+        return f"the gradient norm has a median of {usual:.2g} and is at most {largest:.2g} (a spike has {spike:.2g})"
+    at_largest, largest = max(spikes, key=lambda spike: spike[1])
     shares = Series(norms.steps, [float(at in dict(spikes)) for at in norms.steps])
-    return spikes[0][0], (
-        f"{usual}, and {len(spikes)} of {len(points)} norms are spikes, the largest {largest:.2g} at step {step}: "
-        f"{cost(run, shares)} are in updates that few rows decide; look at the completions of these steps, and lower "
-        "`learning_rate` or `max_grad_norm`"
+    figures = {"median": usual, "spikes": len(spikes), "norms": len(points), "largest": largest, "at": at_largest}
+    return Finding(spikes[0][0], spike, {**figures, **cost(run, shares)}).saying(
+        "the gradient norm has a median of {median:.2g}, and {spikes} of {norms} norms are spikes, the largest "
+        "{largest:.2g} at step {at}: {lost:.0%} of the run's {unit} are in updates that few rows decide; look at the "
+        "completions of these steps, and lower `learning_rate` or `max_grad_norm`"
     )
 
 
-def stale_tokens(run: Run) -> Found | str:
+def stale_tokens(run: Run) -> Finding | str:
     """Look for a pass over a generation whose effective sample size is below 80 % of its tokens."""
     stale, mismatched = passes(run, "effective_sample_size"), passes(run, "effective_sample_size_with_mismatch").get(1)
     if not stale:
@@ -169,24 +173,30 @@ def stale_tokens(run: Run) -> Found | str:
     if not all(size.has_trend for size in stale.values()):
         raise too_few(f"passes/{max(stale)}/effective_sample_size")
     number, worst = min(stale.items(), key=lambda item: item[1].end)
-    found = f"the effective sample size is {worst.end:.0%} of the tokens in pass {number} at the end of the run"
+    found = "the effective sample size is {size:.0%} of the tokens in pass {number} at the end of the run"
     mismatch = 1.0 if mismatched is None else mismatched.end
     if min(worst.end, mismatch) >= SAMPLE_SIZE_LIMIT:
+        found = found.format(size=worst.end, number=number)
         if mismatched is not None:
             found += f", and {mismatch:.0%} in pass 1 with the generator's log-probabilities"
         return f"{found} (limit {SAMPLE_SIZE_LIMIT:.0%})"
     if mismatched is not None and mismatch <= worst.end:
-        worst, advice = mismatched, "see docs/generation-check.md, and compute generator and policy in one dtype"
+        worst, number = mismatched, 1
+        advice = "see docs/generation-check.md, and compute generator and policy in one dtype"
         found = (
-            f"with the generator's log-probabilities the effective sample size is {mismatch:.0%} of the tokens already "
-            "in pass 1, before any update: the generator is not the policy"
+            "with the generator's log-probabilities the effective sample size is {size:.0%} of the tokens already in "
+            "pass {number}, before any update: the generator is not the policy"
         )
     else:
-        advice = "lower `learning_rate`, `num_iterations` or `steps_per_generation`"
+        mismatched, advice = None, "lower `learning_rate`, `num_iterations` or `steps_per_generation`"
         found += f"{_by_pass({number: size.end for number, size in stale.items()})}: the tokens are stale"
     step = worst.first_step(lambda value: value < SAMPLE_SIZE_LIMIT)
+    figures = {"size": worst.end, "number": number, "is_mismatch": mismatched is not None}
     wasted = cost(run, Series(worst.steps, [1 - value for value in worst.values]))
-    return step, f"{found}. It is below {SAMPLE_SIZE_LIMIT:.0%} first at step {step}, which wastes {wasted}; {advice}"
+    return Finding(step, SAMPLE_SIZE_LIMIT, {**figures, **wasted}).saying(
+        f"{found}. It is below {{threshold:.0%}} first at step {{step}}, which wastes {{lost:.0%}} of the run's "
+        f"{{unit}}; {advice}"
+    )
 
 
 def _is_one_pass(run: Run) -> bool:

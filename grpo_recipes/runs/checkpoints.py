@@ -26,9 +26,12 @@ from grpo_recipes.process.ranks import gather, rank
 from grpo_recipes.runs import files
 from grpo_recipes.runs.files import INTEGER, INTEGER_OR_NULL, RECORD, TEXT, RunError, Shape, read_object
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, INDICES, check_weight_file, check_weight_files, nonfinite_tensor
+from grpo_rewards.errors import UserError, sentence
 from grpo_rewards.files import MODEL_JSON, UnreadableFile, parse_json, read_text
 
 MANIFEST = "manifest.json"
+ANOTHER = "name another checkpoint"
+"""Fix for a damaged checkpoint, in error messages."""
 CHECKSUM = "xxh3_128"
 SAFETENSORS = ".safetensors"
 SHAPE: Shape = {
@@ -110,9 +113,9 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except UnreadableFile as error:
-        raise RunError(f"{path} is damaged: {error.problem}") from error
+        raise RunError(path, f"it is damaged: {error.problem}", ANOTHER) from error
     if not text:
-        raise RunError(f"{path} is empty")
+        raise RunError(path, "it is empty", ANOTHER)
     if files.mismatch(content, SHAPE) is None:
         content.pop(CHECKSUM)
         manifest = Manifest(
@@ -125,26 +128,26 @@ def read_manifest(checkpoint: Path) -> Manifest | None:
         # The text ends with its checksum, so equal texts mean an undamaged manifest.
         if manifest.text() == text:
             return manifest
-    raise RunError(f"{path} is damaged: its own checksum differs")
+    raise RunError(path, "it is damaged: its own checksum differs", ANOTHER)
 
 
-def size_damage(checkpoint: Path, manifest: Manifest) -> str | None:
-    """Return the first file that is missing or has another size than the manifest says, as a clause, or None."""
+def size_damage(checkpoint: Path, manifest: Manifest) -> RunError | None:
+    """Return an error of the first file that is missing or has another size than in the manifest, or None."""
     for name, entry in manifest.files.items():
         path, expected = checkpoint / name, entry["bytes"]
         if not path.is_file():
-            return f"{path} is missing"
+            return RunError(path, "it is missing", ANOTHER)
         size = path.stat().st_size
         if size == 0 and expected:
-            return f"{path} is empty"
+            return RunError(path, "it is empty", ANOTHER)
         if size != expected:
             state = "cut off" if size < expected else "damaged"
-            return f"{path} is {state}: it has {size:,} bytes, and the manifest lists {expected:,}"
+            return RunError(path, f"it is {state}: it has {size:,} bytes, and the manifest lists {expected:,}", ANOTHER)
     return None
 
 
-def content_damage(checkpoint: Path, manifest: Manifest | None, *, each_node: bool) -> str | None:
-    """Return a file whose contents differ from the manifest or are not finite, as a clause, or None. Collective.
+def content_damage(checkpoint: Path, manifest: Manifest | None, *, each_node: bool) -> RunError | None:
+    """Return an error of a file whose contents differ from the manifest or are not finite, or None. Collective.
 
     All ranks agree, and each rank reads a share of the files. Without a manifest only weights are read.
     """
@@ -205,19 +208,21 @@ def _entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, CHECKSUM: checksum(path)}
 
 
-def _difference(path: Path, expected: str) -> str | None:
+def _difference(path: Path, expected: str) -> RunError | None:
     try:
-        return None if checksum(path) == expected else f"{path} is damaged: its checksum is not the manifest's"
+        if checksum(path) == expected:
+            return None
     except OSError as error:
-        return f"{path} can't be read ({error.strerror})"
+        return RunError(path, f"it can't be read ({error.strerror})", ANOTHER)
+    return RunError(path, "it is damaged: its checksum is not the manifest's", ANOTHER)
 
 
-def _nonfinite(path: Path) -> str | None:
+def _nonfinite(path: Path) -> RunError | None:
     try:
         tensor = nonfinite_tensor(path)
     except RunError:  # a damaged file: the checksum shows it, or transformers does when it loads another trainer's
         return None
-    return f"{path} holds NaN or infinity (in {tensor})" if tensor is not None else None
+    return RunError(path, f"it holds NaN or infinity (in {tensor})", ANOTHER) if tensor is not None else None
 
 
 def _disk(each_node: bool) -> str:
@@ -229,10 +234,15 @@ class Rejected:
     """A checkpoint from which no run can resume."""
 
     path: Path
-    reason: str
-    """Clause that names the checkpoint or one of its files."""
+    damage: UserError
+    """Error of the checkpoint or of one of its files."""
     cut_off: bool
     """True if the checkpoint was never complete, so that nothing is lost with it."""
+
+    @property
+    def reason(self) -> str:
+        """Clause that names the checkpoint or one of its files."""
+        return sentence(self.damage.place, self.damage.problem, "")
 
     @property
     def aside(self) -> Path:
@@ -248,11 +258,12 @@ def rejection(checkpoint: Path, num_processes: int) -> Rejected | None:
     try:
         manifest = read_manifest(checkpoint)
     except RunError as error:
-        return Rejected(checkpoint, str(error), cut_off=False)
+        return Rejected(checkpoint, error, cut_off=False)
     if manifest is not None:
         damage = size_damage(checkpoint, manifest) or description_damage(checkpoint)
     elif is_of_ours(checkpoint.parent) or not is_complete(checkpoint, num_processes):
-        return Rejected(checkpoint, f"{checkpoint.name} was cut off while it was being saved", cut_off=True)
+        damage = RunError(checkpoint, "it was cut off while it was being saved", ANOTHER)
+        return Rejected(checkpoint, damage, cut_off=True)
     else:
         damage = checkpoint_damage(checkpoint) or description_damage(checkpoint)
     return Rejected(checkpoint, damage, cut_off=False) if damage else None
@@ -301,8 +312,8 @@ def _read_state(checkpoint: Path, shape: Shape) -> dict[str, Any]:
     return read_object(checkpoint / "trainer_state.json", shape, most=files.STATE_BYTES)
 
 
-def description_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the JSON files that a resume reads beside the log, as a clause, or None.
+def description_damage(checkpoint: Path) -> RunError | None:
+    """Return what is wrong with the JSON files that a resume reads beside the log, or None.
 
     Other JSON files are ignored: a script may keep its own there, of any form and size.
     """
@@ -313,12 +324,12 @@ def description_damage(checkpoint: Path) -> str | None:
         except FileNotFoundError:
             continue
         except RunError as error:
-            return f"{error}"
+            return error
     return None
 
 
-def checkpoint_damage(checkpoint: Path) -> str | None:
-    """Return what is wrong with the files of a complete checkpoint of another trainer, as a clause, or None.
+def checkpoint_damage(checkpoint: Path) -> RunError | None:
+    """Return what is wrong with the files of a complete checkpoint of another trainer, or None.
 
     Model files that DeepSpeed or FSDP split over ranks are not checked, because they have their own formats.
     """
@@ -333,9 +344,9 @@ def checkpoint_damage(checkpoint: Path) -> str | None:
             # Without these files transformers starts a new optimizer and a new schedule, without a warning.
             for name in ("optimizer", "scheduler"):
                 if not any((checkpoint / f"{name}{suffix}").is_file() for suffix in (".pt", ".bin")):
-                    raise RunError(f"{checkpoint / name}.pt is missing")
+                    return RunError(checkpoint / f"{name}.pt", "it is missing", ANOTHER)
     except RunError as error:
-        return str(error)
+        return error
     return None
 
 

@@ -67,10 +67,8 @@ def drop_after(folder: Path, step: int) -> int:
                 path.unlink()
                 dropped += 1
     except OSError as error:
-        raise files.RunError(
-            f"{folder}: the completions after step {step} can't be removed ({one_line(error)}); "
-            "allow it, or move the folder away"
-        ) from error
+        problem = f"the completions after step {step} can't be removed ({one_line(error)})"
+        raise files.RunError(folder, problem, "allow it, or move the folder away") from error
     return dropped
 
 

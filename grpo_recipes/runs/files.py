@@ -45,7 +45,7 @@ def inside(folder: Path, *names: str) -> Path:
     """Return a path in a folder, to write to. Raises `RunError` if a link leads out of the folder."""
     place = folder.joinpath(*names)
     if not place.resolve().is_relative_to(folder.resolve()):
-        raise RunError(f"{place}: a link leads out of {folder}, and nothing is written through it: remove the link")
+        raise RunError(place, f"a link leads out of {folder}, and nothing is written through it", "remove the link")
     return place
 
 
@@ -171,7 +171,7 @@ def read_object(path: Path, shape: Shape, fix: str = RESTORE, *, most: int = JSO
     Args:
         path: file to read.
         shape: shape that the object must have.
-        fix: end of the error message, which tells the user what to do.
+        fix: what the user can do, in error messages.
         most: largest size of the file in bytes.
 
     Raises:
@@ -181,9 +181,9 @@ def read_object(path: Path, shape: Shape, fix: str = RESTORE, *, most: int = JSO
     try:
         content = read_json(path, most)
     except UnreadableFile as error:
-        raise RunError(f"{error}; {fix}") from error
+        raise RunError(error.place, error.problem, fix) from error
     if problem := mismatch(content, shape):
-        raise RunError(f"{path}: {problem}; {fix}")
+        raise RunError(path, problem, fix)
     return content
 
 
@@ -198,7 +198,7 @@ def read_batches(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) ->
     Args:
         path: file to read.
         columns: kinds of the columns to read, by name. A `column?` may be absent.
-        fix: end of the error message, which tells the user what to do.
+        fix: what the user can do, in error messages.
 
     Raises:
         RunError: the file is missing, damaged, or has other columns.
@@ -213,9 +213,9 @@ def read_batches(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) ->
     except RunError:
         raise
     except UnreadableFile as error:
-        raise RunError(f"{error}; {fix}") from error
+        raise RunError(error.place, error.problem, fix) from error
     except (pa.ArrowException, OSError, ValueError, OverflowError, IndexError) as error:
-        raise RunError(f"{path}: can't be read as parquet ({one_line(error)}); {fix}") from error
+        raise RunError(path, f"can't be read as parquet ({one_line(error)})", fix) from error
 
 
 def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind], fix: str) -> list[str]:
@@ -228,7 +228,7 @@ def _columns(path: Path, file: parquet.ParquetFile, columns: Mapping[str, Kind],
             if key.endswith("?"):
                 continue
             found = shortened(", ".join(present)) if present else "none"
-            raise RunError(f"{path}: it has no column `{name}` (its columns: {found}); {fix}")
+            raise RunError(path, f"it has no column `{name}` (its columns: {found})", fix)
         names.append(name)
     return names
 
@@ -238,7 +238,7 @@ def _checked(path: Path, table: pd.DataFrame, columns: Mapping[str, Kind], fix: 
     for key, kind in columns.items():
         name = key.removesuffix("?")
         if name in table.columns and not kind.holds(table[name]):
-            raise RunError(f"{path}: its column `{name}` does not hold {kind.name}; {fix}")
+            raise RunError(path, f"its column `{name}` does not hold {kind.name}", fix)
     return table
 
 

@@ -148,10 +148,8 @@ def compare(checkpoint: Path, launch: Identity) -> str | None:
     manifest = read_manifest(checkpoint)
     found = differences(manifest.identity if manifest is not None else None, launch)
     if found.refused:
-        raise UserError(
-            f"since {checkpoint} was saved, {', and '.join(found.refused)}: train on the data and weights of the run, "
-            "or start another run from the checkpoint as its `model_name_or_path`"
-        )
+        fix = "train on the data and weights of the run, or start another run from it as its `model_name_or_path`"
+        raise UserError(checkpoint, f"since it was saved, {', and '.join(found.refused)}", fix)
     return f"since {checkpoint} was saved: {'; '.join(found.logged)}" if found.logged else None
 
 

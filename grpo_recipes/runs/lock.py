@@ -112,10 +112,9 @@ def _acquire(lease: SoftFileLease, folder: Path, writer: str) -> None:
             lease.force_break()  # where names can't be exchanged (NFS), filelock takes no lock over
         lease.acquire(blocking=False)
     except Timeout as error:
-        raise UserError(
-            f"{folder}: another {writer} writes there just now ({_holder(lease)}): wait for it or stop it; if it no "
-            f"longer runs, remove {folder / LOCK}"
-        ) from error
+        problem = f"another {writer} writes there just now ({_holder(lease)})"
+        fix = f"wait for it or stop it; if it no longer runs, remove {folder / LOCK}"
+        raise UserError(folder, problem, fix) from error
 
 
 def _touched(folder: Path) -> float | None:

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from grpo_recipes.process.ranks import gather
 from grpo_recipes.runs.checkpoints import (
+    ANOTHER,
     Rejected,
     content_damage,
     has_state,
@@ -51,6 +52,9 @@ IN_GEOMETRY = ("generation_batch_size", "steps_per_generation")
 """Keys that are compared as parts of the batch geometry only."""
 
 NOT_SET = "not set"
+
+START_FROM_IT = "start another run from it as its `model_name_or_path`"
+"""End of a fix for a checkpoint that no run can resume from."""
 
 
 def last_source(folder: Path) -> Path | None:
@@ -129,15 +133,16 @@ class Resume:
                 found.append(one)
         return sorted(found, key=lambda one: step_of(one.path))
 
-    def obstacle(self) -> str | None:
-        """Return why this launch may not resume, as a clause, or None if it may or starts at the beginning."""
+    def obstacle(self) -> RunError | None:
+        """Return why this launch may not resume, or None if it may or starts at the beginning."""
         if self.newest is not None:
             return unfit(self.newest, self.processes)
         if self.named is not None:
             (found,) = self.rejected
             if found.cut_off:
                 return self._none_complete(self.named)
-            return f"{found.reason}: name another checkpoint, or `true` for the newest complete one"
+            fix = "name another checkpoint, or `true` for the newest complete one"
+            return RunError(found.damage.place, found.damage.problem, fix)
         is_others = not is_of_ours(self.folder)
         if is_others and any(has_state(one.path) for one in self.rejected if one.cut_off):
             return self._none_complete(self.folder)
@@ -146,16 +151,13 @@ class Resume:
         if not damaged:
             return None
         folders = " and ".join(str(one.path) for one in damaged)
-        return (
-            f"{damaged[0].reason}, and no other checkpoint is left to resume from: restore it, or remove the folder "
-            f"{folders}, and `--resume_from_checkpoint true` starts from the beginning"
-        )
+        problem = f"{damaged[0].damage.problem}, and no other checkpoint is left to resume from"
+        fix = f"restore it, or remove the folder {folders} to start from the beginning"
+        return RunError(damaged[0].damage.place, problem, fix)
 
-    def _none_complete(self, place: Path) -> str:
-        return (
-            f"there is no complete checkpoint of {self.processes} process(es) in {place}: launch as many processes as "
-            "before, or name another checkpoint"
-        )
+    def _none_complete(self, place: Path) -> RunError:
+        problem = f"there is no complete checkpoint of {self.processes} process(es)"
+        return RunError(place, problem, "launch as many processes as before, or name another checkpoint")
 
 
 def decide(folder: Path, requested: str | Literal[True], processes: int, *, trusts_others: bool = False) -> Resume:
@@ -184,7 +186,7 @@ def decide(folder: Path, requested: str | Literal[True], processes: int, *, trus
         if source is not None:
             begun = f"resumed from {source} and saved nothing, and that checkpoint is gone"
         saved = f"; an earlier launch saved {' and '.join(path.name for path in left)}" if left else ""
-        raise RunError(f"the last launch into {folder} {begun}{saved}: name the checkpoint to resume from")
+        raise RunError(folder, f"the last launch {begun}{saved}", "name the checkpoint to resume from")
     return Resume(folder, processes, None, complete, rejected)
 
 
@@ -225,28 +227,24 @@ def confirmed(point: Resume, *, each_node: bool) -> Resume:
         if all(checkpoint.name in names for names in proposed):
             damage = content_damage(checkpoint, read_manifest(checkpoint), each_node=each_node)
         else:
-            damage = f"{checkpoint} is not complete on every machine"
-        if not damage:
+            damage = RunError(checkpoint, "it is not complete on every machine", ANOTHER)
+        if damage is None:
             return replace(point, checkpoints=[checkpoint], rejected=rejected)
         rejected.append(Rejected(checkpoint, damage, cut_off=False))
     return replace(point, checkpoints=[], rejected=rejected)
 
 
-def unfit(checkpoint: Path, processes: int) -> str | None:
-    """Return why a complete checkpoint does not fit a launch of `processes` ranks, as a clause, or None if it does."""
+def unfit(checkpoint: Path, processes: int) -> RunError | None:
+    """Return why a complete checkpoint does not fit a launch of `processes` ranks, or None if it does."""
     manifest = read_manifest(checkpoint)
     if manifest is None:
         return None
     if manifest.model_only:
-        return (
-            f"{checkpoint} was saved with `save_only_model`, without its optimizer and random state, so no run can "
-            "resume from it: name an earlier checkpoint, or start another run from it as its `model_name_or_path`"
-        )
+        problem = "it was saved with `save_only_model`, without its optimizer and random state"
+        return RunError(checkpoint, problem, f"name an earlier checkpoint, or {START_FROM_IT}")
     if manifest.num_processes != processes:
-        return (
-            f"{checkpoint} is of {manifest.num_processes} process(es), and this launch has {processes}: launch as many "
-            "processes as before, or start another run from it as its `model_name_or_path`"
-        )
+        problem = f"it is of {manifest.num_processes} process(es), and this launch has {processes}"
+        return RunError(checkpoint, problem, f"launch as many processes as before, or {START_FROM_IT}")
     return None
 
 
@@ -272,10 +270,8 @@ def earlier_launch(folder: Path, checkpoint: Path | None) -> Mapping[str, Any]:
     place = checkpoint.parent if checkpoint else folder
     before = read_record(place)
     if before is None and checkpoint is not None and is_of_ours(place):
-        raise RunError(
-            f"{place / RECORD}, which says what that run trained, is missing: restore it, or start another run from "
-            f"{checkpoint} as its `model_name_or_path`"
-        )
+        fix = f"restore it, or start another run from {checkpoint} as its `model_name_or_path`"
+        raise RunError(place / RECORD, "it is missing, and says what that run trained", fix)
     return before or {}
 
 

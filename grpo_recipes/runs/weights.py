@@ -47,6 +47,9 @@ EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7
 CHUNK = 1 << 18
 """Values that are looked at together."""
 
+AGAIN = "copy or download the folder again"
+"""Fix for damaged files of a model, in error messages."""
+
 SHARD = Kind("the name of a file in the same folder", lambda value: isinstance(value, str) and _is_name(value))
 
 
@@ -58,13 +61,12 @@ def check_weight_files(folder: Path) -> None:
 
 def check_descriptions(folder: Path) -> None:
     """Raise `RunError` if a JSON file beside the weights that loading `folder` reads is damaged. It may be missing."""
-    fix = "copy or download the folder again"
     try:
         check_model_files(folder)
     except UnreadableFile as error:
-        raise RunError(f"{error}; {fix}") from error
+        raise RunError(error.place, error.problem, AGAIN) from error
     with contextlib.suppress(FileNotFoundError):
-        read_object(folder / ADAPTER_CONFIG, ADAPTER_SHAPE, fix)
+        read_object(folder / ADAPTER_CONFIG, ADAPTER_SHAPE, AGAIN)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -78,11 +80,11 @@ def weight_files(folder: Path) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
     if is_adapter:
-        raise RunError(f"{folder} has no weights of an adapter: {' or '.join(ADAPTER)} is missing")
+        raise RunError(folder, f"it has no weights of an adapter: {' or '.join(ADAPTER)} is missing", AGAIN)
     for name in INDICES:
         if (folder / name).is_file():
             return [folder / shard for shard in _shards(folder / name)]
-    raise RunError(f"{folder} has no weights of a model: {SINGLE[0]} or {INDICES[0]} is missing")
+    raise RunError(folder, f"it has no weights of a model: {SINGLE[0]} or {INDICES[0]} is missing", AGAIN)
 
 
 def check_weight_file(file: Path) -> None:
@@ -91,15 +93,15 @@ def check_weight_file(file: Path) -> None:
         start = opened.read(len(LFS_POINTER))
         is_zip = zipfile.is_zipfile(opened)
     if not start:
-        raise RunError(f"{file} is empty")
+        raise RunError(file, "it is empty", AGAIN)
     if start == LFS_POINTER:
-        raise RunError(f"{file} is a git-lfs pointer, not the weights: run `git lfs pull` there")
+        raise RunError(file, "it is a git-lfs pointer, not the weights", "run `git lfs pull` there")
     if file.suffix == ".safetensors":
         _check_safetensors(file)
     elif is_zip:
         _check_directory(file)
     elif not start.startswith(PICKLE):
-        raise RunError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes)")
+        raise RunError(file, f"it is cut off or damaged ({file.stat().st_size:,} bytes)", AGAIN)
 
 
 def _check_safetensors(file: Path) -> None:
@@ -109,9 +111,10 @@ def _check_safetensors(file: Path) -> None:
             pass
     except (SafetensorError, OSError) as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise RunError(f"{file} is cut off or damaged ({file.stat().st_size:,} bytes): {reason}") from error
+        raise RunError(file, f"it is cut off or damaged ({file.stat().st_size:,} bytes): {reason}", AGAIN) from error
     except MemoryError as error:  # the process may use less address space than the file has bytes
-        raise RunError(f"{file} can't be mapped into memory ({file.stat().st_size:,} bytes): {error}") from error
+        problem = f"it can't be mapped into memory ({file.stat().st_size:,} bytes): {error}"
+        raise RunError(file, problem, "raise the limit of the process (`ulimit -v`)") from error
 
 
 def _shards(index: Path) -> list[str]:
@@ -122,9 +125,9 @@ def _shards(index: Path) -> list[str]:
     except UnreadableFile as error:
         problem = error.problem
     if problem is not None:
-        raise RunError(f"{index} is damaged: it can't be read as an index of weights ({problem})")
+        raise RunError(index, f"it can't be read as an index of weights ({problem})", AGAIN)
     if not content["weight_map"]:
-        raise RunError(f"{index} is damaged: it names no file of weights")
+        raise RunError(index, "it names no file of weights", AGAIN)
     return sorted(set(content["weight_map"].values()))
 
 
@@ -140,9 +143,9 @@ def _opened(file: Path) -> BinaryIO:
     try:
         return open_ordinary(file)
     except FileNotFoundError as error:
-        raise RunError(f"{file} is missing") from error
+        raise RunError(file, "it is missing", AGAIN) from error
     except UnreadableFile as error:
-        raise RunError(str(error)) from error
+        raise RunError(error.place, error.problem, error.fix) from error
 
 
 def _check_directory(file: Path) -> None:
@@ -151,7 +154,7 @@ def _check_directory(file: Path) -> None:
         with _opened(file) as opened, zipfile.ZipFile(opened):
             pass
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise RunError(f"{file} is damaged: its directory can't be read ({error})") from error
+        raise RunError(file, f"it is damaged: its directory can't be read ({error})", AGAIN) from error
 
 
 def identify_weights(file: Path) -> str:
@@ -192,7 +195,7 @@ def _header(file: Path, opened: BinaryIO) -> tuple[Mapping[str, Any], int]:
     try:
         header = parse_json(file, opened.read(length).decode())
     except UnreadableFile as error:
-        raise RunError(f"{file} is damaged: its header {error.problem}") from error
+        raise RunError(file, f"it is damaged: its header {error.problem}", AGAIN) from error
     header.pop("__metadata__", None)
     return header, 8 + length
 
@@ -201,7 +204,8 @@ def check_finite_files(folder: Path) -> None:
     """Raise `RunError` if a safetensors file of a model or an adapter holds a NaN or an infinity. Reads every value."""
     for file in weight_files(folder):
         if file.suffix == ".safetensors" and (tensor := nonfinite_tensor(file)) is not None:
-            raise RunError(f"{file} holds NaN or infinity (in {tensor}): name an earlier checkpoint or another model")
+            problem = f"it holds NaN or infinity (in {tensor})"
+            raise RunError(file, problem, "name an earlier checkpoint or another model")
 
 
 def nonfinite_tensor(file: Path) -> str | None:
@@ -249,7 +253,8 @@ def adapter_config(where: str | Path, revision: str = "main") -> PeftConfig | No
         return PeftConfig.from_pretrained(str(where), revision=revision)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         if is_local:
-            raise RunError(f"{file}: peft can't read it ({type(error).__name__}: {one_line(error)}); {fix}") from error
+            problem = f"peft can't read it ({type(error).__name__}: {one_line(error)})"
+            raise RunError(file, problem, fix) from error
         return None
 
 

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from array import array
+from pathlib import Path
 
 import pytest
 
 from grpo_recipes.reports import checking
-from grpo_recipes.reports.run import RunReward, Series
+from grpo_recipes.reports.run import Log, Run, RunReward, Series
 
 NOTHING = Series([], [])
 
 
-def run(last_step: int = 4, rewards: tuple[RunReward, ...] = (), **logged: list[float]) -> Any:
-    """Return a run that logged metrics at steps 2, 4, ... The metric of a reward has its name."""
-    series = {name: Series([2 * place + 2 for place in range(len(values))], values) for name, values in logged.items()}
-    return SimpleNamespace(
-        rewards=rewards,
-        parts=lambda: [(reward, series.get(reward.name, NOTHING)) for reward in rewards],
-        series=lambda name: series.get(name, NOTHING),
-        log=SimpleNamespace(last_step=last_step),
-    )
+def run(last_step: int = 4, rewards: tuple[RunReward, ...] = (), **logged: list[float]) -> Run:
+    """Return a run that logged metrics at steps 2, 4, ... A letter is the metric of the reward with that name."""
+    log = Log(last_step=last_step)
+    for name, values in logged.items():
+        key = f"rewards/{name}/mean" if len(name) == 1 else name
+        log.metrics[key] = (array("q", range(2, 2 * len(values) + 1, 2)), array("d", values))
+    found = Run(Path("/nowhere"), {}, log)
+    vars(found)["rewards"] = list(rewards)
+    return found
 
 
 def test_a_metric_without_points_or_with_too_few_is_no_data() -> None:
-    found = run(x=[1.0, 2.0, 3.0], y=[1.0, 2.0, 3.0, 4.0])
-    assert checking.logged(found, "x").values == [1.0, 2.0, 3.0]
-    assert checking.trending(found, "y").values == [1.0, 2.0, 3.0, 4.0]
-    with pytest.raises(checking.NoData, match="`x` was logged fewer than four times"):
-        checking.trending(found, "x")
-    with pytest.raises(checking.NoData, match="`z` was not logged"):
-        checking.logged(found, "z")
+    found = run(three=[1.0, 2.0, 3.0], four=[1.0, 2.0, 3.0, 4.0])
+    assert checking.logged(found, "three").values == [1.0, 2.0, 3.0]
+    assert checking.trending(found, "four").values == [1.0, 2.0, 3.0, 4.0]
+    with pytest.raises(checking.NoData, match="`three`"):
+        checking.trending(found, "three")
+    with pytest.raises(checking.NoData, match="`none`"):
+        checking.logged(found, "none")
 
 
 def test_points_after_a_step_and_the_first_step_of_a_condition() -> None:
@@ -93,17 +93,15 @@ def test_a_sum_of_rewards_is_judged_by_its_parts() -> None:
 
 def test_a_cost_is_a_share_of_the_tokens_or_else_of_the_steps() -> None:
     """Half of what steps 1 and 2 spent is lost, and all of what steps 3 and 4 spent."""
-    shares = Series([2, 4], [0.5, 1.0])
-    assert checking.cost(run(), shares) == "75% of the run's steps"
-    assert checking.cost(run(num_tokens=[100.0, 400.0]), shares) == "88% of the run's tokens"
-    assert checking.cost(run(num_tokens=[0.0, 0.0]), shares) == "75% of the run's steps"
-    assert checking.cost(run(num_tokens=[100.0, 400.0]), Series([2, 4], [-1.0, 2.0])) == "75% of the run's tokens"
-    assert checking.cost_after(run(num_tokens=[100.0, 400.0]), 2) == "75% of the run's tokens come after step 2"
-    assert checking.cost_after(run(), 1) == "75% of the run's steps come after step 1"
-    assert checking.cost_after(run(num_tokens=[100.0, 400.0]), 1) == "88% of the run's tokens come after step 1"
-    assert checking.cost_after(run(num_tokens=[0.0, 400.0]), 2) == "100% of the run's tokens come after step 2"
-    assert checking.cost_after(run(0), 0) == "0% of the run's steps come after step 0"
+    shares, halves = Series([2, 4], [0.5, 1.0]), {"num_tokens": [100.0, 400.0]}
+    assert checking.cost(run(), shares) == {"lost": pytest.approx(0.75), "unit": "steps"}
+    assert checking.cost(run(**halves), shares) == {"lost": 0.875, "unit": "tokens"}
+    assert checking.cost(run(num_tokens=[0.0, 0.0]), shares) == {"lost": pytest.approx(0.75), "unit": "steps"}
+    assert checking.cost(run(**halves), Series([2, 4], [-1.0, 2.0])) == {"lost": 0.75, "unit": "tokens"}
+    assert checking.cost_after(run(**halves), 2) == {"lost": 0.75, "unit": "tokens", "since": 2}
+    assert checking.cost_after(run(), 1) == {"lost": pytest.approx(0.75), "unit": "steps", "since": 1}
+    assert checking.cost_after(run(**halves), 1)["lost"] == 0.875
+    assert checking.cost_after(run(num_tokens=[0.0, 400.0]), 2)["lost"] == 1
+    assert checking.cost_after(run(0), 0)["lost"] == 0
     # A launch that counts from 0 again spent nothing until it passed the count before.
-    assert (
-        checking.cost_after(run(6, num_tokens=[300.0, 50.0, 400.0]), 4) == "25% of the run's tokens come after step 4"
-    )
+    assert checking.cost_after(run(6, num_tokens=[300.0, 50.0, 400.0]), 4)["lost"] == 0.25

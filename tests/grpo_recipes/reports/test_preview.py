@@ -53,44 +53,45 @@ MIXED: list[Scores] = [(2.0, 1.0), (0.0, 1.0), (2.0, 1.0), (0.0, 0.0)]
 SOLVED: list[Scores] = [(2.0, 1.0)] * 4
 FAILED: list[Scores] = [(0.0, 1.0)] * 4
 NEVER: list[Scores] = [(score, 0.0) for score in (2.0, 0.0, 2.0, 0.0)]
-FINE = "nothing stands in the way"
+FINE = "gradient"
 NO_MAXIMUM = [replace(REWARDS[0], highest_pay=None, passes_at=None), replace(REWARDS[1], weight=0)]
 
 
 @pytest.mark.parametrize(
-    ("preview", "beginnings"),
+    ("preview", "expected"),
     [
-        (preview_of(MIXED, MIXED, SOLVED), [f"{FINE}: 2 of 3 groups have a gradient"]),
+        (preview_of(MIXED, MIXED, SOLVED), [f"{FINE}|2 of 3"]),
         (preview_of(MIXED, SOLVED), [FINE]),  # half of the groups
-        (preview_of(SOLVED, MIXED, SOLVED), ["too easy: 2 of 3 groups"]),
-        (preview_of(FAILED, MIXED, FAILED), ["too hard: 2 of 3 groups"]),
-        (preview_of(FAILED, FAILED), [f"`{CORRECT}` pays for none of 8 completions", "too hard"]),
-        (preview_of(SOLVED, FAILED), ["too hard: 2 of 2 groups"]),  # as many are easy
+        (preview_of(SOLVED, MIXED, SOLVED), ["too easy|2 of 3"]),
+        (preview_of(FAILED, MIXED, FAILED), ["too hard|2 of 3"]),
+        (preview_of(FAILED, FAILED), [f"`{CORRECT}`|8", "too hard"]),
+        (preview_of(SOLVED, FAILED), ["too hard|2 of 2"]),  # as many are easy
         # A floor of float32's 0.01, and a threshold of 0.9 that float32 rounds.
         (preview_of(*[[(0.009999999776482582, 1.0)] * 4] * 2, rewards=with_pays(highest_pay=1.0)), ["too hard"]),
         (
             preview_of(*[[(0.8999999761581421, 1.0)] * 4] * 2, rewards=with_pays(highest_pay=1.0, passes_at=0.9)),
             ["too easy"],
         ),
-        (preview_of(SOLVED, SOLVED, rewards=NO_MAXIMUM), ["2 of 2 groups have zero variance"]),
-        (preview_of(SOLVED, rewards=with_pays(highest_pay=1.0)), ["`gsm8k_correctness` pays 2, more than", "too easy"]),
+        (preview_of(SOLVED, SOLVED, rewards=NO_MAXIMUM), ["`rewards`|2 of 2"]),
+        (preview_of(SOLVED, rewards=with_pays(highest_pay=1.0)), ["`gsm8k_correctness`|`highest_pay`", "too easy"]),
         (preview_of([(NAN, 1.0), *MIXED[1:]]), [FINE]),
-        (preview_of([(NAN, score) for score in (1, 0, 1, 0)]), [f"`{CORRECT}` scores none of 4 completions"]),
+        (preview_of([(NAN, score) for score in (1, 0, 1, 0)]), [f"`{CORRECT}`|`dataset.columns`|4"]),
         (
             preview_of([(NAN, NAN)] * 4),
-            [f"`{CORRECT}` scores none of 4", f"`{FORMAT}` scores none of 4", "1 of 1 groups have zero variance"],
+            [f"`{CORRECT}`|4", f"`{FORMAT}`|4", "1 of 1"],
         ),
-        (preview_of(NEVER), [f"no completion has the format of `{FORMAT}`"]),
+        (preview_of(NEVER), [f"`{FORMAT}`|`dataset.system_prompt`"]),
         (preview_of(NEVER, rewards=[REWARDS[0], replace(REWARDS[1], weight=0)]), [FINE]),
         (preview_of([(-1.0, 1.0), (1.0, 0.0)]), [FINE]),  # a right answer, beside one from which a point is taken
-        (preview_of([(-1.0, 1.0), (0.0, 0.0)]), [f"`{CORRECT}` pays for none of 2 completions"]),
+        (preview_of([(-1.0, 1.0), (0.0, 0.0)]), [f"`{CORRECT}`|2"]),
         (cut(preview_of(MIXED), 1), [FINE]),
-        (cut(preview_of(MIXED), 2), ["2 of 4 completions are cut"]),
+        (cut(preview_of(MIXED), 2), ["2 of 4|`max_completion_length`"]),
     ],
 )
-def test_what_follows_from_a_sample(preview: Preview, beginnings: list[str]) -> None:
+def test_what_follows_from_a_sample(preview: Preview, expected: list[str]) -> None:
     found = preview.findings()
-    assert [sentence[: len(start)] for sentence, start in zip(found, beginnings, strict=True)] == beginnings, found
+    for sentence, figures in zip(found, expected, strict=True):
+        assert [figure for figure in figures.split("|") if figure not in sentence] == [], sentence
 
 
 def test_a_suggestion_names_the_key_to_change() -> None:
@@ -127,25 +128,20 @@ def test_json_has_every_completion() -> None:
         f"pay/{FORMAT}": 1.0,
         "total": 0.5,
     }
-    assert found["findings"] == ["nothing stands in the way: 5 of 5 groups have a gradient"]
+    assert "5 of 5" in found["findings"][0]
 
 
 def test_the_terminal_shows_examples_and_numbers() -> None:
     said = rendered(preview_of(*[MIXED] * 4, [*SOLVED[:3], (NAN, 1.0)]).describe())
     lines = [" ".join(line.split()) for line in said.splitlines()]
-    assert "prompt 1: 5 tokens, exactly as the model sees it" in lines
     first = lines[lines.index("| prompt 0") : lines.index("| prompt 1")]
-    assert [line for line in first if line.startswith("completion")] == [
-        "completion of 10 tokens: reward 2.5",
-        "completion of 10 tokens: reward 0.5",
-        "completion of 10 tokens: reward 0",
-    ]
+    rewards = [line.rpartition("reward ")[2] for line in first if line.startswith("completion")]
+    assert rewards == ["2.5", "0.5", "0"]
     assert f"{CORRECT} 2: gold `2`" in first
     assert f"{CORRECT} 1 1.158 55% 1 of 20 4 of 5 groups" in lines
     text = " ".join(lines)
-    assert "zero variance 0 of 5 groups (95 % interval 0% to 52%)" in text
-    assert "0 of 20 are cut" in text
-    assert "time 0.5 s per completion" in text
+    for figure in ("0 of 5", "0% to 52%", "0 of 20", "0.5 s"):
+        assert figure in text, figure
 
 
 def test_a_text_is_shortened_and_cannot_control_the_terminal() -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,26 @@ from grpo_recipes import train
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import LIVE
 from grpo_recipes.runs.lock import LOCK, only_writer
-from grpo_rewards.errors import UserError
 from tests.support import launching
+from tests.support.errors import refused
 
 OTHER = "process 17 on other-host"
 
 
 @pytest.fixture
-def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "LEASE_SECONDS", 0.4)
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
+def lease(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Return a function that sets the lease and the time between two heartbeats, in seconds."""
+
+    def shorten(seconds: float, beat: float) -> None:
+        monkeypatch.setattr(lock, "LEASE_SECONDS", seconds)
+        monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", beat)
+
+    return shorten
+
+
+@pytest.fixture
+def short_lease(lease: Callable[[float, float], None]) -> None:
+    lease(0.4, 0.05)
 
 
 def marker() -> str:
@@ -54,7 +64,7 @@ def take_over(folder: Path) -> None:
 def test_a_launch_holds_its_folder_and_leaves_nothing_behind(tmp_path: Path, short_lease: None) -> None:
     with only_writer(tmp_path / "new") as held:
         assert held.loss() is None
-        with pytest.raises(UserError, match=rf"process {os.getpid()} on .*remove"), only_writer(tmp_path / "new"):
+        with refused(tmp_path / "new", os.getpid(), LOCK), only_writer(tmp_path / "new"):
             pass
         assert (tmp_path / "new" / LOCK).is_file()
     assert list(tmp_path.iterdir()) == []
@@ -68,14 +78,13 @@ def test_a_second_launch_of_a_recipe_is_refused(
     with only_writer(tmp_path / "run"):
         assert train.main(["--config", str(recipe), "--resume_from_checkpoint", "true"]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert f"another launch writes there just now (process {os.getpid()} on " in said
+        assert f"process {os.getpid()} on " in said
         assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK]
     assert train.main(["--config", str(recipe)]) == 0
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("content", [None, "", '{"host": "h", "pid": 17}'])
+@pytest.mark.parametrize(("exchanges", "content"), [(True, None), (False, ""), (True, '{"host": "h", "pid": 17}')])
 def test_a_lock_of_another_machine_is_taken_over_once_it_has_expired(
     content: str | None, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_lease: None
 ) -> None:
@@ -88,14 +97,15 @@ def test_a_lock_of_another_machine_is_taken_over_once_it_has_expired(
         assert time.time() - touched >= lock.LEASE_SECONDS, "until then the other launch may live"
 
 
-def test_the_first_sign_of_another_machine_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_sign_of_another_machine_ends_the_waiting(
+    tmp_path: Path, lease: Callable[[float, float], None]
+) -> None:
     """The lease of 30 s is far from its end."""
-    monkeypatch.setattr(lock, "LEASE_SECONDS", 30.0)
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.02)
+    lease(30.0, 0.02)
     path = left(tmp_path / "run", marker(), seconds_ago=20)
     began, timer = time.monotonic(), threading.Timer(0.2, os.utime, (path,))
     timer.start()
-    with pytest.raises(UserError, match=rf"\({OTHER}\): .*remove .*_run\.lock"), only_writer(tmp_path / "run"):
+    with refused(tmp_path / "run", OTHER, LOCK), only_writer(tmp_path / "run"):
         pass
     timer.join()
     assert time.monotonic() - began < 15
@@ -114,7 +124,7 @@ def test_the_loser_of_a_takeover_notices_it_and_keeps_the_other_lock(tmp_path: P
         take_over(tmp_path / "run")
         loss = held.loss()
         assert loss is not None
-        assert f"another launch ({OTHER}) has taken it over" in loss
+        assert OTHER in loss
     assert (tmp_path / "run" / LOCK).read_text() == marker()
 
 
@@ -139,10 +149,9 @@ with lock.only_writer(pathlib.Path(sys.argv[1])) as held:
 
 
 def test_a_killed_launch_is_taken_over_at_once_and_a_suspended_one_after_the_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, lease: Callable[[float, float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.1)
+    lease(1.0, 0.1)
     for stop in (signal.SIGKILL, signal.SIGSTOP):
         command: Sequence[str] = [sys.executable, "-c", HOLDS, str(tmp_path / "run")]
         first = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -153,10 +162,10 @@ def test_a_killed_launch_is_taken_over_at_once_and_a_suspended_one_after_the_lea
             if stop == signal.SIGKILL:
                 first.wait()
             with only_writer(tmp_path / "run") as held:
-                assert ("waiting" in capsys.readouterr().out) == (stop == signal.SIGSTOP)
+                assert (str(first.pid) in capsys.readouterr().out) == (stop == signal.SIGSTOP)
                 first.send_signal(signal.SIGCONT)
                 said, _ = first.communicate("\n")
-                assert ("has taken it over" in said) == (stop == signal.SIGSTOP)
+                assert (str(os.getpid()) in said) == (stop == signal.SIGSTOP)
                 assert held.loss() is None
         finally:
             first.kill()
@@ -180,8 +189,8 @@ def test_all_ranks_of_a_launch_that_lost_its_folder_stop_before_they_write(tmp_p
     process = launching.start("ddp_cpu", recipe, FOLDER_TO_LOSE=str(run))
     said = launching.finish(process)
     assert process.returncode == 1, said
-    assert said.count(f"error: {run}: another launch ({OTHER}) has taken it over") >= 2
-    assert "this launch stops after step 3 and writes nothing more there, checkpoint-2 is its last checkpoint" in said
+    assert said.count(f"error: {run}: another launch ({OTHER})") >= 2
+    assert "step 3" in said
     assert not list(run.glob("fault*"))
     assert not (run / "model.safetensors").exists()
     assert sorted(path.name for path in run.glob("c*")) == ["checkpoint-1", "checkpoint-2", "completions"]
@@ -208,5 +217,5 @@ def test_a_folder_lost_outside_of_the_steps_gets_no_files(
     changes = {"max_steps": 1, "save_strategy": "no", "save_steps": None, "log_completions": False}
     recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, run, **changes)
     assert train.main(["--config", str(recipe)]) == 1
-    assert f"another launch ({OTHER}) has taken it over" in capsys.readouterr().err.splitlines()[-1]
+    assert OTHER in capsys.readouterr().err.splitlines()[-1]
     assert sorted(path.name for path in run.iterdir() if path.name != LIVE) == [LOCK, *written]

@@ -19,7 +19,6 @@ from grpo_recipes.reports.charts import (
     Chart,
     Line,
     duration,
-    envelope,
     number,
     percent,
     sections,
@@ -159,15 +158,6 @@ def test_a_long_line_is_thin_and_has_the_means_of_its_parts() -> None:
     heights = [float(point.split(",")[1]) for point in smooth]
     means = [part.mean() for part in np.array_split(values, 60)]
     assert np.corrcoef(heights, means)[0, 1] == pytest.approx(-1)
-
-
-def test_every_point_is_drawn_up_to_a_limit_and_then_the_ends_and_extremes() -> None:
-    assert list(envelope(np.full(600, 3.0))) == list(range(600))
-    values = [float(value * 37 % 1009) for value in range(5000)]
-    kept = envelope(np.array(values), 100)
-    assert 100 <= len(kept) <= 102
-    assert {0, 4999, values.index(max(values)), values.index(min(values))} <= set(kept)
-    assert list(kept) == sorted(set(kept))
 
 
 def test_a_chart_can_be_a_file_of_its_own_and_shows_a_single_point() -> None:

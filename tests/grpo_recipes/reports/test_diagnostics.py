@@ -378,30 +378,6 @@ def test_damaged_completions_are_named(tmp_path: Path, capsys: pytest.CaptureFix
 # ---- Tools
 
 
-def calls_check(folder: Path, calls: Callable[[int, int], int], pay: Callable[[int, int], float]) -> str:
-    """Return the result of `calls_without_gain` on a run whose reward stays."""
-    run = write_run(folder, **with_tools({"reward": ramp(1, 1)}, tool_completions(calls, pay)))
-    return next(result for result, name, _ in diagnose(Run.read(run)).rows() if name == "calls_without_gain")
-
-
-def test_calls_that_all_completions_need_are_fine(tmp_path: Path) -> None:
-    def learnt(step: int, member: int) -> int:
-        return int(step > 20)
-
-    always = calls_check(tmp_path / "a", lambda step, member: 1, lambda step, member: 2.0 if step > 20 else member % 2)
-    useful = calls_check(tmp_path / "b", learnt, lambda step, member: (member % 3) * (1.0 if step > 20 else 0.1))
-    useless = calls_check(tmp_path / "c", learnt, lambda step, member: float(member % 2))
-    assert (always, useful, useless) == ("fine", "fine", "problem")
-
-
-def test_rewards_that_rise_by_more_than_calls_are_fine(tmp_path: Path) -> None:
-    """The chance to win depends on the calls, but the outcome of one completion does not follow from them."""
-    better = paid_by_calls(lambda step, member: _more_and_more(step, member) + step / 20)
-    lucky = paid_by_calls(lambda step, member: float((7 * step + 3 * member) % 5 < _more_and_more(step, member)))
-    for name, run in (("better", better), ("lucky", lucky)):
-        assert "reward_by_calls_alone" in diagnose(Run.read(write_run(tmp_path / name, **run))).fine
-
-
 def test_logged_arguments_may_be_text_or_structs(tmp_path: Path) -> None:
     """TRL writes structs with the fields of all calls, and our trainer writes JSON text."""
     rows = tool_completions()

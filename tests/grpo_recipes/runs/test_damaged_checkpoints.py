@@ -147,7 +147,7 @@ def test_several_damaged_checkpoints_are_passed_over_but_not_all(finished: Path,
     assert point.newest == restored / "checkpoint-1"
     assert [one.aside.name for one in point.passed_over] == ["checkpoint-2-damaged", "checkpoint-3-damaged"]
     _flip(restored / "checkpoint-1" / "rng_state.pth")
-    with pytest.raises(UserError, match=r"no other checkpoint is left.*remove the folder.*checkpoint-1"):
+    with refused("checkpoint-", restored / "checkpoint-1"):
         resumed(finished)
     for step in (1, 2, 3):
         (restored / f"checkpoint-{step}" / MANIFEST).unlink()

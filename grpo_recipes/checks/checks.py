@@ -202,19 +202,15 @@ def check_early_stopping(recipe: Recipe) -> None:
         return
     check_number("early_stopping_patience", patience, COUNT)
     if not (recipe.evaluates and config.load_best_model_at_end and config.metric_for_best_model):
-        raise recipe.error(
-            "`early_stopping_patience` compares evaluations: set `eval_strategy`, `load_best_model_at_end: true` and "
-            "`metric_for_best_model: eval_reward`"
-        )
+        fix = "set `eval_strategy`, `load_best_model_at_end: true` and `metric_for_best_model: eval_reward`"
+        raise recipe.error("`early_stopping_patience`", "it compares evaluations", fix)
 
 
 def check_machine(recipe: Recipe, machine: Machine) -> None:
     """Raise `RecipeError` if the recipe trains in bfloat16 on a machine that can't (TRL's default is `bf16: true`)."""
     if uses_bf16(recipe.config) and not recipe.config.use_cpu and not machine.bf16:
-        raise recipe.error(
-            "`bf16` needs a GPU with bfloat16, and there is none here: set `bf16: false`, "
-            "and `use_cpu: true` to train on the CPU"
-        )
+        fix = "set `bf16: false`, and `use_cpu: true` to train on the CPU"
+        raise recipe.error("`bf16`", "it needs a GPU with bfloat16, and there is none here", fix)
 
 
 def backend_of(recipe: Recipe, machine: Machine) -> Backend:
@@ -251,27 +247,26 @@ def precision_of(recipe: Recipe, machine: Machine, *, is_adapter: bool | None = 
 def check_precision(recipe: Recipe, machine: Machine) -> None:
     """Raise `RecipeError` for a combination of dtypes and optimizer that can't be trained."""
     batching = bool(recipe.config.use_transformers_continuous_batching)
-    if mistake := precision_of(recipe, machine).mistake(continuous_batching=batching):
-        raise recipe.error(mistake)
+    with recipe.naming_this_file():
+        precision_of(recipe, machine).check(continuous_batching=batching)
 
 
 def check_packages(recipe: Recipe) -> None:
     """Raise `RecipeError` if a package that the recipe needs is not installed, or TRL does not support this vLLM."""
-    for sentence in [*packages.missing(recipe.config), *packages.missing_quantization(recipe.model)]:
-        raise recipe.error(sentence)
+    with recipe.naming_this_file():
+        for error in [*packages.missing(recipe.config), *packages.missing_quantization(recipe.model)]:
+            raise error
 
 
 def check_model_exists(recipe: Recipe) -> None:
     """Raise `RecipeError` if the policy is a folder that does not exist or holds no model, or is a file."""
     name = str(recipe.model["model_name_or_path"])
-    folder = Path(name)
+    folder, place = Path(name), f"`model_name_or_path`: {name}"
     if folder.exists() and not _holds_adapter(folder) and not (folder / "config.json").exists():
-        raise recipe.error(
-            f"`model_name_or_path` {name} holds no model (no config.json, no adapter_config.json): name the folder "
-            "of a model"
-        )
+        problem = "it holds no model (no config.json, no adapter_config.json)"
+        raise recipe.error(place, problem, "name the folder of a model")
     if is_missing(name):
-        raise recipe.error(f"`model_name_or_path` {name}: there is no such folder{relative_to(name)}: correct the path")
+        raise recipe.error(place, f"there is no such folder{relative_to(name)}", "correct the path")
 
 
 def model_positions(recipe: Recipe) -> int | None:
@@ -295,22 +290,19 @@ def check_reference(recipe: Recipe) -> None:
     policy, reference = Path(recipe.model["model_name_or_path"]), recipe.reference
     adapter = Path(reference.adapter or "")
     if reference.adapter and (is_missing(reference.adapter) or (adapter.is_dir() and not _holds_adapter(adapter))):
-        raise recipe.error(
-            f"`reference.adapter` {reference.adapter}: there is no such folder with an "
-            f"adapter_config.json{relative_to(reference.adapter)}: correct it"
-        )
+        problem = f"there is no such folder with an adapter_config.json{relative_to(reference.adapter)}"
+        raise recipe.error(f"`reference.adapter`: {reference.adapter}", problem, "correct it")
     new_adapter = recipe.model.get("use_peft", False)
     if _holds_adapter(policy) and new_adapter:
-        raise recipe.error(
-            f"`use_peft` asks for a new adapter, and `model_name_or_path` {policy} is one already, which "
-            "training continues: remove `use_peft` and the `lora_` keys"
+        problem = (
+            f"it asks for a new adapter, and `model_name_or_path` {policy} is one already, which training continues"
         )
+        raise recipe.error("`use_peft`", problem, "remove it and the `lora_` keys")
     # Only a local folder shows whether it is an adapter. For a hub model, loading the policy decides.
     if reference.name != "initial" and policy.is_dir() and not (new_adapter or _holds_adapter(policy)):
-        raise recipe.error(
-            f"`reference: {reference.adapter or reference.name}` needs a policy with an adapter, and this is "
-            "full fine-tuning: set `use_peft: true`, or use `reference: initial`"
-        )
+        needing = reference.adapter or reference.name
+        problem = f"`{needing}` needs a policy with an adapter, and this is full fine-tuning"
+        raise recipe.error("`reference`", problem, "set `use_peft: true`, or use `reference: initial`")
 
 
 def check_model_folders(recipe: Recipe) -> None:
@@ -340,12 +332,10 @@ def check_output_dir(recipe: Recipe) -> None:
         check_names(folder)
     # A new run would mix its completions and logs with those of the earlier run.
     if folder.exists() and not folder.is_dir():
-        raise recipe.error(f"`output_dir` {folder} is a file: choose a folder with `--output_dir`")
+        raise recipe.error(f"`output_dir`: {folder}", "it is a file", "choose a folder with `--output_dir`")
     if not recipe.resumes and _holds_a_run(folder):
-        raise recipe.error(
-            f"`output_dir` {folder} already holds files: choose another folder with `--output_dir`, or set "
-            "`resume_from_checkpoint: true` to go on with that run"
-        )
+        fix = "choose another one with `--output_dir`, or set `resume_from_checkpoint: true` to go on with that run"
+        raise recipe.error(f"`output_dir`: {folder}", "it already holds files", fix)
     _check_writable(recipe)
 
 
@@ -374,11 +364,9 @@ def _check_writable(recipe: Recipe) -> None:
             probe.flush()
             os.fsync(probe.fileno())  # some file systems notice only here that they are full
     except OSError as error:
-        reason = "it is no folder" if not folder.is_dir() else error.strerror or str(error)
-        raise recipe.error(
-            f"`output_dir` {recipe.output_dir} can't be written ({folder}: {reason}): make room or choose "
-            "another folder with `--output_dir`"
-        ) from error
+        reason = "it is not a folder" if not folder.is_dir() else error.strerror or str(error)
+        place, fix = f"`output_dir`: {recipe.output_dir}", "make room or choose another folder with `--output_dir`"
+        raise recipe.error(place, f"it can't be written ({folder}: {reason})", fix) from error
 
 
 def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
@@ -435,33 +423,32 @@ def dry_config(recipe: Recipe, machine: Machine) -> GRPOConfig:
 def _check_offline(recipe: Recipe) -> None:
     """Raise `RecipeError` for keys that do not go with recorded responses."""
     if (recipe.offline is None) == (recipe.dataset.name == "scored"):
-        raise recipe.error(
-            "`dataset.name: scored` reads recorded responses, and `offline: group` trains on them: set both, or neither"
-        )
+        problem = "`scored` reads recorded responses, and `offline: group` trains on them"
+        raise recipe.error("`dataset.name`", problem, "set both, or neither")
     if recipe.offline is None:
         return
     generating = {"sampling": recipe.sampling, "use_vllm": recipe.config.use_vllm, "eval_strategy": recipe.evaluates}
     for key, generates in generating.items():
         if generates:
             fix = "remove it, and run `grpo-recipes evaluate` afterwards" if key == "eval_strategy" else "remove it"
-            raise recipe.error(f"`{key}` generates completions, and `offline` trains on recorded responses: {fix}")
+            problem = "it generates completions, and `offline` trains on recorded responses"
+            raise recipe.error(f"`{key}`", problem, fix)
     if recipe.compares_whole_batch and "num_generations" in recipe.training:
-        raise recipe.error("`offline.baseline: batch` takes one response a prompt: remove `num_generations`")
+        raise recipe.error("`num_generations`", "`offline.baseline: batch` takes one response a prompt", "remove it")
 
 
 def _check_groups(recipe: Recipe, geometry: Geometry, rewards: Sequence[BuiltReward]) -> None:
     """Raise `RecipeError` if a whole group is needed where a prompt has one completion, or is split over processes."""
     comparing = [f"`rewards`: {reward.name}" for reward in rewards if reward.needs_whole_groups]
+    compares = "it compares the completions of a group"
     if comparing and geometry.num_generations == 1:
-        raise recipe.error(
-            f"{comparing[0]} compares the completions of a group, and `offline.baseline: batch` has one of each "
-            "prompt: remove it, or set `offline.baseline: group`"
-        )
+        problem = f"{compares}, and `offline.baseline: batch` has one of each prompt"
+        raise recipe.error(comparing[0], problem, "remove it, or set `offline.baseline: group`")
     if recipe.offline is not None:
         comparing.append("`offline`")
     if comparing and geometry.splits_groups:
-        raise recipe.error(
-            f"{comparing[0]} compares the completions of a group, and this layout splits groups over processes: make "
-            f"per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of "
+        fix = (
+            f"make per_device_train_batch_size × steps_per_generation ({geometry.completions_per_rank}) a multiple of "
             f"num_generations ({geometry.num_generations})"
         )
+        raise recipe.error(comparing[0], f"{compares}, and this layout splits groups over processes", fix)

@@ -55,7 +55,8 @@ class Geometry:
             num_iterations=config.num_iterations,
         )
         if compares_whole_batch and geometry.generation_batch_size < 2:
-            raise UserError("a generation of 1 completion has nothing to compare it with: raise the batch size")
+            problem = "a generation of 1 completion has nothing to compare it with"
+            raise UserError("`per_device_train_batch_size`", problem, "raise it")
         _check_multiple(
             "per_device_train_batch_size",
             geometry.per_device_train_batch_size,
@@ -145,11 +146,12 @@ class Geometry:
         if fix == interval:
             return
         suggestion = f"`{key}` to {fix}" if fix else "`save_strategy: epoch`"
-        raise UserError(
-            f"`{key}` {getattr(config, key)} saves inside a generation, which is trained on in "
-            f"{self.steps_per_generation} × {self.num_iterations} micro-batches, {self.gradient_accumulation_steps} an "
-            f"optimizer step; its completions would be lost on a restart: set {suggestion}"
+        problem = (
+            f"{getattr(config, key)} saves inside a generation, which is trained on in {self.steps_per_generation} × "
+            f"{self.num_iterations} micro-batches, {self.gradient_accumulation_steps} an optimizer step; its "
+            "completions would be lost on a restart"
         )
+        raise UserError(f"`{key}`", problem, f"set {suggestion}")
 
     def _next_interval_that_fits(self, interval: int, total: int, num_prompts: int) -> int | None:
         """Return the smallest interval of saves, from `interval` on, that always ends a generation batch, or None."""
@@ -161,11 +163,11 @@ class Geometry:
     def check_dataset(self, num_prompts: int) -> None:
         """Raise `UserError` if the prompts fill no generation batch: TRL would train 0 steps and report success."""
         if num_prompts < self.prompts_per_generation:
-            raise UserError(
-                f"the dataset has {num_prompts} prompts and one generation needs {self.prompts_per_generation} "
-                f"({self._sizes()}, {self.num_generations} completions a prompt): add prompts or lower "
-                "`per_device_train_batch_size`"
+            problem = (
+                f"it has {num_prompts} prompts and one generation needs {self.prompts_per_generation} "
+                f"({self._sizes()}, {self.num_generations} completions a prompt)"
             )
+            raise UserError("`dataset`", problem, "add prompts or lower `per_device_train_batch_size`")
 
     def describe(self) -> str:
         """Return three lines of text: a generation batch, an optimizer step, and where groups lie."""
@@ -232,11 +234,11 @@ def geometry_of(recipe: Recipe, num_processes: int) -> Geometry:
 def _steps_per_generation(config: Any, num_processes: int) -> int:
     batch, steps = config.generation_batch_size, config.steps_per_generation
     if batch is not None and steps is not None:
-        raise UserError("`generation_batch_size` and `steps_per_generation` set the same thing twice: keep one")
+        raise UserError("`generation_batch_size`", "`steps_per_generation` sets the same thing", "keep one of the two")
     if batch is None:
         return config.gradient_accumulation_steps if steps is None else steps
     step = config.per_device_train_batch_size * num_processes
-    reason = "`generation_batch_size` must be a multiple of per_device_train_batch_size × processes"
+    reason = "it must be a multiple of per_device_train_batch_size × processes"
     _check_multiple("generation_batch_size", batch, 1, step, reason)
     return batch // step
 
@@ -246,7 +248,9 @@ def _check_multiple(key: str, size: int, factor: int, divisor: int, reason: str)
     if size * factor % divisor:
         step = divisor // math.gcd(divisor, factor)
         fits = math.ceil(size / step) * step
-        raise UserError(f"{reason}, and {size * factor} is no multiple of {divisor}: set `{key}` to {fits}")
+        raise UserError(
+            f"`{key}`", f"{reason}, and {size * factor} is not a multiple of {divisor}", f"set it to {fits}"
+        )
 
 
 def _plural(count: int, noun: str, suffix: str = "s") -> str:

@@ -37,80 +37,69 @@ OPTIMIZER_PACKAGES: Mapping[str, tuple[str, str]] = {
 """Module and package of an optimizer, by the beginning of its name. transformers imports the module after the model."""
 
 
-def missing(config: Any) -> list[str]:
-    """Return one sentence for each package that a recipe needs and this machine lacks.
+def missing(config: Any) -> list[UserError]:
+    """Return one error for each package that a recipe needs and this machine lacks.
 
     Args:
         config: Configuration with the attributes of `GRPOConfig`.
     """
-    sentences = _missing_trackers(config.report_to)
-    sentences += missing_optimizer(config)
-    if config.use_vllm:
-        sentences += _missing_vllm()
-    return sentences
+    errors = [*_missing_trackers(config.report_to), *missing_optimizer(config)]
+    return [*errors, *_missing_vllm()] if config.use_vllm else errors
 
 
-def _missing_trackers(report_to: str | list[str] | None) -> list[str]:
+def _lacking(key: str, package: str, fix: str) -> UserError:
+    return UserError(key, f"it needs the package {package}, which is not installed here", fix)
+
+
+def _missing_trackers(report_to: str | list[str] | None) -> list[UserError]:
     names = [report_to] if isinstance(report_to, str) else report_to or []
-    sentences = []
+    errors = []
     for name in names:
         if name in ("all", "none"):
             continue
         if name not in trackers.INTEGRATION_TO_CALLBACK:
-            known = [*trackers.INTEGRATION_TO_CALLBACK, "all", "none"]
-            sentences.append(str(not_a_choice("report_to", name, known)))
+            errors.append(not_a_choice("report_to", name, [*trackers.INTEGRATION_TO_CALLBACK, "all", "none"]))
             continue
         package = TRACKER_PACKAGES.get(name, name)
         if not getattr(trackers, f"is_{package}_available")():
-            sentences.append(
-                f"`report_to: {name}` needs the package {package}, which is not installed here: install it, or set "
-                "`report_to: none`"
-            )
-    return sentences
+            errors.append(_lacking(f"`report_to: {name}`", package, "install it, or set `report_to: none`"))
+    return errors
 
 
-def missing_optimizer(config: Any) -> list[str]:
-    """Return a sentence if the optimizer of a recipe is in a package that this machine lacks, else []."""
+def missing_optimizer(config: Any) -> list[UserError]:
+    """Return an error if the optimizer of a recipe is in a package that this machine lacks, else []."""
     name = str(getattr(config.optim, "value", config.optim))
     for beginning, (module, package) in OPTIMIZER_PACKAGES.items():
         if name.startswith(beginning) and find_spec(module) is None:
-            return [
-                f"`optim: {name}` needs the package {package}, which is not installed here: install it, or set another "
-                "optimizer, such as `optim: adamw_torch_fused`"
-            ]
+            fix = "install it, or set another optimizer, such as `optim: adamw_torch_fused`"
+            return [_lacking(f"`optim: {name}`", package, fix)]
     return []
 
 
-def missing_quantization(model: Mapping[str, Any]) -> list[str]:
-    """Return a sentence if a recipe quantizes its base and this machine lacks the package for it, else [].
+def missing_quantization(model: Mapping[str, Any]) -> list[UserError]:
+    """Return an error if a recipe quantizes its base and this machine lacks the package for it, else [].
 
     Args:
         model: Keys of `ModelConfig`.
     """
     for key in ("load_in_4bit", "load_in_8bit"):
         if model.get(key) and find_spec("bitsandbytes") is None:
-            return [
-                f"`{key}` needs the package bitsandbytes, which is not installed here: "
-                "`pip install 'grpo-recipes[qlora]'`"
-            ]
+            return [_lacking(f"`{key}`", "bitsandbytes", "`pip install 'grpo-recipes[qlora]'`")]
     return []
 
 
-def _missing_vllm() -> list[str]:
+def _missing_vllm() -> list[UserError]:
     with warnings.catch_warnings(record=True, action="always") as caught:
         is_available = is_vllm_available()
     if not is_available:
-        return [
-            "`use_vllm` needs vLLM, which is not installed here: `pip install 'grpo-recipes[vllm]'`, or set "
-            "`use_vllm: false`"
-        ]
+        return [_lacking("`use_vllm`", "vLLM", "`pip install 'grpo-recipes[vllm]'`, or set `use_vllm: false`")]
     # Only TRL knows the versions that it supports, and it warns about others: "TRL currently supports vLLM versions
     # from A to B. You have version C installed. We recommend ..."
-    sentences = []
+    errors = []
     for warning in caught:
         text = str(warning.message).partition(". We recommend")[0].replace(". You have", ", and you have")
-        sentences.append(f"`use_vllm`: {text}: install one of those")
-    return sentences
+        errors.append(UserError("`use_vllm`", text, "install one of those"))
+    return errors
 
 
 def check_vllm(config: Any, num_processes: int, model: Mapping[str, Any]) -> None:
@@ -125,20 +114,18 @@ def check_vllm(config: Any, num_processes: int, model: Mapping[str, Any]) -> Non
         return
     size, name = config.vllm_tensor_parallel_size, model["model_name_or_path"]
     if config.vllm_mode == "colocate" and num_processes % size:
-        raise UserError(
-            f"`vllm_tensor_parallel_size` {size} does not divide the {num_processes} process(es) of the run, which "
-            "share engines in groups of that size: set one that does"
+        problem = (
+            f"{size} does not divide the {num_processes} process(es) of the run, which share engines in such groups"
         )
+        raise UserError("`vllm_tensor_parallel_size`", problem, "set a size that does")
     adapter = adapter_config(name) if (Path(name) / ADAPTER_CONFIG).is_file() else None
     if adapter is not None and adapter.is_prompt_learning:
-        raise UserError(
-            f"`model_name_or_path` {name} is an adapter of the kind {adapter_kind(adapter)}, which can't be merged "
-            "into the weights that vLLM gets: set `use_vllm: false`"
-        )
+        kind = adapter_kind(adapter)
+        problem = f"it is an adapter of the kind {kind}, which can't be merged into the weights that vLLM gets"
+        raise UserError(f"`model_name_or_path`: {name}", problem, "set `use_vllm: false`")
     if model.get("load_in_8bit"):
-        raise UserError(
-            "`load_in_8bit` loads a base that vLLM can't hold: set `use_vllm: false`, or `load_in_8bit: false`"
-        )
+        fix = "set `use_vllm: false`, or `load_in_8bit: false`"
+        raise UserError("`load_in_8bit`", "it loads a base that vLLM can't hold", fix)
 
 
 def check_vllm_prompts(
@@ -163,11 +150,11 @@ def check_vllm_lengths(config: Any, longest: int) -> None:
     limit = _vllm_context(config)
     needed = longest + config.max_completion_length
     if limit is not None and needed > limit:
-        raise UserError(
-            f"`vllm_max_model_length` is {limit}, and the longest prompt of {longest} tokens with "
-            f"`max_completion_length` {config.max_completion_length} needs {needed}: raise the first, or set "
-            "`dataset.max_prompt_tokens`"
+        problem = (
+            f"it is {limit}, and the longest prompt of {longest} tokens with `max_completion_length` "
+            f"{config.max_completion_length} needs {needed}"
         )
+        raise UserError("`vllm_max_model_length`", problem, "raise it, or set `dataset.max_prompt_tokens`")
 
 
 def _vllm_context(config: Any) -> int | None:

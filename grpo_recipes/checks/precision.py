@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.trl_keys import ADAMW_BF16
+from grpo_rewards.errors import UserError
 
 SIGNIFICANT_BITS: Mapping[str, int] = {"bfloat16": 8, "float16": 11}
 
@@ -78,24 +79,24 @@ class Precision:
         keeps_float32 = self.deepspeed or (self.optim == ADAMW_BF16 and self.stored == "bfloat16")
         return "float32" if keeps_float32 else self.stored
 
-    def mistake(self, *, continuous_batching: bool = False) -> str | None:
-        """Return why this precision can't be trained, with the fix, or None if it can."""
+    def check(self, *, continuous_batching: bool = False) -> None:
+        """Raise `UserError` if this precision can't be trained."""
         if self.optim == ADAMW_BF16 and self.deepspeed:
-            return "`optim: adamw_bf16`: DeepSpeed keeps its own float32 weights, so no update is lost: remove `optim`"
+            problem = "DeepSpeed keeps its own float32 weights, so no update is lost"
+            raise UserError("`optim: adamw_bf16`", problem, "remove `optim`")
         if self.optim == ADAMW_BF16 and self.optim_args:
-            return f"`optim_args`: `optim: adamw_bf16` has none, not {self.optim_args!r}: remove the key"
+            raise UserError("`optim_args`", f"`optim: adamw_bf16` has none, not {self.optim_args!r}", "remove the key")
         if self.stored == "float16" and not self.deepspeed:
-            return (
-                "`dtype: float16`: weights in float16 can't be trained, as no gradient scaler works on them: set "
-                "`dtype: float32` with `fp16: true`, or `dtype: bfloat16` with `optim: adamw_bf16`"
-            )
+            fix = "set `dtype: float32` with `fp16: true`, or `dtype: bfloat16` with `optim: adamw_bf16`"
+            raise UserError("`dtype`", "weights in float16 can't be trained, as no gradient scaler works on them", fix)
         if continuous_batching and not self.deepspeed and self.computed != self.stored:
-            return (
-                "`use_transformers_continuous_batching`: TRL would cast the trained weights from "
-                f"{self.stored} to {self.computed} in place, and most updates would be lost: set it to false, or "
-                + ("`fp16: false`" if self.computed == "float16" else "`bf16: false`")
+            problem = (
+                f"TRL would cast the trained weights from {self.stored} to {self.computed} in place, and most updates "
+                "would be lost"
             )
-        return None
+            other = "fp16" if self.computed == "float16" else "bf16"
+            fix = f"set it to false, or `{other}: false`"
+            raise UserError("`use_transformers_continuous_batching`", problem, fix)
 
     def surviving(self, weights: NDArray[np.floating]) -> float | None:
         """Return the share of an update that survives rounding, in [0, 1], or None for an unknown optimizer.

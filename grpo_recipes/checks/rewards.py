@@ -90,7 +90,7 @@ def describe_rewards(rewards: Iterable[BuiltReward]) -> str:
 def check_weights(rewards: Sequence[BuiltReward]) -> None:
     """Raise `UserError` if no reward can change the total."""
     if not any(reward.weight for reward in leaves(rewards)):
-        raise UserError("`rewards`: all weights are 0, so that nothing is learned: give one reward a weight")
+        raise UserError("`rewards`", "all weights are 0, so that nothing is learned", "give one reward a weight")
 
 
 def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> None:
@@ -102,15 +102,12 @@ def check_columns(rewards: Iterable[BuiltReward], columns: Sequence[str]) -> Non
         needed = [*reward.declared.columns_read, *needed]
         for column in needed:
             if column not in (*TRL_ARGUMENTS, *given):
-                raise UserError(
-                    f"`rewards`: {reward.name} needs the column `{column}`, and the columns that it gets are "
-                    f"{', '.join(given) or 'none'}: name the table's column in `dataset.columns`"
-                )
+                problem = f"it needs the column `{column}`, and gets the columns {', '.join(given) or 'none'}"
+                fix = "name the table's column in `dataset.columns`"
+                raise UserError(f"`rewards`: {reward.name}", problem, fix)
         if not takes_all:
-            raise UserError(
-                f"`rewards`: {reward.name} must take every column by name, as TRL hands them over: end its parameters "
-                "in `**columns`"
-            )
+            problem = "it must take every column by name, as TRL hands them over"
+            raise UserError(f"`rewards`: {reward.name}", problem, "end its parameters in `**columns`")
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], bool]:
@@ -291,10 +288,8 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places
     if len(rows) == len(dataset):
         column = judge.columns_read[0]
         excerpt = shortened(one_line(dataset[0][column]), EXCERPT)
-        raise UserError(
-            f"`rewards`: {' and '.join(names)} can score none of the {len(dataset)} golds in the column `{column}` "
-            f"(the first is {excerpt!r}): {judge.gold_forms}"
-        )
+        problem = f"none of the {len(dataset)} golds in the column `{column}` can be scored (the first is {excerpt!r})"
+        raise UserError(f"`rewards`: {' and '.join(names)}", problem, judge.gold_forms or "correct the column")
     dataset_rows = all_rows if len(dataset) < all_rows else None
     named = tuple(places(rows[:NAMED_ROWS].tolist()))
     missing = 0

@@ -51,27 +51,24 @@ class ChatTemplate:
         """
         if path is None:
             return None
-        folder = expanded(path)
+        folder, place = expanded(path), f"`{CHAT_TEMPLATE_PATH}`"
         file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         if not file.is_file():
-            raise UserError(
-                f"`{CHAT_TEMPLATE_PATH}`: there is no file {file}{relative_to(path)}: name a folder that holds one"
-            )
+            problem = f"there is no file {file}{relative_to(path)}"
+            raise UserError(place, problem, "name a folder that holds one")
         response = None
         try:
             text = read_text(file)
             if config.is_file():
-                response = read_object(config, {}, "it must be an object").get("response_template")
+                response = read_object(config, {}, "write an object").get("response_template")
         except UserError as error:
-            raise UserError(f"`{CHAT_TEMPLATE_PATH}`: {one_line(error)}; correct the file") from error
+            raise UserError(f"{place}: {error.place}", one_line(error.problem), error.fix) from error
         if response is not None:
             try:
                 load_response_template(response)
             except Exception as error:  # transformers checks only a part of what it reads
-                raise UserError(
-                    f"`{CHAT_TEMPLATE_PATH}`: {config}: `response_template` is no valid one ({one_line(error)}): "
-                    "correct it"
-                ) from error
+                place += f": {config}: `response_template`"
+                raise UserError(place, f"it is not a valid one ({one_line(error)})", "correct it") from error
         return cls(file, text, response)
 
     @property
@@ -103,10 +100,11 @@ def read_tokenizer(name: str, chat_template: ChatTemplate | None = None, **optio
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # transformers and tokenizers raise any class for a damaged file
         reason = one_line(error) or type(error).__name__
-        raise UserError(f"{name}: its tokenizer can't be loaded: {reason}") from error
+        fix = "name another model, or download it again"
+        raise UserError(name, f"its tokenizer can't be loaded ({reason})", fix) from error
     # For a folder without a vocabulary, transformers makes a tokenizer of special tokens only.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise UserError(f"{name}: its tokenizer has no vocabulary: copy or download the folder again")
+        raise UserError(name, "its tokenizer has no vocabulary", "copy or download the folder again")
     return tokenizer if chat_template is None else chat_template.replace_in(tokenizer)
 
 
@@ -122,9 +120,10 @@ def load_tokenizer(recipe: Recipe, *, local_only: bool = False) -> PreTrainedTok
         RecipeError: The recipe's chat template can't be read, or no token can be used for padding.
     """
     name = tokenizer_source(recipe.model["model_name_or_path"])
-    place = f"{recipe.source}: `model_name_or_path` {name}"
+    place = f"{recipe.source}: `model_name_or_path`"
     if is_missing(name):
-        raise TokenizerUnavailable(f"{place}: there is no such folder{relative_to(name)}")
+        problem = f"there is no such folder{relative_to(name)}"
+        raise TokenizerUnavailable(f"{place}: {name}", problem, "correct the path")
     with recipe.naming_this_file():
         chat_template = ChatTemplate.read(recipe.chat_template_path)
     try:
@@ -138,12 +137,10 @@ def load_tokenizer(recipe: Recipe, *, local_only: bool = False) -> PreTrainedTok
             local_files_only=local_only,
         )
     except UserError as error:
-        raise TokenizerUnavailable(f"{recipe.source}: `model_name_or_path` {error}") from error
+        raise TokenizerUnavailable(f"{place}: {error.place}", error.problem, error.fix) from error
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise recipe.error(
-            f"`model_name_or_path` {name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its "
-            "tokenizer_config.json"
-        )
+        problem = "its tokenizer has neither a `pad_token` nor an `eos_token`"
+        raise recipe.error(f"`model_name_or_path`: {name}", problem, "set one in its tokenizer_config.json")
     return tokenizer
 
 
@@ -151,24 +148,22 @@ def check_chat_template(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prom
     """Raise `RecipeError` if prompts like `prompt` need a chat template and the tokenizer has no usable one."""
     if isinstance(prompt, str):
         return
-    name = tokenizer_source(recipe.model["model_name_or_path"])
+    place = f"`model_name_or_path`: {tokenizer_source(recipe.model['model_name_or_path'])}"
     if not tokenizer.chat_template:  # an empty one would leave nothing of a prompt
-        raise recipe.error(
-            f"the tokenizer of {name} has no chat template: set `dataset.prompt_format: text`, use a model that has "
-            f"one, or give one with `{CHAT_TEMPLATE_PATH}`"
-        )
+        fix = f"set `dataset.prompt_format: text`, use a model that has one, or give one with `{CHAT_TEMPLATE_PATH}`"
+        raise recipe.error(place, "its tokenizer has no chat template", fix)
     ends = end_of_turn(tokenizer, recipe.config.chat_template_kwargs or {})
     if ends is None or recipe.offline is not None or "stop" in (recipe.config.generation_kwargs or {}):
         return
     stops = stop_ids(recipe, tokenizer)
     if stops is not None and ends not in stops:
         names = " and ".join(f"`{tokenizer.convert_ids_to_tokens(stop)}`" for stop in stops)
-        raise recipe.error(
-            f"`model_name_or_path` {name}: its chat template ends a turn with "
-            f"`{tokenizer.convert_ids_to_tokens(ends)}`, and generation stops only at {names or 'nothing'}, so that "
-            "every completion would be cut off: make it the `eos_token` in tokenizer_config.json, or set "
-            "`dataset.prompt_format: text`"
+        problem = (
+            f"its chat template ends a turn with `{tokenizer.convert_ids_to_tokens(ends)}`, and generation stops only "
+            f"at {names or 'nothing'}, so that every completion would be cut off"
         )
+        fix = "make it the `eos_token` in tokenizer_config.json, or set `dataset.prompt_format: text`"
+        raise recipe.error(place, problem, fix)
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> int | None:

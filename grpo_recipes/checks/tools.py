@@ -162,9 +162,8 @@ def toolset_of(paths: Sequence[str], factory: str | Mapping[str, Any] | None) ->
     environments = []
     for name, path in named.items():
         if not isinstance(path, str) or not (isinstance(factory, str) or isinstance(name, str)):
-            raise UserError(
-                f"`{FACTORY}` must map names to paths of classes, as in {{game: my_envs.Game}}, not {path!r}"
-            )
+            fix = "map names to paths of classes, as in {game: my_envs.Game}"
+            raise UserError(f"`{FACTORY}`", f"{path!r} is not the path of a class under a name", fix)
         environments.append(_environment(name, path))
     toolset = Toolset(tools, tuple(environments))
     for offered in toolset.by_environment.values():
@@ -176,7 +175,7 @@ def check_unique(names: Iterable[str]) -> None:
     """Raise `UserError` if two tools of a row have one name."""
     for name, count in Counter(names).items():
         if count > 1:
-            raise UserError(f"two tools are named `{name}`, so that a call can't tell them apart: rename one")
+            raise UserError(f"`{TOOLS}`", f"two are named `{name}`, so that a call can't tell them apart", "rename one")
 
 
 def _imported(path: str, key: str) -> Any:
@@ -191,13 +190,14 @@ def _imported(path: str, key: str) -> Any:
         try:
             found = importlib.import_module(module)
         except (Exception, SystemExit) as error:  # the user's own module may raise any error
-            raise UserError(
-                f"`{key}`: {path} can't be imported ({_described(error)}): write module and name, as in "
-                "`my_tools.search`"
-            ) from error
+            problem, fix = (
+                f"it can't be imported ({_described(error)})",
+                "write module and name, as in `my_tools.search`",
+            )
+            raise UserError(f"`{key}`: {path}", problem, fix) from error
     if not hasattr(found, attribute):
-        hint = did_you_mean(attribute, [name for name in vars(found) if not name.startswith("_")], ": correct it")
-        raise UserError(f"`{key}`: {module} has no `{attribute}`{hint}")
+        hint = did_you_mean(attribute, [name for name in vars(found) if not name.startswith("_")], "correct it")
+        raise UserError(f"`{key}`: {path}", f"{module} has no `{attribute}`", hint)
     return getattr(found, attribute)
 
 
@@ -210,14 +210,15 @@ def _tool(path: str, function: Any, key: str = TOOLS) -> Tool:
     """Return a tool with its schema. Raise `UserError` unless the function is typed and documented."""
     place = f"`{key}`: {path}"
     if not inspect.isroutine(function):
-        raise UserError(f"{place} is not a function: name one, or name a class as `{FACTORY}`")
+        raise UserError(place, "it is not a function", f"name one, or name a class as `{FACTORY}`")
     wrapped = inspect.unwrap(function)
     is_late = inspect.iscoroutinefunction(wrapped) and not inspect.iscoroutinefunction(function)
     if is_late or inspect.isgeneratorfunction(wrapped) or inspect.isasyncgenfunction(wrapped):
-        raise UserError(
-            f"{place} is a generator, or asynchronous behind a decorator that is not, so that the policy would not see "
-            "its value: return a value, and write the decorator's function with `async def` too"
+        problem = (
+            "it is a generator, or asynchronous behind a decorator that is not: the policy would not see its value"
         )
+        fix = "return a value, and write the decorator's function with `async def` too"
+        raise UserError(place, problem, fix)
     try:
         schema = get_json_schema(function)
         for parameter in inspect.signature(function).parameters.values():
@@ -225,10 +226,11 @@ def _tool(path: str, function: Any, key: str = TOOLS) -> Tool:
                 raise ValueError(f"a call can't name `{parameter}`")
     except Exception as error:  # type hints are code, which may raise any error
         reason = shortened(one_line(error).rstrip(".!"), ERROR_CHARS)
-        raise UserError(
-            f"{place} has no schema that a prompt could show ({reason}): give each argument a type that JSON has, and "
-            "describe the function, and each argument in a line under `Args:`, in the docstring"
-        ) from error
+        fix = (
+            "give each argument a type that JSON has, and describe the function, and each argument in a line under "
+            "`Args:`, in the docstring"
+        )
+        raise UserError(place, f"it has no schema that a prompt could show ({reason})", fix) from error
     return Tool(function, schema)
 
 
@@ -236,10 +238,9 @@ def _environment(name: str | None, path: str) -> Environment:
     kind = _imported(path, FACTORY)
     reset = getattr(kind, "reset", None)
     if not inspect.isclass(kind) or not inspect.isfunction(reset) or inspect.iscoroutinefunction(reset):
-        raise UserError(
-            f"`{FACTORY}`: {path} is not a class with a method `reset`, which begins an episode: name a class, and add "
-            "`def reset(self, **columns)` without `async`"
-        )
+        problem = "it is not a class with a method `reset`, which begins an episode"
+        fix = "name a class, and add `def reset(self, **columns)` without `async`"
+        raise UserError(f"`{FACTORY}`: {path}", problem, fix)
     tools = [_tool(f"{path}.{method}", getattr(kind, method), FACTORY) for method in tool_methods(kind)]
     return Environment(name, path, kind, tuple(tools))
 
@@ -253,7 +254,8 @@ def tool_methods(kind: type) -> list[str]:
 def check_rewards(toolset: Toolset | None, rewards: Sequence[BuiltReward]) -> None:
     """Raise `UserError` if there is no reward at all."""
     if not rewards and not (toolset is not None and toolset.rewards()):
-        raise UserError("`rewards` is missing, and no environment has a method `get_reward`: add one or the other")
+        problem = "it is missing, and no environment has a method `get_reward`"
+        raise UserError("`rewards`", problem, "add one or the other")
 
 
 # Rows
@@ -265,18 +267,15 @@ def check_rows(toolset: Toolset | None, datasets: Iterable[Dataset | None]) -> N
         if dataset is None:
             continue
         if ENVIRONMENT in dataset.column_names and (toolset is None or not toolset.is_routed):
-            raise UserError(
-                f"`dataset`: the column {ENVIRONMENT!r} selects one of several environments, and the recipe has no "
-                f"mapping `{FACTORY}`: write one, or rename the column with `columns: {{other_name: {ENVIRONMENT}}}`"
-            )
+            problem = f"it selects one of several environments, and the recipe has no mapping `{FACTORY}`"
+            fix = f"write one, or rename the column with `columns: {{other_name: {ENVIRONMENT}}}`"
+            raise UserError(f"`dataset`: column {ENVIRONMENT!r}", problem, fix)
         if toolset is None:
             continue
         if isinstance(dataset[0]["prompt"], str):
             key = FACTORY if toolset.environments else TOOLS
-            raise UserError(
-                f"`{key}` needs messages, to which calls and results are added, and the prompts are text: set "
-                "`dataset.prompt_format: conversational`"
-            )
+            problem = "it needs messages, to which calls and results are added, and the prompts are text"
+            raise UserError(f"`{key}`", problem, "set `dataset.prompt_format: conversational`")
         _check_routing(toolset, dataset)
         _check_reset(toolset, dataset.column_names)
 
@@ -286,16 +285,14 @@ def _check_routing(toolset: Toolset, dataset: Dataset) -> None:
         return
     known = [str(environment.name) for environment in toolset.environments]
     if ENVIRONMENT not in dataset.column_names:
-        raise UserError(
-            f"`{FACTORY}` is a mapping, and the dataset has no column {ENVIRONMENT!r} that names the environment of "
-            f"each row: add it, or map one with `dataset.columns: {{{ENVIRONMENT}: ...}}`"
-        )
+        problem = f"it is a mapping, and the dataset has no column {ENVIRONMENT!r} with the environment of each row"
+        fix = f"add it, or map one with `dataset.columns: {{{ENVIRONMENT}: ...}}`"
+        raise UserError(f"`{FACTORY}`", problem, fix)
     for value in dataset.unique(ENVIRONMENT):
         if value not in known:
-            nearest = did_you_mean(str(value), known, otherwise=f": its names are {', '.join(known)}")
-            raise UserError(
-                f"`dataset`: the column {ENVIRONMENT!r} has {value!r}, which `{FACTORY}` does not name{nearest}"
-            )
+            nearest = did_you_mean(str(value), known, otherwise=f"choose from {', '.join(known)}")
+            problem = f"it has {value!r}, which `{FACTORY}` does not name"
+            raise UserError(f"`dataset`: column {ENVIRONMENT!r}", problem, nearest)
 
 
 def _check_reset(toolset: Toolset, columns: Sequence[str]) -> None:
@@ -305,10 +302,9 @@ def _check_reset(toolset: Toolset, columns: Sequence[str]) -> None:
         try:
             inspect.signature(environment.kind.reset).bind(None, **dict.fromkeys(given))  # type: ignore[attr-defined]
         except TypeError as error:
-            raise UserError(
-                f"`{FACTORY}`: {environment.path}.reset can't take the columns {', '.join(given)} by name ({error}): "
-                "end its parameters in `**columns`"
-            ) from error
+            problem = f"it can't take the columns {', '.join(given)} by name ({error})"
+            place = f"`{FACTORY}`: {environment.path}.reset"
+            raise UserError(place, problem, "end its parameters in `**columns`") from error
 
 
 # Chat template
@@ -325,9 +321,9 @@ def check_template(recipe: Recipe, toolset: Toolset, tokenizer: PreTrainedTokeni
     Raises:
         RecipeError: The template renders no calls, changes earlier turns, or its calls can't be read back.
     """
-    name = f"`model_name_or_path` {tokenizer_source(recipe.model['model_name_or_path'])}"
+    name = f"`model_name_or_path`: {tokenizer_source(recipe.model['model_name_or_path'])}"
     if recipe.chat_template_path is not None:
-        name = f"`chat_template_path` {recipe.chat_template_path}"
+        name = f"`chat_template_path`: {recipe.chat_template_path}"
     with recipe.naming_this_file():
         return try_template(name, toolset, tokenizer, recipe.config.chat_template_kwargs)
 
@@ -350,26 +346,23 @@ def try_template(
         UserError: The template renders no calls, changes earlier turns, or its calls can't be read back.
     """
     if not trl_templates.supports_tool_calling(tokenizer):
-        raise UserError(
-            f"{name}: its chat template renders no tool calls and results: use a model that was made for tools, or "
-            "give a template that renders them with `chat_template_path` (docs/tools.md)"
-        )
+        fix = "use a model made for tools, or a template that renders them with `chat_template_path` (docs/tools.md)"
+        raise UserError(name, "its chat template renders no tool calls and results", fix)
     if getattr(tokenizer, "response_template", None) is None and getattr(tokenizer, "response_schema", None) is None:
         try:
             trl_templates.add_response_schema(tokenizer)
         except ValueError as error:
-            raise UserError(
-                f"{name}: TRL does not know how its chat template writes a call: set `response_template` in its "
-                "tokenizer_config.json (docs/tools.md)"
-            ) from error
+            fix = "set `response_template` in its tokenizer_config.json (docs/tools.md)"
+            raise UserError(name, "TRL does not know how its chat template writes a call", fix) from error
     try:
         preserves = trl_templates.is_chat_template_prefix_preserving(tokenizer)
         chat_template = None if preserves else trl_templates.get_training_chat_template(tokenizer)
     except Exception as error:  # TRL's ValueError, or any error of the template
-        raise UserError(
-            f"{name}: its chat template writes earlier turns otherwise once a tool has answered, so that the policy "
-            "would be trained on tokens that it never sampled: use a model whose template keeps them"
-        ) from error
+        problem = (
+            "its chat template writes earlier turns otherwise once a tool has answered, so that the policy would be "
+            "trained on tokens that it never sampled"
+        )
+        raise UserError(name, problem, "use a model whose template keeps them") from error
     render = partial(
         tokenizer.apply_chat_template,
         chat_template=chat_template,
@@ -394,9 +387,8 @@ def _read_back(
         prompt = render([user], tools=schemas, add_generation_prompt=True)
         whole = render([user, {"role": "assistant", "content": "", "tool_calls": [call]}], tools=schemas)
     except Exception as error:  # a template is a program, and may raise any class
-        raise UserError(
-            f"{name}: its chat template fails on a call of `{tool.name}` ({_described(error)}): use another model"
-        ) from error
+        problem = f"its chat template fails on a call of `{tool.name}` ({_described(error)})"
+        raise UserError(name, problem, "use another model") from error
     # A prompt may end in a part of the turn, such as `<think>`, which the template writes otherwise once it is over.
     completion = whole[alike(prompt, whole) :]
     if (end := tokenizer.eos_token_id) in completion:
@@ -405,10 +397,8 @@ def _read_back(
     read = [one.get("function", one) for one in message.get("tool_calls") or []]
     if [(one.get("name"), one.get("arguments")) for one in read] != [(tool.name, arguments)]:
         written = shortened(repr(tokenizer.decode(completion)), ERROR_CHARS)
-        raise UserError(
-            f"{name}: the call of `{tool.name}` that its chat template writes ({written}) is not read back as one: "
-            "correct `response_template` in its tokenizer_config.json"
-        )
+        problem = f"the call of `{tool.name}` that its chat template writes ({written}) is not read back as one"
+        raise UserError(name, problem, "correct `response_template` in its tokenizer_config.json")
 
 
 def _example(tool: Tool) -> dict[str, Any]:

@@ -71,7 +71,7 @@ MADE: Mapping[str, Callable[[str, int, int], list[Problem]]] = {
 
 def _drawn(name: str, draw: Callable[[random.Random], Problem], split: str, size: int, seed: int) -> list[Problem]:
     if size > MAX_SIZE:
-        raise UserError(f"`dataset.size` is {size}: `{name}` makes at most {MAX_SIZE} problems")
+        raise UserError("`dataset.size`", f"it is {size}", f"set at most {MAX_SIZE}, as many as `{name}` makes")
     generator = random.Random(f"{name}-{split}-{seed}")  # a string is hashed the same way in every process
     problems: dict[str, Problem] = {}
     while len(problems) < size:

@@ -93,7 +93,7 @@ def load_prompts(spec: DatasetSpec, *, evaluation: bool = False) -> Prompts:
         prompts = prompts.select(_rows_to_keep(prompts, spec.pass_rate))
     if len(prompts.dataset) == 0:
         described = ", ".join(source.path for source in sources)
-        raise UserError(f"`dataset.{key}`: {part} of {described} is empty: choose other rows")
+        raise UserError(f"`dataset.{key}`", f"{part} of {described} is empty", "choose other rows")
     return prompts
 
 
@@ -104,10 +104,8 @@ def check_disjoint(trained: Prompts, held_out: Prompts, spec: DatasetSpec) -> No
         return
     key = "eval_path" if spec.eval_path is not None else "eval_split"
     (first,) = held_out.places([int(np.argmax(shared))])
-    raise UserError(
-        f"`dataset.{key}`: {shared.sum()} of {len(shared)} held-out rows are training rows too ({first} is the first): "
-        "remove them from one side, or set `dataset.eval_share`"
-    )
+    problem = f"{shared.sum()} of {len(shared)} held-out rows are training rows too ({first} is the first)"
+    raise UserError(f"`dataset.{key}`", problem, "remove them from one side, or set `dataset.eval_share`")
 
 
 def _sources(spec: DatasetSpec, path: str | list[SourceSpec] | None, split: str) -> list[SourceSpec]:
@@ -140,9 +138,8 @@ def _held_out_sources(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
     if spec.eval_share is not None:
         return _sources(spec, spec.path, spec.split), _TRAINED
     if spec.eval_path is None and spec.eval_split is None:
-        raise UserError(
-            "`dataset.eval_split`: missing, so there is nothing to evaluate on: name a split, or turn eval_strategy off"
-        )
+        problem = "it is missing, so there is nothing to evaluate on"
+        raise UserError("`dataset.eval_split`", problem, "name a split, or turn eval_strategy off")
     path, path_key = (spec.path, "path") if spec.eval_path is None else (spec.eval_path, "eval_path")
     split, split_key = (spec.split, "split") if spec.eval_split is None else (spec.eval_split, "eval_split")
     return _sources(spec, path, split), Keys(path_key, split_key)
@@ -168,10 +165,8 @@ def _check_shared(spec: DatasetSpec, source: SourceSpec, length: int) -> None:
     Without the check, `split: train` and `eval_split: test` of one file would silently name the same rows.
     """
     if shared := rows_in_common(length, (spec.split, source.split), _OTHER_SPLIT):
-        raise UserError(
-            f"`dataset.eval_split`: {shared} rows of {source.path}, which holds one split, would be both trained and "
-            "evaluated on: set eval_path, slices that do not overlap, or eval_share"
-        )
+        problem = f"{shared} rows of {source.path}, which holds one split, would be both trained and evaluated on"
+        raise UserError("`dataset.eval_split`", problem, "set eval_path, slices that do not overlap, or eval_share")
 
 
 def _made(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
@@ -212,18 +207,15 @@ def _rows_to_keep(prompts: Prompts, spec: PassRateSpec) -> np.ndarray:
     is_missing = np.isnan(found)
     if is_missing.any():
         (first,) = prompts.places([int(np.argmax(is_missing))])
-        raise UserError(
-            f"`dataset.pass_rate.evaluation` {spec.evaluation}: {is_missing.sum()} of {len(found)} training prompts "
-            f"are not in it ({first} is the first): {_evaluate_command(spec.evaluation)}"
-        )
+        problem = f"{is_missing.sum()} of {len(found)} training prompts are not in it ({first} is the first)"
+        place = f"`dataset.pass_rate.evaluation`: {spec.evaluation}"
+        raise UserError(place, problem, _evaluate_command(spec.evaluation))
     low, high = spec.keep
     kept = np.flatnonzero((low <= found) & (found <= high))
     others = f"{(found < low).sum()} were solved less often, {(found > high).sum()} more often"
     if not len(kept):
-        raise UserError(
-            f"`dataset.pass_rate.keep`: none of {len(found)} rows is solved {low:g} to {high:g} of the time "
-            f"({others}): widen it, or evaluate with more `--samples`"
-        )
+        problem = f"none of {len(found)} rows is solved {low:g} to {high:g} of the time ({others})"
+        raise UserError("`dataset.pass_rate.keep`", problem, "widen it, or evaluate with more `--samples`")
     if os.environ.get("RANK", "0") == "0":
         logger.info(
             "pass rate: %d of %d rows kept, solved %g to %g of the time; %s", len(kept), len(found), *spec.keep, others
@@ -235,9 +227,8 @@ def _pass_rates(evaluation: str) -> dict[str, float]:
     """Return the share of strictly right samples by prompt."""
     folder = Path(evaluation)
     if not (folder / "evaluation.json").is_file():
-        raise UserError(
-            f"`dataset.pass_rate.evaluation` {folder} has no finished evaluation: {_evaluate_command(evaluation)}"
-        )
+        place = f"`dataset.pass_rate.evaluation`: {folder}"
+        raise UserError(place, "it has no finished evaluation", _evaluate_command(evaluation))
     fix = f"name an evaluation of rows with golds, or {_evaluate_command(evaluation)}"
     table = read_table(folder / "completions.parquet", {"prompt": TEXTS, "strict": BOOLEANS}, fix)
     return table.groupby("prompt")["strict"].mean().to_dict()
@@ -268,10 +259,9 @@ def check_responses(dataset: datasets.Dataset, spec: OfflineSpec, num_generation
         return
     short = sum(len(responses) < num_generations for responses in dataset["responses"])
     if short:
-        raise UserError(
-            f"`offline.baseline: group` compares {num_generations} responses to one prompt, and {short} of "
-            f"{len(dataset)} prompts have fewer: lower `num_generations`, or set `offline.baseline: batch`"
-        )
+        problem = f"`group` compares {num_generations} responses, and {short} of {len(dataset)} prompts have fewer"
+        fix = "lower `num_generations`, or set `offline.baseline: batch`"
+        raise UserError("`offline.baseline`", problem, fix)
 
 
 def _scored(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
@@ -293,7 +283,7 @@ def _grouped(lines: Rows, path: str) -> Rows:
     for index, line in enumerate(lines.table):
         recorded = _scored_line({key: value for key, value in line.items() if value is not None})
         if isinstance(recorded, str):
-            raise UserError(f"`dataset`: {lines.place(index)}: {recorded}: correct or remove the line")
+            raise UserError(f"`dataset`: {lines.place(index)}", recorded, "correct or remove the line")
         prompt = recorded["prompt"]
         if prompt not in by_prompt:
             first_lines.append(index)
@@ -303,7 +293,7 @@ def _grouped(lines: Rows, path: str) -> Rows:
     rows = list(by_prompt.values())
     if any(row["logprobs"] for row in rows):
         if any(len(row["logprobs"]) < len(row["responses"]) for row in rows):
-            raise UserError(f"`dataset`: some responses of {path} have logprobs and some have none: give all or none")
+            raise UserError(f"`dataset`: {path}", "some responses have logprobs and some have none", "give all or none")
     else:
         for row in rows:
             del row["logprobs"]

@@ -97,8 +97,8 @@ def _answer_text(value: Any) -> str:
 
 
 def _not_text(part: str, value: Any, where: str) -> UserError:
-    way_out = "correct the row, or set `dataset.drop_missing: true`" if is_missing(value) else "it must be text"
-    return UserError(f"`dataset`: {where} has the {part} {shown(value)}: {way_out}")
+    fix = "correct the row, or set `dataset.drop_missing: true`" if is_missing(value) else "write it as text"
+    return UserError(f"`dataset`: {where}", f"it has the {part} {shown(value)}", fix)
 
 
 def is_missing(value: Any) -> bool:
@@ -132,12 +132,10 @@ def message(turn: Any, where: str) -> Message:
     if role in ("system", "user", "assistant") and isinstance(content, str):
         return {"role": role, "content": content}
     if isinstance(content, list) and any(map(is_image_part, content)):
-        raise UserError(
-            f"`dataset`: {where} has a message with an image or a sound, which is not supported: name rows of text"
-        )
-    raise UserError(
-        f"`dataset`: {where} has the turn {shown(turn)}: it needs a role (system, user or assistant) and text"
-    )
+        problem = "it has a message with an image or a sound, which is not supported"
+        raise UserError(f"`dataset`: {where}", problem, "name rows of text")
+    fix = "give it a role (system, user or assistant) and text"
+    raise UserError(f"`dataset`: {where}", f"it has the turn {shown(turn)}", fix)
 
 
 def final_answer(answer: str) -> str:
@@ -167,10 +165,8 @@ def _choice(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
     given = single_choices(own) if own else choices_of(row["choices"])
     choices = None if given is None else read_choices(given)
     if choices is None:
-        raise UserError(
-            f"`dataset`: {where} has the choices {shown(own or row['choices'])}: give a list of texts (also as JSON), "
-            "parts between `|`, or texts and labels"
-        )
+        fix = "give a list of texts (also as JSON), parts between `|`, or texts and labels"
+        raise UserError(f"`dataset`: {where}", f"it has the choices {shown(own or row['choices'])}", fix)
     lines = [f"{label}. {text}" for label, text in zip(choices.labels, choices.texts, strict=True)]
     made = {"text": list(choices.texts), "label": list(choices.labels)}
     return user_turn("\n".join([question, *lines])), {"answer": gold_label(answer, choices), "choices": made}
@@ -232,9 +228,8 @@ def _labelled(labels: Sequence[str], row: Mapping[str, Any], where: str) -> tupl
     if folded(label) not in known:
         if is_missing(row["label"]):
             raise _not_text("label", row["label"], where)
-        raise UserError(
-            f"`dataset`: {where} has the label {shown(label)}, and `dataset.labels` has {listed(labels)}: correct one"
-        )
+        problem = f"it has the label {shown(label)}, and `dataset.labels` has {listed(labels)}"
+        raise UserError(f"`dataset`: {where}", problem, "correct one")
     return user_turn(with_labels(text, labels)), {"answer": known[folded(label)]}
 
 
@@ -258,7 +253,7 @@ def _extracted(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any
     if found is None:
         if is_missing(row["object"]):
             raise _not_text("object", row["object"], where)
-        raise UserError(f"`dataset`: {where} has the object {shown(row['object'])}: it must be one JSON object")
+        raise UserError(f"`dataset`: {where}", f"it has the object {shown(row['object'])}", "write one JSON object")
     return user_turn(text), {"answer": json.dumps(found, ensure_ascii=False)}
 
 
@@ -282,11 +277,12 @@ def _conversation(row: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, 
     """Read MiniMind's RLAIF form: the turns of a conversation, with the assistant's last turn left to be generated."""
     turns = row["conversations"]
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"`dataset`: {where} has the conversations {shown(turns)}: they must be a list of messages")
+        raise UserError(f"`dataset`: {where}", f"it has the conversations {shown(turns)}", "write a list of messages")
     messages = [message(turn, where) for turn in turns]
     reference = messages.pop()["content"].strip() if messages[-1]["role"] == "assistant" else ""
     if not messages or messages[-1]["role"] != "user" or not messages[-1]["content"].strip():
-        raise UserError(f"`dataset`: {where} has no user turn before the one to generate: correct or remove the row")
+        problem = "it has no user turn before the one to generate"
+        raise UserError(f"`dataset`: {where}", problem, "correct or remove the row")
     return messages, {"answer": "" if reference == RLAIF_PLACEHOLDER else reference}
 
 
@@ -359,7 +355,8 @@ def arithmetic_problems(split: str, size: int, seed: int = 0) -> list[dict[str, 
         UserError: `size` is too large.
     """
     if size > MAX_ARITHMETIC_SIZE:
-        raise UserError(f"`dataset.size` is {size}: `arithmetic` makes at most {MAX_ARITHMETIC_SIZE} problems")
+        fix = f"set at most {MAX_ARITHMETIC_SIZE}, as many as `arithmetic` makes"
+        raise UserError("`dataset.size`", f"it is {size}", fix)
     generator = random.Random(f"{split}-{seed}")  # a string is hashed the same way in every process
     problems: dict[str, dict[str, str]] = {}
     while len(problems) < size:

@@ -151,10 +151,11 @@ def phrased(rows: Rows, spec: DatasetSpec) -> Prompts:
     has_text = reading.is_prompt_column and isinstance(table.features["prompt"], datasets.Value)
     system = system_text(spec)
     if has_text and system is not None and spec.prompt_format is None:
-        raise UserError(
-            "`dataset.system_prompt`: the column `prompt` is text: set `prompt_format: conversational` to make it "
-            "the user's message, or `text` to put the system prompt before it"
+        fix = (
+            "set `prompt_format: conversational` to make it the user's message, or `text` to put the system prompt "
+            "before it"
         )
+        raise UserError("`dataset.system_prompt`", "the column `prompt` is text", fix)
     is_text = has_text if spec.prompt_format is None else spec.prompt_format == "text"
     is_unchanged = reading.is_prompt_column and system is None and is_text == has_text and _has_roles(table)
     # A template may name no column, and `datasets` can't count the rows of a table without columns.
@@ -219,21 +220,19 @@ class _Phrasing:
         try:
             turns, made = self.reading.read(parts, _PLACE)
         except UserError as error:
-            raise UserError(str(error).replace(_PLACE, str(self.place(index)))) from None
+            place = error.place.replace(_PLACE, str(self.place(index)))
+            raise UserError(place, error.problem, error.fix) from None
         if template is None:
             return turns, made, _hash(turns)
         try:
             content = template.render(row)
             content.encode()  # fails for half of a surrogate pair
         except Exception as error:  # a filter or method in a template may raise any exception
-            place, reason = self.place(index), reason_of(error)
-            raise UserError(
-                f"`dataset.prompt_template` fails on {place} ({reason}): correct template or row"
-            ) from error
+            place = f"`dataset.prompt_template`: {self.place(index)}"
+            raise UserError(place, f"it fails here ({reason_of(error)})", "correct template or row") from error
         if not content.strip():
-            raise UserError(
-                f"`dataset.prompt_template` leaves the prompt of {self.place(index)} empty: correct the row"
-            )
+            place = f"`dataset.prompt_template`: {self.place(index)}"
+            raise UserError(place, "it leaves the prompt empty", "correct the row")
         # The columns are hashed, not the text: another wording of the template must not move a row to another side.
         return user_turn(content), made, _hash([row.get(column) for column in self.reading.template_columns])
 
@@ -277,7 +276,8 @@ def _reading(rows: Rows, spec: DatasetSpec) -> _Reading:
     parts = dict(reading.columns)
     for name in columns:
         if name not in rows.table.column_names:
-            raise UserError(f"`dataset.prompt_template` names {name!r}, and {_has(rows)}: correct it, or set `columns`")
+            problem = f"it names {name!r}, and {rows.place(0)} {_has(rows)}"
+            raise UserError("`dataset.prompt_template`", problem, "correct it, or set `columns`")
         parts[f"template/{name}"] = name
     # Columns of the template stay in the row, except a column `prompt`, which the new prompt replaces.
     keeps = (*reading.keeps, *(set(columns) - reading.used_up - {"prompt"}))
@@ -294,10 +294,9 @@ def _preset_reading(preset: Preset, rows: Rows) -> _Reading:
             columns[part] = found[0]
         elif not single:
             also = ", or one for each choice with `columns: {A: ..., B: ...}`" if part == "choices" else ""
-            raise UserError(
-                f"`dataset`: {_has(rows)}, and none is {' or '.join(map(repr, names))}: map one with "
-                f"`columns: {{{names[0]}: ...}}`{also}"
-            )
+            problem = f"it {_has(rows)}, and none is {' or '.join(map(repr, names))}"
+            fix = f"map one with `columns: {{{names[0]}: ...}}`{also}"
+            raise UserError(f"`dataset`: {rows.place(0)}", problem, fix)
     schema = rows.table.features.arrow_schema
     made: tuple[str, ...] = ("answer",)
     keeps = preset.keeps
@@ -334,10 +333,9 @@ def _own_reading(rows: Rows, spec: DatasetSpec) -> _Reading:
         return _Reading({"question": "question"}, _question)
     if conversation:
         return _Reading({"prompt": conversation}, _answered_prompt, made)
-    raise UserError(
-        f"`dataset`: {_has(rows)}, and none is 'prompt', 'question', 'messages' or 'conversations': map one with "
-        "`columns: {question: ...}`, or write a `prompt_template`"
-    )
+    problem = f"it {_has(rows)}, and none is 'prompt', 'question', 'messages' or 'conversations'"
+    fix = "map one with `columns: {question: ...}`, or write a `prompt_template`"
+    raise UserError(f"`dataset`: {rows.place(0)}", problem, fix)
 
 
 def _ends_with_gold(table: datasets.Dataset, column: str) -> bool:
@@ -373,7 +371,8 @@ def _given_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str
         turns = [message(turn, where) for turn in prompt]
         if any(turn["content"].strip() for turn in turns):
             return turns, {}
-    raise UserError(f"`dataset`: {where} has the prompt {shown(prompt)}: it must be text or messages, and not empty")
+    fix = "write text or messages that are not empty"
+    raise UserError(f"`dataset`: {where}", f"it has the prompt {shown(prompt)}", fix)
 
 
 def _answered_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[str, Any]]:
@@ -386,7 +385,7 @@ def _answered_prompt(parts: Mapping[str, Any], where: str) -> tuple[Turns, dict[
 
 
 def _has(rows: Rows) -> str:
-    return f"{rows.place(0)} has the columns {listed(rows.table.column_names)}"
+    return f"has the columns {listed(rows.table.column_names)}"
 
 
 def _check_names(rows: Rows, reading: _Reading) -> None:
@@ -394,10 +393,9 @@ def _check_names(rows: Rows, reading: _Reading) -> None:
     used_up = reading.used_up
     for column in rows.table.column_names:
         if column not in used_up and column in (*RESERVED, "prompt", *reading.made):
-            raise UserError(
-                f"`dataset`: {rows.place(0)} has a column {column!r}, a name that the trainer takes for itself: "
-                f"rename it, as in `columns: {{other_{column}: {column}}}`"
-            )
+            problem = f"it has a column {column!r}, a name that the trainer takes for itself"
+            fix = f"rename it, as in `columns: {{other_{column}: {column}}}`"
+            raise UserError(f"`dataset`: {rows.place(0)}", problem, fix)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -411,9 +409,8 @@ def _template_columns(template: str) -> tuple[str, ...]:
         environment.from_string(template)
         return tuple(sorted(meta.find_undeclared_variables(environment.parse(template))))
     except Exception as error:  # Python may refuse the code that jinja2 makes of it, such as deep nesting
-        raise UserError(
-            f"`dataset.prompt_template` is not a jinja2 template ({reason_of(error)}): correct it"
-        ) from error
+        problem = f"it is not a jinja2 template ({reason_of(error)})"
+        raise UserError("`dataset.prompt_template`", problem, "correct it") from error
 
 
 def columns_of_prompt(spec: DatasetSpec) -> tuple[str, ...] | None:
@@ -445,9 +442,8 @@ def phrased_text(spec: DatasetSpec, text: str) -> str:
     try:
         return _environment().from_string(spec.prompt_template).render({columns[0]: text})
     except Exception as error:  # a filter or method in a template may raise any exception
-        raise UserError(
-            f"`dataset.prompt_template` fails on this text ({reason_of(error)}): write another text"
-        ) from error
+        problem = f"it fails on this text ({reason_of(error)})"
+        raise UserError("`dataset.prompt_template`", problem, "write another text") from error
 
 
 # Lengths
@@ -523,9 +519,8 @@ def _token_ids(
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts))["input_ids"]
     if not tokenizer.chat_template:
-        raise UserError(
-            "`dataset.prompt_format`: the tokenizer has no chat template: set it to text, or use an instruct model"
-        )
+        fix = "set it to text, or use an instruct model"
+        raise UserError("`dataset.prompt_format`", "the tokenizer has no chat template", fix)
     tokens = _templated(list(prompts), tokenizer, tokenize=True, return_dict=True, **template_kwargs)
     return tokens["input_ids"]
 
@@ -543,10 +538,8 @@ def _templated(prompts: Any, tokenizer: PreTrainedTokenizerBase, **options: Any)
         return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, **options)
     except Exception as error:  # a template is a program, and may raise any class
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UserError(
-            f"{tokenizer.name_or_path}: its chat template fails on a prompt ({reason}): change `dataset.system_prompt` "
-            "or the rows, or name another template with `chat_template_path`"
-        ) from error
+        fix = "change `dataset.system_prompt` or the rows, or name another template with `chat_template_path`"
+        raise UserError(tokenizer.name_or_path, f"its chat template fails on a prompt ({reason})", fix) from error
 
 
 def first_prompt(
@@ -596,10 +589,8 @@ def limit_prompts(
     if spec.overlong_prompts == "cut_left":
         return _with_cut_prompts(dataset, is_overlong, limit, tokenizer, given, tools), count
     if count == len(lengths):
-        raise UserError(
-            f"`dataset.max_prompt_tokens`: all {count} prompts are longer than {limit} tokens (the shortest has "
-            f"{lengths.min()}): raise the limit"
-        )
+        problem = f"all {count} prompts are longer than {limit} tokens (the shortest has {lengths.min()})"
+        raise UserError("`dataset.max_prompt_tokens`", problem, "raise the limit")
     return dataset.select(np.flatnonzero(~is_overlong)), count
 
 
@@ -641,7 +632,8 @@ def _cut_left(
         content = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         kept = tokenizer(content, add_special_tokens=False)["input_ids"][excess:]
         if not kept:
-            raise UserError(f"`dataset.max_prompt_tokens`: {limit} leaves no room for the question: raise the limit")
+            problem = f"{limit} leaves no room for the question"
+            raise UserError("`dataset.max_prompt_tokens`", problem, "raise the limit")
         # A cut inside a character decodes to U+FFFD, which the model never meets otherwise.
         content = cast(str, tokenizer.decode(kept)).lstrip("\ufffd")
         prompt = content if isinstance(prompt, str) else [*prompt[:-1], {**prompt[-1], "content": content}]

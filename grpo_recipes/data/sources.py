@@ -139,7 +139,8 @@ def _matching(pattern: str, keys: Keys) -> list[Path] | None:
         return None
     paths = [Path(found) for found in sorted(glob.glob(str(path), recursive=True))]
     if not paths:
-        raise UserError(f"`dataset.{keys.path}`: no file matches {pattern}{relative_to(pattern)}: correct the pattern")
+        problem = f"no file matches {pattern}{relative_to(pattern)}"
+        raise UserError(f"`dataset.{keys.path}`", problem, "correct the pattern")
     return paths
 
 
@@ -156,21 +157,20 @@ def _check_notation(source: SourceSpec, unread: Iterable[str]) -> None:
     for key in sorted(unread):
         if getattr(source, key) is not None:
             files = "text files" if key == "encoding" else ".csv and .tsv files"
-            raise UserError(
-                f"`dataset.{key}` describes {files}, and {source.path} is none: remove it, or give each source of a "
-                "list keys of its own"
-            )
+            problem = f"it describes {files}, and {source.path} is none"
+            raise UserError(f"`dataset.{key}`", problem, "remove it, or give each source of a list keys of its own")
 
 
 def _file_rows(paths: Sequence[Path], source: SourceSpec, keys: Keys) -> Rows:
     """Return the rows of files of one format, one file after the other."""
     for path in paths:
         if path.exists() and not path.is_file():  # reading a pipe or a device may never end
-            raise UserError(f"`dataset.{keys.path}`: {path} is no ordinary file: name a {_A_FILE}")
+            raise UserError(f"`dataset.{keys.path}`: {path}", "it is not a regular file", f"name a {_A_FILE}")
         if suffix_of(path) not in SUFFIXES:
-            raise UserError(f"`dataset.{keys.path}`: {path} is not a {_A_FILE}: convert it")
+            raise UserError(f"`dataset.{keys.path}`: {path}", f"it is not a {_A_FILE}", "convert it")
         if suffix_of(path) != suffix_of(paths[0]):
-            raise UserError(f"`dataset.{keys.path}`: {paths[0]} and {path} are of two kinds: name files of one kind")
+            problem = f"{paths[0]} and {path} are of two kinds"
+            raise UserError(f"`dataset.{keys.path}`", problem, "name files of one kind")
     _check_notation(source, unread_notation(str(paths[0])))
     if paths[0].suffix != ".parquet":
         notation = TextFormat(source.delimiter, source.encoding, source.decimal)
@@ -179,10 +179,8 @@ def _file_rows(paths: Sequence[Path], source: SourceSpec, keys: Keys) -> Rows:
     try:
         table = datasets.load_dataset("parquet", data_files=[str(path) for path in paths], split="train")
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise UserError(
-            f"`dataset.{keys.path}`: {name} can't be read as Parquet ({tables.reason_of(error.__cause__ or error)}): "
-            "replace it"
-        ) from error
+        problem = f"it can't be read as Parquet ({tables.reason_of(error.__cause__ or error)})"
+        raise UserError(f"`dataset.{keys.path}`: {name}", problem, "replace it") from error
     return Rows(table, numbered(name))
 
 
@@ -190,10 +188,8 @@ def _saved_splits(path: Path, keys: Keys) -> dict[str, Rows]:
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # datasets raises any class for files that are damaged or without rows
-        raise UserError(
-            f"`dataset.{keys.path}`: the folder {path} holds no rows written by save_to_disk "
-            f"({tables.reason_of(error)}): write them so, or name a file"
-        ) from error
+        problem = f"the folder holds no rows written by save_to_disk ({tables.reason_of(error)})"
+        raise UserError(f"`dataset.{keys.path}`: {path}", problem, "write them so, or name a file") from error
     if isinstance(saved, datasets.Dataset):
         return {_ANY_SPLIT: Rows(saved, numbered(path))}
     return {split: Rows(table, numbered(f"{path}, {split}")) for split, table in saved.items()}
@@ -204,8 +200,8 @@ def _saved_splits(path: Path, keys: Keys) -> dict[str, Rows]:
 
 def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
     if is_missing(source.path):
-        place = f"{source.path}{relative_to(source.path)}"
-        raise UserError(f"`dataset.{keys.path}`: there is no file or folder {place}: correct the path")
+        problem = f"there is no such file or folder{relative_to(source.path)}"
+        raise UserError(f"`dataset.{keys.path}`: {source.path}", problem, "correct the path")
     _check_notation(source, vars(TextFormat()))
     files = {}
     for key in ("data_dir", "data_files"):
@@ -215,16 +211,14 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
         with cache_only_if_hub_is_silent():
             table = datasets.load_dataset(source.path, source.name, split=source.split, **files)
     except ConnectionError as error:
-        raise DatasetUnreachable(
-            f"`dataset.{keys.path}`: {source.path!r} is no file or folder here, the Hugging Face Hub can't be reached "
-            "and its cache has no copy: connect, or give a local .jsonl file or save_to_disk folder"
-        ) from error
+        problem = "it is not a file or folder here, the Hugging Face Hub can't be reached and its cache has no copy"
+        fix = "connect, or give a local .jsonl file or save_to_disk folder"
+        raise DatasetUnreachable(f"`dataset.{keys.path}`: {source.path}", problem, fix) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         # The last three come from arguments that datasets does not expect.
-        raise UserError(
-            f"`dataset.{keys.path}`: {source.path!r} can't be loaded from the Hugging Face Hub "
-            f"({tables.reason_of(error)}): correct the path, the config or the split"
-        ) from error
+        problem = f"it can't be loaded from the Hugging Face Hub ({tables.reason_of(error)})"
+        fix = "correct the path, the config or the split"
+        raise UserError(f"`dataset.{keys.path}`: {source.path}", problem, fix) from error
     return Rows(table, numbered(f"{source.path}, {source.split}"))
 
 
@@ -244,10 +238,8 @@ def slices(lengths: Mapping[str, int], split: str, keys: Keys) -> list[tuple[str
     try:
         parts = datasets.ReadInstruction.from_spec(split).to_absolute(dict(lengths))
     except (ValueError, AssertionError) as error:
-        raise UserError(
-            f"`dataset.{keys.split}`: {split!r} can't be read ({tables.reason_of(error)}): write for example train or "
-            "train[:5%]"
-        ) from error
+        problem = f"{split!r} can't be read ({tables.reason_of(error)})"
+        raise UserError(f"`dataset.{keys.split}`", problem, "write for example train or train[:5%]") from error
     return [(part.splitname, part.from_, part.to) for part in parts]
 
 
@@ -314,19 +306,15 @@ def _with_columns(rows: Rows, source: SourceSpec) -> Rows:
     wanted = list(columns.values()) if isinstance(columns, dict) else columns
     for name in wanted:
         if name not in names:
-            raise UserError(
-                f"`dataset.columns`: {source.path} has no column {name!r} (it has {tables.listed(names)}): correct "
-                "the name"
-            )
+            problem = f"{source.path} has no column {name!r} (it has {tables.listed(names)})"
+            raise UserError("`dataset.columns`", problem, "correct the name")
     if not isinstance(columns, dict):
         return Rows(table.select_columns(list(columns)), rows.places)
     others = [name for name in names if name not in wanted]
     for new, old in columns.items():
         if new in others:
-            raise UserError(
-                f"`dataset.columns`: `{new}: {old}` meets a column {new!r} of {source.path}: rename it, as "
-                f"`other_{new}: {new}`"
-            )
+            problem = f"`{new}: {old}` meets a column {new!r} of {source.path}"
+            raise UserError("`dataset.columns`", problem, f"rename it, as `other_{new}: {new}`")
     # `rename_columns` on the whole table can't give one column two names, so each name gets a table of one column.
     parts = [table.select_columns([old]).rename_columns({old: new}) for new, old in columns.items()]
     return Rows(datasets.concatenate_datasets([*parts, table.select_columns(others)], axis=1), rows.places)
@@ -370,16 +358,14 @@ def mixed(sources: Sequence[SourceSpec], keys: Keys) -> Rows:
     named = []
     for part, source in zip(parts, sources, strict=True):
         if SOURCE in part.table.column_names:
-            raise UserError(
-                f"`dataset.{keys.path}`: {source.path} has a column {SOURCE!r}, which a mixture adds: rename it in its "
-                "`columns`, as in `origin: source`"
-            )
+            problem = f"it has a column {SOURCE!r}, which a mixture adds"
+            fix = "rename it in its `columns`, as in `origin: source`"
+            raise UserError(f"`dataset.{keys.path}`: {source.path}", problem, fix)
         name = source.path if source.name is None else f"{source.path}/{source.name}"
         named.append(Rows(part.table.add_column(SOURCE, [name] * len(part.table)), part.places))
     try:
         return _joined(named)
     except ValueError as error:  # the message of `datasets` begins with the column and its two types
-        raise UserError(
-            f"`dataset.{keys.path}`: a column has different types in {' and '.join(source.path for source in sources)} "
-            f"({shortened(one_line(error), tables.SHOWN)}): give it one type, or rename it in `columns` of one"
-        ) from error
+        paths, reason = " and ".join(source.path for source in sources), shortened(one_line(error), tables.SHOWN)
+        problem, fix = f"a column has different types ({reason})", "give it one type, or rename it in `columns` of one"
+        raise UserError(f"`dataset.{keys.path}`: {paths}", problem, fix) from error

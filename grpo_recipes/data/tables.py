@@ -36,9 +36,8 @@ _MEDIA = ("image", "audio", "video")  # types of content parts, `image_url` and 
 def check_columns(count: int, where: object) -> None:
     """Raise `UserError` if a table has more than `COLUMNS` columns. `where` is the table or its file."""
     if count > COLUMNS:
-        raise UserError(
-            f"`dataset`: {where} has {count:,} columns, and at most {COLUMNS:,} are read: select some of them"
-        )
+        problem = f"it has {count:,} columns, and at most {COLUMNS:,} are read"
+        raise UserError(f"`dataset`: {where}", problem, "select some of them")
 
 
 def check_no_images(table: datasets.Dataset, where: object) -> None:
@@ -49,10 +48,9 @@ def check_no_images(table: datasets.Dataset, where: object) -> None:
     for name in table.column_names:
         column = table.data.column(name)
         if _has_bytes(column.type) and column.null_count < len(column):
-            raise UserError(
-                f"`dataset`: {where} has bytes, such as images or sounds, in the column {name!r}, which are not "
-                "supported: name a table of text, or columns that need no picture (`columns: [question, answer]`)"
-            )
+            problem = f"it has bytes, such as images or sounds, in the column {name!r}, which are not supported"
+            fix = "name a table of text, or columns that need no picture (`columns: [question, answer]`)"
+            raise UserError(f"`dataset`: {where}", problem, fix)
 
 
 def _has_bytes(kind: pa.DataType) -> bool:
@@ -65,10 +63,8 @@ def check_no_image_columns(table: datasets.Dataset | datasets.IterableDataset) -
     """Raise `UserError` if a table for a policy of text has a column that TRL takes for images."""
     for name in table.column_names or ():  # a streamed table may not know its columns
         if name in IMAGE_COLUMNS:
-            raise UserError(
-                f"`train_dataset` has a column {name!r}, and the policy reads text alone: remove the column, or load a "
-                "policy that reads images"
-            )
+            problem = f"it has a column {name!r}, and the policy reads text alone"
+            raise UserError("`train_dataset`", problem, "remove the column, or load a policy that reads images")
 
 
 def is_image_part(part: object) -> bool:
@@ -113,9 +109,8 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
             if not path.exists():
                 _write(path, batches())
     except OSError as error:
-        raise UserError(
-            f"`dataset`: {folder} is not writable ({error.strerror or error}): make room, or set HF_DATASETS_CACHE"
-        ) from error
+        problem, fix = f"it is not writable ({error.strerror or error})", "make room, or set HF_DATASETS_CACHE"
+        raise UserError(f"`dataset`: {folder}", problem, fix) from error
     return datasets.Dataset.from_file(str(path))
 
 

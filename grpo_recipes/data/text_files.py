@@ -136,7 +136,7 @@ def _content(path: Path, key: str) -> bytes:
 
 def _unreadable(path: Path, key: str, error: OSError | ValueError) -> UserError:
     reason = getattr(error, "strerror", None) or reason_of(error)  # Arrow's errors have none
-    return UserError(f"`dataset.{key}`: {path} can't be read ({reason}): correct the path or the file")
+    return UserError(f"`dataset.{key}`: {path}", f"it can't be read ({reason})", "correct the path or the file")
 
 
 def _utf8(path: Path, key: str, notation: TextFormat) -> bytes:
@@ -151,11 +151,12 @@ def _utf8(path: Path, key: str, notation: TextFormat) -> bytes:
         return io.TextIOWrapper(io.BytesIO(content), codec, newline="").read().encode()
     except UnicodeError as error:
         if notation.encoding is not None:
-            raise UserError(f"`dataset.encoding`: {path} is not {notation.encoding} text: correct the key") from error
+            problem = f"{path} is not {notation.encoding} text"
+            raise UserError("`dataset.encoding`", problem, "correct the key") from error
         found = _guess_encoding(content)
         fix = "correct the path or the file" if found is None else f"set `dataset.encoding: {found}`"
         line = content.count(b"\n", 0, getattr(error, "start", 0)) + 1
-        raise UserError(f"`dataset.{key}`: {path}, line {line} is not UTF-8 text: {fix}") from error
+        raise UserError(f"`dataset.{key}`: {path}, line {line}", "it is not UTF-8 text", fix) from error
 
 
 # JSON
@@ -190,11 +191,12 @@ def _misfit(batch: Sequence[tuple[Place, Mapping[str, Any]]], schema: pa.Schema,
             try:
                 schema = _common(schema, pa.schema([(name, pa.array([value]).type)]))
             except _NO_COLUMN as error:
-                return UserError(
-                    f"`dataset`: {place}: the column {name!r} has {shown(value)}, which does not fit the values before "
-                    f"({reason_of(error)}): give all one type, or leave it out"
-                )
-    return UserError(f"`dataset`: {batch[0][0]}, or a later one, does not fit ({reason_of(cause)}): correct it")
+                problem = f"the column {name!r} has {shown(value)}, which does not fit the values before"
+                fix = "give all one type, or leave it out"
+                return UserError(f"`dataset`: {place}", f"{problem} ({reason_of(error)})", fix)
+    return UserError(
+        f"`dataset`: {batch[0][0]}", f"it, or a later one, does not fit ({reason_of(cause)})", "correct it"
+    )
 
 
 def _json_rows(path: Path, key: str, notation: TextFormat) -> Iterator[tuple[Place, Mapping[str, Any]]]:
@@ -210,7 +212,9 @@ def _json_rows(path: Path, key: str, notation: TextFormat) -> Iterator[tuple[Pla
         values = ((place, _parsed(line, place)) for place, line in places)
     for place, value in values:
         if not isinstance(value, dict) or not value:  # Arrow does not count rows without columns
-            raise UserError(f"`dataset`: {place} is not a JSON object with columns: write the row's columns in one")
+            raise UserError(
+                f"`dataset`: {place}", "it is not a JSON object with columns", "write the row's columns in one"
+            )
         yield place, value
 
 
@@ -218,7 +222,7 @@ def _parsed(text: bytes, where: object) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"`dataset`: {where} is not JSON ({error}): correct or remove it") from error
+        raise UserError(f"`dataset`: {where}", f"it is not JSON ({error})", "correct or remove it") from error
 
 
 # CSV
@@ -259,16 +263,15 @@ def _cells(path: Path, key: str, notation: TextFormat) -> pa.Table:
     table = _without_empty_end(_all_cells(content, path, notation))
     names = [column[0].as_py() for column in table.columns]
     if not names or None in names or len(set(names)) < len(names):
-        raise UserError(
-            f"`dataset`: {path}, row 1 must name every column once, and it has "
-            f"{listed(name or '' for name in names) or 'nothing'}: rename or remove columns"
-        )
+        found = listed(name or "" for name in names) or "nothing"
+        problem = f"it must name every column once, and it has {found}"
+        raise UserError(f"`dataset`: {path}, row 1", problem, "rename or remove columns")
     if len(names) == 1 and (proposal := _other_delimiter(content, path, notation)):
-        raise UserError(f"`dataset`: {path} has one column, {shown(names[0])}: {proposal}")
+        raise UserError(f"`dataset`: {path}", f"it has one column, {shown(names[0])}", proposal)
     last = table.columns[-1][-1].as_py()
     if last is not None and last.endswith(_END):
-        row = f"{path}, row {len(table)}"
-        raise UserError(f"`dataset`: {row} has a double quote that is never closed: close or double it")
+        place = f"`dataset`: {path}, row {len(table)}"
+        raise UserError(place, "it has a double quote that is never closed", "close or double it")
     return table.slice(1).rename_columns(names)
 
 
@@ -292,12 +295,13 @@ def _all_cells(content: bytes, path: Path, notation: TextFormat) -> pa.Table:
         )
     except pa.ArrowInvalid as error:
         if not wrong:
-            raise UserError(f"`dataset`: {path} is not CSV ({reason_of(error)}): correct its quotes") from error
+            raise UserError(
+                f"`dataset`: {path}", f"it is not CSV ({reason_of(error)})", "correct its quotes"
+            ) from error
         number, expected, count = wrong[0].number, wrong[0].expected_columns, wrong[0].actual_columns
         fix = _other_delimiter(content, path, notation) or "put cells with the delimiter in double quotes"
-        raise UserError(
-            f"`dataset`: {path}, row {number} has {count} cells, and the first row names {expected} columns: {fix}"
-        ) from error
+        problem = f"it has {count} cells, and the first row names {expected} columns"
+        raise UserError(f"`dataset`: {path}, row {number}", problem, fix) from error
     check_columns(table.num_columns, path)
     return table
 

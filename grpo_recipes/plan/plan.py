@@ -178,8 +178,9 @@ def plan(
     if model_config_file is None and not _model_is_made_elsewhere(recipe):
         check_model_exists(recipe)
     if accelerate_config is None:
-        for sentence in packages.missing_optimizer(recipe.config):
-            raise recipe.error(sentence)
+        with recipe.naming_this_file():
+            for error in packages.missing_optimizer(recipe.config):
+                raise error
     described = find_file("accelerate_configs", accelerate_config) if accelerate_config is not None else None
     machine = Machine.described(described) if described is not None else Machine.here()
     if num_processes is not None:
@@ -192,8 +193,8 @@ def plan(
         toolset = load_toolset(recipe)
     if toolset is not None:
         rewards = [*rewards, *toolset.rewards()]
-    notes = [*cautions(recipe.config, recipe.model), *packages.missing(recipe.config)]
-    notes += [*packages.missing_quantization(recipe.model), *_unbuilt(rewards)]
+    lacking = [*packages.missing(recipe.config), *packages.missing_quantization(recipe.model)]
+    notes = [*cautions(recipe.config, recipe.model), *map(str, lacking), *_unbuilt(rewards)]
     prompts: int | str
     try:
         checked = check(recipe, machine, call_factories=build)

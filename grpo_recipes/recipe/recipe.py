@@ -41,8 +41,10 @@ def naming(source: str, errors: tuple[type[Exception], ...] = (UserError,)) -> I
         yield
     except RecipeError:
         raise
+    except UserError as error:
+        raise RecipeError(f"{source}: {error.place}", error.problem, error.fix) from error
     except errors as error:
-        raise RecipeError(f"{source}: {error}") from error
+        raise RecipeError(source, one_line(error).rstrip("."), "correct the recipe") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +169,9 @@ class Recipe:
         """Return a block that turns errors into a `RecipeError` that names this recipe's file first."""
         return naming(self.source, errors)
 
-    def error(self, sentence: str) -> RecipeError:
-        """Return an error about this recipe. The message names the recipe's file first."""
-        return RecipeError(f"{self.source}: {sentence}")
+    def error(self, place: str, problem: str = "", fix: str = "") -> RecipeError:
+        """Return an error about a place in this recipe. The message names the recipe's file first."""
+        return RecipeError(f"{self.source}: {place}", problem, fix)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the resolved recipe (file and command line), which can be written as YAML or JSON and run again."""
@@ -201,7 +203,8 @@ def parse_recipe(args: Sequence[str], options: Sequence[str] = ()) -> Recipe:
             key.
     """
     if not args:
-        raise RecipeError("command line: name a recipe: `--config FILE`, or one that ships, as `--config quickstart`")
+        fix = "give `--config FILE`, or one that ships, as `--config quickstart`"
+        raise RecipeError("command line", "it names no recipe", fix)
     path, overrides, rest = _split_arguments(args)
     raw = _read_recipe(path) if path else {}
     if path and isinstance(template := raw.get("chat_template_path"), str):
@@ -222,9 +225,9 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
     for key in ("model_name_or_path", "dataset", "rewards"):
         is_optional = key == "rewards" and raw.get("environment_factory")
         if not (values.get(key) or raw.get(key) or is_optional):
-            raise UserError(f"`{key}` is missing: add it to the recipe or pass `--{key}`")
+            raise UserError(f"`{key}`", "it is missing", f"add it to the recipe or pass `--{key}`")
     if values.get("reward_weights") is not None:
-        raise UserError("`reward_weights` has no effect here: write `weight` inside each entry of `rewards`")
+        raise UserError("`reward_weights`", "it has no effect here", "write `weight` inside each entry of `rewards`")
     if not isinstance(raw["rewards"], list):
         raw["rewards"] = [raw["rewards"]]
     if (raw.get("tools") or raw.get("environment_factory")) and raw.get("tool_limits") is None:
@@ -238,7 +241,8 @@ def _build(raw: dict[str, Any], values: Mapping[str, Any], source: str, args: Se
         arguments=args,
     )
     if hidden := next(hidden_places(recipe.as_dict()), None):
-        raise UserError(f"`{hidden}` is the placeholder of a secret, which no file keeps: give it with `--{hidden}`")
+        problem = "it is the placeholder of a secret, which no file keeps"
+        raise UserError(f"`{hidden}`", problem, f"give it with `--{hidden}`")
     config = recipe.config
     trl_keys.check_generation(config)
     if recipe.sampling is not None:
@@ -260,11 +264,12 @@ def _check_tool_keys(recipe: Recipe) -> None:
             ("max_tool_calling_iterations", config.max_tool_calling_iterations),
         ):
             if value is not None:
-                raise UserError(f"`{key}` has no effect without `tools` or `environment_factory`: remove it")
+                raise UserError(f"`{key}`", "it has no effect without `tools` or `environment_factory`", "remove it")
         return
     trl_keys.check_tools(config, "tools" if recipe.tools else "environment_factory")
     if recipe.offline is not None:
-        raise UserError("`offline` trains on recorded responses, in which no tool is called: remove it, or the tools")
+        problem = "it trains on recorded responses, in which no tool is called"
+        raise UserError("`offline`", problem, "remove it, or the tools")
 
 
 def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,9 +315,9 @@ def find_file(kind: str, name: str) -> Path:
     if found is not None:
         return found
     if path.is_dir():
-        raise RecipeError(f"{name} is a folder: name a YAML file, or one that ships in {kind}/")
-    hint = did_you_mean(name.removesuffix(".yaml"), shipped_files(kind))
-    raise RecipeError(f"{name}: there is no such file{relative_to(name)}, and none of that name ships in {kind}/{hint}")
+        raise RecipeError(name, "it is a folder", f"name a YAML file, or one that ships in {kind}/")
+    problem = f"there is no such file{relative_to(name)}, and none of that name ships in {kind}/"
+    raise RecipeError(name, problem, did_you_mean(name.removesuffix(".yaml"), shipped_files(kind), "correct the path"))
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -334,17 +339,18 @@ def _read_recipe(path: Path) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raise `RecipeError` for any other content."""
     if path.suffix in (".csv", ".tsv", ".jsonl", ".parquet"):
-        raise RecipeError(f"{path} is a table, not a recipe: write one for it with `grpo-recipes init {path}`")
+        raise RecipeError(path, "it is a table, not a recipe", f"write one for it with `grpo-recipes init {path}`")
     try:
         raw = load_yaml(read_text(path))
     except DuplicateKey as error:
-        raise RecipeError(f"{path}: {error}") from error
+        raise RecipeError(f"{path}: {error.place}", error.problem, error.fix) from error
     except UnreadableFile as error:
-        raise RecipeError(f"{path}: not YAML: {error.problem}") from error
+        raise RecipeError(path, f"it is not YAML: {error.problem}", error.fix) from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise RecipeError(f"{path}: not YAML: {one_line(error)}") from error
+        raise RecipeError(path, f"it is not YAML: {one_line(error)}", "correct it") from error
     if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: a recipe is a YAML mapping of `key: value` lines, not {type(raw).__name__}")
+        problem = f"a recipe is a YAML mapping, not {type(raw).__name__}"
+        raise RecipeError(path, problem, "write `key: value` lines")
     return raw
 
 
@@ -355,7 +361,7 @@ class _Parser(TrlParser):
     """TRL's parser with a short error message instead of two screens of usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise RecipeError(f"command line: {message}")
+        raise RecipeError("command line", message, "correct the arguments")
 
 
 def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, str]], list[str]]:
@@ -373,7 +379,7 @@ def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, 
             continue
         if not equals:
             if not pending or pending[0].startswith("--"):
-                raise RecipeError(f"command line: `{word}` needs a value")
+                raise RecipeError(f"command line: `{word}`", "it needs a value", "give one")
             text = pending.pop(0)
         if key == "config":
             path = find_file("recipes", text)
@@ -418,9 +424,10 @@ def _entry(node: Any, name: str, place: str) -> str | int:
         return name
     if not isinstance(node, list):
         shown = redacted({place: node})[place]
-        raise UserError(f"`{place}` is {shown!r}, which has no keys: leave `.{name}` out")
+        raise UserError(f"`{place}`", f"it is {shown!r}, which has no keys", f"leave `.{name}` out")
     if not name.isdecimal() or int(name) >= len(node):
-        raise UserError(f"`{place}` is a list and has no entry `{name}`: give an index below {len(node)}")
+        problem = f"it is a list and has no entry `{name}`"
+        raise UserError(f"`{place}`", problem, f"give an index below {len(node)}")
     return int(name)
 
 
@@ -432,7 +439,7 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
         if key in hints_of_trl:
             values[key] = specs.typed(key, value, hints_of_trl[key])
         elif key not in OUR_KEYS:
-            raise UserError(f"unknown key `{key}`{_nearest_key(str(key))}")
+            raise UserError(f"`{key}`", "unknown key", _nearest_key(str(key)))
     classes = DataClassType(GRPOConfig), DataClassType(ModelConfig)
     parser = _Parser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
     parser.set_defaults(**dict.fromkeys(hints_of_trl, _UNSET))
@@ -441,8 +448,8 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
     if unknown:
         hint = _nearest_key(unknown[0].partition("=")[0], ["--config", *options])
         if Path(unknown[0]).is_file() or shipped("recipes", unknown[0]):
-            hint = f": did you mean `--config {unknown[0]}`?"
-        raise RecipeError(f"command line: unknown argument `{unknown[0]}`{hint}")
+            hint = f"did you mean `--config {unknown[0]}`?"
+        raise RecipeError(f"command line: `{unknown[0]}`", "unknown argument", hint)
     parsed = {key: value for key, value in vars(namespace).items() if value is not _UNSET}
     return trl_keys.normalized({**values, **parsed})
 
@@ -455,5 +462,5 @@ def _nearest_key(word: str, options: Sequence[str] = ()) -> str:
     known = [*OUR_KEYS, *hints(ModelConfig), *inspect.get_annotations(GRPOConfig), *options, *hints(GRPOConfig)]
     inner = word.lstrip("-")
     if inner in DatasetSpec.hints():
-        return f": did you mean `dataset.{inner}`?"
-    return did_you_mean(word, known, otherwise=": remove it")
+        return f"did you mean `dataset.{inner}`?"
+    return did_you_mean(word, known, otherwise="remove it")

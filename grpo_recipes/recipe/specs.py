@@ -105,14 +105,14 @@ COUNT = Range(1)
 def check_number(key: str, value: float | None, allowed: Range, reason: str = "") -> None:
     """Raise `UserError` if `value` is outside the range of its key. None stands for the default."""
     if value is not None and value not in allowed:
-        raise UserError(f"`{key}` is {value}{reason}: set a number {allowed}")
+        raise UserError(f"`{key}`", f"it is {value}{reason}", f"set a number {allowed}")
 
 
 def check_setting(config: TrainingConfig, key: str, allowed: Sequence[Any], reason: str) -> None:
-    """Raise `UserError` unless `key` of `config` has one of the `allowed` values. `reason` follows the key."""
+    """Raise `UserError` unless `key` of `config` has one of the `allowed` values. `reason` follows the value."""
     value = getattr(config, key)
     if value not in allowed:
-        raise UserError(f"`{key}: {value}` {reason}: set `{key}` to {' or '.join(map(str, allowed))}")
+        raise UserError(f"`{key}`", f"`{value}` {reason}", f"set `{key}` to {' or '.join(map(str, allowed))}")
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,11 @@ class Spec:
         mapping = cls.expand(raw)
         for key in mapping:
             if key not in cls.hints():
-                place = f"{cls.KEY}.{key}"
-                nearest = did_you_mean(str(key), cls.hints(), otherwise=f": choose from {', '.join(cls.hints())}")
-                raise UserError(f"unknown key `{place}`{nearest}")
+                nearest = did_you_mean(str(key), cls.hints(), otherwise=f"choose from {', '.join(cls.hints())}")
+                raise UserError(f"`{cls.KEY}.{key}`", "unknown key", nearest)
         for field in fields(cls):
             if field.default is MISSING and field.name not in mapping:
-                raise UserError(f"`{cls.KEY}.{field.name}` is missing: give it")
+                raise UserError(f"`{cls.KEY}.{field.name}`", "it is missing", "give it")
         return cls(**mapping)
 
     @classmethod
@@ -167,9 +166,8 @@ class Spec:
         if isinstance(raw, str) and not cls.WORDS:
             return {next(iter(cls.hints())): raw}
         allowed = ", ".join(cls.WORDS) or "a name"
-        raise UserError(
-            f"`{cls.KEY}` must be {allowed}, or a mapping of {', '.join(cls.hints())}, not {redacted(raw)!r}"
-        )
+        fix = f"write {allowed}, or a mapping of {', '.join(cls.hints())}"
+        raise UserError(f"`{cls.KEY}`", f"it can't be {redacted(raw)!r}", fix)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the mapping as a recipe writes it, without the keys that are None."""
@@ -214,7 +212,8 @@ class SourceSpec(Spec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fraction is not None and self.fraction not in SHARE:  # a mixture has several sources: name this one
-            raise UserError(f"`dataset.path.fraction` of {self.path} is {self.fraction}: set a number {SHARE}")
+            problem = f"that of {self.path} is {self.fraction}"
+            raise UserError("`dataset.path.fraction`", problem, f"set a number {SHARE}")
         _check_columns(self.columns)
         _check_notation(self)
 
@@ -224,7 +223,8 @@ def _check_columns(columns: list[str] | dict[str, Any] | None) -> None:
     for name in names:
         # Arrow cuts a name at a NUL, and can't encode half of a surrogate pair.
         if not isinstance(name, str) or not name or re.search("[\0\ud800-\udfff]", name):
-            raise UserError(f"`dataset.columns` has {name!r} in place of a column's name: write `question: problem`")
+            problem = f"{name!r} is not the name of a column"
+            raise UserError("`dataset.columns`", problem, "write as in `question: problem`")
 
 
 _NOTATION = ("delimiter", "encoding", "decimal")  # keys that describe a text file
@@ -234,17 +234,14 @@ def _check_notation(spec: SourceSpec | DatasetSpec) -> None:
     """Raise `UserError` unless the delimiter is one ASCII character and Python knows the encoding."""
     delimiter, encoding = spec.delimiter, spec.encoding
     if delimiter is not None and (len(delimiter) != 1 or not delimiter.isascii() or delimiter in '"\r\n\0'):
-        raise UserError(
-            f'`{spec.KEY}.delimiter` is {delimiter!r}: set one ASCII character, as in `delimiter: ";"`, or '
-            '`delimiter: "\\t"` for a tab'
-        )
+        fix = 'set one ASCII character, as in `delimiter: ";"`, or `delimiter: "\\t"` for a tab'
+        raise UserError(f"`{spec.KEY}.delimiter`", f"it is {delimiter!r}", fix)
     if encoding is not None:
         try:
             "".encode(encoding)
         except (LookupError, ValueError) as error:
-            raise UserError(
-                f"`{spec.KEY}.encoding` is {encoding!r}, which Python does not know: set for example cp1252 or utf-16"
-            ) from error
+            problem = f"Python does not know {encoding!r}"
+            raise UserError(f"`{spec.KEY}.encoding`", problem, "set for example cp1252 or utf-16") from error
 
 
 @dataclass(frozen=True)
@@ -264,9 +261,8 @@ class PassRateSpec(Spec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.keep) != 2 or not 0 <= self.keep[0] <= self.keep[1] <= 1:
-            raise UserError(
-                f"`dataset.pass_rate.keep` is {self.keep}: give the smallest and the largest share, as in [0.1, 0.9]"
-            )
+            fix = "give the smallest and the largest share, as in [0.1, 0.9]"
+            raise UserError("`dataset.pass_rate.keep`", f"it is {self.keep}", fix)
 
 
 @dataclass(frozen=True)
@@ -368,23 +364,21 @@ class DatasetSpec(Spec):
         super().__post_init__()
         if self.path is None and self.name not in self.WITHOUT_PATH:
             what = f"that `{self.name}` is to read" if self.name else "to read, or a preset with `dataset.name`"
-            raise UserError(f"`dataset.path` is missing: name the file, folder or hub id {what}")
+            raise UserError("`dataset.path`", "it is missing", f"name the file, folder or hub id {what}")
         unread = self.FOREIGN.get(self.name, ("size", "seed", "labels"))
-        self._check_unset(unread, f"does not go with the dataset `{self.name or 'path'}`")
+        self._check_unset(unread, f"the dataset `{self.name or 'path'}`")
         for key in ("path", "eval_path"):
             if getattr(self, key) == "":
-                raise UserError(f"`dataset.{key}` is empty: name a file, a folder or a hub id")
+                raise UserError(f"`dataset.{key}`", "it is empty", "name a file, a folder or a hub id")
         if self.name == "classification" and len(set(self.labels or [])) < 2:
-            raise UserError(
-                "`dataset.labels` must name the labels of `classification`: give two or more, as in "
-                "`[negative, positive]`"
-            )
+            fix = "give two or more, as in `[negative, positive]`"
+            raise UserError("`dataset.labels`", "it must name the labels of `classification`", fix)
         if self.eval_share is not None:
-            self._check_unset(("eval_split", "eval_path"), "does not go with `dataset.eval_share`")
+            self._check_unset(("eval_split", "eval_path"), "`dataset.eval_share`")
         if self.name == "scored" and not _ONE_TABLE.search(str(self.path)):
-            raise UserError(f"`dataset.path`: `scored` reads a file, not {self.path!r}: name a .jsonl file")
+            raise UserError("`dataset.path`", f"`scored` reads a file, not {self.path!r}", "name a .jsonl file")
         if self.name == "scored" and self.prompt_format == "conversational":
-            raise UserError("`dataset.prompt_format`: recorded prompts are text as they stand: remove the key")
+            raise UserError("`dataset.prompt_format`", "recorded prompts are text as they stand", "remove the key")
         _check_columns(self.columns)
         _check_notation(self)
         for key in ("path", "eval_path"):
@@ -395,24 +389,25 @@ class DatasetSpec(Spec):
         if self.name is not None and self.prompt_format is None:
             object.__setattr__(self, "prompt_format", "text" if self.name == "scored" else "conversational")
 
-    def _check_unset(self, keys: Sequence[str], reason: str) -> None:
-        """Raise `UserError` if one of `keys` is not its default, as it would have no effect for this `reason`."""
+    def _check_unset(self, keys: Sequence[str], beside: str) -> None:
+        """Raise `UserError` if one of `keys` is not its default, as it would have no effect with `beside`."""
         for field in fields(self):
             if field.name in keys and getattr(self, field.name) != field.default:
-                raise UserError(f"`dataset.{field.name}` {reason}: remove it")
+                raise UserError(f"`dataset.{field.name}`", f"it does not go with {beside}", "remove it")
 
     def _sources(self, key: str) -> list[SourceSpec]:
         """Return the sources of a mixture. They have their own splits and configurations, so ours are refused."""
         sources = [SourceSpec.parse(entry) for entry in getattr(self, key)]
         if not sources:
-            raise UserError(f"`dataset.{key}` is an empty list: name at least one source")
+            raise UserError(f"`dataset.{key}`", "it is an empty list", "name at least one source")
         without = [source for source in sources if source.fraction is None]
         if without and len(without) < len(sources):
-            raise UserError(f"`dataset.{key}`: give every source a `fraction`, or none of them")
+            problem = f"{len(without)} of {len(sources)} sources have no `fraction`"
+            raise UserError(f"`dataset.{key}`", problem, "give every source one, or none of them")
         own = ["config", "eval_split"]
         if key == "path":
             own += ["split", *_NOTATION]
-        self._check_unset(own, "does not go with a list of sources, each of which has keys of its own")
+        self._check_unset(own, "a list of sources, each of which has keys of its own")
         return sources
 
     @classmethod
@@ -420,8 +415,8 @@ class DatasetSpec(Spec):
         """Return the mapping that `raw` is or stands for. A string is the name of a preset."""
         names = typing.get_args(DatasetName)
         if isinstance(raw, str) and raw not in names:
-            nearest = did_you_mean(raw, names, otherwise=f": choose {' or '.join(names)}, or write `{{path: {raw}}}`")
-            raise UserError(f"`dataset.name` can't be `{raw}`{nearest}")
+            nearest = did_you_mean(raw, names, otherwise=f"choose {' or '.join(names)}, or write `{{path: {raw}}}`")
+            raise UserError("`dataset.name`", f"it can't be `{raw}`", nearest)
         return super().expand(raw)
 
 
@@ -429,25 +424,25 @@ def _prompt_text(given: str | dict[str, Any] | None) -> str | None:
     """Return the name or the text of a system prompt, read from its file for `{file: ...}`."""
     if given is None:
         return None
-    place = ""
+    place, file = "`dataset.system_prompt`", None
     if isinstance(given, Mapping):
         file = given.get("file")
         if set(given) != {"file"} or not isinstance(file, str):
-            raise UserError(f"`dataset.system_prompt` must be a name, the text, or {{file: prompt.txt}}, not {given!r}")
-        place = f" (read from {file})"
+            raise UserError(place, f"it can't be {given!r}", "write a name, the text, or {file: prompt.txt}")
+        place += f": {file}"
         try:
             given = read_text(expanded(file)).removeprefix("\ufeff")
         except (OSError, UnreadableFile) as error:
             reason = error.problem if isinstance(error, UnreadableFile) else error.strerror
-            raise UserError(f"`dataset.system_prompt`: {file} can't be read ({reason}): correct the path") from error
+            raise UserError(place, f"it can't be read ({reason})", "correct the path") from error
     text = given.strip()
     if not text:
-        raise UserError(f"`dataset.system_prompt`{place} is empty: write `none` for no system prompt")
+        raise UserError(place, "it is empty", "write `none` for no system prompt")
     # A single word is taken for a name. Otherwise a misspelt name would silently become the prompt.
-    if re.fullmatch(r"[A-Za-z0-9_-]+", text) and (place or text not in SYSTEM_PROMPT_NAMES):
+    if re.fullmatch(r"[A-Za-z0-9_-]+", text) and (file or text not in SYSTEM_PROMPT_NAMES):
         names = " or ".join(SYSTEM_PROMPT_NAMES)
-        nearest = did_you_mean(text, SYSTEM_PROMPT_NAMES, otherwise=f": choose {names}, or write a text")
-        raise UserError(f"`dataset.system_prompt`{place} can't be the one word `{text}`{nearest}")
+        nearest = did_you_mean(text, SYSTEM_PROMPT_NAMES, otherwise=f"choose {names}, or write a text")
+        raise UserError(place, f"it can't be the one word `{text}`", nearest)
     return text
 
 
@@ -468,9 +463,8 @@ class ReferenceSpec(Spec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.name is not None and self.adapter is not None:
-            raise UserError(
-                "`reference` has both `name` and `adapter`: keep one, as in `--reference '{adapter: FOLDER}'`"
-            )
+            fix = "keep one, as in `--reference '{adapter: FOLDER}'`"
+            raise UserError("`reference`", "it has both `name` and `adapter`", fix)
         if self.adapter is None and self.name is None:
             object.__setattr__(self, "name", "initial")
 
@@ -483,10 +477,8 @@ class ReferenceSpec(Spec):
             return
         check_number("beta", config.beta, POSITIVE, ", which needs no reference for `sync_ref_model` to refresh")
         if self.name == "base":
-            raise UserError(
-                "`reference: base` is the model without adapter and can't be refreshed: use `reference: initial`, "
-                "which equals the base for a new adapter"
-            )
+            fix = "use `reference: initial`, which equals the base for a new adapter"
+            raise UserError("`reference`", "`base` is the model without adapter and can't be refreshed", fix)
         check_number("ref_model_sync_steps", config.ref_model_sync_steps, COUNT)
         check_number("ref_model_mixup_alpha", config.ref_model_mixup_alpha, SHARE)
 
@@ -624,13 +616,13 @@ def typed(key: str, value: Any, hint: Any) -> Any:
     if choices:
         raise not_a_choice(key, value, choices)
     shown = HIDDEN if is_secret(key, value) else repr(redacted(value))
-    raise UserError(f"`{key}` must be {_type_name(options)}, not {shown}")
+    raise UserError(f"`{key}`", f"it can't be {shown}", f"write {_type_name(options)}")
 
 
 def not_a_choice(key: str, value: Any, choices: Sequence[str]) -> UserError:
     """Return the error for a value that is none of the words that `key` may have."""
-    nearest = did_you_mean(str(value), choices, otherwise=f": choose {' or '.join(choices)}")
-    return UserError(f"`{key}` can't be `{value}`{nearest}")
+    nearest = did_you_mean(str(value), choices, otherwise=f"choose {' or '.join(choices)}")
+    return UserError(f"`{key}`", f"it can't be `{value}`", nearest)
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -186,7 +186,7 @@ def check_numbers(values: Mapping[str, Any]) -> None:
         if allowed is not None:
             check_number(name, value, allowed)
         if not math.isfinite(value):
-            raise UserError(f"`{name}` is {value}: set a finite number")
+            raise UserError(f"`{name}`", f"it is {value}", "set a finite number")
 
 
 def cautions(config: TrainingConfig, model: Mapping[str, Any]) -> list[str]:
@@ -216,7 +216,7 @@ def check_objective(given: Mapping[str, Any], config: TrainingConfig, *, sampled
     loss_type = config.loss_type
     for key in ignored_keys(loss_type):
         if given.get(key) is not None:
-            raise UserError(f"`{key}` has no effect with `loss_type: {loss_type}`: remove it")
+            raise UserError(f"`{key}`", f"it has no effect with `loss_type: {loss_type}`", "remove it")
     if loss_type == "cispo":
         bound = config.epsilon if config.epsilon_high is None else config.epsilon_high
         bounds = ", and `loss_type: cispo` bounds the ratio by this number itself (by `epsilon` if it is not set)"
@@ -257,20 +257,17 @@ def check_tools(config: TrainingConfig, key: str) -> None:
         key: the recipe's key of the tools, for the message.
     """
     if config.max_tool_calling_iterations is None:
-        raise UserError(
-            f"`max_tool_calling_iterations` is missing, and `{key}` without it lets a completion call tools without "
-            "end: set the largest number of turns with calls, as in `max_tool_calling_iterations: 4`"
-        )
+        problem = f"it is missing, and `{key}` without it lets a completion call tools without end"
+        fix = "set the largest number of turns with calls, as in `max_tool_calling_iterations: 4`"
+        raise UserError("`max_tool_calling_iterations`", problem, fix)
     check_turn_ends(config, key)
 
 
 def check_turn_ends(config: TrainingConfig, key: str) -> None:
     """Raise `UserError` for stop strings beside tools. The arguments are those of `check_tools`."""
     if stop := stop_strings(config.generation_kwargs):
-        raise UserError(
-            f"`generation_kwargs.stop`: {stop[0]!r} may cut a turn before its end token, after which the result of "
-            f"a tool would follow a turn that never ended: remove `stop`, which does not go with `{key}`"
-        )
+        problem = f"{stop[0]!r} may cut a turn before its end token, and a tool's result would follow an unended turn"
+        raise UserError("`generation_kwargs.stop`", problem, f"remove `stop`, which does not go with `{key}`")
 
 
 # Generation
@@ -294,9 +291,8 @@ def check_generation(config: TrainingConfig) -> None:
     if stop:
         dropped.append("stop")
     if dropped:
-        raise UserError(
-            f"`use_transformers_continuous_batching` drops {', '.join(dropped)}: set it to false, or remove the option"
-        )
+        place, problem = "`use_transformers_continuous_batching`", f"it drops {', '.join(dropped)}"
+        raise UserError(place, problem, "set it to false, or remove the option")
 
 
 def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str, ...]:
@@ -308,13 +304,14 @@ def stop_strings(generation_kwargs: Mapping[str, Any] | str | None) -> tuple[str
     """
     given = generation_mapping(generation_kwargs)
     if given.get("stop_strings") is not None:
-        raise UserError("`generation_kwargs.stop_strings`: write `stop` instead, which vLLM understands as well")
+        fix = "write `stop` instead, which vLLM understands as well"
+        raise UserError("`generation_kwargs.stop_strings`", "TRL can't pass it on", fix)
     stop = given.get("stop")
     if stop is None:
         return ()
     strings = [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
-        raise UserError(f"`generation_kwargs.stop` must be a string or a list of strings, not {stop!r}")
+        raise UserError("`generation_kwargs.stop`", f"it can't be {stop!r}", "write a string or a list of strings")
     return tuple(strings)
 
 
@@ -330,5 +327,5 @@ def _mapping(name: str, value: Mapping[str, Any] | str | None) -> Mapping[str, A
         with suppress(json.JSONDecodeError):
             given = json.loads(given)
     if not isinstance(given, Mapping):
-        raise UserError(f"`{name}` must be a mapping, or one written as JSON, not {given!r}")
+        raise UserError(f"`{name}`", f"it can't be {given!r}", "write a mapping, or one in JSON")
     return given

@@ -22,9 +22,9 @@ ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "base", "t
 NO_BASE = ADAPTER.replace('"base"', '"/nowhere/base"')
 CUT_STATE = json.dumps({"log_history": stored.HISTORY})[:500]
 
-NOT_JSON = "can't be read as JSON"
-NOT_REGULAR = "it is not a regular file"
-LIST = "it is a list, not an object"
+NOT_JSON = "JSON"
+NOT_REGULAR = "regular"
+LIST = "list"
 
 DIAGNOSE, REPORT, COMPARE = "grpo-recipes diagnose run", "grpo-recipes report run", "grpo-recipes compare one two"
 EVALUATE = "grpo-recipes evaluate m --dataset arithmetic --limit 2 --output e"
@@ -48,39 +48,39 @@ def judged(model: str) -> dict[str, Any]:
 FAULTS: list[tuple[str, str, Content, str]] = [
     (DIAGNOSE, "run/trainer_state.json", CUT_STATE, NOT_JSON),
     (DIAGNOSE, "run/trainer_state.json", os.mkfifo, NOT_REGULAR),
-    (DIAGNOSE, "run/trainer_state.json", "[" * 100_000, "nested too deeply"),
+    (DIAGNOSE, "run/trainer_state.json", "[" * 100_000, "nested"),
     (DIAGNOSE, "run/trainer_state.json", '{"log_history": [{"step": "1"}]}', '`log_history[0].step` is "1"'),
     (DIAGNOSE, "run/_log.jsonl", '{"step": 1}\n{"reward"\n', "line 2"),
-    (DIAGNOSE, "run/completions/completions_00040.parquet", stored.COMPLETIONS[:-50], "can't be read as parquet"),
-    (DIAGNOSE, "run/completions/completions_00040.parquet", stored.parquet({"a": [1]}), "no column `step`"),
-    (REPORT, "run/run.json", b"\xff\xfe\x00", "not UTF-8 text"),
-    (REPORT, "run/run.json", '{"recipe": {}, "rewards": [{"name": "x"}]}', "`rewards[0]` has no `source`"),
-    (REPORT, "run/evaluations/before/evaluation.json", '{"strict": 0.5}', "it has no `problems`"),
+    (DIAGNOSE, "run/completions/completions_00040.parquet", stored.COMPLETIONS[:-50], "parquet"),
+    (DIAGNOSE, "run/completions/completions_00040.parquet", stored.parquet({"a": [1]}), "`step`"),
+    (REPORT, "run/run.json", b"\xff\xfe\x00", "UTF-8"),
+    (REPORT, "run/run.json", '{"recipe": {}, "rewards": [{"name": "x"}]}', "`rewards[0]`"),
+    (REPORT, "run/evaluations/before/evaluation.json", '{"strict": 0.5}', "`problems`"),
     (COMPARE, "two/evaluation.json", "", NOT_JSON),
     (COMPARE, "two/completions.parquet", Path.mkdir, NOT_REGULAR),
     (COMPARE, "two/completions.parquet", stored.parquet({**stored.EVALUATED, "strict": ["y", "n"]}), "column `strict`"),
-    (EVALUATE, "m/config.json", "[]", "it is not a JSON object"),
+    (EVALUATE, "m/config.json", "[]", "JSON object"),
     (EVALUATE, "m/tokenizer.json", '{"version"', NOT_JSON),
     (EVALUATE, "m/model.safetensors", CUT_OFF, "cut off"),
     (EVALUATE, "m/model.safetensors", POINTER, "git lfs pull"),
     (EVALUATE, "m/model.safetensors", Path.mkdir, "is missing"),
-    (EVALUATE, "e/request.json", "[]", "remove the folder"),
-    ("grpo-recipes evaluate run --output e", "run/run.json", '{"recipe": []}', "`recipe` is a list"),
+    (EVALUATE, "e/request.json", "[]", "remove"),
+    ("grpo-recipes evaluate run --output e", "run/run.json", '{"recipe": []}', "`recipe`"),
     ("grpo-recipes export m --to out", "m/model.safetensors", "", "is empty"),
     ("grpo-recipes chat m --prompt 1", "m/config.json", os.mkfifo, NOT_REGULAR),
     ("grpo-recipes merge sft --output out", "sft/adapter_config.json", "{", NOT_JSON),
     ("grpo-recipes init odd.jsonl --output first.yaml", "odd.jsonl", "{" * 20, "JSON"),
     (f"{PLAN} --model_name_or_path m", "m/config.json", '{"model', NOT_JSON),
     (f"{PLAN} --dataset.path rows.jsonl", "rows.jsonl", os.mkfifo, "name a"),
-    (f"{PLAN} --dataset.system_prompt '{{file: prompt.txt}}'", "prompt.txt", b"\xff", "not UTF-8 text"),
+    (f"{PLAN} --dataset.system_prompt '{{file: prompt.txt}}'", "prompt.txt", b"\xff", "UTF-8"),
     ("grpo-recipes plan run/run.json", "run/run.json", "[1]", LIST),
-    (OF_M, "m/model.safetensors", CUT_OFF, "save it again"),
+    (OF_M, "m/model.safetensors", CUT_OFF, "save"),
     (OF_SFT, "sft/adapter_model.safetensors", CUT_OFF, "cut off"),
     (f"{TRAIN} --use_peft --beta 0.1 --reference '{{adapter: sft}}'", "sft/adapter_model.safetensors", CUT_OFF, "cut"),
     (RESUME, "run/run.json", '{"recipe": {', "restore"),
     (RESUME, "run/run.json", lambda path: None, "restore"),
-    (RESUME, "run/_launch.json", "[", "remove the file"),
-    (RESUME, "run/checkpoint-2/model.safetensors", SAFETENSORS[:9], "remove the folder run/checkpoint-2"),
+    (RESUME, "run/_launch.json", "[", "remove"),
+    (RESUME, "run/checkpoint-2/model.safetensors", SAFETENSORS[:9], "run/checkpoint-2"),
     (RESUME, "run/checkpoint-2/optimizer.pt", ZIP[:9], "cut off"),
     (RESUME, "run/checkpoint-2/scheduler.pt", "", "is empty"),
 ]
@@ -107,27 +107,27 @@ def case_of(line: str, file: str, content: Content, words: str) -> Case:
 
 # Files that are missing, or that name others.
 OTHERS = [
-    Case(DIAGNOSE, ("no `trainer_state.json`",), files=stored.run_files(state=None)),
-    Case(DIAGNOSE, ("nothing could be checked",), files=stored.run_files(state={"log_history": []}, completions=None)),
-    Case("grpo-recipes compare one nowhere", ("nowhere", "no such folder"), files=stored.evaluation_files("one")),
-    Case(EVALUATE, ("m holds no model",), files=stored.model_files({"config.json": None, "notes.txt": ""})),
-    Case(EVALUATE, ("model.safetensors.index.json is missing",), files=stored.model_files({})),
+    Case(DIAGNOSE, ("`trainer_state.json`",), files=stored.run_files(state=None)),
+    Case(DIAGNOSE, ("run",), files=stored.run_files(state={"log_history": []}, completions=None)),
+    Case("grpo-recipes compare one nowhere", ("nowhere",), files=stored.evaluation_files("one")),
+    Case(EVALUATE, ("m",), files=stored.model_files({"config.json": None, "notes.txt": ""})),
+    Case(EVALUATE, ("model.safetensors.index.json",), files=stored.model_files({})),
     Case(
         EVALUATE,
-        ("not the name of a file in the same folder",),
+        ("model.safetensors.index.json",),
         files=stored.model_files({"model.safetensors.index.json": {"weight_map": {"w": "../model.safetensors"}}}),
     ),
-    Case(OF_SFT, ("its base /nowhere/base is missing",), files=sft(adapter_config=NO_BASE)),
-    Case(OF_SFT, ("base/model.safetensors is empty",), files={**sft(), "base/model.safetensors": ""}),
+    Case(OF_SFT, ("/nowhere/base",), files=sft(adapter_config=NO_BASE)),
+    Case(OF_SFT, ("base/model.safetensors",), files={**sft(), "base/model.safetensors": ""}),
     Case(
         TRAIN,
-        ("`rewards`", "judge/model.safetensors is cut off"),
+        ("`rewards`", "judge/model.safetensors"),
         changes=judged("judge"),
         files={"judge/config.json": "{}", "judge/model.safetensors": CUT_OFF},
     ),
-    Case(EVALUATE.replace(" m ", " {model} "), ("e holds files that are no evaluation",), files={"e/notes.txt": ""}),
+    Case(EVALUATE.replace(" m ", " {model} "), ("e",), files={"e/notes.txt": ""}),
     # Files that must stay allowed.
-    Case(DIAGNOSE, ("nothing looks wrong",), 0, stored.run_files(record=None, evaluation=None)),
+    Case(DIAGNOSE, ("nothing",), 0, stored.run_files(record=None, evaluation=None)),
     Case("grpo-recipes compare one two", ("2 problems",), 0, case_of(COMPARE, "notes.txt", "", "").files),
 ]
 

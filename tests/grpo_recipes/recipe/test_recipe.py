@@ -1,6 +1,11 @@
-"""Recipes: reading and resolving them, and the messages for mistakes."""
+"""Recipes: reading them from files and the command line, resolving them, and naming mistakes."""
 
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,115 +13,181 @@ import yaml
 from safetensors.torch import save_file
 from trl import GRPOConfig, ModelConfig
 
+from grpo_recipes import GRPOTrainer
 from grpo_recipes.checks.checks import Machine, check, check_output_dir, grpo_config, resume_point
 from grpo_recipes.checks.geometry import geometry_of
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, find_file, model_config, parse_recipe, shipped
+from grpo_recipes.recipe import specs
+from grpo_recipes.recipe.recipe import (
+    Recipe,
+    RecipeError,
+    find_file,
+    model_config,
+    parse_recipe,
+    resolved,
+    shipped,
+    shipped_files,
+)
 from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching
+from grpo_recipes.recipe.trl_keys import stop_strings
+from grpo_rewards.redaction import HIDDEN
+from tests.support.errors import refused
 
 CPU = Machine(num_processes=1, bf16=False)
-
-MINIMAL = {
+MINIMAL: dict[str, Any] = {
     "model_name_or_path": "nowhere/model",
     "dataset": {"name": "arithmetic", "size": 64},
     "rewards": ["gsm8k_correctness"],
-    "per_device_train_batch_size": 16,
-    "use_cpu": True,
-    "bf16": False,
 }
+RUNS = {"per_device_train_batch_size": 16, "use_cpu": True, "bf16": False}
+TOOLS: dict[str, Any] = {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 2}
+SCORED = {"name": "scored", "path": "rows.jsonl"}
+
+Write = Callable[..., Recipe]
 
 
 @pytest.fixture
-def write(tmp_path: Path):
-    def write_recipe(**changes: object) -> str:
+def recipe(tmp_path: Path) -> Write:
+    """Return a function that reads a recipe with some keys (`...` removes one), after some arguments."""
+
+    def read(*arguments: str, **keys: Any) -> Recipe:
         path = tmp_path / "mine.yaml"
-        values = {**MINIMAL, "output_dir": str(tmp_path / "run"), **changes}
-        path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not ...}))
-        return str(path)
+        given = {key: value for key, value in {**MINIMAL, **keys}.items() if value is not ...}
+        path.write_text(yaml.safe_dump(given))
+        return parse_recipe(["--config", str(path), *arguments])
 
-    return write_recipe
-
-
-def parsed(path: str, *arguments: str) -> Recipe:
-    return parse_recipe(["--config", path, *arguments])
+    return read
 
 
-def test_text_and_floats_become_the_type_of_the_key(write) -> None:
-    path = write()
-    Path(path).write_text(Path(path).read_text() + "learning_rate: 5e-6\nmax_steps: 3.0\nrun_name: 7\n")
-    training = parsed(path).training
-    assert (training["learning_rate"], training["max_steps"], training["run_name"]) == (5e-6, 3, "7")
-    assert isinstance(training["max_steps"], int)
+# Precedence and words
 
 
-def test_yaml_false_becomes_the_word_no(write) -> None:
-    path = write()
-    Path(path).write_text(Path(path).read_text() + "eval_strategy: no\nscale_rewards: false\n")
-    recipe = parsed(path)
-    assert not recipe.evaluates
-    assert grpo_config(recipe).scale_rewards == "none"
+def test_the_command_line_wins_over_the_file_the_file_over_ours_and_ours_over_trls(recipe: Write) -> None:
+    trls = GRPOConfig.__dataclass_fields__
+    assert recipe().config.disable_dropout is True
+    assert trls["disable_dropout"].default is not True
+    assert recipe(disable_dropout=False).config.disable_dropout is False
+    assert recipe("--disable_dropout", "true", disable_dropout=False).config.disable_dropout is True
+    assert recipe().config.temperature == trls["temperature"].default
+    assert recipe(temperature=0.5).config.temperature == 0.5
+    assert recipe("--temperature", "0.25", temperature=0.5).config.temperature == 0.25
+    assert recipe("--num-generations=4", "--no_gradient_checkpointing").training["gradient_checkpointing"] is False
+    own = recipe(temperature=0.5, generation_check=False).as_dict()
+    assert resolved(own)["temperature"] == own["temperature"] == 0.5
+    assert own["generation_check"] is False, "a value that is false is no default"
+    assert resolved(own)["top_p"] == trls["top_p"].default
 
 
-def test_the_command_line_overrides_the_file(write) -> None:
-    recipe = parsed(
-        write(learning_rate=1e-4), "--learning_rate", "1e-5", "--num-generations=4", "--no_gradient_checkpointing"
+def test_values_of_yaml_become_the_types_of_their_keys(recipe: Write, tmp_path: Path) -> None:
+    recipe()
+    file = tmp_path / "mine.yaml"
+    more = (
+        "learning_rate: 5e-6\nmax_steps: 3.0\nrun_name: 7\neval_strategy: no\nscale_rewards: false\ngeneration: off\n"
     )
-    assert recipe.training["learning_rate"] == 1e-5
-    assert recipe.training["num_generations"] == 4
-    assert recipe.training["gradient_checkpointing"] is False
+    file.write_text(file.read_text() + more)
+    made = parse_recipe(["--config", str(file)])
+    assert (made.training["learning_rate"], made.training["max_steps"], made.training["run_name"]) == (5e-6, 3, "7")
+    assert isinstance(made.training["max_steps"], int)
+    assert not made.evaluates
+    assert (made.training["scale_rewards"], made.generation, made.as_dict()["generation"]) == ("none", "off", "off")
 
 
-def test_the_command_line_reaches_nested_keys(write) -> None:
-    recipe = parsed(
-        write(dataset="arithmetic"),
-        "--dataset.size",
-        "99",
-        "--rewards.0",
-        "{name: tag_count, weight: 0.5}",
-        "--rewards.0.alias=tags",
+def test_a_run_has_a_folder_of_its_recipes_name_unless_it_names_one(recipe: Write) -> None:
+    assert recipe().output_dir == Path("runs/mine")
+    assert recipe(output_dir="there").output_dir == Path("there")
+    assert recipe("--output_dir", "here", output_dir="there").output_dir == Path("here")
+
+
+@pytest.mark.parametrize(("value", "resumes"), [("false", False), ("true", True), ("a/checkpoint-3", True)])
+def test_a_resume_can_be_switched_off_on_the_command_line(recipe: Write, value: str, resumes: bool) -> None:
+    assert recipe("--resume_from_checkpoint", value, resume_from_checkpoint="true").resumes is resumes
+    assert not recipe().resumes
+
+
+def test_nested_keys_of_the_command_line_replace_one_entry(recipe: Write) -> None:
+    two = [{"name": "gsm8k_correctness", "weight": 3.0}, "tag_presence"]
+    keys: dict[str, Any] = {"rewards": two, "dataset": {"name": "gsm8k", "path": "a", "max_prompt_tokens": 7}}
+    changed = recipe(
+        "--dataset.max-prompt-tokens", "5", "--rewards.1.weight=2", "--dataset.system_prompt=a=b c", **keys
     )
-    assert recipe.dataset == DatasetSpec(name="arithmetic", size=99)
-    assert list(recipe.rewards) == [{"name": "tag_count", "weight": 0.5, "alias": "tags"}]
+    assert (changed.dataset.max_prompt_tokens, changed.dataset.path, changed.dataset.name) == (5, "a", "gsm8k")
+    assert changed.dataset.system_prompt == "a=b c"
+    assert changed.rewards == [two[0], {"name": "tag_presence", "weight": 2}]
+    assert recipe("--dataset.size", "9", dataset="arithmetic").dataset == DatasetSpec(name="arithmetic", size=9)
+    off = recipe("--micro_batching.skip_zero_advantage", "true", micro_batching="off").micro_batching
+    assert off == MicroBatching(), "the key replaces the word, and not one field of what it stands for"
+    assert recipe("--micro-batching", "off", micro_batching="auto").micro_batching == MicroBatching("padded")
+    assert recipe("--generation=auto", generation="off").generation == "auto"
+
+
+def test_a_value_of_the_command_line_is_yaml_or_a_text(recipe: Write) -> None:
+    for text in ("a: b: c", "[x", "{{ question }}", "- a\n b: c: d"):
+        assert recipe("--dataset.prompt_template", text).dataset.prompt_template == text
+    assert recipe("--dataset.seed", "-3").dataset.seed == -3
+    assert recipe("--dataset.system_prompt=--x-- y").dataset.system_prompt == "--x-- y"
+    assert recipe("--rewards.0", "tag_count").rewards == ["tag_count"]
+
+
+def test_values_of_python_reach_a_recipe_as_they_are(recipe: Write, tmp_path: Path) -> None:
+    recipe(sampling="informative")
+    loaded = Recipe.load(tmp_path / "mine.yaml", generation_check=False, rewards=["tag_presence"], max_steps=3)
+    assert (loaded.generation_check, loaded.rewards, loaded.config.max_steps) == (False, ["tag_presence"], 3)
+    assert Recipe.load(tmp_path / "mine.yaml", sampling=None).sampling is None
+
+
+def test_one_reward_may_be_written_without_a_list(recipe: Write) -> None:
+    alone = {"name": "tag_presence", "weight": 2}
+    assert recipe(rewards="tag_presence").rewards == ["tag_presence"]
+    assert recipe(rewards=alone).rewards == [alone]
+    for weights in ([1.0], []):
+        with refused("mine.yaml: `reward_weights`", "`weight`", by=RecipeError):
+            recipe(reward_weights=weights)
+
+
+def test_an_environment_may_be_the_only_source_of_rewards(recipe: Write) -> None:
+    keys = {"environment_factory": "tests.support.launching.variety", "max_tool_calling_iterations": 2}
+    assert recipe(**keys).rewards == ["gsm8k_correctness"]
+    assert recipe(**keys, rewards=None).rewards == []
+    with refused("`rewards`", "`--rewards`"):
+        recipe(rewards=None)
+
+
+def test_tools_have_limits_and_limits_have_tools(recipe: Write) -> None:
+    assert recipe(**TOOLS).tool_limits == specs.ToolLimits()
+    assert recipe(**TOOLS, tool_limits={"seconds": 2}).tool_limits == specs.ToolLimits(seconds=2.0)
+    assert recipe().tool_limits is None
+    for place, keys in (
+        ("`tool_limits.seconds`", {**TOOLS, "tool_limits": ""}),
+        ("`tool_limits`", {"tool_limits": {}}),
+        ("`max_tool_calling_iterations`", {"max_tool_calling_iterations": 2}),
+        ("`max_tool_calling_iterations`", {"tools": TOOLS["tools"]}),
+        ("`offline`", {**TOOLS, "offline": "group", "dataset": SCORED}),
+    ):
+        with refused(place, by=RecipeError):
+            recipe(**keys)
 
 
 @pytest.mark.parametrize(
-    ("written", "arguments", "expected"),
+    ("keys", "uses", "evaluates", "whole"),
     [
-        (..., [], MicroBatching()),
-        ("off", [], MicroBatching("padded", False)),
-        ({"layout": "trimmed"}, [], MicroBatching("trimmed", True)),
-        ("auto", ["--micro_batching.layout=trimmed"], MicroBatching("trimmed")),
-        (False, ["--micro_batching.skip_zero_advantage", "false"], MicroBatching(skip_zero_advantage=False)),
-        ({"layout": "trimmed"}, ["--micro_batching", "off"], MicroBatching("padded", False)),
+        ({}, False, False, False),
+        (TOOLS, True, False, False),
+        ({"environment_factory": "a.b", "max_tool_calling_iterations": 1}, True, False, False),
+        ({"tools": [], "eval_strategy": "steps"}, False, True, False),
+        ({"offline": "batch", "dataset": SCORED}, False, False, True),
+        ({"offline": "group", "dataset": SCORED}, False, False, False),
     ],
 )
-def test_micro_batching(write, written: object, arguments: list[str], expected: MicroBatching) -> None:
-    assert parse_recipe(["--config", write(micro_batching=written), *arguments]).micro_batching == expected
+def test_a_recipe_knows_if_it_uses_tools_evaluates_or_compares_whole_batches(
+    recipe: Write, keys: dict[str, Any], uses: bool, evaluates: bool, whole: bool
+) -> None:
+    made = recipe(**keys)
+    assert (made.uses_tools, made.evaluates, made.compares_whole_batch) == (uses, evaluates, whole)
 
 
-@pytest.mark.parametrize(
-    ("written", "arguments", "expected"),
-    [
-        (..., [], "auto"),
-        ("auto", [], "auto"),
-        ("off", [], "off"),
-        (False, [], "off"),
-        ("auto", ["--generation", "off"], "off"),
-        ("off", ["--generation=auto"], "auto"),
-    ],
-)
-def test_generation(write, written: object, arguments: list[str], expected: str) -> None:
-    given = ["--config", write(generation=written), *arguments]
-    recipe = parse_recipe(given)
-    assert recipe.arguments == given
-    assert recipe.generation == expected
-    assert recipe.as_dict()["generation"] == expected
-
-
-def test_a_recipe_becomes_trls_configuration(write, tmp_path: Path) -> None:
-    recipe = parsed(
-        write(learning_rate="1e-5", lora_r=4, use_peft=True, dtype="bfloat16", lora_target_modules="all-linear")
-    )
-    args, model = grpo_config(recipe), model_config(recipe)
+def test_a_recipe_becomes_trls_configuration(recipe: Write, tmp_path: Path) -> None:
+    keys = {"learning_rate": "1e-5", "lora_r": 4, "use_peft": True, "lora_target_modules": "all-linear"}
+    made = recipe(**keys, **RUNS, dtype="bfloat16", output_dir=str(tmp_path / "run"))
+    args, model = grpo_config(made), model_config(made)
     assert isinstance(args, GRPOConfig)
     assert isinstance(model, ModelConfig)
     assert (args.learning_rate, model.lora_r, model.lora_target_modules) == (1e-5, 4, "all-linear")
@@ -124,214 +195,317 @@ def test_a_recipe_becomes_trls_configuration(write, tmp_path: Path) -> None:
     assert args.output_dir == str(tmp_path / "run")
 
 
-def test_dropout_is_disabled_by_default(write) -> None:
-    assert grpo_config(parsed(write())).disable_dropout is True
-    assert grpo_config(parsed(write(disable_dropout=False))).disable_dropout is False
-
-
-def test_a_resolved_recipe_can_be_loaded_again(write, tmp_path: Path) -> None:
-    first = parsed(write(learning_rate="1e-5"), "--dataset.size", "32", "--loss_type", "grpo")
+def test_a_resolved_recipe_can_be_loaded_again(recipe: Write, tmp_path: Path) -> None:
+    first = recipe("--dataset.size", "32", "--loss_type", "grpo", learning_rate="1e-5")
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(first.as_dict()))
-    assert parsed(str(again)).as_dict() == first.as_dict()
+    assert parse_recipe(["--config", str(again)]).as_dict() == first.as_dict()
+
+
+def test_a_recorded_run_is_a_recipe_without_its_resume_and_its_secrets(tmp_path: Path) -> None:
+    init = {"token": HIDDEN, "revision": "v2"}
+    recorded = {**MINIMAL, "resume_from_checkpoint": "true", "hub_token": HIDDEN, "model_init_kwargs": init}
+    launches = [{"recipe": {**MINIMAL, "beta": 0.5}}, {"recipe": recorded}]
+    (tmp_path / "run.json").write_text(json.dumps({**launches[-1], "launches": launches}))
+    again = parse_recipe(["--config", str(tmp_path / "run.json")])
+    assert not again.resumes
+    assert again.config.beta != 0.5
+    assert again.config.hub_token is None
+    assert again.training["model_init_kwargs"] == {"revision": "v2"}
+
+
+# Files and names
+
+
+def test_a_name_is_a_file_first_and_a_shipped_recipe_only_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quickstart = shipped("recipes", "quickstart")
+    assert find_file("recipes", "quickstart") == find_file("recipes", "quickstart.yaml") == quickstart
+    (tmp_path / "quickstart").mkdir()
+    assert find_file("recipes", "quickstart") == quickstart
+    (tmp_path / "quickstart.yaml").write_text("beta: 1")
+    assert find_file("recipes", "quickstart.yaml") == Path("quickstart.yaml")
+    (tmp_path / "own").mkdir()
+    for name, figure in (
+        ("own", "recipes/"),
+        ("elsewhere/quickstart", f"(relative to {tmp_path})"),
+        ("quickstrt.yaml", "`quickstart`"),
+        (f"{tmp_path}/x", "recipes/"),
+    ):
+        with refused(name, figure, by=RecipeError):
+            find_file("recipes", name)
+    assert shipped("recipes", "no-such") is None
+    folders = [file.parent.name for file in shipped_files("recipes").values()]
+    assert folders == sorted(folders, key="recipes".__ne__), "those of inner folders come last"
+    assert shipped("accelerate_configs", "cpu.yaml") == shipped("accelerate_configs", "cpu") is not None
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("content", "figure"),
     [
-        ({"micro_batching": "on"}, r"mine.yaml: `micro_batching` must be auto, off, or a mapping"),
-        ({"generation": "atuo"}, r"mine.yaml: `generation` can't be `atuo`: did you mean `auto`\?"),
-        ({"lerning_rate": 1e-5}, r"mine.yaml: unknown key `lerning_rate`: did you mean `learning_rate`\?"),
-        ({"learning_rate": "fast"}, "mine.yaml: `learning_rate` must be a number, not 'fast'"),
-        ({"max_steps": 3.5}, "`max_steps` must be a whole number, not 3.5"),
-        ({"num_generations": True}, "`num_generations` must be a whole number, not True"),
-        ({"use_peft": "yes please"}, "`use_peft` must be true or false"),
-        ({"learning_rate": [1e-5]}, "`learning_rate` must be a number"),
-        ({"beta": float("nan")}, "`beta` is nan"),
-        ({"loss_type": "gpro"}, r"`loss_type` can't be `gpro`: did you mean `grpo`\?"),
-        ({"model_name_or_path": ...}, "`model_name_or_path` is missing"),
-        ({"rewards": ...}, "`rewards` is missing"),
-        ({"dataset": ...}, "`dataset` is missing"),
-        ({"reward_weights": [1.0]}, "`reward_weights` has no effect here: write `weight`"),
-        ({"dataset": {"name": "arithmetic", "sise": 3}}, "mine.yaml: .*sise.*size"),
-        ({"dataset": "gsm9k"}, "mine.yaml: .*gsm9k.*gsm8k"),
+        (b"- a\n", "list"),
+        (b"", "NoneType"),
+        (b"a: 1\na: 2\n", "line 2"),
+        (b"a: caf\xe9\n", "UTF-8"),
+        (b"a: [1\n", "YAML"),
+        (b"a: " + b"[" * 1_000, "YAML"),
+        (b"!!python/object:os.system {}", "YAML"),
     ],
 )
-def test_a_mistake_in_the_file_gives_one_line(write, changes: dict, message: str) -> None:
-    with pytest.raises(RecipeError, match=message) as error:
-        parsed(write(**changes))
-    assert "\n" not in str(error.value)
+def test_a_file_that_is_no_mapping_is_named(tmp_path: Path, content: bytes, figure: str) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    with refused(f"{tmp_path}/mine.yaml", figure, by=RecipeError) as caught:
+        parse_recipe(["--config", str(tmp_path / "mine.yaml")])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".parquet"])
+def test_a_table_is_sent_to_init(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes("question;answer\nWie groß?;6.403,64 €\n".encode("cp1252"))
+    with refused(path, f"`grpo-recipes init {path}`", by=RecipeError):
+        parse_recipe(["--config", str(path)])
+
+
+def test_a_chat_template_lies_beside_its_recipe_or_where_the_command_is_given(
+    recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    assert recipe(chat_template_path="/own").chat_template_path == "/own"
+    assert recipe(chat_template_path="~/own").chat_template_path == str(Path.home() / "own")
+    assert recipe("--chat_template_path", "own", chat_template_path="other").chat_template_path == "own"
+    assert recipe().chat_template_path is None
+    assert recipe(chat_template_path="own").chat_template_path == str(tmp_path / "own")
+    monkeypatch.chdir(tmp_path.parent)
+    found = parse_recipe(["--config", f"{tmp_path.name}/mine.yaml"])
+    assert found.chat_template_path == str(tmp_path / "own")
+
+
+def test_a_recipe_needs_no_file() -> None:
+    given = ["--model_name_or_path", "m", "--dataset=gsm8k", "--rewards", "[tag_count]", "--optim", "adamw_bf16"]
+    made = parse_recipe(given)
+    assert (made.source, made.output_dir, made.dataset.name) == ("command line", Path("runs/grpo"), "gsm8k")
+    assert (made.training["optim"], made.arguments) == ("adamw_bf16", given)
+    with refused("command line: `rewards`", "`--rewards`", by=RecipeError):
+        parse_recipe(given[:3])
+    with refused("command line", "`--config quickstart`", by=RecipeError):
+        parse_recipe([])
+
+
+# Mistakes
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("keys", "key", "figure"),
     [
-        (["--lerning_rate", "1e-5"], "command line: unknown argument `--lerning_rate`: did you mean `learning_rate`"),
-        (["--learning", "1e-5"], "unknown argument `--learning`"),
-        (["--learning_rate", "fast"], "command line: .*invalid float value: 'fast'"),
-        (["--dataset.path"], "`--dataset.path` needs a value"),
-        (["--loss_type", "gpro"], "did you mean `grpo`"),
+        ({"micro_batching": "on"}, "micro_batching", "'on'"),
+        ({"generation": "atuo"}, "generation", "`auto`"),
+        ({"lerning_rate": 1e-5}, "lerning_rate", "`learning_rate`"),
+        ({"system_prompt": "x"}, "system_prompt", "`dataset.system_prompt`"),
+        ({".beta": 1}, ".beta", "`beta`"),
+        ({"reward": ["a"]}, "reward", "`rewards`"),
+        ({"xqzt": 1}, "xqzt", ""),
+        ({"learning_rate": "fast"}, "learning_rate", "'fast'"),
+        ({"learning_rate": [1e-5]}, "learning_rate", ""),
+        ({"max_steps": 3.5}, "max_steps", 3.5),
+        ({"num_generations": True}, "num_generations", True),
+        ({"use_peft": "yes please"}, "use_peft", "true or false"),
+        ({"loss_type": "gpro"}, "loss_type", "`grpo`"),
+        ({"optim": "adamw_bf61"}, "optim", "`adamw_bf16`"),
+        ({"model_name_or_path": ...}, "model_name_or_path", "`--model_name_or_path`"),
+        ({"dataset": ...}, "dataset", "`--dataset`"),
+        ({"hub_token": HIDDEN}, "hub_token", "`--hub_token`"),
+        *(({"kl_estimator": "full", **beta}, "beta", 0.0) for beta in ({}, {"beta": 0})),
     ],
 )
-def test_a_mistake_on_the_command_line_is_reported(write, arguments: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        parsed(write(), *arguments)
+def test_a_mistake_in_the_file_gives_one_line(recipe: Write, keys: dict[str, Any], key: str, figure: object) -> None:
+    with refused(f"mine.yaml: `{key}`", figure, by=RecipeError) as caught:
+        recipe(**keys)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_full_kl_is_computed_with_a_reference(recipe: Write) -> None:
+    assert recipe(kl_estimator="full", beta=0.1).config.beta == 0.1
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("arguments", "place", "figure"),
     [
-        ({"rewards": ["gsm8k_corectness"]}, "mine.yaml: .*gsm8k_corectness.*gsm8k_correctness"),
-        ({"rewards": [{"name": "tag_count", "kwargs": {"tag": ["a"]}}]}, "mine.yaml: .*`tag_count`.*`tag`"),
-        (
-            {"rewards": [{"name": "gsm8k_correctness", "kwargs": {"extract": "anser"}}]},
-            "mine.yaml: .*gsm8k_correctness",
+        (["--lerning_rate", "1e-5"], "`--lerning_rate`", "`learning_rate`"),
+        (["--learning", "1e-5"], "`--learning`", ""),
+        (["--learning_rate", "fast"], "", "'fast'"),
+        (["--dataset.path"], "`--dataset.path`", ""),
+        (["--rewards", "--dataset.path", "b"], "`--rewards`", ""),
+        (["--config"], "`--config`", ""),
+        (["--max_steps.x", "1"], "`--max_steps.x`: `max_steps`", "`.x`"),
+        (["--dataset.size.x.y", "1"], "`--dataset.size.x.y`: `dataset.size`", 64),
+        *(
+            ([f"--rewards.{index}.weight", "1"], f"`--rewards.{index}.weight`: `rewards`", 1)
+            for index in ("1", "-1", "x")
         ),
-        ({"rewards": ["tag_count", "tag_count"]}, "mine.yaml: .*alias"),
-        ({"rewards": [{"name": "tag_count", "weight": float("inf")}]}, "mine.yaml: .*weight"),
-        ({"dataset": {"name": "gsm8k", "path": "no/such.jsonl"}}, "mine.yaml: .*no/such.jsonl"),
-        ({"dataset": {"name": "arithmetic", "size": 1}}, "has 1 prompts and one generation needs 2"),
-        ({"per_device_train_batch_size": 12}, "set `per_device_train_batch_size` to 16"),
+        (["--dataset", "{name: gsm8k, name: math}"], "`--dataset`: `name`", ""),
+        (["quickstart"], "`quickstart`", "`--config quickstart`"),
+        (["--gpu_memry"], "`--gpu_memry`", "`--gpu_memory`"),
+        (["--confg=x"], "`--confg=x`", "`--config`"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_named(
+    recipe: Write, arguments: list[str], place: str, figure: object, tmp_path: Path
+) -> None:
+    recipe(max_steps=3)
+    with refused(f"command line{': ' * bool(place)}{place}", figure, by=RecipeError):
+        parse_recipe(["--config", str(tmp_path / "mine.yaml"), *arguments], ["--gpu_memory"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("temperature", 0), ("learning_rate", "nan"), ("save_steps", "inf"), ("micro_batching.layout", "dense"),
+        ("dataset.eval_share", 1), ("sampling.floor", 0), ("early_stopping_patience", "x"), ("vllm_server_port", 0),
+    ],
+)  # fmt: skip
+def test_a_number_outside_the_range_of_its_key_is_named(recipe: Write, key: str, value: Any) -> None:
+    with refused(f"mine.yaml: `{key}`", value, by=RecipeError):
+        recipe(f"--{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "figure"),
+    [
+        ({"rewards": ["gsm8k_corectness"]}, "gsm8k_corectness", "gsm8k_correctness"),
+        ({"rewards": [{"name": "tag_count", "kwargs": {"tag": ["a"]}}]}, "`tag_count`", "`tag`"),
+        ({"dataset": {"name": "gsm8k", "path": "no/such.jsonl"}}, "`dataset.path`", "no/such.jsonl"),
+        ({"dataset": {"name": "arithmetic", "size": 1}}, "`dataset`", "1 prompts and one generation needs 2"),
+        ({"per_device_train_batch_size": 12}, "`per_device_train_batch_size`", 16),
         (
             {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3},
-            "`per_device_eval_batch_size` to 8",
+            "`per_device_eval_batch_size`",
+            8,
         ),
-        ({"use_cpu": False, "bf16": True}, "`bf16` needs a GPU.*`bf16: false`.*`use_cpu: true`"),
+        ({"use_cpu": False, "bf16": True}, "`bf16`", "`use_cpu: true`"),
     ],
 )
 def test_a_recipe_that_cannot_run_is_refused_before_a_model_is_loaded(
-    write, tmp_path: Path, changes: dict, message: str
+    recipe: Write, tmp_path: Path, changes: dict, place: str, figure: object
 ) -> None:
-    recipe = parsed(write(**changes))
-    with pytest.raises(RecipeError, match=message) as error:
-        check(recipe, CPU)
-    assert "\n" not in str(error.value)
+    made = recipe(**{**RUNS, "output_dir": str(tmp_path / "run"), **changes})
+    with refused("mine.yaml: ", figure, by=RecipeError) as caught:
+        check(made, CPU)
+    assert place in caught.value.place
     assert not (tmp_path / "run").exists()
 
 
-def test_a_malformed_line_is_reported_with_file_and_number(write, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1 + 1?", "answer": "#### 2"}\n{"question": \n')
-    with pytest.raises(RecipeError, match=r"mine.yaml: .*rows.jsonl.*2"):
-        check(parsed(write(dataset={"name": "gsm8k", "path": str(rows)})), CPU)
+def test_errors_of_trl_name_the_file(recipe: Write) -> None:
+    with refused("mine.yaml", "fp16", "bf16", by=RecipeError):
+        grpo_config(recipe(fp16=True, bf16=True, use_cpu=True))
+    with refused("mine.yaml", "8 bit", "4 bit", by=RecipeError):
+        model_config(recipe(load_in_8bit=True, load_in_4bit=True))
 
 
-def test_an_earlier_run_is_not_overwritten(write, tmp_path: Path) -> None:
-    recipe = parsed(write())
+# Runs
+
+
+def test_an_earlier_run_is_not_overwritten(recipe: Write, tmp_path: Path) -> None:
+    made = recipe(**RUNS, output_dir=str(tmp_path / "run"))
     (tmp_path / "run" / "completions").mkdir(parents=True)
-    check_output_dir(recipe)
+    check_output_dir(made)
     before = tmp_path / "run" / "evaluations" / "before"
     before.mkdir(parents=True)
     (before / "evaluation.json").write_text("{}")  # an evaluation of the policy before the run
-    check_output_dir(recipe)
+    check_output_dir(made)
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(RecipeError, match="already holds files.*resume_from_checkpoint"):
-        check_output_dir(recipe)
-    check(recipe, CPU)  # `plan` accepts an existing run
+    with refused("`output_dir`", "`resume_from_checkpoint: true`", by=RecipeError):
+        check_output_dir(made)
+    check(made, CPU)  # `plan` accepts an existing run
 
 
-def test_a_run_resumes_from_a_complete_checkpoint_of_its_layout(write, tmp_path: Path) -> None:
+def test_a_run_resumes_from_a_complete_checkpoint_of_its_layout(recipe: Write, tmp_path: Path) -> None:
     """The checkpoints are another trainer's, without manifests. `runs/test_damaged_checkpoints.py` has ours."""
-    recipe = parsed(write(resume_from_checkpoint=True))
-    assert resume_point(recipe, CPU).newest is None  # stopped before the first checkpoint
-    state = {"rng_state_0.pth": True, "rng_state_1.pth": True, "trainer_state.json": False}
+    made = recipe(**RUNS, resume_from_checkpoint=True, output_dir=str(tmp_path / "run"))
+    two = Machine(2, bf16=False)
+    assert resume_point(made, CPU).newest is None  # stopped before the first checkpoint
     checkpoint = tmp_path / "run" / "checkpoint-2"
     checkpoint.mkdir(parents=True)
-    point = resume_point(recipe, CPU)
-    assert point.newest is None  # cut off while the first checkpoint was saved
-    assert [one.reason for one in point.rejected] == ["checkpoint-2 was cut off while it was being saved"]
-    for name, is_tensor in state.items():
-        if is_tensor:
-            torch.save({}, checkpoint / name)
-        else:
-            (checkpoint / name).write_text("{}")
-    with pytest.raises(RecipeError, match=r"no complete checkpoint of 1 process.*as many processes as before"):
-        resume_point(recipe, CPU)
-    with pytest.raises(RecipeError, match=r"has no weights.*no other checkpoint is left.*remove the folder"):
-        resume_point(recipe, Machine(2, bf16=False))
+    point = resume_point(made, CPU)
+    assert (point.newest, len(point.rejected)) == (None, 1)  # cut off while the first checkpoint was saved
+    for name in ("rng_state_0.pth", "rng_state_1.pth"):
+        torch.save({}, checkpoint / name)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    for machine in (CPU, two):  # other processes than before, or no weights
+        with refused("mine.yaml: `resume_from_checkpoint`", by=RecipeError):
+            resume_point(made, machine)
     save_file({"a": torch.zeros(1)}, checkpoint / "model.safetensors")
     for name in ("optimizer.pt", "scheduler.pt"):
         torch.save({}, checkpoint / name)
-    assert resume_point(recipe, Machine(2, bf16=False)).newest == checkpoint
-    recipe = parsed(write(resume_from_checkpoint=str(tmp_path / "elsewhere")))
-    with pytest.raises(RecipeError, match="no complete checkpoint of 1 process.*elsewhere"):
-        resume_point(recipe, CPU)
+    assert resume_point(made, two).newest == checkpoint
+    with refused("`resume_from_checkpoint`", "elsewhere", by=RecipeError):
+        resume_point(recipe(resume_from_checkpoint=str(tmp_path / "elsewhere"), output_dir=str(tmp_path / "run")), CPU)
 
 
-def test_a_reward_that_needs_whole_groups_refuses_a_layout_that_splits_them(write) -> None:
-    recipe = parsed(write(rewards=["group_length"], per_device_train_batch_size=12, num_generations=8))
-    with pytest.raises(RecipeError, match="compares the completions of a group.*a multiple of num_generations"):
-        check(recipe, Machine(num_processes=2, bf16=False))
+# Generation keys
 
 
-def test_errors_of_trl_name_the_file(write) -> None:
-    with pytest.raises(RecipeError, match="mine.yaml: .*fp16 and bf16"):
-        grpo_config(parsed(write(fp16=True, bf16=True)))
+@pytest.mark.parametrize("stop", [{"stop": [""]}, {"stop": ""}, {"stop": [3]}, {"stop": {"a": 1}}])
+def test_invalid_stop_strings_are_refused_before_a_model_is_looked_for(
+    stop: dict[str, Any], recipe: Write, tmp_path: Path
+) -> None:
+    with refused("`generation_kwargs.stop`", stop["stop"]):
+        GRPOTrainer(
+            "/no/such/model", print, GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, generation_kwargs=stop)
+        )
+    with refused("mine.yaml: `generation_kwargs.stop`", stop["stop"], by=RecipeError):
+        recipe(generation_kwargs=stop)
 
 
-@pytest.mark.parametrize("name", ["prices.csv", "prices.jsonl"])
-def test_a_table_in_place_of_a_recipe_is_sent_to_init(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.write_bytes("question;answer\nWie groß?;6.403,64 €\n".encode("cp1252"))
-    with pytest.raises(RecipeError, match=rf"is a table, not a recipe: .*`grpo-recipes init .*{name}`"):
-        parsed(str(path))
+def test_stop_strings_on_the_command_line(recipe: Write) -> None:
+    for words in (["--generation_kwargs.stop", "[</answer>]"], ["--generation_kwargs", '{"stop": "</answer>"}']):
+        assert stop_strings(recipe(*words).config.generation_kwargs) == ("</answer>",)
+    with refused("`generation_kwargs`", by=RecipeError):
+        recipe("--generation_kwargs", '{"stop": ')
 
 
-def test_a_file_that_is_not_a_recipe_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bad.yaml"
-    for text, message in [("a: [1", "not YAML"), ("- a\n", "mapping"), ("!!python/object:os.system {}", "not YAML")]:
-        path.write_text(text)
-        with pytest.raises(RecipeError, match=message):
-            parsed(str(path))
-    with pytest.raises(RecipeError, match="no such file"):
-        parsed("no-such-recipe")
+@pytest.mark.parametrize("key", ["chat_template_kwargs", "model_init_kwargs"])
+def test_a_mapping_may_be_written_as_json(key: str, recipe: Write) -> None:
+    """As `GRPOConfig` reads it."""
+    for words in ([f"--{key}.deep", "true"], [f"--{key}", '{"deep": true}'], [f'--{key}={{"deep": true}}']):
+        made = recipe(*words)
+        assert made.training[key] == {"deep": True} == made.as_dict()[key]
+    assert getattr(recipe(**{key: '{"deep": true}'}).config, key) == {"deep": True}
+    for given in ("7", "{deep", "[1]"):
+        with refused(f"`{key}`", by=RecipeError):
+            recipe(f"--{key}={given}")
 
 
-def test_a_name_finds_the_shipped_file() -> None:
-    assert find_file("recipes", "gsm8k-qwen2.5-1.5b-24gb") == shipped("recipes", "gsm8k-qwen2.5-1.5b-24gb.yaml")
-    assert find_file("accelerate_configs", "ddp_cpu").name == "ddp_cpu.yaml"
-
-
-def shipped_recipes() -> list[str]:
-    folder = shipped("recipes", "quickstart")
-    assert folder is not None
-    return sorted(path.stem for path in folder.parent.glob("*.yaml"))
-
+# Shipped recipes
 
 # Number of processes of each recipe, as its head states.
 LAYOUT = {"gsm8k-qwen2.5-1.5b-8xa100": 7}
 
 
-@pytest.mark.parametrize("name", shipped_recipes())
-def test_every_shipped_recipe_parses_divides_and_builds_its_rewards(name: str) -> None:
-    recipe = parse_recipe(["--config", name])
-    geometry = geometry_of(recipe, LAYOUT.get(name, 1))
-    assert not geometry.splits_groups
-    assert recipe.build_rewards()
-    beside = "/run" if name == "quickstart" else ""  # its folder contains the policy too
-    assert recipe.training["output_dir"] == f"runs/{name}{beside}"
+def test_every_shipped_recipe_parses_divides_and_builds_its_rewards() -> None:
+    quickstart = shipped("recipes", "quickstart")
+    assert quickstart is not None
+    names = sorted(path.stem for path in quickstart.parent.glob("*.yaml"))
+    assert len(names) > 10
+    for name in names:
+        made = parse_recipe(["--config", name])
+        assert not geometry_of(made, LAYOUT.get(name, 1)).splits_groups, name
+        assert made.build_rewards(), name
+        beside = "/run" if name == "quickstart" else ""  # its folder contains the policy too
+        assert made.training["output_dir"] == f"runs/{name}{beside}"
 
 
 def test_the_24gb_recipe_has_the_settings_of_its_source() -> None:
-    recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-24gb"])
-    geometry = geometry_of(recipe, 1)
-    assert (geometry.prompts_per_generation, geometry.num_generations, geometry.completions_per_optimizer_step) == (
-        2,
-        8,
-        16,
-    )
+    made = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-24gb"])
+    layout = geometry_of(made, 1)
+    counts = (layout.prompts_per_generation, layout.num_generations, layout.completions_per_optimizer_step)
+    assert counts == (2, 8, 16)
     expected = {
-        "max_completion_length": 256,
-        "max_steps": 500,
-        "beta": 0.04,
-        "epsilon": 0.1,
-        "max_grad_norm": 0.1,
-        "learning_rate": 5e-6,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.01,
-        "loss_type": "grpo",
-        "use_bias_correction_kl": False,
-        "num_iterations": 1,
+        **{"max_completion_length": 256, "max_steps": 500, "beta": 0.04, "epsilon": 0.1, "max_grad_norm": 0.1},
+        **{"learning_rate": 5e-6, "lr_scheduler_type": "constant", "weight_decay": 0.01, "loss_type": "grpo"},
+        **{"use_bias_correction_kl": False, "num_iterations": 1},
     }
-    assert {key: recipe.training[key] for key in expected} == expected
-    assert recipe.dataset.prompt_format == "text"
+    assert {key: made.training[key] for key in expected} == expected
+    assert made.dataset.prompt_format == "text"

@@ -119,7 +119,7 @@ def _write(path: Path, batches: Iterator[pa.Table]) -> None:
     first = next(batches, pa.table({}))
     for name in first.schema.names:
         if "\0" in name:  # Arrow would cut the name there
-            raise UserError(f"`dataset`: the name of the column {name!r} has a NUL: rename the column")
+            raise UserError("`dataset`", f"the name of the column {name!r} has a NUL", "rename the column")
     with (
         replacing(path) as part,
         pa.OSFile(str(part), "wb") as sink,

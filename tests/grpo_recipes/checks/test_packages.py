@@ -4,8 +4,9 @@ import json
 import sys
 import warnings
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -19,36 +20,42 @@ from grpo_recipes.checks import packages
 from grpo_recipes.data.prompts import PromptTools
 from grpo_rewards.errors import UserError
 from tests.support import tiny
+from tests.support.errors import refused
 
 
-@pytest.mark.parametrize("tracker", integration_utils.INTEGRATION_TO_CALLBACK)
-def test_every_missing_tracker_of_transformers_is_named(tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = packages.TRACKER_PACKAGES.get(tracker, tracker)
-    for is_there in (True, False):
-        monkeypatch.setattr(integration_utils, f"is_{package}_available", lambda is_there=is_there: is_there)
-        output = packages.missing(SimpleNamespace(report_to=tracker, use_vllm=False, optim="sgd"))
-        assert [f"`report_to: {tracker}` needs the package {package}" in sentence for sentence in output] == (
-            [] if is_there else [True]
-        )
+def places(config: SimpleNamespace) -> list[str]:
+    return [error.place for error in packages.missing(config)]
 
 
-@pytest.mark.parametrize("report_to", ["none", "all", ["none"], [], None])
-def test_no_tracker_needs_no_package(report_to) -> None:
-    assert packages.missing(SimpleNamespace(report_to=report_to, use_vllm=False, optim="sgd")) == []
+def test_every_missing_tracker_of_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the tracker `azure_ml`, transformers has the function `is_azureml_available`."""
+    for tracker in integration_utils.INTEGRATION_TO_CALLBACK:
+        package = packages.TRACKER_PACKAGES.get(tracker, tracker)
+        for is_there in (True, False):
+            monkeypatch.setattr(integration_utils, f"is_{package}_available", lambda is_there=is_there: is_there)
+            config = SimpleNamespace(report_to=["none", tracker], use_vllm=False, optim="sgd")
+            assert places(config) == ([] if is_there else [f"`report_to: {tracker}`"])
+    (error,) = packages.missing(SimpleNamespace(report_to=["tensorbord", "all"], use_vllm=False, optim="sgd"))
+    assert (error.place, "`tensorboard`" in error.fix) == ("`report_to`", True)
+
+
+def test_no_tracker_needs_no_package() -> None:
+    for report_to in ("none", "all", ["none"], [], None):
+        assert places(SimpleNamespace(report_to=report_to, use_vllm=False, optim="sgd")) == []
 
 
 @pytest.mark.parametrize(
-    ("version", "message"),
+    ("version", "figures"),
     [
-        (None, "needs vLLM, which is not installed here"),
+        (None, ["grpo-recipes[vllm]"]),
         ("0.30.0", None),
         ("0.31.0+cu129", None),
-        ("0.10.2", "from 0.22.0 to 0.31.0, and you have version 0.10.2 installed: install one of those"),
-        ("0.32.0", "from 0.22.0 to 0.31.0, and you have version 0.32.0 installed: install one of those"),
+        ("0.10.2", ["0.22.0", "0.31.0", "0.10.2"]),
+        ("0.32.0", ["0.22.0", "0.31.0", "0.32.0"]),
     ],
 )
 def test_vllm_must_be_installed_in_a_version_that_trl_supports(
-    version: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch
+    version: str | None, figures: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The installation that `trl.import_utils` sees is simulated. The supported versions are TRL's own."""
     find_spec, version_of = import_utils.importlib.util.find_spec, metadata.version
@@ -57,17 +64,26 @@ def test_vllm_must_be_installed_in_a_version_that_trl_supports(
     )
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else version_of(name))
     monkeypatch.setitem(import_utils.PACKAGE_DISTRIBUTION_MAPPING, "vllm", ["vllm"])
-    output = packages.missing(SimpleNamespace(report_to="none", use_vllm=True, optim="sgd"))
-    assert len(output) == (message is not None)
-    assert message is None or message in output[0]
+    config = SimpleNamespace(report_to="none", use_vllm=True, optim="sgd")
+    with warnings.catch_warnings():  # each recipe is told, though Python would show the same warning once
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            output = packages.missing(config)
+            assert [error.place for error in output] == ["`use_vllm`"] * (figures is not None)
+            assert all(figure in str(output[0]) for figure in figures or ())
 
 
-@pytest.mark.parametrize("name", [name.value for name in OptimizerNames])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name.value, marks=() if name.value in ("adamw_8bit", "lomo", "sgd") else pytest.mark.slow)
+        for name in OptimizerNames
+    ],
+)
 def test_the_package_of_an_optimizer_is_the_one_that_transformers_imports(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without any other package, transformers builds the optimizers that are said to need none."""
-    monkeypatch.setattr(packages, "find_spec", lambda module: None)
     absent = {module for module, _ in packages.OPTIMIZER_PACKAGES.values()}
     imported = {module for module in sys.modules if module.partition(".")[0] in absent}
     for module in absent | imported:
@@ -88,25 +104,15 @@ def test_the_package_of_an_optimizer_is_the_one_that_transformers_imports(
 
 
 def test_a_quantized_base_needs_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda module: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     for key in ("load_in_4bit", "load_in_8bit"):
-        (sentence,) = packages.missing_quantization({key: True})
-        assert f"`{key}` needs the package bitsandbytes" in sentence
+        (error,) = packages.missing_quantization({key: True})
+        assert (error.place, "bitsandbytes" in error.problem) == (f"`{key}`", True)
     assert packages.missing_quantization({"load_in_4bit": False, "dtype": "bfloat16"}) == []
-    monkeypatch.setattr(packages, "find_spec", lambda module: module)
+    module = ModuleType("bitsandbytes")
+    module.__spec__ = ModuleSpec("bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module)
     assert packages.missing_quantization({"load_in_4bit": True}) == []
-
-
-def test_the_trackers_of_other_names_are_the_packages_of_transformers() -> None:
-    """For the tracker `azure_ml`, transformers has the function `is_azureml_available`."""
-    config = SimpleNamespace(use_vllm=False, optim="sgd")
-    for tracker in integration_utils.INTEGRATION_TO_CALLBACK:
-        config.report_to = tracker
-        packages.missing(config)  # raises for a package that transformers has no function for
-    config.report_to = ["tensorbord", "none"]
-    (sentence,) = packages.missing(config)
-    assert "`report_to`" in sentence
-    assert "`tensorboard`" in sentence
 
 
 VLLM = {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2, "vllm_max_model_length": 100}
@@ -116,24 +122,20 @@ def test_engines_must_be_shared_evenly() -> None:
     model = {"model_name_or_path": "nowhere"}
     config = SimpleNamespace(**VLLM)
     packages.check_vllm(config, 4, model)
-    with pytest.raises(UserError, match="`vllm_tensor_parallel_size` 2 does not divide the 3 process"):
+    with refused("`vllm_tensor_parallel_size`", "2", "3"):
         packages.check_vllm(config, 3, model)
     packages.check_vllm(SimpleNamespace(**{**VLLM, "vllm_mode": "server"}), 3, model)
     packages.check_vllm(SimpleNamespace(**{**VLLM, "use_vllm": False}), 3, model)
     packages.check_vllm(config, 4, {**model, "load_in_4bit": True})
-    with pytest.raises(UserError, match="`load_in_8bit` loads a base that vLLM can't hold"):
+    with refused("`load_in_8bit`"):
         packages.check_vllm(config, 4, {**model, "load_in_8bit": True})
 
 
 def test_a_prompt_and_its_completion_must_fit_into_the_context_of_vllm() -> None:
     config = SimpleNamespace(**VLLM, max_completion_length=40)
     packages.check_vllm_lengths(config, 60)
-    with pytest.raises(UserError) as refused:
+    with refused("`vllm_max_model_length`", 100, 61, 40, 101, "`dataset.max_prompt_tokens`"):
         packages.check_vllm_lengths(config, 61)
-    assert str(refused.value) == (
-        "`vllm_max_model_length` is 100, and the longest prompt of 61 tokens with `max_completion_length` 40 needs 101"
-        ": raise the first, or set `dataset.max_prompt_tokens`"
-    )
     for change in ({"vllm_mode": "server"}, {"use_vllm": False}, {"vllm_max_model_length": None}):
         packages.check_vllm_lengths(SimpleNamespace(**{**VLLM, "max_completion_length": 40, **change}), 61)
 
@@ -146,38 +148,8 @@ def test_an_adapter_that_can_be_merged_may_be_served(tmp_path: Path) -> None:
         if is_fine:
             packages.check_vllm(config, 4, {"model_name_or_path": str(tmp_path)})
             continue
-        with pytest.raises(UserError, match="is an adapter of the kind PROMPT_TUNING, which can't be merged"):
+        with refused(f"`model_name_or_path`: {tmp_path}", kind, "`use_vllm: false`"):
             packages.check_vllm(config, 4, {"model_name_or_path": str(tmp_path)})
-
-
-def test_everything_that_is_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages, "find_spec", lambda module: None)
-    monkeypatch.setattr(packages, "is_vllm_available", lambda: False)
-    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
-    monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: False)
-    names = ["none", "wandb", "tensorbord", "all", "mlflow"]
-    config = SimpleNamespace(report_to=names, optim=OptimizerNames.LOMO, use_vllm=True)
-    said = packages.missing(config)
-    begins = ["`report_to: wandb` needs", "`report_to` can't be `tensorbord`", "`report_to: mlflow` needs"]
-    begins += ["`optim: lomo` needs the package lomo-optim", "`use_vllm` needs vLLM, which is not installed here"]
-    assert [sentence[: len(start)] for sentence, start in zip(said, begins, strict=True)] == begins
-    config.use_vllm = False
-    assert packages.missing(config) == said[:-1]
-
-
-def test_a_warning_about_vllm_is_repeated_for_each_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python shows a warning of one place once, unless it is told otherwise."""
-
-    def is_available() -> bool:
-        warnings.warn("TRL supports A to B. You have version C. We recommend A. We recommend B", stacklevel=1)
-        return True
-
-    monkeypatch.setattr(packages, "is_vllm_available", is_available)
-    config = SimpleNamespace(report_to="none", optim="sgd", use_vllm=True)
-    expected = ["`use_vllm`: TRL supports A to B, and you have version C: install one of those"]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert packages.missing(config) == packages.missing(config) == expected
 
 
 def test_prompts_are_measured_as_the_model_sees_them() -> None:

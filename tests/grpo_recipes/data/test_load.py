@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
-from grpo_recipes.data.presets import MAX_ARITHMETIC_SIZE, arithmetic_problems, final_answer
-from grpo_recipes.data.prompts import PromptTools, _without_oldest_turns, limit_prompts, rendered
+from grpo_recipes.data.presets import MAX_ARITHMETIC_SIZE, arithmetic_problems
+from grpo_recipes.data.prompts import PromptTools, limit_prompts, rendered
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.errors import UserError
+from tests.support.errors import refused
 from tests.support.tiny import byte_tokenizer
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
@@ -44,44 +44,11 @@ def questions(dataset):
 # Specs
 
 
-def test_a_string_is_the_name_of_a_preset():
-    assert DatasetSpec.parse("gsm8k") == DatasetSpec(name="gsm8k")
-
-
 def test_a_mapping_sets_every_key():
     raw = {"name": "arithmetic", "split": "train[:5%]", "size": 40, "seed": 3, "system_prompt": "think"}
     assert DatasetSpec.parse(raw) == DatasetSpec(
         "arithmetic", split="train[:5%]", size=40, seed=3, system_prompt="think"
     )
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        ("gsm9k", r"`dataset\.name` can't be `gsm9k`: did you mean `gsm8k`\?"),
-        ({"split": "test"}, r"`dataset\.path` is missing: name the file, folder or hub id to read, or a preset"),
-        ("rows.jsonl", r"`dataset\.name` can't be `rows.jsonl`: .*write `\{path: rows\.jsonl\}`"),
-        (
-            {"name": "gsm8k", "sistem_prompt": "think"},
-            r"unknown key `dataset\.sistem_prompt`: did you mean `system_prompt`\?",
-        ),
-        ({"name": "gsm8k", "system_prompt": "thinking"}, r"`dataset\.system_prompt` .*did you mean `think`\?"),
-        ({"name": "gsm8k", "prompt_format": "chat"}, r"`dataset\.prompt_format` .*choose conversational or text"),
-        ({"name": "gsm8k", "overlong_prompts": "cut"}, r"`dataset\.overlong_prompts` .*did you mean `cut_left`\?"),
-        ({"name": "gsm8k", "path": {"x": 1}}, r"`dataset\.path` must be text or a list, not \{'x': 1\}"),
-        ({"name": "gsm8k", "split": None}, r"`dataset\.split` must be text, not None"),
-        ({"name": "arithmetic", "size": "ten"}, r"`dataset\.size` must be a whole number, not 'ten'"),
-        ({"name": "arithmetic", "size": True}, r"`dataset\.size` must be a whole number, not True"),
-        ({"name": "arithmetic", "size": 0}, r"`dataset\.size` is 0: set a number of at least 1"),
-        ({"name": "gsm8k", "max_prompt_tokens": -1}, r"`dataset\.max_prompt_tokens` is -1: set a number of at least 1"),
-        ({"name": "gsm8k", "size": 10}, r"`dataset\.size` does not go with the dataset `gsm8k`: remove it"),
-        ({"name": "arithmetic", "path": "x"}, r"`dataset\.path` does not go with the dataset `arithmetic`: remove it"),
-        (["gsm8k"], r"`dataset` must be a name, or a mapping"),
-    ],
-)
-def test_an_invalid_spec_is_refused_with_the_key_and_the_fix(raw, message):
-    with pytest.raises(UserError, match=message):
-        DatasetSpec.parse(raw)
 
 
 # Prompts, derived by hand from the source documents
@@ -118,13 +85,6 @@ def test_the_system_prompt_equals_that_of_minimind(jsonl):
 def test_system_prompt_none_sends_the_question_alone(jsonl, prompt_format, prompt):
     spec = DatasetSpec("gsm8k", path=jsonl, system_prompt="none", prompt_format=prompt_format)
     assert load(spec)[0]["prompt"] == prompt
-
-
-@pytest.mark.parametrize(
-    ("answer", "final"), [("a\n#### 1,234", "1,234"), ("#### 1\n#### 2 ", "2"), (" 18 ", "18"), ("####", "")]
-)
-def test_the_final_answer_follows_the_last_mark(answer, final):
-    assert final_answer(answer) == final
 
 
 # Sources
@@ -169,9 +129,7 @@ def test_a_folder_with_one_table_is_read_under_any_split(tmp_path):
     ("file", "content"),
     [
         ("state.json", "{}"),
-        ("state.json", "[]"),
         ("state.json", "{"),
-        ("dataset_info.json", "[]"),
         ("dataset_info.json", '{"features": {"question": 3}}'),
         ("data-00000-of-00001.arrow", ""),
         ("data-00000-of-00001.arrow", None),
@@ -184,14 +142,8 @@ def test_a_damaged_saved_folder_is_named(file, content, tmp_path):
         (saved / file).unlink()
     else:
         (saved / file).write_text(content)
-    with pytest.raises(UserError, match=r"`dataset\.path`: the folder .*saved holds no rows written by save_to_disk"):
+    with refused("`dataset.path`"):
         load(DatasetSpec("gsm8k", path=str(saved)))
-
-
-def test_a_saved_folder_without_rows_is_named(tmp_path):
-    datasets.Dataset.from_list(ROWS).select([]).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match=r"the folder .*saved holds no rows written by save_to_disk .*name a file"):
-        load(DatasetSpec("gsm8k", path=str(tmp_path / "saved")))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +190,7 @@ def test_an_unreachable_hub_is_reported_without_retries(silent_hub, tmp_path, mo
     downloads = []  # each download would be retried for half a minute
     monkeypatch.setattr(huggingface_hub.HfApi, "hf_hub_download", lambda *args, **kwargs: downloads.append(kwargs))
     offline_before = datasets.config.HF_HUB_OFFLINE
-    with pytest.raises(DatasetUnreachable, match=r"`dataset\.path`: 'openai/gsm8k' .*can't be reached.*local \.jsonl"):
+    with refused("`dataset.path`", "openai/gsm8k", by=DatasetUnreachable):
         load(DatasetSpec("gsm8k"))
     assert not downloads
     assert offline_before == datasets.config.HF_HUB_OFFLINE
@@ -266,24 +218,10 @@ def test_a_missing_value_of_a_column_is_none(tmp_path):
     assert dataset["level"][:] == [None, 3]
 
 
-@pytest.mark.parametrize(
-    ("column", "values", "message"),
-    [
-        ("level", (3, 2**80), r"rows\.jsonl, line 2: the column 'level' has 1208925"),
-        ("completions", (1, 2), r"rows\.jsonl, line 1 has a column 'completions', a name that the trainer takes"),
-    ],
-)
-def test_an_unusable_column_is_refused(tmp_path, column, values, message):
-    rows = [{**row, column: value} for row, value in zip(ROWS, values, strict=False)]
-    with pytest.raises(UserError, match=message):
+def test_a_number_of_more_than_64_bits_is_refused(tmp_path):
+    rows = [{**ROWS[0], "level": 3}, {**ROWS[1], "level": 2**80}]
+    with refused(f"`dataset`: {tmp_path}/rows.jsonl, line 2", "'level'", 2**80):
         load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
-
-
-def test_a_column_answer_beside_conversations_is_refused(tmp_path):
-    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns, "answer": "3"}])
-    with pytest.raises(UserError, match="has a column 'answer', a name that the trainer takes"):
-        load(DatasetSpec("rlaif", path=path))
 
 
 # Held-out rows
@@ -301,7 +239,7 @@ def test_a_disjoint_slice_of_the_training_file_can_be_held_out(jsonl):
 
 @pytest.mark.parametrize(("split", "eval_split"), [("train", "test"), ("train[:90%]", "test[:10%]")])
 def test_rows_of_one_file_are_not_both_trained_and_evaluated_on(jsonl, split, eval_split):
-    with pytest.raises(UserError, match=r"`dataset\.eval_split`: \d+ rows .*eval_path"):
+    with refused("`dataset.eval_split`"):
         load(DatasetSpec("gsm8k", path=jsonl, split=split, eval_split=eval_split), evaluation=True)
 
 
@@ -310,19 +248,17 @@ def test_the_key_of_equal_rows_on_both_sides_is_named(jsonl, tmp_path):
         train=datasets.Dataset.from_list(ROWS[:15]), test=datasets.Dataset.from_list([*ROWS[15:], *ROWS[3:5]])
     )
     saved.save_to_disk(str(tmp_path / "saved"))
-    first = f"{tmp_path}/saved, test, row 6 is the first"
+    first = f"{tmp_path}/saved, test, row 6"
     for keys, key, place in (
         ({"path": str(tmp_path / "saved"), "eval_split": "test"}, "eval_split", first),
         ({"path": jsonl, "eval_path": str(tmp_path / "saved"), "eval_split": "test[5:]"}, "eval_path", first),
     ):
         spec = DatasetSpec("gsm8k", **keys)
         held_out = load_prompts(spec, evaluation=True)
-        with pytest.raises(UserError) as caught:
+        with refused(f"`dataset.{key}`", f"2 of {len(held_out.dataset)}", place):
             check_disjoint(load_prompts(spec), held_out, spec)
-        assert str(caught.value) == (
-            f"`dataset.{key}`: 2 of {len(held_out.dataset)} held-out rows are training rows too ({place}): remove them "
-            "from one side, or set `dataset.eval_share`"
-        )
+    disjoint = DatasetSpec("gsm8k", path=str(tmp_path / "saved"), eval_split="test[:5]")
+    check_disjoint(load_prompts(disjoint), load_prompts(disjoint, evaluation=True), disjoint)
 
 
 def test_either_side_may_be_a_mixture(jsonl, tmp_path):
@@ -336,34 +272,28 @@ def test_either_side_may_be_a_mixture(jsonl, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "evaluation", "part"),
+    ("keys", "evaluation", "key", "figures"),
     [
-        ({"split": "train[5:5]"}, False, "`dataset.split`: 'train[5:5]' of {path}"),
-        ({"split": "train[:9]", "eval_split": "test[9:9]"}, True, "`dataset.eval_split`: 'test[9:9]' of {path}"),
-        ({"eval_path": "{empty}"}, True, "`dataset.split`: 'train' of {empty}"),
-        ({"eval_path": ["{empty}", "{empty}"]}, True, "`dataset.split`: 'train' of {empty}, {empty}"),
-        ({"eval_share": 1e-9}, True, "`dataset.eval_share`: 1e-09 of the rows of {path}"),
-        ({"path": "{empty}", "eval_share": 0.5}, True, "`dataset.eval_share`: 0.5 of the rows of {empty}"),
-        ({"path": "{empty}", "eval_share": 0.5}, False, "`dataset.eval_share`: 0.5 of the rows of {empty}"),
-        (
-            {"path": [{"path": "{path}", "split": "train[:0]"}, {"path": "{empty}", "split": "test"}]},
-            False,
-            "`dataset.split`: 'train[:0]' of {path}, {empty}",
-        ),
+        ({"split": "train[5:5]"}, False, "split", ["'train[5:5]'", "{path}"]),
+        ({"split": "train[:9]", "eval_split": "test[9:9]"}, True, "eval_split", ["'test[9:9]'", "{path}"]),
+        ({"eval_path": "{empty}"}, True, "split", ["'train'", "{empty}"]),
+        ({"eval_path": ["{empty}", "{empty}"]}, True, "split", ["{empty}, {empty}"]),
+        ({"eval_share": 1e-9}, True, "eval_share", ["1e-09", "{path}"]),
+        ({"path": "{empty}", "eval_share": 0.5}, False, "eval_share", ["0.5", "{empty}"]),
+        ({"path": [{"path": "{path}", "split": "train[:0]"}, "{empty}"]}, False, "split", ["'train[:0]'", "{empty}"]),
     ],
 )
-def test_a_side_without_rows_is_named(jsonl, tmp_path, keys, evaluation, part):
-    names = {"path": jsonl, "empty": write_jsonl(tmp_path / "empty.jsonl", [])}
-    filled = json.loads(json.dumps(keys).replace("{empty}", names["empty"]).replace("{path}", jsonl))
-    with pytest.raises(UserError) as caught:
-        load(DatasetSpec(**{"name": "gsm8k", "path": jsonl, **filled}), evaluation=evaluation)
-    assert str(caught.value) == f"{part.format(**names)} is empty: choose other rows"
+def test_a_side_without_rows_is_named(jsonl, tmp_path, keys, evaluation, key, figures):
+    empty = write_jsonl(tmp_path / "empty.jsonl", [])
+    keys, figures = json.loads(json.dumps([keys, figures]).replace("{empty}", empty).replace("{path}", jsonl))
+    with refused(f"`dataset.{key}`", *figures):
+        load(DatasetSpec(**{"name": "gsm8k", "path": jsonl, **keys}), evaluation=evaluation)
 
 
 def test_evaluation_needs_held_out_rows(jsonl):
-    with pytest.raises(UserError, match=r"`dataset\.eval_split`: missing"):
+    with refused("`dataset.eval_split`"):
         load(DatasetSpec("gsm8k", path=jsonl), evaluation=True)
-    with pytest.raises(UserError, match=r"`dataset\.eval_split`: '' can't be read"):
+    with refused("`dataset.eval_split`"):
         load(DatasetSpec("gsm8k", path=jsonl, eval_split=""), evaluation=True)
 
 
@@ -371,66 +301,25 @@ def test_evaluation_needs_held_out_rows(jsonl):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("line", "figure"),
     [
-        ('{"question": "q"}', r"rows\.jsonl, line 3 has the answer None"),
-        ('{"problem": "q", "answer": "1"}', r"rows\.jsonl, line 3 has the question None"),
-        ('{"question": " ", "answer": "1"}', r"rows\.jsonl, line 3 has the question ' '"),
-        ('{"question": "q", "answer": "so\\n#### "}', r"rows\.jsonl, line 3 has the answer"),
+        ('{"question": "q"}', "answer None"),
+        ('{"problem": "q", "answer": "1"}', "question None"),
+        ('{"question": " ", "answer": "1"}', "question ' '"),
+        ('{"question": "q", "answer": "so\\n#### "}', "answer"),
     ],
 )
-def test_an_invalid_line_is_reported_with_file_and_number(tmp_path, line, message):
+def test_an_invalid_line_is_reported_with_file_and_number(tmp_path, line, figure):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n", encoding="utf-8")
-    with pytest.raises(UserError, match=message):
-        load(DatasetSpec("gsm8k", path=str(path)))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("absent.jsonl", None, r"`dataset\.path`: .*absent\.jsonl can't be read \(No such file"),
-        ("empty.jsonl", b"\n", r"`dataset\.split`: 'train' of .*empty\.jsonl is empty"),
-        (
-            "rows.xls",
-            b"question",
-            r"`dataset\.path`: .*rows\.xls is not a \.jsonl, \.json, \.csv, \.tsv, \.parquet file",
-        ),
-        ("no/such/folder", None, r"`dataset\.path`: there is no file or folder .*no/such/folder"),
-    ],
-)
-def test_an_invalid_file_is_reported_with_its_name(tmp_path, name, content, message):
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(UserError, match=message):
+    with refused("rows.jsonl, line 3", figure):
         load(DatasetSpec("gsm8k", path=str(path)))
 
 
 def test_an_invalid_held_out_file_is_reported_under_eval_path(jsonl, tmp_path):
     spec = DatasetSpec("gsm8k", path=jsonl, eval_path=str(tmp_path / "absent.jsonl"))
-    with pytest.raises(UserError, match=r"`dataset\.eval_path`: .*absent\.jsonl"):
+    with refused("`dataset.eval_path`", "absent.jsonl"):
         load(spec, evaluation=True)
-
-
-def test_a_folder_not_written_by_save_to_disk_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"`dataset\.path`: the folder .* holds no rows written by save_to_disk"):
-        load(DatasetSpec("gsm8k", path=str(tmp_path)))
-
-
-def test_a_missing_column_of_a_folder_is_reported(tmp_path):
-    datasets.Dataset.from_list([{"problem": "q", "answer": "1"}]).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match=r"saved, row 1 has the columns problem, answer, and none is 'question'"):
-        load(DatasetSpec("gsm8k", path=str(tmp_path / "saved")))
-
-
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [("train[5:5]", "is empty"), ("train[:5", "can't be read"), ("train[:5%](rounded)", "can't be read")],
-)
-def test_an_invalid_slice_is_refused(jsonl, split, message):
-    with pytest.raises(UserError, match=r"`dataset\.split`: .*" + message):
-        load(DatasetSpec("gsm8k", path=jsonl, split=split))
 
 
 # Arithmetic
@@ -495,16 +384,11 @@ def test_problems_of_several_slices_follow_each_other():
     assert load(DatasetSpec("arithmetic", split="train[1995:]")).num_rows == 5  # there are 2,000 by default
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"split": "validation"}, r"`dataset\.split`: 'validation' can't be read .*train.*test"),
-        ({"size": MAX_ARITHMETIC_SIZE + 1}, r"`dataset\.size` is .*at most"),
-    ],
-)
-def test_unknown_splits_and_sizes_of_arithmetic_are_refused(keys, message):
-    with pytest.raises(UserError, match=message):
-        load(DatasetSpec("arithmetic", **keys))
+def test_unknown_splits_and_sizes_of_arithmetic_are_refused():
+    with refused("`dataset.split`", "'validation'", "train", "test"):
+        load(DatasetSpec("arithmetic", split="validation"))
+    with refused("`dataset.size`", MAX_ARITHMETIC_SIZE + 1, MAX_ARITHMETIC_SIZE):
+        load(DatasetSpec("arithmetic", size=MAX_ARITHMETIC_SIZE + 1))
 
 
 # Prompt length
@@ -579,23 +463,6 @@ def test_a_character_that_a_cut_splits_is_left_out():
     assert kept["prompt"][:] == ["bc"]
 
 
-@pytest.mark.parametrize(
-    ("roles", "kept"),
-    [
-        ("suau", [0, 3]),
-        ("uauau", [2, 3, 4]),
-        ("suuau", [0, 2, 3, 4]),
-        ("su", None),
-        ("ua", None),
-        ("sa", None),
-    ],
-)
-def test_the_oldest_turns_end_before_the_second_of_the_user(roles, kept):
-    names = {"s": "system", "u": "user", "a": "assistant"}
-    turns = [{"role": names[role], "content": str(place)} for place, role in enumerate(roles)]
-    assert _without_oldest_turns(turns) == (None if kept is None else [turns[place] for place in kept])
-
-
 def test_a_prompt_is_rendered_as_the_model_receives_it(word_tokenizer):
     assert rendered("w1 w2", word_tokenizer, {}) == "w1 w2"
     assert rendered(conversation(2), word_tokenizer, {}) == "[SYS] w0 w1 [USR] w0 w1 [GEN]"
@@ -605,7 +472,7 @@ def test_a_prompt_is_rendered_as_the_model_receives_it(word_tokenizer):
     spec = DatasetSpec("gsm8k", max_prompt_tokens=5)
     assert limit_prompts(as_dataset([conversation(9)]), spec, word_tokenizer, given)[1] == 0
     spec = DatasetSpec("gsm8k", max_prompt_tokens=4)
-    with pytest.raises(UserError, match="the shortest has 5"):
+    with refused("", "5"):
         limit_prompts(as_dataset([conversation(9)]), spec, word_tokenizer, given)
 
 
@@ -624,17 +491,23 @@ def test_longer_text_keeps_its_last_tokens(word_tokenizer):
     assert (kept["prompt"][:], cut) == ([words(3), "w7 w8 w9"], 1)  # [BOS] is the fourth token
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [("drop", r"all 2 prompts are longer than 4 tokens \(the shortest has 8\)"), ("cut_left", "leaves no room")],
-)
-def test_a_limit_that_leaves_no_prompt_is_refused(word_tokenizer, policy, message):
-    spec = DatasetSpec("gsm8k", max_prompt_tokens=4, overlong_prompts=policy)
-    with pytest.raises(UserError, match=r"`dataset\.max_prompt_tokens`: .*" + message):
-        limit_prompts(as_dataset([conversation(3), conversation(4)]), spec, word_tokenizer)
+def test_a_limit_that_leaves_no_prompt_is_refused(word_tokenizer):
+    for policy, figures in (("drop", (2, 4, 8)), ("cut_left", (4,))):
+        spec = DatasetSpec("gsm8k", max_prompt_tokens=4, overlong_prompts=policy)
+        with refused("`dataset.max_prompt_tokens`", *figures):
+            limit_prompts(as_dataset([conversation(3), conversation(4)]), spec, word_tokenizer)
+
+
+def test_the_oldest_turns_are_dropped_up_to_a_later_question(word_tokenizer):
+    roles = ("system", "user", "assistant", "user")
+    turns = [{"role": role, "content": f"w{n}"} for n, role in enumerate(roles)]
+    for limit, kept in ((9, turns), (8, [turns[0], turns[3]]), (5, [turns[0], turns[3]])):
+        spec = DatasetSpec("gsm8k", max_prompt_tokens=limit, overlong_prompts="cut_left")
+        made, cut = limit_prompts(as_dataset([turns]), spec, word_tokenizer)
+        assert (made[0]["prompt"], cut) == (kept, kept is not turns)
 
 
 def test_messages_need_a_chat_template():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]")))
-    with pytest.raises(UserError, match=r"`dataset\.prompt_format`: .*chat template"):
+    with refused("`dataset.prompt_format`"):
         limit_prompts(as_dataset([conversation(1)]), DatasetSpec("gsm8k", max_prompt_tokens=5), bare)

@@ -17,13 +17,13 @@ import xxhash
 from pyarrow import parquet
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 
-from grpo_recipes.data import prompts, sources, tables
-from grpo_recipes.data.load import check_disjoint, load, load_prompts
+from grpo_recipes.data import prompts, sources
+from grpo_recipes.data.load import load, load_prompts
 from grpo_recipes.data.sources import Keys
 from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
 from grpo_rewards import choice_correctness, gsm8k_correctness
-from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import read_gold
+from tests.support.errors import refused
 
 ROWS = [{"problem": f"What is {n} + {n}?", "solution": f"So \\boxed{{{2 * n}}}", "level": n % 5} for n in range(30)]
 
@@ -71,36 +71,27 @@ def test_a_glob_reads_its_files_sorted_by_name(tmp_path: Path, ending: str) -> N
 
 
 def test_a_table_is_written_once_and_memory_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
-    monkeypatch.setattr(
-        tables, "_write", lambda path, batches, write=tables._write: written.append(write(path, batches))
-    )
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+    def written() -> int:
+        return len(list((tmp_path / "cache" / "grpo_recipes").glob("*.arrow")))
+
     path = write(tmp_path / "rows.jsonl")
     first = load(spec(path))
-    assert len(written) == 2  # the file and its prompts
+    assert written() == 2  # the file and its prompts
     assert load(spec(path)).to_list() == first.to_list()
-    assert len(written) == 2
     assert {Path(file["filename"]).suffix for file in first.cache_files} == {".arrow"}
+    assert written() == 2
     load(spec(path, system_prompt="think"))
+    assert written() == 3
     write(tmp_path / "rows.jsonl", ROWS[:5])
     assert len(load(spec(path))) == 5
-    assert len(written) == 5
-
-
-def test_all_rows_of_a_table_are_that_table(tmp_path: Path) -> None:
-    """A selection of them would cost an index for each row."""
-    keys = Keys("path", "split")
-    rows = sources.file_rows(SourceSpec(write(tmp_path / "rows.jsonl")), keys)
-    assert sources.sliced({"": rows}, "train", keys) is rows
-    assert sources.sliced({"": rows}, "train[0:30]", keys) is rows
-    assert [len(sources.sliced({"": rows}, split, keys).table) for split in ("train[1:]", "train[:29]")] == [29, 29]
+    assert written() == 5
 
 
 def test_a_saved_folder_without_splits_is_named_by_the_split(tmp_path: Path) -> None:
     datasets.DatasetDict().save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(
-        UserError, match=r"^`dataset\.split`: 'train' can't be read \(.+\): write for example train or "
-    ):
+    with refused("`dataset.split`", "'train'"):
         load(spec(str(tmp_path / "saved")))
 
 
@@ -130,31 +121,25 @@ def test_paths_begin_at_the_home_of_a_user(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    "path",
     [
-        (
-            "~nobody-here/rows.jsonl",
-            "~nobody-here/rows.jsonl can't be read (No such file or directory): correct the pa",
-        ),
-        ("~nobody-here/rows", "there is no file or folder ~nobody-here/rows (relative to "),
-        ("~nobody-here/*.csv", "no file matches ~nobody-here/*.csv (relative to "),
-        ("rows\0.jsonl", "rows\0.jsonl can't be read ("),
-        ("~\0x/rows.jsonl", "~\0x/rows.jsonl can't be read ("),
-        ("rows\ud800.jsonl", "rows\ud800.jsonl can't be read ('utf-8' codec can't encode character "),
-        ("org/na\0me", "there is no file or folder org/na\0me (relative to "),
+        *("~nobody-here/rows.jsonl", "~nobody-here/rows", "~nobody-here/*.csv", "rows\0.jsonl", "~\0x/rows.jsonl"),
+        *("rows\ud800.jsonl", "org/na\0me", "absent.jsonl", "no/such/folder"),
     ],
 )
-def test_a_path_that_no_file_has_is_named(path: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_a_path_that_no_file_has_is_named(path: str) -> None:
+    with refused("`dataset.path`", path):
         load(DatasetSpec.parse({"path": path}))
-    assert str(caught.value).startswith(f"`dataset.path`: {message}")
 
 
-def test_arguments_that_the_library_does_not_expect_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
-    with pytest.raises(
-        UserError, match=r"^`dataset\.path`: 'json' can't be loaded from the Hugging Face Hub \(.+\): corr"
-    ):
+@pytest.fixture
+def silent_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+@pytest.mark.usefixtures("silent_hub")
+def test_arguments_that_the_library_does_not_expect_are_refused() -> None:
+    with refused("`dataset.path`", "json"):
         load(DatasetSpec.parse({"path": [{"path": "json", "data_files": {"train": 3}}]}))
 
 
@@ -169,79 +154,52 @@ def test_what_is_read_under_any_split(tmp_path: Path) -> None:
         assert not sources.has_one_split(path), path
 
 
-@pytest.mark.parametrize(
-    ("path", "unread"),
-    [
-        ("a.csv", set()),
-        ("a.tsv.gz", set()),
-        ("a.jsonl", {"delimiter", "decimal"}),
-        ("a.json.zst", {"delimiter", "decimal"}),
-        ("a.parquet", {"delimiter", "decimal", "encoding"}),
-        ("openai/gsm8k", {"delimiter", "decimal", "encoding"}),
-    ],
-)
-def test_keys_of_a_text_file_have_no_effect_on_others(path: str, unread: set[str]) -> None:
-    assert sources.unread_notation(path) == unread
-
-
 def test_a_saved_folder_and_the_hub_have_no_notation(tmp_path: Path) -> None:
     saved = write(tmp_path / "saved")
     for path in (saved, "openai/gsm8k"):
-        with pytest.raises(UserError) as caught:
+        with refused("`dataset.encoding`", path):
             load(DatasetSpec.parse({"path": path, "encoding": "cp1252"}))
-        assert str(caught.value) == (
-            f"`dataset.encoding` describes text files, and {path} is none: remove it, or give each source of a list "
-            "keys of its own"
-        )
 
 
 def test_files_that_are_none_or_of_two_kinds_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl")
     write(tmp_path / "b.jsonl")
     write(tmp_path / "c.json")
-    kinds = ".jsonl, .json, .csv, .tsv, .parquet file (.gz or .zst may follow, except for .parquet)"
     (tmp_path / "d.txt").write_text("x")
     (tmp_path / "e.csv").mkdir()
-    for pattern, message in (
-        ("*.json*", f"{tmp_path}/a.jsonl and {tmp_path}/c.json are of two kinds: name files of one kind"),
-        ("*.txt", f"{tmp_path}/d.txt is not a {kinds}: convert it"),
-        ("*.csv", f"{tmp_path}/e.csv is no ordinary file: name a {kinds}"),
+    (tmp_path / "f.parquet.gz").write_text("x")
+    for pattern, figures in (
+        ("*.json*", [f"{tmp_path}/a.jsonl", f"{tmp_path}/c.json"]),
+        ("*.txt", [f"{tmp_path}/d.txt", ".parquet"]),
+        ("*.csv", [f"{tmp_path}/e.csv", ".parquet"]),
+        ("*.gz", [f"{tmp_path}/f.parquet.gz", ".parquet"]),
+        ("none-*.csv", [f"{tmp_path}/none-*.csv"]),
     ):
-        with pytest.raises(UserError) as caught:
+        with refused("`dataset.path`", *figures):
             load(spec(str(tmp_path / pattern)))
-        assert str(caught.value) == f"`dataset.path`: {message}"
 
 
 def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
     for pattern, named in (("a.parquet", f"{tmp_path}/a.parquet"), ("*.parquet", f"{tmp_path}/a.parquet and 2 more")):
-        with pytest.raises(UserError, match=rf"^`dataset\.path`: {named} can't be read as Parquet \(.+\): replace it$"):
+        with refused(f"`dataset.path`: {named}"):
             load(spec(str(tmp_path / pattern)))
 
 
-@pytest.mark.parametrize(
-    "error", [datasets.exceptions.DatasetGenerationError("no rows."), OSError("no rows"), ValueError("no rows.")]
-)
+@pytest.mark.usefixtures("silent_hub")
+@pytest.mark.parametrize("error", [datasets.exceptions.DatasetGenerationError, OSError, ValueError])
 def test_what_a_library_does_not_read_is_named_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def load_dataset(*args: Any, **kwargs: Any) -> None:
-        raise error
+        raise error("no rows.")
 
-    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: True)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    for path, message in (
-        (f"{tmp_path}/rows.parquet", f"{tmp_path}/rows.parquet can't be read as Parquet (no rows): replace it"),
-        (
-            "org/rows",
-            "'org/rows' can't be loaded from the Hugging Face Hub (no rows): correct the path, the config or the split",
-        ),
-    ):
-        with pytest.raises(UserError) as caught:
+    for path in (f"{tmp_path}/rows.parquet", "org/rows"):
+        with refused(f"`dataset.path`: {path}", "(no rows)"):
             load(spec(path))
-        assert str(caught.value) == f"`dataset.path`: {message}"
 
 
 # Columns and prompts
@@ -277,7 +235,7 @@ def test_a_column_prompt_is_the_prompt(tmp_path: Path) -> None:
     given = {"path": texts, "system_prompt": "Be brief.", "prompt_format": "conversational"}
     system = {"role": "system", "content": "Be brief."}
     assert load(DatasetSpec.parse(given))[0]["prompt"] == [system, *user(" 1 + 1 = ")]
-    with pytest.raises(UserError, match=r"`dataset\.system_prompt`: the column `prompt` is text: set `prompt_format:"):
+    with refused("`dataset.system_prompt`", "`prompt`"):
         load(DatasetSpec.parse({"path": texts, "system_prompt": "Be brief."}))
     turns = [*user("hi"), {"role": "assistant", "content": "yes?"}, *user("1 + 1?")]
     messages = write(tmp_path / "messages.jsonl", [{"prompt": turns, "name": "x"}])
@@ -334,9 +292,7 @@ def test_a_template_can_use_any_column(tmp_path: Path) -> None:
 )
 def test_what_fails_in_a_template_is_named_with_its_row(tmp_path: Path, template: str, reason: str) -> None:
     path = write(tmp_path / "rows.jsonl")
-    with pytest.raises(
-        UserError, match=rf"`dataset\.prompt_template` fails on .*line 1 \(.*{reason}.*\): correct temp"
-    ):
+    with refused(f"`dataset.prompt_template`: {path}, line 1", reason):
         load(spec(path, columns=None, prompt_template=template))
 
 
@@ -344,7 +300,7 @@ def test_what_fails_in_a_template_is_named_with_its_row(tmp_path: Path, template
     "template", ["{{ a", "{% for x in a %}" * 150 + "{% endfor %}" * 150, "{{ " + "(" * 3000 + " }}"]
 )
 def test_what_is_no_template_is_refused(template: str) -> None:
-    with pytest.raises(UserError, match=r"^`dataset\.prompt_template` is not a jinja2 template \(.+\): correct it$"):
+    with refused("`dataset.prompt_template`"):
         prompts.columns_of_prompt(DatasetSpec.parse({"path": "a", "prompt_template": template}))
 
 
@@ -429,7 +385,7 @@ def test_a_number_is_the_name_of_a_choice_if_it_is_one(tmp_path: Path, first: st
 @pytest.mark.parametrize("choices", ["['Paris' 'Rome']", "Paris", '["Paris"]', "[" * 5_000])
 def test_text_that_is_no_list_of_choices_is_refused(tmp_path: Path, choices: str) -> None:
     path = write(tmp_path / "rows.jsonl", [{**ROME, "choices": choices}])
-    with pytest.raises(UserError, match="line 1 has the choices .* give a list of texts"):
+    with refused("", "line 1"):
         load(DatasetSpec.parse({"name": "multiple_choice", "path": path}))
 
 
@@ -481,7 +437,7 @@ def test_turns_in_the_notation_of_sharegpt_are_messages(tmp_path: Path, column: 
 
 def test_an_unknown_speaker_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"conversations": shared(("human", "q"), ("observation", "x"))}])
-    with pytest.raises(UserError, match=r"line 1 has the turn .*it needs a role \(system, user or assis"):
+    with refused("", "line 1"):
         load(DatasetSpec.parse({"path": path}))
 
 
@@ -521,9 +477,9 @@ def test_a_mixture_has_the_same_rows_as_in_trl(tmp_path: Path, with_fractions: b
     assert counts == ([15, 30, 8] if with_fractions else [20, 30, 10])
 
 
-def test_a_mixture_accepts_the_keys_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("silent_hub")
+def test_a_mixture_accepts_the_keys_of_trl(tmp_path: Path) -> None:
     """`path` is a format, `data_files` are the files, `columns` is a list, and one source has its own columns."""
-    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
     first = write(tmp_path / "a.jsonl", [{"question": "a", "answer": "1", "junk": 1}])
     second = write(tmp_path / "b.csv", [{"problem": "b", "answer": "x2"}])
     sources = [
@@ -554,8 +510,8 @@ def test_halves_of_rows_are_rounded_as_in_trl(tmp_path: Path) -> None:
     assert [row["prompt"][0]["content"] for row in ours] == theirs["question"][:]
 
 
-def test_a_source_with_a_configuration_is_called_by_both_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
+@pytest.mark.usefixtures("silent_hub")
+def test_a_source_with_a_configuration_is_called_by_both_names(tmp_path: Path) -> None:
     files = {name: write(tmp_path / f"{name}.jsonl", [{"question": name}]) for name in ("easy", "hard")}
     sources = [{"path": "json", "name": name, "data_files": file} for name, file in files.items()]
     sources.append({"path": "json", "data_dir": str(tmp_path), "data_files": "hard.jsonl"})
@@ -575,7 +531,7 @@ def test_a_column_that_is_null_in_one_source_has_the_type_of_the_other(tmp_path:
 def test_a_column_of_two_types_is_named_with_its_sources(tmp_path: Path, level: Any) -> None:
     first = write(tmp_path / "a.jsonl", [{"question": "a", "level": 3}])
     second = write(tmp_path / "b.jsonl", [{"question": "b", "level": level}])
-    with pytest.raises(UserError, match=rf"different types in {first} and {second} \(.*level"):
+    with refused(f"`dataset.path`: {first} and {second}", "level"):
         load(DatasetSpec.parse({"path": [first, second]}))
 
 
@@ -630,7 +586,7 @@ def test_a_row_is_on_the_same_side_in_every_version(tmp_path: Path) -> None:
         for factor, evaluation in ((0.99, False), (1.01, True)):
             made = DatasetSpec.parse({"path": path, "eval_share": share * factor, **keys})
             assert len(load(made, evaluation=evaluation)) == 1
-            with pytest.raises(UserError, match=r"`dataset\.eval_share`: .* of the rows of .*rows\.jsonl is empty"):
+            with refused("`dataset.eval_share`", "rows.jsonl"):
                 load(made, evaluation=not evaluation)
 
 
@@ -642,17 +598,6 @@ def test_the_wording_of_a_template_does_not_change_identities(tmp_path: Path) ->
     ]
     assert (identities[0] == identities[1]).all()
     assert (identities[0] != identities[2]).all()
-
-
-def test_a_held_out_row_that_is_also_a_training_row_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl")
-    other = [{"problem": f"{n}?", "solution": "1", "level": 1} for n in range(5)]
-    held_out = write(tmp_path / "held_out.jsonl", [*other, {**ROWS[3], "level": 99}, ROWS[4]])
-    made = spec(path, eval_path=held_out)
-    with pytest.raises(UserError, match=r"`dataset\.eval_path`: 2 of 7 held-out rows are training rows too .*line 6 "):
-        check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
-    made = spec(path, eval_path=write(tmp_path / "new.jsonl", other))
-    check_disjoint(load_prompts(made), load_prompts(made, evaluation=True), made)
 
 
 # Prompts of many rows, and single prompts
@@ -674,10 +619,10 @@ def test_rows_of_later_batches_keep_their_places(
     assert [place.number for place in made.places(range(len(left)))] == [n + 1 for n in left]
     rows[6]["level"] = 0
     template = {"path": write(tmp_path / "rows.jsonl", rows), "prompt_template": "{{ 1 // level }}"}
-    with pytest.raises(UserError, match=r"fails on .*rows\.jsonl, line 7 \("):
+    with refused("", "rows.jsonl", "line 7"):
         load(DatasetSpec.parse({**keys, **template}))
     rows[6]["question"] = 3
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 7: the column 'question' has 3, "):
+    with refused("", "rows.jsonl", "line 7", "'question'", "3"):
         load(DatasetSpec.parse({"path": write(tmp_path / "rows.jsonl", rows)}))
 
 
@@ -732,41 +677,34 @@ def test_a_text_is_asked_as_a_row_with_one_column_would_be(keys: dict[str, Any],
     assert prompts.phrased_text(made, " a {{ b ") == message
 
 
-def test_a_text_on_which_the_template_fails_is_named() -> None:
-    made = DatasetSpec.parse({"path": "a", "prompt_template": "{{ q[9:1:0] }}"})
-    with pytest.raises(UserError) as caught:
-        prompts.phrased_text(made, "text")
-    reason = "slice step cannot be zero"
-    assert str(caught.value) == f"`dataset.prompt_template` fails on this text ({reason}): write another text"
-
-
 @pytest.mark.parametrize(
-    ("name", "row", "sentence"),
+    ("name", "row", "figures"),
     [
-        ("gsm8k", {"question": "q", "gold": 1}, "none is 'answer': map one with `columns: {answer: ...}`"),
-        ("math", {"problem": "q", "x": 1}, "none is 'answer' or 'solution': map one with `columns: {answer: ...}`"),
-        (
-            "multiple_choice",
-            {"question": "q", "A": "x", "answer": "A"},
-            "none is 'choices': map one with `columns: {choices: ...}`, or one for each choice with `columns: {A: ..., "
-            "B: ...}`",
-        ),
-        ("extraction", {"object": "{}"}, "none is 'text' or 'question': map one with `columns: {text: ...}`"),
-        (
-            None,
-            {"problem": "q"},
-            "none is 'prompt', 'question', 'messages' or 'conversations': map one with `columns: {question: ...}`, or "
-            "write a `prompt_template`",
-        ),
+        ("gsm8k", {"question": "q", "gold": 1}, ["'answer'", "`columns: {answer: ...}`"]),
+        ("math", {"problem": "q", "x": 1}, ["'answer' or 'solution'", "`columns: {answer: ...}`"]),
+        ("multiple_choice", {"question": "q", "A": "x", "answer": "A"}, ["'choices'", "`columns: {A: ..., B: ...}`"]),
+        ("extraction", {"object": "{}"}, ["'text' or 'question'", "`columns: {text: ...}`"]),
+        (None, {"problem": "q"}, ["'conversations'", "`columns: {question: ...}`", "`prompt_template`"]),
     ],
 )
 def test_a_missing_column_is_named_with_the_key_that_maps_one(
-    tmp_path: Path, name: str | None, row: dict[str, Any], sentence: str
+    tmp_path: Path, name: str | None, row: dict[str, Any], figures: list[str]
 ) -> None:
     path = write(tmp_path / "rows.jsonl", [row])
-    with pytest.raises(UserError) as caught:
+    with refused(f"`dataset`: {path}, line 1", ", ".join(row), *figures):
         load(DatasetSpec.parse({"name": name, "path": path}))
-    assert str(caught.value) == f"`dataset`: {path}, line 1 has the columns {', '.join(row)}, and {sentence}"
+
+
+def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path) -> None:
+    names = ("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+    for name in (*names, "environments", "image", "images"):
+        path = write(tmp_path / "rows.jsonl", [{"question": "q", name: 1}])
+        with refused(f"`dataset`: {path}, line 1", repr(name), f"`columns: {{other_{name}: {name}}}`"):
+            load(DatasetSpec.parse({"path": path}))
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    path = write(tmp_path / "rows.jsonl", [{"conversations": turns, "answer": "3"}])
+    with refused(f"{path}, line 1", "'answer'"):
+        load(DatasetSpec.parse({"name": "rlaif", "path": path}))
 
 
 @pytest.mark.parametrize(
@@ -804,23 +742,6 @@ def test_messages_of_a_large_list_are_kept(tmp_path: Path) -> None:
         assert made["prompt"][:] == [user("q")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"),
-        *("environments", "image", "images"),
-    ],
-)
-def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"question": "q", name: 1}])
-    with pytest.raises(UserError) as caught:
-        load(DatasetSpec.parse({"path": path}))
-    assert str(caught.value) == (
-        f"`dataset`: {path}, line 1 has a column {name!r}, a name that the trainer takes for itself: rename it, as in "
-        f"`columns: {{other_{name}: {name}}}`"
-    )
-
-
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)
 STORED = {"bytes": PNG, "path": None}
 MIXED_PARTS = [{"role": "user", "content": [{"type": "image_url", "text": None}, {"type": "text", "text": "q"}]}]
@@ -846,7 +767,7 @@ def test_images_are_refused_unless_other_columns_are_selected(
     path = tmp_path / "rows.parquet"
     rows = [{"question": "q", column: value}, {"question": "q", column: None}]
     datasets.Dataset.from_list(rows[:: 1 if column == "prompt" else -1], features).to_parquet(path)
-    with pytest.raises(UserError, match="image"):
+    with refused(""):
         load(DatasetSpec.parse({"path": str(path)}))
     assert len(load(DatasetSpec.parse({"path": str(path), "columns": ["question"]}))) == 2
 
@@ -966,7 +887,7 @@ def test_a_column_answer_stays_the_gold_of_a_conversation(tmp_path: Path) -> Non
 def test_a_conversation_of_an_answer_alone_is_refused(tmp_path: Path) -> None:
     turns = [*user("q"), {"role": "assistant", "content": "a"}]
     path = write(tmp_path / "rows.jsonl", [{"messages": turns}, {"messages": turns[1:]}])
-    with pytest.raises(UserError, match=r"line 2 has the prompt \[\]: it must be text or messages"):
+    with refused("", "line 2"):
         load(DatasetSpec.parse({"path": path}))
 
 
@@ -985,7 +906,7 @@ def test_a_preset_keeps_a_list_of_accepted_golds(
     assert load(DatasetSpec.parse({"name": preset, "path": path}))["answer"][:] == [expected, ["7"]]
     for wrong in ([], ["7", " "]):
         path = write(tmp_path / "wrong.jsonl", [rows[0], {columns[0]: "r", columns[1]: wrong}])
-        with pytest.raises(UserError, match=r"wrong\.jsonl, line 2 has the answer \["):
+        with refused("", "wrong.jsonl", "line 2"):
             load(DatasetSpec.parse({"name": preset, "path": path}))
 
 
@@ -1006,94 +927,38 @@ def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, n
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "place", "figures"),
     [
-        (
-            {"columns": {"question": "probem"}},
-            r"rows\.jsonl has no column 'probem' \(it has problem, solution, level\)",
-        ),
-        (
-            {"columns": {"question": "meta.txt"}, "path": "{folder}/nested.jsonl"},
-            r"has no column 'meta\.txt' \(it has",
-        ),
-        ({"columns": {"question": "problem.text"}}, r"rows\.jsonl has no column 'problem\.text'"),
-        ({"columns": ["problem", "x"]}, r"rows\.jsonl has no column 'x'"),
-        ({"columns": {"question": 3}}, r"`dataset\.columns` has 3 in place of a column's name"),
-        (
-            {"columns": {"level": "problem"}},
-            r"`level: problem` meets a column 'level' of .*rows\.jsonl: rename it, as `other_level: level`",
-        ),
-        ({"columns": {}}, r"has the columns problem, solution, level, and none is 'prompt', 'question', 'messages' or"),
-        (
-            {"columns": {"question": "problem", "completions": "level"}},
-            r"has a column 'completions', a name that the trainer",
-        ),
-        ({"columns": {"question": "problem", "image": "level"}}, r"has a column 'image', a name that the trainer"),
-        ({"prompt_template": "{{ problm }}"}, r"`dataset\.prompt_template` names 'problm'"),
-        ({"prompt_template": "{{ question"}, r"`dataset\.prompt_template` is not a jinja2 template"),
-        (
-            {"prompt_template": "{{ question }}{{ 1 // level }}"},
-            r"`dataset\.prompt_template` fails on .*line 1 \(.*zero",
-        ),
-        ({"prompt_template": "{{ question.x }}"}, r"fails on .*line 1 \(.*no attribute 'x'"),
-        ({"prompt_template": "{{ question.__class__.__mro__ }}"}, r"fails on .*line 1 \(.*unsafe"),
-        ({"prompt_template": "{% if level > 1 %}x{% endif %}"}, r"leaves the prompt of .*line 1 empty"),
-        ({"system_prompt": "thinking"}, r"can't be the one word `thinking`: did you mean `think`"),
-        ({"system_prompt": {"path": "x"}}, r"must be a name, the text, or \{file: prompt\.txt\}"),
-        ({"system_prompt": {"file": "no/such.txt"}}, r"no/such\.txt can't be read \(No such file"),
-        ({"system_prompt": " "}, r"`dataset\.system_prompt` is empty"),
-        ({"eval_share": 1.0}, r"`dataset\.eval_share` is 1\.0: set a number above 0 and below 1"),
-        ({"eval_share": 0.1, "eval_split": "test"}, r"`dataset\.eval_split` does not go with `dataset\.eval_share`"),
-        ({"eval_share": 1e-9}, r"`dataset\.eval_share`: 1e-09 of the rows of .* is empty"),
-        ({"path": "{folder}/none-*.jsonl"}, r"`dataset\.path`: no file matches .*none-\*\.jsonl"),
-        ({"path": "{folder}/*"}, r"are of two kinds"),
-        ({"path": []}, r"`dataset\.path` is an empty list"),
-        ({"path": ["{folder}/rows.jsonl"], "split": "train[:5]"}, r"`dataset\.split` does not go with a list"),
-        ({"path": [{"pth": "x"}]}, r"unknown key `dataset\.path\.pth`: did you mean `path`"),
-        (
-            {"path": [{"path": "{folder}/rows.jsonl", "fraction": 1.5}]},
-            r"`dataset\.path\.fraction` of .*rows\.jsonl is 1\.5: set",
-        ),
-        (
-            {"path": [{"path": "{folder}/rows.jsonl", "fraction": 0}]},
-            r"`dataset\.path\.fraction` of .*rows\.jsonl is 0\.0: set",
-        ),
-        (
-            {"path": [{"path": "{folder}/rows.jsonl", "fraction": 0.5}, "{folder}/rows.csv"]},
-            r"give every source a `fraction`, or none of them",
-        ),
-        (
-            {"path": ["{folder}/rows.jsonl", "{folder}/clash.jsonl"]},
-            r"different types in .*rows\.jsonl and .*clash\.jsonl \(.*level",
-        ),
-        ({"path": ["{folder}/rows.jsonl", "{folder}/sourced.jsonl"]}, r"sourced\.jsonl has a column 'source', which a"),
-        ({"path": "{folder}/null.jsonl"}, r"null\.jsonl, line 3 has the question None"),
-        ({"path": "{folder}/blank.jsonl"}, r"blank\.jsonl, line 2 has the question '  '"),
-        ({"path": "{folder}/broken.parquet"}, r"broken\.parquet can't be read as Parquet"),
+        ({"columns": {"question": "probem"}}, "`dataset.columns`", ["'probem'", "problem, solution, level"]),
+        ({"columns": {"question": "problem.text"}}, "`dataset.columns`", ["'problem.text'"]),
+        ({"columns": ["problem", "x"]}, "`dataset.columns`", ["'x'"]),
+        ({"columns": {"level": "problem"}}, "`dataset.columns`", ["`other_level: level`"]),
+        ({"prompt_template": "{{ problm }}"}, "`dataset.prompt_template`", ["'problm'"]),
+        ({"prompt_template": "{{ question.__class__.__mro__ }}"}, "rows.jsonl, line 1", ["unsafe"]),
+        ({"prompt_template": "{% if level > 1 %}x{% endif %}"}, "`dataset.prompt_template`: ", ["rows.jsonl, line 1"]),
+        ({"path": [{"pth": "x"}]}, "`dataset.path.pth`", ["`path`"]),
+        ({"path": ["{folder}/rows.jsonl", "{folder}/clash.jsonl"]}, "clash.jsonl", ["level"]),
+        ({"path": ["{folder}/rows.jsonl", "{folder}/sourced.jsonl"]}, "sourced.jsonl", ["'source'"]),
+        ({"path": "{folder}/null.jsonl"}, "null.jsonl, line 3", ["question None"]),
+        ({"path": "{folder}/blank.jsonl"}, "blank.jsonl, line 2", ["question '  '"]),
     ],
 )
-def test_a_mistake_is_reported_with_its_fix(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_a_mistake_is_reported_with_its_fix(
+    tmp_path: Path, keys: dict[str, Any], place: str, figures: list[str]
+) -> None:
     write(tmp_path / "rows.jsonl")
-    write(tmp_path / "rows.csv")
     write(tmp_path / "clash.jsonl", [{**row, "level": "hard"} for row in ROWS])
     write(tmp_path / "sourced.jsonl", [{**row, "source": "x"} for row in ROWS])
     write(tmp_path / "null.jsonl", [*ROWS[:2], {**ROWS[2], "problem": None}])
     write(tmp_path / "blank.jsonl", [ROWS[0], {**ROWS[1], "problem": "  "}])
-    write(tmp_path / "nested.jsonl", [{"meta": {"text": "q", "x": 1}}])
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
     filled = json.loads(json.dumps(keys).replace("{folder}", str(tmp_path)))
-    with pytest.raises(UserError, match=message):
-        _load(filled.pop("path", str(tmp_path / "rows.jsonl")), **filled)
-
-
-def _load(path: Any, **keys: Any) -> None:
-    made = spec(path, **keys)
-    load(made, evaluation=made.eval_share is not None)
+    with refused(place, *figures):
+        load(spec(filled.pop("path", str(tmp_path / "rows.jsonl")), **filled))
 
 
 @pytest.mark.parametrize("prompt", ["", None, [], [{"role": "user"}], [{"role": "user", "content": " "}]])
 def test_an_empty_prompt_is_reported_with_its_row(tmp_path: Path, prompt: Any) -> None:
     right = "a?" if isinstance(prompt, str) or prompt is None else user("a?")
     path = write(tmp_path / "rows.jsonl", [{"prompt": right}, {"prompt": prompt}])
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 2 has the (prompt|turn) "):
+    with refused("", "rows.jsonl", "line 2"):
         load(DatasetSpec.parse({"path": path}))

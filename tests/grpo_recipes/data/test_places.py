@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pytest
 
 from grpo_recipes.checks.rewards import check_golds, gold_notes
-from grpo_recipes.data.load import check_disjoint, load_prompts
+from grpo_recipes.data.load import load_prompts
 from grpo_recipes.data.places import Place, listed_places
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.errors import UserError
 from grpo_rewards.registry import build_rewards
 
 # No reward can score it, as it has no mark and is longer than a few words.
@@ -92,15 +90,6 @@ def test_a_note_about_golds_names_their_lines(tmp_path: Path) -> None:
     prompts = load_prompts(DatasetSpec.parse({"path": path, "split": "train[5:]"}))
     (note,) = gold_notes(build_rewards(REWARDS), prompts.dataset, prompts.places)
     assert f"({path}, line 8: `6,50`)" in note
-
-
-def test_a_held_out_row_that_is_trained_on_is_named_by_its_line(tmp_path: Path) -> None:
-    rows = rows_with_prose(count=10)
-    path = jsonl(tmp_path / "rows.jsonl", rows)
-    held_out = jsonl(tmp_path / "held_out.jsonl", [{"question": "new", "answer": "1"}] * 4 + rows[:1])
-    spec = DatasetSpec.parse({"path": path, "eval_path": held_out, "eval_split": "train[2:]"})
-    with pytest.raises(UserError, match=r"1 of 3 held-out rows are training rows too \(.*held_out\.jsonl, line 5 is"):
-        check_disjoint(load_prompts(spec), load_prompts(spec, evaluation=True), spec)
 
 
 def test_the_entries_of_an_array_are_counted() -> None:

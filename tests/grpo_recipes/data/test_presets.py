@@ -10,7 +10,7 @@ import pytest
 
 from grpo_recipes.data.load import load, load_prompts
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.errors import UserError
+from tests.support.errors import refused
 
 MOODS = [
     {"text": "What a day!", "label": "Good"},
@@ -45,26 +45,11 @@ def test_labels_may_be_numbers_and_booleans(tmp_path: Path) -> None:
     assert load(moods(tmp_path, rows, labels=["false", "true"]))["answer"][:] == ["true", "false"]
 
 
-def test_another_list_of_labels_makes_other_prompts(tmp_path: Path) -> None:
-    first = load(moods(tmp_path, drop_missing=True))[0]
-    second = load(moods(tmp_path, drop_missing=True, labels=["good", "bad", "so-so"]))[0]
-    assert "so-so" in second["prompt"][0]["content"]
-    assert "so-so" not in first["prompt"][0]["content"]
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({}, r"line 3 has the label None: correct the row, or set `dataset\.drop_missing: true`"),
-        ({"labels": ["good", "fine"]}, r"line 2 has the label 'bad', and `dataset\.labels` has good, fine"),
-        ({"labels": ["good"]}, r"`dataset\.labels` must name the labels"),
-        ({"labels": None}, r"`dataset\.labels` must name the labels"),
-        ({"name": "gsm8k"}, r"`dataset\.labels` does not go with the dataset `gsm8k`"),
-    ],
-)
-def test_mistakes_of_a_classification_are_named(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load(moods(tmp_path, **keys))
+def test_mistakes_of_a_classification_are_named(tmp_path: Path) -> None:
+    with refused("rows.jsonl, line 3", "label None", "`dataset.drop_missing: true`"):
+        load(moods(tmp_path))
+    with refused("rows.jsonl, line 2", "'bad'", "good, fine"):
+        load(moods(tmp_path, labels=["good", "fine"]))
 
 
 @pytest.mark.parametrize("as_text", [True, False])
@@ -86,7 +71,7 @@ def test_an_empty_object_is_a_gold(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gold", ["[1]", "Köln", "{'city': 1}"])
 def test_a_gold_that_is_no_json_object_is_refused(tmp_path: Path, gold: str) -> None:
     rows = [{"text": "a", "object": '{"a": 1}'}, {"text": "b", "object": gold}]
-    with pytest.raises(UserError, match="line 2 has the object .* it must be one JSON object"):
+    with refused("", "line 2"):
         load(DatasetSpec.parse({"name": "extraction", "path": write(tmp_path, rows)}))
 
 
@@ -109,7 +94,7 @@ def test_rows_without_a_prompt_or_a_gold_are_dropped_on_request(tmp_path: Path, 
 
 def test_a_row_after_a_dropped_one_keeps_its_number_in_errors(tmp_path: Path) -> None:
     rows = [*GAPS, {"question": "6?", "answer": "####", "note": "x"}]
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 6 has the answer '####'"):
+    with refused("", "rows.jsonl", "line 6", "'####'"):
         load(DatasetSpec.parse({"name": "gsm8k", "path": write(tmp_path, rows), "drop_missing": True}))
 
 

@@ -16,7 +16,7 @@ from grpo_recipes.data import text_files
 from grpo_recipes.data.load import load
 from grpo_recipes.data.sources import Keys, guess_source, read
 from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
-from grpo_rewards.errors import UserError
+from tests.support.errors import refused
 
 TABLES = Path(__file__).parents[2] / "data" / "tables"
 NOTATION = ("delimiter", "encoding", "decimal")
@@ -93,81 +93,69 @@ def test_a_file_gives_its_rows(tmp_path: Path, name: str, content: bytes | str, 
     assert [list(map(type, row.values())) for row in found] == [list(map(type, row.values())) for row in expected]
 
 
-REFUSED: list[tuple[str, bytes | str, dict[str, Any], str]] = [
+REFUSED: list[tuple[str, bytes | str, dict[str, Any], str, tuple[str, ...]]] = [
     # CSV
-    ("a.csv", "q,a\nx,1\ny\n", {}, r"a\.csv, row 3 has 1 cells, .* 2 columns: put cells"),
-    ("a.csv", "q,a\nx,1,5\n", {}, r"a\.csv, row 2 has 3 cells, .* 2 columns: put cells"),
-    ("a.csv", 'q,x\na,1\n\n"b\n\nc",2,3\n', {}, r"a\.csv, row 3 has 3 cells"),
-    ("a.csv", 'q;"a, b"\nx;1\n', {}, r'a\.csv, row 2 has 1 cells.*: set `dataset\.delimiter: ";"`'),
-    ("a.csv", "q;a\nx;1\n", {}, r"one column, 'q;a': set `dataset\.delimiter: \";\"`"),
-    ("a.csv", "q\ta\nx\t1,5\n", {}, r'set `dataset\.delimiter: "\\t"`'),
-    ("a.tsv", "q,a\nx,1\n", {}, r'set `dataset\.delimiter: ","`'),
-    ("a.csv", "q,,b\na,1,2\n", {}, r"a\.csv, row 1 must name every column once, and it has q, , b:"),
-    ("a.csv", "b,q,b\na,1,2\n", {}, r"a\.csv, row 1 must name every column once, and it has b, q, b:"),
-    ("a.csv", ",,\n", {}, r"a\.csv, row 1 must name every column once, and it has nothing:"),
-    ("a.csv", 'q,a\nx,1\ny,"2\nz,3\n', {}, r"a\.csv, row 3 has a double quote that is never closed:"),
-    ("a.csv", 'q,a\nx,1\n"y,2\nz,3\n', {}, r"a\.csv, row 3 has 1 cells"),
-    ("a.csv", '"q\nx\n', {}, r"a\.csv is not CSV \(.+\): correct its quotes"),
+    ("a.csv", "q,a\nx,1\ny\n", {}, "a.csv, row 3", ("1 cells", "2 columns")),
+    ("a.csv", "q,a\nx,1,5\n", {}, "a.csv, row 2", ("3 cells", "2 columns")),
+    ("a.csv", 'q,x\na,1\n\n"b\n\nc",2,3\n', {}, "a.csv, row 3", ("3 cells",)),
+    ("a.csv", 'q;"a, b"\nx;1\n', {}, "a.csv, row 2", ('`dataset.delimiter: ";"`',)),
+    ("a.csv", "q;a\nx;1\n", {}, "a.csv", ("'q;a'", '`dataset.delimiter: ";"`')),
+    ("a.csv", "q\ta\nx\t1,5\n", {}, "a.csv", (r'`dataset.delimiter: "\t"`',)),
+    ("a.tsv", "q,a\nx,1\n", {}, "a.tsv", ('`dataset.delimiter: ","`',)),
+    ("a.csv", "q,,b\na,1,2\n", {}, "a.csv, row 1", ("q, , b",)),
+    ("a.csv", "b,q,b\na,1,2\n", {}, "a.csv, row 1", ("b, q, b",)),
+    ("a.csv", ",,\n", {}, "a.csv, row 1", ()),
+    ("a.csv", 'q,a\nx,1\ny,"2\nz,3\n', {}, "a.csv, row 3", ("quote",)),
+    ("a.csv", 'q,a\nx,1\n"y,2\nz,3\n', {}, "a.csv, row 3", ("1 cells",)),
+    ("a.csv", '"q\nx\n', {}, "a.csv", ("quotes",)),
     # JSON
-    ("a.jsonl", '{"q": 1}\n\n{"q": \n', {}, r"a\.jsonl, line 3 is not JSON \(.+\):"),
-    ("a.jsonl", '{"q": 1}\n' + "[" * 100_000, {}, r"a\.jsonl, line 2 is not JSON \(.+\):"),
-    ("a.jsonl", '{"q": 1}\n[1]\n', {}, r"a\.jsonl, line 2 is not a JSON object"),
-    ("a.jsonl", '{"q": 1}\n{}\n', {}, r"a\.jsonl, line 2 is not a JSON object"),
-    ("a.json", '[{"q": 1}, "x"]', {}, r"a\.json, entry 2 is not a JSON object"),
-    ("a.jsonl", '{"q": 1}\n\n{"q": 2}\n{"q": "x"}\n', {}, r"a\.jsonl, line 4: the column 'q' has 'x', .*: give all"),
-    ("a.jsonl", '{"m": {"k": 1}}\n{"m": 3}\n', {}, r"a\.jsonl, line 2: the column 'm' has 3, .*: give all"),
-    ("a.json", '[{"q": "x"}, {"q": "\\ud83d"}]', {}, r"a\.json, entry 2: the column 'q' has '\\ud83d', "),
-    ("a.jsonl", '{"q\\u0000": 1}\n', {}, r"the column 'q\\x00' has a NUL"),
-    ("a.jsonl.zst", zstd(b'{"q": 1}\n\n[]\n'), {}, r"a\.jsonl\.zst, line 3 is not a JSON object"),
+    ("a.jsonl", '{"q": 1}\n\n{"q": \n', {}, "a.jsonl, line 3", ("JSON",)),
+    ("a.jsonl", '{"q": 1}\n' + "[" * 100_000, {}, "a.jsonl, line 2", ("JSON",)),
+    ("a.jsonl", '{"q": 1}\n[1]\n', {}, "a.jsonl, line 2", ("object",)),
+    ("a.jsonl", '{"q": 1}\n{}\n', {}, "a.jsonl, line 2", ("object",)),
+    ("a.json", '[{"q": 1}, "x"]', {}, "a.json, entry 2", ("object",)),
+    ("a.jsonl", '{"q": 1}\n\n{"q": 2}\n{"q": "x"}\n', {}, "a.jsonl, line 4", ("'q'", "'x'")),
+    ("a.jsonl", '{"m": {"k": 1}}\n{"m": 3}\n', {}, "a.jsonl, line 2", ("'m'", "3")),
+    ("a.json", '[{"q": "x"}, {"q": "\\ud83d"}]', {}, "a.json, entry 2", ("'q'", r"'\ud83d'")),
+    ("a.jsonl", '{"q\\u0000": 1}\n', {}, "`dataset`", (r"'q\x00'", "NUL")),
+    ("a.jsonl.zst", zstd(b'{"q": 1}\n\n[]\n'), {}, "a.jsonl.zst, line 3", ("object",)),
     # Encodings
-    (
-        "a.csv",
-        "q\na\ngroß\n".encode("cp1252"),
-        {},
-        r"a\.csv, line 3 is not UTF-8 text: set `dataset\.encoding: cp1252`",
-    ),
-    ("a.jsonl", LINES.encode("utf-16"), {}, r"line 1 is not UTF-8 text: set `dataset\.encoding: utf-16`"),
-    ("a.csv", b"PK\x03\x04\xff\x00q", {}, r"line 1 is not UTF-8 text: correct the path or the file"),
-    ("a.csv", "q,x\na,b\n", {"encoding": "utf-16"}, r"`dataset\.encoding`: .* is not utf-16 text: correct"),
+    ("a.csv", "q\na\ngroß\n".encode("cp1252"), {}, "a.csv, line 3", ("`dataset.encoding: cp1252`",)),
+    ("a.jsonl", LINES.encode("utf-16"), {}, "a.jsonl, line 1", ("`dataset.encoding: utf-16`",)),
+    ("a.csv", b"PK\x03\x04\xff\x00q", {}, "a.csv, line 1", ("UTF-8",)),
+    ("a.csv", "q,x\na,b\n", {"encoding": "utf-16"}, "`dataset.encoding`", ("a.csv", "utf-16")),
     # Damage
-    *[
-        (f"a.jsonl{suffix}", content, {}, rf"^`dataset\.path`: .*a\.jsonl{suffix} can't be read \(.+\): correct")
-        for suffix, content in (
-            *((".gz", gzip.compress(LINES.encode(), mtime=0)[:-9]), (".gz", b"question\n")),
-            *((".zst", zstd(LINES.encode() * 9)[:-9]), (".zst", b"question\n")),
-        )
-    ],
+    ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], {}, "a.jsonl.gz", ()),
+    ("a.jsonl.gz", b"question\n", {}, "a.jsonl.gz", ()),
+    ("a.jsonl.zst", zstd(LINES.encode() * 9)[:-9], {}, "a.jsonl.zst", ()),
+    ("a.jsonl.zst", b"question\n", {}, "a.jsonl.zst", ()),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "keys", "message"), REFUSED)
-def test_a_mistake_is_reported_with_its_place_and_fix(
-    tmp_path: Path, name: str, content: bytes | str, keys: Any, message: str
+@pytest.mark.parametrize(("name", "content", "keys", "place", "figures"), REFUSED)
+def test_a_mistake_is_reported_with_its_place(
+    tmp_path: Path, name: str, content: bytes | str, keys: Any, place: str, figures: tuple[str, ...]
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with refused(place, *figures):
         rows(written(tmp_path, name, content), **keys)
 
 
 @pytest.mark.parametrize(
-    ("path", "keys", "message"),
+    ("path", "keys", "place"),
     [
-        ("a.csv", {"encoding": "cp99"}, r"`dataset\.encoding` is 'cp99', which Python does not know"),
-        ("a.csv", {"encoding": "hex"}, r"`dataset\.encoding` is 'hex'"),
-        ("a.csv", {"encoding": "a\0b"}, r"`dataset\.encoding` is 'a\\x00b"),
-        ("a.csv", {"delimiter": ";;"}, r"`dataset\.delimiter` is ';;': set one"),
-        ("a.csv", {"delimiter": "→"}, r"`dataset\.delimiter` is '→': set one"),
-        ("a.csv", {"decimal": "dot"}, r"`dataset\.decimal` .*point.*comma"),
-        ("a.jsonl", {"delimiter": ";"}, r"`dataset\.delimiter` describes .csv and .tsv files"),
-        ("a.parquet", {"decimal": "comma"}, r"`dataset\.decimal` describes .csv and .tsv files"),
-        ("a.parquet", {"encoding": "cp1252"}, r"`dataset\.encoding` describes text files"),
-        ("a.parquet.gz", {}, r"a\.parquet\.gz is not a \.jsonl, \.json, \.csv, \.tsv, \.parquet file"),
-        ("absent.csv", GERMAN, r"there is no file or folder .*absent\.csv"),
+        ("a.csv", {"encoding": "hex"}, "`dataset.encoding`"),
+        ("a.csv", {"encoding": "a\0b"}, "`dataset.encoding`"),
+        ("a.csv", {"decimal": "dot"}, "`dataset.decimal`"),
+        ("a.jsonl", {"delimiter": ";"}, "`dataset.delimiter`"),
+        ("a.parquet", {"decimal": "comma"}, "`dataset.decimal`"),
+        ("a.parquet", {"encoding": "cp1252"}, "`dataset.encoding`"),
+        ("absent.csv", GERMAN, "absent.csv"),
     ],
 )
-def test_keys_that_describe_no_file_are_refused(tmp_path: Path, path: str, keys: Any, message: str) -> None:
+def test_keys_that_describe_no_file_are_refused(tmp_path: Path, path: str, keys: Any, place: str) -> None:
     if not path.startswith("absent"):
         written(tmp_path, path, b"")
-    with pytest.raises(UserError, match=message):
+    with refused(place):
         load(DatasetSpec.parse({"path": str(tmp_path / path), **keys}))
 
 
@@ -275,5 +263,5 @@ def test_the_notation_of_a_path_is_guessed_from_its_first_file(tmp_path: Path) -
     for path in (str(tmp_path / "[bc]*"), str(tmp_path), str(tmp_path / "absent.csv"), "openai/gsm8k"):
         assert guess_source(path) == SourceSpec(path)
     assert guess_source(str(TABLES / "labels_cp1252.csv")).encoding == "cp1252"
-    with pytest.raises(UserError, match=r"`dataset\.path`: .*d\.csv\.gz can't be read \(.+\): correct"):
+    with refused("`dataset.path`", "d.csv.gz"):
         guess_source(str(written(tmp_path, "d.csv.gz", b"damaged")))

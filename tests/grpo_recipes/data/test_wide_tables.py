@@ -15,7 +15,7 @@ from grpo_recipes.data import load as data
 from grpo_recipes.data import prompts
 from grpo_recipes.data.tables import COLUMNS
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.errors import UserError
+from tests.support.errors import refused
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_the_largest_number_of_columns_is_read(tmp_path: Path) -> None:
 def test_more_columns_are_refused(
     tmp_path: Path, verb: str, tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_csv(tmp_path / "rows.csv", names(16_000))
+    path = write_csv(tmp_path / "rows.csv", names(4_000))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         f"model_name_or_path: {tiny_model}\nuse_cpu: true\nbf16: false\ndataset: {{path: {path}}}\nrewards: "
@@ -62,13 +62,13 @@ def test_more_columns_are_refused(
     line = ["plan", str(recipe)] if verb == "plan" else ["init", str(path), "--output", str(tmp_path / "first.yaml")]
     assert cli.main(line) == 2
     last_line = capsys.readouterr().err.splitlines()[-1]
-    assert f"`dataset`: {path} has 16,001 columns, and at most {COLUMNS:,} are read: select some" in last_line
+    assert all(figure in last_line for figure in (f"`dataset`: {path}: ", "4,001", f"{COLUMNS:,}"))
     assert not (tmp_path / "first.yaml").exists()
 
 
 def test_the_limits_count_the_keys_of_all_rows(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{f"key {row}": 1} for row in range(COLUMNS + 1)])
-    with pytest.raises(UserError, match=rf"rows\.jsonl has {COLUMNS + 2:,} columns"):
+    with refused(f"`dataset`: {path}", f"{COLUMNS + 2:,} columns", f"{COLUMNS:,}"):
         load(path)
 
 
@@ -76,23 +76,23 @@ def test_the_limits_count_the_keys_of_all_rows(tmp_path: Path) -> None:
 def test_a_wide_parquet_file_is_read_if_few_columns_are_selected(tmp_path: Path) -> None:
     columns = {"question": ["a", "b"], **{name: [1, 2] for name in names(COLUMNS)}}
     parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match=r"rows\.parquet has 2,001 columns"):
+    with refused("", "rows.parquet", "2,001"):
         load(tmp_path / "rows.parquet")
     assert load(tmp_path / "rows.parquet", columns=["question"]).column_names == ["prompt"]
 
 
 @pytest.mark.parametrize("others", [["again"] * 1_000, ["long" * 1_000_000] * 2])
 def test_a_message_names_only_some_of_many_columns(tmp_path: Path, others: list[str]) -> None:
-    with pytest.raises(UserError, match="row 1 must name every column once") as refused:
+    with refused("", "row 1") as caught:
         load(write_csv(tmp_path / "rows.csv", others))
-    assert len(str(refused.value)) < 600 + len(str(tmp_path))
+    assert len(str(caught.value)) < 600 + len(str(tmp_path))
 
 
 def test_a_message_shows_only_the_beginning_of_a_long_value(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"question": ["word"] * 10_000}])
-    with pytest.raises(UserError, match=r"has the question \['word', .*\.\.\.: it must be text") as refused:
+    with refused("", "'word'") as caught:
         load(path)
-    assert len(str(refused.value)) < 400 + len(str(tmp_path))
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
 
 
 def test_the_limits_are_those_that_the_pages_state() -> None:

@@ -168,10 +168,7 @@ def test_a_run_and_its_base_are_evaluated_with_the_template(tool_model: Path, tm
     assert train.main(arguments) == 0
     saved, shipped_template = AutoTokenizer.from_pretrained(run), ChatTemplate.read(str(FOLDER))
     assert shipped_template is not None
-    assert (saved.chat_template, saved.response_template) == (
-        shipped_template.text,
-        shipped_template.response_template,
-    )
+    assert (saved.chat_template, saved.response_template) == (shipped_template.text, shipped_template.response_template)
     options: dict[str, Any] = {"limit": 4, "max_new_tokens": 200}
     of_base = evaluate.evaluate_model(base, recipe=recipe, output=tmp_path / "of-base", **options)
     of_run = evaluate.evaluate_model(run, output=tmp_path / "of-run", **options)

@@ -133,6 +133,9 @@ ODD = {"reference": "base", "sync_ref_model": True, "beta": 0.1, "use_peft": Tru
 # Changes of a recipe, the place of the error, and a figure.
 REFUSED: list[tuple[Callable[[], dict[str, Any]], str, object]] = [
     (lambda: {"rewards": [{"name": "tag_count", "weight": 0}]}, "`rewards`", 0),
+    (lambda: {"rewards": ["gsm8k_corectness"]}, "reward `gsm8k_corectness`", "`gsm8k_correctness`"),
+    (lambda: {"dataset": {"name": "gsm8k", "path": "no/such.jsonl"}}, "`dataset.path`: no/such.jsonl", ""),
+    (lambda: {"per_device_train_batch_size": 6}, "`per_device_train_batch_size`", 8),
     (lambda: ODD, "`reference`", "`base`"),
     (lambda: {"model_name_or_path": adapter(), "use_peft": True}, "`use_peft`", "`lora_`"),
     (lambda: {"model_name_or_path": write("m/config.json", "[")}, "`model_name_or_path`: m/config.json", ""),

@@ -34,231 +34,72 @@ from tests.support.bad_input import check as check_case
 from tests.support.errors import refused
 from tests.support.tiny import chat_tokenizer
 
-TOOLS_PY = '''
-import dataclasses
-import functools
-from typing import Any
-
-
-def add(a: int, b: int = 1) -> int:
-    """Add two numbers.
+DOC = '''
+    """Do something.
 
     Args:
         a: The first.
         b: The second.
     """
-    return a + b
-
-
-def untyped(a) -> int:
-    """Count.
-
-    Args:
-        a: Anything.
-    """
-
-
-def silent(a: int) -> int:
-    return a
-
-
-def undescribed(a: int) -> int:
-    """Count."""
-
-
-def custom(a: object) -> int:
-    """Count.
-
-    Args:
-        a: Anything.
-    """
-
-
-def variadic(**values: int) -> int:
-    """Count.
-
-    Args:
-        values: Numbers.
-    """
-
-
-def by_position(a: int, /) -> int:
-    """Count.
-
-    Args:
-        a: The first.
-    """
-
-
-def by_environment(completions, environments, **columns):
-    return [0.0 for _ in environments]
-
-
-@dataclasses.dataclass
-class Point:
-    x: int
-
-
-def record(point: Point) -> int:
-    """Count.
-
-    Args:
-        point: A point.
-    """
-
-
-def logged(function):
-    @functools.wraps(function)
-    def wrapper(*args, **kwargs):
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-@logged
-async def behind(a: int) -> int:
-    """Count.
-
-    Args:
-        a: A number.
-    """
-
-
-@functools.cache
-async def cached(a: int) -> int:
-    """Count.
-
-    Args:
-        a: A number.
-    """
-
-
-def ticks(a: int):
-    """Count.
-
-    Args:
-        a: A number.
-    """
-    yield a
-
-
-async def ticks_later(a: int):
-    """Count.
-
-    Args:
-        a: A number.
-    """
-    yield a
-
-
-nameless = functools.partial(add, b=2)
-number = 3
-
-
-class Other:
-    pass
-
 '''
 
-ENVS_PY = '''
-import functools
+
+def documented(head: str, body: str = "return a") -> str:
+    """Return the text of a function that describes the arguments that it has."""
+    described = [
+        line for line in DOC.splitlines() if line.strip()[:2] not in ("a:", "b:") or f"{line.strip()[0]}:" in head
+    ]
+    return "\n".join([f"{head}:", *described[1:], f"    {body}", "", ""])
 
 
-def logged(function):
-    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+TOOLS_PY = "import dataclasses, functools\n" + "".join(
+    [
+        documented("def add(a: int, b: int = 1) -> int", "return a + b"),
+        documented("def untyped(a) -> int").replace("    Args:\n", "    Args:\n        a: The first.\n"),
+        "def silent(a: int) -> int: return a\n",
+        'def undescribed(a: int) -> int: "Count."\n',
+        documented("def custom(a: object) -> int"),
+        documented("def variadic(**values: int) -> int").replace("Args:", "Args:\n        values: Numbers."),
+        documented("def by_position(a: int, /) -> int"),
+        "@dataclasses.dataclass\nclass Point:\n    x: int\n",
+        documented("def record(a: Point) -> int"),
+        "def logged(function): return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))\n",
+        documented("@logged\nasync def behind(a: int) -> int"),
+        documented("@functools.cache\nasync def cached(a: int) -> int"),
+        documented("def ticks(a: int)", "yield a"),
+        documented("async def ticks_later(a: int)", "yield a"),
+        "def by_environment(completions, environments, **columns): return [0.0 for _ in environments]\n",
+        "nameless = functools.partial(add, b=2)\nnumber = 3\nclass Other: pass\n",
+    ]
+)
 
 
-class Game:
-    def reset(self, **columns):
-        pass
-
-    def look(self, at: str) -> str:
-        """Look at something.
-
-        Args:
-            at: What to look at.
-        """
-        return at
-
-    def get_reward(self) -> float:
-        return 1.0
-
-    def _peek(self):
-        return "no tool"
+def methods(*texts: str) -> str:
+    return "".join(text.replace("\n", "\n    ").join(["    ", "\n"]) for text in texts)
 
 
-class Plain(Game):
-    get_reward = None
-
-
-class NoReset:
-    def look(self) -> str:
-        """Look."""
-
-
-class AsyncReset(Game):
-    async def reset(self, **columns):
-        pass
-
-
-class Asynchronous(Game):
-    async def look(self, at: str) -> str:
-        """Look at something.
-
-        Args:
-            at: What to look at.
-        """
-
-    look = logged(look)
-
-
-class Untyped(Game):
-    def look(self, at) -> str:
-        """Look at something.
-
-        Args:
-            at: What to look at.
-        """
-
-
-class OneColumn(Game):
-    def reset(self, answer):
-        pass
-
-
-class Adds(Game):
-    def add(self, a: int) -> int:
-        """Add one.
-
-        Args:
-            a: The first.
-        """
-
-
-class WithOtherMembers(Game):
-    size = 3
-    shown = property(lambda self: 1 / 0)
-
-    @staticmethod
-    def roll(sides: int) -> int:
-        """Roll a die.
-
-        Args:
-            sides: Number of sides.
-        """
-        return sides
-
-    @classmethod
-    def made(cls):
-        return cls()
-
-
-def made():
-    return Game()
-
-
-number = 3
-'''
+LOOK = documented("def look(self, a: str) -> str")
+ENVS_PY = "from my_tools import logged\n" + "".join(
+    [
+        "class Game:\n" + methods("def reset(self, **columns): pass", LOOK, "def get_reward(self): return 1.0"),
+        "    def _peek(self): return 'no tool'\n",
+        "class Plain(Game): get_reward = None\n",
+        "class NoReset:\n" + methods(LOOK),
+        "class AsyncReset(Game):\n    async def reset(self, **columns): pass\n",
+        "class Asynchronous(Game):\n" + methods(f"async {LOOK}", "look = logged(look)"),
+        "class Untyped(Game):\n" + methods(LOOK.replace("a: str)", "a)")),
+        "class OneColumn(Game):\n    def reset(self, answer): pass\n",
+        "class Adds(Game):\n" + methods(documented("def add(self, a: int) -> int")),
+        "class WithOtherMembers(Game):\n    size, shown = 3, property(lambda self: 1 / 0)\n",
+        methods(
+            "@staticmethod",
+            documented("def roll(b: int) -> int", "return b"),
+            "@classmethod",
+            "def made(cls): return cls()",
+        ),
+        "def made(): return Game()\nnumber = 3\n",
+    ]
+)
 
 FILES: Mapping[str, str] = {
     "my_tools.py": TOOLS_PY,
@@ -525,6 +366,9 @@ def test_a_fault_of_an_environment_ends_the_run_with_its_name(
 def environments_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **named: str) -> Toolset:
     """Return the environments of `ENVS_PY`, read from a file of this test."""
     (folder / "envs.py").write_text(ENVS_PY)
+    (folder / "my_tools.py").write_text(TOOLS_PY)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "my_tools", raising=False)
     monkeypatch.chdir(folder)
     paths = {name: f"envs.py:{attribute}" for name, attribute in named.items()}
     return toolset_of([], paths.get("every") or paths)
@@ -534,8 +378,8 @@ def test_only_functions_of_a_class_are_tools(tmp_path: Path, monkeypatch: pytest
     """TRL lists the functions of a class. A static method takes no instance."""
     toolset = environments_of(tmp_path, monkeypatch, every="WithOtherMembers")
     assert {tool.name: list(tool.schema["function"]["parameters"]["properties"]) for tool in toolset.all_tools} == {
-        "look": ["at"],
-        "roll": ["sides"],
+        "look": ["a"],
+        "roll": ["b"],
     }
     assert [environment.scores for environment in toolset.environments] == [True]
     assert not environments_of(tmp_path, monkeypatch, every="Plain").environments[0].scores

@@ -371,32 +371,6 @@ def test_a_number_outside_the_range_of_its_key_is_named(recipe: Write, key: str,
         recipe(f"--{key}={value}")
 
 
-@pytest.mark.parametrize(
-    ("changes", "place", "figure"),
-    [
-        ({"rewards": ["gsm8k_corectness"]}, "gsm8k_corectness", "gsm8k_correctness"),
-        ({"rewards": [{"name": "tag_count", "kwargs": {"tag": ["a"]}}]}, "`tag_count`", "`tag`"),
-        ({"dataset": {"name": "gsm8k", "path": "no/such.jsonl"}}, "`dataset.path`", "no/such.jsonl"),
-        ({"dataset": {"name": "arithmetic", "size": 1}}, "`dataset`", "1 prompts and one generation needs 2"),
-        ({"per_device_train_batch_size": 12}, "`per_device_train_batch_size`", 16),
-        (
-            {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 3},
-            "`per_device_eval_batch_size`",
-            8,
-        ),
-        ({"use_cpu": False, "bf16": True}, "`bf16`", "`use_cpu: true`"),
-    ],
-)
-def test_a_recipe_that_cannot_run_is_refused_before_a_model_is_loaded(
-    recipe: Write, tmp_path: Path, changes: dict, place: str, figure: object
-) -> None:
-    made = recipe(**{**RUNS, "output_dir": str(tmp_path / "run"), **changes})
-    with refused("mine.yaml: ", figure, by=RecipeError) as caught:
-        check(made, CPU)
-    assert place in caught.value.place
-    assert not (tmp_path / "run").exists()
-
-
 def test_errors_of_trl_name_the_file(recipe: Write) -> None:
     with refused("mine.yaml", "fp16", "bf16", by=RecipeError):
         grpo_config(recipe(fp16=True, bf16=True, use_cpu=True))

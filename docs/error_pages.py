@@ -17,10 +17,10 @@ GAP = "…"
 """Placeholder for each value that a message names."""
 
 VALIDATORS = {
-    "check_number": "`…` is …{}: set a number …",
-    "check_setting": "`…: …` {}: set it to …",
-    "_check_unset": "`dataset.…` {}: remove it",
-    "_check_multiple": "{}, and … is no multiple of …: set `…` to …",
+    "check_number": "`…`: it is …{}: set a number …",
+    "check_setting": "`…`: `…` {}: set `…` to …",
+    "_check_unset": "`dataset.…`: it does not go with {}: remove it",
+    "_check_multiple": "`…`: {}, and … is not a multiple of …: set it to …",
 }
 """Functions that raise for many keys, with the message around the reason that a caller gives as the last argument."""
 

@@ -159,7 +159,7 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str, object]] = [
     ),
     (lambda: {"dataset": {"name": "arithmetic", "size": 1}}, "`dataset`", "1 prompts"),
     (lambda: {**SPLIT_SAVES, "save_strategy": "steps", "save_steps": 3}, "`save_steps`", 3.0),
-    (overlap, "`dataset.eval_path`", "1 of 16"),
+    (overlap, "`dataset.eval_path`", "b.jsonl, line 1"),
     (
         lambda: {"rewards": ["tests.grpo_recipes.checks.test_checks.by_environment"], **CALCULATOR},
         "`rewards`: by_environment",

@@ -20,6 +20,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from grpo_rewards.completions import completion_text, needed_column
+from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import MAX_GOLDS, accepted_golds, number_text
 from grpo_rewards.math.correctness import AgainstGold, Judgement
 from grpo_rewards.reward import Scored, check_choice
@@ -148,9 +149,9 @@ class StringMatch(AgainstGold):
         super().__post_init__()
         check_choice(self.match, "match", tuple(_COMPARISONS))
         if self.pattern is not None and self.match != "pattern":
-            raise ValueError(f"pattern has no effect with match {self.match!r}: set match to pattern")
+            raise UserError("`pattern`", f"it has no effect with `match: {self.match}`", "set `match: pattern`")
         if self.pattern is not None and not isinstance(self.pattern, str):
-            raise ValueError(f"pattern must be a string, not {self.pattern!r}")
+            raise UserError("`pattern`", f"it is {self.pattern!r}", "set a string")
         if self.match == "pattern":
             _whole_pattern(self.pattern or "")
 

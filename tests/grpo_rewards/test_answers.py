@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rewards.math import answers
 from grpo_rewards.math.answers import (
+    MAX_GOLDS,
     Gold,
     Judge,
     accepted_golds,
@@ -107,28 +107,8 @@ SPELLED = {
 }  # fmt: skip
 FORMS = {**{dress: dress.format for dress in DRESSES}, **SPELLED}
 VALUES = [
-    0,
-    1,
-    5,
-    18,
-    20,
-    72,
-    100,
-    101,
-    110,
-    540,
-    999,
-    1000,
-    1024,
-    5600,
-    65960,
-    114200,
-    276000,
-    1450000,
-    -3,
-    -10,
-    -2500,
-]
+    0, 1, 5, 18, 20, 72, 100, 101, 110, 540, 999, 1000, 1024, 5600, 65960, 114200, 276000, 1450000, -3, -10, -2500
+]  # fmt: skip
 
 
 def near_misses(value: int) -> set[int]:
@@ -138,59 +118,110 @@ def near_misses(value: int) -> set[int]:
     return (others | {int(shown + shown[-1]), int(shown[::-1]), int(shown[:3])}) - {value}
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_accepted_for_the_right_value_and_no_wrong_one(form):
-    reward = GSM8KCorrectness()
-    spell = FORMS[form]
-    for value in VALUES:
-        right = f"<answer>{spell(value)}</answer>"
-        for gold in (str(value), f"{value:,}", f"Some steps.\n#### {value:,}"):
-            (score,) = reward(completions=[right], answer=[gold])
-            assert score in (1.5, 2.0), (right, gold)
+def check_forms(cells):
+    """Check that each form of a value is accepted for its gold, and no form of a near miss is."""
+    reward, mistakes = GSM8KCorrectness(), []
+    for form, value in cells:
+        spell = FORMS[form]
+        golds = [str(value), f"{value:,}", f"Some steps.\n#### {value:,}"]
+        right = reward(completions=[f"<answer>{spell(value)}</answer>"] * 3, answer=golds)
         wrong = [f"<answer>{spell(other)}</answer>" for other in near_misses(value)]
-        assert set(reward(completions=wrong, answer=[str(value)] * len(wrong))) == {0.0}, value
+        paid = set(reward(completions=wrong, answer=[str(value)] * len(wrong)))
+        if not set(right) <= {1.5, 2.0} or paid != {0.0}:
+            mistakes.append((form, value, right, paid))
+    assert mistakes == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "value"),
-    [
-        ("1 1/2", Fraction(3, 2)), ("1\\frac{1}{2}", Fraction(3, 2)), ("1½", Fraction(3, 2)), ("½", Fraction(1, 2)),
-        ("-1 1/2", Fraction(-3, 2)), ("-\\frac12", Fraction(-1, 2)), ("0.5", Fraction(1, 2)), (".5", Fraction(1, 2)),
-        ("33.33", Fraction(3333, 100)), ("3/4 cups", Fraction(3, 4)), ("1.5 million", 1500000), ("$18k", 18000),
-        ("five thousand a year", None), ("two thousand and apples", None), ("two and apples", None), ("a k", None),
-        ("18 Thousand", 18000), ("1.5 Million dollars", 1500000), ("$18K", 18000), ("18 maybe", None),
-        ("18 roughly", None),
-        ("negative 3", -3), ("minus two hundred", -200), ("--18", None), ("-$-18", None), ("+-3", None),
-        ("1" * 1000, int("1" * 1000)), ("1" * 1001, None),
-        ("3 100/200", Fraction(7, 2)), ("1 4/4", None), ("1,200 1/2", Fraction(2401, 2)), ("1 200 / 3", None),
-        ("two and a half", None), ("1/0", None), ("1 3/2", None), ("1/2/3", None), ("", None), ("...", None),
-        ("1" * 400, int("1" * 400)), ("1" * 2000, None), ("1e999999999", None), ("1e-999999999", None),
-        ("twelve hundred", 1200), ("a hundred", 100), ("five twenty", None), ("twenty zero", None),
-        ("one thousand million", None),
-        ("five thousand two thousand", None), ("ten eight", None), ("hundred", None), ("an apple", None), ("a", None),
-        ("twenty hundred", None), ("two hundred and", None), ("two million thousand", None), ("twenty five", 25),
-        ("five hundred thousand", 500000), ("1e1000", 10**1000), ("1e1001", None), ("1e-1000", Fraction(1, 10**1000)),
-        ("18 km/", None), ("18 km-", None), ("18 km (", None), ("18 km..", None), ("18 eggs per day for each hen", 18),
-        ("18 eggs per day for each old hen", None), ("eggs: 18", 18), ("perhaps: 18", None), ("twelve eggs: 18", None),
-        ("half eggs: 18", None),
-        ("18 dozen", 18), ("18 dozens", 18), ("18 quarter", None), ("18 thousand maybe", None),
-        ("18 thousand eggs", 18000), ("$18 saved", 18), ("18 saved", None), ("18% saved", 18),
-    ],
-)  # fmt: skip
-def test_a_text_is_read_as_the_expected_number(answer, value):
-    assert parse_number(answer) == value
+def test_a_form_is_accepted_for_the_right_value_and_no_wrong_one():
+    """Check each form with four values, so that each value occurs in many forms."""
+    check_forms([(form, VALUES[(number + 5 * k) % len(VALUES)]) for number, form in enumerate(FORMS) for k in range(4)])
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"),
-     ("```", "```"), ("`", "`"), ('"', '"'), ("'", "'"), ("\\boxed{", "}"), ("(", ")"), ("[", "]"), ("{", "}")],
-)  # fmt: skip
-def test_formatting_around_an_answer_is_removed(left, right):
-    assert parse_number(f"{left}18{right}") == 18
-    assert parse_number(f"{left}{right}") is None
-    assert undress(f"{left}{right}") == f"{left}{right}"
+@pytest.mark.slow
+def test_every_form_of_every_value_is_accepted():
+    check_forms([(form, value) for form in FORMS for value in VALUES])
+
+
+NUMBERS = [
+    ("1 1/2", Fraction(3, 2)), ("1\\frac{1}{2}", Fraction(3, 2)), ("1½", Fraction(3, 2)), ("½", Fraction(1, 2)),
+    ("-1 1/2", Fraction(-3, 2)), ("-\\frac12", Fraction(-1, 2)), ("0.5", Fraction(1, 2)), (".5", Fraction(1, 2)),
+    ("33.33", Fraction(3333, 100)), ("3/4 cups", Fraction(3, 4)), ("1.5 million", 1500000), ("$18k", 18000),
+    ("five thousand a year", None), ("two thousand and apples", None), ("two and apples", None), ("a k", None),
+    ("18 Thousand", 18000), ("1.5 Million dollars", 1500000), ("$18K", 18000), ("18 maybe", None),
+    ("18 roughly", None),
+    ("negative 3", -3), ("minus two hundred", -200), ("--18", None), ("-$-18", None), ("+-3", None),
+    ("1" * 1000, int("1" * 1000)), ("1" * 1001, None),
+    ("3 100/200", Fraction(7, 2)), ("1 4/4", None), ("1,200 1/2", Fraction(2401, 2)), ("1 200 / 3", None),
+    ("two and a half", None), ("1/0", None), ("1 3/2", None), ("1/2/3", None), ("", None), ("...", None),
+    ("1" * 400, int("1" * 400)), ("1" * 2000, None), ("1e999999999", None), ("1e-999999999", None),
+    ("twelve hundred", 1200), ("a hundred", 100), ("five twenty", None), ("twenty zero", None),
+    ("one thousand million", None),
+    ("five thousand two thousand", None), ("ten eight", None), ("hundred", None), ("an apple", None), ("a", None),
+    ("twenty hundred", None), ("two hundred and", None), ("two million thousand", None), ("twenty five", 25),
+    ("five hundred thousand", 500000), ("1e1000", 10**1000), ("1e1001", None), ("1e-1000", Fraction(1, 10**1000)),
+    ("18 km/", None), ("18 km-", None), ("18 km (", None), ("18 km..", None), ("18 eggs per day for each hen", 18),
+    ("18 eggs per day for each old hen", None), ("eggs: 18", 18), ("perhaps: 18", None), ("twelve eggs: 18", None),
+    ("half eggs: 18", None),
+    ("18 dozen", 18), ("18 dozens", 18), ("18 quarter", None), ("18 thousand maybe", None),
+    ("18 thousand eggs", 18000), ("$18 saved", 18), ("18 saved", None), ("18% saved", 18),
+    # Words: after twenty a digit, after a digit a scale, and each scale smaller than the one before.
+    ("nineteen hundred", 1900), ("twenty fifteen", None), ("twenty ten", None), ("ninety nine", 99),
+    ("five five", None),
+    ("one hundred and five", 105), ("one hundred twenty one", 121), ("one hundred hundred", None), ("zero", 0),
+    ("zero five", None), ("one thousand five hundred", 1500), ("one hundred thousand", 100_000),
+    ("a thousand and one", 1001), ("one million two thousand", 1_002_000), ("one thousand thousand", None),
+    ("one trillion", 10**12), ("one trillion two billion", 1_002_000_000_000), ("two billion trillion", None),
+    ("two thousand and twelve apples", 2012), ("an hundred", 100), ("and five", None), ("five and", None),
+    # Signs, currencies and powers.
+    ("USD 18 saved", 18), ("-$18 saved", -18), ("+ 18 saved", None), ("- 18", -18), ("+18", 18), ("-+18", None),
+    ("1.5 × 10^3", 1500), ("2*10^{-2}", Fraction(1, 50)), ("1 x 10^1000", 10**1000), ("1 x 10^1001", None),
+    ("1e-1001", None), ("2/4 cups", Fraction(1, 2)), ("2 3/4 cups", Fraction(11, 4)), ("-2 3/4", Fraction(-11, 4)),
+    # Units.
+    ("18km", 18), ("18ab", None), ("18 x", None), ("18 m", 18), ("18 α", None), ("18 元", 18), ("18th", 18),
+    ("18 eggs and", None), ("18 cm^2", 18), ("18 thousand km", 18_000), ("18 km thousand", None), ("18k", 18_000),
+    ("minus five", -5), ("Negative 1/2", Fraction(-1, 2)), ("minus -5", 5), ("(18)", 18), ("(1,800)", None),
+    ("** minus 18** apples", -18), ("$1/2 saved", Fraction(1, 2)), ("1/2 saved", None), ("- 18 saved", None),
+    ("18 α m", None), ("18 eggs per day for each old", 18), ("18 thousand thousand", None), ("18 k", 18_000),
+    ("18 sT", None), ("18 (", None), ("18 /", None), ("18 -", None), ("18rd", None), ("18 dozen eggs", 18),
+    ("perhaps = 18", None), ("Tom = 18", 18), ("Tom: 18", None), ("one = 18", None), ("half = 18", None),
+    ("about = 18", None), ("x_1 = 18", 18), ("0.0", 0), ("-.5", Fraction(-1, 2)), ("5.", 5),
+    ("nine hundred ninety nine thousand", 999_000), ("twenty nine ten", None), ("one hundred one hundred", None),
+    ("zero hundred", None), ("zero and five", None), ("five k", None), ("five hundred and", None),
+    ("third = 18", None), ("TOTAL: 18", 18), ("1~800", 1800), ("a thousand", 1000), ("apple a thousand", None),
+    ("two a", None),
+]  # fmt: skip
+# Numbers of golds, whose words are trusted: any word is a unit unless it is a number or a doubt.
+NUMBERS_OF_GOLDS = [
+    ("18 Äpfel rot", 18), ("Tom: 18", 18), ("perhaps: 18", None), ("about: 18", None), ("twelve: 18", None),
+    ("half: 18", None), ("18 maybe", None), ("18 eggs thousand", None), ("18 eggs five", None),
+    ("18 and more", None), ("18 half", None), ("18 dozen", 18), ("18 x", None), ("18 m", 18), ("18 eggs hex", 18),
+    ("18 eggs 三", None), ("18 eggs MAYBE", None), ("18 eggs FIVE", None), ("dozen: 18", None),
+    ("fifteen Äpfel", 15), ("fifteen x", None),
+]  # fmt: skip
+# Equations and sentences: an equation states its right side if every side has its value.
+STATEMENTS = [
+    ("17 + 1 = 18", 18), ("17 = 18", None), ("17 + 2 = 18", None), ("5 - 5 = 0", 0),
+    ("12 eggs + 6 eggs = 18 eggs", 18),
+    ("12 thousand + 6 = 18", None), ("12 Äpfel + 6 Äpfel = 18", 18), ("12 foo + 6 = 18", 18),
+    ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
+    ("9*2 = 17 = 18", None), ("17 + 1 = She has 18 apples left.", 18), ("x + 1 = 18", None), ("17 + 1 = y", None),
+    ("She has 18." + " " * 989, 18), ("She has 18." + " " * 990, None), ("She has 5 cm^2 left.", 5),
+]  # fmt: skip
+
+
+def test_a_text_is_read_as_the_expected_number():
+    assert [(text, parse_number(text)) for text, value in NUMBERS if parse_number(text) != value] == []
+    read = [(text, parse_number(text, trusted=True), value) for text, value in NUMBERS_OF_GOLDS]
+    assert [row for row in read if row[1] != row[2]] == []
+    assert [(text, answer_number(text)) for text, value in STATEMENTS if answer_number(text) != value] == []
+
+
+def test_formatting_around_an_answer_is_removed():
+    pairs = "$$ $$|$ $|\\( \\)|\\[ \\]|** **|__ __|* *|_ _|``` ```|` `|\" \"|' '|\\boxed{ }|( )|[ ]|{ }"
+    for left, right in map(str.split, pairs.split("|")):
+        assert parse_number(f"{left}18{right}") == 18
+        assert parse_number(f"{left}{right}") is None
+        assert undress(f"{left}{right}") == f"{left}{right}"
 
 
 # Answers that some peer rewards, or nearly rewards. The gold is 18.
@@ -208,104 +239,104 @@ TRAPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", TRAPS)
 @pytest.mark.parametrize("reward", [GSM8KCorrectness(), MathCorrectness()], ids=lambda reward: reward.name)
-def test_a_trap_earns_nothing(reward, answer):
-    layouts = ["<think>18</think><answer>{}</answer>"]
-    # Outside a tag these are different texts: two lines, or two boxes of which the last counts.
-    if reward.extract == "auto" and "\n" not in answer and "boxed" not in answer:
-        layouts += ["The answer is {}.", "Steps.\n#### {}", "So \\boxed{{{}}}."]
-    texts = [layout.format(answer) for layout in layouts]
-    assert set(reward(completions=texts, answer=["18"] * len(texts))) == {0.0}
+def test_a_trap_earns_nothing(reward):
+    texts = [f"<think>18</think><answer>{answer}</answer>" for answer in TRAPS]
+    if reward.extract == "auto":
+        for layout in ("The answer is {}.", "Steps.\n#### {}", "So \\boxed{{{}}}."):
+            # Outside a tag these are different texts: two lines, or two boxes of which the last counts.
+            texts += [layout.format(answer) for answer in TRAPS if "\n" not in answer and "boxed" not in answer]
+    scores = reward(completions=texts, answer=["18"] * len(texts))
+    assert [text for text, score in zip(texts, scores, strict=True) if score != 0.0] == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<think>\\boxed{18}</think><answer>17</answer>",
-        "<answer>17</answer> No, 18.",
-        "<answer>17</answer>\n#### 18",
-        "<think><answer>18</answer></think>",
-        "<think><answer>18</answer>",
-        "<think>a</think><think><answer>18</answer>",
-        "<think><answer>18</answer></think><answer>17</answer>",
-        "<answer>18</answer><answer>17</answer>",
-        "<answer>18",
-        "<answer>18<answer>",
-        "<think>#### 18</think> #### 17",
-        "<think>The answer is 18.</think> I am not sure.",
-        "#### 18\n#### 17",
-        "\\boxed{18} \\boxed{17}",
-        "\\boxed{18",
-        "The answer is 18. The answer is 17.",
-        "A: 18\nA: 17",
-        "18",
-        "",
-    ],
-)
+MISPLACED = [
+    "<think>\\boxed{18}</think><answer>17</answer>",
+    "<answer>17</answer> No, 18.",
+    "<answer>17</answer>\n#### 18",
+    "<think><answer>18</answer></think>",
+    "<think><answer>18</answer>",
+    "<think>a</think><think><answer>18</answer>",
+    "<think><answer>18</answer></think><answer>17</answer>",
+    "<answer>18</answer><answer>17</answer>",
+    "<answer>18",
+    "<answer>18<answer>",
+    "<think>#### 18</think> #### 17",
+    "<think>The answer is 18.</think> I am not sure.",
+    "#### 18\n#### 17",
+    "\\boxed{18} \\boxed{17}",
+    "\\boxed{18",
+    "The answer is 18. The answer is 17.",
+    "A: 18\nA: 17",
+    "18",
+    "",
+]
+
+
 @pytest.mark.parametrize("extract", ["answer_tag", "auto"])
-def test_a_misplaced_gold_earns_nothing(text, extract):
-    assert GSM8KCorrectness(extract=extract)(completions=[text], answer=["18"]) == [0.0]
+def test_a_misplaced_gold_earns_nothing(extract):
+    scores = GSM8KCorrectness(extract=extract)(completions=MISPLACED, answer=["18"] * len(MISPLACED))
+    assert [text for text, score in zip(MISPLACED, scores, strict=True) if score != 0.0] == []
 
 
-@pytest.mark.parametrize(
-    ("layout", "text", "answer"),
-    [
-        ("answer_tag", "<answer>17</answer> then <answer> 18 </answer> done", "18"),
-        ("answer_tag", "no thinking opened </think><answer>18</answer>", "18"),
-        ("answer_tag", "a </think><answer>17</answer> b </think><answer>18</answer>", "18"),
-        ("answer_tag", "a </think><answer>17</answer> b </think>", None),
-        ("answer_tag", "<answer>17<answer>18</answer>", "18"),
-        ("answer_tag", "18", None),
-        ("hashes", "#### 17\nmore\n####18 \nend", "18"),
-        ("boxed", "\\boxed{17} and \\boxed{\\frac{1}{2}} so", "17, \\frac{1}{2}"),
-        ("boxed", "\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("boxed", "\\boxed{1 + \\boxed{2} + 3}, {so} it is", "1 + \\boxed{2} + 3"),
-        ("a_line", "Because.\nA: 18\nThanks", "18"),
-        ("a_line", "A: 18", "18"),
-        ("a_line", "A:18", "18"),
-        ("a_line", "\nA: 18", "18"),
-        ("boxed", "<answer>17</answer> \\boxed{18}", "18"),
-        ("a_line", "So.\nA: 17\nA: 18", "18"),
-        ("a_line", "DNA: 18", None),
-        ("sentence", "The answer is 3.5 dollars. Done.", "3.5 dollars"),
-        ("sentence", "THE ANSWER IS: 18!", "18"),
-        ("sentence", "Answer: $1,234.50.", "$1,234.50"),
-        ("sentence", "The answer isn't 18", None),
-        ("sentence", "She answered 18", None),
-        ("auto", "#### Step 4: add\nSo \\boxed{18}.", "18"),
-        ("auto", "A: Let me see. The answer is 18.", "18"),
-        ("auto", "The answer is 17.\n#### 18", "18"),
-        ("auto", "#### \\sqrt{2}", "\\sqrt{2}"),
-        ("auto", "nothing", None),
-        ("auto", "#### A heading\nA: Let me see.", "A heading"),
-        ("boxed", "So \\boxed{ 18 } it is", "18"),
-        ("boxed", "\\boxed{18} " + "It is not \\boxed{17}. " * 19, "18"),
-        ("boxed", "\\boxed{18} " + "It is not \\boxed{17}. " * 20, None),
-        ("sentence", "The answer is 18. " + "I doubt the answer is 17. " * 20, "18"),
-        ("sentence", "The answer is 18. " + "I doubt the answer is 17. " * 21, None),
-        ("sentence", "\u0130. The answer is 18.", "18"),
-        ("sentence", "Our answers: the answer to the problem is: **18** eggs. Good.", "**18** eggs"),
-        ("sentence", "The answer is 18?", None),
-        ("answer_tag", "<answer>18</answer> </answer>", "18"),
-        ("auto", "#### 0\nThe answer is 5.", "0"),
-        ("auto", "So \\boxed{x+1}. The answer is 18.", "x+1"),
-        ("auto", "#### Steps\nThe answer is a tree.", "a tree"),
-        ("auto", "#### Steps\n\\boxed{}", None),
-        ("a_line", "A: 17\nSo.\nA: 18", "18"),
-        ("sentence", "The answer is 3. It is 3. No.", "3"),
-        ("sentence", "The answer is 3. No, it is 4.", None),
-    ],
-)
-def test_a_layout_extracts_the_expected_answer(layout, text, answer):
-    assert extract_answer(text, layout) == answer
-    if layout != "answer_tag":
-        assert extract_answer(f"<think>{text}</think> done", layout) is None
-        assert extract_answer(f"<think>hm</think> {text}", layout) == answer or text.startswith("A:")
+LAYOUTS = [
+    ("answer_tag", "<answer>17</answer> then <answer> 18 </answer> done", "18"),
+    ("answer_tag", "no thinking opened </think><answer>18</answer>", "18"),
+    ("answer_tag", "a </think><answer>17</answer> b </think><answer>18</answer>", "18"),
+    ("answer_tag", "a </think><answer>17</answer> b </think>", None),
+    ("answer_tag", "<answer>17<answer>18</answer>", "18"),
+    ("answer_tag", "18", None),
+    ("hashes", "#### 17\nmore\n####18 \nend", "18"),
+    ("boxed", "\\boxed{17} and \\boxed{\\frac{1}{2}} so", "17, \\frac{1}{2}"),
+    ("boxed", "\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+    ("boxed", "\\boxed{1 + \\boxed{2} + 3}, {so} it is", "1 + \\boxed{2} + 3"),
+    ("a_line", "Because.\nA: 18\nThanks", "18"),
+    ("a_line", "A: 18", "18"),
+    ("a_line", "A:18", "18"),
+    ("a_line", "\nA: 18", "18"),
+    ("boxed", "<answer>17</answer> \\boxed{18}", "18"),
+    ("a_line", "So.\nA: 17\nA: 18", "18"),
+    ("a_line", "DNA: 18", None),
+    ("sentence", "The answer is 3.5 dollars. Done.", "3.5 dollars"),
+    ("sentence", "THE ANSWER IS: 18!", "18"),
+    ("sentence", "Answer: $1,234.50.", "$1,234.50"),
+    ("sentence", "The answer isn't 18", None),
+    ("sentence", "She answered 18", None),
+    ("auto", "#### Step 4: add\nSo \\boxed{18}.", "18"),
+    ("auto", "A: Let me see. The answer is 18.", "18"),
+    ("auto", "The answer is 17.\n#### 18", "18"),
+    ("auto", "#### \\sqrt{2}", "\\sqrt{2}"),
+    ("auto", "nothing", None),
+    ("auto", "#### A heading\nA: Let me see.", "A heading"),
+    ("boxed", "So \\boxed{ 18 } it is", "18"),
+    ("boxed", "\\boxed{18} " + "It is not \\boxed{17}. " * 19, "18"),
+    ("boxed", "\\boxed{18} " + "It is not \\boxed{17}. " * 20, None),
+    ("sentence", "The answer is 18. " + "I doubt the answer is 17. " * 20, "18"),
+    ("sentence", "The answer is 18. " + "I doubt the answer is 17. " * 21, None),
+    ("sentence", "\u0130. The answer is 18.", "18"),
+    ("sentence", "Our answers: the answer to the problem is: **18** eggs. Good.", "**18** eggs"),
+    ("sentence", "The answer is 18?", None),
+    ("answer_tag", "<answer>18</answer> </answer>", "18"),
+    ("auto", "#### 0\nThe answer is 5.", "0"),
+    ("auto", "So \\boxed{x+1}. The answer is 18.", "x+1"),
+    ("auto", "#### Steps\nThe answer is a tree.", "a tree"),
+    ("auto", "#### Steps\n\\boxed{}", None),
+    ("a_line", "A: 17\nSo.\nA: 18", "18"),
+    ("sentence", "The answer is 3. It is 3. No.", "3"),
+    ("sentence", "The answer is 3. No, it is 4.", None),
+]
+
+
+def test_a_layout_extracts_the_expected_answer():
+    for layout, text, answer in LAYOUTS:
+        assert extract_answer(text, layout) == answer, (layout, text)
+        if layout != "answer_tag":
+            assert extract_answer(f"<think>{text}</think> done", layout) is None
+            assert text.startswith("A:") or extract_answer(f"<think>hm</think> {text}", layout) == answer
 
 
 def test_an_unknown_layout_is_named():
-    with pytest.raises(ValueError, match="extract must be one of answer_tag, hashes, .* not 'end'"):
+    with pytest.raises(ValueError, match="extract.*answer_tag.*hashes.*'end'"):
         extract_answer("18", "end")
 
 
@@ -316,9 +347,9 @@ def test_an_answer_in_a_prefilled_block_is_not_extracted():
     assert extract_answer("<reasoning>x</reasoning><answer>18</answer>", tags=("reasoning", "answer")) == "18"
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [
+def test_a_gold_has_the_expected_final_answer():
+    rewards = (GSM8KCorrectness(), GSM8KCorrectness(extract="hashes"), MathCorrectness())
+    table = [
         ("She has 5.\n#### 65,960", "65,960"), ("18", "18"), (" 18 ", "18"), (18, "18"), (2.5, "2.5"), (18.0, "18"),
         (1.234, "1.234"), (0.1, "0.1"), (-3.0, "-3"), (1e-05, "0.00001"), (1e15, "1000000000000000"), (1e16, "1e+16"),
         ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("\\boxed{ 5 }", "5"), ("Steps.\nA: 18", "18"),
@@ -328,13 +359,11 @@ def test_an_answer_in_a_prefilled_block_is_not_extracted():
         ("", None), ("  ", None), (None, None), (float("nan"), None), ([["18"]], None), ("Steps.\n####", None),
         ("#### ", None), ("She sold 48/2 = <<48/2=24>>24 clips in May and 48 in April.", None),
         ({}, None), (True, None),
-    ],
-)  # fmt: skip
-def test_a_gold_has_the_expected_final_answer(gold, answer):
-    assert gold_answer(gold) == answer
-    for reward in (GSM8KCorrectness(), GSM8KCorrectness(extract="hashes"), MathCorrectness()):
-        (score,) = reward(completions=["no answer"], answer=[gold])
-        assert score == (None if answer is None else 0.0)
+    ]  # fmt: skip
+    for gold, answer in table:
+        assert gold_answer(gold) == answer, gold
+        for reward in rewards:
+            assert reward(completions=["no answer"], answer=[gold]) == [None if answer is None else 0.0], gold
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
@@ -351,21 +380,17 @@ def test_a_fraction_is_read_exactly(value):
     assert parse_number(f"$\\frac{{{value.numerator}}}{{{value.denominator}}}$") == value
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
+def test_the_shortest_text_of_a_number():
+    table = [
         (0.0, "0"), (-0.0, "0"), (1e-9, "0.000000001"), (9e-10, "9e-10"), (1e16, "1e+16"), (9.9e15, "9900000000000000"),
         (1.5, "1.5"), (2.0, "2"), (3, "3"), (-1e-5, "-0.00001"), (123456789.25, "123456789.25"), (10**20, str(10**20)),
-    ],
-)  # fmt: skip
-def test_the_shortest_text_of_a_number(number, text):
-    assert number_text(number) == text
+    ]  # fmt: skip
+    assert [row for row in table if number_text(row[0]) != row[1]] == []
 
 
-@pytest.mark.one_case_in(2)
-@pytest.mark.parametrize(
-    ("golds", "answer", "verdict", "best", "rows"),
-    [
+def test_the_best_verdict_among_the_golds_of_a_row():
+    """The last figure counts the answers that neither strings nor numbers could decide: one for a row at most."""
+    table = [
         (["x^2", "7"], "7.0", "equal", "7", 0),
         (["x^2", "7"], "x^2", "exact", "x^2", 0),
         (["7", "7.0"], "7.0", "exact", "7.0", 0),
@@ -384,39 +409,13 @@ def test_the_shortest_text_of_a_number(number, text):
         (["(1,2)"], "(1,2,3)", "wrong", "(1,2)", 1), (["6-2*3"], "0", "equal", "6-2*3", 0),
         (["x+1"], "(" * 25 + "z" + ")" * 25, "timeout", "x+1", 1),
         (["y", "(" * 25 + "x" + ")" * 25, "2x"], "(" * 25 + "z" + ")" * 25, "timeout", "y", 1),
-    ],
-)  # fmt: skip
-def test_the_best_verdict_among_the_golds_of_a_row(golds, answer, verdict, best, rows):
-    """The last figure counts the answers that neither strings nor numbers could decide: one for a row at most."""
-    judge = Judge()
-    read = tuple(Gold(gold, parse_number(gold, trusted=True)) for gold in golds)
-    found, gold = judge.best_verdict(read, answer)
-    assert (found, judge.symbolic_rows) == (verdict, rows)
-    if verdict != "missing":
-        assert gold.text == best
-
-
-def test_a_comparison_without_time_left_is_not_made(monkeypatch):
-    compared = []
-    monkeypatch.setattr(answers, "equivalent", lambda gold, answer, deadline: compared.append(answer) or True)
-    clock = iter([0.0, 2.0, 2.0, 5.0])
-    monkeypatch.setattr(answers.time, "monotonic", lambda: next(clock))
-    assert Judge(budget=0.0).verdict(Gold("x+1", None), "1+x") == "timeout"
-    judge = Judge(budget=5.0)
-    assert [judge.verdict(Gold("x+1", None), answer) for answer in ("1+x", "1+x", "x+2-1", "2x-x+1")] == [
-        "symbolic", "symbolic", "symbolic", "timeout",
     ]  # fmt: skip
-    assert compared == ["1+x", "x+2-1"], "one answer is compared once, and none after 2 and 3 of 5 seconds"
-
-
-def test_short_and_flat_answers_are_compared_first(monkeypatch):
-    compared = []
-    monkeypatch.setattr(answers, "equivalent", lambda gold, answer, deadline: compared.append(answer) or False)
-    stated = ["a^2 + b", "(a+b)(a)", "a + b + c", None, "a+b", "a^2", "a" + "+b" * 21, "a!" + " + b" * 20]
-    verdicts = Judge().best_verdicts([(Gold("y", None),)] * 8, stated)
-    # A power, a factorial, a bracket or a command counts as 40 characters.
-    assert compared == ["a+b", "a + b + c", "a^2", "a" + "+b" * 21, "a^2 + b", "(a+b)(a)", "a!" + " + b" * 20]
-    assert [verdict for verdict, _ in verdicts] == ["wrong"] * 3 + ["missing"] + ["wrong"] * 4
+    for golds, answer, verdict, best, rows in table:
+        judge = Judge()
+        read = tuple(Gold(gold, parse_number(gold, trusted=True)) for gold in golds)
+        found, gold = judge.best_verdict(read, answer)
+        assert (found, judge.symbolic_rows) == (verdict, rows), (golds, answer)
+        assert verdict == "missing" or gold.text == best, (golds, answer)
 
 
 def test_a_row_without_a_gold_and_rows_in_any_order():
@@ -424,13 +423,8 @@ def test_a_row_without_a_gold_and_rows_in_any_order():
     assert judge.best_verdict((), "2") == ("no gold", None)
     assert judge.verdict(None, "2") == "no gold"
     golds = [read_golds("x^2"), read_golds("7"), (), read_golds("x+1")]
-    answers = ["x \\cdot x + 0", "7", "1", "1+x"]
-    assert [verdict for verdict, _ in judge.best_verdicts(golds, answers)] == [
-        "symbolic",
-        "exact",
-        "no gold",
-        "symbolic",
-    ]
+    verdicts = judge.best_verdicts(golds, ["x \\cdot x + 0", "7", "1", "1+x"])
+    assert [verdict for verdict, _ in verdicts] == ["symbolic", "exact", "no gold", "symbolic"]
 
 
 def test_a_decimal_comma_is_read_on_both_sides():
@@ -448,106 +442,25 @@ def test_a_decimal_comma_is_read_on_both_sides():
 )  # fmt: skip
 def test_the_golds_that_a_row_accepts(value, golds):
     assert accepted_golds(value) == golds
-    assert accepted_golds(["a"] * answers.MAX_GOLDS) == ["a"] * answers.MAX_GOLDS
-    assert accepted_golds(["a"] * (answers.MAX_GOLDS + 1)) == []
+    assert accepted_golds(["a"] * MAX_GOLDS) == ["a"] * MAX_GOLDS
+    assert accepted_golds(["a"] * (MAX_GOLDS + 1)) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "folded"),
-    [
+def test_characters_that_only_look_different_are_folded():
+    table = [
         ("1½", "1 1/2"), ("x²", "x^{2}"), ("x⁻¹²", "x^{-12}"), ("−3", "-3"), ("٣", "3"), ("Ａ", "A"), ("！～", "!~"),
         ("｟", "｟"), ("€5", "¤5"), ("1\u200b8", "18"), ("1\u00a08", "1 8"), ("①", "①"), ("’“", "'\""), ("3·4", "3×4"),
         ("1٬234٫5", "1,234.5"), ("é", "é"), ("plain", "plain"),
-    ],
-)  # fmt: skip
-def test_characters_that_only_look_different_are_folded(text, folded):
-    assert fold_unicode(text) == folded
+    ]  # fmt: skip
+    assert [row for row in table if fold_unicode(row[0]) != row[1]] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "undressed"),
-    [
+def test_an_answer_is_undressed():
+    table = [
         ("18.", "18"), ("18..", "18.."), ("18,", "18"), (" 18 ; ", "18"), ("**18**", "18"), ("*a*b*", "*a*b*"),
         ("(18)", "(18)"), ("$\\boxed{{18}}$.", "{18}"), ("****", "****"), ("`$18$`", "18"), ("$18", "$18"), ("", ""),
-    ],
-)  # fmt: skip
-def test_an_answer_is_undressed(text, undressed):
-    assert undress(text) == undressed
-
-
-@pytest.mark.parametrize(
-    ("answer", "value"),
-    [
-        # Words: after twenty a digit, after a digit a scale, and each scale smaller than the one before.
-        ("nineteen hundred", 1900), ("twenty fifteen", None), ("twenty ten", None), ("ninety nine", 99),
-        ("five five", None),
-        ("one hundred and five", 105), ("one hundred twenty one", 121), ("one hundred hundred", None), ("zero", 0),
-        ("zero five", None), ("one thousand five hundred", 1500), ("one hundred thousand", 100_000),
-        ("a thousand and one", 1001), ("one million two thousand", 1_002_000), ("one thousand thousand", None),
-        ("one trillion", 10**12), ("one trillion two billion", 1_002_000_000_000), ("two billion trillion", None),
-        ("two thousand and twelve apples", 2012), ("an hundred", 100), ("and five", None), ("five and", None),
-        # Signs, currencies and powers.
-        ("USD 18 saved", 18), ("-$18 saved", -18), ("+ 18 saved", None), ("- 18", -18), ("+18", 18), ("-+18", None),
-        ("1.5 × 10^3", 1500), ("2*10^{-2}", Fraction(1, 50)), ("1 x 10^1000", 10**1000), ("1 x 10^1001", None),
-        ("1e-1001", None), ("2/4 cups", Fraction(1, 2)), ("2 3/4 cups", Fraction(11, 4)), ("-2 3/4", Fraction(-11, 4)),
-        # Units.
-        ("18km", 18), ("18ab", None), ("18 x", None), ("18 m", 18), ("18 α", None), ("18 元", 18), ("18th", 18),
-        ("18 eggs and", None), ("18 cm^2", 18), ("18 thousand km", 18_000), ("18 km thousand", None), ("18k", 18_000),
-        ("minus five", -5), ("Negative 1/2", Fraction(-1, 2)), ("minus -5", 5), ("(18)", 18), ("(1,800)", None),
-        ("** minus 18** apples", -18), ("$1/2 saved", Fraction(1, 2)), ("1/2 saved", None), ("- 18 saved", None),
-        ("18 α m", None), ("18 eggs per day for each old", 18), ("18 thousand thousand", None), ("18 k", 18_000),
-        ("18 sT", None), ("18 (", None), ("18 /", None), ("18 -", None), ("18rd", None), ("18 dozen eggs", 18),
-        ("perhaps = 18", None), ("Tom = 18", 18), ("Tom: 18", None), ("one = 18", None), ("half = 18", None),
-        ("about = 18", None), ("x_1 = 18", 18), ("0.0", 0), ("-.5", Fraction(-1, 2)), ("5.", 5),
-        ("nine hundred ninety nine thousand", 999_000), ("twenty nine ten", None), ("one hundred one hundred", None),
-        ("zero hundred", None), ("zero and five", None), ("five k", None), ("five hundred and", None),
-        ("third = 18", None), ("TOTAL: 18", 18), ("1~800", 1800), ("a thousand", 1000), ("apple a thousand", None),
-        ("two a", None),
-    ],
-)  # fmt: skip
-def test_the_grammar_of_numbers_and_units(answer, value):
-    assert parse_number(answer) == value
-
-
-@pytest.mark.parametrize(
-    ("gold", "value"),
-    [
-        ("18 Äpfel rot", 18), ("Tom: 18", 18), ("perhaps: 18", None), ("about: 18", None), ("twelve: 18", None),
-        ("half: 18", None), ("18 maybe", None), ("18 eggs thousand", None), ("18 eggs five", None),
-        ("18 and more", None), ("18 half", None), ("18 dozen", 18), ("18 x", None), ("18 m", 18), ("18 eggs hex", 18),
-        ("18 eggs 三", None), ("18 eggs MAYBE", None), ("18 eggs FIVE", None), ("dozen: 18", None),
-        ("fifteen Äpfel", 15), ("fifteen x", None),
-    ],
-)  # fmt: skip
-def test_the_words_behind_the_number_of_a_gold_are_its_unit_unless_they_are_numbers_or_doubts(gold, value):
-    assert parse_number(gold, trusted=True) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("17 + 1 = 18", 18), ("17 = 18", None), ("17 + 2 = 18", None), ("5 - 5 = 0", 0),
-        ("12 eggs + 6 eggs = 18 eggs", 18),
-        ("12 thousand + 6 = 18", None), ("12 Äpfel + 6 Äpfel = 18", 18), ("12 foo + 6 = 18", 18),
-        ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
-        ("9*2 = 17 = 18", None), ("17 + 1 = She has 18 apples left.", 18), ("x + 1 = 18", None), ("17 + 1 = y", None),
-        ("She has 18." + " " * 989, 18), ("She has 18." + " " * 990, None), ("She has 5 cm^2 left.", 5),
-    ],
-)  # fmt: skip
-def test_an_equation_states_its_right_side_if_every_side_has_its_value(text, value):
-    assert answer_number(text) == value
-
-
-@pytest.mark.parametrize(
-    ("gold", "answer", "verdict"),
-    [
-        ("5", "", "wrong"), ("5%", "5 m", "wrong"), ("\\$5", "5 m", "wrong"), ("5%", "5 percent", "equal"),
-        ("x+1", "x+1" + "+0" * 499, "wrong"),  # 1001 characters
-        ("x+1" + "+0" * 499, "x+1", "wrong"),
-    ],
-)  # fmt: skip
-def test_an_empty_a_long_and_an_answer_in_another_unit_are_wrong(gold, answer, verdict):
-    assert Judge().verdict(Gold(gold, parse_number(gold, trusted=True)), answer) == verdict
+    ]  # fmt: skip
+    assert [row for row in table if undress(row[0]) != row[1]] == []
 
 
 def test_a_row_accepts_64_golds():

@@ -9,9 +9,7 @@ import numpy
 import pytest
 
 from grpo_rewards import choice_correctness
-from grpo_rewards import choices as choices_module
-from grpo_rewards.choices import ChoiceCorrectness, read_choices, read_gold
-from tests.support.grids import only
+from grpo_rewards.choices import ChoiceCorrectness, named_choice, read_choices, read_gold
 from tests.support.growth import growth
 
 CITIES = ["Paris", "New York", "New York City", "London"]
@@ -63,131 +61,43 @@ The answer is Paris, which is option A.
 RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]
 
 
-@pytest.mark.parametrize("text", filter(None, RIGHT))
-def test_a_right_answer_is_paid(text):
-    assert score(text) == (1.0, "A", "right")
+def test_a_right_answer_is_paid():
+    assert [text for text in filter(None, RIGHT) if score(text) != (1.0, "A", "right")] == []
 
 
-# Answers that a search for the letter or the text would pay for. The gold is A (Paris).
-TRAPS = {
-    "two letters with or": "The answer is A or B.",
-    "two letters with and": "A and B",
-    "two letters with a comma": "A, B",
-    "two letters with a slash": "A/B",
-    "two bracketed letters": "(A) (B)",
-    "letters in one word": "ABCD",
-    "a range of letters": "A-D",
-    "a range in words": "A to D",
-    "every choice, listed": "A. Paris\nB. New York\nC. New York City\nD. London",
-    "every choice, in the tag": "<answer>A, B, C and D</answer>",
-    "every choice, each as an option": "Option: D\nOption: C\nOption: B\nOption: A",
-    "the first option": "We read the choices. The first option is A.",
-    "not, but not, but": "not A but " * 50,
-    "two texts": "Paris or London",
-    "a letter and another's text": "A. London",
-    "a letter and another's text, bracketed": "London (A)",
-    "a letter, then another's text as a sentence": "The answer is A. London.",
-    "an alternative in the next sentence": "The answer is A. Or B.",
-    "a correction in the next sentence": "The answer is A. No wait, B.",
-    "a correction on the next line": "The answer is A\nActually, B",
-    "a negated letter": "The answer is not A",
-    "a negated text": "not Paris",
-    "a letter said to be wrong": "A is wrong",
-    "a letter said not to be right": "A is not correct",
-    "a letter said to be false, in brackets": "(A) is false",
-    "a text said to be wrong": "I believe Paris is wrong",
-    "neither, nor": "Neither A nor B is correct",
-    "either, or": "Either A or B is correct.",
-    "anything but": "anything but A",
-    "not only": "not only A but B",
-    "an exception": "all except A",
-    "a condition": "If A is correct, then we lose",
-    "an answer on a condition": "The answer is A if B fails",
-    "a question": "Is A correct?",
-    "a claim with a question mark": "A is correct?",
-    "a claim that is doubted": "I doubt the answer is A",
-    "a claim that is denied": "I don't think the answer is A.",
-    "a claim that others might make": "One might say the answer is A.",
-    "a claim that is false": "It is false that the answer is A.",
-    "a claim that is retracted": "The answer is A. That is wrong.",
-    "a claim that is restated": "The answer is A. I mean B.",
-    "a letter and a no": "A, no",
-    "a grade with a minus": "A-",
-    "a prime": "A'",
-    "a time of day": "A.M.",
-    "two letters on two lines": "A\nB",
-    "a set of letters": "\\boxed{A, B}",
-    "letters with an or in a box": "\\boxed{A \\text{ or } B}",
-    "a comparison": "A is better than B",
-    "a formula": "A = 5",
-    "a probability": "The answer is P(A)",
-    "a letter with a question mark": "A?",
-    "a text with a question mark": "Paris?",
-    "a text in a question, behind the claim": "The answer is Paris? No.",
-    "a fool's choice": "Answer A is what a fool would pick",
-    "a tempting choice": "<answer>Option A is tempting</answer>",
-    "the opposite": "The opposite of the answer is A",
-    "the letter after": "The letter after the answer is A",
-    "another one's claim": "Someone claims the answer is A",
-    "a supposed claim": "Suppose the answer is A",
-    "a second best claim": "The second best answer is A",
-    "a claim and a no": "The answer is A. No.",
-    "a claim and its opposite": "The answer is A. The opposite is true.",
-    "a lie in the tag": "<answer>The answer is A. I lied.</answer>",
-    "reported speech": "The answer is A, they say",
-    "denied in German": "nicht A",
-    "a crossed out box": "\\cancel{\\boxed{A}}",
-    "a hedge": "maybe A",
-    "the article": "A city in France",
-    "the article at the end of a long answer": "<answer>It is a</answer>",
-    "the article after the claim": "The answer is a city",
-    "the article in capitals": "THIS IS A TEST",
-    "the article in a later sentence": "It is hard to say. A man walks in.",
-    "a letter inside a word": "Apple",
-    "a letter before a hyphen": "A-level",
-    "a letter in a name": "Vitamin A",
-    "a grade": "A+",
-    "an asterisk that is no emphasis": "A*",
-    "a Cyrillic letter": "\u0410",
-    "an initial": "A.B.",
-    "inside the thinking": "<think>A</think>",
-    "inside an unclosed thinking": "<think>The answer is A.",
-    "an unclosed tag": "<answer>A",
-    "an empty tag after an answer": "A <answer></answer>",
-    "the last tag counts": "<answer>A</answer><answer>B</answer>",
-    "the last box counts": "\\boxed{A} \\boxed{B}",
-    "the last claim counts, and names two": "The answer is A. Hmm. The answer is A or B.",
-    "the last claim counts": "The answer is A. So the answer is B.",
-    "a longer text that starts with the gold's": "Parisian",
-    "nothing": "",
-    "a refusal": "I don't know",
-    "a letter that is ruled out": "<answer>A is ruled out</answer>",
-    "a labelled letter that is ruled out": "<answer>A: eliminated</answer>",
-    "a letter in brackets that is ruled out": "<answer>A) can be excluded</answer>",
-    "an option that fails": "<answer>Option A fails</answer>",
-    "a negation sign": "<answer>!A</answer>",
-    "an incorrect answer": "The incorrect answer is A",
-    "the worst answer": "The worst answer is A",
-    "another's answer": "The student's answer is A",
-    "another's answer, with an adjective": "His first answer is A",
-    "a previous answer": "The previous answer is A",
-    "one possible answer": "One possible answer is A",
-    "an example's answer": "Example answer: A",
-    "a guess": "The answer is A, I guess",
-    "a joke": "The answer is A... just kidding",
-    "a second thought": "The answer is A.\n\nOn second thought, B.",
-    "a reflection": "The answer is A. On reflection it is B.",
-    "a second thought without a comma": "The answer is A. Then again London fits better.",
-    "an edit": "The answer is A.\n\nEDIT: B",
-    "a second letter on the next line": "The answer is A.\nB.\nC.",
-    "another choice too": "I choose A\nI also choose B",
-}
+# Answers that a search for the letter or the text would pay for. The gold is A (Paris); one A is Cyrillic.
+TRAPS = r"""
+The answer is A or B. | A and B | A, B | A/B | (A) (B) | ABCD | A-D | A to D
+A. Paris¶B. New York¶C. New York City¶D. London | <answer>A, B, C and D</answer>
+Option: D¶Option: C¶Option: B¶Option: A | We read the choices. The first option is A. | Paris or London | A. London
+London (A) | The answer is A. London. | The answer is A. Or B. | The answer is A. No wait, B.
+The answer is A¶Actually, B | The answer is not A | not Paris | A is wrong | A is not correct | (A) is false
+I believe Paris is wrong | Neither A nor B is correct | Either A or B is correct. | anything but A
+not only A but B | all except A | If A is correct, then we lose | The answer is A if B fails | Is A correct?
+A is correct? | I doubt the answer is A | I don't think the answer is A. | One might say the answer is A.
+It is false that the answer is A. | The answer is A. That is wrong. | The answer is A. I mean B. | A, no | A- | A'
+A.M. | A¶B | \boxed{A, B} | \boxed{A \text{ or } B} | A is better than B | A = 5 | The answer is P(A) | A? | Paris?
+The answer is Paris? No. | Answer A is what a fool would pick | <answer>Option A is tempting</answer>
+The opposite of the answer is A | The letter after the answer is A | Someone claims the answer is A
+Suppose the answer is A | The second best answer is A | The answer is A. No.
+The answer is A. The opposite is true. | <answer>The answer is A. I lied.</answer> | The answer is A, they say
+nicht A | \cancel{\boxed{A}} | maybe A | A city in France | <answer>It is a</answer> | The answer is a city
+THIS IS A TEST | It is hard to say. A man walks in. | Apple | A-level | Vitamin A | A+ | A* | А | A.B.
+<think>A</think> | <think>The answer is A. | <answer>A | A <answer></answer> | <answer>A</answer><answer>B</answer>
+\boxed{A} \boxed{B} | The answer is A. Hmm. The answer is A or B. | The answer is A. So the answer is B. | Parisian
+I don't know | <answer>A is ruled out</answer> | <answer>A: eliminated</answer>
+<answer>A) can be excluded</answer> | <answer>Option A fails</answer> | <answer>!A</answer>
+The incorrect answer is A | The worst answer is A | The student's answer is A | His first answer is A
+The previous answer is A | One possible answer is A | Example answer: A | The answer is A, I guess
+The answer is A... just kidding | The answer is A.¶¶On second thought, B. | The answer is A. On reflection it is B.
+The answer is A. Then again London fits better. | The answer is A.¶¶EDIT: B | The answer is A.¶B.¶C.
+I choose A¶I also choose B
+"""
 
 
-@pytest.mark.parametrize("kind", TRAPS)
-def test_a_trap_earns_nothing(kind):
-    result, named, _ = score(TRAPS[kind])
-    assert (result, named == "A") == (0.0, False)
+def test_a_trap_earns_nothing():
+    texts = ["", "not A but " * 50, *TRAPS.strip().replace("\n", " | ").replace("¶", "\n").split(" | ")]
+    assert [text for text in texts if score(text)[0] != 0.0 or score(text)[1] == "A"] == []
 
 
 SIGNED = ["-19", "-10", "19", "10"]
@@ -246,11 +156,10 @@ CLAIMS_BY_LANGUAGE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("language", CLAIMS_BY_LANGUAGE)
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
-def test_an_answer_may_be_labelled_in_another_language(language, form):
-    for text in unicodedata.normalize(form, CLAIMS_BY_LANGUAGE[language]).split(" | "):
-        assert score(text, gold="C", choices=CAPITALS) == (1.0, "C", "right"), text
+def test_an_answer_may_be_labelled_in_another_language(form):
+    texts = unicodedata.normalize(form, " | ".join(CLAIMS_BY_LANGUAGE.values())).split(" | ")
+    assert [text for text in texts if score(text, "C", CAPITALS) != (1.0, "C", "right")] == []
 
 
 NO_CLAIMS = r"""
@@ -269,83 +178,50 @@ Jawabannya bukan C | Jawaban yang salah adalah C | La risposta non è C | 正解
 """
 
 
-@pytest.mark.parametrize("line", NO_CLAIMS.strip().splitlines())
-def test_an_answer_that_another_language_denies_or_doubts_earns_nothing(line):
-    for text in line.replace("\\n", "\n").split(" | "):
-        result, named, _ = score(text, gold="C", choices=CAPITALS)
-        assert (result, named == "C") == (0.0, False), text
+def test_an_answer_that_another_language_denies_or_doubts_earns_nothing():
+    texts = NO_CLAIMS.strip().replace("\n", " | ").replace("\\n", "\n").split(" | ")
+    paid = [text for text in texts if score(text, "C", CAPITALS)[0] != 0.0 or score(text, "C", CAPITALS)[1] == "C"]
+    assert paid == []
 
 
-MORE_TRAPS = {
-    "the pronoun, and I is a choice": ("I think so", "I", list("abcdefghijk")),
-    "the pronoun after a claim": ("The answer is I don't know", "I", [str(n) * 3 for n in range(10)]),
-    "a text within another choice's": ("New York City", "B", CITIES),
-    "a text that holds another choice's": ("New York", "C", CITIES),
-    "a text in another case than the gold's": ("polish", "A", ["Polish", "polish"]),
-    "a text that two choices share": ("cat", "A", ["cat", "cat"]),
-    "a text that is another choice's letter": ("A", "B", {"A": "B", "B": "A"}),
-    "a sign": ("2", "A", ["-2", "2"]),
-    "a sign that no choice has": ("-2", "A", ["2", "3"]),
-    "a power": ("23", "A", ["2*3", "5"]),
-    "a currency": ("£5", "A", ["€5", "$5"]),
-    "a superscript": ("x2", "A", ["x²", "x"]),
-    "a decimal that starts with a letter that is a number": ("1.5", "1", {"1": "2.5", "2": "1.5"}),
-    "a number that holds the gold's": ("12", "A", ["1", "2"]),
-    "a factorial": ("5!", "A", ["5", "120"]),
-    "a language whose name starts another's": ("C++", "C", {"B": "C++", "C": "C#"}),
-    "an inverted text": ("not enough", "A", ["enough", "too much"]),
-    "another choice's text that names the letter": ("Both A and B", "A", ["x", "y", "Both A and B"]),
-    "its text beside a letter": ("C. Both A and B", "A", ["x", "y", "Both A and B"]),
-    "a letter that is none of the choices": ("E", "A", CITIES),
-    "yes and no": ("Yes and no", "B", {"A": "Yes", "B": "No"}),
-    "another's yes or no": ("A. No", "A", {"A": "Yes", "B": "No"}),
-    "the last number of an expression": ("2 + 2 = 4", "B", ["2", "4"]),
-    "letters alone: another letter follows": ("A. Vitamin C", "A", None),
-    "another row's letters": ("A", "B", {"A": "London", "B": "Paris"}),
-}
+# Letters, texts and signs of choices that a naive rule takes for others.
+MORE_TRAPS = [
+    ("I think so", "I", list("abcdefghijk")), ("The answer is I don't know", "I", [str(n) * 3 for n in range(10)]),
+    ("New York City", "B", CITIES), ("New York", "C", CITIES), ("polish", "A", ["Polish", "polish"]),
+    ("cat", "A", ["cat", "cat"]), ("A", "B", {"A": "B", "B": "A"}), ("2", "A", ["-2", "2"]), ("-2", "A", ["2", "3"]),
+    ("23", "A", ["2*3", "5"]), ("£5", "A", ["€5", "$5"]), ("x2", "A", ["x²", "x"]),
+    ("1.5", "1", {"1": "2.5", "2": "1.5"}), ("12", "A", ["1", "2"]), ("5!", "A", ["5", "120"]),
+    ("C++", "C", {"B": "C++", "C": "C#"}), ("not enough", "A", ["enough", "too much"]),
+    ("Both A and B", "A", ["x", "y", "Both A and B"]), ("C. Both A and B", "A", ["x", "y", "Both A and B"]),
+    ("E", "A", CITIES), ("Yes and no", "B", {"A": "Yes", "B": "No"}), ("A. No", "A", {"A": "Yes", "B": "No"}),
+    ("So 2 + 2 = 4", "B", ["2", "4"]), ("A. Vitamin C", "A", None), ("A", "B", {"A": "London", "B": "Paris"}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", MORE_TRAPS)
-def test_a_trap_in_the_choices_earns_nothing(kind):
-    text, gold, choices = MORE_TRAPS[kind]
-    assert score(text, gold, choices)[0] == 0.0
+def test_a_trap_in_the_choices_earns_nothing():
+    assert [row for row in MORE_TRAPS if score(*row)[0] != 0.0] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "gold", "choices"),
-    [
-        ("Both A and B", "C", ["x", "y", "Both A and B"]),
-        ("C. Both A and B", "C", ["x", "y", "Both A and B"]),
+def test_choices_that_look_like_letters_or_words_are_told_apart():
+    table = [
+        ("Both A and B", "C", ["x", "y", "Both A and B"]), ("C. Both A and B", "C", ["x", "y", "Both A and B"]),
         ("The answer is C. Both A and B", "C", ["x", "y", "Both A and B"]),
         ("None of the above", "B", ["x", "None of the above"]),
-        ("It is not raining", "A", ["It is not raining", "It is raining"]),
-        ("A cat", "B", ["a dog", "a cat"]),
+        ("It is not raining", "A", ["It is not raining", "It is raining"]), ("A cat", "B", ["a dog", "a cat"]),
         ("the Eiffel Tower", "A", ["Eiffel Tower", "Louvre"]),
         ("The answer is St. Louis. It lies on a river.", "A", ["St. Louis", "London"]),
-        ("(1, 2)", "B", ["(2, 1)", "(1,2)"]),
-        ("x+1", "A", ["x + 1", "x - 1"]),
-        ("$5", "B", ["€5", "$5"]),
-        ("\\$5", "B", ["€5", "$5"]),
-        ("1.5", "2", {"1": "2.5", "2": "1.5"}),
-        ("2", "2", {"1": "2", "2": "1"}),
-        ("2", "B", ["1", "2"]),
-        ("C++", "B", {"B": "C++", "C": "C#"}),
-        ("I", "I", [str(n) * 3 for n in range(10)]),
-        ("Caf\u00e9", "A", ["Cafe\u0301", "Bar"]),
-        ("stra\u00dfe", "A", ["STRASSE", "Weg"]),
-        ("Z", "Z", None),
-        ("A cat, because it purrs", "B", ["a dog", "a cat"]),
-        ("New York City, because it is large", "C", CITIES),
+        ("(1, 2)", "B", ["(2, 1)", "(1,2)"]), ("x+1", "A", ["x + 1", "x - 1"]), ("$5", "B", ["€5", "$5"]),
+        ("\\$5", "B", ["€5", "$5"]), ("1.5", "2", {"1": "2.5", "2": "1.5"}), ("2", "2", {"1": "2", "2": "1"}),
+        ("2", "B", ["1", "2"]), ("C++", "B", {"B": "C++", "C": "C#"}), ("I", "I", [str(n) * 3 for n in range(10)]),
+        ("Caf\u00e9", "A", ["Cafe\u0301", "Bar"]), ("stra\u00dfe", "A", ["STRASSE", "Weg"]), ("Z", "Z", None),
+        ("A cat, because it purrs", "B", ["a dog", "a cat"]), ("New York City, because it is large", "C", CITIES),
         ("A. It is a vowel", "A", {"A": "E", "B": "A"}),
-    ],
-)
-def test_choices_that_look_like_letters_or_words_are_told_apart(text, gold, choices):
-    assert score(text, gold, choices)[0] == 1.0
+    ]  # fmt: skip
+    assert [row for row in table if score(*row)[0] != 1.0] == []
 
 
-@pytest.mark.parametrize(
-    ("gold", "choices", "label"),
-    [
+def test_a_gold_is_read_as_the_expected_letter():
+    table = [
         ("B", CITIES, "B"), ("b", CITIES, "B"), ("(B)", CITIES, "B"), ("B. New York", CITIES, "B"),
         ("New York", CITIES, "B"), ("new york", CITIES, "B"), (1, CITIES, "B"), (1.0, CITIES, "B"), ("1", CITIES, "B"),
         ("2", ["3", "2"], "B"), (0, ["3", "2", "0"], "A"), ("0", ["3", "2", "0"], "C"),
@@ -358,11 +234,10 @@ def test_choices_that_look_like_letters_or_words_are_told_apart(text, gold, choi
         ("A or B", CITIES, None), ("E", CITIES, None), (4, CITIES, None), (-1, CITIES, None), (0.5, CITIES, None),
         ("", CITIES, None), (None, CITIES, None), (True, CITIES, None), (float("nan"), CITIES, None),
         (10**400, CITIES, None), ("cat", ["cat", "cat"], None), ({"a": 1}, CITIES, None), (["B"], CITIES, None),
-    ],
-)  # fmt: skip
-def test_a_gold_is_read_as_the_expected_letter(gold, choices, label):
-    assert read_gold(gold, read_choices(choices)) == label
-    assert score(label or "A", gold, choices)[0] == (None if label is None else 1.0)
+    ]  # fmt: skip
+    for gold, choices, label in table:
+        assert read_gold(gold, read_choices(choices)) == label, (gold, choices)
+        assert score(label or "A", gold, choices)[0] == (None if label is None else 1.0), (gold, choices)
 
 
 def test_gold_form_decides_between_readings_of_a_gold():
@@ -372,13 +247,12 @@ def test_gold_form_decides_between_readings_of_a_gold():
     assert read_gold("x", choices, "letter") is None
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [[], {}, "ABCD", 3, ["x"] * 27, [None, "x"], {"Paris": "A"}, {"A": ["x"]}, {"a": "x", "A": "y"},
-     {"text": ["x"], "label": ["A", "B"]}, {"text": 5, "label": ["A"]}, {"text": ["x"], "label": 5}],
-)  # fmt: skip
-def test_unreadable_choices_make_the_row_none(choices):
-    assert score("A", "A", choices) == (None, None, "no gold")
+def test_unreadable_choices_make_the_row_none():
+    unreadable = [
+        [], {}, "ABCD", 3, ["x"] * 27, [None, "x"], [None], {"Paris": "A"}, {"A": ["x"]}, {"a": "x", "A": "y"},
+        {1: "x"}, {"text": ["x"], "label": ["A", "B"]}, {"text": 5, "label": ["A"]}, {"text": ["x"], "label": 5},
+    ]  # fmt: skip
+    assert [choices for choices in unreadable if score("A", "A", choices) != (None, None, "no gold")] == []
 
 
 def test_arrays_are_read_as_lists():
@@ -388,32 +262,29 @@ def test_arrays_are_read_as_lists():
 
 @pytest.mark.parametrize("columns", [{"answer": ["A"]}, {"answer": "AB"}, {"answer": ["A", "B"], "choices": [CITIES]}])
 def test_columns_of_another_length_are_refused(columns):
-    with pytest.raises(ValueError, match="`choice_correctness`: "):
+    with pytest.raises(ValueError, match="`choice_correctness`"):
         choice_correctness(completions=["A", "B"], **columns)
 
 
 def test_a_missing_gold_column_is_named_and_choices_may_be_missing():
     assert choice_correctness(completions=["B", "C"], answer=["B", "B"]) == [1.0, 0.0]
-    with pytest.raises(ValueError, match=r"needs the dataset column `answer`"):
+    with pytest.raises(ValueError, match="`answer`"):
         choice_correctness(completions=["B"], choices=[CITIES])
-    with pytest.raises(ValueError, match=r"`options` \(its kwarg choices_column\)"):
+    with pytest.raises(ValueError, match="`options`.*choices_column"):
         ChoiceCorrectness(choices_column="options")(completions=["B"], answer=["B"])
     assert ChoiceCorrectness(choices_column=None)(completions=["London"], answer=["D"], choices=[CITIES]) == [0.0]
 
 
-@pytest.mark.parametrize(
-    ("extract", "text", "named"),
-    [
+def test_extract_decides_where_the_answer_is_read():
+    table = [
         ("answer_tag", "The answer is A.", None), ("answer_tag", "<answer>A</answer>", "A"),
         ("hashes", "#### A", "A"), ("hashes", "A", None), ("boxed", "\\boxed{A}", "A"), ("boxed", "A", None),
         ("a_line", "x\nA: B", "B"), ("sentence", "The answer is A.", "A"), ("sentence", "A", None),
         ("sentence", "<answer>A</answer>", None), ("whole", "A", "A"), ("whole", "The answer is A.", "A"),
         ("whole", "Long ago. The answer is A.", None), ("auto", "A: Paris\nB: 15\nThe answer is B.", "B"),
         ("auto", "#### Discussion\nThe answer is A.", "A"),
-    ],
-)  # fmt: skip
-def test_extract_decides_where_the_answer_is_read(extract, text, named):
-    assert score(text, extract=extract)[1] == named
+    ]  # fmt: skip
+    assert [row for row in table if score(row[1], extract=row[0])[1] != row[2]] == []
 
 
 def test_pay_tags_and_logs_follow_the_arguments():
@@ -497,7 +368,7 @@ def made_up_rows(count, seed=0):
         yield text, written, choices, is_right
 
 
-@pytest.mark.parametrize("count", only([1000], [1000, 5000]))
+@pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.slow)])
 def test_right_answers_are_accepted_and_wrong_ones_are_not(count):
     rows = list(made_up_rows(count))
     texts, golds, choices, right = map(list, zip(*rows, strict=True))
@@ -515,38 +386,30 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("piece", only(PIECES[::8], PIECES))
-def test_the_cost_is_linear_in_the_length(piece):
-    for place in ("{}", "<answer>{}</answer>", "The answer is {}"):
+def check_cost(pieces, places):
+    def call(text):
+        assert score(text)[0] in (0.0, 1.0)
 
-        def call(length, place=place):
-            assert score(place.format(piece * (length // len(piece))))[0] in (0.0, 1.0)
-
-        assert growth(call, int, 50_000) < 12
-
-
-NESTED = choices_module.read_choices(["York", "New York", "a cat", "5/2"])
+    for piece in pieces:
+        for place in places:
+            make = lambda length, piece=piece, place=place: place.format(piece * (length // len(piece)))  # noqa: E731
+            assert growth(call, make, 50_000) < 12, (piece, place)
 
 
-@pytest.mark.parametrize(
-    ("text", "mentioned"),
-    [
-        ("New York", "B"), ("York and New York", "AB"), ("New York, then York", "AB"), ("new york city", "B"),
-        ("Yorkshire", ""), ("A", "A"), ("a", ""), ("(a) b", "AB"), ("a cat", "C"), ("I said B", "B"), ("A is", "A"),
-        ("A dog", ""), ("A must", "A"), ("B's", ""), ("x-B", ""), ("5/2", "D"), ("15/2", ""), ("5/23", ""), ("", ""),
-        ("catcat cat", "C"), ("(A dog", "A"), ("A) dog", "A"), ("York, Yorkshire", "A"),
-        ("Yorkshire, York, Yorkshire", "A"), ("Yorks fell", ""), ("an old oldYork", ""),
-    ],
-)  # fmt: skip
-def test_the_choices_that_a_text_mentions(text, mentioned):
-    """A shorter text inside a longer one is not mentioned, and "A" before a noun is an article."""
-    assert choices_module._mentioned(text, NESTED) == set(mentioned)
+def test_the_cost_is_linear_in_the_length():
+    check_cost(["The answer is A. "], ["{}"])
 
 
-@pytest.mark.parametrize(
-    ("text", "label"),
-    [
+@pytest.mark.slow
+def test_the_cost_of_any_piece_is_linear_in_the_length():
+    check_cost(PIECES, ["{}", "<answer>{}</answer>", "The answer is {}"])
+
+
+NESTED = read_choices(["York", "New York", "a cat", "5/2"])
+
+
+def test_an_answer_names_one_choice():
+    table = [
         ("New York", "B"), ("York", "A"), ("5/2", "D"), ("5/2!", None), ("5/23", None), ("A", "A"), ("(a)", "A"),
         ("b) New York", "B"), ("b) York", None), ("B. New York, the city", "B"), ("New York (B)", "B"),
         ("New York (A)", None), ("York, not New York", "A"), ("not A but B", "B"), ("not A but A", None),
@@ -554,7 +417,7 @@ def test_the_choices_that_a_text_mentions(text, mentioned):
         ("B because A is small", "B"), ("B is correct, A is not", None), ("B is what a fool would pick", None),
         ("B is impossible", None), ("B\nIt is far north.", "B"), ("B\nA is far north.", None),
         ("B\nNo, A.", None), ("B. I lied", None),
-        ("B!", "B"), ("B?", None), ("!B", None), ("The answer is B", "B"), ("option B", "B"), ("B - A", None),
+        ("B!", "B"), ("B?", None), ("!B", None), ("The answer is: B", "B"), ("option B", "B"), ("B - A", None),
         # A letter that is set off may have a remark behind it. A bare letter or a text may not.
         ("option B it lies north", "B"), ("(B it lies north", "B"), ("B) it lies north", "B"),
         ("B it lies north", None), ("York lies north", None), ("B)New York, the city", "B"), ("(B).M.", None),
@@ -577,53 +440,39 @@ def test_the_choices_that_a_text_mentions(text, mentioned):
         # Lines, a cut-off sentence, and nested LaTeX.
         ("\n B\nIt is far north.", "B"), ("B\n\nIt is\nfar north.", "B"), ("It is i", None), ("The answer is a", "A"),
         ("\\boxed{\\textbf{\\mathrm{\\text{\\underline{B}}}}}", "B"),
-    ],
-)  # fmt: skip
-def test_an_answer_names_one_choice(text, label):
-    assert choices_module.named_choice(text, NESTED) == label
+        # The longer text is named, not a shorter one within it, and a word is no letter of a choice.
+        ("York and New York", None), ("Yorkshire", None), ("15/2", None), ("B's", None), ("x-B", None), ("A dog", None),
+        ("B. It is not in York, Yorkshire", None), ("B. A dog lives there", "B"), ("B. Yorkshire is far", "B"),
+    ]  # fmt: skip
+    assert [(text, named_choice(text, NESTED)) for text, label in table if named_choice(text, NESTED) != label] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "key"),
-    [
+def test_two_spellings_of_a_text_name_one_choice():
+    same = [
         ("The  (Paris).", "paris"), ("[x]", "x"), ("'y'", "y"), ("a b / c", "b/c"), ("Paris!!", "paris"),
-        ("Really?", "really?"), ("the", "the"), ("((x))", "((x))"), ("(a, b)", "(a,b)"), ("x = 3 . 5", "x=3.5"),
-        ("\\boxed{\\textbf{(B)}}", "b"), ("**B**", "b"), ("\u201cB\u201d", "b"), ("\uff21\uff22", "ab"),
-        ("\u24b7", "b"),        ("a\\,b 50\\%", "b 50%"), ("`B`", "b"), ("x\u2013y", "x-y"),
-        ("\u200bB", "b"), ("\u0663", "3"), ("5!", "5!"), ("...", "..."), ("(1,)", "(1,)"), ("(,x)", "(,x)"),
-        ("()", "()"), ("x\u00b2", "x\u00b2"), ("\ufb01t", "fit"), ("\u01c6", "\u01c6"),
-    ],
-)  # fmt: skip
-def test_two_spellings_of_a_text_have_one_key(text, key):
-    assert choices_module._key(choices_module._cleaned(text)) == key
+        ("x = 3 . 5", "x=3.5"), ("\\boxed{\\textbf{(xy)}}", "xy"), ("\u201cxy\u201d", "xy"), ("\uff38\uff39", "xy"),
+        ("x\\,y 50\\%", "x y 50%"), ("x\u2013y", "x-y"), ("\u200bxy", "xy"), ("\u0663", "3"), ("\ufb01t", "fit"),
+        ("Really", "Really?"),
+    ]  # fmt: skip
+    other = [("5", "5!"), ("x\u00b2", "x2"), ("(a, b", "(a,b)"), ("15", "1.5"), ("dz", "\u01c6"), ("...", "?")]
+    assert [pair for pair in same if score(pair[0], "A", [pair[1], "something else"])[0] != 1.0] == []
+    assert [pair for pair in other if score(pair[0], "A", [pair[1], "something else"])[0] != 0.0] == []
 
 
-@pytest.mark.parametrize(
-    ("value", "labels", "texts"),
-    [
-        (None, tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), ()),
-        (["x", 2], ("A", "B"), ("x", "2")),
-        (["B) x", "A) y"], ("B", "A"), ("x", "y")),
-        (["B) x", "C) y"], ("A", "B"), ("B) x", "C) y")),
+def test_the_choices_of_a_row_have_labels_and_texts():
+    table = [
+        (None, tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), ()), (["x", 2], ("A", "B"), ("x", "2")),
+        (["B) x", "A) y"], ("B", "A"), ("x", "y")), (["B) x", "C) y"], ("A", "B"), ("B) x", "C) y")),
         ({"a": "x", "b": None, "c": "y"}, ("a", "c"), ("x", "y")),
         ({"text": ["x", "y"], "label": ["1", "2"]}, ("1", "2"), ("x", "y")),
-    ],
-)
-def test_the_choices_of_a_row_have_labels_and_texts(value, labels, texts):
-    found = choices_module.read_choices(value)
-    assert (found.labels, found.texts) == (labels, texts)
+    ]  # fmt: skip
+    for value, labels, texts in table:
+        found = read_choices(value)
+        assert (found.labels, found.texts) == (labels, texts)
 
 
-@pytest.mark.parametrize(
-    "value", [[], "AB", 3, {}, {"text": ["x"], "label": ["A", "B"]}, ["x"] * 27, {"a": "x", "A": "y"}, [None], {1: "x"}]
-)
-def test_a_value_that_is_no_list_of_choices(value):
-    assert choices_module.read_choices(value) is None
-
-
-@pytest.mark.parametrize(
-    ("gold", "form", "label"),
-    [
+def test_each_form_of_a_gold():
+    table = [
         ("B", "auto", "B"), (" (b). ", "letter", "B"), ("B", "text", None), ("B", "index", None), (1, "auto", "B"),
         (1.0, "index", "B"), (1.5, "index", None), (1, "letter", None), (True, "auto", None), (4, "auto", None),
         (-1, "auto", None), (3, "auto", "D"), (0, "index", "A"), ("1", "index", "B"), ("0004", "index", None),
@@ -631,54 +480,41 @@ def test_a_value_that_is_no_list_of_choices(value):
         ("B) New York", "text", None), ("", "auto", None), (None, "auto", None), ("x" * 5000, "auto", None),
         ("003", "index", "D"), ("0003", "index", None), (numpy.array(1), "auto", "B"),
         ("B".ljust(1008), "letter", "B"), ("B".ljust(1009), "letter", None),
-    ],
-)  # fmt: skip
-def test_each_form_of_a_gold(gold, form, label):
-    assert choices_module.read_gold(gold, NESTED, form) == label
+    ]  # fmt: skip
+    assert [(gold, form) for gold, form, label in table if read_gold(gold, NESTED, form) != label] == []
+    capitals = read_choices(["Polish", "polish"])
+    assert [read_gold(gold, capitals) for gold in ("Polish", "polish", "POLISH")] == ["A", "B", None]
+    assert read_gold("", read_choices(["", "x"])) is None
 
 
 def test_an_answer_may_be_1000_characters_longer_than_the_longest_choice():
     longest = len("New York") + 1000
-    assert choices_module.named_choice("B".ljust(longest), NESTED) == "B"
-    assert choices_module.named_choice("B".ljust(longest + 1), NESTED) is None
+    assert named_choice("B".ljust(longest), NESTED) == "B"
+    assert named_choice("B".ljust(longest + 1), NESTED) is None
+    letters = read_choices(None)
+    assert [named_choice("B".ljust(length), letters) for length in (1000, 1001)] == ["B", None]
 
 
-def test_letters_alone_have_no_text_to_measure():
-    letters = choices_module.read_choices(None)
-    assert choices_module.named_choice("B".ljust(1000), letters) == "B"
-    assert choices_module.named_choice("B".ljust(1001), letters) is None
-
-
-@pytest.mark.parametrize(
-    ("choices", "text", "label"),
-    [
+def test_an_answer_among_other_choices():
+    table = [
         (["", "x"], "", None), (["Polish", "polish"], "A. polish", None), (["Polish", "polish"], "polish", "B"),
         (["cat", "cat", "dog"], "A. cat", "A"), (["Stra\u00dfe", "Weg"], "Stra\u00dfe because it is long", "A"),
         ({"1": "x", "10": "y"}, "10. y", "10"), ({"1": "x", "10": "y"}, "1. y", None), (["?", "!"], "?", "A"),
         (list("vwxyzabcd"), "It is i", None), (list("vwxyzabcd"), "The answer is i", "I"),
         ([str(n) for n in range(100, 126)], "125", "Z"), (["v"] * 8 + ["rose"], "I rose", None),
         (list("vwxyzabcd"), "B. so say i", "B"),
-    ],
-)  # fmt: skip
-def test_an_answer_among_other_choices(choices, text, label):
-    assert choices_module.named_choice(text, choices_module.read_choices(choices)) == label
+    ]  # fmt: skip
+    assert [row for row in table if named_choice(row[1], read_choices(row[0])) != row[2]] == []
 
 
-@pytest.mark.parametrize(("gold", "label"), [("Polish", "A"), ("polish", "B"), ("POLISH", None)])
-def test_a_gold_may_be_told_apart_by_its_capitals_alone(gold, label):
-    assert choices_module.read_gold(gold, choices_module.read_choices(["Polish", "polish"])) == label
+def claimed(text, choices=CITIES):
+    """Return True if a sentence claims an answer, and the choice that it names."""
+    _, label, verdict = score(text, choices=choices, extract="sentence")
+    return verdict != "missing", label
 
 
-def test_an_empty_gold_is_no_choice_with_an_empty_text():
-    assert choices_module.read_gold("", choices_module.read_choices(["", "x"])) is None
-
-
-CLAIMED = choices_module.read_choices(CITIES)
-
-
-@pytest.mark.parametrize(
-    ("text", "found", "label"),
-    [
+def test_a_sentence_claims_an_answer():
+    table = [
         ("B is correct.", True, "B"), ("A is correct. B is not.", True, "A"), ("A is correct\nB is not.", True, "A"),
         ("Long ago. B is correct.", True, "B"), ("B because C is small, A is correct", True, "B"),
         # The last four clauses before "is correct" are tried.
@@ -694,32 +530,24 @@ CLAIMED = choices_module.read_choices(CITIES)
         ("The answer is A. Also B.", True, None), ("The answer is A. Also nice.", True, "A"),
         ("The answer is A. New York. London", True, None),
         ("The answer is A. Also I doubt the answer is B.", True, "A"),  # read up to the next claim
-    ],
-)  # fmt: skip
-def test_a_sentence_claims_an_answer(text, found, label):
-    assert choices_module._claimed(text, CLAIMED) == (found, label)
+    ]  # fmt: skip
+    assert [(text, claimed(text)) for text, *expected in table if claimed(text) != tuple(expected)] == []
 
 
 def test_an_answer_that_is_several_sentences_long_is_read_up_to_four():
-    choices = choices_module.read_choices(["w. x. y. z", "v. w. x. y. z"])
-    assert choices_module._claimed("The answer is w. x. y. z. It fits.", choices) == (True, "A")
-    assert choices_module._claimed("The answer is v. w. x. y. z. It fits.", choices) == (True, None)
-    letters = choices_module.read_choices({"A": "E", "B": "A"})
-    assert choices_module._claimed("The answer is B. A", letters) == (True, None)
+    choices = ["w. x. y. z", "v. w. x. y. z"]
+    assert claimed("The answer is w. x. y. z. It fits.", choices) == (True, "A")
+    assert claimed("The answer is v. w. x. y. z. It fits.", choices) == (True, None)
+    assert claimed("The answer is B. A", {"A": "E", "B": "A"}) == (True, None)
 
 
 def test_a_row_without_choices_among_rows_with_choices_is_not_scored():
     assert choice_correctness(completions=["B", "B"], answer=["B", "B"], choices=[None, CITIES]) == [None, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("column", "needed", "optional"),
-    [
-        ("choices", ("gold",), ("choices",)),
-        ("options", ("gold", "options"), ("options",)),
-        (None, ("gold",), ()),
-    ],
-)
-def test_the_columns_that_the_reward_reads(column, needed, optional):
-    reward = ChoiceCorrectness(gold_column="gold", choices_column=column)
-    assert (reward.columns_read, reward.optional_columns) == (needed, optional)
+def test_the_columns_that_the_reward_reads():
+    for column, needed, optional in (
+        ("choices", ("gold",), ("choices",)), ("options", ("gold", "options"), ("options",)), (None, ("gold",), ())
+    ):  # fmt: skip
+        reward = ChoiceCorrectness(gold_column="gold", choices_column=column)
+        assert (reward.columns_read, reward.optional_columns) == (needed, optional)

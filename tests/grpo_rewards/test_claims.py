@@ -1,7 +1,5 @@
 """Denied and retracted claims: what the words around an answer do to it."""
 
-import pytest
-
 from grpo_rewards.claims import is_denied, is_retraction, is_unclaimed
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 
@@ -202,108 +200,99 @@ def listed(text: str) -> list[str]:
     return [item.strip() for line in text.strip().splitlines() for item in line.split("|")]
 
 
-def pays(text: str) -> set[float]:
-    rewards = [MathCorrectness()]
-    rewards += [MathCorrectness(extract="boxed" if "boxed" in text else "sentence")]
-    if "boxed" not in text:
-        rewards.append(GSM8KCorrectness(extract="sentence", pay_exact=1, pay_equal=1))
-    return {reward(completions=[text], answer=["18"])[0] for reward in rewards}
+def misjudged(texts: list[str], pay: float) -> list[str]:
+    """Return the texts that some reward does not pay as expected."""
+    found = []
+    for text in texts:
+        layout = "boxed" if "boxed" in text else "sentence"
+        judges = [MathCorrectness(), MathCorrectness(extract=layout)]
+        if layout == "sentence":
+            judges.append(GSM8KCorrectness(extract="sentence", pay_exact=1, pay_equal=1))
+        if {judge(completions=[text], answer=["18"])[0] for judge in judges} != {pay}:
+            found.append(text)
+    return found
 
 
-@pytest.mark.parametrize("text", listed(DENIED) + listed(ALSO_DENIED))
-def test_a_denied_or_retracted_claim_earns_nothing(text):
-    assert pays(text) == {0.0}
+def test_a_denied_or_retracted_claim_earns_nothing():
+    assert misjudged(listed(DENIED) + listed(ALSO_DENIED), 0.0) == []
 
 
-@pytest.mark.parametrize("text", listed(CLAIMED) + listed(ALSO_CLAIMED))
-def test_a_negation_elsewhere_leaves_a_claim_paid(text):
-    assert pays(text) == {1.0}
+def test_a_negation_elsewhere_leaves_a_claim_paid():
+    assert misjudged(listed(CLAIMED) + listed(ALSO_CLAIMED), 1.0) == []
 
 
 def test_the_box_of_a_gold_is_read_whatever_stands_around_it():
     assert MathCorrectness()(completions=["\\boxed{18}"], answer=["It is not \\boxed{18}?"]) == [1.0]
 
 
-@pytest.mark.parametrize(
-    ("before", "unclaimed"),
-    [
-        ("", False), ("So the final ", False), ("Therefore, the correct ", False), ("My ", False), ("his ", True),
-        ("Tom's ", True), ("the tempting ", True), ("I doubt that the ", True), ("I think the ", False),
-        ("Tom thinks the ", True), ("He said that the ", True), ("I say the ", False), ("Twice the ", True),
-        ("Not sure, but the ", True), ("Hopefully, the ", True), ("the value of the ", False), ("a possible ", True),
-        ("one less than the ", True), ("In no way is the ", True), ("It is not. The ", False), ("a final ", False),
-        ("an ", False), ("This isn't the ", True), ("No one gave the ", True), ("bound for the ", True),
-        # At most three adjectives belong to the answer.
-        ("the red green blue ", True), ("the red green blue big ", False), ("previous ", True), ("twice ", True),
-        ("half of ", True), ("red ", False), ("final ", False), ("old ", True), ("the old final ", True),
-        ("my previous ", True), ("their final ", True), ("another ", True), ("one plausible ", True),
-        ("the possible ", False), ("a likely ", True), ("here's ", False), ("that's the ", False), ("today's ", True),
-        # Numbers counted from the answer, and bounds of it.
-        ("bound on the ", True), ("ground for the ", False), ("result of the ", False), ("square of the ", True),
-        # Who says it, up to two words before the verb.
-        ("I really say the ", False), ("I have often said the ", True), ("I'd say the ", False),
-        ("there is no way the ", True), ("sure not the ", True), ("not sure; the ", False), ("Not sure the ", True),
-        ("Maybe so, the ", True), ("Not so, the ", False),
-        ("I erred, perhaps, but the ", False), ("Well perhaps, but the ", False), ("I said the ", False),
-        ("I know Tom said the ", True), ("This gives a ", False),
-        # 200 characters are read.
-        ("doubt " + "x " * 97, True), ("doubt " + "x " * 97 + " ", False),
-    ],
-)  # fmt: skip
-def test_the_words_before_a_claim_leave_it_claimed_or_not(before, unclaimed):
-    assert is_unclaimed(before) == unclaimed
+# Words before "answer" that leave it a claim, and words that do not. At most three adjectives belong to the answer.
+CLAIMING = """
+    So the final | Therefore, the correct | My | I think the | I say the | the value of the | It is not. The
+    a final | an | the red green blue big | red | final | the possible | here's | that's the | ground for the
+    result of the | I really say the | I'd say the | not sure; the | Not so, the | I erred, perhaps, but the
+    Well perhaps, but the | I said the | This gives a
+"""
+UNCLAIMING = """
+    his | Tom's | the tempting | I doubt that the | Tom thinks the | He said that the | Twice the
+    Not sure, but the | Hopefully, the | a possible | one less than the | In no way is the | This isn't the
+    No one gave the | bound for the | the red green blue | previous | twice | half of | old | the old final
+    my previous | their final | another | one plausible | a likely | today's | bound on the | square of the
+    I have often said the | there is no way the | sure not the | Not sure the | Maybe so, the | I know Tom said the
+"""
 
 
-@pytest.mark.parametrize(("before", "unclaimed"), [("the red ", False), ("twice ", False), ("I doubt ", True)])
-def test_words_before_a_claim_without_a_noun_are_no_adjectives_of_it(before, unclaimed):
-    assert is_unclaimed(before, names_answer=False) == unclaimed
+def test_the_words_before_a_claim_leave_it_claimed_or_not():
+    assert [words for words in listed(CLAIMING) if is_unclaimed(f"{words} ")] == []
+    assert [words for words in listed(UNCLAIMING) if not is_unclaimed(f"{words} ")] == []
+    assert not is_unclaimed("")
+    # 200 characters are read.
+    assert is_unclaimed("doubt " + "x " * 97)
+    assert not is_unclaimed("doubt " + "x " * 97 + " ")
+    # Before a claim without a noun ("I choose"), adjectives are none of the answer's.
+    before = ("the red ", "twice ", "I doubt ")
+    assert [is_unclaimed(words, names_answer=False) for words in before] == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "denied"),
-    [
-        ("", "", False), ("The answer is ", ".", False), ("It is not ", "", True), ("It can't be ", "", True),
-        ("more than ", "", True), ("at least ", "", True), ("the least possible is ", "", False),
-        ("", " is wrong", True),        ("", " is clearly wrong.", True), ("", " is right.", False),
-        ("", ". That is wrong.", True),
-        ("", " apples. That is right.", False), ("", ". Wait, no: 7", True), ("", " can be ruled out", True),
-        ("", ", unlikely as it sounds", False), ("", " ist falsch", True), ("for example: ", "", True),
-        ("I am not sure: ", "", True), ("17 or ", "", True), ("between 3 and ", "", True), ("Tom thinks ", "", True),
-        ("I say ", "", False), ("from 3 to ", "", True), ("It is no ", "", False), ("", ". Just kidding", True),
-        ("Between 3 and 9 I choose ", "", False), ("", " is. Wrong are others.", False), ("", " is guessed.", True),
-        ("La respuesta no es la ", "", True), ("La respuesta no la ", "", False),
-        # Marks directly before the answer.
-        ("\u274c ", "", True), ("e.g. ", "", True), ("for example, ", "", True), ("not sure, ", "", True),
-        ("wrong: ", "", True), ("wrong, ", "", False), ("perhaps: ", "", True), ("perhaps, ", "", False),
-        # Numbers before it, and bounds.
-        ("3 is ", "", False), ("3 to ", "", True), ("red or ", "", False), ("17 apples or ", "", False),
-        ("3 and ", "", False), ("the least is ", "", True), ("about possible ", "", True),
-        # Answering and reporting verbs.
-        ("never write ", "", True), ("do not ever write ", "", True), ("not x y write ", "", False),
-        ("Tom says ", "", False), ('Tom says "', "", True), ('I say "', "", False), ("we believe ", "", False),
-        ("No es ", "", True), ("no the ", "", False), ("opposite of ", "", True), ("rule out ", "", True),
-        ("get out ", "", False), ("it isn\u2019t ", "", True),
-        # The predicate, up to the end of its clause.
-        ("", " was my guess", True), ("", " guess", False), ("", " apples is wrong", False),
-        ("", " is, I say, wrong", False), ("", " is \\text{ wrong}", True), ("", " is \n wrong", False),
-        ("", " wrong as it seems", False), ("", " was a guess as I said", True),
-        # 200 characters are read on each side.
-        ("not " + "the " * 49, "", True), ("not " + "the " * 49 + " ", "", False),
-        ("", " is " + "the " * 47 + "   wrong", True), ("", " is " + "the " * 47 + "    wrong", False),
-    ],
-)  # fmt: skip
-def test_the_words_around_an_answer_deny_it_or_not(before, after, denied):
-    assert is_denied(before, after) == denied
+# Words before an answer, and words behind it ("_" stands for a space at their start), that deny it or do not.
+DENYING_BEFORE = """
+    It is not | It can't be | more than | at least | for example: | I am not sure: | 17 or | between 3 and
+    Tom thinks | from 3 to | La respuesta no es la | ❌ | e.g. | for example, | not sure, | wrong: | perhaps: | 3 to
+    the least is | about possible | never write | do not ever write | No es | opposite of | rule out | it isn’t
+"""
+HARMLESS_BEFORE = """
+    the least possible is | I say | It is no | Between 3 and 9 I choose | La respuesta no la | wrong, | perhaps,
+    3 is | red or | 17 apples or | 3 and | not x y write | Tom says | we believe | no the | get out
+"""
+DENYING_BEHIND = r"""
+    _is wrong | _is clearly wrong. | . That is wrong. | . Wait, no: 7 | _can be ruled out | _ist falsch
+    . Just kidding | _is guessed. | _was my guess | _is \text{ wrong} | _was a guess as I said
+"""
+HARMLESS_BEHIND = r"""
+    _is right. | _apples. That is right. | , unlikely as it sounds | _is. Wrong are others. | _guess
+    _apples is wrong | _is, I say, wrong | _is ¶ wrong | _wrong as it seems
+"""
 
 
-@pytest.mark.parametrize(
-    ("text", "taken_back"),
-    [
-        (" That is wrong.", True), (" That is right.", False),  (" I lied.", True),
-        (" Scratch that.", True), (" Never mind", True), (" It adds up.", False), (" That does not add up.", True),
-        (" The opposite is true.", True), (" On second thought, 7.", True), (" Actually 7", True), ("", False),
-        (" I don't think so.", True), (" I don't think 7 is better.", False),
-    ],
-)  # fmt: skip
-def test_a_sentence_takes_the_claim_before_it_back_or_not(text, taken_back):
-    assert is_retraction(text) == taken_back
+def test_the_words_around_an_answer_deny_it_or_not():
+    for before, denied in ((DENYING_BEFORE, True), (HARMLESS_BEFORE, False)):
+        assert [words for words in listed(before) if is_denied(f"{words} ", "") != denied] == []
+    for behind, denied in ((DENYING_BEHIND, True), (HARMLESS_BEHIND, False)):
+        texts = [words.replace("_", " ").replace("¶", "\n") for words in listed(behind)]
+        assert [text for text in texts if is_denied("", text) != denied] == []
+    assert is_denied('Tom says "', "")
+    assert not is_denied('I say "', "")
+    assert not is_denied("The answer is ", ".")
+    # 200 characters are read on each side.
+    assert [is_denied("not " + "the " * 49 + more, "") for more in ("", " ")] == [True, False]
+    assert [is_denied("", " is " + "the " * 47 + more + "wrong") for more in ("   ", "    ")] == [True, False]
+
+
+def test_a_sentence_takes_the_claim_before_it_back_or_not():
+    back = """
+        That is wrong. | I lied. | Scratch that. | Never mind | That does not add up. | The opposite is true.
+        On second thought, 7. | Actually 7 | I don't think so.
+    """
+    assert [text for text in listed(back) if not is_retraction(f" {text}")] == []
+    assert [
+        text for text in ("", " That is right.", " It adds up.", " I don't think 7 is better.") if is_retraction(text)
+    ] == []

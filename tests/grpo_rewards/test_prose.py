@@ -3,8 +3,6 @@
 import itertools
 import time
 
-import pytest
-
 from grpo_rewards.math.answers import answer_number, compare
 from grpo_rewards.math.prose import is_doubt, is_numeral, is_vague_number, stated_quantity
 
@@ -125,16 +123,9 @@ TWO_NUMBERS = """
 NUMBERS = ("18", "18 apples", "$18", "eighteen")
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("frames", [DOUBTFUL, TWO_NUMBERS], ids=["doubtful", "two numbers"])
-def test_no_wrong_or_doubtful_answer_is_paid(frames, number):
-    paid = [
-        text
-        for text in (frame.replace("{q}", number) for frame in listed(frames))
-        for gold in (18, 17, 3, 20, 5, 19)
-        if verdict(text, gold) != "wrong"
-    ]
-    assert paid == []
+def test_no_wrong_or_doubtful_answer_is_paid():
+    texts = [frame.replace("{q}", number) for frame in listed(DOUBTFUL) + listed(TWO_NUMBERS) for number in NUMBERS]
+    assert [text for text in texts if verdict(text, 18) != "wrong" or answer_number(text) is not None] == []
 
 
 SET_OFF = """
@@ -149,28 +140,15 @@ SET_OFF = """
 """
 
 
-@pytest.mark.parametrize("text", listed(SET_OFF))
-def test_a_sentence_of_two_numbers_states_the_one_that_is_set_off(text):
-    assert answer_number(text) == 18
+def test_a_sentence_of_two_numbers_states_the_one_that_is_set_off():
+    assert [text for text in listed(SET_OFF) if answer_number(text) != 18] == []
 
 
 def test_reading_a_sentence_takes_linear_time():
     pieces = [
-        "18 ",
-        "she has 18 and ",
-        "**a ",
-        "\\boxed{",
-        "wait, ",
-        "the ",
-        "of the ",
-        "and ",
-        "__a",
-        "\n",
-        " ",
-        "$",
-        "'",
+        "18 ", "she has 18 and ", "**a ", "\\boxed{", "wait, ", "the ", "of the ", "and ", "__a", "\n", " ", "$", "'",
         "a-",
-    ]
+    ]  # fmt: skip
     start = time.perf_counter()
     for piece in pieces:
         answer_number((piece * 1000)[:990] + " a 18")
@@ -182,116 +160,88 @@ def test_no_near_miss_is_paid():
     assert [text for text, value in composed_right() if verdict(text, value + 1) != "wrong"] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "stated"),
-    [
-        ("She has two hundred and five apples.", "two hundred and five"), ("He owns a hundred cows.", "a hundred"),
+STATE_18 = """
+    There are **18** apples. | In 3 days she has **18** apples. | She has **18** apples after 3 days. |
+    She came second with 18 points. | In a second week it has 18. | She has 18 apples/pears. |
+    The cost - in euro - is 18. | There, she has **18** apples after 3 days. | They're 18 years old. |
+    They've 18 apples. | It's 18. | has 18 apples | have 18 apples | The dogs 18. | Then Ann put up 18 signs. |
+    She is running 18 miles. | Cost 18 | Total: 18 | In euro: 18 | It is in sum. 18. | It is the total. 18 |
+    A price of 18 is left. | The sum of 18 is left. | The total = the 18 | The price, 18 | Put up 18 signs. |
+    She took the bus , 18 remained. | She took the bus¶18 remained. | She has **18** apples with 3 pears. |
+    She ate half eggs and **18** apples. | 18 are | 18 dogs eat apples | 18 is the cost | She has 18 A.
+"""
+STATE_NONE = """
+    They are 3 cats and 4 dogs. | She has **18** apples, and 3 pears. | She has **18** apples so 3 are bad. |
+    3 and **18** are left. | **3** and **18** are left. | 17 + 1 = **18** apples | **In 3 days she has 18** |
+    She has half. | She ate half of the 18 apples. | On the second day she has 18. | 18 | She has eggs. |
+    She ate 18 halves. | She has **3** **18** apples. | She has 3 **18** apples. | She has dozens. |
+    On her second day she has 18. | In his second week he has 18. | In their second week they have 18. |
+    She has 18! apples | She has the 18th apple. | She has 18 apples+pears. | She has - 18 apples. |
+    She has 18 - apples. | She has * 18 | buy 18 apples | Give Olaf 10 cars. | Running 18 miles. | Age 18 | Size 18 |
+    The old cost, 18 | In xyz: 18 | It is in fig. 18. | She sees the price of the 18 books. |
+    This price of 18 is left. | That price of 18 is left. | It is next to 18. | It is off by 18. |
+    She has 18 miles = 18 | She has to x 18. | She took the bus 18 remained. | She has **18** apples, with 3 pears. |
+    She ate half and **18** apples. | She has 18 odd apples. | She has 18 some. | She has 18 below. | 18 total |
+    18 are tall | She left on 18 March. | She left on 18 of March. | One apple is left. |
+    She keeps the one that fell. | She keeps one of them. | She keeps another one.
+"""
+
+
+def test_the_number_of_a_sentence_as_it_is_written():
+    read = lambda text: stated_quantity(text.replace("¶", "\n"))  # noqa: E731
+    assert [text for text in listed(STATE_18) if read(text) != "18"] == []
+    assert [text for text in listed(STATE_NONE) if read(text) is not None] == []
+    assert read("\x02 She has 18.") is read("\x03 She has 18.") is None
+    table = [
+        ("She has two hundred and six apples.", "two hundred and six"), ("He owns a hundred cows.", "a hundred"),
         ("It costs two million dollars.", "two million"), ("She has 18 thousand dollars.", "18 thousand"),
-        ("The sum is minus 18.", "minus 18"), ("There are **18** apples.", "18"), ("They are 3 cats and 4 dogs.", None),
-        ("In 3 days she has **18** apples.", "18"), ("She has **18** apples after 3 days.", "18"),
-        ("She has **18** apples, and 3 pears.", None), ("She has **18** apples so 3 are bad.", None),
-        ("3 and **18** are left.", None), ("**3** and **18** are left.", None), ("17 + 1 = **18** apples", None),
-        ("**In 3 days she has 18**", None), ("She has half.", None), ("She ate half of the 18 apples.", None),
-        ("She came second with 18 points.", "18"), ("On the second day she has 18.", None),
-        ("She bought 2 dozen eggs.", "2"), ("18", None), ("She has eggs.", None), ("\x02 She has 18.", None),
-        # Words of one number, and numbers beside each other.
-        ("She has twenty-five.", "twenty five"), ("Twenty apples are left.", "Twenty"), ("She ate 18 halves.", None),
-        ("In total, 18 thousand dollars.", "18 thousand"), ("She has **3** **18** apples.", None),
-        ("She has 3 **18** apples.", None), ("She ate an hundred eggs.", "an hundred"), ("She has dozens.", None),
+        ("The sum is minus 18.", "minus 18"), ("She bought 2 dozen eggs.", "2"),
+        ("She has twenty-five.", "twenty five"), ("Twenty apples are left.", "Twenty"),
+        ("In total, 18 thousand dollars.", "18 thousand"), ("She ate an hundred eggs.", "an hundred"),
         ("It is negative 18.", "negative 18"), ("She has -18.", "-18"), ("She has the hundred.", "hundred"),
-        ("On her second day she has 18.", None), ("In his second week he has 18.", None),
-        ("In their second week they have 18.", None), ("In a second week it has 18.", "18"),
-        # Marks in and beside the number.
-        ("She has 18! apples", None), ("She has $18!", "$18"), ("She has the 18th apple.", None),
-        ("She has 18 apples+pears.", None), ("She has - 18 apples.", None), ("She has 18 - apples.", None),
-        ("She has 18 apples/pears.", "18"), ("The cost - in euro - is 18.", "18"), ("She has * 18", None),
-        ("There, she has **18** apples after 3 days.", "18"),
-        # Contracted verbs, and the verbs that a text may start with.
-        ("They're 18 years old.", "18"), ("They've 18 apples.", "18"), ("It's 18.", "18"), ("has 18 apples", "18"),
-        ("have 18 apples", "18"), ("buy 18 apples", None), ("Give Olaf 10 cars.", None), ("The dogs 18.", "18"),
-        ("They give Olaf 10 cars.", "10"), ("Then Ann put up 18 signs.", "18"), ("Running 18 miles.", None),
-        ("She is running 18 miles.", "18"),
-        # Words before the number: labels, quantities, abbreviations and what is measured by the number.
-        ("Age 18", None), ("Size 18", None), ("Cost 18", "18"), ("Total: 18", "18"), ("The old cost, 18", None),
-        ("In euro: 18", "18"), ("In xyz: 18", None), ("It is in fig. 18.", None), ("It is in sum. 18.", "18"),
-        ("It is the total. 18", "18"), ("She sees the price of the 18 books.", None),
-        ("This price of 18 is left.", None),
-        ("That price of 18 is left.", None), ("A price of 18 is left.", "18"), ("The sum of 18 is left.", "18"),
-        ("It is next to 18.", None), ("It is off by 18.", None), ("The total = the 18", "18"),
-        ("She has 18 miles = 18", None),
-        ("She has to x 18.", None), ("The price, 18", "18"), ("Put up 18 signs.", "18"),
-        # A pause behind the word before the number, and behind the number.
-        ("She took the bus , 18 remained.", "18"), ("She took the bus 18 remained.", None),
-        ("She took the bus\n18 remained.", "18"), ("She has **18** apples, with 3 pears.", None),
-        ("She has **18** apples with 3 pears.", "18"), ("She ate half eggs and **18** apples.", "18"),
-        ("She ate half and **18** apples.", None),
-        # Words behind it: remarks, predicates, dates and "one" as a pronoun.
-        ("She has 18 odd apples.", None), ("She has 18 some.", None), ("She has 18 below.", None), ("18 are", "18"),
-        ("18 dogs eat apples", "18"), ("18 total", None), ("18 is the cost", "18"), ("18 are tall", None),
-        ("She left on 18 March.", None), ("She left on 18 of March.", None), ("She has 18 A.", "18"),
-        ("One apple is left.", None), ("She keeps the one that fell.", None), ("She keeps one of them.", None),
-        ("She keeps another one.", None), ("She keeps one apple", "one"),
-    ],
-)  # fmt: skip
-def test_the_number_of_a_sentence_as_it_is_written(text, stated):
-    assert stated_quantity(text) == stated
+        ("She has $18!", "$18"), ("They give Olaf 10 cars.", "10"), ("She keeps one apple", "one"),
+    ]  # fmt: skip
+    assert [(text, read(text)) for text, stated in table if read(text) != stated] == []
 
 
 def test_a_sentence_of_up_to_eight_numbers_is_read():
     for others, stated in ((7, "18"), (8, None)):
-        assert stated_quantity("In 3 days " + "then 3 days " * (others - 1) + "she has **18** apples.") == stated
+        assert stated_quantity("In 3 days " + "then 3 days " * (others - 1) + "there are **18** apples.") == stated
 
 
-@pytest.mark.parametrize(
-    ("word", "numeral", "vague", "doubtful"),
-    [
-        ("nineteen", True, False, False), ("hundred", True, False, False), ("million", True, False, False),
-        ("k", False, False, False), ("half", False, True, False), ("third", False, True, False),
-        ("thirtieth", False, True, False), ("dozens", False, True, False), ("cats", False, False, False),
-        ("isn't", False, False, True), ("dont", False, False, True), ("approximately", False, False, True),
-        ("nicht", False, False, True), ("like", False, False, False), ("likely", False, False, True),
-    ],
-)  # fmt: skip
-def test_the_words_that_are_numbers_or_doubts(word, numeral, vague, doubtful):
-    assert (is_numeral(word), is_vague_number(word), is_doubt(word)) == (numeral, vague, doubtful)
+def test_the_words_that_are_numbers_or_doubts():
+    kinds = {
+        is_numeral: "nineteen hundred million", is_vague_number: "half third thirtieth dozens",
+        is_doubt: "isn't dont approximately nicht likely", None: "k cats like",
+    }  # fmt: skip
+    for kind, words in kinds.items():
+        for word in words.split():
+            assert [known for known in (is_numeral, is_vague_number, is_doubt) if known(word)] == [kind] * bool(kind)
 
 
-@pytest.mark.parametrize(
-    ("stating", "other"),
-    [
-        # Characters that prose may hold, and those that it may not.
-        ("She has 18.", "\x03 She has 18."), ("- She has 18 apples.", "-18 - she has."),
-        ("In all—18 apples.", "Tom—18"),
-        ("The total = 18.", "The total != 18."), ("She has 18 apples.", "She has 18 * apples."),
-        # Variables and units of one letter.
-        ("She has 18 m.", "She has 18 x."), ("She has 18 g left.", "She has 18 q left."),
-        ("She has 18.", "She has x 18."),
-        ("She gave a 18.", "She gave b 18."),
-        # Words before a pause.
-        ("In total, 18", "Tom, 18"), ("In meters: 18", "In banana: 18"), ("So now, 18", "So Tom, 18"),
-        ("The cost, 18", "The trick, 18"), ("The cost is this: 18", "Is this: 18"), ("She has: 18", "Tom: 18"),
-        ("The red total = 18", "Total = red 18"),
-        # Dates, and the month and the name among the words of doubt.
-        ("They march 18 miles.", "They left March 18."), ("18 marches are left", "18 March is left"),
-        ("18 of them are left", "18 of March is left"), ("In May she has 18.", "She may have 18."),
-        ("Max has 18.", "She has max 18."),
-        # A number that is the subject.
-        ("18 was his", "18 was banana"), ("18 were eaten", "18 were tall"),
-        ("18 were eating", "18 were a lie"), ("18 dogs jumped", "18 dogs bark"), ("18 apples are left", "18 apples"),
-        # Verbs, particles and names between a verb and the number.
-        ("She put up 18 signs.", "Up 18"), ("She gave away 18 apples.", "Away 18 apples."),
-        ("Dad gave Olaf 10 cars.", "Dad gave olaf 10 cars."), ("gave Olaf 10 cars", "Dad Olaf 10 cars."),
-        ("Exactly 18", "Exactly 18 nope"), ("Exactly 18 apples", "Just 18 banana"),
-        # Words that govern a number.
-        ("It increased by 18.", "It is multiplied by 18."), ("He walked to 18 houses.", "It is similar to 18."),
-        ("The total of 18 is left.", "The price of 18 is left."),
-        ("A bag of 18 apples is left.", "A root of 18 is left."),
-        ("She has one apple.", "She has one."), ("She ate one apple.", "She sees one who eats."),
-        ("Zoë has 18.", "Она has 18."),
-        ("Each second she runs 18 miles.", "Her second run took 18 minutes."),
-        ("Second, she has 18.", "On its second day she has 18."),
-    ],
-)  # fmt: skip
-def test_a_sentence_states_its_number_and_one_beside_it_does_not(stating, other):
-    assert stated_quantity(stating) in ("18", "10", "one")
-    assert stated_quantity(other) is None
+# Pairs: the first sentence states 18 (or another number), the second, which differs in a word or a mark, none.
+PAIRS = """
+    - She has 18 apples. | -18 - she has. | In all—18 apples. | Tom—18 |
+    The total = 18. | The total != 18. | She has 18 apples. | She has 18 * apples. | She has 18 m. | She has 18 x. |
+    She has 18 g left. | She has 18 q left. | She has 18. | She has x 18. | She gave a 18. | She gave b 18. |
+    In total, 18 | Tom, 18 | In meters: 18 | In banana: 18 | So now, 18 | So Tom, 18 | The cost, 18 | The trick, 18 |
+    The cost is this: 18 | Is this: 18 | She has: 18 | Tom: 18 | The red total = 18 | Total = red 18 |
+    They march 18 miles. | They left March 18. | 18 marches are left | 18 March is left |
+    18 of them are left | 18 of March is left | In May she has 18. | She may have 18. |
+    Max has 18. | She has max 18. | 18 was his | 18 was banana | 18 were eaten | 18 were tall |
+    18 were eating | 18 were a lie | 18 dogs jumped | 18 dogs bark | 18 apples are left | 18 apples |
+    She put up 18 signs. | Up 18 | She gave away 18 apples. | Away 18 apples. |
+    Dad gave Olaf 10 cars. | Dad gave olaf 10 cars. | gave Olaf 10 cars | Dad Olaf 10 cars. |
+    Exactly 18 | Exactly 18 nope | Exactly 18 apples | Just 18 banana |
+    It increased by 18. | It is multiplied by 18. | He walked to 18 houses. | It is similar to 18. |
+    The total of 18 is left. | The price of 18 is left. | A bag of 18 apples is left. | A root of 18 is left. |
+    She has one apple. | She has one. | She ate one apple. | She sees one who eats. | Zoë has 18. | Она has 18. |
+    Each second she runs 18 miles. | Her second run took 18 minutes. |
+    Second, she has 18. | On its second day she has 18.
+"""
+
+
+def test_a_sentence_states_its_number_and_one_beside_it_does_not():
+    stating, others = listed(PAIRS)[::2], listed(PAIRS)[1::2]
+    assert [text for text in stating if stated_quantity(text) not in ("18", "10", "one")] == []
+    assert [text for text in others if stated_quantity(text) is not None] == []

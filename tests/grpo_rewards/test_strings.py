@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from grpo_rewards import string_match
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.strings import StringMatch, squad_normalised
-from tests.support.grids import covering
+from tests.support.errors import refused
 from tests.support.growth import growth
 
 
@@ -24,32 +24,20 @@ def score(text, gold, match="squad", **arguments):
     return result, columns["verdict"][0]
 
 
-@pytest.mark.parametrize(
-    ("match", "text", "gold", "pay", "verdict"),
-    [
-        ("exact", "Paris", "Paris", 1.0, "exact"),
-        ("exact", " Paris\n", "Paris ", 1.0, "exact"),
-        ("exact", "paris", "Paris", 0.0, "wrong"),
-        ("exact", "New  York", "New York", 0.0, "wrong"),
-        ("casefold", "PARIS", "paris", 1.0, "equal"),
-        ("casefold", "New\n York", "new york", 1.0, "equal"),
-        ("casefold", "STRASSE", "stra\u00dfe", 1.0, "equal"),
-        ("casefold", "Cafe\u0301", "caf\u00e9", 1.0, "equal"),
-        ("casefold", "Paris.", "Paris", 0.0, "wrong"),
-        ("squad", "Paris", "Paris", 1.0, "exact"),
-        ("squad", "the  Eiffel-Tower!", "Eiffeltower", 1.0, "equal"),
-        ("squad", "An apple", "apple", 1.0, "equal"),
-        ("squad", "apples", "apple", 0.0, "wrong"),
-        ("f1", "Paris", "Paris", 1.0, "exact"),
-        ("f1", "the cat sat", "a cat sat", 1.0, "equal"),
-        ("f1", "cat sat here", "the cat sat", 0.8, "partial"),
-        ("f1", "dog", "cat", 0.0, "wrong"),
-        ("squad", "", "cat", 0.0, "missing"),
-        ("squad", "cat", "", None, "no gold"),
-    ],
-)
-def test_an_answer_earns_the_pay_of_the_table(match, text, gold, pay, verdict):
-    assert score(text, gold, match) == (pay, verdict)
+def test_an_answer_earns_the_pay_of_the_table():
+    table = [
+        ("exact", "Paris", "Paris", 1.0, "exact"), ("exact", " Paris\n", "Paris ", 1.0, "exact"),
+        ("exact", "paris", "Paris", 0.0, "wrong"), ("exact", "New  York", "New York", 0.0, "wrong"),
+        ("casefold", "PARIS", "paris", 1.0, "equal"), ("casefold", "New\n York", "new york", 1.0, "equal"),
+        ("casefold", "STRASSE", "stra\u00dfe", 1.0, "equal"), ("casefold", "Cafe\u0301", "caf\u00e9", 1.0, "equal"),
+        ("casefold", "Paris.", "Paris", 0.0, "wrong"), ("squad", "Paris", "Paris", 1.0, "exact"),
+        ("squad", "the  Eiffel-Tower!", "Eiffeltower", 1.0, "equal"), ("squad", "An apple", "apple", 1.0, "equal"),
+        ("squad", "apples", "apple", 0.0, "wrong"), ("f1", "Paris", "Paris", 1.0, "exact"),
+        ("f1", "the cat sat", "a cat sat", 1.0, "equal"), ("f1", "cat sat here", "the cat sat", 0.8, "partial"),
+        ("f1", "dog", "cat", 0.0, "wrong"), ("squad", "", "cat", 0.0, "missing"), ("squad", "cat", "", None, "no gold"),
+    ]  # fmt: skip
+    for match, text, gold, *expected in table:
+        assert list(score(text, gold, match)) == expected, (match, text, gold)
 
 
 def test_partial_pay_scales_between_the_two_pays():
@@ -57,35 +45,18 @@ def test_partial_pay_scales_between_the_two_pays():
 
 
 # Answers that a naive rule pays for: a substring, a bag of words, an unanchored or backtracking pattern, an empty gold.
-TRAPS = {
-    "the gold within a longer answer": ("squad", "not Paris", "Paris"),
-    "an answer within the gold": ("squad", "Paris", "Paris, Texas"),
-    "two golds in one answer": ("squad", "Paris London", ["Paris", "London"]),
-    "an alternative": ("squad", "Paris or London", "Paris"),
-    "a word within a word": ("squad", "Parisian", "Paris"),
-    "articles alone against a gold that is an article": ("squad", "the", "A"),
-    "punctuation against a gold of punctuation": ("squad", "!!!", "+"),
-    "an article against a gold that is an article, F1": ("f1", "the", "A"),
-    "nothing against a gold of punctuation, F1": ("f1", "...", "?"),
-    "another case, exactly": ("exact", "PARIS", "Paris"),
-    "a final period, exactly": ("exact", "Paris.", "Paris"),
-    "punctuation, with case alone ignored": ("casefold", "Pa-ris", "Paris"),
-    "a homoglyph": ("squad", "P\u0430ris", "Paris"),
-    "another accent": ("casefold", "resume", "r\u00e9sum\u00e9"),
-    "inside the thinking": ("squad", "<think>Paris</think>", "Paris"),
-    "inside an unclosed thinking": ("squad", "<think>Paris", "Paris"),
-    "an empty completion": ("squad", "", "Paris"),
-    "an empty completion, F1": ("f1", "", "Paris"),
-    "a sign": ("casefold", "-5", "5"),
-    "a language whose name starts with the gold": ("casefold", "C++", "C"),
-    "a list as text": ("squad", "['Paris']", ["Rome"]),
-}
+TRAPS = [
+    ("squad", "not Paris", "Paris"), ("squad", "Paris", "Paris, Texas"), ("squad", "Paris London", ["Paris", "London"]),
+    ("squad", "Paris or London", "Paris"), ("squad", "Parisian", "Paris"), ("squad", "the", "A"), ("squad", "!!!", "+"),
+    ("f1", "the", "A"), ("f1", "...", "?"), ("exact", "PARIS", "Paris"), ("exact", "Paris.", "Paris"),
+    ("casefold", "Pa-ris", "Paris"), ("squad", "P\u0430ris", "Paris"), ("casefold", "resume", "r\u00e9sum\u00e9"),
+    ("squad", "<think>Paris</think>", "Paris"), ("squad", "<think>Paris", "Paris"), ("squad", "", "Paris"),
+    ("f1", "", "Paris"), ("casefold", "-5", "5"), ("casefold", "C++", "C"), ("squad", "['Paris']", ["Rome"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", TRAPS)
-def test_a_trap_earns_nothing(kind):
-    match, text, gold = TRAPS[kind]
-    assert score(text, gold, match)[0] == 0.0
+def test_a_trap_earns_nothing():
+    assert [trap for trap in TRAPS if score(trap[1], trap[2], trap[0])[0] != 0.0] == []
 
 
 def test_f1_does_not_pay_for_stuffing():
@@ -94,41 +65,36 @@ def test_f1_does_not_pay_for_stuffing():
     assert score(vocabulary, "Paris", "f1")[0] < 0.05
 
 
-@pytest.mark.parametrize(
-    ("gold", "expected"),
-    [
+def test_a_gold_may_be_a_string_a_list_or_a_mapping():
+    table = [
         (["Rome", "Paris"], 1.0), (("Paris",), 1.0), ({"text": ["Rome", "Paris"], "answer_start": [1, 2]}, 1.0),
         ({"text": "Paris"}, 1.0), (["", "Paris", None], 1.0), (["Rome"], 0.0),
         ([], None), ({"text": []}, None), ({}, None), ([""], None), (None, None), (True, None), (float("nan"), None),
         (b"Paris", None), ([["Paris"]], None),
-    ],
-)  # fmt: skip
-def test_a_gold_may_be_a_string_a_list_or_a_mapping(gold, expected):
-    assert score("Paris", gold)[0] == expected
+    ]  # fmt: skip
+    assert [gold for gold, expected in table if score("Paris", gold)[0] != expected] == []
 
 
-@pytest.mark.parametrize(
-    ("gold", "other"),
-    [("1.5", "15"), ("-5", "5"), ("1/2", "12"), (".5", "5"), ("18:30", "1830"), ("2^10", "210"), ("1,5", "15"),
-     ("- 3 m", "3 m"), ("5!", "5"), (-5, "5"), ("(-2, 3)", "2 3"), ("1.5 million", "15 million"), ("1.2.3", "1.23"),
-     ("+", "-"), ("<=", ">="), ("<", "="), ("x+y", "xy"), ("C++", "C"), ("C#", "C"), ("A-", "A"), ("a - b", "a b")],
-)  # fmt: skip
 @pytest.mark.parametrize("match", ["squad", "f1"])
-def test_signs_decimal_points_and_operators_are_compared(gold, other, match):
-    assert score(str(gold), gold, match)[0] == 1.0
-    assert score(f"the {gold}.", gold, match)[0] == 1.0
-    assert score(other, gold, match)[0] < 1.0
-    assert score(str(gold), other, match)[0] < 1.0 or gold in ("5!", "x+y", "a - b")
+def test_signs_decimal_points_and_operators_are_compared(match):
+    pairs = [
+        ("1.5", "15"), ("-5", "5"), ("1/2", "12"), (".5", "5"), ("18:30", "1830"), ("2^10", "210"), ("1,5", "15"),
+        ("- 3 m", "3 m"), ("5!", "5"), (-5, "5"), ("(-2, 3)", "2 3"), ("1.5 million", "15 million"), ("1.2.3", "1.23"),
+        ("+", "-"), ("<=", ">="), ("<", "="), ("x+y", "xy"), ("C++", "C"), ("C#", "C"), ("A-", "A"), ("a - b", "a b"),
+    ]  # fmt: skip
+    for gold, other in pairs:
+        assert score(str(gold), gold, match)[0] == score(f"the {gold}.", gold, match)[0] == 1.0, gold
+        assert score(other, gold, match)[0] < 1.0, gold
+        assert score(str(gold), other, match)[0] < 1.0 or gold in ("5!", "x+y", "a - b"), gold
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer"),
-    [("5", "**5**"), ("18", "18!"), ("1,000", "1000"), ("12,345,678", "12345678"), ("$5", "5"), ("5%", "5"),
-     ("Apollo 11", "Apollo 11."), ("No. 5", "No 5"), ("Eiffel-Tower", "Eiffeltower"), ("AC/DC", "acdc"),
-     ("- 3 m", "-3 m"), ("J. R.", "J R")],
-)  # fmt: skip
-def test_other_punctuation_does_not_count(gold, answer):
-    assert score(answer, gold)[0] == 1.0
+def test_other_punctuation_does_not_count():
+    pairs = [
+        ("5", "**5**"), ("18", "18!"), ("1,000", "1000"), ("12,345,678", "12345678"), ("$5", "5"), ("5%", "5"),
+        ("Apollo 11", "Apollo 11."), ("No. 5", "No 5"), ("Eiffel-Tower", "Eiffeltower"), ("AC/DC", "acdc"),
+        ("- 3 m", "-3 m"), ("J. R.", "J R"),
+    ]  # fmt: skip
+    assert [pair for pair in pairs if score(pair[1], pair[0])[0] != 1.0] == []
 
 
 def test_numbers_and_arrays_are_golds():
@@ -144,18 +110,15 @@ def test_the_nearest_gold_is_logged():
     assert columns == {"qa/extracted": ["red cat"], "qa/gold": ["red fox cat"], "qa/verdict": ["partial"]}
 
 
-@pytest.mark.parametrize(
-    ("extract", "text", "paid"),
-    [
+def test_extract_decides_where_the_answer_is_read():
+    table = [
         ("answer_tag", "<answer>Paris</answer>", True), ("answer_tag", "Paris", False),
         ("answer_tag", "<think><answer>Paris</answer></think>", False), ("boxed", "\\boxed{Paris}", True),
         ("hashes", "#### Paris", True), ("a_line", "A: Paris", True), ("sentence", "The answer is Paris.", True),
         ("auto", "<answer>Paris</answer>", True), ("whole", "<think>Rome?</think>\nParis\n", True),
         ("whole", "It is Paris", False),
-    ],
-)  # fmt: skip
-def test_extract_decides_where_the_answer_is_read(extract, text, paid):
-    assert score(text, "Paris", extract=extract)[0] == float(paid)
+    ]  # fmt: skip
+    assert [row for row in table if score(row[1], "Paris", extract=row[0])[0] != float(row[2])] == []
     assert string_match(completions=["<answer>Paris</answer>"], answer=["paris"]) == [1.0]
 
 
@@ -168,32 +131,31 @@ def test_the_first_gold_is_logged_beside_a_missing_answer():
 def test_a_missing_column_kind_and_pickling():
     metrics = {}
     reward = StringMatch(name="qa", pay=3)
-    assert reward(completions=["x", "<answer>c d</answer>"], answer=["b", "b"], log_metric=metrics.__setitem__) == [
-        0,
-        0,
-    ]
+    texts = ["x", "<answer>c d</answer>"]
+    assert reward(completions=texts, answer=["b", "b"], log_metric=metrics.__setitem__) == [0, 0]
     assert metrics == {"rewards/qa/parsed": 0.5}
     assert (reward.kind, reward.highest_pay) == ("correctness", 3.0)
     assert pickle.loads(pickle.dumps(reward)) == reward
-    with pytest.raises(ValueError, match="column `answer`"):
+    with pytest.raises(ValueError, match="`answer`"):
         reward(completions=["x"], question=["y"])
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"match": "fuzzy"}, "match must be one of exact, casefold, squad, f1, pattern"),
-        ({"pattern": "a"}, "pattern has no effect"),
-        ({"pattern": ""}, "pattern has no effect with match 'squad': set match to pattern"),
-        ({"match": "pattern", "pattern": 3}, "pattern must be a string"),
-        ({"match": "pattern", "pattern": 0}, "pattern must be a string, not 0"),
-        ({"extract": "end"}, "extract"),
-        ({"pay": 0, "pay_wrong": 1}, "pay_wrong must be less than pay"),
-    ],
+    ("kwargs", "key"),
+    [({"match": "fuzzy"}, "match"), ({"extract": "end"}, "extract"), ({"pay": 0, "pay_wrong": 1}, "pay_wrong")],
 )
-def test_a_bad_argument_names_its_key(kwargs, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_bad_argument_names_its_key(kwargs, key):
+    with pytest.raises(ValueError, match=key):
         StringMatch(**kwargs)
+
+
+def test_a_pattern_without_effect_and_one_that_is_no_string_are_refused():
+    for pattern in ("a", ""):
+        with refused("`pattern`", "squad"):
+            StringMatch(pattern=pattern)
+    for pattern in (3, 0):
+        with refused("`pattern`", pattern):
+            StringMatch(match="pattern", pattern=pattern)
 
 
 # SQuAD 1.1's evaluation script, from its description: lower case, no punctuation, no articles, single spaces.
@@ -225,30 +187,15 @@ def test_normalisation_and_f1_equal_squads_script(answer, gold):
 
 
 NAMES = [
-    "Marie Curie",
-    "the Danube",
-    "A Tale of Two Cities",
-    "U.S. Senate",
-    "1984",
-    "O'Neill",
-    "S\u00e3o Paulo",
+    "Marie Curie", "the Danube", "A Tale of Two Cities", "U.S. Senate", "1984", "O'Neill", "S\u00e3o Paulo",
     "rock 'n' roll",
-]
+]  # fmt: skip
 
 
 def test_right_answers_are_accepted_and_wrong_ones_are_not():
     rng = random.Random(0)
-    dress = [
-        str,
-        str.upper,
-        str.lower,
-        str.title,
-        "the {}".format,
-        "{}.".format,
-        '"{}"'.format,
-        " {} \n".format,
-        "({})".format,
-    ]
+    dress = [str, str.upper, str.lower, str.title]
+    dress += [form.format for form in ("the {}", "{}.", '"{}"', " {} \n", "({})")]
     layouts = {
         "answer_tag": "<answer>{}</answer>",
         "whole": "{}",
@@ -267,17 +214,20 @@ def test_right_answers_are_accepted_and_wrong_ones_are_not():
     assert missed <= 0.01 * total
 
 
-@pytest.mark.parametrize(
-    ("piece", "match"),
-    covering(
-        ["a ", "the ", "!", "\u00e9", "<answer>", "\\boxed{", "</think>", "\n"], ["exact", "casefold", "squad", "f1"]
-    ),
-)
-def test_the_cost_is_linear_in_the_length(match, piece):
-    def call(length):
-        score(piece * (length // len(piece)), "a the cat", match)
+def check_cost(pieces, matches):
+    for piece in pieces:
+        for match in matches:
+            call = lambda length, piece=piece, match=match: score(piece * (length // len(piece)), "a the cat", match)  # noqa: E731
+            assert growth(call, int, 50_000) < 12, (piece, match)
 
-    assert growth(call, int, 50_000) < 12
+
+def test_the_cost_is_linear_in_the_length():
+    check_cost(["the ", "!"], ["squad", "f1"])
+
+
+@pytest.mark.slow
+def test_the_cost_of_any_piece_is_linear_in_the_length():
+    check_cost(["a ", "\u00e9", "<answer>", "\\boxed{", "</think>", "\n"], ["exact", "casefold", "squad", "f1"])
 
 
 @pytest.fixture
@@ -285,38 +235,34 @@ def re2():
     return pytest.importorskip("re2")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "text", "pay"),
-    [
+def test_a_pattern_matches_the_whole_answer(re2):
+    table = [
         (r"\d{4}-\d{2}-\d{2}", "2024-01-31", 1.0), (r"\d{4}", "in 2024", 0.0), (r"\d{4}", "20245", 0.0),
         (r"\d+", "12\n34", 0.0),
         ("cat|dog", "dog", 1.0), ("cat|dog", "cat dog", 0.0), ("(?i)paris", "PARIS", 1.0), ("(?s)a.b", "a\nb", 1.0),
         ("a.b", "a\nb", 0.0), ("a", "ab", 0.0), ("a$|b", "a\nb", 0.0), ("", "x", 0.0), (".*", "\ud800", 0.0),
         ("caf\u00e9", "caf\u00e9", 1.0),
-    ],
-)  # fmt: skip
-def test_a_pattern_matches_the_whole_answer(re2, pattern, text, pay):
-    assert StringMatch(match="pattern", extract="whole", pattern=pattern)(completions=[text]) == [pay]
-    assert score(text, pattern, "pattern")[0] == (pay if pattern else None)
+    ]  # fmt: skip
+    for pattern, text, pay in table:
+        assert StringMatch(match="pattern", extract="whole", pattern=pattern)(completions=[text]) == [pay], pattern
+        assert score(text, pattern, "pattern")[0] == (pay if pattern else None), pattern
 
 
 @pytest.mark.parametrize("pattern", [r"(a)\1", "(?=a)a", "(", "a{2000}", "a)|(b", "\ud800"])
 def test_a_pattern_that_re2_does_not_support_is_refused_or_makes_its_row_none(re2, pattern):
-    with pytest.raises(RewardSpecError, match="reward `string_match`: the pattern .* is not") as caught:
+    with pytest.raises(RewardSpecError, match="`string_match`") as caught:
         build_rewards([{"name": "string_match", "kwargs": {"match": "pattern", "pattern": pattern}}])
     assert "\n" not in str(caught.value)
     assert score("aa", pattern, "pattern") == (None, "no gold")
     assert score("aa", [pattern, "a+"], "pattern") == (1.0, "equal")
 
 
-@pytest.mark.parametrize("pattern", ["(a*)*b", "(a|aa)+$x", "(x+x+)+y", r"(\w+\s?)*!"])
-def test_a_pattern_that_backtracks_without_end_is_linear(re2, pattern):
-    reward = StringMatch(match="pattern", extract="whole", pattern=pattern)
-
-    def call(length):
-        assert reward(completions=["a" * length]) == [0.0]
-
-    assert growth(call, int, 50_000) < 12
+def test_a_pattern_that_backtracks_without_end_is_linear(re2):
+    for pattern in ("(a*)*b", "(a|aa)+$x", "(x+x+)+y", r"(\w+\s?)*!"):
+        reward = StringMatch(match="pattern", extract="whole", pattern=pattern)
+        call = lambda length, reward=reward: reward(completions=["a" * length])  # noqa: E731
+        assert call(9) == [0.0]
+        assert growth(call, int, 50_000) < 12, pattern
 
 
 def test_one_pattern_needs_no_column_even_if_it_is_empty(re2):
@@ -331,6 +277,6 @@ def test_without_google_re2_a_pattern_is_refused_with_the_fix(monkeypatch):
 
     linear_search.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "re2", None)
-    with pytest.raises(ValueError, match=r"pip install 'grpo-rewards\[patterns\]'"):
+    with pytest.raises(ValueError, match=r"grpo-rewards\[patterns\]"):
         StringMatch(match="pattern", pattern="a")
     linear_search.cache_clear()

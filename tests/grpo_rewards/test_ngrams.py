@@ -7,7 +7,6 @@ import pytest
 
 from grpo_rewards import repetition
 from grpo_rewards.ngrams import Repetition, repeated_share, without_counters, words
-from tests.support.grids import only
 from tests.support.growth import growth
 
 
@@ -17,7 +16,7 @@ def score(text, **arguments):
 
 
 def test_a_completion_earns_the_pay_of_the_table():
-    assert score("one two three four") == 0.0
+    assert score("one two three and four") == 0.0
     assert score("one two three one two three") == pytest.approx(-1 / 4)  # the last of 4 trigrams occurred before
     assert score("x " * 102) == pytest.approx(-0.99)
     assert score("two words") == score("") == 0.0
@@ -28,7 +27,7 @@ def test_a_completion_earns_the_pay_of_the_table():
 
 def test_variety_can_be_paid_for_and_an_empty_completion_earns_nothing():
     variety = {"pay": 1, "pay_repeated": 0}
-    assert score("one two three four", **variety) == 1.0
+    assert score("one two three and four", **variety) == 1.0
     assert score("x " * 102, **variety) == pytest.approx(0.01)
     assert score("", **variety) == score("one two", **variety) == 0.0
 
@@ -81,9 +80,8 @@ EVASIONS = {
 }
 
 
-@pytest.mark.parametrize("kind", EVASIONS)
-def test_an_evasion_is_penalised(kind):
-    assert score(EVASIONS[kind]) < -0.5
+def test_an_evasion_is_penalised():
+    assert [kind for kind, text in EVASIONS.items() if score(text) >= -0.5] == []
 
 
 # Loops that differ in a number that goes up or down, and the same loops without it.
@@ -101,10 +99,8 @@ COUNTED = {
 }
 
 
-@pytest.mark.parametrize("kind", COUNTED)
-def test_a_counter_does_not_hide_a_loop(kind):
-    counted, plain = COUNTED[kind]
-    assert score(counted) <= score(plain) + 0.05
+def test_a_counter_does_not_hide_a_loop():
+    assert [kind for kind, (counted, plain) in COUNTED.items() if score(counted) > score(plain) + 0.05] == []
 
 
 @pytest.mark.parametrize(("start", "step"), [(0, 1), (1, 1), (0, 5), (7, 3), (40, -8), (9, -1)])
@@ -126,9 +122,8 @@ COUNTING = {
 }
 
 
-@pytest.mark.parametrize("kind", COUNTING)
-def test_counting_without_a_loop_is_not_penalised(kind):
-    assert score(COUNTING[kind]) > -0.02
+def test_counting_without_a_loop_is_not_penalised():
+    assert [kind for kind, text in COUNTING.items() if score(text) <= -0.02] == []
 
 
 PROSE = """To find how many eggs are left, we first add up what the family uses. At breakfast three are eaten, and
@@ -145,9 +140,8 @@ HARMLESS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", HARMLESS)
-def test_text_that_does_not_repeat_is_hardly_penalised(kind):
-    assert score(HARMLESS[kind]) > -0.25
+def test_text_that_does_not_repeat_is_hardly_penalised():
+    assert [kind for kind, text in HARMLESS.items() if score(text) <= -0.25] == []
 
 
 NOUNS = "river stone garden market bridge candle forest letter window coat road engine doctor".split()  # noqa: SIM905
@@ -193,67 +187,50 @@ def test_metrics_kind_and_either_shape_of_completions():
     assert repetition(completions=[]) == []
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"ngram": 0},
-        {"ngram": 101},
-        {"ngram": True},
-        {"ngram": 2.0},
-        {"pay": "much"},
-        {"pay_repeated": 0},
-    ],
-)
-def test_a_bad_argument_names_its_key(kwargs):
-    with pytest.raises(ValueError, match=next(iter(kwargs))):
-        Repetition(**kwargs)
+def test_a_bad_argument_names_its_key():
+    for key, values in {"ngram": (0, 101, True, 2.0), "pay": ("much",), "pay_repeated": (0,)}.items():
+        for value in values:
+            with pytest.raises(ValueError, match=key):
+                Repetition(**{key: value})
 
 
-PIECES = ["a ", "ab", "!", "! ", "\U0001f642", "\u6211", "_", "a!", "\u200b", "a!!!!!!! "]
+def check_cost(pieces):
+    for piece in pieces:
+        call = lambda length, piece=piece: score(piece * (length // len(piece)))  # noqa: E731
+        assert growth(call, int, 30_000) < 12, piece
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("piece", only(PIECES[::3], PIECES))
-def test_the_cost_is_linear_in_the_length(piece):
-    assert growth(lambda length: score(piece * (length // len(piece))), int, 30_000) < 12
+def test_the_cost_is_linear_in_the_length():
+    check_cost(["a!"])
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+@pytest.mark.slow
+def test_the_cost_of_any_piece_is_linear_in_the_length():
+    check_cost(["a ", "ab", "!", "! ", "\U0001f642", "\u6211", "_", "\u200b", "a!!!!!!! "])
+
+
+def test_a_run_is_a_word_up_to_a_length_and_is_cut_beyond():
+    table = [
         ("x" * 24, ["x" * 24]), ("x" * 25, ["xxxx"] * 6 + ["x"]), ("!" * 7, ["!" * 7]), ("!" * 8, ["!!!!"] * 2),
         ("wow" + "!" * 7, ["wow"]), ("wow" + "!" * 9, ["wow", "!!!!", "!!!!", "!"]), ("a - b", ["a", "-", "b"]),
         ("a-b", ["a", "b"]), ("\u00c9T\u00c9", ["\u00e9t\u00e9"]), ("\u00e9" * 25, ["\u00e9" * 4] * 6 + ["\u00e9"]),
-    ],
-)  # fmt: skip
-def test_a_run_is_a_word_up_to_a_length_and_is_cut_beyond(text, expected):
-    assert words(text) == expected
+    ]  # fmt: skip
+    assert [(text, words(text)) for text, expected in table if words(text) != expected] == []
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_a_number_that_continues_a_progression_is_masked():
+    table = [
         ("wait7 wait8 wait9", "wait7 wait8 wait#"), ("w9 w7 w5 w4", "w9 w7 w# w4"), ("w7 w7 w7", "w7 w7 w7"),
         ("w1 hmm1 w2 hmm3 w3 hmm5", "w1 hmm1 w2 hmm3 w# hmm#"), ("w1 w2 w4 w6", "w1 w2 w4 w#"),
         ("go 1 go 2 go 3 go", "go 1 go 2 go # go"), ("a 1 a 2 a 3 a", "a 1 a 2 a 3 a"), ("1 2 3 4", "1 2 3 4"),
         ("go 1 a 2 go 3", "go 1 a 2 go 3"), ("a 1 go a 2 go a 3 go", "a 1 go a 2 go a # go"), ("", ""),
         (" ".join(f"w{10**18 + n}" for n in range(3)), " ".join(f"w{10**18 + n}" for n in range(3))),
         (" ".join(f"w{10**17 + n}" for n in range(3)), f"w{10**17} w{10**17 + 1} w#"),
-    ],
-)  # fmt: skip
-def test_a_number_that_continues_a_progression_is_masked(text, expected):
-    assert without_counters(text.split()) == expected.split()
+    ]  # fmt: skip
+    assert [text for text, expected in table if without_counters(text.split()) != expected.split()] == []
 
 
-@pytest.mark.parametrize(
-    ("units", "ngram", "share"),
-    [("aaa", 1, 2 / 3), ("ab", 2, 0), ("abab", 2, 1 / 3), ("", 1, None), ("a", 2, None), ("abcabc", 3, 1 / 4)],
-)
-def test_the_share_of_repeated_ngrams(units, ngram, share):
-    assert repeated_share(units, ngram) == (None if share is None else pytest.approx(share))
-
-
-def test_the_reason_names_the_share_or_the_missing_words():
-    scored = Repetition()._scored(None, ["a b c a b c", "a b"], {})
-    assert scored.reasons == ["25.0% of its 3-grams of words occurred before", "fewer than 3 words"]
-    assert scored.metrics == {"repeated": pytest.approx(0.125)}
+def test_the_share_of_repeated_ngrams():
+    table = [("aaa", 1, 2 / 3), ("ab", 2, 0), ("abab", 2, 1 / 3), ("abcabc", 3, 1 / 4)]
+    assert [repeated_share(units, ngram) for units, ngram, _ in table] == pytest.approx([share for *_, share in table])
+    assert repeated_share("", 1) is repeated_share("a", 2) is None

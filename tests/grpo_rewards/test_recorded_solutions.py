@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
-from tests.support.grids import only
 from tests.support.word_problems import gsm8k_rows
 
 LAYOUTS = {
@@ -38,23 +37,21 @@ CELLS = list(itertools.product([False, True], [False, True], [GSM8KCorrectness, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", only([0], range(4)))
-def test_every_label_is_matched(solutions, start):
-    for cell in CELLS[start::4]:
+def test_every_label_is_matched(solutions):
+    for cell in CELLS:
         assert_every_label_is_met(solutions, *cell)
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize(("chat", "auto", "reward", "layout"), CELLS)
-def test_every_label_of_made_up_solutions_is_matched(chat, auto, reward, layout):
+def test_every_label_of_made_up_solutions_is_matched():
     """Score answers with the magnitudes, signs and commas of GSM8K, below calculations with other numbers."""
     solutions = []
-    for row in gsm8k_rows(200):
+    for row in gsm8k_rows(60):
         body, _, answer = row["answer"].partition("\n#### ")
         wrong = f"{int(answer.replace(',', '')) + 1:,}"
         solutions += [(body, answer, row["answer"], True), (body, wrong, row["answer"], False)]
         solutions.append((body.rpartition("=")[0] + "is", "", row["answer"], False))
-    assert_every_label_is_met(solutions, chat, auto, reward, layout)
+    for cell in CELLS:
+        assert_every_label_is_met(solutions, *cell)
 
 
 def assert_every_label_is_met(solutions, chat, auto, reward, layout):
@@ -67,7 +64,7 @@ def assert_every_label_is_met(solutions, chat, auto, reward, layout):
         for (_, answer, gold, label), score in zip(solutions, scores, strict=True)
         if score is None or (score > 0) != label
     ]
-    assert mistakes == []
+    assert mistakes == [], (chat, auto, reward, layout)
 
 
 def test_every_gold_of_the_dataset_is_paid_in_full_against_itself(gsm8k_dir):

@@ -27,35 +27,29 @@ RIGHT = """
 A | a | (A) | (a) | [A] | {A} | A. | A) | A: | A! | **A** | *A* | __A__ | `A` | "A" | 'A' | $A$ | \\(A\\) | \\text{A}
 \\boxed{A} | \\boxed{\\text{A}} | \\boxed{\\textbf{(A)}} | $\\boxed{\\mathrm{A}}$ | \\boxed{A. Paris} | \\boxed{Paris}
 Ａ | （Ａ） | Ⓐ | 𝐀 | A\u200b | A. Paris | A) Paris | (A) Paris | A: Paris | A - Paris | A – Paris | A, Paris | A)Paris
-**A.** Paris | **A. Paris** | Paris | paris | PARIS. | "Paris" | **Paris** | Paris (A) | Paris, A | (Paris) | A (Paris)
-The answer is A. | The answer is Paris. | the correct answer is (a) | Answer: A | Answer: Paris | **Answer:** A
-**Answer: A**
-**Final Answer**: (A) Paris | Final answer: **A** | The correct option is (A). | The correct answer is option A: Paris.
-So the answer is A. Paris is the capital of France. | The answer is A, because B and C are not capitals.
-The answer is A. B is wrong, and so is C. | The best answer is A, since the others (B, C, D) are elsewhere.
-Option A is correct. | A is correct. | (A) Paris is the correct answer. | Paris is the right answer. | It's Paris!
-I think it's A. | I choose A | I'll go with A | not B but A
-The answer is not B but A. | A, not B | A, not B or C | A rather than New York
+**A.** Paris | **A. Paris** | Paris | paris | PARIS. | "Paris" | **Paris** | Paris (A) | Paris, A | (Paris)
+A (Paris) | The answer is A. | The answer is Paris. | the correct answer is (a) | Answer: A | Answer: Paris
+**Answer:** A | **Answer: A** | **Final Answer**: (A) Paris | Final answer: **A** | The correct option is (A).
+The correct answer is option A: Paris. | So the answer is A. Paris is the capital of France.
+The answer is A, because B and C are not capitals. | The answer is A. B is wrong, and so is C.
+The best answer is A, since the others (B, C, D) are elsewhere. | Option A is correct. | A is correct.
+(A) Paris is the correct answer. | Paris is the right answer. | It's Paris! | I think it's A. | I choose A
+I'll go with A | not B but A | The answer is not B but A. | A, not B | A, not B or C | A rather than New York
 B is wrong. The answer is A. | The answer is B. Wait, no: the answer is A. | The answer is:\\n\\nA
-The answer is: **A**
-Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me see.\\n#### A | # Answer\\n#### A) Paris
-<answer>A</answer> | <answer>\\nA. Paris\\n</answer> | <answer>The answer is A</answer> | <answer>Option A</answer>
-<answer>A because it is the capital</answer> | <answer>A. It is the capital of France</answer>
-<answer>choice (a)</answer>
-<think>B? C?</think><answer>A</answer> | <think>The answer is B.</think>The answer is A.
-<answer>B</answer><answer>A</answer>
+The answer is: **A** | Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me see.\\n#### A
+# Answer\\n#### A) Paris | <answer>A</answer> | <answer>\\nA. Paris\\n</answer> | <answer>The answer is A</answer>
+<answer>Option A</answer> | <answer>A because it is the capital</answer>
+<answer>A. It is the capital of France</answer> | <answer>choice (a)</answer> | <think>B? C?</think><answer>A</answer>
+<think>The answer is B.</think>The answer is A. | <answer>B</answer><answer>A</answer>
 ### Final Answer\\n\\nA. Paris | The answer is Paris (option A). | The answer's A | I'd say A. | Pick (A) | A.Paris
-My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital.
-Of these, A is correct. | 答案：A | 答案是A。 | A ✅
-Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
-The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A
-The answer is A = Paris
-The answer is A. That the answer is so short is no surprise.
-Here's the answer: A | So here's my final answer: A | From his statement, the answer is A.
-The only possible answer is A.
-The answer is A.\\n\\nB. New York is not the capital. | A. Unlikely as it sounds, Paris.
-Only A is correct. | A seems to be the best answer. | I am confident that A is right.
-The answer is Paris, which is option A.
+My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital. | Of these, A is correct.
+答案：A | 答案是A。 | A ✅ | Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}}
+The answer is A (Paris), not B. | The answer is indeed A. | The answer is, therefore, A.
+The answer to the question is A. | Ans: A | The answer is A = Paris
+The answer is A. That the answer is so short is no surprise. | Here's the answer: A | So here's my final answer: A
+From his statement, the answer is A. | The only possible answer is A.
+The answer is A.\\n\\nB. New York is not the capital. | A. Unlikely as it sounds, Paris. | Only A is correct.
+A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
 <answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
 """
 RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]

@@ -52,28 +52,20 @@ def test_a_symbolic_comparison_pays_like_an_equal_number_or_counts_as_a_timeout(
     assert metrics["rewards/gsm8k_correctness/symbolic"] == 0.75
 
 
-@pytest.mark.parametrize(
-    ("golds", "answer", "expected"),
-    [
+def test_a_list_of_golds_accepts_each():
+    table = [
         (["18", "eighteen"], "eighteen", (2.0, "eighteen", "exact")),
-        (["nineteen", "18"], "18.0", (1.5, "18", "equal")),
-        (["17", "18"], "18", (2.0, "18", "exact")),
-        (["so #### 17", "so #### 18"], "18", (2.0, "18", "exact")),
-        (["17", "18"], "19", (0.0, "17", "wrong")),
-        (["17", None, ""], "17", (2.0, "17", "exact")),
-        ([17, 18], "18", (2.0, "18", "exact")),
-        ({"text": ["17", "18"]}, "18", (2.0, "18", "exact")),
-        (np.array(["17", "18"]), "18", (2.0, "18", "exact")),
-        ([], "18", (None, None, "no gold")),
-        ([None], "18", (None, None, "no gold")),
-        ([True], "1", (None, None, "no gold")),
-        (["18"] * 65, "18", (None, None, "no gold")),
-    ],
-)
-def test_a_list_of_golds_accepts_each(golds, answer, expected):
-    logged = {}
-    (pay,) = gsm8k_correctness(completions=[f"<answer>{answer}</answer>"], answer=[golds], log_extra=logged.__setitem__)
-    assert (pay, logged["gold"][0], logged["verdict"][0]) == expected
+        (["nineteen", "18"], "18.0", (1.5, "18", "equal")), (["17", "18"], "18", (2.0, "18", "exact")),
+        (["so #### 17", "so #### 18"], "18", (2.0, "18", "exact")), (["17", "18"], "19", (0.0, "17", "wrong")),
+        (["17", None, ""], "17", (2.0, "17", "exact")), ([17, 18], "18", (2.0, "18", "exact")),
+        ({"text": ["17", "18"]}, "18", (2.0, "18", "exact")), (np.array(["17", "18"]), "18", (2.0, "18", "exact")),
+        ([], "18", (None, None, "no gold")), ([None], "18", (None, None, "no gold")),
+        ([True], "1", (None, None, "no gold")), (["18"] * 65, "18", (None, None, "no gold")),
+    ]  # fmt: skip
+    for golds, answer, expected in table:
+        logged, texts = {}, [f"<answer>{answer}</answer>"]
+        (pay,) = gsm8k_correctness(completions=texts, answer=[golds], log_extra=logged.__setitem__)
+        assert (pay, logged["gold"][0], logged["verdict"][0]) == expected, golds
 
 
 def test_a_formula_is_compared_with_each_accepted_gold_once(math_verify):

@@ -103,15 +103,6 @@ def test_a_counter_does_not_hide_a_loop():
     assert [kind for kind, (counted, plain) in COUNTED.items() if score(counted) > score(plain) + 0.05] == []
 
 
-@pytest.mark.parametrize(("start", "step"), [(0, 1), (1, 1), (0, 5), (7, 3), (40, -8), (9, -1)])
-def test_a_counter_is_known_from_its_third_number_on(start, step):
-    numbers = range(start, start + 6 * step, step)
-    masked = [str(number) if place < 2 else "#" for place, number in enumerate(numbers)]
-    found = [word for number in numbers for word in (str(number), "wait")]
-    expected = [word for number in masked for word in (number, "wait")]
-    assert without_counters(["wait", *found]) == ["wait", *expected]
-
-
 COUNTING = {
     "numbers": " ".join(map(str, range(1, 2001))),
     "lines": "\n".join(map(str, range(1, 2001))),
@@ -142,28 +133,6 @@ HARMLESS = {
 
 def test_text_that_does_not_repeat_is_hardly_penalised():
     assert [kind for kind, text in HARMLESS.items() if score(text) <= -0.25] == []
-
-
-NOUNS = "river stone garden market bridge candle forest letter window coat road engine doctor".split()  # noqa: SIM905
-VERBS = "finds sells paints carries forgets borrows counts opens mends follows draws leaves".split()  # noqa: SIM905
-PLACES = ["near the mill", "on Monday", "for a friend", "without a word", "in the rain", "at noon", "after the feast"]
-
-
-@pytest.mark.slow
-def test_prose_is_hardly_penalised_and_loops_are():
-    rng = random.Random(4)
-    fines, loops = [], []
-    for _ in range(1000):
-        sentences = [
-            f"{rng.choice(['The', 'A', 'Her', 'Our'])} {rng.choice(NOUNS)} {rng.choice(VERBS)} {rng.randrange(100)} "
-            f"{rng.choice(NOUNS)}s {rng.choice(PLACES)}."
-            for _ in range(rng.randrange(3, 12))
-        ]
-        text = rng.choice([" ", "\n", "\n- "]).join(sentences)
-        fines.append(score(text))
-        loops.append(score(text * rng.randrange(6, 20)))
-    assert sum(fine > -0.25 for fine in fines) >= 990
-    assert max(loops) < -0.75
 
 
 def test_a_text_is_split_into_the_expected_words():
@@ -223,6 +192,7 @@ def test_a_number_that_continues_a_progression_is_masked():
         ("wait7 wait8 wait9", "wait7 wait8 wait#"), ("w9 w7 w5 w4", "w9 w7 w# w4"), ("w7 w7 w7", "w7 w7 w7"),
         ("w1 hmm1 w2 hmm3 w3 hmm5", "w1 hmm1 w2 hmm3 w# hmm#"), ("w1 w2 w4 w6", "w1 w2 w4 w#"),
         ("go 1 go 2 go 3 go", "go 1 go 2 go # go"), ("a 1 a 2 a 3 a", "a 1 a 2 a 3 a"), ("1 2 3 4", "1 2 3 4"),
+        ("wait 40 wait 32 wait 24 wait", "wait 40 wait 32 wait # wait"),
         ("go 1 a 2 go 3", "go 1 a 2 go 3"), ("a 1 go a 2 go a 3 go", "a 1 go a 2 go a # go"), ("", ""),
         (" ".join(f"w{10**18 + n}" for n in range(3)), " ".join(f"w{10**18 + n}" for n in range(3))),
         (" ".join(f"w{10**17 + n}" for n in range(3)), f"w{10**17} w{10**17 + 1} w#"),

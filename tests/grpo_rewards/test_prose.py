@@ -62,6 +62,8 @@ def verdict(text: str, gold: int) -> str:
 def test_nearly_all_composed_right_answers_are_paid():
     answers = composed_right()
     missed = [text for text, value in answers if verdict(text, value) not in ("exact", "equal")]
+    # A text that is paid states one number, so that only those missed could be another's.
+    assert [text for text, value in answers if text in missed and verdict(text, value + 1) != "wrong"] == []
     assert len(answers) > 3000
     # "18!" is a factorial, and a plural is no subject of "is".
     assert [text for text in missed if not text.endswith(("!", " is the final amount"))] == []
@@ -102,23 +104,22 @@ DOUBTFUL = """
     She hopes for {q}. | Hopefully {q} | {q}-ish, all told | I'm not sure, {q}. | I'm pretty sure it's {q}. |
     Somewhere near {q} | It ranges to {q}. | It is compared to {q}. | It is limited to {q}. | Basically {q} |
     She has {q} tops. | {q} is too low. | It is a good {q}. | There used to be {q}. | It is capped at {q}. |
-    It nears {q}. |
-    Not **{q}**. | About **{q}** are left. | She has at least \\boxed{{q}}. | She has more than \\({q}\\). |
-    She has approximately **{q}**.
+    It nears {q}. | Not **{q}**. | About **{q}** are left. | She has at least \\boxed{{q}}. |
+    She has more than \\({q}\\). | She has approximately **{q}**.
 """
 TWO_NUMBERS = """
-    After 3 days **she has {q}**. | For 3 days the total = **{q}**. |
-    In 3 days she has {q}. | She has {q} in 3 days. | In two days she has {q}. | She has 3 boxes, so {q}. |
-    She had 20 and now {q}. | She has 17 or {q}. | She has {q} or 19. | Either 17 or {q}. |
-    She has between 17 and {q}. | It is 17 to {q}. | From 17 to {q}. | 17 + 2 = {q} is the answer. | So 3 * 6 = {q}. |
-    She has 17, no, {q}. | 17? No, {q}. | She has 17 apples and {q}. | First 17 and then {q}. |
-    Tom has {q}, and Ann has 4. | {q} of 30 people | {q} out of 30 | She has {q} (or 19). | She has {q} (17). |
-    She has {q} - 1 left. | It is 1/2 of {q}. | She has {q} and half. | At 18:00 she has {q}. |
-    She has eighteen and {q}. | It took 3 minutes and {q}. | 2 groups of {q} | She has {q}, which is 3 more. |
-    Twenty minus {q} | 20 less {q} | She has **17** and **{q}**. | She has **17**, **{q}**. | **17** or {q} |
-    17, **{q}** are the answers. | **{q}** and 17 | It is **17** to {q}. | In **3** days she has {q}. |
-    She had **17** and ate 5, leaving {q}. | She has $17 and ${q}. | The answers are 17 and **{q}**. |
-    She has **17 to {q}**. | \\boxed{17} and {q} are left | She has \\boxed{17}\\boxed{{q}}.
+    After 3 days **she has {q}**. | For 3 days the total = **{q}**. | In 3 days she has {q}. |
+    She has {q} in 3 days. | In two days she has {q}. | She has 3 boxes, so {q}. | She had 20 and now {q}. |
+    She has 17 or {q}. | She has {q} or 19. | Either 17 or {q}. | She has between 17 and {q}. | It is 17 to {q}. |
+    From 17 to {q}. | 17 + 2 = {q} is the answer. | So 3 * 6 = {q}. | She has 17, no, {q}. | 17? No, {q}. |
+    She has 17 apples and {q}. | First 17 and then {q}. | Tom has {q}, and Ann has 4. | {q} of 30 people |
+    {q} out of 30 | She has {q} (or 19). | She has {q} (17). | She has {q} - 1 left. | It is 1/2 of {q}. |
+    She has {q} and half. | At 18:00 she has {q}. | She has eighteen and {q}. | It took 3 minutes and {q}. |
+    2 groups of {q} | She has {q}, which is 3 more. | Twenty minus {q} | 20 less {q} | She has **17** and **{q}**. |
+    She has **17**, **{q}**. | **17** or {q} | 17, **{q}** are the answers. | **{q}** and 17 | It is **17** to {q}. |
+    In **3** days she has {q}. | She had **17** and ate 5, leaving {q}. | She has $17 and ${q}. |
+    The answers are 17 and **{q}**. | She has **17 to {q}**. | \\boxed{17} and {q} are left |
+    She has \\boxed{17}\\boxed{{q}}.
 """
 NUMBERS = ("18", "18 apples", "$18", "eighteen")
 
@@ -130,11 +131,9 @@ def test_no_wrong_or_doubtful_answer_is_paid():
 
 SET_OFF = """
     After 3 days, she has **18** apples. | In 3 days she has \\boxed{18} apples left. |
-    He will be **18** when she is 30. |
-    With 4 boxes of 6, the total is **18 dollars**. | She sold **18** of the 30 eggs. |
-    Over 5 weeks he saves \\(18\\) dollars. |
-    She has **18** apples after 3 days. | She has **18 apples** left after eating 3 of them. |
-    Of 30 students, __18__ walk. |
+    He will be **18** when she is 30. | With 4 boxes of 6, the total is **18 dollars**. |
+    She sold **18** of the 30 eggs. | Over 5 weeks he saves \\(18\\) dollars. | She has **18** apples after 3 days. |
+    She has **18 apples** left after eating 3 of them. | Of 30 students, __18__ walk. |
     For each of the two sisters that makes **$18**. | At 18:30 there are **18** guests. |
     On the third day he ran **18 km**!
 """
@@ -154,10 +153,6 @@ def test_reading_a_sentence_takes_linear_time():
         answer_number((piece * 1000)[:990] + " a 18")
         answer_number((piece * 500_000) + " a 18")
     assert time.perf_counter() - start < 2
-
-
-def test_no_near_miss_is_paid():
-    assert [text for text, value in composed_right() if verdict(text, value + 1) != "wrong"] == []
 
 
 STATE_18 = """
@@ -221,23 +216,21 @@ def test_the_words_that_are_numbers_or_doubts():
 
 # Pairs: the first sentence states 18 (or another number), the second, which differs in a word or a mark, none.
 PAIRS = """
-    - She has 18 apples. | -18 - she has. | In all—18 apples. | Tom—18 |
-    The total = 18. | The total != 18. | She has 18 apples. | She has 18 * apples. | She has 18 m. | She has 18 x. |
-    She has 18 g left. | She has 18 q left. | She has 18. | She has x 18. | She gave a 18. | She gave b 18. |
-    In total, 18 | Tom, 18 | In meters: 18 | In banana: 18 | So now, 18 | So Tom, 18 | The cost, 18 | The trick, 18 |
-    The cost is this: 18 | Is this: 18 | She has: 18 | Tom: 18 | The red total = 18 | Total = red 18 |
-    They march 18 miles. | They left March 18. | 18 marches are left | 18 March is left |
-    18 of them are left | 18 of March is left | In May she has 18. | She may have 18. |
-    Max has 18. | She has max 18. | 18 was his | 18 was banana | 18 were eaten | 18 were tall |
-    18 were eating | 18 were a lie | 18 dogs jumped | 18 dogs bark | 18 apples are left | 18 apples |
-    She put up 18 signs. | Up 18 | She gave away 18 apples. | Away 18 apples. |
-    Dad gave Olaf 10 cars. | Dad gave olaf 10 cars. | gave Olaf 10 cars | Dad Olaf 10 cars. |
-    Exactly 18 | Exactly 18 nope | Exactly 18 apples | Just 18 banana |
-    It increased by 18. | It is multiplied by 18. | He walked to 18 houses. | It is similar to 18. |
-    The total of 18 is left. | The price of 18 is left. | A bag of 18 apples is left. | A root of 18 is left. |
-    She has one apple. | She has one. | She ate one apple. | She sees one who eats. | Zoë has 18. | Она has 18. |
-    Each second she runs 18 miles. | Her second run took 18 minutes. |
-    Second, she has 18. | On its second day she has 18.
+    - She has 18 apples. | -18 - she has. | In all—18 apples. | Tom—18 | The total = 18. | The total != 18. |
+    She has 18 apples. | She has 18 * apples. | She has 18 m. | She has 18 x. | She has 18 g left. |
+    She has 18 q left. | She has 18. | She has x 18. | She gave a 18. | She gave b 18. | In total, 18 | Tom, 18 |
+    In meters: 18 | In banana: 18 | So now, 18 | So Tom, 18 | The cost, 18 | The trick, 18 | The cost is this: 18 |
+    Is this: 18 | She has: 18 | Tom: 18 | The red total = 18 | Total = red 18 | They march 18 miles. |
+    They left March 18. | 18 marches are left | 18 March is left | 18 of them are left | 18 of March is left |
+    In May she has 18. | She may have 18. | Max has 18. | She has max 18. | 18 was his | 18 was banana |
+    18 were eaten | 18 were tall | 18 were eating | 18 were a lie | 18 dogs jumped | 18 dogs bark |
+    18 apples are left | 18 apples | She put up 18 signs. | Up 18 | She gave away 18 apples. | Away 18 apples. |
+    Dad gave Olaf 10 cars. | Dad gave olaf 10 cars. | gave Olaf 10 cars | Dad Olaf 10 cars. | Exactly 18 |
+    Exactly 18 nope | Exactly 18 apples | Just 18 banana | It increased by 18. | It is multiplied by 18. |
+    He walked to 18 houses. | It is similar to 18. | The total of 18 is left. | The price of 18 is left. |
+    A bag of 18 apples is left. | A root of 18 is left. | She has one apple. | She has one. | She ate one apple. |
+    She sees one who eats. | Zoë has 18. | Она has 18. | Each second she runs 18 miles. |
+    Her second run took 18 minutes. | Second, she has 18. | On its second day she has 18.
 """
 
 

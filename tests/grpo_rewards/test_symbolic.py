@@ -116,26 +116,6 @@ def test_the_callers_timer_survives():
         signal.signal(signal.SIGALRM, previous)
 
 
-@pytest.mark.slow
-def test_a_killed_server_is_restarted():
-    assert equivalent("x+1", "1+x") is True
-    killed = symbolic._server().pid
-    os.kill(killed, signal.SIGKILL)
-    assert equivalent("x+1", "1+x") is True
-    assert symbolic._server().pid != killed
-    assert gone(killed)
-    assert os.getpgid(symbolic._server().pid) != os.getpgid(0), "a terminal sends Ctrl-C to a group"
-
-
-@pytest.mark.slow
-def test_a_server_killed_during_a_comparison_is_restarted():
-    equivalent("x+1", "1+x")
-    killer = threading.Timer(0.3, os.kill, (symbolic._server().pid, signal.SIGKILL))
-    killer.start()
-    assert equivalent("x+1", TOWER, 1.0) is None
-    assert equivalent("x+1", "1+x") is True
-
-
 @pytest.fixture
 def interrupt():
     """Return a function that makes a signal handler raise in the main thread after a number of seconds."""
@@ -212,8 +192,11 @@ def test_a_server_found_dead_does_not_count_as_a_failed_start(tmp_path):
     second_dies = f"open({str(starts)!r}, 'a').write('x')\nif len(open({str(starts)!r}).read()) == 2: os._exit(9)"
     server = symbolic.Server(stub(second_dies))
     assert server.compare("0 ms", "0 ms", 5.0) is True
-    os.kill(server.pid, signal.SIGKILL)
+    killed = server.pid
+    os.kill(killed, signal.SIGKILL)
     assert server.compare("0 ms", "other", 5.0) is False
+    assert gone(killed)
+    assert os.getpgid(server.pid) != os.getpgid(0), "a terminal sends Ctrl-C to a group"
     assert starts.read_text() == "xxx"
     server.close()
 
@@ -499,16 +482,6 @@ def test_rewards_can_be_pickled_after_use():
     reward = MathCorrectness()
     assert reward(completions=["\\boxed{1+x}"], answer=["x+1"]) == [1.0]
     assert pickle.loads(pickle.dumps(reward)) == reward
-
-
-def test_a_pair_is_not_read_as_a_thousands_separator():
-    texts = ["\\boxed{(2, 100)}", "\\boxed{\\left(2,100\\right)}", "\\boxed{2100}", "\\boxed{(2,101)}"]
-    assert MathCorrectness()(completions=texts, answer=["(2,100)"] * 4) == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_words_are_not_compared_as_products_of_letters():
-    texts = ["\\boxed{\\text{tuesday}}", "\\boxed{Tuesyad}", "\\boxed{Tuesday}"]
-    assert MathCorrectness()(completions=texts, answer=["Tuesday"] * 3) == [1.0, 0.0, 1.0]
 
 
 def test_a_timeout_counts_as_wrong_and_is_logged():

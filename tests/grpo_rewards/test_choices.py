@@ -131,6 +131,7 @@ CLAIMS_BY_LANGUAGE = {
     "de": "Antwort: C | **Antwort:** C | Die richtige Antwort lautet: C) Oslo | Daher ist die richtige Antwort C. | "
     "Die Antwort ist C, weil Oslo die Hauptstadt ist. | ### Antwort\nC",
     "es": "La respuesta es C. | **Respuesta: C** | La opción correcta es la C) Oslo. | La respuesta es Oslo. | "
+    "La respuesta es C.\nD. no es correcta | "
     "La respuesta es A. No, la respuesta es C. | Respuesta: La respuesta correcta es C. | "
     "La respuesta es A.\nAnswer: C",
     "fr": "Réponse : C | La réponse est C. | La bonne réponse est la C, car A est faux. | La solution est donc C.",

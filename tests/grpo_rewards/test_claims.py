@@ -248,6 +248,7 @@ DENYING_BEFORE = """
 HARMLESS_BEFORE = """
     the least possible is | I say | It is no | Between 3 and 9 I choose | La respuesta no la | wrong, | perhaps,
     3 is | red or | 17 apples or | 3 and | not x y write | Tom says | we believe | no the | get out
+    We thought | I believed
 """
 DENYING_BEHIND = r"""
     _is wrong | _is clearly wrong. | . That is wrong. | . Wait, no: 7 | _can be ruled out | _ist falsch
@@ -266,7 +267,7 @@ def test_the_words_around_an_answer_deny_it_or_not():
         texts = [words.replace("_", " ").replace("¶", "\n") for words in listed(behind)]
         assert [text for text in texts if is_denied("", text) != denied] == []
     assert is_denied('Tom says "', "")
-    assert not is_denied('I say "', "")
+    assert not is_denied('I said "', "")
     assert not is_denied("The answer is ", ".")
     # 200 characters are read on each side.
     assert [is_denied("not " + "the " * 49 + more, "") for more in ("", " ")] == [True, False]

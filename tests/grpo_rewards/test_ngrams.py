@@ -151,7 +151,7 @@ def test_metrics_kind_and_either_shape_of_completions():
     assert repetition(completions=texts, log_metric=metrics.__setitem__) == pytest.approx([-0.99, -0.99, 0.0])
     assert metrics == {"rewards/repetition/repeated": pytest.approx(0.66)}
     assert (repetition.kind, repetition.highest_pay) == ("other", 0.0)
-    assert Repetition(pay=1, pay_repeated=0).highest_pay == 1.0
+    assert [Repetition(pay=pay, pay_repeated=-2).highest_pay for pay in (1, -1)] == [1.0, 0.0]
     assert pickle.loads(pickle.dumps(repetition)) == repetition
     assert repetition(completions=[]) == []
 

@@ -7,7 +7,7 @@ import re
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rewards import string_match
@@ -178,6 +178,7 @@ WORDS = st.lists(
 ).map(" ".join)
 
 
+@settings(deadline=None)
 @given(WORDS, WORDS)
 def test_normalisation_and_f1_equal_squads_script(answer, gold):
     assert squad_normalised(answer) == official(answer)

@@ -87,10 +87,9 @@ def load_adapter(
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"`{key}` {name} is an adapter, and its base {base_name} can't be loaded: set "
-            f"`base_model_name_or_path` in its adapter_config.json ({one_line(error)})"
-        ) from error
+        problem = f"it is an adapter, and its base {base_name} can't be loaded ({one_line(error)})"
+        fix = "set `base_model_name_or_path` in its adapter_config.json"
+        raise UserError(f"`{key}` {name}", problem, fix) from error
     # PEFT would cast the adapter to float32, and ZeRO-3 needs one dtype (huggingface/trl#6089).
     autocast = not is_deepspeed_zero3_enabled()
     with complete_weights():

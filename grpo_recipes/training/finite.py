@@ -49,7 +49,7 @@ class FiniteSteps(TrainerCallback):
         """Raise `UserError` if the weights that training begins with are not finite."""
         self._losses, self._steps = [], []
         if clause := describe_nonfinite(self.trainer.model):
-            raise UserError(f"the policy can't be trained, because {clause}: name another model or checkpoint")
+            raise UserError("the policy", f"it can't be trained, because {clause}", "name another model or checkpoint")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the values of a step, and read all that are kept if the host waits for the device now anyway."""

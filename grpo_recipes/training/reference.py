@@ -225,9 +225,9 @@ def _forget_earlier(trainer: TRLTrainer) -> None:
         for config in model.peft_config.values():
             if _changes_the_base(config):
                 raise UserError(
-                    f"`init_lora_weights={config.init_lora_weights!r}`: making its own reference adapter, TRL factored "
-                    "the base's weights a second time and changed the policy: build the trainer inside "
-                    "`with grpo_recipes.training.reference.without_trl_reference(args):`"
+                    f"`init_lora_weights={config.init_lora_weights!r}`",
+                    "making its reference adapter, TRL factored the base a second time and changed the policy",
+                    "build the trainer inside `with grpo_recipes.training.reference.without_trl_reference(args):`",
                 )
         model.delete_adapter(REF)
 
@@ -240,10 +240,9 @@ def _check_trains(model: torch.nn.Module) -> None:
         name = _policy_adapter(model)
         tensors, owner = adapter_tensors(model, name).values(), f"the policy's adapter `{name}`"
     if not any(tensor.requires_grad for tensor in tensors):
-        raise UserError(
-            f"no parameter of {owner} would train: load an adapter with `PeftModel.from_pretrained(model, folder, "
-            "is_trainable=True)`, and call `model.requires_grad_(True)` after `merge_and_unload`"
-        )
+        fix = "load an adapter with `PeftModel.from_pretrained(model, folder, is_trainable=True)`, and call "
+        fix += "`model.requires_grad_(True)` after `merge_and_unload`"
+        raise UserError(owner, "no parameter of it would train", fix)
 
 
 def _give_head_a_bias(model: PeftModel) -> None:
@@ -257,13 +256,14 @@ def _check_backend(trainer: TRLTrainer) -> None:
     # FSDP1 flattens parameters into one, so policy and reference cannot be paired tensor by tensor.
     fsdp = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     if fsdp is not None and fsdp.fsdp_version == 1 and trainer.args.sync_ref_model:
-        raise UserError("`sync_ref_model` needs FSDP2: set `fsdp_version: 2` in the accelerate configuration")
+        fix = "set `fsdp_version: 2` in the accelerate configuration"
+        raise UserError("`sync_ref_model`", "it needs FSDP2", fix)
 
 
 def _policy_adapter(model: PeftModel) -> str:
     active = model.active_adapters
     if len(active) != 1:
-        raise UserError(f"the policy has {len(active)} active adapters ({', '.join(active)}): activate one")
+        raise UserError("the policy", f"it has {len(active)} active adapters ({', '.join(active)})", "activate one")
     return active[0]
 
 
@@ -278,10 +278,8 @@ def _adapter_reference(model: PeftModel, spec: ReferenceSpec, *, keep_copy: bool
     policy = _policy_adapter(model)
     _check_policy_adapter(model, policy)
     if spec.adapter != REF and REF in model.peft_config:
-        raise UserError(
-            f"the model holds an adapter named `{REF}`, TRL's name for the reference: use it with `reference: "
-            f"{{adapter: {REF}}}`, or delete it"
-        )
+        problem = f"it has an adapter named `{REF}`, TRL's name for the reference"
+        raise UserError("the policy", problem, f"use it with `reference: {{adapter: {REF}}}`, or delete it")
     if spec.name == "base":
         return "the base model: the adapter switched off"
     # Switching off a new LoRA gives the initial policy without the memory of a copy.
@@ -307,16 +305,15 @@ def _adapter_reference(model: PeftModel, spec: ReferenceSpec, *, keep_copy: bool
 def _check_policy_adapter(model: PeftModel, policy: str) -> None:
     """Raise if switching off or copying the policy's adapter would not restore the initial policy."""
     if policy == REF:
-        raise UserError(f"the policy's adapter is named `{REF}`, TRL's name for the reference: rename it")
+        raise UserError("the policy's adapter", f"it is named `{REF}`, TRL's name for the reference", "rename it")
     # Such parameters would move the reference together with the policy, and the KL would stay small for no reason.
     own = {id(tensor) for tensor in adapter_tensors(model, policy).values()}
     beside = [name for name, tensor in model.named_parameters() if tensor.requires_grad and id(tensor) not in own]
     if beside:
-        raise UserError(
-            f"{len(beside)} parameters beside the adapter `{policy}` would train ({beside[0]} is the first), which "
-            "switching it off or copying it leaves trained: set `bias: none`, name their modules in `modules_to_save`, "
-            "freeze them, or set `beta: 0`"
-        )
+        place = f"{len(beside)} parameters beside the adapter `{policy}` ({beside[0]} is the first)"
+        problem = "they would train, and switching the adapter off or copying it leaves them trained"
+        fix = "set `bias: none`, name their modules in `modules_to_save`, freeze them, or set `beta: 0`"
+        raise UserError(place, problem, fix)
 
 
 def _adds_nothing(model: PeftModel, adapter: str) -> bool:
@@ -371,10 +368,9 @@ def _copy_adapter(model: PeftModel, name: str) -> None:
         if source.keys() != target.keys():
             mismatch = f"{min(source.keys() ^ target.keys())} is in one of them only"
     if mismatch:
-        raise UserError(
-            f"PEFT can't hold a second {adapter_kind(config)} adapter like `{name}` ({mismatch}): use `reference: "
-            "base` if the adapter is new, or merge the adapter into the model"
-        )
+        problem = f"PEFT can't hold a second {adapter_kind(config)} adapter like it ({mismatch})"
+        fix = "use `reference: base` if the adapter is new, or merge the adapter into the model"
+        raise UserError(f"the adapter `{name}`", problem, fix)
     for original, duplicate in _paired(source, target):
         _blend(original, duplicate, 1.0)
 
@@ -383,15 +379,13 @@ def _load_reference(model: PeftModel, where: str) -> str | None:
     """Add the adapter in folder or hub repository `where` as "ref", and return the base that it was trained on."""
     config = adapter_config(where)
     if config is None:
-        raise UserError(f"`reference.adapter`: there is no adapter in {where}")
+        raise UserError(f"`reference.adapter`: {where}", "there is no adapter in it", "name an adapter's folder")
     replicated = getattr(config, "layer_replication", None)
     for key, changes in (("init_lora_weights", _changes_the_base(config)), ("layer_replication", replicated)):
         if changes:
-            raise UserError(
-                f"`reference.adapter`: {where} has `{key}: {getattr(config, key)}`, which changes the base's weights "
-                "or layers, and PEFT would change the policy's with it: use `reference: initial`, or convert it to "
-                "plain LoRA (`path_initial_model_for_weight_conversion` of PEFT's `save_pretrained`)"
-            )
+            problem = f"`{key}: {getattr(config, key)}` changes the base, and PEFT would change the policy's with it"
+            fix = "use `reference: initial`, or convert it to plain LoRA (`path_initial_model_for_weight_conversion` "
+            raise UserError(f"`reference.adapter`: {where}", problem, f"{fix}of PEFT's `save_pretrained`)")
     training = model.training
     mismatch = ""
     try:
@@ -404,7 +398,8 @@ def _load_reference(model: PeftModel, where: str) -> str | None:
         mismatch = one_line(error)
     model.train(training)  # PEFT has put the model into eval mode
     if mismatch:
-        raise UserError(f"`reference.adapter`: {where} does not fit this policy: {mismatch}")
+        problem, fix = f"it does not fit this policy ({mismatch})", "name an adapter of the policy's base model"
+        raise UserError(f"`reference.adapter`: {where}", problem, fix)
     return config.base_model_name_or_path
 
 
@@ -435,10 +430,8 @@ def _model_reference(trainer: TRLTrainer, spec: ReferenceSpec) -> str:
     """Set up the reference of full fine-tuning, and return its description."""
     if spec.name != "initial":
         value = "base" if spec.adapter is None else f"{{adapter: {spec.adapter}}}"
-        raise UserError(
-            f"`reference: {value}` needs a policy with an adapter, and this is full fine-tuning: use `reference: "
-            "initial`"
-        )
+        problem = "it needs a policy with an adapter, and this is full fine-tuning"
+        raise UserError(f"`reference: {value}`", problem, "use `reference: initial`")
     assert not isinstance(trainer.model, PeftModel)
     trainer.ref_model = None  # frees the copy that TRL loaded, before there is a second one
     reference = _frozen_copy(trainer.model)
@@ -495,10 +488,8 @@ def _paired(source: Tensors, target: Tensors) -> list[tuple[torch.Tensor, torch.
     """Return the pairs of `_own`, or raise if the two groups differ in names or shapes."""
     shapes, others = ({name: _shape(tensor) for name, tensor in group.items()} for group in (source, target))
     if shapes != others:
-        raise UserError(
-            "the reference has other tensors than the policy, so `sync_ref_model` can't refresh it: use an adapter of "
-            "the same configuration, or remove `sync_ref_model`"
-        )
+        fix = "use an adapter of the same configuration, or remove `sync_ref_model`"
+        raise UserError("`sync_ref_model`", "the reference has other tensors than the policy", fix)
     return _own(source, target)
 
 
@@ -561,15 +552,13 @@ def _store(trainer: TRLTrainer, checkpoint: Path) -> None:
 def _restore(trainer: TRLTrainer, checkpoint: Path) -> None:
     """Read the reference that `_store` wrote."""
     if not (checkpoint / WEIGHTS).is_file():
-        raise UserError(
-            f"{checkpoint} has no {WEIGHTS}, so that run's refreshed reference is lost: resume from an earlier "
-            "checkpoint, or name this one in the arguments' `resume_from_checkpoint` if it lies elsewhere"
-        )
+        fix = "resume from an earlier one, or name this one in the arguments' `resume_from_checkpoint` if it lies "
+        raise UserError(checkpoint, f"it has no {WEIGHTS}, and the refreshed reference is lost", f"{fix}elsewhere")
     stored = load_file(checkpoint / WEIGHTS)
     tensors = _reference_tensors(trainer)
     # Names are compared because a partial copy would raise no error, and leave some tensors of the initial policy.
     if stored.keys() != tensors.keys():
-        raise UserError(f"{checkpoint / WEIGHTS} is of another model: resume with the recipe that wrote it")
+        raise UserError(checkpoint / WEIGHTS, "it is of another model", "resume with the recipe that wrote it")
     for name, tensor in tensors.items():
         value = stored[name].to(tensor.device)
         with gathered([tensor], write=True):

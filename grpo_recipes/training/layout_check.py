@@ -374,7 +374,7 @@ class LayoutCheck:
         positions = getattr(config, "max_position_embeddings", None) or math.inf
         room = min(positions, kept_scores(config)[1]) - 2 * EXTRA_PADDING
         if prompt + completion > room:
-            prompt = completion = int(room // 2)
+            prompt = completion = max(int(room // 2), 0)
         return prompt, completion
 
     def _is_random(self, trial: _Trial, expected: Results) -> bool:

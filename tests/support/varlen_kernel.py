@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from grpo_recipes.training import varlen
 
 
 def formula(
@@ -131,3 +134,9 @@ VERSIONS: dict[str, Callable[..., Tensor]] = {"2.10": torch_2_10, "2.11": torch_
 
 
 # On the pretend GPU
+
+
+def install(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
+    """Make a kernel that of the installed torch, and let it have the tensors of a CPU."""
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "is_candidate", lambda query: True)

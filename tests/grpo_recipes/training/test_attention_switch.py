@@ -8,19 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
-from grpo_recipes.training.layout_check import unshareable
 from grpo_recipes.training.packing import Layout
-from tests.grpo_recipes.training.test_packing import RAGGED, flat, layout_of, logged, one_by_one, scored, trainer_on
 from tests.support.architectures import trainer as whole_trainer
+from tests.support.layouts import RAGGED, check_exact, flat, layout_of, one_by_one, scored, trainer_on
 from tests.support.recorded import model
-
-__all__ = ["logged"]  # a fixture
 
 KERNEL = "kernels-community/flash-attn2"
 
@@ -51,20 +47,16 @@ def kernel() -> Iterator[list[int]]:
     AttentionMaskInterface._global_mapping.pop(KERNEL)
 
 
-def test_a_model_with_eager_attention_is_packed(tmp_path: Path, logged: Any) -> None:
+def test_a_model_with_eager_attention_is_packed(tmp_path: Path) -> None:
     policy = model(attn_implementation="eager")
     expected = one_by_one(policy.eval(), flat(RAGGED))
     trainer = trainer_on(policy, tmp_path)
-    got = scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PACKED, logged()
-    for mine, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    check_exact(trainer, flat(RAGGED), expected)
+    assert layout_of(trainer) is Layout.PACKED
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_model_on_a_kernel_of_16_bits_is_packed(
-    autocast: bool, tmp_path: Path, logged: Any, kernel: list[int]
-) -> None:
+def test_a_model_on_a_kernel_of_16_bits_is_packed(autocast: bool, tmp_path: Path, kernel: list[int]) -> None:
     """The comparison in float32 runs without the kernel, which takes 16-bit tensors only."""
     policy = model()
     if not autocast:
@@ -72,7 +64,7 @@ def test_a_model_on_a_kernel_of_16_bits_is_packed(
     policy.config._attn_implementation = KERNEL
     trainer = trainer_on(policy, tmp_path, bf16=autocast)
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PACKED, logged()
+    assert layout_of(trainer) is Layout.PACKED
     assert kernel
 
 
@@ -94,27 +86,14 @@ def test_generation_and_the_trained_model_have_the_users_implementation(tmp_path
     assert run.model.config._attn_implementation == "eager"
 
 
-def test_a_row_that_is_not_packed_has_the_users_implementation(tmp_path: Path, logged: Any, kernel: list[int]) -> None:
+def test_a_row_that_is_not_packed_has_the_users_implementation(tmp_path: Path, kernel: list[int]) -> None:
     policy = model().bfloat16()
     policy.config._attn_implementation = KERNEL
     trainer = trainer_on(policy, tmp_path)
     scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.PACKED, logged()
+    assert layout_of(trainer) is Layout.PACKED
     kernel.clear()
     rows = flat(RAGGED)
     rows.attention_mask[:, -3] = 0  # a hole, which no packed row has
     scored(trainer, rows)
     assert kernel
-
-
-@pytest.mark.parametrize("part", ["whole", "in place", "layer"])
-def test_a_compiled_model_is_not_packed(part: str) -> None:
-    policy = model(transformers.LlamaConfig)
-    assert unshareable(policy) == ""
-    if part == "whole":
-        policy.model = torch.compile(policy.model)
-    elif part == "in place":
-        policy.compile()
-    else:
-        policy.model.layers[0].compile()
-    assert "is compiled" in unshareable(policy)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training import buckets
 from grpo_recipes.training.packing import Layout
-from tests.grpo_recipes.training.test_packing import layout_of
+from tests.support.layouts import layout_of
 from tests.support.recorded import Recording, make_trainer, model
 from tests.tools.models import build
 

@@ -1,0 +1,92 @@
+"""Rows of recorded completions, scored by our trainer in the layout that it chooses, and one by one without padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from grpo_recipes import GRPOTrainer
+from grpo_recipes.generation.rows import Rows
+from grpo_recipes.training import layout_check
+from grpo_recipes.training.packing import Layout
+from tests.support import device
+from tests.support.recorded import Recording, make_trainer
+
+RAGGED = Recording.random(prompts=3, group=3, seed=3)
+
+
+def padded(prompts: list[list[int]], completions: list[list[int]]) -> Rows:
+    """Return rows in TRL's layout: prompts padded on the left, completions on the right."""
+    left, right = max(map(len, prompts)), max(1, *map(len, completions))
+    ids, mask = [], []
+    for p, c in zip(prompts, completions, strict=True):
+        before, after = [0] * (left - len(p)), [0] * (right - len(c))
+        ids.append([*before, *p, *c, *after])
+        mask.append([*before, *[1] * (len(p) + len(c)), *after])
+    return Rows(device.here(torch.tensor(ids)), device.here(torch.tensor(mask)), right)
+
+
+def flat(recording: Recording) -> Rows:
+    """Return the rows of a recording in TRL's layout."""
+    pairs = [(p, c) for p, group in zip(recording.prompts, recording.completions, strict=True) for c in group]
+    return padded([prompt for prompt, _ in pairs], [completion for _, completion in pairs])
+
+
+def one_by_one(policy: PreTrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies, each (B, T), from the logits of each row alone, without padding."""
+    log_probs, entropies = (device.here(torch.zeros(rows.completion_mask.shape)) for _ in range(2))
+    policy = device.here(policy)
+    with torch.no_grad():
+        for row, (ids, mask) in enumerate(zip(rows.input_ids, rows.attention_mask, strict=True)):
+            length = int(mask[-rows.logits_to_keep :].sum())
+            tokens = ids[mask.bool()][None]
+            if length:
+                logits = policy(tokens, use_cache=False).logits[0, -length - 1 : -1].log_softmax(-1)
+                log_probs[row, :length] = logits.gather(1, tokens[0, -length:, None])[:, 0]
+                entropies[row, :length] = -(logits.exp() * logits).sum(-1)
+    return log_probs, entropies
+
+
+def trainer_on(policy: PreTrainedModel, folder: Path, recording: Recording = RAGGED, **config: Any) -> GRPOTrainer:
+    """Build our trainer whose micro-batch is the whole recording."""
+    count = len(recording.prompts) * recording.group
+    return make_trainer(GRPOTrainer, recording, policy, folder, per_device_train_batch_size=count, **config)
+
+
+def scored(trainer: TRLGRPOTrainer, rows: Rows, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies, each (B, T), of a trainer's policy."""
+    with torch.no_grad():
+        log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep, compute_entropy=True, **kwargs
+        )
+    return log_probs, entropies
+
+
+def check_exact(trainer: TRLGRPOTrainer, rows: Rows, expected: tuple[Tensor, Tensor], atol: float = 1e-5) -> None:
+    """Check that a trainer gives rows the expected log-probabilities and entropies."""
+    torch.testing.assert_close(scored(trainer, rows), expected, atol=atol, rtol=0)
+
+
+def layout_of(trainer: GRPOTrainer) -> Layout:
+    """Return the layout that was chosen for the only model of a trainer."""
+    (layout,) = trainer._log_probs._layouts.values()
+    return layout
+
+
+def chosen(policy: PreTrainedModel, folder: Path, **config: Any) -> Layout:
+    """Return the layout that a trainer chooses for a policy on the recorded rows."""
+    trainer = trainer_on(policy, folder, **config)
+    trainer.model.train()
+    scored(trainer, flat(RAGGED))
+    return layout_of(trainer)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the messages that were logged about layouts."""
+    return [record.getMessage() for record in caplog.records if record.name == layout_check.__name__]

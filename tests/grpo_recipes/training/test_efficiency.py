@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.training import buckets
 from grpo_recipes.training.packing import Layout
 from tests.support.layouts import layout_of
 from tests.support.recorded import Recording, make_trainer, model
@@ -58,11 +57,11 @@ def test_the_tokens_computed_are_those_of_a_decoder_layer(
 
     In the recording with `zero`, the rows of a group are skipped.
     """
-    monkeypatch.setitem(buckets.LAUNCH_TOKENS, "cpu", launches)
     recording = Recording.random(prompts=4, group=4, seed=4, zero=(2,) if zero else (), longest=40)
     config = {} if kind == "gemma3_text" else LAYOUTS[kind][1]
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 2}
     trainer = make_trainer(GRPOTrainer, recording, policy_of(kind), tmp_path, **sizes, **config)
+    trainer._log_probs.launches = launches
     ran: list[int] = []
     counts = False
 

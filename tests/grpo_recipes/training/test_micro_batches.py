@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from grpo_recipes.training.micro_batches import (
 )
 from grpo_recipes.training.packing import Layout
 from tests.support import device
-from tests.support.grids import covering, only
+from tests.support.errors import refused
 from tests.support.recorded import Recording, compare, gradients, make_trainer, model
 
 LIMIT = 1e-5
@@ -53,62 +53,85 @@ WINDOWS = {
     "one row in a micro-batch": {"gradient_accumulation_steps": 16, "per_device_train_batch_size": 1},
 }
 TRIM_ONLY = {"layout": "trimmed"}
+SIZES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
 
 
-def gap(recording: Recording, folder: Path, *build: Callable[[], PreTrainedModel], **config: Any) -> float:
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, **config}
-    return compare(recording, folder, *build, **settings)
+# ---- The same gradient
 
 
-# ---- the same gradient
+TRUNCATED = Recording.random(seed=1, zero=(2,))
+for group in TRUNCATED.completions:  # no end in it
+    group[0][-1] = 7
+EQUAL = Recording.random(seed=2)
+EQUAL.prompts = [[*prompt, *[9] * 20][:20] for prompt in EQUAL.prompts]
+EQUAL.completions = [[[*(c[:-1] + [8] * 12)[:11], 1] for c in group] for group in EQUAL.completions]
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "entropy bonus": {"entropy_coef": 0.05},
+    "entropy quantile": {"top_entropy_quantile": 0.4},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05, "num_iterations": 3},
+    "truncated": {"mask_truncated_completions": True},
+    "rewards by batch": {"scale_rewards": "batch"},
+    "rewards as they are": {"scale_rewards": "none"},
+    "off": {"micro_batching": "off"},
+    "zero advantages kept": {"micro_batching": {"skip_zero_advantage": False}},
+}
 
 
-@pytest.mark.parametrize(
-    ("loss_type", "beta", "micro_batching"), covering(LOSS_TYPES, [0.0, 0.04], ["auto", TRIM_ONLY]), ids=str
-)
-def test_the_gradient_for_every_loss_type(loss_type: str, beta: float, micro_batching: Any, tmp_path: Path) -> None:
+def cases() -> dict[str, tuple[Recording, Callable[[], PreTrainedModel], dict[str, Any]]]:
+    """Return the whole grid: recording, model and settings, by name."""
+    found: dict[str, tuple[Recording, Callable[[], PreTrainedModel], dict[str, Any]]] = {}
     three = {"num_iterations": 3, "epsilon_high": 0.28}
-    settings = {"loss_type": loss_type, "beta": beta, "micro_batching": micro_batching, **three}
-    # VESPO's weights are powers of a whole row's ratio: on some CPUs float32 rounds them by more than the limit.
-    assert gap(UNEVEN, tmp_path, lambda: model().double(), **settings) <= LIMIT
+    for loss, beta, name in product(LOSS_TYPES, (0.0, 0.04), ("auto", "trimmed")):
+        layout = {"micro_batching": TRIM_ONLY if name == "trimmed" else name}
+        # VESPO's weights are powers of a whole row's ratio: on some CPUs float32 rounds them by more than the limit.
+        config = {"loss_type": loss, "beta": beta, **layout, **three}
+        found[f"{loss}, beta {beta}, {name}"] = UNEVEN, lambda: model().double(), config
+    for loss in ("grpo", "luspo", "bnpo", "dapo"):
+        options = {"importance_sampling_level": "sequence", "num_iterations": 3, "delta": 1.5}
+        found[f"{loss}, sequences"] = UNEVEN, model, {"loss_type": loss, **options}
+    for loss in ("grpo", "dapo", "bnpo"):
+        for name, options in WINDOWS.items():
+            found[f"{loss}, {name}"] = UNEVEN, model, {"loss_type": loss, **options}
+        for name, options in OPTIONS.items():
+            found[f"{loss}, {name}"] = TRUNCATED, model, {"loss_type": loss, **options}
+    found["router loss"] = UNEVEN, lambda: model(MixtralConfig, sliding_window=None, **EXPERTS), {}
+    for layout in ("packed", "trimmed"):
+        found[f"equal lengths, {layout}"] = EQUAL, model, {"micro_batching": {"layout": layout}}
+    return found
 
 
-@pytest.mark.one_case_in(2)
-@pytest.mark.parametrize("loss_type", only(["grpo", "luspo"], ["grpo", "luspo", "bnpo", "dapo"]))
-def test_the_gradient_with_sequence_level_ratios(loss_type: str, tmp_path: Path) -> None:
-    options = {"importance_sampling_level": "sequence", "num_iterations": 3, "delta": 1.5}
-    assert gap(UNEVEN, tmp_path, loss_type=loss_type, **options) <= LIMIT
+def too_far(names: Sequence[str], folder: Path) -> list[str]:
+    """Return the cases whose gradient is not TRL's."""
+    grid, failed = cases(), []
+    for name in names:
+        recording, build, config = grid[name]
+        if compare(recording, folder, build, **{**SIZES, **config}) > device.tolerance(LIMIT):
+            failed.append(name)
+    return failed
+
+
+QUICK = (
+    *("grpo, beta 0.04, auto", "bnpo, beta 0.0, trimmed", "dapo, beta 0.0, auto", "grpo, sequences"),
+    *("bnpo, windows across generations", "grpo, entropy bonus", "bnpo, truncated"),
+)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_gradient_is_trls(name: str, tmp_path: Path) -> None:
+    assert too_far([name], tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_gradient_is_trls_in_the_whole_grid(tmp_path: Path) -> None:
+    assert too_far([name for name in cases() if name not in QUICK], tmp_path) == []
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("window", "loss_type"), covering(WINDOWS, ["grpo", "dapo", "bnpo"]))
-def test_the_gradient_for_every_window_size(window: str, loss_type: str, tmp_path: Path) -> None:
-    assert gap(UNEVEN, tmp_path, loss_type=loss_type, **WINDOWS[window]) <= device.tolerance(LIMIT)
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"entropy_coef": 0.05},
-    {"top_entropy_quantile": 0.4},
-    {"off_policy_mask_threshold": 0.05, "num_iterations": 3},
-    {"mask_truncated_completions": True},
-    {"scale_rewards": "batch"},
-    {"scale_rewards": "none"},
-    {"micro_batching": "off"},
-    {"micro_batching": {"skip_zero_advantage": False}},
-]
-
-
-@pytest.mark.parametrize(("option", "loss_type"), covering(OPTIONS, ["grpo", "bnpo", "dapo"]), ids=str)
-def test_the_gradient_with_each_option(option: dict[str, Any], loss_type: str, tmp_path: Path) -> None:
-    recording = Recording.random(seed=1, zero=(2,))
-    for group in recording.completions:  # truncated: no end in it
-        group[0][-1] = 7
-    assert gap(recording, tmp_path, loss_type=loss_type, **option) <= LIMIT
-
-
-def test_rows_stay_in_their_micro_batch_with_a_router_loss(tmp_path: Path) -> None:
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
-    assert gap(UNEVEN, tmp_path, lambda: model(MixtralConfig, sliding_window=None, **experts)) <= LIMIT
+@pytest.mark.slow
+def test_the_gradient_of_each_window_on_a_device(tmp_path: Path) -> None:
+    assert too_far([f"grpo, {name}" for name in WINDOWS], tmp_path) == []
 
 
 class FarOldPolicy(GRPOTrainer):
@@ -122,8 +145,7 @@ class FarOldPolicy(GRPOTrainer):
 
 def test_the_ratio_of_a_masked_row_does_not_overflow(tmp_path: Path) -> None:
     """exp(300) is infinite in float32, and infinity times a mask of 0 is NaN, which would be logged as the loss."""
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "num_iterations": 2}
-    trainer = make_trainer(FarOldPolicy, UNEVEN, model(), tmp_path, **sizes)
+    trainer = make_trainer(FarOldPolicy, UNEVEN, model(), tmp_path, **SIZES, num_iterations=2)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 4
     for _ in range(4):
@@ -134,48 +156,24 @@ def test_the_ratio_of_a_masked_row_does_not_overflow(tmp_path: Path) -> None:
     assert all(parameter.grad.isfinite().all() for parameter in trainer.model.parameters())
 
 
-@pytest.mark.parametrize("micro_batching", ["auto", TRIM_ONLY], ids=["packed", "trimmed"])
-def test_the_gradient_with_completions_of_equal_length(micro_batching: Any, tmp_path: Path) -> None:
-    recording = Recording.random(seed=2)
-    recording.prompts = [[*prompt, *[9] * 20][:20] for prompt in recording.prompts]
-    recording.completions = [[[*(c[:-1] + [8] * 12)[:11], 1] for c in group] for group in recording.completions]
-    assert gap(recording, tmp_path, micro_batching=micro_batching) <= LIMIT
-
-
-@pytest.mark.parametrize(("loss_type", "micro_batching"), covering(LOSS_TYPES, ["auto", TRIM_ONLY]), ids=str)
-def test_a_batch_of_zero_advantages_still_makes_a_step(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("losses", [["grpo"], pytest.param(list(LOSS_TYPES), marks=pytest.mark.slow)], ids=len)
+def test_a_batch_of_zero_advantages_still_makes_a_step(losses: list[str], tmp_path: Path) -> None:
     nothing = Recording.random(seed=1, zero=range(4))
-    trainer = make_trainer(
-        GRPOTrainer,
-        nothing,
-        model(),
-        tmp_path,
-        loss_type=loss_type,
-        micro_batching=micro_batching,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=4,
-    )
-    (step,) = gradients(trainer, nothing.rows())
-    assert step.keys() == {name for name, _ in trainer.model.named_parameters()}
-    assert not any(gradient.any() for gradient in step.values())
-    assert "entropy" not in trainer._metrics["train"]
+    for loss_type, layout in product(losses, ("packed", "trimmed")):
+        options = {"loss_type": loss_type, "micro_batching": {"layout": layout}}
+        trainer = make_trainer(GRPOTrainer, nothing, model(), tmp_path, **SIZES, **options)
+        (step,) = gradients(trainer, nothing.rows())
+        assert step.keys() == {name for name, _ in trainer.model.named_parameters()}
+        assert not any(gradient.any() for gradient in step.values())
+        assert "entropy" not in trainer._metrics["train"]
 
 
 def test_training_ends_at_the_same_parameters(tmp_path: Path) -> None:
     """Optimizer, scheduler, clipping and shuffling run as in TRL's `train()`."""
     ends = []
     for cls in (GRPOTrainer, TRLGRPOTrainer):
-        trainer = make_trainer(
-            cls,
-            UNEVEN,
-            model(),
-            tmp_path,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=4,
-            max_steps=3,
-            learning_rate=0.1,
-            optim="sgd",
-        )
+        options = {"max_steps": 3, "learning_rate": 0.1, "optim": "sgd"}
+        trainer = make_trainer(cls, UNEVEN, model(), tmp_path, **SIZES, **options)
         trainer.train()
         ends.append(trainer.model.state_dict())
         assert "entropy" in trainer.state.log_history[0]
@@ -185,7 +183,7 @@ def test_training_ends_at_the_same_parameters(tmp_path: Path) -> None:
         torch.testing.assert_close(ends[0][name], value, atol=1e-5, rtol=0)
 
 
-# ---- the micro-batches
+# ---- The micro-batches
 
 
 def test_windows_never_cross_an_optimizer_step() -> None:
@@ -225,7 +223,7 @@ row_sizes = st.tuples(st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.data(), shapes, st.sampled_from([Layout.TRIMMED, Layout.PACKED]), st.booleans())
 def test_rows_stay_whole_and_in_their_window(
     data: st.DataObject, shape: tuple[int, int, int], layout: Layout, skip: bool
@@ -354,61 +352,40 @@ def test_the_ratios_of_skipped_rows_are_one() -> None:
             assert set(sampled.tolist()) == {-6.0 if advantage else 0.0}
 
 
-def test_a_row_with_a_nonzero_advantage_at_any_token_contributes() -> None:
+def test_which_rows_contribute() -> None:
+    """A row contributes with a nonzero advantage at any token, and a token of the policy, not of a tool."""
     batch = {
         "completion_ids": torch.ones(3, 2),
         "completion_mask": torch.tensor([[1, 1], [1, 1], [0, 0]]),
         "advantages": torch.tensor([[0.0, 0.0], [0.0, -1.0], [1.0, 1.0]]),
     }
     assert microbatch.contributes(batch).tolist() == [False, True, False]
+    batch |= {"tool_mask": torch.tensor([[1, 0], [0, 1], [1, 1]]), "advantages": torch.ones(3)}
+    batch["completion_mask"] = torch.tensor([[1, 1], [1, 0], [0, 0]])
+    assert microbatch.loss_mask(batch).tolist() == [[1, 0], [0, 0], [0, 0]]
+    assert microbatch.contributes(batch).tolist() == [True, False, False]
 
 
-def test_tokens_of_a_tool_are_not_in_the_loss() -> None:
-    """A row that holds no other tokens has no gradient, whatever its advantage."""
-    batch = {
-        "completion_ids": torch.ones(2, 3),
-        "completion_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
-        "tool_mask": torch.tensor([[1, 0, 1], [0, 0, 1]]),
-        "advantages": torch.ones(2),
-    }
-    assert microbatch.loss_mask(batch).tolist() == [[1, 0, 1], [0, 0, 0]]
-    assert microbatch.contributes(batch).tolist() == [True, False]
+def test_images_and_the_padded_layout_keep_the_micro_batches_as_they_are() -> None:
+    images = {"pixel_values": 1, "num_images": 1, "token_type_ids": 1, "mm_token_type_ids": 1, "image_grid_thw": 9}
+    rows = [(1, 2, 0.0), (2, 1, 1.0), (1, 5, 1.0), (2, 3, 0.0)]
+    for key, count_of_rows in [*images.items(), ("", 0)]:
+        # As wide as prompt and completion, or with more entries than rows.
+        more = {key: torch.zeros(2 * count_of_rows, 2 + 5)} if key else {}
+        buffer = [{**batch, **more} for batch in buffer_of(rows, 2)]
+        layout = Layout.TRIMMED if key else Layout.PADDED
+        for mine, trls in zip(regroup(buffer, 2, layout, Exactness(True, True)), buffer, strict=True):
+            assert all(mine[name] is value for name, value in trls.items())
+            assert mine[HOST].ids.tolist() == torch.cat([trls["prompt_ids"], trls["completion_ids"]], dim=1).tolist()
 
 
-@pytest.mark.parametrize(
-    ("key", "rows"),
-    [("pixel_values", 1), ("num_images", 1), ("token_type_ids", 1), ("mm_token_type_ids", 1), ("image_grid_thw", 9)],
-)
-def test_images_keep_the_micro_batches_as_they_are(key: str, rows: int) -> None:
-    values = torch.zeros(rows, 2 + 2)  # as wide as prompt and completion, or with more entries than rows
-    buffer = [{**batch, key: values} for batch in buffer_of([(1, 2, 0.0), (2, 1, 1.0)], 2)]
-    ours = regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True))
-    for mine, trls in zip(ours, buffer, strict=True):
-        assert all(mine[name] is value for name, value in trls.items())
-
-
-def test_the_padded_layout_keeps_the_micro_batches_as_they_are() -> None:
-    buffer = buffer_of([(1, 2, 0.0), (2, 1, 1.0), (1, 5, 1.0), (2, 3, 0.0)], 2)
-    ours = regroup(buffer, 2, Layout.PADDED, Exactness(True, True))
-    for mine, trls in zip(ours, buffer, strict=True):
-        assert all(mine[name] is value for name, value in trls.items())
-        assert mine[HOST].ids.tolist() == torch.cat([trls["prompt_ids"], trls["completion_ids"]], dim=1).tolist()
-
-
-# ---- logged metrics
+# ---- Logged metrics
 
 
 def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Five steps with `logging_steps: 2` give three lines, whose tokens sum to those of all steps."""
     caplog.set_level(logging.INFO, "grpo_recipes")
-    trainer = make_trainer(
-        GRPOTrainer,
-        UNEVEN,
-        model(),
-        tmp_path,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=4,
-        max_steps=2,
-    )
+    trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, **SIZES, max_steps=5, logging_steps=2)
     trainer.train()
     kept = [group for index, group in enumerate(UNEVEN.completions) if len(set(UNEVEN.rewards[index])) > 1]
     prompts = [prompt for index, prompt in enumerate(UNEVEN.prompts) if len(set(UNEVEN.rewards[index])) > 1]
@@ -416,76 +393,42 @@ def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert zero == 4, "only complete groups have zero advantage here"
     needed = sum(map(len, prompts)) - len(prompts) + sum(len(c) for group in kept for c in group)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 2
     for entry in logged:
         assert entry["efficiency/tokens_needed"] == needed
         assert needed <= entry["efficiency/tokens_computed"] <= needed + 1  # one token for the empty micro-batch
         assert entry["efficiency/rows_skipped"] == 4
         assert entry["efficiency/padding"] == pytest.approx(1 - needed / entry["efficiency/tokens_computed"])
     lines = [record.getMessage() for record in caplog.records if "tokens computed" in record.getMessage()]
-    assert len(lines) == 2
-    assert f"{needed:,} needed" in lines[0]
-    assert "4 of 16 rows skipped" in lines[0]
+    assert [line.partition(":")[0] for line in lines] == ["step 2", "step 4", "step 5"]
+    for line, steps in zip(lines, (2, 2, 1), strict=True):
+        assert f"{steps * needed:,} needed" in line
+        assert f"{4 * steps} of {16 * steps} rows" in line
 
 
-def test_padded_micro_batches_log_no_efficiency(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "grpo_recipes")
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 1}
-    trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, micro_batching="off", **options)
+def test_padded_micro_batches_log_no_efficiency(tmp_path: Path) -> None:
+    trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, micro_batching="off", **SIZES, max_steps=1)
     trainer.train()
     assert trainer.state.log_history
     assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("efficiency/")]
-    assert not [record for record in caplog.records if record.getMessage().startswith("step ")]
 
 
-def test_the_efficiency_line_sums_all_steps_since_the_last_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Five steps with `logging_steps: 2` give three lines, whose tokens sum to those of all steps."""
-    caplog.set_level(logging.INFO, "grpo_recipes")
-    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "max_steps": 5, "logging_steps": 2}
-    trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, **options)
-    trainer.train()
-    lines = [record.getMessage() for record in caplog.records if "tokens computed" in record.getMessage()]
-    assert [line.partition(":")[0] for line in lines] == ["step 2", "step 4", "step 5"]
-    assert [line.rpartition(", ")[2] for line in lines] == [f"{4 * n} of {16 * n} rows skipped" for n in (2, 2, 1)]
+def entropies(recording: Recording, folder: Path, batch_size: int) -> list[float]:
+    """Return the entropies that are logged for one generation batch, in order of their size."""
+    steps = len(recording.prompts) * recording.group // batch_size
+    sizes = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": steps}
+    trainer = make_trainer(GRPOTrainer, recording, model(), folder, **sizes)
+    gradients(trainer, recording.rows())
+    return sorted(trainer._metrics["train"]["entropy"])
 
 
 def test_the_entropy_is_the_mean_over_the_rows_that_run(tmp_path: Path) -> None:
-    """An empty micro-batch does not lower the mean."""
-    kept = Recording(UNEVEN.prompts[:2] * 1, UNEVEN.completions[:2], UNEVEN.rewards[:2])
-    both = Recording(UNEVEN.prompts[:3], UNEVEN.completions[:3], UNEVEN.rewards[:3])
-    entropies = []
-    for recording in (kept, both):
-        trainer = make_trainer(
-            GRPOTrainer,
-            recording,
-            model(),
-            tmp_path,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=len(recording.prompts),
-        )
-        gradients(trainer, recording.rows())
-        entropies.append(trainer._metrics["train"]["entropy"])
-    assert sorted(entropies[0]) == pytest.approx(sorted(entropies[1]), abs=1e-5)
-
-
-def test_metrics_of_completions_of_one_token(tmp_path: Path) -> None:
-    """TRL takes values of one column for values of a sequence, and would count the masked rows."""
+    """An empty micro-batch does not lower it. TRL takes values of one column for those of a sequence."""
+    kept, both = (Recording(UNEVEN.prompts[:n], UNEVEN.completions[:n], UNEVEN.rewards[:n]) for n in (2, 3))
+    assert entropies(kept, tmp_path, 4) == pytest.approx(entropies(both, tmp_path, 4), abs=1e-5)
     one = Recording([[5, 6, 7]], [[[1], [1], [9, 8, 7, 1], [3, 4, 1]]], [[1.0, 0.0, 0.5, 0.5]])
     kept = Recording(one.prompts, [[[1], [1]]], [[1.0, 0.0]])
-    entropies = []
-    for recording in (one, kept):
-        trainer = make_trainer(
-            GRPOTrainer,
-            recording,
-            model(),
-            tmp_path,
-            per_device_train_batch_size=recording.group,
-            gradient_accumulation_steps=1,
-        )
-        gradients(trainer, recording.rows())
-        entropies.append(trainer._metrics["train"]["entropy"])
-    assert entropies[0] == pytest.approx(entropies[1], abs=1e-5)
+    assert entropies(one, tmp_path, 4) == pytest.approx(entropies(kept, tmp_path, 2), abs=1e-5)
 
 
 def host(*rows: tuple[list[int], list[int]]) -> HostRows:
@@ -526,9 +469,7 @@ def test_the_efficiency_of_two_generation_batches() -> None:
         "efficiency/padding": 0.25,
         "efficiency/rows_skipped": 2.0,
     }
-    assert str(both) == (
-        "2,000 tokens computed (5,000 in TRL's micro-batches), 1,500 needed, 25.0% padding, 2 of 16 rows skipped"
-    )
+    assert all(figure in str(both) for figure in ("2,000", "5,000", "1,500", "25.0%", "2 of 16"))
     assert (Efficiency(5, 6, 9, 1, 0).padding, Efficiency(0, 0, 0, 0, 0).padding) == (0.0, 0.0)
 
 
@@ -541,7 +482,7 @@ def test_metrics_of_an_empty_micro_batch_are_removed() -> None:
         assert metrics == kept
 
 
-# ---- settings
+# ---- Settings
 
 
 def test_the_table_of_losses_holds_every_loss_type_of_trl() -> None:
@@ -552,39 +493,27 @@ def test_the_table_of_losses_holds_every_loss_type_of_trl() -> None:
     assert (unknown.regroup, unknown.skip) == (False, False)
 
 
-@pytest.mark.parametrize("option", [{"entropy_bonus": True}, {"entropy_quantile": 0.5}, {"router_loss": True}])
-def test_rows_stay_in_their_micro_batch_if_the_loss_has_a_statistic_of_it(option: dict[str, Any]) -> None:
+def test_rows_stay_in_their_micro_batch_if_the_loss_has_a_statistic_of_it() -> None:
     assert exactness("grpo", 0.0) == Exactness(True, True)
     assert exactness("grpo", 0.1) == Exactness(True, False), "a skipped row still has a KL term"
     assert exactness("bnpo", 0.0) == Exactness(True, True, rescale=True)
     assert exactness("bnpo", 0.1) == Exactness(False, False)
-    assert exactness("grpo", 0.0, **option) == Exactness(False, False)
+    options: list[dict[str, Any]] = [{"entropy_bonus": True}, {"entropy_quantile": 0.5}, {"router_loss": True}]
+    for option in options:
+        assert exactness("grpo", 0.0, **option) == Exactness(False, False)
 
 
-@pytest.mark.parametrize("raw", ["auto", {}, {"layout": "packed"}])
-def test_auto_packs_and_skips(raw: Any) -> None:
-    assert MicroBatching.parse(raw) == MicroBatching("packed", True)
-
-
-@pytest.mark.parametrize("raw", ["off", False])
-def test_off_is_the_padded_layout_without_skipping(raw: Any) -> None:
-    assert asked_layout(MicroBatching.parse(raw)) is Layout.PADDED
-
-
-@pytest.mark.parametrize(
-    ("raw", "message"),
-    [
-        ("on", "must be auto, off, or a mapping"),
-        ({"layuot": "packed"}, "unknown key `micro_batching.layuot`: did you mean `layout`"),
-        ({"layout": "dense"}, "`micro_batching.layout` can.t be `dense`: choose packed or shared or trimmed or padded"),
-        ({"skip_zero_advantage": "yes"}, "`micro_batching.skip_zero_advantage` must be true or false"),
-        (3, "must be auto, off, or a mapping"),
-        (True, "must be auto, off, or a mapping"),
-    ],
-)
-def test_wrong_values_raise_a_message(raw: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MicroBatching.parse(raw)
+def test_the_values_of_micro_batching() -> None:
+    for raw in ("auto", {}, {"layout": "packed"}):
+        assert MicroBatching.parse(raw) == MicroBatching("packed", True)
+    for raw in ("off", False):
+        assert asked_layout(MicroBatching.parse(raw)) is Layout.PADDED
+    for wrong, place in (
+        ("on", "micro_batching"), (3, "micro_batching"), (True, "micro_batching"), ({"layuot": "packed"}, "`layout`"),
+        ({"layout": "dense"}, "micro_batching.layout"), ({"skip_zero_advantage": "yes"}, "skip_zero_advantage"),
+    ):  # fmt: skip
+        with refused("", place):
+            MicroBatching.parse(wrong)
 
 
 def test_contract_with_trl() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from grpo_recipes.training import adapters
 from grpo_recipes.training.adapters import adapter_dtype_kept, adapter_tensors, gathered, load_adapter, with_its_base
-from grpo_rewards.errors import UserError
+from tests.support.errors import refused
 from tests.support.recorded import model
 
 LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -56,73 +57,71 @@ def test_only_partitioned_tensors_are_gathered(write: bool, rank: int | None, mo
     assert calls == [([split], rank), "left"]
 
 
+def arguments(**changes: Any) -> Any:
+    values = {"model_init_kwargs": {"dtype": "bfloat16"}, "trust_remote_code": False}
+    return SimpleNamespace(**{**values, **changes}, distributed_state=SimpleNamespace(num_processes=1))
+
+
 @pytest.fixture
-def loads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return what is loaded: the base and its arguments, and those of the adapter."""
-    found: dict[str, Any] = {"zero3": False}
+def saved(tmp_path: Path) -> Path:
+    """Return the folder of an adapter whose base is in another folder."""
+    model().save_pretrained(tmp_path / "base")
+    policy = get_peft_model(model(), LoraConfig(**LORA, init_lora_weights=False))
+    policy.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    policy.save_pretrained(tmp_path / "sft")
+    return tmp_path / "sft"
 
-    def base(name: str, **init: Any) -> str:
-        found["base"], found["init"] = name, init
-        if "error" in found:
-            raise found["error"]
-        return "the base"
 
-    def adapter(base: Any, name: str, **options: Any) -> str:
-        found["adapter"] = (base, name, options)
-        return "the policy"
+def test_an_adapter_is_loaded_on_the_base_that_it_was_trained_on(saved: Path) -> None:
+    args = arguments()
+    policy: Any = with_its_base(str(saved), args)
+    assert args.model_init_kwargs is None, "TRL would warn that it ignores them"
+    assert policy.get_base_model().dtype == torch.bfloat16
+    tensors = adapter_tensors(policy, "default")
+    stored = load_file(saved / "adapter_model.safetensors")
+    assert tensors.keys() == stored.keys()
+    for name, tensor in tensors.items():
+        assert tensor.requires_grad
+        assert torch.equal(tensor, stored[name])
+    for other, given in ((policy, args), (str(saved.parent), args), ("a/b", args), (str(saved), None)):
+        assert with_its_base(other, given) is other
+
+
+def test_under_zero3_the_adapter_has_the_dtype_of_its_base(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "is_deepspeed_zero3_enabled", lambda: True)
+    weights = saved / "adapter_model.safetensors"
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(weights).items()}, weights)
+    policy: Any = with_its_base(str(saved), arguments())
+    assert {tensor.dtype for tensor in adapter_tensors(policy, "default").values()} == {torch.bfloat16}
+
+
+def test_the_arguments_of_the_base(monkeypatch: pytest.MonkeyPatch, saved: Path) -> None:
+    """TRL's default, `device_map: auto`, would spread each rank's model over all GPUs."""
+    found: dict[str, Any] = {}
+
+    def base(name: str, **init: Any) -> Any:
+        found.update(init, name=name)
+        return model()
 
     monkeypatch.setattr(adapters, "create_model_from_path", base)
-    monkeypatch.setattr(adapters.PeftModel, "from_pretrained", adapter)
-    monkeypatch.setattr(adapters, "is_deepspeed_zero3_enabled", lambda: found["zero3"])
-    return found
+    for revision, processes, expected in (
+        (None, 1, {"revision": "main", "device_map": "auto"}),
+        ("v2", 2, {"revision": "v2", "device_map": None}),
+    ):
+        config: Any = SimpleNamespace(base_model_name_or_path="some/base", revision=revision)
+        args = arguments(model_init_kwargs={"device_map": "auto"}, trust_remote_code=True)
+        args.distributed_state.num_processes = processes
+        load_adapter(str(saved), config, args, "model", num_labels=1)
+        assert found == {**expected, "trust_remote_code": True, "num_labels": 1, "name": "some/base"}
 
 
-def arguments(processes: int = 1, **changes: Any) -> Any:
-    values = {"model_init_kwargs": {"dtype": "float32", "device_map": "auto"}, "trust_remote_code": True}
-    return SimpleNamespace(**{**values, **changes}, distributed_state=SimpleNamespace(num_processes=processes))
-
-
-def test_an_adapter_is_loaded_on_the_base_that_it_was_trained_on(loads: dict[str, Any]) -> None:
-    config: Any = SimpleNamespace(base_model_name_or_path="some/base", revision=None)
-    args = arguments()
-    assert load_adapter("sft", config, args, "model", revision="r1", num_labels=1) == "the policy"
-    assert loads["base"] == "some/base"
-    assert loads["init"] == {
-        **{"dtype": "float32", "device_map": "auto", "revision": "main", "trust_remote_code": True, "num_labels": 1}
-    }
-    assert args.model_init_kwargs is None
-    options = {"is_trainable": True, "revision": "r1", "autocast_adapter_dtype": True}
-    assert loads["adapter"] == ("the base", "sft", options)
-    config.revision, loads["zero3"] = "v2", True
-    load_adapter("sft", config, arguments(2, model_init_kwargs=None, trust_remote_code=False), "model")
-    assert loads["init"] == {"revision": "v2", "trust_remote_code": False, "device_map": None}
-    options = {"is_trainable": True, "revision": None, "autocast_adapter_dtype": False}
-    assert loads["adapter"] == ("the base", "sft", options)
-
-
-@pytest.mark.parametrize("error", [OSError("no such\nfolder"), ValueError("no such\nfolder")])
-def test_a_base_that_cannot_be_loaded_is_named(error: Exception, loads: dict[str, Any]) -> None:
-    loads["error"] = error
-    config: Any = SimpleNamespace(base_model_name_or_path="some/base", revision=None)
-    with pytest.raises(UserError) as caught:
-        load_adapter("sft", config, arguments(), "reward_model")
-    assert str(caught.value) == (
-        "`reward_model` sft is an adapter, and its base some/base can't be loaded: set `base_model_name_or_path` in "
-        "its adapter_config.json (no such folder)"
-    )
-
-
-def test_a_folder_of_an_adapter_becomes_a_model_and_all_else_stays(loads: dict[str, Any], tmp_path: Path) -> None:
-    policy = get_peft_model(model(), LoraConfig(**LORA))
-    policy.peft_config["default"].base_model_name_or_path = "some/base"
-    folder = str(tmp_path / "adapter")
-    policy.peft_config["default"].save_pretrained(folder)
-    for other, args in ((policy, arguments()), (str(tmp_path), arguments()), ("a/b", arguments()), (folder, None)):
-        assert with_its_base(other, args) is other
-    assert "base" not in loads
-    assert with_its_base(folder, arguments()) == "the policy"
-    assert loads["base"] == "some/base"
-    assert loads["adapter"][1] == folder
+def test_a_base_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for base in ("gone", "empty"):
+        config: Any = SimpleNamespace(base_model_name_or_path=str(tmp_path / base), revision=None)
+        with refused("`reward_model` sft", str(tmp_path / base), "`base_model_name_or_path`") as caught:
+            load_adapter("sft", config, arguments(), "reward_model")
+        assert "\n" not in str(caught.value)
 
 
 def test_weights_of_a_checkpoint_keep_the_dtype_of_the_adapter(tmp_path: Path) -> None:

@@ -114,44 +114,42 @@ def test_launches_that_cost_much_leave_one_bucket() -> None:
 
 
 def test_the_tokens_are_those_of_the_formula() -> None:
+    """A completion of one token takes one column of trimmed rows."""
     rows = rows_of([[1, 2, 3, 4]] * 3 + [[7, 8]] * 3, [[5] * 3, [5] * 3, [5] * 8, [5] * 8, [5] * 3, []])
     arrangement = arrange(rows, Layout.SHARED, 1.0)
     assert arrangement.tokens == 2 * (4 - 1) + 3 * 3 + 2 * 8
     assert arrange(rows, Layout.TRIMMED, math.inf).tokens == 5 * (4 + 8)
-
-
-def test_a_completion_of_one_token_takes_one_column_of_trimmed_rows() -> None:
     rows = rows_of([[5, 6], [7]], [[1], [2]], extra=3)
     assert arrange(rows, Layout.TRIMMED, math.inf).tokens == 2 * (2 + 1)
     assert sorted(bucket.tokens for bucket in arrange(rows, Layout.TRIMMED, 0.0).buckets) == [1 + 1, 2 + 1]
     assert arrange(rows_of([[5, 6]] * 2, [[], []]), Layout.TRIMMED, math.inf).tokens == 2 + 1, "one row runs"
 
 
-@pytest.mark.parametrize(("longest", "columns", "is_kept"), [(1, 3, False), (2, 3, False), (3, 3, True), (5, 5, True)])
-def test_a_prefix_has_two_columns_at_least(longest: int, columns: int, is_kept: bool) -> None:
+def test_a_prefix_has_two_columns_at_least() -> None:
     """One column would be taken for a step of decoding."""
-    rows = rows_of([[5] * longest, [6] * longest], [[1, 2], [3]])
-    for layout in (Layout.SHARED, Layout.SHARED_PADDED):
-        arrangement = arrange(rows, layout, math.inf)
-        assert (arrangement.host is rows) is is_kept
-        assert arrangement.host.prompt_mask.shape[1] == columns
-        assert arrangement.host.prompt_mask.sum() == rows.prompt_mask.sum()
-        assert set(arrangement.host.ids[:, 0].tolist()) <= {5, 6}, "the added columns hold tokens of the vocabulary"
-        prefixes = arrangement.prefixes
-        assert prefixes is not None
-        assert (prefixes.left, prefixes.stop) == (0, columns - 1)
-    assert arrange(rows, Layout.TRIMMED, math.inf).host is rows
+    for longest, columns, is_kept in ((1, 3, False), (2, 3, False), (3, 3, True), (5, 5, True)):
+        rows = rows_of([[5] * longest, [6] * longest], [[1, 2], [3]])
+        for layout in (Layout.SHARED, Layout.SHARED_PADDED):
+            arrangement = arrange(rows, layout, math.inf)
+            assert (arrangement.host is rows) is is_kept
+            assert arrangement.host.prompt_mask.shape[1] == columns
+            assert arrangement.host.prompt_mask.sum() == rows.prompt_mask.sum()
+            assert set(arrangement.host.ids[:, 0].tolist()) <= {5, 6}, "the added columns hold tokens of the vocabulary"
+            assert span(arrangement) == (0, columns - 1)
+        assert arrange(rows, Layout.TRIMMED, math.inf).host is rows
+
+
+def span(arrangement: Arrangement) -> tuple[int, int]:
+    """Return the columns of the prefixes."""
+    assert arrangement.prefixes is not None
+    return arrangement.prefixes.left, arrangement.prefixes.stop
 
 
 def test_columns_that_only_padding_uses_are_kept_where_positions_count_them() -> None:
     rows = rows_of([[5, 6, 7], [8]], [[1, 2, 3], [4]], extra=4)
     for layout, left in ((Layout.SHARED, 4), (Layout.SHARED_PADDED, 0)):
-        prefixes = arrange(rows, layout, math.inf).prefixes
-        assert prefixes is not None
-        assert (prefixes.left, prefixes.stop) == (left, 6)
-    short = arrange(rows_of([[5], [6]], [[1, 2], [3]], extra=4), Layout.SHARED, math.inf).prefixes
-    assert short is not None
-    assert (short.left, short.stop) == (2, 4)
+        assert span(arrange(rows, layout, math.inf)) == (left, 6)
+    assert span(arrange(rows_of([[5], [6]], [[1, 2], [3]], extra=4), Layout.SHARED, math.inf)) == (2, 4)
 
 
 def test_a_segment_costs_as_much_as_its_launches() -> None:
@@ -165,18 +163,15 @@ def test_a_segment_costs_as_much_as_its_launches() -> None:
 
 def test_the_padding_of_a_single_prefix_is_masked() -> None:
     """Recurrent layers of transformers do not mask the padding of a batch of one row."""
-    rows = rows_of([[5]] * 2, [[1, 2], [3]])
-    prefixes = arrange(rows, Layout.SHARED, 0.0).prefixes
-    assert prefixes is not None
-    assert len(prefixes.index) == 2
-    full = arrange(rows_of([[5, 6, 7]] * 2, [[1, 2], [3]]), Layout.SHARED, 0.0).prefixes
-    assert full is not None
-    assert len(full.index) == 1
+    for prompt, rows in (([5], 2), ([5, 6, 7], 1)):
+        prefixes = arrange(rows_of([prompt] * 2, [[1, 2], [3]]), Layout.SHARED, 0.0).prefixes
+        assert prefixes is not None
+        assert len(prefixes.index) == rows
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_without_a_label_run_one_position_that_predicts_nothing(layout: Layout) -> None:
-    arrangement = arrange(rows_of([[1, 2, 3]] * 3, [[], [], []]), layout, 0.0)
-    laid = lay_out(arrangement, torch.device("cpu"))
-    assert laid.labels.tolist() == [[IGNORED]]
-    assert len(arrangement.buckets) == 1
+def test_rows_without_a_label_run_one_position_that_predicts_nothing() -> None:
+    for layout in LAYOUTS:
+        arrangement = arrange(rows_of([[1, 2, 3]] * 3, [[], [], []]), layout, 0.0)
+        laid = lay_out(arrangement, torch.device("cpu"))
+        assert laid.labels.tolist() == [[IGNORED]]
+        assert len(arrangement.buckets) == 1

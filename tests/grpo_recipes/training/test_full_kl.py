@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,25 +13,14 @@ from grpo_recipes.training.full_kl import FullKL, Projection, check_full_kl
 from tests.support.recorded import model as tiny_model
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"beta": 0.0}, "needs a reference: set `beta` above 0"),
-        ({"images": True}, "does not support models with images: use `sampled`"),
-        ({"fsdp": True}, "does not support FSDP: use DDP or DeepSpeed"),
-        ({"loss_type": "another"}, "does not know how `loss_type: another` weighs tokens"),
-        ({"beta": 1.0}, None),
-        ({}, None),
-    ],
-    ids=str,
-)
-def test_settings_without_a_full_kl_are_refused(changes: dict[str, Any], says: str | None) -> None:
-    given: dict[str, Any] = {"beta": 0.04, "loss_type": "grpo", "images": False, "fsdp": False, **changes}
-    if says is None:
-        check_full_kl(**given)
-        return
-    with pytest.raises(ValueError, match=says):
-        check_full_kl(**given)
+def test_settings_without_a_full_kl_are_refused() -> None:
+    for changes, figure in (
+        ({}, None), ({"beta": 1.0}, None), ({"beta": 0.0}, "`beta`"), ({"images": True}, "images"),
+        ({"fsdp": True}, "FSDP"), ({"loss_type": "another"}, "another"),
+    ):  # fmt: skip
+        given: dict[str, Any] = {"beta": 0.04, "loss_type": "grpo", "images": False, "fsdp": False, **changes}
+        with pytest.raises(ValueError, match=figure) if figure else nullcontext():
+            check_full_kl(**given)
 
 
 def test_one_block_takes_one_forward_of_the_policy() -> None:
@@ -44,7 +34,7 @@ def test_one_block_takes_one_forward_of_the_policy() -> None:
         with kl.against(reference, mask):
             assert torch.equal(policy(input_ids=ids).logits, plain)
             assert kl.tokens is not None
-            with pytest.raises(RuntimeError, match="needs a micro-batch to be one forward of the policy"):
+            with pytest.raises(RuntimeError, match="kl_estimator"):
                 policy(input_ids=ids)
         policy(input_ids=ids)  # outside of the block
 
@@ -59,5 +49,5 @@ def test_logits_that_are_scaled_by_1_are_not_transformed() -> None:
 
     assert wrapped(**dict.fromkeys(keys, 1.0), final_logit_softcapping=None) is not print
     for key in (*keys, "final_logit_softcapping"):
-        with pytest.raises(ValueError, match=f"does not support models with `{key}`: use `sampled`"):
+        with pytest.raises(ValueError, match=key):
             wrapped(**{key: 2.0})

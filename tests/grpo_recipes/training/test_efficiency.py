@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.training.packing import Layout
+from tests.support.grids import covering
 from tests.support.layouts import layout_of
 from tests.support.recorded import Recording, make_trainer, model
 from tests.tools.models import build
@@ -27,8 +27,6 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "llama": (Layout.PACKED, {}),
 }
 """Layout of each type, and settings of its trainer, or the window of its model, which rows leave."""
-
-QUICK = [("qwen3_5_text", 1.0, True), ("gpt2", 16.0, False)]
 
 
 def policy_of(kind: str) -> PreTrainedModel:
@@ -45,10 +43,7 @@ def first_layer(policy: PreTrainedModel) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "launches", "zero"),
-    [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-        for case in product(LAYOUTS, (1.0, 16.0), (True, False))
-    ],
+    covering(LAYOUTS, (1.0, 16.0), (True, False), strength=2, rest=pytest.mark.nightly),
 )
 def test_the_tokens_computed_are_those_of_a_decoder_layer(
     kind: str, launches: float, zero: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,8 +17,8 @@ from grpo_recipes.evaluation.engines import load_model
 from grpo_recipes.generation.models import nonfinite_weights
 from grpo_recipes.process.faults import NotFinite
 from grpo_recipes.training.finite import FiniteSteps
-from grpo_rewards.errors import UserError
 from tests.support import short_runs
+from tests.support.errors import refused
 from tests.support.tiny import save_policy
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
@@ -48,7 +48,7 @@ def saved(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(("value", "every"), [(math.nan, 1), (math.inf, 1), (math.nan, 100)])
+@pytest.mark.parametrize(("value", "every"), [(math.nan, 1), (math.inf, 100)])
 def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step(value: float, every: int, tmp_path: Path) -> None:
     run = trainer(tmp_path, check=False, logging_steps=every, save_strategy="steps", save_steps=every)
 
@@ -56,7 +56,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step(value: float, ev
         return gradient * value if run.state.global_step == 1 else gradient
 
     run.model.get_parameter(DOWN).register_hook(spoil)
-    with pytest.raises(NotFinite, match=r"^step 2: the gradient norm of the policy is not finite, and .* lower"):
+    with pytest.raises(NotFinite, match="^step 2: the gradient norm .*`learning_rate`"):
         run.train()
     assert saved(tmp_path) == (["checkpoint-1"] if every == 1 else [])
 
@@ -64,9 +64,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step(value: float, ev
 @pytest.mark.parametrize(
     ("step", "changes", "message"),
     [
-        (2, {"save_strategy": "steps", "save_steps": 1}, f"^step 2: the policy is not saved, because 1 .*{DOWN}"),
-        (3, {}, f"^step 3: the policy is not saved, because 1 .*{DOWN}"),  # `save_model` would write them
-        (1, {}, rf"^step 2: the policy's log-probabilities are NaN, and 1 of its weights are not finite .*{DOWN}"),
+        (2, {"save_strategy": "steps", "save_steps": 1}, f"^step 2: .* not saved, .* 1 .*{DOWN}"),
+        (3, {}, f"^step 3: .* not saved, .* 1 .*{DOWN}"),  # `save_model` would write them
+        (1, {}, f"^step 2: .*log-probabilities are NaN, .* 1 .*{DOWN}"),
     ],
 )
 def test_weights_that_are_not_finite_are_named_and_not_saved(
@@ -83,10 +83,10 @@ def test_a_policy_that_is_not_finite_is_neither_trained_nor_evaluated(tmp_path: 
     run = trainer(tmp_path)
     with torch.no_grad():
         run.model.get_parameter(DOWN)[1, 1] = math.inf
-    with pytest.raises(UserError, match=f"can't be trained, because 1 of its weights are not finite .*{DOWN}"):
+    with refused("policy", "1 of its weights", DOWN):
         run.train()
     run.save_model(str(tmp_path / "spoilt"))
-    with pytest.raises(UserError, match=f"spoilt: 1 of its weights are not finite .*{DOWN}"):
+    with refused("spoilt", "1 of its weights", DOWN):
         load_model(str(tmp_path / "spoilt"))
 
 
@@ -94,7 +94,7 @@ def test_a_reward_too_large_for_advantages_is_named(tmp_path: Path) -> None:
     def boundless(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [None, 0.0, *(1e30 for _ in completions[2:])]
 
-    with pytest.raises(NotFinite, match=r"^step 1: the reward boundless pays 1e\+30"):
+    with pytest.raises(NotFinite, match=r"^step 1: .*boundless .* 1e\+30"):
         trainer(tmp_path, rewards=boundless).train()
 
 
@@ -137,9 +137,7 @@ def test_values_are_read_only_with_the_log_and_name_the_first_step(
     steps.step(3, loss, norm, skips=skips)
     steps.step(4, math.nan, math.nan)
     assert steps.reads == 0
-    with pytest.raises(
-        NotFinite, match=f"^step 3: {named} of the policy is not finite, and its weights are still finite"
-    ):
+    with pytest.raises(NotFinite, match=f"^step 3: {named} .* still finite"):
         steps.step(5, 1.0, 1.0, logs=True)
     assert steps.reads == 1
 

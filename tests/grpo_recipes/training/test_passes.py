@@ -126,6 +126,7 @@ def test_parts_of_a_generation_batch_are_passes_too(tmp_path: Path) -> None:
     assert logged(trainer, 1, 3)["effective_sample_size"] == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_an_entry_of_several_steps_holds_all_passes(tmp_path: Path) -> None:
     each, _ = trained(tmp_path / "each", num_iterations=2, max_steps=4)
     together, _ = trained(tmp_path / "together", num_iterations=2, max_steps=4, logging_steps=4)

@@ -14,6 +14,7 @@ from grpo_recipes import train
 from grpo_recipes.checks.checks import check_reference
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import ReferenceSpec
+from tests.support.errors import refused
 from tests.support.short_runs import arguments, trainer
 
 SMALL = [
@@ -65,7 +66,7 @@ def test_a_recipe_may_name_an_adapter_folder_as_its_model(
     more = [f"--model_name_or_path={lora_run}", "--max_steps=3", "--save_steps=2"]
     kl = run("gsm8k-qwen2.5-1.5b-lora-continue", output, gsm8k_file, *more)
     assert kl[0] <= 1e-6 < kl[2]
-    assert "reference       the initial policy: a frozen copy of the adapter `default`" in capsys.readouterr().out
+    assert "frozen copy of the adapter" in capsys.readouterr().out
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (lora_run, output))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
@@ -79,7 +80,7 @@ def test_a_recipe_may_name_an_adapter_folder_as_its_model(
     assert run("gsm8k-qwen2.5-1.5b-lora-continue", tmp_path / "moved", gsm8k_file, *more)[0] <= 1e-6
     more.append(f"--reference={{adapter: {checkpoint / 'ref'}}}")
     assert run("gsm8k-qwen2.5-1.5b-lora-continue", tmp_path / "kept", gsm8k_file, *more)[0] > 1e-6
-    assert f"the adapter in {checkpoint / 'ref'}, trained on" in capsys.readouterr().out
+    assert f"the adapter in {checkpoint / 'ref'}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -112,7 +113,7 @@ def test_an_adapter_without_its_tokenizer_or_its_base(
     assert train.main([*args, f"--dataset.path={gsm8k_file}", f"--output_dir={tmp_path / 'no'}"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[-1].startswith("error: ")
-    assert "is an adapter, and its base" in said[-1]
+    assert str(tmp_path / "gone") in said[-1]
 
 
 def parsed(*args: str) -> ReferenceSpec:
@@ -130,39 +131,30 @@ def test_the_values_that_a_recipe_may_have() -> None:
     assert ReferenceSpec.parse(recipe.as_dict()["reference"]) == recipe.reference
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--reference", "inital"], "`reference.name` can't be `inital`: did you mean `initial`"),
-        (["--reference.adaptor", "x"], "unknown key `reference.adaptor`: did you mean `adapter`"),
-        (["--reference.reset_optimizer_on_sync", "often"], "must be true or false"),
-        (["--reference.adapter", "[3]"], "`reference.adapter` must be text"),
-    ],
-)
-def test_a_misspelled_reference_raises(args: list[str], message: str) -> None:
-    with pytest.raises(RecipeError, match=f"lora.yaml: .*{message}"):
-        parsed(*args)
+def test_a_misspelled_reference_raises() -> None:
+    for args, place in (
+        (["--reference", "inital"], "`reference.name`"),
+        (["--reference.adaptor", "x"], "`reference.adaptor`"),
+        (["--reference.reset_optimizer_on_sync", "often"], "`reference.reset_optimizer_on_sync`"),
+        (["--reference.adapter", "[3]"], "`reference.adapter`"),
+    ):
+        with refused("lora.yaml", place, by=RecipeError):
+            parsed(*args)
 
 
 @pytest.mark.slow
 def test_an_impossible_reference_raises_before_a_model_is_loaded(
     lora_run: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
-    def message(*args: str) -> str:
-        recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-lora", *args])
-        with pytest.raises(RecipeError) as caught:
-            check_reference(recipe)
-        return str(caught.value)
-
     full = [f"--model_name_or_path={tiny_model}", "--use_peft=false"]
-    assert "remove `use_peft`" in message(f"--model_name_or_path={lora_run}")
-    assert "needs a policy with an adapter" in message("--reference", "base", *full)
-    assert "no such folder with an adapter_config.json" in message("--reference.adapter", str(tmp_path))
-    assert "`beta` is 0.0, which needs no reference for `sync_ref_model`" in message(
-        "--sync_ref_model=true", "--beta=0"
-    )
-    assert "`ref_model_sync_steps` is 0" in message("--sync_ref_model=true", "--ref_model_sync_steps=0")
-    assert (
-        "`sync_ref_model: False` gives `reference.reset_optimizer_on_sync` no effect: set `sync_ref_model` to True"
-        in message("--reference.reset_optimizer_on_sync", "true")
-    )
+    for args, figures in (
+        ([f"--model_name_or_path={lora_run}"], ["`use_peft`"]),
+        (["--reference", "base", *full], ["reference: base"]),
+        (["--reference.adapter", str(tmp_path)], [str(tmp_path), "adapter_config.json"]),
+        (["--sync_ref_model=true", "--beta=0"], ["`beta`", "`sync_ref_model`"]),
+        (["--sync_ref_model=true", "--ref_model_sync_steps=0"], ["`ref_model_sync_steps`", "0"]),
+        (["--reference.reset_optimizer_on_sync", "true"], ["`reference.reset_optimizer_on_sync`", "`sync_ref_model`"]),
+    ):
+        recipe = parse_recipe(["--config", "gsm8k-qwen2.5-1.5b-lora", *args])
+        with refused("", *figures, by=RecipeError):
+            check_reference(recipe)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from tests.support.pretend_gpu import PretendGPU
@@ -18,6 +19,9 @@ NAME = os.environ.get("GRPO_TEST_DEVICE", "cpu")
 if NAME not in ("cpu", "pretend", "cuda"):
     raise ValueError(f"GRPO_TEST_DEVICE is {NAME!r}: set cpu, pretend or cuda")
 TYPE = "cpu" if NAME == "cpu" else "cuda"
+
+slow_on_cpu = pytest.mark.slow if NAME == "cpu" else pytest.mark.gpu
+"""Mark of a test that shows nothing new on a CPU."""
 
 
 def here(value: Any) -> Any:

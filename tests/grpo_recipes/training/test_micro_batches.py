@@ -129,7 +129,7 @@ def test_the_gradient_is_trls_in_the_whole_grid(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@device.slow_on_cpu
 def test_the_gradient_of_each_window_on_a_device(tmp_path: Path) -> None:
     assert too_far([f"grpo, {name}" for name in WINDOWS], tmp_path) == []
 
@@ -257,18 +257,13 @@ def test_rows_stay_whole_and_in_their_window(
                 assert batch["prompt_mask"][position].tolist() == [0] * (batch["prompt_mask"].shape[1] - 1) + [1]
 
 
-def test_rows_of_one_prompt_share_a_micro_batch_when_packed() -> None:
-    sizes = [
-        (prompt, completion, 1.0) for completion in (1, 5, 2, 6) for prompt in (1, 2, 3, 4)
-    ]  # shuffled groups of 4
-    ours = regroup(buffer_of(sizes, 4), 4, Layout.PACKED, Exactness(True, True))
-    assert [len({tuple(prompt) for prompt in batch["prompt_ids"].tolist()}) for batch in ours] == [1, 1, 1, 1]
-
-
-def test_rows_of_similar_length_share_a_micro_batch_when_trimmed() -> None:
-    sizes = [(1, completion, 1.0) for completion in (1, 5, 2, 6, 3, 4, 8, 7)]
-    ours = regroup(buffer_of(sizes, 4), 4, Layout.TRIMMED, Exactness(True, True))
-    assert [batch["completion_ids"].shape[1] for batch in ours] == [2, 4, 6, 8]
+def test_rows_of_one_prompt_or_of_similar_length_share_a_micro_batch() -> None:
+    groups = [(prompt, completion, 1.0) for completion in (1, 5, 2, 6) for prompt in (1, 2, 3, 4)]  # shuffled
+    packed = regroup(buffer_of(groups, 4), 4, Layout.PACKED, Exactness(True, True))
+    assert [len({tuple(prompt) for prompt in batch["prompt_ids"].tolist()}) for batch in packed] == [1, 1, 1, 1]
+    lengths = [(1, completion, 1.0) for completion in (1, 5, 2, 6, 3, 4, 8, 7)]
+    trimmed = regroup(buffer_of(lengths, 4), 4, Layout.TRIMMED, Exactness(True, True))
+    assert [batch["completion_ids"].shape[1] for batch in trimmed] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 4])

@@ -134,8 +134,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@device.slow_on_cpu
+@pytest.mark.parametrize("name", only(["generated"], RUNS))
 def test_a_run(name: str, tmp_path: Path) -> None:
     given, more = RUNS[name]
     arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **given)
@@ -145,7 +145,7 @@ def test_a_run(name: str, tmp_path: Path) -> None:
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {device.TYPE}
 
 
-@pytest.mark.slow
+@device.slow_on_cpu
 def test_a_run_with_a_tool(tmp_path: Path) -> None:
     tokenizer = tool_tokenizer()
     sampled = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([ADD])}
@@ -175,14 +175,14 @@ def tf32() -> Iterator[dict[str, Any]]:
         setting.fp32_precision = "none"
 
 
-@pytest.mark.slow
+@device.slow_on_cpu
 def test_a_run_with_tf32(tf32: dict[str, Any], tmp_path: Path) -> None:
     policy = tiny.policy(vocab_size=258, num_hidden_layers=1).to(torch.bfloat16)
     trainer = short_runs.trainer(GRPOTrainer, policy, short_runs.arguments(tmp_path, beta=0.0, max_steps=2, **tf32))
     assert all(math.isfinite(loss) for loss in losses(trainer))
 
 
-@pytest.mark.slow
+@device.slow_on_cpu
 @pytest.mark.skipif(device.NAME == "pretend", reason="safetensors reads the memory, which a pretend GPU lacks")
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     def trainer() -> Any:

@@ -195,7 +195,7 @@ def test_the_gradient_of_packed_rows_is_trls(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@device.slow_on_cpu
 def test_a_bfloat16_model_is_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = trainer_on(model().bfloat16(), tmp_path)
     scored(trainer, flat(RAGGED))

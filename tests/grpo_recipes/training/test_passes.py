@@ -126,17 +126,6 @@ def test_parts_of_a_generation_batch_are_passes_too(tmp_path: Path) -> None:
     assert logged(trainer, 1, 3)["effective_sample_size"] == pytest.approx(1, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_an_entry_of_several_steps_holds_all_passes(tmp_path: Path) -> None:
-    each, _ = trained(tmp_path / "each", num_iterations=2, max_steps=4)
-    together, _ = trained(tmp_path / "together", num_iterations=2, max_steps=4, logging_steps=4)
-    entry = next(entry for entry in together.state.log_history if "loss" in entry)
-    assert entry["passes/1/effective_sample_size"] == pytest.approx(1, abs=1e-5)
-    shares = [logged(each, 2, step)["clip_share"] for step in (2, 4)]
-    # Both generation batches have the same tokens.
-    assert entry["passes/2/clip_share"] == pytest.approx(sum(shares) / 2)
-
-
 def test_one_pass_and_losses_without_a_clip(tmp_path: Path) -> None:
     trainer, _ = trained(tmp_path / "one", max_steps=1)
     assert logged(trainer, 1, 1) == {}

@@ -24,7 +24,6 @@ from tests.support.grids import only
 from tests.support.pretend_gpu import DEVICE, MixedDevices, PretendGPU, PretendTensor
 from tests.support.recorded import Recording, make_trainer, model
 from tests.support.short_runs import PROMPTS
-from tests.support.tool_rollouts import ADD, CASES, UNFIT, UNKNOWN, add, tool_policy, tool_tokenizer, transcript_reward
 
 
 @pytest.fixture(autouse=True)
@@ -169,31 +168,6 @@ def test_a_run_mixes_no_devices(name: str, tmp_path: Path) -> None:
         trainer.train()
         assert all(parameter.is_cuda for parameter in trainer.model.parameters())
         check_at_most(gpu, most)
-
-
-@pytest.mark.slow
-def test_a_run_with_tools_mixes_no_devices(tmp_path: Path) -> None:
-    tokenizer = tool_tokenizer()
-    sampled = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids([ADD, UNFIT, UNKNOWN])}
-    arguments = short_runs.arguments(
-        tmp_path,
-        beta=0.0,
-        max_completion_length=160,
-        max_tool_calling_iterations=2,
-        generation_kwargs={"suppress_tokens": [token for token in range(len(tokenizer)) if token not in sampled]},
-    )
-    parts: dict[str, Any] = {"rows": CASES, "tokenizer": tokenizer, "rewards": transcript_reward, "tools": [add]}
-    policy = tool_policy(tokenizer, num_hidden_layers=1)
-    trainer = short_runs.trainer(GRPOTrainer, policy, arguments, sampling="informative", **parts)
-    with PretendGPU() as gpu:
-        gpu.adopt(trainer)
-        trainer.train()
-        check_at_most(gpu, TOOLS)
-    assert trainer.state.log_history[0]["tools/turns"] > 1
-
-
-TOOLS = (6_158, 458, 136)
-"""Largest numbers of launches, waits and copies to the device of one step with tools."""
 
 
 # ---- Other seams

@@ -201,19 +201,6 @@ def test_a_kernel_that_refuses_or_is_wrong_is_not_used(on_gpu: Any) -> None:
     assert VarlenKernel(pytest.fail)(GroupSpans(GROUPS), *row()[0], 0.3) is not None
 
 
-def without_groups(*args: Any, scale: float | None = None, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
-    """Compute attention with equally many heads only."""
-    if args[0].shape[1] != args[1].shape[1]:
-        raise ValueError("Expect query and key/value to have the same number of heads")
-    return torch_2_11(*args, scale=scale, window_size=window_size)
-
-
-def test_keys_and_values_are_repeated_for_a_kernel_that_takes_no_groups(on_gpu: Any) -> None:
-    on_gpu(without_groups)
-    got, expected = results(VarlenKernel(pytest.fail), *row()), results(sdpa, *row())
-    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
-
-
 def test_a_kernel_without_memory_ends_the_run(on_gpu: Any) -> None:
     for length in (None, LENGTH):  # in the trial, and in a row
         on_gpu(raising(torch.OutOfMemoryError("CUDA out of memory"), length))

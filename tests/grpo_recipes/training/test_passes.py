@@ -186,7 +186,8 @@ def passes_of(level: str, epsilon: float, *, reduce: Any = lambda sums: sums) ->
     ],
 )
 def test_the_sums_of_a_micro_batch_by_hand(level: str, weights: list[float], clipped: int) -> None:
-    trainer, passes = passes_of(level, 0.1, reduce=lambda sums: 2 * sums)
+    another_rank = torch.tensor([4.0] * 4 + [0.0] * 3)  # four tokens with a ratio of 1, that count as clipped
+    trainer, passes = passes_of(level, 0.1, reduce=lambda sums: sums + another_rank)
     trainer.accelerator.sync_gradients = False
     ratios = torch.tensor([[1.5, 0.5, 9.0], [0.5, 2.0, 9.0], [3.0, 3.0, 3.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 1, 1]])
@@ -210,9 +211,11 @@ def test_the_sums_of_a_micro_batch_by_hand(level: str, weights: list[float], cli
     def size(values: list[float]) -> Any:
         return pytest.approx(sum(values) ** 2 / (len(values) * sum(value**2 for value in values)))
 
-    both = {"effective_sample_size": size(weights), "clip_share": clipped / 4}
     assert passes.metrics() == {
-        **{f"passes/{number}/{name}": value for number in (1, 2) for name, value in both.items()},
+        "passes/1/effective_sample_size": size([*weights, *weights, *[1.0] * 4]),
+        "passes/1/clip_share": (2 * clipped + 4) / 12,
+        "passes/2/effective_sample_size": size([*weights, *[1.0] * 4]),
+        "passes/2/clip_share": (clipped + 4) / 8,
         "passes/2/effective_sample_size_with_mismatch": size(others),
     }
     assert passes.metrics() == {}

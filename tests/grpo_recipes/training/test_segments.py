@@ -255,6 +255,7 @@ def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(
     torch.testing.assert_close(found[True][1], found[False][1], atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_segments_of_several_chunks_are_computed_in_short_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, sizes = modeling_qwen3_5.torch_chunk_gated_delta_rule, []
 
@@ -320,8 +321,12 @@ def test_checkpointing_leaves_no_hidden_states_behind(tmp_path: Path) -> None:
     policy.train()
     states: list[Any] = []
     policy.model.layers[-1].register_forward_hook(lambda *given: states.extend(map(weakref.ref, given[2])))
+    ran: list[int] = []
+    policy.model.layers[0].feed_forward.register_forward_hook(lambda *_: ran.append(1))
     found = trainer._get_per_token_logps_and_entropies(policy, rows.input_ids, rows.attention_mask, rows.logits_to_keep)
+    once = len(ran)
     found[0].sum().backward()
+    assert len(ran) == 2 * once, "the layers run again"
     del found
     gc.collect()
     assert len(states) > 1

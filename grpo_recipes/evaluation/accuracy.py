@@ -364,7 +364,8 @@ def reward_values(
         try:
             scores = reward.scores(prompts, completions, columns)
         except (Exception, SystemExit) as error:  # a user's function may fail in any way
-            raise UserError(f"reward `{reward.name}` can't score the held-out rows ({_reason(error)})") from error
+            problem = f"it can't score the held-out rows ({_reason(error)})"
+            raise UserError(f"reward `{reward.name}`", problem, "correct it, or leave it out of the recipe") from error
         # In pandas None becomes NaN only with the type given.
         values[PAY.format(reward.name)] = pd.Series(scores, dtype="float64")
         if reward.has_verdict:

@@ -73,7 +73,7 @@ class Chat:
         room = int(min(self.settings.max_new_tokens, context - ids.shape[1]))
         if room < 1:
             fix = "write a shorter message, or begin a new conversation with an empty line"
-            raise UserError(f"the prompt has {ids.shape[1]:,} tokens, and the model's context has {context:,}: {fix}")
+            raise UserError("prompt", f"it has {ids.shape[1]:,} tokens, and the model's context has {context:,}", fix)
         options = engines.sampling_options(self.model, self.tokenizer, replace(self.settings, max_new_tokens=room))
         if self.settings.temperature > 0:
             options |= {**self.sampling, "temperature": self.settings.temperature}
@@ -110,7 +110,7 @@ def chat(
     engines.check_model(model)
     trained = recipe_of(model, recipe)
     if key := next(filter(trained.get, (TOOLS, FACTORY)), None):
-        raise UserError(f"`{key}`: a conversation runs no tools: use `grpo-recipes evaluate`")
+        raise UserError(f"`{key}`", "a conversation runs no tools", "use `grpo-recipes evaluate`")
     sampling = engines.training_sampling(trained)
     limit = trained.get("max_completion_length") or DEFAULT_NEW_TOKENS
     settings = Settings(
@@ -130,7 +130,8 @@ def chat(
     template = engines.chat_template_of(trained, is_named=recipe is not None)
     tokenizer = engines.load_tokenizer(model, template)
     if is_text is False and not tokenizer.chat_template:
-        raise UserError(f"{model}: its tokenizer has no chat template, and the recipe's prompts are messages")
+        problem = "its tokenizer has no chat template, and the recipe's prompts are messages"
+        raise UserError(model, problem, "name a recipe with a `chat_template_path`")
     engine = engines.load_engine(model, tokenizer)
     talk = Chat(engine, dataset, is_text or not engine.tokenizer.chat_template, settings, sampling)
     with engines.seeded(engine.model, seed):

@@ -28,15 +28,14 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
     """
     records = [_read_record(folder) for folder in (first, second)]
     if records[0]["settings"].get("strict") != records[1]["settings"].get("strict"):
-        raise UserError(
-            f"{first} and {second} define strict accuracy differently (`settings.strict` of their evaluation.json): "
-            "evaluate both with the same --recipe"
-        )
+        problem = "they define strict accuracy differently (`settings.strict` of their evaluation.json)"
+        raise UserError(f"{first} and {second}", problem, "evaluate both with the same --recipe")
     shared = [spec for spec in records[0].get("paid_by", []) if spec in records[1].get("paid_by", [])]
     tables = [_read_completions(folder, shared) for folder in (first, second)]
     prompts = [table.groupby("problem")["prompt"].first() for table in tables]
     if not prompts[0].equals(prompts[1]):
-        raise UserError(f"{first} and {second} are not on the same problems: evaluate both with the same options")
+        problem = "they are not on the same problems"
+        raise UserError(f"{first} and {second}", problem, "evaluate both with the same options")
     highest = {name: entry.get("highest_pay") for name, entry in records[0].get("rewards", {}).items()}
     differences = compare_tables(tables[0], tables[1], highest)
     return {"problems": len(prompts[0]), "warnings": _warnings(*records), **differences}
@@ -65,18 +64,18 @@ def _read_record(folder: Path) -> dict[str, Any]:
     try:
         return files.read_object(folder / files.RESULT, files.EVALUATION)
     except FileNotFoundError as error:
-        raise UserError(_no_evaluation(folder)) from error
+        raise _no_evaluation(folder) from error
 
 
-def _no_evaluation(folder: Path) -> str:
-    """Return the message for a folder without a finished evaluation, which may be the folder of a run."""
+def _no_evaluation(folder: Path) -> UserError:
+    """Return the error about a folder without a finished evaluation, which may be the folder of a run."""
     if not folder.exists():
-        return f"{folder}: there is no such folder{relative_to(str(folder))}: correct the path"
+        return UserError(folder, f"there is no such folder{relative_to(folder)}", "correct the path")
     if inside := sorted(folder.glob(f"evaluations/*/{files.RESULT}")):
-        return f"{folder} is a run: name one of its evaluations, such as {inside[0].parent}"
+        return UserError(folder, "it is a run", f"name one of its evaluations, such as {inside[0].parent}")
     if (folder / files.RECORD).is_file():
-        return f"{folder} is a run that has not been evaluated: run `grpo-recipes evaluate {folder}` first"
-    return f"{folder} has no finished evaluation: run `grpo-recipes evaluate` with it as --output"
+        return UserError(folder, "it is a run without evaluations", f"run `grpo-recipes evaluate {folder}` first")
+    return UserError(folder, "it has no finished evaluation", "run `grpo-recipes evaluate` with it as --output")
 
 
 def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -88,5 +87,5 @@ def _read_completions(folder: Path, specs: Sequence[dict[str, Any]]) -> pd.DataF
         columns[f"{PASSED.format(name)}?"] = files.BOOLEANS
     table = files.read_table(folder / files.RESULT_TABLE, columns, "evaluate anew, into another --output")
     if not len(table):
-        raise UserError(f"{folder / files.RESULT_TABLE}: it holds no completions; evaluate anew")
+        raise UserError(folder / files.RESULT_TABLE, "it holds no completions", "evaluate anew")
     return table

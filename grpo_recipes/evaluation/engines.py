@@ -90,7 +90,7 @@ def check_model_folder(folder: Path) -> None:
         UserError: There is no such folder, it holds no model, or one of its files is missing or damaged.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: the model can't be loaded: there is no such folder{relative_to(folder)}")
+        raise UserError(folder, f"there is no such folder{relative_to(folder)}", "name the folder of a model or a run")
     adapter = folder / ADAPTER_CONFIG
     check_descriptions(folder)
     if not adapter.is_file() and not (folder / "config.json").is_file():
@@ -100,22 +100,20 @@ def check_model_folder(folder: Path) -> None:
         fix = "name the folder of a model, an adapter or a finished run"
         if newest:
             fix = f"its newest checkpoint is {newest}; name that folder"
-        raise UserError(f"{folder} holds no model (no config.json, no adapter_config.json): {fix}")
+        raise UserError(folder, "it holds no model (no config.json, no adapter_config.json)", fix)
     restore = "copy or download the folder again"
     try:
         check_weight_files(folder)
     except files.RunError as error:
-        raise UserError(f"{error}: {restore}, or name another checkpoint") from error
+        raise UserError(error.place, error.problem, f"{restore}, or name another checkpoint") from error
     if not adapter.is_file():
         return
     base = files.read_object(adapter, files.ADAPTER, restore)["base_model_name_or_path"]
     if base and Path(base).is_dir():
         check_model_folder(Path(base))
     elif base and Path(base).is_absolute():
-        raise UserError(
-            f"{folder} is an adapter, and its base {base} is missing: set "
-            "`base_model_name_or_path` in its adapter_config.json"
-        )
+        fix = "set `base_model_name_or_path` in its adapter_config.json"
+        raise UserError(folder, f"it is an adapter, and its base {base} is missing", fix)
 
 
 def load_engine(name: str, tokenizer: Any) -> Transformers:
@@ -158,9 +156,9 @@ def load_model(name: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # transformers raises any class for a damaged file
-        raise UserError(f"{name}: the model can't be loaded: {_reason(error)}") from error
+        raise UserError(name, f"the model can't be loaded ({_reason(error)})", "name a model that can") from error
     if clause := describe_nonfinite(model):
-        raise UserError(f"{name}: {clause}: name an earlier checkpoint or another model")
+        raise UserError(name, clause, "name an earlier checkpoint or another model")
     return model
 
 
@@ -174,13 +172,13 @@ def trained_quantization(folder: Path) -> BitsAndBytesConfig | None:
     if record is None:
         return None
     for sentence in missing_quantization(record["recipe"]):
-        raise UserError(f"{folder} was trained on a quantized base: {sentence}")
+        raise UserError(folder, "it was trained on a quantized base", sentence)
     keys = {field.name for field in fields(ModelConfig)}
     try:
         config = ModelConfig(**{key: value for key, value in record["recipe"].items() if key in keys})
         return get_quantization_config(config)
     except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(f"{folder}: its {RECORD} describes no model ({one_line(error)}): restore the file") from error
+        raise UserError(folder, f"its {RECORD} describes no model ({one_line(error)})", "restore the file") from error
 
 
 def quantization_of(name: str) -> dict[str, str]:
@@ -208,9 +206,8 @@ def load_tokenizer(name: str, chat_template: ChatTemplate | None = None) -> Any:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise UserError(
-            f"{name}: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in its tokenizer_config.json"
-        )
+        problem = "its tokenizer has neither a `pad_token` nor an `eos_token`"
+        raise UserError(name, problem, "set one in its tokenizer_config.json")
     return tokenizer
 
 
@@ -290,10 +287,9 @@ class Transformers:
         try:
             completions = self.generate_padded(prompts, settings)
         except torch.OutOfMemoryError as error:
-            raise UserError(
-                f"the GPU has too little memory for {settings.batch_size} completions at a time: set a smaller "
-                "--batch_size or --max_new_tokens, and another --output"
-            ) from error
+            problem = f"{settings.batch_size} completions at a time take more memory than the GPU has"
+            fix = "set a smaller one, or a smaller --max_new_tokens, and another --output"
+            raise UserError("--batch_size", problem, fix) from error
         if room is None:
             return completions
         return [completion[:most] for completion, most in zip(completions, room, strict=True)]
@@ -408,7 +404,7 @@ def training_sampling(recipe: Mapping[str, Any]) -> dict[str, float]:
         if value is None:
             continue
         if not files.NUMBER.holds(value):
-            raise UserError(f"`{name}` is {shortened(repr(value))}: set a number")
+            raise UserError(f"`{name}`", f"it is {shortened(repr(value))}", "set a number")
         sampling[name] = value
     check_numbers(sampling)
     sampling["top_k"] = max(sampling["top_k"], 0)  # vLLM writes -1 for "off"
@@ -419,7 +415,7 @@ def template_kwargs_of(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return TRL's `chat_template_kwargs` of a recipe, or None if it has none. Raises `UserError` for other values."""
     given = recipe.get("chat_template_kwargs") or {}
     if not isinstance(given, Mapping):
-        raise UserError(f"`chat_template_kwargs` is {shortened(repr(given))}: write a mapping")
+        raise UserError("`chat_template_kwargs`", f"it is {shortened(repr(given))}", "write a mapping")
     return dict(given) or None
 
 

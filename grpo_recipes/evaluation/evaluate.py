@@ -58,7 +58,7 @@ from grpo_recipes.runs.identity import Source, column_digests, weights_of
 from grpo_recipes.runs.lock import LOCK, Held, only_writer
 from grpo_recipes.runs.record import record_of_model
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config
-from grpo_rewards.errors import UserError
+from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.math.answers import RIGHT_VERDICTS, Judge, accepted_golds, read_golds
 from grpo_rewards.redaction import redacted
 from grpo_rewards.registry import RewardSpecError
@@ -102,7 +102,7 @@ class Request:
             return VLLM(**given)
         for name, value in given.items():
             if value is not None:
-                raise UserError(f"--{name} is an option of vLLM: add --vllm")
+                raise UserError(f"--{name}", "it is an option of vLLM", "add --vllm")
         return None
 
     def folder(self, table: str = "") -> Path:
@@ -171,16 +171,14 @@ def evaluate_request(options: Request) -> dict[str, Any]:
             specs, trial_row, settings.samples, is_trusted=options.recipe is not None
         )
     except RewardSpecError as error:
-        raise UserError(f"the recipe's `rewards`: {str(error).rstrip('.')}") from error
+        raise error.within("the recipe's `rewards`") from error
     if skipped:
         logger.warning("not evaluated: %s", "; ".join(skipped))
     if engine.rollouts is not None:
         rewards += engine.rollouts.rewards()
     if settings.strict is None and not rewards:
-        raise UserError(
-            "there is nothing to measure: the held-out rows have no `answer`, and no reward of the recipe can score "
-            "them. Name the recipe with --recipe"
-        )
+        problem = "they have no `answer`, and no reward of the recipe can score them"
+        raise UserError("the held-out rows", problem, "name the recipe with --recipe")
     described: dict[str, Any] = {"model": options.model, "dataset": spec.as_dict()}
     described["engine"] = "transformers" if vllm is None else vllm.name
     if weights := weights_fingerprint(options.model):
@@ -199,15 +197,17 @@ def evaluate_request(options: Request) -> dict[str, Any]:
             saved = f"the finished batches are saved in {folder / 'parts'}; the same command continues from there"
         raise KeyboardInterrupt(f"stopped by Ctrl-C: {saved}") from error
     except OSError as error:
-        raise UserError(f"{folder}: the result can't be written there ({error}): give another --output") from error
+        raise UserError(folder, f"the result can't be written there ({error})", "give another --output") from error
+    except UserError:
+        raise
     except ValueError as error:  # a reward needs a column that the rows lack
-        raise UserError(str(error)) from error
+        raise UserError("the held-out rows", one_line(error), "add it, or name other rows with --path") from error
 
 
 def _problems(spec: DatasetSpec, limit: int | None) -> Prompts:
     """Return the rows of a dataset, or the first `limit` rows."""
     if limit is not None and limit < 1:
-        raise UserError(f"--limit is {limit}: set it to at least 1, or leave it out for all problems")
+        raise UserError("--limit", f"it is {limit}", "set it to at least 1, or leave it out for all problems")
     prompts = load_prompts(spec, evaluation=spec.eval_share is not None)
     return prompts if limit is None else prompts.select(np.arange(min(limit, len(prompts.dataset))))
 
@@ -301,10 +301,8 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
         return DatasetSpec.parse({**raw, **given})
     raw.pop("eval_share", None)
     if raw.get("name") == "scored":
-        raise UserError(
-            "the dataset scored holds recorded responses and no final answers to evaluate on: name problems that have "
-            "them, as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt_format text`"
-        )
+        fix = "name problems that have them, as in `--dataset gsm8k --path PROBLEMS.jsonl --prompt_format text`"
+        raise UserError("the dataset scored", "it holds recorded responses and no final answers", fix)
     held_out = {"path": raw.pop("eval_path", None), "split": raw.pop("eval_split", None)}
     if options.path is not None:
         held_out = {}
@@ -313,9 +311,8 @@ def held_out_spec(trained: dict[str, Any], options: Request) -> DatasetSpec:
     trained_path = raw.get("path")
     is_known = options.split or any(held_out.values()) or options.path not in (None, trained_path)
     if not is_known and trained_path is not None and (isinstance(trained_path, list) or has_one_split(trained_path)):
-        raise UserError(
-            f"the run trained on {trained_path}: name the held-out problems with --path, or a --split of it"
-        )
+        fix = "name the held-out problems with --path, or a --split of it"
+        raise UserError("the held-out rows", f"the run trained on {trained_path}", fix)
     keys: dict[str, Any] = {} if raw else {"name": "gsm8k"}
     test = {} if isinstance(held_out.get("path") or trained_path, list) else {"split": "test"}
     for layer in (raw, test, held_out, given):  # later ones win
@@ -345,7 +342,7 @@ def _settings(
     except RewardSpecError:
         raise
     except ValueError as error:
-        raise UserError(f"--tags: {error}") from error
+        raise UserError("--tags", str(error), "name two tags, as in --tags think answer") from error
     temperature = options.temperature
     if temperature is None:
         temperature = 0.0 if options.samples == 1 else 1.0
@@ -477,7 +474,7 @@ def _rows_fingerprint(dataset: Dataset, settings: Settings) -> dict[str, str]:
 def _golds(dataset: Dataset, settings: Settings, places: Places) -> list[str] | None:
     """Return the golds as text, or None if no accuracy is measured. Raises `UserError` for one that can't be read."""
     if len(dataset) == 0:
-        raise UserError("nothing to evaluate on: the dataset is empty")
+        raise UserError("the held-out rows", "there are none", "name others with --path or --split")
     if settings.strict is None:
         return None
     columns = {name: list(dataset[name]) for name in dataset.column_names if name != "prompt"}
@@ -485,7 +482,8 @@ def _golds(dataset: Dataset, settings: Settings, places: Places) -> list[str] | 
     if not all(valid):
         required = accuracy.describe([vars(reward) for reward in settings.strict])
         (first,) = places([valid.index(False)])
-        raise UserError(f"{first} can't be scored by the rewards of strict accuracy, {required}")
+        problem = f"the rewards of strict accuracy, {required}, can't score it"
+        raise UserError(first, problem, "correct the row, or leave it out")
     golds = columns.get(accuracy.gold_column(settings.strict), [None] * len(dataset))
     return [" or ".join(str(entry) for entry in accepted_golds(gold) if entry is not None) for gold in golds]
 
@@ -539,10 +537,8 @@ def _completed(
 def _check_held(held: Held) -> None:
     """Raise `UserError` if another process has taken the folder over, or if it was moved or removed."""
     if loss := held.loss():
-        raise UserError(
-            f"{loss}; this evaluation stops and writes nothing more there: wait for the other evaluation or stop it, "
-            "and the same command continues from what is there"
-        )
+        fix = "wait for the other evaluation or stop it, and the same command continues from what is there"
+        raise UserError(loss, "this evaluation stops and writes nothing more there", fix)
 
 
 def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
@@ -555,10 +551,10 @@ def _finished(folder: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
         except FileNotFoundError:
             continue
         if difference := _difference(found, identity):
-            raise UserError(f"{folder} holds another evaluation: {difference}; {fix}")
+            raise UserError(folder, f"it holds another evaluation: {difference}", fix)
         return found if name == files.RESULT else None
     if folder.exists() and any(not path.name.startswith(LOCK) for path in folder.iterdir()):
-        raise UserError(f"{folder} holds files that are no evaluation: give another --output")
+        raise UserError(folder, "it holds files that are not an evaluation", "give another --output")
     return None
 
 

@@ -64,14 +64,11 @@ def merged_adapter(folder: Path) -> tuple[PreTrainedModel, Any, str]:
     """
     config = adapter_config(folder)
     if config is None:
-        raise UserError(
-            f"{folder} holds no adapter (no adapter_config.json): a full model needs no merging, use it as it is"
-        )
+        problem = "it holds no adapter (no adapter_config.json), and a full model needs no merging"
+        raise UserError(folder, problem, "use it as it is")
     if config.is_prompt_learning:
-        raise UserError(
-            f"{folder} holds an adapter of kind {adapter_kind(config)}, whose tokens no weight can hold: use it "
-            "as it is"
-        )
+        problem = f"it holds an adapter of kind {adapter_kind(config)}, whose tokens no weight can hold"
+        raise UserError(folder, problem, "use it as it is")
     base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
     tokenizer = saved_tokenizer(str(folder))  # before the base takes its memory
     quantization = trained_quantization(folder)
@@ -89,10 +86,8 @@ def merged_adapter(folder: Path) -> tuple[PreTrainedModel, Any, str]:
         except UserError:
             raise
         except Exception as error:  # transformers raises any class for a damaged file
-            raise UserError(
-                f"{folder}: its base {base_name} can't be loaded: set `base_model_name_or_path` in its "
-                f"adapter_config.json ({one_line(error) or type(error).__name__})"
-            ) from error
+            problem = f"its base {base_name} can't be loaded ({one_line(error) or type(error).__name__})"
+            raise UserError(folder, problem, "set `base_model_name_or_path` in its adapter_config.json") from error
 
     base, expected, kind = load(), None, ""
     if getattr(base, "is_quantized", False):
@@ -101,7 +96,7 @@ def merged_adapter(folder: Path) -> tuple[PreTrainedModel, Any, str]:
         try:
             base = load().dequantize()
         except NotImplementedError as error:
-            raise UserError(f"{folder}: its quantized base can't be dequantized ({error}): use it as it is") from error
+            raise UserError(folder, f"its quantized base can't be dequantized ({error})", "use it as it is") from error
     model, report = _merged(base, folder, expected)
     return model, tokenizer, f"{folder} merged into {base_name}{kind}, {report}"
 
@@ -126,14 +121,16 @@ def check_output(option: str, output: Path, source: Path, *, may_exist: bool) ->
     """
     try:
         if output.is_symlink() or (output.exists() and not output.is_dir()):
-            raise UserError(f"{option} {output} is a file or a link: name a folder")
+            raise UserError(f"{option} {output}", "it is a file or a link", "name a folder")
         if output.exists() and not (may_exist and not any(output.iterdir())):
-            raise UserError(f"{option} {output} exists{' and is not empty' * may_exist}: name another folder")
+            problem = f"it exists{' and is not empty' * may_exist}"
+            raise UserError(f"{option} {output}", problem, "name another folder")
         above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
         with tempfile.TemporaryDirectory(dir=above):  # permissions do not tell of a file system that takes no folder
             pass
     except OSError as error:  # a file above it, a folder that can't be read or written, or a name that is too long
-        raise UserError(f"{option} {output} can't be written ({error.strerror}): name another folder") from error
+        problem = f"it can't be written ({error.strerror})"
+        raise UserError(f"{option} {output}", problem, "name another folder") from error
     if output.absolute().is_relative_to(source.absolute()):
         files.inside(source, *output.absolute().relative_to(source.absolute()).parts)
 
@@ -155,7 +152,8 @@ def write_model(output: Path, model: Any, tokenizer: Any, texts: Mapping[str, st
             give_default_mode(place)
             place.rename(output)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{output} can't be written ({one_line(error)}): free space, or name another folder") from error
+        fix = "free space, or name another folder"
+        raise UserError(output, f"it can't be written ({one_line(error)})", fix) from error
 
 
 def read_texts(folder: Path) -> dict[str, str]:
@@ -171,7 +169,7 @@ def read_texts(folder: Path) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except UnreadableFile as error:
-            raise UserError(f"{error}; correct or remove the file") from error
+            raise UserError(folder / name, error.problem, "correct or remove the file") from error
     if CARD in texts and (folder / ADAPTER_CONFIG).is_file():
         card = texts[CARD].replace("library_name: peft\n", "library_name: transformers\n", 1).rstrip()
         texts[CARD] = f"{card}\n\nThe adapter is merged into its base here.\n"
@@ -197,15 +195,13 @@ def _merged(base: PreTrainedModel, folder: Path, expected: torch.Tensor | None) 
         merged = adapted.merge_and_unload(safe_merge=True)
     except (AttributeError, NotImplementedError, ValueError) as error:
         kind = adapted.active_peft_config.peft_type.value
-        raise UserError(f"{folder}: peft can't merge an adapter of kind {kind} ({error}): use it as it is") from error
+        raise UserError(folder, f"peft can't merge an adapter of kind {kind} ({error})", "use it as it is") from error
     changed = (_logits(merged) - expected).abs().max().item()
     allowed = TOLERANCE.get(dtype, TOLERANCE_16_BIT) * expected.abs().max().item()
     name = str(dtype).removeprefix("torch.")
     if not changed <= allowed:  # also if it is NaN
-        raise UserError(
-            f"{folder}: merged in {name}, its logits change by up to {changed:.2g}, where rounding could change them "
-            f"by {allowed:.2g}: peft does not merge this adapter exactly, use it as it is"
-        )
+        problem = f"merged in {name}, its logits change by up to {changed:.2g}, where rounding allows {allowed:.2g}"
+        raise UserError(folder, problem, "use it as it is, since peft does not merge it exactly")
     moved = (expected - before).abs().max().item()
     report = f"{name}; the adapter moves logits by up to {moved:.2g}, merging it changes them by up to {changed:.2g}"
     return merged, report

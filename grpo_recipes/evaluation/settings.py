@@ -50,8 +50,10 @@ class Settings:
         for name in ("samples", "batch_size", "max_new_tokens"):
             value = getattr(self, name)
             if value < 1:
-                raise UserError(f"--{name} is {value}: set it to at least 1")
+                raise UserError(f"--{name}", f"it is {value}", "set it to at least 1")
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"--temperature is {self.temperature:g}: set it to 0 for greedy decoding, or above 0")
+            fix = "set it to 0 for greedy decoding, or above 0"
+            raise UserError("--temperature", f"it is {self.temperature:g}", fix)
         if self.samples > 1 and self.temperature <= 0:
-            raise UserError(f"{self.samples} greedy samples are identical: set --temperature above 0")
+            problem = f"{self.samples} greedy samples are identical"
+            raise UserError("--samples", problem, "set --temperature above 0")

@@ -83,13 +83,15 @@ def tools_of(recipe: Mapping[str, Any], *, is_trusted: bool) -> RecipeTools | No
     named = factory if isinstance(factory, Mapping) else {None: factory} if factory else {}
     for key, values in ((TOOLS, paths), (FACTORY, list(named.values()))):
         if not isinstance(values, list) or not all(isinstance(path, str) for path in values):
-            raise UserError(f"`{key}` is {shortened(repr(recipe[key]))}: name functions or classes by their paths")
+            fix = "name functions or classes by their paths"
+            raise UserError(f"`{key}`", f"it is {shortened(repr(recipe[key]))}", fix)
         for path in values:
             if not (is_trusted or _is_own(path)):
-                raise UserError(f"`{key}`: {path} is code that the run names: give its recipe with --recipe")
+                problem = f"{path} is code that the run names"
+                raise UserError(f"`{key}`", problem, "give its recipe with --recipe")
     iterations = recipe.get(ITERATIONS)
     if not isinstance(iterations, int) or iterations < 1:
-        raise UserError(f"`{ITERATIONS}` is {shortened(repr(iterations))}: set it to at least 1")
+        raise UserError(f"`{ITERATIONS}`", f"it is {shortened(repr(iterations))}", "set it to at least 1")
     toolset = toolset_of(paths, factory)
     limits = ToolLimits.parse(recipe.get("tool_limits") or {})
     code = {name: source_digest(one) for name, one in toolset.sources.items()}
@@ -282,18 +284,15 @@ class Rollouts:
         """Begin an episode with a row, and return the row's prompt with the text that `reset` returned."""
         is_routed = self.tools.toolset.is_routed
         given = {key: value for key, value in row.items() if not (is_routed and key == ENVIRONMENT)}
+        place = f"`{FACTORY}`: `reset` of {type(environment).__name__}"
         try:
             observation = environment.reset(**given)
         except (Exception, SystemExit) as error:  # the user's own method may raise any error
             reason = one_line(f"{type(error).__name__}: {error}")
-            raise UserError(
-                f"`{FACTORY}`: `reset` of {type(environment).__name__} fails on a held-out row ({reason}): correct it"
-            ) from error
+            raise UserError(place, f"it fails on a held-out row ({reason})", "correct it") from error
         if not isinstance(observation, str | None):
-            raise UserError(
-                f"`{FACTORY}`: `reset` of {type(environment).__name__} returned the type {type(observation).__name__} "
-                "on a held-out row: return a text or None"
-            )
+            problem = f"it returned the type {type(observation).__name__} on a held-out row"
+            raise UserError(place, problem, "return a text or None")
         *before, last = row["prompt"]
         return [*before, {**last, "content": last["content"] + observation}] if observation else row["prompt"]
 
@@ -302,7 +301,7 @@ class Rollouts:
         for sentence in self._failures.without_success():
             logger.warning(sentence)
         if reason := self._failures.reason_to_stop():
-            raise UserError(reason)
+            raise UserError(f"`{TOOLS}`", reason, "the same command continues afterwards")
 
 
 class _LaterTurns:

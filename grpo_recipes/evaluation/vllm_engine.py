@@ -85,9 +85,8 @@ class VLLM:
             return
         for field in fields(self):
             if field.name != "vllm_server_base_url" and getattr(self, field.name) is not None:
-                raise UserError(
-                    f"--{field.name} is set where the server is started: leave out it or --vllm_server_base_url"
-                )
+                fix = "leave out it or --vllm_server_base_url"
+                raise UserError(f"--{field.name}", "it is set where the server is started", fix)
 
     @property
     def name(self) -> str:
@@ -245,7 +244,7 @@ class Local(_Requests):
         try:
             from vllm import LLM
         except ImportError as error:
-            raise UserError("vLLM is not installed: leave --vllm out, or install the extra `vllm`") from error
+            raise UserError("--vllm", "vLLM is not installed", "leave it out, or install the extra `vllm`") from error
         if Path(name).is_dir():
             check_finite_files(Path(name))
         self.tokenizer = tokenizer
@@ -257,7 +256,7 @@ class Local(_Requests):
         try:
             self.llm = LLM(trust_remote_code=False, generation_config="vllm", **arguments)
         except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"{name}: vLLM can't load it: {one_line(error)}") from error
+            raise UserError(name, f"vLLM can't load it ({one_line(error)})", "leave --vllm out") from error
         self.positions = self.llm.llm_engine.model_config.max_model_len
         self.sampling = Sampling(name, tokenizer)
 
@@ -301,7 +300,7 @@ class Server(_Requests):
         found = [model for model in models if {model["id"], model.get("root")} & names]
         if not found:
             served = ", ".join(str(model["id"]) for model in models)
-            raise UserError(f"the vLLM server {url} serves {served}, and not {name}: name what it serves")
+            raise UserError(f"the vLLM server {url}", f"it serves {served}, and not {name}", "name what it serves")
         self.model = found[0]["id"]
         self.positions = found[0].get("max_model_len") or math.inf
         self.sampling = Sampling(name, tokenizer)
@@ -318,10 +317,9 @@ class Server(_Requests):
             choice, most = answer["choices"][0], request["max_tokens"]
             length = len(choice["token_ids"])
             if choice.get("finish_reason") == "length" and length < most:
-                raise UserError(
-                    f"the vLLM server {self.url} cuts completions at {length} tokens, and --max_new_tokens is {most}: "
-                    "start it with `--generation-config vllm`, since a published `max_new_tokens` limits every request"
-                )
+                problem = f"it cuts completions at {length} tokens, and --max_new_tokens is {most}"
+                fix = "start it with `--generation-config vllm`, as a published `max_new_tokens` limits all requests"
+                raise UserError(f"the vLLM server {self.url}", problem, fix)
             made.append(choice["token_ids"])
         return made
 
@@ -336,11 +334,11 @@ def _request(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
             return json.load(answer)
     except urllib.error.HTTPError as error:
         text = one_line(error.read().decode(errors="replace")[:500])
-        raise UserError(f"the vLLM server {url}{path}: {error.code} {text}") from error
+        fix = "correct the options or the server"
+        raise UserError(f"the vLLM server {url}{path}", f"it answers {error.code} {text}", fix) from error
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"the vLLM server {url} does not answer ({error}): start it, or correct --vllm_server_base_url"
-        ) from error
+        fix = "start it, or correct --vllm_server_base_url"
+        raise UserError(f"the vLLM server {url}", f"it does not answer ({error})", fix) from error
 
 
 def _server_dtype(url: str) -> str | None:
@@ -357,7 +355,6 @@ def check_lengths(prompts: list[Ids], max_new_tokens: int, limit: float) -> None
     """Raise `UserError` if a prompt leaves less room than `max_new_tokens`. vLLM would cut its completion silently."""
     longest = max(len(ids) for ids in prompts)
     if longest + max_new_tokens > limit:
-        raise UserError(
-            f"a prompt of {longest} tokens and --max_new_tokens {max_new_tokens} need {longest + max_new_tokens}, and "
-            f"vLLM's context has {limit}: raise --vllm_max_model_length, or lower --max_new_tokens"
-        )
+        need = f"a prompt of {longest} tokens needs a context of {longest + max_new_tokens}, and vLLM's has {limit}"
+        fix = "lower it, or raise --vllm_max_model_length"
+        raise UserError(f"--max_new_tokens {max_new_tokens}", need, fix)

@@ -50,9 +50,8 @@ def complete_weights() -> Iterator[None]:
                 warnings.filterwarnings("error", message=_MISSING_IN_ADAPTER)
                 loaded = load_adapter.__get__(None, cls)(base, name, *args, **kwargs)
         except (RuntimeError, UserWarning) as error:
-            raise UserError(
-                f"{name}: the adapter can't be loaded: {one_line(error)}: copy or save it again, or name its own base"
-            ) from error
+            problem = f"the adapter can't be loaded ({one_line(error)})"
+            raise UserError(name, problem, "copy or save it again, or name its own base") from error
         log_unexpected(str(name), unexpected)
         return loaded
 

@@ -220,10 +220,8 @@ def keep_4bit_layout(model: nn.Module) -> None:
             continue
         cast("Any", module).support_avx512bf16_for_cpu = False
         if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-            raise UserError(
-                "a forward pass in evaluation mode has repacked the model's 4-bit weights, which have no gradient now: "
-                "load the model again, and train it first"
-            )
+            problem = "a forward pass in evaluation mode has repacked its 4-bit weights, which have no gradient now"
+            raise UserError("the model", problem, "load it again, and train it first")
 
 
 @contextmanager

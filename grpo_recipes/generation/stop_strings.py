@@ -27,10 +27,8 @@ class StopStrings:
         except ValueError as error:
             # The criterion finds the text of every token by way of a text of known letters, which some tokenizers
             # change.
-            raise UserError(
-                f"`generation_kwargs.stop`: transformers can't read the tokens of {type(tokenizer).__name__} as text "
-                f"({error}): leave `stop` out"
-            ) from error
+            problem = f"transformers can't read the tokens of {type(tokenizer).__name__} as text ({error})"
+            raise UserError("`generation_kwargs.stop`", problem, "leave `stop` out") from error
 
     @classmethod
     def of(

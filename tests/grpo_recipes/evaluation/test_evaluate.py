@@ -15,8 +15,8 @@ from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.estimates import describe, mean_share
 from grpo_recipes.evaluation.evaluate import evaluate_into
 from grpo_recipes.evaluation.settings import Settings
-from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import rendered
+from tests.support.errors import refused
 
 SAMPLED = Settings(temperature=1.0)
 
@@ -168,13 +168,13 @@ DECLARED = [  # rewards of a recipe; columns of a row; strictly right completion
      ["<answer>red cats</answer>", "<answer>the red big cat</answer>"]),
     ([{"name": "json_schema", "kwargs": {"pay": 3}}], AGE, ['{"age": 3}'], ['{"age": "3"}', "{}", "3"]),
     (["instructions", "repetition"], QUIET, ['"a"'], ['"a, b"', "a"]),
-    (["unit_tests"], TESTS, ["```python\nx = 1\n```", "```\nx = 1.0\n```"], ["x = 1", "```python\nx = 2\n```"]),
+    pytest.param(["unit_tests"], TESTS, ["```python\nx = 1\n```", "```\nx = 1.0\n```"],
+                 ["x = 1", "```python\nx = 2\n```"], marks=pytest.mark.slow),
     ([{"name": "gate", "reward": "choice_correctness", "only_if": "tag_count"}], CITIES,
      ["<think>a</think><answer>B</answer>"], ["B", "<think>a</think><answer>A</answer>"]),
 ]  # fmt: skip
 
 
-@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("rewards", "row", "right", "wrong"), DECLARED)
 def test_strict_accuracy_uses_the_kind_that_a_reward_declares(tokenizer, tmp_path: Path, rewards, row, right, wrong):
     script = {f"p{n}": completion for n, completion in enumerate([*right, *wrong])}
@@ -185,7 +185,8 @@ def test_strict_accuracy_uses_the_kind_that_a_reward_declares(tokenizer, tmp_pat
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
     assert (table["lenient"] | ~table["strict"]).all()
-    assert "full pay of" in rendered(describe(summary))
+    strict_line = next(line for line in rendered(describe(summary), 300).splitlines() if "strict: " in line)
+    assert all(reward["name"] in strict_line for reward in summary["settings"]["strict"])
 
 
 def test_golds_may_be_in_another_column(tokenizer, tmp_path: Path):
@@ -194,7 +195,7 @@ def test_golds_may_be_in_another_column(tokenizer, tmp_path: Path):
     scripted_run(tokenizer, list(output), output, tmp_path / "e", {"solution": ["18"] * 3}, strict=strict)
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table[["strict", "lenient"]].values.tolist() == [[True, True], [False, True], [False, False]]
-    with pytest.raises(ValueError, match="needs the dataset column `solution`"):
+    with pytest.raises(ValueError, match="`solution`"):
         scripted_run(tokenizer, ["p0"], output, tmp_path / "f", strict=strict)
 
 
@@ -230,19 +231,21 @@ def test_the_named_choice_is_the_stated_answer(tokenizer, tmp_path: Path):
 def test_a_row_that_cannot_be_scored_is_named(tokenizer, tmp_path: Path):
     columns = {"answer": ["B", "C"], "choices": [CITIES["choices"]] * 2}
     strict = strict_rewards(["choice_correctness"], ("think", "answer"))
-    with pytest.raises(
-        ValueError, match="row 2 can't be scored by the rewards of strict accuracy, full pay of `choice_correctness`"
-    ):
+    with refused("row 2", "`choice_correctness`"):
         scripted_run(tokenizer, ["p0", "p1"], {}, tmp_path / "e", columns, strict=strict)
-    with pytest.raises(ValueError, match="needs the dataset column `schema`|the kwarg schema or the dataset column"):
-        scripted_run(tokenizer, ["p"], {}, tmp_path / "f", strict=strict_rewards(["json_schema"], ("think", "answer")))
+    with refused("row 2", "answer_tag"):
+        golds = {"answer": ["18", "the first of the 2 said 17 and the other 18"]}
+        scripted_run(tokenizer, ["p0", "p1"], {}, tmp_path / "e", golds)
+    with refused("rows"):
+        scripted_run(tokenizer, [], {}, tmp_path / "e")
+    assert not (tmp_path / "e").exists()
 
 
 def test_changed_choices_make_another_evaluation(tokenizer, tmp_path: Path):
     strict = strict_rewards(["choice_correctness"], ("think", "answer"))
     columns = {"answer": ["B"], "choices": [CITIES["choices"]]}
     scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", columns, strict=strict)
-    with pytest.raises(UserError, match="the problems have changed since"):
+    with refused(tmp_path / "e", "problems"):
         scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", {**columns, "choices": [["x", "y"]]}, strict=strict)
 
 
@@ -277,23 +280,6 @@ def test_amounts_names_and_order_of_rewards_do_not_matter():
     assert strict_rewards([BOXES], tags) != strict_rewards(["gsm8k_correctness"], tags)
     overridden = strict_rewards([BOXES, "well_formed"], ("r", "a"), override_tags=True)
     assert {reward.tags for reward in overridden} == {("r", "a")}
-
-
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        ([], "nothing to evaluate on"),
-        (
-            ["18", "the first of the 2 said 17 and the other 18"],
-            "row 2 can't be scored by the rewards of strict accuracy, right by",
-        ),
-    ],
-)
-def test_golds_without_an_answer_are_refused(tokenizer, answers, message, tmp_path: Path):
-    dataset = datasets.Dataset.from_dict({"prompt": ["p"] * len(answers), "answer": answers})
-    with pytest.raises(ValueError, match=message):
-        evaluate_into(tmp_path / "e", Transformers(Scripted(tokenizer, {}), tokenizer), dataset, SAMPLED, {})
-    assert not (tmp_path / "e").exists()
 
 
 # A real model
@@ -335,27 +321,6 @@ def test_a_seed_reproduces_the_samples_and_leaves_the_global_state_alone(model, 
     torch.rand(5)
     assert torch.equal(sampled(model, tokenizer, monkeypatch, seed=3), first)
     assert not torch.equal(sampled(model, tokenizer, monkeypatch, seed=4), first)
-
-
-def test_each_batch_has_its_own_seed(tokenizer, tmp_path: Path):
-    """With one seed for all batches, equal problems in two batches would get equal completions."""
-    script = {f"p{n}": "18" for n in range(6)}
-    dataset = datasets.Dataset.from_dict({"prompt": list(script), "answer": ["18"] * 6})
-    engine = Transformers(Scripted(tokenizer, script), tokenizer)
-
-    def seeds(folder: str, seed: int) -> list[int]:
-        used = []
-
-        def complete(prompts, settings):
-            used.append(settings.seed)
-            return engine(prompts, settings)
-
-        evaluate_into(tmp_path / folder, complete, dataset, Settings(batch_size=2, seed=seed), {})
-        return used
-
-    first, again, other = seeds("first", 1), seeds("again", 1), seeds("other", 2)
-    assert first == again
-    assert len({*first, *other}) == 6
 
 
 def test_the_models_generation_config_does_not_change_the_sampling(model, tokenizer, monkeypatch):

@@ -1,21 +1,19 @@
-"""Engines of an evaluation: group decoding as in training, the comparison with the model, and stop strings."""
+"""Engines of an evaluation: group decoding as in training, the comparison with the model, stop strings, and loading."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig
@@ -26,8 +24,7 @@ from grpo_recipes.evaluation import comparison, engines, evaluate
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import needs_merging
-from grpo_recipes.generation import groups, kv_cache
-from grpo_rewards.errors import UserError
+from tests.support.errors import refused
 from tests.support.exact_generation import exact_generation
 from tests.support.quantized import needs_bitsandbytes, save_run, trained_policy
 from tests.support.short_runs import log_probabilities
@@ -35,23 +32,6 @@ from tests.support.tiny import CHATML, byte_tokenizer, chat_tokenizer, policy, s
 
 PROMPTS = [prompt for prompt in ("1 =", "33 + 4 =", "b", "a longer prompt") for _ in range(6)]
 STOP = ("b", "W", "zz", "=7")
-TEMPLATE = ChatTemplate(Path("chat_template.jinja"), "text", None)
-
-
-@pytest.fixture
-def logged_sentences(caplog: pytest.LogCaptureFixture) -> Any:
-    """Return a function that returns the sentences logged by the engine."""
-    caplog.set_level(logging.WARNING)
-    return lambda: [record.getMessage() for record in caplog.records if record.name == engines.__name__]
-
-
-@pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that collects the sizes of the batches decoded in groups."""
-    sizes: list[int] = []
-    run = groups.Batch.run
-    monkeypatch.setattr(groups.Batch, "run", lambda self: sizes.append(self.size) or run(self))
-    return sizes
 
 
 @pytest.fixture
@@ -60,14 +40,11 @@ def same_stream() -> Iterator[None]:
         yield
 
 
-def stock(model: Any, prompts: list[str], settings: Settings, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the completions of transformers' own loop."""
-    with monkeypatch.context() as patched:
-        patched.setattr(Transformers, "_use_stock_loop", lambda *_: None)
-        patched.setattr(engines, "unfit", lambda _: "in a test")
-        engine = Transformers(model, byte_tokenizer())
-        engine.stock_because = "in a test"
-        return engine(prompts, settings)
+def engine_of(model: Any, *, stock: bool = False) -> Transformers:
+    """Return the engine of a model, or the one that generates by transformers' own loop."""
+    engine = Transformers(model, byte_tokenizer())
+    engine.stock_because = "a test" * stock
+    return engine
 
 
 def ending() -> Any:
@@ -77,84 +54,92 @@ def ending() -> Any:
     return model
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+class Forwards:
+    """Number of rows of each forward of a model, with a cache and without one."""
+
+    def __init__(self, model: Any) -> None:
+        self.cached: list[int] = []
+        self.compared: list[int] = []
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        rows = self.compared if kwargs.get("use_cache") is False else self.cached
+        rows.append(len(kwargs["input_ids"]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.usefixtures("same_stream")
-def test_group_decoding_gives_the_completions_of_transformers_own_loop(
-    temperature: float, decoded: list[int], logged_sentences: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_group_decoding_gives_the_completions_of_transformers_own_loop(temperature: float, caplog: Any) -> None:
     model, settings = ending(), Settings(temperature=temperature, max_new_tokens=20, batch_size=16)
-    completions = Transformers(model, byte_tokenizer())(PROMPTS, settings)
-    assert decoded == [16, 8]
-    assert logged_sentences() == []
-    assert completions == stock(model, PROMPTS, settings, monkeypatch)
-    assert len(decoded) == 2, "the other ones were not"
+    forwards, engine = Forwards(model), engine_of(model)
+    completions = engine(PROMPTS, settings)
+    assert forwards.cached[0] == 3, "each of the three distinct prompts runs once"
+    assert forwards.compared == [1] * 16, "of the first batch"
+    assert (engine.stock_because, caplog.messages) == ("", [])
+    forwards.cached.clear()
+    assert completions == engine_of(model, stock=True)(PROMPTS, settings)
+    assert forwards.cached[0] == 16
     assert len(set(map(len, completions))) > 3
 
 
-def test_only_rows_of_the_first_batch_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, checked = ending(), []
-    differences = engines.differences
-
-    def compared(*given: Any) -> torch.Tensor:
-        checked.append((len(given[1]), given[4]))
-        return differences(*given)
-
-    monkeypatch.setattr(engines, "differences", compared)
-    for temperature in (0.5, 0.0):
-        engine = Transformers(model, byte_tokenizer())
-        for _ in range(2):
-            engine((PROMPTS * 3)[:64], Settings(temperature=temperature, max_new_tokens=4, batch_size=64))
-    assert checked == [(32, 0.5), (32, 1.0)], "greedy decoding divides no logit"
-    Transformers(model, byte_tokenizer())(PROMPTS, Settings(max_new_tokens=4))
-    assert checked[2:] == [(24, 1.0)], "all of a small batch"
-
-
-def moved_nothing(self: Any, holes: list[int], movers: list[int], count: int) -> None:
-    """Break the cache: drop the last rows instead of the finished ones."""
-    self.buffers = [buffer[:count] for buffer in self.buffers]
-    self.show(self.start, self.stop)
-
-
-def test_a_mismatch_switches_to_transformers_own_loop(
-    decoded: list[int], logged_sentences: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, settings = ending(), Settings(max_new_tokens=20, batch_size=12)
-    expected = stock(model, PROMPTS, settings, monkeypatch)
-    monkeypatch.setattr(kv_cache.Buffer, "keep", moved_nothing)
-    assert Transformers(model, byte_tokenizer())(PROMPTS, settings) == expected
-    assert decoded == [12], "the first batch, which was then made again"
-    (sentence,) = logged_sentences()
-    assert "own loop: group decoding picks tokens under other log-probabilities than the model's (by " in sentence
-
-
-def test_a_model_without_group_decoding_uses_transformers_own_loop(logged_sentences: Any, decoded: list[int]) -> None:
-    model = policy(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
-    engine = Transformers(model, byte_tokenizer())
+def test_32_rows_of_the_first_batch_are_compared() -> None:
+    model = ending()
+    forwards, engine = Forwards(model), engine_of(model)
     for _ in range(2):
-        assert len(engine(PROMPTS, Settings(max_new_tokens=3, batch_size=8))) == len(PROMPTS)
-    assert decoded == []
-    (sentence,) = logged_sentences()
-    assert "a rotary table of type dynamic" in sentence
+        engine((PROMPTS * 3)[:64], Settings(max_new_tokens=4, batch_size=64))
+    assert forwards.compared == [1] * 32
 
 
-def test_a_batch_that_group_decoding_declines_is_made_by_transformers_own_loop(
-    logged_sentences: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, settings = ending(), Settings(max_new_tokens=8, batch_size=8)
-    expected = stock(model, PROMPTS, settings, monkeypatch)
-    monkeypatch.setattr(groups, "reason_to_decline", lambda *_, **__: "a reason")
-    assert Transformers(model, byte_tokenizer())(PROMPTS, settings) == expected
-    assert logged_sentences() == ["completions are generated by transformers' own loop: a reason"]
+def test_a_mismatch_switches_to_transformers_own_loop(caplog: Any) -> None:
+    """Forwards of fewer rows than the batch, which only group decoding has, compute other logits."""
+    model, settings = ending(), Settings(max_new_tokens=20, batch_size=12)
+
+    def damage(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get("use_cache") is not False and len(output.logits) < 12:
+            output.logits = output.logits.roll(1, -1)
+
+    model.register_forward_hook(damage, with_kwargs=True)
+    expected, engine = engine_of(model, stock=True)(PROMPTS, settings), engine_of(model)
+    assert engine(PROMPTS, settings) == expected, "the first batch is made again"
+    assert engine.stock_because in caplog.text
+    assert len(caplog.messages) == 1, "announced once"
 
 
-def test_a_model_in_training_is_evaluated_without_dropout_and_goes_on_training(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize(("scale", "is_wrong"), [(1e-6, False), (1e-3, True)])
+def test_one_token_under_another_log_probability_is_a_mismatch(scale: float, is_wrong: bool) -> None:
+    """In float32 the largest difference decides."""
+    model, count = ending(), iter(range(10_000))
+
+    def damage(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        if kwargs.get("use_cache") is not False and next(count) == 2:
+            output.logits[0] *= 1 + scale
+
+    model.register_forward_hook(damage, with_kwargs=True)
+    engine = engine_of(model)
+    engine(PROMPTS, Settings(max_new_tokens=20))
+    assert bool(engine.stock_because) == is_wrong
+
+
+@pytest.mark.parametrize("reason", ["dynamic", "prefill_chunk_size"])
+def test_a_model_that_group_decoding_declines_uses_transformers_own_loop(reason: str, caplog: Any) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = policy(rope_parameters=rope) if reason == "dynamic" else policy()
+    if reason == "prefill_chunk_size":
+        model.generation_config.prefill_chunk_size = 2
+    settings = Settings(max_new_tokens=3, batch_size=8)
+    expected = engine_of(model, stock=True)(PROMPTS, settings)
+    engine = engine_of(model)
+    assert [engine(PROMPTS, settings) for _ in range(2)] == [expected] * 2
+    (sentence,) = caplog.messages
+    assert reason in sentence
+    assert reason in engine.stock_because
+
+
+def test_a_model_in_training_is_evaluated_without_dropout_and_goes_on_training(monkeypatch: Any) -> None:
     model, settings = policy(attention_dropout=0.9), Settings(max_new_tokens=8)
-    expected = Transformers(model.eval(), byte_tokenizer())(PROMPTS, settings)
+    expected = engine_of(model.eval())(PROMPTS, settings)
     assert not model.training
-    assert Transformers(model.train(), byte_tokenizer())(PROMPTS, settings) == expected
+    assert engine_of(model.train())(PROMPTS, settings) == expected
     assert model.training
 
     def interrupted(**_: Any) -> None:
@@ -163,26 +148,17 @@ def test_a_model_in_training_is_evaluated_without_dropout_and_goes_on_training(
 
     monkeypatch.setattr(model, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Transformers(model, byte_tokenizer())(PROMPTS, settings)
+        engine_of(model)(PROMPTS, settings)
     assert model.training
 
 
-# ---- stop strings
-
-
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize(("in_groups", "pad_is_eos"), list(product([True, False], [True, False])))
-def test_a_completion_ends_at_its_first_stop_string(
-    in_groups: bool, pad_is_eos: bool, decoded: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = byte_tokenizer()
+@pytest.mark.parametrize(("stock", "pad_is_eos"), [(False, True), (True, False)])
+def test_a_completion_ends_at_its_first_stop_string(stock: bool, pad_is_eos: bool) -> None:
+    engine = engine_of(policy(), stock=stock)
     if pad_is_eos:
-        tokenizer.pad_token = tokenizer.eos_token
-    if not in_groups:
-        monkeypatch.setattr(engines, "unfit", lambda _: "in a test")
-    settings = Settings(temperature=1.0, max_new_tokens=24, batch_size=48, stop=STOP)
-    completions = Transformers(policy(), tokenizer)(PROMPTS * 4, settings)
-    assert bool(decoded) is in_groups
+        engine.tokenizer.pad_token = engine.tokenizer.eos_token
+    completions = engine(PROMPTS * 4, Settings(temperature=1.0, max_new_tokens=24, batch_size=48, stop=STOP))
+    assert bool(engine.stock_because) == stock
     stopped = [text for text in completions if text.endswith(STOP)]
     assert len(stopped) > 10
     assert any(len(text) > 1 for text in stopped)
@@ -190,28 +166,48 @@ def test_a_completion_ends_at_its_first_stop_string(
         assert not any(stop in text[:-1] for stop in STOP), "cut at the first one"
 
 
-def test_an_evaluation_uses_the_stop_strings_of_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Settings] = []
+def test_a_completion_keeps_its_end_token_and_no_padding_and_has_the_length_of_its_room() -> None:
+    engine = engine_of(ending())
+    ids = engines.token_ids(PROMPTS, engine.tokenizer, Settings())
+    made = engine.generate(ids, Settings(max_new_tokens=20))
+    ends = set(range(1, 60))
+    assert {len(tokens) for tokens in made} > {1}
+    for tokens in made:
+        assert not ends & set(tokens[:-1])
+        assert tokens[-1] in ends or len(tokens) == 20
+    room = [20, 1, 3, 7] * 6
+    expected = [tokens[:most] for tokens, most in zip(made, room, strict=True)]
+    assert engine.generate(ids, Settings(max_new_tokens=2), room) == expected
 
-    def complete(prompts: list[Any], settings: Settings) -> list[str]:
-        seen.append(settings)
-        return ["<think>x</think><answer>1</answer>"] * len(prompts)
 
-    complete.sampling = lambda settings: {}
-    monkeypatch.setattr(evaluate, "load_engine", lambda *_: complete)
-    monkeypatch.setattr(evaluate, "load_tokenizer", lambda *_: chat_tokenizer())
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(
-        "model_name_or_path: m\ndataset: {name: arithmetic}\nrewards: gsm8k_correctness\n"
-        "generation_kwargs: {stop: ['</answer>']}\n"
-    )
-    monkeypatch.setattr(engines, "is_missing", lambda _: False)
-    monkeypatch.setattr(evaluate, "weights_fingerprint", lambda _: {})
-    command = ["evaluate", "owner/m", "--recipe", str(recipe), "--limit", "2", "--output", str(tmp_path / "e")]
-    assert cli.main(command) == 0
-    assert seen[0].stop == ("</answer>",)
-    assert '"</answer>"' in (tmp_path / "e" / "evaluation.json").read_text()
+def test_the_sampling_of_greedy_decoding_names_no_filter() -> None:
+    engine = engine_of(policy())
+    assert engine.sampling(Settings(max_new_tokens=3, stop=("b",))) == {
+        "do_sample": False,
+        "repetition_penalty": 1.0,
+        "max_new_tokens": 3,
+        "eos_token_id": [1],
+        "pad_token_id": 0,
+        "stop": ["b"],
+    }
+    assert engine.positions == engine.model.config.max_position_embeddings
+    for config in ({}, {"max_position_embeddings": None}):
+        assert Transformers(SimpleNamespace(config=SimpleNamespace(**config)), None).positions == float("inf")
 
+
+@pytest.mark.parametrize(("device", "seeded"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])
+def test_the_random_state_of_the_models_gpu_is_restored(device: str, seeded: list[Any], monkeypatch: Any) -> None:
+    forked: list[list[torch.device]] = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext(forked.append(devices)))
+    state = torch.get_rng_state()
+    with engines.seeded(SimpleNamespace(device=torch.device(device)), 3):
+        drawn = torch.rand(2)
+    torch.set_rng_state(state)
+    assert forked == [seeded]
+    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(3)))
+
+
+# ---- prompts
 
 THINKING = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
 
@@ -230,16 +226,13 @@ def test_only_prompts_of_text_get_the_tokenizers_special_tokens() -> None:
     tokenizer = chat_tokenizer()
     begin = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 257)])
     tokenizer.backend_tokenizer.post_processor = begin
-    assert engines.token_ids(["1", "22"], tokenizer, Settings()) == [
-        tokenizer(text)["input_ids"] for text in ["1", "22"]
-    ]
+    texts = ["1", "22"]
+    assert engines.token_ids(texts, tokenizer, Settings()) == [tokenizer(text)["input_ids"] for text in texts]
     assert engines.token_ids(["1"], tokenizer, Settings())[0][0] == 257
     assert engines.token_ids([[{"role": "user", "content": "1"}]], tokenizer, Settings())[0][0] == 256
 
 
-def test_an_evaluation_renders_prompts_as_its_recipe_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_an_evaluation_renders_prompts_as_its_recipe_does(tmp_path: Path, monkeypatch: Any) -> None:
     model = save_policy(tmp_path / "m")
     chat_tokenizer(THINKING).save_pretrained(model)
     seen: list[str] = []
@@ -251,40 +244,11 @@ def test_an_evaluation_renders_prompts_as_its_recipe_does(
 
     monkeypatch.setattr(LlamaForCausalLM, "generate", spy)
     text = "model_name_or_path: m\ndataset: {name: arithmetic, system_prompt: none}\nrewards: gsm8k_correctness\n"
-    recipe = tmp_path / "r.yaml"
-    options = ["--limit", "1", "--max_new_tokens", "4", "--output", str(tmp_path / "e"), "--recipe", str(recipe)]
-    recipe.write_text(text + "chat_template_kwargs: {enable_thinking: false}\n")
-    assert cli.main(["evaluate", str(model), *options]) == 0
+    (tmp_path / "r.yaml").write_text(f"{text}chat_template_kwargs: {{enable_thinking: false}}\n")
+    options = ["--limit", "1", "--max_new_tokens", "4", "--output", str(tmp_path / "e")]
+    assert cli.main(["evaluate", str(model), "--recipe", str(tmp_path / "r.yaml"), *options]) == 0
     assert seen
     assert all(prompt.endswith("<|im_start|>assistant\n<think></think>") for prompt in seen)
-    recipe.write_text(text)
-    assert cli.main(["evaluate", str(model), *options]) == 2
-    assert "holds another evaluation: settings.chat_template_kwargs was" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@needs_bitsandbytes
-def test_an_adapter_is_evaluated_on_the_base_in_4_bits_that_it_was_trained_on(tmp_path: Path) -> None:
-    checkpoint = save_run(tmp_path)
-    model = engines.load_model(str(checkpoint))
-    text = "3 + 4 = 7"
-    torch.testing.assert_close(log_probabilities(model, text), log_probabilities(trained_policy(tmp_path), text))
-    assert needs_merging(str(checkpoint)) == "a base that was quantized for training"
-
-
-@pytest.mark.slow
-@needs_bitsandbytes
-def test_an_evaluation_records_how_the_base_is_quantized(tmp_path: Path) -> None:
-    checkpoint = save_run(tmp_path)
-    options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 2, "prompt_format": "text"}
-    plain = evaluate.evaluate_model(tmp_path / "base", output=tmp_path / "a", **options)
-    assert "quantization" not in plain["made_with"]
-    evaluate.evaluate_model(checkpoint, output=tmp_path / "b", **options)
-    made_with = json.loads((tmp_path / "b" / "evaluation.json").read_text())["made_with"]
-    assert made_with["dtype"] == "bfloat16"
-    assert made_with["quantization"] == "4 bits (nf4)"
-    (warning,) = comparison.compare(tmp_path / "a", tmp_path / "b")["warnings"]
-    assert "quantization not recorded and 4 bits (nf4)" in warning
 
 
 # ---- settings of training
@@ -311,334 +275,196 @@ def test_the_sampling_of_training_is_that_of_its_recipe_with_trls_defaults(
     assert engines.training_sampling(recipe) == {**defaults, **(recipe if changes is None else changes)}
 
 
-@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"])
-def test_a_sampling_key_that_is_no_number_is_refused(key: str) -> None:
-    for recipe in ({key: "high"}, {"generation_kwargs": {key: [1]}}):
-        with pytest.raises(UserError, match=f"`{key}` is "):
-            engines.training_sampling(recipe)
-
-
-@pytest.mark.parametrize(
-    ("declared", "ends"), [(None, [7]), (7, [7]), (3, [3, 7]), (0, [0, 7]), ([9, 7, 9], [7, 9]), ([], [7])], ids=str
-)
-def test_a_completion_ends_at_any_token_that_model_or_tokenizer_declare(declared: Any, ends: list[int]) -> None:
-    model = SimpleNamespace(eos_token_id=declared)
-    assert engines.end_tokens(model, SimpleNamespace(eos_token_id=7)) == ends
-    assert 7 in ends
-    without = engines.end_tokens(model, SimpleNamespace(eos_token_id=None))
-    assert without == sorted(set(declared if isinstance(declared, list) else [declared]) - {None})
-
-
-def test_chat_template_arguments_are_a_mapping_or_nothing() -> None:
-    assert engines.template_kwargs_of({}) is None
-    assert engines.template_kwargs_of({"chat_template_kwargs": {}}) is None
+def test_keys_of_sampling_and_of_the_chat_template_are_checked() -> None:
+    for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
+        for recipe in ({key: "high"}, {"generation_kwargs": {key: [1]}}):
+            with refused(f"`{key}`"):
+                engines.training_sampling(recipe)
+    assert engines.template_kwargs_of({}) is engines.template_kwargs_of({"chat_template_kwargs": {}}) is None
     assert engines.template_kwargs_of({"chat_template_kwargs": {"thinking": False}}) == {"thinking": False}
-    with pytest.raises(UserError, match="`chat_template_kwargs` is "):
+    with refused("`chat_template_kwargs`", "['thinking']"):
         engines.template_kwargs_of({"chat_template_kwargs": ["thinking"]})
 
 
-@pytest.mark.parametrize(("answers", "local_only"), [(True, False), (False, True)])
-def test_a_hub_that_does_not_answer_is_not_asked_for_a_dtype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, local_only: bool
-) -> None:
-    """A folder needs no hub."""
-    asked: dict[str, dict[str, object]] = {}
-
-    def read(name: str, **options: object) -> None:
-        asked[name] = options
-        raise OSError
-
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read)
-    monkeypatch.setattr(engines, "hub_answers", lambda: answers)
-    assert [engines.checkpoint_dtype(name) for name in ("org/model", str(tmp_path))] == [None, None]
-    assert asked == {
-        "org/model": {"local_files_only": local_only, "trust_remote_code": False},
-        str(tmp_path): {"local_files_only": True, "trust_remote_code": False},
-    }
+# ---- tokenizers
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (None, {}),
-        ({"load_in_8bit": True}, {"quantization": "8 bits"}),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"quantization": "4 bits (nf4)"}),
-        (
-            {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
-            {"quantization": "4 bits (fp4)"},
-        ),
-    ],
-)
-def test_the_record_of_an_evaluation_tells_how_the_base_is_quantized(
-    config: dict[str, Any] | None, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = transformers.BitsAndBytesConfig(**config) if config else None
-    monkeypatch.setattr(engines, "trained_quantization", lambda folder: found)
-    assert engines.quantization_of(str(tmp_path)) == {}, "no adapter"
-    (tmp_path / "adapter_config.json").write_text("{}")
-    assert engines.quantization_of(str(tmp_path)) == expected
+def test_a_tokenizer_pads_with_its_end_token_if_it_has_no_other(tmp_path: Path) -> None:
+    for pad, end, expected in (("<pad>", "<eos>", "<pad>"), (None, "<eos>", "<eos>"), (None, None, None)):
+        tokenizer = byte_tokenizer()
+        tokenizer.pad_token, tokenizer.eos_token = pad, end
+        tokenizer.save_pretrained(tmp_path)
+        with nullcontext() if expected else refused(tmp_path, "pad_token", "eos_token"):
+            assert engines.load_tokenizer(str(tmp_path)).pad_token == expected
+    chat_tokenizer().save_pretrained(tmp_path)
+    template = ChatTemplate(Path("chat_template.jinja"), "text", None)
+    assert engines.load_tokenizer(str(tmp_path), template).chat_template == "text"
 
 
-def test_a_record_that_describes_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record: list[Any] = [None]
-    monkeypatch.setattr(engines, "record_of_model", lambda folder: record[0])
-    monkeypatch.setattr(engines, "missing_quantization", lambda recipe: [])
-    assert engines.trained_quantization(tmp_path) is None
-    record[0] = {"recipe": {"model_name_or_path": "m", "max_steps": 3}}
-    assert engines.trained_quantization(tmp_path) is None, "the base was not quantized"
-    record[0] = {"recipe": {"load_in_4bit": True, "bnb_4bit_quant_type": 7}}
-    with pytest.raises(UserError, match="its run.json describes no model .*: restore the file"):
-        engines.trained_quantization(tmp_path)
-    for error in (AttributeError("a"), TypeError("a"), ValueError("a")):
-        monkeypatch.setattr(engines, "get_quantization_config", Mock(side_effect=error))
-        with pytest.raises(UserError, match=r"its run.json describes no model \(a\): restore the file"):
-            engines.trained_quantization(tmp_path)
-    monkeypatch.setattr(engines, "missing_quantization", lambda recipe: ["bitsandbytes is missing"])
-    with pytest.raises(UserError, match="was trained on a quantized base: bitsandbytes is missing"):
-        engines.trained_quantization(tmp_path)
+# ---- models
 
 
-def test_a_tokenizer_pads_with_its_end_token_if_it_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[object, ...]] = []
-    for pad, end, expected in (("<pad>", "<end>", "<pad>"), (None, "<end>", "<end>")):
-        tokenizer = SimpleNamespace(pad_token=pad, eos_token=end)
-        monkeypatch.setattr(engines, "saved_tokenizer", lambda *words, found=tokenizer: given.append(words) or found)
-        assert engines.load_tokenizer("m", TEMPLATE).pad_token == expected
-    assert given == [("m", TEMPLATE)] * 2
-    monkeypatch.setattr(engines, "saved_tokenizer", lambda *given: SimpleNamespace(pad_token=None, eos_token=None))
-    with pytest.raises(UserError, match="m: its tokenizer has neither a `pad_token` nor an `eos_token`: set one in"):
-        engines.load_tokenizer("m")
-
-
-@pytest.mark.parametrize(
-    ("error", "says"), [(OSError("no such\nfile"), "no such file"), (RuntimeError(), "RuntimeError")], ids=str
-)
-def test_a_model_or_tokenizer_that_can_not_be_loaded_is_named_with_the_reason(
-    error: Exception, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[str, dict[str, object]]] = []
+def test_a_model_is_loaded_without_code_of_its_own_and_without_pickles(tmp_path: Path, monkeypatch: Any) -> None:
+    seen: list[dict[str, object]] = []
 
     def fails(name: str, **options: object) -> None:
-        seen.append((name, options))
-        raise error
+        seen.append(options)
+        raise OSError("no such\nfile")
 
     for loader in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM, peft.AutoPeftModelForCausalLM):
         monkeypatch.setattr(loader, "from_pretrained", fails)
-    monkeypatch.setattr(engines, "trained_quantization", lambda folder: ("quantized as", folder))
     model, adapter = tmp_path / "model", tmp_path / "adapter"
     for folder in (model, adapter):
         folder.mkdir()
     (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "x"}')
     for folder in (model, adapter):
-        with pytest.raises(UserError) as raised:
+        with refused(folder, "no such file"):
             engines.load_model(str(folder))
-        assert str(raised.value) == f"{folder}: the model can't be loaded: {says}"
-    with pytest.raises(UserError) as raised:
+    with refused(model, "no such file"):
         engines.saved_tokenizer(str(model))
-    assert str(raised.value) == f"{model}: its tokenizer can't be loaded: {says}"
-    plain = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False}
-    assert seen == [
-        (str(model), {**plain}),
-        (str(adapter), {**plain, "quantization_config": ("quantized as", adapter)}),
-        (str(model), {"trust_remote_code": False}),
-    ]
+    assert all(options["trust_remote_code"] is False for options in seen)
+    assert [options.get("use_safetensors") for options in seen] == [True, True, None]
 
 
-def test_a_model_keeps_the_dtype_of_its_files(tmp_path: Path) -> None:
-    policy().to(torch.bfloat16).save_pretrained(tmp_path)
+def test_a_model_keeps_the_dtype_of_its_files_and_has_finite_weights(tmp_path: Path) -> None:
+    model = policy().to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
     assert engines.load_model(str(tmp_path)).dtype == torch.bfloat16
+    model.lm_head.weight.data[3, 4] = float("nan")
+    model.save_pretrained(tmp_path)
+    with refused(tmp_path, "1", "lm_head.weight"):
+        engines.load_model(str(tmp_path))
 
 
-def test_an_adapters_base_keeps_its_layout_in_4_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept = torch.nn.Module(), []
+def test_an_adapters_base_keeps_its_layout_in_4_bits(tmp_path: Path, monkeypatch: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.support_avx512bf16_for_cpu = True
     (tmp_path / "adapter_config.json").write_text("{}")
-    monkeypatch.setattr(engines, "trained_quantization", lambda folder: None)
-    monkeypatch.setattr(engines, "keep_4bit_layout", kept.append)
     monkeypatch.setattr(peft.AutoPeftModelForCausalLM, "from_pretrained", lambda *_, **__: model)
     assert engines.load_model(str(tmp_path)) is model
-    assert kept == [model]
+    assert not model.support_avx512bf16_for_cpu
 
 
-def test_an_engine_is_on_the_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = SimpleNamespace(to=lambda device: f"on {device}")
-    monkeypatch.setattr(engines, "load_model", lambda name: model)
-    for has_gpu, device in ((True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
-        engine = engines.load_engine("m", "tokenizer")
-        assert (engine.model, engine.tokenizer) == (f"on {device}", "tokenizer")
-
-
-def test_an_adapters_local_base_is_checked_as_the_adapter_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, str]] = []
-    names = ("check_descriptions", "check_weight_files")
-    for name in names:
-        monkeypatch.setattr(engines, name, lambda folder, name=name: calls.append((name, str(folder))))
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    for folder, file in ((base, "config.json"), (adapter, "adapter_config.json")):
-        folder.mkdir()
-        (folder / file).write_text("{}")
+def test_folders_of_models_are_checked_before_they_are_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    with refused("runs/none"):
+        engines.check_model("./runs/none")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with refused(empty):
+        engines.check_model(str(empty))
+    for step in (2, 10):
+        (empty / f"checkpoint-{step}").mkdir()
+    with refused(empty, empty / "checkpoint-10"):
+        engines.check_model(str(empty))
+    base, adapter = save_policy(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    save_file({"a": torch.zeros(1)}, adapter / "adapter_model.safetensors")
     monkeypatch.chdir(tmp_path)
-    for named, checked in (
-        (str(base), [adapter, base]),
-        ("base", [adapter, Path("base")]),
-        ("owner/model", [adapter]),
-        ("", [adapter]),
-        (None, [adapter]),
-    ):
+
+    def check(named: str | None) -> None:
         (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
         engines.check_model_folder(adapter)
-        assert calls == [(name, str(folder)) for folder in checked for name in names]
-        calls.clear()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(UserError, match="adapter is an adapter, and its base .*gone is missing: set `base_model_name"):
-        engines.check_model_folder(adapter)
+
+    for named in (str(base), "base", "owner/model", "", None):
+        check(named)
+    with refused(adapter, tmp_path / "gone", "`base_model_name_or_path`"):
+        check(str(tmp_path / "gone"))
+    (base / "model.safetensors").write_bytes(b"damaged")
+    for named in (str(base), "base"):
+        with refused("base/model.safetensors"):
+            check(named)
+    with refused(base / "model.safetensors"):
+        engines.check_model(str(base))
+    (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
+    with refused(adapter):
+        check(None)
 
 
-def test_a_folder_without_a_model_is_refused_with_its_newest_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no model .*: name the folder of a model, an adapter or a finished run$"):
-        engines.check_model_folder(tmp_path)
-    for step in (2, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    with pytest.raises(UserError, match=r"holds no model .*: its newest checkpoint is .*checkpoint-10; name that fold"):
-        engines.check_model(str(tmp_path))
-
-
-def test_a_damaged_weight_file_is_refused_with_a_fix(tmp_path: Path) -> None:
-    folder = save_policy(tmp_path)
-    engines.check_model(str(folder))
-    (folder / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=": copy or download the folder again, or name another checkpoint$"):
-        engines.check_model(str(folder))
-
-
-def test_a_model_without_published_settings_has_those_of_its_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = save_policy(tmp_path / "m", eos_token_id=7)
-    (tmp_path / "adapter").mkdir()
+def test_a_model_without_published_settings_has_those_of_its_configuration(tmp_path: Path) -> None:
+    folder, adapter = save_policy(tmp_path / "m", eos_token_id=7), tmp_path / "adapter"
+    adapter.mkdir()
     config = {"base_model_name_or_path": str(folder), "peft_type": "LORA"}
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert engines.published_config(str(tmp_path / "adapter")).eos_token_id == 9
+    assert engines.published_config(str(adapter)).eos_token_id == 9
     (folder / "generation_config.json").unlink()
-    read, seen = transformers.AutoConfig.from_pretrained, []
-    monkeypatch.setattr(
-        transformers.AutoConfig, "from_pretrained", lambda name, **options: seen.append(options) or read(name)
-    )
-    for name in ("m", "adapter"):
-        assert engines.published_config(str(tmp_path / name)).eos_token_id == 7
-    assert seen == [{"trust_remote_code": False}] * 2
-
-
-def test_a_model_without_positions_reads_any_number_of_tokens() -> None:
-    model = policy()
-    assert Transformers(model, byte_tokenizer()).positions == model.config.max_position_embeddings
-    for config in ({}, {"max_position_embeddings": None}):
-        endless = SimpleNamespace(config=SimpleNamespace(**config))
-        assert Transformers(endless, None).positions == float("inf")
-
-
-def test_the_sampling_of_greedy_decoding_names_no_filter() -> None:
-    engine = Transformers(policy(), byte_tokenizer())
-    assert engine.sampling(Settings(max_new_tokens=3, stop=("b",))) == {
-        "do_sample": False,
-        "repetition_penalty": 1.0,
-        "max_new_tokens": 3,
-        "eos_token_id": [1],
-        "pad_token_id": 0,
-        "stop": ["b"],
-    }
-
-
-def test_each_completion_is_as_long_as_its_row_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-    engine = Transformers(policy(), byte_tokenizer())
-
-    def generated(prompts: list[list[int]], settings: Settings) -> list[list[int]]:
-        lengths.append(settings.max_new_tokens)
-        return [[1, 2, 3, 4, 5] for _ in prompts]
-
-    monkeypatch.setattr(engine, "generate_padded", generated)
-    settings = Settings(max_new_tokens=9, strict=None)
-    assert engine.generate([[1], [2], [3]], settings, [2, 5, 4]) == [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
-    assert engine.generate([[1]], settings) == [[1, 2, 3, 4, 5]]
-    assert lengths == [5, 9]
-    with pytest.raises(ValueError, match="shorter"):
-        engine.generate([[1], [2]], settings, [2])
-
-
-def test_a_completion_keeps_its_end_token_and_no_padding() -> None:
-    engine = Transformers(ending(), byte_tokenizer())
-    made = engine.generate(engines.token_ids(PROMPTS, engine.tokenizer, Settings()), Settings(max_new_tokens=20))
-    ends = set(range(1, 60))
-    assert {len(tokens) for tokens in made} > {1}
-    for tokens in made:
-        assert not ends & set(tokens[:-1])
-        assert tokens[-1] in ends or len(tokens) == 20
+    for name in (folder, adapter):
+        assert engines.published_config(str(name)).eos_token_id == 7
 
 
 def test_the_dtype_of_a_model_is_that_of_its_file_or_unknown(tmp_path: Path) -> None:
     folder = save_policy(tmp_path / "m")
     assert engines.checkpoint_dtype(str(folder)) == "float32"
     config = json.loads((folder / "config.json").read_text())
-    for name in ("dtype", "torch_dtype"):
-        config.pop(name, None)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({key: one for key, one in config.items() if "dtype" not in key}))
     assert engines.checkpoint_dtype(str(folder)) is None
+    assert engines.checkpoint_dtype(str(tmp_path)) is None
 
 
-@pytest.mark.parametrize(
-    ("of_text", "of_all", "expected"),
-    [
-        (torch.bfloat16, torch.float32, "bfloat16"),
-        (None, torch.float16, "float16"),
-        (torch.float32, None, "float32"),
-        (None, None, None),
-    ],
-)
-def test_the_dtype_of_a_model_of_images_and_text_is_that_of_its_text(
-    of_text: torch.dtype | None, of_all: torch.dtype | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = SimpleNamespace(dtype=of_all, get_text_config=lambda: SimpleNamespace(dtype=of_text))
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: config)
-    monkeypatch.setattr(engines, "hub_answers", lambda: True)
-    assert engines.checkpoint_dtype("owner/model") == expected
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_hub_that_does_not_answer_is_not_asked_for_a_dtype(tmp_path: Path, monkeypatch: Any, answers: bool) -> None:
+    """The dtype of a model of images and text is that of its text, and a folder needs no hub."""
+    asked: dict[str, dict[str, object]] = {}
+    text = SimpleNamespace(dtype=torch.bfloat16)
+
+    def read(name: str, **options: object) -> Any:
+        asked[name] = options
+        return SimpleNamespace(dtype=torch.float16, get_text_config=lambda: text)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read)
+    monkeypatch.setattr(engines, "hub_answers", lambda: answers)
+    names = ("org/model", str(tmp_path))
+    assert [engines.checkpoint_dtype(name) for name in names] == ["bfloat16"] * 2
+    text.dtype = None
+    assert engines.checkpoint_dtype("org/model") == "float16"
+    assert [asked[name] for name in names] == [
+        {"local_files_only": local, "trust_remote_code": False} for local in (not answers, True)
+    ]
 
 
-def test_a_folder_that_does_not_exist_is_named() -> None:
-    with pytest.raises(UserError, match="^runs/none: the model can't be loaded: there is no such folder"):
-        engines.check_model("./runs/none")
+# ---- quantized bases
 
 
-@pytest.mark.parametrize(("device", "seeded"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])
-def test_the_random_state_of_the_models_gpu_is_restored(
-    device: str, seeded: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forked: list[list[torch.device]] = []
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext(forked.append(devices)))
-    state = torch.get_rng_state()
-    with engines.seeded(SimpleNamespace(device=torch.device(device)), 3):
-        drawn = torch.rand(2)
-    torch.set_rng_state(state)
-    assert forked == [seeded]
-    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(3)))
+@needs_bitsandbytes
+def test_the_base_of_an_adapter_is_quantized_as_its_run_did(tmp_path: Path) -> None:
+    def record(**recipe: Any) -> None:
+        (tmp_path / "run.json").write_text(json.dumps({"recipe": {"model_name_or_path": "m", **recipe}}))
+
+    record(load_in_8bit=True)
+    assert engines.quantization_of(str(tmp_path)) == {}, "no adapter"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert engines.quantization_of(str(tmp_path)) == {"quantization": "8 bits"}
+    record(max_steps=3)
+    assert engines.trained_quantization(tmp_path) is None
+    for kind in ("nf4", "fp4"):
+        record(load_in_4bit=True, bnb_4bit_quant_type=kind, use_bnb_nested_quant=True)
+        (shown,) = engines.quantization_of(str(tmp_path)).values()
+        assert "4 bits" in shown
+        assert kind in shown
+        found = engines.trained_quantization(tmp_path)
+        assert (found.load_in_4bit, found.bnb_4bit_use_double_quant) == (True, True)
+    for damaged in ({"bnb_4bit_quant_type": 7}, {"dtype": "float99"}):
+        record(load_in_4bit=True, **damaged)
+        with refused(tmp_path, "run.json"):
+            engines.trained_quantization(tmp_path)
+    (tmp_path / "run.json").unlink()
+    assert engines.trained_quantization(tmp_path) is None
 
 
-def test_one_token_of_the_first_batch_under_another_log_probability_is_a_mismatch(
-    logged_sentences: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In float32 the largest difference decides."""
-    gaps = torch.zeros(1_000)
-    monkeypatch.setattr(engines, "differences", lambda *_: gaps)
-    for gap, sentences in ((5e-5, 0), (2e-4, 1)):
-        gaps[7] = gap
-        Transformers(ending(), byte_tokenizer())(PROMPTS, Settings(max_new_tokens=2))
-        assert len(logged_sentences()) == sentences
-    assert "the first batch" in logged_sentences()[0]
-
-
-def test_a_turn_that_was_not_recorded_is_not_compared() -> None:
-    engine = Transformers(policy(), byte_tokenizer())
-    assert engine._mismatch({}, [], None) == ""
-    assert engine._mismatch({}, [], SimpleNamespace(declined="too wide", log_probs=[0.0])) == ""
-    assert engine._mismatch({}, [], SimpleNamespace(declined="", log_probs=None)) == ""
+@pytest.mark.slow
+@needs_bitsandbytes
+def test_an_adapter_is_evaluated_on_the_base_in_4_bits_that_it_was_trained_on(tmp_path: Path) -> None:
+    checkpoint = save_run(tmp_path)
+    model = engines.load_model(str(checkpoint))
+    text = "3 + 4 = 7"
+    torch.testing.assert_close(log_probabilities(model, text), log_probabilities(trained_policy(tmp_path), text))
+    assert needs_merging(str(checkpoint))
+    options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 2, "prompt_format": "text"}
+    plain = evaluate.evaluate_model(tmp_path / "base", output=tmp_path / "a", **options)
+    assert "quantization" not in plain["made_with"]
+    evaluate.evaluate_model(checkpoint, output=tmp_path / "b", **options)
+    made_with = json.loads((tmp_path / "b" / "evaluation.json").read_text())["made_with"]
+    assert made_with["dtype"] == "bfloat16"
+    assert "nf4" in made_with["quantization"]
+    (warning,) = comparison.compare(tmp_path / "a", tmp_path / "b")["warnings"]
+    assert f"quantization not recorded and {made_with['quantization']}" in warning

@@ -221,10 +221,11 @@ def test_what_identifies_an_evaluation_is_recorded(evaluated: Callable, run_fold
     assert found["made_with"]["dtype"] == "float32"
     assert "chat_template" not in found
     assert "paid_by" not in evaluated({})
-    template, recipe = tmp_path / "t.jinja", tmp_path / "r.yaml"
+    template, recipe = tmp_path / "t" / "chat_template.jinja", tmp_path / "r.yaml"
+    template.parent.mkdir()
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     recipe.write_text(
-        f"model_name_or_path: m\ndataset: arithmetic\nrewards: well_formed\nchat_template_path: {template}"
+        f"model_name_or_path: m\ndataset: arithmetic\nrewards: well_formed\nchat_template_path: {template.parent}"
     )
     assert evaluated({}, recipe=str(recipe))["chat_template"]
 

@@ -1,30 +1,29 @@
 """Requests of an evaluation to vLLM, which a stub replaces. tests/vllm compares real completions with transformers."""
 
-import io
 import itertools
 import json
+import math
 import sys
 import threading
-import urllib.error
 from collections.abc import Iterator
-from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from grpo_recipes.evaluation import comparison, evaluate, vllm_engine
-from grpo_recipes.evaluation.estimates import describe, describe_comparison
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM, made_with, needs_merging
-from grpo_rewards.errors import UserError
 from tests.support import tiny
+from tests.support.errors import refused
+from tests.support.quantized import needs_bitsandbytes
 
 PROMPTS = ["1 + 1 ="] * 8
 SETTINGS = Settings(samples=8, temperature=0.5, max_new_tokens=7, stop=("</b>",))
@@ -93,12 +92,7 @@ def adapters(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     plain = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
     configs = {
         "plain": LoraConfig(**plain),
-        "rslora": LoraConfig(**plain, use_rslora=True),
         "use_dora": LoraConfig(**plain, use_dora=True),
-        "modules_to_save": LoraConfig(**plain, modules_to_save=["lm_head"]),
-        "rank_pattern": LoraConfig(**plain, rank_pattern={"q_proj": 2}),
-        "target_modules": LoraConfig(**{**plain, "target_modules": ["q_proj", "embed_tokens"]}),
-        "IA3": IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]),
     }
     folders = {}
     for name, config in configs.items():
@@ -136,35 +130,25 @@ def test_published_sampling_settings_are_not_passed_to_vllm(
     for _ in range(2):
         engine(PROMPTS, SETTINGS)
     (sentence,) = [text for text in caplog.messages if "generation_config" in text]
-    assert sentence.endswith("(sequence_bias: [[[65], 50.0]], temperature: 0.1, top_k: 1)")
+    assert all(name in sentence for name in ("sequence_bias: [[[65], 50.0]]", "temperature: 0.1", "top_k: 1"))
     requests = StubServer.requests if served else [vars(row) for row in stub.sampling]
     assert len(requests) == 16
     for row in requests:
         assert row.items() >= {**NEUTRAL, "temperature": 0.5, "stop_token_ids": [1, 7]}.items()
 
 
-def test_vllm_draws_different_samples_of_a_prompt(policy: Path, stub: type[StubLLM]) -> None:
-    engine = load_vllm(str(policy), VLLM())
-    first = engine(PROMPTS, SETTINGS)
-    assert len(set(first)) == 8
-    assert all(text.endswith(" 0.5 7") for text in first)
-    assert engine(PROMPTS, SETTINGS) == first
-    assert not set(engine(PROMPTS, Settings(samples=8, temperature=0.5, max_new_tokens=7, seed=1))) & set(first)
-
-
 def test_a_completion_that_vllm_would_cut_is_refused(policy: Path, stub: type[StubLLM]) -> None:
     engine = load_vllm(str(policy), VLLM())
     longest = CONTEXT - len("1 + 1 =")
     engine(PROMPTS, Settings(max_new_tokens=longest))
-    with pytest.raises(UserError, match=f"need 65, and vLLM's context has {CONTEXT}.*--vllm_max_model_length"):
+    with refused("--max_new_tokens", CONTEXT + 1, CONTEXT, "--vllm_max_model_length"):
         engine(PROMPTS, Settings(max_new_tokens=longest + 1))
 
 
-@pytest.mark.parametrize("kind", ["plain", "rslora"])
 def test_a_default_lora_is_served_without_merging(
-    kind: str, policy: Path, adapters: dict[str, Path], stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
+    policy: Path, adapters: dict[str, Path], stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = adapters[kind]
+    folder = adapters["plain"]
     monkeypatch.chdir(folder.parent)
     engine = load_vllm(folder.name, VLLM())
     fixed = {"dtype": "float32", "generation_config": "vllm", "trust_remote_code": False}
@@ -198,69 +182,80 @@ def test_what_vllm_applies_or_only_training_reads_needs_no_merging(tmp_path: Pat
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**written, "rank_pattern": None, "bias": None}))
     assert needs_merging(str(tmp_path)) is None, "what is off needs nothing"
-    PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2).save_pretrained(tmp_path)
-    assert needs_merging(str(tmp_path)) == "its kind, PROMPT_TUNING"
+    LoraConfig(target_modules=None).save_pretrained(tmp_path)
+    assert needs_merging(str(tmp_path)) is None
 
 
-def test_an_empty_address_is_one_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty variable of a script must not start an engine in this process."""
-    options = VLLM(vllm_server_base_url="")
-    monkeypatch.setattr(vllm_engine, "Server", lambda *given: given)
-    assert vllm_engine.load_vllm("m", options, "tokenizer") == ("", "m", "tokenizer")
-    assert options.name == "vllm server"
-    for address in ("", "gpu1"):
-        with pytest.raises(UserError, match=f"^the vLLM server {address} does not answer .unknown url type: "):
-            made_with("m", VLLM(vllm_server_base_url=address))
+LINEAR: dict[str, Any] = {"target_modules": "all-linear"}
+MERGED = {
+    "use_dora": LoraConfig(**LINEAR, use_dora=True),
+    "modules_to_save": LoraConfig(**LINEAR, modules_to_save=["lm_head"]),
+    "rank_pattern": LoraConfig(**LINEAR, rank_pattern={"q_proj": 2}),
+    "target_modules": LoraConfig(target_modules=["q_proj", "embed_tokens"]),
+    "`target_modules`": LoraConfig(target_modules=["q_proj", "lm_head"]),
+    "`target_modules": LoraConfig(target_modules=".*q_proj"),
+    "IA3": IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+    "PROMPT_TUNING": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+}
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], ["embed_tokens"], ".*q_proj", None])
-def test_weights_outside_of_the_layers_and_patterns_of_names_need_merging(targets: Any, tmp_path: Path) -> None:
-    LoraConfig(target_modules=targets).save_pretrained(tmp_path)
-    assert needs_merging(str(tmp_path)) == (None if targets is None else "`target_modules`")
+@pytest.mark.parametrize("feature", MERGED)
+def test_an_adapter_feature_that_vllm_ignores_makes_it_merge(feature: str, tmp_path: Path) -> None:
+    MERGED[feature].save_pretrained(tmp_path)
+    assert feature in str(needs_merging(str(tmp_path)))
+    assert made_with(str(tmp_path), VLLM())["adapter"] == "merged"
 
 
-def test_an_adapter_on_a_quantized_base_needs_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_bitsandbytes
+def test_an_adapter_on_a_quantized_base_needs_merging(tmp_path: Path) -> None:
     LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
-    monkeypatch.setattr(vllm_engine, "trained_quantization", lambda folder: BitsAndBytesConfig(load_in_8bit=True))
-    assert needs_merging(str(tmp_path)) == "a base that was quantized for training"
+    (tmp_path / "run.json").write_text(json.dumps({"recipe": {"load_in_8bit": True}}))
+    assert needs_merging(str(tmp_path)) is not None
 
 
-@pytest.mark.parametrize("error", [OSError("no\nroom"), RuntimeError("no room"), ValueError("no room")], ids=repr)
 def test_a_model_that_vllm_can_not_load_is_named(
-    error: Exception, policy: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
+    policy: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: Any, **settings: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(StubLLM, "__init__", fails)
-    with pytest.raises(UserError) as raised:
-        load_vllm(str(policy), VLLM())
-    assert str(raised.value) == f"{policy}: vLLM can't load it: no room"
+    for error in (OSError("no\nroom"), RuntimeError("no room"), ValueError("no room")):
+        monkeypatch.setattr(StubLLM, "__init__", Mock(side_effect=error))
+        with refused(policy, "no room"):
+            load_vllm(str(policy), VLLM())
+    (weights := policy.with_name("broken")).mkdir()
+    tiny.save_policy(weights)
+    tensors = load_file(weights / "model.safetensors")
+    tensors["lm_head.weight"][0, 0] = math.nan
+    save_file(tensors, weights / "model.safetensors", metadata={"format": "pt"})
+    with refused(weights, "lm_head.weight"):
+        load_vllm(str(weights), VLLM())
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "max_model_length", "gpu_memory_utilization"])
 def test_an_option_of_the_engine_in_this_process_is_not_one_of_a_server(name: str) -> None:
     given = {f"vllm_{name}": 0}
     for url in ("http://h", ""):
-        with pytest.raises(UserError, match=f"^--vllm_{name} is set where the server is started"):
+        with refused(f"--vllm_{name}", "--vllm_server_base_url"):
             VLLM(vllm_server_base_url=url, **given)
     named = {"max_model_length": "max_model_len"}.get(name, name)
     assert VLLM(**given).arguments() == {named: 0}, "vLLM says what is wrong with it"
     assert (VLLM().arguments(), VLLM().name) == ({}, "vllm")
-    assert VLLM(vllm_server_base_url="http://h").name == "vllm server"
+    assert VLLM(vllm_server_base_url="").name == VLLM(vllm_server_base_url="http://h").name == "vllm server"
 
 
-def test_the_record_names_version_dtype_and_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_address_is_one_of_a_server() -> None:
+    """An empty variable of a script must not start an engine in this process."""
+    for address in ("", "gpu1"):
+        options = VLLM(vllm_server_base_url=address)
+        for call in (lambda options=options: load_vllm("m", options), lambda options=options: made_with("m", options)):
+            with refused(f"server {address}", "--vllm_server_base_url"):
+                call()
+
+
+def test_the_record_names_version_and_dtype(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_engine, "versions", lambda: {"torch": "2", "vllm": "0.30.0"})
-    monkeypatch.setattr(vllm_engine, "checkpoint_dtype", lambda name: {"owner/m": "bfloat16"}.get(name))
-    monkeypatch.setattr(vllm_engine, "quantization_of", lambda name: {"quantization": f"that of {name}"})
-    assert made_with("owner/m", VLLM()) == {
-        **{"version": "0.30.0", "dtype": "bfloat16"},
-        "quantization": "that of owner/m",
-    }
-    monkeypatch.setattr(vllm_engine, "versions", lambda: {"torch": "2"})
-    found = made_with(str(tmp_path), VLLM())
-    assert (found["version"], found["dtype"]) == (None, "float32"), "no file names a dtype"
+    assert made_with(str(policy), VLLM()) == {"version": "0.30.0", "dtype": "float32"}
+    tiny.policy().bfloat16().save_pretrained(tmp_path / "m")
+    assert made_with(str(tmp_path / "m"), VLLM())["dtype"] == "bfloat16"
+    assert made_with(str(tmp_path), VLLM())["dtype"] == "float32", "no file names a dtype"
 
 
 @pytest.mark.parametrize("served", [False, True])
@@ -279,23 +274,15 @@ def test_each_row_has_the_length_that_it_has_room_for(
             for given, row in zip(stub.inputs, stub.sampling, strict=True)
         ]
     assert sorted(lengths) == [(1, 2), (2, 3)]
-    with pytest.raises(UserError, match="a prompt of 1 tokens"):
+    with refused("--max_new_tokens", settings.max_new_tokens + 1):
         engine.generate([[5]], settings)
-    with pytest.raises(ValueError, match="shorter|longer"):
-        engine.generate([[5], [5, 6]], settings, [2])
-
-
-@pytest.mark.parametrize("kind", ["use_dora", "modules_to_save", "rank_pattern", "target_modules", "IA3"])
-def test_an_adapter_feature_that_vllm_ignores_makes_it_merge(kind: str, adapters: dict[str, Path]) -> None:
-    assert kind in str(needs_merging(str(adapters[kind])))
-    assert made_with(str(adapters[kind]), VLLM())["adapter"] == "merged"
 
 
 def test_merging_an_adapter_logs_a_warning(
     adapters: dict[str, Path], stub: type[StubLLM], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = load_vllm(str(adapters["use_dora"]), VLLM())
-    assert "merged into its base for vLLM, which takes no adapter with `use_dora`" in caplog.text
+    assert "`use_dora`" in caplog.text
     merged = Path(stub.made[0]["model"])
     assert engine.request is None
     assert merged.parent.name.startswith("merged-")
@@ -308,23 +295,29 @@ class StubServer(BaseHTTPRequestHandler):
 
     requests: ClassVar[list[dict[str, Any]]] = []
     model = ""
+    others: ClassVar[list[dict[str, Any]]] = []
+    """Models that are served before `model`."""
+    answers: ClassVar[dict[str, bytes]] = {}
+    """Answers in place of those of a server that works, by path. One that is no JSON is an error 404."""
+    config: ClassVar[Any] = {"vllm_config": {"model_config": {"dtype": "torch.bfloat16"}}}
 
     def do_GET(self) -> None:
-        config = {"vllm_config": {"model_config": {"dtype": "torch.bfloat16"}}}
-        models = {"data": [{"id": "mine", "root": self.model, "max_model_len": 512}]}
-        answers = {"/version": {"version": "0.30.0"}, "/server_info": config, "/v1/models": models}
+        models = {"data": [*self.others, {"id": "mine", "root": self.model, "max_model_len": 512}]}
+        answers = {"/version": {"version": "0.30.0"}, "/server_info": self.config, "/v1/models": models}
         self.answer(answers[self.path.partition("?")[0]])
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.requests.append(body)
         assert body["return_token_ids"]
+        assert self.headers["Content-Type"] == "application/json"
         self.answer({"choices": [{"token_ids": [*tokens(f"{len(body['prompt'])} {body['seed']}"), 1]}]})
 
     def answer(self, value: Any) -> None:
-        self.send_response(200)
+        content = self.answers.get(self.path.partition("?")[0], json.dumps(value).encode())
+        self.send_response(404 if content.startswith(b"no") else 200)
         self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
+        self.wfile.write(content)
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -332,8 +325,8 @@ class StubServer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(policy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(StubServer, "requests", [])
-    monkeypatch.setattr(StubServer, "model", str(policy))
+    for name, value in {"requests": [], "model": str(policy), "others": [], "answers": {}}.items():
+        monkeypatch.setattr(StubServer, name, value)
     with ThreadingHTTPServer(("127.0.0.1", 0), StubServer) as running:
         threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{running.server_port}"
@@ -353,19 +346,22 @@ def test_a_server_completes_each_prompt_with_its_own_seed(policy: Path, server: 
     assert made_with(str(policy), options) == {"version": "0.30.0", "dtype": "bfloat16"}
 
 
-def test_a_server_that_cuts_completions_is_refused(policy: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cuts_completions_is_refused(policy: Path, server: str) -> None:
     """A published `max_new_tokens` limits every request to a server, also larger ones."""
     engine = load_vllm(str(policy), VLLM(vllm_server_base_url=server))
     cut = {"token_ids": [5, 6], "finish_reason": "length"}
-    monkeypatch.setattr(StubServer, "do_POST", lambda handler: handler.answer({"choices": [cut]}))
+    StubServer.answers["/v1/completions"] = json.dumps({"choices": [cut]}).encode()
     engine(["1"], Settings(max_new_tokens=2))
-    with pytest.raises(UserError, match="cuts completions at 2 tokens.* start it with `--generation-config vllm`"):
+    with refused(server, "2", "3", "`--generation-config vllm`"):
         engine(["1"], Settings(max_new_tokens=3))
 
 
-def test_an_evaluation_records_the_sampling_settings_in_force(policy: Path, server: str, tmp_path: Path) -> None:
+def test_an_evaluation_records_its_engine_and_the_sampling_settings_in_force(
+    policy: Path, server: str, tmp_path: Path
+) -> None:
     options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 4, "samples": 2, "prompt_format": "text"}
     summary = evaluate.evaluate_model(policy, output=tmp_path / "a", **options)
+    assert (summary["engine"], summary["made_with"]["dtype"]) == ("transformers", "float32")
     assert summary["sampling"] == {
         "do_sample": True,
         "temperature": 1.0,
@@ -379,126 +375,75 @@ def test_an_evaluation_records_the_sampling_settings_in_force(policy: Path, serv
     }
     served = {"vllm": True, "vllm_server_base_url": server, "output": tmp_path / "b"}
     summary = evaluate.evaluate_model(policy, **options, **served)
+    assert summary["engine"] == "vllm server"
     assert summary["sampling"].items() >= {**NEUTRAL, "temperature": 1.0, "max_tokens": 4}.items()
+    StubServer.answers["/v1/models"] = b"no answer"
     assert evaluate.evaluate_model(policy, **options, **served) == summary, "read, not evaluated again"
-    said = describe(summary)
-    assert any("  sampling: temperature 1.0, top_p 1.0, top_k 0, min_p 0.0, rep" in str(part) for part in said)
-    del summary["sampling"]  # the key is optional
-    assert not any("sampling" in str(part) for part in describe(summary))
-
-
-def test_a_server_of_another_model_is_refused(tmp_path: Path, server: str) -> None:
-    other = str(tiny.save_policy(tmp_path / "other"))
-    with pytest.raises(UserError, match="serves mine, and not .*other"):
-        load_vllm(other, VLLM(vllm_server_base_url=server))
+    (warning,) = comparison.compare(tmp_path / "a", tmp_path / "b")["warnings"]
+    assert "engine transformers and vllm server; version" in warning
+    assert "dtype float32 and bfloat16" in warning
 
 
 def test_a_server_names_a_model_by_its_id_or_its_folder(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Path, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(policy.parent)
-    monkeypatch.setattr(vllm_engine, "Sampling", lambda *given: given)
-    rows: list[dict[str, Any]] = [{"id": "base", "root": "owner/base"}]
-    monkeypatch.setattr(vllm_engine, "_request", lambda url, path: {"/v1/models": {"data": rows}}[path])
-    for name, row in (
-        (policy.name, {"id": "mine", "root": str(policy), "max_model_len": 9}),
-        (policy.name, {"id": policy.name, "root": None, "max_model_len": 9}),
-        ("owner/model", {"id": "owner/model", "max_model_len": 9}),
-        ("owner/model", {"id": "mine", "root": "owner/model", "max_model_len": None}),
+    options = VLLM(vllm_server_base_url=server)
+    named = {"id": policy.name, "root": None, "max_model_len": 9}
+    unlimited = {"id": "other", "root": str(policy), "max_model_len": None}
+    for others, model, positions in (
+        ([], "mine", 512),
+        ([{"id": "base", "root": "owner/base"}], "mine", 512),
+        ([named], policy.name, 9),
+        ([unlimited, named], "other", math.inf),
     ):
-        rows[1:] = [row, {"id": "later", "root": row.get("root") or name, "max_model_len": 5}]
-        engine = vllm_engine.Server("http://h", name, "tokenizer")
-        assert (engine.model, engine.positions) == (row["id"], row["max_model_len"] or float("inf"))
-        assert engine.sampling == (name, "tokenizer")
-    with pytest.raises(UserError, match="the vLLM server http://h serves base, mine, later, and not owner/other: name"):
-        vllm_engine.Server("http://h", "owner/other", "tokenizer")
+        StubServer.others = others
+        engine = load_vllm(policy.name, options)
+        assert (engine.model, engine.positions) == (model, positions)
+    with refused(server, "other", policy.name, "mine", "owner/model"):
+        load_vllm("owner/model", options)
 
 
-@pytest.mark.parametrize(
-    ("answer", "dtype"),
-    [
+def test_the_dtype_of_a_server_may_be_unknown(server: str) -> None:
+    options = VLLM(vllm_server_base_url=f"{server}/v1/")
+    for answer, dtype in (
         ({"vllm_config": {"model_config": {"dtype": "torch.float16"}}}, "float16"),
         ({"vllm_config": {"model_config": {"dtype": "float32"}}}, "float32"),
         ({"vllm_config": {"model_config": {"dtype": None}}}, None),
-        ({"vllm_config": {}}, None),
         ({}, None),
-        (UserError("no such page"), None),
-    ],
-)
-def test_the_dtype_of_a_server_may_be_unknown(answer: Any, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def request(url: str, path: str) -> Any:
-        assert (url, path.partition("?")[0]) == ("http://h", "/server_info")
-        if isinstance(answer, UserError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(vllm_engine, "_request", request)
-    assert vllm_engine._server_dtype("http://h") == dtype
+        ("not found", None),
+    ):
+        StubServer.answers["/server_info"] = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        assert made_with("m", options) == {"version": "0.30.0", "dtype": dtype}
 
 
-@pytest.mark.parametrize("answer", [io.BytesIO(b"<html>"), TimeoutError("timed out"), ValueError("unknown url type")])
-def test_a_server_that_answers_no_json_is_named(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A completion may take ten minutes."""
-
-    def opened(request: Any, timeout: float) -> Any:
-        assert (timeout, request.data) == (600, b'{"n": 1}')
-        assert request.headers == {"Content-type": "application/json"}
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(vllm_engine.urllib.request, "urlopen", opened)
-    with pytest.raises(UserError, match=r"^the vLLM server http://h does not answer \(.+\): start it, or correct"):
-        vllm_engine._request("http://h/v1", "/v1/completions", {"n": 1})
-
-
-def test_a_comparison_warns_about_different_engines(policy: Path, server: str, tmp_path: Path) -> None:
-    options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 4, "prompt_format": "text"}
-    summary = evaluate.evaluate_model(policy, output=tmp_path / "a", **options)
-    assert summary["engine"] == "transformers"
-    assert summary["made_with"]["dtype"] == "float32"
-    served = {"vllm": True, "vllm_server_base_url": server, "output": tmp_path / "b"}
-    assert evaluate.evaluate_model(policy, **options, **served)["engine"] == "vllm server"
-    result = comparison.compare(tmp_path / "a", tmp_path / "b")
-    (warning,) = result["warnings"]
-    assert "engine transformers and vllm server; version" in warning
-    assert "dtype float32 and bfloat16" in warning
-    assert f"  warning: {warning}" in describe_comparison(result)
-    assert comparison.compare(tmp_path / "a", tmp_path / "a")["warnings"] == []
-
-
-def test_what_a_server_answers_to_a_wrong_request_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(request: Any, timeout: float) -> None:
-        assert request.full_url == "http://h/v1/models"
-        body = io.BytesIO(b"no\nsuch \xff model" + b"x" * 900)
-        raise urllib.error.HTTPError(request.full_url, 404, "Not Found", Message(), body)
-
-    monkeypatch.setattr(vllm_engine.urllib.request, "urlopen", refuses)
-    with pytest.raises(UserError) as raised:
-        vllm_engine._request("http://h/v1/", "/v1/models")
-    said = str(raised.value)
-    assert said.startswith("the vLLM server http://h/v1/models: 404 no such \ufffd modelxxx")
-    assert len(said) == len("the vLLM server http://h/v1/models: 404 ") + 500
+def test_what_a_server_answers_to_a_wrong_request_is_told_in_one_line(server: str) -> None:
+    StubServer.answers["/version"] = b"no\nsuch \xff model" + b"x" * 900
+    with refused(f"{server}/version", "404", "no such \ufffd modelxxx") as caught:
+        made_with("m", VLLM(vllm_server_base_url=server))
+    assert 480 < len(caught.value.problem) < 530
+    StubServer.answers["/version"] = b"<html>"
+    with refused(server, "--vllm_server_base_url"):
+        made_with("m", VLLM(vllm_server_base_url=server))
 
 
 def test_a_prompt_and_its_completion_may_fill_the_context() -> None:
     vllm_engine.check_lengths([[1] * 3, [1] * 5], 4, 9)
-    with pytest.raises(
-        UserError, match="a prompt of 5 tokens and --max_new_tokens 5 need 10, and vLLM's context has 9"
-    ):
+    with refused("--max_new_tokens 5", 5, 10, 9):
         vllm_engine.check_lengths([[1] * 5, [1] * 3], 5, 9)
 
 
-def test_each_request_has_a_seed_of_its_own_that_the_evaluations_seed_decides() -> None:
-    engine = vllm_engine._Requests()
-    engine.sampling, engine.positions = lambda settings: {"top_k": 0}, 9.0
+def test_each_request_has_a_seed_of_its_own_that_the_evaluations_seed_decides(
+    policy: Path, stub: type[StubLLM]
+) -> None:
+    engine = load_vllm(str(policy), VLLM())
 
-    def requests(seed: int, room: list[int] | None = None) -> list[dict[str, Any]]:
-        return engine.requests([[1]] * 50, Settings(max_new_tokens=7, seed=seed, strict=None), room)
+    def seeds(seed: int) -> list[int]:
+        stub.sampling.clear()
+        engine.generate([[5]] * 50, Settings(max_new_tokens=7, seed=seed))
+        return [row.seed for row in stub.sampling]
 
-    seeds = [request["seed"] for request in requests(3)]
-    assert len(set(seeds)) == 50
-    assert 2**30 < max(seeds) < 2**31, "vLLM's seeds are whole numbers of 32 bits"
-    assert requests(3) == requests(3) != requests(4)
-    assert requests(3)[0] == {"top_k": 0, "max_tokens": 7, "seed": seeds[0]}
-    assert [request["max_tokens"] for request in requests(3, [3] * 50)] == [3] * 50
+    assert len(set(seeds(3))) == 50
+    assert 2**30 < max(seeds(3)) < 2**31, "vLLM's seeds are whole numbers of 32 bits"
+    assert seeds(3) == seeds(3)
+    assert not set(seeds(3)) & set(seeds(4))

@@ -21,9 +21,8 @@ from grpo_recipes.evaluation.engines import load_engine, load_tokenizer
 from grpo_recipes.evaluation.export import _serving_config, export, serving_commands
 from grpo_recipes.evaluation.merge import read_texts
 from grpo_recipes.evaluation.settings import Settings
-from grpo_rewards.errors import UserError
 from tests.support import tiny
-from tests.support.grids import only
+from tests.support.errors import refused
 from tests.support.short_runs import moved
 
 PROMPTS = ["1 + 1 =", "33 + 4 =", "b", "a longer prompt", "x"]
@@ -62,7 +61,7 @@ def greedy(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", only(["adapter"], ["run", "adapter"]))
+@pytest.mark.parametrize("kind", ["adapter", pytest.param("run", marks=pytest.mark.slow)])
 def test_the_folder_gives_the_greedy_tokens_of_the_run(kind: str, tmp_path: Path, request: Any) -> None:
     source = request.getfixturevalue(kind)
     expected = load_engine(str(source), load_tokenizer(str(source)))(PROMPTS, Settings(max_new_tokens=30, strict=None))
@@ -81,8 +80,7 @@ def test_the_generation_config_samples_and_ends_as_training_did(run: Path, tmp_p
     assert (config.do_sample, config.temperature, config.top_k, config.top_p) == (True, 0.7, 0, 1.0)
     assert (config.min_p, config.repetition_penalty) == (0.1, 1.0)
     assert config.eos_token_id == [1, 60]
-    said = capsys.readouterr().out
-    assert "'</answer>' in training: send `stop`" in said
+    assert "'</answer>'" in capsys.readouterr().out
 
 
 def test_template_card_and_license_are_in_the_folder(run: Path, tmp_path: Path) -> None:
@@ -96,13 +94,16 @@ def test_template_card_and_license_are_in_the_folder(run: Path, tmp_path: Path) 
         assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
 
 
-def test_the_commands_that_serve_the_folder(run: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "my model"
-    vllm, transformers, llama_cpp = map(shlex.split, export(run, folder)[-3:])
-    assert vllm == ["vllm", "serve", str(folder), "--dtype", "float32"]
-    assert transformers == ["transformers", "serve", str(folder)]
-    assert llama_cpp[:3] == ["python", "convert_hf_to_gguf.py", str(folder)]
-    assert llama_cpp[3:] == ["--outfile", f"{folder}.gguf", "--outtype", "f32"]
+def test_the_commands_that_serve_the_folder() -> None:
+    vllm, transformers, llama_cpp = map(shlex.split, serving_commands(Path("my model"), "float32"))
+    assert vllm == ["vllm", "serve", "my model", "--dtype", "float32"]
+    assert transformers == ["transformers", "serve", "my model"]
+    assert llama_cpp[:3] == ["python", "convert_hf_to_gguf.py", "my model"]
+    assert llama_cpp[3:] == ["--outfile", "my model.gguf", "--outtype", "f32"]
+    for dtype, kind in (("float16", "f16"), ("bfloat16", "bf16"), ("float64", "auto")):
+        first, *_, last = serving_commands(Path("a"), dtype)
+        assert first == "vllm serve a"
+        assert last.endswith(f"--outtype {kind}")
     serve = pytest.importorskip("transformers.cli.serve", reason="needs typer, which transformers' command brings")
     assert next(iter(list(inspect.signature(serve.Serve).parameters))) == "force_model", "its first argument"
 
@@ -126,7 +127,7 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", fails)
     target = tmp_path / "folder" / "out"
-    with pytest.raises(UserError, match="out can't be written .*No space left"):
+    with refused(target, "No space left on device"):
         export(run, target)
     assert os.listdir(target.parent) == []
 
@@ -134,11 +135,10 @@ def test_an_export_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypa
 def test_an_empty_folder_is_filled_and_others_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     export(run, tmp_path / "empty")
-    with pytest.raises(UserError, match="is not empty"):
-        export(run, tmp_path / "empty")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="is a file"):
-        export(run, tmp_path / "file")
+    for name in ("empty", "file"):
+        with refused(f"--to {tmp_path / name}"):
+            export(run, tmp_path / name)
 
 
 def test_no_link_is_followed(run: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_no_link_is_followed(run: Path, tmp_path: Path) -> None:
     (source / "linked").symlink_to(outside)
     (tmp_path / "dangling").symlink_to(tmp_path / "elsewhere")
     for target in (source / "linked", source / "linked" / "out", tmp_path / "dangling"):
-        with pytest.raises(UserError, match="link"):
+        with refused(target):
             export(source, target)
     assert os.listdir(outside) == []
     assert not (tmp_path / "elsewhere").exists()
@@ -175,11 +175,11 @@ def test_ctrl_c_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", interrupted)
     (tmp_path / "out").mkdir()
     assert cli.main(["export", str(run), "--to", str(tmp_path / "out")]) == 130
-    assert capsys.readouterr().err.endswith("stopped by Ctrl-C\n")
+    assert "Traceback" not in capsys.readouterr().err
     assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
 
 
-@pytest.mark.parametrize("kind", only(["run"], ["run", "adapter"]))
+@pytest.mark.parametrize("kind", ["run", pytest.param("adapter", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_exported_with_the_sampling_of_its_run(kind: str, tmp_path: Path, request: Any) -> None:
     source = request.getfixturevalue(kind)
     checkpoint = tmp_path / "trained" / "checkpoint-2"
@@ -202,7 +202,7 @@ def test_the_card_and_every_license_are_copied(tmp_path: Path) -> None:
     assert read_texts(tmp_path) == held
     (tmp_path / "NOTICE").unlink()
     (tmp_path / "NOTICE").mkdir()
-    with pytest.raises(UserError, match=r"NOTICE.*; correct or remove the file$"):
+    with refused(tmp_path / "NOTICE"):
         read_texts(tmp_path)
 
 
@@ -212,8 +212,7 @@ def test_the_card_of_a_merged_adapter_says_so(adapter: Path, tmp_path: Path) -> 
     (source / "NOTICE").write_text("a notice")
     exported = export(source, tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "library_name: transformers" in card
-    assert card.endswith("# the run\n\nThe adapter is merged into its base here.\n")
+    assert card.startswith("---\nlibrary_name: transformers\n---\n\n# the run\n")
     assert (tmp_path / "out" / "NOTICE").read_text() == "a notice"
     assert exported[0].startswith(f"{tmp_path / 'out'}: {source} merged into ")
     (source / "README.md").unlink()
@@ -223,14 +222,11 @@ def test_the_card_of_a_merged_adapter_says_so(adapter: Path, tmp_path: Path) -> 
 
 
 def test_a_source_that_is_no_model_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="none: the model can't be loaded: there is no such folder"):
+    with refused(tmp_path / "none"):
         export(tmp_path / "none", tmp_path / "out")
-    (tmp_path / "checkpoint-3").mkdir()
-    with pytest.raises(UserError, match="holds no model .*: its newest checkpoint is .*checkpoint-3; name that folder"):
-        export(tmp_path, tmp_path / "out")
     source = shutil.copytree(run, tmp_path / "source")
     (source / "model.safetensors").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=": copy or download the folder again, or name another checkpoint$"):
+    with refused(source / "model.safetensors"):
         export(source, tmp_path / "out")
 
 
@@ -249,15 +245,3 @@ def test_a_server_begins_ends_and_pads_as_the_training_did(
     config = _serving_config(GenerationConfig(**published), {"temperature": 0.5, "min_p": 0.1}, tokenizer)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == expected
     assert (config.do_sample, config.temperature, config.min_p) == (True, 0.5, 0.1)
-
-
-def test_an_export_says_how_it_is_served() -> None:
-    assert serving_commands(Path("a b"), "float32") == [
-        "vllm serve 'a b' --dtype float32",
-        "transformers serve 'a b'",
-        "python convert_hf_to_gguf.py 'a b' --outfile 'a b.gguf' --outtype f32",
-    ]
-    for dtype, kind in (("float16", "f16"), ("bfloat16", "bf16"), ("float64", "auto")):
-        first, *_, last = serving_commands(Path("a"), dtype)
-        assert first == "vllm serve a"
-        assert last.endswith(f"--outtype {kind}")

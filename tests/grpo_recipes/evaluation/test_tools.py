@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -15,20 +14,11 @@ import torch
 from datasets import Dataset
 
 from grpo_recipes import GRPOTrainer, cli
-from grpo_recipes.evaluation import evaluate
 from grpo_recipes.evaluation.engines import Transformers
-from grpo_recipes.evaluation.estimates import describe
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.evaluation.tools import (
-    Played,
-    RecipeTools,
-    Rollouts,
-    Turns,
-    _LaterTurns,
-    tools_of,
-)
-from grpo_rewards.errors import UserError
-from grpo_rewards.terminal import rendered
+from grpo_recipes.evaluation.tools import Rollouts, Turns, tools_of
+from grpo_recipes.tools.run import ENOUGH_CALLS, ENOUGH_MISTAKES
+from tests.support.errors import refused
 from tests.support.tool_rollouts import (
     ADD,
     BROKEN,
@@ -70,6 +60,23 @@ class Counter:
         return 0.5 * self.calls
 
 
+class Echo(Counter):
+    """Environment that begins a row with the text of its column."""
+
+    def reset(self, observation: str | None = None, **columns: Any) -> Any:
+        self.columns = columns
+        if observation == "fail":
+            raise KeyError("board")
+        return 7 if observation == "7" else observation
+
+
+class Paying(Counter):
+    """Environment whose reward is awaited."""
+
+    async def get_reward(self) -> float:
+        return 0.5
+
+
 class Slow(Counter):
     """Environment whose calls pass their time limit."""
 
@@ -102,15 +109,13 @@ def counted(prompts: list[Any], completions: list[Any], environments: list[Count
 class Scripted:
     """Engine whose rows of an even case make calls before they answer 3."""
 
-    positions = float("inf")
-
-    def __init__(self, first: str) -> None:
-        self.tokenizer, self.first = tool_tokenizer(), first
-        self.seen: list[tuple[list[str], Sequence[int] | None]] = []
+    def __init__(self, first: str, positions: float = float("inf")) -> None:
+        self.tokenizer, self.first, self.positions = tool_tokenizer(), first, positions
+        self.seen: list[tuple[list[str], Sequence[int] | None, int]] = []
 
     def generate(self, prompts: list[list[int]], settings: Settings, room: Any = None) -> list[list[int]]:
         texts = [self.tokenizer.decode(prompt) for prompt in prompts]
-        self.seen.append((texts, room))
+        self.seen.append((texts, room, settings.seed))
         turns = []
         for text in texts:
             is_first = "<tool_response>" not in text
@@ -123,7 +128,7 @@ class Scripted:
 
 
 @pytest.fixture
-def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def evaluated(tmp_path: Path, generating: Callable) -> Any:
     """Return a function that evaluates a recipe with keys on four cases, of which the first is answered wrongly."""
     rows = [{"question": f"case {n}", "answer": "4" if n == 0 else "3"} for n in range(4)]
     for name in ("train", "test"):
@@ -135,7 +140,7 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def run(first: str = f"{ADD}{END}", options: Sequence[str] = (), **keys: Any) -> tuple[Scripted, int]:
         engine = Scripted(first)
-        monkeypatch.setattr(evaluate, "load_engine", lambda *_: engine)
+        generating(engine)
         dataset = {"path": str(tmp_path / "train.jsonl"), "eval_path": str(tmp_path / "test.jsonl")}
         recipe = {
             "model_name_or_path": str(model),
@@ -166,10 +171,15 @@ def calling_policy(tokenizer: Any) -> Any:
     return policy
 
 
-def played(tools: RecipeTools, engine: Any, rows: Sequence[dict[str, Any]], **settings: Any) -> Played:
-    tokenizer = tool_tokenizer()
-    rollouts = Rollouts(tools, lambda: Turns(tools, "m", tokenizer), lambda: engine)
-    return rollouts.play(rows, Settings(strict=None, **settings))
+def rollouts_of(engine: Any, **recipe: Any) -> Rollouts:
+    """Return the completions of an engine with the tools of a recipe."""
+    tools = tools_of({"max_tool_calling_iterations": 2, **recipe}, is_trusted=True)
+    assert tools is not None
+    return Rollouts(tools, lambda: Turns(tools, "m", tool_tokenizer()), lambda: engine)
+
+
+def cases(count: int, **columns: Any) -> list[dict[str, Any]]:
+    return [{"prompt": [{"role": "user", "content": f"case {n}"}], "answer": "3", **columns} for n in range(count)]
 
 
 @pytest.mark.slow
@@ -199,13 +209,9 @@ def test_greedy_turns_are_those_of_training(iterations: int, tmp_path: Path) -> 
     loop = trainer._tool_call_loop
     trainer._tool_call_loop = lambda *given: batches.append(loop(*given)) or batches[-1]
     trainer.train()
-    recipe = {
-        "tools": [f"{SUPPORT}.{tool.__name__}" for tool in TOOLS],
-        "max_tool_calling_iterations": iterations,
-    }
-    tools = tools_of(recipe, is_trusted=True)
-    assert tools is not None
-    found = played(tools, Transformers(policy, tokenizer), rows, max_new_tokens=300)
+    tools = [f"{SUPPORT}.{tool.__name__}" for tool in TOOLS]
+    rollouts = rollouts_of(Transformers(policy, tokenizer), tools=tools, max_tool_calling_iterations=iterations)
+    found = rollouts.play(rows, Settings(strict=None, max_new_tokens=300))
     (values,) = batches
     assert {len(row.turns) for row in found.rows} >= {0, 1, iterations}, "rows call tools in different numbers of turns"
     assert [row.completion for row in found.rows] == list(values[2])[::2]
@@ -213,16 +219,26 @@ def test_greedy_turns_are_those_of_training(iterations: int, tmp_path: Path) -> 
     assert found.completions == list(values[1])[::2]
 
 
-def test_later_turns_have_the_room_that_is_left(evaluated: Any) -> None:
-    engine, code = evaluated(tools=[f"{SUPPORT}.add"])
-    assert code == 0
-    (texts, room), (later, left) = engine.seen
-    assert room is None
+def test_later_turns_have_the_room_that_is_left_and_random_numbers_of_their_own() -> None:
+    def played(positions: float) -> Scripted:
+        engine = Scripted(f"{ADD}{END}", positions)
+        rollouts_of(engine, tools=[f"{SUPPORT}.add"]).play(cases(4), Settings(max_new_tokens=400, seed=3))
+        return engine
+
+    engine = played(float("inf"))
+    (texts, room, seed), (later, left, later_seed) = engine.seen
+    assert (room, seed, later_seed) == (None, 3, 3 + 2**40), "a published result is reproduced by its seed"
     assert len(texts) == 4
-    assert all("def add" in text or '"name": "add"' in text for text in texts), "the prompt describes the tool"
-    lengths = [len(ids) for ids in engine.tokenizer([text.split("assistant\n", 1)[1] for text in later])["input_ids"]]
-    assert list(left) == [400 - length for length in lengths]
+    assert all('"name": "add"' in text for text in texts), "the prompt describes the tool"
     assert len(later) == 2, "only the rows that called"
+
+    def lengths(texts: list[str]) -> list[int]:
+        return [len(ids) for ids in engine.tokenizer(texts)["input_ids"]]
+
+    spent = lengths([text.split("assistant\n", 1)[1] for text in later])
+    assert list(left) == [400 - length for length in spent]
+    positions = max(lengths(later)) + 9
+    assert list(played(positions).seen[1][1]) == [positions - length for length in lengths(later)]
 
 
 # ---- results
@@ -238,9 +254,6 @@ def test_accuracy_with_and_without_a_call(evaluated: Any, tmp_path: Path) -> Non
     assert found["without_call"]["lenient"]["value"] == 1.0
     assert summary["lenient"]["value"] == 0.75
     assert found["with_call"]["problems"] == found["without_call"]["problems"] == 2
-    shown = rendered(describe(summary), 100)
-    assert "with a call" in shown
-    assert "0.50 calls per completion" in shown
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert table["calls"].tolist() == [1, 0, 1, 0]
     assert table["completion"].tolist() == ["The answer is 3"] * 4
@@ -265,15 +278,31 @@ def test_an_environment_begins_each_row_and_scores_it(evaluated: Any, tmp_path: 
     assert "case 0 (count)" in [message["content"] for message in first]
 
 
+def test_the_text_of_a_reset_follows_the_last_message() -> None:
+    begun = [{"role": "system", "content": "s"}, {"role": "user", "content": "case 1"}]
+    for observation, content in ((None, "case 1"), ("", "case 1"), (" and more", "case 1 and more")):
+        for factory in (f"{HERE}.Echo", {"e": f"{HERE}.Echo"}):
+            rows = [{"prompt": begun, "environment": "e", "level": 3, "observation": observation}]
+            played = rollouts_of(Scripted(END), environment_factory=factory).play(rows, Settings(strict=None))
+            assert played.prompts == [[begun[0], {"role": "user", "content": content}]]
+            (environment,) = played.environments
+            routed = isinstance(factory, dict)
+            assert environment.columns.keys() == {"prompt", "level"} | ({"environment"} if not routed else set())
+
+
 def test_an_environment_with_an_abandoned_call_is_not_used_again() -> None:
-    recipe = {"environment_factory": f"{HERE}.Slow", "tool_limits": {"seconds": 0.1}, "max_tool_calling_iterations": 2}
-    tools = tools_of(recipe, is_trusted=True)
-    assert tools is not None
-    engine = Scripted(f"{COUNT}{END}")
-    rows = [{"prompt": [{"role": "user", "content": f"case {n}"}], "answer": "3"} for n in range(3)]
-    rollouts = Rollouts(tools, lambda: Turns(tools, "m", engine.tokenizer), lambda: engine)
-    first, second = [rollouts.play(rows, Settings(strict=None)).environments for _ in range(2)]
+    limits = {"seconds": 0.1}
+    rollouts = rollouts_of(Scripted(f"{COUNT}{END}"), environment_factory=f"{HERE}.Slow", tool_limits=limits)
+    first, second = [rollouts.play(cases(3), Settings(strict=None)).environments for _ in range(2)]
     assert [one in first for one in second] == [True, False, False], "only the call of row 1 was not made"
+
+
+def test_the_reward_of_an_environment_is_one_for_its_class_and_may_be_awaited() -> None:
+    factory = {"a": f"{HERE}.Paying", "b": f"{HERE}.Paying"}
+    (reward,) = rollouts_of(None, environment_factory=factory).rewards()
+    assert (reward.name, reward.passing) == ("Paying", None)
+    assert reward.spec == {"name": f"{HERE}.Paying", "alias": "Paying"}
+    assert reward.scores(["p", "q"], ["a", "b"], {"environments": [Paying(), Counter()]}) == [0.5, None]
 
 
 def test_other_limits_are_another_evaluation(evaluated: Any, capsys: Any) -> None:
@@ -281,32 +310,27 @@ def test_other_limits_are_another_evaluation(evaluated: Any, capsys: Any) -> Non
     assert evaluated(tools=tools)[1] == 0
     assert evaluated(tools=tools)[0].seen == [], "the finished evaluation is read"
     assert evaluated(tools=tools, tool_limits={"seconds": 5})[1] == 2
-    assert "settings.tools.tool_limits.seconds was 30.0 and is now 5" in capsys.readouterr().err
+    output = capsys.readouterr().err.splitlines()[-1]
+    assert all(figure in output for figure in ("settings.tools.tool_limits.seconds", "30.0", "5"))
     assert evaluated(tools=None, max_tool_calling_iterations=None)[1] == 2
-    assert "settings.tools was {" in capsys.readouterr().err
+    assert "settings.tools " in capsys.readouterr().err
 
 
-def test_a_tool_that_fails_too_often_stops_the_evaluation(
-    evaluated: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_tool_that_fails_too_often_stops_the_evaluation_and_mistakes_of_the_policy_do_not(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("grpo_recipes.tools.run.ENOUGH_CALLS", 2)
-    assert evaluated(f"{BROKEN}{END}", tools=[f"{SUPPORT}.broken"])[1] == 2
-    assert "100.0% of the last 2 calls of tools failed" in capsys.readouterr().err
-
-
-def test_mistakes_of_the_policy_stop_no_evaluation(
-    evaluated: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("grpo_recipes.tools.run.ENOUGH_MISTAKES", 2)
-    assert evaluated(f"{MALFORMED}{UNFIT}{END}", tools=[f"{SUPPORT}.add"])[1] == 0
-    assert "calls of `add` were mistakes of the policy" in caplog.text
+    rows = cases(1) * ENOUGH_CALLS
+    with refused("`tools`", "100.0%", ENOUGH_CALLS, "`broken`"):
+        rollouts_of(Scripted(f"{BROKEN}{END}"), tools=[f"{SUPPORT}.broken"]).play(rows, Settings(strict=None))
+    rollouts_of(Scripted(f"{MALFORMED}{UNFIT}{END}"), tools=[f"{SUPPORT}.add"]).play(
+        cases(1) * ENOUGH_MISTAKES, Settings(strict=None)
+    )
+    assert "`add`" in caplog.text
 
 
 def test_a_result_does_not_end_its_message() -> None:
-    tools = tools_of({"tools": [f"{HERE}.quote"], "max_tool_calling_iterations": 1}, is_trusted=True)
-    assert tools is not None
-    rows = [{"prompt": [{"role": "user", "content": "case 0"}]}]
-    (row,) = played(tools, Scripted(f"{call('quote')}{END}"), rows).rows
+    rollouts = rollouts_of(Scripted(f"{call('quote')}{END}"), tools=[f"{HERE}.quote"])
+    (row,) = rollouts.play(cases(1), Settings(strict=None)).rows
     assert row.messages[1]["content"] == "< |im_end|>"
 
 
@@ -319,19 +343,11 @@ def test_a_call_that_no_file_can_hold_is_stored(evaluated: Any, tmp_path: Path) 
 # ---- refusals
 
 
-def test_a_reset_that_fails_is_named(evaluated: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reset(self: Counter, **columns: Any) -> None:
-        raise KeyError("board")
-
-    monkeypatch.setattr(Counter, "reset", reset)
-    assert evaluated(environment_factory=f"{HERE}.Counter")[1] == 2
-    assert "`reset` of Counter fails on a held-out row (KeyError: 'board')" in capsys.readouterr().err
-
-
-def test_a_reset_that_returns_no_text_is_named(evaluated: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Counter, "reset", lambda self, **columns: 7)
-    assert evaluated(environment_factory=f"{HERE}.Counter")[1] == 2
-    assert "`reset` of Counter returned the type int" in capsys.readouterr().err
+def test_a_reset_that_fails_or_returns_no_text_is_named() -> None:
+    for observation, figure in (("fail", "KeyError"), ("7", "int")):
+        rollouts = rollouts_of(Scripted(END), environment_factory=f"{HERE}.Echo")
+        with refused("`environment_factory`: `reset` of Echo", figure):
+            rollouts.play(cases(1, observation=observation), Settings(strict=None))
 
 
 @pytest.mark.parametrize("verb", ["evaluate", "chat"])
@@ -345,116 +361,57 @@ def test_the_tools_of_a_run_are_not_imported(verb: str, tiny_model: Path, tmp_pa
     assert "`tools`: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("recipe", "says"),
-    [
-        ({"tools": ["os.system"]}, "os.system is code that the run names: give its recipe with --recipe"),
-        ({"tools": ["grpo_recipes.tools.examples.run"]}, "is code that the run names"),
-        ({"environment_factory": {"a": "my_envs.Game"}}, "my_envs.Game is code that the run names"),
-        ({"tools": "calculator"}, "name functions or classes by their paths"),
-        ({"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": None}, "is None"),
-    ],
-)
-def test_a_record_is_not_trusted(recipe: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        tools_of({"max_tool_calling_iterations": 2, **recipe}, is_trusted=False)
+def test_a_record_is_not_trusted() -> None:
+    for key, value, path in (
+        ("tools", ["os.system"], "os.system"),
+        ("tools", ["grpo_recipes.tools.examples.run"], "grpo_recipes.tools.examples.run"),
+        ("environment_factory", {"a": "my_envs.Game"}, "my_envs.Game"),
+    ):
+        with refused(f"`{key}`", path, "--recipe"):
+            tools_of({"max_tool_calling_iterations": 2, key: value}, is_trusted=False)
+    own = {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 1}
+    assert tools_of(own, is_trusted=False) is not None
+    assert tools_of({"tools": []}, is_trusted=False) is None
+
+
+def test_wrong_keys_of_tools_are_named() -> None:
+    valid = {"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}
+    tools = tools_of(valid, is_trusted=True)
+    assert tools is not None
+    assert tools.iterations == 1
+    assert tools.identity["code"].keys() == {"add"}
+    for key, value in (
+        ("tools", [3]),
+        ("tools", "calculator"),
+        ("environment_factory", {"a": 3}),
+        ("environment_factory", 3),
+        ("max_tool_calling_iterations", "2"),
+        ("max_tool_calling_iterations", None),
+        ("max_tool_calling_iterations", 0),
+    ):
+        with refused(f"`{key}`", repr(value)):
+            tools_of({**valid, key: value}, is_trusted=True)
+    with refused("seconds"):
+        tools_of({**valid, "tool_limits": {"seconds": -1}}, is_trusted=True)
 
 
 def test_a_template_without_tools_is_refused_before_the_model_loads(
-    tiny_model: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, capsys: Any, generating: Callable
 ) -> None:
-    monkeypatch.setattr(evaluate, "load_engine", None)
+    generating(lambda *_: pytest.fail("it generates"))
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": name, "answer": "1"}) + "\n")
     recipe = {"model_name_or_path": str(tiny_model), "tools": ["grpo_recipes.tools.examples.calculator"], **LIMITS}
-    recipe |= {
-        "dataset": {"path": str(tmp_path / "train.jsonl"), "prompt_format": "conversational"},
-        "rewards": ["math_correctness"],
-    }
-    (tmp_path / "r.yaml").write_text(json.dumps(recipe))
-    command = [
-        "evaluate",
-        str(tiny_model),
-        "--recipe",
-        str(tmp_path / "r.yaml"),
-        "--path",
-        str(tmp_path / "test.jsonl"),
-    ]
-    assert cli.main([*command, "--output", str(tmp_path / "e")]) == 2
-    assert "its chat template renders no tool calls and results" in capsys.readouterr().err
-
-
-# ---- vLLM
-
-
-TURNS = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]
-
-
-@pytest.mark.parametrize(
-    ("observation", "expected"),
-    [(None, "q"), ("", "q"), (" and more", "q and more")],
-)
-@pytest.mark.parametrize("is_routed", [False, True])
-def test_the_text_of_a_reset_follows_the_last_message(observation: Any, expected: str, is_routed: bool) -> None:
-    given: dict[str, Any] = {}
-
-    def reset(**columns: Any) -> Any:
-        given.update(columns)
-        return observation
-
-    rollouts: Any = SimpleNamespace(tools=SimpleNamespace(toolset=SimpleNamespace(is_routed=is_routed)))
-    row = {"prompt": [*TURNS, {"role": "user", "content": "q"}], "environment": "e", "level": 3}
-    prompt = Rollouts._observed(rollouts, SimpleNamespace(reset=reset), row)
-    assert prompt == [*TURNS, {"role": "user", "content": expected}]
-    assert given.keys() == row.keys() - ({"environment"} if is_routed else set())
-
-
-def test_a_later_turn_is_as_long_as_its_row_and_the_model_have_room() -> None:
-    """Rows that end in a result go on, each batch of turns with random numbers of its own."""
-    calls: list[tuple[Any, int, list[int]]] = []
-
-    def generate(prompts: Any, settings: Settings, room: list[int]) -> list[list[int]]:
-        calls.append((prompts, settings.seed, room))
-        return [[7]] * len(prompts)
-
-    def row(ending: str, *mask: int) -> Any:
-        return SimpleNamespace(ending=ending, mask=list(mask), completion=[5] * len(mask))
-
-    rows = [row("answered", 1, 0), row("answered", 0, 1), row("full", 1, 0), row("answered", 1, 1, 1, 0)]
-    engine: Any = SimpleNamespace(positions=13, generate=generate)
-    later = _LaterTurns(rows, engine, Settings(max_new_tokens=10, seed=3))
-    assert later([[1] * 4, [1] * 9]) == ([[7], [7]], None)
-    later([[1] * 6, [1] * 7])
-    assert [room for _, _, room in calls] == [[8, 4], [7, 6]]
-    assert [seed for _, seed, _ in calls] == [3 + 2**40, 3 + 2**41], "a published result is reproduced by its seed"
-
-
-def test_an_environment_that_pays_later_is_awaited() -> None:
-    class Paying:
-        async def get_reward(self) -> float:
-            return 0.5
-
-    class Silent:
-        pass
-
-    environments = [
-        SimpleNamespace(scores=True, kind=Paying, path="my.Paying"),
-        SimpleNamespace(scores=True, kind=Paying, path="my.Again"),
-        SimpleNamespace(scores=False, kind=Silent, path="my.Silent"),
-    ]
-    toolset = SimpleNamespace(environments=environments)
-    rollouts: Any = SimpleNamespace(tools=SimpleNamespace(toolset=toolset))
-    (reward,) = Rollouts.rewards(rollouts)
-    assert (reward.name, reward.passing) == ("Paying", None)
-    assert reward.spec == {"name": "my.Paying", "alias": "Paying"}
-    assert reward.scores(["p", "q"], ["a", "b"], {"environments": [Paying(), Silent()]}) == [0.5, None]
+    recipe |= {"dataset": {"path": str(tmp_path / "train.jsonl"), "prompt_format": "conversational"}}
+    (tmp_path / "r.yaml").write_text(json.dumps({**recipe, "rewards": ["math_correctness"]}))
+    options = ["--recipe", str(tmp_path / "r.yaml"), "--path", str(tmp_path / "test.jsonl")]
+    assert cli.main(["evaluate", str(tiny_model), *options, "--output", str(tmp_path / "e")]) == 2
+    assert "chat template" in capsys.readouterr().err
 
 
 def test_the_text_between_two_turns_is_what_the_template_writes_there() -> None:
-    tools = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
-    assert tools is not None
     tokenizer = tool_tokenizer()
-    turns = Turns(tools, "m", tokenizer)
+    turns = Turns(rollouts_of(None, tools=[f"{SUPPORT}.add"]).tools, "m", tokenizer)
     results = [{"role": "tool", "name": "add", "content": content} for content in ("3", "4")]
     asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
         {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}]  # fmt: skip
@@ -464,27 +421,6 @@ def test_the_text_between_two_turns_is_what_the_template_writes_there() -> None:
     assert between.startswith("\n")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "says"),
-    [
-        ({"tools": [3]}, "`tools` is [3]: name functions or classes by their paths"),
-        ({"environment_factory": {"a": 3}}, "`environment_factory` is {'a': 3}: name functions or classes by"),
-        ({"environment_factory": 3}, "`environment_factory` is 3: name functions or classes by their paths"),
-        ({"max_tool_calling_iterations": "2"}, "`max_tool_calling_iterations` is '2': set it to at least 1"),
-        ({"tool_limits": {"seconds": -1}}, "seconds"),
-    ],
-)
-def test_wrong_keys_of_tools_are_named(recipe: dict[str, Any], says: str) -> None:
-    valid = {"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}
-    tools = tools_of(valid, is_trusted=True)
-    assert tools is not None
-    assert tools.iterations == 1
-    assert tools.identity["code"].keys() == {"add"}
-    with pytest.raises(UserError) as caught:
-        tools_of({**valid, **recipe}, is_trusted=True)
-    assert says in str(caught.value)
-
-
 def test_rows_that_name_no_environment_are_refused(evaluated: Any, capsys: Any) -> None:
     assert evaluated(environment_factory={"a": f"{HERE}.Counter"})[1] == 2
-    assert "the dataset has no column 'environment' that names the environment" in capsys.readouterr().err
+    assert "'environment'" in capsys.readouterr().err

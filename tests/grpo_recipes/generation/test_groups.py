@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -12,13 +13,31 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import GenerationMixin, LogitsProcessor, PreTrainedModel, cache_utils
+from transformers import (
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessor,
+    PreTrainedModel,
+    StoppingCriteria,
+    TopKLogitsWarper,
+    cache_utils,
+)
 
 from grpo_recipes.generation import groups, kv_cache
 from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.sampling import BLOCK, Uniforms, draw
 from tests.support import device
-from tests.support.architectures import ARCHITECTURES, ENDS, SETTINGS, assert_same, batch, generated, lengths, tiny
+from tests.support.architectures import (
+    ARCHITECTURES,
+    ENDS,
+    SETTINGS,
+    assert_same,
+    batch,
+    config,
+    generated,
+    lengths,
+    tiny,
+)
 from tests.support.grids import only
 from tests.tools.models import build
 
@@ -26,17 +45,11 @@ from tests.tools.models import build
 
 GRID = list(product(ARCHITECTURES, SETTINGS))
 COVER = [pair for index, pair in enumerate(GRID) if index % len(SETTINGS) == index // len(SETTINGS) % len(SETTINGS)]
-"""Pairs for the quick tests: every architecture and every setting at least once."""
-
-
-def test_the_quick_pairs_contain_every_architecture_and_setting() -> None:
-    assert {architecture for architecture, _ in COVER} == set(ARCHITECTURES)
-    assert {setting for _, setting in COVER} == set(SETTINGS)
+"""Pairs of which each architecture and each setting is in at least one."""
 
 
 @pytest.mark.gpu
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize(("architecture", "setting"), COVER)
+@pytest.mark.parametrize(("architecture", "setting"), COVER[::3])
 def test_the_same_tokens(architecture: str, setting: str) -> None:
     if setting == "watermark" and device.NAME == "pretend":
         pytest.skip("torch has no generator for a pretend GPU")
@@ -44,9 +57,11 @@ def test_the_same_tokens(architecture: str, setting: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("architecture", "setting"), [pair for pair in GRID if pair not in COVER])
-def test_the_same_tokens_with_any_setting(architecture: str, setting: str) -> None:
-    assert_same(tiny(architecture), **SETTINGS[setting])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_tokens_with_any_setting(architecture: str) -> None:
+    policy = tiny(architecture)
+    for setting in SETTINGS.values():
+        assert_same(policy, **setting)
 
 
 def test_rows_end_at_many_lengths_in_these_tests() -> None:
@@ -55,32 +70,25 @@ def test_rows_end_at_many_lengths_in_these_tests() -> None:
 
 @pytest.mark.parametrize("architecture", ["LlamaConfig", "MistralConfig", "Gemma3TextConfig"])
 def test_buffers_that_grow_again_and_again(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (groups, kv_cache):
-        monkeypatch.setattr(module, "ROOM", 2)
+    monkeypatch.setattr(kv_cache, "ROOM", 2)
     assert_same(tiny(architecture))
 
 
-def test_the_same_tokens_if_each_row_gets_one() -> None:
-    assert assert_same(tiny("LlamaConfig"), max_new_tokens=1).shape == (16, 12)
-
-
 def test_the_same_tokens_if_all_rows_end_at_once() -> None:
-    assert assert_same(tiny("LlamaConfig"), eos_token_id=list(range(40))).shape == (16, 12)
+    policy = tiny("LlamaConfig")
+    assert assert_same(policy, max_new_tokens=1).shape == (16, 12)
+    assert assert_same(policy, eos_token_id=list(range(40))).shape == (16, 12)
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("lengths", [(5,), (5, 5), (1, 9, 1, 9)])
-def test_prompts_without_padding_and_prompts_that_are_equal(lengths: tuple[int, ...]) -> None:
-    inputs = batch(lengths)
-    assert_same(tiny("LlamaConfig"), inputs)
+def test_the_same_tokens_of_other_prompts() -> None:
+    policy = tiny("LlamaConfig")
+    inputs = batch((1, 9, 1, 9))
+    assert_same(policy, inputs)
     del inputs["attention_mask"]  # generate makes one of where there is padding
-    assert_same(tiny("LlamaConfig"), inputs)
-
-
-def test_padding_that_no_row_needs() -> None:
-    inputs = batch()
-    wide = {name: nn.functional.pad(value, (5, 0)) for name, value in inputs.items()}
-    assert_same(tiny("LlamaConfig"), wide)
+    assert_same(policy, inputs)
+    wide = {name: nn.functional.pad(value, (5, 0)) for name, value in batch().items()}
+    assert_same(policy, wide)  # padding that no row needs
+    assert assert_same(policy, batch(group=1), num_return_sequences=4).shape[0] == 16
 
 
 def test_a_model_that_counts_its_cache_for_positions() -> None:
@@ -92,21 +100,14 @@ def test_a_model_that_counts_its_cache_for_positions() -> None:
     assert ends[2] < max(ends), "the longest prompt's row finishes before another"
 
 
-def test_a_pad_token_that_ends_rows() -> None:
-    assert_same(tiny("LlamaConfig"), pad_token_id=1)
-
-
-def test_an_end_token_in_prompts_that_differ_in_padding_only() -> None:
+def test_an_end_token_that_pads() -> None:
     """Rows with equal IDs and different prompts, because the end-of-sequence token is also the padding."""
     inputs = {
         "input_ids": torch.tensor([[1, 1, 5, 6], [1, 1, 5, 6]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]),
     }
     assert_same(tiny("LlamaConfig"), inputs, pad_token_id=1)
-
-
-def test_the_same_tokens_with_num_return_sequences() -> None:
-    assert assert_same(tiny("LlamaConfig"), batch(group=1), num_return_sequences=4).shape[0] == 16
+    assert_same(tiny("LlamaConfig"), pad_token_id=1)
 
 
 class AcrossRows(LogitsProcessor):
@@ -178,60 +179,40 @@ def test_a_token_without_probability_is_never_drawn() -> None:
         assert not shares[row == 0].any()
 
 
-@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
-def test_the_extreme_random_numbers_draw_possible_tokens(uniform: float) -> None:
-    rows = torch.tensor([[0.0, 0.1, 0.7, 0.2, 0.0]])
-    assert draw(rows, torch.tensor([uniform], dtype=torch.float64)).tolist() == [3 if uniform == 0 else 1]
+@pytest.mark.parametrize(
+    ("row", "uniform", "token"),
+    [
+        ([0.0, 0.1, 0.7, 0.2, 0.0], 0.0, 3),
+        ([0.0, 0.1, 0.7, 0.2, 0.0], 1 - 2**-53, 1),
+        # The sum of these probabilities, as a number of float64, is larger than it is.
+        ([0.0, 1 - 2**-24, 100 * 2**-60, 0.0], 0.0, 2),
+        # A probability below the smallest counts as 0.
+        ([0.0, 4 * 2**-60, 2**-60], 0.0, 2),
+        ([0.0, 4 * 2**-60, 0.75 * 2**-60], 0.0, 1),
+        # The sums are 0, 4 and 5, and the places 4.5, 4 and 0.5.
+        *(([0.0, 4 * 2**-60, 2**-60], uniform, token) for uniform, token in ((0.1, 2), (0.2, 1), (0.9, 1))),
+    ],
+)
+def test_extreme_numbers_draw_possible_tokens(row: list[float], uniform: float, token: int) -> None:
+    assert draw(torch.tensor([row]), torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
 
 
-def test_rounding_draws_no_token_behind_the_last() -> None:
-    """The sum of these probabilities, as a number of float64, is larger than it is."""
-    rows = torch.tensor([[0.0, 1 - 2**-24, 100 * 2**-60, 0.0]])
-    assert draw(rows, torch.zeros(1, dtype=torch.float64)).tolist() == [2]
-
-
-def test_a_probability_below_the_smallest_counts_as_zero() -> None:
-    """The random number 0 draws the last token with a probability: here of 2**-60, and of three quarters of it."""
-    for share, token in ((1.0, 2), (0.75, 1)):
-        rows = torch.tensor([[0.0, 4.0, share]]) * 2.0**-60
-        assert draw(rows, torch.zeros(1, dtype=torch.float64)).tolist() == [token]
-
-
-@pytest.mark.parametrize(("uniform", "token"), [(0.1, 2), (0.2, 1), (0.9, 1)])
-def test_places_between_two_sums_draw_the_token_that_reaches_them(uniform: float, token: int) -> None:
-    """The sums are 0, 4 and 5, and the places 4.5, 4 and 0.5."""
-    rows = torch.tensor([[0.0, 4.0, 1.0]]) * 2.0**-60
-    assert draw(rows, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_call_takes_one_number_of_the_global_generator_and_keeps_all_bits_of_its_own(seed: int) -> None:
-    assert Uniforms(3, torch.device("meta")).block.device.type == "meta"
-    torch.manual_seed(seed)
-    uniforms = Uniforms(3, torch.device("cpu"))
-    after = torch.rand(1)
-    found = []
-    for token in range(70):
-        uniforms.show(token)
-        found.append(uniforms.of(token).clone())
-    torch.manual_seed(seed)
-    own = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, ())))
-    assert torch.equal(after, torch.rand(1))
-    blocks = [torch.rand(64, 3, dtype=torch.float64, generator=own) for _ in range(2)]
-    assert torch.equal(torch.stack(found), torch.cat(blocks)[:70])
-
-
-def test_random_numbers_of_a_row_do_not_repeat_and_belong_to_a_seed() -> None:
+def test_a_call_takes_one_number_of_the_global_generator_and_keeps_all_bits_of_its_own() -> None:
     drawn = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
         uniforms = Uniforms(3, torch.device("cpu"))
-        numbers = []
+        after, found = torch.rand(1), []
         for token in range(2 * BLOCK):
             uniforms.show(token)
-            numbers += uniforms.of(token).tolist()
-        assert len(set(numbers)) == 6 * BLOCK
-        drawn.append(numbers)
+            found.append(uniforms.of(token).clone())
+        torch.manual_seed(seed)
+        own = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, ())))
+        assert torch.equal(after, torch.rand(1))
+        blocks = [torch.rand(BLOCK, 3, dtype=torch.float64, generator=own) for _ in range(2)]
+        assert torch.equal(torch.stack(found), torch.cat(blocks))
+        assert len(torch.cat(found).unique()) == 6 * BLOCK
+        drawn.append(torch.cat(found).tolist())
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -256,14 +237,32 @@ def test_each_prompt_runs_once_and_a_finished_row_no_more() -> None:
     assert prompt < 11
 
 
-def test_keys_and_values_are_appended_in_place() -> None:
-    policy = tiny("LlamaConfig")
-    storages: list[int] = []
-    policy.register_forward_hook(
-        lambda _, args, out: storages.append(out.past_key_values.layers[0].keys.untyped_storage().data_ptr())
-    )
-    generated(policy, Turn())
+def test_keys_and_values_are_appended_in_place_to_buffers_of_the_length_of_completions() -> None:
+    policy, storages, shapes = tiny("LlamaConfig"), [], set()
+
+    def look(module: Any, args: Any, out: Any) -> None:
+        first = out.past_key_values.layers[0]
+        storages.append(first.keys.untyped_storage().data_ptr())
+        shapes.update(tuple(buffer.shape) for buffer in getattr(first, "buffers", ()))
+
+    policy.register_forward_hook(look)
+    generated(policy, Turn(), eos_token_id=10_000)
     assert len(set(storages[1:])) == 1
+    assert shapes == {(16, 2, 11 + 24, 8)}
+
+
+def test_processors_of_each_row_alone_run_on_the_generating_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    stock = TopKLogitsWarper.__call__
+
+    def counted(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+        sizes.append(len(scores))
+        return stock(self, ids, scores)
+
+    monkeypatch.setattr(TopKLogitsWarper, "__call__", counted)
+    ends = lengths(generated(tiny("LlamaConfig"), Turn(), top_k=20), 11)
+    assert sizes == [sum(end > token for end in ends) for token in range(max(ends))]
+    assert sizes[0] > sizes[-1]
 
 
 # ---- recorded log-probabilities
@@ -285,6 +284,33 @@ def test_the_log_probabilities_of_the_sampled_tokens(every: int, rows: Any) -> N
         assert not recorded[length:].any()
 
 
+class Until(StoppingCriteria):
+    """Criterion that ends all rows at a number of columns, and counts its calls."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns, self.calls = columns, 0
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.columns)
+
+
+def test_prompts_may_be_given_by_position_and_criteria_of_the_caller_count() -> None:
+    for grouped in (True, False):
+        policy, inputs, turn = tiny("LlamaConfig"), batch((5, 5)), Turn(grouped=grouped, record_every=1)
+        own, added = Until(8), Until(99)
+        with torch.no_grad(), decoding(policy, turn, [added]):
+            tokens = policy.generate(inputs["input_ids"], config(eos_token_id=10_000), stopping_criteria=[own])
+        assert tokens.shape == (8, 8)
+        with torch.no_grad():
+            logits = policy(tokens, use_cache=False).logits[:, 4:-1]
+        expected = logits.log_softmax(-1).gather(2, tokens[:, 5:, None])[..., 0]
+        assert turn.log_probs is not None
+        torch.testing.assert_close(turn.log_probs, expected, atol=1e-5, rtol=0)  # at temperature 1, unless given
+        assert turn.declined == ""
+        assert own.calls == added.calls > 0
+
+
 # ---- calls left to transformers' own loop
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
@@ -293,21 +319,25 @@ INDEXED = {
     "num_key_value_heads": 4, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "head_dim": 8, "v_head_dim": 8,
     "index_head_dim": 8, "index_n_heads": 4, "index_topk": 16,
 }  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LONGROPE["original_max_position_embeddings"] = 64
 DECLINED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "the generation mode is beam_search": ("LlamaConfig", {}, {"num_beams": 2, "do_sample": False}),
+    # a word of the reason: the model, and the call
+    "beam_search": ("LlamaConfig", {}, {"num_beams": 2, "do_sample": False}),
     "prefill_chunk_size": ("LlamaConfig", {}, {"prefill_chunk_size": 4}),
-    "the cache is a StaticCache": ("LlamaConfig", {}, {"cache_implementation": "static"}),
-    "the cache is a DynamicCache": ("LlamaConfig", {}, {"cache_implementation": "offloaded"}),
-    "use_cache is false": ("LlamaConfig", {}, {"use_cache": False}),
-    "no maximum length, or no end-of-sequence token": ("LlamaConfig", {"eos_token_id": None}, {"eos_token_id": None}),
-    "a rotary table of type dynamic": ("LlamaConfig", DYNAMIC, {}),
-    "attention keeps the 8 highest scores": ("DogeConfig", {"keep_window_size": 8}, {}),
-    "layers of DynamicIndexedLayer": ("DeepseekV32Config", INDEXED, {}),
-    "the model has an encoder": ("T5Config", {}, {"decoder_start_token_id": 0}),
+    "StaticCache": ("LlamaConfig", {}, {"cache_implementation": "static"}),
+    "DynamicCache": ("LlamaConfig", {}, {"cache_implementation": "offloaded"}),
+    "use_cache": ("LlamaConfig", {}, {"use_cache": False}),
+    "end-of-sequence": ("LlamaConfig", {"eos_token_id": None}, {"eos_token_id": None}),
+    "dynamic": ("LlamaConfig", DYNAMIC, {}),
+    "longrope": ("LlamaConfig", {"rope_parameters": LONGROPE}, {}),
+    "keep_window_size": ("DogeConfig", {"keep_window_size": 8}, {}),
+    "DynamicIndexedLayer": ("DeepseekV32Config", INDEXED, {}),
+    "encoder": ("T5Config", {}, {"decoder_start_token_id": 0}),
 }
 
 
-@pytest.mark.parametrize("reason", only(DECLINED.keys() - {"layers of DynamicIndexedLayer"}, DECLINED))
+@pytest.mark.parametrize("reason", only(DECLINED.keys() - {"DynamicIndexedLayer"}, DECLINED))
 def test_transformers_own_loop_generates(reason: str) -> None:
     architecture, changes, how = DECLINED[reason]
     how = {"max_new_tokens": 4, **how}
@@ -316,7 +346,7 @@ def test_transformers_own_loop_generates(reason: str) -> None:
         policy = transformers.T5ForConditionalGeneration(settings).eval()
     else:
         policy = tiny(architecture, **changes)
-    if reason == "the cache is a DynamicCache" and not torch.cuda.is_available():
+    if reason == "DynamicCache" and not torch.cuda.is_available():
         pytest.skip("transformers offloads from a GPU only")
     forwards: list[int] = []
     handle = policy.register_forward_pre_hook(lambda *_: forwards.append(1))
@@ -337,57 +367,45 @@ def test_rows_that_stay_below_the_scores_that_attention_keeps_are_decoded_in_gro
 
 
 def test_a_multimodal_model_is_declined() -> None:
-    text = {
-        "vocab_size": 40,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 28,
-    }
+    text = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     settings = transformers.LlavaConfig(
-        text_config=transformers.LlamaConfig(**text),
-        vision_config=transformers.CLIPVisionConfig(**vision, patch_size=14),
+        text_config=transformers.LlamaConfig(**text, num_attention_heads=2),
+        vision_config=transformers.CLIPVisionConfig(**vision, image_size=28, patch_size=14),
     )
-    policy = transformers.LlavaForConditionalGeneration(settings).eval()
-    turn = Turn()
+    policy, turn = transformers.LlavaForConditionalGeneration(settings).eval(), Turn()
     generated(policy, turn, eos_token_id=1)
     assert "multimodal" in turn.declined
 
 
-def test_unknown_model_inputs_are_declined() -> None:
-    policy, turn = tiny("GPT2Config"), Turn()
-    generated(policy, turn, {**batch(), "token_type_ids": torch.ones_like(batch()["input_ids"])})
-    assert turn.declined == "the model takes token_type_ids"
+def test_inputs_that_the_loop_can_not_carry_are_declined() -> None:
+    inputs = batch()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    holes, right = mask.clone(), mask.clone()
+    holes[:, 5], right[3, -1] = 0, 0
+    used = DynamicCache(config=tiny("LlamaConfig").config)
+    used.update(torch.zeros(16, 2, 1, 8), torch.zeros(16, 2, 1, 8), 0)
+    for architecture, changes, reason in (
+        ("GPT2Config", {"token_type_ids": torch.ones_like(ids)}, "token_type_ids"),
+        ("LlamaConfig", {"attention_mask": holes}, "holes"),
+        ("LlamaConfig", {"attention_mask": right}, "right"),
+        ("LlamaConfig", {"past_key_values": used}, "DynamicCache"),
+    ):
+        turn = Turn()
+        with suppress(RuntimeError, ValueError, IndexError):  # of a cache that another call has used
+            generated(tiny(architecture), turn, {**inputs, **changes}, max_new_tokens=2)
+        assert reason in turn.declined
 
 
-def test_a_mask_with_holes_is_declined() -> None:
-    inputs, turn = batch(), Turn()
-    inputs["attention_mask"][:, 5] = 0
-    generated(tiny("LlamaConfig"), turn, inputs)
-    assert "holes" in turn.declined
+OWN_WAYS = {"openai-gpt": "without a cache", "cpmant": "columns", "git": "multimodal", "recurrent_gemma": "states"}
 
 
-OWN_WAYS = {
-    "openai-gpt": "the model runs without a cache",
-    "cpmant": "the model adds columns of its own to the cache",
-    "git": "the model is multimodal",
-    "recurrent_gemma": "the model keeps its recurrent states outside of its cache",
-}
-
-
-@pytest.mark.parametrize("model_type", only(["openai-gpt", "recurrent_gemma"], OWN_WAYS))
+@pytest.mark.parametrize("model_type", only(["openai-gpt", "recurrent_gemma", "cpmant"], OWN_WAYS))
 def test_models_with_caches_of_their_own_are_declined(model_type: str) -> None:
     policy, turn = build(model_type).eval(), Turn()
     expected = generated(policy, None)
     assert generated(policy, turn).tolist() == expected.tolist()
-    assert turn.declined == OWN_WAYS[model_type]
+    assert OWN_WAYS[model_type] in turn.declined
 
 
 def test_a_model_with_its_own_generate_is_declined() -> None:
@@ -395,7 +413,7 @@ def test_a_model_with_its_own_generate_is_declined() -> None:
     policy.generate = lambda **_: "its own"
     with decoding(policy, turn):
         assert policy.generate(**batch()) == "its own"
-    assert "a `generate` of its own" in turn.declined
+    assert "`generate`" in turn.declined
     assert policy.generate() == "its own"
 
 

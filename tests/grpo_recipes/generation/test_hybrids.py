@@ -13,7 +13,7 @@ from grpo_recipes.generation.groups import Turn
 from grpo_recipes.generation.kept_cache import KeptCache
 from grpo_recipes.generation.kv_cache import StateBuffer
 from tests.support.architectures import SAMPLED, assert_same, batch, generated, lengths, moved_no_states
-from tests.support.grids import covering, only
+from tests.support.grids import only
 from tests.tools.models import build
 
 MOST_TRAINED = (
@@ -41,7 +41,6 @@ SETTINGS: dict[str, dict[str, Any]] = {"sampled": SAMPLED, "greedy": {"do_sample
 # ---- the same tokens
 
 
-@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("model_type", only(QUICK, MOST_TRAINED + OTHERS))
 def test_the_same_tokens_while_rows_finish_one_by_one(model_type: str) -> None:
     tokens = assert_same(build(model_type).eval())
@@ -50,11 +49,11 @@ def test_the_same_tokens_while_rows_finish_one_by_one(model_type: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", MOST_TRAINED + OTHERS)
-@pytest.mark.parametrize("prompts", PROMPTS)
-def test_the_same_tokens_for_any_prompts(prompts: str, model_type: str) -> None:
+def test_the_same_tokens_for_any_prompts(model_type: str) -> None:
     policy = build(model_type).eval()
-    for how in SETTINGS.values():
-        assert_same(policy, batch(*PROMPTS[prompts]), **how)
+    for prompts in PROMPTS.values():
+        for how in SETTINGS.values():
+            assert_same(policy, batch(*prompts), **how)
 
 
 def test_each_prompt_runs_once_and_a_finished_row_no_more() -> None:
@@ -97,7 +96,7 @@ def test_states_are_not_kept_between_turns(model_type: str) -> None:
     policy, kept = build(model_type).eval(), KeptCache(lambda *_: True, 10**9)
     turn = Turn(kept=kept)
     assert generated(policy, turn).tolist() == generated(policy, Turn()).tolist()
-    assert "states, which cannot return to an earlier token" in turn.not_kept
+    assert "states" in turn.not_kept
     assert kept.size == 0
 
 
@@ -132,7 +131,16 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("model_type", "fault"), covering(QUICK, FAULTS))
+@pytest.mark.parametrize(
+    ("model_type", "fault"),
+    [
+        *zip(QUICK * 2, FAULTS, strict=True),
+        *(
+            pytest.param(model_type, fault, marks=pytest.mark.slow)
+            for model_type, fault in zip(QUICK[::-1] * 2, FAULTS, strict=True)
+        ),
+    ],
+)
 def test_a_fault_changes_tokens(model_type: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above notices each of them."""
     monkeypatch.setattr(StateBuffer, *FAULTS[fault])

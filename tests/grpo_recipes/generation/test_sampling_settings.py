@@ -25,7 +25,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 def checked(policy: Any, given: GenerationConfig, settings: GenerationConfig, grouped: bool = True) -> ProcessorCheck:
     """Generate with `given` where the user's settings are `settings`."""
-    check = ProcessorCheck(settings, 1.0)
+    check, given.max_new_tokens = ProcessorCheck(settings, 1.0), 4  # the processors are built once
     with torch.no_grad(), check.watching(policy), decoding(policy, Turn(grouped=grouped)):
         policy.generate(**batch(), generation_config=given)
     assert "_get_logits_processor" not in vars(policy)
@@ -57,7 +57,6 @@ def test_the_published_settings_of_a_model_stop_no_run(published: dict[str, Any]
         assert checked(policy, asked, asked).difference == ""
 
 
-@pytest.mark.parametrize("base", ["sampled", "repetition penalty"])
 @pytest.mark.parametrize(
     ("more", "named"),
     [
@@ -67,14 +66,13 @@ def test_the_published_settings_of_a_model_stop_no_run(published: dict[str, Any]
         ({"no_repeat_ngram_size": 1}, "NoRepeatNGramLogitsProcessor"),
         ({"min_new_tokens": 3}, "MinNewTokensLengthLogitsProcessor"),
         ({"temperature": 0.5}, "TemperatureLogitsWarper(temperature=0.5)"),
-        ({"do_sample": False}, "greedy_search, not sample"),
-        ({"num_beams": 2}, "beam_sample, not sample"),
+        ({"do_sample": False}, "greedy_search"),
+        ({"num_beams": 2}, "beam_sample"),
     ],
 )
-def test_a_processor_or_a_mode_that_the_settings_do_not_name_is_found(
-    more: dict[str, Any], named: str, base: str
-) -> None:
-    check = checked(tiny("Qwen2Config"), config(**{**SETTINGS[base], **more}), config(**SETTINGS[base]))
+def test_a_processor_or_a_mode_that_the_settings_do_not_name_is_found(more: dict[str, Any], named: str) -> None:
+    own = SETTINGS["repetition penalty"]
+    check = checked(tiny("Qwen2Config"), config(**{**own, **more}), config(**own))
     assert check.difference is not None
     assert named in check.difference
     assert "RepetitionPenalty" not in check.difference
@@ -83,7 +81,7 @@ def test_a_processor_or_a_mode_that_the_settings_do_not_name_is_found(
 def test_a_filter_of_the_settings_that_does_not_reach_generate_is_found() -> None:
     check = checked(tiny("Qwen2Config"), config(temperature=0.7), config(**SETTINGS["filters"]), False)
     assert check.difference is not None
-    assert check.difference.startswith("`generate` applies nothing where the settings give TopKLogitsWarper")
+    assert "TopKLogitsWarper" in check.difference
 
 
 def test_a_processor_of_the_models_own_is_found() -> None:

@@ -297,25 +297,6 @@ def test_a_recipe_has_a_correctness_reward_if_one_of_ours_or_of_trls_counts() ->
         assert not accuracy.has_correctness(specs)
 
 
-@pytest.mark.parametrize("specs", [[], ["tag_presence"], ["trl.rewards.accuracy_reward"], ["gsm8k_correctness"]])
-def test_a_strictly_right_answer_may_be_written_in_another_form(specs: list[str]) -> None:
-    rewards = accuracy.strict_rewards(specs, THINK_ANSWER)
-    texts = [f"<think>\nx\n</think>\n<answer>\n{answer}\n</answer>" for answer in ("1000", "1,000.0", "1001")]
-    assert accuracy.is_right(rewards, texts, {"answer": ["1000"] * 3}) == [True, True, False]
-
-
-def test_tags_of_the_command_replace_those_of_the_recipe() -> None:
-    specs = [{"name": "well_formed", "kwargs": {"tags": ["a", "b"]}}]
-    text = "<x>\n1\n</x>\n<y>\n2\n</y>"
-    for override, right in ((True, [True]), (False, [False])):
-        rewards = accuracy.strict_rewards(specs, ("x", "y"), override_tags=override)
-        (form,) = [reward for reward in rewards if reward.kind == "format"]
-        assert accuracy.is_right([form], [text], {}) == right
-    default, form = accuracy.strict_rewards([], ("x", "y"))
-    assert accuracy.is_right([form], [text], {}) == [True]
-    assert accuracy.is_right([default], [text, text], {"answer": ["2", "1"]}) == [True, False]
-
-
 def test_the_columns_and_the_mark_are_those_of_the_first_correctness_reward() -> None:
     specs = ["well_formed", {"name": "gsm8k_correctness", "kwargs": {"gold_column": "gold", "decimal": "comma"}}]
     rewards = accuracy.strict_rewards(specs, THINK_ANSWER)

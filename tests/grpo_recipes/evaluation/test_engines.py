@@ -15,10 +15,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaForCausalLM
 from trl import GRPOConfig
 
-from grpo_recipes import cli
 from grpo_recipes.checks.tokenizer import ChatTemplate
 from grpo_recipes.evaluation import comparison, engines, evaluate
 from grpo_recipes.evaluation.engines import Transformers
@@ -195,18 +193,6 @@ def test_the_sampling_of_greedy_decoding_names_no_filter() -> None:
         assert Transformers(SimpleNamespace(config=SimpleNamespace(**config)), None).positions == float("inf")
 
 
-@pytest.mark.parametrize(("device", "seeded"), [("cuda:1", [torch.device("cuda:1")]), ("cpu", [])])
-def test_the_random_state_of_the_models_gpu_is_restored(device: str, seeded: list[Any], monkeypatch: Any) -> None:
-    forked: list[list[torch.device]] = []
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: nullcontext(forked.append(devices)))
-    state = torch.get_rng_state()
-    with engines.seeded(SimpleNamespace(device=torch.device(device)), 3):
-        drawn = torch.rand(2)
-    torch.set_rng_state(state)
-    assert forked == [seeded]
-    assert torch.equal(drawn, torch.rand(2, generator=torch.Generator().manual_seed(3)))
-
-
 # ---- prompts
 
 THINKING = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
@@ -230,25 +216,6 @@ def test_only_prompts_of_text_get_the_tokenizers_special_tokens() -> None:
     assert engines.token_ids(texts, tokenizer, Settings()) == [tokenizer(text)["input_ids"] for text in texts]
     assert engines.token_ids(["1"], tokenizer, Settings())[0][0] == 257
     assert engines.token_ids([[{"role": "user", "content": "1"}]], tokenizer, Settings())[0][0] == 256
-
-
-def test_an_evaluation_renders_prompts_as_its_recipe_does(tmp_path: Path, monkeypatch: Any) -> None:
-    model = save_policy(tmp_path / "m")
-    chat_tokenizer(THINKING).save_pretrained(model)
-    seen: list[str] = []
-    generate = LlamaForCausalLM.generate
-
-    def spy(model: Any, input_ids: torch.Tensor, **options: Any) -> Any:
-        seen.append(chat_tokenizer().decode(input_ids[0]))
-        return generate(model, input_ids, **options)
-
-    monkeypatch.setattr(LlamaForCausalLM, "generate", spy)
-    text = "model_name_or_path: m\ndataset: {name: arithmetic, system_prompt: none}\nrewards: gsm8k_correctness\n"
-    (tmp_path / "r.yaml").write_text(f"{text}chat_template_kwargs: {{enable_thinking: false}}\n")
-    options = ["--limit", "1", "--max_new_tokens", "4", "--output", str(tmp_path / "e")]
-    assert cli.main(["evaluate", str(model), "--recipe", str(tmp_path / "r.yaml"), *options]) == 0
-    assert seen
-    assert all(prompt.endswith("<|im_start|>assistant\n<think></think>") for prompt in seen)
 
 
 # ---- settings of training

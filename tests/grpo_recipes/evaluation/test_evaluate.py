@@ -100,13 +100,6 @@ def test_strict_and_lenient_on_known_completions(tokenizer, conversational, tmp_
     assert model.training
 
 
-def test_other_tags_can_be_set(tokenizer, tmp_path: Path):
-    script = {"p": "<reasoning>9 + 9</reasoning><answer>18</answer>"}
-    summary, _ = scripted_run(tokenizer, ["p"], script, tmp_path / "strict", tags=("reasoning", "answer"))
-    assert summary["strict"]["value"] == 1
-    assert scripted_run(tokenizer, ["p"], script, tmp_path / "others")[0]["strict"]["value"] == 0
-
-
 TAGGED = "<think>9 + 9</think><answer>18</answer>"
 ON_LINES = "<think>\n9 + 9\n</think>\n<answer>\n18\n</answer>"
 BOXED, HASHES = r"9 + 9 = \boxed{18}", "9 + 9 = 18\n#### 18"
@@ -189,16 +182,6 @@ def test_strict_accuracy_uses_the_kind_that_a_reward_declares(tokenizer, tmp_pat
     assert all(reward["name"] in strict_line for reward in summary["settings"]["strict"])
 
 
-def test_golds_may_be_in_another_column(tokenizer, tmp_path: Path):
-    strict = strict_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}], ("think", "answer"))
-    output = {"p0": "<answer>18</answer>", "p1": "So 18.\n#### 18", "p2": "<answer>17</answer>"}
-    scripted_run(tokenizer, list(output), output, tmp_path / "e", {"solution": ["18"] * 3}, strict=strict)
-    table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
-    assert table[["strict", "lenient"]].values.tolist() == [[True, True], [False, True], [False, False]]
-    with pytest.raises(ValueError, match="`solution`"):
-        scripted_run(tokenizer, ["p0"], output, tmp_path / "f", strict=strict)
-
-
 def test_every_accepted_gold_is_right(tokenizer, tmp_path: Path):
     output = {
         "p0": TAGGED,
@@ -239,23 +222,6 @@ def test_a_row_that_cannot_be_scored_is_named(tokenizer, tmp_path: Path):
     with refused("rows"):
         scripted_run(tokenizer, [], {}, tmp_path / "e")
     assert not (tmp_path / "e").exists()
-
-
-def test_changed_choices_make_another_evaluation(tokenizer, tmp_path: Path):
-    strict = strict_rewards(["choice_correctness"], ("think", "answer"))
-    columns = {"answer": ["B"], "choices": [CITIES["choices"]]}
-    scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", columns, strict=strict)
-    with refused(tmp_path / "e", "problems"):
-        scripted_run(tokenizer, ["p"], {"p": "B"}, tmp_path / "e", {**columns, "choices": [["x", "y"]]}, strict=strict)
-
-
-def test_pass_at_k_follows_the_recipe(tokenizer, tmp_path: Path):
-    """Eight right boxed answers pass a recipe without tags."""
-    sampled = {"samples": 8, "temperature": 1.0, "strict": strict_rewards([BOXES], ("think", "answer"))}
-    summary, _ = scripted_run(tokenizer, ["p"], {"p": BOXED}, tmp_path / "e", **sampled)
-    assert summary["strict"]["value"] == 1.0
-    assert {k: share["value"] for k, share in summary["pass_at"].items()} == dict.fromkeys("1248", 1.0)
-    assert summary["majority"]["value"] == 1.0
 
 
 def test_the_stated_answer_is_where_the_recipes_reward_looks(tokenizer, tmp_path: Path):

@@ -427,12 +427,6 @@ def test_what_a_server_answers_to_a_wrong_request_is_told_in_one_line(server: st
         made_with("m", VLLM(vllm_server_base_url=server))
 
 
-def test_a_prompt_and_its_completion_may_fill_the_context() -> None:
-    vllm_engine.check_lengths([[1] * 3, [1] * 5], 4, 9)
-    with refused("--max_new_tokens 5", 5, 10, 9):
-        vllm_engine.check_lengths([[1] * 5, [1] * 3], 5, 9)
-
-
 def test_each_request_has_a_seed_of_its_own_that_the_evaluations_seed_decides(
     policy: Path, stub: type[StubLLM]
 ) -> None:

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
-from transformers import MistralConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from grpo_recipes.generation import kept_cache
-from grpo_recipes.generation.groups import Batch, Turn, decoding
+from grpo_recipes.generation.groups import Turn, decoding
 from grpo_recipes.generation.kept_cache import KeptCache, Prefix, split_by_width
 from grpo_recipes.process.faults import NotThePolicy
 from tests.support import device
 from tests.support.architectures import ARCHITECTURES, ENDS, adapter, batch, config, tiny, trainer
 from tests.support.exact_generation import exact_generation
-from tests.support.grids import covering, only
-from tests.support.recorded import model
+from tests.support.grids import only
 
 Rows = list[list[int]]
 
@@ -106,17 +106,16 @@ def forwards(policy: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("architecture", only([*ARCHITECTURES][::2], ARCHITECTURES))
-@pytest.mark.parametrize("do_sample", only([True], [True, False]))
-def test_the_same_tokens(architecture: str, do_sample: bool) -> None:
+@pytest.mark.parametrize("architecture", only(["Qwen3Config", "MistralConfig", "GPT2Config"], ARCHITECTURES))
+def test_the_same_tokens(architecture: str) -> None:
     """Turns with results of uneven lengths, after which rows leave."""
     policy = tiny(architecture)
-    expected, _ = conversation(policy, None, prompts(), do_sample=do_sample)
-    found, turns = conversation(policy, everything(), prompts(), do_sample=do_sample)
-    assert found == expected
-    assert [bool(turn.not_kept) for turn in turns] == [architecture in UNKEPT] * 3
-    assert [turn.reused for turn in turns] == [False, *[architecture not in UNKEPT] * 2]
+    for do_sample in (True, False)[: 1 + (architecture == "GPT2Config")]:
+        expected, _ = conversation(policy, None, prompts(), do_sample=do_sample)
+        found, turns = conversation(policy, everything(), prompts(), do_sample=do_sample)
+        assert found == expected
+        assert [bool(turn.not_kept) for turn in turns] == [architecture in UNKEPT] * 3
+        assert [turn.reused for turn in turns] == [False, *[architecture not in UNKEPT] * 2]
 
 
 def one_long_result(contexts: Rows, completions: Rows, turn: int) -> Rows:
@@ -146,22 +145,18 @@ def branched(contexts: Rows, completions: Rows, turn: int) -> Rows:
     return [*following, contexts[0] + completions[0], contexts[0] + completions[0][:-1]]
 
 
-@pytest.mark.parametrize(
-    ("following", "do_sample"), covering([one_long_result, shortened, padded, with_new_rows, branched], [True, False])
-)
-def test_the_same_tokens_of_other_turns(following: Callable[..., Rows], do_sample: bool) -> None:
-    policy = tiny("LlamaConfig")
-    expected, _ = conversation(policy, None, prompts(), following, do_sample=do_sample)
-    found, turns = conversation(policy, everything(), prompts(), following, do_sample=do_sample)
+OTHER_TURNS = [one_long_result, shortened, padded, with_new_rows, branched]
+
+
+@pytest.mark.parametrize("following", only([one_long_result, shortened, branched], OTHER_TURNS))
+def test_the_same_tokens_of_other_turns(following: Callable[..., Rows]) -> None:
+    policy, rows = tiny("LlamaConfig"), prompts((5, 5) if following is shortened else (3, 11, 1, 7))
+    expected, _ = conversation(policy, None, rows, following, turns=2 + (following is branched), max_new_tokens=12)
+    found, turns = conversation(
+        policy, everything(), rows, following, turns=2 + (following is branched), max_new_tokens=12
+    )
     assert found == expected
-    assert [turn.reused for turn in turns] == [False, True, True]
-
-
-def test_the_same_tokens_from_prompts_without_padding() -> None:
-    policy, rows = tiny("LlamaConfig"), prompts((5, 5))
-    found, turns = conversation(policy, everything(), rows)
-    assert found == conversation(policy, None, rows)[0]
-    assert turns[-1].reused
+    assert all(turn.reused for turn in turns[1:])
 
 
 def test_calls_for_some_rows_at_a_time() -> None:
@@ -181,43 +176,35 @@ def test_calls_for_some_rows_at_a_time() -> None:
 
 
 def test_a_later_turn_runs_its_new_tokens_only() -> None:
-    policy = tiny("LlamaConfig")
-    rows = prompts()
-    kept = everything()
+    policy, rows, kept = tiny("LlamaConfig"), prompts(), everything()
+    heads: list[int] = []
+    policy.lm_head.register_forward_pre_hook(lambda _, args: heads.append(args[0].shape[1]))
     completions = generated(policy, rows, Turn(kept=kept))
     following = ragged(rows, completions, 0)
     with forwards(policy) as seen:
         generated(policy, following, Turn(kept=kept))
     assert seen[0] == (len(following), 6)  # results of at most five tokens, and the end of the turn before
-
-
-def test_one_long_result_does_not_make_the_others_run_again() -> None:
-    policy = tiny("LlamaConfig")
-    rows = prompts()
-    kept = everything()
-    following = one_long_result(rows, generated(policy, rows, Turn(kept=kept)), 0)
-    with forwards(policy) as seen:
-        generated(policy, following, Turn(kept=kept))
-    assert [shape for shape in seen if shape[1] > 1] == [(len(following) - 1, 6), (1, 44)]
-
-
-def test_equal_histories_run_once() -> None:
-    policy = tiny("LlamaConfig")
-    rows = prompts()
+    assert set(heads) == {1}, "the head runs on one token of a prompt"
     kept = everything()
     completions = generated(policy, rows, Turn(kept=kept), do_sample=False)
-    following = [row + text + [5] for row, text in zip(rows, completions, strict=True)]
     with forwards(policy) as seen:
+        following = [row + text + [5] for row, text in zip(rows, completions, strict=True)]
         generated(policy, following, Turn(kept=kept), do_sample=False)
-    assert seen[0] == (4, 2)
+    assert seen[0] == (4, 2), "equal histories run once"
 
 
-def test_the_head_runs_on_one_token_of_a_prompt() -> None:
-    policy = tiny("LlamaConfig")
-    shapes: list[tuple[int, ...]] = []
-    policy.lm_head.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    conversation(policy, everything(), prompts())
-    assert {length for _, length, _ in shapes} == {1}
+@pytest.mark.parametrize("together", [False, True])
+def test_one_long_result_does_not_make_the_others_run_again(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless ranks share their forwards under ZeRO-3: another rank may have no long result."""
+    policy, rows, kept = tiny("LlamaConfig"), prompts(), everything()
+    if together:
+        monkeypatch.setattr(policy, "_has_unfinished_sequences", lambda finished, *_, **__: not finished)
+    following = one_long_result(rows, generated(policy, rows, Turn(kept=kept, together=together)), 0)
+    with forwards(policy) as seen:
+        completions = generated(policy, following, Turn(kept=kept, together=together))
+    prefills = [shape for shape in seen if shape[1] > 1]
+    assert prefills == ([(len(following), 44)] if together else [(len(following) - 1, 6), (1, 44)])
+    assert completions == generated(policy, following, None)
 
 
 @pytest.mark.parametrize(
@@ -233,21 +220,6 @@ def test_the_head_runs_on_one_token_of_a_prompt() -> None:
 )
 def test_two_rectangles_where_they_save_tokens(widths: dict[int, int], rectangles: list[list[int]]) -> None:
     assert split_by_width(widths) == rectangles
-
-
-def test_ranks_that_share_their_forwards_run_one_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each forward is a collective under ZeRO-3, and another rank may have no long result."""
-    policy = tiny("LlamaConfig")
-    monkeypatch.setattr(policy, "_has_unfinished_sequences", lambda finished, together, device: not finished)
-    expected, _ = conversation(policy, None, prompts(), one_long_result, turns=2)
-    kept = everything()
-    rows, found = prompts(), []
-    for _ in range(2):
-        with forwards(policy) as seen:
-            found.append(generated(policy, rows, Turn(kept=kept, together=True)))
-        assert len([shape for shape in seen if shape[1] > 1]) == 1
-        rows = one_long_result(rows, found[-1], 0)
-    assert found == expected
 
 
 # ---- what is kept
@@ -272,22 +244,14 @@ def test_rows_that_can_not_go_on_are_not_kept() -> None:
 
 def test_what_is_kept_is_bounded() -> None:
     policy, rows, row_size = tiny("LlamaConfig"), prompts(), 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, size
-    largest: list[int] = []
-    kept = everything(limit=100 * row_size)
-    stock = kept.keep
-
-    def keep(tokens: Sequence[int], layers: Any) -> None:
-        stock(tokens, layers)
-        largest.append(kept.size)
-
-    kept.keep = keep  # type: ignore[method-assign]
-    found, turns = conversation(policy, kept, rows)
-    assert found == conversation(policy, None, rows)[0]
-    assert any(turn.reused for turn in turns)
-    assert 50 * row_size < max(largest) <= kept.limit
-    tiny_limit = everything(limit=row_size)
-    assert conversation(policy, tiny_limit, rows)[0] == found
-    assert tiny_limit.size <= row_size
+    expected = conversation(policy, None, rows, turns=2)[0]
+    for limit, is_reused in ((100 * row_size, True), (row_size - 1, False)):
+        kept = everything(limit)
+        first, turn = Turn(kept=kept), Turn(kept=kept)
+        completions = generated(policy, rows, first)
+        assert 0.5 * is_reused * limit <= kept.size <= limit
+        assert [completions, generated(policy, ragged(rows, completions, 0), turn)] == expected
+        assert turn.reused == is_reused
 
 
 def test_the_last_rows_are_kept_where_not_all_fit() -> None:
@@ -322,19 +286,8 @@ def test_the_longest_kept_beginning_is_taken_and_the_last_token_runs() -> None:
     assert kept.size == 0
 
 
-def test_kept_tokens_stand_in_the_columns_of_their_prompts() -> None:
-    """Two rows with keys (2 heads, 3 tokens, 1) and values (2, 3, 2). The second row's prompt begins behind them."""
-    keys, values = torch.arange(1.0, 7).reshape(2, 3, 1), torch.arange(1.0, 13).reshape(2, 3, 2)
-    prefix = Prefix(3, [(keys, values), (-keys, -values)])
-    first, second = kept_cache.aligned([prefix, None, prefix], [1, 0, 4], 3)
-    assert first[0].tolist() == [[[[0], [1], [2]], [[0], [4], [5]]], [[[0]] * 3] * 2, [[[0]] * 3] * 2]
-    assert first[1][0].tolist() == [[[0, 0], [1, 2], [3, 4]], [[0, 0], [7, 8], [9, 10]]]
-    assert torch.equal(second[0], -first[0])
-    assert torch.equal(second[1], -first[1])
-
-
 def test_the_limit_is_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_cache.psutil, "virtual_memory", lambda: SimpleNamespace(total=807))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=807))
     assert kept_cache.memory_limit(torch.device("cpu")) == 100
     of_gpu = {torch.device("cuda", 1): SimpleNamespace(total_memory=8_007)}
     monkeypatch.setattr(torch.cuda, "get_device_properties", of_gpu.__getitem__)
@@ -376,17 +329,16 @@ def multi_turn(folder: Path, **settings: Any) -> Any:
     return run
 
 
-def count_reuse(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Collect the number of columns of each reuse."""
-    columns: list[int] = []
-    stock = Batch.fill
+def plant_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give all prompts the keys and values of one row."""
+    stock = KeptCache.take
 
-    def fill(self: Any, cache: Any, count: int, *rest: Any) -> None:
-        columns.append(count)
-        stock(self, cache, count, *rest)
+    def take(self: KeptCache, prompts: Any) -> dict[int, Prefix]:
+        found = stock(self, prompts)
+        longest = max(found.values(), key=lambda prefix: prefix.tokens, default=None)
+        return {row: Prefix(prefix.tokens, longest.layers) for row, prefix in found.items() if longest is not None}
 
-    monkeypatch.setattr(Batch, "fill", fill)
-    return columns
+    monkeypatch.setattr(KeptCache, "take", take)
 
 
 @pytest.mark.slow
@@ -403,51 +355,27 @@ def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Pat
         assert torch.equal(mine, other)
 
 
-def test_nothing_is_kept_when_the_weights_change(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_when_the_weights_change(tmp_path: Path, said: Any) -> None:
     """Each generation batch has a cache of its own, which is empty at its first turn."""
-    turns: list[tuple[int, KeptCache]] = []
-    stock = KeptCache.take
-
-    def take(self: KeptCache, prompts: Any) -> dict[int, Prefix]:
-        turns.append((self.size, self))
-        return stock(self, prompts)
-
-    monkeypatch.setattr(KeptCache, "take", take)
-    run = multi_turn(tmp_path, max_steps=2)
+    run = multi_turn(tmp_path, max_steps=2, max_completion_length=8)
+    prefills: list[tuple[int, int]] = []
+    run.model.register_forward_pre_hook(
+        lambda _, args, given: prefills.append((run.state.global_step, given["input_ids"].shape[1])), with_kwargs=True
+    )
     run.train()
-    assert [size > 0 for size, _ in turns] == [False, True, True] * 2
-    assert turns[0][1] is turns[2][1]
-    assert turns[2][1] is not turns[3][1]
+    widest = [max(width for at, width in prefills if at == step) for step in (0, 1)]
+    assert min(widest) >= 9, "the first turn of each batch runs whole prompts"
     assert run._generation._kept is None
+    assert run._generation.is_reuse_verified
     assert said() == []
-
-
-def test_a_run_of_one_turn_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KeptCache, "keep", None)
-    trainer(tmp_path, max_steps=1).train()  # `keep` would raise
-
-
-def plant_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give all prompts the keys and values of one row."""
-    stock = KeptCache.take
-
-    def take(self: KeptCache, prompts: Any) -> dict[int, Prefix]:
-        found = stock(self, prompts)
-        longest = max(found.values(), key=lambda prefix: prefix.tokens, default=None)
-        return {row: Prefix(prefix.tokens, longest.layers) for row, prefix in found.items() if longest is not None}
-
-    monkeypatch.setattr(KeptCache, "take", take)
 
 
 def test_a_wrong_row_is_found_at_the_first_reuse(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_fault(monkeypatch)
-    reused = count_reuse(monkeypatch)
     run = multi_turn(tmp_path, max_steps=1)
     run.train()
     (sentence,) = said()
-    assert sentence.startswith("keys and values are not kept between turns: tokens are picked under other log-prob")
-    assert sentence.endswith("on the first turn that uses them, 1e-04 allowed)")
-    assert len(reused) == 1
+    assert "between turns" in sentence
     assert not run._generation.is_reuse_verified
     assert run._generation.is_verified
     logged = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
@@ -465,17 +393,6 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return original(inputs)
 
     run._generate_and_score_completions = with_a_fault
-    with pytest.raises(NotThePolicy, match=r"at step [12] .* no hypothesis that can be computed here explains it"):
+    with pytest.raises(NotThePolicy, match=r"at step [12] "):
         run.train()
     assert run._generation.is_reuse_verified
-
-
-@pytest.mark.slow
-def test_a_sliding_window_is_announced_once(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    reused = count_reuse(monkeypatch)
-    run = multi_turn(tmp_path, policy=model(MistralConfig, sliding_window=6), max_steps=2)
-    run.train()
-    (sentence,) = said()
-    assert sentence.startswith("keys and values are not kept between turns: the model has layers with a sliding window")
-    assert reused == []
-    assert run._generation.is_verified

@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTr
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.loading import complete_weights
-from grpo_rewards.errors import UserError
 from tests.support import short_runs
+from tests.support.errors import refused
 from tests.support.tiny import byte_tokenizer, policy, save_reward_model
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -52,18 +52,18 @@ def renamed(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "figures"),
     [
-        (lambda tensors: tensors.pop(DOWN), rf"lack 1 of the model's tensors \(such as {DOWN}\): copy or download"),
-        (narrow, rf"another shape in 1 tensors \(such as {DOWN}, \(32, 63\) in place of \(32, 64\)\)"),
-        (renamed, rf"lack 1 .* \(such as {DOWN}\) and hold 1 that the model does not have \(such as other.weight\)"),
+        (lambda tensors: tensors.pop(DOWN), [1, DOWN]),
+        (narrow, [1, DOWN, (32, 63), (32, 64)]),
+        (renamed, [1, DOWN, "other.weight"]),
     ],
 )
 def test_a_policy_of_which_a_tensor_is_missing_is_refused(
-    change: Callable[[Tensors], object], message: str, tmp_path: Path
+    change: Callable[[Tensors], object], figures: list[object], tmp_path: Path
 ) -> None:
     name, stock = changed(saved_policy(tmp_path / "policy"), change), vars(PreTrainedModel)["from_pretrained"]
-    with pytest.raises(UserError, match=message):
+    with refused(name, *figures):
         trained(name, tmp_path)
     assert vars(PreTrainedModel)["from_pretrained"] is stock
 
@@ -72,9 +72,8 @@ def test_an_unexpected_tensor_is_listed_in_one_line(tmp_path: Path, caplog: pyte
     name = changed(saved_policy(tmp_path / "policy"), lambda tensors: tensors.update({"mtp.norm": torch.ones(2)}))
     with caplog.at_level(logging.WARNING):
         trained(name, tmp_path)
-    assert [record.message for record in caplog.records if "mtp" in record.message] == [
-        f"{name}: not loaded: 1 tensor in its files that the model does not have (such as mtp.norm)"
-    ]
+    (sentence,) = [record.message for record in caplog.records if "mtp.norm" in record.message]
+    assert sentence.startswith(name)
 
 
 def test_tied_weights_are_complete(tmp_path: Path) -> None:
@@ -103,11 +102,11 @@ def test_an_adapter_and_its_base_are_complete(change: Callable[[Tensors], None],
     assert isinstance(trained(str(tmp_path / "adapter"), tmp_path).model, PeftModel)
     whole = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     changed(tmp_path / "adapter", change, "adapter_model.safetensors")
-    with pytest.raises(UserError, match=r"adapter: the adapter can't be loaded: .*lora_"):
+    with refused(tmp_path / "adapter", "lora_"):
         trained(str(tmp_path / "adapter"), tmp_path)
     save_file(whole, tmp_path / "adapter" / "adapter_model.safetensors")
     changed(base, lambda tensors: tensors.pop(DOWN))
-    with pytest.raises(UserError, match=f"base: its weights lack 1 .*{DOWN}"):
+    with refused(base, 1, DOWN):
         trained(str(tmp_path / "adapter"), tmp_path)
 
 
@@ -118,5 +117,5 @@ def test_a_reward_model_without_a_trained_head_is_refused(tmp_path: Path) -> Non
         return trained(str(model), tmp_path, rewards=str(save_reward_model(tmp_path / head.__name__, head)))
 
     assert len(built(LlamaForSequenceClassification).reward_funcs) == 1
-    with pytest.raises(UserError, match=r"ForCausalLM: its weights lack 1 of .* \(such as score.weight\)"):
+    with refused("ForCausalLM", 1, "score.weight"):
         built(LlamaForCausalLM)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from grpo_recipes.generation.models import (
     scaled_by_position,
     unfit,
 )
-from grpo_rewards.errors import UserError
+from tests.support.errors import refused
 
 
 @pytest.mark.parametrize(
@@ -71,42 +73,30 @@ def test_dropout_is_found_in_modules_and_in_numbers_of_other_layers() -> None:
 @pytest.mark.parametrize("rate", [0.05, 0.0])
 def test_the_dropout_of_an_adapter_alone_is_switched_off_by_its_own_key(rate: float) -> None:
     layer = nn.ModuleDict({"lora_dropout": nn.ModuleDict({"default": nn.Dropout(0.1)}), "attention": Attention(rate)})
-    key = "disable_dropout: true" if rate else "lora_dropout: 0"
-    assert f"`{key}` switches it off" in describe_dropout(layer)
-
-
-DROPS = "the model has dropout (`disable_dropout: true` switches it off)"
+    assert f"`{'disable_dropout: true' if rate else 'lora_dropout: 0'}`" in describe_dropout(layer)
 
 
 @pytest.mark.parametrize(
-    ("adapter", "training", "reason"),
+    ("adapter", "reason"),
     [
-        (None, False, ""),
-        (None, True, f"{DROPS}, and completions of a prompt would share its mask"),
-        ({"is_prompt_learning": True}, False, "the adapter puts virtual tokens before the prompt"),
-        (
-            {"alora_invocation_tokens": [7]},
-            False,
-            "the adapter acts from its invocation tokens to the end of a row (aLoRA)",
-        ),
-        ({}, False, ""),
+        (None, ""),
+        ({"is_prompt_learning": True}, "virtual tokens"),
+        ({"alora_invocation_tokens": [7]}, "aLoRA"),
+        ({"peft_type": SimpleNamespace(value="LILY")}, "LILY"),
+        ({"peft_type": SimpleNamespace(value="SHADOW")}, "SHADOW"),
+        ({}, ""),
     ],
 )
-def test_policies_that_are_not_decoded_in_groups(
-    adapter: dict[str, Any] | None, training: bool, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(models, "base_model", lambda policy: policy)
-    policy: Any = nn.ModuleDict({"drop": nn.Dropout(0.1)}).train(training)
-    kind = SimpleNamespace(value="LORA")
+def test_policies_that_are_not_decoded_in_groups(adapter: dict[str, Any] | None, reason: str) -> None:
+    policy: Any = nn.ModuleDict({"drop": nn.Dropout(0.1)})
     if adapter is not None:
-        values = {"is_prompt_learning": False, "alora_invocation_tokens": None, "peft_type": kind}
+        values = {"is_prompt_learning": False, "alora_invocation_tokens": None, "peft_type": SimpleNamespace(value="")}
         policy.active_peft_config = SimpleNamespace(**{**values, **adapter})
-    assert unfit(policy) == reason
-    policy["drop"].p = 0.0
-    assert unfit(policy) == ("" if adapter is None else reason), "without dropout, training changes nothing"
-    if adapter == {}:
-        for kind.value in ("LILY", "SHADOW"):
-            assert unfit(policy) == f"the adapter ({kind.value}) computes a token from more than those before it"
+    for training, rate, dropout in ((False, 0.1, ""), (True, 0.0, ""), (True, 0.1, "`disable_dropout: true`")):
+        policy.train(training)["drop"].p = rate
+        found = unfit(policy)
+        assert (reason or dropout) in found
+        assert bool(found) == bool(reason or dropout)
 
 
 def test_4_bit_weights_are_not_repacked() -> None:
@@ -118,7 +108,7 @@ def test_4_bit_weights_are_not_repacked() -> None:
     layer.weight.quant_state = SimpleNamespace(packing_format_for_cpu=False)  # type: ignore[attr-defined]
     models.keep_4bit_layout(policy)
     layer.weight.quant_state.packing_format_for_cpu = True
-    with pytest.raises(UserError, match="has repacked the model's 4-bit weights.*load the model again"):
+    with refused("model", "4-bit"):
         models.keep_4bit_layout(policy)
 
 
@@ -206,29 +196,17 @@ def test_an_inherited_precision_is_inherited_again() -> None:
     assert computes_in_float32(nn.Linear(2, 2), torch.device("cuda"))
 
 
-class EarlierModel(nn.Module):
-    def forward(self, input_ids: Any, past_key_values: Any = None, use_cache: bool = False) -> None:
-        """Take the arguments of models before transformers 5.24."""
+def takes(name: str) -> nn.Module:
+    """Return a model whose `forward` takes a cache under a name."""
+    parameters = {"input_ids": None, name: None, "use_cache": False}
+    module = nn.Module()
+    module.forward = Mock(  # type: ignore[method-assign]
+        __signature__=Signature([Parameter(one, Parameter.POSITIONAL_OR_KEYWORD) for one in parameters])
+    )
+    return module
 
 
-class LaterModel(nn.Module):
-    def forward(self, input_ids: Any, cache: Any = None, use_cache: bool = False) -> None:
-        """Take the arguments of models since transformers 5.24."""
-
-
-class Mamba(nn.Module):
-    def forward(self, input_ids: Any, cache_params: Any = None, use_cache: bool = False) -> None:
-        """Take the arguments of the Mamba family before transformers 5.24."""
-
-
-class PassingOn(nn.Module):
-    def forward(self, input_ids: Any, **kwargs: Any) -> None:
-        """Take any arguments, as a wrapper does."""
-
-
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [(PassingOn, "past_key_values"), (EarlierModel, "past_key_values"), (LaterModel, "cache"), (Mamba, "cache_params")],
-)
-def test_a_cache_is_given_under_the_name_that_the_model_has_for_it(model: type[nn.Module], name: str) -> None:
-    assert cache_argument(model()) == name
+def test_a_cache_is_given_under_the_name_that_the_model_has_for_it() -> None:
+    for name in ("past_key_values", "cache", "cache_params"):
+        assert cache_argument(takes(name)) == name
+    assert cache_argument(takes("kwargs")) == "past_key_values", "of a wrapper that passes on any arguments"

@@ -495,6 +495,8 @@ def test_each_interval_of_a_summary_is_that_of_its_shares() -> None:
     assert found["pass_at"]["2"] == pytest.approx(mean_share(pairs, 12, prompts).as_dict())
     assert found["pass_at"]["4"] == mean_share([float(count > 0) for count in right], 6, prompts).as_dict()
     assert found["pass_at"] == found["rewards"]["r"]["pass_at"]
+    alike = rows.assign(strict=[True, True, False, False] * 6, prompt=rows["problem"].astype(str))
+    assert summarise(alike)["pass_at"]["2"] == pytest.approx(mean_share([5 / 6] * 6, 12).as_dict())
     votes = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]  # the first answer wins a tie
     assert found["majority"] == found["rewards"]["r"]["majority"] == mean_share(votes, clusters=prompts).as_dict()
     assert found["rewards"]["r"]["mean"] == mean_value([count / 2 for count in right], prompts).as_dict()

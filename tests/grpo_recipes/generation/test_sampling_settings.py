@@ -10,7 +10,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import SuppressTokensLogitsProcessor
 
 from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.generation.sampling_settings import ProcessorCheck, PublishedSettings
+from grpo_recipes.generation.sampling_settings import ProcessorCheck, PublishedSettings, neutral
 from tests.support.architectures import SAMPLED, SETTINGS, batch, config, tiny
 
 OWN: dict[str, dict[str, Any]] = {
@@ -55,6 +55,12 @@ def test_the_published_settings_of_a_model_stop_no_run(published: dict[str, Any]
     policy.generation_config = GenerationConfig(**published)
     with PublishedSettings(str).aside(policy, asked):
         assert checked(policy, asked, asked).difference == ""
+
+
+def test_a_request_without_a_filter_draws_from_all_tokens() -> None:
+    published = GenerationConfig(top_k=3, temperature=0.5, eos_token_id=7)
+    found = neutral(published, GenerationConfig(do_sample=True))
+    assert (found.top_k, found.temperature, found.eos_token_id) == (0, GenerationConfig().temperature, 7)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,8 @@ def check_model_folder(folder: Path) -> None:
         UserError: There is no such folder, it holds no model, or one of its files is missing or damaged.
     """
     if not folder.is_dir():
-        raise UserError(folder, f"there is no such folder{relative_to(folder)}", "name the folder of a model or a run")
+        problem = f"the model can't be loaded: there is no such folder{relative_to(folder)}"
+        raise UserError(folder, problem, "name the folder of a model or a run")
     adapter = folder / ADAPTER_CONFIG
     check_descriptions(folder)
     if not adapter.is_file() and not (folder / "config.json").is_file():

@@ -47,8 +47,8 @@ $(VLLM_VENV)/.installed: pyproject.toml rewards/pyproject.toml constraints.txt t
 torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at random moments; resume, compare (SEED=0)
 	$(BIN)/python -m tests.tools.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
 
-mutants: $(INSTALLED)  ## 300 single changes of all product code, by a new seed: how many the quick tests notice
-	$(BIN)/python -m tests.tools.mutants --record docs/mutants.md
+mutants: $(INSTALLED)  ## single changes of FILE that the quick tests of TESTS do not notice
+	$(BIN)/python -m tests.tools.mutants $(FILE) --tests $(TESTS)
 
 models: $(INSTALLED)  ## every causal language model of transformers and adapter of PEFT, tiny: layout and gradient against TRL's
 	$(BIN)/python -m tests.tools.models --record docs/model-layouts.md

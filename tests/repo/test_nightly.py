@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder for the rows of three parts, the first of which fails. The third one never runs."""
     parts = {
         "bad": Part("This fails.", FAILING, python="nowhere/python"),
-        "good": Part("This passes.", "echo '== 3 passed in 1.00s (0:00:01) =='; echo {day}", python="", page="good.md"),
+        "good": Part("This passes.", "echo '== 3 passed in 1.00s (0:00:01) =='", python="", page="good.md"),
         "idle": Part("This does not run.", "false", python=""),
     }
     monkeypatch.setattr(nightly, "PARTS", parts)
@@ -69,32 +67,13 @@ def test_a_failing_part_leaves_its_row_and_does_not_stop_the_others(
     assert (bad["exit_code"], bad["result"]) == (2, "1 failed, 2 passed in 3.21s")
     assert bad["failed"] == ["FAILED tests/test_a.py::test_b[`|`] - assert 1 == 2"]
     assert bad["versions"] == {}
-    day = good["started"][:10].replace("-", "")
-    assert good["command"].endswith(f"echo {day}")
-    assert (good["result"], good["exit_code"]) == (f"3 passed in 1.00s (0:00:01); {day}", 0)
+    assert (good["result"], good["exit_code"]) == ("3 passed in 1.00s (0:00:01)", 0)
     assert nightly.main(["good"]) == 0
-
-
-def test_the_page_names_failed_tests_and_parts_that_have_never_run(rows: Path) -> None:
-    nightly.main(["bad", "good"])
     assert nightly.main(["--join"]) == 0
     page = nightly.PAGE.read_text(encoding="utf-8")
-    assert "Parts that have never run: idle." in page
-    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
-    header, _, bad, good, idle = table
-    assert {len(row) for row in table} == {len(header)}
-    assert bad[-1] == "**failed** (exit code 2): `1 failed, 2 passed in 3.21s`"
-    assert good[-1].endswith("` ([table](good.md))")
-    assert idle[2] == "never"
-    assert "## Failed tests of bad\n\n- `FAILED tests/test_a.py::test_b['|'] - assert 1 == 2`\n" in page
-
-
-def test_a_part_that_takes_too_long_is_stopped(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nightly, "LIMIT", 0.1)
-    row = nightly.run("idle", Part("This never ends.", "sleep 60", python=""))
-    assert row.exit_code == 124
-    assert row.seconds < 60
-    assert row.result.startswith("stopped after 0 minutes: ")
+    table = {line.split("|")[1].strip(): line for line in page.splitlines() if line.startswith("| ")}
+    assert "**failed** (exit code 2): `1 failed, 2 passed in 3.21s`" in table["bad"]
+    assert "never" in table["idle"]
 
 
 @pytest.mark.slow
@@ -128,17 +107,3 @@ sys.exit(nightly.main([]))
         time.sleep(0.05)
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
-
-
-@pytest.mark.slow
-def test_a_row_states_the_versions_of_its_environment() -> None:
-    versions = nightly._versions(Path(sys.executable))
-    assert (versions["python"], versions["torch"]) == (platform.python_version(), version("torch"))
-    assert nightly._versions(nightly.ROOT / "") == {}  # no interpreter
-
-
-def test_an_unknown_part_is_named(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        nightly.main(["good", "tortures"])
-    assert "no part is called tortures: choose from bad, good, idle" in capsys.readouterr().err
-    assert not rows.exists()

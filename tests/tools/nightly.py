@@ -44,7 +44,7 @@ class Part:
     checked: str
     """Sentence on the claim that the part checks."""
     command: str
-    """Command of bash in the root of the checkout. `{day}` stands for the date in UTC, such as 20261124."""
+    """Command of bash in the root of the checkout."""
     python: str = ".venv/bin/python"
     """Interpreter whose package versions the row states, or empty if it runs outside this system."""
     page: str = ""
@@ -64,10 +64,6 @@ PARTS: Mapping[str, Part] = {
         "Every adapter has TRL's gradient and the right reference.",
         TOOL + "adapters --record docs/adapter-layouts.md",
         page="../../docs/adapter-layouts.md",
-    ),
-    "mutants": Part(
-        "Quick tests notice at least 90 % of the first 40 mutants of the day's seed.",
-        TOOL + "mutants --count 40 --seed {day}",
     ),
     "oldest": Part(
         "The quick tests pass on the oldest versions allowed.", "make test-oldest", "build/oldest/bin/python"
@@ -106,9 +102,9 @@ class Row:
 def run(name: str, part: Part) -> Row:
     """Run a part, print its output, write its row and return the row. A part that is interrupted leaves no row."""
     started, begin, before = datetime.now(timezone.utc), time.monotonic(), _cpu_seconds()
-    command, commit = part.command.format(day=f"{started:%Y%m%d}"), _commit()
-    print(f"== {name}: {command}", flush=True)
-    code, lines = _output(command)
+    commit = _commit()
+    print(f"== {name}: {part.command}", flush=True)
+    code, lines = _output(part.command)
     seconds = time.monotonic() - begin
     said = [line[:LONGEST].strip("= ") for line in _without_warnings(lines) if line.strip()]
     summaries = [line for line in said if re.search(r"\d (passed|failed|error|skipped).* in [\d.]+s", line)]
@@ -116,7 +112,7 @@ def run(name: str, part: Part) -> Row:
     row = Row(
         part=name,
         checked=part.checked,
-        command=command,
+        command=part.command,
         commit=commit,
         started=f"{started:%Y-%m-%dT%H:%M:%SZ}",
         seconds=round(seconds),
@@ -205,8 +201,8 @@ def page(found: Sequence[Row]) -> str:
         "Made by `.ci/nightly --join` from the files in `benchmarks/results/nightly`. `.ci/nightly PART` runs a part",
         "from a fresh clone and writes its file. A part is stopped after 150 minutes. Its time includes making its",
         "environment if the clone has none yet. CPU minutes are those of the processes that the command waited for: a",
-        "part of one process (models, adapters, mutants) that took much longer ran on a busy machine. A",
-        "[pretrained model](real_model.md) and 300 [mutants](../../docs/mutants.md) are not part of the night.",
+        "part of one process (models, adapters) that took much longer ran on a busy machine. A",
+        "[pretrained model](real_model.md) is not part of the night.",
         "",
         f"Parts that have never run: {', '.join(never) or 'none'}.",
         "",
@@ -229,7 +225,7 @@ def page(found: Sequence[Row]) -> str:
 def _cells(part: Part, row: Row | None) -> tuple[str, ...]:
     """Return the cells of a part on the page, after its name."""
     if row is None:
-        return part.checked, "never", "", _code(part.command.format(day="YYYYMMDD")), "", "", ""
+        return part.checked, "never", "", _code(part.command), "", "", ""
     result = _code(row.result) if row.exit_code == 0 else f"**failed** (exit code {row.exit_code}): {_code(row.result)}"
     if part.page:
         result += f" ([table]({part.page}))"

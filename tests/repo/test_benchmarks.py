@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_recipes.evaluation.estimates import Estimate
 from grpo_recipes.training import varlen
 from grpo_recipes.training.packed_attention import GroupSpans, sdpa
 from tests.support import varlen_kernel
@@ -103,25 +101,6 @@ def test_attention_of_a_padded_row_and_of_the_varlen_kernel_is_the_formula(
         row = gpu_attention.measured(bench, "tiny", "a", name, torch.bfloat16)
         assert row["result"] == "ok"
         assert 0 < float(row["difference of output"]) < 0.02
-
-
-@pytest.mark.slow
-def test_rows_of_a_gpu_have_its_memory(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The device `cpu:0` is a CPU to torch, and none to the benchmark."""
-    waits = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(1))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    bench = gpu.Bench("cpu:0", tiny=True, steps=2, policy=None, ends=float("inf"), row_seconds=60)
-    found = gpu.measure(bench, ["attention", "micro_batch", "decode_step"], tmp_path / "gpu.json")
-    assert found["machine"]["device"] == "NVIDIA H200"
-    peaks = {row["peak, MiB"] for row in found["sections"]["attention"] if row["result"] == "ok"}
-    assert peaks == {"2048.0"}
-    times = found["sections"]["micro_batch"][1]
-    assert times["TRL, peak GiB"] == times["packed apart, peak GiB"] == times["ours, peak GiB"] == "2.00"
-    assert waits
 
 
 def test_the_first_questions_to_a_gpu_are_answered(
@@ -264,42 +243,6 @@ def coverage(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return interval_coverage
 
 
-def covered(table: str) -> list[float]:
-    """Return the lowest coverage of today's intervals in each row of a table of `by_size`, in percent."""
-    rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| \d+ \| \d+ \| \d+ \|", line)]
-    return [float(row[4].removesuffix(" %")) for row in rows]
-
-
-def test_the_kept_coverage_of_the_intervals_is_at_least_93_percent(coverage: ModuleType) -> None:
-    means, paired = (BENCHMARKS / "results" / "coverage.md").read_text().split("## Limit")[0].split("## Paired")
-    assert len(covered(means)) == len(coverage.PROBLEMS) * len(coverage.SAMPLES)
-    assert len(covered(paired)) == len(coverage.PROBLEMS) * len(coverage.PAIRED_SAMPLES)
-    assert min(covered(means) + covered(paired)) >= 93
-
-
-def test_the_coverage_is_that_of_the_estimates(
-    coverage: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With intervals of no width nothing is covered, and with the widest everything is."""
-    small = {
-        "PROBLEMS": (5,),
-        "SAMPLES": (1, 4),
-        "PAIRED_SAMPLES": (4,),
-        "MEANS": (0.45,),
-        "DRAWS": 20,
-        "MORE_DRAWS": 30,
-    }
-    for name, value in {**small, "limits": list}.items():
-        monkeypatch.setattr(coverage, name, value)
-    monkeypatch.setattr(sys, "argv", ["interval_coverage.py", "--output", str(tmp_path / "page.md")])
-    for ends, share in (((0.4501, 0.4501), 0.0), ((-1.0, 1.0), 100.0)):
-        found = Estimate(ends[0], *ends)
-        monkeypatch.setattr(coverage, "mean_share", lambda *_, found=found: found)
-        monkeypatch.setattr(coverage, "paired_difference", lambda *_, found=found: found)
-        assert coverage.main() == 0
-        assert covered((tmp_path / "page.md").read_text()) == [share] * 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
@@ -338,23 +281,6 @@ def test_golds_are_paid_by_themselves_and_not_by_other_answers(golds: ModuleType
         assert [unscorable, *right, timeouts] == ["0", "5/5", "3/3", "1/1", "0"]
         assert [another, digit, sign] == ["0 (0)/5"] * 3
     assert found["math_correctness"][4].endswith(" (0)/40")
-
-
-def test_payments_for_every_answer_are_counted_and_listed(
-    golds: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(golds, "REWARDS", {"generous": lambda scored: ["paid"] * len(scored)})
-    found = recorded_golds(golds, tmp_path, "--list")["generous"]
-    assert found[:-2] == ["0", "5/5", "3/3", "1/1", "40 (38)/40", "5 (5)/5", "5 (5)/5", "5 (5)/5"]
-    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("some\tgenerous\t")]
-    assert len(listed) == 38 + 15
-    assert not [line for line in listed if line.endswith("\tpaid\t'1'\t'1=1'")]
-
-
-def test_a_column_without_golds_is_named(golds: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "some.jsonl").write_text('{"question": "1 + 1"}\n')
-    with pytest.raises(SystemExit, match="the columns question. Name the gold's column"):
-        golds.main([str(tmp_path)])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -26,28 +25,6 @@ def tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     monkeypatch.chdir(tmp_path)
     return module
-
-
-@pytest.mark.parametrize(("answer", "goes_on"), [(1, True), (2, False)])
-def test_findings_of_diagnose_do_not_stop_the_tutorial(
-    tutorial: ModuleType, monkeypatch: pytest.MonkeyPatch, answer: int, goes_on: bool
-) -> None:
-    """A run with findings gets a report. A run that can't be read gets none."""
-    pictures = tutorial.RUN / "report"
-    pictures.mkdir(parents=True)
-    (tutorial.RUN.parent / "evaluation.json").write_text("{}")
-    (pictures / "evaluation.svg").write_bytes(b"")
-    called = []
-
-    def run(command: Sequence[str]) -> int:
-        called.append(command[0])
-        return answer if command[0] == "diagnose" else 0
-
-    monkeypatch.setattr(tutorial, "PROGRAMS", dict.fromkeys(tutorial.PROGRAMS, run))
-    assert tutorial.main() == (0 if goes_on else answer)
-    assert called[:4] == ["preview", "evaluate", "evaluate", "compare"]
-    assert ("report" in called) == goes_on
-    assert Path("pictures").is_dir() == goes_on
 
 
 def test_every_command_of_the_tutorial_is_found(tutorial: ModuleType) -> None:

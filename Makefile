@@ -11,7 +11,7 @@ TORCH ?= 2.15.0
 # Files with tests marked `gpu`. Others import packages that a GPU machine may lack.
 GPU_TESTS := tests/grpo_recipes/generation tests/grpo_recipes/training
 
-.PHONY: help install quickstart tutorial test test-slow test-nightly test-vllm torture models mutants notebook lint docs bench \
+.PHONY: help install quickstart tutorial test golden test-slow test-nightly test-vllm torture models mutants notebook lint docs bench \
 	real-model gpu-bundle dist test-oldest test-torch test-debian next-trl clean
 
 help:  ## this list
@@ -29,6 +29,9 @@ quickstart: $(INSTALLED)  ## warm-start a tiny model, train it with GRPO, print 
 
 test: $(INSTALLED)  ## the quick part of the test suite
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+golden: $(INSTALLED)  ## rewrite tests/golden, what each command prints: read the diff
+	GOLDEN=write $(BIN)/python -m pytest -n 2 tests/repo/test_golden.py
 
 test-slow: $(INSTALLED)  ## launches on two processes, full grids, installs: minutes
 	GRPO_TEST_DEVICE=pretend $(BIN)/python -m pytest -n 2 --dist worksteal -m "gpu and not slow" $(GPU_TESTS)

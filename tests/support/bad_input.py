@@ -108,7 +108,7 @@ def check(case: Case, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Monk
     program, *arguments = shlex.split(line)
     before = _names(tmp_path)
     with _captured() as (out, err):
-        code = _exit_code(COMMANDS[program], arguments)
+        code = exit_code(COMMANDS[program], arguments)
     said = out.getvalue() + err.getvalue()
     assert code == case.code, said
     assert "Traceback" not in said
@@ -145,7 +145,8 @@ def _captured() -> Iterator[tuple[io.StringIO, io.StringIO]]:
         yield out, err
 
 
-def _exit_code(main: Any, arguments: list[str]) -> int:
+def exit_code(main: Any, arguments: list[str]) -> int:
+    """Return the exit code of a command."""
     try:
         return main(arguments)
     except SystemExit as leaving:

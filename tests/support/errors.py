@@ -1,4 +1,4 @@
-"""What tests assert of an error that a user can fix: its class, its place and its figures, not its words."""
+"""Assertions about an error that a user can fix: its class, its place and its figures, not its words."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

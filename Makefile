@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_ROWS ?= slow or not slow
+FILE ?= grpo_recipes/runs/resume.py
+TESTS ?= tests/grpo_recipes/runs
 DEBIAN ?= trixie
 TORCH ?= 2.15.0
 # Files with tests marked `gpu`. Others import packages that a GPU machine may lack.
@@ -51,7 +53,13 @@ torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at rando
 	$(BIN)/python -m tests.tools.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
 
 mutants: $(INSTALLED)  ## single changes of FILE that the quick tests of TESTS do not notice
-	$(BIN)/python -m tests.tools.mutants $(FILE) --tests $(TESTS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray==8.7.0
+	mkdir -p build && rm -f build/mutants.sqlite
+	sed 's#FILE#$(FILE)#; s#TESTS#$(TESTS)#' tests/tools/mutants.toml > build/mutants.toml
+	$(BIN)/cosmic-ray init build/mutants.toml build/mutants.sqlite
+	$(BIN)/cr-filter-operators build/mutants.sqlite build/mutants.toml
+	$(BIN)/cosmic-ray exec build/mutants.toml build/mutants.sqlite
+	$(BIN)/cr-report --surviving-only --show-diff build/mutants.sqlite
 
 models: $(INSTALLED)  ## every causal language model of transformers and adapter of PEFT, tiny: layout and gradient against TRL's
 	$(BIN)/python -m tests.tools.models --record docs/model-layouts.md

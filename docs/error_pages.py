@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,10 +186,11 @@ class Reader:
                     yield call.lineno, VALIDATORS[name].format(reason)
             if not call.args or not (name in self.errors or name == "error"):
                 continue
-            texts = self._texts(call.args[0], scope, 0)
-            if not texts:
+            parts = [self._texts(part, scope, 0) for part in call.args[:3]]
+            if not any(parts):
                 self.unread.append(f"{call.lineno}: {ast.unparse(call)}")
-            for text in texts:
+            for texts in product(*(texts or [GAP] for texts in parts)):
+                text = ": ".join(filter(None, texts))
                 if len(text.split()) >= 3:
                     yield call.lineno, " ".join(text.split())
 
@@ -207,7 +209,7 @@ class Reader:
             case ast.IfExp(body=body, orelse=orelse):
                 return self._texts(body, scope, depth + 1) + self._texts(orelse, scope, depth + 1)
             case ast.Name(id=name):
-                values = list(_assigned(name, scope))
+                values = _nearest(list(_assigned(name, scope)), scope, expression.lineno)
                 return [text for value in values for text in self._texts(value, scope, depth + 1)]
             case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Dict(keys=parts):
                 return [text for part in parts if part for text in self._texts(part, scope, depth + 1)]
@@ -239,6 +241,13 @@ def _calls(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.Call]]:
             scopes.pop()
 
     yield from walk(tree)
+
+
+def _nearest(values: list[ast.expr], scope: ast.AST, line: int) -> list[ast.expr]:
+    """Return the values that are assigned after the last error raised above a line, or all if there are none."""
+    raised = [node.end_lineno or 0 for node in ast.walk(scope) if isinstance(node, (ast.Raise, ast.Return))]
+    above = max((end for end in raised if end < line), default=0)
+    return [value for value in values if above < value.lineno <= line] or values
 
 
 def _assigned(name: str, scope: ast.AST) -> Iterator[ast.expr]:

@@ -79,11 +79,9 @@ class ContinueSchedule(TrainerCallback):
         if not isinstance(scheduler, LambdaLR):  # no other schedule depends on the length of the run
             return
         if any(rate != args.learning_rate for rate in scheduler.base_lrs):
-            raise UserError(
-                f"`learning_rate` is {args.learning_rate:g}, and the schedule in the checkpoint was made for "
-                f"{scheduler.base_lrs[0]:g}: set that rate, or start another run from the checkpoint as its "
-                "`model_name_or_path`"
-            )
+            made_for = f"the schedule in the checkpoint was made for {scheduler.base_lrs[0]:g}"
+            fix = "set that rate, or start another run from the checkpoint as its `model_name_or_path`"
+            raise UserError("`learning_rate`", f"it is {args.learning_rate:g}, and {made_for}", fix)
         rates = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         for group, (rate, factor) in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor(scheduler.last_epoch)

@@ -69,7 +69,8 @@ class RecordedRollout:
         self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, spec: OfflineSpec, max_completion_length: int
     ) -> None:
         if tokenizer.eos_token_id is None:
-            raise UserError("recorded responses end in the end-of-sequence token, and this tokenizer has none")
+            problem = "recorded responses end in the end-of-sequence token, and it has none"
+            raise UserError("tokenizer", problem, "set its `eos_token`")
         self.spec = spec
         self.has_log_probs = "logprobs" in dataset.column_names
         self._responses: dict[str, list[_Response]] = {}
@@ -109,16 +110,15 @@ class RecordedRollout:
         # TRL would not cut a response of a rollout: it would train on more tokens than the recipe allows.
         if longest > limit:
             overlong = sum(len(response.ids) > limit for response in responses)
-            raise UserError(
-                f"`max_completion_length` is {limit}, and {overlong} of {len(responses)} recorded responses are "
-                f"longer: set it to {longest}, or leave them out"
-            )
+            problem = f"it is {limit}, and {overlong} of {len(responses)} recorded responses are longer"
+            raise UserError("`max_completion_length`", problem, f"set it to {longest}, or leave them out")
         for response in responses:
             if response.log_probs is not None and len(response.log_probs) != len(response.ids):
-                raise UserError(
-                    f"`logprobs`: a recorded response has {len(response.log_probs)} of them and {len(response.ids)} "
-                    "tokens, the end of sequence included: record them with this tokenizer, or leave them out"
+                problem = (
+                    f"a recorded response has {len(response.log_probs)} of them and {len(response.ids)} tokens, the "
+                    "end of sequence included"
                 )
+                raise UserError("`logprobs`", problem, "record them with this tokenizer, or leave them out")
 
 
 def with_baseline(sampler: RepeatSampler, rollout: object) -> RepeatSampler:

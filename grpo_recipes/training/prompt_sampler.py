@@ -199,13 +199,11 @@ class PromptSampling(TrainerCallback):
     def __init__(self, trainer: Any, spec: SamplingSpec) -> None:
         spec.check(trainer.args, router_loss=trainer.aux_loss_enabled)
         if len(set(trainer.reward_func_names)) < len(trainer.reward_func_names):
-            raise UserError(
-                "`sampling` reads each reward by its name, and two have the same: give one another `__name__`"
-            )
+            problem = "it reads each reward by its name, and two have the same"
+            raise UserError("`sampling`", problem, "give one another `__name__`")
         if not hasattr(trainer.train_dataset, "__len__"):
-            raise UserError(
-                "`sampling` remembers each prompt, and a streamed dataset has no numbered rows: load it whole"
-            )
+            problem = "it remembers each prompt, and a streamed dataset has no numbered rows"
+            raise UserError("`sampling`", problem, "load the dataset whole")
         self.trainer = trainer
         self.spec = spec
         self.sampler: InformativeSampler | None = None
@@ -334,7 +332,8 @@ def read_memory(path: Path, prompts: int) -> np.ndarray:
     content = read_object(path, {"groups_without_variance": [STEP]}, "resume from another checkpoint")
     counts = np.array(content["groups_without_variance"], np.int64)
     if len(counts) != prompts:
-        raise RunError(f"{path} is of {len(counts)} prompts, and the dataset has {prompts}: train on the same rows")
+        problem = f"it is of {len(counts)} prompts, and the dataset has {prompts}"
+        raise RunError(path, problem, "train on the same rows")
     return counts
 
 

@@ -100,7 +100,7 @@ class CompleteCheckpoints(TrainerCallback):
             logger.warning("%s: no run can resume from it", one.reason)
         newest = point.newest
         if newest is None:
-            raise RunError(f"{point.rejected[0].reason}: name another checkpoint to resume from")
+            raise RunError(point.rejected[0].reason, fix="name another checkpoint to resume from")
         manifest = read_manifest(newest)
         if manifest is not None and (reason := unfit(newest, args.world_size)):
             if manifest.model_only:
@@ -211,10 +211,8 @@ class CompleteCheckpoints(TrainerCallback):
         point = confirmed(Resume(best.parent, args.world_size, best, [best]), each_node=args.save_on_each_node)
         found = rejection(best, args.world_size) if point.newest else point.rejected[0]
         if found is not None:
-            raise RunError(
-                f"{found.reason}, and `load_best_model_at_end` would load it at the end: "
-                "restore it, or set that key to false"
-            )
+            problem = "`load_best_model_at_end` would load it at the end"
+            raise RunError(found.reason, problem, "restore it, or set that key to false")
 
     def correct_rates(self, logs: dict[str, float]) -> None:
         """Recompute the throughput in the last log entry of a run so that it counts only this launch's steps."""

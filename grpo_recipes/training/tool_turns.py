@@ -159,10 +159,8 @@ class ToolTurns:
 
     def _check_one_process(self) -> None:
         if self.trainer.accelerator.num_processes > 1:
-            raise UserError(
-                "tools of a policy that reads images need one process, because ranks with different numbers of turns "
-                "would wait for each other: use one process, or a policy of text"
-            )
+            problem = "one process is needed if a policy reads images, or ranks would wait for those with more turns"
+            raise UserError("tools", problem, "use one process, or a policy of text")
 
 
 def tools_of_rows(trainer: TRLTrainer) -> list[RowTools]:

@@ -123,11 +123,11 @@ def _check_server_limit(trainer: TRLTrainer, published: int | None) -> None:
         return
     server = trainer.vllm_generation.vllm_client.get_server_info()
     if server["model_config"].get("generation_config") != "vllm":
-        raise UserError(
-            f"the vLLM server cuts every completion at {published} tokens, the `max_new_tokens` of the model's "
-            f"generation_config.json, and `max_completion_length` is {trainer.max_completion_length}: start the server "
-            "with `--generation-config vllm`"
+        problem = (
+            f"it is {trainer.max_completion_length}, and the vLLM server cuts every completion at {published} tokens, "
+            "the `max_new_tokens` of the model's generation_config.json"
         )
+        raise UserError("`max_completion_length`", problem, "start the server with `--generation-config vllm`")
 
 
 def send_policy(trainer: TRLTrainer) -> None:
@@ -176,10 +176,9 @@ def refuse_cast(model: torch.nn.Module, args: GRPOConfig) -> None:
         return
     cast = torch.bfloat16 if args.bf16 else torch.float16
     if any(parameter.requires_grad and parameter.dtype != cast for parameter in model.parameters()):
-        raise UserError(
-            f"`use_transformers_continuous_batching` casts the trained weights to {cast} in place, and most updates "
-            "would be lost: set it to false, or `bf16` and `fp16` to false"
-        )
+        problem = f"it casts the trained weights to {cast} in place, and most updates would be lost"
+        fix = "set it to false, or `bf16` and `fp16` to false"
+        raise UserError("`use_transformers_continuous_batching`", problem, fix)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.tools.loop import Row, RowTools, ToolLoop
 from grpo_recipes.tools.run import Result
-from grpo_recipes.tools.transcript import Proof, Transcript, Turns
+from grpo_recipes.tools.transcript import Fault, Proof, Transcript, Turns
 from tests.support import tool_rollouts
 from tests.support.grids import only
 from tests.support.tool_rollouts import ADD, GROUP, REPEAT
@@ -35,8 +35,8 @@ Values = list[Any]
 class ScriptedGeneration:
     """Generator that writes the script, in place of a trainer's `Generation`."""
 
-    def __init__(self, trainer: Any) -> None:
-        self.tokenizer = trainer._tokenizer
+    def __init__(self, trainer: Any, *, ends: bool = True) -> None:
+        self.tokenizer, self.ends = trainer._tokenizer, ends
 
     def one_batch(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -45,6 +45,7 @@ class ScriptedGeneration:
         self, turn: Any, prompts: Sequence[Sequence[int]], *rest: Any
     ) -> tuple[list[list[int]], list[list[float]], None]:
         turns = tool_rollouts.next_turns(SCRIPT, self.tokenizer, prompts)
+        turns = turns if self.ends else [ids[:-1] for ids in turns]
         # No two tokens of a batch have the same.
         log_probs = [[-0.01 - row - place / 1000 for place in range(len(ids))] for row, ids in enumerate(turns)]
         return turns, log_probs, None
@@ -76,7 +77,8 @@ def generate(trainer: Any) -> None:
     trainer._generate_and_score_completions(copy.deepcopy(CASES))
 
 
-def planted(trainer: Any, fault: Callable[[Any, Values], None]) -> None:
+@contextmanager
+def planted(trainer: Any, fault: Callable[[Any, Values], None]) -> Iterator[None]:
     """Let a fault change what the tool loop returns."""
     loop = trainer._tool_call_loop
 
@@ -86,6 +88,18 @@ def planted(trainer: Any, fault: Callable[[Any, Values], None]) -> None:
         return tuple(values)
 
     trainer._tool_call_loop = faulty
+    yield
+    trainer._tool_call_loop = loop
+
+
+def place_named(trainer: Any) -> str:
+    """Return the place of the fault that stops the next batch, or "" if none does."""
+    try:
+        generate(trainer)
+    except NotThePolicy as error:
+        found = re.search(r"row \d+, token \d+", str(error))
+        return found[0] if found else str(error)
+    return ""
 
 
 def end_of_turn(mask: Sequence[int]) -> int:
@@ -352,63 +366,26 @@ def one_token_more(trainer: Any, values: Values) -> None:
 
 
 FAULTS: dict[Callable[[Any, Values], None], str] = {
-    shifted_right: "row 1, token .*: '.+' stands where '' was sampled",
-    shifted_left: r"row 0, token .*: '.*' stands where '.*<\|im_end\|>.*' was sampled",
-    longer_mask: "row 2, token 0: the mask has .* values for",
-    tokenized_again: "row 0, token .*: the same text was sampled as other tokens: it was tokenized again",
-    without_thinking: "row 0, token .*: '' stands where '.*think>.*' was sampled",
-    swapped_tokens: "row 0, token 0: these tokens were sampled for another row or turn",
-    swapped_rows: "row 1, token 0: these tokens were sampled for another row or turn",
-    swapped_messages: "row 0, token 0: the assistant's message is not what these tokens parse to",
-    without_end: r"row 7, token .*: '.*' stands where '.*<\|im_end\|>.*' was sampled",
-    without_last_end: r"row 3, token .*: '.*' stands where '.*<\|im_end\|>.*' was sampled",
-    cut_result: "row 1, token .*: the tool result is not the template's rendering .*'.+' was rendered",
-    cut_message: r"row 1, token .*: the tool result is not the template's rendering of its messages: ",
-    other_result: "row 2, token .*: the tool result is not the template's rendering of its messages: '3",
-    lost_turn: "row 5, token .*: the turn that was sampled after this tool result is missing",
-    lost_mask: "row 5, token .*: '.+' stands where '' was sampled",
-    masked_row: "row 5, token 0: no message of the role 'tool' belongs to these tokens of tool results",
-    masked_turn: "row 5, token .*: the tool result is not the template's rendering .*'.+' stands where '' was rendered",
-    lost_result: "row 2, token .*: '.+' stands where '' was sampled",
-    one_token_more: "row 6, token .*: no message of the role 'tool' belongs to these tokens of tool results",
-    repeated_row: "row 0, token 0: these tokens were sampled for another row or turn",
-    lost_masks: "there is no mask of tool tokens",
-    inverted_mask: "row 1, token 0: no message of the role 'tool' belongs to these tokens of tool results",
-    doubled_mask: "row 1, token 0: the mask holds 2, which is neither 0 nor 1",
-    mask_of_another_row: r"row 2, token .*: '.*' stands where '.*<\|im_end\|>.*' was sampled",
-    unmasked_end_of_result: r"row 1, token .*: .*'' stands where '.*' was rendered",
-    masked_start_of_turn: r"row 1, token .*: .*'.+' stands where '' was rendered",
-    masked_token: "row 1, token 3: '' stands where '.+' was sampled",
-    generation_prompt_twice: r"row 1, token .*: '<\|im_start.*' stands where '' was rendered",
-    spaced_result: "row 1, token .*: the messages of these results are not what the tools returned",
-    result_of_another_row: "row 1, token .*: the messages of these results are not what the tools returned",
-    result_of_a_user: "row 1, token .*: no message of the role 'tool' belongs to these tokens of tool results",
-    result_of_another_tool: "row 1, token .*: the messages of these results are not what the tools returned",
-    other_arguments: "row 1, token 0: the assistant's message is not what these tokens parse to",
-    without_tool_messages: "row 1, token 0: 3 messages of the assistant belong to one turn",
-    message_more: "row 3, token 0: 2 messages of the assistant belong to one turn",
-    result_more: "row 3, token .*: a message of the role 'tool' has no tokens",
-    end_twice: r"row 3, token .*: '<\|im_end\|>' stands where '' was sampled",
-    padding_inside: "row 1, token 4: '<pad><pad>' stands where '' was sampled",
-    cut_row: "row 1, token .*: '' stands where '.+' was sampled",
-    cut_in_result: "row 1, token .*: the tool result is not the template's rendering of its messages: ",
-    first_turn_only: "row 1, token .*: the tool result and the turn that was sampled after it are missing",
-    turn_twice: "row 1, token .*: '.+' stands where '' was sampled",
-    turns_in_another_order: "row 2, token 0: these tokens were sampled for another row or turn",
-    reversed_rows: "row 0, token 0: these tokens were sampled for another row or turn",
-    shifted_log_probs: "row 1, token 0: the log-probabilities are not those that these tokens were sampled with",
-    log_probs_of_another_row: "row 3, token 0: the log-probabilities are not those that these tokens were sampled with",
-    log_probs_of_sampled_tokens_only: "row 1, token .*: the log-probabilities of these tool results are not 0",
-    log_prob_of_a_result: "row 1, token .*: the log-probabilities of these tool results are not 0",
-    nan_log_prob: "row 1, token 0: the log-probabilities are not those that these tokens were sampled with",
-    lost_log_probs: "row 0, token 0: the log-probabilities are not those that these tokens were sampled with",
-}
-NEEDS_MESSAGES = {
-    cut_message,
-    other_result,
-    swapped_messages,
-    other_arguments,
-}
+    shifted_right: "row 1, token ", shifted_left: "row 0, token ", longer_mask: "row 2, token 0",
+    tokenized_again: "row 0, token ", without_thinking: "row 0, token ", swapped_tokens: "row 0, token 0",
+    swapped_rows: "row 1, token 0", swapped_messages: "row 0, token 0", without_end: "row 7, token ",
+    without_last_end: "row 3, token ", cut_result: "row 1, token ", cut_message: "row 1, token ",
+    other_result: "row 2, token ", lost_turn: "row 5, token ", lost_mask: "row 5, token ",
+    masked_row: "row 5, token 0", masked_turn: "row 5, token ", lost_result: "row 2, token ",
+    one_token_more: "row 6, token ", repeated_row: "row 0, token 0", lost_masks: "row 0, token 0",
+    inverted_mask: "row 1, token 0", doubled_mask: "row 1, token 0", mask_of_another_row: "row 2, token ",
+    unmasked_end_of_result: "row 1, token ", masked_start_of_turn: "row 1, token ", masked_token: "row 1, token 3",
+    generation_prompt_twice: "row 1, token ", spaced_result: "row 1, token ", result_of_another_row: "row 1, token ",
+    result_of_a_user: "row 1, token ", result_of_another_tool: "row 1, token ", other_arguments: "row 1, token 0",
+    without_tool_messages: "row 1, token 0", message_more: "row 3, token 0", result_more: "row 3, token ",
+    end_twice: "row 3, token ", padding_inside: "row 1, token 4", cut_row: "row 1, token ",
+    cut_in_result: "row 1, token ", first_turn_only: "row 1, token ", turn_twice: "row 1, token ",
+    turns_in_another_order: "row 2, token 0", reversed_rows: "row 0, token 0", shifted_log_probs: "row 1, token 0",
+    log_probs_of_another_row: "row 3, token 0", log_probs_of_sampled_tokens_only: "row 1, token ",
+    log_prob_of_a_result: "row 1, token ", nan_log_prob: "row 1, token 0", lost_log_probs: "row 0, token 0",
+}  # fmt: skip
+"""Place that is named for each fault, without the token where the tokenizer decides on it."""
+NEEDS_MESSAGES = {cut_message, other_result, swapped_messages, other_arguments}
 """Faults that are found only where the messages of the row are rendered and parsed."""
 
 
@@ -419,33 +396,38 @@ def test_true_turns_pass(own_loop: bool, scripted: Any) -> None:
     assert scripted.loops[-1][4] == 9
 
 
-@pytest.mark.one_case_in(2)
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_named(fault: Callable[[Any, Values], None], scripted: Any) -> None:
-    planted(scripted, fault)
-    with pytest.raises(NotThePolicy, match=FAULTS[fault]) as caught:
-        generate(scripted)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).endswith("set `generation_check: false` to go on anyway")
+def test_a_planted_fault_is_named(scripted: Any) -> None:
+    """In later batches too, when the messages of few rows are rendered and parsed."""
+    for fault in (shifted_left, tokenized_again, swapped_rows, other_result, lost_turn, log_probs_of_another_row):
+        with planted(scripted, fault):
+            assert place_named(scripted).startswith(FAULTS[fault]), fault.__name__
+    scripted._turn_check.enabled = False
+    with planted(scripted, shifted_left):
+        assert place_named(scripted) == "", "the check is switched off"
+    scripted._turn_check.enabled = True
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize(
-    "fault",
-    only([*FAULTS][::3], [fault for fault in FAULTS if fault not in NEEDS_MESSAGES]),
-    ids=lambda fault: fault.__name__,
-)
-def test_later_batches_prove_the_tokens_of_all_rows(fault: Callable[[Any, Values], None], scripted: Any) -> None:
-    """After the first batches the messages of few rows are rendered and parsed."""
-    scripted._turn_check.all_messages = False
-    batches, scripted._turn_check.batches = scripted._turn_check.batches, 5
-    try:
-        generate(scripted)
-        planted(scripted, fault)
-        with pytest.raises(NotThePolicy, match="row"):
-            generate(scripted)
-    finally:
-        scripted._turn_check.all_messages, scripted._turn_check.batches = True, batches
+@pytest.mark.slow
+def test_every_planted_fault_is_named_in_the_first_batches_and_later(scripted: Any) -> None:
+    check, unnamed = scripted._turn_check, []
+    for check.all_messages in (True, False):
+        check.batches = 5
+        for fault, place in FAULTS.items():
+            if check.all_messages or fault not in NEEDS_MESSAGES:
+                with planted(scripted, fault):
+                    if not (found := place_named(scripted)).startswith(place):
+                        unnamed.append((fault.__name__, check.all_messages, found))
+    check.all_messages = True
+    assert not unnamed
+
+
+def test_a_turn_ends_with_an_end_token_or_as_the_settings_say(scripted: Any) -> None:
+    scripted._generation = ScriptedGeneration(scripted, ends=False)
+    assert place_named(scripted).startswith("row 0, token ")
+    for key in ("max_new_tokens", "stop_token_ids", "seed"):
+        scripted.args.generation_kwargs = {key: 1}
+        assert bool(place_named(scripted)) is (key == "seed")
+    scripted.args.generation_kwargs = None
 
 
 def faulty_contexts(trainer: Any, change: Callable[[str], str]) -> None:
@@ -459,22 +441,17 @@ def faulty_contexts(trainer: Any, change: Callable[[str], str]) -> None:
     trainer._tool_turns._generate = changed
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda text: text.replace(THOUGHT, ""), "'<think>.*' stands where '' was given to the generator"),
-        (lambda text: text.replace("<|im_end|>\n<|im_start|>user\n<tool", "\n<|im_start|>user\n<tool"), "im_end"),
-        (
-            lambda text: text.replace("3\n</tool_response>", "\n</tool_response>"),
-            "'3.*' stands where '' was given to the generator",
-        ),
-    ],
-    ids=["thinking", "end token", "result"],
-)
-def test_another_context_is_named(change: Callable[[str], str], named: str, scripted: Any) -> None:
-    faulty_contexts(scripted, change)
-    with pytest.raises(NotThePolicy, match=f"the generator was never given the tokens before them .*{named}"):
-        generate(scripted)
+def test_another_context_is_named(scripted: Any) -> None:
+    turns = scripted._tool_turns
+    generate_next = turns._generate
+    for old, new in (
+        (THOUGHT, ""),
+        ("<|im_end|>\n<|im_start|>user\n<tool", "\n<|im_start|>user\n<tool"),
+        ("3\n</tool_response>", "\n</tool_response>"),
+    ):
+        faulty_contexts(scripted, lambda text, old=old, new=new: text.replace(old, new))
+        assert place_named(scripted).startswith("row "), old
+        turns._generate = generate_next
 
 
 Prompts = Callable[[Any, Callable[[Any], Any], list[Any]], Any]
@@ -505,82 +482,46 @@ def with_ids(change: Callable[[list[int]], list[int]]) -> Prompts:
     return tokenize
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize(
-    ("tokenize", "named"),
-    [
-        (with_another_trainer(tools=[]), "'' stands where '.+' was rendered"),
-        (with_another_trainer(tools=tool_rollouts.TOOLS[:-1]), "'' stands where '{.*' was rendered"),
-        (
-            with_another_trainer(chat_template_kwargs={"enable_thinking": False}),
-            "'<think>.*' stands where '' was rendered",
-        ),
-        (lambda trainer, real, prompts: real(prompts[GROUP:] + prompts[:GROUP]), "' 1' stands where ' 0' was rendered"),
-        (
-            lambda trainer, real, prompts: real([prompt[1:] for prompt in prompts]),
-            "'' stands where 'Be brief.*' was rendered",
-        ),
-        (with_ids(lambda ids: ids[:-3]), "'' stands where 'ant.*' was rendered"),
-        (with_ids(lambda ids: ids + ids[-3:]), "'ant.*' stands where '' was rendered"),
-        (with_ids(lambda ids: ids[20:]), "'' stands where '.+' was rendered"),
-        (with_ids(lambda ids: [1, *ids]), "'.+' stands where '' was rendered"),
-    ],
-    ids=["tools", "a tool", "thinking", "row", "system", "generation prompt", "twice", "beginning", "token"],
-)
-def test_another_prompt_is_named(tokenize: Prompts, named: str, scripted: Any) -> None:
+PROMPT_FAULTS: dict[str, Prompts] = {
+    "tools": with_another_trainer(tools=[]),
+    "a tool": with_another_trainer(tools=tool_rollouts.TOOLS[:-1]),
+    "thinking": with_another_trainer(chat_template_kwargs={"enable_thinking": False}),
+    "row": lambda trainer, real, prompts: real(prompts[GROUP:] + prompts[:GROUP]),
+    "system": lambda trainer, real, prompts: real([prompt[1:] for prompt in prompts]),
+    "generation prompt": with_ids(lambda ids: ids[:-3]),
+    "twice": with_ids(lambda ids: ids + ids[-3:]),
+    "beginning": with_ids(lambda ids: ids[20:]),
+    "token": with_ids(lambda ids: [1, *ids]),
+}
+
+
+@pytest.mark.parametrize("fault", only(["a tool", "thinking", "token"], PROMPT_FAULTS))
+def test_another_prompt_is_named(fault: str, scripted: Any) -> None:
     real = scripted._tokenize_prompts
-    scripted._tokenize_prompts = lambda prompts: tokenize(scripted, real, prompts)
+    scripted._tokenize_prompts = lambda prompts: PROMPT_FAULTS[fault](scripted, real, prompts)
     cases = [{"prompt": [{"role": "system", "content": "Be brief."}, *case["prompt"]]} for case in CASES]
-    with pytest.raises(NotThePolicy, match=f"the prompt is not the template's rendering of .* tools: .*{named}"):
+    with pytest.raises(NotThePolicy, match="row 0, token 0.*prompt"):
         scripted._generate_and_score_completions(copy.deepcopy(cases))
 
 
-Found = list[list[Any]]
-"""Results of the calls of each row that has some."""
-
-
-def results_of_other_rows(found: Found) -> Found:
-    return found[1:] + found[:1]
-
-
-def lost_call(found: Found) -> Found:
-    return [results[:1] for results in found]
-
-
-def calls_made_twice(found: Found) -> Found:
-    return [results * 2 for results in found]
-
-
-def reversed_results(found: Found) -> Found:
-    return [results[::-1] for results in found]
-
-
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        (results_of_other_rows, "row 0, token .*: the results after this turn are not those of its calls"),
-        (lost_call, "row 2, token .*: the results after this turn are not those of its calls"),
-        (calls_made_twice, "row 0, token .*: the results after this turn are not those of its calls"),
-        (reversed_results, "row 2, token .*: the results after this turn are in another order than its calls"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_results_of_other_calls_are_named(fault: Callable[[Found], Found], named: str, scripted: Any) -> None:
+def test_results_of_other_calls_are_named(scripted: Any) -> None:
     runner = scripted._tool_turns.runner
     run = runner.run
-    runner.run = lambda calls: fault(run(calls))
-    try:
-        with pytest.raises(NotThePolicy, match=named):
-            generate(scripted)
-    finally:
-        del runner.run
+    for row, fault in (
+        (0, lambda found: found[1:] + found[:1]),  # of other rows
+        (2, lambda found: [results[:1] for results in found]),
+        (0, lambda found: [results * 2 for results in found]),
+        (2, lambda found: [results[::-1] for results in found]),
+    ):
+        runner.run = lambda calls, fault=fault: fault(run(calls))
+        assert place_named(scripted).startswith(f"row {row}, token ")
+    del runner.run
 
 
 def test_calls_without_an_answer_are_named(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = ToolLoop._answer
     monkeypatch.setattr(ToolLoop, "_answer", lambda loop, rows: answer(loop, rows[1:]))
-    with pytest.raises(NotThePolicy, match="row 0, token .*: the calls of this turn were not answered"):
-        generate(scripted)
+    assert place_named(scripted).startswith("row 0, token ")
 
 
 def one_token_changed(batch: dict[str, Any]) -> None:
@@ -591,33 +532,35 @@ def one_mask_changed(batch: dict[str, Any]) -> None:
     batch["tool_mask"][1, 3] = 0
 
 
-@pytest.mark.one_case_in(3)
-@pytest.mark.parametrize(
-    ("fault", "named"),
-    [
-        (lambda batch: batch.pop("tool_mask"), "micro-batch 0 has no mask of tool tokens"),
-        (lambda batch: batch["tool_mask"].fill_(1), "has another mask of tool tokens"),
-        (lambda batch: batch.update(tool_mask=batch["tool_mask"].roll(1, 1)), "has another mask of tool tokens"),
-        (lambda batch: batch.update(tool_mask=batch["tool_mask"].flip(0)), "has another mask of tool tokens"),
-        (one_mask_changed, "has another mask of tool tokens"),
-        (one_token_changed, "has tokens that no completion of the generation batch has"),
-        (lambda batch: batch["completion_mask"][:, -3:].fill_(0), "has tokens that no completion"),
-        (lambda batch: batch.update(prompt_ids=batch["prompt_ids"].flip(0)), "has tokens that no completion"),
-        (lambda batch: batch["prompt_mask"][:, :9].fill_(0), "has tokens that no completion"),
-    ],
-    ids=["no mask", "ones", "shifted", "of rows", "mask", "token", "truncated", "prompts", "beginning of prompts"],
-)
-def test_a_fault_in_the_rows_of_training_is_named(
-    fault: Callable[[dict[str, Any]], None], named: str, scripted: Any
-) -> None:
+def row_without_a_label(batch: dict[str, Any]) -> None:
+    batch["tool_mask"][2] = 0
+    one_token_changed(batch)
+
+
+ROW_FAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no mask": lambda batch: batch.pop("tool_mask"),
+    "ones": lambda batch: batch["tool_mask"].fill_(1),
+    "shifted": lambda batch: batch.update(tool_mask=batch["tool_mask"].roll(1, 1)),
+    "masks of other rows": lambda batch: batch.update(tool_mask=batch["tool_mask"].flip(0)),
+    "mask": one_mask_changed,
+    "token": one_token_changed,
+    "truncated": lambda batch: batch["completion_mask"][:, -3:].fill_(0),
+    "prompts": lambda batch: batch.update(prompt_ids=batch["prompt_ids"].flip(0)),
+    "beginning of prompts": lambda batch: batch["prompt_mask"][:, :9].fill_(0),
+}
+
+
+@pytest.mark.parametrize("fault", [*only(["no mask", "mask", "token"], ROW_FAULTS), "nothing"])
+def test_a_fault_in_the_rows_of_training_is_named(fault: str, scripted: Any) -> None:
+    """A row whose loss has no token may hold any."""
     regroup = scripted._regroup
 
     def faulty(padded: list[dict[str, Any]]) -> None:
-        fault(padded[0])
+        ROW_FAULTS.get(fault, row_without_a_label)(padded[0])
         regroup(padded)
 
     scripted._regroup, scripted._buffered_inputs = faulty, None
-    with pytest.raises(NotThePolicy, match=f"is trained on otherwise than it was generated: .*{named}"):
+    with nullcontext() if fault == "nothing" else pytest.raises(NotThePolicy, match="micro-batch 0"):
         scripted._prepare_inputs(copy.deepcopy(CASES))
 
 
@@ -658,103 +601,87 @@ def lettered(completion: str, prompt: str = "p", number: int = 0, messages: Any 
 TWO_TURNS = {"p": ["ab."], "pab.<3>": ["cd.", "xyz."]}
 
 
-@pytest.mark.parametrize(
-    ("turns", "longest", "completion", "fault"),
-    [
-        (TWO_TURNS, 30, "ab.<3>cd.", None),
-        (TWO_TURNS, 30, "ab.<3>xyz.", None),
-        (TWO_TURNS, 8, "ab.<3>cd", None),
-        (TWO_TURNS, 6, "ab.<3>", None),
-        (TWO_TURNS, 2, "ab", None),
-        (TWO_TURNS, 9, "ab.<3>cd", "token 8: '' stands where '.' was sampled"),
-        (TWO_TURNS, 8, "ab.<3>cX", "token 7: 'X' stands where 'd.' was sampled"),
-        (TWO_TURNS, 30, "ab.<3>cX.", "token 7: 'X' stands where 'd' was sampled"),
-        (TWO_TURNS, 30, "ab.<3>cdd.", "token 8: 'd' stands where '' was sampled"),
-        (TWO_TURNS, 30, "ab.<3>ab.", "token 6: these tokens were sampled for another row or turn"),
-        (TWO_TURNS, 30, "ab.<3>", "token 6: the turn that was sampled after this tool result is missing"),
-        (
-            TWO_TURNS, 30, "ab.<4>cd.",
-            "token 4: these tokens were not sampled: the generator was never given the tokens before them "
-            "('4' stands where '3' was given to the generator)",
-        ),
-        ({"p": ["ab"], "pab<3>": ["c."]}, 30, "ab<3>c.", "token 2: a tool result follows a turn without its end token"),
-        ({"p": ["ab."], "pab.<3>": [""]}, 30, "ab.<3>", None),
-        ({"p": ["ab."]}, 30, "ab.<3>", None),  # the generator was not asked for another turn
-        ({"p": [""]}, 30, "", None),
-        ({"p": ["a.", "b."]}, 30, "b.", "token 0: these tokens were sampled for another row or turn"),
-        (
-            {"p": ["ab.", "q."], "pab.<3>": ["cd."]}, 30, "ab.<3>q.",
-            "token 6: these tokens were sampled for another row or turn",
-        ),
-        ({"q": ["ab."]}, 30, "ab.", "token 0: the row has another prompt than was given to the generator"),
-        (
-            {"q": ["x."], "p": ["ab."]}, 30, "ab.",
-            "token 0: the row has another prompt than was given to the generator",
-        ),
-    ],
-)  # fmt: skip
+ONE_TURN: dict[str, list[str]] = {"p": ["ab."]}
+ROWS: list[tuple[dict[str, list[str]], int, str, int | None]] = [
+    (TWO_TURNS, 30, "ab.<3>cd.", None), (TWO_TURNS, 30, "ab.<3>xyz.", None), (TWO_TURNS, 8, "ab.<3>cd", None),
+    (TWO_TURNS, 6, "ab.<3>", None), (TWO_TURNS, 2, "ab", None), (TWO_TURNS, 9, "ab.<3>cd", 8),
+    (TWO_TURNS, 8, "ab.<3>cX", 7), (TWO_TURNS, 30, "ab.<3>cX.", 7), (TWO_TURNS, 30, "ab.<3>cdd.", 8),
+    (TWO_TURNS, 30, "ab.<3>ab.", 6),  # of another turn
+    (TWO_TURNS, 30, "ab.<3>", 6),  # the turn after the result is lost
+    (TWO_TURNS, 30, "ab.<4>cd.", 4),  # the generator read another result
+    ({"p": ["ab"], "pab<3>": ["c."]}, 30, "ab<3>c.", 2),  # a turn without its end
+    ({"p": ["ab."], "pab.<3>": [""]}, 30, "ab.<3>", None),
+    (ONE_TURN, 30, "ab.<3>", None),  # the generator was not asked for another turn
+    ({"p": [""]}, 30, "", None),
+    ({"p": ["a.", "b."]}, 30, "b.", 0),  # of another row
+    ({"p": ["ab.", "q."], "pab.<3>": ["cd."]}, 30, "ab.<3>q.", 6),
+    ({"q": ["ab."]}, 30, "ab.", 0),  # of another prompt
+    ({"q": ["x."], "p": ["ab."]}, 30, "ab.", 0),
+]  # fmt: skip
+
+
+def token_of(fault: Fault | None) -> int | None:
+    """Return the token that a fault of the only row names."""
+    assert fault is None or (fault.row, f"row 0, token {fault.token}: ") == (
+        0,
+        str(fault)[: len(str(fault.token)) + 15],
+    )
+    return None if fault is None else fault.token
+
+
+@pytest.mark.parametrize(("turns", "longest", "completion", "token"), ROWS)
 def test_the_tokens_of_a_row_are_those_that_were_sampled(
-    turns: dict[str, list[str]], longest: int, completion: str, fault: str | None
+    turns: dict[str, list[str]], longest: int, completion: str, token: int | None
 ) -> None:
-    found = proof(turns, longest)(lettered(completion), with_messages=False)
-    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+    assert token_of(proof(turns, longest)(lettered(completion), with_messages=False)) == token
+
+
+def test_a_fault_shows_the_texts_that_differ() -> None:
+    found = proof(TWO_TURNS)(lettered("ab.<4>cd."), with_messages=False)
+    assert "'4'" in str(found)
+    assert "'3'" in str(found)
+
+
+def numbers(text: str) -> list[float]:
+    """Return a number for each letter, and 0 for 0."""
+    return [-float(ord(letter) - ord("0")) for letter in text]
 
 
 @pytest.mark.parametrize(
-    ("completion", "values", "fault"),
+    ("completion", "values", "token"),
     [
         ("ab.<3>cd.", "abc000def", None),
-        ("ab.<3>cd.", "abc000deX", "token 6"),
-        ("ab.<3>cd.", "abc000uvw", "token 6"),  # those of the other turn
+        ("ab.<3>cd.", "abc000deX", 6),
+        ("ab.<3>cd.", "abc000uvw", 6),  # those of the other turn
         ("ab.<3>xyz.", "abc000uvwx", None),
         ("ab.<3>cd", "abc000de", None),  # cut
         ("ab.<3>", "abc000", None),
-        ("ab.<3>", "abc00", "token 3"),
-        ("ab.<3>", "abc00X", "token 3"),
-        ("ab.<3>", "abX000", "token 0"),
+        ("ab.<3>", "abc00", 3),
+        ("ab.<3>", "abc00X", 3),
+        ("ab.<3>", "abX000", 0),
     ],
 )
-def test_log_probabilities_are_those_of_the_sampled_tokens(completion: str, values: str, fault: str | None) -> None:
-    """Values are written as letters, and 0 as 0."""
-
-    def numbers(text: str) -> list[float]:
-        return [-float(ord(letter) - ord("0")) for letter in text]
-
+def test_log_probabilities_are_those_of_the_sampled_tokens(completion: str, values: str, token: int | None) -> None:
     turns = Turns()
     turns.record([ids_of("p")], [ids_of("ab.")], [numbers("abc")])
     turns.record([ids_of("pab.<3>")] * 2, [ids_of("cd."), ids_of("xyz.")], [numbers("def"), numbers("uvwx")])
     row = replace(lettered(completion), log_probs=numbers(values))
-    found = replace(proof({}, len(completion)), turns=turns)(row, with_messages=False)
-    kinds = {
-        "token 3": "the log-probabilities of these tool results are not 0",
-        "token 0": "the log-probabilities are not those that these tokens were sampled with",
-        "token 6": "the log-probabilities are not those that these tokens were sampled with",
-    }
-    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}: {kinds[fault]}")
+    assert token_of(replace(proof({}, len(completion)), turns=turns)(row, with_messages=False)) == token
 
 
-@pytest.mark.parametrize(
-    ("turns", "completion", "is_covered"),
-    [
-        ({"p": ["ab."]}, "ab.", True),
-        ({"p": ["ab."]}, "ab.<3>", True),
-        ({"p": ["ab."]}, "ab.<3>cd.", False),
-        ({"p": ["ab."], "pab.<3>": ["cd."]}, "ab.<3>cd.", True),
-        ({"p": ["ab."], "qab.<3>": ["cd."]}, "ab.<3>cd.", False),
-        ({"q": ["ab."]}, "ab.", False),
-        ({"q": ["ab."]}, "ab.<3>", False),
-        ({"q": ["a"]}, "a<3>", False),
-        ({"q": ["ab."]}, "<3>", True),
-        ({"q": ["ab."]}, "", True),
-        ({"pp": ["cd."]}, "<3>cd.", True),
-    ],
-)
-def test_a_row_is_checked_if_its_turns_were_recorded(
-    turns: dict[str, list[str]], completion: str, is_covered: bool
-) -> None:
-    assert proof(turns, in_order=False).covers(lettered(completion)) == is_covered
-    assert proof(turns).covers(lettered(completion)), "a trainer's own turns are always recorded"
-    assert not proof({}).covers(lettered(completion))
+COVERED: list[tuple[dict[str, list[str]], str, bool]] = [
+    (ONE_TURN, "ab.", True), (ONE_TURN, "ab.<3>", True), (ONE_TURN, "ab.<3>cd.", False),
+    ({"p": ["ab."], "pab.<3>": ["cd."]}, "ab.<3>cd.", True), ({"p": ["ab."], "qab.<3>": ["cd."]}, "ab.<3>cd.", False),
+    ({"q": ["ab."]}, "ab.", False), ({"q": ["ab."]}, "ab.<3>", False), ({"q": ["a"]}, "a<3>", False),
+    ({"q": ["ab."]}, "<3>", True), ({"q": ["ab."]}, "", True), ({"pp": ["cd."]}, "<3>cd.", True),
+]  # fmt: skip
+
+
+def test_a_row_is_checked_if_its_turns_were_recorded() -> None:
+    for turns, completion, is_covered in COVERED:
+        assert proof(turns, in_order=False).covers(lettered(completion)) == is_covered
+        assert proof(turns).covers(lettered(completion)), "a trainer's own turns are always recorded"
+        assert not proof({}).covers(lettered(completion))
 
 
 def add(a: int) -> int:
@@ -765,27 +692,23 @@ async def add_later(a: int) -> int:
     return a
 
 
-OTHERS = "the messages of these results are not what the tools returned"
-UNANSWERED = "the calls of this turn were not answered"
-
-
 @pytest.mark.parametrize(
-    ("returned", "ending", "shown", "fault"),
+    ("returned", "ending", "shown", "token"),
     [
         (["3", "4"], "answered", ["3", "4"], None),
-        (["3", "4"], "answered", ["3", "5"], f"token 9: {OTHERS}"),
-        (["3", "4"], "answered", ["5", "4"], f"token 3: {OTHERS}"),
+        (["3", "4"], "answered", ["3", "5"], 9),
+        (["3", "4"], "answered", ["5", "4"], 3),
         (["3", "44"], "full", ["3", "4"], None),  # cut to the room that was left
-        (["33", "4"], "full", ["3", "4"], f"token 3: {OTHERS}"),
-        (["3"], "answered", ["3", "4"], f"token 9: {UNANSWERED}"),
+        (["33", "4"], "full", ["3", "4"], 3),
+        (["3"], "answered", ["3", "4"], 9),
         (["3"], "no room", ["3"], None),
-        (["3"], "no room", ["3", "4"], f"token 9: {OTHERS}"),
+        (["3"], "no room", ["3", "4"], 9),
         (["3"], "iterations", ["3"], None),
-        (["3"], "answered", ["3"], f"token 9: {UNANSWERED}"),
+        (["3"], "answered", ["3"], 9),  # the last calls have no answer
     ],
 )
 def test_the_results_of_a_row_are_what_its_tools_returned(
-    returned: list[str], ending: Any, shown: list[str], fault: str | None
+    returned: list[str], ending: Any, shown: list[str], token: int | None
 ) -> None:
     """A row of two turns with a call each, of which the second may have no result."""
     arguments: list[dict[str, int]] = [{"a": 1}, {"a": 1}]
@@ -797,22 +720,22 @@ def test_the_results_of_a_row_are_what_its_tools_returned(
         messages += [{"role": "tool", "name": "add", "content": text} for text in shown[number : number + 1]]
     completion = "ab.<3>cd.<4>" if len(shown) == 2 else "ab.<3>cd."
     found = proof(TWO_TURNS)(replace(lettered(completion, messages=messages), played=row), with_messages=False)
-    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+    assert token_of(found) == token
 
 
 @pytest.mark.parametrize(
-    ("order", "refused", "fault"),
+    ("order", "refused", "token"),
     [
         ([0, 2, 1], (), None),  # async tools run after the others
         ([0, 1, 2], (), None),
-        ([2, 0, 1], (), "the results after this turn are in another order than its calls"),
+        ([2, 0, 1], (), 3),
         ([2, 0, 1], (2,), None),  # a refused call was not run
-        ([0, 1, 1], (), "the results after this turn are not those of its calls"),
-        ([0, 1], (), "the results after this turn are not those of its calls"),
+        ([0, 1, 1], (), 3),
+        ([0, 1], (), 3),
     ],
 )
 def test_results_stand_in_the_order_in_which_calls_run(
-    order: list[int], refused: tuple[int, ...], fault: str | None
+    order: list[int], refused: tuple[int, ...], token: int | None
 ) -> None:
     """A turn calls a sync tool, an async one and the sync one again, with equal arguments."""
     names, arguments = ["add", "add_later", "add"], [{"a": 1}, {"a": 1}, {"a": 1}]
@@ -822,23 +745,15 @@ def test_results_stand_in_the_order_in_which_calls_run(
     messages = [{"role": "assistant", "tool_calls": calls}]
     messages += [{"role": "tool", "name": result.name, "content": "3"} for result in results]
     found = proof(TWO_TURNS, 6)(replace(lettered("ab.<3>", messages=messages), played=row), with_messages=False)
-    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, token 3: {fault}")
+    assert token_of(found) == token
 
 
 @pytest.mark.parametrize(
-    ("completion", "fault"),
-    [
-        ("ab.cd.", None),
-        ("ab", None),
-        ("ab.c<3>x", None),
-        ("ab.X", "token 3: 'X' stands where 'cd.' was sampled"),
-        ("aX", "token 1: 'X' stands where 'b.' was sampled"),
-    ],
+    ("completion", "token"), [("ab.cd.", None), ("ab", None), ("ab.c<3>x", None), ("ab.X", 3), ("aX", 1)]
 )
-def test_a_rollout_function_may_join_and_cut_its_turns(completion: str, fault: str | None) -> None:
+def test_a_rollout_function_may_join_and_cut_its_turns(completion: str, token: int | None) -> None:
     turns = {"p": ["ab."], "pab.": ["cd."], "pab.c<3>": ["xyz."]}
-    found = proof(turns, in_order=False)(lettered(completion), with_messages=False)
-    assert (None if found is None else str(found)) == (None if fault is None else f"row 0, {fault}")
+    assert token_of(proof(turns, in_order=False)(lettered(completion), with_messages=False)) == token
 
 
 Rollout = dict[str, list[list[int]]]
@@ -906,22 +821,20 @@ def reorder(output: Rollout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "place"),
     [
         (lambda output: None, ""),
         (reorder, ""),
-        (shift_rollout, "row 0, token .*: .* stands where .* was sampled"),
-        (change_token, "row 3, token 2: .* stands where .* was sampled"),
-        (change_answer, "row 2, token .*: these tokens were not sampled: .* stands where .* was given"),
+        (shift_rollout, "row 0, token "),
+        (change_token, "row 3, token 2"),
+        (change_answer, "row 2, token "),
     ],
     ids=["none", "reordered", "mask", "token", "answer"],
 )
-def test_turns_of_a_rollout_function(change: Callable[[Rollout], None], named: str, without_tools: Any) -> None:
+def test_turns_of_a_rollout_function(change: Callable[[Rollout], None], place: str, without_tools: Any) -> None:
     without_tools.rollout_func = lambda prompts, trainer: rollout(trainer, prompts, change)
-    if not named:
-        return generate(without_tools)
-    with pytest.raises(NotThePolicy, match=named):
-        generate(without_tools)
+    found = place_named(without_tools)
+    assert found.startswith(place) if place else found == ""
 
 
 @pytest.mark.slow

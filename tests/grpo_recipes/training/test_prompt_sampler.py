@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from collections import defaultdict
+from contextlib import nullcontext
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.utils.data import BatchSampler
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes import train
+from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
@@ -39,8 +40,8 @@ from grpo_recipes.training.prompt_sampler import (
     systematic,
     varies,
 )
-from grpo_rewards.errors import UserError
-from tests.support import launching
+from tests.support import launching, short_runs, tiny
+from tests.support.errors import refused
 from tests.tools import torture
 
 COUNTS = st.lists(st.integers(0, 6), min_size=1, max_size=12).map(np.array)
@@ -50,7 +51,7 @@ def spec(**changes: Any) -> SamplingSpec:
     return SamplingSpec.parse({"informative": "biased", **changes})
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(half=COUNTS, quantum=st.integers(1, 4), exploration=st.floats(0.05, 1), floor=st.floats(0.01, 1))
 def test_probabilities_fill_whole_micro_batches(
     half: np.ndarray, quantum: int, exploration: float, floor: float
@@ -77,7 +78,7 @@ def test_probabilities_computed_by_hand() -> None:
         assert inclusion(np.array([0] + [1] * 10), spec(exploration=exploration, floor=0.05), 1)[0] == 1
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(counts=COUNTS, quantum=st.sampled_from([1, 2]))
 def test_each_prompt_is_drawn_with_exactly_its_probability(counts: np.ndarray, quantum: int) -> None:
     """All starts between two neighbouring ends of units give the same draw, so all draws can be listed."""
@@ -96,11 +97,11 @@ def all_draws(probabilities: np.ndarray) -> list[tuple[np.ndarray, float]]:
     return [(systematic(probabilities, (low + high) / 2), high - low) for low, high in pairwise(cuts)]
 
 
-@pytest.mark.parametrize("start", [0.0, 1e-17, 0.5, 1 - 2**-53])
-@pytest.mark.parametrize("size", [3, 30, 10_000])
-def test_every_start_draws_the_same_number_of_prompts(start: float, size: int) -> None:
-    probabilities = inclusion(np.arange(size) % 5, spec(), 1)
-    assert systematic(probabilities, start).sum() == round(probabilities.sum())
+def test_every_start_draws_the_same_number_of_prompts() -> None:
+    for size in (3, 30, 10_000):
+        probabilities = inclusion(np.arange(size) % 5, spec(), 1)
+        for start in (0.0, 1e-17, 0.5, 1 - 2**-53):
+            assert systematic(probabilities, start).sum() == round(probabilities.sum())
 
 
 def test_a_prompt_of_probability_1_is_drawn_despite_rounding() -> None:
@@ -109,7 +110,7 @@ def test_a_prompt_of_probability_1_is_drawn_despite_rounding() -> None:
         assert systematic(np.array([share, 1.0, 1 - share]), np.nextafter(share, 0))[1]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=60)
 @given(
     per_device=st.integers(1, 12), steps=st.integers(1, 4), processes=st.integers(1, 4), generations=st.integers(2, 8)
 )
@@ -170,21 +171,14 @@ def test_all_ranks_make_the_same_draw_and_get_its_rows_first(processes: int) -> 
             assert rows == sorted(order[number * 16 : number * 16 + 8]), "the generation of TRL's order"
 
 
-def test_draws_depend_on_epoch_and_generation_only() -> None:
+def test_an_epoch_draws_the_same_again() -> None:
     ours = sampler(64, batch_size=32)
     ours.unvaried[:] = 1
-    draws = {}
-    for epoch in (3, 4, 3):
-        ours.epoch = epoch
+    draws: dict[int, Any] = {}
+    for ours.epoch in (3, 4, 3):
         list(ours)
         found = [tuple(draw.prompts[draw.drawn]) for draw in ours.draws]
-        assert draws.setdefault(epoch, found) == found
-    assert len({drawn for found in draws.values() for drawn in found}) == 4
-    ours.epoch, masks = 0, []
-    for ours.seed in (0, 1):
-        list(ours)
-        masks.append([draw.drawn.tolist() for draw in ours.draws])
-    assert masks[0] != masks[1], "another seed is another draw, and not only another order of the prompts"
+        assert draws.setdefault(ours.epoch, found) == found
 
 
 def test_every_epoch_generation_and_seed_has_a_draw_of_its_own() -> None:
@@ -201,33 +195,46 @@ def test_every_epoch_generation_and_seed_has_a_draw_of_its_own() -> None:
     assert len(set(found)) > 16
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3, 4])
-@pytest.mark.parametrize("generations", [2, 3])
-def test_a_resumed_epoch_continues_with_the_generation_that_follows(accumulation: int, generations: int) -> None:
+def trained(folder: Path, **changes: Any) -> Any:
+    """Return a stand-in for TRL's trainer whose loss is a sum over prompts."""
+    args = GRPOConfig(output_dir=str(folder), loss_type="grpo", report_to="none", use_cpu=True, bf16=False)
+    values = {
+        "args": args, "aux_loss_enabled": False, "reward_func_names": ["one", "other"], "train_dataset": [],
+        "reward_weights": torch.ones(2), "multi_objective_aggregation": "sum_then_normalize",
+        "accelerator": SimpleNamespace(process_index=0), "_metrics": {"train": defaultdict(list)},
+        "_logs": {"prompt": ["old"], "rewards": {"one": [9.0], "other": [9.0]}}, "add_callback": lambda added: None,
+        "checkpoints": SimpleNamespace(resumed_from=None),
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.fixture
+def sampling(tmp_path: Path) -> PromptSampling:
+    """Return the callback of a trainer, with a sampler."""
+    made = PromptSampling(trained(tmp_path), spec(informative="unbiased"))
+    made.sampler = sampler()
+    return made
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_resumed_epoch_continues_with_the_generation_that_follows(
+    accumulation: int, sampling: PromptSampling
+) -> None:
     """All steps of three epochs are counted, whose last step may be short, with 4 micro-batches per generation."""
-    ours = sampler(4 * generations, repeat_count=4)
-    sampling = object.__new__(PromptSampling)
-    sampling.sampler, args = ours, SimpleNamespace(gradient_accumulation_steps=accumulation)
-    step = 0
-    for epoch in range(3):
-        micro_batches = list(range(4 * generations))
-        for first in range(0, len(micro_batches), accumulation):
-            if first % 4 == 0:  # a save is allowed only where a generation ends
-                state = SimpleNamespace(global_step=step, epoch=epoch + first / len(micro_batches))
-                sampling.on_epoch_begin(args, state, None)  # type: ignore[arg-type]
-                assert sampling.position == first // 4
-            step += 1
-
-
-def test_a_run_begins_with_the_first_generation() -> None:
-    sampling = object.__new__(PromptSampling)
-    sampling.sampler, sampling.position = sampler(), 7
-    args, state = SimpleNamespace(gradient_accumulation_steps=2), SimpleNamespace(global_step=0, epoch=None)
-    sampling.on_epoch_begin(args, state, None)
-    assert sampling.position == 0
-    sampling.sampler, sampling.position = None, 7  # an evaluation without a training asks for no sampler
-    sampling.on_epoch_begin(args, state, None)
-    assert sampling.position == 7
+    for generations in (2, 3):
+        sampling.sampler, step = sampler(4 * generations, repeat_count=4), 0
+        args: Any = SimpleNamespace(gradient_accumulation_steps=accumulation)
+        for epoch in range(3):
+            micro_batches = list(range(4 * generations))
+            for first in range(0, len(micro_batches), accumulation):
+                if first % 4 == 0:  # a save is allowed only where a generation ends
+                    state: Any = SimpleNamespace(global_step=step, epoch=epoch + first / len(micro_batches))
+                    sampling.on_epoch_begin(args, state)
+                    assert sampling.position == first // 4
+                step += 1
+    state = SimpleNamespace(global_step=0, epoch=None)
+    sampling.on_epoch_begin(args, state)
+    assert sampling.position == 0, "the first epoch has no number yet"
 
 
 def test_one_group_with_variance_resets_a_prompt() -> None:
@@ -245,14 +252,14 @@ def test_every_prompt_is_drawn_again() -> None:
     ours.unvaried[:] = 50
     ours.unvaried[:10] = 0
     times = np.zeros(40)
-    for ours.epoch in range(400):
+    for ours.epoch in range(200):
         list(ours)
         for draw in ours.draws:
             times[draw.prompts[draw.drawn]] += 1
             assert (draw.at_floor == (ours.unvaried[draw.prompts] == 50)).all()
-    assert (times[:10] == 400).all()
-    assert (times[10:] > 10).all()
-    assert 40 < times[10:].mean() < 60, "400 times 0.1, raised to an integer number of prompts"
+    assert (times[:10] == 200).all()
+    assert (times[10:] > 5).all()
+    assert 20 < times[10:].mean() < 30, "200 times 0.1, raised to an integer number of prompts"
 
 
 def test_a_probability_that_equals_the_floor_is_not_kept_by_it() -> None:
@@ -272,46 +279,46 @@ def test_groups_with_variance() -> None:
     assert not varies(np.array([[0.1 + 0.2, 0.3, np.float32(0.3)]])[..., None])[0, 0]
 
 
-@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9])
-def test_rewards_differ_by_more_than_the_rounding_of_float32(size: float) -> None:
-    groups = size * np.array([[1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-4], [-1.0, -1.0 - 1e-7], [-1.0, 1.0], [0.0, 1.0]])
-    assert varies(groups[..., None])[:, 0].tolist() == [False, True, False, True, True]
+def test_rewards_differ_by_more_than_the_rounding_of_float32() -> None:
+    for size in (1e-9, 1.0, 1e9):
+        groups = size * np.array([[1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-4], [-1.0, -1.0 - 1e-7], [-1.0, 1.0], [0.0, 1.0]])
+        assert varies(groups[..., None])[:, 0].tolist() == [False, True, False, True, True]
 
 
 def test_a_resumed_launch_continues_with_the_memory_of_its_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    sampling: PromptSampling, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = sampler(6)
-    checkpoints = SimpleNamespace(resumed_from=None)
-    sampling = object.__new__(PromptSampling)
-    sampling.sampler, sampling.trainer = ours, SimpleNamespace(checkpoints=checkpoints)
-    args, state = SimpleNamespace(output_dir=tmp_path, should_save=True), SimpleNamespace(global_step=3)
-    checkpoint = tmp_path / "checkpoint-3"
+    args: Any = SimpleNamespace(output_dir=tmp_path, should_save=False)
+    state: Any = SimpleNamespace(global_step=3)
+    checkpoint, checkpoints = tmp_path / "checkpoint-3", sampling.trainer.checkpoints
     checkpoint.mkdir()
+    sampling.sampler = ours = sampler(6)
     ours.unvaried[:] = [0, 3, 1, 0, 0, 2]
-    sampling.on_save(args, state)  # type: ignore[arg-type]
-    ours.unvaried[:] = 0
-    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
-    assert ours.unvaried.tolist() == [0] * 6
-    checkpoints.resumed_from = checkpoint
-    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
-    assert ours.unvaried.tolist() == [0, 3, 1, 0, 0, 2]
+    sampling.on_save(args, state)
+    assert not list(checkpoint.iterdir()), "another rank writes it"
+    args.should_save = True
+    sampling.on_save(args, state)
+    for checkpoints.resumed_from, found in ((None, [0] * 6), (checkpoint, [0, 3, 1, 0, 0, 2])):
+        ours.unvaried[:] = 0
+        sampling.on_train_begin(args, state)
+        assert ours.unvaried.tolist() == found
     assert not caplog.messages
     (checkpoint / MEMORY).unlink()  # saved by a run without `sampling`
-    ours.unvaried[:] = 0
-    sampling.on_train_begin(args, state)  # type: ignore[arg-type]
-    assert ours.unvaried.tolist() == [0] * 6
-    assert caplog.messages == [f"{checkpoint} has no {MEMORY}: `sampling` begins without a memory of the prompts"]
+    sampling.on_train_begin(args, state)
+    (said,) = caplog.messages
+    assert MEMORY in said
+    sampling.sampler = None  # a trainer that only evaluates asks for none
+    sampling.on_train_begin(args, state)
+    sampling.on_save(args, state)
+    assert not list(checkpoint.iterdir())
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["", "[1, 2", "{}", *(f'{{"groups_without_variance": {counts}}}' for counts in ([1], [1, -1], [1, 2, 3]))],
-)
-def test_a_damaged_prompts_file_is_refused_by_name(tmp_path: Path, damage: str) -> None:
-    (tmp_path / MEMORY).write_text(damage)
-    with pytest.raises(RunError, match=MEMORY):
-        read_memory(tmp_path / MEMORY, 2)
+def test_a_damaged_prompts_file_is_refused_by_name(tmp_path: Path) -> None:
+    damages = ["", "[1, 2", "{}", *(f'{{"groups_without_variance": {counts}}}' for counts in ([1], [1, -1], [1, 2, 3]))]
+    for damage in damages:
+        (tmp_path / MEMORY).write_text(damage)
+        with pytest.raises(RunError, match=MEMORY):
+            read_memory(tmp_path / MEMORY, 2)
 
 
 # Values of the recipe key.
@@ -333,40 +340,30 @@ def test_the_key_takes_a_word_or_a_mapping(tmp_path: Path) -> None:
     assert given_.sampling == spec(floor=0.3)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_losses_with_a_divisor_that_depends_on_the_draw_are_refused(tmp_path: Path, loss_type: str) -> None:
-    needed = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}.get(loss_type, {})
-    given_ = {"sampling": {"informative": "unbiased"}, "loss_type": loss_type, **needed}
-    if loss_type in ("grpo", "dr_grpo", "luspo", "sapo"):
-        recipe_with(tmp_path, **given_)
-        return
-    with pytest.raises(RecipeError, match=r"`loss_type: .* set `loss_type` to grpo or dr_grpo or sapo or luspo"):
-        recipe_with(tmp_path, **given_)
-    recipe_with(tmp_path, **{**given_, "sampling": "informative"})
+def test_losses_with_a_divisor_that_depends_on_the_draw_are_refused(tmp_path: Path) -> None:
+    needed = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
+    for loss_type in LOSS_TYPES:
+        given_ = {"sampling": {"informative": "unbiased"}, "loss_type": loss_type, **needed.get(loss_type, {})}
+        fits = loss_type in ("grpo", "dr_grpo", "luspo", "sapo")
+        with nullcontext() if fits else refused("mine.yaml", "`loss_type", loss_type, by=RecipeError):
+            recipe_with(tmp_path, **given_)
+        recipe_with(tmp_path, **{**given_, "sampling": "informative"})
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"beta": 0.04}, "`beta: 0.04` does not go with .*: set `beta` to 0"),
-        ({"scale_rewards": "batch"}, "`scale_rewards: batch` .*: set `scale_rewards` to group or none"),
-        (
-            {"multi_objective_aggregation": "normalize_then_sum"},
-            "set `multi_objective_aggregation` to sum_then_normalize",
-        ),
-        ({"top_entropy_quantile": 0.2}, "`top_entropy_quantile: 0.2`"),
-        ({"entropy_coef": 0.1}, "`entropy_coef: 0.1`"),
-        ({"sampling": {"informative": "unbiased", "floor": 0}}, "`sampling.floor` is 0.0"),
-        ({"sampling": {"exploration": 1.5}}, "`sampling.exploration` is 1.5"),
-        ({"sampling": "informativ"}, "`sampling` must be informative"),
-    ],
-)
-def test_settings_whose_loss_is_no_sum_over_prompts_are_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(RecipeError, match=message) as error:
-        recipe_with(tmp_path, **{"sampling": {"informative": "unbiased"}, "loss_type": "grpo", **changes})
-    assert str(error.value).startswith(f"{tmp_path / 'mine.yaml'}: ")
+def test_settings_whose_loss_is_no_sum_over_prompts_are_refused(tmp_path: Path) -> None:
+    table: list[tuple[dict[str, Any], str, Any]] = [
+        ({"beta": 0.04}, "`beta", 0.04),
+        ({"scale_rewards": "batch"}, "`scale_rewards", "group"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "`multi_objective_aggregation", "sum_then_normalize"),
+        ({"top_entropy_quantile": 0.2}, "`top_entropy_quantile", 0.2),
+        ({"entropy_coef": 0.1}, "`entropy_coef", 0.1),
+        ({"sampling": {"informative": "unbiased", "floor": 0}}, "`sampling.floor`", 0.0),
+        ({"sampling": {"exploration": 1.5}}, "`sampling.exploration`", 1.5),
+        ({"sampling": "informativ"}, "`sampling`", "informative"),
+    ]
+    for changes, key, figure in table:
+        with refused("mine.yaml", key, figure, by=RecipeError):
+            recipe_with(tmp_path, **{"sampling": {"informative": "unbiased"}, "loss_type": "grpo", **changes})
 
 
 # Runs.
@@ -421,21 +418,10 @@ def test_a_run_generates_less_after_the_first_epoch_and_resumes_to_the_bit(tmp_p
     launching.assert_same_run(output, killed)
 
 
-def test_a_run_with_another_sampling_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
-    recipe = launching.write_recipe(
-        tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **{**CHANGES, "max_steps": 1}
-    )
-    assert train.main(["--config", str(recipe)]) == 0
-    resume = ["--config", str(recipe), "--resume_from_checkpoint", "true", "--max_steps", "2"]
-    assert train.main([*resume, "--sampling", "informative"]) == 2
-    assert "`sampling.informative` was not set and is biased" in capsys.readouterr().err
-
-
 def test_sampling_is_refused_with_recorded_responses(tmp_path: Path) -> None:
     path = tmp_path / "offline.yaml"
     recipe = parse_recipe(["--config", "offline-scored-gpt2", "--sampling", "informative", "--output_dir", str(path)])
-    with pytest.raises(RecipeError, match="`sampling` generates completions, and `offline` trains on recorded"):
+    with refused("", "`sampling`", "`offline`", by=RecipeError):
         check(recipe, Machine(1, bf16=True))
 
 
@@ -448,33 +434,46 @@ def test_a_killed_run_on_two_processes_makes_the_draws_of_an_uninterrupted_run(t
     assert min(share for share in generated if share is not None) == 0.5
 
 
+def test_a_trainer_draws_prompts_in_a_training_and_not_in_an_evaluation(tmp_path: Path) -> None:
+    """Two prompts have one reward each, and are drawn less often from the second epoch on."""
+
+    def constant_for_some(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        texts = zip(prompts, completions, strict=True)
+        return [0.0 if prompt[0] in "01" else sum(map(ord, text)) % 97 for prompt, text in texts]
+
+    changes: dict[str, Any] = {"beta": 0.0, "loss_type": "grpo", "max_steps": 4, "per_device_train_batch_size": 16}
+    args = short_runs.arguments(tmp_path, **changes, eval_strategy="steps", eval_steps=1)
+    rows = short_runs.PROMPTS.select(range(4))
+    more: dict[str, Any] = {"rewards": constant_for_some, "rows": rows, "eval_dataset": rows}
+    made = short_runs.trainer(
+        GRPOTrainer, tiny.policy(), args, sampling={"informative": "biased", "exploration": 0.3}, **more
+    )
+    made.train()
+    history = made.state.log_history
+    shares = [entry["prompts/generated"] for entry in history if "prompts/generated" in entry]
+    assert len(shares) == 4
+    assert shares[0] == 1.0
+    assert shares[-1] < 1.0
+    assert len([entry for entry in history if "eval_reward" in entry]) == 4
+    assert made._prompts.sampler.unvaried[:2].min() > 0 == made._prompts.sampler.unvaried[2:].max()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: int, tmp_path: Path) -> None:
+def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: int, sampling: PromptSampling) -> None:
     """Two rewards sum to 1 in every group but the last, so only the last group has variance."""
-    unbiased = SamplingSpec.parse({"informative": "unbiased"})
     settings_ = {"mini_repeat_count": 2, "batch_size": 8, "repeat_count": 1, "seed": 7}
-    ours = InformativeSampler(RepeatSampler(range(8), **settings_), unbiased, 2, 2)
+    ours = InformativeSampler(RepeatSampler(range(8), **settings_), sampling.spec, 2, 2)
     ours.unvaried[4:] = 2
     rows = [{"prompt": row} for row in list(ours)]
     (draw,) = ours.draws
     drawn = np.repeat(draw.prompts[draw.drawn], 2)
+    half = len(drawn) // 2
     assert 4 < len(drawn) < 16
-
-    sampling = object.__new__(PromptSampling)
-    sampling.spec, sampling.sampler, sampling.position = unbiased, ours, 2
-    ours.draws = [draw] * 3
-    sampling.trainer = trainer = SimpleNamespace(
-        train_dataset=[{"prompt": row} for row in range(8)],
-        accelerator=SimpleNamespace(process_index=rank),
-        reward_func_names=["one", "other"],
-        reward_weights=torch.ones(2),
-        multi_objective_aggregation="sum_then_normalize",
-        _logs={"prompt": ["old"], "rewards": {"one": [9.0], "other": [9.0]}},
-        _metrics={"train": defaultdict(list)},
-    )
+    sampling.sampler, sampling.position, ours.draws = ours, 2, [draw] * 3
+    trainer = sampling.trainer
+    trainer.train_dataset, trainer.accelerator.process_index = [{"prompt": row} for row in range(8)], rank
 
     def generate(given_: Any) -> dict[str, Any]:
-        half = len(drawn) // 2
         assert [row["prompt"] for row in given_] == drawn[rank * half : (rank + 1) * half].tolist()
         assert trainer._logs["prompt"] == []
         one = [float(place % 2) for place in range(len(drawn))]
@@ -485,37 +484,72 @@ def test_each_rank_generates_its_part_of_the_draw_and_weights_every_token(rank: 
     size = len(rows) // 2
     advantages = sampling.generate(rows[rank * size : (rank + 1) * size], generate)["advantages"]
     assert sampling.position == 3
-    logged = {name: values for name, (*values,) in trainer._metrics["train"].items()}
-    assert logged == {
-        "prompts/generated": [draw.share],
-        "prompts/kept_by_floor": [0.0],
-    }
+    assert trainer._metrics["train"] == {"prompts/generated": [draw.share], "prompts/kept_by_floor": [0.0]}
     weight = {row: draw.share / chance for row, chance in zip(draw.prompts, draw.probabilities, strict=True)}
-    half = len(drawn) // 2
     expected = [[2.0 * weight[row]] * 3 for row in drawn[rank * half : (rank + 1) * half]]
     assert advantages.numpy() == pytest.approx(np.array(expected), rel=1e-6)
     assert advantages.dtype == torch.float32
     assert [ours.unvaried[row] for row in drawn[::2]] == [1 if row < 4 else 3 for row in drawn[:-2:2]] + [0]
-    assert sampling._varied(2).tolist() == [False] * (half - 1) + [True]
-    trainer.multi_objective_aggregation = "normalize_then_sum"
-    assert sampling._varied(2).all()
-
-    (tmp_path / "checkpoint-3").mkdir()
-    for saves in (False, True):
-        args, state = SimpleNamespace(output_dir=tmp_path, should_save=saves), SimpleNamespace(global_step=3)
-        sampling.on_save(args, state, None)  # type: ignore[arg-type]
-        assert (tmp_path / "checkpoint-3" / MEMORY).is_file() is saves
 
 
-def test_a_training_has_a_sampler_of_its_own_geometry() -> None:
-    sampling = object.__new__(PromptSampling)
-    sampling.spec = spec()
-    sampling.trainer = SimpleNamespace(args=SimpleNamespace(steps_per_generation=2, world_size=2))
-    stock = RepeatSampler(range(24), mini_repeat_count=3, batch_size=4, repeat_count=2, seed=7)
-    found = sampling.sampler_like(stock)
+def generated(sampling: PromptSampling, draw: Draw, logged: dict[str, list[float]]) -> list[float]:
+    """Generate a draw of the first prompts, two completions each, whose rewards are logged. Return the advantages."""
+    trainer, (place, *_) = sampling.trainer, draw.prompts[draw.drawn]
+    trainer.train_dataset = [{"prompt": row} for row in range(12)]
+    assert sampling.sampler is not None
+    sampling.sampler.draws, sampling.position = [draw], 0
+
+    def generate(rows: Any) -> dict[str, Any]:
+        trainer._logs["rewards"] = {name: list(rewards) for name, rewards in logged.items()}
+        return {"advantages": torch.ones(len(rows))}
+
+    return sampling.generate([{"prompt": place}] * 8, generate)["advantages"].tolist()
+
+
+def test_the_metrics_and_weights_of_a_draw(sampling: PromptSampling) -> None:
+    """Two of four prompts are at the floor, of which one is drawn with two others."""
+    drawn, at_floor = np.array([False, True, True, True]), np.array([True, True, False, False])
+    draw = Draw(np.arange(4), np.array([0.25, 0.5, 0.8, 1.0]), drawn, at_floor)
+    rewards = {"one": [0.0, 1.0] * 3, "other": [0.0] * 6}
+    assert generated(sampling, draw, rewards) == pytest.approx([1.5, 1.5, 0.75 / 0.8, 0.75 / 0.8, 0.75, 0.75])
+    sampling.spec = spec(informative="biased")
+    assert generated(sampling, draw, rewards) == pytest.approx([0.75] * 6)
+    assert sampling.trainer._metrics["train"] == {
+        "prompts/generated": [0.75] * 2, "prompts/kept_by_floor": [1 / 3] * 2
+    }  # fmt: skip
+
+
+def test_groups_vary_by_the_weighted_sum_of_their_rewards(sampling: PromptSampling) -> None:
+    nan = float("nan")
+    # In pairs: sums of 4 and 4, then one unscored reward, no score at all, and the same scores.
+    one, other = [1.0, 2.0, nan, nan, nan, nan, 3.0, 3.0], [4.0, 0.0, 1.0, 2.0, nan, nan, 1.0, 1.0]
+    draw, trainer = Draw(np.arange(4), np.ones(4), np.ones(4, bool), np.zeros(4, bool)), sampling.trainer
+    for aggregation, weights, varied in (
+        ("sum_then_normalize", [2.0, 0.5], [False, True, False, False]),
+        ("normalize_then_sum", [2.0, 0.5], [True, True, False, False]),
+        ("normalize_then_sum", [2.0, 0.0], [True, False, False, False]),  # without weight there is no advantage
+    ):
+        trainer.multi_objective_aggregation, trainer.reward_weights = aggregation, torch.tensor(weights)
+        sampling.sampler = ours = sampler()
+        generated(sampling, draw, {"one": one, "other": other})
+        assert (ours.unvaried[:4] == 0).tolist() == varied
+
+
+def test_rows_that_were_not_drawn_raise(sampling: PromptSampling) -> None:
+    draw = Draw(np.arange(4), np.ones(4), np.ones(4, bool), np.zeros(4, bool))
+    assert sampling.sampler is not None
+    sampling.sampler.draws = [draw]
+    sampling.trainer.train_dataset = [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.raises(RuntimeError, match="`sampling`"):
+        sampling.generate([{"prompt": "b"}], lambda rows: {})
+
+
+def test_a_training_has_a_sampler_of_its_own_geometry(sampling: PromptSampling) -> None:
+    sampling.trainer.args = SimpleNamespace(steps_per_generation=2, world_size=2)
+    found = sampling.sampler_like(RepeatSampler(range(24), mini_repeat_count=3, batch_size=4, repeat_count=2, seed=7))
     assert sampling.sampler is found
     # The rows of a prompt, 3, fill 4 micro-batches equally if there are 4 prompts.
-    assert (found.spec, found.quantum, found.processes) == (spec(), 4, 2)
+    assert (found.spec, found.quantum, found.processes) == (sampling.spec, 4, 2)
     assert (found.batch_size, found.mini_repeat_count, found.repeat_count, found.seed) == (4, 3, 2, 7)
 
 
@@ -526,92 +560,16 @@ def test_a_trainer_draws_prompts_only_if_it_is_asked_to(tmp_path: Path) -> None:
     assert added == []
     found = PromptSampling.added_to(trainer, {"informative": "unbiased"})
     assert added == [found]
-    assert found is not None
     assert (found.spec, found.trainer, found.sampler) == (spec(informative="unbiased"), trainer, None)
-    with pytest.raises(UserError, match="sampling"):
+    with refused("", "sampling"):
         PromptSampling.added_to(trainer, "")
 
 
-def test_rows_that_were_not_drawn_raise() -> None:
-    sampling = object.__new__(PromptSampling)
-    sampling.trainer = SimpleNamespace(train_dataset=[{"prompt": "a"}, {"prompt": "b"}])
-    sampling.position = 1
-    sampling._check({"prompt": "b"}, 1)
-    for row, expected in (("a", 1), ("b", 0)):
-        with pytest.raises(RuntimeError, match="generation 1 of the epoch has other prompts than were drawn for it"):
-            sampling._check({"prompt": row}, expected)
-
-
-def test_the_metrics_of_a_draw() -> None:
-    """Two of four prompts are at the floor, of which one is drawn with two others."""
-    sampling = object.__new__(PromptSampling)
-    draw = Draw(
-        np.arange(4),
-        np.array([0.25, 0.5, 0.8, 1.0]),
-        np.array([False, True, True, True]),
-        np.array([True, True, False, False]),
-    )
-    for kind in ("biased", "unbiased"):
-        sampling.spec = spec(informative=kind)
-        sampling.trainer = SimpleNamespace(_metrics={"train": defaultdict(list)})
-        sampling._log(draw)
-        assert sampling.trainer._metrics["train"] == {
-            "prompts/generated": [0.75],
-            "prompts/kept_by_floor": [1 / 3],
-        }
-
-
-def test_groups_vary_by_the_weighted_sum_of_their_rewards() -> None:
-    nan = float("nan")
-    # In pairs: sums of 4 and 4, then one unscored reward, no score at all, and the same scores.
-    one = [1.0, 2.0, nan, nan, nan, nan, 3.0, 3.0]
-    other = [4.0, 0.0, 1.0, 2.0, nan, nan, 1.0, 1.0]
-    sampling = object.__new__(PromptSampling)
-    sampling.trainer = SimpleNamespace(
-        reward_func_names=["one", "other"],
-        reward_weights=torch.tensor([2.0, 0.5]),
-        multi_objective_aggregation="sum_then_normalize",
-        _logs={"rewards": {"one": one, "other": other}},
-    )
-    assert sampling._varied(2).tolist() == [False, True, False, False]
-    sampling.trainer.multi_objective_aggregation = "normalize_then_sum"
-    assert sampling._varied(2).tolist() == [True, True, False, False]
-    sampling.trainer.reward_weights = torch.tensor([2.0, 0.0])
-    assert sampling._varied(2).tolist() == [True, False, False, False], "a reward without weight has no advantage"
-
-
-def test_a_trainer_that_never_asked_for_a_sampler_has_no_memory(tmp_path: Path) -> None:
-    """A trainer that only evaluates asks for none."""
-    sampling = object.__new__(PromptSampling)
-    sampling.sampler, sampling.position = None, 5
-    sampling.trainer = SimpleNamespace(checkpoints=SimpleNamespace(resumed_from=tmp_path))
-    args: Any = SimpleNamespace(output_dir=tmp_path, should_save=True, gradient_accumulation_steps=1)
-    state: Any = SimpleNamespace(global_step=3, epoch=None)
-    sampling.on_train_begin(args, state)
-    sampling.on_epoch_begin(args, state)
-    sampling.on_save(args, state)
-    assert sampling.position == 5
-    assert not [*tmp_path.iterdir()]
-    sampling.sampler = sampler(16, repeat_count=4)
-    state.global_step = 0
-    sampling.on_epoch_begin(args, state)
-    assert sampling.position == 0, "the first epoch has no number yet"
-
-
-def trained(folder: Path, **changes: Any) -> Any:
-    """Return a stand-in for a trainer whose loss is a sum over prompts."""
-    values = {"reward_func_names": ["one"], "train_dataset": [], "aux_loss_enabled": False, **changes}
-    args = GRPOConfig(output_dir=str(folder), loss_type="grpo", report_to="none", use_cpu=True, bf16=False)
-    return SimpleNamespace(args=args, **values)
-
-
 def test_trainers_whose_prompts_cannot_be_remembered_are_refused(tmp_path: Path) -> None:
-    unbiased = spec(informative="unbiased")
-    assert PromptSampling(trained(tmp_path), unbiased).position == 0
-    for changes, message in (
-        ({"reward_func_names": ["one", "one"]}, "reads each reward by its name, and two have the same"),
-        ({"train_dataset": iter([])}, "a streamed dataset has no numbered rows: load it whole"),
+    for changes, key in (
+        ({"reward_func_names": ["one", "one"]}, "`sampling`"),
+        ({"train_dataset": iter([])}, "`sampling`"),
         ({"aux_loss_enabled": True}, "router_aux_loss_coef"),
     ):
-        with pytest.raises(UserError, match=message):
-            PromptSampling(trained(tmp_path, **changes), unbiased)
+        with refused("", key):
+            PromptSampling(trained(tmp_path, **changes), spec(informative="unbiased"))

@@ -108,7 +108,6 @@ def test_sampled_turns_are_trls(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("layout", "loss_type", "beta", "script"),
     covering(
@@ -116,7 +115,6 @@ def test_sampled_turns_are_trls(tmp_path: Path) -> None:
         ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "luspo"],
         [0.0, 0.1],
         ["ragged", "deep", "none", "all", "errors", "async"],
-        strength=2,
         rest=pytest.mark.nightly,
     ),
 )
@@ -203,7 +201,7 @@ def test_a_call_without_room_for_a_result_is_not_run(tokenizer: PreTrainedTokeni
     check_values(rows, values, 10 + least)
 
 
-@pytest.mark.parametrize("content", ["ab " * 400, "é" * 400, "\N{GRINNING FACE}" * 400, "x\n\n" * 300])
+@pytest.mark.parametrize("content", only(["é" * 400, "x\n\n" * 300], ["ab " * 400, "é" * 400, "x\n\n" * 300]))
 def test_a_long_result_is_cut_to_the_room_that_is_left(tokenizer: PreTrainedTokenizerFast, content: str) -> None:
     rows, runner, values = run(tokenizer, [1, 3, 0], 60, content=content)
     assert runner.ran == ["add"] * 4
@@ -242,14 +240,14 @@ def test_a_result_holds_no_special_token(text: str, shown: str) -> None:
     assert len(tokenizer(result_text(tokenizer, 5)(text))["input_ids"]) <= 5
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 5, 50])
 @pytest.mark.parametrize("text", ["", "ab", "word " * 3000, " " * 10_000, "é€\N{GRINNING FACE}" * 100, ADD * 40])
-def test_the_beginning_of_a_text(tokenizer: PreTrainedTokenizerFast, text: str, tokens: int) -> None:
-    cut = beginning(tokenizer, text, tokens)
-    assert text.startswith(cut)
-    assert len(tokenizer(cut)["input_ids"]) <= tokens
-    if len(tokenizer(text)["input_ids"]) <= tokens:
-        assert cut == text
+def test_the_beginning_of_a_text(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    for tokens in (0, 1, 5, 50):
+        cut = beginning(tokenizer, text, tokens)
+        assert text.startswith(cut)
+        assert len(tokenizer(cut)["input_ids"]) <= tokens
+        if len(tokenizer(text)["input_ids"]) <= tokens:
+            assert cut == text
 
 
 def alone(
@@ -281,14 +279,16 @@ def alone(
     return row, runner.ran, values
 
 
-@pytest.mark.parametrize("left", range(3, 12))
-def test_a_result_is_cut_to_the_most_that_fits(left: int) -> None:
-    """The template takes two tokens, and each character one."""
-    row, _, values = alone(lambda text: 2 + len(text), Limits(3, 1 + left, 1000))
-    (shown,) = [one["content"] for one in values.completions[0] if one["role"] == "tool"]
-    assert shown == "abcdefgh"[: left - 2]
-    assert row.ending == ("full" if left <= 10 else "answered")
-    assert values.tool_mask == [[1] + [0] * min(left, 10) + [1] * (left == 11)]
+def test_a_result_is_cut_to_the_most_that_fits() -> None:
+    """The template takes two tokens, and each character one. A generator may read less than a completion may have."""
+    for left in range(3, 12):
+        for limits in (Limits(3, 1 + left, 1000), Limits(3, 1000, 3 + left)):
+            row, _, values = alone(lambda text: 2 + len(text), limits)
+            (shown,) = [one["content"] for one in values.completions[0] if one["role"] == "tool"]
+            assert shown == "abcdefgh"[: left - 2]
+            if limits.positions == 1000:
+                assert row.ending == ("full" if left <= 10 else "answered")
+                assert values.tool_mask == [[1] + [0] * min(left, 10) + [1] * (left == 11)]
 
 
 def test_a_result_of_which_no_token_fits_is_cut_to_nothing() -> None:
@@ -327,33 +327,17 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(one["function"]["name"], one["function"]["arguments"]) for one in message.get("tool_calls", ())]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{'name': add}",
-        '{"name": "add", "arguments": {"a": 1, "b": 2}',
-        '{"name": "add", "arguments": {"a": 1' + "1" * 5000 + "}}",
-        "[" * 3000,
-        "add(1, 2)",
-        "",
-        "[1]",
-        '"add"',
-        "{}",
-        '{"arguments": {"a": 1}}',
-        '{"name": 3, "arguments": {}}',
-        '{"name": null}',
-    ],
-    ids=lambda text: text[:20],
-)
-def test_a_malformed_call_stands_among_the_others(text: str, tokenizer: PreTrainedTokenizerFast) -> None:
-    written = f"so <tool_call>{text}</tool_call>"
-    message = read(f"{ADD}{written}{ADD}{END}", tokenizer)
+def test_a_malformed_call_stands_among_the_others(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ["{'name': add}", '{"name": "add", "arguments": {"a": 1, "b": 2}', "[" * 3000, "add(1, 2)", "", "[1]"]
+    texts += ['"add"', "{}", '{"arguments": {"a": 1}}', '{"name": 3, "arguments": {}}', '{"name": null}']
     fine = ("add", {"a": 1, "b": 2})
-    assert calls_of(message) == [fine, ("unknown", {"": text}), fine]
-    (refused,) = [as_call(one, {"add": add}).refusal for one in message["tool_calls"][1:2]]
-    assert "can't be read" in refused
-    assert calls_of(read(f"{written}{END}", tokenizer)) == [("unknown", {"": text})]
-    assert message["content"] == "so"
+    for text in [*texts, '{"name": "add", "arguments": {"a": 1' + "1" * 5000 + "}}"]:
+        written = f"so <tool_call>{text}</tool_call>"
+        message = read(f"{ADD}{written}{ADD}{END}", tokenizer)
+        assert calls_of(message) == [fine, ("unknown", {"": text}), fine]
+        assert [bool(as_call(one, {"add": add}).refusal) for one in message["tool_calls"]] == [False, True, False]
+        assert calls_of(read(f"{written}{END}", tokenizer)) == [("unknown", {"": text})]
+        assert message["content"] == "so"
 
 
 def test_a_call_without_its_closing_tag_is_malformed(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -436,6 +420,10 @@ def test_ranks_pad_to_the_largest_number_of_rows(tokenizer: PreTrainedTokenizerF
     assert asked[0][1:] == [[0], [0]], "every vocabulary has the token 0"
 
 
+UNEVEN = ("first", "second", "one rank")
+"""Scripts of which one rank makes fewer turns than the other."""
+
+
 def launched(kind: str, folder: Path, *options: str, layout: str = "ddp_cpu", **env: str) -> list[dict[str, Any]]:
     """Run `tests.support.train_tools` on two ranks, and return what each recorded."""
     launching.launch_module(layout, "tests.support.train_tools", kind, str(folder), *options, **env)
@@ -443,7 +431,7 @@ def launched(kind: str, folder: Path, *options: str, layout: str = "ddp_cpu", **
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ragged", "first", "second", "one rank"])
+@pytest.mark.parametrize("script", ["ragged", pytest.param("one rank", marks=pytest.mark.nightly)])
 def test_ragged_turns_on_two_ranks_train_as_trl(script: str, tmp_path: Path) -> None:
     """TRL's ranks do not need to agree on scripted turns, so that it can be compared."""
     theirs, ours = launched("trl", tmp_path / "trl", script), launched("ours", tmp_path / "ours", script)
@@ -478,7 +466,7 @@ def test_sampled_turns_on_two_ranks_are_checked(layout: str, tmp_path: Path, ext
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ragged", "first", "second", "one rank"])
+@pytest.mark.parametrize("script", ["ragged", *(pytest.param(one, marks=pytest.mark.nightly) for one in UNEVEN)])
 @pytest.mark.parametrize("mode", ["server", "colocate"])
 def test_vllms_completions_reach_the_ranks_that_asked(mode: str, script: str, tmp_path: Path) -> None:
     """TRL 1.16 slices the completions of all ranks by the number of a rank's own prompts."""
@@ -491,8 +479,7 @@ def test_vllms_completions_reach_the_ranks_that_asked(mode: str, script: str, tm
                 assert len(turns) == len(SCRIPTS[script][rank][member]) + 1
 
 
-@pytest.mark.one_case_in(2)
-@pytest.mark.parametrize("spare", [400, 150])
+@pytest.mark.parametrize("spare", only([150], [400, 150]))
 def test_rows_end_before_a_server_refuses_their_next_turn(
     spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -510,7 +497,7 @@ def test_rows_end_before_a_server_refuses_their_next_turn(
     is_short = spare < made.max_completion_length
     assert (turns == scripted) != is_short
     assert turns[0] == scripted[0], "the shortest row fits"
-    assert ("`--max-model-len` of at least" in caplog.text) == is_short
+    assert ("`--max-model-len`" in caplog.text) == is_short
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.training.data_order import ContinueSchedule, EpochSampler, SetSamplerEpoch, loading_only
-from grpo_rewards.errors import UserError
 from tests.support import launching
+from tests.support.errors import refused
 from tests.tools import boundaries, torture
 
 
@@ -84,8 +85,9 @@ def rates_of(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> lis
     return rates
 
 
-@pytest.mark.parametrize(("before", "now", "done"), [(4, 8, 4), (8, 8, 3), (8, 6, 5)])
-@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("before", "now", "done", "is_wrapped"), [(4, 8, 4, False), (8, 8, 3, False), (8, 6, 5, False), (4, 8, 4, True)]
+)
 def test_a_resumed_schedule_is_that_of_the_whole_run(before: int, now: int, done: int, is_wrapped: bool) -> None:
     expected = rates_of(schedule(now), now)
     stopped, resumed = schedule(before), schedule(now)
@@ -97,26 +99,20 @@ def test_a_resumed_schedule_is_that_of_the_whole_run(before: int, now: int, done
     ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=loaded)  # type: ignore[arg-type]
     assert rates_of(resumed, now - done) == expected[done:]
     args.learning_rate = 0.25
-    with pytest.raises(UserError, match=r"`learning_rate` is 0.25, and the schedule .* was made for 0.5"):
+    with refused("`learning_rate`", 0.25, 0.5):
         ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=loaded)  # type: ignore[arg-type]
 
 
-def test_one_group_with_another_rate_is_enough_to_refuse_a_schedule() -> None:
-    resumed = schedule(4)
-    resumed.base_lrs = [0.5, 0.25]
-    with pytest.raises(UserError, match="`learning_rate` is 0.5, and the schedule"):
-        ContinueSchedule().on_train_begin(SimpleNamespace(learning_rate=0.5), TrainerState(), lr_scheduler=resumed)
-
-
-def test_a_schedule_of_another_number_of_groups_is_not_resumed() -> None:
-    resumed = schedule(4)
-    resumed.base_lrs = [0.5] * 3  # as a checkpoint of a run with three groups of weights leaves them
-    with pytest.raises(ValueError, match="zip"):
-        ContinueSchedule().on_train_begin(
-            SimpleNamespace(learning_rate=0.5),
-            TrainerState(),
-            lr_scheduler=resumed,
-        )
+def test_every_group_of_weights_has_its_rate_of_the_schedule() -> None:
+    """A checkpoint of a run with three groups leaves three rates."""
+    for rates, error in (
+        ([0.5, 0.25], refused("`learning_rate`", 0.5)),
+        ([0.5] * 3, pytest.raises(ValueError, match="zip")),
+    ):
+        resumed, args = schedule(4), SimpleNamespace(learning_rate=0.5)
+        resumed.base_lrs = rates
+        with error:
+            ContinueSchedule().on_train_begin(args, TrainerState(), lr_scheduler=resumed)  # type: ignore[arg-type]
 
 
 def test_a_schedule_that_does_not_depend_on_the_length_keeps_its_rate() -> None:
@@ -154,31 +150,30 @@ def test_the_best_of_each_epoch_may_be_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "step"),
     [
-        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2, "save_steps": 5}, "set `save_steps` to 6"),
-        ({"num_iterations": 2, "save_steps": 3}, "set `save_steps` to 4"),
-        ({"num_iterations": 3, "save_steps": 0.3}, "set `save_steps` to 6"),
+        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2, "save_steps": 5}, 6),
+        ({"num_iterations": 2, "save_steps": 3}, 4),
+        ({"num_iterations": 3, "save_steps": 0.3}, 6),
         # 3 generations of 3 micro-batches in steps of 2: the epoch's fifth step is a short one.
-        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2, "save_steps": 3}, "set `save_steps` to 5"),
+        (
+            {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "save_steps": 3, "num_generations": 4}, 5,
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_save_inside_a_generation_batch_is_refused_with_a_step_that_is_not(
-    tmp_path: Path, changes: dict, says: str
+    tmp_path: Path, changes: dict, step: int
 ) -> None:
-    path = tmp_path / "mine.yaml"
-    rows = launching.write_rows(tmp_path / "rows.jsonl", 9)
+    path, rows = tmp_path / "mine.yaml", launching.write_rows(tmp_path / "rows.jsonl", 9)
     values = {"per_device_train_batch_size": 4, "max_steps": 12, **changes}
-    if changes.get("steps_per_generation") == 3:
-        values["num_generations"] = 4
-    recipe = parse_recipe(["--config", str(launching.write_recipe(path, tmp_path, rows, tmp_path / "run", **values))])
-    with pytest.raises(RecipeError, match=says) as error:
-        check(recipe, Machine(1, bf16=False))
-    assert "mine.yaml: `save_steps`" in str(error.value)
-    key, _, fixed = str(error.value).rsplit("set ", 1)[1].partition(" to ")
-    values[key.strip("`")] = int(fixed)
-    recipe = parse_recipe(["--config", str(launching.write_recipe(path, tmp_path, rows, tmp_path / "run", **values))])
-    check(recipe, Machine(1, bf16=False))
+
+    def checked(**values: Any) -> None:
+        launching.write_recipe(path, tmp_path, rows, tmp_path / "run", **values)
+        check(parse_recipe(["--config", str(path)]), Machine(1, bf16=False))
+
+    with refused("mine.yaml", "`save_steps`", step, by=RecipeError):
+        checked(**values)
+    checked(**{**values, "save_steps": step})
 
 
 @settings(deadline=None, max_examples=100)
@@ -250,7 +245,7 @@ def test_sigterm_then_resume_ends_like_an_uninterrupted_run(tmp_path: Path) -> N
     assert launching.wait_for((output / "completions" / "completions_00009.parquet").exists, process)
     process.send_signal(signal.SIGTERM)
     said = launching.finish(process)
-    assert "which is saved: `--resume_from_checkpoint true` goes on from there" in said
+    assert "`--resume_from_checkpoint true`" in said
     (saved,) = output.glob("checkpoint-*")
     assert int(saved.name.partition("-")[2]) % 2 == 0
     assert "Traceback" not in said.split("stopped by SIGTERM")[0]

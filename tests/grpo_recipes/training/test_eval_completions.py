@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import pytest
 from datasets import Dataset
-from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, cli, train
 from grpo_recipes.reports.run import Run
+from tests.support import trainers
 from tests.support.grids import only
 from tests.support.probe_rewards import distinct_characters
 from tests.support.synthetic import write_run
@@ -22,22 +22,12 @@ from tests.support.synthetic import write_run
 def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> list[str]:
     """Train with generation batches that serve two steps, and 8 of 40 problems held out."""
     given = {
-        "model_name_or_path": tiny_model,
-        "dataset.path": gsm8k_file,
-        "dataset.split": "train[:32]",
-        "dataset.eval_split": "train[32:]",
-        "output_dir": output,
-        "rewards": "[tests.support.probe_rewards.distinct_characters]",
-        "use_cpu": "true",
-        "bf16": "false",
-        "dtype": "float32",
-        "gradient_checkpointing": "false",
-        "max_completion_length": 8,
-        "num_iterations": 2,
-        "logging_steps": 1,
-        "max_steps": 2,
-        "save_strategy": "no",
-    }
+        "model_name_or_path": tiny_model, "output_dir": output,
+        "dataset.path": gsm8k_file, "dataset.split": "train[:32]", "dataset.eval_split": "train[32:]",
+        "rewards": "[tests.support.probe_rewards.distinct_characters]", "max_completion_length": 8,
+        "use_cpu": "true", "bf16": "false", "dtype": "float32", "gradient_checkpointing": "false",
+        "num_iterations": 2, "logging_steps": 1, "max_steps": 2, "save_strategy": "no",
+    }  # fmt: skip
     return ["--config", "gsm8k-qwen2.5-1.5b-24gb", *(f"--{key}={value}" for key, value in given.items()), *more]
 
 
@@ -50,12 +40,8 @@ def test_evaluation_completions_have_files_of_their_own(tiny_model: Path, gsm8k_
     for step in (1, 2):
         name = f"completions/completions_{step:05d}.parquet"
         pd.testing.assert_frame_equal(pd.read_parquet(evaluated / name), pd.read_parquet(plain / name))
-    assert sorted(path.name for path in (evaluated / "completions").iterdir()) == [
-        "completions_00001.parquet",
-        "completions_00002.parquet",
-        "eval_completions_00001.parquet",
-        "eval_completions_00002.parquet",
-    ]
+    files = [f"{kind}completions_{step:05d}.parquet" for kind in ("", "eval_") for step in (1, 2)]
+    assert sorted(path.name for path in (evaluated / "completions").iterdir()) == files
     history = json.loads((evaluated / "trainer_state.json").read_text())["log_history"]
     for entry in (entry for entry in history if "eval_reward" in entry):
         table = pd.read_parquet(evaluated / "completions" / f"eval_completions_{entry['step']:05d}.parquet")
@@ -80,23 +66,11 @@ def test_several_datasets_are_evaluated_one_by_one(tiny_model: Path, tmp_path: P
     """A dict of datasets is evaluated one by one, whether the trainer or the caller holds it."""
 
     def trained(name: str, **evaluation: Any) -> tuple[GRPOTrainer, Path]:
-        args = GRPOConfig(
-            output_dir=str(tmp_path / name),
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=4,
-            per_device_eval_batch_size=2,
-            num_generations=4,
-            num_generations_eval=2,
-            max_completion_length=6,
-            num_iterations=2,  # one generation, which no evaluation comes before, serves both steps
-            max_steps=2,
-            logging_steps=1,
-            log_completions=True,
-            save_strategy="no",
-            report_to="none",
-            **({"eval_strategy": "steps", "eval_steps": 1} if evaluation else {}),
-        )
+        sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 2, "max_completion_length": 6}
+        sizes |= {"num_generations": 4, "num_generations_eval": 2, "max_steps": 2, "logging_steps": 1}
+        sizes |= {"num_iterations": 2}  # one generation, which no evaluation comes before, serves both steps
+        evaluates = {"eval_strategy": "steps", "eval_steps": 1} if evaluation else {}
+        args = trainers.arguments(tmp_path / name, log_completions=True, **sizes, **evaluates)
         training = questions("one", "two plus two", "three", "four")
         trainer = GRPOTrainer(str(tiny_model), distinct_characters, args, training, **evaluation)
         trainer.train()
@@ -134,19 +108,9 @@ def test_contract_with_trl() -> None:
 
 def held_out(step: int, right: list[list[int]]) -> pd.DataFrame:
     """Return a table with a problem for each list. A 1 stands for a correct completion."""
-    return pd.DataFrame(
-        [
-            {
-                "step": step,
-                "prompt": f"problem {n}",
-                "completion": "7",
-                "gsm8k_correctness": 2.0 * verdict,
-                "tag_presence": 0.8,
-            }
-            for n, verdicts in enumerate(right)
-            for verdict in verdicts
-        ]
-    )
+    rows = [(n, 2.0 * verdict) for n, verdicts in enumerate(right) for verdict in verdicts]
+    table = pd.DataFrame({"prompt": [f"problem {n}" for n, _ in rows], "gsm8k_correctness": [pay for _, pay in rows]})
+    return table.assign(step=step, completion="7", tag_presence=0.8)
 
 
 def test_the_report_shows_the_accuracy_of_evaluations_with_intervals(tmp_path: Path) -> None:
@@ -160,8 +124,7 @@ def test_the_report_shows_the_accuracy_of_evaluations_with_intervals(tmp_path: P
     # One sample a problem: the exact interval of 3 of 4 (statsmodels' proportion_confint, method "beta").
     assert (late.value, late.low, late.high) == pytest.approx((0.75, 0.1941204, 0.9936905), abs=1e-6)
     assert cli.main(["report", str(folder)]) == 0
-    page = (folder / "report" / "report.html").read_text()
-    assert "Accuracy on the held-out split while training" in page
+    assert f"{100 * early.value:.1f}" in (folder / "report" / "report.html").read_text()
 
 
 def test_one_of_two_correctness_rewards_makes_a_completion_right(tmp_path: Path) -> None:

@@ -23,9 +23,8 @@ def test_a_tool_that_mostly_fails_stops_the_run(tmp_path: Path) -> None:
     trainer = tool_trainer(GRPOTrainer, tmp_path, [[[BROKEN, BROKEN + ADD]] * GROUP] * 2)
     with pytest.raises(RunFault) as stopped:
         trainer.train()
-    message = str(stopped.value)
-    assert message.startswith("66.7% of the last 24 calls of tools failed, most of them of `broken` (last error: OS")
-    assert all(words in message for words in ("ToolError", "`tool_limits.failures`, which is 0.5"))
+    figures = ("66.7%", "24", "`broken`", "OSError", "`tool_limits.failures`", "0.5")
+    assert all(figure in str(stopped.value) for figure in figures)
 
 
 def test_a_policy_that_calls_a_tool_wrongly_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -38,7 +37,7 @@ def test_a_policy_that_calls_a_tool_wrongly_trains_on(tmp_path: Path, caplog: py
     assert trainer.state.global_step == 2
     logged = trainer.state.log_history[0]
     assert (logged["tools/mistakes"], logged["tools/calculator/failures"]) == (1, 0)
-    assert caplog.text.count("calls of `calculator` were mistakes of the policy") == 1
+    assert len([said for said in caplog.messages if "`calculator`" in said]) == 1
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from grpo_recipes.generation import groups, kv_cache
 from grpo_recipes.generation.models import unfit
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.training.generation import unfit_for_groups
-from grpo_rewards.errors import UserError
 from tests.support import launching
 from tests.support.architectures import PROMPTS, adapter, moved_no_states, tiny, trainer
 from tests.support.grids import only
@@ -65,10 +64,8 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param(run, id=name, marks=pytest.mark.slow) for name, run in RUNS.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
 def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Path, said: Any) -> None:
     ours = trainer(tmp_path / "auto", **changes)
     ours.train()
@@ -162,8 +159,7 @@ def test_a_fault_is_noticed_on_the_first_batch(
     run = trainer(tmp_path, policy=policy, max_completion_length=64, seed=46)
     run.train()
     (sentence,) = said()
-    assert "transformers' own loop: group decoding picks tokens under other log-probabilities" in sentence
-    assert "1e-04 allowed" in sentence
+    assert "1e-04" in sentence
     assert not run._generation.is_verified
     logged = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
     assert len(logged) == 3  # steps of transformers' own loop
@@ -198,9 +194,7 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return original(inputs)
 
     run._generate_and_score_completions = with_a_fault
-    with pytest.raises(
-        NotThePolicy, match=r"at step 2 .* no hypothesis that can be computed here explains it; they agreed before"
-    ):
+    with pytest.raises(NotThePolicy, match="step 2"):
         run.train()
     assert said() == []
     logged = [(entry[MEAN], entry[LARGEST]) for entry in run.state.log_history if MEAN in entry]
@@ -245,8 +239,7 @@ def test_dropout_prevents_group_decoding_in_training_only(tmp_path: Path, said: 
     assert said() == []
     run.train()
     (sentence,) = said()
-    assert "own loop: the model has dropout" in sentence
-    assert sentence.count("and completions of a prompt would share its mask") == 1
+    assert "dropout" in sentence
 
 
 @pytest.mark.slow
@@ -274,51 +267,31 @@ def test_an_activated_adapter_is_declined_before_the_prefill(tmp_path: Path, sai
     activated = adapter(task_type="CAUSAL_LM", alora_invocation_tokens=[5])
     run = trainer(tmp_path, peft_config=activated, max_steps=1)
     # PEFT switches the adapter off in `generate` where a prompt lacks its token; TRL's forward of the loss has it on.
-    with pytest.raises(NotThePolicy, match="those of the model with its adapter switched off"):
+    with pytest.raises(NotThePolicy, match="adapter"):
         run.train()
     assert "aLoRA" in said()[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
+def test_layouts_that_are_not_decoded_in_groups() -> None:
+    for changes, reason in (
         ({}, ""),
         ({"is_fsdp_enabled": True}, "FSDP"),
         ({"is_zero3": True}, ""),
-        ({"is_zero3": True, "ds3_gather_for_generation": False}, "ds3_gather_for_generation"),
-        ({"tools": [print]}, ""),
-        ({"tools": [print], "num_processes": 2}, ""),
+        ({"is_zero3": True, "gathers": False}, "ds3_gather_for_generation"),
+        ({"tools": [print], "processes": 2}, ""),
         ({"rollout_func": print}, ""),
-        ({"rollout_func": print, "num_processes": 2}, "rollout_func"),
-    ],
-)
-def test_layouts_that_are_not_decoded_in_groups(changes: dict[str, Any], reason: str) -> None:
-    known = {
-        "is_fsdp_enabled": False,
-        "is_zero3": False,
-        "ds3_gather_for_generation": True,
-        "tools": [],
-        "rollout_func": None,
-        "num_processes": 1,
-    }
-    known |= changes
-    said = unfit_for_groups(
-        SimpleNamespace(
-            is_fsdp_enabled=known["is_fsdp_enabled"],
-            _dist=SimpleNamespace(is_zero3=known["is_zero3"]),
-            args=SimpleNamespace(ds3_gather_for_generation=known["ds3_gather_for_generation"]),
-            tools=known["tools"],
-            rollout_func=known["rollout_func"],
-            accelerator=SimpleNamespace(num_processes=known["num_processes"]),
-        )
-    )
-    assert reason in said
-    assert bool(said) == bool(reason)
-
-
-def test_generation_is_one_of_three_words(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`generation` can't be `fast`: choose auto or off"):
-        trainer(tmp_path, generation="fast")
+        ({"rollout_func": print, "processes": 2}, "rollout_func"),
+    ):
+        trainer: Any = SimpleNamespace(
+            is_fsdp_enabled=changes.get("is_fsdp_enabled", False),
+            _dist=SimpleNamespace(is_zero3=changes.get("is_zero3", False)),
+            args=SimpleNamespace(ds3_gather_for_generation=changes.get("gathers", True)),
+            tools=changes.get("tools", []), rollout_func=changes.get("rollout_func"),
+            accelerator=SimpleNamespace(num_processes=changes.get("processes", 1)),
+        )  # fmt: skip
+        said = unfit_for_groups(trainer)
+        assert reason in said
+        assert bool(said) == bool(reason)
 
 
 # ---- several ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
@@ -17,10 +17,10 @@ from grpo_recipes.data.load import load
 from grpo_recipes.data.prompts import SYSTEM_PROMPTS, limit_prompts
 from grpo_recipes.recipe.recipe import parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.errors import UserError
 from grpo_rewards.internlm2 import convert
 from grpo_rewards.reward_model import RewardModelScore
-from tests.support import launching
+from tests.support import launching, trainers
+from tests.support.errors import refused
 from tests.support.tiny import chat_tokenizer, save_internlm2, save_reward_model
 
 RLAIF_FILE = Path(__file__).parents[2] / "data" / "rlaif.jsonl"
@@ -61,28 +61,17 @@ def test_a_saved_dataset_reads_like_the_file(tmp_path):
     assert load(spec(tmp_path / "saved"))["prompt"] == load(spec())["prompt"]
 
 
-@pytest.mark.parametrize(
-    ("turns", "message"),
-    [
-        ([], "line 1 has the conversations"),
-        ("hi", "line 1 has the conversations 'hi'"),
-        ([{"role": "assistant", "content": "空"}], "line 1 has no user turn"),
-        ([{"role": "user", "content": " "}, {"role": "assistant", "content": ""}], "line 1 has no user turn"),
-        ([{"role": "human", "content": "hi"}], "line 1 has the turn .*human"),
-        ([{"role": "user", "content": None}], "line 1 has the turn .*None"),
-        (["hi"], "line 1 has the turn 'hi'"),
-    ],
-)
-def test_a_bad_row_is_named(tmp_path, turns, message):
-    with pytest.raises(UserError, match=message):
-        load(spec(write(tmp_path / "bad.jsonl", turns)))
-
-
-def test_a_missing_column_or_path_is_named(tmp_path):
-    (tmp_path / "bad.jsonl").write_text('{"question": "?"}\n')
-    with pytest.raises(UserError, match="line 1 has the columns question, and none is 'conversations'"):
-        load(spec(tmp_path / "bad.jsonl"))
-    with pytest.raises(UserError, match=r"`dataset\.path` is missing"):
+def test_a_bad_row_a_missing_column_and_a_missing_path_are_named(tmp_path):
+    path, user = tmp_path / "bad.jsonl", {"role": "user", "content": "hi"}
+    bad = [[], "hi", ["hi"], [{"role": "assistant", "content": "空"}], [{**user, "role": "human"}]]
+    bad += [[{**user, "content": " "}, {"role": "assistant", "content": ""}], [{**user, "content": None}]]
+    for turns in bad:
+        with refused("", "line 1"):
+            load(spec(write(path, turns)))
+    path.write_text('{"question": "?"}\n')
+    with refused("", "line 1", "question", "conversations"):
+        load(spec(path))
+    with refused("", "dataset.path"):
         DatasetSpec("rlaif")
 
 
@@ -117,17 +106,8 @@ def two_stage_advantage(rewards, group):
 
 def one_step(folder, **settings):
     """Return TRL's configuration for one step with 2 prompts and 8 completions of 4 tokens each."""
-    return GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=16,
-        num_generations=8,
-        max_completion_length=4,
-        max_steps=1,
-        report_to="none",
-        **settings,
-    )
+    sizes = {"per_device_train_batch_size": 16, "num_generations": 8, "max_completion_length": 4, "max_steps": 1}
+    return trainers.arguments(folder, **sizes, **settings)
 
 
 def test_the_two_stage_advantage_is_normalize_then_sum(tmp_path):
@@ -162,17 +142,9 @@ def test_the_clamp_at_ten_has_no_effect_up_to_101_completions():
 def save_policy(folder, mixture_of_experts=False):
     """Save a tiny policy over single bytes."""
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": 258,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "bos_token_id": None,
-        "eos_token_id": 257,
-        "pad_token_id": 257,
-    }
+    shape = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    shape |= {"bos_token_id": None, "eos_token_id": 257, "pad_token_id": 257}
     experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     if mixture_of_experts:
         model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shape, **experts, decoder_sparse_step=1))
@@ -194,19 +166,10 @@ def converted(tmp_path_factory):
 def arguments(tmp_path, reward_model, *more, mixture_of_experts=False):
     """Return the arguments that override only models, data, device and sizes of the recipe."""
     policy = save_policy(tmp_path / "policy", mixture_of_experts)
-    return [
-        "--config=rlaif-minimind-internlm2",
-        f"--model_name_or_path={policy}",
-        f"--dataset.path={RLAIF_FILE}",
-        f"--rewards.0.rewards.2.kwargs.model={reward_model}",
-        f"--output_dir={tmp_path / 'run'}",
-        "--use_cpu",
-        "--bf16=false",
-        "--max_completion_length=12",
-        "--max_steps=5",
-        "--gradient_checkpointing=false",
-        *more,
-    ]
+    given = ["--config=rlaif-minimind-internlm2", f"--model_name_or_path={policy}", f"--dataset.path={RLAIF_FILE}"]
+    given += [f"--rewards.0.rewards.2.kwargs.model={reward_model}", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
+    sizes = ["--bf16=false", "--max_completion_length=12", "--max_steps=5", "--gradient_checkpointing=false"]
+    return [*given, *sizes, *more]
 
 
 def logged(tmp_path):
@@ -231,10 +194,8 @@ def test_the_recipe_passes_the_checks(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_recipe_trains_on_one_process(converted, tmp_path, capsys):
+def test_the_recipe_trains_on_one_process(converted, tmp_path):
     assert train.main(arguments(tmp_path, converted)) == 0
-    said = capsys.readouterr().out
-    assert said.index("GiB on cpu in every process") < said.index("rewards minimind")
     for entry in logged(tmp_path):
         parts = [entry[f"rewards/minimind/{name}"] for name in ("tag_structure", "tag_count", "reward_model")]
         assert entry["reward"] == pytest.approx(sum(parts), abs=1e-5)
@@ -265,8 +226,8 @@ def test_a_reward_model_that_can_not_be_loaded_stops_the_run_first(tmp_path, cap
     folder = save_reward_model(tmp_path / "reward", template=None)
     assert train.main(arguments(tmp_path, folder)) == 2
     said = capsys.readouterr().err
-    assert "rlaif-minimind-internlm2.yaml: `rewards`: " in said
-    assert "no chat template" in said
+    assert "rlaif-minimind-internlm2.yaml" in said
+    assert "`rewards`" in said
     assert not (tmp_path / "run").exists()
 
 

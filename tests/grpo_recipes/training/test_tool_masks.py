@@ -75,7 +75,19 @@ def test_the_gradient_is_trls(option: str, loss_type: str, micro_batching: Any, 
     assert gap(tmp_path, option, loss_type=loss_type, micro_batching=micro_batching) <= limit
 
 
-@pytest.mark.parametrize(("loss_type", "micro_batching"), covering(LOSS_TYPES, LAYOUTS[:-1]), ids=str)
+@pytest.mark.parametrize(
+    ("loss_type", "micro_batching"),
+    [
+        ("dapo", "auto"),
+        ("cispo", {"layout": "trimmed"}),
+        *(
+            pytest.param(*cell.values, marks=pytest.mark.slow)
+            for cell in covering(LOSS_TYPES, LAYOUTS[:-1])
+            if not cell.marks
+        ),
+    ],
+    ids=str,
+)
 def test_full_kl_is_the_same_in_every_layout(loss_type: str, micro_batching: Any, tmp_path: Path) -> None:
     """The KL over the vocabulary is ours: the padded layout, which the oracle is compared with, stands for TRL."""
     steps = []

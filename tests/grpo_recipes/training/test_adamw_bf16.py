@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,26 +120,6 @@ def test_a_parameter_without_a_gradient_keeps_its_own_count_of_steps() -> None:
     assert all(map(torch.equal, params(ours), params(theirs)))
 
 
-def test_torchs_adamw_on_bfloat16_loses_most_of_the_update() -> None:
-    """The loss exists that this optimizer avoids, so the test above cannot pass by chance."""
-    stock = torch.optim.AdamW([torch.nn.Parameter(w) for w in weights()], **OPTIONS)
-    train(stock, range(30))
-    start, moved = weights()[0].double(), params(stock)[0].double()
-    ours = adamw_on_bf16(weights())
-    train(ours, range(30))
-    true = float32_weights(ours)[0].double() - start
-    assert ((moved - start) * true).sum() / (true * true).sum() < 0.2
-
-
-def test_float32_weights_take_the_same_step() -> None:
-    ours = adamw_on_bf16([w.float() for w in weights()])
-    theirs = torch.optim.AdamW([torch.nn.Parameter(w.float()) for w in weights()], fused=True, **OPTIONS)
-    train(ours, range(5))
-    train(theirs, range(5))
-    assert all(map(torch.equal, params(ours), params(theirs)))
-    assert "low_bits" not in ours.state[ours.param_groups[0]["params"][0]]
-
-
 @pytest.mark.parametrize("low", [-(2**15), -1, 0, 2**15 - 1])
 def test_merge_and_split_are_inverse_for_every_bfloat16(low: int) -> None:
     weight = EVERY_FLOAT16_PATTERN.to(torch.int16).view(torch.bfloat16)
@@ -194,12 +175,6 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
 
 def _of(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.nn.Parameter:
     return next(p for group in optimizer.param_groups for p in group["params"] if p.data_ptr() == value.data_ptr())
-
-
-def test_an_update_of_a_large_model_takes_few_calls_and_less_than_a_gibibyte() -> None:
-    """Temporaries take 9 bytes for each element."""
-    assert 9 * adamw_bf16.CHUNK < 2**30
-    assert 2**33 / adamw_bf16.CHUNK < 1000
 
 
 def test_a_step_with_a_learning_rate_of_0_changes_nothing() -> None:

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from torch import nn
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes.generation import generator_check as generation_check
 from grpo_recipes.generation import groups, kv_cache
 from grpo_recipes.generation.models import unfit
 from grpo_recipes.process.faults import NotThePolicy
@@ -25,7 +24,6 @@ from grpo_recipes.training.generation import unfit_for_groups
 from tests.support import launching
 from tests.support.architectures import PROMPTS, adapter, moved_no_states, tiny, trainer
 from tests.support.grids import only
-from tests.support.recorded import model
 from tests.tools.models import build
 
 MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
@@ -202,31 +200,12 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(0 <= mean <= largest < 1e-5 for mean, largest in logged)
 
 
-@pytest.mark.slow
-def test_only_a_few_rows_are_checked_after_the_first_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, sizes = trainer(tmp_path), []
-    scorer = run._generation_check.scorer
-    plain = scorer.trl_log_probs
-    scorer.trl_log_probs = lambda model, rows, entropy: sizes.append(len(rows.input_ids)) or plain(model, rows, entropy)
-    run._generation_check.batches = generation_check.FIRST  # more rows of the first batches are compared
-    run.train()
-    assert sizes == [1, 1, 1]  # the first batch is logged like the others
-
-
 def test_evaluation_logs_the_difference_too(tmp_path: Path) -> None:
     run = trainer(tmp_path, eval_dataset=PROMPTS.select(range(4)))
     metrics = run.evaluate()
     (entry,) = run.state.log_history
     assert metrics["eval_loss"] == entry["eval_loss"]
     assert 0 < entry[f"eval_{MEAN}"] < entry[f"eval_{LARGEST}"] < 1e-5
-
-
-@pytest.mark.slow
-def test_bfloat16_passes_the_check(tmp_path: Path, said: Any) -> None:
-    run = trainer(tmp_path, policy=model().bfloat16())
-    run.train()
-    assert said() == []
-    assert all(entry[MEAN] < 5e-2 for entry in run.state.log_history if "reward" in entry)
 
 
 # ---- runs left to transformers' own loop
@@ -240,17 +219,6 @@ def test_dropout_prevents_group_decoding_in_training_only(tmp_path: Path, said: 
     run.train()
     (sentence,) = said()
     assert "dropout" in sentence
-
-
-@pytest.mark.slow
-def test_a_reason_that_generate_finds_is_logged_once(tmp_path: Path, said: Any) -> None:
-    run = trainer(tmp_path, cache_implementation="static")
-    run.train()
-    (sentence,) = said()
-    assert "the cache is a StaticCache" in sentence
-    stock = trainer(tmp_path / "off", generation="off", cache_implementation="static")
-    stock.train()
-    assert_same_run(run, stock)
 
 
 def test_adapters_that_take_more_than_tokens_are_not_decoded_in_groups() -> None:

@@ -1,7 +1,6 @@
 """Training on recorded responses: refused data and settings, and training on exactly the recorded rows."""
 
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,24 +267,6 @@ def completions(output: Path) -> pd.DataFrame:
     return pd.concat(pd.read_parquet(path) for path in sorted((output / "completions").glob("*.parquet")))
 
 
-@pytest.mark.slow
-def test_a_group_baseline_trains_on_the_recorded_rows(tiny_model: Path, tmp_path: Path) -> None:
-    data, output = write(tmp_path / "rows.jsonl", grouped()), tmp_path / "run"
-    more = ["--offline=group", "--num_generations=4", "--gradient_accumulation_steps=2", "--max_steps=2"]
-    assert train.main(arguments(tiny_model, data, output, *more)) == 0
-    seen = completions(output)
-    assert len(seen) == 16
-    for (_, prompt), group in seen.groupby(["step", "prompt"]):
-        n = int(prompt.split()[2])
-        assert set(group["completion"]) == {f" {n + k}" for k in range(4)}
-        assert list(group["recorded_reward"]) == [float(text == f" {n + 1}") for text in group["completion"]]
-        # (1 - 1/4) / std and (0 - 1/4) / std, where the unbiased std of one 1 and three 0 is 1/2.
-        expected = [1.5 if reward else -0.5 for reward in group["recorded_reward"]]
-        assert list(group["advantage"]) == pytest.approx(expected, abs=1e-3)
-    record = json.loads((output / "run.json").read_text())
-    assert record["recipe"]["offline"] == {"baseline": "group"}
-
-
 def test_a_batch_baseline_trains_on_one_response_per_prompt(tiny_model: Path, tmp_path: Path) -> None:
     rewards = [5.0, 0.0, 1.0, 2.0, 0.5, 3.0, 4.0, 0.5]
     rows = [{"prompt": f"q {n}?", "response": f" {n}", "reward": reward} for n, reward in enumerate(rewards)]
@@ -305,27 +286,6 @@ def log_probs_of(model, prompt: list[int], ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
-
-
-@pytest.mark.slow
-def test_recorded_log_probabilities_become_the_denominator(tiny_model: Path, tmp_path: Path) -> None:
-    """The recorded policy gave each token half the present policy's probability, so the ratio is 2 and is clipped."""
-    tokenizer, model = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
-    rows = grouped(prompts=2)
-    for row in rows:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        encoded = [[*tokenizer(response)["input_ids"], tokenizer.eos_token_id] for response in row["responses"]]
-        row["logprobs"] = [(log_probs_of(model, prompt, ids) - math.log(2.0)).tolist() for ids in encoded]
-    data = write(tmp_path / "rows.jsonl", rows)
-    more = ["--offline=group", "--num_generations=4", "--gradient_accumulation_steps=1", "--max_steps=1", "--beta=0"]
-    more += ["--per_device_train_batch_size=8", "--epsilon=0.2"]
-    output = tmp_path / "run"
-    assert train.main(arguments(tiny_model, data, output, *more)) == 0
-    logged = json.loads((output / "trainer_state.json").read_text())["log_history"][0]
-    # With advantages 1.5, -0.5, -0.5, -0.5 the loss is -(1.2 * 1.5 - 3 * 2 * 0.5) / 4, and one row in four is clipped
-    # above.
-    assert logged["loss"] == pytest.approx(-(1.2 * 1.5 - 3 * 2 * 0.5) / 4, abs=2e-3)
-    assert logged["clip_ratio/high_mean"] == pytest.approx(0.25, abs=0.05)
 
 
 @pytest.mark.parametrize(("baseline", "recorded"), covering(["group", "batch"], [False, True]))

@@ -171,16 +171,6 @@ def test_all_ranks_make_the_same_draw_and_get_its_rows_first(processes: int) -> 
             assert rows == sorted(order[number * 16 : number * 16 + 8]), "the generation of TRL's order"
 
 
-def test_an_epoch_draws_the_same_again() -> None:
-    ours = sampler(64, batch_size=32)
-    ours.unvaried[:] = 1
-    draws: dict[int, Any] = {}
-    for ours.epoch in (3, 4, 3):
-        list(ours)
-        found = [tuple(draw.prompts[draw.drawn]) for draw in ours.draws]
-        assert draws.setdefault(ours.epoch, found) == found
-
-
 def test_every_epoch_generation_and_seed_has_a_draw_of_its_own() -> None:
     """In an order and with probabilities that never change, so that only the start of a draw differs."""
     ours = sampler(3 * 128, batch_size=128, shuffle=False)
@@ -442,7 +432,7 @@ def test_a_trainer_draws_prompts_in_a_training_and_not_in_an_evaluation(tmp_path
         return [0.0 if prompt[0] in "01" else sum(map(ord, text)) % 97 for prompt, text in texts]
 
     changes: dict[str, Any] = {"beta": 0.0, "loss_type": "grpo", "max_steps": 4, "per_device_train_batch_size": 16}
-    args = short_runs.arguments(tmp_path, **changes, eval_strategy="steps", eval_steps=1)
+    args = short_runs.arguments(tmp_path, **changes, eval_strategy="steps", eval_steps=2)
     rows = short_runs.PROMPTS.select(range(4))
     more: dict[str, Any] = {"rewards": constant_for_some, "rows": rows, "eval_dataset": rows}
     made = short_runs.trainer(
@@ -454,7 +444,7 @@ def test_a_trainer_draws_prompts_in_a_training_and_not_in_an_evaluation(tmp_path
     assert len(shares) == 4
     assert shares[0] == 1.0
     assert shares[-1] < 1.0
-    assert len([entry for entry in history if "eval_reward" in entry]) == 4
+    assert len([entry for entry in history if "eval_reward" in entry]) == 2
     assert made._prompts.sampler.unvaried[:2].min() > 0 == made._prompts.sampler.unvaried[2:].max()
 
 

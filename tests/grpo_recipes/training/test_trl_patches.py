@@ -114,7 +114,6 @@ def sent_by_trl(model: PeftModel) -> dict[str, torch.Tensor]:
         ("LoRA", "default", 0.0),
         ("modules_to_save", "policy", 0.04),
         ("trainable tokens", "default", 0.0),
-        ("DoRA", "default", 0.0),
     ],
 )
 def test_vllm_gets_the_merged_weights(policy: Path, tmp_path: Path, kind: str, name: str, beta: float) -> None:

@@ -34,14 +34,15 @@ def test_continuous_batching_runs_beside_packed_rows_in_a_bounded_cache(
     assert seen == [("sdpa", 16, 512)] * 2, "one page of 256 tokens for each of 16 rows"
 
 
-def test_a_cache_that_the_user_sizes_stays_that_large(tmp_path: Path) -> None:
-    run = trainer(tmp_path, **CB, transformers_continuous_batching_config={"num_blocks": 7, "max_batch_tokens": 9})
-    with continuous_batching(run.continuous_batching_config, run.model, [[5, 6]] * 12, 8):
-        assert run.continuous_batching_config.num_blocks == 7
-        assert run.continuous_batching_config.max_batch_tokens == 9
-
-
-def test_a_forward_has_room_for_every_row(tmp_path: Path) -> None:
-    run = trainer(tmp_path, **CB)
-    with continuous_batching(run.continuous_batching_config, run.model, [[5, 6]] * 1000, 8):
-        assert run.continuous_batching_config.max_batch_tokens == 1000
+def test_a_cache_on_a_cpu_has_room_for_every_row_unless_the_user_sizes_it(tmp_path: Path) -> None:
+    for given, prompts, sizes in (
+        ({}, [[5] * 250, [5, 6]], (3, 512)),  # 258 tokens take two pages of 256
+        ({}, [[5, 6]] * 1000, (1000, 1000)),
+        ({"num_blocks": 7, "max_batch_tokens": 9}, [[5, 6]] * 12, (7, 9)),
+    ):
+        run = trainer(tmp_path, **CB, transformers_continuous_batching_config=given)
+        config = run.continuous_batching_config
+        before = (config.num_blocks, config.max_batch_tokens)
+        with continuous_batching(config, run.model, prompts, 8):
+            assert (config.num_blocks, config.max_batch_tokens) == sizes
+        assert (config.num_blocks, config.max_batch_tokens) == before

@@ -211,14 +211,15 @@ def test_evaluation_logs_the_difference_too(tmp_path: Path) -> None:
 # ---- runs left to transformers' own loop
 
 
-@pytest.mark.slow
-def test_dropout_prevents_group_decoding_in_training_only(tmp_path: Path, said: Any) -> None:
-    run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), eval_dataset=PROMPTS.select(range(4)))
-    run.evaluate()
+def test_dropout_prevents_group_decoding_and_the_comparison_in_training_only(tmp_path: Path, said: Any) -> None:
+    evaluated = PROMPTS.select(range(4))
+    run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), eval_dataset=evaluated, max_steps=1)
+    assert f"eval_{LARGEST}" in run.evaluate()
     assert said() == []
     run.train()
     (sentence,) = said()
     assert "dropout" in sentence
+    assert not [entry for entry in run.state.log_history if LARGEST in entry]
 
 
 def test_adapters_that_take_more_than_tokens_are_not_decoded_in_groups() -> None:

@@ -349,7 +349,7 @@ def diagnose_run(options: argparse.Namespace) -> int:
     elif diagnosis.findings or diagnosis.checked:
         show(*as_table(diagnosis))
     if not diagnosis.checked:
-        raise UserError(f"{options.run}: {diagnosis.coverage}")
+        raise UserError(options.run, diagnosis.coverage, "name a run with more steps")
     return 1 if diagnosis.findings else 0
 
 
@@ -378,11 +378,11 @@ def report_runs(options: argparse.Namespace) -> int:
     try:
         say(write_report(runs, options.output or inside(options.run, "report")))
     except OSError as error:
-        raise UserError(f"the report can't be written ({error}): give another --output") from error
+        raise UserError("the report", f"it can't be written ({error})", "give another --output") from error
     for run in runs:
         diagnosis = diagnose(run)
         if not diagnosis.checked:
-            raise UserError(f"{run.folder}: {diagnosis.coverage}")
+            raise UserError(run.folder, diagnosis.coverage, "name a run with more steps")
     return 0
 
 

@@ -72,7 +72,7 @@ def preview(arguments: Sequence[str], *, prompts: int, options: Sequence[str] = 
         RunFault: The policy or a reward failed on the sample.
     """
     if prompts < 1:
-        raise UserError(f"--prompts is {prompts}: set it to at least 1")
+        raise UserError("--prompts", f"it is {prompts}", "set it to at least 1")
     recipe = parse_recipe(arguments, options)
     checked, tokenizer, machine = checked_inputs(recipe)
     listeners = [Reasons(reward) for reward in checked.rewards]
@@ -104,9 +104,8 @@ def preview(arguments: Sequence[str], *, prompts: int, options: Sequence[str] = 
 def checked_inputs(recipe: Recipe) -> tuple[Checked, PreTrainedTokenizerBase, Machine]:
     """Check the recipe for the processes that `train` would start here, and load all but the policy."""
     if recipe.offline is not None:
-        raise recipe.error(
-            "`offline` trains on recorded responses, so a preview has nothing to generate: read the responses instead"
-        )
+        problem = "it trains on recorded responses, so a preview has nothing to generate"
+        raise recipe.error("`offline`", problem, "read the responses instead")
     layout = choose_layout(None, None, use_cpu=recipe.config.use_cpu)
     machine = replace(Machine.here(), num_processes=layout.num_processes)
     checks.check_packages(recipe)

@@ -342,7 +342,7 @@ def load_policy(recipe: Recipe, training_args: GRPOConfig) -> str | PeftModel:
     if config is None:
         return name
     if model_args.use_peft:
-        raise UserError("`use_peft` asks for a new adapter, and `model_name_or_path` is one: remove `use_peft`")
+        raise UserError("`use_peft`", "it asks for a new adapter, and `model_name_or_path` is one", "remove it")
     init = {}
     if (quantization := get_quantization_config(model_args)) is not None:
         init["quantization_config"] = quantization
@@ -368,11 +368,13 @@ def limit_prompts(
 
 @contextmanager
 def _naming_key(recipe: Recipe, key: str, fix: str = "") -> Iterator[None]:
-    """Turn an error inside this block into a `RecipeError` that names the key first and the fix last."""
+    """Turn an error inside this block into a `RecipeError` about a key, with a fix in place of the error's own."""
     try:
         yield
-    except ValueError as error:  # `UserError` is one, and rewards of other packages raise their own
-        raise recipe.error(f"`{key}`: {error}{fix}") from error
+    except UserError as error:
+        raise recipe.error(f"`{key}`: {error.place}", error.problem, fix or error.fix) from error
+    except ValueError as error:  # of a reward of another package
+        raise recipe.error(f"`{key}`", one_line(error), fix or "correct the value") from error
 
 
 def check_weights(recipe: Recipe) -> None:
@@ -383,10 +385,9 @@ def check_weights(recipe: Recipe) -> None:
             config = weights.adapter_config(name)
         base = config.base_model_name_or_path if config is not None else None
     if base is not None and Path(base).is_absolute() and not Path(base).exists():
-        raise recipe.error(
-            f"`model_name_or_path` {name} is an adapter, and its base {base} is missing: set "
-            "`base_model_name_or_path` in its adapter_config.json"
-        )
+        problem = f"{name} is an adapter, and its base {base} is missing"
+        fix = "set `base_model_name_or_path` in its adapter_config.json"
+        raise recipe.error("`model_name_or_path`", problem, fix)
     _check_folder_weights(recipe, "base_model_name_or_path", base)
     _check_folder_weights(recipe, "model_name_or_path", name)
     _check_folder_weights(recipe, "reference.adapter", recipe.reference.adapter)
@@ -394,7 +395,7 @@ def check_weights(recipe: Recipe) -> None:
 
 def _check_folder_weights(recipe: Recipe, key: str, folder: str | None) -> None:
     if folder is not None and Path(folder).is_dir():
-        with _naming_key(recipe, key, ": copy or save it again, or name another model"):
+        with _naming_key(recipe, key, "copy or save it again, or name another model"):
             weights.check_weight_files(Path(folder))
 
 
@@ -521,10 +522,8 @@ def hardware(training_args: GRPOConfig) -> str:
 
 
 def _other_run(recipe: Recipe, change: str) -> RecipeError:
-    return recipe.error(
-        f"`resume_from_checkpoint`: {change}: launch as before, or start another run from the checkpoint as "
-        "its `model_name_or_path`"
-    )
+    fix = "launch as before, or start another run from the checkpoint as its `model_name_or_path`"
+    return recipe.error("`resume_from_checkpoint`", change, fix)
 
 
 def run(prepared: Prepared) -> int:

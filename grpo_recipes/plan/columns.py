@@ -150,7 +150,7 @@ def find(columns: Sequence[Column], name: str, option: str) -> Column:
         if column.name == name:
             return column
     names = listed(repr(column.name) for column in columns)
-    raise UserError(f"{option} names the column {name!r}, and the table has {names}: choose one of these")
+    raise UserError(option, f"it names the column {name!r}, and the table has {names}", "choose one of these")
 
 
 def named(columns: Sequence[Column], *roles: str) -> list[Column]:

@@ -151,12 +151,10 @@ class Proposal:
     rewards: Sequence[Any]
 
 
-def unsure(problem: str) -> UserError:
+def unsure(place: str, problem: str) -> UserError:
     """Return the error for a table that the options have to describe."""
-    return UserError(
-        f"{problem}: name the columns with `--question`, `--answer` or `--choices`, or the kind of the answers with "
-        f"`--task` ({', '.join(TASKS)})"
-    )
+    fix = "name the columns with `--question`, `--answer` or `--choices`, or the kind of the answers with `--task`"
+    return UserError(place, problem, f"{fix} ({', '.join(TASKS)})")
 
 
 def proposed(table: datasets.Dataset, path: str, wishes: Wishes = Wishes()) -> Proposal:
@@ -181,7 +179,8 @@ def proposed(table: datasets.Dataset, path: str, wishes: Wishes = Wishes()) -> P
     if missing:
         notes.append(f"{missing:,} rows have no question or no answer: `drop_missing` leaves them out.")
         if any(one.has_role("input") and len(one.filled) < len(one.values) for one in roles.contexts):
-            raise UserError(f"{notes[-1]} It also leaves out all rows without `input`: remove the rows from the table")
+            problem = "`drop_missing` would also leave out all rows without `input`"
+            raise UserError(f"{missing:,} rows without a question or an answer", problem, "remove them from the table")
     if roles.is_complete and not roles.question.is_messages:
         notes.append(
             "`prompt` is text, which reaches a model without its chat template: for an instruct model, set "
@@ -214,7 +213,7 @@ def _roles(columns: Sequence[Column], path: str, wishes: Wishes) -> Roles:
     for column in columns if wishes.question is None else ():
         for pattern, what in SHAPES.items():
             if len(column.path) == 1 and column.filled and re.fullmatch(pattern, column.key):
-                raise unsure(f"the column {column.name!r} {what}")
+                raise unsure(f"column {column.name!r}", f"it {what}")
     question = _question(columns, path, wishes)
     # The shorter path begins the longer one where one of two columns is inside the other.
     rest = [column for column in columns if not all(map(str.__eq__, column.path, question.path))]
@@ -247,16 +246,15 @@ def _question(columns: Sequence[Column], path: str, wishes: Wishes) -> Column:
         f"    return [float(str(gold) in text) for gold, text in zip({fields[-1]}, texts)]",
         to_stderr=True,
     )
-    raise UserError(
-        f"no column of {listed(repr(column.name) for column in columns)} has the name of a question, and texts that "
-        "differ: name one with `--question COLUMN`, or write a template and a reward of your own"
-    )
+    problem = "none has the name of a question, and texts that differ"
+    fix = "name one with `--question COLUMN`, or write a template and a reward of your own"
+    raise UserError(f"columns {listed(repr(column.name) for column in columns)}", problem, fix)
 
 
 def _only(found: Sequence[Column], role: str) -> Column:
     """Return the first of some columns. Raise `UserError` if their values differ."""
     if len({tuple(str(gold_answer(value) or value) for value in column.values) for column in found}) > 1:
-        raise unsure(f"the columns {listed(repr(column.name) for column in found)} could each be the {role}")
+        raise unsure(f"columns {listed(repr(one.name) for one in found)}", f"each could be the {role}")
     return found[0]
 
 
@@ -275,9 +273,9 @@ def _answer(
     answer = _named_answer(rest, question, wishes)
     form = _form_of(answer, wishes)
     if wishes.task is None and not _is_certain(form, answer, question, rest):
-        raise unsure(f"the answers in {answer.name!r} look like {form.what}, and may be anything else")
+        raise unsure(f"column {answer.name!r}", f"its answers look like {form.what}, and may be anything else")
     if wishes.question is None and question.has_role("text") and form in (NUMBER, WORDS, FORMULA):
-        raise unsure(f"{question.name!r} may be a text without a question")
+        raise unsure(f"column {question.name!r}", "it may be a text without a question")
     return form, answer, {}
 
 
@@ -289,7 +287,7 @@ def _choices(rest: Sequence[Column], wishes: Wishes) -> Mapping[str, Column]:
     if wishes.task not in (None, CHOICE.task):
         return {}
     if any(known.SINGLE_CHOICE.fullmatch(column.key) for column in rest if len(column.path) == 1):
-        raise unsure("some columns hold one choice each, as in `--choices option_a,option_b`")
+        raise unsure("the choices", "some columns hold one choice each, as in `--choices option_a,option_b`")
     lists = known.named([one for one in rest if one.share(known.are_choices) >= known.ENOUGH], "choices")
     return {"choices": _only(lists, "choices")} if lists else {}
 
@@ -319,10 +317,9 @@ def _gold_of(choices: Mapping[str, Column], rest: Sequence[Column], wishes: Wish
         # Numbers are positions from 0 if a 0 is among them, and they are not the choices.
         if not numbers or (0 in numbers and texts * 2 < len(numbers)):
             return gold
-    raise unsure(
-        f"no column of {listed(repr(gold.name) for gold in golds) or 'known names'} certainly names one of the choices "
-        f"in {listed(one.name for one in choices.values())}, by its letter, its text, or its position from 0"
-    )
+    names = listed(repr(gold.name) for gold in golds) or "known names"
+    problem = f"no column of {names} certainly names one of them, by its letter, its text, or its position from 0"
+    raise unsure(f"choices in {listed(one.name for one in choices.values())}", problem)
 
 
 def _named_answer(rest: Sequence[Column], question: Column, wishes: Wishes) -> Column:
@@ -332,7 +329,7 @@ def _named_answer(rest: Sequence[Column], question: Column, wishes: Wishes) -> C
     tests = known.named(rest, "tests")
     readable = [column for column in tests if column.share(known.is_tests) >= known.ENOUGH]
     if tests and not readable and wishes.task in (None, CODE.task):
-        raise unsure(f"{tests[0].name!r} holds no tests that `unit_tests` reads (docs/rewards.md)")
+        raise unsure(f"column {tests[0].name!r}", "it holds no tests that `unit_tests` reads (docs/rewards.md)")
     for found in (
         readable,
         known.named(rest, "answer", "label"),
@@ -346,9 +343,8 @@ def _named_answer(rest: Sequence[Column], question: Column, wishes: Wishes) -> C
         if found:
             return _only(found, "answer")
     names = [repr(one.name) for one in rest if len(one.path) == 1 and one.filled and not one.has_role("metadata")]
-    raise unsure(
-        f"no column has the name of an answer (beside {question.name!r} the table has {listed(names) or 'none'})"
-    )
+    others = f"beside {question.name!r} the table has {listed(names) or 'none'}"
+    raise unsure("the answer", f"no column has the name of one ({others})")
 
 
 def _form_of(answer: Column, wishes: Wishes) -> Form:
@@ -365,9 +361,8 @@ def _form_of(answer: Column, wishes: Wishes) -> Form:
         are_no_labels = form is LABEL and not (is_label and known.labels_of(answer))
         if not is_mixed and not are_no_labels:
             return form
-    raise unsure(
-        f"{answer.name!r} has no answers {f'for the task {wishes.task}' if wishes.task else 'of a known form'}"
-    )
+    kind = f"for the task {wishes.task}" if wishes.task else "of a known form"
+    raise unsure(f"column {answer.name!r}", f"it has no answers {kind}")
 
 
 def _is_certain(form: Form, answer: Column, question: Column, rest: Sequence[Column]) -> bool:
@@ -400,10 +395,8 @@ def _check_all_read(rest: Sequence[Column], question: Column, used: Sequence[Col
         # A title has some words, and a text in `source` has many.
         is_text = not column.has_role(*held) and column.is_text(15 if column.has_role("metadata") else 2)
         if is_text or column.has_role("context", "input", "choices"):
-            raise UserError(
-                f"the column {column.name!r} may belong to the prompt: write a recipe without it with `--question "
-                f"{question.name}`, and add it with `dataset.prompt_template`"
-            )
+            fix = f"leave it out with `--question {question.name}`, and add it with `dataset.prompt_template`"
+            raise UserError(f"column {column.name!r}", "it may belong to the prompt", fix)
 
 
 def _names(names: Sequence[str], parts: Mapping[str, Column], form: Form) -> dict[str, str]:
@@ -467,9 +460,8 @@ def _rewards(roles: Roles, wishes: Wishes) -> list[Any]:
 
 
 def _ambiguous_mark(column: str) -> UserError:
-    return UserError(
-        f"the answers in {column!r} may have a decimal comma: choose with `--decimal point` or `--decimal comma`"
-    )
+    fix = "choose with `--decimal point` or `--decimal comma`"
+    return UserError(f"column {column!r}", "its numbers may have a decimal comma", fix)
 
 
 # The recipe
@@ -503,14 +495,14 @@ def write_first_recipe(
         UserError: The table can't be read, an option has to decide, or a check fails. No file is written.
     """
     if os.path.exists(output):  # False where a folder on the way can't be read
-        raise UserError(f"--output {output} exists: name another file")
+        raise UserError(f"--output {output}", "the file exists", "name another file")
     source = guess_source(path)
     are_cells = has_cells(Path(path)) and (expanded(path).is_file() or glob.has_magic(path))
     if wishes.decimal is not None and are_cells:
         source = replace(source, decimal="comma" if wishes.decimal == "comma" else None)
     table = read(source, Keys("path", "split")).table
     if len(table) < 2:
-        raise UserError(f"{path} has {'only one row' if len(table) else 'no rows'}: name another table")
+        raise UserError(path, f"it has {'only one row' if len(table) else 'no rows'}", "name another table")
     # A completion is written as the table is.
     marks = replace(wishes, decimal=wishes.decimal or source.decimal)
     proposal = proposed(table, path, marks)
@@ -527,7 +519,7 @@ def write_first_recipe(
         output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(output, text)
     except OSError as error:
-        raise UserError(f"--output {output} can't be written ({error.strerror}): name another file") from error
+        raise UserError(f"--output {output}", f"it can't be written ({error.strerror})", "name another file") from error
     try:
         recipe = parse_recipe(["--config", str(output)])
         check_model_exists(recipe)

@@ -55,6 +55,9 @@ ASSUMED_PROMPT_TOKENS = 512
 SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "fsdp2"}
 
 
+_GIVE_CONFIG = "give the model's config.json with --model_config"
+
+
 class MemoryUnknown(UserError):
     """Error for memory that can't be estimated. Its message names what is missing."""
 
@@ -88,7 +91,9 @@ class Sharding:
         else:
             sharding = SHARDING.get(kind)
         if sharding is None:
-            raise MemoryUnknown(f"no estimate for the layout of {accelerate_config}")
+            raise MemoryUnknown(
+                accelerate_config, "no estimate covers its layout", "name another `--accelerate_config`"
+            )
         return cls(
             raw["num_processes"],
             sharding,
@@ -161,9 +166,11 @@ def _with_adapter(model: Any, peft_config: Any) -> Any:
         fix = f"name some of {', '.join(sorted(linear))}, or `all-linear`"
         if wanted in linear:  # TRL turns a list of one name into a string, and PEFT reads a string as a pattern
             fix = f"a single name is a pattern for the whole path: write `.*{wanted}`"
-        raise RefusedAdapter(f"`lora_target_modules`: {names} matches no module of the model: {fix}") from error
+        raise RefusedAdapter("`lora_target_modules`", f"{names} matches no module of the model", fix) from error
     except ValueError as error:
-        raise RefusedAdapter(f"PEFT can't add the adapter ({one_line(error)}): correct the `lora_*` keys") from error
+        raise RefusedAdapter(
+            "`lora_*`", f"PEFT can't add the adapter ({one_line(error)})", "correct the keys"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -411,9 +418,7 @@ def load_model(model: str, peft_config: Any = None) -> tuple[ModelShape, nn.Modu
     from transformers import AutoConfig
 
     if is_missing(model):
-        raise MemoryUnknown(
-            f"{model}: there is no such folder{relative_to(model)} (--model_config FILE gives a configuration)"
-        )
+        raise MemoryUnknown(model, f"there is no such folder{relative_to(model)}", _GIVE_CONFIG)
     path = Path(model)
     if path.is_dir():
         check_descriptions(path)
@@ -428,8 +433,7 @@ def load_model(model: str, peft_config: Any = None) -> tuple[ModelShape, nn.Modu
     except UserError:
         raise
     except Exception as error:  # transformers raises any class for the values of a stranger's file
-        reason = f"no configuration could be loaded (--model_config FILE gives one): {one_line(error)}"
-        raise MemoryUnknown(f"{model}: {reason}") from error
+        raise MemoryUnknown(model, f"no configuration could be loaded ({one_line(error)})", _GIVE_CONFIG) from error
 
 
 def policy_model(recipe: Recipe, model_config_file: str | None = None) -> tuple[ModelShape, nn.Module]:
@@ -446,7 +450,7 @@ def policy_model(recipe: Recipe, model_config_file: str | None = None) -> tuple[
     try:
         return load_model(model, get_peft_config(arguments))
     except RefusedAdapter as error:
-        raise recipe.error(str(error)) from error
+        raise recipe.error(error.place, error.problem, error.fix) from error
 
 
 def check_adapter(recipe: Recipe) -> None:
@@ -482,7 +486,7 @@ def parse_size(text: str) -> float:
         size = float(text.upper().removesuffix("B").removesuffix("I").removesuffix("G")) * GIB
         if 0 < size < math.inf:
             return size
-    raise UserError(f"--gpu_memory {text}: write a size as `80GB`")
+    raise UserError("--gpu_memory", f"{text!r} is not a size", "write it as `80GB`")
 
 
 def gib(size: float) -> str:

@@ -171,8 +171,8 @@ def plan(
         UserError: The recipe can't run as written, or an option is wrong.
     """
     if model_config_file is not None and not Path(model_config_file).exists():
-        place = f"there is no such file{relative_to(model_config_file)}"
-        raise RecipeError(f"--model_config {model_config_file}: {place}: give a model's config.json")
+        problem = f"there is no such file{relative_to(model_config_file)}"
+        raise RecipeError(f"--model_config {model_config_file}", problem, "give a model's config.json")
     usable = memory.parse_size(gpu_memory) if gpu_memory is not None else None
     recipe = parse_recipe(arguments, options)
     if model_config_file is None and not _model_is_made_elsewhere(recipe):
@@ -329,10 +329,12 @@ def _padded(
     arguments, config = model_config(recipe), recipe.config
     quantised = memory.quantised_bytes(arguments)
     if quantised is not None and layout.sharding != "none":
-        raise memory.MemoryUnknown("quantised models are estimated only if each GPU holds the complete model")
+        problem = "it is estimated only if each GPU holds all of it"
+        raise memory.MemoryUnknown("a quantised model", problem, "give `--accelerate_config single_gpu` or `ddp`")
     shape, model = memory.policy_model(recipe, model_config_file)
     if quantised is not None and shape.trained == shape.parameters:
-        raise memory.MemoryUnknown("a quantised model can only be trained with an adapter: set `use_peft: true`")
+        problem = "it can only be trained with an adapter"
+        raise memory.MemoryUnknown("a quantised model", problem, "set `use_peft: true`")
     return memory.MemoryPlan(
         shape=shape,
         activations=Activations(model),

@@ -16,6 +16,7 @@ from grpo_recipes.data.prompts import first_prompt, sample_of_rows, token_length
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.weights import tokenizer_source
+from grpo_rewards.errors import sentence
 
 _INDENT = "  | "
 
@@ -64,13 +65,13 @@ class Lengths:
 
     def describe(self, spec: DatasetSpec) -> str:
         """Return the summary as one sentence."""
-        sentence = f"{self.shortest} to {self.longest} tokens, median {self.median}, 95 % at most {self.percentile_95}"
+        text = f"{self.shortest} to {self.longest} tokens, median {self.median}, 95 % at most {self.percentile_95}"
         if self.is_sample:
-            sentence += f", of a random sample of {self.measured:,} of {self.rows:,}"
+            text += f", of a random sample of {self.measured:,} of {self.rows:,}"
         if self.over_limit is None:
-            return f"{sentence}; `max_prompt_tokens` sets no limit"
+            return f"{text}; `max_prompt_tokens` sets no limit"
         done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
-        return f"{sentence}; {self.over_limit:,} over `max_prompt_tokens` {spec.max_prompt_tokens} are {done}"
+        return f"{text}; {self.over_limit:,} over `max_prompt_tokens` {spec.max_prompt_tokens} are {done}"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
     except TokenizerUnavailable as error:
         if Path(name).exists():
             raise
-        return PromptReport(_as_messages(first), None, None, str(error).removeprefix(f"{recipe.source}: "))
+        place = error.place.removeprefix(f"{recipe.source}: ")
+        return PromptReport(_as_messages(first), None, None, sentence(place, error.problem, error.fix))
     check_chat_template(recipe, tokenizer, first)
     tools = None
     if toolset is not None:

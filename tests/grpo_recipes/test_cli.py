@@ -1,166 +1,255 @@
-"""The command lines: help, `grpo-recipes plan`, unknown words, and closed or full outputs."""
+"""The command lines: options, help, what each command calls, exit codes, unknown words, and closed or full outputs."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TextIO
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from grpo_recipes import __version__, cli, train
+from grpo_recipes.checks import checks
 from grpo_recipes.cli import main
+from grpo_recipes.data import load as data
+from grpo_recipes.data.sources import DatasetUnreachable
+from grpo_recipes.evaluation import chat, comparison, evaluate, export, merge
+from grpo_recipes.process import launcher
 from grpo_recipes.recipe.recipe import OUR_KEYS, shipped_files
 from grpo_recipes.recipe.trl_keys import DEFAULTS
 from grpo_rewards import cli as rewards_cli
-from grpo_rewards import terminal
 from grpo_rewards.errors import did_you_mean
 from tests.grpo_rewards.test_terminal import FullDisk
 from tests.support import launching
-from tests.support.synthetic import write_run
+from tests.support.synthetic import ramp, write_run
 
 
-def test_plan_prints_the_geometry_and_the_epoch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "quickstart", "--dataset.size", "800"]) == 0
+def printed(capsys: pytest.CaptureFixture[str], arguments: str, code: int = 0) -> str:
+    """Return what a command prints to standard output."""
+    assert main(arguments.split()) == code
+    return capsys.readouterr().out
+
+
+# What a command calls
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_train_checks_a_recipe_for_its_processes_and_launches_them(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    recipe = str(launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run"))
+    launched: list[Any] = []
+    monkeypatch.setattr(launcher, "launch", lambda *given: launched.append(given) or 7)
+    processes = ["--num_processes", str(count), "--accelerate_config", "ddp_cpu"]
+    assert main(["train", recipe, *processes, "--beta", "0.1"]) == 7
+    ((layout, passed_on, resume_hint),) = launched
+    assert (layout.num_processes, layout.config.stem) == (count, "ddp_cpu")
+    assert passed_on == ["--config", recipe, "--beta", "0.1"]
     said = capsys.readouterr().out
+    assert f"{count} process" in said
+    assert str(layout.config) in said
+    assert "--resume_from_checkpoint" in resume_hint()
+    assert "checkpoint-" not in resume_hint()
+    # 8 completions on each of 3 processes are no whole groups of 16.
+    assert main(["train", recipe, "--num_processes", "3", "--num_generations", "16"]) == 2
+    assert len(launched) == 1
+
+
+def test_the_hint_after_a_lost_launch_names_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    changes = {"max_steps": 2, "report_to": "none"}
+    recipe = str(launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes))
+    assert train.main(["--config", recipe]) == 0
+    hints: list[str] = []
+    monkeypatch.setattr(launcher, "launch", lambda *given: hints.append(given[2]()) or 0)
+    assert main(["train", recipe, "--resume_from_checkpoint", "true", "--accelerate_config", "cpu"]) == 0
+    assert "checkpoint-2" in hints[0]
+
+
+@pytest.mark.parametrize("command", ["train quickstart", "evaluate m"])
+def test_ctrl_c_ends_in_one_line(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        *((checks, "check_launch") if "train" in command else (evaluate, "evaluate_request")), interrupted
+    )
+    assert main(command.split()) == 130
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("stopped by Ctrl-C: ")
+    assert said.err.count("\n") == 1
+
+
+def test_evaluate_makes_a_request_of_its_options_for_each_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests: list[evaluate.Request] = []
+    monkeypatch.setattr(
+        evaluate, "evaluate_request", lambda request: requests.append(request) or {"table": request.path}
+    )
+    one, two = "evaluate m --samples 4 --tags a b --path x.csv", "evaluate m --samples 4 --path x.csv y.csv"
+    assert json.loads(printed(capsys, f"{one} --json")) == {"table": "x.csv"}
+    assert requests == [evaluate.Request(model="m", samples=4, tags=("a", "b"), path="x.csv")]
+    assert json.loads(printed(capsys, f"{two} --json")) == {"x.csv": {"table": "x.csv"}, "y.csv": {"table": "y.csv"}}
+    assert [(request.path, request.tags) for request in requests[1:]] == [("x.csv", None), ("y.csv", None)]
+
+    def interrupted(request: evaluate.Request) -> None:
+        raise KeyboardInterrupt("stopped after 3 of 9")
+
+    monkeypatch.setattr(evaluate, "evaluate_request", interrupted)
+    assert main(["evaluate", "m"]) == 130
+    assert "3 of 9" in capsys.readouterr().err
+
+
+ASKED = {"model": "m", "recipe": None, "prompt": "hello", "temperature": 0.5, "max_new_tokens": None, "seed": 3}
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "given", "named", "said"),
+    [
+        ("compare a b --json", comparison, (Path("a"), Path("b")), {}, '"x"\n'),
+        ("merge runs/a --output b", merge, (Path("runs/a"), Path("b")), {}, "x\n"),
+        ("export runs/a --to b", export, (Path("runs/a"), Path("b")), {}, "x\n"),
+        ("chat m --prompt hello --temperature 0.5 --seed 3", chat, (), ASKED, ""),
+    ],
+)
+def test_a_command_passes_its_options_on(
+    command: str, module: ModuleType, given: Any, named: Any, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    asked: list[Any] = []
+    name = module.__name__.rpartition(".")[2].replace("comparison", "compare")
+    monkeypatch.setattr(module, name, lambda *given, **named: asked.append((given, named)) or "x")
+    assert printed(capsys, command) == said
+    assert asked == [(given, named)]
+
+
+def test_diagnose_fails_for_findings_and_for_a_run_that_no_check_can_read(tmp_path: Path, capsys: Any) -> None:
+    healthy = write_run(tmp_path / "healthy")
+    assert json.loads(printed(capsys, f"diagnose {healthy} --json"))["findings"] == []
+    truncated = write_run(tmp_path / "truncated", {"completions/clipped_ratio": ramp(0.9, 0.9)})
+    assert json.loads(printed(capsys, f"diagnose {truncated} --json", 1))["findings"]
+    assert printed(capsys, f"diagnose {truncated}", 1)
+    empty = write_run(tmp_path / "empty")
+    (empty / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step": 1, "loss": 0.5}]}')
+    shutil.rmtree(empty / "completions")
+    assert main(["diagnose", str(empty)]) == 2
+    assert str(empty) in capsys.readouterr().err
+    assert json.loads(printed(capsys, f"diagnose {empty} --json", 2))["findings"] == []
+    assert main(["report", str(healthy), str(empty)]) == 2
+    assert str(empty) in capsys.readouterr().err
+
+
+def test_report_writes_beside_the_first_run_or_where_it_is_told(tmp_path: Path, capsys: Any) -> None:
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    assert main(["report", str(first), str(second), "--output", str(tmp_path / "pages")]) == 0
+    assert (tmp_path / "pages" / "report.html").is_file()
+    assert not (first / "report").exists()
+    assert str(first / "report") in printed(capsys, f"report {first} {second}")
+    page = (first / "report" / "report.html").read_text()
+    assert str(first.name) in page
+    assert str(second.name) in page
+    assert main(["report", str(first), "--output", "/proc/report"]) == 2
+    assert "--output" in capsys.readouterr().err
+
+
+def test_the_working_directory_is_importable_and_the_command_line_is_read_only_if_nothing_is_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.setattr(sys, "argv", ["grpo-recipes", "plan"])
+    assert set(shipped_files("recipes")) <= set(printed(capsys, "plan").split())
+    assert main() == 0
+    assert (sys.path[0], sys.path.count("")) == ("", 1)
+    with pytest.raises(SystemExit):
+        main([])
+    assert main(["plan", ""]) == 2, "an empty name is not the list of recipes"
+
+
+# Plans
+
+
+def test_plan_prints_the_geometry_and_the_epoch(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # without the quickstart's policy, whose memory is unknown then, in a long sentence
+    said = printed(capsys, "plan quickstart --dataset.size 800 --num-processes=1 --gpu-memory 24GB --num_generations=8")
     assert "8 prompts × 8 completions = 64 completions on 1 process" in said
     assert "800 prompts = 100 generations = 100 optimizer steps" in said
+    assert max(len(line) for line in said.splitlines()[1:] if not line.startswith("  | ")) <= 100  # but for the prompt
 
 
-def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file) -> None:
-    more = ["--accelerate_config", "ddp", "--num_processes", "7", "--dataset.path", str(gsm8k_file)]
-    assert main(["plan", "gsm8k-qwen2.5-1.5b-8xa100", *more]) == 0
-    said = capsys.readouterr().out
+def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file: Path) -> None:
+    more = f"--accelerate_config ddp --num_processes 7 --dataset.path {gsm8k_file}"
+    said = printed(capsys, f"plan gsm8k-qwen2.5-1.5b-8xa100 {more}")
     assert "7 prompts × 12 completions = 84 completions on 7 processes" in said
-    assert "whole on each process" in said
 
 
 def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from grpo_recipes.data import load as data
-    from grpo_recipes.data.sources import DatasetUnreachable
-
     def unreachable(*args: object, **kwargs: object) -> None:
         raise DatasetUnreachable("no network")
 
     monkeypatch.setattr(data, "load_prompts", unreachable)
-    assert main(["plan", "gsm8k-qwen2.5-1.5b-24gb", "--accelerate_config", "single_gpu"]) == 0
-    assert "unknown: no network" in capsys.readouterr().out
+    found = json.loads(printed(capsys, "plan gsm8k-qwen2.5-1.5b-24gb --accelerate_config single_gpu --json"))
+    assert found["epoch"] is None
+    assert "no network" in found["unknown"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "figure"),
     [
-        (["plan", "quickstart", "--lerning_rate", "1e-5"], "did you mean `learning_rate`"),
-        (["plan", "quickstart", "--dataset.size", "4"], "4 prompts"),
-        (["plan", "quickstart", "--num_generations", "7"], "set `per_device_train_batch_size`"),
-        (
-            ["plan", "quickstart", "--use_cpu", "false", "--bf16", "true", "--accelerate_config", "cpu"],
-            "`bf16` needs a GPU",
-        ),
-        (["plan", "quickstart", "--fp16", "true", "--bf16", "true"], "fp16"),
-        (["plan", "no-such-recipe"], "no-such-recipe"),
-        (["plan", "quickstart", "--accelerate_config", "no-such-file"], "no-such-file"),
+        ("plan quickstart --lerning_rate 1e-5", "`learning_rate`"),
+        ("plan quickstart --gpu_memry 24GB", "`--gpu_memory`"),
+        ("preview quickstart --prompt 3", "`--prompts`"),
+        ("plan quickstart --dataset.size 4", "4 prompts"),
+        ("plan quickstart --num_generations 7", "`per_device_train_batch_size`"),
+        ("plan quickstart --use_cpu false --bf16 true --accelerate_config cpu", "`bf16`"),
+        ("plan quickstart --fp16 true --bf16 true", "fp16"),
+        ("plan xxjson", "xxjson"),
+        ("plan quickstart --accelerate_config no-such-file", "no-such-file"),
     ],
 )
-def test_plan_refuses_with_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    assert main(arguments) == 2
+def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: str, figure: str) -> None:
+    assert main(arguments.split()) == 2
     said = capsys.readouterr().err
-    assert says in said
+    assert said.startswith("error: ")
+    assert figure in said
     assert said.count("\n") == 1
 
 
+# Options
+
+
 @pytest.mark.parametrize(
-    "arguments", [["evaluate", "m", "--samp", "4"], ["diagnose", "r", "--hel"], ["report", "r", "--out", "x"]]
-)
-def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert f"unknown argument `{arguments[2]}`" in capsys.readouterr().err
+    ("arguments", "named"),
+    [
+        ("evaluate m --samp 4", "`--samp`"), ("diagnose r --hel", "`--hel`"), ("report r --out x", "`--out`"),
+        ("evaluate m --max-new-tokens x", "--max_new_tokens"), ("merge runs/a", "--output"), ("export runs/a", "--to"),
+        *[(command, "required") for command in ("compare runs/a", "chat", "evaluate", "train", "init")],
+    ],
+)  # fmt: skip
+def test_options_are_not_abbreviated_and_required_ones_are_asked_for(
+    capsys: pytest.CaptureFixture[str], arguments: str, named: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments.split())
+    assert left.value.code == 2
+    assert named in capsys.readouterr().err
 
 
 def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "quickstart", "--model", "foo"]) == 2
     assert "--model_config" not in capsys.readouterr().err
-    assert main(["plan", "quickstart", "--learning_rate", "1e-5", "--num_generations=4", "--num-processes=1"]) == 0
-    assert "completions on 1 process" in capsys.readouterr().out
-
-
-def test_json_has_a_line_for_each_entry(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["diagnose", str(write_run(tmp_path / "run")), "--json"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert (lines[0], lines[-1]) == ("{", "}")
-    assert [line[:3] for line in lines if line.startswith('  "')] == ['  "'] * len(json.loads("".join(lines)))
-
-
-HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.main}
-
-
-@pytest.mark.parametrize(
-    ("program", "arguments", "says"),
-    [
-        (
-            "grpo-recipes",
-            ["--help"],
-            [
-                "usage: grpo-recipes [-h]",
-                "GRPO training from a recipe: plan it",
-                "95 % intervals",
-                "\n  accelerate launch ",
-            ],
-        ),
-        ("grpo-recipes", ["plan", "--help"], ["--gpu_memory SIZE", "override the recipe"]),
-        ("grpo-recipes", ["preview", "--help"], ["override the recipe, as in training"]),
-        ("grpo-recipes", ["train", "--help"], ["override the recipe; `python -m grpo_recipes.train"]),
-        ("grpo-recipes", ["compare", "--help"], ["[--json] A B\n"]),
-        ("grpo-recipes", ["evaluate", "--help"], ["--samples N"]),
-        ("grpo-recipes", ["diagnose", "--help"], ["output_dir"]),
-        ("grpo-recipes", ["chat", "--help"], ["--prompt TEXT", "Ctrl-D"]),
-        ("grpo-recipes", ["export", "--help"], ["--to FOLDER"]),
-        ("grpo-recipes", ["report", "--help"], ["evaluation.svg", "run [run ...]"]),
-        ("grpo-recipes", ["--version"], [f"grpo-recipes {__version__}"]),
-        ("grpo-rewards", ["--help"], ["list", "score", "check", "convert-internlm2"]),
-        *[("grpo-rewards", [verb, "--help"], ["usage"]) for verb in ("list", "score", "check", "convert-internlm2")],
-        ("grpo-rewards", ["--version"], [f"grpo-rewards {version('grpo-rewards')}"]),
-        ("train", ["--help"], [*OUR_KEYS, "--rewards.0.weight", "docs/trl/grpo_trainer", "quickstart", *DEFAULTS]),
-        ("train", ["--config", "quickstart", "-h"], ["usage"]),
-        ("train", ["--version"], [f"grpo-recipes {__version__}"]),
-    ],
-)
-def test_help_opens_and_is_short(
-    capsys: pytest.CaptureFixture[str], program: str, arguments: list[str], says: list[str]
-) -> None:
-    try:
-        code = HELP[program](arguments)
-    except SystemExit as leaving:  # argparse's way to end
-        code = leaving.code
-    said = capsys.readouterr()
-    assert (code, said.err) == (0, "")
-    assert len(said.out.splitlines()) < 60
-    assert "<object" not in said.out
-    for words in says:
-        assert words in said.out
-
-
-def test_the_lines_of_a_plan_are_wrapped(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)  # without the quickstart's policy, whose memory is unknown then, in a long sentence
-    assert main(["plan", "quickstart"]) == 0
-    said = capsys.readouterr().out
-    assert "runs/quickstart/policy-seed0: there is no such folder" in " ".join(said.split())
-    assert max(len(line) for line in said.splitlines()[1:] if not line.startswith("  | ")) <= 100  # but for the prompt
-
-
-def test_either_spelling_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "quickstart", "--num-processes=1", "--gpu-memory", "24GB"]) == 0
-    with pytest.raises(SystemExit):
-        main(["evaluate", "m", "--max-new-tokens", "x"])
-    assert "--max_new_tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -175,91 +264,8 @@ def test_either_spelling_of_an_option(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> None:
-    expected = f": did you mean `{nearest}`?" if nearest else "otherwise"
-    assert did_you_mean(word, known, "otherwise") == expected
-
-
-def test_a_command_that_resembles_an_option_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "xxjson"]) == 2
-    assert "xxjson: there is no such file" in capsys.readouterr().err
-
-
-# Where the output goes
-
-
-@pytest.fixture
-def closed_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[TextIO]:
-    """Yield standard output as a pipe whose reader has ended, as under `| head`."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w", encoding="utf-8") as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        yield stream
-
-
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("plan quickstart", 0), ("plan quickstart --json", 0), ("plan quickstart --resolved", 0), ("plan", 0),
-        ("diagnose {run}", 0), ("report {run}", 0), ("compare {run}/a {run}/b", 2), ("init {rows}", 0),
-        ("merge {run} --output {run}/merged", 2), ("evaluate {run}/none", 2), ("train {rows}", 2), ("--help", 0),
-        ("train --help", 0),
-    ],
-)  # fmt: skip
-def test_a_reader_that_closes_the_pipe_is_no_error(
-    closed_pipe: TextIO, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, code: int
-) -> None:
-    run, rows = write_run(tmp_path / "run"), launching.write_rows(tmp_path / "rows.jsonl", 8)
-    arguments = words.format(run=run, rows=rows).split()
-    if arguments[0] == "init":
-        arguments += ["--output", str(tmp_path / "mine.yaml")]
-    try:
-        found = main(arguments)
-    except SystemExit as leaving:
-        found = leaving.code
-    said = capsys.readouterr().err
-    assert found == code, said
-    assert [line for line in said.splitlines() if not line.startswith("error: ")] == []
-    assert said.count("error: ") == (1 if code else 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", ["grpo_recipes.cli", "grpo_recipes.train", "grpo_recipes.quickstart"])
-def test_the_interpreter_adds_nothing_to_a_closed_pipe(module: str) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", module, "--help"]
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(writing)
-    assert done.returncode == 0
-    assert "BrokenPipe" not in done.stderr
-
-
-@pytest.mark.parametrize("word", ["plan", "diagnose"])
-def test_a_command_whose_output_is_lost_has_failed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str
-) -> None:
-    monkeypatch.setattr(sys, "stdout", FullDisk())
-    assert main([word, "quickstart" if word == "plan" else str(write_run(tmp_path / "run"))]) == 2
-    assert "standard output can't be written (No space left on device)" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_log_on_a_full_disk_does_not_stop_a_training(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, both: bool
-) -> None:
-    """Without a progress bar, transformers prints each log entry itself."""
-    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
-    changes = {"max_steps": 1, "disable_tqdm": True, "report_to": "none"}
-    config = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes)
-    for name in ("stdout", "stderr") if both else ("stdout",):
-        monkeypatch.setattr(sys, name, FullDisk())
-    assert train.main(["--config", str(config)]) == 0
-    assert (tmp_path / "run" / "model.safetensors").is_file()
-    if not both:
-        assert capsys.readouterr().err.count("standard output can't be written") == 1
+    found = did_you_mean(word, known, "otherwise")
+    assert (f"`{nearest}`" in found) if nearest else (found == "otherwise")
 
 
 RUN, OTHER = Path("runs/a"), Path("runs/b")
@@ -366,28 +372,91 @@ def test_the_help_lists_every_command_with_its_purpose(capsys: pytest.CaptureFix
     assert re.findall(r"^    (\w+) +\S+ \S+", listed, flags=re.MULTILINE) == COMMANDS
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_lost_output_is_a_failure_of_commands_that_write_no_file(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "parse", lambda arguments: SimpleNamespace(command=arguments[0]))
-    monkeypatch.setattr(cli, "run", lambda options: terminal.say("a result") or 0)
-    assert main([command]) == 0
-    monkeypatch.setattr(sys, "stdout", FullDisk())
-    assert main([command]) == (2 if command in ("plan", "preview", "compare", "diagnose", "chat") else 0)
+HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.main}
 
 
 @pytest.mark.parametrize(
-    "missing", ["merge runs/a", "export runs/a", "compare runs/a", "chat", "evaluate", "train", "init"]
+    ("program", "arguments", "figures"),
+    [
+        ("grpo-recipes", "--version", [f"grpo-recipes {__version__}"]),
+        ("grpo-rewards", "--help", ["list", "score", "check", "convert-internlm2"]),
+        *[("grpo-rewards", f"{verb} --help", []) for verb in ("list", "score", "check", "convert-internlm2")],
+        ("grpo-rewards", "--version", [f"grpo-rewards {version('grpo-rewards')}"]),
+        ("train", "--help", [*OUR_KEYS, "--rewards.0.weight", "quickstart", *DEFAULTS]),
+        ("train", "--config quickstart -h", ["usage"]),
+        ("train", "--version", [f"grpo-recipes {__version__}"]),
+    ],
 )
-def test_a_required_argument_is_asked_for(missing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        cli.parse(missing.split())
-    assert left.value.code == 2
-    assert "required" in capsys.readouterr().err
+def test_help_opens_and_is_short(capsys: Any, program: str, arguments: str, figures: list[str]) -> None:
+    try:
+        code = HELP[program](arguments.split())
+    except SystemExit as leaving:  # argparse's way to end
+        code = leaving.code
+    said = capsys.readouterr()
+    assert (code, said.err) == (0, "")
+    assert len(said.out.splitlines()) < 60
+    assert "<object" not in said.out
+    assert [figure for figure in figures if figure not in said.out] == []
 
 
-def test_the_help_of_training_lists_every_shipped_recipe_indented() -> None:
-    listed = train.help_text().partition("ships:\n")[2].partition("\n\n")[0].splitlines()
-    assert all(line.startswith("  ") and line[2] != " " and len(line) <= 100 for line in listed)
-    assert [name for line in listed for name in line.strip().strip(",").split(", ")] == list(shipped_files("recipes"))
+# Where the output goes
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("plan quickstart", 0), ("diagnose {run}", 0), ("report {run}", 0), ("evaluate {run}/none", 2), ("--help", 0)],
+)
+def test_a_reader_that_closes_the_pipe_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, code: int
+) -> None:
+    """As under `| head`."""
+    arguments = words.format(run=write_run(tmp_path / "run")).split()
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding="utf-8") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        try:
+            found = main(arguments)
+        except SystemExit as leaving:
+            found = leaving.code
+    said = capsys.readouterr().err
+    assert found == code, said
+    assert [line[:7] for line in said.splitlines()] == ["error: "] * bool(code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["grpo_recipes.cli", "grpo_recipes.train", "grpo_recipes.quickstart"])
+def test_the_interpreter_adds_nothing_to_a_closed_pipe(module: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", module, "--help"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.returncode == 0
+    assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.parametrize(("command", "code"), [("plan quickstart", 2), ("diagnose {run}", 2), ("report {run}", 0)])
+def test_a_lost_output_is_a_failure_of_commands_that_write_no_file(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, code: int
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    assert main(command.format(run=write_run(tmp_path / "run")).split()) == code
+    assert "No space left on device" in capsys.readouterr().err
+    assert set(cli.PRINTS_ONLY) == {"plan", "preview", "compare", "diagnose", "chat"}
+
+
+@pytest.mark.slow
+def test_a_log_on_a_full_disk_does_not_stop_a_training(capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    """Without a progress bar, transformers prints each log entry itself."""
+    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
+    changes = {"max_steps": 1, "disable_tqdm": True, "report_to": "none"}
+    for names in (("stdout",), ("stdout", "stderr")):
+        run = tmp_path / "-".join(names)
+        config = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, run, **changes)
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.setattr(sys, name, FullDisk())
+            assert train.main(["--config", str(config)]) == 0
+        assert (run / "model.safetensors").is_file()
+    assert capsys.readouterr().err.count("No space left on device") == 1

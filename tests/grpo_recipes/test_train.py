@@ -1,14 +1,16 @@
 """Runs of a tiny policy through the entry point that users launch."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,55 +18,35 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from datasets import Dataset
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from grpo_recipes import GRPOTrainer, cli, train
-from grpo_recipes.data import load as data
-from grpo_recipes.recipe.recipe import shipped
-from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_recipes.reports.run import Run
+from grpo_recipes.checks.checks import Machine
+from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe, shipped_files
+from grpo_recipes.reports.run import OutOfTime, Run
 from grpo_recipes.runs.checkpoints import Manifest, write_manifest
-from tests.support import recorded
+from tests.support import launching, recorded
+from tests.support.errors import refused
 from tests.support.exact_generation import generate_exactly
-from tests.support.launching import launch_module, write_rows
+from tests.support.tiny import save_reward_model
 
 SMALL = [
-    "--use_cpu",
-    "--bf16=false",
-    "--dtype=float32",
-    "--max_completion_length=8",
-    "--logging_steps=1",
-    "--save_steps=2",
-    "--gradient_checkpointing=false",
+    *("--use_cpu", "--bf16=false", "--dtype=float32", "--max_completion_length=8", "--logging_steps=1"),
+    *("--save_steps=2", "--gradient_checkpointing=false"),
 ]
+LEARNING = ["--rewards", "[tests.support.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
+RESUME = "--resume_from_checkpoint=true"
 
 
 def arguments(tiny_model: Path, gsm8k_file: Path, output: Path, *more: str) -> list[str]:
     """Return the arguments of the 24 GB recipe with overrides of model, data, device and sizes only."""
-    return [
-        "--config",
-        "gsm8k-qwen2.5-1.5b-24gb",
-        f"--model_name_or_path={tiny_model}",
-        f"--dataset.path={gsm8k_file}",
-        f"--output_dir={output}",
-        *SMALL,
-        *more,
-    ]
-
-
-def launch(config: str, args: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run `accelerate launch`, with an interpreter per process."""
-    command = [
-        "accelerate.commands.launch",
-        "--config_file",
-        str(shipped("accelerate_configs", config)),
-        "-m",
-        "grpo_recipes.train",
-    ]
-    return subprocess.run([sys.executable, "-m", *command, *args], capture_output=True, text=True)
+    own = [f"--model_name_or_path={tiny_model}", f"--dataset.path={gsm8k_file}", f"--output_dir={output}"]
+    return ["--config", "gsm8k-qwen2.5-1.5b-24gb", *own, *SMALL, *more]
 
 
 def generates(model: torch.nn.Module, folder: Path) -> bool:
@@ -73,525 +55,648 @@ def generates(model: torch.nn.Module, folder: Path) -> bool:
     return model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 
 
+def record_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "run.json").read_text())
+
+
+def state_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "trainer_state.json").read_text())
+
+
+def fault_of(run: Path) -> str:
+    return json.loads((run / "fault-rank0.json").read_text())["sentence"]
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_run_leaves_all_documented_files(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys) -> None:
     output = tmp_path / "run"
     assert train.main(arguments(tiny_model, gsm8k_file, output, "--max_steps=3")) == 0
 
     said = capsys.readouterr().out
-    assert "2 prompts × 8 completions = 16 completions on 1 process" in said
-    assert "3 optimizer steps" in said
-    record = json.loads((output / "run.json").read_text())
-    assert record["world_size"] == 1
+    for figure in ("2 prompts × 8 completions = 16", "3 optimizer steps", "gsm8k_correctness", "whole on each process"):
+        assert figure in said
+    record = record_of(output)
+    assert (record["world_size"], record["train_prompts"], record["resumed_from"]) == (1, 40, None)
     assert record["recipe"]["beta"] == 0.04
+    assert (record["seed"], record["shuffle_dataset"]) == (42, True)
     assert record["geometry"]["prompts_per_generation"] == 2
+    assert record["hardware"] == f"CPU ({platform.machine()}, {os.cpu_count()} cores), 1 process"
+    assert record["identity"]["rows"] == 40
     assert record["versions"]["trl"].startswith("1.16")
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    logged = [entry for entry in history if "loss" in entry]
+    logged = [entry for entry in state_of(output)["log_history"] if "loss" in entry]
     assert len(logged) == 3
     # With dropout off the first step's policy is the reference.
     assert abs(logged[0]["kl"]) < 1e-6
+    assert json.loads((output / "_log.jsonl").read_text().splitlines()[-1]) == {"step": 3, "ended": True}
     completions = pd.concat(map(pd.read_parquet, sorted((output / "completions").glob("*.parquet"))))
     assert completions.groupby("step").size().to_dict() == {1: 16, 2: 16, 3: 16}
     assert {"prompt", "completion", "gsm8k_correctness", "tag_presence", "advantage"} <= set(completions.columns)
     card = (output / "README.md").read_text()
-    assert f"`{tiny_model.name}`, trained with GRPO on 40 prompts of `{gsm8k_file.name}`" in card
+    for figure in (tiny_model.name, "40 prompts", gsm8k_file.name):
+        assert figure in card
     assert str(tmp_path.parent) not in card
     assert (output / "checkpoint-2").is_dir()
+    modes = {(output / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1, "the weights can be read by all who can read the configuration"
     assert generates(AutoModelForCausalLM.from_pretrained(output), output)
 
 
-@pytest.mark.slow
-def test_a_run_that_a_reward_stops_has_a_report_with_the_completion(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+# A short run, and what may resume it
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a run of two steps with a checkpoint after each. Returns its folder, beside the files that it read."""
+    folder = tmp_path_factory.mktemp("short")
+    policy = launching.build_policy(folder / "policy")
+    rows = launching.write_rows(folder / "rows.jsonl", 12)
+    recipe = launching.write_recipe(folder / "r.yaml", policy, rows, folder / "run", max_steps=2, report_to="none")
+    assert train.main(["--config", str(recipe)]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def run(short: Path, tmp_path: Path) -> Path:
+    """Copy the short run."""
+    return shutil.copytree(short, tmp_path / "run")
+
+
+def resumed(short: Path, run: Path, *more: str) -> list[str]:
+    return ["--config", str(short.parent / "r.yaml"), f"--output_dir={run}", RESUME, *more]
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_leads_to_the_same_model(short: Path, run: Path) -> None:
+    (run / "model.safetensors").unlink()
+    (run / "fault-rank0.json").write_text('{"sentence": "of an earlier attempt", "time": 1}')
+    flip_a_byte(run / "checkpoint-2" / "model.safetensors")
+    assert train.main(resumed(short, run)) == 0
+    assert record_of(run)["resumed_from"].endswith("checkpoint-1")
+    assert len(record_of(run)["launches"]) == 2
+    assert (run / "checkpoint-2-damaged").is_dir()
+    assert same_weights(run, short)
+    assert not list(run.glob("fault-*"))
+
+
+def test_a_run_without_an_undamaged_checkpoint_is_not_resumed(short: Path, run: Path, capsys: Any) -> None:
+    for step in (1, 2):
+        flip_a_byte(run / f"checkpoint-{step}" / "model.safetensors")
+    before = record_of(run)
+    assert train.main(resumed(short, run)) == 2
+    assert "`resume_from_checkpoint`" in last_line(capsys)
+    assert record_of(run) == before
+    assert (run / "checkpoint-2").is_dir()
+
+
+def test_a_finished_run_is_only_loaded(short: Path, run: Path) -> None:
+    """Like after a kill between the last checkpoint and the final model."""
+    (run / "model.safetensors").unlink()
+    before = {path.name: path.read_bytes() for path in (run / "completions").iterdir()}
+    assert train.main(resumed(short, run)) == 0
+    assert same_weights(run, short)
+    assert {path.name: path.read_bytes() for path in (run / "completions").iterdir()} == before
+    for key in ("global_step", "max_steps", "epoch"):
+        assert state_of(run)[key] == state_of(short)[key]
+
+
+def test_a_resume_of_another_run_is_refused_with_what_has_changed(short: Path, run: Path, capsys: Any) -> None:
+    record = record_of(run)
+    other_rows = run.parent / "rows.jsonl"
+    rows = (short.parent / "rows.jsonl").read_text()
+    other_rows.write_text(rows.replace("What", "How"))
+    other_policy = launching.build_policy(run.parent / "policy", tied=False)
+    for more, figures in (
+        (["--learning_rate=1e-4", "--beta=0.5"], ("`learning_rate` was 0.001 and is 0.0001", "`beta`")),
+        (["--dataset.split=train[:8]"], ("`dataset.split`",)),
+        ([f"--dataset.path={other_rows}"], ("`dataset.path`",)),
+        ([f"--model_name_or_path={other_policy}"], ("`model_name_or_path`",)),
+    ):
+        assert train.main(resumed(short, run, *more)) == 2
+        said = last_line(capsys)
+        assert "`resume_from_checkpoint`" in said
+        assert all(figure in said for figure in figures), said
+    (short.parent / "rows.jsonl").write_text(other_rows.read_text())
+    assert train.main(resumed(short, run)) == 2
+    (short.parent / "rows.jsonl").write_text(rows)
+    assert "`prompt`" in last_line(capsys)
+    for key, value in (("train_prompts", 13), ("seed", 1)):
+        changed = {**record, key: value}
+        changed["launches"] = [{**record["launches"][0], key: value}]
+        (run / "run.json").write_text(json.dumps(changed))
+        assert train.main(resumed(short, run)) == 2
+        assert str(value) in last_line(capsys), key
+    (run / "run.json").write_text("{")
+    assert train.main(resumed(short, run)) == 2
+    assert "run.json" in last_line(capsys)
+    (run / "run.json").write_text(json.dumps(record))
+    assert train.main(resumed(short, run)[:-1]) == 2, "an earlier run is never overwritten"
+    assert state_of(run) == state_of(short)
+
+
+def test_a_preparation_names_the_run_and_ends_generations_as_its_geometry_does(
+    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = ("--max_steps=3", "--rewards=tests.support.probe_rewards.broken_later")
-    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", *more)) == 1
-    says = "`broken_later` raised ValueError: no answer, for row 0 of this rank's generation after step 1 "
-    assert re.search(says, capsys.readouterr().err.splitlines()[-1])
-    fault = Run.read(tmp_path / "run").fault
-    assert (fault["row"]["reward"], fault["row"]["row"], fault["row"]["step"]) == ("broken_later", 0, 1)
-    assert cli.main(["report", str(tmp_path / "run")]) in (0, 2)
-    page = (tmp_path / "run" / "report" / "report.html").read_text()
-    assert "This run was stopped at step 1 of 3." in page
-    assert "broken_later could not score it" in page
+    more = ["--max_steps=3", "--steps_per_generation=2", "--gradient_accumulation_steps=1"]
+    more += ["--save_steps=2", "--hub_token=hf_own"]
+    monkeypatch.setenv("HF_TOKEN", "before")
+    made = train.prepare(parse_recipe([*resumed(short, tmp_path / "new")[:3], *more]), Machine.here())
+    assert os.environ["HF_TOKEN"] == "hf_own", "the hub's client reads it there"
+    assert made.training_args.hub_token is None
+    assert made.training_args.run_name == "new", "trackers show it"
+    assert (made.checkpoint, made.steps, made.is_over) == (None, 3, False)
+    ends = [made.interruption.ends_generation(step) for step in (1, 2, 3, 4)]
+    assert ends == [made.checked.geometry.ends_generation(step, 12) for step in (1, 2, 3, 4)]
 
 
-@pytest.mark.slow
-def test_a_lora_run_saves_an_adapter_that_peft_loads(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    lora = ["--use_peft", "--lora_r=4", "--lora_target_modules", "all-linear", "--max_steps=2", "--learning_rate=1e-3"]
-    assert train.main(arguments(tiny_model, gsm8k_file, output, *lora)) == 0
-    assert (output / "adapter_model.safetensors").is_file()
-    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
-    assert abs(history[0]["kl"]) < 1e-6
-    assert generates(AutoPeftModelForCausalLM.from_pretrained(output), output)
-
-
-@pytest.mark.slow
-def test_a_run_resumes_where_it_was_saved(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    learning = ["--rewards", "[tests.support.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
-    assert train.main(arguments(tiny_model, gsm8k_file, whole, *learning, "--max_steps=4")) == 0
-    first = arguments(tiny_model, gsm8k_file, halves, *learning, "--max_steps=2")
-    rest = arguments(tiny_model, gsm8k_file, halves, *learning, "--max_steps=4")
-    assert train.main(first) == 0
-    assert train.main(rest) == 2  # an earlier run is never overwritten
-    assert train.main([*rest, "--resume_from_checkpoint=true"]) == 0
-    start, end, resumed = (
-        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tiny_model, whole, halves)
-    )
-    assert any(not torch.equal(start[name], end[name]) for name in start)
-    for name, value in resumed.items():
-        assert torch.equal(value, end[name]), name
-
-
-@pytest.mark.slow
-def test_a_recipe_generates_by_groups_and_ends_with_strings(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_trainer_has_the_callbacks_and_notes_of_its_recipe(
+    resumes: bool, short: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = arguments(tiny_model, gsm8k_file, tmp_path / "auto", "--max_steps=1", "--generation=auto")
-    assert train.main([*given, "--generation_kwargs.stop=3"]) == 2
-    assert "`generation_kwargs.stop` must be a string or a list of strings, not 3" in capsys.readouterr().err
-    given = arguments(tiny_model, gsm8k_file, tmp_path / "on", "--max_steps=1", "--generation=auto")
-    assert train.main([*given, "--generation_kwargs.stop=[e]"]) == 0
-    assert json.loads((tmp_path / "on" / "run.json").read_text())["recipe"]["generation"] == "auto"
-    log = json.loads((tmp_path / "on" / "trainer_state.json").read_text())["log_history"]
-    assert 0 <= log[0]["sampling/sampling_logp_difference/max"] < 1e-4
+    folder = run if resumes else run.parent / "new"
+    quiet = ["--disable_tqdm=true", "--max_steps=3"] if resumes else []
+    recipe = parse_recipe(resumed(short, folder, *quiet))
+    with train.only_run(train.prepare(recipe, Machine.here())) as prepared:
+        trainer = train.build_trainer(prepared)
+        names = {type(one).__name__ for one in trainer.callback_handler.callbacks}
+        assert {"StopOnSignal", "LiveLog"} <= names
+        assert ("ContinueSchedule" in names) is resumes
+        assert ("LiveLine" in names) is not resumes
+        assert not {"NotebookProgressCallback", "RecipeInTrackers", "EarlyStoppingCallback"} & names
+        assert prepared.held is trainer.checkpoints.held is not None
+        assert prepared.steps_before == 2 * resumes
+        precision, surviving = train.measured_precision(prepared, trainer)
+        assert (precision.updated, surviving) == ("float32", 1.0)
+        train.describe_run(prepared, trainer)
+        size = sum(parameter.numel() for parameter in trainer.model.parameters())
+        assert f"{size:,} parameters, {size:,} trained" in capsys.readouterr().out
 
 
-def test_a_tokenizer_that_cant_be_searched_for_stop_strings(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
-) -> None:
-    folder = shutil.copytree(tiny_model, tmp_path / "words")
-    words = recorded.tokenizer()
-    words.chat_template = "{{ messages[-1].content }}"
-    words.save_pretrained(folder)
-    monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("the model is loaded"))
-    given = arguments(folder, gsm8k_file, tmp_path / "run", "--max_steps=1", "--generation_kwargs.stop=[b]")
-    assert train.main(given) == 2
-    assert "`generation_kwargs.stop`: transformers can't read the tokens of" in capsys.readouterr().err
+def test_an_update_that_rounding_loses_is_noted(short: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    more = ["--dtype=bfloat16", "--bf16=true", "--learning_rate=1e-7", "--optim=adamw_torch"]
+    recipe = parse_recipe(resumed(short, tmp_path / "new", *more))
+    prepared = train.prepare(recipe, Machine(1, bf16=True))
+    trainer = train.build_trainer(prepared)
+    precision, surviving = train.measured_precision(prepared, trainer)
+    assert precision.updated == "bfloat16"
+    assert surviving is not None
+    assert surviving < 0.5
+    train.describe_run(prepared, trainer)
+    assert "note" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")  # FSDP may have loaded the weights on the first rank only
+    assert train.measured_precision(prepared, trainer)[1] == 1.0
 
 
-class RateOfEachStep(TrainerCallback):
-    """Records the learning rate of each optimizer step, read from the optimizer just before the step."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_lengthened_run_has_the_learning_rates_of_one_planned_for_that_length(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
-) -> None:
-    """The checkpoint holds the rate 0, with which the shorter schedule ends."""
-    seen: list[RateOfEachStep] = []
-
-    class Watched(GRPOTrainer):
-        def __init__(self, *given: Any, **more: Any) -> None:
-            super().__init__(*given, **more)
-            seen.append(RateOfEachStep())
-            self.add_callback(seen[-1])
-
-    monkeypatch.setattr(train, "GRPOTrainer", Watched)
-    more = [f"--lr_scheduler_type={schedule}", "--learning_rate=1e-3", "--warmup_steps=1"]
-    planned, longer = tmp_path / "planned", tmp_path / "longer"
-    assert train.main([*arguments(tiny_model, gsm8k_file, planned, *more), "--max_steps=6"]) == 0
-    given = arguments(tiny_model, gsm8k_file, longer, *more)
-    assert train.main([*given, "--max_steps=4"]) == 0
-    assert train.main([*given, "--max_steps=6", "--resume_from_checkpoint=true"]) == 0
-    whole, _, rest = (watch.rates for watch in seen)
-    assert rest == whole[4:]
-    assert rest[0] > rest[1] > 0
-
-
-@pytest.mark.slow
-def test_another_recipe_is_not_resumed_except_for_keys_that_may_change(
-    tiny_model: Path,
-    gsm8k_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    output = tmp_path / "run"
-    given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2", "--learning_rate=1e-5")
-    assert train.main(given) == 0
-    first = json.loads((output / "run.json").read_text())
-    resumed = [*given, "--resume_from_checkpoint=true"]
-    assert train.main([*resumed, "--learning_rate=1e-4", "--beta=0.1", "--generation=off"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "`learning_rate` was 1e-05 and is 0.0001" in said
-    assert "`beta` was 0.04 and is 0.1" in said
-    assert "`generation` was auto and is off" in said
-    assert json.loads((output / "run.json").read_text()) == first  # a launch that did not run is not recorded
-    monkeypatch.chdir(tiny_model.parent)  # the same model by a relative path, and the same rows elsewhere
-    (tmp_path / "rows.jsonl").write_text(gsm8k_file.read_text())
-    changes = [f"--model_name_or_path={tiny_model.name}", f"--dataset.path={tmp_path / 'rows.jsonl'}", "--max_steps=4"]
-    changes += ["--logging_steps=2", "--micro_batching=off", "--save_steps=1", "--dataloader_num_workers=1"]
-    assert train.main([*resumed, *changes]) == 0
-    said = capsys.readouterr().out
-    assert said.count("changed for the rest of the run: `max_steps` was 2 and is 4, `logging_steps` was 1") == 1
-    record = json.loads((output / "run.json").read_text())
-    assert record["launches"][0] == first["launches"][0]
-    assert record["launches"][0] == {key: value for key, value in first.items() if key != "launches"}
-    assert [launch["recipe"]["max_steps"] for launch in record["launches"]] == [2, 4]
-    assert record["launches"][1] == {key: value for key, value in record.items() if key != "launches"}
-    assert record["resumed_from"].endswith("checkpoint-2")
-    assert not list(output.glob("*.part"))
-
-
-@pytest.mark.slow
-def test_a_runs_record_runs_it_again(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    first, again = tmp_path / "first", tmp_path / "again"
-    learning = ["--rewards", "[tests.support.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
-    assert train.main(arguments(tiny_model, gsm8k_file, first, *learning, "--max_steps=2")) == 0
-    assert (
-        train.main(
-            [*arguments(tiny_model, gsm8k_file, first, *learning, "--max_steps=2", "--resume_from_checkpoint=true")]
-        )
-        == 0
-    )
-    config = ["--config", str(first / "run.json")]
-    assert train.main(config) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "already holds files" in said
-    assert "--output_dir" in said
-    assert train.main([*config, f"--output_dir={again}"]) == 0
-    modes = {(again / name).stat().st_mode for name in ("config.json", "model.safetensors")}
-    assert len(modes) == 1, "the weights can be read by all who can read the configuration"
-    one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (first, again))
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-LENGTHS = [["--max_steps=2"], ["--max_steps=-1", "--num_train_epochs=1"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("length", LENGTHS)
-def test_resuming_a_run_that_is_over_changes_nothing(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, length: list[str]
-) -> None:
-    """Like after a kill between the last checkpoint and the final model, within an epoch and at its end."""
-    output = tmp_path / "run"
-    learning = ["--rewards", "[tests.support.probe_rewards.distinct_characters]", "--learning_rate=1e-3"]
-    more = [*learning, *length, "--dataset.split=train[:8]"]
-    assert train.main(arguments(tiny_model, gsm8k_file, output, *more)) == 0
-    trained = AutoModelForCausalLM.from_pretrained(output).state_dict()
-    logged = {path.name: pd.read_parquet(path) for path in (output / "completions").iterdir()}
-    state = json.loads((output / "trainer_state.json").read_text())
-    (output / "model.safetensors").unlink()
-    assert train.main([*arguments(tiny_model, gsm8k_file, output, *more), "--resume_from_checkpoint=true"]) == 0
-    assert "already finished: " in capsys.readouterr().out
-    for name, value in AutoModelForCausalLM.from_pretrained(output).state_dict().items():
-        assert torch.equal(value, trained[name]), name
-    assert {path.name for path in (output / "completions").iterdir()} == set(logged)
-    for name, table in logged.items():
-        pd.testing.assert_frame_equal(pd.read_parquet(output / "completions" / name), table)
-    resumed = json.loads((output / "trainer_state.json").read_text())
-    assert {key: resumed[key] for key in ("global_step", "max_steps", "epoch")} == {
-        key: state[key] for key in ("global_step", "max_steps", "epoch")
-    }
-
-
-@pytest.mark.slow
-def test_a_run_that_failed_before_its_first_save_is_started_again(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any
-) -> None:
-    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1")
-    broken = [*given, "--rewards", "[tests.support.probe_rewards.broken]"]
-    assert train.main(broken) == 1
-    assert "`--resume_from_checkpoint true` starts again" in capsys.readouterr().err.splitlines()[-1]
-    assert train.main(given) == 2  # whatever lies there, it is not overwritten unasked
-    assert train.main([*given, "--resume_from_checkpoint=true"]) == 0
-    assert "no checkpoint to resume from: starting at the beginning" in capsys.readouterr().out
-    assert not list((tmp_path / "run").glob("fault-*"))
-
-
-@pytest.mark.slow
-def test_other_prompts_are_not_resumed(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any) -> None:
-    """Neither prompts of another slice, nor those of a changed file."""
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(gsm8k_file.read_text())
-    given = arguments(tiny_model, rows, tmp_path / "run", "--max_steps=2")
-    assert train.main([*given, "--dataset.split=train[:20]"]) == 0
-    assert train.main([*given, "--dataset.split=train[20:]", "--resume_from_checkpoint=true"]) == 2
-    assert "`dataset.split` was train[:20] and is train[20:]" in capsys.readouterr().err.splitlines()[-1]
-    rows.write_text(rows.read_text().replace("Ann", "Ben"))
-    assert train.main([*given, "--dataset.split=train[:20]", "--resume_from_checkpoint=true"]) == 2
-    assert "the column `prompt` of the dataset has changed" in capsys.readouterr().err.splitlines()[-1]
+# Recipes that are refused, before the policy is loaded
 
 
 def test_a_refused_recipe_leaves_nothing_and_prints_one_line(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = shutil.copytree(tiny_model, tmp_path / "words")
+    tokenizer = recorded.tokenizer()
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    tokenizer.save_pretrained(words)
+    monkeypatch.setattr(train, "load_policy", lambda *_: pytest.fail("the model is loaded"))
     output = tmp_path / "run"
-    assert train.main(arguments(tiny_model, gsm8k_file, output, "--num_generations=7")) == 2
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1
-    assert said.err.startswith("error: ")
-    assert "num_generations" in said.err
+    for model, more, figure in (
+        (tiny_model, "--num_generations=7", "num_generations"),
+        (tmp_path / "no-model", "--max_steps=1", "`model_name_or_path`"),
+        (tiny_model, "--generation_kwargs.stop=3", "`generation_kwargs.stop`"),
+        (words, "--generation_kwargs.stop=[b]", "`generation_kwargs.stop`"),
+    ):
+        assert train.main(arguments(model, gsm8k_file, output, more)) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+        assert figure in said
     assert not output.exists()
 
 
-@pytest.mark.slow
-def test_a_run_that_can_not_be_diagnosed_is_finished(
-    tiny_model: Path,
-    gsm8k_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def recipe(short: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """Return a function that reads the short run's recipe with changes."""
+
+    def read(*more: str) -> Recipe:
+        return parse_recipe(["--config", str(short.parent / "r.yaml"), f"--output_dir={tmp_path / 'new'}", *more])
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def adapter(short: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save an adapter on the short run's policy."""
+    model = AutoModelForCausalLM.from_pretrained(short.parent / "policy")
+    folder = tmp_path_factory.mktemp("adapter")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(short.parent / "policy").save_pretrained(folder)
+    return folder
+
+
+def test_missing_or_damaged_weights_are_refused_before_a_model_is_loaded(
+    recipe: Callable[..., Recipe], adapter: Path, short: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "run"
-    file, summary = output / "completions" / "completions_00001.parquet", train.summary
-
-    def damaging(*given: Any) -> str:
-        file.write_bytes(b"")
-        return summary(*given)
-
-    monkeypatch.setattr(train, "summary", damaging)
-    assert train.main(arguments(tiny_model, gsm8k_file, output, "--max_steps=1", "--save_strategy=no")) == 0
-    assert f"diagnosis: skipped, {file}: can't be read as parquet" in capsys.readouterr().out
-
-
-ENDINGS = ["write_model_card", "summary", "diagnose", "push_to_hub", "save_state", "end"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", ENDINGS)
-def test_failures_after_the_save_are_warnings(
-    tiny_model: Path,
-    gsm8k_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    broken: str,
-) -> None:
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("the hub\ndid not answer")
-
-    monkeypatch.setattr(train if hasattr(train, broken) else GRPOTrainer, broken, fails)
-    finish = train.finish
-
-    def pushing(launch: Any, *given: Any) -> None:
-        launch.training_args.push_to_hub = True
-        finish(launch, *given)
-
-    if broken == "push_to_hub":
-        monkeypatch.setattr(train, "finish", pushing)
-    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1", "--save_steps=9")) == 0
-    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(set(warnings)) == 1, "the card is tried again: with the last checkpoint, and at the end"
-    assert str(tmp_path / "run") in warnings[0]
-    assert "(ConnectionError: the hub did not answer)" in warnings[0]
-    assert generates(AutoModelForCausalLM.from_pretrained(tmp_path / "run"), tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_run_without_a_terminal_prints_little_and_can_be_read_under_way(
-    tiny_model: Path,
-    gsm8k_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    folder, save_state, seen = tmp_path / "run", train.save_state, []
-
-    def looked_at(trainer: GRPOTrainer) -> None:
-        seen.append(Run.read(folder))
-        save_state(trainer)
-
-    monkeypatch.setattr(train, "save_state", looked_at)
-    assert train.main(arguments(tiny_model, gsm8k_file, folder, "--max_steps=2", "--save_strategy=no")) == 0
-    captured = capsys.readouterr()
-    assert "it/s" not in captured.err
-    assert "{'" not in captured.out + captured.err, "transformers' dictionaries"
-    (running,) = seen
-    assert running.is_running
-    assert running.log.max_steps == 2
-    assert running.record["hardware"].startswith("CPU (")
-    finished = Run.read(folder)
-    assert not finished.is_running
-    assert running.series("reward") == finished.series("reward")
-    assert running.series("reward").steps == [1, 2]
-    (folder / "trainer_state.json").rename(tmp_path / "trainer_state.json")
-    logged = Run.read(folder).log
-    (folder / "_log.jsonl").unlink()
-    (tmp_path / "trainer_state.json").rename(folder / "trainer_state.json")
-    state = Run.read(folder).log
-    assert state.metrics == logged.metrics == finished.log.metrics
-    assert (state.last_step, state.max_steps) == (logged.last_step, logged.max_steps) == (2, 2)
-
-
-def test_a_run_without_a_step_has_failed(
-    tiny_model: Path,
-    gsm8k_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(GRPOTrainer, "train", lambda self, **given: None)
-    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=4")) == 1
-    assert "error: no optimizer step was taken, of 4" in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "run" / "model.safetensors").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_and_a_resume_ends_like_an_uninterrupted_run(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def given(output: Path, reward: str) -> list[str]:
-        rewards = ["--rewards", f"[{{name: tests.support.probe_rewards.{reward}, alias: probe}}]"]
-        return arguments(tiny_model, gsm8k_file, output, *rewards, "--max_steps=4", "--save_steps=9", "--beta=0")
-
-    output = tmp_path / "run"
-    assert train.main(given(output, "interrupted_once")) == 130
-    said = capsys.readouterr()
-    assert "stopped by Ctrl-C after step 2 of 4, which is saved: `--resume_from_checkpoint true` goes on" in said.err
-    assert "Traceback" not in said.out + said.err
-    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-2"]
-    assert not (output / "model.safetensors").exists()
-    assert Run.read(output).fault["sentence"].startswith("stopped by Ctrl-C after step 2 of 4")
-    assert train.main([*given(output, "interrupted_once"), "--resume_from_checkpoint=true"]) == 0
-    assert Run.read(output).fault is None
-    assert train.main(given(tmp_path / "alone", "distinct_characters")) == 0
-    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("run", "alone"))
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_stops_at_once(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
-    rewards = ["--rewards", "[tests.support.probe_rewards.interrupted_twice]", "--max_steps=4"]
-    for every, rest in (
-        (1, "checkpoint-1 is saved: `--resume_from_checkpoint true` goes on from there"),
-        (9, "nothing is saved yet"),
+    damaged = shutil.copytree(short.parent / "policy", tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    folders = {name: shutil.copytree(adapter, tmp_path / name) for name in ("on-damaged", "on-nothing", "empty")}
+    for name, base in (("on-damaged", damaged), ("on-nothing", tmp_path / "gone")):
+        file = folders[name] / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": str(base)}))
+    (folders["empty"] / "adapter_model.safetensors").unlink()
+    for key, value, place, figure in (
+        ("model_name_or_path", damaged, "`model_name_or_path`", "model.safetensors"),
+        ("model_name_or_path", folders["on-damaged"], "`base_model_name_or_path`", "model.safetensors"),
+        ("model_name_or_path", folders["on-nothing"], "`model_name_or_path`", "gone"),
+        ("model_name_or_path", folders["empty"], "`model_name_or_path`", "empty"),
+        ("reference.adapter", folders["empty"], "`reference.adapter`", "empty"),
     ):
-        output = tmp_path / f"every-{every}"
-        assert train.main([*arguments(tiny_model, gsm8k_file, output, *rewards), f"--save_steps={every}"]) == 130
-        said = capsys.readouterr().err
-        assert said.splitlines()[-1].startswith("stopped by Ctrl-C: ")
-        assert rest in said.splitlines()[-1]
-        assert rest in json.loads((output / "fault-rank0.json").read_text())["sentence"]
-        assert "Traceback" not in said
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with refused(place, figure, by=RecipeError):
+            train.check_weights(recipe(f"--{key}={value}"))
+    for name in (short.parent / "policy", adapter, "a/name-of-the-hub"):
+        train.check_weights(recipe(f"--model_name_or_path={name}"))
+
+
+def test_reward_models_are_loaded_before_the_policy(recipe: Callable[..., Recipe], tmp_path: Path, capsys) -> None:
+    save_reward_model(tmp_path / "judge")
+    spec = f"[{{name: reward_model, kwargs: {{model: {tmp_path / 'judge'}, device: cpu}}}}]"
+    checked, _, _ = train.build_inputs(recipe("--rewards", spec), Machine.here())
+    train.load_reward_models(recipe(), checked)
+    assert str(tmp_path / "judge") in capsys.readouterr().out
+    weights = tmp_path / "judge" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with refused("`rewards`", "model.safetensors", by=RecipeError):
+        train.load_reward_models(recipe(), checked)
+
+
+def test_an_adapter_is_continued_and_never_stacked(recipe: Callable[..., Recipe], adapter: Path, short: Path) -> None:
+    args = GRPOConfig(use_cpu=True, bf16=False, report_to="none")
+    policy = short.parent / "policy"
+    assert train.load_policy(recipe(), args) == str(policy)
+    loaded = train.load_policy(recipe(f"--model_name_or_path={adapter}"), args)
+    assert isinstance(loaded, PeftModel)
+    assert any(parameter.requires_grad for name, parameter in loaded.named_parameters() if "lora_" in name)
+    with refused("`use_peft`"):
+        train.load_policy(recipe(f"--model_name_or_path={adapter}", "--use_peft=true"), args)
+
+
+def test_an_identity_has_every_model_that_is_loaded(recipe: Callable[..., Recipe], adapter: Path, short: Path) -> None:
+    own = recipe(f"--model_name_or_path={adapter}", f"--reference.adapter={adapter}")
+    checked, _, _ = train.build_inputs(own, Machine.here())
+    identity = train.identity_of(own, checked)
+    places = {"policy": str(adapter), "base": str(short.parent / "policy"), "reference": str(adapter)}
+    assert identity.places == places
+    assert identity.content["weights"].keys() == places.keys()
+    assert train.identity_of(recipe(), checked).places == {"policy": places["base"]}
+
+
+@pytest.mark.parametrize("overlong", ["drop", "cut_left"])
+def test_prompts_over_the_limit_are_counted(
+    overlong: str, recipe: Callable[..., Recipe], short: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(short.parent / "policy")
+    unlimited, _, _ = train.build_inputs(recipe("--dataset.eval_share=0.3", "--eval_strategy=steps"), Machine.here())
+    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in unlimited.train_dataset["prompt"]]
+    limit = min(lengths)
+    more = [f"--dataset.max_prompt_tokens={limit}", f"--dataset.overlong_prompts={overlong}"]
+    capsys.readouterr()
+    checked, _, _ = train.build_inputs(
+        recipe("--dataset.eval_share=0.3", "--eval_strategy=steps", *more), Machine.here()
+    )
+    over = sum(length > limit for length in lengths)
+    assert f"{over} of {len(lengths)} prompts over {limit} tokens" in capsys.readouterr().out
+    assert len(checked.train_dataset) == len(lengths) - (over if overlong == "drop" else 0)
+    assert checked.eval_dataset is not None
+    for table in (checked.train_dataset, checked.eval_dataset):
+        assert max(len(tokenizer(prompt)["input_ids"]) for prompt in table["prompt"]) <= limit
+    with refused("`dataset.max_prompt_tokens`" if overlong == "drop" else ""):
+        train.build_inputs(recipe("--dataset.max_prompt_tokens=1", "--dataset.overlong_prompts=drop"), Machine.here())
+
+
+class RecordingTrainer:
+    """Trainer that keeps its arguments, with the reward of an environment behind those of the recipe."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+        self.reward_funcs = [*given["reward_funcs"], lambda **columns: [float("inf")]]
+        self.reward_func_names = ["own", "Game"]
+
+
+def test_a_trainer_is_given_every_key_of_its_recipe(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "GRPOTrainer", RecordingTrainer)
+    own = recipe(
+        *("--rewards", "[{name: tests.support.launching.variety, weight: 0.5}]", "--optim=adamw_bf16"),
+        *("--kl_estimator=full", "--beta=0.1", "--micro_batching=off", "--generation=off", "--generation_check=false"),
+        *("--dataset.eval_share=0.3", "--eval_strategy=steps", "--use_peft=true", "--lora_r=3"),
+        "--sampling.floor=0.5",
+    )
+    machine = Machine.here()
+    checked, tokenizer, _ = train.build_inputs(own, machine)
+    args = GRPOConfig(use_cpu=True, bf16=False, report_to="none")
+    made: Any = train.bare_trainer(own, machine, args, checked, tokenizer)
+    keys = ("tool_limits", "kl_estimator", "micro_batching", "generation", "sampling", "advantages", "reference")
+    assert {key: made.given[key] for key in keys} == {key: getattr(own, key) for key in keys}
+    assert made.given["generation_check"] is own.generation_check is False
+    assert args.reward_weights == [0.5]
+    assert made.given["eval_dataset"] is checked.eval_dataset is not None
+    assert made.given["train_dataset"] is checked.train_dataset
+    assert made.given["processing_class"] is tokenizer
+    assert made.given["peft_config"].r == 3
+    assert made.given["quantization_config"] is None
+    assert made.given["optimizer_cls_and_kwargs"] is not None
+    assert (made.given["tools"], made.given["environment_factory"], made.given["rollout_func"]) == (None, None, None)
+    assert made.reward_funcs[1].__name__ == "Game"
+    with pytest.raises(train.faults.RewardFault):  # the rewards of environments are checked too
+        made.reward_funcs[1](prompts=["a"], completions=["b"])
+    plain = train.bare_trainer(recipe(), machine, args, checked, tokenizer, rollout=object())  # type: ignore[arg-type]
+    assert plain.given["optimizer_cls_and_kwargs"] is None  # type: ignore[attr-defined]
+    assert plain.given["train_dataset"].column_names == ["prompt"], "recorded responses"  # type: ignore[attr-defined]
+
+
+# Ends of a run
+
+
+def secret_in_an_error(completions: list, trainer_state: Any, **columns: object) -> list[float]:
+    """Raise in the second step, with a key of the environment."""
+    if trainer_state.global_step == 1:
+        raise ValueError(f"the judge refused {os.environ['JUDGE_API_KEY']}")
+    return launching.variety(completions)
+
+
+def test_a_failed_run_names_its_reward_and_its_checkpoint_without_secrets(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "hunter2-and-more")
+    run = tmp_path / "run"
+    before = signal.getsignal(signal.SIGTERM)
+    given = [*resumed(short, run)[:3], "--rewards", f"{__name__}.secret_in_an_error"]
+    assert train.main(given) == 1
+    assert signal.getsignal(signal.SIGTERM) is before, "Ctrl-C works as before"
+    printed = capsys.readouterr().err
+    last = printed.splitlines()[-1]
+    assert last.startswith("error: ")
+    for figure in ("`secret_in_an_error`", "ValueError", "--resume_from_checkpoint", "checkpoint-1"):
+        assert figure in last
+    assert "Traceback" in printed
+    assert "hunter2" not in printed + (run / "fault-rank0.json").read_text()
+    assert Run.read(run).fault["sentence"] == last.removeprefix("error: ")
+    assert not (run / "model.safetensors").exists()
+
+
+def test_ctrl_c_saves_the_step_and_ends_with_130(short: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    given = [*resumed(short, run)[:3], "--rewards", "[tests.support.probe_rewards.interrupted_once]", "--max_steps=3"]
+    before = signal.getsignal(signal.SIGINT)
+    assert train.main([*given, "--save_steps=9"]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    said = capsys.readouterr()
+    assert "Traceback" not in said.out + said.err
+    last = said.err.splitlines()[-1]
+    for figure in ("Ctrl-C", "step 2 of 3", "--resume_from_checkpoint"):
+        assert figure in last
+        assert figure in fault_of(run)
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (run / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("place", ["load_tokenizer", "load_policy"])
-def test_ctrl_c_before_training_prints_one_line(
-    tiny_model: Path,
-    gsm8k_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
+def test_ctrl_c_before_training_prints_one_line_and_leaves_no_run(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, place, interrupted)
-    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run")) == 130
+    assert train.main(resumed(short, tmp_path / "run")[:3]) == 130
     said = capsys.readouterr().err
-    assert said == "stopped by Ctrl-C: nothing was trained or saved, and the same command starts again\n"
+    assert said.startswith("stopped by Ctrl-C: ")
+    assert said.count("\n") == 1
+    assert "--resume_from_checkpoint" not in said
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_while_libraries_load_prints_one_line() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "grpo_recipes.train", "--config", "quickstart"], stderr=subprocess.PIPE, text=True
+def stopped(recipe: Recipe, requested: int, **args: Any) -> train.Prepared:
+    """Return a launch that a signal has stopped."""
+    unset: dict[str, Any] = dict.fromkeys(train.Prepared.__dataclass_fields__)
+    interruption = train.StopOnSignal(lambda step: True)
+    interruption.requested = requested
+    training_args = GRPOConfig(use_cpu=True, bf16=False, report_to="none", **args)
+    own = {"recipe": recipe, "machine": Machine.here(), "training_args": training_args, "interruption": interruption}
+    return train.Prepared(**{**unset, **own, "steps_before": 0})
+
+
+def test_a_stop_is_told_by_the_first_rank_with_the_way_to_resume(
+    recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = recipe(), []
+    own.output_dir.mkdir()
+    trainer: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(wait_for_everyone=lambda: calls.append("wait")),
+        state=SimpleNamespace(global_step=3, max_steps=9),
+        end=lambda: calls.append("end"),
     )
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    assert said.splitlines()[-1].startswith("stopped by Ctrl-C: nothing was trained or saved")
-    assert "Traceback" not in said
+    for number, only_model, code in (
+        (signal.SIGTERM, False, 0),
+        (signal.SIGINT, False, 130),
+        (signal.SIGINT, True, 130),
+    ):
+        made = stopped(own, number, save_only_model=only_model)
+        assert train._end_stopped_run(made, trainer) == code
+        said = capsys.readouterr().err
+        assert "step 3 of 9" in said
+        assert made.interruption.name in said
+        assert ("--resume_from_checkpoint" in said) is not only_model
+        assert fault_of(own.output_dir) == said.rstrip("\n")
+    assert calls == ["wait", "end"] * 3
+    (own.output_dir / "fault-rank0.json").unlink()
+    assert train._end_interrupted_run(stopped(own, 0)) == 130
+    said = capsys.readouterr().err
+    assert "--resume_from_checkpoint" in said
+    assert fault_of(own.output_dir) == said.rstrip("\n")
+    (own.output_dir / "fault-rank0.json").unlink()
+    monkeypatch.setenv("RANK", "1")
+    assert train._end_stopped_run(stopped(own, signal.SIGTERM), trainer) == 0
+    assert train._end_interrupted_run(stopped(own, 0)) == 130
+    assert capsys.readouterr().err == ""
+    assert not list(own.output_dir.iterdir())
 
 
-@pytest.mark.slow
-def test_a_resume_is_not_recommended_after_a_failed_set_up(
-    tiny_model: Path,
-    gsm8k_file: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_failed_start_recommends_no_resume(
+    short: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*args: Any) -> None:
         raise ValueError("this combination is not supported")
 
-    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--max_steps=1")
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "load_policy", refuses)
-        assert train.main(given) == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "error: ValueError: this combination is not supported"
-    assert train.main(given) == 0  # the folder holds no run
+    monkeypatch.setattr(train, "load_policy", refuses)
+    assert train.main(resumed(short, tmp_path / "new")[:3]) == 1
+    assert last_line(capsys) == "error: ValueError: this combination is not supported"
+    assert train.main(resumed(short, run, "--max_steps=4")) == 1
+    last = last_line(capsys)
+    assert str(run / "checkpoint-2") in last
+    assert "--resume_from_checkpoint" not in last
+
+
+def test_a_run_without_a_step_has_failed(
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GRPOTrainer, "train", lambda self, **given: None)
+    assert train.main([*resumed(short, tmp_path / "run")[:3], "--max_steps=4"]) == 1
+    assert "of 4" in last_line(capsys)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_failure_after_the_save_is_a_warning(
+    short: Path, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("the hub\ndid not answer hunter2-and-more")
+
+    monkeypatch.setenv("MY_API_KEY", "hunter2-and-more")
+    monkeypatch.setattr(train, "write_model_card", fails)
+    (run / "trainer_state.json").unlink()
+    assert train.main(resumed(short, run)) == 0
+    said = capsys.readouterr()
+    warnings = [line for line in said.err.splitlines() if line.startswith("warning: ")]
+    assert len(set(warnings)) == 1
+    assert str(run) in warnings[0]
+    assert "(ConnectionError: the hub did not answer <hidden>)" in warnings[0]
+    assert same_weights(run, short)
+    assert state_of(run)["global_step"] == 2, "what follows is done"
+    assert "diagnosis" in said.out
 
 
 @pytest.mark.slow
-def test_a_resume_is_not_recommended_if_the_checkpoint_can_not_be_loaded(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("broken", ["summary", "diagnose", "push_to_hub", "save_state", "end"])
+def test_each_failure_after_the_save_is_a_warning(
+    short: Path, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
-    """The file is complete, but not a state of the optimizer."""
-    output = tmp_path / "run"
-    given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2")
-    assert train.main(given) == 0
-    torch.save({"no": "optimizer"}, output / "checkpoint-2" / "optimizer.pt")
-    write_manifest(output / "checkpoint-2", Manifest(2, 1, False, {}), each_node=False, writes=True)
-    capsys.readouterr()
-    assert train.main([*given, "--max_steps=4", "--resume_from_checkpoint=true"]) == 1
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert last.endswith(f"; it was to resume from {output / 'checkpoint-2'}: remove it if it is damaged")
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("no")
+
+    monkeypatch.setattr(train if hasattr(train, broken) else GRPOTrainer, broken, fails)
+    recipe = parse_recipe(resumed(short, run))
+    with train.only_run(train.prepare(recipe, Machine.here())) as prepared:
+        prepared.training_args.push_to_hub = broken == "push_to_hub"
+        trainer = train.build_trainer(prepared)
+        train.finish(prepared, trainer, 1.0)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1
+    assert "ConnectionError: no" in warnings[0]
 
 
-@pytest.mark.slow
-def test_prompts_over_the_limit_are_dropped_with_a_count(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys
+def test_the_first_rank_prints_a_refusal_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    prompts = data.load(DatasetSpec("gsm8k", path=str(gsm8k_file), prompt_format="text"))["prompt"]
-    lengths = [len(tokenizer(prompt)["input_ids"]) for prompt in prompts]
-    limit, output = min(lengths), tmp_path / "run"
-    kept = lengths.count(limit)
-    more = ["--max_steps=1", f"--dataset.max_prompt_tokens={limit}"]
-    assert train.main(arguments(tiny_model, gsm8k_file, output, *more)) == 0
-    assert f"{40 - kept} of 40 prompts over {limit} tokens were dropped" in capsys.readouterr().out
-    assert json.loads((output / "run.json").read_text())["train_prompts"] == kept
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    assert train.main(["--config", "no-such-recipe"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert "no-such-recipe" in said
+    assert waited == []
+    monkeypatch.setenv("RANK", "1")
+    assert train.main(["--config", "no-such-recipe"]) == 2
+    assert waited == [train.SILENCE_SECONDS]
 
 
-def test_a_missing_model_is_refused(gsm8k_file: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert train.main(arguments(tmp_path / "no-model", gsm8k_file, tmp_path / "run")) == 2
-    assert "`model_name_or_path`" in capsys.readouterr().err
+def test_one_of_several_ranks_leaves_without_a_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with pytest.raises(SystemExit) as alone:
+        train.leave(3)
+    assert (alone.value.code, left) == (3, [])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    train.leave(3)
+    assert left == [3]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "figures"), [([], []), ([0.25], ["0.250 -> 0.250"]), ([0.1, None, 0.5, 1.23456], ["0.100 -> 1.235"])]
+)
+def test_the_summary_of_a_run_has_its_first_and_last_reward(rewards: list[float | None], figures: list[str]) -> None:
+    history = [{"loss": 1.0}, *({"reward": reward} for reward in rewards)]
+    state = SimpleNamespace(log_history=history, global_step=7)
+    trainer: Any = SimpleNamespace(state=state, model=SimpleNamespace(), args=SimpleNamespace(output_dir="out"))
+    said = train.summary(trainer, 61.6)
+    for figure in ("7 optimizer steps", "62 s", "model", "out", *figures):
+        assert figure in said
+    assert ("->" in said) == bool(figures)
+    trainer.model.peft_config = {}
+    assert "adapter" in train.summary(trainer, 0.4)
+
+
+def test_a_diagnosis_that_takes_too_long_or_fails_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(folder: Path, within: float) -> None:
+        assert within == train.DIAGNOSIS_SECONDS
+        raise OutOfTime
+
+    assert "skipped" in train.diagnosis(tmp_path)
+    monkeypatch.setattr(Run, "read", read)
+    said = train.diagnosis(tmp_path)
+    assert f"grpo-recipes diagnose {tmp_path}" in said
+    assert "5 s" in said
+
+
+def test_the_hardware_of_a_launch() -> None:
+    cpu: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
+    assert train.hardware(cpu).endswith(f"{os.cpu_count()} cores), 2 processes")
+    other: Any = SimpleNamespace(device=torch.device("meta"), world_size=3)
+    assert train.hardware(other) == "3 × meta"
+
+
+def test_secrets_of_the_environment_are_known_and_its_folders_are_none(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of a shell's folder, `OLDPWD`, looks like that of a password."""
+    monkeypatch.setenv("MY_API_KEY", "hunter2-and-more")
+    monkeypatch.setenv("OLDPWD", "/a/folder/of/the/user")
+    monkeypatch.setenv("PWD", "/another/folder")
+    known = train.known_secrets(recipe("--hub_token=hf_own_token"))
+    assert {"hunter2-and-more", "hf_own_token"} <= known
+    assert not {"/a/folder/of/the/user", "/another/folder"} & known
+
+
+def test_the_command_line_is_read_only_if_no_arguments_are_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["grpo_recipes.train", "--version"])
+    assert train.main() == 0
+    assert capsys.readouterr().out.startswith("grpo-recipes ")
+    assert train.main([]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_the_help_lists_every_shipped_recipe_indented() -> None:
+    listed = train.help_text().partition("ships:\n")[2].partition("\n\n")[0].splitlines()
+    assert all(line.startswith("  ") and line[2] != " " and len(line) <= 100 for line in listed)
+    assert [name for line in listed for name in line.strip().strip(",").split(", ")] == list(shipped_files("recipes"))
 
 
 def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
     """A TRL script gives the same numbers with our import, if the random numbers are equal."""
-    from datasets import Dataset
 
     def short(completions: list[str], **columns: object) -> list[float]:
         return [-float(len(set(completion))) for completion in completions]
 
     def history(trainer_class: type, **ours: Any) -> list[dict]:
         args = GRPOConfig(
-            output_dir=str(tmp_path / trainer_class.__module__),
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            gradient_accumulation_steps=2,
-            max_completion_length=6,
-            max_steps=3,
-            learning_rate=1e-3,
-            beta=0.1,
-            logging_steps=1,
+            **{"output_dir": str(tmp_path / trainer_class.__module__), "use_cpu": True, "bf16": False},
+            **{"per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 2},
+            **{"max_completion_length": 6, "max_steps": 2, "learning_rate": 1e-3, "beta": 0.1, "logging_steps": 1},
             report_to="none",
         )
         dataset = Dataset.from_dict({"prompt": ["one", "two plus two", "three", "four", "five and six"]})
@@ -599,13 +704,8 @@ def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
         if trainer_class is GRPOTrainer:
             generate_exactly(trainer)
         trainer.train()
-        left_out = (
-            "step_time",
-            "runtime",
-            "per_second",
-            "total_flos",
-            "updates/",
-        )  # clocks, and what only ours samples
+        # Clocks, and what only ours samples.
+        left_out = ("step_time", "runtime", "per_second", "total_flos", "updates/")
         return [
             {k: v for k, v in entry.items() if not any(c in k for c in left_out)} for entry in trainer.state.log_history
         ]
@@ -622,41 +722,241 @@ def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
             assert kept[name] == pytest.approx(value, rel=0.1 if loose else 1e-4, abs=1e-6), name
 
 
+# Whole runs
+
+
+@pytest.mark.slow
+def test_a_run_that_a_reward_stops_has_a_report_with_the_completion(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path
+) -> None:
+    more = ("--max_steps=3", "--rewards=tests.support.probe_rewards.broken_later")
+    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", *more)) == 1
+    fault = Run.read(tmp_path / "run").fault
+    assert (fault["row"]["reward"], fault["row"]["row"], fault["row"]["step"]) == ("broken_later", 0, 1)
+    assert cli.main(["report", str(tmp_path / "run")]) in (0, 2)
+    page = (tmp_path / "run" / "report" / "report.html").read_text()
+    assert "step 1 of 3" in page
+    assert "broken_later" in page
+
+
+@pytest.mark.slow
+def test_a_lora_run_saves_an_adapter_that_peft_loads(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    lora = ["--use_peft", "--lora_r=4", "--lora_target_modules", "all-linear", "--max_steps=2", "--learning_rate=1e-3"]
+    assert train.main(arguments(tiny_model, gsm8k_file, output, *lora)) == 0
+    assert (output / "adapter_model.safetensors").is_file()
+    assert abs(state_of(output)["log_history"][0]["kl"]) < 1e-6
+    assert generates(AutoPeftModelForCausalLM.from_pretrained(output), output)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_where_it_was_saved_and_its_record_runs_it_again(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, halves, again = tmp_path / "whole", tmp_path / "halves", tmp_path / "again"
+    assert train.main(arguments(tiny_model, gsm8k_file, whole, *LEARNING, "--max_steps=4")) == 0
+    assert train.main(arguments(tiny_model, gsm8k_file, halves, *LEARNING, "--max_steps=2")) == 0
+    assert train.main(arguments(tiny_model, gsm8k_file, halves, *LEARNING, "--max_steps=4", RESUME)) == 0
+    assert not same_weights(tiny_model, whole)
+    assert same_weights(halves, whole)
+    config = ["--config", str(halves / "run.json")]
+    assert train.main(config) == 2
+    assert "--output_dir" in last_line(capsys)
+    assert train.main([*config, f"--output_dir={again}"]) == 0
+    assert same_weights(again, whole)
+
+
+@pytest.mark.slow
+def test_a_recipe_generates_by_groups_and_ends_with_strings(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "on", "--max_steps=1", "--generation=auto")
+    assert train.main([*given, "--generation_kwargs.stop=[e]"]) == 0
+    assert record_of(tmp_path / "on")["recipe"]["generation"] == "auto"
+    log = state_of(tmp_path / "on")["log_history"]
+    assert 0 <= log[0]["sampling/sampling_logp_difference/max"] < 1e-4
+
+
+class RateOfEachStep(TrainerCallback):
+    """Records the learning rate of each optimizer step, read from the optimizer just before the step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_lengthened_run_has_the_learning_rates_of_one_planned_for_that_length(
+    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """The checkpoint holds the rate 0, with which the shorter schedule ends."""
+    seen: list[RateOfEachStep] = []
+
+    class Watched(GRPOTrainer):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            seen.append(RateOfEachStep())
+            self.add_callback(seen[-1])
+
+    monkeypatch.setattr(train, "GRPOTrainer", Watched)
+    more = [f"--lr_scheduler_type={schedule}", "--warmup_steps=1", "--report_to=none"]
+    assert train.main([*resumed(short, tmp_path / "planned", *more)[:3], *more, "--max_steps=6"]) == 0
+    assert train.main([*resumed(short, tmp_path / "longer")[:3], *more, "--max_steps=4"]) == 0
+    assert train.main(resumed(short, tmp_path / "longer", *more, "--max_steps=6")) == 0
+    whole, _, rest = (watch.rates for watch in seen)
+    assert rest == whole[4:]
+    assert rest[0] > rest[1] > 0
+
+
+@pytest.mark.slow
+def test_keys_that_may_change_are_changed_for_the_rest_of_the_run(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "run"
+    given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2", "--learning_rate=1e-5")
+    assert train.main(given) == 0
+    first = record_of(output)
+    capsys.readouterr()
+    monkeypatch.chdir(tiny_model.parent)  # the same model by a relative path, and the same rows elsewhere
+    (tmp_path / "rows.jsonl").write_text(gsm8k_file.read_text())
+    changes = [f"--model_name_or_path={tiny_model.name}", f"--dataset.path={tmp_path / 'rows.jsonl'}", "--max_steps=4"]
+    changes += ["--logging_steps=2", "--micro_batching=off", "--save_steps=1", "--dataloader_num_workers=1"]
+    assert train.main([*given, RESUME, *changes]) == 0
+    said = capsys.readouterr().out
+    for figure in ("`max_steps` was 2 and is 4", "`logging_steps` was 1 and is 2"):
+        assert said.count(figure) == 1
+    record = record_of(output)
+    assert record["launches"][0] == first["launches"][0]
+    assert record["launches"][0] == {key: value for key, value in first.items() if key != "launches"}
+    assert [launch["recipe"]["max_steps"] for launch in record["launches"]] == [2, 4]
+    assert record["launches"][1] == {key: value for key, value in record.items() if key != "launches"}
+    assert record["resumed_from"].endswith("checkpoint-2")
+    assert not list(output.glob("*.part"))
+
+
+@pytest.mark.slow
+def test_a_run_that_failed_before_its_first_save_is_started_again(short: Path, tmp_path: Path, capsys: Any) -> None:
+    given = [*resumed(short, tmp_path / "run")[:3], "--max_steps=1"]
+    assert train.main([*given, "--rewards", "[tests.support.probe_rewards.broken]"]) == 1
+    assert "--resume_from_checkpoint" in last_line(capsys)
+    assert train.main(given) == 2  # whatever lies there, it is not overwritten unasked
+    assert train.main([*given, RESUME]) == 0
+    assert not list((tmp_path / "run").glob("fault-*"))
+
+
+@pytest.mark.slow
+def test_a_run_without_a_terminal_prints_little_and_can_be_read_under_way(
+    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, save_state, seen = tmp_path / "run", train.save_state, []
+
+    def looked_at(trainer: GRPOTrainer) -> None:
+        seen.append(Run.read(folder))
+        save_state(trainer)
+
+    monkeypatch.setattr(train, "save_state", looked_at)
+    assert train.main(arguments(tiny_model, gsm8k_file, folder, "--max_steps=2", "--save_strategy=no")) == 0
+    captured = capsys.readouterr()
+    assert "it/s" not in captured.err
+    assert "{'" not in captured.out + captured.err, "transformers' dictionaries"
+    (running,) = seen
+    assert running.is_running
+    assert running.log.max_steps == 2
+    finished = Run.read(folder)
+    assert not finished.is_running
+    assert running.series("reward") == finished.series("reward")
+    assert running.series("reward").steps == [1, 2]
+    (folder / "trainer_state.json").rename(tmp_path / "trainer_state.json")
+    logged = Run.read(folder).log
+    (folder / "_log.jsonl").unlink()
+    (tmp_path / "trainer_state.json").rename(folder / "trainer_state.json")
+    state = Run.read(folder).log
+    assert state.metrics == logged.metrics == finished.log.metrics
+    assert (state.last_step, state.max_steps) == (logged.last_step, logged.max_steps) == (2, 2)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_a_resume_ends_like_an_uninterrupted_run(short: Path, tmp_path: Path) -> None:
+    def given(output: Path, reward: str) -> list[str]:
+        rewards = ["--rewards", f"[{{name: tests.support.probe_rewards.{reward}, alias: probe}}]"]
+        return [*resumed(short, output)[:3], *rewards, "--max_steps=4", "--save_steps=9", "--beta=0"]
+
+    output = tmp_path / "run"
+    assert train.main(given(output, "interrupted_once")) == 130
+    assert train.main([*given(output, "interrupted_once"), RESUME]) == 0
+    assert Run.read(output).fault is None
+    assert train.main(given(tmp_path / "alone", "distinct_characters")) == 0
+    assert same_weights(output, tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once(short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewards = ["--rewards", "[tests.support.probe_rewards.interrupted_twice]", "--max_steps=4"]
+    for every, saved in ((1, "checkpoint-1"), (9, "")):
+        output = tmp_path / f"every-{every}"
+        assert train.main([*resumed(short, output)[:3], *rewards, f"--save_steps={every}"]) == 130
+        said = capsys.readouterr().err
+        last = said.splitlines()[-1]
+        assert last.startswith("stopped by Ctrl-C: ")
+        assert saved in last
+        assert ("checkpoint-" in last) == bool(saved)
+        assert fault_of(output) == last
+        assert "Traceback" not in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_libraries_load_prints_one_line() -> None:
+    command = [sys.executable, "-m", "grpo_recipes.train", "--config", "quickstart"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert said.splitlines()[-1].startswith("stopped by Ctrl-C: ")
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_resume_is_not_recommended_if_the_checkpoint_can_not_be_loaded(short: Path, run: Path, capsys: Any) -> None:
+    """The file is complete, but not a state of the optimizer."""
+    torch.save({"no": "optimizer"}, run / "checkpoint-2" / "optimizer.pt")
+    write_manifest(run / "checkpoint-2", Manifest(2, 1, False, {}), each_node=False, writes=True)
+    assert train.main(resumed(short, run, "--max_steps=4")) == 1
+    last = last_line(capsys)
+    assert last.startswith("error: ")
+    assert str(run / "checkpoint-2") in last
+    assert "--resume_from_checkpoint" not in last
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_two_processes(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, lora: bool) -> None:
     output = tmp_path / "run"
     more = ["--use_peft", "--lora_target_modules", "all-linear"] if lora else []
     given = arguments(tiny_model, gsm8k_file, output, *more)
-    if lora:
-        launch_module("ddp_cpu", "grpo_recipes.train", *given, "--max_steps=2")
-    else:
-        done = launch("ddp_cpu", [*given, "--max_steps=2"])
-        assert done.returncode == 0, done.stderr[-2000:]
-    record = json.loads((output / "run.json").read_text())
-    assert record["world_size"] == 2
-    assert record["geometry"]["prompts_per_generation"] == 4
-    launch_module("ddp_cpu", "grpo_recipes.train", *given, "--max_steps=3", "--resume_from_checkpoint=true")
-    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 3
+    launching.launch_module("ddp_cpu", "grpo_recipes.train", *given, "--max_steps=2")
+    assert record_of(output)["world_size"] == 2
+    assert record_of(output)["geometry"]["prompts_per_generation"] == 4
+    launching.launch_module("ddp_cpu", "grpo_recipes.train", *given, "--max_steps=3", RESUME)
+    assert state_of(output)["global_step"] == 3
     auto = AutoPeftModelForCausalLM if lora else AutoModelForCausalLM
     assert generates(auto.from_pretrained(output), output)
 
 
 @pytest.mark.slow
 def test_two_processes_print_a_mistake_once(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
-    done = launch("ddp_cpu", arguments(tiny_model, gsm8k_file, tmp_path / "run", "--lerning_rate=1"))
+    """With accelerate's own command, in an interpreter per process."""
+    config = str(shipped_files("accelerate_configs")["ddp_cpu"])
+    command = ["accelerate.commands.launch", "--config_file", config, "-m", "grpo_recipes.train"]
+    given = arguments(tiny_model, gsm8k_file, tmp_path / "run", "--lerning_rate=1")
+    done = subprocess.run([sys.executable, "-m", *command, *given], capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert done.stderr.count("unknown argument `--lerning_rate=1`") == 1
+    assert done.stderr.count("`--lerning_rate=1`") == 1
     printed = done.stderr.partition("torch/distributed/elastic")[0].splitlines()[:-1]  # then the launcher speaks
     assert [line.partition(": ")[0] for line in printed] == ["error"]
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_as_many_rows_as_gsm8k_has_through_the_24gb_recipe(tiny_model: Path, tmp_path: Path) -> None:
-    rows, output = write_rows(tmp_path / "train.jsonl", 7473), tmp_path / "run"
-    launch_module("cpu", "grpo_recipes.train", *arguments(tiny_model, rows, output, "--max_steps=2"))
-    assert json.loads((output / "run.json").read_text())["train_prompts"] == 7473
 
 
 @pytest.mark.slow
@@ -666,332 +966,13 @@ def test_trls_own_command_accepts_our_rewards(tiny_model: Path, tmp_path: Path) 
     rows.write_text("".join(json.dumps({"prompt": f"{n} + 1 = ", "answer": str(n + 1)}) + "\n" for n in range(16)))
     output = tmp_path / "run"
     options = {
-        "model_name_or_path": tiny_model,
-        "dataset_name": rows.parent,
-        "output_dir": output,
-        "bf16": "false",
-        "max_steps": 1,
-        "logging_steps": 1,
-        "max_completion_length": 8,
+        **{"model_name_or_path": tiny_model, "dataset_name": rows.parent, "output_dir": output, "bf16": "false"},
+        **{"max_steps": 1, "logging_steps": 1, "max_completion_length": 8},
     }
     command = [sys.executable, "-m", "trl.scripts.grpo", "--use_cpu", "--log_completions"]
     command += ["--reward_funcs", "grpo_rewards.gsm8k_correctness", "grpo_rewards.tag_presence"]
     command += [f"--{key}={value}" for key, value in options.items()]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     completions = pd.read_parquet(output / "completions" / "completions_00001.parquet")
     assert {"gsm8k_correctness", "tag_presence"} <= set(completions.columns)
-
-
-# The last lines of a run
-
-
-@pytest.fixture
-def ended(tmp_path: Path) -> SimpleNamespace:
-    """Return what the end of a run reads of its preparation, for a run with a folder."""
-    return SimpleNamespace(
-        recipe=SimpleNamespace(output_dir=tmp_path),
-        training_args=SimpleNamespace(save_only_model=False),
-        interruption=SimpleNamespace(requested=signal.SIGTERM, name="SIGTERM"),
-        last_checkpoint=lambda: None,
-    )
-
-
-def recorded_stop(folder: Path) -> str | None:
-    file = folder / "fault-rank0.json"
-    return json.loads(file.read_text())["sentence"] if file.exists() else None
-
-
-@pytest.mark.parametrize(
-    ("requested", "name", "only_model", "code", "rest"),
-    [
-        (signal.SIGTERM, "SIGTERM", False, 0, "`--resume_from_checkpoint true` goes on from there"),
-        (signal.SIGINT, "Ctrl-C", False, 130, "`--resume_from_checkpoint true` goes on from there"),
-        (
-            signal.SIGINT,
-            "Ctrl-C",
-            True,
-            130,
-            "without its optimizer (`save_only_model`), so no run can resume from there",
-        ),
-    ],
-)
-def test_a_stopped_run_says_how_it_goes_on(
-    ended: SimpleNamespace, requested: int, name: str, only_model: bool, code: int, rest: str,
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    calls: list[str] = []
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(wait_for_everyone=lambda: calls.append("wait")),
-        state=SimpleNamespace(global_step=3, max_steps=9),
-        end=lambda: calls.append("end"),
-    )
-    ended.training_args.save_only_model = only_model
-    ended.interruption = SimpleNamespace(requested=requested, name=name)
-    line = f"stopped by {name} after step 3 of 9, which is saved: {rest}"
-    assert train._end_stopped_run(ended, trainer) == code
-    assert capsys.readouterr().err == line + "\n"
-    assert (recorded_stop(tmp_path), calls) == (line, ["wait", "end"])
-    (tmp_path / "fault-rank0.json").unlink()
-    monkeypatch.setenv("RANK", "1")
-    assert train._end_stopped_run(ended, trainer) == code
-    assert (capsys.readouterr().err, recorded_stop(tmp_path)) == ("", None), "the first rank alone prints and writes"
-
-
-def test_an_interrupted_run_says_what_is_saved(
-    ended: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing = "stopped by Ctrl-C: nothing was trained or saved, and the same command starts again\n"
-    assert train._end_interrupted_run(None) == 130
-    assert capsys.readouterr().err == nothing
-    ended.recipe.output_dir = tmp_path / "none"
-    assert train._end_interrupted_run(ended) == 130
-    assert capsys.readouterr().err == nothing
-    ended.recipe.output_dir = tmp_path
-    for saved, rest in (
-        (None, "nothing is saved yet: `--resume_from_checkpoint true` starts again"),
-        (
-            tmp_path / "checkpoint-3",
-            f"{tmp_path}/checkpoint-3 is saved: `--resume_from_checkpoint true` goes on from there",
-        ),
-    ):
-        ended.last_checkpoint = lambda saved=saved: saved
-        assert train._end_interrupted_run(ended) == 130
-        assert capsys.readouterr().err == f"stopped by Ctrl-C: {rest}\n"
-        assert recorded_stop(tmp_path) == f"stopped by Ctrl-C: {rest}"
-    monkeypatch.setenv("RANK", "1")
-    assert train._end_interrupted_run(ended) == 130
-    assert capsys.readouterr().err == ""
-
-
-def test_a_refusal_is_printed_by_the_first_rank_first(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(train.time, "sleep", waited.append)
-    assert train._print_refusal("no such file") == 2
-    assert (capsys.readouterr().err, waited) == ("error: no such file\n", [])
-    monkeypatch.setenv("RANK", "1")
-    assert train._print_refusal("no such file") == 2
-    assert waited == [train.SILENCE_SECONDS]
-
-
-def test_one_of_several_ranks_leaves_without_a_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[int] = []
-    monkeypatch.setattr(train.os, "_exit", left.append)
-    with pytest.raises(SystemExit) as alone:
-        train.leave(3)
-    assert (alone.value.code, left) == (3, [])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    train.leave(3)
-    assert left == [3]
-
-
-def test_an_error_after_the_training_is_a_warning_without_secrets(
-    ended: SimpleNamespace, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(train, "known_secrets", lambda recipe: {"s3cret-key"})
-
-    def fails(text: str) -> None:
-        raise OSError(f"no\nroom for {text}")
-
-    train.attempt(ended.recipe, "the card is missing", fails, "s3cret-key")
-    assert capsys.readouterr().err == f"warning: {tmp_path}: the card is missing (OSError: no room for <hidden>)\n"
-    train.attempt(ended.recipe, "x", print, "called")
-    assert capsys.readouterr() == ("called\n", "")
-
-
-@pytest.mark.parametrize(
-    ("rewards", "change"),
-    [
-        ([], ""),
-        ([0.25], ", reward 0.250 -> 0.250"),
-        ([0.1, None, 0.5, 1.23456], ", reward 0.100 -> 1.235"),
-        ([0.0, 0.5, 0.0], ", reward 0.000 -> 0.000"),
-    ],
-)
-def test_the_summary_of_a_run(rewards: list[float | None], change: str) -> None:
-    history = [{"loss": 1.0}, *({"reward": reward} for reward in rewards)]
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(log_history=history, global_step=7),
-        model=SimpleNamespace(),
-        args=SimpleNamespace(output_dir="out"),
-    )
-    assert train.summary(trainer, 61.6) == f"7 optimizer steps in 62 s{change}; the model is in out"
-    trainer.model.peft_config = {}
-    assert train.summary(trainer, 0.4) == f"7 optimizer steps in 0 s{change}; the adapter is in out"
-
-
-def test_a_diagnosis_that_takes_too_long_or_fails_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(folder: Path, within: float) -> None:
-        assert within == 5
-        raise train.OutOfTime
-
-    assert train.diagnosis(tmp_path).startswith("diagnosis: skipped, ")
-    monkeypatch.setattr(train.Run, "read", read)
-    assert train.diagnosis(tmp_path) == (
-        f"diagnosis: skipped after 5 s: `grpo-recipes diagnose {tmp_path}` takes the time it needs"
-    )
-
-
-def test_the_hardware_of_a_launch() -> None:
-    cpu = SimpleNamespace(device=torch.device("cpu"), world_size=1)
-    cores = f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
-    assert train.hardware(cpu) == f"{cores}, 1 process"
-    cpu.world_size = 2
-    assert train.hardware(cpu) == f"{cores}, 2 processes"
-    assert train.hardware(SimpleNamespace(device=torch.device("meta"), world_size=3)) == "3 × meta"
-
-
-# Arguments and callbacks of a trainer, and the entry of a launch
-
-
-class RecordingTrainer:
-    """Trainer that keeps its arguments, with the reward of an environment behind those of the recipe."""
-
-    def __init__(self, **given: Any) -> None:
-        self.given = given
-        self.reward_funcs = [*given["reward_funcs"], SimpleNamespace()]
-        self.reward_func_names = ["own", "Game"]
-
-
-def test_a_trainer_is_given_every_key_of_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ("tool_limits", "kl_estimator", "micro_batching", "generation", "sampling", "advantages", "generation_check",
-            "reference")  # fmt: skip
-    recipe = SimpleNamespace(**{key: f"the recipe's {key}" for key in keys})
-    for name, made in {
-        "GRPOTrainer": RecordingTrainer,
-        "model_config": lambda recipe: "model arguments",
-        "load_policy": lambda recipe, args: "policy",
-        "get_quantization_config": lambda args: f"quantization of {args}",
-        "get_peft_config": lambda args: f"adapter of {args}",
-        "adamw_bf16": lambda args: "AdamW",
-        "checked_reward": lambda function: ("checked", function),
-    }.items():
-        monkeypatch.setattr(train, name, made)
-    optimizer = ["adamw_torch"]
-    monkeypatch.setattr(train.checks, "optimizer_name", lambda recipe, machine: optimizer[0])
-    toolset = SimpleNamespace(functions=["tool"], factory="factory")
-    checked = SimpleNamespace(
-        rewards=[SimpleNamespace(weight=0.5, function="f")], toolset=toolset, eval_dataset="held out",
-        train_dataset=SimpleNamespace(select_columns=lambda names: f"rows of {names}"),
-    )  # fmt: skip
-    args = SimpleNamespace()
-    made = train.bare_trainer(recipe, None, args, checked, "tokenizer")
-    expected = {
-        "model": "policy", "reward_funcs": [("checked", "f")], "args": args, "train_dataset": checked.train_dataset,
-        "eval_dataset": "held out", "processing_class": "tokenizer", "peft_config": "adapter of model arguments",
-        "quantization_config": "quantization of model arguments", "rollout_func": None, "tools": ["tool"],
-        "environment_factory": "factory", "optimizer_cls_and_kwargs": None, **vars(recipe),
-    }  # fmt: skip
-    assert made.given == expected
-    assert args.reward_weights == [0.5]
-    kind, reward = made.reward_funcs[1]
-    assert (kind, reward.__name__) == ("checked", "Game"), "the rewards of environments are checked too"
-    optimizer[0], checked.toolset = "adamw_bf16", None
-    given = train.bare_trainer(recipe, None, args, checked, "tokenizer", "rollout").given
-    changed = {
-        "optimizer_cls_and_kwargs": "AdamW",
-        "tools": None,
-        "environment_factory": None,
-        "rollout_func": "rollout",
-    }
-    assert given == {**expected, **changed, "train_dataset": "rows of ['prompt']"}
-
-
-@pytest.mark.parametrize("resumes", [False, True])
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_run_has_the_callbacks_that_its_recipe_asks_for(
-    resumes: bool, quiet: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cards: list[Any] = []
-    monkeypatch.setattr(train, "write_model_card", cards.append)
-    monkeypatch.setattr(train, "known_secrets", lambda recipe: set())
-    monkeypatch.setattr(train, "resolved", lambda recipe: recipe)
-    added, removed = [], []
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(is_main_process=True), add_callback=added.append, remove_callback=removed.append,
-        callback_handler=None,
-    )  # fmt: skip
-    prepared = SimpleNamespace(
-        recipe=SimpleNamespace(output_dir=tmp_path, early_stopping_patience=3 if quiet else None, as_dict=dict),
-        training_args=SimpleNamespace(disable_tqdm=quiet, report_to=["x"] if quiet else []),
-        checkpoint=tmp_path if resumes else None,
-        interruption="interruption",
-        checked=SimpleNamespace(all_rewards=[]),
-    )
-    train.add_callbacks(prepared, trainer)
-    names = [one if isinstance(one, str) else type(one).__name__ for one in added]
-    rest = ["EarlyStoppingCallback", "RecipeInTrackers"] if quiet else ["LiveLine"]
-    assert names == ["ContinueSchedule"] * resumes + ["interruption", "LiveLog", *rest]
-    assert len(removed) == (not quiet)
-    trainer.create_model_card(model_name="x")
-    trainer.accelerator.is_main_process = False
-    trainer.create_model_card()
-    assert cards == [tmp_path], "one rank writes the card"
-
-
-def test_the_entry_of_a_launch_names_its_checkpoint_and_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train, "describe_launch", lambda *given, **named: (given, named))
-    monkeypatch.setattr(train, "hardware", lambda args: "a CPU")
-    geometry = SimpleNamespace(as_dict=lambda: {"ranks": 2})
-    config = SimpleNamespace(seed=7, shuffle_dataset=False)
-    recipe = SimpleNamespace(as_dict=lambda: {"a": 1}, config=config, arguments=["--a"], source="mine.yaml")
-    checked = SimpleNamespace(all_rewards=["r"], golds=None, geometry=geometry, train_dataset=[0] * 5)
-    prepared = SimpleNamespace(
-        recipe=recipe, checked=checked, training_args=SimpleNamespace(world_size=2), checkpoint=Path("checkpoint-3"),
-        identity=SimpleNamespace(content={"rows": "x"}),
-    )  # fmt: skip
-    given, named = train.launch_entry(prepared)
-    assert given == ({"a": 1}, vars(config), ["r"], ["--a"])
-    assert named == {
-        "source": "mine.yaml", "hardware": "a CPU", "resumed_from": Path("checkpoint-3"), "world_size": 2,
-        "geometry": {"ranks": 2}, "train_prompts": 5, "seed": 7, "shuffle_dataset": False, "identity": {"rows": "x"},
-    }  # fmt: skip
-    checked.golds = SimpleNamespace(as_dict=lambda: {"rows": 1})
-    assert train.launch_entry(prepared)[1]["unscorable_golds"] == {"rows": 1}
-
-
-def test_a_resumption_is_told_with_the_checkpoints_that_it_passes_over(ended: SimpleNamespace) -> None:
-    point = SimpleNamespace(passed_over=[], newest=None)
-    beginning = f"{ended.recipe.output_dir} has no checkpoint to resume from: starting at the beginning"
-    assert train.describe_resumption(ended, point) == beginning
-    point.newest = Path("run/checkpoint-3")
-    assert train.describe_resumption(ended, point) == "resuming from run/checkpoint-3"
-    point.passed_over = [SimpleNamespace(reason="checkpoint-4 is damaged", aside=Path("run/damaged-4"))]
-    assert train.describe_resumption(ended, point) == (
-        "checkpoint-4 is damaged, and is set aside as damaged-4: resuming from run/checkpoint-3"
-    )
-
-
-@pytest.mark.parametrize(("saves", "is_main", "pushes"), [(True, True, True), (False, False, False)])
-def test_what_follows_a_training_is_tried_to_its_end(
-    saves: bool, is_main: bool, pushes: bool, ended: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[str] = []
-
-    def attempt(recipe: Any, loss: str, function: Any, *args: Any) -> None:
-        done.append(loss.partition(" ")[2])
-
-    monkeypatch.setattr(train, "attempt", attempt)
-    ended.training_args = SimpleNamespace(should_save=saves, push_to_hub=pushes)
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(is_main_process=is_main), create_model_card=lambda: done.append("card"),
-        push_to_hub=None, end=None,
-    )  # fmt: skip
-    train.finish(ended, trainer, 1.0)
-    assert done == [
-        *["weights may be unreadable for other users"] * saves, "trainer_state.json was not written", "card",
-        "summary was not made", *["was not diagnosed"] * is_main, *["was not pushed to the hub"] * pushes,
-        "logs may not be complete",
-    ]  # fmt: skip
-
-
-def test_a_token_for_the_hub_is_left_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "before")
-    args = SimpleNamespace(hub_token=None)
-    assert train.leave_token_to_environment(args) is args
-    assert os.environ["HF_TOKEN"] == "before"
-    args.hub_token = "hf_own"
-    train.leave_token_to_environment(args)
-    assert (os.environ["HF_TOKEN"], args.hub_token) == ("hf_own", None)

@@ -15,9 +15,9 @@ from grpo_recipes.checks.checks import Checked, Machine, check
 from grpo_recipes.plan import init
 from grpo_recipes.plan.init import Proposal, Wishes, proposed, write_first_recipe
 from grpo_recipes.recipe.recipe import parse_recipe
-from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import gold_answer
 from tests.support import launching
+from tests.support.errors import refused
 
 CPU = Machine(1, bf16=False)
 ROWS = 30
@@ -213,7 +213,13 @@ def written(
     return proposal, recipe, check(parse_recipe(["--config", str(file)]), machine)
 
 
-@pytest.mark.parametrize("name", PROPOSED)
+CODE = ("MBPP", "APPS with functions", "assertions as JSON", "assertions behind an import")
+"""Tables of the sandbox, which takes the most time. MBPP's stands for all in the quick suite."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in CODE[1:] else name for name in PROPOSED]
+)
 def test_a_recipe_shows_the_question_and_pays_every_gold(name: str, tmp_path: Path) -> None:
     shape = PROPOSED[name]
     _, recipe, checked = written(datasets.Dataset.from_list([shape.row(n) for n in range(ROWS)]), tmp_path)
@@ -245,28 +251,28 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda n: {"question": question(n), "answer": text(n), "label": n % 2},
         "--answer",
     ),
-    "a name in another language": (lambda n: {"question": question(n), "Antwort": n}, "'Antwort'.*--answer"),
+    "a name in another language": (lambda n: {"question": question(n), "Antwort": n}, "'Antwort' & --answer"),
     "Alpaca": (
         lambda n: {"instruction": f"Rewrite the text {n}.", "input": text(n), "output": text(n + 1)},
-        "'output' look like texts",
+        "'output' & texts",
     ),
-    "conversations that end with a text": (lambda n: {"messages": chat(question(n), text(n))}, "look like texts"),
+    "conversations that end with a text": (lambda n: {"messages": chat(question(n), text(n))}, "texts"),
     "SQL": (
         lambda n: {"question": question(n), "context": f"CREATE {n}", "answer": f"SELECT * FROM a WHERE x = {n}"},
-        "look like texts",
+        "texts",
     ),
-    "xLAM": (lambda n: {"query": question(n), "answers": '[{"name": "f"}]', "tools": "[]"}, "'tools'.*--question"),
+    "xLAM": (lambda n: {"query": question(n), "answers": '[{"name": "f"}]', "tools": "[]"}, "'tools' & --question"),
     "UltraFeedback": (
         lambda n: {"prompt": question(n), "chosen": chat("a", "b"), "rejected": chat("a", "c"), "score_chosen": 1.5},
-        "pairs.*GRPO needs prompts and a reward.*--question.*--task",
+        "pairs & --question & --task",
     ),
-    "HH-RLHF": (lambda n: {"chosen": text(n), "rejected": text(n + 1)}, "GRPO needs prompts and a reward"),
+    "HH-RLHF": (lambda n: {"chosen": text(n), "rejected": text(n + 1)}, "pairs"),
     "RLVR-IFeval": (
         lambda n: {
             **{"messages": user(question(n)), "ground_truth": json.dumps({"func_name": "validate", "N": n})},
             "constraint_type": "All Lowercase",
         },
-        "objects.*--task.*extraction",
+        "objects & --task & extraction",
     ),
     "TriviaQA": (
         lambda n: {"question": question(n), "answer": {"value": f"town {n}", "aliases": [f"t {n}"]}},
@@ -274,16 +280,16 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     ),
     "prompts with an unknown column": (
         lambda n: {"prompt": question(n), "reference": n},
-        "'reference'.*--task.*judged",
+        "'reference' & --task & judged",
     ),
     "HelpSteer: a rated response": (
         lambda n: {"prompt": question(n), "response": f"town {n}", "helpfulness": n % 5},
-        "'response' look like",
+        "'response'",
     ),
-    "a text and an answer without a question": (lambda n: {"text": text(n), "answer": f"town {n}"}, "'text' may be"),
+    "a text and an answer without a question": (lambda n: {"text": text(n), "answer": f"town {n}"}, "'text'"),
     "a corpus": (lambda n: {"text": text(n)}, "--answer"),
-    "labels without names": (lambda n: {"text": text(n), "label": n % 3}, "look like numbers"),
-    "answers of 0 and 1": (lambda n: {"question": question(n), "answer": n % 2}, "look like numbers"),
+    "labels without names": (lambda n: {"text": text(n), "label": n % 3}, "numbers"),
+    "answers of 0 and 1": (lambda n: {"question": question(n), "answer": n % 2}, "numbers"),
     "several labels": (lambda n: {"text": text(n), "labels": [COLORS[n % 3], "x"]}, "a few words"),
     "letters without choices": (lambda n: {"question": question(n), "answer": "ABC"[n % 3]}, "--choices"),
     "positions from 1": (
@@ -292,11 +298,11 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     ),
     "positions or choices": (
         lambda n: {"question": question(n), "choices": ["0", "1", "2"], "answer": n % 3},
-        "names one of the choices",
+        "choices",
     ),
     "choices in half of the rows": (
         lambda n: {"question": question(n), "options": ["a", "b"] if n % 2 else [], "answer": 3 * n},
-        "choices in options",
+        "options",
     ),
     "names of columns": (
         lambda n: {"question": question(n), "left": "cat", "right": "dog", "answer": ["left", "right"][n % 2]},
@@ -304,19 +310,19 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     ),
     "SciQ": (
         lambda n: {"question": question(n), "distractor1": "a", "correct_answer": f"b {n}"},
-        "'distractor1' holds wrong answers",
+        "'distractor1'",
     ),
     "RACE: an article beside choices": (
         lambda n: {"article": text(n), "question": question(n), "options": ["aa", "bb"], "answer": "AB"[n % 2]},
-        "'article' may belong to the prompt.*--question question",
+        "'article' & --question question",
     ),
     "QNLI": (
         lambda n: {"question": question(n), "sentence": text(n), "label": ["yes it is", "no"][n % 2]},
-        "'sentence' may belong to the prompt",
+        "'sentence'",
     ),
     "HotpotQA: a context that is no text": (
         lambda n: {"question": question(n), "answer": f"town {n}", "context": {"sentences": [text(n)]}},
-        "'context' may belong",
+        "'context'",
     ),
     "golds that name different choices": (
         lambda n: {"question": question(n), "choices": ["aa", "bb"], "answer": "AB"[n % 2], "label": (n + 1) % 2},
@@ -324,28 +330,28 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     ),
     "a passage in `source`": (
         lambda n: {"question": question(n), "answer": n, "source": f"{text(n)} {text(n)}"},
-        "'source' may belong",
+        "'source'",
     ),
-    "an unknown text": (lambda n: {"question": question(n), "answer": n, "lore": text(n)}, "'lore' may belong"),
+    "an unknown text": (lambda n: {"question": question(n), "answer": n, "lore": text(n)}, "'lore'"),
     "a context beside a complete prompt": (
         lambda n: {"prompt": user(question(n)), "answer": f"town {n}", "context": text(n)},
-        "'context' may belong",
+        "'context'",
     ),
-    "TextVQA": (lambda n: {"image_id": f"{n}", "question": question(n), "answers": ["a"]}, "'image_id'.*picture"),
+    "TextVQA": (lambda n: {"image_id": f"{n}", "question": question(n), "answers": ["a"]}, "'image_id' & picture"),
     "KodCode": (
         lambda n: {"question": question(n), "test": f"from solution import f\n\ndef test_f():\n    assert f({n})"},
-        "unit_tests.*--answer",
+        "unit_tests & --answer",
     ),
     "functions that no column names": (
         lambda n: {
             "question": question(n),
             "input_output": json.dumps({"fn_name": f"f{n}", "inputs": [[n]], "outputs": [n]}),
         },
-        "look like tests",
+        "tests",
     ),
     "calls in pairs": (
         lambda n: {"problem": question(n), "tests": json.dumps([{"fn_name": "f", "input": [n], "output": n}])},
-        "unit_tests.*--answer",
+        "unit_tests & --answer",
     ),
     "half of the answers are numbers": (
         lambda n: {"question": question(n), "answer": str(n) if n % 2 else f"town number {COLORS[n % 3]}"},
@@ -366,7 +372,10 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda n: {"question": f"{question(n)}\nA. red\nB. blue", "answer": "AB"[n % 2]},
         "--choices",
     ),
-    "objects": (lambda n: {"text": text(n), "object": {"city": f"town {n}", "day": n}}, "objects.*--task.*extraction"),
+    "objects": (
+        lambda n: {"text": text(n), "object": {"city": f"town {n}", "day": n}},
+        "objects & --task & extraction",
+    ),
     "a decimal comma": (lambda n: {"question": question(n), "answer": f"{n},64 €"}, "--decimal comma"),
     "numbers alone": (lambda n: {"a": n, "b": n * n}, "--question"),
     "translations": (lambda n: {"translation": {"en": text(n), "de": text(n + 1)}}, "--question"),
@@ -377,11 +386,11 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     ),
     "an ambiguous decimal mark": (
         lambda n: {"question": question(n), "answer": f"{n + 1}.200 €"},
-        "--decimal point.*--decimal comma",
+        "--decimal point & --decimal comma",
     ),
     "rows without an answer and others without input": (
         lambda n: {"instruction": question(n), "input": text(n) if n % 2 else "", "output": f"{n}" if n > 3 else None},
-        "remove the rows",
+        "4 rows",
     ),
 }
 
@@ -390,7 +399,7 @@ ASKED: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
 def test_a_table_with_several_readings_is_asked_about(name: str, tmp_path: Path) -> None:
     row, message = ASKED[name]
     datasets.Dataset.from_list([row(n) for n in range(ROWS)]).save_to_disk(tmp_path / "table")
-    with pytest.raises(UserError, match=f"(?s){message}"):
+    with refused("", *message.split(" & ")):
         write_first_recipe(str(tmp_path / "table"), tmp_path / "r.yaml", "some/model", machine=CPU)
     assert not (tmp_path / "r.yaml").exists()
 
@@ -407,13 +416,13 @@ def test_options_decide_between_columns_and_forms(tmp_path: Path) -> None:
     assert (by_answer.task, by_answer.dataset["columns"]) == ("numbers", {"answer": "x2"})
     assert proposed(table, "t", Wishes(answer="x1", task="words")).rewards[0]["name"] == "string_match"
     assert proposed(table, "t", Wishes(task="judged")).rewards[0]["name"] == "judge"
-    for wishes, message in (
-        (Wishes(answer="d"), "--answer names the column 'd', and the table has 'x1', 'x2', 'x3'"),
-        (Wishes(question=""), "--question names the column ''"),
-        (Wishes(choices="x3", answer="x1"), "names one of the choices"),
-        (Wishes(answer="x1", task="code"), "'x1' has no answers for the task code"),
+    for wishes, place, *figures in (
+        (Wishes(answer="d"), "--answer", "'d'", "'x1'", "'x2'", "'x3'"),
+        (Wishes(question=""), "--question", "''"),
+        (Wishes(choices="x3", answer="x1"), "x3", "--answer"),
+        (Wishes(answer="x1", task="code"), "'x1'", "task code"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(place, *figures):
             proposed(table, "t", wishes)
     objects = Wishes(task="extraction")
     rows = [{"text": text(n), "object": {"city": f"town {n}", "day": n}} for n in range(ROWS)]
@@ -429,7 +438,7 @@ def test_a_question_named_by_its_option_leaves_the_rest_out() -> None:
     table = datasets.Dataset.from_list(rows)
     proposal = proposed(table, "t", Wishes(question="prompt", task="judged"))
     assert "prompt_template" not in proposal.dataset
-    assert any("without its chat template" in note and "prompt_format" in note for note in proposal.notes)
+    assert any("`dataset.prompt_format: conversational`" in note for note in proposal.notes)
 
 
 def test_a_class_label_is_read_by_its_name(tmp_path: Path) -> None:
@@ -475,7 +484,7 @@ def test_number_cells_with_two_readings_are_asked_about(
     monkeypatch.chdir(tmp_path)
     rows = [f"How many are there on day {n}?;{1 + n % 9}.{200 + n}" for n in range(40)]
     Path("t.csv").write_text("\n".join(["question;answer", *rows]))
-    with pytest.raises(UserError, match=r"`--decimal point` or `--decimal comma`"):
+    with refused("'answer'", "--decimal point", "--decimal comma"):
         write_first_recipe(pattern, Path("r.yaml"), "m/m", machine=CPU)
     write_first_recipe(pattern, Path("r.yaml"), "m/m", machine=CPU, wishes=Wishes(decimal="comma"))
     assert yaml.safe_load(Path("r.yaml").read_text())["dataset"]["decimal"] == "comma"
@@ -485,7 +494,7 @@ def test_number_cells_with_two_readings_are_asked_about(
 def test_the_decimal_mark_of_answers_is_asked_for(tmp_path: Path) -> None:
     lines = [f"How much are {n} of them?;{n}.234,50\n" for n in range(1, 21)]
     (tmp_path / "t.csv").write_text("question;answer\n" + "".join(lines))
-    with pytest.raises(UserError, match="--decimal"):
+    with refused("answer", "--decimal"):
         write_first_recipe(str(tmp_path / "t.csv"), tmp_path / "r.yaml", "some/model", machine=CPU)
 
 
@@ -541,7 +550,7 @@ def test_the_command_writes_a_recipe_and_never_overwrites_one(
     before = Path("sums.yaml").read_text()
     assert yaml.safe_load(before)["model_name_or_path"] == "my/model"
     assert cli.main(["init", "sums.jsonl"]) == 2
-    assert capsys.readouterr().err == "error: --output sums.yaml exists: name another file\n"
+    assert "--output sums.yaml" in capsys.readouterr().err
     assert Path("sums.yaml").read_text() == before
 
 
@@ -552,20 +561,22 @@ def test_a_recipe_that_cannot_be_written_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     launching.write_rows(tmp_path / "rows.jsonl", 20)
     assert cli.main(["init", "rows.jsonl", "--output", output]) == 2
-    assert f"--output {output} can't be written" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"--output {output}" in said
+    assert said.count("\n") == 1
 
 
 def test_no_recipe_is_left_if_a_check_fails(tmp_path: Path) -> None:
     golds([f"#### {n}" for n in range(20)]).save_to_disk(tmp_path / "table")
-    with pytest.raises(UserError, match="model_name_or_path"):
+    with refused("`model_name_or_path`"):
         write_first_recipe(str(tmp_path / "table"), tmp_path / "r.yaml", "./no/such/folder", machine=CPU)
     assert not (tmp_path / "r.yaml").exists()
 
 
-@pytest.mark.parametrize(("rows", "count"), [("", "no rows"), ("a,1\n", "only one row")])
-def test_a_table_of_less_than_two_rows_is_refused(rows: str, count: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", ["", "a,1\n"])
+def test_a_table_of_less_than_two_rows_is_refused(rows: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("question,answer\n" + rows)
-    with pytest.raises(UserError, match=count):
+    with refused("t.csv"):
         write_first_recipe(str(tmp_path / "t.csv"), tmp_path / "r.yaml", machine=CPU)
 
 

@@ -119,12 +119,9 @@ def test_the_terminal_shows_prompts_scores_and_what_follows(
 ) -> None:
     assert main(["preview", "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "1", *SHORT]) == 0
     said = capsys.readouterr().out
-    assert "exactly as the model sees it" in said
     assert "  | <|im_start|>user\n" in said
-    assert "well_formed 0: reason `does not start with <think>`" in said
+    assert "well_formed 0: reason" in said
     assert "1 of 1 groups" in said
-    assert "what follows" in said
-    assert "no completion has the format of `well_formed`" in " ".join(said.split())
     assert all(letter.isprintable() or letter == "\n" for letter in said.replace("�", ""))
 
 
@@ -136,15 +133,13 @@ def test_plan_preview_and_train_name_prefilled_for_a_chat_template_that_opens_th
     with (model / "chat_template.jinja").open("a", encoding="utf-8") as file:
         file.write("{% if add_generation_prompt and enable_thinking is not false %}{{ '<think>\\n' }}{% endif %}")
     arguments = ["quickstart", "--model_name_or_path", str(model)]
-    note = (
-        "`rewards`: the prompt ends in `<think>`, so completions start inside the thinking, and an unfinished thought "
-        "may be paid: set `prefilled: think` in the `kwargs` of gsm8k_correctness and well_formed"
-    )
-    assert main(["plan", *arguments]) == 0
-    assert f"note {note}" in " ".join(capsys.readouterr().out.split())
-    assert previewed(capsys, *arguments, "--prompts", "1", *SHORT)["findings"].count(note) == 1
     checked, _, _ = train.build_inputs(parse_recipe(["--config", *arguments]), Machine.here())
-    assert checked.prompt_notes == [note]
+    (note,) = checked.prompt_notes
+    for figure in ("`<think>`", "`prefilled: think`", "gsm8k_correctness", "well_formed"):
+        assert figure in note
+    assert main(["plan", *arguments]) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert previewed(capsys, *arguments, "--prompts", "1", *SHORT)["findings"].count(note) == 1
     assert main(["plan", *arguments, "--chat_template_kwargs.enable_thinking", "false"]) == 0
     assert "prefilled" not in capsys.readouterr().out
 
@@ -163,7 +158,7 @@ def test_a_reward_that_raises_ends_in_one_line(capsys: pytest.CaptureFixture[str
     arguments = ["--model_name_or_path", str(tiny_model), "--rewards", f"{__name__}.raises", *SHORT]
     assert main(["preview", "quickstart", "--prompts", "1", *arguments]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: reward `raises` raised ZeroDivisionError: no such luck")
+    assert last.startswith("error: reward `raises` raised ZeroDivisionError")
 
 
 def letters(completions: list[Any], **columns: Any) -> list[float]:
@@ -191,11 +186,11 @@ def test_a_reward_may_be_a_coroutine_and_score_nothing(capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["quickstart", "--prompts", "0"], "--prompts is 0: set it to at least 1"),
-        (["quickstart", "--lerning_rate", "1"], "did you mean `learning_rate`"),
-        (["quickstart"], "runs/quickstart/policy-seed0: there is no such folder (relative to "),
-        (["offline-scored-gpt2"], "`offline` trains on recorded responses"),
-        (["quickstart", "--num_generations", "7"], "must be a multiple of `num_generations`"),
+        (["quickstart", "--prompts", "0"], "--prompts"),
+        (["quickstart", "--lerning_rate", "1"], "`learning_rate`"),
+        (["quickstart"], "runs/quickstart/policy-seed0"),
+        (["offline-scored-gpt2"], "`offline`"),
+        (["quickstart", "--num_generations", "7"], "`num_generations`"),
     ],
 )
 def test_what_training_refuses_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
@@ -211,13 +206,10 @@ def test_ctrl_c_ends_in_one_line(
     def interrupt(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    loaded: list[Any] = []
-    monkeypatch.setattr(train, "load_reward_models", lambda recipe, checked: loaded.append(checked.rewards))
     monkeypatch.setattr("grpo_recipes.training.trainer.GRPOTrainer._generate", interrupt)
     assert main(["preview", "quickstart", "--model_name_or_path", str(tiny_model), *SHORT]) == 130
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "stopped by Ctrl-C\n")
-    assert len(loaded) == 1, "the models of rewards are loaded before the policy"
     assert list(empty_folder.iterdir()) == []
 
 
@@ -254,7 +246,8 @@ def test_a_generation_that_does_not_fit_ends_in_one_line(
     monkeypatch.setattr("grpo_recipes.training.trainer.GRPOTrainer._generate_single_turn", fails)
     assert main(["preview", "quickstart", "--model_name_or_path", str(tiny_model), *SHORT]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "(CUDA out of memory): lower `per_device_train_batch_size`" in last
+    assert "CUDA out of memory" in last
+    assert "`per_device_train_batch_size`" in last
 
 
 @pytest.mark.slow
@@ -326,10 +319,10 @@ REMOVED = ("deepspeed", "fsdp", "fsdp_config", "generation_batch_size", "resume_
 def test_an_error_of_the_sampling_is_one_line_without_secrets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "known_secrets", lambda recipe: {"hunter2"})
+    monkeypatch.setenv("MY_API_KEY", "hunter2-and-more")
     recipe = parse_recipe(["--config", "quickstart"])
     with pytest.raises(RunFault, match=r"ValueError: no room for <h"), preview._one_line_errors(recipe):
-        raise ValueError("no\nroom for hunter2")
+        raise ValueError("no\nroom for hunter2-and-more")
     printed = capsys.readouterr().err
     assert "Traceback" in printed
     assert "hunter2" not in printed

@@ -1,7 +1,6 @@
 """Parts of the quickstart. `make quickstart` is the end-to-end test."""
 
 import json
-import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +12,9 @@ from datasets import are_progress_bars_disabled, enable_progress_bars
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from grpo_recipes import cli, quickstart, train
-from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.data.load import load
 from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations, warm_start
-from grpo_recipes.recipe.recipe import parse_recipe, shipped
+from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards import gsm8k_correctness, well_formed
 from grpo_rewards.math.answers import extract_answer
@@ -102,12 +100,6 @@ def test_demonstrations_fit_the_recipes_completion_length(conversations, tokeniz
     assert longest < recipe.training["max_completion_length"]
 
 
-def test_the_shipped_recipe_passes_its_checks(tmp_path):
-    recipe = parse_recipe(["--config", str(shipped("recipes", "quickstart")), "--output_dir", str(tmp_path / "run")])
-    checked = check(recipe, Machine(num_processes=1, bf16=False))
-    assert [reward.name for reward in checked.rewards] == ["gsm8k_correctness", "well_formed"]
-
-
 def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_path, capsys):
     (tmp_path / "policy" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "policy" / "model.safetensors").write_bytes(b"half")
@@ -117,9 +109,10 @@ def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_pa
     ((_, _, conversations, settings, folder),) = tuned
     assert (len(conversations), settings, folder) == (SMALL.demonstrations, SMALL, tmp_path / "policy")
     parameters = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").num_parameters()
-    assert parameters < 1_000_000
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
-    assert f"a Qwen2 of {parameters:,} parameters, {len(tokenizer)} tokens\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{parameters:,} parameters" in said
+    assert f"{len(tokenizer)} tokens" in said
     assert tokenizer.eos_token == "<|im_end|>"
     assert not (tmp_path / "policy" / "checkpoint-1").exists()
 
@@ -173,23 +166,12 @@ def test_an_earlier_run_is_replaced_and_the_options_have_defaults(staged, monkey
     (tmp_path / "grpo-seed0" / "old").write_text("an earlier run")
     assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
     assert not (tmp_path / "grpo-seed0" / "old").exists()
-    said = capsys.readouterr().out
-    assert f"\nreplacing the earlier run in {tmp_path}/grpo-seed0\n" in said
-    assert "\n  strict " in said
-    assert "\n  lenient " in said
-    commands = [line for line in said.splitlines() if f" {tmp_path}/grpo-seed0" in line][-2:]
+    commands = [line for line in capsys.readouterr().out.splitlines() if f" {tmp_path}/grpo-seed0" in line][-2:]
     assert [command.split()[-2] for command in commands] == ["report", "diagnose"]
     defaults = quickstart._parse_arguments([])
     assert (defaults.seed, defaults.output_dir) == (0, Path("runs/quickstart"))
     given = quickstart._parse_arguments(["--seed", "3", "--output_dir", "x"])
     assert (given.seed, given.output_dir) == (3, Path("x"))
-    with pytest.raises(SystemExit):
-        quickstart.main(["--help"])
-    described = " ".join(capsys.readouterr().out.split())
-    assert described.startswith("usage: python -m grpo_recipes.quickstart [-h] [--seed SEED]")
-    assert "Watch GRPO raise a tiny model's accuracy on a CPU." in described
-    assert "demonstrations and GRPO (default: 0)" in described
-    assert "folder for all files (default: runs/quickstart)" in described
 
 
 def test_ctrl_c_between_the_phases_prints_one_line(monkeypatch, tmp_path, capsys):
@@ -228,13 +210,8 @@ def test_the_result_is_a_file_and_a_table(staged, tmp_path, capsys):
     assert written == COMPARED
     said = capsys.readouterr().out
     assert "strict   0.250 [0.200, 0.300]  0.875 [0.825, 0.925]  0.625 [0.575, 0.675]" in said
-    for title in (
-        "1. Warm start: 20,000 worked solutions, 40% with the tags",
-        "2. Accuracy on 400 held-out problems, before GRPO",
-        "4. Accuracy on 400 held-out problems, after GRPO",
-    ):
-        assert f"\n{title}\n" in said
-    assert f"these numbers are in {tmp_path}/evaluation.json\n" in said
+    for figure in ("20,000", "40%", "400", f"{tmp_path}/evaluation.json"):
+        assert figure in said
     recipe = parse_recipe(asked[0])
     assert recipe.training["seed"] == 2
     assert recipe.model["model_name_or_path"] == str(tmp_path / "policy-seed2")
@@ -245,20 +222,6 @@ def test_training_that_could_not_run_is_not_reported_as_a_result(staged, tmp_pat
     staged[1][0] = 2
     assert quickstart.main(["--output_dir", str(tmp_path)]) == 2
     assert not (tmp_path / "evaluation.json").exists()
-
-
-@pytest.mark.slow
-def test_a_failure_after_the_training_does_not_prevent_the_second_evaluation(staged, monkeypatch, tmp_path, tiny_model):
-    def fails(*args):
-        raise OSError("no room for the card")
-
-    monkeypatch.setattr("grpo_recipes.train.write_model_card", fails)
-    monkeypatch.setattr(quickstart, "warm_start", lambda settings, prompts, folder: shutil.copytree(tiny_model, folder))
-    shortened = ["--max_steps", "1", "--max_completion_length", "8"]
-    main = train.main
-    monkeypatch.setattr(train, "main", lambda arguments: main([*arguments, *shortened]))
-    assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
-    assert json.loads((tmp_path / "evaluation.json").read_text())["strict"] == STRICT
 
 
 @pytest.mark.slow
@@ -277,32 +240,23 @@ def test_it_runs_from_end_to_end_twice(monkeypatch, tmp_path, capsys):
             assert len(completions) == written["problems"] == 8
             assert completions["strict"].mean() == written["strict"][side]["value"]
             assert completions["lenient"].mean() == written["lenient"][side]["value"]
+    capsys.readouterr()
     assert cli.main(["report", str(tmp_path / "grpo-seed0")]) == 0
     assert (tmp_path / "grpo-seed0" / "report" / "evaluation.svg").is_file()
-    said = capsys.readouterr().out
-    assert said.count("replacing the earlier run") == 1
 
 
 def test_the_commands_of_the_phases_are_the_users_own(monkeypatch, tmp_path, capsys):
     """Evaluation and training run by the commands that the quickstart prints."""
     called = []
-    monkeypatch.setattr(cli, "main", lambda arguments: called.append(arguments) or 0)
+    status = [0]
+    monkeypatch.setattr(cli, "main", lambda arguments: called.append(arguments) or status[0])
     recipe = parse_recipe(["--config", "quickstart"])
     quickstart.evaluate(tmp_path / "model", tmp_path / "out", recipe)
     options = cli.parse(called[0])
     assert (options.model, options.output, options.recipe) == (str(tmp_path / "model"), tmp_path / "out", "quickstart")
     assert (options.limit, options.temperature, options.batch_size) == (400, recipe.config.temperature, 200)
     assert capsys.readouterr().out == f"grpo-recipes {' '.join(called[0])}\n"
-    monkeypatch.setattr(cli, "main", lambda arguments: 2)
+    status[0] = 2
     with pytest.raises(SystemExit) as left:
         quickstart.evaluate(tmp_path / "model", tmp_path / "out", recipe)
     assert left.value.code == 2
-
-
-def test_the_phases_are_told_with_their_seconds_if_they_are_long(monkeypatch, capsys):
-    for seconds, said in ((9.9, ""), (10.0, "(10 s)\n"), (61.7, "(62 s)\n")):
-        times = iter([100.0, 100.0 + seconds])
-        monkeypatch.setattr(quickstart.time, "monotonic", lambda times=times: next(times))
-        with quickstart._phase("title"):
-            assert capsys.readouterr().out == "\ntitle\n"
-        assert capsys.readouterr().out == said

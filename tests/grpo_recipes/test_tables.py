@@ -171,17 +171,16 @@ def right_completion(name: str, row: Mapping[str, Any], reward: str) -> str:
     return str(row["answer"]) if name == "summaries.jsonl" else answer(str(row["answer"]))
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_init_asks_or_its_rewards_pay_the_golds_and_no_wrong_answer(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def check_table(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Check that `init` asks about a table, or that its rewards pay the golds and no wrong answer."""
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     expected = EXPECTED[name]
     if expected.options or not expected.reward:
         shutil.copy(TABLES / name, name)
         assert cli.main(["init", name]) == 2
         assert (*expected.options, "--question")[0] in capsys.readouterr().err
-        assert not list(tmp_path.glob("*.yaml"))
+        assert not list(folder.glob("*.yaml"))
         if not expected.reward:
             return
     _, recipe = init(name)
@@ -203,6 +202,28 @@ def test_init_asks_or_its_rewards_pay_the_golds_and_no_wrong_answer(
     wrong = paid(reward, first, expected.wrong)
     assert wrong is not None
     assert wrong <= 0.5
+
+
+QUICK = ("boxed.csv", "choices.jsonl.gz", "decimal_comma.csv", "ifeval.jsonl", "labels_cp1252.csv", "letters.csv",
+         "numbers.tsv", "sciq.jsonl", "skywork_or1.jsonl", "summaries.jsonl", "extraction.csv")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_init_asks_or_its_rewards_pay_the_golds_and_no_wrong_answer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_table(name, tmp_path / "own", monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_every_other_table_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    failed = []
+    for name in EXPECTED.keys() - {*QUICK}:
+        try:
+            check_table(name, tmp_path / name, monkeypatch, capsys)
+        except AssertionError as error:
+            failed.append(f"{name}: {error}")
+    assert failed == []
 
 
 def kind(request: dict[str, Any], handler: Any) -> tuple[int, Any]:

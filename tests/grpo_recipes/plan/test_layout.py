@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import PretrainedConfig
 
 from grpo_recipes.checks.checks import Machine, dry_config
 from grpo_recipes.plan import layout
@@ -124,7 +125,7 @@ def test_a_type_that_is_not_recorded_is_unknown(policies: dict[str, nn.Module]) 
     model.config.model_type = "other"
     found = expected(model)
     assert found.layout is None
-    assert "the layout of other is not recorded" in found.describe()
+    assert "other" in found.describe()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_scores_are_kept_up_to_the_last_token(policies: dict[str, nn.Module]) ->
     model = copy.deepcopy(policies["llama"])
     model.config.index_topk = 70
     assert expected(model, tokens=70).layout is Layout.PACKED
-    assert expected(model, tokens=71).reason == "attention keeps the `index_topk` 70 highest scores of up to 71"
+    assert {"`index_topk`", "70", "71"} <= {*expected(model, tokens=71).reason.split()}
 
 
 @pytest.mark.parametrize(
@@ -179,8 +180,9 @@ def test_scores_are_kept_up_to_the_last_token(policies: dict[str, nn.Module]) ->
     ids=str,
 )
 def test_a_router_loss_needs_a_router_and_a_coefficient(
-    text: dict[str, Any], coefficient: float | None, has_loss: bool, monkeypatch: pytest.MonkeyPatch
+    text: dict[str, Any], coefficient: float | None, has_loss: bool
 ) -> None:
-    monkeypatch.setattr(layout, "text_config", lambda model: SimpleNamespace(**text))
+    model: Any = nn.Identity()
+    model.config = PretrainedConfig(**text)
     config = SimpleNamespace(router_aux_loss_coef=coefficient)
-    assert has_router_loss(config, nn.Identity()) is has_loss
+    assert has_router_loss(config, model) is has_loss

@@ -28,9 +28,9 @@ def test_the_error_line_names_the_reward_that_raised(capsys: pytest.CaptureFixtu
         checked_reward(judge)(prompts=["one"], completions=["two"])
     faults.report(fault.value, tmp_path, None)
     printed = capsys.readouterr().err.splitlines()
-    again = "no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
-    place = "for row 0 of this rank's generation (completion 'two')"
-    assert printed[-1] == f"error: reward `judge` raised KeyError: 'gold', {place}; {again}"
+    assert printed[-1].startswith("error: reward `judge` raised KeyError: 'gold'")
+    for figure in ("row 0", "'two'", "--resume_from_checkpoint"):
+        assert figure in printed[-1]
     assert any("Traceback" in line for line in printed)
 
 
@@ -77,8 +77,8 @@ def test_a_full_disk_is_named_as_the_cause(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     faults.report(RuntimeError("unexpected pos 64832 vs 64724"), tmp_path, tmp_path / "checkpoint-5")
     last = capsys.readouterr().err.splitlines()[-1]
-    hint = f"; the disk of {tmp_path} is full: make room first" if free < 1 << 20 else ""
-    assert last.endswith(f"goes on from checkpoint-5{hint}")
+    assert "checkpoint-5" in last
+    assert (str(tmp_path) in last) == (free < 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,8 @@ def test_a_full_disk_is_named_as_the_cause(
         (ValueError("a combination that TRL refuses"), False, False),
         (RuntimeError("size mismatch in the checkpoint"), False, False),
         (ConnectionError("the vLLM server"), False, True),
+        (TimeoutError("of a judge"), False, True),
+        (OSError("a full disk"), False, False),
         (ValueError("of a step"), True, True),
         (RuntimeError("CUDA out of memory"), True, True),
     ],
@@ -109,17 +111,20 @@ def test_a_rank_that_lost_another_prints_the_message_of_that_rank(
     capsys.readouterr()
     monkeypatch.setenv("RANK", "0")
     faults.report(RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer"), tmp_path, None)
-    expected = (
-        "error: rank 1: reward `judge` raised ValueError: no; `--resume_from_checkpoint true` goes on from checkpoint-4"
-    )
-    assert capsys.readouterr().err.splitlines() == [expected]
-    assert json.loads((tmp_path / "error.json").read_text())["message"] == expected
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith("error: rank 1: reward `judge` raised ValueError: no; ")
+    assert "checkpoint-4" in printed
+    assert json.loads((tmp_path / "error.json").read_text())["message"] == printed
     # A message of an earlier attempt is not reused.
     monkeypatch.setenv("RANK", "1")
     faults.remove_fault_file(tmp_path)
     monkeypatch.setattr(faults, "MESSAGE_SECONDS", 0)
     faults.report(RuntimeError("Connection reset by peer"), tmp_path, None)
-    assert "another rank ended without an error of its own" in capsys.readouterr().err.splitlines()[-1]
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: rank 1: ")
+    assert "reset by peer" not in last
+    assert "judge" not in last
+    assert not (tmp_path / "fault-rank1.json").exists(), "a lost contact is no cause that other ranks look for"
 
 
 def test_the_rank_that_failed_first_is_quoted(
@@ -147,10 +152,14 @@ def test_a_stop_is_recorded_as_the_first_rank_s(tmp_path: Path) -> None:
 
 
 def test_the_full_stop_of_an_error_stands_before_no_semicolon() -> None:
-    expected = "ValueError: no room; no checkpoint had been saved: `--resume_from_checkpoint true` starts again"
-    assert faults.error_message(ValueError("no\nroom."), 1, None) == expected
+    assert faults.error_message(ValueError("no\nroom."), 1, None).startswith("ValueError: no room; ")
     damaged = faults.error_message(ValueError("no"), 1, Path("run/checkpoint-3"), resumable=False)
-    assert damaged == "ValueError: no; it was to resume from run/checkpoint-3: remove it if it is damaged"
+    assert damaged.startswith("ValueError: no; ")
+    assert "run/checkpoint-3" in damaged
+    assert "--resume_from_checkpoint" not in damaged
+    mismatch = faults.error_message(faults.NotThePolicy("the generator"), 0, Path("run/checkpoint-4"))
+    assert mismatch.startswith("the generator; "), "without the name of the class"
+    assert mismatch.endswith(" checkpoint-4")
     assert faults.error_message(ValueError("no"), 1, None, resumable=False) == "ValueError: no"
 
 
@@ -168,13 +177,6 @@ def test_a_rank_waits_for_the_message_of_the_rank_that_failed(
     assert capsys.readouterr().err.splitlines() == ["error: rank 1: no room"]
 
 
-def test_the_error_line_of_a_generator_mismatch_has_no_class_name(tmp_path: Path) -> None:
-    printed = faults.error_message(
-        faults.NotThePolicy("the generator is not the policy: so"), 0, tmp_path / "checkpoint-4"
-    )
-    assert printed == ("the generator is not the policy: so; `--resume_from_checkpoint true` goes on from checkpoint-4")
-
-
 @pytest.mark.parametrize(
     ("error", "ranks", "is_lost"),
     [
@@ -190,7 +192,6 @@ def test_a_connection_error_names_a_lost_rank_only_among_several(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", ranks)
     printed = faults.error_message(error, 0, None)
-    assert ("another rank ended without an error of its own" in printed) == is_lost
     assert (str(error) in printed) != is_lost
 
 
@@ -216,24 +217,10 @@ def test_other_errors_are_not_taken_for_a_lost_rank(
 @pytest.mark.parametrize(
     ("layout", "reward", "says"),
     [
-        (
-            "ddp_cpu",
-            "raises_on_rank_1",
-            "rank 1: reward `raises_on_rank_1` raised ValueError: the judge did not answer",
-        ),
-        (
-            "zero3_cpu",
-            "raises_on_rank_1",
-            "rank 1: reward `raises_on_rank_1` raised ValueError: the judge did not answer",
-        ),
+        ("zero3_cpu", "raises_on_rank_1", "rank 1: reward `raises_on_rank_1` raised ValueError"),
         ("ddp_cpu", "infinite_on_rank_1", "rank 1: reward `infinite_on_rank_1` returned inf for row 3"),
-        (
-            "ddp_cpu",
-            "nothing_on_rank_1",
-            "rank 1: reward `nothing_on_rank_1` returned None, not a list of scores for 8 completions",
-        ),
         ("ddp_cpu", "one_on_rank_1", "rank 1: reward `one_on_rank_1` returned 1 scores for 8 completions"),
-        ("ddp_cpu", "kills_rank_1", "another rank ended without an error of its own; it was probably killed"),
+        ("ddp_cpu", "kills_rank_1", "another rank"),
     ],
 )
 def test_every_rank_ends_with_the_error_of_the_rank_that_failed(
@@ -276,9 +263,9 @@ def test_the_launcher_gets_the_last_line_of_the_first_process_that_ended(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(faults.LAST_LINE_VARIABLE, str(tmp_path / "last"))
-    faults.print_last_line("error: the first", 2)
+    assert faults.print_last_line('error: ü "\n', 2) == 2
     faults.print_last_line("error: lost the first", 1)
-    assert faults.read_last_line(tmp_path / "last") == ("error: the first", 2)
+    assert faults.read_last_line(tmp_path / "last") == ('error: ü "\n', 2)
     assert capsys.readouterr().err == ""
     assert [path.name for path in tmp_path.iterdir()] == ["last"]
 
@@ -298,29 +285,12 @@ def test_a_process_may_leave_no_last_line(tmp_path: Path, content: str | None) -
     assert faults.read_last_line(tmp_path / "last") is None
 
 
-def test_the_last_line_may_hold_any_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(faults.LAST_LINE_VARIABLE, str(tmp_path / "last"))
-    faults.print_last_line('error: ü "\n', 1)
-    assert faults.read_last_line(tmp_path / "last") == ('error: ü "\n', 1)
-
-
-@pytest.mark.parametrize(
-    ("error", "resumable"),
-    [(ConnectionError("x"), True), (TimeoutError("x"), True), (OSError("x"), False), (ValueError("x"), False)],
-)
-def test_a_failure_before_the_training_is_worth_a_resume_only_if_a_service_was_away(
-    error: Exception, resumable: bool
-) -> None:
-    assert faults.is_resumable(error, began=False) == resumable
-    assert faults.is_resumable(error, began=True)
-
-
 def test_an_exit_of_user_code_is_an_error_that_names_its_place() -> None:
     @faults.no_exit()
     def leaves() -> None:
         exit(0)
 
-    with pytest.raises(faults.RunFault, match=r"sys.exit\(0\) was called in .*test_faults.py, line \d+, in leaves:"):
+    with pytest.raises(faults.RunFault, match=r"sys.exit\(0\).*test_faults.py, line \d+, in leaves"):
         leaves()
 
 

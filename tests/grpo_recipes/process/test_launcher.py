@@ -22,6 +22,7 @@ from grpo_recipes.process import faults, launcher
 from grpo_recipes.process.launcher import Layout
 from grpo_recipes.recipe.recipe import RecipeError, find_file
 from tests.support import launching
+from tests.support.errors import refused
 
 
 @pytest.fixture
@@ -44,13 +45,13 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lerning_rate", "1e-5"], "did you mean `learning_rate`?"),
-        (["--accelerate_confg", "cpu"], "did you mean `--accelerate_config`?"),
-        (["--accelerate_config", "nowhere"], "nowhere: there is no such file"),
-        (["--num_processes", "0"], "`num_processes` is 0"),
+        (["--lerning_rate", "1e-5"], "`learning_rate`"),
+        (["--accelerate_confg", "cpu"], "`--accelerate_config`"),
+        (["--accelerate_config", "nowhere"], "nowhere"),
+        (["--num_processes", "0"], "`num_processes`"),
         (["--num_processes", "3", "--num_generations", "16"], "num_generations"),
         (["--dataset.path", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--bf16", "true", "--use_cpu", "false"], "`bf16` needs a GPU"),
+        (["--bf16", "true", "--use_cpu", "false"], "`bf16`"),
         (["--rewards", "[nothing_such]"], "nothing_such"),
     ],
 )
@@ -99,7 +100,7 @@ def test_accelerate_parses_the_command() -> None:
 
 def test_a_file_that_is_no_accelerate_configuration_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("a: 1\n")
-    with pytest.raises(RecipeError, match="as an accelerate configuration: `num_processes` must be a whole number"):
+    with refused("x.yaml", "`num_processes`", by=RecipeError):
         choose_layout(str(tmp_path / "x.yaml"), None, use_cpu=True)
 
 
@@ -163,9 +164,7 @@ def test_the_error_of_the_rank_that_failed_is_the_last_line(recipe: Path) -> Non
     process = start(recipe, "--accelerate_config", "ddp_cpu", *failing)
     output = launching.finish(process)
     assert process.returncode == 1, output
-    assert last_line(output).startswith(
-        "error: rank 1: reward `raises_on_rank_1` raised ValueError: the judge did not answer"
-    )
+    assert last_line(output).startswith("error: rank 1: reward `raises_on_rank_1` raised ValueError")
 
 
 @pytest.mark.slow
@@ -180,8 +179,7 @@ def test_the_last_line_after_a_kill_tells_how_to_resume(recipe: Path) -> None:
     finally:
         launching.kill_tree(process.pid)
     assert process.returncode == 1, output
-    assert "probably killed" in last_line(output)
-    assert "`--resume_from_checkpoint true` goes on from checkpoint-" in last_line(output)
+    assert "checkpoint-" in last_line(output).partition("--resume_from_checkpoint")[2]
 
 
 @pytest.mark.slow
@@ -307,29 +305,13 @@ def test_a_training_process_that_outlives_its_launcher_is_killed(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("code", "received", "begins", "exit_code"),
-    [
-        (1, signal.SIGINT, "stopped by Ctrl-C: HINT", 130),
-        (1, signal.SIGTERM, "stopped by SIGTERM: HINT", 143),
-        (-9, None, "error: the training processes ended with code -9 and without an error of their own", 1),
-    ],
-)
-def test_processes_that_leave_no_line_get_one_with_the_way_to_resume(
-    code: int, received: signal.Signals | None, begins: str, exit_code: int
-) -> None:
-    line, status = launcher._line_for_silent_processes(code, received, "HINT")
-    assert line.startswith(begins)
-    assert line.endswith(": HINT")
-    assert status == exit_code
-
-
-@pytest.mark.parametrize(
     ("left", "ended", "code", "line"),
     [
         (None, (0, None), 0, None),
         (None, (0, signal.SIGTERM), 0, None),
-        (None, (-9, None), 1, "error: the training processes ended with code -9 and without an error"),
+        (None, (-9, None), 1, "error: "),
         (None, (1, signal.SIGINT), 130, "stopped by Ctrl-C: resume like this"),
+        (None, (1, signal.SIGTERM), 143, "stopped by SIGTERM: resume like this"),
         (("error: a reward raised", 1), (1, None), 1, "error: a reward raised"),
         (("error: the recipe is wrong", 2), (1, None), 2, "error: the recipe is wrong"),
         (("stopped by SIGTERM", 0), (0, signal.SIGTERM), 0, "stopped by SIGTERM"),
@@ -361,6 +343,8 @@ def test_a_launch_ends_with_the_line_and_the_code_of_its_processes(
     said = capsys.readouterr()
     assert (said.out, said.err.count("\n")) == ("", 0 if line is None else 1)
     assert said.err.startswith(line or "")
+    assert left is not None or line is None or said.err.endswith(": resume like this\n")
+    assert ("-9" in said.err) == (ended == (-9, None))
     assert commands == [layout.command(["--config", "r.yaml"])]
 
 

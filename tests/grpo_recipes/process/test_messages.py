@@ -127,22 +127,18 @@ def test_a_resumed_model_with_tied_weights_reports_no_missing_keys(
     assert "missing keys" not in caplog.text
 
 
-@pytest.mark.parametrize("setup", ["", "import logging; logging.basicConfig(level=logging.INFO, format='%(message)s')"])
-def test_a_line_of_progress_is_shown_in_a_script_with_and_without_logging(setup: str) -> None:
-    script = (
-        f"{setup}\nfrom grpo_recipes.process.messages import log_progress\nlog_progress('step 1: 5 tokens computed')"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert (done.stdout + done.stderr).splitlines() == ["step 1: 5 tokens computed"]
-
-
-def test_a_script_may_silence_the_lines_of_progress() -> None:
-    assert printed_by(f"import logging; logging.basicConfig()\n{LOG}") == ""
-
-
 LOG = "from grpo_recipes.process.messages import log_progress; log_progress('step 1: 5 tokens computed')"
 
 
-def printed_by(script: str) -> str:
+@pytest.mark.parametrize(
+    ("setup", "lines"),
+    [
+        ("", ["step 1: 5 tokens computed"]),
+        pytest.param("level=logging.INFO, format='%(message)s'", ["step 1: 5 tokens computed"], marks=pytest.mark.slow),
+        ("level=logging.WARNING", []),  # which silences them
+    ],
+)
+def test_a_line_of_progress_is_shown_in_a_script_with_and_without_logging(setup: str, lines: list[str]) -> None:
+    script = f"import logging; logging.basicConfig({setup})\n{LOG}" if setup else LOG
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return done.stdout + done.stderr
+    assert (done.stdout + done.stderr).splitlines() == lines

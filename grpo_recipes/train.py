@@ -325,7 +325,7 @@ def confirm_checkpoint(prepared: Prepared) -> Prepared:
     recipe = prepared.recipe
     point = resume.confirmed(prepared.point, each_node=recipe.config.save_on_each_node)
     if (reason := point.obstacle()) is not None:
-        raise recipe.error(f"`resume_from_checkpoint`: {reason}")
+        raise recipe.error(f"`resume_from_checkpoint`: {reason.place}", reason.problem, reason.fix)
     if point.newest is not None and point.newest != prepared.checkpoint:  # the one that `prepare` compared is damaged
         check_same_content(recipe, point.newest, prepared.identity)
     return replace(prepared, point=point, steps_before=steps_done(point.newest) if point.newest else 0)

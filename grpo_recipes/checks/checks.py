@@ -381,7 +381,7 @@ def resume_point(recipe: Recipe, machine: Machine) -> Resume | None:
     with naming(f"{recipe.source}: `resume_from_checkpoint`"):
         point = decide(recipe.output_dir, True if place == "true" else place, machine.num_processes)
         if (reason := point.obstacle()) is not None:
-            raise UserError(reason)
+            raise reason
     return point
 
 

@@ -172,8 +172,8 @@ def trained_quantization(folder: Path) -> BitsAndBytesConfig | None:
     record = record_of_model(folder)
     if record is None:
         return None
-    for sentence in missing_quantization(record["recipe"]):
-        raise UserError(folder, "it was trained on a quantized base", sentence)
+    for error in missing_quantization(record["recipe"]):
+        raise UserError(folder, f"its base was quantized by {error.place}, and {error.problem}", error.fix)
     keys = {field.name for field in fields(ModelConfig)}
     try:
         config = ModelConfig(**{key: value for key, value in record["recipe"].items() if key in keys})

@@ -100,11 +100,12 @@ class CompleteCheckpoints(TrainerCallback):
             logger.warning("%s: no run can resume from it", one.reason)
         newest = point.newest
         if newest is None:
-            raise RunError(point.rejected[0].reason, fix="name another checkpoint to resume from")
+            damage = point.rejected[0].damage
+            raise RunError(damage.place, damage.problem, "name another checkpoint to resume from")
         manifest = read_manifest(newest)
         if manifest is not None and (reason := unfit(newest, args.world_size)):
             if manifest.model_only:
-                raise RunError(reason)
+                raise reason
             logger.warning("%s", reason)  # transformers can resume on another number of processes, and a script may
         line = compare(newest, self.identity)
         if line is not None and rank() == 0:
@@ -211,8 +212,8 @@ class CompleteCheckpoints(TrainerCallback):
         point = confirmed(Resume(best.parent, args.world_size, best, [best]), each_node=args.save_on_each_node)
         found = rejection(best, args.world_size) if point.newest else point.rejected[0]
         if found is not None:
-            problem = "`load_best_model_at_end` would load it at the end"
-            raise RunError(found.reason, problem, "restore it, or set that key to false")
+            damage, fix = found.damage, "restore it, or set `load_best_model_at_end: false`"
+            raise RunError(damage.place, f"{damage.problem}, and it would be loaded at the end", fix)
 
     def correct_rates(self, logs: dict[str, float]) -> None:
         """Recompute the throughput in the last log entry of a run so that it counts only this launch's steps."""

@@ -23,6 +23,7 @@ def refused(
         yield caught
     error = caught.value
     assert str(place) in error.place
-    assert error.fix or not error.problem  # until every error is made of its parts
+    assert error.problem
+    assert error.fix
     missing = [figure for figure in map(str, figures) if figure not in str(error)]
     assert not missing, f"{missing} not in: {error}"

@@ -89,7 +89,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.known = commands.choices[options.command].long_options
     options.overrides = rest
     if rest and options.command not in ("plan", "preview", "train"):
-        parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0].partition('=')[0], options.known)}")
+        hint = did_you_mean(rest[0].partition("=")[0], options.known, "`--help` lists all")
+        parser.error(f"unknown argument `{rest[0]}`: {hint}")
     return options
 
 

@@ -169,7 +169,7 @@ class Recipe:
         """Return a block that turns errors into a `RecipeError` that names this recipe's file first."""
         return naming(self.source, errors)
 
-    def error(self, place: str, problem: str = "", fix: str = "") -> RecipeError:
+    def error(self, place: str, problem: str, fix: str) -> RecipeError:
         """Return an error about a place in this recipe. The message names the recipe's file first."""
         return RecipeError(f"{self.source}: {place}", problem, fix)
 

@@ -103,7 +103,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options, rest = parser.parse_known_args(arguments)
     if rest:
         known = next(commands.choices[word].long_options for word in arguments if word in commands.choices)
-        parser.error(f"unknown argument `{rest[0]}`{did_you_mean(rest[0], known)}")
+        parser.error(f"unknown argument `{rest[0]}`: {did_you_mean(rest[0], known, '`--help` lists all')}")
     return options
 
 

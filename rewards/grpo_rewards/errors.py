@@ -20,8 +20,8 @@ class UserError(ValueError):
         fix: What the user can do, as a command: "set a number above 0".
     """
 
-    def __init__(self, place: object, problem: str = "", fix: str = "") -> None:
-        self.place, self.problem, self.fix = str(place), problem, fix.removeprefix(": ")  # as `did_you_mean` begins
+    def __init__(self, place: object, problem: str, fix: str) -> None:
+        self.place, self.problem, self.fix = str(place), problem, fix
         super().__init__(self.place, self.problem, self.fix)
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ def shortened(text: str, most: int = 40) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return the end of an error message about the unknown name `word`.
+    """Return the fix of an error about the unknown name `word`.
 
     Hyphens count as underscores, and the leading hyphens of an option are ignored.
 
@@ -61,7 +61,7 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
         likeness = _likeness(word, name)
         if likeness > best:
             best, nearest = likeness, name
-    return f": did you mean `{nearest}`?" if best >= _CUTOFF else otherwise
+    return f"did you mean `{nearest}`?" if best >= _CUTOFF else otherwise
 
 
 def _likeness(word: str, name: str) -> float:

@@ -284,7 +284,8 @@ class Parser(argparse.ArgumentParser):
         if word in commands or (word is None and not {"-h", "--help", "--version"}.isdisjoint(arguments)):
             return
         problem = "a command is missing" if word is None else f"there is no command `{word}`"
-        self.error(problem + did_you_mean(word or "", commands, f": choose {', '.join(commands)}"))
+        hint = did_you_mean(word or "", commands, f"choose {', '.join(commands)}")
+        self.error(f"{problem}: {hint}")
 
     def _underscored(self, word: str) -> str:
         if not word.startswith("--"):

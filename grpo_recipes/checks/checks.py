@@ -34,7 +34,6 @@ from grpo_recipes.runs.files import EVALUATIONS, TEXT, check_names, read_object
 from grpo_recipes.runs.lock import LOCK
 from grpo_recipes.runs.resume import Resume, decide
 from grpo_recipes.runs.weights import adapter_config, check_descriptions
-from grpo_rewards.errors import UserError
 from grpo_rewards.files import relative_to
 from grpo_rewards.registry import BuiltReward
 

@@ -588,10 +588,15 @@ def limit_prompts(
         return dataset, 0
     if spec.overlong_prompts == "cut_left":
         return _with_cut_prompts(dataset, is_overlong, limit, tokenizer, given, tools), count
-    if count == len(lengths):
-        problem = f"all {count} prompts are longer than {limit} tokens (the shortest has {lengths.min()})"
-        raise UserError("`dataset.max_prompt_tokens`", problem, "raise the limit")
+    check_one_fits(lengths, limit)
     return dataset.select(np.flatnonzero(~is_overlong)), count
+
+
+def check_one_fits(lengths: np.ndarray, limit: int) -> None:
+    """Raise `UserError` if all prompts, with `lengths` (N,), are longer than `limit` tokens."""
+    if lengths.min() > limit:
+        problem = f"all {len(lengths)} prompts are longer than {limit} tokens (the shortest has {lengths.min()})"
+        raise UserError("`dataset.max_prompt_tokens`", problem, "raise the limit")
 
 
 def _with_cut_prompts(

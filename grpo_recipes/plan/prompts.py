@@ -12,7 +12,7 @@ import numpy as np
 from grpo_recipes.checks.tokenizer import TokenizerUnavailable, check_chat_template, load_tokenizer
 from grpo_recipes.checks.tools import Toolset, check_template
 from grpo_recipes.data.hub import hub_answers
-from grpo_recipes.data.prompts import first_prompt, sample_of_rows, token_lengths
+from grpo_recipes.data.prompts import check_one_fits, first_prompt, sample_of_rows, token_lengths
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.weights import tokenizer_source
@@ -104,7 +104,11 @@ class PromptReport:
 
 
 def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | None = None) -> PromptReport:
-    """Return the report on a dataset. Raise `RecipeError` if the tokenizer or its chat template can't be used."""
+    """Return the report on a dataset.
+
+    Raises:
+        RecipeError: the tokenizer or its chat template can't be used, or every prompt is longer than the limit.
+    """
     first, template_kwargs = dataset[0]["prompt"], recipe.config.chat_template_kwargs or {}
     name = tokenizer_source(recipe.model["model_name_or_path"])
     try:
@@ -123,9 +127,12 @@ def prompt_report(recipe: Recipe, dataset: datasets.Dataset, toolset: Toolset | 
         sample = sample_of_rows(len(dataset))
         measured = dataset.select(sample) if len(sample) < len(dataset) else dataset
         lengths = token_lengths(measured, tokenizer, template_kwargs, tools)
+        limit = recipe.dataset.max_prompt_tokens
+        if limit is not None and len(measured) == len(dataset) and recipe.dataset.overlong_prompts == "drop":
+            check_one_fits(lengths, limit)
         tokens = int(token_lengths(dataset.select([0]), tokenizer, template_kwargs, tools)[0])
         text = first_prompt(dataset, tokenizer, template_kwargs, tools)
-    summary = Lengths.of(lengths, len(dataset), recipe.dataset.max_prompt_tokens)
+    summary = Lengths.of(lengths, len(dataset), limit)
     return PromptReport(text, tokens, summary, None)
 
 

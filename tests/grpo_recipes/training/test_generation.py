@@ -97,6 +97,24 @@ def test_the_completions_of_stock_trl(tmp_path: Path) -> None:
     assert list(ours._logs["completion"]) == list(stock._logs["completion"])
 
 
+def test_a_rank_without_groups_joins_the_check_of_a_rank_with_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = trainer(tmp_path / "alone", max_steps=1, generation_kwargs={"use_cache": False})
+    alone.train()
+    assert not alone._generation.is_verified
+    run = trainer(tmp_path / "two", max_steps=1, generation_kwargs={"use_cache": False})
+    gather = run.accelerator.gather
+
+    def of_two_ranks(values: torch.Tensor) -> torch.Tensor:
+        is_decision = values.dtype == torch.bool and values.shape == (1, 3)
+        return torch.cat([values, torch.tensor([[False, True, False]])]) if is_decision else gather(values)
+
+    monkeypatch.setattr(run.accelerator, "gather", of_two_ranks)
+    run.train()
+    assert run._generation.is_verified
+
+
 @pytest.mark.slow
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     """The random stream is that of users. The check of the first batch after the resume must not disturb it."""

@@ -3,7 +3,9 @@ SEED ?= 0
 GPU_PYTHON ?= 3.12
 VENV := .venv
 BIN := $(VENV)/bin
+RUNTIME := $(VENV)/.runtime
 INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 VLLM_VENV := .venv-vllm
 VLLM_ROWS ?= slow or not slow
 FILE ?= grpo_recipes/runs/resume.py
@@ -21,12 +23,16 @@ help:  ## this list
 
 install: $(INSTALLED)  ## the virtual environment in .venv, with the exact versions of constraints.txt
 
-$(INSTALLED): pyproject.toml rewards/pyproject.toml constraints.txt
+$(RUNTIME): pyproject.toml rewards/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ./rewards --editable '.[dev]'
+	$(PIP) --no-compile --editable ./rewards --editable .
 	touch $@
 
-quickstart: $(INSTALLED)  ## warm-start a tiny model, train it with GRPO, print accuracy before and after (SEED=0)
+$(INSTALLED): $(RUNTIME)
+	$(PIP) --editable ./rewards --editable '.[dev]'
+	touch $@
+
+quickstart: $(RUNTIME)  ## warm-start a tiny model, train it with GRPO, print accuracy before and after (SEED=0)
 	$(BIN)/python -m grpo_recipes.quickstart --seed $(SEED)
 
 test: $(INSTALLED)  ## the quick part of the test suite
@@ -53,7 +59,7 @@ torture: $(INSTALLED)  ## kill training 60 times at files of a save, 20 at rando
 	$(BIN)/python -m tests.tools.torture --kills 60 --random-kills 20 --seed $(SEED) --record benchmarks/results/torture.md
 
 mutants: $(INSTALLED)  ## single changes of FILE that the quick tests of TESTS do not notice
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray==8.7.0
+	$(PIP) cosmic-ray==8.7.0
 	mkdir -p build && rm -f build/mutants.sqlite
 	sed 's#FILE#$(FILE)#; s#TESTS#$(TESTS)#' tests/tools/mutants.toml > build/mutants.toml
 	$(BIN)/cosmic-ray init build/mutants.toml build/mutants.sqlite
@@ -83,7 +89,7 @@ bench: $(INSTALLED)  ## every benchmark that runs on a CPU, each printing a tabl
 	for file in $(filter-out benchmarks/gold%.py benchmarks/gpu%.py benchmarks/real_model%.py benchmarks/unshared.py benchmarks/workloads.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$file || exit 1; done
 
 real-model: $(INSTALLED)  ## a pretrained model of 135M parameters, trained by TRL and by ours, and with a tool: hours on two cores, resumable
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt gguf
+	$(PIP) gguf
 	$(BIN)/python benchmarks/real_model.py
 	$(BIN)/python benchmarks/real_model.py --record
 	$(BIN)/python benchmarks/real_model_coupled.py --steps 10

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import NotThePolicy
-from grpo_recipes.tools.loop import Row, RowTools, ToolLoop
+from grpo_recipes.tools.loop import Row, RowTools
 from grpo_recipes.tools.run import Result
 from grpo_recipes.tools.transcript import Fault, Proof, Transcript, Turns
-from tests.support import tool_rollouts
 from tests.support.grids import only
-from tests.support.tool_rollouts import ADD, GROUP, REPEAT
+from tests.support.tool_rollouts import ADD, GROUP, REPEAT, TOOLS, next_turns, tool_trainer
 
 THOUGHT = "<think>\nso\n</think>\n\n"
 SCRIPT = [
@@ -28,8 +27,17 @@ SCRIPT = [
 ]
 CASES = [{"prompt": [{"role": "user", "content": f"case {n}"}]} for n in range(2) for _ in range(GROUP)]
 
+ANSWER = {"role": "assistant", "content": ""}
+RESULT = {"role": "tool", "name": "add", "content": "3"}
+
 Values = list[Any]
-"""Mask, messages, tokens and log-probabilities of the rows of a batch, the first of TRL's seven values."""
+"""The first of TRL's seven values of a batch: mask, messages, tokens and log-probabilities, a list of rows each."""
+MASK, MESSAGES, IDS, LOG_PROBS = range(4)
+"""Places of these values."""
+Planted = Callable[[Any, Values], None]
+"""Function of a trainer and of the values of its batch, which it changes."""
+Place = Callable[[int, int], int]
+"""Function from the first token of a row's first result, and the first token behind it, to a token."""
 
 
 class ScriptedGeneration:
@@ -44,7 +52,7 @@ class ScriptedGeneration:
     def __call__(
         self, turn: Any, prompts: Sequence[Sequence[int]], *rest: Any
     ) -> tuple[list[list[int]], list[list[float]], None]:
-        turns = tool_rollouts.next_turns(SCRIPT, self.tokenizer, prompts)
+        turns = next_turns(SCRIPT, self.tokenizer, prompts)
         turns = turns if self.ends else [ids[:-1] for ids in turns]
         # No two tokens of a batch have the same.
         log_probs = [[-0.01 - row - place / 1000 for place in range(len(ids))] for row, ids in enumerate(turns)]
@@ -54,7 +62,7 @@ class ScriptedGeneration:
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Build a trainer whose generator writes the script, below the method that records turns."""
-    made = tool_rollouts.tool_trainer(GRPOTrainer, tmp_path_factory.mktemp("run"))
+    made = tool_trainer(GRPOTrainer, tmp_path_factory.mktemp("run"))
     made._turn_check.all_messages = True
     made.model.train()
     return made
@@ -77,9 +85,13 @@ def generate(trainer: Any) -> None:
     trainer._generate_and_score_completions(copy.deepcopy(CASES))
 
 
-@contextmanager
-def planted(trainer: Any, fault: Callable[[Any, Values], None]) -> Iterator[None]:
-    """Let a fault change what the tool loop returns."""
+def place_named(trainer: Any, fault: Planted = lambda trainer, values: None) -> str:
+    """Return the place of the fault that stops the next batch, or "" if none does.
+
+    Args:
+        trainer: the trainer.
+        fault: change of what the tool loop returns.
+    """
     loop = trainer._tool_call_loop
 
     def faulty(*args: Any) -> Any:
@@ -88,17 +100,13 @@ def planted(trainer: Any, fault: Callable[[Any, Values], None]) -> Iterator[None
         return tuple(values)
 
     trainer._tool_call_loop = faulty
-    yield
-    trainer._tool_call_loop = loop
-
-
-def place_named(trainer: Any) -> str:
-    """Return the place of the fault that stops the next batch, or "" if none does."""
     try:
         generate(trainer)
     except NotThePolicy as error:
         found = re.search(r"row \d+, token \d+", str(error))
         return found[0] if found else str(error)
+    finally:
+        trainer._tool_call_loop = loop
     return ""
 
 
@@ -120,273 +128,240 @@ def replaced(values: Values, row: int, start: int, stop: int, ids: Sequence[int]
     completions[row] = completions[row][:start] + list(ids) + completions[row][stop:]
 
 
-def shifted_right(trainer: Any, values: Values) -> None:
-    values[0][1] = [1, *values[0][1][:-1]]
+def changed(value: int, row: int | None, change: Callable[[Any], Any]) -> Planted:
+    """Return the fault that changes a value of a row, or of all rows."""
+
+    def fault(trainer: Any, values: Values) -> None:
+        if row is None:
+            values[value] = change(values[value])
+        else:
+            values[value][row] = change(values[value][row])
+
+    return fault
 
 
-def shifted_left(trainer: Any, values: Values) -> None:
-    values[0] = [[*mask[1:], 1] for mask in values[0]]
+def swapped(places: Sequence[int], one: int, other: int) -> Planted:
+    """Return the fault that swaps values of two rows."""
+
+    def fault(trainer: Any, values: Values) -> None:
+        for place in places:
+            values[place][one], values[place][other] = values[place][other], values[place][one]
+
+    return fault
 
 
-def longer_mask(trainer: Any, values: Values) -> None:
-    values[0][2] = [*values[0][2], 1]
+def changed_message(row: int, place: int, **changes: Any) -> Planted:
+    def fault(trainer: Any, values: Values) -> None:
+        values[MESSAGES][row][place].update(changes)
+
+    return fault
 
 
-def tokenized_again(trainer: Any, values: Values) -> None:
-    # Byte by byte: other tokens of the same text.
-    end = end_of_turn(values[0][0]) - 2
-    text = trainer._tokenizer.decode(values[2][0][:end])
-    ids = [token for letter in text for token in trainer._tokenizer(letter, add_special_tokens=False)["input_ids"]]
-    replaced(values, 0, 0, end, ids)
+def changed_token(value: int, place: Place, number: float) -> Planted:
+    """Return the fault of another mask or log-probability of a token of row 1."""
+
+    def fault(trainer: Any, values: Values) -> None:
+        values[value][1][place(*places_of_result(values[MASK][1]))] = number
+
+    return fault
 
 
-def without_thinking(trainer: Any, values: Values) -> None:
-    end = end_of_turn(values[0][0])
-    text = trainer._tokenizer.decode(values[2][0][:end])
-    kept = trainer._tokenizer(re.sub(r"<think>.*</think>\n\n", "", text, flags=re.S), add_special_tokens=False)
-    replaced(values, 0, 0, end, kept["input_ids"])
+def cut(stop: Place, messages: int | None = None) -> Planted:
+    """Return the fault that drops tokens at the end of row 1, and messages after the first ones."""
+
+    def fault(trainer: Any, values: Values) -> None:
+        length = stop(*places_of_result(values[MASK][1]))
+        for value in (MASK, IDS, LOG_PROBS):
+            values[value][1] = values[value][1][:length]
+        del values[MESSAGES][1][messages or len(values[MESSAGES][1]) :]
+
+    return fault
 
 
-def swapped_tokens(trainer: Any, values: Values) -> None:
-    for column in (0, 2):
-        values[column][0], values[column][4] = values[column][4], values[column][0]
+def other_result(content: str) -> Planted:
+    """Return the fault of another first result of row 1, in its message and in its tokens."""
 
+    def fault(trainer: Any, values: Values) -> None:
+        message = values[MESSAGES][1][1]
+        message["content"] = content
+        replaced(values, 1, *places_of_result(values[MASK][1]), trainer._get_tool_suffix_ids([message]))
 
-def swapped_rows(trainer: Any, values: Values) -> None:
-    for column in (0, 1, 2):
-        values[column][1], values[column][5] = values[column][5], values[column][1]
-
-
-def swapped_messages(trainer: Any, values: Values) -> None:
-    values[1][0], values[1][3] = values[1][3], values[1][0]
-
-
-def without_end(trainer: Any, values: Values) -> None:
-    end = end_of_turn(values[0][3 + GROUP])
-    replaced(values, 3 + GROUP, end - 1, end, [])
-
-
-def without_last_end(trainer: Any, values: Values) -> None:
-    values[0][3].pop()
-    values[2][3].pop()
-
-
-def cut_result(trainer: Any, values: Values) -> None:
-    start = end_of_turn(values[0][1])
-    replaced(values, 1, start + 8, start + 9, [])
-
-
-def cut_message(trainer: Any, values: Values) -> None:
-    values[1][1][1]["content"] = ""
-
-
-def other_result(trainer: Any, values: Values) -> None:
-    values[1][2][1]["content"] = "4"
-
-
-def lost_turn(trainer: Any, values: Values) -> None:
-    last = len(values[0][5]) - values[0][5][::-1].index(0)
-    values[0][5], values[2][5] = values[0][5][:last], values[2][5][:last]
-    values[1][5].pop()
-
-
-def lost_masks(trainer: Any, values: Values) -> None:
-    values[0] = None
-
-
-def inverted_mask(trainer: Any, values: Values) -> None:
-    values[0][1] = [1 - mask for mask in values[0][1]]
-
-
-def doubled_mask(trainer: Any, values: Values) -> None:
-    values[0][1] = [2 * mask for mask in values[0][1]]
-
-
-def mask_of_another_row(trainer: Any, values: Values) -> None:
-    length = len(values[0][2])
-    values[0][2] = values[0][1][:length]
-
-
-def unmasked_end_of_result(trainer: Any, values: Values) -> None:
-    values[0][1][places_of_result(values[0][1])[1] - 1] = 1
-
-
-def masked_start_of_turn(trainer: Any, values: Values) -> None:
-    values[0][1][places_of_result(values[0][1])[1]] = 0
-
-
-def masked_token(trainer: Any, values: Values) -> None:
-    values[0][1][3] = 0
-
-
-def generation_prompt_twice(trainer: Any, values: Values) -> None:
-    stop = places_of_result(values[0][1])[1]
-    added = trainer._tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
-    values[0][1][stop:stop] = [0] * len(added)
-    values[2][1][stop:stop] = added
-
-
-def spaced_result(trainer: Any, values: Values) -> None:
-    rendered_again(trainer, values, " 3")
-
-
-def result_of_another_row(trainer: Any, values: Values) -> None:
-    rendered_again(trainer, values, values[1][1][3]["content"])
-
-
-def rendered_again(trainer: Any, values: Values, content: str) -> None:
-    """Replace the first result of row 1 in its message and in its tokens."""
-    start, stop = places_of_result(values[0][1])
-    values[1][1][1]["content"] = content
-    replaced(values, 1, start, stop, trainer._get_tool_suffix_ids([values[1][1][1]]))
-
-
-def result_of_a_user(trainer: Any, values: Values) -> None:
-    values[1][1][1]["role"] = "user"
-
-
-def result_of_another_tool(trainer: Any, values: Values) -> None:
-    values[1][1][1]["name"] = "repeat"
-
-
-def other_arguments(trainer: Any, values: Values) -> None:
-    values[1][1][0]["tool_calls"][0]["function"]["arguments"]["a"] = 7
-
-
-def without_tool_messages(trainer: Any, values: Values) -> None:
-    values[1][1] = [message for message in values[1][1] if message["role"] != "tool"]
-
-
-def message_more(trainer: Any, values: Values) -> None:
-    values[1][3].append({"role": "assistant", "content": ""})
-
-
-def result_more(trainer: Any, values: Values) -> None:
-    values[1][3].append({"role": "tool", "name": "add", "content": "3"})
+    return fault
 
 
 def end_twice(trainer: Any, values: Values) -> None:
-    replaced(values, 3, len(values[2][3]) - 1, len(values[2][3]), [trainer._tokenizer.eos_token_id] * 2)
+    replaced(values, 3, len(values[IDS][3]) - 1, len(values[IDS][3]), [trainer._tokenizer.eos_token_id] * 2)
 
 
 def padding_inside(trainer: Any, values: Values) -> None:
     replaced(values, 1, 4, 4, [trainer._tokenizer.pad_token_id] * 2)
 
 
-def shortened(values: Values, row: int, length: int) -> None:
-    """Keep the first tokens of a row."""
-    for column in (0, 2, 3):
-        values[column][row] = values[column][row][:length]
+def tokenized_again(trainer: Any, values: Values) -> None:
+    # Byte by byte: other tokens of the same text.
+    end = end_of_turn(values[MASK][0]) - 2
+    text = trainer._tokenizer.decode(values[IDS][0][:end])
+    ids = [token for letter in text for token in trainer._tokenizer(letter, add_special_tokens=False)["input_ids"]]
+    replaced(values, 0, 0, end, ids)
 
 
-def cut_row(trainer: Any, values: Values) -> None:
-    shortened(values, 1, len(values[2][1]) - 5)
+def without_thinking(trainer: Any, values: Values) -> None:
+    end = end_of_turn(values[MASK][0])
+    text = trainer._tokenizer.decode(values[IDS][0][:end])
+    kept = trainer._tokenizer(re.sub(r"<think>.*</think>\n\n", "", text, flags=re.S), add_special_tokens=False)
+    replaced(values, 0, 0, end, kept["input_ids"])
 
 
-def cut_in_result(trainer: Any, values: Values) -> None:
-    shortened(values, 1, places_of_result(values[0][1])[0] + 4)
+def without_end(trainer: Any, values: Values) -> None:
+    end = end_of_turn(values[MASK][3 + GROUP])
+    replaced(values, 3 + GROUP, end - 1, end, [])
 
 
-def first_turn_only(trainer: Any, values: Values) -> None:
-    shortened(values, 1, end_of_turn(values[0][1]))
-    del values[1][1][1:]
+def without_last_end(trainer: Any, values: Values) -> None:
+    values[MASK][3].pop()
+    values[IDS][3].pop()
 
 
-def turn_twice(trainer: Any, values: Values) -> None:
-    turn = values[2][1][places_of_result(values[0][1])[1] :]
-    values[0][1] = values[0][1] + [1] * len(turn)
-    values[2][1] = values[2][1] + turn
+def cut_result(trainer: Any, values: Values) -> None:
+    start = end_of_turn(values[MASK][1])
+    replaced(values, 1, start + 8, start + 9, [])
 
 
-def turns_in_another_order(trainer: Any, values: Values) -> None:
-    start, stop = places_of_result(values[0][2])
-    for column in (0, 2):
-        row = values[column][2]
-        values[column][2] = row[stop:] + row[start:stop] + row[:start]
+def last_turn(mask: Sequence[int]) -> int:
+    return len(mask) - mask[::-1].index(0)
 
 
-def reversed_rows(trainer: Any, values: Values) -> None:
-    for column in (0, 1, 2, 3):
-        values[column].reverse()
-
-
-def shifted_log_probs(trainer: Any, values: Values) -> None:
-    values[3][1] = [0.0, *values[3][1][:-1]]
-
-
-def log_probs_of_another_row(trainer: Any, values: Values) -> None:
-    # Both rows have one turn.
-    values[3][3], values[3][6] = values[3][6], values[3][3]
-
-
-def log_probs_of_sampled_tokens_only(trainer: Any, values: Values) -> None:
-    values[3][1] = [value for value, mask in zip(values[3][1], values[0][1], strict=True) if mask]
-
-
-def log_prob_of_a_result(trainer: Any, values: Values) -> None:
-    values[3][1][places_of_result(values[0][1])[0]] = -1.0
-
-
-def nan_log_prob(trainer: Any, values: Values) -> None:
-    values[3][1][0] = float("nan")
-
-
-def lost_log_probs(trainer: Any, values: Values) -> None:
-    values[3] = None
-
-
-def repeated_row(trainer: Any, values: Values) -> None:
-    for column in (0, 1, 2):
-        values[column][0] = copy.deepcopy(values[column][1])
-
-
-def lost_mask(trainer: Any, values: Values) -> None:
-    values[0][5] = [1] * len(values[0][5])
-
-
-def masked_row(trainer: Any, values: Values) -> None:
-    values[0][5] = [0] * len(values[0][5])
+def lost_turn(trainer: Any, values: Values) -> None:
+    last = last_turn(values[MASK][5])
+    values[MASK][5], values[IDS][5] = values[MASK][5][:last], values[IDS][5][:last]
+    values[MESSAGES][5].pop()
 
 
 def masked_turn(trainer: Any, values: Values) -> None:
-    last = len(values[0][5]) - values[0][5][::-1].index(0)
-    values[0][5][last:] = [0] * len(values[0][5][last:])
+    last = last_turn(values[MASK][5])
+    values[MASK][5][last:] = [0] * len(values[MASK][5][last:])
+
+
+def mask_of_another_row(trainer: Any, values: Values) -> None:
+    values[MASK][2] = values[MASK][1][: len(values[MASK][2])]
+
+
+def generation_prompt_twice(trainer: Any, values: Values) -> None:
+    stop = places_of_result(values[MASK][1])[1]
+    added = trainer._tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
+    values[MASK][1][stop:stop] = [0] * len(added)
+    values[IDS][1][stop:stop] = added
+
+
+def other_arguments(trainer: Any, values: Values) -> None:
+    values[MESSAGES][1][0]["tool_calls"][0]["function"]["arguments"]["a"] = 7
+
+
+def without_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message for message in messages if message["role"] != "tool"]
+
+
+def turn_twice(trainer: Any, values: Values) -> None:
+    turn = values[IDS][1][places_of_result(values[MASK][1])[1] :]
+    values[MASK][1] = values[MASK][1] + [1] * len(turn)
+    values[IDS][1] = values[IDS][1] + turn
+
+
+def turns_in_another_order(trainer: Any, values: Values) -> None:
+    start, stop = places_of_result(values[MASK][2])
+    for value in (MASK, IDS):
+        row = values[value][2]
+        values[value][2] = row[stop:] + row[start:stop] + row[:start]
+
+
+def reversed_rows(trainer: Any, values: Values) -> None:
+    for rows in values[:4]:
+        rows.reverse()
+
+
+def log_probs_of_sampled_tokens_only(trainer: Any, values: Values) -> None:
+    row = zip(values[LOG_PROBS][1], values[MASK][1], strict=True)
+    values[LOG_PROBS][1] = [value for value, mask in row if mask]
+
+
+def repeated_row(trainer: Any, values: Values) -> None:
+    for rows in values[:3]:
+        rows[0] = copy.deepcopy(rows[1])
 
 
 def lost_result(trainer: Any, values: Values) -> None:
-    start = end_of_turn(values[0][2])
-    stop = values[0][2].index(1, start)
-    replaced(values, 2, start, stop, [])
-    del values[1][2][1:3]
+    replaced(values, 2, *places_of_result(values[MASK][2]), [])
+    del values[MESSAGES][2][1:3]
 
 
 def one_token_more(trainer: Any, values: Values) -> None:
-    values[0][6].append(0)
-    values[2][6].append(5)
+    values[MASK][6].append(0)
+    values[IDS][6].append(5)
 
 
-FAULTS: dict[Callable[[Any, Values], None], str] = {
-    shifted_right: "row 1, token ", shifted_left: "row 0, token ", longer_mask: "row 2, token 0",
-    tokenized_again: "row 0, token ", without_thinking: "row 0, token ", swapped_tokens: "row 0, token 0",
-    swapped_rows: "row 1, token 0", swapped_messages: "row 0, token 0", without_end: "row 7, token ",
-    without_last_end: "row 3, token ", cut_result: "row 1, token ", cut_message: "row 1, token ",
-    other_result: "row 2, token ", lost_turn: "row 5, token ", lost_mask: "row 5, token ",
-    masked_row: "row 5, token 0", masked_turn: "row 5, token ", lost_result: "row 2, token ",
-    one_token_more: "row 6, token ", repeated_row: "row 0, token 0", lost_masks: "row 0, token 0",
-    inverted_mask: "row 1, token 0", doubled_mask: "row 1, token 0", mask_of_another_row: "row 2, token ",
-    unmasked_end_of_result: "row 1, token ", masked_start_of_turn: "row 1, token ", masked_token: "row 1, token 3",
-    generation_prompt_twice: "row 1, token ", spaced_result: "row 1, token ", result_of_another_row: "row 1, token ",
-    result_of_a_user: "row 1, token ", result_of_another_tool: "row 1, token ", other_arguments: "row 1, token 0",
-    without_tool_messages: "row 1, token 0", message_more: "row 3, token 0", result_more: "row 3, token ",
-    end_twice: "row 3, token ", padding_inside: "row 1, token 4", cut_row: "row 1, token ",
-    cut_in_result: "row 1, token ", first_turn_only: "row 1, token ", turn_twice: "row 1, token ",
-    turns_in_another_order: "row 2, token 0", reversed_rows: "row 0, token 0", shifted_log_probs: "row 1, token 0",
-    log_probs_of_another_row: "row 3, token 0", log_probs_of_sampled_tokens_only: "row 1, token ",
-    log_prob_of_a_result: "row 1, token ", nan_log_prob: "row 1, token 0", lost_log_probs: "row 0, token 0",
-}  # fmt: skip
-"""Place that is named for each fault, without the token where the tokenizer decides on it."""
-NEEDS_MESSAGES = {cut_message, other_result, swapped_messages, other_arguments}
+FAULTS: dict[str, tuple[Planted, str]] = {
+    "shifted right": (changed(MASK, 1, lambda mask: [1, *mask[:-1]]), "row 1, token "),
+    "shifted left": (changed(MASK, None, lambda masks: [[*mask[1:], 1] for mask in masks]), "row 0, token "),
+    "longer mask": (changed(MASK, 2, lambda mask: [*mask, 1]), "row 2, token 0"),
+    "tokenized again": (tokenized_again, "row 0, token "),
+    "without thinking": (without_thinking, "row 0, token "),
+    "swapped tokens": (swapped([MASK, IDS], 0, 4), "row 0, token 0"),
+    "swapped rows": (swapped([MASK, MESSAGES, IDS], 1, 5), "row 1, token 0"),
+    "swapped messages": (swapped([MESSAGES], 0, 3), "row 0, token 0"),
+    "without end": (without_end, "row 7, token "),
+    "without last end": (without_last_end, "row 3, token "),
+    "cut result": (cut_result, "row 1, token "),
+    "cut message": (changed_message(1, 1, content=""), "row 1, token "),
+    "other result in the message": (changed_message(2, 1, content="4"), "row 2, token "),
+    "lost turn": (lost_turn, "row 5, token "),
+    "lost mask": (changed(MASK, 5, lambda mask: [1] * len(mask)), "row 5, token "),
+    "masked row": (changed(MASK, 5, lambda mask: [0] * len(mask)), "row 5, token 0"),
+    "masked turn": (masked_turn, "row 5, token "),
+    "lost result": (lost_result, "row 2, token "),
+    "one token more": (one_token_more, "row 6, token "),
+    "repeated row": (repeated_row, "row 0, token 0"),
+    "lost masks": (changed(MASK, None, lambda masks: None), "row 0, token 0"),
+    "inverted mask": (changed(MASK, 1, lambda mask: [1 - one for one in mask]), "row 1, token 0"),
+    "doubled mask": (changed(MASK, 1, lambda mask: [2 * one for one in mask]), "row 1, token 0"),
+    "mask of another row": (mask_of_another_row, "row 2, token "),
+    "unmasked end of a result": (changed_token(MASK, lambda start, stop: stop - 1, 1), "row 1, token "),
+    "masked start of a turn": (changed_token(MASK, lambda start, stop: stop, 0), "row 1, token "),
+    "masked token": (changed_token(MASK, lambda start, stop: 3, 0), "row 1, token 3"),
+    "generation prompt twice": (generation_prompt_twice, "row 1, token "),
+    "spaced result": (other_result(" 3"), "row 1, token "),
+    "result of the next turn": (other_result("ab " * 9), "row 1, token "),
+    "result of a user": (changed_message(1, 1, role="user"), "row 1, token "),
+    "result of another tool": (changed_message(1, 1, name="repeat"), "row 1, token "),
+    "other arguments": (other_arguments, "row 1, token 0"),
+    "lost messages": (changed(MESSAGES, 1, without_results), "row 1, token 0"),
+    "message more": (changed(MESSAGES, 3, lambda messages: [*messages, ANSWER]), "row 3, token 0"),
+    "result more": (changed(MESSAGES, 3, lambda messages: [*messages, RESULT]), "row 3, token "),
+    "end twice": (end_twice, "row 3, token "),
+    "padding inside": (padding_inside, "row 1, token 4"),
+    "cut row": (cut(lambda start, stop: -5), "row 1, token "),
+    "cut in a result": (cut(lambda start, stop: start + 4), "row 1, token "),
+    "first turn only": (cut(lambda start, stop: start, messages=1), "row 1, token "),
+    "turn twice": (turn_twice, "row 1, token "),
+    "turns in another order": (turns_in_another_order, "row 2, token 0"),
+    "reversed rows": (reversed_rows, "row 0, token 0"),
+    "shifted log-probabilities": (changed(LOG_PROBS, 1, lambda values: [0.0, *values[:-1]]), "row 1, token 0"),
+    "swapped values": (swapped([LOG_PROBS], 3, 6), "row 3, token 0"),  # both have one turn
+    "log-probabilities of sampled tokens only": (log_probs_of_sampled_tokens_only, "row 1, token "),
+    "log-probability of a result": (changed_token(LOG_PROBS, lambda start, stop: start, -1.0), "row 1, token "),
+    "NaN": (changed_token(LOG_PROBS, lambda start, stop: 0, math.nan), "row 1, token 0"),
+    "lost log-probabilities": (changed(LOG_PROBS, None, lambda rows: None), "row 0, token 0"),
+}
+"""Faults, and the place that is named for each, without the token where the tokenizer decides on it."""
+NEEDS_MESSAGES = {"cut message", "other result in the message", "swapped messages", "other arguments"}
 """Faults that are found only where the messages of the row are rendered and parsed."""
+QUICK = (
+    "shifted left",
+    "tokenized again",
+    "swapped rows",
+    "other result in the message",
+    "lost turn",
+    "swapped values",
+)
 
 
 @pytest.mark.parametrize("own_loop", [True, False], ids=["our loop", "TRL's loop"])
@@ -398,12 +373,11 @@ def test_true_turns_pass(own_loop: bool, scripted: Any) -> None:
 
 def test_a_planted_fault_is_named(scripted: Any) -> None:
     """In later batches too, when the messages of few rows are rendered and parsed."""
-    for fault in (shifted_left, tokenized_again, swapped_rows, other_result, lost_turn, log_probs_of_another_row):
-        with planted(scripted, fault):
-            assert place_named(scripted).startswith(FAULTS[fault]), fault.__name__
+    for name in QUICK:
+        fault, place = FAULTS[name]
+        assert place_named(scripted, fault).startswith(place), name
     scripted._turn_check.enabled = False
-    with planted(scripted, shifted_left):
-        assert place_named(scripted) == "", "the check is switched off"
+    assert place_named(scripted, FAULTS["shifted left"][0]) == "", "the check is switched off"
     scripted._turn_check.enabled = True
 
 
@@ -412,11 +386,11 @@ def test_every_planted_fault_is_named_in_the_first_batches_and_later(scripted: A
     check, unnamed = scripted._turn_check, []
     for check.all_messages in (True, False):
         check.batches = 5
-        for fault, place in FAULTS.items():
-            if check.all_messages or fault not in NEEDS_MESSAGES:
-                with planted(scripted, fault):
-                    if not (found := place_named(scripted)).startswith(place):
-                        unnamed.append((fault.__name__, check.all_messages, found))
+        for name, (fault, place) in FAULTS.items():
+            if check.all_messages or name not in NEEDS_MESSAGES:
+                found = place_named(scripted, fault)
+                if not found.startswith(place):
+                    unnamed.append((name, check.all_messages, found))
     check.all_messages = True
     assert not unnamed
 
@@ -430,28 +404,22 @@ def test_a_turn_ends_with_an_end_token_or_as_the_settings_say(scripted: Any) -> 
     scripted.args.generation_kwargs = None
 
 
-def faulty_contexts(trainer: Any, change: Callable[[str], str]) -> None:
-    """Let the generator of later turns read other tokens than the row holds."""
-    generate = trainer._tool_turns._generate
-
-    def changed(prompts: list[list[int]]) -> Any:
-        texts = [change(trainer._tokenizer.decode(prompt)) for prompt in prompts]
-        return generate([trainer._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts])
-
-    trainer._tool_turns._generate = changed
-
-
 def test_another_context_is_named(scripted: Any) -> None:
-    turns = scripted._tool_turns
+    """The generator of later turns reads other tokens than the row holds."""
+    turns, words = scripted._tool_turns, scripted._tokenizer
     generate_next = turns._generate
     for old, new in (
         (THOUGHT, ""),
         ("<|im_end|>\n<|im_start|>user\n<tool", "\n<|im_start|>user\n<tool"),
         ("3\n</tool_response>", "\n</tool_response>"),
     ):
-        faulty_contexts(scripted, lambda text, old=old, new=new: text.replace(old, new))
+
+        def changed_contexts(prompts: list[list[int]], old: str = old, new: str = new) -> Any:
+            texts = [words.decode(prompt).replace(old, new) for prompt in prompts]
+            return generate_next([words(text, add_special_tokens=False)["input_ids"] for text in texts])
+
+        turns._generate = changed_contexts
         assert place_named(scripted).startswith("row "), old
-        turns._generate = generate_next
 
 
 Prompts = Callable[[Any, Callable[[Any], Any], list[Any]], Any]
@@ -462,12 +430,9 @@ def with_another_trainer(**attributes: Any) -> Prompts:
     """Let the prompts be rendered by a trainer with other attributes."""
 
     def tokenize(trainer: Any, real: Callable[[Any], Any], prompts: list[Any]) -> Any:
-        before = {name: getattr(trainer, name) for name in attributes}
-        vars(trainer).update(attributes)
-        try:
-            return real(prompts)
-        finally:
-            vars(trainer).update(before)
+        other = copy.copy(trainer)
+        vars(other).update(attributes)
+        return GRPOTrainer._tokenize_prompts(other, prompts)
 
     return tokenize
 
@@ -484,7 +449,7 @@ def with_ids(change: Callable[[list[int]], list[int]]) -> Prompts:
 
 PROMPT_FAULTS: dict[str, Prompts] = {
     "tools": with_another_trainer(tools=[]),
-    "a tool": with_another_trainer(tools=tool_rollouts.TOOLS[:-1]),
+    "a tool": with_another_trainer(tools=TOOLS[:-1]),
     "thinking": with_another_trainer(chat_template_kwargs={"enable_thinking": False}),
     "row": lambda trainer, real, prompts: real(prompts[GROUP:] + prompts[:GROUP]),
     "system": lambda trainer, real, prompts: real([prompt[1:] for prompt in prompts]),
@@ -516,12 +481,6 @@ def test_results_of_other_calls_are_named(scripted: Any) -> None:
         runner.run = lambda calls, fault=fault: fault(run(calls))
         assert place_named(scripted).startswith(f"row {row}, token ")
     del runner.run
-
-
-def test_calls_without_an_answer_are_named(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = ToolLoop._answer
-    monkeypatch.setattr(ToolLoop, "_answer", lambda loop, rows: answer(loop, rows[1:]))
-    assert place_named(scripted).startswith("row 0, token ")
 
 
 def one_token_changed(batch: dict[str, Any]) -> None:
@@ -622,11 +581,10 @@ ROWS: list[tuple[dict[str, list[str]], int, str, int | None]] = [
 
 def token_of(fault: Fault | None) -> int | None:
     """Return the token that a fault of the only row names."""
-    assert fault is None or (fault.row, f"row 0, token {fault.token}: ") == (
-        0,
-        str(fault)[: len(str(fault.token)) + 15],
-    )
-    return None if fault is None else fault.token
+    if fault is None:
+        return None
+    assert fault.row == 0
+    return fault.token
 
 
 @pytest.mark.parametrize(("turns", "longest", "completion", "token"), ROWS)
@@ -759,20 +717,11 @@ def test_a_rollout_function_may_join_and_cut_its_turns(completion: str, token: i
 Rollout = dict[str, list[list[int]]]
 
 
-def rollout(trainer: Any, prompts: list[Any], change: Callable[[Rollout], None], own: bool = True) -> dict[str, Any]:
-    """Return two turns of each prompt with an answer of an environment between them, as a `rollout_func` does.
-
-    Args:
-        trainer: the trainer.
-        prompts: the prompts.
-        change: function that changes what is returned.
-        own: True to generate by the trainer's `_generate_single_turn`.
-    """
+def rollout(trainer: Any, prompts: list[Any], change: Callable[[Rollout], None]) -> dict[str, Any]:
+    """Return two turns of each prompt with an answer of an environment between them, as a `rollout_func` does."""
 
     def sample(contexts: list[list[int]]) -> list[list[int]]:
-        if own:
-            return trainer._generate_single_turn(contexts, None, {}, 1)[0]
-        return tool_rollouts.next_turns(SCRIPT, trainer._tokenizer, contexts)
+        return trainer._generate_single_turn(contexts, None, {}, 1)[0]
 
     def tokenized(text: str) -> list[int]:
         return trainer._tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -796,7 +745,7 @@ def rollout(trainer: Any, prompts: list[Any], change: Callable[[Rollout], None],
 @pytest.fixture(scope="module")
 def without_tools(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Build a trainer without tools whose generator writes the script."""
-    made = tool_rollouts.tool_trainer(GRPOTrainer, tmp_path_factory.mktemp("rollouts"), tools=None)
+    made = tool_trainer(GRPOTrainer, tmp_path_factory.mktemp("rollouts"), tools=None)
     made._generation = ScriptedGeneration(made)
     made.model.train()
     return made
@@ -835,10 +784,3 @@ def test_turns_of_a_rollout_function(change: Callable[[Rollout], None], place: s
     without_tools.rollout_func = lambda prompts, trainer: rollout(trainer, prompts, change)
     found = place_named(without_tools)
     assert found.startswith(place) if place else found == ""
-
-
-@pytest.mark.slow
-def test_sampled_turns_pass(trainer: Any) -> None:
-    torch.manual_seed(0)
-    generate(trainer)
-    assert trainer.loops[-1][4] > 0

@@ -1,8 +1,6 @@
 """`sampling: informative`: probabilities, draws, the order of rows on each rank, recorded groups, and restarts."""
 
-import json
 import random
-import shutil
 from collections import defaultdict
 from contextlib import nullcontext
 from fractions import Fraction
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -21,7 +20,7 @@ from torch.utils.data import BatchSampler
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
-from grpo_recipes import GRPOTrainer, train
+from grpo_recipes import GRPOTrainer
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.recipe.losses import LOSS_TYPES
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
@@ -265,12 +264,7 @@ def test_groups_with_variance() -> None:
     nan = np.nan
     rows = [[0.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [nan, nan, nan], [nan, 2.0, nan], [nan, 2.0, 3.0]]
     assert varies(np.array(rows)[..., None])[:, 0].tolist() == [True, False, False, False, False, True]
-    # 0.1 + 0.2 and 0.3 in float32
-    assert not varies(np.array([[0.1 + 0.2, 0.3, np.float32(0.3)]])[..., None])[0, 0]
-
-
-def test_rewards_differ_by_more_than_the_rounding_of_float32() -> None:
-    for size in (1e-9, 1.0, 1e9):
+    for size in (1e-9, 1.0, 1e9):  # differences below the rounding of float32 are none
         groups = size * np.array([[1.0, 1.0 + 1e-7], [1.0, 1.0 + 1e-4], [-1.0, -1.0 - 1e-7], [-1.0, 1.0], [0.0, 1.0]])
         assert varies(groups[..., None])[:, 0].tolist() == [False, True, False, True, True]
 
@@ -358,55 +352,6 @@ def test_settings_whose_loss_is_no_sum_over_prompts_are_refused(tmp_path: Path) 
 
 # Runs.
 
-CHANGES = {
-    "per_device_train_batch_size": 16,
-    "rewards": ["tests.support.launching.varies_for_odd_numbers"],
-    "max_steps": 13,
-    "loss_type": "grpo",
-}
-
-
-@pytest.mark.slow
-def test_a_run_generates_less_after_the_first_epoch_and_resumes_to_the_bit(tmp_path: Path) -> None:
-    """Eight prompts, four per generation, give two steps per epoch. Step 7 lies in the middle of the fourth epoch."""
-    policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
-    output = tmp_path / "alone"
-    plain = launching.write_recipe(
-        tmp_path / "plain.yaml", policy, rows, tmp_path / "plain", **{**CHANGES, "max_steps": 2}
-    )
-    recipe = launching.write_recipe(
-        tmp_path / "mine.yaml", policy, rows, output, **CHANGES, sampling={"informative": "unbiased"}
-    )
-    for path in (plain, recipe):
-        assert train.main(["--config", str(path)]) == 0
-    logged = [entry for entry in launching.log_history(output) if "reward" in entry]
-    without = [entry for entry in launching.log_history(tmp_path / "plain") if "reward" in entry]
-    for ours, theirs in zip(
-        logged[:1], without, strict=False
-    ):  # learning-rate schedules of other lengths agree in the first step only
-        assert {key: ours[key] for key in theirs if key != "learning_rate"} == {
-            key: value for key, value in theirs.items() if key != "learning_rate"
-        }
-    assert [entry["prompts/generated"] for entry in logged[:2]] == [1.0, 1.0]
-    assert sum(entry["prompts/generated"] for entry in logged[2:]) < 0.85 * len(logged[2:])
-    table = launching.completions(output)
-    for entry in logged:
-        rows_of_step = table[table["step"] == entry["step"]]
-        assert len(rows_of_step) == 16 * entry["prompts/generated"], "only what was generated is in the table"
-    memory = json.loads((output / "checkpoint-13" / MEMORY).read_text())["groups_without_variance"]
-    assert all(memory[row] > 0 for row in range(0, 8, 2)), memory
-    manifest = read_manifest(output / "checkpoint-13")
-    assert manifest is not None
-    assert MEMORY in manifest.files
-
-    killed = tmp_path / "killed"
-    shutil.copytree(output, killed)
-    for late in range(8, 14):
-        shutil.rmtree(killed / f"checkpoint-{late}")
-    resume = ["--config", str(recipe), "--output_dir", str(killed), "--resume_from_checkpoint", "true"]
-    assert train.main(resume) == 0
-    launching.assert_same_run(output, killed)
-
 
 def test_sampling_is_refused_with_recorded_responses(tmp_path: Path) -> None:
     path = tmp_path / "offline.yaml"
@@ -418,7 +363,7 @@ def test_sampling_is_refused_with_recorded_responses(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_run_on_two_processes_makes_the_draws_of_an_uninterrupted_run(tmp_path: Path) -> None:
     rows = launching.write_rows(tmp_path / "rows.jsonl", 8)
-    changes = {"sampling": "informative", "rewards": CHANGES["rewards"]}
+    changes = {"sampling": "informative", "rewards": ["tests.support.launching.varies_for_odd_numbers"]}
     assert len(torture.torture("ddp_cpu", 1, random.Random(1), rows, tmp_path, **changes)) == 1
     generated = [entry.get("prompts/generated") for entry in launching.log_history(tmp_path / "alone")]
     assert min(share for share in generated if share is not None) == 0.5
@@ -432,6 +377,7 @@ def test_a_trainer_draws_prompts_in_a_training_and_not_in_an_evaluation(tmp_path
         return [0.0 if prompt[0] in "01" else sum(map(ord, text)) % 97 for prompt, text in texts]
 
     changes: dict[str, Any] = {"beta": 0.0, "loss_type": "grpo", "max_steps": 4, "per_device_train_batch_size": 16}
+    changes |= {"save_strategy": "steps", "save_steps": 4, "log_completions": True}
     args = short_runs.arguments(tmp_path, **changes, eval_strategy="steps", eval_steps=2)
     rows = short_runs.PROMPTS.select(range(4))
     more: dict[str, Any] = {"rewards": constant_for_some, "rows": rows, "eval_dataset": rows}
@@ -440,12 +386,17 @@ def test_a_trainer_draws_prompts_in_a_training_and_not_in_an_evaluation(tmp_path
     )
     made.train()
     history = made.state.log_history
-    shares = [entry["prompts/generated"] for entry in history if "prompts/generated" in entry]
-    assert len(shares) == 4
-    assert shares[0] == 1.0
-    assert shares[-1] < 1.0
+    shares = {entry["step"]: entry["prompts/generated"] for entry in history if "prompts/generated" in entry}
+    assert [*shares] == [1, 2, 3, 4]
+    assert shares[4] < shares[1] == 1.0
+    for step, share in shares.items():
+        table = pd.read_parquet(tmp_path / "completions" / f"completions_{step:05d}.parquet")
+        assert len(table) == 16 * share, "only what was generated is in the table"
     assert len([entry for entry in history if "eval_reward" in entry]) == 2
     assert made._prompts.sampler.unvaried[:2].min() > 0 == made._prompts.sampler.unvaried[2:].max()
+    manifest = read_manifest(tmp_path / "checkpoint-4")
+    assert manifest is not None
+    assert MEMORY in manifest.files
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -541,18 +492,6 @@ def test_a_training_has_a_sampler_of_its_own_geometry(sampling: PromptSampling) 
     # The rows of a prompt, 3, fill 4 micro-batches equally if there are 4 prompts.
     assert (found.spec, found.quantum, found.processes) == (sampling.spec, 4, 2)
     assert (found.batch_size, found.mini_repeat_count, found.repeat_count, found.seed) == (4, 3, 2, 7)
-
-
-def test_a_trainer_draws_prompts_only_if_it_is_asked_to(tmp_path: Path) -> None:
-    added: list[Any] = []
-    trainer = trained(tmp_path, add_callback=added.append)
-    assert PromptSampling.added_to(trainer, None) is None
-    assert added == []
-    found = PromptSampling.added_to(trainer, {"informative": "unbiased"})
-    assert added == [found]
-    assert (found.spec, found.trainer, found.sampler) == (spec(informative="unbiased"), trainer, None)
-    with refused("", "sampling"):
-        PromptSampling.added_to(trainer, "")
 
 
 def test_trainers_whose_prompts_cannot_be_remembered_are_refused(tmp_path: Path) -> None:

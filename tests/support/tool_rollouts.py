@@ -189,6 +189,7 @@ def tool_trainer(
     rows = settings.pop("rows", CASES)
     known: dict[str, Any] = {
         "tools": TOOLS,
+        "micro_batching": "off",  # else each run chooses a layout first
         "num_generations": GROUP,
         "per_device_train_batch_size": 2 * GROUP,
         "max_completion_length": 400,

@@ -78,7 +78,7 @@ class StubEngine:
 
 def make(kind: str, output: str, script: Script) -> Any:
     """Build the trainer of one kind of run. Each rank has one prompt per step."""
-    settings: dict[str, Any] = {"per_device_train_batch_size": GROUP, "max_steps": 2}
+    settings: dict[str, Any] = {"per_device_train_batch_size": GROUP, "max_steps": 2, "micro_batching": "auto"}
     if kind in ("server", "colocate"):
         vllm_generation.is_vllm_available = lambda **_: True
         vllm_generation.VLLMClient = partial(StubServer, script)

@@ -87,14 +87,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("case", only([CASES[0]], CASES), ids=str)
 def test_scripted_turns_are_trls(case: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     script, settings = case
-    assert_equal(*both(tmp_path, script, **{"micro_batching": "off", **settings}))
+    assert_equal(*both(tmp_path, script, **settings))
 
 
 @pytest.mark.slow
 def test_sampled_turns_are_trls(tmp_path: Path) -> None:
-    theirs, ours = both(
-        tmp_path, None, max_completion_length=1500, max_tool_calling_iterations=3, max_steps=2, micro_batching="off"
-    )
+    theirs, ours = both(tmp_path, None, max_completion_length=1500, max_tool_calling_iterations=3, max_steps=2)
     assert sum(values[4] for values in ours.loops) > 8, "calls were sampled"
     assert ours._generation.is_reuse_verified
     assert_equal(theirs, ours)

@@ -62,7 +62,7 @@ class ScriptedGeneration:
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Build a trainer whose generator writes the script, below the method that records turns."""
-    made = tool_trainer(GRPOTrainer, tmp_path_factory.mktemp("run"))
+    made = tool_trainer(GRPOTrainer, tmp_path_factory.mktemp("run"), micro_batching="auto")
     made._turn_check.all_messages = True
     made.model.train()
     return made

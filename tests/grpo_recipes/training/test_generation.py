@@ -17,16 +17,22 @@ from safetensors.torch import load_file
 from torch import nn
 from trl import GRPOTrainer as TRLGRPOTrainer
 
+from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation import groups, kv_cache
 from grpo_recipes.generation.models import unfit
 from grpo_recipes.process.faults import NotThePolicy
 from grpo_recipes.training.generation import unfit_for_groups
-from tests.support import launching
-from tests.support.architectures import PROMPTS, adapter, moved_no_states, tiny, trainer
+from tests.support import architectures, launching
+from tests.support.architectures import PROMPTS, adapter, moved_no_states, tiny
 from tests.support.grids import only
 from tests.tools.models import build
 
 MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
+
+
+def trainer(folder: Path, cls: type[TRLGRPOTrainer] = GRPOTrainer, **more: Any) -> Any:
+    """Build a trainer of few tokens in TRL's layout, so that no run chooses a layout first."""
+    return architectures.trainer(folder, cls, **{"micro_batching": "off", "max_completion_length": 12, **more})
 
 
 @pytest.fixture
@@ -55,37 +61,28 @@ def assert_same_run(ours: Any, theirs: Any) -> None:
 RUNS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"peft_config": adapter(), "beta": 0.04},
-    "num_iterations": {"num_iterations": 2, "max_steps": 4},
+    "num_iterations": {"num_iterations": 2, "max_steps": 3},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": PROMPTS.select(range(4))},
     "one token": {"max_completion_length": 1},
     "filters": {"temperature": 0.8, "top_k": 12, "repetition_penalty": 1.2},
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
-def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Path, said: Any) -> None:
-    ours = trainer(tmp_path / "auto", **changes)
-    ours.train()
-    assert ours._generation.is_verified
-    assert said() == []
-    stock = trainer(tmp_path / "off", generation="off", **changes)
-    stock.train()
-    assert not stock._generation.is_verified
-    assert said() == []
-    assert_same_run(ours, stock)
+STATES = ("qwen3_5_text", "mamba2", "granitemoehybrid", "lfm2")
+"""Types of models with recurrent states or caches of convolutions."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "mamba2", "granitemoehybrid", "lfm2"])
-def test_the_run_of_a_model_with_states(model_type: str, tmp_path: Path, said: Any) -> None:
-    ours = trainer(tmp_path / "auto", policy=build(model_type))
-    ours.train()
-    assert ours._generation.is_verified
-    assert said() == []
-    stock = trainer(tmp_path / "off", policy=build(model_type), generation="off")
-    stock.train()
-    assert_same_run(ours, stock)
+@pytest.mark.parametrize("kind", [*RUNS, *STATES])
+def test_the_run_of_transformers_own_loop(kind: str, tmp_path: Path, said: Any) -> None:
+    runs = []
+    for mode in ("auto", "off"):
+        changes = RUNS[kind] if kind in RUNS else {"policy": build(kind)}
+        runs.append(trainer(tmp_path / mode, generation=mode, **{"max_steps": 2, **changes}))
+        runs[-1].train()
+        assert runs[-1]._generation.is_verified is (mode == "auto")
+        assert said() == []
+    assert_same_run(*runs)
 
 
 def test_the_completions_of_stock_trl(tmp_path: Path) -> None:
@@ -166,37 +163,29 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", only(["a row takes another's keys"], FAULTS))
-def test_a_fault_is_noticed_on_the_first_batch(
+def test_a_fault_is_noticed_and_the_first_batch_generated_again(
     fault: str, tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*FAULTS[fault])
     policy = build("qwen3_5_text") if fault == "a row takes another's states" else None
     # With this seed the rows of the longest prompt leave before others.
-    run = trainer(tmp_path, policy=policy, max_completion_length=64, seed=46)
+    run = trainer(tmp_path, policy=policy, max_completion_length=64, seed=46, max_steps=1)
+    generated, original = [], TRLGRPOTrainer._generate_single_turn
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generated.append(original(self, *args, **kwargs))
+        return generated[-1]
+
+    monkeypatch.setattr(TRLGRPOTrainer, "_generate_single_turn", recorded)
     run.train()
     (sentence,) = said()
     assert "1e-04" in sentence
     assert not run._generation.is_verified
-    logged = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
-    assert len(logged) == 3  # steps of transformers' own loop
+    _, again = generated
+    assert list(run._logs["completion"]) == run.processing_class.batch_decode(again[0], skip_special_tokens=True)
+    (logged,) = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
     # The scan of the policy and the steps of a recurrent state round differently.
-    assert max(logged) < (1e-5 if policy is None else 5e-5)
-
-
-def test_the_first_batch_is_generated_again_after_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache.Buffer, "keep", moved_nothing)
-    run, calls = trainer(tmp_path, max_steps=1), []
-    original = TRLGRPOTrainer._generate_single_turn
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(original(self, *args, **kwargs))
-        return calls[-1]
-
-    monkeypatch.setattr(TRLGRPOTrainer, "_generate_single_turn", counted)
-    run.train()
-    assert len(calls) == 2
-    shown = run.processing_class.batch_decode(calls[1][0], skip_special_tokens=True)
-    assert list(run._logs["completion"]) == shown
+    assert logged < (1e-5 if policy is None else 5e-5)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from trl.trainer import grpo_trainer
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
 from grpo_recipes.training.trl_patches import correct_counts
 from tests.support import recorded
-from tests.support.architectures import ENDS, PROMPTS, trainer
+from tests.support.architectures import ENDS, trainer
 from tests.support.errors import refused
 from tests.support.tiny import byte_tokenizer
 from tests.support.tiny import policy as tiny_policy
@@ -35,7 +35,16 @@ def stopping(folder: Path, *, pad_is_eos: bool = False, stop: Any = STOP, policy
         words.pad_token = words.eos_token
     kwargs = {"stop": stop, "suppress_tokens": [0, 1]}  # never sampled
     policy = tiny_policy() if policy is None else policy
-    return trainer(folder, policy=policy, tokenizer=words, generation_kwargs=kwargs, **more)
+    settings = {"max_steps": 1, "micro_batching": "off", **more}
+    return trainer(folder, policy=policy, tokenizer=words, generation_kwargs=kwargs, **settings)
+
+
+def batches_of(run: Any) -> list[dict[str, Any]]:
+    """Return the list that receives each batch that a trainer generates."""
+    made: list[dict[str, Any]] = []
+    original = run._generate_and_score_completions
+    run._generate_and_score_completions = lambda inputs: made.append(original(inputs)) or made[-1]
+    return made
 
 
 # ---- which rows end
@@ -64,20 +73,18 @@ def test_each_row_is_cut_at_its_first_stop_string() -> None:
     found = [ends(torch.tensor([[7, 7, *row[:count]] for row in rows]), None).tolist() for count in (1, 2, 3)]
     assert found == [[True, False, False], [False, True, False], [True, False, False]]
     assert ends.cut(rows) == [rows[0][:1], rows[1][:2], rows[2]]
-    assert StopStrings(["b"], byte_tokenizer()).strings == ("b",)
+    for kwargs, strings in (
+        ({"stop": "</a>"}, ("</a>",)),
+        ({"stop": ["b"]}, ("b",)),
+        ({"top_k": 3}, None),
+        (None, None),
+    ):
+        assert getattr(StopStrings.of(kwargs, byte_tokenizer()), "strings", None) == strings
 
 
 def test_a_tokenizer_whose_tokens_are_not_readable_is_refused() -> None:
     with refused("", "`generation_kwargs.stop`"):
         StopStrings(["t5"], recorded.tokenizer())
-
-
-def test_one_string_or_none() -> None:
-    one = StopStrings.of({"stop": "</a>"}, byte_tokenizer())
-    assert one is not None
-    assert one.strings == ("</a>",)
-    assert StopStrings.of({"top_k": 3}, byte_tokenizer()) is None
-    assert StopStrings.of(None, byte_tokenizer()) is None
 
 
 # ---- in the trainer
@@ -90,24 +97,6 @@ def first_end(tokens: list[int]) -> int | None:
         if tokens[length - 1] in ENDS or any(text.endswith(stop) for stop in STOP):
             return length
     return None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("generation", "pad_is_eos"), [("off", True), ("auto", False)])
-def test_a_completion_goes_to_its_first_stop_string(generation: str, pad_is_eos: bool, tmp_path: Path) -> None:
-    run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation)
-    prompts = [ids(prompt) for prompt in ("1 =", "33 + 4 =", "bz") for _ in range(40)]
-    completions, _ = run._generate_single_turn(prompts, None, {}, 40)
-    assert run._generation.is_verified is (generation == "auto")
-    ends = [first_end(tokens) for tokens in completions]
-    assert all(end in (len(tokens), None) for end, tokens in zip(ends, completions, strict=True)), (
-        "cut at the first one"
-    )
-    assert all(len(tokens) == 24 for end, tokens in zip(ends, completions, strict=True) if end is None)
-    stopped = [tokens for tokens in completions if any(byte_tokenizer().decode(tokens).endswith(stop) for stop in STOP)]
-    assert len(stopped) > 10, "some end with a string"
-    assert any(len(tokens) < 24 for tokens in stopped)
-    assert any(end is None for end in ends), "and some do not end"
 
 
 def test_both_loops_stop_alike(tmp_path: Path) -> None:
@@ -126,18 +115,17 @@ def test_metrics_and_mask_distinguish_stopped_from_truncated_rows(
     generation: str, pad_is_eos: bool, tmp_path: Path
 ) -> None:
     run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation, mask_truncated_completions=True)
-    made: list[dict[str, Any]] = []
-    original = run._generate_and_score_completions
-    run._generate_and_score_completions = lambda inputs: made.append(original(inputs)) or made[-1]
+    made = batches_of(run)
     run.train()
-    batch = made[0]
-    rows = [
-        (tokens[kept.bool()].tolist(), learnt[kept.bool()].tolist())
-        for tokens, kept, learnt in zip(
-            batch["completion_ids"], batch["completion_mask"], batch["tool_mask"], strict=True
-        )
-    ]
+    (batch,) = made
+    rows = []
+    for tokens, kept, learnt in zip(
+        *(batch[name] for name in ("completion_ids", "completion_mask", "tool_mask")), strict=True
+    ):
+        rows.append((tokens[kept.bool()].tolist(), learnt[kept.bool()].tolist()))
     ends = [first_end(tokens) for tokens, _ in rows]
+    assert all(end in (len(tokens), None) for (tokens, _), end in zip(rows, ends, strict=True)), "cut at the first one"
+    assert all(len(tokens) == 24 for (tokens, _), end in zip(rows, ends, strict=True) if end is None)
     assert None in ends
     assert any(tokens[-1] not in ENDS for (tokens, _), end in zip(rows, ends, strict=True) if end is not None)
     for (tokens, learnt), end in zip(rows, ends, strict=True):
@@ -162,12 +150,9 @@ def test_the_metrics_are_of_all_ranks() -> None:
     names = ("clipped_ratio", "mean_terminated_length", "min_terminated_length", "max_terminated_length")
     metrics = {f"completions/{name}": [7.0, 0.0] for name in names}
     run = SimpleNamespace(
-        eos_token_ids=[1],
-        _tokenizer=SimpleNamespace(pad_token_id=0),
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(device=torch.device("cpu"), gather=gather),
-        _metrics={"train": metrics},
-    )
+        eos_token_ids=[1], _tokenizer=SimpleNamespace(pad_token_id=0), model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(device=torch.device("cpu"), gather=gather), _metrics={"train": metrics},
+    )  # fmt: skip
     rows = [ids("axyz"), [*ids("ab"), 1]]
     output = correct_counts(run, ([], rows, None, "more"), StopStrings(["never"], byte_tokenizer()), True)
     assert output == ([], rows, [[0] * 4, [1] * 3], "more")
@@ -176,37 +161,25 @@ def test_the_metrics_are_of_all_ranks() -> None:
     ]
     other = torch.tensor([[1, 5], [0, 9]])
     run.model.training, run._metrics = False, {"eval": metrics}
-    output = correct_counts(
-        run, ([], rows, [[1, 1, 1, 1], [1, 0, 1]], "more"), StopStrings(["x"], byte_tokenizer()), False
-    )
+    masks, stop = [[1, 1, 1, 1], [1, 0, 1]], StopStrings(["x"], byte_tokenizer())
+    output = correct_counts(run, ([], rows, masks, "more"), stop, False)
     assert output[2] == [[1, 1, 1, 1], [1, 0, 1]], "results of tools are not counted"
     assert [metrics[f"completions/{name}"][-1] for name in names] == [0.5, 5.5, 2, 9]
     other = torch.tensor([[1, 5], [1, 9]])
-    correct_counts(run, ([], rows[:1], None, "more"), StopStrings(["x"], byte_tokenizer()), False)
+    correct_counts(run, ([], rows[:1], None, "more"), stop, False)
     assert [metrics[f"completions/{name}"][-1] for name in names] == [1.0, 0.0, 0.0, 0.0], "all are truncated"
 
 
 @pytest.mark.parametrize(("stop", "learns"), [(["never written"], False), (STOP, True)])
 def test_masked_rows_have_no_gradient(stop: list[str], learns: bool, tmp_path: Path) -> None:
     policy = tiny_policy()
-    run = stopping(
-        tmp_path, stop=stop, policy=policy, mask_truncated_completions=True, max_completion_length=8, max_steps=1
-    )
+    run = stopping(tmp_path, stop=stop, policy=policy, mask_truncated_completions=True, max_completion_length=8)
     run.eos_token_ids = run.generation_config.eos_token_id = [1]
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     run.train()
     (entry,) = [entry for entry in run.state.log_history if "reward" in entry]
     assert (entry["completions/clipped_ratio"] < 1) is learns
     assert any(not torch.equal(before[name], value) for name, value in policy.state_dict().items()) is learns
-
-
-@pytest.mark.slow
-def test_stop_strings_end_completions_of_an_evaluation(tmp_path: Path) -> None:
-    run = stopping(tmp_path, eval_dataset=PROMPTS.select(range(8)))
-    run.evaluate()
-    (entry,) = run.state.log_history
-    assert entry["eval_completions/clipped_ratio"] < 0.9
-    assert entry["eval_completions/mean_terminated_length"] > 0
 
 
 class ServedByAStub:
@@ -225,17 +198,9 @@ class ServedByAStub:
 
 def test_vllm_gets_the_stop_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", ServedByAStub)
-    run = stopping(
-        tmp_path,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_importance_sampling_correction=False,
-        mask_truncated_completions=True,
-        max_steps=1,
-    )
-    made: list[dict[str, Any]] = []
-    original = run._generate_and_score_completions
-    run._generate_and_score_completions = lambda inputs: made.append(original(inputs)) or made[-1]
+    vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
+    run = stopping(tmp_path, mask_truncated_completions=True, **vllm)
+    made = batches_of(run)
     run.train()
     (entry,) = [entry for entry in run.state.log_history if "reward" in entry]
     assert entry["completions/clipped_ratio"] == 0.5

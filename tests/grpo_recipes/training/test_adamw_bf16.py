@@ -2,7 +2,6 @@
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,28 +63,6 @@ def test_the_float32_numbers_equal_torchs_adamw_to_the_bit(monkeypatch: pytest.M
         assert torch.equal(float32, expected)
         spacing = 2.0 ** (expected.abs().log2().floor() - 7)
         assert ((stored.float() - expected).abs() <= spacing / 2).all()
-
-
-def test_an_update_takes_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temporaries of a large matrix would not fit. Rows are taken in multiples of 16."""
-    taken: list[list[int]] = []
-    adamw = adamw_bf16.adamw
-
-    def recorded(numbers: list[torch.Tensor], *rest: Any, **options: Any) -> None:
-        taken.append([part.numel() for part in numbers])
-        adamw(numbers, *rest, **options)
-
-    monkeypatch.setattr(adamw_bf16, "adamw", recorded)
-    for chunk, buckets in (
-        (2**22, [[1200, 7, 30, 1]]),
-        (520, [[480], [480], [240, 7, 30, 1]]),
-        (1238, [[960, 240, 7, 30, 1]]),  # all of them fill one bucket
-        (20, [[30]] * 40 + [[7], [16], [14, 1]]),  # at least a row, and 16 of 20 numbers
-    ):
-        taken.clear()
-        monkeypatch.setattr(adamw_bf16, "CHUNK", chunk)
-        train(adamw_on_bf16(weights()), range(1))
-        assert taken == buckets
 
 
 def test_parameters_of_both_dtypes_take_their_own_steps() -> None:

@@ -16,7 +16,7 @@ from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.data.load import load
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
-from grpo_recipes.training.offline import RecordedRollout, recorded_reward, with_baseline, with_recorded_log_probs
+from grpo_recipes.training.offline import RecordedRollout, recorded_reward
 from tests.mathematics import oracle
 from tests.support import trainers
 from tests.support.errors import refused
@@ -243,23 +243,6 @@ def test_every_token_needs_one_log_probability_and_every_response_one_reward() -
         of_letters(rewards=[[1.0, 2.0, 3.0]])
 
 
-def test_only_the_baseline_of_the_batch_yields_each_prompt_once() -> None:
-    own = SimpleNamespace(spec=SimpleNamespace(compares_whole_batch=True))  # a `rollout_func` of the user's
-    recorded = {kind: of_letters(baseline=kind) for kind in ("group", "batch")}
-    for rollout_func, sizes in ((recorded["group"], (2, 4)), (recorded["batch"], (8, 1)), (own, (2, 4))):
-        sampler: Any = SimpleNamespace(batch_size=2, mini_repeat_count=4)
-        assert with_baseline(sampler, rollout_func) is sampler
-        assert (sampler.batch_size, sampler.mini_repeat_count) == sizes
-
-
-def test_only_recorded_log_probabilities_become_those_of_the_old_policy() -> None:
-    inputs = {"sampling_per_token_logps": "recorded", "old_per_token_logps": "computed", "advantages": 1}
-    with_some = of_letters(logprobs=[[[-1.0, -2.0], [-3.0, -4.0, -5.0]]])
-    assert with_recorded_log_probs(inputs, with_some) == {**inputs, "old_per_token_logps": "recorded"}
-    for other in (of_letters(), SimpleNamespace(has_log_probs=True), None):
-        assert with_recorded_log_probs(inputs, other) == inputs
-
-
 # Training
 
 
@@ -295,11 +278,11 @@ def test_loss_and_gradient_equal_the_oracle(baseline: str, recorded: bool, tiny_
     tokenizer, reference = AutoTokenizer.from_pretrained(tiny_model), AutoModelForCausalLM.from_pretrained(tiny_model)
     size = 4 if baseline == "group" else 1
     rewards = [0.5, 3.0, -1.0, 2.0, 0.0, 0.25, 1.0, 4.0]
-    rows = [
-        {"prompt": f"What is {n}?", "responses": [f" it is {n + k}" for k in range(size)]} for n in range(8 // size)
-    ]
-    for place, row in enumerate(rows):
-        row["rewards"] = rewards[place * size : (place + 1) * size]
+    rows: list[dict[str, Any]] = []
+    for n in range(8 // size):
+        responses = [f" it is {n + k}" for k in range(size)]
+        row = {"prompt": f"What is {n}?", "responses": responses, "rewards": rewards[n * size : (n + 1) * size]}
+        rows.append(row)
         if recorded:
             prompt = tokenizer(row["prompt"])["input_ids"]
             ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in row["responses"]]
@@ -307,23 +290,21 @@ def test_loss_and_gradient_equal_the_oracle(baseline: str, recorded: bool, tiny_
             row["logprobs"] = [(log_probs_of(reference, prompt, one) - noise[: len(one)]).tolist() for one in ids]
     rollout_func = rollout(tmp_path, tokenizer, rows, baseline=baseline)
     objective = oracle.Objective("grpo", beta=0.3, use_bias_correction_kl=False, max_completion_length=16)
-    config = trainers.arguments(
+    dataset = load(DatasetSpec.parse({"name": "scored", "path": str(tmp_path / "rows.jsonl")}))
+    trainer = trainers.make_trainer(
+        GRPOTrainer,
+        str(tiny_model),
         tmp_path / "run",
+        rewards=recorded_reward,
+        rows=dataset.select_columns(["prompt"]),
+        tokenizer=tokenizer,
+        rollout_func=rollout_func,
         per_device_train_batch_size=8,
         num_generations=4 if baseline == "group" else 8,
         max_completion_length=objective.max_completion_length,
         loss_type=objective.loss_type,
         beta=objective.beta,
         use_bias_correction_kl=objective.use_bias_correction_kl,
-    )
-    dataset = load(DatasetSpec.parse({"name": "scored", "path": str(tmp_path / "rows.jsonl")}))
-    trainer = GRPOTrainer(
-        model=str(tiny_model),
-        reward_funcs=recorded_reward,
-        args=config,
-        train_dataset=dataset.select_columns(["prompt"]),
-        processing_class=tokenizer,
-        rollout_func=rollout_func,
     )
     with torch.no_grad():
         for parameter in trainer.model.parameters():

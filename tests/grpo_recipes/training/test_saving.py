@@ -5,6 +5,7 @@ import logging
 import os
 import stat
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,28 +110,27 @@ def test_a_checkpoint_of_another_kind_is_refused_or_warned_of(
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", ["nothing", "contents", "missing", "size", "manifest", "description"])
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "nothing": lambda best: None,
+    "contents": damage,
+    "missing": lambda best: (best / "model.safetensors").unlink(),
+    "size": lambda best: (best / "model.safetensors").write_bytes(b"weigh"),
+    "manifest": lambda best: (best / "manifest.json").unlink(),
+    "description": lambda best: (best / "config.json").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("wrong", DAMAGES)
 def test_the_best_checkpoint_is_compared_before_the_first_step(
     checkpoints: CompleteCheckpoints, trainer: Any, tmp_path: Path, wrong: str
 ) -> None:
     """`load_best_model_at_end` loads it after the last step, when a damaged one costs the whole training."""
     best, newest = saved(tmp_path, 1), saved(tmp_path, 2)
-    weights = best / "model.safetensors"
-    match wrong:
-        case "contents":
-            damage(best)
-        case "missing":
-            weights.unlink()
-        case "size":
-            weights.write_bytes(b"weigh")
-        case "manifest":
-            (best / "manifest.json").unlink()
-        case "description":
-            (best / "config.json").write_text("{")
+    DAMAGES[wrong](best)
     checkpoints.resumed_from = newest
     checkpoints.on_train_begin(trainer.args, state_of(2, best))  # it is not loaded
     trainer.args.load_best_model_at_end = True
-    with nullcontext() if wrong == "nothing" else refused("checkpoint-1", "`load_best_model_at_end`", by=RunError):
+    with nullcontext() if wrong == "nothing" else refused("checkpoint-1", "load_best_model_at_end", by=RunError):
         checkpoints.on_train_begin(trainer.args, state_of(2, best))
     damage(newest)
     for chosen in (newest, None):  # the newest was compared when it was chosen
@@ -152,6 +152,7 @@ def test_the_sums_of_the_next_log_entry_are_restored(
         assert trainer._tr_loss.item() == loss
     assert (trainer._globalstep_last_logged, trainer._total_loss_scalar, trainer._initial_global_step) == (4, 7.5, 0)
     assert trainer._metrics["train"] == {"reward": [0.5, 1.0, 2.0]}
+    assert not trainer.args.eval_on_start, "a run is evaluated before its first step only once"
     assert trainer.model.training, "else the next metrics would be logged as an evaluation's"
     assert trainer.callback_handler.callbacks == ["of a script", checkpoints], "it lists what the others add"
 
@@ -301,27 +302,14 @@ def test_a_launch_renames_later_checkpoints_and_removes_the_live_log(
     assert not (tmp_path / LIVE).exists()
 
 
-def test_a_run_is_evaluated_before_its_first_step_only_once(
-    checkpoints: CompleteCheckpoints, trainer: Any, tmp_path: Path
-) -> None:
-    for resumed, evaluates in ((None, True), (tmp_path, False)):
-        checkpoints.resumed_from = resumed
-        checkpoints.on_train_begin(trainer.args, state_of(0))
-        assert trainer.args.eval_on_start is evaluates
-
-
 @pytest.mark.parametrize("kind", ["link", "file", "folder"])
 def test_a_checkpoint_is_not_saved_through_a_link_or_over_a_file(
     checkpoints: CompleteCheckpoints, trainer: Any, tmp_path: Path, kind: str
 ) -> None:
-    place = tmp_path / "checkpoint-4"
-    match kind:
-        case "link":
-            (tmp_path / "outside").mkdir()
-            place.symlink_to(tmp_path / "outside")
-        case "file":
-            place.touch()
-        case "folder":
-            place.mkdir()  # a checkpoint of an earlier launch, which is saved again
+    place, outside = tmp_path / "checkpoint-4", tmp_path / "outside"
+    outside.mkdir()
+    # A folder is a checkpoint of an earlier launch, which is saved again.
+    make = {"link": lambda: place.symlink_to(outside), "file": place.touch, "folder": place.mkdir}
+    make[kind]()
     with nullcontext() if kind == "folder" else pytest.raises(RunFault, match="checkpoint-4"):
         checkpoints.on_step_end(trainer.args, state_of(4), events("should_save"))

@@ -83,13 +83,6 @@ def test_a_mistake_in_an_argument_is_found_before_the_model_is_loaded(tmp_path: 
 # ---- between two calls
 
 
-@pytest.mark.parametrize("skips", [True, False])
-def test_rows_without_an_advantage_are_skipped_if_that_is_asked_for(tmp_path: Path, skips: bool) -> None:
-    trainer = built(tmp_path, micro_batching={"skip_zero_advantage": skips})
-    trainer._prepare_inputs(UNEVEN.rows())
-    assert trainer._metrics["train"]["efficiency/rows_skipped"] == [4.0 if skips else 0.0]
-
-
 def test_nothing_of_a_micro_batch_is_left_for_the_next_call(tmp_path: Path) -> None:
     """An evaluation or a script may ask for other log-probabilities next."""
     trainer = built(tmp_path, num_iterations=2)

@@ -96,11 +96,9 @@ SCRIPTS: dict[str, Script] = {
     "all": [[[ADD + REPEAT, ADD + ADD], [ADD], [REPEAT], [ADD, ADD]]] * 2,
     "errors": [[[UNKNOWN, ADD], [BROKEN], [BROKEN + ADD, UNKNOWN], [ADD]], [[ADD], [], [BROKEN], [UNKNOWN]]],
     "async": [[[FETCH + ADD + LOST, FETCH], [LOST], [FETCH + FETCH], [ADD]], [[], [FETCH], [ADD + FETCH + ADD], []]],
-    "first": [[[ADD], [ADD, ADD], [ADD], [ADD]], [[], [], [ADD], []]],
-    "second": [[[], [], [ADD], []], [[ADD], [ADD, ADD], [ADD], [ADD]]],
     "one rank": [[[], [], [], []], [[ADD], [ADD, ADD], [], []]],
 }
-"""Turns that call tools, before the answer. The last three are for two ranks with one prompt each."""
+"""Turns that call tools, before the answer. The last one is for two ranks with one prompt each."""
 
 
 def turn_text(script: Script, case: int, member: int, turn: int) -> str:

@@ -47,23 +47,9 @@ def test_whole_results_have_no_decimals(text: str, result: str) -> None:
 
 
 def test_anything_else_is_refused() -> None:
-    for text in (
-        *(
-            "1 +",
-            "",
-            "1 2",
-            "two plus two",
-            "(" * 200,
-            "12 = 12",
-            "\\frac{1}{2}",
-            "2^10",
-            "2 ** 9",
-            "True",
-            "x",
-            "abs(1)",
-        ),
-        *("~1", "'a' * 9", "7 // 2", "1j", "1 / 0", "1e308 * 10", "-1e308 * 10", "1" + "0" * 190 + ".5e150"),
-    ):
+    refused = ["1 +", "", "1 2", "two plus two", "(" * 200, "12 = 12", "\\frac{1}{2}", "2^10", "2 ** 9", "True", "x"]
+    refused += ["abs(1)", "~1", "'a' * 9", "7 // 2", "1j", "1 / 0", "1e308 * 10", "-1e308 * 10"]
+    for text in [*refused, "1" + "0" * 190 + ".5e150"]:
         with pytest.raises(ToolError):
             calculator(text)
 

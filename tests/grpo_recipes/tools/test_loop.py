@@ -363,10 +363,6 @@ def test_ranks_pad_to_the_largest_number_of_rows() -> None:
     assert asked[0][1:] == [[0], [0]], "every vocabulary has the token 0"
 
 
-UNEVEN = ("first", "second", "one rank")
-"""Scripts of which one rank makes fewer turns than the other."""
-
-
 def launched(kind: str, folder: Path, *options: str, layout: str = "ddp_cpu", **env: str) -> list[dict[str, Any]]:
     """Run `tests.support.train_tools` on two ranks, and return what each recorded."""
     launching.launch_module(layout, "tests.support.train_tools", kind, str(folder), *options, **env)
@@ -409,7 +405,7 @@ def test_sampled_turns_on_two_ranks_are_checked(layout: str, tmp_path: Path, ext
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ragged", *(pytest.param(one, marks=pytest.mark.nightly) for one in UNEVEN)])
+@pytest.mark.parametrize("script", ["ragged", pytest.param("one rank", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("mode", ["server", "colocate"])
 def test_vllms_completions_reach_the_ranks_that_asked(mode: str, script: str, tmp_path: Path) -> None:
     """TRL 1.16 slices the completions of all ranks by the number of a rank's own prompts."""

@@ -88,16 +88,12 @@ def test_a_trainer_logs_the_metrics_beside_trls(tmp_path: Path) -> None:
     assert logged["tools/call_frequency"] == pytest.approx(5 / 4)
     assert logged["tools/failure_frequency"] == pytest.approx(3 / 5)
     assert logged["tools/turns"] == pytest.approx((3 + 2 + 2 + 1) / 4)
-    assert logged["tools/rows_with_calls"] == 0.75
-    assert logged["tools/add/calls"] == 0.75
     assert logged["tools/add/mistakes"] == pytest.approx(1 / 3)
-    assert logged["tools/mistakes"] == pytest.approx(2 / 5)
     assert logged["tools/broken/failures"] == 1
     assert logged["tools/unknown/calls"] == 0.25
     masks = [mask for values in made.loops for mask in values[0]]
     share = 1 - sum(map(sum, masks)) / sum(map(len, masks))
     assert logged["tools/tokens_share"] == pytest.approx(share)
-    assert logged["tools/add/seconds"] >= 0
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -594,12 +594,6 @@ def test_the_tokens_of_a_row_are_those_that_were_sampled(
     assert token_of(proof(turns, longest)(lettered(completion), with_messages=False)) == token
 
 
-def test_a_fault_shows_the_texts_that_differ() -> None:
-    found = proof(TWO_TURNS)(lettered("ab.<4>cd."), with_messages=False)
-    assert "'4'" in str(found)
-    assert "'3'" in str(found)
-
-
 def numbers(text: str) -> list[float]:
     """Return a number for each letter, and 0 for 0."""
     return [-float(ord(letter) - ord("0")) for letter in text]

@@ -138,20 +138,15 @@ def test_training_continues_to_the_bit_from_a_loaded_state(tmp_path: Path) -> No
     second.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
     train(second, range(6, 12))
     assert all(map(torch.equal, params(uninterrupted), params(second)))
-    for param, other in zip(params(uninterrupted), params(second), strict=True):
-        for name, value in uninterrupted.state[_of(uninterrupted, param)].items():
-            loaded = second.state[_of(second, other)][name]
-            assert loaded.dtype == value.dtype, name
-            assert torch.equal(_bits(loaded), _bits(value)), name
+    for state, loaded in zip(uninterrupted.state.values(), second.state.values(), strict=True):
+        for name, value in state.items():
+            assert loaded[name].dtype == value.dtype, name
+            assert torch.equal(bits(loaded[name]), bits(value)), name
 
 
-def _bits(value: torch.Tensor) -> torch.Tensor:
+def bits(value: torch.Tensor) -> torch.Tensor:
     """Return the bits of 16-bit values, some of which are NaN, and other values as they are."""
     return value.view(torch.int16) if value.dtype == torch.bfloat16 else value
-
-
-def _of(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.nn.Parameter:
-    return next(p for group in optimizer.param_groups for p in group["params"] if p.data_ptr() == value.data_ptr())
 
 
 def test_a_step_with_a_learning_rate_of_0_changes_nothing() -> None:

@@ -112,13 +112,8 @@ def test_a_script_gets_the_same_error_as_a_recipe(make_trainer: Any) -> None:
 def make_trainer(tiny_model: Path, tmp_path: Path) -> Any:
     """Return a factory of our trainer on the tiny model, for one step."""
     rows = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 2 =", "3 + 3 =", "4 + 4 ="]})
-    settings = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 1,
-        "logging_steps": 1,
-    }
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+    settings |= {"max_steps": 1, "logging_steps": 1}
 
     def make(reward: Any, **config: Any) -> grpo_recipes.GRPOTrainer:
         more = {**settings, **config}

@@ -64,22 +64,10 @@ def distinct(completions: list[Any], **columns: Any) -> list[float]:
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "add"}]] * 8})
-    made = make_trainer(
-        GRPOTrainer,
-        tiny.policy(),
-        tmp_path_factory.mktemp("run"),
-        rewards=distinct,
-        rows=rows,
-        tokenizer=tiny.chat_tokenizer(),
-        per_device_train_batch_size=ROWS,
-        num_generations=ROWS,
-        max_completion_length=8,
-        max_steps=1,
-        logging_steps=1,
-        log_completions=True,
-        generation_check=False,
-    )
-    return made
+    settings = {"per_device_train_batch_size": ROWS, "num_generations": ROWS, "max_completion_length": 8}
+    settings |= {"max_steps": 1, "logging_steps": 1, "log_completions": True, "generation_check": False}
+    parts = {"rewards": distinct, "rows": rows, "tokenizer": tiny.chat_tokenizer()}
+    return make_trainer(GRPOTrainer, tiny.policy(), tmp_path_factory.mktemp("run"), **parts, **settings)
 
 
 def train_on(trainer: GRPOTrainer, turns: list[list[Message]], monkeypatch: pytest.MonkeyPatch) -> pd.DataFrame:
@@ -92,10 +80,8 @@ def train_on(trainer: GRPOTrainer, turns: list[list[Message]], monkeypatch: pyte
 
     monkeypatch.setattr(trainer, "_generate", generate)
     monkeypatch.setattr(trainer, "_signature_columns", None)
-    trainer._logs["prompt"].clear()
-    trainer._logs["completion"].clear()
-    trainer._logs["advantages"].clear()
-    trainer._logs["rewards"].clear()
+    for column in trainer._logs.values():
+        column.clear()
     trainer.train()
     return pd.read_parquet(Path(trainer.args.output_dir) / "completions" / "completions_00001.parquet")
 

@@ -226,31 +226,6 @@ def test_a_resumed_epoch_continues_with_the_generation_that_follows(
     assert sampling.position == 0, "the first epoch has no number yet"
 
 
-def test_one_group_with_variance_resets_a_prompt() -> None:
-    ours = sampler()
-    list(ours)
-    draw = ours.draws[0]
-    ours.learn(draw, np.array([True, False, False, True]))
-    ours.learn(draw, np.array([True, False, True, False]))
-    assert list(ours.unvaried[draw.prompts]) == [0, 2, 0, 1]
-    assert ours.unvaried.sum() == 3, "prompts of other generations are as they were"
-
-
-def test_every_prompt_is_drawn_again() -> None:
-    ours = sampler(40, batch_size=20, repeat_count=1)
-    ours.unvaried[:] = 50
-    ours.unvaried[:10] = 0
-    times = np.zeros(40)
-    for ours.epoch in range(200):
-        list(ours)
-        for draw in ours.draws:
-            times[draw.prompts[draw.drawn]] += 1
-            assert (draw.at_floor == (ours.unvaried[draw.prompts] == 50)).all()
-    assert (times[:10] == 200).all()
-    assert (times[10:] > 5).all()
-    assert 20 < times[10:].mean() < 30, "200 times 0.1, raised to an integer number of prompts"
-
-
 def test_a_probability_that_equals_the_floor_is_not_kept_by_it() -> None:
     ours = sampler()
     ours.spec = spec(exploration=0.5, floor=0.25)

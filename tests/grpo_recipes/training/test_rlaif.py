@@ -1,26 +1,25 @@
 """MiniMind's RLAIF system: its file format, its two-stage advantage, and its recipe on tiny models."""
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import Qwen2Config, Qwen2MoeConfig
 from trl import GRPOTrainer
 
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.data.load import load
 from grpo_recipes.data.prompts import SYSTEM_PROMPTS, limit_prompts
-from grpo_recipes.recipe.recipe import parse_recipe, shipped
+from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.internlm2 import convert
 from grpo_rewards.reward_model import RewardModelScore
 from tests.support import launching, trainers
 from tests.support.errors import refused
-from tests.support.tiny import chat_tokenizer, save_internlm2, save_reward_model
+from tests.support.tiny import chat_tokenizer, policy, save_internlm2, save_reward_model
 
 RLAIF_FILE = Path(__file__).parents[2] / "data" / "rlaif.jsonl"
 SYSTEM = {"role": "system", "content": SYSTEM_PROMPTS["minimind"]}
@@ -125,16 +124,13 @@ def test_the_two_stage_advantage_is_normalize_then_sum(tmp_path):
 
 def save_policy(folder, mixture_of_experts=False):
     """Save a tiny policy over single bytes."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    shape |= {"bos_token_id": None, "eos_token_id": 257, "pad_token_id": 257}
+    ends = {"vocab_size": 258, "eos_token_id": 257, "pad_token_id": 257}
     experts = {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     if mixture_of_experts:
-        model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**shape, **experts, decoder_sparse_step=1))
+        made = policy(Qwen2MoeConfig, **ends, **experts, decoder_sparse_step=1)
     else:
-        model = Qwen2ForCausalLM(Qwen2Config(**shape))
-    model.save_pretrained(folder)
+        made = policy(Qwen2Config, **ends)
+    made.save_pretrained(folder)
     chat_tokenizer().save_pretrained(folder)
     return folder
 
@@ -149,8 +145,8 @@ def converted(tmp_path_factory):
 
 def arguments(tmp_path, reward_model, *more, mixture_of_experts=False):
     """Return the arguments that override only models, data, device and sizes of the recipe."""
-    policy = save_policy(tmp_path / "policy", mixture_of_experts)
-    given = ["--config=rlaif-minimind-internlm2", f"--model_name_or_path={policy}", f"--dataset.path={RLAIF_FILE}"]
+    folder = save_policy(tmp_path / "policy", mixture_of_experts)
+    given = ["--config=rlaif-minimind-internlm2", f"--model_name_or_path={folder}", f"--dataset.path={RLAIF_FILE}"]
     given += [f"--rewards.0.rewards.2.kwargs.model={reward_model}", f"--output_dir={tmp_path / 'run'}", "--use_cpu"]
     sizes = ["--bf16=false", "--max_completion_length=12", "--max_steps=5", "--gradient_checkpointing=false"]
     return [*given, *sizes, *more]
@@ -165,11 +161,7 @@ def logged(tmp_path):
     return steps
 
 
-def launch(config, args, **environment):
-    return launching.launch_module(str(config), "grpo_recipes.train", *args, **environment)
-
-
-def test_the_recipe_passes_the_checks(monkeypatch):
+def test_the_recipe_passes_the_checks():
     args = ["--config=rlaif-minimind-internlm2", f"--dataset.path={RLAIF_FILE}"]
     checked = check(parse_recipe(args), Machine(1, bf16=True))
     assert [reward.name for reward in checked.rewards] == ["minimind"]
@@ -198,8 +190,8 @@ def test_the_recipe_keeps_a_routers_loss(converted, tmp_path):
 
 def test_trl_scores_a_converted_reward_model_the_same(converted, tmp_path):
     rewards = [str(converted), RewardModelScore(converted, clamp=None, answer_tag=None)]
-    policy = save_policy(tmp_path / "policy")
-    trainer = GRPOTrainer(str(policy), rewards, args=one_step(tmp_path / "run"), train_dataset=load(spec()))
+    folder = save_policy(tmp_path / "policy")
+    trainer = GRPOTrainer(str(folder), rewards, args=one_step(tmp_path / "run"), train_dataset=load(spec()))
     trainer.train()
     theirs, ours = trainer._logs["rewards"].values()
     assert len(ours) == 16
@@ -216,36 +208,12 @@ def test_a_reward_model_that_can_not_be_loaded_stops_the_run_first(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_the_recipe_trains_on_two_processes(converted, tmp_path):
-    said = launch(shipped("accelerate_configs", "ddp_cpu"), arguments(tmp_path, converted))
+@pytest.mark.parametrize("layout", ["ddp_cpu", "zero3_cpu"])
+def test_the_recipe_trains_on_two_processes(layout, converted, tmp_path, extensions):
+    if layout == "zero3_cpu":
+        pytest.importorskip("deepspeed")
+    args = arguments(tmp_path, converted)
+    said = launching.launch_module(layout, "grpo_recipes.train", *args, TORCH_EXTENSIONS_DIR=extensions)
     assert said.count("reward model ") == 1
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["world_size"] == 2
-    assert all(abs(entry["rewards/minimind/reward_model"]) <= 3 for entry in logged(tmp_path))
-
-
-ZERO3_CPU = """
-compute_environment: LOCAL_MACHINE
-distributed_type: DEEPSPEED
-deepspeed_config:
-  zero_stage: 3
-  zero3_init_flag: true
-  zero3_save_16bit_model: true
-  gradient_accumulation_steps: 1
-num_machines: 1
-num_processes: 2
-machine_rank: 0
-mixed_precision: "no"
-use_cpu: true
-"""
-
-
-@pytest.mark.slow
-def test_the_recipe_trains_under_zero3(converted, tmp_path):
-    pytest.importorskip("deepspeed")
-    config = tmp_path / "zero3_cpu.yaml"
-    config.write_text(ZERO3_CPU)
-    # DeepSpeed compiles an extension. In the default folder it would wait for a lock that another, killed run has left.
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    launch(config, arguments(tmp_path, converted), TORCH_EXTENSIONS_DIR=extensions)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["world_size"] == 2
     assert all(abs(entry["rewards/minimind/reward_model"]) <= 3 for entry in logged(tmp_path))

@@ -14,6 +14,7 @@ from transformers.integrations import integration_utils
 
 from grpo_recipes import Recipe, run_recipe
 from grpo_recipes.training.callbacks import RecipeInTrackers
+from tests.support.launching import write_recipe
 
 
 def length(completions: list[Any], **columns: Any) -> list[float]:
@@ -27,30 +28,16 @@ def test_tensorboard(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, monkeyp
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("HF_TOKEN", "")  # where the run puts the recipe's token
-    file = tmp_path / "recipe.yaml"
-    run = {
-        "model_name_or_path": str(tiny_model),
-        "dataset": {"name": "gsm8k", "path": str(gsm8k_file)},
-        "rewards": ["gsm8k_correctness", {"name": f"{__name__}.length", "weight": 0.5}],
-        "beta": 0.04,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "report_to": "tensorboard",
-        "hub_token": "hf_" + "a" * 30,
-        "output_dir": str(tmp_path / "first-try"),
-    }
-    file.write_text(yaml.safe_dump(run))
+    output = tmp_path / "first-try"
+    rewards = ["gsm8k_correctness", {"name": f"{__name__}.length", "weight": 0.5}]
+    changes = {"rewards": rewards, "beta": 0.04, "max_steps": 2, "save_strategy": "no", "save_steps": None}
+    changes |= {"report_to": "tensorboard", "hub_token": "hf_" + "a" * 30}
+    file = write_recipe(tmp_path / "recipe.yaml", tiny_model, gsm8k_file, output, **changes)
     assert run_recipe(Recipe.load(file)) == 0
 
-    (events,) = (tmp_path / "first-try").rglob("events.out.tfevents.*")
+    (events,) = output.rglob("events.out.tfevents.*")
     shown = EventAccumulator(str(events.parent)).Reload()
-    history = json.loads((tmp_path / "first-try" / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
     for name in ("reward", "rewards/length/mean", "kl", "entropy", "completions/mean_length", "efficiency/padding"):
         logged = [entry[name] for entry in history if name in entry]
         assert [scalar.value for scalar in shown.Scalars(f"train/{name}")] == pytest.approx(logged)

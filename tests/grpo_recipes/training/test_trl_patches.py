@@ -242,17 +242,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-SENT = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-    "max_tokens": 8,
-}
+SENT = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+SENT |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0, "max_tokens": 8}
 
 
 def engine_trainer(folder: Path, model: Any, mode: str = "colocate", **changes: Any) -> GRPOTrainer:

@@ -55,7 +55,7 @@ PER_TOKEN = ("cispo", "sapo", "vespo")
 """Losses that refuse a ratio of whole completions."""
 CELLS = [
     cell
-    for cell in covering(OPTIONS, LOSS_TYPES, LAYOUTS)
+    for cell in covering(OPTIONS, LOSS_TYPES, LAYOUTS, rest=pytest.mark.nightly)
     if cell.values[0] != "ratio of sequences" or cell.values[1] not in PER_TOKEN
 ]
 

@@ -46,7 +46,7 @@ def test_metrics_are_means_over_the_rows_of_all_ranks() -> None:
         row([Result("add", "", **REFUSED), Result("invented", "", **REFUSED)], "iterations"),
         row([], "no room"),
     ]
-    second = [row([Result("add", "4", seconds=4.0)], "full"), row([], "full", tools=("find",))]
+    second = [row([Result("add", "4", seconds=4.0, **FAULT)], "full"), row([], "full", tools=("find",))]
     assert metrics([counts_of(first), counts_of(second)]) == {
         "tools/turns": 2.0,
         "tools/rows_with_calls": 0.6,
@@ -56,7 +56,7 @@ def test_metrics_are_means_over_the_rows_of_all_ranks() -> None:
         "tools/tokens_share": 10 / 40,
         "tools/unknown/calls": 0.2,
         "tools/add/calls": 0.75,
-        "tools/add/failures": 0.0,
+        "tools/add/failures": 1 / 3,
         "tools/add/mistakes": 1 / 3,
         "tools/add/seconds": 3.0,
         "tools/find/calls": 0.2,

@@ -594,6 +594,16 @@ def test_the_tokens_of_a_row_are_those_that_were_sampled(
     assert token_of(proof(turns, longest)(lettered(completion), with_messages=False)) == token
 
 
+def test_a_turn_stands_in_as_many_rows_as_it_was_sampled_for() -> None:
+    checked = proof({"p": ["ab.", "ab."], "pab.<3>": ["cd.", "xyz."]})
+    first, second = lettered("ab.<3>cd."), lettered("ab.<3>xyz.", number=1)
+    assert checked.count([first, second]) is None
+    for other, token in (("ab.<3>cd.", 6), ("ab.", 3)):  # the first row's turn, and no later turn
+        fault = checked.count([first, lettered(other, number=1)])
+        assert fault is not None
+        assert (fault.row, fault.token) == (1, token)
+
+
 def numbers(text: str) -> list[float]:
     """Return a number for each letter, and 0 for 0."""
     return [-float(ord(letter) - ord("0")) for letter in text]

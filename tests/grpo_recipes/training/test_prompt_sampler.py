@@ -221,9 +221,6 @@ def test_a_resumed_epoch_continues_with_the_generation_that_follows(
                     sampling.on_epoch_begin(args, state)
                     assert sampling.position == first // 4
                 step += 1
-    state = SimpleNamespace(global_step=0, epoch=None)
-    sampling.on_epoch_begin(args, state)
-    assert sampling.position == 0, "the first epoch has no number yet"
 
 
 def test_a_probability_that_equals_the_floor_is_not_kept_by_it() -> None:

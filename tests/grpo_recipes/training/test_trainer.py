@@ -20,6 +20,7 @@ from grpo_recipes.process.faults import RunFault
 from grpo_recipes.training.data_order import SetSamplerEpoch
 from tests.support import short_runs, tiny
 from tests.support.errors import refused
+from tests.support.grids import only
 from tests.support.recorded import Recording, make_trainer, model
 from tests.support.tool_rollouts import add
 
@@ -162,7 +163,7 @@ def test_an_adapter_that_is_loaded_from_a_checkpoint_keeps_its_dtype(tmp_path: P
 # ---- code of the user
 
 
-def exits(**columns: Any) -> Any:
+def exits(*rows: Any, **columns: Any) -> Any:
     sys.exit(0)
 
 
@@ -170,24 +171,18 @@ async def exits_later(**columns: Any) -> Any:
     sys.exit(0)
 
 
-def leave_rollout(prompts: list, trainer: Any) -> Any:
-    sys.exit(0)
+PARTS: dict[str, dict[str, Any]] = {
+    "reward": {"rewards": exits},
+    "async reward": {"rewards": exits_later},
+    "rollout": {"rollout_func": exits},
+    "transform": {"rows": short_runs.PROMPTS.with_transform(exits)},
+}
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"rewards": exits},
-        {"rewards": exits_later},
-        pytest.param({"rollout_func": leave_rollout}, marks=pytest.mark.slow),
-        pytest.param({"rows": "a transform"}, marks=pytest.mark.slow),
-    ],
-    ids=["reward", "async reward", "rollout", "transform"],
-)
-def test_an_exit_of_the_code_of_a_script_is_an_error(tmp_path: Path, parts: dict[str, Any]) -> None:
-    if "rows" in parts:
-        parts = {"rows": short_runs.PROMPTS.with_transform(lambda rows: sys.exit(0))}
-    trainer = short_runs.trainer(GRPOTrainer, tiny.policy(), short_runs.arguments(tmp_path, max_steps=1), **parts)
+@pytest.mark.parametrize("part", only(["reward", "async reward"], PARTS))
+def test_an_exit_of_the_code_of_a_script_is_an_error(tmp_path: Path, part: str) -> None:
+    args = short_runs.arguments(tmp_path)
+    trainer = short_runs.trainer(GRPOTrainer, tiny.policy(), args, **PARTS[part])
     with pytest.raises(RunFault, match=r"sys.exit\(0\).*test_trainer.py"):
         trainer.train()
 

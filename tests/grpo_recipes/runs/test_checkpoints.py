@@ -271,7 +271,7 @@ def test_a_checkpoint_without_its_last_bytes_is_not_resumed(tmp_path: Path, proc
 
 def test_a_step_that_was_cut_off_twice_is_set_aside_twice(tmp_path: Path) -> None:
     for _ in range(2):
-        set_aside([Rejected(checkpoint(tmp_path, 3, 1), RunError("checkpoint-3"), cut_off=True)])
+        set_aside([Rejected(checkpoint(tmp_path, 3, 1), RunError("checkpoint-3", "cut off", "none"), cut_off=True)])
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3-incomplete"]
 
 

@@ -87,130 +87,47 @@ def steps_abandoned(folder: Path) -> list[int]:
     return steps_saved(folder, "-abandoned")
 
 
-@pytest.mark.slow
-def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy: str) -> None:
-    branch = script(policy, run, StopAfter(3, saves=True), max_steps=8)
-    branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert (steps_saved(run), steps_abandoned(run)) == ([2, 3], [4, 6])
-    again = script(policy, run, max_steps=8)
-    again.train(resume_from_checkpoint=True)
-    assert again.checkpoints.resumed_from == run / "checkpoint-3"
-    last = script(policy, run, max_steps=10)
-    last.train(resume_from_checkpoint=True)
-    assert last.checkpoints.resumed_from == run / "checkpoint-8"
+def write_log(run: Path, most: int, reward: float, *steps: int) -> None:
+    """Write the log of a launch of a recipe that has not ended."""
+    lines = [{"step": 0, "max_steps": most}, *({"step": step, "reward": reward} for step in steps)]
+    (run / LIVE).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.slow
 def test_a_branch_that_saved_nothing_resumes_at_its_branch_point(run: Path, policy: str) -> None:
+    write_log(run, 6, -9.0, *range(1, 7))
+    shutil.copy(run / "checkpoint-6" / "trainer_state.json", run)  # as a finished run leaves it
     script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     assert (steps_saved(run), steps_abandoned(run)) == ([2], [4, 6])
-    again = script(policy, run, StopAfter(3, saves=False), max_steps=8)
-    again.train(resume_from_checkpoint=True)
-    assert again.checkpoints.resumed_from == run / "checkpoint-2"
-
-
-@pytest.mark.slow
-def test_an_abandoned_checkpoint_can_be_named(run: Path, policy: str) -> None:
-    script(policy, run, StopAfter(3, saves=True), max_steps=8).train(str(run / "checkpoint-2"))
-    script(policy, run, StopAfter(5, saves=False), max_steps=8).train(str(run / "checkpoint-4-abandoned"))
-    assert (steps_saved(run), steps_abandoned(run)) == ([2, 3], [4, 6])
-    again = script(policy, run, StopAfter(5, saves=True), max_steps=8)
-    again.train(resume_from_checkpoint=True)
-    assert again.checkpoints.resumed_from == run / "checkpoint-4-abandoned"
-    assert decide(run, True, 1).newest == run / "checkpoint-5"
-
-
-@pytest.mark.slow
-def test_the_last_of_two_branches_is_followed_in_a_moved_folder_too(run: Path, policy: str, tmp_path: Path) -> None:
-    for step in (5, 3):
-        branch = script(policy, run, StopAfter(step, saves=True), max_steps=8, save_steps=100)
-        branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert decide(run, True, 1).newest == run / "checkpoint-3"
-    shutil.rmtree(run / "checkpoint-3")
-    moved = run.rename(tmp_path / "moved")
-    assert decide(moved, True, 1).newest == moved / "checkpoint-2"
-
-
-def test_a_branch_whose_branch_point_is_gone_is_not_replaced_by_another(run: Path, policy: str) -> None:
-    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
+    assert not (run / LIVE).exists(), "a script writes no log, and the old one holds the abandoned steps"
+    write_log(run, 8, 0.5, 1, 2, 3)
+    found = Run.read(run)
+    assert (list(found.series("reward").values), found.log.max_steps) == ([0.5] * 3, 8)
+    (run / "checkpoint-3").mkdir()  # killed in its first save
+    point = decide(run, True, 1)
+    assert [one.path.name for one in point.rejected] == ["checkpoint-3"]
+    assert confirmed(point, each_node=False).newest == run / "checkpoint-2"
+    with refused(run / "checkpoint-3", by=RunError):
+        script(policy, run).train(resume_from_checkpoint=str(run / "checkpoint-3"))
     shutil.rmtree(run / "checkpoint-2")
     with refused(run, run / "checkpoint-2", "checkpoint-4-abandoned", "checkpoint-6-abandoned", by=RunError):
         script(policy, run, max_steps=8).train(resume_from_checkpoint=True)
-
-
-@pytest.mark.slow
-def test_a_script_that_began_anew_does_not_resume_from_an_earlier_run(run: Path, policy: str) -> None:
-    script(policy, run, StopAfter(1, saves=False)).train()
-    assert (steps_saved(run), steps_abandoned(run)) == ([], [2, 4, 6])
-    with refused(run, "checkpoint-2-abandoned", by=RunError):
-        script(policy, run).train(resume_from_checkpoint=True)
-    script(policy, run, StopAfter(1, saves=True)).train()
-    again = script(policy, run)
-    again.train(resume_from_checkpoint=True)
-    assert again.checkpoints.resumed_from == run / "checkpoint-1"
-
-
-@pytest.mark.slow
-def test_a_branch_in_another_folder_continues_there(run: Path, policy: str, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    script(policy, other, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
-    again = script(policy, other, StopAfter(3, saves=True), max_steps=8)
-    again.train(resume_from_checkpoint=True)
-    assert again.checkpoints.resumed_from == run / "checkpoint-2"
-    assert steps_saved(other) == [3]
-    # Nothing is renamed in the other folder if its checkpoint is the one that is damaged.
-    weights = other / "checkpoint-3" / "model.safetensors"
-    weights.write_bytes(bytes(weights.stat().st_size))
-    point = confirmed(decide(other, True, 1), each_node=False)
-    assert (point.newest, [one.path for one in point.passed_over]) == (run / "checkpoint-2", [other / "checkpoint-3"])
-    shutil.copytree(run / "checkpoint-2", tmp_path / "kept")
-    (run / "checkpoint-2" / "optimizer.pt").unlink()
-    assert is_about(confirmed(decide(other, True, 1), each_node=False).obstacle(), "optimizer.pt")
-    shutil.rmtree(run / "checkpoint-2")
-    shutil.copytree(tmp_path / "kept", run / "checkpoint-2")
-    shutil.rmtree(other / "checkpoint-3")
-    script(policy, other, StopAfter(3, saves=True), max_steps=8).train(resume_from_checkpoint=True)
-    # Once the branch has a checkpoint of its own, its folder may be moved away.
-    moved = Path(shutil.copytree(other, tmp_path / "moved"))
-    last = script(policy, moved, StopAfter(4, saves=False), max_steps=8)
-    last.train(resume_from_checkpoint=True)
-    assert last.checkpoints.resumed_from == moved / "checkpoint-3"
-    left = script(policy, run, StopAfter(7, saves=False), max_steps=8)
-    left.train(resume_from_checkpoint=True)
-    assert left.checkpoints.resumed_from == run / "checkpoint-6"
-
-
-@pytest.mark.parametrize(
-    ("limit", "left"), [(1, ([3], [])), pytest.param(2, ([2, 3], []), marks=pytest.mark.slow), (3, ([2, 3], [6]))]
-)
-def test_rotation_removes_abandoned_checkpoints_first(
-    run: Path, policy: str, limit: int, left: tuple[list[int], list[int]]
-) -> None:
-    branch = script(policy, run, StopAfter(3, saves=True), max_steps=8, save_total_limit=limit)
-    branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
-    assert (steps_saved(run), steps_abandoned(run)) == left
-
-
-def test_a_launch_that_saved_only_a_part_resumes_before_it(run: Path, policy: str) -> None:
-    """The launch was killed in its first save."""
-    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
-    (run / "checkpoint-3").mkdir()
-    point = decide(run, True, 1)
-    assert [one.path.name for one in point.rejected] == ["checkpoint-3"]
-    with refused(run / "checkpoint-3", by=RunError):
-        script(policy, run).train(resume_from_checkpoint=str(run / "checkpoint-3"))
-    assert confirmed(point, each_node=False).newest == run / "checkpoint-2"
-    shutil.rmtree(run / "checkpoint-2")
-    with refused(run, run / "checkpoint-2", by=RunError):
-        decide(run, True, 1)
-
-
-def test_a_damaged_record_of_the_last_launch_is_named(run: Path, policy: str) -> None:
-    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
     for content in ("{", '{"resumed_from": 1}', "[]"):
         (run / LAUNCH).write_text(content)
         with refused(run / LAUNCH, by=RunError):
             decide(run, True, 1)
+
+
+def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy: str) -> None:
+    branch = script(policy, run, StopAfter(3, saves=True), max_steps=8, save_total_limit=3)
+    branch.train(resume_from_checkpoint=str(run / "checkpoint-2"))
+    assert (steps_saved(run), steps_abandoned(run)) == ([2, 3], [6]), "rotation removes abandoned ones first"
+    again = script(policy, run, StopAfter(4, saves=False), max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert again.checkpoints.resumed_from == run / "checkpoint-3"
+    script(policy, run, StopAfter(1, saves=False)).train()
+    assert (steps_saved(run), steps_abandoned(run)) == ([], [2, 3, 6]), "it began anew"
+    with refused(run, "checkpoint-3-abandoned", by=RunError):
+        script(policy, run).train(resume_from_checkpoint=True)
 
 
 @pytest.mark.slow
@@ -237,26 +154,6 @@ def test_true_follows_the_last_launch_of_a_recipe_too(
         "checkpoint-2",
         "checkpoint-3",
     ]
-
-
-def test_a_report_of_a_branch_under_way_holds_nothing_of_the_abandoned_steps(run: Path, policy: str) -> None:
-    shutil.copy(run / "checkpoint-6" / "trainer_state.json", run)  # as a finished run leaves it
-    script(policy, run, StopAfter(3, saves=False), max_steps=8).train(str(run / "checkpoint-2"))
-    lines = [{"step": 2, "max_steps": 8}, *({"step": step, "reward": 0.5} for step in (1, 2, 3))]
-    (run / LIVE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = Run.read(run)
-    assert (list(found.series("reward").steps), found.log.max_steps) == ([1, 2, 3], 8)
-
-
-def test_a_script_that_branches_off_removes_the_log_of_the_launch_before(run: Path, policy: str) -> None:
-    """A script writes no `_log.jsonl`. The old file would reach the last step too, with the abandoned entries."""
-    lines = [{"step": 0, "max_steps": 6}, *({"step": step, "reward": -9.0} for step in range(1, 7))]
-    (run / LIVE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert Run.read(run).series("reward").values == [-9.0] * 6
-    script(policy, run).train(str(run / "checkpoint-2"))
-    rewards = Run.read(run).series("reward")
-    assert rewards.steps == [1, 2, 3, 4, 5, 6]
-    assert -9.0 not in rewards.values
 
 
 @pytest.mark.slow
@@ -339,6 +236,16 @@ def test_a_launch_leaves_nothing_in_a_new_folder_and_renames_what_it_abandons(em
     assert names(begin_launch(moved, None)) == ["checkpoint-3"]
 
 
+def test_an_abandoned_checkpoint_can_be_named(empty: Path) -> None:
+    for step in (2, 4, 6):
+        saved(empty, step)
+    for source in ("checkpoint-2", "checkpoint-4-abandoned"):
+        begin_launch(empty, empty / source)
+        assert decide(empty, True, 1).newest == empty / source
+    saved(empty, 5)
+    assert decide(empty, True, 1).newest == empty / "checkpoint-5"
+
+
 def test_the_checkpoint_of_another_folder_is_recorded_by_its_path(empty: Path, tmp_path: Path) -> None:
     other = saved(tmp_path / "other", 5)
     for step in (4, 6):
@@ -347,9 +254,12 @@ def test_the_checkpoint_of_another_folder_is_recorded_by_its_path(empty: Path, t
     moved = empty.rename(tmp_path / "moved")
     assert last_source(moved) == other
     assert names(decide(moved, True, 1).checkpoints) == ["checkpoint-5", "checkpoint-4"]
+    damage(saved(moved, 7))
+    point = confirmed(decide(moved, True, 1), each_node=False)
+    assert (point.newest, [one.path.name for one in point.passed_over]) == (other, ["checkpoint-7"])
     (other / "trainer_state.json").unlink()
     point = decide(moved, True, 1)
-    assert (names(point.checkpoints), point.rejected) == (["checkpoint-4"], []), "nothing is left of it"
+    assert (names(point.checkpoints), point.rejected) == (["checkpoint-7", "checkpoint-4"], []), "nothing is left of it"
 
 
 def test_the_step_of_a_checkpoint_under_another_name_is_that_of_its_state(empty: Path, tmp_path: Path) -> None:
@@ -392,7 +302,7 @@ def test_the_highest_step_is_the_newest_and_a_step_is_a_number(empty: Path) -> N
 
 def test_only_newer_checkpoints_of_this_folder_are_passed_over(empty: Path, tmp_path: Path) -> None:
     places = (empty / "checkpoint-12", empty / "checkpoint-11", empty / "checkpoint-3", tmp_path / "checkpoint-20")
-    found = [Rejected(place, RunError(place), cut_off=True) for place in places]
+    found = [Rejected(place, RunError(place, "cut off", "name another"), cut_off=True) for place in places]
     newer = [one.path.name for one in Resume(empty, 1, None, [saved(empty, 5)], found).passed_over]
     assert newer == ["checkpoint-11", "checkpoint-12"]
     every = [one.path.name for one in Resume(empty, 1, None, [], found).passed_over]

@@ -1,7 +1,7 @@
-"""A training script without a recipe, for `accelerate launch`.
+"""A training script without a recipe, for `accelerate launch`, which starts several times in one process.
 
-Its arguments are a folder with `policy` and `golds.txt`, the number of steps, and what to resume: a checkpoint, `true`,
-`none`.
+Its arguments are a folder with `policy`, and a text for each start: the first gold, the number of steps, and what to
+resume (a checkpoint, `true` or `none`).
 """
 
 import sys
@@ -21,10 +21,10 @@ def same_as_gold(completions: list[str], answer: list[str], **columns: Any) -> l
     return [float(len(set(text + gold))) for text, gold in zip(completions, answer, strict=True)]
 
 
-def main(folder: Path, steps: str, resume: str) -> None:
-    golds = (folder / "golds.txt").read_text().split()
-    rows = Dataset.from_dict({"prompt": [f"{number} =" for number in range(len(golds))], "answer": golds})
-    args = short_runs.arguments(folder / "run", max_steps=int(steps), save_strategy="steps", save_steps=2)
+def start(folder: Path, first_gold: int, steps: int, resume: str) -> None:
+    golds = [str(first_gold + number) for number in range(16)]
+    rows = Dataset.from_dict({"prompt": [f"{number} =" for number in range(16)], "answer": golds})
+    args = short_runs.arguments(folder / "run", max_steps=steps, save_strategy="steps", save_steps=2)
     trainer = GRPOTrainer(
         model=str(folder / "policy"),
         reward_funcs=same_as_gold,
@@ -41,4 +41,6 @@ def main(folder: Path, steps: str, resume: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    for launch in sys.argv[2:]:
+        first_gold, steps, resume = launch.split(" ", 2)
+        start(Path(sys.argv[1]), int(first_gold), int(steps), resume)

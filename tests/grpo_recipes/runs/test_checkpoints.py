@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,16 +29,10 @@ from grpo_recipes.runs.checkpoints import (
     write_manifest,
 )
 from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.resume import decide, newest_checkpoint, set_aside
+from grpo_recipes.runs.resume import decide, set_aside
 from tests.support.errors import refused
 
 WHOLE = Manifest(step=3, num_processes=2, model_only=False, files={"a": {"bytes": 4, CHECKSUM: "0" * 16}})
-
-
-def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert read_manifest(tmp_path) is None
-    (tmp_path / MANIFEST).write_text(WHOLE.text())
-    assert read_manifest(tmp_path) == WHOLE
 
 
 def test_a_manifest_stays_readable(tmp_path: Path) -> None:
@@ -57,6 +52,9 @@ def test_a_manifest_stays_readable(tmp_path: Path) -> None:
 }
 """
     assert WHOLE.text() == text
+    assert read_manifest(tmp_path) is None
+    (tmp_path / MANIFEST).write_text(text)
+    assert read_manifest(tmp_path) == WHOLE
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="reads /proc")
@@ -93,21 +91,6 @@ def test_a_rank_waits_for_the_files_and_for_the_manifest_of_the_others(
     assert len(meetings) == 4, "the number of meetings is the same on every rank"
     manifest = read_manifest(tmp_path)
     assert (list(manifest.files) if manifest else None) == (["late"] if writes else None)
-
-
-def test_the_first_of_several_damaged_files_is_named(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / name).write_text("1")
-    write_manifest(tmp_path, WHOLE, each_node=False, writes=True)
-    manifest = read_manifest(tmp_path)
-    assert manifest is not None
-    for name in "ab":
-        (tmp_path / name).write_text("2")
-    for _ in ("changed", "gone"):
-        found = content_damage(tmp_path, manifest, each_node=False)
-        assert found is not None
-        assert found.place == str(tmp_path / "a")
-        (tmp_path / "a").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("each_node", [False, True])
@@ -148,16 +131,13 @@ def test_ranks_share_the_work_on_each_disk(tmp_path: Path, monkeypatch: pytest.M
             manifest = read_manifest(disk)
             assert manifest is not None
             there = {path.name: path.read_bytes() for path in disk.glob("part-*")}
-            assert manifest.files == {
-                name: {"bytes": len(content), CHECKSUM: xxhash.xxh3_128(content).hexdigest()}
-                for name, content in there.items()
-            }
+            sums = {name: xxhash.xxh3_128(content).hexdigest() for name, content in there.items()}
+            assert manifest.files == {name: {"bytes": 9, CHECKSUM: one} for name, one in sums.items()}
         assert list(pool.map(damage, range(4))) == [None] * 4
         for rank in range(4):
             (disks[rank] / f"part-{rank}").write_text(f"Of rank {rank}")
-            assert list(pool.map(damage, range(4))) == [str(disks[rank] / f"part-{rank}")] * 4, (
-                "every rank learns of it"
-            )
+            found = list(pool.map(damage, range(4)))
+            assert found == [str(disks[rank] / f"part-{rank}")] * 4, "every rank learns of it"
             (disks[rank] / f"part-{rank}").write_text(f"of rank {rank}")
 
 
@@ -179,23 +159,23 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_size_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "a"
     for size, expected, figures in (
-        (4, 4, None),
-        (0, 0, None),
-        (None, 4, ()),
-        (0, 4, ()),
-        (3, 4, ("3", "4")),
-        (5, 4, ("5", "4")),
-        (5, 0, ("5", "0")),
+        (4, 4, ""),
+        (0, 0, ""),
+        (0, 4, "empty"),
+        (3, 4, "3 4"),
+        (5, 4, "5 4"),
+        (5, 0, "5 0"),
     ):
-        (tmp_path / "a").unlink(missing_ok=True)
-        if size is not None:
-            (tmp_path / "a").write_bytes(b"x" * size)
+        file.write_bytes(b"x" * size)
         found = size_damage(tmp_path, Manifest(3, 2, False, {"a": {"bytes": expected, CHECKSUM: "0" * 16}}))
-        assert (found is None) == (figures is None), (size, expected)
-        if found is not None and figures is not None:
-            assert found.place == str(tmp_path / "a")
-            assert all(figure in found.problem for figure in figures)
+        assert (found is None) == (size == expected)
+        assert found is None or (found.place, figures.split()) == (str(file), re.findall(r"\d+|empty", found.problem))
+    file.unlink()
+    found = size_damage(tmp_path, WHOLE)
+    assert found is not None
+    assert found.place == str(file)
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 8])
@@ -211,10 +191,10 @@ def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
             assert max(mine) - min(mine) <= 1000, "the size of a file"
             read = [name for where, names in zip(disks, shares, strict=True) if where == disk for name in names]
             assert sorted(read) == sorted(sizes)
-    late = [
-        ("shared", {name: size for name, size in sizes.items() if rank == 0 or name[-1] == str(rank)})
-        for rank in range(readers)
+    seen = [
+        {name: size for name, size in sizes.items() if rank == 0 or name[-1] == str(rank)} for rank in range(readers)
     ]
+    late = [("shared", listed) for listed in seen]
     shares = [share(late, rank) for rank in range(readers)]
     assert sorted(name for names in shares for name in names) == sorted(sizes)
     assert all(name in late[rank][1] for rank, names in enumerate(shares) for name in names)
@@ -282,15 +262,6 @@ def test_the_log_of_a_long_run_is_read(tmp_path: Path) -> None:
     assert steps_done(folder) == 3
 
 
-def test_a_folder_without_a_complete_checkpoint(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "nothing", 1) is None
-    cut_off = checkpoint(tmp_path, 1, 1)
-    (cut_off / "trainer_state.json").unlink()
-    point = decide(tmp_path, True, 1)
-    assert point.newest is None
-    assert [one.path for one in point.passed_over] == [cut_off]
-
-
 def named(folder: Path) -> str | None:
     """Return the file that is damaged in a checkpoint of another trainer."""
     found = checkpoint_damage(folder)
@@ -310,23 +281,19 @@ def test_damage_to_a_checkpoint_of_another_trainer_is_named(tmp_path: Path, tiny
             (folder / name).write_bytes(whole[:kept])
             assert named(folder) == str(folder / name), (name, kept)
         (folder / name).unlink()
-        assert str(named(folder)).startswith((str(folder / name), str(folder)))
+        assert str(named(folder)).startswith(str(folder))
         (folder / name).write_bytes(whole)
     for name in ("scaler.pt", "custom_0.pth", "value_head.bin", "value_head.safetensors"):
         (folder / name).write_bytes(b"")
         assert named(folder) == str(folder / name)
         (folder / name).unlink()
-    (folder / "optimizer.pt").rename(folder / "optimizer.bin")
-    assert checkpoint_damage(folder) is None
-    (folder / "optimizer.bin").rename(folder / "optimizer.pt")
     (folder / "training_args.bin").write_bytes(b"")  # a resume reads none
     assert checkpoint_damage(folder) is None
     assert rejection(folder, 1) is None
     (folder / "config.json").write_text("[1]")
     found = rejection(folder, 1)
     assert found is not None
-    assert str(folder / "config.json") in found.reason
-    assert not found.cut_off
+    assert (found.damage.place, found.cut_off) == (str(folder / "config.json"), False)
     (folder / "config.json").unlink()
     (folder / "scheduler.pt").unlink()
     for name in ("global_step4", "pytorch_model_fsdp_0"):  # DeepSpeed's own, and FSDP's

@@ -10,19 +10,16 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import GRPOConfig
 from trl.trainer.utils import print_prompt_completions_sample
 
-from grpo_recipes import GRPOTrainer
 from grpo_recipes.runs import files
 from grpo_recipes.runs.completions import EVALUATION, TRAINING, arguments_of, drop_after, logged, storable
 from grpo_recipes.runs.lock import FolderLost
 from grpo_recipes.training.callbacks import DropLaterCompletions
 from tests.support.errors import refused
-from tests.support.probe_rewards import distinct_characters
 
 
 @pytest.fixture
@@ -81,41 +78,6 @@ def test_nothing_is_removed_from_a_folder_that_another_launch_has_taken_over(fol
     assert len(names(folder)) == 3
 
 
-@pytest.mark.slow
-def test_a_script_that_resumes_an_earlier_checkpoint_logs_every_step_once(tiny_model: Path, tmp_path: Path) -> None:
-    def trained(name: str, steps: int, resume: str | None = None) -> Path:
-        args = GRPOConfig(
-            output_dir=str(tmp_path / name),
-            use_cpu=True,
-            bf16=False,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            num_generations_eval=2,
-            per_device_eval_batch_size=2,
-            max_completion_length=6,
-            max_steps=steps,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            log_completions=True,
-            save_steps=2,
-            eval_strategy="steps",
-            eval_steps=1,
-            report_to="none",
-        )
-        prompts, held_out = (Dataset.from_dict({"prompt": list(words)}) for words in (["one", "two", "four"], ["five"]))
-        trainer = GRPOTrainer(str(tiny_model), distinct_characters, args, prompts, eval_dataset=held_out)
-        trainer.train(resume)
-        return tmp_path / name / "completions"
-
-    alone = trained("alone", 8)
-    folder = trained("resumed", 7)
-    assert trained("resumed", 8, str(tmp_path / "resumed" / "checkpoint-4")) == folder
-    for kind in (TRAINING, EVALUATION):
-        assert [one.step for one in logged(folder, kind)] == list(range(1, 9))
-        tables = [pd.concat(map(pd.read_parquet, sorted(place.glob(f"{kind}_*")))) for place in (folder, alone)]
-        pd.testing.assert_frame_equal(*tables)
-
-
 # Calls of tools
 
 # Lone surrogates included: JSON has escapes for them.
@@ -142,24 +104,10 @@ MESSAGES = st.fixed_dictionaries(
 )
 
 
-ROWS = st.lists(st.lists(MESSAGES, max_size=3), min_size=1, max_size=3)
-
-
-@settings(deadline=None, max_examples=30, derandomize=True)
-@given(rows=ROWS)
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(rows=st.lists(st.lists(MESSAGES, max_size=3), min_size=1, max_size=3))
 def test_calls_are_stored_printed_and_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
-    check_stored(tmp_path_factory, rows)
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
-@given(rows=ROWS)
-def test_any_call_is_stored_printed_and_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
-    check_stored(tmp_path_factory, rows)
-
-
-def check_stored(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
-    """Check that TRL can print messages and write them to a table, that we can read them, and what is in them."""
+    """TRL can print messages and write them to a table, and we can read them."""
     before = repr(rows)
     stored = storable(rows)
     assert repr(rows) == before
@@ -171,15 +119,12 @@ def check_stored(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> N
     print_prompt_completions_sample(["p"] * len(rows), stored, {"r": [0.0] * len(rows)}, None, 1)
     for messages, read_messages in zip(rows, batch["completion"], strict=True):
         for message, read_message in zip(messages, read_messages, strict=True):
-            for call, read_call in zip(message.get("tool_calls") or [], _calls(read_message), strict=True):
+            read_calls = read_message.get("tool_calls")
+            read_calls = [] if read_calls is None else list(read_calls)
+            for call, read_call in zip(message.get("tool_calls") or [], read_calls, strict=True):
                 match call:
                     case {"function": {"arguments": dict(arguments)}}:
                         assert json.dumps(arguments_of(read_call["function"]["arguments"])) == json.dumps(arguments)
-
-
-def _calls(message: Any) -> list[Any]:
-    calls = message.get("tool_calls")
-    return [] if calls is None else list(calls)
 
 
 def test_arguments_are_read_from_our_tables_and_trls() -> None:
@@ -254,8 +199,8 @@ def test_a_call_of_another_form_is_stored_as_it_is(call: Any, stored: dict[str, 
 def test_an_empty_message_has_a_content_of_the_form_of_the_others() -> None:
     """Parquet has no struct without fields."""
     assert storable([[{}]]) == [[{"role": "assistant", "content": ""}]]
-    blocks = [{"type": "text", "text": "x"}]
-    assert storable([[{}, {"content": blocks}]]) == [[{"role": "assistant", "content": []}, {"content": blocks}]]
+    blocks = {"content": [{"type": "text", "text": "x"}]}
+    assert storable([[{}, blocks]]) == [[{"role": "assistant", "content": []}, blocks]]
 
 
 def test_one_message_of_blocks_makes_the_contents_of_all_messages_blocks() -> None:
@@ -267,17 +212,12 @@ def test_one_message_of_blocks_makes_the_contents_of_all_messages_blocks() -> No
         [*blocks[:2], {"type": "text", "text": '{"type": "audio", "audio": [1]}'}],
     ]
     assert stored[1:] == [[{"content": None}], "text"]
-    (messages,) = storable([[{"content": ""}, {"content": []}, {"content": blocks[:1]}]])
-    assert [message["content"] for message in messages] == [[{"type": "text", "text": ""}], [], blocks[:1]]
 
 
 def test_texts_and_messages_of_texts_are_stored_as_trl_stores_them() -> None:
     rows = [[{"role": "user", "content": "x"}], [{"role": "assistant", "content": "y", "reasoning_content": "z"}]]
     assert storable(rows) == rows
     assert storable(["text", "é"]) == ["text", "é"]
-
-
-def test_an_empty_list_of_calls_stays_and_none_is_left_out() -> None:
     said = {"role": "assistant", "content": "x"}
     given = [[{**said, "tool_calls": []}], [{**said, "tool_calls": None}], [said]]
-    assert storable(given) == [[{**said, "tool_calls": []}], [said], [said]]
+    assert storable(given) == [given[0], [said], [said]]

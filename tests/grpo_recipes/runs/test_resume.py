@@ -87,6 +87,12 @@ def steps_abandoned(folder: Path) -> list[int]:
     return steps_saved(folder, "-abandoned")
 
 
+def damage(checkpoint: Path, name: str = "model.safetensors") -> None:
+    """Change the contents of a file and not its size."""
+    file = checkpoint / name
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
 def write_log(run: Path, most: int, reward: float, *steps: int) -> None:
     """Write the log of a launch of a recipe that has not ended."""
     lines = [{"step": 0, "max_steps": most}, *({"step": step, "reward": reward} for step in steps)]
@@ -124,9 +130,13 @@ def test_true_follows_the_last_launch_and_not_the_highest_step(run: Path, policy
     again = script(policy, run, StopAfter(4, saves=False), max_steps=8)
     again.train(resume_from_checkpoint=True)
     assert again.checkpoints.resumed_from == run / "checkpoint-3"
+    damage(run / "checkpoint-3", "optimizer.pt")
+    again = script(policy, run, StopAfter(3, saves=False), max_steps=8)
+    again.train(resume_from_checkpoint=True)
+    assert again.checkpoints.resumed_from == run / "checkpoint-2"
     script(policy, run, StopAfter(1, saves=False)).train()
     assert (steps_saved(run), steps_abandoned(run)) == ([], [2, 3, 6]), "it began anew"
-    with refused(run, "checkpoint-3-abandoned", by=RunError):
+    with refused(run, "checkpoint-2-abandoned", by=RunError):
         script(policy, run).train(resume_from_checkpoint=True)
 
 
@@ -159,27 +169,21 @@ def test_true_follows_the_last_launch_of_a_recipe_too(
 @pytest.mark.slow
 def test_two_ranks_of_a_script_decide_alike(tmp_path: Path) -> None:
     launching.build_policy(tmp_path / "policy")
-    (tmp_path / "golds.txt").write_text(" ".join(map(str, range(16))))
+    run = tmp_path / "run"
 
-    def said(*arguments: str) -> str:
-        module = "tests.support.script_without_recipe"
-        return launching.launch_module("ddp_cpu", module, str(tmp_path), *arguments)
+    def said(*launches: str) -> str:
+        return launching.launch_module("ddp_cpu", "tests.support.script_without_recipe", str(tmp_path), *launches)
 
-    said("6", "none")
-    begun = said("3", str(tmp_path / "run" / "checkpoint-2"))
-    assert begun.count("checkpoint-4-abandoned") == 1
-    assert (steps_saved(tmp_path / "run"), steps_abandoned(tmp_path / "run")) == ([2, 3], [4, 6])
-    resumed = said("4", "true")
-    assert resumed.count(f"went on from {tmp_path / 'run' / 'checkpoint-3'}") == 2
-    (tmp_path / "golds.txt").write_text(" ".join(map(str, range(1, 17))))
-    output = said("8", "true")
+    output = said("0 6 none", f"0 3 {run / 'checkpoint-2'}", "0 4 true", "1 8 true")
+    assert output.count("checkpoint-4-abandoned") == 1
+    assert (steps_saved(run), steps_abandoned(run)) == ([2, 3, 4], [4, 6])
+    assert output.count(f"went on from {run / 'checkpoint-3'}") == 2
+    assert output.count("`answer`") == 2, "other golds"
+    (run / LAUNCH).write_text("{")
+    output += said("0 8 true")
     for rank in range(2):
-        assert f"rank {rank} refused: {tmp_path / 'run'}" in output
-    assert output.count("`answer`") == 2
-    (tmp_path / "run" / LAUNCH).write_text("{")
-    output = said("8", "true")
-    for rank in range(2):
-        assert f"rank {rank} refused: {tmp_path / 'run' / LAUNCH}: " in output
+        assert f"rank {rank} refused: {run / 'checkpoint-4'}: " in output
+        assert f"rank {rank} refused: {run / LAUNCH}: " in output
 
 
 # Decisions on checkpoints that no training wrote
@@ -201,11 +205,6 @@ def of_another_trainer(folder: Path, step: int) -> Path:
     checkpoint.mkdir(parents=True)
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return checkpoint
-
-
-def damage(checkpoint: Path) -> None:
-    """Change the contents of a file and not its size."""
-    (checkpoint / "model.safetensors").write_bytes(b"Weights")
 
 
 @pytest.fixture

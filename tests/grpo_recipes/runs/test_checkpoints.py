@@ -159,23 +159,17 @@ def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_size_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "a"
-    for size, expected, figures in (
-        (4, 4, ""),
-        (0, 0, ""),
-        (0, 4, "empty"),
-        (3, 4, "3 4"),
-        (5, 4, "5 4"),
-        (5, 0, "5 0"),
-    ):
-        file.write_bytes(b"x" * size)
-        found = size_damage(tmp_path, Manifest(3, 2, False, {"a": {"bytes": expected, CHECKSUM: "0" * 16}}))
-        assert (found is None) == (size == expected)
-        assert found is None or (found.place, figures.split()) == (str(file), re.findall(r"\d+|empty", found.problem))
-    file.unlink()
-    found = size_damage(tmp_path, WHOLE)
-    assert found is not None
-    assert found.place == str(file)
+    def found(size: int, expected: int) -> RunError | None:
+        (tmp_path / "a").write_bytes(b"x" * size)
+        return size_damage(tmp_path, Manifest(3, 2, False, {"a": {"bytes": expected, CHECKSUM: "0" * 16}}))
+
+    assert found(4, 4) is found(0, 0) is None
+    for size, expected, figures in ((0, 4, []), (3, 4, ["3", "4"]), (5, 4, ["5", "4"]), (5, 0, ["5", "0"])):
+        error = found(size, expected)
+        assert error is not None
+        assert (error.place, re.findall(r"\d+", error.problem)) == (str(tmp_path / "a"), figures)
+    (tmp_path / "a").unlink()
+    assert str(size_damage(tmp_path, WHOLE)).startswith(str(tmp_path / "a"))
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 8])
@@ -191,10 +185,10 @@ def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
             assert max(mine) - min(mine) <= 1000, "the size of a file"
             read = [name for where, names in zip(disks, shares, strict=True) if where == disk for name in names]
             assert sorted(read) == sorted(sizes)
-    seen = [
-        {name: size for name, size in sizes.items() if rank == 0 or name[-1] == str(rank)} for rank in range(readers)
-    ]
-    late = [("shared", listed) for listed in seen]
+    late = []
+    for rank in range(readers):
+        listed = {name: size for name, size in sizes.items() if rank == 0 or name[-1] == str(rank)}
+        late.append(("shared", listed))
     shares = [share(late, rank) for rank in range(readers)]
     assert sorted(name for names in shares for name in names) == sorted(sizes)
     assert all(name in late[rank][1] for rank, names in enumerate(shares) for name in names)

@@ -104,7 +104,7 @@ MESSAGES = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(deadline=None, max_examples=30, derandomize=True)
 @given(rows=st.lists(st.lists(MESSAGES, max_size=3), min_size=1, max_size=3))
 def test_calls_are_stored_printed_and_read(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
     """TRL can print messages and write them to a table, and we can read them."""

@@ -116,11 +116,6 @@ def test_a_file_of_an_old_torch_is_accepted(tmp_path: Path) -> None:
         check_weight_files(tmp_path)
 
 
-def test_a_file_without_tensors_is_complete(tmp_path: Path) -> None:
-    save_file({}, tmp_path / "model.safetensors")
-    check_weight_files(tmp_path)
-
-
 def test_only_parts_of_the_weights_are_read_to_identify_them(tmp_path: Path) -> None:
     """To read all of the 64 GiB, which are a hole in the file, would take much longer."""
     file, size = tmp_path / "model.safetensors", 1 << 33
@@ -153,8 +148,6 @@ def test_an_index_names_files_in_its_folder(tmp_path: Path) -> None:
 
 def test_the_first_4_kib_of_each_tensor_are_a_part_of_the_identity(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    save_file({"a": torch.zeros(2 << 20, dtype=torch.uint8), "b": torch.zeros(9, dtype=torch.uint8)}, file)
-    content = file.read_bytes()
     # Only a tensor that begins behind the first MiB shows what is read of it.
     save_file({"a": torch.zeros(2 << 20, dtype=torch.uint8), "b": torch.zeros(5000, dtype=torch.uint8)}, file)
     content = file.read_bytes()
@@ -172,13 +165,13 @@ def test_the_size_and_both_ends_of_another_file_are_its_identity(tmp_path: Path,
     file = tmp_path / "pytorch_model.bin"
     file.write_bytes(bytes(size))
     found = {identify_weights(file)}
-    for place in {0, min(size, END_BYTES) - 1, size - min(size, END_BYTES), size - 1}:
+    places = {0, min(size, END_BYTES) - 1, size - min(size, END_BYTES), size - 1}
+    for place in places:
         content = bytearray(size)
         content[place] = 1
         file.write_bytes(content)
         found.add(identify_weights(file))
-        content[place] = 0
-    assert len(found) == 1 + len({0, min(size, END_BYTES) - 1, size - min(size, END_BYTES), size - 1})
+    assert len(found) == 1 + len(places)
     file.write_bytes(bytes(size + 1))
     assert identify_weights(file) not in found, "of zeros only, and one more"
 

@@ -7,7 +7,6 @@ import gzip
 import html
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from grpo_recipes.reports import completions_page, report
 from grpo_recipes.reports.report import write_report
 from grpo_recipes.reports.run import Run
-from tests.support.browser import CONTRAST, OUTSIDE, Browser, Tab, chromium
+from tests.support.browser import CONTRAST, OUTSIDE, Browser, Tab
 from tests.support.synthetic import healthy_completions, tool_completions, write_run
 
 EVIL = "</script><script>document.title = 1</script><img src=x onerror=document.title=1>\x1b[2J\u202e"
@@ -123,14 +122,6 @@ def test_a_transcript_is_a_list_of_its_parts(tmp_path: Path) -> None:
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if chromium() is None:
-        pytest.skip("needs Chromium to open the page: apt-get install chromium")
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
 # Resolves once the page has shown what it read, or the reason why it can't.
 READ = """new Promise(resolve => {
   const count = document.getElementById("count");
@@ -206,16 +197,16 @@ def test_texts_of_a_run_do_not_run_in_the_browser(tmp_path: Path, browser: Brows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_dark", [False, True])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_fits_its_screen_and_can_be_read(tmp_path: Path, browser: Browser, width: int, is_dark: bool) -> None:
+def test_the_page_fits_its_screen_and_can_be_read(tmp_path: Path, browser: Browser) -> None:
     rows = [{**row, "completion": "<think>" + "w" * 900 + "</think>\n" + "word " * 900} for row in judged()]
-    tab = browser.open(written(tmp_path, completions=rows), width=width, dark=is_dark)
-    tab.evaluate(READ)
-    assert tab.evaluate("document.documentElement.scrollWidth") == width
-    assert tab.evaluate(OUTSIDE) == []
-    ratio, text = tab.evaluate(CONTRAST)
-    assert ratio >= 4.5, text
+    page = written(tmp_path, completions=rows)
+    for width, is_dark in ((390, True), (1280, False)):
+        tab = browser.open(page, width=width, dark=is_dark)
+        tab.evaluate(READ)
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        assert tab.evaluate(OUTSIDE) == []
+        ratio, text = tab.evaluate(CONTRAST)
+        assert ratio >= 4.5, text
 
 
 def alone(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -240,18 +231,3 @@ def test_a_reward_that_no_completion_has_is_not_on_the_page(tmp_path: Path) -> N
     names, _, shown = data(alone(tmp_path, rows))
     assert names["rewards"] == ["gsm8k_correctness"]
     assert shown[0][3:] == ["", "exact", None, 2.0, 2.0]
-
-
-def test_the_page_is_described_by_its_file(tmp_path: Path) -> None:
-    run = Run.read(write_run(tmp_path / "run", completions=judged()))
-    found = completions_page.write_completions_page(run, tmp_path, "some.html", report.environment(), "p {}")
-    assert found is not None
-    assert (found.name, found.rows) == ("some.html", 32)
-    text = (tmp_path / "some.html").read_text(encoding="utf-8")
-    assert "<style>p {}</style>" in text
-    assert html.escape(found.note, quote=False) in text
-    script = (completions_page.TEMPLATES / "completions.js").read_text(encoding="utf-8")
-    assert f"<script>{script}</script>" in text
-    assert completions_page.policy("p {}", script) in html.unescape(text)
-    assert text.index('id="data">') < text.index("<script>")
-    assert text.rstrip().endswith("</html>")

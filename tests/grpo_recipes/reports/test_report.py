@@ -6,7 +6,6 @@ import html.parser
 import itertools
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from grpo_recipes.reports.diagnostics import diagnose
 from grpo_recipes.reports.report import verdict, write_report
 from grpo_recipes.reports.run import Run
 from grpo_recipes.reports.transcript import Part
-from tests.support.browser import CONTRAST, OUTSIDE, Browser, chromium
+from tests.support.browser import CONTRAST, OUTSIDE, Browser
 from tests.support.logged_runs import logged
 from tests.support.synthetic import (
     TOOL_METRICS,
@@ -100,22 +99,20 @@ def test_the_page_is_self_contained_and_has_all_facts(run_folder: Path) -> None:
 def test_no_text_of_a_run_becomes_markup(tmp_path: Path) -> None:
     """All texts of a run are shown literally, control characters as escapes."""
     evil = "</pre></style><script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202e"
-    named = [{"name": evil, "source": "x", "weight": 1.0, "kind": "correctness", "highest_pay": 2.0}]
-    rows = [
-        {"step": step, "prompt": evil, "completion": f"<answer>{evil}{number}</answer>", evil: number % 3, "gold": evil}
-        for step in (10, 20)
-        for number in range(12)
-    ]
-    means = {f"rewards/{evil}/mean": ramp(0, 1)}
-    folder = write_run(
-        tmp_path / "<i>run<", means, rewards=[{**one, "verdict": evil} for one in named], completions=rows
-    )
-    (folder / "run.json").write_text(
-        json.dumps(
-            {**json.loads((folder / "run.json").read_text()), "source": evil, "hardware": evil, "arguments": [evil]}
-        )
-    )
-    for label in (evil.replace("/", ""), "after"):
+    safe = evil.replace("/", "")
+    rewards = [{"name": evil, "source": "x", "weight": 1.0, "kind": "correctness", "highest_pay": 2.0}]
+    rows = tool_completions(lambda step, member: member % 2)
+    for number, row in enumerate(rows):
+        for message in row["completion"]:
+            message |= {"name": evil, "content": f"<answer>{evil}{number}</answer>"}
+            if "tool_calls" in message:
+                message["tool_calls"][0]["function"] = {"name": evil, "arguments": json.dumps({evil: evil})}
+        row |= {"prompt": evil, evil: number % 3, "gold": evil, "verdict": evil}
+    means = {f"rewards/{evil}/mean": ramp(0, 1), f"tools/{safe}/calls": ramp(0, 1)}
+    folder = write_run(tmp_path / "<i>run<", {**TOOL_METRICS, **means}, rewards=rewards, completions=rows)
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "source": evil, "hardware": evil, "arguments": [evil]}))
+    for label in (safe, "after"):
         evaluation(folder, label, SHARE, [True, False])
     page = report(folder)
     assert not {"script", "img", "i"} & set(page.tags)
@@ -145,19 +142,16 @@ def test_several_samples_are_compared_problem_by_problem(tmp_path: Path) -> None
         flat = [verdict for row in verdicts for verdict in row]
         value = sum(flat) / len(flat)
         evaluation(folder, label, {"value": value, "low": value - 0.1, "high": value + 0.1}, flat)
-        path = folder / "evaluations" / label
-        samples = len(verdicts[0])
+        path, samples = folder / "evaluations" / label, len(verdicts[0])
         table = pd.read_parquet(path / "completions.parquet")
-        places = [place // samples for place in range(len(table))]
-        table = table.assign(problem=places, sample=table.index % samples, prompt=[f"question {n}" for n in places])
+        problems = table.index // samples
+        prompts = [f"question {problem}" for problem in problems]
+        table = table.assign(problem=problems, sample=table.index % samples, prompt=prompts)
         table.to_parquet(path / "completions.parquet")
-        summary = json.loads((path / "evaluation.json").read_text()) | {
-            "problems": 40,
-            "settings": {"samples": samples},
-        }
+        summary = json.loads((path / "evaluation.json").read_text())
+        summary |= {"problems": 40, "settings": {"samples": samples}}
         (path / "evaluation.json").write_text(json.dumps(summary))
-    run = Run.read(folder)
-    answer = verdict(run)
+    answer = verdict(Run.read(folder))
     assert "50 % → 38 %" in answer.sentence
     assert answer.sure.startswith("-12.5 "), "and not +50, the first samples alone"
     assert "McNemar" not in answer.sure
@@ -170,8 +164,7 @@ def test_the_verdict_agrees_with_the_p_value(tmp_path: Path) -> None:
         folder = write_run(tmp_path / f"run-{gained}")
         evaluation(folder, "before", SHARE, [False] * 10)
         evaluation(folder, "after", BETTER, [True] * gained + [False] * (10 - gained))
-        run = Run.read(folder)
-        answer = verdict(run)
+        answer = verdict(Run.read(folder))
         assert answer.tone == tone
         assert f"p = {2 * 0.5**gained:.1g})" in answer.sure
 
@@ -228,19 +221,6 @@ def test_a_card_shows_the_turns_of_a_completion(tmp_path: Path) -> None:
     assert page.count("How tools were used") == 2, "in the contents, and over the charts"
 
 
-def test_calls_and_results_do_not_become_markup(tmp_path: Path) -> None:
-    evil = "</pre><script>alert(1)</script><img src=x onerror=y>&amp;\x1b[2J\u202e"
-    rows = tool_completions(lambda step, member: 1)
-    for row in rows:
-        called, result, _ = row["completion"]
-        called["tool_calls"][0]["function"] = {"name": evil, "arguments": json.dumps({evil: evil})}
-        result |= {"name": evil, "content": evil}
-    page = report(tool_run(tmp_path / "run", rows, **{f"tools/{evil.replace('/', '')}/calls": ramp(0, 1)}))
-    assert not {"script", "img"} & set(page.tags)
-    assert page.text.count("alert(1)") >= 10
-    assert not [one for one in page.text if not one.isprintable() and one != "\n"]
-
-
 def test_a_run_with_hardly_any_metric_has_a_report(tmp_path: Path) -> None:
     folder = tmp_path / "bare"
     folder.mkdir()
@@ -253,20 +233,14 @@ def test_a_run_with_hardly_any_metric_has_a_report(tmp_path: Path) -> None:
     assert cli.main(["report", str(tmp_path / "missing")]) == 2
 
 
-def stopped(folder: Path, **row: object) -> Path:
-    """Let the run in a folder stop at step 40 of 100, on a completion with these values."""
-    state = json.loads((folder / "trainer_state.json").read_text())
-    (folder / "trainer_state.json").write_text(json.dumps({**state, "max_steps": 100}))
-    entry = {"reward": "judge", "row": 3, "prompt": "What is it?", "completion": "no number", "step": 40, **row}
-    fault = {"sentence": "reward `judge` raised ValueError: no.", "rank": 0, "time": 5.0, "row": entry}
-    (folder / "fault-rank0.json").write_text(json.dumps(fault))
-    later = {"sentence": "lost contact", "rank": 1, "time": 6.0}
-    (folder / "fault-rank1.json").write_text(json.dumps(later))
-    return folder
-
-
 def test_a_stopped_run_shows_its_cause_and_the_completion(tmp_path: Path) -> None:
-    folder = stopped(write_run(tmp_path / "run"), completion="<answer>no</answer> number")
+    folder = write_run(tmp_path / "run")
+    state = folder / "trainer_state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "max_steps": 100}))
+    row = {"reward": "judge", "row": 3, "prompt": "What is it?", "completion": "<answer>no</answer> number", "step": 40}
+    first = {"sentence": "reward `judge` raised ValueError: no.", "rank": 0, "time": 5.0, "row": row}
+    for fault in (first, {"sentence": "lost contact", "rank": 1, "time": 6.0}):
+        (folder / f"fault-rank{fault['rank']}.json").write_text(json.dumps(fault))
     page = report(folder)
     assert "step 40 of 100" in page.text
     assert "reward judge raised ValueError: no." in page.text
@@ -275,72 +249,47 @@ def test_a_stopped_run_shows_its_cause_and_the_completion(tmp_path: Path) -> Non
     assert card.parts == [Part("text", 1, "<answer>no</answer> number")]
     (finding,) = diagnose(Run.read(folder)).findings
     assert (finding.check, finding.figures["cause"]) == ("stopped", "reward `judge` raised ValueError: no")
-    state = json.loads((folder / "trainer_state.json").read_text())
-    (folder / "trainer_state.json").write_text(json.dumps({**state, "max_steps": 40}))
+    state.write_text(json.dumps({**json.loads(state.read_text()), "max_steps": 40}))
     assert Run.read(folder).fault is None, "it is of an earlier launch"
-
-
-def test_a_run_that_failed_in_its_first_step_has_a_report(tmp_path: Path) -> None:
-    folder = stopped(write_run(tmp_path / "run"))
     shutil.rmtree(folder / "completions")
-    (folder / "trainer_state.json").unlink()
+    state.unlink()  # it failed in its first step
     page = report(folder, code=2)
-    assert "no number" in page.text
+    assert "no</answer> number" in page.text
     assert "reward judge raised ValueError" in page.text
 
 
 # In a browser
 
-ON_PAPER = {"width": 794, "media": "print"}
 VIEWS: dict[str, dict[str, Any]] = {
     "desktop": {},
-    "phone": {"width": 390},
-    "dark": {"dark": True},
     "dark phone": {"width": 390, "dark": True},
-    "print": ON_PAPER,
-    "print from a dark screen": {**ON_PAPER, "dark": True},
+    "print from a dark screen": {"width": 794, "media": "print", "dark": True},
 }
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if chromium() is None:
-        pytest.skip("needs Chromium to open the report: apt-get install chromium")
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 def pages(folder: Path) -> dict[str, Path]:
     """Write the page of each kind of run."""
     long = "<think>" + "step by step " * 200 + "</think> " + "wwwww" * 60
-    names = ["run-a", "b" * 90, "c", "d d d", "<b>e</b>"]
     runs = []
-    for number, name in enumerate(names):
+    for number, name in enumerate(("run-a", "b" * 90, "<b>e<b>")):
         completions = [{**row, "completion": long} for row in healthy_completions()] if number == 1 else None
-        metrics = {
-            "kl": ramp(0, 0.4 * number),
-            "num_tokens": ramp(0, 1e6),
-            "efficiency/tokens_computed": ramp(3e4, 2e4),
-        }
-        runs.append(
-            write_run(folder / str(number) / name.replace("/", ""), metrics, completions=completions, seed=number)
-        )
-    for run in runs[:3]:
-        evaluation(run, "before", SHARE, [False, True, False, True])
-        evaluation(run, "after", BETTER, [True, True, True, False])
+        metrics = {"kl": ramp(0, 0.8 * number), "efficiency/tokens_computed": ramp(3e4, 2e4)}
+        runs.append(write_run(folder / str(number) / name, metrics, completions=completions, seed=number))
+        evaluation(runs[-1], "before", SHARE, [False, True, False, True])
+        evaluation(runs[-1], "after", BETTER, [True, True, True, False])
     bare = folder / "bare"
     bare.mkdir()
     (bare / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "loss": 0.0}]}))
     tools = tool_run(folder / "tools", tool_completions(lambda step, member: 5 * member))
-    chosen = {
-        "tools": [tools],
-        "one": runs[:1],
-        "two": runs[:2],
-        "five": runs,
-        "without evaluation": runs[3:4],
-        "empty": [bare],
-    }
+    chosen = {"one": runs[:1], "three": runs, "tools": [tools], "empty": [bare]}
     return {kind: write_report([Run.read(run) for run in some], folder / kind) for kind, some in chosen.items()}
+
+
+CHARTS = "[...document.querySelectorAll('svg.chart')]"
+NAMED_CHARTS = f"{CHARTS}.every(chart => chart.getAttribute('aria-label').length > 20)"
+SIZES = f"{CHARTS}.map(chart => chart.getBoundingClientRect()).map(box => [box.width, box.height])"
+HEADINGS = "[...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))"
+LINKS = "[...document.querySelectorAll('a[href^=\"#\"]')].every(a => document.getElementById(a.hash.slice(1)))"
 
 
 @pytest.mark.slow
@@ -349,36 +298,18 @@ def test_every_page_fits_its_screen_and_can_be_read(tmp_path: Path, browser: Bro
         assert page.stat().st_size < 2_000_000
         for view, how in VIEWS.items():
             tab = browser.open(page, **how)
-            scrolls, shows = tab.evaluate(
-                "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-            )
-            assert scrolls == shows, (kind, view)
+            width = tab.evaluate("document.documentElement.clientWidth")
+            assert tab.evaluate("document.documentElement.scrollWidth") == width, (kind, view)
             assert tab.evaluate(OUTSIDE) == [], (kind, view)
             ratio, text = tab.evaluate(CONTRAST)
             assert ratio >= 4.5, (kind, view, text)
             assert tab.requests == [page.as_uri()], (kind, view)
-            pictures = tab.evaluate(
-                "[...document.querySelectorAll('svg.chart')].map(svg => svg.getBoundingClientRect())"
-                ".map(box => [box.width, box.height])"
-            )
-            assert all(min(picture) > 70 for picture in pictures), (kind, view)
-
-
-@pytest.mark.slow
-def test_headings_links_and_charts_are_accessible(run_folder: Path, browser: Browser) -> None:
-    report(run_folder)
-    tab = browser.open(run_folder / "report" / "report.html")
-    levels = tab.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))")
-    assert levels[0] == 1
-    assert levels.count(1) == 1
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
-    assert tab.evaluate(
-        "[...document.querySelectorAll('a[href^=\"#\"]')].every(a => document.getElementById(a.hash.slice(1)))"
-    )
-    order = tab.evaluate(
-        "[...document.querySelectorAll('svg.chart')].every(s => s.getAttribute('aria-label').length > 20)"
-    )
-    assert order
+            assert all(min(size) > 70 for size in tab.evaluate(SIZES)), (kind, view)
+        levels = tab.evaluate(HEADINGS)
+        assert (levels[0], levels.count(1)) == (1, 1)
+        assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+        assert tab.evaluate(LINKS)
+        assert tab.evaluate(NAMED_CHARTS)
 
 
 # Sentences and facts, from runs in memory

@@ -12,18 +12,7 @@ import numpy as np
 import pytest
 
 from grpo_recipes.evaluation.estimates import Estimate
-from grpo_recipes.reports.charts import (
-    ACCURACY,
-    METRICS,
-    SECTIONS,
-    Chart,
-    Line,
-    duration,
-    number,
-    percent,
-    sections,
-    ticks,
-)
+from grpo_recipes.reports.charts import ACCURACY, METRICS, SECTIONS, Chart, Line, duration, number, percent, sections
 from grpo_recipes.reports.run import Run, Series
 from tests.support.logged_runs import logged
 
@@ -142,7 +131,6 @@ def test_the_axis_spans_all_that_is_drawn() -> None:
         (chart_of(0.2, 0.97, unit="share"), "0 %", "100 %"),
         (chart_of(0.0001, 0.0004, unit="share"), "0 %", "0.04 %"),
         (chart_of(0.0, 0.0), "0", "1"),
-        (chart_of(-1.7e308, 1.7e308), "-1e+100", "1e+100"),
     ):
         labels = [one.split(" end ")[1] for one in drawing(chart) if one.startswith("text 38.0") and "step" not in one]
         assert [labels[0], labels[-1]] == ends
@@ -165,20 +153,6 @@ def test_a_chart_can_be_a_file_of_its_own_and_shows_a_single_point() -> None:
     assert (root.tag, root[0].text) == ("{http://www.w3.org/2000/svg}svg", ".chart { color: red }")
     assert "Title" in root.attrib["aria-label"]
     assert [one.split()[0] for one in drawing(chart_of(0.4))].count("circle") == 1
-
-
-def test_no_text_of_a_run_becomes_markup() -> None:
-    evil = '"/><script>\u202e'
-    chart = replace(chart_of(0.0, 1.0, limits=[(evil, 0.5)]), title=evil, unit=evil)
-    text = chart.svg()
-    assert "<script" not in text
-    assert "\u202e" not in text
-    assert evil not in ElementTree.tostring(ElementTree.fromstring(text), "unicode", method="text")
-
-
-def test_ticks_are_multiples_of_1_2_or_5() -> None:
-    for low, high, expected in ((0, 1, [0, 0.5, 1]), (-3, 7, [0, 5]), (0.1, 0.3, [0.1, 0.15, 0.2, 0.25, 0.3])):
-        assert ticks(low, high) == pytest.approx(expected)
 
 
 def test_a_figure_is_written_in_few_characters() -> None:

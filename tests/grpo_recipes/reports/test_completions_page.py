@@ -151,10 +151,8 @@ def test_completions_are_filtered_and_searched(tmp_path: Path, browser: Browser)
     right = [f"<answer>0</answer> <b>{step}</b>" for step in (10, 10, 20, 20, 30, 30, 40, 40)]
     assert filtered(tab, verdict="exact") == right
     assert filtered(tab, reward="7", reward_from="1") == right, "gsm8k_correctness"
-    assert (
-        filtered(tab, reward_to="1", step_from="40", step_to="40")
-        == [f"<answer>{member}</answer> <b>40</b>" for member in (1, 2, 3)] * 2
-    )
+    wrong = [f"<answer>{member}</answer> <b>40</b>" for member in (1, 2, 3)] * 2
+    assert filtered(tab, reward_to="1", step_from="40", step_to="40") == wrong
     assert filtered(tab, search="ANSWER>2", step_to="10") == ["<answer>2</answer> <b>10</b>"] * 2
     assert len(filtered(tab, search="question 30.1")) == 4
     assert filtered(tab, order="highest")[:8] == right
@@ -166,22 +164,6 @@ def test_completions_are_filtered_and_searched(tmp_path: Path, browser: Browser)
 
 
 @pytest.mark.slow
-def test_transcripts_are_shown_and_searched(tmp_path: Path, browser: Browser) -> None:
-    rows = tool_completions(lambda step, member: member % 3)
-    rows[1]["completion"][1] |= {"content": EVIL}
-    tab = browser.open(written(tmp_path, completions=rows))
-    tab.evaluate(READ)
-    parts = "[...document.querySelectorAll('.card')[1].querySelectorAll('.said')].map(part => part.className)"
-    assert tab.evaluate(parts) == ["said text", "said call", "said result", "said text"]
-    assert tab.evaluate("document.title") == "Completions of run"
-    assert tab.evaluate("document.querySelectorAll('.card img').length") == 0
-    assert len(filtered(tab, search='"b": 1', step_to="10")) == 4, "the second call of two"
-    assert filtered(tab, order="longest")[0] == "I add."
-    ratio, text = tab.evaluate(CONTRAST)
-    assert ratio >= 4.5, text
-
-
-@pytest.mark.slow
 def test_texts_of_a_run_do_not_run_in_the_browser(tmp_path: Path, browser: Browser) -> None:
     page = evil_page(tmp_path)
     tab = browser.open(page)
@@ -189,11 +171,18 @@ def test_texts_of_a_run_do_not_run_in_the_browser(tmp_path: Path, browser: Brows
     assert tab.evaluate("document.title") == "Completions of run"
     assert tab.evaluate("document.querySelectorAll('img').length") == 0
     assert "onerror=document.title" in tab.evaluate(SHOWN)[0]
-    inserted = (
-        "const s = document.createElement('script'); s.textContent = 'document.title = 2'; document.body.append(s)"
-    )
-    assert tab.evaluate(f"{{ {inserted} }} document.title") == "Completions of run", "the policy allows one script"
+    script = "const s = document.createElement('script'); s.textContent = 'document.title = 2'; document.body.append(s)"
+    assert tab.evaluate(f"{{ {script} }} document.title") == "Completions of run", "the policy allows one script"
     assert tab.requests == [page.as_uri()]
+    rows = tool_completions()
+    rows[1]["completion"][1] |= {"content": EVIL}
+    tab = browser.open(written(tmp_path / "tools", completions=rows))
+    tab.evaluate(READ)
+    parts = "[...document.querySelectorAll('.card')[1].querySelectorAll('.said')].map(part => part.className)"
+    assert tab.evaluate(parts) == ["said text", "said call", "said result", "said text"]
+    assert tab.evaluate("document.querySelectorAll('.card img').length") == 0
+    assert len(filtered(tab, search='"b": 1', step_to="10")) == 4, "the second call of two"
+    assert filtered(tab, order="longest")[0] == "I add."
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from grpo_recipes import cli
-from grpo_recipes.reports.run import NothingLogged, read_log
+from grpo_recipes.reports.run import read_log
 from grpo_recipes.runs import files
 from tests.support.errors import refused
 from tests.support.stored import HISTORY, RECORD, run_files
@@ -98,10 +98,11 @@ def test_a_log_holds_the_numbers_of_its_entries(tmp_path: Path, is_live: bool, l
 
 @pytest.mark.parametrize("layout", [{}, {"indent": 2, "sort_keys": True}])
 def test_a_state_that_is_cut_off_is_refused(tmp_path: Path, layout: dict[str, Any]) -> None:
+    file = tmp_path / "trainer_state.json"
     text = json.dumps({"global_step": 40, "log_history": HISTORY[:3], "max_steps": 7}, **layout)
     for cut in range(1, len(text), 111):
-        (tmp_path / "trainer_state.json").write_text(text[:cut])
-        with refused(tmp_path / "trainer_state.json", by=files.RunError):
+        file.write_text(text[:cut])
+        with refused(file, by=files.RunError):
             read_log(tmp_path)
 
 
@@ -117,11 +118,6 @@ def test_letters_that_are_no_utf_8_do_not_hide_the_numbers_of_a_line(tmp_path: P
     log = read_log(tmp_path)
     assert list(log.metrics["a"][1]) == [0.5]
     assert (log.last_step, log.max_steps, log.has_ended) == (3, 0, False)
-
-
-def test_an_empty_log_is_named(tmp_path: Path) -> None:
-    with refused(tmp_path, by=NothingLogged):
-        read_log(live(tmp_path))
 
 
 def test_the_newest_state_is_read(tmp_path: Path) -> None:

@@ -211,13 +211,15 @@ def tool_run(folder: Path, completions: list[dict] | None = None, **metrics: Any
 
 
 def test_a_card_shows_the_turns_of_a_completion(tmp_path: Path) -> None:
-    folder = tool_run(tmp_path / "run", tool_completions(lambda step, member: 2))
+    rows = tool_completions(lambda step, member: 40)
+    for row in rows:
+        row["completion"][1]["content"] = "r" * 10_000
+    folder = tool_run(tmp_path / "run", rows)
     card = examples.cards(Run.read(folder))[0]
     assert [part.label for part in card.parts[:3]] == ["Turn 1", "Turn 1 calls add", "Result of add, not trained on"]
-    assert len(card.parts) == 7
     page = report(folder).text
-    for words in ('{"a": 1, "b": 0}', "Turn 2 calls add"):
-        assert words in page, words
+    for shown_text in ('{"a": 1, "b": 0}', "Turn 2 calls add", "… 9,200 ", "… 109 "):  # a long transcript is shortened
+        assert shown_text in page, shown_text
     assert page.count("How tools were used") == 2, "in the contents, and over the charts"
 
 
@@ -334,21 +336,15 @@ def test_the_columns_of_the_evaluations_are_those_that_one_of_them_has(tmp_path:
 
 
 def test_what_was_run_is_named_shortly(tmp_path: Path) -> None:
-    record = {
-        "recipe": {"model_name_or_path": "/models/tiny", "dataset": {"name": "gsm8k", "path": "a.jsonl"}},
-        "train_prompts": 7473,
-        "world_size": 3,
-        "hardware": "3 × H100",
-        "source": "/home/me/recipes/gsm8k.yaml",
-        "versions": {"torch": "2.8", "trl": "1.16.0", "numpy": "2", "grpo-recipes": "0.1"},
-    }
+    dataset = {"name": "gsm8k", "path": "a.jsonl"}
+    record = {"recipe": {"dataset": dataset}, "train_prompts": 7473, "source": "/home/me/recipes/gsm8k.yaml"}
     metrics = {"step_time": [2.0, 2.0, 2.0], "num_tokens": [100.0, 200.0, 12_345.0]}
     text = shown(logged(metrics, **record), tmp_path)
-    for figure in (">tiny<", "gsm8k, 7,473", "6 s", "12.3k", "3 × H100", ">gsm8k.yaml<", "0.1, trl 1.16.0, torch 2.8"):
+    for figure in ("gsm8k, 7,473", "6 s", "12.3k", ">gsm8k.yaml<"):
         assert figure in text, figure
     # With `logging_steps: 5` an entry holds the mean time of its five steps. The last entry is of three.
     assert "33 s" in shown(logged({"step_time": [2.0, 4.0, 1.0]}, steps=[5, 10, 13]), tmp_path)
-    for path, name in {"Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B", "./tiny": "tiny", "models/base/tiny": "tiny"}.items():
+    for path, name in {"Qwen/Qwen3-0.6B": "Qwen/Qwen3-0.6B", "models/base/tiny": "tiny"}.items():
         assert f">{name}<" in shown(logged({}, recipe={"model_name_or_path": path}), tmp_path)
 
 
@@ -370,13 +366,12 @@ def test_an_unfinished_run_shows_how_far_it_is(tmp_path: Path) -> None:
 def test_the_verdict_distinguishes_gain_and_loss(tmp_path: Path) -> None:
     """McNemar's p of 20 : 0 and of 0 : 20 is 2 / 2^20."""
     none, half = [False] * 40, [True] * 20 + [False] * 20
-    for place, (before, after, tone, figures) in enumerate(
-        (
-            (none, half, "better", ("+50.0", "+31.1", "+64.1", "20 gained, 0 lost", "p = 2e-06")),
-            (half, none, "worse", ("-50.0", "-64.1", "-31.1", "0 gained, 20 lost", "p = 2e-06")),
-            ([True, False] * 20, [False, True] * 20, "neutral", ("+0.0",)),
-        )
-    ):
+    cases = (
+        (none, half, "better", ("+50.0", "+31.1", "+64.1", "20 gained, 0 lost", "p = 2e-06")),
+        (half, none, "worse", ("-50.0", "-64.1", "-31.1", "0 gained, 20 lost", "p = 2e-06")),
+        ([True, False] * 20, [False, True] * 20, "neutral", ("+0.0",)),
+    )
+    for place, (before, after, tone, figures) in enumerate(cases):
         folder = write_run(tmp_path / str(place))
         for label, right in (("before", before), ("after", after)):
             value = sum(right) / len(right)
@@ -405,12 +400,3 @@ def test_two_runs_share_their_charts(run_folder: Path, tmp_path: Path) -> None:
     page = report(run_folder, other)
     assert page.pictures == alone
     assert all(name in page.text for name in ("run-a", "run-b", "14 of 16"))
-
-
-def test_a_long_transcript_is_shortened_on_a_card(tmp_path: Path) -> None:
-    rows = tool_completions(lambda step, member: 40)
-    for row in rows:
-        row["completion"][1]["content"] = "r" * 10_000
-    page = report(tool_run(tmp_path / "run", rows)).text
-    assert "… 9,200 " in page
-    assert "… 109 " in page

@@ -57,17 +57,12 @@ def test_a_running_median_has_five_points_and_fewer_at_both_ends() -> None:
 
 def test_a_change_as_large_as_the_margin_is_no_trend() -> None:
     """Even steps have no noise, and the margin is 5 % of 60."""
-    assert series([57.0, 58.0, 59.0, 60.0]).trend == 0
-    assert series([-57.0, -58.0, -59.0, -60.0]).trend == 0
-    assert series([56.0, 57.5, 59.0, 60.5]).trend == 1
-
-
-def test_numbers_near_the_largest_float_have_an_infinite_margin_and_no_warning() -> None:
+    for sign in (1.0, -1.0):
+        assert series([sign * value for value in (57.0, 58.0, 59.0, 60.0)]).trend == 0
+        assert series([sign * value for value in (56.0, 57.5, 59.0, 60.5)]).trend == sign
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = series([1e308, -1e308] * 3)
-        assert not found.margin < math.inf
-        assert found.trend == 0
+        assert series([1e308, -1e308] * 3).trend == 0
 
 
 # Rewards
@@ -149,10 +144,8 @@ def test_characters_and_calls_of_a_completion_are_counted(tmp_path: Path) -> Non
     """The characters of a question count, those of a system prompt do not."""
     prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
     one = tool_completions()[2]["completion"]  # two calls
-    made = [
-        {"step": 1, "prompt": prompt, "completion": [{"role": "assistant", "content": "two"}]},
-        {"step": 1, "prompt": prompt, "completion": one},
-    ]
+    completions = ([{"role": "assistant", "content": "two"}], one)
+    made = [{"step": 1, "prompt": prompt, "completion": completion} for completion in completions]
     run = completed(tmp_path, made, [])
     assert run.rows["calls"].tolist() == [0, 2]
     (parts,) = run.texts(run.rows.iloc[[1]])[PARTS]
@@ -194,35 +187,12 @@ def test_accuracy_is_read_from_every_evaluation_that_has_a_verdict(tmp_path: Pat
 
 
 def test_items_that_are_kept_are_spread_from_the_first_to_the_last() -> None:
-    for count, most, kept in (
-        (5, 5, [0, 1, 2, 3, 4]),
-        (6, 5, [0, 1, 2, 3, 5]),
-        (9, 2, [0, 8]),
-        (9, 1, [0]),
-        (0, 5, []),
-    ):
+    cases = ((5, 5, [0, 1, 2, 3, 4]), (6, 5, [0, 1, 2, 3, 5]), (9, 2, [0, 8]), (9, 1, [0]), (0, 5, []))
+    for count, most, kept in cases:
         assert spread(range(count), most) == kept
 
 
-def test_completions_of_at_most_a_thousand_steps_are_read(tmp_path: Path) -> None:
-    (tmp_path / "completions").mkdir()
-    for step in range(1001):
-        (tmp_path / "completions" / f"completions_{step:05d}.parquet").touch()
-    found = Run(tmp_path, {}, runs.Log()).completion_files
-    assert (found.count, len(found.kept)) == (1001, 1000)
-
-
 # Folders
-
-
-def test_evaluations_are_in_order_of_their_names(tmp_path: Path) -> None:
-    names = [*"hgfedcba", "after", "before"]
-    share = {"value": 0.5, "low": 0.25, "high": 0.75}
-    for name in names:
-        (tmp_path / "evaluations" / name).mkdir(parents=True)
-        content = {"problems": 2, "strict": share, "settings": {"samples": 1}}
-        (tmp_path / "evaluations" / name / "evaluation.json").write_text(json.dumps(content))
-    assert list(Run.read_evaluations(tmp_path).evaluations) == sorted(names)
 
 
 def test_the_first_fault_of_a_run_that_did_not_finish_is_its_cause(tmp_path: Path) -> None:

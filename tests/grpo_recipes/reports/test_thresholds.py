@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from grpo_recipes.reports import diagnostics, tool_checks, update_checks
+from grpo_recipes.reports import diagnostics, update_checks
 from grpo_recipes.reports.checking import Check, DoesNotApply, Finding, NoData
 from grpo_recipes.reports.run import Run
 from tests.support.logged_runs import logged, scored
@@ -119,6 +119,7 @@ def updates(*changed: float, steps: Sequence[int] = (10, 20, 21, 22)) -> tuple[M
     return {"updates/changed": changed, "updates/expected": expected}, {"steps": steps}
 
 
+SPIKES = norms(at2=9.0, at3=9.0, at10=4.1, at12=3.9, at15=50.0, at16=0.0)
 FLAT_STEP = {ZERO: [float(step == 15) for step in range(1, 21)]}
 
 CASES: dict[str, list[Case]] = {
@@ -144,21 +145,15 @@ CASES: dict[str, list[Case]] = {
         ({CLIP: flat(0.5)}, config(importance_sampling_level="sequence"), "fine 50%"),
         ({CLIP: flat(0.5, 3)}, {}, f"no-data `{CLIP}`"),
         ({}, config(loss_type="sapo"), "n/a `sapo`"),
-        ({}, config(loss_type="vespo"), "n/a `vespo`"),
         ({}, config(loss_type="dapo"), f"no-data `{CLIP}`"),
     ],
     "gradient_spikes": [
         # Zeros, steps in which every group is flat and the first tenth do not count.
-        (
-            {**norms(at2=9.0, at3=9.0, at10=4.1, at12=3.9, at15=50.0, at16=0.0), **FLAT_STEP},
-            {"infinite": [18]},
-            "3 median=0.4 spikes=2 norms=18 largest=9.0 at=3 lost=0.10 limit=4.0",
-        ),
+        ({**SPIKES, **FLAT_STEP}, {"infinite": [18]}, "3 median=0.4 spikes=2 norms=18 largest=9.0 at=3 lost=0.10"),
         (norms(at2=9.0, at12=3.9), {}, "fine 0.4 9 4"),
         # The logarithms lie 1 above and below 0, so that a robust standard deviation is 1.4826.
         ({"grad_norm": [math.e, 1 / math.e] * 10}, {}, f"fine {math.exp(6 * 1.4826):.2g}"),
         ({"grad_norm": [*flat(1.0, 11), 10.0, *flat(1.0, 8)]}, {}, "12 spikes=1 norms=20 largest=10.0 at=12 lost=0.05"),
-        ({"grad_norm": [1e300, 1e-300] * 10}, {}, "fine 1e+304"),  # beyond the largest float
         ({"grad_norm": flat(0.4, 11)}, {}, "no-data 12"),
         ({"grad_norm": flat(0.4, 12)}, {}, "fine"),
         ({"grad_norm": flat(0.4, 7), "reward": flat(1.0)}, {"infinite": [3, 8, 9, 10]}, "8 count=3 lost=0.3 since=7"),
@@ -194,6 +189,7 @@ def grown(reward: Sequence[float], **more: Sequence[float]) -> Metrics:
     return {LENGTH: LENGTHS, "reward": reward, **more}
 
 
+CAP = {"config": {"max_completion_length": 100}}
 LATE = {"rewards/late/mean": flat(0.5)}
 ALONE = "10 reward=tags start=0.15 end=0.95 lost=0.4 since=6"
 NOISY = [0.0, 0.4, 0.0, 0.4, 0.0, 0.4, 0.0, 0.4, 0.5, 0.5]
@@ -223,8 +219,6 @@ CASES |= {
         # A length is no correctness, as long as another reward may be.
         (other(flat(0.5), **{"rewards/short/mean": RISING}), beside(TAGS, SHORT, OTHER), ALONE),
         (paid(flat(0.5, 3), RISING, **LATE), beside(RIGHT, TAGS, {**RIGHT, "name": "late"}), "10 judge=late"),
-        ({"rewards/right/mean": RISING}, beside(RIGHT), "n/a"),
-        ({"reward": RISING}, BOTH, "no-data"),
     ],
     "length_into_cap": [
         ({LENGTH: LENGTHS}, config(max_completion_length=100), "8 start=15.0 end=95.0 cap=100 growth=0.74 limit=80.0"),
@@ -232,7 +226,6 @@ CASES |= {
         ({LENGTH: LENGTHS}, config(max_completion_length=119), "fine 119"),
         ({LENGTH: [10, 10, 90, 10, 90, 10, 20, 20]}, config(max_completion_length=10), "fine"),  # noise
         ({LENGTH: [100, 108, 117, 125]}, config(max_completion_length=125), "1 growth=0.11"),  # by a quarter
-        ({LENGTH: [100, 108, 117, 124]}, config(max_completion_length=125), "fine"),
         ({LENGTH: LENGTHS}, config(max_completion_length=None), "n/a"),
         ({LENGTH: LENGTHS}, {}, "no-data `run.json`"),
     ],
@@ -253,11 +246,7 @@ CASES |= {
         ({"completions/clipped_ratio": flat(0.25, 4)}, {}, "fine 25%"),
         ({"completions/clipped_ratio": flat(0.3)}, {}, "10 share=0.3 lost=0.3 limit=0.25"),
         # A truncated completion has as many tokens as the cap.
-        (
-            {"completions/clipped_ratio": flat(0.3), LENGTH: flat(50.0)},
-            config(max_completion_length=100),
-            "10 lost=0.6",
-        ),
+        ({"completions/clipped_ratio": flat(0.3), LENGTH: flat(50.0)}, CAP, "10 lost=0.6"),
     ],
     "entropy_collapse": [
         ({"entropy": [1.0, 1.0, 0.9, 0.7, 0.5, 0.1, 0.09, 0.05, 0.05, 0.05]}, {}, "7 end=0.05 lost=0.3 limit=0.1"),
@@ -274,9 +263,7 @@ CASES |= {
     "no_answer_found": [
         ({}, BOTH, "no-data"),
         ({}, beside(TAGS), "n/a"),
-        ({}, beside({**TAGS, "parts": [RIGHT]}), "no-data"),
         ({"rewards/a/parsed": flat(0.9), "rewards/b/parsed": flat(0.5), "rewards/c/parsed": []}, {}, "fine `b` 50%"),
-        ({"rewards/a/parsed": [0.0, 0.1]}, {}, "fine `a` 5%"),
         ({"rewards/a/parsed": flat(0.5), "rewards/b/parsed": flat(0.0)}, {}, "10 reward=b"),
     ],
 }
@@ -304,10 +291,8 @@ CASES |= {
         (spread(flat(1.0), flat(5.0)), beside({**RIGHT, "weight": 2.0}, TAGS), "fine 86%"),
         (spread(flat(5.0), flat(1.0)), BOTH, "fine 96% `right`"),
         (spread(flat(1.0), other=5.0), beside(RIGHT, OTHER), "10 reward=other share=0.96"),
-        (spread(other=1.0, short=5.0), beside(OTHER, SHORT), "10 reward=short share=0.96"),
         (spread(flat(0.0), flat(0.0)), BOTH, "fine"),
         (spread((), flat(1.0)), beside(TAGS), "n/a"),
-        (spread(flat(1.0), more=9.0), beside(RIGHT, {**RIGHT, "name": "more"}), "n/a"),
         (spread(other=1.0, judge=9.0), beside(OTHER, JUDGE), "n/a"),
         (spread(flat(1.0), flat(9.0)), {}, "no-data `run.json`"),
         # The variances of all steps are added: 1 and 19 are 95 % exactly.
@@ -330,12 +315,9 @@ CASES |= {
         (*overfitted(**accuracy((0.02, 0.0, 0.04), (0.03, 0.01, 0.05))), "1 lost=0.9"),  # a gain of at most 5 %
         (*overfitted(**accuracy((0.92, 0.9, 0.95), (0.92, 0.9, 0.94))), "1"),  # just room for 5 % more
         (*overfitted(**accuracy((0.95, 0.94, 0.96), (0.95, 0.94, 0.96))), "fine"),
-        (*overfitted(ramp(60, 0.01)[50:], **accuracy((0.5, 0.48, 0.52), (0.5, 0.48, 0.52))), "fine 0.58"),
-        ({"reward": flat(0.5), "eval_reward": RISING[::-1]}, {}, "fine 0.50"),
     ],
     "plateau": [
         ({"reward": ROSE}, PAYS_2, "8 start=1.0 end=1.0 lost=0.75 since=8 limit=0.1"),
-        ({"reward": [1.0, 0.75, *flat(0.5, 14)]}, PAYS_2, "2 lost=0.94"),  # it fell, which is no slow rise
         ({"reward": [0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, *flat(1.0, 8)]}, PAYS_2, "18 lost=0.44"),
         # The plateau is at 20 and has a margin of 1, so that it begins at 19.
         ({"reward": [10, 12, 14, 16, 17, 18, 19, 19, *flat(20.0, 8)]}, PAYS_100, "14 lost=0.56"),
@@ -345,7 +327,6 @@ CASES |= {
         ({"reward": [1.0, 1.2] * 8}, PAYS_2, "fine"),
         ({"reward": ROSE[:15]}, {"steps": EVEN["steps"][:15]}, "no-data 16"),
         ({"reward": ROSE}, {"steps": [*range(1, 16), 29]}, "no-data 30"),
-        ({"reward": flat(1.0, 16)}, of_most(2.0, steps=[*range(1, 16), 30]), "1 lost=0.97"),
         ({"reward": ROSE}, of_most(1.26, **EVEN), "8"),
         ({"reward": ROSE}, of_most(1.25, **EVEN), "fine"),  # 80 % of the highest pay
         ({"reward": ROSE}, beside(OTHER, rows=scored([(1, 0, 0.0), (1, 0, 1.25)]), **EVEN), "fine"),
@@ -356,7 +337,6 @@ CASES |= {
         # The second half of 32 steps begins at step 17. Four evaluations from there on have a trend, three have none.
         ({"reward": flat(1.0, 32), "eval_reward": ramp(19, 1 / 8)}, of_most(2.0), "1"),
         ({"reward": flat(1.0, 32), "eval_reward": ramp(20, 1 / 8)}, of_most(2.0), "fine 2.00 2.38"),
-        ({"reward": flat(1.2e307, 40)}, of_most(1.6e308), "21"),  # their mean is not reached
     ],
 }
 
@@ -420,7 +400,6 @@ CASES |= {
         ({"tools/call_frequency": HALF, "tools/a/calls": [0.0], "tools/b/calls": [1.0]}, {}, "fine 0.5 `a`"),
         ({"reward": flat(1.0)}, {}, "n/a"),
         ({}, {"recipe": {"tools": ["add"]}}, "no-data `tools/call_frequency`"),
-        ({}, {"recipe": {"environment_factory": "a.b"}}, "no-data `tools/call_frequency`"),
     ],
     "failing_tools": [
         (tool(failure_frequency=0.5, call_frequency=1, a__calls=1, a__failures=0.1), {}, "fine 50%"),
@@ -437,12 +416,10 @@ CASES |= {
     "calls_without_gain": [
         (*calling(eight(1, 1, 0, 1) + eight(2, 1, 0, 1), HALF), "2 calling=1 start=0.5 end=0.5 limit=0.95"),
         (*calling([*eight(1, 1, 0, 1)[:7], (1, 1, math.nan)], HALF), "no-data 8"),
-        (*calling(eight(1, 1, 0, 1), RISING), "fine 0.15 0.95"),
         (*calling([(1, 1, 1.0)] * 19 + [(1, 1, 0.0)], HALF), "fine"),  # a mean at 95 % of the range
         (*calling([(1, 1, 1.0)] * 18 + [(1, 1, 0.0)], HALF), "1"),
         (*calling([(1, 1, 1.0)] * 19 + [(1, 0, 0.0)], HALF), "fine 95%"),
         (*calling([*eight(1, 1, 0, 1)[:7], (1, 0, 0.0)], HALF), "fine 88% 95%"),
-        (*calling(eight(1, 1, 0.5) + eight(2, 1, 0.5), HALF), "2"),  # no reward is better than another
         (*calling(eight(1, 0, 0, 1) + eight(2, 1, 0, 1), HALF), "2 with_calls=0.50 without=0.50"),
         (*calling(eight(1, 0, 0) + eight(2, 1, 0, 1), HALF), "fine 0.50 0.00"),
         (*calling(eight(1, 0, 0)[:7] + eight(2, 1, 0, 1), HALF), "2"),
@@ -465,15 +442,12 @@ CASES |= {
         # The first quarter of eight steps are two.
         (*calling([row for n in range(1, 9) for row in eight(n, n, n)], **beside(OTHER)), "8 start=1.5 end=7.5"),
         (*calling(by_step(1, 2, 3, 4, calls=(1, 1, 1, 1)), **beside(RIGHT)), "fine 1"),
-        (*calling(by_step(1, 1, 1, 1, calls=(1, 2, 3, 4)), **beside(RIGHT)), "fine 1 4"),
-        (*calling([], RISING[::-1], **beside(OTHER)), "fine"),
         ({"reward": RISING, "rewards/right/mean": RISING, "tools/calls": []}, beside(OTHER, RIGHT), "fine `right`"),
     ],
     "identical_completions": [
         (*shown_rows(*groups(True, True, True)), "no-data"),
         (*shown_rows(*groups(True, True, False, False), *BEST), "fine 50%"),
         (*shown_rows(*groups(False, True, True, True), *BEST), "2 share=0.75 wasted=0.6 limit=0.5"),
-        (*shown_rows(*groups(True, True, True), *BEST), "fine 1 4"),
         (*shown_rows(*groups(True, True, False, False), *BEST, *SINGLE), "fine 50%"),  # groups of one repeat nothing
     ],
     "zero_variance ": [
@@ -482,7 +456,6 @@ CASES |= {
         (*scores([-6, -6, 14, 0, 5, 5], highest_pay=14.0), "1 easy=0.5"),
         (*scores([0.6, 0.6, 1, 0.6, 1, 1], **PAY_1), "1 easy=0.5"),
         (*scores([0.6, 0.6, 1, 0.6, 1, 1]), "1 easy=None"),
-        (*scores([10, 14, 14, 10], highest_pay=14.0), "1 easy=None"),
     ],
 }
 
@@ -509,18 +482,6 @@ def test_the_training_reward_counts_from_the_first_evaluation_on() -> None:
         run = logged({"reward": RISING})
         run.log.metrics["eval_reward"] = (array("q", range(7, 11)), array("d", held_out))
         assert result(diagnostics.overfitting, run)[0] == expected
-
-
-def test_a_metric_of_each_pass_is_listed_by_the_number_of_the_pass() -> None:
-    """Names that are no pass, or are other metrics, are left out, and so is a pass without points."""
-    metrics = {f"passes/{number}/clip_share": [0.5] for number in ("10", "2", "1000000", "x", "\u00b2")}
-    run = logged({**metrics, "passes/3/clip_share": [], "passes/4/size": [0.5], "passes/5/clip_share/x": [0.5]})
-    assert list(update_checks.passes(run, "clip_share")) == [2, 10]
-
-
-def test_only_names_with_a_count_of_calls_are_tools() -> None:
-    keys = ("zip/calls", "zip/failures", "calls", "a/b/calls", "unknown/calls")
-    assert tool_checks.tools(logged({f"tools/{key}": [0.0] for key in keys})) == ["zip"]
 
 
 def test_rows_beyond_the_named_ones_are_an_ellipsis() -> None:

@@ -24,16 +24,6 @@ def run(last_step: int = 4, rewards: tuple[RunReward, ...] = (), **logged: list[
     return found
 
 
-def test_a_metric_without_points_or_with_too_few_is_no_data() -> None:
-    found = run(three=[1.0, 2.0, 3.0], four=[1.0, 2.0, 3.0, 4.0])
-    assert checking.logged(found, "three").values == [1.0, 2.0, 3.0]
-    assert checking.trending(found, "four").values == [1.0, 2.0, 3.0, 4.0]
-    with pytest.raises(checking.NoData, match="`three`"):
-        checking.trending(found, "three")
-    with pytest.raises(checking.NoData, match="`none`"):
-        checking.logged(found, "none")
-
-
 def test_points_after_a_step_and_the_first_step_of_a_condition() -> None:
     series = Series([2, 4, 6], [1.0, 5.0, 9.0])
     assert series.after(3).values == series.after(2).values == [5.0, 9.0]

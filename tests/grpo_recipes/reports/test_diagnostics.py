@@ -156,54 +156,6 @@ def test_a_reward_that_finds_no_answer_gets_a_hint_at_the_layout(tmp_path: Path)
     assert "`extract:" not in hint({"name": "x.y", "alias": "gsm8k_correctness"})
 
 
-@pytest.mark.parametrize("source", ["sum", "gate"])
-def test_the_parts_of_a_sum_or_a_gate_are_checked_one_by_one(tmp_path: Path, source: str) -> None:
-    metrics = {
-        "rewards/total/mean": ramp(1, 1),
-        "rewards/total/std": ramp(1, 1),
-        "rewards/total/tag_count": ramp(0.1, 0.9),
-        "rewards/total/math_correctness": ramp(0.5, 0.5),
-        "rewards/gsm8k_correctness/mean": None,
-        "rewards/tag_presence/mean": None,
-    }
-    parts = [{"name": "tag_count", "kind": "format"}, {"name": "math_correctness", "kind": "correctness"}]
-    rewards = [{"name": "total", "source": source, "weight": 1.0, "kind": "other", "parts": parts}]
-    (finding,) = found_in(Run.read(write_run(tmp_path / "run", metrics, rewards=rewards)))
-    assert (finding.figures["reward"], finding.figures["judge"]) == ("total/tag_count", "total/math_correctness")
-
-
-def paid_by(rewards: dict[str, str], **curves: Callable[[float], float]) -> dict[str, Any]:
-    """Return arguments of `write_run` for a run with rewards (name: kind) whose means follow `curves`."""
-    means = {f"rewards/{name}/mean": curves[name] for name in rewards}
-    spreads = {f"rewards/{name}/std": ramp(0.4, 0.4) for name in rewards}
-    healthy = dict.fromkeys(key for key in HEALTHY if key.startswith("rewards/"))
-    return {
-        "metrics": {**healthy, **means, **spreads},
-        "rewards": [{"name": name, "source": name, "weight": 1.0, "kind": kind} for name, kind in rewards.items()],
-    }
-
-
-def test_a_sum_with_a_reward_model_may_judge_correctness(tmp_path: Path) -> None:
-    """The shipped recipe rlaif has such a sum."""
-    sums = paid_by({"minimind": "other"}, minimind=ramp(0.5, 2.0))
-    parts = {"tag_structure": ramp(0.1, 0.4), "tag_count": ramp(0.2, 0.8), "reward_model": ramp(-1.0, 1.0)}
-    kinds = {"tag_structure": "format", "tag_count": "format", "reward_model": "judge"}
-    sums["rewards"][0]["parts"] = [{"name": name, "kind": kind} for name, kind in kinds.items()]
-    sums["metrics"].update({f"rewards/minimind/{name}": curve for name, curve in parts.items()})
-    assert found_in(Run.read(write_run(tmp_path / "run", **sums))) == []
-
-
-def test_a_run_of_trl_alone_has_no_findings_from_missing_data(tmp_path: Path) -> None:
-    """Such a run records neither kinds and weights of rewards nor the cap."""
-    names = {"correctness_reward_func": "", "think_format_reward": ""}
-    planted = paid_by(names, correctness_reward_func=ramp(0.2, 1.5), think_format_reward=ramp(0.3, 0.9))
-    planted["metrics"]["rewards/think_format_reward/std"] = ramp(9.0, 9.0)
-    planted["metrics"]["completions/mean_length"] = ramp(300, 600)
-    folder = write_run(tmp_path / "run", **planted)
-    (folder / "run.json").unlink()
-    assert found_in(Run.read(folder)) == []
-
-
 def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["diagnose", str(write_run(tmp_path / "healthy"))]) == 0
     assert cli.main(["diagnose", str(write_run(tmp_path / "ill", {"kl": ramp(2, 3)}))]) == 1

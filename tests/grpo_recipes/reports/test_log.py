@@ -47,15 +47,11 @@ def large(value: float) -> dict[str, Any]:
     return {"state": state(*entries), "record": {**RECORD, "rewards": rewards, "config": {**CONFIG, "beta": value}}}
 
 
+ODD = {"rewards": [3, None, [], {"name": {}}, {"name": "gate", "reward": 3}]}
+
+
 @pytest.mark.parametrize(
-    "contents",
-    [
-        renamed("../../evil.x"),
-        large(1e308),
-        large(float("inf")),
-        {"record": {**RECORD, "recipe": {"rewards": [3, None, [], {"name": {}}, {"name": "gate", "reward": 3}]}}},
-    ],
-    ids=["a reward named as a path", "numbers of 1e308", "infinite", "a recipe of odd values"],
+    "contents", [renamed("../../evil.x"), large(1e308), large(float("inf")), {"record": {**RECORD, "recipe": ODD}}]
 )
 def test_odd_values_are_reported_within_the_folder(contents: dict[str, Any], tmp_path: Path) -> None:
     for path, content in run_files("run", **contents).items():

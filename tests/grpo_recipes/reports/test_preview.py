@@ -76,10 +76,6 @@ NO_MAXIMUM = [replace(REWARDS[0], highest_pay=None, passes_at=None), replace(REW
         (preview_of(SOLVED, rewards=with_pays(highest_pay=1.0)), ["`gsm8k_correctness`|`highest_pay`", "too easy"]),
         (preview_of([(NAN, 1.0), *MIXED[1:]]), [FINE]),
         (preview_of([(NAN, score) for score in (1, 0, 1, 0)]), [f"`{CORRECT}`|`dataset.columns`|4"]),
-        (
-            preview_of([(NAN, NAN)] * 4),
-            [f"`{CORRECT}`|4", f"`{FORMAT}`|4", "1 of 1"],
-        ),
         (preview_of(NEVER), [f"`{FORMAT}`|`dataset.system_prompt`"]),
         (preview_of(NEVER, rewards=[REWARDS[0], replace(REWARDS[1], weight=0)]), [FINE]),
         (preview_of([(-1.0, 1.0), (1.0, 0.0)]), [FINE]),  # a right answer, beside one from which a point is taken

@@ -324,17 +324,6 @@ def test_evaluations_by_different_rewards_are_not_compared() -> None:
     assert ("40 % → 80 %" in answer.sentence, answer.tone) == (True, "neutral")
 
 
-def test_the_columns_of_the_evaluations_are_those_that_one_of_them_has(tmp_path: Path) -> None:
-    measured: dict[str, Any] = {"strict": SHARE, "problems": 1200, "settings": {"strict": [{"name": "zeal"}]}}
-    more = {"pass_at": {"4": BETTER}, "majority": BETTER, "rewards": {"judge": {"mean": BETTER}}}
-    for others in ({}, more):
-        run = logged({}, evaluations={"a": measured, "z": {**measured, **others}})
-        text = write_report([replace(run, folder=tmp_path / "run")], tmp_path / "report").read_text()
-        assert ('<th scope="col">majority</th><th scope="col">pass</th>' in text) == bool(others)
-        assert text.count("@4 0.800 [0.750, 0.840]") == bool(others)
-        assert "<code>zeal</code>" in text
-
-
 def test_what_was_run_is_named_shortly(tmp_path: Path) -> None:
     dataset = {"name": "gsm8k", "path": "a.jsonl"}
     record = {"recipe": {"dataset": dataset}, "train_prompts": 7473, "source": "/home/me/recipes/gsm8k.yaml"}

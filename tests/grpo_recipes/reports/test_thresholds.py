@@ -42,6 +42,7 @@ def ramp(count: int, step: float = 1.0) -> list[float]:
 
 RISING = ramp(11, 0.1)[1:]  # from 0.15 to 0.95 by quarters
 LENGTHS = ramp(11, 10.0)[1:]
+HALF = flat(0.5)
 
 
 def accuracy(before: tuple[float, float, float], after: tuple[float, float, float]) -> dict[str, Any]:
@@ -185,6 +186,15 @@ def other(values: Sequence[float], **more: Sequence[float]) -> Metrics:
     return {"rewards/other/mean": values, "rewards/tags/mean": RISING, **more}
 
 
+def summed(**parts: Sequence[float]) -> Metrics:
+    """Return the metrics of a sum of rewards and of its parts, of which the format rises."""
+    return {f"rewards/total/{name}": values for name, values in {"mean": HALF, "tags": RISING, **parts}.items()}
+
+
+def of_parts(*parts: dict[str, Any]) -> dict[str, Any]:
+    return beside({"name": "total", "source": "sum", "kind": "other", "parts": list(parts)})
+
+
 def grown(reward: Sequence[float], **more: Sequence[float]) -> Metrics:
     return {LENGTH: LENGTHS, "reward": reward, **more}
 
@@ -200,9 +210,9 @@ BETTER = accuracy((0.4, 0.3, 0.5), (0.7, 0.6, 0.8))
 
 CASES |= {
     "format_without_correctness": [
-        (paid(flat(0.5), RISING), BOTH, f"{ALONE} judge=right judge_start=0.5 judge_end=0.5 limit=0.5"),
-        (paid(flat(0.5), RISING), {**BOTH, **BETTER}, ALONE),  # correctness is known, whatever an evaluation shows
-        (paid(flat(0.5), RISING[:7]), BOTH, "no-data 8"),
+        (paid(HALF, RISING), BOTH, f"{ALONE} judge=right judge_start=0.5 judge_end=0.5 limit=0.5"),
+        (paid(HALF, RISING), {**BOTH, **BETTER}, ALONE),  # correctness is known, whatever an evaluation shows
+        (paid(HALF, RISING[:7]), BOTH, "no-data 8"),
         (paid(flat(0.5), flat(0.5, 8)), BOTH, "fine `tags` 0.50"),
         (paid([0.0, 0.2, 0.5], RISING), BOTH, "no-data `right`"),
         (paid(RISING, RISING), BOTH, "fine `right`"),
@@ -211,9 +221,11 @@ CASES |= {
         (paid(NOISY, RISING), BOTH, "fine `right` 0.20 0.50"),
         (SLOW, beside({"name": "right", "highest_pay": 64.0}, {**TAGS, "highest_pay": 0.75}), "fine"),
         (SLOW, beside({"name": "right", "highest_pay": 64.5}, {**TAGS, "highest_pay": 0.75}), "8"),
-        (paid(flat(0.5), RISING, eval_reward=RISING), {**BOTH, **INFORMATIVE}, "fine"),
-        (paid(flat(0.5), RISING, eval_reward=flat(0.5)), {**BOTH, **INFORMATIVE}, "no-data `sampling`"),
+        (paid(HALF, RISING, eval_reward=RISING), {**BOTH, **INFORMATIVE}, "fine"),
+        (paid(HALF, RISING, eval_reward=flat(0.5)), {**BOTH, **INFORMATIVE}, "no-data `sampling`"),
         (paid((), RISING), beside(TAGS), ALONE),
+        (summed(right=HALF), of_parts(TAGS, RIGHT), "10 reward=total/tags judge=total/right"),
+        (summed(judge=RISING), of_parts(TAGS, JUDGE), "fine `total/judge`"),
         (other(flat(0.5)), beside(OTHER, TAGS, **BETTER), "fine"),
         (other(flat(0.5)), beside(OTHER, TAGS, **accuracy((0.4, 0.3, 0.5), (0.7, 0.5, 0.8))), ALONE),
         # A length is no correctness, as long as another reward may be.
@@ -383,7 +395,6 @@ def scores(totals: list[float], **declared: Any) -> tuple[Metrics, dict[str, Any
     return {ZERO: flat(0.6)}, {"rows": rows.assign(**{"pay/mine": rows["total"]}), "rewards": rewards}
 
 
-HALF = flat(0.5)
 HALVES = [*eight(1, 1, 0)[:4], *eight(1, 2, 0)[:4], *eight(2, 1, 0), *eight(3, 1, 0)]
 # Eight values whose mean is 0 and has a standard error of (14 / 7 / 8) ** 0.5.
 DEVIATIONS = (-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -2.0, 2.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +12,7 @@ from benchmarks import large_run
 from grpo_recipes import train
 from grpo_recipes.reports import diagnostics
 from grpo_recipes.reports import run as run_module
-from grpo_recipes.reports.charts import envelope, sections
+from grpo_recipes.reports.charts import envelope
 from grpo_recipes.reports.run import OutOfTime, Run, Series
 from tests.support.growth import FACTOR, growth
 from tests.support.synthetic import healthy_completions, ramp, write_run
@@ -49,16 +47,6 @@ def test_a_thinned_line_covers_the_same_range_as_the_full_line(length: int) -> N
         assert inside.min() <= whole.min() + spread / 4
     assert values[kept].max() == values.max()
     assert values[kept].min() == values.min()
-
-
-def test_no_chart_draws_more_points_than_it_has_pixels(tmp_path: Path) -> None:
-    entries = [{"step": n, "reward": n % 7, "rewards/x/mean": n % 5, "rewards/x/std": n % 3} for n in range(9000)]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": entries}))
-    charts = [chart for section in sections([Run.read(tmp_path)]) for chart in section.charts]
-    assert [chart.title for chart in charts] == ["Total reward", "Reward x"]
-    drawn = [len(points.split()) for chart in charts for points in re.findall('points="([^"]+)"', chart.svg())]
-    assert len(drawn) == 4, "each metric and its means"
-    assert max(drawn) <= 602
 
 
 def test_completions_of_too_many_steps_are_sampled_evenly_and_reported(

@@ -15,7 +15,7 @@ from grpo_recipes.reports.run import read_log
 from grpo_recipes.runs import files
 from tests.support.errors import refused
 from tests.support.stored import HISTORY, RECORD, run_files
-from tests.support.synthetic import CONFIG, REWARDS, healthy_completions
+from tests.support.synthetic import REWARDS, healthy_completions
 
 
 def state(*entries: Any, **more: Any) -> dict[str, Any]:
@@ -37,21 +37,11 @@ def renamed(name: str) -> dict[str, Any]:
     }
 
 
-def large(value: float) -> dict[str, Any]:
-    """Return the log and the record of a run whose numbers are all `value`, with alternating sign."""
-    entries = [
-        {key: number if key == "step" else value * (-1) ** entry["step"] for key, number in entry.items()}
-        for entry in HISTORY
-    ]
-    rewards = [{**reward, "weight": value} for reward in REWARDS]
-    return {"state": state(*entries), "record": {**RECORD, "rewards": rewards, "config": {**CONFIG, "beta": value}}}
-
-
 ODD = {"rewards": [3, None, [], {"name": {}}, {"name": "gate", "reward": 3}]}
 
 
 @pytest.mark.parametrize(
-    "contents", [renamed("../../evil.x"), large(1e308), large(float("inf")), {"record": {**RECORD, "recipe": ODD}}]
+    "contents", [renamed("../../evil.x"), {"record": {**RECORD, "recipe": ODD}}], ids=["path", "odd"]
 )
 def test_odd_values_are_reported_within_the_folder(contents: dict[str, Any], tmp_path: Path) -> None:
     for path, content in run_files("run", **contents).items():

@@ -22,20 +22,16 @@ from tests.support.errors import refused
 OTHER = "process 17 on other-host"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def lease(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
-    """Return a function that sets the lease and the time between two heartbeats, in seconds."""
+    """Return a function that sets the lease and the time between two heartbeats, in seconds. Both are short before."""
 
     def shorten(seconds: float, beat: float) -> None:
         monkeypatch.setattr(lock, "LEASE_SECONDS", seconds)
         monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", beat)
 
+    shorten(0.4, 0.05)
     return shorten
-
-
-@pytest.fixture
-def short_lease(lease: Callable[[float, float], None]) -> None:
-    lease(0.4, 0.05)
 
 
 def marker() -> str:
@@ -61,7 +57,7 @@ def take_over(folder: Path) -> None:
     part.rename(folder / LOCK)
 
 
-def test_a_launch_holds_its_folder_and_leaves_nothing_behind(tmp_path: Path, short_lease: None) -> None:
+def test_a_launch_holds_its_folder_and_leaves_nothing_behind(tmp_path: Path) -> None:
     with only_writer(tmp_path / "new") as held:
         assert held.loss() is None
         with refused(tmp_path / "new", os.getpid(), LOCK), only_writer(tmp_path / "new"):
@@ -70,9 +66,7 @@ def test_a_launch_holds_its_folder_and_leaves_nothing_behind(tmp_path: Path, sho
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_launch_of_a_recipe_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], short_lease: None
-) -> None:
+def test_a_second_launch_of_a_recipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
     recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", max_steps=1)
     with only_writer(tmp_path / "run"):
@@ -86,7 +80,7 @@ def test_a_second_launch_of_a_recipe_is_refused(
 
 @pytest.mark.parametrize(("exchanges", "content"), [(True, None), (False, ""), (True, '{"host": "h", "pid": 17}')])
 def test_a_lock_of_another_machine_is_taken_over_once_it_has_expired(
-    content: str | None, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_lease: None
+    content: str | None, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NFS has no exchange of two names, and a crash of the machine leaves an empty lock."""
     if not exchanges:
@@ -119,7 +113,7 @@ def test_a_reader_relies_on_the_time_of_a_lock(tmp_path: Path) -> None:
         assert lock.is_held(tmp_path / "run") == is_held
 
 
-def test_the_loser_of_a_takeover_notices_it_and_keeps_the_other_lock(tmp_path: Path, short_lease: None) -> None:
+def test_the_loser_of_a_takeover_notices_it_and_keeps_the_other_lock(tmp_path: Path) -> None:
     with only_writer(tmp_path / "run") as held:
         take_over(tmp_path / "run")
         loss = held.loss()
@@ -128,7 +122,7 @@ def test_the_loser_of_a_takeover_notices_it_and_keeps_the_other_lock(tmp_path: P
     assert (tmp_path / "run" / LOCK).read_text() == marker()
 
 
-def test_a_lock_that_was_removed_is_a_loss(tmp_path: Path, short_lease: None) -> None:
+def test_a_lock_that_was_removed_is_a_loss(tmp_path: Path) -> None:
     with only_writer(tmp_path / "run") as held:
         (tmp_path / "run" / LOCK).unlink()
         deadline = time.monotonic() + 15

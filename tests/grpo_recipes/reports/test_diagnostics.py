@@ -174,9 +174,8 @@ def test_the_command_answers_with_its_exit_code(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_run_of_plain_trl_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = short_runs.arguments(
-        tmp_path / "run", max_steps=6, save_steps=6, log_completions=True, save_strategy="steps", beta=0.0
-    )
+    options = {"max_steps": 4, "save_steps": 4, "max_completion_length": 4, "log_completions": True, "beta": 0.0}
+    args = short_runs.arguments(tmp_path / "run", save_strategy="steps", **options)
     short_runs.trainer(TRLGRPOTrainer, policy(), args).train()
     diagnosis = diagnose(Run.read(tmp_path / "run"))
     assert "dominant_reward" in diagnosis.unchecked

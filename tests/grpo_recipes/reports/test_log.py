@@ -40,9 +40,7 @@ def renamed(name: str) -> dict[str, Any]:
 ODD = {"rewards": [3, None, [], {"name": {}}, {"name": "gate", "reward": 3}]}
 
 
-@pytest.mark.parametrize(
-    "contents", [renamed("../../evil.x"), {"record": {**RECORD, "recipe": ODD}}], ids=["path", "odd"]
-)
+@pytest.mark.parametrize("contents", [renamed("../../evil.x"), {"record": {**RECORD, "recipe": ODD}}])
 def test_odd_values_are_reported_within_the_folder(contents: dict[str, Any], tmp_path: Path) -> None:
     for path, content in run_files("run", **contents).items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)

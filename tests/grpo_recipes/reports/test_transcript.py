@@ -88,7 +88,7 @@ _MESSAGES = st.lists(st.dictionaries(_KEYS, _JSON | st.lists(st.dictionaries(_KE
 
 
 @given(_MESSAGES)
-@settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
 def test_no_message_raises(messages: list[dict[str, Any]]) -> None:
     for part in transcript(messages):
         json.dumps([part.kind, part.label, part.text])

@@ -19,10 +19,10 @@ from tests.support.synthetic import healthy_completions, ramp, write_run
 
 
 @pytest.mark.slow
-def test_a_report_of_twenty_thousand_steps_takes_less_than_250_megabytes(tmp_path: Path) -> None:
-    folder = large_run.write_run(tmp_path / "run", steps=20_000)
+def test_a_report_of_ten_thousand_steps_takes_less_than_200_megabytes(tmp_path: Path) -> None:
+    folder = large_run.write_run(tmp_path / "run", steps=10_000)
     _, _, megabytes = large_run.measure("report", str(folder))
-    assert megabytes < 250
+    assert megabytes < 200
 
 
 def test_the_time_of_a_trend_is_linear_in_the_series() -> None:

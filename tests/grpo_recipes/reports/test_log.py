@@ -97,8 +97,8 @@ def test_a_damaged_line_of_a_log_is_named(tmp_path: Path) -> None:
             read_log(tmp_path)
 
 
-def test_letters_that_are_no_utf_8_do_not_hide_the_numbers_of_a_line(tmp_path: Path) -> None:
-    (tmp_path / "_log.jsonl").write_bytes(b'{"step": 3, "note": "\xff", "a": 0.5}\n')
+def test_bad_letters_and_a_line_under_way_do_not_hide_the_numbers_of_a_log(tmp_path: Path) -> None:
+    (tmp_path / "_log.jsonl").write_bytes(b'{"step": 3, "note": "\xff", "a": 0.5}\n{"step": 4, "a"')
     log = read_log(tmp_path)
     assert list(log.metrics["a"][1]) == [0.5]
     assert (log.last_step, log.max_steps, log.has_ended) == (3, 0, False)

@@ -173,8 +173,8 @@ def test_a_message_is_shown_by_its_texts() -> None:
 
 def test_accuracy_is_read_from_every_evaluation_that_has_a_verdict(tmp_path: Path) -> None:
     """The first file lacks the reward, and the second one holds its steps in another order."""
-    rows = [{"step": step, "prompt": f"p{place}", "completion": "c"} for place, step in enumerate((3, 3, 2, 2))]
-    judged = [{**row, "right": right} for row, right in zip(rows, (1.0, 0.0, -1.0, 0.0), strict=True)]
+    rows = [{"step": step, "prompt": f"p{place}", "completion": "c"} for place, step in enumerate((3, 3, 3, 2, 2))]
+    judged = [{**row, "right": right} for row, right in zip(rows, (1.0, 0.0, math.nan, -1.0, 0.0), strict=True)]
     rewards = [{"name": "right", "kind": "correctness"}, {"name": "tags", "kind": "format"}]
     tags = [{**row, "step": 1, "tags": 1.0} for row in rows]
     completed(tmp_path, tags, rewards, "eval_completions_00001.parquet")

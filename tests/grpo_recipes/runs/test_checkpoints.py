@@ -181,6 +181,8 @@ def test_every_file_has_one_reader_on_each_disk(readers: int) -> None:
             assert max(mine) - min(mine) <= 1000, "the size of a file"
             read = [name for where, names in zip(disks, shares, strict=True) if where == disk for name in names]
             assert sorted(read) == sorted(sizes)
+    one_large = {"large": 1000, **dict.fromkeys("abcdefgh", 100)}
+    assert share([("shared", one_large)] * 2, 0) == ["large"]
     late = []
     for rank in range(readers):
         listed = {name: size for name, size in sizes.items() if rank == 0 or name[-1] == str(rank)}

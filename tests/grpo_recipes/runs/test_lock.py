@@ -189,7 +189,7 @@ def test_all_ranks_of_a_launch_that_lost_its_folder_stop_before_they_write(tmp_p
     assert not (run / "model.safetensors").exists()
     assert sorted(path.name for path in run.glob("c*")) == ["checkpoint-1", "checkpoint-2", "completions"]
     assert [path.name[-9:] for path in sorted((run / "completions").iterdir())] == ["1.parquet", "2.parquet"]
-    assert (run / LOCK).read_text() == marker()
+    assert "host=other-host" in (run / LOCK).read_text()
 
 
 @pytest.mark.parametrize(("after", "written"), [("confirm_checkpoint", []), ("train", ["run.json"])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +34,6 @@ from grpo_recipes.plan.memory import (
     parse_size,
     quantised_bytes,
 )
-from grpo_recipes.plan.plan import plan
 from grpo_recipes.recipe.recipe import find_file
 from grpo_rewards.terminal import Labelled
 from tests.support import launching, qwen
@@ -54,85 +54,67 @@ def states(run: MemoryPlan) -> tuple[float, ...]:
     return tuple(found[name] for name in STATES)
 
 
-def planned(folder: Path, recipe: str, layout: str, size: str, *arguments: str, **options: Any) -> MemoryPlan:
-    rows = launching.write_rows(folder / "rows.jsonl", 64)
-    path = ["--config", recipe, "--dataset.path", str(rows), *arguments]
-    config = str(qwen.write_config(folder, size))
-    run = plan(path, accelerate_config=layout, model_config_file=config, **options).memory
-    assert isinstance(run, MemoryPlan)
-    return run
-
-
 # ---- States
 
 
-def states_and_deepspeeds(recipe: str, layout: str, processes: int, size: str, folder: Path) -> tuple[float, float]:
-    """Return the planned states, and DeepSpeed's. A frozen base adds 2 bytes per parameter, split over the GPUs."""
-    run = planned(folder, recipe, layout, size, num_processes=processes)
-    given, shape = run.layout, run.shape
-    assert shape.parameters - (shape.trained if run.is_adapter else 0) == pytest.approx(qwen.PARAMETERS[size], rel=0.01)
-    gpus = {"num_gpus_per_node": processes, "num_nodes": 1}
-    if layout == "zero2":
-        expected = estimate_zero2_model_states_mem_needs(shape.trained, cpu_offload=False, **gpus)[1]
+TINY = LlamaConfig(
+    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+)
+LORA = LoraConfig(r=2, target_modules=["q_proj", "k_proj"])
+
+
+@functools.cache
+def built(has_adapter: bool) -> tuple[ModelShape, Activations]:
+    """Build the tiny model once for all tests, because it keeps what it has measured."""
+    shape, model = ModelShape.built(TINY, LORA if has_adapter else None)
+    return shape, Activations(model)
+
+
+def given(model: Path | None = None, adapter: LoraConfig | None = None, **changes: Any) -> MemoryPlan:
+    """Return the plan of a model, by default the tiny one. Keys of `GRPOConfig` are among the changes."""
+    if model is None:
+        shape, activations = built(adapter is not None)
     else:
-        offload = {"cpu_offload": given.offload_optimizer, "cpu_offload_params": given.offload_parameters}
-        _, expected, _ = estimate_zero3_model_states_mem_needs(shape.trained, shape.largest_module, **offload, **gpus)
-    frozen = 2 * (shape.parameters - shape.trained) / processes
-    return sum(states(run)), expected + frozen
-
-
-FULL_7B, A100 = "gsm8k-qwen2.5-7b-full-zero3", "gsm8k-qwen2.5-1.5b-8xa100"
-DEEPSPEED = [
-    (FULL_7B, "zero3", 8, "7B"),
-    *[(A100, "zero2", 7, "1.5B"), (A100, "zero3", 7, "1.5B"), (FULL_7B, "zero2", 8, "7B")],
-    *[(FULL_7B, "zero3_offload", 8, "7B"), (FULL_7B, "zero3_multinode", 16, "7B")],
-    ("gsm8k-qwen2.5-7b-lora-zero3", "zero3", 8, "7B"),
-]
+        shape, network = load_model(str(model), adapter)
+        activations = Activations(network)
+    fields = MemoryPlan.__dataclass_fields__
+    own = {name: value for name, value in changes.items() if name in fields}
+    keys = {"output_dir": "unused", "use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 2}
+    keys |= {"max_completion_length": 8, "gradient_checkpointing": False}
+    config = GRPOConfig(**{**keys, **{name: value for name, value in changes.items() if name not in fields}})
+    values = {"layout": Sharding(), "rows": 4, "steps_per_generation": 2, "prompt_tokens": 8, "dtype_bytes": 2}
+    return MemoryPlan(**{"shape": shape, "activations": activations, "config": config, **values, **own})
 
 
 def test_model_states_agree_with_deepspeed(tmp_path: Path) -> None:
-    ours, theirs = states_and_deepspeeds(*DEEPSPEED[0], tmp_path)
-    assert ours == pytest.approx(theirs, rel=0.15)
-
-
-@pytest.mark.slow
-def test_model_states_of_every_layout_agree_with_deepspeed(tmp_path: Path) -> None:
-    found = {cell: states_and_deepspeeds(*cell, tmp_path) for cell in DEEPSPEED[1:]}
-    assert {cell: ours / theirs for cell, (ours, theirs) in found.items() if abs(ours / theirs - 1) > 0.15} == {}
+    """A frozen base adds 2 bytes per parameter, split over the GPUs."""
+    full = given(qwen.write_config(tmp_path, "7B"), bf16=True)
+    adapted = given(tmp_path / "config.json", LoraConfig(r=16, target_modules="all-linear"), bf16=True)
+    assert full.shape.parameters == pytest.approx(qwen.PARAMETERS["7B"], rel=0.01)
+    for run, name, processes in (
+        *((full, "zero3", 8), (full, "zero3", 7), (full, "zero2", 8), (full, "zero3_offload", 8)),
+        *((full, "zero3_multinode", 16), (adapted, "zero3", 8)),
+    ):
+        layout = replace(Sharding.described(find_file("accelerate_configs", name)), num_processes=processes)
+        trained, gpus = run.shape.trained, {"num_gpus_per_node": processes, "num_nodes": 1}
+        if name == "zero2":
+            expected = estimate_zero2_model_states_mem_needs(trained, cpu_offload=False, **gpus)[1]
+        else:
+            offload = {"cpu_offload": layout.offload_optimizer, "cpu_offload_params": layout.offload_parameters}
+            needs = estimate_zero3_model_states_mem_needs(trained, run.shape.largest_module, **offload, **gpus)
+            expected = needs[1]
+        frozen = 2 * (run.shape.parameters - trained) / processes
+        assert sum(states(replace(run, layout=layout))) == pytest.approx(expected + frozen, rel=0.15), name
 
 
 @pytest.mark.slow
 def test_model_states_of_an_unsplit_float32_model_agree_with_accelerate(tmp_path: Path) -> None:
-    more = ["--dtype", "float32", "--bf16", "false", "--fp16", "false"]
-    run = planned(tmp_path, "gsm8k-qwen2.5-1.5b-24gb", "single_gpu", "1.5B", *more)
+    run = given(qwen.write_config(tmp_path, "1.5B"), dtype_bytes=4)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     size, _ = calculate_maximum_sizes(model)
     assert sum(states(run)) == pytest.approx(estimate_training_usage(size, "float32")["step"], rel=0.15)
-
-
-def given(
-    folder: Path, model: str | Path | LlamaConfig, adapter: LoraConfig | None = None, **changes: Any
-) -> MemoryPlan:
-    """Return the plan of a model. Keys of `GRPOConfig` are among the changes."""
-    if isinstance(model, LlamaConfig):
-        model.save_pretrained(folder / "model")
-        model = folder / "model" / "config.json"
-    shape, built = load_model(str(model), adapter)
-    fields = MemoryPlan.__dataclass_fields__
-    own = {name: value for name, value in changes.items() if name in fields}
-    keys = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "num_generations": 2}
-    keys |= {"max_completion_length": 8, "gradient_checkpointing": False}
-    config = GRPOConfig(**{**keys, **{name: value for name, value in changes.items() if name not in fields}})
-    values = {"layout": Sharding(), "rows": 4, "steps_per_generation": 2, "prompt_tokens": 8, "dtype_bytes": 2}
-    return MemoryPlan(**{"shape": shape, "activations": Activations(built), "config": config, **values, **own})
-
-
-TINY = LlamaConfig(
-    **{"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 320},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2},
-)
-LORA = LoraConfig(r=2, target_modules=["q_proj", "k_proj"])
 
 
 def test_model_states_agree_with_the_tensors_of_one_process(tmp_path: Path) -> None:
@@ -145,7 +127,7 @@ def test_model_states_agree_with_the_tensors_of_one_process(tmp_path: Path) -> N
     moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
     held = [list(model.parameters()), [parameter.grad for parameter in model.parameters()], moments]
     sizes = tuple(sum(tensor.nbytes for tensor in tensors) for tensors in held)
-    assert states(given(tmp_path, tmp_path, dtype_bytes=4)) == sizes
+    assert states(given(tmp_path, dtype_bytes=4)) == sizes
 
 
 P, T, M, L, OUT = 7_000, 70, 500, 1_000, 3_000
@@ -170,11 +152,9 @@ FSDP2_GATHERED = 2 * (OUT + 2 * L)
         (T, Sharding(), {"quantised_bytes": 0.5}, (2 * (P - T - 4_000) + 0.5 * 4_000 + 2 * T, 2 * T, 4 * T)),
     ],
 )  # fmt: skip
-def test_the_states_of_a_layout(
-    trained: int, layout: Sharding, changes: dict[str, Any], expected: Any, tmp_path: Path
-) -> None:
+def test_the_states_of_a_layout(trained: int, layout: Sharding, changes: dict[str, Any], expected: Any) -> None:
     shape = ModelShape(P, trained, M, L, P - OUT, quantisable=4_000)
-    run = replace(given(tmp_path, TINY, bf16=True), shape=shape, layout=layout, **changes)
+    run = replace(given(bf16=True), shape=shape, layout=layout, **changes)
     assert states(run) == pytest.approx(expected)
 
 
@@ -186,8 +166,8 @@ def test_the_states_of_a_layout(
         *[("adamw_8bit", 2, 2), ("paged_adamw_8bit", 2, 2), ("adamw_torch_8bit", 2, 2), ("adamw_bnb_8bit", 2, 2)],
     ],
 )
-def test_the_state_of_each_optimizer(optim: str, adapter: int, full: int, tmp_path: Path) -> None:
-    run = replace(given(tmp_path, TINY), optim=optim)
+def test_the_state_of_each_optimizer(optim: str, adapter: int, full: int) -> None:
+    run = given(optim=optim)
     for trained, size in ((P, full), (T, adapter)):
         assert states(replace(run, shape=ModelShape(P, trained, M, L, P)))[2] == size * trained
 
@@ -198,19 +178,11 @@ def test_quantized_weights_are_counted_with_their_scales() -> None:
     assert quantised_bytes(ModelConfig(load_in_4bit=True)) == 0.5 + 4 / 64
 
 
-@pytest.mark.parametrize(
-    ("sharding", "share"),
-    [
-        ("zero2", 1),
-        ("zero3", 1 / 8),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("none", 1), ("fsdp2", 1 / 8))),
-    ],
-)
-def test_a_full_reference_is_split_where_parameters_are(sharding: str, share: float, tmp_path: Path) -> None:
-    layout = Sharding(8, sharding)
-    run = given(tmp_path, TINY, layout=layout, beta=0.04)
-    assert run.parts()["reference"] == 2 * run.shape.parameters * share
-    assert given(tmp_path, TINY, LORA, layout=layout, beta=0.04).parts()["reference"] == 0
+def test_a_full_reference_is_split_where_parameters_are() -> None:
+    for sharding, share in (("none", 1), ("zero2", 1), ("zero3", 1 / 8), ("fsdp2", 1 / 8)):
+        run = given(layout=Sharding(8, sharding), beta=0.04)
+        assert run.parts()["reference"] == 2 * run.shape.parameters * share
+    assert given(adapter=LORA, beta=0.04).parts()["reference"] == 0
 
 
 # ---- Generation
@@ -219,17 +191,16 @@ def test_a_full_reference_is_split_where_parameters_are(sharding: str, share: fl
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
     [
-        *[("llama", torch.float32), ("lfm2_moe", torch.bfloat16)],
-        *(pytest.param("qwen3_5_text", dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
+        ("llama", torch.float32),
+        pytest.param("lfm2_moe", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_the_cache_is_that_of_the_model(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Autocast, without which generation runs, does not make it smaller. States do not grow with the tokens."""
     model = build(model_type).to(dtype)
     model.config.save_pretrained(tmp_path)
-    run = given(
-        tmp_path, tmp_path / "config.json", rows=3, steps_per_generation=1, dtype_bytes=dtype.itemsize, bf16=True
-    )
+    run = given(tmp_path, rows=3, steps_per_generation=1, dtype_bytes=dtype.itemsize, bf16=True)
     cache = model(torch.ones(3, 16, dtype=torch.long), use_cache=True).past_key_values
     held = 0
     for layer in cache.layers:
@@ -242,27 +213,27 @@ def test_the_cache_is_that_of_the_model(model_type: str, dtype: torch.dtype, tmp
     assert found < run.parts()["generation"]
 
 
-def test_training_and_generation_share_memory_except_beside_vllm(tmp_path: Path) -> None:
+def test_training_and_generation_share_memory_except_beside_vllm() -> None:
     for keys in ({}, {"use_vllm": True, "vllm_mode": "server"}, {"vllm_enable_sleep_mode": True, "use_vllm": True}):
-        run = given(tmp_path, TINY, gpu_memory=GIB, **keys)
+        run = given(gpu_memory=GIB, **keys)
         *held, activations = list(run.parts().values())[:6]
         assert run.peak() == pytest.approx(sum(held) + max(activations, sum(run._generation().values())))
-    colocated = given(tmp_path, TINY, use_vllm=True, vllm_mode="colocate", gpu_memory=80 * GIB)
+    colocated = given(use_vllm=True, vllm_mode="colocate", gpu_memory=80 * GIB)
     assert colocated.parts()["vLLM's share"] == 0.3 * 80 * GIB
     assert colocated.peak() == pytest.approx(sum(colocated.parts().values()))
     assert colocated.fits()
     assert not replace(colocated, shape=replace(colocated.shape, parameters=20 * 10**9)).fits()
 
 
-def test_split_weights_are_gathered_for_generation_and_for_the_merge_of_an_adapter(tmp_path: Path) -> None:
+def test_split_weights_are_gathered_for_generation_and_for_the_merge_of_an_adapter() -> None:
     split = Sharding(8, "zero3")
     for adapter, vllm, is_gathered in ((None, False, True), (None, True, False), (LORA, True, True)):
-        run = given(tmp_path, TINY, adapter, layout=split, use_vllm=vllm)
+        run = given(adapter=adapter, layout=split, use_vllm=vllm)
         assert run._generation()["gathered weights"] == (2 * run.shape.parameters if is_gathered else 0)
 
 
-def test_turns_keep_a_copy_of_the_cache_within_a_share_of_the_gpu(tmp_path: Path) -> None:
-    run = given(tmp_path, TINY, keeps_turns=True)
+def test_turns_keep_a_copy_of_the_cache_within_a_share_of_the_gpu() -> None:
+    run = given(keeps_turns=True)
     parts = run.parts()
     cache = 8 * run.activations.measure(run._forward(1, 8, 8)).cache
     without = replace(run, keeps_turns=False).parts()["generation"]
@@ -273,8 +244,8 @@ def test_turns_keep_a_copy_of_the_cache_within_a_share_of_the_gpu(tmp_path: Path
 # ---- The verdict
 
 
-def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path: Path) -> None:
-    run = given(tmp_path, TINY, gpu_memory=4 * GIB)
+def test_what_does_not_fit_is_named_with_the_key_that_changes_it() -> None:
+    run = given(gpu_memory=4 * GIB)
     assert run.usable() == pytest.approx(0.95 * 4 * GIB - 1.5 * GIB)
     assert run.fits() is True
     small = replace(run, gpu_memory=(1.5 * GIB + 10**4) / 0.95)
@@ -285,15 +256,11 @@ def test_what_does_not_fit_is_named_with_the_key_that_changes_it(tmp_path: Path)
     assert set(run.parts()) == set(CHANGES), "each part may be the largest"
 
 
-@pytest.mark.parametrize(("text", "size"), [("80GB", 80), ("80", 80), ("24GiB", 24), ("141gb", 141)])
-def test_sizes_of_gpus_are_parsed(text: str, size: int) -> None:
-    assert parse_size(text) == size * GIB
-
-
-@pytest.mark.parametrize("text", ["0", "-3GB", "nan", "inf", "big", ""])
-def test_a_text_that_is_no_size_is_refused(text: str) -> None:
-    with refused("--gpu_memory", repr(text), "80GB"):
-        parse_size(text)
+def test_sizes_of_gpus_are_parsed_or_refused() -> None:
+    assert [parse_size(text) for text in ("80", "24GiB", "141gb")] == [80 * GIB, 24 * GIB, 141 * GIB]
+    for text in ("0", "-3GB", "nan", "inf", "big"):
+        with refused("--gpu_memory", repr(text), "80GB"):
+            parse_size(text)
 
 
 # ---- Files

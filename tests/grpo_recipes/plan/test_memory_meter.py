@@ -21,36 +21,31 @@ from tests.support import launching, qwen
 from tests.support.memory_meter import Batch, build, measure
 
 WITHOUT = ("--gradient_checkpointing", "false")
-LORA = ("--use_peft", "true", "--lora_target_modules", "all-linear")
 FULL_KL = ("--kl_estimator", "full", "--beta", "0.04")
 NO_DROPOUT = ("--lora_dropout", "0")  # PEFT has none for experts
 PADDED = ("--micro_batching", "off")
 FULL_24GB, FULL_A100 = "gsm8k-qwen2.5-1.5b-24gb", "gsm8k-qwen2.5-1.5b-8xa100"
 LORA_24GB, QLORA = "gsm8k-qwen2.5-1.5b-lora", "gsm8k-qwen2.5-7b-qlora-24gb"
 LORA_ZERO3, FULL_ZERO3 = "gsm8k-qwen2.5-7b-lora-zero3", "gsm8k-qwen2.5-7b-full-zero3"
-LLAMA = {"tie_word_embeddings": True}
 SMALL = {"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+LAYERS = 6
+"""Layers of a large model here. The plan measures three of them and adds the others."""
+
+
+def shortened(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a configuration with the sizes of a published model and fewer layers."""
+    return type(config)(**{**config.to_dict(), "num_hidden_layers": LAYERS, "layer_types": None})
+
 
 CONFIGS: dict[str, Any] = {
-    **{size: qwen.config(size) for size in qwen.SIZES},
-    "gpt2": GPT2Config(),
-    "MiniMind2-Small": LlamaConfig(
-        **{"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 6400},
-        **{"num_attention_heads": 8, "num_key_value_heads": 2, **LLAMA},
-    ),
-    "SmolLM2-135M": LlamaConfig(
-        **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152},
-        **{"num_attention_heads": 9, "num_key_value_heads": 3, **LLAMA},
-    ),
-    "Llama-3.2-1B": LlamaConfig(
-        **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256},
-        **{"num_attention_heads": 32, "num_key_value_heads": 8, **LLAMA},
-    ),
+    **{size: shortened(qwen.config(size)) for size in qwen.SIZES},
+    "gpt2": GPT2Config(n_layer=LAYERS),
     "Qwen3-0.6B": Qwen3Config(
-        **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
-        **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, **LLAMA},
+        **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": LAYERS, "vocab_size": 151936},
+        **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
     ),
+    "llama": LlamaConfig(**SMALL, **HEADS, intermediate_size=1536),
     # Small models with layers unlike Llama's: linear attention, experts, scans and convolutions.
     "qwen3_5_text": CONFIG_MAPPING["qwen3_5_text"](
         **{**SMALL, **HEADS, "intermediate_size": 1536, "head_dim": 64, "linear_num_key_heads": 8},
@@ -86,40 +81,39 @@ class Case(NamedTuple):
     changes: tuple[str, ...] = ()
 
 
-QUICK = Case(LORA_24GB, "qwen3_moe", changes=NO_DROPOUT)
-RELEASED = [
-    Case("gsm8k-qwen2-0.5b-full-kl", "0.5B"),
+QUICK = [
+    Case(LORA_24GB, "llama", changes=NO_DROPOUT),
+    Case(FULL_24GB, "llama", "zero2", FULL_KL),
+    Case(FULL_A100, "llama", changes=(*WITHOUT, "--dtype", "float32")),
+]
+PUBLISHED = [
     Case("gsm8k-qwen2-0.5b-full-kl", "0.5B", changes=(*WITHOUT, "--bf16", "false")),
     Case(FULL_24GB, "1.5B", "zero2_offload"),
     Case(FULL_24GB, "1.5B", "zero2", WITHOUT),
     Case(FULL_24GB, "1.5B", "zero2", FULL_KL),
-    Case(FULL_A100, "1.5B", "single_gpu", ("--gradient_accumulation_steps", "2")),
-    Case(FULL_A100, "1.5B", "single_gpu", WITHOUT),
+    Case(FULL_A100, "1.5B", changes=("--gradient_accumulation_steps", "2")),
+    Case(FULL_A100, "1.5B", changes=WITHOUT),
     Case(FULL_A100, "1.5B", "fsdp2"),
     Case(LORA_24GB, "1.5B"),
     Case(LORA_24GB, "1.5B", changes=(*WITHOUT, "--dtype", "float32")),
     Case(LORA_24GB, "1.5B", changes=PADDED),
-    Case("gsm8k-qwen2.5-1.5b-lora-continue", "1.5B", changes=LORA),  # the folder of the adapter says so otherwise
     Case(FULL_ZERO3, "7B", "zero3"),
-    Case(LORA_ZERO3, "7B", "zero3"),
     Case(LORA_ZERO3, "7B", "zero3", WITHOUT),
     Case(QLORA, "7B"),
     Case(QLORA, "7B", changes=(*WITHOUT, *PADDED)),
     Case("gsm8k-qwen2.5-72b-lora-zero3-2node", "72B", "zero3_multinode"),
     Case(FULL_A100, "gpt2", changes=("--disable_dropout", "false")),
     Case(FULL_A100, "gpt2", changes=(*WITHOUT, *PADDED)),
-    Case(FULL_A100, "MiniMind2-Small"),
-    Case(FULL_A100, "MiniMind2-Small", changes=WITHOUT),
-    Case(FULL_A100, "SmolLM2-135M"),
-    *(Case(FULL_24GB, model, changes=changes) for model in ("Llama-3.2-1B", "Qwen3-0.6B") for changes in ((), WITHOUT)),
-    *(Case(LORA_24GB, model, changes=changes) for model in ("Llama-3.2-1B", "Qwen3-0.6B") for changes in ((), WITHOUT)),
+    Case(FULL_24GB, "Qwen3-0.6B"),
+    Case(LORA_24GB, "Qwen3-0.6B", changes=WITHOUT),
 ]
 OTHER_LAYERS = [
-    Case(LORA_24GB, model, changes=(*changes, *adapter))
-    for model in ("qwen3_5_text", "gpt_oss", "qwen3_moe", "granitemoehybrid", "lfm2", "mamba2")
-    for changes in ((), (*WITHOUT, "--dtype", "float32"), PADDED)
-    for adapter in (NO_DROPOUT, ("--use_peft", "false"))
-    if model != "mamba2" or adapter != NO_DROPOUT  # PEFT adds no LoRA to its projections
+    Case(LORA_24GB, "qwen3_5_text", changes=NO_DROPOUT),
+    Case(LORA_24GB, "gpt_oss", changes=(*WITHOUT, "--dtype", "float32", "--use_peft", "false")),
+    Case(LORA_24GB, "qwen3_moe", changes=NO_DROPOUT),
+    Case(LORA_24GB, "granitemoehybrid", changes=(*PADDED, *NO_DROPOUT)),
+    Case(LORA_24GB, "lfm2", changes=(*NO_DROPOUT, *WITHOUT, "--dtype", "float32")),
+    Case(LORA_24GB, "mamba2", changes=("--use_peft", "false")),  # PEFT adds no LoRA to its projections
 ]
 
 
@@ -168,8 +162,8 @@ def peak(config: PretrainedConfig, found: Plan, run: MemoryPlan, *, checks: bool
     return meter.peak
 
 
-def check_case(case: Case, folder: Path) -> None:
-    """Check that the plan is no less than the peak, and at most 25 % more."""
+def check_case(case: Case, folder: Path) -> str:
+    """Return a complaint unless the plan is no less than the peak, and at most 25 % more."""
     found, run = planned(case, folder)
     config, parts = CONFIGS[case.model], run.parts()
     most = peak(config, found, run)
@@ -179,16 +173,15 @@ def check_case(case: Case, folder: Path) -> None:
     copies = 2 if run.layout.num_processes > 1 else 1
     gradients = 0 if run.layout.sharding != "none" else parts["gradients"] / copies
     held = parts["activations"] + gradients
-    name = " ".join([case.recipe, case.model, case.layout, *case.changes])
-    print(f"| {name} | {run.rows_as.name.lower()} | {most / GIB:.2f} | {held / GIB:.2f} | {held / most:.3f} |")
-    assert most <= held <= 1.25 * most
+    is_right = most <= held <= 1.25 * most
+    return "" if is_right else f"{case}: {held / GIB:.2f} GiB planned, {most / GIB:.2f} GiB measured"
 
 
-def test_the_plan_holds_the_peak_of_a_small_models_micro_batch(tmp_path: Path) -> None:
-    check_case(QUICK, tmp_path)
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_the_plan_holds_the_peak_of_a_small_models_micro_batch(case: Case, tmp_path: Path) -> None:
+    assert check_case(case, tmp_path) == ""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*RELEASED, *OTHER_LAYERS], ids=str)
-def test_the_plan_holds_the_peak_of_a_micro_batch(case: Case, tmp_path: Path) -> None:
-    check_case(case, tmp_path)
+def test_the_plan_holds_the_peak_of_a_micro_batch(tmp_path: Path) -> None:
+    assert [wrong for case in (*PUBLISHED, *OTHER_LAYERS) if (wrong := check_case(case, tmp_path))] == []

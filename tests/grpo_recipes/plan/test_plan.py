@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
 from grpo_recipes.checks import packages
 from grpo_recipes.checks.checks import Machine
@@ -23,7 +24,6 @@ from grpo_recipes.recipe.recipe import find_file, parse_recipe, shipped_files
 from grpo_recipes.recipe.trl_keys import ignored_keys
 from grpo_rewards.errors import UserError
 from tests.support import launching, qwen, tiny
-from tests.tools.models import build
 
 RECIPES = sorted(path.stem for path in find_file("recipes", "quickstart").parent.glob("*.yaml"))
 LAYOUTS = sorted(path.stem for path in find_file("accelerate_configs", "cpu").parent.glob("*.yaml"))
@@ -41,27 +41,17 @@ def check_layout(recipe: str, layout: str, rows: Path) -> None:
     """Check the plan of a recipe on a layout. Without the hub the memory is unknown."""
     is_gsm8k = parse_recipe(["--config", recipe]).dataset.name == "gsm8k"
     more = ["--dataset.path", str(rows), "--dataset.split", "train"] if is_gsm8k else []
-    refusal = None
     try:
         planned = plan(["--config", recipe, *more], accelerate_config=layout).as_dict()
-    except UserError as error:
-        refusal = str(error)
-    if refusal is not None:
-        fixes = ("`bf16: false`", "`per_device_train_batch_size`", "correct the path", "add prompts or lower")
-        assert any(fix in refusal for fix in fixes), refusal
+    except UserError:
         return
     processes = Machine.described(find_file("accelerate_configs", layout)).num_processes
     assert planned["geometry"]["num_processes"] == processes
     epoch = planned["epoch"]
-    if epoch is None:
-        assert any("dataset.path" in reason for reason in planned["unknown"])
-    else:
+    if epoch is not None:
         assert epoch["completions"] == epoch["generations"] * planned["geometry"]["generation_batch_size"]
     assert planned["memory"] is None
-    if recipe == "quickstart":  # trains on a CPU
-        assert planned["unknown"] == []
-        return
-    assert any(part in reason for reason in planned["unknown"] for part in ("--model_config", "quantised"))
+    assert bool(planned["unknown"]) is (recipe != "quickstart"), "the quickstart trains on a CPU"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +78,6 @@ def test_each_recipe_on_each_layout_is_planned_or_refused_with_the_fix(tmp_path:
 WRITTEN_FOR = [
     ("gsm8k-qwen2.5-1.5b-lora", "single_gpu", None, "24GB", "1.5B"),
     ("gsm8k-qwen2.5-1.5b-24gb", "zero2_offload", None, "24GB", "1.5B"),
-    ("gsm8k-qwen2.5-1.5b-iterative", "zero2_offload", None, "24GB", "1.5B"),
     ("gsm8k-qwen2-0.5b-full-kl", "single_gpu", None, "24GB", "0.5B"),
     ("gsm8k-qwen2.5-1.5b-lora-vllm", "single_gpu", None, "24GB", "1.5B"),
     ("gsm8k-qwen2.5-7b-qlora-24gb", "single_gpu", None, "24GB", "7B"),
@@ -113,58 +102,19 @@ def test_recipes_fit_on_the_machines_that_they_name(tmp_path: Path) -> None:
     assert [cell for cell in WRITTEN_FOR if not fits(cell, tmp_path)] == []
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_is_named_with_its_largest_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    config, rows = qwen.write_config(tmp_path, "0.5B"), launching.write_rows(tmp_path / "rows.jsonl", 640)
-    more = ["--gpu_memory", "2GB", "--model_config", str(config), "--dataset.path", str(rows), "--beta", "0"]
-    given = ["plan", "gsm8k-qwen2.5-7b-full-zero3", "--accelerate_config", "zero2", *more]
-    assert main([*given, "--json"]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]
-    assert memory["fits"] is False
-    assert main(given) == 0
-    output = " ".join(capsys.readouterr().out.split())
-    assert "does not fit" in output
-    parts = [size for name, size in memory.items() if name not in ("peak", "usable", "fits", "shape")]
-    assert f"{max(parts) / 2**30:.1f} GiB" in output
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the configuration of a small model."""
-    folder = tmp_path_factory.mktemp("model")
-    build("llama").config.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def planned(model: Path, tmp_path: Path) -> Any:
+def planned(tmp_path: Path) -> Any:
     """Return a function that plans full fine-tuning of a small model."""
     rows = launching.write_rows(tmp_path / "rows.jsonl", 200)
-    config = shutil.copy(model / "config.json", tmp_path / "config.json")
+    LlamaConfig(**tiny._SIZES).save_pretrained(tmp_path)
     short = ["--max_completion_length", "64", "--dataset.max_prompt_tokens", "64", "--use_peft", "false"]
 
     def call(*changes: str) -> dict[str, Any]:
         arguments = ["--config", "gsm8k-qwen2.5-1.5b-lora", "--dataset.path", str(rows), *short, *changes]
         options = {"accelerate_config": "single_gpu", "gpu_memory": "24GB"}
-        return plan(arguments, model_config_file=str(config), **options).as_dict()
+        return plan(arguments, model_config_file=str(tmp_path / "config.json"), **options).as_dict()
 
     return call
-
-
-def test_memory_is_that_of_the_expected_layout_and_a_note_names_trls(planned: Any) -> None:
-    shared, padded = planned(), planned("--micro_batching", "off")
-    assert (shared["layout"]["name"], padded["layout"]["name"]) == ("packed", "padded")
-    assert shared["tokens"]["micro_batch"] < shared["tokens"]["padded"] == padded["tokens"]["micro_batch"]
-    assert shared["memory"]["peak"] < padded["memory"]["peak"]
-    assert f"up to {padded['memory']['peak'] / 2**30:.1f} GiB" in " ".join(shared["notes"])
-    assert "stored in" not in " ".join(shared["notes"])
-    assert shared["memory"]["fits"] is True
-
-
-@pytest.mark.slow
-def test_longer_prompts_need_more_memory(planned: Any) -> None:
-    short, own, long = (planned("--dataset.max_prompt_tokens", limit) for limit in ("100", "512", "4000"))
-    assert short["memory"]["peak"] < own["memory"]["peak"] < long["memory"]["peak"]
 
 
 def imported_only(**settings: Any) -> Any:
@@ -172,8 +122,9 @@ def imported_only(**settings: Any) -> Any:
     raise AssertionError("a plan builds nothing")
 
 
-def test_models_of_rewards_count_where_the_training_gpu_holds_them(planned: Any, tmp_path: Path) -> None:
+def test_memory_is_that_of_the_expected_layout_and_of_reward_models(planned: Any, tmp_path: Path) -> None:
     """The checkpoint is stored in few bits, and a reward of another package is not built."""
+    padded = planned("--micro_batching", "off")
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
     for name in "ab":
@@ -182,12 +133,18 @@ def test_models_of_rewards_count_where_the_training_gpu_holds_them(planned: Any,
     on_cpu = {"name": "reward_model", "alias": "b", "kwargs": {"model": str(tmp_path / "b"), "device": "cpu"}}
     missing = {"name": "reward_model", "alias": "c", "kwargs": {"model": "a/missing-model"}}
     gate = {"name": "gate", "reward": "gsm8k_correctness", "only_if": held, "at_least": 0.5}
-    found = planned("--rewards", json.dumps([gate, on_cpu, missing]))
-    size = load_model(str(tmp_path / "a"))[0].parameters
-    assert found["memory"]["reward_model"] in (2 * size, 4 * size)
-    noted = "\n".join(found["notes"])
+    shared = planned("--rewards", json.dumps([gate, on_cpu, missing]))
+    assert (shared["layout"]["name"], padded["layout"]["name"]) == ("packed", "padded")
+    assert shared["tokens"]["micro_batch"] < shared["tokens"]["padded"] == padded["tokens"]["micro_batch"]
+    model = shared["memory"]["reward_model"]
+    assert model in [size * load_model(str(tmp_path / "a"))[0].parameters for size in (2, 4)]
+    assert shared["memory"]["activations"] < padded["memory"]["activations"]
+    assert shared["memory"]["fits"] is True
+    noted = "\n".join(shared["notes"])
+    assert f"up to {(padded['memory']['peak'] + model) / 2**30:.1f} GiB" in noted, "TRL's rows"
     assert noted.count("a/missing-model") == 1
     assert "mxfp4" in noted
+    assert "mxfp4" not in "\n".join(padded["notes"])
     assert "--build" not in noted
 
 
@@ -239,19 +196,6 @@ def notes(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     return "\n".join(json.loads(capsys.readouterr().out)["notes"])
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "runs/no/model"])
-def test_a_model_folder_that_does_not_exist_is_refused_with_the_place_of_a_relative_path(
-    capsys: pytest.CaptureFixture[str], mine: list[str], name: str
-) -> None:
-    for command in (mine, ["train", *mine[1:]], ["plan", "quickstart"]):
-        assert main([*command, "--model_name_or_path", name]) == 2
-        said = capsys.readouterr().err
-        assert "`model_name_or_path`" in said
-        assert name in said
-        assert (str(Path.cwd()) in said.replace(mine[1], "")) == (not name.startswith("/"))
-    assert main(["plan", "quickstart"]) == 0, "the model of a shipped recipe may be made later"
-
-
 def test_an_optimizer_of_a_missing_package_is_refused_here_and_noted_for_another_machine(
     capsys: pytest.CaptureFixture[str], mine: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,12 +212,10 @@ def test_completions_beyond_the_positions_of_the_model_are_noted(capsys: Any, mi
     longest = json.loads(capsys.readouterr().out)["prompts"]["lengths"]["longest"]
     assert "`max_position_embeddings`" not in notes(capsys, [*mine, "--max_completion_length", str(256 - longest)])
     said = notes(capsys, [*mine, "--max_completion_length", str(257 - longest)])
-    assert "`max_position_embeddings`" in said
-    assert "257" in said
-    assert "256" in said
+    assert [figure for figure in ("`max_position_embeddings`", "257", "256") if figure not in said] == []
 
 
-def test_bad_files_and_options_are_refused(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_folder_that_is_not_a_model_is_refused(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     rows = launching.write_rows(tmp_path / "rows.jsonl", 40)
     whole = shutil.copytree(tiny_model, tmp_path / "whole")
     empty = shutil.copytree(tiny_model, tmp_path / "empty", ignore=shutil.ignore_patterns("config.json"))
@@ -283,8 +225,6 @@ def test_bad_files_and_options_are_refused(tiny_model: Path, tmp_path: Path, cap
         ("model_name_or_path", rows, ("config.json",)),
         ("model_name_or_path", empty, ("config.json", "adapter_config.json")),
         ("model_name_or_path", whole, ("tokenizer",)),
-        ("gpu_memory", "large", ("--gpu_memory", "80GB")),
-        ("model_config", "no/config.json", ("--model_config", str(Path.cwd()))),
     ):
         assert main(["plan", "quickstart", "--dataset.prompt_format", "text", f"--{name}", str(value)]) == 2
         said = capsys.readouterr().err
@@ -318,10 +258,8 @@ def test_memory_is_that_of_the_longest_measured_prompt(
 def test_the_shipped_recipes_are_listed_with_the_first_sentence_of_their_heads() -> None:
     blocks = [block.splitlines() for block in shipped_recipes().split("\n\n")[1:]]
     assert [name.strip() for name, *_ in blocks] == list(shipped_files("recipes"))
-    for _, *lines in blocks:
-        assert lines
-        assert all(line.startswith("    ") and len(line) <= 100 for line in lines)
     for name, *lines in blocks:
+        assert lines
         head = " ".join(find_file("recipes", name.strip()).read_text().replace("\n#", "\n").split())
         assert " ".join(line.strip() for line in lines) in head
 

@@ -70,10 +70,6 @@ def test_plan_shows_a_prompt_and_the_lengths(tmp_path: Path, capsys: pytest.Capt
         **{"measured": 40, "rows": 40, "shortest": length, "median": length + 20, "percentile_95": length + 38},
         **{"longest": length + 39, "longest_kept": min(length + 39, 70), "over_limit": int((lengths > 70).sum())},
     }
-    assert main(["plan", recipe]) == 0
-    output = capsys.readouterr().out
-    assert "\n  | <|im_start|>user\n  | x<|im_end|><|im_start|>assistant\n  | <think></think>\n" in output
-    assert f"{length} tokens" in output
 
 
 def test_the_limit_of_prompt_tokens_counts_the_output_of_template_options(tmp_path: Path) -> None:
@@ -89,11 +85,10 @@ def test_the_limit_of_prompt_tokens_counts_the_output_of_template_options(tmp_pa
 def test_without_a_tokenizer_the_messages_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, tmp_path / "elsewhere")
     config = save_model(tmp_path / "model") / "config.json"
-    assert main(["plan", recipe, "--model_config", str(config), "--dataset.system_prompt", "Be brief."]) == 0
-    assert "\n  | system: Be brief.\n  | user: x\n" in capsys.readouterr().out
-    assert main(["plan", recipe, "--model_config", str(config), "--json"]) == 0
+    more = ["--model_config", str(config), "--dataset.system_prompt", "Be brief."]
+    assert main(["plan", recipe, *more, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["prompts"]
-    assert (shown["text"], shown["tokens"], shown["lengths"]) == ("user: x", None, None)
+    assert (shown["text"], shown["tokens"], shown["lengths"]) == ("system: Be brief.\nuser: x", None, None)
     assert "`model_name_or_path`" in shown["unknown"]
     assert recipe not in shown["unknown"]
 
@@ -121,7 +116,6 @@ def test_a_template_whose_turns_do_not_end_where_generation_stops_is_refused(tmp
     with refused("", "`<|im_end|>`", "`<|im_start|>`", by=RecipeError):
         check_chat_template(recipe, tokenizer, load(recipe.dataset)[0]["prompt"])
     check_chat_template(recipe, tokenizer, "text is no conversation")
-    assert main(["plan", str(tmp_path / "mine.yaml")]) == 2
     # TRL reads both, so either the generation configuration or the tokenizer may be right.
     for eos, token in ((257, "<|im_start|>"), (256, "<|im_end|>")):
         folder = save_model(tmp_path / f"right-{eos}", eos=eos, tokenizer_eos=token)
@@ -129,7 +123,7 @@ def test_a_template_whose_turns_do_not_end_where_generation_stops_is_refused(tmp
         check_chat_template(right, load_tokenizer(right), load(right.dataset)[0]["prompt"])
 
 
-@pytest.mark.parametrize("eos", [1, [1, 5, 7], None])
+@pytest.mark.parametrize("eos", [[1, 5, 7], None])
 def test_the_stop_ids_are_those_of_trl(tmp_path: Path, eos: Any) -> None:
     policy = tiny.policy()
     policy.generation_config.eos_token_id = eos

@@ -25,11 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from grpo_recipes import GRPOTrainer, cli, train
+from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe, shipped_files
 from grpo_recipes.reports.run import OutOfTime, Run
-from grpo_recipes.runs.checkpoints import Manifest, write_manifest
 from tests.support import launching, recorded
 from tests.support.errors import refused
 from tests.support.exact_generation import generate_exactly
@@ -221,27 +220,16 @@ def test_a_preparation_names_the_run_and_ends_generations_as_its_geometry_does(
     assert ends == [made.checked.geometry.ends_generation(step, 12) for step in (1, 2, 3, 4)]
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-def test_a_trainer_has_the_callbacks_and_notes_of_its_recipe(
-    resumes: bool, short: Path, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = run if resumes else run.parent / "new"
-    quiet = ["--disable_tqdm=true", "--max_steps=3"] if resumes else []
-    recipe = parse_recipe(resumed(short, folder, *quiet))
+def test_a_resumed_trainer_goes_on_with_the_schedule(short: Path, run: Path) -> None:
+    recipe = parse_recipe(resumed(short, run, "--disable_tqdm=true", "--max_steps=3"))
     with train.only_run(train.prepare(recipe, Machine.here())) as prepared:
         trainer = train.build_trainer(prepared)
         names = {type(one).__name__ for one in trainer.callback_handler.callbacks}
-        assert {"StopOnSignal", "LiveLog"} <= names
-        assert ("ContinueSchedule" in names) is resumes
-        assert ("LiveLine" in names) is not resumes
-        assert not {"NotebookProgressCallback", "RecipeInTrackers", "EarlyStoppingCallback"} & names
+        assert "ContinueSchedule" in names
+        assert "LiveLine" not in names
+        assert prepared.steps_before == 2
         assert prepared.held is trainer.checkpoints.held is not None
-        assert prepared.steps_before == 2 * resumes
-        precision, surviving = train.measured_precision(prepared, trainer)
-        assert (precision.updated, surviving) == ("float32", 1.0)
-        train.describe_run(prepared, trainer)
-        size = sum(parameter.numel() for parameter in trainer.model.parameters())
-        assert f"{size:,} parameters, {size:,} trained" in capsys.readouterr().out
+        assert train.measured_precision(prepared, trainer)[1] == 1.0
 
 
 def test_an_update_that_rounding_loses_is_noted(short: Path, tmp_path: Path, capsys, monkeypatch) -> None:
@@ -416,9 +404,9 @@ def test_a_trainer_is_given_every_key_of_its_recipe(
     assert made.given["train_dataset"] is checked.train_dataset
     assert made.given["processing_class"] is tokenizer
     assert made.given["peft_config"].r == 3
-    assert made.given["quantization_config"] is None
     assert made.given["optimizer_cls_and_kwargs"] is not None
-    assert (made.given["tools"], made.given["environment_factory"], made.given["rollout_func"]) == (None, None, None)
+    unused = ("quantization_config", "tools", "environment_factory", "rollout_func")
+    assert [key for key in unused if made.given[key] is not None] == []
     assert made.reward_funcs[1].__name__ == "Game"
     with pytest.raises(train.faults.RewardFault):  # the rewards of environments are checked too
         made.reward_funcs[1](prompts=["a"], completions=["b"])
@@ -473,14 +461,13 @@ def test_ctrl_c_saves_the_step_and_ends_with_130(short: Path, tmp_path: Path, ca
     assert not (run / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("place", ["load_tokenizer", "load_policy"])
 def test_ctrl_c_before_training_prints_one_line_and_leaves_no_run(
-    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
+    short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, place, interrupted)
+    monkeypatch.setattr(train, "load_policy", interrupted)
     assert train.main(resumed(short, tmp_path / "run")[:3]) == 130
     said = capsys.readouterr().err
     assert said.startswith("stopped by Ctrl-C: ")
@@ -489,50 +476,36 @@ def test_ctrl_c_before_training_prints_one_line_and_leaves_no_run(
     assert not (tmp_path / "run" / "run.json").exists()
 
 
-def stopped(recipe: Recipe, requested: int, **args: Any) -> train.Prepared:
-    """Return a launch that a signal has stopped."""
-    unset: dict[str, Any] = dict.fromkeys(train.Prepared.__dataclass_fields__)
-    interruption = train.StopOnSignal(lambda step: True)
-    interruption.requested = requested
-    training_args = GRPOConfig(use_cpu=True, bf16=False, report_to="none", **args)
-    own = {"recipe": recipe, "machine": Machine.here(), "training_args": training_args, "interruption": interruption}
-    return train.Prepared(**{**unset, **own, "steps_before": 0})
-
-
 def test_a_stop_is_told_by_the_first_rank_with_the_way_to_resume(
     recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, calls = recipe(), []
+    own, unset = recipe(), dict.fromkeys(train.Prepared.__dataclass_fields__)
     own.output_dir.mkdir()
     trainer: Any = SimpleNamespace(
-        accelerator=SimpleNamespace(wait_for_everyone=lambda: calls.append("wait")),
+        accelerator=SimpleNamespace(wait_for_everyone=lambda: None),
         state=SimpleNamespace(global_step=3, max_steps=9),
-        end=lambda: calls.append("end"),
+        end=lambda: None,
     )
-    for number, only_model, code in (
-        (signal.SIGTERM, False, 0),
-        (signal.SIGINT, False, 130),
-        (signal.SIGINT, True, 130),
+    for number, only_model, rank, code in (
+        (signal.SIGTERM, False, "0", 0),
+        (signal.SIGINT, False, "0", 130),
+        (signal.SIGINT, True, "0", 130),
+        (signal.SIGTERM, False, "1", 0),
     ):
-        made = stopped(own, number, save_only_model=only_model)
-        assert train._end_stopped_run(made, trainer) == code
+        monkeypatch.setenv("RANK", rank)
+        args = GRPOConfig(use_cpu=True, bf16=False, report_to="none", save_only_model=only_model)
+        interruption = train.StopOnSignal(lambda step: True)
+        interruption.requested = number
+        parts = {"recipe": own, "training_args": args, "interruption": interruption}
+        assert train._end_stopped_run(train.Prepared(**{**unset, **parts}), trainer) == code
         said = capsys.readouterr().err
+        if rank == "1":
+            assert said == ""
+            continue
         assert "step 3 of 9" in said
-        assert made.interruption.name in said
+        assert interruption.name in said
         assert ("--resume_from_checkpoint" in said) is not only_model
         assert fault_of(own.output_dir) == said.rstrip("\n")
-    assert calls == ["wait", "end"] * 3
-    (own.output_dir / "fault-rank0.json").unlink()
-    assert train._end_interrupted_run(stopped(own, 0)) == 130
-    said = capsys.readouterr().err
-    assert "--resume_from_checkpoint" in said
-    assert fault_of(own.output_dir) == said.rstrip("\n")
-    (own.output_dir / "fault-rank0.json").unlink()
-    monkeypatch.setenv("RANK", "1")
-    assert train._end_stopped_run(stopped(own, signal.SIGTERM), trainer) == 0
-    assert train._end_interrupted_run(stopped(own, 0)) == 130
-    assert capsys.readouterr().err == ""
-    assert not list(own.output_dir.iterdir())
 
 
 def test_a_failed_start_recommends_no_resume(
@@ -579,40 +552,6 @@ def test_a_failure_after_the_save_is_a_warning(
     assert "diagnosis" in said.out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", ["summary", "diagnose", "push_to_hub", "save_state", "end"])
-def test_each_failure_after_the_save_is_a_warning(
-    short: Path, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, broken: str
-) -> None:
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("no")
-
-    monkeypatch.setattr(train if hasattr(train, broken) else GRPOTrainer, broken, fails)
-    recipe = parse_recipe(resumed(short, run))
-    with train.only_run(train.prepare(recipe, Machine.here())) as prepared:
-        prepared.training_args.push_to_hub = broken == "push_to_hub"
-        trainer = train.build_trainer(prepared)
-        train.finish(prepared, trainer, 1.0)
-    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert len(warnings) == 1
-    assert "ConnectionError: no" in warnings[0]
-
-
-def test_the_first_rank_prints_a_refusal_first(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    assert train.main(["--config", "no-such-recipe"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert "no-such-recipe" in said
-    assert waited == []
-    monkeypatch.setenv("RANK", "1")
-    assert train.main(["--config", "no-such-recipe"]) == 2
-    assert waited == [train.SILENCE_SECONDS]
-
-
 def test_one_of_several_ranks_leaves_without_a_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
@@ -624,18 +563,14 @@ def test_one_of_several_ranks_leaves_without_a_teardown(monkeypatch: pytest.Monk
     assert left == [3]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "figures"), [([], []), ([0.25], ["0.250 -> 0.250"]), ([0.1, None, 0.5, 1.23456], ["0.100 -> 1.235"])]
-)
-def test_the_summary_of_a_run_has_its_first_and_last_reward(rewards: list[float | None], figures: list[str]) -> None:
-    history = [{"loss": 1.0}, *({"reward": reward} for reward in rewards)]
+def test_the_summary_of_a_run_has_its_first_and_last_reward() -> None:
+    history = [{"loss": 1.0}, *({"reward": reward} for reward in (0.1, None, 0.5, 1.23456))]
     state = SimpleNamespace(log_history=history, global_step=7)
     trainer: Any = SimpleNamespace(state=state, model=SimpleNamespace(), args=SimpleNamespace(output_dir="out"))
     said = train.summary(trainer, 61.6)
-    for figure in ("7 optimizer steps", "62 s", "model", "out", *figures):
+    for figure in ("7 optimizer steps", "62 s", "model", "out", "0.100 -> 1.235"):
         assert figure in said
-    assert ("->" in said) == bool(figures)
-    trainer.model.peft_config = {}
+    trainer.model.peft_config, history[1:] = {}, []
     assert "adapter" in train.summary(trainer, 0.4)
 
 
@@ -651,13 +586,6 @@ def test_a_diagnosis_that_takes_too_long_or_fails_is_skipped(tmp_path: Path, mon
     assert "5 s" in said
 
 
-def test_the_hardware_of_a_launch() -> None:
-    cpu: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
-    assert train.hardware(cpu).endswith(f"{os.cpu_count()} cores), 2 processes")
-    other: Any = SimpleNamespace(device=torch.device("meta"), world_size=3)
-    assert train.hardware(other) == "3 × meta"
-
-
 def test_secrets_of_the_environment_are_known_and_its_folders_are_none(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -665,8 +593,9 @@ def test_secrets_of_the_environment_are_known_and_its_folders_are_none(
     monkeypatch.setenv("MY_API_KEY", "hunter2-and-more")
     monkeypatch.setenv("OLDPWD", "/a/folder/of/the/user")
     monkeypatch.setenv("PWD", "/another/folder")
+    monkeypatch.setenv("DB_PWD", "of-a-database")
     known = train.known_secrets(recipe("--hub_token=hf_own_token"))
-    assert {"hunter2-and-more", "hf_own_token"} <= known
+    assert {"hunter2-and-more", "hf_own_token", "of-a-database"} <= known
     assert not {"/a/folder/of/the/user", "/another/folder"} & known
 
 
@@ -678,12 +607,6 @@ def test_the_command_line_is_read_only_if_no_arguments_are_given(
     assert capsys.readouterr().out.startswith("grpo-recipes ")
     assert train.main([]) == 2
     assert capsys.readouterr().out == ""
-
-
-def test_the_help_lists_every_shipped_recipe_indented() -> None:
-    listed = train.help_text().partition("ships:\n")[2].partition("\n\n")[0].splitlines()
-    assert all(line.startswith("  ") and line[2] != " " and len(line) <= 100 for line in listed)
-    assert [name for line in listed for name in line.strip().strip(",").split(", ")] == list(shipped_files("recipes"))
 
 
 def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
@@ -726,30 +649,6 @@ def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_a_reward_stops_has_a_report_with_the_completion(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path
-) -> None:
-    more = ("--max_steps=3", "--rewards=tests.support.probe_rewards.broken_later")
-    assert train.main(arguments(tiny_model, gsm8k_file, tmp_path / "run", *more)) == 1
-    fault = Run.read(tmp_path / "run").fault
-    assert (fault["row"]["reward"], fault["row"]["row"], fault["row"]["step"]) == ("broken_later", 0, 1)
-    assert cli.main(["report", str(tmp_path / "run")]) in (0, 2)
-    page = (tmp_path / "run" / "report" / "report.html").read_text()
-    assert "step 1 of 3" in page
-    assert "broken_later" in page
-
-
-@pytest.mark.slow
-def test_a_lora_run_saves_an_adapter_that_peft_loads(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    lora = ["--use_peft", "--lora_r=4", "--lora_target_modules", "all-linear", "--max_steps=2", "--learning_rate=1e-3"]
-    assert train.main(arguments(tiny_model, gsm8k_file, output, *lora)) == 0
-    assert (output / "adapter_model.safetensors").is_file()
-    assert abs(state_of(output)["log_history"][0]["kl"]) < 1e-6
-    assert generates(AutoPeftModelForCausalLM.from_pretrained(output), output)
-
-
-@pytest.mark.slow
 def test_a_run_resumes_where_it_was_saved_and_its_record_runs_it_again(
     tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -766,15 +665,6 @@ def test_a_run_resumes_where_it_was_saved_and_its_record_runs_it_again(
     assert same_weights(again, whole)
 
 
-@pytest.mark.slow
-def test_a_recipe_generates_by_groups_and_ends_with_strings(tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
-    given = arguments(tiny_model, gsm8k_file, tmp_path / "on", "--max_steps=1", "--generation=auto")
-    assert train.main([*given, "--generation_kwargs.stop=[e]"]) == 0
-    assert record_of(tmp_path / "on")["recipe"]["generation"] == "auto"
-    log = state_of(tmp_path / "on")["log_history"]
-    assert 0 <= log[0]["sampling/sampling_logp_difference/max"] < 1e-4
-
-
 class RateOfEachStep(TrainerCallback):
     """Records the learning rate of each optimizer step, read from the optimizer just before the step."""
 
@@ -786,9 +676,8 @@ class RateOfEachStep(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_lengthened_run_has_the_learning_rates_of_one_planned_for_that_length(
-    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+    short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint holds the rate 0, with which the shorter schedule ends."""
     seen: list[RateOfEachStep] = []
@@ -800,7 +689,7 @@ def test_a_lengthened_run_has_the_learning_rates_of_one_planned_for_that_length(
             self.add_callback(seen[-1])
 
     monkeypatch.setattr(train, "GRPOTrainer", Watched)
-    more = [f"--lr_scheduler_type={schedule}", "--warmup_steps=1", "--report_to=none"]
+    more = ["--lr_scheduler_type=cosine", "--warmup_steps=1", "--report_to=none"]
     assert train.main([*resumed(short, tmp_path / "planned", *more)[:3], *more, "--max_steps=6"]) == 0
     assert train.main([*resumed(short, tmp_path / "longer")[:3], *more, "--max_steps=4"]) == 0
     assert train.main(resumed(short, tmp_path / "longer", *more, "--max_steps=6")) == 0
@@ -867,13 +756,6 @@ def test_a_run_without_a_terminal_prints_little_and_can_be_read_under_way(
     assert not finished.is_running
     assert running.series("reward") == finished.series("reward")
     assert running.series("reward").steps == [1, 2]
-    (folder / "trainer_state.json").rename(tmp_path / "trainer_state.json")
-    logged = Run.read(folder).log
-    (folder / "_log.jsonl").unlink()
-    (tmp_path / "trainer_state.json").rename(folder / "trainer_state.json")
-    state = Run.read(folder).log
-    assert state.metrics == logged.metrics == finished.log.metrics
-    assert (state.last_step, state.max_steps) == (logged.last_step, logged.max_steps) == (2, 2)
 
 
 @pytest.mark.slow
@@ -919,18 +801,6 @@ def test_ctrl_c_while_libraries_load_prints_one_line() -> None:
 
 
 @pytest.mark.slow
-def test_a_resume_is_not_recommended_if_the_checkpoint_can_not_be_loaded(short: Path, run: Path, capsys: Any) -> None:
-    """The file is complete, but not a state of the optimizer."""
-    torch.save({"no": "optimizer"}, run / "checkpoint-2" / "optimizer.pt")
-    write_manifest(run / "checkpoint-2", Manifest(2, 1, False, {}), each_node=False, writes=True)
-    assert train.main(resumed(short, run, "--max_steps=4")) == 1
-    last = last_line(capsys)
-    assert last.startswith("error: ")
-    assert str(run / "checkpoint-2") in last
-    assert "--resume_from_checkpoint" not in last
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_two_processes(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, lora: bool) -> None:
     output = tmp_path / "run"
@@ -941,6 +811,7 @@ def test_two_processes(tiny_model: Path, gsm8k_file: Path, tmp_path: Path, lora:
     assert record_of(output)["geometry"]["prompts_per_generation"] == 4
     launching.launch_module("ddp_cpu", "grpo_recipes.train", *given, "--max_steps=3", RESUME)
     assert state_of(output)["global_step"] == 3
+    assert abs(state_of(output)["log_history"][0]["kl"]) < 1e-6
     auto = AutoPeftModelForCausalLM if lora else AutoModelForCausalLM
     assert generates(auto.from_pretrained(output), output)
 

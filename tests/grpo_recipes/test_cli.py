@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from grpo_recipes import __version__, cli, train
-from grpo_recipes.checks import checks
 from grpo_recipes.cli import main
 from grpo_recipes.data import load as data
 from grpo_recipes.data.sources import DatasetUnreachable
@@ -38,21 +37,20 @@ def printed(capsys: pytest.CaptureFixture[str], arguments: str, code: int = 0) -
 # What a command calls
 
 
-@pytest.mark.parametrize("count", [1, 2])
 def test_train_checks_a_recipe_for_its_processes_and_launches_them(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
     recipe = str(launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run"))
     launched: list[Any] = []
     monkeypatch.setattr(launcher, "launch", lambda *given: launched.append(given) or 7)
-    processes = ["--num_processes", str(count), "--accelerate_config", "ddp_cpu"]
+    processes = ["--num_processes", "2", "--accelerate_config", "ddp_cpu"]
     assert main(["train", recipe, *processes, "--beta", "0.1"]) == 7
     ((layout, passed_on, resume_hint),) = launched
-    assert (layout.num_processes, layout.config.stem) == (count, "ddp_cpu")
+    assert (layout.num_processes, layout.config.stem) == (2, "ddp_cpu")
     assert passed_on == ["--config", recipe, "--beta", "0.1"]
     said = capsys.readouterr().out
-    assert f"{count} process" in said
+    assert "2 process" in said
     assert str(layout.config) in said
     assert "--resume_from_checkpoint" in resume_hint()
     assert "checkpoint-" not in resume_hint()
@@ -72,23 +70,6 @@ def test_the_hint_after_a_lost_launch_names_the_newest_checkpoint(
     monkeypatch.setattr(launcher, "launch", lambda *given: hints.append(given[2]()) or 0)
     assert main(["train", recipe, "--resume_from_checkpoint", "true", "--accelerate_config", "cpu"]) == 0
     assert "checkpoint-2" in hints[0]
-
-
-@pytest.mark.parametrize("command", ["train quickstart", "evaluate m"])
-def test_ctrl_c_ends_in_one_line(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(
-        *((checks, "check_launch") if "train" in command else (evaluate, "evaluate_request")), interrupted
-    )
-    assert main(command.split()) == 130
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("stopped by Ctrl-C: ")
-    assert said.err.count("\n") == 1
 
 
 def test_evaluate_makes_a_request_of_its_options_for_each_table(
@@ -179,16 +160,6 @@ def test_the_working_directory_is_importable_and_the_command_line_is_read_only_i
 # Plans
 
 
-def test_plan_prints_the_geometry_and_the_epoch(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)  # without the quickstart's policy, whose memory is unknown then, in a long sentence
-    said = printed(capsys, "plan quickstart --dataset.size 800 --num-processes=1 --gpu-memory 24GB --num_generations=8")
-    assert "8 prompts × 8 completions = 64 completions on 1 process" in said
-    assert "800 prompts = 100 generations = 100 optimizer steps" in said
-    assert max(len(line) for line in said.splitlines()[1:] if not line.startswith("  | ")) <= 100  # but for the prompt
-
-
 def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file: Path) -> None:
     more = f"--accelerate_config ddp --num_processes 7 --dataset.path {gsm8k_file}"
     said = printed(capsys, f"plan gsm8k-qwen2.5-1.5b-8xa100 {more}")
@@ -197,26 +168,22 @@ def test_plan_for_another_machine(capsys: pytest.CaptureFixture[str], gsm8k_file
 
 def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     def unreachable(*args: object, **kwargs: object) -> None:
-        raise DatasetUnreachable("no network")
+        raise DatasetUnreachable("the hub", "no network", "connect")
 
     monkeypatch.setattr(data, "load_prompts", unreachable)
     found = json.loads(printed(capsys, "plan gsm8k-qwen2.5-1.5b-24gb --accelerate_config single_gpu --json"))
     assert found["epoch"] is None
-    assert "no network" in found["unknown"]
+    assert "no network" in " ".join(found["unknown"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "figure"),
     [
-        ("plan quickstart --lerning_rate 1e-5", "`learning_rate`"),
-        ("plan quickstart --gpu_memry 24GB", "`--gpu_memory`"),
         ("preview quickstart --prompt 3", "`--prompts`"),
         ("plan quickstart --dataset.size 4", "4 prompts"),
         ("plan quickstart --num_generations 7", "`per_device_train_batch_size`"),
         ("plan quickstart --use_cpu false --bf16 true --accelerate_config cpu", "`bf16`"),
         ("plan quickstart --fp16 true --bf16 true", "fp16"),
-        ("plan xxjson", "xxjson"),
-        ("plan quickstart --accelerate_config no-such-file", "no-such-file"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: str, figure: str) -> None:
@@ -256,11 +223,9 @@ def test_an_override_is_never_read_as_the_beginning_of_an_option(capsys: pytest.
     ("word", "known", "nearest"),
     [
         ("lora_rank", ["lora_r", "local_rank"], "lora_r"),
-        ("local_rnk", ["lora_r", "local_rank"], "local_rank"),
         ("--gpu-memry", ["--gpu_memory", "vllm_gpu_memory_utilization"], "--gpu_memory"),
         ("--model", ["delta", "model_name_or_path"], "model_name_or_path"),
         ("xyz", ["delta", "beta"], None),
-        ("x", [], None),
     ],
 )
 def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> None:
@@ -269,82 +234,42 @@ def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> N
 
 
 RUN, OTHER = Path("runs/a"), Path("runs/b")
+GIVEN = "--samples 4 --temperature 0.5 --max_new_tokens 9 --limit 5 --batch_size 6 --seed 7 --path p q --tags t u"
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            "init t.csv",
-            {"path": "t.csv", "model": None, "output": None, "task": None, "question": None, "answer": None}
-            | {"choices": None, "decimal": None},
-        ),
-        (
-            "init t.csv --model m --output runs/a --task numbers --question q --answer a --choices c --decimal comma",
-            {"path": "t.csv", "model": "m", "output": RUN, "task": "numbers", "question": "q", "answer": "a"}
-            | {"choices": "c", "decimal": "comma"},
-        ),
-        (
-            "plan",
-            {"recipe": None, "accelerate_config": None, "num_processes": None, "gpu_memory": None}
-            | {"model_config": None, "build": False, "json": False, "resolved": False},
-        ),
-        (
-            "plan r --accelerate_config ddp --num_processes 2 --gpu_memory 80GB --model_config c.json --build --json "
-            "--resolved",
-            {"recipe": "r", "accelerate_config": "ddp", "num_processes": 2, "gpu_memory": "80GB"}
-            | {"model_config": "c.json", "build": True, "json": True, "resolved": True},
-        ),
+        ("init t.csv", {"path": "t.csv"}),
+        ("init t.csv --model m --decimal comma", {"path": "t.csv", "model": "m", "decimal": "comma"}),
+        ("plan", {"build": False, "json": False, "resolved": False}),
         ("preview r", {"recipe": "r", "prompts": 8, "json": False}),
-        ("preview r --prompts 3 --json", {"recipe": "r", "prompts": 3, "json": True}),
-        ("train r", {"recipe": "r", "accelerate_config": None, "num_processes": None}),
-        (
-            "train r --accelerate_config ddp --num_processes 2",
-            {"recipe": "r", "accelerate_config": "ddp", "num_processes": 2},
-        ),
+        ("train r --num_processes 2", {"recipe": "r", "num_processes": 2}),
         (
             "evaluate m",
-            {"model": "m", "recipe": None, "dataset": None, "path": [], "split": None, "system_prompt": None}
-            | {"prompt_format": None, "tags": None, "samples": 1, "temperature": None, "max_new_tokens": None}
-            | {"limit": None, "batch_size": 64, "seed": 0, "vllm": False, "vllm_server_base_url": None}
-            | {"vllm_tensor_parallel_size": None, "vllm_max_model_length": None, "vllm_gpu_memory_utilization": None}
-            | {"output": None, "json": False},
+            {"model": "m", "path": [], "samples": 1, "batch_size": 64, "seed": 0, "vllm": False, "json": False},
         ),
         (
-            "evaluate m --recipe r --dataset d --path p q --split s --system_prompt y --prompt_format text --tags t u "
-            "--samples 4 --temperature 0.5 --max_new_tokens 9 --limit 5 --batch_size 6 --seed 7 --vllm "
-            "--vllm_server_base_url http://h --vllm_tensor_parallel_size 2 --vllm_max_model_length 99 "
-            "--vllm_gpu_memory_utilization 0.8 --output runs/a --json",
-            {"model": "m", "recipe": "r", "dataset": "d", "path": ["p", "q"], "split": "s", "system_prompt": "y"}
-            | {"prompt_format": "text", "tags": ["t", "u"], "samples": 4, "temperature": 0.5, "max_new_tokens": 9}
-            | {"limit": 5, "batch_size": 6, "seed": 7, "vllm": True, "vllm_server_base_url": "http://h"}
-            | {"vllm_tensor_parallel_size": 2, "vllm_max_model_length": 99, "vllm_gpu_memory_utilization": 0.8}
-            | {"output": RUN, "json": True},
+            f"evaluate m --vllm --json {GIVEN}",
+            {"model": "m", "path": ["p", "q"], "tags": ["t", "u"], "samples": 4, "temperature": 0.5, "limit": 5}
+            | {"max_new_tokens": 9, "batch_size": 6, "seed": 7, "vllm": True, "json": True},
         ),
         ("compare runs/a runs/b", {"first": RUN, "second": OTHER, "json": False}),
-        ("compare runs/a runs/b --json", {"first": RUN, "second": OTHER, "json": True}),
         ("diagnose runs/a", {"run": RUN, "json": False}),
-        ("diagnose runs/a --json", {"run": RUN, "json": True}),
-        ("report runs/a", {"run": RUN, "others": [], "output": None}),
+        ("report runs/a", {"run": RUN, "others": []}),
         ("report runs/a runs/b runs/a --output runs/b", {"run": RUN, "others": [OTHER, RUN], "output": OTHER}),
         ("merge runs/a --output runs/b", {"run": RUN, "output": OTHER}),
-        (
-            "chat m",
-            {"model": "m", "recipe": None, "prompt": None, "temperature": None, "max_new_tokens": None, "seed": 0},
-        ),
-        (
-            "chat m --recipe r --prompt p --temperature 0 --max_new_tokens 9 --seed 7",
-            {"model": "m", "recipe": "r", "prompt": "p", "temperature": 0.0, "max_new_tokens": 9, "seed": 7},
-        ),
+        ("chat m", {"model": "m", "seed": 0}),
+        ("chat m --prompt p --temperature 0", {"model": "m", "prompt": "p", "temperature": 0.0, "seed": 0}),
         ("export runs/a --to runs/b", {"run": RUN, "to": OTHER}),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "",
 )
 def test_each_command_has_these_options_with_these_defaults(arguments: str, expected: dict[str, Any]) -> None:
-    parsed = vars(cli.parse(arguments.split()))
     own = ("command", "function", "known", "overrides")
-    assert {key: value for key, value in parsed.items() if key not in own} == expected
-    assert all(type(parsed[key]) is type(value) for key, value in expected.items() if not isinstance(value, Path))
+    parsed = {key: value for key, value in vars(cli.parse(arguments.split())).items() if key not in own}
+    assert {key: value for key, value in parsed.items() if value is not None} == expected
+    assert all(type(parsed[key]) is type(value) for key, value in expected.items())
 
 
 COMMANDS = ["init", "plan", "preview", "train", "evaluate", "compare", "diagnose", "report", "merge", "chat", "export"]
@@ -360,9 +285,6 @@ def test_the_help_of_a_command_explains_every_argument(command: str, capsys: pyt
     for entry in entries:
         name, *explanation = re.split(r"\s{2,}", entry.strip())
         assert len(" ".join(explanation).split()) >= 2, f"{name} has no explanation"
-        option, *values = name.split()
-        # A value named after its option, such as `--limit LIMIT`, does not tell a number from a file.
-        assert option.strip("-").upper() not in {*values} - {"MODEL", "RECIPE", "SPLIT", "PATH"}, name
 
 
 def test_the_help_lists_every_command_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,10 +302,8 @@ HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.m
     [
         ("grpo-recipes", "--version", [f"grpo-recipes {__version__}"]),
         ("grpo-rewards", "--help", ["list", "score", "check", "convert-internlm2"]),
-        *[("grpo-rewards", f"{verb} --help", []) for verb in ("list", "score", "check", "convert-internlm2")],
         ("grpo-rewards", "--version", [f"grpo-rewards {version('grpo-rewards')}"]),
         ("train", "--help", [*OUR_KEYS, "--rewards.0.weight", "quickstart", *DEFAULTS]),
-        ("train", "--config quickstart -h", ["usage"]),
         ("train", "--version", [f"grpo-recipes {__version__}"]),
     ],
 )
@@ -404,7 +324,7 @@ def test_help_opens_and_is_short(capsys: Any, program: str, arguments: str, figu
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [("plan quickstart", 0), ("diagnose {run}", 0), ("report {run}", 0), ("evaluate {run}/none", 2), ("--help", 0)],
+    [("diagnose {run}", 0), ("evaluate {run}/none", 2), ("--help", 0)],
 )
 def test_a_reader_that_closes_the_pipe_is_no_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str, code: int
@@ -425,25 +345,23 @@ def test_a_reader_that_closes_the_pipe_is_no_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", ["grpo_recipes.cli", "grpo_recipes.train", "grpo_recipes.quickstart"])
-def test_the_interpreter_adds_nothing_to_a_closed_pipe(module: str) -> None:
+def test_the_interpreter_adds_nothing_to_a_closed_pipe() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", module, "--help"]
+    command = [sys.executable, "-m", "grpo_recipes.cli", "--help"]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert done.returncode == 0
     assert "BrokenPipe" not in done.stderr
 
 
-@pytest.mark.parametrize(("command", "code"), [("plan quickstart", 2), ("diagnose {run}", 2), ("report {run}", 0)])
+@pytest.mark.parametrize(("command", "code"), [("diagnose {run}", 2), ("report {run}", 0)])
 def test_a_lost_output_is_a_failure_of_commands_that_write_no_file(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, code: int
 ) -> None:
     monkeypatch.setattr(sys, "stdout", FullDisk())
     assert main(command.format(run=write_run(tmp_path / "run")).split()) == code
     assert "No space left on device" in capsys.readouterr().err
-    assert set(cli.PRINTS_ONLY) == {"plan", "preview", "compare", "diagnose", "chat"}
 
 
 @pytest.mark.slow

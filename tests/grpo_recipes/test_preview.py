@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 from dataclasses import replace
@@ -25,6 +23,7 @@ from grpo_recipes.recipe.specs import SamplingSpec
 from grpo_rewards import gsm8k_correctness, well_formed
 from grpo_rewards.errors import UserError
 from tests.support import launching, tiny
+from tests.support.errors import refused
 from tests.support.tool_rollouts import call
 
 SHORT = ["--max_completion_length", "8"]
@@ -51,16 +50,6 @@ def groups(found: dict[str, Any]) -> list[list[dict[str, Any]]]:
     return [[one for one in rows if one["prompt"] == number] for number in range(len(found["prompts"]))]
 
 
-@pytest.fixture(scope="module")
-def sampled(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the preview of two prompts with the recipe's own seed, which several tests compare theirs with."""
-    printed = io.StringIO()
-    with contextlib.chdir(tmp_path_factory.mktemp("sampled")), contextlib.redirect_stdout(printed):
-        model = ["--model_name_or_path", str(tiny_model)]
-        assert main(["preview", "quickstart", *model, "--prompts", "2", *SHORT, "--json"]) == 0
-    return json.loads(printed.getvalue())
-
-
 def test_prompts_and_scores_are_those_of_the_recipe(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, empty_folder: Path
 ) -> None:
@@ -76,10 +65,8 @@ def test_prompts_and_scores_are_those_of_the_recipe(
         assert group[0]["prompt_tokens"] == len(tokenizer(shown)["input_ids"])
         texts = [one["text"] for one in group]
         golds = [rows[index]["answer"]] * len(texts)
-        pay = {
-            "gsm8k_correctness": gsm8k_correctness(completions=texts, answer=golds),
-            "well_formed": well_formed(completions=texts),
-        }
+        correct = gsm8k_correctness(completions=texts, answer=golds)
+        pay = {"gsm8k_correctness": correct, "well_formed": well_formed(completions=texts)}
         assert len(texts) == 8
         for place, one in enumerate(group):
             pays = [one[f"pay/{name}"] for name in pay]
@@ -92,14 +79,12 @@ def test_prompts_and_scores_are_those_of_the_recipe(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_completions_are_those_of_the_first_training_step(
-    capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path, stop: bool
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path
 ) -> None:
     arguments = ["--model_name_or_path", str(tiny_model), *SHORT, "--temperature", "0.7", "--top_k", "9"]
     arguments += ["--per_device_train_batch_size", "16", "--rewards", f"{__name__}.letters"]
-    if stop:
-        arguments += ["--generation_kwargs.stop", "[a]"]
+    arguments += ["--generation_kwargs.stop", "[a]"]
     found = previewed(capsys, "quickstart", *arguments, "--prompts", "2")
     run = ["--max_steps", "1", "--logging_steps", "1", "--log_completions", "true", "--output_dir", str(tmp_path)]
     assert train.main(["--config", "quickstart", *arguments, *run]) == 0
@@ -114,18 +99,7 @@ def test_the_completions_are_those_of_the_first_training_step(
     assert sum(flat) / 2 == pytest.approx(logged["frac_reward_zero_std"])
 
 
-def test_the_terminal_shows_prompts_scores_and_what_follows(
-    capsys: pytest.CaptureFixture[str], tiny_model: Path
-) -> None:
-    assert main(["preview", "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "1", *SHORT]) == 0
-    said = capsys.readouterr().out
-    assert "  | <|im_start|>user\n" in said
-    assert "well_formed 0: reason" in said
-    assert "1 of 1 groups" in said
-    assert all(letter.isprintable() or letter == "\n" for letter in said.replace("�", ""))
-
-
-def test_plan_preview_and_train_name_prefilled_for_a_chat_template_that_opens_the_thinking(
+def test_preview_and_train_name_prefilled_for_a_chat_template_that_opens_the_thinking(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
@@ -137,21 +111,21 @@ def test_plan_preview_and_train_name_prefilled_for_a_chat_template_that_opens_th
     (note,) = checked.prompt_notes
     for figure in ("`<think>`", "`prefilled: think`", "gsm8k_correctness", "well_formed"):
         assert figure in note
-    assert main(["plan", *arguments]) == 0
-    assert note in " ".join(capsys.readouterr().out.split())
     assert previewed(capsys, *arguments, "--prompts", "1", *SHORT)["findings"].count(note) == 1
-    assert main(["plan", *arguments, "--chat_template_kwargs.enable_thinking", "false"]) == 0
-    assert "prefilled" not in capsys.readouterr().out
+    quiet = parse_recipe(["--config", *arguments, "--chat_template_kwargs.enable_thinking", "false"])
+    assert train.build_inputs(quiet, Machine.here())[0].prompt_notes == []
 
 
 @pytest.mark.slow
-def test_another_seed_gives_other_prompts_and_the_same_seed_the_same(
-    capsys: pytest.CaptureFixture[str], tiny_model: Path, sampled: dict[str, Any]
+def test_another_seed_gives_other_prompts_and_a_new_adapter_the_same_completions(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:
     arguments = ["quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "2", *SHORT]
-    again, other = (previewed(capsys, *arguments, "--seed", seed) for seed in ("0", "1"))
-    assert sampled["completions"] == again["completions"]
+    sampled, other = (previewed(capsys, *arguments, "--seed", seed) for seed in ("0", "1"))
     assert sampled["completions"] != other["completions"]
+    adapted = previewed(capsys, *arguments, "--use_peft", "true", "--lora_target_modules", ".*q_proj", "--beta", "0.1")
+    texts = [[one["text"] for one in found["completions"]] for found in (sampled, adapted)]
+    assert texts[0] == texts[1]
 
 
 def test_a_reward_that_raises_ends_in_one_line(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
@@ -169,25 +143,10 @@ def raises(completions: list[Any], **columns: Any) -> list[float]:
     raise ZeroDivisionError("no such luck")
 
 
-async def slow_variety(completions: list[Any], **columns: Any) -> list[float | None]:
-    """Pay nothing for the first completion of a batch, as a reward that can't score it."""
-    return [None, *map(float, range(1, len(completions)))]
-
-
-@pytest.mark.slow
-def test_a_reward_may_be_a_coroutine_and_score_nothing(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
-    arguments = ["--model_name_or_path", str(tiny_model), "--rewards", f"{__name__}.slow_variety", *SHORT]
-    found = previewed(capsys, "quickstart", "--prompts", "1", *arguments)
-    paid = [one["pay/slow_variety"] for one in found["completions"]]
-    assert paid == [None, *map(float, range(1, 8))]
-    assert found["completions"][0]["total"] is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["quickstart", "--prompts", "0"], "--prompts"),
-        (["quickstart", "--lerning_rate", "1"], "`learning_rate`"),
         (["quickstart"], "runs/quickstart/policy-seed0"),
         (["offline-scored-gpt2"], "`offline`"),
         (["quickstart", "--num_generations", "7"], "`num_generations`"),
@@ -214,17 +173,6 @@ def test_ctrl_c_ends_in_one_line(
 
 
 @pytest.mark.slow
-def test_an_adapter_on_a_base_is_sampled(
-    capsys: pytest.CaptureFixture[str], tiny_model: Path, sampled: dict[str, Any]
-) -> None:
-    """A new adapter changes nothing, so its completions are those of the base."""
-    arguments = ["quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "2", *SHORT]
-    adapted = previewed(capsys, *arguments, "--use_peft", "true", "--lora_target_modules", ".*q_proj", "--beta", "0.1")
-    texts = [[one["text"] for one in found["completions"]] for found in (sampled, adapted)]
-    assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
 def test_more_prompts_than_a_generation_batch_holds_are_sampled_in_several(
     capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:
@@ -248,17 +196,6 @@ def test_a_generation_that_does_not_fit_ends_in_one_line(
     last = capsys.readouterr().err.splitlines()[-1]
     assert "CUDA out of memory" in last
     assert "`per_device_train_batch_size`" in last
-
-
-@pytest.mark.slow
-def test_no_update_is_made(
-    capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = []
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *args, **kwargs: steps.append(args))
-    arguments = ["quickstart", "--model_name_or_path", str(tiny_model), "--learning_rate", "1.0", *SHORT]
-    previewed(capsys, *arguments, "--per_device_train_batch_size", "8", "--prompts", "2")
-    assert steps == []
 
 
 def calls_once(text: str) -> str:
@@ -289,8 +226,7 @@ def test_a_completion_with_tools_is_shown_as_turns(
     assert [turn["kind"] for turn in turns] == ["call", "result", "text"]
     assert main(["preview", *arguments]) == 0
     said = capsys.readouterr().out
-    assert "Turn 1 calls calls_once" in said
-    assert "Result of calls_once, not trained on" in said
+    assert said.count("calls_once") >= 2
     assert "\x1b" not in said
 
 
@@ -321,10 +257,10 @@ def test_an_error_of_the_sampling_is_one_line_without_secrets(
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "hunter2-and-more")
     recipe = parse_recipe(["--config", "quickstart"])
-    with pytest.raises(RunFault, match=r"ValueError: no room for <h"), preview._one_line_errors(recipe):
+    with pytest.raises(RunFault, match=r"ValueError: no room for <hidden>"), preview._one_line_errors(recipe):
         raise ValueError("no\nroom for hunter2-and-more")
     printed = capsys.readouterr().err
     assert "Traceback" in printed
     assert "hunter2" not in printed
-    with pytest.raises(UserError, match="as it is"), preview._one_line_errors(recipe):
-        raise UserError("as it is")
+    with refused("as it is"), preview._one_line_errors(recipe):
+        raise UserError("as it is", "wrong", "mend it")

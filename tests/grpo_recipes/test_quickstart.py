@@ -1,15 +1,12 @@
 """Parts of the quickstart. `make quickstart` is the end-to-end test."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
-from datasets import are_progress_bars_disabled, enable_progress_bars
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import cli, quickstart, train
 from grpo_recipes.data.load import load
@@ -45,13 +42,6 @@ def test_every_demonstration_is_right_and_the_shares_are_as_set(conversations):
     assert shares == pytest.approx(SMALL.shares[:2], abs=0.1)
 
 
-def test_another_seed_demonstrates_other_problems():
-    shown = demonstrations(WarmStart(demonstrations=20, seed=3), PROMPTS)
-    asked = [conversation["prompt"] for conversation in shown]
-    assert asked == load(DatasetSpec("arithmetic", system_prompt="think", size=20, seed=3))["prompt"]
-    assert asked != [conversation["prompt"] for conversation in demonstrations(WarmStart(demonstrations=20), PROMPTS)]
-
-
 @pytest.mark.slow
 def test_no_held_out_problem_is_demonstrated():
     asked = {message["content"] for c in demonstrations(WarmStart(), PROMPTS) for message in c["prompt"]}
@@ -59,39 +49,16 @@ def test_no_held_out_problem_is_demonstrated():
     assert not asked & {prompt[0]["content"] for prompt in held_out["prompt"]}
 
 
-def test_the_tokenizer_survives_saving(conversations, tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [tokenizer.apply_chat_template(c["prompt"] + c["completion"], tokenize=False) for c in conversations] + [
-        "Zoë's  1,234 €\n\n\t<b>don't</b> 你好",
-        "",
-        " ",
-    ]
-    for text in texts:
-        ids = tokenizer(text)["input_ids"]
-        assert loaded(text)["input_ids"] == ids
-        assert loaded.decode(ids) == tokenizer.decode(ids) == text
-    assert loaded.chat_template == tokenizer.chat_template
-    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
-
-
-def test_the_policy_is_a_narrow_qwen2_with_the_size_that_is_promised(conversations, tokenizer):
-    """Three layers of width 96 with four heads and an MLP of width 256, and one matrix for both embeddings."""
+def test_the_policy_has_the_size_that_is_promised(conversations, tokenizer):
     policy = build_policy(tokenizer, WarmStart())
-    attention = 4 * 96 * 96 + 3 * 96  # q, k, v and o, of which o has no bias
-    layer = attention + 3 * 96 * 256 + 2 * 96
-    assert policy.num_parameters() == len(tokenizer) * 96 + 3 * layer + 96
     assert 350_000 < policy.num_parameters() < 450_000, "0.4 million"
-    config = policy.config
-    assert (config.num_attention_heads, config.bos_token_id) == (4, None)
-    assert tokenizer.convert_ids_to_tokens([config.eos_token_id, config.pad_token_id]) == [
-        "<|im_end|>",
-        "<|endoftext|>",
-    ]
+    ends = tokenizer.convert_ids_to_tokens([policy.config.eos_token_id, policy.config.pad_token_id])
+    assert ends == ["<|im_end|>", "<|endoftext|>"]
     # The usual 0.02 suits wide models. 1 / sqrt(96) is 0.102.
     assert policy.get_input_embeddings().weight.std().item() == pytest.approx(0.12, rel=0.05)
     texts = [tokenizer.apply_chat_template(c["prompt"] + c["completion"], tokenize=False) for c in conversations]
-    assert max(len(ids) for ids in tokenizer(texts)["input_ids"]) <= config.max_position_embeddings <= 256
+    longest = max(len(ids) for ids in tokenizer(texts)["input_ids"])
+    assert longest <= policy.config.max_position_embeddings <= 256
 
 
 def test_demonstrations_fit_the_recipes_completion_length(conversations, tokenizer):
@@ -117,50 +84,6 @@ def test_a_warm_start_replaces_an_earlier_or_interrupted_one(monkeypatch, tmp_pa
     assert not (tmp_path / "policy" / "checkpoint-1").exists()
 
 
-class Recording:
-    """Trainer that keeps its arguments, and counts the trainings."""
-
-    made: list
-
-    def __init__(self, policy, config, **named):
-        self.config, self.named, self.trained = config, named, 0
-        self.draws_bars = not are_progress_bars_disabled()
-        self.made.append(self)
-
-    def train(self):
-        self.trained += 1
-
-
-def test_the_warm_start_is_one_quiet_epoch_on_the_cpu(monkeypatch, tmp_path, conversations, tokenizer):
-    made = []
-    monkeypatch.setattr(quickstart, "QuietTrainer", type("Made", (Recording,), {"made": made}))
-    quickstart.fine_tune(None, tokenizer, conversations[:8], replace(SMALL, seed=3, batch_size=4), tmp_path / "run")
-    enable_progress_bars()
-    (trainer,) = made
-    config = trainer.config
-    assert trainer.trained == 1
-    assert not trainer.draws_bars, "tokenization would draw four bars"
-    assert trainer.named["train_dataset"].to_list() == conversations[:8]
-    assert trainer.named["processing_class"] is tokenizer
-    assert (config.output_dir, config.seed, config.per_device_train_batch_size) == (str(tmp_path / "run"), 3, 4)
-    assert (config.num_train_epochs, config.learning_rate) == (1, SMALL.learning_rate)
-    assert config.max_length is None, "no solution is cut"
-    assert not config.bf16, "a CPU without bfloat16 trains too"
-    assert not config.gradient_checkpointing
-    assert config.use_cpu
-    assert (config.logging_strategy, config.save_strategy, config.report_to) == ("no", "no", [])
-    # The rate rises in 50 steps and falls by a cosine: to half of its peak in the middle of the rest, and to 0.
-    steps = 250
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = get_scheduler(config.lr_scheduler_type, optimizer, config.get_warmup_steps(steps), steps)
-    shares = []
-    for _ in range(steps):
-        optimizer.step()
-        schedule.step()
-        shares.append(schedule.get_last_lr()[0])
-    assert [shares[step - 1] for step in (25, 50, 150, 250)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
-
-
 def test_an_earlier_run_is_replaced_and_the_options_have_defaults(staged, monkeypatch, tmp_path, capsys):
     (tmp_path / "grpo-seed0").mkdir()
     (tmp_path / "grpo-seed0" / "old").write_text("an earlier run")
@@ -170,8 +93,6 @@ def test_an_earlier_run_is_replaced_and_the_options_have_defaults(staged, monkey
     assert [command.split()[-2] for command in commands] == ["report", "diagnose"]
     defaults = quickstart._parse_arguments([])
     assert (defaults.seed, defaults.output_dir) == (0, Path("runs/quickstart"))
-    given = quickstart._parse_arguments(["--seed", "3", "--output_dir", "x"])
-    assert (given.seed, given.output_dir) == (3, Path("x"))
 
 
 def test_ctrl_c_between_the_phases_prints_one_line(monkeypatch, tmp_path, capsys):
@@ -225,21 +146,19 @@ def test_training_that_could_not_run_is_not_reported_as_a_result(staged, tmp_pat
 
 
 @pytest.mark.slow
-def test_it_runs_from_end_to_end_twice(monkeypatch, tmp_path, capsys):
+def test_it_runs_from_end_to_end(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(quickstart, "WarmStart", partial(WarmStart, demonstrations=64))
     monkeypatch.setattr(quickstart, "HELD_OUT_PROBLEMS", 8)
     main = train.main
     shortened = ["--max_steps", "2", "--max_completion_length", "8"]
     monkeypatch.setattr(train, "main", lambda arguments: main(arguments + shortened))
-    for _ in range(2):
-        assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
-        written = json.loads((tmp_path / "evaluation.json").read_text())
-        for label, side in (("before", "first"), ("after", "second")):
-            folder = tmp_path / "grpo-seed0" / "evaluations" / label
-            completions = pd.read_parquet(folder / "completions.parquet")
-            assert len(completions) == written["problems"] == 8
-            assert completions["strict"].mean() == written["strict"][side]["value"]
-            assert completions["lenient"].mean() == written["lenient"][side]["value"]
+    assert quickstart.main(["--output_dir", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    for label, side in (("before", "first"), ("after", "second")):
+        completions = pd.read_parquet(tmp_path / "grpo-seed0" / "evaluations" / label / "completions.parquet")
+        assert len(completions) == written["problems"] == 8
+        assert completions["strict"].mean() == written["strict"][side]["value"]
+        assert completions["lenient"].mean() == written["lenient"][side]["value"]
     capsys.readouterr()
     assert cli.main(["report", str(tmp_path / "grpo-seed0")]) == 0
     assert (tmp_path / "grpo-seed0" / "report" / "evaluation.svg").is_file()
@@ -247,8 +166,7 @@ def test_it_runs_from_end_to_end_twice(monkeypatch, tmp_path, capsys):
 
 def test_the_commands_of_the_phases_are_the_users_own(monkeypatch, tmp_path, capsys):
     """Evaluation and training run by the commands that the quickstart prints."""
-    called = []
-    status = [0]
+    called, status = [], [0]
     monkeypatch.setattr(cli, "main", lambda arguments: called.append(arguments) or status[0])
     recipe = parse_recipe(["--config", "quickstart"])
     quickstart.evaluate(tmp_path / "model", tmp_path / "out", recipe)

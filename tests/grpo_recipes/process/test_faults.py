@@ -37,20 +37,17 @@ def test_the_error_line_names_the_reward_that_raised(capsys: pytest.CaptureFixtu
 def test_the_fault_file_holds_the_completion_without_secrets(tmp_path: Path) -> None:
     row = faults.FaultyRow("judge", 2, "the prompt", "hunter2 " * 9999, 11)
     faults.report(faults.RewardFault("reward `judge` raised", row), tmp_path, None, secrets=["hunter2"])
-    text = (tmp_path / "fault-rank0.json").read_text()
-    assert text.startswith('{\n  "sentence": '), "a line for each entry"
-    written = json.loads(text)["row"]
+    written = json.loads((tmp_path / "fault-rank0.json").read_text())["row"]
     assert (written["reward"], written["row"], written["prompt"], written["step"]) == ("judge", 2, "the prompt", 11)
     assert len(written["completion"]) == faults.RECORDED_CHARS
     assert "hunter2" not in written["completion"]
 
 
-@pytest.mark.parametrize("folder", ["/proc/run", "/dev/null/run"])
 def test_the_error_line_is_printed_if_its_file_cannot_be_written(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{folder}/error.json")
-    faults.report(OSError(28, "No space left on device"), Path(folder), None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/proc/run/error.json")
+    faults.report(OSError(28, "No space left on device"), Path("/proc/run"), None)
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: OSError: [Errno 28] No space left on device;")
 
 
@@ -143,18 +140,14 @@ def test_the_rank_that_failed_first_is_quoted(
 
 def test_a_stop_is_recorded_as_the_first_rank_s(tmp_path: Path) -> None:
     faults.record_stop("stopped by SIGTERM", tmp_path)
-    text = (tmp_path / "fault-rank0.json").read_text()
-    written = json.loads(text)
+    written = json.loads((tmp_path / "fault-rank0.json").read_text())
     assert (written["sentence"], written["rank"]) == ("stopped by SIGTERM", 0)
-    assert [line[:3] for line in text.splitlines()] == ["{", *['  "'] * 3, "}"], "a line for each entry"
     assert time.time() - 60 < written["time"] <= time.time()
     faults.record_stop("stopped by SIGTERM", tmp_path / "missing")
 
 
-def test_the_full_stop_of_an_error_stands_before_no_semicolon() -> None:
-    assert faults.error_message(ValueError("no\nroom."), 1, None).startswith("ValueError: no room; ")
+def test_an_error_without_a_resume_names_the_checkpoint_that_is_damaged() -> None:
     damaged = faults.error_message(ValueError("no"), 1, Path("run/checkpoint-3"), resumable=False)
-    assert damaged.startswith("ValueError: no; ")
     assert "run/checkpoint-3" in damaged
     assert "--resume_from_checkpoint" not in damaged
     mismatch = faults.error_message(faults.NotThePolicy("the generator"), 0, Path("run/checkpoint-4"))
@@ -195,19 +188,13 @@ def test_a_connection_error_names_a_lost_rank_only_among_several(
     assert (str(error) in printed) != is_lost
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
 @pytest.mark.parametrize(
-    "error",
-    [
-        ConnectionError("Connection refused: http://localhost:8000"),
-        FileNotFoundError("/home/igloo/x"),
-        RuntimeError("nccls"),
-    ],
+    "error", [ConnectionError("Connection refused: http://localhost:8000"), FileNotFoundError("/home/igloo/x")]
 )
 def test_other_errors_are_not_taken_for_a_lost_rank(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, ranks: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     faults.report(error, tmp_path, None)
     assert type(error).__name__ in capsys.readouterr().err.splitlines()[-1]
     assert (tmp_path / "fault-rank0.json").is_file()
@@ -218,8 +205,6 @@ def test_other_errors_are_not_taken_for_a_lost_rank(
     ("layout", "reward", "says"),
     [
         ("zero3_cpu", "raises_on_rank_1", "rank 1: reward `raises_on_rank_1` raised ValueError"),
-        ("ddp_cpu", "infinite_on_rank_1", "rank 1: reward `infinite_on_rank_1` returned inf for row 3"),
-        ("ddp_cpu", "one_on_rank_1", "rank 1: reward `one_on_rank_1` returned 1 scores for 8 completions"),
         ("ddp_cpu", "kills_rank_1", "another rank"),
     ],
 )
@@ -231,9 +216,7 @@ def test_every_rank_ends_with_the_error_of_the_rank_that_failed(
     recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", rewards=rewards)
     process = launching.start(layout, recipe, TORCH_EXTENSIONS_DIR=extensions)
     assert launching.wait_for((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").exists, process)
-    broken = time.monotonic()
     printed = launching.finish(process, timeout=60)
-    print(f"{layout}, {reward}: ended {time.monotonic() - broken:.0f} s after the last save")
     assert process.returncode == 1
     ranks, _, launcher = printed.partition("] failed (exitcode")
     *_, last = [line for line in ranks.splitlines() if not re.match(r"[WE]\d{4} ", line)]  # torch's own log
@@ -249,14 +232,6 @@ def test_every_rank_ends_with_the_error_of_the_rank_that_failed(
 
 
 # The last line of a launch
-
-
-def test_the_last_line_is_printed_without_a_launcher(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(faults.LAST_LINE_VARIABLE, raising=False)
-    assert faults.print_last_line("error: no room", 1) == 1
-    assert capsys.readouterr().err == "error: no room\n"
 
 
 def test_the_launcher_gets_the_last_line_of_the_first_process_that_ended(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -46,13 +45,8 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["--lerning_rate", "1e-5"], "`learning_rate`"),
-        (["--accelerate_confg", "cpu"], "`--accelerate_config`"),
-        (["--accelerate_config", "nowhere"], "nowhere"),
-        (["--num_processes", "0"], "`num_processes`"),
         (["--num_processes", "3", "--num_generations", "16"], "num_generations"),
         (["--dataset.path", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--bf16", "true", "--use_cpu", "false"], "`bf16`"),
-        (["--rewards", "[nothing_such]"], "nothing_such"),
     ],
 )
 def test_mistakes_are_reported_before_a_process_starts(
@@ -108,14 +102,11 @@ def test_a_file_that_is_no_accelerate_configuration_is_refused(tmp_path: Path) -
 
 
 def start(recipe: Path, *arguments: str) -> subprocess.Popen:
+    paths = f"{launching.ROOT}{os.pathsep}{launching.ROOT / 'rewards'}"
     return subprocess.Popen(
         [sys.executable, "-m", "grpo_recipes.cli", "train", str(recipe), *arguments],
         cwd=launching.ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{launching.ROOT}{os.pathsep}{launching.ROOT / 'rewards'}",
-            "OMP_NUM_THREADS": "1",
-        },
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -127,20 +118,17 @@ def last_line(output: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.nightly), (signal.SIGINT, 130)]
-)
-def test_a_signal_to_the_command_leaves_a_checkpoint_and_no_process(recipe: Path, number: int, code: int) -> None:
+def test_ctrl_c_to_the_command_leaves_a_checkpoint_and_no_process(recipe: Path) -> None:
     process = start(recipe, "--max_steps", "400", "--save_steps", "400")
     try:
         assert launching.wait_for(lambda: list(recipe.parent.glob("run/completions/*.parquet")), process)
         tree = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         output = launching.finish(process, timeout=120)
     finally:
         launching.kill_tree(process.pid)
-    assert process.returncode == code, output
-    assert last_line(output).startswith(f"stopped by {'SIGTERM' if code == 0 else 'Ctrl-C'} after step ")
+    assert process.returncode == 130, output
+    assert last_line(output).startswith("stopped by Ctrl-C after step ")
     assert list((recipe.parent / "run").glob("checkpoint-*"))
     assert not [child for child in tree if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
@@ -156,15 +144,6 @@ def test_sighup_is_ignored_under_nohup(handler: signal.Handlers) -> None:
         assert signal.getsignal(signal.SIGHUP) == handler
     finally:
         signal.signal(signal.SIGHUP, previous)
-
-
-@pytest.mark.slow
-def test_the_error_of_the_rank_that_failed_is_the_last_line(recipe: Path) -> None:
-    failing = ["--rewards", "[tests.support.launching.raises_on_rank_1]"]
-    process = start(recipe, "--accelerate_config", "ddp_cpu", *failing)
-    output = launching.finish(process)
-    assert process.returncode == 1, output
-    assert last_line(output).startswith("error: rank 1: reward `raises_on_rank_1` raised ValueError")
 
 
 @pytest.mark.slow
@@ -228,7 +207,7 @@ def send_when(is_time: Callable[[], bool], number: signal.Signals) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_the_training_processes_as_one_that_lets_them_save(
     sent: signal.Signals, tmp_path: Path
 ) -> None:
@@ -263,33 +242,6 @@ def test_two_signals_are_passed_on_and_the_third_kills(monkeypatch: pytest.Monke
             signal.raise_signal(signal.SIGTERM)
     assert got == [(rank, signal.SIGTERM) for rank in "0101"] + [("group 7", signal.SIGKILL)]
     assert received == [signal.SIGTERM] * 3
-
-
-def test_the_first_signal_is_the_one_that_stopped_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-
-    class Process:
-        pid = 7
-
-        def wait(self) -> int:
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGINT)
-            return 3
-
-    def start(command: Sequence[str], **how: Any) -> Process:
-        started.append((command, how))
-        return Process()
-
-    def kill(group: int, number: int) -> None:
-        started.append((group, number))
-        raise ProcessLookupError
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(os, "killpg", kill)
-    monkeypatch.setattr(launcher, "_training_processes", lambda pid: [SimpleNamespace(send_signal=lambda number: None)])
-    assert launcher._run(["x"], {"A": "b"}) == (3, signal.SIGTERM)
-    # A group of its own, because a terminal sends Ctrl-C to all processes of a group.
-    assert started == [(["x"], {"env": {"A": "b"}, "process_group": 0}), (7, signal.SIGKILL)]
 
 
 def test_a_training_process_that_outlives_its_launcher_is_killed(tmp_path: Path) -> None:

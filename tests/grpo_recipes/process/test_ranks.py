@@ -9,10 +9,11 @@ import torch
 
 from grpo_recipes.process.ranks import gather, largest_of_ranks, on_any_rank, on_first_rank, raise_alike, rank
 from grpo_rewards.errors import UserError
+from tests.support.errors import refused
 
 
-def raising(sentence: str) -> Any:
-    raise UserError(sentence)
+def raising(place: str) -> Any:
+    raise UserError(place, "wrong", "mend it")
 
 
 def results_of_rank(number: int, store: Path) -> list[Any]:
@@ -22,10 +23,10 @@ def results_of_rank(number: int, store: Path) -> list[Any]:
         results: list[Any] = [gather(rank()), on_first_rank(rank)]
         results += [largest_of_ranks(number, torch.device("cpu")), on_any_rank(number == 1, torch.device("cpu"))]
         results += [on_any_rank(False, torch.device("cpu")), raise_alike(lambda: "alike")]
-        with pytest.raises(UserError, match="first rank"):
-            on_first_rank(lambda: raising("of the first rank"))
-        with pytest.raises(UserError, match="of rank 1"):
-            raise_alike(lambda: raising("of rank 1") if number == 1 else None)
+        with refused("first rank"):
+            on_first_rank(lambda: raising("first rank"))
+        with refused("rank 1"):
+            raise_alike(lambda: raising("rank 1") if number == 1 else None)
         return results
     finally:
         torch.distributed.destroy_process_group()
@@ -54,5 +55,5 @@ def test_a_torch_without_process_groups_is_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_a_process_on_its_own_is_the_first_rank() -> None:
     assert (gather("value"), on_first_rank(rank), largest_of_ranks(3, torch.device("cpu"))) == (["value"], 0, 3)
-    with pytest.raises(UserError, match="alone"):
+    with refused("alone"):
         raise_alike(lambda: raising("alone"))

@@ -85,13 +85,6 @@ def test_evaluate_makes_a_request_of_its_options_for_each_table(
     assert json.loads(printed(capsys, f"{two} --json")) == {"x.csv": {"table": "x.csv"}, "y.csv": {"table": "y.csv"}}
     assert [(request.path, request.tags) for request in requests[1:]] == [("x.csv", None), ("y.csv", None)]
 
-    def interrupted(request: evaluate.Request) -> None:
-        raise KeyboardInterrupt("stopped after 3 of 9")
-
-    monkeypatch.setattr(evaluate, "evaluate_request", interrupted)
-    assert main(["evaluate", "m"]) == 130
-    assert "3 of 9" in capsys.readouterr().err
-
 
 ASKED = {"model": "m", "recipe": None, "prompt": "hello", "temperature": 0.5, "max_new_tokens": None, "seed": 3}
 

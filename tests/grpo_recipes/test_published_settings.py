@@ -103,6 +103,9 @@ VALUES: dict[str, Any] = {
 TOGETHER = {name: value for name, value in VALUES.items() if name not in KEPT}
 """Fields that are put aside. Those that stay in force exclude one another."""
 
+CUSTOM = {"defaults_only": False, "a_custom_entry": 3}
+"""Entries that `transformers` passes to the call of `generate`, where one may be the name of an argument."""
+
 METADATA = {"transformers_version", "_from_model_config"}
 FIELDS = sorted(vars(GenerationConfig()).keys() - METADATA - {"eos_token_id"})
 
@@ -195,7 +198,7 @@ def test_published_fields_change_neither_training_nor_evaluation(
     tmp_path: Path, expected: Run, expected_evaluation: list[str]
 ) -> None:
     """All fields that are put aside, and one alone whose effect the others may hide."""
-    for number, fields in enumerate(({"sequence_bias": BIAS}, TOGETHER)):
+    for number, fields in enumerate(({"sequence_bias": BIAS}, {**TOGETHER, **CUSTOM})):
         assert_same_run(trained(tmp_path / str(number), publish(model(), **fields)), expected)
         assert evaluated(publish(ending(), **fields)) == expected_evaluation
 
@@ -233,13 +236,6 @@ def test_transformers_warns_about_no_setting_that_the_user_did_not_set() -> None
     """Its warning would name our `top_k` as a setting that may be ignored."""
     for samples in (True, False):
         neutral(GenerationConfig(), GenerationConfig(do_sample=samples)).validate(strict=True)
-
-
-def test_a_custom_entry_is_dropped(tmp_path: Path, expected: Run, expected_evaluation: list[str]) -> None:
-    """`transformers` passes such an entry to the call of `generate`, where it may be the name of an argument."""
-    odd = {"defaults_only": False, "a_custom_entry": 3}
-    assert_same_run(trained(tmp_path, publish(model(), **odd)), expected)
-    assert evaluated(publish(ending(), **odd)) == expected_evaluation
 
 
 @pytest.mark.parametrize(

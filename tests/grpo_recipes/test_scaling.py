@@ -14,15 +14,7 @@ from tests.support import launching
 from tests.support.tiny import save_reward_model
 
 # The whole model or an adapter; TRL's KL or the one over the vocabulary; packed or trimmed; a rule or a reward model.
-KINDS = [
-    "model-untied",
-    "lora-tied",
-    "full-kl-tied",
-    "full-kl-untied",
-    "trimmed-tied",
-    "trimmed-untied",
-    "judged-tied",
-]
+KINDS = ["model-untied", "lora-tied", "judged-full-kl-tied", "full-kl-untied", "trimmed-tied"]
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": "all-linear", "learning_rate": 1e-2}
 
 
@@ -38,20 +30,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str) -> Any:
     folder = tmp_path_factory.mktemp("layouts")
     dataset = {"name": "arithmetic", "split": "train[:40]", "prompt_format": "text"}
 
-    def run(layout: str, kind: str, processes: int = 2) -> Path:
-        output = folder / f"{layout}-{processes}-{kind}"
+    def run(layout: str, kind: str) -> Path:
+        output = folder / f"{layout}-{kind}"
         tied = not kind.endswith("untied")
         if not output.exists():
             policy = folder / ("tied" if tied else "untied")
             if not policy.exists():
                 launching.build_policy(policy, tied=tied)
-            changes = {
-                "dataset": dataset,
-                "max_steps": 5,
-                "save_steps": 2,
-                "beta": 0.04,
-                **(LORA if kind.startswith("lora") else {}),
-            }
+            changes = {"dataset": dataset, "max_steps": 5, "save_steps": 2, "beta": 0.04}
+            if "lora" in kind:
+                changes |= LORA
             if "full-kl" in kind:
                 changes |= {"kl_estimator": "full", "beta": 1.0}
             if "trimmed" in kind:
@@ -61,11 +49,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, extensions: str) -> Any:
                 if not model.exists():
                     save_reward_model(model)
                 changes["rewards"] = [{"name": "reward_model", "kwargs": {"model": str(model), "device": "cpu"}}]
-            changes |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 16 // processes}
+            changes |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
             recipe = launching.write_recipe(folder / f"{output.name}.yaml", policy, None, output, **changes)
             module = "tests.support.train_counting_shards"
-            more = ["--num_processes", str(processes)] if processes != 2 else []
-            launching.launch(layout, recipe, module=module, launcher=more, TORCH_EXTENSIONS_DIR=extensions)
+            launching.launch(layout, recipe, module=module, TORCH_EXTENSIONS_DIR=extensions)
         return output
 
     return run
@@ -95,23 +82,16 @@ def test_zero3_trains_what_data_parallel_trains(runs: Any, kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_each_rank_holds_its_share_of_the_parameters(runs: Any) -> None:
-    total = sum(value.numel() for value in launching.parameters(runs("ddp_cpu", "model-untied")).values())
-
-    def elements(output: Path, processes: int) -> list[int]:
-        return [json.loads((output / f"elements-rank{rank}.json").read_text()) for rank in range(processes)]
-
-    assert elements(runs("zero3_cpu", "model-untied", processes=1), 1) == [total]
-    for held in elements(runs("zero3_cpu", "model-untied"), 2):
-        assert held == pytest.approx(total / 2, rel=0.01)  # a tensor of odd size is padded
-
-
-@pytest.mark.slow
-def test_a_sharded_checkpoint_loads_as_an_ordinary_model_too(runs: Any) -> None:
+def test_each_rank_holds_its_share_and_its_checkpoint_loads_as_an_ordinary_model(runs: Any) -> None:
     """Three ways out of ZeRO-3 agree: the 16-bit (here float32) file, DeepSpeed's conversion, and transformers."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    checkpoint = runs("zero3_cpu", "model-untied") / "checkpoint-4"
+    output = runs("zero3_cpu", "model-untied")
+    total = sum(value.numel() for value in launching.parameters(output).values())
+    for rank in range(2):
+        held = json.loads((output / f"elements-rank{rank}.json").read_text())
+        assert held == pytest.approx(total / 2, rel=0.01)  # a tensor of odd size is padded
+    checkpoint = output / "checkpoint-4"
     plain = load_file(checkpoint / "model.safetensors")
     converted = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
@@ -137,10 +117,9 @@ def test_a_zero3_run_resumes_before_checkpoints_that_are_cut_off_or_damaged(
     recipe = whole.parent / f"{whole.name}.yaml"
     more = ["--output_dir", str(stopped), "--resume_from_checkpoint", "true"]
     said = launching.launch("zero3_cpu", recipe, *more, TORCH_EXTENSIONS_DIR=extensions)
-    assert "checkpoint-4 was cut off while it was being saved, and is set aside as checkpoint-4-incomplete" in said
-    assert f"{shard} is damaged: its checksum is not the manifest's, and is set aside as checkpoint-5-damaged" in said
     assert f"resuming from {stopped / 'checkpoint-2'}" in said
-    assert (stopped / "checkpoint-4-incomplete").is_dir()
+    for name in ("checkpoint-4-incomplete", "checkpoint-5-damaged"):
+        assert (stopped / name).is_dir()
     launching.assert_same_run(whole, stopped)
 
 
@@ -151,14 +130,9 @@ def test_a_server_receives_each_prompt_once_and_each_rank_its_own_slice(
 ) -> None:
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 8)
     changes = {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "vllm_importance_sampling_correction": False,
-        "generation_check": False,  # the stub samples from nothing
-        "rewards": ["tests.support.launching.continues_its_prompt"],
-        "max_completion_length": 16,
-        "max_steps": 2,
-        "save_strategy": "no",
+        **{"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False},
+        **{"generation_check": False, "max_completion_length": 16},  # the stub samples from nothing
+        **{"rewards": ["tests.support.launching.continues_its_prompt"], "max_steps": 2, "save_strategy": "no"},
     }
     recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "run", **changes)
     env = {"STUB_LOG": str(tmp_path / "log.jsonl"), "TORCH_EXTENSIONS_DIR": extensions}

@@ -1,9 +1,7 @@
 """Tasks other than final answers: the reward of a tiny policy rises in thirty steps."""
 
 import json
-import random
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,40 +63,6 @@ def rises(steps: list[float], by: float) -> bool:
     return sum(steps[-5:]) / 5 - sum(steps[:5]) / 5 > by
 
 
-def test_multiple_choice_is_learnt(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    cities = ["Rome", "Paris", "Oslo", "Bern"]
-    rows = []
-    for number in range(64):
-        choices = dict(zip("ABCD", rng.sample(cities, 4), strict=True))
-        gold = rng.choice("ABCD")
-        rows.append({"question": f"{number} {choices[gold]}", "answer": gold, "choices": choices})
-    words = ["A", "B", "C", "D", "or", "not", "maybe", "is", *cities]
-    assert rises(trained(tmp_path, words, rows, ["choice_correctness"], 2), by=0.1)
-
-
-def test_json_objects_are_learnt(tmp_path: Path) -> None:
-    schema = {
-        "type": "object",
-        "required": ["age", "name"],
-        "properties": {"age": {"type": "integer"}, "name": {"type": "string"}},
-    }
-    # Each object is a single token. The question has a word of the vocabulary, because padding alone teaches nothing.
-    words = ['{"age": 7, "name": "x"}', '{"age": "7", "name": "x"}', '{"age": 7}', "{}", "Sure:", "no", "yes"]
-    rows = [{"question": f"{n} Sure:", "schema": json.dumps(schema)} for n in range(64)]
-    assert rises(trained(tmp_path, words, rows, ["json_schema"], 1), by=0.2)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
-def test_programs_are_learnt(tmp_path: Path) -> None:
-    # Each program is a single token. Only the first passes both tests.
-    bodies = ["return x + 1", "return 2 * x", "return x", "raise KeyError", "while True: pass", "exit(0)"]
-    words = [f"```python\ndef f(x): {body}\n```" for body in bodies]
-    rows = [{"question": f"{n} Sure:", "tests": ["assert f(1) == 2", "assert f(4) == 5"]} for n in range(64)]
-    reward = {"name": "unit_tests", "kwargs": {"seconds": 1}}
-    assert rises(trained(tmp_path, [*words, "Sure:"], rows, [reward], 1), by=0.2)
-
-
 GOLD = '{"age": 7, "name": "x"}'
 SCHEMA = {"type": "object", "required": ["age", "name"]}
 RIGHT, WRONG = ("```python\ndef f(n): return n + 1\n```", "```python\ndef f(n): return n\n```")
@@ -126,6 +90,14 @@ TASKS: dict[str, tuple[list[str], dict[str, Any], dict[str, Any], dict[str, Any]
     "code": (
         *([RIGHT, WRONG, "def f(n): return n + 1", "f"], {"tests": ["assert f(1) == 2", "assert f(-1) == 0"]}),
         *({"name": "unit_tests", "kwargs": {"rule": "all"}}, {}),
+    ),
+    "multiple choice": (
+        *(
+            ["A", "B", "A or B", "maybe"],
+            {"answer": "A", "choices": {"A": "Rome", "B": "Oslo"}},
+            {"name": "choice_correctness"},
+        ),
+        {},
     ),
     "text": (
         *(["trees are planted", "the city plants trees", "no", "news"], {"answer": "The city plants trees."}),

@@ -181,7 +181,6 @@ REFUSED: list[tuple[Any, ...]] = [
 ALLOWED: list[tuple[Any, ...]] = [
     ("grpo-recipes plan", "gsm8k-qwen2.5-1.5b-lora"),
     (f"{PLAN} --num_processes=1 --json", '"num_processes": 1'),
-    (f"{PLAN} --gpu_memory 24GB", "fits"),
     (f"{PLAN} --rewards.0.weight 2", "gsm8k_correctness × 2"),
     (PLAN, "note `learning_rate` 0.05 0.01", {}, {"learning_rate": 0.05}),
     (PLAN, "tag_count × 0", {}, {"rewards": ["gsm8k_correctness", {"name": "tag_count", "weight": 0}]}),

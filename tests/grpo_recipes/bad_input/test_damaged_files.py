@@ -62,7 +62,7 @@ FAULTS: list[tuple[str, str, Content, str]] = [
     (EVALUATE, "m/config.json", "[]", "JSON object"),
     (EVALUATE, "m/tokenizer.json", '{"version"', NOT_JSON),
     (EVALUATE, "m/model.safetensors", CUT_OFF, "cut off"),
-    (EVALUATE, "m/model.safetensors", POINTER, "git lfs pull"),
+    (EVALUATE, "m/model.safetensors", POINTER, "git-lfs"),
     (EVALUATE, "m/model.safetensors", Path.mkdir, "is missing"),
     (EVALUATE, "e/request.json", "[]", "remove"),
     ("grpo-recipes evaluate run --output e", "run/run.json", '{"recipe": []}', "`recipe`"),

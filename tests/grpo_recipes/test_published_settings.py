@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig, 
 
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.generation.sampling_settings import KEPT, PublishedSettings, ignored_fields, neutral
+from grpo_recipes.generation.sampling_settings import KEPT, PublishedSettings, ignored_fields
 from tests.support.architectures import ENDS, adapter, trainer
 from tests.support.exact_generation import exact_generation
 from tests.support.recorded import EOS, model, tokenizer
@@ -26,27 +26,36 @@ from tests.support.recorded import EOS, model, tokenizer
 BIAS = [[[5], 50.0]]
 """Value of `sequence_bias` that makes every completion one repeated word."""
 
+SWITCHES = (
+    "disable_compile early_stopping is_assistant low_memory output_attentions output_hidden_states output_logits "
+    "output_scores remove_invalid_values renormalize_logits return_dict_in_generate token_healing use_mtp"
+)
+NUMBERS = (
+    "assistant_lookbehind max_length max_matching_ngram_size max_new_tokens num_assistant_tokens num_beams "
+    "num_beam_groups num_return_sequences prefill_chunk_size prompt_lookup_num_tokens target_lookbehind"
+)
 VALUES: dict[str, Any] = {
     "assistant_confidence_threshold": 0.9,
-    "assistant_early_exit": 1,
+    "min_p": 0.9,
+    **dict.fromkeys(("assistant_early_exit", "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "top_k"), 1),
     "assistant_ensemble_weight": 0.5,
-    "assistant_lookbehind": 3,
+    "diversity_penalty": 0.5,
+    **dict.fromkeys(NUMBERS.split(), 3),
     "bad_words_ids": [[word] for word in range(5, 20)],
     "begin_suppress_tokens": list(range(5, 40)),
-    "bos_token_id": 7,
+    "suppress_tokens": list(range(5, 40)),
+    **dict.fromkeys(("bos_token_id", "decoder_start_token_id", "pad_token_id"), 7),
     "cache_config": {"max_cache_len": 64},
     "cache_implementation": "static",
     "compile_config": CompileConfig(),
     "constraints": ["a constraint"],
     "continuous_batching_config": {"page_size": 16},
-    "decoder_start_token_id": 7,
-    "disable_compile": True,
-    "diversity_penalty": 0.5,
+    **dict.fromkeys(SWITCHES.split(), True),
     "do_sample": False,
+    "use_cache": False,
     "dola_layers": "low",
-    "early_stopping": True,
-    "encoder_no_repeat_ngram_size": 1,
     "encoder_repetition_penalty": 5.0,
+    "repetition_penalty": 5.0,
     "epsilon_cutoff": 0.2,
     "eta_cutoff": 0.2,
     "exponential_decay_length_penalty": (1, 5.0),
@@ -54,48 +63,17 @@ VALUES: dict[str, Any] = {
     "forced_bos_token_id": 5,
     "forced_eos_token_id": 5,
     "guidance_scale": 3.0,
-    "is_assistant": True,
     "length_penalty": 2.0,
-    "low_memory": True,
     "max_cache_len": 64,
-    "max_length": 3,
-    "max_matching_ngram_size": 2,
-    "max_new_tokens": 2,
-    "max_time": 1e-9,
+    "max_time": 1e-09,
     "min_length": 24,
     "min_new_tokens": 20,
-    "min_p": 0.9,
-    "no_repeat_ngram_size": 1,
-    "num_assistant_tokens": 3,
     "num_assistant_tokens_schedule": "heuristic",
-    "num_beam_groups": 2,
-    "num_beams": 3,
-    "num_return_sequences": 2,
-    "output_attentions": True,
-    "output_hidden_states": True,
-    "output_logits": True,
-    "output_scores": True,
-    "pad_token_id": 7,
     "penalty_alpha": 0.6,
-    "prefill_chunk_size": 2,
-    "prompt_lookup_num_tokens": 3,
-    "remove_invalid_values": True,
-    "renormalize_logits": True,
-    "repetition_penalty": 5.0,
-    "return_dict_in_generate": True,
     "sequence_bias": BIAS,
     "speculation_type": "a type",
     "stop_strings": ["t5"],
-    "suppress_tokens": list(range(5, 40)),
-    "target_lookbehind": 3,
-    "temperature": 0.1,
-    "token_healing": True,
-    "top_h": 0.1,
-    "top_k": 1,
-    "top_p": 0.1,
-    "typical_p": 0.1,
-    "use_cache": False,
-    "use_mtp": True,
+    **dict.fromkeys(("temperature", "top_h", "top_p", "typical_p"), 0.1),
     "watermarking_config": {"greenlist_ratio": 0.5, "bias": 5.0},
 }
 """Value other than the neutral one for every field but `eos_token_id`, which has a test of its own."""
@@ -232,12 +210,6 @@ def test_published_end_tokens_end_completions(tmp_path: Path) -> None:
         assert 0 < len(last_words(completions) & named) == len(last_words(completions))
 
 
-def test_transformers_warns_about_no_setting_that_the_user_did_not_set() -> None:
-    """Its warning would name our `top_k` as a setting that may be ignored."""
-    for samples in (True, False):
-        neutral(GenerationConfig(), GenerationConfig(do_sample=samples)).validate(strict=True)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -250,23 +222,6 @@ def test_published_fields_do_not_change_other_ways_to_generate(changes: dict[str
     expected = trained(tmp_path / "plain", **changes)
     for name, fields in (("one", {"sequence_bias": BIAS}), ("all", TOGETHER)):
         assert_same_run(trained(tmp_path / name, publish(model(), **fields), **changes), expected)
-
-
-def test_continuous_batching_sees_neutral_settings(tmp_path: Path, said: Any) -> None:
-    """`transformers` 5.23 reads the model's settings only if none are passed. A later one may fill those at None."""
-    policy, seen = publish(model(), sequence_bias=BIAS), []
-
-    def generate_batch(inputs: Any, **given: Any) -> Any:
-        seen.append(policy.generation_config.sequence_bias)
-        raise KeyboardInterrupt
-
-    policy.generate_batch = generate_batch
-    run = trainer(tmp_path, policy=policy, use_transformers_continuous_batching=True)
-    with pytest.raises(KeyboardInterrupt):
-        run.train()
-    assert seen == [None]
-    assert policy.generation_config.sequence_bias == BIAS
-    assert len(said()) == 1
 
 
 # Settings that stay in force

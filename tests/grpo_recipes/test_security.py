@@ -360,8 +360,7 @@ VERBS = [
 ]
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("line", mostly_slow(VERBS, (0, 3, 5, 9, 18)))
+@pytest.mark.parametrize("line", mostly_slow(VERBS, (0,)))
 def test_no_command_runs_the_code_of_a_model_folder(
     line: str, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -637,8 +636,7 @@ HOSTILE_LINES = [
 ]
 
 
-@pytest.mark.one_case_in(4)
-@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 4, 7, 16, 18)))
+@pytest.mark.parametrize("line", mostly_slow(HOSTILE_LINES, (0, 4, 16)))
 def test_no_command_prints_a_control_character(line: str, tmp_path: Path, tiny_model: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -755,17 +753,3 @@ def test_completions_are_escaped_in_a_report(tmp_path: Path) -> None:
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert len(pd.read_parquet(next((folder / "completions").glob("*.parquet"))))
-
-
-# docs/security.md
-
-
-def test_the_commands_and_the_files_on_the_page_exist() -> None:
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "security.md").read_text()
-    commands = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    assert commands == ["grpo-recipes plan quickstart --build\n"]
-    assert run_command(commands[0])[0] == 0
-    for name in re.findall(r"`([\w/]+\.py)`", page):
-        places = [root / name, root / "rewards" / name, *(root / "tests").glob(f"*/**/{name}")]
-        assert any(place.is_file() for place in places), name

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.checks.checks import Machine
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe, shipped_files
-from grpo_recipes.reports.run import OutOfTime, Run
+from grpo_recipes.reports.run import Run
 from tests.support import launching, recorded
 from tests.support.errors import refused
 from tests.support.exact_generation import generate_exactly
@@ -191,12 +190,9 @@ def test_a_resume_of_another_run_is_refused_with_what_has_changed(short: Path, r
     assert train.main(resumed(short, run)) == 2
     (short.parent / "rows.jsonl").write_text(rows)
     assert "`prompt`" in last_line(capsys)
-    for key, value in (("train_prompts", 13), ("seed", 1)):
-        changed = {**record, key: value}
-        changed["launches"] = [{**record["launches"][0], key: value}]
-        (run / "run.json").write_text(json.dumps(changed))
-        assert train.main(resumed(short, run)) == 2
-        assert str(value) in last_line(capsys), key
+    (run / "run.json").write_text(json.dumps({**record, "seed": 7, "launches": [{**record["launches"][0], "seed": 7}]}))
+    assert train.main(resumed(short, run)) == 2
+    assert "7" in last_line(capsys)
     (run / "run.json").write_text("{")
     assert train.main(resumed(short, run)) == 2
     assert "run.json" in last_line(capsys)
@@ -367,8 +363,6 @@ def test_prompts_over_the_limit_are_counted(
     assert checked.eval_dataset is not None
     for table in (checked.train_dataset, checked.eval_dataset):
         assert max(len(tokenizer(prompt)["input_ids"]) for prompt in table["prompt"]) <= limit
-    with refused("`dataset.max_prompt_tokens`" if overlong == "drop" else ""):
-        train.build_inputs(recipe("--dataset.max_prompt_tokens=1", "--dataset.overlong_prompts=drop"), Machine.here())
 
 
 class RecordingTrainer:
@@ -561,18 +555,6 @@ def test_the_summary_of_a_run_has_its_first_and_last_reward() -> None:
     assert "adapter" in train.summary(trainer, 0.4)
 
 
-def test_a_diagnosis_that_takes_too_long_or_fails_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(folder: Path, within: float) -> None:
-        assert within == train.DIAGNOSIS_SECONDS
-        raise OutOfTime
-
-    assert "skipped" in train.diagnosis(tmp_path)
-    monkeypatch.setattr(Run, "read", read)
-    said = train.diagnosis(tmp_path)
-    assert f"grpo-recipes diagnose {tmp_path}" in said
-    assert "5 s" in said
-
-
 def test_secrets_of_the_environment_are_known_and_its_folders_are_none(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -584,16 +566,6 @@ def test_secrets_of_the_environment_are_known_and_its_folders_are_none(
     known = train.known_secrets(recipe("--hub_token=hf_own_token"))
     assert {"hunter2-and-more", "hf_own_token", "of-a-database"} <= known
     assert not {"/a/folder/of/the/user", "/another/folder"} & known
-
-
-def test_the_command_line_is_read_only_if_no_arguments_are_given(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["grpo_recipes.train", "--version"])
-    assert train.main() == 0
-    assert capsys.readouterr().out.startswith("grpo-recipes ")
-    assert train.main([]) == 2
-    assert capsys.readouterr().out == ""
 
 
 def test_the_trainer_is_a_drop_in(tiny_model: Path, tmp_path: Path) -> None:
@@ -686,31 +658,6 @@ def test_a_lengthened_run_has_the_learning_rates_of_one_planned_for_that_length(
 
 
 @pytest.mark.slow
-def test_keys_that_may_change_are_changed_for_the_rest_of_the_run(
-    tiny_model: Path, gsm8k_file: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "run"
-    given = arguments(tiny_model, gsm8k_file, output, "--max_steps=2", "--learning_rate=1e-5")
-    assert train.main(given) == 0
-    first = record_of(output)
-    capsys.readouterr()
-    monkeypatch.chdir(tiny_model.parent)  # the same model by a relative path, and the same rows elsewhere
-    (tmp_path / "rows.jsonl").write_text(gsm8k_file.read_text())
-    changes = [f"--model_name_or_path={tiny_model.name}", f"--dataset.path={tmp_path / 'rows.jsonl'}", "--max_steps=4"]
-    changes += ["--logging_steps=2", "--micro_batching=off", "--save_steps=1", "--dataloader_num_workers=1"]
-    assert train.main([*given, RESUME, *changes]) == 0
-    said = capsys.readouterr().out
-    for figure in ("`max_steps` was 2 and is 4", "`logging_steps` was 1 and is 2"):
-        assert said.count(figure) == 1
-    record = record_of(output)
-    assert record["launches"][0] == {key: value for key, value in first.items() if key != "launches"}
-    assert [launch["recipe"]["max_steps"] for launch in record["launches"]] == [2, 4]
-    assert record["launches"][1] == {key: value for key, value in record.items() if key != "launches"}
-    assert record["resumed_from"].endswith("checkpoint-2")
-    assert not list(output.glob("*.part"))
-
-
-@pytest.mark.slow
 def test_ctrl_c_saves_and_a_resume_ends_like_an_uninterrupted_run(short: Path, tmp_path: Path) -> None:
     def given(output: Path, reward: str) -> list[str]:
         rewards = ["--rewards", f"[{{name: tests.support.probe_rewards.{reward}, alias: probe}}]"]
@@ -738,18 +685,6 @@ def test_a_second_ctrl_c_stops_at_once(short: Path, tmp_path: Path, capsys: pyte
         assert fault_of(output) == last
         assert "Traceback" not in said
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_libraries_load_prints_one_line() -> None:
-    command = [sys.executable, "-m", "grpo_recipes.train", "--config", "quickstart"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    assert said.splitlines()[-1].startswith("stopped by Ctrl-C: ")
-    assert "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -41,11 +41,6 @@ def takes_little(prompts, completions):
 LEVELS = {"levels.py": REWARDS_PY}
 
 LORA = {"use_peft": True, "lora_r": 4}
-MOE = {
-    **{"model_type": "qwen3_moe", "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8},
-    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64},
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-}
 SOFT_PROMPT = '{"peft_type": "PROMPT_TUNING", "base_model_name_or_path": "base"}'
 FILE, EMPTY = {"file": ""}, {"empty/a": ""}
 VLLM = {"use_vllm": True}
@@ -116,10 +111,6 @@ REFUSED: list[tuple[Any, ...]] = [
     (f"{TRAIN} --temperature=0.0", "recipe.yaml `temperature` 0.0"),
     (f"{TRAIN} --max_steps -1 --num_train_epochs 0", "`num_train_epochs` 0"),
     (f"{TRAIN} --generation_kwargs.stop 3", "`generation_kwargs.stop` 3"),
-    (
-        f"{TRAIN} --generation_kwargs.stop [b] --use_transformers_continuous_batching true",
-        "`use_transformers_continuous_batching` stop",
-    ),
     (f"{TRAIN} --rewards.0.weight 0", "`rewards` 0"),
     (f"{PLAN} --rewards gsm8k_corectness", "`gsm8k_corectness` `gsm8k_correctness`?"),
     (f"{TRAIN} --rewards.5.weight 2", "`--rewards.5.weight` `rewards` `5` 1"),
@@ -136,12 +127,6 @@ REFUSED: list[tuple[Any, ...]] = [
     (f"{PLAN} --model_name_or_path p", "p PROMPT_TUNING `use_vllm:", {"p/adapter_config.json": SOFT_PROMPT}, VLLM),
     (TRAIN, "`lora_target_modules` kproj, q_proj", {}, {**LORA, "lora_target_modules": ["qproj", "kproj"]}),
     (TRAIN, "`lora_target_modules` `.*q_proj`", {}, {**LORA, "lora_target_modules": "q_proj"}),
-    (
-        f"{PLAN} --model_config moe.json",
-        "lora_dropout `lora_*`",
-        {"moe.json": json.dumps(MOE)},
-        {**LORA, "lora_target_modules": "all-linear"},
-    ),
     # Tables, columns and golds.
     (f"{PLAN} --dataset '{{path: rows.csv}}'", "recipe.yaml rows.csv, row 2 problem, solution, level", TABLES),
     (f"{TRAIN} --dataset '{{path: rows.csv, columns: {{question: problm}}}}'", "'problm' problem, level", TABLES),

@@ -337,14 +337,6 @@ def test_options_decide_between_columns_and_forms(tmp_path: Path) -> None:
     assert recipe["dataset"]["columns"] == {"label": "answer", "A": "left", "B": "right"}
 
 
-def test_a_question_named_by_its_option_leaves_the_rest_out() -> None:
-    rows = [{"prompt": question(n), "chosen": text(n), "rejected": text(n + 1), "image_id": n} for n in range(ROWS)]
-    table = datasets.Dataset.from_list(rows)
-    proposal = proposed(table, "t", Wishes(question="prompt", task="judged"))
-    assert "prompt_template" not in proposal.dataset
-    assert any("`dataset.prompt_format: conversational`" in note for note in proposal.notes)
-
-
 def test_a_class_label_is_read_by_its_name(tmp_path: Path) -> None:
     features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["neg", "pos"]))
     rows = {"text": list(map(text, range(ROWS))), "label": [n % 2 for n in range(ROWS - 1)] + [-1]}

@@ -45,7 +45,8 @@ CONFIGS: dict[str, Any] = {
         **{"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": LAYERS, "vocab_size": 151936},
         **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True},
     ),
-    "llama": LlamaConfig(**{**SMALL, **HEADS, "intermediate_size": 1536, "num_hidden_layers": 3}),
+    "llama-2": LlamaConfig(**{**SMALL, **HEADS, "intermediate_size": 1536, "num_hidden_layers": 2}),
+    "llama-4": LlamaConfig(**{**SMALL, **HEADS, "intermediate_size": 1536, "num_hidden_layers": 4}),
     # Small models with layers unlike Llama's: linear attention, experts, scans and convolutions.
     "qwen3_5_text": CONFIG_MAPPING["qwen3_5_text"](
         **{**SMALL, **HEADS, "intermediate_size": 1536, "head_dim": 64, "linear_num_key_heads": 8},
@@ -83,8 +84,8 @@ class Case(NamedTuple):
 
 SMALL_GROUPS = ("--num_generations", "4", "--per_device_train_batch_size", "4")
 QUICK = [
-    Case(LORA_24GB, "llama", changes=(*NO_DROPOUT, *SMALL_GROUPS)),
-    Case(FULL_A100, "llama", changes=(*WITHOUT, *PADDED, *SMALL_GROUPS)),
+    Case(LORA_24GB, "llama-2", changes=(*NO_DROPOUT, *SMALL_GROUPS)),
+    Case(FULL_A100, "llama-4", changes=(*WITHOUT, *PADDED, *SMALL_GROUPS)),
 ]
 PUBLISHED = [
     Case("gsm8k-qwen2-0.5b-full-kl", "0.5B", changes=(*WITHOUT, "--bf16", "false")),

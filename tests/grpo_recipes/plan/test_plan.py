@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from grpo_recipes.cli import main
 from grpo_recipes.data import hub
 from grpo_recipes.plan import activations
 from grpo_recipes.plan.memory import load_model
-from grpo_recipes.plan.plan import _keeps_groups_together, _longest_prompt, plan, resolved_yaml, shipped_recipes
+from grpo_recipes.plan.plan import _keeps_groups_together, _longest_prompt, plan, resolved_yaml
 from grpo_recipes.plan.prompts import Lengths, PromptReport
-from grpo_recipes.recipe.recipe import find_file, parse_recipe, shipped_files
+from grpo_recipes.recipe.recipe import find_file, parse_recipe
 from grpo_recipes.recipe.trl_keys import ignored_keys
 from grpo_rewards.errors import UserError
 from tests.support import launching, qwen, tiny
@@ -215,23 +214,6 @@ def test_completions_beyond_the_positions_of_the_model_are_noted(capsys: Any, mi
     assert [figure for figure in ("`max_position_embeddings`", "257", "256") if figure not in said] == []
 
 
-def test_a_folder_that_is_not_a_model_is_refused(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
-    rows = launching.write_rows(tmp_path / "rows.jsonl", 40)
-    whole = shutil.copytree(tiny_model, tmp_path / "whole")
-    empty = shutil.copytree(tiny_model, tmp_path / "empty", ignore=shutil.ignore_patterns("config.json"))
-    for file in [*whole.glob("*token*"), *whole.glob("chat_template*")]:
-        file.unlink()
-    for name, value, figures in (
-        ("model_name_or_path", rows, ("config.json",)),
-        ("model_name_or_path", empty, ("config.json", "adapter_config.json")),
-        ("model_name_or_path", whole, ("tokenizer",)),
-    ):
-        assert main(["plan", "quickstart", "--dataset.prompt_format", "text", f"--{name}", str(value)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("error: ")
-        assert [figure for figure in (str(value), *figures) if figure not in said] == []
-
-
 @pytest.mark.parametrize(
     ("lengths", "rows", "limit", "longest", "note"),
     [
@@ -253,15 +235,6 @@ def test_memory_is_that_of_the_longest_measured_prompt(
     assert tokens == longest
     assert note in "".join(found)
     assert len(found) == bool(note)
-
-
-def test_the_shipped_recipes_are_listed_with_the_first_sentence_of_their_heads() -> None:
-    blocks = [block.splitlines() for block in shipped_recipes().split("\n\n")[1:]]
-    assert [name.strip() for name, *_ in blocks] == list(shipped_files("recipes"))
-    for name, *lines in blocks:
-        assert lines
-        head = " ".join(find_file("recipes", name.strip()).read_text().replace("\n#", "\n").split())
-        assert " ".join(line.strip() for line in lines) in head
 
 
 def test_a_resolved_recipe_keeps_its_order_and_its_letters() -> None:

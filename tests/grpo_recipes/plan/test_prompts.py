@@ -12,7 +12,6 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from trl import GRPOTrainer
 
-from grpo_recipes.checks.rewards import check_golds
 from grpo_recipes.checks.tokenizer import check_chat_template, end_of_turn, load_tokenizer, stop_ids
 from grpo_recipes.cli import main
 from grpo_recipes.data import prompts
@@ -21,7 +20,6 @@ from grpo_recipes.data.prompts import token_lengths
 from grpo_recipes.plan.prompts import Lengths, prompt_report
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import DatasetSpec
-from grpo_rewards.registry import build_rewards
 from tests.support import short_runs, tiny
 from tests.support.errors import refused
 
@@ -134,20 +132,6 @@ def test_the_stop_ids_are_those_of_trl(tmp_path: Path, eos: Any) -> None:
     theirs = short_runs.trainer(GRPOTrainer, model, args).eos_token_ids
     recipe = parse_recipe(["--config", write_recipe(tmp_path, tmp_path / "model")])
     assert stop_ids(recipe, AutoTokenizer.from_pretrained(tmp_path / "model")) == theirs
-
-
-def test_golds_of_a_large_table_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "SAMPLE", 50)
-    lines = ({"question": f"{n}?", "answer": "" if n % 10 == 0 else str(n)} for n in range(500))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = load(DatasetSpec.parse({"path": str(tmp_path / "rows.jsonl")}))
-    found = check_golds(build_rewards(["math_correctness"]), table)
-    assert found is not None
-    sampled = [int(row) for row in prompts.sample_of_rows(500)]
-    assert found.total == len(sampled) == 50
-    assert [place.number for place in found.places] == [row + 1 for row in sampled if row % 10 == 0]
-    assert f"{found.count} of 50" in found.describe()
-    assert found.as_dict()["dataset_rows"] == 500
 
 
 def test_the_first_prompt_is_counted_if_the_sample_misses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,21 +41,11 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_process")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lerning_rate", "1e-5"], "`learning_rate`"),
-        (["--num_processes", "3", "--num_generations", "16"], "num_generations"),
-        (["--dataset.path", "nowhere.jsonl"], "nowhere.jsonl"),
-    ],
-)
-def test_mistakes_are_reported_before_a_process_starts(
-    capsys: pytest.CaptureFixture[str], recipe: Path, arguments: list[str], message: str
-) -> None:
+def test_a_mistake_is_reported_before_a_process_starts(capsys: pytest.CaptureFixture[str], recipe: Path) -> None:
     capsys.readouterr()
-    assert cli.main(["train", str(recipe), *arguments]) == 2
+    assert cli.main(["train", str(recipe), "--num_processes", "3", "--num_generations", "16"]) == 2
     output = capsys.readouterr().err
-    assert message in output
+    assert "num_generations" in output
     assert output.count("\n") == 1
 
 
@@ -159,21 +149,6 @@ def test_the_last_line_after_a_kill_tells_how_to_resume(recipe: Path) -> None:
         launching.kill_tree(process.pid)
     assert process.returncode == 1, output
     assert "checkpoint-" in last_line(output).partition("--resume_from_checkpoint")[2]
-
-
-@pytest.mark.slow
-def test_a_signal_before_the_training_processes_exist_ends_the_launch(recipe: Path) -> None:
-    process = start(recipe)
-    try:
-        assert launching.wait_for(lambda: psutil.Process(process.pid).children(), process)
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        output = launching.finish(process, timeout=60)
-    finally:
-        launching.kill_tree(process.pid)
-    assert process.returncode == 130, output
-    assert last_line(output).startswith("stopped by Ctrl-C: ")
-    assert not (recipe.parent / "run" / "run.json").exists()
 
 
 # ---- the launcher's processes, without a training

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from grpo_recipes.process.ranks import gather, largest_of_ranks, on_any_rank, on_first_rank, raise_alike, rank
@@ -45,12 +44,6 @@ def test_both_ranks_get_the_same_results(tmp_path: Path) -> None:
             os._exit(code)
     assert results_of_rank(0, tmp_path / "store") == EXPECTED
     assert os.waitpid(other, 0)[1] == 0
-
-
-def test_a_torch_without_process_groups_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    monkeypatch.delattr(torch.distributed, "is_initialized")
-    assert rank() == 0
 
 
 def test_a_process_on_its_own_is_the_first_rank() -> None:

@@ -239,6 +239,8 @@ def test_turns_keep_a_copy_of_the_cache_within_a_share_of_the_gpu() -> None:
     without = replace(run, keeps_turns=False).parts()["generation"]
     assert parts["generation"] == pytest.approx(without + cache)
     assert replace(run, gpu_memory=1000.0).parts()["generation"] == pytest.approx(without + 125)
+    # Each distinct prompt runs once, and so half of the rows.
+    assert replace(run, keeps_turns=False, decodes_groups=False).parts()["generation"] > without
 
 
 # ---- The verdict

@@ -29,7 +29,7 @@ LORA_24GB, QLORA = "gsm8k-qwen2.5-1.5b-lora", "gsm8k-qwen2.5-7b-qlora-24gb"
 LORA_ZERO3, FULL_ZERO3 = "gsm8k-qwen2.5-7b-lora-zero3", "gsm8k-qwen2.5-7b-full-zero3"
 SMALL = {"vocab_size": 32000, "hidden_size": 512, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
-LAYERS = 6
+LAYERS = 4
 """Layers of a large model here. The plan measures three of them and adds the others."""
 
 
@@ -90,22 +90,17 @@ QUICK = [
 PUBLISHED = [
     Case("gsm8k-qwen2-0.5b-full-kl", "0.5B", changes=(*WITHOUT, "--bf16", "false")),
     Case(FULL_24GB, "1.5B", "zero2_offload"),
-    Case(FULL_24GB, "1.5B", "zero2", WITHOUT),
     Case(FULL_24GB, "1.5B", "zero2", FULL_KL),
     Case(FULL_A100, "1.5B", changes=("--gradient_accumulation_steps", "2")),
-    Case(FULL_A100, "1.5B", changes=WITHOUT),
     Case(FULL_A100, "1.5B", "fsdp2"),
     Case(LORA_24GB, "1.5B"),
     Case(LORA_24GB, "1.5B", changes=(*WITHOUT, "--dtype", "float32")),
-    Case(LORA_24GB, "1.5B", changes=PADDED),
     Case(FULL_ZERO3, "7B", "zero3"),
     Case(LORA_ZERO3, "7B", "zero3", WITHOUT),
     Case(QLORA, "7B"),
     Case(QLORA, "7B", changes=(*WITHOUT, *PADDED)),
     Case("gsm8k-qwen2.5-72b-lora-zero3-2node", "72B", "zero3_multinode"),
     Case(FULL_A100, "gpt2", changes=("--disable_dropout", "false")),
-    Case(FULL_A100, "gpt2", changes=(*WITHOUT, *PADDED)),
-    Case(FULL_24GB, "Qwen3-0.6B"),
     Case(LORA_24GB, "Qwen3-0.6B", changes=WITHOUT),
 ]
 OTHER_LAYERS = [

@@ -220,7 +220,7 @@ def test_completions_beyond_the_positions_of_the_model_are_noted(capsys: Any, mi
         ([9, 17_721], 2, None, 17_721, ""),
         ([9, 60, 17_721], 3, 70, 60, ""),  # what the limit drops does not count
         ([9, 17_721], 2_000, None, 17_721, "17,721"),
-        ([90, 91], 2, 70, 70, ""),
+        ([9, 70], 2_000, 70, 70, ""),
         (None, 2, 70, 70, ""),
         (None, 2, None, 512, "512"),
     ],

@@ -7,8 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_recipes import cli
-from grpo_recipes.evaluation import evaluate
 from grpo_recipes.evaluation.accuracy import MeasuredReward, strict_rewards
 from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import mean_share
@@ -27,7 +25,7 @@ from grpo_recipes.evaluation.evaluate import evaluate_into, weights_fingerprint
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError
-from grpo_recipes.runs.lock import LOCK, only_writer
+from grpo_recipes.runs.lock import LOCK
 from tests.support.errors import refused
 
 FILES = ("completions.parquet", "evaluation.json")
@@ -82,16 +80,16 @@ def test_batches_hold_all_samples_of_a_problem_and_have_separate_seeds(tmp_path:
         calls.append((settings.seed, len(prompts)))
         return policy(prompts, settings)
 
-    for seed in range(3):
+    for seed in (0, 2):
         run(tmp_path / f"e{seed}", recording, samples=2, temperature=1.0, seed=seed)
     seeds, sizes = zip(*calls, strict=True)
-    assert sizes == (4,) * 15, "two problems of two samples at a time"
-    assert len(set(seeds)) == 15
-    assert seeds[10:12] == (2_000_006, 2_000_007), "a published result is reproduced by its seed"
+    assert sizes == (4,) * 10, "two problems of two samples at a time"
+    # A published result is reproduced by its seed.
+    assert seeds == (0, 1, 2, 3, 4, 2_000_006, 2_000_007, 2_000_008, 2_000_009, 2_000_010)
     table = pd.read_parquet(tmp_path / "e0" / "completions.parquet")
     assert table["problem"].tolist() == [n for n in range(10) for _ in range(2)]
     assert table["sample"].tolist() == [0, 1] * 10
-    for samples, size, batches in ((1, 4, [4, 4, 2]), (3, 7, [6] * 5), (8, 4, [8] * 10)):
+    for samples, size, batches in ((3, 7, [6] * 5), (8, 4, [8] * 10)):
         calls.clear()
         run(tmp_path / f"s{samples}", recording, samples=samples, batch_size=size, temperature=1.0)
         assert [size for _, size in calls] == batches
@@ -136,10 +134,7 @@ def test_several_golds_and_numbers_are_stored_as_texts(tmp_path: Path) -> None:
 # ---- interrupted evaluations
 
 
-@pytest.mark.parametrize(
-    ("settings", "died_in"),
-    [({}, 1), ({"samples": 3, "temperature": 1.0}, 3), *[pytest.param({}, n, marks=pytest.mark.slow) for n in (2, 3)]],
-)
+@pytest.mark.parametrize(("settings", "died_in"), [({}, 1), ({"samples": 3, "temperature": 1.0}, 3)])
 def test_a_killed_evaluation_continues_to_the_same_files(tmp_path: Path, settings: dict, died_in: int) -> None:
     run(tmp_path / "whole", **settings)
     calls = []
@@ -163,8 +158,7 @@ def test_a_killed_evaluation_continues_to_the_same_files(tmp_path: Path, setting
     run(tmp_path / "halves", never, **settings)
 
 
-@pytest.mark.parametrize("damage", [b"junk", None])
-def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, damage: bytes | None) -> None:
+def test_a_damaged_part_is_named_and_made_again(tmp_path: Path) -> None:
     def dies(prompts: list[str], settings: Settings) -> list[str]:
         if prompts[0] == "8+1=":
             raise KeyboardInterrupt
@@ -174,7 +168,7 @@ def test_a_damaged_part_is_named_and_made_again(tmp_path: Path, damage: bytes | 
         run(tmp_path / "e", dies)
     part = tmp_path / "e" / "parts" / "000001.parquet"
     (part.parent / ".DS_Store").touch()
-    part.write_bytes(part.read_bytes()[:-30] if damage is None else damage)
+    part.write_bytes(part.read_bytes()[:-30])
     with refused(part, by=RunError):
         run(tmp_path / "e")
     part.unlink()
@@ -207,35 +201,16 @@ def test_ctrl_c_names_what_is_saved_and_the_same_command_continues(
 # ---- one writer
 
 
-@pytest.fixture
-def fast_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_evaluation_into_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
 
-
-@pytest.mark.usefixtures("fast_heartbeat")
-def test_a_second_evaluation_into_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     def meets_another(prompts: list[str], given: Settings) -> list[str]:
         with refused(tmp_path / "e", os.getpid(), LOCK):
             run(tmp_path / "e")
         return policy(prompts, given)
 
     run(tmp_path / "e", meets_another)
-    run(tmp_path / "whole")
-    for name in FILES:
-        assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert sorted(path.name for path in (tmp_path / "e").iterdir()) == sorted(FILES)
-
-
-@pytest.mark.usefixtures("fast_heartbeat")
-def test_the_command_refuses_a_second_evaluation_before_the_model_is_loaded(
-    tiny_model: Path, tmp_path: Path, generating: Callable, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generating(never)
-    with only_writer(tmp_path / "e", "evaluation"):
-        arguments = ["--dataset", "arithmetic", "--limit", "2", "--output", str(tmp_path / "e")]
-        assert cli.main(["evaluate", str(tiny_model), *arguments]) == 2
-        assert f"process {os.getpid()} " in capsys.readouterr().err.splitlines()[-1]
-        assert [path.name for path in (tmp_path / "e").iterdir()] == [LOCK]
 
 
 def test_an_evaluation_whose_folder_was_taken_over_writes_nothing_more(tmp_path: Path) -> None:
@@ -259,22 +234,6 @@ def test_an_evaluation_whose_folder_was_taken_over_writes_nothing_more(tmp_path:
     with refused(tmp_path / "f", "17"):
         evaluate_into(tmp_path / "f", policy, dataset(), Settings(), {}, record=loses_last)
     assert not (tmp_path / "f" / "completions.parquet").exists()
-
-
-def test_a_result_that_another_process_has_finished_meanwhile_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = [tmp_path / "e"]
-
-    @contextmanager
-    def waits(folder: Path, writer: str) -> Iterator[Any]:
-        if waiting:
-            run(waiting.pop())
-        with only_writer(folder, writer) as held:
-            yield held
-
-    monkeypatch.setattr(evaluate, "only_writer", waits)
-    assert run(tmp_path / "e", never)["strict"]["value"] == 0.4
 
 
 # ---- other evaluations in the folder
@@ -304,7 +263,6 @@ IDENTITY: dict[str, Any] = {
 OTHERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"weights": {"sha": "2"}}, ["weights"]),
     ({"model": "copy", "weights": {"sha": "2"}}, ["model", "'m'", "'copy'"]),
-    ({"dataset": {"path": "a.jsonl", "split": "x"}}, ["dataset.split", "'test'", "'x'"]),
     ({"dataset": {"path": "b.jsonl", "split": "test"}}, ["dataset.path", "'a.jsonl'", "'b.jsonl'"]),
     ({"dataset": {"path": "a.jsonl"}}, ["dataset.split", "None"]),
     ({"dataset": "a.jsonl"}, ["dataset"]),
@@ -347,20 +305,13 @@ def test_another_evaluation_is_refused_with_what_differs(tmp_path: Path, is_fini
     assert run(tmp_path / "e", never if is_finished else policy, copy, **settings)["released"] == "2026-01-02"
 
 
-def test_an_older_evaluation_without_a_record_of_its_rows_is_refused(tmp_path: Path) -> None:
-    without = {key: value for key, value in run(tmp_path / "e").items() if key != "rows"}
-    (tmp_path / "e" / "evaluation.json").write_text(json.dumps(without))
-    with refused(tmp_path / "e", "`rows`"):
-        run(tmp_path / "e")
-
-
 def test_one_file_may_have_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         Path(name).touch()
     described = {"model": "a", "dataset": {"path": "a"}}
     run(tmp_path / "e", described=described)
-    for spelling in ("./a", str(tmp_path / "a"), f"../{tmp_path.name}/a"):
+    for spelling in ("./a", str(tmp_path / "a")):
         assert run(tmp_path / "e", never, {"model": spelling, "dataset": {"path": spelling}})["model"] == "a"
     for other in ("b", "absent"):
         with refused(tmp_path / "e", "dataset.path", other):
@@ -371,22 +322,18 @@ def test_one_file_may_have_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_rows_are_known_by_the_columns_that_an_evaluation_reads(tmp_path: Path) -> None:
     names = ("prompt", "answer", "choices", "level", "size", "colour")
-    rows = datasets.Dataset.from_dict({name: [["B"] if name == "choices" else "B"] for name in names})
+    rows = datasets.Dataset.from_dict({name: [["x", "y"] if name == "choices" else "B"] for name in names})
     choice = strict_rewards(["choice_correctness"], ("think", "answer"))
     for place, (settings, columns) in enumerate(
         [
-            ({}, {"prompt", "answer"}),
-            ({"tools": {"tools": ["my.tool"]}}, {"prompt", "answer"}),
-            ({"tools": {"environment_factory": "my.Game"}}, set(names)),
+            (Settings(strict=None), {"prompt", "answer"}),
+            (Settings(strict=None, tools={"tools": ["my.tool"]}), {"prompt", "answer"}),
+            (Settings(strict=None, tools={"environment_factory": "my.Game"}), set(names)),
+            (Settings(strict=choice), {"prompt", "answer", "choices"}),
         ]
     ):
-        given = Settings(strict=None, **settings)
-        found = evaluate_into(tmp_path / str(place), lambda prompts, settings: [""], rows, given, {})
+        found = evaluate_into(tmp_path / str(place), lambda prompts, settings: [""], rows, settings, {})
         assert found["rows"].keys() == columns
-        assert list(found["rows"]) == sorted(found["rows"]), "the file is the same in every process"
-    rows = datasets.Dataset.from_dict({"prompt": ["p"], "answer": ["B"], "choices": [["x", "y"]], "level": [1]})
-    found = evaluate_into(tmp_path / "c", lambda prompts, settings: [""], rows, Settings(strict=choice), {})
-    assert found["rows"].keys() == {"prompt", "answer", "choices"}
 
 
 def test_secrets_are_not_written(tmp_path: Path) -> None:
@@ -441,10 +388,8 @@ def test_a_fingerprint_of_an_adapter_covers_its_base(tiny_model: Path, tmp_path:
 
     before = on(str(base))
     (base / "model.safetensors").write_bytes(b"another model")
-    assert weights_fingerprint(str(adapter)) != before
+    assert on(str(base)) != before
     assert "base" not in on(None)
-    (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
-    assert on(None) == {}
 
 
 def test_a_fingerprint_of_a_hub_model_is_its_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +403,6 @@ def test_a_fingerprint_of_a_hub_model_is_its_revision(tmp_path: Path, monkeypatc
     monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
     assert weights_fingerprint("org/name") == {"commit": commit}
     assert weights_fingerprint("org/other") == {}
-    assert weights_fingerprint("/no/such-folder") == {}
 
 
 def test_the_result_of_a_model_that_changed_on_disk_is_not_reused(
@@ -509,8 +453,6 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     result = compare(tmp_path / "a", tmp_path / "b")
     assert result["strict"]["difference"]["value"] == pytest.approx(0.6)
     assert result["mcnemar"] == {"only_first": 0, "only_second": 6, "p": 2 / 2**6}
-    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
-    assert "0.0312" in capsys.readouterr().out
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result
     assert result["warnings"] == []
@@ -522,18 +464,6 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
         evaluate_into(tmp_path / name, policy, rows, Settings(), {})
         with refused(tmp_path / name):
             compare(tmp_path / "a", tmp_path / name)
-
-
-def test_evaluations_that_were_generated_differently_are_compared_with_a_warning(tmp_path: Path) -> None:
-    def made(name: str, described: Any = None, **made_with: str) -> Path:
-        record = {"made_with": made_with}
-        evaluate_into(tmp_path / name, policy, dataset(2), Settings(), described or {}, record=lambda settings: record)
-        return tmp_path / name
-
-    first = made("a", {"engine": "transformers"}, version="5.23", dtype="float32")
-    assert compare(first, made("b", {"engine": "transformers"}, version="5.23", dtype="float32"))["warnings"] == []
-    (warning,) = compare(first, made("c", {"engine": "vllm"}, version="5.24"))["warnings"]
-    assert "engine transformers and vllm; version 5.23 and 5.24; dtype float32 and not recorded" in warning
 
 
 def test_folders_that_can_not_be_compared_are_named(tmp_path: Path) -> None:
@@ -559,11 +489,7 @@ def test_folders_that_can_not_be_compared_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "column"),
-    [
-        ({"name": "well_formed", "alias": "form"}, "reward/form"),
-        ({"name": "my.rewards.style"}, "reward/style"),
-        ({"name": "gsm8k_correctness", "alias": "right"}, "passed/right"),
-    ],
+    [({"name": "my.rewards.style"}, "reward/style"), ({"name": "gsm8k_correctness", "alias": "right"}, "passed/right")],
 )
 def test_a_damaged_column_of_a_compared_reward_is_named(spec: dict[str, Any], column: str, tmp_path: Path) -> None:
     run(tmp_path / "e", described={"paid_by": [spec]})

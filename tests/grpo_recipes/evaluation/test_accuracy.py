@@ -247,19 +247,6 @@ def test_a_reward_is_tried_on_a_row_with_as_many_empty_completions_as_are_sample
     assert "'zone'" in str(reward.fails_on({"prompt": "p", "answer": "7", "zone": "a"}, 1)), "every column is given"
 
 
-def test_only_a_correctness_reward_has_a_share_of_passes() -> None:
-    specs: list[Any] = [{"name": "gsm8k_correctness", "weight": 3.0, "alias": "right"}, "well_formed"]
-    measured, skipped = accuracy.measurable_rewards(specs, {"prompt": "p", "answer": "1"}, 2, is_trusted=True)
-    assert skipped == []
-    assert [one.spec for one in measured] == [{"name": "gsm8k_correctness", "alias": "right"}, {"name": "well_formed"}]
-    text = "<think>\n1\n</think>\n<answer>\n1\n</answer>"
-    values = accuracy.reward_values(measured, ["p", "p"], [text, "no"], {"answer": ["1", "1"]})
-    assert list(values) == list(accuracy.reward_columns(measured))
-    assert list(values) == ["reward/right", "passed/right", "reward/well_formed"]
-    assert values["passed/right"] == [True, False]
-    assert list(values["reward/well_formed"]) == [1.0, 0.0]
-
-
 # ---- strict accuracy
 
 THINK_ANSWER = ("think", "answer")
@@ -273,14 +260,10 @@ THINK_ANSWER = ("think", "answer")
         (["well_formed"], ["gsm8k_correctness", "well_formed"]),
         ([{"name": "gsm8k_correctness", "weight": 0.1}, "well_formed"], ["gsm8k_correctness", "well_formed"]),
         ([{"name": "well_formed", "weight": 0}, "gsm8k_correctness"], ["gsm8k_correctness"]),
-        ([{"name": "well_formed", "weight": -1.0}, "gsm8k_correctness"], ["gsm8k_correctness"]),
         ([{"name": "sum", "rewards": ["gsm8k_correctness", {"name": "well_formed", "weight": 0.5}]}],
          ["gsm8k_correctness", "well_formed"]),
-        ([{"name": "sum", "rewards": ["gsm8k_correctness", "well_formed"], "weight": 0}],
-         ["gsm8k_correctness", "well_formed"]),  # as without any reward
         (["trl.rewards.think_format_reward"], ["gsm8k_correctness", "think_format_reward"]),
         (["trl.rewards.accuracy_reward", "well_formed"], ["gsm8k_correctness", "well_formed"]),
-        (["my.rewards.accuracy_reward", "well_formed"], ["gsm8k_correctness", "well_formed"]),
         (["gsm8k_correctness", "gsm8k_correctness"], ["gsm8k_correctness"]),
     ],
 )  # fmt: skip

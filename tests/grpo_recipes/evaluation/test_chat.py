@@ -44,6 +44,17 @@ def greedy(folder: Path, prompt: str, count: int) -> str:
     return tokenizer.decode(ids[0, start:], skip_special_tokens=True)
 
 
+@pytest.fixture
+def run(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "run"))
+
+
+def record(run: Path, config: Any = None, dataset: Any = None, **recipe: Any) -> None:
+    """Write the record of a run."""
+    recipe["dataset"] = dataset or {"name": "gsm8k"}
+    (run / "run.json").write_text(json.dumps({"recipe": recipe, "config": config or {}}))
+
+
 def test_one_prompt_is_answered_as_the_recipe_prompts(tiny_model: Path, capsys: Any) -> None:
     options = ["--recipe", "quickstart", "--temperature", "0", "--max_new_tokens", "12"]
     assert cli.main(["chat", str(tiny_model), *options, "--prompt", QUESTION]) == 0
@@ -55,16 +66,11 @@ def test_one_prompt_is_answered_as_the_recipe_prompts(tiny_model: Path, capsys: 
     assert " 12 tokens" in captured.err
 
 
-def test_filters_of_the_training_apply_and_published_settings_do_not(
-    tiny_model: Path, tmp_path: Path, capsys: Any
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_model, run)
+def test_filters_of_the_training_apply_and_published_settings_do_not(tiny_model: Path, run: Path, capsys: Any) -> None:
     published = json.loads((run / "generation_config.json").read_text())
     (run / "generation_config.json").write_text(json.dumps({**published, "suppress_tokens": [*range(3, 400)]}))
     config = {"temperature": 0.7, "top_k": 1, "max_completion_length": 12}
-    dataset = {"name": "arithmetic", "system_prompt": "none"}
-    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": dataset}, "config": config}))
+    record(run, config, {"name": "arithmetic", "system_prompt": "none"})
     assert cli.main(["chat", str(run), "--prompt", QUESTION]) == 0
     expected = greedy(tiny_model, f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n", 12)
     assert capsys.readouterr().out == visible_lines(expected) + "\n"
@@ -89,6 +95,7 @@ class Scripted:
 
     Attributes:
         prompts: Rendered prompts, one for each answer.
+        longest: Largest number of tokens of each prompt with its answer.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, is_text: bool = False) -> None:
@@ -96,6 +103,7 @@ class Scripted:
         model = policy(eos_token_id=257, pad_token_id=257)
         self.script: list[str | None] = []
         self.prompts: list[str] = []
+        self.longest: list[int] = []
         dataset = DatasetSpec.parse({"path": "none", "system_prompt": "Be brief."})
         settings = Settings(max_new_tokens=100, strict=None)
         self.chat = Chat(Transformers(model, tokenizer), dataset, is_text, settings, {})
@@ -103,6 +111,7 @@ class Scripted:
 
         def generate(input_ids: torch.Tensor, streamer: Any, **options: Any) -> torch.Tensor:
             self.prompts.append(tokenizer.decode(input_ids[0]))
+            self.longest.append(input_ids.shape[1] + options["max_new_tokens"])
             streamer.put(input_ids)
             text = self.script.pop(0)
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -171,18 +180,10 @@ def test_a_refused_message_is_not_in_the_conversation(talk: Scripted, capsys: An
     assert " 128" in capsys.readouterr().err
 
 
-def test_an_answer_fits_into_the_context(talk: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    generate = talk.chat.model.generate
-
-    def spy(**options: Any) -> torch.Tensor:
-        seen.append(options["max_new_tokens"] + options["input_ids"].shape[1])
-        return generate(**options)
-
-    monkeypatch.setattr(talk.chat.model, "generate", spy)
+def test_an_answer_fits_into_the_context(talk: Scripted) -> None:
     talk.script = ["one"]
     talk.chat.answer("x" * 50)
-    assert seen == [128]
+    assert talk.longest == [128]
 
 
 def test_an_answer_ends_at_a_stop_string_of_the_recipe(capsys: Any) -> None:
@@ -195,22 +196,19 @@ def test_an_answer_ends_at_a_stop_string_of_the_recipe(capsys: Any) -> None:
     assert not any(stop in answer[:-1] for answer in answers for stop in settings.stop)
 
 
-def test_the_form_of_prompts_without_a_key_is_that_of_the_rows(tmp_path: Path, tiny_model: Path, capsys: Any) -> None:
+def test_the_form_of_prompts_without_a_key_is_that_of_the_rows(
+    tmp_path: Path, tiny_model: Path, run: Path, capsys: Any
+) -> None:
     """A single row has no share to hold out, and the evaluation of its pass rate may be gone."""
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1 + 1 ="}) + "\n")
-    run = tmp_path / "run"
-    shutil.copytree(tiny_model, run)
-    dataset = {"path": str(tmp_path / "rows.jsonl"), "eval_share": 0.5}
-    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": dataset}}))
+    record(run, dataset={"path": str(tmp_path / "rows.jsonl"), "eval_share": 0.5})
     assert cli.main(["chat", str(run), "--prompt", "7", "--temperature", "0", "--max_new_tokens", "8"]) == 0
     assert capsys.readouterr().out == visible_lines(greedy(tiny_model, "7", 8)) + "\n"
 
 
-def test_a_damaged_record_is_refused(tmp_path: Path, tiny_model: Path, capsys: Any) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_model, run)
-    for config in ({"temperature": "x"}, {"top_p": 2}, {"temperature": float("nan")}):
-        (run / "run.json").write_text(json.dumps({"recipe": {"dataset": {"name": "gsm8k"}}, "config": config}))
+def test_a_damaged_record_is_refused(run: Path, capsys: Any) -> None:
+    for config in ({"temperature": "x"}, {"top_p": 2}):
+        record(run, config)
         assert cli.main(["chat", str(run), "--prompt", "1"]) == 2
         assert f"`{next(iter(config))}`" in capsys.readouterr().err
 
@@ -242,16 +240,13 @@ def test_a_message_is_worded_as_the_rows_of_training(keys: dict[str, Any], tmp_p
     [
         ({"prompt_template": "{{ text }} {{ hint }}", "prompt_format": "text"}, "hint, text"),
         ({"name": "multiple_choice"}, "question, choices"),
-        ({"prompt_template": "{{ text }}", "prompt_format": "text"}, None),
         ({"name": "classification", "labels": ["a", "b"]}, None),
     ],
 )
 def test_columns_that_a_message_lacks_are_named(
-    keys: dict[str, Any], words: str | None, tiny_model: Path, tmp_path: Path, capsys: Any
+    keys: dict[str, Any], words: str | None, run: Path, capsys: Any
 ) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(tiny_model, run)
-    (run / "run.json").write_text(json.dumps({"recipe": {"dataset": {**keys, "path": "rows.jsonl"}}}))
+    record(run, dataset={**keys, "path": "rows.jsonl"})
     assert cli.main(["chat", str(run), "--prompt", "1", "--max_new_tokens", "1"]) == 0
     said = capsys.readouterr().err
     assert (words or "") in said
@@ -259,9 +254,7 @@ def test_columns_that_a_message_lacks_are_named(
 
 
 @pytest.mark.parametrize("key", ["tools", "environment_factory"])
-def test_recipes_with_tools_are_refused(key: str, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
-    shutil.copytree(tiny_model, tmp_path / "run")
-    recipe = {"dataset": {"name": "gsm8k"}, key: ["calculator"]}
-    (tmp_path / "run" / "run.json").write_text(json.dumps({"recipe": recipe}))
-    assert cli.main(["chat", str(tmp_path / "run"), "--prompt", "1"]) == 2
+def test_recipes_with_tools_are_refused(key: str, run: Path, capsys: Any) -> None:
+    record(run, **{key: ["calculator"]})
+    assert cli.main(["chat", str(run), "--prompt", "1"]) == 2
     assert f"`{key}`" in capsys.readouterr().err

@@ -118,12 +118,9 @@ def test_one_token_under_another_log_probability_is_a_mismatch(scale: float, is_
     assert bool(engine.stock_because) == is_wrong
 
 
-@pytest.mark.parametrize("reason", ["dynamic", "prefill_chunk_size"])
-def test_a_model_that_group_decoding_declines_uses_transformers_own_loop(reason: str, caplog: Any) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = policy(rope_parameters=rope) if reason == "dynamic" else policy()
-    if reason == "prefill_chunk_size":
-        model.generation_config.prefill_chunk_size = 2
+def test_a_model_that_group_decoding_declines_uses_transformers_own_loop(caplog: Any) -> None:
+    model, reason = policy(), "prefill_chunk_size"
+    model.generation_config.prefill_chunk_size = 2
     settings = Settings(max_new_tokens=3, batch_size=8)
     expected = engine_of(model, stock=True)(PROMPTS, settings)
     engine = engine_of(model)
@@ -136,7 +133,6 @@ def test_a_model_that_group_decoding_declines_uses_transformers_own_loop(reason:
 def test_a_model_in_training_is_evaluated_without_dropout_and_goes_on_training(monkeypatch: Any) -> None:
     model, settings = policy(attention_dropout=0.9), Settings(max_new_tokens=8)
     expected = engine_of(model.eval())(PROMPTS, settings)
-    assert not model.training
     assert engine_of(model.train())(PROMPTS, settings) == expected
     assert model.training
 
@@ -157,9 +153,7 @@ def test_a_completion_ends_at_its_first_stop_string(stock: bool, pad_is_eos: boo
         engine.tokenizer.pad_token = engine.tokenizer.eos_token
     completions = engine(PROMPTS * 4, Settings(temperature=1.0, max_new_tokens=24, batch_size=48, stop=STOP))
     assert bool(engine.stock_because) == stock
-    stopped = [text for text in completions if text.endswith(STOP)]
-    assert len(stopped) > 10
-    assert any(len(text) > 1 for text in stopped)
+    assert sum(text.endswith(STOP) for text in completions) > 10
     for text in completions:
         assert not any(stop in text[:-1] for stop in STOP), "cut at the first one"
 
@@ -180,14 +174,9 @@ def test_a_completion_keeps_its_end_token_and_no_padding_and_has_the_length_of_i
 
 def test_the_sampling_of_greedy_decoding_names_no_filter() -> None:
     engine = engine_of(policy())
-    assert engine.sampling(Settings(max_new_tokens=3, stop=("b",))) == {
-        "do_sample": False,
-        "repetition_penalty": 1.0,
-        "max_new_tokens": 3,
-        "eos_token_id": [1],
-        "pad_token_id": 0,
-        "stop": ["b"],
-    }
+    lengths = {"max_new_tokens": 3, "eos_token_id": [1], "pad_token_id": 0, "stop": ["b"]}
+    found = engine.sampling(Settings(max_new_tokens=3, stop=("b",)))
+    assert found == {"do_sample": False, "repetition_penalty": 1.0, **lengths}
     assert engine.positions == engine.model.config.max_position_embeddings
     for config in ({}, {"max_position_embeddings": None}):
         assert Transformers(SimpleNamespace(config=SimpleNamespace(**config)), None).positions == float("inf")
@@ -243,10 +232,9 @@ def test_the_sampling_of_training_is_that_of_its_recipe_with_trls_defaults(
 
 
 def test_keys_of_sampling_and_of_the_chat_template_are_checked() -> None:
-    for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):
-        for recipe in ({key: "high"}, {"generation_kwargs": {key: [1]}}):
-            with refused(f"`{key}`"):
-                engines.training_sampling(recipe)
+    for recipe in ({"top_p": "high"}, {"generation_kwargs": {"top_p": [1]}}):
+        with refused("`top_p`"):
+            engines.training_sampling(recipe)
     assert engines.template_kwargs_of({}) is engines.template_kwargs_of({"chat_template_kwargs": {}}) is None
     assert engines.template_kwargs_of({"chat_template_kwargs": {"thinking": False}}) == {"thinking": False}
     with refused("`chat_template_kwargs`", "['thinking']"):
@@ -308,8 +296,7 @@ def test_an_adapters_base_keeps_its_layout_in_4_bits(tmp_path: Path, monkeypatch
     model.support_avx512bf16_for_cpu = True
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setattr(peft.AutoPeftModelForCausalLM, "from_pretrained", lambda *_, **__: model)
-    assert engines.load_model(str(tmp_path)) is model
-    assert not model.support_avx512bf16_for_cpu
+    assert not engines.load_model(str(tmp_path)).support_avx512bf16_for_cpu
 
 
 def test_folders_of_models_are_checked_before_they_are_loaded(tmp_path: Path, monkeypatch: Any) -> None:
@@ -332,14 +319,13 @@ def test_folders_of_models_are_checked_before_they_are_loaded(tmp_path: Path, mo
         (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
         engines.check_model_folder(adapter)
 
-    for named in (str(base), "base", "owner/model", "", None):
+    for named in ("base", "owner/model", "", None):
         check(named)
     with refused(adapter, tmp_path / "gone", "`base_model_name_or_path`"):
         check(str(tmp_path / "gone"))
     (base / "model.safetensors").write_bytes(b"damaged")
-    for named in (str(base), "base"):
-        with refused("base/model.safetensors"):
-            check(named)
+    with refused("base/model.safetensors"):
+        check("base")
     with refused(base / "model.safetensors"):
         engines.check_model(str(base))
     (adapter / "adapter_model.safetensors").write_bytes(b"damaged")
@@ -369,24 +355,16 @@ def test_the_dtype_of_a_model_is_that_of_its_file_or_unknown(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_a_hub_that_does_not_answer_is_not_asked_for_a_dtype(tmp_path: Path, monkeypatch: Any, answers: bool) -> None:
-    """The dtype of a model of images and text is that of its text, and a folder needs no hub."""
-    asked: dict[str, dict[str, object]] = {}
-    text = SimpleNamespace(dtype=torch.bfloat16)
+def test_a_hub_that_does_not_answer_is_not_asked_for_a_dtype(monkeypatch: Any, answers: bool) -> None:
+    """The dtype of a model of images and text is that of its text."""
 
     def read(name: str, **options: object) -> Any:
-        asked[name] = options
-        return SimpleNamespace(dtype=torch.float16, get_text_config=lambda: text)
+        assert options == {"local_files_only": not answers, "trust_remote_code": False}
+        return SimpleNamespace(dtype=torch.float16, get_text_config=lambda: SimpleNamespace(dtype=torch.bfloat16))
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read)
     monkeypatch.setattr(engines, "hub_answers", lambda: answers)
-    names = ("org/model", str(tmp_path))
-    assert [engines.checkpoint_dtype(name) for name in names] == ["bfloat16"] * 2
-    text.dtype = None
-    assert engines.checkpoint_dtype("org/model") == "float16"
-    assert [asked[name] for name in names] == [
-        {"local_files_only": local, "trust_remote_code": False} for local in (not answers, True)
-    ]
+    assert engines.checkpoint_dtype("org/model") == "bfloat16"
 
 
 # ---- quantized bases
@@ -406,16 +384,13 @@ def test_the_base_of_an_adapter_is_quantized_as_its_run_did(tmp_path: Path) -> N
     for kind in ("nf4", "fp4"):
         record(load_in_4bit=True, bnb_4bit_quant_type=kind, use_bnb_nested_quant=True)
         (shown,) = engines.quantization_of(str(tmp_path)).values()
-        assert "4 bits" in shown
+        assert shown.startswith("4 bits")
         assert kind in shown
         found = engines.trained_quantization(tmp_path)
         assert (found.load_in_4bit, found.bnb_4bit_use_double_quant) == (True, True)
-    for damaged in ({"bnb_4bit_quant_type": 7}, {"dtype": "float99"}):
-        record(load_in_4bit=True, **damaged)
-        with refused(tmp_path, "run.json"):
-            engines.trained_quantization(tmp_path)
-    (tmp_path / "run.json").unlink()
-    assert engines.trained_quantization(tmp_path) is None
+    record(load_in_4bit=True, bnb_4bit_quant_type=7)
+    with refused(tmp_path, "run.json"):
+        engines.trained_quantization(tmp_path)
 
 
 @pytest.mark.slow

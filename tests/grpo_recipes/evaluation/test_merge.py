@@ -6,13 +6,11 @@ import math
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, PromptTuningConfig, get_peft_model
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes.checks import packages
@@ -104,8 +102,6 @@ ERRORS = [
     (torch.float32, math.nan, False),
     (torch.bfloat16, 2e-2, True),
     (torch.bfloat16, 7e-2, False),
-    pytest.param(torch.float64, 5e-7, True, marks=pytest.mark.slow),
-    pytest.param(torch.float64, 2e-6, False, marks=pytest.mark.slow),
 ]
 
 
@@ -135,10 +131,9 @@ def test_a_merge_that_loses_the_adapter_or_fails_is_refused(
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda model, **_: model.unload(), raising=False)
     with refused(run):
         merge.merge(run, tmp_path / "model")
-    for error in (AttributeError("no"), NotImplementedError("no"), ValueError("no")):
-        monkeypatch.setattr(PeftModel, "merge_and_unload", Mock(side_effect=error), raising=False)
-        with refused(run, "LORA", "(no)"):
-            merge.merge(run, tmp_path / "model")
+    monkeypatch.setattr(PeftModel, "merge_and_unload", Mock(side_effect=NotImplementedError("no")), raising=False)
+    with refused(run, "LORA", "(no)"):
+        merge.merge(run, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -187,30 +182,5 @@ def test_the_base_is_loaded_at_the_revision_of_the_training_and_runs_no_code(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
     with refused(run, policy, "no such model", "`base_model_name_or_path`"):
         merge.merged_adapter(run)
-    assert given == {
-        **{"name": str(policy), "revision": loaded, "dtype": "auto"},
-        **{"quantization_config": None, "trust_remote_code": False},
-    }
-
-
-def test_a_model_that_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
-    for error in (OSError(28, "No space left on device"), SafetensorError("I/O error")):
-
-        def fails(place: Path, error: Exception = error) -> None:
-            place.mkdir()
-            raise error
-
-        with refused(tmp_path / "out", error):
-            merge.write_model(tmp_path / "out", SimpleNamespace(save_pretrained=fails), None, {})
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_texts_are_written_in_utf_8_whatever_encoding_the_machine_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = Path.write_text
-    monkeypatch.setattr(Path, "write_text", lambda path, text, encoding="ascii": write(path, text, encoding))
-    saved = SimpleNamespace(save_pretrained=lambda place: place.mkdir(exist_ok=True))
-    merge.write_model(tmp_path / "a" / "out", saved, saved, {"README.md": "déjà vu", "NOTICE": "©"})
-    assert (tmp_path / "a" / "out" / "README.md").read_bytes() == "déjà vu".encode()
-    assert (tmp_path / "a" / "out" / "NOTICE").read_bytes() == "©".encode()
+    base = {"name": str(policy), "revision": loaded, "dtype": "auto"}
+    assert given == {**base, "quantization_config": None, "trust_remote_code": False}

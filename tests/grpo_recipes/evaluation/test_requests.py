@@ -113,13 +113,7 @@ def test_rows_of_the_training_are_not_evaluated_unasked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "kept"),
-    [
-        ("b.csv", {"delimiter", "encoding", "decimal"}),
-        ("b.tsv.gz", {"delimiter", "encoding", "decimal"}),
-        ("b.jsonl", {"encoding"}),
-        ("b.parquet", set()),
-        ("someone/problems", set()),
-    ],
+    [("b.tsv.gz", {"delimiter", "encoding", "decimal"}), ("b.jsonl", {"encoding"}), ("b.parquet", set())],
 )
 def test_another_path_keeps_the_keys_that_describe_such_a_file(path: str, kept: set[str]) -> None:
     notation = {"delimiter": ";", "encoding": "cp1252", "decimal": "comma"}
@@ -159,13 +153,11 @@ def test_the_settings_are_those_of_the_options_and_else_of_the_recipe(evaluated:
     plain = settings({})
     numbers = {"samples": 1, "temperature": 0.0, "max_new_tokens": 512, "batch_size": 64, "seed": 0, "stop": []}
     assert plain.items() >= numbers.items()
-    assert "chat_template_kwargs" not in plain
     assert settings({"max_completion_length": 7})["max_new_tokens"] == 7
     assert settings({"max_completion_length": 7}, max_new_tokens=9)["max_new_tokens"] == 9
     assert settings({}, samples=2)["temperature"] == 1.0
-    assert (
-        settings({}, samples=2, temperature=0.5)["temperature"] == settings({}, temperature=0.5)["temperature"] == 0.5
-    )
+    for samples in (1, 2):
+        assert settings({}, samples=samples, temperature=0.5)["temperature"] == 0.5
     given = settings({}, seed=3, batch_size=5, samples=2)
     assert (given["seed"], given["batch_size"], given["samples"]) == (3, 5, 2)
     recipe = {"generation_kwargs": {"stop": ["END"]}, "chat_template_kwargs": {"enable_thinking": False}}
@@ -181,7 +173,6 @@ def test_the_settings_are_those_of_the_options_and_else_of_the_recipe(evaluated:
         ("Say it.", [], {}, ["think", "answer"]),
         ("reasoning", [FORM], {}, ["a", "b"]),
         ("none", [FORM], {"tags": ("x", "y")}, ["x", "y"]),
-        ("none", [{"name": "gate", "reward": "gsm8k_correctness", "only_if": FORM}], {}, ["a", "b"]),
         ("none", ["gsm8k_correctness", {"name": "sum", "rewards": ["tag_count", FORM]}], {}, ["a", "b"]),
     ],
 )
@@ -220,7 +211,6 @@ def test_what_identifies_an_evaluation_is_recorded(evaluated: Callable, run_fold
     assert found["weights"] == weights_fingerprint(str(run_folder))
     assert found["made_with"]["dtype"] == "float32"
     assert "chat_template" not in found
-    assert "paid_by" not in evaluated({})
     template, recipe = tmp_path / "t" / "chat_template.jinja", tmp_path / "r.yaml"
     template.parent.mkdir()
     template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
@@ -303,8 +293,6 @@ def test_the_command_evaluates_a_model_by_its_recipe(
     assert cli.main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == summary
     assert (summary["dataset"]["name"], summary["dataset"]["split"]) == ("arithmetic", "test")
-    assert summary["settings"]["tags"] == ["think", "answer"]
-    assert summary["settings"]["temperature"] == 0.0
     prompts = pd.read_parquet(folder / "completions.parquet")["prompt"]
     assert json.loads(prompts[0])[0]["role"] == "system"
     assert prompts.is_unique
@@ -315,16 +303,11 @@ URL = ["--vllm", "--vllm_server_base_url", "http://127.0.0.1:9"]
 WRONG: list[tuple[list[str], list[str]]] = [
     (["/no/such-folder", *HERE], ["/no/such-folder"]),
     (["MODEL", "--dataset", "arithmatic"], ["`arithmetic`"]),
-    (["MODEL", *HERE, "--samples", "4", "--temperature", "0"], ["--samples", "--temperature"]),
     (["MODEL", *HERE, "--vllm"], ["--vllm"]),
     (["MODEL", "--vllm_max_model_length", "64"], ["--vllm_max_model_length", "--vllm"]),
     (["MODEL", *URL, "--vllm_tensor_parallel_size", "2"], ["--vllm_tensor_parallel_size", "--vllm_server_base_url"]),
     (["MODEL", *HERE, *URL], ["http://127.0.0.1:9"]),
-    (["MODEL", *HERE, "--max_new_tokens", "0"], ["--max_new_tokens", "0"]),
-    (["MODEL", *HERE, "--batch_size", "0"], ["--batch_size", "0"]),
     (["MODEL", *HERE, "--limit", "0"], ["--limit", "0"]),
-    (["MODEL", *HERE, "--temperature", "-1"], ["--temperature", "-1"]),
-    (["MODEL", *HERE, "--temperature", "nan"], ["--temperature", "nan"]),
     (["MODEL", "--dataset", "scored"], ["scored", "--path"]),
     (["MODEL", "--recipe", "no-such-recipe"], ["no-such-recipe"]),
 ]
@@ -344,8 +327,8 @@ def test_a_wrong_option_is_named_in_the_last_line(
 
 
 def test_settings_of_an_evaluation_are_checked() -> None:
+    Settings(samples=1, batch_size=1, max_new_tokens=1)
     for name in ("samples", "batch_size", "max_new_tokens"):
-        assert getattr(Settings(**{name: 1}), name) == 1
         with refused(f"--{name}", 0):
             Settings(**{name: 0})
     for temperature in (-0.1, float("nan"), float("inf")):
@@ -355,24 +338,12 @@ def test_settings_of_an_evaluation_are_checked() -> None:
         Settings(samples=2)
 
 
-def test_a_run_is_evaluated_on_rows_that_it_was_not_trained_on(
+def test_a_run_on_recorded_responses_is_refused_with_options_that_work(
     run_folder: Path, gsm8k_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset = {"name": "gsm8k", "path": str(gsm8k_file), "system_prompt": "reasoning"}
-    recipe = {"dataset": dataset, "max_completion_length": 4}
-    (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
-    assert cli.main(["evaluate", str(run_folder)]) == 2
-    dataset["eval_split"] = "train[38:]"
-    (run_folder / "run.json").write_text(json.dumps({"recipe": recipe}))
-    assert cli.main(["evaluate", str(run_folder)]) == 0
-    summary = json.loads((run_folder / "evaluations" / "after" / "evaluation.json").read_text())
-    assert summary["problems"] == 2
-    assert summary["settings"]["tags"] == ["reasoning", "answer"]
-    # A run on recorded responses is refused with options that work.
     scored = {"name": "scored", "path": "scored.jsonl", "prompt_format": "text"}
     (run_folder / "run.json").write_text(json.dumps({"recipe": {"dataset": scored, "rewards": []}}))
     command = ["evaluate", str(run_folder), "--limit", "2", "--max_new_tokens", "4", "--output", str(tmp_path / "e")]
-    capsys.readouterr()
     assert cli.main(command) == 2
     fix = capsys.readouterr().err.splitlines()[-1].partition("`")[2].partition("`")[0]
     assert cli.main([*command, *fix.replace("PROBLEMS.jsonl", str(gsm8k_file)).split()]) == 0

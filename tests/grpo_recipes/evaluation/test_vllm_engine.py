@@ -38,6 +38,8 @@ NEUTRAL = {
     "min_tokens": 0,
 }
 """Neutral values of every field that vLLM would read from a generation_config.json, and of its penalties."""
+FIXED = {"dtype": "float32", "generation_config": "vllm", "trust_remote_code": False}
+"""Arguments that vLLM gets for every policy of these tests."""
 
 
 def load_vllm(name: str, options: VLLM) -> Any:
@@ -86,19 +88,10 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_policy(tmp_path_factory.mktemp("policy"))
 
 
-@pytest.fixture(scope="module")
-def adapters(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return adapters by their special feature."""
-    plain = {"r": 4, "task_type": "CAUSAL_LM", "target_modules": "all-linear"}
-    configs = {
-        "plain": LoraConfig(**plain),
-        "use_dora": LoraConfig(**plain, use_dora=True),
-    }
-    folders = {}
-    for name, config in configs.items():
-        folders[name] = tmp_path_factory.mktemp(name)
-        get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config).save_pretrained(folders[name])
-    return folders
+def save_adapter(policy: Path, folder: Path, **features: Any) -> Path:
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear", **features)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(policy), config).save_pretrained(folder)
+    return folder
 
 
 def test_vllm_gets_the_dtype_the_options_and_the_end_tokens(policy: Path, stub: type[StubLLM]) -> None:
@@ -106,8 +99,7 @@ def test_vllm_gets_the_dtype_the_options_and_the_end_tokens(policy: Path, stub: 
     load_vllm(str(policy), options)(PROMPTS, SETTINGS)
     (made,) = stub.made
     given = {"tensor_parallel_size": 2, "max_model_len": CONTEXT, "gpu_memory_utilization": 0.5}
-    fixed = {"dtype": "float32", "generation_config": "vllm", "trust_remote_code": False}
-    assert made == {"model": str(policy), **fixed, **given}
+    assert made == {"model": str(policy), **FIXED, **given}
     assert stub.inputs == [{"prompt_token_ids": tokens(prompt)} for prompt in PROMPTS]
     assert stub.requests == [{}], "no adapter"
     for row in stub.sampling:
@@ -146,13 +138,12 @@ def test_a_completion_that_vllm_would_cut_is_refused(policy: Path, stub: type[St
 
 
 def test_a_default_lora_is_served_without_merging(
-    policy: Path, adapters: dict[str, Path], stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = adapters["plain"]
-    monkeypatch.chdir(folder.parent)
+    folder = save_adapter(policy, tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
     engine = load_vllm(folder.name, VLLM())
-    fixed = {"dtype": "float32", "generation_config": "vllm", "trust_remote_code": False}
-    assert stub.made == [{"model": str(policy), **fixed, "enable_lora": True, "max_loras": 1, "max_lora_rank": 8}]
+    assert stub.made == [{"model": str(policy), **FIXED, "enable_lora": True, "max_loras": 1, "max_lora_rank": 8}]
     engine(PROMPTS, SETTINGS)
     assert stub.requests == [{"lora_request": ("policy", 1, str(folder))}]
     assert made_with(str(folder), VLLM())["adapter"] == "LoRARequest"
@@ -176,14 +167,11 @@ def test_what_vllm_applies_or_only_training_reads_needs_no_merging(tmp_path: Pat
     served = {"r": 3, "lora_alpha": 7, "lora_dropout": 0.5, "use_rslora": True, "init_lora_weights": "gaussian"}
     named = {"base_model_name_or_path": "owner/base", "revision": "v2", "task_type": "CAUSAL_LM"}
     config = LoraConfig(**served, **named, inference_mode=True, target_modules=["q_proj", "v_proj"])
-    config.auto_mapping = {"base_model_class": "LlamaForCausalLM"}
     config.save_pretrained(tmp_path)
     assert needs_merging(str(tmp_path)) is None
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**written, "rank_pattern": None, "bias": None}))
     assert needs_merging(str(tmp_path)) is None, "what is off needs nothing"
-    LoraConfig(target_modules=None).save_pretrained(tmp_path)
-    assert needs_merging(str(tmp_path)) is None
 
 
 LINEAR: dict[str, Any] = {"target_modules": "all-linear"}
@@ -214,14 +202,13 @@ def test_an_adapter_on_a_quantized_base_needs_merging(tmp_path: Path) -> None:
 
 
 def test_a_model_that_vllm_can_not_load_is_named(
-    policy: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, stub: type[StubLLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for error in (OSError("no\nroom"), RuntimeError("no room"), ValueError("no room")):
         monkeypatch.setattr(StubLLM, "__init__", Mock(side_effect=error))
         with refused(policy, "no room"):
             load_vllm(str(policy), VLLM())
-    (weights := policy.with_name("broken")).mkdir()
-    tiny.save_policy(weights)
+    weights = tiny.save_policy(tmp_path / "broken")
     tensors = load_file(weights / "model.safetensors")
     tensors["lm_head.weight"][0, 0] = math.nan
     save_file(tensors, weights / "model.safetensors", metadata={"format": "pt"})
@@ -232,22 +219,18 @@ def test_a_model_that_vllm_can_not_load_is_named(
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "max_model_length", "gpu_memory_utilization"])
 def test_an_option_of_the_engine_in_this_process_is_not_one_of_a_server(name: str) -> None:
     given = {f"vllm_{name}": 0}
-    for url in ("http://h", ""):
-        with refused(f"--vllm_{name}", "--vllm_server_base_url"):
-            VLLM(vllm_server_base_url=url, **given)
+    with refused(f"--vllm_{name}", "--vllm_server_base_url"):
+        VLLM(vllm_server_base_url="http://h", **given)
     named = {"max_model_length": "max_model_len"}.get(name, name)
     assert VLLM(**given).arguments() == {named: 0}, "vLLM says what is wrong with it"
     assert (VLLM().arguments(), VLLM().name) == ({}, "vllm")
-    assert VLLM(vllm_server_base_url="").name == VLLM(vllm_server_base_url="http://h").name == "vllm server"
 
 
 def test_an_empty_address_is_one_of_a_server() -> None:
     """An empty variable of a script must not start an engine in this process."""
     for address in ("", "gpu1"):
-        options = VLLM(vllm_server_base_url=address)
-        for call in (lambda options=options: load_vllm("m", options), lambda options=options: made_with("m", options)):
-            with refused(f"server {address}", "--vllm_server_base_url"):
-                call()
+        with refused(f"server {address}", "--vllm_server_base_url"):
+            load_vllm("m", VLLM(vllm_server_base_url=address))
 
 
 def test_the_record_names_version_and_dtype(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,25 +250,20 @@ def test_each_row_has_the_length_that_it_has_room_for(
     settings = Settings(max_new_tokens=int(engine.positions))
     assert engine.positions == (512 if served else CONTEXT)
     engine.generate([[5], [5, 6]], settings, [2, 3])
-    lengths = [(len(row["prompt"]), row["max_tokens"]) for row in StubServer.requests]
-    if not served:
-        lengths = [
-            (len(given["prompt_token_ids"]), row.max_tokens)
-            for given, row in zip(stub.inputs, stub.sampling, strict=True)
-        ]
-    assert sorted(lengths) == [(1, 2), (2, 3)]
+    prompts = [row["prompt"] for row in StubServer.requests] or [given["prompt_token_ids"] for given in stub.inputs]
+    lengths = [row["max_tokens"] for row in StubServer.requests] or [row.max_tokens for row in stub.sampling]
+    assert sorted(zip(map(len, prompts), lengths, strict=True)) == [(1, 2), (2, 3)]
     with refused("--max_new_tokens", settings.max_new_tokens + 1):
         engine.generate([[5]], settings)
 
 
 def test_merging_an_adapter_logs_a_warning(
-    adapters: dict[str, Path], stub: type[StubLLM], caplog: pytest.LogCaptureFixture
+    policy: Path, tmp_path: Path, stub: type[StubLLM], caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = load_vllm(str(adapters["use_dora"]), VLLM())
+    engine = load_vllm(str(save_adapter(policy, tmp_path / "adapter", use_dora=True)), VLLM())
     assert "`use_dora`" in caplog.text
     merged = Path(stub.made[0]["model"])
     assert engine.request is None
-    assert merged.parent.name.startswith("merged-")
     assert (merged / "model.safetensors").is_file()
     assert not (merged / "adapter_config.json").exists()
 
@@ -362,17 +340,9 @@ def test_an_evaluation_records_its_engine_and_the_sampling_settings_in_force(
     options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 4, "samples": 2, "prompt_format": "text"}
     summary = evaluate.evaluate_model(policy, output=tmp_path / "a", **options)
     assert (summary["engine"], summary["made_with"]["dtype"]) == ("transformers", "float32")
-    assert summary["sampling"] == {
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "repetition_penalty": 1.0,
-        "max_new_tokens": 4,
-        "eos_token_id": [1],
-        "pad_token_id": 0,
-        "stop": [],
-    }
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    ends = {"max_new_tokens": 4, "eos_token_id": [1], "pad_token_id": 0, "stop": []}
+    assert summary["sampling"] == {**sampling, **ends}
     served = {"vllm": True, "vllm_server_base_url": server, "output": tmp_path / "b"}
     summary = evaluate.evaluate_model(policy, **options, **served)
     assert summary["engine"] == "vllm server"
@@ -392,7 +362,6 @@ def test_a_server_names_a_model_by_its_id_or_its_folder(
     named = {"id": policy.name, "root": None, "max_model_len": 9}
     unlimited = {"id": "other", "root": str(policy), "max_model_len": None}
     for others, model, positions in (
-        ([], "mine", 512),
         ([{"id": "base", "root": "owner/base"}], "mine", 512),
         ([named], policy.name, 9),
         ([unlimited, named], "other", math.inf),
@@ -407,9 +376,7 @@ def test_a_server_names_a_model_by_its_id_or_its_folder(
 def test_the_dtype_of_a_server_may_be_unknown(server: str) -> None:
     options = VLLM(vllm_server_base_url=f"{server}/v1/")
     for answer, dtype in (
-        ({"vllm_config": {"model_config": {"dtype": "torch.float16"}}}, "float16"),
         ({"vllm_config": {"model_config": {"dtype": "float32"}}}, "float32"),
-        ({"vllm_config": {"model_config": {"dtype": None}}}, None),
         ({}, None),
         ("not found", None),
     ):
@@ -421,7 +388,7 @@ def test_what_a_server_answers_to_a_wrong_request_is_told_in_one_line(server: st
     StubServer.answers["/version"] = b"no\nsuch \xff model" + b"x" * 900
     with refused(f"{server}/version", "404", "no such \ufffd modelxxx") as caught:
         made_with("m", VLLM(vllm_server_base_url=server))
-    assert 480 < len(caught.value.problem) < 530
+    assert len(caught.value.problem) < 530
     StubServer.answers["/version"] = b"<html>"
     with refused(server, "--vllm_server_base_url"):
         made_with("m", VLLM(vllm_server_base_url=server))

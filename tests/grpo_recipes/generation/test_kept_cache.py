@@ -106,7 +106,14 @@ def forwards(policy: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", only(["Qwen3Config", "MistralConfig", "GPT2Config"], ARCHITECTURES))
+@pytest.mark.parametrize(
+    "architecture",
+    only(
+        ["Qwen3Config", "MistralConfig", "GPT2Config"],
+        ARCHITECTURES,
+        ["Qwen3MoeConfig", "Gemma3TextConfig", "OPTConfig"],
+    ),
+)
 def test_the_same_tokens(architecture: str) -> None:
     """Turns with results of uneven lengths, after which rows leave."""
     policy = tiny(architecture)
@@ -135,26 +142,20 @@ def padded(contexts: Rows, completions: Rows, turn: int) -> Rows:
     return [*ragged(contexts, completions, turn), [0], [0]]
 
 
-def with_new_rows(contexts: Rows, completions: Rows, turn: int) -> Rows:
-    return [*prompts((9, 2)), *ragged(contexts, completions, turn)]
-
-
 def branched(contexts: Rows, completions: Rows, turn: int) -> Rows:
     """Return prompts of which pairs begin with one row of the turn before, or are equal to one."""
     following = [contexts[row] + completions[row] + result(row, turn + half) for row in range(4) for half in range(2)]
     return [*following, contexts[0] + completions[0], contexts[0] + completions[0][:-1]]
 
 
-OTHER_TURNS = [one_long_result, shortened, padded, with_new_rows, branched]
-
-
-@pytest.mark.parametrize("following", only([one_long_result, shortened, branched], OTHER_TURNS))
-def test_the_same_tokens_of_other_turns(following: Callable[..., Rows]) -> None:
-    policy, rows = tiny("LlamaConfig"), prompts((5, 5) if following is shortened else (3, 11, 1, 7))
-    expected, _ = conversation(policy, None, rows, following, turns=2 + (following is branched), max_new_tokens=12)
-    found, turns = conversation(
-        policy, everything(), rows, following, turns=2 + (following is branched), max_new_tokens=12
-    )
+@pytest.mark.parametrize(
+    ("following", "lengths", "count"),
+    [(one_long_result, (3, 11, 1, 7), 2), (shortened, (5, 5), 2), (padded, (5, 5), 2), (branched, (3, 11, 1, 7), 3)],
+)
+def test_the_same_tokens_of_other_turns(following: Callable[..., Rows], lengths: tuple[int, ...], count: int) -> None:
+    policy, rows = tiny("LlamaConfig"), prompts(lengths)
+    expected, _ = conversation(policy, None, rows, following, count, max_new_tokens=12)
+    found, turns = conversation(policy, everything(), rows, following, count, max_new_tokens=12)
     assert found == expected
     assert all(turn.reused for turn in turns[1:])
 
@@ -185,12 +186,6 @@ def test_a_later_turn_runs_its_new_tokens_only() -> None:
         generated(policy, following, Turn(kept=kept))
     assert seen[0] == (len(following), 6)  # results of at most five tokens, and the end of the turn before
     assert set(heads) == {1}, "the head runs on one token of a prompt"
-    kept = everything()
-    completions = generated(policy, rows, Turn(kept=kept), do_sample=False)
-    with forwards(policy) as seen:
-        following = [row + text + [5] for row, text in zip(rows, completions, strict=True)]
-        generated(policy, following, Turn(kept=kept), do_sample=False)
-    assert seen[0] == (4, 2), "equal histories run once"
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -211,11 +206,9 @@ def test_one_long_result_does_not_make_the_others_run_again(together: bool, monk
     ("widths", "rectangles"),
     [
         ({3: 5}, [[3]]),
-        ({0: 5, 1: 6, 2: 5}, [[0, 2, 1]]),
         ({0: 5, 1: 60, 2: 5, 4: 50}, [[0, 2], [4, 1]]),
         ({0: 4, 1: 8}, [[0], [1]]),  # 12 tokens in place of 16
         ({0: 57, 1: 100}, [[0, 1]]),  # 157 in place of 200
-        ({0: 1, 1: 1, 2: 10}, [[0, 1], [2]]),
     ],
 )
 def test_two_rectangles_where_they_save_tokens(widths: dict[int, int], rectangles: list[list[int]]) -> None:
@@ -344,11 +337,12 @@ def plant_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"peft_config": adapter(), "beta": 0.04}], ids=["full", "lora"])
 def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Path, said: Any) -> None:
-    ours = multi_turn(tmp_path / "auto", learning_rate=0.1, **changes)
+    changes = {"learning_rate": 0.1, "max_steps": 2, **changes}
+    ours = multi_turn(tmp_path / "auto", **changes)
     ours.train()
     assert said() == []
     assert ours._generation.is_reuse_verified
-    stock = multi_turn(tmp_path / "off", learning_rate=0.1, generation="off", **changes)
+    stock = multi_turn(tmp_path / "off", generation="off", **changes)
     stock.train()
     assert list(ours._logs["completion"]) == list(stock._logs["completion"])
     for mine, other in zip(ours.model.parameters(), stock.model.parameters(), strict=True):

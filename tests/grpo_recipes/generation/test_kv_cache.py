@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionLayer, StaticLayer
 
-from grpo_recipes.generation.kv_cache import ROOM, FullBuffer, StateBuffer, is_supported, is_unused
+from grpo_recipes.generation.kv_cache import FullBuffer, StateBuffer, is_supported, is_unused
 
 
 def filled(columns: int, rows: int = 3) -> tuple[DynamicLayer, Tensor, Tensor]:
@@ -39,14 +39,6 @@ def test_columns_are_appended_in_place_until_the_room_is_used_up() -> None:
     buffer.update(*more)
     assert_holds(buffer, torch.cat([keys, more[0]], 2)[:, :, 3:], torch.cat([values, more[1]], 2)[:, :, 3:])
     assert [one.shape[2] for one in buffer.buffers] == [3 + 256] * 2, "the cut columns are left behind"
-
-
-def test_more_columns_than_the_usual_room_are_appended() -> None:
-    layer, keys, values = filled(1)
-    buffer = FullBuffer(layer, torch.arange(3), 0)
-    more = filled(ROOM + 7)[1:]
-    buffer.update(*more)
-    assert_holds(buffer, torch.cat([keys, more[0]], 2), torch.cat([values, more[1]], 2))
 
 
 def test_rows_move_to_the_places_of_others() -> None:

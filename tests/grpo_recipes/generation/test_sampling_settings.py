@@ -69,8 +69,6 @@ def test_a_request_without_a_filter_draws_from_all_tokens() -> None:
         ({"sequence_bias": [[[5], 50.0]]}, "SequenceBiasLogitsProcessor(sequence_bias={(5,): 50.0})"),
         ({"suppress_tokens": [9]}, "SuppressTokensLogitsProcessor"),
         ({"min_p": 0.05}, "MinPLogitsWarper(min_p=0.05)"),
-        ({"no_repeat_ngram_size": 1}, "NoRepeatNGramLogitsProcessor"),
-        ({"min_new_tokens": 3}, "MinNewTokensLengthLogitsProcessor"),
         ({"temperature": 0.5}, "TemperatureLogitsWarper(temperature=0.5)"),
         ({"do_sample": False}, "greedy_search"),
         ({"num_beams": 2}, "beam_sample"),

@@ -33,9 +33,6 @@ class Engine:
         self.fault, self.dtype, self.policy, self.settings = fault, dtype, model, settings
         self.start = self.before = self.now = copied(model)
 
-    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self.policy.named_parameters()
-
     def sync_weights(self) -> None:
         """Take the policy's weights."""
         self.before, self.now = self.now, copied(self.policy)

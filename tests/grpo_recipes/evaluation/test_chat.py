@@ -206,13 +206,6 @@ def test_the_form_of_prompts_without_a_key_is_that_of_the_rows(
     assert capsys.readouterr().out == visible_lines(greedy(tiny_model, "7", 8)) + "\n"
 
 
-def test_a_damaged_record_is_refused(run: Path, capsys: Any) -> None:
-    for config in ({"temperature": "x"}, {"top_p": 2}):
-        record(run, config)
-        assert cli.main(["chat", str(run), "--prompt", "1"]) == 2
-        assert f"`{next(iter(config))}`" in capsys.readouterr().err
-
-
 WORDINGS: list[dict[str, Any]] = [
     {"name": "classification", "labels": ["good", "bad"], "prompt_format": "text"},
     {"name": "classification", "labels": ["good", "bad"], "prompt_template": "Judge: {{ text }}"},

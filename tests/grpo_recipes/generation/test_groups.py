@@ -195,8 +195,7 @@ def test_extreme_numbers_draw_possible_tokens(row: list[float], uniform: float, 
 
 
 def test_a_call_takes_one_number_of_the_global_generator_and_keeps_all_bits_of_its_own() -> None:
-    drawn = []
-    for seed in (0, 0, 1):
+    for seed in (0, 1):
         torch.manual_seed(seed)
         uniforms = Uniforms(3, torch.device("cpu"))
         after, found = torch.rand(1), []
@@ -208,9 +207,6 @@ def test_a_call_takes_one_number_of_the_global_generator_and_keeps_all_bits_of_i
         assert torch.equal(after, torch.rand(1))
         blocks = [torch.rand(BLOCK, 3, dtype=torch.float64, generator=own) for _ in range(2)]
         assert torch.equal(torch.stack(found), torch.cat(blocks))
-        assert len(torch.cat(found).unique()) == 6 * BLOCK
-        drawn.append(torch.cat(found).tolist())
-    assert drawn[0] == drawn[1] != drawn[2]
 
 
 # ---- less work

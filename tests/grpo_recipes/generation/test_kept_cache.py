@@ -6,17 +6,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from grpo_recipes.generation import kept_cache
 from grpo_recipes.generation.groups import Turn, decoding
-from grpo_recipes.generation.kept_cache import KeptCache, Prefix, split_by_width
+from grpo_recipes.generation.kept_cache import KeptCache, Prefix
 from grpo_recipes.process.faults import NotThePolicy
 from tests.support import device
 from tests.support.architectures import ARCHITECTURES, ENDS, adapter, batch, config, tiny, trainer
@@ -202,19 +199,6 @@ def test_one_long_result_does_not_make_the_others_run_again(together: bool, monk
     assert completions == generated(policy, following, None)
 
 
-@pytest.mark.parametrize(
-    ("widths", "rectangles"),
-    [
-        ({3: 5}, [[3]]),
-        ({0: 5, 1: 60, 2: 5, 4: 50}, [[0, 2], [4, 1]]),
-        ({0: 4, 1: 8}, [[0], [1]]),  # 12 tokens in place of 16
-        ({0: 57, 1: 100}, [[0, 1]]),  # 157 in place of 200
-    ],
-)
-def test_two_rectangles_where_they_save_tokens(widths: dict[int, int], rectangles: list[list[int]]) -> None:
-    assert split_by_width(widths) == rectangles
-
-
 # ---- what is kept
 
 
@@ -277,14 +261,6 @@ def test_the_longest_kept_beginning_is_taken_and_the_last_token_runs() -> None:
     lengths = {number: (prefix.tokens, prefix.layers[0][0].shape[1]) for number, prefix in found.items()}
     assert lengths == {0: (4, 4), 1: (2, 3), 4: (2, 2)}
     assert kept.size == 0
-
-
-def test_the_limit_is_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=807))
-    assert kept_cache.memory_limit(torch.device("cpu")) == 100
-    of_gpu = {torch.device("cuda", 1): SimpleNamespace(total_memory=8_007)}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", of_gpu.__getitem__)
-    assert kept_cache.memory_limit(torch.device("cuda", 1)) == 1000
 
 
 # ---- training

@@ -17,7 +17,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.loading import complete_weights
 from tests.support import short_runs
 from tests.support.errors import refused
-from tests.support.tiny import byte_tokenizer, policy, save_reward_model
+from tests.support.tiny import save_policy, save_reward_model
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -29,12 +29,6 @@ def changed(folder: Path, change: Callable[[Tensors], object], file: str = "mode
     change(tensors)
     save_file(tensors, folder / file, {"format": "pt"})
     return str(folder)
-
-
-def saved_policy(folder: Path, **config: Any) -> Path:
-    policy(**config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def trained(model: object, tmp_path: Path, **more: object) -> GRPOTrainer:
@@ -62,14 +56,14 @@ def renamed(tensors: Tensors) -> None:
 def test_a_policy_of_which_a_tensor_is_missing_is_refused(
     change: Callable[[Tensors], object], figures: list[object], tmp_path: Path
 ) -> None:
-    name, stock = changed(saved_policy(tmp_path / "policy"), change), vars(PreTrainedModel)["from_pretrained"]
+    name, stock = changed(save_policy(tmp_path / "policy"), change), vars(PreTrainedModel)["from_pretrained"]
     with refused(name, *figures):
         trained(name, tmp_path)
     assert vars(PreTrainedModel)["from_pretrained"] is stock
 
 
 def test_an_unexpected_tensor_is_listed_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    name = changed(saved_policy(tmp_path / "policy"), lambda tensors: tensors.update({"mtp.norm": torch.ones(2)}))
+    name = changed(save_policy(tmp_path / "policy"), lambda tensors: tensors.update({"mtp.norm": torch.ones(2)}))
     with caplog.at_level(logging.WARNING):
         trained(name, tmp_path)
     (sentence,) = [record.message for record in caplog.records if "mtp.norm" in record.message]
@@ -77,7 +71,7 @@ def test_an_unexpected_tensor_is_listed_in_one_line(tmp_path: Path, caplog: pyte
 
 
 def test_tied_weights_are_complete(tmp_path: Path) -> None:
-    folder = saved_policy(tmp_path / "policy", tie_word_embeddings=True)
+    folder = save_policy(tmp_path / "policy", tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     with complete_weights():
         model = LlamaForCausalLM.from_pretrained(folder)
@@ -85,7 +79,7 @@ def test_tied_weights_are_complete(tmp_path: Path) -> None:
 
 
 def test_an_adapter_and_its_base_are_complete(tmp_path: Path) -> None:
-    base = saved_policy(tmp_path / "base")
+    base = save_policy(tmp_path / "base")
     short_runs.adapted(base, LoraConfig(task_type="CAUSAL_LM"), continued=True).save_pretrained(
         str(tmp_path / "adapter")
     )
@@ -101,7 +95,7 @@ def test_an_adapter_and_its_base_are_complete(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
-    model = saved_policy(tmp_path / "policy")
+    model = save_policy(tmp_path / "policy")
 
     def built(head: type[PreTrainedModel]) -> GRPOTrainer:
         return trained(str(model), tmp_path, rewards=str(save_reward_model(tmp_path / head.__name__, head)))

@@ -304,8 +304,9 @@ def test_few_16_bit_tokens_wait_for_more(tmp_path: Path) -> None:
 
 
 def test_scoring_an_earlier_adapter_leaves_the_adapter_unchanged(tmp_path: Path) -> None:
-    run = trainer(tmp_path, **CONTINUED, max_steps=2, max_completion_length=6)
+    run = trainer(tmp_path, **CONTINUED, max_completion_length=6)
     run.train()
+    assert run._generation_check.adapters.kept.keys() == {1, 2}, "the last two of three steps"
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     trains = [parameter.requires_grad for parameter in run.model.parameters()]
     with run._generation_check.adapters.earlier():

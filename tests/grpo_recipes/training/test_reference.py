@@ -10,7 +10,8 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,6 @@ from grpo_recipes.training.reference import (
     ReferenceCallback,
     kl_to_reference,
     set_reference,
-    without_trl_reference,
 )
 from tests.support import tiny
 from tests.support.errors import refused
@@ -103,6 +103,7 @@ def k3(reference: Any, mine: Any, text: str) -> Any:
 
 ATTENTION: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
 EMBEDDING = {"target_modules": ["embed_tokens", "q_proj"]}
+TOKENS = {"trainable_token_indices": [5, 6, 7]}
 IA3 = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
 INCOMPLETE_IN_TRL: dict[str, PeftConfig] = {
     "LoRA on the embedding": lora(**EMBEDDING),
@@ -112,37 +113,30 @@ INCOMPLETE_IN_TRL: dict[str, PeftConfig] = {
     "VeRA": VeraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]),
     "trainable tokens": lora(trainable_token_indices=[5, 6, 7, 20, 21]),
 }
-COMPLETE_IN_TRL: dict[str, PeftConfig] = {
+NEW_OR_CONTINUED: dict[str, PeftConfig] = {
+    **INCOMPLETE_IN_TRL,
     "LoRA": lora(),
     "DoRA": lora(use_dora=True),
     "rsLoRA": lora(use_rslora=True),
     "modules_to_save": lora(modules_to_save=["lm_head"]),
     "OFT": OFTConfig(r=0, oft_block_size=8, **ATTENTION),
 }
-# Adapter configuration, and True for a continued adapter.
-TABLE: dict[str, tuple[PeftConfig, bool]] = {
-    **{f"new {kind}": (config, False) for kind, config in {**COMPLETE_IN_TRL, **INCOMPLETE_IN_TRL}.items()},
-    **{f"continued {kind}": (config, True) for kind, config in {**COMPLETE_IN_TRL, **INCOMPLETE_IN_TRL}.items()},
-    "continued BOFT": (BOFTConfig(boft_block_size=8, **ATTENTION), True),
-    "continued VB-LoRA": (VBLoRAConfig(num_vectors=8, vector_length=8, topk=2, r=4, **ATTENTION), True),
-    "continued AdaLoRA": (AdaLoraConfig(init_r=6, target_r=4, total_step=10, **ATTENTION), True),
-    "continued olora": (lora(init_lora_weights="olora"), True),
-    "LoRA, normal factors": (lora(init_lora_weights="gaussian"), False),
-    "LoRA, orthogonal factors": (lora(init_lora_weights="orthogonal"), False),
+CONTINUED: dict[str, PeftConfig] = {
+    **NEW_OR_CONTINUED,
+    "BOFT": BOFTConfig(boft_block_size=8, **ATTENTION),
+    "VB-LoRA": VBLoRAConfig(num_vectors=8, vector_length=8, topk=2, r=4, **ATTENTION),
+    "AdaLoRA": AdaLoraConfig(init_r=6, target_r=4, total_step=10, **ATTENTION),
+    "olora": lora(init_lora_weights="olora"),
+    "LoRA on the embedding, tied": lora(**EMBEDDING),
+    "modules_to_save, tied": lora(modules_to_save=["embed_tokens"]),
+    "trainable tokens, tied": lora(**TOKENS),
 }
-
-
-@pytest.mark.parametrize("case", only(["new LoRA", "continued LoRA on the embedding"], TABLE))
-def test_the_kl_is_0_at_step_0(policy: Path, tmp_path: Path, case: str) -> None:
-    config, continued = TABLE[case]
-    ours = trainer(GRPOTrainer, adapted(policy, config, continued=continued), arguments(tmp_path, max_steps=2))
-    kls = logged_kl(ours)
-    assert kls[0] <= ZERO
-    # The zero is no accident: the KL grows as the policy moves, and a continued adapter differs from its base.
-    assert kls[1] > kls[0]
-    if continued:
-        set_reference(ours, "base")
-        assert kl_to_reference(ours, TEXTS) > ZERO
+NEW: dict[str, PeftConfig] = {
+    **NEW_OR_CONTINUED,
+    "LoRA, normal factors": lora(init_lora_weights="gaussian"),
+    "LoRA, orthogonal factors": lora(init_lora_weights="orthogonal"),
+    "trainable tokens, tied": lora(**TOKENS),
+}
 
 
 def head_trained(folder: Path) -> PeftModel:
@@ -171,72 +165,60 @@ def on_bfloat16(folder: Path) -> PeftModel:
     return moved(get_peft_model(load(folder).to(torch.bfloat16), lora()))
 
 
-TOKENS = {"trainable_token_indices": [5, 6, 7]}
-TIED: dict[str, Callable[[Path], Any]] = {
-    "embedding LoRA, tied": lambda folder: adapted(folder, lora(**EMBEDDING), continued=True),
-    "modules_to_save, tied": lambda folder: adapted(folder, lora(modules_to_save=["embed_tokens"]), continued=True),
-    "trainable tokens, tied": lambda folder: adapted(folder, lora(**TOKENS), continued=True),
-    "new trainable tokens, tied": lambda folder: adapted(folder, lora(**TOKENS), continued=False),
+def merged(folder: Path) -> Any:
+    return adapted(folder, lora(), continued=True).merge_and_unload().requires_grad_(True)
+
+
+INITIALIZED: dict[str, PeftConfig] = {
+    f"initialized by {start}": lora(init_lora_weights=start) for start in ("pissa", "olora", False)
+}
+POLICIES: dict[str, Callable[[Path], Any]] = {
+    **{f"new {kind}": partial(adapted, config=config, continued=False) for kind, config in NEW.items()},
+    **{f"continued {kind}": partial(adapted, config=config, continued=True) for kind, config in CONTINUED.items()},
+    **dict.fromkeys(INITIALIZED, load),
     "full, tied, bfloat16": lambda folder: load(folder, torch.bfloat16),
+    "trained head": head_trained,
+    "full, never on disk": lambda folder: tiny.policy(),
+    "float32 head, temperature": lambda folder: tiny.policy().to(torch.bfloat16),
+    "attention dropout": lambda folder: tiny.policy(attention_dropout=0.1),
+    "merged": merged,
+    "float32 adapter on bfloat16": on_bfloat16,
+    "4 bits": in_4_bits,
 }
-POLICIES: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
-    **{name: (build, {}) for name, build in TIED.items()},
-    "trained head": (head_trained, {}),
-    "full, never on disk": (lambda folder: tiny.policy(), {}),
-    "float32 head, temperature": (
-        lambda folder: tiny.policy().to(torch.bfloat16),
-        {"cast_lm_head_to_fp32": True, "temperature": 0.7},
-    ),
-    "attention dropout": (lambda folder: tiny.policy(attention_dropout=0.1), {}),
-    "merged": (
-        lambda folder: adapted(folder, lora(), continued=True).merge_and_unload().requires_grad_(True),
-        {},
-    ),
-    "float32 adapter on bfloat16": (on_bfloat16, {}),
-    "4 bits": (in_4_bits, {}),
-}
-QUICK = ["trainable tokens, tied", "trained head", "float32 head, temperature", "attention dropout", "merged"]
+QUICK = (
+    *("new LoRA", "continued LoRA on the embedding", "new trainable tokens, tied", "initialized by pissa"),
+    *("trained head", "float32 head, temperature", "attention dropout"),
+)
 
 
 @pytest.mark.parametrize("case", only(QUICK, POLICIES))
-def test_the_kl_is_0_at_step_0_of_every_policy(policy: Path, tied_policy: Path, tmp_path: Path, case: str) -> None:
-    build, changes = POLICIES[case]
-    start = build(tied_policy if case in TIED else policy)
-    ours = trainer(GRPOTrainer, start, arguments(tmp_path, max_steps=2, **changes))
-    if case == "float32 adapter on bfloat16":
-        dtypes = [[tensor.dtype for tensor in adapter_tensors(ours.model, name).values()] for name in ("default", REF)]
-        assert dtypes[0] == dtypes[1]
+def test_the_kl_is_0_at_step_0_and_grows(policy: Path, tied_policy: Path, tmp_path: Path, case: str) -> None:
+    head = {"cast_lm_head_to_fp32": True, "temperature": 0.7} if "head, temperature" in case else {}
+    start = POLICIES[case](tied_policy if "tied" in case else policy)
+    args = arguments(tmp_path, max_steps=2, **head)
+    ours = trainer(GRPOTrainer, start, args, peft_config=INITIALIZED.get(case))
     kls = logged_kl(ours)
-    assert kls[0] <= ZERO < kls[1]
-
-
-@pytest.mark.parametrize("initialisation", only(["pissa"], ["pissa", "olora", False]))
-def test_the_reference_is_the_model_at_step_0_with_every_lora_initialization(
-    policy: Path, tmp_path: Path, initialisation: str | bool
-) -> None:
-    config = lora(init_lora_weights=initialisation)
-    assert logged_kl(trainer(GRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] <= ZERO
+    assert kls[0] <= ZERO
+    assert kls[1] > kls[0]
+    if case.startswith("continued"):
+        set_reference(ours, "base")
+        assert kl_to_reference(ours, TEXTS) > ZERO, "a continued adapter differs from its base"
 
 
 @pytest.mark.slow
 def test_stock_trl_takes_another_reference_for_these_policies(policy: Path, tmp_path: Path) -> None:
     dropout = tiny.save_policy(tmp_path / "dropout", attention_dropout=0.1)
-    cases: dict[str, Callable[[], Any]] = {
-        "attention dropout": lambda: load(dropout),
-        "merged": lambda: POLICIES["merged"][0](policy),
-        **{
-            kind: lambda kind=kind: adapted(policy, INCOMPLETE_IN_TRL[kind], continued=True)
-            for kind in INCOMPLETE_IN_TRL
-        },
+    cases = {
+        "attention dropout": partial(load, dropout),
+        **{kind: partial(POLICIES[f"continued {kind}"], policy) for kind in INCOMPLETE_IN_TRL},
+        "merged": partial(merged, policy),
     }
     for build in cases.values():
         assert logged_kl(trainer(TRLGRPOTrainer, build(), arguments(tmp_path)))[0] > SEEN
-        on_trl = trainer(TRLGRPOTrainer, build(), arguments(tmp_path))
-        set_reference(on_trl, "initial")
-        assert kl_to_reference(on_trl, TEXTS) <= ZERO
-        assert logged_kl(on_trl)[0] <= ZERO
-    for start in ("pissa", "olora", False):
-        config = lora(init_lora_weights=start)
+    on_trl = trainer(TRLGRPOTrainer, merged(policy), arguments(tmp_path))
+    set_reference(on_trl, "initial")
+    assert logged_kl(on_trl)[0] <= ZERO
+    for config in INITIALIZED.values():
         assert logged_kl(trainer(TRLGRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] > SEEN
 
 
@@ -251,7 +233,7 @@ def test_stock_trl_cannot_train_these_policies(policy: Path, tied_policy: Path, 
         (str(tmp_path / "adapter"), {}, ValueError),
         (tiny.policy(), {}, OSError),
         (adapted(policy, lora(), continued=False), {"sync_ref_model": True}, NotImplementedError),
-        (TIED["trainable tokens, tied"](tied_policy), {}, AttributeError),
+        (POLICIES["continued trainable tokens, tied"](tied_policy), {}, AttributeError),
     ]
     for model, changes, error in cases:
         with pytest.raises(error):
@@ -373,28 +355,12 @@ def test_the_folder_of_an_adapter_is_a_model(policy: Path, tmp_path: Path) -> No
     torch.testing.assert_close(log_probabilities(again, TEXTS[0]), expected)
 
 
-def test_a_loaded_reference_has_the_policys_dtype(policy: Path, tmp_path: Path) -> None:
-    """PEFT loads an adapter in float32, which would differ from equal weights in bfloat16."""
-    adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "adapter")
-    base = load(policy, torch.bfloat16)
-    model = PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False)
-    for tensor in adapter_tensors(model, "default").values():
-        tensor.data = tensor.data.bfloat16()
-    ours = trainer(GRPOTrainer, model, arguments(tmp_path), reference={"adapter": tmp_path / "adapter"})
-    assert {tensor.dtype for tensor in adapter_tensors(ours.model, REF).values()} == {torch.bfloat16}
-    assert kl_to_reference(ours, TEXTS) <= ZERO
-
-
-def test_dropout_is_switched_off_or_announced(policy: Path, tmp_path: Path) -> None:
-    """With `disable_dropout`, also without a reference."""
+def test_dropout_is_switched_off_without_a_reference(tmp_path: Path) -> None:
     folder = tiny.save_policy(tmp_path / "policy", attention_dropout=0.1)
     ours = trainer(GRPOTrainer, adapted(folder, lora(lora_dropout=0.1), continued=True), arguments(tmp_path, beta=0.0))
     ids = torch.tensor([[5, 6, 7, 8]])
     ours.model.train()
     assert torch.equal(ours.model(input_ids=ids).logits, ours.model(input_ids=ids).logits)
-    model = adapted(policy, lora(lora_dropout=0.05), continued=True)
-    with pytest.warns(UserWarning, match="`lora_dropout: 0`"):
-        trainer(GRPOTrainer, model, arguments(tmp_path, disable_dropout=False)).train()
 
 
 # ---- Stand-ins for TRL's trainer: what is copied, replaced and refused
@@ -496,20 +462,23 @@ def test_a_second_reference_replaces_the_first_and_trls() -> None:
     assert REF not in policy.peft_config
 
 
-def test_a_reference_has_the_dtype_of_the_policy_s_adapter_and_no_dropout() -> None:
+def test_a_reference_has_the_dtype_of_the_policy_s_adapter_and_no_dropout(tmp_path: Path) -> None:
+    """The copy is not rounded. PEFT loads an adapter from a folder in float32."""
     policy = with_lora(lora_dropout=0.3)
+    policy.save_pretrained(tmp_path)
     policy.bfloat16()
     for tensor in adapter_tensors(policy, "default").values():
         tensor.data = tensor.data.to(torch.float64).fill_(0.3)  # no bfloat16
     made: Any = Trainer(policy)
-    set_reference(made, "initial")
-    for tensor in adapter_tensors(policy, REF).values():
-        assert tensor.dtype == torch.float64
-        assert (tensor == 0.3).all(), "the copy is not rounded"
-        assert not tensor.requires_grad
-    rates = {name: module.p for name, module in policy.named_modules() if isinstance(module, nn.Dropout)}
-    assert {rate for name, rate in rates.items() if f".{REF}" in name} <= {0.0}
-    assert {rate for name, rate in rates.items() if ".default" in name} == {0.3}
+    for source in ("initial", {"adapter": str(tmp_path)}):
+        set_reference(made, source)
+        reference = adapter_tensors(policy, REF).values()
+        assert {tensor.dtype for tensor in reference} == {torch.float64}
+        assert all((tensor == 0.3).all() for tensor in reference) is (source == "initial")
+        assert not any(tensor.requires_grad for tensor in reference)
+        rates = {name: module.p for name, module in policy.named_modules() if isinstance(module, nn.Dropout)}
+        assert {rate for name, rate in rates.items() if f".{REF}" in name} <= {0.0}
+        assert {rate for name, rate in rates.items() if ".default" in name} == {0.3}
 
 
 def test_a_frozen_copy_of_a_full_model_keeps_nothing_of_the_policy() -> None:
@@ -532,16 +501,6 @@ def test_a_frozen_copy_of_a_full_model_keeps_nothing_of_the_policy() -> None:
     )
 
 
-def test_trl_makes_no_reference_inside_the_block() -> None:
-    args: Any = SimpleNamespace(beta=0.3, sync_ref_model=True)
-    with suppress(RuntimeError), without_trl_reference(args):
-        assert (args.beta, args.sync_ref_model) == (0.0, False)
-        raise RuntimeError
-    assert (args.beta, args.sync_ref_model) == (0.3, True)
-    with without_trl_reference(None):
-        pass
-
-
 def test_policies_that_cannot_have_a_reference_are_refused() -> None:
     two = with_lora()
     two.add_adapter("more", LoraConfig(**Q))
@@ -554,25 +513,21 @@ def test_policies_that_cannot_have_a_reference_are_refused() -> None:
     smaller = with_lora()
     smaller.add_adapter("sft", LoraConfig(**{**Q, "r": 1}))
     biased = get_peft_model(small(attention_bias=True), LoraConfig(**Q, bias="all"))
-    prompt = get_peft_model(
-        small(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=16)
-    )
+    encoder = PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, encoder_hidden_size=16)
     frozen = small().requires_grad_(False)
     untrainable = with_lora().requires_grad_(False)
     refresh = {"sync_ref_model": True}
     cases: list[tuple[Any, Any, dict[str, Any], str, list[str]]] = [
         (two, "initial", {}, "policy", ["2 active", "default, more"]),
         (named, {"adapter": REF}, {}, "policy's adapter", ["`ref`"]),
-        (beside, "initial", {}, "1 parameters beside the adapter `default`", ["lm_head.weight", "`modules_to_save`"]),
-        (beside, "base", {}, "1 parameters beside the adapter `default`", ["lm_head.weight"]),
+        (beside, "base", {}, "1 parameters beside the adapter `default`", ["lm_head.weight", "`modules_to_save`"]),
         (holds, "initial", {}, "policy", ["`ref`", "{adapter: ref}"]),
         (smaller, {"adapter": "sft"}, refresh, "`sync_ref_model`", []),
         (biased, "initial", refresh, "6 parameters beside the adapter", ["`bias: none`"]),
-        (prompt, "initial", {}, "the adapter `default`", ["P_TUNING"]),
+        (get_peft_model(small(), encoder), "initial", {}, "the adapter `default`", ["P_TUNING"]),
         (small(), "base", {}, "`reference: base`", ["initial"]),
         (small(), {"adapter": "a/b"}, {}, "`reference: {adapter: a/b}`", ["initial"]),
         (small(), "", {}, "", ["`reference.name`"]),
-        (frozen, "initial", {}, "policy", ["requires_grad_(True)"]),
         (frozen, "initial", {"beta": 0.0}, "policy", ["requires_grad_(True)"]),
         (untrainable, "initial", {}, "adapter `default`", ["is_trainable=True"]),
     ]
@@ -585,14 +540,11 @@ def test_policies_that_cannot_have_a_reference_are_refused() -> None:
 
 
 def test_a_refresh_needs_fsdp2() -> None:
-    for version, sync, is_refused in ((1, True, True), (1, False, False), (2, True, False)):
+    for version, sync in ((1, False), (2, True), (1, True)):
         made: Any = Trainer(with_lora(), sync_ref_model=sync)
         made.is_fsdp_enabled = True
         made.accelerator.state = SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version))
-        if is_refused:
-            with refused("`sync_ref_model`", "fsdp_version: 2"):
-                set_reference(made, "initial")
-        else:
+        with refused("`sync_ref_model`", "fsdp_version: 2") if (version, sync) == (1, True) else nullcontext():
             set_reference(made, "initial")
 
 
@@ -609,7 +561,7 @@ def test_adapters_that_cannot_be_the_reference_are_refused(tmp_path: Path) -> No
         (tmp_path / kind / "adapter_config.json").write_text(json.dumps({**config, **changes}))
         return tmp_path / kind
 
-    names = ["pissa", "PiSSA", "pissa_niter_4", "olora", "OLoRA", "corda", "lora_ga"]
+    names = ["pissa_niter_4", "OLoRA", "corda", "lora_ga"]
     cases = [
         (tmp_path / "nothing", []),
         (folder("missing", {key: value for key, value in start.items() if key != name}), [name.split(".")[-3]]),
@@ -633,19 +585,6 @@ def test_adapters_that_cannot_be_the_reference_are_refused(tmp_path: Path) -> No
 # ---- The refresh
 
 
-class Snapshots(TrainerCallback):
-    """Callback that records the policy after each optimizer step, and its optimizer state."""
-
-    def __init__(self, read: Any) -> None:
-        self.read = read
-        self.policies: dict[int, dict[str, torch.Tensor]] = {}
-        self.optimizer_state: dict[int, int] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.policies[state.global_step] = self.read()
-        self.optimizer_state[state.global_step] = len(kwargs["optimizer"].state)
-
-
 def policy_tensors(ours: TRLGRPOTrainer) -> dict[str, torch.Tensor]:
     if isinstance(ours.model, PeftModel):
         return tensors(ours.model, "default")
@@ -659,44 +598,21 @@ def reference_tensors(ours: TRLGRPOTrainer) -> dict[str, torch.Tensor]:
 
 
 REFRESHED: dict[str, Callable[[Path], Any]] = {
-    "new LoRA": lambda folder: adapted(folder, lora(), continued=False),
-    "continued LoRA": lambda folder: adapted(folder, lora(), continued=True),
-    "embedding LoRA": lambda folder: adapted(folder, INCOMPLETE_IN_TRL["LoRA on the embedding"], continued=True),
+    "new LoRA": POLICIES["new LoRA"],
+    "embedding LoRA": POLICIES["continued LoRA on the embedding"],
     "DoRA": lambda folder: adapted(folder, lora(use_dora=True, modules_to_save=["lm_head"]), continued=True),
-    "VeRA": lambda folder: adapted(folder, INCOMPLETE_IN_TRL["VeRA"], continued=True),
+    "VeRA": POLICIES["continued VeRA"],
     "full": load,
 }
 
 
-def watched(kind: str, folder: Path, output: Path, *, every: int, **changes: Any) -> tuple[Any, Snapshots]:
-    """Return our trainer with a refresh, and the callback that watches it."""
-    args = arguments(output, sync_ref_model=True, ref_model_sync_steps=every, **changes)
-    ours = trainer(GRPOTrainer, REFRESHED[kind](folder), args)
-    snapshots = Snapshots(lambda: policy_tensors(ours))
-    ours.add_callback(snapshots)
-    return ours, snapshots
-
-
 @pytest.mark.parametrize("kind", only(["new LoRA"], REFRESHED))
 def test_the_kl_is_0_after_a_hard_refresh_and_grows(policy: Path, tmp_path: Path, kind: str) -> None:
-    ours, snapshots = watched(kind, policy, tmp_path, every=3, max_steps=5, ref_model_mixup_alpha=1.0)
+    refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
+    ours = trainer(GRPOTrainer, REFRESHED[kind](policy), arguments(tmp_path, max_steps=4, **refresh))
     kls = logged_kl(ours)
-    assert max(kls[0], kls[3]) <= ZERO < min(kls[2], kls[4])
-    assert equal(snapshots.policies[3], reference_tensors(ours))
-    assert snapshots.optimizer_state[3] > 0
-
-
-@pytest.mark.parametrize("kind", only(["full"], ["new LoRA", "DoRA", "full"]))
-def test_the_moving_average_equals_its_closed_form(policy: Path, tmp_path: Path, kind: str) -> None:
-    alpha = 0.6
-    ours, snapshots = watched(kind, policy, tmp_path, every=2, max_steps=5, ref_model_mixup_alpha=alpha)
-    start = reference_tensors(ours)
-    ours.train()
-    for name, tensor in reference_tensors(ours).items():
-        expected = (1 - alpha) ** 2 * start[name].double()
-        for age, step in enumerate((4, 2)):
-            expected += alpha * (1 - alpha) ** age * snapshots.policies[step][name].double()
-        assert torch.allclose(tensor.double(), expected, atol=1e-6, rtol=0)
+    assert max(kls[0], kls[2]) <= ZERO < min(kls[1], kls[3])
+    assert equal(policy_tensors(ours), reference_tensors(ours))
 
 
 @pytest.mark.slow
@@ -728,52 +644,27 @@ class KillAt(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", only(["full"], ["new LoRA", "embedding LoRA", "full"]))
-@pytest.mark.parametrize("alpha", only([0.6], [1.0, 0.6]))
+@pytest.mark.parametrize(("kind", "alpha"), [("embedding LoRA", 1.0), ("full", 0.6)])
 def test_a_run_killed_between_refreshes_resumes_to_equal_bits(
     policy: Path, tmp_path: Path, kind: str, alpha: float
 ) -> None:
     def run(name: str) -> TRLGRPOTrainer:
-        refresh = {"sync_ref_model": True, "ref_model_sync_steps": 3, "ref_model_mixup_alpha": alpha}
-        args = arguments(tmp_path / name, max_steps=7, save_strategy="steps", save_steps=4, **refresh)
+        refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": alpha}
+        args = arguments(tmp_path / name, max_steps=5, save_strategy="steps", save_steps=3, **refresh)
         reference = {"name": "initial", "reset_optimizer_on_sync": alpha == 1.0}
         return trainer(GRPOTrainer, REFRESHED[kind](policy), args, reference=reference)
 
     uninterrupted = run("uninterrupted")
     uninterrupted.train()
     killed = run("killed")
-    killed.add_callback(KillAt(5))
+    killed.add_callback(KillAt(4))
     with pytest.raises(Killed):
         killed.train()
     resumed = run("killed")
     resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 7
+    assert resumed.state.global_step == 5
     assert equal(policy_tensors(uninterrupted), policy_tensors(resumed))
     assert equal(reference_tensors(uninterrupted), reference_tensors(resumed))
-
-
-@pytest.mark.slow
-def test_a_refreshed_reference_is_read_from_the_checkpoint_that_is_resumed(policy: Path, tmp_path: Path) -> None:
-    """The checkpoint was copied to another folder, beside a checkpoint of the same step with another reference."""
-    refresh = {"sync_ref_model": True, "ref_model_sync_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    stored = {}
-    for name, scale in (("first", 0.05), ("second", 0.2)):
-        model = moved(adapted(policy, lora(), continued=False), scale=scale)
-        run = trainer(GRPOTrainer, model, arguments(tmp_path / name, max_steps=1, **refresh))
-        run.train()
-        stored[name] = tensors(run.model, REF)
-    assert not equal(stored["first"], stored["second"])
-    elsewhere = tmp_path / "kept" / "checkpoint-1"
-    shutil.copytree(tmp_path / "first" / "checkpoint-1", elsewhere)
-    args = arguments(tmp_path / "second", max_steps=3, resume_from_checkpoint=str(elsewhere), **refresh)
-    resumed = trainer(GRPOTrainer, adapted(policy, lora(), continued=True), args)
-    resumed.add_callback(KillAt(1))
-    with pytest.raises(Killed):
-        resumed.train(resume_from_checkpoint=str(elsewhere))
-    assert equal(stored["first"], tensors(resumed.model, REF))
-    modes = {path.name: path.stat().st_mode for path in (tmp_path / "first" / "checkpoint-1").rglob("*.*")}
-    assert {WEIGHTS, "adapter_model.safetensors"} <= set(modes)
-    assert len(set(modes.values())) == 1, "weights as readable as the configuration"
 
 
 # ---- The callback

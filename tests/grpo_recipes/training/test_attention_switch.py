@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
+from grpo_recipes.training.packed_attention import ATTENTION
 from grpo_recipes.training.packing import Layout
 from tests.support.architectures import trainer as whole_trainer
 from tests.support.layouts import RAGGED, check_exact, flat, layout_of, one_by_one, scored, trainer_on
@@ -53,6 +54,8 @@ def test_a_model_with_eager_attention_is_packed(tmp_path: Path) -> None:
     trainer = trainer_on(policy, tmp_path)
     check_exact(trainer, flat(RAGGED), expected)
     assert layout_of(trainer) is Layout.PACKED
+    policy.save_pretrained(tmp_path)
+    assert ATTENTION not in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.generation.rows import Rows
 from grpo_recipes.training import layout_check
+from grpo_recipes.training.packed_attention import Span
 from grpo_recipes.training.packing import Layout
 from tests.support import device
 from tests.support.recorded import Recording, make_trainer
@@ -51,6 +53,21 @@ def one_by_one(policy: PreTrainedModel, rows: Rows) -> tuple[Tensor, Tensor]:
                 log_probs[row, :length] = logits.gather(1, tokens[0, -length:, None])[:, 0]
                 entropies[row, :length] = -(logits.exp() * logits).sum(-1)
     return log_probs, entropies
+
+
+def attention(spans: Sequence[tuple[Span, list[Span]]], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return the attention of a packed row by its formula, (1, N, heads, D), of (1, heads, N, D)."""
+    heads = query.shape[1] // key.shape[1]
+    parts = []
+    for (start, stop), suffixes in spans:
+        for context, (first, last) in [((start, start), (start, stop)), *(((start, stop), own) for own in suffixes)]:
+            seen = torch.cat([torch.arange(*context), torch.arange(first, last)]).to(query.device)
+            own = torch.arange(first, last, device=query.device)
+            keys, values = (states[0, :, seen].repeat_interleave(heads, 0) for states in (key, value))
+            scores = query[0, :, own] @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
+            weights = scores.masked_fill(seen > own[:, None], -torch.inf).softmax(-1)
+            parts.append((weights @ values).transpose(0, 1))
+    return torch.cat(parts)[None]
 
 
 def trainer_on(policy: PreTrainedModel, folder: Path, recording: Recording = RAGGED, **config: Any) -> GRPOTrainer:

@@ -31,6 +31,7 @@ from grpo_recipes.training.varlen import TRIAL_TOLERANCE, VarlenKernel
 from grpo_rewards.reward_model import RewardModelScore
 from tests.support import device, short_runs, tiny
 from tests.support.grids import only
+from tests.support.layouts import attention
 from tests.support.recorded import Recording, largest_gap, make_trainer, model
 from tests.support.short_runs import PROMPTS
 from tests.support.tool_rollouts import ADD, CASES, add, tool_policy, tool_tokenizer, transcript_reward
@@ -48,21 +49,6 @@ SPANS = [((0, 40), [(40, 50), (50, 130), (130, 131)]), ((131, 131), [(131, 140)]
 """Suffixes shorter and longer than their prefix, of one token, and an empty prefix."""
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return the attention of `SPANS` by its formula, (1, N, heads, D)."""
-    heads = query.shape[1] // key.shape[1]
-    parts = []
-    for (start, stop), suffixes in SPANS:
-        for context, (first, last) in [((start, start), (start, stop)), *(((start, stop), own) for own in suffixes)]:
-            seen = torch.cat([torch.arange(*context), torch.arange(first, last)]).to(query.device)
-            own = torch.arange(first, last, device=query.device)
-            keys, values = (states[0, :, seen].repeat_interleave(heads, 0) for states in (key, value))
-            scores = query[0, :, own] @ keys.transpose(1, 2) * query.shape[-1] ** -0.5
-            weights = scores.masked_fill(seen > own[:, None], -torch.inf).softmax(-1)
-            parts.append((weights @ values).transpose(0, 1))
-    return torch.cat(parts)[None]
-
-
 @pytest.mark.parametrize("group", [1, 2, 7])
 @pytest.mark.parametrize("size", only([64], [64, 80, 128, 256]))
 def test_the_varlen_kernel_is_the_formula(size: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +62,7 @@ def test_the_varlen_kernel_is_the_formula(size: int, group: int, monkeypatch: py
     said: list[str] = []
     output = VarlenKernel(said.append)(GroupSpans(SPANS), *rounded, None)
     assert output is not None, said
-    expected = attention(*exact)
+    expected = attention(SPANS, *exact)
     weights = torch.randn(expected.shape, generator=generator).to(place)
     found = [output, *torch.autograd.grad((output.float() * weights).sum(), rounded)]
     for mine, theirs in zip(found, [expected, *torch.autograd.grad((expected * weights).sum(), exact)], strict=True):
@@ -123,19 +109,20 @@ def saved_policy(folder: Path) -> Any:
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 REFRESH = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "generated": ({}, {}),
-    "full KL": ({}, {"kl_estimator": "full"}),
-    "refreshed reference": (REFRESH, {"reference": {"name": "initial", "reset_optimizer_on_sync": True}}),
-    "adapter switched off for the reference": ({}, {"peft_config": LORA}),
-    "evaluated": ({"eval_strategy": "steps", "eval_steps": 2}, {"eval_dataset": PROMPTS.select(range(4))}),
-    "informative prompts": ({}, {"sampling": "informative"}),
-    "transformers' own generation": ({}, {"generation": "off"}),
-    "two iterations": ({"num_iterations": 2}, {}),
+    "evaluated, refreshed reference": (
+        {**REFRESH, "eval_strategy": "steps", "eval_steps": 2},
+        {
+            "eval_dataset": PROMPTS.select(range(4)),
+            "reference": {"name": "initial", "reset_optimizer_on_sync": True},
+        },
+    ),
+    "full KL, informative prompts": ({"num_iterations": 2}, {"kl_estimator": "full", "sampling": "informative"}),
+    "adapter, transformers' own generation": ({}, {"peft_config": LORA, "generation": "off"}),
 }
 
 
 @device.slow_on_cpu
-@pytest.mark.parametrize("name", only(["generated"], RUNS))
+@pytest.mark.parametrize("name", RUNS)
 def test_a_run(name: str, tmp_path: Path) -> None:
     given, more = RUNS[name]
     arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **given)
@@ -182,8 +169,7 @@ def test_a_run_with_tf32(tf32: dict[str, Any], tmp_path: Path) -> None:
     assert all(math.isfinite(loss) for loss in losses(trainer))
 
 
-@device.slow_on_cpu
-@pytest.mark.skipif(device.NAME == "pretend", reason="safetensors reads the memory, which a pretend GPU lacks")
+@only_on_gpu
 def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     def trainer() -> Any:
         arguments = short_runs.arguments(
@@ -198,7 +184,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
     # The backward pass of FlashAttention adds in an order that changes from run to run.
     worst = max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
-    assert worst <= (1e-6 if ON_GPU else 0)
+    assert worst <= 1e-6
 
 
 # ---- Against TRL
@@ -261,10 +247,12 @@ def test_the_host_waits_no_more_often_than_in_trl(tmp_path: Path) -> None:
 def test_the_peak_of_a_micro_batch_is_at_most_the_planned_one(cls: type[TRLGRPOTrainer], tmp_path: Path) -> None:
     """Gradients and activations of 8 rows of 160 + 256 tokens."""
     random = torch.Generator().manual_seed(0)
-    sizes = [[[256, *torch.randint(20, 256, (7,), generator=random).tolist()]] for _ in range(1)]
-    prompts = [torch.randint(2, 40, (160,), generator=random).tolist()]
-    completions = [[torch.randint(2, 40, (size,), generator=random).tolist() for size in row] for row in sizes[0]]
-    recording = Recording(prompts, completions, [[float(n) for n in range(8)]])
+
+    def tokens(size: int) -> list[int]:
+        return torch.randint(2, 40, (size,), generator=random).tolist()
+
+    sizes = [256, *torch.randint(20, 256, (7,), generator=random).tolist()]
+    recording = Recording([tokens(160)], [[tokens(size) for size in sizes]], [[float(n) for n in range(8)]])
     wide = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 8, "max_position_embeddings": 1024}
     policy = model(num_attention_heads=14, num_key_value_heads=2, vocab_size=32000, **wide).bfloat16()
     options = {"per_device_train_batch_size": 8, "max_completion_length": 256}

@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from grpo_recipes.generation.agreement import disagreement
 from grpo_recipes.training import packed_attention
 from grpo_recipes.training.packed_attention import ATTENTION, AttentionSwitch, GroupSpans
 from grpo_recipes.training.packing import Layout
-from tests.support.layouts import RAGGED, flat, layout_of, logged, one_by_one, scored, trainer_on
+from tests.support.layouts import RAGGED, attention, flat, layout_of, logged, one_by_one, scored, trainer_on
 from tests.support.recorded import model
 
 
@@ -46,41 +43,6 @@ def test_one_wrong_token_counts_in_float32_and_the_mean_in_16_bit() -> None:
     assert "6.0e-02" in disagreement(0.06, 0.4, is_float32=False, where="here")
 
 
-class Written(TorchDispatchMode):
-    """Count of the entries of all tensors that operators return."""
-
-    entries = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        self.entries += sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-        return output
-
-
-def test_the_backward_pass_of_a_packed_row_is_linear_in_its_length() -> None:
-    """The gradient of a slice would be as long as the row, for each span."""
-
-    def written(groups: int) -> int:
-        prefix, suffixes = (0, 5), [(5, 8), (8, 12), (12, 14)]
-        spans = [
-            ((prefix[0] + at, prefix[1] + at), [(first + at, last + at) for first, last in suffixes])
-            for at in range(0, 14 * groups, 14)
-        ]
-        states = [torch.randn(1, 2, 14 * groups, 4, requires_grad=True) for _ in range(3)]
-        output, _ = packed_attention.packed_attention(torch.nn.Module(), *states, None, group_spans=GroupSpans(spans))
-        with Written() as mode:
-            output.sum().backward()
-        return mode.entries
-
-    assert written(40) < 2.2 * written(20)
-
-
-def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return the causal attention of one sequence, (heads, N, D), by its formula."""
-    scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
-    return scores.masked_fill(torch.ones_like(scores[0]).triu(1).bool(), -torch.inf).softmax(-1) @ value
-
-
 def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
     """Outputs and gradients are those of each completion as its own sequence, with and without a mask."""
     groups, at = [], 0
@@ -98,18 +60,10 @@ def test_suffixes_longer_and_shorter_than_their_prefix() -> None:
     got, _ = packed_attention.packed_attention(
         torch.nn.Module(), query, key, value, None, group_spans=GroupSpans(groups)
     )
-    parts: list[Tensor] = []
-    for (start, stop), suffixes in groups:
-        for number, (first, last) in enumerate(suffixes):
-            positions = [*range(start, stop), *range(first, last)]
-            q, k, v = (x[0][:, positions] for x in (query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)))
-            output = attended(q, k, v).transpose(0, 1)
-            parts.append(output if number == 0 else output[stop - start :])
-    expected = torch.cat(parts)
-    torch.testing.assert_close(got[0], expected, atol=1e-5, rtol=0)
-    gradients = [torch.autograd.grad((x * weights).sum(), (query, key, value)) for x in (got[0], expected)]
-    for mine, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
+    expected = attention(groups, query, key, value)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+    gradients = [torch.autograd.grad((x * weights).sum(), (query, key, value)) for x in (got, expected)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=0)
 
 
 def test_a_layer_that_adds_to_its_scores_is_not_counted() -> None:

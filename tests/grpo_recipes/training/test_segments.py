@@ -38,62 +38,38 @@ from tests.support.layouts import (
 from tests.support.recorded import Recording, gradients, largest_gap, make_trainer, model
 from tests.tools.models import build
 
-KINDS = ["qwen3_5_text", "gpt_oss", "mamba2", "lfm2_moe", "granitemoehybrid", "gemma2", "bloom", "bert", "gpt2"]
-"""Model types with recurrent states, convolutions, sinks, caps, ALiBi, and positions that count padding."""
+ADAPTER = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
+CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in ("qwen3_5_text", "gpt2", "mamba2", "lfm2_moe", "granitemoehybrid", "bert")},
+    "adapter": ("qwen3_5_text", ADAPTER),
+    "checkpointing": ("qwen3_5_text", CHECKPOINTING),
+    "checkpointing, layers inside layers": ("zamba2", CHECKPOINTING),
+    "reentrant checkpointing": ("qwen3_5_text", REENTRANT),
+    "reentrant checkpointing, attention sinks": ("gpt_oss", REENTRANT),
+    "reentrant checkpointing, no cache": ("gpt2", REENTRANT),
+}
+"""Model type and settings. Bert and GPT-2 count padding in their positions. `make models` compares every type."""
 
-IN_COLUMNS = {"bert", "gpt2"}
-"""Model types whose prompts are shared in TRL's columns."""
 
-
-def both(
-    kind: str, folder: Path, adapter: bool = False, **config: Any
-) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]], Layout]:
-    """Return the gradients of one generation batch, by optimizer step, of TRL and of ours, and the layout of ours."""
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", only(["qwen3_5_text", "gpt2"], CASES))
+def test_the_gradient_is_trls(case: str, tmp_path: Path) -> None:
+    kind, config = CASES[case]
+    if config is REENTRANT and device.NAME == "pretend":
+        pytest.skip("C++ fills in gradients of zeros on the device of C++")
     recording = Recording.random(prompts=4, group=4, seed=3, zero=(2,))
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-    found: list[Any] = []
+    found = []
     for cls in (TRLGRPOTrainer, GRPOTrainer):
-        policy: Any = build(kind)
-        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if adapter else None
-        trainer = make_trainer(cls, recording, policy, folder / cls.__module__, peft_config=lora, **sizes, **config)
+        trainer: Any = make_trainer(cls, recording, build(kind), tmp_path / cls.__module__, **sizes, **config)
         if config.get("gradient_checkpointing"):
-            trainer.model.gradient_checkpointing_enable(config.get("gradient_checkpointing_kwargs"))
+            trainer.model.gradient_checkpointing_enable(config["gradient_checkpointing_kwargs"])
             trainer.model.enable_input_require_grads()
         found.append(gradients(trainer, recording.rows()))
-    return found[0], found[1], layout_of(trainer)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", only(["qwen3_5_text", "gpt2"], KINDS))
-def test_the_gradient_is_trls(kind: str, tmp_path: Path) -> None:
-    theirs, ours, layout = both(kind, tmp_path)
-    assert layout is (Layout.SHARED_PADDED if kind in IN_COLUMNS else Layout.SHARED)
-    assert largest_gap(ours, theirs) < 1e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss", "zamba2", "gpt2"])
-def test_the_gradient_with_checkpointing_is_trls(kind: str, use_reentrant: bool, tmp_path: Path) -> None:
-    """Layers inside a layer of Zamba 2 checkpoint too, and GPT-2's backbone passes no cache while it checkpoints."""
-    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    if use_reentrant and device.NAME == "pretend":
-        pytest.skip("C++ fills in gradients of zeros on the device of C++")
-    if kind == "zamba2" and use_reentrant:  # its layers share the embeddings, which TRL can't train either
-        pytest.skip("reentrant checkpointing runs the graph of the embeddings twice")
-    theirs, ours, layout = both(kind, tmp_path, **options)
-    assert layout is (Layout.SHARED_PADDED if kind in IN_COLUMNS else Layout.SHARED)
-    assert largest_gap(ours, theirs) < 1e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "gpt_oss", "lfm2_moe"])
-def test_the_gradient_of_an_adapter_is_trls(kind: str, tmp_path: Path) -> None:
-    theirs, ours, layout = both(kind, tmp_path, adapter=True)
-    assert layout is Layout.SHARED
-    assert largest_gap(ours, theirs) < 1e-3
+    assert layout_of(trainer) is (Layout.SHARED_PADDED if kind in ("bert", "gpt2") else Layout.SHARED)
+    assert largest_gap(found[1], found[0]) < 1e-3
 
 
 # ---- Faults, each found before the first step
@@ -170,7 +146,6 @@ def other_prompt(found: Any) -> None:
             segment.owners.zero_()
 
 
-CHECKPOINTING = {"gradient_checkpointing": True}
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
     "a state written in place": ("qwen3_5_text", in_place, {}),
     "a state without its gradient": ("qwen3_5_text", continued(without_gradient), {}),
@@ -222,9 +197,7 @@ def test_a_model_that_computes_between_its_layers_is_not_segmented(
     assert "between its layers" in logged(caplog)[0]
 
 
-def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(
-    tmp_path: Path,
-) -> None:
+def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(tmp_path: Path) -> None:
     """DeepSpeed gathers the weights of a call when that gradient arrives, and a prefix also feeds its states."""
     policy = build("mamba2")
     trainer = trainer_on(policy, tmp_path)
@@ -239,20 +212,19 @@ def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(
         output.register_hook(reached.append)
 
     policy.backbone.layers[-1].mixer.register_forward_hook(record)
-    found = {}
+    unreached, found = [], []
     for zero3 in (False, True):
         if zero3:
             next(policy.backbone.parameters()).ds_id = 0  # DeepSpeed's mark of a partitioned weight
         policy.zero_grad()
-        trainer._get_per_token_logps_and_entropies(
-            trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep
-        )[0].sum().backward()
-        unreached = len(calls) - len(reached)
-        found[zero3] = unreached, [parameter.grad for parameter in policy.parameters()]
+        inputs = (trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep)
+        trainer._get_per_token_logps_and_entropies(*inputs)[0].sum().backward()
+        unreached.append(len(calls) - len(reached))
+        found.append([parameter.grad for parameter in policy.parameters()])
         calls.clear()
         reached.clear()
-    assert (found[False][0], found[True][0]) == (1, 0)
-    torch.testing.assert_close(found[True][1], found[False][1], atol=1e-6, rtol=1e-5)
+    assert unreached == [1, 0]
+    torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -276,26 +248,13 @@ def test_segments_of_several_chunks_are_computed_in_short_ones(tmp_path: Path, m
 
 
 def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
-    """Also after an error inside a layer, such as a lack of memory."""
+    """Also after an error inside a layer, such as a lack of memory.
+
+    Tensors in a circle of references would stay in memory, with those of all layers, until Python looks for them.
+    """
     policy = build("qwen3_5_text")
     layers = list(policy.model.layers)
     trainer = trainer_on(policy, tmp_path)
-    scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.SHARED
-    for failing in (False, True):
-        if failing:
-            policy.model.layers[1].mlp.forward = lambda *_: 1 / 0
-            with pytest.raises(ZeroDivisionError):
-                scored(trainer, flat(RAGGED))
-        assert list(policy.model.layers) == layers
-        assert "forward" not in vars(policy.model)
-        assert not any("forward" in vars(layer) or layer._forward_hooks for layer in layers)
-
-
-@pytest.mark.slow
-def test_no_tensor_waits_for_the_garbage_collector(tmp_path: Path) -> None:
-    """Tensors in a circle of references would stay in memory, with those of all layers, until Python looks for them."""
-    trainer = trainer_on(build("qwen3_5_text"), tmp_path)
     scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.SHARED
     gc.collect()
@@ -309,6 +268,14 @@ def test_no_tensor_waits_for_the_garbage_collector(tmp_path: Path) -> None:
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
+    for failing in (False, True):
+        if failing:
+            policy.model.layers[1].mlp.forward = lambda *_: 1 / 0
+            with pytest.raises(ZeroDivisionError):
+                scored(trainer, flat(RAGGED))
+        assert list(policy.model.layers) == layers
+        assert "forward" not in vars(policy.model)
+        assert not any("forward" in vars(layer) or layer._forward_hooks for layer in layers)
 
 
 def test_checkpointing_leaves_no_hidden_states_behind(tmp_path: Path) -> None:
@@ -326,16 +293,14 @@ def test_checkpointing_leaves_no_hidden_states_behind(tmp_path: Path) -> None:
     found = trainer._get_per_token_logps_and_entropies(policy, rows.input_ids, rows.attention_mask, rows.logits_to_keep)
     once = len(ran)
     found[0].sum().backward()
-    assert len(ran) == 2 * once, "the layers run again"
+    assert len(ran) > once, "the layers run again"
     del found
     gc.collect()
     assert len(states) > 1
     assert all(state() is None for state in states)
 
 
-def test_rows_that_leave_the_window_of_a_packed_model_share_their_prompts(
-    tmp_path: Path,
-) -> None:
+def test_rows_that_leave_the_window_of_a_packed_model_share_their_prompts(tmp_path: Path) -> None:
     policy = model(transformers.Gemma3TextConfig, sliding_window=24, head_dim=8)
     trainer = trainer_on(policy, tmp_path)
     trainer._log_probs.launches = 1.0
@@ -348,10 +313,6 @@ def test_rows_that_leave_the_window_of_a_packed_model_share_their_prompts(
         trainer._log_probs.tokens(policy, rows.host, wanted) for wanted in (Layout.PACKED, Layout.TRIMMED)
     )
     assert rows.host.packed_tokens() < computed < trimmed, "shared"
-
-
-def test_prompts_are_not_shared_where_their_rows_would_share_a_loss(tmp_path: Path) -> None:
-    assert chosen(build("gpt_oss"), tmp_path, router_aux_loss_coef=0.1) is Layout.TRIMMED
 
 
 def test_a_comparison_that_failed_once_counts_for_the_rest_of_the_run() -> None:

@@ -1,4 +1,4 @@
-"""Shared prompts on two ranks: the weights of stock TRL in one process, under DDP, FSDP2 and ZeRO-3."""
+"""Two uneven ranks: the weights of stock TRL in one process, under DDP, FSDP2 and ZeRO-3."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from grpo_recipes.recipe.recipe import find_file
 from grpo_recipes.training.layout_check import VERIFIED_UNDER_SHARDING
 from tests.grpo_recipes.training.test_reference_distributed import FSDP2
 from tests.support import launching
-from tests.tools import models
+from tests.support.train_recorded import policy_of, uneven
 
 TYPES = ["gpt_oss", "granitemoehybrid", "lfm2", "mamba2", "qwen3_5_text"]
-CONFIGS = ["ddp_cpu", "zero3", "fsdp2"]
+JOBS = [*TYPES, "granitemoehybrid+reversed", "lfm2+reversed", "tiny", "tiny+lora"]
+"""Models of `support/train_recorded.py`.
+
+Granite 4 and LFM2 are released in the reversed order: the prefixes of their last layer, a recurrent one, only serve the
+states of the completions.
+"""
 
 ZERO3 = {
     "zero_optimization": {
@@ -47,70 +52,65 @@ def written(config: str, path: Path) -> str:
     return str(path)
 
 
-def trained(kind: str, ranks: int, output: Path, *options: str, config: str = "cpu") -> dict[str, torch.Tensor]:
-    """Train, and return the final weights."""
+def trained(kind: str, ranks: int, output: Path, jobs: list[str], config: str = "cpu") -> None:
+    """Train all jobs in one launch, because starting the processes takes longer than training."""
     config = written(config, output.with_suffix(".yaml"))
-    launching.launch_module(config, "tests.support.train_recorded", kind, str(ranks), str(output), *options)
-    return load_file(next(output.glob("*model.safetensors")))
+    launching.launch_module(config, "tests.support.train_recorded", kind, str(ranks), str(output), *jobs)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(folder.glob("*model.safetensors")))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, torch.Tensor]]:
-    """Return a dictionary for the weights of stock TRL in one process, by model type."""
-    return {}
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of what stock TRL trained in one process."""
+    folder = tmp_path_factory.mktemp("trl")
+    trained("trl", 1, folder, JOBS)
+    return folder
 
 
-def compare(
-    model_type: str, config: str, options: list[str], alone: dict[str, dict[str, torch.Tensor]], path: Path
-) -> None:
-    """Compare the weights of ours on two ranks with those of stock TRL in one process.
-
-    Args:
-        model_type: type of the model.
-        config: configuration of the two ranks.
-        options: options of ours. TRL gets `--reversed` only.
-        alone: weights of stock TRL by model, to which those of this model are added.
-        path: folder of the outputs.
-    """
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("config", ["ddp_cpu", "zero3", "fsdp2"])
+def test_two_ranks_train_to_the_weights_of_trl(config: str, checkpointing: bool, alone: Path, tmp_path: Path) -> None:
+    """On one rank all advantages are zero."""
     if config == "zero3":
         pytest.importorskip("deepspeed")
-    reversed_layers = "--reversed" in options
-    policy = [model_type, *(["--reversed"] if reversed_layers else [])]
-    expected = alone.setdefault(" ".join(policy), {})
-    if not expected:
-        expected.update(trained("trl", 1, path / "trl", *policy))
-    ours = trained("ours", 2, path / "ours", model_type, *options, config=config)
-    assert [file.read_text() for file in (path / "ours").glob("layout-*")] == ["shared"] * 2
-    # Some weights are saved under other names than the model has for them.
-    start = models.build(model_type, reversed_layers=reversed_layers).state_dict()
-    moved = max(float((expected[name] - value).abs().max()) for name, value in start.items() if name in expected)
-    assert moved > 1e-3, "something is learnt"
-    for name, value in expected.items():
-        torch.testing.assert_close(ours[name], value, atol=2e-5, rtol=0, msg=name)
+    option = "+checkpointing" if checkpointing else ""
+    jobs = [job for job in JOBS if (config, job) != ("fsdp2", "tiny+lora")]
+    trained("ours", 2, tmp_path, [job + option for job in jobs], config)
+    for job in jobs:
+        folder = tmp_path / (job + option)
+        layout = "packed" if job.startswith("tiny") else "shared"
+        assert [file.read_text() for file in folder.glob("layout-*")] == [layout] * 2
+        ours, expected = weights(folder), weights(alone / job)
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, atol=2e-5, rtol=0, msg=f"{job}: {name}")
+        check_learnt(job, expected)
+    for entry in json.loads((tmp_path / f"tiny{option}" / "log.json").read_text()):
+        if "loss" in entry:
+            check_logged(entry)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("model_type", TYPES)
-def test_two_ranks_with_shared_prompts_train_to_the_weights_of_trl(
-    model_type: str, config: str, checkpointing: bool, alone: dict[str, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    compare(model_type, config, ["--checkpointing"] if checkpointing else [], alone, tmp_path)
+def check_learnt(job: str, trained: dict[str, torch.Tensor]) -> None:
+    """Check that a model has moved. Some weights are saved under other names than the model has for them."""
+    if "lora" in job:
+        assert any(value.any() for name, value in trained.items() if "lora_B" in name)
+        return
+    start = policy_of(job).state_dict().items()
+    assert max(float((trained[name] - value).abs().max()) for name, value in start if name in trained) > 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("config", ["zero3", pytest.param("fsdp2", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2"])
-def test_models_that_end_with_a_recurrent_layer_train_to_the_weights_of_trl(
-    model_type: str, config: str, checkpointing: bool, alone: dict[str, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
-    """As Granite 4 and LFM2 are released. The prefixes of the last layer only serve the states of the completions."""
-    options = ["--reversed", *(["--checkpointing"] if checkpointing else [])]
-    compare(model_type, config, options, alone, tmp_path)
+def check_logged(entry: dict[str, float]) -> None:
+    """Check the metrics of a step, which are sums over ranks."""
+    recording = uneven()
+    prompts, groups = recording.prompts[2:], recording.completions[2:]
+    needed = sum(len(prompt) - 1 for prompt in prompts) + sum(len(c) for group in groups for c in group)
+    assert entry["efficiency/rows_skipped"] == 8
+    assert entry["efficiency/tokens_needed"] == needed
+    assert entry["entropy"] > 0
 
 
 def test_every_type_that_is_shared_under_sharding_was_compared() -> None:

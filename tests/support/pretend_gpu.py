@@ -3,17 +3,14 @@
     with PretendGPU() as gpu:
         model.to("cuda")
         ...
-    gpu.launches, gpu.synchronisations, gpu.uploads
+    gpu.synchronisations, gpu.uploads
 
-It shows where a tensor of the CPU meets a tensor of the GPU, how many kernels an eager GPU would launch, how often the
-host would wait for the device, and how often data would be copied to it. Numbers are those of the CPU, so results can
-be compared with a run outside the block.
+It shows where a tensor of the CPU meets a tensor of the GPU, how often the host would wait for the device, and how
+often data would be copied to it. Numbers are those of the CPU, so results can be compared with a run outside the block.
 
 It cannot show speed, memory, the rounding and the random numbers of CUDA's kernels, errors that a kernel raises, or
-anything that overlaps in time. Autocast is that of the CPU, which keeps fewer operators in float32 than CUDA's. A call
-of one operator counts as one launch, although some operators launch several kernels. Operators inside C++ autograd
-formulas are counted, fused CPU kernels count as one. Triton has no driver for it, so TRL's head runs without Triton's
-kernels, also in a build of torch for CUDA.
+anything that overlaps in time. Autocast is that of the CPU, which keeps fewer operators in float32 than CUDA's. Triton
+has no driver for it, so TRL's head runs without Triton's kernels, also in a build of torch for CUDA.
 """
 
 from __future__ import annotations
@@ -38,54 +35,18 @@ DEVICE = torch.device("cuda:0")
 MEMORY = 80 * 2**30
 """Bytes of memory that the pretend GPU reports."""
 
-WITHOUT_KERNEL = {
-    "view",
-    "_unsafe_view",
-    "t",
-    "transpose",
-    "permute",
-    "expand",
-    "slice",
-    "select",
-    "unsqueeze",
-    "squeeze",
-    "detach",
-    "alias",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "as_strided",
-    "_reshape_alias",
-    "diagonal",
-    "unfold",
-    "lift_fresh",
-    "is_same_size",
-    "sym_size",
-    "new_empty",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty_strided",
-    "resize_",
-    "set_",
-    "squeeze_",
-    "unsqueeze_",
-    "t_",
-    "detach_",
-}
-"""Operators that launch no kernel: views and allocations."""
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze", "squeeze", "detach",
+    "alias", "split", "split_with_sizes", "unbind", "as_strided", "_reshape_alias", "diagonal", "unfold", "lift_fresh",
+    "is_same_size", "sym_size", "new_empty", "empty", "empty_like", "empty_strided", "new_empty_strided", "resize_",
+    "set_", "squeeze_", "unsqueeze_", "t_", "detach_",
+}  # fmt: skip
+"""Operators that compute nothing: views and allocations."""
 
 WAITING = {
-    "_local_scalar_dense",
-    "nonzero",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "bincount",
-}
+    "_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount",
+}  # fmt: skip
 """Operators whose result, or the shape of it, the host has to wait for."""
 
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -180,7 +141,7 @@ class PretendGPU(TorchFunctionMode):
 
     def reset(self) -> None:
         """Set all counts to 0."""
-        self.launches = self.uploads = 0
+        self.uploads = 0
         self.sites.clear()
 
     @property
@@ -272,15 +233,11 @@ class PretendGPU(TorchFunctionMode):
             return None
         if isinstance(kwargs.get("out"), PretendTensor):
             return kwargs["out"]
-        if name not in WITHOUT_KERNEL and _is_in_place(func):
+        if name not in VIEWS and _is_in_place(func):
             return args[0]
         return tree_map(_wrapped, result)
 
     def _count(self, name: str, args: Any, kwargs: Any) -> None:
-        # Torch 2.8 makes a gradient for the slice of all entries, later versions make no slice.
-        is_of_all = name == "slice_backward" and list(args[0].shape) == list(args[1])
-        if name not in WITHOUT_KERNEL and not is_of_all:
-            self.launches += 1
         if name in WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             self.wait(name)
         if name in INDEXING:
@@ -352,7 +309,6 @@ class PretendGPU(TorchFunctionMode):
         if _is_gpu(device):
             if name in FACTORIES_FROM_DATA:
                 self.upload(name)
-            self.launches += name not in FACTORIES_FROM_DATA | WITHOUT_KERNEL
             kwargs["device"] = "cpu"
             return tree_map(_wrapped, func(*args, **kwargs))
         if (

@@ -25,7 +25,7 @@ from grpo_recipes.training.adapters import adapter_tensors, gathered
 from grpo_recipes.training.reference import REF
 from tests.support.short_runs import arguments, load, moved, trainer
 
-REFRESH, SAVE, STEPS = 3, 4, 5
+REFRESH, SAVE, STEPS = 2, 2, 3
 
 
 class Memory(TrainerCallback):

@@ -133,9 +133,6 @@ def torch_2_12(
 VERSIONS: dict[str, Callable[..., Tensor]] = {"2.10": torch_2_10, "2.11": torch_2_11, "2.12": torch_2_12}
 
 
-# On the pretend GPU
-
-
 def install(monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Tensor]) -> None:
     """Make a kernel that of the installed torch, and let it have the tensors of a CPU."""
     monkeypatch.setattr(varlen, "varlen_attn", kernel)

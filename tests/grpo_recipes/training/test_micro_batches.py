@@ -29,10 +29,8 @@ from grpo_recipes.training.micro_batches import (
     Exactness,
     asked_layout,
     count,
-    empty_unlogged,
     exactness,
     mark_empty,
-    needed_tokens,
     regroup,
     window_size,
 )
@@ -47,7 +45,6 @@ UNEVEN = Recording.random(seed=1, zero=(2,))
 WINDOWS = {
     "one window": {"gradient_accumulation_steps": 4},
     "two windows in a generation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
-    "two generations in a window": {"gradient_accumulation_steps": 8, "steps_per_generation": 4, "generations": 2},
     "windows across generations": {"gradient_accumulation_steps": 6, "steps_per_generation": 4, "generations": 3},
     "three passes": {"gradient_accumulation_steps": 4, "num_iterations": 3},
     "one micro-batch": {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 16},
@@ -111,8 +108,8 @@ def too_far(names: Sequence[str], folder: Path) -> list[str]:
 
 
 QUICK = (
-    *("grpo, beta 0.04, packed", "bnpo, beta 0.0, trimmed", "dapo, beta 0.0, packed", "grpo, sequences"),
-    *("bnpo, windows across generations", "grpo, entropy bonus", "bnpo, truncated"),
+    *("grpo, beta 0.04, packed", "grpo, sequences", "bnpo, windows across generations"),
+    *("grpo, entropy bonus", "bnpo, truncated"),
 )
 
 
@@ -335,11 +332,9 @@ def test_the_ratios_of_skipped_rows_are_one() -> None:
         batch["sampling_per_token_logps"] = torch.full((2, 3), -6.0)
         batch["ref_per_token_logps"] = None
     for batch in regroup(buffer, 2, Layout.TRIMMED, Exactness(True, True)):
-        for advantage, old, sampled in zip(
-            batch["advantages"], batch["old_per_token_logps"], batch["sampling_per_token_logps"], strict=True
-        ):
-            assert set(old.tolist()) == {-5.0 if advantage else 0.0}
-            assert set(sampled.tolist()) == {-6.0 if advantage else 0.0}
+        kept = (batch["advantages"] != 0).float()[:, None]
+        assert torch.equal(batch["old_per_token_logps"], -5.0 * kept.expand(2, 3))
+        assert torch.equal(batch["sampling_per_token_logps"], -6.0 * kept.expand(2, 3))
 
 
 def test_which_rows_contribute() -> None:
@@ -396,13 +391,6 @@ def test_efficiency_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
         assert f"{4 * steps} of {16 * steps} rows" in line
 
 
-def test_padded_micro_batches_log_no_efficiency(tmp_path: Path) -> None:
-    trainer = make_trainer(GRPOTrainer, UNEVEN, model(), tmp_path, micro_batching="off", **SIZES, max_steps=1)
-    trainer.train()
-    assert trainer.state.log_history
-    assert not [name for entry in trainer.state.log_history for name in entry if name.startswith("efficiency/")]
-
-
 def entropies(recording: Recording, folder: Path, batch_size: int) -> list[float]:
     """Return the entropies that are logged for one generation batch, in order of their size."""
     steps = len(recording.prompts) * recording.group // batch_size
@@ -427,13 +415,6 @@ def host(*rows: tuple[list[int], list[int]]) -> HostRows:
     return Rows.of_tokens(prompts, completions, torch.device("cpu")).host
 
 
-def test_a_shared_prompt_is_needed_once_in_a_window() -> None:
-    """Prompts of 3, 3 and 2 tokens. The third row has no label, and the last one repeats the first prompt."""
-    window = [host(([5, 6, 7], [1, 2]), ([8, 8], [3])), host(([9, 9, 9], []), ([5, 6, 7], [4, 4, 4]))]
-    assert needed_tokens(window, Layout.TRIMMED) == (3 + 2) + (2 + 1) + (3 + 3)
-    assert needed_tokens(window, Layout.PACKED) == (3 - 1) + (2 - 1) + (2 + 1 + 3)
-
-
 def test_the_counts_of_all_ranks_mark_what_is_empty_everywhere() -> None:
     none = host(([9], [1]), ([9], [1])).without_labels(np.ones(2, dtype=bool))
     rows = [host(([5, 6, 7], [1, 2]), ([8, 8], [])), none, host(([5, 6, 7], [1]), ([5], [2]))]
@@ -453,23 +434,10 @@ def test_the_counts_of_all_ranks_mark_what_is_empty_everywhere() -> None:
 def test_the_efficiency_of_two_generation_batches() -> None:
     both = Efficiency(1500, 900, 4000, 10, 2) + Efficiency(500, 600, 1000, 6, 0)
     assert both == Efficiency(2000, 1500, 5000, 16, 2)
-    assert both.metrics() == {
-        "efficiency/tokens_computed": 2000.0,
-        "efficiency/tokens_needed": 1500.0,
-        "efficiency/padding": 0.25,
-        "efficiency/rows_skipped": 2.0,
-    }
+    values = {"tokens_computed": 2000.0, "tokens_needed": 1500.0, "padding": 0.25, "rows_skipped": 2.0}
+    assert both.metrics() == {f"efficiency/{name}": value for name, value in values.items()}
     assert all(figure in str(both) for figure in ("2,000", "5,000", "1,500", "25.0%", "2 of 16"))
     assert (Efficiency(5, 6, 9, 1, 0).padding, Efficiency(0, 0, 0, 0, 0).padding) == (0.0, 0.0)
-
-
-def test_metrics_of_an_empty_micro_batch_are_removed() -> None:
-    for batch, kept in (({}, {"a": [1.0, 2.0], "b": [3.0]}), ({EMPTY: True}, {"a": [1.0]})):
-        metrics: dict[str, list[float]] = {"a": [1.0]}
-        with empty_unlogged(batch, metrics):
-            metrics["a"].append(2.0)
-            metrics["b"] = [3.0]
-        assert metrics == kept
 
 
 # ---- Settings

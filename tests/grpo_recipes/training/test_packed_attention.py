@@ -114,13 +114,6 @@ def test_the_users_implementation_is_replaced_where_it_takes_no_float32() -> Non
     assert copied.config._attn_implementation == "sdpa"
 
 
-def test_the_masks_of_all_suffixes_are_one_tensor() -> None:
-    """Without a shared tensor, each layer would keep one mask per suffix until the backward pass."""
-    spans = GroupSpans([((0, 5), [(5, 8), (8, 12)]), ((12, 19), [(19, 20), (20, 26)])])
-    masks = [spans.suffix_mask(*size, torch.zeros(())) for size in ((5, 4), (7, 6), (7, 1))]
-    assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1
-
-
 def test_autocast_gives_query_keys_and_values_one_dtype() -> None:
     """A float32 query, from the rotary embedding, beside bfloat16 values fits no kernel of 16 bits."""
     seen: list[tuple[torch.dtype, ...]] = []

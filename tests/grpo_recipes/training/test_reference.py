@@ -1,7 +1,4 @@
-"""The reference policy of `set_reference`, compared with that of stock TRL 1.16, and the KL to it.
-
-Two slow tests show errors of stock TRL. If a row of them fails, TRL has fixed its error, and our code for it can go.
-"""
+"""The reference policy of `set_reference`, and the KL to it."""
 
 from __future__ import annotations
 
@@ -105,21 +102,18 @@ ATTENTION: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_pro
 EMBEDDING = {"target_modules": ["embed_tokens", "q_proj"]}
 TOKENS = {"trainable_token_indices": [5, 6, 7]}
 IA3 = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-INCOMPLETE_IN_TRL: dict[str, PeftConfig] = {
+NEW_OR_CONTINUED: dict[str, PeftConfig] = {
+    "LoRA": lora(),
     "LoRA on the embedding": lora(**EMBEDDING),
+    "trainable tokens": lora(trainable_token_indices=[5, 6, 7, 20, 21]),
+    "modules_to_save": lora(modules_to_save=["lm_head"]),
+    "DoRA": lora(use_dora=True),
+    "rsLoRA": lora(use_rslora=True),
     "IA3": IA3,
     "LoHa": LoHaConfig(r=4, **ATTENTION),
     "LoKr": LoKrConfig(r=4, **ATTENTION),
-    "VeRA": VeraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]),
-    "trainable tokens": lora(trainable_token_indices=[5, 6, 7, 20, 21]),
-}
-NEW_OR_CONTINUED: dict[str, PeftConfig] = {
-    **INCOMPLETE_IN_TRL,
-    "LoRA": lora(),
-    "DoRA": lora(use_dora=True),
-    "rsLoRA": lora(use_rslora=True),
-    "modules_to_save": lora(modules_to_save=["lm_head"]),
     "OFT": OFTConfig(r=0, oft_block_size=8, **ATTENTION),
+    "VeRA": VeraConfig(r=8, task_type="CAUSAL_LM", target_modules=["q_proj"]),
 }
 CONTINUED: dict[str, PeftConfig] = {
     **NEW_OR_CONTINUED,
@@ -186,8 +180,8 @@ POLICIES: dict[str, Callable[[Path], Any]] = {
     "4 bits": in_4_bits,
 }
 QUICK = (
-    *("new LoRA", "continued LoRA on the embedding", "new trainable tokens, tied", "initialized by pissa"),
-    *("trained head", "float32 head, temperature", "attention dropout"),
+    *("new LoRA", "continued LoRA on the embedding", "initialized by pissa"),
+    *("trained head", "float32 head, temperature"),
 )
 
 
@@ -206,43 +200,12 @@ def test_the_kl_is_0_at_step_0_and_grows(policy: Path, tied_policy: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_stock_trl_takes_another_reference_for_these_policies(policy: Path, tmp_path: Path) -> None:
-    dropout = tiny.save_policy(tmp_path / "dropout", attention_dropout=0.1)
-    cases = {
-        "attention dropout": partial(load, dropout),
-        **{kind: partial(POLICIES[f"continued {kind}"], policy) for kind in INCOMPLETE_IN_TRL},
-        "merged": partial(merged, policy),
-    }
-    for build in cases.values():
-        assert logged_kl(trainer(TRLGRPOTrainer, build(), arguments(tmp_path)))[0] > SEEN
+def test_the_reference_of_trls_trainer_is_the_policy_itself(policy: Path, tmp_path: Path) -> None:
+    """TRL reloads the policy from disk, before the adapter was merged."""
+    assert logged_kl(trainer(TRLGRPOTrainer, merged(policy), arguments(tmp_path)))[0] > SEEN
     on_trl = trainer(TRLGRPOTrainer, merged(policy), arguments(tmp_path))
     set_reference(on_trl, "initial")
     assert logged_kl(on_trl)[0] <= ZERO
-    for config in INITIALIZED.values():
-        assert logged_kl(trainer(TRLGRPOTrainer, load(policy), arguments(tmp_path), peft_config=config))[0] > SEEN
-
-
-@pytest.mark.slow
-def test_stock_trl_cannot_train_these_policies(policy: Path, tied_policy: Path, tmp_path: Path) -> None:
-    continued = adapted(policy, lora(), continued=True)
-    continued.save_pretrained(tmp_path / "adapter")
-    continued.add_adapter(REF, lora())
-    cases: list[tuple[Any, dict[str, Any], type[Exception]]] = [
-        (adapted(policy, lora(), continued=True, name="policy"), {}, KeyError),
-        (continued, {}, ValueError),
-        (str(tmp_path / "adapter"), {}, ValueError),
-        (tiny.policy(), {}, OSError),
-        (adapted(policy, lora(), continued=False), {"sync_ref_model": True}, NotImplementedError),
-        (POLICIES["continued trainable tokens, tied"](tied_policy), {}, AttributeError),
-    ]
-    for model, changes, error in cases:
-        with pytest.raises(error):
-            trainer(TRLGRPOTrainer, model, arguments(tmp_path, **changes)).train()
-    untrainable = PeftModel.from_pretrained(load(policy), tmp_path / "adapter")
-    plain = trainer(TRLGRPOTrainer, untrainable, arguments(tmp_path, max_steps=2))
-    before = tensors(plain.model, "default")
-    plain.train()
-    assert equal(before, tensors(plain.model, "default"))
 
 
 # ---- Which reference
@@ -315,11 +278,8 @@ def test_a_restart_keeps_the_original_reference(policy: Path, tmp_path: Path) ->
     resumed = trainer(GRPOTrainer, continuing(tmp_path / "sft"), args)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert equal(original, tensors(resumed.model, REF))
-    plain = trainer(TRLGRPOTrainer, continuing(checkpoint), arguments(tmp_path / "plain"))
-    assert not equal(original, tensors(plain.model, REF))
-    kept = trainer(
-        GRPOTrainer, continuing(checkpoint), arguments(tmp_path / "kept"), reference={"adapter": checkpoint / REF}
-    )
+    source = {"adapter": checkpoint / REF}
+    kept = trainer(GRPOTrainer, continuing(checkpoint), arguments(tmp_path / "kept"), reference=source)
     assert equal(original, tensors(kept.model, REF))
     without = trainer(GRPOTrainer, continuing(tmp_path / "sft"), args, reference="base")
     without.train(resume_from_checkpoint=str(checkpoint))
@@ -630,17 +590,10 @@ def test_a_refresh_is_the_same_in_trls_trainer_and_ours(policy: Path, tmp_path: 
     assert equal(reference_tensors(runs[0]), reference_tensors(runs[1]))
 
 
-class Killed(Exception):
-    pass
-
-
 class KillAt(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            raise Killed
+        if state.global_step == 4:
+            raise KeyboardInterrupt
 
 
 @pytest.mark.slow
@@ -657,8 +610,8 @@ def test_a_run_killed_between_refreshes_resumes_to_equal_bits(
     uninterrupted = run("uninterrupted")
     uninterrupted.train()
     killed = run("killed")
-    killed.add_callback(KillAt(4))
-    with pytest.raises(Killed):
+    killed.add_callback(KillAt())
+    with pytest.raises(KeyboardInterrupt):
         killed.train()
     resumed = run("killed")
     resumed.train(resume_from_checkpoint=True)

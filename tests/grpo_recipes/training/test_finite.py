@@ -21,7 +21,7 @@ from tests.support import short_runs
 from tests.support.errors import refused
 from tests.support.tiny import save_policy
 
-DOWN = "model.layers.1.mlp.down_proj.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
 class SpoilWeights(TrainerCallback):
@@ -39,7 +39,7 @@ class SpoilWeights(TrainerCallback):
 def trainer(tmp_path: Path, check: bool = True, rewards: Any = short_runs.reward, **changes: Any) -> GRPOTrainer:
     values = {"max_steps": 3, "beta": 0.0, "learning_rate": 1e-4, "logging_steps": 1, **changes}
     args = short_runs.arguments(tmp_path / "run", **values)
-    policy = str(save_policy(tmp_path / "policy"))
+    policy = str(save_policy(tmp_path / "policy", num_hidden_layers=1))
     made: Any = short_runs.trainer(GRPOTrainer, policy, args, generation_check=check, rewards=rewards)
     return cast(GRPOTrainer, made)
 

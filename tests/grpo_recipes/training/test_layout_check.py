@@ -133,6 +133,12 @@ def test_how_weights_are_split_is_read_from_modules_and_parameters() -> None:
     assert found == ["", ZERO3, FSDP1, FSDP2]
 
 
+def test_a_sliding_window_counts_only_if_a_layer_uses_it() -> None:
+    mixed, full = ["sliding_attention", "full_attention"], ["full_attention"]
+    for kinds, window in ((None, 8), (mixed, 8), (full, None), ([], None)):
+        assert layout_check.attention_window(SimpleNamespace(sliding_window=8, layer_types=kinds)) == window
+
+
 # ---- Checks 2 and 3: decisions, with the results of the model calls given
 
 

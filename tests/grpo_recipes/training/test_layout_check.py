@@ -397,6 +397,17 @@ def test_tensors_of_one_value_get_noise_by_their_size_and_their_bits_back() -> N
         assert not policy.zeros.any(), "gathering each weight of a full model would take longer than a step"
 
 
+def test_gradients_are_those_of_a_fixed_combination_of_all_log_probabilities() -> None:
+    weight, unused = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(1))
+    first, none = layout_check.gradients(weight * 2, [weight, unused])
+    assert none is None
+    assert first is not None
+    assert len(first.unique()) == 6, "each token has a weight of its own, so that errors don't cancel"
+    assert weight.grad is None
+    reentrant, _ = layout_check.gradients(weight * 2, [weight, unused], reentrant=True)
+    assert torch.equal(reentrant, first)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_check_restores_the_model_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
     policy = adapted(LoraConfig(r=4, lora_dropout=0.0, **TARGETS)).to(dtype)

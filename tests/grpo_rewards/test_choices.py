@@ -24,33 +24,28 @@ def score(text, gold="A", choices=CITIES, **arguments):
 
 
 RIGHT = """
-A | a | (A) | (a) | [A] | {A} | A. | A) | A: | A! | **A** | *A* | __A__ | `A` | "A" | 'A' | $A$ | \\(A\\) | \\text{A}
-\\boxed{A} | \\boxed{\\text{A}} | \\boxed{\\textbf{(A)}} | $\\boxed{\\mathrm{A}}$ | \\boxed{A. Paris} | \\boxed{Paris}
-Ａ | （Ａ） | Ⓐ | 𝐀 | A\u200b | A. Paris | A) Paris | (A) Paris | A: Paris | A - Paris | A – Paris | A, Paris | A)Paris
-**A.** Paris | **A. Paris** | Paris | paris | PARIS. | "Paris" | **Paris** | Paris (A) | Paris, A | (Paris)
-A (Paris) | The answer is A. | The answer is Paris. | the correct answer is (a) | Answer: A | Answer: Paris
-**Answer:** A | **Answer: A** | **Final Answer**: (A) Paris | Final answer: **A** | The correct option is (A).
-The correct answer is option A: Paris. | So the answer is A. Paris is the capital of France.
-The answer is A, because B and C are not capitals. | The answer is A. B is wrong, and so is C.
-The best answer is A, since the others (B, C, D) are elsewhere. | Option A is correct. | A is correct.
-(A) Paris is the correct answer. | Paris is the right answer. | It's Paris! | I think it's A. | I choose A
-I'll go with A | not B but A | The answer is not B but A. | A, not B | A, not B or C | A rather than New York
-B is wrong. The answer is A. | The answer is B. Wait, no: the answer is A. | The answer is:\\n\\nA
-The answer is: **A** | Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me see.\\n#### A
-# Answer\\n#### A) Paris | <answer>A</answer> | <answer>\\nA. Paris\\n</answer> | <answer>The answer is A</answer>
-<answer>Option A</answer> | <answer>A because it is the capital</answer>
-<answer>A. It is the capital of France</answer> | <answer>choice (a)</answer> | <think>B? C?</think><answer>A</answer>
-<think>The answer is B.</think>The answer is A. | <answer>B</answer><answer>A</answer>
-### Final Answer\\n\\nA. Paris | The answer is Paris (option A). | The answer's A | I'd say A. | Pick (A) | A.Paris
-My answer is A. | A\\n\\nParis is the capital. | **A**\\n\\nExplanation: it is the capital. | Of these, A is correct.
-答案：A | 答案是A。 | A ✅ | Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}}
-The answer is A (Paris), not B. | The answer is indeed A. | The answer is, therefore, A.
-The answer to the question is A. | Ans: A | The answer is A = Paris
-The answer is A. That the answer is so short is no surprise. | Here's the answer: A | So here's my final answer: A
-From his statement, the answer is A. | The only possible answer is A.
+A | (A) | (a) | A. | A) | **A** | (A) Paris | A. Paris | **A.** Paris | Answer: A | <answer>B</answer><answer>A</answer>
+[A] | A! | *A* | `A` | "A" | $A$ | \\text{A} | \\boxed{\\textbf{(A)}} | $\\boxed{\\mathrm{A}}$
+\\boxed{A. Paris} | Ａ | （Ａ） | A\u200b | A - Paris | A – Paris | "Paris" | Paris (A) | (Paris) | Answer: Paris
+The correct option is (A). | The answer is A, because B and C are not capitals.
+The answer is A. B is wrong, and so is C. | The best answer is A, since the others (B, C, D) are elsewhere.
+Option A is correct. | Paris is the right answer. | It's Paris! | I choose A | I'll go with A | not B but A
+The answer is not B but A. | A, not B or C | A rather than New York | B is wrong. The answer is A.
+The answer is B. Wait, no: the answer is A. | The answer is:\\n\\nA
+Option B looks good.\\n\\nAnswer: A. Paris\\n\\nB is not the capital. | Let me see.\\n#### A
+# Answer\\n#### A) Paris | <answer>A</answer> | <answer>The answer is A</answer>
+<answer>A because it is the capital</answer> | <answer>A. It is the capital of France</answer>
+<answer>choice (a)</answer> | <think>B? C?</think><answer>A</answer>
+<think>The answer is B.</think>The answer is A. | ### Final Answer\\n\\nA. Paris | The answer is Paris (option A).
+I'd say A. | Pick (A) | A.Paris | My answer is A. | A\\n\\nParis is the capital.
+**A**\\n\\nExplanation: it is the capital. | Of these, A is correct. | 答案：A | 答案是A。 | A ✅
+Since B is not a capital, the answer is A. | \\boxed{\\textbf{(A) } \\text{Paris}} | The answer is A (Paris), not B.
+The answer is indeed A. | The answer is, therefore, A. | The answer to the question is A. | Ans: A
+The answer is A = Paris | The answer is A. That the answer is so short is no surprise. | Here's the answer: A
+So here's my final answer: A | From his statement, the answer is A. | The only possible answer is A.
 The answer is A.\\n\\nB. New York is not the capital. | A. Unlikely as it sounds, Paris. | Only A is correct.
 A seems to be the best answer. | I am confident that A is right. | The answer is Paris, which is option A.
-<answer>\\boxed{A}</answer> | The answer is B. <answer>A</answer> | \\boxed{B} or rather \\boxed{A}
+<answer>\\boxed{A}</answer> | \\boxed{B} or rather \\boxed{A}
 """
 RIGHT = [text.strip().replace("\\n", "\n").replace("\\\\", "\\") for text in RIGHT.replace("\n", " | ").split(" | ")]
 
@@ -159,17 +154,11 @@ def test_an_answer_may_be_labelled_in_another_language(form):
 
 NO_CLAIMS = r"""
 الإجابة ليست C | সঠিক উত্তর C নয় | Die Antwort ist nicht C | Die falsche Antwort ist C
-Die Antwort ist C. Das ist falsch.
-Die Antwort ist vielleicht C | La respuesta no es C | La respuesta es C o D | La respuesta es C, quizás
-La respuesta es C. O D. | La respuesta es C.\nNo, D. | La respuesta es C) Rome | La respuesta es C. Rome
-La respuesta es C.\nLa respuesta es D. | La respuesta del alumno es C | ¿La respuesta es C? | Si la respuesta es C
-The answer is C. La respuesta es D. | La réponse n'est pas C | La réponse est C, ou D | उत्तर C नहीं है | गलत उत्तर: C
-Jawabannya bukan C | Jawaban yang salah adalah C | La risposta non è C | 正解はCではありません | 正解はCかD | 不正解はC
-正解はC。いや、D。 | 오답은 C입니다 | 정답은 C가 아닙니다 | 정답은 C 또는 D | A resposta não é C | Sua resposta: C
-Ответ не C | Ответ: не C | Неправильный ответ: C | Ответ C или D | Jibu si C | คำตอบไม่ใช่ C | 答案不是C | 错误的答案是C
-小明的答案是C | 如果答案是C | 我不认为答案是C | 答案是C？ | 答案是C还是D
-答案是C。不对。 | <answer>La respuesta no es C</answer>
-<answer>La respuesta es A. La respuesta es C</answer>
+Die Antwort ist C. Das ist falsch. | La respuesta es C o D | La respuesta es C, quizás | La respuesta es C.\nNo, D.
+La respuesta es C) Rome | La respuesta es C. Rome | La respuesta del alumno es C | ¿La respuesta es C?
+Si la respuesta es C | The answer is C. La respuesta es D. | La réponse n'est pas C | उत्तर C नहीं है | गलत उत्तर: C
+Jawabannya bukan C | Jawaban yang salah adalah C | La risposta non è C | 正解はCかD | 正解はC。いや、D。
+A resposta não é C | Ответ не C | คำตอบไม่ใช่ C | 答案是C？ | 答案是C。不对。 | <answer>La respuesta es A. La respuesta es C</answer>
 """
 
 
@@ -244,10 +233,11 @@ def test_gold_form_decides_between_readings_of_a_gold():
 
 def test_unreadable_choices_make_the_row_none():
     unreadable = [
-        [], {}, "ABCD", 3, ["x"] * 27, [None, "x"], [None], {"Paris": "A"}, {"A": ["x"]}, {"a": "x", "A": "y"},
-        {1: "x"}, {"text": ["x"], "label": ["A", "B"]}, {"text": 5, "label": ["A"]}, {"text": ["x"], "label": 5},
+        [], {}, "ABCD", 3, ["x"] * 27, [None, "x"], {"Paris": "A"}, {"A": ["x"]}, {"a": "x", "A": "y"}, {1: "x"},
+        {"text": ["x"], "label": ["A", "B"]}, {"text": 5, "label": ["A"]},
     ]  # fmt: skip
     assert [choices for choices in unreadable if score("A", "A", choices) != (None, None, "no gold")] == []
+    assert choice_correctness(completions=["B", "B"], answer=["B", "B"], choices=[None, CITIES]) == [None, 1.0]
 
 
 def test_arrays_are_read_as_lists():
@@ -255,14 +245,10 @@ def test_arrays_are_read_as_lists():
     assert score("y", "B", {"text": numpy.array(["x", "y"]), "label": numpy.array(["A", "B"])})[0] == 1.0
 
 
-@pytest.mark.parametrize("columns", [{"answer": ["A"]}, {"answer": "AB"}, {"answer": ["A", "B"], "choices": [CITIES]}])
-def test_columns_of_another_length_are_refused(columns):
-    with pytest.raises(ValueError, match="`choice_correctness`"):
-        choice_correctness(completions=["A", "B"], **columns)
-
-
 def test_a_missing_gold_column_is_named_and_choices_may_be_missing():
     assert choice_correctness(completions=["B", "C"], answer=["B", "B"]) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="`choice_correctness`"):
+        choice_correctness(completions=["A", "B"], answer=["A", "B"], choices=[CITIES])
     with pytest.raises(ValueError, match="`answer`"):
         choice_correctness(completions=["B"], choices=[CITIES])
     with pytest.raises(ValueError, match="`options`.*choices_column"):
@@ -314,29 +300,19 @@ def test_a_bad_argument_names_its_key(kwargs):
 POOLS = [
     ["Paris", "London", "Rome", "Berlin", "Madrid", "Vienna", "Oslo", "Athens", "Cairo", "Lima"],
     [str(number) for number in range(2, 60)],
-    [f"{number / 4}" for number in range(3, 60, 2)],
     ["It increases", "It decreases", "It stays the same", "It doubles", "It is halved", "It can not be determined"],
     ["the mitochondria", "the nucleus", "a ribosome", "the cell wall", "an enzyme", "the Golgi apparatus"],
-    ["Isaac Newton", "Albert Einstein", "Marie Curie", "Niels Bohr", "Charles Darwin", "Ada Lovelace"],
     ["x + 1", "x - 1", "2x", "x^2", "-x", "1/x", "(x+1)^2"],
     ["$5", "$15", "$25", "$50", "$100", "$2.50"],
-    ["Because it rains", "Because of the wind", "To save energy", "For no reason at all"],
     ["All of the above", "None of the above", "Only the first", "Only the second"],
 ]
-LETTER_FORMS = ["{l}", "({l})", "{l}.", "{l})", "**{l}**", "**({l})**", "\\text{{{l}}}", "[{l}]", "{l}. {t}",
-                "{l}) {t}", "({l}) {t}", "{l}: {t}", "**{l}. {t}**", "{t}", "{t} ({l})", "**{l}**: {t}", "{low}",
-                "({low})"]  # fmt: skip
-FRAMES = ["{a}", "The answer is {a}.", "The correct answer is {a}.", "Answer: {a}", "**Answer:** {a}",
-          "**Answer: {a}**",
-          "Final answer: {a}", "The correct option is {a}.", "So, the answer is {a}.", "The best choice is {a}.",
-          "Therefore, the correct answer is: {a}", "Therefore the answer must be {a}.", "I would choose {a}.",
-          "The answer is {a} because of what was said above.", "#### {a}", "\\boxed{{{a}}}",
-          "The final answer is $\\boxed{{{a}}}$.",
-          "<answer>{a}</answer>", "<answer>\n{a}\n</answer>", "<answer>The answer is {a}.</answer>",
-          "<think>\nIs it {w}? No.\n</think>\n<answer>{a}</answer>",
-          "<think>It could be {w}.</think>\nThe answer is {a}."]  # fmt: skip
-BODIES = ["", "Let us go through the options. Option {w} does not fit.\n\n", "We look at each choice in turn.\n",
-          "{w} is wrong since it contradicts the text. "]  # fmt: skip
+LETTER_FORMS = ["{l}", "({l})", "{l}.", "**{l}**", "\\text{{{l}}}", "{l}. {t}", "({l}) {t}", "**{l}. {t}**", "{t}",
+                "{t} ({l})", "{low}"]  # fmt: skip
+FRAMES = ["{a}", "The correct answer is {a}.", "Answer: {a}", "**Answer:** {a}", "The correct option is {a}.",
+          "Therefore, the correct answer is: {a}", "The answer is {a} because of what was said above.", "#### {a}",
+          "The final answer is $\\boxed{{{a}}}$.", "<answer>\n{a}\n</answer>", "<answer>The answer is {a}.</answer>",
+          "<think>\nIs it {w}? No.\n</think>\n<answer>{a}</answer>"]  # fmt: skip
+BODIES = ["", "Let us go through the options. Option {w} does not fit.\n\n", "{w} is wrong. "]
 
 
 def made_up_rows(count, seed=0):
@@ -363,9 +339,8 @@ def made_up_rows(count, seed=0):
         yield text, written, choices, is_right
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.slow)])
-def test_right_answers_are_accepted_and_wrong_ones_are_not(count):
-    rows = list(made_up_rows(count))
+def test_right_answers_are_accepted_and_wrong_ones_are_not():
+    rows = list(made_up_rows(1000))
     texts, golds, choices, right = map(list, zip(*rows, strict=True))
     scores = choice_correctness(completions=texts, answer=golds, choices=choices)
     assert [row for row, paid in zip(rows, scores, strict=True) if paid is None] == []
@@ -374,30 +349,9 @@ def test_right_answers_are_accepted_and_wrong_ones_are_not(count):
     assert len(missed) <= 0.01 * sum(right), missed[:10]
 
 
-PIECES = [
-    "A", "A ", "(", "answer is ", "answer is\n", "The answer is A. ", "A is correct ", "<answer>", "\\boxed{",
-    "\\text{",
-    "**", "not ", "Paris ", "A, ", "because ", "x" * 40 + "\n", "\u0301", "Answer: A\n", ": is correct", "`", "$", '"',
-]  # fmt: skip
-
-
-def check_cost(pieces, places):
-    def call(text):
-        assert score(text)[0] in (0.0, 1.0)
-
-    for piece in pieces:
-        for place in places:
-            make = lambda length, piece=piece, place=place: place.format(piece * (length // len(piece)))  # noqa: E731
-            assert growth(call, make, 50_000) < 12, (piece, place)
-
-
-def test_the_cost_is_linear_in_the_length():
-    check_cost(["The answer is A. "], ["{}"])
-
-
-@pytest.mark.slow
-def test_the_cost_of_any_piece_is_linear_in_the_length():
-    check_cost(PIECES, ["{}", "<answer>{}</answer>", "The answer is {}"])
+@pytest.mark.parametrize("piece", ["The answer is A. ", "\u0301"])
+def test_the_cost_is_linear_in_the_length(piece):
+    assert growth(score, lambda length: piece * (length // len(piece)), 50_000) < 12
 
 
 NESTED = read_choices(["York", "New York", "a cat", "5/2"])
@@ -534,10 +488,6 @@ def test_an_answer_that_is_several_sentences_long_is_read_up_to_four():
     assert claimed("The answer is w. x. y. z. It fits.", choices) == (True, "A")
     assert claimed("The answer is v. w. x. y. z. It fits.", choices) == (True, None)
     assert claimed("The answer is B. A", {"A": "E", "B": "A"}) == (True, None)
-
-
-def test_a_row_without_choices_among_rows_with_choices_is_not_scored():
-    assert choice_correctness(completions=["B", "B"], answer=["B", "B"], choices=[None, CITIES]) == [None, 1.0]
 
 
 def test_the_columns_that_the_reward_reads():

@@ -1,18 +1,14 @@
 """The reward for one JSON object that fits a schema: pay, traps, an independent oracle, and bounds."""
 
-import asyncio
 import itertools
 import json
 import math
 import pickle
 import random
 import string
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_rewards.registry import RewardSpecError, build_rewards
 from grpo_rewards.schema import MAX_STEPS, JsonSchema
@@ -52,12 +48,6 @@ PARTS = {
 }
 
 
-def test_a_required_key_without_a_schema_takes_any_value() -> None:
-    schema = {"required": ["a", "c"], "properties": {"b": {"type": "integer"}}}
-    assert score('{"a": [], "c": null, "b": "x"}', schema)[0] == 0.5
-    assert score('{"a": [], "b": "x"}', schema)[0] == 0.25
-
-
 REFERS_BACK = [
     *({keyword: [{}, {"$ref": "#"}]} for keyword in ("allOf", "anyOf", "oneOf")),
     *({keyword: {"$ref": "#"}} for keyword in ("not", "if", "then", "else")),
@@ -93,6 +83,8 @@ def test_the_pays_are_arguments():
     assert score(fenced('{"name": "Ann"}'), pay_partial=0)[0] == 0.0
     reward = JsonSchema(schema=PERSON, pay=3)
     assert (reward.highest_pay, reward.kind, reward.__name__) == (3.0, "correctness", "json_schema")
+    assert pickle.loads(pickle.dumps(reward)) == reward
+    assert hash(reward) == hash(JsonSchema(schema=dict(PERSON), pay=3))
 
 
 # Completions that a naive reward pays for.
@@ -149,19 +141,9 @@ SUBTLE = {
 
 
 def test_a_recursive_schema_reads_trees():
-    tree = {
-        "$ref": "#/$defs/node",
-        "$defs": {
-            "node": {
-                "type": "object",
-                "required": ["v"],
-                "properties": {
-                    "v": {"type": "integer"},
-                    "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
-                },
-            }
-        },
-    }
+    branch = {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}
+    node = {"type": "object", "required": ["v"], "properties": {"v": {"type": "integer"}, "next": branch}}
+    tree = {"$ref": "#/$defs/node", "$defs": {"node": node}}
     deep = {"v": 0, "next": None}
     for value in range(MAX_DEPTH - 2):
         deep = {"v": value, "next": deep}
@@ -192,42 +174,26 @@ WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "größe", "🙂", "x y",
 
 def a_value(rng, depth=0):
     """Return a schema and a value that fits it."""
-    kind = rng.choice(
-        ["string", "pattern", "integer", "number", "boolean", "enum", "null", "date"]
-        + ["array", "object", "either"] * (depth < 3)
-    )
-    if kind == "string":
-        text = rng.choice(WORDS)
-        return {"type": "string", "minLength": 1, "maxLength": len(text)}, text
-    if kind == "pattern":
-        text = "".join(rng.choices(string.ascii_uppercase, k=3)) + str(rng.randrange(1000))
-        return {"type": "string", "pattern": "^[A-Z]{3}[0-9]+$"}, text
-    if kind == "integer":
-        number = rng.randrange(-(10**6), 10**12)
-        return {"type": "integer", "minimum": number - rng.randrange(3), "maximum": number}, number
-    if kind == "number":
-        cents = rng.randrange(10**7)
-        return {"type": "number", "multipleOf": 0.01, "exclusiveMaximum": cents / 100 + 1}, cents / 100
-    if kind == "boolean":
-        return {"type": "boolean"}, rng.random() < 0.5
-    if kind == "enum":
-        values = rng.sample([*WORDS, 1, 2.5, True, None], 3)
-        return {"enum": values}, rng.choice(values)
-    if kind == "null":
-        return {"type": ["null", "string"]}, None
-    if kind == "date":
-        return {
-            "type": "string",
-            "format": "date",
-        }, f"{rng.randrange(1900, 2100)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
-    if kind == "array":
+    text, number, cents = rng.choice(WORDS), rng.randrange(-(10**6), 10**12), rng.randrange(10**7)
+    values = rng.sample([*WORDS, 1, 2.5, True, None], 3)
+    code = "".join(rng.choices(string.ascii_uppercase, k=3)) + str(rng.randrange(1000))
+    day = f"{rng.randrange(1900, 2100)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}"
+    cases = [
+        ({"type": "string", "minLength": 1, "maxLength": len(text)}, text),
+        ({"type": "string", "pattern": "^[A-Z]{3}[0-9]+$"}, code), ({"type": "string", "format": "date"}, day),
+        ({"type": "integer", "minimum": number - rng.randrange(3), "maximum": number}, number),
+        ({"type": "number", "multipleOf": 0.01, "exclusiveMaximum": cents / 100 + 1}, cents / 100),
+        ({"type": "boolean"}, rng.random() < 0.5), ({"enum": values}, rng.choice(values)),
+        ({"type": ["null", "string"]}, None),
+    ]  # fmt: skip
+    if depth < 3 and rng.random() < 0.3:
         schema, value = a_value(rng, depth + 1)
         size = rng.randrange(4)
-        return {"type": "array", "items": schema, "minItems": size, "maxItems": size}, [value] * size
-    if kind == "either":
-        schema, value = a_value(rng, depth + 1)
-        return {"anyOf": [{"type": "array", "minItems": 99}, schema]}, value
-    return an_object(rng, depth + 1)
+        cases = [
+            ({"type": "array", "items": schema, "minItems": size, "maxItems": size}, [value] * size),
+            ({"anyOf": [{"type": "array", "minItems": 99}, schema]}, value), an_object(rng, depth + 1),
+        ]  # fmt: skip
+    return rng.choice(cases)
 
 
 def an_object(rng, depth=0):
@@ -236,12 +202,8 @@ def an_object(rng, depth=0):
     required = rng.sample(keys, rng.randrange(1, len(keys) + 1))
     kept = [key for key in keys if key in required or rng.random() < 0.5]
     rng.shuffle(kept)
-    schema = {
-        "type": "object",
-        "properties": {key: schema for key, (schema, _) in parts.items()},
-        "required": required,
-        "additionalProperties": False,
-    }
+    properties = {key: schema for key, (schema, _) in parts.items()}
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     return schema, {key: parts[key][1] for key in kept}
 
 
@@ -264,45 +226,6 @@ def mutated(rng, value):
     return value
 
 
-# jsonschema alone takes 10 ms for a schema and its value, so the quick part has few rows.
-
-
-# --- any text
-
-
-REWARDS = [
-    JsonSchema(schema=PERSON),
-    JsonSchema(schema=PERSON, extract="whole"),
-    JsonSchema(schema=PERSON, extract="fence"),
-    JsonSchema(schema={"uniqueItems": True, "properties": {"a": {"pattern": "(a|a)*$", "multipleOf": 0.1}},
-                       "additionalProperties": {"$ref": "#"}}),
-]  # fmt: skip
-PIECES = r"""
-    <think> </think> <answer> </answer> ``` ```json { } [ ] " : , \ \" \u0041 \ud800
-    "name": "age": "a": 1 -0 1e9 1E400 NaN true null "Ann" ,
-"""
-SOUP = st.lists(st.sampled_from([*PIECES.split(), "\n", " ", "\x00", "\ud800", "🙂"]), max_size=30).map("".join)
-TEXTS = st.one_of(
-    SOUP, st.text(st.characters()), SOUP.map(fenced), SOUP.map('{{"name": "{}", "age": 1}}'.format),
-    st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
-                 lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
-    .map(lambda value: json.dumps({"a": value, "name": value})),
-)  # fmt: skip
-
-
-def check_any_text(text):
-    for reward in REWARDS:
-        (first,) = reward(completions=[text])
-        assert 0.0 <= first <= reward.highest_pay
-        assert math.isfinite(first)
-        assert reward(completions=[[{"role": "assistant", "content": text}]]) == [first]
-
-
-test_any_text = settings(max_examples=100, deadline=None)(given(TEXTS)(check_any_text))
-test_any_text_at_length = pytest.mark.nightly(
-    pytest.mark.timeout(1800)(settings(max_examples=20_000, deadline=None)(given(TEXTS)(check_any_text)))
-)
-
 TWICE = {
     "$ref": "#/$defs/n",
     "$defs": {
@@ -312,19 +235,9 @@ TWICE = {
 }  # fmt: skip
 # A schema, and a text of about that many characters.
 ADVERSARIAL = {
-    "opening brackets": (PERSON, lambda n: "[" * n),
     "opening braces in a fence": (PERSON, lambda n: fenced('{"a":' * (n // 5))),
-    "nested objects": (PERSON, lambda n: '{"a":' * (n // 6) + "1" + "}" * (n // 6)),
-    "quotes": (PERSON, lambda n: '"' * n),
-    "escapes": (PERSON, lambda n: '"' + "\\" * n),
     "fences": (PERSON, lambda n: "```json\n" * (n // 8)),
-    "backticks": (PERSON, lambda n: "`" * n),
-    "closed fences": (PERSON, lambda n: "```json\n{}\n```\n" * (n // 15)),
-    "openings": (PERSON, lambda n: "<answer>" * (n // 8)),
-    "thoughts": (PERSON, lambda n: "<think>" * (n // 7)),
-    "digits": (PERSON, lambda n: '{"age": ' + "9" * n + "}"),
     "keys": (PERSON, lambda n: "{" + ",".join(f'"k{i}":1' for i in range(n // 9)) + "}"),
-    "the same key": (PERSON, lambda n: "{" + ",".join(['"k":1'] * (n // 6)) + "}"),
     "many items, all different": (
         {"properties": {"a": {"uniqueItems": True}}},
         lambda n: json.dumps({"a": [[i, {"b": i}] for i in range(n // 20)]}),
@@ -335,57 +248,20 @@ ADVERSARIAL = {
     ),
     "a pattern that backtracks": (
         {"properties": {"a": {"pattern": "^(a+)+$"}}}, lambda n: json.dumps({"a": "a" * n + "!"})),
-    "a pattern of keys that backtracks": (
-        {"patternProperties": {"^(a|a)*$": {}}, "additionalProperties": False},
-        lambda n: json.dumps({"a" * n + "!": 1})),
     "an error for each of two branches": (
         {"properties": {"a": {"anyOf": [{"items": {"type": "string"}}, {"items": {"type": "boolean"}}]}}},
         lambda n: json.dumps({"a": [0] * (n // 3)})),
     "a large value, quoted in errors": (
         {"properties": {"a": {"anyOf": [{"type": "integer"}] * 50}}}, lambda n: json.dumps({"a": ["b" * n]})),
     "an address": ({"properties": {"a": {"format": "email"}}}, lambda n: json.dumps({"a": "a@" + "a." * (n // 2)})),
-    "an IPv6 address": ({"properties": {"a": {"format": "ipv6"}}}, lambda n: json.dumps({"a": "1:" * (n // 2)})),
     "twice as much at each level": (TWICE, lambda n: '{"a":' * 30 + '{"x": "' + "y" * n + '"}' + "}" * 30),
 }  # fmt: skip
-
-
-# These take seconds each, and their times are not comparable beside other processes: nightly.
 
 
 def test_errors_about_a_large_value_do_not_cost_more():
     # Each of some 500 errors would otherwise quote the whole value.
     reward = JsonSchema(schema=TWICE)
     assert growth(lambda n: reward(completions=['{"a":' * 7 + '{"x": "' + "y" * n + '"}' + "}" * 7]), int, 24_000) < 1.6
-
-
-@pytest.mark.slow
-def test_scores_are_the_same_in_threads_processes_and_coroutines():
-    reward = JsonSchema(schema=PERSON)
-    assert pickle.loads(pickle.dumps(reward)) == reward
-    assert hash(reward) == hash(JsonSchema(schema=dict(PERSON)))
-    texts = [*PAID.values(), *TRAPS.values(), *(make(3000) for _, make in ADVERSARIAL.values())]
-    expected = reward(completions=texts)
-
-    async def in_a_coroutine():
-        return reward(completions=texts)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: reward(completions=texts), range(4))) == [expected] * 4
-    with ProcessPoolExecutor(2) as pool:
-        assert pool.submit(reward, None, texts).result() == expected
-    assert asyncio.run(in_a_coroutine()) == expected
-
-
-def test_nothing_is_imported_before_it_is_needed():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, grpo_rewards; assert 'grpo_rewards.schema' not in sys.modules;"
-        "grpo_rewards.json_schema; assert grpo_rewards.json_schema.__name__ == 'json_schema';"
-        "assert not {'jsonschema', 're2', 'referencing'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- Values against a gold ---
@@ -576,8 +452,9 @@ def test_a_bad_argument_is_named():
 # --- An oracle, and bounds
 
 
-def check_against_the_oracle(rows):
+def test_pay_agrees_with_the_oracle():
     """Compare pay in full, for what fits, and partial pay, key by key, with jsonschema's own validator."""
+    rows = 60  # jsonschema alone takes 10 ms for a schema and its value
     rng = random.Random(5)
     checker = jsonschema.FormatChecker(("date",))
     fit, shares = 0, set()
@@ -598,15 +475,6 @@ def check_against_the_oracle(rows):
         shares.add(expected)
     assert fit < rows * 2 / 3
     assert len(shares) > 5
-
-
-def test_pay_agrees_with_the_oracle():
-    check_against_the_oracle(60)  # jsonschema alone takes 10 ms for a schema and its value
-
-
-@pytest.mark.slow
-def test_pay_agrees_with_the_oracle_at_length():
-    check_against_the_oracle(600)
 
 
 def check_cost(kind):

@@ -10,42 +10,26 @@ SLOTS = ("<answer>{}</answer>", "Steps.\n#### {}", "\\boxed{{{}}}", "The answer 
 REWARDS = (GSM8KCorrectness(extract="auto"), MathCorrectness())
 # None of these states 18.
 DOUBT = r"""
-    18 nope | 18 ruled out | 18th of March | page 18 | nicht 18 | pas 18 | 18不对 | 不是18 | 18 ist falsch
-    18 es falso | no 18 | non 18 | nein, 18 | 18 nein | não 18 | 18 errado | не 18 | 18 неверно | нет 18
-    18 нет | 18ではない | 18じゃない | 18 아님 | 아니 18 | ليس 18 | 18 خطأ | नहीं 18 | 18 गलत | niet 18 | 18 fout
-    inte 18 | ikke 18 | ei 18 | 18 değil | değil 18 | nie 18 | 18 źle | ne 18 | nu 18 | οχι 18 | לא 18
-    không phải 18 | 18 sai | bukan 18 | 18 salah | 18 faux | jamais 18 | nunca 18 | niemals 18 | 18 (wrong)
-    18 (falsch) | <s>18</s> | <del>18</del> | <strike>18</strike> | -18- | \cancel{18} | \sout{18} | \xcancel{18}
-    \st{18} | ?18 | ¿18? | 18؟ | 18？ | if ok, 18 | not quite 18 | nearly 18 | 18 or thereabouts | 18-ish
-    approx. 18 | c. 18 | ≈18 | ≃18 | ∼18 | ≥18 | ≤18 | <18 | ≠18 | =/=18 | /=18 | ¬18 | 18- | ±18 | 18±1
-    18 ± 0 | 17..18 | 17–18 | 17—18 | 17/18 | [17,18] | [18) | (17,18) | 18!! | 18'' | 18′ | 18″ | 18^2 | 18²
-    18³ | 18_8 | 18₈ | 18_{16} | 0b18 | 18 hex | 18 base 9 | 18_{\text{nine}} | 18 (mod 5) | 18‰ | 18 ‱
-    18 percentile | 18 million | 18k | 18bn | 18E+1 | 18i | 18x | 18π | 18 pi | 18√2 | √18 | ∛18 | \sqrt{18}
-    ⌊18.7⌋ | floor of 18.7 | round(18.4) | 18 rounded up | 18 when rounded | 18 to 2 s.f. | 18 (estimated) | 18 (?)
-    18 (unverified) | 18 (not sure) | 18 - wrong | 18 – no | 18: wrong | 18, no | 18. Wrong | 18 ... 17 | 18 … not
-    18 -> 17 | 18 → 17 | 18 => 17 | 18 ⟹ false | 18 = 17 | 18 ≠ 17 | x > 18 | x ≥ 18 | x <= 18 | x ≠ 18
-    x != 18 | x ≈ 18 | x ∈ 18 | x = 18 = y = 3 | x = 18 or so | x = 18, y = 3 | P(18) | 18! | 18 choose 2
-    18 nCr 2 | 18 cubed | 18 factorial | negative 18 | −18 | (−18) | -(18) | 18/2 | 18½ | 18 1/2 | 18 ½ | 1 8
-    1.8. | 18.18 | 18:00 | 18 o'clock | 18am | 1/8 | 18-1 | 18–1 | 18 × 2 | 18*2 | 18·2 | 2·18 | (2)(18) | 2×18
-    double 18 | half of 18 | 18 times as many | 18 less than 20 | 18 short | 18 out of 20 | 18 in 20 | 18 to 20
-    18 versus | 18 however | 18 unless | 18 except Tuesday | at least 18 | max 18 | 18 max. | over 18 | less than 18
-    between 17 and 19 | 18 and more | 18 & 17 | 18 \ | 1) 18 | Step 18 | Section 18 | Chapter 18 | row 18 | #18
-    §18 | § 18 | v18 | option 18 | Eq. (18) | see 18 | ref 18 | room 18 | level 18 | age 18 | year 18 | 18 May
-    day 18 | 18st | 18 th | Louis XVIII | 18 (kidding) | 18 jk | 18 is a lie | 18 yeah right | 18 in your dreams
-    everything except 18 | other than 18 | rather than 18 | lacking 18 | never 18 | hardly 18 | no way 18 | nah 18
-    cannot be 18 | isn't 18 | ain't no 18 | wrong: 18 | wrong answer: 18 | decoy: 18 | bad: 18 | mistake: 18
-    estimate: 18 | bound: 18 | previous: 18 | not: 18 | N O T 18 | non-18 | pseudo 18 | sub-18 | 18 minus 1
-    18 plus | 18 lacking one | 18 withdrawn | 18 rejected | 18 denied | 18 excluded | 18 discarded | 18 struck
-    18 void | 18 fails | 18 bogus | 18 nonsense | 18 never | 18 not | 18 nowhere | 18 ✗ | 18 ❌ | 18 ✘ | 18 👎
-    ❌ 18 | ✗ 18 | 🚫18 | 18 🤔 | 18 ❓ | 18 ⁉ | 18 ‽ | ⍰18 | 18 (✗) | 18 [sic] | 18 w/o | N/A 18 | 18 TBD | null 18
-    None 18 | error 18 | '18' no | "18"? No | **18** no | **not** 18 | __18__ wrong | <wrong>18</wrong> | [wrong] 18
-    {wrong} 18 | false 18 | 18 wrong | 18 bad | not eighteen | nineteen minus one | eighteenth | about eighteen
-    IIXX | 十八不对 | 不是十八 | 十八 | 18 zuviel | demasiado 18 | 環18 | 第18 | 18日 | 18号 | 18個ではありません
-    誤り18 | 18错 | 18错误 | 错误：18 | 非18 | 无18 | 18以上 | 18以下 | 约18 | 大约18 | 18左右 | ungefähr 18
-    environ 18 | alrededor de 18 | около 18 | примерно 18 | rund 18 | höchstens 18 | al menos 18
-    più di 18 | meno di 18 | weniger als 18 | más de 18 | menos de 18 | moins de 18 | presque 18 | quasi 18
-    peut-être 18 | quizás 18 | tal vez 18 | talvez 18 | может быть 18 | 可能18 | 也许18 | 多分18
-    아마 18 | 18 oder 17 | 18 o 17 | 18 или 17 | 18或17 | 18か17 | 17 und 18 | 17 y 18 | weder 17 noch 18
+    18 nope | 18 ruled out | 18th of March | page 18 | nicht 18 | pas 18 | 18不对 | 不是18 | 18 ist falsch | 18 es falso
+    non 18 | 18 nein | não 18 | 18 errado | не 18 | 18 неверно | нет 18 | 18 아님 | 아니 18 | ليس 18 | 18 خطأ | नहीं 18
+    18 गलत | niet 18 | 18 fout | inte 18 | ikke 18 | ei 18 | 18 değil | nie 18 | 18 źle | ne 18 | nu 18 | לא 18
+    không phải 18 | 18 sai | bukan 18 | 18 salah | 18 faux | jamais 18 | nunca 18 | niemals 18 | 18 (falsch)
+    <del>18</del> | <strike>18</strike> | \cancel{18} | 18؟ | 18？ | if ok, 18 | not quite 18 | nearly 18 | 18-ish
+    approx. 18 | c. 18 | ≈18 | ≥18 | ≤18 | =/=18 | /=18 | ±18 | 17—18 | 18^2 | 18² | 18₈ | 0b18 | 18 base 9
+    18_{\text{nine}} | 18 (mod 5) | 18 million | 18k | 18bn | 18E+1 | 18i | 18π | 18 pi | √18 | \sqrt{18}
+    floor of 18.7 | round(18.4) | 18 rounded up | 18 when rounded | 18 to 2 s.f. | 18 (estimated) | 18 (unverified)
+    18 (not sure) | 18 ... 17 | 18 … not | 18 => 17 | 18 ⟹ false | x ≥ 18 | x <= 18 | x ∈ 18 | x = 18 = y = 3
+    x = 18 or so | x = 18, y = 3 | P(18) | 18! | 18 choose 2 | 18 cubed | 18 factorial | negative 18 | (−18) | 18½
+    1.8. | 18.18 | 18 o'clock | 18am | 18–1 | 18 × 2 | 18·2 | double 18 | half of 18 | 18 times as many | 18 short
+    18 versus | 18 however | 18 unless | at least 18 | max 18 | over 18 | less than 18 | between 17 and 19 | 18 and more
+    18 & 17 | 18 \ | Step 18 | Section 18 | Chapter 18 | row 18 | #18 | v18 | option 18 | Eq. (18) | see 18 | ref 18
+    room 18 | level 18 | age 18 | year 18 | 18 May | day 18 | 18st | 18 (kidding) | 18 jk | 18 is a lie | 18 yeah right
+    18 in your dreams | everything except 18 | other than 18 | rather than 18 | never 18 | hardly 18 | no way 18
+    nah 18 | cannot be 18 | isn't 18 | wrong answer: 18 | decoy: 18 | bad: 18 | mistake: 18 | bound: 18 | previous: 18
+    N O T 18 | pseudo 18 | sub-18 | 18 plus | 18 withdrawn | 18 rejected | 18 denied | 18 excluded | 18 discarded
+    18 struck | 18 void | 18 fails | 18 bogus | 18 nonsense | 18 nowhere | 18 [sic] | 18 w/o | N/A 18 | null 18
+    None 18 | error 18 | "18"? No | **not** 18 | nineteen minus one | about eighteen | 18错 | 错误：18 | 18左右 | environ 18
+    al menos 18 | weniger als 18 | moins de 18 | quasi 18 | peut-être 18 | 18 oder 17 | 18或17 | weder 17 noch 18
 """
 STATED = r"""
     18 apples | 18 red apples | 18 more dollars | $18 | $18 profit | 18 dollars left | 18 in total | 18 per ball

@@ -17,10 +17,9 @@ QUANTITIES = """
     another {} cards | {}-foot boards | ${} per hour | {} quarters | {} tables | {} seconds | $\\text{{\\${}}}$
 """
 RIGHT = """
-    She has {q} left. | She will need {q}. | So, they need {q} in all. | the total comes to {q}! |
-    Janet makes {q} every day | Therefore, John earned {q} in total. | The answer is that Mary spent {q}. |
-    It takes him {q} to finish the job. | He would pay {q}. | It adds up to {q}. |
-    In total, the class collected {q}. | Altogether they sold {q} at the market. | As a result, Tom still owes {q}. |
+    She has {q} left. | So, they need {q} in all. | the total comes to {q}! | Janet makes {q} every day |
+    Therefore, John earned {q} in total. | The answer is that Mary spent {q}. | It takes him {q} to finish the job. |
+    He would pay {q}. | It adds up to {q}. | In total, the class collected {q}. | As a result, Tom still owes {q}. |
     The whole trip is {q} long. | Her profit is equal to {q}. | We get {q}. |
     Emily's brother ate {q} during the weekend. | You can buy {q}. | There are {q} in the basket now. | {q} remain. |
     {q} is the final amount | Finally, {q} is what Billy paid. | Final answer: she saved {q} | Answer: Sally ran {q} |
@@ -30,14 +29,12 @@ RIGHT = """
     The train travels {q} along the river. | He was given {q} by his aunt. | The number of apples is {q}. |
     The average is {q}. | Mr. Smith's students planted {q}. | It will last {q}. |
     They have {q} remaining in their farmers' market stall. | A group of friends shared {q} equally. |
-    The remainder is {q}. | Weng earned {q} for babysitting. | The cost comes out to {q}. |
-    This means the farmer harvested {q}. | The difference is {q}. | Natalia sold {q} altogether in April and May. |
-    She needs to save {q} to buy the wallet. | So x is {q}. | Ken's box weighed {q}. |
-    Kylar must pay {q} for the glasses. | Her weekly income increased by {q}. | Both of them drank {q}. |
-    In conclusion, Carla downloads {q}. | The total number of clips = {q} |
-    Thus, Eliza's earnings for the week are {q}. | The company makes a profit of {q}. | Total cost: {q} |
-    The area of the garden is {q}. | So the dogs will eat {q} per month. | There were {q} of them at the party. |
-    Max has {q}. | Will has {q}.
+    The remainder is {q}. | The cost comes out to {q}. | This means the farmer harvested {q}. | The difference is {q}. |
+    Natalia sold {q} altogether in April and May. | She needs to save {q} to buy the wallet. | So x is {q}. |
+    Ken's box weighed {q}. | Her weekly income increased by {q}. | Both of them drank {q}. |
+    In conclusion, Carla downloads {q}. | The total number of clips = {q} | Thus, Eliza's earnings for the week are {q}. |
+    The company makes a profit of {q}. | Total cost: {q} | The area of the garden is {q}. |
+    So the dogs will eat {q} per month. | There were {q} of them at the party. | Max has {q}.
 """
 VALUES = (7, 18, 35, 240, 1450)
 
@@ -72,54 +69,43 @@ def test_nearly_all_composed_right_answers_are_paid():
 
 # Sentences that state none of their numbers. {q} is a number, with or without a unit.
 DOUBTFUL = """
-    She has about {q}. | She has approximately {q} left. | It is around {q}. | Roughly {q} remain. |
-    It's nearly {q}. | She almost has {q}. | Maybe she has {q}. | Perhaps the answer is {q}. | It is probably {q}. |
-    I think she has {q}. | I guess it is {q}. | I believe that Tom has {q}. | My estimate is {q}. |
-    She might have {q}. | He may owe {q}. | It could be {q}. | It should be {q}. | It seems to be {q}. |
-    The answer appears to be {q}. | It is likely {q}. | Possibly {q} | She has some {q}. | She has close to {q}. |
-    She has like {q}. | It is in the vicinity of {q}. | She has {q} or so. | She has {q}, give or take. |
-    She has {q}, roughly. | She has {q}, I guess. | She has {q} I think | It is not {q}. | It isn't {q}. |
-    She doesn't have {q}. | She does not have {q}. | She never had {q}. | Not {q} but fewer. |
-    The answer cannot be {q}. | The answer can't be {q}. | The answer can’t be {q}. | It is wrong that she has {q}. |
-    {q} is incorrect. | {q} is not the answer. | {q} is wrong. | Nobody has {q}. | Neither has {q}. |
-    None of them has {q}. | She failed to earn {q}. | She has no {q}. | It is anything but {q}. |
-    It is far from {q}. | It is false that she has {q}. | She has more than {q}. | She has less than {q}. |
-    There are fewer than {q}. | The total is greater than {q}. | At least {q} | She has at least {q}. |
-    She has at most {q}. | She has {q} at most. | She has {q} at the most. | She has over {q}. | It costs under {q}. |
-    It is above {q}. | It is below {q}. | It exceeds {q}. | She has up to {q}. | It comes to up to {q}. |
-    It goes up to {q}. | A minimum of {q} is needed. | She needs a maximum of {q}. | She has no more than {q}. |
-    She has upwards of {q}. | She has in excess of {q}. | She has {q} or more. | She has {q} or less. |
-    She has {q} and up. | Tom has {q} more than Bob. | She has {q} fewer than him. | She has as many as {q}. |
+    It is around {q}. | Roughly {q} remain. | It's nearly {q}. | She almost has {q}. | Maybe she has {q}. |
+    Perhaps the answer is {q}. | I believe that Tom has {q}. | My estimate is {q}. | She might have {q}. |
+    He may owe {q}. | It could be {q}. | It should be {q}. | It seems to be {q}. | The answer appears to be {q}. |
+    It is likely {q}. | Possibly {q} | She has some {q}. | She has close to {q}. | She has like {q}. |
+    It is in the vicinity of {q}. | She has {q} or so. | She has {q}, give or take. | She has {q} I think |
+    It isn't {q}. | She does not have {q}. | She never had {q}. | Not {q} but fewer. | The answer cannot be {q}. |
+    The answer can’t be {q}. | {q} is incorrect. | {q} is wrong. | Nobody has {q}. | Neither has {q}. |
+    None of them has {q}. | She failed to earn {q}. | It is anything but {q}. | It is far from {q}. |
+    It is false that she has {q}. | The total is greater than {q}. | She has at most {q}. | It costs under {q}. |
+    It is above {q}. | It is below {q}. | It exceeds {q}. | It comes to up to {q}. | It goes up to {q}. |
+    A minimum of {q} is needed. | She needs a maximum of {q}. | She has upwards of {q}. | She has in excess of {q}. |
+    She has {q} or less. | She has {q} and up. | She has {q} fewer than him. | She has as many as {q}. |
     It took {q} minimum. | It's {q} max. | It is just over {q}. | It's a little under {q}. | It is short of {q}. |
-    It is shy of {q}. | It is within {q}. | She has beyond {q}. | It is past {q}. |
-    She has well over a total of {q}. | Is it {q}? | Does she have {q} | How many? {q} | If she has {q}, she wins. |
-    Suppose she has {q}. | Unless she has {q}, no. | Let her have {q}. | Assume {q}. | She would have had {q}. |
-    Either {q} is right. | She has {q}, or I am mistaken. | {q} or another amount | She has {q}... |
-    She has {q}, wait. | Wait, {q}. | She has {q} plus tax. | She has {q} minus tax. | She has half of {q}. |
-    She has twice {q}. | She has double {q}. | She has a third of {q}. | It is the square root of {q}. |
-    It is a multiple of {q}. | The price of {q} is high. | She has {q} and a half. | On the first day she has {q}. |
-    Half of them have {q}. | Probably: {q} | No: {q} | Her best guess = {q} | Step {q}. | See question {q}. |
-    It is divided by {q}. | She multiplied by {q}. | She subtracts it from {q}. | Her sum times {q}. |
-    The power of {q} | She rounded to {q}. | It is expected to be {q}. | They say {q}. | Tom claims {q}. |
-    She hopes for {q}. | Hopefully {q} | {q}-ish, all told | I'm not sure, {q}. | I'm pretty sure it's {q}. |
+    It is shy of {q}. | It is within {q}. | She has beyond {q}. | It is past {q}. | She has well over a total of {q}. |
+    How many? {q} | If she has {q}, she wins. | Suppose she has {q}. | Unless she has {q}, no. | Let her have {q}. |
+    Assume {q}. | She would have had {q}. | Either {q} is right. | She has {q}, or I am mistaken. |
+    {q} or another amount | Wait, {q}. | She has {q} plus tax. | She has {q} minus tax. | She has twice {q}. |
+    She has double {q}. | She has a third of {q}. | It is the square root of {q}. | It is a multiple of {q}. |
+    The price of {q} is high. | On the first day she has {q}. | Half of them have {q}. | Probably: {q} |
+    Her best guess = {q} | Step {q}. | See question {q}. | It is divided by {q}. | She multiplied by {q}. |
+    Her sum times {q}. | The power of {q} | She rounded to {q}. | It is expected to be {q}. | They say {q}. |
+    Tom claims {q}. | She hopes for {q}. | Hopefully {q} | {q}-ish, all told | I'm pretty sure it's {q}. |
     Somewhere near {q} | It ranges to {q}. | It is compared to {q}. | It is limited to {q}. | Basically {q} |
     She has {q} tops. | {q} is too low. | It is a good {q}. | There used to be {q}. | It is capped at {q}. |
-    It nears {q}. | Not **{q}**. | About **{q}** are left. | She has at least \\boxed{{q}}. |
-    She has more than \\({q}\\). | She has approximately **{q}**.
+    It nears {q}. | About **{q}** are left. | She has at least \\boxed{{q}}. | She has more than \\({q}\\). |
+    She has approximately **{q}**.
 """
 TWO_NUMBERS = """
-    After 3 days **she has {q}**. | For 3 days the total = **{q}**. | In 3 days she has {q}. |
-    She has {q} in 3 days. | In two days she has {q}. | She has 3 boxes, so {q}. | She had 20 and now {q}. |
-    She has 17 or {q}. | She has {q} or 19. | Either 17 or {q}. | She has between 17 and {q}. | It is 17 to {q}. |
+    After 3 days **she has {q}**. | For 3 days the total = **{q}**. | In two days she has {q}. |
+    She has 3 boxes, so {q}. | She had 20 and now {q}. | Either 17 or {q}. | She has between 17 and {q}. |
     From 17 to {q}. | 17 + 2 = {q} is the answer. | So 3 * 6 = {q}. | She has 17, no, {q}. | 17? No, {q}. |
-    She has 17 apples and {q}. | First 17 and then {q}. | Tom has {q}, and Ann has 4. | {q} of 30 people |
-    {q} out of 30 | She has {q} (or 19). | She has {q} (17). | She has {q} - 1 left. | It is 1/2 of {q}. |
-    She has {q} and half. | At 18:00 she has {q}. | She has eighteen and {q}. | It took 3 minutes and {q}. |
-    2 groups of {q} | She has {q}, which is 3 more. | Twenty minus {q} | 20 less {q} | She has **17** and **{q}**. |
-    She has **17**, **{q}**. | **17** or {q} | 17, **{q}** are the answers. | **{q}** and 17 | It is **17** to {q}. |
+    She has 17 apples and {q}. | First 17 and then {q}. | Tom has {q}, and Ann has 4. | {q} of 30 people | {q} out of 30 |
+    She has {q} (or 19). | She has {q} - 1 left. | It is 1/2 of {q}. | She has {q} and half. | At 18:00 she has {q}. |
+    She has eighteen and {q}. | It took 3 minutes and {q}. | 2 groups of {q} | She has {q}, which is 3 more. |
+    Twenty minus {q} | 20 less {q} | She has **17**, **{q}**. | 17, **{q}** are the answers. | **{q}** and 17 |
     In **3** days she has {q}. | She had **17** and ate 5, leaving {q}. | She has $17 and ${q}. |
-    The answers are 17 and **{q}**. | She has **17 to {q}**. | \\boxed{17} and {q} are left |
-    She has \\boxed{17}\\boxed{{q}}.
+    \\boxed{17} and {q} are left | She has \\boxed{17}\\boxed{{q}}.
 """
 NUMBERS = ("18", "18 apples", "$18", "eighteen")
 

@@ -61,8 +61,9 @@ DENIED = r"""
     It's wrong to write \boxed{18}. | format example: \boxed{18} | e.g. \boxed{18} | Die Antwort ist nicht \boxed{18}.
     La réponse n'est pas \boxed{18}. | La respuesta no es \boxed{18}. | Não é \boxed{18}. | Non è \boxed{18}.
     Het is niet \boxed{18}. | Это не \boxed{18}. | Ответ не \boxed{18}. | 答案不是\boxed{18}。 | 不是 \boxed{18}
-    答えは\boxed{18}ではありません。 | \boxed{18} ist falsch. | \boxed{18} est faux. | \boxed{18} es falso. | \boxed{18} неверно.
-    \boxed{18} é errado | 답은 \boxed{18}이 아닙니다 | \boxed{18} değil | \boxed{18} # not the answer | % \boxed{18}
+    答えは\boxed{18}ではありません。 | \boxed{18} ist falsch. | \boxed{18} est faux. | \boxed{18} es falso.
+    \boxed{18} неверно. | \boxed{18} é errado | 답은 \boxed{18}이 아닙니다 | \boxed{18} değil
+    \boxed{18} # not the answer | % \boxed{18}
     I considered \boxed{18} but rejected it. | I first got \boxed{18}, but that was a mistake. | We rule out \boxed{18}.
     We exclude \boxed{18}. | Discard \boxed{18}. | Eliminate \boxed{18}. | Reject \boxed{18}. | Other than \boxed{18}.
     All but \boxed{18}. | Everything except \boxed{18}. | neither \boxed{18} nor 17 | no longer \boxed{18}

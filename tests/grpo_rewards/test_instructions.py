@@ -1,6 +1,5 @@
 """The reward for IFEval's instructions: pay, traps, the reference implementation, and bounds."""
 
-import asyncio
 import json
 import math
 import pickle
@@ -9,11 +8,8 @@ import re
 import string
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_rewards.ifeval import KINDS, Instructions, count_capital_words, count_sentences
 from tests.support.growth import growth
@@ -40,6 +36,7 @@ def test_the_pay_is_an_argument():
     assert score("a, b", NO_COMMA, LOWER, pay=4)[0] == 2.0
     reward = Instructions(pay=4)
     assert (reward.highest_pay, reward.kind, reward.__name__) == (4.0, "correctness", "instructions")
+    assert pickle.loads(pickle.dumps(reward)) == reward
     assert score("a</think>b, c", NO_COMMA, prefilled="think")[0] == 0.0
     assert score("a, b</think>c", NO_COMMA, prefilled="think")[0] == 1.0
     with pytest.raises(ValueError, match="loose"):
@@ -142,94 +139,66 @@ def _relation(rng, count):
 
 
 def followed(rng, name):
-    """Return the arguments of an instruction, and a text that follows it."""
+    """Return the arguments of an instruction, and a text that follows it.
+
+    The constraints are written a second time here, from their descriptions in the paper instead of from the code.
+    """
     n = rng.randrange(1, 7)
     relation, limit = _relation(rng, n)
-    prose = " ".join(_sentences(rng, rng.randrange(1, 5)))
-    # The constraints are written a second time here, from their descriptions in the paper instead of from the code.
+    words, sentences, prose = _words(rng, n), _sentences(rng, n), " ".join(_sentences(rng, rng.randrange(1, 5)))
+    marker, mark, some = rng.choice(["P.S.", "P.P.S"]), rng.choice(["*", "**"]), rng.randrange(1, n + 1)
+    an_object = json.dumps(dict.fromkeys(words, 1), indent=rng.choice([None, 2]))
     return {
-        "keywords:existence": lambda: ({"keywords": ["owl", "Fig"]}, f"{prose} The fig and the OWL. {prose}"),
-        "keywords:frequency": lambda: (
-            {"keyword": "owl", "frequency": limit, "relation": relation},
-            prose + " Owl" * n,
-        ),
-        "keywords:forbidden_words": lambda: ({"forbidden_words": ["owl", "fig"]}, prose + " Figs fly."),
-        "keywords:letter_frequency": lambda: (
-            {"letter": "z", "let_frequency": limit, "let_relation": relation},
-            prose + "zZ"[rng.randrange(2)] * n,
-        ),
-        "length_constraints:number_sentences": lambda: (
-            {"num_sentences": limit, "relation": relation},
-            rng.choice([" ", "\n"]).join(_sentences(rng, n)),
-        ),
-        "length_constraints:number_paragraphs": lambda: (
-            {"num_paragraphs": n},
-            rng.choice(["\n***\n", "\n\n***\n\n", " *** "]).join(_sentences(rng, n)),
-        ),
-        "length_constraints:number_words": lambda: (
-            {"num_words": limit, "relation": relation},
-            rng.choice([" ", ", ", "\n- "]).join(_words(rng, n)),
-        ),
-        "length_constraints:nth_paragraph_first_word": lambda: (
+        "keywords:existence": ({"keywords": ["owl", "Fig"]}, f"{prose} The fig and the OWL. {prose}"),
+        "keywords:frequency": ({"keyword": "owl", "frequency": limit, "relation": relation}, prose + " Owl" * n),
+        "keywords:forbidden_words": ({"forbidden_words": ["owl", "fig"]}, prose + " Figs fly."),
+        "keywords:letter_frequency": (
+            {"letter": "z", "let_frequency": limit, "let_relation": relation}, prose + rng.choice("zZ") * n),
+        "length_constraints:number_sentences": (
+            {"num_sentences": limit, "relation": relation}, rng.choice([" ", "\n"]).join(sentences)),
+        "length_constraints:number_paragraphs": (
+            {"num_paragraphs": n}, rng.choice(["\n***\n", "\n\n***\n\n", " *** "]).join(sentences)),
+        "length_constraints:number_words": (
+            {"num_words": limit, "relation": relation}, rng.choice([" ", ", ", "\n- "]).join(words)),
+        "length_constraints:nth_paragraph_first_word": (
             {"num_paragraphs": n, "nth_paragraph": n, "first_word": "owl"},
-            "\n\n".join([*_sentences(rng, n - 1), f"{rng.choice(['Owl', 'owl,', 'OWL!'])} {prose}"]),
-        ),
-        "detectable_content:number_placeholders": lambda: (
-            {"num_placeholders": rng.randrange(1, n + 1)},
-            prose + "".join(f" [{word}]" for word in _words(rng, n)),
-        ),
-        "detectable_content:postscript": lambda: (
-            lambda marker: ({"postscript_marker": marker}, f"{prose}\n\n{marker} {prose}")
-        )(rng.choice(["P.S.", "P.P.S"])),
-        "detectable_format:number_bullet_lists": lambda: (
-            {"num_bullets": n},
-            prose + "\n\n" + "\n".join(f"{rng.choice('-*')} {line}" for line in _sentences(rng, n)),
-        ),
-        "detectable_format:constrained_response": lambda: (
-            {},
-            rng.choice(["", prose + " "]) + f"My answer is {rng.choice(['yes', 'no', 'maybe'])}.",
-        ),
-        "detectable_format:number_highlighted_sections": lambda: (
-            {"num_highlights": rng.randrange(1, n + 1)},
-            prose + "".join(f" {mark}{word}{mark}" for word in _words(rng, n) for mark in [rng.choice(["*", "**"])]),
-        ),
-        "detectable_format:multiple_sections": lambda: (
-            {"section_spliter": "SECTION", "num_sections": rng.randrange(1, n + 1)},
-            "\n".join(f"SECTION {i + 1}\n{line}" for i, line in enumerate(_sentences(rng, n))),
-        ),
-        "detectable_format:json_format": lambda: (
-            {},
-            rng.choice(["{}", "```json\n{}\n```", "```\n{}\n```"]).replace(
-                "{}", json.dumps({word: i for i, word in enumerate(_words(rng, n))}, indent=rng.choice([None, 2]))
-            ),
-        ),
-        "detectable_format:title": lambda: ({}, f"<<{' '.join(_words(rng, n))}>>\n\n{prose}"),
-        "combination:two_responses": lambda: ({}, f"{prose}\n******\n{prose} More."),
-        "combination:repeat_prompt": lambda: ({"prompt_to_repeat": prose}, f"{prose}\n\nYes."),
-        "startend:end_checker": lambda: ({"end_phrase": "Any other questions?"}, f"{prose}\nAny other questions?"),
-        "startend:quotation": lambda: ({}, f'"{prose}"'),
-        "change_case:capital_word_frequency": lambda: (
+            "\n\n".join([*sentences[1:], f"{rng.choice(['Owl', 'owl,', 'OWL!'])} {prose}"])),
+        "detectable_content:number_placeholders": (
+            {"num_placeholders": some}, prose + "".join(f" [{word}]" for word in words)),
+        "detectable_content:postscript": ({"postscript_marker": marker}, f"{prose}\n\n{marker} {prose}"),
+        "detectable_format:number_bullet_lists": (
+            {"num_bullets": n}, f"{prose}\n\n" + "\n".join(f"{rng.choice('-*')} {line}" for line in sentences)),
+        "detectable_format:constrained_response": (
+            {}, rng.choice(["", prose + " "]) + f"My answer is {rng.choice(['yes', 'no', 'maybe'])}."),
+        "detectable_format:number_highlighted_sections": (
+            {"num_highlights": some}, prose + "".join(f" {mark}{word}{mark}" for word in words)),
+        "detectable_format:multiple_sections": (
+            {"section_spliter": "SECTION", "num_sections": some},
+            "\n".join(f"SECTION {number}\n{line}" for number, line in enumerate(sentences, 1))),
+        "detectable_format:json_format": (
+            {}, rng.choice(["{}", "```json\n{}\n```", "```\n{}\n```"]).replace("{}", an_object)),
+        "detectable_format:title": ({}, f"<<{' '.join(words)}>>\n\n{prose}"),
+        "combination:two_responses": ({}, f"{prose}\n******\n{prose} More."),
+        "combination:repeat_prompt": ({"prompt_to_repeat": prose}, f"{prose}\n\nYes."),
+        "startend:end_checker": ({"end_phrase": "Any other questions?"}, f"{prose}\nAny other questions?"),
+        "startend:quotation": ({}, f'"{prose}"'),
+        "change_case:capital_word_frequency": (
             {"capital_frequency": limit, "capital_relation": relation},
-            prose + "".join(f" {word.upper()}," for word in _words(rng, n)),
-        ),
-        "change_case:english_capital": lambda: ({}, prose.upper()),
-        "change_case:english_lowercase": lambda: ({}, prose.lower()),
-        "punctuation:no_comma": lambda: ({}, prose.replace(",", "")),
-    }[name]()
+            prose + "".join(f" {word.upper()}," for word in words)),
+        "change_case:english_capital": ({}, prose.upper()), "change_case:english_lowercase": ({}, prose.lower()),
+        "punctuation:no_comma": ({}, prose.replace(",", "")),
+    }[name]  # fmt: skip
 
 
 def test_completions_that_follow_by_construction_are_paid_in_full():
     rng = random.Random(3)
     for name in KINDS:
-        for _ in range(60):
+        for _ in range(40):
             arguments, text = followed(rng, name)
             thinking = rng.choice(["", "<think>\nHm, ok, [a], *b*.\n</think>\n"])
             nulls = dict.fromkeys(("num_words", "keywords", "end_phrase"))  # as IFEval's own data has them
-            assert score(thinking + text, (name, {**nulls, **arguments})) == (1.0, "follows all"), (
-                name,
-                arguments,
-                text,
-            )
+            found = score(thinking + text, (name, {**nulls, **arguments}))
+            assert found == (1.0, "follows all"), (name, arguments, text)
 
 
 # --- the reference implementation
@@ -288,7 +257,7 @@ print(json.dumps(verdicts))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_verdicts_equal_those_of_lm_evaluation_harness(tmp_path):
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target"]
     target = str(tmp_path / "packages")
@@ -315,56 +284,7 @@ def test_the_verdicts_equal_those_of_lm_evaluation_harness(tmp_path):
                if name != "length_constraints:number_sentences") >= 5  # fmt: skip
 
 
-# --- any text
-
 EVERY_KIND = [(name, followed(random.Random(1), name)[0]) for name in KINDS]
-TEXTS = st.one_of(
-    st.lists(st.sampled_from([*PIECES, "<think>", "</think>", "\x00", "\ud800", "🙂"]), max_size=40).map("".join),
-    st.text(st.characters()),
-)
-
-
-def check_any_text(text):
-    result, _ = score(text, *EVERY_KIND)
-    assert 0.0 <= result <= 1.0
-    assert score(text, *EVERY_KIND)[0] == result
-
-
-test_any_text = settings(max_examples=100, deadline=None)(given(TEXTS)(check_any_text))
-test_any_text_at_length = pytest.mark.nightly(
-    pytest.mark.timeout(1800)(settings(max_examples=20_000, deadline=None)(given(TEXTS)(check_any_text)))
-)
-
-UNITS = [
-    "a", " ", "\n", "\n ", ".", ". ", "!", "?", ",", "*", "* ", "\n*", "\n* ", "***", "******", "[", "]", "[]", "<",
-    "<<", ">>", "<<>", '"', "'", "-", "\n-", "`", "```", "{", "[[", '"\\', "A", "A.", "P.", "p. ", "Section ", "1",
-    "My answer ",
-    "IT'S ", "'S", "CAN", ":", "--", "\n\n", "é", "_", "\ud800", "\x1c", "<think>", "</think>", "owl", "ow",
-]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_scores_are_the_same_in_threads_processes_and_coroutines():
-    reward = Instructions()
-    assert pickle.loads(pickle.dumps(reward)) == reward
-    texts = [text for _, _, good, bad, _ in TRAPS for text in (good, bad)] + [unit * 999 for unit in UNITS]
-    names, arguments = [[name for name, _ in EVERY_KIND]], [[given for _, given in EVERY_KIND]]
-    columns = {"instruction_id_list": names * len(texts), "kwargs": arguments * len(texts)}
-    expected = reward(completions=texts, **columns)
-
-    async def in_a_coroutine():
-        return reward(completions=texts, **columns)
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda _: reward(completions=texts, **columns), range(4))) == [expected] * 4
-    with ProcessPoolExecutor(2) as pool:
-        assert pool.submit(_in_a_process, texts, columns).result() == expected
-    assert asyncio.run(in_a_coroutine()) == expected
-
-
-def _in_a_process(texts, columns):
-    return Instructions()(completions=texts, **columns)
-
 
 THREE = {
     "keywords:frequency": ("Cat scatter CAT", {"keyword": "cat"}, "frequency", "relation"),
@@ -497,16 +417,6 @@ def test_marks_first_words_and_sentences_are_counted():
         assert count_sentences(text) == count, text
 
 
-def check_costs(units):
-    for unit in units:
-        for make in (lambda n, unit=unit: unit * (n // len(unit)), lambda n, unit=unit: f"x{unit * (n // len(unit))}x"):
-            assert growth(lambda text: score(text, *EVERY_KIND), make, 20_000) < 9, unit  # 4 is linear, 16 quadratic
-
-
 def test_the_cost_of_an_adversarial_text_is_linear():
-    check_costs(['"'])
-
-
-@pytest.mark.slow
-def test_the_cost_of_every_adversarial_text_is_linear():
-    check_costs(UNITS[::3])
+    reward = lambda text: score(text, *EVERY_KIND)  # noqa: E731
+    assert growth(reward, lambda length: '"' * length, 20_000) < 9  # 4 is linear, 16 quadratic

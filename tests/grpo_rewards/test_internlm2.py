@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -171,20 +170,15 @@ def test_shards_give_the_same_model(tiny):
 
 
 @pytest.mark.parametrize(
-    ("change", "figures"),
+    ("name", "tensor", "figures"),
     [
-        (lambda w: w.pop("v_head.weight"), ["v_head.weight"]),
-        (lambda w: w.update(extra=torch.zeros(1)), ["extra"]),
-        (
-            lambda w: w.update({"model.layers.0.attention.wqkv.weight": torch.zeros(8, 16)}),
-            ["wqkv.weight", "(8, 16)", "(32, 16)"],
-        ),
+        ("v_head.weight", None, ["v_head.weight"]), ("extra", torch.zeros(1), ["extra"]),
+        ("model.layers.0.attention.wqkv.weight", torch.zeros(8, 16), ["wqkv.weight", "(8, 16)", "(32, 16)"]),
     ],
-)
-def test_a_wrong_tensor_is_named(tiny, change, figures):
-    weights = load_file(tiny / "model.safetensors")
-    change(weights)
-    save_file(weights, tiny / "model.safetensors")
+)  # fmt: skip
+def test_a_wrong_tensor_is_named(tiny, name, tensor, figures):
+    weights = {**load_file(tiny / "model.safetensors"), name: tensor}
+    save_file({key: value for key, value in weights.items() if value is not None}, tiny / "model.safetensors")
     with refused("the checkpoint", *figures):
         load(tiny)
 
@@ -235,18 +229,16 @@ def test_pickled_weights_need_the_flag(tiny, tmp_path):
     assert all(torch.equal(expected[name], converted[name]) for name in expected)
 
 
-def test_pickled_shards_may_have_any_name_and_come_from_a_gpu(tiny, tmp_path, monkeypatch):
-    expected = load(tiny)[0].state_dict()
-    weights = load_file(tiny / "model.safetensors")
+def test_pickled_shards_may_have_any_name_and_come_from_a_gpu(tiny, monkeypatch):
+    expected, weights = load(tiny)[0].state_dict(), load_file(tiny / "model.safetensors")
     (tiny / "model.safetensors").unlink()
     names = {name: ("zeroth.th", "first.bin")[place % 2] for place, name in enumerate(weights)}
     monkeypatch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
-    for file in sorted(set(names.values())):
+    for file in set(names.values()):
         torch.save({name: weights[name] for name in weights if names[name] == file}, tiny / file)
     (tiny / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
     found = load(tiny, allow_pickle=True)[0].state_dict()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
-    assert found.keys() == expected.keys()
 
 
 def test_weights_go_to_the_device_that_is_asked_for(tiny):
@@ -335,18 +327,6 @@ def test_the_command_converts_or_prints_one_sentence(tiny, tmp_path, capsys):
         assert error.count("\n") == 1
 
 
-def test_a_converted_tokenizer_keeps_every_id(tiny, tmp_path):
-    (tmp_path / "tokenizer").mkdir()
-    original = internlm2.load_tokenizer(tiny)
-    original.save_pretrained(tmp_path / "tokenizer")
-    shutil.copy(convert(tiny, tmp_path / "native") / "config.json", tmp_path / "tokenizer")
-    again = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    rng = random.Random(0)
-    alphabet = "ab  \n\t01<|>/im_end梯度😀é\u200b\x00▁"
-    texts = ["".join(rng.choices(alphabet, k=rng.randrange(40))) for _ in range(300)]
-    assert again(texts)["input_ids"] == original(texts)["input_ids"]
-
-
 def test_a_hub_id_loads_from_the_cache_with_the_network_off(tiny, tmp_path, monkeypatch):
     cached = tmp_path / "hub" / "models--internlm--internlm2-1_8b-reward"
     (cached / "refs").mkdir(parents=True)
@@ -380,7 +360,7 @@ print((mib("VmHWM") - before) / size)
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_never_keeps_two_copies(tmp_path):
-    save_internlm2(tmp_path, seed=0, heads=8, kv_heads=4, hidden=256, layers=24, vocabulary=92544)
+    save_internlm2(tmp_path, seed=0, heads=8, kv_heads=4, hidden=256, layers=12, vocabulary=50000)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     probe = subprocess.run(
         [sys.executable, "-c", MEMORY_PROBE, str(tmp_path)], capture_output=True, text=True, check=True, env=environment
@@ -403,24 +383,20 @@ def test_nothing_in_the_project_asks_for_remote_code():
 def test_keys_that_a_checkpoint_leaves_out_have_the_values_of_its_code(tiny):
     """The defaults are those of `configuration_internlm2.py`, and of the reward model's remote code."""
     config = json.loads((tiny / "config.json").read_text())
-    left_out = ("num_key_value_heads", "hidden_act", "initializer_range", "bias", "bos_token_id", "eos_token_id",
-                "pad_token_id", "reward_token_id", "rope_theta", "rope_scaling")  # fmt: skip
-    made = internlm2.llama_config({key: value for key, value in config.items() if key not in left_out})
+    defaults = {"hidden_act": "silu", "initializer_range": 0.02, "bos_token_id": 1, "eos_token_id": 2,
+                "pad_token_id": 2, "reward_token_id": 92527}  # fmt: skip
+    renamed = ("num_key_value_heads", "bias", "rope_theta", "rope_scaling")
+    made = internlm2.llama_config({key: config[key] for key in config if key not in {*defaults, *renamed}})
+    assert {key: getattr(made, key) for key in defaults} == defaults
     assert made.num_key_value_heads == made.num_attention_heads
-    assert (made.hidden_act, made.initializer_range, made.attention_bias, made.mlp_bias) == ("silu", 0.02, False, False)
-    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.reward_token_id) == (1, 2, 2, 92527)
+    assert (made.attention_bias, made.mlp_bias, made.num_labels, made.tie_word_embeddings) == (False, False, 1, False)
     assert (made.rope_parameters["rope_type"], made.rope_parameters["rope_theta"]) == ("default", 10000)
-    assert (made.num_labels, made.tie_word_embeddings) == (1, False)
-    given = {"num_key_value_heads": 1, "hidden_act": "gelu", "initializer_range": 0.5, "bias": True, "bos_token_id": 3,
-             "eos_token_id": 4, "pad_token_id": 5, "reward_token_id": 6, "rope_theta": 7.0}  # fmt: skip
-    made = internlm2.llama_config({**config, **given, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert (made.num_key_value_heads, made.hidden_act, made.initializer_range, made.attention_bias) == (
-        1,
-        "gelu",
-        0.5,
-        True,
-    )
-    assert (made.bos_token_id, made.eos_token_id, made.pad_token_id, made.reward_token_id) == (3, 4, 5, 6)
+    given = {"num_key_value_heads": 1, "hidden_act": "gelu", "initializer_range": 0.5, "bos_token_id": 3,
+             "eos_token_id": 4, "pad_token_id": 5, "reward_token_id": 6}  # fmt: skip
+    scaled = {"bias": True, "rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    made = internlm2.llama_config({**config, **given, **scaled})
+    assert {key: getattr(made, key) for key in given} == given
+    assert made.attention_bias
     assert made.rope_parameters == {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}
     untyped = {key: value for key, value in config.items() if key not in ("torch_dtype", "dtype")}
     for key, dtype in (("torch_dtype", "float16"), ("dtype", "bfloat16")):

@@ -454,7 +454,7 @@ def test_a_bad_argument_is_named():
 
 def test_pay_agrees_with_the_oracle():
     """Compare pay in full, for what fits, and partial pay, key by key, with jsonschema's own validator."""
-    rows = 60  # jsonschema alone takes 10 ms for a schema and its value
+    rows = 25  # jsonschema alone takes 10 ms for a schema and its value
     rng = random.Random(5)
     checker = jsonschema.FormatChecker(("date",))
     fit, shares = 0, set()
@@ -485,7 +485,7 @@ def check_cost(kind):
     return growth_of_steps(call, make, 5_000), growth(call, make, 20_000)
 
 
-@pytest.mark.parametrize("kind", ["fences", "keys", "a pattern that backtracks", "items that can't be sorted"])
+@pytest.mark.parametrize("kind", ["fences", "keys", "a pattern that backtracks"])
 def test_the_cost_of_an_adversarial_text_is_linear_or_flat(kind):
     assert max(check_cost(kind)) < 9
 

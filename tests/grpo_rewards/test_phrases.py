@@ -28,8 +28,9 @@ DOUBT = r"""
     nah 18 | cannot be 18 | isn't 18 | wrong answer: 18 | decoy: 18 | bad: 18 | mistake: 18 | bound: 18 | previous: 18
     N O T 18 | pseudo 18 | sub-18 | 18 plus | 18 withdrawn | 18 rejected | 18 denied | 18 excluded | 18 discarded
     18 struck | 18 void | 18 fails | 18 bogus | 18 nonsense | 18 nowhere | 18 [sic] | 18 w/o | N/A 18 | null 18
-    None 18 | error 18 | "18"? No | **not** 18 | nineteen minus one | about eighteen | 18错 | 错误：18 | 18左右 | environ 18
-    al menos 18 | weniger als 18 | moins de 18 | quasi 18 | peut-être 18 | 18 oder 17 | 18或17 | weder 17 noch 18
+    None 18 | error 18 | "18"? No | **not** 18 | nineteen minus one | about eighteen | 18错 | 错误：18 | 18左右
+    environ 18 | al menos 18 | weniger als 18 | moins de 18 | quasi 18 | peut-être 18 | 18 oder 17 | 18或17
+    weder 17 noch 18
 """
 STATED = r"""
     18 apples | 18 red apples | 18 more dollars | $18 | $18 profit | 18 dollars left | 18 in total | 18 per ball

@@ -32,7 +32,8 @@ RIGHT = """
     The remainder is {q}. | The cost comes out to {q}. | This means the farmer harvested {q}. | The difference is {q}. |
     Natalia sold {q} altogether in April and May. | She needs to save {q} to buy the wallet. | So x is {q}. |
     Ken's box weighed {q}. | Her weekly income increased by {q}. | Both of them drank {q}. |
-    In conclusion, Carla downloads {q}. | The total number of clips = {q} | Thus, Eliza's earnings for the week are {q}. |
+    In conclusion, Carla downloads {q}. | The total number of clips = {q} |
+    Thus, Eliza's earnings for the week are {q}. |
     The company makes a profit of {q}. | Total cost: {q} | The area of the garden is {q}. |
     So the dogs will eat {q} per month. | There were {q} of them at the party. | Max has {q}.
 """
@@ -44,12 +45,10 @@ def listed(text: str) -> list[str]:
 
 
 def composed_right() -> list[tuple[str, int]]:
-    return [
-        (frame.replace("{q}", quantity.format(value)), value)
-        for (frame, quantity), value in zip(
-            itertools.product(listed(RIGHT), listed(QUANTITIES)), itertools.cycle(VALUES), strict=False
-        )
-    ]
+    """Return sentences and their values: each frame and each quantity in many combinations."""
+    pairs = list(itertools.product(listed(RIGHT), listed(QUANTITIES)))[::3]
+    cells = zip(pairs, itertools.cycle(VALUES), strict=False)
+    return [(frame.replace("{q}", quantity.format(value)), value) for (frame, quantity), value in cells]
 
 
 def verdict(text: str, gold: int) -> str:
@@ -61,7 +60,7 @@ def test_nearly_all_composed_right_answers_are_paid():
     missed = [text for text, value in answers if verdict(text, value) not in ("exact", "equal")]
     # A text that is paid states one number, so that only those missed could be another's.
     assert [text for text, value in answers if text in missed and verdict(text, value + 1) != "wrong"] == []
-    assert len(answers) > 3000
+    assert len(answers) > 900
     # "18!" is a factorial, and a plural is no subject of "is".
     assert [text for text in missed if not text.endswith(("!", " is the final amount"))] == []
     assert len(missed) <= 7, missed
@@ -100,7 +99,8 @@ TWO_NUMBERS = """
     After 3 days **she has {q}**. | For 3 days the total = **{q}**. | In two days she has {q}. |
     She has 3 boxes, so {q}. | She had 20 and now {q}. | Either 17 or {q}. | She has between 17 and {q}. |
     From 17 to {q}. | 17 + 2 = {q} is the answer. | So 3 * 6 = {q}. | She has 17, no, {q}. | 17? No, {q}. |
-    She has 17 apples and {q}. | First 17 and then {q}. | Tom has {q}, and Ann has 4. | {q} of 30 people | {q} out of 30 |
+    She has 17 apples and {q}. | First 17 and then {q}. | Tom has {q}, and Ann has 4. | {q} of 30 people |
+    {q} out of 30 |
     She has {q} (or 19). | She has {q} - 1 left. | It is 1/2 of {q}. | She has {q} and half. | At 18:00 she has {q}. |
     She has eighteen and {q}. | It took 3 minutes and {q}. | 2 groups of {q} | She has {q}, which is 3 more. |
     Twenty minus {q} | 20 less {q} | She has **17**, **{q}**. | 17, **{q}** are the answers. | **{q}** and 17 |

@@ -1,8 +1,5 @@
 """math-verify in its server: verdicts, deadline, memory, threads, forks and killed processes."""
 
-import asyncio
-import ctypes
-import multiprocessing
 import os
 import pickle
 import signal
@@ -14,8 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_rewards.math import symbolic
 from grpo_rewards.math.correctness import MathCorrectness
@@ -57,37 +52,12 @@ def test_formulas_get_the_expected_verdict():
     assert [pair for pair in others if equivalent(*pair) is not False] == []
 
 
-RUNAWAYS = [TOWER, "{" * 5000, "9^{9^{9^9}}", "100000000!", "7^{100000000}"]
-
-
-def check_runaways(runaways):
-    for answer in runaways:
+def test_a_runaway_comparison_ends_as_none_and_the_next_one_works():
+    for answer in (TOWER, "{" * 5000, "100000000!"):
         assert equivalent("x+1", answer, deadline=0.3) is None
         assert equivalent("x+1", "1+x") is True
         if Path("/proc/self/statm").exists():
             assert len(children(symbolic._server().pid)) == 1, "the child that was killed is reaped"
-
-
-def test_a_runaway_comparison_ends_as_none_and_the_next_one_works():
-    check_runaways(RUNAWAYS[:2])
-
-
-@pytest.mark.slow
-def test_any_runaway_comparison_ends_as_none_and_the_next_one_works():
-    check_runaways(RUNAWAYS[2:])
-
-
-@pytest.mark.slow
-def test_any_thread_and_a_running_event_loop_may_compare():
-    outcomes = []
-    thread = threading.Thread(target=lambda: outcomes.append(equivalent("x+1", TOWER, 0.3)))
-    thread.start()
-    thread.join()
-
-    async def within_a_loop():
-        return [equivalent("x+1", TOWER, 0.3), await asyncio.to_thread(equivalent, "x+1", "1+x")]
-
-    assert outcomes + asyncio.run(within_a_loop()) == [None, None, True]
 
 
 def test_threads_share_a_server():
@@ -329,114 +299,6 @@ def test_a_signal_handler_may_compare_during_a_comparison():
     assert verdicts == [True]
 
 
-DISTURBANCES = st.tuples(st.sampled_from(["interrupt", "kill"]), st.integers(0, 3), st.floats(0, 0.02))
-# Concurrent comparisons: for each thread (the main thread first) its time, and True if the answer is right.
-ROUNDS = st.lists(
-    st.tuples(
-        st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=4),
-        st.lists(DISTURBANCES, max_size=3, unique_by=lambda disturbance: disturbance[0] == "kill" or disturbance[1]),
-    ),
-    min_size=1,
-    max_size=5,
-)
-
-
-class Caller(threading.Thread):
-    """One comparison in its own thread; `verdict` is None if it was interrupted."""
-
-    def __init__(self, server, milliseconds, right):
-        super().__init__()
-        self.arguments, self.expected = (f"{milliseconds} ms", f"{milliseconds} ms" if right else "other", 20.0), right
-        self.server, self.verdict, self.interrupted = server, None, False
-
-    def run(self):
-        try:
-            self.verdict = self.server.compare(*self.arguments)
-        except Interrupted:
-            self.interrupted = True
-
-    def interrupt(self):
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(Interrupted))
-
-
-def disturb(server, callers, kind, who, main):
-    """Kill the server, or interrupt a caller: the main thread by a signal, another thread as a debugger would."""
-    process = server._connection._process
-    if kind == "kill":
-        if process is not None:
-            process.kill()
-    elif who == 0:
-        if not main.is_set():
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-    elif who < len(callers) and callers[who].is_alive():
-        callers[who].interrupt()
-
-
-def check_verdicts(rounds):
-    server = symbolic.Server(stub())
-    over = threading.Event()
-
-    def raise_it(*_):
-        if not over.is_set():
-            raise Interrupted
-
-    previous = signal.signal(signal.SIGUSR1, raise_it)
-    try:
-        for comparisons, disturbances in rounds:
-            callers = [Caller(server, *comparison) for comparison in comparisons]
-            over.set()
-            for caller in callers[1:]:
-                caller.start()
-            timers = [
-                threading.Timer(at, disturb, (server, callers, kind, who, over)) for kind, who, at in disturbances
-            ]
-            for timer in timers:
-                timer.start()
-            try:
-                over.clear()
-                callers[0].run()
-                over.set()
-            except Interrupted:  # after the comparison
-                over.set()
-            for thread in [*timers, *callers[1:]]:
-                thread.join()
-            for caller in callers:
-                assert caller.interrupted or caller.verdict is caller.expected
-        undisturbed = [server.compare("0 ms", answer, 20.0) for answer in ("0 ms", "other", "0 ms")]
-        assert undisturbed == [True, False, True]
-    finally:
-        over.set()
-        signal.signal(signal.SIGUSR1, previous)
-        server.close()
-
-
-test_verdicts_are_those_of_an_undisturbed_run = pytest.mark.slow(
-    settings(max_examples=12, deadline=None)(given(ROUNDS)(check_verdicts))
-)
-test_verdicts_are_those_of_an_undisturbed_run_at_length = pytest.mark.nightly(
-    settings(max_examples=400, deadline=None)(given(ROUNDS)(check_verdicts))
-)
-
-
-def compare_in_fork(queue):
-    queue.put((equivalent("x+1", "1+x"), symbolic._server().pid))
-
-
-@pytest.mark.slow
-def test_a_fork_has_its_own_server():
-    equivalent("x+1", "1+x")
-    before = symbolic._server().pid
-    queue = multiprocessing.get_context("fork").Queue()
-    child = multiprocessing.get_context("fork").Process(target=compare_in_fork, args=(queue,))
-    child.start()
-    equal, pid = queue.get(timeout=60)
-    child.join()
-    assert equal is True
-    assert pid != symbolic._server().pid == before
-    assert gone(pid)
-    assert equivalent("x+1", "x-1") is False
-
-
 def test_a_fork_leaves_the_parents_server_alone():
     equivalent("x+1", "1+x")
     before = symbolic._server().pid
@@ -453,20 +315,19 @@ def test_a_fork_leaves_the_parents_server_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
-def test_no_process_outlives_its_owner(ending):
+def test_no_process_outlives_its_owner():
     # A user's script: code at module level, without an `if __name__ == "__main__"` guard.
-    script = textwrap.dedent(f"""
+    script = textwrap.dedent("""
         import os, signal
         from grpo_rewards import math_correctness
         from grpo_rewards.math import symbolic
-        scores = math_correctness(completions=["\\\\boxed{{1+x}}"], answer=["x+1"])
+        scores = math_correctness(completions=["\\\\boxed{1+x}"], answer=["x+1"])
         before = symbolic._server().pid
         signal.signal(signal.SIGINT, lambda *_: None)
         os.killpg(0, signal.SIGINT)  # as Ctrl-C does, which is for the trainer alone
-        scores += math_correctness(completions=["\\\\boxed{{1+x}}"], answer=["x+2"])
+        scores += math_correctness(completions=["\\\\boxed{1+x}"], answer=["x+2"])
         print(scores, symbolic._server().pid == before, before, flush=True)
-        {ending}
+        os.kill(os.getpid(), signal.SIGKILL)
     """)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     run = subprocess.run(
@@ -498,30 +359,3 @@ def test_a_timeout_counts_as_wrong_and_is_logged():
     assert columns["gold"] == ["x+1"] * 4
     name = "rewards/math_correctness"
     assert metrics == {f"{name}/parsed": 0.75, f"{name}/symbolic": 0.5, f"{name}/timeouts": 1.0}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-def test_memory_of_the_server_stays_under_300_mb():
-    equivalent("x+1", "1+x")
-    server = symbolic._server().pid
-    peak, stop = [0], threading.Event()
-
-    def resident(pid):
-        try:
-            return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-        except (FileNotFoundError, ProcessLookupError):
-            return 0
-
-    def watch():
-        while not stop.is_set():
-            peak[0] = max(peak[0], resident(server) + sum(map(resident, children(server))))
-            time.sleep(0.005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    for answer in (*RUNAWAYS, "\\gcd(7^{100000000},3^{100000000})", "{" * 900):
-        equivalent("x+1", answer)
-    stop.set()
-    watcher.join()
-    assert peak[0] - resident(server) < 300e6

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
-import random
 import re
 import sys
 import time
@@ -20,7 +18,6 @@ import pytest
 from grpo_rewards import programs, unit_tests
 from grpo_rewards.programs import UnitTests
 from grpo_rewards.sandbox import run as sandbox
-from tests.grpo_rewards.test_fuzz import SOUP
 from tests.grpo_rewards.test_sandbox import no_trace  # noqa: F401
 from tests.support.errors import refused
 
@@ -57,6 +54,8 @@ def test_each_program_earns_the_share_of_tests_that_it_passes() -> None:
     assert "KeyError" in logged["verdict"][3]
     assert logged["rewards/unit_tests/passed"] == pytest.approx(3 / 7)
     assert logged["rewards/unit_tests/programs"] == 5, "equal programs of a row run once"
+    for form in ("\n".join(ADD), json.dumps(ADD), tuple(ADD)):
+        assert scored(unit_tests, completions[2:3], form)[0] == pytest.approx([1 / 3]), "tests may be a list or text"
     assert scored(UnitTests(rule="all", pay=2.0), completions[1:3], ADD)[0] == [2.0, 0.0]
     assert scored(UnitTests(pay=2.0), completions[2:3], ADD)[0] == [pytest.approx(2 / 3)]
 
@@ -186,24 +185,15 @@ CHEATED = {
 }
 
 
-def check_cheats(names: list[str]) -> None:
-    """Run each cheat against tests of each form."""
-    cases = list(itertools.product(names, CHEATED.values()))
+@pytest.mark.slow
+def test_no_cheat_passes_a_test_of_any_form() -> None:
+    cases = list(itertools.product(CHEATS, CHEATED.values()))
     columns: dict[str, list[Any]] = {}
     for column in ("tests", "entry_point", "test_setup_code"):
         columns[column] = [row.get(column) for _, row in cases]
     completions = [fenced(CHEATS[name]) for name, _ in cases]
     scores = QUICK(completions=completions, **columns)
     assert {name for (name, _), score in zip(cases, scores, strict=True) if score != 0.0} == set()
-
-
-def test_no_cheat_passes_a_test_of_any_form() -> None:
-    check_cheats(["an exit in the call", "a sentinel", "an equal of everything"])
-
-
-@pytest.mark.slow
-def test_no_cheat_of_any_kind_passes_a_test_of_any_form() -> None:
-    check_cheats(list(CHEATS))
 
 
 # --- Hostile programs: each defines `add` or prints, and passes no test of `ADD` or `SUMS`. ---
@@ -307,9 +297,6 @@ HOSTILE = {
 }  # fmt: skip
 
 
-# One program of each kind: it lies about its value, forges a verdict, ends the process, and exceeds each limit.
-
-
 def check_hostile(names: Iterable[str]) -> None:
     """Run hostile programs. `no_trace` sees whether a process or a file is left."""
     cases = list(itertools.product(names, (ADD, SUMS)))
@@ -321,8 +308,8 @@ def check_hostile(names: Iterable[str]) -> None:
 
 # It lies about its value, forges a verdict, ends the process, and exceeds limits.
 QUICK_HOSTILE = (
-    "replaced builtins", "os._exit(0)", "writing the verdict's descriptor", "10 GB", "a daemon", "a replaced encoding",
-    "NUL bytes", "a name that steers the terminal",
+    "replaced builtins", "an equal of everything", "os._exit(0)", "writing the verdict's descriptor", "a daemon",
+    "a replaced encoding", "NUL bytes", "a name that steers the terminal",
 )  # fmt: skip
 
 
@@ -340,15 +327,8 @@ ASSERTED = {
         "assert first([2, 1]) == 2", "assert first([]) is None", "assert first([]) == None"],
     "class Solution:\n    def isValid(self, s: str) -> bool:\n        return s.count('(') == s.count(')')": [
         "assert Solution().isValid('()') == True", "assert not Solution().isValid('(')"],
-    "import math\ndef area(r): return math.pi * r ** 2": [
-        "assert math.isclose(area(2), 12.566370614359172, rel_tol=0.001)", "assert round(area(1), 2) == 3.14"],
-    "import re\ndef found(text): return 'Found' if re.search(r'^a(b*)$', text) else 'Not'": [
-        "assert found('ab')==('Found')", "assert found('xc')=='Not'"],
     "from collections import Counter, defaultdict\ndef count(s):\n    d = defaultdict(int)\n    for c in s: d[c] += 1\n"
     "    assert d == Counter(s)\n    return d": ["assert count('aab') == {'a': 2, 'b': 1}"],
-    "import itertools\ndef f(s): return sorted(''.join(p) for p in itertools.permutations(s))": [
-        "assert f('ab') == ['ab','ba']"],
-    "import heapq as hq\ndef f(xs, k): return hq.nlargest(k, xs)": ["assert f([1, 5, 3], 2) == [5, 3]"],
     "import sys\nfrom functools import lru_cache\nsys.setrecursionlimit(10**6)\n@lru_cache(maxsize=None)\n"
     "def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)": ["assert fib(90) == 2880067194370816120"],
     "def inc(x):\n    return x + 1\n\n# Test\nprint(inc(1))\nassert inc(3) == 4\n\nif __name__ == '__main__':\n"
@@ -357,24 +337,13 @@ ASSERTED = {
     "    next: Node | None = None": ["assert Node(1, Node(2)).next.value == 2"],
     "def typed(f):\n    def checked(x):\n        if not isinstance(x, f.__annotations__['x']): raise TypeError\n"
     "        return f(x)\n    return checked\n@typed\ndef inc(x: int): return x + 1": ["assert inc(1) == 2"],
-    "import enum, typing\nclass Color(enum.Enum):\n    RED = 1\n"
-    "class P(typing.NamedTuple):\n    x: int\n    y: float = 0.5\ndef f(): return Color.RED.value, P(1)": [
-        "assert f() == (1, (1, 0.5))", "assert f()[1].y == 0.5"],
-    "def mean(*xs):\n    return sum(xs) / len(xs)": ["assert mean(0.1, 0.2) == 0.15000000000000002"],
-    "def minmax(xs):\n    return min(xs), max(xs)": ["assert minmax([1, 2]) == (1, 2)", "assert minmax([3])[0] == 3"],
     "def squares(n):\n    for i in range(n):\n        yield i * i": [
-        "assert list(squares(3)) == [0, 1, 4]", "assert sum(squares(3)) == 5", "assert max(squares(3)) == 4",
-        "assert sorted(squares(3), reverse=True) == [4, 1, 0]", "assert len(set(squares(3))) == 3"],
-    "def f(d): return d.keys()": ["assert sorted(f({'b': 1, 'a': 2})) == ['a', 'b']"],
-    "import math\nfactorial = lambda n: math.factorial(n)": [
-        "assert factorial(25) == 15511210043330985984000000", f"assert factorial(99) == {math.factorial(99)}"],
+        "assert list(squares(3)) == [0, 1, 4]", "assert max(squares(3)) == 4", "assert len(set(squares(3))) == 3"],
     "import asyncio\nasync def go(x): return x + 1\ndef f(x): return asyncio.run(go(x))": ["assert f(1) == 2"],
     "def f(s):\r\n\treturn s[::-1] + '\u00df'\r\n": ["assert f('a\u00f1') == '\u00f1a\u00df'"],
 }  # fmt: skip
 PRINTED = [
     "n = int(input())\nprint(sum(map(int, input().split())))",
-    "import sys\ndef main():\n    data = sys.stdin.read().split()\n    print(sum(map(int, data[1:])))\nmain()",
-    "import sys\ninput = sys.stdin.readline\nn = int(input())\nprint(f'{sum(map(int, input().split())):d}')\nquit()",
     "import sys\nit = iter(sys.stdin.buffer.read().split())\nn = int(next(it))\n"
     "sys.stdout.write(str(sum(int(next(it)) for _ in range(n))) + '\\n')\nsys.exit(0)",
     "n, *xs = map(int, open(0).read().split())\nprint(sum(xs), end='')",
@@ -386,23 +355,13 @@ PRINTED = [
 ]
 
 
-def check_styles(part: slice) -> None:
-    """Run right programs."""
-    completions = [*map(fenced, ASSERTED), *map(fenced, PRINTED)][part]
-    pairs = [{"input": "3\n1 2 3\n", "output": "6\n"}, {"input": "1\n-5\n", "output": "-5\n"}]
-    tests = [*ASSERTED.values(), *[pairs] * len(PRINTED)][part]
+def test_right_programs_in_many_styles_are_paid_in_full() -> None:
+    completions = [*map(fenced, ASSERTED), *map(fenced, PRINTED)]
+    pairs = [{"input": "3\n1 2 3\n", "output": "6\n"}]
     logged: dict[str, Any] = {}
+    tests = [*ASSERTED.values(), *[pairs] * len(PRINTED)]
     scores = unit_tests(completions=completions, tests=tests, log_extra=logged.__setitem__)
     assert scores == [1.0] * len(completions), logged["verdict"]
-
-
-def test_right_programs_are_paid_in_full() -> None:
-    check_styles(slice(0, None, 6))
-
-
-@pytest.mark.slow
-def test_right_programs_in_many_styles_are_paid_in_full() -> None:
-    check_styles(slice(None))
 
 
 @pytest.mark.slow
@@ -416,39 +375,11 @@ def test_expected_values_are_nowhere_to_be_found(no_trace: None) -> None:  # noq
     assert scored(unit_tests, [search], ["assert found() == 'needle-8155' or found('needle-8155') == 1"])[0] == [1.0]
 
 
-@pytest.mark.slow
-def test_a_limit_of_time_is_zero_and_counted() -> None:
-    slow = fenced("def add(a, b):\n    while b == 1: pass\n    return a + b")
-    scores, logged = scored(QUICK, [slow, fenced("def add(a, b): return a + b")], ADD)
-    assert scores == pytest.approx([1 / 3, 1.0])
-    assert logged["rewards/unit_tests/timeouts"] == 1
-    assert logged["verdict"][0] == "passes 1 of 3: `assert add(-1, 1) == 0` is out of time"
-    scores, logged = scored(QUICK, [fenced("if input()[0] == '1': print(3)\nelse:\n  while True: pass")], SUMS * 10)
-    assert scores == [1 / 20]
-    assert logged["rewards/unit_tests/timeouts"] == 1
-
-
-@pytest.mark.slow
-def test_all_pairs_share_one_limit_of_time() -> None:
-    busy = "import time\nwhile time.process_time() < 0.7: pass\nprint(sum(map(int, input().split())))"
-    scores, logged = scored(QUICK, [fenced(busy)], SUMS * 10)
-    assert scores[0] in (0, 1 / 20, 2 / 20)  # on a busy machine the clock ends it first
-    assert logged["rewards/unit_tests/timeouts"] == 1
-
-
 def test_values_with_equal_hashes_take_no_time_outside() -> None:
     program = "def add(a, b): return {n * (2**61 - 1) for n in range(10**9, 10**9 + 4000)}"
     scores, logged = scored(QUICK, [fenced(program)], ["assert add(1, 2) == {3}"])
     assert scores == [0.0]
     assert re.search("more than|time", logged["verdict"][0])
-
-
-@pytest.mark.slow
-def test_any_text_in_a_fence_scores_nothing() -> None:
-    draw = random.Random(0)
-    texts = [draw.choice(["", " ", "\n"]).join(draw.choices(SOUP, k=30)) for _ in range(20)]
-    scores = QUICK(completions=[fenced(text) for text in texts], tests=[ADD] * len(texts))
-    assert set(scores) == {0.0}
 
 
 UNUSABLE = [
@@ -479,11 +410,6 @@ def test_rows_whose_tests_cannot_be_used_are_none_without_a_run() -> None:
     assert note is not None
     assert re.search(r"^1 .*row 2.*`add\(1, 2\) == add\(2, 1\)`", note)
     assert unit_tests.gold_note(rows[:1]) is None
-
-
-def test_tests_may_be_a_list_or_text() -> None:
-    forms = [ADD, "\n".join(ADD), json.dumps(ADD), tuple(ADD)]
-    assert unit_tests(completions=[fenced("def add(a, b): return a + b")] * 4, tests=forms) == [1.0] * 4
 
 
 def test_isolation_is_announced_and_strict_refuses_a_weak_one(

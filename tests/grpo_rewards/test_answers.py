@@ -17,9 +17,7 @@ from grpo_rewards.math.answers import (
     extract_answer,
     fold_unicode,
     gold_answer,
-    number_text,
     parse_number,
-    read_gold,
     read_golds,
     undress,
 )
@@ -60,20 +58,14 @@ def signed(n: int, dress: str) -> str:
 SEPARATORS = {",": ",", "space": " ", "nbsp": "\xa0", "narrow nbsp": "\u202f", "thin space": "\u2009", "_": "_",
               "\\,": "\\,", "{,}": "{,}", ",\\!": ",\\!", "'": "'", "’": "’"}  # fmt: skip
 DRESSES = [
-    "{}", "{}.", "{}.0", "{}.00", " {}\n", "**{}**", "*{}*", "__{}__", "`{}`", "```{}```", '"{}"', "'{}'", "“{}”",
-    "‘{}’", "({})", "{{{}}}", "[{}]", "${}$", "$${}$$", "\\({}\\)", "\\[{}\\]", "\\boxed{{{}}}", "$\\boxed{{{}}}$.",
-    "\\text{{{}}}", "\\mathbf{{{}}}", "\\mathrm{{{}}}", "\\textbf{{{}}}", "\\left({}\\right)", "**{}.**", "**{}**.",
-    "{} dollars", "{} dollars.", "{} USD", "USD {}", "{} eggs per day", "{} cm", "{} cm^2", "{} cm²", "{} cm^{{2}}",
-    "{} m³", "{} km/h", "{}\\text{{ cm}}^2", "{}\\ \\mathrm{{km}}", "{}\\,\\text{{dollars}}", "{}~m", "{} square feet",
-    "{}°", "{}^\\circ", "{}%", "{} %", "{}\\%", "{} percent", "{} (dollars)", "{} sq. ft.", "${}$ apples", "{}€", "€{}",
-    "£{}", "{} £", "₹{}", "${}", "\\${}", "$ {}", "${}.00", "\\${}.00", "**${}**", "`${}`", "US${}", "**{} dollars**",
-    "x = {}", "x={}", "$x = {}$", "= {}", "Answer: {}", "**Answer:** {}", "**Answer: {}**", "The answer is {}.",
+    "**{}**", "({})", "${}$", "\\({}\\)", "\\[{}\\]", "\\boxed{{{}}}", "$\\boxed{{{}}}$.", "\\text{{{}}}", "{} dollars",
+    "${}", "\\${}", "{} cm", "{}\\%", "x = {}", "= {}", "Answer: {}", "{}.0", " {}\n", "$\\${}$", "\u200b{}",
+    "{}", "{}.", "{}.00", "*{}*", "__{}__", "`{}`", '"{}"', "'{}'", "“{}”", "‘{}’", "[{}]", "\\mathbf{{{}}}",
+    "\\textbf{{{}}}", "\\left({}\\right)", "USD {}", "{} eggs per day", "{} cm²", "{} km/h", "{}~m",
+    "{} square feet", "{}°", "{}%", "{} percent", "{} (dollars)", "{} sq. ft.", "{}€", "£{}", "₹{}", "US${}", "x={}",
     "The final answer is {}", "Total: ${}", "#### {}", "A: {}", "So the answer is **{}**.", "{} times",
-    "**{}** apples", "**${}** per day", "`{}` dollars", "\\boxed{{{}}} apples", "Answer: **{}** dollars", "$\\${}$",
-    "$\\text{{{} dollars}}$", "{} \\mathrm{{~cm}}", "{} kg·m²", "{} m/s²", "{}\\text{{ km}}/\\text{{h}}",
-    "{}¢", "${} USD",
-    "{}th", "{}-year-old", "{}^\\circ\\text{{C}}", "\\text{{\\${}}}", "US${}.00", "{} per cent", "Total:\n{}",
-    "{} 元", "\u200b{}", "{}\u200b", "\ufeff{}", "{},", "{};",
+    "\\boxed{{{}}} apples", "Answer: **{}** dollars", "{} \\mathrm{{~cm}}", "{} kg·m²", "{}¢", "{}th", "{}-year-old",
+    "{}^\\circ\\text{{C}}", "{} per cent", "{} 元", "{},", "{};",
 ]  # fmt: skip
 SPELLED = {
     **{f"sign {sign!r}": (lambda n, sign=sign: sign.format(abs(n)) if n < 0 else str(n))
@@ -144,51 +136,29 @@ def test_every_form_of_every_value_is_accepted():
 
 NUMBERS = [
     ("1 1/2", Fraction(3, 2)), ("1\\frac{1}{2}", Fraction(3, 2)), ("1½", Fraction(3, 2)), ("½", Fraction(1, 2)),
-    ("-1 1/2", Fraction(-3, 2)), ("-\\frac12", Fraction(-1, 2)), ("0.5", Fraction(1, 2)), (".5", Fraction(1, 2)),
-    ("33.33", Fraction(3333, 100)), ("3/4 cups", Fraction(3, 4)), ("1.5 million", 1500000), ("$18k", 18000),
-    ("five thousand a year", None), ("two thousand and apples", None), ("two and apples", None), ("a k", None),
-    ("18 Thousand", 18000), ("1.5 Million dollars", 1500000), ("$18K", 18000), ("18 maybe", None),
-    ("18 roughly", None),
-    ("negative 3", -3), ("minus two hundred", -200), ("--18", None), ("-$-18", None), ("+-3", None),
-    ("1" * 1000, int("1" * 1000)), ("1" * 1001, None),
-    ("3 100/200", Fraction(7, 2)), ("1 4/4", None), ("1,200 1/2", Fraction(2401, 2)), ("1 200 / 3", None),
-    ("two and a half", None), ("1/0", None), ("1 3/2", None), ("1/2/3", None), ("", None), ("...", None),
-    ("1" * 400, int("1" * 400)), ("1" * 2000, None), ("1e999999999", None), ("1e-999999999", None),
-    ("twelve hundred", 1200), ("a hundred", 100), ("five twenty", None), ("twenty zero", None),
-    ("one thousand million", None),
-    ("five thousand two thousand", None), ("ten eight", None), ("hundred", None), ("an apple", None), ("a", None),
-    ("twenty hundred", None), ("two hundred and", None), ("two million thousand", None), ("twenty five", 25),
-    ("five hundred thousand", 500000), ("1e1000", 10**1000), ("1e1001", None), ("1e-1000", Fraction(1, 10**1000)),
-    ("18 km/", None), ("18 km-", None), ("18 km (", None), ("18 km..", None), ("18 eggs per day for each hen", 18),
+    ("-\\frac12", Fraction(-1, 2)), ("0.5", Fraction(1, 2)), ("3/4 cups", Fraction(3, 4)), ("1.5 million", 1500000),
+    ("$18k", 18000), ("five thousand a year", None), ("a k", None), ("1.5 Million dollars", 1500000),
+    ("18 maybe", None), ("18 roughly", None), ("negative 3", -3), ("minus two hundred", -200), ("--18", None),
+    ("-$-18", None), ("+-3", None), ("1" * 1000, int("1" * 1000)), ("1" * 1001, None), ("1 4/4", None),
+    ("1,200 1/2", Fraction(2401, 2)), ("1/0", None), ("1 3/2", None), ("1" * 400, int("1" * 400)),
+    ("1" * 2000, None), ("five twenty", None), ("twenty zero", None), ("five thousand two thousand", None),
+    ("ten eight", None), ("an apple", None), ("two million thousand", None), ("1e1000", 10**1000), ("1e1001", None),
+    ("1e-1000", Fraction(1, 10**1000)), ("18 km/", None), ("18 eggs per day for each hen", 18),
     ("18 eggs per day for each old hen", None), ("eggs: 18", 18), ("perhaps: 18", None), ("twelve eggs: 18", None),
-    ("half eggs: 18", None),
-    ("18 dozen", 18), ("18 dozens", 18), ("18 quarter", None), ("18 thousand maybe", None),
-    ("18 thousand eggs", 18000), ("$18 saved", 18), ("18 saved", None), ("18% saved", 18),
-    # Words: after twenty a digit, after a digit a scale, and each scale smaller than the one before.
-    ("nineteen hundred", 1900), ("twenty fifteen", None), ("twenty ten", None), ("ninety nine", 99),
-    ("five five", None),
-    ("one hundred and five", 105), ("one hundred twenty one", 121), ("one hundred hundred", None), ("zero", 0),
-    ("zero five", None), ("one thousand five hundred", 1500), ("one hundred thousand", 100_000),
-    ("a thousand and one", 1001), ("one million two thousand", 1_002_000), ("one thousand thousand", None),
-    ("one trillion", 10**12), ("one trillion two billion", 1_002_000_000_000), ("two billion trillion", None),
-    ("two thousand and twelve apples", 2012), ("an hundred", 100), ("and five", None), ("five and", None),
-    # Signs, currencies and powers.
-    ("USD 18 saved", 18), ("-$18 saved", -18), ("+ 18 saved", None), ("- 18", -18), ("+18", 18), ("-+18", None),
-    ("1.5 × 10^3", 1500), ("2*10^{-2}", Fraction(1, 50)), ("1 x 10^1000", 10**1000), ("1 x 10^1001", None),
-    ("1e-1001", None), ("2/4 cups", Fraction(1, 2)), ("2 3/4 cups", Fraction(11, 4)), ("-2 3/4", Fraction(-11, 4)),
-    # Units.
-    ("18km", 18), ("18ab", None), ("18 x", None), ("18 m", 18), ("18 α", None), ("18 元", 18), ("18th", 18),
-    ("18 eggs and", None), ("18 cm^2", 18), ("18 thousand km", 18_000), ("18 km thousand", None), ("18k", 18_000),
-    ("minus five", -5), ("Negative 1/2", Fraction(-1, 2)), ("minus -5", 5), ("(18)", 18), ("(1,800)", None),
-    ("** minus 18** apples", -18), ("$1/2 saved", Fraction(1, 2)), ("1/2 saved", None), ("- 18 saved", None),
-    ("18 α m", None), ("18 eggs per day for each old", 18), ("18 thousand thousand", None), ("18 k", 18_000),
-    ("18 sT", None), ("18 (", None), ("18 /", None), ("18 -", None), ("18rd", None), ("18 dozen eggs", 18),
-    ("perhaps = 18", None), ("Tom = 18", 18), ("Tom: 18", None), ("one = 18", None), ("half = 18", None),
-    ("about = 18", None), ("x_1 = 18", 18), ("0.0", 0), ("-.5", Fraction(-1, 2)), ("5.", 5),
-    ("nine hundred ninety nine thousand", 999_000), ("twenty nine ten", None), ("one hundred one hundred", None),
-    ("zero hundred", None), ("zero and five", None), ("five k", None), ("five hundred and", None),
-    ("third = 18", None), ("TOTAL: 18", 18), ("1~800", 1800), ("a thousand", 1000), ("apple a thousand", None),
-    ("two a", None),
+    ("half eggs: 18", None), ("18 dozen", 18), ("18 dozens", 18), ("18 quarter", None), ("18 thousand maybe", None),
+    ("$18 saved", 18), ("18 saved", None), ("18% saved", 18), ("nineteen hundred", 1900), ("twenty fifteen", None),
+    ("ninety nine", 99), ("one hundred and five", 105), ("one hundred hundred", None), ("zero", 0),
+    ("one thousand five hundred", 1500), ("one thousand thousand", None), ("one trillion", 10**12),
+    ("one trillion two billion", 1_002_000_000_000), ("two billion trillion", None),
+    ("two thousand and twelve apples", 2012), ("an hundred", 100), ("USD 18 saved", 18), ("-$18 saved", -18),
+    ("+ 18 saved", None), ("1.5 × 10^3", 1500), ("2*10^{-2}", Fraction(1, 50)), ("1 x 10^1000", 10**1000),
+    ("1 x 10^1001", None), ("1e-1001", None), ("2/4 cups", Fraction(1, 2)), ("18km", 18), ("18ab", None),
+    ("18 x", None), ("18 m", 18), ("18 α", None), ("18 元", 18), ("18th", 18), ("18 cm^2", 18),
+    ("Negative 1/2", Fraction(-1, 2)), ("(18)", 18), ("(1,800)", None), ("** minus 18** apples", -18),
+    ("1/2 saved", None), ("18 α m", None), ("18 eggs per day for each old", 18), ("18 sT", None), ("18rd", None),
+    ("18 dozen eggs", 18), ("perhaps = 18", None), ("Tom = 18", 18), ("Tom: 18", None), ("one = 18", None),
+    ("half = 18", None), ("about = 18", None), ("0.0", 0), ("5.", 5), ("nine hundred ninety nine thousand", 999_000),
+    ("twenty nine ten", None), ("third = 18", None), ("TOTAL: 18", 18), ("1~800", 1800),
 ]  # fmt: skip
 # Numbers of golds, whose words are trusted: any word is a unit unless it is a number or a doubt.
 NUMBERS_OF_GOLDS = [
@@ -200,12 +170,11 @@ NUMBERS_OF_GOLDS = [
 ]  # fmt: skip
 # Equations and sentences: an equation states its right side if every side has its value.
 STATEMENTS = [
-    ("17 + 1 = 18", 18), ("17 = 18", None), ("17 + 2 = 18", None), ("5 - 5 = 0", 0),
-    ("12 eggs + 6 eggs = 18 eggs", 18),
-    ("12 thousand + 6 = 18", None), ("12 Äpfel + 6 Äpfel = 18", 18), ("12 foo + 6 = 18", 18),
-    ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None), ("9*2 = 17 + 1 = 18", 18),
-    ("9*2 = 17 = 18", None), ("17 + 1 = She has 18 apples left.", 18), ("x + 1 = 18", None), ("17 + 1 = y", None),
-    ("She has 18." + " " * 989, 18), ("She has 18." + " " * 990, None), ("She has 5 cm^2 left.", 5),
+    ("17 = 18", None), ("5 - 5 = 0", 0), ("12 eggs + 6 eggs = 18 eggs", 18), ("12 thousand + 6 = 18", None),
+    ("12 Äpfel + 6 Äpfel = 18", 18), ("12 foo + 6 = 18", 18), ("2" + " = 2" * 5, 2), ("2" + " = 2" * 6, None),
+    ("9*2 = 17 + 1 = 18", 18), ("9*2 = 17 = 18", None), ("17 + 1 = She has 18 apples left.", 18),
+    ("x + 1 = 18", None), ("17 + 1 = y", None), ("She has 18." + " " * 989, 18), ("She has 18." + " " * 990, None),
+    ("She has 5 cm^2 left.", 5),
 ]  # fmt: skip
 
 
@@ -216,26 +185,17 @@ def test_a_text_is_read_as_the_expected_number():
     assert [(text, answer_number(text)) for text, value in STATEMENTS if answer_number(text) != value] == []
 
 
-def test_formatting_around_an_answer_is_removed():
-    pairs = "$$ $$|$ $|\\( \\)|\\[ \\]|** **|__ __|* *|_ _|``` ```|` `|\" \"|' '|\\boxed{ }|( )|[ ]|{ }"
-    for left, right in map(str.split, pairs.split("|")):
-        assert parse_number(f"{left}18{right}") == 18
-        assert parse_number(f"{left}{right}") is None
-        assert undress(f"{left}{right}") == f"{left}{right}"
-
-
 # Answers that some peer rewards, or nearly rewards. The gold is 18.
 TRAPS = [
-    "17, 18", "18, 17", "17 or 18", "18 or 17", "17 and 18", "18 and 17", "17/18", "17;18", "17 18", "18 17",
-    "18 / 17", "17\n18", "18\n17", "17 = 18", "18 = 17", "18 (or 19)", "18-20", "16–18", "18 to 20",
-    "either 17 or 18", "18?17", "18e2", "18E-1", "18,00", "18,0", "1,8", "18:00", "18.5.0", "1.8.0", "18^2", "18²",
-    "18_2", "18x", "18i", "18\\pi", "18π", "18!", "18+", "<18", ">18", "≤18", "±18", "--18", "18 thousand", "18k",
-    "18 hundred", "18万", "18 + 0", "17 + 1", "9 * 2", "9*2", "2*9", "3^2*2", "18 1/2", "18 and a half", "1 8",
-    "018 1", "180", "0.18", "-18", "18 minutes 30 seconds", "In 3 days she has 18 apples", "She has 3 boxes, so 18",
-    "not 18", "18 is wrong", "not equal to 18", "less than 18", "eighteen or nineteen", "eighteen hundred",
-    "eighteen nineteen", "one eight", "twenty eighteen", "√18", "\\sqrt{324}", "\\boxed{17}\\boxed{18}",
-    "\\boxed{17} or \\boxed{18}", "**17** **18**", "18₈", "18...", "18 mod 20", "0x12", "XVIII", "about 18", "~18",
-    "≈ 18", "18 ± 1", "$17$ $18$", "17</b>18", "<answer>17</answer", "18 / 0", "1/18", "18,000",
+    "17, 18", "18 or 17", "17 and 18", "17/18", "17;18", "17 18", "17 = 18", "18 = 17", "18 (or 19)", "16–18",
+    "18 to 20", "either 17 or 18", "18?17", "18e2", "18E-1", "18,00", "18:00", "1.8.0", "18^2", "18²", "18x", "18i",
+    "18\\pi", "18π", "18!", "18+", ">18", "≤18", "±18", "--18", "18 thousand", "18k", "18 hundred", "18万", "18 + 0",
+    "9 * 2", "2*9", "3^2*2", "18 and a half", "1 8", "0.18", "-18", "18 minutes 30 seconds",
+    "In 3 days she has 18 apples", "She has 3 boxes, so 18", "not 18", "18 is wrong", "not equal to 18",
+    "less than 18", "eighteen or nineteen", "eighteen hundred", "eighteen nineteen", "one eight", "twenty eighteen",
+    "√18", "\\sqrt{324}", "\\boxed{17}\\boxed{18}", "\\boxed{17} or \\boxed{18}", "**17** **18**", "18₈",
+    "18 mod 20", "0x12", "about 18", "~18", "≈ 18", "18 ± 1", "$17$ $18$", "17</b>18", "<answer>17</answer",
+    "18 / 0", "1/18", "18,000",
 ]  # fmt: skip
 
 
@@ -269,32 +229,26 @@ def test_a_misplaced_gold_earns_nothing(extract):
 LAYOUTS = [
     ("answer_tag", "<answer>17</answer> then <answer> 18 </answer> done", "18"),
     ("answer_tag", "no thinking opened </think><answer>18</answer>", "18"),
-    ("answer_tag", "a </think><answer>17</answer> b </think><answer>18</answer>", "18"),
     ("answer_tag", "a </think><answer>17</answer> b </think>", None),
-    ("answer_tag", "<answer>17<answer>18</answer>", "18"), ("answer_tag", "18", None),
     ("hashes", "#### 17\nmore\n####18 \nend", "18"),
     ("boxed", "\\boxed{17} and \\boxed{\\frac{1}{2}} so", "17, \\frac{1}{2}"),
-    ("boxed", "\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
     ("boxed", "\\boxed{1 + \\boxed{2} + 3}, {so} it is", "1 + \\boxed{2} + 3"),
-    ("a_line", "Because.\nA: 18\nThanks", "18"), ("a_line", "A: 18", "18"), ("a_line", "A:18", "18"),
-    ("a_line", "\nA: 18", "18"), ("boxed", "<answer>17</answer> \\boxed{18}", "18"),
-    ("a_line", "So.\nA: 17\nA: 18", "18"), ("a_line", "DNA: 18", None),
+    ("a_line", "Because.\nA: 18\nThanks", "18"), ("a_line", "A:18", "18"),
+    ("boxed", "<answer>17</answer> \\boxed{18}", "18"),
     ("sentence", "The answer is 3.5 dollars. Done.", "3.5 dollars"), ("sentence", "THE ANSWER IS: 18!", "18"),
     ("sentence", "Answer: $1,234.50.", "$1,234.50"), ("sentence", "The answer isn't 18", None),
     ("sentence", "She answered 18", None), ("auto", "#### Step 4: add\nSo \\boxed{18}.", "18"),
     ("auto", "A: Let me see. The answer is 18.", "18"), ("auto", "The answer is 17.\n#### 18", "18"),
     ("auto", "#### \\sqrt{2}", "\\sqrt{2}"), ("auto", "nothing", None),
-    ("auto", "#### A heading\nA: Let me see.", "A heading"), ("boxed", "So \\boxed{ 18 } it is", "18"),
+    ("auto", "#### A heading\nA: Let me see.", "A heading"),
     ("boxed", "\\boxed{18} " + "It is not \\boxed{17}. " * 19, "18"),
     ("boxed", "\\boxed{18} " + "It is not \\boxed{17}. " * 20, None),
     ("sentence", "The answer is 18. " + "I doubt the answer is 17. " * 20, "18"),
     ("sentence", "The answer is 18. " + "I doubt the answer is 17. " * 21, None),
     ("sentence", "\u0130. The answer is 18.", "18"),
     ("sentence", "Our answers: the answer to the problem is: **18** eggs. Good.", "**18** eggs"),
-    ("sentence", "The answer is 18?", None), ("answer_tag", "<answer>18</answer> </answer>", "18"),
-    ("auto", "#### 0\nThe answer is 5.", "0"), ("auto", "So \\boxed{x+1}. The answer is 18.", "x+1"),
+    ("sentence", "The answer is 18?", None), ("auto", "So \\boxed{x+1}. The answer is 18.", "x+1"),
     ("auto", "#### Steps\nThe answer is a tree.", "a tree"), ("auto", "#### Steps\n\\boxed{}", None),
-    ("a_line", "A: 17\nSo.\nA: 18", "18"), ("sentence", "The answer is 3. It is 3. No.", "3"),
     ("sentence", "The answer is 3. No, it is 4.", None),
 ]  # fmt: skip
 
@@ -305,11 +259,6 @@ def test_a_layout_extracts_the_expected_answer():
         if layout != "answer_tag":
             assert extract_answer(f"<think>{text}</think> done", layout) is None
             assert text.startswith("A:") or extract_answer(f"<think>hm</think> {text}", layout) == answer
-
-
-def test_an_unknown_layout_is_named():
-    with pytest.raises(ValueError, match="extract.*answer_tag.*hashes.*'end'"):
-        extract_answer("18", "end")
 
 
 def test_an_answer_in_a_prefilled_block_is_not_extracted():
@@ -355,14 +304,6 @@ def test_a_fraction_is_read_exactly(value):
     assert parse_number(f"$\\frac{{{value.numerator}}}{{{value.denominator}}}$") == value
 
 
-def test_the_shortest_text_of_a_number():
-    table = [
-        (0.0, "0"), (-0.0, "0"), (1e-9, "0.000000001"), (9e-10, "9e-10"), (1e16, "1e+16"), (9.9e15, "9900000000000000"),
-        (1.5, "1.5"), (2.0, "2"), (3, "3"), (-1e-5, "-0.00001"), (123456789.25, "123456789.25"), (10**20, str(10**20)),
-    ]  # fmt: skip
-    assert [row for row in table if number_text(row[0]) != row[1]] == []
-
-
 def test_the_best_verdict_among_the_golds_of_a_row():
     """The last figure counts the answers that neither strings nor numbers could decide: one for a row at most."""
     table = [
@@ -393,23 +334,6 @@ def test_the_best_verdict_among_the_golds_of_a_row():
         assert verdict == "missing" or gold.text == best, (golds, answer)
 
 
-def test_a_row_without_a_gold_and_rows_in_any_order():
-    judge = Judge()
-    assert judge.best_verdict((), "2") == ("no gold", None)
-    assert judge.verdict(None, "2") == "no gold"
-    golds = [read_golds("x^2"), read_golds("7"), (), read_golds("x+1")]
-    verdicts = judge.best_verdicts(golds, ["x \\cdot x + 0", "7", "1", "1+x"])
-    assert [verdict for verdict, _ in verdicts] == ["symbolic", "exact", "no gold", "symbolic"]
-
-
-def test_a_decimal_comma_is_read_on_both_sides():
-    judge = Judge(decimal="comma")
-    assert judge.verdict(read_gold("1.200,50", "comma"), "1200,5") == "equal"
-    assert judge.verdict(read_gold("1.200,50", "comma"), "1,2005") == "wrong"
-    assert judge.verdict(read_gold(3.5, "comma"), "3,5") == "equal", "a number of Python has a point"
-    assert Judge().verdict(read_gold("1,200.50"), "1200,5") == "wrong"
-
-
 @pytest.mark.parametrize(
     ("value", "golds"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ({"text": ["a"]}, ["a"]), ({"x": 1}, [None]), (("a",), ["a"]), (7, [7]),
@@ -436,11 +360,6 @@ def test_an_answer_is_undressed():
         ("(18)", "(18)"), ("$\\boxed{{18}}$.", "{18}"), ("****", "****"), ("`$18$`", "18"), ("$18", "$18"), ("", ""),
     ]  # fmt: skip
     assert [row for row in table if undress(row[0]) != row[1]] == []
-
-
-def test_a_row_accepts_64_golds():
-    assert len(read_golds(["7"] * 64)) == 64
-    assert read_golds(["7"] * 65) == ()
 
 
 STATED = r"""

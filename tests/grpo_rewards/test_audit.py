@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from grpo_rewards.audit.audit import CHECKS, Caller, auditor_of
+from grpo_rewards.audit.audit import Caller, auditor_of
 from grpo_rewards.audit.wrong_completions import KINDS, Case, Layout, question_of
 from grpo_rewards.cli import main
 from grpo_rewards.registry import build_rewards
@@ -49,59 +49,36 @@ def broken_checks(audit):
     return {broken.check for broken in audit.broken if broken.is_serious}
 
 
-@pytest.mark.parametrize(
-    ("reward", "kinds"),
-    [
-        ("last_number", {"denied or taken", "several values", "gold in the"}),
-        ("contains", {"inside a longer", "several values"}),
-        ("evaluates", {"code"}),
-        ("any_json", {"JSON with another", "values that break", "another answer"}),
-        ("format_only", {"format without", "no answer", "another answer"}),
-        ("any_tag", {"format without", "gold in the"}),
-        ("folded_substring", {"inside a longer", "several values", "denied or taken"}),
-        ("length", {"keywords and padding"}),
-        ("in_thinking", {"gold in the"}),
-        ("first_match", {"several values"}),
-    ],
-)
-def test_a_sloppy_reward_is_found_by_the_kinds_that_it_pays(reward, kinds):
+SLOPPY_KINDS = {
+    "last_number": {"denied or taken", "several values", "gold in the"},
+    "contains": {"inside a longer", "several values"}, "evaluates": {"code"},
+    "any_json": {"JSON with another", "values that break", "another answer"},
+    "format_only": {"format without", "no answer", "another answer"}, "any_tag": {"format without", "gold in the"},
+    "folded_substring": {"inside a longer", "several values", "denied or taken"}, "length": {"keywords and padding"},
+    "in_thinking": {"gold in the"}, "first_match": {"several values"},
+    "near": {"another number"}, "sorted_characters": {"cut short"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", SLOPPY_KINDS)
+def test_a_sloppy_reward_is_found_by_the_kinds_that_it_pays(reward):
     audit = audited(reward, NUMBERS[:2])
     assert audit.found
-    assert {kind for kind in kinds if not is_paid(kind, audit)} == set()
+    assert {kind for kind in SLOPPY_KINDS[reward] if not is_paid(kind, audit)} == set()
 
 
 @pytest.mark.parametrize(
     ("reward", "check"),
     [
-        ("floats", "raises"), ("not_finite", "finite"), ("depends_on_batch", "other rows"),
-        pytest.param("depends_on_order", "other rows", marks=pytest.mark.slow),
-        pytest.param("counts_calls", "deterministic", marks=pytest.mark.slow),
-        pytest.param("draws", "deterministic", marks=pytest.mark.slow), ("returns_none", "count"),
-        pytest.param("returns_too_few", "count", marks=pytest.mark.slow),
-        pytest.param("returns_text", "finite", marks=pytest.mark.slow), ("none_for_wrong", "none"),
-        ("raises_on_empty", "raises"), ("empties_completions", "arguments"), ("takes_no_columns", "columns"),
+        ("floats", "raises"), ("not_finite", "finite"), ("depends_on_batch", "other rows"), ("draws", "deterministic"),
+        ("returns_none", "count"), ("none_for_wrong", "none"), ("empties_completions", "arguments"),
+        ("takes_no_columns", "columns"),
     ],
 )  # fmt: skip
 def test_a_broken_contract_is_named(reward, check):
     audit = audited(reward, NUMBERS[:2])
     assert audit.found
     assert check in broken_checks(audit)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("reward", "kind"),
-    [
-        ("no_punctuation", "another number"), ("sorted_characters", "cut short"), ("rounds", "another number"),
-        ("starts_with", "inside a longer"), ("is_start_of", "cut short"), ("largest", "several values"),
-        ("no_spaces", "cut short"), ("near", "another number"), ("absolute", "another number"),
-        ("long_thinking", "keywords and padding"), ("any_box", "another answer"),
-        ("counts_wait", "keywords and padding"), ("counts_own_word", "keywords and padding"),
-        ("any_json_value", "JSON with another"),
-    ],
-)  # fmt: skip
-def test_a_sibling_of_a_sloppy_reward_is_found(reward, kind):
-    assert is_paid(kind, audited(reward, NUMBERS))
 
 
 @pytest.mark.parametrize("reward", ["careful", "messages_only", "with_penalty"])
@@ -126,13 +103,10 @@ def test_a_tag_of_the_rewards_own_is_found_in_its_source():
 OWN = [
     ({"name": "gsm8k_correctness"}, gsm8k_rows(8)),
     ({"name": "gsm8k_correctness", "kwargs": {"tags": ["reasoning", "answer"]}}, NUMBERS),
-    ({"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}, NUMBERS),
-    ({"name": "gsm8k_correctness", "kwargs": {"extract": "hashes"}}, NUMBERS),
-    ({"name": "string_match"}, TEXTS),
-    ({"name": "string_match", "kwargs": {"extract": "whole", "match": "casefold"}}, TEXTS),
-    ({"name": "choice_correctness"}, CHOICES),
+    ({"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}, NUMBERS), ({"name": "string_match"}, TEXTS),
     ({"name": "choice_correctness", "kwargs": {"extract": "sentence"}}, CHOICES),
-]
+    ({"name": "math_correctness", "kwargs": {"gold_column": "solution", "extract": "boxed"}}, FORMULAS),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "rows"), OWN, ids=lambda value: str(value)[:60] if isinstance(value, dict) else "")
@@ -141,29 +115,7 @@ def test_no_fault_is_found_in_our_rewards(spec, rows):
     found = {kind.name: kind.completion for verdict in audit.verdicts for kind in verdict.kinds if kind.paid}
     assert (found, audit.broken, audit.found) == ({}, [], False)
     assert audit.verdicts[0].unpaid == []
-    assert len(audit.verdicts[0].kinds) >= 12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("spec", "rows"),
-    [
-        *OWN,
-        ({"name": "math_correctness", "kwargs": {"gold_column": "solution", "extract": "boxed"}}, FORMULAS),
-        ({"name": "math_correctness", "kwargs": {"extract": "answer_tag"}}, gsm8k_rows(100)),
-    ],
-    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
-)
-def test_no_fault_is_found_in_our_rewards_on_more_rows(spec, rows):
-    audit = audited(spec, rows)
-    found = {kind.name: kind.completion for verdict in audit.verdicts for kind in verdict.kinds if kind.paid}
-    assert (found, audit.broken) == ({}, [])
-
-
-def test_an_answer_equal_to_the_gold_is_not_called_wrong():
-    rows = [{"question": "q", "answer": "0"}, {"question": "r", "answer": "-0"}, {"question": "s", "answer": "0.0"}]
-    audit = audited("gsm8k_correctness", rows)
-    assert paid_kinds(audit) == set()
+    assert len(audit.verdicts[0].kinds) >= 10
 
 
 @pytest.mark.parametrize(
@@ -198,49 +150,40 @@ def score(prompts, completions, solution, **columns):
 
 
 @pytest.fixture
-def own_reward(tmp_path):
-    path = tmp_path / "rewards.py"
-    path.write_text(REWARD_FILE)
-    return f"{path}:score"
-
-
-def test_the_command_names_a_fault_and_an_example_and_exits_with_1(own_reward, tmp_path, capsys):
+def audit_own(tmp_path, capsys):
+    """Return the outcome of the command for a sloppy reward in a file: its exit code and its output."""
+    (tmp_path / "rewards.py").write_text(REWARD_FILE)
     rows = [{"question": row["question"], "solution": row["answer"]} for row in NUMBERS]
-    assert main(["audit", write(tmp_path / "rows.jsonl", rows), "--reward", own_reward, "--rows", "2"]) == 1
-    output = capsys.readouterr().out
+    path = write(tmp_path / "rows.jsonl", rows)
+
+    def call(*words):
+        code = main(["audit", path, "--reward", f"{tmp_path}/rewards.py:score", "--rows", "2", *words])
+        return code, capsys.readouterr().out
+
+    return call
+
+
+def test_the_command_names_a_fault_and_an_example_and_exits_with_1(audit_own):
+    code, output = audit_own()
+    assert code == 1
     assert "inside a longer" in output
     assert "2 rows" in output
     assert "\x1b" not in output
     assert "\u202e" not in output
 
 
-def test_the_command_says_what_was_checked_if_nothing_is_found(tmp_path, capsys):
-    path = write(tmp_path / "rows.jsonl", NUMBERS)
-    assert main(["audit", path, "--reward", "gsm8k_correctness", "--rows", "2"]) == 0
-    last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert all(figure in last for figure in (" 2 rows", f" {len(CHECKS)} "))
-
-
-def test_json_has_every_kind_with_its_best_completion(own_reward, tmp_path, capsys):
-    rows = [{"question": row["question"], "solution": row["answer"]} for row in NUMBERS]
-    path = write(tmp_path / "rows.jsonl", rows)
-    assert main(["audit", path, "--reward", own_reward, "--rows", "2", "--json"]) == 1
-    result = json.loads(capsys.readouterr().out)
+def test_json_has_every_kind_with_its_best_completion(audit_own):
+    code, output = audit_own("--json")
+    result = json.loads(output)
     (verdict,) = result["verdicts"]
-    assert result["found"]
-    assert (verdict["name"], result["broken"]) == ("score", [])
+    assert (code, result["found"], verdict["name"], result["broken"]) == (1, True, "score", [])
     (best,) = (kind for kind in verdict["kinds"] if kind["name"].startswith("inside a longer"))
     assert best["share"] == 1
-    assert rows[best["row"] - 1]["solution"] in best["completion"]
+    assert NUMBERS[best["row"] - 1]["answer"] in best["completion"]
 
 
-def test_the_same_seed_gives_the_same_audit(own_reward, tmp_path, capsys):
-    rows = [{"question": row["question"], "solution": row["answer"].split("#### ")[1]} for row in gsm8k_rows(30)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    outputs = []
-    for seed in ("3", "3", "4"):
-        main(["audit", path, "--reward", own_reward, "--rows", "2", "--json", "--seed", seed])
-        outputs.append(capsys.readouterr().out)
+def test_the_same_seed_gives_the_same_audit(audit_own):
+    outputs = [audit_own("--json", "--seed", seed) for seed in ("3", "3", "4")]
     assert outputs[0] == outputs[1] != outputs[2]
 
 

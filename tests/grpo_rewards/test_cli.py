@@ -12,28 +12,21 @@ import pytest
 from grpo_rewards import cli
 from grpo_rewards.cli import main
 from grpo_rewards.registry import REGISTERED
-from tests.support.word_problems import gsm8k_rows
 
 RIGHT, WRONG = "<answer>18</answer>", "<answer>17</answer>"
 
 
 def write(path, rows):
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
-    )
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return str(path)
 
 
 @pytest.fixture
 def rows(tmp_path):
-    return write(
-        tmp_path / "rows.jsonl",
-        [
-            {"completion": RIGHT, "answer": "18"},
-            {"completion": [{"role": "assistant", "content": WRONG}], "answer": "18", "prompt": "p"},
-            {"completion": "\ud800", "answer": ""},
-        ],
-    )
+    chat = {"completion": [{"role": "assistant", "content": WRONG}], "answer": "18", "prompt": "p"}
+    unscorable = {"completion": "\ud800", "answer": ""}
+    return write(tmp_path / "rows.jsonl", [{"completion": RIGHT, "answer": "18"}, chat, unscorable])
 
 
 def printed(capsys):
@@ -71,24 +64,19 @@ def test_score_summarises_and_writes_one_column_per_reward(rows, tmp_path, capsy
 
 
 def test_a_summary_counts_each_value_or_eight_bins(tmp_path, capsys):
-    path = write(tmp_path / "rows.jsonl", [{"completion": "x" * n} for n in range(10)])
-    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
-    lines, _ = printed(capsys)
-    assert lines[4:12] == [
-        "0 … 1.12 2 20.0%", "1.12 … 2.25 1 10.0%", "2.25 … 3.38 1 10.0%", "3.38 … 4.5 1 10.0%",
-        "4.5 … 5.62 1 10.0%", "5.62 … 6.75 1 10.0%", "6.75 … 7.88 1 10.0%", "7.88 … 9 2 20.0%",
-    ]  # fmt: skip
-    assert lines[12:] == [
-        "worst: row 1, 0:", "worst: row 2, 1: x", "best: row 10, 9: xxxxxxxxx", "best: row 9, 8: xxxxxxxx",
-    ]  # fmt: skip
-    path = write(tmp_path / "rows.jsonl", [{"completion": "x" * n} for n in (0, 1, 2, 3, 4, 5, 6, 7, 7, 7)])
-    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
-    lines, _ = printed(capsys)
-    assert (lines[4], lines[11]) == ("0 1 10.0%", "7 3 30.0%")
+    for lengths, expected in (
+        (range(10), ["0 … 1.12 2 20.0%", "1.12 … 2.25 1 10.0%", "7.88 … 9 2 20.0%", "worst: row 1, 0:",
+                     "worst: row 2, 1: x", "best: row 10, 9: xxxxxxxxx", "best: row 9, 8: xxxxxxxx"]),
+        ([0, 1, 2, 3, 4, 5, 6, 7, 7, 7], ["0 1 10.0%", "7 3 30.0%"]),
+    ):  # fmt: skip
+        path = write(tmp_path / "rows.jsonl", [{"completion": "x" * n} for n in lengths])
+        assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
+        lines, _ = printed(capsys)
+        assert [line for line in lines if line in expected] == expected
     path = write(tmp_path / "rows.jsonl", [{"completion": "?"}, {"completion": "?"}])
     assert main(["score", path, "--reward", f"{__name__}.length"]) == 1
     lines, error = printed(capsys)
-    assert lines == ["", "length: 2 rows, 2 unscorable"]
+    assert "length: 2 rows, 2 unscorable" in lines
     assert f"{path}: length" in error
 
 
@@ -188,12 +176,6 @@ def test_bad_usage_is_one_line_and_exit_code_2(rows, tmp_path, capsys):
         assert all(figure.replace("{rows}", rows) in error for figure in figures), error
 
 
-def test_the_given_gold_column_replaces_one_named_answer(tmp_path, capsys):
-    path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT, "answer": "a distractor", "solution": "#### 18"}])
-    assert main(["score", path, "--reward", "gsm8k_correctness", "--gold-column", "solution"]) == 0
-    assert "mean 2.0000" in capsys.readouterr().out
-
-
 def test_check_lists_golds_that_cannot_be_scored(tmp_path, capsys):
     golds = ["Steps.\n#### 65,960", "18", "\\frac{1}{2}", "", "She sold 24 clips in May and 48 in April.", None]
     path = write(tmp_path / "golds.jsonl", [{"answer": gold} for gold in golds])
@@ -201,9 +183,7 @@ def test_check_lists_golds_that_cannot_be_scored(tmp_path, capsys):
         reward = f"{{name: gsm8k_correctness, kwargs: {{extract: {extract}}}}}"
         assert main(["check", path, "--reward", reward]) == 1
         first, second, *listed = printed(capsys)[0]
-        assert re.findall(r"\d+", first.removeprefix(path)) == ["6", "3", "2"], (
-            "golds, those that earn full pay, the pay"
-        )
+        assert re.findall(r"\d+", first.removeprefix(path)) == ["6", "3", "2"]  # golds, those paid in full, the pay
         assert second.startswith("3 ")
         assert [re.findall(r"row (\d)", line)[0] for line in listed] == ["4", "5", "6"]
     path = write(tmp_path / "good.jsonl", [{"solution": gold} for gold in golds[:3]])
@@ -224,10 +204,6 @@ def test_check_runs_the_solutions_of_rows_that_have_one(tmp_path, capsys):
     assert [re.findall(r"row (\d)", line) for line in lines] == [[], ["4"], [], ["3"]]
     path = write(tmp_path / "rows.jsonl", [{"tests": row["tests"]} for row in rows[:3]])
     assert main(["check", path, "--reward", "unit_tests"]) == 0
-
-
-def test_check_passes_a_file_in_gsm8ks_schema(tmp_path):
-    assert main(["check", write(tmp_path / "test.jsonl", gsm8k_rows(1319))]) == 0
 
 
 def test_check_reads_the_golds_of_any_correctness_reward(tmp_path, capsys):
@@ -267,15 +243,6 @@ def test_a_command_has_its_defaults(monkeypatch, capsys):
 SHOUTED = "<answer>\x1b[31m17\x07\u202e\n</answer>"
 
 
-def test_the_end_of_a_long_completion_is_shown(tmp_path, capsys):
-    path = write(tmp_path / "rows.jsonl", [{"completion": "a" + "x" * 90}, {"completion": "y" * 90}])
-    assert main(["score", path, "--reward", f"{__name__}.length"]) == 0
-    said = "".join(capsys.readouterr().out.split())  # a terminal wraps the line
-    assert f"row1,91:…{'x' * 90}" in said
-    assert "x" * 91 not in said
-    assert "…y" not in said
-
-
 CALLS = []
 
 
@@ -293,10 +260,8 @@ def test_a_reward_gets_the_columns_of_the_file_and_none_for_a_missing_value(tmp_
     assert call == {"prompts": [None, None], "completions": ["a", "b"], "unit": ["m", None], "key": [None, "7"]}
     rows = [{"completion": "a", "key": "7", "answer": "no"}]
     CALLS.clear()
-    assert (
-        main(["score", write(tmp_path / "r.jsonl", rows), "--reward", f"{__name__}.recorded", "--gold_column", "key"])
-        == 0
-    )
+    path = write(tmp_path / "rows.jsonl", rows)
+    assert main(["score", path, "--reward", f"{__name__}.recorded", "--gold_column", "key"]) == 0
     assert (CALLS[0]["answer"], CALLS[0]["key"]) == (["7"], ["7"])
 
 
@@ -304,13 +269,6 @@ def test_a_column_with_the_name_of_a_reward_is_in_the_way_of_a_file_alone(tmp_pa
     path = write(tmp_path / "rows.jsonl", [{"completion": RIGHT, "tag_count": 3}])
     assert main(["score", path, "--reward", " {name: tag_count}"]) == 0
     assert main(["score", path, "--reward", "tag_count", "--out", str(tmp_path / "o.jsonl")]) == 2
-
-
-def test_the_command_reads_the_words_behind_its_name(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["grpo-rewards", "--version"])
-    with pytest.raises(SystemExit, match="^0$"):
-        main()
-    assert capsys.readouterr().out.startswith("grpo-rewards ")
 
 
 def test_rewards_of_the_working_folder_are_found_where_python_does_not_look_there(tmp_path, monkeypatch):
@@ -327,14 +285,19 @@ def test_rewards_of_the_working_folder_are_found_where_python_does_not_look_ther
     assert sys.path == ["", *elsewhere], "once"
 
 
-def test_values_that_json_lacks_are_written_as_text(tmp_path):
+def test_a_parquet_file_is_scored_from_row_1_and_dates_are_written_as_text(tmp_path, capsys):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
-    dated, out = tmp_path / "rows.parquet", tmp_path / "out.jsonl"
-    parquet.write_table(pyarrow.Table.from_pylist([{"completion": "a", "day": date(2020, 1, 1)}]), dated)
-    assert main(["score", str(dated), "--reward", f"{__name__}.length", "--out", str(out)]) == 0
-    assert json.loads(out.read_text()) == {"completion": "a", "day": "2020-01-01", "length": 1.0}
+    path, out = tmp_path / "rows.parquet", tmp_path / "out.jsonl"
+    rows = [{"completion": "aa", "day": date(2020, 1, 1)}, {"completion": "a", "day": date(2020, 1, 1)}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert main(["score", str(path), "--reward", f"{__name__}.length", "--out", str(out)]) == 0
+    assert "worst: row 2, 1: a" in printed(capsys)[0]
+    assert json.loads(out.read_text().splitlines()[1]) == {"completion": "a", "day": "2020-01-01", "length": 1.0}
+    path.write_bytes(b"PAR1")
+    assert main(["score", str(path), "--reward", f"{__name__}.length"]) == 2
+    assert str(path) in printed(capsys)[1]
 
 
 def wrongly(scores):
@@ -413,26 +376,6 @@ def test_a_file_without_a_readable_gold_is_named_with_its_first_row(tmp_path, ca
     assert main(["score", path, "--reward", spec]) == 1
     error = printed(capsys)[1]
     assert all(figure in error for figure in ("`answer`", "row 1"))
-
-
-def test_output_that_cannot_be_written_fails_the_command(rows, monkeypatch, capsys):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert main(["score", rows, "--reward", "tag_count"]) == 2
-    assert "No space left on device" in capsys.readouterr().err
-
-
-def test_rows_of_parquet_are_numbered_from_one(tmp_path, capsys):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    path = tmp_path / "rows.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([{"completion": "aa"}, {"completion": "a"}]), path)
-    assert main(["score", str(path), "--reward", f"{__name__}.length"]) == 0
-    assert "worst: row 2, 1: a" in printed(capsys)[0]
-    path.write_bytes(b"PAR1")
-    assert main(["score", str(path), "--reward", f"{__name__}.length"]) == 2
-    assert str(path) in printed(capsys)[1]
 
 
 def interrupting(prompts, completions, answer=(), **columns):

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import types
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -297,9 +297,10 @@ HOSTILE = {
 }  # fmt: skip
 
 
-def check_hostile(names: Iterable[str]) -> None:
+def check_hostile(names: Collection[str]) -> None:
     """Run hostile programs. `no_trace` sees whether a process or a file is left."""
-    cases = list(itertools.product(names, (ADD, SUMS)))
+    cases = [(name, ADD) for name in names]
+    cases += [(name, SUMS) for name in names if "def add" not in HOSTILE[name]]  # others print nothing
     completions, logged = [fenced(HOSTILE[name]) for name, _ in cases], {}
     scores = QUICK(completions=completions, tests=[tests for _, tests in cases], log_extra=logged.__setitem__)
     assert {name for (name, _), score in zip(cases, scores, strict=True) if score != 0.0} == set()

@@ -90,47 +90,14 @@ def depends_on_batch(prompts, completions, answer, **columns):
 # Siblings of the above.
 
 
-def letters(text):
-    return re.sub(r"\W", "", text or "")
-
-
 def is_near(text, gold):
     answer = number(last_tagged(text))
     return answer is not None and abs(answer - number(gold)) < 1
 
 
-no_punctuation = each(lambda text, gold: letters(last_tagged(text)) == letters(gold))
 sorted_characters = each(lambda text, gold: sorted(last_tagged(text) or "") == sorted(gold))
-rounds = each(lambda text, gold: round(number(last_tagged(text)) or 0) == number(gold))
-starts_with = each(lambda text, gold: (last_tagged(text) or "").startswith(gold))
-is_start_of = each(lambda text, gold: last_tagged(text) is not None and gold.startswith(last_tagged(text)))
-largest = each(lambda text, gold: max(numbers(text), default=None) == number(gold))
-no_spaces = each(lambda text, gold: (last_tagged(text) or "").lower().replace(" ", "") == gold)
 near = each(is_near)
-absolute = each(lambda text, gold: abs(number(last_tagged(text)) or 0) == abs(number(gold)))
-long_thinking = each(lambda text, gold: min(len(text.partition("</think>")[0]) / 1000, 1) * ("</think>" in text))
-any_box = each(lambda text, gold: "\\boxed{" in text)
-counts_wait = each(lambda text, gold: text.lower().count("wait"))
-counts_own_word = each(lambda text, gold: text.lower().count("hypotenuse"))
-raises_on_empty = each(lambda text, gold: text.split()[-1].strip("<>/answer") == gold)
 custom_tag = each(lambda text, gold: (re.findall(r"<final>(.*?)</final>", text) or [""])[0] == gold)
-
-
-def has_json_value(text, gold):
-    try:
-        return gold in map(str, json.loads(text).values())
-    except (ValueError, AttributeError):
-        return False
-
-
-any_json_value = each(has_json_value)
-
-calls = []
-
-
-def counts_calls(prompts, completions, answer, **columns):
-    calls.append(1)
-    return [score * len(calls) for score in careful(prompts, completions, answer)]
 
 
 def draws(prompts, completions, answer, **columns):
@@ -141,20 +108,8 @@ def returns_none(prompts, completions, answer, **columns):
     return None
 
 
-def returns_text(prompts, completions, answer, **columns):
-    return list(map(str, careful(prompts, completions, answer)))
-
-
-def returns_too_few(prompts, completions, answer, **columns):
-    return careful(prompts, completions, answer)[1:]
-
-
 def none_for_wrong(prompts, completions, answer, **columns):
     return [score or None for score in careful(prompts, completions, answer)]
-
-
-def depends_on_order(prompts, completions, answer, **columns):
-    return [score + index / 1000 for index, score in enumerate(careful(prompts, completions, answer))]
 
 
 def empties_completions(prompts, completions, answer, **columns):

@@ -86,12 +86,6 @@ def test_each_distinct_answer_is_compared_once(math_verify):
     assert asked == [(*pair, 5.0) for pair in pairs]
 
 
-def test_a_list_of_golds_gets_one_deadline(math_verify):
-    asked = math_verify(lambda answer: None)
-    assert math_correctness(completions=["\\boxed{x^{x^x}}"], answer=[["x+1", "x+2", "x+3"]]) == [0.0]
-    assert len(asked) == 1
-
-
 def test_an_answer_gets_the_expected_verdict(math_verify):
     asked = math_verify(lambda answer: None)
     table = [
@@ -192,14 +186,6 @@ def test_other_tags_and_a_prefilled_block_are_read():
     assert GSM8KCorrectness(prefilled="think")(completions=["a</think><answer>18</answer>"], answer=["18"]) == [2.0]
 
 
-def test_each_row_is_scored_by_itself_in_any_grouping():
-    golds = ["18", "17", "18", "18", "", "17", "17"]
-    texts = ["<answer>18</answer>"] * len(golds)
-    together = gsm8k_correctness(completions=texts, answer=golds)
-    alone = [gsm8k_correctness(completions=[text], answer=[gold])[0] for text, gold in zip(texts, golds, strict=True)]
-    assert together == alone == [2.0, 0.0, 2.0, 2.0, None, 0.0, 0.0]
-
-
 def test_logged_columns_have_one_entry_per_row():
     columns, metrics = {}, {}
     GSM8KCorrectness(prefix="strict/", name="strict")(
@@ -218,11 +204,6 @@ def test_logged_columns_have_one_entry_per_row():
         "rewards/strict/symbolic": 0.0,
         "rewards/strict/timeouts": 0.0,
     }
-
-
-def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match="`gsm8k_correctness` .*`answer`.*question"):
-        gsm8k_correctness(completions=["a"], question=["q"])
 
 
 @pytest.mark.parametrize(
@@ -245,25 +226,6 @@ def test_completions_without_an_answer_get_a_note_on_where_to_look(reward, texts
         assert note.count("`extract: ") == (1 if best is None else 2)
         assert best is None or (f"`extract: {best[0]}`" in note and best[1] in note)
     assert GSM8KCorrectness(extract="boxed").unparsed_note(["<answer>18</answer>", "\\boxed{17}"]) is None
-
-
-def test_a_sentence_counts_as_parsed_and_pays_as_an_equal_number():
-    columns, metrics = {}, {}
-    texts = ["<answer>She has 18 left.</answer>", "<answer>She has about 18 left.</answer>"]
-    scores = gsm8k_correctness(
-        completions=texts, answer=["18"] * 2, log_extra=columns.__setitem__, log_metric=metrics.__setitem__
-    )
-    assert scores == [1.5, 0.0]
-    assert columns["extracted"] == ["She has 18 left.", "She has about 18 left."]
-    assert columns["verdict"] == ["equal", "wrong"]
-    assert metrics["rewards/gsm8k_correctness/parsed"] == 1.0
-    assert metrics["rewards/gsm8k_correctness/symbolic"] == 0.0
-
-
-def test_an_empty_call_scores_nothing():
-    metrics = {}
-    assert math_correctness(completions=[], answer=[], log_metric=metrics.__setitem__) == []
-    assert metrics == {}
 
 
 @pytest.mark.parametrize(

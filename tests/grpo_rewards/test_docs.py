@@ -24,17 +24,16 @@ from grpo_rewards import (
 from grpo_rewards.cli import main
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import REGISTERED, build_rewards
-from tests.support.word_problems import gsm8k_rows
 
 DOCS = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
-POLICY = [
-    [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in DOCS.split("| verdict |\n|---|---|---|---|---|\n")[1].split("\n\n")[0].splitlines()
-]
-CHOICES = [
-    [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in DOCS.split("| names |\n|---|---|---|---|---|\n")[1].split("\n\n")[0].splitlines()
-]
+
+
+def rows_under(head):
+    """Return the cells of each row of the table of five columns whose last column has this head."""
+    table = DOCS.split(f"| {head} |\n|---|---|---|---|---|\n")[1].split("\n\n")[0]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+
+
 RIGHT, WRONG = "<think>\na\n</think>\n<answer>\n18\n</answer>", "<answer>17</answer>"
 
 
@@ -52,13 +51,11 @@ def example(name):
     return namespace
 
 
-def test_the_policy_table_has_all_its_rows():
-    assert len(POLICY) >= 60
-    assert {len(row) for row in POLICY} == {5}
-
-
 def test_every_row_of_the_policy_table_is_true():
-    for question, arguments, gold, completion, verdict in POLICY:
+    table = rows_under("verdict")
+    assert len(table) >= 60
+    assert set(REGISTERED) <= set(re.findall(r"\| `(\w+)` \|", DOCS))
+    for question, arguments, gold, completion, verdict in table:
         columns = {}
         reward = GSM8KCorrectness(**({} if arguments == "–" else yaml.safe_load(code(arguments))))
         (score,) = reward(completions=[code(completion)], answer=[code(gold)], log_extra=columns.__setitem__)
@@ -67,7 +64,7 @@ def test_every_row_of_the_policy_table_is_true():
 
 
 def test_every_row_of_the_table_of_choices_is_true():
-    for question, choices, gold, completion, names in CHOICES:
+    for question, choices, gold, completion, names in rows_under("names"):
         columns = {}
         (score,) = choice_correctness(
             completions=[code(completion)], answer=[gold], choices=[choices.split(", ")], log_extra=columns.__setitem__
@@ -90,41 +87,18 @@ def test_the_audit_of_the_page_finds_what_it_prints(tmp_path, monkeypatch, capsy
     assert set(printed) <= set(said.splitlines())
 
 
-def test_every_registered_reward_is_documented():
-    for name in REGISTERED:
-        assert f"| `{name}` |" in DOCS
-
-
 def test_verls_adapter_scores_its_call():
     compute_score = example("verl")["compute_score"]
     # verl's own prompt: 'Let's think step by step and output the final answer after "####".'
     calls = [
-        ("She makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", "18", 2.0),
-        ("Let's see.\n#### $1,800.00", "1800", 1.5),
-        ("Let's see.\n#### 17", "18", 0.0),
-        (RIGHT, "18", 0.0),
-        ("#### 18", "", 0.0),
-    ]
+        ("She makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", "18", 2.0), ("So.\n#### $1,800.00", "1800", 1.5),
+        ("Let's see.\n#### 17", "18", 0.0), (RIGHT, "18", 0.0), ("#### 18", "", 0.0),
+    ]  # fmt: skip
     # verl's reward loop calls a synchronous function in an executor's thread, by keyword.
     with ThreadPoolExecutor() as executor:
-        for solution, ground_truth, expected in calls:
-            score = executor.submit(
-                compute_score,
-                data_source="openai/gsm8k",
-                solution_str=solution,
-                ground_truth=ground_truth,
-                extra_info={"index": 0},
-            ).result()
-            assert score == expected
-
-
-def test_verl_pays_every_gold_solution():
-    compute_score = example("verl")["compute_score"]
-    golds = [row["answer"] for row in gsm8k_rows(7473)]
-    assert len(golds) == 7473
-    # verl's preprocessing keeps the number after "####", without its commas, as the ground truth.
-    truths = [gold.split("#### ")[1].replace(",", "") for gold in golds]
-    assert min(compute_score("openai/gsm8k", gold, truth) for gold, truth in zip(golds, truths, strict=True)) >= 1.5
+        for solution, gold, expected in calls:
+            call = {"data_source": "openai/gsm8k", "solution_str": solution, "ground_truth": gold, "extra_info": {}}
+            assert executor.submit(compute_score, **call).result() == expected
 
 
 def test_openrlhfs_adapter_scores_its_call():
@@ -165,12 +139,6 @@ def test_verifiers_adapter_scores_its_call(monkeypatch):
     rubric = example("verifiers")["rubric"]
     assert rubric.score([{"role": "assistant", "content": RIGHT}], "18") == [2.0]
     assert rubric.score(WRONG, "18") == rubric.score(RIGHT, "") == [0.0]
-
-
-@pytest.mark.parametrize("name", ["verl", "openrlhf", "verifiers"])
-def test_an_adapter_is_short(name):
-    lines = [line for line in source_of(name).splitlines() if line and not line.startswith(("import ", "from "))]
-    assert len(lines) <= 10
 
 
 def test_trl_takes_the_rewards_unchanged():

@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import pickle
-import random
 import sys
 from dataclasses import dataclass
 
@@ -181,9 +180,8 @@ def test_a_spec_that_cannot_be_built_is_named(tmp_path, monkeypatch):
     with refused("Secret", "is not a key", by=RewardSpecError) as caught:
         one({"name": f"{HERE}.Secret", "kwargs": {"api_key": "sesame-open-now"}})
     assert "sesame" not in str(caught.value)
-    assert (
-        one({"name": f"{HERE}.needs_both", "kwargs": {"first": 1, "second": 2, "fourth": 4}}).function is length_reward
-    )
+    both = {"name": f"{HERE}.needs_both", "kwargs": {"first": 1, "second": 2, "fourth": 4}}
+    assert one(both).function is length_reward
     (unbuilt,) = build_rewards([f"{HERE}.Constant"], call_factories=False)
     assert isinstance(unbuilt.function, UnbuiltReward)
     with refused("Constant", by=RewardSpecError):
@@ -209,13 +207,6 @@ def test_kwargs_reach_a_registered_class():
     built = one({"name": "gsm8k_correctness", "kwargs": {"extract": "hashes", "pay_exact": "3e0"}, "weight": 0.5})
     assert built.weight == 0.5
     assert built.function(prompts=None, completions=["#### 18"], answer=["18"]) == [3.0]
-
-
-def test_a_trl_factory_is_called_first():
-    pytest.importorskip("trl")
-    spec = {"name": "trl.rewards.get_soft_overlong_punishment",
-            "kwargs": {"max_completion_len": 10, "soft_punish_cache": 5}}  # fmt: skip
-    assert one(spec).function(prompts=["p"], completions=["c"], completion_ids=[[1] * 20]) == [-1]
 
 
 def test_an_alias_renames_functions_classes_and_coroutines():
@@ -312,19 +303,6 @@ def test_a_gate_counts_its_reward_only_if_the_condition_holds():
         assert gate(**keys).function(completions=[completion], answer=["18"]) == [pay], kind
 
 
-def test_a_gate_pays_right_answers_in_the_format_and_no_others():
-    rng = random.Random(0)
-    strict = gate().function
-    for _ in range(2000):
-        gold = rng.randrange(10**6)
-        stated = rng.choice([gold, gold + rng.randrange(1, 9)])
-        formed = f"<think>{rng.choice(['so', '9 * 2', 'is it 7?'])}</think>\n<answer>{stated}</answer>"
-        spoilt = rng.choice([str, "Well: {}".format, "{} There.".format, lambda text: text.replace("</think>", "")])
-        text = spoilt(formed)
-        expected = 2.0 * (stated == gold and text == formed)
-        assert strict(completions=[text], answer=[str(gold)]) == [expected]
-
-
 def test_a_gate_logs_both_parts():
     columns, metrics, reasons = {}, {}, {}
     built = gate(alias="strict", weight=3)
@@ -346,22 +324,19 @@ def test_a_gate_logs_both_parts():
 
 def test_gates_and_sums_nest():
     both = {"name": "sum", "rewards": ["gsm8k_correctness", "tag_presence"]}
-    columns = []
-    gated_sum = gate(reward=both).function
-    assert gated_sum(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.8, 0.0]
     inner = {"name": "gate", "reward": "gsm8k_correctness", "only_if": "well_formed"}
-    sum_of_gate = one({"name": "sum", "rewards": [inner, "tag_presence"]}).function
-    assert sum_of_gate(
-        completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2, log_extra=lambda column, values: columns.append(column)
-    ) == [2.8, 0.4]
-    assert len(set(columns)) == len(columns)
-    assert {"sum/gate", "sum/gate/gate/gsm8k_correctness", "sum/gate/gate/well_formed", "sum/tag_presence"} <= set(
-        columns
-    )
-    twice = gate(only_if={"name": "gate", "alias": "both", "reward": "tag_count", "only_if": "well_formed"}).function
-    assert twice(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.0, 0.0]
-    summed = gate(only_if={"name": "sum", "rewards": ["tag_count", "tag_presence"]}, at_least=1.8).function
-    assert summed(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2) == [2.0, 0.0]
+    twice = {"name": "gate", "alias": "both", "reward": "tag_count", "only_if": "well_formed"}
+    summed = {"name": "sum", "rewards": ["tag_count", "tag_presence"]}
+    for spec, scores in (
+        ({"name": "gate", "reward": both, "only_if": "well_formed"}, [2.8, 0.0]),
+        ({**inner, "only_if": twice}, [2.0, 0.0]), ({**inner, "only_if": summed, "at_least": 1.8}, [2.0, 0.0]),
+        ({"name": "sum", "rewards": [inner, "tag_presence"]}, [2.8, 0.4]),
+    ):  # fmt: skip
+        columns = []
+        log = lambda column, values, columns=columns: columns.append(column)  # noqa: E731
+        assert one(spec).function(completions=[TEXT, RIGHT_ANSWER], answer=["18"] * 2, log_extra=log) == scores
+        assert len(set(columns)) == len(columns)
+    assert {"sum/gate", "sum/gate/gate/gsm8k_correctness", "sum/gate/gate/well_formed"} <= set(columns)
 
 
 def test_a_gate_declares_the_properties_of_its_parts():
@@ -421,41 +396,35 @@ def test_a_spec_declares_what_a_reward_of_ones_own_pays_and_what_passes():
         assert total.highest_pay == (None if declared[1] is None else declared[1] + 1.0)
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs", "kind", "highest"),
-    [
-        ("accuracy_reward", None, "correctness", 1.0),
-        ("reasoning_accuracy_reward", None, "correctness", 1.0),
-        ("think_format_reward", None, "format", 1.0),
-        ("get_soft_overlong_punishment", {"max_completion_len": 10, "soft_punish_cache": 5}, "length", 0.0),
-        ("get_repetition_penalty_reward", {}, "other", 0.0),
-    ],
-)
-def test_trls_own_rewards_are_known_under_an_alias_too(name, kwargs, kind, highest):
+OVERLONG = {"max_completion_len": 10, "soft_punish_cache": 5}
+OF_TRL = [
+    ("accuracy_reward", None, "correctness", 1.0), ("reasoning_accuracy_reward", None, "correctness", 1.0),
+    ("think_format_reward", None, "format", 1.0), ("get_soft_overlong_punishment", OVERLONG, "length", 0.0),
+    ("get_repetition_penalty_reward", {}, "other", 0.0),
+]  # fmt: skip
+
+
+def test_trls_own_rewards_are_known_under_an_alias_too():
     pytest.importorskip("trl")
-    for spec in ({"name": f"trl.rewards.{name}"}, {"name": f"trl.rewards.{name}", "alias": "theirs"}):
-        built = one(spec if kwargs is None else {**spec, "kwargs": kwargs})
-        assert (built.kind, built.highest_pay) == (kind, highest)
-        assert TRL_REWARDS[built.unbound.__name__] == (kind, highest), "a factory makes a function of another name"
+    for name, kwargs, kind, highest in OF_TRL:
+        for spec in ({"name": f"trl.rewards.{name}"}, {"name": f"trl.rewards.{name}", "alias": "theirs"}):
+            built = one(spec if kwargs is None else {**spec, "kwargs": kwargs})
+            assert (built.kind, built.highest_pay) == (kind, highest)
+            assert TRL_REWARDS[built.unbound.__name__] == (kind, highest), "a factory makes a function of another name"
+    spec = {"name": "trl.rewards.get_soft_overlong_punishment", "kwargs": OVERLONG}
+    assert one(spec).function(prompts=["p"], completions=["c"], completion_ids=[[1] * 20]) == [-1]
 
 
 def test_the_leaves_carry_their_weight_in_the_total():
-    gated = {
-        "name": "gate",
-        "weight": 2,
-        "reward": {"name": "gsm8k_correctness", "weight": 3},
-        "only_if": "well_formed",
-    }
+    correctness = {"name": "gsm8k_correctness", "weight": 3}
+    gated = {"name": "gate", "weight": 2, "reward": correctness, "only_if": "well_formed"}
     total = {"name": "sum", "weight": 5, "rewards": [gated, {"name": "group_length", "weight": 0.5}, "tag_count"]}
     found = [(leaf.name, leaf.weight, leaf.kind) for leaf in leaves(build_rewards([total, f"{HERE}.length_reward"]))]
     assert found == [
-        ("gsm8k_correctness", 30.0, "correctness"),
-        ("well_formed", 0.0, "format"),  # a condition, not part of the total
-        ("group_length", 2.5, "length"),
-        ("gsm8k_correctness", 0.0, "correctness"),
-        ("tag_count", 5.0, "format"),
+        ("gsm8k_correctness", 30.0, "correctness"), ("well_formed", 0.0, "format"),  # a condition is not in the total
+        ("group_length", 2.5, "length"), ("gsm8k_correctness", 0.0, "correctness"), ("tag_count", 5.0, "format"),
         ("length_reward", 1.0, "other"),
-    ]
+    ]  # fmt: skip
 
 
 def test_several_correctness_rewards_log_columns_of_their_own():
@@ -499,13 +468,6 @@ def test_a_changed_file_is_read_again_in_the_same_second(tmp_path, monkeypatch):
     assert paid == [[0.0], [1.0]]
 
 
-def test_the_annotations_of_a_file_stay_types(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text("def score(prompts: list, completions, **columns):\n    return [0.0]\n\nkept = score\n")
-    (reward,) = build_rewards([f"{file}:score"])
-    assert inspect.unwrap(reward.function).__globals__["kept"].__annotations__ == {"prompts": list}
-
-
 def test_an_interrupt_while_a_file_is_imported_is_not_an_error_of_the_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("raise KeyboardInterrupt\n")
@@ -537,21 +499,6 @@ def test_a_logger_that_holds_nothing_yet_is_called_too():
     assert alone == {"extracted": ["18"], "gold": ["18"], "verdict": ["exact"]}
 
 
-def logs_each_way(prompts, completions, log_extra=None, log_metric=None, **columns):
-    assert callable(log_metric)
-    log_extra("seen", [len(columns)] * len(completions))
-    log_metric("own", 7.0)
-    return [1.0] * len(completions)
-
-
-def test_a_part_logs_columns_under_its_name_and_metrics_as_they_are():
-    extra, metrics = Recorder(), Recorder()
-    nested = {"name": "gate", "reward": f"{HERE}.logs_each_way", "only_if": "tag_count"}
-    one(nested).function(completions=[TEXT], log_extra=extra, log_metric=metrics)
-    assert extra["gate/logs_each_way/seen"] == [0]
-    assert metrics == {"own": 7.0, "rewards/gate/logs_each_way": 1.0, "rewards/gate/tag_count": 1.0}
-
-
 def test_one_reward_that_logs_columns_needs_no_prefix():
     (alone, _) = build_rewards(["gsm8k_correctness", "tag_count"])
     assert alone.function.prefix == ""
@@ -575,10 +522,3 @@ def test_the_names_and_the_parts_of_specs():
     assert own_name("grpo_rewards.schema.json_schema") == "json_schema"
     for name in ("grpo_rewards.schema.math_correctness", "correctness.math_correctness", "MathCorrectness", "sum"):
         assert own_name(name) is None
-
-
-def test_a_folder_may_have_a_colon_in_its_name(tmp_path):
-    folder = tmp_path / "a:b"
-    folder.mkdir()
-    (folder / "own.py").write_text("def score(prompts, completions, **columns):\n    return [2.0] * len(completions)\n")
-    assert one(f"{folder}/own.py:score").function(prompts=["p"], completions=["c"]) == [2.0]

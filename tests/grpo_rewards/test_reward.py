@@ -64,13 +64,10 @@ def test_a_row_is_valid_if_its_gold_can_be_read() -> None:
     assert choices.validate(2, {"answer": ["B", "B"], "choices": [["x", "y"], ["x"]]}) == [True, False]
 
 
-def test_a_reward_without_a_positive_score_has_no_unit_pay() -> None:
-    assert built("gsm8k_correctness", pay_exact=0.0).with_unit_pay() is None
-    assert built("well_formed", pay=-1.0).with_unit_pay() is None
-
-
 def test_a_function_has_a_unit_pay_if_it_declares_a_positive_maximum(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = build_rewards([f"{__name__}.declaring"])[0].declared
+    assert built("gsm8k_correctness", pay_exact=0.0).with_unit_pay() is None
+    assert built("well_formed", pay=-1.0).with_unit_pay() is None
     assert declared.with_unit_pay() is declared
     assert build_rewards([f"{__name__}.plain"])[0].declared.with_unit_pay() is None
     monkeypatch.setattr(declaring, "highest_pay", 0.0)

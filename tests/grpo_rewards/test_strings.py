@@ -1,8 +1,8 @@
 """String answers: each way of matching, answers that a naive rule would pay for, SQuAD's functions, a generator."""
 
 import collections
+import itertools
 import pickle
-import random
 import re
 import string
 
@@ -34,7 +34,9 @@ def test_an_answer_earns_the_pay_of_the_table():
         ("squad", "the  Eiffel-Tower!", "Eiffeltower", 1.0, "equal"), ("squad", "An apple", "apple", 1.0, "equal"),
         ("squad", "apples", "apple", 0.0, "wrong"), ("f1", "Paris", "Paris", 1.0, "exact"),
         ("f1", "the cat sat", "a cat sat", 1.0, "equal"), ("f1", "cat sat here", "the cat sat", 0.8, "partial"),
-        ("f1", "dog", "cat", 0.0, "wrong"), ("squad", "", "cat", 0.0, "missing"), ("squad", "cat", "", None, "no gold"),
+        ("f1", "dog", "cat", 0.0, "wrong"), ("squad", "", "cat", 0.0, "missing"),
+        ("squad", "1000", "1,000", 1.0, "equal"), ("squad", "-3 m", "- 3 m", 1.0, "equal"),
+        ("squad", "cat", "", None, "no gold"),
     ]  # fmt: skip
     for match, text, gold, *expected in table:
         assert list(score(text, gold, match)) == expected, (match, text, gold)
@@ -88,15 +90,6 @@ def test_signs_decimal_points_and_operators_are_compared(match):
         assert score(str(gold), other, match)[0] < 1.0 or gold in ("5!", "x+y", "a - b"), gold
 
 
-def test_other_punctuation_does_not_count():
-    pairs = [
-        ("5", "**5**"), ("18", "18!"), ("1,000", "1000"), ("12,345,678", "12345678"), ("$5", "5"), ("5%", "5"),
-        ("Apollo 11", "Apollo 11."), ("No. 5", "No 5"), ("Eiffel-Tower", "Eiffeltower"), ("AC/DC", "acdc"),
-        ("- 3 m", "-3 m"), ("J. R.", "J R"),
-    ]  # fmt: skip
-    assert [pair for pair in pairs if score(pair[1], pair[0])[0] != 1.0] == []
-
-
 def test_numbers_and_arrays_are_golds():
     numpy = pytest.importorskip("numpy")
     assert score("18", 18)[0] == score("0.5", 0.5)[0] == score("18", numpy.int64(18))[0] == 1.0
@@ -106,8 +99,10 @@ def test_numbers_and_arrays_are_golds():
 def test_the_nearest_gold_is_logged():
     columns = {}
     reward = StringMatch(match="f1", extract="whole", prefix="qa/")
-    reward(completions=["red cat"], answer=[["dog", "red fox cat"]], log_extra=columns.__setitem__)
-    assert columns == {"qa/extracted": ["red cat"], "qa/gold": ["red fox cat"], "qa/verdict": ["partial"]}
+    golds = [["dog", "red fox cat"], ["Rome", "Oslo"]]
+    reward(completions=["red cat", ""], answer=golds, log_extra=columns.__setitem__)
+    assert columns["qa/gold"] == ["red fox cat", "Rome"]
+    assert (columns["qa/extracted"][0], columns["qa/verdict"]) == ("red cat", ["partial", "missing"])
 
 
 def test_extract_decides_where_the_answer_is_read():
@@ -122,12 +117,6 @@ def test_extract_decides_where_the_answer_is_read():
     assert string_match(completions=["<answer>Paris</answer>"], answer=["paris"]) == [1.0]
 
 
-def test_the_first_gold_is_logged_beside_a_missing_answer():
-    logged = {}
-    assert string_match(completions=["Rome"], answer=[["Rome", "Paris"]], log_extra=logged.__setitem__) == [0.0]
-    assert (logged["gold"], logged["verdict"]) == (["Rome"], ["missing"])
-
-
 def test_a_missing_column_kind_and_pickling():
     metrics = {}
     reward = StringMatch(name="qa", pay=3)
@@ -140,13 +129,10 @@ def test_a_missing_column_kind_and_pickling():
         reward(completions=["x"], question=["y"])
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "key"),
-    [({"match": "fuzzy"}, "match"), ({"extract": "end"}, "extract"), ({"pay": 0, "pay_wrong": 1}, "pay_wrong")],
-)
-def test_a_bad_argument_names_its_key(kwargs, key):
-    with pytest.raises(ValueError, match=key):
-        StringMatch(**kwargs)
+def test_a_bad_argument_names_its_key():
+    for kwargs in ({"match": "fuzzy"}, {"extract": "end"}, {"pay_wrong": 1, "pay": 0}):
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            StringMatch(**kwargs)
 
 
 def test_a_pattern_without_effect_and_one_that_is_no_string_are_refused():
@@ -187,48 +173,21 @@ def test_normalisation_and_f1_equal_squads_script(answer, gold):
         assert score(answer, gold, "f1")[0] == pytest.approx(official_f1(answer, gold))
 
 
-NAMES = [
-    "Marie Curie", "the Danube", "A Tale of Two Cities", "U.S. Senate", "1984", "O'Neill", "S\u00e3o Paulo",
-    "rock 'n' roll",
-]  # fmt: skip
+NAMES = ["Marie Curie", "the Danube", "A Tale of Two Cities", "U.S. Senate", "1984", "O'Neill", "S\u00e3o Paulo"]
+DRESSES = ["{}", "the {}", "{}.", '"{}"', " {} \n", "({})", "**{}**"]
 
 
-def test_right_answers_are_accepted_and_wrong_ones_are_not():
-    rng = random.Random(0)
-    dress = [str, str.upper, str.lower, str.title]
-    dress += [form.format for form in ("the {}", "{}.", '"{}"', " {} \n", "({})")]
-    layouts = {
-        "answer_tag": "<answer>{}</answer>",
-        "whole": "{}",
-        "hashes": "So.\n#### {}",
-        "boxed": "So \\boxed{{{}}}",
-    }
-    missed = total = 0
-    for _ in range(2000):
-        gold, other = rng.sample(NAMES, 2)
-        extract = rng.choice(list(layouts))
-        right, wrong = (layouts[extract].format(rng.choice(dress)(name)) for name in (gold, other))
-        golds = rng.choice([gold, [gold], ["something else", gold]])
-        missed += score(right, golds, extract=extract)[0] != 1.0
-        assert score(wrong, golds, extract=extract)[0] == 0.0
-        total += 1
-    assert missed <= 0.01 * total
-
-
-def check_cost(pieces, matches):
-    for piece in pieces:
-        for match in matches:
-            call = lambda length, piece=piece, match=match: score(piece * (length // len(piece)), "a the cat", match)  # noqa: E731
-            assert growth(call, int, 50_000) < 12, (piece, match)
+def test_a_right_name_is_accepted_in_any_dress_and_layout_and_no_other_name_is():
+    layouts = {"answer_tag": "<answer>{}</answer>", "whole": "{}", "hashes": "#### {}", "boxed": "So \\boxed{{{}}}"}
+    for (extract, layout), dress, name in itertools.product(layouts.items(), DRESSES, NAMES):
+        text = layout.format(dress.format(name.upper()))
+        assert score(text, ["something else", name], extract=extract)[0] == 1.0, text
+        for other in {*NAMES} - {name}:
+            assert score(text, other, extract=extract)[0] == 0.0, text
 
 
 def test_the_cost_is_linear_in_the_length():
-    check_cost(["the ", "!"], ["squad", "f1"])
-
-
-@pytest.mark.slow
-def test_the_cost_of_any_piece_is_linear_in_the_length():
-    check_cost(["a ", "\u00e9", "<answer>", "\\boxed{", "</think>", "\n"], ["exact", "casefold", "squad", "f1"])
+    assert growth(lambda text: score(text, "a the cat", "f1"), lambda length: "the " * (length // 4), 50_000) < 12
 
 
 @pytest.fixture

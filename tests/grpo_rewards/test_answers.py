@@ -15,11 +15,9 @@ from grpo_rewards.math.answers import (
     accepted_golds,
     answer_number,
     extract_answer,
-    fold_unicode,
     gold_answer,
     parse_number,
     read_golds,
-    undress,
 )
 from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 
@@ -307,23 +305,15 @@ def test_a_fraction_is_read_exactly(value):
 def test_the_best_verdict_among_the_golds_of_a_row():
     """The last figure counts the answers that neither strings nor numbers could decide: one for a row at most."""
     table = [
-        (["x^2", "7"], "7.0", "equal", "7", 0),
-        (["x^2", "7"], "x^2", "exact", "x^2", 0),
-        (["7", "7.0"], "7.0", "exact", "7.0", 0),
-        (["x^2", "7"], "x*x", "symbolic", "x^2", 1),
-        (["x^2", "x+x"], "2x", "symbolic", "x+x", 1),
-        (["x^2", "x+x"], "5x", "wrong", "x^2", 1),
-        (["x^2", "7"], "9", "wrong", "x^2", 0),
-        (["x^2", "7"], None, "missing", "7", 0),
-        (["2^{10}"], "1024", "equal", "2^{10}", 0),
-        (["red", "blue"], "Blue", "equal", "blue", 1),
-        (["dear"], "read", "wrong", "dear", 1),
-        (["1 or 2"], "1 or 2 or 3", "wrong", "1 or 2", 1),
-        (["5 m"], "5 ft", "wrong", "5 m", 0),
-        (["5 m"], "5", "equal", "5 m", 0),
-        (["x" * 1001], "y", "wrong", "x" * 1001, 1),
-        (["(1,2)"], "(1,2,3)", "wrong", "(1,2)", 1), (["6-2*3"], "0", "equal", "6-2*3", 0),
-        (["x+1"], "(" * 25 + "z" + ")" * 25, "timeout", "x+1", 1),
+        (["x^2", "7"], "7.0", "equal", "7", 0), (["x^2", "7"], "x^2", "exact", "x^2", 0),
+        (["7", "7.0"], "7.0", "exact", "7.0", 0), (["x^2", "7"], "x*x", "symbolic", "x^2", 1),
+        (["x^2", "x+x"], "2x", "symbolic", "x+x", 1), (["x^2", "x+x"], "5x", "wrong", "x^2", 1),
+        (["x^2", "7"], "9", "wrong", "x^2", 0), (["x^2", "7"], None, "missing", "7", 0),
+        (["2^{10}"], "1024", "equal", "2^{10}", 0), (["red", "blue"], "Blue", "equal", "blue", 1),
+        (["dear"], "read", "wrong", "dear", 1), (["1 or 2"], "1 or 2 or 3", "wrong", "1 or 2", 1),
+        (["5 m"], "5 ft", "wrong", "5 m", 0), (["5 m"], "5", "equal", "5 m", 0),
+        (["x" * 1001], "y", "wrong", "x" * 1001, 1), (["(1,2)"], "(1,2,3)", "wrong", "(1,2)", 1),
+        (["6-2*3"], "0", "equal", "6-2*3", 0), (["x+1"], "(" * 25 + "z" + ")" * 25, "timeout", "x+1", 1),
         (["y", "(" * 25 + "x" + ")" * 25, "2x"], "(" * 25 + "z" + ")" * 25, "timeout", "y", 1),
     ]  # fmt: skip
     for golds, answer, verdict, best, rows in table:
@@ -343,23 +333,6 @@ def test_the_golds_that_a_row_accepts(value, golds):
     assert accepted_golds(value) == golds
     assert accepted_golds(["a"] * MAX_GOLDS) == ["a"] * MAX_GOLDS
     assert accepted_golds(["a"] * (MAX_GOLDS + 1)) == []
-
-
-def test_characters_that_only_look_different_are_folded():
-    table = [
-        ("1½", "1 1/2"), ("x²", "x^{2}"), ("x⁻¹²", "x^{-12}"), ("−3", "-3"), ("٣", "3"), ("Ａ", "A"), ("！～", "!~"),
-        ("｟", "｟"), ("€5", "¤5"), ("1\u200b8", "18"), ("1\u00a08", "1 8"), ("①", "①"), ("’“", "'\""), ("3·4", "3×4"),
-        ("1٬234٫5", "1,234.5"), ("é", "é"), ("plain", "plain"),
-    ]  # fmt: skip
-    assert [row for row in table if fold_unicode(row[0]) != row[1]] == []
-
-
-def test_an_answer_is_undressed():
-    table = [
-        ("18.", "18"), ("18..", "18.."), ("18,", "18"), (" 18 ; ", "18"), ("**18**", "18"), ("*a*b*", "*a*b*"),
-        ("(18)", "(18)"), ("$\\boxed{{18}}$.", "{18}"), ("****", "****"), ("`$18$`", "18"), ("$18", "$18"), ("", ""),
-    ]  # fmt: skip
-    assert [row for row in table if undress(row[0]) != row[1]] == []
 
 
 STATED = r"""

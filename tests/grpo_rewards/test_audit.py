@@ -274,20 +274,14 @@ def test_a_reward_that_verifies_is_not_told_of_another_layout_alone(tmp_path, ca
     assert "`nums`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer"),
-    [
-        ("<think>a</think>\n<final>\n3 + 4\n</final>\n", "3 + 4"),
-        ("So \\boxed{3 + 4}.", "3 + 4"),
-        ("Here:\n```python\nx = 1\n```\n", "x = 1"),
-        ("3 + 4", "3 + 4"),
-        ("<answer>a < b</answer>", "a < b"),
-    ],
-)
-def test_a_right_completion_is_read_where_it_states_its_answer(completion, answer):
-    question = question_of(1, {"right": completion}, "right", None, "right")
-    assert question is not None
-    assert question.golds == (answer,)
+def test_a_right_completion_is_read_where_it_states_its_answer():
+    for completion, answer in (
+        ("<think>a</think>\n<final>\n3 + 4\n</final>\n", "3 + 4"), ("So \\boxed{3 + 4}.", "3 + 4"), ("3 + 4", "3 + 4"),
+        ("Here:\n```python\nx = 1\n```\n", "x = 1"), ("<answer>a < b</answer>", "a < b"),
+    ):  # fmt: skip
+        question = question_of(1, {"right": completion}, "right", None, "right")
+        assert question is not None
+        assert question.golds == (answer,)
 
 
 CITIES = {"answer": "B", "choices": ["Paris", "Rome", "Oslo"]}

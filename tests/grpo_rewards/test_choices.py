@@ -225,13 +225,6 @@ def test_a_gold_is_read_as_the_expected_letter():
         assert score(label or "A", gold, choices)[0] == (None if label is None else 1.0), (gold, choices)
 
 
-def test_gold_form_decides_between_readings_of_a_gold():
-    choices = read_choices({"1": "2", "2": "1", "3": "0"})
-    assert [read_gold("1", choices, form) for form in ("auto", "letter", "text", "index")] == ["1", "1", "2", "2"]
-    assert read_gold(1, choices, "letter") is None
-    assert read_gold("x", choices, "letter") is None
-
-
 def test_unreadable_choices_make_the_row_none():
     unreadable = [
         [], {}, "ABCD", 3, ["x"] * 27, [None, "x"], {"Paris": "A"}, {"A": ["x"]}, {"a": "x", "A": "y"}, {1: "x"},
@@ -391,18 +384,6 @@ def test_two_spellings_of_a_text_name_one_choice():
     other = [("5", "5!"), ("x\u00b2", "x2"), ("(a, b", "(a,b)"), ("15", "1.5"), ("dz", "\u01c6"), ("...", "?")]
     assert [pair for pair in same if score(pair[0], "A", [pair[1], "something else"])[0] != 1.0] == []
     assert [pair for pair in other if score(pair[0], "A", [pair[1], "something else"])[0] != 0.0] == []
-
-
-def test_the_choices_of_a_row_have_labels_and_texts():
-    table = [
-        (None, tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), ()), (["x", 2], ("A", "B"), ("x", "2")),
-        (["B) x", "A) y"], ("B", "A"), ("x", "y")), (["B) x", "C) y"], ("A", "B"), ("B) x", "C) y")),
-        ({"a": "x", "b": None, "c": "y"}, ("a", "c"), ("x", "y")),
-        ({"text": ["x", "y"], "label": ["1", "2"]}, ("1", "2"), ("x", "y")),
-    ]  # fmt: skip
-    for value, labels, texts in table:
-        found = read_choices(value)
-        assert (found.labels, found.texts) == (labels, texts)
 
 
 def test_each_form_of_a_gold():

@@ -143,67 +143,17 @@ def test_the_box_of_a_gold_is_read_whatever_stands_around_it():
     assert MathCorrectness()(completions=["\\boxed{18}"], answer=["It is not \\boxed{18}?"]) == [1.0]
 
 
-# Words before "answer" that leave it a claim, and words that do not. At most three adjectives belong to the answer.
-CLAIMING = """
-    So the final | Therefore, the correct | My | I think the | I say the | the value of the | It is not. The
-    a final | an | the red green blue big | red | final | the possible | here's | that's the | ground for the
-    result of the | I really say the | I'd say the | not sure; the | Not so, the | I erred, perhaps, but the
-    Well perhaps, but the | I said the | This gives a
-"""
-UNCLAIMING = """
-    his | Tom's | the tempting | I doubt that the | Tom thinks the | He said that the | Twice the
-    Not sure, but the | Hopefully, the | a possible | one less than the | In no way is the | This isn't the
-    No one gave the | bound for the | the red green blue | previous | twice | half of | old | the old final
-    my previous | their final | another | one plausible | a likely | today's | bound on the | square of the
-    I have often said the | there is no way the | sure not the | Not sure the | Maybe so, the | I know Tom said the
-"""
-
-
-def test_the_words_before_a_claim_leave_it_claimed_or_not():
-    assert [words for words in listed(CLAIMING) if is_unclaimed(f"{words} ")] == []
-    assert [words for words in listed(UNCLAIMING) if not is_unclaimed(f"{words} ")] == []
-    assert not is_unclaimed("")
-    # 200 characters are read.
+def test_200_characters_on_each_side_of_a_claim_are_read():
     assert is_unclaimed("doubt " + "x " * 97)
     assert not is_unclaimed("doubt " + "x " * 97 + " ")
-    # Before a claim without a noun ("I choose"), adjectives are none of the answer's.
-    before = ("the red ", "twice ", "I doubt ")
-    assert [is_unclaimed(words, names_answer=False) for words in before] == [False, False, True]
-
-
-# Words before an answer, and words behind it ("_" stands for a space at their start), that deny it or do not.
-DENYING_BEFORE = """
-    It is not | It can't be | more than | at least | for example: | I am not sure: | 17 or | between 3 and
-    Tom thinks | from 3 to | La respuesta no es la | ❌ | e.g. | for example, | not sure, | wrong: | perhaps: | 3 to
-    the least is | about possible | never write | do not ever write | No es | opposite of | rule out | it isn’t
-"""
-HARMLESS_BEFORE = """
-    the least possible is | I say | It is no | Between 3 and 9 I choose | La respuesta no la | wrong, | perhaps,
-    3 is | red or | 17 apples or | 3 and | not x y write | Tom says | we believe | no the | get out
-    We thought | I believed
-"""
-DENYING_BEHIND = r"""
-    _is wrong | _is clearly wrong. | . That is wrong. | . Wait, no: 7 | _can be ruled out | _ist falsch
-    . Just kidding | _is guessed. | _was my guess | _is \text{ wrong} | _was a guess as I said
-"""
-HARMLESS_BEHIND = r"""
-    _is right. | _apples. That is right. | , unlikely as it sounds | _is. Wrong are others. | _guess
-    _apples is wrong | _is, I say, wrong | _is ¶ wrong | _wrong as it seems
-"""
-
-
-def test_the_words_around_an_answer_deny_it_or_not():
-    for before, denied in ((DENYING_BEFORE, True), (HARMLESS_BEFORE, False)):
-        assert [words for words in listed(before) if is_denied(f"{words} ", "") != denied] == []
-    for behind, denied in ((DENYING_BEHIND, True), (HARMLESS_BEHIND, False)):
-        texts = [words.replace("_", " ").replace("¶", "\n") for words in listed(behind)]
-        assert [text for text in texts if is_denied("", text) != denied] == []
-    assert is_denied('Tom says "', "")
-    assert not is_denied('I said "', "")
-    assert not is_denied("The answer is ", ".")
-    # 200 characters are read on each side.
     assert [is_denied("not " + "the " * 49 + more, "") for more in ("", " ")] == [True, False]
     assert [is_denied("", " is " + "the " * 47 + more + "wrong") for more in ("   ", "    ")] == [True, False]
+
+
+def test_adjectives_belong_to_a_claim_that_names_the_answer():
+    before = ("the red ", "twice ", "I doubt ")
+    assert [is_unclaimed(words, names_answer=False) for words in before] == [False, False, True]
+    assert [is_unclaimed(f"the red green {more}") for more in ("blue ", "blue big ")] == [True, False]
 
 
 def test_a_sentence_takes_the_claim_before_it_back_or_not():

@@ -18,35 +18,21 @@ from grpo_rewards.length import GroupLength
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.registry import BuiltReward, SumReward
 
+ASSISTANT = {"role": "assistant"}
+TEXTS = [
+    ("plain", "plain"), ([{**ASSISTANT, "content": "chat"}], "chat"), ([{"content": "no role"}], "no role"),
+    ([{**ASSISTANT, "content": "first"}, {"role": "tool", "content": "t"}], "first"),
+    ([{**ASSISTANT, "content": None}, {"role": "tool", "content": "t"}, {**ASSISTANT, "content": "last"}], "last"),
+    ([{**ASSISTANT, "content": [{"type": "text", "text": "a"}, {"type": "image"}, {"text": "b"}]}], "ab"),
+    ([{**ASSISTANT, "content": None}], ""), ([{"role": "user", "content": "u"}], ""), ([], ""), (None, ""), (3, ""),
+    ([{**ASSISTANT, "content": "first"}, "loose"], "first"), (({"content": "tuple"},), "tuple"),
+    ([{"content": ["loose", {"text": "a"}, {"text": 3}, {"text": "b"}]}], "ab"), ([{"content": {"text": "m"}}], ""),
+]  # fmt: skip
 
-@pytest.mark.parametrize(
-    ("completion", "text"),
-    [
-        ("plain", "plain"),
-        ([{"role": "assistant", "content": "chat"}], "chat"),
-        ([{"content": "no role"}], "no role"),
-        ([{"role": "assistant", "content": "first"}, {"role": "tool", "content": "t"}], "first"),
-        (
-            [{"role": "assistant", "content": None}, {"role": "tool", "content": "t"},
-             {"role": "assistant", "content": "last"}],
-            "last",
-        ),
-        ([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"},
-                                            {"type": "text", "text": "b"}]}], "ab"),
-        ([{"role": "assistant", "content": None}], ""),
-        ([{"role": "user", "content": "u"}], ""),
-        ([{"role": "assistant", "content": "first"}, "loose"], "first"),
-        ([{"content": ["loose", {"text": "a"}, {"text": 3}, {"text": "b"}]}], "ab"),
-        ([{"content": ({"text": "a"},)}], "a"),
-        (({"content": "tuple"},), "tuple"),
-        ([{"content": {"text": "mapping"}}], ""),
-        ([], ""),
-        (None, ""),
-        (3, ""),
-    ],
-)  # fmt: skip
-def test_a_completion_gives_its_text(completion, text):
-    assert completion_text(completion) == text
+
+def test_a_completion_gives_its_text():
+    for completion, text in TEXTS:
+        assert completion_text(completion) == text, completion
 
 
 def test_group_slices_cover_the_batch_in_order():

@@ -107,10 +107,6 @@ def test_golds_that_may_be_misread_are_named():
     assert decimal_marks(enumerate(["2.5", "1.200"], 1)).certain == "point"
 
 
-def test_numbers_of_python_have_no_mark_to_misread():
-    assert COMMA.gold_note([("row 1", 2.5), ("row 2", [1.5, "3"])]) is None
-
-
 def test_the_marks_of_a_column_are_counted():
     marks = decimal_marks([("a", "1.200"), ("b", "1,200"), ("c", "2,5"), ("d", "3,5"), ("e", "1.5"), ("f", "x")])
     assert (marks.comma, marks.point, marks.ambiguous, marks.with_ambiguous_point) == (2, 1, 2, 1)
@@ -118,13 +114,6 @@ def test_the_marks_of_a_column_are_counted():
     assert decimal_marks([("a", "1,200")]).certain == "point"
     assert decimal_marks([("a", "1.200")]).certain is None
     assert decimal_marks([("a", "1.200"), ("b", "2,5")]).certain == "comma"
-
-
-def test_a_long_gold_is_shown_by_its_beginning():
-    note = decimal_marks([("row 1", "1" * 60 + ",5")]).note(None)
-    assert note is not None
-    assert "1" * 30 in note
-    assert "1" * 41 not in note
 
 
 def test_check_prints_the_note(tmp_path, capsys):

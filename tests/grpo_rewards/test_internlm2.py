@@ -89,17 +89,6 @@ def internlm2_score(folder, ids):
     return (normed(x, "model.norm.weight")[-1] @ weights["v_head.weight"][0]).item()
 
 
-@pytest.mark.slow
-def test_scores_and_ids_equal_those_of_the_original_code(recorded_internlm2):
-    for record in recorded_internlm2["checkpoints"]:
-        model, tokenizer = load(record["folder"])
-        ids = conversation_ids(tokenizer, recorded_internlm2["conversations"])
-        assert ids == recorded_internlm2["token_ids"]
-        with torch.no_grad():
-            scores = [model(input_ids=torch.tensor([row])).logits[0, 0].item() for row in ids]
-        assert scores == pytest.approx(record["get_score"], abs=2e-5)
-
-
 def test_an_independent_forward_pass_gives_the_same_scores(made):
     for folder in made:
         model, tokenizer = load(folder)
@@ -283,16 +272,10 @@ def test_code_inside_a_pickle_is_not_run(tiny, tmp_path, capsys):
     assert "code ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("source", ["made", pytest.param("recorded_internlm2", marks=pytest.mark.slow)])
-def test_a_converted_folder_needs_transformers_only(source, request, tmp_path, monkeypatch):
-    found = request.getfixturevalue(source)
-    if source == "made":
-        folder, conversations = found[0], CONVERSATIONS
-        expected_ids = conversation_ids(internlm2.load_tokenizer(folder), conversations)
-        expected_scores = [internlm2_score(folder, ids) for ids in expected_ids]
-    else:
-        folder, conversations = found["checkpoints"][0]["folder"], found["conversations"]
-        expected_ids, expected_scores = found["token_ids"], found["checkpoints"][0]["get_scores"]
+def test_a_converted_folder_needs_transformers_only(made, tmp_path, monkeypatch):
+    folder = made[0]
+    expected_ids = conversation_ids(internlm2.load_tokenizer(folder), CONVERSATIONS)
+    expected_scores = [internlm2_score(folder, ids) for ids in expected_ids]
     native = convert(folder, tmp_path / "native")
     assert [path.name for path in tmp_path.iterdir()] == ["native"]
     assert len({path.stat().st_mode for path in native.iterdir()}) == 1, "weights as readable as the configuration"
@@ -302,10 +285,9 @@ def test_a_converted_folder_needs_transformers_only(source, request, tmp_path, m
     model, report = AutoModelForSequenceClassification.from_pretrained(native, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(native)
     assert not any(report.values())
-    assert conversation_ids(tokenizer, conversations) == expected_ids
-    batch = tokenizer.apply_chat_template(
-        conversations, padding=True, padding_side="right", return_dict=True, return_tensors="pt"
-    )
+    assert conversation_ids(tokenizer, CONVERSATIONS) == expected_ids
+    padded = {"padding": True, "padding_side": "right", "return_dict": True, "return_tensors": "pt"}
+    batch = tokenizer.apply_chat_template(CONVERSATIONS, **padded)
     with torch.no_grad():
         scores = model(**batch).logits[:, 0].tolist()
     assert scores == pytest.approx(expected_scores, abs=2e-5)

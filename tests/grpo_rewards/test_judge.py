@@ -232,24 +232,6 @@ def test_one_failure_drops_its_group_and_no_other(caplog):
     assert [bool(reason) for reason in reasons["reason"]] == [True, False, True, False, False, False]
 
 
-def trl_advantages(columns, weights, group):
-    """Return TRL's advantages: the nansum over rewards, as in `_calculate_rewards`, minus the mean of the group."""
-    rows = zip(*columns, strict=True)
-    totals = [sum(w * v for w, v in zip(weights, row, strict=True) if v is not None) for row in rows]
-    means = [sum(totals[i : i + group]) / group for i in range(0, len(totals), group)]
-    return [total - means[i // group] for i, total in enumerate(totals)]
-
-
-def test_a_failure_changes_no_advantage_of_a_second_reward():
-    completions = ["1234567890", "bad", "1234567890", "1"]
-    second = [1.0, 1.0, 0.0, 0.0]
-    with serving(failing_for("bad", (500, b""))) as server:
-        scores, _, _ = score(server, completions, group=4, attempts=1)
-        assert trl_advantages([scores, second], [1, 1], 4) == trl_advantages([second], [1], 4)
-    # A single None would have ranked the completion without a reply below the others.
-    assert trl_advantages([[1.0, None, 1.0, 0.1], second], [1, 1], 4)[1] < trl_advantages([second], [1], 4)[1]
-
-
 def test_a_group_size_is_needed_and_groups_must_be_complete():
     for size in (None, 2):
         with pytest.raises(ValueError, match="num_generations"):

@@ -17,13 +17,9 @@ pytestmark = pytest.mark.slow
 
 # Completion and gold. The docs' adapter for verl reads `####`, the others the answer tag.
 ROWS = [
-    ("#### 18", "18"),
-    ("<think>\na\n</think>\n<answer>\n18\n</answer>", "18"),
-    ("So.\n#### $18.00", "18"),
-    ("So.\n#### 17", "18"),
-    ("<answer>17</answer>", "18"),
-    ("#### 18\n<answer>18</answer>", ""),  # no gold
-]
+    ("#### 18", "18"), ("<think>\na\n</think>\n<answer>\n18\n</answer>", "18"), ("So.\n#### $18.00", "18"),
+    ("So.\n#### 17", "18"), ("<answer>17</answer>", "18"), ("#### 18\n<answer>18</answer>", ""),  # no gold
+]  # fmt: skip
 PROLOGUE = """
 import asyncio, importlib, json, sys, types
 from unittest.mock import MagicMock

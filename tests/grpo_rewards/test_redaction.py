@@ -24,13 +24,10 @@ from grpo_rewards.terminal import say, say_error, show
 
 # Texts, each with the part that must be hidden.
 SHAPES = [
-    ("http://bob:plainpass99@host/v1", "plainpass99"),
-    ("https://bob:p@ss@h", "p@ss"),
-    ("http://bob:pa/ssWORD1@h", "pa/ssWORD1"),
-    ("postgresql+psycopg2://bob:1234ab@h:5432/db", "1234ab"),
+    ("http://bob:plainpass99@host/v1", "plainpass99"), ("https://bob:p@ss@h", "p@ss"),
+    ("http://bob:pa/ssWORD1@h", "pa/ssWORD1"), ("postgresql+psycopg2://bob:1234ab@h:5432/db", "1234ab"),
     ('{"url": "http://bob:hunter22@h:80/x", "mail": "a@b.c"}', "hunter22"),
-    ("https://proxy.org/http://bob:hunter22@h", "hunter22"),
-    ("https://justatoken@github.com/x.git", "justatoken"),
+    ("https://proxy.org/http://bob:hunter22@h", "hunter22"), ("https://justatoken@github.com/x.git", "justatoken"),
     *((token, token) for token in (
         "hf_abcdefghijklmnopqrst", "sk-proj-abcdefghijklmnopqrst", "sk-ant-api03-abcdefghijklmnopqrst",
         "ghp_abcdefghijklmnopqrstuvwxyz0123456789", "github_pat_abcdefghijklmnopqrstuv", "AKIAABCDEFGHIJKLMNOP",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import re
@@ -14,9 +13,7 @@ import pytest
 from grpo_rewards.registry import REGISTERED, build_rewards, resolve
 from grpo_rewards.reward import (
     BaseReward,
-    FunctionReward,
     Scored,
-    callable_name,
     check_count,
     checked_number,
     checked_positive,
@@ -84,14 +81,6 @@ def test_other_tags_are_read_with_the_first_one_prefilled() -> None:
 WITH_PAYS = sorted(set(REGISTERED) - {"group_length", "reward_model"})
 
 
-def test_a_callable_is_called_by_its_own_name_or_its_class() -> None:
-    class Callable:
-        def __call__(self) -> None: ...
-
-    bound = functools.partial(functools.partial(plain), [])
-    assert list(map(callable_name, (plain, bound, Callable(), len))) == ["plain", "plain", "Callable", "len"]
-
-
 class Logging(BaseReward):
     """A reward with a column, a metric and reasons."""
 
@@ -111,32 +100,6 @@ def test_what_a_reward_logs_bears_its_prefix_and_its_name() -> None:
     assert Logging()(completions=[], **loggers) == []
     assert logged == {"p/seen": [], "reason": []}  # no batch, no metric
     assert Logging()(completions=["a", "b"]) == [1.0, 1.0]
-
-
-def test_a_reward_declares_nothing_unless_it_says_so() -> None:
-    reward = Logging()
-    assert (reward.kind, reward.needs_whole_groups, reward.highest_pay) == ("other", False, None)
-    assert (reward.columns_read, reward.optional_columns, reward.consulted) == ((), (), ())
-    assert (reward.gold_column, reward.solution_column) == (None, None)
-    assert (reward.model_source, reward.model_revision, reward.prepare()) == (None, None, None)
-    assert (reward.gold_note([]), reward.unparsed_note([])) == (None, None)
-    assert reward.with_unit_pay() is None
-    assert reward.with_tags(("a", "b")) is reward
-    assert reward.passed([None, 1.0]) == [False, False]
-    assert reward.__name__ == "mine"
-
-
-def test_an_attribute_of_another_form_declares_nothing() -> None:
-    def odd(completions: list[Any], **columns: Any) -> list[float]:
-        return [0.5] * len(completions)
-
-    vars(odd).update(kind="lovely", highest_pay=9.0, needs_whole_groups=1)
-    reward = FunctionReward(odd, odd)
-    assert (reward.declared_kind, reward.kind, reward.highest_pay) == (None, "other", None)
-    assert reward.needs_whole_groups is False
-    assert (reward.gold_column, reward.declared_columns, reward.columns_read) == (None, None, ())
-    assert reward(completions=["a", "b"], answer=[1, 2]) == [0.5, 0.5]
-    assert reward(["a"]) == [0.5]
 
 
 def test_every_registered_reward_is_an_instance_of_the_base_class() -> None:

@@ -32,7 +32,7 @@ from transformers import (
 
 from grpo_rewards import cli, reward_model
 from grpo_rewards.registry import RewardSpecError, build_rewards
-from grpo_rewards.reward_model import LoadedRewardModel, RewardModelScore, length_buckets, shared_prefix_length
+from grpo_rewards.reward_model import LoadedRewardModel, RewardModelScore, shared_prefix_length
 from tests.support.errors import refused
 from tests.support.tiny import chat_tokenizer, reward_config, save_internlm2, save_reward_model
 
@@ -531,18 +531,6 @@ def test_a_prefix_is_shared_up_to_the_length_that_changes_the_rotary_embedding(k
         loaded.score([[(*range(length - 1), 100), (*range(length - 1), 101)]], 1000, prefix_sharing=True)
         is_shared = limit is None or length <= limit
         assert shapes == ([(1, length - 1), (2, 1)] if is_shared else [(2, length)])
-
-
-@pytest.mark.parametrize(("shared", "expected"), [(8, [(2, 9)]), (9, [(1, 9), (2, 1)])])
-def test_a_prefix_is_shared_if_that_saves_more_than_a_forward_pass(shared, expected, model, forwards):
-    """Two sequences of n + 1 tokens cost 2(n + 1) and a pass. Sharing n costs n + 2 and two passes, of 8 tokens."""
-    sequences = [(*range(shared), 100), (*range(shared), 101)]
-    RewardModelScore(model).load().score([sequences], 1000, prefix_sharing=True)
-    assert forwards == expected
-    # Batches hold the prefix of each row: 3 rows of 5 + 1 tokens are one batch from 18 tokens on.
-    assert length_buckets([1, 1, 1], 5, 18, 8) == (11, [slice(0, 3)])
-    assert length_buckets([1, 1, 1], 5, 17, 8)[0] == 19
-    assert length_buckets([], 5, 17, 8) == (0, [])
 
 
 def test_the_device_is_that_of_accelerate_or_the_accelerator_or_the_cpu(monkeypatch, model):

@@ -71,21 +71,6 @@ def test_threads_share_a_server():
     assert outcomes == {n: n < 5 for n in range(10)}
 
 
-def test_the_callers_timer_survives():
-    def fail(*_):
-        raise AssertionError("the caller's own alarm must not fire early")
-
-    previous = signal.signal(signal.SIGALRM, fail)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 600)
-        equivalent("x+1", TOWER, 0.3)
-        assert 500 < signal.getitimer(signal.ITIMER_REAL)[0] <= 600
-        assert signal.getsignal(signal.SIGALRM) is fail
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
 @pytest.fixture
 def interrupt():
     """Return a function that makes a signal handler raise in the main thread after a number of seconds."""
@@ -280,23 +265,6 @@ def test_an_interrupt_before_any_opcode_leaves_no_lock_and_no_verdict(monkeypatc
         moments.append(moment)
     assert len(moments) > 10
     assert ends(server.close)
-
-
-def test_a_signal_handler_may_compare_during_a_comparison():
-    """The comparison of the handler has a connection of its own, since its thread can't wait for itself."""
-    server, verdicts = symbolic.Server(stub()), []
-    assert server.compare("0 ms", "0 ms", 20.0) is True
-    handler = lambda *_: verdicts.append(server.compare("0 ms", "0 ms", 0.5))  # noqa: E731
-    previous = signal.signal(signal.SIGUSR1, handler)
-    thread = threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
-    thread.start()
-    try:
-        assert server.compare("400 ms", "400 ms", 20.0) is True
-    finally:
-        thread.join()
-        signal.signal(signal.SIGUSR1, previous)
-        server.close()
-    assert verdicts == [True]
 
 
 def test_a_fork_leaves_the_parents_server_alone():

@@ -123,8 +123,8 @@ def check_forms(cells):
 
 
 def test_a_form_is_accepted_for_the_right_value_and_no_wrong_one():
-    """Check each form with four values, so that each value occurs in many forms."""
-    check_forms([(form, VALUES[(number + 5 * k) % len(VALUES)]) for number, form in enumerate(FORMS) for k in range(4)])
+    """Check each form with two values, so that each value occurs in many forms."""
+    check_forms([(form, VALUES[(number + 5 * k) % len(VALUES)]) for number, form in enumerate(FORMS) for k in range(2)])
 
 
 @pytest.mark.slow
@@ -286,7 +286,7 @@ def test_a_gold_has_the_expected_final_answer():
             assert reward(completions=["no answer"], answer=[gold]) == [None if answer is None else 0.0], gold
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
 def test_two_integers_are_equal_only_if_their_values_are(left, right):
     for text in (f"{left:,}", f"{left}.0", words(left) if abs(left) < 10**12 else str(left)):
@@ -295,7 +295,7 @@ def test_two_integers_are_equal_only_if_their_values_are(left, right):
     assert (score > 0) == (left == right)
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.fractions())
 def test_a_fraction_is_read_exactly(value):
     assert parse_number(f"{value.numerator}/{value.denominator}") == value

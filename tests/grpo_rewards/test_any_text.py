@@ -103,7 +103,7 @@ def a_completion(draw: random.Random) -> Any:
 
 def test_a_sample_of_completions_is_scored_alike_each_time() -> None:
     draw = random.Random(0)
-    completions = [a_completion(draw) for _ in range(120)]
+    completions = [a_completion(draw) for _ in range(80)]
     golds = [draw.choice(NUMBERS) for _ in completions]
     for function in rewards(CHEAP):
         assert scored(function, completions, golds) == scored(function, completions, golds)
@@ -151,7 +151,7 @@ def check_adversarial(kinds: Sequence[str]) -> None:
 
 
 def test_an_adversarial_text_scores_the_same_in_threads() -> None:
-    check_adversarial(["tower of ten", "nested fractions", "number words", "lone surrogates"])
+    check_adversarial(["tower of ten", "number words", "lone surrogates"])
 
 
 @pytest.mark.slow

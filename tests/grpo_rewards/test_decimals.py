@@ -20,7 +20,7 @@ def scores(reward, gold, *answers):
     return reward(completions=[f"<answer>{answer}</answer>" for answer in answers], answer=[gold] * len(answers))
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9), st.integers(0, 4), st.sampled_from(["", " €", " EUR", " kg"]))
 def test_a_number_written_with_a_decimal_comma_keeps_its_value(units, places, unit):
     value = Fraction(units, 10**places)

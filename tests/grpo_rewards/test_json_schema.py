@@ -249,12 +249,6 @@ ADVERSARIAL = {
 }  # fmt: skip
 
 
-def test_errors_about_a_large_value_do_not_cost_more():
-    # Each of some 500 errors would otherwise quote the whole value.
-    reward = JsonSchema(schema=TWICE)
-    assert growth(lambda n: reward(completions=['{"a":' * 7 + '{"x": "' + "y" * n + '"}' + "}" * 7]), int, 24_000) < 1.6
-
-
 # --- Values against a gold ---
 
 GOLD = {"name": "Ann", "age": 30, "mail": None}
@@ -445,7 +439,7 @@ def test_a_bad_argument_is_named():
 
 def test_pay_agrees_with_the_oracle():
     """Compare pay in full, for what fits, and partial pay, key by key, with jsonschema's own validator."""
-    rows = 25  # jsonschema alone takes 10 ms for a schema and its value
+    rows = 20  # jsonschema alone takes 10 ms for a schema and its value
     rng = random.Random(5)
     checker = jsonschema.FormatChecker(("date",))
     fit, shares = 0, set()
@@ -474,7 +468,7 @@ def test_the_cost_of_an_adversarial_text_is_linear_or_flat(kind):
     schema, make = ADVERSARIAL[kind]
     reward = JsonSchema(schema=schema)
     call = lambda text: reward(completions=[text])  # noqa: E731
-    assert max(growth_of_steps(call, make, 2_000), growth(call, make, 10_000)) < 9
+    assert max(growth_of_steps(call, make, 2_000), growth(call, make, 5_000)) < 9
 
 
 def test_a_validation_ends_at_the_number_of_steps_of_the_documentation():

@@ -376,6 +376,7 @@ def test_expected_values_are_nowhere_to_be_found(no_trace: None) -> None:  # noq
     assert scored(unit_tests, [search], ["assert found() == 'needle-8155' or found('needle-8155') == 1"])[0] == [1.0]
 
 
+@pytest.mark.slow
 def test_values_with_equal_hashes_take_no_time_outside() -> None:
     program = "def add(a, b): return {n * (2**61 - 1) for n in range(10**9, 10**9 + 4000)}"
     scores, logged = scored(QUICK, [fenced(program)], ["assert add(1, 2) == {3}"])

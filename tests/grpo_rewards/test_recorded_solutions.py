@@ -45,7 +45,7 @@ def test_every_label_is_matched(solutions):
 def test_every_label_of_made_up_solutions_is_matched():
     """Score answers with the magnitudes, signs and commas of GSM8K, below calculations with other numbers."""
     solutions = []
-    for row in gsm8k_rows(60):
+    for row in gsm8k_rows(25):
         body, _, answer = row["answer"].partition("\n#### ")
         wrong = f"{int(answer.replace(',', '')) + 1:,}"
         solutions += [(body, answer, row["answer"], True), (body, wrong, row["answer"], False)]

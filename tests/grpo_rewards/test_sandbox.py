@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import io
 import json
 import os
@@ -71,8 +72,10 @@ def no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(params=only(["namespaces"], ["namespaces", "limits"]))
 def isolation(request: pytest.FixtureRequest, no_trace: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of an isolation that works here, perhaps with the system's Python, for `hostile`."""
-    if reason := failure(ISOLATIONS[request.param], monkeypatch):
+    reason, executable = failure(ISOLATIONS[request.param])
+    if reason:
         pytest.skip(f"{request.param} is missing here: {reason}")
+    monkeypatch.setattr(sys, "executable", executable)
     return request.param
 
 
@@ -80,15 +83,17 @@ confines = pytest.mark.parametrize("isolation", ["namespaces", "landlock"], indi
 in_namespaces = pytest.mark.parametrize("isolation", ["namespaces"], indirect=True)
 
 
-def failure(mechanisms: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """Return the reason why no program runs with these mechanisms, or None if one does, perhaps the system's Python."""
+@functools.cache
+def failure(mechanisms: tuple[str, ...]) -> tuple[str | None, str]:
+    """Return the reason why no program runs with these mechanisms, or None, and the Python that was tried last."""
     # Whatever hides files must show the interpreter.
     assert any(Path(sandbox.interpreter()).is_relative_to(path) for path in confinement.readable_paths())
     reason = sandbox._failure(mechanisms)
-    if reason and "/root" in reason and os.path.exists(SYSTEM_PYTHON):
-        monkeypatch.setattr(sys, "executable", SYSTEM_PYTHON)
-        reason = sandbox._failure(mechanisms)
-    return reason
+    if not reason or "/root" not in reason or not os.path.exists(SYSTEM_PYTHON):
+        return reason, sys.executable
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", SYSTEM_PYTHON)
+        return sandbox._failure(mechanisms), SYSTEM_PYTHON
 
 
 def is_offered(mechanism: str) -> bool:
@@ -104,13 +109,11 @@ def is_offered(mechanism: str) -> bool:
 
 
 @pytest.mark.parametrize("mechanism", ["namespaces", "landlock", "seccomp"])
-def test_a_mechanism_that_the_kernel_offers_works(
-    mechanism: str, no_trace: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mechanism_that_the_kernel_offers_works(mechanism: str, no_trace: None) -> None:
     """A test that skips where a mechanism fails would notice no mistake in the mechanism."""
     if not is_offered(mechanism):
         pytest.skip(f"this kernel offers no {mechanism}")
-    assert failure((mechanism,), monkeypatch) is None
+    assert failure((mechanism,))[0] is None
 
 
 def hostile(program: str, isolation: str, stdin: str = "", limits: Limits = SMALL) -> Outcome:

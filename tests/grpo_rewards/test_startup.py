@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 STATE = "import os, sys; print(os.environ['HF_HUB_DISABLE_TELEMETRY'], os.environ['VLLM_NO_USAGE_STATS'])"
-LIBRARIES = "print([name for name in ('huggingface_hub', 'torch', 'bitsandbytes') if name in sys.modules])"
+LARGE = ("huggingface_hub", "torch", "bitsandbytes", "jsonschema", "re2")
+LIBRARIES = f"import grpo_rewards; grpo_rewards.json_schema; print([name for name in {LARGE} if name in sys.modules])"
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ WORDS = st.lists(
 ).map(" ".join)
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(WORDS, WORDS)
 def test_normalisation_and_f1_equal_squads_script(answer, gold):
     assert squad_normalised(answer) == official(answer)
@@ -187,7 +187,7 @@ def test_a_right_name_is_accepted_in_any_dress_and_layout_and_no_other_name_is()
 
 
 def test_the_cost_is_linear_in_the_length():
-    assert growth(lambda text: score(text, "a the cat", "f1"), lambda length: "the " * (length // 4), 50_000) < 12
+    assert growth(lambda text: score(text, "a the cat", "f1"), lambda length: "the " * (length // 4), 20_000) < 12
 
 
 @pytest.fixture

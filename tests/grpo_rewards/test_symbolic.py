@@ -53,7 +53,7 @@ def test_formulas_get_the_expected_verdict():
 
 
 def test_a_runaway_comparison_ends_as_none_and_the_next_one_works():
-    for answer in (TOWER, "{" * 5000, "100000000!"):
+    for answer in (TOWER, "{" * 5000):
         assert equivalent("x+1", answer, deadline=0.3) is None
         assert equivalent("x+1", "1+x") is True
         if Path("/proc/self/statm").exists():

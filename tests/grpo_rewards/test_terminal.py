@@ -76,14 +76,6 @@ def test_shown_text_cannot_control_the_terminal(width: int | None) -> None:
     assert "\x1b]8" not in coloured
 
 
-def test_a_command_and_a_reward_are_imported_without_large_libraries() -> None:
-    large = {"rich", "torch", "jsonschema", "re2", "referencing", "transformers"}
-    code = f"import sys, grpo_rewards.cli, grpo_rewards; grpo_rewards.json_schema; print({large} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "set()", done.stderr
-    assert terminal.WIDTH == 100
-
-
 def test_messages_of_libraries_are_as_before_behind_the_command(caplog: pytest.LogCaptureFixture) -> None:
     before = logging.getLogRecordFactory(), warnings.showwarning
     for error in (None, ZeroDivisionError):

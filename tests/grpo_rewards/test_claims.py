@@ -5,7 +5,7 @@ from grpo_rewards.math.correctness import GSM8KCorrectness, MathCorrectness
 
 # In several languages, with boxes that are only part of a formula.
 DENIED = r"""
-    The wrong answer is 18. | An incorrect answer is 18. | A mistaken answer: 18
+    It lies between 3 and \boxed{18}. | The wrong answer is 18. | An incorrect answer is 18. | A mistaken answer: 18
     It would be wrong to say the answer is 18. | It is false that the answer is 18.
     It is untrue that the answer is 18. | I doubt that the answer is 18. | Nobody says the answer is 18.
     The answer is 18. Nope. | The answer is 18. Wait, that's not right. | The answer is 18. Just kidding.
@@ -110,7 +110,7 @@ CLAIMED = r"""
     Step 3: \boxed{18} | Solution: 20 - 2 = \boxed{18} | 20 minus 2 equals \boxed{18} | Twice 9 is \boxed{18}
     The square of 3 times 2 is \boxed{18} | The root of 324 is \boxed{18} | The sum is $17+1=\boxed{18}$
     x=\boxed{18} or equivalently 36/2 | Let me not guess; the answer is \boxed{18} | I am sure it is \boxed{18}
-    There can only be \boxed{18}
+    There can only be \boxed{18} | I really say the answer is 18.
 """
 
 

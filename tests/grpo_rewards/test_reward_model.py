@@ -215,7 +215,7 @@ def test_batches_respect_the_token_limit(model, forwards):
     RewardModelScore(model, **RAW, max_batch_tokens=400, prefix_sharing=False)(["q"] * 20, texts)
     assert all(rows * columns <= 400 or rows == 1 for rows, columns in forwards)
     forwards.clear()
-    RewardModelScore(model, **RAW, max_batch_tokens=1000)(["q" * 100] * 20, texts)
+    RewardModelScore(model, **RAW, max_batch_tokens=1000)(["q" * 100] * 20, [f"{n:02}" for n in range(20)])
     prefix = forwards[0][1]
     assert prefix > 100
     assert all(rows * (prefix + columns) <= 1000 or rows == 1 for rows, columns in forwards[1:])

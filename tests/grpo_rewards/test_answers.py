@@ -271,8 +271,8 @@ def test_a_gold_has_the_expected_final_answer():
     table = [
         ("She has 5.\n#### 65,960", "65,960"), ("18", "18"), (" 18 ", "18"), (18, "18"), (2.5, "2.5"), (18.0, "18"),
         (1.234, "1.234"), (0.1, "0.1"), (-3.0, "-3"), (-0.0, "0"), (1e-05, "0.00001"), (1e15, "1000000000000000"),
-        (1e16, "1e+16"), ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("\\boxed{ 5 }", "5"), ("Steps.\nA: 18", "18"),
-        ("\\boxed{17}\n#### 18", "18"),
+        (1e16, "1e+16"), ("\\frac{1}{2}", "\\frac{1}{2}"), ("So \\boxed{x^2}.", "x^2"), ("\\boxed{ 5 }", "5"),
+        ("Steps.\nA: 18", "18"), ("\\boxed{17}\n#### 18", "18"),
         ("no solution", "no solution"), ("a red house near the hill", "a red house near the hill"),
         ("a red house near the old hill", "a red house near the old hill"),
         ("a red house near the hill of 2 towns and 3 rivers", None),

@@ -339,7 +339,7 @@ print((mib("VmHWM") - before) / size)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_loading_never_keeps_two_copies(tmp_path):
     save_internlm2(tmp_path, seed=0, heads=8, kv_heads=4, hidden=256, layers=12, vocabulary=50000)

@@ -158,10 +158,9 @@ def test_options_are_accepted_with_hyphens_too(name: str) -> None:
     assert parser().long_options == ["--help", "--max_rows", "--out"]
 
 
-@pytest.mark.parametrize("words", [["--help"], pytest.param(["list"], marks=pytest.mark.slow)])
-def test_a_pipe_closed_by_its_reader_is_no_error(words: list[str]) -> None:
+def test_a_pipe_closed_by_its_reader_is_no_error() -> None:
     """The pipe is closed before the command prints, as under `| head`. The interpreter's own last flush counts too."""
-    command = [sys.executable, "-c", "import sys; from grpo_rewards.cli import main; sys.exit(main())", *words]
+    command = [sys.executable, "-c", "import sys; from grpo_rewards.cli import main; sys.exit(main())", "--help"]
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)

@@ -146,10 +146,9 @@ def _matching(pattern: str, keys: Keys) -> list[Path] | None:
 
 def unread_notation(path: str) -> set[str]:
     """Return the keys of `TextFormat` that have no effect on a path with this suffix."""
-    suffix = suffix_of(Path(path))
     if has_cells(Path(path)):
         return set()
-    return set(vars(TextFormat())) - ({"encoding"} if suffix in TEXT_SUFFIXES else set())
+    return set(vars(TextFormat())) - ({"encoding"} if suffix_of(Path(path)) in TEXT_SUFFIXES else set())
 
 
 def _check_notation(source: SourceSpec, unread: Iterable[str]) -> None:
@@ -203,10 +202,8 @@ def _hub_rows(source: SourceSpec, keys: Keys) -> Rows:
         problem = f"there is no such file or folder{relative_to(source.path)}"
         raise UserError(f"`dataset.{keys.path}`: {source.path}", problem, "correct the path")
     _check_notation(source, vars(TextFormat()))
-    files = {}
-    for key in ("data_dir", "data_files"):
-        if getattr(source, key) is not None:
-            files[key] = getattr(source, key)
+    given = {"data_dir": source.data_dir, "data_files": source.data_files}
+    files = {key: value for key, value in given.items() if value is not None}
     try:
         with cache_only_if_hub_is_silent():
             table = datasets.load_dataset(source.path, source.name, split=source.split, **files)

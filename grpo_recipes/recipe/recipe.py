@@ -364,6 +364,13 @@ class _Parser(TrlParser):
         raise RecipeError("command line", message, "correct the arguments")
 
 
+@cache
+def _parser() -> _Parser:
+    """Return the parser of TRL's keys. It is made once, because that takes longer than reading a recipe."""
+    classes = DataClassType(GRPOConfig), DataClassType(ModelConfig)
+    return _Parser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
+
+
 def _split_arguments(args: Sequence[str]) -> tuple[Path | None, list[tuple[str, str]], list[str]]:
     """Return the recipe's path, the overrides of our and of nested keys, and the arguments for TRL's parser."""
     path, overrides, rest = None, [], []
@@ -440,8 +447,7 @@ def _values_for_trl(raw: Mapping[str, Any], args: Sequence[str], options: Sequen
             values[key] = specs.typed(key, value, hints_of_trl[key])
         elif key not in OUR_KEYS:
             raise UserError(f"`{key}`", "unknown key", _nearest_key(str(key)))
-    classes = DataClassType(GRPOConfig), DataClassType(ModelConfig)
-    parser = _Parser(classes, prog="python -m grpo_recipes.train", allow_abbrev=False)
+    parser = _parser()
     parser.set_defaults(**dict.fromkeys(hints_of_trl, _UNSET))
     parser.set_defaults_with_config(**values)
     namespace, unknown = parser.parse_known_args(list(args))

@@ -21,28 +21,14 @@ def test_a_misspelt_run_beside_other_runs_is_no_name_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for folder, file in [("runs/prices", "run.json"), ("Qwen/Qwen3-4B", "config.json"), ("prices", "run.json")]:
         Path(folder).mkdir(parents=True)
         (Path(folder) / file).write_text("{}")
-    assert is_missing("runs/price")
-    assert not is_missing("runs/prices")
-    assert not is_missing("Qwen/Qwen2.5-1.5B-Instruct")
-    assert not is_missing("gpt2")
-
-
-def test_the_home_of_a_user_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "runs" / "prices").mkdir(parents=True)
-    (tmp_path / "runs" / "prices" / "run.json").write_text("{}")
-    assert not is_missing("~/runs/prices")
-    assert is_missing("~/runs/price")
-
-
-@pytest.mark.parametrize(
-    "name", ["a.json", "a.jsonl", "a.parquet", "a.csv", "a.tsv", "a.jsonl.gz", "a.csv.zst", "no/such/folder", "a b"]
-)
-def test_a_name_that_the_hub_can_not_have_is_a_missing_path(name: str) -> None:
-    assert is_missing(name)
+    for name in ("runs/price", "~/runs/price", "a.json", "a.jsonl", "a.parquet", "a.csv.zst", "no/such/folder", "a b"):
+        assert is_missing(name), name
+    for name in ("runs/prices", "~/runs/prices", "Qwen/Qwen2.5-1.5B-Instruct", "gpt2"):
+        assert not is_missing(name), name
 
 
 REFUSED = urllib.error.HTTPError("https://hub", 403, "Forbidden", Message(), None)
@@ -93,48 +79,35 @@ def let_the_hub_answer(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
 
 
-@pytest.mark.parametrize("is_offline", [False, True])
-@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize(("is_offline", "answers"), [(False, True), (False, False), (True, True)])
 def test_datasets_come_from_the_cache_while_the_hub_is_silent(
     is_offline: bool, answers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", is_offline)
     let_the_hub_answer(answers, monkeypatch)
-    found = []
-
-    def fail() -> None:
-        with hub.cache_only_if_hub_is_silent():
-            found.append(datasets.config.HF_HUB_OFFLINE)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert found == [is_offline or not answers]
+    with pytest.raises(KeyError), hub.cache_only_if_hub_is_silent():  # noqa: PT012
+        assert datasets.config.HF_HUB_OFFLINE is (is_offline or not answers)
+        raise KeyError
     assert datasets.config.HF_HUB_OFFLINE is is_offline
 
 
 @pytest.mark.parametrize("answers", [False, True])
-@pytest.mark.parametrize("error", [EntryNotFoundError("no file"), OSError("no disk"), ValueError("no name")])
-def test_the_commit_is_that_of_the_first_configuration_there_is(
-    error: Exception, answers: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = {"adapter_config.json": "/cache/snapshots/abc/adapter_config.json"}
-    asked = []
+def test_the_commit_is_that_of_the_first_configuration_there_is(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = {"adapter_config.json": "/cache/snapshots/abc/adapter_config.json"}, []
 
     def hf_hub_download(name: str, file: str, *, revision: str | None, local_files_only: bool) -> str:
         asked.append((name, file, revision, local_files_only))
         if file not in found:
-            raise error
+            raise EntryNotFoundError("no file") if file == "config.json" else OSError("no disk")
         return found[file]
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
     let_the_hub_answer(answers, monkeypatch)
     assert hub.hub_commit("org/name", "v1") == "abc"
     assert asked == [("org/name", file, "v1", not answers) for file in ("config.json", "adapter_config.json")]
-    assert hub.hub_commit("org/name") == "abc"
-    assert asked[-1][2] is None
     found.clear()
     assert hub.hub_commit("org/name") is None
+    assert asked[-1][2] is None
     found["config.json"] = "/cache/snapshots/def/config.json"
     assert hub.hub_commit("org/name") == "def"
 

@@ -17,19 +17,15 @@ from grpo_recipes.data.prompts import PromptTools, limit_prompts, rendered
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import DatasetSpec
 from tests.support.errors import refused
+from tests.support.rows import write
 from tests.support.tiny import byte_tokenizer
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 @pytest.fixture
 def jsonl(tmp_path):
-    return write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    return write(tmp_path / "rows.jsonl", ROWS)
 
 
 @pytest.fixture
@@ -41,21 +37,11 @@ def questions(dataset):
     return [prompt[-1]["content"] for prompt in dataset["prompt"]]
 
 
-# Specs
-
-
-def test_a_mapping_sets_every_key():
-    raw = {"name": "arithmetic", "split": "train[:5%]", "size": 40, "seed": 3, "system_prompt": "think"}
-    assert DatasetSpec.parse(raw) == DatasetSpec(
-        "arithmetic", split="train[:5%]", size=40, seed=3, system_prompt="think"
-    )
-
-
 # Prompts, derived by hand from the source documents
 
 
 def test_the_text_prompt_equals_that_of_grpo_from_scratch(tmp_path):
-    path = write_jsonl(tmp_path / "one.jsonl", [{"question": " How many? ", "answer": "So 1+1=2\n#### 2"}])
+    path = write(tmp_path / "one.jsonl", [{"question": " How many? ", "answer": "So 1+1=2\n#### 2"}])
     row = load(DatasetSpec("gsm8k", path=path, system_prompt="reasoning", prompt_format="text"))[0]
     system = "Respond in the following format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
     assert row == {"prompt": f"{system}\nHow many?", "answer": "2"}
@@ -78,15 +64,6 @@ def test_the_system_prompt_equals_that_of_minimind(jsonl):
     assert prompt[0] == {"role": "system", "content": "你是 MiniMind，是一个有用的人工智能助手。"}
 
 
-@pytest.mark.parametrize(
-    ("prompt_format", "prompt"),
-    [("text", "What is 0 + 0?"), ("conversational", [{"role": "user", "content": "What is 0 + 0?"}])],
-)
-def test_system_prompt_none_sends_the_question_alone(jsonl, prompt_format, prompt):
-    spec = DatasetSpec("gsm8k", path=jsonl, system_prompt="none", prompt_format=prompt_format)
-    assert load(spec)[0]["prompt"] == prompt
-
-
 # Sources
 
 
@@ -99,18 +76,17 @@ def test_gsm8k_has_its_published_rows(gsm8k_dir):
     assert sum("," in answer for answer in dataset["answer"]) == 79
 
 
-@pytest.mark.parametrize("split", ["train[:25%]", "test[:5]", "anything[0:5]"])
-def test_a_jsonl_file_is_sliced_under_any_name(jsonl, split):
-    dataset = load(DatasetSpec("gsm8k", path=jsonl, split=split))
-    assert questions(dataset) == [row["question"] for row in ROWS[:5]]
+def test_a_file_is_sliced_under_any_name_and_slices_are_concatenated(jsonl):
+    for split, rows in (
+        ("train[:25%]", ROWS[:5]),
+        ("anything[0:5]", ROWS[:5]),
+        ("train[:2]+test[-1:]", [*ROWS[:2], ROWS[19]]),
+    ):
+        dataset = load(DatasetSpec("gsm8k", path=jsonl, split=split))
+        assert questions(dataset) == [row["question"] for row in rows]
 
 
-def test_slices_are_concatenated(jsonl):
-    dataset = load(DatasetSpec("gsm8k", path=jsonl, split="train[:2]+train[-1:]"))
-    assert questions(dataset) == [ROWS[0]["question"], ROWS[1]["question"], ROWS[19]["question"]]
-
-
-def test_a_folder_with_splits_is_read_by_split(tmp_path):
+def test_a_folder_with_splits_is_read_by_split_and_one_table_under_any(tmp_path):
     saved = datasets.DatasetDict(
         train=datasets.Dataset.from_list(ROWS[:15]), test=datasets.Dataset.from_list(ROWS[15:])
     )
@@ -118,40 +94,25 @@ def test_a_folder_with_splits_is_read_by_split(tmp_path):
     spec = DatasetSpec("gsm8k", path=str(tmp_path / "saved"), split="train[10:]", eval_split="test")
     assert questions(load(spec)) == [row["question"] for row in ROWS[10:15]]
     assert questions(load(spec, evaluation=True)) == [row["question"] for row in ROWS[15:]]
+    one = write(tmp_path / "one", ROWS)
+    assert load(DatasetSpec("gsm8k", path=one, split="other")).num_rows == 20
 
 
-def test_a_folder_with_one_table_is_read_under_any_split(tmp_path):
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    assert load(DatasetSpec("gsm8k", path=str(tmp_path / "saved"))).num_rows == 20
-
-
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("state.json", "{}"),
-        ("state.json", "{"),
-        ("dataset_info.json", '{"features": {"question": 3}}'),
-        ("data-00000-of-00001.arrow", ""),
-        ("data-00000-of-00001.arrow", None),
-    ],
-)
-def test_a_damaged_saved_folder_is_named(file, content, tmp_path):
-    saved = tmp_path / "saved"
-    datasets.Dataset.from_list(ROWS).save_to_disk(str(saved))
-    if content is None:
-        (saved / file).unlink()
-    else:
-        (saved / file).write_text(content)
-    with refused("`dataset.path`"):
-        load(DatasetSpec("gsm8k", path=str(saved)))
+def test_a_damaged_saved_folder_is_named(tmp_path):
+    for number, (file, content) in enumerate(
+        (("state.json", "{"), ("dataset_info.json", '{"features": {"q": 3}}'), ("data-00000-of-00001.arrow", ""))
+    ):
+        saved = write(tmp_path / f"saved-{number}", ROWS)
+        (tmp_path / f"saved-{number}" / file).write_text(content)
+        with refused(f"`dataset.path`: {saved}"):
+            load(DatasetSpec("gsm8k", path=saved))
 
 
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
         ({}, ("openai/gsm8k", "main", "train")),
-        ({"path": "openai/gsm8k", "split": "test"}, ("openai/gsm8k", "main", "test")),
-        ({"config": "socratic"}, ("openai/gsm8k", "socratic", "train")),
+        ({"config": "socratic", "split": "test"}, ("openai/gsm8k", "socratic", "test")),
         ({"path": "someone/problems"}, ("someone/problems", None, "train")),
         (
             {"path": "someone/problems", "config": "hard", "split": "test[:1%]"},
@@ -196,43 +157,18 @@ def test_an_unreachable_hub_is_reported_without_retries(silent_hub, tmp_path, mo
     assert offline_before == datasets.config.HF_HUB_OFFLINE
 
 
-# Other columns
-
-
-@pytest.mark.parametrize("as_table", [False, True])
-def test_other_columns_stay_in_the_row(tmp_path, as_table):
-    rows = [{**row, "level": n, "source": {"book": "b", "page": n}} for n, row in enumerate(ROWS)]
-    if as_table:
-        datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "rows"))
-    path = str(tmp_path / "rows") if as_table else write_jsonl(tmp_path / "rows.jsonl", rows)
-    dataset = load(DatasetSpec("gsm8k", path=path, split="train[5:8]"))
-    assert dataset.column_names == ["prompt", "answer", "level", "source"]
-    assert dataset["level"][:] == [5, 6, 7]
-    assert dataset[0]["source"] == {"book": "b", "page": 5}
-    assert dataset["answer"][:] == ["10", "12", "14"]
-
-
-def test_a_missing_value_of_a_column_is_none(tmp_path):
-    rows = [ROWS[0], {**ROWS[1], "level": 3}]
-    dataset = load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
-    assert dataset["level"][:] == [None, 3]
-
-
 def test_a_number_of_more_than_64_bits_is_refused(tmp_path):
     rows = [{**ROWS[0], "level": 3}, {**ROWS[1], "level": 2**80}]
     with refused(f"`dataset`: {tmp_path}/rows.jsonl, line 2", "'level'", 2**80):
-        load(DatasetSpec("gsm8k", path=write_jsonl(tmp_path / "rows.jsonl", rows)))
+        load(DatasetSpec("gsm8k", path=write(tmp_path / "rows.jsonl", rows)))
 
 
 # Held-out rows
 
 
-def test_eval_path_names_the_held_out_file(jsonl, tmp_path):
-    held_out = write_jsonl(tmp_path / "held_out.jsonl", ROWS[:3])
+def test_another_file_or_a_disjoint_slice_can_be_held_out(jsonl, tmp_path):
+    held_out = write(tmp_path / "held_out.jsonl", ROWS[:3])
     assert load(DatasetSpec("gsm8k", path=jsonl, eval_path=held_out), evaluation=True).num_rows == 3
-
-
-def test_a_disjoint_slice_of_the_training_file_can_be_held_out(jsonl):
     spec = DatasetSpec("gsm8k", path=jsonl, split="train[:90%]", eval_split="train[90%:]")
     assert load(spec, evaluation=True).num_rows == 2
 
@@ -262,7 +198,7 @@ def test_the_key_of_equal_rows_on_both_sides_is_named(jsonl, tmp_path):
 
 
 def test_either_side_may_be_a_mixture(jsonl, tmp_path):
-    parts = [write_jsonl(tmp_path / f"{n}.jsonl", [{"question": f"part {n}?", "answer": "1"}]) for n in range(2)]
+    parts = [write(tmp_path / f"{n}.jsonl", [{"question": f"part {n}?", "answer": "1"}]) for n in range(2)]
     spec = DatasetSpec("gsm8k", path=jsonl, eval_path=parts)
     assert load(spec).column_names == ["prompt", "answer"]
     assert load(spec, evaluation=True)["source"][:] == parts
@@ -277,24 +213,22 @@ def test_either_side_may_be_a_mixture(jsonl, tmp_path):
         ({"split": "train[5:5]"}, False, "split", ["'train[5:5]'", "{path}"]),
         ({"split": "train[:9]", "eval_split": "test[9:9]"}, True, "eval_split", ["'test[9:9]'", "{path}"]),
         ({"eval_path": "{empty}"}, True, "split", ["'train'", "{empty}"]),
-        ({"eval_path": ["{empty}", "{empty}"]}, True, "split", ["{empty}, {empty}"]),
         ({"eval_share": 1e-9}, True, "eval_share", ["1e-09", "{path}"]),
         ({"path": "{empty}", "eval_share": 0.5}, False, "eval_share", ["0.5", "{empty}"]),
         ({"path": [{"path": "{path}", "split": "train[:0]"}, "{empty}"]}, False, "split", ["'train[:0]'", "{empty}"]),
     ],
 )
 def test_a_side_without_rows_is_named(jsonl, tmp_path, keys, evaluation, key, figures):
-    empty = write_jsonl(tmp_path / "empty.jsonl", [])
+    empty = write(tmp_path / "empty.jsonl", [])
     keys, figures = json.loads(json.dumps([keys, figures]).replace("{empty}", empty).replace("{path}", jsonl))
     with refused(f"`dataset.{key}`", *figures):
         load(DatasetSpec(**{"name": "gsm8k", "path": jsonl, **keys}), evaluation=evaluation)
 
 
-def test_evaluation_needs_held_out_rows(jsonl):
-    with refused("`dataset.eval_split`"):
-        load(DatasetSpec("gsm8k", path=jsonl), evaluation=True)
-    with refused("`dataset.eval_split`"):
-        load(DatasetSpec("gsm8k", path=jsonl, eval_split=""), evaluation=True)
+def test_evaluation_needs_held_out_rows(jsonl, tmp_path):
+    for keys, key in (({}, "eval_split"), ({"eval_split": ""}, "eval_split"), ({"eval_path": "no.jsonl"}, "eval_path")):
+        with refused(f"`dataset.{key}`", keys.get("eval_path", "")):
+            load(DatasetSpec("gsm8k", path=jsonl, **keys), evaluation=True)
 
 
 # Bad input
@@ -314,12 +248,6 @@ def test_an_invalid_line_is_reported_with_file_and_number(tmp_path, line, figure
     path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n", encoding="utf-8")
     with refused("rows.jsonl, line 3", figure):
         load(DatasetSpec("gsm8k", path=str(path)))
-
-
-def test_an_invalid_held_out_file_is_reported_under_eval_path(jsonl, tmp_path):
-    spec = DatasetSpec("gsm8k", path=jsonl, eval_path=str(tmp_path / "absent.jsonl"))
-    with refused("`dataset.eval_path`", "absent.jsonl"):
-        load(spec, evaluation=True)
 
 
 # Arithmetic
@@ -368,27 +296,18 @@ def test_both_splits_have_enough_problems_for_the_largest_size():
 
 
 def test_the_preset_arithmetic_gives_the_generated_problems():
-    spec = DatasetSpec(
-        "arithmetic", size=30, seed=4, split="train[10:20]", eval_split="test[:50%]", system_prompt="none"
-    )
-    assert questions(load(spec)) == [row["question"] for row in arithmetic_problems("train", 30, 4)[10:20]]
-    assert questions(load(spec, evaluation=True)) == [row["question"] for row in arithmetic_problems("test", 15, 4)]
-
-
-def test_problems_of_several_slices_follow_each_other():
-    spec = DatasetSpec("arithmetic", size=9, seed=1, split="train[2:4]+test[:3]+train[8:]", system_prompt="none")
+    keys = {"size": 9, "seed": 1, "split": "train[2:4]+test[:3]+train[8:]", "eval_split": "test[:50%]"}
+    spec = DatasetSpec("arithmetic", **keys, system_prompt="none")
     train, test = (arithmetic_problems(split, 9, 1) for split in ("train", "test"))
     assert questions(load(spec)) == [row["question"] for row in (*train[2:4], *test[:3], *train[8:])]
-    prompts = load_prompts(spec)
-    assert str(prompts.places([5])[0]) == "arithmetic, row 6"
+    assert questions(load(spec, evaluation=True)) == [row["question"] for row in test[:4]]
+    assert str(load_prompts(spec).places([5])[0]) == "arithmetic, row 6"
     assert load(DatasetSpec("arithmetic", split="train[1995:]")).num_rows == 5  # there are 2,000 by default
 
 
-def test_unknown_splits_and_sizes_of_arithmetic_are_refused():
+def test_an_unknown_split_of_arithmetic_is_refused():
     with refused("`dataset.split`", "'validation'", "train", "test"):
         load(DatasetSpec("arithmetic", split="validation"))
-    with refused("`dataset.size`", MAX_ARITHMETIC_SIZE + 1, MAX_ARITHMETIC_SIZE):
-        load(DatasetSpec("arithmetic", size=MAX_ARITHMETIC_SIZE + 1))
 
 
 # Prompt length
@@ -433,25 +352,16 @@ def test_longer_messages_are_dropped_and_counted(word_tokenizer):
     assert (kept["answer"][:], dropped) == (["0", "1"], 1)
 
 
-def test_longer_messages_are_cut_from_the_left_of_the_question(word_tokenizer):
-    spec = DatasetSpec("gsm8k", max_prompt_tokens=9, overlong_prompts="cut_left")
-    kept, cut = limit_prompts(as_dataset([conversation(3), conversation(6)]), spec, word_tokenizer)
-    assert cut == 1
-    assert kept[0]["prompt"] == conversation(3)
-    assert kept[1]["prompt"] == [{"role": "system", "content": "w0 w1"}, {"role": "user", "content": "w2 w3 w4 w5"}]
-    assert kept["answer"][:] == ["0", "1"]
-
-
-def test_prompts_of_several_batches_are_cut_where_they_are(word_tokenizer, monkeypatch):
+def test_longer_messages_are_cut_from_the_left_of_the_question(word_tokenizer, monkeypatch):
     monkeypatch.setattr("grpo_recipes.data.prompts.BATCH", 2)
     spec = DatasetSpec("gsm8k", max_prompt_tokens=9, overlong_prompts="cut_left")
-    lengths = [3, 6, 5, 9, 2]
+    lengths = [3, 6, 4, 9, 2]
     dataset = as_dataset([conversation(length) for length in lengths])
     kept, cut = limit_prompts(dataset, spec, word_tokenizer)
-    assert cut == 3
-    assert kept.column_names == dataset.column_names
+    assert cut == 2
     assert kept.features == dataset.features
     contents = [words(length).split()[-4:] for length in lengths]
+    assert [prompt[0] for prompt in kept["prompt"]] == [conversation(1)[0]] * 5
     assert [prompt[1]["content"].split() for prompt in kept["prompt"]] == contents
     assert kept["answer"][:] == list("01234")
 

@@ -24,31 +24,13 @@ from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
 from grpo_rewards import choice_correctness, gsm8k_correctness
 from grpo_rewards.math.answers import read_gold
 from tests.support.errors import refused
+from tests.support.rows import loaded, user, write
 
 ROWS = [{"problem": f"What is {n} + {n}?", "solution": f"So \\boxed{{{2 * n}}}", "level": n % 5} for n in range(30)]
 
 
-def write(path: Path, rows: Sequence[dict[str, Any]] = ROWS) -> str:
-    """Write the rows in the format of the path's suffix, with other libraries than the readers under test."""
-    if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    elif path.suffix == ".csv":
-        datasets.Dataset.from_list(list(rows)).to_csv(path)
-    elif path.suffix == ".parquet":
-        datasets.Dataset.from_list(list(rows)).to_parquet(path)
-    else:
-        datasets.Dataset.from_list(list(rows)).save_to_disk(str(path))
-    return str(path)
-
-
 def spec(path: Any, **keys: Any) -> DatasetSpec:
     return DatasetSpec.parse({"path": path, "columns": {"question": "problem", "answer": "solution"}, **keys})
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 EXPECTED = [{"prompt": user(row["problem"]), "answer": row["solution"], "level": row["level"]} for row in ROWS]
@@ -59,7 +41,7 @@ EXPECTED = [{"prompt": user(row["problem"]), "answer": row["solution"], "level":
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "saved"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
-    assert load(spec(write(tmp_path / name))).to_list() == EXPECTED
+    assert load(spec(write(tmp_path / name, ROWS))).to_list() == EXPECTED
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".csv", ".parquet"])
@@ -76,7 +58,7 @@ def test_a_table_is_written_once_and_memory_mapped(tmp_path: Path, monkeypatch: 
     def written() -> int:
         return len(list((tmp_path / "cache" / "grpo_recipes").glob("*.arrow")))
 
-    path = write(tmp_path / "rows.jsonl")
+    path = write(tmp_path / "rows.jsonl", ROWS)
     first = load(spec(path))
     assert written() == 2  # the file and its prompts
     assert load(spec(path)).to_list() == first.to_list()
@@ -89,12 +71,6 @@ def test_a_table_is_written_once_and_memory_mapped(tmp_path: Path, monkeypatch: 
     assert written() == 5
 
 
-def test_a_saved_folder_without_splits_is_named_by_the_split(tmp_path: Path) -> None:
-    datasets.DatasetDict().save_to_disk(str(tmp_path / "saved"))
-    with refused("`dataset.split`", "'train'"):
-        load(spec(str(tmp_path / "saved")))
-
-
 def test_a_name_with_brackets_may_be_a_file(tmp_path: Path) -> None:
     """A file of exactly that name comes before the files that match it as a glob."""
     write(tmp_path / "rows1.jsonl", ROWS[:1])
@@ -105,31 +81,22 @@ def test_a_name_with_brackets_may_be_a_file(tmp_path: Path) -> None:
 
 def test_paths_begin_at_the_home_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "deep" / "er").mkdir(parents=True)
-    write(tmp_path / "deep" / "er" / "rows.jsonl", ROWS[:3])
+    (tmp_path / "deep").mkdir()
+    write(tmp_path / "deep" / "rows.jsonl", ROWS[:3])
     write(tmp_path / "saved", ROWS[:4])
-    for path, count in (("~/deep/er/rows.jsonl", 3), ("~/**/*.jsonl", 3), ("~/deep/*/*.jsonl", 3), ("~/saved", 4)):
+    for path, count in (("~/deep/rows.jsonl", 3), ("~/**/*.jsonl", 3), ("~/saved", 4)):
         assert len(load(spec(path))) == count
-    assert sources.guess_source("~/deep/er/rows.jsonl") == SourceSpec("~/deep/er/rows.jsonl")
-    recorded = [{"prompt": "p", "response": "r", "reward": 1.0}]
-    write(tmp_path / "scored.jsonl", recorded)
-    for path in ("~/scored.jsonl", "~/score[d].jsonl"):
-        assert len(load(DatasetSpec.parse({"name": "scored", "path": path}))) == 1
+    write(tmp_path / "scored.jsonl", [{"prompt": "p", "response": "r", "reward": 1.0}])
+    assert len(loaded("~/score[d].jsonl", name="scored")) == 1
     (tmp_path / "semicolons.csv").write_text("question;answer\na;1\n")
     for path in ("~/semicolons.csv", "~/semi*.csv"):
         assert sources.guess_source(path) == SourceSpec(path, delimiter=";")
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("~nobody-here/rows.jsonl", "~nobody-here/rows", "~nobody-here/*.csv", "rows\0.jsonl", "~\0x/rows.jsonl"),
-        *("rows\ud800.jsonl", "org/na\0me", "absent.jsonl", "no/such/folder"),
-    ],
-)
-def test_a_path_that_no_file_has_is_named(path: str) -> None:
-    with refused("`dataset.path`", path):
-        load(DatasetSpec.parse({"path": path}))
+def test_a_path_that_no_file_has_is_named() -> None:
+    for path in ("~nobody-here/*.csv", "rows\0.jsonl", "org/na\0me", "rows\ud800.jsonl", "a.jsonl", "no/such/folder"):
+        with refused("`dataset.path`", path):
+            loaded(path)
 
 
 @pytest.fixture
@@ -137,17 +104,11 @@ def silent_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
 
 
-@pytest.mark.usefixtures("silent_hub")
-def test_arguments_that_the_library_does_not_expect_are_refused() -> None:
-    with refused("`dataset.path`", "json"):
-        load(DatasetSpec.parse({"path": [{"path": "json", "data_files": {"train": 3}}]}))
-
-
 def test_what_is_read_under_any_split(tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(list(ROWS))
     table.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict(train=table, test=table).save_to_disk(str(tmp_path / "two"))
-    write(tmp_path / "rows.csv")
+    write(tmp_path / "rows.csv", ROWS)
     for path in (str(tmp_path / "one"), str(tmp_path / "rows.csv"), "absent.jsonl", "absent.jsonl.gz", "absent-*.csv"):
         assert sources.has_one_split(path), path
     for path in (str(tmp_path / "two"), "openai/gsm8k", "absent.csv"):
@@ -155,45 +116,36 @@ def test_what_is_read_under_any_split(tmp_path: Path) -> None:
 
 
 def test_a_saved_folder_and_the_hub_have_no_notation(tmp_path: Path) -> None:
-    saved = write(tmp_path / "saved")
+    saved = write(tmp_path / "saved", ROWS)
     for path in (saved, "openai/gsm8k"):
         with refused("`dataset.encoding`", path):
-            load(DatasetSpec.parse({"path": path, "encoding": "cp1252"}))
+            loaded(path, encoding="cp1252")
 
 
-def test_files_that_are_none_or_of_two_kinds_are_named(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl")
-    write(tmp_path / "b.jsonl")
-    write(tmp_path / "c.json")
+def test_files_that_are_damaged_none_or_of_two_kinds_are_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c.json"):
+        write(tmp_path / name, ROWS)
     (tmp_path / "d.txt").write_text("x")
     (tmp_path / "e.csv").mkdir()
-    (tmp_path / "f.parquet.gz").write_text("x")
+    for name in ("f.parquet.gz", "g.parquet", "h.parquet"):
+        (tmp_path / name).write_bytes(b"PAR1")
     for pattern, figures in (
         ("*.json*", [f"{tmp_path}/a.jsonl", f"{tmp_path}/c.json"]),
         ("*.txt", [f"{tmp_path}/d.txt", ".parquet"]),
         ("*.csv", [f"{tmp_path}/e.csv", ".parquet"]),
         ("*.gz", [f"{tmp_path}/f.parquet.gz", ".parquet"]),
         ("none-*.csv", [f"{tmp_path}/none-*.csv"]),
+        ("h.parquet", [f"{tmp_path}/h.parquet: "]),
+        ("*.parquet", [f"{tmp_path}/g.parquet and 1 more"]),
     ):
         with refused("`dataset.path`", *figures):
             load(spec(str(tmp_path / pattern)))
 
 
-def test_damaged_parquet_files_are_named(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.parquet").write_bytes(b"PAR1")
-    for pattern, named in (("a.parquet", f"{tmp_path}/a.parquet"), ("*.parquet", f"{tmp_path}/a.parquet and 2 more")):
-        with refused(f"`dataset.path`: {named}"):
-            load(spec(str(tmp_path / pattern)))
-
-
 @pytest.mark.usefixtures("silent_hub")
-@pytest.mark.parametrize("error", [datasets.exceptions.DatasetGenerationError, OSError, ValueError])
-def test_what_a_library_does_not_read_is_named_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
-) -> None:
+def test_what_a_library_does_not_read_is_named_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*args: Any, **kwargs: Any) -> None:
-        raise error("no rows.")
+        raise datasets.exceptions.DatasetGenerationError("no rows.")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
@@ -208,46 +160,41 @@ def test_what_a_library_does_not_read_is_named_with_its_reason(
 def test_answers_may_be_numbers_and_other_columns_stay_in_the_row(tmp_path: Path) -> None:
     rows = [{"question": f"{n}?", "answer": n, "tests": [{"input": str(n)}], "meta": {"page": n}} for n in range(3)]
     path = write(tmp_path / "rows.jsonl", rows)
-    assert load(DatasetSpec.parse({"path": path}))["answer"][:] == [0, 1, 2]
-    table = load(DatasetSpec.parse({"name": "gsm8k", "path": path}))
+    assert loaded(path)["answer"][:] == [0, 1, 2]
+    table = loaded(path, name="gsm8k")
     assert table["answer"][:] == ["0", "1", "2"]
     assert table[2]["tests"] == [{"input": "2"}]
     assert table[2]["meta"] == {"page": 2}
 
 
-def test_a_task_without_golds_needs_no_answer(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"question": "Write a poem."}])
-    assert load(DatasetSpec.parse({"path": path})).to_list() == [{"prompt": user("Write a poem.")}]
-
-
 def test_columns_renames_by_a_mapping_and_selects_by_a_list(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.csv")
+    path = write(tmp_path / "rows.csv", ROWS)
     both = {"question": "problem", "answer": "solution", "solution": "solution"}
     assert load(spec(path, columns=both))[1] == {**EXPECTED[1], "solution": ROWS[1]["solution"]}
     write(tmp_path / "named.jsonl", [{"question": "a", "answer": 1, "other": 2}])
-    named = load(DatasetSpec.parse({"path": str(tmp_path / "named.jsonl"), "columns": ["question", "answer"]}))
+    named = loaded(str(tmp_path / "named.jsonl"), columns=["question", "answer"])
     assert named.column_names == ["prompt", "answer"]
 
 
 def test_a_column_prompt_is_the_prompt(tmp_path: Path) -> None:
     texts = write(tmp_path / "texts.jsonl", [{"prompt": " 1 + 1 = ", "answer": 2}])
-    assert load(DatasetSpec.parse({"path": texts})).to_list() == [{"prompt": " 1 + 1 = ", "answer": 2}]
-    given = {"path": texts, "system_prompt": "Be brief.", "prompt_format": "conversational"}
+    assert loaded(texts).to_list() == [{"prompt": " 1 + 1 = ", "answer": 2}]
     system = {"role": "system", "content": "Be brief."}
-    assert load(DatasetSpec.parse(given))[0]["prompt"] == [system, *user(" 1 + 1 = ")]
+    made = loaded(texts, system_prompt="Be brief.", prompt_format="conversational")
+    assert made[0]["prompt"] == [system, *user(" 1 + 1 = ")]
     with refused("`dataset.system_prompt`", "`prompt`"):
-        load(DatasetSpec.parse({"path": texts, "system_prompt": "Be brief."}))
+        loaded(texts, system_prompt="Be brief.")
     turns = [*user("hi"), {"role": "assistant", "content": "yes?"}, *user("1 + 1?")]
     messages = write(tmp_path / "messages.jsonl", [{"prompt": turns, "name": "x"}])
-    assert load(DatasetSpec.parse({"path": messages})).to_list() == [{"prompt": turns, "name": "x"}]
+    assert loaded(messages).to_list() == [{"prompt": turns, "name": "x"}]
     named = write(tmp_path / "named.jsonl", [{"prompt": [{**turns[0], "name": "Ann"}]}])
-    assert load(DatasetSpec.parse({"path": named})).to_list() == [{"prompt": [{**turns[0], "name": "Ann"}]}]
-    assert load(DatasetSpec.parse({"path": messages, "system_prompt": "Be brief."}))[0]["prompt"] == [system, *turns]
-    assert load(DatasetSpec.parse({"path": messages, "prompt_format": "text"}))[0]["prompt"] == "hi\nyes?\n1 + 1?"
+    assert loaded(named).to_list() == [{"prompt": [{**turns[0], "name": "Ann"}]}]
+    assert loaded(messages, system_prompt="Be brief.")[0]["prompt"] == [system, *turns]
+    assert loaded(messages, prompt_format="text")[0]["prompt"] == "hi\nyes?\n1 + 1?"
 
 
 def test_a_system_prompt_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl")
+    path = write(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "prompt.txt").write_text("Answer in\nFrench.\n", encoding="utf-8")
     for given, text in (
         ("boxed", prompts.SYSTEM_PROMPTS["boxed"]),
@@ -261,39 +208,34 @@ def test_a_system_prompt_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
 
 
 def test_a_template_can_use_any_column(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl")
+    path = write(tmp_path / "rows.jsonl", ROWS)
     template = "{{ problem }}{% if level > 2 %} (hard){% endif %}"
-    table = load(DatasetSpec.parse({"path": path, "prompt_template": template, "system_prompt": "Be brief."}))
+    table = loaded(path, prompt_template=template, system_prompt="Be brief.")
     assert table.column_names == ["prompt", "problem", "solution", "level"]
     assert [row["prompt"][1]["content"] for row in table] == [
         row["problem"] + (" (hard)" if row["level"] > 2 else "") for row in ROWS
     ]
-    text = load(DatasetSpec.parse({"path": path, "prompt_template": "Q: {{ problem }}\nA:", "prompt_format": "text"}))
+    text = loaded(path, prompt_template="Q: {{ problem }}\nA:", prompt_format="text")
     assert text[3]["prompt"] == f"Q: {ROWS[3]['problem']}\nA:"
     worked = write(tmp_path / "worked.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
-    preset = {"name": "gsm8k", "path": worked, "prompt_template": "{{ question }} Think.", "system_prompt": "none"}
-    assert load(DatasetSpec.parse(preset)).to_list() == [{"prompt": user("1 + 1? Think."), "answer": "2"}]
+    made = loaded(worked, name="gsm8k", prompt_template="{{ question }} Think.", system_prompt="none")
+    assert made.to_list() == [{"prompt": user("1 + 1? Think."), "answer": "2"}]
 
 
 def test_what_fails_in_a_template_is_named_with_its_row(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl")
+    path = write(tmp_path / "rows.jsonl", ROWS)
     for template, reason in (
         ("{{ level|wordwrap }}", "'splitlines'"),
-        ("{{ problem[9:1:0] }}", "slice step cannot be zero"),
         ("{{ problem.x }}", "'x'"),
+        ("{{ problem.__class__.__mro__ }}", "unsafe"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
         (r"{{ '\ud800' }}", "surrogates"),
     ):
         with refused(f"`dataset.prompt_template`: {path}, line 1", reason):
             load(spec(path, columns=None, prompt_template=template))
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ a", "{% for x in a %}" * 150 + "{% endfor %}" * 150, "{{ " + "(" * 3000 + " }}"]
-)
-def test_what_is_no_template_is_refused(template: str) -> None:
-    with refused("`dataset.prompt_template`"):
-        prompts.columns_of_prompt(DatasetSpec.parse({"path": "a", "prompt_template": template}))
+    for template in ("{{ a", "{% for x in a %}" * 150 + "{% endfor %}" * 150, "{{ " + "(" * 3000 + " }}"):
+        with refused("`dataset.prompt_template`"):
+            loaded(path, prompt_template=template)
 
 
 def test_a_template_takes_the_values_that_json_lacks(tmp_path: Path) -> None:
@@ -313,14 +255,12 @@ def test_boxed_golds_are_extracted(tmp_path: Path) -> None:
     expected = {"prompt": [system, *user("1/2 + 1/3?")], "answer": "\\frac{5}{6}", "solution": row["solution"]}
     for given in (row, {**row, "answer": "\\frac{5}{6}"}):
         path = write(tmp_path / f"{len(given)}.jsonl", [given])
-        assert load(DatasetSpec.parse({"name": "math", "path": path})).to_list() == [{**expected, "level": "Level 1"}]
+        assert loaded(path, name="math").to_list() == [{**expected, "level": "Level 1"}]
 
 
 def test_the_first_name_of_a_part_is_read(tmp_path: Path) -> None:
     row = {"problem": "p", "question": "q", "answer": "1", "solution": "2"}
-    made = load(
-        DatasetSpec.parse({"name": "math", "path": write(tmp_path / "a.jsonl", [row]), "system_prompt": "none"})
-    )
+    made = loaded(write(tmp_path / "a.jsonl", [row]), name="math", system_prompt="none")
     assert made.to_list() == [{"prompt": user("p"), "answer": "1", "question": "q", "solution": "2"}]
 
 
@@ -330,7 +270,7 @@ def test_multiple_choice_reads_the_forms_of_mmlu_and_arc(tmp_path: Path) -> None
     label = {"question": mmlu["question"], "choices": ["Paris", "Rome"], "label": "B"}
     for number, row in enumerate((mmlu, arc, label)):
         path = write(tmp_path / f"{number}.jsonl", [row])
-        (made,) = load(DatasetSpec.parse({"name": "multiple_choice", "path": path})).to_list()
+        (made,) = loaded(path, name="multiple_choice").to_list()
         assert made["prompt"][1]["content"] == "The capital of Italy?\nA. Paris\nB. Rome"
         assert made["answer"] == "B"
         assert made["choices"] == row["choices"]
@@ -352,7 +292,7 @@ ROME = {"question": "The capital of Italy?", "answer": "B"}
 def test_choices_may_be_columns_or_text(tmp_path: Path, choices: dict[str, Any]) -> None:
     full = dict.fromkeys("ABC", "x") if "A" in choices else choices  # the column C exists
     path = write(tmp_path / "rows.jsonl", [{**ROME, **choices}, {**ROME, **full, "question": "And of Spain?"}])
-    made = load(DatasetSpec.parse({"name": "multiple_choice", "path": path}))[0]
+    made = loaded(path, name="multiple_choice")[0]
     assert made["prompt"][1]["content"] == "The capital of Italy?\nA. Paris\nB. Rome"
     assert made["choices"] == {"text": ["Paris", "Rome"], "label": ["A", "B"]}
     columns = {name: [made[name]] * 3 for name in ("answer", "choices")}
@@ -360,38 +300,34 @@ def test_choices_may_be_columns_or_text(tmp_path: Path, choices: dict[str, Any])
     assert choice_correctness(completions=answers, **columns) == [1.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("choices", ["['Paris' 'Rome']", "Paris", '["Paris"]', "[" * 5_000])
-def test_text_that_is_no_list_of_choices_is_refused(tmp_path: Path, choices: str) -> None:
-    path = write(tmp_path / "rows.jsonl", [{**ROME, "choices": choices}])
-    with refused("", "line 1"):
-        load(DatasetSpec.parse({"name": "multiple_choice", "path": path}))
+def test_text_that_is_no_list_of_choices_is_refused(tmp_path: Path) -> None:
+    for choices in ("Paris", '["Paris"]', "[" * 5_000):
+        path = write(tmp_path / "rows.jsonl", [{**ROME, "choices": choices}])
+        with refused("", "line 1"):
+            loaded(path, name="multiple_choice")
 
 
 def test_rows_with_fewer_choices_than_others_are_not_dropped(tmp_path: Path) -> None:
     rows = [{**ROME, "A": "Paris", "B": "Rome", "C": "Oslo"}, {"question": "Which?", "answer": "A", "A": "x", "B": "y"}]
     path = write(tmp_path / "rows.jsonl", [*rows, {**rows[0], "answer": None}])
-    made = load(DatasetSpec.parse({"name": "multiple_choice", "path": path, "drop_missing": True}))
+    made = loaded(path, name="multiple_choice", drop_missing=True)
     assert made["answer"][:] == ["B", "A"]
 
 
 def test_a_float_of_32_bits_is_the_number_that_was_written(tmp_path: Path) -> None:
-    answers = np.array([0.1, 2.3, 1.234], np.float32)
-    datasets.Dataset.from_dict({"question": ["a", "b", "c"], "answer": answers}).to_parquet(tmp_path / "rows.parquet")
-    rows = load(DatasetSpec.parse({"path": str(tmp_path / "rows.parquet")}))
-    assert rows["answer"][:] == [0.1, 2.3, 1.234]
-    assert rows.column_names == ["prompt", "answer"]
-    # Other numbers and the order of the columns stay.
+    """Other numbers and the order of the columns stay."""
+    written, answers = [0.1, 2.3, 1.234], np.array([0.1, 2.3, 1.234], np.float32)
     table = {"x": answers, "question": ["a", "b", "c"], "n": [1, 2, 3], "d": [0.1, 0.2, None], "y": answers}
-    datasets.Dataset.from_dict(table).to_parquet(tmp_path / "all.parquet")
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_dict(table).to_parquet(path)
+    assert loaded(str(path), columns={"answer": "x", "question": "question"})["answer"][:] == written
     keys = Keys("path", "split")
-    every = sources.read(SourceSpec(str(tmp_path / "all.parquet")), keys).table
-    assert every.to_dict() == {**table, "x": [0.1, 2.3, 1.234], "y": [0.1, 2.3, 1.234]}
+    every = sources.read(SourceSpec(str(path)), keys).table
+    assert every.to_dict() == {**table, "x": written, "y": written}
     assert every.column_names == [*table]
-    for count in range(3):
-        part = sources.read(SourceSpec(str(tmp_path / "all.parquet"), split=f"train[:{count}]"), keys).table
-        assert part["x"][:] == [0.1, 2.3, 1.234][:count]
-    alone = sources.read(SourceSpec(str(tmp_path / "all.parquet"), columns=["x", "y"]), keys).table
-    assert alone.to_dict() == {"x": [0.1, 2.3, 1.234], "y": [0.1, 2.3, 1.234]}
+    for count in (0, 2):
+        part = sources.read(SourceSpec(str(path), split=f"train[:{count}]", columns=["x", "y"]), keys).table
+        assert part.to_dict() == {"x": written[:count], "y": written[:count]}
 
 
 # Conversations in ShareGPT's notation
@@ -402,21 +338,16 @@ def shared(*turns: tuple[str, str]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("column", ["conversations", "messages", "prompt"])
-@pytest.mark.parametrize("with_answer", [True, False])
-def test_turns_in_the_notation_of_sharegpt_are_messages(tmp_path: Path, column: str, with_answer: bool) -> None:
+def test_turns_in_the_notation_of_sharegpt_are_messages(tmp_path: Path, column: str) -> None:
     turns = shared(("system", "Be brief."), ("human", "2+2?"), ("gpt", "4"), ("human", "And 3+3?"))
-    answer = shared(("gpt", "6")) if with_answer else []
-    path = write(tmp_path / "rows.jsonl", [{column: [*turns, *answer]}])
-    (row,) = load(DatasetSpec.parse({"path": path})).to_list()
-    roles = [(turn["role"], turn["content"]) for turn in row["prompt"]]
-    assert roles == [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4"), ("user", "And 3+3?")]
-    assert row.get("answer") == ("6" if with_answer else None)
-
-
-def test_an_unknown_speaker_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", [{"conversations": shared(("human", "q"), ("observation", "x"))}])
+    for answer, gold in ((shared(("gpt", "6")), "6"), ([], None)):
+        (row,) = loaded(write(tmp_path / "rows.jsonl", [{column: [*turns, *answer]}])).to_list()
+        roles = [(turn["role"], turn["content"]) for turn in row["prompt"]]
+        assert roles == [("system", "Be brief."), ("user", "2+2?"), ("assistant", "4"), ("user", "And 3+3?")]
+        assert row.get("answer") == gold
+    path = write(tmp_path / "rows.jsonl", [{column: shared(("human", "q"), ("observation", "x"))}])
     with refused("", "line 1"):
-        load(DatasetSpec.parse({"path": path}))
+        loaded(path)
 
 
 # Mixtures
@@ -431,24 +362,25 @@ def three_sources(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
+def rows_of_trl(sources: Sequence[dict[str, Any]]) -> datasets.Dataset:
+    """Return the rows of a mixture of files as TRL reads them, which has a name for each format."""
+    kinds = {".jsonl": "json", ".parquet": "parquet"}
+    parts = [
+        DatasetConfig(kinds[Path(source["path"]).suffix], data_files=source["path"], fraction=source.get("fraction"))
+        for source in sources
+    ]
+    return get_dataset(DatasetMixtureConfig(datasets=parts))["train"]
+
+
 @pytest.mark.parametrize("with_fractions", [True, False])
 def test_a_mixture_has_the_same_rows_as_in_trl(tmp_path: Path, with_fractions: bool) -> None:
-    """TRL reads the same three tables with `load_dataset`, which has a name for each format."""
     sources = three_sources(tmp_path)
     if not with_fractions:
         for source in sources:
             del source["fraction"]
     datasets.load_from_disk(sources[2]["path"]).to_parquet(tmp_path / "c.parquet")
-    files = [("json", sources[0]["path"]), ("parquet", sources[1]["path"]), ("parquet", str(tmp_path / "c.parquet"))]
-    theirs = get_dataset(
-        DatasetMixtureConfig(
-            datasets=[
-                DatasetConfig(path=kind, data_files=file, fraction=source.get("fraction"))
-                for (kind, file), source in zip(files, sources, strict=True)
-            ]
-        )
-    )["train"]
-    ours = load(DatasetSpec.parse({"path": sources}))
+    theirs = rows_of_trl([*sources[:2], {**sources[2], "path": str(tmp_path / "c.parquet")}])
+    ours = loaded(sources)
     assert [row["prompt"][0]["content"] for row in ours] == theirs["question"][:]
     assert ours["answer"][:] == theirs["answer"][:]
     counts = [ours["source"][:].count(source["path"]) for source in sources]
@@ -464,7 +396,7 @@ def test_a_mixture_accepts_the_keys_of_trl(tmp_path: Path) -> None:
         {"path": "json", "data_files": first, "split": "train", "columns": ["question", "answer"]},
         {"path": second, "columns": {"question": "problem"}},
     ]
-    assert load(DatasetSpec.parse({"path": sources})).to_list() == [
+    assert loaded(sources).to_list() == [
         {"prompt": user("a"), "answer": "1", "source": "json"},
         {"prompt": user("b"), "answer": "x2", "source": second},
     ]
@@ -477,15 +409,7 @@ def test_halves_of_rows_are_rounded_as_in_trl(tmp_path: Path) -> None:
         {"path": write(tmp_path / "a.jsonl", rows[:2]), "fraction": 0.6},
         {"path": write(tmp_path / "b.jsonl", rows[2:]), "fraction": 0.8},
     ]
-    theirs = get_dataset(
-        DatasetMixtureConfig(
-            datasets=[
-                DatasetConfig(path="json", data_files=source["path"], fraction=source["fraction"]) for source in sources
-            ]
-        )
-    )["train"]
-    ours = load(DatasetSpec.parse({"path": sources}))
-    assert [row["prompt"][0]["content"] for row in ours] == theirs["question"][:]
+    assert [row["prompt"][0]["content"] for row in loaded(sources)] == rows_of_trl(sources)["question"][:]
 
 
 @pytest.mark.usefixtures("silent_hub")
@@ -493,24 +417,20 @@ def test_a_source_with_a_configuration_is_called_by_both_names(tmp_path: Path) -
     files = {name: write(tmp_path / f"{name}.jsonl", [{"question": name}]) for name in ("easy", "hard")}
     sources = [{"path": "json", "name": name, "data_files": file} for name, file in files.items()]
     sources.append({"path": "json", "data_dir": str(tmp_path), "data_files": "hard.jsonl"})
-    made = load(DatasetSpec.parse({"path": sources}))
+    made = loaded(sources)
     assert made["source"][:] == ["json/easy", "json/hard", "json"]
     assert [row["prompt"][0]["content"] for row in made] == ["easy", "hard", "hard"]
 
 
-def test_a_column_that_is_null_in_one_source_has_the_type_of_the_other(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", [{"question": "a", "level": None}])
-    second = write(tmp_path / "b.jsonl", [{"question": "b", "level": 3}])
+def test_a_column_has_one_type_in_all_sources_that_have_values(tmp_path: Path) -> None:
+    first, second = str(tmp_path / "a.jsonl"), write(tmp_path / "b.jsonl", [{"question": "b", "level": 3}])
+    write(tmp_path / "a.jsonl", [{"question": "a", "level": None}])
     for order, levels in (([first, second], [None, 3]), ([second, first], [3, None])):
-        assert load(DatasetSpec.parse({"path": order}))["level"][:] == levels
-
-
-@pytest.mark.parametrize("level", ["hard", [1], {"a": 1}, 2.5, True])
-def test_a_column_of_two_types_is_named_with_its_sources(tmp_path: Path, level: Any) -> None:
-    first = write(tmp_path / "a.jsonl", [{"question": "a", "level": 3}])
-    second = write(tmp_path / "b.jsonl", [{"question": "b", "level": level}])
-    with refused(f"`dataset.path`: {first} and {second}", "level"):
-        load(DatasetSpec.parse({"path": [first, second]}))
+        assert loaded(order)["level"][:] == levels
+    for level in ("hard", [1], 2.5, True):
+        write(tmp_path / "a.jsonl", [{"question": "a", "level": level}])
+        with refused(f"`dataset.path`: {first} and {second}", "level"):
+            loaded([first, second])
 
 
 def test_a_mixture_survives_a_round_trip_through_json(tmp_path: Path) -> None:
@@ -555,6 +475,7 @@ def test_a_row_is_on_the_same_side_in_every_version(tmp_path: Path) -> None:
         ({}, '[{"content": "Größe?", "role": "user"}]'),
         ({"system_prompt": "think"}, '[{"content": "Größe?", "role": "user"}]'),
         ({"prompt_template": "{{ question }} {{ n }}"}, '[1, "Größe?"]'),
+        ({"prompt_template": "Solve: {{ n }} {{ question }}"}, '[1, "Größe?"]'),
         ({"columns": {"prompt": "question"}}, '"Größe?"'),
     ):
         (identity,) = load_prompts(DatasetSpec.parse({"path": path, **keys})).identities
@@ -566,16 +487,6 @@ def test_a_row_is_on_the_same_side_in_every_version(tmp_path: Path) -> None:
             assert len(load(made, evaluation=evaluation)) == 1
             with refused("`dataset.eval_share`", "rows.jsonl"):
                 load(made, evaluation=not evaluation)
-
-
-def test_the_wording_of_a_template_does_not_change_identities(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl")
-    identities = [
-        load_prompts(DatasetSpec.parse({"path": path, "prompt_template": template})).identities
-        for template in ("{{ problem }}", "Solve: {{ problem }}", "{{ problem }} {{ level }}")
-    ]
-    assert (identities[0] == identities[1]).all()
-    assert (identities[0] != identities[2]).all()
 
 
 # Prompts of many rows, and single prompts
@@ -596,12 +507,9 @@ def test_rows_of_later_batches_keep_their_places(
     assert [row["prompt"][0]["content"] for row in made.dataset] == [f"{n}?" for n in left]
     assert [place.number for place in made.places(range(len(left)))] == [n + 1 for n in left]
     rows[6]["level"] = 0
-    template = {"path": write(tmp_path / "rows.jsonl", rows), "prompt_template": "{{ 1 // level }}"}
+    write(tmp_path / "rows.jsonl", rows)
     with refused("", "rows.jsonl", "line 7"):
-        load(DatasetSpec.parse({**keys, **template}))
-    rows[6]["question"] = 3
-    with refused("", "rows.jsonl", "line 7", "'question'", "3"):
-        load(DatasetSpec.parse({"path": write(tmp_path / "rows.jsonl", rows)}))
+        loaded(**keys, prompt_template="{{ 1 // level }}")
 
 
 S = {"role": "system", "content": "s"}
@@ -634,7 +542,6 @@ def test_a_system_prompt_comes_first_unless_the_turns_bring_one(
     [
         ({"name": "gsm8k"}, ("question",), "a {{ b"),
         ({"name": "multiple_choice"}, ("question", "choices"), " a {{ b "),
-        ({"name": "extraction"}, ("text",), "a {{ b"),
         (
             {"name": "classification", "labels": ["x", "y"]},
             ("text",),
@@ -645,7 +552,6 @@ def test_a_system_prompt_comes_first_unless_the_turns_bring_one(
         ({"prompt_template": "Q: {{ q }}!"}, ("q",), "Q:  a {{ b !"),
         ({"prompt_template": "{{ q }}{{ a }}"}, ("a", "q"), " a {{ b "),
         ({"prompt_template": "Play."}, (), " a {{ b "),
-        ({"prompt_template": ""}, (), " a {{ b "),
         ({"name": "gsm8k", "prompt_template": "{{ x }}"}, ("x",), " a {{ b "),
     ],
 )
@@ -661,7 +567,6 @@ def test_a_text_is_asked_as_a_row_with_one_column_would_be(keys: dict[str, Any],
         ("gsm8k", {"question": "q", "gold": 1}, ["'answer'", "`columns: {answer: ...}`"]),
         ("math", {"problem": "q", "x": 1}, ["'answer' or 'solution'", "`columns: {answer: ...}`"]),
         ("multiple_choice", {"question": "q", "A": "x", "answer": "A"}, ["'choices'", "`columns: {A: ..., B: ...}`"]),
-        ("extraction", {"object": "{}"}, ["'text' or 'question'", "`columns: {text: ...}`"]),
         (None, {"problem": "q"}, ["'conversations'", "`columns: {question: ...}`", "`prompt_template`"]),
     ],
 )
@@ -670,7 +575,7 @@ def test_a_missing_column_is_named_with_the_key_that_maps_one(
 ) -> None:
     path = write(tmp_path / "rows.jsonl", [row])
     with refused(f"`dataset`: {path}, line 1", ", ".join(row), *figures):
-        load(DatasetSpec.parse({"name": name, "path": path}))
+        loaded(path, name=name)
 
 
 def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path) -> None:
@@ -678,11 +583,10 @@ def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path) -> None:
     for name in (*names, "environments", "image", "images"):
         path = write(tmp_path / "rows.jsonl", [{"question": "q", name: 1}])
         with refused(f"`dataset`: {path}, line 1", repr(name), f"`columns: {{other_{name}: {name}}}`"):
-            load(DatasetSpec.parse({"path": path}))
-    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    path = write(tmp_path / "rows.jsonl", [{"conversations": turns, "answer": "3"}])
+            loaded(path)
+    path = write(tmp_path / "rows.jsonl", [{"conversations": [*user("1 + 1?"), A], "answer": "3"}])
     with refused(f"{path}, line 1", "'answer'"):
-        load(DatasetSpec.parse({"name": "rlaif", "path": path}))
+        loaded(path, name="rlaif")
 
 
 @pytest.mark.parametrize(
@@ -696,18 +600,17 @@ def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_golds_have_the_type_of_the_answers(tmp_path: Path, answers: Any, kind: pa.DataType, golds: Any) -> None:
-    parquet.write_table(
-        pa.table({"question": ["q", "r"], "answer": pa.array(answers, kind)}), tmp_path / "rows.parquet"
-    )
-    assert load(DatasetSpec.parse({"name": "gsm8k", "path": str(tmp_path / "rows.parquet")}))["answer"][:] == golds
+    path = str(tmp_path / "rows.parquet")
+    parquet.write_table(pa.table({"question": ["q", "r"], "answer": pa.array(answers, kind)}), path)
+    assert loaded(path, name="gsm8k")["answer"][:] == golds
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
-def test_choices_of_text_become_lists_and_lists_stay(tmp_path: Path, kind: pa.DataType) -> None:
+def test_choices_of_text_become_lists_and_lists_stay(tmp_path: Path) -> None:
+    kind = pa.large_string()
     for number, choices in enumerate((pa.array(["x | y"], kind), pa.array([["x", "y"]], pa.large_list(kind)))):
-        table = pa.table({"question": ["q"], "choices": choices, "answer": ["B"]})
-        parquet.write_table(table, tmp_path / f"{number}.parquet")
-        made = load(DatasetSpec.parse({"name": "multiple_choice", "path": str(tmp_path / f"{number}.parquet")}))
+        path = str(tmp_path / f"{number}.parquet")
+        parquet.write_table(pa.table({"question": ["q"], "choices": choices, "answer": ["B"]}), path)
+        made = loaded(path, name="multiple_choice")
         assert made["answer"][:] == ["B"]
         assert made["choices"][0] == (["x", "y"] if number else {"text": ["x", "y"], "label": ["A", "B"]})
 
@@ -716,7 +619,7 @@ def test_messages_of_a_large_list_are_kept(tmp_path: Path) -> None:
     for turn in ({"role": "user", "content": "q"}, {"from": "human", "value": "q"}):
         kind = pa.large_list(pa.struct([(key, pa.string()) for key in turn]))
         parquet.write_table(pa.table({"prompt": pa.array([[turn]], kind)}), tmp_path / "rows.parquet")
-        made = load(DatasetSpec.parse({"path": str(tmp_path / "rows.parquet")}))
+        made = loaded(str(tmp_path / "rows.parquet"))
         assert made["prompt"][:] == [user("q")]
 
 
@@ -729,7 +632,6 @@ MIXED_PARTS = [{"role": "user", "content": [{"type": "image_url", "text": None},
     ("column", "value", "feature"),
     [
         ("picture", STORED, datasets.Image()),
-        ("pictures", [STORED], datasets.List(datasets.Image())),
         ("page", {"scan": STORED}, {"scan": datasets.Image()}),
         ("picture", STORED, None),
         ("raw", PNG, None),
@@ -746,8 +648,8 @@ def test_images_are_refused_unless_other_columns_are_selected(
     rows = [{"question": "q", column: value}, {"question": "q", column: None}]
     datasets.Dataset.from_list(rows[:: 1 if column == "prompt" else -1], features).to_parquet(path)
     with refused(""):
-        load(DatasetSpec.parse({"path": str(path)}))
-    assert len(load(DatasetSpec.parse({"path": str(path), "columns": ["question"]}))) == 2
+        loaded(str(path))
+    assert len(loaded(str(path), columns=["question"])) == 2
 
 
 def test_a_table_with_names_of_images_or_an_empty_column_of_images_is_read(tmp_path: Path) -> None:
@@ -755,22 +657,22 @@ def test_a_table_with_names_of_images_or_an_empty_column_of_images_is_read(tmp_p
     kinds = {"question": "string", "file": "string"}
     features = {**{name: datasets.Value(kind) for name, kind in kinds.items()}, "scan": datasets.Image()}
     datasets.Dataset.from_list([row], datasets.Features(features)).to_parquet(tmp_path / "rows.parquet")
-    assert len(load(DatasetSpec.parse({"path": str(tmp_path / "rows.parquet")}))) == 1
+    assert len(loaded(str(tmp_path / "rows.parquet"))) == 1
 
 
 def test_a_template_replaces_a_column_prompt_and_keeps_what_else_it_names(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"prompt": "p", "question": "q", "answer": 1}])
     for template, content in (("{{ prompt }} {{ answer }}", "p 1"), ("{{ question }}", "q")):
-        made = load(DatasetSpec.parse({"path": path, "prompt_template": template}))
+        made = loaded(path, prompt_template=template)
         assert made.to_list() == [{"prompt": user(content), "question": "q", "answer": 1}]
     worked = write(tmp_path / "worked.jsonl", [{"question": "q", "answer": "#### 1", "hint": "h"}])
-    keys = {"name": "gsm8k", "path": worked, "prompt_template": "{{ answer }} {{ hint }}", "system_prompt": "none"}
-    assert load(DatasetSpec.parse(keys)).to_list() == [{"prompt": user("#### 1 h"), "answer": "1", "hint": "h"}]
+    made = loaded(worked, name="gsm8k", prompt_template="{{ answer }} {{ hint }}", system_prompt="none")
+    assert made.to_list() == [{"prompt": user("#### 1 h"), "answer": "1", "hint": "h"}]
 
 
 def test_prompts_without_another_column_are_a_table_too(tmp_path: Path) -> None:
     for row in ({"question": "q"}, {"prompt": "q"}, {"prompt": user("q")}):
-        made = load(DatasetSpec.parse({"path": write(tmp_path / "rows.jsonl", [row])}))
+        made = loaded(write(tmp_path / "rows.jsonl", [row]))
         assert made.to_list() == [{"prompt": "q" if row.get("prompt") == "q" else user("q")}]
 
 
@@ -796,15 +698,11 @@ TABLES = Path(__file__).parents[2] / "data" / "tables"
 def test_a_dotted_path_names_a_nested_column() -> None:
     nested = TABLES / "extraction_nested.jsonl"
     records = [json.loads(line)["record"] for line in nested.read_text(encoding="utf-8").splitlines()]
-    table = load(
-        DatasetSpec.parse({"path": str(nested), "columns": {"question": "record.text", "fields": "record.target"}})
-    )
+    table = loaded(str(nested), columns={"question": "record.text", "fields": "record.target"})
     assert table["prompt"][:] == [user(record["text"]) for record in records]
     assert table["fields"][:] == [record["target"] for record in records]
     assert table["record"][0] == records[0]
-    replaced = load(
-        DatasetSpec.parse({"path": str(nested), "columns": {"question": "record.text", "record": "record.target.day"}})
-    )
+    replaced = loaded(str(nested), columns={"question": "record.text", "record": "record.target.day"})
     assert replaced["record"][:] == [record["target"]["day"] for record in records]
 
 
@@ -812,19 +710,16 @@ def test_a_dotted_path_reads_the_rows_of_a_slice_and_of_parquet(tmp_path: Path) 
     rows = [{"a": {"b": {"c": f"q{n}"}}, "a.b": n} for n in range(9)]
     for name in ("rows.jsonl", "rows.parquet"):
         path = write(tmp_path / name, rows)
-        table = load(
-            DatasetSpec.parse({"path": path, "split": "train[3:5]+train[8:]", "columns": {"question": "a.b.c"}})
-        )
+        table = loaded(path, split="train[3:5]+train[8:]", columns={"question": "a.b.c"})
         assert table["prompt"][:] == [user(f"q{n}") for n in (3, 4, 8)]
-        assert load(DatasetSpec.parse({"path": path, "columns": {"question": "a.b.c", "n": "a.b"}}))["n"][:] == list(
-            range(9)
-        )
+        table = loaded(path, columns={"question": "a.b.c", "n": "a.b"})
+        assert table["n"][:] == list(range(9)), "a column of exactly this name comes first"
 
 
 def test_a_missing_object_has_no_nested_value(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", [{"question": "a", "meta": {"level": 1}}, {"question": "b", "meta": None}])
-    assert load(DatasetSpec.parse({"path": path, "columns": {"level": "meta.level"}}))["level"][:] == [1, None]
-    later = load(DatasetSpec.parse({"path": path, "columns": {"the_level": "meta.level"}}))
+    assert loaded(path, columns={"level": "meta.level"})["level"][:] == [1, None]
+    later = loaded(path, columns={"the_level": "meta.level"})
     assert later.column_names == ["prompt", "the_level", "meta"]
 
 
@@ -832,41 +727,24 @@ def test_a_missing_object_has_no_nested_value(tmp_path: Path) -> None:
 def test_the_last_assistant_turn_of_a_conversation_is_the_gold(name: str) -> None:
     nested = TABLES / "nested.jsonl"
     turns = [json.loads(line)["conversation"]["messages"] for line in nested.read_text(encoding="utf-8").splitlines()]
-    table = load(DatasetSpec.parse({"path": str(nested), "columns": {name: "conversation.messages"}}))
+    table = loaded(str(nested), columns={name: "conversation.messages"})
     assert table["prompt"][:] == [conversation[:-1] for conversation in turns]
     assert table["answer"][:] == [conversation[-1]["content"] for conversation in turns]
 
 
-def test_a_blank_last_turn_is_no_gold(tmp_path: Path) -> None:
-    """A later conversation may end with the user's turn, and has no gold either."""
-    answers = ["a ", " ", None]
-    turns = [
-        [*user("q"), *([] if answer is None else [{"role": "assistant", "content": answer}])] for answer in answers
-    ]
-    path = write(tmp_path / "rows.jsonl", [{"messages": conversation} for conversation in turns])
-    made = load(DatasetSpec.parse({"path": path}))
+def test_a_conversation_without_an_answer_is_a_prompt(tmp_path: Path) -> None:
+    """A blank last turn is no gold, a conversation may end with the user's turn, and a column `answer` is the gold."""
+    answered, blank = [*user("q"), {**A, "content": "a "}], [*user("q"), {**A, "content": " "}]
+    made = loaded(write(tmp_path / "rows.jsonl", [{"messages": turns} for turns in (answered, blank, user("q"))]))
     assert made["answer"][:] == ["a", None, None]
     assert made["prompt"][:] == [user("q")] * 3
-
-
-def test_a_conversation_without_a_last_assistant_turn_is_a_prompt(tmp_path: Path) -> None:
-    turns = [{"role": "system", "content": "s"}, *user("q"), {"role": "assistant", "content": "a"}, *user("r")]
-    path = write(tmp_path / "rows.jsonl", [{"messages": turns, "answer": "1"}])
-    assert load(DatasetSpec.parse({"path": path})).to_list() == [{"prompt": turns, "answer": "1"}]
-
-
-def test_a_column_answer_stays_the_gold_of_a_conversation(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "rows.jsonl", [{"messages": [*user("q"), {"role": "assistant", "content": "a"}], "answer": 1}]
-    )
-    assert load(DatasetSpec.parse({"path": path})).to_list() == [{"prompt": user("q"), "answer": 1}]
-
-
-def test_a_conversation_of_an_answer_alone_is_refused(tmp_path: Path) -> None:
-    turns = [*user("q"), {"role": "assistant", "content": "a"}]
-    path = write(tmp_path / "rows.jsonl", [{"messages": turns}, {"messages": turns[1:]}])
+    longer = [S, *answered, *user("r")]
+    for turns, gold, prompt in ((longer, "1", longer), (answered, 1, user("q"))):
+        path = write(tmp_path / "rows.jsonl", [{"messages": turns, "answer": gold}])
+        assert loaded(path).to_list() == [{"prompt": prompt, "answer": gold}]
+    path = write(tmp_path / "rows.jsonl", [{"messages": answered}, {"messages": [A]}])
     with refused("", "line 2"):
-        load(DatasetSpec.parse({"path": path}))
+        loaded(path)
 
 
 @pytest.mark.parametrize(
@@ -881,24 +759,23 @@ def test_a_preset_keeps_a_list_of_accepted_golds(
 ) -> None:
     rows = [{columns[0]: "q", columns[1]: golds}, {columns[0]: "r", columns[1]: ["7"]}]
     path = write(tmp_path / "rows.jsonl", rows)
-    assert load(DatasetSpec.parse({"name": preset, "path": path}))["answer"][:] == [expected, ["7"]]
+    assert loaded(path, name=preset)["answer"][:] == [expected, ["7"]]
     for wrong in ([], ["7", " "]):
         path = write(tmp_path / "wrong.jsonl", [rows[0], {columns[0]: "r", columns[1]: wrong}])
         with refused("", "wrong.jsonl", "line 2"):
-            load(DatasetSpec.parse({"name": preset, "path": path}))
+            loaded(path, name=preset)
 
 
-@pytest.mark.parametrize("number", [1.234, -12.125, 999.001, 0.125, 1234.567, 2.5, 18.0])
 @pytest.mark.parametrize("file", ["rows.jsonl", "rows.parquet"])
-def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, number: float, file: str) -> None:
-    path = write(tmp_path / file, [{"question": "q", "answer": number}])
-    (gold,) = load(DatasetSpec.parse({"name": "gsm8k", "path": path}))["answer"][:]
-    exact = f"<answer>{number:.10g}</answer>"
-    assert gsm8k_correctness(completions=[exact], answer=[gold]) == [2.0]
-    for decimal in ("point", "comma"):
-        read = read_gold(gold, decimal)
-        assert read is not None
-        assert read.number == Fraction(str(number))
+def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, file: str) -> None:
+    numbers = [1.234, -12.125, 999.001, 0.125, 1234.567, 2.5, 18.0]
+    path = write(tmp_path / file, [{"question": "q", "answer": number} for number in numbers])
+    for number, gold in zip(numbers, loaded(path, name="gsm8k")["answer"], strict=True):
+        assert gsm8k_correctness(completions=[f"<answer>{number:.10g}</answer>"], answer=[gold]) == [2.0]
+        for decimal in ("point", "comma"):
+            read = read_gold(gold, decimal)
+            assert read is not None
+            assert read.number == Fraction(str(number))
 
 
 # Bad input
@@ -912,7 +789,6 @@ def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, n
         ({"columns": ["problem", "x"]}, "`dataset.columns`", ["'x'"]),
         ({"columns": {"level": "problem"}}, "`dataset.columns`", ["`other_level: level`"]),
         ({"prompt_template": "{{ problm }}"}, "`dataset.prompt_template`", ["'problm'"]),
-        ({"prompt_template": "{{ question.__class__.__mro__ }}"}, "rows.jsonl, line 1", ["unsafe"]),
         ({"prompt_template": "{% if level > 1 %}x{% endif %}"}, "`dataset.prompt_template`: ", ["rows.jsonl, line 1"]),
         ({"path": [{"pth": "x"}]}, "`dataset.path.pth`", ["`path`"]),
         ({"path": ["{folder}/rows.jsonl", "{folder}/clash.jsonl"]}, "clash.jsonl", ["level"]),
@@ -924,7 +800,7 @@ def test_a_number_stays_a_number_that_no_decimal_mark_misreads(tmp_path: Path, n
 def test_a_mistake_is_reported_with_its_fix(
     tmp_path: Path, keys: dict[str, Any], place: str, figures: list[str]
 ) -> None:
-    write(tmp_path / "rows.jsonl")
+    write(tmp_path / "rows.jsonl", ROWS)
     write(tmp_path / "clash.jsonl", [{**row, "level": "hard"} for row in ROWS])
     write(tmp_path / "sourced.jsonl", [{**row, "source": "x"} for row in ROWS])
     write(tmp_path / "null.jsonl", [*ROWS[:2], {**ROWS[2], "problem": None}])
@@ -939,4 +815,4 @@ def test_an_empty_prompt_is_reported_with_its_row(tmp_path: Path, prompt: Any) -
     right = "a?" if isinstance(prompt, str) or prompt is None else user("a?")
     path = write(tmp_path / "rows.jsonl", [{"prompt": right}, {"prompt": prompt}])
     with refused("", "rows.jsonl", "line 2"):
-        load(DatasetSpec.parse({"path": path}))
+        loaded(path)

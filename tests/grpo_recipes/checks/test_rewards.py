@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -59,78 +58,62 @@ def rows_of(found: GoldCheck) -> list[int]:
     return [place.number for place in found.places]
 
 
+def unscorable(specs: list[Any], dataset: datasets.Dataset) -> GoldCheck:
+    """Return what is found about the golds that no reward can score."""
+    found = check_golds(build_rewards(specs), dataset)
+    assert found is not None
+    return found
+
+
 def test_rows_without_a_scorable_gold_are_counted_from_1() -> None:
-    found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", PROSE, "1,000", "", PROSE))
-    assert found is not None
-    assert (found.count, found.total, rows_of(found)) == (3, 5, [2, 4, 5])
-    assert all(figure in found.describe() for figure in ("3 of 5 golds", "gsm8k_correctness", "rows 2, 4, 5"))
+    found = unscorable(["gsm8k_correctness"], golds("18", PROSE, "1,000", "", PROSE))
+    assert (found.count, found.total, found.missing, rows_of(found)) == (3, 5, 1, [2, 4, 5])
+    figures = ("3 of 5 golds", "gsm8k_correctness", "rows 2, 4, 5", "`dataset.drop_missing: true`")
+    assert all(figure in found.describe() for figure in figures)
     assert found.as_dict() == {"count": 3, "total": 5, "rows": ["rows 2, 4, 5"]}
+    assert "drop_missing" not in unscorable(["gsm8k_correctness"], golds("18", PROSE)).describe()
+    # `drop_missing` looks at the column of the answer alone.
+    elsewhere = {"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}
+    found = unscorable([elsewhere], golds("1", "2", solution=["1", ""]))
+    assert (found.missing, rows_of(found)) == (0, [2])
 
 
-def test_drop_missing_is_offered_for_empty_golds() -> None:
-    found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", PROSE, "", "", PROSE))
-    assert found is not None
-    assert found.missing == 2
-    assert "`dataset.drop_missing: true`" in found.describe()
-    found = check_golds(build_rewards(["gsm8k_correctness"]), golds("18", PROSE))
-    assert found is not None
-    assert "drop_missing" not in found.describe()
-
-
-@pytest.mark.parametrize("reward", ["gsm8k_correctness", "math_correctness", "string_match"])
-def test_a_row_with_more_than_64_golds_is_reported_by_every_reward(reward: str) -> None:
+def test_a_row_with_more_than_64_golds_is_reported_by_every_reward() -> None:
     dataset = datasets.Dataset.from_dict({"prompt": ["q"] * 2, "answer": [["18"] * 64, ["18"] * 65]})
-    found = check_golds(build_rewards([reward]), dataset)
-    assert found is not None
-    assert rows_of(found) == [2]
-    assert "64" in found.describe()
+    for reward in ("gsm8k_correctness", "math_correctness", "string_match"):
+        found = unscorable([reward], dataset)
+        assert rows_of(found) == [2]
+        assert "64" in found.describe()
 
 
 def test_of_many_unscorable_rows_the_first_are_named() -> None:
-    found = check_golds(build_rewards(["math_correctness"]), golds("18", *[PROSE] * 30))
-    assert found is not None
-    assert found.count == 30
-    assert rows_of(found) == list(range(2, 22))
+    found = unscorable(["math_correctness"], golds("18", *[PROSE] * 30))
+    assert (found.count, rows_of(found)) == (30, list(range(2, 22)))
     assert "20, 21 and 10 more" in found.describe()
 
 
 def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
     dataset = golds(PROSE, "7", PROSE, solution=["7", PROSE, PROSE])
     second = {"name": "math_correctness", "kwargs": {"gold_column": "solution"}}
-    found = check_golds(build_rewards(["gsm8k_correctness", second]), dataset)
-    assert found is not None
-    assert rows_of(found) == [3]
+    assert rows_of(unscorable(["gsm8k_correctness", second], dataset)) == [3]
     # A sum can't score a row that one of its parts can't score.
-    found = check_golds(build_rewards([{"name": "sum", "rewards": ["gsm8k_correctness", second]}, second]), dataset)
-    assert found is not None
-    assert rows_of(found) == [2, 3]
-    both = build_rewards([{"name": "sum", "rewards": ["gsm8k_correctness", second]}])
+    both = {"name": "sum", "rewards": ["gsm8k_correctness", second]}
+    assert rows_of(unscorable([both, second], dataset)) == [2, 3]
     with refused("`rewards`", "1", "`answer`"):
-        check_golds(both, dataset.select([2]))
+        check_golds(build_rewards([both]), dataset.select([2]))
 
 
 def test_of_a_large_dataset_a_sample_of_the_golds_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("grpo_recipes.data.prompts.SAMPLE", 6)
-    judges = build_rewards(["gsm8k_correctness"])
     chosen = sample_of_rows(9).tolist()
     dataset = golds(*("1" if row != chosen[-1] else PROSE for row in range(9)))
-    found = check_golds(judges, dataset)
-    assert found is not None
-    places = tuple(row_numbers([chosen[-1]]))
-    assert found.as_dict()["dataset_rows"] == 9
-    assert found == GoldCheck(1, 6, places, ("gsm8k_correctness",), found.forms, 0, dataset_rows=9)
-    found = check_golds(judges, dataset.select(chosen))
-    assert found is not None
+    found = unscorable(["gsm8k_correctness"], dataset)
+    assert (found.count, found.total, found.dataset_rows) == (1, 6, 9)
+    assert found.places == tuple(row_numbers([chosen[-1]]))
+    found = unscorable(["gsm8k_correctness"], dataset.select(chosen))
     assert (found.total, found.dataset_rows, rows_of(found)) == (6, None, [6])
     with refused("`rewards`: gsm8k_correctness", "6 golds", "`answer`", f"'{chosen[0] * 'x'}There "):
-        check_golds(judges, golds(*("x" * row + PROSE for row in range(9))))
-
-
-def test_empty_golds_of_another_column_than_the_answer_are_not_left_out_by_drop_missing() -> None:
-    judges = build_rewards([{"name": "gsm8k_correctness", "kwargs": {"gold_column": "solution"}}])
-    found = check_golds(judges, golds("1", "2", solution=["1", ""]))
-    assert found is not None
-    assert (found.missing, rows_of(found)) == (0, [2])
+        check_golds(build_rewards(["gsm8k_correctness"]), golds(*("x" * row + PROSE for row in range(9))))
 
 
 def test_golds_that_may_have_a_decimal_comma_are_named() -> None:
@@ -143,20 +126,17 @@ def test_golds_that_may_have_a_decimal_comma_are_named() -> None:
     assert gold_notes(elsewhere, dataset) == [], "another check reports the column that is missing"
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
+def test_a_dataset_without_a_scorable_gold_is_refused() -> None:
+    for spec in (
         "gsm8k_correctness",
         {"name": "math_correctness", "alias": "judge"},
         {"name": "sum", "rewards": ["tag_count", "gsm8k_correctness"]},
         "group_length",
-    ],
-)
-def test_a_dataset_without_a_scorable_gold_is_refused(spec: object) -> None:
-    rewards = build_rewards([spec, "tag_count"], num_generations=2)  # type: ignore[list-item]
-    with refused("", "2", "`answer`"):
-        check_golds(rewards, golds(" ", ""))
-    assert check_golds(rewards, golds("1", "2")) is None
+    ):
+        rewards = build_rewards([spec, "tag_count"], num_generations=2)
+        with refused("", "2", "`answer`"):
+            check_golds(rewards, golds(" ", ""))
+        assert check_golds(rewards, golds("1", "2")) is None
 
 
 def test_golds_of_multiple_choice_are_checked_with_their_choices_also_in_a_gate() -> None:
@@ -164,9 +144,7 @@ def test_golds_of_multiple_choice_are_checked_with_their_choices_also_in_a_gate(
     gate = {"name": "gate", "reward": choice, "only_if": "tag_count"}
     dataset = golds("B", "Rome", "Oslo", options=[["Paris", "Rome"]] * 3)
     for spec in (choice, gate):
-        found = check_golds(build_rewards([spec]), dataset)
-        assert found is not None
-        assert rows_of(found) == [3]
+        assert rows_of(unscorable([spec], dataset)) == [3]
         with refused("", "`options`"):
             check_columns(build_rewards([spec]), ["prompt", "answer"])
     with refused("", "'Oslo'"):
@@ -176,9 +154,7 @@ def test_golds_of_multiple_choice_are_checked_with_their_choices_also_in_a_gate(
 def test_rows_with_an_unknown_instruction_are_named() -> None:
     names = [["punctuation:no_comma"], ["punctuation:no_coma"]]
     dataset = golds("", "", instruction_id_list=names, kwargs=[[{}], [{}]])
-    found = check_golds(build_rewards(["instructions"]), dataset)
-    assert found is not None
-    assert rows_of(found) == [2]
+    assert rows_of(unscorable(["instructions"], dataset)) == [2]
     with refused("", "`instruction_id_list`"):
         check_golds(build_rewards(["instructions"]), dataset.select([1]))
     with refused("", "`kwargs`"):
@@ -186,9 +162,7 @@ def test_rows_with_an_unknown_instruction_are_named() -> None:
 
 
 def test_rows_whose_tests_cannot_be_split_are_named_with_the_possible_forms() -> None:
-    dataset = golds("", "", tests=[["assert f(1) == 2"], ["assert f(1) == g(1)"]])
-    found = check_golds(build_rewards(["unit_tests"]), dataset)
-    assert found is not None
+    found = unscorable(["unit_tests"], golds("", "", tests=[["assert f(1) == 2"], ["assert f(1) == g(1)"]]))
     assert rows_of(found) == [2]
     assert "`assert f(1) == 2`, `def check(candidate)`" in found.describe()
 
@@ -197,16 +171,13 @@ def test_schemas_are_read_from_a_column_unless_one_is_given_for_all_rows() -> No
     pytest.importorskip("jsonschema")
     pytest.importorskip("re2")
     dataset = golds("", "", schema=["{}", "{"])
-    found = check_golds(build_rewards(["json_schema"]), dataset)
-    assert found is not None
+    assert rows_of(unscorable(["json_schema"], dataset)) == [2]
+    one_for_all = {"name": "json_schema", "kwargs": {"schema": {}}}
+    assert check_golds(build_rewards([one_for_all]), dataset) is None
+    found = unscorable([one_for_all, "gsm8k_correctness"], golds("1", PROSE, schema=["{}", "{}"]))
+    assert found.rewards == ("gsm8k_correctness",), "a reward that reads no column says nothing about the golds"
     assert rows_of(found) == [2]
-    one_for_all = build_rewards([{"name": "json_schema", "kwargs": {"schema": {}}}])
-    assert check_golds(one_for_all, dataset) is None
-    answers = golds("1", PROSE, schema=["{}", "{}"])
-    found = check_golds([*one_for_all, *build_rewards(["gsm8k_correctness"])], answers)
-    assert found is not None, "a reward that reads no column says nothing about the golds"
-    assert (rows_of(found), found.rewards) == ([2], ("gsm8k_correctness",))
-    check_columns(one_for_all, ["prompt"])
+    check_columns(build_rewards([one_for_all]), ["prompt"])
 
 
 def test_a_missing_extra_is_named_before_the_policy_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +198,6 @@ def test_a_judge_is_not_called_before_training_and_needs_the_columns_of_its_temp
     check_columns(rewards, ["prompt", "reference"])
     with refused("", "`reference`"):
         check_columns(rewards, ["prompt", "answer"])
-
-
-@pytest.mark.slow
-def test_the_golds_of_gsm8k_are_checked_in_seconds() -> None:
-    dataset = golds(*(f"\\frac{{{n}}}{{7}}" if n % 2 else f"{n:,}" for n in range(7_473)))
-    began = time.perf_counter()
-    assert check_golds(build_rewards(["gsm8k_correctness", "math_correctness"]), dataset) is None
-    assert time.perf_counter() - began < 5  # about 0.3 s
 
 
 def test_a_missing_column_is_named_with_the_reward_and_the_columns() -> None:
@@ -258,19 +221,6 @@ def test_an_alias_and_bound_arguments_are_respected() -> None:
     assert (leaf.name, leaf.unbound.__name__) == ("levels", "by_level")
 
 
-def test_a_reward_cannot_require_the_column_prompt() -> None:
-    def wants_prompt(completions: list, prompt: list, **columns: object) -> list[float]:
-        return [0.0 for _ in prompt]
-
-    built = build_rewards(["tag_count"])[0]
-    with refused("", "`prompt`"):
-        check_columns([type(built)(wants_prompt, 1.0, "wants_prompt")], ["prompt", "answer"])
-
-
-def any_columns(*texts: str, **columns: object) -> list[float]:
-    return []
-
-
 def all_of_trl(
     prompts: list, completions: list, completion_ids: list, trainer_state: Any, log_extra: Any, log_metric: Any,
     **columns: object,
@@ -290,50 +240,31 @@ def no_other_columns(prompts: list, completions: list) -> list[float]:
     return []
 
 
-def no_other_columns_by_position(completions: list, *others: list) -> list[float]:
+def wants_prompt(completions: list, prompt: list, **columns: object) -> list[float]:
     return []
 
 
-@pytest.mark.parametrize(
-    ("reward", "figure"),
-    [
-        (any_columns, ""),
-        (all_of_trl, ""),
-        (one_with_a_default, ""),
-        (one_by_name, "`level`"),
-        (no_other_columns, "`**columns`"),
-        (no_other_columns_by_position, "`**columns`"),
-    ],
-)
-def test_the_parameters_of_a_reward_are_read_as_a_call_by_name_fills_them(
-    reward: Callable[..., Any], figure: str
-) -> None:
+def test_the_parameters_of_a_reward_are_read_as_a_call_by_name_fills_them() -> None:
     (built,) = build_rewards(["tag_count"])
-    made = [replace(built, function=reward, name=reward.__name__)]
-    if not figure:
-        check_columns(made, ["prompt", "answer"])
-        return
-    with refused(f"`rewards`: {reward.__name__}", figure):
-        check_columns(made, ["prompt", "answer"])
+    for reward in (all_of_trl, one_with_a_default):
+        check_columns([replace(built, function=reward)], ["prompt", "answer"])
+    for reward, figure in ((one_by_name, "`level`"), (no_other_columns, "`**columns`"), (wants_prompt, "`prompt`")):
+        with refused(f"`rewards`: {reward.__name__}", figure):
+            check_columns([replace(built, function=reward, name=reward.__name__)], ["prompt", "answer"])
 
 
-@pytest.mark.parametrize(
-    ("specs", "counts"),
-    [
-        ([{"name": "tag_count", "weight": 0}], False),
-        ([{"name": "tag_count", "weight": 0}, "gsm8k_correctness"], True),
-        ([{"name": "tag_count", "weight": -1}], True),
-        ([{"name": "sum", "rewards": [{"name": "tag_count", "weight": 0}]}], False),
-        ([{"name": "sum", "weight": 0, "rewards": ["tag_count"]}], False),
-        ([{"name": "gate", "reward": {"name": "tag_count", "weight": 0}, "only_if": "well_formed"}], False),
-    ],
-)
-def test_at_least_one_weight_must_not_be_zero(specs: list, counts: bool) -> None:
-    if counts:
-        check_weights(build_rewards(specs))
-    else:
+def test_at_least_one_weight_must_not_be_zero() -> None:
+    zero = {"name": "tag_count", "weight": 0}
+    check_weights(build_rewards([zero, "gsm8k_correctness"]))
+    check_weights(build_rewards([{"name": "tag_count", "weight": -1}]))
+    for spec in (
+        zero,
+        {"name": "sum", "rewards": [zero]},
+        {"name": "sum", "weight": 0, "rewards": ["tag_count"]},
+        {"name": "gate", "reward": zero, "only_if": "well_formed"},
+    ):
         with refused("", "0"):
-            check_weights(build_rewards(specs))
+            check_weights(build_rewards([spec]))
 
 
 def test_a_run_passes_every_column_to_rewards_and_names_unscorable_golds(
@@ -350,13 +281,7 @@ def test_a_run_passes_every_column_to_rewards_and_names_unscorable_golds(
         "dataset": {"name": "gsm8k", "path": str(tmp_path / "rows.jsonl")},
         "rewards": ["gsm8k_correctness", HERE + "by_level", {"name": "tag_count", "weight": 0}],
         "output_dir": str(tmp_path / "run"),
-        **{
-            "use_cpu": True,
-            "bf16": False,
-            "dtype": "float32",
-            "shuffle_dataset": False,
-            "gradient_checkpointing": False,
-        },
+        **{"use_cpu": True, "bf16": False, "dtype": "float32", "shuffle_dataset": False},
         **{"per_device_train_batch_size": 6, "num_generations": 2, "max_completion_length": 4, "max_steps": 1},
         **{"logging_steps": 1, "save_strategy": "no", "learning_rate": 0.02},
     }
@@ -498,7 +423,7 @@ def test_only_the_same_error_accuses_a_row(other: Exception) -> None:
     assert fault.value.row is None
 
 
-@pytest.mark.parametrize(("row_seconds", "scored_alone"), [(2, 5), (11, 0), (1.25, 8)])
+@pytest.mark.parametrize(("row_seconds", "scored_alone"), [(2, 5), (1.25, 8)])
 def test_the_search_for_the_row_takes_ten_seconds(
     row_seconds: float, scored_alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,20 +452,20 @@ def test_rows_that_are_scored_again_log_nothing(capsys: pytest.CaptureFixture[st
     assert (printed.count("metric"), printed.count("text")) == (1, 1)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_return_value_that_is_no_list_of_scores_is_reported_with_the_reward(is_async: bool) -> None:
+def test_a_return_value_that_is_no_list_of_scores_is_reported_with_the_reward() -> None:
     """TRL would write a single score into every row, and take the keys of a mapping for scores."""
     one_each = {0: 1.0, 1: 1.0, 2: 1.0}
     for value in (None, 0.5, one_each, set(one_each), "123", torch.tensor(0.5), [1.0], [1.0] * 4, []):
 
-        def judge(prompts: list, completions: list, value: object = value, **columns: object) -> object:
+        async def judge_async(completions: list, value: object = value, **columns: object) -> object:
             return value
 
-        async def judge_async(prompts: list, completions: list, value: object = value, **columns: object) -> object:
+        def judge(completions: list, value: object = value, **columns: object) -> object:
             return value
 
-        with pytest.raises(RewardFault, match=r"`judge(_async)?` .*3 completions"):
-            scored(judge_async if is_async else judge, TEXTS)
+        for reward in (judge, judge_async):
+            with pytest.raises(RewardFault, match=f"`{reward.__name__}` .*3 completions"):
+                scored(reward, TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -555,7 +480,7 @@ def test_a_fault_in_a_sum_names_the_part() -> None:
     (built,) = build_rewards([{"name": "sum", "rewards": ["tag_count"]}])
     parts = (replace(built.function.parts[0], function=lambda **columns: None, name="part"),)
     with pytest.raises(RewardFault, match="`part`"):
-        checked_reward(replace(built.function, parts=parts))(prompts=TEXTS, completions=TEXTS)
+        scored(replace(built.function, parts=parts), TEXTS)
 
 
 PLAIN = "<|im_start|>user\nThink between <think> and </think>.<|im_end|>\n<|im_start|>assistant\n"
@@ -572,7 +497,6 @@ PLANNED: dict[str, Any] = {"name": "well_formed", "kwargs": {"tags": ["plan", "o
         # Qwen3 without thinking, and a template that also writes the first words of the thought.
         (["math_correctness"], "<think>\n\n</think>\n\n", None),
         ([PREFILLED], "<think>\n\n</think>\n\n", ["`prefilled`", "well_formed"]),
-        ([PREFILLED], "<think>\nOkay, so", None),
         ([PREFILLED, "tag_count"], "", ["`prefilled`", "well_formed"]),
         # Rewards inside others.
         (["group_length", PREFILLED], "<think>", ["`prefilled: think`", "gsm8k_correctness in group_length"]),
@@ -583,7 +507,6 @@ PLANNED: dict[str, Any] = {"name": "well_formed", "kwargs": {"tags": ["plan", "o
         ),
         ([PLANNED], "<plan>", ["`prefilled: plan`", "well_formed"]),
         ([PLANNED, "tag_count"], "<plan>", ["`tags: [plan, out]`", "`prefilled: plan`", "well_formed and tag_count"]),
-        ([PLANNED], "<think>", ["`tags: [think, answer]`", "`prefilled: think`", "well_formed"]),
         ([HERE + "by_level"], "<think>", None),
     ],
 )
@@ -596,16 +519,16 @@ def test_rewards_whose_prefilled_is_not_the_tag_that_the_prompt_opens_are_named(
     assert not figures or notes[0].endswith(figures[-1])
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_reward_that_exits_is_named_with_the_row(is_async: bool) -> None:
-    def judge(prompts: list, completions: list, **columns: object) -> list[float]:
+def test_a_reward_that_exits_is_named_with_the_row() -> None:
+    def judge(completions: list, **columns: object) -> list[float]:
         if "two" in completions:
             sys.exit(0)
         return [1.0] * len(completions)
 
-    async def judge_async(prompts: list, completions: list, **columns: object) -> list[float]:
-        return judge(prompts, completions)
+    async def judge_async(completions: list, **columns: object) -> list[float]:
+        return judge(completions)
 
-    with pytest.raises(RewardFault, match=r"`judge(_async)?` .*SystemExit: 0") as fault:
-        scored(judge_async if is_async else judge, TEXTS)
-    assert (fault.value.row is None) is is_async
+    for reward, has_row in ((judge, True), (judge_async, False)):
+        with pytest.raises(RewardFault, match=f"`{reward.__name__}` .*SystemExit: 0") as fault:
+            scored(reward, TEXTS)
+        assert (fault.value.row is not None) is has_row

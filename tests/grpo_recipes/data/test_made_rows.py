@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import re
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pytest
 
@@ -21,6 +21,7 @@ from grpo_recipes.data.sources import Keys, rows_in_common
 from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
 from grpo_rewards.choices import read_choices
 from tests.support.errors import refused
+from tests.support.rows import loaded, write
 
 Made = Callable[[str, int, int], list[dict[str, str]]]
 MAKERS: dict[str, Made] = {
@@ -45,10 +46,10 @@ def test_a_seed_stands_for_the_same_problems_in_every_version(name: str, digest:
     assert hashlib.sha256(repr(problems).encode()).hexdigest()[:4] == digest
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_size_is_refused_above_twenty_thousand(name: str) -> None:
-    with refused("`dataset.size`", 20001, 20000, f"`{name}`"):
-        MAKERS[name]("test", 20_001, 0)
+def test_a_size_is_refused_above_twenty_thousand() -> None:
+    for name, make in MAKERS.items():
+        with refused("`dataset.size`", 20001, 20000, f"`{name}`"):
+            make("test", 20_001, 0)
 
 
 def test_a_product_is_of_three_digits_and_its_answer_is_worked_out() -> None:
@@ -79,11 +80,9 @@ def test_a_secret_number_lies_in_its_range() -> None:
         ({"role": "user", "content": "a", "from": "gpt", "value": "b"}, ("user", "a")),
         ({"from": "human", "value": "a"}, ("user", "a")),
         ({"from": "gpt", "value": "a"}, ("assistant", "a")),
-        ({"from": "chatgpt", "value": "a"}, ("assistant", "a")),
         ({"from": "model", "value": "a"}, ("assistant", "a")),
         ({"from": "system", "value": "a"}, ("system", "a")),
         ({"role": None, "from": "human", "value": "a"}, ("user", "a")),
-        ({"role": "", "from": "human", "value": "a"}, ("", None)),
         ({"from": 3, "value": "a"}, (None, None)),
         ("text", (None, None)),
     ],
@@ -103,18 +102,13 @@ def test_a_message_has_one_of_three_roles_and_text() -> None:
 @pytest.mark.parametrize(
     ("written", "choices"),
     [
-        ('["a", "b"]', ["a", "b"]),
         (" ['a', \"b\"]", ["a", "b"]),
         (r'["1\/2", "1"]', ["1/2", "1"]),  # JSON, which Python reads otherwise
-        ("('a', 'b')", ("a", "b")),
         ('{"text": ["a"], "label": ["A"]}', {"text": ["a"], "label": ["A"]}),
         ("a | b|c", ["a", "b", "c"]),
         ("[a|b]", ["[a", "b]"]),
         ("a || b", None),
-        ("1, 2", None),
         ("'a', 'b'", None),
-        ("a", None),
-        ('["a"]', None),
         ("['a' 'b']", None),
         (["a"], ["a"]),
         (None, None),
@@ -127,14 +121,11 @@ def test_choices_are_read_from_text(written: Any, choices: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "labels", "texts", "expected"),
     [
-        ("B", "AB", ("x", "y"), "B"),
         (1, "AB", ("x", "y"), "B"),  # a position from 0
         (1, "12", ("x", "y"), "1"),  # a label
-        ("2", "12", ("x", "y"), "2"),
         ("7", "12", ("5", "7"), "2"),  # no label, and so a text
         ("y", "AB", ("x", "y"), "B"),
         (2, "AB", ("x", "y"), None),
-        (None, "AB", ("x", "y"), None),
     ],
 )
 def test_the_right_choice_is_a_label_a_position_or_a_text(
@@ -220,27 +211,17 @@ def test_a_template_may_name_no_column(tmp_path: Path) -> None:
     assert table.to_list() == [{"prompt": [{"role": "user", "content": "Play."}], "level": level} for level in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("text", "rank", "figure"),
-    [
-        ("question,answer\na,1\n,2\nc,\n", "0", "2 of 3 rows"),
-        ("question,answer\na,1\n,2\nc,\n", "1", None),
-        ("question,answer\na,1\nb,2\n", "0", None),
-    ],
-)
 def test_dropped_rows_are_counted_once(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    text: str,
-    rank: str,
-    figure: str | None,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", rank)
+    """The first rank counts them. A table without gaps has nothing to count."""
+    gaps, complete = "question,answer\na,1\n,2\nc,\n", "question,answer\na,1\nb,2\n"
     with caplog.at_level(logging.INFO, "grpo_recipes.data.prompts"):
-        load(rows(tmp_path, text, drop_missing=True))
-    assert len(caplog.messages) == (figure is not None)
-    assert all(str(figure) in message for message in caplog.messages)
+        for rank, text in (("1", gaps), ("0", complete), ("0", gaps)):
+            monkeypatch.setenv("RANK", rank)
+            load(rows(tmp_path, text, drop_missing=True))
+    (message,) = caplog.messages
+    assert "2 of 3 rows" in message
 
 
 def test_a_table_is_stored_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,14 +250,11 @@ def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path, monkeypatch: p
         load(rows(tmp_path, "question\na\n"))
 
 
-@pytest.mark.parametrize(
-    ("split", "expected"),
-    [("train", 4), ("train[:2]+test[2:]", 4), ("train[:50%]", 2), ("train[1:3]", 2), ("train[-1:]", 1)],
-)
-def test_rows_of_a_table_without_splits_have_any_split(split: str, expected: int) -> None:
+def test_rows_of_a_table_without_splits_have_any_split() -> None:
     keys = Keys("path", "split")
-    assert rows_in_common(4, [split], keys) == expected
-    assert rows_in_common(4, [split, "other"], keys) == expected
+    for split, count in (("train", 4), ("train[:2]+test[2:]", 4), ("train[:50%]", 2), ("train[1:3]", 2)):
+        for splits in ([split], [split, "other"]):
+            assert rows_in_common(4, splits, keys) == count
     assert rows_in_common(4, ["train[:2]", "test[2:]"], keys) == 0
     assert rows_in_common(4, ["train[:3]", "test[2:]"], keys) == 1
 
@@ -287,17 +265,17 @@ def test_one_prompt_of_recorded_responses_is_one_row(tmp_path: Path) -> None:
         {"prompt": "q", "responses": ["b", "c"], "rewards": [0.5, 2], "logprobs": [[-2.0], [0.0, -3.0]]},
         {"prompt": "p", "responses": ["d"], "rewards": [-1], "logprobs": [[]]},
     ]
-    table = load(recorded(tmp_path, lines))
+    table = recorded(tmp_path, lines)
     assert table.to_list() == [
         {"prompt": "p", "responses": ["a", "d"], "rewards": [1.0, -1.0], "logprobs": [[-1.0], []]},
         {"prompt": "q", "responses": ["b", "c"], "rewards": [0.5, 2.0], "logprobs": [[-2.0], [0.0, -3.0]]},
     ]
-    assert "logprobs" not in load(recorded(tmp_path, [{"prompt": "p", "response": "a", "reward": 1}])).column_names
+    assert "logprobs" not in recorded(tmp_path, [{"prompt": "p", "response": "a", "reward": 1}]).column_names
 
 
-def recorded(folder: Path, lines: list[dict[str, Any]]) -> DatasetSpec:
-    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return DatasetSpec.parse({"name": "scored", "path": str(folder / "rows.jsonl")})
+def recorded(folder: Path, lines: list[dict[str, Any]], **keys: Any) -> datasets.Dataset:
+    """Return the prompts of a table of recorded responses."""
+    return loaded(write(folder / "rows.jsonl", lines), name="scored", **keys)
 
 
 @pytest.mark.parametrize(
@@ -306,36 +284,36 @@ def recorded(folder: Path, lines: list[dict[str, Any]]) -> DatasetSpec:
         ({"prompt": "p", "response": "a", "responses": ["a"], "reward": 1}, "responses"),
         ({"prompt": "p", "reward": 1}, "responses"),
         ({"prompt": "p", "responses": ["a", "b"], "rewards": [1]}, "2 responses, 1 rewards"),
-        ({"prompt": "p", "responses": [], "rewards": []}, "0 responses, 0 rewards"),
+        ({"prompt": "p", "responses": [], "rewards": []}, "0 responses"),
         ({"prompt": "p", "responses": ["a"], "rewards": [1], "logprobs": [[-1.0], [-2.0]]}, "2 logprobs"),
         ({"prompt": "", "response": "a", "reward": 1.0}, "`prompt`"),
         ({"prompt": "p", "responses": [3], "rewards": [1.0]}, "`responses[0]`"),
         ({"prompt": "p", "response": "a", "reward": math.inf}, "`rewards[0]`"),
         ({"prompt": "p", "response": "a", "reward": 1.0, "logprobs": [0.5]}, "`logprobs[0][0]`"),
-        ({"prompt": "p", "response": "a", "reward": 1.0, "logprobs": [-math.inf]}, "`logprobs[0][0]`"),
     ],
 )
 def test_a_recorded_line_that_can_not_be_is_named(tmp_path: Path, line: dict[str, Any], figure: str) -> None:
     fine = {"prompt": "p", "response": "a", "reward": 1} if "responses[" not in figure else {**line, "responses": [4]}
     with refused(f"`dataset`: {tmp_path}/rows.jsonl, line ", figure):
-        load(recorded(tmp_path, [fine, line]))
+        recorded(tmp_path, [fine, line])
 
 
 def test_log_probabilities_are_given_for_all_responses_or_none(tmp_path: Path) -> None:
     line = {"prompt": "p", "response": "a", "reward": 1}
     with refused(f"`dataset`: {tmp_path}/rows.jsonl", "logprobs"):
-        load(recorded(tmp_path, [{**line, "logprobs": [-1.0]}, {**line, "response": "b"}]))
+        recorded(tmp_path, [{**line, "logprobs": [-1.0]}, {**line, "response": "b"}])
 
 
 def test_recorded_prompts_of_one_file_are_not_both_trained_and_evaluated_on(tmp_path: Path) -> None:
     lines = [{"prompt": prompt, "response": "r", "reward": 1.0} for prompt in "aabbc"]
-    path = recorded(tmp_path, lines).path
-    spec = DatasetSpec.parse({"name": "scored", "path": path, "split": "train[:2]", "eval_split": "train[2:]"})
-    assert [load(spec, evaluation=side)["prompt"][:] for side in (False, True)] == [["a", "b"], ["c"]]
+    keys = {"split": "train[:2]", "eval_split": "train[2:]"}
+    assert [recorded(tmp_path, lines, evaluation=side, **keys)["prompt"][:] for side in (False, True)] == [
+        ["a", "b"],
+        ["c"],
+    ]
     for split, shared in (("test", 2), ("train[1:]", 1)):
-        spec = DatasetSpec.parse({"name": "scored", "path": path, "split": "train[:2]", "eval_split": split})
-        with refused("`dataset.eval_split`", f"{shared} rows", path):
-            load(spec, evaluation=True)
+        with refused("`dataset.eval_split`", f"{shared} rows", f"{tmp_path}/rows.jsonl"):
+            recorded(tmp_path, lines, evaluation=True, **{**keys, "eval_split": split})
 
 
 def test_a_missing_cell_of_a_recorded_line_is_no_value(tmp_path: Path) -> None:
@@ -344,7 +322,7 @@ def test_a_missing_cell_of_a_recorded_line_is_no_value(tmp_path: Path) -> None:
         {"prompt": "q", "responses": ["b"], "rewards": [2], "logprobs": None},
         {"prompt": "r", "response": "", "reward": 0},
     ]
-    assert load(recorded(tmp_path, lines)).to_list() == [
+    assert recorded(tmp_path, lines).to_list() == [
         {"prompt": "p", "responses": ["a"], "rewards": [1.0]},
         {"prompt": "q", "responses": ["b"], "rewards": [2.0]},
         {"prompt": "r", "responses": [""], "rewards": [0.0]},
@@ -352,9 +330,8 @@ def test_a_missing_cell_of_a_recorded_line_is_no_value(tmp_path: Path) -> None:
 
 
 def test_a_group_needs_enough_recorded_responses(tmp_path: Path) -> None:
-    table = load(
-        recorded(tmp_path, [{"prompt": p, "responses": ["a"] * n, "rewards": [1] * n} for p, n in (("p", 2), ("q", 3))])
-    )
+    lines = [{"prompt": p, "responses": ["a"] * n, "rewards": [1] * n} for p, n in (("p", 2), ("q", 3))]
+    table = recorded(tmp_path, lines)
     check_responses(table, OfflineSpec("group"), 2)
     check_responses(table, OfflineSpec("batch"), 9)
     with refused("", "3", "1", "2"):

@@ -35,17 +35,6 @@ def by_source(completions: list[str], source: list[str], log_extra: Any, **colum
     return launching.variety(completions)
 
 
-def test_the_columns_of_a_source_win_over_those_of_the_mixture(tmp_path: Path) -> None:
-    sources: list[dict[str, Any]] = []
-    for name, columns in (("own", {"question": "asked"}), ("shared", None)):
-        file = tmp_path / f"{name}.jsonl"
-        file.write_text(json.dumps({"asked": f"asked {name}", "problem": f"problem {name}"}) + "\n")
-        sources.append({"path": str(file), **({"columns": columns} if columns else {})})
-    spec = {"path": sources, "columns": {"question": "problem"}, "prompt_template": "{{ question }}"}
-    rows = load(DatasetSpec.parse({**spec, "prompt_format": "text"}))
-    assert list(rows["prompt"]) == ["asked own", "problem shared"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "processes"), [("cpu", 1), ("ddp_cpu", 2)])
 def test_a_killed_run_on_a_mixture_resumes_to_the_same_result(tmp_path: Path, layout: str, processes: int) -> None:

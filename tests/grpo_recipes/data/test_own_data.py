@@ -402,6 +402,15 @@ def test_a_mixture_accepts_the_keys_of_trl(tmp_path: Path) -> None:
     ]
 
 
+def test_the_columns_of_a_source_win_over_those_of_the_mixture(tmp_path: Path) -> None:
+    first, second = (
+        write(tmp_path / f"{name}.jsonl", [{"asked": f"asked {name}", "problem": f"problem {name}"}]) for name in "ab"
+    )
+    paths = [{"path": first, "columns": {"question": "asked"}}, {"path": second}]
+    rows = loaded(paths, columns={"question": "problem"}, prompt_format="text")
+    assert rows["prompt"][:] == ["asked a", "problem b"]
+
+
 def test_halves_of_rows_are_rounded_as_in_trl(tmp_path: Path) -> None:
     """The shares are 3/7 and 4/7 of a mixture of 3.5 rows: 1.5 rows, which floats make a little more, and 2."""
     rows = [{"question": f"{n}?"} for n in range(4)]

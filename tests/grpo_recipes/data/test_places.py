@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from grpo_recipes.data.load import load_prompts
 from grpo_recipes.data.places import Place, listed_places
 from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.registry import build_rewards
+from tests.support.rows import write
 
 # No reward can score it, as it has no mark and is longer than a few words.
 PROSE = "She sold 48/2 = 24 clips in May and 48 in April."
@@ -27,11 +27,6 @@ def rows_with_prose(*numbers: int, count: int = 40) -> list[dict[str, str]]:
     ]
 
 
-def jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def named(keys: dict[str, Any], *, evaluation: bool = False) -> str:
     """Return what the check of the golds says of the rows that a dataset selects."""
     prompts = load_prompts(DatasetSpec.parse(keys), evaluation=evaluation)
@@ -41,7 +36,7 @@ def named(keys: dict[str, Any], *, evaluation: bool = False) -> str:
 
 def test_rows_keep_their_lines_on_both_sides_of_a_held_out_share(tmp_path: Path) -> None:
     bad = range(3, 41, 4)
-    path = jsonl(tmp_path / "rows.jsonl", rows_with_prose(*bad))
+    path = write(tmp_path / "rows.jsonl", rows_with_prose(*bad))
     sentences = [named({"path": path, "eval_share": 0.4}, evaluation=side) for side in (False, True)]
     numbers: list[int] = []
     for sentence in sentences:
@@ -66,8 +61,8 @@ def test_rows_of_a_csv_file_are_counted_from_its_header(tmp_path: Path) -> None:
 
 
 def test_the_files_of_a_glob_and_the_sources_of_a_mixture_are_named(tmp_path: Path) -> None:
-    first = jsonl(tmp_path / "a.jsonl", rows_with_prose(2, count=5))
-    second = jsonl(tmp_path / "b.jsonl", rows_with_prose(1, 4, count=5))
+    first = write(tmp_path / "a.jsonl", rows_with_prose(2, count=5))
+    second = write(tmp_path / "b.jsonl", rows_with_prose(1, 4, count=5))
     saved = tmp_path / "saved"
     datasets.Dataset.from_list(rows_with_prose(3, count=5)).save_to_disk(str(saved))
     expected = f"{first}, line 2; {second}, lines 1, 4"
@@ -79,14 +74,14 @@ def test_the_files_of_a_glob_and_the_sources_of_a_mixture_are_named(tmp_path: Pa
 def test_rows_keep_their_lines_after_rows_without_a_value_are_dropped(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [*rows_with_prose(9, count=10)]
     rows[2] = {"question": None, "answer": "1"}
-    path = jsonl(tmp_path / "rows.jsonl", rows)
+    path = write(tmp_path / "rows.jsonl", rows)
     assert f"on {path}, line 9: a gold" in named({"path": path, "drop_missing": True})
 
 
 def test_a_note_about_golds_names_their_lines(tmp_path: Path) -> None:
     rows = rows_with_prose(count=10)
     rows[7]["answer"] = "6,50"
-    path = jsonl(tmp_path / "rows.jsonl", rows)
+    path = write(tmp_path / "rows.jsonl", rows)
     prompts = load_prompts(DatasetSpec.parse({"path": path, "split": "train[5:]"}))
     (note,) = gold_notes(build_rewards(REWARDS), prompts.dataset, prompts.places)
     assert f"({path}, line 8: `6,50`)" in note
@@ -99,6 +94,6 @@ def test_the_entries_of_an_array_are_counted() -> None:
 
 def test_a_recorded_prompt_is_named_by_its_first_line(tmp_path: Path) -> None:
     lines = [{"prompt": prompt, "response": "r", "reward": 1.0} for prompt in ("a", "a", "b", "a", "c")]
-    path = jsonl(tmp_path / "scored.jsonl", lines)
+    path = write(tmp_path / "scored.jsonl", lines)
     prompts = load_prompts(DatasetSpec.parse({"name": "scored", "path": path}))
     assert list(map(str, prompts.places([0, 1, 2]))) == [f"{path}, line {line}" for line in (1, 3, 5)]

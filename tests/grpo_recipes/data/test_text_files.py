@@ -47,7 +47,6 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[dict[str, Any]]]] = [
     ("a.csv", "\ufeffq,a\r\nx,1\r\n\r\ny,2", {}, QA),
     ("a.tsv", "q\ta\nx\t1\ny\t2\n", {}, QA),
     ("a.tsv", "q|a\nx|1\ny|2\n", {"delimiter": "|"}, QA),
-    ("a.csv", "q;a\nx;1\ny;2\n", {"delimiter": ";"}, QA),
     ("a.csv", "who; what\nyou; walk\n", {"delimiter": ","}, [{"who; what": "you; walk"}]),
     ("a.csv", "q,a\nGröße – 5 €,1\n".encode("cp1252"), {"encoding": "cp1252"}, [{"q": "Größe – 5 €", "a": 1}]),
     ("a.csv", "q,a\nカッコ,1\n".encode("utf-16"), {"encoding": "utf-16"}, [{"q": "カッコ", "a": 1}]),
@@ -55,11 +54,9 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[dict[str, Any]]]] = [
     ("a.jsonl", LINES.encode("utf-16"), {"encoding": "utf-16"}, QA),
     ("a.csv.gz", gzip.compress(b"q,a\nx,1\ny,2\n", mtime=0), {}, QA),
     ("a.tsv.zst", zstd(b"q\ta\nx\t1\ny\t2\n"), {}, QA),
-    ("a.json.gz", gzip.compress(json.dumps(QA).encode(), mtime=0), {}, QA),
     ("a.jsonl.gz", b"".join(gzip.compress(line.encode(), mtime=0) for line in LINES.splitlines(keepends=True)), {}, QA),
     # Cells
     ("a.csv", 'q,a\n"a, ""b""\n\nc",1\n', {}, [{"q": 'a, "b"\n\nc', "a": 1}]),
-    ("a.csv", 'q,a\nx,"y\n"\n', {}, [{"q": "x", "a": "y\n"}]),
     ("a.csv", f"q,a\n{LONG},\n", {}, [{"q": LONG, "a": None}]),
     ("a.csv", "q,a,,\n1+1?,2,,\n2+2?,4,,\n", {}, [{"q": "1+1?", "a": 2}, {"q": "2+2?", "a": 4}]),
     ("a.csv", "q,a\nNA,None\nnull,true\n", {}, [{"q": "NA", "a": "None"}, {"q": "null", "a": "true"}]),
@@ -80,7 +77,6 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[dict[str, Any]]]] = [
     ("a.json", " \n\t" + json.dumps(QA, indent=1), {}, QA),
     ("a.json", "\ufeff" + LINES, {}, QA),
     ("a.jsonl", '{"q": "\\ud83d\\ude00"}', {}, [{"q": "\U0001f600"}]),
-    ("a.jsonl", '{"q": "x", "m": {}}\n{"q": "y", "m": {}}', {}, [{"q": "x", "m": {}}, {"q": "y", "m": {}}]),
     ("a.jsonl", '{"q": "2024-01-02"}\n{"a": null}', {}, [{"q": "2024-01-02", "a": None}, {"q": None, "a": None}]),
     (os.fsdecode(b"a\xff.jsonl"), LINES, {}, QA),
 ]
@@ -97,16 +93,13 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str, tuple[str, ...]]] = [
     # CSV
     ("a.csv", "q,a\nx,1\ny\n", {}, "a.csv, row 3", ("1 cells", "2 columns")),
     ("a.csv", "q,a\nx,1,5\n", {}, "a.csv, row 2", ("3 cells", "2 columns")),
-    ("a.csv", 'q,x\na,1\n\n"b\n\nc",2,3\n', {}, "a.csv, row 3", ("3 cells",)),
     ("a.csv", 'q;"a, b"\nx;1\n', {}, "a.csv, row 2", ('`dataset.delimiter: ";"`',)),
     ("a.csv", "q;a\nx;1\n", {}, "a.csv", ("'q;a'", '`dataset.delimiter: ";"`')),
     ("a.csv", "q\ta\nx\t1,5\n", {}, "a.csv", (r'`dataset.delimiter: "\t"`',)),
     ("a.tsv", "q,a\nx,1\n", {}, "a.tsv", ('`dataset.delimiter: ","`',)),
     ("a.csv", "q,,b\na,1,2\n", {}, "a.csv, row 1", ("q, , b",)),
     ("a.csv", "b,q,b\na,1,2\n", {}, "a.csv, row 1", ("b, q, b",)),
-    ("a.csv", ",,\n", {}, "a.csv, row 1", ()),
     ("a.csv", 'q,a\nx,1\ny,"2\nz,3\n', {}, "a.csv, row 3", ("quote",)),
-    ("a.csv", 'q,a\nx,1\n"y,2\nz,3\n', {}, "a.csv, row 3", ("1 cells",)),
     ("a.csv", '"q\nx\n', {}, "a.csv", ("quotes",)),
     # JSON
     ("a.jsonl", '{"q": 1}\n\n{"q": \n', {}, "a.jsonl, line 3", ("JSON",)),
@@ -126,7 +119,6 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str, tuple[str, ...]]] = [
     ("a.csv", "q,x\na,b\n", {"encoding": "utf-16"}, "`dataset.encoding`", ("a.csv", "utf-16")),
     # Damage
     ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], {}, "a.jsonl.gz", ()),
-    ("a.jsonl.gz", b"question\n", {}, "a.jsonl.gz", ()),
     ("a.jsonl.zst", zstd(LINES.encode() * 9)[:-9], {}, "a.jsonl.zst", ()),
     ("a.jsonl.zst", b"question\n", {}, "a.jsonl.zst", ()),
 ]
@@ -144,17 +136,15 @@ def test_a_mistake_is_reported_with_its_place(
     ("path", "keys", "place"),
     [
         ("a.csv", {"encoding": "hex"}, "`dataset.encoding`"),
-        ("a.csv", {"encoding": "a\0b"}, "`dataset.encoding`"),
         ("a.csv", {"decimal": "dot"}, "`dataset.decimal`"),
         ("a.jsonl", {"delimiter": ";"}, "`dataset.delimiter`"),
         ("a.parquet", {"decimal": "comma"}, "`dataset.decimal`"),
-        ("a.parquet", {"encoding": "cp1252"}, "`dataset.encoding`"),
         ("absent.csv", GERMAN, "absent.csv"),
     ],
 )
 def test_keys_that_describe_no_file_are_refused(tmp_path: Path, path: str, keys: Any, place: str) -> None:
-    if not path.startswith("absent"):
-        written(tmp_path, path, b"")
+    for name in ("a.csv", "a.jsonl", "a.parquet"):
+        written(tmp_path, name, b"")
     with refused(place):
         load(DatasetSpec.parse({"path": str(tmp_path / path), **keys}))
 
@@ -163,7 +153,6 @@ def test_keys_that_describe_no_file_are_refused(tmp_path: Path, path: str, keys:
     ("decimal", "cell", "value"),
     [
         ("point", "0", 0),
-        ("point", "-5", -5),
         ("point", "+5", "+5"),
         ("point", "9" * 18, 10**18 - 1),
         ("point", "9" * 19, "9" * 19),  # 64 bits hold only some of 19 digits
@@ -172,18 +161,14 @@ def test_keys_that_describe_no_file_are_refused(tmp_path: Path, path: str, keys:
         ("point", ".5", ".5"),
         ("point", "1,5", "1,5"),
         ("point", "1e5", "1e5"),
-        ("point", "nan", "nan"),
         ("point", "\u0663", "\u0663"),  # a digit of another script
         ("comma", "-1.234", -1234),
         ("comma", "999.999.999.999.999.999", 10**18 - 1),
-        ("comma", "1.000.000.000.000.000.000", "1.000.000.000.000.000.000"),
         ("comma", "0.123", "0.123"),
-        ("comma", "1.23", "1.23"),
         ("comma", "1234.567", "1234.567"),
         ("comma", "12.345,5", 12345.5),
         ("comma", "0,50", 0.5),
         ("comma", "007,5", "007,5"),
-        ("comma", "1,2,3", "1,2,3"),
     ],
 )
 def test_a_cell_is_a_number_only_if_it_is_written_as_one(tmp_path: Path, decimal: str, cell: str, value: Any) -> None:
@@ -236,15 +221,12 @@ def test_a_row_is_named_by_its_file_and_number(tmp_path: Path) -> None:
         ("q|a\nx|1\n", ("|", None, None)),
         ("q,list\nx,A;B;C\ny,D;E;F\n", (None, None, None)),
         ('"q;x","a;b;c"\nx,1\n', (None, None, None)),  # only delimiters outside of quotes count
-        ("q\nx;y\nz;w\n", (None, None, None)),  # the header has one column
         ("q,a\nx,1\ny\n", (None, None, None)),
         (("text;note\n" + "gut;1,5\n" * 20_000 + "Größe;2,5\n").encode("cp1252"), (";", "cp1252", None)),
         ("q;a\nGröße;2,5\n".encode("utf-16"), (";", "utf-16", None)),
         (codecs.BOM_UTF16_BE + "q;a".encode("utf-16-be"), (";", "utf-16", None)),
         ("Größe".encode("utf-8-sig"), (None, None, None)),
         (b"Gr\xf6\xdfe\x00", (None, None, None)),  # not text in any encoding
-        (b"\x81", (None, None, None)),
-        ("Größe".encode("utf-16")[:-1], (None, None, None)),
         (b"", (None, None, None)),
     ],
 )

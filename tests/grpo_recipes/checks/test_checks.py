@@ -62,30 +62,25 @@ def adapter(folder: str = "adapter", **changes: Any) -> str:
 # Machines and layouts
 
 
-def test_a_machine_has_at_least_one_process() -> None:
+def test_a_gpu_or_an_xla_device_computes_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for switch in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        monkeypatch.setenv(switch, "false")
+    for gpu, xla in ((False, False), (True, False), (False, True)):
+        monkeypatch.setattr(transformers.utils, "is_torch_bf16_gpu_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(transformers.utils, "is_torch_xla_available", lambda xla=xla: xla)
+        assert Machine.here() == Machine(1, gpu or xla, "torch")
+
+
+def test_a_layout_has_at_least_one_process() -> None:
     with refused("`num_processes`", "0"):
         Machine(0, bf16=False)
     for number in (0, -1):
         with refused("`num_processes`", number):
             checks.choose_layout(None, number, use_cpu=True)
-
-
-@pytest.mark.parametrize(("gpu", "xla"), [(False, False), (True, False), (False, True)])
-def test_a_gpu_or_an_xla_device_computes_in_bfloat16(gpu: bool, xla: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.utils, "is_torch_bf16_gpu_available", lambda: gpu)
-    monkeypatch.setattr(transformers.utils, "is_torch_xla_available", lambda: xla)
-    for switch in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
-        monkeypatch.setenv(switch, "false")
-    assert Machine.here() == Machine(1, gpu or xla, "torch")
-
-
-def test_a_configuration_of_accelerate_needs_a_number_of_processes() -> None:
-    write("layout.yaml", "use_cpu: true\n")
-    with refused("", "layout.yaml", by=RecipeError):
-        Machine.described(Path("layout.yaml"))
-    write("layout.yaml", "num_processes: 0\n")
-    with refused("", "layout.yaml", "`num_processes`", "0", by=RecipeError):
-        Machine.described(Path("layout.yaml"))
+    for text, figures in (("use_cpu: true\n", []), ("num_processes: 0\n", ["`num_processes`", "0"])):
+        write("layout.yaml", text)
+        with refused("", "layout.yaml", *figures, by=RecipeError):
+            Machine.described(Path("layout.yaml"))
     write("layout.yaml", "num_processes: 3\n")
     assert Machine.described(Path("layout.yaml")) == Machine(3, bf16=True)
     with refused("", by=RecipeError):
@@ -152,19 +147,11 @@ REFUSED: list[tuple[Callable[[], dict[str, Any]], str, object]] = [
     (lambda: {"early_stopping_patience": 0}, "`early_stopping_patience`", 0),
     (lambda: {"use_cpu": False, "bf16": True}, "`bf16`", "`use_cpu: true`"),
     (lambda: {"dtype": "float16"}, "`dtype`", "`dtype: float32`"),
-    (
-        lambda: {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2},
-        "`vllm_tensor_parallel_size`",
-        2,
-    ),
+    (lambda: {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "`vllm_tensor_parallel_size`", 2),
     (lambda: {"dataset": {"name": "arithmetic", "size": 1}}, "`dataset`", "1 prompts"),
     (lambda: {**SPLIT_SAVES, "save_strategy": "steps", "save_steps": 3}, "`save_steps`", 3.0),
     (overlap, "`dataset.eval_path`", "b.jsonl, line 1"),
-    (
-        lambda: {"rewards": ["tests.grpo_recipes.checks.test_checks.by_environment"], **CALCULATOR},
-        "`rewards`: by_environment",
-        "`environments`",
-    ),
+    (lambda: {"rewards": [f"{__name__}.by_environment"], **CALCULATOR}, "`rewards`: by_environment", "`environments`"),
     (column_of_one_side, "`rewards`: by_level", "`level`"),
 ]
 
@@ -206,14 +193,10 @@ def check_or_refuse(check: Callable[[Recipe], None], changes: dict[str, Any], pl
 def test_a_reference_must_fit_the_policy_as_far_as_its_folder_shows() -> None:
     full, policy, other = write("full/config.json", CONFIG), adapter("policy"), adapter("other")
     base, hub = {"reference": "base"}, {"reference": {"adapter": "org/adapter"}}
-    missing, no_adapter = {"reference": {"adapter": "./nowhere"}}, {"reference": {"adapter": full}}
     new = {"use_peft": True}
     for changes, place in (
-        ({}, ""),
         ({"model_name_or_path": full}, ""),
         ({"model_name_or_path": policy}, ""),
-        ({"model_name_or_path": policy, "use_peft": False}, ""),
-        (new, ""),
         ({"model_name_or_path": full, **new}, ""),
         ({"model_name_or_path": policy, **new}, "`use_peft`"),
         (base, ""),
@@ -224,9 +207,8 @@ def test_a_reference_must_fit_the_policy_as_far_as_its_folder_shows() -> None:
         ({"model_name_or_path": policy, **base}, ""),
         ({"model_name_or_path": policy, **hub}, ""),
         ({"model_name_or_path": policy, "reference": {"adapter": other}}, ""),
-        (missing, "`reference.adapter`"),
-        (no_adapter, "`reference.adapter`"),
-        ({"model_name_or_path": policy, **no_adapter}, "`reference.adapter`"),
+        ({"reference": {"adapter": "./nowhere"}}, "`reference.adapter`"),
+        ({"model_name_or_path": policy, "reference": {"adapter": full}}, "`reference.adapter`"),
     ):
         check_or_refuse(checks.check_reference, changes, place)
 
@@ -234,54 +216,35 @@ def test_a_reference_must_fit_the_policy_as_far_as_its_folder_shows() -> None:
 def test_the_files_beside_the_weights_of_every_folder_are_read() -> None:
     fine, damaged = write("fine/config.json", CONFIG), write("damaged/tokenizer.json", "[")
     write("kind/config.json", {"model_type": 3})
+    odd = {"reference": {"adapter": adapter("odd", peft_type=3)}}
     for changes, place in (
         ({}, ""),
-        ({"model_name_or_path": fine}, ""),
-        ({"model_name_or_path": adapter("on-hub")}, ""),
         ({"model_name_or_path": adapter("on-fine", base_model_name_or_path=fine)}, ""),
         ({"model_name_or_path": damaged}, "`model_name_or_path`: damaged/tokenizer.json"),
         ({"model_name_or_path": "kind"}, "`model_name_or_path`: kind/config.json"),
         ({"model_name_or_path": adapter("on-damaged", base_model_name_or_path=damaged)}, "damaged/tokenizer.json"),
-        ({"model_name_or_path": adapter("on-kind", base_model_name_or_path="kind")}, "kind/config.json"),
-        ({"reference": {"adapter": adapter("odd", peft_type=3)}}, "`reference.adapter`: odd/adapter_config.json"),
-        (
-            {"model_name_or_path": fine, "reference": {"adapter": adapter("odd", peft_type=3)}},
-            "`reference.adapter`: odd/adapter_config.json",
-        ),
+        ({"model_name_or_path": fine, **odd}, "`reference.adapter`: odd/adapter_config.json"),
     ):
         check_or_refuse(checks.check_model_folders, changes, place)
 
 
-def test_offline_responses_of_a_group_must_lie_on_one_process() -> None:
-    checks.check(recipe(**scored_rows(), gradient_accumulation_steps=1), Machine(2, bf16=False))
-    split = recipe(**scored_rows(), per_device_train_batch_size=2, gradient_accumulation_steps=1)
-    with refused("`offline`", by=RecipeError):
-        checks.check(split, Machine(2, bf16=False))
-
-
-def test_a_reward_that_compares_a_group_needs_it_on_one_process() -> None:
-    keys = {"rewards": ["tag_count", "group_length"], "gradient_accumulation_steps": 1}
-    checks.check(recipe(**keys), Machine(2, bf16=False))
-    with refused("`rewards`: group_length", "(2)", "(4)", by=RecipeError):
-        checks.check(recipe(**keys, per_device_train_batch_size=2), Machine(2, bf16=False))
-
-
-def test_rewards_that_score_each_completion_alone_may_be_paid_in_any_layout() -> None:
-    split = recipe(per_device_train_batch_size=2, gradient_accumulation_steps=1)
-    assert checks.check(split, Machine(2, bf16=False)).geometry.splits_groups
+def test_a_group_that_is_compared_must_lie_on_one_process() -> None:
+    two, split = Machine(2, bf16=False), {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    by_group = {"rewards": ["tag_count", "group_length"]}
+    for keys, place in ((by_group, "`rewards`: group_length"), (scored_rows(), "`offline`")):
+        checks.check(recipe(**keys, gradient_accumulation_steps=1), two)
+        with refused(place, 2, 4, by=RecipeError):
+            checks.check(recipe(**keys, **split), two)
+    # A reward that scores each completion alone may be paid in any layout.
+    assert checks.check(recipe(**split), two).geometry.splits_groups
 
 
 def test_an_environment_alone_may_score() -> None:
-    factory = "grpo_recipes.tools.examples.GuessNumber"
-    turns = {"max_tool_calling_iterations": 2, "max_completion_length": 900}
-    found = checks.check(
-        recipe(rewards=..., dataset={"name": "secret_number", "size": 8}, environment_factory=factory, **turns), CPU
-    )
-    assert [reward.name for reward in found.all_rewards] == ["GuessNumber"]
-    both = recipe(
-        rewards=["tag_count"], dataset={"name": "secret_number", "size": 8}, environment_factory=factory, **turns
-    )
-    assert [reward.name for reward in checks.check(both, CPU).all_rewards] == ["tag_count", "GuessNumber"]
+    game = {"environment_factory": "grpo_recipes.tools.examples.GuessNumber", "max_tool_calling_iterations": 2}
+    game |= {"dataset": {"name": "secret_number", "size": 8}, "max_completion_length": 900}
+    for rewards, names in ((..., ["GuessNumber"]), (["tag_count"], ["tag_count", "GuessNumber"])):
+        found = checks.check(recipe(rewards=rewards, **game), CPU)
+        assert [reward.name for reward in found.all_rewards] == names
     named = checks.check(recipe(), CPU)
     assert named.all_rewards == named.rewards
 
@@ -301,11 +264,7 @@ def test_held_out_rows_are_kept_apart_from_the_training_rows() -> None:
 LAUNCHES: list[tuple[Callable[[], dict[str, Any]], str, object]] = [
     (lambda: {"output_dir": write("run/run.json", {})}, "`output_dir`: run", "`resume_from_checkpoint: true`"),
     (lambda: {"model_name_or_path": "./nowhere"}, "`model_name_or_path`: ./nowhere", ""),
-    (
-        lambda: {"output_dir": write("run/run.json", {}), "resume_from_checkpoint": "run/checkpoint-9"},
-        "`resume_from_checkpoint`",
-        "checkpoint-9",
-    ),
+    (lambda: {"resume_from_checkpoint": "run/checkpoint-9"}, "`resume_from_checkpoint`", "checkpoint-9"),
     (lambda: {"report_to": "trackio"}, "`report_to: trackio`", "trackio"),
     (lambda: {"load_in_4bit": True, "use_peft": True}, "`load_in_4bit`", "bitsandbytes"),
     (lambda: {**EVALUATED, "load_best_model_at_end": True, "save_strategy": "epoch"}, "mine.yaml", "load_best_model"),
@@ -327,22 +286,12 @@ def test_a_launch_that_can_run_is_allowed() -> None:
     checks.check_launch(recipe(report_to="none"), CPU)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_refused"),
-    [
-        (lambda: write("m/config.json", CONFIG) + "/config.json", True),
-        (lambda: write("m/model.safetensors", ""), True),
-        (lambda: "./nowhere", True),
-        (lambda: write("m/config.json", CONFIG), False),
-        (lambda: adapter(), False),
-        (lambda: "org/model", False),
-    ],
-)
-def test_the_policy_must_be_a_folder_with_a_model_or_on_the_hub(name: Callable[[], str], is_refused: bool) -> None:
-    path = name()
-    check_or_refuse(
-        checks.check_model_exists, {"model_name_or_path": path}, f"`model_name_or_path`: {path}" if is_refused else ""
-    )
+def test_the_policy_must_be_a_folder_with_a_model_or_on_the_hub() -> None:
+    file, weights = write("m/config.json", CONFIG) + "/config.json", write("empty/model.safetensors", "")
+    for path in (file, weights, "./nowhere", "m", adapter(), "org/model"):
+        is_refused = path in (file, weights, "./nowhere")
+        place = f"`model_name_or_path`: {path}" if is_refused else ""
+        check_or_refuse(checks.check_model_exists, {"model_name_or_path": path}, place)
 
 
 def test_the_positions_of_an_adapter_are_those_of_its_base() -> None:
@@ -368,8 +317,8 @@ def test_the_folder_of_a_launch_that_failed_at_once_is_free() -> None:
         (Path("run") / name).unlink()
 
 
-def test_a_full_disk_is_noticed_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some file systems notice only when the test file is written through (docs/scaling.md gives its size)."""
+def test_a_folder_that_can_not_be_written_is_noticed_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems notice a full disk only when the test file is written through (docs/scaling.md: its size)."""
     text = " ".join((ROOT / "docs" / "scaling.md").read_text().split())
     assert "1 MiB" in text
     written: list[int] = []
@@ -385,9 +334,6 @@ def test_a_full_disk_is_noticed_before_the_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "fsync", full)
     with refused("`output_dir`: run", "No space left on device", by=RecipeError):
         checks.check_output_dir(recipe())
-
-
-def test_a_folder_below_a_file_can_not_be_written() -> None:
     write("file", "")
     with refused("`output_dir`: file/run", "(file:", by=RecipeError):
         checks.check_output_dir(recipe(output_dir="file/run"))
@@ -429,7 +375,6 @@ def test_trl_is_asked_about_the_batches_of_all_processes_of_another_machine() ->
 
 
 def test_the_optimizer_of_a_script_may_be_a_member_of_an_enumeration() -> None:
-    mine = SimpleNamespace(
-        training={}, model={}, config=SimpleNamespace(optim=transformers.training_args.OptimizerNames.SGD)
-    )
+    config = SimpleNamespace(optim=transformers.training_args.OptimizerNames.SGD)
+    mine = SimpleNamespace(training={}, model={}, config=config)
     assert checks.optimizer_name(mine, CPU) == "sgd"  # type: ignore[arg-type]

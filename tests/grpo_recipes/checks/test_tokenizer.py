@@ -7,6 +7,7 @@ from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -59,8 +60,7 @@ def test_prompts_are_padded_and_cut_on_the_left_whatever_the_model_says(tmp_path
     assert (loaded.padding_side, loaded.truncation_side) == ("left", "left")
 
 
-@pytest.mark.parametrize("local_only", [True, False])
-def test_the_tokenizer_of_the_named_revision_is_loaded(local_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_of_the_named_revision_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
 
     def from_pretrained(name: str, **options: Any) -> Any:
@@ -68,29 +68,18 @@ def test_the_tokenizer_of_the_named_revision_is_loaded(local_only: bool, monkeyp
         return tiny.chat_tokenizer()
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    for keys, revision in (({}, "main"), ({"model_revision": "v2", "trust_remote_code": True}, "v2")):
-        seen.clear()
-        load_tokenizer(recipe_of("org/model", **keys), local_only=local_only)
-        assert seen == [("org/model", revision, local_only, bool(keys))]
+    load_tokenizer(recipe_of("org/model"), local_only=True)
+    load_tokenizer(recipe_of("org/model", model_revision="v2", trust_remote_code=True), local_only=False)
+    assert seen == [("org/model", "main", True, False), ("org/model", "v2", False, True)]
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"), [(ValueError("two\nlines"), "two lines"), (KeyError(), "KeyError"), (OSError(""), "OSError")]
-)
-def test_a_tokenizer_that_can_not_be_loaded_is_named_with_a_reason(
-    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def from_pretrained(name: str, **options: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
-    with refused("`model_name_or_path`: org/model", f"({reason})", by=TokenizerUnavailable):
-        load_tokenizer(recipe_of("org/model"), local_only=True)
-
-
-def test_a_folder_that_is_missing_is_said_before_anything_is_loaded() -> None:
+def test_a_tokenizer_that_can_not_be_loaded_is_named_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("`model_name_or_path`", by=TokenizerUnavailable):
         load_tokenizer(recipe_of("./nowhere"))
+    for error, reason in ((ValueError("two\nlines"), "two lines"), (KeyError(), "KeyError")):
+        monkeypatch.setattr(AutoTokenizer, "from_pretrained", Mock(side_effect=error))
+        with refused("`model_name_or_path`: org/model", f"({reason})", by=TokenizerUnavailable):
+            load_tokenizer(recipe_of("org/model"), local_only=True)
 
 
 @pytest.mark.parametrize("config", [LlamaConfig(**tiny._SIZES), Qwen2Config()], ids=["llama", "qwen2"])
@@ -112,17 +101,12 @@ def test_a_template_that_fails_on_a_prompt_is_a_users_error(tmp_path: Path) -> N
             render(rows, tokenizer, {})
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_refused"),
-    [({"pad_token": None}, False), ({"eos_token": None}, False), ({"pad_token": None, "eos_token": None}, True)],
-)
-def test_a_token_for_padding_is_needed(changes: dict[str, None], is_refused: bool, tmp_path: Path) -> None:
-    recipe = recipe_of(save_model(tmp_path / "m", **changes))
-    if not is_refused:
-        load_tokenizer(recipe)
-        return
+def test_a_token_for_padding_is_needed(tmp_path: Path) -> None:
+    for name in ("pad_token", "eos_token"):
+        load_tokenizer(recipe_of(save_model(tmp_path / name, **{name: None})))
+    neither = save_model(tmp_path / "m", pad_token=None, eos_token=None)
     with refused("", "`pad_token`", "`eos_token`", by=RecipeError):
-        load_tokenizer(recipe)
+        load_tokenizer(recipe_of(neither))
 
 
 # End of a turn
@@ -144,19 +128,15 @@ def test_the_end_of_a_turn_is_the_first_token_after_an_answer(end: str, found: i
 
 
 def test_the_end_of_a_turn_depends_on_the_arguments_of_the_template(tmp_path: Path) -> None:
-    template = PLAIN_USERS.replace("END", "('<|im_start|>' if strange else '<|im_end|>')")
-    model = save_model(tmp_path / "m", template)
-    check_chat_template(recipe_of(model), load_tokenizer(recipe_of(model)), PROMPTS[0])
+    end = "('<|im_start|>' if strange else '.' if plain else '<|im_end|>')"
+    model = save_model(tmp_path / "m", PLAIN_USERS.replace("END", end))
     strange = {"chat_template_kwargs": {"strange": True}}
     with refused("", "`<|im_start|>`", by=RecipeError):
         check_chat_template(recipe_of(model, **strange), load_tokenizer(recipe_of(model)), PROMPTS[0])
-    stops = recipe_of(model, **strange, generation_kwargs={"stop": ["."]})
-    check_chat_template(stops, load_tokenizer(stops), PROMPTS[0])
-
-
-def test_a_template_that_ends_turns_with_text_is_not_refused(tmp_path: Path) -> None:
-    recipe = recipe_of(save_model(tmp_path / "m", PLAIN_USERS.replace("END", "'.'")))
-    check_chat_template(recipe, load_tokenizer(recipe), PROMPTS[0])
+    # A turn that ends with text has no such token, and stop strings end a turn too.
+    for keys in ({}, {"chat_template_kwargs": {"plain": True}}, {**strange, "generation_kwargs": {"stop": ["."]}}):
+        mine = recipe_of(model, **keys)
+        check_chat_template(mine, load_tokenizer(mine), PROMPTS[0])
 
 
 class FirstIsSpecial:
@@ -177,88 +157,62 @@ class FirstIsSpecial:
         return f"<{number}>"
 
 
-@pytest.mark.parametrize(("eos", "stops"), [(5, "`<5>`"), ([5, 7], "`<5>` and `<7>`"), (None, "nothing"), (0, None)])
+@pytest.mark.parametrize(("eos", "stops"), [([5, 7], "`<5>` and `<7>`"), (None, "nothing"), (0, None)])
 def test_a_token_0_may_end_a_turn(eos: Any, stops: str | None, tmp_path: Path) -> None:
     GenerationConfig(eos_token_id=eos).save_pretrained(tmp_path)
     tokenizer: Any = FirstIsSpecial()
+    mine = recipe_of(tmp_path)
     assert end_of_turn(tokenizer, {}) == 0
     if stops is None:
-        check_chat_template(recipe_of(tmp_path), tokenizer, PROMPTS[0])
-        tokenizer.eos_token_id = 0
-        assert stop_ids(recipe_of(tmp_path), tokenizer) == [0]
-        return
-    with refused(f"`model_name_or_path`: {tmp_path}", "`<0>`", stops, by=RecipeError):
-        check_chat_template(recipe_of(tmp_path), tokenizer, PROMPTS[0])
+        check_chat_template(mine, tokenizer, PROMPTS[0])
+    else:
+        with refused(f"`model_name_or_path`: {tmp_path}", "`<0>`", stops, by=RecipeError):
+            check_chat_template(mine, tokenizer, PROMPTS[0])
+        check_chat_template(replace(mine, offline=OfflineSpec("group")), tokenizer, PROMPTS[0])
     tokenizer.eos_token_id = 0
-    assert (stop_ids(recipe_of(tmp_path), tokenizer) or [])[0] == 0
-    check_chat_template(recipe_of(tmp_path), tokenizer, PROMPTS[0])
+    assert (stop_ids(mine, tokenizer) or [])[0] == 0
+    check_chat_template(mine, tokenizer, PROMPTS[0])
 
 
-@pytest.mark.parametrize("template", [None, ""])
-def test_a_conversation_needs_a_chat_template(template: str | None, tmp_path: Path) -> None:
-    recipe = recipe_of(save_model(tmp_path / "m", template))
+def test_a_conversation_needs_a_chat_template(tmp_path: Path) -> None:
+    recipe = recipe_of(save_model(tmp_path / "m", None))
     tokenizer = load_tokenizer(recipe)
-    tokenizer.chat_template = template
-    check_chat_template(recipe, tokenizer, "a text")
-    with refused("`model_name_or_path`: ", "`dataset.prompt_format: text`", by=RecipeError):
-        check_chat_template(recipe, tokenizer, PROMPTS[0])
-    with refused("`dataset.prompt_format`"):
-        token_lengths(ROWS, tokenizer, {})
+    for template in (None, ""):
+        tokenizer.chat_template = template
+        check_chat_template(recipe, tokenizer, "a text")
+        with refused("`model_name_or_path`: ", "`dataset.prompt_format: text`", by=RecipeError):
+            check_chat_template(recipe, tokenizer, PROMPTS[0])
+        with refused("`dataset.prompt_format`"):
+            token_lengths(ROWS, tokenizer, {})
 
 
-@pytest.mark.parametrize("revision", ["v3", None])
-def test_an_adapter_stops_where_its_base_does(
-    revision: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    base, seen = tmp_path / "base", []
+def test_an_adapter_stops_where_its_base_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    base = tmp_path / "base"
     GenerationConfig(eos_token_id=9).save_pretrained(base)
-    original = GenerationConfig.from_pretrained
-
-    def from_pretrained(name: str, **options: Any) -> Any:
-        seen.append(options["revision"])
-        return original(name, **options)
-
-    monkeypatch.setattr(GenerationConfig, "from_pretrained", from_pretrained)
-    content = {"peft_type": "LORA", "base_model_name_or_path": str(base), "revision": revision}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(content))
-    assert stop_ids(recipe_of(tmp_path, model_revision="v2"), tiny.chat_tokenizer()) == [257, 9]
-    assert seen == [revision or "main"]
+    read = Mock(side_effect=GenerationConfig.from_pretrained)
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", read)
+    for revision in ("v3", None):
+        content = {"peft_type": "LORA", "base_model_name_or_path": str(base), "revision": revision}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(content))
+        assert stop_ids(recipe_of(tmp_path, model_revision="v2"), tiny.chat_tokenizer()) == [257, 9]
+        assert read.call_args.kwargs["revision"] == (revision or "main")
 
 
 def test_without_a_generation_configuration_the_stop_ids_are_those_of_the_model(tmp_path: Path) -> None:
     recipe, tokenizer = recipe_of(tmp_path), tiny.chat_tokenizer()
     assert stop_ids(recipe, tokenizer) is None, "there is no configuration at all"
+    check_chat_template(recipe, FirstIsSpecial(), PROMPTS[0])  # no file says where generation stops
     LlamaConfig(**{**tiny._SIZES, "eos_token_id": [3, 4]}).save_pretrained(tmp_path)
     assert stop_ids(recipe, tokenizer) == [257, 3, 4]
     (tmp_path / "generation_config.json").write_text("{")
     assert stop_ids(recipe, tokenizer) == [257, 3, 4]
 
 
-def test_recorded_responses_and_an_unknown_configuration_need_no_stop(tmp_path: Path) -> None:
-    tokenizer: Any = FirstIsSpecial()
-    check_chat_template(recipe_of(tmp_path), tokenizer, PROMPTS[0])  # no file says where generation stops
-    GenerationConfig(eos_token_id=5).save_pretrained(tmp_path)
-    mine = recipe_of(tmp_path)
-    with refused("`model_name_or_path`: ", "`<0>`", by=RecipeError):
-        check_chat_template(mine, tokenizer, PROMPTS[0])
-    check_chat_template(replace(mine, offline=OfflineSpec("group")), tokenizer, PROMPTS[0])
-
-
-@pytest.mark.parametrize("answers", [True, False])
-def test_the_hub_is_asked_for_stop_ids_only_if_it_answers(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, bool]] = []
-
-    def from_pretrained(name: str, revision: str, local_files_only: bool) -> Any:
-        seen.append((revision, local_files_only))
-        return GenerationConfig(eos_token_id=9)
-
-    def urlopen(*given: Any, **options: Any) -> Any:
-        if not answers:
-            raise TimeoutError
-        return BytesIO()
-
-    monkeypatch.setattr(GenerationConfig, "from_pretrained", from_pretrained)
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+def test_the_hub_is_asked_for_stop_ids_only_if_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Mock(return_value=GenerationConfig(eos_token_id=9))
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", read)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no adapter is looked for
-    assert stop_ids(recipe_of("org/model", model_revision="v2"), tiny.chat_tokenizer()) == [257, 9]
-    assert seen == [("v2", not answers)]
+    for answer, is_silent in ([BytesIO()], False), (TimeoutError, True):
+        monkeypatch.setattr("urllib.request.urlopen", Mock(side_effect=answer))
+        assert stop_ids(recipe_of("org/model", model_revision="v2"), tiny.chat_tokenizer()) == [257, 9]
+        read.assert_called_with("org/model", revision="v2", local_files_only=is_silent)

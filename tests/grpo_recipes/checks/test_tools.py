@@ -56,19 +56,16 @@ TOOLS_PY = "import dataclasses, functools\n" + "".join(
     [
         documented("def add(a: int, b: int = 1) -> int", "return a + b"),
         documented("def untyped(a) -> int").replace("    Args:\n", "    Args:\n        a: The first.\n"),
-        "def silent(a: int) -> int: return a\n",
         'def undescribed(a: int) -> int: "Count."\n',
-        documented("def custom(a: object) -> int"),
         documented("def variadic(**values: int) -> int").replace("Args:", "Args:\n        values: Numbers."),
         documented("def by_position(a: int, /) -> int"),
         "@dataclasses.dataclass\nclass Point:\n    x: int\n",
         documented("def record(a: Point) -> int"),
         "def logged(function): return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))\n",
         documented("@logged\nasync def behind(a: int) -> int"),
-        documented("@functools.cache\nasync def cached(a: int) -> int"),
         documented("def ticks(a: int)", "yield a"),
         documented("async def ticks_later(a: int)", "yield a"),
-        "def by_environment(completions, environments, **columns): return [0.0 for _ in environments]\n",
+        "def by_game(completions, environments, **columns): return [0.0 for _ in environments]\n",
         "nameless = functools.partial(add, b=2)\nnumber = 3\nclass Other: pass\n",
     ]
 )
@@ -107,7 +104,6 @@ FILES: Mapping[str, str] = {
     "broken.py": "import nothing_of_this_name\n",
 }
 FINE: Mapping[str, Any] = {"max_tool_calling_iterations": 2, "max_completion_length": 900}
-PLAN = "grpo-recipes plan {recipe}"
 
 
 def with_environment(*names: str) -> str:
@@ -124,17 +120,14 @@ BAD_TOOLS: list[tuple[list[str], str, str]] = [
     (["my_tools.add", "my_tools.ad"], "my_tools.ad", "`add`"),
     (["broken.x"], "broken.x", "'nothing_of_this_name'"),
     (["broken.py:x"], "broken.py:x: broken.py", ""),
-    (["nowhere.py:add"], "nowhere.py:add: nowhere.py", ""),
     (["my_tools.py:ad"], "my_tools.py:ad", "`add`"),
-    (["my_tools.py:population"], "my_tools.py:population", "`population`"),
     (["my_tools._secret"], "my_tools._secret", "`_secret`"),
     *(
         ([f"my_tools.{name}"], f"my_tools.{name}", figure)
         for name, figure in (
-            *(("untyped", "schema"), ("silent", "schema"), ("record", "schema"), ("undescribed", "schema")),
-            *(("custom", "schema"), ("variadic", "`**values: int`"), ("by_position", "`a: int`")),
-            *(("behind", "asynchronous"), ("cached", "asynchronous"), ("ticks", "generator")),
-            *(("ticks_later", "generator"), ("nameless", "function"), ("number", "function")),
+            *(("untyped", "schema"), ("record", "schema"), ("undescribed", "schema")),
+            *(("variadic", "`**values: int`"), ("by_position", "`a: int`"), ("behind", "asynchronous")),
+            *(("ticks", "generator"), ("ticks_later", "generator"), ("nameless", "function"), ("number", "function")),
             ("Other", "`environment_factory`"),
         )
     ),
@@ -210,47 +203,24 @@ def test_something_must_pay() -> None:
             check_rewards(toolset, [])
 
 
-FINE_CASES = [
-    Case(
-        PLAN + " --model_name_or_path {model}",
-        ("tools  ", "add,", '"name": "add"'),
-        0,
-        FILES,
-        {**FINE, "tools": [path]},
-    )
-    for path in ("my_tools.add", "my_tools.py:add")
-] + [
-    Case(
-        PLAN + " --model_name_or_path {model}",
-        ("GuessNumber × 1", "grpo_recipes.tools.examples.GuessNumber (guess)"),
-        0,
-        FILES,
-        {**FINE, "environment_factory": "grpo_recipes.tools.examples.GuessNumber", "rewards": None},
+PLANNED: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
+    "tools": ({}, {"tools": ["my_tools.py:add"]}, ("tools  ", "add,", '"name": "add"')),
+    "environments": (
+        {"train.jsonl": with_environment("game", "sum")},
+        {
+            "environment_factory": {"game": "my_envs.Game", "sum": "my_envs.Adds"},
+            "rewards": ["my_tools.by_game"],
+        },
+        ("game: my_envs.Game (look), sum: my_envs.Adds (add, look)", "by_game × 1", "Game × 1"),
     ),
-    Case(
-        PLAN + " --model_name_or_path {model}",
-        ("by_environment × 1", "Game × 1"),
-        0,
-        FILES,
-        {**FINE, "environment_factory": "my_envs.Game", "rewards": ["my_tools.by_environment"]},
-    ),
-    Case(
-        PLAN + " --model_name_or_path {model} --build",
-        ("game: my_envs.Game (look), sum: my_envs.Adds (add, look)", "Game × 1"),
-        0,
-        {**FILES, "train.jsonl": with_environment("game", "sum")},
-        {**FINE, "environment_factory": {"game": "my_envs.Game", "sum": "my_envs.Adds"}},
-    ),
-]
+}
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow if place % 4 else ()) for place, case in enumerate(FINE_CASES)],
-    ids=lambda case: case.words[0][:70],
-)
-def test_a_plan_names_the_tools(case: Case, tmp_path: Path, tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_case(case, tmp_path, tool_model, monkeypatch)
+@pytest.mark.parametrize("kind", PLANNED)
+def test_a_plan_names_the_tools(kind: str, tmp_path: Path, tool_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, keys, words = PLANNED[kind]
+    line = "grpo-recipes plan {recipe} --model_name_or_path {model} --build"
+    check_case(Case(line, words, 0, {**FILES, **files}, {**FINE, **keys}), tmp_path, tool_model, monkeypatch)
 
 
 def recipe_with(model: Path, *arguments: str) -> Recipe:
@@ -260,36 +230,23 @@ def recipe_with(model: Path, *arguments: str) -> Recipe:
     return parse_recipe([*given, *arguments])
 
 
-def known_templates() -> list[str]:
-    """Return the names of TRL's templates whose calls TRL can read."""
-    folder, names = Path(trl_templates.__file__).parent / "chat_templates", []
-    for file in sorted(folder.glob("*.jinja")):
+@pytest.mark.slow
+def test_every_template_that_trl_reads_passes(tmp_path: Path) -> None:
+    recipe = recipe_with(tmp_path, "--max_completion_length=4000")
+    toolset = load_toolset(recipe)
+    assert toolset is not None
+    names = []
+    for file in sorted((Path(trl_templates.__file__).parent / "chat_templates").glob("*.jinja")):
         tokenizer = chat_tokenizer(file.read_text())
         try:
             trl_templates.add_response_schema(tokenizer)
-        except ValueError:
+        except ValueError:  # TRL can't read calls of this template
             continue
         if trl_templates.supports_tool_calling(tokenizer):
             names.append(file.stem)
-    return names
-
-
-@pytest.mark.slow
-def test_every_template_that_trl_reads_passes(tmp_path: Path) -> None:
-    names = known_templates()
+            chat_template = check_template(recipe, toolset, chat_tokenizer(file.read_text()))
+            assert (chat_template is not None) == (file.stem == "qwen3"), file.stem
     assert len(names) > 15
-    for name in names:
-        text = (Path(trl_templates.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
-        recipe = recipe_with(tmp_path, "--max_completion_length=4000")
-        toolset = load_toolset(recipe)
-        assert toolset is not None
-        chat_template = check_template(recipe, toolset, chat_tokenizer(text))
-        assert (chat_template is not None) == (name == "qwen3"), name
-
-
-def broken(template: str, before: str, after: str) -> str:
-    assert before in template
-    return template.replace(before, after)
 
 
 def test_a_template_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
@@ -298,7 +255,8 @@ def test_a_template_that_can_not_be_used_is_refused(tmp_path: Path) -> None:
     toolset = load_toolset(recipe)
     assert toolset is not None
 
-    changed = broken(qwen, "<tool_call>", "<call>")
+    changed = qwen.replace("<tool_call>", "<call>")
+    assert changed != qwen
     mismatched = chat_tokenizer(changed)
     mismatched.response_template = trl_templates.qwen3_template
     forgetful = chat_tokenizer("{% if messages[-1].role == 'tool' %}short {% endif %}" + qwen)
@@ -334,22 +292,12 @@ def test_a_changed_file_is_read_again(tmp_path: Path, tool_model: Path, monkeypa
     assert values == [1, 2]
 
 
-ENVS = """
-from grpo_recipes.tools.examples import GuessNumber
-
-
-class Scores(GuessNumber):
-    def get_reward(self):
-        return float("nan")
-"""
-
-
-@pytest.mark.slow
 def test_a_fault_of_an_environment_ends_the_run_with_its_name(
     tool_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("my_envs.py").write_text(ENVS)
+    scores = 'class Scores(GuessNumber):\n    def get_reward(self):\n        return float("nan")\n'
+    Path("my_envs.py").write_text(f"from grpo_recipes.tools.examples import GuessNumber\n\n\n{scores}")
     given = [f"--model_name_or_path={tool_model}", "--output_dir=run", "--environment_factory=my_envs.py:Scores"]
     given += ["--max_tool_calling_iterations=1", "--max_completion_length=200", "--use_cpu=true", "--bf16=false"]
     given += ["--num_generations=4", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1"]
@@ -360,29 +308,16 @@ def test_a_fault_of_an_environment_ends_the_run_with_its_name(
     assert all(figure in last for figure in ("`Scores`", "nan", "row 0"))
 
 
-# Environments
-
-
-def environments_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **named: str) -> Toolset:
-    """Return the environments of `ENVS_PY`, read from a file of this test."""
-    (folder / "envs.py").write_text(ENVS_PY)
-    (folder / "my_tools.py").write_text(TOOLS_PY)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "my_tools", raising=False)
-    monkeypatch.chdir(folder)
-    paths = {name: f"envs.py:{attribute}" for name, attribute in named.items()}
-    return toolset_of([], paths.get("every") or paths)
-
-
-def test_only_functions_of_a_class_are_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("files")
+def test_only_functions_of_a_class_are_tools() -> None:
     """TRL lists the functions of a class. A static method takes no instance."""
-    toolset = environments_of(tmp_path, monkeypatch, every="WithOtherMembers")
+    toolset = toolset_of([], "my_envs.WithOtherMembers")
     assert {tool.name: list(tool.schema["function"]["parameters"]["properties"]) for tool in toolset.all_tools} == {
         "look": ["a"],
         "roll": ["b"],
     }
     assert [environment.scores for environment in toolset.environments] == [True]
-    assert not environments_of(tmp_path, monkeypatch, every="Plain").environments[0].scores
+    assert not toolset_of([], "my_envs.Plain").environments[0].scores
 
 
 # Calls in the chat template
@@ -422,21 +357,14 @@ def test_calls_of_several_styles_are_read_back(name: str, is_replaced: bool) -> 
     assert (chat_template is not None) is is_replaced
 
 
-def test_the_arguments_of_the_template_are_those_of_the_recipe(tmp_path: Path) -> None:
-    template = template_of("qwen2_5") + "{% if strict %}{{ raise_exception('too strict') }}{% endif %}"
+def test_a_template_that_fails_on_a_call_or_on_the_arguments_of_the_recipe_is_refused(tmp_path: Path) -> None:
+    condition = "strict or (messages[-1].tool_calls and tools and hasty)"
+    template = template_of("qwen2_5") + "{% if " + condition + " %}{{ raise_exception('not here') }}{% endif %}"
     tokenizer = chat_tokenizer(template)
     tokenizer.response_template = trl_templates.qwen3_template
     toolset = toolset_with(calculator)
     check_template(recipe_with(tmp_path), toolset, tokenizer)
-    strict = recipe_with(tmp_path, "--chat_template_kwargs.strict=true")
-    with refused(f"`model_name_or_path`: {tmp_path}", "`calculator`", "too strict", by=RecipeError):
-        check_template(strict, toolset, tokenizer)
-
-
-def test_a_template_that_fails_on_a_call_is_refused() -> None:
-    condition = "messages[-1].tool_calls and tools"
-    template = "{% if " + condition + " %}{{ raise_exception('not here') }}{% endif %}" + template_of("qwen2_5")
-    tokenizer = chat_tokenizer(template)
-    tokenizer.response_template = trl_templates.qwen3_template
-    with refused("m", "`calculator`", "not here"):
-        try_template("m", toolset_with(calculator), tokenizer)
+    for key in ("strict", "hasty"):
+        mine = recipe_with(tmp_path, f"--chat_template_kwargs.{key}=true")
+        with refused(f"`model_name_or_path`: {tmp_path}", "`calculator`", "not here", by=RecipeError):
+            check_template(mine, toolset, tokenizer)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
-from grpo_recipes.data.presets import MAX_ARITHMETIC_SIZE, arithmetic_problems
+from grpo_recipes.data.presets import arithmetic_problems
 from grpo_recipes.data.prompts import PromptTools, limit_prompts, rendered
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import DatasetSpec
@@ -287,12 +287,6 @@ def test_worked_steps_are_correct_and_use_the_numbers_of_the_question(seed):
         for result in carried[:-1]:
             used.remove(result)
         assert sorted(used) == numbers
-
-
-@pytest.mark.slow
-def test_both_splits_have_enough_problems_for_the_largest_size():
-    for split in ("train", "test"):
-        assert len(arithmetic_problems(split, MAX_ARITHMETIC_SIZE)) == MAX_ARITHMETIC_SIZE
 
 
 def test_the_preset_arithmetic_gives_the_generated_problems():

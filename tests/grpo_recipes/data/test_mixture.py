@@ -36,9 +36,8 @@ def by_source(completions: list[str], source: list[str], log_extra: Any, **colum
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "processes"), [("cpu", 1), ("ddp_cpu", 2)])
-def test_a_killed_run_on_a_mixture_resumes_to_the_same_result(tmp_path: Path, layout: str, processes: int) -> None:
-    dataset = mixture(tmp_path)
+def test_a_killed_run_on_a_mixture_resumes_to_the_same_result(tmp_path: Path) -> None:
+    dataset, layout, processes = mixture(tmp_path), "ddp_cpu", 2
     assert len(load(DatasetSpec.parse(dataset))) == 14
     policy, size = launching.build_policy(tmp_path / "policy"), 16 // processes
     changes = {"dataset": dataset, "per_device_train_batch_size": size, "max_steps": 6}

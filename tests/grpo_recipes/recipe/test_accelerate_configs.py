@@ -18,34 +18,19 @@ from grpo_recipes.recipe.recipe import find_file
 FOLDER = find_file("accelerate_configs", "cpu").parent
 NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
+ACCUMULATION = "deepspeed_config.gradient_accumulation_steps"
+OPTIMIZER, PARAMETERS = (f"deepspeed_config.offload_{part}_device" for part in ("optimizer", "param"))
 # Keys in which a configuration differs from TRL's, as its head states. Keys that TRL sets to their defaults do not
 # count.
 DIFFERENCES = {
-    ("zero2", "zero2"): {"deepspeed_config.gradient_accumulation_steps"},
-    ("zero2_offload", "zero2"): {
-        "deepspeed_config.gradient_accumulation_steps",
-        "deepspeed_config.offload_optimizer_device",
-        "num_processes",
-    },
-    ("zero3", "zero3"): {"deepspeed_config.gradient_accumulation_steps"},
-    ("zero3_offload", "zero3"): {
-        "deepspeed_config.gradient_accumulation_steps",
-        "deepspeed_config.offload_optimizer_device",
-        "deepspeed_config.offload_param_device",
-    },
+    ("zero2", "zero2"): {ACCUMULATION},
+    ("zero2_offload", "zero2"): {ACCUMULATION, OPTIMIZER, "num_processes"},
+    ("zero3", "zero3"): {ACCUMULATION},
+    ("zero3_offload", "zero3"): {ACCUMULATION, OPTIMIZER, PARAMETERS},
     ("zero3_multinode", "zero3"): {
-        "deepspeed_config.gradient_accumulation_steps",
-        "num_machines",
-        "num_processes",
-        "main_process_ip",
-        "main_process_port",
+        *(ACCUMULATION, "num_machines", "num_processes", "main_process_ip", "main_process_port")
     },
-    ("zero3_cpu", "zero3"): {
-        "deepspeed_config.gradient_accumulation_steps",
-        "num_processes",
-        "use_cpu",
-        "mixed_precision",
-    },
+    ("zero3_cpu", "zero3"): {ACCUMULATION, "num_processes", "use_cpu", "mixed_precision"},
     ("fsdp2", "fsdp2"): set(),
 }
 DEFAULTS = {"debug": False, "downcast_bf16": "no", "tpu_env": [], "tpu_use_cluster": False, "tpu_use_sudo": False}

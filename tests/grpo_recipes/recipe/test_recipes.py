@@ -12,17 +12,19 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes import train
+from tests.support.rows import write
+from tests.support.tiny import save_reward_model
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml"))
 TOOL_RECIPES = sorted(path for path in (ROOT / "recipes" / "tools").glob("*.yaml"))
 
 
-def triples(folder: Path) -> Path:
-    path = folder / "scored.jsonl"
-    rows = ({"prompt": f"{n} + 1 = ?", "response": f" {n + 1}", "reward": n % 3} for n in range(64))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def triples(folder: Path) -> str:
+    return write(
+        folder / "scored.jsonl",
+        [{"prompt": f"{n} + 1 = ?", "response": f" {n + 1}", "reward": n % 3} for n in range(64)],
+    )
 
 
 def stand_ins(recipe: Path, model: Path, gsm8k: Path, folder: Path) -> list[str]:
@@ -59,19 +61,15 @@ def adapter(model: Path, folder: Path) -> Path:
 def reward_model_stand_in(recipe: Path, folder: Path) -> list[str]:
     """Return the argument that replaces a reward model from the hub by a tiny one."""
     rewards = yaml.safe_load(recipe.read_text(encoding="utf-8"))["rewards"]
-    flat = json.dumps(rewards)
-    if "reward_model" not in flat:
-        return []
-    from tests.support.tiny import save_reward_model
-
-    model = save_reward_model(folder / "reward-model")
+    places = {f"--rewards.{place}": reward for place, reward in enumerate(rewards)}
     for place, reward in enumerate(rewards):
-        if reward.get("name") == "reward_model":
-            return [f"--rewards.{place}.kwargs.model={model}"]
-        for inner, part in enumerate(reward.get("rewards", [])):
-            if isinstance(part, dict) and part.get("name") == "reward_model":
-                return [f"--rewards.{place}.rewards.{inner}.kwargs.model={model}"]
-    raise AssertionError(f"{recipe.name}: where is its reward model?")
+        parts = reward.get("rewards", []) if isinstance(reward, dict) else []
+        places |= {f"--rewards.{place}.rewards.{inner}": part for inner, part in enumerate(parts)}
+    for place, reward in places.items():
+        if isinstance(reward, dict) and reward.get("name") == "reward_model":
+            return [f"{place}.kwargs.model={save_reward_model(folder / 'reward-model')}"]
+    assert "reward_model" not in json.dumps(rewards)
+    return []
 
 
 @pytest.mark.slow
@@ -82,8 +80,7 @@ def test_two_steps(recipe: Path, tiny_model: Path, gsm8k_file: Path, tmp_path: P
     model = adapter(tiny_model, tmp_path / "adapter") if recipe.stem.endswith("lora-continue") else tiny_model
     arguments = stand_ins(recipe, model, gsm8k_file, tmp_path) + reward_model_stand_in(recipe, tmp_path)
     assert train.main(["--config", str(recipe), *arguments]) == 0
-    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
-    assert state["global_step"] == 2
+    assert json.loads((tmp_path / "run" / "trainer_state.json").read_text())["global_step"] == 2
 
 
 @pytest.mark.slow
@@ -95,19 +92,15 @@ def test_two_steps_with_tools(recipe: Path, tool_model: Path, gsm8k_file: Path, 
     assert "tools/call_frequency" in state["log_history"][0]
 
 
-@pytest.mark.parametrize("recipe", TOOL_RECIPES, ids=lambda path: path.stem)
-def test_the_table_of_tools_has_a_row(recipe: Path) -> None:
+def test_the_tables_of_recipes_have_a_row_for_each_with_the_command() -> None:
     table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    assert f"| [{recipe.stem}](tools/{recipe.name}) |" in table
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_the_table_of_recipes_has_a_row_with_the_command(recipe: Path) -> None:
-    table = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
-    (row,) = [line for line in table.splitlines() if line.startswith(f"| [{recipe.stem}]({recipe.name})")]
-    assert len([cell for cell in row.split("|")[1:-1] if cell.strip()]) == 6
-    commands = (f"--config {recipe.stem}`", f"`grpo-recipes train {recipe.stem} ", "`make quickstart`")
-    assert any(command in row for command in commands)
+    for recipe in RECIPES:
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| [{recipe.stem}]({recipe.name})")]
+        assert len([cell for cell in row.split("|")[1:-1] if cell.strip()]) == 6
+        commands = (f"--config {recipe.stem}`", f"`grpo-recipes train {recipe.stem} ", "`make quickstart`")
+        assert any(command in row for command in commands)
+    for recipe in TOOL_RECIPES:
+        assert f"| [{recipe.stem}](tools/{recipe.name}) |" in table
 
 
 def test_every_path_in_the_seeds_table_exists() -> None:

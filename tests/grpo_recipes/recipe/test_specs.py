@@ -120,22 +120,16 @@ MISTAKES: list[tuple[dict[str, Any], str, object]] = [
     ({"eval_share": 0.5, "eval_path": "b"}, "eval_path", "`dataset.eval_share`"),
     *(({"delimiter": delimiter}, "delimiter", repr(delimiter)) for delimiter in ("", '"', "\n", "\r", ";;", "é")),
     ({"encoding": "utf-9"}, "encoding", "'utf-9'"),
-    ({"encoding": "undefined"}, "encoding", "'undefined'"),
     *(({"columns": columns}, "columns", "") for columns in ({"q": ""}, {"": "p"}, {"q": 3}, {"a\0": "b"}, ["a\ud800"])),
-    ({"path": [{"path": "a", "columns": {"q": ""}}]}, "columns", "''"),
     ({"name": "classification", "labels": ["a", "a"]}, "labels", ""),
     ({"path": ""}, "path", ""),
-    ({"eval_path": ""}, "eval_path", ""),
     ({"path": []}, "path", ""),
-    ({"eval_path": []}, "eval_path", ""),
     ({"path": [3]}, "path", 3),
     ({"path": [{"name": "a"}]}, "path.path", ""),
     ({"path": [{"path": "a", "fraction": 1}, "b"]}, "path", "`fraction`"),
-    ({"path": [{"path": "a"}, {"path": "b"}, {"path": "c", "fraction": 0.5}]}, "path", "`fraction`"),
     ({"eval_path": ["b", {"path": "c", "fraction": 1}]}, "eval_path", "`fraction`"),
     ({"path": [{"path": "a", "fraction": 0}, {"path": "b", "fraction": 1}]}, "path.fraction", 0.0),
     ({"path": [{"path": "a", "delimiter": ";;"}]}, "path.delimiter", "';;'"),
-    ({"path": [{"path": "a", "encoding": "cp99"}]}, "path.encoding", "'cp99'"),
     *(
         ({"path": ["a", "b"], key: value}, key, "")
         for key, value in {"config": "main", "split": "test", "eval_split": "test", "encoding": "cp1252"}.items()
@@ -147,7 +141,6 @@ MISTAKES: list[tuple[dict[str, Any], str, object]] = [
         for given in ({"text": "x"}, {"file": "x", "a": 1}, {"file": 1})
     ),
     ({"system_prompt": " \n"}, "system_prompt", "`none`"),
-    ({"system_prompt": ""}, "system_prompt", "`none`"),
     ({"system_prompt": "reasonning"}, "system_prompt", "`reasoning`"),
     ({"system_prompt": "xyz"}, "system_prompt", "xyz"),
 ]
@@ -224,12 +217,7 @@ def test_a_refresh_mixes_a_reference_that_the_loss_reads() -> None:
     check(ReferenceSpec())
     check(ReferenceSpec(reset_optimizer_on_sync=True))
     check(ReferenceSpec(name="base"), sync_ref_model=False, beta=0.0)
-    for key, value in (
-        ("beta", 0.0),
-        ("ref_model_sync_steps", 0),
-        ("ref_model_mixup_alpha", 1.5),
-        ("ref_model_mixup_alpha", 0.0),
-    ):
+    for key, value in (("beta", 0.0), ("ref_model_sync_steps", 0), *(("ref_model_mixup_alpha", n) for n in (1.5, 0.0))):
         with refused(f"`{key}`", value):
             check(ReferenceSpec(), **{key: value})
     with refused("`reference`", "`base`"):
@@ -246,10 +234,8 @@ def test_words_stand_for_mappings() -> None:
     assert [OfflineSpec.parse(word).compares_whole_batch for word in ("group", "batch")] == [False, True]
     assert OfflineSpec.parse({}).baseline == "group"
     assert SamplingSpec.parse({}) == SamplingSpec("biased", 0.5, 0.1) == SamplingSpec.parse("informative")
-    assert [SamplingSpec.parse(word).is_unbiased for word in ("informative", {"informative": "unbiased"})] == [
-        False,
-        True,
-    ]
+    assert SamplingSpec.parse({"informative": "unbiased"}).is_unbiased
+    assert not SamplingSpec.parse("informative").is_unbiased
     for given, place, figure in (
         ("of", "`micro_batching`", "auto, off"),
         (True, "`micro_batching`", "True"),
@@ -272,14 +258,11 @@ def test_tool_limits_have_defaults_and_take_numbers_as_yaml_writes_them() -> Non
     [
         (ToolLimits, {"seconds": 0}, "tool_limits.seconds", "86,400"),
         (ToolLimits, {"seconds": INF}, "tool_limits.seconds", "inf"),
-        (ToolLimits, {"seconds": True}, "tool_limits.seconds", "True"),
         (ToolLimits, {"result_tokens": 0}, "tool_limits.result_tokens", 0),
         (ToolLimits, {"failures": 50}, "tool_limits.failures", 50.0),
         (ToolLimits, {"second": 3}, "tool_limits.second", "`seconds`"),
         (ToolLimits, [30], "tool_limits", "[30]"),
         (SamplingSpec, {"exploration": 0}, "sampling.exploration", 0.0),
-        (SamplingSpec, {"exploration": 1.5}, "sampling.exploration", 1.5),
-        (SamplingSpec, {"floor": 0}, "sampling.floor", 0.0),
         (SamplingSpec, {"floor": 1.5}, "sampling.floor", 1.5),
     ],
 )
@@ -326,31 +309,23 @@ def test_unbiased_sampling_needs_independent_advantages(key: str, sums: Any, oth
     ("hint", "given", "expected"),
     [
         (int | None, None, None),
-        (int | None, 0, 0),
         (int, 8.0, 8),
         (int, "8", 8),
         (float, -3, -3.0),
         (float, "5e-6", 5e-6),
         (bool, "TRUE", True),
-        (bool, "false", False),
         (str, 8, "8"),
-        (str, 1.5, "1.5"),
         (str, True, "true"),
         (str, Path("a/b"), "a/b"),
         (str | None, "", ""),
-        (str | bool, True, True),
-        (int | str, False, "false"),
         (int | str, "3", "3"),  # a type that the value has comes before one that it can become
         (list[str], "a", ["a"]),
-        (list[str], 1.5, ["1.5"]),
         (list[str], ["a", 1], ["a", "1"]),
         (list[int], ["1", 2.0], [1, 2]),
         (list, [1, "a"], [1, "a"]),
-        (dict[str, Any], {"a": 1}, {"a": 1}),
         (Literal["1", "2"], "2", "2"),
         (Literal["on", "off"], False, "off"),
         (Literal["on", "off"] | None, None, None),
-        (Any, [1], [1]),
     ],
 )
 def test_a_value_becomes_the_type_of_its_key_if_nothing_is_lost(hint: Any, given: Any, expected: Any) -> None:
@@ -368,19 +343,14 @@ def test_the_word_no_of_yaml_is_a_strategy() -> None:
     [
         (int, 8.5, "8.5"),
         (int, True, "True"),
-        (int, "8.5", "'8.5'"),
         (int, INF, "inf"),
         (int, None, "None"),
         (float, "much", "'much'"),
-        (float, True, "True"),
         (bool, "yes", "'yes'"),
         (bool, 1, "1"),
         (list[int], ["x"], "['x']"),
-        (list[str], {"a": 1}, "{'a': 1}"),
         (dict[str, Any] | None, 3, "3"),
-        (str | list[str], {}, "{}"),
         (Literal["on", "off"], "of", "`off`"),
-        (Literal["on", "off"], 3, "on or off"),
         (str, None, "None"),
     ],
 )
@@ -406,10 +376,8 @@ def test_a_secret_is_not_shown_in_an_error() -> None:
         (Range(0, above=True), [1e-30, 1], [0, -1, INF, NAN], "above 0"),
         (Range(0, 1, above=True), [1e-9, 1], [0, 1.0001, NAN], "above 0 and at most 1"),
         (Range(0, 1, below=True), [0, 0.999], [1, -0.1], "0 and below 1"),
-        (Range(0, 1, above=True, below=True), [0.5], [0, 1], "above 0 and below 1"),
         (Range(0, or_=-1), [-1, 0, 50], [-2, -0.5], "0, or -1"),
         (Range(1, 65535), [1, 65535], [0, 65536], "65,535"),
-        (Range(-2_000, 0), [-2, 0], [-2001, 1], "-2,000"),
         (Range(1, or_=0), [0, 1], [-1, 0.5], "1, or 0"),
     ],
     ids=str,

@@ -28,25 +28,23 @@ def test_a_number_without_a_range_must_be_finite() -> None:
         trl_keys.check_numbers({"entropy_target": math.nan})
 
 
-@pytest.mark.parametrize(("rate", "is_warned_of"), [(1e-6, False), (1e-2, False), (0.0101, True)])
-def test_a_high_learning_rate_gives_a_warning(rate: float, is_warned_of: bool) -> None:
-    assert bool(trl_keys.cautions(SimpleNamespace(learning_rate=rate), {"use_peft": False})) is is_warned_of
-
-
 @pytest.mark.parametrize(
-    ("model", "key"),
+    ("rate", "model", "keys"),
     [
-        ({"lora_r": 8}, "`lora_r`"),
-        ({"lora_r": 8, "use_peft": True}, None),
-        ({"lora_r": None}, None),
-        ({"lora_dropout": 0.0}, "`lora_dropout`"),
-        ({"use_peft": False, "load_in_4bit": True}, None),
+        (1e-2, {"use_peft": False, "load_in_4bit": True}, []),
+        (0.0101, {"use_peft": False}, ["`learning_rate`"]),
+        (1e-6, {"lora_r": 8}, ["`lora_r`"]),
+        (1e-6, {"lora_r": 8, "use_peft": True}, []),
+        (1e-6, {"lora_r": None}, []),
+        (1e-6, {"lora_dropout": 0.0}, ["`lora_dropout`"]),
     ],
 )
-def test_lora_keys_without_an_adapter_are_noted(model: dict[str, Any], key: str | None) -> None:
-    notes = trl_keys.cautions(SimpleNamespace(learning_rate=1e-5), model)
-    assert len(notes) == (key is not None)
-    assert all(str(key) in note for note in notes)
+def test_a_high_learning_rate_and_lora_keys_without_an_adapter_are_noted(
+    rate: float, model: dict[str, Any], keys: list[str]
+) -> None:
+    notes = trl_keys.cautions(SimpleNamespace(learning_rate=rate), model)
+    assert len(notes) == len(keys)
+    assert all(key in note for key, note in zip(keys, notes, strict=True))
 
 
 IN_RANGE: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -91,12 +89,12 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("key", WORDS)
-def test_every_word_of_trl_is_accepted_and_no_other(key: str) -> None:
-    for word in WORDS[key].split():
-        assert trl_keys.normalized({key: word}) == {key: word}
-    with refused(f"`{key}`", "`sometimes`", *WORDS[key].split()):
-        trl_keys.normalized({key: "sometimes"})
+def test_every_word_of_trl_is_accepted_and_no_other() -> None:
+    for key, words in WORDS.items():
+        for word in words.split():
+            assert trl_keys.normalized({key: word}) == {key: word}
+        with refused(f"`{key}`", "`sometimes`", *words.split()):
+            trl_keys.normalized({key: "sometimes"})
 
 
 def test_the_booleans_of_scale_rewards_are_words() -> None:
@@ -123,52 +121,45 @@ def test_a_key_is_ignored_by_the_loss_types_that_do_not_read_it() -> None:
         assert trl_keys.ignored_keys(loss_type) == ignored
 
 
-@pytest.mark.parametrize(
-    ("bounds", "wrong"),
-    [
-        ({"epsilon": 0.2, "epsilon_high": 5.0}, None),
-        ({"epsilon": 1.0, "epsilon_high": None}, None),
-        ({"epsilon": 0.2, "epsilon_high": None}, 0.2),
-        ({"epsilon": 5.0, "epsilon_high": 0.0}, 0.0),
-    ],
-)
-def test_the_bound_of_cispo_is_a_ratio(bounds: dict[str, Any], wrong: float | None) -> None:
-    config = SimpleNamespace(
-        **{"loss_type": "cispo", "importance_sampling_level": "token", "multi_objective_aggregation": "", **bounds}
-    )
-    if wrong is None:
-        trl_keys.check_objective({}, config, sampled_kl=False)
-        return
-    with refused("`epsilon_high`", wrong, "`loss_type: cispo`"):
-        trl_keys.check_objective({}, config, sampled_kl=False)
+def check_objective(given: dict[str, Any], sampled_kl: bool = True, **changes: Any) -> None:
+    """Check an objective that is GSPO's apart from the changes."""
+    fine = {
+        **{"loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 1.0, "beta": 0.1},
+        **{"use_bias_correction_kl": False, "multi_objective_aggregation": "sum_then_normalize"},
+        **{"scale_rewards": "batch"},
+    }
+    trl_keys.check_objective(given, SimpleNamespace(**{**fine, **changes}), sampled_kl=sampled_kl)
+
+
+def test_the_bound_of_cispo_is_a_ratio() -> None:
+    for epsilon, high, wrong in ((0.2, 5.0, None), (1.0, None, None), (0.2, None, 0.2), (5.0, 0.0, 0.0)):
+        bounds = {"epsilon": epsilon, "epsilon_high": high}
+        cispo = {"loss_type": "cispo", "importance_sampling_level": "token", **bounds}
+        if wrong is None:
+            check_objective({}, **cispo)
+            continue
+        with refused("`epsilon_high`", wrong, "`loss_type: cispo`"):
+            check_objective({}, **cispo)
 
 
 def test_a_zero_is_a_value_that_a_loss_may_ignore() -> None:
-    config = SimpleNamespace(loss_type="sapo", importance_sampling_level="token", multi_objective_aggregation="")
-    trl_keys.check_objective({"epsilon": None, "beta": 0.0}, config, sampled_kl=True)
+    sapo = {"loss_type": "sapo", "importance_sampling_level": "token"}
+    check_objective({"epsilon": None, "beta": 0.0}, **sapo)
     with refused("`epsilon`", "`loss_type: sapo`"):
-        trl_keys.check_objective({"epsilon": 0.0}, config, sampled_kl=True)
+        check_objective({"epsilon": 0.0}, **sapo)
 
 
-@pytest.mark.parametrize(
-    ("given", "strings"),
-    [
+def test_stop_strings_are_read_from_generation_kwargs() -> None:
+    for given, strings in (
         (None, ()),
-        ({"top_k": 3}, ()),
-        ({"stop": None}, ()),
-        ({"stop": "</a>"}, ("</a>",)),
+        ({"top_k": 3, "stop": None}, ()),
         ({"stop": ["</a>", "\n"]}, ("</a>", "\n")),
-        ('{"stop": ["</a>"]}', ("</a>",)),
-    ],
-)
-def test_stop_strings_are_read_from_generation_kwargs(given: Any, strings: tuple[str, ...]) -> None:
-    assert trl_keys.stop_strings(given) == strings
-
-
-def test_the_key_of_transformers_for_stop_strings_is_refused() -> None:
-    for given in ([], ["a"]):
+        ('{"stop": "</a>"}', ("</a>",)),
+    ):
+        assert trl_keys.stop_strings(given) == strings
+    for names in ([], ["a"]):
         with refused("`generation_kwargs.stop_strings`", "`stop`"):
-            trl_keys.stop_strings({"stop_strings": given})
+            trl_keys.stop_strings({"stop_strings": names})
 
 
 def test_a_turn_with_tools_is_not_cut_by_a_stop_string() -> None:
@@ -213,19 +204,10 @@ def test_transformers_still_drops_the_same_processors() -> None:
 
 
 def test_an_objective_of_no_paper_is_refused() -> None:
-    fine = {
-        **{"loss_type": "grpo", "importance_sampling_level": "sequence", "top_entropy_quantile": 1.0, "beta": 0.1},
-        **{"use_bias_correction_kl": False, "multi_objective_aggregation": "sum_then_normalize"},
-        **{"scale_rewards": "batch"},
-    }
-
-    def check(sampled_kl: bool = True, **changes: Any) -> None:
-        trl_keys.check_objective({}, SimpleNamespace(**{**fine, **changes}), sampled_kl=sampled_kl)
-
-    check()
-    check(use_bias_correction_kl=True, beta=0.0)
-    check(use_bias_correction_kl=True, sampled_kl=False)
-    check(multi_objective_aggregation="normalize_then_sum", scale_rewards="group")
+    check_objective({})
+    check_objective({}, use_bias_correction_kl=True, beta=0.0)
+    check_objective({}, use_bias_correction_kl=True, sampled_kl=False)
+    check_objective({}, multi_objective_aggregation="normalize_then_sum", scale_rewards="group")
     for key, value, more in (
         ("importance_sampling_level", "sequence", {"loss_type": "dapo"}),
         ("importance_sampling_level", "token", {"loss_type": "luspo"}),
@@ -234,13 +216,13 @@ def test_an_objective_of_no_paper_is_refused() -> None:
         ("scale_rewards", "batch", {"multi_objective_aggregation": "normalize_then_sum"}),
     ):
         with refused(f"`{key}`", f"`{value}`"):
-            check(**{**more, key: value})
+            check_objective({}, **{**more, key: value})
 
 
-@pytest.mark.parametrize(("given", "mapping"), [("", {}), ("{}", {}), ({}, {}), ('{"a": 1}', {"a": 1}), (None, None)])
-def test_an_empty_text_is_an_empty_mapping(given: Any, mapping: Any) -> None:
+def test_an_empty_text_is_an_empty_mapping() -> None:
     for key in ("chat_template_kwargs", "model_init_kwargs"):
-        assert trl_keys.normalized({key: given}) == {key: mapping}
+        for given, mapping in (("", {}), ("{}", {}), ({}, {}), ('{"a": 1}', {"a": 1}), (None, None)):
+            assert trl_keys.normalized({key: given}) == {key: mapping}
 
 
 def test_our_defaults_differ_from_trls_in_three_keys() -> None:

@@ -29,19 +29,17 @@ def places(config: SimpleNamespace) -> list[str]:
 
 def test_every_missing_tracker_of_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the tracker `azure_ml`, transformers has the function `is_azureml_available`."""
+    needed = {"use_vllm": False, "optim": "sgd"}
     for tracker in integration_utils.INTEGRATION_TO_CALLBACK:
         package = packages.TRACKER_PACKAGES.get(tracker, tracker)
+        config = SimpleNamespace(report_to=["none", tracker], **needed)
         for is_there in (True, False):
             monkeypatch.setattr(integration_utils, f"is_{package}_available", lambda is_there=is_there: is_there)
-            config = SimpleNamespace(report_to=["none", tracker], use_vllm=False, optim="sgd")
             assert places(config) == ([] if is_there else [f"`report_to: {tracker}`"])
-    (error,) = packages.missing(SimpleNamespace(report_to=["tensorbord", "all"], use_vllm=False, optim="sgd"))
+    (error,) = packages.missing(SimpleNamespace(report_to=["tensorbord", "all"], **needed))
     assert (error.place, "`tensorboard`" in error.fix) == ("`report_to`", True)
-
-
-def test_no_tracker_needs_no_package() -> None:
     for report_to in ("none", "all", ["none"], [], None):
-        assert places(SimpleNamespace(report_to=report_to, use_vllm=False, optim="sgd")) == []
+        assert places(SimpleNamespace(report_to=report_to, **needed)) == []
 
 
 @pytest.mark.parametrize(
@@ -64,11 +62,10 @@ def test_vllm_must_be_installed_in_a_version_that_trl_supports(
     )
     monkeypatch.setattr(metadata, "version", lambda name: version if name == "vllm" else version_of(name))
     monkeypatch.setitem(import_utils.PACKAGE_DISTRIBUTION_MAPPING, "vllm", ["vllm"])
-    config = SimpleNamespace(report_to="none", use_vllm=True, optim="sgd")
     with warnings.catch_warnings():  # each recipe is told, though Python would show the same warning once
         warnings.simplefilter("ignore")
         for _ in range(2):
-            output = packages.missing(config)
+            output = packages.missing(SimpleNamespace(report_to="none", use_vllm=True, optim="sgd"))
             assert [error.place for error in output] == ["`use_vllm`"] * (figures is not None)
             assert all(figure in str(output[0]) for figure in figures or ())
 
@@ -132,24 +129,22 @@ def test_engines_must_be_shared_evenly() -> None:
 
 
 def test_a_prompt_and_its_completion_must_fit_into_the_context_of_vllm() -> None:
-    config = SimpleNamespace(**VLLM, max_completion_length=40)
-    packages.check_vllm_lengths(config, 60)
+    fields = {**VLLM, "max_completion_length": 40}
+    packages.check_vllm_lengths(SimpleNamespace(**fields), 60)
     with refused("`vllm_max_model_length`", 100, 61, 40, 101, "`dataset.max_prompt_tokens`"):
-        packages.check_vllm_lengths(config, 61)
+        packages.check_vllm_lengths(SimpleNamespace(**fields), 61)
     for change in ({"vllm_mode": "server"}, {"use_vllm": False}, {"vllm_max_model_length": None}):
-        packages.check_vllm_lengths(SimpleNamespace(**{**VLLM, "max_completion_length": 40, **change}), 61)
+        packages.check_vllm_lengths(SimpleNamespace(**{**fields, **change}), 61)
 
 
 def test_an_adapter_that_can_be_merged_may_be_served(tmp_path: Path) -> None:
-    config = SimpleNamespace(**VLLM)
-    for kind, is_fine in (("LORA", True), ("PROMPT_TUNING", False)):
-        content = {"peft_type": kind, "base_model_name_or_path": "base"}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(content))
-        if is_fine:
-            packages.check_vllm(config, 4, {"model_name_or_path": str(tmp_path)})
-            continue
-        with refused(f"`model_name_or_path`: {tmp_path}", kind, "`use_vllm: false`"):
-            packages.check_vllm(config, 4, {"model_name_or_path": str(tmp_path)})
+    config, model = SimpleNamespace(**VLLM), {"model_name_or_path": str(tmp_path)}
+    file, content = tmp_path / "adapter_config.json", {"base_model_name_or_path": "base"}
+    file.write_text(json.dumps({**content, "peft_type": "LORA"}))
+    packages.check_vllm(config, 4, model)
+    file.write_text(json.dumps({**content, "peft_type": "PROMPT_TUNING"}))
+    with refused(f"`model_name_or_path`: {tmp_path}", "PROMPT_TUNING", "`use_vllm: false`"):
+        packages.check_vllm(config, 4, model)
 
 
 def test_prompts_are_measured_as_the_model_sees_them() -> None:

@@ -111,39 +111,33 @@ def test_the_surviving_share_is_that_of_the_rounding_of_torch(dtype: torch.dtype
 
 def test_beta1_shrinks_an_update_of_noise() -> None:
     """A sum of noise with the weights (1 - b) b^k has the variance (1 - b)^2 / (1 - b^2), by the geometric series."""
-    weights = (1 - 0.9) * 0.9 ** np.arange(1000)
-    deviation = float(np.sqrt((weights**2).sum()))
-    with_momentum = precision(learning_rate=1e-3, beta1=0.9).surviving(initial_weights(0.02))
-    assert with_momentum == pytest.approx(
-        precision(learning_rate=1e-3 * deviation, beta1=0.0).surviving(initial_weights(0.02))
-    )
+    deviation = float(np.linalg.norm((1 - 0.9) * 0.9 ** np.arange(1000)))
+    shares = [precision(learning_rate=rate, beta1=beta1) for rate, beta1 in ((1e-3, 0.9), (1e-3 * deviation, 0.0))]
+    with_momentum, without = (share.surviving(initial_weights(0.02)) for share in shares)
+    assert with_momentum == pytest.approx(without)
 
 
-@pytest.mark.parametrize(
-    ("changes", "backend", "stored", "updated", "computed"),
-    [
-        ({}, "torch", "float32", "float32", "bfloat16"),
-        ({"bf16": False, "use_cpu": True}, "torch", "float32", "float32", "float32"),
-        ({"fp16": True}, "torch", "float32", "float32", "float16"),
-        (BF16, "torch", "bfloat16", "bfloat16", "bfloat16"),
-        ({**BF16, "optim": "adamw_bf16"}, "torch", "bfloat16", "float32", "bfloat16"),
-        ({"dtype": "auto"}, "torch", "bfloat16", "bfloat16", "bfloat16"),
-        (BF16, "deepspeed", "bfloat16", "float32", "bfloat16"),
-        ({"load_in_4bit": False, **LORA, "load_in_8bit": True}, "torch", "bfloat16", "float32", "bfloat16"),
-        ({}, "deepspeed", "bfloat16", "float32", "bfloat16"),
-        (BF16, "fsdp", "float32", "float32", "bfloat16"),
-        ({**BF16, "bf16": False, "use_cpu": True}, "fsdp", "bfloat16", "bfloat16", "bfloat16"),
-        (LORA, "torch", "float32", "float32", "bfloat16"),
-        (LORA, "deepspeed", "bfloat16", "float32", "bfloat16"),
-        (QLORA, "torch", "bfloat16", "float32", "bfloat16"),
-        ({**QLORA, "optim": "adamw_torch_fused"}, "torch", "bfloat16", "bfloat16", "bfloat16"),
-    ],
-)
-def test_the_dtypes_in_which_weights_are_stored_updated_and_computed(
-    tmp_path: Path, changes: dict, backend: str, stored: str, updated: str, computed: str
-) -> None:
-    found = precision_of(recipe(tmp_path, **changes), Machine(1, True, backend))  # type: ignore[arg-type]
-    assert (found.stored, found.updated, found.computed) == (stored, updated, computed)
+def test_the_dtypes_in_which_weights_are_stored_updated_and_computed(tmp_path: Path) -> None:
+    cpu = {"bf16": False, "use_cpu": True}
+    for changes, backend, dtypes in (
+        ({}, "torch", "float32 float32 bfloat16"),
+        (cpu, "torch", "float32 float32 float32"),
+        ({"fp16": True}, "torch", "float32 float32 float16"),
+        (BF16, "torch", "bfloat16 bfloat16 bfloat16"),
+        ({**BF16, "optim": "adamw_bf16"}, "torch", "bfloat16 float32 bfloat16"),
+        ({"dtype": "auto"}, "torch", "bfloat16 bfloat16 bfloat16"),
+        (LORA, "torch", "float32 float32 bfloat16"),
+        (QLORA, "torch", "bfloat16 float32 bfloat16"),
+        ({**LORA, "load_in_8bit": True, "load_in_4bit": False}, "torch", "bfloat16 float32 bfloat16"),
+        ({**QLORA, "optim": "adamw_torch_fused"}, "torch", "bfloat16 bfloat16 bfloat16"),
+        ({}, "deepspeed", "bfloat16 float32 bfloat16"),
+        ({**BF16, **cpu}, "deepspeed", "float32 float32 float32"),
+        ({**QLORA, "fp16": True}, "deepspeed", "float16 float32 float16"),
+        (BF16, "fsdp", "float32 float32 bfloat16"),
+        ({**BF16, **cpu}, "fsdp", "bfloat16 bfloat16 bfloat16"),
+    ):
+        found = precision_of(recipe(tmp_path, **changes), Machine(1, True, backend))  # type: ignore[arg-type]
+        assert f"{found.stored} {found.updated} {found.computed}" == dtypes, (changes, backend)
 
 
 DEEPSPEED = Machine(2, True, "deepspeed")
@@ -159,28 +153,22 @@ REFUSED: list[tuple[dict[str, object], Machine, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "machine", "place", "figure"), REFUSED)
-def test_a_precision_that_cannot_be_trained_is_refused(
-    tmp_path: Path, changes: dict, machine: Machine, place: str, figure: str
-) -> None:
-    mine = recipe(tmp_path, **changes)
-    with refused(f"mine.yaml: {place}", figure, by=RecipeError):
-        check(mine, machine)
+def test_a_precision_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    for changes, machine, place, figure in REFUSED:
+        with refused(f"mine.yaml: {place}", figure, by=RecipeError):
+            check(recipe(tmp_path, **changes), machine)
 
 
-@pytest.mark.parametrize(
-    ("changes", "machine"),
-    [
+def test_a_precision_that_can_be_trained_passes(tmp_path: Path) -> None:
+    for changes, machine in (
         ({**CB, **BF16, "optim": "adamw_bf16"}, GPU),
         ({**CB, "bf16": False, "use_cpu": True}, GPU),
         (CB, DEEPSPEED),
         ({"dtype": "float16", "fp16": True}, DEEPSPEED),
         (QLORA, DEEPSPEED),
         ({**BF16, "optim": "adamw_bf16"}, Machine(2, True, "fsdp")),
-    ],
-)
-def test_a_precision_that_can_be_trained_passes(tmp_path: Path, changes: dict, machine: Machine) -> None:
-    check(recipe(tmp_path, **changes), machine)
+    ):
+        check(recipe(tmp_path, **changes), machine)
 
 
 def test_the_recipe_accepts_adamw_bf16_and_trl_receives_another_name(tmp_path: Path) -> None:
@@ -240,9 +228,8 @@ def test_early_stopping_needs_evaluations_and_a_metric(tmp_path: Path) -> None:
             check_early_stopping(recipe(tmp_path, early_stopping_patience=2, **others))
 
 
-@pytest.mark.parametrize(
-    ("gpus", "use_cpu", "asked", "layout"),
-    [
+def test_a_launch_takes_every_gpu_unless_it_names_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, use_cpu, asked, layout in (
         (0, False, None, ("cpu", 1)),
         (0, False, 2, ("ddp_cpu", 2)),
         (1, False, None, ("single_gpu", 1)),
@@ -250,17 +237,12 @@ def test_early_stopping_needs_evaluations_and_a_metric(tmp_path: Path) -> None:
         (4, False, 1, ("single_gpu", 1)),
         (4, False, 2, ("ddp", 2)),
         (4, True, None, ("cpu", 1)),
-        (4, True, 3, ("ddp_cpu", 3)),
-    ],
-)
-def test_a_launch_takes_every_gpu_unless_it_names_a_number(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, use_cpu: bool, asked: int | None, layout: tuple[str, int]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    found = choose_layout(None, asked, use_cpu=use_cpu)
-    assert (found.config.stem, found.num_processes) == layout
-    named = choose_layout("zero3", asked, use_cpu=use_cpu)
-    assert (named.config.stem, named.num_processes) == ("zero3", asked or 8)
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        found = choose_layout(None, asked, use_cpu=use_cpu)
+        assert (found.config.stem, found.num_processes) == layout
+        named = choose_layout("zero3", asked, use_cpu=use_cpu)
+        assert (named.config.stem, named.num_processes) == ("zero3", asked or 8)
 
 
 def test_the_machine_of_a_process_is_the_whole_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

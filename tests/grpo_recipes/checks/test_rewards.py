@@ -398,29 +398,27 @@ def test_a_fault_of_a_conversation_holds_its_last_message_and_no_step_outside_of
         checked_reward(returning(math.nan))(prompts=["one"], completions=["one"], trainer_state=first)
 
 
-def failing_with(error: Exception) -> Callable[..., Any]:
-    def judge(completions: list, **columns: Any) -> list[float]:
-        raise error
-
-    return judge
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_an_error_of_every_row_accuses_no_completion(count: int) -> None:
+def test_an_error_of_every_row_accuses_no_completion() -> None:
     """A server that is down fails for the first row too, which is not the cause. A single completion may be it."""
-    with pytest.raises(RewardFault) as fault:
-        scored(failing_with(ConnectionError("no server")), TEXTS[:count])
-    assert fault.value.row == (FaultyRow("judge", 0, "one", "one", 11) if count == 1 else None)
 
-
-@pytest.mark.parametrize("other", [ValueError("fewer"), TypeError("many")], ids=["message", "class"])
-def test_only_the_same_error_accuses_a_row(other: Exception) -> None:
     def judge(completions: list, **columns: Any) -> list[float]:
-        raise ValueError("many") if len(completions) > 1 else other
+        raise ConnectionError("no server")
 
-    with pytest.raises(RewardFault, match="3 completions") as fault:
-        scored(judge, TEXTS)
-    assert fault.value.row is None
+    for count, row in ((1, FaultyRow("judge", 0, "one", "one", 11)), (2, None), (3, None)):
+        with pytest.raises(RewardFault) as fault:
+            scored(judge, TEXTS[:count])
+        assert fault.value.row == row
+
+
+def test_only_the_same_error_accuses_a_row() -> None:
+    for other in (ValueError("fewer"), TypeError("many")):
+
+        def judge(completions: list, other: Exception = other, **columns: Any) -> list[float]:
+            raise ValueError("many") if len(completions) > 1 else other
+
+        with pytest.raises(RewardFault, match="3 completions") as fault:
+            scored(judge, TEXTS)
+        assert fault.value.row is None
 
 
 @pytest.mark.parametrize(("row_seconds", "scored_alone"), [(2, 5), (1.25, 8)])
@@ -468,12 +466,9 @@ def test_a_return_value_that_is_no_list_of_scores_is_reported_with_the_reward() 
                 scored(reward, TEXTS)
 
 
-@pytest.mark.parametrize(
-    "value", [(1.0, 2.0, 3.0), torch.ones(3), iter([1.0, 1.0, 1.0]), {1: 1.0, 2: 2.0, 3: 3.0}.values()]
-)
-def test_any_iterable_of_scores_is_accepted(value: object) -> None:
-    checked = checked_reward(lambda prompts, completions, **columns: value)
-    assert len(checked(prompts=TEXTS, completions=TEXTS)) == 3
+def test_any_iterable_of_scores_is_accepted() -> None:
+    for value in ((1.0, 2.0, 3.0), torch.ones(3), iter([1.0, 1.0, 1.0]), {1: 1.0, 2: 2.0, 3: 3.0}.values()):
+        assert len(scored(lambda completions, value=value, **columns: value, TEXTS)) == 3
 
 
 def test_a_fault_in_a_sum_names_the_part() -> None:

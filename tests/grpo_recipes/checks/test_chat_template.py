@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from grpo_recipes.recipe.recipe import RecipeError, shipped
 from grpo_recipes.runs.identity import Identity, differences
 from tests.support import tiny
 from tests.support.errors import refused
+from tests.support.recipes import read_recipe
 
 SHIPPED = "calculator-smollm2"
 FOLDER = Path(__file__).parents[3] / "recipes" / "tools" / "smollm2-tools"
@@ -27,19 +27,10 @@ CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"ex
 
 def recipe_with(folder: Path, model: Path, **keys: Any) -> Recipe:
     """Write a recipe with the calculator into a folder, and read it."""
-    content = {
-        "model_name_or_path": str(model),
-        "dataset": {"name": "products", "size": 16},
-        "rewards": ["math_correctness"],
-        "tools": ["grpo_recipes.tools.examples.calculator"],
-        "max_tool_calling_iterations": 1,
-        "max_completion_length": 400,
-        "use_cpu": True,
-        **keys,
-    }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "r.yaml").write_text(json.dumps(content))
-    return Recipe.load(folder / "r.yaml")
+    tools = {"tools": ["grpo_recipes.tools.examples.calculator"], "max_tool_calling_iterations": 1}
+    model_keys = {"model_name_or_path": str(model), "max_completion_length": 400, "use_cpu": True}
+    return read_recipe(folder, dataset={"name": "products", "size": 16}, **tools, **model_keys, **keys)
 
 
 def test_a_folder_beside_the_recipe_gives_a_model_its_tools(
@@ -61,7 +52,7 @@ def test_a_folder_beside_the_recipe_gives_a_model_its_tools(
     whole = tokenizer.apply_chat_template(turns, return_dict=False)
     assert parse_response(tokenizer, whole[len(prefix) :], prefix=prefix)["tool_calls"] == [CALL]
     # A path on the command line is relative to the working directory, as every path there.
-    other = Recipe.load(tmp_path / "recipes" / "r.yaml", chat_template_path="recipes/mine")
+    other = Recipe.load(tmp_path / "recipes" / "mine.yaml", chat_template_path="recipes/mine")
     assert load_tokenizer(other).chat_template == tokenizer.chat_template
     # A response template that does not fit is named by the key.
     config = folder / "tokenizer_config.json"
@@ -103,13 +94,6 @@ def test_files_that_can_not_be_used_are_named(files: dict[str, bytes], place: st
         (tmp_path / name).write_bytes(content)
     with refused(f"`chat_template_path`{f': {tmp_path}/{place}' if place else ''}", tmp_path, figure):
         ChatTemplate.read(str(tmp_path))
-
-
-def test_an_empty_path_is_a_folder_without_a_template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert ChatTemplate.read(None) is None
-    with refused("", "chat_template.jinja"):
-        ChatTemplate.read("")
 
 
 def test_a_template_is_recognised_by_its_text_and_by_how_calls_are_read() -> None:

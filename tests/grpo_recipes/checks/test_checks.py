@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import transformers.utils
-import yaml
 
 from grpo_recipes.checks import checks
 from grpo_recipes.checks.checks import Machine
-from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
+from grpo_recipes.recipe.recipe import Recipe, RecipeError
 from tests.support.errors import refused
+from tests.support.recipes import read_recipe
 
 ROOT = Path(__file__).parents[3]
 CPU = Machine(1, bf16=False)
@@ -32,20 +32,9 @@ def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def recipe(**changes: Any) -> Recipe:
-    """Return a recipe on a model that is not on this machine. `...` removes a key."""
-    values = {
-        "model_name_or_path": "nowhere/model",
-        "dataset": {"name": "arithmetic", "size": 16},
-        "rewards": ["gsm8k_correctness"],
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "use_cpu": True,
-        "bf16": False,
-        "output_dir": "run",
-        **changes,
-    }
-    Path("mine.yaml").write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not ...}))
-    return parse_recipe(["--config", "mine.yaml"])
+    """Return a recipe with 16 rows for the CPU. `...` removes a key."""
+    values = {"dataset": {"name": "arithmetic", "size": 16}, "use_cpu": True, "bf16": False, "output_dir": "run"}
+    return read_recipe(Path(), **{**values, "per_device_train_batch_size": 8, "num_generations": 4, **changes})
 
 
 def write(path: str, content: Any) -> str:

@@ -10,7 +10,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from grpo_recipes.checks.checks import (
     Machine,
@@ -29,15 +28,11 @@ from grpo_recipes.plan.memory import GIB
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from tests.support import launching, qwen
 from tests.support.errors import refused
+from tests.support.recipes import read_recipe
 
 GPU = Machine(1, bf16=True)
-MINIMAL = {
-    "model_name_or_path": "nowhere/model",
-    "dataset": {"name": "arithmetic", "size": 64},
-    "rewards": ["gsm8k_correctness"],
-    "per_device_train_batch_size": 16,
-    "learning_rate": 5e-6,
-}
+
+
 BF16 = {"dtype": "bfloat16"}
 LORA = {**BF16, "use_peft": True}
 QLORA = {**LORA, "load_in_4bit": True}
@@ -50,9 +45,8 @@ def nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def recipe(folder: Path, **changes: object) -> Recipe:
-    path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump({**MINIMAL, "output_dir": str(folder / "run"), **changes}))
-    return parse_recipe(["--config", str(path)])
+    rate = {"per_device_train_batch_size": 16, "learning_rate": 5e-6, "output_dir": str(folder / "run")}
+    return read_recipe(folder, **{**rate, **changes})
 
 
 def precision(stored: str = "bfloat16", **changes: object) -> Precision:

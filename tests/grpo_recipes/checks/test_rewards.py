@@ -32,7 +32,9 @@ from grpo_recipes.data.places import row_numbers
 from grpo_recipes.data.prompts import sample_of_rows
 from grpo_recipes.process.faults import FaultyRow, RewardFault
 from grpo_rewards.registry import build_rewards, leaves
+from tests.support import launching
 from tests.support.errors import refused
+from tests.support.rows import write
 
 PROSE = "There are 2 short answers and 17 long ones to a question of this kind."
 
@@ -270,33 +272,27 @@ def test_at_least_one_weight_must_not_be_zero() -> None:
 def test_a_run_passes_every_column_to_rewards_and_names_unscorable_golds(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [
-        {"question": f"{n} + 1?", "answer": PROSE if n == 1 else str(n + 1), "level": n % 3, "notes": {"page": n}}
-        for n in range(8)
-    ]
-    rows[5]["answer"] = "6,50"
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = {
-        "model_name_or_path": str(tiny_model),
-        "dataset": {"name": "gsm8k", "path": str(tmp_path / "rows.jsonl")},
-        "rewards": ["gsm8k_correctness", HERE + "by_level", {"name": "tag_count", "weight": 0}],
-        "output_dir": str(tmp_path / "run"),
-        **{"use_cpu": True, "bf16": False, "dtype": "float32", "shuffle_dataset": False},
-        **{"per_device_train_batch_size": 6, "num_generations": 2, "max_completion_length": 4, "max_steps": 1},
-        **{"logging_steps": 1, "save_strategy": "no", "learning_rate": 0.02},
-    }
-    (tmp_path / "mine.yaml").write_text(json.dumps(recipe))
-    assert train.main(["--config", str(tmp_path / "mine.yaml")]) == 0
+    table = [{"question": f"{n} + 1?", "answer": str(n + 1), "level": n % 3, "notes": {"page": n}} for n in range(8)]
+    table[1]["answer"], table[5]["answer"] = PROSE, "6,50"
+    rows, run = write(tmp_path / "rows.jsonl", table), tmp_path / "run"
+    recipe = launching.write_recipe(
+        *(tmp_path / "mine.yaml", tiny_model, None, run),
+        dataset={"name": "gsm8k", "path": rows},
+        rewards=["gsm8k_correctness", HERE + "by_level", {"name": "tag_count", "weight": 0}],
+        **{"shuffle_dataset": False, "per_device_train_batch_size": 6, "num_generations": 2},
+        **{"max_completion_length": 4, "max_steps": 1, "save_strategy": "no", "learning_rate": 0.02},
+    )
+    assert train.main(["--config", str(recipe)]) == 0
     output = capsys.readouterr().out
     assert "gsm8k_correctness × 1, by_level × 1, tag_count × 0" in output
     assert "`learning_rate` is 0.02" in output
-    assert f"({tmp_path}/rows.jsonl, line 6: `6,50`)" in output
-    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert f"({rows}, line 6: `6,50`)" in output
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert history[0]["rewards/by_level/mean"] == pytest.approx(1.0)  # the levels of the first three rows: 0, 1, 2
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["unscorable_golds"] == {"count": 1, "total": 8, "rows": [f"{tmp_path}/rows.jsonl, line 2"]}
-    cli.main(["diagnose", str(tmp_path / "run")])
-    assert f"({tmp_path}/rows.jsonl, line 2)" in " ".join(capsys.readouterr().out.split())
+    record = json.loads((run / "run.json").read_text())
+    assert record["unscorable_golds"] == {"count": 1, "total": 8, "rows": [f"{rows}, line 2"]}
+    cli.main(["diagnose", str(run)])
+    assert f"({rows}, line 2)" in " ".join(capsys.readouterr().out.split())
 
 
 # The scores of a call

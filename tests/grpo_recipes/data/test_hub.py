@@ -6,7 +6,7 @@ import ssl
 import urllib.error
 from email.message import Message
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import huggingface_hub
@@ -34,6 +34,15 @@ def test_a_misspelt_run_beside_other_runs_is_no_name_on_the_hub(
 REFUSED = urllib.error.HTTPError("https://hub", 403, "Forbidden", Message(), None)
 
 
+@pytest.fixture
+def urlopen(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Return the function that stands for requests to the hub."""
+    function = Mock()
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "https://hub")
+    monkeypatch.setattr("urllib.request.urlopen", function)
+    return function
+
+
 @pytest.mark.parametrize(
     ("error", "answers"),
     [
@@ -44,47 +53,20 @@ REFUSED = urllib.error.HTTPError("https://hub", 403, "Forbidden", Message(), Non
         (TimeoutError("timed out"), False),
     ],
 )
-def test_the_hub_answers_with_any_status(
-    error: Exception | None, answers: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    class Response:
-        def close(self) -> None:
-            asked.append("closed")
-
-    def urlopen(request: Any, timeout: float) -> Response:
-        asked.append((request.full_url, request.get_method(), timeout))
-        if error is not None:
-            raise error
-        return Response()
-
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "https://hub")
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+def test_the_hub_answers_with_any_status(error: Exception | None, answers: bool, urlopen: Mock) -> None:
+    urlopen.side_effect = error
     assert hub.hub_answers() is answers
-    assert asked == [("https://hub", "HEAD", 5), *(["closed"] if error is None else [])]
-
-
-class Response:
-    def close(self) -> None:
-        pass
-
-
-def let_the_hub_answer(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def urlopen(*given: Any, **options: Any) -> Response:
-        if not answers:
-            raise TimeoutError
-        return Response()
-
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    (request,), options = urlopen.call_args
+    assert (request.full_url, request.get_method(), options) == ("https://hub", "HEAD", {"timeout": 5})
+    assert urlopen.return_value.close.called is (error is None)
 
 
 @pytest.mark.parametrize(("is_offline", "answers"), [(False, True), (False, False), (True, True)])
 def test_datasets_come_from_the_cache_while_the_hub_is_silent(
-    is_offline: bool, answers: bool, monkeypatch: pytest.MonkeyPatch
+    is_offline: bool, answers: bool, urlopen: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", is_offline)
-    let_the_hub_answer(answers, monkeypatch)
+    urlopen.side_effect = None if answers else TimeoutError
     with pytest.raises(KeyError), hub.cache_only_if_hub_is_silent():  # noqa: PT012
         assert datasets.config.HF_HUB_OFFLINE is (is_offline or not answers)
         raise KeyError
@@ -92,7 +74,9 @@ def test_datasets_come_from_the_cache_while_the_hub_is_silent(
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_the_commit_is_that_of_the_first_configuration_there_is(answers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_is_that_of_the_first_configuration_there_is(
+    answers: bool, urlopen: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, asked = {"adapter_config.json": "/cache/snapshots/abc/adapter_config.json"}, []
 
     def hf_hub_download(name: str, file: str, *, revision: str | None, local_files_only: bool) -> str:
@@ -102,7 +86,7 @@ def test_the_commit_is_that_of_the_first_configuration_there_is(answers: bool, m
         return found[file]
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
-    let_the_hub_answer(answers, monkeypatch)
+    urlopen.side_effect = None if answers else TimeoutError
     assert hub.hub_commit("org/name", "v1") == "abc"
     assert asked == [("org/name", file, "v1", not answers) for file in ("config.json", "adapter_config.json")]
     found.clear()
@@ -112,6 +96,6 @@ def test_the_commit_is_that_of_the_first_configuration_there_is(answers: bool, m
     assert hub.hub_commit("org/name") == "def"
 
 
-def test_a_folder_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("urllib.request.urlopen", lambda *given, **options: pytest.fail("the hub was asked"))
+def test_a_folder_has_no_commit(tmp_path: Path, urlopen: Mock) -> None:
     assert hub.hub_commit(str(tmp_path)) is None
+    assert not urlopen.called

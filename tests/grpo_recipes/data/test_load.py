@@ -17,7 +17,7 @@ from grpo_recipes.data.prompts import PromptTools, limit_prompts, rendered
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.recipe.specs import DatasetSpec
 from tests.support.errors import refused
-from tests.support.rows import write
+from tests.support.rows import user, write
 from tests.support.tiny import byte_tokenizer
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"} for n in range(20)]
@@ -47,21 +47,14 @@ def test_the_text_prompt_equals_that_of_grpo_from_scratch(tmp_path):
     assert row == {"prompt": f"{system}\nHow many?", "answer": "2"}
 
 
-def test_the_messages_equal_those_of_full_vocabulary_kl(jsonl):
-    row = load(DatasetSpec("gsm8k", path=jsonl, system_prompt="think", split="train[3:4]"))[0]
-    system = (
+def test_the_messages_equal_those_of_full_vocabulary_kl_and_minimind(jsonl):
+    think = (
         "Solve the math problem step-by-step, providing reasoning in <think> tags and the final answer in <answer> "
+        "tags."
     )
-    system += "tags."
-    assert row == {
-        "prompt": [{"role": "system", "content": system}, {"role": "user", "content": "What is 3 + 3?"}],
-        "answer": "6",
-    }
-
-
-def test_the_system_prompt_equals_that_of_minimind(jsonl):
-    prompt = load(DatasetSpec("gsm8k", path=jsonl, system_prompt="minimind"))[0]["prompt"]
-    assert prompt[0] == {"role": "system", "content": "你是 MiniMind，是一个有用的人工智能助手。"}
+    for name, system in (("think", think), ("minimind", "你是 MiniMind，是一个有用的人工智能助手。")):
+        row = load(DatasetSpec("gsm8k", path=jsonl, system_prompt=name, split="train[3:4]"))[0]
+        assert row == {"prompt": [{"role": "system", "content": system}, *user("What is 3 + 3?")], "answer": "6"}
 
 
 # Sources
@@ -108,38 +101,22 @@ def test_a_damaged_saved_folder_is_named(tmp_path):
             load(DatasetSpec("gsm8k", path=saved))
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
+def test_a_hub_id_is_read_with_its_configuration_and_split(monkeypatch, silent_hub):
+    calls = []
+
+    def load_dataset(path, config, *, split):
+        calls.append((path, config, split))
+        return datasets.Dataset.from_list([{"problem": "1?", "solution": r"\boxed{1}", **ROWS[0]}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for keys, expected in (
         ({}, ("openai/gsm8k", "main", "train")),
         ({"config": "socratic", "split": "test"}, ("openai/gsm8k", "socratic", "test")),
         ({"path": "someone/problems"}, ("someone/problems", None, "train")),
-        (
-            {"path": "someone/problems", "config": "hard", "split": "test[:1%]"},
-            ("someone/problems", "hard", "test[:1%]"),
-        ),
-    ],
-)
-def test_a_hub_id_is_read_with_its_configuration_and_split(monkeypatch, silent_hub, keys, expected):
-    calls = []
-
-    def load_dataset(path, config, *, split):
-        calls.append((path, config, split))
-        return datasets.Dataset.from_list(ROWS)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load(DatasetSpec("gsm8k", **keys)).num_rows == 20
-    assert calls == [expected]
-
-
-def test_the_hub_holds_the_rows_of_both_sides(monkeypatch, silent_hub):
-    calls = []
-
-    def load_dataset(path, config, *, split):
-        calls.append((path, config, split))
-        return datasets.Dataset.from_list([{"problem": "1?", "solution": r"\boxed{1}"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        ({"path": "someone/own", "config": "hard", "split": "test[:1%]"}, ("someone/own", "hard", "test[:1%]")),
+    ):
+        assert load(DatasetSpec("gsm8k", **keys)).num_rows == 1
+        assert calls.pop() == expected
     spec = DatasetSpec("math", eval_split="test[:9]")
     assert load_prompts(spec).places([0])[0].table == "DigitalLearningGmbH/MATH-lighteval, train"
     assert load(spec, evaluation=True).num_rows == 1

@@ -1,20 +1,17 @@
 """`dataset.pass_rate`: rows are kept by the results of an evaluation as `grpo-recipes evaluate` writes it."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-import yaml
 
 from grpo_recipes.data.load import load, recipe_prompts
 from grpo_recipes.evaluation.evaluate import Request, evaluate_into, held_out_spec
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
-from grpo_recipes.recipe.specs import DatasetSpec, PassRateSpec
 from tests.support import launching
 from tests.support.errors import refused
 
@@ -138,11 +135,3 @@ def test_rows_that_were_not_evaluated_are_refused(evaluated: Path) -> None:
     other_prompts = recipe(evaluated, pass_rate=rate, system_prompt="boxed")
     with refused("", "10", "10", by=RecipeError):
         recipe_prompts(other_prompts)
-
-
-def test_the_example_of_the_page() -> None:
-    page = (launching.ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    (command,) = re.findall(r"```console\n(grpo-recipes evaluate .*?)\n```", page, re.DOTALL)
-    rate = DatasetSpec.parse(yaml.safe_load(example)["dataset"]).pass_rate
-    assert rate == PassRateSpec(evaluation=command.split()[-1], keep=[0.1, 0.9])

@@ -54,12 +54,6 @@ def test_rows_keep_their_lines_in_slices_and_after_blank_lines(tmp_path: Path) -
     assert f"on {path}, lines 59, 75: a gold" in named({"path": str(path), "split": "train[20:35]+train[36:]"})
 
 
-def test_rows_of_a_csv_file_are_counted_from_its_header(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    path.write_text(f'question,answer\n"a\nb",1\nc,{PROSE}\n"d\ne\nf",{PROSE}\ng,2\n', encoding="utf-8")
-    assert f"on {path}, rows 3, 4 (counted from 1): a gold" in named({"path": str(path)})
-
-
 def test_the_files_of_a_glob_and_the_sources_of_a_mixture_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", rows_with_prose(2, count=5))
     second = write(tmp_path / "b.jsonl", rows_with_prose(1, 4, count=5))
@@ -69,13 +63,6 @@ def test_the_files_of_a_glob_and_the_sources_of_a_mixture_are_named(tmp_path: Pa
     assert f"on {expected}: a gold" in named({"path": str(tmp_path / "*.jsonl")})
     mixture = {"path": [first, second, str(saved)]}
     assert f"on {expected}; {saved}, row 3 (counted from 1): a gold" in named(mixture)
-
-
-def test_rows_keep_their_lines_after_rows_without_a_value_are_dropped(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [*rows_with_prose(9, count=10)]
-    rows[2] = {"question": None, "answer": "1"}
-    path = write(tmp_path / "rows.jsonl", rows)
-    assert f"on {path}, line 9: a gold" in named({"path": path, "drop_missing": True})
 
 
 def test_a_note_about_golds_names_their_lines(tmp_path: Path) -> None:

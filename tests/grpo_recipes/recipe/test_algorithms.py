@@ -54,15 +54,6 @@ def test_the_recipes_differ_only_in_keys_of_the_algorithm() -> None:
     assert benches == [benches[0]] * 8
 
 
-def test_the_head_names_every_key_of_the_algorithm() -> None:
-    for file in RECIPES:
-        text = file.read_text(encoding="utf-8")
-        head = text.partition("\n\n")[0]
-        written = set(yaml.safe_load(text)) - {"rewards", "per_device_train_batch_size", "output_dir"}
-        for part in ("arXiv", "A_i = ", f"--config {file.stem}", *written.intersection(ALGORITHM)):
-            assert part in head, f"{file.name}: {part}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -170,27 +170,23 @@ def test_a_turn_with_tools_is_not_cut_by_a_stop_string() -> None:
         trl_keys.check_tools(config, "tools")
 
 
-@pytest.mark.parametrize(
-    ("changes", "lost"),
-    [
-        ({"repetition_penalty": 1.2}, ["repetition_penalty"]),
-        ({"repetition_penalty": 1.2, "generation_kwargs": {"repetition_penalty": 1.0}}, []),
-        (
-            {"generation_kwargs": {"min_new_tokens": 3, "encoder_repetition_penalty": 2.0}},
-            ["encoder_repetition_penalty", "min_new_tokens"],
-        ),
-        ({"generation_kwargs": {"min_length": 0, "min_new_tokens": None}}, []),
-        ({"generation_kwargs": {"stop": ["5"]}}, ["stop"]),
-    ],
-)
-def test_options_that_continuous_batching_drops_are_refused(changes: dict[str, Any], lost: list[str]) -> None:
-    known: dict[str, Any] = {"repetition_penalty": 1.0, "generation_kwargs": None, **changes}
-    trl_keys.check_generation(SimpleNamespace(use_transformers_continuous_batching=False, **known))
-    config = SimpleNamespace(use_transformers_continuous_batching=True, **known)
-    if not lost:
-        return trl_keys.check_generation(config)
-    with refused("`use_transformers_continuous_batching`", *lost):
+def test_options_that_continuous_batching_drops_are_refused() -> None:
+    for penalty, kwargs, lost in (
+        (1.2, None, ["repetition_penalty"]),
+        (1.2, {"repetition_penalty": 1.0}, []),
+        (1.0, {"min_new_tokens": 3, "min_length": 2}, ["min_length", "min_new_tokens"]),
+        (1.0, {"min_length": 0, "min_new_tokens": None}, []),
+        (1.0, {"stop": ["5"]}, ["stop"]),
+    ):
+        config = SimpleNamespace(repetition_penalty=penalty, generation_kwargs=kwargs)
+        config.use_transformers_continuous_batching = False
         trl_keys.check_generation(config)
+        config.use_transformers_continuous_batching = True
+        if not lost:
+            trl_keys.check_generation(config)
+            continue
+        with refused("`use_transformers_continuous_batching`", *lost):
+            trl_keys.check_generation(config)
 
 
 def test_transformers_still_drops_the_same_processors() -> None:

@@ -350,11 +350,11 @@ def toolset_with(*functions: Callable[..., Any]) -> Toolset:
     return Toolset(tuple(Tool(function, get_json_schema(function)) for function in functions))
 
 
-@pytest.mark.parametrize(("name", "is_replaced"), [("qwen3", True), ("glm4moe", False), ("lfm2_2_5", False)])
-def test_calls_of_several_styles_are_read_back(name: str, is_replaced: bool) -> None:
+def test_calls_of_several_styles_are_read_back() -> None:
     """GLM's arguments get their types from the tools, LFM2's are Python, and TRL trains Qwen3 on another template."""
-    chat_template = try_template("m", toolset_with(many), chat_tokenizer(template_of(name)))
-    assert (chat_template is not None) is is_replaced
+    for name in ("qwen3", "glm4moe", "lfm2_2_5"):
+        chat_template = try_template("m", toolset_with(many), chat_tokenizer(template_of(name)))
+        assert (chat_template is not None) is (name == "qwen3")
 
 
 def test_a_template_that_fails_on_a_call_or_on_the_arguments_of_the_recipe_is_refused(tmp_path: Path) -> None:

@@ -74,21 +74,17 @@ def test_a_secret_number_lies_in_its_range() -> None:
         assert low <= int(problem["answer"].removeprefix("#### ")) <= high
 
 
-@pytest.mark.parametrize(
-    ("turn", "expected"),
-    [
+def test_a_turn_may_be_written_as_in_sharegpt() -> None:
+    for turn, expected in (
         ({"role": "user", "content": "a", "from": "gpt", "value": "b"}, ("user", "a")),
-        ({"from": "human", "value": "a"}, ("user", "a")),
+        ({"role": None, "from": "human", "value": "a"}, ("user", "a")),
         ({"from": "gpt", "value": "a"}, ("assistant", "a")),
         ({"from": "model", "value": "a"}, ("assistant", "a")),
         ({"from": "system", "value": "a"}, ("system", "a")),
-        ({"role": None, "from": "human", "value": "a"}, ("user", "a")),
         ({"from": 3, "value": "a"}, (None, None)),
         ("text", (None, None)),
-    ],
-)
-def test_a_turn_may_be_written_as_in_sharegpt(turn: Any, expected: tuple[Any, Any]) -> None:
-    assert presets.role_and_content(turn) == expected
+    ):
+        assert presets.role_and_content(turn) == expected
 
 
 def test_a_message_has_one_of_three_roles_and_text() -> None:
@@ -118,22 +114,17 @@ def test_choices_are_read_from_text(written: Any, choices: Any) -> None:
     assert presets.choices_of(written) == choices
 
 
-@pytest.mark.parametrize(
-    ("answer", "labels", "texts", "expected"),
-    [
-        (1, "AB", ("x", "y"), "B"),  # a position from 0
-        (1, "12", ("x", "y"), "1"),  # a label
-        ("7", "12", ("5", "7"), "2"),  # no label, and so a text
-        ("y", "AB", ("x", "y"), "B"),
-        (2, "AB", ("x", "y"), None),
-    ],
-)
-def test_the_right_choice_is_a_label_a_position_or_a_text(
-    answer: Any, labels: str, texts: tuple[str, ...], expected: str | None
-) -> None:
-    choices = read_choices({"text": list(texts), "label": list(labels)})
-    assert choices is not None
-    assert presets.gold_label(answer, choices) == expected
+def test_the_right_choice_is_a_label_a_position_or_a_text() -> None:
+    for answer, labels, texts, expected in (
+        (1, "AB", ["x", "y"], "B"),  # a position from 0
+        (1, "12", ["x", "y"], "1"),  # a label
+        ("7", "12", ["5", "7"], "2"),  # no label, and so a text
+        ("y", "AB", ["x", "y"], "B"),
+        (2, "AB", ["x", "y"], None),
+    ):
+        choices = read_choices({"text": texts, "label": list(labels)})
+        assert choices is not None
+        assert presets.gold_label(answer, choices) == expected
 
 
 def test_nulls_of_missing_keys_are_not_in_an_object() -> None:
@@ -161,14 +152,12 @@ def test_the_gold_of_a_worked_answer_is_its_end(answer: Any, gold: Any) -> None:
     assert type(made["answer"]) is type(gold)
 
 
-@pytest.mark.parametrize(
-    ("answer", "is_missing"),
-    [("", True), ([], True), (None, True), (math.nan, True), (True, False), (math.inf, False), (["1", ""], False)],
-)
-def test_an_answer_without_a_gold_is_named(answer: Any, is_missing: bool) -> None:
-    with refused("`dataset`: line 3", f"answer {answer!r}") as caught:
-        read("gsm8k", question="1+1?", answer=answer)
-    assert ("`dataset.drop_missing: true`" in caught.value.fix) is is_missing
+def test_an_answer_without_a_gold_is_named() -> None:
+    missing, wrong = ("", [], None, math.nan), (True, math.inf, ["1", ""])
+    for answer in (*missing, *wrong):
+        with refused("`dataset`: line 3", f"answer {answer!r}") as caught:
+            read("gsm8k", question="1+1?", answer=answer)
+        assert ("`dataset.drop_missing: true`" in caught.value.fix) is (answer in missing)
 
 
 def test_a_boxed_answer_is_the_content_of_its_last_box() -> None:
@@ -192,12 +181,10 @@ def test_the_last_turn_of_the_assistant_is_left_to_the_policy(turns: Any, expect
     assert read("rlaif", conversations=turns) == expected
 
 
-@pytest.mark.parametrize(
-    "turns", [[], "text", [ASSISTANT], [USER, ASSISTANT, ASSISTANT], [{"role": "user", "content": " "}, ASSISTANT]]
-)
-def test_a_conversation_without_a_question_is_named(turns: Any) -> None:
-    with refused("`dataset`: line 3"):
-        read("rlaif", conversations=turns)
+def test_a_conversation_without_a_question_is_named() -> None:
+    for turns in ([], "text", [ASSISTANT], [USER, ASSISTANT, ASSISTANT], [{**USER, "content": " "}, ASSISTANT]):
+        with refused("`dataset`: line 3"):
+            read("rlaif", conversations=turns)
 
 
 def rows(folder: Path, text: str, **keys: Any) -> DatasetSpec:

@@ -35,7 +35,7 @@ def by_source(completions: list[str], source: list[str], log_extra: Any, **colum
     return launching.variety(completions)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_on_a_mixture_resumes_to_the_same_result(tmp_path: Path) -> None:
     dataset, layout, processes = mixture(tmp_path), "ddp_cpu", 2
     assert len(load(DatasetSpec.parse(dataset))) == 14

@@ -17,6 +17,12 @@ from tests.support.tiny import save_reward_model
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*.yaml"))
+# Recipes that train on a CPU as another one does, whose devices and sizes they change.
+ALIKE = ("7b-full-zero3", "7b-lora-zero3", "72b-lora-zero3-2node", "1.5b-8xa100", "1.5b-lora")
+TRAINED = [
+    pytest.param(path, id=path.stem, marks=pytest.mark.nightly if path.stem.endswith(ALIKE) else pytest.mark.slow)
+    for path in RECIPES
+]
 TOOL_RECIPES = sorted(path for path in (ROOT / "recipes" / "tools").glob("*.yaml"))
 
 
@@ -72,8 +78,7 @@ def reward_model_stand_in(recipe: Path, folder: Path) -> list[str]:
     return []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", TRAINED)
 def test_two_steps(recipe: Path, tiny_model: Path, gsm8k_file: Path, tmp_path: Path) -> None:
     if "load_in_4bit" in recipe.read_text():
         pytest.importorskip("bitsandbytes", reason="a base in 4 bits needs bitsandbytes")

@@ -17,7 +17,6 @@ from grpo_recipes.recipe.specs import (
     ReferenceSpec,
     SamplingSpec,
     SourceSpec,
-    Spec,
     ToolLimits,
     check_number,
     typed,
@@ -253,9 +252,8 @@ def test_tool_limits_have_defaults_and_take_numbers_as_yaml_writes_them() -> Non
     assert ToolLimits.parse({"seconds": 0.5}).seconds == 0.5
 
 
-@pytest.mark.parametrize(
-    ("kind", "given", "key", "figure"),
-    [
+def test_a_value_out_of_the_range_of_its_field_is_named() -> None:
+    for kind, given, key, figure in (
         (ToolLimits, {"seconds": 0}, "tool_limits.seconds", "86,400"),
         (ToolLimits, {"seconds": INF}, "tool_limits.seconds", "inf"),
         (ToolLimits, {"result_tokens": 0}, "tool_limits.result_tokens", 0),
@@ -264,11 +262,9 @@ def test_tool_limits_have_defaults_and_take_numbers_as_yaml_writes_them() -> Non
         (ToolLimits, [30], "tool_limits", "[30]"),
         (SamplingSpec, {"exploration": 0}, "sampling.exploration", 0.0),
         (SamplingSpec, {"floor": 1.5}, "sampling.floor", 1.5),
-    ],
-)
-def test_a_value_out_of_the_range_of_its_field_is_named(kind: type[Spec], given: Any, key: str, figure: object) -> None:
-    with refused(f"`{key}`", figure):
-        kind.parse(given)
+    ):
+        with refused(f"`{key}`", figure):
+            kind.parse(given)
 
 
 @pytest.mark.parametrize(
@@ -305,9 +301,8 @@ def test_unbiased_sampling_needs_independent_advantages(key: str, sums: Any, oth
 # Types and ranges
 
 
-@pytest.mark.parametrize(
-    ("hint", "given", "expected"),
-    [
+def test_a_value_becomes_the_type_of_its_key_if_nothing_is_lost() -> None:
+    for hint, given, expected in (
         (int | None, None, None),
         (int, 8.0, 8),
         (int, "8", 8),
@@ -325,22 +320,16 @@ def test_unbiased_sampling_needs_independent_advantages(key: str, sums: Any, oth
         (list, [1, "a"], [1, "a"]),
         (Literal["1", "2"], "2", "2"),
         (Literal["on", "off"], False, "off"),
-        (Literal["on", "off"] | None, None, None),
-    ],
-)
-def test_a_value_becomes_the_type_of_its_key_if_nothing_is_lost(hint: Any, given: Any, expected: Any) -> None:
-    found = typed("key", given, hint)
-    assert (found, type(found)) == (expected, type(expected))
-
-
-def test_the_word_no_of_yaml_is_a_strategy() -> None:
+    ):
+        found = typed("key", given, hint)
+        assert (found, type(found)) == (expected, type(expected)), hint
+    # `no` is a strategy, which YAML reads as false.
     assert (typed("eval_strategy", False, str), typed("run_name", False, str)) == ("no", "false")
     assert typed("eval_strategy", True, str) == "true"
 
 
-@pytest.mark.parametrize(
-    ("hint", "given", "figure"),
-    [
+def test_a_value_of_another_type_is_named() -> None:
+    for hint, given, figure in (
         (int, 8.5, "8.5"),
         (int, True, "True"),
         (int, INF, "inf"),
@@ -352,11 +341,9 @@ def test_the_word_no_of_yaml_is_a_strategy() -> None:
         (dict[str, Any] | None, 3, "3"),
         (Literal["on", "off"], "of", "`off`"),
         (str, None, "None"),
-    ],
-)
-def test_a_value_of_another_type_is_named(hint: Any, given: Any, figure: str) -> None:
-    with refused("`key`", figure):
-        typed("key", given, hint)
+    ):
+        with refused("`key`", figure):
+            typed("key", given, hint)
 
 
 def test_a_secret_is_not_shown_in_an_error() -> None:
@@ -369,9 +356,8 @@ def test_a_secret_is_not_shown_in_an_error() -> None:
     assert "0123456789abcdef" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("allowed", "inside", "outside", "words"),
-    [
+def test_a_range_holds_its_ends_unless_its_words_exclude_them() -> None:
+    for allowed, inside, outside, words in (
         (Range(0), [0, 1e9], [-1e-9, -1, INF, -INF, NAN], "0"),
         (Range(0, above=True), [1e-30, 1], [0, -1, INF, NAN], "above 0"),
         (Range(0, 1, above=True), [1e-9, 1], [0, 1.0001, NAN], "above 0 and at most 1"),
@@ -379,14 +365,9 @@ def test_a_secret_is_not_shown_in_an_error() -> None:
         (Range(0, or_=-1), [-1, 0, 50], [-2, -0.5], "0, or -1"),
         (Range(1, 65535), [1, 65535], [0, 65536], "65,535"),
         (Range(1, or_=0), [0, 1], [-1, 0.5], "1, or 0"),
-    ],
-    ids=str,
-)
-def test_a_range_holds_its_ends_unless_its_words_exclude_them(
-    allowed: Range, inside: list[float], outside: list[float], words: str
-) -> None:
-    for value in (None, *inside):
-        check_number("key", value, allowed)
-    for value in outside:
-        with refused("`key`", value, words):
+    ):
+        for value in (None, *inside):
             check_number("key", value, allowed)
+        for value in outside:
+            with refused("`key`", value, words):
+                check_number("key", value, allowed)

@@ -141,7 +141,6 @@ def test_a_single_response_has_nothing_to_be_compared_with() -> None:
         return Geometry.from_config(values, 1, compares_whole_batch=True)
 
     assert compared(per_device_train_batch_size=2).num_generations == 1
-    assert compared(per_device_train_batch_size=2).describe().endswith("groups          one: the whole generation")
     with refused("", "1"):
         compared(per_device_train_batch_size=1)
     geometry(per_device_train_batch_size=1, num_generations=1, steps_per_generation=1)

@@ -164,15 +164,12 @@ def test_prompts_are_measured_as_the_model_sees_them() -> None:
             return False
         return True
 
-    around = 1 + len("user\n") + 1 + 1 + len("assistant\n")
+    needed = 1 + len("user\n") + 1 + 1 + len("assistant\n") + 9 + 40
+    tools = PromptTools({None: [{"name": "a tool"}]})
     for tables in ((table(3, 9, 5),), (table(9), None, table(2)), (None, table(2), table(9))):
-        needed = around + 9 + 40
-        assert fits(needed, *tables)
-        assert not fits(needed - 1, *tables)
+        for more, keys in ((0, {}), (5, {"more": 5}), (7, {"tools": tools})):
+            assert fits(needed + more, *tables, **keys)
+            assert not fits(needed + more - 1, *tables, **keys)
         assert fits(needed - 1, *tables, vllm_mode="server")
-        assert (fits(needed + 4, *tables, more=5), fits(needed + 5, *tables, more=5)) == (False, True)
-        tools = PromptTools({None: [{"name": "a tool"}]})
-        assert (fits(needed + 6, *tables, tools=tools), fits(needed + 7, *tables, tools=tools)) == (False, True)
     assert not fits(0, table(1)), "a limit of 0 is one too"
     assert fits(40, None)
-    assert fits(40)

@@ -307,18 +307,13 @@ def returning(*values: object):
     return judge
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(math.inf, -math.inf, math.nan, torch.tensor(math.inf), "2", "", [], 1j, 1e39, -1e39, 10**400),
-        *(np.ones(1), np.ones(2), torch.ones(2), [1.0]),  # rows of a 2-d array
-    ],
-)
-def test_a_score_that_is_no_finite_number_is_reported_with_its_row(value: object) -> None:
-    checked = checked_reward(returning(1.0, None, value))
-    with pytest.raises(RewardFault, match="`judge`") as fault:
-        checked(prompts=TEXTS, completions=TEXTS)
-    assert fault.value.row == FaultyRow("judge", 2, "three", "three", None)
+def test_a_score_that_is_no_finite_number_is_reported_with_its_row() -> None:
+    numbers = (math.inf, -math.inf, math.nan, torch.tensor(math.inf), 1j, 1e39, -1e39, 10**400)
+    rows_of_a_table = (np.ones(1), np.ones(2), torch.ones(2), [1.0])
+    for value in (*numbers, *rows_of_a_table, "2", "", []):
+        with pytest.raises(RewardFault, match="`judge`") as fault:
+            checked_reward(returning(1.0, None, value))(prompts=TEXTS, completions=TEXTS)
+        assert fault.value.row == FaultyRow("judge", 2, "three", "three", None)
 
 
 @pytest.mark.parametrize("completions", [TEXTS, [[{"role": "assistant", "content": text}] for text in TEXTS]])

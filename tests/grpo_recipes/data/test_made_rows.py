@@ -95,9 +95,8 @@ def test_a_message_has_one_of_three_roles_and_text() -> None:
             presets.message(turn, "line 3")
 
 
-@pytest.mark.parametrize(
-    ("written", "choices"),
-    [
+def test_choices_are_read_from_text() -> None:
+    for written, choices in (
         (" ['a', \"b\"]", ["a", "b"]),
         (r'["1\/2", "1"]', ["1/2", "1"]),  # JSON, which Python reads otherwise
         ('{"text": ["a"], "label": ["A"]}', {"text": ["a"], "label": ["A"]}),
@@ -108,16 +107,15 @@ def test_a_message_has_one_of_three_roles_and_text() -> None:
         ("['a' 'b']", None),
         (["a"], ["a"]),
         (None, None),
-    ],
-)
-def test_choices_are_read_from_text(written: Any, choices: Any) -> None:
-    assert presets.choices_of(written) == choices
+    ):
+        assert presets.choices_of(written) == choices
 
 
 def test_the_right_choice_is_a_label_a_position_or_a_text() -> None:
     for answer, labels, texts, expected in (
         (1, "AB", ["x", "y"], "B"),  # a position from 0
         (1, "12", ["x", "y"], "1"),  # a label
+        ("1", "12", ["2", "1"], "1"),  # a label before a text
         ("7", "12", ["5", "7"], "2"),  # no label, and so a text
         ("y", "AB", ["x", "y"], "B"),
         (2, "AB", ["x", "y"], None),

@@ -182,20 +182,6 @@ def test_a_column_prompt_is_the_prompt(tmp_path: Path) -> None:
     assert loaded(messages, prompt_format="text")[0]["prompt"] == "hi\nyes?\n1 + 1?"
 
 
-def test_a_system_prompt_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "rows.jsonl", ROWS)
-    (tmp_path / "prompt.txt").write_text("Answer in\nFrench.\n", encoding="utf-8")
-    for given, text in (
-        ("boxed", prompts.SYSTEM_PROMPTS["boxed"]),
-        ("Answer in\nFrench.\n", "Answer in\nFrench."),
-        ({"file": str(tmp_path / "prompt.txt")}, "Answer in\nFrench."),
-    ):
-        made = spec(path, system_prompt=given)
-        assert load(made)[0]["prompt"][0] == {"role": "system", "content": text}
-        assert DatasetSpec.parse(made.as_dict()) == made
-    assert load(spec(path, system_prompt="none"))[0]["prompt"] == user(ROWS[0]["problem"])
-
-
 def test_a_template_can_use_any_column(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", ROWS)
     template = "{{ problem }}{% if level > 2 %} (hard){% endif %}"
@@ -612,8 +598,7 @@ def test_messages_of_a_large_list_are_kept(tmp_path: Path) -> None:
     for turn in ({"role": "user", "content": "q"}, {"from": "human", "value": "q"}):
         kind = pa.large_list(pa.struct([(key, pa.string()) for key in turn]))
         parquet.write_table(pa.table({"prompt": pa.array([[turn]], kind)}), tmp_path / "rows.parquet")
-        made = loaded(str(tmp_path / "rows.parquet"))
-        assert made["prompt"][:] == [user("q")]
+        assert loaded(str(tmp_path / "rows.parquet"))["prompt"][:] == [user("q")]
 
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(40)

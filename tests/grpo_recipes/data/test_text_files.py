@@ -95,7 +95,6 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str, tuple[str, ...]]] = [
     ("a.csv", "q,a\nx,1,5\n", {}, "a.csv, row 2", ("3 cells", "2 columns")),
     ("a.csv", 'q;"a, b"\nx;1\n', {}, "a.csv, row 2", ('`dataset.delimiter: ";"`',)),
     ("a.csv", "q;a\nx;1\n", {}, "a.csv", ("'q;a'", '`dataset.delimiter: ";"`')),
-    ("a.csv", "q\ta\nx\t1,5\n", {}, "a.csv", (r'`dataset.delimiter: "\t"`',)),
     ("a.tsv", "q,a\nx,1\n", {}, "a.tsv", ('`dataset.delimiter: ","`',)),
     ("a.csv", "q,,b\na,1,2\n", {}, "a.csv, row 1", ("q, , b",)),
     ("a.csv", "b,q,b\na,1,2\n", {}, "a.csv, row 1", ("b, q, b",)),
@@ -103,7 +102,6 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str, tuple[str, ...]]] = [
     ("a.csv", '"q\nx\n', {}, "a.csv", ("quotes",)),
     # JSON
     ("a.jsonl", '{"q": 1}\n\n{"q": \n', {}, "a.jsonl, line 3", ("JSON",)),
-    ("a.jsonl", '{"q": 1}\n' + "[" * 100_000, {}, "a.jsonl, line 2", ("JSON",)),
     ("a.jsonl", '{"q": 1}\n[1]\n', {}, "a.jsonl, line 2", ("object",)),
     ("a.jsonl", '{"q": 1}\n{}\n', {}, "a.jsonl, line 2", ("object",)),
     ("a.json", '[{"q": 1}, "x"]', {}, "a.json, entry 2", ("object",)),
@@ -115,12 +113,10 @@ REFUSED: list[tuple[str, bytes | str, dict[str, Any], str, tuple[str, ...]]] = [
     # Encodings
     ("a.csv", "q\na\ngroß\n".encode("cp1252"), {}, "a.csv, line 3", ("`dataset.encoding: cp1252`",)),
     ("a.jsonl", LINES.encode("utf-16"), {}, "a.jsonl, line 1", ("`dataset.encoding: utf-16`",)),
-    ("a.csv", b"PK\x03\x04\xff\x00q", {}, "a.csv, line 1", ("UTF-8",)),
     ("a.csv", "q,x\na,b\n", {"encoding": "utf-16"}, "`dataset.encoding`", ("a.csv", "utf-16")),
     # Damage
     ("a.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:-9], {}, "a.jsonl.gz", ()),
     ("a.jsonl.zst", zstd(LINES.encode() * 9)[:-9], {}, "a.jsonl.zst", ()),
-    ("a.jsonl.zst", b"question\n", {}, "a.jsonl.zst", ()),
 ]
 
 

@@ -34,5 +34,5 @@ def loaded(path: Any, *, evaluation: bool = False, **keys: Any) -> datasets.Data
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """Return a conversation of one user turn."""
+    """Return the messages of a prompt without a system prompt."""
     return [{"role": "user", "content": text}]

@@ -30,17 +30,18 @@ def run(*command: object, **options: Any) -> str:
     return done.stdout
 
 
-def test_the_workflow_runs_what_ci_runs() -> None:
-    """Each `make` of `.ci/run` is a job of its own."""
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+def test_the_workflows_run_what_the_scripts_run() -> None:
+    """Each make target of `.ci/run`, of `.ci/nightly` and of a release is a job."""
+    folder = ROOT / ".github" / "workflows"
+    jobs = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in folder.glob("*.yml")}
     steps = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
     assert {"lint", "docs", "test", "test-slow", "quickstart"} <= set(steps)
-    assert jobs["make"]["strategy"]["matrix"]["target"] == steps
-
-
-def test_the_release_builds_what_make_dist_builds() -> None:
-    """The archives that the workflow uploads are those of `make dist`, which also checks them."""
-    build = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text())["jobs"]["build"]["steps"]
+    assert jobs["ci"]["make"]["strategy"]["matrix"]["target"] == steps
+    (each_night,) = re.findall(r"^  targets=\((.+)\)$", (ROOT / ".ci" / "nightly").read_text(), re.MULTILINE)
+    assert jobs["nightly"]["make"]["strategy"]["matrix"]["target"] == each_night.split()
+    page = (ROOT / "benchmarks" / "results" / "nightly.md").read_text()
+    assert re.findall(r"^\| ([\w-]+) \|", page, re.MULTILINE) == ["target", *each_night.split()]
+    build = jobs["release"]["build"]["steps"]
     assert "make dist" in [step.get("run") for step in build]
     (uploaded,) = [step["with"]["path"].split() for step in build if "upload-artifact" in step.get("uses", "")]
     assert uploaded == ["dist/*.whl", "dist/*.tar.gz"]
@@ -103,70 +104,31 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
 
 
-def metadata(wheel: Path) -> str:
-    (name,) = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA")]
-    return zipfile.ZipFile(wheel).read(name).decode()
-
-
 @pytest.mark.slow
-def test_type_checkers_read_both_packages(wheels: dict[str, Path]) -> None:
+def test_what_a_wheel_holds(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """Types, recipes that are found without a checkout, links that lead somewhere, and no need of torch for rewards."""
     for package, wheel in wheels.items():
-        assert f"{package}/py.typed" in zipfile.ZipFile(wheel).namelist()
-
-
-@pytest.mark.slow
-def test_the_rewards_ask_for_no_torch(wheels: dict[str, Path]) -> None:
-    asked = re.findall(r"^Requires-Dist: ([\w.-]+)(?!.*extra ==)", metadata(wheels["grpo_rewards"]), re.MULTILINE)
-    assert asked
-    assert not {"torch", "transformers"} & set(asked)
-
-
-@pytest.mark.nightly
-def test_the_rewards_install_without_torch(tmp_path: Path) -> None:
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", ROOT / "rewards")
-    installed = run(python, "-m", "pip", "list", "--format=freeze").lower()
-    assert "torch" not in installed
-    assert "transformers" not in installed
-    says = run(
-        python,
-        "-c",
-        "import sys, grpo_rewards; print('sympy' in sys.modules); print(grpo_rewards.gsm8k_correctness.__name__)",
-    )
-    assert says.split() == ["False", "gsm8k_correctness"]
-
-
-@pytest.mark.slow
-def test_recipes_travel_in_the_wheel(wheels: dict[str, Path], tmp_path: Path) -> None:
-    wheel = wheels["grpo_recipes"]
-    names = zipfile.ZipFile(wheel).namelist()
+        archive = zipfile.ZipFile(wheel)
+        archive.extractall(tmp_path)
+        assert (tmp_path / package / "py.typed").is_file()
+        (name,) = [name for name in archive.namelist() if name.endswith("METADATA")]
+        metadata = archive.read(name).decode()
+        links = re.findall(r"\]\(([^)\s]+)\)", metadata)
+        assert links
+        assert [link for link in links if not link.startswith("https://")] == []
+        ours = [re.sub(r".*/(?:blob/)?main/|#.*", "", link) for link in links if "/grpo-recipes/grpo-recipes/" in link]
+        assert [path for path in ours if not (ROOT / path).exists()] == []
+        if package == "grpo_rewards":
+            required = re.findall(r"^Requires-Dist: ([\w.-]+)(?!.*extra ==)", metadata, re.MULTILINE)
+            assert required
+            assert not {"torch", "transformers"} & set(required)
     for kind in ("recipes", "accelerate_configs"):
-        shipped = {f"grpo_recipes/{kind}/{path.relative_to(ROOT / kind)}" for path in (ROOT / kind).rglob("*.yaml")}
+        shipped = [path.relative_to(ROOT) for path in (ROOT / kind).rglob("*.yaml")]
         assert shipped
-        assert shipped <= set(names)
-    unpacked = tmp_path / "unpacked"
-    zipfile.ZipFile(wheel).extractall(unpacked)
-    code = "from grpo_recipes.recipe.recipe import find_file; print(find_file('recipes', 'quickstart'))"
-    found = subprocess.run(
-        [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(unpacked)!r}); {code}"],
-        capture_output=True,
-        text=True,
-    )
-    assert found.stdout.strip() == str(unpacked / "grpo_recipes" / "recipes" / "quickstart.yaml"), found.stderr
-
-
-@pytest.mark.slow
-def test_what_a_package_index_shows_has_no_link_that_leads_nowhere(wheels: dict[str, Path]) -> None:
-    for package, wheel in wheels.items():
-        shown = metadata(wheel)
-        links = re.findall(r"\]\(([^)\s]+)\)", shown)
-        assert links, package
-        assert all(link.startswith("https://") for link in links), package
-        for link in links:
-            if "/grpo-recipes/grpo-recipes/" in link:
-                path = re.sub(r".*/(?:blob/)?main/|#.*", "", link)
-                assert (ROOT / path).exists(), link
+        assert [path for path in shipped if not (tmp_path / "grpo_recipes" / path).is_file()] == []
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from grpo_recipes.recipe.recipe import find_file; "
+    found = run(sys.executable, "-P", "-c", f"{code} print(find_file('recipes', 'quickstart'))")
+    assert found.strip() == str(tmp_path / "grpo_recipes" / "recipes" / "quickstart.yaml")
 
 
 @pytest.mark.nightly
@@ -177,9 +139,8 @@ def test_both_wheels_work_in_an_empty_folder(wheels: dict[str, Path], tmp_path: 
     here.mkdir()
     # The packages' dependencies are those of this environment; a path in a .pth file brings no editable install along.
     (site,) = (environment / "lib").glob("python*/site-packages")
-    (site / "dependencies.pth").write_text(
-        "\n".join(path for path in sys.path if path.endswith("site-packages")) + "\n"
-    )
+    dependencies = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
     run(environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", *wheels.values())
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables["PATH"] = os.pathsep.join([str(environment / "bin"), variables["PATH"]])
@@ -187,26 +148,14 @@ def test_both_wheels_work_in_an_empty_folder(wheels: dict[str, Path], tmp_path: 
     def type_(*command: object) -> str:
         return run(*command, cwd=here, env=variables)
 
-    where = type_(
-        "python", "-c", "import grpo_recipes, grpo_rewards; print(grpo_recipes.__file__, grpo_rewards.__file__)"
-    )
-    assert all(path.startswith(str(environment)) for path in where.split())
-    tiny.policy(eos_token_id=257, pad_token_id=257, max_position_embeddings=512).save_pretrained(here / "model")
-    tiny.chat_tokenizer().save_pretrained(here / "model")
-    small = [
-        "--model_name_or_path",
-        "model",
-        "--max_completion_length",
-        "8",
-        "--dataset.size",
-        "64",
-        "--max_steps",
-        "2",
-    ]
+    code = "import grpo_recipes, grpo_rewards; print(grpo_recipes.__file__, grpo_rewards.__file__)"
+    assert all(path.startswith(str(environment)) for path in type_("python", "-c", code).split())
+    tiny.save_tool_policy(here / "model", tiny.CHATML)
+    settings = "--model_name_or_path model --max_completion_length 8 --dataset.size 64 --max_steps 2"
+    small = settings.split()
     assert "rank 1" in type_("grpo-recipes", "plan", "quickstart", "--accelerate_config", "ddp_cpu", *small)
     assert "2 optimizer steps" in type_("grpo-recipes", "train", "quickstart", *small, "--output_dir", "runs/x")
-    said = type_("grpo-recipes", "evaluate", "runs/x", "--limit", "8", "--max_new_tokens", "4")
-    assert "8 problems" in said
+    assert "8 problems" in type_("grpo-recipes", "evaluate", "runs/x", "--limit", "8", "--max_new_tokens", "4")
     assert "report.html" in type_("grpo-recipes", "report", "runs/x")
     assert "gsm8k_correctness" in type_("grpo-rewards", "list")
 

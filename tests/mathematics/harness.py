@@ -15,7 +15,9 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -61,7 +63,7 @@ def edited(owner: Any, name: str, *edits: tuple[str, str], everywhere: bool = Fa
     module = sys.modules[getattr(owner, "__module__", None) or owner.__name__]
     source = source.replace("super()", f"super({getattr(owner, '__name__', '')}, self)")
     scope: dict[str, Any] = {}
-    exec(compile(source, f"<edited {name}>", "exec"), module.__dict__, scope)
+    exec(_compiled(source, name), module.__dict__, scope)
     getattr(scope[name], "__func__", scope[name])._edited_source = source
     setattr(owner, name, scope[name])
     try:
@@ -70,8 +72,14 @@ def edited(owner: Any, name: str, *edits: tuple[str, str], everywhere: bool = Fa
         setattr(owner, name, original)
 
 
+@cache
 def _source(function: Any) -> str:
     return getattr(function, "_edited_source", None) or textwrap.dedent(inspect.getsource(function))
+
+
+@cache
+def _compiled(source: str, name: str) -> CodeType:
+    return compile(source, f"<edited {name}>", "exec")
 
 
 _TO_FLOAT64 = (
@@ -317,13 +325,21 @@ class Scenario:
     def _completion(self, policy: LlamaForCausalLM, prompt: list[int], tokens: list[int]) -> Completion:
         log_probs, entropies = oracle.token_statistics(policy, prompt, tokens, self.temperature)
         row = Completion(prompt, tokens, self.advantages[(*prompt, -1, *tokens)], log_probs, entropies)
-        row.reference = self._log_probs(self.reference, prompt, tokens)
+        row.reference = self._log_probs(self._reference_model, prompt, tokens)
         if self.geometry.needs_old_log_probs:
-            row.old = self._log_probs(self.generation_policy, prompt, tokens)
+            row.old = self._log_probs(self._old_model, prompt, tokens)
         return row
 
-    def _log_probs(self, state: dict[str, Tensor], prompt: list[int], tokens: list[int]) -> Tensor:
-        return oracle.token_statistics(self.model(state), prompt, tokens, self.temperature)[0].detach()
+    @cached_property
+    def _reference_model(self) -> LlamaForCausalLM:
+        return self.model(self.reference)
+
+    @cached_property
+    def _old_model(self) -> LlamaForCausalLM:
+        return self.model(self.generation_policy)
+
+    def _log_probs(self, model: LlamaForCausalLM, prompt: list[int], tokens: list[int]) -> Tensor:
+        return oracle.token_statistics(model, prompt, tokens, self.temperature)[0].detach()
 
     def _generated(self) -> list[tuple[list[int], list[int]]]:
         """Return the (prompt, completion) tokens of the generation batch, with each prompt's completions together."""

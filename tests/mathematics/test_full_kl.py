@@ -135,18 +135,17 @@ def test_every_loss_type(
 
 @pytest.mark.usefixtures("kernel_in_float64")
 def test_tool_tokens_have_no_kl(scenario: ScenarioFactory) -> None:
-    case = scenario(Geometry(1, 1, 3))
+    case = scenario(Geometry(1, 1, 3), 0.8)
 
     def rows(batch: list[Completion]) -> list[Completion]:
-        return [
-            replace(row, counted=[t % 3 != 1 for t in range(len(row.tokens))]) for row in with_full_kl(case, 2)(batch)
-        ]
+        kept = [replace(row, counted=[t % 3 != 1 for t in range(len(row.tokens))]) for row in batch]
+        return with_full_kl(case, 2, 0.8)(kept)
 
     def inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         mask = torch.tensor([int(t % 3 != 1) for t in range(8)]).expand_as(batch["completion_ids"])
         return {**batch, "tool_mask": mask}
 
-    objective = Objective("grpo", beta=0.3)
+    objective = Objective("grpo", beta=0.3, temperature=0.8)
     check(compare(case, objective, [2], rows=rows, inputs=inputs, trainer=FULL), torch.float64, objective)
 
 
@@ -263,16 +262,16 @@ def test_an_adapter_given_to_the_trainer_is_its_own_reference(checkpoint: Path) 
 
 
 @pytest.mark.usefixtures("kernel_in_float64")
-@pytest.mark.parametrize("loss_type", only(["grpo", "dapo"], LOSS_TYPES))
+@pytest.mark.parametrize("loss_type", only(["dapo"], LOSS_TYPES))
 def test_evaluation_is_not_divided_by_accumulation(loss_type: str, scenario: ScenarioFactory) -> None:
-    case = scenario(Geometry(2, 4, 1))
-    objective = Objective(loss_type, beta=0.3)
+    case = scenario(Geometry(2, 4, 1), 0.8)
+    objective = Objective(loss_type, beta=0.3, temperature=0.8)
     trainer = case.trainer(objective, trainer=FULL)
     trainer.model.load_state_dict(case.steps[1].policy)
     trainer.model.eval()
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, dict(case.steps[1].inputs[0]))
-    rows = with_full_kl(case, 1)(case.rows(1)[1][0])
+    rows = with_full_kl(case, 1, 0.8)(case.rows(1)[1][0])
     expected = oracle.micro_batch_loss(rows, objective, Geometry(), case.generation_tokens)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-10)
     assert "kl/full" in trainer._metrics["eval"]
@@ -348,7 +347,7 @@ def test_a_model_that_transforms_its_logits_is_refused(change: dict[str, float],
     policy = load_policy(checkpoint, torch.float32)
     for key, value in change.items():
         setattr(policy.config, key, value)
-    with pytest.raises(ValueError, match=f"does not support models with `{next(iter(change))}`"):
+    with pytest.raises(ValueError, match=f"`{next(iter(change))}`"):
         FullKL(policy, 1.0)
     for key in change:
         setattr(policy.config, key, None if key == "final_logit_softcapping" else 1.0)
@@ -356,9 +355,9 @@ def test_a_model_that_transforms_its_logits_is_refused(change: dict[str, float],
 
 
 def test_unsupported_trainers_are_refused(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="set `beta` above 0"):
+    with pytest.raises(ValueError, match="`beta`"):
         make_trainer(checkpoint, torch.float32, trainer=FULL, beta=0.0)
-    with pytest.raises(ValueError, match="choose sampled or full"):
+    with pytest.raises(ValueError, match="exact"):
         make_trainer(checkpoint, torch.float32, trainer=partial(GRPOTrainer, kl_estimator="exact"), beta=0.1)
 
 

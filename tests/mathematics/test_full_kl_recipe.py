@@ -13,6 +13,7 @@ from grpo_recipes import train
 from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe.recipe import RecipeError, find_file, parse_recipe
 from tests.mathematics.harness import build_policy
+from tests.support.errors import refused
 from tests.support.grids import only
 
 NAME = "gsm8k-qwen2-0.5b-full-kl"
@@ -101,20 +102,17 @@ def test_the_file_and_the_command_line_name_the_estimator(recipe_with) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "key", "shown"),
     [
-        (
-            {"beta": 0.0},
-            r"mine.yaml: `beta` is 0.0, and `kl_estimator: full` needs a reference policy: set a number",
-        ),
-        ({"kl_estimator": "k3"}, r"mine.yaml: `kl_estimator` can't be `k3`: choose sampled or full"),
-        ({"kl_estimator": "ful"}, r"mine.yaml: `kl_estimator` can't be `ful`: did you mean `full`"),
-        ({"kl_estimator": {"estimator": "full"}}, r"mine.yaml: `kl_estimator` can't be "),
-        ({"kl_estimater": "full"}, r"mine.yaml: unknown key `kl_estimater`: did you mean `kl_estimator`"),
+        ({"beta": 0.0}, "`beta`", "0.0"),
+        ({"kl_estimator": "k3"}, "`kl_estimator`", "k3"),
+        ({"kl_estimator": "ful"}, "`kl_estimator`", "ful"),
+        ({"kl_estimator": {"estimator": "full"}}, "`kl_estimator`", ""),
+        ({"kl_estimater": "full"}, "`kl_estimater`", "`kl_estimator`"),
     ],
 )
-def test_unsupported_recipes_are_refused(changes: dict[str, object], sentence: str, recipe_with) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+def test_unsupported_recipes_are_refused(changes: dict[str, object], key: str, shown: str, recipe_with) -> None:
+    with refused(f"mine.yaml: {key}", shown, by=RecipeError):
         parse_recipe(recipe_with(**changes))
 
 

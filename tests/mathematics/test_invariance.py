@@ -15,30 +15,20 @@ import pytest
 
 from tests.mathematics.conftest import SummaryLines
 from tests.mathematics.invariance import INVARIANCE_CELLS, final_weights, largest_gap
-from tests.support.grids import only
 
 NOT_INVARIANT = ("bnpo", "grpo + entropy bonus", "grpo + entropy quantile", "grpo + router loss")
 EXACT = 1e-12
 VISIBLE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def large_batch(checkpoint: Path) -> dict[str, dict[str, list[float]]]:
-    """Return a cache for the weights after training on eight completions at once, by name."""
-    return {}
-
-
 def weights_of(name: str, checkpoint: Path, rows: int, accumulation: int) -> dict[str, list[float]]:
     return final_weights(checkpoint, INVARIANCE_CELLS[name], rows, accumulation)
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.slow  # as all tests of TRL's code alone that take seconds
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("name", only(["grpo", "dapo", "luspo", "grpo + router loss"], INVARIANCE_CELLS))
-def test_accumulation_against_a_large_batch(
-    name: str, checkpoint: Path, large_batch: dict[str, dict[str, list[float]]], summary: SummaryLines
-) -> None:
-    large_batch[name] = weights_of(name, checkpoint, 8, 1)
-    gap = largest_gap(large_batch[name], weights_of(name, checkpoint, 4, 2))
+@pytest.mark.parametrize("name", INVARIANCE_CELLS)
+def test_accumulation_against_a_large_batch(name: str, checkpoint: Path, summary: SummaryLines) -> None:
+    gap = largest_gap(weights_of(name, checkpoint, 8, 1), weights_of(name, checkpoint, 4, 2))
     summary(f"invariance, 8 x 1 against 4 x 2, {name}: weights differ by {gap:.1e}")
     assert gap > VISIBLE if name in NOT_INVARIANT else gap <= EXACT

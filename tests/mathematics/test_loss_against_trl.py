@@ -2,8 +2,8 @@
 
 A cell is one choice of loss type, importance level, geometry, KL term, two-sided clip, upper clip and temperature. It
 is compared at every optimizer step of its generation batch, of which the later ones are off-policy. For each choice of
-the first three, the slow tests take two of the 24 combinations of the last four, and the nightly ones all: 1920 cells.
-The quick tests take one combination, for two loss types: these tests call TRL's code and none of ours.
+the first three, the slow tests take one of the 24 combinations of the last four, and the nightly ones all: 1920 cells.
+None of them is quick, because they call TRL's code and none of ours.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ UPPER_CLIPS = (None, 0.28)
 TEMPERATURES = (1.0, 0.8)
 COMBINATIONS = tuple(product(KL_TERMS, DELTAS, UPPER_CLIPS, TEMPERATURES))
 
-QUICK = 24
-"""Number of cells of which the quick tests compare one, in float64, for the loss types that they take."""
+SAMPLE = 24
+"""Number of cells of which the slow tests compare one, in float64."""
 
 LIMIT = {torch.float32: 1e-5, torch.float64: 1e-10}
 LOSS_LIMIT = {torch.float32: 1e-6, torch.float64: 1e-10}
@@ -68,20 +68,17 @@ def compare_cells(
         record(f"TRL's loss in {str(dtype).removeprefix('torch.')}", difference)
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize(
-    ("loss_type", "every"),
-    [("dapo", QUICK), ("cispo", QUICK), *(pytest.param(name, 12, marks=pytest.mark.slow) for name in LOSS_TYPES)],
-)
-def test_float64_cells(loss_type: str, every: int, scenario: ScenarioFactory, record_cell: Callable) -> None:
-    compare_cells(loss_type, every, torch.float64, scenario, record_cell)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_float64_cells(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
+    compare_cells(loss_type, SAMPLE, torch.float64, scenario, record_cell)
 
 
-@pytest.mark.slow  # the formulas are compared in float64 above, and in float32 by the quick tests of micro-batches
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_float32_cells(loss_type: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
-    compare_cells(loss_type, 24, torch.float32, scenario, record_cell)
+    compare_cells(loss_type, 2 * SAMPLE, torch.float32, scenario, record_cell)
 
 
 @pytest.mark.nightly
@@ -97,6 +94,7 @@ def test_every_float32_cell(loss_type: str, scenario: ScenarioFactory, record_ce
     compare_cells(loss_type, 1, torch.float32, scenario, record_cell)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 def test_the_batches_are_as_uneven_as_real_ones(scenario: ScenarioFactory) -> None:
     pairs = scenario(Geometry(1, 1, 1)).pairs
@@ -107,6 +105,7 @@ def test_the_batches_are_as_uneven_as_real_ones(scenario: ScenarioFactory) -> No
     assert any(tokens[-1] != EOS for _, tokens in pairs), "a truncated completion"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_ratios_reach_every_bound(level: str, scenario: ScenarioFactory) -> None:
@@ -121,8 +120,8 @@ def test_the_ratios_reach_every_bound(level: str, scenario: ScenarioFactory) -> 
 def test_the_grid_covers_every_choice() -> None:
     assert sum(1 for loss_type in LOSS_TYPES for _ in cells(loss_type, 1)) == 1920
     for loss_type in CLIPPED_LOSS_TYPES:
-        quick = [objective for _, objective in cells(loss_type, QUICK)]
-        assert {(o.beta, o.use_bias_correction_kl) for o in quick} == {(0.0, True), (0.04, True), (0.04, False)}
-        assert {o.delta for o in quick} == set(DELTAS)
-        assert {o.epsilon_high for o in quick} == set(UPPER_CLIPS)
-        assert {o.temperature for o in quick} == set(TEMPERATURES)
+        sample = [objective for _, objective in cells(loss_type, SAMPLE)]
+        assert {(o.beta, o.use_bias_correction_kl) for o in sample} == {(0.0, True), (0.04, True), (0.04, False)}
+        assert {o.delta for o in sample} == set(DELTAS)
+        assert {o.epsilon_high for o in sample} == set(UPPER_CLIPS)
+        assert {o.temperature for o in sample} == set(TEMPERATURES)

@@ -109,7 +109,7 @@ def with_advantage(row: Completion, without: list[int] | None) -> Completion:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES, rest=pytest.mark.nightly))
-@pytest.mark.parametrize("every", [48, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [48, pytest.param(24, marks=pytest.mark.nightly)])
 def test_float32_cells(loss_type: str, case: str, every: int, scenario: ScenarioFactory, record_cell: Callable) -> None:
     for geometry, objective in cells(loss_type, every):
         found = compare(scenario(geometry, objective.temperature, torch.float32), objective, *CASES[case])
@@ -122,8 +122,9 @@ def test_float32_cells(loss_type: str, case: str, every: int, scenario: Scenario
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(("loss_type", "case"), covering(LOSS_TYPES, CASES, rest=pytest.mark.nightly))
-def test_float64_cells(loss_type: str, case: str, scenario: ScenarioFactory, record_cell: Callable) -> None:
-    for geometry, objective in cells(loss_type, 4):
+@pytest.mark.parametrize("every", [24, pytest.param(4, marks=pytest.mark.nightly)])
+def test_float64_cells(loss_type: str, case: str, every: int, scenario: ScenarioFactory, record_cell: Callable) -> None:
+    for geometry, objective in cells(loss_type, every):
         found = compare(scenario(geometry, objective.temperature, torch.float64), objective, *CASES[case])
         assert found.loss <= LOSS_LIMIT[torch.float64], (geometry, objective, found)
         assert found.gradient <= LIMIT[torch.float64], (geometry, objective, found)

@@ -27,7 +27,7 @@ from tests.mathematics.harness import (
 )
 from tests.mathematics.oracle import LOSS_TYPES, Completion, Geometry, Objective
 from tests.mathematics.test_loss_against_trl import check
-from tests.support.grids import covering, only
+from tests.support.grids import covering
 
 ON_POLICY = Geometry(1, 1, 1)
 ACCUMULATED = Geometry(2, 4, 1)
@@ -59,6 +59,7 @@ def test_options(loss_type: str, options: dict[str, Any], scenario: ScenarioFact
         record_cell("TRL's options in float64", found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 def test_the_off_policy_mask_drops_some_completions(scenario: ScenarioFactory) -> None:
     rows = scenario(OFF_POLICY).rows(2)[1][0]
@@ -67,9 +68,9 @@ def test_the_off_policy_mask_drops_some_completions(scenario: ScenarioFactory) -
     assert any(kept[i] for i, row in enumerate(rows) if row.advantage < 0)
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("loss_type", only(["grpo", "dapo", "luspo"], LOSS_TYPES))
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_truncated_completions_are_masked(loss_type: str, checkpoint: Path, record_cell: Callable) -> None:
     case = Scenario(checkpoint, ACCUMULATED, torch.float64, mask_truncated_completions=True)
 
@@ -227,6 +228,7 @@ def router_loss(model: torch.nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return oracle.load_balancing_loss(by_layer, top_k=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_log_probabilities_and_masks_of_the_scoring_path(temperature: float, scenario: ScenarioFactory) -> None:
@@ -243,6 +245,7 @@ def test_log_probabilities_and_masks_of_the_scoring_path(temperature: float, sce
             assert torch.allclose(inputs[name][index, :length], expected, rtol=0, atol=1e-10), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 def test_old_log_probabilities_are_kept_exactly_when_the_policy_moves(scenario: ScenarioFactory) -> None:
     for geometry in (Geometry(1, 1, 1), Geometry(2, 2, 1), Geometry(2, 4, 1), Geometry(1, 1, 3), Geometry(4, 2, 2)):

@@ -22,6 +22,8 @@ VOCABULARY = 5
 END = 4
 EXACT = 1e-10
 
+pytestmark = pytest.mark.slow  # the oracle alone
+
 
 class Table:
     """Policy over completions of at most `length` tokens: logits of shape (number of prefixes, 5)."""
@@ -163,7 +165,6 @@ def test_the_on_policy_gradient_is_the_score_function_gradient(seed: int, level:
     assert torch.allclose(p.gradient(loss), -p.gradient(expected_reward), rtol=0, atol=EXACT)
 
 
-@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_group_mean_scales_the_gradient_by_one_minus_one_over_the_group(seed: int) -> None:
     """A completion is part of its own baseline, so with groups of 2 half the policy gradient is left."""

@@ -39,6 +39,7 @@ from tests.mathematics.harness import (
     token_lists,
 )
 from tests.mathematics.oracle import Completion, Geometry, Objective
+from tests.support.grids import covering
 
 LIMIT = 1e-10
 UNBIASED = {"informative": "unbiased", "exploration": 0.5, "floor": 0.2}
@@ -189,10 +190,17 @@ def test_the_expected_gradient_is_that_of_the_full_generation(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("unvaried", [(1, 1, 1, 1), (3, 2, 1, 0), (9, 9, 0, 9)], ids=str)
-@pytest.mark.parametrize("scale", ["group", "none"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", CASES)
+@pytest.mark.parametrize(
+    ("loss_type", "level", "scale", "unvaried"),
+    covering(
+        CASES,
+        ["token", "sequence"],
+        ["group", "none"],
+        [(1, 1, 1, 1), (3, 2, 1, 0), (9, 9, 0, 9)],
+        rest=pytest.mark.nightly,
+    ),
+    ids=str,
+)
 def test_the_expected_gradient_with_other_options_and_draws(
     loss_type: str,
     level: str,

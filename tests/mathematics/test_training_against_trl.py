@@ -14,7 +14,7 @@ from tests.mathematics.training import compare_training
 
 
 @pytest.mark.usefixtures("in_float64")
-@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"])
 @pytest.mark.parametrize(
     "loss_type",
     [pytest.param(name, marks=() if name == "dapo" else pytest.mark.slow) for name in LOSS_TYPES],
@@ -29,6 +29,7 @@ def test_a_training_on_one_process_equals_the_oracle(
         record_cell("TRL's training loop, 1 process", found)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 def test_the_policy_moves_off_policy_within_a_generation(checkpoint: Path) -> None:
     found = compare_training(checkpoint, Objective("grpo", epsilon=0.05), Geometry(1, 1, 3), 8, steps=6)

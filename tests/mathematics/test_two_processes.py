@@ -35,14 +35,14 @@ def measured(checkpoint: Path, folder: Path, every: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_processes(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the results of one launch for all tests."""
-    return measured(checkpoint, tmp_path_factory.mktemp("two"), every=3)
+    return measured(checkpoint, tmp_path_factory.mktemp("two"), every=5)
 
 
-@pytest.mark.parametrize("every", only([], [1, 3], slow=[3]))
+@pytest.mark.parametrize("every", only([], [1, 5], slow=[5]))
 def test_a_training_on_two_processes_equals_the_oracle(
     every: int, two_processes: dict[str, Any], checkpoint: Path, tmp_path: Path, record_cell: Callable
 ) -> None:
-    found = two_processes if every == 3 else measured(checkpoint, tmp_path, every)
+    found = two_processes if every == 5 else measured(checkpoint, tmp_path, every)
     for cell, figures in found["comparisons"].items():
         check(Difference(**figures), torch.float64, cell)
         record_cell("TRL's training loop, 2 processes", Difference(**figures))

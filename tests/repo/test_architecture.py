@@ -58,7 +58,6 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@cache
 def graph() -> dict[str, set[str]]:
     """Map each of our modules to those of our modules that it imports.
 
@@ -90,40 +89,29 @@ def folder_of(module: str) -> str | None:
 
 
 @pytest.mark.slow
-def test_imports_go_down_only() -> None:
-    upward = []
-    for module, targets in graph().items():
+def test_imports_go_down_only_and_never_in_a_circle() -> None:
+    edges, upward = graph(), []
+    for module, targets in edges.items():
         for target in targets:
             source, sink = folder_of(module), folder_of(target)
             if source and sink and source != sink and level(sink) <= level(source):
                 upward.append(f"{module} imports {target}")
     assert upward == []
+    TopologicalSorter(edges).prepare()
+
+
+def test_the_rewards_need_neither_the_recipes_nor_a_model_library() -> None:
+    users = {
+        (module, library)
+        for module, path in modules().items()
+        if module.startswith("grpo_rewards")
+        for library in {name.partition(".")[0] for name in imports(path)}
+    }
+    assert not [module for module, library in users if library == "grpo_recipes"]
+    assert {module for module, library in users if library in ("torch", "transformers")} <= REWARDS_WITH_TORCH
 
 
 @pytest.mark.slow
-def test_no_imports_in_a_circle() -> None:
-    TopologicalSorter(graph()).prepare()
-
-
-def test_the_rewards_import_nothing_of_the_recipes() -> None:
-    assert not [
-        f"{module} imports {target}"
-        for module, targets in graph().items()
-        for target in targets
-        if module.startswith("grpo_rewards") and target.startswith("grpo_recipes")
-    ]
-
-
-@pytest.mark.parametrize("library", ["torch", "transformers"])
-def test_rewards_need_no_model_library(library: str) -> None:
-    users = {
-        module
-        for module, path in modules().items()
-        if module.startswith("grpo_rewards") and any(name.partition(".")[0] == library for name in imports(path))
-    }
-    assert users <= REWARDS_WITH_TORCH
-
-
 def test_one_file_subclasses_trls_trainer() -> None:
     found = []
     for module, path in modules().items():

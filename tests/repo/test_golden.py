@@ -21,8 +21,8 @@ from tests.support import bad_input, stored, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "golden"
-SLOW = {"evaluate", "export", "merge", "train"}
-"""Transcripts that load a model and so take seconds."""
+SLOW = {"evaluate", "export", "merge", "plan-memory", "train"}
+"""Transcripts that load or measure a model and so take seconds."""
 
 VARIES = (
     (r"\b\d+(?:\.\d+)? (?:s|seconds|ms|tokens/s)\b", "N s"),

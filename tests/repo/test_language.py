@@ -27,13 +27,8 @@ CANDIDATE = re.compile(rf"(?:[\"'#][\"'#\s\\]*|: ){FORBIDDEN.pattern}", re.IGNOR
 
 def python_files() -> list[str]:
     """Return the paths of all Python files of the project, relative to its root."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     return [path for path in listed.stdout.split() if (ROOT / path).exists()]
 
 
@@ -63,26 +58,6 @@ def forbidden(source: str) -> list[tuple[int, str]]:
         openings = [text.strip(), *ENTRY.findall(text)]
         found += [(line, opening[:80]) for opening in openings if FORBIDDEN.match(opening)]
     return found + [(line, text[:80]) for line, text in comments(source) if FORBIDDEN.match(text)]
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        '"""Of a module."""',
-        'class A:\n    """Whether it is."""',
-        'def f():\n    """Which rows."""',
-        'LIMIT = 1\n"""What it may be."""',
-        'def f():\n    """Return x.\n\n    Args:\n        x: whether it is.\n    """',
-        "x = 1\n# under which\ny = 1",
-        "x = 1  # of a row",
-    ],
-)
-def test_each_place_is_read(source: str) -> None:
-    assert len(forbidden(source)) == 1
-
-
-def test_other_text_is_not() -> None:
-    assert not forbidden('"""Offer a row."""\ntext = "Of a row"\n# The rows\n# of a batch\n')
 
 
 @pytest.mark.slow

@@ -11,13 +11,16 @@ import transformers
 from transformers import Gemma3TextConfig, PreTrainedConfig
 
 from grpo_recipes.plan.layout import RECORDED, as_json, recorded
+from tests.support.grids import only
 from tests.tools import models, released
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "model-layouts.md"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", models.SAMPLE)
+@pytest.mark.parametrize(
+    "model_type", only([], models.SAMPLE, slow=["deepseek_v3", "gemma2", "gpt2", "gpt_oss", "llama"])
+)
 def test_the_gradient_of_a_model_is_that_of_trl(model_type: str) -> None:
     row = models.measure(model_type)
     assert row.layout != models.NONE, row.reason
@@ -54,7 +57,7 @@ def test_plan_reads_the_layouts_of_the_table() -> None:
     assert RECORDED.read_text(encoding="utf-8") == as_json(recorded())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tiny_model_has_what_its_released_models_have_or_its_row_names_what_it_lacks() -> None:
     rows = {row[0]: row for row in recorded_rows()}
     built = [name for name in models.model_types() if "not built" not in rows[name][-1]]

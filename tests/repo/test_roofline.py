@@ -21,6 +21,7 @@ def roofline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return roofline
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("number", [0, 1], ids=["padded", "varlen"])
 def test_operations_of_a_micro_batch_are_those_of_the_formula(

@@ -219,6 +219,8 @@ class Reader:
                 return self._texts(value, scope, depth + 1)
             case ast.Call(func=func, args=[*given]) if ast.unparse(func).rpartition(".")[2] in self.errors:
                 return [text for value in given[:1] for text in self._texts(value, scope, depth + 1)]
+            case ast.Call(func=ast.Name(id="did_you_mean"), args=[_, _, otherwise]):
+                return ["did you mean `…`?", *self._texts(otherwise, scope, depth + 1)]
             case ast.Call(func=func):
                 made = self.functions.get(ast.unparse(func).rpartition(".")[2], [])
                 return [text for one in made for value in _returned(one) for text in self._texts(value, one, depth + 1)]

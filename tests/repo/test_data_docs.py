@@ -59,9 +59,7 @@ def test_every_example_can_be_planned(
     rows = recipe_prompts(parse_recipe(["--config", recipe, *here])).dataset
     prompt, columns = FIRST[recipe]
     assert columns.items() <= rows[0].items()
-    shown = rows[0]["prompt"][-1]["content"]
-    assert prompt in (None, shown)
-    assert all(f"  | {line}" in output or f"|>user\n{line}" in output for line in shown.split("\n")[1:])
+    assert prompt in (None, rows[0]["prompt"][-1]["content"])
     assert "exactly as the model sees it" in output
     assert "can't be scored" not in output
 

@@ -202,10 +202,6 @@ def infinite_on_rank_1(completions: Sequence[str], trainer_state: Any, **columns
     return values
 
 
-def nothing_on_rank_1(completions: Sequence[str], trainer_state: Any, **columns: Any) -> Any:
-    return None if os.environ["RANK"] == "1" and trainer_state.global_step == 2 else variety(completions)
-
-
 def one_on_rank_1(completions: Sequence[str], trainer_state: Any, **columns: Any) -> list[float]:
     return [1.0] if os.environ["RANK"] == "1" and trainer_state.global_step == 2 else variety(completions)
 

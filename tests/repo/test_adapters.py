@@ -7,21 +7,16 @@ from pathlib import Path
 import peft
 import pytest
 
+from tests.support.grids import only
 from tests.tools import adapters
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "adapter-layouts.md"
 
-SAMPLE = ["LORA, aLoRA", "LORA, layer_replication", "LORA, norms trained beside", "LILY", "SHADOW", "PVERA", "VERA"]
+SAMPLE = ["LORA, aLoRA", "LILY", "SHADOW", "PVERA"]
 """A kind of each outcome; the others by night."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SAMPLE else [pytest.mark.slow, pytest.mark.nightly])
-        for name in adapters.KINDS
-    ],
-)
+@pytest.mark.parametrize("name", only([], adapters.KINDS, slow=SAMPLE))
 def test_no_adapter_is_wrong_without_a_word(name: str) -> None:
     row = adapters.examine(name)
     assert not row.wrong, str(row)

@@ -1,7 +1,7 @@
 """Every adapter kind of the installed PEFT: the layout it is trained in, its gradient against TRL's, its reference.
 
-    make models                             # all of them, after the models: a minute or two; writes
-    docs/adapter-layouts.md python -m tests.tools.adapters LILY SHADOW    # some of them, printed
+    make models                                   # all of them, after the models: writes docs/adapter-layouts.md
+    python -m tests.tools.adapters LILY SHADOW    # some of them, printed
 
 The exit code is 1 if one is wrong without a word. A kind is `refused` where our trainer says in one sentence why not,
 and `n/a` where TRL's own trainer does not train it.
@@ -45,6 +45,7 @@ from tests.support.recorded import (
     tokenizer,
 )
 from tests.support.trainers import make_trainer
+from tests.tools.models import renew
 
 GRADIENT_TOLERANCE = 1e-4
 REFERENCE_TOLERANCE, KASA_TOLERANCE = 1e-5, 3e-5
@@ -427,33 +428,23 @@ def _short(error: Exception) -> str:
     return one_line(error)[:160].replace("|", "/")
 
 
-def table(rows: list[Row]) -> str:
-    """Return the rows as docs/adapter-layouts.md."""
+def table(rows: list[Row]) -> list[str]:
+    """Return the lines of docs/adapter-layouts.md below its heading "Results"."""
     versions = f"peft {peft.__version__}, trl {trl.__version__}, transformers {transformers.__version__}"
+    return [f"{versions}. {verdict(rows)}.", "", HEADER, *map(str, rows)]
+
+
+def verdict(rows: list[Row]) -> str:
+    """Return the number of adapters and the names of the wrong ones."""
     wrong = [row.name for row in rows if row.wrong]
-    lines = [
-        "# Which adapters are packed, and what their reference is",
-        "",
-        "Made by `make models`. Every adapter type of the installed PEFT, and variants of LoRA, are trained on a",
-        "tiny Llama for two optimizer steps by TRL and by us on the same completions. The distance is the largest",
-        "difference of a gradient's entries, relative to the largest entry of its tensor, in float32, or `random`",
-        "if TRL's own gradient differs from seed to seed. A reference is right if it is the initial policy, and",
-        "still is after the policy has moved. It is checked for a new adapter, for a loaded adapter that is",
-        "trained further, and in a resumed run. `n/a` means that TRL or PEFT does not support the case.",
-        "",
-        f"{versions}. {len(rows)} adapters, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}.",
-        "",
-        HEADER,
-        *map(str, rows),
-    ]
-    return "\n".join(lines) + "\n"
+    return f"{len(rows)} adapters, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}"
 
 
 def main() -> int:
     """Examine the asked adapters, print them, and write the table if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="adapters, all by default")
-    parser.add_argument("--record", type=Path, help="a file for the table")
+    parser.add_argument("--record", type=Path, help="a page for the table")
     asked = parser.parse_args()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -462,10 +453,9 @@ def main() -> int:
         rows.append(examine(name))
         print(rows[-1], flush=True)
     if asked.record:
-        asked.record.write_text(table(rows), encoding="utf-8")
-    wrong = [row.name for row in rows if row.wrong]
-    print(f"{len(rows)} adapters, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}")
-    return 1 if wrong else 0
+        renew(asked.record, table(rows))
+    print(verdict(rows))
+    return int(any(row.wrong for row in rows))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from grpo_recipes.training.packing import Layout
 from tests.support.architectures import SAMPLED, batch, generated
 from tests.support.exact_generation import exact_generation
 from tests.support.recorded import Recording, gradients, largest_gap, make_trainer
-from tests.tools.released import LONG_PROMPT, WINDOW, all_lacks, is_limited, tiny
+from tests.tools.released import LONG_PROMPT, all_lacks, is_limited, tiny
 
 FAR = 1e-3
 """The largest difference of a gradient that is put down to float32's rounding, over the largest entry of its tensor."""
@@ -275,57 +275,31 @@ def _sentences() -> Iterator[list[str]]:
         logger.propagate = propagate
 
 
-def table(rows: list[Row]) -> str:
-    """Return the rows as docs/model-layouts.md."""
+def table(rows: list[Row]) -> list[str]:
+    """Return the lines of docs/model-layouts.md below its heading "Results"."""
     versions = f"transformers {transformers.__version__}, trl {trl.__version__}, torch {torch.__version__}"
     names = [*(layout.described for layout in sorted(Layout, reverse=True)), NONE]
-    counts = {name: sum(row.layout == name for row in rows) for name in names}
-    far = sum(row.is_far for row in rows)
-    lines = [
-        "# Which models are packed",
-        "",
-        "Made by `make models`. Every causal language model of the installed transformers is built tiny from the",
-        "configuration of its released checkpoints, and trained for two optimizer steps by TRL and by us on the same",
-        "completions. The distance is the largest difference of a gradient's entries, relative to the largest entry of",
-        "its tensor, in float32, without router loss and dropout. Models with shared prompts have three distances: as",
-        "they are, with gradient checkpointing, and with LoRA (`-`: TRL can't train so).",
-        "",
-        "A tiny model has every kind of layer of the released ones, in their order, and their switches: biases, norms,",
-        "sinks, soft caps, shared experts, groups of experts, rotary tables. It has as many query heads for each key",
-        "head, and its attention is as wide as the hidden size, or wider, or narrower, as theirs. The released",
-        "configuration is the default of its class, or where that is not what was released, the one in",
-        "`tests/tools/released.py`. Where a tiny model lacks a feature, its row ends with it.",
-        "",
-        f"Long rows have prompts of up to {LONG_PROMPT} tokens. They leave windows of {WINDOW} tokens, chunks of",
-        "linear attention and what an index keeps, and are measured for models with one of these. Other rows stay",
-        "inside.",
-        "",
-        f"{versions}. {len(rows)} model types: {'; '.join(f'{count} {name}' for name, count in counts.items())}. "
-        f"{far} are further than {FAR:g} from TRL's gradient. Distances above 1e-4 are rounding: OPT's is 1e-7 in "
-        "float64, and more padding moves the delta rule of Qwen3.5 and its successors as far.",
-        "",
-        "Decoding: `groups` if group decoding gives the tokens of transformers' own loop with the same random numbers,",
-        "greedy and sampled, with prompts of several lengths; `stock` and a reason if transformers' loop generates.",
+    counts = "; ".join(f"{sum(row.layout == name for row in rows)} {name}" for name in names)
+    order = {model_type: place for place, model_type in enumerate(MOST_TRAINED)}
+    return [
+        f"{versions}. {len(rows)} model types: {counts}. "
+        f"{sum(row.is_far for row in rows)} are further than {FAR:g} from TRL's gradient. "
         f"{sum(row.decoding.startswith(GROUPS) for row in rows)} decode in groups; "
         f"{sum(row.decoding == OTHER_TOKENS for row in rows)} with other tokens than transformers.",
         "",
-        "The types that most people train come first. With their released configurations they get the layout of the",
-        "table, but for gpt-oss, Qwen3 MoE and other mixtures of experts, whose rows are trimmed unless",
-        "`router_aux_loss_coef: 0` switches the router loss off. Checkpoints with a rotary table that depends on the",
-        "length of the rows (`longrope` of Phi-4-mini, `dynamic`) are padded.",
-        "",
-        "Not applicable are models that TRL can't train, models that draft tokens for another one and read its keys",
-        "and values (`gemma4_assistant`), music models that are no causal language models by themselves, and Gemma 3n",
-        "with its vision tower, which needs timm and torchvision. Its text model is `gemma3n_text`.",
-        "",
         "| model type | layout | distance from TRL's gradient | long rows | decoding | reason for not packing |",
         "|---|---|---|---|---|---|",
+        *(
+            f"| {' | '.join(cell.replace('|', '/') for cell in row.cells)} |"
+            for row in sorted(rows, key=lambda row: order.get(row.model_type, len(order)))
+        ),
     ]
-    for row in sorted(
-        rows, key=lambda row: MOST_TRAINED.index(row.model_type) if row.model_type in MOST_TRAINED else 99
-    ):
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in row.cells)} |")
-    return "\n".join(lines) + "\n"
+
+
+def renew(page: Path, lines: list[str]) -> None:
+    """Replace what stands below the heading "Results" of a page."""
+    prose, heading, _ = page.read_text(encoding="utf-8").partition("## Results\n")
+    page.write_text("\n".join([prose + heading, *lines, ""]), encoding="utf-8")
 
 
 def records(rows: list[Row]) -> Records:
@@ -339,7 +313,7 @@ def main() -> int:
     """Measure the asked models, print them, and write the table if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="model types, all by default")
-    parser.add_argument("--record", type=Path, help=f"a file for the table; the layouts go to {RECORDED.name} as well")
+    parser.add_argument("--record", type=Path, help=f"a page for the table; the layouts go to {RECORDED.name} as well")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -349,7 +323,7 @@ def main() -> int:
         rows.append(row)
         print(" | ".join(row.cells), flush=True)
     if asked.record:
-        asked.record.write_text(table(rows), encoding="utf-8")
+        renew(asked.record, table(rows))
         RECORDED.write_text(as_json(records(rows)), encoding="utf-8")
     wrong = [row.model_type for row in rows if row.wrong]
     print(f"{len(rows)} model types, {len(wrong)} wrong{': ' if wrong else ''}{', '.join(wrong)}")

@@ -18,9 +18,7 @@ TABLE = Path(__file__).resolve().parents[2] / "docs" / "model-layouts.md"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model_type", only([], models.SAMPLE, slow=["deepseek_v3", "gemma2", "gpt2", "llama"])
-)
+@pytest.mark.parametrize("model_type", only([], models.SAMPLE, slow=["deepseek_v3", "gemma2", "gpt2", "llama"]))
 def test_the_gradient_of_a_model_is_that_of_trl(model_type: str) -> None:
     row = models.measure(model_type)
     assert row.layout != models.NONE, row.reason

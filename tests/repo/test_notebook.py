@@ -24,7 +24,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
     started.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_cell_runs_and_ctrl_c_in_training_goes_on(kernel: Kernel, tiny_model: Path, tmp_path: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "tiny")
     said = []
@@ -35,7 +35,7 @@ def test_every_cell_runs_and_ctrl_c_in_training_goes_on(kernel: Kernel, tiny_mod
         return any((run / "completions").glob("*.parquet"))
 
     for cell in CELLS:
-        code = code_of(cell, 'MODEL, STEPS, LENGTH, RATE = "tiny", 6, 8, 1e-3')
+        code = code_of(cell, 'MODEL, STEPS, LENGTH, RATE = "tiny", 30, 8, 1e-3')
         if "run_recipe(recipe)" in code:
             stopped = text_of(kernel.run(code, interrupt_when=trains))
             assert "130" in stopped
@@ -43,7 +43,7 @@ def test_every_cell_runs_and_ctrl_c_in_training_goes_on(kernel: Kernel, tiny_mod
             assert any(run.glob("checkpoint-*")), "it was saved"
             assert "resuming from" in text_of(kernel.run(code))
             assert (run / "adapter_model.safetensors").is_file()
-            assert json.loads((run / "trainer_state.json").read_text())["global_step"] == 6
+            assert json.loads((run / "trainer_state.json").read_text())["global_step"] == 30
             continue
         said.append(text_of(kernel.run(code)))
     assert_complete("\n".join(said))
@@ -58,7 +58,7 @@ def test_the_stored_outputs_are_of_one_run_of_all_cells() -> None:
 
 def assert_complete(shown: str) -> None:
     """Assert that the outputs are those of `init`, training, `compare`, `diagnose` and `export`."""
-    for words in ("wrote problems.yaml", "runs/problems", "B - A", "checks had data", "vllm serve exported"):
+    for words in ("wrote problems.yaml", "B - A", "checks had data", "vllm serve exported"):
         assert words in shown
 
 

@@ -326,7 +326,7 @@ def test_no_published_field_changes_a_request_to_vllm(
         built.model.generation_config = copy.deepcopy(published)
         publish(built.model, **{field: value})
         if mode == "server" and field == "max_new_tokens":
-            with refused("`max_completion_length`", 2, "`--generation-config vllm`"):
+            with refused("`max_completion_length`", value, "`--generation-config vllm`"):
                 send_settings(built, built._generation.published)
             continue
         send_settings(built, built._generation.published)

@@ -373,7 +373,7 @@ def _naming_key(recipe: Recipe, key: str, fix: str = "") -> Iterator[None]:
         yield
     except UserError as error:
         raise recipe.error(f"`{key}`: {error.place}", error.problem, fix or error.fix) from error
-    except ValueError as error:  # of a reward of another package
+    except ValueError as error:  # a reward of another package raised it
         raise recipe.error(f"`{key}`", one_line(error), fix or "correct the value") from error
 
 

@@ -171,7 +171,7 @@ def read_object(path: Path, shape: Shape, fix: str = RESTORE, *, most: int = JSO
     Args:
         path: file to read.
         shape: shape that the object must have.
-        fix: what the user can do, in error messages.
+        fix: the fix that error messages name.
         most: largest size of the file in bytes.
 
     Raises:
@@ -198,7 +198,7 @@ def read_batches(path: Path, columns: Mapping[str, Kind], fix: str = RESTORE) ->
     Args:
         path: file to read.
         columns: kinds of the columns to read, by name. A `column?` may be absent.
-        fix: what the user can do, in error messages.
+        fix: the fix that error messages name.
 
     Raises:
         RunError: the file is missing, damaged, or has other columns.

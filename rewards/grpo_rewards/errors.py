@@ -17,7 +17,7 @@ class UserError(ValueError):
     Attributes:
         place: File, key, row or command that the error is about, from outer to inner: "r.yaml: `dataset.path`".
         problem: Clause on what is wrong there.
-        fix: What the user can do, as a command: "set a number above 0".
+        fix: A command to the user: "set a number above 0".
     """
 
     def __init__(self, place: object, problem: str, fix: str) -> None:

@@ -33,7 +33,7 @@ def printed(capsys: pytest.CaptureFixture[str], arguments: str, code: int = 0) -
     return capsys.readouterr().out
 
 
-# What a command calls
+# Calls of a command
 
 
 def test_train_checks_a_recipe_for_its_processes_and_launches_them(

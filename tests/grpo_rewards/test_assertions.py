@@ -145,7 +145,7 @@ REFUSED = [
     "def check(candidate):\n    assert candidate(1) == 3", "import numpy\nassert f(numpy.zeros(1)) == 3",
     "assert f(1) ==", "assert " + "-" * 100_000 + "1", "assert " + "(" * 10_000 + "1", "assert f('\0') == 1",
     "  assert f(1) == 1\n",
-    # What the tests compute beside the program is no verdict.
+    # A value that the tests compute beside the program is no verdict.
     "gap = abs(f(3) - 5)\nassert gap < 1e-6", "gap = f(3) - 5\nassert abs(gap) < 1e-6",
     "gap, x = f(3) - 5, 1\nassert abs(gap) < 1e-6", "same = f(3) == 5\nassert same",
     "same = []\nsame.append(f(3) == 5)\nassert all(same)", "same = math.isclose(f(3), 5)\nassert same",

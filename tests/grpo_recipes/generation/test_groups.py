@@ -338,7 +338,7 @@ def test_inputs_that_the_loop_can_not_carry_are_declined() -> None:
         ("LlamaConfig", {"past_key_values": used}, "DynamicCache"),
     ):
         turn = Turn()
-        with suppress(RuntimeError, ValueError, IndexError):  # of a cache that another call has used
+        with suppress(RuntimeError, ValueError, IndexError):  # another call has used the cache
             generated(tiny(architecture), turn, {**inputs, **changes}, max_new_tokens=2)
         assert reason in turn.declined
 

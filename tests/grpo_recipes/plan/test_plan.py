@@ -218,7 +218,7 @@ def test_completions_beyond_the_positions_of_the_model_are_noted(capsys: Any, mi
     ("lengths", "rows", "limit", "longest", "note"),
     [
         ([9, 17_721], 2, None, 17_721, ""),
-        ([9, 60, 17_721], 3, 70, 60, ""),  # what the limit drops does not count
+        ([9, 60, 17_721], 3, 70, 60, ""),  # a prompt that is dropped does not count
         ([9, 17_721], 2_000, None, 17_721, "17,721"),
         ([9, 70], 2_000, 70, 70, ""),
         (None, 2, 70, 70, ""),

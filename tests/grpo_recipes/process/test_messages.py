@@ -89,7 +89,7 @@ LOG = "from grpo_recipes.process.messages import log_progress; log_progress('ste
     ("setup", "lines"),
     [
         ("", ["step 1: 5 tokens computed"]),
-        pytest.param("level=logging.WARNING", [], marks=pytest.mark.slow),  # which silences them
+        pytest.param("level=logging.WARNING", [], marks=pytest.mark.slow),  # it silences them
     ],
 )
 def test_a_line_of_progress_is_shown_in_a_script_with_and_without_logging(setup: str, lines: list[str]) -> None:

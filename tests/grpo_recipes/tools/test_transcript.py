@@ -473,7 +473,7 @@ def test_results_of_other_calls_are_named(scripted: Any) -> None:
     runner = scripted._tool_turns.runner
     run = runner.run
     for row, fault in (
-        (0, lambda found: found[1:] + found[:1]),  # of other rows
+        (0, lambda found: found[1:] + found[:1]),  # results of other rows
         (2, lambda found: [results[:1] for results in found]),
         (0, lambda found: [results * 2 for results in found]),
         (2, lambda found: [results[::-1] for results in found]),
@@ -565,16 +565,16 @@ ROWS: list[tuple[dict[str, list[str]], int, str, int | None]] = [
     (TWO_TURNS, 30, "ab.<3>cd.", None), (TWO_TURNS, 30, "ab.<3>xyz.", None), (TWO_TURNS, 8, "ab.<3>cd", None),
     (TWO_TURNS, 6, "ab.<3>", None), (TWO_TURNS, 2, "ab", None), (TWO_TURNS, 9, "ab.<3>cd", 8),
     (TWO_TURNS, 8, "ab.<3>cX", 7), (TWO_TURNS, 30, "ab.<3>cX.", 7), (TWO_TURNS, 30, "ab.<3>cdd.", 8),
-    (TWO_TURNS, 30, "ab.<3>ab.", 6),  # of another turn
+    (TWO_TURNS, 30, "ab.<3>ab.", 6),  # a token of another turn
     (TWO_TURNS, 30, "ab.<3>", 6),  # the turn after the result is lost
     (TWO_TURNS, 30, "ab.<4>cd.", 4),  # the generator read another result
     ({"p": ["ab"], "pab<3>": ["c."]}, 30, "ab<3>c.", 2),  # a turn without its end
     ({"p": ["ab."], "pab.<3>": [""]}, 30, "ab.<3>", None),
     (ONE_TURN, 30, "ab.<3>", None),  # the generator was not asked for another turn
     ({"p": [""]}, 30, "", None),
-    ({"p": ["a.", "b."]}, 30, "b.", 0),  # of another row
+    ({"p": ["a.", "b."]}, 30, "b.", 0),  # a token of another row
     ({"p": ["ab.", "q."], "pab.<3>": ["cd."]}, 30, "ab.<3>q.", 6),
-    ({"q": ["ab."]}, 30, "ab.", 0),  # of another prompt
+    ({"q": ["ab."]}, 30, "ab.", 0),  # a token of another prompt
     ({"q": ["x."], "p": ["ab."]}, 30, "ab.", 0),
 ]  # fmt: skip
 

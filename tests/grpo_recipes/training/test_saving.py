@@ -100,7 +100,7 @@ def test_a_checkpoint_of_another_kind_is_refused_or_warned_of(
     with pytest.raises(RunError, match=r"checkpoint-1.*`save_only_model`"):
         checkpoints.resumption(str(saved(tmp_path, 1, model_only=True)))
     other = saved(tmp_path, 2, processes=4)
-    theirs = tmp_path / "theirs" / "checkpoint-7"  # of another trainer: only transformers knows whether it is complete
+    theirs = tmp_path / "theirs" / "checkpoint-7"  # only transformers knows whether it is complete
     theirs.mkdir(parents=True)
     with caplog.at_level(logging.WARNING):
         assert checkpoints.resumption(True) == str(other)

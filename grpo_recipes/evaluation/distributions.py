@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 MAX_TERMS = 100_000
 """Largest number of terms of the continued fraction. It needs about the square root of the larger parameter."""
@@ -43,6 +44,7 @@ def beta_cdf(x: float, a: float, b: float) -> float:
     raise ArithmeticError(f"the incomplete beta function at {x} of {a} and {b} does not converge")
 
 
+@lru_cache(maxsize=1024)
 def beta_quantile(probability: float, a: float, b: float) -> float:
     """Return the x in [0, 1] with I_x(a, b) = probability, by bisection.
 

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -258,7 +257,6 @@ def _mean_and_error(values: Sequence[float], clusters: Sequence[Hashable] | None
     return mean, 0.0 if is_constant else math.sqrt(_variance_of_mean(mean, sums)), len(sums) - 1
 
 
-@lru_cache(maxsize=1024)
 def _student_quantile(freedom: float) -> float:
     """Return the quantile of Student's distribution for a two-sided 95 % interval."""
     return student_quantile(freedom, LEVEL)
@@ -429,10 +427,10 @@ def _clusters(table: pd.DataFrame) -> list[Hashable]:
     transcripts the golds of copies are equal too, and rows without golds are different problems.
     """
     keys = ["prompt"] if "transcript" not in table else ["prompt", "gold"]
-    firsts = table.groupby("problem").first()
-    if not all(key in firsts for key in keys):
-        return list(firsts.index)
-    return list(firsts[keys].itertuples(index=False, name=None))
+    groups = table.groupby("problem")
+    if not all(key in table for key in keys):
+        return list(groups.size().index)
+    return list(groups[keys].first().itertuples(index=False, name=None))
 
 
 def _common_clusters(first: pd.DataFrame, second: pd.DataFrame) -> list[Hashable]:

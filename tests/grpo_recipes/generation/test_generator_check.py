@@ -86,7 +86,7 @@ PLANTED: dict[str, tuple[str, dict[str, Any], Any, int, str]] = {
 QUICK = ["an update late, LoRA", "TRL 5312, full model"]
 QUICK += ["a 16-bit engine, adapter applied twice", "16 bits move log-probabilities by nats"]
 SLOW = ["TRL 1.16, LoRA and a server, new adapter", "verl 7495, continued adapter", "ms-swift 8233, new adapter"]
-SHORT = {"max_completion_length": 12, "max_steps": 2}
+SHORT = {"max_completion_length": 8, "max_steps": 2}
 
 
 @pytest.mark.parametrize("name", only(QUICK, PLANTED, SLOW))
@@ -152,9 +152,9 @@ def test_all_ranks_stop_if_one_generator_is_wrong(
 
 def test_the_check_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     serve(monkeypatch, "off")
-    run = trainer(tmp_path, generation_check=False, **SETTINGS, **SHORT, **CONTINUED)
+    run = trainer(tmp_path, generation_check=False, max_steps=1, max_completion_length=4, **SETTINGS, **CONTINUED)
     run.train()
-    assert run.state.global_step == 2
+    assert run.state.global_step == 1
     assert said() == []
 
 
@@ -184,8 +184,9 @@ def test_an_excuse_is_announced_once(name: str, tmp_path: Path, monkeypatch: pyt
     run.train()
     assert run.state.global_step == run.args.max_steps
     # The loud policy moves a merged adapter's rounding beyond 1e-4 on some token.
-    beside = (SAMPLED_WITH, EXCUSES[UNEXPLAINED])
-    found = [sentence for sentence in said() if not sentence.startswith(beside)]
+    found = [sentence for sentence in said() if not sentence.startswith(EXCUSES[UNEXPLAINED])]
+    if {"top_p", "top_k"} & changes.keys():
+        found = [sentence for sentence in found if not sentence.startswith(SAMPLED_WITH)]
     assert len(found) == 1
     assert found[0].startswith(EXCUSES[excuse])
     if excuse == NO_AUTOCAST and "use_vllm" not in changes:
@@ -250,22 +251,17 @@ def test_a_thousand_healthy_steps(name: str, tmp_path: Path, monkeypatch: pytest
 # ---- which batches and rows are compared
 
 
-@pytest.mark.parametrize(
-    ("rows", "steps_per_generation", "iterations", "due"),
-    [(16, 1, 1, [0, 1, 2, 3, 4, 5, 6, 7]), (15, 1, 1, [0, 2, 4, 6]), (5, 1, 1, [0, 4]), (8, 1, 2, [0, 1, 4, 5])],
-)
-def test_the_step_alone_decides_which_batches_are_logged(
-    rows: int, steps_per_generation: int, iterations: int, due: list[int], tmp_path: Path
-) -> None:
+def test_the_step_alone_decides_which_batches_are_logged(tmp_path: Path) -> None:
     """A resumed run logs what an uninterrupted one does."""
     check = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1)._generation_check
-    check.args.steps_per_generation, check.trainer.num_iterations = steps_per_generation, iterations
-    found = []
-    for step in range(8):
-        check.trainer.state.global_step = step
-        if check.is_due(rows):
-            found.append(step)
-    assert found == due
+    for rows, iterations, due in ((16, 1, range(8)), (15, 1, range(0, 8, 2)), (5, 1, (0, 4)), (8, 2, (0, 1, 4, 5))):
+        check.trainer.num_iterations = iterations
+        found = []
+        for step in range(8):
+            check.trainer.state.global_step = step
+            if check.is_due(rows):
+                found.append(step)
+        assert found == list(due)
 
 
 def test_few_rows_are_recorded_after_the_first_batches(tmp_path: Path) -> None:
@@ -304,7 +300,7 @@ def test_few_16_bit_tokens_wait_for_more(tmp_path: Path) -> None:
 
 
 def test_scoring_an_earlier_adapter_leaves_the_adapter_unchanged(tmp_path: Path) -> None:
-    run = trainer(tmp_path, **CONTINUED, max_completion_length=6)
+    run = trainer(tmp_path, **CONTINUED, max_completion_length=2, gradient_accumulation_steps=1)
     run.train()
     assert run._generation_check.adapters.kept.keys() == {1, 2}, "the last two of three steps"
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -337,7 +333,7 @@ def test_what_cannot_be_compared_is_announced(
     policy = model()
     if reason == "`generate`":
         policy.generate = policy.generate
-    trainer(tmp_path, policy=policy, max_steps=1, max_completion_length=8, **UNCOMPARED[reason]).train()
+    trainer(tmp_path, policy=policy, max_steps=1, max_completion_length=4, **UNCOMPARED[reason]).train()
     (sentence,) = [one for one in said() if "whether" in one]
     assert reason in sentence
 
@@ -366,7 +362,7 @@ UNNAMED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", only(["sequence_bias", "do_sample"], UNNAMED))
+@pytest.mark.parametrize("name", only(["sequence_bias"], UNNAMED))
 def test_a_setting_that_the_user_does_not_name_stops_the_run_at_the_step_that_it_reaches(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,25 +383,11 @@ def test_a_setting_that_the_user_does_not_name_stops_the_run_at_the_step_that_it
     assert run.state.global_step == 1
 
 
-OWN: dict[str, tuple[dict[str, Any], str]] = {
-    "filters": ({"top_k": 12, "repetition_penalty": 1.2, "temperature": 0.8}, "TopKLogitsWarper(top_k=12)"),
-    "an engine": ({"top_k": 12, **SETTINGS}, "top_k 12"),
-    "none": ({"temperature": 0.8}, ""),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_the_users_own_filters_are_announced_once(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
-) -> None:
+def test_the_users_own_filters_are_announced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
     serve(monkeypatch)
-    changes, filters = OWN[name]
-    run = trainer(tmp_path, **SHORT, **changes)
-    run.train()
-    assert run.state.global_step == 2
-    found = [sentence for sentence in said() if sentence.startswith(SAMPLED_WITH)]
-    assert len(found) == bool(filters)
-    assert all(filters in sentence for sentence in found)
+    trainer(tmp_path, top_k=12, **SHORT, **SETTINGS).train()
+    (sentence,) = [one for one in said() if one.startswith(SAMPLED_WITH)]
+    assert "top_k 12" in sentence
 
 
 # ---- filters of an engine

@@ -52,7 +52,7 @@ COVER = [pair for index, pair in enumerate(GRID) if index % len(SETTINGS) == ind
 def test_the_same_tokens(architecture: str, setting: str) -> None:
     if setting == "watermark" and device.NAME == "pretend":
         pytest.skip("torch has no generator for a pretend GPU")
-    assert_same(tiny(architecture), **SETTINGS[setting])
+    assert_same(tiny(architecture), max_new_tokens=12, **SETTINGS[setting])
 
 
 @pytest.mark.slow
@@ -70,7 +70,7 @@ def test_rows_end_at_many_lengths_in_these_tests() -> None:
 @pytest.mark.parametrize("architecture", ["LlamaConfig", "MistralConfig", "Gemma3TextConfig"])
 def test_buffers_that_grow_again_and_again(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "ROOM", 2)
-    assert_same(tiny(architecture))
+    assert_same(tiny(architecture), max_new_tokens=9)
 
 
 def test_the_same_tokens_if_all_rows_end_at_once() -> None:
@@ -82,12 +82,12 @@ def test_the_same_tokens_if_all_rows_end_at_once() -> None:
 def test_the_same_tokens_of_other_prompts() -> None:
     policy = tiny("LlamaConfig")
     inputs = batch((1, 9, 1, 9))
-    assert_same(policy, inputs)
+    assert_same(policy, inputs, max_new_tokens=8)
     del inputs["attention_mask"]  # generate makes one of where there is padding
-    assert_same(policy, inputs)
+    assert_same(policy, inputs, max_new_tokens=8)
     wide = {name: nn.functional.pad(value, (5, 0)) for name, value in batch().items()}
-    assert_same(policy, wide)  # padding that no row needs
-    assert assert_same(policy, batch(group=1), num_return_sequences=4).shape[0] == 16
+    assert_same(policy, wide, max_new_tokens=8)  # padding that no row needs
+    assert assert_same(policy, batch(group=1), num_return_sequences=4, max_new_tokens=8).shape[0] == 16
 
 
 def test_a_model_that_counts_its_cache_for_positions() -> None:
@@ -105,8 +105,8 @@ def test_an_end_token_that_pads() -> None:
         "input_ids": torch.tensor([[1, 1, 5, 6], [1, 1, 5, 6]]),
         "attention_mask": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]),
     }
-    assert_same(tiny("LlamaConfig"), inputs, pad_token_id=1)
-    assert_same(tiny("LlamaConfig"), pad_token_id=1)
+    assert_same(tiny("LlamaConfig"), inputs, pad_token_id=1, max_new_tokens=8)
+    assert_same(tiny("LlamaConfig"), pad_token_id=1, max_new_tokens=8)
 
 
 class AcrossRows(LogitsProcessor):
@@ -118,12 +118,12 @@ class AcrossRows(LogitsProcessor):
 
 
 def test_a_processor_that_looks_across_rows() -> None:
-    assert_same(tiny("LlamaConfig"), logits_processor=[AcrossRows()])
+    assert_same(tiny("LlamaConfig"), logits_processor=[AcrossRows()], max_new_tokens=8)
 
 
 @pytest.mark.gpu
 def test_the_same_tokens_in_bfloat16() -> None:
-    assert_same(tiny("LlamaConfig").bfloat16(), do_sample=False)
+    assert_same(tiny("LlamaConfig").bfloat16(), do_sample=False, max_new_tokens=8)
 
 
 # ---- the random stream of users
@@ -145,7 +145,7 @@ def completions_of(policy: PreTrainedModel, prompt: list[int], longest: int) -> 
 
 def test_the_random_stream_of_users_samples_the_policy() -> None:
     """Chi-square test of complete completions, many of which end early, with their exact probabilities."""
-    policy, prompts, group = tiny("LlamaConfig", vocab_size=7), [[5], [4, 6, 5]], 3000
+    policy, prompts, group = tiny("LlamaConfig", vocab_size=7), [[5], [4, 6, 5]], 2000
     rows = [row for row in prompts for _ in range(group)]
     inputs = {
         "input_ids": torch.tensor([[0] * (3 - len(row)) + row for row in rows]),
@@ -237,7 +237,7 @@ def test_each_prompt_runs_once_and_a_finished_row_no_more() -> None:
 def test_the_log_probabilities_of_the_sampled_tokens(every: int, rows: Any) -> None:
     policy, inputs = tiny("LlamaConfig"), batch()
     turn = Turn(record_every=every, temperature=0.7)
-    tokens = generated(policy, turn, inputs, temperature=0.7, top_k=5, repetition_penalty=1.5)
+    tokens = generated(policy, turn, inputs, temperature=0.7, top_k=5, repetition_penalty=1.5, max_new_tokens=12)
     assert turn.log_probs is not None
     assert len(turn.log_probs) == len(rows)
     for recorded, row, length in zip(turn.log_probs, rows, [lengths(tokens, 11)[row] for row in rows], strict=True):
@@ -318,9 +318,9 @@ def test_transformers_own_loop_generates(reason: str) -> None:
 
 
 def test_rows_that_stay_below_the_scores_that_attention_keeps_are_decoded_in_groups() -> None:
-    assert_same(tiny("DogeConfig", keep_window_size=11 + 24))
+    assert_same(tiny("DogeConfig", keep_window_size=11 + 5), max_new_tokens=5)
     turn = Turn()
-    generated(tiny("DogeConfig", keep_window_size=11 + 23), turn)
+    generated(tiny("DogeConfig", keep_window_size=11 + 4), turn, max_new_tokens=5)
     assert "keep_window_size" in turn.declined
 
 
@@ -349,8 +349,8 @@ OWN_WAYS = {"openai-gpt": "without a cache", "cpmant": "columns", "git": "multim
 @pytest.mark.parametrize("model_type", only(["openai-gpt", "recurrent_gemma", "git"], OWN_WAYS))
 def test_models_with_caches_of_their_own_are_declined(model_type: str) -> None:
     policy, turn = build(model_type).eval(), Turn()
-    expected = generated(policy, None)
-    assert generated(policy, turn).tolist() == expected.tolist()
+    expected = generated(policy, None, max_new_tokens=4)
+    assert generated(policy, turn, max_new_tokens=4).tolist() == expected.tolist()
     assert OWN_WAYS[model_type] in turn.declined
 
 

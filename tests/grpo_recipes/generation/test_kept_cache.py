@@ -54,7 +54,7 @@ def generated(policy: PreTrainedModel, rows: Rows, turn: Turn | None, **how: Any
     inputs = device.here(inputs)
     torch.manual_seed(len(rows))
     with exact_generation(), decoding(policy, turn):
-        tokens = policy.generate(**inputs, generation_config=config(**how))
+        tokens = policy.generate(**inputs, generation_config=config(**{"max_new_tokens": 8, **how}))
     return [until_end(row) for row in tokens[:, width:].tolist()]
 
 
@@ -151,8 +151,8 @@ def branched(contexts: Rows, completions: Rows, turn: int) -> Rows:
 )
 def test_the_same_tokens_of_other_turns(following: Callable[..., Rows], lengths: tuple[int, ...], count: int) -> None:
     policy, rows = tiny("LlamaConfig"), prompts(lengths)
-    expected, _ = conversation(policy, None, rows, following, count, max_new_tokens=12)
-    found, turns = conversation(policy, everything(), rows, following, count, max_new_tokens=12)
+    expected, _ = conversation(policy, None, rows, following, count)
+    found, turns = conversation(policy, everything(), rows, following, count)
     assert found == expected
     assert all(turn.reused for turn in turns[1:])
 
@@ -327,7 +327,7 @@ def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Pat
 
 def test_nothing_is_kept_when_the_weights_change(tmp_path: Path, said: Any) -> None:
     """Each generation batch has a cache of its own, which is empty at its first turn."""
-    run = multi_turn(tmp_path, max_steps=2, max_completion_length=8)
+    run = multi_turn(tmp_path, max_steps=2, max_completion_length=6)
     prefills: list[tuple[int, int]] = []
     run.model.register_forward_pre_hook(
         lambda _, args, given: prefills.append((run.state.global_step, given["input_ids"].shape[1])), with_kwargs=True
@@ -342,7 +342,7 @@ def test_nothing_is_kept_when_the_weights_change(tmp_path: Path, said: Any) -> N
 
 def test_a_wrong_row_is_found_at_the_first_reuse(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_fault(monkeypatch)
-    run = multi_turn(tmp_path, max_steps=1)
+    run = multi_turn(tmp_path, max_steps=1, max_completion_length=6)
     run.train()
     (sentence,) = said()
     assert "between turns" in sentence

@@ -25,12 +25,13 @@ from tests.support.architectures import ENDS, SETTINGS, batch, config, tiny
 def test_recorded_log_probs_are_those_that_stock_generate_sampled_with(architecture: str, how: str) -> None:
     policy, inputs = tiny(architecture), batch()
     turn = Turn(grouped=False, record_every=3, temperature=0.7)
+    settings = config(**SETTINGS[how])
     torch.manual_seed(0)
     with torch.no_grad():
-        expected = policy.generate(**inputs, generation_config=config(**SETTINGS[how]))
+        expected = policy.generate(**inputs, generation_config=settings)
     torch.manual_seed(0)
     with torch.no_grad(), decoding(policy, turn):
-        tokens = policy.generate(**inputs, generation_config=config(**SETTINGS[how]))
+        tokens = policy.generate(**inputs, generation_config=settings)
     assert torch.equal(tokens, expected)
     rows, width = turn.recorded_rows(len(tokens)), inputs["input_ids"].shape[1]
     assert rows == [0, 3, 6, 9, 12, 15]
@@ -47,7 +48,7 @@ def test_nothing_is_recorded_where_tokens_and_forwards_do_not_go_together(change
     policy, inputs = tiny("LlamaConfig"), batch()
     turn = Turn(grouped=False, record_every=1)
     with torch.no_grad(), decoding(policy, turn):
-        policy.generate(**inputs, generation_config=config(**changes))
+        policy.generate(**inputs, generation_config=config(max_new_tokens=4, **changes))
     assert turn.log_probs is None
     assert not policy._forward_hooks
 

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from grpo_recipes.evaluation.accuracy import strict_rewards
+from grpo_recipes.evaluation.accuracy import is_right, strict_rewards
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.evaluate import evaluate_into
 from grpo_recipes.evaluation.settings import Settings
@@ -74,13 +74,11 @@ STRICT = [  # rewards of a recipe; strictly right completions; others
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rewards", "right", "wrong"), STRICT)
-def test_strict_accuracy_requires_what_the_recipe_requires(
-    rewards: list[Any], right: list[str], wrong: list[str], tmp_path: Path
-) -> None:
-    table = judged(tmp_path / "e", [*right, *wrong], strict=strict_rewards(rewards, TAGS))
-    assert table["strict"].tolist() == [True] * len(right) + [False] * len(wrong)
-    assert (table["lenient"] | ~table["strict"]).all()
+def test_strict_accuracy_requires_what_the_recipe_requires() -> None:
+    for rewards, right, wrong in STRICT:
+        completions = [*right, *wrong]
+        found = is_right(strict_rewards(rewards, TAGS), completions, {"answer": ["18"] * len(completions)})
+        assert found == [True] * len(right) + [False] * len(wrong), rewards
 
 
 CITIES = {"choices": ["Rome", "Paris"], "answer": "B"}

@@ -87,9 +87,9 @@ def test_batches_hold_all_samples_of_a_problem_and_have_separate_seeds(tmp_path:
     table = pd.read_parquet(tmp_path / "e0" / "completions.parquet")
     assert table["problem"].tolist() == [n for n in range(10) for _ in range(2)]
     assert table["sample"].tolist() == [0, 1] * 10
-    for samples, size, batches in ((3, 7, [6] * 5), (8, 4, [8] * 10)):
+    for samples, size, batches in ((3, 7, [6, 6]), (8, 4, [8] * 4)):
         calls.clear()
-        run(tmp_path / f"s{samples}", recording, samples=samples, batch_size=size, temperature=1.0)
+        run(tmp_path / f"s{samples}", recording, rows=dataset(4), samples=samples, batch_size=size, temperature=1.0)
         assert [size for _, size in calls] == batches
 
 
@@ -132,14 +132,14 @@ def test_several_golds_and_numbers_are_stored_as_texts(tmp_path: Path) -> None:
 # ---- interrupted evaluations
 
 
-@pytest.mark.parametrize(("settings", "died_in"), [({}, 1), ({"samples": 3, "temperature": 1.0}, 3)])
-def test_a_killed_evaluation_continues_to_the_same_files(tmp_path: Path, settings: dict, died_in: int) -> None:
+def test_a_killed_evaluation_continues_to_the_same_files(tmp_path: Path) -> None:
+    settings = {"rows": dataset(5), "samples": 3, "temperature": 1.0}
     run(tmp_path / "whole", **settings)
     calls = []
 
     def dies(prompts: list[str], given: Settings) -> list[str]:
         calls.append(prompts)
-        if len(calls) == died_in:
+        if len(calls) == 3:
             raise KeyboardInterrupt
         return policy(prompts, given)
 
@@ -185,7 +185,7 @@ def test_ctrl_c_names_what_is_saved_and_the_same_command_continues(
         return [""] * len(prompts)
 
     generating(complete)
-    arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--limit", "6", "--batch_size", "2"]
+    arguments = ["evaluate", str(tiny_model), "--dataset", "arithmetic", "--split", "test[:6]", "--batch_size", "2"]
     arguments += ["--output", str(tmp_path / "e")]
     for saved in (False, True):
         assert cli.main(arguments) == 130
@@ -360,7 +360,7 @@ def flip_last_byte(path: Path) -> None:
 
 def command(model: Path, folder: Path, *more: str) -> list[str]:
     """Return the command of an evaluation of two problems with four tokens each."""
-    options = ["--dataset", "arithmetic", "--limit", "2", "--max_new_tokens", "4", "--output", str(folder)]
+    options = ["--dataset", "arithmetic", "--split", "test[:2]", "--max_new_tokens", "4", "--output", str(folder)]
     return ["evaluate", str(model), *options, *more]
 
 

@@ -25,7 +25,7 @@ from tests.support import tiny
 from tests.support.errors import refused
 from tests.support.short_runs import moved
 
-PROMPTS = ["1 + 1 =", "33 + 4 =", "b", "a longer prompt", "x"]
+PROMPTS = ["1 + 1 =", "b", "a longer prompt"]
 CONFIG = {"temperature": 0.7, "top_k": -1, "generation_kwargs": {"min_p": 0.1, "stop": ["</answer>"]}}
 
 
@@ -56,7 +56,7 @@ def greedy(folder: Path) -> list[str]:
     found = []
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt")
-        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=30)
+        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=16)
         found.append(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     return found
 
@@ -64,7 +64,7 @@ def greedy(folder: Path) -> list[str]:
 @pytest.mark.parametrize("kind", ["adapter", pytest.param("run", marks=pytest.mark.slow)])
 def test_the_folder_gives_the_greedy_tokens_of_the_run(kind: str, tmp_path: Path, request: Any) -> None:
     source = request.getfixturevalue(kind)
-    expected = load_engine(str(source), load_tokenizer(str(source)))(PROMPTS, Settings(max_new_tokens=30, strict=None))
+    expected = load_engine(str(source), load_tokenizer(str(source)))(PROMPTS, Settings(max_new_tokens=16, strict=None))
     assert len(set(map(len, expected))) > 1, "some end at an end token"
     export(source, tmp_path / "out")
     assert greedy(tmp_path / "out") == expected
@@ -181,7 +181,7 @@ def test_a_checkpoint_is_exported_with_the_sampling_of_its_run(kind: str, tmp_pa
     export(checkpoint, tmp_path / "out")
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
     assert greedy(tmp_path / "out") == load_engine(str(source), load_tokenizer(str(source)))(
-        PROMPTS, Settings(max_new_tokens=30, strict=None)
+        PROMPTS, Settings(max_new_tokens=16, strict=None)
     )
     assert not (tmp_path / "out" / "optimizer.pt").exists()
 

@@ -22,6 +22,7 @@ from tests.support.short_runs import log_probabilities, moved
 
 TEXT = "3 + 4 = 7"
 LORA = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+Runs = dict[torch.dtype, Path]
 CARD = "---\nlibrary_name: peft\nbase_model: some/base\n---\n\n# the run\n"
 
 
@@ -44,8 +45,15 @@ def run_with(folder: Path, policy: Path, config: PeftConfig, dtype: torch.dtype 
     return folder
 
 
-def test_the_merged_model_computes_what_base_and_adapter_compute(policy: Path, tmp_path: Path) -> None:
-    run = run_with(tmp_path / "run", policy, LORA)
+@pytest.fixture(scope="module")
+def runs(policy: Path) -> Runs:
+    """Return a run with an adapter on a base of each dtype."""
+    kinds = {torch.float32: "32", torch.bfloat16: "16"}
+    return {dtype: run_with(policy.with_name(name), policy, LORA, dtype) for dtype, name in kinds.items()}
+
+
+def test_the_merged_model_computes_what_base_and_adapter_compute(policy: Path, runs: Runs, tmp_path: Path) -> None:
+    run = runs[torch.float32]
     report = merge.merge(run, tmp_path / "out" / "model")
     base = AutoModelForCausalLM.from_pretrained(policy).eval()
     row = torch.linspace(0, 257, 64).long()[None]
@@ -66,12 +74,6 @@ def test_the_merged_model_computes_what_base_and_adapter_compute(policy: Path, t
     card = (tmp_path / "out" / "model" / "README.md").read_text()
     assert "library_name: transformers" in card
     assert card.startswith(CARD.replace("peft", "transformers"))
-
-
-def test_the_merged_model_has_the_dtype_of_the_base(policy: Path, tmp_path: Path) -> None:
-    merge.merge(run_with(tmp_path / "run", policy, LORA, torch.bfloat16), tmp_path / "model")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
-    assert {parameter.dtype for parameter in merged.parameters()} == {torch.bfloat16}
 
 
 @needs_bitsandbytes
@@ -107,10 +109,10 @@ ERRORS = [
 
 @pytest.mark.parametrize(("dtype", "error", "passes"), ERRORS, ids=str)
 def test_a_merge_may_change_no_logit_by_more_than_rounding(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, error: float, passes: bool
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, error: float, passes: bool
 ) -> None:
     """A thousandth of the largest logit is allowed in float32. Scaled norms change logits by a known share."""
-    run = run_with(tmp_path / "run", policy, LORA, dtype)
+    run = runs[dtype]
 
     def merge_and_damage(model: PeftModel, **options: bool) -> torch.nn.Module:
         assert options == {"safe_merge": True}, "which refuses weights that are not finite"
@@ -122,19 +124,22 @@ def test_a_merge_may_change_no_logit_by_more_than_rounding(
     with nullcontext() if passes else refused(run):
         assert f", {str(dtype).removeprefix('torch.')}; " in merge.merge(run, tmp_path / "model")
     assert (tmp_path / "model").exists() == passes
+    if passes:
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto")
+        assert {parameter.dtype for parameter in merged.parameters()} == {dtype}, "that of the base"
 
 
 def test_a_merge_that_loses_the_adapter_or_fails_is_refused(
-    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_with(tmp_path / "run", policy, LORA)
+    run = runs[torch.float32]
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda model, **_: model.unload(), raising=False)
     with refused(run):
         merge.merge(run, tmp_path / "model")
     monkeypatch.setattr(PeftModel, "merge_and_unload", Mock(side_effect=NotImplementedError("no")), raising=False)
     with refused(run, "LORA", "(no)"):
         merge.merge(run, tmp_path / "model")
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_models_that_cannot_be_merged_are_refused(policy: Path, tmp_path: Path) -> None:
@@ -166,9 +171,8 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_model_loads(policy: 
             merge.merge(policy, tmp_path / name)  # a full model, which would be refused otherwise
 
 
-@pytest.mark.parametrize(("trained", "loaded"), [("abc", "abc"), (None, "main")])
 def test_the_base_is_loaded_at_the_revision_of_the_training_and_runs_no_code(
-    trained: str | None, loaded: str, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: dict[str, object] = {}
 
@@ -178,9 +182,10 @@ def test_the_base_is_loaded_at_the_revision_of_the_training_and_runs_no_code(
 
     run = run_with(tmp_path / "run", policy, LORA)
     config = json.loads((run / "adapter_config.json").read_text())
-    (run / "adapter_config.json").write_text(json.dumps({**config, "revision": trained}))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
-    with refused(run, policy, "no such model", "`base_model_name_or_path`"):
-        merge.merged_adapter(run)
-    base = {"name": str(policy), "revision": loaded, "dtype": "auto"}
-    assert given == {**base, "quantization_config": None, "trust_remote_code": False}
+    for trained, loaded in (("abc", "abc"), (None, "main")):
+        (run / "adapter_config.json").write_text(json.dumps({**config, "revision": trained}))
+        with refused(run, policy, "no such model", "`base_model_name_or_path`"):
+            merge.merged_adapter(run)
+        base = {"name": str(policy), "revision": loaded, "dtype": "auto"}
+        assert given == {**base, "quantization_config": None, "trust_remote_code": False}

@@ -115,16 +115,21 @@ class Scripted:
         return {}
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    tokenizer = tool_tokenizer()
+    tool_policy(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def evaluated(tmp_path: Path, generating: Callable) -> Any:
+def evaluated(model: Path, tmp_path: Path, generating: Callable) -> Any:
     """Return a function that evaluates a recipe with keys on four cases, of which the first is answered wrongly."""
     rows = [{"question": f"case {n}", "answer": "4" if n == 0 else "3"} for n in range(4)]
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = tmp_path / "model"
-    tokenizer = tool_tokenizer()
-    tool_policy(tokenizer).save_pretrained(model)
-    tokenizer.save_pretrained(model)
 
     def run(first: str = f"{ADD}{END}", options: Sequence[str] = (), **keys: Any) -> tuple[Scripted, int]:
         engine = Scripted(first)

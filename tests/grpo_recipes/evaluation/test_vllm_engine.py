@@ -332,7 +332,7 @@ def test_a_server_that_cuts_completions_is_refused(policy: Path, server: str) ->
 def test_an_evaluation_records_its_engine_and_the_sampling_settings_in_force(
     policy: Path, server: str, tmp_path: Path
 ) -> None:
-    options = {"dataset": "arithmetic", "limit": 2, "max_new_tokens": 4, "samples": 2, "prompt_format": "text"}
+    options = {"dataset": "arithmetic", "split": "test[:2]", "max_new_tokens": 4, "samples": 2, "prompt_format": "text"}
     summary = evaluate.evaluate_model(policy, output=tmp_path / "a", **options)
     assert (summary["engine"], summary["made_with"]["dtype"]) == ("transformers", "float32")
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}

@@ -275,19 +275,8 @@ def test_the_command_evaluates_a_model_by_its_recipe(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "e"
-    command = [
-        "evaluate",
-        str(tiny_model),
-        "--recipe",
-        "quickstart",
-        "--split",
-        "test[:9]",
-        "--limit",
-        "6",
-        "--batch_size",
-        "4",
-    ]
-    command += ["--max_new_tokens", "4", "--output", str(folder)]
+    command = ["evaluate", str(tiny_model), "--recipe", "quickstart", "--split", "test[:9]", "--limit", "6"]
+    command += ["--batch_size", "4", "--max_new_tokens", "4", "--output", str(folder)]
     assert cli.main(command) == 0
     assert capsys.readouterr().out.startswith("6 ")
     summary = json.loads((folder / "evaluation.json").read_text())

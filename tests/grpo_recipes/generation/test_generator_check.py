@@ -429,16 +429,9 @@ def test_settings_of_an_engine_are_read_and_unknown_ones_named(
 def test_processed_scores_are_those_of_generate(processing: Processing) -> None:
     policy = model().eval()
     torch.manual_seed(3)
-    made = policy.generate(
-        input_ids=torch.tensor([[5, 9, 7, 5]]),
-        do_sample=True,
-        temperature=0.8,
-        max_new_tokens=12,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **vars(processing),
-    )
+    how = {"temperature": 0.8, "max_new_tokens": 8, "eos_token_id": None, **vars(processing)}
+    outputs = {"return_dict_in_generate": True, "output_scores": True}
+    made = policy.generate(input_ids=torch.tensor([[5, 9, 7, 5]]), do_sample=True, **how, **outputs)
     tokens = made.sequences[0]
     scores = torch.stack(made.scores, 1)[0].float().log_softmax(-1)
     expected = scores.gather(1, tokens[4:, None])[:, 0]

@@ -78,19 +78,23 @@ class Recording:
         """The number of completions of each prompt."""
         return len(self.completions[0])
 
-    def dataset(self) -> Dataset:
+    def texts(self) -> list[str]:
         """Return the prompts as text."""
-        return Dataset.from_dict({"prompt": [" ".join(f"t{token}" for token in prompt) for prompt in self.prompts]})
+        return [" ".join(f"t{token}" for token in prompt) for prompt in self.prompts]
+
+    def dataset(self) -> Dataset:
+        """Return the table of the prompts."""
+        return Dataset.from_dict({"prompt": self.texts()})
 
     def rows(self, rank: int = 0, ranks: int = 1) -> list[dict[str, str]]:
         """Return the rows that the data loader gives to one rank."""
-        rows = [{"prompt": text} for text in self.dataset()["prompt"] for _ in range(self.group)]
+        rows = [{"prompt": text} for text in self.texts() for _ in range(self.group)]
         share = len(rows) // ranks
         return rows[rank * share : (rank + 1) * share]
 
     def rollout(self, prompts: list[str], trainer: TRLGRPOTrainer) -> dict[str, Any]:
         """Return the recorded completions in order, for whichever rank calls: TRL's `rollout_func`."""
-        texts = self.dataset()["prompt"]
+        texts = self.texts()
         before = trainer.accelerator.process_index * len(prompts)
         found = [(texts.index(prompt), (before + row) % self.group) for row, prompt in enumerate(prompts)]
         output = {

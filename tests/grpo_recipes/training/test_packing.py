@@ -85,7 +85,7 @@ def test_a_packed_row_against_one_written_by_hand() -> None:
 tokens = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(tokens, st.lists(st.integers(1, 9), max_size=4)), min_size=1, max_size=6))
 def test_every_label_is_predicted_once_from_its_own_context(pairs: list[tuple[list[int], list[int]]]) -> None:
     rows = padded([prompt for prompt, _ in pairs], [completion for _, completion in pairs])
@@ -111,7 +111,7 @@ def test_every_label_is_predicted_once_from_its_own_context(pairs: list[tuple[li
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("architecture", EXACT)
+@pytest.mark.parametrize("architecture", only(["Gemma3TextConfig"], EXACT))
 def test_packed_log_probabilities_are_those_of_unpadded_rows(
     architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,13 +130,13 @@ def test_every_batch_size_gives_the_same_values_in_as_many_model_calls(layout: s
     scored(trainer, rows)  # the first call chooses the layout
     calls: list[int] = []
     trainer.model.register_forward_pre_hook(lambda *_: calls.append(1))
-    for batch_size in (1, 2, 4, 9):
+    for batch_size in (4, 9):
         calls.clear()
         torch.testing.assert_close(scored(trainer, rows, batch_size=batch_size), expected, atol=1e-5, rtol=0)
         assert len(calls) == -(-9 // batch_size)
 
 
-@pytest.mark.parametrize("layout", ["packed", "trimmed"])
+@pytest.mark.parametrize("layout", only(["packed"], ["packed", "trimmed"]))
 def test_rows_without_a_token_to_score(layout: str, tmp_path: Path) -> None:
     trainer = trainer_on(model(), tmp_path, micro_batching={"layout": layout})
     none = padded([[5, 6, 7], [8]], [[], []])
@@ -170,12 +170,16 @@ STEPS: dict[str, dict[str, Any]] = {
     "checkpointing": {**CHECKPOINTING, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "reentrant checkpointing": {**CHECKPOINTING, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "LoRA": {"peft_config": LORA, "beta": 0.04},
-    "temperature and float32 head": {"temperature": 0.7, "cast_lm_head_to_fp32": True},
+    "checkpointing, temperature and float32 head": {
+        "gradient_checkpointing": True,
+        "temperature": 0.7,
+        "cast_lm_head_to_fp32": True,
+    },
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", only(["checkpointing", "LoRA", "temperature and float32 head"], STEPS))
+@pytest.mark.parametrize("name", only(["LoRA", "checkpointing, temperature and float32 head"], STEPS))
 def test_the_gradient_of_packed_rows_is_trls(name: str, tmp_path: Path) -> None:
     assert compare(RAGGED, tmp_path, per_device_train_batch_size=9, **STEPS[name]) <= device.tolerance(1e-5)
 
@@ -214,7 +218,7 @@ FALLS_BACK: dict[str, tuple[str, str, Layout, dict[str, Any]]] = {
 """Model, a word of the logged reason, layout, and changes of the model."""
 
 
-@pytest.mark.parametrize("case", only(["learned positions", "a window in some layers", "dynamic"], FALLS_BACK))
+@pytest.mark.parametrize("case", only(["a window in some layers", "dynamic"], FALLS_BACK))
 def test_a_model_that_cannot_be_packed_logs_the_reason_once(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,7 +308,7 @@ def faulty(fault: type[nn.Module]) -> PreTrainedModel:
     return policy
 
 
-@pytest.mark.parametrize("fault", [MixesNeighbours, CountsFromTheRow])
+@pytest.mark.parametrize("fault", only([CountsFromTheRow], [MixesNeighbours, CountsFromTheRow]))
 def test_one_row_is_packed_twice_if_no_prompt_is_shared(
     fault: type[nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -360,7 +364,7 @@ RANKS: dict[str, tuple[str, dict[str, Any], Rows, Rows, Layout]] = {
 }
 
 
-@pytest.mark.parametrize("case", only(list(RANKS)[::2], RANKS))
+@pytest.mark.parametrize("case", only(list(RANKS)[:3:2], RANKS))
 def test_ranks_make_the_same_calls_while_they_choose_a_layout(case: str, tmp_path: Path) -> None:
     name, config, first, second, found = RANKS[case]
     trainers = [trainer_on(model(getattr(transformers, f"{name}Config"), **config), tmp_path) for _ in range(2)]

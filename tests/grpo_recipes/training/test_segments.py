@@ -119,7 +119,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
     "a state written in place": ("qwen3_5_text", in_place, {}),
-    "a state without its gradient": ("qwen3_5_text", continued(without_gradient), {}),
+    "a state without its gradient": ("lfm2", continued(without_gradient), {}),
     "keys without their gradient": ("gpt_oss", continued(without_key_gradient), {}),
     "positions that begin anew": ("gpt_oss", restarted, {}),
     "a cache that checkpointing loses": ("qwen3_5_text", continued(emptied, backward_only=True), CHECKPOINTING),
@@ -166,13 +166,27 @@ def test_a_model_that_computes_between_its_layers_is_not_segmented(
     assert "between its layers" in logged(caplog)[0]
 
 
-def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(tmp_path: Path) -> None:
-    """DeepSpeed gathers the weights of a call when that gradient arrives, and a prefix also feeds its states."""
-    policy = build("mamba2")
-    trainer = trainer_on(policy, tmp_path)
-    rows = flat(RAGGED)
-    scored(trainer, rows)
+@pytest.fixture(scope="module")
+def lfm2(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
+    """Build a trainer whose policy shares prompts, with and without checkpointing."""
+    trainer = trainer_on(build("lfm2"), tmp_path_factory.mktemp("lfm2"), gradient_checkpointing=True)
+    scored(trainer, flat(RAGGED))
     assert layout_of(trainer) is Layout.SHARED
+    return trainer
+
+
+def log_probs_of(trainer: GRPOTrainer) -> Tensor:
+    """Return the log-probabilities of the recorded rows in the graph."""
+    rows = flat(RAGGED)
+    inputs = (trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep)
+    return trainer._get_per_token_logps_and_entropies(*inputs)[0]
+
+
+def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(
+    lfm2: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed gathers the weights of a call when that gradient arrives, and a prefix also feeds its states."""
+    policy: Any = lfm2.model
     calls: list[Tensor] = []
     reached: list[Tensor] = []
 
@@ -180,37 +194,34 @@ def test_each_call_of_a_mixer_gets_a_gradient_of_its_output_under_zero3(tmp_path
         calls.append(output)
         output.register_hook(reached.append)
 
-    policy.backbone.layers[-1].mixer.register_forward_hook(record)
+    handle = policy.model.layers[-1].conv.register_forward_hook(record)
     unreached, found = [], []
     for zero3 in (False, True):
-        if zero3:
-            next(policy.backbone.parameters()).ds_id = 0  # DeepSpeed's mark of a partitioned weight
+        if zero3:  # DeepSpeed's mark of a partitioned weight
+            monkeypatch.setattr(next(policy.model.parameters()), "ds_id", 0, raising=False)
         policy.zero_grad()
-        inputs = (trainer.model, rows.input_ids, rows.attention_mask, rows.logits_to_keep)
-        trainer._get_per_token_logps_and_entropies(*inputs)[0].sum().backward()
+        log_probs_of(lfm2).sum().backward()
         unreached.append(len(calls) - len(reached))
         found.append([parameter.grad for parameter in policy.parameters()])
         calls.clear()
         reached.clear()
+    handle.remove()
     assert unreached == [1, 0]
     torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
 
 
-def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_model_is_left_as_it_was(lfm2: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after an error inside a layer, such as a lack of memory.
 
     Tensors in a circle of references would stay in memory, with those of all layers, until Python looks for them.
     """
-    policy = build("qwen3_5_text")
+    policy: Any = lfm2.model
     layers = list(policy.model.layers)
-    trainer = trainer_on(policy, tmp_path)
-    scored(trainer, flat(RAGGED))
-    assert layout_of(trainer) is Layout.SHARED
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        scored(trainer, flat(RAGGED))
+        scored(lfm2, flat(RAGGED))
         gc.collect()
         assert not [found for found in gc.garbage if isinstance(found, Tensor)]
     finally:
@@ -219,34 +230,36 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
         gc.enable()
     for failing in (False, True):
         if failing:
-            policy.model.layers[1].mlp.forward = lambda *_: 1 / 0
+            monkeypatch.setattr(policy.model.layers[1].feed_forward, "forward", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                scored(trainer, flat(RAGGED))
+                scored(lfm2, flat(RAGGED))
         assert list(policy.model.layers) == layers
         assert "forward" not in vars(policy.model)
         assert not any("forward" in vars(layer) or layer._forward_hooks for layer in layers)
 
 
-def test_checkpointing_leaves_no_hidden_states_behind(tmp_path: Path) -> None:
+def test_checkpointing_leaves_no_hidden_states_behind(lfm2: GRPOTrainer) -> None:
     """A function that a checkpoint keeps in the graph must not hold the graph's end, which would never be freed."""
-    policy, rows = build("lfm2"), flat(RAGGED)
-    trainer = trainer_on(policy, tmp_path, gradient_checkpointing=True)
-    scored(trainer, rows)
-    assert layout_of(trainer) is Layout.SHARED
+    policy: Any = lfm2.model
     policy.gradient_checkpointing_enable({"use_reentrant": False})
     policy.train()
     states: list[Any] = []
-    policy.model.layers[-1].register_forward_hook(lambda *given: states.extend(map(weakref.ref, given[2])))
     ran: list[int] = []
-    policy.model.layers[0].feed_forward.register_forward_hook(lambda *_: ran.append(1))
-    found = trainer._get_per_token_logps_and_entropies(policy, rows.input_ids, rows.attention_mask, rows.logits_to_keep)
+    handles = [
+        policy.model.layers[-1].register_forward_hook(lambda *given: states.extend(map(weakref.ref, given[2]))),
+        policy.model.layers[0].feed_forward.register_forward_hook(lambda *_: ran.append(1)),
+    ]
+    found = log_probs_of(lfm2)
     once = len(ran)
-    found[0].sum().backward()
+    found.sum().backward()
     assert len(ran) > once, "the layers run again"
     del found
     gc.collect()
     assert len(states) > 1
     assert all(state() is None for state in states)
+    for handle in handles:
+        handle.remove()
+    policy.gradient_checkpointing_disable()
 
 
 def test_rows_that_leave_the_window_of_a_packed_model_share_their_prompts(tmp_path: Path) -> None:

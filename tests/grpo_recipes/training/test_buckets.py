@@ -64,7 +64,7 @@ def contexts(arrangement: Arrangement) -> dict[tuple[int, int], tuple[list[int],
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(some_rows(), st.sampled_from(LAYOUTS), st.sampled_from([0.0, 3.0, math.inf]))
 def test_each_label_follows_its_own_prompt_and_completion(
     some: tuple[list[list[int]], list[list[int]], HostRows], layout: Layout, launches: float
@@ -77,7 +77,7 @@ def test_each_label_follows_its_own_prompt_and_completion(
     assert contexts(arrange(rows, layout, launches)) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(some_rows(), st.sampled_from(LAYOUTS), st.sampled_from([0.0, 1.0, 4.0]))
 def test_no_other_division_costs_less(
     some: tuple[list[list[int]], list[list[int]], HostRows], layout: Layout, launches: float

@@ -49,7 +49,7 @@ SPANS = [((0, 40), [(40, 50), (50, 130), (130, 131)]), ((131, 131), [(131, 140)]
 """Suffixes shorter and longer than their prefix, of one token, and an empty prefix."""
 
 
-@pytest.mark.parametrize("group", [1, 2, 7])
+@pytest.mark.parametrize("group", only([7], [1, 2, 7]))
 @pytest.mark.parametrize("size", only([64], [64, 80, 128, 256]))
 def test_the_varlen_kernel_is_the_formula(size: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
@@ -194,7 +194,7 @@ RAGGED = Recording.random(prompts=2, group=4, seed=3)
 
 def of_a_step(cls: type[TRLGRPOTrainer], folder: Path, **config: Any) -> dict[str, Tensor]:
     """Return the gradients of one optimizer step of a model with heads of 64 dimensions, in float32."""
-    policy = model(hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
+    policy = model(num_hidden_layers=1, hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
     trainer: Any = make_trainer(cls, RAGGED, policy, folder / cls.__module__, per_device_train_batch_size=8, **config)
     trainer.model.train()
     if trainer.args.gradient_checkpointing:

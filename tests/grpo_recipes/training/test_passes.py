@@ -30,6 +30,11 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def small() -> PreTrainedModel:
+    """Return a policy of one layer."""
+    return model(num_hidden_layers=1)
+
+
 class KeepPolicies(TrainerCallback):
     """Copies of the policy at the start of each optimizer step."""
 
@@ -37,7 +42,7 @@ class KeepPolicies(TrainerCallback):
         self.policies: list[PreTrainedModel] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        policy = model()
+        policy = small()
         policy.load_state_dict(kwargs["model"].state_dict())
         self.policies.append(policy.double().eval())
 
@@ -45,7 +50,7 @@ class KeepPolicies(TrainerCallback):
 def trained(folder: Path, recording: Recording = RECORDING, **settings: Any) -> tuple[GRPOTrainer, KeepPolicies]:
     """Train on a recording, and return the trainer and the policies of its steps."""
     kept = KeepPolicies()
-    trainer: Any = make_trainer(GRPOTrainer, recording, model(), folder, **{**SETTINGS, **settings})
+    trainer: Any = make_trainer(GRPOTrainer, recording, small(), folder, **{**SETTINGS, **settings})
     trainer.add_callback(kept)
     trainer.train()
     return trainer, kept

@@ -122,7 +122,7 @@ UPLOADS = 1
 
 def test_an_evaluation_and_a_reward_model_compute_on_the_device(tmp_path: Path) -> None:
     policy, tokenizer = tiny.policy(num_hidden_layers=1), tiny.byte_tokenizer()
-    prompts, settings = ["2 + 2 =", "1 =", "a longer prompt"], Settings(max_new_tokens=4, batch_size=2)
+    prompts, settings = ["2 + 2 =", "1 =", "a longer prompt"], Settings(max_new_tokens=2, batch_size=2)
     answers = Transformers(policy, tokenizer)(prompts, settings)
     tiny.save_reward_model(tmp_path)
     rows: dict[str, Any] = {"prompts": ["What is 2 + 2?"] * 3 + ["Hi."] * 2, "completions": ["4", "five", "", "a", "b"]}

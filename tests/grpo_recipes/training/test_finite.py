@@ -47,7 +47,9 @@ def trainer(tmp_path: Path, check: bool = True, rewards: Any = short_runs.reward
     }
     args = short_runs.arguments(tmp_path / "run", **values)
     policy = str(save_policy(tmp_path / "policy", num_hidden_layers=1))
-    made: Any = short_runs.trainer(GRPOTrainer, policy, args, generation_check=check, rewards=rewards)
+    made: Any = short_runs.trainer(
+        GRPOTrainer, policy, args, micro_batching="off", generation_check=check, rewards=rewards
+    )
     return cast(GRPOTrainer, made)
 
 

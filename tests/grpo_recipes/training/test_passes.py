@@ -27,6 +27,7 @@ SETTINGS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "shuffle_dataset": False,
     "epsilon": 0.1,
+    "micro_batching": "off",
 }
 
 

@@ -77,6 +77,9 @@ def tied_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save_policy(tmp_path_factory.mktemp("tied"), num_hidden_layers=1, tie_word_embeddings=True)
 
 
+padded = partial(trainer, GRPOTrainer, micro_batching="off")  # no layout is verified
+
+
 def lora(**changes: Any) -> LoraConfig:
     return LoraConfig(**{"r": 4, "task_type": "CAUSAL_LM", "target_modules": "all-linear", **changes})
 
@@ -210,7 +213,7 @@ def test_the_reference_of_trls_trainer_is_the_policy_itself(policy: Path, tmp_pa
 
 def test_the_policy_adapter_may_have_any_name(policy: Path, tmp_path: Path) -> None:
     model = adapted(policy, lora(lora_dropout=0.1), continued=True, name="policy")
-    ours = trainer(GRPOTrainer, model, arguments(tmp_path, max_steps=2, max_completion_length=3))
+    ours = padded(model, arguments(tmp_path, max_steps=2, max_completion_length=3))
     before = tensors(ours.model, "policy")
     kls = logged_kl(ours)
     assert kls[0] <= ZERO < kls[1]
@@ -231,7 +234,7 @@ def test_an_adapter_of_the_users_is_the_reference(policy: Path, tmp_path: Path, 
         return both
 
     source = {"adapter": name} if name != REF else None  # the default for an adapter named "ref"
-    ours = trainer(GRPOTrainer, model(), arguments(tmp_path, max_completion_length=3), reference=source)
+    ours = padded(model(), arguments(tmp_path, max_completion_length=3), reference=source)
     assert f"`{name}`" in ours.reference_sentence
     reference_model = model()
     reference_model.set_adapter(name)
@@ -249,7 +252,7 @@ def test_the_base_and_an_adapter_folder_as_references(policy: Path, tmp_path: Pa
         return adapted(policy, lora(r=rank), continued=True)
 
     for source, other in [("base", load(policy)), ({"adapter": tmp_path / "sft"}, model(2))]:
-        ours = trainer(GRPOTrainer, model(), arguments(tmp_path), reference=source)
+        ours = padded(model(), arguments(tmp_path), reference=source)
         kl = kl_to_reference(ours, [TEXTS[1]])
         assert kl == k3(other, model(), TEXTS[1])
         if source != "base":
@@ -268,17 +271,17 @@ def test_a_restart_keeps_the_original_reference(policy: Path, tmp_path: Path) ->
     def continuing(folder: Path) -> PeftModel:
         return PeftModel.from_pretrained(load(policy), folder, is_trainable=True)
 
-    first = trainer(GRPOTrainer, continuing(tmp_path / "sft"), args)
+    first = padded(continuing(tmp_path / "sft"), args)
     original = tensors(first.model, REF)
     first.train()
     checkpoint = tmp_path / "run" / "checkpoint-2"
-    resumed = trainer(GRPOTrainer, continuing(tmp_path / "sft"), args)
+    resumed = padded(continuing(tmp_path / "sft"), args)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert equal(original, tensors(resumed.model, REF))
     source = {"adapter": checkpoint / REF}
-    kept = trainer(GRPOTrainer, continuing(checkpoint), arguments(tmp_path / "kept"), reference=source)
+    kept = padded(continuing(checkpoint), arguments(tmp_path / "kept"), reference=source)
     assert equal(original, tensors(kept.model, REF))
-    without = trainer(GRPOTrainer, continuing(tmp_path / "sft"), args, reference="base")
+    without = padded(continuing(tmp_path / "sft"), args, reference="base")
     without.train(resume_from_checkpoint=str(checkpoint))
     assert REF not in without.model.peft_config
 
@@ -294,7 +297,7 @@ def test_the_reference_does_not_change_the_policy(policy: Path, tmp_path: Path) 
     assert not torch.allclose(log_probabilities(plain.model, TEXTS[0]), expected, atol=1e-2)
     with refused("init_lora_weights", "pissa", "without_trl_reference"):
         set_reference(plain, "initial")
-    ours = trainer(GRPOTrainer, model(), arguments(tmp_path))
+    ours = padded(model(), arguments(tmp_path))
     assert torch.equal(log_probabilities(ours.model, TEXTS[0]), expected)
     assert kl_to_reference(ours, TEXTS) <= ZERO
 
@@ -302,7 +305,7 @@ def test_the_reference_does_not_change_the_policy(policy: Path, tmp_path: Path) 
 def test_the_folder_of_an_adapter_is_a_model(policy: Path, tmp_path: Path) -> None:
     adapted(policy, lora(), continued=True).save_pretrained(tmp_path / "adapter")
     args = arguments(tmp_path, model_init_kwargs={"dtype": "float32"})
-    ours = trainer(GRPOTrainer, str(tmp_path / "adapter"), args)
+    ours = padded(str(tmp_path / "adapter"), args)
     expected = log_probabilities(adapted(policy, lora(), continued=True), TEXTS[0])
     torch.testing.assert_close(log_probabilities(ours.model, TEXTS[0]), expected)
     assert kl_to_reference(ours, TEXTS) <= ZERO
@@ -314,7 +317,7 @@ def test_the_folder_of_an_adapter_is_a_model(policy: Path, tmp_path: Path) -> No
 
 def test_dropout_is_switched_off_without_a_reference(tmp_path: Path) -> None:
     folder = tiny.save_policy(tmp_path / "policy", attention_dropout=0.1)
-    ours = trainer(GRPOTrainer, adapted(folder, lora(lora_dropout=0.1), continued=True), arguments(tmp_path, beta=0.0))
+    ours = padded(adapted(folder, lora(lora_dropout=0.1), continued=True), arguments(tmp_path, beta=0.0))
     ids = torch.tensor([[5, 6, 7, 8]])
     ours.model.train()
     assert torch.equal(ours.model(input_ids=ids).logits, ours.model(input_ids=ids).logits)
@@ -567,7 +570,7 @@ REFRESHED: dict[str, Callable[[Path], Any]] = {
 def test_the_kl_is_0_after_a_hard_refresh_and_grows(policy: Path, tmp_path: Path, kind: str) -> None:
     refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
     args = arguments(tmp_path, max_steps=4, max_completion_length=3, **refresh)
-    ours = trainer(GRPOTrainer, REFRESHED[kind](policy), args)
+    ours = padded(REFRESHED[kind](policy), args)
     kls = logged_kl(ours)
     assert max(kls[0], kls[2]) <= ZERO < min(kls[1], kls[3])
     assert equal(policy_tensors(ours), reference_tensors(ours))
@@ -603,7 +606,7 @@ def test_a_run_killed_between_refreshes_resumes_to_equal_bits(
         refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": alpha}
         args = arguments(tmp_path / name, max_steps=5, save_strategy="steps", save_steps=3, **refresh)
         reference = {"name": "initial", "reset_optimizer_on_sync": alpha == 1.0}
-        return trainer(GRPOTrainer, REFRESHED[kind](policy), args, reference=reference)
+        return padded(REFRESHED[kind](policy), args, reference=reference)
 
     uninterrupted = run("uninterrupted")
     uninterrupted.train()
@@ -722,7 +725,7 @@ def test_a_reference_whose_layers_share_tensors_is_stored_completely(
     """Tensors are partitioned as by ZeRO-3, where a write into a gathered tensor is lost unless requested."""
     monkeypatch.setattr(reference_module, "gathered", partitioned)
     args = arguments(tmp_path, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0)
-    ours = trainer(GRPOTrainer, REFRESHED["VeRA"](policy), args)
+    ours = padded(REFRESHED["VeRA"](policy), args)
     callback = ours.pop_callback(ReferenceCallback)
     before = reference_tensors(ours)
     (tmp_path / "checkpoint-1").mkdir()

@@ -37,19 +37,11 @@ class SpoilWeights(TrainerCallback):
 
 
 def trainer(tmp_path: Path, check: bool = True, rewards: Any = short_runs.reward, **changes: Any) -> GRPOTrainer:
-    values = {
-        "max_steps": 3,
-        "beta": 0.0,
-        "learning_rate": 1e-4,
-        "max_completion_length": 2,
-        "logging_steps": 1,
-        **changes,
-    }
+    values = {"max_steps": 3, "beta": 0.0, "learning_rate": 1e-4, "max_completion_length": 2, **changes}
     args = short_runs.arguments(tmp_path / "run", **values)
     policy = str(save_policy(tmp_path / "policy", num_hidden_layers=1))
-    made: Any = short_runs.trainer(
-        GRPOTrainer, policy, args, micro_batching="off", generation_check=check, rewards=rewards
-    )
+    more = {"micro_batching": "off", "generation_check": check, "rewards": rewards}
+    made: Any = short_runs.trainer(GRPOTrainer, policy, args, **more)
     return cast(GRPOTrainer, made)
 
 
@@ -57,17 +49,16 @@ def saved(tmp_path: Path) -> list[str]:
     return sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(("value", "every"), [(math.nan, 1), pytest.param(math.inf, 100, marks=pytest.mark.slow)])
-def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step(value: float, every: int, tmp_path: Path) -> None:
-    run = trainer(tmp_path, check=False, logging_steps=every, save_strategy="steps", save_steps=every)
+def test_a_gradient_that_is_not_finite_ends_the_run_at_its_step(tmp_path: Path) -> None:
+    run = trainer(tmp_path, check=False, save_strategy="steps", save_steps=1)
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * value if run.state.global_step == 1 else gradient
+        return gradient * math.nan if run.state.global_step == 1 else gradient
 
     run.model.get_parameter(DOWN).register_hook(spoil)
     with pytest.raises(NotFinite, match="^step 2: the gradient norm .*`learning_rate`"):
         run.train()
-    assert saved(tmp_path) == (["checkpoint-1"] if every == 1 else [])
+    assert saved(tmp_path) == ["checkpoint-1"]
 
 
 @pytest.mark.parametrize(

@@ -37,17 +37,11 @@ def attention() -> Attention:
 @pytest.mark.parametrize("layout", ["packed", pytest.param("shared", marks=pytest.mark.slow)])
 def test_a_run_with_checkpointing_and_an_evaluation(layout: str, attention: Attention, tmp_path: Path) -> None:
     """The layers that the backward pass runs again must choose the kernel of the first time."""
-    arguments = {
-        "gradient_checkpointing": True,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "beta": 0.0,
-        "max_completion_length": 4,
-    }
+    arguments = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1, "beta": 0.0}
     trainer = short_runs.trainer(
         GRPOTrainer,
         tiny.policy(num_hidden_layers=1, vocab_size=258),
-        short_runs.arguments(tmp_path, **arguments),
+        short_runs.arguments(tmp_path, max_completion_length=4, **arguments),
         micro_batching={"layout": layout},
         eval_dataset=short_runs.PROMPTS.select(range(4)),
     )

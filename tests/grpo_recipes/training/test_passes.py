@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from grpo_recipes.training.passes import Passes
 from tests.support import launching
 from tests.support.recorded import Recording, make_trainer, model
 
+small = partial(model, num_hidden_layers=1)
 RECORDING = Recording.random(prompts=4, group=4, seed=5, zero=(1,))
 SETTINGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
@@ -29,11 +31,6 @@ SETTINGS: dict[str, Any] = {
     "epsilon": 0.1,
     "micro_batching": "off",
 }
-
-
-def small() -> PreTrainedModel:
-    """Return a policy of one layer."""
-    return model(num_hidden_layers=1)
 
 
 class KeepPolicies(TrainerCallback):

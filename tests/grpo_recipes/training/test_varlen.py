@@ -22,7 +22,7 @@ from grpo_recipes.training import varlen
 from grpo_recipes.training.packed_attention import GroupSpans, sdpa
 from grpo_recipes.training.packing import Layout
 from grpo_recipes.training.varlen import Segments, VarlenKernel
-from tests.support.layouts import RAGGED, check_exact, flat, layout_of, logged, one_by_one, trainer_on
+from tests.support.layouts import RAGGED, check_exact, flat, layout_of, one_by_one, trainer_on
 from tests.support.recorded import model
 from tests.support.varlen_kernel import VERSIONS, install, torch_2_11, torch_2_12
 
@@ -193,18 +193,6 @@ def test_tensors_that_a_kernel_may_take(monkeypatch: pytest.MonkeyPatch) -> None
     states, _ = row(half)
     assert not varlen.is_candidate(states[0])
     assert VarlenKernel(pytest.fail)(GroupSpans(GROUPS), *states, None) is None
-
-
-def test_a_run_whose_kernel_refuses_is_packed_by_sdpa(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, on_gpu: Any
-) -> None:
-    on_gpu(raising(FLASH))
-    policy = model()
-    expected = one_by_one(policy.eval(), flat(RAGGED))
-    trainer = trainer_on(policy, tmp_path)
-    check_exact(trainer, flat(RAGGED), expected)
-    assert layout_of(trainer) is Layout.PACKED
-    assert ["multiple of 8" in line for line in logged(caplog)] == [True]
 
 
 # ---- Memory and random numbers

@@ -107,12 +107,6 @@ def test_no_other_division_costs_less(
     assert arrangement.cost(launches) - before == pytest.approx(min(costs))
 
 
-def test_launches_that_cost_much_leave_one_bucket() -> None:
-    rows = rows_of([[1, 2, 3]] * 4, [[4] * 3, [4] * 6, [5] * 2, [6] * 7])
-    counts = [len(arrange(rows, Layout.SHARED, launches).buckets) for launches in (0.0, 2.0, 100.0, math.inf)]
-    assert counts == [4, 2, 1, 1]
-
-
 def test_the_tokens_are_those_of_the_formula() -> None:
     """A completion of one token takes one column of trimmed rows."""
     rows = rows_of([[1, 2, 3, 4]] * 3 + [[7, 8]] * 3, [[5] * 3, [5] * 3, [5] * 8, [5] * 8, [5] * 3, []])

@@ -443,7 +443,6 @@ def test_the_check_restores_the_model_to_the_bit(dtype: torch.dtype, tmp_path: P
         (LoraConfig(r=4, velora_config={"num_groups": 4}, **TARGETS), PADDED, "VeLoRA"),
         (peft.PveraConfig(r=8, **TARGETS), TRIMMED, "random numbers"),
     ],
-    ids=["Shadow", "VeLoRA", "PVeRA"],
 )
 def test_a_new_adapter_that_will_mix_tokens_is_noticed(
     config: peft.PeftConfig, layout: Layout, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

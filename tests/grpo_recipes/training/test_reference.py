@@ -199,15 +199,6 @@ def test_the_kl_is_0_at_step_0_and_grows(policy: Path, tied_policy: Path, tmp_pa
         assert kl_to_reference(ours, TEXTS) > ZERO, "a continued adapter differs from its base"
 
 
-@pytest.mark.slow
-def test_the_reference_of_trls_trainer_is_the_policy_itself(policy: Path, tmp_path: Path) -> None:
-    """TRL reloads the policy from disk, before the adapter was merged."""
-    assert logged_kl(trainer(TRLGRPOTrainer, merged(policy), arguments(tmp_path)))[0] > SEEN
-    on_trl = trainer(TRLGRPOTrainer, merged(policy), arguments(tmp_path))
-    set_reference(on_trl, "initial")
-    assert logged_kl(on_trl)[0] <= ZERO
-
-
 # ---- Which reference
 
 

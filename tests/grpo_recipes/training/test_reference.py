@@ -560,8 +560,7 @@ REFRESHED: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("kind", only(["new LoRA"], REFRESHED))
 def test_the_kl_is_0_after_a_hard_refresh_and_grows(policy: Path, tmp_path: Path, kind: str) -> None:
     refresh = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
-    args = arguments(tmp_path, max_steps=4, max_completion_length=3, **refresh)
-    ours = padded(REFRESHED[kind](policy), args)
+    ours = padded(REFRESHED[kind](policy), arguments(tmp_path, max_steps=4, **refresh))
     kls = logged_kl(ours)
     assert max(kls[0], kls[2]) <= ZERO < min(kls[1], kls[3])
     assert equal(policy_tensors(ours), reference_tensors(ours))

@@ -7,6 +7,7 @@ so that one script serves a trainer, several ranks and a stub of a server.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -201,7 +202,8 @@ def tool_trainer(
     }
     if script is None:
         known.setdefault("generation_kwargs", only_calls(tokenizer))
-    policy = tool_policy(tokenizer)
+    # Scripted turns do not depend on the policy, so that it may be small.
+    policy = tool_policy(tokenizer, **({} if script is None else {"num_hidden_layers": 1, "num_attention_heads": 2}))
     if known.get("beta"):  # TRL loads the reference from the path of the policy
         policy.save_pretrained(Path(folder) / "policy")
         policy.config._name_or_path = str(Path(folder) / "policy")
@@ -221,3 +223,12 @@ def tool_trainer(
     elif cls is GRPOTrainer:
         generate_exactly(made)
     return made
+
+
+def play(made: Any, batches: int = 1, cases: int = 2) -> dict[str, list[float]]:
+    """Generate and score batches without a training step, and return the metrics with a value per batch."""
+    made.model.train()
+    rows = [row for row in made.train_dataset.select(range(cases)) for _ in range(GROUP)]
+    for _ in range(batches):
+        made._generate_and_score_completions(copy.deepcopy(rows))
+    return made._metrics["train"]

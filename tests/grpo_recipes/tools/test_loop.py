@@ -323,12 +323,11 @@ def test_a_trainer_runs_the_valid_calls_of_a_turn_with_a_malformed_one(tmp_path:
     made = tool_trainer(
         GRPOTrainer, tmp_path, [[[MALFORMED + ADD], [ADD, MALFORMED], [deep], [UNFIT]]] * 2, max_completion_length=700
     )
-    made.train()
+    logged = {name: value for name, (value,) in tool_rollouts.play(made).items()}
     shown = [[one["content"] for one in messages if one["role"] == "tool"] for messages in made.loops[0][1]]
     assert shown[0][1:] == ["3"]
     assert shown[1][:1] == ["3"]
     assert all("error" in text for text in (shown[0][0], shown[1][1], *shown[2], *shown[3]))
-    logged = made.state.log_history[0]
     assert logged["tools/mistakes"] == pytest.approx(4 / 6)
     assert logged["tools/unknown/calls"] == pytest.approx(3 / 4)
     assert logged["tools/add/failures"] == 0
@@ -429,7 +428,7 @@ def test_rows_end_before_a_server_refuses_their_next_turn(
     prompt = made._tokenize_prompts([made.train_dataset[0]["prompt"]])[0][0]
     client = made.vllm_generation.vllm_client
     client.context = len(prompt) + made.max_completion_length + spare
-    made.train()
+    tool_rollouts.play(made, cases=1)
     (values, *_) = made.loops
     turns = [sum(one["role"] == "assistant" for one in messages) for messages in values[1]]
     scripted = [len(calls) + 1 for calls in SCRIPTS["deep"][0]]

@@ -11,7 +11,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.tools.loop import Ending, Row, RowTools, drop_abandoned
 from grpo_recipes.tools.metrics import UNKNOWN, Counts, counts_of, metrics
 from grpo_recipes.tools.run import Result
-from tests.support.tool_rollouts import ADD, BROKEN, UNFIT, tool_trainer
+from tests.support.tool_rollouts import ADD, BROKEN, UNFIT, play, tool_trainer
 from tests.support.tool_rollouts import UNKNOWN as UNKNOWN_CALL
 
 FAULT: dict[str, Any] = {"fault": "OSError: no"}
@@ -83,8 +83,7 @@ def test_names_that_the_policy_invents_make_no_metrics() -> None:
 def test_a_trainer_logs_the_metrics_beside_trls(tmp_path: Path) -> None:
     script = [[[ADD, BROKEN], [UNKNOWN_CALL], [UNFIT + ADD], []]] * 2
     made = tool_trainer(GRPOTrainer, tmp_path, script)
-    made.train()
-    logged = made.state.log_history[0]
+    logged = {name: value for name, (value,) in play(made).items()}
     assert logged["tools/call_frequency"] == pytest.approx(5 / 4)
     assert logged["tools/failure_frequency"] == pytest.approx(3 / 5)
     assert logged["tools/turns"] == pytest.approx((3 + 2 + 2 + 1) / 4)

@@ -24,7 +24,7 @@ from grpo_recipes.tools.metrics import last_calls
 from grpo_recipes.tools.run import Call, FailureWindow, Result, ToolRunner
 from tests.support.tool_rollouts import add, fetch, repeat
 
-SECONDS = 0.4
+SECONDS = 0.2
 TOKENS = 20
 
 
@@ -300,10 +300,10 @@ async def block_the_loop() -> None:
 def test_a_call_that_does_not_return_is_abandoned(runner: ToolRunner, function: Callable[..., Any]) -> None:
     begun = time.monotonic()
     stuck, fine, mixed = runner.run([[call(function)], [call(add, a=1, b=2)], [call(function), call(add, a=1, b=1)]])
-    assert time.monotonic() - begun < 10 * SECONDS
-    assert "0.4 s" in stuck[0].content
-    assert ("0.4 s" in stuck[0].fault, stuck[0].mistake, stuck[0].timed_out) == (True, "", True)
-    assert stuck[0].seconds == pytest.approx(SECONDS, abs=2 * SECONDS)
+    assert time.monotonic() - begun < 20 * SECONDS
+    assert f"{SECONDS} s" in stuck[0].content
+    assert (f"{SECONDS} s" in stuck[0].fault, stuck[0].mistake, stuck[0].timed_out) == (True, "", True)
+    assert stuck[0].seconds == pytest.approx(SECONDS, abs=4 * SECONDS)
     assert fine[0].content == "3"
     if function is hang:  # the abandoned call may still change the row's environment
         assert (mixed[1].made, mixed[1].fault, mixed[1].mistake) == (False, "", "")
@@ -330,10 +330,10 @@ def test_abandoned_calls_are_capped_until_they_end(runner: ToolRunner, monkeypat
 
 
 def test_calls_have_a_few_seconds_once_the_run_is_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(run, "STOP_SECONDS", 0.1)
     stop = threading.Event()
     runner = ToolRunner(ToolLimits(seconds=600), cut, is_stopping=stop.is_set)
-    threading.Timer(0.2, stop.set).start()
+    threading.Timer(0.05, stop.set).start()
     begun = time.monotonic()
     first, *others = runner.run([[call(hang), call(add, a=1, b=2)]] + [[call(hang_async)]] * 30)
     assert time.monotonic() - begun < 5

@@ -18,7 +18,7 @@ from grpo_recipes.tools.loop import Row, RowTools
 from grpo_recipes.tools.run import Result
 from grpo_recipes.tools.transcript import Fault, Proof, Transcript, Turns
 from tests.support.grids import only
-from tests.support.tool_rollouts import ADD, GROUP, REPEAT, TOOLS, next_turns, tool_trainer
+from tests.support.tool_rollouts import ADD, GROUP, REPEAT, TOOLS, next_turns, play, tool_trainer
 
 THOUGHT = "<think>\nso\n</think>\n\n"
 SCRIPT = [
@@ -80,11 +80,6 @@ def scripted(trainer: Any) -> Iterator[Any]:
         vars(owner).update(values)
 
 
-def generate(trainer: Any) -> None:
-    """Generate and check one batch."""
-    trainer._generate_and_score_completions(copy.deepcopy(CASES))
-
-
 def place_named(trainer: Any, fault: Planted = lambda trainer, values: None) -> str:
     """Return the place of the fault that stops the next batch, or "" if none does.
 
@@ -101,7 +96,7 @@ def place_named(trainer: Any, fault: Planted = lambda trainer, values: None) -> 
 
     trainer._tool_call_loop = faulty
     try:
-        generate(trainer)
+        play(trainer)
     except NotThePolicy as error:
         found = re.search(r"row \d+, token \d+", str(error))
         return found[0] if found else str(error)
@@ -367,7 +362,7 @@ QUICK = (
 @pytest.mark.parametrize("own_loop", [True, False], ids=["our loop", "TRL's loop"])
 def test_true_turns_pass(own_loop: bool, scripted: Any) -> None:
     scripted._tool_turns.are_trls = lambda fields: not own_loop
-    generate(scripted)
+    play(scripted)
     assert scripted.loops[-1][4] == 9
 
 

@@ -10,7 +10,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import RunFault
 from grpo_recipes.tools import run
 from grpo_recipes.tools.examples import calculator
-from tests.support.tool_rollouts import ADD, BROKEN, GROUP, call, tool_trainer
+from tests.support.tool_rollouts import ADD, BROKEN, GROUP, call, play, tool_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tool_that_mostly_fails_stops_the_run(tmp_path: Path) -> None:
     trainer = tool_trainer(GRPOTrainer, tmp_path, [[[BROKEN, BROKEN + ADD]] * GROUP] * 2)
     with pytest.raises(RunFault) as stopped:
-        trainer.train()
+        play(trainer)
     figures = ("66.7%", "24", "`broken`", "OSError", "`tool_limits.failures`", "0.5")
     assert all(figure in str(stopped.value) for figure in figures)
 
@@ -31,10 +31,8 @@ def test_a_policy_that_calls_a_tool_wrongly_trains_on(tmp_path: Path, caplog: py
     """The shipped calculator refuses what a weak policy writes, which is no fault of the tool."""
     wrong = call("calculator", expression="2^10") + call("calculator", expression="two") + call("calculator", a=1)
     trainer = tool_trainer(
-        GRPOTrainer, tmp_path, [[[wrong]] * GROUP] * 2, tools=[calculator], max_steps=2, max_completion_length=600
+        GRPOTrainer, tmp_path, [[[wrong]] * GROUP] * 2, tools=[calculator], max_completion_length=600
     )
-    trainer.train()
-    assert trainer.state.global_step == 2
-    logged = trainer.state.log_history[0]
-    assert (logged["tools/mistakes"], logged["tools/calculator/failures"]) == (1, 0)
+    metrics = play(trainer, batches=2)
+    assert (metrics["tools/mistakes"], metrics["tools/calculator/failures"]) == ([1, 1], [0, 0])
     assert len([said for said in caplog.messages if "`calculator`" in said]) == 1

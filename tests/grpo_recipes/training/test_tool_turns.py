@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from math import inf
 from pathlib import Path
@@ -22,7 +23,7 @@ from grpo_recipes.training.callbacks import StopOnSignal
 from grpo_recipes.training.tool_turns import positions
 from tests.support.errors import refused
 from tests.support.grids import only
-from tests.support.tool_rollouts import ADD, CASES, SCRIPTS, call, tool_trainer
+from tests.support.tool_rollouts import ADD, CASES, SCRIPTS, call, play, tool_trainer
 
 HUGE = call("repeat", text="ab ", times=2000)
 COUNT, COUNT_HUGE = call("count", times=1), call("count", times=2000)
@@ -64,10 +65,13 @@ class Adder(Counter):
 
 
 class Slow(Counter):
-    """Environment whose longer calls last."""
+    """Environment whose longer calls wait."""
+
+    go_on = threading.Event()
 
     def _answer(self, times: int) -> str:
-        time.sleep(0.8 * (times > 1))
+        if times > 1:
+            self.go_on.wait(30)
         return super()._answer(times)
 
 
@@ -116,23 +120,24 @@ def test_no_environment_counts_a_call_that_the_policy_did_not_see(tmp_path: Path
 
 
 def test_an_environment_with_an_abandoned_call_is_not_used_again(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"tools": None, "environment_factory": Slow, "max_steps": 2}
-    limits = {"seconds": 0.4, "failures": 1.0}
+    settings: dict[str, Any] = {"tools": None, "environment_factory": Slow}
+    limits = {"seconds": 0.3, "failures": 1.0}
     made = tool_trainer(GRPOTrainer, tmp_path, [[[COUNT], [COUNT_HUGE], [], []]] * 2, tool_limits=limits, **settings)
     batches = []
     score = made._calculate_rewards
 
     def seen(*given: Any) -> Any:
         batches.append(list(made.environments))
+        Slow.go_on.set()
         return score(*given)
 
     made._calculate_rewards = seen
-    made.train()
+    metrics = play(made, batches=2)
     first, second = batches
     abandoned = {id(first[1]), id(first[5])}
     assert {id(one) for one in first} - {id(one) for one in second} == abandoned
     assert [second[0].calls, second[2].calls] == [1, 0], "the others are reset"
-    assert [made.state.log_history[0]["tools/count/failures"]] == [0.5]
+    assert metrics["tools/count/failures"] == [0.5, 0.0]
 
 
 @pytest.mark.slow
@@ -154,8 +159,7 @@ def test_results_are_cut_to_the_limit_and_do_not_end_their_message(tmp_path: Pat
     script = [[[HUGE], [ADD], [HUGE, ADD, ADD], [COUNT]]] * 2
     settings: dict[str, Any] = {"tool_limits": {"result_tokens": 40}, "max_tool_calling_iterations": 2}
     made = tool_trainer(GRPOTrainer, tmp_path, script, environment_factory=Dishonest, **settings)
-    made.train()
-    assert made.state.log_history[0]["tools/rows_at_limit"] == 0.25
+    assert play(made)["tools/rows_at_limit"] == [0.25]
     mask, messages, ids, *_ = made.loops[0]
     (cut,), added, _, dishonest = (results(row) for row in messages[:4])
     assert len(made.processing_class(cut)["input_ids"]) == 40
@@ -169,7 +173,7 @@ def test_results_are_cut_to_the_limit_and_do_not_end_their_message(tmp_path: Pat
 def test_a_stop_by_sigterm_does_not_wait_for_the_limit_of_a_tool(
     is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "STOP_SECONDS", 0.3)
+    monkeypatch.setattr(run, "STOP_SECONDS", 0.1)
 
     def hang() -> None:
         """Ask the run to stop, and hang."""
@@ -194,7 +198,7 @@ def test_a_stop_by_sigterm_does_not_wait_for_the_limit_of_a_tool(
 
 
 def test_policies_that_read_images_keep_trls_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made = tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["ragged"], max_steps=2)
+    made = tool_trainer(GRPOTrainer, tmp_path, SCRIPTS["ragged"])
     made._tool_turns.__class__ = type("Images", (type(made._tool_turns),), {"__call__": None})
     tokenize = made._tokenize_prompts
 
@@ -203,7 +207,7 @@ def test_policies_that_read_images_keep_trls_loop(tmp_path: Path, caplog: pytest
         return ids, images, {"token_type_ids": [[0] * len(row) for row in ids]}
 
     made._tokenize_prompts = with_types
-    made.train()
+    play(made, batches=2)
     assert len(made.loops) == 2
     assert caplog.text.count("`tool_limits`") == 1, "it is said once"
 
@@ -242,7 +246,7 @@ def test_images_on_several_ranks_are_refused(tmp_path: Path) -> None:
 
 def test_user_code_that_seeds_torch_does_not_repeat_what_is_sampled(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"tools": None, "environment_factory": Seeding, "max_completion_length": 300}
-    made = tool_trainer(GRPOTrainer, tmp_path, [[[COUNT, COUNT]] * 4] * 2, max_steps=2, **settings)
+    made = tool_trainer(GRPOTrainer, tmp_path, [[[COUNT, COUNT]] * 4] * 2, **settings)
     (reward, *others), turn, drawn = made.reward_funcs, made._generate_single_turn, []
 
     def seeding_reward(**columns: Any) -> Any:
@@ -255,7 +259,7 @@ def test_user_code_that_seeds_torch_does_not_repeat_what_is_sampled(tmp_path: Pa
 
     made.reward_funcs = [seeding_reward, *others]
     made._generate_single_turn = generate
-    made.train()
+    play(made, batches=2)
     assert len(drawn) == 6  # two batches of three turns
     assert len(set(drawn)) == 6
 

@@ -7,7 +7,6 @@ so that one script serves a trainer, several ranks and a stub of a server.
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from trl.chat_template_utils import qwen3_chat_template
 from grpo_recipes import GRPOTrainer
 from tests.support import tiny
 from tests.support.exact_generation import generate_exactly
-from tests.support.trainers import make_trainer
+from tests.support.trainers import make_trainer, one_batch
 
 END = "<|im_end|>"
 GROUP = 4
@@ -227,8 +226,6 @@ def tool_trainer(
 
 def play(made: Any, batches: int = 1, cases: int = 2) -> dict[str, list[float]]:
     """Generate and score batches without a training step, and return the metrics with a value per batch."""
-    made.model.train()
-    rows = [row for row in made.train_dataset.select(range(cases)) for _ in range(GROUP)]
     for _ in range(batches):
-        made._generate_and_score_completions(copy.deepcopy(rows))
+        one_batch(made, cases)
     return made._metrics["train"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,10 @@ def make_trainer(
     )
     device.adopt(trainer)
     return trainer
+
+
+def one_batch(trainer: Any, prompts: int = 2) -> dict[str, Any]:
+    """Generate and score completions of the first prompts as a training does, without a step, and return the batch."""
+    trainer.model.train()
+    rows = [row for row in trainer.train_dataset.select(range(prompts)) for _ in range(trainer.num_generations)]
+    return trainer._generate_and_score_completions(copy.deepcopy(rows))

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any, Literal
 
 import pytest
@@ -173,25 +174,20 @@ async def ticks() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
-@pytest.mark.parametrize("function", [fails, fails_later])
-@pytest.mark.parametrize(
-    ("kind", "shown", "fault", "mistake"),
-    [
+def test_what_a_tool_raises_is_a_fault_unless_it_is_a_tool_error(runner: ToolRunner) -> None:
+    table = [
         *(("text", "no\\nluck", "ValueError: no\nluck", ""), ("empty", "ValueError", "ValueError", "")),
         *(("blank", "OSError", "OSError", ""), ("key", "'k'", "KeyError: 'k'", ""), ("exit", "3", "SystemExit: 3", "")),
         *(("mistake", "write digits", "", "ToolError: write digits"), ("bare", "ToolError", "", "ToolError")),
         *((kind, kind, kind, "") for kind in ("coroutine", "generator", "async_generator")),
-    ],
-)
-def test_what_a_tool_raises_is_a_fault_unless_it_is_a_tool_error(
-    kind: str, shown: str, fault: str, mistake: str, function: Callable[..., Any], runner: ToolRunner
-) -> None:
-    result = only(runner.run([[call(function, kind=kind)]]))
-    assert result.content.startswith("{'error': ")
-    assert shown in result.content
-    assert (fault in result.fault, mistake) == (True, result.mistake)
-    assert bool(result.fault) != bool(result.mistake)
-    assert result.made
+    ]
+    for function, (kind, shown, fault, mistake) in product((fails, fails_later), table):
+        result = only(runner.run([[call(function, kind=kind)]]))
+        assert result.content.startswith("{'error': ")
+        assert shown in result.content
+        assert (fault in result.fault, mistake) == (True, result.mistake)
+        assert bool(result.fault) != bool(result.mistake)
+        assert result.made
 
 
 @tool
@@ -201,20 +197,17 @@ def give(value: Any) -> Any:
     return given.get(value, value) if isinstance(value, str) else value
 
 
-@pytest.mark.parametrize(
-    ("value", "content"),
-    [
+def test_a_result_is_harmless_text_within_the_limit(runner: ToolRunner) -> None:
+    table: list[tuple[Any, str]] = [
         *(("two\n\tlines", "two\n\tlines"), (None, "None"), ([1.5, None, True], "[1.5, None, True]")),
         *(({"a": ["'"]}, str({"a": ["'"]})), ("set", "{1}"), ("cycle", "[[...]]")),
         ("a\r\nb\rc\x1b[0m\x00\ud800\u202e", "a\nb\nc\\x1b[0m\\x00\\ud800\\u202e"),
         ([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}], "one two"),
         ("x" * 10**7, "x" * TOKENS * run.CHARACTERS_PER_TOKEN),
         ("a " * 50, "a " * (TOKENS - 1) + "a"),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_a_result_is_harmless_text_within_the_limit(value: Any, content: str, runner: ToolRunner) -> None:
-    assert only(runner.run([[call(give, value=value)]])).content == content
+    ]
+    for value, content in table:
+        assert only(runner.run([[call(give, value=value)]])).content == content
 
 
 def test_results_and_their_order_are_trls(runner: ToolRunner) -> None:
@@ -418,9 +411,8 @@ def window(*ranks: list[tuple[str, str, str]], most: float = 0.5) -> FailureWind
 FINE, FAULT, MISTAKE = ("add", "", ""), ("add", "E: 1", ""), ("add", "", "ToolError: no")
 
 
-@pytest.mark.parametrize(
-    ("calls", "most", "stops"),
-    [
+def test_a_run_stops_by_the_share_of_faults() -> None:
+    for calls, most, stops in (
         ([FAULT] * 49, 0.5, False),
         ([FAULT] * 50, 0.5, True),
         ([FAULT] * 50, 1.0, False),
@@ -430,12 +422,10 @@ FINE, FAULT, MISTAKE = ("add", "", ""), ("add", "E: 1", ""), ("add", "", "ToolEr
         ([FINE] * 49 + [FAULT], 0.0, True),
         ([MISTAKE] * 200, 0.0, False),
         ([FAULT] * 200 + [FINE] * 100, 0.5, False),
-    ],
-)
-def test_a_run_stops_by_the_share_of_faults(calls: list[Any], most: float, stops: bool) -> None:
-    reason = window(calls, most=most).reason_to_stop()
-    assert bool(reason) == stops
-    assert not stops or all(word in reason for word in ("`add`", "E: 1", "`tool_limits.failures`", f"{most:g}"))
+    ):
+        reason = window(calls, most=most).reason_to_stop()
+        assert bool(reason) == stops
+        assert not stops or all(word in reason for word in ("`add`", "E: 1", "`tool_limits.failures`", f"{most:g}"))
 
 
 def test_every_rank_has_its_last_calls_in_the_window() -> None:

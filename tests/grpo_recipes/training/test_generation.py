@@ -25,6 +25,7 @@ from grpo_recipes.training.generation import unfit_for_groups
 from tests.support import architectures, launching
 from tests.support.architectures import PROMPTS, adapter, moved_no_states, tiny
 from tests.support.grids import only
+from tests.support.trainers import one_batch
 from tests.tools.models import build
 
 MEAN, LARGEST = (f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
@@ -86,21 +87,21 @@ def test_the_run_of_transformers_own_loop(kind: str, tmp_path: Path, said: Any) 
 
 
 def test_the_completions_of_stock_trl(tmp_path: Path) -> None:
-    ours = trainer(tmp_path / "ours", max_steps=1)
-    ours.train()
-    stock = trainer(tmp_path / "trl", TRLGRPOTrainer, max_steps=1)
-    stock.train()
-    assert history(ours) == history(stock)
+    ours, stock = trainer(tmp_path / "ours"), trainer(tmp_path / "trl", TRLGRPOTrainer)
+    for made in (ours, stock):
+        torch.manual_seed(0)
+        one_batch(made)
+    metrics = ours._metrics["train"]
+    assert stock._metrics["train"] == {name: metrics[name] for name in stock._metrics["train"]}
     assert list(ours._logs["completion"]) == list(stock._logs["completion"])
 
 
 def test_a_rank_without_groups_joins_the_check_of_a_rank_with_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = trainer(tmp_path / "alone", max_steps=1, generation_kwargs={"use_cache": False})
-    alone.train()
-    assert not alone._generation.is_verified
-    run = trainer(tmp_path / "two", max_steps=1, generation_kwargs={"use_cache": False})
+    run = trainer(tmp_path, generation_kwargs={"use_cache": False})
+    one_batch(run)
+    assert not run._generation.is_verified
     gather = run.accelerator.gather
 
     def of_two_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -108,7 +109,7 @@ def test_a_rank_without_groups_joins_the_check_of_a_rank_with_groups(
         return torch.cat([values, torch.tensor([[False, True, False]])]) if is_decision else gather(values)
 
     monkeypatch.setattr(run.accelerator, "gather", of_two_ranks)
-    run.train()
+    one_batch(run)
     assert run._generation.is_verified
 
 
@@ -169,7 +170,7 @@ def test_a_fault_is_noticed_and_the_first_batch_generated_again(
     monkeypatch.setattr(*FAULTS[fault])
     policy = build("qwen3_5_text") if fault == "a row takes another's states" else None
     # With this seed the rows of the longest prompt leave before others.
-    run = trainer(tmp_path, policy=policy, max_completion_length=64, seed=46, max_steps=1)
+    run = trainer(tmp_path, policy=policy, max_completion_length=64, seed=46)
     generated, original = [], TRLGRPOTrainer._generate_single_turn
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,13 +178,13 @@ def test_a_fault_is_noticed_and_the_first_batch_generated_again(
         return generated[-1]
 
     monkeypatch.setattr(TRLGRPOTrainer, "_generate_single_turn", recorded)
-    run.train()
+    one_batch(run, 4)
     (sentence,) = said()
     assert "1e-04" in sentence
     assert not run._generation.is_verified
     _, again = generated
     assert list(run._logs["completion"]) == run.processing_class.batch_decode(again[0], skip_special_tokens=True)
-    (logged,) = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
+    (logged,) = run._metrics["train"][LARGEST]
     # The scan of the policy and the steps of a recurrent state round differently.
     assert logged < (1e-5 if policy is None else 5e-5)
 
@@ -207,26 +208,21 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(0 <= mean <= largest < 1e-5 for mean, largest in logged)
 
 
-def test_evaluation_logs_the_difference_too(tmp_path: Path) -> None:
-    run = trainer(tmp_path, eval_dataset=PROMPTS.select(range(4)))
-    metrics = run.evaluate()
-    (entry,) = run.state.log_history
-    assert metrics["eval_loss"] == entry["eval_loss"]
-    assert 0 < entry[f"eval_{MEAN}"] < entry[f"eval_{LARGEST}"] < 1e-5
-
-
 # ---- runs left to transformers' own loop
 
 
 def test_dropout_prevents_group_decoding_and_the_comparison_in_training_only(tmp_path: Path, said: Any) -> None:
     evaluated = PROMPTS.select(range(4))
-    run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), eval_dataset=evaluated, max_steps=1)
-    assert f"eval_{LARGEST}" in run.evaluate()
+    run = trainer(tmp_path, peft_config=adapter(lora_dropout=0.5), eval_dataset=evaluated)
+    metrics = run.evaluate()
+    (entry,) = run.state.log_history
+    assert metrics["eval_loss"] == entry["eval_loss"]
+    assert 0 < entry[f"eval_{MEAN}"] < entry[f"eval_{LARGEST}"] < 1e-5
     assert said() == []
-    run.train()
+    one_batch(run)
     (sentence,) = said()
     assert "dropout" in sentence
-    assert not [entry for entry in run.state.log_history if LARGEST in entry]
+    assert LARGEST not in run._metrics["train"]
 
 
 def test_adapters_that_take_more_than_tokens_are_not_decoded_in_groups() -> None:

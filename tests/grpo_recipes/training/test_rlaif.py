@@ -113,7 +113,7 @@ def test_the_two_stage_advantage_is_normalize_then_sum(tmp_path):
 
     config = one_step(tmp_path / "run", multi_objective_aggregation="normalize_then_sum")
     trainer = GRPOTrainer(str(save_policy(tmp_path / "policy")), total, args=config, train_dataset=load(spec()))
-    trainer.train()
+    trainers.one_batch(trainer)
     first, expected = two_stage_advantage(recorded, 8)
     known_factor = (first.std() + 1e-8) / (first.std() + 1e-4)
     assert trainer._logs["advantages"] == pytest.approx((expected * known_factor).tolist(), abs=1e-5)
@@ -192,7 +192,7 @@ def test_trl_scores_a_converted_reward_model_the_same(converted, tmp_path):
     rewards = [str(converted), RewardModelScore(converted, clamp=None, answer_tag=None)]
     folder = save_policy(tmp_path / "policy")
     trainer = GRPOTrainer(str(folder), rewards, args=one_step(tmp_path / "run"), train_dataset=load(spec()))
-    trainer.train()
+    trainers.one_batch(trainer)
     theirs, ours = trainer._logs["rewards"].values()
     assert len(ours) == 16
     assert list(ours) == pytest.approx(list(theirs), abs=2e-5)

@@ -20,6 +20,7 @@ from tests.support.architectures import ENDS, trainer
 from tests.support.errors import refused
 from tests.support.tiny import byte_tokenizer
 from tests.support.tiny import policy as tiny_policy
+from tests.support.trainers import one_batch
 
 STOP = ["b", "c", "q", "W", "zz", "=7"]
 
@@ -37,14 +38,6 @@ def stopping(folder: Path, *, pad_is_eos: bool = False, stop: Any = STOP, policy
     policy = tiny_policy() if policy is None else policy
     settings = {"max_steps": 1, "micro_batching": "off", **more}
     return trainer(folder, policy=policy, tokenizer=words, generation_kwargs=kwargs, **settings)
-
-
-def batches_of(run: Any) -> list[dict[str, Any]]:
-    """Return the list that receives each batch that a trainer generates."""
-    made: list[dict[str, Any]] = []
-    original = run._generate_and_score_completions
-    run._generate_and_score_completions = lambda inputs: made.append(original(inputs)) or made[-1]
-    return made
 
 
 # ---- which rows end
@@ -102,7 +95,7 @@ def first_end(tokens: list[int]) -> int | None:
 def test_both_loops_stop_alike(tmp_path: Path) -> None:
     rows = []
     for mode in ("auto", "off"):
-        run = stopping(tmp_path / mode, generation=mode)
+        run = stopping(tmp_path / mode, generation=mode, max_completion_length=12)
         torch.manual_seed(0)
         rows.append(run._generate_single_turn([ids("1 =")] * 30, None, {}, 30)[0])
     assert rows[0] == rows[1]
@@ -115,9 +108,7 @@ def test_metrics_and_mask_distinguish_stopped_from_truncated_rows(
     generation: str, pad_is_eos: bool, tmp_path: Path
 ) -> None:
     run = stopping(tmp_path, pad_is_eos=pad_is_eos, generation=generation, mask_truncated_completions=True)
-    made = batches_of(run)
-    run.train()
-    (batch,) = made
+    batch = one_batch(run, 4)
     rows = []
     for tokens, kept, learnt in zip(
         *(batch[name] for name in ("completion_ids", "completion_mask", "tool_mask")), strict=True
@@ -130,7 +121,7 @@ def test_metrics_and_mask_distinguish_stopped_from_truncated_rows(
     assert any(tokens[-1] not in ENDS for (tokens, _), end in zip(rows, ends, strict=True) if end is not None)
     for (tokens, learnt), end in zip(rows, ends, strict=True):
         assert learnt == [0 if end is None else 1] * len(tokens)
-    (first, *_) = [entry for entry in run.state.log_history if "reward" in entry]
+    first = {name: value for name, (value,) in run._metrics["train"].items()}
     ended = [len(tokens) for (tokens, _), end in zip(rows, ends, strict=True) if end is not None]
     assert first["completions/clipped_ratio"] == ends.count(None) / len(ends)
     assert first["completions/mean_terminated_length"] == pytest.approx(sum(ended) / len(ended))
@@ -170,7 +161,9 @@ def test_the_metrics_are_of_all_ranks() -> None:
     assert [metrics[f"completions/{name}"][-1] for name in names] == [1.0, 0.0, 0.0, 0.0], "all are truncated"
 
 
-@pytest.mark.parametrize(("stop", "learns"), [(["never written"], False), (STOP, True)])
+@pytest.mark.parametrize(
+    ("stop", "learns"), [(["never written"], False), pytest.param(STOP, True, marks=pytest.mark.slow)]
+)
 def test_masked_rows_have_no_gradient(stop: list[str], learns: bool, tmp_path: Path) -> None:
     policy = tiny_policy()
     run = stopping(tmp_path, stop=stop, policy=policy, mask_truncated_completions=True, max_completion_length=8)
@@ -200,12 +193,10 @@ def test_vllm_gets_the_stop_strings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", ServedByAStub)
     vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False}
     run = stopping(tmp_path, mask_truncated_completions=True, **vllm)
-    made = batches_of(run)
-    run.train()
-    (entry,) = [entry for entry in run.state.log_history if "reward" in entry]
-    assert entry["completions/clipped_ratio"] == 0.5
-    assert entry["completions/mean_terminated_length"] == 2
-    assert made[0]["tool_mask"].sum(1).unique().tolist() == [0, 2]
+    batch = one_batch(run)
+    assert run._metrics["train"]["completions/clipped_ratio"] == [0.5]
+    assert run._metrics["train"]["completions/mean_terminated_length"] == [2]
+    assert batch["tool_mask"].sum(1).unique().tolist() == [0, 2]
 
 
 def test_without_stop_strings_trl_masks_truncated_completions(tmp_path: Path) -> None:

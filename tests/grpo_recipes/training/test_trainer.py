@@ -18,7 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.process.faults import RunFault
 from grpo_recipes.training.data_order import SetSamplerEpoch
-from tests.support import short_runs, tiny
+from tests.support import short_runs, tiny, trainers
 from tests.support.errors import refused
 from tests.support.grids import only
 from tests.support.recorded import Recording, make_trainer, model
@@ -151,11 +151,11 @@ def test_an_adapter_that_is_loaded_from_a_checkpoint_keeps_its_dtype(tmp_path: P
     """TRL casts it to bfloat16 if the model has this attribute, which bitsandbytes sets."""
     policy = tiny.policy().to(torch.bfloat16)
     policy.is_loaded_in_4bit = True
-    args = short_runs.arguments(tmp_path, beta=0.0, save_strategy="steps", save_steps=1)
+    args = short_runs.arguments(tmp_path, beta=0.0)
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     trainer = short_runs.trainer(GRPOTrainer, policy, args, peft_config=config)
-    trainer.train()
-    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    trainer.save_model(str(tmp_path))
+    trainer._load_from_checkpoint(str(tmp_path))
     adapter = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     assert {parameter.dtype for parameter in adapter} == {torch.bfloat16}
 
@@ -199,8 +199,8 @@ def test_a_reward_can_change_neither_the_log_nor_what_later_rewards_read(tmp_pat
         return [float("overwritten" in (text, ids) or not ids) for text, ids in rows]
 
     made = short_runs.trainer(GRPOTrainer, tiny.policy(), short_runs.arguments(tmp_path), rewards=[overwrites, reads])
-    made.train()
-    assert made.state.log_history[0]["rewards/reads/mean"] == 0.0
+    trainers.one_batch(made, 1)
+    assert made._metrics["train"]["rewards/reads/mean"] == [0.0]
     assert "overwritten" not in (*made._logs["completion"], *made._logs["prompt"])
 
 
@@ -210,4 +210,4 @@ def test_a_two_dimensional_array_is_named_with_its_reward(tmp_path: Path) -> Non
 
     made = short_runs.trainer(GRPOTrainer, tiny.policy(), short_runs.arguments(tmp_path), rewards=judge)
     with pytest.raises(ValueError, match=r"`judge`.*\(4, 1\)"):
-        made.train()
+        trainers.one_batch(made, 1)

@@ -192,7 +192,7 @@ def test_a_resumed_run_logs_what_an_uninterrupted_run_logs(tmp_path: Path, steps
     """Resumed between two log entries, at an entry, in another epoch, and at the end. Rates are those of the launch."""
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 6)
     changes = {"per_device_train_batch_size": 8, "max_steps": 5, "logging_steps": 2, "beta": 0.04}
-    changes["save_steps"] = 3 if steps == [3] else 1
+    changes |= {"save_steps": 3 if steps == [3] else 1, "max_completion_length": 4}
     recipe = launching.write_recipe(tmp_path / "mine.yaml", policy, rows, tmp_path / "alone", **changes)
     assert train.main(["--config", str(recipe)]) == 0
     expected = launching.log_history(tmp_path / "alone")

@@ -15,7 +15,7 @@ from grpo_recipes.runs.completions import arguments_of
 from grpo_rewards.completions import completion_text
 from tests.support import tiny
 from tests.support.grids import only
-from tests.support.trainers import make_trainer
+from tests.support.trainers import make_trainer, one_batch
 
 ROWS = 4
 
@@ -65,13 +65,13 @@ def distinct(completions: list[Any], **columns: Any) -> list[float]:
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> GRPOTrainer:
     rows = Dataset.from_dict({"prompt": [[{"role": "user", "content": "add"}]] * 8})
     settings = {"per_device_train_batch_size": ROWS, "num_generations": ROWS, "max_completion_length": 8}
-    settings |= {"max_steps": 1, "logging_steps": 1, "log_completions": True, "generation_check": False}
+    settings |= {"log_completions": True, "generation_check": False}
     parts = {"rewards": distinct, "rows": rows, "tokenizer": tiny.chat_tokenizer()}
     return make_trainer(GRPOTrainer, tiny.policy(), tmp_path_factory.mktemp("run"), **parts, **settings)
 
 
-def train_on(trainer: GRPOTrainer, turns: list[list[Message]], monkeypatch: pytest.MonkeyPatch) -> pd.DataFrame:
-    """Train one step on completions with these messages, repeated, and return the table that it logs."""
+def table_of(trainer: GRPOTrainer, turns: list[list[Message]], monkeypatch: pytest.MonkeyPatch) -> pd.DataFrame:
+    """Score completions with these messages, repeated, and return the table that is logged."""
 
     def generate(prompts: list[Any]) -> tuple[Any, ...]:
         texts = [turns[index % len(turns)] for index in range(len(prompts))]
@@ -79,11 +79,11 @@ def train_on(trainer: GRPOTrainer, turns: list[list[Message]], monkeypatch: pyte
         return [[1, 2] for _ in prompts], ids, [[1, 0, 1] for _ in prompts], texts, None, {}, None, [[]] * len(prompts)
 
     monkeypatch.setattr(trainer, "_generate", generate)
-    monkeypatch.setattr(trainer, "_signature_columns", None)
     for column in trainer._logs.values():
         column.clear()
-    trainer.train()
-    return pd.read_parquet(Path(trainer.args.output_dir) / "completions" / "completions_00001.parquet")
+    one_batch(trainer, 1)
+    trainer.log({"loss": 1.0})
+    return pd.read_parquet(Path(trainer.args.output_dir) / "completions" / "completions_00000.parquet")
 
 
 @pytest.mark.one_case_in(4)
@@ -91,14 +91,14 @@ def train_on(trainer: GRPOTrainer, turns: list[list[Message]], monkeypatch: pyte
 def test_a_run_survives_its_table(trainer: GRPOTrainer, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     turns = TURNS[kind]
     before = repr(turns)
-    table = train_on(trainer, turns, monkeypatch)
+    table = table_of(trainer, turns, monkeypatch)
     assert len(table) == ROWS
     assert [len(messages) for messages in table["completion"]] == [len(turns[i % len(turns)]) for i in range(ROWS)]
     assert repr(turns) == before  # rewards and later turns read the same messages
 
 
 def test_calls_and_results_can_be_read_from_the_table(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = train_on(trainer, TURNS["two types of an argument"], monkeypatch)
+    table = table_of(trainer, TURNS["two types of an argument"], monkeypatch)
     first, second = table["completion"][0], table["completion"][1]
     assert [message["role"] for message in first] == ["assistant", "tool", "assistant"]
     assert first[1]["content"] == "1"
@@ -108,7 +108,7 @@ def test_calls_and_results_can_be_read_from_the_table(trainer: GRPOTrainer, monk
 
 
 def test_a_report_reads_answers_beside_content_blocks(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = train_on(trainer, TURNS["blocks in a result"], monkeypatch)
+    table = table_of(trainer, TURNS["blocks in a result"], monkeypatch)
     shown = [completion_text(run._listed(messages)) for messages in table["completion"]]
     assert shown == ["done"] * ROWS
     assert run.prompt_text(table["completion"][0]) == "\nt\ndone"

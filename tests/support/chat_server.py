@@ -35,6 +35,8 @@ def serving(answer):
     server = Server(answer)
 
     class Handler(BaseHTTPRequestHandler):
+        disable_nagle_algorithm = True  # the body would wait 40 ms for the receipt of the headers
+
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with server.lock:
@@ -61,6 +63,7 @@ def serving(answer):
 
     class Quiet(ThreadingHTTPServer):
         daemon_threads = True
+        request_queue_size = 64  # a connection that finds the queue full is tried anew after a second
 
         def handle_error(self, request, client_address):
             """Ignore a client that hung up: some tests are about that."""

@@ -54,26 +54,24 @@ def test_each_program_earns_the_share_of_tests_that_it_passes() -> None:
     assert "KeyError" in logged["verdict"][3]
     assert logged["rewards/unit_tests/passed"] == pytest.approx(3 / 7)
     assert logged["rewards/unit_tests/programs"] == 5, "equal programs of a row run once"
-    for form in ("\n".join(ADD), json.dumps(ADD), tuple(ADD)):
-        assert scored(unit_tests, completions[2:3], form)[0] == pytest.approx([1 / 3]), "tests may be a list or text"
-    assert scored(UnitTests(rule="all", pay=2.0), completions[1:3], ADD)[0] == [2.0, 0.0]
-    assert scored(UnitTests(pay=2.0), completions[2:3], ADD)[0] == [pytest.approx(2 / 3)]
+    logged, third = {}, pytest.approx(1 / 3)
+    forms = ["\n".join(ADD), json.dumps(ADD), tuple(ADD)]
+    assert unit_tests(completions=completions[2:3] * 3, tests=forms, log_metric=logged.__setitem__) == [third] * 3
+    assert logged["rewards/unit_tests/programs"] == 2, "a list and its JSON are the same tests"
 
 
 def test_the_output_of_each_pair_is_compared_but_for_trailing_space() -> None:
     completions = [
         fenced("print(sum(map(int, input().split())), end=' \\n\\n')"),
         fenced("print(3)"),
-        fenced("print(' 3')"),
-        fenced("print(3)\nexit(1)"),
-        fenced("def add(a, b): return a + b"),
     ]
-    assert scored(unit_tests, completions, SUMS)[0] == [1.0, 0.5, 0.0, 0.0, 0.0]
+    assert scored(unit_tests, completions, SUMS)[0] == [1.0, 0.5]
     for expected, printed, holds in (
         ("0.333333", "0.3333333333333333", True), ("0.333333", "0.33333", False), ("0.333333", "0.333334", False),
         ("x 0.30000000000000004\n2", "x 0.3\n2  \n\n", True), ("1e5 0.100000", "100000 0.1", False),
         ("0.100000", "1e-1", True), ("0.00000001", "0", False), ("100000", "100001", False), ("3.0", "3", False),
-        ("3.00000", "3.0000001", False), ("1 2", "1  2", False), ("a\nb", "b\na", False), ("a\n\nb", "a\nb", False),
+        ("3.00000", "3.0000001", False), ("3", " 3", False), ("1 2", "1  2", False),
+        ("a\nb", "b\na", False), ("a\n\nb", "a\nb", False),
         ("0.100000", "nan", False), ("0.100000", "1e99999999", False), ("0.100000", "9" * 100_000, False),
         ("0.333333", "0.3333325", True), ("0.333333", "0.33333349", True), ("0.333333", "0.3333336", False),
     ):  # fmt: skip
@@ -115,12 +113,12 @@ PRODUCT = "def add(a, b): return a * b"
 SOLUTION = "class Solution:\n    def add(self, a, b): return a {} b"
 OF_SETS = {
     "APPS": ({"tests": json.dumps(IO)}, PRINT_SUM, "print(3)"),
-    "APPS without a function": ({"tests": {**IO, "fn_name": None}}, PRINT_SUM, SUM),
+    "APPS without a function": ({"tests": {**IO, "fn_name": None}}, PRINT_SUM, None),
     "TACO with a function": ({"tests": json.dumps(CALLS)}, SUM, PRODUCT),
-    "a class Solution": ({"tests": CALLS}, SOLUTION.format("+"), SOLUTION.format("*")),
-    "HumanEval": ({"tests": CHECK, "entry_point": "add"}, SUM, PRODUCT),
-    "HumanEval with its call": ({"tests": CHECK + "\ncheck(add)"}, SUM, "def add(*numbers): return []"),
-    "LeetCode": ({"tests": CHECK, "entry_point": "Solution().add"}, SOLUTION.format("+"), SOLUTION.format("*")),
+    "a class Solution": ({"tests": CALLS}, SOLUTION.format("+"), None),
+    "HumanEval": ({"tests": CHECK, "entry_point": "add"}, SUM, "def add(*numbers): return []"),
+    "HumanEval with its call": ({"tests": CHECK + "\ncheck(add)"}, SUM, None),
+    "LeetCode": ({"tests": CHECK, "entry_point": "Solution().add"}, SOLUTION.format("+"), None),
     "MBPP": (
         {"tests": ["assert (height(root)) == 2 ", "assert isclose(area(1), math.pi, rel_tol=0.001)"],
          "test_setup_code": "root = Node(1); \r\nroot.left = Node(2)", "test_imports": ["import math"]},
@@ -131,27 +129,26 @@ OF_SETS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OF_SETS)
-def test_tests_are_read_as_code_sets_have_them(name: str) -> None:
-    columns, right, wrong = OF_SETS[name]
-    rows = {column: [value] * 2 for column, value in columns.items()}
-    logged: dict[str, Any] = {}
-    scores = unit_tests(completions=[fenced(right), fenced(wrong)], log_extra=logged.__setitem__, **rows)
-    assert scores[0] == 1.0, logged["verdict"]
-    assert scores[1] is not None
-    assert scores[1] < 1
-    assert UnitTests().validate(2, rows) == [True] * 2
+def test_tests_are_read_as_code_sets_have_them() -> None:
+    for name, (columns, right, wrong) in OF_SETS.items():
+        programs = [fenced(right)] if wrong is None else [fenced(right), fenced(wrong)]
+        rows = {column: [value] * len(programs) for column, value in columns.items()}
+        logged: dict[str, Any] = {}
+        scores = unit_tests(completions=programs, log_extra=logged.__setitem__, **rows)
+        assert scores[0] == 1.0, (name, logged["verdict"])
+        assert None not in scores
+        assert max(scores[1:], default=0) < 1, name
+        assert UnitTests().validate(len(programs), rows) == [True] * len(programs)
 
 
 def test_the_values_of_a_function_are_those_of_json() -> None:
-    tests = {"fn_name": "f", "inputs": [[{"1": [2]}], ["x"], [[]], [{"a": 1}]],
-             "outputs": [[{"1": "2"}], [[1, [2]]], [[3]], {"b": [4]}]}  # fmt: skip
-    program = "def f(x):\n    if x == {1: [2]}: return {1: '2'}\n    if x == 'x': return 1, (2,)\n    return "
-    completions = [fenced(program + "[3] if x == [] else {'b': (4,)}"), fenced(program + "3 if x == [] else {'b': 4}")]
-    assert scored(unit_tests, completions, tests)[0] == [1.0, 0.5]
     # The first item alone is not the value of a list of several, unlike in the evaluation of APPS.
-    tests = {"fn_name": "f", "inputs": [[0]], "outputs": [[1, 2]]}
-    assert scored(unit_tests, [fenced("f = lambda x: 1"), fenced("f = lambda x: (1, 2)")], tests)[0] == [0.0, 1.0]
+    tests = {"fn_name": "f", "inputs": [[{"1": [2]}], ["x"], [[]], [{"a": 1}], [0], [1]],
+             "outputs": [[{"1": "2"}], [[1, [2]]], [[3]], {"b": [4]}, [1, 2], [1, 2]]}  # fmt: skip
+    program = "def f(x):\n    if x == {1: [2]}: return {1: '2'}\n    if x == 'x': return 1, (2,)\n"
+    program += "    if x in (0, 1): return (1, 2) if x else 1\n    return "
+    completions = [fenced(program + "[3] if x == [] else {'b': (4,)}"), fenced(program + "3 if x == [] else {'b': 4}")]
+    assert scored(unit_tests, completions, tests)[0] == pytest.approx([5 / 6, 3 / 6])
 
 
 # Each passes where the tests run in the program's own process, and states nothing right.
@@ -310,7 +307,7 @@ def check_hostile(names: Collection[str]) -> None:
 # It lies about its value, forges a verdict, ends the process, and exceeds limits.
 QUICK_HOSTILE = (
     "replaced builtins", "an equal of everything", "os._exit(0)", "writing the verdict's descriptor", "a daemon",
-    "a replaced encoding", "NUL bytes", "a name that steers the terminal",
+    "a replaced encoding",
 )  # fmt: skip
 
 
@@ -323,28 +320,48 @@ def test_no_hostile_program_earns_anything_or_leaves_anything(no_trace: None) ->
     check_hostile(HOSTILE)
 
 
+# A module in which functions of several styles stand beside each other.
+STYLES = """
+import asyncio, sys
+from collections import Counter, defaultdict
+from functools import lru_cache
+from typing import List, Optional
+sys.setrecursionlimit(10**6)
+def first(xs: List[int]) -> Optional[int]: return xs[0] if xs else None
+class Solution:
+    def isValid(self, s: str) -> bool: return s.count("(") == s.count(")")
+def count(s):
+    d = defaultdict(int)
+    for c in s: d[c] += 1; assert d[c]
+    return Counter(s)
+@lru_cache(maxsize=None)
+def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
+def typed(f):
+    def checked(x):
+        if not isinstance(x, f.__annotations__["x"]): raise TypeError
+        return f(x)
+    return checked
+@typed
+def add(x: int): return x + 1
+def squares(n):
+    for i in range(n): yield i * i
+async def go(x): return x + 1
+def wait(x): return asyncio.run(go(x))
+"""
 ASSERTED = {
-    "from typing import List, Optional\ndef first(xs: List[int]) -> Optional[int]:\n    return xs[0] if xs else None": [
-        "assert first([2, 1]) == 2", "assert first([]) is None", "assert first([]) == None"],
-    "class Solution:\n    def isValid(self, s: str) -> bool:\n        return s.count('(') == s.count(')')": [
-        "assert Solution().isValid('()') == True", "assert not Solution().isValid('(')"],
-    "from collections import Counter, defaultdict\ndef count(s):\n    d = defaultdict(int)\n    for c in s: d[c] += 1\n"
-    "    assert d == Counter(s)\n    return d": ["assert count('aab') == {'a': 2, 'b': 1}"],
-    "import sys\nfrom functools import lru_cache\nsys.setrecursionlimit(10**6)\n@lru_cache(maxsize=None)\n"
-    "def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)": ["assert fib(90) == 2880067194370816120"],
-    "def inc(x):\n    return x + 1\n\n# Test\nprint(inc(1))\nassert inc(3) == 4\n\nif __name__ == '__main__':\n"
-    "    print(inc(int(input())))": ["assert inc(1) == 2"],
+    STYLES: [
+        "assert first([2, 1]) == 2", "assert first([]) is None", "assert first([]) == None",
+        "assert Solution().isValid('()') == True", "assert not Solution().isValid('(')",
+        "assert count('aab') == {'a': 2, 'b': 1}", "assert fib(90) == 2880067194370816120", "assert add(1) == 2",
+        "assert list(squares(3)) == [0, 1, 4]", "assert max(squares(3)) == 4", "assert len(set(squares(3))) == 3",
+        "assert wait(1) == 2"],
     "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Node:\n    value: int\n"
-    "    next: Node | None = None": ["assert Node(1, Node(2)).next.value == 2"],
-    "def typed(f):\n    def checked(x):\n        if not isinstance(x, f.__annotations__['x']): raise TypeError\n"
-    "        return f(x)\n    return checked\n@typed\ndef inc(x: int): return x + 1": ["assert inc(1) == 2"],
-    "def squares(n):\n    for i in range(n):\n        yield i * i": [
-        "assert list(squares(3)) == [0, 1, 4]", "assert max(squares(3)) == 4", "assert len(set(squares(3))) == 3"],
-    "import asyncio\nasync def go(x): return x + 1\ndef f(x): return asyncio.run(go(x))": ["assert f(1) == 2"],
-    "def f(s):\r\n\treturn s[::-1] + '\u00df'\r\n": ["assert f('a\u00f1') == '\u00f1a\u00df'"],
+    "    next: Node | None = None\ndef f(s):\r\n\treturn s[::-1] + '\u00df'\r\n"
+    "def inc(x):\n    return x + 1\n\n# Test\nprint(inc(1))\nassert inc(3) == 4\n\nif __name__ == '__main__':\n"
+    "    print(inc(int(input())))": [
+        "assert Node(1, Node(2)).next.value == 2", "assert f('a\u00f1') == '\u00f1a\u00df'", "assert inc(1) == 2"],
 }  # fmt: skip
 PRINTED = [
-    "n = int(input())\nprint(sum(map(int, input().split())))",
     "import sys\nit = iter(sys.stdin.buffer.read().split())\nn = int(next(it))\n"
     "sys.stdout.write(str(sum(int(next(it)) for _ in range(n))) + '\\n')\nsys.exit(0)",
     "n, *xs = map(int, open(0).read().split())\nprint(sum(xs), end='')",
@@ -498,6 +515,8 @@ def test_the_pairs_of_a_row_share_its_time(runs: Any) -> None:
         assert f"pair {pair} " in verdict or not pair
     ends = [("exited", 0, 1.0, 1.0, "1"), ("exited", 0, 1.0, 1.0, "x")]
     assert timed(runs, *ends, rule="all")[0] == 0.0, "the rule `all` stops at the first failure"
+    assert timed(runs, ends[0], rule="all", pay=2.0, tests=PAIRS[:1])[0] == 2.0
+    assert timed(runs, *ends, ends[1], pay=2.0)[0] == pytest.approx(2 / 3)
 
 
 def test_a_value_that_is_cut_off_is_none(runs: Any) -> None:
@@ -506,6 +525,8 @@ def test_a_value_that_is_cut_off_is_none(runs: Any) -> None:
     assert timed(runs, ("output", -9, 1.0, 1.0, "1\n3"), tests=tests)[0] == 0.5
     assert timed(runs, ("exited", 0, 1.0, 1.0, "1\n3\n"), tests=tests)[0] == 1.0
     assert timed(runs, ("timeout", -9, 1.0, 1.0, "1\n"), tests=tests)[::2] == (0.5, 1)
+    _, verdict, _ = timed(runs, ("exited", 0, 1.0, 1.0, '["!", "\\u001b[2J"]\n'), tests=tests)
+    assert "\x1b" not in verdict, "the name of an error is the program's own"
     outputs = ("exited", 0, 0.1, 0.1, "1\n" * 99 + "2\n")
     assert timed(runs, outputs, tests="assert f() == 1\n" * 300)[0] == 0.99, "the first hundred tests count"
 
@@ -515,8 +536,7 @@ def test_the_processes_of_a_launch_share_the_processors(runs: Any, monkeypatch: 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     for ranks, share in (("8", 2), ("1", 16), ("64", 1), ("0", 16), ("x", 16), ("3", 5)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        runs.limits.clear()
-        with pytest.raises(sandbox.SandboxError, match="no room"):
-            unit_tests(completions=[fenced(f"x = {number}") for number in range(99)], tests=[ADD] * 99)
-        assert share <= len(runs.limits) < 99
         assert programs._processors() == share
+    with pytest.raises(sandbox.SandboxError, match="no room"):
+        unit_tests(completions=[fenced(f"x = {number}") for number in range(99)], tests=[ADD] * 99)
+    assert share <= len(runs.limits) < 99

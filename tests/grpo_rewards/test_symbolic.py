@@ -24,12 +24,12 @@ TOWER = "10^{10^{10}}"
 
 def gone(pid: int) -> bool:
     """Return True if a process ends and is reaped within ten seconds."""
-    for _ in range(200):
+    for _ in range(1000):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             return True
-        time.sleep(0.05)
+        time.sleep(0.01)
     return False
 
 
@@ -54,7 +54,7 @@ def test_formulas_get_the_expected_verdict():
 
 def test_a_runaway_comparison_ends_as_none_and_the_next_one_works():
     for answer in (TOWER, "{" * 5000):
-        assert equivalent("x+1", answer, deadline=0.3) is None
+        assert equivalent("x+1", answer, deadline=0.15) is None
         assert equivalent("x+1", "1+x") is True
         if Path("/proc/self/statm").exists():
             assert len(children(symbolic._server().pid)) == 1, "the child that was killed is reaped"
@@ -110,11 +110,11 @@ def test_an_interrupted_comparison_leaves_no_verdict_behind(interrupt):
     server = symbolic.Server(stub())
     assert server.compare("0 ms", "0 ms", 5.0) is True
     before = server.pid
-    interrupt(0.1)
+    interrupt(0.02)
     with pytest.raises(Interrupted):
-        server.compare("200 ms", "200 ms", 5.0)
+        server.compare("80 ms", "80 ms", 5.0)
     assert gone(before)
-    time.sleep(0.2)  # by now the interrupted comparison would have its reply
+    time.sleep(0.1)  # by now the interrupted comparison would have its reply
     assert [server.compare("0 ms", answer, 5.0) for answer in ("other", "0 ms", "other")] == [False, True, False]
     server.close()
 
@@ -168,7 +168,13 @@ def test_a_reply_with_another_number_is_ignored():
     assert server.pid is None
 
 
-def test_a_reply_after_the_deadline_is_not_waited_for():
+@pytest.fixture
+def short_grace(monkeypatch):
+    """Wait shortly for a reply after the deadline."""
+    monkeypatch.setattr(symbolic, "_GRACE_SECONDS", 0.1)
+
+
+def test_a_reply_after_the_deadline_is_not_waited_for(short_grace):
     server = symbolic.Server(stub())
     assert server.compare("0 ms", "0 ms", 5.0) is True
     start = time.monotonic()
@@ -179,11 +185,11 @@ def test_a_reply_after_the_deadline_is_not_waited_for():
 
 
 def test_a_start_takes_at_most_half_of_the_time():
-    says_seconds = STUB.format(starting="time.sleep(0.3)").replace(
+    says_seconds = STUB.format(starting="time.sleep(0.1)").replace(
         'request["gold"] == request["answer"]', "request['seconds']"
     )
     server = symbolic.Server([sys.executable, "-I", "-S", "-c", says_seconds])
-    assert server.compare("0 ms", "", 0.2) == 0.1
+    assert server.compare("0 ms", "", 0.1) == 0.05
     assert 19 < server.compare("0 ms", "", 20.0) <= 20, "it runs already"
     server.close()
 
@@ -222,7 +228,7 @@ def test_a_child_is_limited_in_comparisons_memory_and_time():
 
 
 def test_a_long_request_survives_a_signal_whose_handler_returns():
-    server, text = symbolic.Server(stub("time.sleep(0)")), "0 ms " + "x" * 2_000_000
+    server, text = symbolic.Server(stub("time.sleep(0)")), "0 ms " + "x" * 500_000
     assert server.compare(text, text, 5.0) is True
     previous = signal.signal(signal.SIGUSR1, lambda *_: None)
     stop = threading.Event()
@@ -243,12 +249,11 @@ def test_a_long_request_survives_a_signal_whose_handler_returns():
 
 
 @pytest.mark.slow
-def test_an_interrupt_before_any_opcode_leaves_no_lock_and_no_verdict(monkeypatch):
+def test_an_interrupt_before_any_opcode_leaves_no_lock_and_no_verdict(short_grace):
     """Interrupt a comparison before each opcode: later ones end in each thread, with their own verdicts.
 
     Python may run a signal's handler between any two opcodes, also between taking a lock and the block under it.
     """
-    monkeypatch.setattr(symbolic, "_GRACE_SECONDS", 0.1)
     server, moments = symbolic.Server(stub()), []
     helpers = {"_read_line", "_write_whole", "_pipe", "_close_pipes", "readable"}
     functions = {*vars(symbolic.Server), *vars(symbolic._Connection), *helpers}

@@ -103,7 +103,7 @@ def a_completion(draw: random.Random) -> Any:
 
 def test_a_sample_of_completions_is_scored_alike_each_time() -> None:
     draw = random.Random(0)
-    completions = [a_completion(draw) for _ in range(80)]
+    completions = [a_completion(draw) for _ in range(40)]
     golds = [draw.choice(NUMBERS) for _ in completions]
     for function in rewards(CHEAP):
         assert scored(function, completions, golds) == scored(function, completions, golds)

@@ -60,32 +60,29 @@ SLOPPY_KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("reward", SLOPPY_KINDS)
-def test_a_sloppy_reward_is_found_by_the_kinds_that_it_pays(reward):
-    audit = audited(reward, NUMBERS[:2])
-    assert audit.found
-    assert {kind for kind in SLOPPY_KINDS[reward] if not is_paid(kind, audit)} == set()
+def test_a_sloppy_reward_is_found_by_the_kinds_that_it_pays():
+    for reward, kinds in SLOPPY_KINDS.items():
+        audit = audited(reward, NUMBERS[:2], most=1)
+        assert audit.found, reward
+        assert {kind for kind in kinds if not is_paid(kind, audit)} == set(), reward
 
 
-@pytest.mark.parametrize(
-    ("reward", "check"),
-    [
+def test_a_broken_contract_is_named():
+    for reward, check in (
         ("floats", "raises"), ("not_finite", "finite"), ("depends_on_batch", "other rows"), ("draws", "deterministic"),
         ("returns_none", "count"), ("none_for_wrong", "none"), ("empties_completions", "arguments"),
         ("takes_no_columns", "columns"),
-    ],
-)  # fmt: skip
-def test_a_broken_contract_is_named(reward, check):
-    audit = audited(reward, NUMBERS[:2])
-    assert audit.found
-    assert check in broken_checks(audit)
+    ):  # fmt: skip
+        audit = audited(reward, NUMBERS[:2], most=1)
+        assert audit.found, reward
+        assert check in broken_checks(audit), reward
 
 
-@pytest.mark.parametrize("reward", ["careful", "messages_only", "with_penalty"])
-def test_a_careful_reward_passes_in_either_shape_and_scale(reward):
-    audit = audited(reward, NUMBERS[:3])
-    assert (audit.found, paid_kinds(audit), broken_checks(audit)) == (False, set(), set())
-    assert audit.verdicts[0].unpaid == []
+def test_a_careful_reward_passes_in_either_shape_and_scale():
+    for reward in ("careful", "messages_only", "with_penalty"):
+        audit = audited(reward, NUMBERS[:3], most=2)
+        assert (audit.found, paid_kinds(audit), broken_checks(audit)) == (False, set(), set()), reward
+        assert audit.verdicts[0].unpaid == []
 
 
 def test_printing_is_noted_and_does_not_fail():
@@ -109,18 +106,17 @@ OWN = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spec", "rows"), OWN, ids=lambda value: str(value)[:60] if isinstance(value, dict) else "")
-def test_no_fault_is_found_in_our_rewards(spec, rows):
-    audit = audited(spec, rows, most=2)
-    found = {kind.name: kind.completion for verdict in audit.verdicts for kind in verdict.kinds if kind.paid}
-    assert (found, audit.broken, audit.found) == ({}, [], False)
-    assert audit.verdicts[0].unpaid == []
-    assert len(audit.verdicts[0].kinds) >= 10
+def test_no_fault_is_found_in_our_rewards():
+    for spec, rows in OWN:
+        audit = audited(spec, rows, most=1)
+        found = {kind.name: kind.completion for verdict in audit.verdicts for kind in verdict.kinds if kind.paid}
+        assert (found, audit.broken, audit.found) == ({}, [], False), spec
+        assert audit.verdicts[0].unpaid == []
+        assert len(audit.verdicts[0].kinds) >= 10
 
 
-@pytest.mark.parametrize(
-    ("columns", "form", "right", "wrong"),
-    [
+def test_the_form_of_a_gold_decides_what_equals_it():
+    for columns, form, right, wrong in (
         ({"answer": "18"}, "number", ["18", "$18.00", "18 apples"], ["17", "1 8", "17 or 18", "181"]),
         ({"answer": "She has 18.\n#### 1,800"}, "number", ["1800"], ["18"]),
         ({"answer": 2.5}, "number", ["2.50", "5/2"], ["2", "25"]),
@@ -130,12 +126,10 @@ def test_no_fault_is_found_in_our_rewards(spec, rows):
         ({"answer": ["the Danube", "Donau"]}, "text", ["danube", "Donau."], ["Rhine", "not the Danube"]),
         ({"answer": {"text": ["Ann"]}}, "text", ["ann"], ["Anna"]),
         ({"answer": {"name": "Ann"}}, "object", ['{"name": "Ann"}'], ['{"name": "Bob"}', "{}"]),
-    ],
-)
-def test_the_form_of_a_gold_decides_what_equals_it(columns, form, right, wrong):
-    question = question_of(1, columns, "answer", None, None)
-    assert question.form == form
-    assert [question.is_right(text) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
+    ):
+        question = question_of(1, columns, "answer", None, None)
+        assert question.form == form
+        assert [question.is_right(text) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
 
 
 def write(path, rows):
@@ -157,7 +151,7 @@ def audit_own(tmp_path, capsys):
     path = write(tmp_path / "rows.jsonl", rows)
 
     def call(*words):
-        code = main(["audit", path, "--reward", f"{tmp_path}/rewards.py:score", "--rows", "2", *words])
+        code = main(["audit", path, "--reward", f"{tmp_path}/rewards.py:score", *(words or ["--rows", "2"])])
         return code, capsys.readouterr().out
 
     return call
@@ -183,7 +177,7 @@ def test_json_has_every_kind_with_its_best_completion(audit_own):
 
 
 def test_the_same_seed_gives_the_same_audit(audit_own):
-    outputs = [audit_own("--json", "--seed", seed) for seed in ("3", "3", "4")]
+    outputs = [audit_own("--json", "--rows", "1", "--seed", seed) for seed in ("3", "3", "4")]
     assert outputs[0] == outputs[1] != outputs[2]
 
 
@@ -216,7 +210,7 @@ def test_a_reward_that_calls_a_model_is_not_audited():
 
 
 def test_a_solution_is_reduced_to_its_answer_if_the_reward_needs_that():
-    audit = audited("careful", gsm8k_rows(3))
+    audit = audited("careful", gsm8k_rows(3), most=1)
     assert "golds are reduced" in audit.verdicts[0].called
     assert not audit.found
 
@@ -287,9 +281,8 @@ def test_a_right_completion_is_read_where_it_states_its_answer():
 CITIES = {"answer": "B", "choices": ["Paris", "Rome", "Oslo"]}
 
 
-@pytest.mark.parametrize(
-    ("kind", "columns", "texts"),
-    [
+def test_a_kind_changes_the_answer_in_its_way():
+    for kind, columns, texts in (
         ("another answer", {"answer": "18"}, ["7", "19"]),
         ("another answer", {"answer": {"a": 1}}, ["7", '{"a": "something else"}', "{}"]),
         ("another number", {"answer": "-2.5"}, ["-1.5", "-3.5", "-2.1", "-2.9", "-1.6", "2.5", "-25", "-0.25", "0"]),
@@ -304,16 +297,14 @@ CITIES = {"answer": "B", "choices": ["Paris", "Rome", "Oslo"]}
         ("several values", CITIES, ["B or A", "A, C, B"]),
         ("denied or taken", {"answer": "18"}, ["not 18", "18. Wait, no: 7"]),
         ("no answer", {"answer": "0", "question": "Why?"}, ["", "unknown", "Why?"]),
-    ],
-)
-def test_a_kind_changes_the_answer_in_its_way(kind, columns, texts):
-    question = question_of(1, columns, "answer", None, None)
-    right, *others = next(iter(question.ways().values()))
-    (make,) = (make for name, make in KINDS.items() if name.startswith(kind))
-    found = make(Case(question, Layout("[{answer}]"), right, others or ["7"]))
-    assert {f"[{text}]" for text in texts} <= set(found)
-    assert texts or not found
-    assert f"[{right}]" not in found
+    ):
+        question = question_of(1, columns, "answer", None, None)
+        right, *others = next(iter(question.ways().values()))
+        (make,) = (make for name, make in KINDS.items() if name.startswith(kind))
+        found = make(Case(question, Layout("[{answer}]"), right, others or ["7"]))
+        assert {f"[{text}]" for text in texts} <= set(found), kind
+        assert texts or not found
+        assert f"[{right}]" not in found
 
 
 def test_a_conversation_reaches_the_reward_as_a_trainer_passes_it():

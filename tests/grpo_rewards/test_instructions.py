@@ -193,7 +193,7 @@ def followed(rng, name):
 def test_completions_that_follow_by_construction_are_paid_in_full():
     rng = random.Random(3)
     for name in KINDS:
-        for _ in range(40):
+        for _ in range(15):
             arguments, text = followed(rng, name)
             thinking = rng.choice(["", "<think>\nHm, ok, [a], *b*.\n</think>\n"])
             nulls = dict.fromkeys(("num_words", "keywords", "end_phrase"))  # as IFEval's own data has them

@@ -111,7 +111,8 @@ NUMBERS = ("18", "18 apples", "$18", "eighteen")
 
 
 def test_no_wrong_or_doubtful_answer_is_paid():
-    texts = [frame.replace("{q}", number) for frame in listed(DOUBTFUL) + listed(TWO_NUMBERS) for number in NUMBERS]
+    frames = listed(DOUBTFUL) + listed(TWO_NUMBERS)
+    texts = [frame.replace("{q}", number) for frame, number in zip(frames, itertools.cycle(NUMBERS), strict=False)]
     assert [text for text in texts if verdict(text, 18) != "wrong" or answer_number(text) is not None] == []
 
 

@@ -185,7 +185,7 @@ def test_clamp_and_answer_can_be_switched_off(model):
 WORDS = st.text(alphabet="ab <>é梯\n", max_size=30)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(rows=st.lists(st.tuples(st.sampled_from(["q", "a longer prompt " * 4]), WORDS), min_size=1, max_size=10))
 def test_scores_do_not_depend_on_the_other_rows_of_a_call(model, rows):
     conversations = [chat(prompt, text) for prompt, text in rows]
@@ -221,7 +221,7 @@ def test_batches_respect_the_token_limit(model, forwards):
     assert all(rows * (prefix + columns) <= 1000 or rows == 1 for rows, columns in forwards[1:])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), min_size=1, max_size=5))
 def test_the_shared_prefix_is_the_longest_common_one(sequences):
     shortest = min(map(len, sequences))

@@ -44,7 +44,7 @@ def _steps(call, argument):
     return steps
 
 
-def _seconds(call, argument, repeats=5):
+def _seconds(call, argument, repeats=3):
     """Return the least time of several calls. A call that takes long enough not to be noise is made once."""
     best = float("inf")
     for _ in range(repeats):

@@ -324,15 +324,12 @@ def test_the_best_verdict_among_the_golds_of_a_row():
         assert verdict == "missing" or gold.text == best, (golds, answer)
 
 
-@pytest.mark.parametrize(
-    ("value", "golds"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ({"text": ["a"]}, ["a"]), ({"x": 1}, [None]), (("a",), ["a"]), (7, [7]),
-     (np.array(["a"]), ["a"])],
-)  # fmt: skip
-def test_the_golds_that_a_row_accepts(value, golds):
-    assert accepted_golds(value) == golds
-    assert accepted_golds(["a"] * MAX_GOLDS) == ["a"] * MAX_GOLDS
-    assert accepted_golds(["a"] * (MAX_GOLDS + 1)) == []
+def test_the_golds_that_a_row_accepts():
+    for value, golds in (
+        ("a", ["a"]), (["a", "b"], ["a", "b"]), ({"text": ["a"]}, ["a"]), ({"x": 1}, [None]), (("a",), ["a"]),
+        (7, [7]), (np.array(["a"]), ["a"]), (["a"] * MAX_GOLDS, ["a"] * MAX_GOLDS), (["a"] * (MAX_GOLDS + 1), []),
+    ):  # fmt: skip
+        assert accepted_golds(value) == golds
 
 
 STATED = r"""

@@ -138,7 +138,11 @@ ADVERSARIAL = {
 }  # fmt: skip
 
 
-def check_adversarial(kinds: Sequence[str]) -> None:
+FEW = ["tower of ten", "number words", "lone surrogates"]
+
+
+@pytest.mark.parametrize("kinds", [FEW, pytest.param(list(ADVERSARIAL), marks=pytest.mark.slow)], ids=["few", "all"])
+def test_an_adversarial_text_scores_the_same_in_threads(kinds: list[str]) -> None:
     """Score texts in the main thread and in another one: alike, and a wrong number is not paid in any layout."""
     places = ("{}", "<think>a</think><answer>{}</answer>", "\\boxed{{{}}}", "<think>{}</think>")  # a group of four
     texts = [place.format(ADVERSARIAL[kind]) for kind in kinds for place in places]
@@ -148,15 +152,6 @@ def check_adversarial(kinds: Sequence[str]) -> None:
             scores = scored(function, texts, golds)
             assert thread.submit(scored, function, texts, golds).result() == scores
             assert not function.__name__.startswith("gsm8k") or set(scores) == {0.0}
-
-
-def test_an_adversarial_text_scores_the_same_in_threads() -> None:
-    check_adversarial(["tower of ten", "number words", "lone surrogates"])
-
-
-@pytest.mark.slow
-def test_every_adversarial_text_scores_the_same_in_threads() -> None:
-    check_adversarial(list(ADVERSARIAL))
 
 
 @pytest.mark.slow
@@ -186,7 +181,12 @@ def growth_of(function: Any, piece: str, shape: str) -> float:
     return found
 
 
-def check_repeated(name: str, every: int) -> None:
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "every", [pytest.param(15, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
+)
+@pytest.mark.parametrize("name", CHEAP)
+def test_no_repeated_piece_costs_more_than_its_length(name: str, every: int) -> None:
     """Measure rewards whose work is done in this process, so without symbolic comparisons."""
     too_fast = []
     for function in rewards([name]):
@@ -196,16 +196,3 @@ def check_repeated(name: str, every: int) -> None:
                 if found > 2 * FACTOR:
                     too_fast.append((function.name, piece, shape, round(found, 1)))
     assert not too_fast
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CHEAP)
-def test_no_repeated_piece_costs_more_than_its_length(name: str) -> None:
-    check_repeated(name, 15)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", CHEAP)
-def test_no_repeated_piece_of_any_kind_costs_more_than_its_length(name: str) -> None:
-    check_repeated(name, 1)

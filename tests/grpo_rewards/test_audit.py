@@ -227,15 +227,12 @@ def test_a_reward_that_scores_no_right_answer_is_named():
         audited("unscored", NUMBERS[:2])
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [("--reward gsm8k_correctness --gold_column nope", "`nope`"), ("--reward unit_tests", "`tests`")],
-)
-def test_a_wrong_call_is_one_sentence(options, message, tmp_path, capsys):
-    assert main(["audit", write(tmp_path / "rows.jsonl", NUMBERS), *options.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_a_wrong_call_is_one_sentence(tmp_path, capsys):
+    for message, *options in (("`nope`", "gsm8k_correctness", "--gold_column", "nope"), ("`tests`", "unit_tests")):
+        assert main(["audit", write(tmp_path / "rows.jsonl", NUMBERS), "--reward", *options]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
 
 
 COUNTDOWN = [

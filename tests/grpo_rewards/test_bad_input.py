@@ -26,11 +26,9 @@ INTERNLM2 = json.dumps(
 
 JUDGE = {"name": "judge", "kwargs": {"base_url": "http://127.0.0.1:9/v1", "model": "m", "attempts": 1}}
 RUBRIC = {"name": "judge", "kwargs": {**JUDGE["kwargs"], "template": "By {rubric}: {completion}"}}  # type: ignore[dict-item]
-TRAIN, SCORE, CONVERT = (
-    "train --config {recipe}",
-    "grpo-rewards score rows.jsonl --reward ",
-    "grpo-rewards convert-internlm2 ",
-)
+TRAIN = "train --config {recipe}"
+SCORE = "grpo-rewards score rows.jsonl --reward "
+CONVERT = "grpo-rewards convert-internlm2 "
 REWARDS: list[Case] = [
     Case(TRAIN, ("recipe.yaml: `rewards`", "`judge`", "http://127.0.0.1:9/v1"), changes={"rewards": [JUDGE]}),
     Case(TRAIN, ("recipe.yaml: `rewards`", "`judge`", "http://127.0.0.1:9/v1"),
@@ -79,8 +77,9 @@ REWARDS: list[Case] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REWARDS, ids=lambda case: case.line[:90])
-def test_bad_input_ends_with_one_message(
-    case: Case, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check(case, tmp_path, tiny_model, monkeypatch)
+def test_bad_input_ends_with_one_message(tmp_path: Path, tiny_model: Path) -> None:
+    for number, case in enumerate(REWARDS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            check(case, folder, tiny_model, patch)

@@ -93,9 +93,9 @@ SIGNED = ["-19", "-10", "19", "10"]
 TRUTHS = ["True, True", "False, False", "True, False", "False, True"]
 
 
-@pytest.mark.parametrize(
-    ("choices", "right", "wrong"),
-    [
+def test_a_letter_and_a_text_with_a_sign_or_a_denial_must_agree():
+    """The separators before a text, a minus sign among them, and words such as "False" are read as the text first."""
+    for choices, right, wrong in (
         (SIGNED, "(A) -19 | (A)-19 | A - 19 | (A) −19 | A: -19 is right | The answer is A. -19 | \\text{(A) }-19",
          "(A) 19 | (A) 10 | (C) -19 | (C)-19 | The answer is C. -19"),
         (["7", "x"], "(A) 7 | A - 7", "(A) -7 | (A) -7 because it fits"),
@@ -107,16 +107,13 @@ TRUTHS = ["True, True", "False, False", "True, False", "False, True"]
         (["Possible", "Impossible"], "The answer is B. Impossible", "The answer is A. Impossible"),
         (["New York", "New York City"], "(B) New York City, the big one", "(A) New York City, the big one"),
         (["3", "4"], "(A)3", "(A)2 | (A)-3 | (A)-(B)"),
-    ],
-)  # fmt: skip
-def test_a_letter_and_a_text_with_a_sign_or_a_denial_must_agree(choices, right, wrong):
-    """The separators before a text, a minus sign among them, and words such as "False" are read as the text first."""
-    for text in right.split(" | "):
-        gold = re.search(r"\b[A-D]\b", text)[0]
-        assert score(text, gold=gold, choices=choices)[0] == 1.0, text
-    for text in wrong.split(" | "):
-        for gold in "ABCD"[: len(choices)]:
-            assert score(text, gold=gold, choices=choices)[0] == 0.0, text
+    ):  # fmt: skip
+        for text in right.split(" | "):
+            gold = re.search(r"\b[A-D]\b", text)[0]
+            assert score(text, gold=gold, choices=choices)[0] == 1.0, text
+        for text in wrong.split(" | "):
+            for gold in "ABCD"[: len(choices)]:
+                assert score(text, gold=gold, choices=choices)[0] == 0.0, text
 
 
 CAPITALS = ["Paris", "London", "Oslo", "Rome"]
@@ -283,11 +280,13 @@ def test_pay_tags_and_logs_follow_the_arguments():
     assert choice_correctness(completions=[[{"role": "assistant", "content": "A"}]], answer=["A"]) == [1.0]
 
 
-@pytest.mark.parametrize("kwargs", [{"extract": "all"}, {"gold_form": "number"}, {"pay": 0}, {"tags": ["a"]},
-                                    {"prefilled": "answer"}, {"pay_wrong": float("nan")}])  # fmt: skip
-def test_a_bad_argument_names_its_key(kwargs):
-    with pytest.raises(ValueError, match=next(iter(kwargs))):
-        ChoiceCorrectness(**kwargs)
+def test_a_bad_argument_names_its_key():
+    for kwargs in (
+        {"extract": "all"}, {"gold_form": "number"}, {"pay": 0}, {"tags": ["a"]}, {"prefilled": "answer"},
+        {"pay_wrong": float("nan")},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            ChoiceCorrectness(**kwargs)
 
 
 # An independent generator of questions of several kinds, with shuffled letters, and of models' ways to answer.

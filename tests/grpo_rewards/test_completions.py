@@ -54,18 +54,15 @@ def test_a_column_that_a_reward_names_is_found_or_named():
         needed_column(reward, "gold_column", {"gold": ["1"]}, ["a", "b"])
 
 
-@pytest.mark.parametrize(
-    ("text", "blocks"),
-    [
+def test_the_closed_fences_of_a_text():
+    for text, blocks in (
         ("```python\nx\n```", [("python", "x\n")]), ("a\n``` Python title\nx\n\ny\n```\nb", [("python", "x\n\ny\n")]),
         ("```\n```", [("", "")]), ("```\nx\n```\n````\n```\n````", [("", "x\n"), ("", "```\n")]), ("````\nx\n```", []),
         ("```\nx\n````", [("", "x\n")]), ("```\nx\n```python\ny\n```", [("", "x\n```python\ny\n")]),
         ("  ```js\n  x\n    y\n z\n  ```", [("js", "x\n  y\nz\n")]), ("    ```\nx\n    ```", []),
         ("``` a `b`\nx\n```", []), ("```\nx", []),
-    ],
-)  # fmt: skip
-def test_the_closed_fences_of_a_text(text, blocks):
-    assert fenced_blocks(text) == blocks
+    ):  # fmt: skip
+        assert fenced_blocks(text) == blocks
 
 
 def test_groups_hold_one_prompt_each():

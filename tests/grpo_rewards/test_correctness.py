@@ -151,22 +151,21 @@ def test_a_truth_value_among_golds_is_not_taken_for_a_number():
     assert gsm8k_correctness(completions=texts, answer=[[1], [True], [["1"], "1"]]) == [2.0, None, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("pays", "unit"),
-    [((3, 2, 1), (1.0, 1.0, 0.0)), ((3, 1, 1), (1.0, 0.0, 0.0)), ((3, 0, 1), (1.0, 0.0, 0.0)), ((1, 2, 1), None),
-     ((0, 2, 1), None)],
-)  # fmt: skip
-def test_a_reward_with_unit_pay_pays_for_what_earns_more_than_a_wrong_answer(pays, unit):
-    exact, equal, wrong = pays
-    own = GSM8KCorrectness(pay_exact=exact, pay_equal=equal, pay_wrong=wrong, prefix="a/", name="b", extract="boxed")
-    standard = own.with_unit_pay()
-    if unit is None:
-        assert standard is None
-    else:
-        assert standard == GSM8KCorrectness(
-            pay_exact=unit[0], pay_equal=unit[1], pay_wrong=unit[2], prefix="", name="gsm8k_correctness",
-            extract="boxed",
-        )  # fmt: skip
+def test_a_reward_with_unit_pay_pays_for_what_earns_more_than_a_wrong_answer():
+    for pays, unit in (
+        ((3, 2, 1), (1.0, 1.0, 0.0)), ((3, 1, 1), (1.0, 0.0, 0.0)), ((3, 0, 1), (1.0, 0.0, 0.0)), ((1, 2, 1), None),
+        ((0, 2, 1), None),
+    ):  # fmt: skip
+        pay = dict(zip(("pay_exact", "pay_equal", "pay_wrong"), pays, strict=True))
+        own = GSM8KCorrectness(**pay, prefix="a/", name="b", extract="boxed")
+        standard = own.with_unit_pay()
+        if unit is None:
+            assert standard is None
+        else:
+            assert standard == GSM8KCorrectness(
+                pay_exact=unit[0], pay_equal=unit[1], pay_wrong=unit[2], prefix="", name="gsm8k_correctness",
+                extract="boxed",
+            )  # fmt: skip
 
 
 def test_other_tags_and_a_prefilled_block_are_read():
@@ -190,9 +189,9 @@ def test_logged_columns_have_one_entry_per_row():
                        "rewards/strict/timeouts": 0.0}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("reward", "texts", "best"),
-    [
+def test_completions_without_an_answer_get_a_note_on_where_to_look():
+    """The note names the layout that finds most answers, with the reward's own tags and outside the thinking."""
+    for reward, texts, best in (
         ({"extract": "boxed"}, ["<answer>18</answer>", "#### 18"], ("auto", "2 of 2")),
         ({"extract": "boxed"}, ["<answer>18</answer>", "18"], ("answer_tag", "1 of 2")),
         ({"extract": "answer_tag"}, ["so \\boxed{18}"], ("boxed", "1 of 1")),
@@ -200,26 +199,22 @@ def test_logged_columns_have_one_entry_per_row():
         ({"extract": "boxed", "prefilled": "think"}, ["<answer>18</answer>"], None),
         ({"extract": "boxed", "prefilled": "think"}, ["</think><answer>18</answer>"], ("answer_tag", "1 of 1")),
         ({"extract": "boxed", "tags": ["r", "solution"]}, ["<solution>18</solution>"], ("answer_tag", "1 of 1")),
-    ],
-)  # fmt: skip
-def test_completions_without_an_answer_get_a_note_on_where_to_look(reward, texts, best):
-    """The note names the layout that finds most answers, with the reward's own tags and outside the thinking."""
-    for completions in (texts, [[{"role": "assistant", "content": text}] for text in texts]):
-        note = GSM8KCorrectness(**reward).unparsed_note(completions)
-        assert f"`extract: {reward['extract']}`" in note
-        assert note.count("`extract: ") == (1 if best is None else 2)
-        assert best is None or (f"`extract: {best[0]}`" in note and best[1] in note)
-    assert GSM8KCorrectness(extract="boxed").unparsed_note(["<answer>18</answer>", "\\boxed{17}"]) is None
+    ):  # fmt: skip
+        for completions in (texts, [[{"role": "assistant", "content": text}] for text in texts]):
+            note = GSM8KCorrectness(**reward).unparsed_note(completions)
+            assert f"`extract: {reward['extract']}`" in note
+            assert note.count("`extract: ") == (1 if best is None else 2)
+            assert best is None or (f"`extract: {best[0]}`" in note and best[1] in note)
+        assert GSM8KCorrectness(extract="boxed").unparsed_note(["<answer>18</answer>", "\\boxed{17}"]) is None
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [{"extract": "tags"}, {"deadline": 0}, {"deadline": "soon"}, {"prefilled": "answer"},
-     {"pay_wrong": float("inf")}, {"tags": ["think"]}],
-)  # fmt: skip
-def test_a_bad_argument_names_its_key(kwargs):
-    with pytest.raises(ValueError, match=next(iter(kwargs))):
-        GSM8KCorrectness(**kwargs)
+def test_a_bad_argument_names_its_key():
+    for kwargs in (
+        {"extract": "tags"}, {"deadline": 0}, {"deadline": "soon"}, {"prefilled": "answer"},
+        {"pay_wrong": float("inf")}, {"tags": ["think"]},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(kwargs))):
+            GSM8KCorrectness(**kwargs)
 
 
 def test_golds_that_are_prose_are_counted():

@@ -38,11 +38,11 @@ def test_a_completion_earns_the_pay_of_the_table():
             assert scores == pytest.approx(expected), name
 
 
-@pytest.mark.parametrize("reward", [TagStructure, TagCount, TagPresence, WellFormed])
-def test_prefilled_pays_a_pre_filled_completion_in_full(reward):
-    full = reward()(completions=[CANONICAL])
-    assert reward(prefilled="think")(completions=[CANONICAL.removeprefix("<think>\n")]) == full
-    assert reward(tags=["reasoning", "answer"])(completions=[CANONICAL.replace("think", "reasoning")]) == full
+def test_prefilled_pays_a_pre_filled_completion_in_full():
+    for reward in [TagStructure, TagCount, TagPresence, WellFormed]:
+        full = reward()(completions=[CANONICAL])
+        assert reward(prefilled="think")(completions=[CANONICAL.removeprefix("<think>\n")]) == full
+        assert reward(tags=["reasoning", "answer"])(completions=[CANONICAL.replace("think", "reasoning")]) == full
 
 
 def test_structure_equals_the_sources_two_patterns():

@@ -61,10 +61,7 @@ def test_each_program_earns_the_share_of_tests_that_it_passes() -> None:
 
 
 def test_the_output_of_each_pair_is_compared_but_for_trailing_space() -> None:
-    completions = [
-        fenced("print(sum(map(int, input().split())), end=' \\n\\n')"),
-        fenced("print(3)"),
-    ]
+    completions = [fenced("print(sum(map(int, input().split())), end=' \\n\\n')"), fenced("print(3)")]
     assert scored(unit_tests, completions, SUMS)[0] == [1.0, 0.5]
     for expected, printed, holds in (
         ("0.333333", "0.3333333333333333", True), ("0.333333", "0.33333", False), ("0.333333", "0.333334", False),
@@ -294,16 +291,6 @@ HOSTILE = {
 }  # fmt: skip
 
 
-def check_hostile(names: Collection[str]) -> None:
-    """Run hostile programs. `no_trace` sees whether a process or a file is left."""
-    cases = [(name, ADD) for name in names]
-    cases += [(name, SUMS) for name in names if "def add" not in HOSTILE[name]]  # others print nothing
-    completions, logged = [fenced(HOSTILE[name]) for name, _ in cases], {}
-    scores = QUICK(completions=completions, tests=[tests for _, tests in cases], log_extra=logged.__setitem__)
-    assert {name for (name, _), score in zip(cases, scores, strict=True) if score != 0.0} == set()
-    assert "\x1b" not in "".join(logged["verdict"])
-
-
 # It lies about its value, forges a verdict, ends the process, and exceeds limits.
 QUICK_HOSTILE = (
     "replaced builtins", "an equal of everything", "os._exit(0)", "writing the verdict's descriptor", "a daemon",
@@ -311,13 +298,15 @@ QUICK_HOSTILE = (
 )  # fmt: skip
 
 
-def test_a_hostile_program_earns_nothing_and_leaves_nothing(no_trace: None) -> None:  # noqa: F811
-    check_hostile(QUICK_HOSTILE)
-
-
-@pytest.mark.slow
-def test_no_hostile_program_earns_anything_or_leaves_anything(no_trace: None) -> None:  # noqa: F811
-    check_hostile(HOSTILE)
+@pytest.mark.parametrize("names", [QUICK_HOSTILE, pytest.param(HOSTILE, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_a_hostile_program_earns_nothing_and_leaves_nothing(names: Collection[str], no_trace: None) -> None:  # noqa: F811
+    """Run hostile programs. `no_trace` sees whether a process or a file is left."""
+    cases = [(name, ADD) for name in names]
+    cases += [(name, SUMS) for name in names if "def add" not in HOSTILE[name]]  # others print nothing
+    completions, logged = [fenced(HOSTILE[name]) for name, _ in cases], {}
+    scores = QUICK(completions=completions, tests=[tests for _, tests in cases], log_extra=logged.__setitem__)
+    assert {name for (name, _), score in zip(cases, scores, strict=True) if score != 0.0} == set()
+    assert "\x1b" not in "".join(logged["verdict"])
 
 
 # A module in which functions of several styles stand beside each other.

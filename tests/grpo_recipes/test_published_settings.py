@@ -123,7 +123,8 @@ def trained(folder: Path, policy: PreTrainedModel | None = None, **changes: Any)
         seen.extend(completions)
         return [float(sum(map(ord, completion)) % 97) for completion in completions]
 
-    run = trainer(folder, policy=policy, **{"max_steps": 1, "gradient_accumulation_steps": 1, **changes})
+    sizes = {"max_steps": 1, "gradient_accumulation_steps": 1, "max_completion_length": 12, "micro_batching": "off"}
+    run = trainer(folder, policy=policy, **{**sizes, **changes})
     run.reward_funcs = [reward]
     run.train()
     timed = ("runtime", "per_second", "time", "difference")
@@ -142,7 +143,7 @@ def assert_same_run(found: Run, expected: Run) -> None:
 
 def evaluated(policy: PreTrainedModel, temperature: float = 1.0) -> list[str]:
     prompts = [prompt for prompt in ("t5 t6 t7", "t8", "t9 t10 t11 t12 t13") for _ in range(4)]
-    return Transformers(policy, tokenizer())(prompts, Settings(temperature=temperature, max_new_tokens=12))
+    return Transformers(policy, tokenizer())(prompts, Settings(temperature=temperature, max_new_tokens=8))
 
 
 def ending() -> PreTrainedModel:
@@ -200,7 +201,8 @@ def test_published_end_tokens_end_completions(tmp_path: Path) -> None:
         return {completion.split()[-1] for completion in completions if 0 < len(completion.split()) < 8}
 
     ends = [EOS, *range(20, 40)]
-    run = trainer(tmp_path, policy=model(), max_completion_length=8)  # the model publishes end tokens of its own
+    sizes = {"max_completion_length": 8, "max_steps": 1, "gradient_accumulation_steps": 1}
+    run = trainer(tmp_path, policy=model(), **sizes)  # the model publishes end tokens of its own
     run.model.generation_config.eos_token_id = run.generation_config.eos_token_id = run.eos_token_ids = ends
     seen: list[str] = []
     run.reward_funcs = [lambda completions, **_: seen.extend(completions) or [float(len(text)) for text in completions]]
@@ -211,17 +213,28 @@ def test_published_end_tokens_end_completions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "fields"),
     [
-        pytest.param({"generation": "off"}, id="transformers' own loop"),
-        pytest.param({"peft_config": adapter(), "beta": 0.04}, id="an adapter"),
-        pytest.param({"use_transformers_continuous_batching": True}, id="continuous batching", marks=pytest.mark.slow),
+        pytest.param(
+            *({"generation": "off", "peft_config": adapter(), "beta": 0.04}, [TOGETHER]),
+            id="transformers' own loop with an adapter",
+        ),
+        *(
+            pytest.param(changes, [{"sequence_bias": BIAS}, TOGETHER], marks=pytest.mark.slow, id=name)
+            for name, changes in (
+                ("transformers' own loop", {"generation": "off"}),
+                ("an adapter", {"peft_config": adapter(), "beta": 0.04}),
+                ("continuous batching", {"use_transformers_continuous_batching": True}),
+            )
+        ),
     ],
 )
-def test_published_fields_do_not_change_other_ways_to_generate(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_published_fields_do_not_change_other_ways_to_generate(
+    changes: dict[str, Any], fields: list[dict[str, Any]], tmp_path: Path
+) -> None:
     expected = trained(tmp_path / "plain", **changes)
-    for name, fields in (("one", {"sequence_bias": BIAS}), ("all", TOGETHER)):
-        assert_same_run(trained(tmp_path / name, publish(model(), **fields), **changes), expected)
+    for number, published in enumerate(fields):
+        assert_same_run(trained(tmp_path / str(number), publish(model(), **published), **changes), expected)
 
 
 # Settings that stay in force
@@ -239,18 +252,18 @@ def test_special_tokens_and_the_cache_stay_in_force() -> None:
         assert {name: getattr(config, name) for name in KEPT} == kept
 
 
-@pytest.mark.parametrize("generation", ["auto", "off"])
+@pytest.mark.parametrize("generation", ["auto", pytest.param("off", marks=pytest.mark.slow)])
 def test_the_settings_of_the_run_stay_in_force(generation: str, tmp_path: Path) -> None:
     policy = publish(model(), suppress_tokens=[9], min_new_tokens=3)
-    own = {"suppress_tokens": list(range(10, 40)), "min_new_tokens": 20}
+    own = {"suppress_tokens": list(range(10, 40)), "min_new_tokens": 9}
     run = trained(tmp_path, policy, generation=generation, generation_kwargs=own)
     words = {word for completion in run.completions for word in completion.split()}
     assert words <= {f"t{n}" for n in range(10)}
     assert "t9" in words
-    assert run.metrics[0]["completions/min_length"] > 20
+    assert run.metrics[0]["completions/min_length"] > 9
 
 
-def test_top_k_null_keeps_all_tokens(tmp_path: Path, expected: Run) -> None:
+def test_top_k_null_keeps_all_tokens(tmp_path: Path) -> None:
     """If it stayed None, transformers' own default of 50 would replace it."""
     run = trainer(tmp_path, generation_kwargs={"top_k": None})
     assert run.generation_config.top_k is None
@@ -292,28 +305,23 @@ def test_settings_on_the_wrapper_of_an_adapter_are_put_aside_too() -> None:
     assert policy.get_base_model().generation_config is base
 
 
-def test_a_saved_model_keeps_what_was_published(tmp_path: Path) -> None:
-    model().save_pretrained(tmp_path / "policy")
-    file = tmp_path / "policy" / "generation_config.json"
-    published = {"do_sample": True, "sequence_bias": BIAS, "temperature": 0.6, "eos_token_id": 1, "pad_token_id": 0}
-    file.write_text(json.dumps(published))
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    run = trainer(tmp_path / "run", policy=policy, max_steps=1)
-    run.train()
-    run.save_model(tmp_path / "saved")
-    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
-    assert saved.items() >= {**published, "eos_token_id": ENDS}.items()
-
-
 # The announcement
 
 
-def test_ignored_settings_are_announced_once(tmp_path: Path, said: Any) -> None:
-    published = {"sequence_bias": BIAS, "temperature": 0.6, "top_p": 1.0, "use_cache": True, "a_custom_entry": 3}
-    run = trainer(tmp_path, policy=publish(model(), **published), max_steps=2, generation_kwargs={"top_k": 7})
+def test_ignored_settings_are_announced_once_and_saved_with_the_model(tmp_path: Path, said: Any) -> None:
+    model().save_pretrained(tmp_path / "policy")
+    published = {"do_sample": True, "sequence_bias": BIAS, "temperature": 0.6, "eos_token_id": 1, "pad_token_id": 0}
+    published |= {"top_p": 1.0, "use_cache": True, "a_custom_entry": 3}
+    (tmp_path / "policy" / "generation_config.json").write_text(json.dumps(published))
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    sizes = {"max_steps": 2, "gradient_accumulation_steps": 1, "max_completion_length": 4}
+    run = trainer(tmp_path / "run", policy=policy, generation_kwargs={"top_k": 7}, **sizes)
     run.train()
     (sentence,) = said()
     assert sentence.endswith("(a_custom_entry: 3, sequence_bias: [[[5], 50.0]], temperature: 0.6)")
+    run.save_model(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved.items() >= {**published, "eos_token_id": ENDS}.items()
 
 
 def test_an_evaluation_announces_ignored_settings_once(said: Any) -> None:
@@ -334,5 +342,7 @@ def test_a_published_setting_that_is_off_is_ignored_where_it_is_on() -> None:
 
 def test_settings_that_are_in_force_are_not_announced(tmp_path: Path, said: Any) -> None:
     policy = publish(model(), do_sample=True, temperature=0.8, top_k=20, num_beams=1, min_length=0)
-    trainer(tmp_path, policy=policy, max_steps=1, temperature=0.8, top_k=20).train()
+    run = trainer(tmp_path, policy=policy, temperature=0.8, top_k=20)
+    with run._generation.published.aside(run.model, run.generation_config):
+        pass
     assert said() == []

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,8 @@ def main(args: Sequence[str] | None = None) -> int:
     return 2 if output.error is not None and options.command in PRINTS_ONLY else code
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command, with its function as `function` and overrides of the recipe as `overrides`."""
+@cache
+def _parser() -> tuple[Parser, Commands]:
     form = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="grpo-recipes", description=DESCRIPTION, epilog=EPILOG, formatter_class=form)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
@@ -84,6 +85,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     first = (_add_init, _add_plan, _add_preview, _add_train)
     for add in (*first, _add_evaluate, _add_compare, _add_diagnose, _add_report, _add_merge, _add_chat, _add_export):
         add(commands)
+    return parser, commands
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command, with its function as `function` and overrides of the recipe as `overrides`."""
+    parser, commands = _parser()
     parser.check_command(arguments, commands.choices)
     options, rest = parser.parse_known_args(arguments)
     options.known = commands.choices[options.command].long_options

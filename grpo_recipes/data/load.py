@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do
 logger = logging.getLogger(__name__)
 
 _PROGRAMS = Path(__file__).with_name("programs.jsonl")  # a task a line: its split, question, tests and solution
-_MADE = {"arithmetic": arithmetic_problems, **MADE}
+_MADE = {name: lru_cache(maxsize=4)(make) for name, make in {"arithmetic": arithmetic_problems, **MADE}.items()}
 _TRAINED = Keys("path", "split")
 _OTHER_SPLIT = Keys("path", "eval_split")  # held-out rows under the same path as the training rows
 

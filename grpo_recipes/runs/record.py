@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ def _described(specs: Sequence[Spec], rewards: Sequence[BuiltReward]) -> list[di
     return described
 
 
-def versions() -> dict[str, str]:
+@cache
+def versions() -> Mapping[str, str]:
     """Return the versions of the packages that a result depends on."""
     found = {
         "grpo-recipes": __version__,

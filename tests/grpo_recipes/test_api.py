@@ -42,11 +42,11 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_a_recipe_is_read_trained_and_evaluated(recipe: Path, tmp_path: Path) -> None:
-    read = grpo_recipes.Recipe.load(recipe, max_steps=2, **{"dataset.max_prompt_tokens": 256})
-    assert (read.config.max_steps, read.dataset.max_prompt_tokens) == (2, 256)
+    read = grpo_recipes.Recipe.load(recipe, max_steps=1, **{"dataset.max_prompt_tokens": 256})
+    assert (read.config.max_steps, read.dataset.max_prompt_tokens) == (1, 256)
     assert grpo_recipes.run_recipe(read) == 0
     state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
-    assert state["global_step"] == 2
+    assert state["global_step"] == 1
     found = grpo_recipes.evaluate_model(tmp_path / "run", limit=4, max_new_tokens=4, output=tmp_path / "e")
     assert found["problems"] == 4
     assert found == json.loads((tmp_path / "e" / "evaluation.json").read_text())

@@ -26,7 +26,7 @@ from tests.support import launching, tiny
 from tests.support.errors import refused
 from tests.support.tool_rollouts import call
 
-SHORT = ["--max_completion_length", "8"]
+SHORT = ["--max_completion_length", "8", "--dataset.size", "40"]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_prompts_and_scores_are_those_of_the_recipe(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, empty_folder: Path
 ) -> None:
     found = previewed(capsys, "quickstart", "--model_name_or_path", str(tiny_model), "--prompts", "3", *SHORT)
-    spec = parse_recipe(["--config", "quickstart"]).dataset
+    spec = parse_recipe(["--config", "quickstart", *SHORT]).dataset
     rows = load(spec)
     order = list(RepeatSampler(rows, mini_repeat_count=8, batch_size=8, shuffle=True, seed=0))[: 3 * 8 : 8]
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -106,12 +106,12 @@ def test_preview_and_train_name_prefilled_for_a_chat_template_that_opens_the_thi
     shutil.copytree(tiny_model, model)
     with (model / "chat_template.jinja").open("a", encoding="utf-8") as file:
         file.write("{% if add_generation_prompt and enable_thinking is not false %}{{ '<think>\\n' }}{% endif %}")
-    arguments = ["quickstart", "--model_name_or_path", str(model)]
+    arguments = ["quickstart", "--model_name_or_path", str(model), *SHORT]
     checked, _, _ = train.build_inputs(parse_recipe(["--config", *arguments]), Machine.here())
     (note,) = checked.prompt_notes
     for figure in ("`<think>`", "`prefilled: think`", "gsm8k_correctness", "well_formed"):
         assert figure in note
-    assert previewed(capsys, *arguments, "--prompts", "1", *SHORT)["findings"].count(note) == 1
+    assert previewed(capsys, *arguments, "--prompts", "1")["findings"].count(note) == 1
     quiet = parse_recipe(["--config", *arguments, "--chat_template_kwargs.enable_thinking", "false"])
     assert train.build_inputs(quiet, Machine.here())[0].prompt_notes == []
 
@@ -220,6 +220,7 @@ def test_a_completion_with_tools_is_shown_as_turns(
     )
     arguments = ["calculator", "--model_name_or_path", str(tool_model), "--tools", f"[{__name__}.calls_once]"]
     arguments += ["--prompts", "1", "--bf16", "false", "--num_generations", "2", "--max_completion_length", "400"]
+    arguments += ["--dataset.size", "40"]
     arguments += ["--max_tool_calling_iterations", "1", "--generation_check", "false"]
     plain, turns = (one["turns"] for one in previewed(capsys, *arguments)["completions"])
     assert plain == []

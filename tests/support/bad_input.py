@@ -93,7 +93,7 @@ def check(case: Case, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Monk
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", _no_model_yet)
     if case.run is not None:
-        _lay_a_run(tmp_path / "run", {**recipe, **case.run})
+        lay_a_run(tmp_path / "run", {**recipe, **case.run})
     for name, content in case.files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def check(case: Case, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.Monk
         assert _names(tmp_path) == before
 
 
-def _lay_a_run(folder: Path, recipe: Mapping[str, Any]) -> None:
+def lay_a_run(folder: Path, recipe: Mapping[str, Any]) -> None:
     """Write the files of a run on one process that are read before a model is loaded."""
     checkpoint = folder / "checkpoint-2"
     checkpoint.mkdir(parents=True)

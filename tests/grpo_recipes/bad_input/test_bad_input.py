@@ -165,24 +165,46 @@ REFUSED: list[tuple[Any, ...]] = [
 
 ALLOWED: list[tuple[Any, ...]] = [
     ("grpo-recipes plan", "gsm8k-qwen2.5-1.5b-lora"),
-    (f"{PLAN} --num_processes=1 --json", '"num_processes": 1'),
-    (f"{PLAN} --rewards.0.weight 2", "gsm8k_correctness × 2"),
-    (PLAN, "note `learning_rate` 0.05 0.01", {}, {"learning_rate": 0.05}),
-    (PLAN, "tag_count × 0", {}, {"rewards": ["gsm8k_correctness", {"name": "tag_count", "weight": 0}]}),
-    (f"{PLAN} --report_to trackio", "note trackio"),
-    (f"{PLAN} --use_vllm true", "note `use_vllm`"),
-    (PLAN, "optimizer", {}, {**VLLM, "vllm_mode": "server", "vllm_max_model_length": 20}),
-    (PLAN, "optimizer", {}, {**VLLM, "vllm_max_model_length": 2000}),
-    *((PLAN, "optimizer", {}, {**LORA, "lora_target_modules": given}) for given in (["q_proj", "v_proj"], ".*v_proj")),
-    (PLAN, "optimizer", {}, {"top_k": 0, "max_steps": -1, "learning_rate": 0.0, "generation_kwargs": {"stop": "a"}}),
-    (PLAN, "optimizer", LEVELS, {"rewards": ["levels.with_a_choice"]}),
+    (
+        f"{PLAN} --num_processes=1 --json",
+        '"num_processes": 1',
+        *({}, {"top_k": 0, "max_steps": -1, "learning_rate": 0.0, "generation_kwargs": {"stop": "a"}}),
+    ),
+    (
+        f"{PLAN} --rewards.0.weight 2 --report_to trackio",
+        "note gsm8k_correctness × 2 `learning_rate` 0.05 0.01 trackio",
+        *({}, {"learning_rate": 0.05}),
+    ),
+    (
+        PLAN,
+        "tag_count × 0",
+        {},
+        {
+            **{"rewards": ["gsm8k_correctness", {"name": "tag_count", "weight": 0}]},
+            **{**LORA, "lora_target_modules": ["q_proj", "v_proj"]},
+        },
+    ),
+    (f"{PLAN} --use_vllm true", "note `use_vllm`", {}, {"vllm_max_model_length": 2000}),
+    (
+        PLAN,
+        "tag_count",
+        {"rows.jsonl": lines(PROSE)},
+        {
+            **{"dataset": OWN_ROWS, "rewards": ["tag_count"]},
+            **{**VLLM, "vllm_mode": "server", "vllm_max_model_length": 20},
+        },
+    ),
+    (
+        PLAN,
+        "optimizer",
+        *(LEVELS, {"rewards": ["levels.with_a_choice"], **LORA, "lora_target_modules": ".*v_proj"}),
+    ),
     (
         PLAN,
         "note 2 of 40 gsm8k_correctness rows.jsonl, lines 3, 7:",
         {"rows.jsonl": lines(SOME_PROSE)},
         {"dataset": OWN_ROWS},
     ),
-    (PLAN, "tag_count", {"rows.jsonl": lines(PROSE)}, {"dataset": OWN_ROWS, "rewards": ["tag_count"]}),
     (
         "grpo-recipes plan merged.yaml",
         "tag_count × 2",

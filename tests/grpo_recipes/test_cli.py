@@ -174,110 +174,107 @@ def test_plan_without_the_hub_leaves_the_epoch_unknown(capsys: pytest.CaptureFix
     assert "no network" in " ".join(found["unknown"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "figure"),
-    [
-        ("preview quickstart --prompt 3", "`--prompts`"),
-        ("plan quickstart --dataset.size 4", "4 prompts"),
-        ("plan quickstart --num_generations 7", "`per_device_train_batch_size`"),
-        ("plan quickstart --use_cpu false --bf16 true --accelerate_config cpu", "`bf16`"),
-        ("plan quickstart --fp16 true --bf16 true", "fp16"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: str, figure: str) -> None:
-    assert main(arguments.split()) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert figure in said
-    assert said.count("\n") == 1
+MISTAKES = [
+    ("preview quickstart --prompt 3", "`--prompts`"),
+    ("plan quickstart --dataset.size 4", "4 prompts"),
+    ("plan quickstart --num_generations 7", "`per_device_train_batch_size`"),
+    ("plan quickstart --use_cpu false --bf16 true --accelerate_config cpu", "`bf16`"),
+    ("plan quickstart --fp16 true --bf16 true", "fp16"),
+]
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, figure in MISTAKES:
+        assert main(arguments.split()) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ")
+        assert figure in said
+        assert said.count("\n") == 1
 
 
 # Options
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ("evaluate m --samp 4", "`--samp`"), ("diagnose r --hel", "`--hel`"), ("report r --out x", "`--out`"),
-        ("evaluate m --max-new-tokens x", "--max_new_tokens"), ("merge runs/a", "--output"), ("export runs/a", "--to"),
-        *[(command, "required") for command in ("compare runs/a", "chat", "evaluate", "train", "init")],
-    ],
-)  # fmt: skip
-def test_options_are_not_abbreviated_and_required_ones_are_asked_for(
-    capsys: pytest.CaptureFixture[str], arguments: str, named: str
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(arguments.split())
-    assert left.value.code == 2
-    assert named in capsys.readouterr().err
+WRONG_OPTIONS = [
+    ("evaluate m --samp 4", "`--samp`"), ("diagnose r --hel", "`--hel`"), ("report r --out x", "`--out`"),
+    ("evaluate m --max-new-tokens x", "--max_new_tokens"), ("merge runs/a", "--output"), ("export runs/a", "--to"),
+    *[(command, "required") for command in ("compare runs/a", "chat", "evaluate", "train", "init")],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("word", "known", "nearest"),
-    [
-        ("lora_rank", ["lora_r", "local_rank"], "lora_r"),
-        ("--gpu-memry", ["--gpu_memory", "vllm_gpu_memory_utilization"], "--gpu_memory"),
-        ("--model", ["delta", "model_name_or_path"], "model_name_or_path"),
-        ("xyz", ["delta", "beta"], None),
-    ],
-)
-def test_the_nearest_name(word: str, known: list[str], nearest: str | None) -> None:
-    found = did_you_mean(word, known, "otherwise")
-    assert (f"`{nearest}`" in found) if nearest else (found == "otherwise")
+def test_options_are_not_abbreviated_and_required_ones_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, named in WRONG_OPTIONS:
+        with pytest.raises(SystemExit) as left:
+            main(arguments.split())
+        assert left.value.code == 2
+        assert named in capsys.readouterr().err
+
+
+WORDS = [
+    ("lora_rank", ["lora_r", "local_rank"], "lora_r"),
+    ("--gpu-memry", ["--gpu_memory", "vllm_gpu_memory_utilization"], "--gpu_memory"),
+    ("--model", ["delta", "model_name_or_path"], "model_name_or_path"),
+    ("xyz", ["delta", "beta"], None),
+]
+
+
+def test_the_nearest_name() -> None:
+    for word, known, nearest in WORDS:
+        found = did_you_mean(word, known, "otherwise")
+        assert (f"`{nearest}`" in found) if nearest else (found == "otherwise")
 
 
 RUN, OTHER = Path("runs/a"), Path("runs/b")
 GIVEN = "--samples 4 --temperature 0.5 --max_new_tokens 9 --limit 5 --batch_size 6 --seed 7 --path p q --tags t u"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("init t.csv", {"path": "t.csv"}),
-        ("init t.csv --model m --decimal comma", {"path": "t.csv", "model": "m", "decimal": "comma"}),
-        ("plan", {"build": False, "json": False, "resolved": False}),
-        ("preview r", {"recipe": "r", "prompts": 8, "json": False}),
-        ("train r --num_processes 2", {"recipe": "r", "num_processes": 2}),
-        (
-            "evaluate m",
-            {"model": "m", "path": [], "samples": 1, "batch_size": 64, "seed": 0, "vllm": False, "json": False},
-        ),
-        (
-            f"evaluate m --vllm --json {GIVEN}",
-            {"model": "m", "path": ["p", "q"], "tags": ["t", "u"], "samples": 4, "temperature": 0.5, "limit": 5}
-            | {"max_new_tokens": 9, "batch_size": 6, "seed": 7, "vllm": True, "json": True},
-        ),
-        ("compare runs/a runs/b", {"first": RUN, "second": OTHER, "json": False}),
-        ("diagnose runs/a", {"run": RUN, "json": False}),
-        ("report runs/a", {"run": RUN, "others": []}),
-        ("report runs/a runs/b runs/a --output runs/b", {"run": RUN, "others": [OTHER, RUN], "output": OTHER}),
-        ("merge runs/a --output runs/b", {"run": RUN, "output": OTHER}),
-        ("chat m", {"model": "m", "seed": 0}),
-        ("chat m --prompt p --temperature 0", {"model": "m", "prompt": "p", "temperature": 0.0, "seed": 0}),
-        ("export runs/a --to runs/b", {"run": RUN, "to": OTHER}),
-    ],
-    ids=lambda value: value[:12] if isinstance(value, str) else "",
-)
-def test_each_command_has_these_options_with_these_defaults(arguments: str, expected: dict[str, Any]) -> None:
-    own = ("command", "function", "known", "overrides")
-    parsed = {key: value for key, value in vars(cli.parse(arguments.split())).items() if key not in own}
-    assert {key: value for key, value in parsed.items() if value is not None} == expected
-    assert all(type(parsed[key]) is type(value) for key, value in expected.items())
+OPTIONS = [
+    ("init t.csv", {"path": "t.csv"}),
+    ("init t.csv --model m --decimal comma", {"path": "t.csv", "model": "m", "decimal": "comma"}),
+    ("plan", {"build": False, "json": False, "resolved": False}),
+    ("preview r", {"recipe": "r", "prompts": 8, "json": False}),
+    ("train r --num_processes 2", {"recipe": "r", "num_processes": 2}),
+    (
+        "evaluate m",
+        {"model": "m", "path": [], "samples": 1, "batch_size": 64, "seed": 0, "vllm": False, "json": False},
+    ),
+    (
+        f"evaluate m --vllm --json {GIVEN}",
+        {"model": "m", "path": ["p", "q"], "tags": ["t", "u"], "samples": 4, "temperature": 0.5, "limit": 5}
+        | {"max_new_tokens": 9, "batch_size": 6, "seed": 7, "vllm": True, "json": True},
+    ),
+    ("compare runs/a runs/b", {"first": RUN, "second": OTHER, "json": False}),
+    ("diagnose runs/a", {"run": RUN, "json": False}),
+    ("report runs/a", {"run": RUN, "others": []}),
+    ("report runs/a runs/b runs/a --output runs/b", {"run": RUN, "others": [OTHER, RUN], "output": OTHER}),
+    ("merge runs/a --output runs/b", {"run": RUN, "output": OTHER}),
+    ("chat m", {"model": "m", "seed": 0}),
+    ("chat m --prompt p --temperature 0", {"model": "m", "prompt": "p", "temperature": 0.0, "seed": 0}),
+    ("export runs/a --to runs/b", {"run": RUN, "to": OTHER}),
+]
+
+
+def test_each_command_has_these_options_with_these_defaults() -> None:
+    for arguments, expected in OPTIONS:
+        own = ("command", "function", "known", "overrides")
+        parsed = {key: value for key, value in vars(cli.parse(arguments.split())).items() if key not in own}
+        assert {key: value for key, value in parsed.items() if value is not None} == expected, arguments
+        assert all(type(parsed[key]) is type(value) for key, value in expected.items())
 
 
 COMMANDS = ["init", "plan", "preview", "train", "evaluate", "compare", "diagnose", "report", "merge", "chat", "export"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_help_of_a_command_explains_every_argument(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.parse([command, "--help"])
-    described = capsys.readouterr().out.partition("\n\n")[2]
-    entries = re.findall(r"^  (\S.*\n(?:   .*\n)*)", described, flags=re.MULTILINE)
-    assert entries
-    for entry in entries:
-        name, *explanation = re.split(r"\s{2,}", entry.strip())
-        assert len(" ".join(explanation).split()) >= 2, f"{name} has no explanation"
+def test_the_help_of_a_command_explains_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            cli.parse([command, "--help"])
+        described = capsys.readouterr().out.partition("\n\n")[2]
+        entries = re.findall(r"^  (\S.*\n(?:   .*\n)*)", described, flags=re.MULTILINE)
+        assert entries
+        for entry in entries:
+            name, *explanation = re.split(r"\s{2,}", entry.strip())
+            assert len(" ".join(explanation).split()) >= 2, f"{name} has no explanation"
 
 
 HELP = {"grpo-recipes": main, "grpo-rewards": rewards_cli.main, "train": train.main}

@@ -25,6 +25,8 @@ SOME_PROSE = [
     prose if n in (2, 6) else row for n, (prose, row) in enumerate(zip(PROSE, ROWS_JSONL.splitlines(), strict=True))
 ]
 OWN_ROWS = {"name": "gsm8k", "path": "rows.jsonl"}
+OWN = {"dataset": OWN_ROWS}
+HELD_OUT = {"dataset": {**OWN_ROWS, "eval_path": "train.jsonl"}}
 
 REWARDS_PY = """
 def by_level(completions, level, **columns):
@@ -44,6 +46,10 @@ LORA = {"use_peft": True, "lora_r": 4}
 SOFT_PROMPT = '{"peft_type": "PROMPT_TUNING", "base_model_name_or_path": "base"}'
 FILE, EMPTY = {"file": ""}, {"empty/a": ""}
 VLLM = {"use_vllm": True}
+SERVER = {**VLLM, "vllm_mode": "server", "vllm_max_model_length": 20}
+FAST = {"learning_rate": 0.05}
+UNUSUAL = {"top_k": 0, "max_steps": -1, "learning_rate": 0.0, "generation_kwargs": {"stop": "a"}}
+WEIGHTLESS = {"rewards": ["gsm8k_correctness", {"name": "tag_count", "weight": 0}]}
 
 
 def lines(rows: list[str]) -> str:
@@ -54,6 +60,8 @@ def with_column(name: str, value: Any) -> str:
     """Return the valid rows with one more column."""
     return lines([json.dumps({**json.loads(row), name: value}) for row in ROWS_JSONL.splitlines()])
 
+
+MIXED_LEVELS = with_column("level", 3) + with_column("level", "hard")
 
 REFUSED: list[tuple[Any, ...]] = [
     # Verbs, options and names.
@@ -135,22 +143,12 @@ REFUSED: list[tuple[Any, ...]] = [
     (f"{PLAN} --dataset '{{path: no-*.csv}}'", "`dataset.path` no-*.csv"),
     (f"{TRAIN} --dataset.path ./rows", "`dataset.path` ./rows"),
     (f"{TRAIN} --dataset '{{path: [{{path: rows.csv, fraction: 2}}]}}'", "`dataset.path.fraction` 2.0 1", TABLES),
-    (
-        MIXED,
-        "`dataset.eval_path` 40",
-        {"rows.jsonl": ROWS_JSONL},
-        {"dataset": {**OWN_ROWS, "eval_path": "train.jsonl"}},
-    ),
+    (MIXED, "`dataset.eval_path` 40", {"rows.jsonl": ROWS_JSONL}, HELD_OUT),
     (TRAIN, "by_level `level` answer", LEVELS, {"rewards": ["levels.by_level"]}),
     (PLAN, "takes_little `**columns`", LEVELS, {"rewards": ["levels.takes_little"]}),
-    (PLAN, "rows.jsonl, line 1 'log_extra'", {"rows.jsonl": with_column("log_extra", "x")}, {"dataset": OWN_ROWS}),
-    (
-        TRAIN,
-        "rows.jsonl, line 41 'level' 'hard'",
-        {"rows.jsonl": with_column("level", 3) + with_column("level", "hard")},
-        {"dataset": OWN_ROWS},
-    ),
-    (TRAIN, "gsm8k_correctness 40 `answer` ####", {"rows.jsonl": lines(PROSE)}, {"dataset": OWN_ROWS}),
+    (PLAN, "rows.jsonl, line 1 'log_extra'", {"rows.jsonl": with_column("log_extra", "x")}, OWN),
+    (TRAIN, "rows.jsonl, line 41 'level' 'hard'", {"rows.jsonl": MIXED_LEVELS}, OWN),
+    (TRAIN, "gsm8k_correctness 40 `answer` ####", {"rows.jsonl": lines(PROSE)}, OWN),
     # Resumes with another recipe, and folders that can't be written.
     (f"{RESUME} --learning_rate 1e-4 --beta 0.1", "`learning_rate` 1e-06 0.0001 `beta` 0.0 0.1", {}, {}, {}),
     (RESUME, "`resume_from_checkpoint` `beta` 0.04 0.0", {}, {}, {"beta": 0.04}),
@@ -165,46 +163,13 @@ REFUSED: list[tuple[Any, ...]] = [
 
 ALLOWED: list[tuple[Any, ...]] = [
     ("grpo-recipes plan", "gsm8k-qwen2.5-1.5b-lora"),
-    (
-        f"{PLAN} --num_processes=1 --json",
-        '"num_processes": 1',
-        *({}, {"top_k": 0, "max_steps": -1, "learning_rate": 0.0, "generation_kwargs": {"stop": "a"}}),
-    ),
-    (
-        f"{PLAN} --rewards.0.weight 2 --report_to trackio",
-        "note gsm8k_correctness × 2 `learning_rate` 0.05 0.01 trackio",
-        *({}, {"learning_rate": 0.05}),
-    ),
-    (
-        PLAN,
-        "tag_count × 0",
-        {},
-        {
-            **{"rewards": ["gsm8k_correctness", {"name": "tag_count", "weight": 0}]},
-            **{**LORA, "lora_target_modules": ["q_proj", "v_proj"]},
-        },
-    ),
+    (f"{PLAN} --num_processes=1 --json", '"num_processes": 1', {}, UNUSUAL),
+    (f"{PLAN} --rewards.0.weight 2 --report_to trackio", "note × 2 `learning_rate` 0.05 0.01 trackio", {}, FAST),
+    (PLAN, "tag_count × 0", {}, {**WEIGHTLESS, **LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
     (f"{PLAN} --use_vllm true", "note `use_vllm`", {}, {"vllm_max_model_length": 2000}),
-    (
-        PLAN,
-        "tag_count",
-        {"rows.jsonl": lines(PROSE)},
-        {
-            **{"dataset": OWN_ROWS, "rewards": ["tag_count"]},
-            **{**VLLM, "vllm_mode": "server", "vllm_max_model_length": 20},
-        },
-    ),
-    (
-        PLAN,
-        "optimizer",
-        *(LEVELS, {"rewards": ["levels.with_a_choice"], **LORA, "lora_target_modules": ".*v_proj"}),
-    ),
-    (
-        PLAN,
-        "note 2 of 40 gsm8k_correctness rows.jsonl, lines 3, 7:",
-        {"rows.jsonl": lines(SOME_PROSE)},
-        {"dataset": OWN_ROWS},
-    ),
+    (PLAN, "tag_count", {"rows.jsonl": lines(PROSE)}, {**OWN, **SERVER, "rewards": ["tag_count"]}),
+    (PLAN, "optimizer", LEVELS, {"rewards": ["levels.with_a_choice"], **LORA, "lora_target_modules": ".*v_proj"}),
+    (PLAN, "note 2 of 40 gsm8k_correctness rows.jsonl, lines 3, 7:", {"rows.jsonl": lines(SOME_PROSE)}, OWN),
     (
         "grpo-recipes plan merged.yaml",
         "tag_count × 2",

@@ -234,10 +234,7 @@ OPTIONS = [
     ("plan", {"build": False, "json": False, "resolved": False}),
     ("preview r", {"recipe": "r", "prompts": 8, "json": False}),
     ("train r --num_processes 2", {"recipe": "r", "num_processes": 2}),
-    (
-        "evaluate m",
-        {"model": "m", "path": [], "samples": 1, "batch_size": 64, "seed": 0, "vllm": False, "json": False},
-    ),
+    ("evaluate m", {"model": "m", "path": [], "samples": 1, "batch_size": 64, "seed": 0, "vllm": False, "json": False}),
     (
         f"evaluate m --vllm --json {GIVEN}",
         {"model": "m", "path": ["p", "q"], "tags": ["t", "u"], "samples": 4, "temperature": 0.5, "limit": 5}

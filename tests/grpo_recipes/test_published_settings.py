@@ -201,8 +201,8 @@ def test_published_end_tokens_end_completions(tmp_path: Path) -> None:
         return {completion.split()[-1] for completion in completions if 0 < len(completion.split()) < 8}
 
     ends = [EOS, *range(20, 40)]
-    sizes = {"max_completion_length": 8, "max_steps": 1, "gradient_accumulation_steps": 1}
-    run = trainer(tmp_path, policy=model(), **sizes)  # the model publishes end tokens of its own
+    # The model publishes end tokens of its own.
+    run = trainer(tmp_path, policy=model(), max_completion_length=8, max_steps=1, gradient_accumulation_steps=1)
     run.model.generation_config.eos_token_id = run.generation_config.eos_token_id = run.eos_token_ids = ends
     seen: list[str] = []
     run.reward_funcs = [lambda completions, **_: seen.extend(completions) or [float(len(text)) for text in completions]]
@@ -305,8 +305,7 @@ def test_ignored_settings_are_announced_once_and_saved_with_the_model(tmp_path: 
     published |= {"top_p": 1.0, "use_cache": True, "a_custom_entry": 3}
     (tmp_path / "policy" / "generation_config.json").write_text(json.dumps(published))
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    sizes = {"max_steps": 2, "gradient_accumulation_steps": 1, "max_completion_length": 4}
-    run = trainer(tmp_path / "run", policy=policy, generation_kwargs={"top_k": 7}, **sizes)
+    run = trainer(tmp_path / "run", policy=policy, generation_kwargs={"top_k": 7}, max_completion_length=4)
     run.train()
     (sentence,) = said()
     assert sentence.endswith("(a_custom_entry: 3, sequence_bias: [[[5], 50.0]], temperature: 0.6)")

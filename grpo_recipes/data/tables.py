@@ -13,6 +13,7 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 import xxhash
+from datasets.table import MemoryMappedTable
 from filelock import FileLock
 
 from grpo_rewards.errors import UserError, one_line, shortened
@@ -111,7 +112,8 @@ def stored(name: str, batches: Callable[[], Iterator[pa.Table]]) -> datasets.Dat
     except OSError as error:
         problem, fix = f"it is not writable ({error.strerror or error})", "make room, or set HF_DATASETS_CACHE"
         raise UserError(f"`dataset`: {folder}", problem, fix) from error
-    return datasets.Dataset.from_file(str(path))
+    # `Dataset.from_file` would pickle what it knows of the table for a fingerprint, which takes longer than all else.
+    return datasets.Dataset(MemoryMappedTable.from_file(str(path)), fingerprint=name)
 
 
 def _write(path: Path, batches: Iterator[pa.Table]) -> None:

@@ -19,7 +19,7 @@ from grpo_rewards.math.answers import gold_answer
 from tests.support.errors import refused
 
 CPU = Machine(1, bf16=False)
-ROWS = 30
+ROWS = 20
 
 
 def question(n: int) -> str:
@@ -183,7 +183,10 @@ def written(
     return proposal, recipe, check(parse_recipe(["--config", str(file)]), machine)
 
 
-SLOW = ("APPS with functions", "assertions as JSON", "NQ", "MMLU", "verl: golds inside of objects", "MATH-500")
+SLOW = (
+    *("APPS with functions", "assertions as JSON", "NQ", "MMLU", "verl: golds inside of objects", "MATH-500"),
+    *("MMLU-Pro: a letter and its position", "complete prompts with words"),
+)
 """Tables that others stand for in the quick suite."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from grpo_recipes.cli import main
 from grpo_recipes.data import hub
 from grpo_recipes.plan import activations
 from grpo_recipes.plan.memory import load_model
-from grpo_recipes.plan.plan import _keeps_groups_together, _longest_prompt, plan, resolved_yaml
+from grpo_recipes.plan.plan import Plan, _keeps_groups_together, _longest_prompt, plan, resolved_yaml
 from grpo_recipes.plan.prompts import Lengths, PromptReport
 from grpo_recipes.recipe.recipe import find_file, parse_recipe
 from grpo_recipes.recipe.trl_keys import ignored_keys
+from grpo_recipes.training.packing import Layout
 from grpo_rewards.errors import UserError
 from tests.support import launching, qwen, tiny
 
@@ -105,13 +107,13 @@ def test_recipes_fit_on_the_machines_that_they_name(tmp_path: Path) -> None:
 def planned(tmp_path: Path) -> Any:
     """Return a function that plans full fine-tuning of a small model."""
     rows = launching.write_rows(tmp_path / "rows.jsonl", 200)
-    LlamaConfig(**tiny._SIZES).save_pretrained(tmp_path)
+    LlamaConfig(**{**tiny._SIZES, "num_hidden_layers": 1}).save_pretrained(tmp_path)
     short = ["--max_completion_length", "64", "--dataset.max_prompt_tokens", "64", "--use_peft", "false"]
 
-    def call(*changes: str) -> dict[str, Any]:
+    def call(*changes: str) -> Plan:
         arguments = ["--config", "gsm8k-qwen2.5-1.5b-lora", "--dataset.path", str(rows), *short, *changes]
         options = {"accelerate_config": "single_gpu", "gpu_memory": "24GB"}
-        return plan(arguments, model_config_file=str(tmp_path / "config.json"), **options).as_dict()
+        return plan(arguments, model_config_file=str(tmp_path / "config.json"), **options)
 
     return call
 
@@ -123,7 +125,6 @@ def imported_only(**settings: Any) -> Any:
 
 def test_memory_is_that_of_the_expected_layout_and_of_reward_models(planned: Any, tmp_path: Path) -> None:
     """The checkpoint is stored in few bits, and a reward of another package is not built."""
-    padded = planned("--micro_batching", "off")
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
     for name in "ab":
@@ -132,28 +133,30 @@ def test_memory_is_that_of_the_expected_layout_and_of_reward_models(planned: Any
     on_cpu = {"name": "reward_model", "alias": "b", "kwargs": {"model": str(tmp_path / "b"), "device": "cpu"}}
     missing = {"name": "reward_model", "alias": "c", "kwargs": {"model": "a/missing-model"}}
     gate = {"name": "gate", "reward": "gsm8k_correctness", "only_if": held, "at_least": 0.5}
-    shared = planned("--rewards", json.dumps([gate, on_cpu, missing]))
-    assert (shared["layout"]["name"], padded["layout"]["name"]) == ("packed", "padded")
-    assert shared["tokens"]["micro_batch"] < shared["tokens"]["padded"] == padded["tokens"]["micro_batch"]
+    found = planned("--rewards", json.dumps([gate, on_cpu, missing]))
+    shared, padded = found.as_dict(), replace(found.memory, rows_as=Layout.PADDED)
+    assert shared["layout"]["name"] == "packed"
+    assert shared["tokens"]["micro_batch"] < shared["tokens"]["padded"] == padded.micro_batch().tokens
     model = shared["memory"]["reward_model"]
     assert model in [size * load_model(str(tmp_path / "a"))[0].parameters for size in (2, 4)]
-    assert shared["memory"]["activations"] < padded["memory"]["activations"]
+    assert shared["memory"]["activations"] < padded.parts()["activations"]
     assert shared["memory"]["fits"] is True
     noted = "\n".join(shared["notes"])
-    assert f"up to {(padded['memory']['peak'] + model) / 2**30:.1f} GiB" in noted, "TRL's rows"
+    assert f"up to {padded.peak() / 2**30:.1f} GiB" in noted, "TRL's rows"
     assert noted.count("a/missing-model") == 1
     assert "mxfp4" in noted
-    assert "mxfp4" not in "\n".join(padded["notes"])
     assert "--build" not in noted
 
 
 def test_a_model_that_cannot_run_without_data_has_unknown_memory(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations.Activations, "_run", lambda *given: 1 / 0)
-    found = planned("--rewards", json.dumps([{"name": f"{__name__}.imported_only", "kwargs": {"a": 1}}]))
+    rewards = json.dumps([{"name": f"{__name__}.imported_only", "kwargs": {"a": 1}}])
+    found = planned("--rewards", rewards).as_dict()
     assert found["memory"] is None
     assert found["layout"]["name"] == "packed"
     assert any("llama" in reason for reason in found["unknown"])
     assert any("imported_only" in note and "--build" in note for note in found["notes"])
+    assert not any("quantiz" in note or "mxfp4" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,7 @@ def test_a_fault_of_an_environment_ends_the_run_with_its_name(
     scores = 'class Scores(GuessNumber):\n    def get_reward(self):\n        return float("nan")\n'
     Path("my_envs.py").write_text(f"from grpo_recipes.tools.examples import GuessNumber\n\n\n{scores}")
     given = [f"--model_name_or_path={tool_model}", "--output_dir=run", "--environment_factory=my_envs.py:Scores"]
-    given += ["--max_tool_calling_iterations=1", "--max_completion_length=200", "--use_cpu=true", "--bf16=false"]
+    given += ["--max_tool_calling_iterations=1", "--max_completion_length=8", "--use_cpu=true", "--bf16=false"]
     given += ["--num_generations=4", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1"]
     given += ["--dtype=float32", "--report_to=none", "--max_steps=1", "--dataset.size=8"]
     Path("recipe.yaml").write_text("dataset: {name: secret_number}\n")

@@ -234,7 +234,7 @@ def test_an_invalid_line_is_reported_with_file_and_number(tmp_path, line, figure
     train=st.tuples(st.integers(1, 400), st.integers(-5, 10_000)),
     test=st.tuples(st.integers(1, 400), st.integers(-5, 10_000)),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_no_question_is_both_trained_and_tested_on(train, test):
     trained = {problem["question"] for problem in arithmetic_problems("train", *train)}
     tested = {problem["question"] for problem in arithmetic_problems("test", *test)}
@@ -249,7 +249,7 @@ def test_a_larger_size_extends_the_problems_of_a_seed():
 
 
 @given(st.integers(0, 1_000))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_worked_steps_are_correct_and_use_the_numbers_of_the_question(seed):
     for problem in arithmetic_problems("test", 50, seed):
         *steps, last = problem["answer"].split("\n")

@@ -254,24 +254,21 @@ def test_multiple_choice_reads_the_forms_of_mmlu_and_arc(tmp_path: Path) -> None
 ROME = {"question": "The capital of Italy?", "answer": "B"}
 
 
-@pytest.mark.parametrize(
-    "choices",
-    [
+def test_choices_may_be_columns_or_text(tmp_path: Path) -> None:
+    for choices in (
         {"A": "Paris", "B": "Rome", "C": None},
         {"choices": '["Paris", "Rome"]'},
         {"choices": "Paris | Rome"},
         {"choices": '{"A": "Paris", "B": "Rome"}'},
-    ],
-)
-def test_choices_may_be_columns_or_text(tmp_path: Path, choices: dict[str, Any]) -> None:
-    full = dict.fromkeys("ABC", "x") if "A" in choices else choices  # the column C exists
-    path = write(tmp_path / "rows.jsonl", [{**ROME, **choices}, {**ROME, **full, "question": "And of Spain?"}])
-    made = loaded(path, name="multiple_choice")[0]
-    assert made["prompt"][1]["content"] == "The capital of Italy?\nA. Paris\nB. Rome"
-    assert made["choices"] == {"text": ["Paris", "Rome"], "label": ["A", "B"]}
-    columns = {name: [made[name]] * 3 for name in ("answer", "choices")}
-    answers = ["<answer>B</answer>", "<answer>Rome</answer>", "<answer>Paris</answer>"]
-    assert choice_correctness(completions=answers, **columns) == [1.0, 1.0, 0.0]
+    ):
+        full = dict.fromkeys("ABC", "x") if "A" in choices else choices  # the column C exists
+        path = write(tmp_path / "rows.jsonl", [{**ROME, **choices}, {**ROME, **full, "question": "And of Spain?"}])
+        made = loaded(path, name="multiple_choice")[0]
+        assert made["prompt"][1]["content"] == "The capital of Italy?\nA. Paris\nB. Rome"
+        assert made["choices"] == {"text": ["Paris", "Rome"], "label": ["A", "B"]}
+        columns = {name: [made[name]] * 3 for name in ("answer", "choices")}
+        answers = ["<answer>B</answer>", "<answer>Rome</answer>", "<answer>Paris</answer>"]
+        assert choice_correctness(completions=answers, **columns) == [1.0, 1.0, 0.0]
 
 
 def test_text_that_is_no_list_of_choices_is_refused(tmp_path: Path) -> None:
@@ -346,19 +343,14 @@ def rows_of_trl(sources: Sequence[dict[str, Any]]) -> datasets.Dataset:
     return get_dataset(DatasetMixtureConfig(datasets=parts))["train"]
 
 
-@pytest.mark.parametrize("with_fractions", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_mixture_has_the_same_rows_as_in_trl(tmp_path: Path, with_fractions: bool) -> None:
+def test_a_mixture_has_the_same_rows_as_in_trl(tmp_path: Path) -> None:
     sources = three_sources(tmp_path)
-    if not with_fractions:
-        for source in sources:
-            del source["fraction"]
     datasets.load_from_disk(sources[2]["path"]).to_parquet(tmp_path / "c.parquet")
     theirs = rows_of_trl([*sources[:2], {**sources[2], "path": str(tmp_path / "c.parquet")}])
     ours = loaded(sources)
     assert [row["prompt"][0]["content"] for row in ours] == theirs["question"][:]
     assert ours["answer"][:] == theirs["answer"][:]
-    counts = [ours["source"][:].count(source["path"]) for source in sources]
-    assert counts == ([15, 30, 8] if with_fractions else [20, 30, 10])
+    assert [ours["source"][:].count(source["path"]) for source in sources] == [15, 30, 8]
 
 
 @pytest.mark.usefixtures("silent_hub")
@@ -463,13 +455,13 @@ def test_a_row_is_on_the_same_side_in_every_version(tmp_path: Path) -> None:
     ):
         (identity,) = load_prompts(DatasetSpec.parse({"path": path, **keys})).identities
         assert identity == xxhash.xxh64_intdigest(content.encode())
-        # The held-out share holds the smallest hashes.
-        share = float(identity) / 2.0**64
-        for factor, evaluation in ((0.99, False), (1.01, True)):
-            made = DatasetSpec.parse({"path": path, "eval_share": share * factor, **keys})
-            assert len(load(made, evaluation=evaluation)) == 1
-            with refused("`dataset.eval_share`", "rows.jsonl"):
-                load(made, evaluation=not evaluation)
+    # The held-out share holds the smallest hashes.
+    share = float(identity) / 2.0**64
+    for factor, evaluation in ((0.99, False), (1.01, True)):
+        made = DatasetSpec.parse({"path": path, "eval_share": share * factor, **keys})
+        assert len(load(made, evaluation=evaluation)) == 1
+        with refused("`dataset.eval_share`", "rows.jsonl"):
+            load(made, evaluation=not evaluation)
 
 
 # Prompts of many rows, and single prompts
@@ -499,9 +491,8 @@ S = {"role": "system", "content": "s"}
 A = {"role": "assistant", "content": "a"}
 
 
-@pytest.mark.parametrize(
-    ("turns", "system", "is_text", "expected"),
-    [
+def test_a_system_prompt_comes_first_unless_the_turns_bring_one() -> None:
+    for turns, system, is_text, expected in (
         ("q", None, True, "q"),
         ("q", "t", True, "t\nq"),
         ("q", None, False, user("q")),
@@ -510,19 +501,14 @@ A = {"role": "assistant", "content": "a"}
         ([S, *user("q")], None, True, "s\nq"),
         ([*user("q"), A, *user("r")], "t", True, "t\nq\na\nr"),
         ([*user("q"), S], "t", False, [{"role": "system", "content": "t"}, *user("q"), S]),
-    ],
-)
-def test_a_system_prompt_comes_first_unless_the_turns_bring_one(
-    turns: Any, system: str | None, is_text: bool, expected: Any
-) -> None:
-    before = list(turns)
-    assert prompts.prompt_of(turns, system, is_text) == expected
-    assert list(turns) == before
+    ):
+        before = list(turns)
+        assert prompts.prompt_of(turns, system, is_text) == expected
+        assert list(turns) == before
 
 
-@pytest.mark.parametrize(
-    ("keys", "columns", "message"),
-    [
+def test_a_text_is_asked_as_a_row_with_one_column_would_be() -> None:
+    for keys, columns, message in (
         ({"name": "gsm8k"}, ("question",), "a {{ b"),
         ({"name": "multiple_choice"}, ("question", "choices"), " a {{ b "),
         (
@@ -536,29 +522,22 @@ def test_a_system_prompt_comes_first_unless_the_turns_bring_one(
         ({"prompt_template": "{{ q }}{{ a }}"}, ("a", "q"), " a {{ b "),
         ({"prompt_template": "Play."}, (), " a {{ b "),
         ({"name": "gsm8k", "prompt_template": "{{ x }}"}, ("x",), " a {{ b "),
-    ],
-)
-def test_a_text_is_asked_as_a_row_with_one_column_would_be(keys: dict[str, Any], columns: Any, message: str) -> None:
-    made = DatasetSpec.parse({"path": "a", **keys})
-    assert prompts.columns_of_prompt(made) == columns
-    assert prompts.phrased_text(made, " a {{ b ") == message
+    ):
+        made = DatasetSpec.parse({"path": "a", **keys})
+        assert prompts.columns_of_prompt(made) == columns
+        assert prompts.phrased_text(made, " a {{ b ") == message
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "figures"),
-    [
+def test_a_missing_column_is_named_with_the_key_that_maps_one(tmp_path: Path) -> None:
+    for name, row, figures in (
         ("gsm8k", {"question": "q", "gold": 1}, ["'answer'", "`columns: {answer: ...}`"]),
         ("math", {"problem": "q", "x": 1}, ["'answer' or 'solution'", "`columns: {answer: ...}`"]),
         ("multiple_choice", {"question": "q", "A": "x", "answer": "A"}, ["'choices'", "`columns: {A: ..., B: ...}`"]),
         (None, {"problem": "q"}, ["'conversations'", "`columns: {question: ...}`", "`prompt_template`"]),
-    ],
-)
-def test_a_missing_column_is_named_with_the_key_that_maps_one(
-    tmp_path: Path, name: str | None, row: dict[str, Any], figures: list[str]
-) -> None:
-    path = write(tmp_path / "rows.jsonl", [row])
-    with refused(f"`dataset`: {path}, line 1", ", ".join(row), *figures):
-        loaded(path, name=name)
+    ):
+        path = write(tmp_path / "rows.jsonl", [row])
+        with refused(f"`dataset`: {path}, line 1", ", ".join(row), *figures):
+            loaded(path, name=name)
 
 
 def test_a_name_that_the_trainer_fills_is_refused(tmp_path: Path) -> None:
@@ -606,28 +585,23 @@ STORED = {"bytes": PNG, "path": None}
 MIXED_PARTS = [{"role": "user", "content": [{"type": "image_url", "text": None}, {"type": "text", "text": "q"}]}]
 
 
-@pytest.mark.parametrize(
-    ("column", "value", "feature"),
-    [
+def test_images_are_refused_unless_other_columns_are_selected(tmp_path: Path) -> None:
+    for column, value, feature in (
         ("picture", STORED, datasets.Image()),
         ("page", {"scan": STORED}, {"scan": datasets.Image()}),
         ("picture", STORED, None),
         ("raw", PNG, None),
         ("prompt", MIXED_PARTS, None),
-    ],
-)
-def test_images_are_refused_unless_other_columns_are_selected(
-    tmp_path: Path, column: str, value: Any, feature: Any
-) -> None:
-    features = datasets.Dataset.from_list([{"question": "q", column: value}]).features
-    if feature is not None:
-        features[column] = feature
-    path = tmp_path / "rows.parquet"
-    rows = [{"question": "q", column: value}, {"question": "q", column: None}]
-    datasets.Dataset.from_list(rows[:: 1 if column == "prompt" else -1], features).to_parquet(path)
-    with refused(""):
-        loaded(str(path))
-    assert len(loaded(str(path), columns=["question"])) == 2
+    ):
+        features = datasets.Dataset.from_list([{"question": "q", column: value}]).features
+        if feature is not None:
+            features[column] = feature
+        path = tmp_path / "rows.parquet"
+        rows = [{"question": "q", column: value}, {"question": "q", column: None}]
+        datasets.Dataset.from_list(rows[:: 1 if column == "prompt" else -1], features).to_parquet(path)
+        with refused(""):
+            loaded(str(path))
+        assert len(loaded(str(path), columns=["question"])) == 2
 
 
 def test_a_table_with_names_of_images_or_an_empty_column_of_images_is_read(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """`dataset.pass_rate`: rows are kept by the results of an evaluation as `grpo-recipes evaluate` writes it."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,12 @@ def write_rows(path: Path, count: int) -> None:
     path.write_text(text.replace("What is", "Wie groß ist"), encoding="utf-8")
 
 
-@pytest.fixture
-def evaluated(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Evaluate ten rows, where row n is solved in n % 5 of 4 samples, with the prompts of the filtered recipe."""
-    write_rows(tmp_path / "rows.jsonl", 10)
-    filtered = recipe(tmp_path, pass_rate={"evaluation": str(tmp_path / "evaluation"), "keep": [0, 1]})
+    folder = tmp_path_factory.mktemp("evaluated")
+    write_rows(folder / "rows.jsonl", 10)
+    filtered = recipe(folder, pass_rate={"evaluation": str(folder / "evaluation"), "keep": [0, 1]})
     spec = held_out_spec(filtered.as_dict()["dataset"], Request(model="m", split="train"))
     dataset = load(spec)
     samples: Counter[str] = Counter()
@@ -51,8 +53,14 @@ def evaluated(tmp_path: Path) -> Path:
         return texts
 
     settings = Settings(tags=("reasoning", "answer"), samples=SAMPLES, temperature=1.0)
-    evaluate_into(tmp_path / "evaluation", complete, dataset, settings, {"model": "m"})
-    return tmp_path
+    evaluate_into(folder / "evaluation", complete, dataset, settings, {"model": "m"})
+    return folder
+
+
+@pytest.fixture
+def copied(evaluated: Path, tmp_path: Path) -> Path:
+    """Copy the evaluation for a test that changes its files."""
+    return shutil.copytree(evaluated, tmp_path / "copied")
 
 
 def kept(folder: Path, low: float, high: float) -> list[int]:
@@ -79,16 +87,16 @@ def test_the_kept_rows_are_counted_once(
     assert "0.5 to 0.75" in message
 
 
-def test_an_evaluation_without_golds_has_no_pass_rates(evaluated: Path) -> None:
-    file = evaluated / "evaluation" / "evaluation.json"
-    table = evaluated / "evaluation" / "completions.parquet"
+def test_an_evaluation_without_golds_has_no_pass_rates(copied: Path) -> None:
+    file = copied / "evaluation" / "evaluation.json"
+    table = copied / "evaluation" / "completions.parquet"
     pd.read_parquet(table).drop(columns="strict").to_parquet(table)
     with refused("", "`strict`", by=RecipeError):
-        kept(evaluated, 0, 1)
+        kept(copied, 0, 1)
     file.unlink()
-    place = f"{evaluated}/mine.yaml: `dataset.pass_rate.evaluation`: {evaluated}/evaluation"
-    with refused(place, f"--output {evaluated}/evaluation`", by=RecipeError):
-        kept(evaluated, 0, 1)
+    place = f"{copied}/mine.yaml: `dataset.pass_rate.evaluation`: {copied}/evaluation"
+    with refused(place, f"--output {copied}/evaluation`", by=RecipeError):
+        kept(copied, 0, 1)
 
 
 def test_a_share_of_training_rows_is_filtered_and_may_be_empty(evaluated: Path) -> None:
@@ -109,29 +117,24 @@ def test_held_out_rows_are_not_filtered(evaluated: Path) -> None:
     assert held_out_spec(written, Request(model="m")).pass_rate is None
 
 
-@pytest.mark.parametrize(
-    ("change", "key", "figures"),
-    [
-        ({"evaluation": "nowhere"}, "evaluation", ["nowhere"]),
-        ({"keep": [0.1, 10]}, "keep", ["[0.1, 10.0]"]),
-        ({"keep": [0.6, 0.7]}, "keep", ["10 rows", "0.6 to 0.7", "(6 ", " 4 "]),
-        ({"kept": [0.6, 0.7]}, "kept", []),
-    ],
-)
-def test_an_invalid_pass_rate_is_reported_with_its_key(
-    evaluated: Path, change: dict[str, Any], key: str, figures: list[str]
-) -> None:
-    rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9], **change}
-    with refused(f"{evaluated}/mine.yaml: `dataset.pass_rate.{key}`", *figures, by=RecipeError):
-        recipe_prompts(recipe(evaluated, pass_rate=rate))
+def test_an_invalid_pass_rate_is_reported_with_its_key(evaluated: Path) -> None:
+    for key, value, *figures in (
+        ("evaluation", "nowhere", "nowhere"),
+        ("keep", [0.1, 10], "[0.1, 10.0]"),
+        ("keep", [0.6, 0.7], "10 rows", "0.6 to 0.7", "(6 ", " 4 "),
+        ("kept", [0.6, 0.7]),
+    ):
+        rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0.1, 0.9], key: value}
+        with refused(f"{evaluated}/mine.yaml: `dataset.pass_rate.{key}`", *figures, by=RecipeError):
+            recipe_prompts(recipe(evaluated, pass_rate=rate))
 
 
-def test_rows_that_were_not_evaluated_are_refused(evaluated: Path) -> None:
-    write_rows(evaluated / "rows.jsonl", 12)
+def test_rows_that_were_not_evaluated_are_refused(copied: Path) -> None:
+    write_rows(copied / "rows.jsonl", 12)
     with refused("", "2", "12", "rows.jsonl", "line 11", by=RecipeError):
-        kept(evaluated, 0, 1)
-    write_rows(evaluated / "rows.jsonl", 10)
-    rate = {"evaluation": str(evaluated / "evaluation"), "keep": [0, 1]}
-    other_prompts = recipe(evaluated, pass_rate=rate, system_prompt="boxed")
+        kept(copied, 0, 1)
+    write_rows(copied / "rows.jsonl", 10)
+    rate = {"evaluation": str(copied / "evaluation"), "keep": [0, 1]}
+    other_prompts = recipe(copied, pass_rate=rate, system_prompt="boxed")
     with refused("", "10", "10", by=RecipeError):
         recipe_prompts(other_prompts)

@@ -142,9 +142,8 @@ P, T, M, L, OUT = 7_000, 70, 500, 1_000, 3_000
 FSDP2_GATHERED = 2 * (OUT + 2 * L)
 
 
-@pytest.mark.parametrize(
-    ("trained", "layout", "changes", "expected"),
-    [
+def test_the_states_of_a_layout() -> None:
+    for trained, layout, changes, expected in (
         (P, Sharding(), {}, (2 * P, 2 * P, 4 * P)),
         (P, Sharding(8), {}, (2 * P, 2 * 2 * P, 4 * P)),  # DistributedDataParallel copies gradients into buckets
         (P, Sharding(8, "fsdp2"), {}, (4 * P / 8 + FSDP2_GATHERED, 4 * P / 8, 8 * P / 8)),
@@ -157,26 +156,21 @@ FSDP2_GATHERED = 2 * (OUT + 2 * L)
         (T, Sharding(8, "fsdp2"), {}, ((2 * (P - T) + 4 * T) / 8 + FSDP2_GATHERED, 4 * T / 8, 8 * T / 8)),
         (T, Sharding(8, "zero2"), {}, (2 * P, 6 * T / 8, 12 * T / 8)),
         (T, Sharding(), {"quantised_bytes": 0.5}, (2 * (P - T - 4_000) + 0.5 * 4_000 + 2 * T, 2 * T, 4 * T)),
-    ],
-)  # fmt: skip
-def test_the_states_of_a_layout(trained: int, layout: Sharding, changes: dict[str, Any], expected: Any) -> None:
-    shape = ModelShape(P, trained, M, L, P - OUT, quantisable=4_000)
-    run = replace(given(bf16=True), shape=shape, layout=layout, **changes)
-    assert states(run) == pytest.approx(expected)
+    ):  # fmt: skip
+        shape = ModelShape(P, trained, M, L, P - OUT, quantisable=4_000)
+        run = replace(given(bf16=True), shape=shape, layout=layout, **changes)
+        assert states(run) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("optim", "adapter", "full"),
+def test_the_state_of_each_optimizer() -> None:
     # Bytes of state per float32 weight of an adapter and per bfloat16 weight, from the source of each optimizer.
-    [
+    for optim, adapter, full in (
         *[("adamw_torch_fused", 8, 4), ("adamw_bf16", 8, 10), ("sgd", 0, 0), ("adafactor", 0, 0)],
         *[("adamw_8bit", 2, 2), ("paged_adamw_8bit", 2, 2), ("adamw_torch_8bit", 2, 2), ("adamw_bnb_8bit", 2, 2)],
-    ],
-)
-def test_the_state_of_each_optimizer(optim: str, adapter: int, full: int) -> None:
-    run = given(optim=optim)
-    for trained, size in ((P, full), (T, adapter)):
-        assert states(replace(run, shape=ModelShape(P, trained, M, L, P)))[2] == size * trained
+    ):
+        run = given(optim=optim)
+        for trained, size in ((P, full), (T, adapter)):
+            assert states(replace(run, shape=ModelShape(P, trained, M, L, P)))[2] == size * trained
 
 
 def test_quantized_weights_are_counted_with_their_scales() -> None:
@@ -278,9 +272,8 @@ def test_sizes_of_gpus_are_parsed_or_refused() -> None:
 ZERO3 = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 3, "
 
 
-@pytest.mark.parametrize(
-    ("text", "layout"),
-    [
+def test_layouts_are_read_from_accelerate_configurations(tmp_path: Path) -> None:
+    for text, layout in (
         ("num_processes: 2", Sharding(2)),
         ("num_processes: 2\nnum_machines: 2\ndistributed_type: MULTI_CPU", Sharding(2)),
         ("num_processes: 4\ndistributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", Sharding(4)),
@@ -292,19 +285,17 @@ ZERO3 = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_
         ("zero2_offload", Sharding(1, "zero2", offload_optimizer=True)),
         ("zero3_multinode", Sharding(16, "zero3")),
         ("fsdp2", Sharding(8, "fsdp2")),
-    ],
-)
-def test_layouts_are_read_from_accelerate_configurations(text: str, layout: Sharding | None, tmp_path: Path) -> None:
-    path = tmp_path / "layout.yaml"
-    if ":" in text:
-        path.write_text(text)
-    else:
-        path = find_file("accelerate_configs", text)
-    if layout is not None:
-        assert Sharding.described(path) == layout
-        return
-    with refused("layout.yaml", by=MemoryUnknown):
-        Sharding.described(path)
+    ):
+        path = tmp_path / "layout.yaml"
+        if ":" in text:
+            path.write_text(text)
+        else:
+            path = find_file("accelerate_configs", text)
+        if layout is not None:
+            assert Sharding.described(path) == layout
+        else:
+            with refused("layout.yaml", by=MemoryUnknown):
+                Sharding.described(path)
 
 
 def test_an_adapter_of_no_module_is_refused_with_the_names_of_modules() -> None:

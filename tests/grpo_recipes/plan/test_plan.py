@@ -159,9 +159,8 @@ def test_a_model_that_cannot_run_without_data_has_unknown_memory(planned: Any, m
     assert not any("quantiz" in note or "mxfp4" in note for note in found["notes"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
+def test_a_micro_batch_holds_whole_groups_only_if_rows_may_move(tmp_path: Path) -> None:
+    for changes, expected in (
         ({}, True),
         ({"loss_type": "bnpo"}, False),  # the weight of a row depends on its micro-batch
         ({"loss_type": "dr_grpo"}, True),
@@ -171,17 +170,12 @@ def test_a_model_that_cannot_run_without_data_has_unknown_memory(planned: Any, m
         ({"steps_per_generation": 4}, False),  # an optimizer step has half of the generation batch
         ({"steps_per_generation": 1}, True),
         ({"num_generations": 2}, True),
-    ],
-    ids=str,
-)
-def test_a_micro_batch_holds_whole_groups_only_if_rows_may_move(
-    changes: dict[str, Any], expected: bool, tmp_path: Path
-) -> None:
-    own = {"gradient_accumulation_steps": 2, **changes}
-    path = launching.write_recipe(tmp_path / "r.yaml", tmp_path, tmp_path / "rows.jsonl", tmp_path / "run", **own)
-    recipe = parse_recipe(["--config", str(path)])
-    geometry = geometry_of(recipe, 2 if changes.get("num_generations") == 32 else 1)
-    assert _keeps_groups_together(recipe, geometry) is expected
+    ):
+        own = {"gradient_accumulation_steps": 2, **changes}
+        path = launching.write_recipe(tmp_path / "r.yaml", tmp_path, tmp_path / "rows.jsonl", tmp_path / "run", **own)
+        recipe = parse_recipe(["--config", str(path)])
+        geometry = geometry_of(recipe, 2 if changes.get("num_generations") == 32 else 1)
+        assert _keeps_groups_together(recipe, geometry) is expected
 
 
 @pytest.fixture
@@ -217,27 +211,22 @@ def test_completions_beyond_the_positions_of_the_model_are_noted(capsys: Any, mi
     assert [figure for figure in ("`max_position_embeddings`", "257", "256") if figure not in said] == []
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rows", "limit", "longest", "note"),
-    [
+def test_memory_is_that_of_the_longest_measured_prompt() -> None:
+    for lengths, rows, limit, longest, note in (
         ([9, 17_721], 2, None, 17_721, ""),
         ([9, 60, 17_721], 3, 70, 60, ""),  # a prompt that is dropped does not count
         ([9, 17_721], 2_000, None, 17_721, "17,721"),
         ([9, 70], 2_000, 70, 70, ""),
         (None, 2, 70, 70, ""),
         (None, 2, None, 512, "512"),
-    ],
-)
-def test_memory_is_that_of_the_longest_measured_prompt(
-    lengths: list[int] | None, rows: int, limit: int | None, longest: int, note: str
-) -> None:
-    more = [] if limit is None else [f"--dataset.max_prompt_tokens={limit}"]
-    recipe = parse_recipe(["--config", "quickstart", *more])
-    summary = None if lengths is None else Lengths.of(np.array(lengths), rows, limit)
-    tokens, found = _longest_prompt(recipe, PromptReport("", None, summary, None))
-    assert tokens == longest
-    assert note in "".join(found)
-    assert len(found) == bool(note)
+    ):
+        more = [] if limit is None else [f"--dataset.max_prompt_tokens={limit}"]
+        recipe = parse_recipe(["--config", "quickstart", *more])
+        summary = None if lengths is None else Lengths.of(np.array(lengths), rows, limit)
+        tokens, found = _longest_prompt(recipe, PromptReport("", None, summary, None))
+        assert tokens == longest
+        assert note in "".join(found)
+        assert len(found) == bool(note)
 
 
 def test_a_resolved_recipe_keeps_its_order_and_its_letters() -> None:

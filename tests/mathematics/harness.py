@@ -16,6 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -455,5 +456,5 @@ def difference(
 
 
 def _first_generation(scenario: Scenario) -> list[Completion]:
-    batches = [batch for index in range(len(scenario.steps)) for batch in scenario.rows(index)[1]]
-    return [row for batch in batches[: scenario.geometry.steps_per_generation] for row in batch]
+    batches = (batch for index in range(len(scenario.steps)) for batch in scenario.rows(index)[1])
+    return [row for batch in islice(batches, scenario.geometry.steps_per_generation) for row in batch]

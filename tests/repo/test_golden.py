@@ -11,6 +11,7 @@ import difflib
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -33,8 +34,10 @@ VARIES = (
 """Patterns of text that differs between two machines or runs, with what stands for it."""
 
 
-def inputs(folder: Path, tiny_model: Path) -> None:
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """Write a recipe, its rows, completions to score, a finished run and two evaluations; link a tiny model."""
+    folder = tmp_path_factory.mktemp("inputs")
     values = bad_input.fine_recipe(folder, tiny_model) | {"model_name_or_path": "model"}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     (folder / "model").symlink_to(tiny_model)
@@ -49,6 +52,7 @@ def inputs(folder: Path, tiny_model: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     tiny.save_policy(folder / "other", num_hidden_layers=1)
+    return folder
 
 
 def transcript(commands: list[str], folder: Path, capfd: pytest.CaptureFixture[str]) -> str:
@@ -75,9 +79,9 @@ def transcript(commands: list[str], folder: Path, capfd: pytest.CaptureFixture[s
     ],
 )
 def test_a_command_prints_its_transcript(
-    file: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, inputs: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    inputs(tmp_path, tiny_model)
+    shutil.copytree(inputs, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     for name, value in {"COLUMNS": "120", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -81,10 +81,11 @@ def test_a_long_transcript_is_cut_in_its_middle() -> None:
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
+    max_leaves=4,
 )
 _KEYS = st.sampled_from(["role", "name", "content", "tool_calls", "function", "arguments", "reasoning_content", "x"])
-_MESSAGES = st.lists(st.dictionaries(_KEYS, _JSON | st.lists(st.dictionaries(_KEYS, _JSON)), max_size=5), max_size=4)
+_CALLS = st.lists(st.dictionaries(_KEYS, _JSON, max_size=2), max_size=2)
+_MESSAGES = st.lists(st.dictionaries(_KEYS, _JSON | _CALLS, max_size=4), max_size=3)
 
 
 @given(_MESSAGES)

@@ -164,11 +164,7 @@ def tiny_checkpoint(folder: Path) -> Path:
     """Save the tiny policy and its tokenizer, and in `experts` a mixture of experts, and return the folder."""
     build_policy(folder)
     build_policy(
-        folder / "experts",
-        MixtralConfig,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        router_aux_loss_coef=0.5,
+        folder / "experts", MixtralConfig, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5
     )
     for home in (folder, folder / "experts"):
         tiny.word_tokenizer(VOCABULARY).save_pretrained(home)

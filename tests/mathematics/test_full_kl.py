@@ -314,9 +314,7 @@ def test_the_logged_kl_is_over_the_tokens_of_all_ranks() -> None:
 
         logged: dict[str, list[float]] = defaultdict(list)
         parted = SimpleNamespace(
-            accelerator=SimpleNamespace(reduce=reduce),
-            model=SimpleNamespace(training=True),
-            _metrics={"train": logged},
+            accelerator=SimpleNamespace(reduce=reduce), model=SimpleNamespace(training=True), _metrics={"train": logged}
         )
         GRPOTrainer._log_full_kl(parted, kls[rank], masks[rank])  # type: ignore[arg-type]
         return logged["kl/full"][0]

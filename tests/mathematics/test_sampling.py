@@ -202,12 +202,7 @@ def test_the_expected_gradient_is_that_of_the_full_generation(
     ids=str,
 )
 def test_the_expected_gradient_with_other_options_and_draws(
-    loss_type: str,
-    level: str,
-    scale: str,
-    unvaried: tuple[int, ...],
-    checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    loss_type: str, level: str, scale: str, unvaried: tuple[int, ...], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"loss_type": loss_type, "scale_rewards": scale, "importance_sampling_level": level}
     found = compare(

@@ -81,6 +81,7 @@ def assert_equals_trl(
     assert max(found.loss, found.gradient) <= EXACT
 
 
+@pytest.mark.slow  # it runs none of our code
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("step", [0, 1, 2])
 def test_grpo_from_scratch_loss_is_grpo_without_bias_correction(step: int, scenario: ScenarioFactory) -> None:
@@ -92,6 +93,7 @@ def test_grpo_from_scratch_loss_is_grpo_without_bias_correction(step: int, scena
     assert_equals_trl(case, step, loss, policy, objective)
 
 
+@pytest.mark.slow  # it runs none of our code
 @pytest.mark.usefixtures("in_float64")
 def test_grpo_from_scratch_undivided_accumulation_is_the_large_batch_times_the_number_of_batches(
     scenario: ScenarioFactory, summary: SummaryLines
@@ -159,6 +161,7 @@ def test_open_r1_recipe_reproduces_the_loss_of_trl_0_15(open_r1: Recipe, scenari
     assert ours.item() == pytest.approx(loss.item(), abs=EXACT)
 
 
+@pytest.mark.slow  # it runs none of our code
 @pytest.mark.usefixtures("in_float64")
 def test_open_r1_recipe_needs_each_of_its_settings(open_r1: Recipe, scenario: ScenarioFactory) -> None:
     """TRL's present defaults give another loss or gradient where the recipe differs from them."""
@@ -227,6 +230,7 @@ def test_minimind_clamp_never_acts() -> None:
     assert max(oracle.advantages(one_apart, [1.0], 8)) == pytest.approx(7 / math.sqrt(8), abs=1e-2)
 
 
+@pytest.mark.slow  # it runs none of our code
 @pytest.mark.usefixtures("in_float64")
 def test_minimind_loss_is_grpo_but_for_temperature_and_padding(
     scenario: ScenarioFactory, summary: SummaryLines
@@ -292,6 +296,7 @@ def test_scored_triples_kl_is_reversed_and_divided_by_the_vocabulary(logits: tup
     assert abs(reversed_kl.mean() - oracle.full_kl(policy, reference).mean()) > 0.01
 
 
+@pytest.mark.slow  # it runs none of our code
 @pytest.mark.filterwarnings("ignore:size_average and reduce args will be deprecated")
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss")
 def test_scored_triples_scores_the_prompt_and_never_reads_the_response(checkpoint: Path) -> None:

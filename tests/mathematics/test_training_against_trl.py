@@ -16,8 +16,7 @@ from tests.mathematics.training import compare_training
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "every"])
 @pytest.mark.parametrize(
-    "loss_type",
-    [pytest.param(name, marks=() if name == "dapo" else pytest.mark.slow) for name in LOSS_TYPES],
+    "loss_type", [pytest.param(name, marks=() if name == "dapo" else pytest.mark.slow) for name in LOSS_TYPES]
 )
 def test_a_training_on_one_process_equals_the_oracle(
     loss_type: str, every: int, checkpoint: Path, record_cell: Callable

@@ -22,10 +22,7 @@ FIRST = {
         {"answer": "good", "stars": 5},
     ),
     "invoices.yaml": ("Eva Ruiz ordered 56 chairs.", {"answer": '{"name": "Eva Ruiz", "quantity": 56}'}),
-    "tasks.yaml": (
-        "Write a Python function add(a, b) that returns the sum.",
-        {"tests": ["assert add(1, 2) == 3"]},
-    ),
+    "tasks.yaml": ("Write a Python function add(a, b) that returns the sum.", {"tests": ["assert add(1, 2) == 3"]}),
     "mbpp.yaml": (
         "Write a function to find the largest item.\nYour program is called like this: top([1, 3, 2]) ",
         {"tests": ["assert top([1, 3, 2]) == 3", "assert top([-1]) == -1"], "test_setup_code": ""},

@@ -91,9 +91,9 @@ def tool_completions(
     pay: Callable[[int, int], float] = lambda step, member: 2.0 * (member == 0),
     reward: str = "gsm8k_correctness",
 ) -> list[dict[str, Any]]:
-    """Return groups of four at eight steps, with a number of calls and a reward by step and member."""
+    """Return groups of four at four steps, with a number of calls and a reward by step and member."""
     rows = []
-    for step in range(5, 41, 5):
+    for step in range(10, 41, 10):
         for prompt in range(2):
             for member in range(4):
                 asked = {"role": "user", "content": f"question {step}.{prompt}"}

@@ -110,13 +110,13 @@ def test_a_transcript_is_a_list_of_its_parts(tmp_path: Path) -> None:
     for row in rows[1::2]:
         row["completion"][1] |= {"name": EVIL, "content": EVIL + "r" * 5000}
     _, _, shown = data(written(tmp_path, completions=rows))
-    assert shown[0][2] == "<answer>0</answer> <b>5</b>", "a plain answer stays a text"
+    assert shown[0][2] == "<answer>0</answer> <b>10</b>", "a plain answer stays a text"
     kinds, labels, texts = zip(*shown[1][2], strict=True)
     assert kinds == ("text", "call", "result", "text")
     assert labels[:2] == ("Turn 1", "Turn 1 calls add")
     assert texts[:2] == ("I add.", '{"a": 1, "b": 0}')
     assert all(part.isprintable() for part in labels)
-    assert texts[3] == "<answer>1</answer> <b>5</b>"
+    assert texts[3] == "<answer>1</answer> <b>10</b>"
 
 
 # In a browser

@@ -19,14 +19,7 @@ from grpo_recipes.runs.files import RunError
 from grpo_rewards.terminal import rendered
 from tests.support import short_runs
 from tests.support.errors import refused
-from tests.support.synthetic import (
-    HEALTHY,
-    TOOL_METRICS,
-    healthy_completions,
-    ramp,
-    tool_completions,
-    write_run,
-)
+from tests.support.synthetic import HEALTHY, TOOL_METRICS, healthy_completions, ramp, tool_completions, write_run
 from tests.support.tiny import policy
 
 
@@ -141,8 +134,10 @@ def test_a_check_that_does_not_apply_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_finds_no_answer_gets_a_hint_at_the_layout(tmp_path: Path) -> None:
-    names = ("gsm8k_correctness/mean", "gsm8k_correctness/parsed")
-    folder = write_run(tmp_path / "run", dict.fromkeys((f"rewards/{name}" for name in names), ramp(0, 0)))
+    names, rows = ("gsm8k_correctness/mean", "gsm8k_correctness/parsed"), healthy_completions()[:8]
+    folder = write_run(
+        tmp_path / "run", dict.fromkeys((f"rewards/{name}" for name in names), ramp(0, 0)), completions=rows
+    )
 
     def hint(*rewards: Any) -> str:
         findings = found_in(edited(folder, recipe={"rewards": list(rewards)}))
@@ -151,7 +146,7 @@ def test_a_reward_that_finds_no_answer_gets_a_hint_at_the_layout(tmp_path: Path)
     boxed = {"name": "gsm8k_correctness", "kwargs": {"extract": "boxed"}}
     by_path = {"name": "grpo_rewards.math.correctness.gsm8k_correctness", "kwargs": {"extract": "boxed"}}
     for rewards in ([boxed, "tag_presence"], [{"name": "sum", "rewards": ["tag_presence", boxed]}], [by_path]):
-        assert "`extract: answer_tag` finds one in 32 of 32" in hint(*rewards)
+        assert "`extract: answer_tag` finds one in 8 of 8" in hint(*rewards)
     assert "`extract: answer_tag`" in hint("gsm8k_correctness")
     assert "`extract:" not in hint({"name": "x.y", "alias": "gsm8k_correctness"})
 

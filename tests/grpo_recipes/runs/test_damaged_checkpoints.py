@@ -1,5 +1,6 @@
 """Checkpoints with a missing, empty, cut-off or changed file: a resume uses the one before, or is refused."""
 
+import functools
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -63,9 +64,12 @@ def finished(recipes: Callable[..., Path]) -> Path:
     return recipe
 
 
+parsed = functools.cache(parse_recipe)
+
+
 def resumed(recipe: Path, place: str = "true") -> Resume:
     """Return what a resume decides before a model is loaded."""
-    point = resume_point(parse_recipe(["--config", str(recipe), "--resume_from_checkpoint", place]), CPU)
+    point = resume_point(parsed(("--config", str(recipe), "--resume_from_checkpoint", place)), CPU)
     assert point is not None
     found = confirmed(point, each_node=False)
     if (error := found.obstacle()) is not None:

@@ -25,6 +25,7 @@ from grpo_recipes.runs.checkpoints import read_manifest, write_manifest
 from grpo_recipes.runs.identity import NOT_IDENTIFIED, SLICE_ROWS, column_digests, source_digest
 from grpo_recipes.tools.examples import calculator
 from grpo_rewards.math.correctness import GSM8KCorrectness
+from tests.grpo_recipes.runs.test_identity_differences import edit
 from tests.support import launching, short_runs, tiny
 from tests.support.errors import refused
 
@@ -62,23 +63,22 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("own_rewards", None)
 
 
-def edit(path: Path, **values: Any) -> None:
-    """Replace entries of a JSON file."""
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+def change_contents(place: Path) -> None:
+    """Change the golds and the weights of both models."""
+    write_golds(place / "rows.jsonl", 1)
+    for role in ("policy", "scorer"):
+        change_one_tensor(place / role)
 
 
-Change = Callable[[Path], object]
-CHANGES: dict[str, tuple[Change, str]] = {
-    "golds": (lambda place: write_golds(place / "rows.jsonl", 1), "`answer`"),
-    "policy": (lambda place: change_one_tensor(place / "policy"), "policy/model.safetensors"),
-    "configuration": (lambda place: edit(place / "policy" / "config.json", rms_norm_eps=0.1), "policy/config.json"),
-    "tokenizer": (
+CHANGES: tuple[tuple[Callable[[Path], object], tuple[str, ...]], ...] = (
+    (change_contents, ("`answer`", "policy/model.safetensors", "scorer/model.safetensors")),
+    (
         lambda place: edit(place / "policy" / "tokenizer_config.json", model_max_length=7),
-        "policy/tokenizer_config.json",
+        ("policy/tokenizer_config.json",),
     ),
-    "reward model": (lambda place: change_one_tensor(place / "scorer"), "scorer/model.safetensors"),
-    "reward code": (lambda place: (place / "own_rewards.py").write_text(REWARD + "\n# another\n"), ""),
-}
+    (lambda place: edit(place / "policy" / "config.json", rms_norm_eps=0.1), ("policy/config.json",)),
+)
+"""Changes that refuse a resume, with what the message names."""
 
 
 def recipe(place: Path, **changes: Any) -> list[str]:
@@ -134,16 +134,13 @@ def test_a_recipe_notices_changes_behind_its_paths(place: Path, capsys: pytest.C
     assert str(place) not in json.dumps(manifest.identity), "a manifest may be pushed to the hub"
     capsys.readouterr()
     resumed = [*command, "--resume_from_checkpoint=true", "--max_steps=3"]
-    for kind, (change, figure) in CHANGES.items():
+    for change, figures in CHANGES:
         with restored(place):
             change(place)
-            code, (said, error) = train.main(resumed), capsys.readouterr()
-            if figure:
-                assert (code, (place / "run" / "checkpoint-3").exists()) == (2, False), kind
-                last = error.splitlines()[-1]
-                assert all(part in last for part in ("mine.yaml: `resume_from_checkpoint`: ", "checkpoint-2", figure))
-            else:
-                assert (code, said.count("`by_length`")) == (0, 1)
+            assert (train.main(resumed), (place / "run" / "checkpoint-3").exists()) == (2, False), figures
+            last = capsys.readouterr().err.splitlines()[-1]
+            for part in ("mine.yaml: `resume_from_checkpoint`: ", "checkpoint-2", *figures):
+                assert part in last
     with restored(place):  # the checkpoint before a damaged one is compared too
         (checkpoint / "model.safetensors").write_bytes(bytes((checkpoint / "model.safetensors").stat().st_size))
         columns = {**manifest.identity["columns"], "answer": "0"}
@@ -154,8 +151,10 @@ def test_a_recipe_notices_changes_behind_its_paths(place: Path, capsys: pytest.C
         assert all(part in last for part in ("checkpoint-1: ", "`answer`")), last
     shutil.move(place / "policy", place / "moved")
     (place / "policy").symlink_to(place / "moved")
+    (place / "own_rewards.py").write_text(REWARD + "\n# another\n")
     assert train.main(resumed) == 0
-    assert "checkpoint-2 was saved" not in capsys.readouterr().out, "the contents are the same"
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "checkpoint-2 was saved" in line)
+    assert ("`by_length`" in line, "policy" in line) == (True, False), "the contents of the policy are the same"
 
 
 @pytest.mark.slow
@@ -178,12 +177,12 @@ def test_a_recipe_notices_another_model_behind_its_adapter(place: Path, capsys: 
 
 def test_a_script_notices_changes_behind_its_paths(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     script(place).train()
-    for change, figure in (CHANGES[kind] for kind in ("golds", "policy", "tokenizer", "reward model")):
+    for change, figures in CHANGES[:2]:
         with restored(place):
             change(place)
-            with refused(place / "run" / "checkpoint-1", figure):
+            with refused(place / "run" / "checkpoint-1", *figures):
                 script(place).train(resume_from_checkpoint=True)
-    CHANGES["reward code"][0](place)
+    (place / "own_rewards.py").write_text(REWARD + "\n# another\n")
     with caplog.at_level(logging.WARNING):
         script(place).train(resume_from_checkpoint=True)
     assert caplog.text.count("`by_length`") == 1

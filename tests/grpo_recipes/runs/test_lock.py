@@ -78,17 +78,18 @@ def test_a_second_launch_of_a_recipe_is_refused(tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "run" / LOCK).exists()
 
 
-@pytest.mark.parametrize(("exchanges", "content"), [(True, None), (False, ""), (True, '{"host": "h", "pid": 17}')])
 def test_a_lock_of_another_machine_is_taken_over_once_it_has_expired(
-    content: str | None, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lease: Callable[[float, float], None]
 ) -> None:
     """NFS has no exchange of two names, and a crash of the machine leaves an empty lock."""
-    if not exchanges:
-        monkeypatch.setattr("filelock._soft.exchange_names", lambda source, target: False)
-    touched = left(tmp_path / "run", marker() if content is None else content).stat().st_mtime
-    with only_writer(tmp_path / "run") as held:
-        assert held.loss() is None
-        assert time.time() - touched >= lock.LEASE_SECONDS, "until then the other launch may live"
+    lease(0.15, 0.02)
+    for exchanges, content in ((True, marker()), (True, '{"host": "h", "pid": 17}'), (False, "")):
+        if not exchanges:
+            monkeypatch.setattr("filelock._soft.exchange_names", lambda source, target: False)
+        touched = left(tmp_path / "run", content).stat().st_mtime
+        with only_writer(tmp_path / "run") as held:
+            assert held.loss() is None
+            assert time.time() - touched >= lock.LEASE_SECONDS, "until then the other launch may live"
 
 
 def test_the_first_sign_of_another_machine_ends_the_waiting(
@@ -134,7 +135,7 @@ def test_a_lock_that_was_removed_is_a_loss(tmp_path: Path) -> None:
 HOLDS = """
 import pathlib, sys
 from grpo_recipes.runs import lock
-lock.LEASE_SECONDS, lock.HEARTBEAT_SECONDS = 1.0, 0.1
+lock.LEASE_SECONDS, lock.HEARTBEAT_SECONDS = 0.6, 0.1
 with lock.only_writer(pathlib.Path(sys.argv[1])) as held:
     print("holds", flush=True)
     sys.stdin.readline()
@@ -145,7 +146,7 @@ with lock.only_writer(pathlib.Path(sys.argv[1])) as held:
 def test_a_killed_launch_is_taken_over_at_once_and_a_suspended_one_after_the_lease(
     tmp_path: Path, lease: Callable[[float, float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lease(1.0, 0.1)
+    lease(0.6, 0.1)
     for stop in (signal.SIGKILL, signal.SIGSTOP):
         command: Sequence[str] = [sys.executable, "-c", HOLDS, str(tmp_path / "run")]
         first = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

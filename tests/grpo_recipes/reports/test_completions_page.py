@@ -181,7 +181,7 @@ def test_texts_of_a_run_do_not_run_in_the_browser(tmp_path: Path, browser: Brows
     parts = "[...document.querySelectorAll('.card')[1].querySelectorAll('.said')].map(part => part.className)"
     assert tab.evaluate(parts) == ["said text", "said call", "said result", "said text"]
     assert tab.evaluate("document.querySelectorAll('.card img').length") == 0
-    assert len(filtered(tab, search='"b": 1', step_to="10")) == 4, "the second call of two"
+    assert len(filtered(tab, search='"b": 1', step_to="20")) == 4, "the second call of two"
     assert filtered(tab, order="longest")[0] == "I add."
 
 

@@ -66,17 +66,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def change_contents(place: Path) -> None:
     """Change the golds and the weights of both models."""
     write_golds(place / "rows.jsonl", 1)
-    for role in ("policy", "scorer"):
-        change_one_tensor(place / role)
+    change_one_tensor(place / "policy")
+    change_one_tensor(place / "scorer")
 
 
+CONFIG = "policy/config.json"
+TOKENIZER = "policy/tokenizer_config.json"
 CHANGES: tuple[tuple[Callable[[Path], object], tuple[str, ...]], ...] = (
     (change_contents, ("`answer`", "policy/model.safetensors", "scorer/model.safetensors")),
-    (
-        lambda place: edit(place / "policy" / "tokenizer_config.json", model_max_length=7),
-        ("policy/tokenizer_config.json",),
-    ),
-    (lambda place: edit(place / "policy" / "config.json", rms_norm_eps=0.1), ("policy/config.json",)),
+    (lambda place: edit(place / TOKENIZER, model_max_length=7), (TOKENIZER,)),
+    (lambda place: edit(place / CONFIG, rms_norm_eps=0.1), (CONFIG,)),
 )
 """Changes that refuse a resume, with what the message names."""
 
@@ -139,8 +138,9 @@ def test_a_recipe_notices_changes_behind_its_paths(place: Path, capsys: pytest.C
             change(place)
             assert (train.main(resumed), (place / "run" / "checkpoint-3").exists()) == (2, False), figures
             last = capsys.readouterr().err.splitlines()[-1]
-            for part in ("mine.yaml: `resume_from_checkpoint`: ", "checkpoint-2", *figures):
-                assert part in last
+            assert all(part in last for part in ("mine.yaml: `resume_from_checkpoint`: ", "checkpoint-2", *figures)), (
+                last
+            )
     with restored(place):  # the checkpoint before a damaged one is compared too
         (checkpoint / "model.safetensors").write_bytes(bytes((checkpoint / "model.safetensors").stat().st_size))
         columns = {**manifest.identity["columns"], "answer": "0"}

@@ -134,10 +134,8 @@ def test_a_check_that_does_not_apply_is_not_counted(tmp_path: Path) -> None:
 
 
 def test_a_reward_that_finds_no_answer_gets_a_hint_at_the_layout(tmp_path: Path) -> None:
-    names, rows = ("gsm8k_correctness/mean", "gsm8k_correctness/parsed"), healthy_completions()[:8]
-    folder = write_run(
-        tmp_path / "run", dict.fromkeys((f"rewards/{name}" for name in names), ramp(0, 0)), completions=rows
-    )
+    metrics = dict.fromkeys((f"rewards/gsm8k_correctness/{name}" for name in ("mean", "parsed")), ramp(0, 0))
+    folder = write_run(tmp_path / "run", metrics, completions=healthy_completions()[:8])
 
     def hint(*rewards: Any) -> str:
         findings = found_in(edited(folder, recipe={"rewards": list(rewards)}))

@@ -82,8 +82,7 @@ def test_the_page_begins_with_the_answer_is_self_contained_and_has_all_facts(run
     assert not {"script", "link", "iframe"} & set(page.tags)
     for figure in ("0.400 [0.350, 0.450]", "max_completion_length: 256", "question 40.0", "1 min 20 s", "trl 1.16.0"):
         assert figure in page.text, figure
-    (finding,) = diagnose(Run.read(run_folder)).findings
-    assert finding.sentence.replace("`", "") in page.text
+    assert diagnose(Run.read(run_folder)).findings[0].sentence.replace("`", "") in page.text
     # Text of the model is shown as text.
     assert "<answer>0</answer> <b>40</b>" in page.text
     assert "b" not in page.tags
@@ -376,7 +375,6 @@ def test_a_completion_is_right_if_every_correctness_reward_that_scored_it_passes
 
 
 def test_two_runs_share_their_charts(run_folder: Path, tmp_path: Path) -> None:
-    other = write_run(tmp_path / "run-b", {"kl": None}, seed=1)
-    page = report(run_folder, other)
+    page = report(run_folder, write_run(tmp_path / "run-b", {"kl": None}, seed=1))
     assert page.pictures == 16, "as of one run"
     assert all(name in page.text for name in ("run-a", "run-b", "14 of 16"))

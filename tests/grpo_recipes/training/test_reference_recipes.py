@@ -121,7 +121,7 @@ def test_an_impossible_reference_raises_before_a_model_is_loaded(
     full = [f"--model_name_or_path={tiny_model}", "--use_peft=false"]
     for args, figures in (
         ([f"--model_name_or_path={lora_run}"], ["`use_peft`"]),
-        (["--reference", "base", *full], ["reference: base"]),
+        (["--reference", "base", *full], ["`reference`", "`base`"]),
         (["--reference.adapter", str(tmp_path)], [str(tmp_path), "adapter_config.json"]),
         (["--sync_ref_model=true", "--beta=0"], ["`beta`", "`sync_ref_model`"]),
         (["--sync_ref_model=true", "--ref_model_sync_steps=0"], ["`ref_model_sync_steps`", "0"]),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,9 @@ _BINARY: Mapping[type, Callable[[Any, Any], Any]] = {
 }
 _UNARY: Mapping[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
+# CPython 3.11 counts the depth of all threads' trees together, and raises a SystemError if two are made at once.
+_PARSING = threading.Lock()
+
 SANDBOX = Limits(cpu_seconds=4, output_bytes=4096)
 
 
@@ -42,7 +46,8 @@ def calculator(expression: str) -> str:
     if len(expression) > MAX_EXPRESSION:
         raise ToolError(f"the expression has more than {MAX_EXPRESSION} characters")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        with _PARSING:
+            tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ToolError("this is not an arithmetic expression") from error
     try:

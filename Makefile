@@ -25,7 +25,7 @@ install: $(INSTALLED)  ## the virtual environment in .venv, with the exact versi
 
 $(RUNTIME): pyproject.toml rewards/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --no-compile --editable ./rewards --editable .
+	$(PIP) --editable ./rewards --editable .
 	touch $@
 
 $(INSTALLED): $(RUNTIME)

@@ -15,6 +15,9 @@ TORCH ?= 2.15.0
 # Files with tests marked `gpu`. Others import packages that a GPU machine may lack.
 GPU_TESTS := tests/grpo_recipes/generation tests/grpo_recipes/training
 
+# Tests and commands start many processes, and each would compile all modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install quickstart tutorial test golden test-slow test-nightly test-vllm torture models mutants notebook lint docs bench \
 	real-model gpu-bundle dist test-oldest test-torch test-debian next-trl clean
 

@@ -13,14 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from tests.support import device
 
 # Tiny models gain nothing from threads, and lose a factor of ten to them where cores are shared. And sums of floats
-# depend on how many there are: no test may.
-os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that tests start
-torch.set_num_threads(1)
+# depend on how many there are: no test may. Torch, which is imported later, reads this, and so do other processes.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A script's `( … &)` starts its processes with SIGINT ignored. The processes that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -54,6 +50,8 @@ def internlm2_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save the quickstart's untrained policy in a folder that transformers loads."""
+    import torch
+
     from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations
     from grpo_recipes.recipe.specs import DatasetSpec
 
@@ -99,6 +97,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests of the CPU on another device."""
+    from tests.support import device
+
     if device.NAME != "cpu":
         others = [item for item in items if item.get_closest_marker("gpu") is None]
         items[:] = [item for item in items if item.get_closest_marker("gpu") is not None]
@@ -133,6 +133,8 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(autouse=True)
 def _device_of_tests(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run a test marked `gpu` on the device of the tests."""
+    from tests.support import device
+
     on_device = request.node.get_closest_marker("gpu") is not None
     with device.device_of_tests() if on_device else nullcontext():
         yield

@@ -221,7 +221,7 @@ def test_batches_respect_the_token_limit(model, forwards):
     assert all(rows * (prefix + columns) <= 1000 or rows == 1 for rows, columns in forwards[1:])
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple), min_size=1, max_size=5))
 def test_the_shared_prefix_is_the_longest_common_one(sequences):
     shortest = min(map(len, sequences))

@@ -46,7 +46,7 @@ def at_least(count: int, n: int, p: float) -> float:
     return math.fsum(math.comb(n, hits) * p**hits * (1 - p) ** (n - hits) for hits in range(count, n + 1))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_the_interval_of_one_sample_a_problem_is_exact(case: tuple[int, int]) -> None:
     """At each end, the observed number of successes or a more extreme one has a probability of 2.5 %."""
@@ -158,7 +158,7 @@ def test_an_interval_excludes_0_if_mcnemars_test_rejects(n: int) -> None:
         assert -1 <= difference.low <= difference.value <= difference.high <= 1
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 8).flatmap(lambda k: st.lists(st.tuples(st.integers(0, k), st.integers(0, 3)), min_size=1)))
 def test_an_interval_excludes_0_if_p_is_below_5_percent(counts: list[tuple[int, int]]) -> None:
     """With several samples per problem, and other numbers of samples on the two sides."""

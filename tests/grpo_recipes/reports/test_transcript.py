@@ -89,7 +89,7 @@ _MESSAGES = st.lists(st.dictionaries(_KEYS, _JSON | _CALLS, max_size=4), max_siz
 
 
 @given(_MESSAGES)
-@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_message_raises(messages: list[dict[str, Any]]) -> None:
     for part in transcript(messages):
         json.dumps([part.kind, part.label, part.text])

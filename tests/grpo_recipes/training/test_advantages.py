@@ -29,7 +29,7 @@ def test_max_rl_computed_by_hand() -> None:
     assert max_rl(rewards).tolist() == expected
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=12))
 def test_max_rl_equals_exact_fractions(rewards: list[int]) -> None:
     mean = Fraction(sum(rewards), len(rewards))

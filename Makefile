@@ -46,7 +46,7 @@ golden: $(INSTALLED)  ## rewrite tests/golden, what each command prints: read th
 
 test-slow: $(INSTALLED)  ## launches on two processes, full grids, installs: minutes
 	GRPO_TEST_DEVICE=pretend $(BIN)/python -m pytest -n 2 --dist worksteal -m "gpu and not slow" $(GPU_TESTS)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not nightly"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "slow and not nightly"
 
 test-nightly: $(INSTALLED)  ## the largest grids and fuzzing, the tutorial: tens of minutes
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m nightly

@@ -23,7 +23,9 @@ def dtypes(output: Path) -> dict[str, list[str]]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("layout", "tuning"), [("cpu", "lora"), ("ddp_cpu", "full")])
+@pytest.mark.parametrize(
+    ("layout", "tuning"), [pytest.param("cpu", "lora", marks=pytest.mark.nightly), ("ddp_cpu", "full")]
+)
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(layout: str, tuning: str, tmp_path: Path) -> None:
     """Parameters, completions, moments and low bits are equal to the bit."""
     policy, rows = launching.build_policy(tmp_path / "policy"), launching.write_rows(tmp_path / "rows.jsonl", 16)

@@ -248,8 +248,8 @@ def test_continuous_batching_may_not_cast_trained_weights(tmp_path: Path) -> Non
     ("dtype", "optim", "found"),
     [
         ("bfloat16", "adamw_torch_fused", True),
-        ("bfloat16", "adamw_bf16", False),
-        ("float32", "adamw_torch_fused", False),
+        pytest.param("bfloat16", "adamw_bf16", False, marks=pytest.mark.nightly),
+        pytest.param("float32", "adamw_torch_fused", False, marks=pytest.mark.nightly),
     ],
 )
 def test_the_diagnosis_finds_lost_updates_and_only_lost_ones(

@@ -48,7 +48,15 @@ On several machines, start training with accelerate's own launcher on each machi
 """
 
 TASKS = (
-    *("code", "numbers", "boxed", "multiple_choice", "classification", "extraction", "words", "text", "instructions"),
+    "code",
+    "numbers",
+    "boxed",
+    "multiple_choice",
+    "classification",
+    "extraction",
+    "words",
+    "text",
+    "instructions",
     "judged",
 )
 """Tasks of `init`: `plan.init.TASKS`, whose import takes seconds."""

@@ -34,11 +34,11 @@ from grpo_recipes.tools import examples
 from grpo_recipes.tools.loop import (
     Generate,
     Ids,
-    Limits,
     Message,
     Row,
     RowTools,
     ToolLoop,
+    TurnLimits,
     beginning,
     drop_abandoned,
     read_turn,
@@ -167,7 +167,7 @@ class Turns:
             render=self.render,
             shorten=partial(beginning, self.tokenizer),
             run=self.runner.run,
-            limits=Limits(self.tools.iterations, completion, positions),
+            limits=TurnLimits(self.tools.iterations, completion, positions),
         )
 
 

@@ -26,8 +26,26 @@ from grpo_recipes.data.prompts import ENVIRONMENT, RESERVED, Prompts, sample_of_
 from grpo_recipes.data.sources import Keys, guess_source, read
 from grpo_recipes.data.tables import listed
 from grpo_recipes.data.text_files import has_cells
-from grpo_recipes.plan import columns as known
-from grpo_recipes.plan.columns import Column
+from grpo_recipes.plan.columns import (
+    ENOUGH,
+    SINGLE_CHOICE,
+    Column,
+    are_choices,
+    columns_of,
+    find,
+    is_formula,
+    is_label,
+    is_letter,
+    is_math,
+    is_number,
+    is_object,
+    is_prose,
+    is_short,
+    is_tests,
+    labels_of,
+    last_turns,
+    named,
+)
 from grpo_recipes.recipe.recipe import parse_recipe
 from grpo_recipes.recipe.specs import DatasetName, DatasetSpec
 from grpo_rewards.choices import read_choices
@@ -68,14 +86,14 @@ FOLDED = {"match": "casefold"}
 OVERLAP = {"match": "f1", "extract": "whole"}
 JUDGE = {"base_url": "http://127.0.0.1:8000/v1", "model": "Qwen/Qwen3-8B"}
 
-CODE = Form("code", "tests", known.is_tests, "unit_tests", {}, "program")
-NUMBER = Form("numbers", "numbers", known.is_number, "gsm8k_correctness")
-FORMULA = Form("boxed", "formulas and numbers", known.is_math, "math_correctness", {}, "boxed")
-LABEL = Form("classification", "labels", known.is_label, "string_match", FOLDED, preset="classification")
-OBJECT = Form("extraction", "objects", known.is_object, "json_schema", preset="extraction")
-WORDS = Form("words", "a few words", known.is_short, "string_match", FOLDED)
-TEXT = Form("text", "texts", known.is_prose, "string_match", OVERLAP, None)
-CHOICE = Form("multiple_choice", "choices", known.is_label, "choice_correctness", preset="multiple_choice")
+CODE = Form("code", "tests", is_tests, "unit_tests", {}, "program")
+NUMBER = Form("numbers", "numbers", is_number, "gsm8k_correctness")
+FORMULA = Form("boxed", "formulas and numbers", is_math, "math_correctness", {}, "boxed")
+LABEL = Form("classification", "labels", is_label, "string_match", FOLDED, preset="classification")
+OBJECT = Form("extraction", "objects", is_object, "json_schema", preset="extraction")
+WORDS = Form("words", "a few words", is_short, "string_match", FOLDED)
+TEXT = Form("text", "texts", is_prose, "string_match", OVERLAP, None)
+CHOICE = Form("multiple_choice", "choices", is_label, "choice_correctness", preset="multiple_choice")
 INSTRUCTIONS = Form("instructions", "instructions that a program checks", bool, "instructions", {}, None)
 JUDGED = Form("judged", "missing, so that a model judges the completions", bool, "judge", JUDGE, None)
 
@@ -159,7 +177,7 @@ def unsure(place: str, problem: str) -> UserError:
 
 def proposed(table: datasets.Dataset, path: str, wishes: Wishes = Wishes()) -> Proposal:
     """Return a recipe for a table. Raise `UserError` with the options that decide what is not certain."""
-    columns = [*known.columns_of(table.select(sample_of_rows(len(table)))[:])]
+    columns = [*columns_of(table.select(sample_of_rows(len(table)))[:])]
     roles = _roles(columns, path, wishes)
     form, answer = roles.form, roles.answer
     part, gold_part = PARTS.get(form, ("question", "answer"))
@@ -186,7 +204,7 @@ def proposed(table: datasets.Dataset, path: str, wishes: Wishes = Wishes()) -> P
             "`prompt` is text, which reaches a model without its chat template: for an instruct model, set "
             "`dataset.prompt_format: conversational`."
         )
-    labels = known.labels_of(answer) if form is LABEL and answer is not None and not roles.is_complete else None
+    labels = labels_of(answer) if form is LABEL and answer is not None and not roles.is_complete else None
     system_prompt = None if roles.is_complete and form is not CODE else form.system_prompt
     if form is OBJECT and answer is not None:
         keys = dict.fromkeys(key for value in answer.filled for key in presets.gold_object(value) or ())
@@ -222,7 +240,7 @@ def _roles(columns: Sequence[Column], path: str, wishes: Wishes) -> Roles:
     is_complete = question.is_messages or (question.has_role("prompt") and form is not CODE)
     contexts: list[Column] = []
     if not is_complete and not choices:
-        contexts = [one for one in known.named(rest, "context", "input") if one is not answer and one.is_text(0)]
+        contexts = [one for one in named(rest, "context", "input") if one is not answer and one.is_text(0)]
     if wishes.question is None:
         _check_all_read(rest, question, [answer, *choices.values(), *contexts])
     return Roles(form, question, answer, choices, contexts, is_complete)
@@ -231,10 +249,10 @@ def _roles(columns: Sequence[Column], path: str, wishes: Wishes) -> Roles:
 def _question(columns: Sequence[Column], path: str, wishes: Wishes) -> Column:
     """Return the column with the question, or with complete prompts."""
     if wishes.question is not None:
-        return known.find(columns, wishes.question, "--question")
+        return find(columns, wishes.question, "--question")
     readable = [column for column in columns if column.is_messages or column.is_text(2)]
     for roles in (("prompt", "question"), ("conversation",), ("text",)):
-        found = known.named(readable, *roles)
+        found = named(readable, *roles)
         if found:
             return _only(found, "question")
     # Shown above the error: a prompt of any columns, and a reward of any.
@@ -282,22 +300,22 @@ def _answer(
 def _choices(rest: Sequence[Column], wishes: Wishes) -> Mapping[str, Column]:
     """Return the column with the choices as `choices`, or the columns of one choice each by label; {} without any."""
     if wishes.choices is not None:
-        found = [known.find(rest, name.strip(), "--choices") for name in wishes.choices.split(",")]
+        found = [find(rest, name.strip(), "--choices") for name in wishes.choices.split(",")]
         return {"choices": found[0]} if len(found) == 1 else dict(zip("ABCDEFGHIJ", found, strict=False))
     if wishes.task not in (None, CHOICE.task):
         return {}
-    if any(known.SINGLE_CHOICE.fullmatch(column.key) for column in rest if len(column.path) == 1):
+    if any(SINGLE_CHOICE.fullmatch(column.key) for column in rest if len(column.path) == 1):
         raise unsure("the choices", "some columns hold one choice each, as in `--choices option_a,option_b`")
-    lists = known.named([one for one in rest if one.share(known.are_choices) >= known.ENOUGH], "choices")
+    lists = named([one for one in rest if one.share(are_choices) >= ENOUGH], "choices")
     return {"choices": _only(lists, "choices")} if lists else {}
 
 
 def _gold_of(choices: Mapping[str, Column], rest: Sequence[Column], wishes: Wishes) -> Column:
     """Return the column whose values name one of the choices."""
     if wishes.answer is not None:
-        golds = [known.find(rest, wishes.answer, "--answer")]
+        golds = [find(rest, wishes.answer, "--answer")]
     else:
-        golds = known.named(rest, "answer", "label", "position")
+        golds = named(rest, "answer", "label", "position")
     read = []
     for row in zip(*(one.values for one in choices.values()), strict=True):
         own = (
@@ -308,7 +326,7 @@ def _gold_of(choices: Mapping[str, Column], rest: Sequence[Column], wishes: Wish
     for gold in golds:
         pairs = zip(gold.values, read, strict=True)
         labels = tuple(presets.gold_label(value, one) if one and one.texts else None for value, one in pairs)
-        if len(labels) - labels.count(None) >= max(1, known.ENOUGH * len(gold.filled)):
+        if len(labels) - labels.count(None) >= max(1, ENOUGH * len(gold.filled)):
             fitting.setdefault(labels, gold)
     if len(fitting) == 1:
         (gold,) = fitting.values()
@@ -325,18 +343,18 @@ def _gold_of(choices: Mapping[str, Column], rest: Sequence[Column], wishes: Wish
 def _named_answer(rest: Sequence[Column], question: Column, wishes: Wishes) -> Column:
     """Return the column with the answers by its name, or the last turns of conversations."""
     if wishes.answer is not None:
-        return known.find(rest, wishes.answer, "--answer")
-    tests = known.named(rest, "tests")
-    readable = [column for column in tests if column.share(known.is_tests) >= known.ENOUGH]
+        return find(rest, wishes.answer, "--answer")
+    tests = named(rest, "tests")
+    readable = [column for column in tests if column.share(is_tests) >= ENOUGH]
     if tests and not readable and wishes.task in (None, CODE.task):
         raise unsure(f"column {tests[0].name!r}", "it holds no tests that `unit_tests` reads (docs/rewards.md)")
     for found in (
         readable,
-        known.named(rest, "answer", "label"),
-        known.last_turns(question),
-        known.named(rest, "solution"),
-        known.named(rest, "summary", "output"),
-        known.named(rest, "kind") if question.has_role("text") else [],
+        named(rest, "answer", "label"),
+        last_turns(question),
+        named(rest, "solution"),
+        named(rest, "summary", "output"),
+        named(rest, "kind") if question.has_role("text") else [],
     ):
         if any(column.key.startswith("label_") for column in found):  # the names of the numbers in `label`
             found = [column for column in found if column.key != "label"]
@@ -350,15 +368,15 @@ def _named_answer(rest: Sequence[Column], question: Column, wishes: Wishes) -> C
 def _form_of(answer: Column, wishes: Wishes) -> Form:
     """Return the most specific form, among those of the task, that enough of the answers have."""
     # The rows that an explicit task leaves out are named by the checks of the recipe.
-    enough = known.ENOUGH if wishes.task is None else 0.5
-    is_label = wishes.task is not None or answer.has_role("label", "kind")
-    is_label = is_label or all(isinstance(value, bool) for value in answer.filled)
+    enough = ENOUGH if wishes.task is None else 0.5
+    names_labels = wishes.task is not None or answer.has_role("label", "kind")
+    names_labels = names_labels or all(isinstance(value, bool) for value in answer.filled)
     for form in FORMS:
         if wishes.task not in (None, form.task) or answer.share(form.has_form) < enough:
             continue
         # Where some answers are formulas, `math_correctness` has to read all of them.
-        is_mixed = form is NUMBER and wishes.task is None and any(map(known.is_formula, answer.filled))
-        are_no_labels = form is LABEL and not (is_label and known.labels_of(answer))
+        is_mixed = form is NUMBER and wishes.task is None and any(map(is_formula, answer.filled))
+        are_no_labels = form is LABEL and not (names_labels and labels_of(answer))
         if not is_mixed and not are_no_labels:
             return form
     kind = f"for the task {wishes.task}" if wishes.task else "of a known form"
@@ -368,7 +386,7 @@ def _form_of(answer: Column, wishes: Wishes) -> Form:
 def _is_certain(form: Form, answer: Column, question: Column, rest: Sequence[Column]) -> bool:
     """Return False if the form of the answers, found without `--task`, can mean something else."""
     texts = answer.texts
-    is_label = answer.has_role("label", "kind")
+    names_labels = answer.has_role("label", "kind")
     if len(texts) > 2 and (len(set(texts)) == 1 or set(texts) <= {column.name for column in rest}):
         return False
     if answer.has_role("output") and any(column.has_role("rating") for column in rest):
@@ -378,12 +396,12 @@ def _is_certain(form: Form, answer: Column, question: Column, rest: Sequence[Col
         return is_named or not any("fn_name" in str(value) or "def check(" in str(value) for value in answer.filled)
     if form is NUMBER:  # numbers of labels
         are_digits = 4 * len(set(texts)) <= min(len(texts), 20) and all(len(text) == 1 for text in texts)
-        return not is_label and not are_digits
+        return not names_labels and not are_digits
     if form is TEXT:
         return answer.has_role("summary") and question.has_role("text")
     if form is WORDS:  # letters stand for choices
-        return not is_label and answer.share(known.is_letter) < 0.5 and answer.share(known.is_math) < 0.5
-    return form is LABEL or (form is FORMULA and not is_label)
+        return not names_labels and answer.share(is_letter) < 0.5 and answer.share(is_math) < 0.5
+    return form is LABEL or (form is FORMULA and not names_labels)
 
 
 def _check_all_read(rest: Sequence[Column], question: Column, used: Sequence[Column | None]) -> None:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from grpo_recipes.reports.charts import number
 from grpo_recipes.reports.run import PARTS, Run
-from grpo_recipes.reports.transcript import Part, limited
+from grpo_recipes.reports.transcript import TurnPart, limited
 from grpo_rewards.reward import is_passing
 
 HEAD, TAIL = 500, 300
@@ -25,7 +25,7 @@ class Card:
     title: str
     step: int
     prompt: str
-    parts: list[Part]
+    parts: list[TurnPart]
     is_right: bool | None = None
     figures: dict[str, str] = field(default_factory=dict)
     """Gold, verdict, scores and advantage, as far as they were logged."""
@@ -39,7 +39,7 @@ def cards(run: Run) -> list[Card]:
     made = []
     if run.fault and "row" in run.fault:
         row = run.fault["row"]
-        title, parts = f"Stopped the run: {row['reward']} could not score it", [Part("text", 1, row["completion"])]
+        title, parts = f"Stopped the run: {row['reward']} could not score it", [TurnPart("text", 1, row["completion"])]
         made.append(Card(title, row["step"] or 0, row["prompt"], parts))
     chosen = _chosen(run.rows)
     if chosen:
@@ -81,7 +81,7 @@ def _card(run: Run, title: str, row: pd.Series) -> Card:
     figures["total"] = number(float(row["total"]))
     if isinstance(row.get("advantage"), float) and not pd.isna(row["advantage"]):
         figures["advantage"] = f"{row['advantage']:+.2f}"
-    parts = limited(row[PARTS] or [Part("text", 1, str(row["completion"]))], FIRST_PARTS, LAST_PARTS)
+    parts = limited(row[PARTS] or [TurnPart("text", 1, str(row["completion"]))], FIRST_PARTS, LAST_PARTS)
     return Card(title, int(row["step"]), str(row["question"]), parts, all(verdicts) if verdicts else None, figures)
 
 

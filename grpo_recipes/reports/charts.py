@@ -16,7 +16,7 @@ import numpy as np
 from markupsafe import Markup
 
 from grpo_recipes.evaluation.estimates import Estimate
-from grpo_recipes.reports import diagnostics, tool_checks, update_checks
+from grpo_recipes.reports import progress_checks, reward_checks, tool_checks, update_checks
 from grpo_recipes.reports.run import Run, Series, spread
 from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_recipes.tools import UNKNOWN
@@ -84,9 +84,9 @@ def thresholds(run: Run) -> list[tuple[str, str, float]]:
     last, clipped = "check of the last quarter:", update_checks.clipped_limit(run)
     limits = [
         ("kl", "check of the median of 5:", update_checks.KL_LIMIT),
-        ("completions/clipped_ratio", last, diagnostics.TRUNCATED_LIMIT),
-        ("frac_reward_zero_std", "check of the mean:", diagnostics.FLAT_GROUPS_LIMIT),
-        ("frac_reward_zero_std", last, diagnostics.SATURATED_LIMIT),
+        ("completions/clipped_ratio", last, progress_checks.TRUNCATED_LIMIT),
+        ("frac_reward_zero_std", "check of the mean:", reward_checks.FLAT_GROUPS_LIMIT),
+        ("frac_reward_zero_std", last, reward_checks.SATURATED_LIMIT),
         ("clip_ratio/region_mean", "check of the mean and the last quarter:", clipped),
         ("cispo_clip_ratio", "check of the mean and the last quarter:", clipped),
         ("passes/*/effective_sample_size", last, update_checks.SAMPLE_SIZE_LIMIT),
@@ -94,10 +94,10 @@ def thresholds(run: Run) -> list[tuple[str, str, float]]:
         ("tools/rows_at_limit", "check of the last quarter, summed:", tool_checks.TOOL_LIMITS_LIMIT),
     ]
     if (entropy := run.series("entropy")).has_trend:
-        limits.append(("entropy", last, diagnostics.ENTROPY_LIMIT * entropy.start))
+        limits.append(("entropy", last, progress_checks.ENTROPY_LIMIT * entropy.start))
     if cap := run.config.get("max_completion_length"):
         grown = "check of the last quarter, after growth:"
-        limits.append(("completions/mean_length", grown, diagnostics.LENGTH_LIMIT * cap))
+        limits.append(("completions/mean_length", grown, progress_checks.LENGTH_LIMIT * cap))
     return limits
 
 

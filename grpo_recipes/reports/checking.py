@@ -1,4 +1,4 @@
-"""Parts that the checks of `diagnostics.py`, `tool_checks.py` and `update_checks.py` share."""
+"""Parts that the checks of the modules `*_checks.py` share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from grpo_recipes.reports.run import Run, RunReward, Series
+from grpo_recipes.runs.files import AFTER, BEFORE
 from grpo_rewards.registry import BuiltReward
 
 NEAR_BEST = 0.9
@@ -97,6 +98,18 @@ def is_near_best(run: Run, share: float = NEAR_BEST) -> bool:
     """Return True if correctness, or the sum of all rewards, ends at a share of its highest pay."""
     highest, reward = highest_total(run.rewards), run.series("reward")
     return is_solved(run, share) or (highest is not None and reward.end >= share * highest)
+
+
+def strict_shares(run: Run) -> list[Mapping[str, float]]:
+    """Return the strict accuracy before and after training, as far as it was measured."""
+    evaluations = [run.evaluations[label] for label in (BEFORE, AFTER) if label in run.evaluations]
+    return [evaluation["strict"] for evaluation in evaluations if "strict" in evaluation]
+
+
+def strict_accuracy_rises(run: Run) -> bool:
+    """Return True if the interval of strict accuracy after training lies above the one before."""
+    strict = strict_shares(run)
+    return len(strict) == 2 and strict[1]["low"] > strict[0]["high"]
 
 
 # ---- The cost of a problem

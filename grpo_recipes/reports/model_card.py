@@ -1,7 +1,7 @@
 """Model card of a run, `README.md` in its folder: base model, data, rewards, recipe, versions and accuracy.
 
 TRL's own card names no rewards and no recipe, and links a local base model as `None`. Everything here is read from the
-run's files. Names on the hub are linked. Of an absolute path, only the last part is shown.
+run's files. Names on the hub are linked. An absolute path is cut to its last part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Samples of the untrained policy: completions, their rewards, and what follows from them.
 
-`grpo_recipes.preview` draws the sample. What follows uses the thresholds of `diagnostics`, which are rules of thumb.
+`grpo_recipes.preview` draws the sample. What follows uses the thresholds of `diagnose`, which are rules of thumb.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from grpo_recipes.checks.rewards import prefilled_notes
 from grpo_recipes.evaluation.estimates import mean_share
 from grpo_recipes.reports.cards import FIRST_PARTS, LAST_PARTS, shortened
 from grpo_recipes.reports.charts import duration
-from grpo_recipes.reports.diagnostics import FLAT_GROUPS_LIMIT, TRUNCATED_LIMIT, earns_much
-from grpo_recipes.reports.transcript import Part as Turn
-from grpo_recipes.reports.transcript import limited
+from grpo_recipes.reports.progress_checks import TRUNCATED_LIMIT
+from grpo_recipes.reports.reward_checks import FLAT_GROUPS_LIMIT, earns_much
+from grpo_recipes.reports.transcript import TurnPart, limited
 from grpo_rewards.explain import score_line
 from grpo_rewards.registry import BuiltReward
 from grpo_rewards.reward import is_passing, reaches
@@ -174,10 +174,6 @@ class Preview:
         return {"prompts": list(self.prompts), "completions": json.loads(text), "findings": self.findings()}
 
 
-def _score(value: float) -> float | None:
-    return None if pd.isna(value) else float(value)
-
-
 def _extremes(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the completions with the highest, the middle and the lowest total, of different content."""
     ranked = rows.drop_duplicates(["text", "turns"]).sort_values("total", ascending=False, kind="stable")
@@ -188,13 +184,14 @@ def _completion(row: pd.Series) -> Iterator[Part]:
     """Yield a completion with the reasons for its scores."""
     total = "no reward scores it" if pd.isna(row["total"]) else f"reward {row['total']:g}"
     yield Cell(f"  completion of {row['tokens']} tokens{', cut' if row['cut'] else ''}: {total}", "head")
-    for turn in limited(row["turns"], FIRST_PARTS, LAST_PARTS) or [Turn("text", 1, row["text"])]:
+    for turn in limited(row["turns"], FIRST_PARTS, LAST_PARTS) or [TurnPart("text", 1, row["text"])]:
         if row["turns"]:
             yield Cell(f"    {turn.label}", "dim")
         yield from _indented(turn.text)
     for key in row.index[row.index.str.startswith("pay/")]:
         name = key.removeprefix("pay/")
-        yield Cell(f"    {score_line(name, _score(row[key]), row['said'].get(name, {}))}", "dim")
+        score = None if pd.isna(row[key]) else float(row[key])
+        yield Cell(f"    {score_line(name, score, row['said'].get(name, {}))}", "dim")
 
 
 def _indented(text: str) -> Iterator[str]:

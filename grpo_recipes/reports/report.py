@@ -117,7 +117,7 @@ def _described(run: Run, hue: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Headline:
     """Sentence on whether the policy is better, and a clause on how sure that is."""
 
     sentence: str
@@ -136,14 +136,14 @@ def _compared(run: Run) -> dict[str, Any]:
     return compare_tables(before, after) if prompts[0].equals(prompts[1]) else {}
 
 
-def verdict(run: Run) -> Verdict:
+def verdict(run: Run) -> Headline:
     """Return the verdict by the accuracy before and after training, or by the closest measurement that there is."""
     first, second = (run.evaluations.get(label, {}) for label in (BEFORE, AFTER))
     if "strict" not in second:
         return _verdict_by_reward(run)
     after, problems = Estimate.from_dict(second["strict"]), f"on {second['problems']:,} held-out problems"
     if "strict" not in first:
-        return Verdict(
+        return Headline(
             f"Accuracy {percent(after.value)} {problems}",
             f"{_interval(after)}; accuracy before training was not measured: run `grpo-recipes evaluate` on the model "
             f"that the run began with, with `--output {run.folder / EVALUATIONS / BEFORE}`",
@@ -151,10 +151,10 @@ def verdict(run: Run) -> Verdict:
     before = Estimate.from_dict(first["strict"])
     change = f"Accuracy {percent(before.value)} → {percent(after.value)} {problems}"
     if first["settings"].get("strict") != second["settings"].get("strict"):
-        return Verdict(change, "Judged by different rewards before and after, so that the two can't be compared")
+        return Headline(change, "Judged by different rewards before and after, so that the two can't be compared")
     compared = _compared(run)
     if "strict" not in compared:
-        return Verdict(
+        return Headline(
             change,
             f"Before {_interval(before)}, after {_interval(after)}; not compared, since the problems are not the same",
         )
@@ -167,17 +167,17 @@ def verdict(run: Run) -> Verdict:
         f"{test}p = {p_text(found['p'], digits=1)})"
     )
     if not difference.sign:
-        return Verdict(change, f"{sure}: no clear difference")
-    return Verdict(change, sure, "better" if difference.sign > 0 else "worse")
+        return Headline(change, f"{sure}: no clear difference")
+    return Headline(change, sure, "better" if difference.sign > 0 else "worse")
 
 
-def _verdict_by_reward(run: Run) -> Verdict:
+def _verdict_by_reward(run: Run) -> Headline:
     """Return the verdict on a run without an evaluation."""
     reward = run.series("reward")
     if not len(reward):
-        return Verdict("Nothing was measured", "The log has no reward, and no evaluation is in the run's folder")
+        return Headline("Nothing was measured", "The log has no reward, and no evaluation is in the run's folder")
     steps = reward.quarters.capitalize() if len(reward) > 1 else f"Step {reward.steps[0]:,}"
-    return Verdict(
+    return Headline(
         f"Training reward {number(reward.start)} → {number(reward.end)} over {run.log.last_step:,} optimizer steps",
         f"{steps} on the training prompts, which the policy was trained for. Accuracy on held-out problems was not "
         f"measured: run `grpo-recipes evaluate {run.folder}`",

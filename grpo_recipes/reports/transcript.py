@@ -23,8 +23,8 @@ Kind = Literal["reasoning", "text", "call", "result", "gap"]
 
 
 @dataclass(frozen=True)
-class Part:
-    """Part of a transcript."""
+class TurnPart:
+    """TurnPart of a transcript."""
 
     kind: Kind
     """`reasoning`, `text` and `call` are the policy's, `result` is a tool's, and `gap` stands for parts left out."""
@@ -49,10 +49,10 @@ class Part:
         return "Left out"
 
 
-def transcript(completion: Any) -> list[Part]:
+def transcript(completion: Any) -> list[TurnPart]:
     """Return the parts of a completion with several messages, calls or reasoning, or [] for a plain answer."""
     messages = [] if isinstance(completion, str) else [one for one in completion if isinstance(one, Mapping)]
-    parts: list[Part] = []
+    parts: list[TurnPart] = []
     turn = 0
     for message in messages:
         role = str(message.get("role") or "assistant")  # an array of a damaged table can't be compared
@@ -61,42 +61,42 @@ def transcript(completion: Any) -> list[Part]:
             parts += _assistant(message, turn)
         else:
             name = message.get("name") if role == "tool" else role
-            parts.append(Part("result", turn, _text(message), _name(name)))
+            parts.append(TurnPart("result", turn, _text(message), _name(name)))
     is_plain = len(messages) == 1 and len(parts) == 1 and parts[0].kind == "text"
     return [] if is_plain else parts
 
 
-def limited(parts: Sequence[Part], first: int, last: int) -> list[Part]:
+def limited(parts: Sequence[TurnPart], first: int, last: int) -> list[TurnPart]:
     """Return the first and the last parts, with a gap between them if there are more."""
     if len(parts) <= first + last + 1:
         return list(parts)
     count = len(parts) - first - last
-    gap = Part("gap", parts[first].turn, f"… {count:,} parts …")
+    gap = TurnPart("gap", parts[first].turn, f"… {count:,} parts …")
     return [*parts[:first], gap, *parts[len(parts) - last :]]
 
 
-def _assistant(message: Mapping[str, Any], turn: int) -> Iterator[Part]:
+def _assistant(message: Mapping[str, Any], turn: int) -> Iterator[TurnPart]:
     for key in REASONING:
         if isinstance(value := message.get(key), str) and value:
-            yield Part("reasoning", turn, value)
+            yield TurnPart("reasoning", turn, value)
     text, called = _text(message), list(_calls(message, turn))
     if text or not called:
-        yield Part("text", turn, text)
+        yield TurnPart("text", turn, text)
     yield from called
 
 
-def _calls(message: Mapping[str, Any], turn: int) -> Iterator[Part]:
+def _calls(message: Mapping[str, Any], turn: int) -> Iterator[TurnPart]:
     called = message.get("tool_calls")
     if called is None or isinstance(called, (str, Mapping)) or not hasattr(called, "__iter__"):
         return
     for call in called:
         if not isinstance(call, Mapping):
-            yield Part("call", turn, _json(call), "unknown")
+            yield TurnPart("call", turn, _json(call), "unknown")
             continue
         function = call.get("function")
         if not isinstance(function, Mapping):
             function = call
-        yield Part("call", turn, _json(arguments_of(function.get("arguments"))), _name(function.get("name")))
+        yield TurnPart("call", turn, _json(arguments_of(function.get("arguments"))), _name(function.get("name")))
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -54,14 +54,14 @@ Render = Callable[[Sequence[Message]], Ids]
 """Function from the tool messages of a turn to the token IDs between the end of that turn and the next one."""
 Shorten = Callable[[str, int], str]
 """Function from a text to its beginning of at most a number of tokens."""
-Run = Callable[[Sequence[Sequence[Call]]], list[list[Result]]]
+RunCalls = Callable[[Sequence[Sequence[Call]]], list[list[Result]]]
 """Function from the calls of each row to the results of each row."""
 Ending = Literal["answered", "iterations", "no room", "full"]
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits on the turns of a row."""
+class TurnLimits:
+    """TurnLimits on the turns of a row."""
 
     iterations: int
     """TRL's `max_tool_calling_iterations`: number of turns after which calls are no longer run."""
@@ -105,7 +105,7 @@ class Row:
 
     @property
     def calls(self) -> list[Call]:
-        """Calls of the last message, which have not been run."""
+        """Tool calls in the last message that have not been executed."""
         calls = self.messages[-1].get("tool_calls") if self.messages else None
         return [as_call(call, self.tools.functions) for call in calls or ()]
 
@@ -113,7 +113,7 @@ class Row:
         """Return the token IDs that the next turn is generated from."""
         return self.prompt + self.completion
 
-    def room(self, limits: Limits) -> float:
+    def room(self, limits: TurnLimits) -> float:
         """Return the number of tokens that the results of a turn may take."""
         positions = limits.positions - 1 - len(self.prompt)
         return min(limits.completion, positions) - len(self.completion)
@@ -160,8 +160,8 @@ class ToolLoop:
     parse: Parse
     render: Render
     shorten: Shorten
-    run: Run
-    limits: Limits
+    run: RunCalls
+    limits: TurnLimits
     largest: Callable[[int], int] = int
     padding: int = 0
 
@@ -295,7 +295,7 @@ def read_turn(tokenizer: Any, ids: Ids, prefix: Ids | None = None, tools: list[A
     is_cut = not ids or tokenizer.decode(ids[-1:], skip_special_tokens=True) != ""
     if message.get("tool_calls") or template is None or prefix is None or is_cut:
         return message
-    parser = _Parser(load_response_template(template), prefix=tokenizer.decode(prefix), tools=tools)
+    parser = _TurnParser(load_response_template(template), prefix=tokenizer.decode(prefix), tools=tools)
     with suppress(ValueError):  # a field that is no call can't be read
         parser.feed(tokenizer.decode(ids))
         found, _ = parser.finalize()
@@ -304,7 +304,7 @@ def read_turn(tokenizer: Any, ids: Ids, prefix: Ids | None = None, tools: list[A
     return message
 
 
-class _Parser(ResponseParser):
+class _TurnParser(ResponseParser):
     """transformers' parser of a turn, which keeps the text of a call that it can't read."""
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:

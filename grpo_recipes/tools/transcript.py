@@ -72,7 +72,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Segment:
+class MaskSegment:
     """Neighbouring tokens of a completion with the same mask."""
 
     start: int
@@ -100,12 +100,12 @@ class Transcript:
     played: Row | None = None
     """Row of the project's own tool loop, or None if the turns are not of this loop."""
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[MaskSegment]:
         """Return the segments of the completion, in order."""
         found, start = [], 0
         for is_sampled, tokens in groupby(self.mask, bool):
             stop = start + len(list(tokens))
-            found.append(Segment(start, stop, is_sampled))
+            found.append(MaskSegment(start, stop, is_sampled))
             start = stop
         return found
 
@@ -236,7 +236,7 @@ class Proof:
         if self.in_order:
             yield from self._end_faults(row, segments)
 
-    def _end_faults(self, row: Transcript, segments: Sequence[Segment]) -> Iterator[Fault]:
+    def _end_faults(self, row: Transcript, segments: Sequence[MaskSegment]) -> Iterator[Fault]:
         """Yield the fault of a turn that a tool result follows though it has not ended, or of a turn that is lost."""
         for segment, _ in pairwise(segments):
             if segment.is_sampled and not self.ends(list(row.completion[segment.start : segment.stop])):
@@ -247,7 +247,7 @@ class Proof:
         if is_open and any(self.turns.of(row.context(length))):
             yield Fault(row.number, length, "the turn that was sampled after this tool result is missing")
 
-    def _sampled_faults(self, row: Transcript, segment: Segment) -> Iterator[Fault]:
+    def _sampled_faults(self, row: Transcript, segment: MaskSegment) -> Iterator[Fault]:
         """Yield the fault of a segment that was not sampled in its context."""
         if self.in_order and segment.start == 0 and len(self.turns.first) > row.number:
             prompt, ids = self.turns.first[row.number]
@@ -266,7 +266,7 @@ class Proof:
         elif ids not in choices and not (is_cut and any(choice[: len(ids)] == ids for choice in choices)):
             yield self._wrong_turn(row, segment.start, ids, choices)
 
-    def _parts_of_turns(self, row: Transcript, segment: Segment) -> Iterator[Fault]:
+    def _parts_of_turns(self, row: Transcript, segment: MaskSegment) -> Iterator[Fault]:
         """Yield the fault of a segment that is not one turn, or the beginning of one, after the other."""
         start = segment.start
         while start < segment.stop:
@@ -282,7 +282,7 @@ class Proof:
             start += max(map(len, fitting))
 
     def _message_faults(
-        self, row: Transcript, segment: Segment, group: Sequence[Message], with_texts: bool
+        self, row: Transcript, segment: MaskSegment, group: Sequence[Message], with_texts: bool
     ) -> Iterator[Fault]:
         """Yield the fault of a segment that is not what its messages say, or, without texts, has no messages."""
         ids = list(row.completion[segment.start : segment.stop])
@@ -307,7 +307,7 @@ class Proof:
                 yield Fault(row.number, segment.start + place, what)
 
     def _result_faults(
-        self, row: Row, number: int, segment: Segment, turn: int, group: Sequence[Message]
+        self, row: Row, number: int, segment: MaskSegment, turn: int, group: Sequence[Message]
     ) -> Iterator[Fault]:
         """Yield the fault of a turn whose calls have no results or others, or of messages that hold other results."""
         results = row.turns[turn] if turn < len(row.turns) else None
@@ -339,7 +339,7 @@ class Proof:
             if made != sorted(made):
                 yield Fault(number, segment.stop, "the results after this turn are in another order than its calls")
 
-    def _log_prob_faults(self, row: Transcript, segment: Segment) -> Iterator[Fault]:
+    def _log_prob_faults(self, row: Transcript, segment: MaskSegment) -> Iterator[Fault]:
         """Yield the fault of log-probabilities that are not those that the tokens were sampled with."""
         found = tuple((row.log_probs or ())[segment.start : segment.stop])
         if not segment.is_sampled:

@@ -16,11 +16,11 @@ from grpo_recipes.process.ranks import gather, largest_of_ranks, on_first_rank
 from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.tools.loop import (
     Ids,
-    Limits,
     Message,
     Row,
     RowTools,
     ToolLoop,
+    TurnLimits,
     Values,
     beginning,
     drop_abandoned,
@@ -103,7 +103,7 @@ class ToolTurns:
             render=trainer._get_tool_suffix_ids,
             shorten=partial(beginning, trainer._tokenizer),
             run=self._run,
-            limits=Limits(trainer.max_tool_calling_iterations, trainer.max_completion_length, self._positions),
+            limits=TurnLimits(trainer.max_tool_calling_iterations, trainer.max_completion_length, self._positions),
             largest=partial(largest_of_ranks, device=trainer.accelerator.device),
             padding=trainer._tokenizer.pad_token_id,
         )

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from grpo_recipes.reports.preview import Preview
-from grpo_recipes.reports.transcript import Part
+from grpo_recipes.reports.transcript import TurnPart
 from grpo_rewards.registry import BuiltReward, build_rewards
 from grpo_rewards.terminal import rendered
 
@@ -140,7 +140,7 @@ def test_a_text_is_shortened_and_cannot_control_the_terminal() -> None:
 
 
 def test_a_completion_of_turns_is_printed_turn_by_turn() -> None:
-    turns = tuple(Part("call", number, f"{number} + 1", "add") for number in range(1, 15))
+    turns = tuple(TurnPart("call", number, f"{number} + 1", "add") for number in range(1, 15))
     preview = preview_of(MIXED[:1])
     preview.rows["turns"] = [turns]
     said = rendered(preview.describe())

@@ -20,7 +20,7 @@ from grpo_recipes.reports import cards as examples
 from grpo_recipes.reports.diagnostics import diagnose
 from grpo_recipes.reports.report import verdict, write_report
 from grpo_recipes.reports.run import Run
-from grpo_recipes.reports.transcript import Part
+from grpo_recipes.reports.transcript import TurnPart
 from tests.support.browser import CONTRAST, OUTSIDE, Browser
 from tests.support.logged_runs import logged
 from tests.support.synthetic import TOOL_METRICS, healthy_completions, ramp, tool_completions, write_run
@@ -239,7 +239,7 @@ def test_a_stopped_run_shows_its_cause_and_the_completion(tmp_path: Path) -> Non
     assert "reward judge raised ValueError: no." in page.text
     card = examples.cards(Run.read(folder))[0]
     assert (card.prompt, card.step) == ("What is it?", 40)
-    assert card.parts == [Part("text", 1, "<answer>no</answer> number")]
+    assert card.parts == [TurnPart("text", 1, "<answer>no</answer> number")]
     (finding,) = diagnose(Run.read(folder)).findings
     assert (finding.check, finding.figures["cause"]) == ("stopped", "reward `judge` raised ValueError: no")
     state.write_text(json.dumps({**json.loads(state.read_text()), "max_steps": 40}))

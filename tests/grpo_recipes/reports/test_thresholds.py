@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from grpo_recipes.reports import diagnostics, update_checks
+from grpo_recipes.reports import diagnostics, progress_checks, reward_checks, update_checks
 from grpo_recipes.reports.checking import Check, DoesNotApply, Finding, NoData
 from grpo_recipes.reports.run import Run, RunReward
 from tests.support.logged_runs import logged, scored
@@ -486,12 +486,16 @@ def test_the_training_reward_counts_from_the_first_evaluation_on() -> None:
     for held_out, expected in (([0.5, 0.5, 0.5, 0.58], "fine"), (flat(0.5, 4), "7")):
         run = logged({"reward": RISING})
         run.log.metrics["eval_reward"] = (array("q", range(7, 11)), array("d", held_out))
-        assert result(diagnostics.overfitting, run)[0] == expected
+        assert result(progress_checks.overfitting, run)[0] == expected
 
 
 def test_a_completion_earns_much_if_it_passes_every_judge() -> None:
     rows = pd.DataFrame({"total": 1.0, "pay/a": [1.0, 1.0, 0.0], "pay/b": [1.0, 0.0, 0.0]})
-    assert list(diagnostics.earns_much(rows, [RunReward(name, passes_at=1.0) for name in "ab"])) == [True, False, False]
+    assert list(reward_checks.earns_much(rows, [RunReward(name, passes_at=1.0) for name in "ab"])) == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_rows_beyond_the_named_ones_are_an_ellipsis() -> None:

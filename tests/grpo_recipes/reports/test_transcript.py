@@ -11,7 +11,7 @@ import pandas as pd
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from grpo_recipes.reports.transcript import Part, limited, transcript
+from grpo_recipes.reports.transcript import TurnPart, limited, transcript
 from tests.support.synthetic import tool_messages
 
 
@@ -35,13 +35,13 @@ def test_a_plain_answer_has_no_transcript() -> None:
 
 def test_turns_calls_and_results_are_in_order() -> None:
     expected = [
-        Part("text", 1, "I add."),
-        Part("call", 1, '{"a": 1, "b": 0}', "add"),
-        Part("result", 1, "1", "add"),
-        Part("text", 2, "I add."),
-        Part("call", 2, '{"a": 1, "b": 1}', "add"),
-        Part("result", 2, "2", "add"),
-        Part("text", 3, "2"),
+        TurnPart("text", 1, "I add."),
+        TurnPart("call", 1, '{"a": 1, "b": 0}', "add"),
+        TurnPart("result", 1, "1", "add"),
+        TurnPart("text", 2, "I add."),
+        TurnPart("call", 2, '{"a": 1, "b": 1}', "add"),
+        TurnPart("result", 2, "2", "add"),
+        TurnPart("text", 3, "2"),
     ]
     messages = tool_messages(2, "2")
     assert transcript(messages) == expected
@@ -51,10 +51,10 @@ def test_turns_calls_and_results_are_in_order() -> None:
 
 def test_arguments_may_be_structs_of_trl() -> None:
     one, other = stored([called({"a": "1", "texts": ["x"]}), called({"b": 2.5})])
-    assert transcript(one) == [Part("call", 1, '{"a": "1", "texts": ["x"]}', "add")]
-    assert transcript(other) == [Part("call", 1, '{"b": 2.5}', "add")]
-    assert transcript(called("no JSON")) == [Part("call", 1, '"no JSON"', "add")]
-    assert transcript(called('{"": [1]}')) == [Part("call", 1, "[1]", "add")], "arguments that are no mapping"
+    assert transcript(one) == [TurnPart("call", 1, '{"a": "1", "texts": ["x"]}', "add")]
+    assert transcript(other) == [TurnPart("call", 1, '{"b": 2.5}', "add")]
+    assert transcript(called("no JSON")) == [TurnPart("call", 1, '"no JSON"', "add")]
+    assert transcript(called('{"": [1]}')) == [TurnPart("call", 1, "[1]", "add")], "arguments that are no mapping"
 
 
 def test_reasoning_and_blocks_are_shown() -> None:
@@ -68,7 +68,7 @@ def test_reasoning_and_blocks_are_shown() -> None:
 
 
 def test_a_long_transcript_is_cut_in_its_middle() -> None:
-    parts = [Part("text", number, str(number)) for number in range(1, 20)]
+    parts = [TurnPart("text", number, str(number)) for number in range(1, 20)]
     shown = [(part.text, part.kind, part.turn) for part in limited(parts, 3, 2)]
     ends = [(part.text, "text", part.turn) for part in parts]
     assert shown == [*ends[:3], ("… 14 parts …", "gap", 4), *ends[-2:]]
@@ -111,16 +111,16 @@ def test_arguments_of_any_type_have_a_text() -> None:
         ({"x": np.int64(3)}, '{"x": 3}'),
         ({"x": 1 + 2j}, '{"x": "(1+2j)"}'),
     ):
-        assert transcript(called(arguments)) == [Part("call", 1, text, "add")]
+        assert transcript(called(arguments)) == [TurnPart("call", 1, text, "add")]
 
 
 def test_a_call_that_is_no_mapping_is_shown_and_one_without_a_function_is_read_itself() -> None:
     calls = ["add(1)", {"name": "add", "arguments": {"a": 1}}, {"function": {"arguments": {}}}, {"function": None}]
     assert transcript([{"role": "assistant", "tool_calls": calls}]) == [
-        Part("call", 1, '"add(1)"', "unknown"),
-        Part("call", 1, '{"a": 1}', "add"),
-        Part("call", 1, "{}", "unknown"),
-        Part("call", 1, "{}", "unknown"),
+        TurnPart("call", 1, '"add(1)"', "unknown"),
+        TurnPart("call", 1, '{"a": 1}', "add"),
+        TurnPart("call", 1, "{}", "unknown"),
+        TurnPart("call", 1, "{}", "unknown"),
     ]
 
 
@@ -135,20 +135,20 @@ def test_a_result_of_any_form_has_a_text() -> None:
         ([{"type": "image"}, {"type": "image"}, {"type": "audio"}], " [image] [image]"),
     ):
         result = {"role": "tool", "name": "look", "content": content}
-        assert transcript([result]) == [Part("result", 0, shown, "look")]
+        assert transcript([result]) == [TurnPart("result", 0, shown, "look")]
 
 
 def test_a_message_of_another_role_is_named_by_its_tool_or_its_role() -> None:
     names = {"add": "add", "": "unknown", "two\nlines": "two lines"}
     for name, shown in names.items():
-        assert transcript([{"role": "tool", "name": name, "content": "x"}]) == [Part("result", 0, "x", shown)]
+        assert transcript([{"role": "tool", "name": name, "content": "x"}]) == [TurnPart("result", 0, "x", shown)]
     for message, shown in (({"role": "tool", "name": 7}, "unknown"), ({"role": "user", "name": "ann"}, "user")):
-        assert transcript([{**message, "content": "x"}]) == [Part("result", 0, "x", shown)]
+        assert transcript([{**message, "content": "x"}]) == [TurnPart("result", 0, "x", shown)]
 
 
 def test_reasoning_is_found_under_the_key_of_any_template() -> None:
     for key in ("reasoning_content", "reasoning", "thinking"):
         thought = {"role": "assistant", "content": "4", key: "2 + 2"}
-        assert transcript([thought]) == [Part("reasoning", 1, "2 + 2"), Part("text", 1, "4")]
+        assert transcript([thought]) == [TurnPart("reasoning", 1, "2 + 2"), TurnPart("text", 1, "4")]
         for none in ("", None, ["2 + 2"]):
             assert transcript([{**thought, key: none}]) == [], "a plain answer"

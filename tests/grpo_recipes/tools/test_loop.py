@@ -19,7 +19,17 @@ from trl.chat_template_utils import llama3_template, parse_response, qwen3_templ
 from trl.generation import vllm_generation
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.tools.loop import Limits, Row, RowTools, ToolLoop, Values, as_call, beginning, read_turn, result_text
+from grpo_recipes.tools.loop import (
+    Row,
+    RowTools,
+    ToolLoop,
+    TurnLimits,
+    Values,
+    as_call,
+    beginning,
+    read_turn,
+    result_text,
+)
 from grpo_recipes.tools.run import Call, Result
 from tests.support import launching, tool_rollouts, train_tools
 from tests.support.grids import only
@@ -127,7 +137,7 @@ def message(calls: int) -> dict[str, Any]:
     return {"role": "assistant", "content": "", **({"tool_calls": [called] * calls} if calls else {})}
 
 
-def loop_of(runner: Recorder, limits: Limits, **parts: Any) -> ToolLoop:
+def loop_of(runner: Recorder, limits: TurnLimits, **parts: Any) -> ToolLoop:
     """Return a loop whose turns have one token, and whose tokens of a result are counted by `tokens_of`."""
     tokens_of = parts.pop("tokens_of", len)
     known: dict[str, Any] = {
@@ -146,7 +156,7 @@ def run(
     rows = [Row([7] * 5, [8] * 10, [message(count)], RowTools({})) for count in calls]
     runner = Recorder(content)
     render = partial(rendered, tokenizer)
-    loop = loop_of(runner, Limits(3, completion, 1000), render=render, shorten=partial(beginning, tokenizer))
+    loop = loop_of(runner, TurnLimits(3, completion, 1000), render=render, shorten=partial(beginning, tokenizer))
     return rows, runner, loop(rows)
 
 
@@ -216,7 +226,7 @@ def test_the_beginning_of_a_text(tokenizer: PreTrainedTokenizerFast, text: str) 
 
 
 def alone(
-    tokens_of: Callable[[str], int], limits: Limits, content: str = "abcdefgh", calling: int = 1
+    tokens_of: Callable[[str], int], limits: TurnLimits, content: str = "abcdefgh", calling: int = 1
 ) -> tuple[Row, list[str], Values]:
     """Run a row of one prompt and one completion token.
 
@@ -236,7 +246,7 @@ def alone(
 def test_a_result_is_cut_to_the_most_that_fits() -> None:
     """The template takes two tokens, and each character one. A generator may read less than a completion may have."""
     for left in range(3, 12):
-        for limits in (Limits(3, 1 + left, 1000), Limits(3, 1000, 3 + left)):
+        for limits in (TurnLimits(3, 1 + left, 1000), TurnLimits(3, 1000, 3 + left)):
             row, _, values = alone(lambda text: 2 + len(text), limits)
             (shown,) = [one["content"] for one in values.completions[0] if one["role"] == "tool"]
             assert shown == "abcdefgh"[: left - 2]
@@ -247,10 +257,10 @@ def test_a_result_is_cut_to_the_most_that_fits() -> None:
 
 def test_a_result_of_which_no_token_fits_is_cut_to_nothing() -> None:
     """The room is for a digit, and any other text takes more."""
-    row, _, values = alone(lambda text: {"": 1, "0": 1}.get(text, 9), Limits(3, 4, 1000))
+    row, _, values = alone(lambda text: {"": 1, "0": 1}.get(text, 9), TurnLimits(3, 4, 1000))
     assert (row.ending, row.completion) == ("full", [8, 5])
     assert values.completions[0][-1] == {"role": "tool", "name": "add", "content": ""}
-    row, ran, values = alone(lambda text: {"0": 1}.get(text, 9), Limits(3, 4, 1000))
+    row, ran, values = alone(lambda text: {"0": 1}.get(text, 9), TurnLimits(3, 4, 1000))
     assert (ran, row.ending, row.completion) == (["add"], "full", [8]), "an empty text takes more too"
 
 
@@ -259,7 +269,7 @@ def test_a_result_of_which_no_token_fits_is_cut_to_nothing() -> None:
     [(2, 1, 1, "answered"), (2, 2, 2, "answered"), (2, 3, 2, "iterations"), (1, 3, 1, "iterations")],
 )
 def test_tools_run_in_as_many_turns_as_are_allowed(iterations: int, calling: int, ran: int, ending: str) -> None:
-    row, made, values = alone(len, Limits(iterations, 100, 1000), "ab", calling)
+    row, made, values = alone(len, TurnLimits(iterations, 100, 1000), "ab", calling)
     assert (made, row.ending) == (["add"] * ran, ending)
     assert values.tool_call_count == ran
     assert values.completion_ids == [[8] + [5, 5, 9] * ran]
@@ -349,7 +359,7 @@ def test_ranks_pad_to_the_largest_number_of_rows() -> None:
         return [[9] * 4 for _ in prompts], None
 
     row = Row([7] * 5, [8] * 10, [message(1)], RowTools({}))
-    limits, ranks = Limits(8, 100, 1000), {"generate": generate, "largest": largest}
+    limits, ranks = TurnLimits(8, 100, 1000), {"generate": generate, "largest": largest}
     values = loop_of(Recorder(), limits, padding=2, **ranks)([row])
     assert counts == [1, 0, 0], "asked before each generation, also without rows"
     assert [len(prompts) for prompts in asked] == [3, 2], "as many rows as the rank with most"

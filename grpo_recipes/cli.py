@@ -48,17 +48,9 @@ On several machines, start training with accelerate's own launcher on each machi
 """
 
 TASKS = (
-    "code",
-    "numbers",
-    "boxed",
-    "multiple_choice",
-    "classification",
-    "extraction",
-    "words",
-    "text",
-    "instructions",
+    "code", "numbers", "boxed", "multiple_choice", "classification", "extraction", "words", "text", "instructions",
     "judged",
-)
+)  # fmt: skip
 """Tasks of `init`: `plan.init.TASKS`, whose import takes seconds."""
 
 OVERRIDES = "Further --key value pairs override the recipe, as in training."

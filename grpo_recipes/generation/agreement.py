@@ -1,8 +1,7 @@
 """Comparison of two computations of the same log-probabilities, with the table of all tolerances.
 
-Three callers use it. A layout of micro-batches is compared with TRL's own (`training/layout_check.py`). The first batch
-of group decoding is compared with a forward of the model (`evaluation/engines.py`). Every generator is compared with
-the policy during training (`generator_check.py`), where the difference must also be explained:
+Fast ways are compared with stock ways before they are used (`verified.py`). Every generator is compared with the policy
+during training (`generator_check.py`), where the difference must also be explained:
 
 With d the differences generator - policy of some tokens, and e the differences hypothesis - policy on the same tokens,
 the hypothesis explains the share 1 - sum((d - e)^2) / sum(d^2). The share is 1 if the hypothesis generated the tokens,

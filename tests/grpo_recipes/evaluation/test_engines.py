@@ -41,7 +41,8 @@ def same_stream() -> Iterator[None]:
 def engine_of(model: Any, *, stock: bool = False) -> Transformers:
     """Return the engine of a model, or the one that generates by transformers' own loop."""
     engine = Transformers(model, byte_tokenizer())
-    engine.stock_because = "a test" * stock
+    if stock:
+        engine.groups.doubt = "a test"
     return engine
 
 
@@ -73,7 +74,7 @@ def test_group_decoding_gives_the_completions_of_transformers_own_loop(temperatu
     completions = engine(PROMPTS, settings)
     assert forwards.cached[0] == 3, "each of the three distinct prompts runs once"
     assert forwards.compared == [1] * 16, "of the first batch"
-    assert (engine.stock_because, caplog.messages) == ("", [])
+    assert (engine.groups.doubt, caplog.messages) == ("", [])
     forwards.cached.clear()
     assert completions == engine_of(model, stock=True)(PROMPTS, settings)
     assert forwards.cached[0] == 16
@@ -99,7 +100,7 @@ def test_a_mismatch_switches_to_transformers_own_loop(caplog: Any) -> None:
     model.register_forward_hook(damage, with_kwargs=True)
     expected, engine = engine_of(model, stock=True)(PROMPTS, settings), engine_of(model)
     assert engine(PROMPTS, settings) == expected, "the first batch is made again"
-    assert engine.stock_because in caplog.text
+    assert engine.groups.doubt in caplog.text
     assert len(caplog.messages) == 1, "announced once"
 
 
@@ -115,7 +116,7 @@ def test_one_token_under_another_log_probability_is_a_mismatch(scale: float, is_
     model.register_forward_hook(damage, with_kwargs=True)
     engine = engine_of(model)
     engine(PROMPTS, Settings(max_new_tokens=8))
-    assert bool(engine.stock_because) == is_wrong
+    assert bool(engine.groups.doubt) == is_wrong
 
 
 def test_a_model_that_group_decoding_declines_uses_transformers_own_loop(caplog: Any) -> None:
@@ -127,7 +128,7 @@ def test_a_model_that_group_decoding_declines_uses_transformers_own_loop(caplog:
     assert [engine(PROMPTS, settings) for _ in range(2)] == [expected] * 2
     (sentence,) = caplog.messages
     assert reason in sentence
-    assert reason in engine.stock_because
+    assert reason in str(engine.groups.doubt)
 
 
 def test_a_model_in_training_is_evaluated_without_dropout_and_goes_on_training(monkeypatch: Any) -> None:
@@ -152,7 +153,7 @@ def test_a_completion_ends_at_its_first_stop_string(stock: bool, pad_is_eos: boo
     if pad_is_eos:
         engine.tokenizer.pad_token = engine.tokenizer.eos_token
     completions = engine(PROMPTS * 4, Settings(temperature=1.0, max_new_tokens=20, batch_size=96, stop=STOP))
-    assert bool(engine.stock_because) == stock
+    assert bool(engine.groups.doubt) == stock
     assert sum(text.endswith(STOP) for text in completions) > 5
     for text in completions:
         assert not any(stop in text[:-1] for stop in STOP), "cut at the first one"

@@ -278,7 +278,7 @@ def test_an_evaluation_answers_as_on_a_cpu() -> None:
     expected = Transformers(policy, tokenizer)(prompts, settings)
     engine = Transformers(device.here(policy), tokenizer)
     assert engine(prompts, settings) == expected
-    assert engine.stock_because == ""
+    assert engine.groups.doubt == ""
 
 
 def test_a_reward_model_scores_as_on_a_cpu(tmp_path: Path) -> None:

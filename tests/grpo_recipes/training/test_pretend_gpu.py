@@ -130,7 +130,7 @@ def test_an_evaluation_and_a_reward_model_compute_on_the_device(tmp_path: Path) 
     with PretendGPU() as gpu:
         engine = Transformers(policy.to("cuda"), tokenizer)
         assert engine(prompts, settings) == answers
-        assert not engine.stock_because
+        assert not engine.groups.doubt
         gpu.reset()
         assert RewardModelScore(str(tmp_path), device="cuda")(**rows) == pytest.approx(scores, abs=1e-5)
         assert gpu.uploads > 20, "weights and rows"

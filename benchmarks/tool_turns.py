@@ -250,7 +250,7 @@ def rows(turns: int, characters: int, sampled: bool, batches: int, **sizes: int)
         "ours, nothing kept": Contestant(GRPOTrainer, turns, folder, sampled, sizes=sizes),
         "ours": Contestant(GRPOTrainer, turns, folder, sampled, sizes=sizes),
     }
-    contestants["ours, nothing kept"].trainer._generation.keeps_cache = False
+    contestants["ours, nothing kept"].trainer._generation.reuse.doubt = "this contestant keeps nothing"
     same = dict.fromkeys(contestants, True)
     # In the first batch, ours verifies groups and the first reuse.
     for seed in range(batches + 1):

@@ -131,15 +131,26 @@ class GenerationCheck:
 
     def verify(
         self,
+        what: str,
+        where: str,
         prompts: Completions,
         completions: Completions,
         recorded: Mapping[int, Tensor],
-        where: str = "the first batch",
     ) -> str:
-        """Return by how much `VERIFIED` recorded rows differ from the policy, as a phrase, or "" within the tolerance.
+        """Compare `VERIFIED` recorded rows with the policy. Collective, with the same result on every rank.
 
         The policy is run as `generate` runs it: each row alone, in the base model, whose forward accelerate does not
         wrap in autocast if there is an adapter.
+
+        Args:
+            what: clause on how the tokens were generated.
+            where: name of the rows.
+            prompts: token IDs of this rank's prompts.
+            completions: token IDs of this rank's completions.
+            recorded: log-probabilities (T,) of the completions of some rows.
+
+        Returns:
+            A clause on the largest difference of any rank, or "" within the tolerance.
         """
         rows = verified_rows([len(completions[row]) for row in recorded], list(recorded))
         policy = base_model(self.scorer.policy)
@@ -153,7 +164,8 @@ class GenerationCheck:
             )
         ranks = gather((gaps.mean().item(), gaps.max().item()))
         mean, largest = max(mean for mean, _ in ranks), max(largest for _, largest in ranks)
-        return disagreement(mean, largest, is_float32=self.is_float32, where=where)
+        difference = disagreement(mean, largest, is_float32=self.is_float32, where=where)
+        return f"{what} under other log-probabilities than the policy's ({difference})" if difference else ""
 
     def _whole_policy(self) -> AbstractContextManager[Any]:
         """Gather the weights that ZeRO-3 shards, as TRL does for `generate`. Collective."""
@@ -189,9 +201,8 @@ class GenerationCheck:
         if not self.enabled:
             return None
         if self.reason or recorded is None:
-            self._announcer.once(
-                "unchecked", f"whether completions are the policy's is not checked: {self.reason or reason}"
-            )
+            sentence = f"whether completions are the policy's is not checked: {self.reason or reason}"
+            self._announcer.once(sentence, "unchecked")
             return None
         # At every step, also of batches that are not compared: a hypothesis needs the step before.
         self.adapters.keep(self.trainer.state.global_step)
@@ -226,9 +237,9 @@ class GenerationCheck:
             recorded[row] = torch.from_numpy(np.array(log_probs[row], dtype=np.float32))  # None becomes NaN
         if self.enabled and self.scorer.processing is not None:
             self._announcer.once(
-                "filters",
                 f"completions are sampled with {self.scorer.processing}, and the loss takes log-probabilities without: "
                 "`vllm_importance_sampling_correction` takes that for a difference of policies (huggingface/trl#6789)",
+                "filters",
             )
         difference = self(prompts, completions, recorded)
         # For its correction TRL logs the same difference, of all rows.
@@ -257,15 +268,11 @@ class GenerationCheck:
                     "that the model brings, or set `generation_check: false`"
                 )
         if self.processors.difference is None:
-            self._announcer.once(
-                "processors", "the logits processors of `generate` are not checked: `generate` is the model's own"
-            )
+            self._announcer.once("the logits processors of `generate` are not checked: `generate` is the model's own")
         if self.processors.filters:
-            self._announcer.once(
-                "filters",
-                f"completions are sampled with {', '.join(self.processors.filters)}, and the loss takes "
-                "log-probabilities without",
-            )
+            filters = ", ".join(self.processors.filters)
+            sentence = f"completions are sampled with {filters}, and the loss takes log-probabilities without"
+            self._announcer.once(sentence, "filters")
 
     # ---- conclusions
 
@@ -299,7 +306,7 @@ class GenerationCheck:
         names = {name for conclusion in conclusions for name in conclusion.names}
         mean = max(rank.mean for rank in ranks)
         for name in names:
-            self._announcer.once(name, f"{EXCUSES[name]}; log-probabilities differ by {mean:.1e} on average")
+            self._announcer.once(f"{EXCUSES[name]}; log-probabilities differ by {mean:.1e} on average", name)
         self.is_16bit = self.is_16bit or BFLOAT16 in names
         # The policy is scored from now on as the generator computes it.
         if UNPADDED in names:

@@ -27,10 +27,10 @@ _WEIGHT_BARS = ("Loading weights", "Writing model shards")
 
 
 class Announcer:
-    """Logger of warnings that appear once per key.
+    """Logger of warnings that appear once.
 
-    accelerate's `warning_once` is keyed on the text, so it repeats a sentence whose figures change. It is also shared
-    by the whole process, so a second trainer would stay silent.
+    accelerate's `warning_once` repeats a sentence whose figures change. It is also shared by the whole process, so a
+    second trainer would stay silent.
     """
 
     def __init__(self, warn: Callable[[str], object]) -> None:
@@ -38,8 +38,9 @@ class Announcer:
         self.keys: set[str] = set()
         """Keys of the sentences that were logged."""
 
-    def once(self, key: str, sentence: str) -> None:
-        """Log `sentence`, unless one with this key was logged before."""
+    def once(self, sentence: str, key: str = "") -> None:
+        """Log a sentence, unless it was logged before, or one with the same key whatever its figures are."""
+        key = key or sentence
         if key not in self.keys:
             self.keys.add(key)
             self._warn(sentence)

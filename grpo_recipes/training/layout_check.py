@@ -505,7 +505,7 @@ class LayoutCheck:
         return on_any_rank(flag, self.accelerator.device)
 
     def _warn_once(self, sentence: str) -> None:
-        self.announcer.once(sentence, sentence)
+        self.announcer.once(sentence)
 
 
 def _has_segments(call: ModelCall) -> bool:

@@ -66,8 +66,7 @@ class LogProbs:
             self._segmented,
             LayoutRules(self.args, self.router_loss, self.padded_because),
         )
-        announcer = self._check.announcer
-        self._kernel = VarlenKernel(lambda sentence: announcer.once(sentence, sentence))
+        self._kernel = VarlenKernel(self._check.announcer.once)
 
     def __call__(self, model: nn.Module, rows: Rows, batch_size: int | None, compute_entropy: bool) -> PerToken:
         """Return the log-probabilities and entropies of `rows`, in ceil(B / batch_size) model calls on every rank.

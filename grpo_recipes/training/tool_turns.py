@@ -76,8 +76,7 @@ class ToolTurns:
             return False
         self._check_one_process()
         self._announcer.once(
-            "images",
-            "the tools of a policy that reads images are called by TRL's own loop, without `tool_limits`",
+            "the tools of a policy that reads images are called by TRL's own loop, without `tool_limits`"
         )
         return True
 
@@ -138,10 +137,10 @@ class ToolTurns:
         if not is_at_server(trainer) or readable > longest + trainer.max_completion_length:
             return
         self._announcer.once(
-            "context",
             f"the vLLM server's context is too small for all turns of a prompt of {longest} tokens, and completions "
             "that call tools may end early: start the server with a `--max-model-len` of at least the prompt and twice "
             f"`max_completion_length`, {longest + 2 * trainer.max_completion_length}",
+            "context",
         )
 
     def _finish(self) -> None:

@@ -131,7 +131,7 @@ def main(kind: str, output: str, script: str = "ragged") -> None:
         name = "sampling/sampling_logp_difference/max"
         differences = [entry[name] for entry in made.state.log_history if name in entry]
         found |= {"unfit": compared.reason, "compared": compared.batches, "differences": differences or [0.0]}
-        found["kept"] = made._generation.is_reuse_verified
+        found["kept"] = made._generation.reuse.is_verified
     (Path(output) / f"rank{rank}.json").write_text(json.dumps(found))
     made.accelerator.end_training()
     leave(0)

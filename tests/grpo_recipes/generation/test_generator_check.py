@@ -190,7 +190,7 @@ def test_an_excuse_is_announced_once(name: str, tmp_path: Path, monkeypatch: pyt
     assert len(found) == 1
     assert found[0].startswith(EXCUSES[excuse])
     if excuse == NO_AUTOCAST and "use_vllm" not in changes:
-        assert run._generation.is_verified
+        assert run._generation.groups.is_verified
         differences = [entry[MEAN] for entry in run.state.log_history if MEAN in entry]
         assert len(differences) == 8
         assert differences[-1] < 1e-4  # float32 on both sides

@@ -317,7 +317,7 @@ def test_the_run_of_transformers_own_loop(changes: dict[str, Any], tmp_path: Pat
     ours = multi_turn(tmp_path / "auto", **changes)
     ours.train()
     assert said() == []
-    assert ours._generation.is_reuse_verified
+    assert ours._generation.reuse.is_verified
     stock = multi_turn(tmp_path / "off", generation="off", **changes)
     stock.train()
     assert list(ours._logs["completion"]) == list(stock._logs["completion"])
@@ -336,7 +336,7 @@ def test_nothing_is_kept_when_the_weights_change(tmp_path: Path, said: Any) -> N
     widest = [max(width for at, width in prefills if at == step) for step in (0, 1)]
     assert min(widest) >= 9, "the first turn of each batch runs whole prompts"
     assert run._generation._kept is None
-    assert run._generation.is_reuse_verified
+    assert run._generation.reuse.is_verified
     assert said() == []
 
 
@@ -346,8 +346,8 @@ def test_a_wrong_row_is_found_at_the_first_reuse(tmp_path: Path, said: Any, monk
     run.train()
     (sentence,) = said()
     assert "between turns" in sentence
-    assert not run._generation.is_reuse_verified
-    assert run._generation.is_verified
+    assert not run._generation.reuse.is_verified
+    assert run._generation.groups.is_verified
     logged = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
     assert max(logged) < 1e-5  # the turn was generated again
 
@@ -365,4 +365,4 @@ def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     run._generate_and_score_completions = with_a_fault
     with pytest.raises(NotThePolicy, match=r"at step [12] "):
         run.train()
-    assert run._generation.is_reuse_verified
+    assert run._generation.reuse.is_verified

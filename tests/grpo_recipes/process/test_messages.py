@@ -17,11 +17,13 @@ from tests.support import launching
 def test_a_sentence_is_logged_once_per_key_and_announcer() -> None:
     logged: list[str] = []
     announcer, another = Announcer(logged.append), Announcer(logged.append)
-    announcer.once("filters", "step 1")
-    announcer.once("filters", "step 2")
-    announcer.once("dtype", "step 3")
-    another.once("filters", "step 4")
-    assert logged == ["step 1", "step 3", "step 4"]
+    announcer.once("step 1", "filters")
+    announcer.once("step 2", "filters")
+    announcer.once("step 3", "dtype")
+    another.once("step 4", "filters")
+    for _ in range(2):
+        another.once("step 5")
+    assert logged == ["step 1", "step 3", "step 4", "step 5"]
     assert announcer.keys == {"filters", "dtype"}
 
 

@@ -104,7 +104,7 @@ def test_scripted_turns_are_trls(case: tuple[str, dict[str, Any]], tmp_path: Pat
 def test_sampled_turns_are_trls(tmp_path: Path) -> None:
     theirs, ours = both(tmp_path, None, max_completion_length=1500, max_tool_calling_iterations=3, max_steps=2)
     assert sum(values[4] for values in ours.loops) > 8, "calls were sampled"
-    assert ours._generation.is_reuse_verified
+    assert ours._generation.reuse.is_verified
     assert_equal(theirs, ours)
 
 

@@ -81,7 +81,7 @@ def test_the_run_of_transformers_own_loop(kind: str, tmp_path: Path, said: Any) 
         changes = RUNS[kind] if kind in RUNS else {"policy": build(kind)}
         runs.append(trainer(tmp_path / mode, generation=mode, **{"max_steps": 2, **changes}))
         runs[-1].train()
-        assert runs[-1]._generation.is_verified is (mode == "auto")
+        assert runs[-1]._generation.groups.is_verified is (mode == "auto")
         assert said() == []
     assert_same_run(*runs)
 
@@ -101,7 +101,7 @@ def test_a_rank_without_groups_joins_the_check_of_a_rank_with_groups(
 ) -> None:
     run = trainer(tmp_path, generation_kwargs={"use_cache": False})
     one_batch(run)
-    assert not run._generation.is_verified
+    assert not run._generation.groups.is_verified
     gather = run.accelerator.gather
 
     def of_two_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ def test_a_rank_without_groups_joins_the_check_of_a_rank_with_groups(
 
     monkeypatch.setattr(run.accelerator, "gather", of_two_ranks)
     one_batch(run)
-    assert run._generation.is_verified
+    assert run._generation.groups.is_verified
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_a_fault_is_noticed_and_the_first_batch_generated_again(
     one_batch(run, 4)
     (sentence,) = said()
     assert "1e-04" in sentence
-    assert not run._generation.is_verified
+    assert not run._generation.groups.is_verified
     _, again = generated
     assert list(run._logs["completion"]) == run.processing_class.batch_decode(again[0], skip_special_tokens=True)
     (logged,) = run._metrics["train"][LARGEST]

@@ -128,7 +128,7 @@ def test_a_run(name: str, tmp_path: Path) -> None:
     arguments = short_runs.arguments(tmp_path / "run", max_steps=2, **given)
     trainer: Any = short_runs.trainer(GRPOTrainer, saved_policy(tmp_path), arguments, **more)
     assert all(math.isfinite(loss) for loss in losses(trainer))
-    assert trainer._generation.is_verified == (more.get("generation") != "off")
+    assert trainer._generation.groups.is_verified == (more.get("generation") != "off")
     assert {parameter.device.type for parameter in trainer.model.parameters()} == {device.TYPE}
 
 

@@ -90,7 +90,7 @@ def test_a_packed_run_is_resumed_to_the_bit(tmp_path: Path, caplog: pytest.LogCa
 
     whole = run("whole")
     assert list(whole._log_probs._layouts.values()) == [Layout.PACKED]
-    assert whole._generation.is_verified
+    assert whole._generation.groups.is_verified
     assert whole.ref_model is None
     assert ["16-bit" in line for line in logged(caplog)] == [True]
     entries = [entry for entry in whole.state.log_history if "kl" in entry]

@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from workloads import Batch
 
+from grpo_recipes.generation.agreement import ATTENTION
 from grpo_recipes.training.packed_attention import GroupSpans, Span, sdpa
-from grpo_recipes.training.varlen import TRIAL_TOLERANCE, VarlenKernel
+from grpo_recipes.training.varlen import VarlenKernel
 
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: TRIAL_TOLERANCE}
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: ATTENTION}
 """Largest difference from the formula, relative to the largest entry, by dtype."""
 
 

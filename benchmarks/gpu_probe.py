@@ -172,9 +172,9 @@ def varlen_kernel(device: Device) -> Answer:
     for heads in HEADS:
         refusals: list[str] = []
         kernel = VarlenKernel(refusals.append)
-        form = kernel._trial(*device.states(1, heads, 18, 18, grad=False), None)
+        _, call = kernel._trial(*device.states(1, heads, 18, 18, grad=False), None)
         own, shared, size = heads
-        found[f"{own}/{shared} heads of {size}"] = str(form) if form else refusals[0]
+        found[f"{own}/{shared} heads of {size}"] = str(call) if call else refusals[0]
     return found
 
 

@@ -50,6 +50,11 @@ REPEATED = 1e-5
 
 Evidence: a router jitter of 3e-5 is found, and no model without random numbers is (`test_layout_check.py`).
 """
+ATTENTION = 0.05
+"""Largest difference between two kernels of attention in 16 bits, relative to the largest entry.
+
+Evidence: 16-bit rounding stays below 0.02, and a wrong mask or a wrong key-value head is above 0.3 (`test_varlen.py`).
+"""
 MIN_TOKENS = 64
 """Number of tokens of a rank that 16-bit log-probabilities are judged on: on fewer, a few rounding outliers decide.
 

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from grpo_recipes.generation.agreement import ATTENTION
 from grpo_recipes.generation.models import DTYPES_16BIT
 from grpo_recipes.generation.rows import on_device
+from grpo_recipes.generation.verified import FastWay
 from grpo_recipes.training.packed_attention import GroupSpans, Span, sdpa
 
 try:
@@ -33,13 +36,15 @@ except ImportError:  # before torch 2.10
 TRIAL_SPANS: list[tuple[Span, list[Span]]] = [((0, 5), [(5, 8), (8, 15)]), ((15, 16), [(16, 18)])]
 """Packed row of the trial: suffixes shorter and longer than their prefix, and a second group."""
 
-TRIAL_TOLERANCE = 0.05
-"""Largest difference from SDPA in the trial, relative to the largest entry. 16-bit rounding stays below 0.02, and a
-wrong mask or a wrong key-value head is above 0.3."""
+REFUSED = (
+    "packed rows are computed with one SDPA call per completion, because torch's varlen_attn does not take the heads "
+    "of this model on this GPU ({})"
+)
+"""Sentence that is logged where the kernel is not used."""
 
 
 @dataclass(frozen=True)
-class Segments:
+class KernelSegments:
     """Segments of a packed row as the arguments of `varlen_attn`, on the device of the row."""
 
     keys: Tensor
@@ -56,7 +61,7 @@ class Segments:
     longest_key: int
 
     @classmethod
-    def of(cls, spans: GroupSpans, device: torch.device) -> Segments:
+    def of(cls, spans: GroupSpans, device: torch.device) -> KernelSegments:
         """Return the segments of `spans`, in one copy to the device."""
         segments = list(spans.segments())
         queries = np.array([stop - start for _, (start, stop) in segments])
@@ -87,7 +92,7 @@ class KeysOfSegments(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, segments: Segments, repeats: int) -> Tensor:
+    def forward(ctx: Any, states: Tensor, segments: KernelSegments, repeats: int) -> Tensor:
         """Return the states of all segments, (K, repeats × heads, D), of (1, heads, N, D)."""
         ctx.segments, ctx.repeats = segments, repeats
         return _of_segments(states, segments, repeats)
@@ -105,12 +110,12 @@ class KeysOfSegments(torch.autograd.Function):
         return row.transpose(0, 1)[None], None, None
 
 
-def _of_segments(states: Tensor, segments: Segments, repeats: int) -> Tensor:
+def _of_segments(states: Tensor, segments: KernelSegments, repeats: int) -> Tensor:
     gathered = states[0].transpose(0, 1).index_select(0, segments.keys)
     return gathered.repeat_interleave(repeats, dim=1) if repeats > 1 else gathered
 
 
-class _Form(NamedTuple):
+class _KernelCall(NamedTuple):
     """A way of calling the installed `varlen_attn`."""
 
     arguments: dict[str, Any]
@@ -122,7 +127,7 @@ class _Stored(NamedTuple):
     """States of the row, stored in place of those that were gathered from them."""
 
     states: Tensor
-    segments: Segments
+    segments: KernelSegments
     repeats: int
 
 
@@ -130,8 +135,7 @@ class VarlenKernel:
     """`varlen_attn` for packed rows, used for the tensors that it takes.
 
     Which tensors those are depends on the version of torch, the GPU, the dtype and the sizes of the heads. So the first
-    layer of each kind makes a trial: a short packed row whose output and gradients must agree with SDPA's. A kernel
-    that refuses or disagrees is announced once, and SDPA is used.
+    layer of each kind makes a trial: a short packed row whose output and gradients must agree with SDPA's.
 
     Args:
         announce: function that logs a sentence.
@@ -139,8 +143,8 @@ class VarlenKernel:
 
     def __init__(self, announce: Callable[[str], object]) -> None:
         self._announce = announce
-        self._forms: dict[tuple[Any, ...], _Form | None] = {}
-        """Result of the trial by device, dtype, sizes of the heads and scaling."""
+        self._tried: dict[tuple[Any, ...], tuple[FastWay, _KernelCall | None]] = {}
+        """Result of the trial, and the call that agreed, by device, dtype, sizes of the heads and scaling."""
 
     def __call__(
         self, spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
@@ -149,22 +153,18 @@ class VarlenKernel:
         if varlen_attn is None or not is_candidate(query):
             return None
         kind = (query.device, query.dtype, query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling)
-        if kind not in self._forms:
-            self._forms[kind] = self._trial(query, key, value, scaling)
-        form = self._forms[kind]
-        if form is None:
+        if kind not in self._tried:
+            self._tried[kind] = self._trial(query, key, value, scaling)
+        way, call = self._tried[kind]
+        if call is None or way.doubt:
             return None
-        try:
-            return _attended(form, spans, query, key, value, scaling)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # a size that the trial did not have
-            self._forms[kind] = None
-            self._refused(error)
-            return None
+        # The kernel may refuse a size that the trial did not have.
+        return way.use(partial(_attended, call, spans, query, key, value, scaling), refusals=(RuntimeError,))
 
-    def _trial(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> _Form | None:
-        """Return the first way of calling the kernel that agrees with SDPA, or None."""
+    def _trial(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> tuple[FastWay, _KernelCall | None]:
+        """Return the kernel as a fast way, and the first way of calling it that agrees with SDPA, or None."""
         spans = GroupSpans(TRIAL_SPANS)
         length = TRIAL_SPANS[-1][1][-1][1]
         generator = torch.Generator().manual_seed(0)  # the run's random state must not change
@@ -174,30 +174,24 @@ class VarlenKernel:
             return drawn.to(like.device, like.dtype).requires_grad_()
 
         tensors = (noise(query), noise(key), noise(value))
+        way = FastWay(self._announce, REFUSED)
+        doubt = "it has no causal mask, or no scaling of scores"
         # Gradient checkpointing runs a layer again, and compares what it stores. A trial is made once.
         with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             expected = _with_gradients(sdpa(spans, *tensors, scaling), tensors)
-            reason: object = "it has no causal mask, or no scaling of scores"
-            for form in _forms(query, key, scaling):
-                try:
-                    got = _with_gradients(_attended(form, spans, *tensors, scaling), tensors)
-                except torch.OutOfMemoryError:
-                    raise
-                except (RuntimeError, ValueError) as error:
-                    reason = error
-                    continue
-                gaps = [_relative_gap(mine, theirs) for mine, theirs in zip(got, expected, strict=True)]
-                if max(gaps) <= TRIAL_TOLERANCE:
-                    return form
-                reason = f"it differs from SDPA by {max(gaps):.2f} of the largest entry in a trial"
-        self._refused(reason)
-        return None
 
-    def _refused(self, reason: object) -> None:
-        self._announce(
-            "packed rows are computed with one SDPA call per completion, because torch's varlen_attn does not take the "
-            f"heads of this model on this GPU ({str(reason).splitlines()[0]})"
-        )
+            def difference(call: _KernelCall) -> str:
+                got = _with_gradients(_attended(call, spans, *tensors, scaling), tensors)
+                gap = max(_relative_gap(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+                return "" if gap <= ATTENTION else f"it differs from SDPA by {gap:.2f} of the largest entry in a trial"
+
+            for call in _calls(query, key, scaling):
+                doubt = FastWay().check(partial(difference, call), refusals=(RuntimeError, ValueError))
+                if not doubt:
+                    way.record("")
+                    return way, call
+        way.record(doubt)
+        return way, None
 
 
 def is_candidate(query: Tensor) -> bool:
@@ -205,7 +199,7 @@ def is_candidate(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in DTYPES_16BIT
 
 
-def _forms(query: Tensor, key: Tensor, scaling: float | None) -> Iterator[_Form]:
+def _calls(query: Tensor, key: Tensor, scaling: float | None) -> Iterator[_KernelCall]:
     """Yield the ways of calling the installed `varlen_attn`, the cheapest first."""
     # torch 2.10 has `is_causal` and no scale, 2.11 `window_size` and `scale`, 2.12 `enable_gqa` as well.
     parameters = inspect.signature(varlen_attn).parameters
@@ -223,26 +217,26 @@ def _forms(query: Tensor, key: Tensor, scaling: float | None) -> Iterator[_Form]
         return
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1 and "enable_gqa" in parameters:
-        yield _Form({**arguments, "enable_gqa": True}, 1)
+        yield _KernelCall({**arguments, "enable_gqa": True}, 1)
     else:
-        yield _Form(arguments, 1)  # a kernel may know grouped heads without an argument
+        yield _KernelCall(arguments, 1)  # a kernel may know grouped heads without an argument
     if repeats > 1:
-        yield _Form(arguments, repeats)
+        yield _KernelCall(arguments, repeats)
 
 
 def _attended(
-    form: _Form, spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    call: _KernelCall, spans: GroupSpans, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
 ) -> Tensor:
     """Return the attention output, (1, N, heads, D), of one call over all segments."""
     if spans.index is None:
-        spans.index = Segments.of(spans, query.device)
-    segments: Segments = spans.index
-    keys: Tensor = KeysOfSegments.apply(key, segments, form.repeats)
-    values: Tensor = KeysOfSegments.apply(value, segments, form.repeats)
+        spans.index = KernelSegments.of(spans, query.device)
+    segments: KernelSegments = spans.index
+    keys: Tensor = KeysOfSegments.apply(key, segments, call.repeats)
+    values: Tensor = KeysOfSegments.apply(value, segments, call.repeats)
     # (1, heads, N, D) to (N, heads, D). Segments lie one after the other in the row, so queries need no gathering.
     queries = query[0].transpose(0, 1).contiguous()
     # Checkpointing stores nothing before its second forward. Its own hooks must see every tensor.
-    stored = nullcontext() if spans.recomputed else _row_stored({keys: key, values: value}, segments, form.repeats)
+    stored = nullcontext() if spans.recomputed else _row_stored({keys: key, values: value}, segments, call.repeats)
     with stored:
         output: Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple only with `return_aux`
             queries,
@@ -252,12 +246,12 @@ def _attended(
             segments.key_ends,
             segments.longest_query,
             segments.longest_key,
-            **form.arguments,
+            **call.arguments,
         )
     return output[None]
 
 
-def _row_stored(rows: dict[Tensor, Tensor], segments: Segments, repeats: int) -> saved_tensors_hooks:
+def _row_stored(rows: dict[Tensor, Tensor], segments: KernelSegments, repeats: int) -> saved_tensors_hooks:
     """Return hooks that store the states of the row in place of those that were gathered from them.
 
     Args:
@@ -284,5 +278,6 @@ def _with_gradients(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 
 
 def _relative_gap(got: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected entry, and infinity if it is not a number."""
     gap = (got.float() - expected.float()).abs().max() / expected.float().abs().max()
     return float(gap.nan_to_num(torch.inf))

@@ -22,12 +22,13 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from grpo_recipes import GRPOTrainer
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.generation.agreement import ATTENTION
 from grpo_recipes.plan.activations import Activations
 from grpo_recipes.plan.memory import MemoryPlan, ModelShape, Sharding
 from grpo_recipes.training import varlen
 from grpo_recipes.training.adamw_bf16 import AdamWBF16, merge
 from grpo_recipes.training.packed_attention import GroupSpans
-from grpo_recipes.training.varlen import TRIAL_TOLERANCE, VarlenKernel
+from grpo_recipes.training.varlen import VarlenKernel
 from grpo_rewards.reward_model import RewardModelScore
 from tests.support import device, short_runs, tiny
 from tests.support.grids import only
@@ -67,7 +68,7 @@ def test_the_varlen_kernel_is_the_formula(size: int, group: int, monkeypatch: py
     found = [output, *torch.autograd.grad((output.float() * weights).sum(), rounded)]
     for mine, theirs in zip(found, [expected, *torch.autograd.grad((expected * weights).sum(), exact)], strict=True):
         gap = (mine.detach().float() - theirs.detach()).abs().max() / theirs.detach().abs().max()
-        assert float(gap) < TRIAL_TOLERANCE
+        assert float(gap) < ATTENTION
 
 
 def test_adamw_bf16_is_torchs_fused_adamw() -> None:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_recipes.training import varlen
 from grpo_recipes.training.packed_attention import GroupSpans, sdpa
 from grpo_recipes.training.packing import Layout
-from grpo_recipes.training.varlen import Segments, VarlenKernel
+from grpo_recipes.training.varlen import KernelSegments, VarlenKernel
 from tests.support.layouts import RAGGED, check_exact, flat, layout_of, one_by_one, trainer_on
 from tests.support.recorded import model
 from tests.support.varlen_kernel import VERSIONS, install, torch_2_11, torch_2_12
@@ -228,7 +228,7 @@ def test_copied_keys_and_values_are_not_stored(recomputed: bool, freed: bool, on
 def test_the_gradient_of_a_prefix_is_added_in_float32(on_gpu: Any) -> None:
     """A sum of 258 ones in bfloat16, one after the other, ends at 256."""
     spans = GroupSpans([((0, 1), [(n, n + 1) for n in range(1, 258)])])
-    segments = Segments.of(spans, torch.device("cpu"))
+    segments = KernelSegments.of(spans, torch.device("cpu"))
     states = torch.zeros(1, 1, 258, 1, dtype=torch.bfloat16, requires_grad=True)
     varlen.KeysOfSegments.apply(states, segments, 1).sum().backward()
     assert states.grad is not None

@@ -94,7 +94,7 @@ class Turn:
         """
         if reason := reason_to_decline(model, **given):
             raise Declined(reason)
-        return Batch(self, model, input_ids, **given).run()
+        return GroupLoop(self, model, input_ids, **given).run()
 
     def record(self, model: CausalLM, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run transformers' own `generate`, and record its log-probabilities."""
@@ -197,8 +197,8 @@ def decode_step(model: CausalLM, tokens: Tensor, **inputs: Any) -> Tensor:
     return model(**prepared, return_dict=True).logits[:, -1].float()
 
 
-class Batch:
-    """One call of `generate`.
+class GroupLoop:
+    """Decoding loop of one call of `generate`.
 
     Token IDs keep all rows, as stopping criteria expect them. Logits and cache have only generating rows.
     """

@@ -7,10 +7,11 @@ autograd differentiates. In the trimmed layout a segment is a bucket of rows of 
 The cache of transformers lives for a whole forward. Layers write to it in place, gradient checkpointing drops it or
 writes to it twice, and FSDP2 refuses a layer that is called twice. So all segments go through a decoder layer in one
 call of the module (`_together`), with a cache that lives inside that call. Masks, positions and everything else that
-the layers get is made by the model: its backbone runs once per segment, with a `_Recorder` in the place of each layer.
-Each such pass waits inside its last recorder until the layers have run, and then goes on with the real hidden states.
+the layers get is made by the model: its backbone runs once per segment, with a `_StandIn` in the place of each layer.
+Each of these passes waits inside its last stand-in until the layers have run. Then it goes on with the real hidden
+states.
 
-Running all prefixes, and then all completions, in two forwards would need no recorders. But the cache of all layers
+Running all prefixes, and then all completions, in two forwards would need no stand-ins. But the cache of all layers
 would be alive at once, and neither gradient checkpointing nor FSDP2 could be used.
 
 Shapes: H hidden size, and rows and columns of a segment.
@@ -104,7 +105,7 @@ class _LayerCall:
         return output[0] if isinstance(output, tuple) else output
 
 
-class _Recorder(nn.Module):
+class _StandIn(nn.Module):
     """Stand-in for a decoder layer that records its arguments and returns its hidden states, or those of `result`.
 
     Args:
@@ -225,7 +226,7 @@ class SegmentedModel:
                 kwargs.pop(name, None)
             if self._has_delta_rule and segments.positions.device.type == "cpu":
                 kwargs["chunk_size"] = DELTA_RULE_CHUNK
-            states = _Run(self, partial(forward, **kwargs), segments).hidden_states()
+            states = _SegmentedCall(self, partial(forward, **kwargs), segments).hidden_states()
             if segments.prefixes is not None:
                 prefixes, *states = states
                 if self._is_zero3:
@@ -273,7 +274,7 @@ class SegmentedModel:
             module._modules[name] = before
 
 
-class _Run:
+class _SegmentedCall:
     """One model call.
 
     Args:
@@ -304,10 +305,10 @@ class _Run:
 
     def _pass(self, number: int) -> None:
         """Run the backbone on a segment, and all following segments and the layers inside its last layer."""
-        recorders = []
+        stand_ins = []
         for place, layer in enumerate(self._layers):
             result = partial(self._result, number) if place + 1 == len(self._layers) else None
-            recorders.append(_Recorder(layer, self._calls[number], self._model._sizes[place], result))
+            stand_ins.append(_StandIn(layer, self._calls[number], self._model._sizes[place], result))
         segment, cache = self._segments[number], self._caches[number]
         given: dict[str, Any] = {self._model._cache_name: cache} if cache is not None else {}
         if segment.owners is not None:
@@ -317,7 +318,7 @@ class _Run:
                 before = cache.get_seq_length()
                 columns = segment.input_ids.size(1)
                 given["position_ids"] = torch.arange(before, before + columns, device=segment.input_ids.device)[None]
-        with self._model.replaced_layers(recorders):
+        with self._model.replaced_layers(stand_ins):
             output = self._forward(
                 input_ids=segment.input_ids,
                 attention_mask=segment.attention_mask,

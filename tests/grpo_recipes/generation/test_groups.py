@@ -376,7 +376,7 @@ def test_decoding_leaves_the_model_unchanged() -> None:
 def test_contract_with_transformers_on_custom_loops() -> None:
     """`generate` calls a custom loop as it calls `_sample`, and takes the layers of its cache from these classes."""
     stock = inspect.signature(GenerationMixin._sample).parameters
-    loop = inspect.signature(groups.Batch).parameters
+    loop = inspect.signature(groups.GroupLoop).parameters
     named = {name for name, parameter in loop.items() if parameter.kind is not parameter.VAR_KEYWORD}
     assert named - {"turn", "model"} <= set(stock)
     assert set(stock) - named == {"self", "model_kwargs", "synced_gpus", "streamer"}

@@ -229,7 +229,7 @@ class SegmentedModel:
             states = _SegmentedCall(self, partial(forward, **kwargs), segments).hidden_states()
             if segments.prefixes is not None:
                 prefixes, *states = states
-                if self._is_zero3:
+                if hasattr(next(self._backbone.parameters()), "ds_id"):  # ZeRO-3
                     # No label reads the prefixes, so here they get a gradient of 0. DeepSpeed gathers the weights of a
                     # module when a gradient of its output arrives. The mixer of a last recurrent layer would get only
                     # the gradients of its states, and find its weights released after the completions.
@@ -246,11 +246,6 @@ class SegmentedModel:
                 self._backbone.forward = forward
             else:
                 del self._backbone.forward
-
-    @property
-    def _is_zero3(self) -> bool:
-        """True if DeepSpeed has partitioned the weights."""
-        return hasattr(next(self._backbone.parameters()), "ds_id")
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -341,25 +336,25 @@ class _SegmentedCall:
         if number + 1 < len(self._segments):
             self._pass(number + 1)
         else:
-            self._check_calls()
+            for calls, cache in zip(self._calls, self._caches, strict=True):
+                if len(calls) != len(self._layers):
+                    raise NotSegmented("the model does not run each of its layers once")
+                if cache is not None and not any(call.takes(cache) for call in calls):
+                    raise NotSegmented("the layers get no cache")
             self._states = [calls[0].hidden for calls in self._calls]
             for place, layer in enumerate(self._layers):
                 self._states = self._together(layer, [calls[place] for calls in self._calls])
         return self._states[number]
-
-    def _check_calls(self) -> None:
-        for calls, cache in zip(self._calls, self._caches, strict=True):
-            if len(calls) != len(self._layers):
-                raise NotSegmented("the model does not run each of its layers once")
-            if cache is not None and not any(call.takes(cache) for call in calls):
-                raise NotSegmented("the layers get no cache")
 
     def _together(self, layer: nn.Module, calls: list[_LayerCall]) -> list[Tensor]:
         """Run a decoder layer on all segments, in one call of the module."""
         # Without transformers' checkpointing, which would drop the cache.
         forward = partial(inspect.unwrap(type(layer).forward), layer)
         checkpoints = _checkpointing(*layer.modules())
-        indices = _cache_indices(layer, len(self._layers))
+        numbers = {getattr(part, "layer_idx", None) for part in layer.modules()}
+        count = len(self._layers)
+        # Layers of the cache that this decoder layer reads and writes, or all of them where it does not name any.
+        indices = [number for number in numbers if isinstance(number, int) and number < count] or list(range(count))
         # Not `self`, which holds the last hidden states: checkpointing keeps this function in their graph, and the
         # graph would never be freed, because no backward pass reaches the prompts' part of the last layer.
         caches, segments = self._caches, self._segments
@@ -371,12 +366,11 @@ class _SegmentedCall:
             with _switched_off(checkpoints):
                 for call, state, given, segment in zip(calls, states, caches, segments, strict=True):
                     cache = None
-                    if segment.owners is not None:
-                        assert given is not None
-                        assert prefixes is not None
-                        cache = _continuing(given, prefixes, indices, segment.owners)
-                    elif given is not None:
-                        cache = prefixes = _empty(given, indices)
+                    if given is not None:
+                        # The prefixes come first, and fill the cache that they begin without.
+                        before = given if prefixes is None else prefixes
+                        cache = _continuing(given, before, indices, segment.owners)
+                        prefixes = cache if prefixes is None else prefixes
                     found.append(call.run(forward, state, given, cache))
             return tuple(found)
 
@@ -446,48 +440,28 @@ def _cache_of_length(config: Any, rows: int, columns: int) -> DynamicCache:
     return cache
 
 
-def _cache_indices(layer: nn.Module, number: int) -> list[int]:
-    """Return the indices of the cache layers that a decoder layer reads and writes, in a cache of `number` layers."""
-    found = {getattr(part, "layer_idx", None) for part in layer.modules()}
-    return [index for index in found if isinstance(index, int) and index < number] or list(range(number))
-
-
-def _empty(given: Cache, indices: Sequence[int]) -> Cache:
-    """Return a copy of an empty cache that a decoder layer may write to."""
-    cache = copy.copy(given)
-    cache.layers = list(given.layers)
-    for index in indices:
-        cache.layers[index] = _copied(given.layers[index])
-    return cache
-
-
-def _continuing(given: Cache, prefixes: Cache, indices: Sequence[int], owners: Tensor) -> Cache:
-    """Return a cache for the rows that continue the prefixes `owners`, (rows,).
+def _continuing(given: Cache, before: Cache, indices: Sequence[int], owners: Tensor | None) -> Cache:
+    """Return a cache that a decoder layer may write to, behind the tokens that another cache holds.
 
     Args:
         given: cache that the backbone got, which stands for all other layers.
-        prefixes: cache that a decoder layer has filled with the prefixes.
-        indices: indices of the layers that were filled.
-        owners: index of the prefix of each row.
+        before: empty cache, or the cache that the decoder layer has filled with the prefixes.
+        indices: indices of the layers that the decoder layer writes to.
+        owners: index of the prefix of each row, (rows,), or None for the prefixes themselves.
     """
     cache = copy.copy(given)
     cache.layers = list(given.layers)
     for index in indices:
-        layer = _copied(prefixes.layers[index])
-        layer.reorder_cache(owners)
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            _keep_unchanged(layer)
+        layer = copy.copy(before.layers[index])
+        for name, value in vars(layer).items():
+            if isinstance(value, dict):  # states by their number
+                setattr(layer, name, dict(value))
+        if owners is not None:
+            layer.reorder_cache(owners)
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                _keep_unchanged(layer)
         cache.layers[index] = layer
     return cache
-
-
-def _copied(layer: Any) -> Any:
-    """Return a copy of a cache layer with the same tensors."""
-    copied = copy.copy(layer)
-    for name, value in vars(layer).items():
-        if isinstance(value, dict):  # states by their number
-            setattr(copied, name, dict(value))
-    return copied
 
 
 def _keep_unchanged(layer: Any) -> None:

@@ -83,10 +83,10 @@ def continued(change: Callable[[Any], None], backward_only: bool = False) -> Cal
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         continuing = segments._continuing
 
-        def changed(given: Any, prefixes: Any, indices: Any, owners: Tensor) -> Any:
-            cache = continuing(given, prefixes, indices, owners)
+        def changed(given: Any, before: Any, indices: Any, owners: Tensor | None) -> Any:
+            cache = continuing(given, before, indices, owners)
             in_backward = torch._C._current_graph_task_id() != -1
-            for index in indices if in_backward or not backward_only else ():
+            for index in indices if owners is not None and (in_backward or not backward_only) else ():
                 change(cache.layers[index])
             return cache
 

@@ -130,12 +130,7 @@ class GenerationCheck:
     # ---- the comparisons
 
     def verify(
-        self,
-        what: str,
-        where: str,
-        prompts: Completions,
-        completions: Completions,
-        recorded: Mapping[int, Tensor],
+        self, prompts: Completions, completions: Completions, recorded: Mapping[int, Tensor], what: str, where: str
     ) -> str:
         """Compare `VERIFIED` recorded rows with the policy. Collective, with the same result on every rank.
 
@@ -143,11 +138,11 @@ class GenerationCheck:
         wrap in autocast if there is an adapter.
 
         Args:
-            what: clause on how the tokens were generated.
-            where: name of the rows.
             prompts: token IDs of this rank's prompts.
             completions: token IDs of this rank's completions.
             recorded: log-probabilities (T,) of the completions of some rows.
+            what: clause on how the tokens were generated.
+            where: name of the rows.
 
         Returns:
             A clause on the largest difference of any rank, or "" within the tolerance.

@@ -274,7 +274,8 @@ class GroupLoop:
         numbers: dict[bytes, int] = {}  # number of each distinct prompt
         copied = [numbers.setdefault(key.tobytes(), len(numbers)) for key in host_keys]
         distinct = [copied.index(number) for number in range(len(numbers))]  # first row of each prompt
-        kept = self.take_kept({row: host_keys[row, self.starts[row] : self.width].tolist() for row in distinct})
+        of_rows = {row: host_keys[row, self.starts[row] : self.width].tolist() for row in distinct}
+        kept = {} if self.turn.kept is None else self.turn.kept.take(of_rows)
         # Each forward is a collective under ZeRO-3, and ranks may keep different rows.
         rectangles = [distinct] if self.turn.together or not kept else split_by_width(self.new_tokens(distinct, kept))
         caches = [self.cache, *(DynamicCache() for _ in rectangles[1:])]  # nothing is kept of layers of other kinds
@@ -308,10 +309,6 @@ class GroupLoop:
         if any(isinstance(layer, CacheLayerMixin) and layer.get_seq_length() != self.width for layer in used):
             return "the model adds columns of its own to the cache"  # CPM-Ant does
         return ""
-
-    def take_kept(self, prompts: dict[int, list[int]]) -> dict[int, Prefix]:
-        """Return the kept prefixes of prompts without padding, by row."""
-        return {} if self.turn.kept is None else self.turn.kept.take(prompts)
 
     def new_tokens(self, rows: list[int], kept: Mapping[int, Prefix]) -> dict[int, int]:
         """Return the number of tokens of each prompt that have to run, by row."""

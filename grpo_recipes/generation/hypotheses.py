@@ -21,15 +21,7 @@ from transformers import PreTrainedModel
 from transformers.generation import logits_process as processors
 from trl.models.utils import disable_gradient_checkpointing
 
-from grpo_recipes.generation.agreement import (
-    BFLOAT16,
-    EARLIER,
-    NO_AUTOCAST,
-    OFF,
-    TWICE,
-    UNPADDED,
-    UNPROCESSED,
-)
+from grpo_recipes.generation.agreement import BFLOAT16, EARLIER, NO_AUTOCAST, OFF, TWICE, UNPADDED, UNPROCESSED
 from grpo_recipes.generation.models import eval_no_grad, in_float32, is_float32
 from grpo_recipes.generation.rows import PerToken, Rows
 
@@ -89,7 +81,11 @@ class Processing:
         count = len(logits)
         sampled = ids[-count:, None]
         if self.repetition_penalty != 1.0:
-            logits = self._penalized(logits, ids)
+            places = torch.arange(len(ids), device=ids.device)
+            is_earlier = places < places[-count:, None]
+            # The penalty counts each token once, so the first token may stand in for those that come later.
+            seen = torch.where(is_earlier, ids, ids[0])
+            logits = processors.RepetitionPenaltyLogitsProcessor(self.repetition_penalty)(seen, logits)
         scores = logits / temperature
         own, unused = scores.gather(1, sampled), cast(LongTensor, ids[None])
         if self.min_p:
@@ -99,14 +95,6 @@ class Processing:
         if self.top_p < 1.0:
             scores = processors.TopPLogitsWarper(self.top_p)(unused, scores)
         return (own - scores.scatter(1, sampled, own).logsumexp(1, keepdim=True))[:, 0]
-
-    def _penalized(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """Apply the repetition penalty to (T, vocabulary), each line with the tokens before it only."""
-        places = torch.arange(len(ids), device=ids.device)
-        is_earlier = places < places[-len(logits) :, None]
-        # The penalty counts each token once, so the first token may stand in for those that come later.
-        seen = torch.where(is_earlier, ids, ids[0])
-        return processors.RepetitionPenaltyLogitsProcessor(self.repetition_penalty)(seen, logits)
 
 
 @dataclass

@@ -375,11 +375,7 @@ def _replace_by_float32(model: nn.Module, replaced: list[tuple[dict[str, Any], s
                 # `replaced` grows before the copy: the caller restores it even if memory runs out halfway.
                 replaced.append((tensors, name, tensor))
                 if tensor not in copies:  # tied weights stay tied
-                    copies[tensor] = _float32_copy(tensor)
+                    copies[tensor] = tensor.detach().float()
+                    if isinstance(tensor, nn.Parameter):
+                        copies[tensor] = nn.Parameter(copies[tensor], requires_grad=tensor.requires_grad)
                 tensors[name] = copies[tensor]
-
-
-def _float32_copy(tensor: Tensor) -> Tensor:
-    """Return a float32 copy, a parameter if `tensor` is one."""
-    copy = tensor.detach().float()
-    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy

@@ -44,10 +44,7 @@ class FastWay:
     """
 
     def __init__(
-        self,
-        announce: Callable[[str], object] | None = None,
-        sentence: str = "{}",
-        device: torch.device | None = None,
+        self, announce: Callable[[str], object] | None = None, sentence: str = "{}", device: torch.device | None = None
     ) -> None:
         self.announce, self.sentence, self.device = announce, sentence, device
         self.doubt: str | None = None

@@ -95,16 +95,14 @@ class StopOnSignal(TrainerCallback):
         if signum == signal.SIGHUP:
             drop_closed_outputs()
         if signum == signal.SIGINT:
-            if self.requested == signal.SIGINT and not self._is_echo():
+            is_recent = time.monotonic() - self._interrupted_at < ECHO_SECONDS
+            if self.requested == signal.SIGINT and not (is_recent and "TORCHELASTIC_RUN_ID" in os.environ):
                 raise KeyboardInterrupt
             if not self.requested and os.environ.get("RANK", "0") == "0":
                 # Not `print`: the signal may have come in the middle of one.
                 os.write(2, b"\nCtrl-C: the run is saved and stops after this step; a second Ctrl-C stops it at once\n")
             self._interrupted_at = time.monotonic()
         self.requested = self.requested or signum
-
-    def _is_echo(self) -> bool:
-        return "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._interrupted_at < ECHO_SECONDS
 
 
 class DropLaterCompletions(TrainerCallback):

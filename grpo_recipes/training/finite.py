@@ -72,8 +72,12 @@ class FiniteSteps(TrainerCallback):
         if not steps:
             return
         device = self.trainer.accelerator.device
-        values = torch.stack([torch.stack([_sum(losses, device), _norm(norm, device)]) for _, losses, norm in steps])
-        counts = self.trainer.accelerator.reduce((~values.isfinite()).int()).tolist()
+        values = []
+        for _, losses, norm in steps:
+            # A sum of losses is finite only if each of them is.
+            loss = torch.stack(losses).float().sum() if losses else torch.zeros((), device=device)
+            values.append(torch.stack([loss, _norm(norm, device)]))
+        counts = self.trainer.accelerator.reduce((~torch.stack(values).isfinite()).int()).tolist()
         for (step, _, _), (losses, norms) in zip(steps, counts, strict=True):
             if losses or norms:
                 what = "the loss" if losses else "the gradient norm"
@@ -97,11 +101,6 @@ class FiniteSteps(TrainerCallback):
                         f"step {self.trainer.state.global_step + 1}: the reward {name} pays {value:g}, which leaves no "
                         f"finite advantages: let it pay at most {LARGEST_REWARD:g}"
                     )
-
-
-def _sum(losses: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of losses, which is finite only if each of them is."""
-    return torch.stack(losses).float().sum() if losses else torch.zeros((), device=device)
 
 
 def _norm(norm: Tensor | float | None, device: torch.device) -> Tensor:

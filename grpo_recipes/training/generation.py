@@ -124,11 +124,7 @@ class Generation:
         return found
 
     def _generate(
-        self,
-        turn: TRLTurn,
-        policy: nn.Module,
-        prompts: Sequence[Sequence[int]],
-        drops: bool,
+        self, turn: TRLTurn, policy: nn.Module, prompts: Sequence[Sequence[int]], drops: bool
     ) -> tuple[Completions, Mapping[int, Tensor] | None]:
         """Return completions of transformers' `generate`, and recorded log-probabilities of some rows, by row.
 
@@ -166,12 +162,11 @@ class Generation:
         if self.mode != "off" and (reason or request.declined):
             self.groups.skip(reason or request.declined)
         doubt = ""
+        compare = partial(self.check.verify, prompts, completions, recorded)
         if is_first and is_grouped:
-            compare = partial(self.check.verify, "group decoding picks tokens", "the first batch")
-            doubt = self.groups.check(partial(compare, prompts, completions, recorded))
+            doubt = self.groups.check(partial(compare, "group decoding picks tokens", "the first batch"))
         elif may_reuse and is_reused:
-            compare = partial(self.check.verify, "tokens are picked", "the first turn that uses them")
-            doubt = self.reuse.check(partial(compare, prompts, completions, recorded))
+            doubt = self.reuse.check(partial(compare, "tokens are picked", "the first turn that uses them"))
         if doubt:
             # Nothing has been trained on these tokens yet, so they can be thrown away.
             return self._generate(turn, policy, prompts, drops)

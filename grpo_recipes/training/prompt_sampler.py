@@ -239,15 +239,16 @@ class PromptSampling(TrainerCallback):
         assert self.sampler is not None, "training asks for a sampler first"
         draw, trainer = self.sampler.draws[self.position], self.trainer
         self.position += 1
-        group, rank, processes = (
-            self.sampler.mini_repeat_count,
-            trainer.accelerator.process_index,
-            self.sampler.processes,
-        )
+        group, processes = self.sampler.mini_repeat_count, self.sampler.processes
+        rank = trainer.accelerator.process_index
         drawn = np.repeat(draw.prompts[draw.drawn], group)  # rows of all ranks, (K G,)
         here = slice(rank * len(drawn) // processes, (rank + 1) * len(drawn) // processes)
         self._check(rows[0], int(drawn[here][0]))
-        _forget_rows(trainer._logs)
+        # TRL's table of completions is a queue as long as a full generation batch. Rows of an earlier batch would stay
+        # in it after a smaller one.
+        for column in trainer._logs.values():
+            for queue in column.values() if isinstance(column, dict) else [column]:
+                queue.clear()
         output = generate(rows[: len(drawn[here])])
         # TRL's log has the rewards of all ranks, so every rank records the same groups and makes the same next draw.
         self.sampler.learn(draw, self._varied(group))
@@ -255,7 +256,9 @@ class PromptSampling(TrainerCallback):
         advantages = output["advantages"]  # (rows,) or (rows, T)
         by_row = torch.as_tensor(weights, dtype=advantages.dtype, device=advantages.device)
         output["advantages"] = advantages * by_row.reshape(-1, *[1] * (advantages.ndim - 1))
-        self._log(draw)
+        metrics = trainer._metrics["train"]
+        metrics["prompts/generated"].append(draw.share)
+        metrics["prompts/kept_by_floor"].append(float((draw.at_floor & draw.drawn).sum() / draw.drawn.sum()))
         return output
 
     def _check(self, row: Row, expected: int) -> None:
@@ -280,11 +283,6 @@ class PromptSampling(TrainerCallback):
             return varied
         total = np.where(np.isnan(rewards).all(2), np.nan, np.nansum(rewards * weights, axis=2))
         return varies(total[..., None])[:, 0]
-
-    def _log(self, draw: Draw) -> None:
-        metrics = self.trainer._metrics["train"]
-        metrics["prompts/generated"].append(draw.share)
-        metrics["prompts/kept_by_floor"].append(float((draw.at_floor & draw.drawn).sum() / draw.drawn.sum()))
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Restore the numbers of zero-variance groups from the checkpoint of a resumed run."""
@@ -335,15 +333,3 @@ def read_memory(path: Path, prompts: int) -> np.ndarray:
         problem = f"it is of {len(counts)} prompts, and the dataset has {prompts}"
         raise RunError(path, problem, "train on the same rows")
     return counts
-
-
-def _forget_rows(logs: dict[str, Any]) -> None:
-    """Empty TRL's table of completions.
-
-    The table is a queue as long as a full generation batch. Rows of an earlier batch would stay in it after a smaller
-    one.
-    """
-    for column in logs.values():
-        queues = column.values() if isinstance(column, dict) else [column]
-        for queue in queues:
-            queue.clear()

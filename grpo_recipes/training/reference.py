@@ -108,15 +108,21 @@ def set_reference(trainer: GRPOTrainer, source: str | Mapping[str, Any] | Refere
     spec = ReferenceSpec.parse(source)
     spec.check_refresh(args)
     _check_trains(model)
-    if isinstance(model, PeftModel):
-        _give_head_a_bias(model)
+    head = base_model(model).get_output_embeddings() if isinstance(model, PeftModel) else None
+    if isinstance(head, AuxiliaryTrainingWrapper) and not hasattr(head, "bias"):
+        # TRL's fused head reads the bias, which PEFT's wrapper of a tied head with trainable tokens lacks.
+        head.bias = None  # type: ignore[assignment]  # torch declares no None among the attributes of a module
     # TRL sends a policy with an adapter to a vLLM server wrongly, with any reference or none: see `trl_patches`.
     send_policy(trainer)
     trainer.beta = args.beta  # 0 since the trainer was built inside `without_trl_reference`
     if args.beta == 0.0:
         sentence = "none: `beta` is 0"
     else:
-        _check_backend(trainer)
+        fsdp = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        if fsdp is not None and fsdp.fsdp_version == 1 and args.sync_ref_model:
+            # FSDP1 flattens parameters into one, so policy and reference cannot be paired tensor by tensor.
+            fix = "set `fsdp_version: 2` in the accelerate configuration"
+            raise UserError("`sync_ref_model`", "it needs FSDP2", fix)
         if isinstance(model, PeftModel):
             sentence = _adapter_reference(model, spec, keep_copy=args.sync_ref_model)
         else:
@@ -187,9 +193,14 @@ class ReferenceCallback(TrainerCallback):
             else:
                 _freeze(model)  # loading makes it trainable
         if state.global_step and self.trainer.args.sync_ref_model:
-            _restore(self.trainer, _resumed_checkpoint(args, state))
-        elif not state.global_step:
-            _warn_of_dropout(self.trainer)
+            # A callback gets only the step. `resume_from_checkpoint` may also be True or None, or name another run's
+            # folder that was copied here.
+            name, given = f"checkpoint-{state.global_step}", Path(str(args.resume_from_checkpoint))
+            _restore(self.trainer, given if given.name == name else run_folder(args) / name)
+        elif not state.global_step and self.trainer.beta and self.trainer.accelerator.is_main_process:
+            clause = describe_dropout(self.trainer.model)  # with dropout, two passes of one policy differ
+            if clause:
+                warnings.warn(f"{clause}: with it the KL at step 0 is not 0", stacklevel=1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         """Refresh the reference every `ref_model_sync_steps` optimizer steps, as TRL does for a full model."""
@@ -243,21 +254,6 @@ def _check_trains(model: torch.nn.Module) -> None:
         fix = "load an adapter with `PeftModel.from_pretrained(model, folder, is_trainable=True)`, and call "
         fix += "`model.requires_grad_(True)` after `merge_and_unload`"
         raise UserError(owner, "no parameter of it would train", fix)
-
-
-def _give_head_a_bias(model: PeftModel) -> None:
-    """Let TRL's fused head read `lm_head.bias`, which PEFT's wrapper of a tied head with trainable tokens lacks."""
-    head = base_model(model).get_output_embeddings()
-    if isinstance(head, AuxiliaryTrainingWrapper) and not hasattr(head, "bias"):
-        head.bias = None  # type: ignore[assignment]  # torch declares no None among the attributes of a module
-
-
-def _check_backend(trainer: TRLTrainer) -> None:
-    # FSDP1 flattens parameters into one, so policy and reference cannot be paired tensor by tensor.
-    fsdp = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
-    if fsdp is not None and fsdp.fsdp_version == 1 and trainer.args.sync_ref_model:
-        fix = "set `fsdp_version: 2` in the accelerate configuration"
-        raise UserError("`sync_ref_model`", "it needs FSDP2", fix)
 
 
 def _policy_adapter(model: PeftModel) -> str:
@@ -352,9 +348,7 @@ def _copy_adapter(model: PeftModel, name: str) -> None:
     config = copy.deepcopy(model.peft_config[name])
     config.inference_mode = True
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = (
-            True  # "pissa" and the like would change the base again; the weights are copied below
-        )
+        config.init_lora_weights = True  # "pissa" and others would change the base again; the weights are copied below
     if hasattr(config, "layer_replication"):
         config.layer_replication = None  # the base's layers are replicated already, and PEFT would replicate them again
     mismatch = ""
@@ -468,12 +462,6 @@ def _frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
     return reference.requires_grad_(False).eval()
 
 
-def _warn_of_dropout(trainer: TRLTrainer) -> None:
-    """Warn if dropout is on, with which two passes of one policy differ."""
-    if trainer.beta and trainer.accelerator.is_main_process and (clause := describe_dropout(trainer.model)):
-        warnings.warn(f"{clause}: with it the KL at step 0 is not 0", stacklevel=2)
-
-
 def _refresh(trainer: TRLTrainer, alpha: float) -> None:
     """Set reference <- (1 - alpha) reference + alpha policy, tensor by tensor, as TRL's `SyncRefModelCallback` does."""
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -565,11 +553,3 @@ def _restore(trainer: TRLTrainer, checkpoint: Path) -> None:
             if isinstance(tensor, DTensor):
                 value = distribute_tensor(value, tensor.device_mesh, tensor.placements)
             tensor.copy_(value)
-
-
-def _resumed_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the checkpoint that a resumed run started from. Callbacks of transformers get only its step."""
-    name = f"checkpoint-{state.global_step}"
-    # `resume_from_checkpoint` may also be True or None, or name another run's folder that was copied here.
-    given = Path(str(args.resume_from_checkpoint))
-    return given if given.name == name else run_folder(args) / name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -150,13 +150,13 @@ class CompleteCheckpoints(TrainerCallback):
         if control.should_log or control.should_evaluate or control.should_save:
             self.check_folder()
         if control.should_save:
-            _check_place(run_folder(args) / f"checkpoint-{state.global_step}")
+            checkpoint = run_folder(args) / f"checkpoint-{state.global_step}"
+            is_blocked = checkpoint.is_symlink() or (checkpoint.exists() and not checkpoint.is_dir())
+            if any(gather(is_blocked)):
+                problem = "it is a link or a file, and a checkpoint is to be saved there"
+                raise RunFault(f"{checkpoint}: {problem}: remove it")
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Check the folder as after a step."""
-        self.on_step_end(args, state, control)
+    on_epoch_end = on_step_end
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check the folder again if a save follows, because writing the completions may have taken long."""
@@ -192,8 +192,12 @@ class CompleteCheckpoints(TrainerCallback):
         self.check_folder()  # pushing may have taken minutes
         if args.should_save:
             # Never this checkpoint, even if the limit is 1 and another one is the best: a resume needs it.
-            best = Path(state.best_model_checkpoint or checkpoint)
-            _rotate(oldest_first(run_folder(args)), self.limit, {checkpoint, best})
+            kept = {checkpoint, Path(state.best_model_checkpoint or checkpoint)}
+            # transformers' own `rotate_checkpoints` may order by modification time, and does not count abandoned ones.
+            checkpoints = oldest_first(run_folder(args))
+            removable = [path for path in checkpoints if path not in kept]
+            for path in removable[: max(0, len(checkpoints) - max(self.limit, len(kept)))]:
+                shutil.rmtree(path, ignore_errors=True)
 
     def check_folder(self) -> None:
         """Raise `FolderLost` on every rank if the launch no longer holds the run's folder. Collective.
@@ -241,23 +245,6 @@ def check_held(held: Held, when: str, last_saved: Path | None) -> None:
     # Only the first rank holds the folder. All ranks must leave together, or the others would wait for it.
     if found := next(filter(None, gather(sentence)), None):
         raise FolderLost(found)
-
-
-def _check_place(checkpoint: Path) -> None:
-    """Raise `RunFault` on every rank if no checkpoint can be saved under this name. Collective."""
-    is_blocked = checkpoint.is_symlink() or (checkpoint.exists() and not checkpoint.is_dir())
-    if any(gather(is_blocked)):
-        raise RunFault(f"{checkpoint}: it is a link or a file, and a checkpoint is to be saved there: remove it")
-
-
-def _rotate(checkpoints: Sequence[Path], limit: int, kept: Set[Path]) -> None:
-    """Remove the first of `checkpoints` until `limit` are left, but none in `kept`.
-
-    transformers' own `rotate_checkpoints` may order by modification time, and does not count abandoned checkpoints.
-    """
-    removable = [path for path in checkpoints if path not in kept]
-    for checkpoint in removable[: max(0, len(checkpoints) - max(limit, len(kept)))]:
-        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def _write_logged(trainer: TRLTrainer, path: Path) -> None:

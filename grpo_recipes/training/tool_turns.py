@@ -183,13 +183,10 @@ def positions(trainer: TRLTrainer) -> float:
     if is_at_server(trainer):
         # TRL asks for `max_completion_length` tokens in every turn, whatever is left of them, and a server refuses a
         # request whose prompt and `max_tokens` exceed its context.
-        return on_first_rank(partial(server_context, trainer)) - trainer.max_completion_length + 1
+        client = trainer.vllm_generation.vllm_client
+        context = on_first_rank(lambda: client.get_server_info()["model_config"]["max_model_len"])
+        return context - trainer.max_completion_length + 1
     if trainer.use_vllm:
         return trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
     # Some architectures have no such limit, as Bloom.
     return getattr(trainer.model.config, "max_position_embeddings", None) or float("inf")
-
-
-def server_context(trainer: TRLTrainer) -> int:
-    """Return the number of tokens of prompt and completion that a vLLM server can hold. For the first rank."""
-    return trainer.vllm_generation.vllm_client.get_server_info()["model_config"]["max_model_len"]

@@ -123,14 +123,6 @@ class _KernelCall(NamedTuple):
     """Number of times that each key-value head is repeated."""
 
 
-class _Stored(NamedTuple):
-    """States of the row, stored in place of those that were gathered from them."""
-
-    states: Tensor
-    segments: KernelSegments
-    repeats: int
-
-
 class VarlenKernel:
     """`varlen_attn` for packed rows, used for the tensors that it takes.
 
@@ -260,13 +252,14 @@ def _row_stored(rows: dict[Tensor, Tensor], segments: KernelSegments, repeats: i
         repeats: number of times that each head was repeated.
     """
     # By address: the hooks get another object for the same tensor.
-    stored = {gathered.data_ptr(): _Stored(row.detach(), segments, repeats) for gathered, row in rows.items()}
+    gather = partial(_of_segments, segments=segments, repeats=repeats)
+    stored = {gathered.data_ptr(): partial(gather, row.detach()) for gathered, row in rows.items()}
 
-    def pack(tensor: Tensor) -> Tensor | _Stored:
+    def pack(tensor: Tensor) -> Tensor | partial[Tensor]:
         return stored.get(tensor.data_ptr(), tensor)
 
-    def unpack(kept: Tensor | _Stored) -> Tensor:
-        return _of_segments(*kept) if isinstance(kept, _Stored) else kept
+    def unpack(kept: Tensor | partial[Tensor]) -> Tensor:
+        return kept() if isinstance(kept, partial) else kept
 
     return saved_tensors_hooks(pack, unpack)
 

@@ -4,8 +4,8 @@ Fast ways are compared with stock ways before they are used (`verified.py`). Eve
 during training (`generator_check.py`), where the difference must also be explained:
 
 With d the differences generator - policy of some tokens, and e the differences hypothesis - policy on the same tokens,
-the hypothesis explains the share 1 - sum((d - e)^2) / sum(d^2). The share is 1 if the hypothesis generated the tokens,
-and below 0 if the policy did, whatever noise the dtypes add.
+the hypothesis explains the share 1 - sum((d - e)^2) / sum(d^2). The share is 1 if the hypothesis generated the tokens.
+It is below 0 if the policy did, because the noise of the dtypes does not follow e.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ByPrecision:
 LOG_PROBS = ByPrecision(float32=1e-4, sixteen_bit=5e-2)
 """Largest difference of a log-probability in float32, and mean difference in 16 bits.
 
-In 16 bits the largest difference is no measure: over thousands of tokens, two correct kernels differ by more than this
-on some. Evidence: float32 rounding reaches 1e-5 and weights of another model 0.1 to 6 (docs/vllm.md). In bfloat16 two
-correct layouts differ by more than 1e-4 and less than 0.1 on any token (`test_packed_attention.py`). 1,100 healthy
-steps stay below both limits, and every planted fault exceeds them (`test_generator_check.py`).
+In 16 bits the largest difference does not measure correctness: over thousands of tokens, two correct kernels differ by
+more than this on some. Evidence: float32 rounding reaches 1e-5 and weights of another model 0.1 to 6 (docs/vllm.md).
+In bfloat16 two correct layouts differ by more than 1e-4 and less than 0.1 on any token (`test_packed_attention.py`).
+1,100 healthy steps stay below both limits, and every planted fault exceeds them (`test_generator_check.py`).
 """
 GRADIENTS = ByPrecision(float32=1e-2, sixteen_bit=0.2)
 """Difference of a gradient: relative to its tensor's largest entry in float32, to the norm of all tensors in 16 bits.
@@ -73,7 +73,7 @@ BEYOND_BASELINE = ByPrecision(float32=20.0, sixteen_bit=5.0)
 Evidence: engines that are one update late exceed it, 1,100 healthy steps do not (`test_generator_check.py`).
 """
 CEILING = 0.5
-"""Mean difference above which the run is stopped whatever its baseline is, and which no dtype explains.
+"""Mean difference above which the run is stopped with any baseline. No dtype explains it.
 
 Evidence: see `BEYOND_BASELINE`. Healthy bfloat16 engines stay below a tenth of it.
 """

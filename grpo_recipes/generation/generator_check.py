@@ -1,11 +1,11 @@
 """Is the generator the policy? Comparison of the log-probabilities that tokens were sampled with, and the policy's.
 
-Weights that never reach an engine, an adapter that is applied twice, a cache with a mistake: each samples from another
-distribution without any error, and the run goes on and learns little. Every generator gives the log-probability of each
-token that it samples. For a few rows of each batch these are compared with a forward of the policy. If they differ by
-more than the dtypes explain, they are also compared with hypotheses about what else may have generated
-(`hypotheses.py`, `agreement.py`). Logits processors act after these log-probabilities, so they are compared with those
-of the user's settings (`ProcessorCheck`). See docs/generation-check.md.
+Weights that never reach an engine, an adapter that is applied twice and a cache with a mistake have one effect: tokens
+are sampled from another distribution without any error. The run goes on and learns little. Every generator gives the
+log-probability of each token that it samples. For a few rows of each batch these are compared with a forward of the
+policy. If they differ by more than the dtypes explain, they are also compared with hypotheses about what else may have
+generated (`hypotheses.py`, `agreement.py`). Logits processors act after these log-probabilities, so they are compared
+with those of the user's settings (`ProcessorCheck`). See docs/generation-check.md.
 """
 
 from __future__ import annotations
@@ -49,15 +49,18 @@ if TYPE_CHECKING:
     from grpo_recipes.generation.models import CausalLM, TRLTrainer
 
 COMPARED = 2
-"""Number of rows of a large batch that are compared, always at the same places, so that a resumed run logs the same."""
+"""Number of rows of a large batch that are compared. Their places are fixed, so that a resumed run logs the same."""
 ROWS_PER_COMPARED = 16
-"""Number of rows of a batch for each compared row: with it a forward of one row is under 2 % of a step."""
+"""Number of rows of a batch for each compared row. The forward of one row is then under 2 % of a step."""
 
 VERIFIED = 16
-"""Number of rows on which group decoding is verified: half with the longest completions, half anywhere in the batch."""
+"""Number of rows of a rank on which group decoding and its reuse of keys and values are verified.
+
+Half of them have the longest completions of the batch. The others are spread over it (`verified_rows`).
+"""
 
 FIRST = 4
-"""Number of batches at the start of a launch that are compared in any case, on `EXPLORED` rows."""
+"""Number of batches at the start of a launch that are compared whatever `is_due` returns, on `EXPLORED` rows."""
 EXPLORED = 8
 """Number of rows that are compared at the start of a launch. One row alone would not show what padding changes."""
 
@@ -67,12 +70,12 @@ logger = get_logger(__name__)
 
 
 class GenerationCheck:
-    """Comparison of what generated with the policy of a trainer. Raises `NotThePolicy` if it is another distribution.
+    """Comparison of a trainer's generator with its policy. It raises `NotThePolicy` if their distributions differ.
 
     Args:
         trainer: the trainer.
         trl_log_probs: TRL's own computation of log-probabilities, as in `Scorer`.
-        enabled: False if only group decoding is verified, on its first batch.
+        enabled: False if only fast ways of generating are verified (`verify`).
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class GenerationCheck:
         # A script may set `rollout_func` on a trainer that was made without one.
         return self._reason or unfit_layout(self.trainer)
 
-    # ---- what is recorded and compared: the same on every rank, because each comparison is a collective
+    # ---- what is recorded and compared. The same on every rank, because each comparison is a collective
 
     def record_every(self, rows: int) -> int:
         """Return n if one row in every n has its log-probabilities recorded, or 0 if none has."""
@@ -381,9 +384,10 @@ def compare_every(rows: int) -> int:
 
 
 def verified_rows(lengths: Sequence[int], rows: Sequence[int]) -> list[int]:
-    """Return up to `VERIFIED` of `rows`, in their order: equally many on every rank.
+    """Return up to `VERIFIED` of `rows` in their order, equally many on every rank.
 
-    The longest completions are decoded behind every row that finishes before, and others stand for the rest of a batch.
+    Half are the rows of the longest completions, which are decoded while all others finish and leave the batch. The
+    other half is spread over the remaining rows.
 
     Args:
         lengths: number of tokens of each row's completion.

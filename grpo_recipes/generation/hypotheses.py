@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from grpo_recipes.generation.models import FilledConfig, TRLTrainer
 
 PROCESSED_TOKENS = 256
-"""Number of tokens of a completion that are scored after processing: each takes the logits of the whole vocabulary."""
+"""Number of tokens of a completion that are scored after processing. Each needs the logits of the full vocabulary."""
 
 HARMLESS = {"detokenize", "include_stop_str_in_output", "max_tokens", "min_tokens_to_keep", "n", "seed", "stop"}
 """Keys of `generation_kwargs` that do not change the scores of tokens, apart from those of `Processing`."""

@@ -1,8 +1,8 @@
 """Keys and values kept between the turns of a generation batch, so that a later turn runs its new tokens only.
 
-The prompt of a later turn is the earlier prompt, its completion, and new tokens such as a tool's result. Keys and
-values depend on the tokens before them and on the weights alone. So they are found again by their tokens, whatever the
-number of the row, and they are right as long as the weights stay: a cache serves one generation batch.
+The prompt of a later turn is the earlier prompt, its completion, and new tokens, for example a tool's result. Keys and
+values depend only on the tokens before them and on the weights. So they are found by their tokens, also where a row has
+another number in the later turn. They are right until the weights change, so a cache serves one generation batch.
 """
 
 from __future__ import annotations

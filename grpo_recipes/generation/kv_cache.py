@@ -2,9 +2,9 @@
 
 Transformers' own layers copy all keys and values for each token that is appended.
 
-Layers of linear attention and convolutions hold states instead of keys and values: one per row, whatever its length.
-Rows are copied and dropped as everywhere. Padding cannot be cut from a state, and need not be: it has left no trace
-there, because transformers sets the inputs of padding to 0.
+Layers of linear attention and convolutions hold states instead of keys and values. The size of a state does not depend
+on the length of its row. Rows are copied and dropped as in other layers. Padding cannot be cut from a state. It need
+not be, because transformers sets the inputs of padding to 0, which leaves the state unchanged.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class StateBuffer(LinearAttentionLayer):
 
 
 class HybridBuffer(Buffer, StateBuffer):
-    """Buffer of a layer that has states beside keys and values."""
+    """Buffer of a layer that has states and also keys and values."""
 
     dtype: Any
     device: Any

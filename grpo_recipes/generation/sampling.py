@@ -40,7 +40,7 @@ class Uniforms:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        # One number of the global generator, whatever the lengths: the next call does not depend on this one's tokens.
+        # Each call takes one number of the global generator, so the next call does not depend on this one's tokens.
         self._generator = torch.Generator().manual_seed(int(torch.randint(2**63 - 1, ())))
         self.block = torch.empty(BLOCK, rows, dtype=torch.float64, device=device)
         """Numbers of the current block of tokens, (tokens, rows)."""
@@ -64,7 +64,7 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
         uniforms: a random number in [0, 1) for each row, float64.
     """
     # `multinomial` draws a random number for every token of the vocabulary: on a CPU as much time as a layer. Here one
-    # number per row is looked up in the sums. They are sums of whole numbers: the same in whatever order a device adds.
+    # number per row is looked up in the sums. Sums of integers do not depend on the order in which a device adds.
     sums = (probabilities * WEIGHT).to(torch.int64).cumsum(-1)
     total = sums[:, -1:]
     # Above 0 and, in spite of rounding, at most the last sum: no token of probability 0 is drawn.

@@ -7,10 +7,9 @@ prompts of the generation batch are skipped: nothing is generated, scored or tra
 
 The order of the epoch, the number of optimizer steps and the size of a generation batch stay TRL's. A skipped prompt
 counts as a zero-variance group, which is the prediction, so the divisor of the loss stays that of all prompts. With
-`informative:
-unbiased` the advantages of the drawn prompts are also divided by their probabilities (Horvitz and Thompson 1952, "A
-generalization of sampling without replacement from a finite universe"), so that the expected gradient over the draws is
-the gradient of the full generation batch. docs/sampling.md has the proof.
+`informative: unbiased` the advantages of the drawn prompts are also divided by their probabilities (Horvitz and
+Thompson 1952, "A generalization of sampling without replacement from a finite universe"), so that the expected gradient
+over the draws is the gradient of the full generation batch. docs/sampling.md has the proof.
 
 Every rank makes the same draws, from the seed, the epoch and the number of the generation. A prompt occurs once per
 epoch, so its probability does not depend on anything that happens in the epoch, and a resumed epoch makes the same
@@ -193,7 +192,7 @@ class PromptSampling(TrainerCallback):
     """Callback that draws the prompts of each generation batch and stores `InformativeSampler.unvaried` in checkpoints.
 
     Raises:
-        UserError: the loss is no sum over prompts, two rewards have one name, or the dataset has no length.
+        UserError: the loss is not a sum over prompts, two rewards have one name, or the dataset has no length.
     """
 
     def __init__(self, trainer: Any, spec: SamplingSpec) -> None:

@@ -57,7 +57,7 @@ REF = "ref"
 WEIGHTS = "reference.safetensors"
 """File of a refreshed reference, in each checkpoint."""
 
-# LoRA initializations that subtract the adapter from the base's weights. A second such adapter would subtract again.
+# LoRA initializations that subtract the adapter from the base's weights. A second adapter would subtract again.
 CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 # Part of the name of an adapter's tensor, and that part in the name of the base's tensor that it replaces.
@@ -145,8 +145,7 @@ def kl_to_reference(trainer: GRPOTrainer, texts: Sequence[str]) -> float:
 
     The policy is scored as TRL scores completions: in the model's current mode, at the trainer's temperature. The
     result is 0 right after `set_reference` with `initial` and without dropout. Under ZeRO-3 and FSDP2 this is a
-    collective call:
-    every rank calls it with equal texts.
+    collective call: every rank calls it with equal texts.
     """
     trainer = cast("TRLTrainer", trainer)
     tokenizer: PreTrainedTokenizerBase = trainer._tokenizer

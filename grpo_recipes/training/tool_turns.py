@@ -181,7 +181,7 @@ def is_at_server(trainer: TRLTrainer) -> bool:
 def positions(trainer: TRLTrainer) -> float:
     """Return the number of tokens that the generator of a trainer can read. Collective."""
     if is_at_server(trainer):
-        # TRL asks for `max_completion_length` tokens in every turn, whatever is left of them, and a server refuses a
+        # TRL asks for `max_completion_length` tokens in every turn, also where fewer are left, and a server refuses a
         # request whose prompt and `max_tokens` exceed its context.
         client = trainer.vllm_generation.vllm_client
         context = on_first_rank(lambda: client.get_server_info()["model_config"]["max_model_len"])

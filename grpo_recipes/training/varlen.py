@@ -78,8 +78,8 @@ class KernelSegments:
         sizes = [sum(lengths), sum(queries), *(sum(map(len, places)) for places in copies.values())]
         query_ends = np.append(0, queries.cumsum())
         flat = np.concatenate([*parts, query_ends, ends]).astype(np.int32)
-        whole = on_device(flat, device)
-        key, own_key, *copied, query_end, key_end = whole.split([*map(int, sizes), len(query_ends), len(ends)])
+        joined = on_device(flat, device)
+        key, own_key, *copied, query_end, key_end = joined.split([*map(int, sizes), len(query_ends), len(ends)])
         prefixes = list(zip(copies, copied, strict=True))
         return cls(key, own_key, prefixes, query_end, key_end, int(queries.max()), int(lengths.max()))
 

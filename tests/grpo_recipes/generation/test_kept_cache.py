@@ -340,18 +340,6 @@ def test_nothing_is_kept_when_the_weights_change(tmp_path: Path, said: Any) -> N
     assert said() == []
 
 
-def test_a_wrong_row_is_found_at_the_first_reuse(tmp_path: Path, said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_fault(monkeypatch)
-    run = multi_turn(tmp_path, max_steps=1, max_completion_length=6)
-    run.train()
-    (sentence,) = said()
-    assert "between turns" in sentence
-    assert not run._generation.reuse.is_verified
-    assert run._generation.groups.is_verified
-    logged = [entry[LARGEST] for entry in run.state.log_history if LARGEST in entry]
-    assert max(logged) < 1e-5  # the turn was generated again
-
-
 @pytest.mark.slow
 def test_a_later_fault_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = multi_turn(tmp_path)

@@ -163,13 +163,6 @@ def test_a_kernel_that_refuses_or_is_wrong_is_not_used(on_gpu: Any) -> None:
     assert VarlenKernel(pytest.fail)(GroupSpans(GROUPS), *row()[0], 0.3) is not None
 
 
-def test_a_kernel_without_memory_ends_the_run(on_gpu: Any) -> None:
-    for length in (None, LENGTH):  # in the trial, and in a row
-        on_gpu(raising(torch.OutOfMemoryError("CUDA out of memory"), length))
-        with pytest.raises(torch.OutOfMemoryError):
-            VarlenKernel(pytest.fail)(GroupSpans(GROUPS), *row()[0], 0.3)
-
-
 def test_each_kind_of_heads_has_one_trial(on_gpu: Any) -> None:
     """The trial is made of rows of another length."""
     tried: list[int] = []

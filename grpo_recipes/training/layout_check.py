@@ -50,6 +50,7 @@ from grpo_recipes.generation.models import (
     unfit_adapter,
 )
 from grpo_recipes.generation.rows import HostRows, PerToken, Rows, on_device
+from grpo_recipes.generation.verified import FastWay
 from grpo_recipes.process.messages import Announcer
 from grpo_recipes.process.ranks import on_any_rank
 from grpo_recipes.training.adapters import gathered
@@ -96,8 +97,6 @@ Results = tuple[Tensor, Gradients]
 
 Choice = tuple[Layout, str]
 """A layout, and the reason for which no more preferred layout was chosen, or ""."""
-
-_ANOTHER_RANK = "on another rank"
 
 logger = get_logger(__name__)
 
@@ -227,8 +226,8 @@ class LayoutCheck:
                 windowed = attention_window(text_config(bare)) is not None
                 if layout is Layout.PACKED and windowed and not is_sharded(bare):
                     # Rows that leave the window can't be packed, but may share their prompts.
-                    shared, _ = self._verified(model, bare, rows, Layout.SHARED, in_columns=False)
-                    self.segmented.of(bare).record_shared(agrees=shared is Layout.SHARED)
+                    _, doubt_of_shared = self._verified(model, bare, rows, Layout.SHARED, in_columns=False)
+                    self.segmented.of(bare).shared.record(doubt_of_shared)
             reason = doubt or reason
         self.attention.restore(bare)
         if layout < wanted:
@@ -411,7 +410,7 @@ class LayoutCheck:
                 layout = Layout.TRIMMED
         if layout is Layout.TRIMMED and not is_sharded(trial.bare):
             doubt = self._doubt_of_segments(trial, Layout.TRIMMED, expected)
-        self.segmented.of(trial.bare).record(agrees=not doubt)
+        self.segmented.of(trial.bare).buckets.record(doubt)
         return layout, "; ".join(doubts)
 
     def _in_columns(self, trial: _Trial, reason: str) -> Choice:
@@ -423,7 +422,7 @@ class LayoutCheck:
         right = int(max(0, min(EXTRA_PADDING, longest - trial.rows.input_ids.size(1))))
         expected = self._observed(trial, ModelCall(trial.rows.widen(0, right), Layout.PADDED))
         doubt = self._doubt_of_segments(trial, Layout.SHARED_PADDED, expected)
-        self.segmented.of(trial.bare).record(agrees=not doubt)
+        self.segmented.of(trial.bare).buckets.record(doubt)
         return (Layout.PADDED if doubt else Layout.SHARED_PADDED), reason
 
     def _doubt_of_packed(self, trial: _Trial, expected: Results) -> str:
@@ -454,18 +453,12 @@ class LayoutCheck:
 
     def _doubt(self, trial: _Trial, call: ModelCall, expected: Results) -> str:
         """Return how the results of a call differ from `expected` on any rank, or "" within the tolerances."""
-        try:
-            doubt = _difference(trial, call.rows, self._compute(trial, call), expected)
-        except (SpansIgnored, NotSegmented) as error:  # raised outside of a layer, so the ranks are still in step
-            doubt = str(error)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            if not _has_segments(call):
-                raise
+        return FastWay(device=self.accelerator.device).check(
+            lambda: _difference(trial, call.rows, self._compute(trial, call), expected),
+            refusals=(SpansIgnored, NotSegmented),  # raised outside of a layer, so the ranks are still in step
             # Behind a cache that it was not written for, the code of a model may fail in any way.
-            doubt = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return doubt or _ANOTHER_RANK if self._any_rank(bool(doubt)) else ""
+            failures=(Exception,) if _has_segments(call) else (),
+        )
 
     def _observed(self, trial: _Trial, call: ModelCall) -> Results:
         """Compute a call of TRL's layout, and learn from it how the model runs its decoder layers."""

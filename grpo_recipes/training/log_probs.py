@@ -156,14 +156,14 @@ class LogProbs:
         """
         bare = self.bare(model)
         sharded, launches = self._is_sharded(bare), self.launches
-        if sharded or not self._segmented.of(bare).verified:
+        if sharded or not self._segmented.of(bare).buckets.is_verified:
             # Each segment gathers the embedding's weights under ZeRO-3, which ranks must do equally often.
             launches = math.inf
         if layout is Layout.PACKED:
             trimmed = rows.select(*rows.trimmed())
             # One row that does not fit decides for its micro-batch: two calls would put ranks out of step.
             fits = self._check.fits(bare, trimmed).all()
-            if not fits and self._segmented.of(bare).shares_prompts:
+            if not fits and self._segmented.of(bare).shared.is_verified:
                 layout = Layout.SHARED
             elif not fits or rows.packed_tokens() > MAX_PACKED_SHARE * trimmed.ids.size:
                 layout = Layout.TRIMMED

@@ -36,6 +36,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCach
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from grpo_recipes.generation.models import base_model, cache_argument
+from grpo_recipes.generation.verified import FastWay
 
 COUNTS_FROM_0 = frozenset({"bamba"})
 """Model types whose positions begin at 0 behind a cache too, unless they are given."""
@@ -171,26 +172,11 @@ class SegmentedModel:
         """Module that holds the decoder layers, and the name of their list."""
         self._sizes: list[int] = []
         """Length of the tuple that each decoder layer returns, or 0 for a tensor."""
-        self._agrees: bool | None = None
-        self._shares: bool | None = None
-
-    @property
-    def verified(self) -> bool:
-        """True if rows in buckets have given the results of rows that run together, in each comparison."""
-        return bool(self._agrees)
-
-    def record(self, *, agrees: bool) -> None:
-        """Record the result of a comparison of rows in buckets with rows that run together."""
-        self._agrees = agrees and self._agrees is not False
-
-    @property
-    def shares_prompts(self) -> bool:
-        """True if a model that is packed may also share the prompts of rows that do not fit into a packed row."""
-        return bool(self._shares)
-
-    def record_shared(self, *, agrees: bool) -> None:
-        """Record the result of a comparison of shared prompts, of a model that is packed."""
-        self._shares = agrees and self._shares is not False
+        # Nothing is logged here: the sentence about the layout has the reason.
+        self.buckets = FastWay()
+        """Rows in buckets, compared with rows that run together."""
+        self.shared = FastWay()
+        """Shared prompts of rows that do not fit into a packed row, of a model that is packed."""
 
     @contextmanager
     def observed(self) -> Iterator[None]:

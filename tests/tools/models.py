@@ -212,7 +212,7 @@ def _measure(
         reasons = dict.fromkeys(sentence.rpartition("micro-batches are ")[2].partition(": ")[2] for sentence in said)
         if longest == LONG_PROMPT and layout is Layout.PACKED and attention_window(text_config(trainer.model)):
             # These rows leave the window.
-            shares = trainer._log_probs._segmented.of(trainer.model).shares_prompts
+            shares = trainer._log_probs._segmented.of(trainer.model).shared.is_verified
             layout = Layout.SHARED if shares else Layout.TRIMMED
         return Row(model_type, layout.described, gap, "; ".join(filter(None, reasons)))
 

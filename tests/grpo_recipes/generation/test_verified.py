@@ -1,4 +1,4 @@
-"""Each fast way with a planted fault: results are those of the stock way, one sentence says why, and no second trial."""
+"""Each fast way with a planted fault: the stock way's results, one sentence, and no second trial."""
 
 from __future__ import annotations
 

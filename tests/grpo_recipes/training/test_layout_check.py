@@ -218,7 +218,7 @@ def test_the_layout_is_the_most_preferred_that_agrees_in_both_comparisons(llama:
     for wrong, wanted, expected, verified in DECISIONS:
         found, said = check_of(Computation(llama, wrong))
         assert (wrong, found.choose(llama, llama, ROWS, wanted)) == (wrong, expected)
-        assert found.segmented.of(llama).verified is verified, wrong
+        assert found.segmented.of(llama).buckets.is_verified is verified, wrong
         assert [(expected.described in line, wanted.described in line) for line in said] == [(True, True)] * (
             expected < wanted
         )
@@ -281,10 +281,10 @@ def test_which_rows_are_compared(llama: PreTrainedModel) -> None:
         for mode in (FIRST, SHORT):
             assert tokens_of(run.rows(PACKED, mode)[0]) == tokens_of(ROWS.select(np.array(rows)))
         assert str(window) in said[0]
-        assert found.segmented.of(llama).shares_prompts, "rows that leave the window share their prompts"
+        assert found.segmented.of(llama).shared.is_verified, "rows that leave the window share their prompts"
     found, _ = check_of(Computation(llama, {(SHARED, SHORT): OFF}))
     assert found.choose(llama, llama, ROWS, PACKED) is PACKED
-    assert not found.segmented.of(llama).shares_prompts
+    assert not found.segmented.of(llama).shared.is_verified
     llama.config.sliding_window = 1
     assert check_of(Computation(llama))[0].choose(llama, llama, ROWS, PACKED) is SHARED, "no row fits"
 

@@ -46,8 +46,9 @@ def tokens(pairs: Pairs, layout: Layout, *, launches: float = 1.0, **changes: An
     policy.config.sliding_window, found.launches = changes.get("window"), launches
     if changes.get("sharded"):
         policy.lm_head.weight.ds_id = 1  # type: ignore[attr-defined]
-    found._segmented.of(policy).record(agrees=changes.get("verified", True))
-    found._segmented.of(policy).record_shared(agrees=changes.get("shares", True))
+    segmented = found._segmented.of(policy)
+    segmented.buckets.record("" if changes.get("verified", True) else "a test")
+    segmented.shared.record("" if changes.get("shares", True) else "a test")
     return found.tokens(policy, rows_of(pairs).host, layout)
 
 

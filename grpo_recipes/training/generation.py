@@ -162,7 +162,8 @@ class Generation:
         if self.mode != "off" and (reason or request.declined):
             self.groups.skip(reason or request.declined)
         doubt = ""
-        compare = partial(self.check.verify, prompts, completions, recorded)
+        # Each of these ways records the rows that it generates.
+        compare = partial(self.check.verify, prompts, completions, recorded or {})
         if is_first and is_grouped:
             doubt = self.groups.check(partial(compare, "group decoding picks tokens", "the first batch"))
         elif may_reuse and is_reused:

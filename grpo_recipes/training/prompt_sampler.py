@@ -242,7 +242,12 @@ class PromptSampling(TrainerCallback):
         rank = trainer.accelerator.process_index
         drawn = np.repeat(draw.prompts[draw.drawn], group)  # rows of all ranks, (K G,)
         here = slice(rank * len(drawn) // processes, (rank + 1) * len(drawn) // processes)
-        self._check(rows[0], int(drawn[here][0]))
+        if rows[0].get("prompt") != trainer.train_dataset[int(drawn[here][0])].get("prompt"):
+            # Other prompts would be recorded without an error.
+            raise RuntimeError(
+                f"generation {self.position} of the epoch has other prompts than were drawn for it: `sampling` does "
+                "not go with `ignore_data_skip`, or with a checkpoint inside a generation"
+            )
         # TRL's table of completions is a queue as long as a full generation batch. Rows of an earlier batch would stay
         # in it after a smaller one.
         for column in trainer._logs.values():
@@ -259,14 +264,6 @@ class PromptSampling(TrainerCallback):
         metrics["prompts/generated"].append(draw.share)
         metrics["prompts/kept_by_floor"].append(float((draw.at_floor & draw.drawn).sum() / draw.drawn.sum()))
         return output
-
-    def _check(self, row: Row, expected: int) -> None:
-        """Raise unless the first row is the one drawn. Otherwise other prompts would be recorded without an error."""
-        if row.get("prompt") != self.trainer.train_dataset[expected].get("prompt"):
-            raise RuntimeError(
-                f"generation {self.position} of the epoch has other prompts than were drawn for it: `sampling` does "
-                "not go with `ignore_data_skip`, or with a checkpoint inside a generation"
-            )
 
     def _varied(self, group: int) -> np.ndarray:
         """Return which groups of the last generation, over all ranks, have a nonzero advantage, (K,) bool.

@@ -438,7 +438,7 @@ def _continuing(given: Cache, before: Cache, indices: Sequence[int], owners: Ten
     cache = copy.copy(given)
     cache.layers = list(given.layers)
     for index in indices:
-        layer = copy.copy(before.layers[index])
+        layer: Any = copy.copy(before.layers[index])
         for name, value in vars(layer).items():
             if isinstance(value, dict):  # states by their number
                 setattr(layer, name, dict(value))

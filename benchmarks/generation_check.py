@@ -61,7 +61,7 @@ class Clock:
 
 def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
     """Return the rows of the table: a kind of step, the CPU time of its check and of the step, and the share."""
-    clock, again, choose = Clock(), Clock(), groups.Batch.choose
+    clock, again, choose = Clock(), Clock(), groups.GroupLoop.choose
     parts_of_check = [
         (GenerationCheck, "__call__"),
         (GenerationCheck, "check_processors"),
@@ -72,7 +72,7 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
     for owner, name in parts_of_check:
         setattr(owner, name, clock.timed(getattr(owner, name)))
 
-    def recording_again(batch: groups.Batch, logits: Tensor) -> Tensor:
+    def recording_again(batch: groups.GroupLoop, logits: Tensor) -> Tensor:
         places = [place for place, row in enumerate(batch.generating) if row in batch.recorded]
         if places:
             again.timed(
@@ -80,7 +80,7 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
             )()
         return choose(batch, logits)
 
-    groups.Batch.choose = recording_again
+    groups.GroupLoop.choose = recording_again
     try:
         config = {"gradient_checkpointing": False, "loss_type": "grpo", "generation": LOOPS[loop]}
         config["generation_kwargs"] = {"suppress_tokens": [step.EOS]}
@@ -99,7 +99,7 @@ def shares(size: str, workload: str, loop: str, steps: int) -> Iterator[str]:
             part, whole = statistics.median(parts), statistics.median(wholes)
             yield f"| {size} | {workload} | {loop} | {kind} | {part:.3f} | {whole:.2f} | {part / whole:.2%} |"
     finally:
-        groups.Batch.choose = choose
+        groups.GroupLoop.choose = choose
         for (owner, name), method in zip(parts_of_check, untimed, strict=True):
             setattr(owner, name, method)
 

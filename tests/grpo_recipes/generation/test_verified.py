@@ -210,12 +210,12 @@ def engine_of_other_tokens(folder: Path, patch: pytest.MonkeyPatch) -> Planted:
 
 
 FAULTS: dict[Callable[[Path, pytest.MonkeyPatch], Planted], str] = {
-    attention_that_ignores_the_spans: "micro-batches are shared, not packed: ",
-    wrong_states_behind_shared_prompts: "micro-batches are trimmed, not shared: ",
-    wrong_kernel_of_packed_rows: "one SDPA call per completion",
-    group_decoding_of_other_tokens: "transformers' own loop: ",
-    reuse_of_wrong_keys: "not kept between turns: ",
-    engine_of_other_tokens: "transformers' own loop: ",
+    attention_that_ignores_the_spans: "not packed: ",
+    wrong_states_behind_shared_prompts: "not shared: ",
+    wrong_kernel_of_packed_rows: "varlen_attn",
+    group_decoding_of_other_tokens: "own loop: ",
+    reuse_of_wrong_keys: "between turns: ",
+    engine_of_other_tokens: "own loop: ",
 }
 """Faults of the users, and a part of the sentence that is logged."""
 

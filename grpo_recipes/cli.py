@@ -293,7 +293,7 @@ def _add_evaluate(commands: Commands) -> None:
 def evaluate_policy(options: argparse.Namespace) -> int:
     """Evaluate a model and print the result. Raises `UserError` if the model can't be evaluated."""
     try:
-        from grpo_recipes.evaluation import estimates, evaluate
+        from grpo_recipes.evaluation import evaluate, summary
 
         own = ("command", "function", "known", "overrides", "path", "json")
         given = {key: value for key, value in vars(options).items() if key not in own}
@@ -305,7 +305,7 @@ def evaluate_policy(options: argparse.Namespace) -> int:
             found[str(request.path)] = result
             if not options.json:
                 title = [f"{request.path}:"] if len(requests) > 1 else []
-                show(*title, *estimates.describe(result))
+                show(*title, *summary.describe(result))
         if options.json:
             _say_json(found if len(requests) > 1 else result)
         return 0
@@ -325,13 +325,13 @@ def _add_compare(commands: Commands) -> None:
 
 def compare_evaluations(options: argparse.Namespace) -> int:
     """Print how two evaluations differ. Raises `UserError` if they can't be compared."""
-    from grpo_recipes.evaluation import comparison, estimates
+    from grpo_recipes.evaluation import comparison, summary
 
     result = comparison.compare(options.first, options.second)
     if options.json:
         _say_json(result)
     else:
-        show(*estimates.describe_comparison(result))
+        show(*summary.describe_comparison(result))
     return 0
 
 

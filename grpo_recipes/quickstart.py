@@ -35,7 +35,7 @@ from grpo_recipes import cli, train
 from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import arithmetic_problems, final_answer
 from grpo_recipes.evaluation.comparison import compare
-from grpo_recipes.evaluation.estimates import describe_comparison
+from grpo_recipes.evaluation.summary import describe_comparison
 from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
 from grpo_recipes.recipe.specs import DatasetSpec

@@ -20,26 +20,15 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from grpo_recipes.runs.files import BOOLEANS, NUMBERS
-from grpo_recipes.runs.files import Kind as ColumnKind
+from grpo_recipes.runs import files
+from grpo_rewards import registry
 from grpo_rewards.completions import completion_text, copied, listed_scores
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.format_tags import WellFormed
 from grpo_rewards.math.answers import extract_answer
 from grpo_rewards.math.correctness import GSM8KCorrectness
 from grpo_rewards.math.decimals import Decimal
-from grpo_rewards.registry import (
-    TRL_REWARDS,
-    BuiltReward,
-    Spec,
-    build_rewards,
-    fields_of_rewards,
-    is_composed,
-    leaves,
-    own_name,
-    resolve,
-    spec_parts,
-)
+from grpo_rewards.registry import Spec
 from grpo_rewards.reward import BaseReward, Kind, is_passing, reaches
 from grpo_rewards.terminal import visible
 
@@ -118,7 +107,7 @@ def _deciding_rewards(specs: Sequence[Spec], tags: Tags) -> Iterator[BaseReward]
                 yield standard
         elif name == THINK_FORMAT:
             yield ThinkFormat()
-        elif package == "trl.rewards" and TRL_REWARDS.get(attribute, ("other",))[0] == "correctness":
+        elif package == "trl.rewards" and registry.TRL_REWARDS.get(attribute, ("other",))[0] == "correctness":
             yield GSM8KCorrectness(extract="auto", pay_exact=1.0, pay_equal=1.0, tags=tags)
 
 
@@ -129,7 +118,7 @@ def single_specs(specs: Iterable[Spec]) -> Iterator[Mapping[str, Any]]:
         weight = mapping.get("weight")
         if isinstance(weight, (int, float)) and weight <= 0:
             continue
-        parts = spec_parts(mapping)
+        parts = registry.spec_parts(mapping)
         if parts:
             yield from single_specs(parts)
         else:
@@ -141,11 +130,11 @@ def judging_reward(spec: Mapping[str, Any]) -> BaseReward | None:
 
     The spec may come from a stranger's run, so nothing is imported or called by a name in it.
     """
-    own = own_name(str(spec.get("name")))
+    own = registry.own_name(str(spec.get("name")))
     # The class is checked before anything is built: other kinds may take a model's name, or the spec of another reward.
-    if own is None or resolve(own).kind not in ("correctness", "format"):
+    if own is None or registry.resolve(own).kind not in ("correctness", "format"):
         return None
-    (built,) = build_rewards([spec])
+    (built,) = registry.build_rewards([spec])
     return built.declared
 
 
@@ -219,7 +208,7 @@ class MeasuredReward:
     passing: BaseReward | None
     """Reward of this package that a passing completion earns in full, or None if the reward is not such a judge."""
     spec: Mapping[str, Any] = field(default_factory=dict)
-    """Spec of the recipe without the weight, which does not matter."""
+    """registry.Spec of the recipe without the weight, which does not matter."""
     passes_at: float | None = None
     """Smallest score of a completion that passes any other reward, or None if that is not known."""
     highest_pay: float | None = None
@@ -298,11 +287,11 @@ def measurable_rewards(
     skipped: list[str] = []
     for spec in specs:
         mapping = {"name": spec} if isinstance(spec, str) else spec
-        if not is_trusted and not all(own_name(name) for name in _called_names(mapping)):
+        if not is_trusted and not all(registry.own_name(name) for name in _called_names(mapping)):
             name = mapping.get("alias") or mapping.get("name")
             skipped.append(f"{name} (code that the run names: give its recipe with --recipe)")
             continue
-        (built,) = build_rewards([spec], num_generations=samples)
+        (built,) = registry.build_rewards([spec], num_generations=samples)
         judge = judging_reward(mapping)
         passing = judge.with_unit_pay() if judge is not None and judge.kind == "correctness" else None
         unweighted = {key: value for key, value in mapping.items() if key != "weight"}
@@ -318,21 +307,21 @@ def measurable_rewards(
 def _called_names(spec: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of everything that a spec calls: itself or its parts, and rewards among its arguments."""
     name = str(spec.get("name"))
-    if not is_composed(spec):
+    if not registry.is_composed(spec):
         yield name
-    own = own_name(name)
+    own = registry.own_name(name)
     kwargs: Any = spec.get("kwargs") or {}
-    inner = spec_parts(spec)
-    for key in fields_of_rewards(resolve(own)) if own else ():
+    inner = registry.spec_parts(spec)
+    for key in registry.fields_of_rewards(registry.resolve(own)) if own else ():
         if key in kwargs:
             inner.append(kwargs[key])
     for part in inner:
         yield from _called_names(part if isinstance(part, Mapping) else {"name": part})
 
 
-def _obstacle(built: BuiltReward, samples: int, *, is_trusted: bool) -> str | None:
+def _obstacle(built: registry.BuiltReward, samples: int, *, is_trusted: bool) -> str | None:
     """Return why a reward may not be called, or None."""
-    asks_a_model = any(leaf.kind == "judge" for leaf in leaves([built]))
+    asks_a_model = any(leaf.kind == "judge" for leaf in registry.leaves([built]))
     if asks_a_model and not is_trusted:
         return "it asks a model that the run names: give its recipe with --recipe"
     # A judge needs whole groups only to skip all of one.
@@ -341,13 +330,13 @@ def _obstacle(built: BuiltReward, samples: int, *, is_trusted: bool) -> str | No
     return None
 
 
-def reward_columns(rewards: Iterable[MeasuredReward]) -> dict[str, ColumnKind]:
+def reward_columns(rewards: Iterable[MeasuredReward]) -> dict[str, files.Kind]:
     """Return the columns of `completions.parquet` for some rewards."""
-    columns: dict[str, ColumnKind] = {}
+    columns: dict[str, files.Kind] = {}
     for reward in rewards:
-        columns[PAY.format(reward.name)] = NUMBERS
+        columns[PAY.format(reward.name)] = files.NUMBERS
         if reward.has_verdict:
-            columns[PASSED.format(reward.name)] = BOOLEANS
+            columns[PASSED.format(reward.name)] = files.BOOLEANS
     return columns
 
 

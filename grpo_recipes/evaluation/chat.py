@@ -1,8 +1,8 @@
-"""`grpo-recipes chat`: a conversation with a trained model, prompted and sampled as its recipe did in training.
+"""`grpo-recipes chat`: a conversation with a trained model, with the prompts and the sampling of its training.
 
 Each message becomes a prompt with the system prompt, the `prompt_template` and the chat template of the recipe. A model
-that was trained on plain text sees one message at a time. An answer is printed while it is generated, with its control
-characters escaped, because a model's text must not steer the terminal.
+that was trained on plain text sees one message at a time. An answer is printed while it is generated. Its control
+characters are escaped, because a model's text must not control the terminal.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from grpo_recipes.data.load import load
 from grpo_recipes.data.presets import Message, user_turn
 from grpo_recipes.data.prompts import columns_of_prompt, phrased_text, prompt_of, system_text
 from grpo_recipes.data.tables import listed
-from grpo_recipes.evaluation import engines
-from grpo_recipes.evaluation.evaluate import DEFAULT_NEW_TOKENS, recipe_of
-from grpo_recipes.evaluation.settings import Settings
+from grpo_recipes.evaluation.engines import generation_options, load_engine, seeded, token_ids
+from grpo_recipes.evaluation.saved_model import SavedModel
+from grpo_recipes.evaluation.settings import (
+    DEFAULT_NEW_TOKENS,
+    Settings,
+    chat_template_of,
+    template_kwargs_of,
+    training_sampling,
+)
 from grpo_recipes.generation.groups import decoding
 from grpo_recipes.generation.models import base_model
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
@@ -59,8 +65,8 @@ class Chat:
     def answer(self, text: str) -> str:
         """Print the answer to a message while it is generated, and return it.
 
-        An answer that Ctrl-C stops stays in the conversation as far as it was printed. A message that is refused does
-        not.
+        After Ctrl-C, the part of the answer that was printed stays in the conversation. A message that is refused does
+        not stay.
 
         Raises:
             UserError: The conversation leaves no room in the model's context.
@@ -68,13 +74,14 @@ class Chat:
         """
         turns = [*(() if self.is_text else self.turns), _worded(text, self.dataset)]
         prompt = prompt_of(turns, system_text(self.dataset), self.is_text)
-        ids = torch.tensor(engines.token_ids([prompt], self.tokenizer, self.settings), device=self.model.device)
+        ids = torch.tensor(token_ids([prompt], self.tokenizer, self.settings), device=self.model.device)
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or float("inf")
         room = int(min(self.settings.max_new_tokens, context - ids.shape[1]))
         if room < 1:
             fix = "write a shorter message, or begin a new conversation with an empty line"
             raise UserError("prompt", f"it has {ids.shape[1]:,} tokens, and the model's context has {context:,}", fix)
-        options = engines.sampling_options(self.model, self.tokenizer, replace(self.settings, max_new_tokens=room))
+        settings = replace(self.settings, max_new_tokens=room)
+        options = generation_options(settings, self.model.generation_config, self.tokenizer)
         if self.settings.temperature > 0:
             options |= {**self.sampling, "temperature": self.settings.temperature}
         ends = [Ends(StopStrings(self.settings.stop, self.tokenizer))] if self.settings.stop else []
@@ -107,11 +114,11 @@ def chat(
         UserError: The model can't be loaded, or an option, the recipe or the prompt is wrong.
         KeyboardInterrupt: Ctrl-C stopped the answer to the prompt.
     """
-    engines.check_model(model)
-    trained = recipe_of(model, recipe)
+    saved = SavedModel.checked(model)
+    trained = saved.recipe(recipe)
     if key := next(filter(trained.get, (TOOLS, FACTORY)), None):
         raise UserError(f"`{key}`", "a conversation runs no tools", "use `grpo-recipes evaluate`")
-    sampling = engines.training_sampling(trained)
+    sampling = training_sampling(trained)
     limit = trained.get("max_completion_length") or DEFAULT_NEW_TOKENS
     settings = Settings(
         temperature=sampling["temperature"] if temperature is None else temperature,
@@ -119,7 +126,7 @@ def chat(
         seed=seed,
         strict=None,
         stop=stop_strings(trained.get("generation_kwargs")),
-        chat_template_kwargs=engines.template_kwargs_of(trained),
+        chat_template_kwargs=template_kwargs_of(trained),
     )
     dataset = DatasetSpec.parse(trained.get("dataset") or {"path": "none"})
     is_text = None if dataset.prompt_format is None else dataset.prompt_format == "text"
@@ -127,14 +134,13 @@ def chat(
         is_text = isinstance(load(replace(dataset, pass_rate=None, eval_share=None))[0]["prompt"], str)
     if len(columns := columns_of_prompt(dataset) or ()) > 1:
         say(f"prompts have the columns {listed(columns)}: write them into a message, as in training", to_stderr=True)
-    template = engines.chat_template_of(trained, is_named=recipe is not None)
-    tokenizer = engines.load_tokenizer(model, template)
+    tokenizer = saved.padding_tokenizer(chat_template_of(trained, is_named=recipe is not None))
     if is_text is False and not tokenizer.chat_template:
         problem = "its tokenizer has no chat template, and the recipe's prompts are messages"
         raise UserError(model, problem, "name a recipe with a `chat_template_path`")
-    engine = engines.load_engine(model, tokenizer)
-    talk = Chat(engine, dataset, is_text or not engine.tokenizer.chat_template, settings, sampling)
-    with engines.seeded(engine.model, seed):
+    engine = load_engine(saved, tokenizer)
+    talk = Chat(engine, dataset, is_text or not tokenizer.chat_template, settings, sampling)
+    with seeded(engine.model, seed):
         if prompt is None:
             converse(talk)
         else:

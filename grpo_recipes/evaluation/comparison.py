@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from grpo_recipes.evaluation.accuracy import PASSED, PAY
-from grpo_recipes.evaluation.estimates import compare_tables
+from grpo_recipes.evaluation.summary import compare_tables
 from grpo_recipes.runs import files
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import relative_to
@@ -26,7 +26,12 @@ def compare(first: Path, second: Path) -> dict[str, Any]:
         UserError: A folder has no finished evaluation, the problems or the rewards of strict accuracy differ, or a file
             is damaged.
     """
-    records = [_read_record(folder) for folder in (first, second)]
+    records = []
+    for folder in (first, second):
+        try:
+            records.append(files.read_object(folder / files.RESULT, files.EVALUATION))
+        except FileNotFoundError as error:
+            raise _no_evaluation(folder) from error
     if records[0]["settings"].get("strict") != records[1]["settings"].get("strict"):
         problem = "they define strict accuracy differently (`settings.strict` of their evaluation.json)"
         raise UserError(f"{first} and {second}", problem, "evaluate both with the same --recipe")
@@ -58,13 +63,6 @@ def _warnings(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
     if not differences:
         return []
     return [f"A and B were not generated alike ({'; '.join(differences)}), which may explain a part of the difference"]
-
-
-def _read_record(folder: Path) -> dict[str, Any]:
-    try:
-        return files.read_object(folder / files.RESULT, files.EVALUATION)
-    except FileNotFoundError as error:
-        raise _no_evaluation(folder) from error
 
 
 def _no_evaluation(folder: Path) -> UserError:

@@ -14,17 +14,11 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from grpo_recipes.evaluation.engines import (
-    check_model_folder,
-    end_tokens,
-    load_model,
-    saved_tokenizer,
-    training_sampling,
-)
-from grpo_recipes.evaluation.evaluate import recipe_of
+from grpo_recipes.evaluation.engines import end_tokens
 from grpo_recipes.evaluation.merge import check_output, merged_adapter, read_texts, write_model
+from grpo_recipes.evaluation.saved_model import SavedModel
+from grpo_recipes.evaluation.settings import training_sampling
 from grpo_recipes.recipe.trl_keys import stop_strings
-from grpo_recipes.runs.weights import ADAPTER_CONFIG
 
 GGUF_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """Value of `--outtype` of llama.cpp's converter that keeps the weights as they are, by dtype."""
@@ -44,14 +38,14 @@ def export(source: Path, output: Path) -> list[str]:
         UserError: The model can't be loaded or merged, or `output` can't be written.
     """
     check_output("--to", output, source, may_exist=True)
-    check_model_folder(source)
-    recipe = recipe_of(str(source))
+    saved = SavedModel.in_folder(source)
+    recipe = saved.recipe()
     sampling, stop = training_sampling(recipe), stop_strings(recipe.get("generation_kwargs"))
-    texts = read_texts(source)
-    if (source / ADAPTER_CONFIG).is_file():
-        model, tokenizer, origin = merged_adapter(source)
+    texts = read_texts(saved)
+    if saved.is_adapter:
+        model, tokenizer, origin = merged_adapter(saved)
     else:
-        model, tokenizer, origin = load_model(str(source)), saved_tokenizer(str(source)), f"a copy of {source}"
+        model, tokenizer, origin = saved.load(), saved.tokenizer(), f"a copy of {source}"
     dtype = str(model.dtype).removeprefix("torch.")
     model.generation_config = _serving_config(model.generation_config, sampling, tokenizer)
     write_model(output, model, tokenizer, texts)

@@ -11,13 +11,13 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from grpo_recipes.evaluation.engines import check_model_folder, saved_tokenizer, trained_quantization
+from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.generation.loading import complete_weights
 from grpo_recipes.generation.models import keep_4bit_layout
 from grpo_recipes.runs import files
-from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
+from grpo_recipes.runs.weights import adapter_kind
 from grpo_rewards.errors import UserError, one_line
 from grpo_rewards.files import UnreadableFile, give_default_mode, read_text
 
@@ -49,52 +49,42 @@ def merge(folder: Path, output: Path) -> str:
         UserError: The adapter can't be merged. Nothing is written then.
     """
     check_output("--output", output, folder, may_exist=False)
-    check_model_folder(folder)
-    texts = read_texts(folder)
-    model, tokenizer, report = merged_adapter(folder)
+    return f"{output}: {write_merged(SavedModel.in_folder(folder), output)}"
+
+
+def write_merged(adapter: SavedModel, output: Path) -> str:
+    """Write an adapter and its base as one model into a new folder, and return the report of `merged_adapter`.
+
+    Raises:
+        UserError: The adapter can't be merged. Nothing is written then.
+    """
+    texts = read_texts(adapter)
+    model, tokenizer, report = merged_adapter(adapter)
     write_model(output, model, tokenizer, texts)
-    return f"{output}: {report}"
+    return report
 
 
-def merged_adapter(folder: Path) -> tuple[PreTrainedModel, Any, str]:
+def merged_adapter(adapter: SavedModel) -> tuple[PreTrainedModel, Any, str]:
     """Return an adapter and its base as one model whose logits were compared with theirs, its tokenizer, and a report.
 
     Raises:
         UserError: The adapter can't be merged, or a file of its or of its base is damaged.
     """
-    config = adapter_config(folder)
+    folder, config = adapter.folder, adapter.adapter
     if config is None:
         problem = "it holds no adapter (no adapter_config.json), and a full model needs no merging"
         raise UserError(folder, problem, "use it as it is")
     if config.is_prompt_learning:
         problem = f"it holds an adapter of kind {adapter_kind(config)}, whose tokens no weight can hold"
         raise UserError(folder, problem, "use it as it is")
-    base_name, revision = str(config.base_model_name_or_path), config.revision or "main"
-    tokenizer = saved_tokenizer(str(folder))  # before the base takes its memory
-    quantization = trained_quantization(folder)
-
-    def load() -> PreTrainedModel:
-        try:
-            with complete_weights():
-                return AutoModelForCausalLM.from_pretrained(
-                    base_name,
-                    revision=revision,
-                    dtype="auto",
-                    quantization_config=quantization,
-                    trust_remote_code=False,
-                )
-        except UserError:
-            raise
-        except Exception as error:  # transformers raises any class for a damaged file
-            problem = f"its base {base_name} can't be loaded ({one_line(error) or type(error).__name__})"
-            raise UserError(folder, problem, "set `base_model_name_or_path` in its adapter_config.json") from error
-
-    base, expected, kind = load(), None, ""
+    tokenizer = adapter.tokenizer()  # before the base takes its memory
+    base_name = adapter.base_name
+    base, expected, kind = adapter.load_base(), None, ""
     if getattr(base, "is_quantized", False):
         keep_4bit_layout(base)
         expected, kind = _logits(_adapted(base, folder)), ", dequantized"
         try:
-            base = load().dequantize()
+            base = adapter.load_base().dequantize()
         except NotImplementedError as error:
             raise UserError(folder, f"its quantized base can't be dequantized ({error})", "use it as it is") from error
     model, report = _merged(base, folder, expected)
@@ -156,7 +146,7 @@ def write_model(output: Path, model: Any, tokenizer: Any, texts: Mapping[str, st
         raise UserError(output, f"it can't be written ({one_line(error)})", fix) from error
 
 
-def read_texts(folder: Path) -> dict[str, str]:
+def read_texts(model: SavedModel) -> dict[str, str]:
     """Return the model card and the licenses in the folder of a model, by name. The card of an adapter is changed.
 
     Raises:
@@ -165,12 +155,12 @@ def read_texts(folder: Path) -> dict[str, str]:
     texts = {}
     for name in (CARD, *LICENSES):
         try:
-            texts[name] = read_text(folder / name)
+            texts[name] = read_text(model.folder / name)
         except FileNotFoundError:
             continue
         except UnreadableFile as error:
-            raise UserError(folder / name, error.problem, "correct or remove the file") from error
-    if CARD in texts and (folder / ADAPTER_CONFIG).is_file():
+            raise UserError(model.folder / name, error.problem, "correct or remove the file") from error
+    if CARD in texts and model.is_adapter:
         card = texts[CARD].replace("library_name: peft\n", "library_name: transformers\n", 1).rstrip()
         texts[CARD] = f"{card}\n\nThe adapter is merged into its base here.\n"
     return texts

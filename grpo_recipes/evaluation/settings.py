@@ -1,4 +1,4 @@
-"""Settings of an evaluation: how completions are sampled, and what makes one right."""
+"""Settings of an evaluation: how completions are sampled, what makes one right, and what a recipe sets of this."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_recipes.checks.tokenizer import CHAT_TEMPLATE_PATH, ChatTemplate
 from grpo_recipes.evaluation import accuracy
-from grpo_rewards.errors import UserError
+from grpo_recipes.recipe.trl_keys import check_numbers, generation_mapping
+from grpo_recipes.runs import files
+from grpo_rewards.errors import UserError, shortened
 from grpo_rewards.reward import BaseReward
+
+DEFAULT_NEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -57,3 +62,48 @@ class Settings:
         if self.samples > 1 and self.temperature <= 0:
             problem = f"{self.samples} greedy samples are identical"
             raise UserError("--samples", problem, "set --temperature above 0")
+
+
+# Values of a recipe
+
+
+def training_sampling(recipe: Mapping[str, Any]) -> dict[str, float]:
+    """Return how a recipe's training samples, by the names of `GenerationConfig`: temperature, filters, penalty.
+
+    Args:
+        recipe: Keys of the recipe, or of the record of its run. TRL's defaults stand for missing keys.
+
+    Raises:
+        UserError: A value is no number, or is out of range.
+    """
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    given = {**recipe, **generation_mapping(recipe.get("generation_kwargs"))}  # TRL lets the latter win
+    for name in (*sampling, "min_p"):
+        value = given.get(name)
+        if value is None:
+            continue
+        if not files.NUMBER.holds(value):
+            raise UserError(f"`{name}`", f"it is {shortened(repr(value))}", "set a number")
+        sampling[name] = value
+    check_numbers(sampling)
+    sampling["top_k"] = max(sampling["top_k"], 0)  # vLLM writes -1 for "off"
+    return sampling
+
+
+def template_kwargs_of(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return TRL's `chat_template_kwargs` of a recipe, or None if it has none. Raises `UserError` for other values."""
+    given = recipe.get("chat_template_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise UserError("`chat_template_kwargs`", f"it is {shortened(repr(given))}", "write a mapping")
+    return dict(given) or None
+
+
+def chat_template_of(recipe: Mapping[str, Any], *, is_named: bool) -> ChatTemplate | None:
+    """Return the chat template that replaces the model's, or None. Raises `UserError` if it can't be read.
+
+    Args:
+        recipe: Keys of the recipe, or of the record of a run.
+        is_named: True if the user named the recipe. A run's tokenizer was saved with its chat template, and the path in
+            a record may be another machine's.
+    """
+    return ChatTemplate.read(recipe.get(CHAT_TEMPLATE_PATH)) if is_named else None

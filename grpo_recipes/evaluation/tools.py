@@ -7,44 +7,25 @@ are those of TRL's trainer (`_tokenize_prompts`, `_get_tool_suffix_ids`, `_gener
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
-from grpo_recipes.checks.tools import (
-    FACTORY,
-    TOOLS,
-    Toolset,
-    tool_methods,
-    toolset_of,
-    try_template,
-)
+from grpo_recipes.checks.tools import FACTORY, TOOLS, Toolset, check_rows, tool_methods, toolset_of, try_template
 from grpo_recipes.data.prompts import ENVIRONMENT, rendered
 from grpo_recipes.evaluation.accuracy import MeasuredReward
-from grpo_recipes.evaluation.engines import Engine
+from grpo_recipes.evaluation.policy import Completions, ModelPolicy
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.recipe.specs import ToolLimits
 from grpo_recipes.runs.completions import storable
 from grpo_recipes.runs.identity import source_digest
-from grpo_recipes.tools import examples
-from grpo_recipes.tools.loop import (
-    Generate,
-    Ids,
-    Message,
-    Row,
-    RowTools,
-    ToolLoop,
-    TurnLimits,
-    beginning,
-    drop_abandoned,
-    read_turn,
-    result_text,
-    suffix_ids,
-)
+from grpo_recipes.tools import examples, loop
+from grpo_recipes.tools.loop import Ids, Message, Row, RowTools, ToolLoop, TurnLimits
 from grpo_recipes.tools.metrics import last_calls
 from grpo_recipes.tools.run import FailureWindow, ToolRunner
 from grpo_rewards.completions import completion_text
@@ -86,7 +67,9 @@ def tools_of(recipe: Mapping[str, Any], *, is_trusted: bool) -> RecipeTools | No
             fix = "name functions or classes by their paths"
             raise UserError(f"`{key}`", f"it is {shortened(repr(recipe[key]))}", fix)
         for path in values:
-            if not (is_trusted or _is_own(path)):
+            module, _, name = path.rpartition(".")
+            own = vars(examples).get(name) if module == examples.__name__ else None
+            if not (is_trusted or getattr(own, "__module__", None) == examples.__name__):
                 problem = f"{path} is code that the run names"
                 raise UserError(f"`{key}`", problem, "give its recipe with --recipe")
     iterations = recipe.get(ITERATIONS)
@@ -105,14 +88,8 @@ def tools_of(recipe: Mapping[str, Any], *, is_trusted: bool) -> RecipeTools | No
     return RecipeTools(toolset, limits, iterations, {key: value for key, value in identity.items() if value})
 
 
-def _is_own(path: str) -> bool:
-    """Return True if a path names a tool or an environment that this package defines."""
-    module, _, name = path.rpartition(".")
-    return module == examples.__name__ and getattr(vars(examples).get(name), "__module__", None) == module
-
-
-class Turns:
-    """Prompts, calls and results of a model, as the trainer renders, reads and runs them.
+class TurnFormat:
+    """Prompts, turns and results of a model as the trainer renders and reads them.
 
     Args:
         tools: Tools of the recipe.
@@ -128,11 +105,8 @@ class Turns:
         self, tools: RecipeTools, name: str, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         self.chat_template = try_template(name, tools.toolset, tokenizer, template_kwargs)
-        self.tools, self.tokenizer = tools, tokenizer
-        self.template_kwargs = dict(template_kwargs or {})
+        self.tokenizer, self.template_kwargs = tokenizer, dict(template_kwargs or {})
         self.in_prompts = tools.toolset.in_prompts(self.chat_template)
-        cut = result_text(tokenizer, tools.limits.result_tokens)
-        self.runner = ToolRunner(tools.limits, cut)
 
     def prompt_ids(self, prompt: Any, environment: str | None = None) -> Ids:
         """Return the token IDs of a prompt with the tools of an environment, or with those of all rows."""
@@ -147,101 +121,69 @@ class Turns:
 
     def parse(self, ids: Ids, prefix: Ids, schemas: Sequence[Any]) -> Message:
         """Return the message of a turn."""
-        return read_turn(self.tokenizer, ids, prefix, list(schemas))
+        return loop.read_turn(self.tokenizer, ids, prefix, list(schemas))
 
     def render(self, messages: Sequence[Message]) -> Ids:
         """Return the token IDs between the end of a turn with calls and the next turn."""
-        return suffix_ids(self.tokenizer, messages, self.chat_template, self.template_kwargs)
-
-    def loop(self, generate: Generate, completion: int, positions: float) -> ToolLoop:
-        """Return the loop of training with a generator.
-
-        Args:
-            generate: Generator of a turn.
-            completion: Number of tokens of all turns and results of a row.
-            positions: Number of tokens that the generator can read.
-        """
-        return ToolLoop(
-            generate=generate,
-            parse=self.parse,
-            render=self.render,
-            shorten=partial(beginning, self.tokenizer),
-            run=self.runner.run,
-            limits=TurnLimits(self.tools.iterations, completion, positions),
-        )
+        return loop.suffix_ids(self.tokenizer, messages, self.chat_template, self.template_kwargs)
 
 
-@dataclass
-class Played:
-    """Completions of a batch of rows, with their turns."""
+@dataclass(eq=False, kw_only=True)
+class ToolPolicy(ModelPolicy):
+    """Policy whose completions have the tools and environments of a recipe, in the turns of training's loop.
 
-    prompts: list[Any]
-    """Prompts as the policy saw them, with the text that an environment's `reset` added."""
-    rows: list[Row]
-    environments: list[Any] = field(default_factory=list)
-    """Environment of each row. Empty without environments."""
-
-    @property
-    def completions(self) -> list[list[Message]]:
-        """Messages of each completion, as a reward gets them."""
-        return [row.messages for row in self.rows]
-
-    @property
-    def texts(self) -> list[str]:
-        """Last message of the policy in each completion."""
-        return [encodable(completion_text(messages)) for messages in self.completions]
-
-    def columns(self) -> dict[str, list[Any]]:
-        """Return the columns of `completions.parquet` about turns."""
-        calls = [sum(len(turn) for turn in row.turns) for row in self.rows]
-        conversations = [[*prompt, *row.messages] for prompt, row in zip(self.prompts, self.rows, strict=True)]
-        transcripts = [json.dumps(turns, ensure_ascii=False) for turns in storable(conversations)]
-        return {"calls": calls, "transcript": transcripts}
-
-
-class Rollouts:
-    """Completions with tools and environments, in the turns of training's loop.
-
-    Args:
+    Attributes:
         tools: Tools of the recipe.
-        load: Function that returns the turns of the model. It is called for the first batch, before `engine`.
-        engine: Function that returns the engine.
     """
 
-    def __init__(self, tools: RecipeTools, load: Callable[[], Turns], engine: Callable[[], Engine]) -> None:
-        self.tools, self._load, self._engine = tools, load, engine
-        self._turns: Turns | None = None
-        self._failures = FailureWindow(tools.limits.failures)
+    tools: RecipeTools
+
+    def __post_init__(self) -> None:
+        self._failures = FailureWindow(self.tools.limits.failures)
         self._pool: dict[str | None, list[Any]] = {}
 
-    def play(self, rows: Sequence[Mapping[str, Any]], settings: Settings) -> Played:
+    @cached_property
+    def format(self) -> TurnFormat:
+        """Format of the model's turns."""
+        return TurnFormat(self.tools, self.model.name, self.tokenizer, self.template_kwargs)
+
+    @cached_property
+    def runner(self) -> ToolRunner:
+        """Runner of the calls."""
+        return ToolRunner(self.tools.limits, loop.result_text(self.tokenizer, self.tools.limits.result_tokens))
+
+    def complete(self, rows: Sequence[Mapping[str, Any]], settings: Settings) -> Completions:
         """Return a completion of each row of the dataset, in order.
 
         Raises:
             UserError: An environment's `reset` fails on a row, or too many calls of tools fail.
         """
-        if self._turns is None:
-            self._turns = self._load()
-        turns, engine = self._turns, self._engine()
+        form, engine = self.format, self.engine
         environments = list(self.environments(rows))
         prompts = [row["prompt"] for row in rows]
         for number, environment in enumerate(environments):
             prompts[number] = self._observed(environment, rows[number])
         names = [self._name(row) for row in rows]
-        ids = [turns.prompt_ids(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
-        first = engine.generate(ids, settings)
-        played = Played(prompts, [], environments)
-        for number, completion in enumerate(first):
+        ids = [form.prompt_ids(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+        dialogs: list[Row] = []
+        for number, completion in enumerate(engine.generate(ids, settings)):
             functions = [tool.function for tool in self.tools.toolset.tools]
             if environments:
                 environment = environments[number]
                 functions += [getattr(environment, method) for method in tool_methods(type(environment))]
-            played.rows.append(turns.row(ids[number], completion, functions, names[number]))
-        later = _LaterTurns(played.rows, engine, settings)
-        turns.loop(later, settings.max_new_tokens, engine.positions)(played.rows)
-        drop_abandoned(self._pool, environments, played.rows)
-        self._check_failures(played.rows)
-        return played
+            dialogs.append(form.row(ids[number], completion, functions, names[number]))
+        play = ToolLoop(
+            generate=partial(self._later_turn, dialogs, settings, itertools.count(1)),
+            parse=form.parse,
+            render=form.render,
+            shorten=partial(loop.beginning, self.tokenizer),
+            run=self.runner.run,
+            limits=TurnLimits(self.tools.iterations, settings.max_new_tokens, engine.positions),
+        )
+        play(dialogs)
+        loop.drop_abandoned(self._pool, environments, dialogs)
+        self._check_failures(dialogs)
+        return _completions(prompts, dialogs, environments)
 
     def environments(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         """Yield an environment for each row, or nothing if the recipe has none. Instances are used again, as in TRL."""
@@ -255,16 +197,18 @@ class Rollouts:
             yield pool[taken[name]]
             taken[name] += 1
 
-    def trial_columns(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns that a reward gets beside those of the dataset, for a row on which it is tried.
+    def trial_row(self) -> dict[str, Any]:
+        """Return the columns of a row on which a reward is tried, with the row's environment.
 
         Raises:
-            UserError: The environment's `reset` fails on the row.
+            UserError: The rows do not fit the tools, or the environment's `reset` fails on the row.
         """
+        check_rows(self.tools.toolset, [self.dataset])
+        row = self.dataset[0]
         for environment in self.environments([row]):
             self._observed(environment, row)
-            return {"environments": environment}
-        return {}
+            row["environments"] = environment
+        return row
 
     def rewards(self) -> list[MeasuredReward]:
         """Return the rewards of the environments, one for each class, as in TRL."""
@@ -296,6 +240,26 @@ class Rollouts:
         *before, last = row["prompt"]
         return [*before, {**last, "content": last["content"] + observation}] if observation else row["prompt"]
 
+    def _later_turn(
+        self, dialogs: Sequence[Row], settings: Settings, numbers: Iterator[int], prompts: list[Ids]
+    ) -> tuple[list[Ids], None]:
+        """Return the next turn of the dialogs that end in a result, each as long as it has room.
+
+        Args:
+            dialogs: All dialogs of the loop.
+            settings: Settings of the first turn.
+            numbers: Numbers of the later turns.
+            prompts: Token IDs that the next turns are generated from.
+        """
+        # With the first turn's seed, a turn would draw the same random numbers again.
+        seed = settings.seed + (next(numbers) << 40)
+        running = [row for row in dialogs if row.ending == "answered" and row.mask[-1] == 0]
+        room = []
+        for row, prompt in zip(running, prompts, strict=True):
+            left = settings.max_new_tokens - len(row.completion)
+            room.append(int(min(left, self.engine.positions - len(prompt))))
+        return self.engine.generate(prompts, replace(settings, seed=seed), room), None
+
     def _check_failures(self, rows: Sequence[Row]) -> None:
         self._failures.add([last_calls(rows)])
         for sentence in self._failures.without_success():
@@ -304,35 +268,17 @@ class Rollouts:
             raise UserError(f"`{TOOLS}`", reason, "the same command continues afterwards")
 
 
-class _LaterTurns:
-    """Generator of the turns after the first, each as long as its row has room.
-
-    Args:
-        rows: All rows of the loop.
-        engine: Engine of the evaluation.
-        settings: Settings of the first turn.
-    """
-
-    def __init__(self, rows: Sequence[Row], engine: Engine, settings: Settings) -> None:
-        self.rows, self.engine, self.settings = rows, engine, settings
-        self._turn = 0
-
-    def __call__(self, prompts: list[Ids]) -> tuple[list[Ids], None]:
-        """Return the next turn of the rows that end in a result."""
-        self._turn += 1
-        # With the first turn's seed, a turn would draw the same random numbers again.
-        settings = replace(self.settings, seed=self.settings.seed + (self._turn << 40))
-        running = [row for row in self.rows if row.ending == "answered" and row.mask[-1] == 0]
-        room = []
-        for row, prompt in zip(running, prompts, strict=True):
-            left = settings.max_new_tokens - len(row.completion)
-            room.append(int(min(left, self.engine.positions - len(prompt))))
-        return self.engine.generate(prompts, settings, room), None
-
-
-def encodable(text: str) -> str:
-    """Return a text whose lone surrogates, which no file can hold, are written as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode()
+def _completions(prompts: Sequence[Any], dialogs: Sequence[Row], environments: Sequence[Any]) -> Completions:
+    """Return finished dialogs as completions, with the columns of `completions.parquet` about turns."""
+    given = [row.messages for row in dialogs]
+    # No file can hold a lone surrogate.
+    texts = [completion_text(messages).encode("utf-8", "backslashreplace").decode() for messages in given]
+    conversations = [[*prompt, *messages] for prompt, messages in zip(prompts, given, strict=True)]
+    columns = {
+        "calls": [sum(len(turn) for turn in row.turns) for row in dialogs],
+        "transcript": [json.dumps(turns, ensure_ascii=False) for turns in storable(conversations)],
+    }
+    return Completions(prompts, given, texts, environments, columns, dialogs)
 
 
 def _scores_of(kind: Any, environments: Sequence[Any], **columns: Any) -> list[float | None]:

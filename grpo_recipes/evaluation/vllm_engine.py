@@ -15,49 +15,29 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from peft import LoraConfig, PeftType
 from transformers import GenerationConfig
 
-from grpo_recipes.evaluation.engines import (
-    Engine,
-    Ids,
-    checkpoint_dtype,
-    end_tokens,
-    generation_options,
-    published_config,
-    quantization_of,
-    token_ids,
-    trained_quantization,
-)
-from grpo_recipes.evaluation.merge import merge
+from grpo_recipes.evaluation.engines import Engine, Ids, generation_options
+from grpo_recipes.evaluation.merge import write_merged
+from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.sampling_settings import PublishedSettings
-from grpo_recipes.runs.record import VLLM as DISTRIBUTIONS
-from grpo_recipes.runs.record import versions
-from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind, check_finite_files
+from grpo_recipes.runs import record
+from grpo_recipes.runs.weights import adapter_kind, check_finite_files
 from grpo_rewards.errors import UserError, one_line
 
 CONCURRENT_REQUESTS = 64
 SECONDS = 600.0
 """Time limit for one completion of a server."""
+FLOAT32 = "float32"
+"""Dtype of a checkpoint that names none: it loses nothing of any dtype."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""
-SERVED_KEYS = frozenset(
-    {
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "init_lora_weights",
-        "lora_alpha",
-        "lora_dropout",
-        "peft_type",
-        "peft_version",
-        "r",
-        "revision",
-        "target_modules",
-        "task_type",
-        "use_rslora",
-    }
-)
+SERVED_KEYS = {
+    "auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "lora_alpha", "lora_dropout",
+    "peft_type", "peft_version", "r", "revision", "target_modules", "task_type", "use_rslora",
+}  # fmt: skip
 """Keys of a LoRA configuration that vLLM applies, or that matter only in training."""
 
 logger = logging.getLogger(__name__)
@@ -103,23 +83,23 @@ class VLLM:
         return {name: value for name, value in named.items() if value is not None}
 
 
-def load_vllm(name: str, options: VLLM, tokenizer: Any) -> Engine:
+def load_vllm(model: SavedModel, options: VLLM, tokenizer: Any) -> Engine:
     """Return the vLLM engine of a model or adapter.
 
     Args:
-        name: Folder, or name on the hub.
+        model: Model or adapter.
         options: Options of vLLM.
-        tokenizer: Tokenizer from `load_tokenizer`.
+        tokenizer: Tokenizer that can pad.
 
     Raises:
         UserError: The model can't be loaded, or the server does not serve it.
     """
     if options.vllm_server_base_url is not None:
-        return Server(options.vllm_server_base_url, name, tokenizer)
-    return Local(name, options, tokenizer)
+        return VLLMServer(options.vllm_server_base_url, model, tokenizer)
+    return LocalVLLM(model, options, tokenizer)
 
 
-def made_with(name: str, options: VLLM) -> dict[str, Any]:
+def made_with(model: SavedModel, options: VLLM) -> dict[str, Any]:
     """Return version and precision, and how an adapter is applied. None is a value that a server does not report.
 
     Raises:
@@ -128,34 +108,20 @@ def made_with(name: str, options: VLLM) -> dict[str, Any]:
     url = options.vllm_server_base_url
     if url is not None:
         return {"version": str(_request(url, "/version")["version"]), "dtype": _server_dtype(url)}
-    installed = versions()
-    version = next((installed[package] for package in DISTRIBUTIONS if package in installed), None)
-    made: dict[str, Any] = {"version": version, "dtype": _dtype(name), **quantization_of(name)}
-    if _is_adapter(name):
-        made["adapter"] = "merged" if needs_merging(name) else "LoRARequest"
+    installed = record.versions()
+    version = next((installed[package] for package in record.VLLM if package in installed), None)
+    made: dict[str, Any] = {"version": version, "dtype": model.dtype or FLOAT32, **model.describe_quantization()}
+    if model.is_adapter:
+        made["adapter"] = "merged" if needs_merging(model) else "LoRARequest"
     return made
 
 
-def _dtype(name: str) -> str:
-    """Return the dtype of the checkpoint, or float32, which loses nothing of any, if the checkpoint names none."""
-    return checkpoint_dtype(name) or "float32"
-
-
-def _is_adapter(name: str) -> bool:
-    return (Path(name) / ADAPTER_CONFIG).is_file()
-
-
-def needs_merging(name: str) -> str | None:
+def needs_merging(model: SavedModel) -> str | None:
     """Return the feature of an adapter that vLLM's `LoRARequest` does not support, or None if it supports all.
 
     vLLM knows the two factors, their rank and their scale. It refuses or ignores everything else in the configuration.
-
-    Args:
-        name: Folder of the adapter.
     """
-    from peft import LoraConfig, PeftType
-
-    config = adapter_config(name)
+    config = model.adapter
     assert config is not None, "the caller knows that it is an adapter"
     if config.peft_type != PeftType.LORA:
         return f"its kind, {adapter_kind(config)}"
@@ -167,26 +133,23 @@ def needs_merging(name: str) -> str | None:
     targets = config.target_modules
     if isinstance(targets, str) or {"embed_tokens", "lm_head"} & set(targets or ()):
         return "`target_modules`"
-    if trained_quantization(Path(name)) is not None:
-        return "a base that was quantized for training"
-    return None
+    return None if model.quantization is None else "a base that was quantized for training"
 
 
-class Sampling:
-    """Sampling settings of every request.
+class _VLLMEngine(Engine):
+    """Base class of both engines: requests with equal settings.
 
-    All fields are sent, because vLLM fills missing ones from the model's generation_config.json.
+    All sampling settings are sent, because vLLM fills missing ones from the model's generation_config.json.
     """
 
-    def __init__(self, name: str, tokenizer: Any) -> None:
-        self.config = published_config(name)
-        self.ends, self.pad = end_tokens(self.config, tokenizer), tokenizer.pad_token_id
+    def __init__(self, model: SavedModel, tokenizer: Any) -> None:
+        self.tokenizer, self.config = tokenizer, model.generation_config()
         self.published = PublishedSettings(logger.warning)
 
-    def __call__(self, settings: Settings) -> dict[str, Any]:
+    def sampling(self, settings: Settings) -> dict[str, Any]:
         """Return the fields of `SamplingParams`, without the seed of each request."""
-        config = GenerationConfig(**generation_options(settings, self.ends, self.pad))
-        self.published.announce_ignored(self.config, config)
+        options = generation_options(settings, self.config, self.tokenizer)
+        self.published.announce_ignored(self.config, GenerationConfig(**options))
         return {
             "temperature": settings.temperature,
             "top_p": 1.0,
@@ -198,27 +161,9 @@ class Sampling:
             "min_tokens": 0,
             "max_tokens": settings.max_new_tokens,
             "stop": list(settings.stop),
-            "stop_token_ids": self.ends,
+            "stop_token_ids": options["eos_token_id"],
             "include_stop_str_in_output": True,  # as in training
         }
-
-
-class _Requests:
-    """Base class of both engines: requests with equal settings, and completions as texts."""
-
-    tokenizer: Any
-    sampling: Sampling
-    positions: float
-    """Number of tokens of prompt and completion that vLLM can read."""
-
-    def __call__(self, prompts: list[Any], settings: Settings) -> list[str]:
-        """Complete each prompt once, in order. vLLM's own text lacks the bytes of a character that was cut off."""
-        made = self.generate(token_ids(prompts, self.tokenizer, settings), settings)
-        return self.tokenizer.batch_decode(made, skip_special_tokens=True)
-
-    def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
-        """Return the token IDs of one completion of each prompt, as `Engine.generate` does."""
-        raise NotImplementedError
 
     def requests(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None) -> list[dict[str, Any]]:
         """Return the fields of `SamplingParams` for each prompt. Raises `UserError` if a prompt leaves too little room.
@@ -229,51 +174,53 @@ class _Requests:
             room: Largest length of each completion in tokens, if it is not `settings.max_new_tokens`.
         """
         if room is None:
-            check_lengths(prompts, settings.max_new_tokens, self.positions)
-            room = [settings.max_new_tokens] * len(prompts)
+            most = settings.max_new_tokens
+            room, longest = [most] * len(prompts), max(map(len, prompts))
+            if longest + most > self.positions:  # vLLM would cut the completion silently
+                need = f"a prompt of {longest} tokens needs a context of {longest + most}"
+                fix = "lower it, or raise --vllm_max_model_length"
+                raise UserError(f"--max_new_tokens {most}", f"{need}, and vLLM's has {self.positions}", fix)
         fixed = self.sampling(settings)
         # With one seed, copies of a prompt would get equal completions.
         seeds = random.Random(settings.seed).sample(range(2**31), len(prompts))
         return [{**fixed, "max_tokens": most, "seed": seed} for most, seed in zip(room, seeds, strict=True)]
 
 
-class Local(_Requests):
+class LocalVLLM(_VLLMEngine):
     """Completions by an engine in this process, in the checkpoint's dtype. By default vLLM runs float32 as bfloat16."""
 
-    def __init__(self, name: str, options: VLLM, tokenizer: Any) -> None:
+    def __init__(self, model: SavedModel, options: VLLM, tokenizer: Any) -> None:
         try:
             from vllm import LLM
         except ImportError as error:
             raise UserError("--vllm", "vLLM is not installed", "leave it out, or install the extra `vllm`") from error
-        if Path(name).is_dir():
-            check_finite_files(Path(name))
-        self.tokenizer = tokenizer
+        if model.folder.is_dir():
+            check_finite_files(model.folder)
         self.request: Any = None
         self._merged: tempfile.TemporaryDirectory[str] | None = None
-        arguments = {"model": name, "dtype": _dtype(name), **options.arguments()}
-        if _is_adapter(name):
-            arguments |= self._adapter_arguments(name)
+        arguments = {"model": model.name, "dtype": model.dtype or FLOAT32, **options.arguments()}
+        if model.is_adapter:
+            arguments |= self._adapter_arguments(model)
         try:
             self.llm = LLM(trust_remote_code=False, generation_config="vllm", **arguments)
         except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(name, f"vLLM can't load it ({one_line(error)})", "leave --vllm out") from error
+            raise UserError(model.name, f"vLLM can't load it ({one_line(error)})", "leave --vllm out") from error
         self.positions = self.llm.llm_engine.model_config.max_model_len
-        self.sampling = Sampling(name, tokenizer)
+        super().__init__(model, tokenizer)
 
-    def _adapter_arguments(self, name: str) -> dict[str, Any]:
+    def _adapter_arguments(self, model: SavedModel) -> dict[str, Any]:
         """Return the arguments of `LLM` for an adapter, which is merged into its base if vLLM does not support it."""
-        if reason := needs_merging(name):
+        if reason := needs_merging(model):
             logger.warning("the adapter is merged into its base for vLLM, which takes no adapter with %s", reason)
             self._merged = tempfile.TemporaryDirectory(prefix="merged-")
-            model = Path(self._merged.name) / "model"
-            merge(Path(name), model)
-            return {"model": str(model)}
-        from peft import LoraConfig
+            merged = Path(self._merged.name) / "model"
+            write_merged(model, merged)
+            return {"model": str(merged)}
         from vllm.lora.request import LoRARequest
 
-        config = adapter_config(name)
+        config = model.adapter
         assert isinstance(config, LoraConfig), "`needs_merging` has looked"
-        self.request = LoRARequest("policy", 1, str(Path(name).absolute()))
+        self.request = LoRARequest("policy", 1, str(model.folder.absolute()))
         rank = next((room for room in RANKS if room >= config.r), config.r)
         return {"model": config.base_model_name_or_path, "enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
@@ -288,22 +235,23 @@ class Local(_Requests):
         return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-class Server(_Requests):
+class VLLMServer(_VLLMEngine):
     """Completions by a running server, one request each, because the prompts of one request would share a seed."""
 
-    def __init__(self, url: str, name: str, tokenizer: Any) -> None:
-        self.url, self.tokenizer = url, tokenizer
+    def __init__(self, url: str, model: SavedModel, tokenizer: Any) -> None:
+        self.url = url
         models = _request(url, "/v1/models")["data"]
-        names = {name}
-        if Path(name).exists():
-            names.add(str(Path(name).absolute()))
-        found = [model for model in models if {model["id"], model.get("root")} & names]
+        names = {model.name}
+        if model.folder.exists():
+            names.add(str(model.folder.absolute()))
+        found = [one for one in models if {one["id"], one.get("root")} & names]
         if not found:
-            served = ", ".join(str(model["id"]) for model in models)
-            raise UserError(f"the vLLM server {url}", f"it serves {served}, and not {name}", "name what it serves")
+            served = ", ".join(str(one["id"]) for one in models)
+            problem = f"it serves {served}, and not {model.name}"
+            raise UserError(f"the vLLM server {url}", problem, "name what it serves")
         self.model = found[0]["id"]
         self.positions = found[0].get("max_model_len") or math.inf
-        self.sampling = Sampling(name, tokenizer)
+        super().__init__(model, tokenizer)
 
     def generate(self, prompts: list[Ids], settings: Settings, room: Sequence[int] | None = None) -> list[Ids]:
         """Return the token IDs of one completion of each prompt, as `Engine.generate` does."""
@@ -349,12 +297,3 @@ def _server_dtype(url: str) -> str | None:
         return None
     dtype = info.get("vllm_config", {}).get("model_config", {}).get("dtype")
     return str(dtype).removeprefix("torch.") if dtype else None
-
-
-def check_lengths(prompts: list[Ids], max_new_tokens: int, limit: float) -> None:
-    """Raise `UserError` if a prompt leaves less room than `max_new_tokens`. vLLM would cut its completion silently."""
-    longest = max(len(ids) for ids in prompts)
-    if longest + max_new_tokens > limit:
-        need = f"a prompt of {longest} tokens needs a context of {longest + max_new_tokens}, and vLLM's has {limit}"
-        fix = "lower it, or raise --vllm_max_model_length"
-        raise UserError(f"--max_new_tokens {max_new_tokens}", need, fix)

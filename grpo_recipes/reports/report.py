@@ -22,7 +22,8 @@ import yaml
 from markupsafe import Markup, escape
 
 from grpo_recipes.evaluation import accuracy
-from grpo_recipes.evaluation.estimates import Estimate, compare_tables, p_text
+from grpo_recipes.evaluation.estimates import Estimate, p_text
+from grpo_recipes.evaluation.summary import compare_tables
 from grpo_recipes.reports import cards
 from grpo_recipes.reports.charts import ACCURACY, HUES, duration, number, percent, sections
 from grpo_recipes.reports.completions_page import TEMPLATES, policy, write_completions_page

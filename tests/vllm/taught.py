@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import DynamicCache
 
-from grpo_recipes.evaluation.tools import Turns, tools_of
+from grpo_recipes.evaluation.tools import TurnFormat, tools_of
 from grpo_recipes.tools.loop import tool_message
 from tests.support.tool_rollouts import END, call, tool_policy, tool_tokenizer
 
@@ -77,15 +77,15 @@ def tokenized(number: int, texts: list[str], tokenizer: Any) -> tuple[torch.Tens
     """Return the tokens (T,) of a row's prompt and completion, and the mask (T,) of those that the policy writes."""
     tools = tools_of(TOOLS, is_trusted=True)
     assert tools is not None
-    turns = Turns(tools, "taught", tokenizer)
-    ids = turns.prompt_ids([{"role": "user", "content": question(number)}])
+    form = TurnFormat(tools, "taught", tokenizer)
+    ids = form.prompt_ids([{"role": "user", "content": question(number)}])
     taught = [False] * len(ids)
     for position, text in enumerate(texts):
         is_turn = position % 2 == 0
         if is_turn:
             more = tokenizer(text + END, add_special_tokens=False)["input_ids"]
         else:
-            more = turns.render([tool_message("add", text)])
+            more = form.render([tool_message("add", text)])
         ids = ids + more
         taught += [is_turn] * len(more)
     return torch.tensor(ids), torch.tensor(taught)

@@ -10,11 +10,12 @@ import pandas as pd
 import pytest
 
 from grpo_recipes.data.load import load, recipe_prompts
-from grpo_recipes.evaluation.evaluate import Request, evaluate_into, held_out_spec
+from grpo_recipes.evaluation.problems import held_out_spec
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from tests.support import launching
 from tests.support.errors import refused
+from tests.support.policies import evaluate_by
 
 SAMPLES = 4
 
@@ -39,7 +40,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated")
     write_rows(folder / "rows.jsonl", 10)
     filtered = recipe(folder, pass_rate={"evaluation": str(folder / "evaluation"), "keep": [0, 1]})
-    spec = held_out_spec(filtered.as_dict()["dataset"], Request(model="m", split="train"))
+    spec = held_out_spec(filtered.as_dict()["dataset"], split="train")
     dataset = load(spec)
     samples: Counter[str] = Counter()
 
@@ -53,7 +54,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return texts
 
     settings = Settings(tags=("reasoning", "answer"), samples=SAMPLES, temperature=1.0)
-    evaluate_into(folder / "evaluation", complete, dataset, settings, {"model": "m"})
+    evaluate_by(folder / "evaluation", complete, dataset, settings, {"model": "m"})
     return folder
 
 
@@ -114,7 +115,7 @@ def test_held_out_rows_are_not_filtered(evaluated: Path) -> None:
     assert len(recipe_prompts(filtered, evaluation=True).dataset) == 3
     written = json.loads(json.dumps(filtered.as_dict()["dataset"]))
     assert written["pass_rate"] == rate
-    assert held_out_spec(written, Request(model="m")).pass_rate is None
+    assert held_out_spec(written).pass_rate is None
 
 
 def test_an_invalid_pass_rate_is_reported_with_its_key(evaluated: Path) -> None:

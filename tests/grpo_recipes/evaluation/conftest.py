@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from grpo_recipes.evaluation import evaluate
+from grpo_recipes.evaluation import policy
 from grpo_recipes.evaluation.settings import Settings
-
-Complete = Callable[[list[Any], Settings], list[str]]
+from tests.support.policies import Complete
 
 
 class Function:
@@ -34,6 +33,6 @@ def generating(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
 
     def use(engine: Any) -> None:
         loaded = engine if hasattr(engine, "sampling") else Function(engine)
-        monkeypatch.setattr(evaluate, "load_engine", lambda *_: loaded)
+        monkeypatch.setattr(policy, "load_engine", lambda *_: loaded)
 
     return use

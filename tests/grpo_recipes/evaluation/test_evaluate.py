@@ -12,10 +12,10 @@ import torch
 
 from grpo_recipes.evaluation.accuracy import is_right, strict_rewards
 from grpo_recipes.evaluation.engines import Transformers
-from grpo_recipes.evaluation.evaluate import evaluate_into
 from grpo_recipes.evaluation.settings import Settings
 from tests.support import tiny
 from tests.support.errors import refused
+from tests.support.policies import evaluate_by
 
 TAGS = ("think", "answer")
 
@@ -24,7 +24,7 @@ def judged(folder: Path, completions: list[str], columns: dict[str, Any] | None 
     """Evaluate these completions of as many problems, by default with the gold 18, and return the table."""
     rows = {"prompt": [f"p{n}" for n in range(len(completions))], "answer": ["18"] * len(completions)}
     dataset = datasets.Dataset.from_dict({**rows, **(columns or {})})
-    evaluate_into(folder, lambda prompts, given: completions, dataset, Settings(**settings), {})
+    evaluate_by(folder, lambda prompts, given: completions, dataset, Settings(**settings), {})
     return pd.read_parquet(folder / "completions.parquet")
 
 

@@ -19,12 +19,14 @@ from grpo_recipes import cli
 from grpo_recipes.evaluation.accuracy import MeasuredReward, strict_rewards
 from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.estimates import mean_share
-from grpo_recipes.evaluation.evaluate import evaluate_into, weights_fingerprint
+from grpo_recipes.evaluation.evaluate import evaluate_into
+from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.runs import lock
 from grpo_recipes.runs.files import RunError
 from grpo_recipes.runs.lock import LOCK
 from tests.support.errors import refused
+from tests.support.policies import FunctionPolicy, evaluate_by
 
 FILES = ("completions.parquet", "evaluation.json")
 TAKEN_OVER = "filelock/2\npid=17\nhost=other-host\nmode=lease\ntoken=x\nduration=60.0\n"
@@ -55,7 +57,7 @@ def never(prompts: list[str], settings: Settings) -> list[str]:
 
 def run(folder: Path, complete: Any = policy, described: Any = None, rows: Any = None, **settings: Any) -> dict:
     given = Settings(**{"batch_size": 4, **settings})
-    return evaluate_into(folder, complete, rows or dataset(), given, described or {"model": "m"})
+    return evaluate_by(folder, complete, rows or dataset(), given, described or {"model": "m"})
 
 
 def test_the_shares_equal_a_recount_of_the_completions(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_a_reward_gets_every_column_but_the_prompt(tmp_path: Path) -> None:
     rows = datasets.Dataset.from_dict({"prompt": ["1?", "2?"], "answer": ["1", "2"], "zone": ["a", "b"]})
     settings = Settings(samples=2, temperature=1.0, strict=None)
     reward = MeasuredReward("mine", score, None)
-    evaluate_into(tmp_path / "e", lambda prompts, settings: ["a", "b", "c", "d"], rows, settings, {}, [reward])
+    evaluate_by(tmp_path / "e", lambda prompts, settings: ["a", "b", "c", "d"], rows, settings, {}, [reward])
     columns = {"answer": ["1", "1", "2", "2"], "zone": ["a", "a", "b", "b"]}
     assert seen == [{"prompts": ["1?", "1?", "2?", "2?"], "completions": ["a", "b", "c", "d"], **columns}]
     names = pq.read_schema(tmp_path / "e" / "completions.parquet").names
@@ -115,7 +117,7 @@ def test_prompts_are_stored_in_their_own_letters_and_golds_are_read_with_their_m
     prompts = [[{"role": "user", "content": "Größe?"}]] * 4
     texts = ["<answer>1,5</answer>", "#### 1,5", "#### 1.500", "#### 1.500"]
     rows = datasets.Dataset.from_dict({"prompt": prompts, "answer": [1.5] * 3 + [1500.0]})
-    evaluate_into(tmp_path / "e", lambda prompts, settings: texts, rows, Settings(strict=strict), {})
+    evaluate_by(tmp_path / "e", lambda prompts, settings: texts, rows, Settings(strict=strict), {})
     table = pd.read_parquet(tmp_path / "e" / "completions.parquet")
     assert "Größe" in table["prompt"][0]
     assert table["strict"].tolist() == [True, False, False, False]
@@ -125,7 +127,7 @@ def test_prompts_are_stored_in_their_own_letters_and_golds_are_read_with_their_m
 def test_several_golds_and_numbers_are_stored_as_texts(tmp_path: Path) -> None:
     for name, golds, stored in (("a", [["18", None], ["x", "y"]], ["18", "x or y"]), ("b", [0, 5], ["0", "5"])):
         rows = datasets.Dataset.from_dict({"prompt": ["p", "q"], "answer": golds})
-        evaluate_into(tmp_path / name, lambda prompts, settings: ["", ""], rows, Settings(), {})
+        evaluate_by(tmp_path / name, lambda prompts, settings: ["", ""], rows, Settings(), {})
         assert pd.read_parquet(tmp_path / name / "completions.parquet")["gold"].tolist() == stored
 
 
@@ -230,7 +232,7 @@ def test_an_evaluation_whose_folder_was_taken_over_writes_nothing_more(tmp_path:
         return {}
 
     with refused(tmp_path / "f", "17"):
-        evaluate_into(tmp_path / "f", policy, dataset(), Settings(), {}, record=loses_last)
+        evaluate_into(tmp_path / "f", FunctionPolicy(policy, loses_last), dataset(), Settings(), {})
     assert not (tmp_path / "f" / "completions.parquet").exists()
 
 
@@ -329,7 +331,7 @@ def test_the_rows_are_known_by_the_columns_that_an_evaluation_reads(tmp_path: Pa
             (Settings(strict=choice), {"prompt", "answer", "choices"}),
         ]
     ):
-        found = evaluate_into(tmp_path / str(place), lambda prompts, settings: [""], rows, settings, {})
+        found = evaluate_by(tmp_path / str(place), lambda prompts, settings: [""], rows, settings, {})
         assert found["rows"].keys() == columns
 
 
@@ -366,13 +368,13 @@ def command(model: Path, folder: Path, *more: str) -> list[str]:
 
 def test_a_fingerprint_covers_the_content_of_the_weights(tiny_model: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(tiny_model, tmp_path / "copied")
-    before = weights_fingerprint(str(copied))
+    before = SavedModel(str(copied)).fingerprint()
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= set(before)
     (copied / "trainer_state.json").write_text("{}")  # other files of a run are no weights
     os.utime(copied / "model.safetensors", (0, 0))
-    assert weights_fingerprint(str(copied)) == before == weights_fingerprint(str(tiny_model))
+    assert SavedModel(str(copied)).fingerprint() == before == SavedModel(str(tiny_model)).fingerprint()
     flip_last_byte(copied / "model.safetensors")
-    assert weights_fingerprint(str(copied)) != before
+    assert SavedModel(str(copied)).fingerprint() != before
 
 
 def test_a_fingerprint_of_an_adapter_covers_its_base(tiny_model: Path, tmp_path: Path) -> None:
@@ -381,7 +383,7 @@ def test_a_fingerprint_of_an_adapter_covers_its_base(tiny_model: Path, tmp_path:
 
     def on(named: str | None) -> dict[str, Any]:
         (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": named}))
-        return weights_fingerprint(str(adapter))
+        return SavedModel(str(adapter)).fingerprint()
 
     before = on(str(base))
     (base / "model.safetensors").write_bytes(b"another model")
@@ -398,8 +400,8 @@ def test_a_fingerprint_of_a_hub_model_is_its_revision(tmp_path: Path, monkeypatc
     (cache / "snapshots" / commit / "config.json").write_text("{}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("grpo_recipes.data.hub.hub_answers", lambda: False)
-    assert weights_fingerprint("org/name") == {"commit": commit}
-    assert weights_fingerprint("org/other") == {}
+    assert SavedModel("org/name").fingerprint() == {"commit": commit}
+    assert SavedModel("org/other").fingerprint() == {}
 
 
 def test_the_result_of_a_model_that_changed_on_disk_is_not_reused(
@@ -453,12 +455,12 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path, capsys:
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == result
     assert result["warnings"] == []
-    evaluate_into(tmp_path / "sampled", always, dataset(), Settings(temperature=1.0, samples=2), {})
+    evaluate_by(tmp_path / "sampled", always, dataset(), Settings(temperature=1.0, samples=2), {})
     sampled = compare(tmp_path / "a", tmp_path / "sampled")
     assert sampled["strict"]["difference"]["value"] == pytest.approx(0.6)
     assert "temperature 0.0 and 1.0" in sampled["warnings"][0]
     for name, rows in (("fewer", dataset(4)), ("shuffled", dataset().select([1, 0, *range(2, 10)]))):
-        evaluate_into(tmp_path / name, policy, rows, Settings(), {})
+        evaluate_by(tmp_path / name, policy, rows, Settings(), {})
         with refused(tmp_path / name):
             compare(tmp_path / "a", tmp_path / name)
 

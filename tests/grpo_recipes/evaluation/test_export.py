@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from grpo_recipes import cli
-from grpo_recipes.evaluation.engines import load_engine, load_tokenizer
+from grpo_recipes.evaluation.engines import load_engine
 from grpo_recipes.evaluation.export import _serving_config, export, serving_commands
+from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
 from tests.support import tiny
 from tests.support.errors import refused
@@ -50,6 +51,12 @@ def adapter(run: Path) -> Path:
     return folder
 
 
+def evaluated(source: Path) -> list[str]:
+    """Return the greedy completions of an evaluation."""
+    model = SavedModel(str(source))
+    return load_engine(model, model.padding_tokenizer())(PROMPTS, Settings(max_new_tokens=16, strict=None))
+
+
 def greedy(folder: Path) -> list[str]:
     """Return the greedy completions that transformers generates from the folder's own files, without any setting."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
@@ -64,7 +71,7 @@ def greedy(folder: Path) -> list[str]:
 @pytest.mark.parametrize("kind", ["adapter", pytest.param("run", marks=pytest.mark.slow)])
 def test_the_folder_gives_the_greedy_tokens_of_the_run(kind: str, tmp_path: Path, request: Any) -> None:
     source = request.getfixturevalue(kind)
-    expected = load_engine(str(source), load_tokenizer(str(source)))(PROMPTS, Settings(max_new_tokens=16, strict=None))
+    expected = evaluated(source)
     assert len(set(map(len, expected))) > 1, "some end at an end token"
     export(source, tmp_path / "out")
     assert greedy(tmp_path / "out") == expected
@@ -180,9 +187,7 @@ def test_a_checkpoint_is_exported_with_the_sampling_of_its_run(kind: str, tmp_pa
     (checkpoint.parent / "run.json").write_text(json.dumps(record))
     export(checkpoint, tmp_path / "out")
     assert GenerationConfig.from_pretrained(tmp_path / "out").temperature == 0.7
-    assert greedy(tmp_path / "out") == load_engine(str(source), load_tokenizer(str(source)))(
-        PROMPTS, Settings(max_new_tokens=16, strict=None)
-    )
+    assert greedy(tmp_path / "out") == evaluated(source)
     assert not (tmp_path / "out" / "optimizer.pt").exists()
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_recipes.checks import packages
 from grpo_recipes.evaluation import merge
+from grpo_recipes.evaluation.saved_model import SavedModel
 from tests.support import tiny
 from tests.support.errors import refused
 from tests.support.quantized import needs_bitsandbytes, save_run, trained_policy
@@ -186,6 +187,6 @@ def test_the_base_is_loaded_at_the_revision_of_the_training_and_runs_no_code(
     for trained, loaded in (("abc", "abc"), (None, "main")):
         (run / "adapter_config.json").write_text(json.dumps({**config, "revision": trained}))
         with refused(run, policy, "no such model", "`base_model_name_or_path`"):
-            merge.merged_adapter(run)
+            merge.merged_adapter(SavedModel(str(run)))
         base = {"name": str(policy), "revision": loaded, "dtype": "auto"}
         assert given == {**base, "quantization_config": None, "trust_remote_code": False}

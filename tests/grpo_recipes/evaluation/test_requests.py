@@ -15,7 +15,9 @@ import pytest
 
 from grpo_recipes import cli
 from grpo_recipes.data.load import load
-from grpo_recipes.evaluation.evaluate import Request, evaluate_model, held_out_spec, weights_fingerprint
+from grpo_recipes.evaluation.evaluate import Request, evaluate_model
+from grpo_recipes.evaluation.problems import held_out_spec
+from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM
 from grpo_recipes.recipe.specs import DatasetSpec
@@ -57,7 +59,7 @@ def test_options_of_vllm_need_vllm() -> None:
 
 
 def spec(trained: dict[str, Any], **options: Any) -> dict[str, Any]:
-    found = held_out_spec(trained, Request(model="m", **options)).as_dict()
+    found = held_out_spec(trained, **options).as_dict()
     return {key: found[key] for key in ("name", "path", "split", "eval_share", "system_prompt") if key in found}
 
 
@@ -113,7 +115,7 @@ def test_rows_of_the_training_are_not_evaluated_unasked(tmp_path: Path) -> None:
 )
 def test_another_path_keeps_the_keys_that_describe_such_a_file(path: str, kept: set[str]) -> None:
     notation = {"delimiter": ";", "encoding": "cp1252", "decimal": "comma"}
-    found = held_out_spec({"name": "gsm8k", "path": "a.csv", **notation}, Request(model="m", path=path))
+    found = held_out_spec({"name": "gsm8k", "path": "a.csv", **notation}, path=path)
     assert {key for key in notation if getattr(found, key) is not None} == kept
 
 
@@ -198,7 +200,7 @@ def test_what_identifies_an_evaluation_is_recorded(evaluated: Callable, run_fold
     assert (found["model"], found["engine"], found["problems"]) == (str(run_folder), "transformers", 2)
     assert found["dataset"].items() >= {"name": "arithmetic", "split": "test"}.items()
     assert found["paid_by"] == [{"name": "gsm8k_correctness"}]
-    assert found["weights"] == weights_fingerprint(str(run_folder))
+    assert found["weights"] == SavedModel(str(run_folder)).fingerprint()
     assert found["made_with"]["dtype"] == "float32"
     assert "chat_template" not in found
     template, recipe = tmp_path / "t" / "chat_template.jinja", tmp_path / "r.yaml"

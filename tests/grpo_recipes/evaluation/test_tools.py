@@ -15,8 +15,9 @@ from datasets import Dataset
 
 from grpo_recipes import GRPOTrainer, cli
 from grpo_recipes.evaluation.engines import Transformers
+from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.evaluation.tools import Rollouts, Turns, tools_of
+from grpo_recipes.evaluation.tools import ToolPolicy, TurnFormat, tools_of
 from grpo_recipes.tools.run import ENOUGH_CALLS, ENOUGH_MISTAKES
 from tests.support.errors import refused
 from tests.support.tool_rollouts import (
@@ -164,11 +165,13 @@ def calling_policy(tokenizer: Any) -> Any:
     return policy
 
 
-def rollouts_of(engine: Any, **recipe: Any) -> Rollouts:
-    """Return the completions of an engine with the tools of a recipe."""
+def tool_policy_of(engine: Any, **recipe: Any) -> ToolPolicy:
+    """Return the policy of an engine with the tools of a recipe."""
     tools = tools_of({"max_tool_calling_iterations": 2, **recipe}, is_trusted=True)
     assert tools is not None
-    return Rollouts(tools, lambda: Turns(tools, "m", tool_tokenizer()), lambda: engine)
+    found = ToolPolicy(model=SavedModel("m"), dataset=Dataset.from_list([]), tools=tools)
+    found.engine, found.tokenizer = engine, tool_tokenizer()
+    return found
 
 
 def cases(count: int, **columns: Any) -> list[dict[str, Any]]:
@@ -203,19 +206,19 @@ def test_greedy_turns_are_those_of_training(tmp_path: Path) -> None:
     trainer._tool_call_loop = lambda *given: batches.append(loop(*given)) or batches[-1]
     trainer.train()
     tools = [f"{SUPPORT}.{tool.__name__}" for tool in TOOLS]
-    rollouts = rollouts_of(Transformers(policy, tokenizer), tools=tools, max_tool_calling_iterations=iterations)
-    found = rollouts.play(rows, Settings(strict=None, max_new_tokens=300))
+    tested = tool_policy_of(Transformers(policy, tokenizer), tools=tools, max_tool_calling_iterations=iterations)
+    found = tested.complete(rows, Settings(strict=None, max_new_tokens=300))
     (values,) = batches
-    assert {len(row.turns) for row in found.rows} >= {0, 1, iterations}
-    assert [row.completion for row in found.rows] == list(values[2])[::2]
-    assert [row.mask for row in found.rows] == list(values[0])[::2]
-    assert found.completions == list(values[1])[::2]
+    assert {len(row.turns) for row in found.dialogs} >= {0, 1, iterations}
+    assert [row.completion for row in found.dialogs] == list(values[2])[::2]
+    assert [row.mask for row in found.dialogs] == list(values[0])[::2]
+    assert found.given == list(values[1])[::2]
 
 
 def test_later_turns_have_the_room_that_is_left_and_random_numbers_of_their_own() -> None:
     def played(positions: float) -> Scripted:
         engine = Scripted(f"{ADD}{END}", positions)
-        rollouts_of(engine, tools=[f"{SUPPORT}.add"]).play(cases(4), Settings(max_new_tokens=400, seed=3))
+        tool_policy_of(engine, tools=[f"{SUPPORT}.add"]).complete(cases(4), Settings(max_new_tokens=400, seed=3))
         return engine
 
     engine = played(float("inf"))
@@ -275,7 +278,7 @@ def test_the_text_of_a_reset_follows_the_last_message() -> None:
     for observation, content in ((None, "case 1"), ("", "case 1"), (" and more", "case 1 and more")):
         for factory in (f"{HERE}.Echo", {"e": f"{HERE}.Echo"}):
             rows = [{"prompt": begun, "environment": "e", "level": 3, "observation": observation}]
-            played = rollouts_of(Scripted(END), environment_factory=factory).play(rows, Settings(strict=None))
+            played = tool_policy_of(Scripted(END), environment_factory=factory).complete(rows, Settings(strict=None))
             assert played.prompts == [[begun[0], {"role": "user", "content": content}]]
             (environment,) = played.environments
             routed = isinstance(factory, dict)
@@ -285,14 +288,14 @@ def test_the_text_of_a_reset_follows_the_last_message() -> None:
 def test_an_environment_with_an_abandoned_call_is_not_used_again() -> None:
     limits = {"seconds": 0.1}
     engine = Scripted(f"{call('count', times=6)}{END}")
-    rollouts = rollouts_of(engine, environment_factory=f"{HERE}.Counter", tool_limits=limits)
-    first, second = [rollouts.play(cases(3), Settings(strict=None)).environments for _ in range(2)]
+    tested = tool_policy_of(engine, environment_factory=f"{HERE}.Counter", tool_limits=limits)
+    first, second = [tested.complete(cases(3), Settings(strict=None)).environments for _ in range(2)]
     assert [one in first for one in second] == [True, False, False], "only the call of row 1 was not made"
 
 
 def test_the_reward_of_an_environment_is_one_for_its_class_and_may_be_awaited() -> None:
     factory = {"a": f"{HERE}.Paying", "b": f"{HERE}.Paying"}
-    (reward,) = rollouts_of(None, environment_factory=factory).rewards()
+    (reward,) = tool_policy_of(None, environment_factory=factory).rewards()
     assert (reward.name, reward.passing) == ("Paying", None)
     assert reward.spec == {"name": f"{HERE}.Paying", "alias": "Paying"}
     assert reward.scores(["p", "q"], ["a", "b"], {"environments": [Paying(), Counter()]}) == [0.5, None]
@@ -314,16 +317,16 @@ def test_a_tool_that_fails_too_often_stops_the_evaluation_and_mistakes_of_the_po
 ) -> None:
     rows = cases(1) * ENOUGH_CALLS
     with refused("`tools`", "100.0%", ENOUGH_CALLS, "`broken`"):
-        rollouts_of(Scripted(f"{BROKEN}{END}"), tools=[f"{SUPPORT}.broken"]).play(rows, Settings(strict=None))
-    rollouts_of(Scripted(f"{MALFORMED}{UNFIT}{END}"), tools=[f"{SUPPORT}.add"]).play(
+        tool_policy_of(Scripted(f"{BROKEN}{END}"), tools=[f"{SUPPORT}.broken"]).complete(rows, Settings(strict=None))
+    tool_policy_of(Scripted(f"{MALFORMED}{UNFIT}{END}"), tools=[f"{SUPPORT}.add"]).complete(
         cases(1) * ENOUGH_MISTAKES, Settings(strict=None)
     )
     assert "`add`" in caplog.text
 
 
 def test_a_result_does_not_end_its_message() -> None:
-    rollouts = rollouts_of(Scripted(f"{call('quote')}{END}"), tools=[f"{HERE}.quote"])
-    (row,) = rollouts.play(cases(1), Settings(strict=None)).rows
+    tested = tool_policy_of(Scripted(f"{call('quote')}{END}"), tools=[f"{HERE}.quote"])
+    (row,) = tested.complete(cases(1), Settings(strict=None)).dialogs
     assert row.messages[1]["content"] == "< |im_end|>"
 
 
@@ -338,9 +341,9 @@ def test_a_call_that_no_file_can_hold_is_stored(evaluated: Any, tmp_path: Path) 
 
 def test_a_reset_that_fails_or_returns_no_text_is_named() -> None:
     for observation, figure in (("fail", "KeyError"), ("7", "int")):
-        rollouts = rollouts_of(Scripted(END), environment_factory=f"{HERE}.Echo")
+        tested = tool_policy_of(Scripted(END), environment_factory=f"{HERE}.Echo")
         with refused("`environment_factory`: `reset` of Echo", figure):
-            rollouts.play(cases(1, observation=observation), Settings(strict=None))
+            tested.complete(cases(1, observation=observation), Settings(strict=None))
 
 
 def test_the_tools_of_a_run_are_not_imported(tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
@@ -390,12 +393,12 @@ def test_a_template_without_tools_is_refused_before_the_model_loads(
 
 def test_the_text_between_two_turns_is_what_the_template_writes_there() -> None:
     tokenizer = tool_tokenizer()
-    turns = Turns(rollouts_of(None, tools=[f"{SUPPORT}.add"]).tools, "m", tokenizer)
+    form = TurnFormat(tool_policy_of(None, tools=[f"{SUPPORT}.add"]).tools, "m", tokenizer)
     results = [{"role": "tool", "name": "add", "content": content} for content in ("3", "4")]
     asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [
         {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}]  # fmt: skip
     whole = tokenizer.apply_chat_template([*asked, *results], tokenize=False, add_generation_prompt=True)
-    between = tokenizer.decode(turns.render(results))
+    between = tokenizer.decode(form.render(results))
     assert whole.endswith(f"</tool_call>{END}{between}")
     assert between.startswith("\n")
 

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from grpo_recipes.evaluation import comparison, evaluate, vllm_engine
+from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.evaluation.vllm_engine import VLLM, made_with, needs_merging
+from grpo_recipes.evaluation.vllm_engine import VLLM
 from tests.support import tiny
 from tests.support.errors import refused
 from tests.support.quantized import needs_bitsandbytes
@@ -42,7 +43,15 @@ FIXED = {"dtype": "float32", "generation_config": "vllm", "trust_remote_code": F
 
 
 def load_vllm(name: str, options: VLLM) -> Any:
-    return vllm_engine.load_vllm(name, options, tiny.byte_tokenizer())
+    return vllm_engine.load_vllm(SavedModel(name), options, tiny.byte_tokenizer())
+
+
+def made_with(name: str, options: VLLM) -> dict[str, Any]:
+    return vllm_engine.made_with(SavedModel(name), options)
+
+
+def needs_merging(name: Path) -> str | None:
+    return vllm_engine.needs_merging(SavedModel(str(name)))
 
 
 class StubLLM:
@@ -165,10 +174,10 @@ def test_what_vllm_applies_or_only_training_reads_needs_no_merging(tmp_path: Pat
     named = {"base_model_name_or_path": "owner/base", "revision": "v2", "task_type": "CAUSAL_LM"}
     config = LoraConfig(**served, **named, inference_mode=True, target_modules=["q_proj", "v_proj"])
     config.save_pretrained(tmp_path)
-    assert needs_merging(str(tmp_path)) is None
+    assert needs_merging(tmp_path) is None
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**written, "rank_pattern": None, "bias": None}))
-    assert needs_merging(str(tmp_path)) is None, "what is off needs nothing"
+    assert needs_merging(tmp_path) is None, "what is off needs nothing"
 
 
 LINEAR: dict[str, Any] = {"target_modules": "all-linear"}
@@ -187,7 +196,7 @@ MERGED = {
 @pytest.mark.parametrize("feature", MERGED)
 def test_an_adapter_feature_that_vllm_ignores_makes_it_merge(feature: str, tmp_path: Path) -> None:
     MERGED[feature].save_pretrained(tmp_path)
-    assert feature in str(needs_merging(str(tmp_path)))
+    assert feature in str(needs_merging(tmp_path))
     assert made_with(str(tmp_path), VLLM())["adapter"] == "merged"
 
 
@@ -195,7 +204,7 @@ def test_an_adapter_feature_that_vllm_ignores_makes_it_merge(feature: str, tmp_p
 def test_an_adapter_on_a_quantized_base_needs_merging(tmp_path: Path) -> None:
     LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps({"recipe": {"load_in_8bit": True}}))
-    assert needs_merging(str(tmp_path)) is not None
+    assert needs_merging(tmp_path) is not None
 
 
 def test_a_model_that_vllm_can_not_load_is_named(
@@ -231,7 +240,7 @@ def test_an_empty_address_is_one_of_a_server() -> None:
 
 
 def test_the_record_names_version_and_dtype(policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_engine, "versions", lambda: {"torch": "2", "vllm": "0.30.0"})
+    monkeypatch.setattr(vllm_engine.record, "versions", lambda: {"torch": "2", "vllm": "0.30.0"})
     assert made_with(str(policy), VLLM()) == {"version": "0.30.0", "dtype": "float32"}
     assert made_with(str(tmp_path), VLLM())["dtype"] == "float32", "no file names a dtype"
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from grpo_recipes import GRPOTrainer
-from grpo_recipes.evaluation.engines import load_model
+from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.generation.models import nonfinite_weights
 from grpo_recipes.process.faults import NotFinite
 from grpo_recipes.training.finite import FiniteSteps
@@ -87,7 +87,7 @@ def test_a_policy_that_is_not_finite_is_neither_trained_nor_evaluated(tmp_path: 
         run.train()
     run.save_model(str(tmp_path / "spoilt"))
     with refused("spoilt", "1 of its weights", DOWN):
-        load_model(str(tmp_path / "spoilt"))
+        SavedModel(str(tmp_path / "spoilt")).load()
 
 
 def test_a_reward_too_large_for_advantages_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from grpo_recipes.data.prompts import rendered
 from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.generation.agreement import differences, disagreement
-from grpo_recipes.generation.groups import Turn, decoding
+from grpo_recipes.generation.groups import STOCK_LOOP, Turn, decoding
 from grpo_recipes.generation.models import base_model, computes_in_float32, unfit
 from grpo_recipes.generation.sampling_settings import PublishedSettings
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
+from grpo_recipes.generation.verified import FastWay
 from grpo_rewards.attention import without_cudnn_attention
 from grpo_rewards.errors import UserError
 
@@ -86,10 +88,10 @@ class Transformers(Engine):
     """
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
-        self.model, self.tokenizer, self.is_checked = model, tokenizer, False
+        self.model, self.tokenizer = model, tokenizer
         self.published = PublishedSettings(logger.warning)
-        self.stock_because = ""
-        """Reason why transformers' own loop generates, or an empty text."""
+        self.groups = FastWay(logger.warning, STOCK_LOOP)
+        """Group decoding."""
         # Some architectures have no such limit, as Bloom.
         self.positions = getattr(model.config, "max_position_embeddings", None) or float("inf")
 
@@ -114,8 +116,8 @@ class Transformers(Engine):
         """Return a completion of each prompt, in order, by transformers' `generate` in padded batches."""
         was_training = self.model.training
         self.model.eval()
-        if not self.stock_because and (reason := unfit(self.model)):
-            self._use_stock_loop(reason)
+        if not self.groups.doubt and (reason := unfit(self.model)):
+            self.groups.record(reason)
         completions: list[Ids] = []
         ends = set(end_tokens(self.model.generation_config, self.tokenizer))
         stop = StopStrings(settings.stop, self.tokenizer) if settings.stop else None
@@ -123,21 +125,18 @@ class Transformers(Engine):
             with seeded(self.model, settings.seed):
                 for start in range(0, len(prompts), settings.batch_size):
                     batch = prompts[start : start + settings.batch_size]
-                    tokens, mismatch = self._complete(batch, settings, stop)
-                    if mismatch:
-                        self._use_stock_loop(mismatch)
-                        tokens, _ = self._complete(batch, settings, stop)
+                    tokens = self._complete(batch, settings, stop)
                     completions += [_without_padding(completion, ends) for completion in tokens]
         finally:
             self.model.train(was_training)
         return completions
 
-    def _complete(self, prompts: list[Ids], settings: Settings, stop: StopStrings | None) -> tuple[list[Ids], str]:
-        """Return the padded tokens of each completion, and why they are not the model's, or an empty text."""
+    def _complete(self, prompts: list[Ids], settings: Settings, stop: StopStrings | None) -> list[Ids]:
+        """Return the padded tokens of each completion."""
         inputs = _padded(prompts, self.tokenizer.pad_token_id, self.model.device)
         turn = None
-        if not self.stock_because:
-            record_every = 0 if self.is_checked else max(1, len(prompts) // CHECKED)
+        if not self.groups.doubt:
+            record_every = 0 if self.groups.is_verified else max(1, len(prompts) // CHECKED)
             turn = Turn(record_every=record_every, temperature=settings.temperature or 1.0)
         ends = [] if stop is None else [Ends(stop)]
         options = generation_options(settings, self.model.generation_config, self.tokenizer)
@@ -148,28 +147,27 @@ class Transformers(Engine):
         for end in ends:
             completions = end.cut(completions)
         if turn is not None and turn.declined:
-            self._use_stock_loop(turn.declined)
-        return completions, self._mismatch(inputs, completions, turn)
+            self.groups.record(turn.declined)
+        elif turn is not None and turn.log_probs is not None:
+            doubt = self.groups.check(partial(self._difference, inputs, completions, turn, turn.log_probs))
+            if doubt:
+                return self._complete(prompts, settings, stop)
+        return completions
 
-    def _mismatch(self, inputs: Mapping[str, torch.Tensor], completions: list[Ids], turn: Turn | None) -> str:
-        """Return a sentence if the log-probabilities of the recorded rows differ from the model's, or an empty text."""
-        if turn is None or turn.declined or turn.log_probs is None:
-            return ""
+    def _difference(
+        self, inputs: Mapping[str, torch.Tensor], completions: list[Ids], turn: Turn, log_probs: torch.Tensor
+    ) -> str:
+        """Return how the log-probabilities of the recorded rows differ from the model's, or an empty text."""
         rows = turn.recorded_rows(len(completions))
         prompts = [inputs["input_ids"][row][inputs["attention_mask"][row].bool()].tolist() for row in rows]
         ends = set(end_tokens(self.model.generation_config, self.tokenizer))
         made = [_without_padding(completions[row], ends) for row in rows]
         with without_cudnn_attention():
-            gaps = differences(self.model, prompts, made, turn.log_probs, turn.temperature)
-        self.is_checked = True
+            gaps = differences(self.model, prompts, made, log_probs, turn.temperature)
         mean, largest = float(gaps.mean()), float(gaps.max())
         full_precision = computes_in_float32(self.model, self.model.device)
         reason = disagreement(mean, largest, is_float32=full_precision, where="the first batch")
         return reason and f"group decoding picks tokens under other log-probabilities than the model's ({reason})"
-
-    def _use_stock_loop(self, reason: str) -> None:
-        self.stock_because = reason
-        logger.warning("completions are generated by transformers' own loop: %s", reason)
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class ThinkFormat(BaseReward):
 def strict_rewards(specs: Sequence[Spec], tags: Tags, *, override_tags: bool = False) -> tuple[BaseReward, ...]:
     """Return the rewards that a strictly right completion must earn in full, sorted, each with standard pay.
 
-    These are the recipe's correctness and format rewards with a positive weight. A user's own rewards are left out,
+    These are the recipe's correctness and format rewards with a positive weight. A user's own rewards are skipped,
     because they may need other columns. TRL's correctness rewards count as ours with `extract: auto`. The default
     correctness reward is added if the recipe has none.
 

@@ -1,6 +1,6 @@
-"""Engine of an evaluation that runs in transformers.
+"""Engines of an evaluation: what every engine does, and the engine that runs in transformers.
 
-vLLM is in `vllm_engine.py`. It uses the tokenizer, prompts and options defined here.
+The engines that run in vLLM are in `vllm_engine.py`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,11 @@ class Transformers(Engine):
 
     def _complete(self, prompts: list[Ids], settings: Settings, stop: StopStrings | None) -> list[Ids]:
         """Return the padded tokens of each completion."""
-        inputs = _padded(prompts, self.tokenizer.pad_token_id, self.model.device)
+        width, pad, device = max(map(len, prompts)), self.tokenizer.pad_token_id, self.model.device
+        # Padded on the left.
+        ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+        inputs = {"input_ids": ids, "attention_mask": mask}
         turn = None
         if not self.groups.doubt:
             record_every = 0 if self.groups.is_verified else max(1, len(prompts) // CHECKED)
@@ -143,7 +147,7 @@ class Transformers(Engine):
         published = self.published.aside(self.model, GenerationConfig(**options))
         with published, decoding(base_model(self.model), turn, ends):
             tokens = self.model.generate(**inputs, **options)
-        completions = tokens[:, inputs["input_ids"].shape[1] :].tolist()
+        completions = tokens[:, width:].tolist()
         for end in ends:
             completions = end.cut(completions)
         if turn is not None and turn.declined:
@@ -207,14 +211,6 @@ def _without_padding(tokens: Ids, ends: set[int]) -> Ids:
         if token in ends:
             return tokens[: place + 1]
     return tokens
-
-
-def _padded(prompts: list[Ids], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return prompts as tensors (N, T), padded on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
 def token_ids(prompts: list[Any], tokenizer: Any, settings: Settings) -> list[Ids]:

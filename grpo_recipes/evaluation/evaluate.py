@@ -130,7 +130,7 @@ def evaluate_request(options: Request) -> dict[str, Any]:
 
     Raises:
         UserError: An option, the recipe, the dataset or a file of the model is wrong.
-        KeyboardInterrupt: Ctrl-C was pressed. The message says what is saved and how to continue.
+        KeyboardInterrupt: Ctrl-C was pressed. The message names what is saved and how to continue.
     """
     model = SavedModel.checked(options.model)
     vllm = options.engine()
@@ -176,7 +176,7 @@ def evaluate_request(options: Request) -> dict[str, Any]:
 
 
 def _described(policy: ModelPolicy, spec: DatasetSpec, rewards: Sequence[MeasuredReward]) -> dict[str, Any]:
-    """Return the facts that identify an evaluation besides its rows and its settings, for JSON."""
+    """Return the facts that identify an evaluation, except its rows and its settings, for JSON."""
     engine = "transformers" if policy.vllm is None else policy.vllm.name
     described: dict[str, Any] = {"model": policy.model.name, "dataset": spec.as_dict(), "engine": engine}
     if weights := policy.model.fingerprint():

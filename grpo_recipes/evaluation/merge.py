@@ -24,7 +24,7 @@ from grpo_rewards.files import UnreadableFile, give_default_mode, read_text
 PROBE_TOKENS = 64
 CARD = "README.md"
 LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
-"""Names of the files beside a model that are copied as they are."""
+"""Names of the files in a model's folder that are copied as they are."""
 
 # Largest change of a logit as a share of the largest logit. Rounding merged weights to 16 bits changes logits visibly,
 # a lost adapter changes them far more.

@@ -105,5 +105,5 @@ class ModelPolicy:
         return self.dataset[0]
 
     def rewards(self) -> list[MeasuredReward]:
-        """Return the rewards that the policy has beside those of the recipe."""
+        """Return the rewards that the policy adds to those of the recipe."""
         return []

@@ -77,7 +77,7 @@ class Scoring:
         decimal = accuracy.decimal(strict)
         judge = Judge(decimal=decimal)
         table["lenient"] = []
-        # The golds as the rows have them: a number has a point, whatever the mark of the text.
+        # The golds of the rows, and not their texts: a number has a decimal point, even if texts have a comma.
         written = columns.get(accuracy.gold_column(strict), table["gold"])
         for gold, answer, is_strict in zip(written, table["answer"], table["strict"], strict=True):
             verdict, _ = judge.best_verdict(read_golds(gold, decimal), answer)

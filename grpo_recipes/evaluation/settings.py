@@ -74,7 +74,7 @@ def training_sampling(recipe: Mapping[str, Any]) -> dict[str, float]:
         recipe: Keys of the recipe, or of the record of its run. TRL's defaults stand for missing keys.
 
     Raises:
-        UserError: A value is no number, or is out of range.
+        UserError: A value is not a number, or is out of range.
     """
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
     given = {**recipe, **generation_mapping(recipe.get("generation_kwargs"))}  # TRL lets the latter win

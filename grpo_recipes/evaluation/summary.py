@@ -241,7 +241,7 @@ def describe(summary: Mapping[str, Any]) -> list[Part]:
 
 
 def _tool_table(tools: Mapping[str, Any]) -> list[Part]:
-    """Return a table of the results of the completions that called a tool, beside those that called none."""
+    """Return a table of the results of the completions that called a tool, next to those that called none."""
     called, ways = Estimate.from_dict(tools["called"]), ("with_call", "without_call")
     cells: dict[str, dict[str, object]] = {}
     for way in ways:

@@ -182,7 +182,11 @@ class ToolPolicy(ModelPolicy):
         )
         play(dialogs)
         loop.drop_abandoned(self._pool, environments, dialogs)
-        self._check_failures(dialogs)
+        self._failures.add([last_calls(dialogs)])
+        for sentence in self._failures.without_success():
+            logger.warning(sentence)
+        if reason := self._failures.reason_to_stop():
+            raise UserError(f"`{TOOLS}`", reason, "the same command continues afterwards")
         return _completions(prompts, dialogs, environments)
 
     def environments(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
@@ -259,13 +263,6 @@ class ToolPolicy(ModelPolicy):
             left = settings.max_new_tokens - len(row.completion)
             room.append(int(min(left, self.engine.positions - len(prompt))))
         return self.engine.generate(prompts, replace(settings, seed=seed), room), None
-
-    def _check_failures(self, rows: Sequence[Row]) -> None:
-        self._failures.add([last_calls(rows)])
-        for sentence in self._failures.without_success():
-            logger.warning(sentence)
-        if reason := self._failures.reason_to_stop():
-            raise UserError(f"`{TOOLS}`", reason, "the same command continues afterwards")
 
 
 def _completions(prompts: Sequence[Any], dialogs: Sequence[Row], environments: Sequence[Any]) -> Completions:

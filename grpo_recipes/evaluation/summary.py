@@ -240,16 +240,20 @@ def describe(summary: Mapping[str, Any]) -> list[Part]:
     return parts
 
 
+def _by_name(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the accuracy and the measures of each reward in some results, under the names that a table shows."""
+    found = {name: results[name] for name in ("strict", "lenient") if name in results}
+    for name, entry in results.get("rewards", {}).items():
+        found |= {f"{name}, {measure}": value for measure, value in entry.items()}
+    return found
+
+
 def _tool_table(tools: Mapping[str, Any]) -> list[Part]:
     """Return a table of the results of the completions that called a tool, next to those that called none."""
     called, ways = Estimate.from_dict(tools["called"]), ("with_call", "without_call")
     cells: dict[str, dict[str, object]] = {}
     for way in ways:
-        entry = tools.get(way, {})
-        measured = {verdict: entry[verdict] for verdict in ("strict", "lenient") if verdict in entry}
-        for name, values in entry.get("rewards", {}).items():
-            measured |= {f"{name}, {measure}": value for measure, value in values.items()}
-        for name, value in measured.items():
+        for name, value in _by_name(tools.get(way, {})).items():
             cells.setdefault(name, {})[way] = Estimate.from_dict(value)
     rows = [(name, *(found.get(way, "") for way in ways)) for name, found in cells.items()]
     head = f"  {called} of the completions call a tool, {tools['calls']:.2f} calls per completion"
@@ -271,11 +275,8 @@ def _reward_table(rewards: Mapping[str, Any]) -> Table:
 
 def describe_comparison(result: Mapping[str, Any]) -> list[Part]:
     """Return two evaluations side by side for the terminal, with paired differences and their p-values."""
-    compared = {name: result[name] for name in ("strict", "lenient") if name in result}
-    for name, entry in result.get("rewards", {}).items():
-        compared |= {f"{name}, {measure}": values for measure, values in entry.items()}
     rows: list[tuple[object, ...]] = []
-    for name, values in compared.items():
+    for name, values in _by_name(result).items():
         first, second, difference = (Estimate.from_dict(values[key]) for key in ("first", "second", "difference"))
         p = values["difference"].get("p")
         shown_p = "" if p is None else p_text(p, digits=2)

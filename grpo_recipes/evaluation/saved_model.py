@@ -200,11 +200,10 @@ class SavedModel:
         Raises:
             UserError: The model can't be loaded, or its weights are incomplete or not finite.
         """
-        loader, quantization = AutoModelForCausalLM, {}
-        if self.is_adapter:
-            loader, quantization = AutoPeftModelForCausalLM, {"quantization_config": self.quantization}
+        loader: Any = AutoPeftModelForCausalLM if self.is_adapter else AutoModelForCausalLM
+        options = {"quantization_config": self.quantization} if self.is_adapter else {}
         fix = "name a model that can"
-        model = _loaded(loader, self.name, self.name, "the model", fix, use_safetensors=True, **quantization)
+        model = _loaded(loader, self.name, self.name, "the model", fix, use_safetensors=True, **options)
         if self.is_adapter:
             keep_4bit_layout(model)
         if clause := describe_nonfinite(model):

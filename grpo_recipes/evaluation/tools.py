@@ -271,7 +271,7 @@ def _completions(prompts: Sequence[Any], dialogs: Sequence[Row], environments: S
     # No file can hold a lone surrogate.
     texts = [completion_text(messages).encode("utf-8", "backslashreplace").decode() for messages in given]
     conversations = [[*prompt, *messages] for prompt, messages in zip(prompts, given, strict=True)]
-    columns = {
+    columns: dict[str, list[Any]] = {
         "calls": [sum(len(turn) for turn in row.turns) for row in dialogs],
         "transcript": [json.dumps(turns, ensure_ascii=False) for turns in storable(conversations)],
     }

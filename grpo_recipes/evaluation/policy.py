@@ -1,4 +1,4 @@
-"""What is evaluated: a policy, from the rows of a dataset to their completions."""
+"""Policies of an evaluation: objects that complete the rows of a dataset, with tools or without."""
 
 from __future__ import annotations
 

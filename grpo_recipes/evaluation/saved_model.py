@@ -1,4 +1,4 @@
-"""The model to evaluate: its files are checked once, and everything else about it is asked here."""
+"""Saved models and adapters: their files are checked once, and later steps get the checked model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: what identifies it, its finished batches, and its result.
+"""Folder of an evaluation: its identity, its finished batches, and its result.
 
 `completions.parquet` holds the completions and `evaluation.json` the result. Until the evaluation is finished,
 `request.json` identifies it and `parts/` holds the finished batches, so that an interrupted evaluation can continue.
@@ -41,7 +41,7 @@ class EvaluationFolder:
 
     Args:
         folder: Path of the folder, which may not exist.
-        identity: What identifies the evaluation, from `identity_of`.
+        identity: Facts that identify the evaluation, from `identity_of`.
 
     Raises:
         RunError: A link leads out of the folder.

@@ -53,7 +53,7 @@ def write_rows(path: Path, rows: int) -> None:
 def write_model(folder: Path) -> None:
     """Save the quickstart's policy, because a recipe names a model: configuration, tokenizer and weights."""
     from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations
-    from grpo_recipes.recipe.specs import DatasetSpec
+    from grpo_recipes.recipe.dataset import DatasetSpec
 
     settings = WarmStart(demonstrations=500)
     tokenizer = build_tokenizer(demonstrations(settings, DatasetSpec("arithmetic")), settings.vocab_size)

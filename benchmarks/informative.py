@@ -38,8 +38,8 @@ import pandas as pd
 from transformers import set_seed
 
 from grpo_recipes import cli, quickstart
-from grpo_recipes.data.prompts import SYSTEM_PROMPTS
 from grpo_recipes.evaluation.estimates import mean_value
+from grpo_recipes.recipe.dataset import SYSTEM_PROMPTS
 from grpo_recipes.runs.files import write_atomically
 from grpo_rewards.terminal import say
 

@@ -196,7 +196,7 @@ def policy_weights(folder: Path | None) -> list[Tensor]:
     with tempfile.TemporaryDirectory() as made:
         if folder is None:
             from grpo_recipes.quickstart import WarmStart, warm_start
-            from grpo_recipes.recipe.specs import DatasetSpec
+            from grpo_recipes.recipe.dataset import DatasetSpec
 
             folder = Path(made)
             warm_start(WarmStart(), DatasetSpec("arithmetic", prompt_style="think"), folder)

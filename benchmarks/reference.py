@@ -86,7 +86,7 @@ def measure(settings: dict[str, Any], hidden: int, layers: int) -> dict[str, flo
 
     from grpo_recipes import GRPOTrainer
     from grpo_recipes.quickstart import WarmStart, build_tokenizer, demonstrations
-    from grpo_recipes.recipe.specs import DatasetSpec
+    from grpo_recipes.recipe.dataset import DatasetSpec
 
     settings = dict(settings)
     trainer_class = TRLGRPOTrainer if settings.pop("trl", False) else GRPOTrainer

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from trl import GRPOConfig, ModelConfig
 
+from grpo_recipes.recipe.dataset import PassRateSpec, SourceSpec
 from grpo_recipes.recipe.recipe import OUR_KEYS, Recipe
-from grpo_recipes.recipe.specs import PassRateSpec, SourceSpec, Spec, hints, spec_of
+from grpo_recipes.recipe.specs import Spec, hints, spec_of
 from grpo_recipes.recipe.trl_keys import DEFAULTS, TRL_KEYS, Key
 from grpo_rewards.terminal import say
 

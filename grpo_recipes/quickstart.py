@@ -37,8 +37,8 @@ from grpo_recipes.data.presets import arithmetic_problems, final_answer
 from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.summary import describe_comparison
 from grpo_recipes.process.messages import fewer_library_messages
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import Recipe, parse_recipe, shipped
-from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.files import AFTER, BEFORE, EVALUATIONS, write_atomically
 from grpo_rewards.files import give_default_mode
 from grpo_rewards.terminal import lasting_output, say, show

@@ -45,9 +45,9 @@ from grpo_recipes.checks.precision import Precision
 from grpo_recipes.checks.rewards import checked_reward, describe_rewards, prefilled_notes
 from grpo_recipes.checks.tokenizer import ChatTemplate, check_chat_template, load_tokenizer
 from grpo_recipes.checks.tools import check_template
-from grpo_recipes.data import prompts
+from grpo_recipes.data import rendering
 from grpo_recipes.data.hub import hub_commit
-from grpo_recipes.data.prompts import PromptTools
+from grpo_recipes.data.rendering import PromptTools
 from grpo_recipes.generation.stop_strings import StopStrings
 from grpo_recipes.plan.memory import check_adapter
 from grpo_recipes.process import faults
@@ -283,7 +283,7 @@ def build_inputs(recipe: Recipe, machine: Machine) -> tuple[Checked, PreTrainedT
             limit = recipe.config.max_completion_length
             rollout = RecordedRollout(checked.train_dataset, tokenizer, recipe.offline, limit)
         template_kwargs = recipe.config.chat_template_kwargs or {}
-        prompt = prompts.first_prompt(checked.train_dataset, tokenizer, template_kwargs, tools)
+        prompt = rendering.first_prompt(checked.train_dataset, tokenizer, template_kwargs, tools)
     return replace(checked, prompt_notes=prefilled_notes(checked.rewards, prompt)), tokenizer, rollout
 
 
@@ -356,13 +356,13 @@ def limit_prompts(
     """Apply `dataset.max_prompt_tokens`, print how many prompts are affected, and check that enough are left."""
     spec, given, eval_dataset = recipe.dataset, checked.train_dataset, checked.eval_dataset
     template_kwargs = recipe.config.chat_template_kwargs
-    train_dataset, affected = prompts.limit_prompts(given, spec, tokenizer, template_kwargs, tools)
+    train_dataset, affected = rendering.limit_prompts(given, spec, tokenizer, template_kwargs, tools)
     if affected:
         done = "dropped" if spec.overlong_prompts == "drop" else "cut from the left"
         _say(f"{affected} of {len(given)} prompts over {spec.max_prompt_tokens} tokens were {done}")
     checked.geometry.check_dataset(len(train_dataset))
     if eval_dataset is not None:
-        eval_dataset, _ = prompts.limit_prompts(eval_dataset, spec, tokenizer, template_kwargs, tools)
+        eval_dataset, _ = rendering.limit_prompts(eval_dataset, spec, tokenizer, template_kwargs, tools)
     return replace(checked, train_dataset=train_dataset, eval_dataset=eval_dataset)
 
 

@@ -53,7 +53,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, demonstrations
-    from grpo_recipes.recipe.specs import DatasetSpec
+    from grpo_recipes.recipe.dataset import DatasetSpec
 
     torch.manual_seed(0)
     settings = WarmStart(demonstrations=500)

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers.integrations import integration_utils as trackers
 from trl.import_utils import is_vllm_available
 
-from grpo_recipes.data.prompts import PromptTools, token_lengths
+from grpo_recipes.data.rendering import PromptTools, token_lengths
 from grpo_recipes.recipe.specs import not_a_choice
 from grpo_recipes.runs.weights import ADAPTER_CONFIG, adapter_config, adapter_kind
 from grpo_rewards.errors import UserError

@@ -15,15 +15,13 @@ from trl.trainer.utils import is_async_callable
 
 from grpo_recipes.data.places import NAMED_ROWS, Place, Places, RowName, by_table, listed_places, row_numbers
 from grpo_recipes.data.presets import is_missing
-from grpo_recipes.data.prompts import GOLDS, sample_of_rows
+from grpo_recipes.data.prompts import GOLDS, TRL_ARGUMENTS
+from grpo_recipes.data.tables import sample_of_rows
 from grpo_recipes.process.faults import FaultyRow, RewardFault
 from grpo_rewards.completions import completion_text, listed_scores
 from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.registry import BoundReward, BuiltReward, leaves
 from grpo_rewards.reward import BaseReward, TaggedReward
-
-# Arguments that TRL passes to every reward beside the dataset's columns (`GRPOTrainer._calculate_rewards`).
-TRL_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -47,7 +45,7 @@ class GoldCheck:
         rewards: Names of the correctness rewards.
         forms: Clause that describes a valid gold of the first of them, or "".
         missing: Number of golds that are empty cells, which `drop_missing` leaves out with their rows.
-        dataset_rows: Number of rows if only a random sample of them was checked (`prompts.sample_of_rows`), or None.
+        dataset_rows: Number of rows if only a random sample of them was checked (`tables.sample_of_rows`), or None.
     """
 
     count: int
@@ -266,7 +264,7 @@ def check_golds(rewards: Iterable[BuiltReward], dataset: Dataset, places: Places
 
     A reward returns None for a gold that it cannot score, whatever the completion. Each gold is therefore scored once
     with an empty completion, so that nothing is compared symbolically. Of a large dataset a sample is checked:
-    `prompts.sample_of_rows`.
+    `tables.sample_of_rows`.
 
     Raises:
         UserError: No gold can be scored.

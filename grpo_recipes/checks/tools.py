@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import get_json_schema
 from trl import chat_template_utils as trl_templates
 
-from grpo_recipes.data.prompts import ENVIRONMENT, PromptTools
+from grpo_recipes.data.rendering import ENVIRONMENT, PromptTools
 from grpo_recipes.recipe.recipe import Recipe
 from grpo_recipes.runs.weights import tokenizer_source
 from grpo_recipes.tools.transcript import alike

@@ -23,7 +23,8 @@ from grpo_recipes.data.places import numbered, selected
 from grpo_recipes.data.presets import DEFAULT_ARITHMETIC_SIZE, PRESETS, arithmetic_problems
 from grpo_recipes.data.prompts import Prompts, phrased
 from grpo_recipes.data.sources import Keys, Rows, file_rows, local_splits, mixed, read, rows_in_common, sliced, slices
-from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec, PassRateSpec, SourceSpec
+from grpo_recipes.recipe.dataset import DatasetSpec, PassRateSpec, SourceSpec
+from grpo_recipes.recipe.specs import OfflineSpec
 from grpo_recipes.runs.files import (
     BOOLEANS,
     NUMBER,

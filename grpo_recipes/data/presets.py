@@ -1,7 +1,7 @@
 """Presets: how rows of a known form are read, and the word problems of `arithmetic`, which need no network.
 
 `name: gsm8k` is short for the columns and the reader of its entry in `PRESETS`, and for a system prompt
-(`DatasetSpec.SYSTEM_PROMPTS`). A preset reads no file: sources, splits and templates do not depend on it.
+(`DatasetSpec.DEFAULT_SYSTEM_PROMPTS`). A preset reads no file: sources, splits and templates do not depend on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import Any
 
 from grpo_recipes.data.tables import is_image_part, listed, shown
-from grpo_recipes.recipe.specs import DatasetName, DatasetSpec
+from grpo_recipes.recipe.dataset import MADE_PROBLEMS, DatasetName, DatasetSpec
 from grpo_rewards.choices import Choices, read_choices, read_gold
 from grpo_rewards.errors import UserError
 from grpo_rewards.math.answers import extract_answer, number_text
@@ -306,7 +306,7 @@ PRESETS: Mapping[DatasetName, Preset] = {
     "classification": Preset({"text": ("text", "question"), "label": ("label", "answer")}, partial(_labelled, ())),
     "extraction": Preset({"text": ("text", "question"), "object": ("object", "answer")}, _extracted),
     "rlaif": Preset({"conversations": ("conversations",)}, _conversation),
-    **dict.fromkeys(("arithmetic", "products", "secret_number"), Preset(_WORKED, _worked)),
+    **dict.fromkeys(MADE_PROBLEMS, Preset(_WORKED, _worked)),
     "programs": Preset({"question": ("question",), "answer": ("solution",)}, _program, keeps=("solution",)),
 }
 

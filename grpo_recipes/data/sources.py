@@ -30,7 +30,8 @@ from grpo_recipes.data.text_files import (
     suffix_of,
     text_places,
 )
-from grpo_recipes.recipe.specs import RecipeError, SourceSpec
+from grpo_recipes.recipe.dataset import SourceSpec
+from grpo_recipes.recipe.specs import RecipeError
 from grpo_rewards.errors import UserError, one_line, shortened
 from grpo_rewards.files import expanded, relative_to
 

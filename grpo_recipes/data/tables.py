@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import xxhash
 from datasets.table import MemoryMappedTable
@@ -24,6 +25,9 @@ BATCH = 10_000
 
 COLUMNS = 2_000
 """Largest number of columns of a table. `datasets` joins tables in time that is quadratic in it."""
+
+SAMPLE = 20_000
+"""Number of rows above which golds and lengths are checked on a sample of this size."""
 
 SHOWN = 200
 """Largest number of characters that an error message shows of a row's value."""
@@ -86,6 +90,13 @@ def reason_of(error: BaseException) -> str:
 def listed(names: Iterable[str]) -> str:
     """Return names of columns for an error message, shortened to twice `SHOWN` characters."""
     return shortened(", ".join(names), 2 * SHOWN)
+
+
+def sample_of_rows(count: int) -> np.ndarray:
+    """Return the indices of the rows to check, ascending: all rows, or `SAMPLE` random rows, the same in every call."""
+    if count <= SAMPLE:
+        return np.arange(count)
+    return np.sort(np.random.default_rng(0).choice(count, SAMPLE, replace=False))
 
 
 # Tables on disk

@@ -30,7 +30,7 @@ from grpo_recipes.evaluation.settings import (
 from grpo_recipes.generation.groups import decoding
 from grpo_recipes.generation.models import base_model
 from grpo_recipes.generation.stop_strings import Ends, StopStrings
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.trl_keys import stop_strings
 from grpo_rewards.errors import UserError
 from grpo_rewards.terminal import say

@@ -22,9 +22,10 @@ import yaml
 from grpo_recipes.checks.checks import Machine, check, check_model_exists
 from grpo_recipes.data import presets
 from grpo_recipes.data.load import load_prompts
-from grpo_recipes.data.prompts import ENVIRONMENT, RESERVED, Prompts, sample_of_rows
+from grpo_recipes.data.prompts import RESERVED, Prompts
+from grpo_recipes.data.rendering import ENVIRONMENT
 from grpo_recipes.data.sources import Keys, guess_source, read
-from grpo_recipes.data.tables import listed
+from grpo_recipes.data.tables import listed, sample_of_rows
 from grpo_recipes.data.text_files import has_cells
 from grpo_recipes.plan.columns import (
     ENOUGH,
@@ -46,8 +47,8 @@ from grpo_recipes.plan.columns import (
     last_turns,
     named,
 )
+from grpo_recipes.recipe.dataset import DatasetName, DatasetSpec
 from grpo_recipes.recipe.recipe import parse_recipe
-from grpo_recipes.recipe.specs import DatasetName, DatasetSpec
 from grpo_rewards.choices import read_choices
 from grpo_rewards.errors import UserError
 from grpo_rewards.files import expanded, write_atomically

@@ -12,9 +12,10 @@ import numpy as np
 from grpo_recipes.checks.tokenizer import TokenizerUnavailable, check_chat_template, load_tokenizer
 from grpo_recipes.checks.tools import Toolset, check_template
 from grpo_recipes.data.hub import hub_answers
-from grpo_recipes.data.prompts import check_one_fits, first_prompt, sample_of_rows, token_lengths
+from grpo_recipes.data.rendering import check_one_fits, first_prompt, token_lengths
+from grpo_recipes.data.tables import sample_of_rows
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import Recipe
-from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_recipes.runs.weights import tokenizer_source
 from grpo_rewards.errors import sentence
 
@@ -27,7 +28,7 @@ class Lengths:
 
     Attributes:
         measured: Number of prompts that were measured: all, or a random sample of a large dataset
-            (`prompts.sample_of_rows`).
+            (`tables.sample_of_rows`).
         rows: Number of rows of the dataset.
         shortest: Length of the shortest prompt.
         median: Median length.

@@ -22,7 +22,8 @@ from transformers.hf_argparser import DataClassType
 from trl import GRPOConfig, ModelConfig, TrlParser
 
 from grpo_recipes.recipe import specs, trl_keys
-from grpo_recipes.recipe.specs import DatasetSpec, RecipeError, Spec, hints
+from grpo_recipes.recipe.dataset import DatasetSpec
+from grpo_recipes.recipe.specs import RecipeError, Spec, hints
 from grpo_recipes.runs.files import RECORD
 from grpo_recipes.runs.record import read_record
 from grpo_rewards.errors import UserError, did_you_mean, one_line
@@ -53,7 +54,7 @@ class Recipe:
 
     # Our keys, each with its text in `--help`.
     dataset: Annotated[
-        specs.DatasetSpec, "rows and their prompts: name, path, columns, split, eval_split, system_prompt, ..."
+        DatasetSpec, "rows and their prompts: name, path, columns, split, eval_split, system_prompt, ..."
     ]
     rewards: Annotated[list[Any], "reward names, or mappings of name, weight, alias, kwargs; `grpo-rewards list`"]
     reference: Annotated[

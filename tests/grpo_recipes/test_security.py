@@ -33,8 +33,9 @@ from trl import GRPOConfig, ModelConfig
 
 from grpo_recipes import GRPOTrainer, cli, train
 from grpo_recipes.checks.checks import Machine, check
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import OUR_KEYS, find_file, parse_recipe, resolved, shipped_files
-from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching, ReferenceSpec, SamplingSpec
+from grpo_recipes.recipe.specs import MicroBatching, ReferenceSpec, SamplingSpec
 from grpo_recipes.reports.model_card import write_model_card
 from grpo_recipes.runs.record import add_launch, describe_launch
 from grpo_rewards import cli as rewards_cli

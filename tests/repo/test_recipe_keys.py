@@ -9,15 +9,13 @@ import yaml
 from trl import GRPOConfig, ModelConfig
 
 from docs import recipe_keys as documentation
+from grpo_recipes.recipe.dataset import DatasetSpec, PassRateSpec, SourceSpec
 from grpo_recipes.recipe.recipe import OUR_KEYS, Recipe, parse_recipe
 from grpo_recipes.recipe.specs import (
-    DatasetSpec,
     MicroBatching,
     OfflineSpec,
-    PassRateSpec,
     ReferenceSpec,
     SamplingSpec,
-    SourceSpec,
     ToolLimits,
     hints,
     spec_of,

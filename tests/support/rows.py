@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 from grpo_recipes.data.load import load
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> str:

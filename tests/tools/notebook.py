@@ -16,9 +16,9 @@ from typing import Any
 
 from transformers import set_seed
 
-from grpo_recipes.data.prompts import SYSTEM_PROMPTS
 from grpo_recipes.process.messages import fewer_library_messages
 from grpo_recipes.quickstart import WarmStart, build_policy, build_tokenizer, fine_tune
+from grpo_recipes.recipe.dataset import SYSTEM_PROMPTS
 from grpo_rewards.terminal import say
 from tests.support.notebook import NOTEBOOK, Kernel, Output, code_of, text_of
 

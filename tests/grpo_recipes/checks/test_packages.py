@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 from trl import import_utils
 
 from grpo_recipes.checks import packages
-from grpo_recipes.data.prompts import PromptTools
+from grpo_recipes.data.rendering import PromptTools
 from grpo_rewards.errors import UserError
 from tests.support import tiny
 from tests.support.errors import refused

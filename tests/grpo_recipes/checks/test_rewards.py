@@ -29,7 +29,7 @@ from grpo_recipes.checks.rewards import (
     prefilled_notes,
 )
 from grpo_recipes.data.places import row_numbers
-from grpo_recipes.data.prompts import sample_of_rows
+from grpo_recipes.data.tables import sample_of_rows
 from grpo_recipes.process.faults import FaultyRow, RewardFault
 from grpo_rewards.registry import build_rewards, leaves
 from tests.support import launching
@@ -106,7 +106,7 @@ def test_a_gold_that_one_of_two_rewards_can_score_is_scorable() -> None:
 
 
 def test_of_a_large_dataset_a_sample_of_the_golds_is_scored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_recipes.data.prompts.SAMPLE", 6)
+    monkeypatch.setattr("grpo_recipes.data.tables.SAMPLE", 6)
     chosen = sample_of_rows(9).tolist()
     dataset = golds(*("1" if row != chosen[-1] else PROSE for row in range(9)))
     found = unscorable(["gsm8k_correctness"], dataset)

@@ -22,7 +22,7 @@ from grpo_recipes.checks.tokenizer import (
     read_tokenizer,
     stop_ids,
 )
-from grpo_recipes.data.prompts import first_prompt, token_lengths
+from grpo_recipes.data.rendering import first_prompt, token_lengths
 from grpo_recipes.recipe.recipe import Recipe, RecipeError, parse_recipe
 from grpo_recipes.recipe.specs import OfflineSpec
 from tests.support import tiny

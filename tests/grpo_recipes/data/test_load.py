@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerFast
 
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
 from grpo_recipes.data.presets import arithmetic_problems
-from grpo_recipes.data.prompts import PromptTools, limit_prompts, rendered
+from grpo_recipes.data.rendering import PromptTools, limit_prompts, rendered
 from grpo_recipes.data.sources import DatasetUnreachable
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from tests.support.errors import refused
 from tests.support.rows import user, write
 from tests.support.tiny import byte_tokenizer
@@ -324,7 +324,7 @@ def test_longer_messages_are_dropped_and_counted(word_tokenizer):
 
 
 def test_longer_messages_are_cut_from_the_left_of_the_question(word_tokenizer, monkeypatch):
-    monkeypatch.setattr("grpo_recipes.data.prompts.BATCH", 2)
+    monkeypatch.setattr("grpo_recipes.data.rendering.BATCH", 2)
     spec = DatasetSpec("gsm8k", max_prompt_tokens=9, overlong_prompts="cut_left")
     lengths = [3, 6, 4, 9, 2]
     dataset = as_dataset([conversation(length) for length in lengths])

@@ -18,7 +18,8 @@ import pytest
 from grpo_recipes.data import arithmetic, presets, tables
 from grpo_recipes.data.load import check_responses, load
 from grpo_recipes.data.sources import Keys, rows_in_common
-from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
+from grpo_recipes.recipe.specs import OfflineSpec
 from grpo_rewards.choices import read_choices
 from tests.support.errors import refused
 from tests.support.rows import loaded, write

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from grpo_recipes.data.load import load
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.runs.resume import newest_checkpoint
 from tests.support import launching
 

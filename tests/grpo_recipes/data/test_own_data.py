@@ -17,10 +17,10 @@ import xxhash
 from pyarrow import parquet
 from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 
-from grpo_recipes.data import prompts, sources
+from grpo_recipes.data import prompts, sources, tables
 from grpo_recipes.data.load import load, load_prompts
 from grpo_recipes.data.sources import Keys
-from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
+from grpo_recipes.recipe.dataset import SYSTEM_PROMPTS, DatasetSpec, SourceSpec
 from grpo_rewards import choice_correctness, gsm8k_correctness
 from grpo_rewards.math.answers import read_gold
 from tests.support.errors import refused
@@ -225,7 +225,7 @@ def test_a_template_takes_the_values_that_json_lacks(tmp_path: Path) -> None:
 
 def test_boxed_golds_are_extracted(tmp_path: Path) -> None:
     """MATH has a problem and a solution, and MATH-500 has a column for the answer too."""
-    system = {"role": "system", "content": prompts.SYSTEM_PROMPTS["boxed"]}
+    system = {"role": "system", "content": SYSTEM_PROMPTS["boxed"]}
     row = {"problem": " 1/2 + 1/3? ", "solution": "It is $\\boxed{\\frac{5}{6}}$.", "level": "Level 1"}
     expected = {"prompt": [system, *user("1/2 + 1/3?")], "answer": "\\frac{5}{6}", "solution": row["solution"]}
     for given in (row, {**row, "answer": "\\frac{5}{6}"}):
@@ -632,10 +632,10 @@ def test_prompts_without_another_column_are_a_table_too(tmp_path: Path) -> None:
 
 
 def test_a_large_table_is_sampled() -> None:
-    assert prompts.sample_of_rows(prompts.SAMPLE).tolist() == list(range(prompts.SAMPLE))
-    sample = prompts.sample_of_rows(1_000_000)
-    assert len(np.unique(sample)) == len(sample) == prompts.SAMPLE
-    assert (sample == prompts.sample_of_rows(1_000_000)).all()
+    assert tables.sample_of_rows(tables.SAMPLE).tolist() == list(range(tables.SAMPLE))
+    sample = tables.sample_of_rows(1_000_000)
+    assert len(np.unique(sample)) == len(sample) == tables.SAMPLE
+    assert (sample == tables.sample_of_rows(1_000_000)).all()
     assert (sample == np.sort(sample)).all()
     # Each tenth of the rows has a tenth of the sample, up to 5 standard deviations.
     counts = np.bincount(sample // 100_000, minlength=10)

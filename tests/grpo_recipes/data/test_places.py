@@ -11,7 +11,7 @@ import datasets
 from grpo_recipes.checks.rewards import check_golds, gold_notes
 from grpo_recipes.data.load import load_prompts
 from grpo_recipes.data.places import Place, listed_places
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_rewards.registry import build_rewards
 from tests.support.rows import write
 

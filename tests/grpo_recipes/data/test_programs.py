@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from grpo_recipes.data.load import load, load_prompts
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_rewards import unit_tests
 
 SPEC = DatasetSpec("programs", split="train", eval_split="test", system_prompt="none")

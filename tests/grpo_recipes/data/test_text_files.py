@@ -15,7 +15,7 @@ import pytest
 from grpo_recipes.data import text_files
 from grpo_recipes.data.load import load
 from grpo_recipes.data.sources import Keys, guess_source, read
-from grpo_recipes.recipe.specs import DatasetSpec, SourceSpec
+from grpo_recipes.recipe.dataset import DatasetSpec, SourceSpec
 from tests.support.errors import refused
 
 TABLES = Path(__file__).parents[2] / "data" / "tables"

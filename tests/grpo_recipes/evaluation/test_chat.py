@@ -19,7 +19,7 @@ from grpo_recipes.evaluation import chat
 from grpo_recipes.evaluation.chat import Chat, converse
 from grpo_recipes.evaluation.engines import Transformers
 from grpo_recipes.evaluation.settings import Settings
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_rewards.terminal import visible_lines
 from tests.support.tiny import byte_tokenizer, chat_tokenizer, policy
 

@@ -20,7 +20,7 @@ from grpo_recipes.evaluation.problems import held_out_spec
 from grpo_recipes.evaluation.saved_model import SavedModel
 from grpo_recipes.evaluation.settings import Settings
 from grpo_recipes.evaluation.vllm_engine import VLLM
-from grpo_recipes.recipe.specs import DatasetSpec
+from grpo_recipes.recipe.dataset import DatasetSpec
 from tests.support.errors import refused
 
 

@@ -14,12 +14,12 @@ from trl import GRPOTrainer
 
 from grpo_recipes.checks.tokenizer import check_chat_template, end_of_turn, load_tokenizer, stop_ids
 from grpo_recipes.cli import main
-from grpo_recipes.data import prompts
+from grpo_recipes.data import rendering, tables
 from grpo_recipes.data.load import load
-from grpo_recipes.data.prompts import token_lengths
+from grpo_recipes.data.rendering import token_lengths
 from grpo_recipes.plan.prompts import Lengths, prompt_report
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
-from grpo_recipes.recipe.specs import DatasetSpec
 from tests.support import short_runs, tiny
 from tests.support.errors import refused
 
@@ -74,7 +74,7 @@ def test_the_limit_of_prompt_tokens_counts_the_output_of_template_options(tmp_pa
     recipe = parse_recipe(["--config", write_recipe(tmp_path, save_model(tmp_path / "model", THINKING))])
     tokenizer, spec = load_tokenizer(recipe), replace(recipe.dataset, max_prompt_tokens=45)
     kept = {
-        thinking: len(prompts.limit_prompts(load(recipe.dataset), spec, tokenizer, {"enable_thinking": thinking})[0])
+        thinking: len(rendering.limit_prompts(load(recipe.dataset), spec, tokenizer, {"enable_thinking": thinking})[0])
         for thinking in (True, False)
     }
     assert kept[True] - kept[False] == 15
@@ -135,13 +135,13 @@ def test_the_stop_ids_are_those_of_trl(tmp_path: Path, eos: Any) -> None:
 
 
 def test_the_first_prompt_is_counted_if_the_sample_misses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "SAMPLE", 5)
+    monkeypatch.setattr(tables, "SAMPLE", 5)
     recipe = parse_recipe(["--config", write_recipe(tmp_path, save_model(tmp_path / "model"), rows=9)])
     rows = load(recipe.dataset)
     report = prompt_report(recipe, rows)
     lengths = token_lengths(rows, load_tokenizer(recipe), {})
     assert report.tokens == lengths[0] == lengths.min()
-    sampled = lengths[prompts.sample_of_rows(9)]
+    sampled = lengths[tables.sample_of_rows(9)]
     assert report.lengths == Lengths.of(sampled, 9, 70)
     assert (report.lengths.measured, report.lengths.rows, report.lengths.shortest) == (5, 9, sampled.min())
 

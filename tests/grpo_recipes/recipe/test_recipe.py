@@ -18,6 +18,7 @@ from grpo_recipes import GRPOTrainer
 from grpo_recipes.checks.checks import Machine, grpo_config, resume_point
 from grpo_recipes.checks.geometry import geometry_of
 from grpo_recipes.recipe import specs
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import (
     Recipe,
     RecipeError,
@@ -28,7 +29,7 @@ from grpo_recipes.recipe.recipe import (
     shipped,
     shipped_files,
 )
-from grpo_recipes.recipe.specs import DatasetSpec, MicroBatching
+from grpo_recipes.recipe.specs import MicroBatching
 from grpo_rewards.redaction import HIDDEN
 from tests.support.errors import refused
 from tests.support.recipes import MINIMAL, read_recipe

@@ -8,15 +8,13 @@ from typing import Any, Literal
 
 import pytest
 
+from grpo_recipes.recipe.dataset import DatasetSpec, PassRateSpec, SourceSpec
 from grpo_recipes.recipe.specs import (
-    DatasetSpec,
     MicroBatching,
     OfflineSpec,
-    PassRateSpec,
     Range,
     ReferenceSpec,
     SamplingSpec,
-    SourceSpec,
     ToolLimits,
     check_number,
     typed,

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from grpo_recipes import GRPOTrainer, train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.data.load import load
+from grpo_recipes.recipe.dataset import DatasetSpec
 from grpo_recipes.recipe.recipe import RecipeError, parse_recipe
-from grpo_recipes.recipe.specs import DatasetSpec, OfflineSpec
+from grpo_recipes.recipe.specs import OfflineSpec
 from grpo_recipes.training.offline import RecordedRollout, recorded_reward
 from tests.mathematics import oracle
 from tests.support import trainers

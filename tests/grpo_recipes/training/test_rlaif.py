@@ -12,9 +12,9 @@ from trl import GRPOTrainer
 from grpo_recipes import train
 from grpo_recipes.checks.checks import Machine, check
 from grpo_recipes.data.load import load
-from grpo_recipes.data.prompts import SYSTEM_PROMPTS, limit_prompts
+from grpo_recipes.data.rendering import limit_prompts
+from grpo_recipes.recipe.dataset import SYSTEM_PROMPTS, DatasetSpec
 from grpo_recipes.recipe.recipe import parse_recipe
-from grpo_recipes.recipe.specs import DatasetSpec
 from grpo_rewards.internlm2 import convert
 from grpo_rewards.reward_model import RewardModelScore
 from tests.support import launching, trainers

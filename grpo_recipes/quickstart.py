@@ -32,8 +32,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from grpo_recipes import cli, train
+from grpo_recipes.data.arithmetic import made_problems
 from grpo_recipes.data.load import load
-from grpo_recipes.data.presets import arithmetic_problems, final_answer
+from grpo_recipes.data.presets import final_answer
 from grpo_recipes.evaluation.comparison import compare
 from grpo_recipes.evaluation.summary import describe_comparison
 from grpo_recipes.process.messages import fewer_library_messages
@@ -156,7 +157,7 @@ def demonstrations(settings: WarmStart, prompts: DatasetSpec) -> list[dict[str, 
     layout is drawn from `LAYOUTS`, of which GRPO rewards only the first.
     """
     spec = replace(prompts, split="train", size=settings.demonstrations, seed=settings.seed)
-    problems = arithmetic_problems("train", settings.demonstrations, settings.seed)
+    problems = made_problems("arithmetic", "train", settings.demonstrations, settings.seed)
     layouts = random.Random(settings.seed).choices(list(LAYOUTS), settings.shares, k=settings.demonstrations)
     conversations = []
     for prompt, problem, layout in zip(load(spec)["prompt"], problems, layouts, strict=True):

@@ -11,30 +11,21 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from functools import lru_cache
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
 import numpy as np
 
-from grpo_recipes.data.arithmetic import MADE
+from grpo_recipes.data.arithmetic import DEFAULT_SIZE, made_problems
 from grpo_recipes.data.places import numbered, selected
-from grpo_recipes.data.presets import DEFAULT_ARITHMETIC_SIZE, PRESETS, arithmetic_problems
+from grpo_recipes.data.presets import PRESETS
 from grpo_recipes.data.prompts import Prompts, phrased
 from grpo_recipes.data.sources import Keys, Rows, file_rows, local_splits, mixed, read, rows_in_common, sliced, slices
-from grpo_recipes.recipe.dataset import DatasetSpec, PassRateSpec, SourceSpec
+from grpo_recipes.recipe.dataset import MADE_PROBLEMS, DatasetSpec, PassRateSpec, SourceSpec
 from grpo_recipes.recipe.specs import OfflineSpec
-from grpo_recipes.runs.files import (
-    BOOLEANS,
-    NUMBER,
-    TEXT,
-    TEXTS,
-    Kind,
-    Shape,
-    mismatch,
-    read_table,
-)
+from grpo_recipes.runs.files import BOOLEANS, NUMBER, TEXT, TEXTS, Kind, Shape, mismatch, read_table
 from grpo_rewards.errors import UserError
 
 if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do not need it
@@ -43,7 +34,6 @@ if TYPE_CHECKING:  # its import takes seconds, and readers of single datasets do
 logger = logging.getLogger(__name__)
 
 _PROGRAMS = Path(__file__).with_name("programs.jsonl")  # a task a line: its split, question, tests and solution
-_MADE = {name: lru_cache(maxsize=4)(make) for name, make in {"arithmetic": arithmetic_problems, **MADE}.items()}
 _TRAINED = Keys("path", "split")
 _OTHER_SPLIT = Keys("path", "eval_split")  # held-out rows under the same path as the training rows
 
@@ -113,11 +103,7 @@ def check_disjoint(trained: Prompts, held_out: Prompts, spec: DatasetSpec) -> No
 def _sources(spec: DatasetSpec, path: str | list[SourceSpec] | None, split: str) -> list[SourceSpec]:
     """Return the sources of a path, or the preset's home on the hub if there is no path."""
     if isinstance(path, list):
-        sources = []
-        for source in path:
-            columns = source.columns or spec.columns
-            sources.append(SourceSpec(**{**vars(source), "columns": columns}))
-        return sources
+        return [replace(source, columns=source.columns or spec.columns) for source in path]
     preset = PRESETS.get(spec.name) if spec.name else None
     home = preset.hub_id if preset is not None and preset.hub_id else str(spec.name)
     config = spec.config
@@ -148,7 +134,7 @@ def _held_out_sources(spec: DatasetSpec) -> tuple[list[SourceSpec], Keys]:
 
 
 def _rows(spec: DatasetSpec, sources: list[SourceSpec], keys: Keys) -> Rows:
-    if spec.name in _MADE:
+    if spec.name in MADE_PROBLEMS:
         return _made(spec, sources[0], keys)
     if spec.name == "programs":
         return _programs(sources[0], keys)
@@ -173,12 +159,11 @@ def _check_shared(spec: DatasetSpec, source: SourceSpec, length: int) -> None:
 
 def _made(spec: DatasetSpec, source: SourceSpec, keys: Keys) -> Rows:
     """Return the rows of a preset that makes its problems."""
-    make = _MADE[str(spec.name)]
-    size = DEFAULT_ARITHMETIC_SIZE if spec.size is None else spec.size
+    name, size = str(spec.name), DEFAULT_SIZE if spec.size is None else spec.size
     problems = []
     for split, start, stop in slices({"train": size, "test": size}, source.split, keys):
-        problems += make(split, stop, spec.seed)[start:]
-    return Rows(datasets.Dataset.from_list(problems), numbered(str(spec.name)))
+        problems += made_problems(name, split, stop, spec.seed)[start:]
+    return Rows(datasets.Dataset.from_list(problems), numbered(name))
 
 
 def _programs(source: SourceSpec, keys: Keys) -> Rows:

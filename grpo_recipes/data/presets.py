@@ -1,4 +1,4 @@
-"""Presets: how rows of a known form are read, and the word problems of `arithmetic`, which need no network.
+"""Presets: how rows of a known form are read.
 
 `name: gsm8k` is short for the columns and the reader of its entry in `PRESETS`, and for a system prompt
 (`DatasetSpec.DEFAULT_SYSTEM_PROMPTS`). A preset reads no file: sources, splits and templates do not depend on it.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import math
-import random
 import string
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -317,71 +315,3 @@ def preset_of(spec: DatasetSpec) -> Preset | None:
     if preset is None or spec.labels is None:
         return preset
     return replace(preset, read=partial(_labelled, tuple(spec.labels)))
-
-
-# Arithmetic
-
-DEFAULT_ARITHMETIC_SIZE = 2_000
-MAX_ARITHMETIC_SIZE = 20_000
-_TEST_SHARE = 5  # one question in five belongs to the test split
-_OPERANDS = range(2, 10)
-_NAMES = ("Ann", "Ben", "Carla", "Dev", "Emma", "Femi", "Grace", "Hugo", "Ines", "Jun", "Kofi", "Lena", "Maya", "Noah")
-_ITEMS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "stickers")
-# Questions with the operations that answer them, applied to a, then b, then c, from left to right.
-_TEMPLATES = (
-    ("{name} has {a} {item} and buys {b} more. How many {item} does {name} have now?", "+"),
-    ("{name} finds {a} {item} in the morning and {b} in the afternoon. How many {item} is that in all?", "+"),
-    ("{name} had {a} {item} and gave away {b}. How many {item} are left?", "-"),
-    ("There are {a} {item} on the table and {name} takes {b}. How many {item} stay there?", "-"),
-    ("{name} fills {a} bags with {b} {item} each. How many {item} are in the bags?", "*"),
-    ("{name} has {a} {item}, gets {b} more and then loses {c}. How many {item} does {name} have now?", "+-"),
-    ("{name} sells {a} {item} on Monday, {b} on Tuesday and {c} on Friday. How many {item} is that in all?", "++"),
-)
-_OPERATIONS: Mapping[str, Callable[[int, int], int]] = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-
-
-def arithmetic_problems(split: str, size: int, seed: int = 0) -> list[dict[str, str]]:
-    """Draw word problems in GSM8K's form: `question`, and `answer` with worked steps that end in `#### N`.
-
-    The splits are disjoint for all sizes and seeds, because a checksum of the question's text decides its split. No
-    question occurs twice in a draw. A shorter draw with the same seed is the beginning of a longer one.
-
-    Args:
-        split: `train` or `test`.
-        size: number of problems, at most `MAX_ARITHMETIC_SIZE`.
-        seed: random seed of the draw.
-
-    Raises:
-        UserError: `size` is too large.
-    """
-    if size > MAX_ARITHMETIC_SIZE:
-        fix = f"set at most {MAX_ARITHMETIC_SIZE}, as many as `arithmetic` makes"
-        raise UserError("`dataset.size`", f"it is {size}", fix)
-    generator = random.Random(f"{split}-{seed}")  # a string is hashed the same way in every process
-    problems: dict[str, dict[str, str]] = {}
-    while len(problems) < size:
-        problem = _draw_problem(generator)
-        question = problem["question"]
-        is_test = zlib.crc32(question.encode()) % _TEST_SHARE == 0
-        if is_test == (split == "test"):
-            problems.setdefault(question, problem)
-    return list(problems.values())
-
-
-def _draw_problem(generator: random.Random) -> dict[str, str]:
-    question, operations = generator.choice(_TEMPLATES)
-    operands = [generator.choice(_OPERANDS) for _ in range(len(operations) + 1)]
-    if "-" in operations:
-        operands.sort(reverse=True)  # nobody gives away more than they have
-    words = {"name": generator.choice(_NAMES), "item": generator.choice(_ITEMS)}
-    question = question.format(**words, **dict(zip("abc", operands, strict=False)))
-    return {"question": question, "answer": _worked_answer(operands, operations)}
-
-
-def _worked_answer(operands: Sequence[int], operations: str) -> str:
-    total, lines = operands[0], []
-    for operation, operand in zip(operations, operands[1:], strict=True):
-        result = _OPERATIONS[operation](total, operand)
-        lines.append(f"{total}{operation}{operand}={result}")
-        total = result
-    return "\n".join([*lines, f"#### {total}"])

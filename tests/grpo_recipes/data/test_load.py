@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from grpo_recipes.data.arithmetic import made_problems
 from grpo_recipes.data.load import check_disjoint, load, load_prompts
-from grpo_recipes.data.presets import arithmetic_problems
 from grpo_recipes.data.rendering import PromptTools, limit_prompts, rendered
 from grpo_recipes.data.sources import DatasetUnreachable
 from grpo_recipes.recipe.dataset import DatasetSpec
@@ -236,22 +236,22 @@ def test_an_invalid_line_is_reported_with_file_and_number(tmp_path, line, figure
 )
 @settings(max_examples=8, deadline=None)
 def test_no_question_is_both_trained_and_tested_on(train, test):
-    trained = {problem["question"] for problem in arithmetic_problems("train", *train)}
-    tested = {problem["question"] for problem in arithmetic_problems("test", *test)}
+    trained = {problem["question"] for problem in made_problems("arithmetic", "train", *train)}
+    tested = {problem["question"] for problem in made_problems("arithmetic", "test", *test)}
     assert len(trained) == train[0]
     assert len(tested) == test[0]
     assert not trained & tested
 
 
 def test_a_larger_size_extends_the_problems_of_a_seed():
-    assert arithmetic_problems("train", 50, seed=1) == arithmetic_problems("train", 80, seed=1)[:50]
-    assert arithmetic_problems("train", 50, seed=1) != arithmetic_problems("train", 50, seed=2)
+    assert made_problems("arithmetic", "train", 50, seed=1) == made_problems("arithmetic", "train", 80, seed=1)[:50]
+    assert made_problems("arithmetic", "train", 50, seed=1) != made_problems("arithmetic", "train", 50, seed=2)
 
 
 @given(st.integers(0, 1_000))
 @settings(max_examples=4, deadline=None)
 def test_worked_steps_are_correct_and_use_the_numbers_of_the_question(seed):
-    for problem in arithmetic_problems("test", 50, seed):
+    for problem in made_problems("arithmetic", "test", 50, seed):
         *steps, last = problem["answer"].split("\n")
         carried = []
         for step in steps:
@@ -269,7 +269,7 @@ def test_worked_steps_are_correct_and_use_the_numbers_of_the_question(seed):
 def test_the_preset_arithmetic_gives_the_generated_problems():
     keys = {"size": 9, "seed": 1, "split": "train[2:4]+test[:3]+train[8:]", "eval_split": "test[:50%]"}
     spec = DatasetSpec("arithmetic", **keys, system_prompt="none")
-    train, test = (arithmetic_problems(split, 9, 1) for split in ("train", "test"))
+    train, test = (made_problems("arithmetic", split, 9, 1) for split in ("train", "test"))
     assert questions(load(spec)) == [row["question"] for row in (*train[2:4], *test[:3], *train[8:])]
     assert questions(load(spec, evaluation=True)) == [row["question"] for row in test[:4]]
     assert str(load_prompts(spec).places([5])[0]) == "arithmetic, row 6"

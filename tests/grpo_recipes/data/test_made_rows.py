@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +15,15 @@ import datasets
 import pyarrow as pa
 import pytest
 
-from grpo_recipes.data import arithmetic, presets, tables
+from grpo_recipes.data import presets, tables
+from grpo_recipes.data.arithmetic import made_problems
 from grpo_recipes.data.load import check_responses, load
 from grpo_recipes.data.sources import Keys, rows_in_common
-from grpo_recipes.recipe.dataset import DatasetSpec
+from grpo_recipes.recipe.dataset import MADE_PROBLEMS, DatasetSpec
 from grpo_recipes.recipe.specs import OfflineSpec
 from grpo_rewards.choices import read_choices
 from tests.support.errors import refused
 from tests.support.rows import loaded, write
-
-Made = Callable[[str, int, int], list[dict[str, str]]]
-MAKERS: dict[str, Made] = {
-    "arithmetic": presets.arithmetic_problems,
-    "products": arithmetic.product_problems,
-    "secret_number": arithmetic.secret_numbers,
-}
 
 
 @pytest.mark.parametrize(
@@ -42,20 +36,20 @@ MAKERS: dict[str, Made] = {
 )
 def test_a_seed_stands_for_the_same_problems_in_every_version(name: str, digest: str, first: str) -> None:
     """A record names its seed, and a later version must train and evaluate on the same rows."""
-    problems = MAKERS[name]("train", 600, 7)
+    problems = made_problems(name, "train", 600, 7)
     assert problems[0]["question"] == first
     assert hashlib.sha256(repr(problems).encode()).hexdigest()[:4] == digest
 
 
 def test_a_size_is_refused_above_twenty_thousand() -> None:
-    for name, make in MAKERS.items():
+    for name in MADE_PROBLEMS:
         with refused("`dataset.size`", 20001, 20000, f"`{name}`"):
-            make("test", 20_001, 0)
+            made_problems(name, "test", 20_001)
 
 
 def test_a_product_is_of_three_digits_and_its_answer_is_worked_out() -> None:
     kinds: Counter[int] = Counter()
-    for problem in arithmetic.product_problems("train", 300):
+    for problem in made_problems("products", "train", 300):
         numbers = [int(number) for number in re.findall(r"\d+", problem["question"])]
         worked, _, result = problem["answer"].partition("\n#### ")
         product = numbers[0] * numbers[1] + sum(numbers[2:])
@@ -68,7 +62,7 @@ def test_a_product_is_of_three_digits_and_its_answer_is_worked_out() -> None:
 
 
 def test_a_secret_number_lies_in_its_range() -> None:
-    for problem in arithmetic.secret_numbers("test", 300):
+    for problem in made_problems("secret_number", "test", 300):
         low, high = map(int, re.findall(r"\d+", problem["question"]))
         assert low >= 1
         assert 20 <= high - low <= 99
